@@ -1,0 +1,165 @@
+//! How to acquire.
+
+use std::{sync::Arc, time::Duration};
+
+use crate::{Error, Result};
+
+/// How to acquire a lock. Every field is unset at first; what is unset is taken from the next of: the call, the
+/// [`Lock`](crate::Lock)'s own options, the client's, the default.
+///
+/// Values are checked when they are used: `acquire*` answers [`Error::InvalidOptions`] before it sends anything.
+///
+/// ```
+/// use std::time::Duration;
+/// use lockkit_core::AcquireOptions;
+///
+/// let options = AcquireOptions::new()
+///     .ttl(Duration::from_secs(10))
+///     .wait(Duration::from_secs(2))
+///     .label("billing@host-7");
+/// assert_eq!(options.ttl, Some(Duration::from_secs(10)));
+/// assert_eq!(options.renew, None);
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+#[must_use]
+pub struct AcquireOptions {
+    /// How long a hold outlives the last word from its holder. Default: [`DEFAULT_TTL`](Self::DEFAULT_TTL), 30 s.
+    pub ttl: Option<Duration>,
+    /// How long to wait for a lock that is taken. Unset: for ever. Zero: one attempt.
+    pub wait: Option<Duration>,
+    /// Whether the lease is renewed in the background while the guard lives. Default: yes.
+    pub renew: Option<bool>,
+    /// How long one exchange with the server may take before it counts as failed. Default:
+    /// [`DEFAULT_OP_TIMEOUT`](Self::DEFAULT_OP_TIMEOUT), 5 s.
+    pub op_timeout: Option<Duration>,
+    /// Who is holding, for whoever inspects the lock. At most 256 bytes.
+    pub label: Option<Arc<str>>,
+    /// How many times in a row a release may pass an exclusive hold to the next waiter of this client before the
+    /// lock goes back to the server. Default: [`DEFAULT_LOCAL_HANDOFFS`](Self::DEFAULT_LOCAL_HANDOFFS), 32, or 0 on a
+    /// backend whose order across processes is strict.
+    pub local_handoffs: Option<u32>,
+}
+
+impl AcquireOptions {
+    /// The lease where none is asked for.
+    pub const DEFAULT_TTL: Duration = Duration::from_secs(30);
+    /// The bound on one exchange with the server where none is asked for.
+    pub const DEFAULT_OP_TIMEOUT: Duration = Duration::from_secs(5);
+    /// The local hand-offs in a row where none are asked for.
+    pub const DEFAULT_LOCAL_HANDOFFS: u32 = 32;
+    /// The shortest lease. Below it, timers and scheduling eat the lease up.
+    pub const MIN_TTL: Duration = Duration::from_millis(10);
+    /// The longest lease and the longest wait: a year.
+    pub const MAX_DURATION: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+    /// The longest label, in bytes.
+    pub const MAX_LABEL_BYTES: usize = 256;
+    /// The most local hand-offs in a row: a grant reserves a token for each.
+    pub const MAX_LOCAL_HANDOFFS: u32 = 65_535;
+
+    /// Options with nothing set.
+    pub const fn new() -> Self {
+        Self {
+            ttl: None,
+            wait: None,
+            renew: None,
+            op_timeout: None,
+            label: None,
+            local_handoffs: None,
+        }
+    }
+
+    /// Sets [`ttl`](#structfield.ttl), from 10 ms to a year.
+    pub const fn ttl(mut self, ttl: Duration) -> Self {
+        self.ttl = Some(ttl);
+        self
+    }
+
+    /// Sets [`wait`](#structfield.wait). Leave it unset to wait for as long as it takes.
+    pub const fn wait(mut self, wait: Duration) -> Self {
+        self.wait = Some(wait);
+        self
+    }
+
+    /// Sets [`renew`](#structfield.renew).
+    pub const fn renew(mut self, renew: bool) -> Self {
+        self.renew = Some(renew);
+        self
+    }
+
+    /// Sets [`op_timeout`](#structfield.op_timeout), at least 1 ms.
+    pub const fn op_timeout(mut self, op_timeout: Duration) -> Self {
+        self.op_timeout = Some(op_timeout);
+        self
+    }
+
+    /// Sets [`label`](#structfield.label).
+    pub fn label(mut self, label: impl Into<Arc<str>>) -> Self {
+        self.label = Some(label.into());
+        self
+    }
+
+    /// Sets [`local_handoffs`](#structfield.local_handoffs), at most 65,535.
+    pub const fn local_handoffs(mut self, times: u32) -> Self {
+        self.local_handoffs = Some(times);
+        self
+    }
+
+    /// These options, with what is unset taken from `defaults`.
+    pub fn or(&self, defaults: &Self) -> Self {
+        Self {
+            ttl: self.ttl.or(defaults.ttl),
+            wait: self.wait.or(defaults.wait),
+            renew: self.renew.or(defaults.renew),
+            op_timeout: self.op_timeout.or(defaults.op_timeout),
+            label: self.label.as_ref().or(defaults.label.as_ref()).cloned(),
+            local_handoffs: self.local_handoffs.or(defaults.local_handoffs),
+        }
+    }
+
+    /// Checks every value that is set.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] names the option and says what would be right.
+    pub fn validate(&self) -> Result<()> {
+        if let Some(ttl) = self.ttl {
+            within("ttl", ttl, Self::MIN_TTL)?;
+        }
+        if let Some(wait) = self.wait {
+            within("wait", wait, Duration::ZERO)?;
+        }
+        if let Some(op_timeout) = self.op_timeout {
+            within("op_timeout", op_timeout, Duration::from_millis(1))?;
+        }
+        if self
+            .label
+            .as_ref()
+            .is_some_and(|l| l.len() > Self::MAX_LABEL_BYTES)
+        {
+            return Err(Error::invalid_option("label", "it is longer than 256 bytes"));
+        }
+        if self.local_handoffs.is_some_and(|n| n > Self::MAX_LOCAL_HANDOFFS) {
+            return Err(Error::invalid_option("local_handoffs", "it is above 65,535"));
+        }
+        Ok(())
+    }
+}
+
+fn within(option: &'static str, value: Duration, min: Duration) -> Result<()> {
+    let max = AcquireOptions::MAX_DURATION;
+    if value < min {
+        return Err(Error::invalid_option(
+            option,
+            format!("{value:?} is below {min:?}"),
+        ));
+    }
+    if value > max {
+        let hint = if option == "wait" {
+            "; leave it unset to wait for ever"
+        } else {
+            ""
+        };
+        return Err(Error::invalid_option(option, format!("it is above a year{hint}")));
+    }
+    Ok(())
+}

@@ -1,0 +1,265 @@
+//! The contract that a backend implements.
+//!
+//! A backend speaks to its server and nothing else. It does not sleep, retry, spawn a task per hold, or log policy:
+//! the one driver in this crate owns queueing, deadlines, jitter, renewal, loss, hand-off, cancellation and release.
+//!
+//! Rules for every [`Claim`]:
+//!
+//! - Any of its futures may be dropped at any await, and every method stays legal afterwards.
+//! - An attempt whose outcome is not known is repeated on the *same* claim: same owner, same place in the queue.
+//! - `Ok(None)` means taken. Anything that is not an answer is an `Err`.
+//! - Dropping a claim without [`release`](Claim::release) may happen when a runtime goes away; the lease, the session
+//!   or the end of the connection is the backstop then.
+
+use std::{fmt, num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use tokio::time::Instant;
+
+use crate::{Capabilities, Error, Kind, LockName, LockState, LossReason, Result};
+
+/// How a claim wants to hold its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Mode {
+    /// Alone.
+    Exclusive,
+    /// Together with other shared holders; excludes exclusive ones.
+    Shared,
+    /// One of this many permits of the semaphore of that name.
+    Permits(NonZeroU32),
+}
+
+impl Mode {
+    /// Whether this is a mode of a lock or of a semaphore.
+    pub fn kind(self) -> Kind {
+        match self {
+            Self::Exclusive | Self::Shared => Kind::Lock,
+            Self::Permits(_) => Kind::Semaphore,
+        }
+    }
+}
+
+/// For how long a hold is proven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lease {
+    /// A moment before the request that proves it was sent.
+    pub since: Instant,
+    /// How long it lasts from then, the backend's allowance for clock drift already taken off. `None` means that the
+    /// hold is bound to a process or connection and has no end of its own.
+    pub length: Option<Duration>,
+}
+
+impl Lease {
+    /// When it ends.
+    pub fn end(&self) -> Option<Instant> {
+        self.length.map(|length| self.since + length)
+    }
+}
+
+/// A successful attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// Fencing tokens: the first is this hold's, the others are for local hand-offs. They are above every token of an
+    /// earlier conflicting hold, and no one else is ever given them. At least one; no more than were
+    /// [asked for](ClaimRequest::tokens).
+    pub tokens: RangeInclusive<u64>,
+    /// For how long the hold is proven.
+    pub lease: Lease,
+}
+
+/// The answer to a renewal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Renewal {
+    /// Still held, and proven anew.
+    Held(Lease),
+    /// The server says that the hold is gone.
+    Lost(LossReason),
+}
+
+/// 128 random bits from the operating system that say whose claim it is. There is one per claim.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct OwnerId(u128);
+
+impl OwnerId {
+    /// Wraps 128 bits.
+    pub const fn new(bits: u128) -> Self {
+        Self(bits)
+    }
+
+    /// The bits.
+    pub const fn get(self) -> u128 {
+        self.0
+    }
+}
+
+impl fmt::Display for OwnerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Debug for OwnerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "OwnerId({self})")
+    }
+}
+
+/// What is claimed.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ClaimRequest {
+    /// The lock.
+    pub name: LockName,
+    /// How it is to be held.
+    pub mode: Mode,
+    /// The lease that is asked for.
+    pub ttl: Duration,
+    /// Whose claim it is.
+    pub owner: OwnerId,
+    /// Who is asking, for whoever inspects the lock.
+    pub label: Option<Arc<str>>,
+    /// How many fencing tokens a grant should reserve.
+    pub tokens: NonZeroU32,
+}
+
+impl ClaimRequest {
+    /// A request for one token, without a label.
+    pub fn new(name: LockName, mode: Mode, ttl: Duration, owner: OwnerId) -> Self {
+        Self {
+            name,
+            mode,
+            ttl,
+            owner,
+            label: None,
+            tokens: NonZeroU32::MIN,
+        }
+    }
+}
+
+/// What the driver needs to know of a backend.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct BackendInfo {
+    /// Its name, for errors and metrics: `redis`.
+    pub name: &'static str,
+    /// The server it speaks to, canonical and without credentials: part of each [`LockId`](crate::LockId).
+    pub server: Arc<str>,
+    /// The namespace that keeps applications on one server apart.
+    pub namespace: Arc<str>,
+    /// What it can do.
+    pub capabilities: Capabilities,
+    /// How often a waiter asks again although nothing woke it. The driver adds jitter.
+    pub fallback_poll: Duration,
+    /// The longest time that an [`attempt`](Claim::attempt) should block at the server.
+    pub max_patience: Duration,
+}
+
+impl BackendInfo {
+    /// The namespace of clients that ask for none.
+    pub const DEFAULT_NAMESPACE: &'static str = "lockkit";
+
+    /// A backend with no capabilities, the default namespace, a fallback poll of 1 s and a patience of 1 s.
+    pub fn new(name: &'static str, server: impl Into<Arc<str>>) -> Self {
+        Self {
+            name,
+            server: server.into(),
+            namespace: Self::DEFAULT_NAMESPACE.into(),
+            capabilities: Capabilities::default(),
+            fallback_poll: Duration::from_secs(1),
+            max_patience: Duration::from_secs(1),
+        }
+    }
+}
+
+/// A server that can grant locks.
+#[async_trait]
+pub trait Backend: fmt::Debug + Send + Sync + 'static {
+    /// What the driver needs to know. Asked once, when the client is made.
+    fn info(&self) -> BackendInfo;
+
+    /// Opens a claim. Nothing is held or queued yet.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a mode it does not have, [`Error::InvalidOptions`] for an option it cannot keep
+    /// (both without I/O), [`Error::Backend`] if it cannot reach its server.
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>>;
+
+    /// Who holds `name`. It takes no part in the contest: nobody is refused or delayed by it.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if the server cannot tell.
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState>;
+
+    /// Ends the hold of `name` that has `token`, whoever has it. `false` if there is none. Its holder is told
+    /// [`LossReason::Revoked`] within the backend's detection bound.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where a hold cannot be ended from outside, [`Error::Backend`] if the server cannot tell.
+    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+        let _ = (name, kind, token);
+        Err(Error::unsupported(
+            self.info().name,
+            "ending another holder's hold; end the holder instead",
+        ))
+    }
+
+    /// Ends connections. Called once, after every claim has been released or given up.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if something may be left on the server.
+    async fn close(&self) -> Result<()>;
+}
+
+/// One contender for one name, from its first attempt to its release. Only the driver calls these methods.
+#[async_trait]
+pub trait Claim: fmt::Debug + Send + 'static {
+    /// Tries to be granted.
+    ///
+    /// `patience` says how long the caller is willing to wait for the answer "taken" to change. Zero: answer at once
+    /// and stay out of any queue. Above zero: keep a place in the queue, if there is one, and block at the server for
+    /// up to `patience`, if it can; a backend that cannot block answers at once.
+    ///
+    /// A grant that was pushed, or that came after blocking, has its lease from the last request that was sent before
+    /// it; if that leaves less than half of the ttl, the backend proves it again before it returns.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if the outcome is not known or the server refuses.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await. The next call, or `release`, goes on from whatever the server made of it.
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>>;
+
+    /// Proves the hold anew.
+    ///
+    /// # Errors
+    /// An `Err` means unknown, not lost.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await.
+    async fn renew(&mut self) -> Result<Renewal>;
+
+    /// Gives up the hold, the place in the queue, and whatever an attempt of unknown outcome may have taken.
+    /// Idempotent, and harmless to a later holder.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the hold turned out to be gone before; [`Error::Backend`] if it is not known whether it is
+    /// released, in which case the driver tries again.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await; the driver calls it again.
+    async fn release(&mut self) -> Result<()>;
+
+    /// Resolves when it is worth while to attempt (while waiting) or to renew (while holding) now. A hint: it may be
+    /// spurious, and a fallback poll makes a lost one harmless.
+    ///
+    /// # Cancel safety
+    /// Remembers events that came since the last `attempt` or `renew` began, so that dropping it loses none.
+    async fn notified(&mut self);
+
+    /// A duplicate of the operating system's handle that keeps the hold alive, where there is one, so that it can be
+    /// passed on to a child process.
+    #[cfg(unix)]
+    fn descriptor(&self) -> Option<std::os::fd::OwnedFd> {
+        None
+    }
+}
