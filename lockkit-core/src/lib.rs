@@ -1,14 +1,33 @@
-//! The core of lockkit.
+//! The core of lockkit: values, the [backend contract](spi), the one driver, and the embedded backends.
+//!
+//! Applications use the facade, `lockkit`, which re-exports all of this. Authors of backends depend on this crate
+//! alone: implement [`spi::Backend`] and hand it to [`LockClient::new`].
 
 mod capabilities;
+mod client;
+mod driver;
 mod error;
+mod guard;
+mod lock;
+mod memory;
+mod multi;
 mod name;
+mod observe;
 mod options;
+mod reentrant;
 pub mod spi;
+mod sync;
 mod token;
 
 pub use capabilities::{Capabilities, FencingDurability, Holder, LockState};
+pub use client::LockClient;
 pub use error::{BoxError, Error, LossReason, Result};
+pub use guard::{Held, LockGuard, LostSignal, RenewalFailing};
+pub use lock::{DistributedLock, DistributedLockExt, Lock};
+pub use memory::{MemoryBackend, Operation};
+pub use multi::{LockSet, acquire_all};
 pub use name::{Kind, LockId, LockName};
 pub use options::AcquireOptions;
+pub use reentrant::{Owner, ReentrantGuard, ReentrantLock};
 pub use token::{FenceGate, FencingToken, StaleToken};
+pub use tokio::time::Instant;

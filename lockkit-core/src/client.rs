@@ -1,0 +1,315 @@
+//! A connection to one server, from which locks are made.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    num::NonZeroU32,
+    pin::pin,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::sync::Notify;
+
+use crate::{
+    AcquireOptions, Capabilities, Error, FencingToken, Kind, Lock, LockId, LockName, LockState, LossReason, Result,
+    driver::{line::Line, timing, worker::Worker},
+    spi::{Backend, BackendInfo, Mode, OwnerId},
+    sync::Mutex,
+};
+
+/// A client of one lock server. Clone it freely: clones share the connection, the local queues and the worker.
+///
+/// Make one per process and server, and keep it for as long as its locks are used. It lives on the Tokio runtime that
+/// it was made in.
+///
+/// ```
+/// use lockkit_core::{LockClient, MemoryBackend};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let client = LockClient::new(MemoryBackend::new());
+/// let guard = client.lock("orders/42")?.acquire().await?;
+/// assert!(client.lock("orders/42")?.try_acquire().await?.is_none());
+/// guard.release().await?;
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
+#[derive(Clone)]
+pub struct LockClient {
+    core: Arc<Core>,
+    defaults: Arc<AcquireOptions>,
+}
+
+/// What all handles of a client share.
+pub(crate) struct Core {
+    pub(crate) backend: Box<dyn Backend>,
+    pub(crate) info: BackendInfo,
+    pub(crate) worker: Arc<Worker>,
+    pub(crate) owners: Owners,
+    /// Releases that were given up without a confirmation.
+    pub(crate) unconfirmed: AtomicUsize,
+    lines: Mutex<HashMap<(LockName, Mode), Weak<Line>>>,
+    closed: AtomicBool,
+    closing: Notify,
+}
+
+impl LockClient {
+    /// A client of `backend`: the entrance for backends of your own. No I/O.
+    pub fn new(backend: impl Backend) -> Self {
+        let worker = Arc::new(Worker::default());
+        worker.bind();
+        Self {
+            core: Arc::new(Core {
+                info: backend.info(),
+                backend: Box::new(backend),
+                worker,
+                owners: Owners::default(),
+                unconfirmed: AtomicUsize::new(0),
+                lines: Mutex::default(),
+                closed: AtomicBool::new(false),
+                closing: Notify::new(),
+            }),
+            defaults: Arc::new(AcquireOptions::new()),
+        }
+    }
+
+    /// The same client whose locks start from `defaults`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] if one of them cannot be kept.
+    pub fn with_defaults(self, defaults: AcquireOptions) -> Result<Self> {
+        defaults.validate()?;
+        Ok(Self {
+            defaults: Arc::new(defaults.or(&self.defaults)),
+            ..self
+        })
+    }
+
+    /// The lock of this name, in exclusive mode. No I/O; nothing is held.
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`].
+    pub fn lock(&self, name: impl AsRef<str>) -> Result<Lock> {
+        Ok(self.make(LockName::new(name)?, Mode::Exclusive))
+    }
+
+    /// The semaphore of this name, which up to `permits` holders have at once. It is another thing than the lock of
+    /// the same name. Everyone has to name the same number. No I/O; nothing is held.
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`]; [`Error::InvalidOptions`] for zero permits.
+    pub fn semaphore(&self, name: impl AsRef<str>, permits: u32) -> Result<Lock> {
+        let permits = NonZeroU32::new(permits)
+            .ok_or_else(|| Error::invalid_option("permits", "a semaphore has at least one"))?;
+        Ok(self.make(LockName::new(name)?, Mode::Permits(permits)))
+    }
+
+    fn make(&self, name: LockName, mode: Mode) -> Lock {
+        Lock::new(self.core.line(name, mode), self.defaults.clone())
+    }
+
+    /// Who holds the lock of this name. Nobody is refused or delayed by it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`]; [`Error::Backend`] if the server cannot tell; [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Nothing changes if it is dropped.
+    pub async fn inspect(&self, name: impl AsRef<str>) -> Result<LockState> {
+        self.core.inspect(&LockName::new(name)?, Kind::Lock).await
+    }
+
+    /// Who holds permits of the semaphore of this name.
+    ///
+    /// # Errors
+    /// As [`inspect`](Self::inspect).
+    ///
+    /// # Cancel safety
+    /// Nothing changes if it is dropped.
+    pub async fn inspect_semaphore(&self, name: impl AsRef<str>) -> Result<LockState> {
+        self.core.inspect(&LockName::new(name)?, Kind::Semaphore).await
+    }
+
+    /// Ends by force the hold of this name that has `token`, whoever has it: for operators. `false` if there is none.
+    /// Its holder is told that it was revoked.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where holds cannot be ended from outside; otherwise as [`inspect`](Self::inspect).
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, it may or may not have happened.
+    pub async fn revoke(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
+        self.core.revoke(&LockName::new(name)?, Kind::Lock, token).await
+    }
+
+    /// As [`revoke`](Self::revoke), for a permit of the semaphore of this name.
+    ///
+    /// # Errors
+    /// As [`revoke`](Self::revoke).
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, it may or may not have happened.
+    pub async fn revoke_permit(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
+        self.core.revoke(&LockName::new(name)?, Kind::Semaphore, token).await
+    }
+
+    /// What this client's backend is.
+    pub fn info(&self) -> &BackendInfo {
+        &self.core.info
+    }
+
+    /// What this client's backend can do.
+    pub fn capabilities(&self) -> Capabilities {
+        self.core.info.capabilities
+    }
+
+    /// Closes this client and all its clones: from now on they answer [`Error::Closed`], and so do those who wait.
+    /// What is held is told [`LossReason::Disconnected`] and released. Waits up to `timeout` for every release to be
+    /// confirmed, those of dropped guards included.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if a release was not confirmed; its lease or connection is what ends it then.
+    ///
+    /// # Cancel safety
+    /// The client is closed from the first poll on. Dropped half-way, releases go on in the background, and it may be
+    /// called again.
+    pub async fn close(&self, timeout: Duration) -> Result<()> {
+        let core = &self.core;
+        core.close();
+        let backend = core.info.name;
+        let limit = tokio::time::Instant::now() + timeout.min(AcquireOptions::MAX_DURATION);
+        let drained = timing::within(backend, "close", core.worker.idle(), || limit).await?;
+        let unconfirmed = core.unconfirmed.load(Ordering::Relaxed);
+        if drained.is_none() || unconfirmed > 0 {
+            let cause = "releases are not confirmed; what is left ends with its lease or connection";
+            return Err(Error::transient(backend, "close", cause));
+        }
+        let closed = pin!(core.backend.close());
+        timing::within(backend, "close", closed, || limit)
+            .await?
+            .unwrap_or_else(|| Err(Error::transient(backend, "close", "no answer in time from the server")))
+    }
+}
+
+impl fmt::Debug for LockClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LockClient")
+            .field("backend", &self.core.info.name)
+            .field("server", &self.core.info.server)
+            .field("namespace", &self.core.info.namespace)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Core {
+    pub(crate) fn line(self: &Arc<Self>, name: LockName, mode: Mode) -> Arc<Line> {
+        let mut lines = self.lines.lock();
+        if let Some(line) = lines.get(&(name.clone(), mode)).and_then(Weak::upgrade) {
+            return line;
+        }
+        let info = &self.info;
+        let id = LockId::new(info.server.clone(), info.namespace.clone(), mode.kind(), name.clone());
+        let line = Arc::new(Line::new(self.clone(), id, mode));
+        lines.insert((name, mode), Arc::downgrade(&line));
+        line
+    }
+
+    /// The last handle of a line is gone. Somebody may have made it anew in the meantime.
+    pub(crate) fn forget_line(&self, id: &LockId, mode: Mode) {
+        let key = (id.name().clone(), mode);
+        let mut lines = self.lines.lock();
+        if lines.get(&key).is_some_and(|line| line.strong_count() == 0) {
+            lines.remove(&key);
+        }
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Resolves when the client is closed.
+    pub(crate) async fn closing(&self) {
+        let mut closing = pin!(self.closing.notified());
+        closing.as_mut().enable();
+        if !self.is_closed() {
+            closing.await;
+        }
+    }
+
+    fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.closing.notify_waiters();
+        let lines: Vec<_> = self.lines.lock().values().filter_map(Weak::upgrade).collect();
+        for line in &lines {
+            line.close();
+        }
+        self.worker.lose_all(LossReason::Disconnected);
+    }
+
+    pub(crate) async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        self.ask("inspect", name, self.backend.inspect(name, kind)).await
+    }
+
+    async fn revoke(&self, name: &LockName, kind: Kind, token: FencingToken) -> Result<bool> {
+        self.ask("revoke", name, self.backend.revoke(name, kind, token.get())).await
+    }
+
+    async fn ask<T>(
+        &self,
+        operation: &'static str,
+        name: &LockName,
+        question: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        if self.is_closed() {
+            return Err(Error::Closed);
+        }
+        let limit = || tokio::time::Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
+        let answer = timing::within(self.info.name, operation, question, limit).await?;
+        answer
+            .unwrap_or_else(|| Err(Error::transient(self.info.name, operation, "no answer in time from the server")))
+            .map_err(|err| err.for_lock(name))
+    }
+}
+
+impl fmt::Debug for Core {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core").field("server", &self.info.server).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        self.worker.orphan();
+    }
+}
+
+/// Owner ids: random bits from the operating system, fetched for several claims at once, since each call into the
+/// kernel costs more than all else in an uncontended acquisition. A client does not survive a `fork`, so neither does
+/// its stock.
+#[derive(Default)]
+pub(crate) struct Owners {
+    stock: Mutex<Vec<u128>>,
+}
+
+impl Owners {
+    const FETCHED_AT_ONCE: usize = 64;
+
+    pub(crate) fn draw(&self, backend: &'static str) -> Result<OwnerId> {
+        let mut stock = self.stock.lock();
+        if let Some(id) = stock.pop() {
+            return Ok(OwnerId::new(id));
+        }
+        let mut bytes = [0_u8; 16 * Self::FETCHED_AT_ONCE];
+        getrandom::fill(&mut bytes)
+            .map_err(|err| Error::permanent(backend, "acquire", format!("no random numbers: {err}")))?;
+        let (ids, _) = bytes.as_chunks::<16>();
+        stock.extend(ids.iter().map(|id| u128::from_ne_bytes(*id)));
+        match stock.pop() {
+            Some(id) => Ok(OwnerId::new(id)),
+            None => Err(Error::permanent(backend, "acquire", "no random numbers")),
+        }
+    }
+}

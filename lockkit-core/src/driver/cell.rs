@@ -1,0 +1,371 @@
+//! The life of one hold. Sans-IO: time comes in as an argument, tasks are woken through their wakers.
+//!
+//! ```text
+//! Offered ──accept──▶ Held ──begin_release──▶ Releasing
+//!    │                  │
+//!    └──────lose────────┴──▶ Lost (latched for good)
+//! ```
+//!
+//! The cell also keeps what the hold is made of, a `C` with the backend's claim in it. It is parked here, lent to one
+//! user at a time, and comes back when the loan is dropped, at whatever await that may be. The *attendant* (the
+//! client's worker) borrows it for as long as nobody else wants it; everyone else [reclaims](HoldCell::reclaim) it.
+
+use std::{
+    fmt,
+    future::{Future, poll_fn},
+    ops::{Deref, DerefMut},
+    pin::Pin,
+    task::{Context, Poll, Waker},
+};
+
+use tokio::time::Instant;
+
+use crate::{LossReason, sync::Mutex};
+
+/// Where a hold is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Passed on to a waiter that has not taken it yet.
+    Offered,
+    /// Its guard is with the user.
+    Held,
+    /// Its guard has been released or dropped.
+    Releasing,
+    /// It was lost. This never changes again.
+    Lost(LossReason),
+}
+
+pub(crate) struct HoldCell<C> {
+    state: Mutex<State<C>>,
+}
+
+struct State<C> {
+    phase: Phase,
+    valid_until: Option<Instant>,
+    renewal_failing: bool,
+    parked: Option<C>,
+    /// How many wait for the claim; the attendant makes way for them.
+    wanting: u32,
+    wanting_wakers: Vec<Waker>,
+    attendant: Option<Waker>,
+    /// Grows when the attendant should look again.
+    version: u32,
+    watchers: Vec<(u32, Waker)>,
+    next_watcher: u32,
+}
+
+/// Wakers are called when the lock on the state has been let go.
+#[derive(Default)]
+struct Wakes {
+    attendant: Option<Waker>,
+    others: Vec<Waker>,
+}
+
+impl Wakes {
+    fn wake(self) {
+        if let Some(waker) = self.attendant {
+            waker.wake();
+        }
+        self.others.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl<C> State<C> {
+    fn alive(&self) -> bool {
+        matches!(self.phase, Phase::Offered | Phase::Held)
+    }
+
+    /// The one way into `Lost`.
+    fn latch(&mut self, reason: LossReason) -> Wakes {
+        self.phase = Phase::Lost(reason);
+        Wakes {
+            attendant: self.rouse(),
+            others: self.watchers.drain(..).map(|(_, waker)| waker).collect(),
+        }
+    }
+
+    fn expire(&mut self, now: Instant) -> Wakes {
+        if self.alive() && self.valid_until.is_some_and(|end| now >= end) {
+            return self.latch(LossReason::Expired);
+        }
+        Wakes::default()
+    }
+
+    fn rouse(&mut self) -> Option<Waker> {
+        self.version = self.version.wrapping_add(1);
+        self.attendant.take()
+    }
+}
+
+impl<C> HoldCell<C> {
+    pub(crate) fn new(phase: Phase, claim: C, valid_until: Option<Instant>) -> Self {
+        Self {
+            state: Mutex::new(State {
+                phase,
+                valid_until,
+                renewal_failing: false,
+                parked: Some(claim),
+                wanting: 0,
+                wanting_wakers: Vec::new(),
+                attendant: None,
+                version: 0,
+                watchers: Vec::new(),
+                next_watcher: 0,
+            }),
+        }
+    }
+
+    /// Runs `f` on the state with everything that is due at `now` already done, then wakes whom that concerns.
+    fn update<T>(&self, now: Option<Instant>, f: impl FnOnce(&mut State<C>) -> (T, Wakes)) -> T {
+        let mut state = self.state.lock();
+        let expiry = now.map(|now| state.expire(now));
+        let (value, wakes) = f(&mut state);
+        drop(state);
+        if let Some(expiry) = expiry {
+            expiry.wake();
+        }
+        wakes.wake();
+        value
+    }
+
+    /// Where it is at `now`. A lease that ran out is latched as lost here, whoever asks first.
+    pub(crate) fn phase(&self, now: Instant) -> Phase {
+        self.update(Some(now), |state| (state.phase, Wakes::default()))
+    }
+
+    /// Where it was when something last happened to it, whatever the clock says.
+    pub(crate) fn last_phase(&self) -> Phase {
+        self.state.lock().phase
+    }
+
+    pub(crate) fn valid_until(&self) -> Option<Instant> {
+        self.state.lock().valid_until
+    }
+
+    /// The waiter to whom it was offered takes it. `false` if it was lost on the way.
+    pub(crate) fn accept(&self, now: Instant) -> bool {
+        self.update(Some(now), |state| {
+            if state.phase != Phase::Offered {
+                return (false, Wakes::default());
+            }
+            state.phase = Phase::Held;
+            let attendant = state.rouse();
+            (true, Wakes { attendant, others: Vec::new() })
+        })
+    }
+
+    /// The guard is given up. The claim comes along if it is at hand; otherwise it has to be reclaimed.
+    pub(crate) fn begin_release(&self, now: Instant) -> Result<Option<C>, LossReason> {
+        self.update(Some(now), |state| match state.phase {
+            Phase::Lost(reason) => (Err(reason), Wakes::default()),
+            Phase::Offered | Phase::Held | Phase::Releasing => {
+                state.phase = Phase::Releasing;
+                let attendant = state.rouse();
+                (Ok(state.parked.take()), Wakes { attendant, others: Vec::new() })
+            }
+        })
+    }
+
+    /// Latches a loss, unless the hold has ended already.
+    pub(crate) fn lose(&self, reason: LossReason) -> bool {
+        self.update(None, |state| {
+            if !state.alive() {
+                return (false, Wakes::default());
+            }
+            (true, state.latch(reason))
+        })
+    }
+
+    /// A renewal was answered. If the lease ran out before the answer came, it revives nothing.
+    pub(crate) fn extend(&self, valid_until: Option<Instant>, now: Instant) -> bool {
+        self.update(Some(now), |state| {
+            let alive = state.alive();
+            if alive {
+                state.valid_until = valid_until;
+                state.renewal_failing = false;
+            }
+            (alive, Wakes::default())
+        })
+    }
+
+    /// A renewal failed; the lease goes on until it ends. Watchers are told as an early warning.
+    pub(crate) fn renewal_failed(&self) {
+        self.update(None, |state| {
+            let first = state.alive() && !std::mem::replace(&mut state.renewal_failing, true);
+            let others = if first {
+                state.watchers.drain(..).map(|(_, waker)| waker).collect()
+            } else {
+                Vec::new()
+            };
+            ((), Wakes { attendant: None, others })
+        });
+    }
+
+    /// Whether the last renewal failed, and until when the hold lasts all the same.
+    pub(crate) fn renewal_failing(&self) -> Option<Option<Instant>> {
+        let state = self.state.lock();
+        (state.alive() && state.renewal_failing).then_some(state.valid_until)
+    }
+
+    /// Keeps `waker` to be called at a loss and at an early warning. `watcher` is the caller's place for it.
+    pub(crate) fn watch(&self, watcher: &mut Option<u32>, waker: &Waker) {
+        let mut state = self.state.lock();
+        let id = *watcher.get_or_insert_with(|| {
+            state.next_watcher = state.next_watcher.wrapping_add(1);
+            state.next_watcher
+        });
+        match state.watchers.iter_mut().find(|(known, _)| *known == id) {
+            Some((_, known)) => known.clone_from(waker),
+            None => state.watchers.push((id, waker.clone())),
+        }
+    }
+
+    /// Forgets the waker kept for `watcher`.
+    pub(crate) fn unwatch(&self, watcher: u32) {
+        self.state.lock().watchers.retain(|(id, _)| *id != watcher);
+    }
+
+    /// Borrows the claim as soon as it is at hand, ahead of the attendant.
+    pub(crate) fn reclaim(&self) -> Reclaim<'_, C> {
+        Reclaim { cell: self, counted: false }
+    }
+
+    /// Lends the claim to the attendant; `None` once the hold is over.
+    pub(crate) async fn attend(&self) -> Option<Loan<'_, C>> {
+        poll_fn(|cx| {
+            let mut state = self.state.lock();
+            if !state.alive() {
+                return Poll::Ready(None);
+            }
+            if state.wanting == 0
+                && let Some(claim) = state.parked.take()
+            {
+                return Poll::Ready(Some(Loan { cell: self, claim: Some(claim), attendant: true }));
+            }
+            state.attendant = Some(cx.waker().clone());
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// What the attendant remembers, to be told of changes since.
+    pub(crate) fn version(&self) -> u32 {
+        self.state.lock().version
+    }
+
+    /// Resolves for the attendant when something has changed since `version`, or somebody wants the claim.
+    pub(crate) fn poll_changed(&self, version: u32, cx: &Context<'_>) -> Poll<()> {
+        let mut state = self.state.lock();
+        if state.version != version || state.wanting > 0 {
+            return Poll::Ready(());
+        }
+        match &mut state.attendant {
+            Some(known) => known.clone_from(cx.waker()),
+            unset => *unset = Some(cx.waker().clone()),
+        }
+        Poll::Pending
+    }
+
+    fn park(&self, claim: C, by_attendant: bool) {
+        self.update(None, |state| {
+            state.parked = Some(claim);
+            // The attendant looks again by itself after it has parked.
+            let attendant = if by_attendant || state.wanting > 0 { None } else { state.attendant.take() };
+            let others = std::mem::take(&mut state.wanting_wakers);
+            ((), Wakes { attendant, others })
+        });
+    }
+}
+
+impl<C> fmt::Debug for HoldCell<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.state.lock();
+        f.debug_struct("HoldCell")
+            .field("phase", &state.phase)
+            .field("valid_until", &state.valid_until)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Waits for the claim. Dropping it gives up the place.
+#[must_use]
+pub(crate) struct Reclaim<'a, C> {
+    cell: &'a HoldCell<C>,
+    counted: bool,
+}
+
+impl<'a, C> Future for Reclaim<'a, C> {
+    type Output = Loan<'a, C>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let cell = self.cell;
+        let mut state = cell.state.lock();
+        if let Some(claim) = state.parked.take() {
+            return Poll::Ready(Loan { cell, claim: Some(claim), attendant: false });
+        }
+        if !state.wanting_wakers.iter().any(|known| known.will_wake(cx.waker())) {
+            state.wanting_wakers.push(cx.waker().clone());
+        }
+        let attendant = if self.counted {
+            None
+        } else {
+            state.wanting += 1;
+            self.counted = true;
+            state.rouse()
+        };
+        drop(state);
+        if let Some(waker) = attendant {
+            waker.wake();
+        }
+        Poll::Pending
+    }
+}
+
+impl<C> Drop for Reclaim<'_, C> {
+    fn drop(&mut self) {
+        if !self.counted {
+            return;
+        }
+        self.cell.update(None, |state| {
+            state.wanting -= 1;
+            let attendant = if state.wanting == 0 { state.rouse() } else { None };
+            ((), Wakes { attendant, others: Vec::new() })
+        });
+    }
+}
+
+/// The claim on loan. It goes back to its cell when dropped.
+pub(crate) struct Loan<'a, C> {
+    cell: &'a HoldCell<C>,
+    claim: Option<C>,
+    attendant: bool,
+}
+
+impl<C> Loan<'_, C> {
+    /// Keeps the claim for good.
+    pub(crate) fn keep(mut self) -> Option<C> {
+        self.claim.take()
+    }
+}
+
+impl<C> Deref for Loan<'_, C> {
+    type Target = Option<C>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.claim
+    }
+}
+
+impl<C> DerefMut for Loan<'_, C> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.claim
+    }
+}
+
+impl<C> Drop for Loan<'_, C> {
+    fn drop(&mut self) {
+        if let Some(claim) = self.claim.take() {
+            self.cell.park(claim, self.attendant);
+        }
+    }
+}

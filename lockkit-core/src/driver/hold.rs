@@ -1,0 +1,102 @@
+//! One grant, shared by its guard, its views and the worker that keeps it alive.
+
+use std::{
+    sync::{Arc, atomic::AtomicUsize},
+    time::Duration,
+};
+
+use tokio::time::Instant;
+
+use crate::{
+    Error, FencingToken, LossReason, Result,
+    driver::{
+        cell::{HoldCell, Phase},
+        line::{Grip, Line, Terms},
+        timing,
+    },
+    spi::{Lease, Renewal},
+};
+
+#[derive(Debug)]
+pub(crate) struct Hold {
+    pub(crate) line: Arc<Line>,
+    pub(crate) token: FencingToken,
+    pub(crate) ttl: Duration,
+    pub(crate) op_timeout: Duration,
+    /// Whether the worker renews the lease by itself.
+    pub(crate) renew: bool,
+    pub(crate) cell: HoldCell<Grip>,
+    /// Its place in the worker's register.
+    pub(crate) key: AtomicUsize,
+}
+
+impl Hold {
+    /// A hold made of `grip`, on a lease that has been proven.
+    pub(crate) fn new(phase: Phase, grip: Grip, terms: &Terms, token: u64, lease: &Lease) -> Arc<Self> {
+        Arc::new(Self {
+            line: grip.line.clone(),
+            token: FencingToken::new(token),
+            ttl: terms.ttl,
+            op_timeout: terms.op_timeout,
+            renew: terms.renew,
+            cell: HoldCell::new(phase, grip, timing::valid_until(lease)),
+            key: AtomicUsize::new(usize::MAX),
+        })
+    }
+
+    pub(crate) fn check(&self, now: Instant) -> Result<()> {
+        match self.cell.phase(now) {
+            Phase::Lost(reason) => Err(self.lost(reason)),
+            Phase::Offered | Phase::Held | Phase::Releasing => Ok(()),
+        }
+    }
+
+    pub(crate) fn lost(&self, reason: LossReason) -> Error {
+        Error::lost(self.line.backend(), self.line.name().clone(), reason)
+    }
+
+    /// Nobody will use it any more: the worker releases it. Does no I/O and cannot block.
+    pub(crate) fn abandon(self: &Arc<Self>) {
+        if let Ok(grip) = self.cell.begin_release(Instant::now()) {
+            self.line.core.worker.settle(self.clone(), grip);
+        }
+    }
+
+    /// Proves the hold anew, once. The caller has the claim on loan as `grip`.
+    pub(crate) async fn renew_with(&self, grip: &mut Grip, adopt_lease: bool) -> Result<()> {
+        let Some(claim) = &mut grip.claim else {
+            return Err(Error::Closed);
+        };
+        let now = Instant::now();
+        let valid_until = self.cell.valid_until();
+        let limit = || {
+            let limit = now + self.op_timeout;
+            valid_until.map_or(limit, |end| end.min(limit))
+        };
+        let backend = self.line.backend();
+        let answer = timing::within(backend, "renew", claim.renew(), limit).await?;
+        match answer {
+            Some(Ok(Renewal::Held(lease))) => {
+                if adopt_lease {
+                    grip.lease = Some(lease);
+                    self.cell.extend(timing::valid_until(&lease), Instant::now());
+                }
+                self.check(Instant::now())
+            }
+            Some(Ok(Renewal::Lost(reason))) => {
+                self.cell.lose(reason);
+                self.check(Instant::now())
+            }
+            Some(Err(err)) => {
+                self.cell.renewal_failed();
+                Err(err.for_lock(self.line.name()))
+            }
+            None => {
+                self.check(Instant::now())?;
+                self.cell.renewal_failed();
+                let cause = format!("no answer within {:?}", self.op_timeout);
+                Err(Error::transient(backend, "renew", cause).for_lock(self.line.name()))
+            }
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! One name and mode of one client: the queue of its waiters, and the slot that lets one of them go to the server.
+
+use std::{
+    future::{Future, poll_fn},
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use crate::{
+    Error, LockId, LockName, Result,
+    client::Core,
+    driver::{
+        hold::Hold,
+        queue::{Offer, Queue, Ticket, Turn},
+    },
+    spi::{Claim, Lease, Mode},
+    sync::Mutex,
+};
+
+/// What an acquisition asks for, with every default filled in.
+#[derive(Clone, Debug)]
+pub(crate) struct Terms {
+    pub(crate) ttl: Duration,
+    pub(crate) wait: Option<Duration>,
+    pub(crate) renew: bool,
+    pub(crate) op_timeout: Duration,
+    pub(crate) label: Option<Arc<str>>,
+    pub(crate) local_handoffs: u32,
+}
+
+impl Terms {
+    /// One attempt and no waiting.
+    pub(crate) fn once(&self) -> bool {
+        self.wait == Some(Duration::ZERO)
+    }
+
+    /// Whether a hold that was claimed on these terms may be passed to a waiter with those: the server knows the
+    /// ttl and the label.
+    pub(crate) fn fits(&self, other: &Self) -> bool {
+        self.ttl == other.ttl && self.label == other.label
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Line {
+    pub(crate) core: Arc<Core>,
+    pub(crate) id: LockId,
+    pub(crate) mode: Mode,
+    state: Mutex<LineState>,
+    slot: AtomicU8,
+}
+
+#[derive(Debug, Default)]
+struct LineState {
+    queue: Queue<Terms, Arc<Hold>>,
+    answer: Answer,
+}
+
+/// The backend's last word to this line, which decides what a waiter is told when its time runs out.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum Answer {
+    #[default]
+    Unknown,
+    Taken,
+    Failed(Arc<str>),
+}
+
+/// What the slot is used for, for those who ask whether the lock is held here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum SlotUse {
+    Other = 0,
+    Holding = 1,
+}
+
+impl Line {
+    pub(crate) fn new(core: Arc<Core>, id: LockId, mode: Mode) -> Self {
+        Self {
+            core,
+            id,
+            mode,
+            state: Mutex::default(),
+            slot: AtomicU8::new(SlotUse::Other as u8),
+        }
+    }
+
+    pub(crate) fn name(&self) -> &LockName {
+        self.id.name()
+    }
+
+    pub(crate) fn backend(&self) -> &'static str {
+        self.core.info.name
+    }
+
+    pub(crate) fn is_exclusive(&self) -> bool {
+        self.mode == Mode::Exclusive
+    }
+
+    /// Whether a live hold of this client keeps the slot: then a try needs no server to know that it is taken.
+    pub(crate) fn is_held_here(&self) -> bool {
+        self.slot.load(Ordering::Acquire) == SlotUse::Holding as u8
+    }
+
+    pub(crate) fn set_slot_use(&self, to: SlotUse) {
+        self.slot.store(to as u8, Ordering::Release);
+    }
+
+    /// A hold is about to end: for those behind it, "taken" is the last that was heard.
+    pub(crate) fn leaving(&self) {
+        self.set_slot_use(SlotUse::Other);
+        self.set_answer(Answer::Taken);
+    }
+
+    /// Takes the slot if nobody has it.
+    pub(crate) fn enter(self: &Arc<Self>) -> Option<Grip> {
+        let entered = self.state.lock().queue.enter();
+        entered.then(|| Grip::new(self.clone(), true))
+    }
+
+    /// Contends beside whoever has the slot.
+    pub(crate) fn bypass(self: &Arc<Self>) -> Grip {
+        Grip::new(self.clone(), false)
+    }
+
+    /// Queues up for the slot.
+    pub(crate) fn join(self: &Arc<Self>, terms: Terms) -> InLine {
+        let ticket = self.state.lock().queue.join(terms);
+        InLine {
+            line: self.clone(),
+            ticket: Some(ticket),
+        }
+    }
+
+    /// What the backend last said.
+    pub(crate) fn answer(&self) -> Answer {
+        if self.is_held_here() {
+            return Answer::Taken;
+        }
+        self.state.lock().answer.clone()
+    }
+
+    pub(crate) fn set_answer(&self, answer: Answer) {
+        self.state.lock().answer = answer;
+    }
+
+    /// The first waiter, if it could take over a hold that was claimed on `terms`.
+    pub(crate) fn heir(&self, terms: &Terms) -> Option<(Ticket, Terms)> {
+        let state = self.state.lock();
+        let (ticket, waiter) = state.queue.first()?;
+        terms.fits(waiter).then(|| (ticket, waiter.clone()))
+    }
+
+    /// Offers a hold to the waiter that [`heir`](Self::heir) named.
+    pub(crate) fn hand_off(&self, ticket: Ticket, hold: Arc<Hold>) -> Result<(), Arc<Hold>> {
+        let waker = self.state.lock().queue.hand_off(ticket, hold)?;
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        Ok(())
+    }
+
+    /// Takes back a hold that lapsed before its waiter took it.
+    pub(crate) fn withdraw(&self, hold: &Arc<Hold>) {
+        let withdrawn = self.state.lock().queue.withdraw(|offered| Arc::ptr_eq(offered, hold));
+        drop(withdrawn);
+    }
+
+    /// The slot is given up.
+    pub(crate) fn pass(&self) {
+        self.set_slot_use(SlotUse::Other);
+        let mut state = self.state.lock();
+        let waker = state.queue.pass();
+        if state.queue.is_idle() {
+            state.answer = Answer::Unknown;
+        }
+        drop(state);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// Turns all waiters away.
+    pub(crate) fn close(&self) {
+        let wakers = self.state.lock().queue.close();
+        wakers.into_iter().for_each(std::task::Waker::wake);
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        self.core.forget_line(&self.id, self.mode);
+    }
+}
+
+/// A place in a line. Dropping it leaves the line, and passes on what had been offered.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct InLine {
+    line: Arc<Line>,
+    ticket: Option<Ticket>,
+}
+
+/// What waiting in line came to.
+#[derive(Debug)]
+pub(crate) enum Served {
+    /// Go and contend.
+    Slot(Grip),
+    /// A hold that was passed on. It still has to be accepted.
+    Hold(Arc<Hold>),
+    /// An offer lapsed before it was looked at: join again.
+    Lapsed,
+    /// The client is closed.
+    Closed,
+}
+
+impl Future for InLine {
+    type Output = Served;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Served> {
+        let Some(ticket) = self.ticket else {
+            return Poll::Ready(Served::Lapsed);
+        };
+        let turn = self.line.state.lock().queue.poll(ticket, cx.waker());
+        let served = match turn {
+            Turn::Wait => return Poll::Pending,
+            Turn::Offered(Offer::Slot) => Served::Slot(Grip::new(self.line.clone(), true)),
+            Turn::Offered(Offer::Hold(hold)) => Served::Hold(hold),
+            Turn::Lapsed => Served::Lapsed,
+            Turn::Closed => Served::Closed,
+        };
+        self.ticket = None;
+        Poll::Ready(served)
+    }
+}
+
+impl Drop for InLine {
+    fn drop(&mut self) {
+        let Some(ticket) = self.ticket.take() else { return };
+        let offer = self.line.state.lock().queue.leave(ticket);
+        match offer {
+            None => {}
+            Some(Offer::Slot) => self.line.pass(),
+            Some(Offer::Hold(hold)) => hold.abandon(),
+        }
+    }
+}
+
+/// A contender, and later what a hold is made of: the claim, the slot if it has it, and what was reserved.
+///
+/// Dropping it at any point is safe: a claim that the server may know of goes to the client's worker, which releases
+/// it; the slot goes to the next waiter.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct Grip {
+    pub(crate) line: Arc<Line>,
+    pub(crate) claim: Option<Box<dyn Claim>>,
+    pub(crate) terms: Option<Terms>,
+    /// Tokens that the grant reserved for hand-offs: the next one, and the last.
+    pub(crate) spare: (u64, u64),
+    pub(crate) handoffs_left: u32,
+    /// The last proof; `None` before the grant.
+    pub(crate) lease: Option<Lease>,
+    /// Whether the server may know of this claim, so that it has to be released.
+    pub(crate) known: bool,
+    slot: bool,
+}
+
+impl Grip {
+    fn new(line: Arc<Line>, slot: bool) -> Self {
+        Self {
+            line,
+            claim: None,
+            terms: None,
+            spare: (1, 0),
+            handoffs_left: 0,
+            lease: None,
+            known: false,
+            slot,
+        }
+    }
+
+    pub(crate) fn has_slot(&self) -> bool {
+        self.slot
+    }
+
+    /// Lets the next waiter of this client go to the server.
+    pub(crate) fn pass_slot(&mut self) {
+        if std::mem::take(&mut self.slot) {
+            self.line.pass();
+        }
+    }
+
+    /// Nothing of this claim is left on the server.
+    pub(crate) fn settled(mut self) {
+        self.claim = None;
+        self.known = false;
+    }
+
+    /// The same contender with everything moved out, so that dropping the rest does nothing.
+    pub(crate) fn take(&mut self) -> Self {
+        let mut taken = Self::new(self.line.clone(), std::mem::take(&mut self.slot));
+        taken.claim = self.claim.take();
+        taken.terms = self.terms.take();
+        taken.spare = self.spare;
+        taken.handoffs_left = self.handoffs_left;
+        taken.lease = self.lease;
+        taken.known = std::mem::take(&mut self.known);
+        taken
+    }
+}
+
+impl Drop for Grip {
+    fn drop(&mut self) {
+        if self.claim.is_some() && self.known {
+            let core = self.line.core.clone();
+            core.worker.clean_up(self.take());
+        } else {
+            self.pass_slot();
+        }
+    }
+}
+
+/// Resolves once the client is closed.
+pub(crate) async fn closed(core: &Core) -> Error {
+    core.closing().await;
+    Error::Closed
+}
+
+/// Resolves when `claim` hints that something has changed.
+pub(crate) async fn hinted(claim: &mut Option<Box<dyn Claim>>) {
+    match claim {
+        Some(claim) => claim.notified().await,
+        None => poll_fn(|_| Poll::Pending).await,
+    }
+}

@@ -1,0 +1,257 @@
+//! Who is next within this process: a FIFO queue for one slot. Sans-IO: it moves no task, it returns wakers.
+//!
+//! Whoever has the slot may contend at the server, and in exclusive mode keeps it while holding. Giving it up offers
+//! it to the first waiter; a hand-off offers the hold itself instead, and the slot goes with it. At most one offer is
+//! open at a time, since there is one slot.
+
+use std::{collections::VecDeque, task::Waker};
+
+/// A place in the queue. Never reused within a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ticket(u64);
+
+/// What a waiter is given when it is its turn.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Offer<H> {
+    /// The slot: go and contend.
+    Slot,
+    /// A hold that the one before has passed on; the slot comes with it.
+    Hold(H),
+}
+
+/// What a waiter finds when it looks.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Turn<H> {
+    /// Not yet. The waker was kept.
+    Wait,
+    /// Now, with this.
+    Offered(Offer<H>),
+    /// An offer was made, was not taken in time and has been withdrawn: queue again.
+    Lapsed,
+    /// The queue is closed.
+    Closed,
+}
+
+/// The queue of waiters of type `W` for a slot that may come with a hold of type `H`.
+#[derive(Debug)]
+pub(crate) struct Queue<W, H> {
+    taken: bool,
+    offered: Option<(Ticket, Offer<H>)>,
+    /// A waiter that left leaves a hole, so that a ticket is an index from `front`.
+    waiting: VecDeque<Option<Waiting<W>>>,
+    front: u64,
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct Waiting<W> {
+    terms: W,
+    waker: Option<Waker>,
+}
+
+impl<W, H> Default for Queue<W, H> {
+    fn default() -> Self {
+        Self {
+            taken: false,
+            offered: None,
+            waiting: VecDeque::new(),
+            front: 0,
+            closed: false,
+        }
+    }
+}
+
+impl<W, H> Queue<W, H> {
+    /// Takes the slot if it is free, which it is only while nobody waits.
+    pub(crate) fn enter(&mut self) -> bool {
+        let free = !self.taken && !self.closed;
+        self.taken |= free;
+        free
+    }
+
+    /// Queues up behind everyone.
+    pub(crate) fn join(&mut self, terms: W) -> Ticket {
+        self.waiting.push_back(Some(Waiting { terms, waker: None }));
+        Ticket(self.front + self.waiting.len() as u64 - 1)
+    }
+
+    /// Looks whether it is `ticket`'s turn; if not, `waker` is called when it may be.
+    pub(crate) fn poll(&mut self, ticket: Ticket, waker: &Waker) -> Turn<H> {
+        if let Some((_, offer)) = self.offered.take_if(|(to, _)| *to == ticket) {
+            return Turn::Offered(offer);
+        }
+        if self.closed {
+            return Turn::Closed;
+        }
+        match self.waiter(ticket) {
+            Some(waiting) => {
+                match &mut waiting.waker {
+                    Some(known) => known.clone_from(waker),
+                    unset => *unset = Some(waker.clone()),
+                }
+                Turn::Wait
+            }
+            None => Turn::Lapsed,
+        }
+    }
+
+    /// Leaves the queue. What had been offered comes back and must be passed on by the caller.
+    pub(crate) fn leave(&mut self, ticket: Ticket) -> Option<Offer<H>> {
+        if let Some((_, offer)) = self.offered.take_if(|(to, _)| *to == ticket) {
+            return Some(offer);
+        }
+        let place = ticket.0.checked_sub(self.front)?;
+        *self.waiting.get_mut(usize::try_from(place).ok()?)? = None;
+        while let Some(None) = self.waiting.back() {
+            self.waiting.pop_back();
+        }
+        self.skip_holes();
+        None
+    }
+
+    /// The slot's owner gives it up: to the first waiter, whom the returned waker wakes, or to nobody.
+    #[must_use]
+    pub(crate) fn pass(&mut self) -> Option<Waker> {
+        match self.pop() {
+            Some((ticket, waiting)) => {
+                self.offered = Some((ticket, Offer::Slot));
+                waiting.waker
+            }
+            None => {
+                self.taken = false;
+                None
+            }
+        }
+    }
+
+    /// The first waiter, if it waits.
+    pub(crate) fn first(&self) -> Option<(Ticket, &W)> {
+        let first = self.waiting.front()?.as_ref()?;
+        Some((Ticket(self.front), &first.terms))
+    }
+
+    /// Passes a hold, and the slot with it, to the first waiter, provided that it still is `ticket`.
+    pub(crate) fn hand_off(&mut self, ticket: Ticket, hold: H) -> Result<Option<Waker>, H> {
+        if self.first().is_none_or(|(first, _)| first != ticket) {
+            return Err(hold);
+        }
+        let waker = self.pop().and_then(|(_, waiting)| waiting.waker);
+        self.offered = Some((ticket, Offer::Hold(hold)));
+        Ok(waker)
+    }
+
+    /// Takes back a hold that was offered and not taken.
+    pub(crate) fn withdraw(&mut self, is_it: impl FnOnce(&H) -> bool) -> Option<H> {
+        match &self.offered {
+            Some((_, Offer::Hold(hold))) if is_it(hold) => match self.offered.take() {
+                Some((_, Offer::Hold(hold))) => Some(hold),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// Nobody enters any more, and those who wait are to be woken to find that out.
+    #[must_use]
+    pub(crate) fn close(&mut self) -> Vec<Waker> {
+        self.closed = true;
+        let waiting = std::mem::take(&mut self.waiting);
+        self.front += waiting.len() as u64;
+        waiting.into_iter().flatten().filter_map(|w| w.waker).collect()
+    }
+
+    /// Whether the slot is free and nobody waits.
+    pub(crate) fn is_idle(&self) -> bool {
+        !self.taken
+    }
+
+    fn pop(&mut self) -> Option<(Ticket, Waiting<W>)> {
+        let waiting = self.waiting.pop_front()??;
+        let ticket = Ticket(self.front);
+        self.front += 1;
+        self.skip_holes();
+        Some((ticket, waiting))
+    }
+
+    /// Keeps the first place one of somebody who waits.
+    fn skip_holes(&mut self) {
+        while let Some(None) = self.waiting.front() {
+            self.waiting.pop_front();
+            self.front += 1;
+        }
+    }
+
+    fn waiter(&mut self, ticket: Ticket) -> Option<&mut Waiting<W>> {
+        let place = ticket.0.checked_sub(self.front)?;
+        self.waiting.get_mut(usize::try_from(place).ok()?)?.as_mut()
+    }
+}
+
+#[cfg(all(test, not(lockkit_loom)))]
+mod tests {
+    use super::*;
+
+    fn look(queue: &mut Queue<u32, char>, ticket: Ticket) -> Turn<char> {
+        queue.poll(ticket, Waker::noop())
+    }
+
+    #[test]
+    fn the_slot_goes_round_in_order_and_those_who_left_are_passed_over() {
+        let mut queue = Queue::<u32, char>::default();
+        assert!(queue.enter());
+        assert!(!queue.enter());
+        let tickets: Vec<_> = (0..4).map(|n| queue.join(n)).collect();
+        assert_eq!(queue.leave(tickets[1]), None);
+        for ticket in [tickets[0], tickets[2], tickets[3]] {
+            assert_eq!(look(&mut queue, ticket), Turn::Wait);
+            let _ = queue.pass();
+            assert!(!queue.enter(), "an offered slot is not free");
+            assert_eq!(look(&mut queue, ticket), Turn::Offered(Offer::Slot));
+        }
+        assert!(queue.pass().is_none());
+        assert!(queue.is_idle() && queue.enter());
+    }
+
+    #[test]
+    fn an_offer_that_nobody_takes_comes_back() {
+        let mut queue = Queue::<u32, char>::default();
+        assert!(queue.enter());
+        let (a, b) = (queue.join(1), queue.join(2));
+        assert_eq!(queue.first().map(|(t, w)| (t, *w)), Some((a, 1)));
+        assert!(matches!(queue.hand_off(b, 'x'), Err('x')), "only the first may be handed to");
+        assert!(queue.hand_off(a, 'x').is_ok());
+        assert_eq!(queue.withdraw(|h| *h == 'y'), None);
+        assert_eq!(queue.withdraw(|h| *h == 'x'), Some('x'));
+        assert_eq!(look(&mut queue, a), Turn::Lapsed);
+        let _ = queue.pass();
+        assert_eq!(queue.leave(b), Some(Offer::Slot), "whoever leaves with an offer must pass it on");
+    }
+
+    #[test]
+    fn holes_do_not_outlive_the_waiters_behind_them() {
+        let mut queue = Queue::<u32, char>::default();
+        assert!(queue.enter());
+        let first = queue.join(0);
+        for n in 0..10_000 {
+            let ticket = queue.join(n);
+            assert_eq!(queue.leave(ticket), None);
+        }
+        assert_eq!(queue.waiting.len(), 1);
+        assert_eq!(queue.leave(first), None);
+        assert_eq!(queue.waiting.len(), 0);
+        assert_eq!(queue.leave(first), None, "leaving twice harms nobody");
+    }
+
+    #[test]
+    fn closing_turns_everyone_away_but_keeps_an_offer_already_made() {
+        let mut queue = Queue::<u32, char>::default();
+        assert!(queue.enter());
+        let (a, b) = (queue.join(1), queue.join(2));
+        let _ = queue.pass();
+        let _ = queue.close();
+        assert_eq!(look(&mut queue, b), Turn::Closed);
+        assert_eq!(look(&mut queue, a), Turn::Offered(Offer::Slot));
+        assert!(queue.pass().is_none());
+        assert!(!queue.enter());
+    }
+}

@@ -1,0 +1,170 @@
+//! From the end of a hold to its hand-off or its confirmed release.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use tokio::time::Instant;
+
+use crate::{
+    Error, Result,
+    driver::{
+        cell::Phase,
+        hold::Hold,
+        line::Grip,
+        timing::{self, Backoff},
+    },
+};
+
+/// Releases a hold whose guard has been given up, or passes it to the next waiter of this client.
+///
+/// Runs in the caller's future for `release().await` and in the worker for a dropped guard. Dropped half-way, what is
+/// left of it goes to the worker.
+pub(crate) async fn settle(hold: Arc<Hold>, grip: Option<Grip>) -> Result<()> {
+    hold.line.core.worker.unregister(&hold);
+    let grip = match grip {
+        Some(grip) => grip,
+        None => reclaim(hold).await?,
+    };
+    let Some(grip) = hand_off(grip).await? else {
+        return Ok(());
+    };
+    release(grip).await
+}
+
+/// Gets the claim back from the worker that was renewing it. If this is dropped, the worker goes on with it.
+async fn reclaim(hold: Arc<Hold>) -> Result<Grip> {
+    struct OrElseWorker(Option<Arc<Hold>>);
+    impl Drop for OrElseWorker {
+        fn drop(&mut self) {
+            if let Some(hold) = self.0.take() {
+                hold.clone().line.core.worker.settle(hold, None);
+            }
+        }
+    }
+    let mut unfinished = OrElseWorker(Some(hold.clone()));
+    let grip = hold.cell.reclaim().await.keep();
+    unfinished.0 = None;
+    grip.ok_or(Error::Closed)
+}
+
+/// Passes an exclusive hold to the next waiter of this client, if there is one that it fits, tokens are left for it,
+/// and it is fresh enough or can be renewed. Otherwise gives it back.
+async fn hand_off(mut grip: Grip) -> Result<Option<Grip>> {
+    if !grip.has_slot() || !grip.line.is_exclusive() {
+        return Ok(Some(grip));
+    }
+    let line = grip.line.clone();
+    while let Some((ticket, heir)) = may_pass_on(&grip) {
+        let Some(lease) = grip.lease else { break };
+        if !timing::fresh_enough(&lease, Instant::now()) {
+            if !prove(&mut grip).await {
+                break;
+            }
+            continue;
+        }
+        let token = grip.spare.0;
+        grip.spare.0 += 1;
+        grip.handoffs_left -= 1;
+        let passed = Hold::new(Phase::Offered, grip, &heir, token, &lease);
+        line.core.worker.register(&passed, Instant::now())?;
+        match line.hand_off(ticket, passed) {
+            Ok(()) => {
+                crate::observe::handed_off(&line);
+                return Ok(None);
+            }
+            // The waiter left in the meantime; there may be another.
+            Err(unwanted) => {
+                line.core.worker.unregister(&unwanted);
+                match unwanted.cell.begin_release(Instant::now()) {
+                    Ok(Some(taken_back)) => grip = taken_back,
+                    Ok(None) => grip = reclaim(unwanted).await?,
+                    Err(_) => return Ok(None),
+                }
+            }
+        }
+    }
+    line.leaving();
+    Ok(Some(grip))
+}
+
+fn may_pass_on(grip: &Grip) -> Option<(crate::driver::queue::Ticket, crate::driver::line::Terms)> {
+    let left = grip.handoffs_left > 0 && grip.spare.0 <= grip.spare.1 && !grip.line.core.is_closed();
+    let terms = grip.terms.as_ref().filter(|_| left)?;
+    grip.line.heir(terms)
+}
+
+/// Renews a lease of which too little is left to be passed on.
+async fn prove(grip: &mut Grip) -> bool {
+    let (Some(terms), Some(claim)) = (&grip.terms, &mut grip.claim) else {
+        return false;
+    };
+    let now = Instant::now();
+    let limit = || now + terms.op_timeout;
+    match timing::within(grip.line.backend(), "renew", claim.renew(), limit).await {
+        Ok(Some(Ok(crate::spi::Renewal::Held(lease)))) => {
+            grip.lease = Some(lease);
+            timing::fresh_enough(&lease, Instant::now())
+        }
+        _ => false,
+    }
+}
+
+/// Releases at the server. Unless that is confirmed, the worker goes on trying.
+pub(crate) async fn release(mut grip: Grip) -> Result<()> {
+    match try_release(&mut grip).await {
+        Ok(()) => {
+            grip.settled();
+            Ok(())
+        }
+        Err(err) if err.is_lost() => {
+            grip.settled();
+            Err(err)
+        }
+        Err(err) => {
+            let core = grip.line.core.clone();
+            // Whether the server still has it is not known, so that a waiter may as well ask.
+            grip.pass_slot();
+            core.worker.clean_up(grip.take());
+            Err(err)
+        }
+    }
+}
+
+async fn try_release(grip: &mut Grip) -> Result<()> {
+    let Some(claim) = &mut grip.claim else {
+        return Ok(());
+    };
+    let backend = grip.line.backend();
+    let op_timeout = grip.terms.as_ref().map_or(crate::AcquireOptions::DEFAULT_OP_TIMEOUT, |t| t.op_timeout);
+    let limit = || Instant::now() + op_timeout;
+    match timing::within(backend, "release", claim.release(), limit).await? {
+        Some(done) => done.map_err(|err| err.for_lock(grip.line.name())),
+        None => {
+            let cause = format!("no answer within {op_timeout:?}; it is tried again until the lease ends");
+            Err(Error::transient(backend, "release", cause).for_lock(grip.line.name()))
+        }
+    }
+}
+
+/// Releases in the background what nobody waits for, again and again until it is confirmed or nothing can be left.
+pub(crate) async fn clean_up(mut grip: Grip) {
+    let core = grip.line.core.clone();
+    let mut backoff = Backoff::default();
+    // No request of this claim is under way any more; after this long, none that was can have any effect left.
+    let over = grip.terms.as_ref().map(|terms| Instant::now() + terms.ttl + terms.op_timeout);
+    loop {
+        let err = match try_release(&mut grip).await {
+            Ok(()) => break,
+            Err(err) if err.is_lost() => break,
+            Err(err) => err,
+        };
+        grip.pass_slot();
+        if over.is_none_or(|over| Instant::now() >= over) {
+            core.unconfirmed.fetch_add(1, Ordering::Relaxed);
+            crate::observe::release_unconfirmed(&grip.line, &err);
+            break;
+        }
+        tracing::debug!(lock = %grip.line.id, error = %err, "release not confirmed; trying again");
+        tokio::time::sleep(backoff.next()).await;
+    }
+    grip.settled();
+}

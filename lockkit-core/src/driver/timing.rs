@@ -1,0 +1,171 @@
+//! When to do what: pure functions of time, and the one way in which the driver bounds a future.
+
+use std::{
+    future::{Future, poll_fn},
+    pin::pin,
+    task::Poll,
+    time::Duration,
+};
+
+use tokio::time::Instant;
+
+use crate::{Error, Result, spi::Lease};
+
+/// Timers have a granularity of a millisecond and fire after it. A hold ends this much before its lease, so that its
+/// loss is told before the server can grant to another.
+const TIMER_SLACK: Duration = Duration::from_millis(2);
+
+/// The local end of a hold with this lease.
+pub(crate) fn valid_until(lease: &Lease) -> Option<Instant> {
+    lease.length.map(|length| lease.since + length.saturating_sub(TIMER_SLACK))
+}
+
+/// When a hold is to be renewed, if nothing goes wrong: after a third of its lease. A hold without a lease is checked
+/// as often as one of its ttl would be renewed.
+pub(crate) fn renewal_due(lease: &Lease, ttl: Duration) -> Instant {
+    lease.since + lease.length.unwrap_or(ttl) / 3
+}
+
+/// How long to wait before a failed renewal is tried again: there is time for several before the lease ends.
+pub(crate) fn renewal_retry(lease: &Lease, ttl: Duration) -> Duration {
+    jittered(lease.length.unwrap_or(ttl) / 10).clamp(Duration::from_millis(1), Duration::from_secs(5))
+}
+
+/// Whether a hand-off may pass the lease on as it is: two thirds are left.
+pub(crate) fn fresh_enough(lease: &Lease, now: Instant) -> bool {
+    lease.length.is_none_or(|length| now.saturating_duration_since(lease.since) <= length / 3)
+}
+
+/// Between three quarters and five quarters of `period`, so that clients that were started together drift apart.
+pub(crate) fn jittered(period: Duration) -> Duration {
+    period.mul_f64(0.75 + fastrand::f64() / 2.0)
+}
+
+/// Pauses between failures: doubling from 10 ms to a second, jittered.
+#[derive(Debug, Default)]
+pub(crate) struct Backoff {
+    failures: u32,
+}
+
+impl Backoff {
+    pub(crate) fn next(&mut self) -> Duration {
+        let pause = Duration::from_millis(10 << self.failures.min(7)).min(Duration::from_secs(1));
+        self.failures = self.failures.saturating_add(1);
+        jittered(pause)
+    }
+
+    pub(crate) fn reset(&mut self) {
+        self.failures = 0;
+    }
+}
+
+/// Hints that come at once, again and again, must not become a busy loop: after a few the fallback poll takes over.
+#[derive(Debug, Default)]
+pub(crate) struct HintBudget {
+    at_once: u32,
+}
+
+impl HintBudget {
+    const MOST: u32 = 16;
+    const AT_ONCE: Duration = Duration::from_millis(1);
+
+    /// Whether hints are still listened to.
+    pub(crate) fn listens(&self) -> bool {
+        self.at_once < Self::MOST
+    }
+
+    /// A hint came after this long.
+    pub(crate) fn hinted(&mut self, after: Duration) {
+        self.at_once = if after < Self::AT_ONCE { self.at_once + 1 } else { 0 };
+    }
+
+    /// The pause for which hints were not listened to is over.
+    pub(crate) fn rested(&mut self) {
+        self.at_once = 0;
+    }
+}
+
+/// Runs `future` until `limit()`; `None` if it was not done by then. No clock is read and no timer made for a future
+/// that is ready at once.
+///
+/// # Errors
+/// If it has to wait and there is no Tokio runtime with timers to wait on.
+pub(crate) async fn within<F: Future>(
+    backend: &'static str,
+    operation: &'static str,
+    future: F,
+    limit: impl FnOnce() -> Instant,
+) -> Result<Option<F::Output>> {
+    let mut future = pin!(future);
+    if let Some(output) = poll_fn(|cx| Poll::Ready(ready(future.as_mut().poll(cx)))).await {
+        return Ok(Some(output));
+    }
+    require_runtime(backend, operation)?;
+    tokio::select! {
+        biased;
+        output = future => Ok(Some(output)),
+        () = tokio::time::sleep_until(limit()) => Ok(None),
+    }
+}
+
+/// Without this, a timer made outside of a runtime would panic.
+pub(crate) fn require_runtime(backend: &'static str, operation: &'static str) -> Result<()> {
+    if tokio::runtime::Handle::try_current().is_err() {
+        return Err(Error::permanent(backend, operation, "this must be awaited within a Tokio runtime"));
+    }
+    Ok(())
+}
+
+fn ready<T>(poll: Poll<T>) -> Option<T> {
+    match poll {
+        Poll::Ready(value) => Some(value),
+        Poll::Pending => None,
+    }
+}
+
+#[cfg(all(test, not(lockkit_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hold_ends_before_its_lease_and_is_renewed_after_a_third() {
+        let since = Instant::now();
+        let ms = Duration::from_millis;
+        let lease = Lease { since, length: Some(ms(30_000)) };
+        assert_eq!(valid_until(&lease), Some(since + ms(29_998)));
+        assert_eq!(renewal_due(&lease, ms(1)), since + ms(10_000));
+        assert!(fresh_enough(&lease, since + ms(10_000)));
+        assert!(!fresh_enough(&lease, since + ms(10_001)));
+        let unbounded = Lease { since, length: None };
+        assert_eq!(valid_until(&unbounded), None);
+        assert_eq!(renewal_due(&unbounded, ms(300)), since + ms(100));
+        assert!(fresh_enough(&unbounded, since + ms(1_000_000)));
+    }
+
+    #[test]
+    fn pauses_grow_to_a_second_and_no_further() {
+        let mut backoff = Backoff::default();
+        let pauses: Vec<_> = (0..50).map(|_| backoff.next()).collect();
+        assert!(pauses[0] < Duration::from_millis(13), "{pauses:?}");
+        assert!(pauses[49] > Duration::from_millis(740), "{pauses:?}");
+        assert!(pauses.iter().all(|p| *p <= Duration::from_millis(1_250)), "{pauses:?}");
+        backoff.reset();
+        assert!(backoff.next() < Duration::from_millis(13));
+    }
+
+    #[test]
+    fn a_storm_of_hints_is_not_followed_for_ever() {
+        let mut hints = HintBudget::default();
+        let followed = (0..100).take_while(|_| {
+            hints.hinted(Duration::ZERO);
+            hints.listens()
+        });
+        assert_eq!(followed.count(), 15);
+        hints.rested();
+        assert!(hints.listens());
+        for _ in 0..100 {
+            hints.hinted(Duration::from_millis(5));
+        }
+        assert!(hints.listens(), "hints at a sane pace are always followed");
+    }
+}

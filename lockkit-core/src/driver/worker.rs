@@ -1,0 +1,402 @@
+//! One task per client: it renews leases, watches for loss, and releases what was dropped.
+//!
+//! A grant does not wake it. New holds are put into a register, and the worker looks there a few milliseconds later:
+//! a hold that is released before then never costs more than two entries in the register. Those that stay are
+//! *adopted*: a small future each, all of them polled by this one task, so that renewals that are due together go
+//! out together.
+
+use std::{
+    pin::pin,
+    sync::{Arc, OnceLock, atomic::Ordering},
+    time::Duration,
+};
+
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::{runtime::Handle, sync::Notify, time::Instant};
+
+use crate::{
+    Error, LossReason, Result,
+    driver::{
+        cell::Phase,
+        hold::Hold,
+        line::{Grip, hinted},
+        settle,
+        timing::{self, HintBudget},
+    },
+    sync::Mutex,
+};
+
+/// How long a hold may live before the worker watches over it; less for a short lease.
+const ADOPT_AFTER: Duration = Duration::from_millis(5);
+
+#[derive(Debug, Default)]
+pub(crate) struct Worker {
+    state: Mutex<State>,
+    work: Notify,
+    idle: Notify,
+    runtime: OnceLock<Handle>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    life: Life,
+    register: Vec<Entry>,
+    free: Vec<usize>,
+    unadopted: Vec<usize>,
+    adopt_at: Option<Instant>,
+    jobs: Vec<Job>,
+    /// Jobs taken up and not done yet.
+    running: usize,
+    /// No handle is left: end when there is nothing to do.
+    orphaned: bool,
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+enum Life {
+    #[default]
+    Unborn,
+    Running,
+    Dead,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    hold: Option<Arc<Hold>>,
+    /// Whether its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
+    queued: bool,
+}
+
+#[derive(Debug)]
+enum Job {
+    Settle(Arc<Hold>, Option<Grip>),
+    Lost(Arc<Hold>),
+    CleanUp(Grip),
+}
+
+impl Worker {
+    /// The runtime that the client lives on, if it is made within one.
+    pub(crate) fn bind(&self) {
+        if let Ok(handle) = Handle::try_current() {
+            let _ = self.runtime.set(handle);
+        }
+    }
+
+    /// Watches over a new hold from `ADOPT_AFTER` on.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the runtime that the client lives on is gone.
+    pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) -> Result<()> {
+        let lease = hold.cell.valid_until().map(|end| end.saturating_duration_since(now));
+        let adopt_at = now + lease.map_or(ADOPT_AFTER, |left| ADOPT_AFTER.min(left / 6));
+        let mut state = self.state.lock();
+        let unborn = self.runtime_to_start_on(&mut state)?;
+        let key = state.free.pop().unwrap_or_else(|| {
+            state.register.push(Entry::default());
+            state.register.len() - 1
+        });
+        let entry = &mut state.register[key];
+        entry.hold = Some(hold.clone());
+        hold.key.store(key, Ordering::Relaxed);
+        if !std::mem::replace(&mut entry.queued, true) {
+            state.unadopted.push(key);
+        }
+        let sooner = state.adopt_at.is_none_or(|at| adopt_at < at);
+        if sooner {
+            state.adopt_at = Some(adopt_at);
+        }
+        drop(state);
+        self.start(unborn);
+        if sooner {
+            self.work.notify_one();
+        }
+        Ok(())
+    }
+
+    /// Forgets a hold that has ended. Twice is once.
+    pub(crate) fn unregister(&self, hold: &Hold) {
+        let mut state = self.state.lock();
+        let key = hold.key.swap(usize::MAX, Ordering::Relaxed);
+        let entry = state.register.get_mut(key).and_then(|entry| entry.hold.take());
+        if entry.is_some() {
+            state.free.push(key);
+        }
+        let idle = state.is_idle();
+        drop(state);
+        drop(entry);
+        if idle {
+            self.idle.notify_waiters();
+        }
+    }
+
+    /// Settles a hold whose guard was dropped.
+    pub(crate) fn settle(self: &Arc<Self>, hold: Arc<Hold>, grip: Option<Grip>) {
+        self.submit(Job::Settle(hold, grip));
+    }
+
+    /// Releases a claim that nobody waits for.
+    pub(crate) fn clean_up(self: &Arc<Self>, grip: Grip) {
+        self.submit(Job::CleanUp(grip));
+    }
+
+    fn submit(self: &Arc<Self>, job: Job) {
+        let mut state = self.state.lock();
+        match self.runtime_to_start_on(&mut state) {
+            Ok(unborn) => {
+                state.jobs.push(job);
+                drop(state);
+                self.start(unborn);
+                self.work.notify_one();
+            }
+            Err(_) => {
+                drop(state);
+                job.give_up();
+            }
+        }
+    }
+
+    /// `Some` for whoever finds that the task has not been started, and must do so once the lock is let go.
+    fn runtime_to_start_on(&self, state: &mut State) -> Result<Option<Handle>> {
+        match state.life {
+            Life::Running => return Ok(None),
+            Life::Dead => return Err(Error::Closed),
+            Life::Unborn => {}
+        }
+        let handle = match self.runtime.get() {
+            Some(handle) => handle.clone(),
+            None => Handle::try_current().map_err(|err| Error::permanent("lockkit", "acquire", err))?,
+        };
+        state.life = Life::Running;
+        Ok(Some(handle))
+    }
+
+    /// A runtime that has been shut down drops the task at once, which takes the lock on the state.
+    fn start(self: &Arc<Self>, unborn: Option<Handle>) {
+        if let Some(handle) = unborn {
+            let task = run(self.clone(), DiesWith(self.clone()));
+            // Every hold has a timer and they may all be due at once: a budget per poll would only spin.
+            handle.spawn(tokio::task::unconstrained(task));
+        }
+    }
+
+    /// Every live hold is lost, and will be released.
+    pub(crate) fn lose_all(&self, reason: LossReason) {
+        let mut state = self.state.lock();
+        let holds: Vec<_> = state.register.iter().filter_map(|entry| entry.hold.clone()).collect();
+        if !state.unadopted.is_empty() {
+            state.adopt_at = Some(Instant::now());
+        }
+        drop(state);
+        for hold in holds {
+            hold.cell.lose(reason);
+        }
+        self.work.notify_one();
+    }
+
+    /// Resolves when nothing is held and no release is under way.
+    pub(crate) async fn idle(&self) {
+        loop {
+            let mut notified = pin!(self.idle.notified());
+            notified.as_mut().enable();
+            if self.state.lock().is_idle() {
+                return;
+            }
+            notified.await;
+        }
+    }
+
+    /// The last handle is gone.
+    pub(crate) fn orphan(&self) {
+        self.state.lock().orphaned = true;
+        self.work.notify_one();
+    }
+
+    fn take_work(&self, now: Instant) -> Work {
+        let mut state = self.state.lock();
+        let jobs = std::mem::take(&mut state.jobs);
+        state.running += jobs.len();
+        let mut adopted = Vec::new();
+        if state.adopt_at.is_some_and(|at| at <= now) {
+            state.adopt_at = None;
+            for key in std::mem::take(&mut state.unadopted) {
+                let entry = &mut state.register[key];
+                entry.queued = false;
+                adopted.extend(entry.hold.clone());
+            }
+        }
+        Work {
+            jobs,
+            adopted,
+            adopt_at: state.adopt_at,
+            orphaned: state.orphaned,
+        }
+    }
+
+    fn job_done(&self) {
+        let mut state = self.state.lock();
+        state.running -= 1;
+        let idle = state.is_idle();
+        drop(state);
+        if idle {
+            self.idle.notify_waiters();
+        }
+    }
+}
+
+impl State {
+    fn is_idle(&self) -> bool {
+        self.life == Life::Dead
+            || (self.jobs.is_empty() && self.running == 0 && self.free.len() == self.register.len())
+    }
+}
+
+struct Work {
+    jobs: Vec<Job>,
+    adopted: Vec<Arc<Hold>>,
+    adopt_at: Option<Instant>,
+    orphaned: bool,
+}
+
+impl Job {
+    async fn run(self) {
+        match self {
+            Self::Settle(hold, grip) => {
+                let line = hold.line.clone();
+                if let Err(err) = settle::settle(hold, grip).await {
+                    crate::observe::release_failed(&line, &err);
+                }
+            }
+            Self::Lost(hold) => {
+                if let Phase::Lost(reason) = hold.cell.last_phase() {
+                    crate::observe::lost(&hold.line, reason);
+                }
+                hold.line.core.worker.unregister(&hold);
+                // If it was on offer, its waiter goes on without it.
+                hold.line.withdraw(&hold);
+                if let Some(grip) = hold.cell.reclaim().await.keep() {
+                    settle::clean_up(grip).await;
+                }
+            }
+            Self::CleanUp(grip) => settle::clean_up(grip).await,
+        }
+    }
+
+    /// There is no worker any more: drop the claim where it is. Its lease or connection is the backstop.
+    fn give_up(self) {
+        let (grip, hold) = match self {
+            Self::Settle(hold, grip) => (grip, Some(hold)),
+            Self::Lost(hold) => (None, Some(hold)),
+            Self::CleanUp(grip) => (Some(grip), None),
+        };
+        if let Some(grip) = grip {
+            grip.settled();
+        }
+        drop(hold);
+    }
+}
+
+/// Whatever ends the task, a shutdown of the runtime included: holds are lost, since nothing renews them any more.
+struct DiesWith(Arc<Worker>);
+
+impl Drop for DiesWith {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.life = Life::Dead;
+        let jobs = std::mem::take(&mut state.jobs);
+        let register = std::mem::take(&mut state.register);
+        state.free.clear();
+        state.unadopted.clear();
+        drop(state);
+        for hold in register.into_iter().filter_map(|entry| entry.hold) {
+            hold.cell.lose(LossReason::Disconnected);
+        }
+        jobs.into_iter().for_each(Job::give_up);
+        self.0.idle.notify_waiters();
+    }
+}
+
+async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
+    let mut attending = FuturesUnordered::new();
+    let mut jobs = FuturesUnordered::new();
+    loop {
+        let work = worker.take_work(Instant::now());
+        jobs.extend(work.jobs.into_iter().map(Job::run));
+        attending.extend(work.adopted.into_iter().map(attend));
+        if work.orphaned && jobs.is_empty() && attending.is_empty() {
+            return;
+        }
+        let adoption = async {
+            match work.adopt_at {
+                Some(at) => tokio::time::sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            () = worker.work.notified() => {}
+            () = adoption => {}
+            Some(hold) = attending.next(), if !attending.is_empty() => {
+                if matches!(hold.cell.last_phase(), Phase::Lost(_)) {
+                    worker.state.lock().running += 1;
+                    jobs.push(Job::Lost(hold).run());
+                }
+            }
+            Some(()) = jobs.next(), if !jobs.is_empty() => worker.job_done(),
+        }
+    }
+}
+
+/// Keeps one hold alive until it ends: renews it when that is due, looks after it when the backend hints, and latches
+/// its loss when the lease runs out. Makes way whenever somebody else wants the claim.
+async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
+    let mut timer = pin!(tokio::time::sleep_until(Instant::now()));
+    let mut hints = HintBudget::default();
+    let mut retry_at = None;
+    loop {
+        let version = hold.cell.version();
+        let Some(mut loan) = hold.cell.attend().await else {
+            break;
+        };
+        let Some(grip) = loan.as_mut() else { break };
+        let offered = hold.cell.last_phase() == Phase::Offered;
+        let Some(lease) = grip.lease else { break };
+        // A hold that has not been taken yet is left to lapse; one without renewal is left to end.
+        let renews = !offered && (hold.renew || lease.length.is_none());
+        let valid_until = hold.cell.valid_until();
+        let due = renews.then(|| retry_at.unwrap_or_else(|| timing::renewal_due(&lease, hold.ttl)));
+        if let Some(at) = due.into_iter().chain(valid_until).min() {
+            timer.as_mut().reset(at);
+        }
+        let timed = due.is_some() || valid_until.is_some();
+        let listening = Instant::now();
+        let event = tokio::select! {
+            biased;
+            () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => Event::Changed,
+            () = timer.as_mut(), if timed => Event::Time,
+            () = hinted(&mut grip.claim), if !offered && hints.listens() => Event::Hint,
+        };
+        match event {
+            Event::Changed => continue,
+            Event::Time => hints.rested(),
+            Event::Hint => hints.hinted(listening.elapsed()),
+        }
+        if !matches!(hold.cell.phase(Instant::now()), Phase::Held) || offered {
+            continue;
+        }
+        let renewal = tokio::select! {
+            biased;
+            () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => continue,
+            renewal = hold.renew_with(grip, renews) => renewal,
+        };
+        retry_at = renewal.err().filter(|err| !err.is_lost()).map(|err| {
+            crate::observe::renewal_failed(&hold.line, &err);
+            Instant::now() + timing::renewal_retry(&lease, hold.ttl)
+        });
+    }
+    hold
+}
+
+enum Event {
+    Changed,
+    Time,
+    Hint,
+}

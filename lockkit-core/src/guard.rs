@@ -1,0 +1,327 @@
+//! What the user holds while the lock is held.
+
+use std::{
+    future::{Future, pending},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use tokio::time::Instant;
+
+use crate::{
+    Error, FencingToken, LockName, LossReason, Result,
+    driver::{acquire, cell::Phase, hold::Hold},
+};
+
+/// A lock that is held.
+///
+/// While it lives, its lease is renewed in the background (unless it was acquired with `renew(false)`). Dropping it
+/// stops renewal at once and hands the release to the client's worker; [`release`](Self::release) is the way to learn
+/// the outcome. Dropping never blocks, does no I/O, and is fine outside of a runtime.
+///
+/// A lock can be lost while the guard is there: the process was paused past its lease, the server cannot be reached,
+/// an operator broke it. Watch [`lost`](Self::lost), ask [`check`](Self::check), or let [`run`](Self::run) do it; and
+/// send the [`token`](Self::token) along with every write, so that a resource can refuse one that comes too late.
+#[must_use = "dropping the guard releases the lock"]
+#[derive(Debug)]
+pub struct LockGuard {
+    held: Held,
+    /// Unset once the release has begun, so that dropping does nothing more.
+    armed: bool,
+}
+
+impl LockGuard {
+    pub(crate) fn new(hold: Arc<Hold>) -> Self {
+        Self {
+            held: Held { hold },
+            armed: true,
+        }
+    }
+
+    /// The lock's name.
+    pub fn name(&self) -> &LockName {
+        self.held.name()
+    }
+
+    /// The fencing token of this hold.
+    pub fn token(&self) -> FencingToken {
+        self.held.token()
+    }
+
+    /// Resolves when the hold is lost, with the reason; never after a normal release.
+    ///
+    /// # Cancel safety
+    /// Loss is latched: whoever asks late is told at once, and dropping the future loses nothing.
+    pub fn lost(&self) -> LostSignal {
+        self.held.lost()
+    }
+
+    /// Resolves when a renewal has failed, with what is left of the lease: an early warning. It also resolves, with
+    /// zero, when the hold is lost. The lease may yet be renewed.
+    ///
+    /// # Cancel safety
+    /// The state is remembered until a renewal succeeds; dropping the future loses nothing.
+    pub fn renewal_failing(&self) -> RenewalFailing {
+        self.held.renewal_failing()
+    }
+
+    /// Whether the lock is still held, by the clock too: `false` from the moment the lease is over, even if nothing
+    /// has noticed yet.
+    pub fn is_held(&self) -> bool {
+        self.held.is_held()
+    }
+
+    /// Like [`is_held`](Self::is_held), for use with `?`.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] once the hold is lost.
+    pub fn check(&self) -> Result<()> {
+        self.held.check()
+    }
+
+    /// Until when the lock is held if no renewal succeeds from now on, on the monotonic clock. `None` if the hold has
+    /// no lease, only a process or connection that it ends with.
+    pub fn valid_until(&self) -> Option<Instant> {
+        self.held.valid_until()
+    }
+
+    /// A view of this hold that can be cloned and given away. It keeps nothing held.
+    pub fn held(&self) -> Held {
+        self.held.clone()
+    }
+
+    /// Extends the lease by hand, to a full ttl from now. For holds acquired with `renew(false)`, and for whoever
+    /// wants certainty before a long step.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the hold is lost; [`Error::Backend`] if no answer came, in which case the lease goes on as
+    /// it was.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, the lease is either extended at the server or not; locally it counts as not.
+    pub async fn renew(&self) -> Result<()> {
+        self.check()?;
+        let hold = &self.held.hold;
+        let mut loan = tokio::select! {
+            biased;
+            reason = self.lost() => return Err(hold.lost(reason)),
+            loan = hold.cell.reclaim() => loan,
+        };
+        match loan.as_mut() {
+            Some(grip) => hold.renew_with(grip, true).await,
+            None => Err(Error::Closed),
+        }
+    }
+
+    /// Runs `work` for as long as the lock is held.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the hold is lost before `work` is done; `work` is dropped at the await where it is then.
+    ///
+    /// # Cancel safety
+    /// Dropping it drops `work`. The lock stays held by the guard.
+    pub async fn run<F: Future>(&self, work: F) -> Result<F::Output> {
+        self.held.run(work).await
+    }
+
+    /// Releases the lock and says what came of it.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the hold had been lost before; [`Error::Backend`] if no confirmation came: it is tried
+    /// again in the background, and the lease bounds what may be left.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, the release goes on in the client's worker.
+    pub async fn release(mut self) -> Result<()> {
+        self.armed = false;
+        acquire::release(self.held.hold.clone()).await
+    }
+
+    /// A duplicate of the operating system's handle that keeps the hold alive, where the backend has one (file). A
+    /// child process that inherits it keeps the lock until it has exited, even if this process is killed.
+    ///
+    /// # Cancel safety
+    /// Nothing changes if it is dropped.
+    #[cfg(unix)]
+    pub async fn descriptor(&self) -> Option<std::os::fd::OwnedFd> {
+        let hold = &self.held.hold;
+        let loan = tokio::select! {
+            biased;
+            _ = self.lost() => return None,
+            loan = hold.cell.reclaim() => loan,
+        };
+        loan.as_ref()?.claim.as_ref()?.descriptor()
+    }
+}
+
+impl Drop for LockGuard {
+    fn drop(&mut self) {
+        if self.armed {
+            self.held.hold.abandon();
+        }
+    }
+}
+
+/// A read-only view of a hold. Cloning is cheap; it neither keeps the lock nor releases it.
+#[derive(Clone, Debug)]
+pub struct Held {
+    hold: Arc<Hold>,
+}
+
+impl Held {
+    /// The lock's name.
+    pub fn name(&self) -> &LockName {
+        self.hold.line.name()
+    }
+
+    /// The fencing token of this hold.
+    pub fn token(&self) -> FencingToken {
+        self.hold.token
+    }
+
+    /// As [`LockGuard::lost`].
+    ///
+    /// # Cancel safety
+    /// As [`LockGuard::lost`].
+    pub fn lost(&self) -> LostSignal {
+        LostSignal(Watch::new(self.hold.clone()))
+    }
+
+    /// As [`LockGuard::renewal_failing`].
+    ///
+    /// # Cancel safety
+    /// As [`LockGuard::renewal_failing`].
+    pub fn renewal_failing(&self) -> RenewalFailing {
+        RenewalFailing(Watch::new(self.hold.clone()))
+    }
+
+    /// Whether the lock is still held: neither lost, nor past its lease, nor released.
+    pub fn is_held(&self) -> bool {
+        self.hold.cell.phase(Instant::now()) == Phase::Held
+    }
+
+    /// # Errors
+    /// [`Error::Lost`] once the hold is lost.
+    pub fn check(&self) -> Result<()> {
+        self.hold.check(Instant::now())
+    }
+
+    /// As [`LockGuard::valid_until`].
+    pub fn valid_until(&self) -> Option<Instant> {
+        self.hold.cell.valid_until()
+    }
+
+    /// As [`LockGuard::run`].
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the hold is lost before `work` is done.
+    ///
+    /// # Cancel safety
+    /// Dropping it drops `work`.
+    pub async fn run<F: Future>(&self, work: F) -> Result<F::Output> {
+        self.check()?;
+        tokio::select! {
+            biased;
+            reason = self.lost() => Err(self.hold.lost(reason)),
+            output = work => self.check().map(|()| output),
+        }
+    }
+}
+
+/// Resolves to the reason when a hold is lost; pending for ever after a normal release. Made by [`LockGuard::lost`].
+#[derive(Clone, Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct LostSignal(Watch);
+
+impl LostSignal {
+    /// The reason, if the hold is lost already.
+    pub fn reason(&self) -> Option<LossReason> {
+        match self.0.hold.cell.phase(Instant::now()) {
+            Phase::Lost(reason) => Some(reason),
+            _ => None,
+        }
+    }
+}
+
+impl Future for LostSignal {
+    type Output = LossReason;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<LossReason> {
+        self.0.keep(cx);
+        self.reason().map_or(Poll::Pending, Poll::Ready)
+    }
+}
+
+/// Resolves when a renewal has failed, to what is left of the lease. Made by [`LockGuard::renewal_failing`].
+#[derive(Clone, Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct RenewalFailing(Watch);
+
+impl Future for RenewalFailing {
+    type Output = Duration;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Duration> {
+        self.0.keep(cx);
+        let now = Instant::now();
+        let cell = &self.0.hold.cell;
+        if let Phase::Lost(_) = cell.phase(now) {
+            return Poll::Ready(Duration::ZERO);
+        }
+        match cell.renewal_failing() {
+            Some(end) => {
+                Poll::Ready(end.map_or(Duration::MAX, |end| end.saturating_duration_since(now)))
+            }
+            None => Poll::Pending,
+        }
+    }
+}
+
+/// A place among those who are woken when something happens to a hold.
+#[derive(Debug)]
+struct Watch {
+    hold: Arc<Hold>,
+    place: Option<u32>,
+}
+
+impl Watch {
+    fn new(hold: Arc<Hold>) -> Self {
+        Self { hold, place: None }
+    }
+
+    /// Registers before the state is read, so that no change falls between.
+    fn keep(&mut self, cx: &Context<'_>) {
+        self.hold.cell.watch(&mut self.place, cx.waker());
+    }
+}
+
+impl Clone for Watch {
+    fn clone(&self) -> Self {
+        Self::new(self.hold.clone())
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if let Some(place) = self.place {
+            self.hold.cell.unwatch(place);
+        }
+    }
+}
+
+/// Resolves with the reason and the index when the first of `holds` is lost.
+pub(crate) async fn first_lost(mut signals: Vec<LostSignal>) -> (usize, LossReason) {
+    if signals.is_empty() {
+        return pending().await;
+    }
+    std::future::poll_fn(|cx| {
+        for (index, signal) in signals.iter_mut().enumerate() {
+            if let Poll::Ready(reason) = Pin::new(signal).poll(cx) {
+                return Poll::Ready((index, reason));
+            }
+        }
+        Poll::Pending
+    })
+    .await
+}

@@ -1,0 +1,151 @@
+//! Several locks at once, all or none.
+
+use std::{fmt, time::Duration};
+
+use tokio::time::Instant;
+
+use crate::{
+    AcquireOptions, DistributedLock, Error, LockGuard, LossReason, Result,
+    guard::{LostSignal, first_lost},
+};
+
+/// Acquires all of `locks` or none, in the order of their [ids](crate::LockId), so that two callers never wait for
+/// each other, and within one `wait` for all. They may be of different clients and backends.
+///
+/// If `options` has no `wait`, the shortest among the locks' own is the one for all.
+///
+/// ```
+/// use lockkit_core::{AcquireOptions, LockClient, MemoryBackend, acquire_all};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let client = LockClient::new(MemoryBackend::new());
+/// let (from, to) = (client.lock("account/1")?, client.lock("account/2")?);
+/// let set = acquire_all(&[&from, &to], &AcquireOptions::new()).await?;
+/// assert_eq!(set.guards().len(), 2);
+/// set.release().await?;
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
+///
+/// # Errors
+/// [`Error::InvalidOptions`] if one id is there twice; [`Error::Lost`] if one is lost while others are waited for;
+/// otherwise as [`DistributedLock::acquire_with`]. Nothing is held then: what had been acquired is released.
+///
+/// # Cancel safety
+/// Dropped at any await, what had been acquired is released in the background.
+pub async fn acquire_all<L>(locks: &[&L], options: &AcquireOptions) -> Result<LockSet>
+where
+    L: DistributedLock + ?Sized,
+{
+    options.validate()?;
+    let mut sorted = locks.to_vec();
+    sorted.sort_by(|a, b| a.id().cmp(b.id()));
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0].id() == pair[1].id()) {
+        return Err(Error::invalid_option("locks", format!("{} is there twice", pair[0].id())));
+    }
+    let own_wait = || locks.iter().filter_map(|lock| lock.options().wait).min();
+    let deadline = Deadline::new(options.wait.or_else(own_wait));
+    let mut set = LockSet { guards: Vec::with_capacity(sorted.len()) };
+    for lock in sorted {
+        let mut options = options.clone();
+        options.wait = deadline.left();
+        let next = tokio::select! {
+            biased;
+            lost = set.first_lost() => Err(lost),
+            guard = lock.acquire_with(&options) => guard,
+        };
+        match next {
+            Ok(guard) => set.guards.push(guard),
+            Err(err) => {
+                set.give_back().await;
+                return Err(err);
+            }
+        }
+    }
+    if let Err(err) = set.check() {
+        set.give_back().await;
+        return Err(err);
+    }
+    Ok(set)
+}
+
+struct Deadline {
+    wait: Option<Duration>,
+    started: Instant,
+}
+
+impl Deadline {
+    fn new(wait: Option<Duration>) -> Self {
+        Self { wait, started: Instant::now() }
+    }
+
+    /// What is left; once nothing is, each further lock still gets its one attempt.
+    fn left(&self) -> Option<Duration> {
+        self.wait.map(|wait| wait.saturating_sub(self.started.elapsed()))
+    }
+}
+
+/// Locks that are held together. Dropping it releases them in the background.
+#[must_use = "dropping the set releases the locks"]
+pub struct LockSet {
+    guards: Vec<LockGuard>,
+}
+
+impl LockSet {
+    /// The guards, in the order of their locks' ids.
+    pub fn guards(&self) -> &[LockGuard] {
+        &self.guards
+    }
+
+    /// Resolves when the first of them is lost. Pending for ever for an empty set.
+    ///
+    /// # Cancel safety
+    /// Loss is latched: dropping the future loses nothing.
+    pub fn lost(&self) -> impl Future<Output = LossReason> + Send + 'static {
+        let signals: Vec<LostSignal> = self.guards.iter().map(LockGuard::lost).collect();
+        async move { first_lost(signals).await.1 }
+    }
+
+    /// Whether all are still held.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] of the first that is not.
+    pub fn check(&self) -> Result<()> {
+        self.guards.iter().try_for_each(LockGuard::check)
+    }
+
+    /// Releases all of them, in the reverse order.
+    ///
+    /// # Errors
+    /// The first error; the others are released all the same.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, what is left is released in the background.
+    pub async fn release(mut self) -> Result<()> {
+        let mut outcome = Ok(());
+        while let Some(guard) = self.guards.pop() {
+            let released = guard.release().await;
+            outcome = outcome.and(released);
+        }
+        outcome
+    }
+
+    async fn first_lost(&self) -> Error {
+        let signals = self.guards.iter().map(LockGuard::lost).collect();
+        let (index, _) = first_lost(signals).await;
+        self.guards[index].check().err().unwrap_or(Error::Closed)
+    }
+
+    /// Undoes a partial acquisition. The caller gets the error that stopped it; this one is logged.
+    async fn give_back(self) {
+        if let Err(err) = self.release().await {
+            tracing::warn!(error = %err, "releasing a part of a set of locks failed");
+        }
+    }
+}
+
+impl fmt::Debug for LockSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.guards.iter().map(LockGuard::name)).finish()
+    }
+}

@@ -1,0 +1,247 @@
+//! A lock that the same owner may acquire again while it holds it.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    ops::Deref,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::{sync::Mutex as AsyncMutex, time::Instant};
+
+use crate::{AcquireOptions, DistributedLock, Error, LockGuard, Result, sync::Mutex};
+
+tokio::task_local! {
+    static CURRENT: Owner;
+}
+
+/// Who acquires a [`ReentrantLock`]: an identity that the program hands around, since a task may move between threads
+/// and a unit of work may span several tasks.
+///
+/// ```
+/// use lockkit_core::Owner;
+///
+/// let owner = Owner::new();
+/// assert_ne!(owner, Owner::new());
+/// assert_eq!(Owner::current(), None);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Owner(u64);
+
+impl Owner {
+    /// An owner like no other in this process.
+    #[expect(clippy::new_without_default, reason = "a default value that differs each time would surprise")]
+    pub fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Runs `work` with this owner as the [current](Self::current) one of its task. Tasks that it spawns start
+    /// without one.
+    ///
+    /// # Cancel safety
+    /// Dropping it drops `work`.
+    pub async fn scope<F: Future>(self, work: F) -> F::Output {
+        CURRENT.scope(self, work).await
+    }
+
+    /// The owner that the running task is [scoped](Self::scope) to.
+    pub fn current() -> Option<Self> {
+        CURRENT.try_with(|owner| *owner).ok()
+    }
+}
+
+/// A lock with a hold count: the [`Owner`] that holds it acquires it again at no cost and without waiting; all others
+/// wait. It is released when the last guard is.
+///
+/// Clones share the count. Another `ReentrantLock` around the same lock does not.
+///
+/// ```
+/// use lockkit_core::{LockClient, MemoryBackend, Owner, ReentrantLock};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let lock = ReentrantLock::new(LockClient::new(MemoryBackend::new()).lock("tree")?);
+/// let owner = Owner::new();
+/// let outer = lock.acquire(&owner).await?;
+/// let inner = lock.acquire(&owner).await?;
+/// assert_eq!((inner.hold_count(), inner.token()), (2, outer.token()));
+/// assert!(lock.try_acquire(&Owner::new()).await?.is_none());
+/// inner.release().await?;
+/// outer.release().await?;
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
+pub struct ReentrantLock<L> {
+    shared: Arc<Shared<L>>,
+}
+
+struct Shared<L> {
+    lock: L,
+    /// One seat per owner that holds or is acquiring. Its mutex makes two tasks of one owner take one hold.
+    seats: Mutex<HashMap<Owner, Arc<Seat>>>,
+}
+
+type Seat = AsyncMutex<Weak<LockGuard>>;
+
+impl<L: DistributedLock> ReentrantLock<L> {
+    /// Wraps `lock`.
+    pub fn new(lock: L) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                lock,
+                seats: Mutex::default(),
+            }),
+        }
+    }
+
+    /// The lock inside.
+    pub fn inner(&self) -> &L {
+        &self.shared.lock
+    }
+
+    /// Acquires it for `owner`, or adds one to the hold count if `owner` holds it already.
+    ///
+    /// # Errors
+    /// As [`DistributedLock::acquire_with`]. A hold that was lost is not nested into: [`Error::Lost`] until its last
+    /// guard is gone.
+    ///
+    /// # Cancel safety
+    /// As [`DistributedLock::acquire_with`].
+    pub async fn acquire(&self, owner: &Owner) -> Result<ReentrantGuard> {
+        self.acquire_with(owner, &AcquireOptions::new()).await
+    }
+
+    /// One attempt for `owner`; `None` if somebody else holds it.
+    ///
+    /// # Errors
+    /// As [`acquire`](Self::acquire).
+    ///
+    /// # Cancel safety
+    /// As [`DistributedLock::acquire_with`].
+    pub async fn try_acquire(&self, owner: &Owner) -> Result<Option<ReentrantGuard>> {
+        match self.acquire_with(owner, &AcquireOptions::new().wait(Duration::ZERO)).await {
+            Ok(guard) => Ok(Some(guard)),
+            Err(err) if err.is_timeout() => Ok(None),
+            Err(err) => Err(err),
+        }
+    }
+
+    /// As [`acquire`](Self::acquire) with other options. They apply to the first hold of the owner.
+    ///
+    /// # Errors
+    /// As [`acquire`](Self::acquire).
+    ///
+    /// # Cancel safety
+    /// As [`DistributedLock::acquire_with`].
+    pub async fn acquire_with(&self, owner: &Owner, options: &AcquireOptions) -> Result<ReentrantGuard> {
+        options.validate()?;
+        let started = Instant::now();
+        let lease = SeatLease::take(self, *owner);
+        let mut options = options.clone();
+        let seated = match options.wait.or(self.shared.lock.options().wait) {
+            // Somebody of this owner is at the server right now; a try does not wait for what comes of it.
+            Some(wait) => tokio::time::timeout(wait, lease.seat.lock()).await.ok(),
+            None => Some(lease.seat.lock().await),
+        };
+        let Some(mut seat) = seated else {
+            return Err(Error::Timeout {
+                backend: "reentrant",
+                name: self.shared.lock.name().clone(),
+                waited: started.elapsed(),
+            });
+        };
+        if let Some(guard) = seat.upgrade() {
+            guard.check()?;
+            return Ok(ReentrantGuard { guard });
+        }
+        if let Some(wait) = options.wait.filter(|wait| !wait.is_zero()) {
+            // At least a millisecond, so that it stays a wait and does not become a try.
+            options.wait = Some(wait.saturating_sub(started.elapsed()).max(Duration::from_millis(1)));
+        }
+        let guard = Arc::new(self.shared.lock.acquire_with(&options).await?);
+        *seat = Arc::downgrade(&guard);
+        drop(seat);
+        Ok(ReentrantGuard { guard })
+    }
+}
+
+/// Keeps an owner's seat while it is used, and clears seats that nobody needs.
+struct SeatLease<'a, L> {
+    lock: &'a ReentrantLock<L>,
+    owner: Owner,
+    seat: Arc<Seat>,
+}
+
+impl<'a, L> SeatLease<'a, L> {
+    fn take(lock: &'a ReentrantLock<L>, owner: Owner) -> Self {
+        let seat = lock.shared.seats.lock().entry(owner).or_default().clone();
+        Self { lock, owner, seat }
+    }
+}
+
+impl<L> Drop for SeatLease<'_, L> {
+    fn drop(&mut self) {
+        let mut seats = self.lock.shared.seats.lock();
+        let owner = self.owner;
+        // Owners whose holds have ended meanwhile go too, or the map would grow with every owner there ever was.
+        seats.retain(|other, seat| {
+            let users = if *other == owner { 2 } else { 1 };
+            let empty = seat.try_lock().is_ok_and(|guard| guard.strong_count() == 0);
+            Arc::strong_count(seat) > users || !empty
+        });
+    }
+}
+
+impl<L> Clone for ReentrantLock<L> {
+    fn clone(&self) -> Self {
+        Self { shared: self.shared.clone() }
+    }
+}
+
+impl<L: fmt::Debug> fmt::Debug for ReentrantLock<L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ReentrantLock").field(&self.shared.lock).finish()
+    }
+}
+
+/// One of an owner's nested holds. All of them are one hold of the lock inside, with one fencing token; whatever a
+/// [`LockGuard`] tells, this tells too.
+#[must_use = "dropping the guard gives up this hold"]
+#[derive(Debug)]
+pub struct ReentrantGuard {
+    guard: Arc<LockGuard>,
+}
+
+impl ReentrantGuard {
+    /// How many guards of this owner there are now.
+    pub fn hold_count(&self) -> usize {
+        Arc::strong_count(&self.guard)
+    }
+
+    /// Gives up this hold. The last one releases the lock.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the lock had been lost; for the last one, as [`LockGuard::release`].
+    ///
+    /// # Cancel safety
+    /// As [`LockGuard::release`].
+    pub async fn release(self) -> Result<()> {
+        let held = self.guard.held();
+        match Arc::into_inner(self.guard) {
+            Some(last) => last.release().await,
+            None => held.check(),
+        }
+    }
+}
+
+impl Deref for ReentrantGuard {
+    type Target = LockGuard;
+
+    fn deref(&self) -> &LockGuard {
+        &self.guard
+    }
+}

@@ -1,0 +1,24 @@
+//! The mutex behind our own state, so that loom can take its place.
+//!
+//! Under `--cfg lockkit_loom` every interleaving of what is guarded by it is explored. A poisoned mutex is entered all
+//! the same: each critical section leaves its state whole before anything in it could panic.
+
+#[cfg(lockkit_loom)]
+use loom::sync as imp;
+#[cfg(not(lockkit_loom))]
+use std::sync as imp;
+
+pub(crate) use imp::MutexGuard;
+
+#[derive(Debug, Default)]
+pub(crate) struct Mutex<T>(imp::Mutex<T>);
+
+impl<T> Mutex<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(imp::Mutex::new(value))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}

@@ -1,0 +1,286 @@
+//! What the driver promises, on paused time and the memory backend.
+
+use std::{sync::Arc, time::Duration};
+
+use lockkit_core::{
+    AcquireOptions, DistributedLock, DistributedLockExt, Error, Instant, LockClient, LossReason, MemoryBackend,
+    Operation, Owner, ReentrantLock, acquire_all,
+};
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+
+fn client() -> (MemoryBackend, LockClient) {
+    let backend = MemoryBackend::new();
+    let client = LockClient::new(backend.clone());
+    (backend, client)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lock_is_held_by_one_and_its_tokens_rise() {
+    let (_, client) = client();
+    let lock = client.lock("a").unwrap();
+    let mut last = 0;
+    for _ in 0..100 {
+        let guard = lock.acquire().await.unwrap();
+        assert!(guard.is_held());
+        assert!(guard.token().get() > last);
+        last = guard.token().get();
+        assert!(lock.try_acquire().await.unwrap().is_none(), "not re-entrant");
+        assert!(client.lock("b").unwrap().try_acquire().await.unwrap().is_some(), "other names are independent");
+        guard.release().await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_renewed_for_as_long_as_the_guard_lives() {
+    let (_, client) = client();
+    let other = client.lock("a").unwrap();
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    let first_end = guard.valid_until().unwrap();
+    tokio::time::sleep(300 * SECOND).await;
+    assert!(guard.is_held());
+    assert!(guard.valid_until().unwrap() > first_end + 200 * SECOND);
+    assert!(other.try_acquire().await.unwrap().is_none());
+    drop(guard);
+    other.acquire_timeout(SECOND).await.unwrap().release().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_renewal_the_lease_ends_by_the_clock_and_is_told() {
+    let (_, client) = client();
+    let lock = client.lock("a").unwrap().with_options(AcquireOptions::new().ttl(SECOND).renew(false));
+    let guard = lock.acquire().await.unwrap();
+    let started = Instant::now();
+    assert_eq!(guard.lost().await, LossReason::Expired);
+    let took = started.elapsed();
+    assert!(took <= SECOND && took > 900 * MS, "{took:?}");
+    assert!(!guard.is_held());
+    assert!(guard.check().unwrap_err().is_lost());
+    assert_eq!(guard.lost().await, LossReason::Expired, "late subscribers get it at once");
+    assert!(guard.release().await.unwrap_err().is_lost());
+    lock.acquire_timeout(SECOND).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hand_made_renewal_extends_the_lease() {
+    let (_, client) = client();
+    let lock = client.lock("a").unwrap().with_options(AcquireOptions::new().ttl(SECOND).renew(false));
+    let guard = lock.acquire().await.unwrap();
+    for _ in 0..10 {
+        tokio::time::sleep(700 * MS).await;
+        guard.renew().await.unwrap();
+    }
+    assert!(guard.is_held());
+    tokio::time::sleep(1_100 * MS).await;
+    assert!(guard.renew().await.unwrap_err().is_lost());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hanging_renewal_does_not_keep_the_loss_from_being_told_and_a_late_reply_revives_nothing() {
+    let (backend, client) = client();
+    let lock = client.lock("a").unwrap().with_options(AcquireOptions::new().ttl(SECOND));
+    let guard = lock.acquire().await.unwrap();
+    backend.delay(Operation::Renew, 3 * SECOND);
+    let started = Instant::now();
+    assert_eq!(guard.lost().await, LossReason::Expired);
+    assert!(started.elapsed() <= SECOND, "{:?}", started.elapsed());
+    tokio::time::sleep(10 * SECOND).await;
+    assert!(!guard.is_held(), "lost never becomes held again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn failing_renewals_warn_first_and_recover() {
+    let (backend, client) = client();
+    let lock = client.lock("a").unwrap().with_options(AcquireOptions::new().ttl(3 * SECOND));
+    let guard = lock.acquire().await.unwrap();
+    backend.fail_next(Operation::Renew, 3);
+    let left = guard.renewal_failing().await;
+    assert!(left > SECOND && left < 2 * SECOND + 10 * MS, "{left:?}");
+    tokio::time::sleep(60 * SECOND).await;
+    assert!(guard.is_held(), "it recovered");
+    let mut failing = tokio_test_pending(guard.renewal_failing());
+    assert!(failing.as_mut().is_some_and(|f| f.is_pending()), "the warning was taken back");
+    backend.fail_next(Operation::Renew, u32::MAX);
+    assert_eq!(guard.lost().await, LossReason::Expired);
+}
+
+/// Polls a future once.
+fn tokio_test_pending<F: Future + Unpin>(mut future: F) -> Option<std::task::Poll<F::Output>> {
+    let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+    Some(std::pin::Pin::new(&mut future).poll(&mut cx))
+}
+
+#[tokio::test(start_paused = true)]
+async fn revocation_is_told_at_once() {
+    let (backend, client) = client();
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    let lost = guard.lost();
+    tokio::time::sleep(SECOND).await;
+    let started = Instant::now();
+    assert!(backend.revoke("a"));
+    assert_eq!(lost.await, LossReason::Revoked);
+    assert!(started.elapsed() < 10 * MS);
+    let again = client.lock("a").unwrap().acquire_timeout(SECOND).await.unwrap();
+    assert!(guard.release().await.unwrap_err().is_lost());
+    assert!(again.is_held(), "a stale guard harms nobody");
+}
+
+#[tokio::test(start_paused = true)]
+async fn hand_off_is_in_order_and_goes_back_to_the_server_in_between() {
+    let (_, client) = client();
+    let lock = client.lock("a").unwrap().with_options(AcquireOptions::new().local_handoffs(3));
+    let order = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let first = lock.acquire().await.unwrap();
+    let mut tasks = tokio::task::JoinSet::new();
+    for n in 0..20 {
+        let (lock, order) = (lock.clone(), order.clone());
+        tasks.spawn(async move {
+            let guard = lock.acquire().await.unwrap();
+            order.lock().unwrap().push((n, guard.token()));
+            tokio::task::yield_now().await;
+            guard.release().await.unwrap();
+        });
+        tokio::task::yield_now().await;
+    }
+    first.release().await.unwrap();
+    tasks.join_all().await;
+    let order = order.lock().unwrap();
+    assert!(order.iter().map(|(n, _)| *n).eq(0..20), "{order:?}");
+    assert!(order.is_sorted_by(|a, b| a.1 < b.1), "{order:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_that_is_handed_to_a_waiter_that_never_looks_lapses() {
+    let (_, client) = client();
+    let lock = client.lock("a").unwrap().with_options(AcquireOptions::new().ttl(SECOND));
+    let first = lock.acquire().await.unwrap();
+    let mut asleep = Box::pin(lock.acquire());
+    assert!(tokio_test_pending(&mut asleep).unwrap().is_pending());
+    let awake = tokio::spawn({
+        let lock = lock.clone();
+        async move { lock.acquire().await.unwrap() }
+    });
+    tokio::task::yield_now().await;
+    let token = first.token();
+    first.release().await.unwrap();
+    let started = Instant::now();
+    let guard = awake.await.unwrap();
+    assert!(started.elapsed() <= SECOND + 100 * MS, "{:?}", started.elapsed());
+    assert!(guard.token() > token);
+    guard.release().await.unwrap();
+    asleep.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_lock_runs_releases_and_stops_at_a_loss() {
+    let (backend, client) = client();
+    let lock: Arc<dyn DistributedLock> = Arc::new(client.lock("a").unwrap());
+    assert_eq!(lock.with_lock(|held| async move { held.is_held() }).await.unwrap(), true);
+    let body = lock.with_lock(|_| async {
+        backend.revoke("a");
+        tokio::time::sleep(SECOND).await;
+        panic!("the body must be dropped at its await");
+    });
+    let outcome: Result<(), Error> = body.await;
+    assert!(outcome.unwrap_err().is_lost());
+    assert!(lock.try_acquire().await.unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_or_none_in_one_order_within_one_deadline() {
+    let (_, client) = client();
+    let (a, b, c) = (client.lock("a").unwrap(), client.lock("b").unwrap(), client.lock("c").unwrap());
+    let set = acquire_all(&[&c, &a, &b], &AcquireOptions::new()).await.unwrap();
+    let names: Vec<_> = set.guards().iter().map(|g| g.name().to_string()).collect();
+    assert_eq!(names, ["a", "b", "c"]);
+    set.check().unwrap();
+    set.release().await.unwrap();
+    let err = acquire_all(&[&a, &b, &a], &AcquireOptions::new()).await.unwrap_err();
+    assert!(matches!(err, Error::InvalidOptions { .. }), "{err}");
+
+    let in_the_way = b.acquire().await.unwrap();
+    let started = Instant::now();
+    let err = acquire_all(&[&a, &b, &c], &AcquireOptions::new().wait(200 * MS)).await.unwrap_err();
+    assert!(err.is_timeout(), "{err}");
+    assert!(started.elapsed() < 500 * MS);
+    assert!(a.try_acquire().await.unwrap().is_some(), "nothing stays held");
+    drop(in_the_way);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_owner_nests_and_others_wait() {
+    let (_, client) = client();
+    let lock = ReentrantLock::new(client.lock("a").unwrap());
+    let (me, you) = (Owner::new(), Owner::new());
+    let outer = lock.acquire(&me).await.unwrap();
+    let inner = me.scope(async { lock.acquire(&Owner::current().unwrap()).await.unwrap() }).await;
+    assert_eq!(outer.hold_count(), 2);
+    assert!(lock.try_acquire(&you).await.unwrap().is_none());
+    outer.release().await.unwrap();
+    assert!(inner.is_held());
+    inner.release().await.unwrap();
+    let both = tokio::join!(lock.acquire(&you), lock.acquire(&you));
+    let (one, two) = (both.0.unwrap(), both.1.unwrap());
+    assert_eq!(one.token(), two.token(), "two tasks of one owner share one hold");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outage_is_an_error_and_never_none() {
+    let (backend, client) = client();
+    let lock = client.lock("a").unwrap();
+    backend.fail_next(Operation::Attempt, u32::MAX);
+    assert!(lock.try_acquire().await.unwrap_err().is_transient());
+    let err = lock.acquire_timeout(SECOND).await.unwrap_err();
+    assert!(err.is_transient() && !err.is_timeout(), "{err}");
+    backend.fail_next(Operation::Attempt, 3);
+    lock.acquire().await.unwrap().release().await.unwrap();
+    backend.lose_replies(Operation::Attempt, 1);
+    let guard = lock.acquire().await.unwrap();
+    assert!(guard.is_held(), "an attempt of unknown outcome is repeated on the same claim");
+    assert!(lock.acquire_timeout(100 * MS).await.unwrap_err().is_timeout());
+}
+
+#[tokio::test(start_paused = true)]
+async fn close_releases_what_is_held_and_turns_waiters_away() {
+    let (backend, client) = client();
+    let lock = client.lock("a").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    let waiter = tokio::spawn({
+        let lock = lock.clone();
+        async move { lock.acquire().await }
+    });
+    tokio::task::yield_now().await;
+    client.close(SECOND).await.unwrap();
+    assert_eq!(guard.lost().await, LossReason::Disconnected);
+    assert!(matches!(waiter.await.unwrap(), Err(Error::Closed)));
+    assert!(matches!(lock.acquire().await, Err(Error::Closed)));
+    let other = LockClient::new(backend).lock("a").unwrap();
+    assert!(other.try_acquire().await.unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn close_says_when_a_release_was_not_confirmed() {
+    let (backend, client) = client();
+    let _guard = client.lock("a").unwrap().acquire().await.unwrap();
+    backend.fail_next(Operation::Release, u32::MAX);
+    let err = client.close(SECOND).await.unwrap_err();
+    assert!(err.is_transient(), "{err}");
+}
+
+#[test]
+fn a_guard_may_be_dropped_outside_of_a_runtime_and_after_it() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let (backend, client) = client();
+    let lock = client.lock("a").unwrap();
+    let (one, two) =
+        runtime.block_on(async { (lock.acquire().await.unwrap(), client.lock("b").unwrap().acquire().await.unwrap()) });
+    drop(one);
+    runtime.block_on(async {
+        lock.acquire_timeout(SECOND).await.unwrap();
+    });
+    drop(runtime);
+    assert!(!two.is_held(), "nothing renews it any more");
+    drop(two);
+    assert!(format!("{backend:?}").contains("memory"));
+}
