@@ -15,7 +15,8 @@ use std::{
 use tokio::sync::Notify;
 
 use crate::{
-    AcquireOptions, Capabilities, Error, FencingToken, Kind, Lock, LockId, LockName, LockState, LossReason, Result,
+    AcquireOptions, Capabilities, Error, FencingToken, Kind, Lock, LockId, LockName, LockState, LossReason,
+    Result,
     driver::{line::Line, timing, worker::Worker},
     spi::{Backend, BackendInfo, Mode, OwnerId},
     sync::Mutex,
@@ -153,7 +154,9 @@ impl LockClient {
     /// # Cancel safety
     /// Dropped half-way, it may or may not have happened.
     pub async fn revoke_permit(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
-        self.core.revoke(&LockName::new(name)?, Kind::Semaphore, token).await
+        self.core
+            .revoke(&LockName::new(name)?, Kind::Semaphore, token)
+            .await
     }
 
     /// What this client's backend is.
@@ -190,7 +193,13 @@ impl LockClient {
         let closed = pin!(core.backend.close());
         timing::within(backend, "close", closed, || limit)
             .await?
-            .unwrap_or_else(|| Err(Error::transient(backend, "close", "no answer in time from the server")))
+            .unwrap_or_else(|| {
+                Err(Error::transient(
+                    backend,
+                    "close",
+                    "no answer in time from the server",
+                ))
+            })
     }
 }
 
@@ -211,7 +220,12 @@ impl Core {
             return line;
         }
         let info = &self.info;
-        let id = LockId::new(info.server.clone(), info.namespace.clone(), mode.kind(), name.clone());
+        let id = LockId::new(
+            info.server.clone(),
+            info.namespace.clone(),
+            mode.kind(),
+            name.clone(),
+        );
         let line = Arc::new(Line::new(self.clone(), id, mode));
         lines.insert((name, mode), Arc::downgrade(&line));
         line
@@ -254,7 +268,8 @@ impl Core {
     }
 
     async fn revoke(&self, name: &LockName, kind: Kind, token: FencingToken) -> Result<bool> {
-        self.ask("revoke", name, self.backend.revoke(name, kind, token.get())).await
+        self.ask("revoke", name, self.backend.revoke(name, kind, token.get()))
+            .await
     }
 
     async fn ask<T>(
@@ -269,14 +284,22 @@ impl Core {
         let limit = || tokio::time::Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
         let answer = timing::within(self.info.name, operation, question, limit).await?;
         answer
-            .unwrap_or_else(|| Err(Error::transient(self.info.name, operation, "no answer in time from the server")))
+            .unwrap_or_else(|| {
+                Err(Error::transient(
+                    self.info.name,
+                    operation,
+                    "no answer in time from the server",
+                ))
+            })
             .map_err(|err| err.for_lock(name))
     }
 }
 
 impl fmt::Debug for Core {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Core").field("server", &self.info.server).finish_non_exhaustive()
+        f.debug_struct("Core")
+            .field("server", &self.info.server)
+            .finish_non_exhaustive()
     }
 }
 

@@ -270,9 +270,7 @@ impl Future for RenewalFailing {
             return Poll::Ready(Duration::ZERO);
         }
         match cell.renewal_failing() {
-            Some(end) => {
-                Poll::Ready(end.map_or(Duration::MAX, |end| end.saturating_duration_since(now)))
-            }
+            Some(end) => Poll::Ready(end.map_or(Duration::MAX, |end| end.saturating_duration_since(now))),
             None => Poll::Pending,
         }
     }

@@ -79,7 +79,10 @@ pub trait DistributedLock: fmt::Debug + Send + Sync + 'static {
     /// # Cancel safety
     /// As [`acquire_with`](Self::acquire_with).
     async fn try_acquire(&self) -> Result<Option<LockGuard>> {
-        none_if_taken(self.acquire_with(&AcquireOptions::new().wait(Duration::ZERO)).await)
+        none_if_taken(
+            self.acquire_with(&AcquireOptions::new().wait(Duration::ZERO))
+                .await,
+        )
     }
 
     /// Acquires it, waiting for up to `wait`.
@@ -284,7 +287,10 @@ impl Lock {
         };
         let local_handoffs = options.local_handoffs.unwrap_or(default_handoffs);
         if local_handoffs > 0 && !info.capabilities.local_handoffs {
-            let reason = format!("must be 0 on {}, whose order across processes is strict", info.name);
+            let reason = format!(
+                "must be 0 on {}, whose order across processes is strict",
+                info.name
+            );
             return Err(Error::invalid_option("local_handoffs", reason));
         }
         self.require_mode()?;

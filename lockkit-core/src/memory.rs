@@ -194,14 +194,22 @@ impl Space {
     }
 
     /// Runs one exchange with the faults that are set for it.
-    async fn exchange<T>(&self, operation: Operation, effect: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+    async fn exchange<T>(
+        &self,
+        operation: Operation,
+        effect: impl FnOnce(&mut State) -> Result<T>,
+    ) -> Result<T> {
         let (outcome, delay) = {
             let mut state = self.state.lock();
             let faults = state.faults.entry(operation).or_default();
             let delay = faults.delay;
             let lost = if faults.fail > 0 {
                 faults.fail -= 1;
-                return Err(Error::transient(NAME, operation.verb(), "the connection failed, as was asked for"));
+                return Err(Error::transient(
+                    NAME,
+                    operation.verb(),
+                    "the connection failed, as was asked for",
+                ));
             } else if faults.lose > 0 {
                 faults.lose -= 1;
                 true
@@ -210,7 +218,11 @@ impl Space {
             };
             let outcome = effect(&mut state);
             if lost {
-                return Err(Error::transient(NAME, operation.verb(), "the reply was lost, as was asked for"));
+                return Err(Error::transient(
+                    NAME,
+                    operation.verb(),
+                    "the reply was lost, as was asked for",
+                ));
             }
             (outcome, delay)
         };
@@ -303,7 +315,11 @@ impl Backend for MemoryBackend {
         entry.drop_ended(now);
         let holders = entry.holders.iter().map(|holder| {
             let label = holder.label.as_deref().map(str::to_owned);
-            Holder::new(FencingToken::new(holder.tokens.0), label, Some(holder.until - now))
+            Holder::new(
+                FencingToken::new(holder.tokens.0),
+                label,
+                Some(holder.until - now),
+            )
         });
         Ok(LockState::new(holders.collect(), Some(entry.queue.len())))
     }
@@ -338,17 +354,32 @@ impl MemoryClaim {
         patience: Duration,
     ) -> Result<Option<Grant>> {
         let now = Instant::now();
-        let State { locks, last_token, .. } = state;
+        let State {
+            locks, last_token, ..
+        } = state;
         let entry = locks.entry(key.clone()).or_default();
         entry.drop_ended(now);
         check_permits(entry, request)?;
-        let lease = Lease { since: now, length: Some(request.ttl) };
-        if let Some(mine) = entry.holders.iter_mut().find(|holder| holder.owner == request.owner) {
+        let lease = Lease {
+            since: now,
+            length: Some(request.ttl),
+        };
+        if let Some(mine) = entry
+            .holders
+            .iter_mut()
+            .find(|holder| holder.owner == request.owner)
+        {
             // The reply to an earlier attempt was lost.
             mine.until = now + request.ttl;
-            return Ok(Some(Grant { tokens: mine.tokens.0..=mine.tokens.1, lease }));
+            return Ok(Some(Grant {
+                tokens: mine.tokens.0..=mine.tokens.1,
+                lease,
+            }));
         }
-        let next = entry.queue.front().is_none_or(|first| first.owner == request.owner);
+        let next = entry
+            .queue
+            .front()
+            .is_none_or(|first| first.owner == request.owner);
         if next && entry.admits(request.mode) {
             let tokens = (*last_token + 1, *last_token + u64::from(request.tokens.get()));
             *last_token = tokens.1;
@@ -362,10 +393,16 @@ impl MemoryClaim {
             });
             entry.queue.pop_front_if(|first| first.owner == request.owner);
             entry.wake_first();
-            return Ok(Some(Grant { tokens: tokens.0..=tokens.1, lease }));
+            return Ok(Some(Grant {
+                tokens: tokens.0..=tokens.1,
+                lease,
+            }));
         }
         if !patience.is_zero() && !entry.queue.iter().any(|waiter| waiter.owner == request.owner) {
-            entry.queue.push_back(Waiter { owner: request.owner, notify: notify.clone() });
+            entry.queue.push_back(Waiter {
+                owner: request.owner,
+                notify: notify.clone(),
+            });
         }
         Ok(None)
     }
@@ -381,7 +418,10 @@ fn check_permits(entry: &mut Entry, request: &ClaimRequest) -> Result<()> {
     match entry.permits {
         Some(others) if others != permits => Err(Error::invalid_option(
             "permits",
-            format!("semaphore `{}` is in use with {others} permits, not {permits}", request.name),
+            format!(
+                "semaphore `{}` is in use with {others} permits, not {permits}",
+                request.name
+            ),
         )),
         _ => Ok(()),
     }
@@ -390,7 +430,13 @@ fn check_permits(entry: &mut Entry, request: &ClaimRequest) -> Result<()> {
 #[async_trait]
 impl Claim for MemoryClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
-        let Self { space, key, request, notify, .. } = self;
+        let Self {
+            space,
+            key,
+            request,
+            notify,
+            ..
+        } = self;
         self.queued |= !patience.is_zero();
         let serve = |state: &mut State| Self::serve(state, key, request, notify, patience);
         let granted = space.exchange(Operation::Attempt, serve).await?;
@@ -401,17 +447,28 @@ impl Claim for MemoryClaim {
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
-        let Self { space, key, request, until, .. } = self;
+        let Self {
+            space,
+            key,
+            request,
+            until,
+            ..
+        } = self;
         let reply = space.exchange(Operation::Renew, |state| {
             let now = Instant::now();
-            let holder = state
-                .locks
-                .get_mut(key)
-                .and_then(|entry| entry.holders.iter_mut().find(|holder| holder.owner == request.owner));
+            let holder = state.locks.get_mut(key).and_then(|entry| {
+                entry
+                    .holders
+                    .iter_mut()
+                    .find(|holder| holder.owner == request.owner)
+            });
             Ok(match holder {
                 Some(holder) if holder.until > now => {
                     holder.until = now + request.ttl;
-                    Renewal::Held(Lease { since: now, length: Some(request.ttl) })
+                    Renewal::Held(Lease {
+                        since: now,
+                        length: Some(request.ttl),
+                    })
                 }
                 _ if until.is_some_and(|until| until > now) => Renewal::Lost(LossReason::Revoked),
                 _ => Renewal::Lost(LossReason::Expired),
@@ -425,14 +482,23 @@ impl Claim for MemoryClaim {
     }
 
     async fn release(&mut self) -> Result<()> {
-        let Self { space, key, request, until, .. } = self;
+        let Self {
+            space,
+            key,
+            request,
+            until,
+            ..
+        } = self;
         let reply = space.exchange(Operation::Release, |state| {
             let held = until.take();
             let found = leave(state, key, request.owner);
             match held {
                 Some(until) if !found => {
-                    let reason =
-                        if until > Instant::now() { LossReason::Revoked } else { LossReason::Expired };
+                    let reason = if until > Instant::now() {
+                        LossReason::Revoked
+                    } else {
+                        LossReason::Expired
+                    };
                     Err(Error::lost(NAME, request.name.clone(), reason))
                 }
                 _ => Ok(()),
@@ -481,6 +547,8 @@ impl Drop for MemoryClaim {
 
 impl fmt::Debug for Space {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Space").field("server", &self.server).finish_non_exhaustive()
+        f.debug_struct("Space")
+            .field("server", &self.server)
+            .finish_non_exhaustive()
     }
 }

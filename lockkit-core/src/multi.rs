@@ -41,11 +41,16 @@ where
     let mut sorted = locks.to_vec();
     sorted.sort_by(|a, b| a.id().cmp(b.id()));
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].id() == pair[1].id()) {
-        return Err(Error::invalid_option("locks", format!("{} is there twice", pair[0].id())));
+        return Err(Error::invalid_option(
+            "locks",
+            format!("{} is there twice", pair[0].id()),
+        ));
     }
     let own_wait = || locks.iter().filter_map(|lock| lock.options().wait).min();
     let deadline = Deadline::new(options.wait.or_else(own_wait));
-    let mut set = LockSet { guards: Vec::with_capacity(sorted.len()) };
+    let mut set = LockSet {
+        guards: Vec::with_capacity(sorted.len()),
+    };
     for lock in sorted {
         let mut options = options.clone();
         options.wait = deadline.left();
@@ -76,7 +81,10 @@ struct Deadline {
 
 impl Deadline {
     fn new(wait: Option<Duration>) -> Self {
-        Self { wait, started: Instant::now() }
+        Self {
+            wait,
+            started: Instant::now(),
+        }
     }
 
     /// What is left; once nothing is, each further lock still gets its one attempt.
@@ -146,6 +154,8 @@ impl LockSet {
 
 impl fmt::Debug for LockSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.guards.iter().map(LockGuard::name)).finish()
+        f.debug_list()
+            .entries(self.guards.iter().map(LockGuard::name))
+            .finish()
     }
 }

@@ -34,7 +34,10 @@ pub struct Owner(u64);
 
 impl Owner {
     /// An owner like no other in this process.
-    #[expect(clippy::new_without_default, reason = "a default value that differs each time would surprise")]
+    #[expect(
+        clippy::new_without_default,
+        reason = "a default value that differs each time would surprise"
+    )]
     pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
@@ -123,7 +126,10 @@ impl<L: DistributedLock> ReentrantLock<L> {
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
     pub async fn try_acquire(&self, owner: &Owner) -> Result<Option<ReentrantGuard>> {
-        match self.acquire_with(owner, &AcquireOptions::new().wait(Duration::ZERO)).await {
+        match self
+            .acquire_with(owner, &AcquireOptions::new().wait(Duration::ZERO))
+            .await
+        {
             Ok(guard) => Ok(Some(guard)),
             Err(err) if err.is_timeout() => Ok(None),
             Err(err) => Err(err),
@@ -160,7 +166,10 @@ impl<L: DistributedLock> ReentrantLock<L> {
         }
         if let Some(wait) = options.wait.filter(|wait| !wait.is_zero()) {
             // At least a millisecond, so that it stays a wait and does not become a try.
-            options.wait = Some(wait.saturating_sub(started.elapsed()).max(Duration::from_millis(1)));
+            options.wait = Some(
+                wait.saturating_sub(started.elapsed())
+                    .max(Duration::from_millis(1)),
+            );
         }
         let guard = Arc::new(self.shared.lock.acquire_with(&options).await?);
         *seat = Arc::downgrade(&guard);
@@ -198,7 +207,9 @@ impl<L> Drop for SeatLease<'_, L> {
 
 impl<L> Clone for ReentrantLock<L> {
     fn clone(&self) -> Self {
-        Self { shared: self.shared.clone() }
+        Self {
+            shared: self.shared.clone(),
+        }
     }
 }
 

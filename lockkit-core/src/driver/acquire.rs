@@ -41,10 +41,7 @@ async fn contend_for(line: &Arc<Line>, terms: Terms) -> Result<LockGuard> {
         }
         Entry::Contend(line.enter().unwrap_or_else(|| line.bypass()))
     } else {
-        match line.enter() {
-            Some(grip) => Entry::Contend(grip),
-            None => queue(line, &terms, &clock).await?,
-        }
+        queue(line, &terms, &clock).await?
     };
     match entry {
         Entry::Held(guard) => Ok(guard),
@@ -63,9 +60,12 @@ enum Entry {
 
 /// Waits in line for the slot, or for a hold that is passed on.
 async fn queue(line: &Arc<Line>, terms: &Terms, clock: &Clock) -> Result<Entry> {
-    timing::require_runtime(line.backend(), "acquire")?;
     loop {
-        let in_line = line.join(terms.clone());
+        let in_line = match line.enter_or_join(terms) {
+            Ok(grip) => return Ok(Entry::Contend(grip)),
+            Err(in_line) => in_line,
+        };
+        timing::require_runtime(line.backend(), "acquire")?;
         let served = tokio::select! {
             biased;
             served = in_line => served,
@@ -93,7 +93,11 @@ fn accept(hold: Arc<Hold>) -> Option<LockGuard> {
 async fn contend(mut grip: Grip, clock: &Clock) -> Result<LockGuard> {
     let line = grip.line.clone();
     let terms = grip.terms.clone().ok_or(Error::Closed)?;
-    let mut heard = if grip.has_slot() { line.answer() } else { Answer::Unknown };
+    let mut heard = if grip.has_slot() {
+        line.answer()
+    } else {
+        Answer::Unknown
+    };
     let mut backoff = Backoff::default();
     let mut hints = HintBudget::default();
     loop {
@@ -129,7 +133,11 @@ async fn contend(mut grip: Grip, clock: &Clock) -> Result<LockGuard> {
         if grip.has_slot() {
             line.set_answer(heard.clone());
         }
-        let pause = if taken { timing::jittered(line.core.info.fallback_poll) } else { backoff.next() };
+        let pause = if taken {
+            timing::jittered(line.core.info.fallback_poll)
+        } else {
+            backoff.next()
+        };
         let listening = Instant::now();
         tokio::select! {
             biased;
@@ -149,7 +157,11 @@ async fn step(grip: &mut Grip, terms: &Terms, clock: &Clock, heard: &Answer) -> 
     let patience = clock.patience(core.info.max_patience);
     let limit = |patience: Duration| {
         let limit = Instant::now() + patience + terms.op_timeout;
-        let grace = if matches!(heard, Answer::Taken) { Duration::ZERO } else { GRACE };
+        let grace = if matches!(heard, Answer::Taken) {
+            Duration::ZERO
+        } else {
+            GRACE
+        };
         clock.at().map_or(limit, |deadline| limit.min(deadline + grace))
     };
     let no_answer = || {
@@ -158,7 +170,9 @@ async fn step(grip: &mut Grip, terms: &Terms, clock: &Clock, heard: &Answer) -> 
     };
     if grip.claim.is_none() {
         let request = request(&line, terms)?;
-        let opening = timing::within(backend, "acquire", core.backend.claim(&request), || limit(Duration::ZERO));
+        let opening = timing::within(backend, "acquire", core.backend.claim(&request), || {
+            limit(Duration::ZERO)
+        });
         let claim = unless_closed(core, opening).await?.ok_or_else(no_answer)?;
         grip.claim = Some(claim.map_err(|err| err.for_lock(line.name()))?);
     }
@@ -202,7 +216,9 @@ fn take_up(mut grip: Grip, terms: &Terms, grant: Grant) -> Result<Taken> {
     let now = Instant::now();
     let (first, last) = grant.tokens.into_inner();
     if first > last {
-        return Err(Error::permanent(line.backend(), "acquire", "the grant has no token").for_lock(line.name()));
+        return Err(
+            Error::permanent(line.backend(), "acquire", "the grant has no token").for_lock(line.name()),
+        );
     }
     if timing::valid_until(&grant.lease).is_some_and(|end| now >= end) {
         return Ok(Taken::TooLate(grip));
@@ -230,7 +246,10 @@ async fn withdraw(grip: &mut Grip) -> Result<()> {
     let backend = grip.line.backend();
     let op_timeout = grip.terms.as_ref().map_or(GRACE, |terms| terms.op_timeout);
     if let Some(claim) = &mut grip.claim {
-        let _ = timing::within(backend, "release", claim.release(), || Instant::now() + op_timeout).await?;
+        let _ = timing::within(backend, "release", claim.release(), || {
+            Instant::now() + op_timeout
+        })
+        .await?;
     }
     Ok(())
 }
@@ -299,7 +318,9 @@ impl Clock {
         if self.wait == Some(Duration::ZERO) {
             return Duration::ZERO;
         }
-        let left = self.at().map_or(most, |at| at.saturating_duration_since(Instant::now()));
+        let left = self
+            .at()
+            .map_or(most, |at| at.saturating_duration_since(Instant::now()));
         left.min(most).max(Duration::from_millis(1))
     }
 

@@ -150,7 +150,13 @@ impl<C> HoldCell<C> {
             }
             state.phase = Phase::Held;
             let attendant = state.rouse();
-            (true, Wakes { attendant, others: Vec::new() })
+            (
+                true,
+                Wakes {
+                    attendant,
+                    others: Vec::new(),
+                },
+            )
         })
     }
 
@@ -161,7 +167,13 @@ impl<C> HoldCell<C> {
             Phase::Offered | Phase::Held | Phase::Releasing => {
                 state.phase = Phase::Releasing;
                 let attendant = state.rouse();
-                (Ok(state.parked.take()), Wakes { attendant, others: Vec::new() })
+                (
+                    Ok(state.parked.take()),
+                    Wakes {
+                        attendant,
+                        others: Vec::new(),
+                    },
+                )
             }
         })
     }
@@ -197,7 +209,13 @@ impl<C> HoldCell<C> {
             } else {
                 Vec::new()
             };
-            ((), Wakes { attendant: None, others })
+            (
+                (),
+                Wakes {
+                    attendant: None,
+                    others,
+                },
+            )
         });
     }
 
@@ -227,7 +245,10 @@ impl<C> HoldCell<C> {
 
     /// Borrows the claim as soon as it is at hand, ahead of the attendant.
     pub(crate) fn reclaim(&self) -> Reclaim<'_, C> {
-        Reclaim { cell: self, counted: false }
+        Reclaim {
+            cell: self,
+            counted: false,
+        }
     }
 
     /// Lends the claim to the attendant; `None` once the hold is over.
@@ -240,7 +261,11 @@ impl<C> HoldCell<C> {
             if state.wanting == 0
                 && let Some(claim) = state.parked.take()
             {
-                return Poll::Ready(Some(Loan { cell: self, claim: Some(claim), attendant: true }));
+                return Poll::Ready(Some(Loan {
+                    cell: self,
+                    claim: Some(claim),
+                    attendant: true,
+                }));
             }
             state.attendant = Some(cx.waker().clone());
             Poll::Pending
@@ -270,7 +295,11 @@ impl<C> HoldCell<C> {
         self.update(None, |state| {
             state.parked = Some(claim);
             // The attendant looks again by itself after it has parked.
-            let attendant = if by_attendant || state.wanting > 0 { None } else { state.attendant.take() };
+            let attendant = if by_attendant || state.wanting > 0 {
+                None
+            } else {
+                state.attendant.take()
+            };
             let others = std::mem::take(&mut state.wanting_wakers);
             ((), Wakes { attendant, others })
         });
@@ -301,9 +330,17 @@ impl<'a, C> Future for Reclaim<'a, C> {
         let cell = self.cell;
         let mut state = cell.state.lock();
         if let Some(claim) = state.parked.take() {
-            return Poll::Ready(Loan { cell, claim: Some(claim), attendant: false });
+            return Poll::Ready(Loan {
+                cell,
+                claim: Some(claim),
+                attendant: false,
+            });
         }
-        if !state.wanting_wakers.iter().any(|known| known.will_wake(cx.waker())) {
+        if !state
+            .wanting_wakers
+            .iter()
+            .any(|known| known.will_wake(cx.waker()))
+        {
             state.wanting_wakers.push(cx.waker().clone());
         }
         let attendant = if self.counted {
@@ -329,7 +366,13 @@ impl<C> Drop for Reclaim<'_, C> {
         self.cell.update(None, |state| {
             state.wanting -= 1;
             let attendant = if state.wanting == 0 { state.rouse() } else { None };
-            ((), Wakes { attendant, others: Vec::new() })
+            (
+                (),
+                Wakes {
+                    attendant,
+                    others: Vec::new(),
+                },
+            )
         });
     }
 }

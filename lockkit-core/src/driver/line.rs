@@ -127,13 +127,20 @@ impl Line {
         Grip::new(self.clone(), false)
     }
 
-    /// Queues up for the slot.
-    pub(crate) fn join(self: &Arc<Self>, terms: Terms) -> InLine {
-        let ticket = self.state.lock().queue.join(terms);
-        InLine {
+    /// Takes the slot if nobody has it, else queues up for it: in one step, since a slot that is given up in between
+    /// would wake nobody.
+    pub(crate) fn enter_or_join(self: &Arc<Self>, terms: &Terms) -> Result<Grip, InLine> {
+        let mut state = self.state.lock();
+        if state.queue.enter() {
+            drop(state);
+            return Ok(Grip::new(self.clone(), true));
+        }
+        let ticket = state.queue.join(terms.clone());
+        drop(state);
+        Err(InLine {
             line: self.clone(),
             ticket: Some(ticket),
-        }
+        })
     }
 
     /// What the backend last said.
@@ -166,7 +173,11 @@ impl Line {
 
     /// Takes back a hold that lapsed before its waiter took it.
     pub(crate) fn withdraw(&self, hold: &Arc<Hold>) {
-        let withdrawn = self.state.lock().queue.withdraw(|offered| Arc::ptr_eq(offered, hold));
+        let withdrawn = self
+            .state
+            .lock()
+            .queue
+            .withdraw(|offered| Arc::ptr_eq(offered, hold));
         drop(withdrawn);
     }
 

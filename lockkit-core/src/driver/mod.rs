@@ -15,6 +15,3 @@ pub(crate) mod queue;
 pub(crate) mod settle;
 pub(crate) mod timing;
 pub(crate) mod worker;
-
-
-

@@ -69,7 +69,8 @@ impl<W, H> Queue<W, H> {
         free
     }
 
-    /// Queues up behind everyone.
+    /// Queues up behind everyone. Only for a slot that is taken, which [`enter`](Self::enter) has just found: nobody
+    /// would be woken for a free one.
     pub(crate) fn join(&mut self, terms: W) -> Ticket {
         self.waiting.push_back(Some(Waiting { terms, waker: None }));
         Ticket(self.front + self.waiting.len() as u64 - 1)
@@ -218,13 +219,20 @@ mod tests {
         assert!(queue.enter());
         let (a, b) = (queue.join(1), queue.join(2));
         assert_eq!(queue.first().map(|(t, w)| (t, *w)), Some((a, 1)));
-        assert!(matches!(queue.hand_off(b, 'x'), Err('x')), "only the first may be handed to");
+        assert!(
+            matches!(queue.hand_off(b, 'x'), Err('x')),
+            "only the first may be handed to"
+        );
         assert!(queue.hand_off(a, 'x').is_ok());
         assert_eq!(queue.withdraw(|h| *h == 'y'), None);
         assert_eq!(queue.withdraw(|h| *h == 'x'), Some('x'));
         assert_eq!(look(&mut queue, a), Turn::Lapsed);
         let _ = queue.pass();
-        assert_eq!(queue.leave(b), Some(Offer::Slot), "whoever leaves with an offer must pass it on");
+        assert_eq!(
+            queue.leave(b),
+            Some(Offer::Slot),
+            "whoever leaves with an offer must pass it on"
+        );
     }
 
     #[test]

@@ -134,7 +134,10 @@ async fn try_release(grip: &mut Grip) -> Result<()> {
         return Ok(());
     };
     let backend = grip.line.backend();
-    let op_timeout = grip.terms.as_ref().map_or(crate::AcquireOptions::DEFAULT_OP_TIMEOUT, |t| t.op_timeout);
+    let op_timeout = grip
+        .terms
+        .as_ref()
+        .map_or(crate::AcquireOptions::DEFAULT_OP_TIMEOUT, |t| t.op_timeout);
     let limit = || Instant::now() + op_timeout;
     match timing::within(backend, "release", claim.release(), limit).await? {
         Some(done) => done.map_err(|err| err.for_lock(grip.line.name())),
@@ -150,7 +153,10 @@ pub(crate) async fn clean_up(mut grip: Grip) {
     let core = grip.line.core.clone();
     let mut backoff = Backoff::default();
     // No request of this claim is under way any more; after this long, none that was can have any effect left.
-    let over = grip.terms.as_ref().map(|terms| Instant::now() + terms.ttl + terms.op_timeout);
+    let over = grip
+        .terms
+        .as_ref()
+        .map(|terms| Instant::now() + terms.ttl + terms.op_timeout);
     loop {
         let err = match try_release(&mut grip).await {
             Ok(()) => break,

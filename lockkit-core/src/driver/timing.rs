@@ -17,7 +17,9 @@ const TIMER_SLACK: Duration = Duration::from_millis(2);
 
 /// The local end of a hold with this lease.
 pub(crate) fn valid_until(lease: &Lease) -> Option<Instant> {
-    lease.length.map(|length| lease.since + length.saturating_sub(TIMER_SLACK))
+    lease
+        .length
+        .map(|length| lease.since + length.saturating_sub(TIMER_SLACK))
 }
 
 /// When a hold is to be renewed, if nothing goes wrong: after a third of its lease. A hold without a lease is checked
@@ -33,7 +35,9 @@ pub(crate) fn renewal_retry(lease: &Lease, ttl: Duration) -> Duration {
 
 /// Whether a hand-off may pass the lease on as it is: two thirds are left.
 pub(crate) fn fresh_enough(lease: &Lease, now: Instant) -> bool {
-    lease.length.is_none_or(|length| now.saturating_duration_since(lease.since) <= length / 3)
+    lease
+        .length
+        .is_none_or(|length| now.saturating_duration_since(lease.since) <= length / 3)
 }
 
 /// Between three quarters and five quarters of `period`, so that clients that were started together drift apart.
@@ -76,7 +80,11 @@ impl HintBudget {
 
     /// A hint came after this long.
     pub(crate) fn hinted(&mut self, after: Duration) {
-        self.at_once = if after < Self::AT_ONCE { self.at_once + 1 } else { 0 };
+        self.at_once = if after < Self::AT_ONCE {
+            self.at_once + 1
+        } else {
+            0
+        };
     }
 
     /// The pause for which hints were not listened to is over.
@@ -111,7 +119,11 @@ pub(crate) async fn within<F: Future>(
 /// Without this, a timer made outside of a runtime would panic.
 pub(crate) fn require_runtime(backend: &'static str, operation: &'static str) -> Result<()> {
     if tokio::runtime::Handle::try_current().is_err() {
-        return Err(Error::permanent(backend, operation, "this must be awaited within a Tokio runtime"));
+        return Err(Error::permanent(
+            backend,
+            operation,
+            "this must be awaited within a Tokio runtime",
+        ));
     }
     Ok(())
 }
@@ -131,7 +143,10 @@ mod tests {
     fn a_hold_ends_before_its_lease_and_is_renewed_after_a_third() {
         let since = Instant::now();
         let ms = Duration::from_millis;
-        let lease = Lease { since, length: Some(ms(30_000)) };
+        let lease = Lease {
+            since,
+            length: Some(ms(30_000)),
+        };
         assert_eq!(valid_until(&lease), Some(since + ms(29_998)));
         assert_eq!(renewal_due(&lease, ms(1)), since + ms(10_000));
         assert!(fresh_enough(&lease, since + ms(10_000)));
@@ -148,7 +163,10 @@ mod tests {
         let pauses: Vec<_> = (0..50).map(|_| backoff.next()).collect();
         assert!(pauses[0] < Duration::from_millis(13), "{pauses:?}");
         assert!(pauses[49] > Duration::from_millis(740), "{pauses:?}");
-        assert!(pauses.iter().all(|p| *p <= Duration::from_millis(1_250)), "{pauses:?}");
+        assert!(
+            pauses.iter().all(|p| *p <= Duration::from_millis(1_250)),
+            "{pauses:?}"
+        );
         backoff.reset();
         assert!(backoff.next() < Duration::from_millis(13));
     }

@@ -86,7 +86,10 @@ impl Worker {
     /// # Errors
     /// [`Error::Closed`] if the runtime that the client lives on is gone.
     pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) -> Result<()> {
-        let lease = hold.cell.valid_until().map(|end| end.saturating_duration_since(now));
+        let lease = hold
+            .cell
+            .valid_until()
+            .map(|end| end.saturating_duration_since(now));
         let adopt_at = now + lease.map_or(ADOPT_AFTER, |left| ADOPT_AFTER.min(left / 6));
         let mut state = self.state.lock();
         let unborn = self.runtime_to_start_on(&mut state)?;
@@ -181,7 +184,11 @@ impl Worker {
     /// Every live hold is lost, and will be released.
     pub(crate) fn lose_all(&self, reason: LossReason) {
         let mut state = self.state.lock();
-        let holds: Vec<_> = state.register.iter().filter_map(|entry| entry.hold.clone()).collect();
+        let holds: Vec<_> = state
+            .register
+            .iter()
+            .filter_map(|entry| entry.hold.clone())
+            .collect();
         if !state.unadopted.is_empty() {
             state.adopt_at = Some(Instant::now());
         }
