@@ -184,7 +184,7 @@ impl LockClient {
         core.close();
         let backend = core.info.name;
         let limit = tokio::time::Instant::now() + timeout.min(AcquireOptions::MAX_DURATION);
-        let drained = timing::within(backend, "close", core.worker.idle(), || limit).await?;
+        let drained = timing::within(backend, "close", pin!(core.worker.idle()), || limit).await?;
         let unconfirmed = core.unconfirmed.load(Ordering::Relaxed);
         if drained.is_none() || unconfirmed > 0 {
             let cause = "releases are not confirmed; what is left ends with its lease or connection";
@@ -282,7 +282,7 @@ impl Core {
             return Err(Error::Closed);
         }
         let limit = || tokio::time::Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
-        let answer = timing::within(self.info.name, operation, question, limit).await?;
+        let answer = timing::within(self.info.name, operation, pin!(question), limit).await?;
         answer
             .unwrap_or_else(|| {
                 Err(Error::transient(

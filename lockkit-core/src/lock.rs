@@ -174,11 +174,14 @@ impl<T: DistributedLock + ?Sized> DistributedLockExt for T {}
 pub struct Lock {
     line: Arc<Line>,
     options: Arc<AcquireOptions>,
+    /// What `options` come to, unless they are invalid: worked out once rather than at each acquisition.
+    terms: Option<Arc<Terms>>,
 }
 
 impl Lock {
     pub(crate) fn new(line: Arc<Line>, options: Arc<AcquireOptions>) -> Self {
-        Self { line, options }
+        let terms = terms(&line, &options).ok().map(Arc::new);
+        Self { line, options, terms }
     }
 
     /// The same lock in shared mode. Shared holders exclude exclusive ones only. A semaphore stays what it is.
@@ -187,18 +190,15 @@ impl Lock {
             Mode::Exclusive | Mode::Shared => Mode::Shared,
             permits @ Mode::Permits(_) => permits,
         };
-        Self {
-            line: self.line.core.line(self.line.name().clone(), mode),
-            options: self.options.clone(),
-        }
+        Self::new(
+            self.line.core.line(self.line.name().clone(), mode),
+            self.options.clone(),
+        )
     }
 
     /// The same lock with other defaults. What `options` leaves unset stays as it is.
     pub fn with_options(&self, options: AcquireOptions) -> Self {
-        Self {
-            line: self.line.clone(),
-            options: Arc::new(options.or(&self.options)),
-        }
+        Self::new(self.line.clone(), Arc::new(options.or(&self.options)))
     }
 
     /// What makes it the same lock as another.
@@ -229,7 +229,11 @@ impl Lock {
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
     pub async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
-        acquire::acquire(&self.line, self.terms(&options.or(&self.options))?).await
+        acquire::acquire(
+            &self.line,
+            &Arc::new(terms(&self.line, &options.or(&self.options))?),
+        )
+        .await
     }
 
     /// As [`DistributedLock::acquire`].
@@ -240,7 +244,10 @@ impl Lock {
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
     pub async fn acquire(&self) -> Result<LockGuard> {
-        acquire::acquire(&self.line, self.terms(&self.options)?).await
+        match &self.terms {
+            Some(terms) => acquire::acquire(&self.line, terms).await,
+            None => Err(terms(&self.line, &self.options).err().unwrap_or(Error::Closed)),
+        }
     }
 
     /// As [`DistributedLock::try_acquire`].
@@ -275,44 +282,41 @@ impl Lock {
     pub async fn inspect(&self) -> Result<LockState> {
         self.line.core.inspect(self.name(), self.line.mode.kind()).await
     }
+}
 
-    /// Fills in the defaults. Checked before anything is sent.
-    fn terms(&self, options: &AcquireOptions) -> Result<Terms> {
-        options.validate()?;
-        let info = &self.line.core.info;
-        let default_handoffs = if info.capabilities.local_handoffs {
-            AcquireOptions::DEFAULT_LOCAL_HANDOFFS
-        } else {
-            0
-        };
-        let local_handoffs = options.local_handoffs.unwrap_or(default_handoffs);
-        if local_handoffs > 0 && !info.capabilities.local_handoffs {
-            let reason = format!(
-                "must be 0 on {}, whose order across processes is strict",
-                info.name
-            );
-            return Err(Error::invalid_option("local_handoffs", reason));
-        }
-        self.require_mode()?;
-        Ok(Terms {
-            ttl: options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL),
-            wait: options.wait,
-            renew: options.renew.unwrap_or(true),
-            op_timeout: options.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT),
-            label: options.label.clone(),
-            local_handoffs,
-        })
+/// Fills in the defaults. Checked before anything is sent.
+fn terms(line: &Line, options: &AcquireOptions) -> Result<Terms> {
+    options.validate()?;
+    let info = &line.core.info;
+    let missing = match line.mode {
+        Mode::Shared if !info.capabilities.shared => Some("shared mode"),
+        Mode::Permits(_) if !info.capabilities.permits => Some("semaphores"),
+        _ => None,
+    };
+    if let Some(missing) = missing {
+        return Err(Error::unsupported(info.name, missing));
     }
-
-    fn require_mode(&self) -> Result<()> {
-        let info = &self.line.core.info;
-        let missing = match self.line.mode {
-            Mode::Shared if !info.capabilities.shared => "shared mode",
-            Mode::Permits(_) if !info.capabilities.permits => "semaphores",
-            _ => return Ok(()),
-        };
-        Err(Error::unsupported(info.name, missing))
+    let default_handoffs = if info.capabilities.local_handoffs {
+        AcquireOptions::DEFAULT_LOCAL_HANDOFFS
+    } else {
+        0
+    };
+    let local_handoffs = options.local_handoffs.unwrap_or(default_handoffs);
+    if local_handoffs > 0 && !info.capabilities.local_handoffs {
+        let reason = format!(
+            "must be 0 on {}, whose order across processes is strict",
+            info.name
+        );
+        return Err(Error::invalid_option("local_handoffs", reason));
     }
+    Ok(Terms {
+        ttl: options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL),
+        wait: options.wait,
+        renew: options.renew.unwrap_or(true),
+        op_timeout: options.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT),
+        label: options.label.clone(),
+        local_handoffs,
+    })
 }
 
 impl fmt::Debug for Lock {

@@ -1,6 +1,6 @@
 //! From the call to the grant, in the caller's own future: nothing is spawned, and dropping it is the cancellation.
 
-use std::{sync::Arc, time::Duration};
+use std::{sync::Arc, task::Poll, time::Duration};
 
 use tokio::time::Instant;
 
@@ -13,7 +13,7 @@ use crate::{
         settle,
         timing::{self, Backoff, HintBudget},
     },
-    spi::{ClaimRequest, Grant, Mode},
+    spi::{Claim, ClaimRequest, Grant, Mode},
 };
 
 /// How long beyond the caller's deadline an attempt may take to say why it was not granted, if nothing has been heard
@@ -21,7 +21,7 @@ use crate::{
 const GRACE: Duration = Duration::from_millis(100);
 
 /// Acquires `line` on `terms`.
-pub(crate) async fn acquire(line: &Arc<Line>, terms: Terms) -> Result<LockGuard> {
+pub(crate) async fn acquire(line: &Arc<Line>, terms: &Arc<Terms>) -> Result<LockGuard> {
     let outcome = contend_for(line, terms).await;
     match &outcome {
         Ok(_) => {}
@@ -30,25 +30,22 @@ pub(crate) async fn acquire(line: &Arc<Line>, terms: Terms) -> Result<LockGuard>
     outcome
 }
 
-async fn contend_for(line: &Arc<Line>, terms: Terms) -> Result<LockGuard> {
+async fn contend_for(line: &Arc<Line>, terms: &Arc<Terms>) -> Result<LockGuard> {
     if line.core.is_closed() {
         return Err(Error::Closed);
     }
-    let clock = Clock::start(&terms);
+    let clock = Clock::start(terms);
     let entry = if terms.once() {
         if line.is_held_here() {
             return Err(clock.taken(line));
         }
-        Entry::Contend(line.enter().unwrap_or_else(|| line.bypass()))
+        Entry::Contend(line.enter(terms).unwrap_or_else(|| line.bypass(terms)))
     } else {
-        queue(line, &terms, &clock).await?
+        queue(line, terms, &clock).await?
     };
     match entry {
         Entry::Held(guard) => Ok(guard),
-        Entry::Contend(mut grip) => {
-            grip.terms = Some(terms);
-            contend(grip, &clock).await
-        }
+        Entry::Contend(grip) => contend(grip, &clock).await,
     }
 }
 
@@ -59,17 +56,19 @@ enum Entry {
 }
 
 /// Waits in line for the slot, or for a hold that is passed on.
-async fn queue(line: &Arc<Line>, terms: &Terms, clock: &Clock) -> Result<Entry> {
+async fn queue(line: &Arc<Line>, terms: &Arc<Terms>, clock: &Clock) -> Result<Entry> {
     loop {
         let in_line = match line.enter_or_join(terms) {
             Ok(grip) => return Ok(Entry::Contend(grip)),
             Err(in_line) => in_line,
         };
         timing::require_runtime(line.backend(), "acquire")?;
-        let served = tokio::select! {
-            biased;
-            served = in_line => served,
-            () = clock.deadline() => return Err(clock.verdict(line, &line.answer())),
+        let served = match clock.at() {
+            None => in_line.await,
+            Some(at) => match timing::within(line.backend(), "acquire", in_line, || at).await? {
+                Some(served) => served,
+                None => return Err(clock.verdict(line, &line.answer())),
+            },
         };
         match served {
             Served::Slot(grip) => return Ok(Entry::Contend(grip)),
@@ -90,49 +89,58 @@ fn accept(hold: Arc<Hold>) -> Option<LockGuard> {
 }
 
 /// Goes to the server until it grants, the caller's time is over, or it says something that no repeating will change.
-async fn contend(mut grip: Grip, clock: &Clock) -> Result<LockGuard> {
-    let line = grip.line.clone();
-    let terms = grip.terms.clone().ok_or(Error::Closed)?;
-    let mut heard = if grip.has_slot() {
-        line.answer()
-    } else {
-        Answer::Unknown
-    };
+async fn contend(grip: Grip, clock: &Clock) -> Result<LockGuard> {
+    match step(grip, clock, &Answer::Unknown).await {
+        Step::Granted(guard) => Ok(guard),
+        // What it takes to wait is made when there is need to wait.
+        not_yet => Box::pin(keep_contending(not_yet, clock)).await,
+    }
+}
+
+/// What one exchange with the server came to.
+enum Step {
+    Granted(LockGuard),
+    Taken(Grip),
+    Failed(Grip, Error),
+}
+
+async fn keep_contending(mut last: Step, clock: &Clock) -> Result<LockGuard> {
+    let mut heard = Answer::Unknown;
     let mut backoff = Backoff::default();
     let mut hints = HintBudget::default();
     loop {
-        let taken = match step(&mut grip, &terms, clock, &heard).await {
-            Ok(Some(grant)) => match take_up(grip, &terms, grant)? {
-                Taken::Up(guard) => return Ok(guard),
-                Taken::TooLate(returned) => {
-                    grip = returned;
-                    withdraw(&mut grip).await?;
-                    false
-                }
-            },
-            Ok(None) if terms.once() => {
+        let (mut grip, taken) = match last {
+            Step::Granted(guard) => return Ok(guard),
+            Step::Taken(grip) if grip.terms.once() => {
+                let err = clock.taken(&grip.line);
                 // An attempt without patience stays out of every queue: there is nothing to withdraw.
                 grip.settled();
-                return Err(clock.taken(&line));
+                return Err(err);
             }
-            Ok(None) => {
+            Step::Taken(grip) => {
                 backoff.reset();
                 heard = Answer::Taken;
-                true
+                (grip, true)
             }
-            Err(err) if err.is_transient() && !terms.once() => {
-                crate::observe::attempt_failed(&line, &err);
+            Step::Failed(grip, err) if err.is_transient() && !grip.terms.once() => {
+                crate::observe::attempt_failed(&grip.line, &err);
+                if matches!(heard, Answer::Unknown) && grip.has_slot() {
+                    // Those before it in this client's queue may have heard more.
+                    heard = grip.line.answer();
+                }
                 // An attempt that the caller's deadline cut short says nothing new.
                 if !(clock.is_over() && matches!(heard, Answer::Taken)) {
                     heard = Answer::Failed(describe(&err).into());
                 }
-                false
+                (grip, false)
             }
-            Err(err) => return Err(give_up(grip, err).await),
+            Step::Failed(grip, err) => return Err(give_up(grip, err).await),
         };
+        let line = grip.line.clone();
         if grip.has_slot() {
             line.set_answer(heard.clone());
         }
+        timing::require_runtime(line.backend(), "acquire")?;
         let pause = if taken {
             timing::jittered(line.core.info.fallback_poll)
         } else {
@@ -146,52 +154,65 @@ async fn contend(mut grip: Grip, clock: &Clock) -> Result<LockGuard> {
             () = clock.deadline() => return Err(give_up(grip, clock.verdict(&line, &heard)).await),
             () = tokio::time::sleep(pause) => hints.rested(),
         }
+        last = step(grip, clock, &heard).await;
     }
 }
 
 /// One exchange with the server: opens the claim if there is none, then attempts.
-async fn step(grip: &mut Grip, terms: &Terms, clock: &Clock, heard: &Answer) -> Result<Option<Grant>> {
-    let line = grip.line.clone();
-    let core = &line.core;
-    let backend = line.backend();
-    let patience = clock.patience(core.info.max_patience);
-    let limit = |patience: Duration| {
-        let limit = Instant::now() + patience + terms.op_timeout;
-        let grace = if matches!(heard, Answer::Taken) {
-            Duration::ZERO
-        } else {
-            GRACE
-        };
-        clock.at().map_or(limit, |deadline| limit.min(deadline + grace))
-    };
-    let no_answer = || {
-        let cause = "no answer in time from the server";
-        Error::transient(backend, "acquire", cause).for_lock(line.name())
-    };
+async fn step(mut grip: Grip, clock: &Clock, heard: &Answer) -> Step {
     if grip.claim.is_none() {
-        let request = request(&line, terms)?;
-        let opening = timing::within(backend, "acquire", core.backend.claim(&request), || {
-            limit(Duration::ZERO)
-        });
-        let claim = unless_closed(core, opening).await?.ok_or_else(no_answer)?;
-        grip.claim = Some(claim.map_err(|err| err.for_lock(line.name()))?);
+        let (line, terms) = (grip.line.clone(), grip.terms.clone());
+        match open(&line, &terms, clock, heard).await {
+            Ok(claim) => grip.claim = Some(claim),
+            Err(err) => return Step::Failed(grip, err),
+        }
     }
-    let Some(claim) = &mut grip.claim else {
-        return Err(Error::Closed);
-    };
+    let line = grip.line.clone();
+    let patience = clock.patience(line.core.info.max_patience);
     grip.known = true;
-    let attempt = timing::within(backend, "acquire", claim.attempt(patience), || limit(patience));
-    let outcome = unless_closed(core, attempt).await?.ok_or_else(no_answer)?;
-    outcome.map_err(|err| err.for_lock(line.name()))
+    let Some(claim) = &mut grip.claim else {
+        return Step::Failed(grip, Error::Closed);
+    };
+    let limit = clock.limit(patience, &grip.terms, heard);
+    match exchange(&line, claim.attempt(patience), limit).await {
+        Ok(Some(grant)) => match take_up(grip, &grant) {
+            Taken::Up(guard) => Step::Granted(guard),
+            Taken::Not(grip, err) => Box::pin(withdraw(grip, err)).await,
+        },
+        Ok(None) => Step::Taken(grip),
+        Err(err) => Step::Failed(grip, err),
+    }
 }
 
-/// A client that is closed waits for no server. The check costs nothing for a future that is ready at once.
-async fn unless_closed<T>(core: &crate::client::Core, work: impl Future<Output = Result<T>>) -> Result<T> {
-    tokio::select! {
-        biased;
-        done = work => done,
-        err = closed(core) => Err(err),
+async fn open(line: &Line, terms: &Terms, clock: &Clock, heard: &Answer) -> Result<Box<dyn Claim>> {
+    let request = request(line, terms)?;
+    let limit = clock.limit(Duration::ZERO, terms, heard);
+    exchange(line, line.core.backend.claim(&request), limit).await
+}
+
+/// One exchange, until `limit` and for as long as the client is open.
+async fn exchange<T>(
+    line: &Line,
+    mut exchange: impl Future<Output = Result<T>> + Unpin,
+    limit: impl FnOnce() -> Instant,
+) -> Result<T> {
+    let backend = line.backend();
+    if let Poll::Ready(done) = timing::poll_once(&mut exchange).await {
+        return done.map_err(|err| err.for_lock(line.name()));
     }
+    timing::require_runtime(backend, "acquire")?;
+    let limit = limit();
+    let waiting = async {
+        tokio::select! {
+            biased;
+            done = exchange => done,
+            err = closed(&line.core) => Err(err),
+            () = tokio::time::sleep_until(limit) => {
+                Err(Error::transient(backend, "acquire", "no answer in time from the server"))
+            }
+        }
+    };
+    Box::pin(waiting).await.map_err(|err| err.for_lock(line.name()))
 }
 
 fn request(line: &Line, terms: &Terms) -> Result<ClaimRequest> {
@@ -207,51 +228,62 @@ fn request(line: &Line, terms: &Terms) -> Result<ClaimRequest> {
 /// What a grant becomes.
 enum Taken {
     Up(LockGuard),
-    /// Its lease was over when it arrived.
-    TooLate(Grip),
+    Not(Grip, Error),
 }
 
-fn take_up(mut grip: Grip, terms: &Terms, grant: Grant) -> Result<Taken> {
-    let line = grip.line.clone();
+fn take_up(mut grip: Grip, grant: &Grant) -> Taken {
     let now = Instant::now();
-    let (first, last) = grant.tokens.into_inner();
+    let failed = |grip: Grip, cause: &'static str, transient: bool| {
+        let backend = grip.line.backend();
+        let err = if transient {
+            Error::transient(backend, "acquire", cause)
+        } else {
+            Error::permanent(backend, "acquire", cause)
+        };
+        let err = err.for_lock(grip.line.name());
+        Taken::Not(grip, err)
+    };
+    let (first, last) = (*grant.tokens.start(), *grant.tokens.end());
     if first > last {
-        return Err(
-            Error::permanent(line.backend(), "acquire", "the grant has no token").for_lock(line.name()),
-        );
+        return failed(grip, "the grant came without a fencing token", false);
     }
     if timing::valid_until(&grant.lease).is_some_and(|end| now >= end) {
-        return Ok(Taken::TooLate(grip));
+        return failed(grip, "the lease was over when the grant arrived", true);
     }
+    let line = grip.line.clone();
+    let terms = grip.terms.clone();
     grip.spare = (first.saturating_add(1), last);
     grip.handoffs_left = terms.local_handoffs;
     grip.lease = Some(grant.lease);
-    if line.is_exclusive() {
-        if grip.has_slot() {
-            line.set_slot_use(SlotUse::Holding);
-        }
-    } else {
+    if !line.is_exclusive() {
         // Shared holders and permits have a claim each: the next waiter may go to the server.
         grip.pass_slot();
+    } else if grip.has_slot() {
+        line.set_slot_use(SlotUse::Holding);
     }
     let hold = Hold::new(Phase::Held, grip, terms, first, &grant.lease);
-    let guard = LockGuard::new(hold.clone());
-    line.core.worker.register(&hold, now)?;
+    if let Err(err) = line.core.worker.register(&hold, now) {
+        // The runtime that the client lives on is gone: nobody would ever renew this.
+        return match hold.cell.begin_release(now) {
+            Ok(Some(grip)) => Taken::Not(grip, err),
+            _ => failed(line.bypass(&hold.terms), "the client's runtime is gone", false),
+        };
+    }
     crate::observe::granted(&line);
-    Ok(Taken::Up(guard))
+    Taken::Up(LockGuard::new(hold))
 }
 
-/// Gives up what a late grant may have left at the server; the same claim goes on contending.
-async fn withdraw(grip: &mut Grip) -> Result<()> {
-    let backend = grip.line.backend();
-    let op_timeout = grip.terms.as_ref().map_or(GRACE, |terms| terms.op_timeout);
+/// Gives up what a grant that cannot be used may have left at the server; the same claim may go on contending.
+async fn withdraw(mut grip: Grip, err: Error) -> Step {
+    let (backend, op_timeout) = (grip.line.backend(), grip.terms.op_timeout);
     if let Some(claim) = &mut grip.claim {
+        // If this fails as well, the claim stays known to the server and is cleaned up in the end.
         let _ = timing::within(backend, "release", claim.release(), || {
             Instant::now() + op_timeout
         })
-        .await?;
+        .await;
     }
-    Ok(())
+    Step::Failed(grip, err)
 }
 
 /// Withdraws the claim on the caller's time if that is quick, else in the background, and returns `err`.
@@ -264,6 +296,7 @@ async fn give_up(mut grip: Grip, err: Error) -> Error {
         let withdrawn = timing::within(backend, "release", claim.release(), || Instant::now() + GRACE).await;
         if let Ok(Some(Ok(()))) = withdrawn {
             grip.settled();
+            return err;
         }
     }
     err
@@ -306,6 +339,21 @@ impl Clock {
         self.at().is_some_and(|at| Instant::now() >= at)
     }
 
+    /// Until when an exchange may take.
+    fn limit(&self, patience: Duration, terms: &Terms, heard: &Answer) -> impl FnOnce() -> Instant + use<> {
+        let op_timeout = terms.op_timeout;
+        let grace = if matches!(heard, Answer::Taken) {
+            Duration::ZERO
+        } else {
+            GRACE
+        };
+        let deadline = self.at();
+        move || {
+            let limit = Instant::now() + patience + op_timeout;
+            deadline.map_or(limit, |deadline| limit.min(deadline + grace))
+        }
+    }
+
     async fn deadline(&self) {
         match self.at() {
             Some(at) => tokio::time::sleep_until(at).await,
@@ -345,8 +393,9 @@ impl Clock {
 
 /// Settles a hold that its guard gives up on the caller's time.
 pub(crate) async fn release(hold: Arc<Hold>) -> Result<()> {
-    match hold.cell.begin_release(Instant::now()) {
-        Ok(grip) => settle::settle(hold, grip).await,
+    let now = Instant::now();
+    match hold.cell.begin_release(now) {
+        Ok(grip) => settle::settle(hold, grip, now).await,
         Err(reason) => Err(hold.lost(reason)),
     }
 }

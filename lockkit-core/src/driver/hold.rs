@@ -1,9 +1,6 @@
 //! One grant, shared by its guard, its views and the worker that keeps it alive.
 
-use std::{
-    sync::{Arc, atomic::AtomicUsize},
-    time::Duration,
-};
+use std::sync::{Arc, atomic::AtomicUsize};
 
 use tokio::time::Instant;
 
@@ -21,10 +18,7 @@ use crate::{
 pub(crate) struct Hold {
     pub(crate) line: Arc<Line>,
     pub(crate) token: FencingToken,
-    pub(crate) ttl: Duration,
-    pub(crate) op_timeout: Duration,
-    /// Whether the worker renews the lease by itself.
-    pub(crate) renew: bool,
+    pub(crate) terms: Arc<Terms>,
     pub(crate) cell: HoldCell<Grip>,
     /// Its place in the worker's register.
     pub(crate) key: AtomicUsize,
@@ -32,13 +26,11 @@ pub(crate) struct Hold {
 
 impl Hold {
     /// A hold made of `grip`, on a lease that has been proven.
-    pub(crate) fn new(phase: Phase, grip: Grip, terms: &Terms, token: u64, lease: &Lease) -> Arc<Self> {
+    pub(crate) fn new(phase: Phase, grip: Grip, terms: Arc<Terms>, token: u64, lease: &Lease) -> Arc<Self> {
         Arc::new(Self {
             line: grip.line.clone(),
             token: FencingToken::new(token),
-            ttl: terms.ttl,
-            op_timeout: terms.op_timeout,
-            renew: terms.renew,
+            terms,
             cell: HoldCell::new(phase, grip, timing::valid_until(lease)),
             key: AtomicUsize::new(usize::MAX),
         })
@@ -70,7 +62,7 @@ impl Hold {
         let now = Instant::now();
         let valid_until = self.cell.valid_until();
         let limit = || {
-            let limit = now + self.op_timeout;
+            let limit = now + self.terms.op_timeout;
             valid_until.map_or(limit, |end| end.min(limit))
         };
         let backend = self.line.backend();
@@ -94,7 +86,7 @@ impl Hold {
             None => {
                 self.check(Instant::now())?;
                 self.cell.renewal_failed();
-                let cause = format!("no answer within {:?}", self.op_timeout);
+                let cause = format!("no answer within {:?}", self.terms.op_timeout);
                 Err(Error::transient(backend, "renew", cause).for_lock(self.line.name()))
             }
         }

@@ -11,10 +11,13 @@ use std::{
     time::Duration,
 };
 
+use tokio::time::Instant;
+
 use crate::{
     Error, LockId, LockName, Result,
     client::Core,
     driver::{
+        cell::Phase,
         hold::Hold,
         queue::{Offer, Queue, Ticket, Turn},
     },
@@ -42,7 +45,7 @@ impl Terms {
     /// Whether a hold that was claimed on these terms may be passed to a waiter with those: the server knows the
     /// ttl and the label.
     pub(crate) fn fits(&self, other: &Self) -> bool {
-        self.ttl == other.ttl && self.label == other.label
+        std::ptr::eq(self, other) || (self.ttl == other.ttl && self.label == other.label)
     }
 }
 
@@ -57,7 +60,7 @@ pub(crate) struct Line {
 
 #[derive(Debug, Default)]
 struct LineState {
-    queue: Queue<Terms, Arc<Hold>>,
+    queue: Queue<Arc<Terms>, Arc<Hold>>,
     answer: Answer,
 }
 
@@ -110,35 +113,30 @@ impl Line {
         self.slot.store(to as u8, Ordering::Release);
     }
 
-    /// A hold is about to end: for those behind it, "taken" is the last that was heard.
-    pub(crate) fn leaving(&self) {
-        self.set_slot_use(SlotUse::Other);
-        self.set_answer(Answer::Taken);
-    }
-
     /// Takes the slot if nobody has it.
-    pub(crate) fn enter(self: &Arc<Self>) -> Option<Grip> {
+    pub(crate) fn enter(self: &Arc<Self>, terms: &Arc<Terms>) -> Option<Grip> {
         let entered = self.state.lock().queue.enter();
-        entered.then(|| Grip::new(self.clone(), true))
+        entered.then(|| Grip::new(self.clone(), terms.clone(), true))
     }
 
     /// Contends beside whoever has the slot.
-    pub(crate) fn bypass(self: &Arc<Self>) -> Grip {
-        Grip::new(self.clone(), false)
+    pub(crate) fn bypass(self: &Arc<Self>, terms: &Arc<Terms>) -> Grip {
+        Grip::new(self.clone(), terms.clone(), false)
     }
 
     /// Takes the slot if nobody has it, else queues up for it: in one step, since a slot that is given up in between
     /// would wake nobody.
-    pub(crate) fn enter_or_join(self: &Arc<Self>, terms: &Terms) -> Result<Grip, InLine> {
+    pub(crate) fn enter_or_join<'a>(self: &'a Arc<Self>, terms: &'a Arc<Terms>) -> Result<Grip, InLine<'a>> {
         let mut state = self.state.lock();
         if state.queue.enter() {
             drop(state);
-            return Ok(Grip::new(self.clone(), true));
+            return Ok(Grip::new(self.clone(), terms.clone(), true));
         }
         let ticket = state.queue.join(terms.clone());
         drop(state);
         Err(InLine {
-            line: self.clone(),
+            line: self,
+            terms,
             ticket: Some(ticket),
         })
     }
@@ -155,16 +153,30 @@ impl Line {
         self.state.lock().answer = answer;
     }
 
-    /// The first waiter, if it could take over a hold that was claimed on `terms`.
-    pub(crate) fn heir(&self, terms: &Terms) -> Option<(Ticket, Terms)> {
+    /// Whether a hold that was claimed on `terms` could be passed to the first waiter.
+    pub(crate) fn has_heir(&self, terms: &Terms) -> bool {
         let state = self.state.lock();
-        let (ticket, waiter) = state.queue.first()?;
-        terms.fits(waiter).then(|| (ticket, waiter.clone()))
+        state.queue.first().is_some_and(|heir| terms.fits(heir))
     }
 
-    /// Offers a hold to the waiter that [`heir`](Self::heir) named.
-    pub(crate) fn hand_off(&self, ticket: Ticket, hold: Arc<Hold>) -> Result<(), Arc<Hold>> {
-        let waker = self.state.lock().queue.hand_off(ticket, hold)?;
+    /// Passes what `ended` was made of to the first waiter, as a hold of its own with the next token, on the lease as
+    /// it is. Gives it back if there is no waiter that it fits; then the slot counts as being given up.
+    pub(crate) fn pass_on(&self, ended: &Hold, mut grip: Grip, now: Instant) -> Result<(), Grip> {
+        let mut state = self.state.lock();
+        let heir = state.queue.first().filter(|heir| grip.terms.fits(heir)).cloned();
+        let (Some(heir), Some(lease)) = (heir.filter(|_| grip.may_be_passed_on()), grip.lease) else {
+            self.set_slot_use(SlotUse::Other);
+            // For those behind it, "taken" is the last that was heard.
+            state.answer = Answer::Taken;
+            return Err(grip);
+        };
+        let token = grip.spare.0;
+        grip.spare.0 += 1;
+        grip.handoffs_left -= 1;
+        let passed = Hold::new(Phase::Offered, grip, heir, token, &lease);
+        self.core.worker.replace(ended, &passed, now);
+        let waker = state.queue.hand_off(passed);
+        drop(state);
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -211,8 +223,9 @@ impl Drop for Line {
 /// A place in a line. Dropping it leaves the line, and passes on what had been offered.
 #[derive(Debug)]
 #[must_use]
-pub(crate) struct InLine {
-    line: Arc<Line>,
+pub(crate) struct InLine<'a> {
+    line: &'a Arc<Line>,
+    terms: &'a Arc<Terms>,
     ticket: Option<Ticket>,
 }
 
@@ -229,7 +242,7 @@ pub(crate) enum Served {
     Closed,
 }
 
-impl Future for InLine {
+impl Future for InLine<'_> {
     type Output = Served;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Served> {
@@ -239,7 +252,9 @@ impl Future for InLine {
         let turn = self.line.state.lock().queue.poll(ticket, cx.waker());
         let served = match turn {
             Turn::Wait => return Poll::Pending,
-            Turn::Offered(Offer::Slot) => Served::Slot(Grip::new(self.line.clone(), true)),
+            Turn::Offered(Offer::Slot) => {
+                Served::Slot(Grip::new(self.line.clone(), self.terms.clone(), true))
+            }
             Turn::Offered(Offer::Hold(hold)) => Served::Hold(hold),
             Turn::Lapsed => Served::Lapsed,
             Turn::Closed => Served::Closed,
@@ -249,7 +264,7 @@ impl Future for InLine {
     }
 }
 
-impl Drop for InLine {
+impl Drop for InLine<'_> {
     fn drop(&mut self) {
         let Some(ticket) = self.ticket.take() else { return };
         let offer = self.line.state.lock().queue.leave(ticket);
@@ -270,7 +285,7 @@ impl Drop for InLine {
 pub(crate) struct Grip {
     pub(crate) line: Arc<Line>,
     pub(crate) claim: Option<Box<dyn Claim>>,
-    pub(crate) terms: Option<Terms>,
+    pub(crate) terms: Arc<Terms>,
     /// Tokens that the grant reserved for hand-offs: the next one, and the last.
     pub(crate) spare: (u64, u64),
     pub(crate) handoffs_left: u32,
@@ -282,11 +297,11 @@ pub(crate) struct Grip {
 }
 
 impl Grip {
-    fn new(line: Arc<Line>, slot: bool) -> Self {
+    fn new(line: Arc<Line>, terms: Arc<Terms>, slot: bool) -> Self {
         Self {
             line,
             claim: None,
-            terms: None,
+            terms,
             spare: (1, 0),
             handoffs_left: 0,
             lease: None,
@@ -297,6 +312,15 @@ impl Grip {
 
     pub(crate) fn has_slot(&self) -> bool {
         self.slot
+    }
+
+    /// Whether tokens and turns are left for a hand-off, and it is a kind of hold that can be handed off.
+    pub(crate) fn may_be_passed_on(&self) -> bool {
+        self.slot
+            && self.line.is_exclusive()
+            && self.handoffs_left > 0
+            && self.spare.0 <= self.spare.1
+            && !self.line.core.is_closed()
     }
 
     /// Lets the next waiter of this client go to the server.
@@ -314,9 +338,12 @@ impl Grip {
 
     /// The same contender with everything moved out, so that dropping the rest does nothing.
     pub(crate) fn take(&mut self) -> Self {
-        let mut taken = Self::new(self.line.clone(), std::mem::take(&mut self.slot));
+        let mut taken = Self::new(
+            self.line.clone(),
+            self.terms.clone(),
+            std::mem::take(&mut self.slot),
+        );
         taken.claim = self.claim.take();
-        taken.terms = self.terms.take();
         taken.spare = self.spare;
         taken.handoffs_left = self.handoffs_left;
         taken.lease = self.lease;

@@ -125,20 +125,18 @@ impl<W, H> Queue<W, H> {
         }
     }
 
-    /// The first waiter, if it waits.
-    pub(crate) fn first(&self) -> Option<(Ticket, &W)> {
-        let first = self.waiting.front()?.as_ref()?;
-        Some((Ticket(self.front), &first.terms))
+    /// What the first waiter asks for.
+    pub(crate) fn first(&self) -> Option<&W> {
+        Some(&self.waiting.front()?.as_ref()?.terms)
     }
 
-    /// Passes a hold, and the slot with it, to the first waiter, provided that it still is `ticket`.
-    pub(crate) fn hand_off(&mut self, ticket: Ticket, hold: H) -> Result<Option<Waker>, H> {
-        if self.first().is_none_or(|(first, _)| first != ticket) {
-            return Err(hold);
-        }
-        let waker = self.pop().and_then(|(_, waiting)| waiting.waker);
+    /// Passes a hold, and the slot with it, to the [first](Self::first) waiter, which the caller has just seen under the
+    /// same lock.
+    #[must_use]
+    pub(crate) fn hand_off(&mut self, hold: H) -> Option<Waker> {
+        let (ticket, waiting) = self.pop()?;
         self.offered = Some((ticket, Offer::Hold(hold)));
-        Ok(waker)
+        waiting.waker
     }
 
     /// Takes back a hold that was offered and not taken.
@@ -218,12 +216,8 @@ mod tests {
         let mut queue = Queue::<u32, char>::default();
         assert!(queue.enter());
         let (a, b) = (queue.join(1), queue.join(2));
-        assert_eq!(queue.first().map(|(t, w)| (t, *w)), Some((a, 1)));
-        assert!(
-            matches!(queue.hand_off(b, 'x'), Err('x')),
-            "only the first may be handed to"
-        );
-        assert!(queue.hand_off(a, 'x').is_ok());
+        assert_eq!(queue.first(), Some(&1));
+        let _ = queue.hand_off('x');
         assert_eq!(queue.withdraw(|h| *h == 'y'), None);
         assert_eq!(queue.withdraw(|h| *h == 'x'), Some('x'));
         assert_eq!(look(&mut queue, a), Turn::Lapsed);

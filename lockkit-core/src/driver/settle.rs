@@ -7,7 +7,6 @@ use tokio::time::Instant;
 use crate::{
     Error, Result,
     driver::{
-        cell::Phase,
         hold::Hold,
         line::Grip,
         timing::{self, Backoff},
@@ -18,16 +17,26 @@ use crate::{
 ///
 /// Runs in the caller's future for `release().await` and in the worker for a dropped guard. Dropped half-way, what is
 /// left of it goes to the worker.
-pub(crate) async fn settle(hold: Arc<Hold>, grip: Option<Grip>) -> Result<()> {
-    hold.line.core.worker.unregister(&hold);
+pub(crate) async fn settle(hold: Arc<Hold>, grip: Option<Grip>, now: Instant) -> Result<()> {
+    let _registered = UntilSettled(&hold);
     let grip = match grip {
         Some(grip) => grip,
-        None => reclaim(hold).await?,
+        None => reclaim(hold.clone()).await?,
     };
-    let Some(grip) = hand_off(grip).await? else {
-        return Ok(());
-    };
-    release(grip).await
+    match hand_off(&hold, grip, now).await {
+        Some(grip) => release(grip).await,
+        None => Ok(()),
+    }
+}
+
+/// A hold stays in the register until its release is confirmed or has gone to the worker, so that closing the client
+/// waits for it.
+struct UntilSettled<'a>(&'a Hold);
+
+impl Drop for UntilSettled<'_> {
+    fn drop(&mut self) {
+        self.0.line.core.worker.unregister(self.0);
+    }
 }
 
 /// Gets the claim back from the worker that was renewing it. If this is dropped, the worker goes on with it.
@@ -48,57 +57,36 @@ async fn reclaim(hold: Arc<Hold>) -> Result<Grip> {
 
 /// Passes an exclusive hold to the next waiter of this client, if there is one that it fits, tokens are left for it,
 /// and it is fresh enough or can be renewed. Otherwise gives it back.
-async fn hand_off(mut grip: Grip) -> Result<Option<Grip>> {
-    if !grip.has_slot() || !grip.line.is_exclusive() {
-        return Ok(Some(grip));
+async fn hand_off(ended: &Hold, mut grip: Grip, mut now: Instant) -> Option<Grip> {
+    let line = &ended.line;
+    if !grip.has_slot() || !line.is_exclusive() {
+        return Some(grip);
     }
-    let line = grip.line.clone();
-    while let Some((ticket, heir)) = may_pass_on(&grip) {
-        let Some(lease) = grip.lease else { break };
-        if !timing::fresh_enough(&lease, Instant::now()) {
-            if !prove(&mut grip).await {
-                break;
-            }
-            continue;
+    let fresh = grip.lease.is_some_and(|lease| timing::fresh_enough(&lease, now));
+    if !fresh && grip.may_be_passed_on() && line.has_heir(&grip.terms) {
+        if !Box::pin(prove(&mut grip)).await {
+            grip.handoffs_left = 0;
         }
-        let token = grip.spare.0;
-        grip.spare.0 += 1;
-        grip.handoffs_left -= 1;
-        let passed = Hold::new(Phase::Offered, grip, &heir, token, &lease);
-        line.core.worker.register(&passed, Instant::now())?;
-        match line.hand_off(ticket, passed) {
-            Ok(()) => {
-                crate::observe::handed_off(&line);
-                return Ok(None);
-            }
-            // The waiter left in the meantime; there may be another.
-            Err(unwanted) => {
-                line.core.worker.unregister(&unwanted);
-                match unwanted.cell.begin_release(Instant::now()) {
-                    Ok(Some(taken_back)) => grip = taken_back,
-                    Ok(None) => grip = reclaim(unwanted).await?,
-                    Err(_) => return Ok(None),
-                }
-            }
-        }
+        now = Instant::now();
     }
-    line.leaving();
-    Ok(Some(grip))
-}
-
-fn may_pass_on(grip: &Grip) -> Option<(crate::driver::queue::Ticket, crate::driver::line::Terms)> {
-    let left = grip.handoffs_left > 0 && grip.spare.0 <= grip.spare.1 && !grip.line.core.is_closed();
-    let terms = grip.terms.as_ref().filter(|_| left)?;
-    grip.line.heir(terms)
+    let lapsing = grip.lease.is_none_or(|lease| !timing::fresh_enough(&lease, now));
+    if lapsing {
+        // Too little is left of it to be of use to anyone else.
+        grip.handoffs_left = 0;
+    }
+    let given_back = line.pass_on(ended, grip, now).err();
+    if given_back.is_none() {
+        crate::observe::handed_off(line);
+    }
+    given_back
 }
 
 /// Renews a lease of which too little is left to be passed on.
 async fn prove(grip: &mut Grip) -> bool {
-    let (Some(terms), Some(claim)) = (&grip.terms, &mut grip.claim) else {
+    let Some(claim) = &mut grip.claim else {
         return false;
     };
-    let now = Instant::now();
-    let limit = || now + terms.op_timeout;
+    let limit = || Instant::now() + grip.terms.op_timeout;
     match timing::within(grip.line.backend(), "renew", claim.renew(), limit).await {
         Ok(Some(Ok(crate::spi::Renewal::Held(lease)))) => {
             grip.lease = Some(lease);
@@ -134,10 +122,7 @@ async fn try_release(grip: &mut Grip) -> Result<()> {
         return Ok(());
     };
     let backend = grip.line.backend();
-    let op_timeout = grip
-        .terms
-        .as_ref()
-        .map_or(crate::AcquireOptions::DEFAULT_OP_TIMEOUT, |t| t.op_timeout);
+    let op_timeout = grip.terms.op_timeout;
     let limit = || Instant::now() + op_timeout;
     match timing::within(backend, "release", claim.release(), limit).await? {
         Some(done) => done.map_err(|err| err.for_lock(grip.line.name())),
@@ -153,10 +138,7 @@ pub(crate) async fn clean_up(mut grip: Grip) {
     let core = grip.line.core.clone();
     let mut backoff = Backoff::default();
     // No request of this claim is under way any more; after this long, none that was can have any effect left.
-    let over = grip
-        .terms
-        .as_ref()
-        .map(|terms| Instant::now() + terms.ttl + terms.op_timeout);
+    let over = Instant::now() + grip.terms.ttl + grip.terms.op_timeout;
     loop {
         let err = match try_release(&mut grip).await {
             Ok(()) => break,
@@ -164,7 +146,7 @@ pub(crate) async fn clean_up(mut grip: Grip) {
             Err(err) => err,
         };
         grip.pass_slot();
-        if over.is_none_or(|over| Instant::now() >= over) {
+        if Instant::now() >= over {
             core.unconfirmed.fetch_add(1, Ordering::Relaxed);
             crate::observe::release_unconfirmed(&grip.line, &err);
             break;

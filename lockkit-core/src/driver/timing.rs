@@ -2,7 +2,7 @@
 
 use std::{
     future::{Future, poll_fn},
-    pin::pin,
+    pin::Pin,
     task::Poll,
     time::Duration,
 };
@@ -93,27 +93,35 @@ impl HintBudget {
     }
 }
 
-/// Runs `future` until `limit()`; `None` if it was not done by then. No clock is read and no timer made for a future
-/// that is ready at once.
+/// Runs `future` until `limit()`; `None` if it was not done by then. A future that is ready at once costs no clock, no
+/// timer and no more than its own state; what it takes to wait is made when it has to wait.
 ///
 /// # Errors
 /// If it has to wait and there is no Tokio runtime with timers to wait on.
-pub(crate) async fn within<F: Future>(
+pub(crate) async fn within<F: Future + Unpin>(
     backend: &'static str,
     operation: &'static str,
-    future: F,
+    mut future: F,
     limit: impl FnOnce() -> Instant,
 ) -> Result<Option<F::Output>> {
-    let mut future = pin!(future);
-    if let Some(output) = poll_fn(|cx| Poll::Ready(ready(future.as_mut().poll(cx)))).await {
+    if let Poll::Ready(output) = poll_once(&mut future).await {
         return Ok(Some(output));
     }
     require_runtime(backend, operation)?;
-    tokio::select! {
-        biased;
-        output = future => Ok(Some(output)),
-        () = tokio::time::sleep_until(limit()) => Ok(None),
-    }
+    let limit = limit();
+    let waiting = async move {
+        tokio::select! {
+            biased;
+            output = future => Some(output),
+            () = tokio::time::sleep_until(limit) => None,
+        }
+    };
+    Ok(Box::pin(waiting).await)
+}
+
+/// Polls `future` once, with the waker of the running task.
+pub(crate) async fn poll_once<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    poll_fn(|cx| Poll::Ready(Pin::new(&mut *future).poll(cx))).await
 }
 
 /// Without this, a timer made outside of a runtime would panic.
@@ -126,13 +134,6 @@ pub(crate) fn require_runtime(backend: &'static str, operation: &'static str) ->
         ));
     }
     Ok(())
-}
-
-fn ready<T>(poll: Poll<T>) -> Option<T> {
-    match poll {
-        Poll::Ready(value) => Some(value),
-        Poll::Pending => None,
-    }
 }
 
 #[cfg(all(test, not(lockkit_loom)))]

@@ -47,6 +47,8 @@ struct State {
     jobs: Vec<Job>,
     /// Jobs taken up and not done yet.
     running: usize,
+    /// Somebody waits for there to be nothing to do.
+    drained: bool,
     /// No handle is left: end when there is nothing to do.
     orphaned: bool,
 }
@@ -86,33 +88,44 @@ impl Worker {
     /// # Errors
     /// [`Error::Closed`] if the runtime that the client lives on is gone.
     pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) -> Result<()> {
-        let lease = hold
-            .cell
-            .valid_until()
-            .map(|end| end.saturating_duration_since(now));
-        let adopt_at = now + lease.map_or(ADOPT_AFTER, |left| ADOPT_AFTER.min(left / 6));
         let mut state = self.state.lock();
         let unborn = self.runtime_to_start_on(&mut state)?;
         let key = state.free.pop().unwrap_or_else(|| {
             state.register.push(Entry::default());
             state.register.len() - 1
         });
-        let entry = &mut state.register[key];
-        entry.hold = Some(hold.clone());
+        state.register[key].hold = Some(hold.clone());
         hold.key.store(key, Ordering::Relaxed);
-        if !std::mem::replace(&mut entry.queued, true) {
-            state.unadopted.push(key);
-        }
-        let sooner = state.adopt_at.is_none_or(|at| adopt_at < at);
-        if sooner {
-            state.adopt_at = Some(adopt_at);
-        }
+        let sooner = state.queue_for_adoption(key, hold, now);
         drop(state);
         self.start(unborn);
         if sooner {
             self.work.notify_one();
         }
         Ok(())
+    }
+
+    /// Watches over a hold in the place of one that has been passed on.
+    pub(crate) fn replace(&self, ended: &Hold, next: &Arc<Hold>, now: Instant) {
+        let mut state = self.state.lock();
+        let key = ended.key.swap(usize::MAX, Ordering::Relaxed);
+        let before = state
+            .register
+            .get_mut(key)
+            .and_then(|entry| entry.hold.replace(next.clone()));
+        if before.is_none() {
+            // The worker has died: nobody renews this one either.
+            drop(state);
+            next.cell.lose(LossReason::Disconnected);
+            return;
+        }
+        next.key.store(key, Ordering::Relaxed);
+        let sooner = state.queue_for_adoption(key, next, now);
+        drop(state);
+        drop(before);
+        if sooner {
+            self.work.notify_one();
+        }
     }
 
     /// Forgets a hold that has ended. Twice is once.
@@ -123,7 +136,7 @@ impl Worker {
         if entry.is_some() {
             state.free.push(key);
         }
-        let idle = state.is_idle();
+        let idle = state.drained && state.is_idle();
         drop(state);
         drop(entry);
         if idle {
@@ -204,9 +217,12 @@ impl Worker {
         loop {
             let mut notified = pin!(self.idle.notified());
             notified.as_mut().enable();
-            if self.state.lock().is_idle() {
+            let mut state = self.state.lock();
+            state.drained = true;
+            if state.is_idle() {
                 return;
             }
+            drop(state);
             notified.await;
         }
     }
@@ -241,7 +257,7 @@ impl Worker {
     fn job_done(&self) {
         let mut state = self.state.lock();
         state.running -= 1;
-        let idle = state.is_idle();
+        let idle = state.drained && state.is_idle();
         drop(state);
         if idle {
             self.idle.notify_waiters();
@@ -250,6 +266,23 @@ impl Worker {
 }
 
 impl State {
+    /// Whether the worker has to be woken, since it would sleep for too long.
+    fn queue_for_adoption(&mut self, key: usize, hold: &Hold, now: Instant) -> bool {
+        let left = hold
+            .cell
+            .valid_until()
+            .map(|end| end.saturating_duration_since(now));
+        let adopt_at = now + left.map_or(ADOPT_AFTER, |left| ADOPT_AFTER.min(left / 6));
+        if !std::mem::replace(&mut self.register[key].queued, true) {
+            self.unadopted.push(key);
+        }
+        let sooner = self.adopt_at.is_none_or(|at| adopt_at < at);
+        if sooner {
+            self.adopt_at = Some(adopt_at);
+        }
+        sooner
+    }
+
     fn is_idle(&self) -> bool {
         self.life == Life::Dead
             || (self.jobs.is_empty() && self.running == 0 && self.free.len() == self.register.len())
@@ -268,7 +301,7 @@ impl Job {
         match self {
             Self::Settle(hold, grip) => {
                 let line = hold.line.clone();
-                if let Err(err) = settle::settle(hold, grip).await {
+                if let Err(err) = settle::settle(hold, grip, Instant::now()).await {
                     crate::observe::release_failed(&line, &err);
                 }
             }
@@ -367,9 +400,9 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
         let offered = hold.cell.last_phase() == Phase::Offered;
         let Some(lease) = grip.lease else { break };
         // A hold that has not been taken yet is left to lapse; one without renewal is left to end.
-        let renews = !offered && (hold.renew || lease.length.is_none());
+        let renews = !offered && (hold.terms.renew || lease.length.is_none());
         let valid_until = hold.cell.valid_until();
-        let due = renews.then(|| retry_at.unwrap_or_else(|| timing::renewal_due(&lease, hold.ttl)));
+        let due = renews.then(|| retry_at.unwrap_or_else(|| timing::renewal_due(&lease, hold.terms.ttl)));
         if let Some(at) = due.into_iter().chain(valid_until).min() {
             timer.as_mut().reset(at);
         }
@@ -396,7 +429,7 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
         };
         retry_at = renewal.err().filter(|err| !err.is_lost()).map(|err| {
             crate::observe::renewal_failed(&hold.line, &err);
-            Instant::now() + timing::renewal_retry(&lease, hold.ttl)
+            Instant::now() + timing::renewal_retry(&lease, hold.terms.ttl)
         });
     }
     hold

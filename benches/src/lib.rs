@@ -1,0 +1,172 @@
+//! What the benchmarks share: a backend that costs nothing, and duels, in which two things take turns.
+
+use std::{
+    hint::black_box,
+    ops::RangeInclusive,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use async_trait::async_trait;
+use criterion::{BenchmarkGroup, measurement::WallTime};
+use lockkit::{
+    Capabilities, Kind, LockName, LockState, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Renewal},
+};
+
+/// A server that grants everything at once and counts: what is left is the driver.
+#[derive(Clone, Debug, Default)]
+pub struct Noop {
+    counts: Arc<Counts>,
+}
+
+/// How often the driver asked.
+#[derive(Debug, Default)]
+pub struct Counts {
+    tokens: AtomicU64,
+    /// Attempts.
+    pub attempts: AtomicU64,
+    /// Renewals.
+    pub renewals: AtomicU64,
+    /// Releases.
+    pub releases: AtomicU64,
+}
+
+impl Noop {
+    /// What has been counted so far.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+}
+
+#[async_trait]
+impl Backend for Noop {
+    fn info(&self) -> BackendInfo {
+        let mut info = BackendInfo::new("noop", "noop:");
+        let mut capabilities = Capabilities::default();
+        capabilities.lease = true;
+        capabilities.local_handoffs = true;
+        info.capabilities = capabilities;
+        info
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        Ok(Box::new(NoopClaim {
+            counts: self.counts.clone(),
+            ttl: request.ttl,
+            tokens: request.tokens.get(),
+        }))
+    }
+
+    async fn inspect(&self, _: &LockName, _: Kind) -> Result<LockState> {
+        Ok(LockState::default())
+    }
+
+    async fn close(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct NoopClaim {
+    counts: Arc<Counts>,
+    ttl: Duration,
+    tokens: u32,
+}
+
+impl NoopClaim {
+    fn lease(&self) -> Lease {
+        Lease {
+            since: lockkit::Instant::now(),
+            length: Some(self.ttl),
+        }
+    }
+
+    fn tokens(&self) -> RangeInclusive<u64> {
+        let first = self
+            .counts
+            .tokens
+            .fetch_add(u64::from(self.tokens), Ordering::Relaxed)
+            + 1;
+        first..=first + u64::from(self.tokens) - 1
+    }
+}
+
+#[async_trait]
+impl Claim for NoopClaim {
+    async fn attempt(&mut self, _: Duration) -> Result<Option<Grant>> {
+        self.counts.attempts.fetch_add(1, Ordering::Relaxed);
+        Ok(Some(Grant {
+            tokens: self.tokens(),
+            lease: self.lease(),
+        }))
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        self.counts.renewals.fetch_add(1, Ordering::Relaxed);
+        Ok(Renewal::Held(self.lease()))
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        self.counts.releases.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    async fn notified(&mut self) {
+        std::future::pending().await
+    }
+}
+
+/// Measures two things that take turns, so that whatever else the machine does hits both alike. Each is given a number
+/// of iterations and returns how long they took.
+pub fn duel<A, B>(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    (name_a, mut a): (&str, A),
+    (name_b, mut b): (&str, B),
+) where
+    A: FnMut(u64) -> Duration,
+    B: FnMut(u64) -> Duration,
+{
+    group.bench_function(name_a, |bencher| {
+        bencher.iter_custom(|n| in_turns(n, &mut a, &mut b))
+    });
+    group.bench_function(name_b, |bencher| {
+        bencher.iter_custom(|n| in_turns(n, &mut b, &mut a))
+    });
+}
+
+/// Runs `n` iterations of both, in up to 16 rounds each, and returns what the first took.
+fn in_turns(
+    n: u64,
+    first: &mut impl FnMut(u64) -> Duration,
+    second: &mut impl FnMut(u64) -> Duration,
+) -> Duration {
+    let per_round = n.div_ceil(16);
+    let mut left = n;
+    let mut took = Duration::ZERO;
+    while left > 0 {
+        let round = per_round.min(left);
+        took += first(round);
+        black_box(second(round));
+        left -= round;
+    }
+    took
+}
+
+/// Times `n` awaits of what `cycle` makes, on `runtime`, without the cost of entering it.
+pub fn time_cycles<F: Future<Output = ()>>(
+    runtime: &tokio::runtime::Runtime,
+    n: u64,
+    cycle: impl Fn() -> F,
+) -> Duration {
+    runtime.block_on(async {
+        let started = Instant::now();
+        for _ in 0..n {
+            cycle().await;
+        }
+        started.elapsed()
+    })
+}
