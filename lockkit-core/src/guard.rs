@@ -136,7 +136,7 @@ impl LockGuard {
     /// Dropped half-way, the release goes on in the client's worker.
     pub async fn release(mut self) -> Result<()> {
         self.armed = false;
-        acquire::release(self.held.hold.clone()).await
+        acquire::release(&self.held.hold).await
     }
 
     /// A duplicate of the operating system's handle that keeps the hold alive, where the backend has one (file). A

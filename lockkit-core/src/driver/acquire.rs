@@ -45,7 +45,7 @@ async fn contend_for(line: &Arc<Line>, terms: &Arc<Terms>) -> Result<LockGuard> 
     };
     match entry {
         Entry::Held(guard) => Ok(guard),
-        Entry::Contend(grip) => contend(grip, &clock).await,
+        Entry::Contend(grip) => contend(grip, line, terms, &clock).await,
     }
 }
 
@@ -89,11 +89,11 @@ fn accept(hold: Arc<Hold>) -> Option<LockGuard> {
 }
 
 /// Goes to the server until it grants, the caller's time is over, or it says something that no repeating will change.
-async fn contend(grip: Grip, clock: &Clock) -> Result<LockGuard> {
-    match step(grip, clock, &Answer::Unknown).await {
+async fn contend(grip: Grip, line: &Arc<Line>, terms: &Arc<Terms>, clock: &Clock) -> Result<LockGuard> {
+    match step(grip, line, terms, clock, &Answer::Unknown).await {
         Step::Granted(guard) => Ok(guard),
         // What it takes to wait is made when there is need to wait.
-        not_yet => Box::pin(keep_contending(not_yet, clock)).await,
+        not_yet => Box::pin(keep_contending(not_yet, line, terms, clock)).await,
     }
 }
 
@@ -104,29 +104,33 @@ enum Step {
     Failed(Grip, Error),
 }
 
-async fn keep_contending(mut last: Step, clock: &Clock) -> Result<LockGuard> {
+async fn keep_contending(
+    mut last: Step,
+    line: &Arc<Line>,
+    terms: &Arc<Terms>,
+    clock: &Clock,
+) -> Result<LockGuard> {
     let mut heard = Answer::Unknown;
     let mut backoff = Backoff::default();
     let mut hints = HintBudget::default();
     loop {
         let (mut grip, taken) = match last {
             Step::Granted(guard) => return Ok(guard),
-            Step::Taken(grip) if grip.terms.once() => {
-                let err = clock.taken(&grip.line);
+            Step::Taken(grip) if terms.once() => {
                 // An attempt without patience stays out of every queue: there is nothing to withdraw.
                 grip.settled();
-                return Err(err);
+                return Err(clock.taken(line));
             }
             Step::Taken(grip) => {
                 backoff.reset();
                 heard = Answer::Taken;
                 (grip, true)
             }
-            Step::Failed(grip, err) if err.is_transient() && !grip.terms.once() => {
-                crate::observe::attempt_failed(&grip.line, &err);
+            Step::Failed(grip, err) if err.is_transient() && !terms.once() => {
+                crate::observe::attempt_failed(line, &err);
                 if matches!(heard, Answer::Unknown) && grip.has_slot() {
                     // Those before it in this client's queue may have heard more.
-                    heard = grip.line.answer();
+                    heard = line.answer();
                 }
                 // An attempt that the caller's deadline cut short says nothing new.
                 if !(clock.is_over() && matches!(heard, Answer::Taken)) {
@@ -136,7 +140,6 @@ async fn keep_contending(mut last: Step, clock: &Clock) -> Result<LockGuard> {
             }
             Step::Failed(grip, err) => return Err(give_up(grip, err).await),
         };
-        let line = grip.line.clone();
         if grip.has_slot() {
             line.set_answer(heard.clone());
         }
@@ -151,31 +154,29 @@ async fn keep_contending(mut last: Step, clock: &Clock) -> Result<LockGuard> {
             biased;
             err = closed(&line.core) => return Err(give_up(grip, err).await),
             () = hinted(&mut grip.claim), if taken && hints.listens() => hints.hinted(listening.elapsed()),
-            () = clock.deadline() => return Err(give_up(grip, clock.verdict(&line, &heard)).await),
+            () = clock.deadline() => return Err(give_up(grip, clock.verdict(line, &heard)).await),
             () = tokio::time::sleep(pause) => hints.rested(),
         }
-        last = step(grip, clock, &heard).await;
+        last = step(grip, line, terms, clock, &heard).await;
     }
 }
 
 /// One exchange with the server: opens the claim if there is none, then attempts.
-async fn step(mut grip: Grip, clock: &Clock, heard: &Answer) -> Step {
+async fn step(mut grip: Grip, line: &Arc<Line>, terms: &Arc<Terms>, clock: &Clock, heard: &Answer) -> Step {
     if grip.claim.is_none() {
-        let (line, terms) = (grip.line.clone(), grip.terms.clone());
-        match open(&line, &terms, clock, heard).await {
+        match open(line, terms, clock, heard).await {
             Ok(claim) => grip.claim = Some(claim),
             Err(err) => return Step::Failed(grip, err),
         }
     }
-    let line = grip.line.clone();
     let patience = clock.patience(line.core.info.max_patience);
     grip.known = true;
     let Some(claim) = &mut grip.claim else {
         return Step::Failed(grip, Error::Closed);
     };
-    let limit = clock.limit(patience, &grip.terms, heard);
-    match exchange(&line, claim.attempt(patience), limit).await {
-        Ok(Some(grant)) => match take_up(grip, &grant) {
+    let limit = clock.limit(patience, terms, heard);
+    match exchange(line, claim.attempt(patience), limit).await {
+        Ok(Some(grant)) => match take_up(grip, line, terms, &grant) {
             Taken::Up(guard) => Step::Granted(guard),
             Taken::Not(grip, err) => Box::pin(withdraw(grip, err)).await,
         },
@@ -231,16 +232,16 @@ enum Taken {
     Not(Grip, Error),
 }
 
-fn take_up(mut grip: Grip, grant: &Grant) -> Taken {
+fn take_up(mut grip: Grip, line: &Arc<Line>, terms: &Arc<Terms>, grant: &Grant) -> Taken {
     let now = Instant::now();
     let failed = |grip: Grip, cause: &'static str, transient: bool| {
-        let backend = grip.line.backend();
+        let backend = line.backend();
         let err = if transient {
             Error::transient(backend, "acquire", cause)
         } else {
             Error::permanent(backend, "acquire", cause)
         };
-        let err = err.for_lock(grip.line.name());
+        let err = err.for_lock(line.name());
         Taken::Not(grip, err)
     };
     let (first, last) = (*grant.tokens.start(), *grant.tokens.end());
@@ -250,8 +251,6 @@ fn take_up(mut grip: Grip, grant: &Grant) -> Taken {
     if timing::valid_until(&grant.lease).is_some_and(|end| now >= end) {
         return failed(grip, "the lease was over when the grant arrived", true);
     }
-    let line = grip.line.clone();
-    let terms = grip.terms.clone();
     grip.spare = (first.saturating_add(1), last);
     grip.handoffs_left = terms.local_handoffs;
     grip.lease = Some(grant.lease);
@@ -261,15 +260,15 @@ fn take_up(mut grip: Grip, grant: &Grant) -> Taken {
     } else if grip.has_slot() {
         line.set_slot_use(SlotUse::Holding);
     }
-    let hold = Hold::new(Phase::Held, grip, terms, first, &grant.lease);
-    if let Err(err) = line.core.worker.register(&hold, now) {
+    let hold = Hold::new(Phase::Held, grip, terms.clone(), first, &grant.lease);
+    if let Err(err) = line.core.worker.register(&hold, &grant.lease, now) {
         // The runtime that the client lives on is gone: nobody would ever renew this.
         return match hold.cell.begin_release(now) {
             Ok(Some(grip)) => Taken::Not(grip, err),
-            _ => failed(line.bypass(&hold.terms), "the client's runtime is gone", false),
+            _ => failed(line.bypass(terms), "the client's runtime is gone", false),
         };
     }
-    crate::observe::granted(&line);
+    crate::observe::granted(line);
     Taken::Up(LockGuard::new(hold))
 }
 
@@ -392,7 +391,7 @@ impl Clock {
 }
 
 /// Settles a hold that its guard gives up on the caller's time.
-pub(crate) async fn release(hold: Arc<Hold>) -> Result<()> {
+pub(crate) async fn release(hold: &Arc<Hold>) -> Result<()> {
     let now = Instant::now();
     match hold.cell.begin_release(now) {
         Ok(grip) => settle::settle(hold, grip, now).await,

@@ -174,7 +174,7 @@ impl Line {
         grip.spare.0 += 1;
         grip.handoffs_left -= 1;
         let passed = Hold::new(Phase::Offered, grip, heir, token, &lease);
-        self.core.worker.replace(ended, &passed, now);
+        self.core.worker.replace(ended, &passed, &lease, now);
         let waker = state.queue.hand_off(passed);
         drop(state);
         if let Some(waker) = waker {

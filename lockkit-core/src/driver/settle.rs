@@ -17,13 +17,13 @@ use crate::{
 ///
 /// Runs in the caller's future for `release().await` and in the worker for a dropped guard. Dropped half-way, what is
 /// left of it goes to the worker.
-pub(crate) async fn settle(hold: Arc<Hold>, grip: Option<Grip>, now: Instant) -> Result<()> {
-    let _registered = UntilSettled(&hold);
+pub(crate) async fn settle(hold: &Arc<Hold>, grip: Option<Grip>, now: Instant) -> Result<()> {
+    let _registered = UntilSettled(hold);
     let grip = match grip {
         Some(grip) => grip,
-        None => reclaim(hold.clone()).await?,
+        None => Box::pin(reclaim(hold.clone())).await?,
     };
-    match hand_off(&hold, grip, now).await {
+    match hand_off(hold, grip, now).await {
         Some(grip) => release(grip).await,
         None => Ok(()),
     }

@@ -23,6 +23,7 @@ use crate::{
         settle,
         timing::{self, HintBudget},
     },
+    spi::Lease,
     sync::Mutex,
 };
 
@@ -87,7 +88,7 @@ impl Worker {
     ///
     /// # Errors
     /// [`Error::Closed`] if the runtime that the client lives on is gone.
-    pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) -> Result<()> {
+    pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, lease: &Lease, now: Instant) -> Result<()> {
         let mut state = self.state.lock();
         let unborn = self.runtime_to_start_on(&mut state)?;
         let key = state.free.pop().unwrap_or_else(|| {
@@ -96,7 +97,7 @@ impl Worker {
         });
         state.register[key].hold = Some(hold.clone());
         hold.key.store(key, Ordering::Relaxed);
-        let sooner = state.queue_for_adoption(key, hold, now);
+        let sooner = state.queue_for_adoption(key, lease, now);
         drop(state);
         self.start(unborn);
         if sooner {
@@ -106,7 +107,7 @@ impl Worker {
     }
 
     /// Watches over a hold in the place of one that has been passed on.
-    pub(crate) fn replace(&self, ended: &Hold, next: &Arc<Hold>, now: Instant) {
+    pub(crate) fn replace(&self, ended: &Hold, next: &Arc<Hold>, lease: &Lease, now: Instant) {
         let mut state = self.state.lock();
         let key = ended.key.swap(usize::MAX, Ordering::Relaxed);
         let before = state
@@ -120,7 +121,7 @@ impl Worker {
             return;
         }
         next.key.store(key, Ordering::Relaxed);
-        let sooner = state.queue_for_adoption(key, next, now);
+        let sooner = state.queue_for_adoption(key, lease, now);
         drop(state);
         drop(before);
         if sooner {
@@ -267,12 +268,8 @@ impl Worker {
 
 impl State {
     /// Whether the worker has to be woken, since it would sleep for too long.
-    fn queue_for_adoption(&mut self, key: usize, hold: &Hold, now: Instant) -> bool {
-        let left = hold
-            .cell
-            .valid_until()
-            .map(|end| end.saturating_duration_since(now));
-        let adopt_at = now + left.map_or(ADOPT_AFTER, |left| ADOPT_AFTER.min(left / 6));
+    fn queue_for_adoption(&mut self, key: usize, lease: &Lease, now: Instant) -> bool {
+        let adopt_at = now + lease.length.map_or(ADOPT_AFTER, |length| ADOPT_AFTER.min(length / 10));
         if !std::mem::replace(&mut self.register[key].queued, true) {
             self.unadopted.push(key);
         }
@@ -301,7 +298,7 @@ impl Job {
         match self {
             Self::Settle(hold, grip) => {
                 let line = hold.line.clone();
-                if let Err(err) = settle::settle(hold, grip, Instant::now()).await {
+                if let Err(err) = settle::settle(&hold, grip, Instant::now()).await {
                     crate::observe::release_failed(&line, &err);
                 }
             }
