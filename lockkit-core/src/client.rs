@@ -81,6 +81,7 @@ impl LockClient {
     ///
     /// # Errors
     /// [`Error::InvalidOptions`] if one of them cannot be kept.
+    #[expect(clippy::needless_pass_by_value, reason = "options are built in place")]
     pub fn with_defaults(self, defaults: AcquireOptions) -> Result<Self> {
         defaults.validate()?;
         Ok(Self {

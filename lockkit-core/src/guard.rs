@@ -269,10 +269,7 @@ impl Future for RenewalFailing {
         if let Phase::Lost(_) = cell.phase(now) {
             return Poll::Ready(Duration::ZERO);
         }
-        match cell.renewal_failing() {
-            Some(end) => Poll::Ready(end.map_or(Duration::MAX, |end| end.saturating_duration_since(now))),
-            None => Poll::Pending,
-        }
+        cell.renewal_failing(now).map_or(Poll::Pending, Poll::Ready)
     }
 }
 

@@ -197,6 +197,7 @@ impl Lock {
     }
 
     /// The same lock with other defaults. What `options` leaves unset stays as it is.
+    #[expect(clippy::needless_pass_by_value, reason = "options are built in place")]
     pub fn with_options(&self, options: AcquireOptions) -> Self {
         Self::new(self.line.clone(), Arc::new(options.or(&self.options)))
     }
@@ -344,5 +345,10 @@ impl DistributedLock for Lock {
 
     async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
         Lock::acquire_with(self, options).await
+    }
+
+    /// One boxed future rather than two.
+    async fn acquire(&self) -> Result<LockGuard> {
+        Lock::acquire(self).await
     }
 }

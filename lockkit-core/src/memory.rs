@@ -27,6 +27,9 @@ use crate::{
 
 const NAME: &str = "memory";
 
+/// How long a waiter may take to ask again once it is its turn.
+const FOLLOWS_WITHIN: Duration = Duration::from_secs(1);
+
 /// A lock server in this process.
 ///
 /// Clones share one space of locks. Of a lock that was never released, nothing stays behind but the counter of fencing
@@ -101,6 +104,8 @@ struct Holding {
 struct Waiter {
     owner: OwnerId,
     notify: Arc<Notify>,
+    /// Since when it has been its turn.
+    woken: Option<Instant>,
 }
 
 impl MemoryBackend {
@@ -165,7 +170,7 @@ impl MemoryBackend {
             found |= hit;
             !hit
         });
-        entry.wake_first();
+        entry.wake_first(Instant::now());
         found
     }
 }
@@ -257,17 +262,36 @@ impl Entry {
         }
     }
 
-    fn wake_first(&self) {
-        if let Some(first) = self.queue.front() {
+    fn wake_first(&mut self, now: Instant) {
+        if let Some(first) = self.queue.front_mut() {
+            first.woken.get_or_insert(now);
             first.notify.notify_one();
         }
     }
 
-    fn leave(&mut self, owner: OwnerId) {
+    /// Whoever does not follow when it is its turn goes to the end: a future that nobody polls must not block the
+    /// queue.
+    fn pass_over_sleepers(&mut self, asking: OwnerId, now: Instant) {
+        for _ in 0..self.queue.len() {
+            let asleep = self.queue.front_mut().is_some_and(|first| {
+                let turn = *first.woken.get_or_insert(now);
+                first.owner != asking && now.saturating_duration_since(turn) > FOLLOWS_WITHIN
+            });
+            if !asleep {
+                return;
+            }
+            if let Some(mut sleeper) = self.queue.pop_front() {
+                sleeper.woken = None;
+                self.queue.push_back(sleeper);
+            }
+        }
+    }
+
+    fn leave(&mut self, owner: OwnerId, now: Instant) {
         let was_first = self.queue.front().is_some_and(|waiter| waiter.owner == owner);
         self.queue.retain(|waiter| waiter.owner != owner);
         if was_first {
-            self.wake_first();
+            self.wake_first(now);
         }
     }
 
@@ -376,6 +400,9 @@ impl MemoryClaim {
                 lease,
             }));
         }
+        if entry.admits(request.mode) {
+            entry.pass_over_sleepers(request.owner, now);
+        }
         let next = entry
             .queue
             .front()
@@ -391,8 +418,8 @@ impl MemoryClaim {
                 label: request.label.clone(),
                 notify: notify.clone(),
             });
-            entry.queue.pop_front_if(|first| first.owner == request.owner);
-            entry.wake_first();
+            entry.queue.retain(|waiter| waiter.owner != request.owner);
+            entry.wake_first(now);
             return Ok(Some(Grant {
                 tokens: tokens.0..=tokens.1,
                 lease,
@@ -402,6 +429,7 @@ impl MemoryClaim {
             entry.queue.push_back(Waiter {
                 owner: request.owner,
                 notify: notify.clone(),
+                woken: None,
             });
         }
         Ok(None)
@@ -523,9 +551,10 @@ fn leave(state: &mut State, key: &Key, owner: OwnerId) -> bool {
     let before = entry.holders.len();
     entry.holders.retain(|holder| holder.owner != owner);
     let found = entry.holders.len() < before;
-    entry.leave(owner);
+    let now = Instant::now();
+    entry.leave(owner, now);
     if found {
-        entry.wake_first();
+        entry.wake_first(now);
     }
     if entry.is_unused() {
         state.locks.remove(key);
@@ -540,7 +569,7 @@ impl Drop for MemoryClaim {
         if self.queued
             && let Some(entry) = self.space.state.lock().locks.get_mut(&self.key)
         {
-            entry.leave(self.request.owner);
+            entry.leave(self.request.owner, Instant::now());
         }
     }
 }

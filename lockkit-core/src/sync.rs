@@ -8,6 +8,8 @@ use loom::sync as imp;
 #[cfg(not(lockkit_loom))]
 use std::sync as imp;
 
+use std::sync::PoisonError;
+
 pub(crate) use imp::MutexGuard;
 
 #[derive(Debug, Default)]
@@ -19,6 +21,6 @@ impl<T> Mutex<T> {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -45,7 +45,7 @@ async fn contend_for(line: &Arc<Line>, terms: &Arc<Terms>) -> Result<LockGuard> 
     };
     match entry {
         Entry::Held(guard) => Ok(guard),
-        Entry::Contend(grip) => contend(grip, line, terms, &clock).await,
+        Entry::Contend(grip) => contend(grip, &clock).await,
     }
 }
 
@@ -89,45 +89,35 @@ fn accept(hold: Arc<Hold>) -> Option<LockGuard> {
 }
 
 /// Goes to the server until it grants, the caller's time is over, or it says something that no repeating will change.
-async fn contend(grip: Grip, line: &Arc<Line>, terms: &Arc<Terms>, clock: &Clock) -> Result<LockGuard> {
-    match step(grip, line, terms, clock, &Answer::Unknown).await {
-        Step::Granted(guard) => Ok(guard),
+async fn contend(mut grip: Grip, clock: &Clock) -> Result<LockGuard> {
+    match step(&mut grip, clock, &Answer::Unknown).await {
+        Ok(Some(token)) => hold(grip, token),
         // What it takes to wait is made when there is need to wait.
-        not_yet => Box::pin(keep_contending(not_yet, line, terms, clock)).await,
+        not_yet => Box::pin(keep_contending(grip, not_yet, clock)).await,
     }
 }
 
-/// What one exchange with the server came to.
-enum Step {
-    Granted(LockGuard),
-    Taken(Grip),
-    Failed(Grip, Error),
-}
-
-async fn keep_contending(
-    mut last: Step,
-    line: &Arc<Line>,
-    terms: &Arc<Terms>,
-    clock: &Clock,
-) -> Result<LockGuard> {
+async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &Clock) -> Result<LockGuard> {
+    let line = grip.line.clone();
+    let once = grip.terms.once();
     let mut heard = Answer::Unknown;
     let mut backoff = Backoff::default();
     let mut hints = HintBudget::default();
     loop {
-        let (mut grip, taken) = match last {
-            Step::Granted(guard) => return Ok(guard),
-            Step::Taken(grip) if terms.once() => {
+        let taken = match last {
+            Ok(Some(token)) => return hold(grip, token),
+            Ok(None) if once => {
                 // An attempt without patience stays out of every queue: there is nothing to withdraw.
                 grip.settled();
-                return Err(clock.taken(line));
+                return Err(clock.taken(&line));
             }
-            Step::Taken(grip) => {
+            Ok(None) => {
                 backoff.reset();
                 heard = Answer::Taken;
-                (grip, true)
+                true
             }
-            Step::Failed(grip, err) if err.is_transient() && !terms.once() => {
-                crate::observe::attempt_failed(line, &err);
+            Err(err) if err.is_transient() && !once => {
+                crate::observe::attempt_failed(&line, &err);
                 if matches!(heard, Answer::Unknown) && grip.has_slot() {
                     // Those before it in this client's queue may have heard more.
                     heard = line.answer();
@@ -136,9 +126,9 @@ async fn keep_contending(
                 if !(clock.is_over() && matches!(heard, Answer::Taken)) {
                     heard = Answer::Failed(describe(&err).into());
                 }
-                (grip, false)
+                false
             }
-            Step::Failed(grip, err) => return Err(give_up(grip, err).await),
+            Err(err) => return Err(give_up(grip, err).await),
         };
         if grip.has_slot() {
             line.set_answer(heard.clone());
@@ -154,35 +144,67 @@ async fn keep_contending(
             biased;
             err = closed(&line.core) => return Err(give_up(grip, err).await),
             () = hinted(&mut grip.claim), if taken && hints.listens() => hints.hinted(listening.elapsed()),
-            () = clock.deadline() => return Err(give_up(grip, clock.verdict(line, &heard)).await),
+            () = clock.deadline() => return Err(give_up(grip, clock.verdict(&line, &heard)).await),
             () = tokio::time::sleep(pause) => hints.rested(),
         }
-        last = step(grip, line, terms, clock, &heard).await;
+        last = step(&mut grip, clock, &heard).await;
     }
 }
 
-/// One exchange with the server: opens the claim if there is none, then attempts.
-async fn step(mut grip: Grip, line: &Arc<Line>, terms: &Arc<Terms>, clock: &Clock, heard: &Answer) -> Step {
-    if grip.claim.is_none() {
-        match open(line, terms, clock, heard).await {
-            Ok(claim) => grip.claim = Some(claim),
-            Err(err) => return Step::Failed(grip, err),
-        }
-    }
-    let patience = clock.patience(line.core.info.max_patience);
-    grip.known = true;
-    let Some(claim) = &mut grip.claim else {
-        return Step::Failed(grip, Error::Closed);
+/// One exchange with the server: opens the claim if there is none, then attempts. A grant's token comes back; the rest
+/// of the grant is kept in the grip.
+async fn step(grip: &mut Grip, clock: &Clock, heard: &Answer) -> Result<Option<u64>> {
+    let Grip {
+        line, terms, claim, ..
+    } = grip;
+    let claim = match claim {
+        Some(claim) => claim,
+        unopened => unopened.insert(open(line, terms, clock, heard).await?),
     };
+    grip.known = true;
+    let patience = clock.patience(line.core.info.max_patience);
     let limit = clock.limit(patience, terms, heard);
-    match exchange(line, claim.attempt(patience), limit).await {
-        Ok(Some(grant)) => match take_up(grip, line, terms, &grant) {
-            Taken::Up(guard) => Step::Granted(guard),
-            Taken::Not(grip, err) => Box::pin(withdraw(grip, err)).await,
-        },
-        Ok(None) => Step::Taken(grip),
-        Err(err) => Step::Failed(grip, err),
+    let Some(grant) = exchange(line, claim.attempt(patience), limit).await? else {
+        return Ok(None);
+    };
+    if let Err(err) = check(line, &grant) {
+        return Box::pin(withdraw(grip, err)).await;
     }
+    let (first, last) = grant.tokens.into_inner();
+    grip.spare = (first.saturating_add(1), last);
+    grip.handoffs_left = terms.local_handoffs;
+    grip.lease = Some(grant.lease);
+    Ok(Some(first))
+}
+
+/// Whether a grant can be used.
+fn check(line: &Line, grant: &Grant) -> Result<()> {
+    let backend = line.backend();
+    let err = if grant.tokens.is_empty() {
+        Error::permanent(backend, "acquire", "the grant came without a fencing token")
+    } else if timing::valid_until(&grant.lease).is_some_and(|end| Instant::now() >= end) {
+        Error::transient(backend, "acquire", "the lease was over when the grant arrived")
+    } else {
+        return Ok(());
+    };
+    Err(err.for_lock(line.name()))
+}
+
+/// Makes a hold of what has been granted.
+fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
+    let (line, terms) = (grip.line.clone(), grip.terms.clone());
+    let lease = grip.lease.ok_or(Error::Closed)?;
+    if !line.is_exclusive() {
+        // Shared holders and permits have a claim each: the next waiter may go to the server.
+        grip.pass_slot();
+    } else if grip.has_slot() {
+        line.set_slot_use(SlotUse::Holding);
+    }
+    let hold = Hold::new(Phase::Held, line, terms, token, grip, &lease);
+    // Fails if the runtime that the client lives on is gone: nobody would ever renew it.
+    hold.line.core.worker.register(&hold, &lease, lease.since)?;
+    crate::observe::granted(&hold.line);
+    Ok(LockGuard::new(hold))
 }
 
 async fn open(line: &Line, terms: &Terms, clock: &Clock, heard: &Answer) -> Result<Box<dyn Claim>> {
@@ -226,63 +248,14 @@ fn request(line: &Line, terms: &Terms) -> Result<ClaimRequest> {
     Ok(request)
 }
 
-/// What a grant becomes.
-enum Taken {
-    Up(LockGuard),
-    Not(Grip, Error),
-}
-
-fn take_up(mut grip: Grip, line: &Arc<Line>, terms: &Arc<Terms>, grant: &Grant) -> Taken {
-    let now = Instant::now();
-    let failed = |grip: Grip, cause: &'static str, transient: bool| {
-        let backend = line.backend();
-        let err = if transient {
-            Error::transient(backend, "acquire", cause)
-        } else {
-            Error::permanent(backend, "acquire", cause)
-        };
-        let err = err.for_lock(line.name());
-        Taken::Not(grip, err)
-    };
-    let (first, last) = (*grant.tokens.start(), *grant.tokens.end());
-    if first > last {
-        return failed(grip, "the grant came without a fencing token", false);
-    }
-    if timing::valid_until(&grant.lease).is_some_and(|end| now >= end) {
-        return failed(grip, "the lease was over when the grant arrived", true);
-    }
-    grip.spare = (first.saturating_add(1), last);
-    grip.handoffs_left = terms.local_handoffs;
-    grip.lease = Some(grant.lease);
-    if !line.is_exclusive() {
-        // Shared holders and permits have a claim each: the next waiter may go to the server.
-        grip.pass_slot();
-    } else if grip.has_slot() {
-        line.set_slot_use(SlotUse::Holding);
-    }
-    let hold = Hold::new(Phase::Held, grip, terms.clone(), first, &grant.lease);
-    if let Err(err) = line.core.worker.register(&hold, &grant.lease, now) {
-        // The runtime that the client lives on is gone: nobody would ever renew this.
-        return match hold.cell.begin_release(now) {
-            Ok(Some(grip)) => Taken::Not(grip, err),
-            _ => failed(line.bypass(terms), "the client's runtime is gone", false),
-        };
-    }
-    crate::observe::granted(line);
-    Taken::Up(LockGuard::new(hold))
-}
-
 /// Gives up what a grant that cannot be used may have left at the server; the same claim may go on contending.
-async fn withdraw(mut grip: Grip, err: Error) -> Step {
-    let (backend, op_timeout) = (grip.line.backend(), grip.terms.op_timeout);
+async fn withdraw(grip: &mut Grip, err: Error) -> Result<Option<u64>> {
     if let Some(claim) = &mut grip.claim {
+        let limit = || Instant::now() + grip.terms.op_timeout;
         // If this fails as well, the claim stays known to the server and is cleaned up in the end.
-        let _ = timing::within(backend, "release", claim.release(), || {
-            Instant::now() + op_timeout
-        })
-        .await;
+        let _ = timing::within(grip.line.backend(), "release", claim.release(), limit).await;
     }
-    Step::Failed(grip, err)
+    Err(err)
 }
 
 /// Withdraws the claim on the caller's time if that is quick, else in the background, and returns `err`.

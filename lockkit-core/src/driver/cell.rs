@@ -16,6 +16,7 @@ use std::{
     ops::{Deref, DerefMut},
     pin::Pin,
     task::{Context, Poll, Waker},
+    time::Duration,
 };
 
 use tokio::time::Instant;
@@ -188,6 +189,19 @@ impl<C> HoldCell<C> {
         })
     }
 
+    /// A hold that was offered has not been taken in time.
+    pub(crate) fn lapse(&self) {
+        self.update(None, |state| {
+            let lapsed = state.phase == Phase::Offered;
+            let wakes = if lapsed {
+                state.latch(LossReason::Expired)
+            } else {
+                Wakes::default()
+            };
+            ((), wakes)
+        });
+    }
+
     /// A renewal was answered. If the lease ran out before the answer came, it revives nothing.
     pub(crate) fn extend(&self, valid_until: Option<Instant>, now: Instant) -> bool {
         self.update(Some(now), |state| {
@@ -219,10 +233,15 @@ impl<C> HoldCell<C> {
         });
     }
 
-    /// Whether the last renewal failed, and until when the hold lasts all the same.
-    pub(crate) fn renewal_failing(&self) -> Option<Option<Instant>> {
+    /// If the last renewal failed: how long the hold lasts all the same.
+    pub(crate) fn renewal_failing(&self, now: Instant) -> Option<Duration> {
         let state = self.state.lock();
-        (state.alive() && state.renewal_failing).then_some(state.valid_until)
+        let left = || {
+            state
+                .valid_until
+                .map_or(Duration::MAX, |end| end.saturating_duration_since(now))
+        };
+        (state.alive() && state.renewal_failing).then(left)
     }
 
     /// Keeps `waker` to be called at a loss and at an early warning. `watcher` is the caller's place for it.

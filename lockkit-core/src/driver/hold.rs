@@ -26,9 +26,16 @@ pub(crate) struct Hold {
 
 impl Hold {
     /// A hold made of `grip`, on a lease that has been proven.
-    pub(crate) fn new(phase: Phase, grip: Grip, terms: Arc<Terms>, token: u64, lease: &Lease) -> Arc<Self> {
+    pub(crate) fn new(
+        phase: Phase,
+        line: Arc<Line>,
+        terms: Arc<Terms>,
+        token: u64,
+        grip: Grip,
+        lease: &Lease,
+    ) -> Arc<Self> {
         Arc::new(Self {
-            line: grip.line.clone(),
+            line,
             token: FencingToken::new(token),
             terms,
             cell: HoldCell::new(phase, grip, timing::valid_until(lease)),

@@ -160,27 +160,32 @@ impl Line {
     }
 
     /// Passes what `ended` was made of to the first waiter, as a hold of its own with the next token, on the lease as
-    /// it is. Gives it back if there is no waiter that it fits; then the slot counts as being given up.
-    pub(crate) fn pass_on(&self, ended: &Hold, mut grip: Grip, now: Instant) -> Result<(), Grip> {
+    /// it is, and leaves `grip` empty. If there is no waiter that it fits, the slot counts as being given up.
+    pub(crate) fn pass_on(self: &Arc<Self>, ended: &Hold, grip: &mut Grip, now: Instant) -> bool {
         let mut state = self.state.lock();
-        let heir = state.queue.first().filter(|heir| grip.terms.fits(heir)).cloned();
-        let (Some(heir), Some(lease)) = (heir.filter(|_| grip.may_be_passed_on()), grip.lease) else {
+        let heir = state
+            .queue
+            .first()
+            .filter(|heir| grip.may_be_passed_on() && grip.terms.fits(heir))
+            .cloned();
+        let (Some(heir), Some(lease)) = (heir, grip.lease) else {
             self.set_slot_use(SlotUse::Other);
             // For those behind it, "taken" is the last that was heard.
             state.answer = Answer::Taken;
-            return Err(grip);
+            return false;
         };
-        let token = grip.spare.0;
-        grip.spare.0 += 1;
-        grip.handoffs_left -= 1;
-        let passed = Hold::new(Phase::Offered, grip, heir, token, &lease);
+        let mut passed = grip.take();
+        let token = passed.spare.0;
+        passed.spare.0 += 1;
+        passed.handoffs_left -= 1;
+        let passed = Hold::new(Phase::Offered, self.clone(), heir, token, passed, &lease);
         self.core.worker.replace(ended, &passed, &lease, now);
         let waker = state.queue.hand_off(passed);
         drop(state);
         if let Some(waker) = waker {
             waker.wake();
         }
-        Ok(())
+        true
     }
 
     /// Takes back a hold that lapsed before its waiter took it.
@@ -331,7 +336,7 @@ impl Grip {
     }
 
     /// Nothing of this claim is left on the server.
-    pub(crate) fn settled(mut self) {
+    pub(crate) fn settled(&mut self) {
         self.claim = None;
         self.known = false;
     }

@@ -19,14 +19,14 @@ use crate::{
 /// left of it goes to the worker.
 pub(crate) async fn settle(hold: &Arc<Hold>, grip: Option<Grip>, now: Instant) -> Result<()> {
     let _registered = UntilSettled(hold);
-    let grip = match grip {
+    let mut grip = match grip {
         Some(grip) => grip,
         None => Box::pin(reclaim(hold.clone())).await?,
     };
-    match hand_off(hold, grip, now).await {
-        Some(grip) => release(grip).await,
-        None => Ok(()),
+    if hand_off(hold, &mut grip, now).await {
+        return Ok(());
     }
+    release(&mut grip).await
 }
 
 /// A hold stays in the register until its release is confirmed or has gone to the worker, so that closing the client
@@ -56,29 +56,26 @@ async fn reclaim(hold: Arc<Hold>) -> Result<Grip> {
 }
 
 /// Passes an exclusive hold to the next waiter of this client, if there is one that it fits, tokens are left for it,
-/// and it is fresh enough or can be renewed. Otherwise gives it back.
-async fn hand_off(ended: &Hold, mut grip: Grip, mut now: Instant) -> Option<Grip> {
+/// and it is fresh enough or can be renewed.
+async fn hand_off(ended: &Hold, grip: &mut Grip, mut now: Instant) -> bool {
     let line = &ended.line;
     if !grip.has_slot() || !line.is_exclusive() {
-        return Some(grip);
+        return false;
     }
-    let fresh = grip.lease.is_some_and(|lease| timing::fresh_enough(&lease, now));
-    if !fresh && grip.may_be_passed_on() && line.has_heir(&grip.terms) {
-        if !Box::pin(prove(&mut grip)).await {
+    let fresh = |grip: &Grip, now| grip.lease.is_some_and(|lease| timing::fresh_enough(&lease, now));
+    if !fresh(grip, now) {
+        let renewed = grip.may_be_passed_on() && line.has_heir(&grip.terms) && Box::pin(prove(grip)).await;
+        now = Instant::now();
+        if !renewed || !fresh(grip, now) {
+            // Too little is left of it to be of use to anyone else.
             grip.handoffs_left = 0;
         }
-        now = Instant::now();
     }
-    let lapsing = grip.lease.is_none_or(|lease| !timing::fresh_enough(&lease, now));
-    if lapsing {
-        // Too little is left of it to be of use to anyone else.
-        grip.handoffs_left = 0;
-    }
-    let given_back = line.pass_on(ended, grip, now).err();
-    if given_back.is_none() {
+    let passed_on = line.pass_on(ended, grip, now);
+    if passed_on {
         crate::observe::handed_off(line);
     }
-    given_back
+    passed_on
 }
 
 /// Renews a lease of which too little is left to be passed on.
@@ -90,31 +87,25 @@ async fn prove(grip: &mut Grip) -> bool {
     match timing::within(grip.line.backend(), "renew", claim.renew(), limit).await {
         Ok(Some(Ok(crate::spi::Renewal::Held(lease)))) => {
             grip.lease = Some(lease);
-            timing::fresh_enough(&lease, Instant::now())
+            true
         }
         _ => false,
     }
 }
 
 /// Releases at the server. Unless that is confirmed, the worker goes on trying.
-pub(crate) async fn release(mut grip: Grip) -> Result<()> {
-    match try_release(&mut grip).await {
-        Ok(()) => {
-            grip.settled();
-            Ok(())
-        }
-        Err(err) if err.is_lost() => {
-            grip.settled();
-            Err(err)
-        }
-        Err(err) => {
-            let core = grip.line.core.clone();
+async fn release(grip: &mut Grip) -> Result<()> {
+    let outcome = try_release(grip).await;
+    match &outcome {
+        Err(err) if !err.is_lost() => {
             // Whether the server still has it is not known, so that a waiter may as well ask.
             grip.pass_slot();
-            core.worker.clean_up(grip.take());
-            Err(err)
+            let unconfirmed = grip.take();
+            grip.line.core.worker.clean_up(unconfirmed);
         }
+        _ => grip.settled(),
     }
+    outcome
 }
 
 async fn try_release(grip: &mut Grip) -> Result<()> {

@@ -218,12 +218,14 @@ impl Worker {
         loop {
             let mut notified = pin!(self.idle.notified());
             notified.as_mut().enable();
-            let mut state = self.state.lock();
-            state.drained = true;
-            if state.is_idle() {
+            let idle = {
+                let mut state = self.state.lock();
+                state.drained = true;
+                state.is_idle()
+            };
+            if idle {
                 return;
             }
-            drop(state);
             notified.await;
         }
     }
@@ -269,7 +271,10 @@ impl Worker {
 impl State {
     /// Whether the worker has to be woken, since it would sleep for too long.
     fn queue_for_adoption(&mut self, key: usize, lease: &Lease, now: Instant) -> bool {
-        let adopt_at = now + lease.length.map_or(ADOPT_AFTER, |length| ADOPT_AFTER.min(length / 10));
+        let adopt_at = now
+            + lease
+                .length
+                .map_or(ADOPT_AFTER, |length| ADOPT_AFTER.min(length / 10));
         if !std::mem::replace(&mut self.register[key].queued, true) {
             self.unadopted.push(key);
         }
@@ -324,7 +329,7 @@ impl Job {
             Self::Lost(hold) => (None, Some(hold)),
             Self::CleanUp(grip) => (Some(grip), None),
         };
-        if let Some(grip) = grip {
+        if let Some(mut grip) = grip {
             grip.settled();
         }
         drop(hold);
@@ -388,6 +393,7 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
     let mut timer = pin!(tokio::time::sleep_until(Instant::now()));
     let mut hints = HintBudget::default();
     let mut retry_at = None;
+    let adopted = Instant::now();
     loop {
         let version = hold.cell.version();
         let Some(mut loan) = hold.cell.attend().await else {
@@ -398,17 +404,18 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
         let Some(lease) = grip.lease else { break };
         // A hold that has not been taken yet is left to lapse; one without renewal is left to end.
         let renews = !offered && (hold.terms.renew || lease.length.is_none());
-        let valid_until = hold.cell.valid_until();
+        let lapses = (offered && lease.length.is_none()).then(|| adopted + hold.terms.ttl);
+        let valid_until = hold.cell.valid_until().or(lapses);
         let due = renews.then(|| retry_at.unwrap_or_else(|| timing::renewal_due(&lease, hold.terms.ttl)));
         if let Some(at) = due.into_iter().chain(valid_until).min() {
             timer.as_mut().reset(at);
         }
-        let timed = due.is_some() || valid_until.is_some();
+        let has_end = due.is_some() || valid_until.is_some();
         let listening = Instant::now();
         let event = tokio::select! {
             biased;
             () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => Event::Changed,
-            () = timer.as_mut(), if timed => Event::Time,
+            () = timer.as_mut(), if has_end => Event::Time,
             () = hinted(&mut grip.claim), if !offered && hints.listens() => Event::Hint,
         };
         match event {
@@ -416,7 +423,11 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
             Event::Time => hints.rested(),
             Event::Hint => hints.hinted(listening.elapsed()),
         }
-        if !matches!(hold.cell.phase(Instant::now()), Phase::Held) || offered {
+        if offered {
+            hold.cell.lapse();
+            continue;
+        }
+        if !matches!(hold.cell.phase(Instant::now()), Phase::Held) {
             continue;
         }
         let renewal = tokio::select! {
