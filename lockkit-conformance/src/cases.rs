@@ -1,0 +1,10 @@
+//! The cases, by theme. Each takes a [`Trial`](crate::trial::Trial) and says what it expected if it fails.
+
+pub(crate) mod basic;
+pub(crate) mod contention;
+pub(crate) mod loss;
+pub(crate) mod names;
+pub(crate) mod permits;
+pub(crate) mod processes;
+pub(crate) mod shared;
+pub(crate) mod waiting;

@@ -1,0 +1,303 @@
+//! Holding, releasing, and holding again.
+
+use std::time::Duration;
+
+use lockkit_core::{AcquireOptions, Error, Kind, LossReason};
+
+use crate::trial::{
+    Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_at_once, granted_within, is_clean,
+    poll_at_most, taken, within,
+};
+
+pub(crate) async fn second_try_is_none(trial: &Trial) -> Outcome {
+    let mine = trial.lock("a").await?;
+    let theirs = trial.lock("a").await?;
+    let guard = granted_at_once("a lock nobody has used", &mine).await?;
+    ensure!(guard.is_held(), "a fresh guard is not held");
+    ensure!(
+        guard.check().is_ok(),
+        "a fresh guard fails its check: {:?}",
+        guard.check()
+    );
+    ensure!(
+        guard.name().as_str() == trial.name("a"),
+        "the guard is of another name: {:?}",
+        guard.name()
+    );
+    taken("by the same handle, which holds it", &mine).await?;
+    taken("by another client", &theirs).await?;
+    guard.release().await?;
+    Ok(())
+}
+
+pub(crate) async fn other_names_are_independent(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let a = granted_at_once("the first name", &trial.lock_of(&client, "a")?).await?;
+    let b = granted_at_once(
+        "the second name, by the same client",
+        &trial.lock_of(&client, "b")?,
+    )
+    .await?;
+    let c = granted_at_once("the third name, by another client", &trial.lock("c").await?).await?;
+    a.release().await?;
+    ensure!(
+        b.is_held() && c.is_held(),
+        "releasing one name ended the hold of another"
+    );
+    b.release().await?;
+    c.release().await?;
+    Ok(())
+}
+
+pub(crate) async fn reacquired_after_release(trial: &Trial) -> Outcome {
+    let (mine, theirs) = (trial.lock("a").await?, trial.lock("a").await?);
+    let mut last = None;
+    for lock in [&mine, &mine, &theirs, &mine] {
+        let guard = granted_within(PROMPT, "the lock was released", lock).await?;
+        ensure!(
+            Some(guard.token()) > last,
+            "token {} came after {last:?}",
+            guard.token()
+        );
+        last = Some(guard.token());
+        guard.release().await?;
+    }
+    Ok(())
+}
+
+pub(crate) async fn reacquired_after_drop(trial: &Trial) -> Outcome {
+    let (mine, theirs) = (trial.lock("a").await?, trial.lock("a").await?);
+    for _ in 0..3 {
+        drop(granted_within(PROMPT, "the other's guard was dropped", &mine).await?);
+        drop(granted_within(PROMPT, "the other's guard was dropped", &theirs).await?);
+    }
+    Ok(())
+}
+
+pub(crate) async fn release_dropped_midway(trial: &Trial) -> Outcome {
+    let (mine, theirs) = (trial.lock("a").await?, trial.lock("a").await?);
+    for polls in 1..=4 {
+        let guard = granted_within(PROMPT, "the release before was begun", &mine).await?;
+        poll_at_most(polls, guard.release()).await.transpose()?;
+        let other = granted_within(PROMPT, "a release was begun and dropped", &theirs).await?;
+        other.release().await?;
+    }
+    let guard = granted_at_once("all was released", &mine).await?;
+    drop(guard.release());
+    comes_free(
+        PROMPT,
+        "a release that was never polled counts as a drop",
+        &theirs,
+    )
+    .await?;
+    Ok(())
+}
+
+pub(crate) async fn late_release_harms_nobody(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let lock = trial.lock_of(&client, "a")?;
+    let outsider = trial.lock("a").await?;
+    let detection = trial.detection(client.info());
+    let released = granted_at_once("a lock nobody has used", &lock).await?;
+    let dropped;
+    {
+        trial.break_hold(&client, "a").await?;
+        within(detection, "the first holder is told", released.lost()).await?;
+        dropped = granted_within(detection, "the first hold was broken", &lock).await?;
+        trial.break_hold(&client, "a").await?;
+        within(detection, "the second holder is told", dropped.lost()).await?;
+    }
+    let current = granted_within(detection, "the second hold was broken", &lock).await?;
+    match released.release().await {
+        Err(error) if error.is_lost() => {}
+        other => {
+            return Err(failed(format!(
+                "expected Lost from releasing a lost guard, got {other:?}"
+            )));
+        }
+    }
+    drop(dropped);
+    // The drop's release is under way in the background; it must not do harm at any later moment.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    ensure!(
+        current.is_held(),
+        "releasing old guards ended the hold of the current one"
+    );
+    taken("by another client, after old guards were released", &outsider).await?;
+    current.release().await?;
+    comes_free(PROMPT, "the current guard was released", &outsider).await?;
+    Ok(())
+}
+
+pub(crate) async fn bad_options_are_refused(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let lock = trial.lock_of(&client, "a")?;
+    let bad: [(&str, AcquireOptions); 8] = [
+        ("ttl", AcquireOptions::new().ttl(Duration::ZERO)),
+        ("ttl", AcquireOptions::new().ttl(Duration::from_nanos(1))),
+        ("ttl", AcquireOptions::new().ttl(Duration::MAX)),
+        ("wait", AcquireOptions::new().wait(Duration::MAX)),
+        ("op_timeout", AcquireOptions::new().op_timeout(Duration::ZERO)),
+        ("op_timeout", AcquireOptions::new().op_timeout(Duration::MAX)),
+        ("label", AcquireOptions::new().label("x".repeat(257))),
+        ("local_handoffs", AcquireOptions::new().local_handoffs(u32::MAX)),
+    ];
+    for (name, options) in bad {
+        for lock_with in [lock.clone(), lock.with_options(options.clone())] {
+            match lock_with.acquire_with(&options).await {
+                Err(Error::InvalidOptions { option, .. }) if option == name => {}
+                other => {
+                    return Err(failed(format!(
+                        "expected InvalidOptions of `{name}` for {options:?}, got {other:?}"
+                    )));
+                }
+            }
+        }
+        // A try brings a wait of its own.
+        if name == "wait" {
+            continue;
+        }
+        match lock.with_options(options.clone()).try_acquire().await {
+            Err(Error::InvalidOptions { option, .. }) if option == name => {}
+            other => {
+                return Err(failed(format!(
+                    "expected InvalidOptions of `{name}` from a try, got {other:?}"
+                )));
+            }
+        }
+    }
+    is_clean(
+        Duration::ZERO,
+        "only bad options were used",
+        &client,
+        &trial.name("a"),
+        Kind::Lock,
+    )
+    .await
+}
+
+pub(crate) async fn inspection_shows_the_holder(trial: &Trial) -> Outcome {
+    let (client, other) = (trial.client().await?, trial.client().await?);
+    let name = trial.name("a");
+    let state = other.inspect(&name).await?;
+    ensure!(state.is_free(), "a lock nobody has used is shown as {state:?}");
+    let lock = trial
+        .lock_of(&client, "a")?
+        .with_options(trial.options().label("billing@host-7"));
+    let guard = granted_at_once("a lock nobody has used", &lock).await?;
+    for asker in [&client, &other] {
+        let state = asker.inspect(&name).await?;
+        let [holder] = &state.holders[..] else {
+            return Err(failed(format!("expected one holder, got {state:?}")));
+        };
+        ensure!(
+            holder.token == guard.token(),
+            "the holder has {:?}, but is shown as {holder:?}",
+            guard.token()
+        );
+        ensure!(
+            holder.label.as_deref() == Some("billing@host-7"),
+            "the label is missing: {holder:?}"
+        );
+        let has_lease = client.capabilities().lease;
+        ensure!(
+            holder.left.is_some() == has_lease,
+            "lease is {has_lease}, but shown is {holder:?}"
+        );
+        ensure!(
+            holder.left.is_none_or(|left| left <= trial.harness.ttl()),
+            "more is left than was asked for: {holder:?}"
+        );
+    }
+    guard.release().await?;
+    is_clean(Duration::ZERO, "the lock was released", &other, &name, Kind::Lock).await
+}
+
+pub(crate) async fn dropped_outside_a_runtime(trial: &Trial) -> Outcome {
+    let lock = trial.lock("a").await?;
+    let guard = granted_at_once("a lock nobody has used", &lock).await?;
+    let dropped = std::thread::spawn(move || drop(guard)).join();
+    ensure!(dropped.is_ok(), "dropping a guard outside a runtime panicked");
+    comes_free(
+        PROMPT,
+        "the guard was dropped on a plain thread",
+        &trial.lock("a").await?,
+    )
+    .await?;
+    Ok(())
+}
+
+pub(crate) async fn dropped_during_shutdown(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    for (part, keeps_guard) in [("a", false), ("b", true)] {
+        let (harness, name, options) = (trial.harness.clone(), trial.name(part), trial.options());
+        let thread = std::thread::spawn(move || -> Result<(), String> {
+            let runtime = tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(1)
+                .enable_all()
+                .build();
+            let runtime = runtime.map_err(|error| error.to_string())?;
+            let guard = runtime.block_on(async {
+                let lock = harness.client().await?.lock(name)?.with_options(options);
+                lock.acquire().await
+            });
+            let guard = guard.map_err(|error| error.to_string())?;
+            if keeps_guard {
+                drop(runtime);
+                drop(guard);
+            } else {
+                runtime.spawn(async move {
+                    std::future::pending::<()>().await;
+                    drop(guard);
+                });
+                drop(runtime);
+            }
+            Ok(())
+        });
+        let joined = tokio::task::spawn_blocking(move || thread.join())
+            .await
+            .map_err(failed)?;
+        joined
+            .map_err(|_| failed("dropping a guard during a runtime's shutdown panicked"))?
+            .map_err(failed)?;
+        let bound = trial.left_behind(&client).max(trial.freed_after_death(&client));
+        comes_free(
+            bound,
+            "the holder's runtime was shut down",
+            &trial.lock(part).await?,
+        )
+        .await?;
+    }
+    Ok(())
+}
+
+pub(crate) async fn closed_client_refuses(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let clone = client.clone();
+    let (held, waited) = (trial.lock_of(&client, "a")?, trial.lock_of(&clone, "a")?);
+    let guard = granted_at_once("a lock nobody has used", &held).await?;
+    let waiter = tokio::spawn(async move { waited.acquire().await });
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    client.close(Duration::from_secs(5)).await?;
+    match within(PROMPT, "the waiter of a closed client is told", waiter)
+        .await?
+        .map_err(failed)?
+    {
+        Err(Error::Closed) => {}
+        other => return Err(failed(format!("expected Closed for a waiter, got {other:?}"))),
+    }
+    let reason = within(PROMPT, "the holder of a closed client is told", guard.lost()).await?;
+    ensure!(
+        reason == LossReason::Disconnected,
+        "expected Disconnected, got {reason:?}"
+    );
+    for lock in [held, clone.lock(trial.name("b"))?] {
+        let answer = lock.try_acquire().await;
+        ensure!(
+            matches!(answer, Err(Error::Closed)),
+            "expected Closed from a closed client, got {answer:?}"
+        );
+    }
+    comes_free(PROMPT, "the holder's client was closed", &trial.lock("a").await?).await?;
+    Ok(())
+}

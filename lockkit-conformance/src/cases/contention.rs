@@ -1,0 +1,195 @@
+//! Random contention, recorded and checked.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::future::join_all;
+use lockkit_core::{Error, Lock, LockGuard, Result, spi::Mode};
+use tokio::{task::JoinSet, time::timeout};
+
+use crate::{
+    helper::mode_word,
+    history::{Acquisition, History, Sight, Summary, at, now},
+    trial::{Outcome, PROMPT, Stop, Trial, ensure, failed, is_clean, look, poll_at_most},
+};
+
+pub(crate) async fn clients_contend(trial: &Trial) -> Outcome {
+    let mut plans = Vec::new();
+    for who in 0..4 {
+        plans.push(Plan {
+            lock: trial.lock("a").await?,
+            mode: Mode::Exclusive,
+            rounds: 40,
+            workers: 4,
+            seed: trial.seed.wrapping_add(who),
+            who: who * 100,
+        });
+    }
+    let history = contend_all(plans).await?;
+    let summary = checked(trial, "a", Mode::Exclusive, history).await?;
+    ensure!(summary.granted >= 100, "a vacuous pass: {summary:?}");
+    Ok(())
+}
+
+pub(crate) async fn processes_contend(trial: &Trial) -> Outcome {
+    let (workers, rounds) = (3, 30);
+    let lock = trial.lock("a").await?;
+    let mut helpers = Vec::new();
+    for who in 1..4_u64 {
+        let mut helper = trial.helper().await?;
+        let (mode, ttl) = (mode_word(Mode::Exclusive), trial.harness.ttl().as_millis());
+        let (seed, name) = (trial.seed.wrapping_add(who), trial.name("a"));
+        helper.send(&format!(
+            "contend {mode} {ttl} {rounds} {workers} {seed} {} {name}",
+            who * 100
+        ))?;
+        helpers.push(helper);
+    }
+    let (mode, seed) = (Mode::Exclusive, trial.seed);
+    let mut history = contend_all(vec![Plan {
+        lock,
+        mode,
+        rounds,
+        workers,
+        seed,
+        who: 0,
+    }])
+    .await?;
+    for mut helper in helpers {
+        loop {
+            let answer = helper.reply().await?;
+            match answer.split_once(' ') {
+                Some(("record", record)) => history.absorb(record).map_err(failed)?,
+                _ if answer == "done" => break,
+                _ => return Err(failed(format!("a contending helper said `{answer}`"))),
+            }
+        }
+    }
+    let summary = checked(trial, "a", mode, history).await?;
+    ensure!(summary.granted >= 80, "a vacuous pass: {summary:?}");
+    Ok(())
+}
+
+/// Who contends for what, and for how long.
+pub(crate) struct Plan {
+    pub(crate) lock: Lock,
+    pub(crate) mode: Mode,
+    /// How many requests each worker makes.
+    pub(crate) rounds: u64,
+    pub(crate) workers: u64,
+    pub(crate) seed: u64,
+    /// The first worker's number in the records.
+    pub(crate) who: u64,
+}
+
+/// Runs several plans at once.
+pub(crate) async fn contend_all(plans: Vec<Plan>) -> Result<History> {
+    let mut history = History::default();
+    for acquisitions in join_all(plans.into_iter().map(contend)).await {
+        history.acquisitions.extend(acquisitions?);
+    }
+    Ok(history)
+}
+
+/// Runs the workers of one plan, and returns what they recorded.
+pub(crate) async fn contend(plan: Plan) -> Result<Vec<Acquisition>> {
+    let plan = Arc::new(plan);
+    let mut workers = JoinSet::new();
+    for index in 0..plan.workers {
+        let plan = plan.clone();
+        workers.spawn(async move {
+            let mut rng = fastrand::Rng::with_seed(plan.seed.wrapping_mul(1_000).wrapping_add(index));
+            let mut records = Vec::new();
+            for _ in 0..plan.rounds {
+                records.push(one_round(&plan, plan.who + index, &mut rng).await?);
+            }
+            Ok::<_, Error>(records)
+        });
+    }
+    let mut records = Vec::new();
+    while let Some(worker) = workers.join_next().await {
+        match worker {
+            Ok(done) => records.extend(done?),
+            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        }
+    }
+    Ok(records)
+}
+
+/// Asks in one of the ways there are, and ends the hold in one of the ways there are.
+async fn one_round(plan: &Plan, who: u64, rng: &mut fastrand::Rng) -> Result<Acquisition> {
+    let mut record = Acquisition::asked(plan.lock.name().as_str(), plan.mode, who, now());
+    let pause = Duration::from_micros(rng.u64(0..3_000));
+    let granted = match rng.u8(0..10) {
+        0..5 => Some(plan.lock.acquire().await?),
+        5 => plan.lock.try_acquire().await?,
+        6 => match plan.lock.acquire_timeout(pause).await {
+            Ok(guard) => Some(guard),
+            Err(error) if error.is_timeout() => None,
+            Err(error) => return Err(error),
+        },
+        7 => timeout(pause, plan.lock.acquire()).await.ok().transpose()?,
+        _ => poll_at_most(rng.usize(1..6), timeout(PROMPT, plan.lock.acquire()))
+            .await
+            .and_then(std::result::Result::ok)
+            .transpose()?,
+    };
+    let Some(guard) = granted else {
+        record.gave_up = Some(now());
+        return Ok(record);
+    };
+    record.granted = Some((now(), guard.token().get()));
+    hold(guard, &mut record, rng).await;
+    Ok(record)
+}
+
+async fn hold(guard: LockGuard, record: &mut Acquisition, rng: &mut fastrand::Rng) {
+    let work = Duration::from_micros(rng.u64(0..1_500));
+    if tokio::time::timeout(work, guard.lost()).await.is_ok() {
+        record.lost = Some(now());
+        return;
+    }
+    record.until = guard.valid_until().map(at);
+    record.released = Some(now());
+    if rng.bool() {
+        // What became of it is in what the others see.
+        let _ = guard.release().await;
+    } else {
+        drop(guard);
+    }
+}
+
+/// Waits until the lock is quiet, adds a look at it, and checks the history.
+pub(crate) async fn checked(
+    trial: &Trial,
+    part: &str,
+    mode: Mode,
+    mut history: History,
+) -> Result<Summary, Stop> {
+    let client = trial.client().await?;
+    let (mut limits, name) = (trial.limits(&client), trial.name(part));
+    let limit = trial.left_behind(&client);
+    is_clean(
+        limit,
+        "all has been released or given up",
+        &client,
+        &name,
+        mode.kind(),
+    )
+    .await?;
+    let at = now();
+    let state = look(&client, &name, mode.kind()).await?;
+    history.sights.push(Sight {
+        lock: name,
+        kind: mode.kind(),
+        at,
+        holders: state.holders.iter().map(|holder| holder.token.get()).collect(),
+        waiters: state.waiters,
+    });
+    limits.linger = Duration::ZERO;
+    let summary = history.check(&limits).map_err(failed)?;
+    ensure!(
+        summary.quiet_sights == 1,
+        "the look at the quiet server did not count: {summary:?}"
+    );
+    Ok(summary)
+}

@@ -1,0 +1,145 @@
+//! Names, and what must not be named.
+
+use lockkit_core::{Error, LockName};
+
+use crate::trial::{Outcome, Trial, chain, ensure, failed, granted_at_once, taken};
+
+pub(crate) async fn byte_exact_and_injective(trial: &Trial) -> Outcome {
+    let (mine, theirs) = (trial.client().await?, trial.client().await?);
+    let odd = [
+        "/",
+        "\0",
+        "{}",
+        "{a}",
+        "\n",
+        "*",
+        "%",
+        "%2F",
+        "%00",
+        ".",
+        "..",
+        "../x",
+        "a/b",
+        "a/",
+        "/a",
+        "a",
+        "A",
+        " ",
+        "a ",
+        "\\",
+        ":",
+        "::",
+        "#",
+        "lockkit#a",
+        "zookeeper",
+        "é",
+        "e\u{301}",
+        "É",
+        "🔒",
+        "'",
+        "\"",
+        "; --",
+        "?x=1",
+        "CON",
+        "-rf",
+        "~",
+    ];
+    let prefix = trial.name("");
+    let mut names: Vec<String> = odd.iter().map(|odd| format!("{prefix}{odd}")).collect();
+    let longest = "x".repeat(LockName::MAX_BYTES - prefix.len() - 1);
+    names.extend(["1", "2"].map(|end| format!("{prefix}{longest}{end}")));
+    names.push(format!("{prefix}{longest}"));
+    // Bare ones too, which are not this run's own: held for an instant, and not if another run has them just now.
+    let bare = [".", "..", "/", "\0", "*", "🔒"];
+    let mut guards = Vec::new();
+    for name in &names {
+        let lock = mine.lock(name)?.with_options(trial.options());
+        guards.push(granted_at_once(&format!("{name:?}, while names alike are held"), &lock).await?);
+    }
+    for (name, guard) in names.iter().zip(&guards) {
+        let lock = theirs.lock(name)?.with_options(trial.options());
+        taken(&format!("{name:?}, held by another client"), &lock).await?;
+        let state = theirs.inspect(name).await?;
+        let tokens: Vec<_> = state.holders.iter().map(|holder| holder.token).collect();
+        ensure!(
+            tokens == [guard.token()],
+            "{name:?} is held with {:?}, but shown is {state:?}",
+            guard.token()
+        );
+    }
+    for guard in guards {
+        guard.release().await?;
+    }
+    for name in bare {
+        if let Some(guard) = mine
+            .lock(name)?
+            .with_options(trial.options())
+            .try_acquire()
+            .await?
+        {
+            taken(&format!("{name:?}, held by another client"), &theirs.lock(name)?).await?;
+            guard.release().await?;
+        }
+    }
+    Ok(())
+}
+
+pub(crate) async fn bad_names_are_refused(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    for name in [
+        String::new(),
+        "x".repeat(LockName::MAX_BYTES + 1),
+        "é".repeat(LockName::MAX_BYTES / 2 + 1),
+    ] {
+        let answers = [
+            client.lock(&name).map(drop),
+            client.semaphore(&name, 2).map(drop),
+            client.inspect(&name).await.map(drop),
+        ];
+        for answer in answers {
+            let bytes = name.len();
+            ensure!(
+                matches!(answer, Err(Error::InvalidName { .. })),
+                "expected InvalidName for a name of {bytes} bytes, got {answer:?}"
+            );
+        }
+    }
+    Ok(())
+}
+
+pub(crate) async fn secrets_stay_secret(trial: &Trial) -> Outcome {
+    let Some(secret) = trial.harness.secret() else {
+        return Ok(());
+    };
+    ensure!(
+        !secret.is_empty(),
+        "the harness's secret is empty, which is found anywhere"
+    );
+    let client = trial.client().await?;
+    let lock = trial.lock_of(&client, "a")?;
+    let guard = granted_at_once("a lock nobody has used", &lock).await?;
+    let timeout = lock.acquire_timeout(std::time::Duration::from_millis(5)).await;
+    let Err(timeout) = timeout else {
+        return Err(failed("expected a time-out on a lock that is held"));
+    };
+    let mut shown = vec![
+        format!("{client:?} {client:#?}"),
+        format!("{:?}", client.info()),
+        format!("{lock:?} {lock:#?} {} {:?}", lock.id(), lock.id()),
+        format!("{guard:?} {guard:#?} {:?}", guard.held()),
+        format!("{timeout:?} {}", chain(&timeout)),
+        format!("{:?}", client.inspect(trial.name("a")).await?),
+    ];
+    guard.release().await?;
+    client.close(std::time::Duration::from_secs(5)).await?;
+    if let Err(closed) = lock.acquire().await {
+        shown.push(format!("{closed:?} {}", chain(&closed)));
+    }
+    let leak = shown.iter().find(|text| text.contains(&secret));
+    ensure!(
+        leak.is_none(),
+        "the secret shows in: {}",
+        leak.map_or(String::new(), |text| text.replace(&secret, "<secret>"))
+    );
+    Ok(())
+}

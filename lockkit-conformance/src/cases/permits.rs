@@ -1,0 +1,183 @@
+//! Semaphores.
+
+use std::{
+    num::NonZeroU32,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use lockkit_core::{Error, Kind, spi::Mode};
+use tokio::{
+    task::JoinSet,
+    time::{sleep, timeout},
+};
+
+use crate::{
+    helper::Request,
+    trial::{
+        Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_at_once, granted_within, is_clean, taken,
+    },
+};
+
+pub(crate) async fn never_more_than_the_size(trial: &Trial) -> Outcome {
+    let (inside, most) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+    let clients = [trial.client().await?, trial.client().await?];
+    let mut tasks = JoinSet::new();
+    for index in 0..10 {
+        let semaphore = trial.semaphore_of(&clients[index % 2], "a", 3)?;
+        let (inside, most) = (inside.clone(), most.clone());
+        tasks.spawn(async move {
+            for _ in 0..25 {
+                let guard = semaphore.acquire().await?;
+                most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                sleep(Duration::from_millis(1)).await;
+                inside.fetch_sub(1, Ordering::SeqCst);
+                guard.release().await?;
+            }
+            Ok::<_, Error>(())
+        });
+    }
+    while let Some(task) = tasks.join_next().await {
+        task.map_err(failed)??;
+    }
+    let most = most.load(Ordering::SeqCst);
+    ensure!(
+        most == 3,
+        "expected at most, and at times exactly, 3 inside; the most were {most}"
+    );
+    is_clean(
+        PROMPT,
+        "all permits were released",
+        &clients[0],
+        &trial.name("a"),
+        Kind::Semaphore,
+    )
+    .await
+}
+
+pub(crate) async fn drained_permits_come_back(trial: &Trial) -> Outcome {
+    let clients = [trial.client().await?, trial.client().await?];
+    let mut tokens = Vec::new();
+    for round in 0..3 {
+        let mut guards = Vec::new();
+        for index in 0..4 {
+            let semaphore = trial.semaphore_of(&clients[index % 2], "a", 4)?;
+            let what = format!("permit {index} of 4 in round {round}");
+            guards.push(granted_within(PROMPT, &what, &semaphore).await?);
+        }
+        for client in &clients {
+            taken("a fifth permit of four", &trial.semaphore_of(client, "a", 4)?).await?;
+        }
+        let state = clients[1].inspect_semaphore(trial.name("a")).await?;
+        ensure!(state.holders.len() == 4, "expected 4 holders, got {state:?}");
+        for guard in guards {
+            tokens.push(guard.token());
+            guard.release().await?;
+        }
+    }
+    tokens.sort_unstable();
+    tokens.dedup();
+    ensure!(
+        tokens.len() == 12,
+        "12 holds had {} different tokens",
+        tokens.len()
+    );
+    Ok(())
+}
+
+pub(crate) async fn two_sizes_are_an_error(trial: &Trial) -> Outcome {
+    let (mine, theirs) = (trial.client().await?, trial.client().await?);
+    let guard = granted_at_once("a semaphore nobody has used", &trial.semaphore_of(&mine, "a", 2)?).await?;
+    for client in [&mine, &theirs] {
+        let wrong = trial.semaphore_of(client, "a", 3)?;
+        match timeout(PROMPT * 5, wrong.acquire()).await {
+            Ok(Err(Error::InvalidOptions { reason, .. })) => {
+                ensure!(
+                    reason.contains('2'),
+                    "the error does not say what size it has: {reason}"
+                );
+            }
+            Ok(other) => {
+                return Err(failed(format!(
+                    "expected InvalidOptions for a second size, got {other:?}"
+                )));
+            }
+            Err(_) => return Err(failed("expected InvalidOptions for a second size, and it waits")),
+        }
+    }
+    guard.release().await?;
+    ensure!(
+        mine.semaphore(trial.name("b"), 0).is_err(),
+        "a semaphore without permits was accepted"
+    );
+    Ok(())
+}
+
+pub(crate) async fn apart_from_the_lock(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let permit = granted_at_once(
+        "a semaphore nobody has used",
+        &trial.semaphore_of(&client, "a", 1)?,
+    )
+    .await?;
+    let lock = granted_at_once("the lock of a semaphore's name", &trial.lock_of(&client, "a")?).await?;
+    taken("the only permit", &trial.semaphore_of(&client, "a", 1)?).await?;
+    let (of_lock, of_permit) = (
+        client.inspect(trial.name("a")).await?,
+        client.inspect_semaphore(trial.name("a")).await?,
+    );
+    ensure!(
+        of_lock.holders.len() == 1 && of_permit.holders.len() == 1,
+        "shown are {of_lock:?} and {of_permit:?}"
+    );
+    permit.release().await?;
+    ensure!(
+        lock.is_held(),
+        "releasing the semaphore's permit ended the hold of the lock"
+    );
+    lock.release().await?;
+    Ok(())
+}
+
+pub(crate) async fn semaphores_are_unsupported(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let answer = match trial.semaphore_of(&client, "a", 2) {
+        Ok(semaphore) => semaphore.acquire().await.map(drop),
+        Err(error) => Err(error),
+    };
+    ensure!(
+        matches!(answer, Err(Error::Unsupported { .. })),
+        "expected Unsupported, got {answer:?}"
+    );
+    Ok(())
+}
+
+pub(crate) async fn killed_holder_returns_its_permit(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let semaphore = trial.semaphore_of(&client, "a", 2)?;
+    let mine = granted_at_once("the first permit", &semaphore).await?;
+    let mut helper = trial.helper().await?;
+    let two = NonZeroU32::MIN.saturating_add(1);
+    let (ttl, name) = (trial.harness.ttl(), trial.name("a"));
+    helper
+        .hold(&Request {
+            slot: "g",
+            mode: Mode::Permits(two),
+            ttl,
+            name: &name,
+        })
+        .await?;
+    taken("a third permit of two", &semaphore).await?;
+    helper.process.kill()?;
+    let bound = trial.freed_after_death(&client);
+    comes_free(bound, "the holder of the second permit was killed", &semaphore).await?;
+    ensure!(
+        mine.is_held(),
+        "the death of one holder ended the hold of another"
+    );
+    mine.release().await?;
+    Ok(())
+}

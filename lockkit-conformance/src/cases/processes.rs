@@ -1,0 +1,197 @@
+//! Holders in other processes, which exit, die or stop.
+
+use std::path::PathBuf;
+
+use lockkit_core::spi::Mode;
+use tokio::time::Instant;
+
+use crate::{
+    helper::{Request, fenced_write},
+    history::{Acquisition, History, now},
+    trial::{Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_within, taken, within},
+};
+
+fn exclusive<'a>(trial: &Trial, name: &'a str) -> Request<'a> {
+    Request {
+        slot: "g",
+        mode: Mode::Exclusive,
+        ttl: trial.harness.ttl(),
+        name,
+    }
+}
+
+pub(crate) async fn second_process_excludes(trial: &Trial) -> Outcome {
+    let name = trial.name("a");
+    let lock = trial.lock("a").await?;
+    let mut helper = trial.helper().await?;
+    helper.hold(&exclusive(trial, &name)).await?;
+    taken("while another process holds", &lock).await?;
+    let waiting = lock.clone();
+    let waiter = tokio::spawn(async move { waiting.acquire().await });
+    let answer = helper.ask("release g").await?;
+    ensure!(
+        answer == "released",
+        "the other process could not release: {answer}"
+    );
+    let guard = within(PROMPT, "the other process released", waiter)
+        .await?
+        .map_err(failed)??;
+    let answer = helper.ask(&format!("try {}", exclusive(trial, &name))).await?;
+    ensure!(
+        answer == "taken",
+        "another process tried while this one holds, and was told `{answer}`"
+    );
+    guard.release().await?;
+    helper.hold(&exclusive(trial, &name)).await?;
+    Ok(())
+}
+
+pub(crate) async fn exit_without_release(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let name = trial.name("a");
+    let mut helper = trial.helper().await?;
+    helper.hold(&exclusive(trial, &name)).await?;
+    helper.send("exit")?;
+    let status = tokio::task::block_in_place(|| helper.process.wait(PROMPT * 5))?;
+    ensure!(
+        status.is_some_and(|status| status.success()),
+        "the helper did not exit: {status:?}"
+    );
+    let bound = trial.freed_after_death(&client);
+    comes_free(
+        bound,
+        "the holder exited without release",
+        &trial.lock_of(&client, "a")?,
+    )
+    .await?;
+    Ok(())
+}
+
+pub(crate) async fn killed_holder_lets_a_waiter_in(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let (name, lock) = (trial.name("a"), trial.lock_of(&client, "a")?);
+    let mut helper = trial.helper().await?;
+    let (dead, _) = helper.hold(&exclusive(trial, &name)).await?;
+    let waiter = tokio::spawn(async move { lock.acquire().await.map(|guard| (Instant::now(), guard)) });
+    let blocked = PROMPT / 10;
+    tokio::time::sleep(blocked).await;
+    ensure!(
+        !waiter.is_finished(),
+        "a waiter was granted a lock that another process holds"
+    );
+    tokio::task::block_in_place(|| helper.process.kill())?;
+    let killed = Instant::now();
+    let bound = trial.freed_after_death(&client);
+    let (granted, guard) = within(bound + PROMPT, "the holder was killed", waiter)
+        .await?
+        .map_err(failed)??;
+    let took = granted.saturating_duration_since(killed);
+    ensure!(
+        took <= bound,
+        "the waiter was granted {took:?} after the holder was killed, expected within {bound:?}"
+    );
+    ensure!(
+        guard.token().get() > dead,
+        "{:?} came after {dead}",
+        guard.token()
+    );
+    guard.release().await?;
+    Ok(())
+}
+
+pub(crate) async fn paused_holder_is_told_and_fenced(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let (name, lock) = (trial.name("a"), trial.lock_of(&client, "a")?);
+    let resource = Scratch::new(trial)?;
+    let path = resource.0.display().to_string();
+    let mut helper = trial.helper().await?;
+    helper.hold(&exclusive(trial, &name)).await?;
+    let answer = helper.ask(&format!("write g {path}")).await?;
+    ensure!(answer == "written", "the first holder's write was `{answer}`");
+    helper.process.stop()?;
+    let bound = trial.freed_after_death(&client);
+    let guard = granted_within(bound, "the holder was stopped past its lease", &lock).await?;
+    ensure!(
+        fenced_write(&resource.0, guard.token())?,
+        "the second holder's write was refused"
+    );
+    // Sent while it stands still: the first thing it does when it goes on is to write.
+    helper.send(&format!("write g {path}"))?;
+    helper.send("check g")?;
+    helper.send("lost g")?;
+    helper.process.resume()?;
+    let (write, check, lost) = (
+        helper.reply().await?,
+        helper.reply().await?,
+        helper.reply().await?,
+    );
+    ensure!(
+        write == "refused",
+        "the stale holder's write was `{write}`, expected `refused`"
+    );
+    ensure!(
+        check == "lost",
+        "the stale holder's check said `{check}`, expected `lost`"
+    );
+    ensure!(
+        lost == "lost",
+        "the stale holder waited for its loss and was told `{lost}`"
+    );
+    ensure!(
+        guard.is_held(),
+        "the stale holder's return ended the current hold"
+    );
+    let released = helper.ask("release g").await?;
+    ensure!(
+        released.starts_with("error") && released.contains("lost"),
+        "releasing a lost guard said `{released}`"
+    );
+    taken("while the second holder holds", &trial.lock("a").await?).await?;
+    guard.release().await?;
+    Ok(())
+}
+
+pub(crate) async fn tokens_survive_crashes(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let (name, lock) = (trial.name("a"), trial.lock_of(&client, "a")?);
+    let mut history = History::default();
+    for who in 1..=3 {
+        let mut helper = trial.helper().await?;
+        let mut record = Acquisition::asked(&name, Mode::Exclusive, who, now());
+        let (token, at) = helper.hold(&exclusive(trial, &name)).await?;
+        record.granted = Some((at, token));
+        record.died = Some(now());
+        helper.process.kill()?;
+        history.acquisitions.push(record);
+    }
+    let mut record = Acquisition::asked(&name, Mode::Exclusive, 0, now());
+    let bound = trial.freed_after_death(&client);
+    let guard = granted_within(bound, "the holder was killed", &lock).await?;
+    record.granted = Some((now(), guard.token().get()));
+    record.released = Some(now());
+    guard.release().await?;
+    history.acquisitions.push(record);
+    let mut limits = trial.limits(&client);
+    limits.idle = bound + PROMPT;
+    let summary = history.check(&limits).map_err(failed)?;
+    ensure!(summary.granted == 4, "expected 4 grants, got {summary:?}");
+    Ok(())
+}
+
+/// A file of this run, removed in the end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(trial: &Trial) -> std::io::Result<Self> {
+        let path = std::env::temp_dir().join(format!("lockkit-conformance-{:016x}", trial.run));
+        std::fs::File::create_new(&path)?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Whoever removed it first did the same.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}

@@ -1,0 +1,169 @@
+//! Shared mode.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use lockkit_core::{Error, Lock, spi::Mode};
+use tokio::{task::JoinSet, time::sleep};
+
+use crate::{
+    cases::contention::{Plan, checked, contend_all},
+    trial::{
+        Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_at_once, granted_within, taken, within,
+    },
+};
+
+pub(crate) async fn many_readers_or_one_writer(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let (mine, theirs) = (trial.lock_of(&client, "a")?, trial.lock("a").await?);
+    let mut readers = Vec::new();
+    for reader in [
+        mine.shared(),
+        mine.shared(),
+        theirs.shared(),
+        trial.lock("a").await?.shared(),
+    ] {
+        readers.push(granted_at_once("only readers are in", &reader).await?);
+    }
+    let shown = client.inspect(trial.name("a")).await?;
+    ensure!(shown.holders.len() == 4, "expected 4 holders, got {shown:?}");
+    taken("exclusively, by a client that reads", &mine).await?;
+    taken("exclusively, while others read", &theirs).await?;
+    let last = readers.pop();
+    for reader in readers {
+        reader.release().await?;
+    }
+    taken("exclusively, while one still reads", &theirs).await?;
+    let Some(last) = last else {
+        return Err(failed("no reader is left"));
+    };
+    let last_token = last.token();
+    last.release().await?;
+    let writer = granted_within(PROMPT, "the last reader left", &theirs).await?;
+    ensure!(
+        writer.token() > last_token,
+        "the writer's {:?} came after {last_token:?}",
+        writer.token()
+    );
+    taken("shared, while another client writes", &mine.shared()).await?;
+    taken("shared, while the same client writes", &theirs.shared()).await?;
+    writer.release().await?;
+    comes_free(PROMPT, "the writer left", &mine.shared()).await?;
+    Ok(())
+}
+
+pub(crate) async fn waiting_writer_goes_before_new_readers(trial: &Trial) -> Outcome {
+    let writer = trial.lock("a").await?;
+    let readers = Crowd::start(trial, "a", true).await?;
+    let bound = Duration::from_secs(10);
+    for _ in 0..3 {
+        comes_free(bound, "readers kept coming", &writer).await?;
+    }
+    let rounds = readers.stop().await?;
+    ensure!(rounds >= 6, "a vacuous pass: the readers came {rounds} times");
+    Ok(())
+}
+
+pub(crate) async fn readers_do_not_starve(trial: &Trial) -> Outcome {
+    let reader = trial.lock("a").await?.shared();
+    let writers = Crowd::start(trial, "a", false).await?;
+    let bound = Duration::from_secs(10);
+    for _ in 0..3 {
+        comes_free(bound, "writers kept coming", &reader).await?;
+    }
+    let rounds = writers.stop().await?;
+    ensure!(rounds >= 6, "a vacuous pass: the writers came {rounds} times");
+    Ok(())
+}
+
+pub(crate) async fn readers_and_writers_contend(trial: &Trial) -> Outcome {
+    let mut plans = Vec::new();
+    for who in 0..4_u64 {
+        let lock = trial.lock("a").await?;
+        let (lock, mode) = if who == 0 {
+            (lock, Mode::Exclusive)
+        } else {
+            (lock.shared(), Mode::Shared)
+        };
+        let seed = trial.seed.wrapping_add(who);
+        plans.push(Plan {
+            lock,
+            mode,
+            rounds: 30,
+            workers: 3,
+            seed,
+            who: who * 100,
+        });
+    }
+    let summary = checked(trial, "a", Mode::Exclusive, contend_all(plans).await?).await?;
+    ensure!(summary.granted >= 80, "a vacuous pass: {summary:?}");
+    Ok(())
+}
+
+pub(crate) async fn shared_is_unsupported(trial: &Trial) -> Outcome {
+    let lock = trial.lock("a").await?;
+    let answer = lock.shared().acquire().await;
+    ensure!(
+        matches!(answer, Err(Error::Unsupported { .. })),
+        "expected Unsupported, got {answer:?}"
+    );
+    let answer = lock.shared().try_acquire().await;
+    ensure!(
+        matches!(answer, Err(Error::Unsupported { .. })),
+        "expected Unsupported, got {answer:?}"
+    );
+    comes_free(
+        Duration::ZERO,
+        "only modes it does not have were asked for",
+        &lock,
+    )
+    .await?;
+    Ok(())
+}
+
+/// Six holders from three clients who come again and again, so that one of them nearly always holds.
+struct Crowd {
+    stop: Arc<AtomicBool>,
+    tasks: JoinSet<Result<usize, Error>>,
+}
+
+impl Crowd {
+    async fn start(trial: &Trial, part: &str, is_shared: bool) -> Result<Self, crate::trial::Stop> {
+        let (stop, mut tasks) = (Arc::<AtomicBool>::default(), JoinSet::new());
+        for index in 0..3 {
+            let lock = trial.lock(part).await?;
+            let lock = if is_shared { lock.shared() } else { lock };
+            for step in 0..2 {
+                let pause = Duration::from_millis(index * 2 + step);
+                tasks.spawn(come_and_go(lock.clone(), pause, stop.clone()));
+            }
+        }
+        Ok(Self { stop, tasks })
+    }
+
+    async fn stop(mut self) -> Result<usize, crate::trial::Stop> {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut rounds = 0;
+        while let Some(task) = within(PROMPT * 10, "the crowd goes home", self.tasks.join_next()).await? {
+            rounds += task.map_err(failed)??;
+        }
+        Ok(rounds)
+    }
+}
+
+async fn come_and_go(lock: Lock, pause: Duration, stop: Arc<AtomicBool>) -> Result<usize, Error> {
+    let mut rounds = 0;
+    sleep(pause).await;
+    while !stop.load(Ordering::Relaxed) {
+        let guard = lock.acquire().await?;
+        sleep(Duration::from_millis(5)).await;
+        guard.release().await?;
+        rounds += 1;
+    }
+    Ok(rounds)
+}

@@ -1,0 +1,402 @@
+//! Waiting, giving up, and order.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use lockkit_core::{AcquireOptions, Error, Kind, Lock, LockClient, spi::Mode};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep, timeout},
+};
+
+use crate::{
+    history::{Acquisition, History, at, now},
+    trial::{
+        Outcome, PROMPT, Stop, Trial, comes_free, ensure, eventually, failed, granted_at_once,
+        granted_within, is_clean, poll_at_most, within,
+    },
+};
+
+pub(crate) async fn short_timeout_is_prompt(trial: &Trial) -> Outcome {
+    let (mine, theirs) = (trial.lock("a").await?, trial.lock("a").await?);
+    let guard = granted_at_once("a lock nobody has used", &mine).await?;
+    let wait = Duration::from_millis(200);
+    for lock in [&mine, &theirs] {
+        let asked = Instant::now();
+        let answer = lock.acquire_timeout(wait).await;
+        let took = asked.elapsed();
+        match answer {
+            Err(error) if error.is_timeout() => {}
+            other => {
+                return Err(failed(format!(
+                    "expected a time-out on a lock that is held, got {other:?}"
+                )));
+            }
+        }
+        ensure!(took >= wait, "a time-out of {wait:?} came after {took:?} already");
+        ensure!(
+            took < Duration::from_millis(500),
+            "a time-out of {wait:?} took {took:?}, expected under 500 ms"
+        );
+    }
+    guard.release().await?;
+    Ok(())
+}
+
+pub(crate) async fn cancelled_wait_is_prompt(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let (mine, theirs) = (trial.lock_of(&client, "a")?, trial.lock("a").await?);
+    let guard = granted_at_once("a lock nobody has used", &mine).await?;
+    for lock in [&mine, &theirs] {
+        let waiting = lock.clone();
+        let waiter = tokio::spawn(async move { waiting.acquire().await.map(drop) });
+        sleep(Duration::from_millis(30)).await;
+        ensure!(
+            !waiter.is_finished(),
+            "a wait for a lock that is held ended: {:?}",
+            waiter.await
+        );
+        waiter.abort();
+        let cancelled = within(PROMPT, "a wait that was cancelled ends", waiter).await?;
+        ensure!(
+            cancelled.is_err_and(|error| error.is_cancelled()),
+            "the cancelled wait was granted"
+        );
+    }
+    guard.release().await?;
+    is_clean(
+        PROMPT,
+        "waits were cancelled, the lock released",
+        &client,
+        &trial.name("a"),
+        Kind::Lock,
+    )
+    .await?;
+    comes_free(PROMPT, "those before have given up", &theirs).await?;
+    Ok(())
+}
+
+pub(crate) async fn counter_is_never_two(trial: &Trial) -> Outcome {
+    let inside = Arc::new(AtomicUsize::new(0));
+    let mut handles = JoinSet::new();
+    for _ in 0..10 {
+        let lock = trial.lock("a").await?;
+        for _ in 0..10 {
+            let (lock, inside) = (lock.clone(), inside.clone());
+            handles.spawn(async move {
+                let guard = lock.acquire().await?;
+                let others = inside.fetch_add(1, Ordering::SeqCst);
+                sleep(Duration::from_millis(1)).await;
+                inside.fetch_sub(1, Ordering::SeqCst);
+                guard.release().await?;
+                Ok::<_, Error>(others)
+            });
+        }
+    }
+    let mut granted = 0;
+    while let Some(handle) = handles.join_next().await {
+        let others = handle.map_err(failed)??;
+        ensure!(others == 0, "{others} others were inside with a holder");
+        granted += 1;
+    }
+    ensure!(granted == 100, "expected 100 grants, got {granted}");
+    Ok(())
+}
+
+pub(crate) async fn nothing_is_left_behind(trial: &Trial) -> Outcome {
+    let holder_client = trial.client().await?;
+    let holder = granted_at_once("a lock nobody has used", &trial.lock_of(&holder_client, "a")?).await?;
+    let mut workers = JoinSet::new();
+    for index in 0..8 {
+        let lock = trial.lock("a").await?;
+        let mut rng = fastrand::Rng::with_seed(trial.seed.wrapping_add(index));
+        workers.spawn(async move {
+            for _ in 0..125 {
+                give_up(&lock, &mut rng).await?;
+            }
+            Ok::<_, Stop>(())
+        });
+    }
+    while let Some(worker) = workers.join_next().await {
+        worker.map_err(failed)??;
+    }
+    ensure!(
+        holder.is_held(),
+        "the holder lost its hold to those who gave up: {:?}",
+        holder.check()
+    );
+    holder.release().await?;
+    let limit = trial.left_behind(&holder_client);
+    is_clean(
+        limit,
+        "1,000 requests were given up",
+        &holder_client,
+        &trial.name("a"),
+        Kind::Lock,
+    )
+    .await?;
+    comes_free(PROMPT, "1,000 requests were given up", &trial.lock("a").await?).await?;
+    Ok(())
+}
+
+async fn give_up(lock: &Lock, rng: &mut fastrand::Rng) -> Outcome {
+    let pause = Duration::from_micros(rng.u64(0..3_000));
+    let granted = match rng.u8(0..4) {
+        0 => lock.try_acquire().await?,
+        1 => match lock.acquire_timeout(pause).await {
+            Ok(guard) => Some(guard),
+            Err(error) if error.is_timeout() => None,
+            Err(error) => return Err(error.into()),
+        },
+        2 => timeout(pause, lock.acquire()).await.ok().transpose()?,
+        _ => poll_at_most(1, lock.acquire()).await.transpose()?,
+    };
+    ensure!(
+        granted.is_none(),
+        "a lock was granted that another held all the time"
+    );
+    Ok(())
+}
+
+pub(crate) async fn dropped_after_each_poll(trial: &Trial) -> Outcome {
+    const MOST: usize = 64;
+    let client = trial.client().await?;
+    let bound = trial.left_behind(&client);
+    let (mine, theirs) = (trial.lock_of(&client, "a")?, trial.lock("a").await?);
+    let mut completed = false;
+    for polls in 1..=MOST {
+        let done = poll_at_most(polls, mine.acquire()).await.transpose()?;
+        completed = done.is_some();
+        drop(done);
+        let what = format!("an acquire of a free lock was dropped after poll {polls}");
+        comes_free(bound, &what, &theirs).await?;
+        if completed {
+            break;
+        }
+    }
+    ensure!(completed, "acquiring a free lock took more than {MOST} polls");
+    for polls in 1..=12 {
+        let holder = granted_within(bound, "the round before is over", &theirs).await?;
+        let release = async {
+            sleep(Duration::from_millis(3)).await;
+            holder.release().await
+        };
+        let wait = timeout(Duration::from_millis(50), poll_at_most(polls, mine.acquire()));
+        let (waited, released) = tokio::join!(wait, release);
+        released?;
+        drop(waited.ok().flatten().transpose()?);
+        let what = format!("a wait was dropped after poll {polls} at the latest");
+        comes_free(bound, &what, &theirs).await?;
+    }
+    is_clean(
+        bound,
+        "all waits were dropped",
+        &client,
+        &trial.name("a"),
+        Kind::Lock,
+    )
+    .await
+}
+
+pub(crate) async fn untaken_grant_lapses(trial: &Trial) -> Outcome {
+    let client = trial.client().await?;
+    let bound = trial.harness.ttl() + trial.limits(&client).idle;
+    for part in ["local", "remote"] {
+        let holder_lock = match part {
+            "local" => trial.lock_of(&client, part)?,
+            _ => trial.lock(part).await?,
+        };
+        let waiting = trial.lock_of(&client, part)?;
+        let holder = granted_at_once("a lock nobody has used", &holder_lock).await?;
+        let mut untaken = Box::pin(waiting.acquire());
+        let early = timeout(Duration::from_millis(50), untaken.as_mut()).await;
+        ensure!(early.is_err(), "a lock was granted that another holds: {early:?}");
+        holder.release().await?;
+        // Not dropped and not polled, as a future that its task forgot in an array.
+        comes_free(
+            bound,
+            "the one before never took its grant",
+            &trial.lock(part).await?,
+        )
+        .await?;
+        let guard = within(PROMPT + bound, "the forgotten wait goes on", untaken).await??;
+        ensure!(
+            guard.is_held(),
+            "a guard came out that is not held: {:?}",
+            guard.check()
+        );
+        guard.release().await?;
+    }
+    Ok(())
+}
+
+pub(crate) async fn flood_is_bounded(trial: &Trial) -> Outcome {
+    let (client, holder_client) = (trial.client().await?, trial.client().await?);
+    let holder = granted_at_once("a lock nobody has used", &trial.lock_of(&holder_client, "a")?).await?;
+    let mut waiters = JoinSet::new();
+    for index in 0..1_000_u64 {
+        let lock = trial.lock_of(&client, "a")?;
+        // Half give up while the lock is held, the others get it in turn.
+        let wait = if index % 2 == 0 {
+            Duration::from_millis(300)
+        } else {
+            Duration::from_secs(40)
+        };
+        waiters.spawn(async move {
+            match lock.acquire_timeout(wait).await {
+                Ok(guard) => Ok(Some(guard.token())),
+                Err(error) if error.is_timeout() => Ok(None),
+                Err(error) => Err(error),
+            }
+        });
+    }
+    sleep(Duration::from_millis(200)).await;
+    let state = holder_client.inspect(trial.name("a")).await?;
+    ensure!(
+        state.waiters.is_none_or(|waiters| waiters <= 1),
+        "1,000 waiters of one client are {:?} at the server, expected at most one",
+        state.waiters
+    );
+    sleep(Duration::from_millis(200)).await;
+    holder.release().await?;
+    let (mut tokens, mut given_up) = (Vec::new(), 0);
+    while let Some(waiter) = waiters.join_next().await {
+        match waiter.map_err(failed)?? {
+            Some(token) => tokens.push(token),
+            None => given_up += 1,
+        }
+    }
+    ensure!(
+        given_up == 500 && tokens.len() == 500,
+        "expected 500 time-outs and 500 grants, got {given_up} and {}",
+        tokens.len()
+    );
+    tokens.sort_unstable();
+    tokens.dedup();
+    ensure!(tokens.len() == 500, "a token was granted twice");
+    is_clean(
+        trial.left_behind(&client),
+        "the flood is over",
+        &client,
+        &trial.name("a"),
+        Kind::Lock,
+    )
+    .await
+}
+
+pub(crate) async fn grants_follow_the_queue(trial: &Trial) -> Outcome {
+    let observer = trial.client().await?;
+    let (mut history, mut waiters) = (History::default(), JoinSet::new());
+    let lock = trial.lock_of(&observer, "a")?.with_options(strict(trial));
+    let mut first = Acquisition::asked(trial.name("a"), Mode::Exclusive, 0, now());
+    let guard = granted_at_once("a lock nobody has used", &lock).await?;
+    first.granted = Some((now(), guard.token().get()));
+    let mut queued = Vec::new();
+    for who in 1..=8_u64 {
+        let lock = trial.lock("a").await?.with_options(strict(trial));
+        let mut record = Acquisition::asked(trial.name("a"), Mode::Exclusive, who, now());
+        waiters.spawn(async move {
+            let guard = lock.acquire().await?;
+            record.granted = Some((now(), guard.token().get()));
+            record.until = guard.valid_until().map(at);
+            record.released = Some(now());
+            guard.release().await?;
+            Ok::<_, Error>(record)
+        });
+        stands_in_queue(&observer, &trial.name("a"), who).await?;
+        // Whoever asks from now on is behind.
+        queued.push((who, now()));
+    }
+    first.until = guard.valid_until().map(at);
+    first.released = Some(now());
+    guard.release().await?;
+    history.acquisitions.push(first);
+    while let Some(waiter) = waiters.join_next().await {
+        let mut record = waiter.map_err(failed)??;
+        record.queued = queued
+            .iter()
+            .find(|(who, _)| *who == record.who)
+            .map(|(_, moment)| *moment);
+        history.acquisitions.push(record);
+    }
+    let mut limits = trial.limits(&observer);
+    limits.fifo = true;
+    let summary = history.check(&limits).map_err(failed)?;
+    ensure!(summary.granted == 9, "expected 9 grants, got {summary:?}");
+    Ok(())
+}
+
+fn strict(trial: &Trial) -> AcquireOptions {
+    trial.options().local_handoffs(0)
+}
+
+/// Waits until the server shows that many waiters, or for as long as joining a queue takes where it does not say.
+async fn stands_in_queue(observer: &LockClient, name: &str, waiters: u64) -> Outcome {
+    if observer.inspect(name).await?.waiters.is_none() {
+        sleep(Duration::from_millis(50)).await;
+        return Ok(());
+    }
+    let what = format!("{waiters} wait, and the server shows as many");
+    eventually(PROMPT, &what, async || {
+        Ok(observer
+            .inspect(name)
+            .await?
+            .waiters
+            .is_some_and(|shown| shown as u64 >= waiters))
+    })
+    .await
+}
+
+pub(crate) async fn waiter_is_notified(trial: &Trial) -> Outcome {
+    let (mine, theirs) = (trial.client().await?, trial.client().await?);
+    let poll = mine.info().fallback_poll;
+    let (held, waited) = (trial.lock_of(&mine, "a")?, trial.lock_of(&theirs, "a")?);
+    let mut took = Vec::new();
+    for _ in 0..5 {
+        let guard = granted_within(PROMPT, "the round before is over", &held).await?;
+        let waiting = waited.clone();
+        let waiter =
+            tokio::spawn(async move { waiting.acquire().await.map(|guard| (Instant::now(), guard)) });
+        sleep(Duration::from_millis(20)).await;
+        guard.release().await?;
+        let released = Instant::now();
+        let (granted, guard) = within(poll + PROMPT, "the holder released", waiter)
+            .await?
+            .map_err(failed)??;
+        took.push(granted.saturating_duration_since(released));
+        guard.release().await?;
+    }
+    took.sort_unstable();
+    ensure!(
+        took[2] < poll / 2,
+        "woken after {took:?}; that is its fallback poll of {poll:?}, not a notification"
+    );
+    Ok(())
+}
+
+pub(crate) async fn strict_order_refuses_handoffs(trial: &Trial) -> Outcome {
+    let lock = trial.lock("a").await?;
+    let answer = lock.acquire_with(&trial.options().local_handoffs(5)).await;
+    ensure!(
+        matches!(
+            answer,
+            Err(Error::InvalidOptions {
+                option: "local_handoffs",
+                ..
+            })
+        ),
+        "expected InvalidOptions of `local_handoffs`, got {answer:?}"
+    );
+    comes_free(
+        Duration::ZERO,
+        "none are asked for",
+        &lock.with_options(strict(trial)),
+    )
+    .await?;
+    Ok(())
+}

@@ -1,0 +1,88 @@
+//! What a backend's author provides.
+
+use std::{fmt, time::Duration};
+
+use async_trait::async_trait;
+use lockkit_core::{Error, LockClient, Result, spi::BackendInfo};
+
+/// How the suite reaches the backend under test. Only [`client`](Self::client) has to be written.
+#[async_trait]
+pub trait Harness: fmt::Debug + Send + Sync + 'static {
+    /// A new client of the same server: nothing that lives in a process is shared with the clients before it.
+    ///
+    /// # Errors
+    /// Whatever connecting reports; it fails the case.
+    async fn client(&self) -> Result<LockClient>;
+
+    /// Why there is no server to test, if there is none. Every case is gated then; if the environment variable
+    /// `LOCKKIT_REQUIRE`, a list separated by commas, names the backend (or `all`), every case fails.
+    fn missing(&self) -> Option<Missing> {
+        None
+    }
+
+    /// How another process reaches the same server. `None`, the default, gates the cases with several processes.
+    /// It is passed to them in an environment variable, so that it may hold a password.
+    fn url(&self) -> Option<String> {
+        None
+    }
+
+    /// A client of the server at `url`, which came from [`url`](Self::url) in another process.
+    ///
+    /// # Errors
+    /// Whatever connecting reports. By default that it is not supported.
+    async fn connect(&self, url: &str) -> Result<LockClient> {
+        let _ = url;
+        Err(Error::unsupported(
+            "conformance",
+            "this harness has a `url` but no `connect`",
+        ))
+    }
+
+    /// Makes the server drop whoever holds the lock `name`, behind the holder's back. By default through
+    /// [`LockClient::revoke`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if nothing can do that, which gates the cases that need it.
+    async fn break_hold(&self, name: &str) -> Result<()> {
+        let client = self.client().await?;
+        for holder in client.inspect(name).await?.holders {
+            client.revoke(name, holder.token).await?;
+        }
+        Ok(())
+    }
+
+    /// The lease to test with: the shortest that does not lapse by itself on a busy machine. Default: 1 s.
+    fn ttl(&self) -> Duration {
+        Duration::from_secs(1)
+    }
+
+    /// How long others may have to wait for the hold of a process that died. Default: the lease and a second, or a
+    /// quarter of a second if there is no lease.
+    fn freed_after_death(&self, info: &BackendInfo) -> Duration {
+        if info.capabilities.lease {
+            self.ttl() + Duration::from_secs(1)
+        } else {
+            Duration::from_millis(250)
+        }
+    }
+
+    /// How long it may take until a holder is told that the server dropped its hold. Default: the lease and a second.
+    fn detection(&self, info: &BackendInfo) -> Duration {
+        let _ = info;
+        self.ttl() + Duration::from_secs(1)
+    }
+
+    /// A password or the like in the configuration, which must never show in any message.
+    fn secret(&self) -> Option<String> {
+        None
+    }
+}
+
+/// There is no server to test.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Missing {
+    /// The backend's name, as `LOCKKIT_REQUIRE` calls it.
+    pub backend: String,
+    /// What is missing, and how to get it.
+    pub reason: String,
+}

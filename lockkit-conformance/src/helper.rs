@@ -1,0 +1,399 @@
+//! Another process that holds, waits, stops, goes on or dies, because it was told to.
+//!
+//! A helper is the running program started once more. It reads one command per line from its standard input and
+//! writes one line per answer, marked so that it is found among whatever else the program prints. It ends without
+//! releasing anything when its input ends, so that none outlives the program that started it.
+
+use std::{
+    collections::HashMap,
+    ffi::OsString,
+    fs::{File, OpenOptions},
+    io::{self, BufRead, BufReader, Read as _, Seek as _, Write as _},
+    num::NonZeroU32,
+    path::{Path, PathBuf},
+    process::{ChildStdin, Command, Stdio},
+    time::Duration,
+};
+
+use lockkit_core::{
+    AcquireOptions, BoxError, FenceGate, FencingToken, Lock, LockClient, LockGuard, spi::Mode,
+};
+use tokio::{
+    runtime,
+    sync::mpsc,
+    time::{error::Elapsed, timeout},
+};
+
+use crate::{
+    Harness,
+    cases::contention::{Plan, contend},
+    history::now,
+    process::Process,
+    trial::chain,
+};
+
+/// Set for helpers; the value is the URL, which may be empty.
+const URL: &str = "LOCKKIT_CONFORMANCE_HELPER";
+/// Begins each answer.
+const MARK: &str = "lockkit-helper: ";
+/// No answer takes longer; waiting for a lock included.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How to start this program as a helper.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+}
+
+impl Launch {
+    /// This program with `arguments`, upon which it has to call [`main`].
+    ///
+    /// # Errors
+    /// If the system does not tell where this program is.
+    pub fn this_program<A: Into<OsString>>(arguments: impl IntoIterator<Item = A>) -> io::Result<Self> {
+        Ok(Self {
+            program: std::env::current_exe()?,
+            arguments: arguments.into_iter().map(Into::into).collect(),
+        })
+    }
+
+    /// The test `helper_process` that [`tests!`](crate::tests) generated in `module`.
+    pub(crate) fn test_of(module: &str) -> Self {
+        let test = match module.split_once("::") {
+            Some((_crate, inner)) => format!("{inner}::helper_process"),
+            None => "helper_process".to_owned(),
+        };
+        let arguments = ["--exact", &test, "--nocapture", "--test-threads=1"];
+        Self {
+            program: std::env::args_os().next().map(PathBuf::from).unwrap_or_default(),
+            arguments: arguments.map(OsString::from).to_vec(),
+        }
+    }
+}
+
+/// Whether this process was started as a helper.
+pub fn is_helper() -> bool {
+    std::env::var_os(URL).is_some()
+}
+
+/// Serves as a helper until the standard input ends, then exits without releasing anything. `connect` makes a client
+/// of the server at a URL.
+///
+/// # Errors
+/// If this process was not started as a helper, or has no runtime.
+pub fn main<F, Fut>(connect: F) -> Result<(), BoxError>
+where
+    F: Fn(String) -> Fut,
+    Fut: Future<Output = lockkit_core::Result<LockClient>>,
+{
+    let url = std::env::var(URL).map_err(|_| "only the conformance suite starts this")?;
+    let runtime = runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()?;
+    let (line, mut lines) = mpsc::channel(16);
+    std::thread::spawn(move || {
+        for command in io::stdin().lines().map_while(Result::ok) {
+            if line.blocking_send(command).is_err() {
+                return;
+            }
+        }
+        // Whoever started this is gone.
+        std::process::exit(0);
+    });
+    runtime.block_on(async {
+        let mut helper = Inside::default();
+        answer("ready");
+        while let Some(command) = lines.recv().await {
+            if helper.client.is_none() && command != "ping" {
+                match connect(url.clone()).await {
+                    Ok(client) => helper.client = Some(client),
+                    Err(error) => {
+                        answer(&format!("error {}", chain(&error)));
+                        continue;
+                    }
+                }
+            }
+            let reply = helper.obey(&command).await;
+            answer(&reply.unwrap_or_else(|error| format!("error {error}")));
+        }
+    });
+    Ok(())
+}
+
+/// What the generated test `helper_process` does: serves as a helper if started as one, else tests helpers.
+#[doc(hidden)]
+pub fn as_test(harness: impl Harness, module: &str) {
+    let done = if is_helper() {
+        main(|url| {
+            let harness = &harness;
+            async move { harness.connect(&url).await }
+        })
+    } else {
+        self_test(&Launch::test_of(module))
+    };
+    if let Err(error) = done {
+        panic!("{error}");
+    }
+}
+
+/// A helper starts, answers, stands still while stopped, goes on, and is gone once killed.
+fn self_test(launch: &Launch) -> Result<(), BoxError> {
+    let runtime = runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut helper = Helper::start(launch, None).await?;
+        let expected = format!("pong {}", helper.process.id());
+        let answered = helper.ask("ping").await?;
+        if answered != expected {
+            return Err(format!("expected `{expected}` from a helper, got `{answered}`").into());
+        }
+        if cfg!(unix) {
+            helper.process.stop()?;
+            helper.send("ping")?;
+            if let Ok(answered) = timeout(Duration::from_millis(50), helper.reply()).await {
+                return Err(format!("expected silence from a stopped helper, got {answered:?}").into());
+            }
+            helper.process.resume()?;
+            helper.reply().await?;
+        }
+        let status = helper.process.kill()?;
+        if status.success() {
+            return Err("a killed helper ended in success".into());
+        }
+        Ok(())
+    })
+}
+
+/// A helper, seen from the process that started it. It is killed on drop.
+#[derive(Debug)]
+pub(crate) struct Helper {
+    pub(crate) process: Process,
+    commands: ChildStdin,
+    answers: mpsc::Receiver<String>,
+}
+
+impl Helper {
+    pub(crate) async fn start(launch: &Launch, url: Option<&str>) -> io::Result<Self> {
+        let mut command = Command::new(&launch.program);
+        command.args(&launch.arguments).env(URL, url.unwrap_or_default());
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit());
+        let mut process = Process::spawn(&mut command)?;
+        let child = process.child();
+        let (Some(commands), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(io::Error::other("a helper without pipes"));
+        };
+        let (sender, answers) = mpsc::channel(1_024);
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                let Some(at) = line.find(MARK) else { continue };
+                if sender.blocking_send(line[at + MARK.len()..].to_owned()).is_err() {
+                    return;
+                }
+            }
+        });
+        let mut helper = Self {
+            process,
+            commands,
+            answers,
+        };
+        match helper.reply().await?.as_str() {
+            "ready" => Ok(helper),
+            other => Err(io::Error::other(format!("a helper began with `{other}`"))),
+        }
+    }
+
+    /// Gives a command without waiting for its answer.
+    pub(crate) fn send(&mut self, command: &str) -> io::Result<()> {
+        writeln!(self.commands, "{command}")?;
+        self.commands.flush()
+    }
+
+    /// The next answer.
+    pub(crate) async fn reply(&mut self) -> io::Result<String> {
+        let answer = timeout(PATIENCE, self.answers.recv()).await;
+        let answer = answer.map_err(|_: Elapsed| io::Error::other("a helper gave no answer within 30 s"))?;
+        answer.ok_or_else(|| io::Error::other("a helper ended instead of answering"))
+    }
+
+    pub(crate) async fn ask(&mut self, command: &str) -> io::Result<String> {
+        self.send(command)?;
+        self.reply().await
+    }
+
+    /// Has it acquire, and returns the token and when it was granted.
+    pub(crate) async fn hold(&mut self, request: &Request<'_>) -> io::Result<(u64, u64)> {
+        self.send(&format!("acquire {request}"))?;
+        self.granted().await
+    }
+
+    /// Takes the answer to an `acquire` or `try` that has to be a grant.
+    pub(crate) async fn granted(&mut self) -> io::Result<(u64, u64)> {
+        let answer = self.reply().await?;
+        let words: Vec<_> = answer.split(' ').collect();
+        match words[..] {
+            ["granted", token, at] => token.parse().ok().zip(at.parse().ok()),
+            _ => None,
+        }
+        .ok_or_else(|| io::Error::other(format!("expected a helper to be granted, got `{answer}`")))
+    }
+}
+
+/// What a helper is to acquire; `slot` is what it calls the guard from then on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request<'a> {
+    pub(crate) slot: &'a str,
+    pub(crate) mode: Mode,
+    pub(crate) ttl: Duration,
+    pub(crate) name: &'a str,
+}
+
+impl std::fmt::Display for Request<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            slot,
+            mode,
+            ttl,
+            name,
+        } = self;
+        write!(f, "{slot} {} {} {name}", mode_word(*mode), ttl.as_millis())
+    }
+}
+
+pub(crate) fn mode_word(mode: Mode) -> String {
+    match mode {
+        Mode::Exclusive => "exclusive".to_owned(),
+        Mode::Shared => "shared".to_owned(),
+        Mode::Permits(n) => n.to_string(),
+    }
+}
+
+/// The helper's own side.
+#[derive(Default)]
+struct Inside {
+    client: Option<LockClient>,
+    guards: HashMap<String, LockGuard>,
+}
+
+impl Inside {
+    async fn obey(&mut self, command: &str) -> Result<String, BoxError> {
+        let words: Vec<_> = command.split(' ').collect();
+        match words[..] {
+            ["ping"] => Ok(format!("pong {}", std::process::id())),
+            ["exit"] => std::process::exit(0),
+            ["acquire", slot, mode, ttl, name] => {
+                let guard = self.lock(mode, ttl, name)?.acquire().await?;
+                Ok(self.keep(slot, guard))
+            }
+            ["try", slot, mode, ttl, name] => match self.lock(mode, ttl, name)?.try_acquire().await? {
+                Some(guard) => Ok(self.keep(slot, guard)),
+                None => Ok("taken".to_owned()),
+            },
+            ["release", slot] => {
+                let guard = self.guards.remove(slot).ok_or("no such guard")?;
+                guard.release().await?;
+                Ok("released".to_owned())
+            }
+            ["check", slot] => match self.guard(slot)?.check() {
+                Ok(()) => Ok("held".to_owned()),
+                Err(error) if error.is_lost() => Ok("lost".to_owned()),
+                Err(error) => Err(error.into()),
+            },
+            ["lost", slot] => {
+                timeout(PATIENCE, self.guard(slot)?.lost()).await?;
+                Ok("lost".to_owned())
+            }
+            ["write", slot, path] => {
+                let token = self.guard(slot)?.token();
+                let taken = fenced_write(Path::new(path), token)?;
+                Ok(if taken { "written" } else { "refused" }.to_owned())
+            }
+            ["contend", mode, ttl, rounds, workers, seed, who, name] => {
+                let plan = Plan {
+                    lock: self.lock(mode, ttl, name)?,
+                    mode: parse_mode(mode)?,
+                    rounds: rounds.parse()?,
+                    workers: workers.parse()?,
+                    seed: seed.parse()?,
+                    who: who.parse()?,
+                };
+                for record in contend(plan).await? {
+                    answer(&format!("record {record}"));
+                }
+                Ok("done".to_owned())
+            }
+            _ => Err(format!("not a command: `{command}`").into()),
+        }
+    }
+
+    fn lock(&self, mode: &str, ttl: &str, name: &str) -> Result<Lock, BoxError> {
+        let client = self.client.as_ref().ok_or("no client")?;
+        let ttl = Duration::from_millis(ttl.parse()?);
+        let lock = match parse_mode(mode)? {
+            Mode::Exclusive => client.lock(name)?,
+            Mode::Shared => client.lock(name)?.shared(),
+            Mode::Permits(n) => client.semaphore(name, n.get())?,
+        };
+        Ok(lock.with_options(AcquireOptions::new().ttl(ttl)))
+    }
+
+    fn keep(&mut self, slot: &str, guard: LockGuard) -> String {
+        let token = guard.token();
+        self.guards.insert(slot.to_owned(), guard);
+        format!("granted {token} {}", now())
+    }
+
+    fn guard(&self, slot: &str) -> Result<&LockGuard, BoxError> {
+        Ok(self.guards.get(slot).ok_or("no such guard")?)
+    }
+}
+
+fn parse_mode(word: &str) -> Result<Mode, BoxError> {
+    Ok(match word {
+        "exclusive" => Mode::Exclusive,
+        "shared" => Mode::Shared,
+        permits => Mode::Permits(permits.parse::<NonZeroU32>()?),
+    })
+}
+
+/// On a line of its own, since libtest begins one with the name of the test and does not end it.
+fn answer(text: &str) {
+    let mut output = io::stdout().lock();
+    let written = writeln!(output, "\n{MARK}{text}").and_then(|()| output.flush());
+    if written.is_err() {
+        std::process::exit(0);
+    }
+}
+
+/// Writes to a resource that several processes share and that checks fencing tokens: a file that holds the highest
+/// token seen. Returns whether the resource took the write.
+pub(crate) fn fenced_write(path: &Path, token: FencingToken) -> io::Result<bool> {
+    let mut file: File = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path)?;
+    file.lock()?;
+    let mut highest = String::new();
+    file.read_to_string(&mut highest)?;
+    let highest = if highest.is_empty() {
+        0
+    } else {
+        highest.trim().parse().map_err(io::Error::other)?
+    };
+    if FenceGate::resume(FencingToken::new(highest))
+        .admit(token)
+        .is_err()
+    {
+        return Ok(false);
+    }
+    file.rewind()?;
+    // Tokens that are taken only rise, so that a shorter text never follows a longer one.
+    write!(file, "{token}")?;
+    file.unlock()?;
+    Ok(true)
+}

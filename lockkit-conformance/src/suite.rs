@@ -1,0 +1,396 @@
+//! The list of cases, and how they are run.
+
+use std::{
+    fmt,
+    io::Write as _,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use lockkit_core::Capabilities;
+use tokio::runtime;
+
+use crate::{
+    Harness,
+    cases::{basic, contention, loss, names, permits, processes, shared, waiting},
+    helper::Launch,
+    trial::{Outcome, Stop, Trial, chain},
+};
+
+/// No case takes longer than this; one that does hangs.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// One requirement on a backend.
+#[derive(Clone, Copy)]
+#[non_exhaustive]
+pub struct Case {
+    /// Its name, which is also that of the generated `#[test]`.
+    pub name: &'static str,
+    /// What is required, in a line.
+    pub doc: &'static str,
+    needs: &'static [Need],
+    run: Run,
+}
+
+type Run = for<'a> fn(&'a Trial) -> Pin<Box<dyn Future<Output = Outcome> + Send + 'a>>;
+
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Case({})", self.name)
+    }
+}
+
+/// What a backend must have, or must not have, for a case to apply.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Need {
+    Fifo,
+    Shared,
+    NoShared,
+    Permits,
+    NoPermits,
+    Lease,
+    NoLease,
+    Notified,
+    Revoke,
+    NoRevoke,
+    NoLocalHandoffs,
+    Processes,
+    Secret,
+}
+
+impl Need {
+    /// Why the case does not apply, if it does not.
+    fn unmet(self, has: Capabilities, suite: &Suite) -> Option<&'static str> {
+        let (met, otherwise) = match self {
+            Self::Fifo => (has.fifo, "it does not promise the order of the queue"),
+            Self::Shared => (has.shared, "it has no shared mode"),
+            Self::NoShared => (!has.shared, "it has a shared mode"),
+            Self::Permits => (has.permits, "it has no semaphores"),
+            Self::NoPermits => (!has.permits, "it has semaphores"),
+            Self::Lease => (has.lease, "its holds have no lease"),
+            Self::NoLease => (!has.lease, "its holds have a lease"),
+            Self::Notified => (has.notified, "its waiters poll"),
+            Self::Revoke => (has.revoke, "it cannot end another's hold"),
+            Self::NoRevoke => (!has.revoke, "it can end another's hold"),
+            Self::NoLocalHandoffs => (!has.local_handoffs, "it passes holds on within a client"),
+            Self::Processes => (
+                suite.launch.is_some() && suite.harness.url().is_some(),
+                "no helper process can reach it",
+            ),
+            Self::Secret => (
+                suite.harness.secret().is_some(),
+                "its configuration has no secret",
+            ),
+        };
+        (!met).then_some(otherwise)
+    }
+}
+
+/// Calls a macro with every case: module, name, what it needs, and what is required.
+///
+/// The one list: the tests that [`tests!`](crate::tests) generates and [`cases`] both come from here.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __for_each_case {
+    ([$($callback:tt)*] $($argument:tt)*) => { $($callback)* ! { $($argument)*
+        basic::second_try_is_none [] "not re-entrant: while the lock is held, a try of its own client is None too";
+        basic::other_names_are_independent [] "holding one name keeps nobody from another";
+        basic::reacquired_after_release [] "a released lock is granted again, with a higher token";
+        basic::reacquired_after_drop [] "a guard dropped without release gives the lock back";
+        basic::release_dropped_midway [] "a release future dropped after its first poll still releases";
+        basic::late_release_harms_nobody [] "releasing or dropping a guard that was lost frees nobody's lock";
+        basic::bad_options_are_refused [] "zero and absurd durations, long labels and the like are InvalidOptions";
+        basic::inspection_shows_the_holder [] "an inspection shows label and token of the holder, and then that it is free";
+        basic::dropped_outside_a_runtime [] "a guard dropped on a plain thread releases, and does not panic";
+        basic::dropped_during_shutdown [] "a guard dropped by a runtime's shutdown does not panic, and the lock comes back";
+        basic::closed_client_refuses [] "close releases what is held, tells holders and waiters, and refuses more";
+        names::byte_exact_and_injective [] "names with odd characters, of 1,024 bytes, or alike but for case are all different locks";
+        names::bad_names_are_refused [] "empty and over-long names are InvalidName";
+        names::secrets_stay_secret [Secret] "the configuration's secret shows in no Debug output and no error";
+        waiting::short_timeout_is_prompt [] "a time-out of 200 ms returns in under 500 ms, and says that the lock is taken";
+        waiting::cancelled_wait_is_prompt [] "a blocked wait is cancelled in under a second";
+        waiting::counter_is_never_two [] "100 handles of 10 clients on one name: never two inside";
+        waiting::nothing_is_left_behind [] "1,000 tries, time-outs and cancelled waits leave nothing on the server";
+        waiting::dropped_after_each_poll [] "an acquire future dropped after its 1st, 2nd, … nth poll leaves nothing behind";
+        waiting::untaken_grant_lapses [] "a grant whose future is never polled again lapses";
+        waiting::flood_is_bounded [] "1,000 waiters of one client are one waiter at the server, and all get an answer";
+        waiting::grants_follow_the_queue [Fifo] "without local hand-offs, grants keep the order of the queue across clients";
+        waiting::waiter_is_notified [Notified] "a waiter is woken by the release, not by its fallback poll";
+        waiting::strict_order_refuses_handoffs [NoLocalHandoffs] "local hand-offs are InvalidOptions where the order is strict";
+        loss::saboteur_breaks_an_unprotected_hold [] "the tool that breaks holds breaks one: another client is granted";
+        loss::told_when_broken [] "a holder whose hold the server dropped is told, for good, also late subscribers";
+        loss::not_told_by_release [] "a release is no loss";
+        loss::watched_guard_can_be_dropped [] "a guard can be dropped while its loss is awaited";
+        loss::running_work_is_stopped [] "work under guard.run stops with Lost when the hold is lost";
+        loss::revoked_by_token [Revoke] "revoke ends the hold of that token and no other";
+        loss::revoke_is_unsupported [NoRevoke] "revoke is Unsupported where a hold cannot be ended from outside";
+        loss::unrenewed_lease_lapses_first_here [Lease] "without renewal a hold lapses, and its holder knows before another is granted";
+        loss::renewal_keeps_the_hold [Lease] "a renewed hold outlives its lease, and its deadline advances";
+        loss::renewed_by_hand [Lease] "renew extends a hold whose background renewal is off";
+        loss::hold_without_lease_stays [NoLease] "a hold without a lease has no deadline and outlasts the ttl";
+        shared::many_readers_or_one_writer [Shared] "shared holders are in together, and exclude an exclusive one and it them";
+        shared::waiting_writer_goes_before_new_readers [Shared] "a waiting writer is granted although readers keep coming";
+        shared::readers_do_not_starve [Shared] "a waiting reader is granted although writers keep coming";
+        shared::readers_and_writers_contend [Shared] "a random history of readers and writers has every property";
+        shared::shared_is_unsupported [NoShared] "shared mode is Unsupported where there is none";
+        permits::never_more_than_the_size [Permits] "10 tasks × 25 rounds reach 3 permits and never exceed them";
+        permits::drained_permits_come_back [Permits] "all permits taken, released, and taken again";
+        permits::two_sizes_are_an_error [Permits] "using one semaphore with two sizes is a clear error";
+        permits::apart_from_the_lock [Permits] "a semaphore and a lock of one name do not exclude each other";
+        permits::semaphores_are_unsupported [NoPermits] "semaphores are Unsupported where there are none";
+        permits::killed_holder_returns_its_permit [Permits, Processes] "the permit of a process that is killed comes back";
+        processes::second_process_excludes [Processes] "another process holds: a try is None, and granted after its release";
+        processes::exit_without_release [Processes] "a process that exits without release leaves the lock free";
+        processes::killed_holder_lets_a_waiter_in [Processes] "a holder is killed: a waiter that was blocked wins within the bound";
+        processes::paused_holder_is_told_and_fenced [Processes, Lease] "a holder stopped past its lease is told Lost, and its stale write is refused";
+        processes::tokens_survive_crashes [Processes] "tokens rise across processes and the crashes of their holders";
+        contention::clients_contend [] "a random history of tries, time-outs, cancels, drops and holds has every property";
+        contention::processes_contend [Processes] "the same with several processes";
+    } };
+}
+
+macro_rules! list {
+    ($($module:ident :: $name:ident [$($need:ident),*] $doc:literal;)*) => {
+        &[$(Case {
+            name: stringify!($name),
+            doc: $doc,
+            needs: &[$(Need::$need),*],
+            run: |trial| Box::pin($module::$name(trial)),
+        }),*]
+    };
+}
+
+/// Every case of the suite.
+pub fn cases() -> &'static [Case] {
+    CASES
+}
+
+static CASES: &[Case] = __for_each_case!([list]);
+
+/// How a case ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The backend does what is required.
+    Passed,
+    /// The case does not apply, and why.
+    Gated(String),
+    /// What was expected and what happened.
+    Failed(String),
+}
+
+/// The suite, to be run against one backend.
+#[derive(Clone, Debug)]
+pub struct Suite {
+    harness: Arc<dyn Harness>,
+    launch: Option<Launch>,
+    seed: Option<u64>,
+}
+
+impl Suite {
+    /// The suite for the backend that `harness` reaches, without helper processes.
+    pub fn new(harness: impl Harness) -> Self {
+        Self {
+            harness: Arc::new(harness),
+            launch: None,
+            seed: None,
+        }
+    }
+
+    /// Says how helper processes are started. Without it the cases with several processes are gated.
+    #[must_use]
+    pub fn helpers(mut self, launch: Launch) -> Self {
+        self.launch = Some(launch);
+        self
+    }
+
+    /// Replays the random choices of a run. Without it they come from the environment variable `LOCKKIT_SEED`, else
+    /// they differ each time.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = Some(seed);
+        self
+    }
+
+    /// Runs one case on a runtime of its own, blocking the caller's thread.
+    pub fn run_case(&self, case: &Case) -> Verdict {
+        if let Some(missing) = self.harness.missing() {
+            let why = format!("no server for {}: {}", missing.backend, missing.reason);
+            return if required(&missing.backend) {
+                Verdict::Failed(why)
+            } else {
+                Verdict::Gated(why)
+            };
+        }
+        // A thread of its own, so that this may be called from within a runtime.
+        let verdict = std::thread::scope(|scope| scope.spawn(|| self.on_a_runtime(case)).join());
+        verdict.unwrap_or_else(|panic| Verdict::Failed(format!("panicked: {}", panic_text(&*panic))))
+    }
+
+    /// Runs every case that `wanted` picks, `jobs` at a time, blocking the caller's thread, and calls `each` as they
+    /// end. Returns the cases and how they ended, in the order of [`cases`].
+    pub fn run(
+        &self,
+        jobs: usize,
+        wanted: impl Fn(&Case) -> bool,
+        each: impl Fn(&Case, &Verdict, Duration) + Sync,
+    ) -> Report {
+        let picked: Vec<_> = cases().iter().filter(|case| wanted(case)).collect();
+        let next = AtomicUsize::new(0);
+        let worker = || {
+            let mut done = Vec::new();
+            while let Some((index, case)) = {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                picked.get(index).map(|case| (index, *case))
+            } {
+                let began = Instant::now();
+                let verdict = self.run_case(case);
+                each(case, &verdict, began.elapsed());
+                done.push((index, *case, verdict));
+            }
+            done
+        };
+        let mut done: Vec<_> = std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..jobs.max(1)).map(|_| scope.spawn(worker)).collect();
+            workers
+                .into_iter()
+                .flat_map(|worker| worker.join().unwrap_or_default())
+                .collect()
+        });
+        done.sort_by_key(|(index, ..)| *index);
+        Report {
+            verdicts: done
+                .into_iter()
+                .map(|(_, case, verdict)| (case, verdict))
+                .collect(),
+        }
+    }
+
+    fn on_a_runtime(&self, case: &Case) -> Verdict {
+        let built = runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build();
+        let runtime = match built {
+            Ok(runtime) => runtime,
+            Err(error) => return Verdict::Failed(format!("no runtime: {error}")),
+        };
+        let seed = self
+            .seed
+            .or_else(seed_of_the_environment)
+            .unwrap_or_else(|| fastrand::u64(..));
+        let (suite, case_copy) = (self.clone(), *case);
+        let outcome = runtime.block_on(async {
+            let task = tokio::spawn(async move { suite.case(&case_copy, seed).await });
+            tokio::time::timeout(LIMIT, task).await
+        });
+        runtime.shutdown_timeout(Duration::from_secs(1));
+        let (backend, name) = (self.harness.as_ref(), case.name);
+        let failure = match outcome {
+            Ok(Ok(Ok(()))) => return Verdict::Passed,
+            Ok(Ok(Err(Stop::Gated(why)))) => return Verdict::Gated(why),
+            Ok(Ok(Err(Stop::Failed(why)))) => why,
+            Ok(Err(join)) => match join.try_into_panic() {
+                Ok(panic) => format!("panicked: {}", panic_text(&*panic)),
+                Err(join) => join.to_string(),
+            },
+            Err(_) => format!("did not end within {LIMIT:?}"),
+        };
+        Verdict::Failed(format!(
+            "{name}: {failure}\n  required: {}\n  harness: {backend:?}\n  replay with LOCKKIT_SEED={seed}",
+            case.doc
+        ))
+    }
+
+    async fn case(&self, case: &Case, seed: u64) -> Outcome {
+        let probe = self.harness.client().await;
+        let probe = probe.map_err(|error| Stop::Failed(format!("no client: {}", chain(&error))))?;
+        if let Some(why) = case
+            .needs
+            .iter()
+            .find_map(|need| need.unmet(probe.capabilities(), self))
+        {
+            return Err(Stop::Gated(why.to_owned()));
+        }
+        let trial = Trial {
+            harness: self.harness.clone(),
+            launch: self.launch.clone(),
+            case: case.name,
+            seed,
+            run: fastrand::Rng::new().u64(..),
+        };
+        (case.run)(&trial).await
+    }
+}
+
+/// How the cases of a run ended.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Report {
+    /// The cases, in the order of [`cases`].
+    pub verdicts: Vec<(Case, Verdict)>,
+}
+
+impl Report {
+    /// Whether no case failed, and at least one passed.
+    pub fn is_ok(&self) -> bool {
+        let failed = self.verdicts.iter().any(|(_, v)| matches!(v, Verdict::Failed(_)));
+        !failed && self.verdicts.iter().any(|(_, v)| *v == Verdict::Passed)
+    }
+}
+
+/// One line in total, for the end of a listing.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (mut passed, mut failed, mut gated) = (0, 0, 0);
+        for (_, verdict) in &self.verdicts {
+            match verdict {
+                Verdict::Passed => passed += 1,
+                Verdict::Gated(_) => gated += 1,
+                Verdict::Failed(_) => failed += 1,
+            }
+        }
+        write!(f, "{passed} passed, {failed} failed, {gated} gated")
+    }
+}
+
+/// What a generated `#[test]` does: panics if the case fails, and says on stderr if it is gated.
+#[doc(hidden)]
+#[track_caller]
+pub fn run_test(harness: impl Harness, module: &str, name: &str) {
+    let Some(case) = cases().iter().find(|case| case.name == name) else {
+        panic!("there is no case `{name}`");
+    };
+    let suite = Suite::new(harness).helpers(Launch::test_of(module));
+    match suite.run_case(case) {
+        Verdict::Passed => {}
+        Verdict::Failed(why) => panic!("{why}"),
+        Verdict::Gated(why) => {
+            // Past libtest's capture, which hides what a test that passes prints.
+            let _ = writeln!(std::io::stderr(), "gated: {module}::{name}: {why}");
+        }
+    }
+}
+
+fn required(backend: &str) -> bool {
+    let required = std::env::var("LOCKKIT_REQUIRE").unwrap_or_default();
+    required
+        .split(',')
+        .map(str::trim)
+        .any(|name| name == backend || name == "all")
+}
+
+fn seed_of_the_environment() -> Option<u64> {
+    std::env::var("LOCKKIT_SEED").ok()?.trim().parse().ok()
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    panic
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("with something other than a message")
+}

@@ -1,0 +1,288 @@
+//! One run of one case, and what cases are written with.
+
+use std::{fmt, future::Future, panic::Location, pin::pin, sync::Arc, task::Poll, time::Duration};
+
+use lockkit_core::{AcquireOptions, Error, Kind, Lock, LockClient, LockGuard, LockState, spi::BackendInfo};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::{
+    Harness,
+    helper::{Helper, Launch},
+    history::Limits,
+};
+
+/// What is "at once" on a busy machine, for things that ought to take microseconds or one round trip.
+pub(crate) const PROMPT: Duration = Duration::from_secs(1);
+
+/// How a case ends.
+pub(crate) type Outcome = Result<(), Stop>;
+
+/// Why a case ends early.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// It does not apply, and why.
+    Gated(String),
+    /// What was expected, and what happened.
+    Failed(String),
+}
+
+impl From<Error> for Stop {
+    #[track_caller]
+    fn from(error: Error) -> Self {
+        failed(format!(
+            "an operation that should have worked failed: {}",
+            chain(&error)
+        ))
+    }
+}
+
+impl From<std::io::Error> for Stop {
+    #[track_caller]
+    fn from(error: std::io::Error) -> Self {
+        failed(format!("the test machinery failed: {error}"))
+    }
+}
+
+/// A failure, with the place in the suite that noticed it.
+#[track_caller]
+pub(crate) fn failed(what: impl fmt::Display) -> Stop {
+    let here = Location::caller();
+    Stop::Failed(format!("{what} ({}:{})", here.file(), here.line()))
+}
+
+/// An error with its causes.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+/// Ends the case as failed unless the condition holds.
+macro_rules! ensure {
+    ($condition:expr, $($message:tt)+) => {
+        if !$condition {
+            return Err($crate::trial::failed(format!($($message)+)));
+        }
+    };
+}
+pub(crate) use ensure;
+
+/// One run of one case.
+#[derive(Debug)]
+pub(crate) struct Trial {
+    pub(crate) harness: Arc<dyn Harness>,
+    pub(crate) launch: Option<Launch>,
+    pub(crate) case: &'static str,
+    pub(crate) seed: u64,
+    /// Keeps the names of this run apart from those of every other on the same server.
+    pub(crate) run: u64,
+}
+
+impl Trial {
+    pub(crate) async fn client(&self) -> Result<LockClient, Error> {
+        self.harness.client().await
+    }
+
+    /// A lock name that no other run uses.
+    pub(crate) fn name(&self, part: &str) -> String {
+        format!("conformance/{:016x}/{}/{part}", self.run, self.case)
+    }
+
+    /// The lease of the harness, nothing else set.
+    pub(crate) fn options(&self) -> AcquireOptions {
+        AcquireOptions::new().ttl(self.harness.ttl())
+    }
+
+    /// The lock `part` of a new client, with the harness's lease.
+    pub(crate) async fn lock(&self, part: &str) -> Result<Lock, Error> {
+        self.lock_of(&self.client().await?, part)
+    }
+
+    pub(crate) fn lock_of(&self, client: &LockClient, part: &str) -> Result<Lock, Error> {
+        Ok(client.lock(self.name(part))?.with_options(self.options()))
+    }
+
+    pub(crate) fn semaphore_of(&self, client: &LockClient, part: &str, permits: u32) -> Result<Lock, Error> {
+        Ok(client
+            .semaphore(self.name(part), permits)?
+            .with_options(self.options()))
+    }
+
+    pub(crate) async fn helper(&self) -> Result<Helper, Stop> {
+        match (&self.launch, self.harness.url()) {
+            (Some(launch), Some(url)) => Ok(Helper::start(launch, Some(&url)).await?),
+            _ => Err(Stop::Gated("no helper process can reach this backend".to_owned())),
+        }
+    }
+
+    pub(crate) fn freed_after_death(&self, client: &LockClient) -> Duration {
+        self.harness.freed_after_death(client.info())
+    }
+
+    pub(crate) fn detection(&self, info: &BackendInfo) -> Duration {
+        self.harness.detection(info)
+    }
+
+    /// How long something may be left on the server by one who gave up: the lease is the backstop.
+    pub(crate) fn left_behind(&self, client: &LockClient) -> Duration {
+        if client.capabilities().lease {
+            self.harness.ttl() + PROMPT
+        } else {
+            PROMPT
+        }
+    }
+
+    pub(crate) fn limits(&self, client: &LockClient) -> Limits {
+        let mut limits = Limits::default();
+        limits.idle = self.harness.ttl() + client.info().fallback_poll + PROMPT;
+        limits.detection = self.detection(client.info());
+        limits
+    }
+
+    /// Has the server drop the hold, or gates the case if nothing can.
+    pub(crate) async fn break_hold(&self, client: &LockClient, part: &str) -> Result<(), Stop> {
+        match self.harness.break_hold(&self.name(part)).await {
+            Err(Error::Unsupported { what, .. }) if !client.capabilities().revoke => {
+                Err(Stop::Gated(format!("nothing can break a hold: {what}")))
+            }
+            other => Ok(other?),
+        }
+    }
+}
+
+/// Awaits `work`, which has to end within `limit`.
+#[track_caller]
+pub(crate) fn within<F: Future>(
+    limit: Duration,
+    what: &str,
+    work: F,
+) -> impl Future<Output = Result<F::Output, Stop>> {
+    let late = failed(format!(
+        "expected within {limit:?}, and still waited for then: {what}"
+    ));
+    async move { timeout(limit, work).await.map_err(|_| late) }
+}
+
+/// Acquires within `limit`.
+#[track_caller]
+pub(crate) fn granted_within(
+    limit: Duration,
+    what: &str,
+    lock: &Lock,
+) -> impl Future<Output = Result<LockGuard, Stop>> {
+    let late = failed(format!("expected a grant within {limit:?}: {what}"));
+    async move {
+        match timeout(limit, lock.acquire()).await {
+            Ok(granted) => Ok(granted?),
+            Err(_) => Err(late),
+        }
+    }
+}
+
+/// Acquires within `limit` (with one attempt, if that is zero), and releases.
+#[track_caller]
+pub(crate) fn comes_free(limit: Duration, what: &str, lock: &Lock) -> impl Future<Output = Outcome> {
+    let late = failed(format!("expected a grant within {limit:?}: {what}"));
+    async move {
+        let guard = if limit.is_zero() {
+            lock.try_acquire().await?
+        } else {
+            timeout(limit, lock.acquire()).await.ok().transpose()?
+        };
+        Ok(guard.ok_or(late)?.release().await?)
+    }
+}
+
+/// Acquires with one attempt.
+#[track_caller]
+pub(crate) fn granted_at_once(what: &str, lock: &Lock) -> impl Future<Output = Result<LockGuard, Stop>> {
+    let taken = failed(format!("expected a grant from one try, got \"taken\": {what}"));
+    async move { lock.try_acquire().await?.ok_or(taken) }
+}
+
+/// Tries once, and has to be told that the lock is taken.
+#[track_caller]
+pub(crate) fn taken(what: &str, lock: &Lock) -> impl Future<Output = Outcome> {
+    let granted = failed(format!("expected \"taken\" from one try, got a grant: {what}"));
+    async move {
+        match lock.try_acquire().await? {
+            None => Ok(()),
+            Some(_guard) => Err(granted),
+        }
+    }
+}
+
+/// What the server shows of a lock or semaphore.
+pub(crate) async fn look(client: &LockClient, name: &str, kind: Kind) -> Result<LockState, Error> {
+    match kind {
+        Kind::Lock => client.inspect(name).await,
+        Kind::Semaphore => client.inspect_semaphore(name).await,
+    }
+}
+
+/// Waits until the server shows no holder and no waiter.
+pub(crate) async fn is_clean(
+    limit: Duration,
+    after: &str,
+    client: &LockClient,
+    name: &str,
+    kind: Kind,
+) -> Outcome {
+    let deadline = Instant::now() + limit;
+    loop {
+        let state = look(client, name, kind).await?;
+        if state.is_free() && state.waiters.unwrap_or(0) == 0 {
+            return Ok(());
+        }
+        ensure!(
+            Instant::now() < deadline,
+            "{after}, and {limit:?} later the server still shows holders {:?} and waiters {:?} of {name}",
+            state.holders,
+            state.waiters
+        );
+        sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// Asks again until `condition` answers `true`, for at most `limit`.
+#[track_caller]
+pub(crate) fn eventually<F, Fut>(
+    limit: Duration,
+    what: &str,
+    mut condition: F,
+) -> impl Future<Output = Outcome>
+where
+    F: FnMut() -> Fut,
+    Fut: Future<Output = Result<bool, Stop>>,
+{
+    let late = failed(format!("not so within {limit:?}: {what}"));
+    async move {
+        let deadline = Instant::now() + limit;
+        while !condition().await? {
+            if Instant::now() >= deadline {
+                return Err(late);
+            }
+            sleep(Duration::from_millis(2)).await;
+        }
+        Ok(())
+    }
+}
+
+/// Polls `work` at most `polls` times, then drops it; `None` if it was not ready by then.
+pub(crate) async fn poll_at_most<F: Future>(polls: usize, work: F) -> Option<F::Output> {
+    let mut work = pin!(work);
+    let mut left = polls;
+    std::future::poll_fn(|context| {
+        left = left.saturating_sub(1);
+        match work.as_mut().poll(context) {
+            Poll::Ready(value) => Poll::Ready(Some(value)),
+            Poll::Pending if left == 0 => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        }
+    })
+    .await
+}

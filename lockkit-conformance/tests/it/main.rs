@@ -1,0 +1,5 @@
+//! The suite tested: it passes a good backend, and names what is wrong with a bad one.
+
+mod history;
+mod mutants;
+mod plain;

@@ -1,0 +1,58 @@
+//! Backends with one fault each: a named case catches it.
+
+use lockkit_conformance::{Suite, Verdict, cases};
+
+use crate::plain::{Fault, Plain};
+
+/// Runs one case against the fault, and returns what it says is wrong.
+fn caught(fault: Fault, case: &str) -> String {
+    let case = cases().iter().find(|known| known.name == case).unwrap();
+    match Suite::new(Plain::with(fault)).run_case(case) {
+        Verdict::Failed(why) => why,
+        other => panic!("{} does not notice {fault:?}: {other:?}", case.name),
+    }
+}
+
+macro_rules! caught {
+    ($($name:ident: $fault:ident by $($case:ident),+;)*) => {
+        $(
+            #[test]
+            fn $name() {
+                $(
+                    let why = caught(Fault::$fault, stringify!($case));
+                    assert!(why.contains(stringify!($case)) && why.contains("LOCKKIT_SEED="), "{why}");
+                )+
+            }
+        )*
+    };
+}
+
+caught! {
+    granting_twice: GrantsTwice by second_try_is_none, counter_is_never_two, clients_contend;
+    repeating_tokens: RepeatsTokens by reacquired_after_release, clients_contend;
+    forgetting_to_release: ForgetsToRelease by reacquired_after_release, reacquired_after_drop;
+    an_error_as_a_grant: ErrorIsAGrant by counter_is_never_two, clients_contend;
+    taken_as_an_error: TakenIsAnError by short_timeout_is_prompt;
+    folding_case: FoldsCase by byte_exact_and_injective;
+    releasing_for_others: ReleasesForOthers by nothing_is_left_behind;
+    reviving_lost_holds: RevivesLostHolds by told_when_broken;
+    hiding_the_label: HidesTheLabel by inspection_shows_the_holder;
+    claiming_to_be_fifo: ClaimsToBeFifo by grants_follow_the_queue;
+    denying_its_lease: ClaimsNoLease by hold_without_lease_stays;
+    claiming_wake_ups: ClaimsWakeUps by waiter_is_notified;
+    never_renewing: NeverRenews by renewal_keeps_the_hold;
+}
+
+#[test]
+fn a_good_backend_is_not_caught() {
+    let wanted = [
+        "second_try_is_none",
+        "reacquired_after_release",
+        "byte_exact_and_injective",
+        "told_when_broken",
+    ];
+    let suite = Suite::new(Plain::default()).seed(7);
+    let report = suite.run(2, |case| wanted.contains(&case.name), |_, _, _| {});
+    assert!(report.is_ok(), "{report:?}");
+    assert_eq!(report.to_string(), "4 passed, 0 failed, 0 gated");
+}
