@@ -150,7 +150,8 @@ async fn give_up(lock: &Lock, rng: &mut fastrand::Rng) -> Outcome {
         0 => lock.try_acquire().await?,
         1 => match lock.acquire_timeout(pause).await {
             Ok(guard) => Some(guard),
-            Err(error) if error.is_timeout() => None,
+            // So short a wait may end before the server's first answer, which is no time-out then.
+            Err(error) if error.is_timeout() || error.is_transient() => None,
             Err(error) => return Err(error.into()),
         },
         2 => timeout(pause, lock.acquire()).await.ok().transpose()?,
@@ -220,7 +221,7 @@ pub(crate) async fn untaken_grant_lapses(trial: &Trial) -> Outcome {
         // Not dropped and not polled, as a future that its task forgot in an array.
         comes_free(
             bound,
-            "the one before never took its grant",
+            &format!("the {part} waiter before never took its grant"),
             &trial.lock(part).await?,
         )
         .await?;

@@ -1,17 +1,23 @@
-//! A backend as a third party would write it: one map, no queue, no shared mode, no wake-ups.
+//! A backend as a third party would write it: one file, no queue, no shared mode, no wake-ups.
 
 use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
+    fs::{self, File},
+    io,
+    path::PathBuf,
+    sync::{Arc, OnceLock},
     time::Duration,
 };
 
 use async_trait::async_trait;
-use lockkit_conformance::Harness;
+use lockkit_conformance::{
+    Harness,
+    history::{Nanos, now},
+};
 use lockkit_core::{
-    FencingToken, Holder, Kind, LockClient, LockName, LockState, LossReason, Result,
+    Error, FencingToken, Holder, Kind, LockClient, LockName, LockState, LossReason, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Mode, OwnerId, Renewal},
 };
+use tempfile::TempDir;
 use tokio::time::Instant;
 
 mod passes {
@@ -38,23 +44,87 @@ pub(crate) enum Fault {
     NeverRenews,
 }
 
+/// All locks in one file, read and replaced under the file system's own lock: slow, and the same for all processes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Plain {
-    pub(crate) fault: Fault,
-    locks: Arc<Mutex<HashMap<String, Entry>>>,
+    fault: Fault,
+    /// Made when it is first needed, since a helper is given the path of another's.
+    directory: Arc<OnceLock<TempDir>>,
+    at: Option<PathBuf>,
 }
 
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 struct Entry {
+    name: String,
     last_token: u64,
-    holder: Option<(OwnerId, u64, Instant, Option<Arc<str>>)>,
+    holder: Option<Hold>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Hold {
+    owner: OwnerId,
+    token: u64,
+    /// On the clock that all processes share.
+    until: Nanos,
+    label: Option<String>,
 }
 
 impl Entry {
     fn current(&mut self) -> Option<OwnerId> {
-        self.holder.take_if(|(_, _, until, _)| *until <= Instant::now());
-        self.holder.as_ref().map(|(owner, ..)| *owner)
+        self.holder.take_if(|hold| hold.until <= now());
+        self.holder.as_ref().map(|hold| hold.owner)
     }
+
+    fn to_line(&self) -> String {
+        let mut line = format!("{} {}", hex(&self.name), self.last_token);
+        if let Some(Hold {
+            owner,
+            token,
+            until,
+            label,
+        }) = &self.holder
+        {
+            line += &format!(" {} {token} {until}", owner.get());
+            line.extend(label.iter().map(|label| format!(" {}", hex(label))));
+        }
+        line
+    }
+
+    fn from_line(line: &str) -> Option<Self> {
+        let mut words = line.split(' ');
+        let (name, last_token) = (unhex(words.next()?)?, words.next()?.parse().ok()?);
+        let holder = words.next().and_then(|owner| {
+            let owner = OwnerId::new(owner.parse().ok()?);
+            let (token, until) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
+            Some(Hold {
+                owner,
+                token,
+                until,
+                label: words.next().and_then(unhex),
+            })
+        });
+        Some(Self {
+            name,
+            last_token,
+            holder,
+        })
+    }
+}
+
+fn hex(text: &str) -> String {
+    text.bytes().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(hex: &str) -> Option<String> {
+    let bytes = (0..hex.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(hex.get(at..at + 2)?, 16).ok());
+    String::from_utf8(bytes.collect::<Option<_>>()?).ok()
+}
+
+/// `span` from now.
+fn from_now(span: Duration) -> Nanos {
+    now() + u64::try_from(span.as_nanos()).unwrap_or(u64::MAX / 2)
 }
 
 #[derive(Debug)]
@@ -71,17 +141,56 @@ impl Plain {
         }
     }
 
-    fn entry<T>(&self, name: &LockName, act: impl FnOnce(&mut Entry) -> T) -> T {
+    fn directory(&self) -> PathBuf {
+        let made = || {
+            self.directory
+                .get_or_init(|| TempDir::new().unwrap())
+                .path()
+                .to_owned()
+        };
+        self.at.clone().unwrap_or_else(made)
+    }
+
+    fn entry<T>(&self, name: &LockName, act: impl FnOnce(&mut Entry) -> T) -> Result<T> {
         let key = match self.fault {
             Fault::FoldsCase => name.as_str().to_lowercase(),
             _ => name.as_str().to_owned(),
         };
-        act(self
-            .locks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .entry(key)
-            .or_default())
+        self.replaced(&key, act)
+            .map_err(|error| Error::permanent("plain", "access", error))
+    }
+
+    fn replaced<T>(&self, key: &str, act: impl FnOnce(&mut Entry) -> T) -> io::Result<T> {
+        let directory = self.directory();
+        let alone = File::create(directory.join("lock"))?;
+        alone.lock()?;
+        let data = directory.join("data");
+        let text = if data.exists() {
+            fs::read_to_string(&data)?
+        } else {
+            String::new()
+        };
+        let mut entries: Vec<_> = text.lines().filter_map(Entry::from_line).collect();
+        let index = entries
+            .iter()
+            .position(|entry| entry.name == key)
+            .unwrap_or_else(|| {
+                entries.push(Entry {
+                    name: key.to_owned(),
+                    ..Entry::default()
+                });
+                entries.len() - 1
+            });
+        let before = entries[index].clone();
+        let answer = act(&mut entries[index]);
+        if entries[index] != before {
+            // A process may be killed at any moment: the old file or the new one, never a part.
+            let lines: Vec<_> = entries.iter().map(Entry::to_line).collect();
+            fs::write(directory.join("next"), lines.join("\n"))?;
+            fs::rename(directory.join("next"), data)?;
+        }
+        alone.unlock()?;
+        Ok(answer)
     }
 }
 
@@ -103,10 +212,7 @@ impl Backend for Plain {
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         if request.mode != Mode::Exclusive {
-            return Err(lockkit_core::Error::unsupported(
-                "plain",
-                "any mode but the exclusive one",
-            ));
+            return Err(Error::unsupported("plain", "any mode but the exclusive one"));
         }
         let (backend, request) = (self.clone(), request.clone());
         Ok(Box::new(PlainClaim { backend, request }))
@@ -114,20 +220,22 @@ impl Backend for Plain {
 
     async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
         let shows_label = self.fault != Fault::HidesTheLabel;
-        let holder = self.entry(name, |entry| entry.current().and(entry.holder.clone()));
-        let holders = holder
-            .filter(|_| kind == Kind::Lock)
-            .map(|(_, token, until, label)| {
-                let label = label.filter(|_| shows_label).map(|label| label.to_string());
-                Holder::new(FencingToken::new(token), label, Some(until - Instant::now()))
-            });
+        let holder = self.entry(name, |entry| entry.current().and(entry.holder.clone()))?;
+        let holders = holder.filter(|_| kind == Kind::Lock).map(|hold| {
+            let left = Duration::from_nanos(hold.until.saturating_sub(now()));
+            Holder::new(
+                FencingToken::new(hold.token),
+                hold.label.filter(|_| shows_label),
+                Some(left),
+            )
+        });
         Ok(LockState::new(holders.into_iter().collect(), None))
     }
 
     async fn revoke(&self, name: &LockName, _: Kind, token: u64) -> Result<bool> {
-        Ok(self.entry(name, |entry| {
-            entry.holder.take_if(|(_, held, ..)| *held == token).is_some()
-        }))
+        self.entry(name, |entry| {
+            entry.holder.take_if(|hold| hold.token == token).is_some()
+        })
     }
 
     async fn close(&self) -> Result<()> {
@@ -139,20 +247,26 @@ impl Backend for Plain {
 impl Claim for PlainClaim {
     async fn attempt(&mut self, _: Duration) -> Result<Option<Grant>> {
         let (request, fault) = (&self.request, self.backend.fault);
-        let since = Instant::now();
+        let (since, until) = (Instant::now(), from_now(request.ttl));
         let block = u64::from(request.tokens.get());
         let granted = self.backend.entry(&request.name, |entry| {
             if entry.current().is_some_and(|holder| holder != request.owner) && fault != Fault::GrantsTwice {
                 return None;
             }
-            let first = entry.last_token + 1;
+            let token = entry.last_token + 1;
             if fault != Fault::RepeatsTokens {
                 entry.last_token += block;
             }
-            entry.holder = Some((request.owner, first, since + request.ttl, request.label.clone()));
-            Some(first..=first + block - 1)
-        });
-        let unanswered = || lockkit_core::Error::transient("plain", "acquire", "no answer");
+            let (owner, label) = (request.owner, request.label.as_ref().map(ToString::to_string));
+            entry.holder = Some(Hold {
+                owner,
+                token,
+                until,
+                label,
+            });
+            Some(token..=token + block - 1)
+        })?;
+        let unanswered = || Error::transient("plain", "acquire", "no answer");
         let tokens = match (granted, fault) {
             (Some(tokens), _) => tokens,
             (None, Fault::ErrorIsAGrant) if fastrand::u8(..8) == 0 => u64::MAX - 1..=u64::MAX - 1,
@@ -168,15 +282,15 @@ impl Claim for PlainClaim {
 
     async fn renew(&mut self) -> Result<Renewal> {
         let (request, fault) = (&self.request, self.backend.fault);
-        let since = Instant::now();
+        let (since, until) = (Instant::now(), from_now(request.ttl));
         let extends = !matches!(fault, Fault::NeverRenews | Fault::ClaimsNoLease);
         let renewed = self.backend.entry(&request.name, |entry| {
             let is_mine = entry.current() == Some(request.owner);
-            if let (true, Some((_, _, until, _))) = (is_mine && extends, &mut entry.holder) {
-                *until = since + request.ttl;
+            if let (true, Some(hold)) = (is_mine && extends, &mut entry.holder) {
+                hold.until = until;
             }
             is_mine || fault == Fault::RevivesLostHolds
-        });
+        })?;
         let length = (fault != Fault::ClaimsNoLease).then_some(request.ttl);
         Ok(if renewed {
             Renewal::Held(Lease { since, length })
@@ -192,8 +306,7 @@ impl Claim for PlainClaim {
             if is_mine && fault != Fault::ForgetsToRelease {
                 entry.holder = None;
             }
-        });
-        Ok(())
+        })
     }
 
     async fn notified(&mut self) {
@@ -205,5 +318,16 @@ impl Claim for PlainClaim {
 impl Harness for Plain {
     async fn client(&self) -> Result<LockClient> {
         Ok(LockClient::new(self.clone()))
+    }
+
+    fn url(&self) -> Option<String> {
+        self.directory().to_str().map(str::to_owned)
+    }
+
+    async fn connect(&self, url: &str) -> Result<LockClient> {
+        Ok(LockClient::new(Self {
+            at: Some(url.into()),
+            ..self.clone()
+        }))
     }
 }
