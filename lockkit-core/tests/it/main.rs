@@ -1,3 +1,4 @@
 //! Integration tests of the core.
 
+mod conformance;
 mod driver;
