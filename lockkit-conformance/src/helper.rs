@@ -124,12 +124,9 @@ where
 
 /// What the generated test `helper_process` does: serves as a helper if started as one, else tests helpers.
 #[doc(hidden)]
-pub fn as_test(harness: impl Harness, module: &str) {
+pub fn as_test(harness: &impl Harness, module: &str) {
     let done = if is_helper() {
-        main(|url| {
-            let harness = &harness;
-            async move { harness.connect(&url).await }
-        })
+        main(|url| async move { harness.connect(&url).await })
     } else {
         self_test(&Launch::test_of(module))
     };
@@ -308,8 +305,8 @@ impl Inside {
             }
             ["write", slot, path] => {
                 let token = self.guard(slot)?.token();
-                let taken = fenced_write(Path::new(path), token)?;
-                Ok(if taken { "written" } else { "refused" }.to_owned())
+                let admitted = fenced_write(Path::new(path), token)?;
+                Ok(if admitted { "written" } else { "refused" }.to_owned())
             }
             ["contend", mode, ttl, rounds, workers, seed, who, name] => {
                 let plan = Plan {

@@ -53,7 +53,7 @@ macro_rules! tests {
 
         #[test]
         fn helper_process() {
-            $crate::helper::as_test($harness, ::core::module_path!());
+            $crate::helper::as_test(&$harness, ::core::module_path!());
         }
     };
 }

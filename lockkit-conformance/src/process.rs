@@ -33,13 +33,14 @@ impl Process {
         &mut self.child
     }
 
-    /// Stops it as a debugger or a suspended machine would: it runs no more instructions until it is
-    /// [resumed](Self::resume).
+    /// Stops it as a debugger or a suspended machine would (SIGSTOP): when this returns, none of its threads runs
+    /// until it is [resumed](Self::resume).
     ///
     /// # Errors
-    /// If it has ended, or the system has no such signal.
+    /// If it has ended, does not stop within 5 s, or the system has no such signal.
     pub fn stop(&mut self) -> io::Result<()> {
-        self.signal(Signal::Stop)
+        self.signal(Signal::Stop)?;
+        self.has_stopped()
     }
 
     /// Lets it go on.
@@ -85,18 +86,45 @@ impl Process {
     /// A child that was not reaped keeps its id, so that the signal cannot hit a stranger.
     #[cfg(unix)]
     fn signal(&mut self, signal: Signal) -> io::Result<()> {
-        use rustix::process::{Pid, Signal as Unix, kill_process};
+        use rustix::process::{Signal as Unix, kill_process};
         if let Some(status) = self.child.try_wait()? {
             return Err(io::Error::other(format!("the process has ended: {status}")));
         }
-        let raw = i32::try_from(self.child.id()).map_err(io::Error::other)?;
-        let pid = Pid::from_raw(raw).ok_or_else(|| io::Error::other("a child without a process id"))?;
         let signal = match signal {
             Signal::Stop => Unix::STOP,
             Signal::Continue => Unix::CONT,
             Signal::Terminate => Unix::TERM,
         };
-        Ok(kill_process(pid, signal)?)
+        Ok(kill_process(self.pid()?, signal)?)
+    }
+
+    /// Waits for the stop: the signal has been sent, but threads run on until the system gets to each.
+    #[cfg(unix)]
+    fn has_stopped(&self) -> io::Result<()> {
+        use rustix::process::{WaitId, WaitIdOptions, waitid};
+        let deadline = Instant::now() + Duration::from_secs(5);
+        // Stops alone are asked for: an exit is left to be reaped by `wait`.
+        let options = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG;
+        while waitid(WaitId::Pid(self.pid()?), options)?.is_none() {
+            if Instant::now() >= deadline {
+                return Err(io::Error::other(
+                    "the process was told to stop and did not within 5 s",
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    #[cfg(unix)]
+    fn pid(&self) -> io::Result<rustix::process::Pid> {
+        let raw = i32::try_from(self.child.id()).map_err(io::Error::other)?;
+        rustix::process::Pid::from_raw(raw).ok_or_else(|| io::Error::other("a child without a process id"))
+    }
+
+    #[cfg(not(unix))]
+    fn has_stopped(&self) -> io::Result<()> {
+        Ok(())
     }
 
     #[cfg(not(unix))]
@@ -108,7 +136,7 @@ impl Process {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 enum Signal {
     Stop,
     Continue,

@@ -18,11 +18,8 @@ use crate::{
     Harness,
     cases::{basic, contention, loss, names, permits, processes, shared, waiting},
     helper::Launch,
-    trial::{Outcome, Stop, Trial, chain},
+    trial::{LIMIT, Outcome, Stop, Trial, chain},
 };
-
-/// No case takes longer than this; one that does hangs.
-const LIMIT: Duration = Duration::from_secs(60);
 
 /// One requirement on a backend.
 #[derive(Clone, Copy)]

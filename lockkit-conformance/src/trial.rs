@@ -14,6 +14,14 @@ use crate::{
 /// What is "at once" on a busy machine, for things that ought to take microseconds or one round trip.
 pub(crate) const PROMPT: Duration = Duration::from_secs(1);
 
+/// No case takes longer than this; one that does hangs.
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+/// A lease that outlasts every case, so that only a release frees the lock.
+pub(crate) fn lasting() -> AcquireOptions {
+    AcquireOptions::new().ttl(LIMIT)
+}
+
 /// How a case ends.
 pub(crate) type Outcome = Result<(), Stop>;
 
@@ -92,24 +100,29 @@ impl Trial {
         format!("conformance/{:016x}/{}/{part}", self.run, self.case)
     }
 
-    /// The lease of the harness, nothing else set.
-    pub(crate) fn options(&self) -> AcquireOptions {
+    /// The short lease of the harness, for cases in which it lapses or losses are noticed by renewing it.
+    pub(crate) fn short(&self) -> AcquireOptions {
         AcquireOptions::new().ttl(self.harness.ttl())
     }
 
-    /// The lock `part` of a new client, with the harness's lease.
+    /// The lock `part` of a new client, with a [`lasting`] lease.
     pub(crate) async fn lock(&self, part: &str) -> Result<Lock, Error> {
         self.lock_of(&self.client().await?, part)
     }
 
     pub(crate) fn lock_of(&self, client: &LockClient, part: &str) -> Result<Lock, Error> {
-        Ok(client.lock(self.name(part))?.with_options(self.options()))
+        Ok(client.lock(self.name(part))?.with_options(lasting()))
+    }
+
+    /// The same with the [short](Self::short) lease.
+    pub(crate) fn short_lock_of(&self, client: &LockClient, part: &str) -> Result<Lock, Error> {
+        Ok(client.lock(self.name(part))?.with_options(self.short()))
     }
 
     pub(crate) fn semaphore_of(&self, client: &LockClient, part: &str, permits: u32) -> Result<Lock, Error> {
         Ok(client
             .semaphore(self.name(part), permits)?
-            .with_options(self.options()))
+            .with_options(lasting()))
     }
 
     pub(crate) async fn helper(&self) -> Result<Helper, Stop> {
@@ -127,20 +140,12 @@ impl Trial {
         self.harness.detection(info)
     }
 
-    /// How long something may be left on the server by one who gave up: the lease is the backstop.
-    pub(crate) fn left_behind(&self, client: &LockClient) -> Duration {
-        if client.capabilities().lease {
-            self.harness.ttl() + PROMPT
-        } else {
-            PROMPT
-        }
-    }
-
     pub(crate) fn limits(&self, client: &LockClient) -> Limits {
-        let mut limits = Limits::default();
-        limits.idle = self.harness.ttl() + client.info().fallback_poll + PROMPT;
-        limits.detection = self.detection(client.info());
-        limits
+        Limits {
+            idle: self.harness.ttl() + client.info().fallback_poll + PROMPT,
+            detection: self.detection(client.info()),
+            ..Limits::default()
+        }
     }
 
     /// Has the server drop the hold, or gates the case if nothing can.

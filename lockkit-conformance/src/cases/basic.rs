@@ -5,7 +5,7 @@ use std::time::Duration;
 use lockkit_core::{AcquireOptions, Error, Kind, LossReason};
 
 use crate::trial::{
-    Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_at_once, granted_within, is_clean,
+    Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_at_once, granted_within, is_clean, lasting,
     poll_at_most, taken, within,
 };
 
@@ -95,7 +95,7 @@ pub(crate) async fn release_dropped_midway(trial: &Trial) -> Outcome {
 
 pub(crate) async fn late_release_harms_nobody(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
-    let lock = trial.lock_of(&client, "a")?;
+    let lock = trial.short_lock_of(&client, "a")?;
     let outsider = trial.lock("a").await?;
     let detection = trial.detection(client.info());
     let released = granted_at_once("a lock nobody has used", &lock).await?;
@@ -183,7 +183,7 @@ pub(crate) async fn inspection_shows_the_holder(trial: &Trial) -> Outcome {
     ensure!(state.is_free(), "a lock nobody has used is shown as {state:?}");
     let lock = trial
         .lock_of(&client, "a")?
-        .with_options(trial.options().label("billing@host-7"));
+        .with_options(lasting().label("billing@host-7"));
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     for asker in [&client, &other] {
         let state = asker.inspect(&name).await?;
@@ -205,7 +205,7 @@ pub(crate) async fn inspection_shows_the_holder(trial: &Trial) -> Outcome {
             "lease is {has_lease}, but shown is {holder:?}"
         );
         ensure!(
-            holder.left.is_none_or(|left| left <= trial.harness.ttl()),
+            holder.left.is_none_or(|left| Some(left) <= lasting().ttl),
             "more is left than was asked for: {holder:?}"
         );
     }
@@ -230,7 +230,7 @@ pub(crate) async fn dropped_outside_a_runtime(trial: &Trial) -> Outcome {
 pub(crate) async fn dropped_during_shutdown(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
     for (part, keeps_guard) in [("a", false), ("b", true)] {
-        let (harness, name, options) = (trial.harness.clone(), trial.name(part), trial.options());
+        let (harness, name, options) = (trial.harness.clone(), trial.name(part), trial.short());
         let thread = std::thread::spawn(move || -> Result<(), String> {
             let runtime = tokio::runtime::Builder::new_multi_thread()
                 .worker_threads(1)
@@ -260,7 +260,7 @@ pub(crate) async fn dropped_during_shutdown(trial: &Trial) -> Outcome {
         joined
             .map_err(|_| failed("dropping a guard during a runtime's shutdown panicked"))?
             .map_err(failed)?;
-        let bound = trial.left_behind(&client).max(trial.freed_after_death(&client));
+        let bound = trial.harness.ttl() + trial.freed_after_death(&client) + PROMPT;
         comes_free(
             bound,
             "the holder's runtime was shut down",
@@ -274,9 +274,9 @@ pub(crate) async fn dropped_during_shutdown(trial: &Trial) -> Outcome {
 pub(crate) async fn closed_client_refuses(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
     let clone = client.clone();
-    let (held, waited) = (trial.lock_of(&client, "a")?, trial.lock_of(&clone, "a")?);
+    let (held, queued) = (trial.lock_of(&client, "a")?, trial.lock_of(&clone, "a")?);
     let guard = granted_at_once("a lock nobody has used", &held).await?;
-    let waiter = tokio::spawn(async move { waited.acquire().await });
+    let waiter = tokio::spawn(async move { queued.acquire().await });
     tokio::time::sleep(Duration::from_millis(20)).await;
     client.close(Duration::from_secs(5)).await?;
     match within(PROMPT, "the waiter of a closed client is told", waiter)

@@ -6,14 +6,14 @@ use lockkit_core::{Error, FencingToken, LossReason};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::trial::{
-    Outcome, PROMPT, Trial, comes_free, ensure, eventually, failed, granted_at_once, granted_within, taken,
-    within,
+    Outcome, PROMPT, Trial, comes_free, ensure, eventually, failed, granted_at_once, granted_within, lasting,
+    taken, within,
 };
 
 pub(crate) async fn saboteur_breaks_an_unprotected_hold(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
     // A lease that is not renewed and that would last much longer than this case.
-    let options = trial.options().ttl(Duration::from_secs(600)).renew(false);
+    let options = lasting().ttl(Duration::from_secs(600)).renew(false);
     let guard = granted_at_once(
         "a lock nobody has used",
         &trial.lock_of(&client, "a")?.with_options(options),
@@ -29,7 +29,7 @@ pub(crate) async fn saboteur_breaks_an_unprotected_hold(trial: &Trial) -> Outcom
 
 pub(crate) async fn told_when_broken(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
-    let lock = trial.lock_of(&client, "a")?;
+    let lock = trial.short_lock_of(&client, "a")?;
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     let (early, held) = (guard.lost(), guard.held());
     let early = tokio::spawn(early);
@@ -123,7 +123,7 @@ pub(crate) async fn watched_guard_can_be_dropped(trial: &Trial) -> Outcome {
 
 pub(crate) async fn running_work_is_stopped(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
-    let guard = granted_at_once("a lock nobody has used", &trial.lock_of(&client, "a")?).await?;
+    let guard = granted_at_once("a lock nobody has used", &trial.short_lock_of(&client, "a")?).await?;
     let done = guard.run(async { 7 }).await?;
     ensure!(done == 7, "`run` returned {done} for 7");
     trial.break_hold(&client, "a").await?;
@@ -139,7 +139,7 @@ pub(crate) async fn running_work_is_stopped(trial: &Trial) -> Outcome {
 pub(crate) async fn revoked_by_token(trial: &Trial) -> Outcome {
     let (client, other) = (trial.client().await?, trial.client().await?);
     let name = trial.name("a");
-    let lock = trial.lock_of(&client, "a")?;
+    let lock = trial.short_lock_of(&client, "a")?;
     ensure!(
         !other.revoke(&name, FencingToken::new(1)).await?,
         "revoking on a lock that is free ended a hold"
@@ -178,7 +178,7 @@ pub(crate) async fn revoke_is_unsupported(trial: &Trial) -> Outcome {
 pub(crate) async fn unrenewed_lease_lapses_first_here(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
     let ttl = trial.harness.ttl() / 2;
-    let options = trial.options().ttl(ttl).renew(false);
+    let options = trial.short().ttl(ttl).renew(false);
     let before = Instant::now();
     let guard = granted_at_once(
         "a lock nobody has used",
@@ -233,7 +233,11 @@ pub(crate) async fn unrenewed_lease_lapses_first_here(trial: &Trial) -> Outcome 
 
 pub(crate) async fn renewal_keeps_the_hold(trial: &Trial) -> Outcome {
     let ttl = trial.harness.ttl();
-    let guard = granted_at_once("a lock nobody has used", &trial.lock("a").await?).await?;
+    let guard = granted_at_once(
+        "a lock nobody has used",
+        &trial.short_lock_of(&trial.client().await?, "a")?,
+    )
+    .await?;
     let (begin, first) = (Instant::now(), guard.valid_until());
     let other = trial.lock("a").await?;
     while begin.elapsed() < ttl * 2 {
@@ -257,7 +261,7 @@ pub(crate) async fn renewal_keeps_the_hold(trial: &Trial) -> Outcome {
 
 pub(crate) async fn renewed_by_hand(trial: &Trial) -> Outcome {
     let ttl = trial.harness.ttl();
-    let lock = trial.lock("a").await?.with_options(trial.options().renew(false));
+    let lock = trial.lock("a").await?.with_options(trial.short().renew(false));
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     let begin = Instant::now();
     let other = trial.lock("a").await?;
@@ -287,7 +291,7 @@ pub(crate) async fn hold_without_lease_stays(trial: &Trial) -> Outcome {
     let lock = trial
         .lock("a")
         .await?
-        .with_options(trial.options().ttl(ttl).renew(false));
+        .with_options(lasting().ttl(ttl).renew(false));
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     ensure!(
         guard.valid_until().is_none(),

@@ -2,7 +2,7 @@
 
 use lockkit_core::{Error, LockName};
 
-use crate::trial::{Outcome, Trial, chain, ensure, failed, granted_at_once, taken};
+use crate::trial::{Outcome, Trial, chain, ensure, failed, granted_at_once, lasting, taken};
 
 pub(crate) async fn byte_exact_and_injective(trial: &Trial) -> Outcome {
     let (mine, theirs) = (trial.client().await?, trial.client().await?);
@@ -53,11 +53,11 @@ pub(crate) async fn byte_exact_and_injective(trial: &Trial) -> Outcome {
     let bare = [".", "..", "/", "\0", "*", "🔒"];
     let mut guards = Vec::new();
     for name in &names {
-        let lock = mine.lock(name)?.with_options(trial.options());
+        let lock = mine.lock(name)?.with_options(lasting());
         guards.push(granted_at_once(&format!("{name:?}, while names alike are held"), &lock).await?);
     }
     for (name, guard) in names.iter().zip(&guards) {
-        let lock = theirs.lock(name)?.with_options(trial.options());
+        let lock = theirs.lock(name)?.with_options(lasting());
         taken(&format!("{name:?}, held by another client"), &lock).await?;
         let state = theirs.inspect(name).await?;
         let tokens: Vec<_> = state.holders.iter().map(|holder| holder.token).collect();
@@ -71,12 +71,7 @@ pub(crate) async fn byte_exact_and_injective(trial: &Trial) -> Outcome {
         guard.release().await?;
     }
     for name in bare {
-        if let Some(guard) = mine
-            .lock(name)?
-            .with_options(trial.options())
-            .try_acquire()
-            .await?
-        {
+        if let Some(guard) = mine.lock(name)?.with_options(lasting()).try_acquire().await? {
             taken(&format!("{name:?}, held by another client"), &theirs.lock(name)?).await?;
             guard.release().await?;
         }

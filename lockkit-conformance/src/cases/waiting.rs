@@ -18,7 +18,7 @@ use crate::{
     history::{Acquisition, History, at, now},
     trial::{
         Outcome, PROMPT, Stop, Trial, comes_free, ensure, eventually, failed, granted_at_once,
-        granted_within, is_clean, poll_at_most, within,
+        granted_within, is_clean, lasting, poll_at_most, within,
     },
 };
 
@@ -131,7 +131,7 @@ pub(crate) async fn nothing_is_left_behind(trial: &Trial) -> Outcome {
         holder.check()
     );
     holder.release().await?;
-    let limit = trial.left_behind(&holder_client);
+    let limit = PROMPT;
     is_clean(
         limit,
         "1,000 requests were given up",
@@ -167,7 +167,7 @@ async fn give_up(lock: &Lock, rng: &mut fastrand::Rng) -> Outcome {
 pub(crate) async fn dropped_after_each_poll(trial: &Trial) -> Outcome {
     const MOST: usize = 64;
     let client = trial.client().await?;
-    let bound = trial.left_behind(&client);
+    let bound = PROMPT;
     let (mine, theirs) = (trial.lock_of(&client, "a")?, trial.lock("a").await?);
     let mut completed = false;
     for polls in 1..=MOST {
@@ -209,10 +209,10 @@ pub(crate) async fn untaken_grant_lapses(trial: &Trial) -> Outcome {
     let bound = trial.harness.ttl() + trial.limits(&client).idle;
     for part in ["local", "remote"] {
         let holder_lock = match part {
-            "local" => trial.lock_of(&client, part)?,
-            _ => trial.lock(part).await?,
+            "local" => trial.short_lock_of(&client, part)?,
+            _ => trial.short_lock_of(&trial.client().await?, part)?,
         };
-        let waiting = trial.lock_of(&client, part)?;
+        let waiting = trial.short_lock_of(&client, part)?;
         let holder = granted_at_once("a lock nobody has used", &holder_lock).await?;
         let mut untaken = Box::pin(waiting.acquire());
         let early = timeout(Duration::from_millis(50), untaken.as_mut()).await;
@@ -280,26 +280,19 @@ pub(crate) async fn flood_is_bounded(trial: &Trial) -> Outcome {
     tokens.sort_unstable();
     tokens.dedup();
     ensure!(tokens.len() == 500, "a token was granted twice");
-    is_clean(
-        trial.left_behind(&client),
-        "the flood is over",
-        &client,
-        &trial.name("a"),
-        Kind::Lock,
-    )
-    .await
+    is_clean(PROMPT, "the flood is over", &client, &trial.name("a"), Kind::Lock).await
 }
 
 pub(crate) async fn grants_follow_the_queue(trial: &Trial) -> Outcome {
     let observer = trial.client().await?;
     let (mut history, mut waiters) = (History::default(), JoinSet::new());
-    let lock = trial.lock_of(&observer, "a")?.with_options(strict(trial));
+    let lock = trial.lock_of(&observer, "a")?.with_options(strict());
     let mut first = Acquisition::asked(trial.name("a"), Mode::Exclusive, 0, now());
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     first.granted = Some((now(), guard.token().get()));
     let mut queued = Vec::new();
     for who in 1..=8_u64 {
-        let lock = trial.lock("a").await?.with_options(strict(trial));
+        let lock = trial.lock("a").await?.with_options(strict());
         let mut record = Acquisition::asked(trial.name("a"), Mode::Exclusive, who, now());
         waiters.spawn(async move {
             let guard = lock.acquire().await?;
@@ -332,8 +325,8 @@ pub(crate) async fn grants_follow_the_queue(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-fn strict(trial: &Trial) -> AcquireOptions {
-    trial.options().local_handoffs(0)
+fn strict() -> AcquireOptions {
+    lasting().local_handoffs(0)
 }
 
 /// Waits until the server shows that many waiters, or for as long as joining a queue takes where it does not say.
@@ -356,11 +349,11 @@ async fn stands_in_queue(observer: &LockClient, name: &str, waiters: u64) -> Out
 pub(crate) async fn waiter_is_notified(trial: &Trial) -> Outcome {
     let (mine, theirs) = (trial.client().await?, trial.client().await?);
     let poll = mine.info().fallback_poll;
-    let (held, waited) = (trial.lock_of(&mine, "a")?, trial.lock_of(&theirs, "a")?);
+    let (held, queued) = (trial.lock_of(&mine, "a")?, trial.lock_of(&theirs, "a")?);
     let mut took = Vec::new();
     for _ in 0..5 {
         let guard = granted_within(PROMPT, "the round before is over", &held).await?;
-        let waiting = waited.clone();
+        let waiting = queued.clone();
         let waiter =
             tokio::spawn(async move { waiting.acquire().await.map(|guard| (Instant::now(), guard)) });
         sleep(Duration::from_millis(20)).await;
@@ -382,7 +375,7 @@ pub(crate) async fn waiter_is_notified(trial: &Trial) -> Outcome {
 
 pub(crate) async fn strict_order_refuses_handoffs(trial: &Trial) -> Outcome {
     let lock = trial.lock("a").await?;
-    let answer = lock.acquire_with(&trial.options().local_handoffs(5)).await;
+    let answer = lock.acquire_with(&lasting().local_handoffs(5)).await;
     ensure!(
         matches!(
             answer,
@@ -393,11 +386,6 @@ pub(crate) async fn strict_order_refuses_handoffs(trial: &Trial) -> Outcome {
         ),
         "expected InvalidOptions of `local_handoffs`, got {answer:?}"
     );
-    comes_free(
-        Duration::ZERO,
-        "none are asked for",
-        &lock.with_options(strict(trial)),
-    )
-    .await?;
+    comes_free(Duration::ZERO, "none are asked for", &lock.with_options(strict())).await?;
     Ok(())
 }

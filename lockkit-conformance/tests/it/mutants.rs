@@ -1,13 +1,15 @@
 //! Backends with one fault each: a named case catches it.
 
-use lockkit_conformance::{Suite, Verdict, cases};
+use lockkit_conformance::{Suite, Verdict, cases, helper::Launch};
 
 use crate::plain::{Fault, Plain};
 
 /// Runs one case against the fault, and returns what it says is wrong.
 fn caught(fault: Fault, case: &str) -> String {
     let case = cases().iter().find(|known| known.name == case).unwrap();
-    match Suite::new(Plain::with(fault)).run_case(case) {
+    let helpers = ["--exact", "plain::passes::helper_process", "--nocapture"];
+    let suite = Suite::new(Plain::with(fault)).helpers(Launch::this_program(helpers).unwrap());
+    match suite.run_case(case) {
         Verdict::Failed(why) => why,
         other => panic!("{} does not notice {fault:?}: {other:?}", case.name),
     }
@@ -41,6 +43,11 @@ caught! {
     denying_its_lease: ClaimsNoLease by hold_without_lease_stays;
     claiming_wake_ups: ClaimsWakeUps by waiter_is_notified;
     never_renewing: NeverRenews by renewal_keeps_the_hold;
+    leaking_its_secret: LeaksItsSecret by secrets_stay_secret;
+    granting_twice_between_processes: GrantsTwice by second_process_excludes;
+    repeating_tokens_between_processes: RepeatsTokens by tokens_survive_crashes, paused_holder_is_told_and_fenced;
+    outliving_its_holder: OutlivesItsHolder by killed_holder_lets_a_waiter_in, exit_without_release;
+    forgetting_to_release_in_a_process: ForgetsToRelease by second_process_excludes;
 }
 
 #[test]

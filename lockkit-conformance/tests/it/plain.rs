@@ -42,7 +42,19 @@ pub(crate) enum Fault {
     ClaimsNoLease,
     ClaimsWakeUps,
     NeverRenews,
+    OutlivesItsHolder,
+    LeaksItsSecret,
 }
+
+impl Fault {
+    const FOR_HELPERS: [Self; 3] = [
+        Self::RepeatsTokens,
+        Self::OutlivesItsHolder,
+        Self::ForgetsToRelease,
+    ];
+}
+
+const SECRET: &str = "correct horse battery staple";
 
 /// All locks in one file, read and replaced under the file system's own lock: slow, and the same for all processes.
 #[derive(Clone, Debug, Default)]
@@ -76,18 +88,16 @@ impl Entry {
     }
 
     fn to_line(&self) -> String {
-        let mut line = format!("{} {}", hex(&self.name), self.last_token);
-        if let Some(Hold {
-            owner,
-            token,
-            until,
-            label,
-        }) = &self.holder
-        {
-            line += &format!(" {} {token} {until}", owner.get());
-            line.extend(label.iter().map(|label| format!(" {}", hex(label))));
+        let mut words = vec![hex(&self.name), self.last_token.to_string()];
+        if let Some(hold) = &self.holder {
+            words.extend([
+                hold.owner.get().to_string(),
+                hold.token.to_string(),
+                hold.until.to_string(),
+            ]);
+            words.extend(hold.label.as_deref().map(hex));
         }
-        line
+        words.join(" ")
     }
 
     fn from_line(line: &str) -> Option<Self> {
@@ -112,7 +122,10 @@ impl Entry {
 }
 
 fn hex(text: &str) -> String {
-    text.bytes().map(|byte| format!("{byte:02x}")).collect()
+    let digits = text.bytes().flat_map(|byte| [byte >> 4, byte & 15]);
+    digits
+        .filter_map(|digit| char::from_digit(digit.into(), 16))
+        .collect()
 }
 
 fn unhex(hex: &str) -> Option<String> {
@@ -197,7 +210,12 @@ impl Plain {
 #[async_trait]
 impl Backend for Plain {
     fn info(&self) -> BackendInfo {
-        let mut info = BackendInfo::new("plain", "plain:");
+        let server = if self.fault == Fault::LeaksItsSecret {
+            SECRET
+        } else {
+            "plain:"
+        };
+        let mut info = BackendInfo::new("plain", server);
         info.fallback_poll = Duration::from_millis(5);
         info.capabilities.lease = self.fault != Fault::ClaimsNoLease;
         info.capabilities.revoke = true;
@@ -258,6 +276,11 @@ impl Claim for PlainClaim {
                 entry.last_token += block;
             }
             let (owner, label) = (request.owner, request.label.as_ref().map(ToString::to_string));
+            let until = if fault == Fault::OutlivesItsHolder {
+                Nanos::MAX
+            } else {
+                until
+            };
             entry.holder = Some(Hold {
                 owner,
                 token,
@@ -310,7 +333,7 @@ impl Claim for PlainClaim {
     }
 
     async fn notified(&mut self) {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 
@@ -321,13 +344,25 @@ impl Harness for Plain {
     }
 
     fn url(&self) -> Option<String> {
-        self.directory().to_str().map(str::to_owned)
+        self.directory()
+            .to_str()
+            .map(|path| format!("{:?} {path}", self.fault))
     }
 
     async fn connect(&self, url: &str) -> Result<LockClient> {
+        let (fault, path) = url.split_once(' ').unwrap();
+        let fault = Fault::FOR_HELPERS
+            .into_iter()
+            .find(|known| format!("{known:?}") == fault);
+        let (fault, at) = (fault.unwrap_or_default(), Some(path.into()));
         Ok(LockClient::new(Self {
-            at: Some(url.into()),
-            ..self.clone()
+            fault,
+            at,
+            ..Self::default()
         }))
+    }
+
+    fn secret(&self) -> Option<String> {
+        Some(SECRET.to_owned())
     }
 }
