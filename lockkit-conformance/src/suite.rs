@@ -373,9 +373,11 @@ pub fn run_test(harness: impl Harness, module: &str, name: &str) {
 }
 
 fn required(backend: &str) -> bool {
-    let required = std::env::var("LOCKKIT_REQUIRE").unwrap_or_default();
-    required
-        .split(',')
+    is_in(&std::env::var("LOCKKIT_REQUIRE").unwrap_or_default(), backend)
+}
+
+fn is_in(list: &str, backend: &str) -> bool {
+    list.split(',')
         .map(str::trim)
         .any(|name| name == backend || name == "all")
 }
@@ -390,4 +392,28 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
         .map(String::as_str)
         .or_else(|| panic.downcast_ref::<&str>().copied())
         .unwrap_or("with something other than a message")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn a_required_backend_is_named_or_all_are() {
+        assert!(is_in("redis", "redis") && is_in("zk, redis", "redis") && is_in("all", "redis"));
+        assert!(!is_in("", "redis") && !is_in("redis2,xredis", "redis"));
+    }
+
+    #[test]
+    fn every_case_has_a_name_of_its_own_and_a_line_that_says_what_it_is() {
+        let names: HashSet<_> = cases().iter().map(|case| case.name).collect();
+        assert_eq!(names.len(), cases().len());
+        assert!(
+            cases()
+                .iter()
+                .all(|case| case.doc.len() >= 20 && !case.doc.ends_with('.'))
+        );
+    }
 }

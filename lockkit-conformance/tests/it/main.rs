@@ -1,5 +1,6 @@
 //! The suite tested: it passes a good backend, and names what is wrong with a bad one.
 
 mod history;
+mod modes;
 mod mutants;
 mod plain;

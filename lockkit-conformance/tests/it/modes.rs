@@ -1,0 +1,127 @@
+//! The memory backend with a layer above it that gets the modes wrong: what the plain backend has none of.
+
+use async_trait::async_trait;
+use lockkit_conformance::{Harness, Missing, Suite, Verdict, cases};
+use lockkit_core::{
+    Kind, LockClient, LockName, LockState, MemoryBackend, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    None,
+    ReadersExcludeEachOther,
+    WritersComeInWithReaders,
+    OnePermitTooMany,
+    OnePermitTooFew,
+    SizesLiveApart,
+    SemaphoreIsTheLock,
+    NoServer,
+}
+
+#[derive(Clone, Debug)]
+struct Layer {
+    inner: MemoryBackend,
+    fault: Fault,
+}
+
+#[async_trait]
+impl Backend for Layer {
+    fn info(&self) -> BackendInfo {
+        self.inner.info()
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        let mut request = request.clone();
+        request.mode = match (self.fault, request.mode) {
+            (Fault::ReadersExcludeEachOther, Mode::Shared)
+            | (Fault::SemaphoreIsTheLock, Mode::Permits(_)) => Mode::Exclusive,
+            (Fault::WritersComeInWithReaders, Mode::Exclusive) => Mode::Shared,
+            (Fault::OnePermitTooMany, Mode::Permits(size)) => Mode::Permits(size.saturating_add(1)),
+            (Fault::OnePermitTooFew, Mode::Permits(size)) => Mode::Permits(fewer(size)),
+            (Fault::SizesLiveApart, Mode::Permits(size)) => {
+                request.name = LockName::new(format!("{}/{size}", request.name))?;
+                request.mode
+            }
+            (_, mode) => mode,
+        };
+        self.inner.claim(&request).await
+    }
+
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        self.inner.inspect(name, kind).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn fewer(size: std::num::NonZeroU32) -> std::num::NonZeroU32 {
+    std::num::NonZeroU32::new(size.get() - 1).unwrap_or(size)
+}
+
+#[async_trait]
+impl Harness for Layer {
+    async fn client(&self) -> Result<LockClient> {
+        Ok(LockClient::new(self.clone()))
+    }
+
+    fn missing(&self) -> Option<Missing> {
+        let (backend, reason) = ("layer".to_owned(), "it was never built".to_owned());
+        (self.fault == Fault::NoServer).then_some(Missing { backend, reason })
+    }
+}
+
+fn verdict(fault: Fault, case: &str) -> Verdict {
+    let layer = Layer {
+        inner: MemoryBackend::new(),
+        fault,
+    };
+    let case = cases().iter().find(|known| known.name == case).unwrap();
+    Suite::new(layer).run_case(case)
+}
+
+#[test]
+fn each_fault_is_caught() {
+    for (fault, case) in [
+        (Fault::ReadersExcludeEachOther, "many_readers_or_one_writer"),
+        (Fault::WritersComeInWithReaders, "many_readers_or_one_writer"),
+        (Fault::WritersComeInWithReaders, "readers_and_writers_contend"),
+        (Fault::OnePermitTooMany, "never_more_than_the_size"),
+        (Fault::OnePermitTooFew, "never_more_than_the_size"),
+        (Fault::OnePermitTooMany, "drained_permits_come_back"),
+        (Fault::SizesLiveApart, "two_sizes_are_an_error"),
+        (Fault::SemaphoreIsTheLock, "apart_from_the_lock"),
+    ] {
+        let found = verdict(fault, case);
+        assert!(
+            matches!(found, Verdict::Failed(_)),
+            "{case} does not notice {fault:?}: {found:?}"
+        );
+    }
+}
+
+#[test]
+fn without_a_fault_the_same_cases_pass() {
+    for case in [
+        "many_readers_or_one_writer",
+        "never_more_than_the_size",
+        "two_sizes_are_an_error",
+        "apart_from_the_lock",
+    ] {
+        assert_eq!(verdict(Fault::None, case), Verdict::Passed, "{case}");
+    }
+}
+
+#[test]
+fn a_missing_server_is_said_and_fails_where_it_is_required() {
+    let why = match (
+        verdict(Fault::NoServer, "second_try_is_none"),
+        std::env::var("LOCKKIT_REQUIRE").as_deref(),
+    ) {
+        (Verdict::Failed(why), Ok("all" | "layer")) | (Verdict::Gated(why), _) => why,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(why, "no server for layer: it was never built");
+}
