@@ -33,6 +33,7 @@ pub mod helper;
 pub mod history;
 pub mod process;
 mod suite;
+mod traces;
 mod trial;
 
 pub use harness::{Harness, Missing};

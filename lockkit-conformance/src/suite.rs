@@ -107,7 +107,7 @@ macro_rules! __for_each_case {
         basic::closed_client_refuses [] "close releases what is held, tells holders and waiters, and refuses more";
         names::byte_exact_and_injective [] "names with odd characters, of 1,024 bytes, or alike but for case are all different locks";
         names::bad_names_are_refused [] "empty and over-long names are InvalidName";
-        names::secrets_stay_secret [Secret] "the configuration's secret shows in no Debug output and no error";
+        names::secrets_stay_secret [Secret] "the configuration's secret shows in no Debug output, error or trace";
         waiting::short_timeout_is_prompt [] "a time-out of 200 ms returns in under 500 ms, and says that the lock is taken";
         waiting::cancelled_wait_is_prompt [] "a blocked wait is cancelled in under a second";
         waiting::counter_is_never_two [] "100 handles of 10 clients on one name: never two inside";

@@ -1,8 +1,14 @@
 //! Names, and what must not be named.
 
+use std::time::Duration;
+
 use lockkit_core::{Error, LockName};
 
-use crate::trial::{Outcome, Trial, chain, ensure, failed, granted_at_once, lasting, taken};
+use crate::{
+    Harness,
+    traces::Traces,
+    trial::{Outcome, Stop, Trial, chain, ensure, failed, granted_at_once, lasting, taken},
+};
 
 pub(crate) async fn byte_exact_and_injective(trial: &Trial) -> Outcome {
     let (mine, theirs) = (trial.client().await?, trial.client().await?);
@@ -103,6 +109,7 @@ pub(crate) async fn bad_names_are_refused(trial: &Trial) -> Outcome {
 }
 
 pub(crate) async fn secrets_stay_secret(trial: &Trial) -> Outcome {
+    const MARK: &str = "whatever is traced is seen";
     let Some(secret) = trial.harness.secret() else {
         return Ok(());
     };
@@ -110,31 +117,56 @@ pub(crate) async fn secrets_stay_secret(trial: &Trial) -> Outcome {
         !secret.is_empty(),
         "the harness's secret is empty, which is found anywhere"
     );
-    let client = trial.client().await?;
-    let lock = trial.lock_of(&client, "a")?;
-    let guard = granted_at_once("a lock nobody has used", &lock).await?;
-    let timeout = lock.acquire_timeout(std::time::Duration::from_millis(5)).await;
-    let Err(timeout) = timeout else {
-        return Err(failed("expected a time-out on a lock that is held"));
-    };
-    let mut shown = vec![
-        format!("{client:?} {client:#?}"),
-        format!("{:?}", client.info()),
-        format!("{lock:?} {lock:#?} {} {:?}", lock.id(), lock.id()),
-        format!("{guard:?} {guard:#?} {:?}", guard.held()),
-        format!("{timeout:?} {}", chain(&timeout)),
-        format!("{:?}", client.inspect(trial.name("a")).await?),
-    ];
-    guard.release().await?;
-    client.close(std::time::Duration::from_secs(5)).await?;
-    if let Err(closed) = lock.acquire().await {
-        shown.push(format!("{closed:?} {}", chain(&closed)));
-    }
+    let traces = Traces::default();
+    let (harness, name, capture) = (trial.harness.clone(), trial.name("a"), traces.clone());
+    // A runtime of one thread, since traces are captured thread by thread.
+    let thread = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        tracing::subscriber::with_default(capture, || {
+            tracing::trace!("{MARK}");
+            runtime.block_on(whatever_is_shown(&*harness, &name))
+        })
+    });
+    let joined = tokio::task::spawn_blocking(move || thread.join())
+        .await
+        .map_err(failed)?;
+    let mut shown = joined.map_err(|_| failed("showing everything panicked"))??;
+    ensure!(
+        traces.text().contains(MARK),
+        "a vacuous pass: traces are not captured"
+    );
+    shown.push(traces.text());
     let leak = shown.iter().find(|text| text.contains(&secret));
+    let leak = leak.map(|text| text.replace(&secret, "<secret>"));
     ensure!(
         leak.is_none(),
         "the secret shows in: {}",
-        leak.map_or(String::new(), |text| text.replace(&secret, "<secret>"))
+        leak.unwrap_or_default()
     );
     Ok(())
+}
+
+/// What a program that uses the backend may print, in the course of a life.
+async fn whatever_is_shown(harness: &dyn Harness, name: &str) -> Result<Vec<String>, Stop> {
+    let client = harness.client().await?;
+    let lock = client.lock(name)?.with_options(lasting());
+    let guard = granted_at_once("a lock nobody has used", &lock).await?;
+    let Err(timeout) = lock.acquire_timeout(Duration::from_millis(5)).await else {
+        return Err(failed("expected a time-out on a lock that is held"));
+    };
+    let mut shown = vec![
+        format!("{client:?} {client:#?} {:?}", client.info()),
+        format!("{lock:?} {lock:#?} {} {:?}", lock.id(), lock.id()),
+        format!("{guard:?} {guard:#?} {:?}", guard.held()),
+        format!("{timeout:?} {}", chain(&timeout)),
+        format!("{:?}", client.inspect(name).await?),
+    ];
+    guard.release().await?;
+    client.close(Duration::from_secs(5)).await?;
+    if let Err(closed) = lock.acquire().await {
+        shown.push(format!("{closed:?} {}", chain(&closed)));
+    }
+    Ok(shown)
 }

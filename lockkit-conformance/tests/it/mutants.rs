@@ -44,6 +44,7 @@ caught! {
     claiming_wake_ups: ClaimsWakeUps by waiter_is_notified;
     never_renewing: NeverRenews by renewal_keeps_the_hold;
     leaking_its_secret: LeaksItsSecret by secrets_stay_secret;
+    tracing_its_secret: TracesItsSecret by secrets_stay_secret;
     granting_twice_between_processes: GrantsTwice by second_process_excludes;
     repeating_tokens_between_processes: RepeatsTokens by tokens_survive_crashes, paused_holder_is_told_and_fenced;
     outliving_its_holder: OutlivesItsHolder by killed_holder_lets_a_waiter_in, exit_without_release;

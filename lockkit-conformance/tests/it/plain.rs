@@ -44,6 +44,7 @@ pub(crate) enum Fault {
     NeverRenews,
     OutlivesItsHolder,
     LeaksItsSecret,
+    TracesItsSecret,
 }
 
 impl Fault {
@@ -231,6 +232,9 @@ impl Backend for Plain {
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         if request.mode != Mode::Exclusive {
             return Err(Error::unsupported("plain", "any mode but the exclusive one"));
+        }
+        if self.fault == Fault::TracesItsSecret {
+            tracing::debug!(password = SECRET, "connecting");
         }
         let (backend, request) = (self.clone(), request.clone());
         Ok(Box::new(PlainClaim { backend, request }))

@@ -1,0 +1,69 @@
+//! Everything that is traced, as text, so that it can be searched for what must not be in it.
+
+use std::{
+    fmt::{self, Write as _},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use tracing::{
+    Event, Metadata, Subscriber,
+    field::{Field, Visit},
+    span::{Attributes, Id, Record},
+};
+
+/// Takes the fields of every span and event, of every level. Clones add to the same text.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Traces(Arc<Mutex<String>>);
+
+impl Traces {
+    pub(crate) fn text(&self) -> String {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn add(&self, record: impl FnOnce(&mut Fields)) {
+        let mut fields = Fields(String::new());
+        record(&mut fields);
+        let mut text = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        text.push_str(&fields.0);
+        text.push('\n');
+    }
+}
+
+impl Subscriber for Traces {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        self.add(|fields| span.record(fields));
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, values: &Record<'_>) {
+        self.add(|fields| values.record(fields));
+    }
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        self.add(|fields| event.record(fields));
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+struct Fields(String);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        // Writing to a string does not fail.
+        let _ = write!(self.0, "{field}={value:?} ");
+    }
+
+    /// Unescaped, and with its causes.
+    fn record_error(&mut self, field: &Field, value: &(dyn std::error::Error + 'static)) {
+        let _ = write!(self.0, "{field}={} {value:?} ", crate::trial::chain(value));
+    }
+}
