@@ -184,6 +184,11 @@ impl Lock {
         Self { line, options, terms }
     }
 
+    #[cfg(all(test, lockkit_loom))]
+    pub(crate) fn line(&self) -> &Arc<Line> {
+        &self.line
+    }
+
     /// The same lock in shared mode. Shared holders exclude exclusive ones only. A semaphore stays what it is.
     pub fn shared(&self) -> Self {
         let mode = match self.line.mode {

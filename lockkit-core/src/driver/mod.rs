@@ -15,3 +15,6 @@ pub(crate) mod queue;
 pub(crate) mod settle;
 pub(crate) mod timing;
 pub(crate) mod worker;
+
+#[cfg(all(test, lockkit_loom))]
+mod loom_tests;

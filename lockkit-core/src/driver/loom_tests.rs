@@ -1,0 +1,265 @@
+//! Every interleaving of the driver's own state: `RUSTFLAGS="--cfg lockkit_loom" cargo test -p lockkit-core --lib loom`.
+//!
+//! Loom sees what is behind `crate::sync::Mutex`. It does not see into Tokio's primitives, which are not used here.
+
+use std::{
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, Wake, Waker},
+    time::Duration,
+};
+
+use loom::{future::block_on, thread};
+use tokio::time::Instant;
+
+use crate::{
+    LockClient, LossReason, MemoryBackend,
+    driver::{
+        cell::{HoldCell, Phase},
+        line::{Line, Served, Terms},
+        queue::{Offer, Queue, Turn},
+    },
+    spi::Mode,
+    sync::Mutex,
+};
+
+fn explore(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(model);
+}
+
+#[derive(Default)]
+struct Counter(AtomicUsize);
+
+impl Wake for Counter {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn cell(phase: Phase) -> Arc<HoldCell<&'static str>> {
+    Arc::new(HoldCell::new(phase, "claim", Some(Instant::now() + Duration::from_secs(3_600))))
+}
+
+#[test]
+fn loom_a_hold_is_either_released_or_lost_and_watchers_of_a_loss_are_woken() {
+    explore(|| {
+        let cell = cell(Phase::Held);
+        let wakes = Arc::new(Counter::default());
+        let mut place = None;
+        cell.watch(&mut place, &Waker::from(wakes.clone()));
+        let loser = thread::spawn({
+            let cell = cell.clone();
+            move || cell.lose(LossReason::Revoked)
+        });
+        let released = cell.begin_release(Instant::now());
+        let lost = loser.join().unwrap();
+        match released {
+            Ok(claim) => {
+                assert!(!lost, "a released hold cannot be lost any more");
+                assert_eq!(claim, Some("claim"));
+                assert_eq!(wakes.0.load(Ordering::SeqCst), 0, "never for a normal release");
+                assert_eq!(cell.last_phase(), Phase::Releasing);
+            }
+            Err(reason) => {
+                assert!(lost && reason == LossReason::Revoked);
+                assert_eq!(wakes.0.load(Ordering::SeqCst), 1, "told once");
+                assert_eq!(cell.last_phase(), Phase::Lost(LossReason::Revoked));
+            }
+        }
+    });
+}
+
+#[test]
+fn loom_a_loss_is_never_missed_by_a_watcher_that_registers_meanwhile() {
+    explore(|| {
+        let cell = cell(Phase::Held);
+        let loser = thread::spawn({
+            let cell = cell.clone();
+            move || cell.lose(LossReason::Expired)
+        });
+        let mut place = None;
+        let reason = block_on(std::future::poll_fn(|cx| {
+            cell.watch(&mut place, cx.waker());
+            match cell.last_phase() {
+                Phase::Lost(reason) => Poll::Ready(reason),
+                _ => Poll::Pending,
+            }
+        }));
+        assert_eq!(reason, LossReason::Expired);
+        assert!(loser.join().unwrap());
+    });
+}
+
+#[test]
+fn loom_the_claim_comes_back_from_its_attendant_to_whoever_releases() {
+    explore(|| {
+        let cell = cell(Phase::Held);
+        let attendant = thread::spawn({
+            let cell = cell.clone();
+            move || {
+                block_on(async {
+                    loop {
+                        let version = cell.version();
+                        let Some(loan) = cell.attend().await else { return };
+                        std::future::poll_fn(|cx| cell.poll_changed(version, cx)).await;
+                        drop(loan);
+                    }
+                });
+            }
+        });
+        let claim = match cell.begin_release(Instant::now()) {
+            Ok(Some(claim)) => Some(claim),
+            Ok(None) => block_on(cell.reclaim()).keep(),
+            Err(reason) => panic!("lost: {reason}"),
+        };
+        assert_eq!(claim, Some("claim"));
+        attendant.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_a_renewal_by_hand_and_the_attendant_take_turns() {
+    explore(|| {
+        let cell = cell(Phase::Held);
+        let attendant = thread::spawn({
+            let cell = cell.clone();
+            move || {
+                block_on(async {
+                    let version = cell.version();
+                    if let Some(loan) = cell.attend().await {
+                        std::future::poll_fn(|cx| cell.poll_changed(version, cx)).await;
+                        drop(loan);
+                    }
+                });
+            }
+        });
+        let loan = block_on(cell.reclaim());
+        assert!(loan.is_some());
+        drop(loan);
+        let _ = cell.begin_release(Instant::now());
+        attendant.join().unwrap();
+    });
+}
+
+fn line() -> Arc<Line> {
+    let client = LockClient::new(MemoryBackend::new());
+    client.lock("name").unwrap().line().clone()
+}
+
+fn terms() -> Arc<Terms> {
+    Arc::new(Terms {
+        ttl: Duration::from_secs(30),
+        wait: None,
+        renew: true,
+        op_timeout: Duration::from_secs(5),
+        label: None,
+        local_handoffs: 0,
+    })
+}
+
+/// Takes the slot, waiting for it if need be.
+async fn take_slot(line: &Arc<Line>, terms: &Arc<Terms>) {
+    let grip = match line.enter_or_join(terms) {
+        Ok(grip) => grip,
+        Err(in_line) => match in_line.await {
+            Served::Slot(grip) => grip,
+            other => panic!("{other:?}"),
+        },
+    };
+    drop(grip);
+}
+
+#[test]
+fn loom_the_slot_is_never_forgotten() {
+    explore(|| {
+        let (line, terms) = (line(), terms());
+        assert_eq!(line.mode, Mode::Exclusive);
+        let other = thread::spawn({
+            let (line, terms) = (line.clone(), terms.clone());
+            move || block_on(take_slot(&line, &terms))
+        });
+        block_on(take_slot(&line, &terms));
+        other.join().unwrap();
+        assert!(line.enter(&terms).is_some(), "free again");
+    });
+}
+
+#[test]
+fn loom_a_waiter_that_gives_up_passes_on_what_it_was_offered() {
+    explore(|| {
+        let (line, terms) = (line(), terms());
+        let first = line.enter(&terms).unwrap();
+        let fickle = thread::spawn({
+            let (line, terms) = (line.clone(), terms.clone());
+            move || {
+                if let Err(mut in_line) = line.enter_or_join(&terms) {
+                    let mut cx = Context::from_waker(Waker::noop());
+                    drop(pin!(&mut in_line).poll(&mut cx));
+                }
+            }
+        });
+        let patient = thread::spawn({
+            let (line, terms) = (line.clone(), terms.clone());
+            move || block_on(take_slot(&line, &terms))
+        });
+        drop(first);
+        fickle.join().unwrap();
+        patient.join().unwrap();
+        assert!(line.enter(&terms).is_some(), "free again");
+    });
+}
+
+#[test]
+fn loom_a_hold_that_is_handed_off_ends_up_in_exactly_one_place() {
+    explore(|| {
+        let queue = Arc::new(Mutex::new(Queue::<(), &'static str>::default()));
+        assert!(queue.lock().enter());
+        let ticket = queue.lock().join(());
+        let waiter = thread::spawn({
+            let queue = queue.clone();
+            move || {
+                let turn = queue.lock().poll(ticket, Waker::noop());
+                match turn {
+                    Turn::Offered(Offer::Hold(hold)) => Some(hold),
+                    Turn::Wait => match queue.lock().leave(ticket) {
+                        Some(Offer::Hold(hold)) => Some(hold),
+                        _ => None,
+                    },
+                    other => panic!("{other:?}"),
+                }
+            }
+        });
+        let kept = {
+            let mut queue = queue.lock();
+            if queue.first().is_some() {
+                let _ = queue.hand_off("hold");
+                None
+            } else {
+                let _ = queue.pass();
+                Some("hold")
+            }
+        };
+        let received = waiter.join().unwrap();
+        assert!(kept.is_some() != received.is_some(), "kept {kept:?}, received {received:?}");
+    });
+}
+
+#[test]
+fn loom_an_offer_is_either_accepted_or_lapses() {
+    explore(|| {
+        let cell = cell(Phase::Offered);
+        let worker = thread::spawn({
+            let cell = cell.clone();
+            move || cell.lapse()
+        });
+        let accepted = cell.accept(Instant::now());
+        worker.join().unwrap();
+        let expected = if accepted { Phase::Held } else { Phase::Lost(LossReason::Expired) };
+        assert_eq!(cell.last_phase(), expected);
+    });
+}
