@@ -7,6 +7,8 @@ mod capabilities;
 mod client;
 mod driver;
 mod error;
+#[cfg(all(feature = "file", unix))]
+mod file;
 mod guard;
 mod lock;
 mod memory;
@@ -22,6 +24,8 @@ mod token;
 pub use capabilities::{Capabilities, FencingDurability, Holder, LockState};
 pub use client::LockClient;
 pub use error::{BoxError, Error, LossReason, Result};
+#[cfg(all(feature = "file", unix))]
+pub use file::{FileBackend, FileConfig};
 pub use guard::{Held, LockGuard, LostSignal, RenewalFailing};
 pub use lock::{DistributedLock, DistributedLockExt, Lock};
 pub use memory::{MemoryBackend, Operation};

@@ -1,0 +1,218 @@
+//! A claim, as the driver sees it: blocking work goes to a worker thread and is picked up again wherever the future
+//! that waited for it was dropped.
+
+use std::{fs::File, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use tokio::{
+    sync::oneshot,
+    task::{JoinHandle, spawn_blocking},
+    time::{Instant, sleep, sleep_until},
+};
+
+use super::{
+    NAME,
+    contender::{Contender, Spec},
+    fault::{Fault, Result},
+    watch::Events,
+};
+use crate::{
+    Error, LossReason,
+    spi::{Claim, Grant, Lease, Renewal},
+};
+
+/// When to try again after an event, unless another comes. A killed holder's descriptors are closed one after the
+/// other, and each tells of itself before its lock is gone.
+const BURST: [Duration; 4] = [
+    Duration::from_millis(1),
+    Duration::from_millis(2),
+    Duration::from_millis(4),
+    Duration::from_millis(8),
+];
+
+#[derive(Debug)]
+pub(super) struct FileClaim {
+    spec: Arc<Spec>,
+    /// The state, unless a worker has it.
+    idle: Option<Contender>,
+    /// The worker that has it.
+    busy: Option<JoinHandle<Contender>>,
+    /// The file of the hold that the caller knows of.
+    held: Option<Arc<File>>,
+    /// An event came since the last attempt or renewal began.
+    woken: bool,
+    burst: Burst,
+}
+
+/// Where in [`BURST`] a waiter is.
+#[derive(Debug, Default)]
+struct Burst {
+    next: usize,
+    at: Option<Instant>,
+}
+
+impl FileClaim {
+    pub(super) fn new(spec: Spec) -> Self {
+        Self {
+            spec: Arc::new(spec),
+            idle: None,
+            busy: None,
+            held: None,
+            woken: false,
+            burst: Burst::default(),
+        }
+    }
+
+    /// Waits until no worker is busy.
+    async fn settle(&mut self) -> &mut Contender {
+        if let Some(worker) = &mut self.busy {
+            // A worker that panicked, or that the runtime never started, has dropped the state, and so freed it all.
+            self.idle = worker.await.ok();
+            self.busy = None;
+        }
+        self.idle
+            .get_or_insert_with(|| Contender::new(Arc::clone(&self.spec)))
+    }
+
+    /// Does `work` on a worker thread. If this future is dropped, it is done all the same.
+    async fn run<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce(&mut Contender) -> T + Send + 'static,
+    ) -> Result<T> {
+        self.settle().await;
+        let mut state = self.idle.take().ok_or(Fault::Worker)?;
+        let (done, mut answer) = oneshot::channel();
+        self.busy = Some(spawn_blocking(move || {
+            // Nobody listens if the future was dropped.
+            let _ = done.send(work(&mut state));
+            state
+        }));
+        self.settle().await;
+        answer.try_recv().map_err(|_| Fault::Worker)
+    }
+
+    /// Takes note of events, at the beginning of an attempt or a renewal. Says whether there were any.
+    fn take_events(&mut self) -> bool {
+        let mut woken = std::mem::take(&mut self.woken);
+        if let Some(state) = &mut self.idle {
+            woken |= state.events.as_mut().is_some_and(Events::seen);
+            if woken {
+                state.last_event = Instant::now();
+            }
+        }
+        woken
+    }
+
+    fn error(&self, fault: Fault, operation: &'static str) -> Error {
+        fault.during(operation, Some(&self.spec.request.name))
+    }
+}
+
+#[async_trait]
+impl Claim for FileClaim {
+    async fn attempt(&mut self, patience: Duration) -> crate::Result<Option<Grant>> {
+        let waits = !patience.is_zero();
+        if self.settle().await.hold.is_none() {
+            if self.take_events() || !waits {
+                self.burst = Burst::default();
+            }
+            let since = Instant::now();
+            let tried = self.run(move |state| state.attempt(waits, since)).await;
+            tried.flatten().map_err(|fault| self.error(fault, "acquire"))?;
+        }
+        let Some(hold) = self.idle.as_ref().and_then(|state| state.hold.as_ref()) else {
+            self.burst.schedule();
+            return Ok(None);
+        };
+        self.held = Some(Arc::clone(hold.file()));
+        Ok(Some(hold.grant.clone()))
+    }
+
+    async fn renew(&mut self) -> crate::Result<Renewal> {
+        if self.settle().await.hold.is_none() {
+            return Ok(Renewal::Lost(LossReason::Disconnected));
+        }
+        self.take_events();
+        let since = Instant::now();
+        let stands = self.run(|state| state.stands()).await;
+        if stands.flatten().map_err(|fault| self.error(fault, "renew"))? {
+            Ok(Renewal::Held(Lease { since, length: None }))
+        } else {
+            Ok(Renewal::Lost(LossReason::Revoked))
+        }
+    }
+
+    async fn release(&mut self) -> crate::Result<()> {
+        if self.idle.is_none() && self.busy.is_none() {
+            return Ok(());
+        }
+        self.run(Contender::release)
+            .await
+            .map_err(|fault| self.error(fault, "release"))?;
+        self.held = None;
+        self.woken = false;
+        self.burst = Burst::default();
+        let lost = self
+            .idle
+            .as_mut()
+            .is_some_and(|state| std::mem::take(&mut state.lost));
+        if lost {
+            return Err(Error::lost(
+                NAME,
+                self.spec.request.name.clone(),
+                LossReason::Revoked,
+            ));
+        }
+        Ok(())
+    }
+
+    async fn notified(&mut self) {
+        let holds = self.held.is_some();
+        let poll = self.spec.poll;
+        let granted = self.settle().await.hold.is_some();
+        if self.woken || (granted && !holds) {
+            return;
+        }
+        let Self {
+            idle, woken, burst, ..
+        } = self;
+        let state = idle.as_mut();
+        let events = state.and_then(|state| state.events.as_mut());
+        let event = async {
+            match events {
+                Some(events) => events.next().await,
+                None if holds => std::future::pending().await,
+                None => sleep(poll).await,
+            }
+        };
+        tokio::select! {
+            () = event => {
+                *woken = true;
+            }
+            () = burst.due(), if !holds => {}
+        }
+    }
+
+    fn descriptor(&self) -> Option<std::os::fd::OwnedFd> {
+        self.held.as_ref()?.try_clone().ok().map(Into::into)
+    }
+}
+
+impl Burst {
+    /// After a failed attempt.
+    fn schedule(&mut self) {
+        self.at = BURST.get(self.next).map(|pause| Instant::now() + *pause);
+        self.next += 1;
+    }
+
+    /// When it is time to try again.
+    async fn due(&mut self) {
+        match self.at {
+            Some(at) => {
+                sleep_until(at).await;
+                self.at = None;
+            }
+            None => std::future::pending().await,
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! What a granted claim keeps.
+
+use std::{
+    fs::{self, File, FileTimes},
+    path::PathBuf,
+    sync::Arc,
+    time::SystemTime,
+};
+
+use super::{
+    fault::{Inode, Result},
+    flock::Flock,
+    space,
+};
+use crate::spi::Grant;
+
+/// A hold. Dropping it gives it up and wakes the waiters, in the order of its fields.
+#[derive(Debug)]
+pub(super) struct Hold {
+    pub grant: Grant,
+    /// Goes first, so that no inspection shows a holder whose lock is free already.
+    _reader: Option<ReaderNote>,
+    lock: Flock,
+    _beacon: Beacon,
+    /// The files that the hold lives in. If one was deleted or replaced, others no longer see the hold.
+    lives_in: Vec<(PathBuf, Inode)>,
+}
+
+impl Hold {
+    pub(super) fn new(
+        reader: Option<ReaderNote>,
+        lock: Flock,
+        beacon: Beacon,
+        lives_in: Vec<(PathBuf, Inode)>,
+        grant: Grant,
+    ) -> Self {
+        Self {
+            grant,
+            _reader: reader,
+            lock,
+            _beacon: beacon,
+            lives_in,
+        }
+    }
+
+    /// The file whose lock is the hold.
+    pub(super) fn file(&self) -> &Arc<File> {
+        self.lock.file()
+    }
+
+    /// Whether others can still see it.
+    pub(super) fn stands(&self) -> Result<bool> {
+        for (path, inode) in &self.lives_in {
+            if !space::is_at(path, *inode)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// A writable descriptor of a watched file. The system tells the watchers when it is closed, also when its process is
+/// killed.
+#[derive(Debug)]
+pub(super) struct Beacon(pub File);
+
+impl Beacon {
+    pub(super) fn inode(&self, path: &std::path::Path) -> Result<Inode> {
+        space::inode(&self.0, path)
+    }
+}
+
+impl Drop for Beacon {
+    fn drop(&mut self) {
+        // While a forked child has the descriptor too, closing it tells nobody.
+        touch(&self.0);
+    }
+}
+
+/// Wakes whoever watches `file`.
+pub(super) fn touch(file: &File) {
+    let now = SystemTime::now();
+    // Both times, or inotify would report a mere modification. Should it fail, the fallback poll is left.
+    let _ = file.set_times(FileTimes::new().set_accessed(now).set_modified(now));
+}
+
+/// A shared holder's file, locked while it holds.
+#[derive(Debug)]
+pub(super) struct ReaderNote {
+    pub path: PathBuf,
+    pub _lock: Flock,
+}
+
+impl Drop for ReaderNote {
+    fn drop(&mut self) {
+        // An inspection removes what stays behind.
+        let _ = fs::remove_file(&self.path);
+    }
+}

@@ -1,0 +1,102 @@
+//! Who holds a name. The operating system's locks say whether someone does, the files only say who.
+
+use std::{
+    fs::{self, File},
+    io,
+    path::Path,
+    sync::Arc,
+};
+
+use super::{
+    fault::{Fault, Result},
+    flock::Flock,
+    hold::touch,
+    journal::{self, Holding},
+    space::{self, Files},
+};
+use crate::{Kind, LockName};
+
+/// The holders of `name`. It probes under the ledger's lock, where no attempt gives up because of it.
+pub(super) fn holders(files: &Files, name: &LockName, kind: Kind) -> Result<Vec<Holding>> {
+    let path = files.main();
+    let Some(file) = space::open(&path)?.map(Arc::new) else {
+        return Ok(Vec::new());
+    };
+    let Some(last) = journal::read(&file, &path)? else {
+        return Ok(Vec::new());
+    };
+    last.check_name(name.as_str(), &path)?;
+    let _ledger = files.lock_ledger()?;
+    match kind {
+        Kind::Lock => lock_holders(files, &file, &path),
+        Kind::Semaphore => permit_holders(files, &file, &path),
+    }
+}
+
+fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<Holding>> {
+    if let Some(probe) = Flock::exclusive(file, path)? {
+        drop(probe);
+        // A waiter that tried just then would otherwise not try again before its fallback poll.
+        touch(file);
+        readers(files, true)?;
+        return Ok(Vec::new());
+    }
+    let last = journal::read(file, path)?.map(|last| last.holder);
+    if let Some(probe) = Flock::shared(file, path)? {
+        drop(probe);
+        touch(file);
+        let inside = readers(files, false)?;
+        // None has a file of its own if all were killed and left their descriptors to child processes.
+        return Ok(if inside.is_empty() {
+            last.into_iter().collect()
+        } else {
+            inside
+        });
+    }
+    Ok(last.into_iter().collect())
+}
+
+/// The shared holders that are alive. With `sweep`, the files of those that were killed are removed.
+fn readers(files: &Files, sweep: bool) -> Result<Vec<Holding>> {
+    let dir = files.readers();
+    let entries = match fs::read_dir(&dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.map_err(Fault::io("read the directory", &dir))?,
+    };
+    let mut holders = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(Fault::io("read the directory", &dir))?.path();
+        let Some(file) = space::open(&path)?.map(Arc::new) else {
+            continue;
+        };
+        if let Some(_stale) = Flock::exclusive(&file, &path)? {
+            if sweep {
+                // Another inspection or an administrator may have been quicker.
+                let _ = fs::remove_file(&path);
+            }
+        } else if let Some(note) = journal::read(&file, &path)? {
+            holders.push(note.holder);
+        }
+    }
+    holders.sort_by_key(|holder| holder.token);
+    Ok(holders)
+}
+
+fn permit_holders(files: &Files, file: &File, path: &Path) -> Result<Vec<Holding>> {
+    let permits = journal::read(file, path)?.map_or(0, |last| last.permits);
+    let mut holders = Vec::new();
+    for index in 0..permits {
+        let path = files.permit(index);
+        let Some(slot) = space::open(&path)?.map(Arc::new) else {
+            continue;
+        };
+        // A permit is only ever taken under the ledger's lock, so probing it is in nobody's way.
+        if Flock::exclusive(&slot, &path)?.is_none()
+            && let Some(note) = journal::read(&slot, &path)?
+        {
+            holders.push(note.holder);
+        }
+    }
+    holders.sort_by_key(|holder| holder.token);
+    Ok(holders)
+}

@@ -1,0 +1,237 @@
+//! The file backend: locks between the processes of one host, by the operating system's advisory file locks.
+//!
+//! `docs/adr/0003-file-backend.md` says why it is built the way it is.
+
+mod claim;
+mod contender;
+mod fault;
+mod flock;
+mod hold;
+mod inspect;
+mod journal;
+mod space;
+#[cfg(target_os = "linux")]
+mod watch;
+#[cfg(not(target_os = "linux"))]
+#[path = "unwatched.rs"]
+mod watch;
+
+use std::{
+    fmt,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use tokio::task::spawn_blocking;
+
+use self::{claim::FileClaim, contender::Spec, fault::Fault, journal::Holding, space::Space, watch::Watcher};
+use crate::{
+    Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
+};
+
+const NAME: &str = "file";
+/// Looking for a free permit takes a look at each.
+const MAX_PERMITS: u32 = 10_000;
+const POLL_WATCHED: Duration = Duration::from_secs(1);
+const POLL_UNWATCHED: Duration = Duration::from_millis(25);
+
+/// Where a [`FileBackend`] keeps its files.
+///
+/// ```
+/// use lockkit_core::FileConfig;
+///
+/// let mut config = FileConfig::new("/var/lock/app");
+/// config.namespace = "billing".into();
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FileConfig {
+    /// The directory. It is made, for its owner alone, if it is missing. It has to be on a local file system.
+    pub dir: PathBuf,
+    /// Keeps applications that share the directory apart: a directory in it, none if empty. Of `[A-Za-z0-9._-]`.
+    pub namespace: String,
+    /// How often a waiter asks again although nothing woke it. Unset: 1 s with inotify, 25 ms without.
+    pub poll: Option<Duration>,
+}
+
+impl FileConfig {
+    /// Files in `dir`, in the default namespace.
+    pub fn new(dir: impl Into<PathBuf>) -> Self {
+        Self {
+            dir: dir.into(),
+            namespace: BackendInfo::DEFAULT_NAMESPACE.to_owned(),
+            poll: None,
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        if !self.namespace.chars().all(allowed) {
+            return Err(Error::invalid_option(
+                "namespace",
+                format!(
+                    "{:?} has other characters than letters, digits, `.`, `_` and `-`",
+                    self.namespace
+                ),
+            ));
+        }
+        if self.namespace.len() > Space::MAX_NAMESPACE {
+            return Err(Error::invalid_option(
+                "namespace",
+                format!("it is longer than {} bytes", Space::MAX_NAMESPACE),
+            ));
+        }
+        if self.poll.is_some_and(|poll| poll < Duration::from_millis(1)) {
+            return Err(Error::invalid_option("poll", "it is shorter than 1 ms"));
+        }
+        Ok(())
+    }
+}
+
+/// Locks between the processes of one host.
+///
+/// A hold is an advisory lock of the operating system on a file, so it ends with the process that has it, however that
+/// ends, and needs no lease. A fencing token is on disk before it is handed out. Waiters sleep in the kernel and are
+/// woken by inotify on Linux; elsewhere, and where the system's inotify instances are used up, they poll.
+///
+/// What it cannot do: serve more than one host (also through a network file system), grant in the order of waiting,
+/// or end someone else's hold. A holder that is stopped holds on until it is continued or killed. If a lock's file is
+/// deleted while the lock is held, the holder is told that it is lost, but not before another may be granted.
+pub struct FileBackend {
+    space: Arc<Space>,
+    namespace: Arc<str>,
+    poll: Option<Duration>,
+    watcher: Mutex<Option<Arc<Watcher>>>,
+    watched: bool,
+}
+
+impl FileBackend {
+    /// Opens the directory.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a value that cannot be kept; [`Error::Backend`], naming the path, if the
+    /// directory cannot be made, read or written, or if it or the namespace in it is a symbolic link or no directory.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await. A directory that was made stays.
+    pub async fn open(config: FileConfig) -> Result<Self> {
+        config.check()?;
+        let FileConfig { dir, namespace, poll } = config;
+        let namespace: Arc<str> = namespace.into();
+        let inner = Arc::clone(&namespace);
+        let space = blocking(move || Space::open(&dir, &inner))
+            .await
+            .map_err(|fault| fault.during("connect", None))?;
+        let watcher = Watcher::new()
+            .inspect_err(|error| tracing::debug!(%error, "no inotify; waiters poll"))
+            .ok();
+        Ok(Self {
+            space: Arc::new(space),
+            namespace,
+            poll,
+            watched: watcher.is_some(),
+            watcher: Mutex::new(watcher.map(Arc::new)),
+        })
+    }
+
+    async fn holders(&self, name: &LockName, kind: Kind) -> Result<Vec<Holding>> {
+        let files = self.space.files(name, kind);
+        let asked = name.clone();
+        blocking(move || inspect::holders(&files, &asked, kind))
+            .await
+            .map_err(|fault| fault.during("inspect", Some(name)))
+    }
+}
+
+#[async_trait]
+impl Backend for FileBackend {
+    fn info(&self) -> BackendInfo {
+        let capabilities = Capabilities {
+            shared: true,
+            permits: true,
+            notified: self.watched,
+            local_handoffs: true,
+            fencing: FencingDurability::Durable,
+            ..Capabilities::default()
+        };
+        let mut info = BackendInfo::new(NAME, self.space.url());
+        info.namespace = Arc::clone(&self.namespace);
+        info.capabilities = capabilities;
+        let poll = if self.watched {
+            POLL_WATCHED
+        } else {
+            POLL_UNWATCHED
+        };
+        info.fallback_poll = self.poll.unwrap_or(poll);
+        info
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        if let Mode::Permits(permits) = request.mode
+            && permits.get() > MAX_PERMITS
+        {
+            return Err(Error::invalid_option(
+                "permits",
+                format!("{permits} is more than the {MAX_PERMITS} that a file semaphore can have"),
+            ));
+        }
+        let watcher = self
+            .watcher
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        Ok(Box::new(FileClaim::new(Spec {
+            request: request.clone(),
+            files: self.space.files(&request.name, request.mode.kind()),
+            watcher,
+            poll: self.poll.unwrap_or(POLL_UNWATCHED),
+        })))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        let holders = self.holders(name, kind).await?;
+        let holders = holders
+            .into_iter()
+            .map(|holder| Holder::new(FencingToken::new(holder.token), holder.label, None))
+            .collect();
+        Ok(LockState::new(holders, None))
+    }
+
+    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+        let holders = self.holders(name, kind).await?;
+        let Some(holder) = holders.iter().find(|holder| holder.token == token) else {
+            return Ok(false);
+        };
+        Err(Error::unsupported(
+            NAME,
+            format!(
+                "ending another process's hold of `{name}`; end process {}, or what it started",
+                holder.pid
+            ),
+        ))
+    }
+
+    async fn close(&self) -> Result<()> {
+        *self.watcher.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        Ok(())
+    }
+}
+
+impl fmt::Debug for FileBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileBackend")
+            .field("server", &self.space.url())
+            .field("namespace", &self.namespace)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Runs `work` on a worker thread.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
+) -> Result<T, Fault> {
+    spawn_blocking(work).await.unwrap_or(Err(Fault::Worker))
+}

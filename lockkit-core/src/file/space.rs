@@ -1,0 +1,300 @@
+//! Where things are on disk: the directory, the file of each name, and how they are opened.
+
+use std::{
+    fs::{DirBuilder, File, OpenOptions},
+    io,
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{DirBuilderExt, OpenOptionsExt},
+    },
+    path::{Component, Path, PathBuf},
+    sync::Arc,
+};
+
+use rustix::fs::{Access, OFlags};
+use sha2::{Digest, Sha256};
+
+use super::{
+    fault::{Fault, Inode, Result},
+    flock::Flock,
+};
+use crate::{Kind, LockName};
+
+/// The longest encoded name. What is longer is hashed; the rest of the 255 bytes is for the suffix.
+const MAX_ENCODED: usize = 200;
+
+/// The directory that holds the files of one namespace.
+#[derive(Debug)]
+pub(super) struct Space {
+    root: PathBuf,
+    namespace: Option<String>,
+}
+
+impl Space {
+    /// The longest namespace: escaped, each of its bytes may take three.
+    pub(super) const MAX_NAMESPACE: usize = 80;
+
+    /// Makes the directories that are missing and checks those that are there. `namespace` is already known to be of
+    /// the right alphabet.
+    pub(super) fn open(dir: &Path, namespace: &str) -> Result<Self> {
+        // A trailing slash or dot would make the system look through a symbolic link.
+        let dir: PathBuf = dir
+            .components()
+            .filter(|part| *part != Component::CurDir)
+            .collect();
+        let dir = if dir.as_os_str().is_empty() {
+            PathBuf::from(".")
+        } else {
+            dir
+        };
+        ensure_dir(&dir)?;
+        let space = Self {
+            root: dir.canonicalize().map_err(Fault::io("find", &dir))?,
+            namespace: (!namespace.is_empty()).then(|| escape(namespace.as_bytes(), |c, _| is_plain(c))),
+        };
+        space.ensure()?;
+        let dir = space.dir();
+        rustix::fs::access(&dir, Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK)
+            .map_err(|errno| Fault::io("read and write the directory", &dir)(errno.into()))?;
+        Ok(space)
+    }
+
+    /// The canonical directory, as a URL.
+    pub(super) fn url(&self) -> String {
+        let path = escape(self.root.as_os_str().as_bytes(), |c, _| {
+            is_plain(c) || c.is_ascii_uppercase() || matches!(c, b'/' | b'.' | b'~')
+        });
+        format!("file://{path}")
+    }
+
+    /// The files of `name`.
+    pub(super) fn files(self: &Arc<Self>, name: &LockName, kind: Kind) -> Files {
+        Files {
+            space: Arc::clone(self),
+            stem: encode(name.as_str()),
+            kind,
+        }
+    }
+
+    /// Makes a new file's directory entry survive a crash of the machine.
+    pub(super) fn sync(&self) -> Result<()> {
+        let dir = self.dir();
+        File::open(&dir)
+            .and_then(|open| open.sync_all())
+            .map_err(Fault::io("sync the directory", &dir))
+    }
+
+    fn dir(&self) -> PathBuf {
+        match &self.namespace {
+            Some(namespace) => self.root.join(namespace),
+            None => self.root.clone(),
+        }
+    }
+
+    fn ensure(&self) -> Result<()> {
+        ensure_dir(&self.root)?;
+        if self.namespace.is_some() {
+            ensure_dir(&self.dir())?;
+        }
+        Ok(())
+    }
+}
+
+/// The files of one name. Suffixes tell kinds apart, and a namespace's directory has no dot, so none can collide.
+#[derive(Clone, Debug)]
+pub(super) struct Files {
+    space: Arc<Space>,
+    stem: String,
+    kind: Kind,
+}
+
+impl Files {
+    pub(super) fn space(&self) -> &Space {
+        &self.space
+    }
+
+    /// Has the token counter, and is what waiters watch. For a lock it is also the one that is locked.
+    pub(super) fn main(&self) -> PathBuf {
+        self.path(match self.kind {
+            Kind::Lock => "lock",
+            Kind::Semaphore => "sem",
+        })
+    }
+
+    /// Locked for moments: by shared holders for their tokens, and around probes. A semaphore's counter file is
+    /// nobody's hold, so it serves for that too.
+    pub(super) fn ledger(&self) -> PathBuf {
+        match self.kind {
+            Kind::Lock => self.path("ledger"),
+            Kind::Semaphore => self.main(),
+        }
+    }
+
+    /// Locked by a writer that waits for readers to leave.
+    pub(super) fn gate(&self) -> PathBuf {
+        self.path("gate")
+    }
+
+    /// Has a file for each shared holder.
+    pub(super) fn readers(&self) -> PathBuf {
+        self.path("readers")
+    }
+
+    /// One of a semaphore's permits.
+    pub(super) fn permit(&self, index: u32) -> PathBuf {
+        self.path(&format!("{index}.permit"))
+    }
+
+    /// Opens for reading, so that closing it again wakes nobody; makes it, and its directory, if missing.
+    pub(super) fn open_or_create(&self, path: &Path) -> Result<File> {
+        match create(path) {
+            Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                self.space.ensure()?;
+                create(path)
+            }
+            other => other,
+        }
+    }
+
+    /// Makes the directory of the shared holders.
+    pub(super) fn ensure_readers(&self) -> Result<PathBuf> {
+        let dir = self.readers();
+        ensure_dir(&dir)?;
+        Ok(dir)
+    }
+
+    /// Locks the ledger, for moments only.
+    pub(super) fn lock_ledger(&self) -> Result<Flock> {
+        let path = self.ledger();
+        Flock::briefly(&path, || self.open_or_create(&path))
+    }
+
+    fn path(&self, suffix: &str) -> PathBuf {
+        self.space.dir().join(format!("{}.{suffix}", self.stem))
+    }
+}
+
+/// Opens an existing file for reading.
+pub(super) fn open(path: &Path) -> Result<Option<File>> {
+    match regular(OpenOptions::new().read(true), path) {
+        Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+/// Opens an existing file for writing. Closing it wakes whoever watches the file.
+pub(super) fn open_writable(path: &Path) -> Result<Option<File>> {
+    match regular(OpenOptions::new().read(true).write(true), path) {
+        Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+/// The inode of an open file.
+pub(super) fn inode(file: &File, path: &Path) -> Result<Inode> {
+    let metadata = file.metadata().map_err(Fault::io("look at", path))?;
+    Ok(Inode::of(&metadata))
+}
+
+/// Whether `path` still leads to that inode.
+pub(super) fn is_at(path: &Path, inode: Inode) -> Result<bool> {
+    match path.symlink_metadata() {
+        Ok(metadata) => Ok(Inode::of(&metadata) == inode),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(Fault::io("look at", path)(error)),
+    }
+}
+
+fn create(path: &Path) -> Result<File> {
+    // Opened read-only, which std does not offer together with creating.
+    let create = OFlags::CREATE.bits().cast_signed();
+    regular_with(OpenOptions::new().read(true).mode(0o600), create, path)
+}
+
+fn regular(options: &mut OpenOptions, path: &Path) -> Result<File> {
+    regular_with(options, 0, path)
+}
+
+fn regular_with(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<File> {
+    // NONBLOCK: opening a FIFO that lies in the way must not hang.
+    let safe = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let file = options.custom_flags(flags | safe).open(path).map_err(|error| {
+        if path.is_symlink() {
+            return not_ours(path, "a symbolic link", "a file");
+        }
+        Fault::io("open", path)(error)
+    })?;
+    let metadata = file.metadata().map_err(Fault::io("look at", path))?;
+    if !metadata.is_file() {
+        return Err(not_ours(path, "something else", "a regular file"));
+    }
+    Ok(file)
+}
+
+fn ensure_dir(dir: &Path) -> Result<()> {
+    let metadata = match dir.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(dir)
+                .map_err(Fault::io("create the directory", dir))?;
+            dir.symlink_metadata()
+        }
+        other => other,
+    }
+    .map_err(Fault::io("look at", dir))?;
+    if metadata.is_symlink() {
+        return Err(not_ours(dir, "a symbolic link", "a directory"));
+    }
+    if !metadata.is_dir() {
+        return Err(not_ours(dir, "a file", "a directory"));
+    }
+    Ok(())
+}
+
+fn not_ours(path: &Path, found: &'static str, wanted: &'static str) -> Fault {
+    Fault::NotOurs {
+        path: path.to_owned(),
+        found,
+        wanted,
+    }
+}
+
+/// A file name for `name`, different for each, also where the file system folds case or normalises Unicode.
+///
+/// A hashed name begins with `%h`, which no escaped one does: `h` is not a hexadecimal digit.
+fn encode(name: &str) -> String {
+    let plain = escape(name.as_bytes(), |c, at| is_plain(c) || (c == b'.' && at > 0));
+    if plain.len() <= MAX_ENCODED {
+        return plain;
+    }
+    let mut hashed = String::from("%h");
+    for byte in Sha256::digest(name.as_bytes()) {
+        push_hex(&mut hashed, byte);
+    }
+    hashed
+}
+
+fn is_plain(c: u8) -> bool {
+    c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, b'_' | b'-')
+}
+
+fn escape(bytes: &[u8], keep: impl Fn(u8, usize) -> bool) -> String {
+    let mut escaped = String::with_capacity(bytes.len());
+    for (at, &byte) in bytes.iter().enumerate() {
+        if keep(byte, at) {
+            escaped.push(char::from(byte));
+        } else {
+            escaped.push('%');
+            push_hex(&mut escaped, byte);
+        }
+    }
+    escaped
+}
+
+fn push_hex(text: &mut String, byte: u8) {
+    for digit in [byte >> 4, byte & 0xf] {
+        text.extend(char::from_digit(u32::from(digit), 16));
+    }
+}
