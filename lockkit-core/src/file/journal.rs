@@ -266,3 +266,136 @@ fn micros_since_epoch() -> u64 {
         .and_then(|elapsed| u64::try_from(elapsed.as_micros()).ok())
         .unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tempfile::TempDir;
+
+    use super::{super::space::Space, *};
+    use crate::{Kind, LockName};
+
+    struct Fixture {
+        _dir: TempDir,
+        files: Files,
+        file: File,
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let dir = TempDir::new().unwrap();
+            let space = Arc::new(Space::open(dir.path(), "").unwrap());
+            let files = space.files(&LockName::new("n").unwrap(), Kind::Lock);
+            files.open_or_create(&files.main()).unwrap();
+            let file = space::open_writable(&files.main()).unwrap().unwrap();
+            Self {
+                _dir: dir,
+                files,
+                file,
+            }
+        }
+
+        fn mint(&self) -> Result<Entry> {
+            let tokens = NonZeroU32::new(3).unwrap();
+            mint(
+                &self.files,
+                &self.file,
+                "n",
+                Mode::Exclusive,
+                tokens,
+                Some("label"),
+            )
+        }
+
+        fn read(&self) -> Result<Option<Entry>> {
+            read(&self.file, &self.files.main())
+        }
+
+        /// Spoils a byte of the copy that the entry is in.
+        fn spoil(&self, entry: &Entry) {
+            let at = if entry.sequence % 2 == 1 { 0 } else { STRIDE } + 40;
+            let mut byte = [0];
+            self.file.read_exact_at(&mut byte, at).unwrap();
+            self.file.write_all_at(&[!byte[0]], at).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_and_tokens_go_on() {
+        let fixture = Fixture::new();
+        assert_eq!(fixture.read().unwrap(), None);
+        let began = micros_since_epoch();
+        let mut last = fixture.mint().unwrap();
+        assert!(last.holder.token >= began, "a new counter starts at the clock");
+        for _ in 0..5 {
+            assert_eq!(fixture.read().unwrap().as_ref(), Some(&last));
+            let next = fixture.mint().unwrap();
+            assert_eq!(*next.tokens().start(), last.tokens().end() + 1);
+            assert_eq!(next.tokens().count(), 3);
+            last = next;
+        }
+    }
+
+    #[test]
+    fn a_torn_write_leaves_the_copy_before() {
+        let fixture = Fixture::new();
+        let mut before = fixture.mint().unwrap();
+        for _ in 0..4 {
+            let torn = fixture.mint().unwrap();
+            fixture.spoil(&torn);
+            assert_eq!(fixture.read().unwrap(), Some(before));
+            // As the write did not finish, its tokens were never given out.
+            before = fixture.mint().unwrap();
+            assert_eq!(before.sequence, torn.sequence);
+        }
+    }
+
+    #[test]
+    fn with_both_copies_damaged_there_are_no_tokens() {
+        let fixture = Fixture::new();
+        for entry in [fixture.mint().unwrap(), fixture.mint().unwrap()] {
+            fixture.spoil(&entry);
+        }
+        assert!(matches!(fixture.read(), Err(Fault::Damaged { .. })));
+        assert!(matches!(fixture.mint(), Err(Fault::Damaged { .. })));
+    }
+
+    #[test]
+    fn a_first_write_that_tore_is_begun_anew() {
+        let fixture = Fixture::new();
+        let first = fixture.mint().unwrap();
+        let whole = encode(&first);
+        for length in [0, 8, 20, whole.len() - 1] {
+            fixture.file.set_len(0).unwrap();
+            fixture.file.write_all_at(&whole[..length], 0).unwrap();
+            assert_eq!(fixture.read().unwrap(), None, "{length} bytes");
+            assert!(fixture.mint().unwrap().holder.token > first.holder.token);
+        }
+        fixture.file.set_len(0).unwrap();
+        fixture.file.set_len(512).unwrap();
+        assert_eq!(fixture.read().unwrap(), None, "allocated and never written");
+    }
+
+    #[test]
+    fn any_damage_is_noticed_and_nothing_panics() {
+        let fixture = Fixture::new();
+        let whole = encode(&fixture.mint().unwrap());
+        for at in 0..whole.len() {
+            let mut spoilt = whole.clone();
+            spoilt[at] ^= 1;
+            assert_eq!(decode(&spoilt), None, "byte {at}");
+            assert_eq!(decode(&whole[..at]), None, "{at} bytes");
+        }
+    }
+
+    #[test]
+    fn the_last_token_is_an_error_not_a_wrap() {
+        let fixture = Fixture::new();
+        let mut entry = fixture.mint().unwrap();
+        entry.counter = u64::MAX - 2;
+        entry.sequence += 1;
+        write(&fixture.file, &entry, &fixture.files.main()).unwrap();
+        assert!(matches!(fixture.mint(), Err(Fault::Exhausted { .. })));
+    }
+}

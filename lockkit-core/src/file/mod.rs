@@ -235,3 +235,50 @@ async fn blocking<T: Send + 'static>(
 ) -> Result<T, Fault> {
     spawn_blocking(work).await.unwrap_or(Err(Fault::Worker))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spi::OwnerId;
+
+    #[tokio::test]
+    async fn without_inotify_a_waiter_polls() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let mut backend = FileBackend::open(FileConfig::new(dir.path())).await.unwrap();
+        backend.watched = false;
+        backend.watcher = Mutex::new(None);
+        let info = backend.info();
+        assert!(!info.capabilities.notified);
+        assert_eq!(info.fallback_poll, POLL_UNWATCHED);
+
+        let name = LockName::new("n").unwrap();
+        let mut claims = Vec::new();
+        for owner in 0..2 {
+            let request = ClaimRequest::new(
+                name.clone(),
+                Mode::Exclusive,
+                Duration::from_secs(30),
+                OwnerId::new(owner),
+            );
+            claims.push(backend.claim(&request).await.unwrap());
+        }
+        let [holder, waiter] = &mut claims[..] else {
+            panic!("two claims")
+        };
+        assert!(holder.attempt(Duration::ZERO).await.unwrap().is_some());
+        let mut denied = 0;
+        // Beyond the burst, only the poll is left.
+        while denied < 8 {
+            assert!(waiter.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+            waiter.notified().await;
+            denied += 1;
+        }
+        holder.release().await.unwrap();
+        let wait = async {
+            while waiter.attempt(Duration::from_secs(1)).await.unwrap().is_none() {
+                waiter.notified().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), wait).await.unwrap();
+    }
+}

@@ -298,3 +298,68 @@ fn push_hex(text: &mut String, byte: u8) {
         text.extend(char::from_digit(u32::from(digit), 16));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What a file system that folds case sees.
+    fn folded(name: &str) -> String {
+        encode(name).to_lowercase()
+    }
+
+    proptest! {
+        #[test]
+        fn different_names_never_share_a_file(names in prop::collection::vec("[aA.%/hé\\x00]{1,4}|.{1,400}|%h[0-9a-f]{64}", 2..40)) {
+            let mut seen = HashMap::new();
+            for name in names {
+                let before = seen.insert(folded(&name), name.clone());
+                prop_assert!(before.as_ref().is_none_or(|before| *before == name), "{before:?} and {name:?}");
+            }
+        }
+
+        #[test]
+        fn an_encoded_name_is_a_good_file_name(name in "(?s).{1,1024}") {
+            let encoded = encode(&name);
+            prop_assert!(encoded.len() <= MAX_ENCODED);
+            prop_assert!(!encoded.starts_with('.'));
+            let good = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "._-%".contains(c);
+            prop_assert!(encoded.chars().all(good), "{}", encoded);
+        }
+    }
+
+    #[test]
+    fn encoding_is_stable() {
+        for (name, encoded) in [
+            ("orders", "orders"),
+            ("orders/42", "orders%2f42"),
+            ("Orders", "%4frders"),
+            ("..", "%2e."),
+            ("a.lock", "a.lock"),
+            ("%h", "%25h"),
+            ("é", "%c3%a9"),
+        ] {
+            assert_eq!(encode(name), encoded);
+        }
+        let longest = "a".repeat(MAX_ENCODED);
+        assert_eq!(encode(&longest), longest);
+        let hashed = encode(&format!("{longest}a"));
+        assert!(hashed.starts_with("%h") && hashed.len() == 66, "{hashed}");
+        assert_ne!(encode(&hashed), hashed);
+    }
+
+    #[test]
+    fn the_longest_file_name_fits() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let space = Arc::new(Space::open(dir.path(), &"A".repeat(Space::MAX_NAMESPACE)).unwrap());
+        let name = LockName::new("a".repeat(MAX_ENCODED)).unwrap();
+        let files = space.files(&name, Kind::Semaphore);
+        let longest = files.permit(u32::MAX);
+        assert!(longest.file_name().unwrap().len() <= 255);
+        files.open_or_create(&longest).unwrap();
+    }
+}

@@ -186,3 +186,94 @@ impl Watched {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::{self, File},
+        time::Duration,
+    };
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    async fn told(events: &mut Events) {
+        tokio::time::timeout(LIMIT, events.next())
+            .await
+            .expect("told in time");
+    }
+
+    #[tokio::test]
+    async fn a_failed_attempt_tells_nobody() {
+        let dir = TempDir::new().unwrap();
+        let (lock, other) = (dir.path().join("lock"), dir.path().join("other"));
+        let _holder = File::create(&lock).unwrap();
+        fs::write(&other, "").unwrap();
+        let watcher = Watcher::new().unwrap();
+        let mut events = watcher.watch(&lock).unwrap();
+        let mut others = watcher.watch(&other).unwrap();
+
+        let file = File::open(&lock).unwrap();
+        assert!(file.try_lock_shared().is_ok());
+        drop(file);
+        fs::write(&other, "later").unwrap();
+        // Events come in order, so one about the first file would be here by now.
+        told(&mut others).await;
+        assert!(!events.seen());
+
+        drop(File::options().write(true).open(&lock).unwrap());
+        told(&mut events).await;
+    }
+
+    #[tokio::test]
+    async fn all_who_watch_a_file_are_told_and_the_last_one_ends_it() {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("lock");
+        fs::write(&path, "").unwrap();
+        let watcher = Watcher::new().unwrap();
+        let (mut one, mut two) = (watcher.watch(&path).unwrap(), watcher.watch(&path).unwrap());
+        fs::write(&path, "").unwrap();
+        told(&mut one).await;
+        told(&mut two).await;
+        drop(one);
+        fs::write(&path, "").unwrap();
+        told(&mut two).await;
+        drop(two);
+        assert!(watcher.registry.lock().signals.is_empty());
+    }
+
+    #[tokio::test]
+    async fn deletion_is_told_and_then_there_is_no_more() {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("lock");
+        fs::write(&path, "").unwrap();
+        let watcher = Watcher::new().unwrap();
+        let mut events = watcher.watch(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        told(&mut events).await;
+        let wait = async {
+            while !events.ended() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(LIMIT, wait).await.expect("ended in time");
+        assert!(watcher.registry.lock().signals.is_empty());
+    }
+
+    #[tokio::test]
+    async fn dropping_the_watcher_ends_its_thread() {
+        let watcher = Watcher::new().unwrap();
+        let registry = Arc::downgrade(&watcher.registry);
+        assert!(registry.strong_count() == 2, "the thread has one");
+        drop(watcher);
+        let wait = async {
+            while registry.strong_count() > 0 {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(LIMIT, wait).await.expect("ended in time");
+    }
+}

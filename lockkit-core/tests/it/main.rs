@@ -2,3 +2,5 @@
 
 mod conformance;
 mod driver;
+#[cfg(all(feature = "file", unix))]
+mod file;

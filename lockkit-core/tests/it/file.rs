@@ -1,0 +1,1068 @@
+//! The file backend at its contract: what the driver would see.
+
+use std::{
+    ffi::OsStr,
+    fs,
+    future::{Future, poll_fn},
+    io::{BufRead, BufReader},
+    num::NonZeroU32,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    pin::pin,
+    process::{Child, Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    task::Poll,
+    time::Duration,
+};
+
+use lockkit_core::{
+    Error, FileBackend, FileConfig, Kind, LockName, LossReason,
+    spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal},
+};
+use tempfile::TempDir;
+
+const TTL: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(1);
+const TRY: Duration = Duration::ZERO;
+/// Far beyond what any step takes, and far below the fallback poll of [`open`].
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// A backend whose waiters cannot fall back on polling within the test.
+async fn open(dir: &Path) -> FileBackend {
+    let mut config = FileConfig::new(dir);
+    config.poll = Some(Duration::from_secs(3_600));
+    FileBackend::open(config).await.unwrap()
+}
+
+async fn refusal(dir: impl Into<PathBuf>) -> Error {
+    FileBackend::open(FileConfig::new(dir)).await.unwrap_err()
+}
+
+fn name(name: &str) -> LockName {
+    LockName::new(name).unwrap()
+}
+
+fn request(lock: &str, mode: Mode) -> ClaimRequest {
+    let mut bits = [0; 16];
+    getrandom::fill(&mut bits).unwrap();
+    ClaimRequest::new(name(lock), mode, TTL, OwnerId::new(u128::from_le_bytes(bits)))
+}
+
+async fn claim(backend: &FileBackend, lock: &str, mode: Mode) -> Box<dyn Claim> {
+    backend.claim(&request(lock, mode)).await.unwrap()
+}
+
+fn permits(count: u32) -> Mode {
+    Mode::Permits(NonZeroU32::new(count).unwrap())
+}
+
+/// Grants or fails the test, as the driver would wait but without its fallback poll.
+async fn granted(claim: &mut Box<dyn Claim>) -> Grant {
+    let wait = async {
+        loop {
+            if let Some(grant) = claim.attempt(PATIENCE).await.unwrap() {
+                return grant;
+            }
+            claim.notified().await;
+        }
+    };
+    tokio::time::timeout(LIMIT, wait).await.expect("granted in time")
+}
+
+/// Waits until `condition` holds.
+async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let wait = async {
+        while !condition().await {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(LIMIT, wait)
+        .await
+        .unwrap_or_else(|_| panic!("never: {what}"));
+}
+
+/// The error and its causes.
+fn chain(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+/// The files in `dir` and below.
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(files(&path));
+        } else {
+            found.push(path);
+        }
+    }
+    found.sort();
+    found
+}
+
+/// A child that is killed when the test is over, however that ends.
+struct Killed(Child);
+
+impl Killed {
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+const ROLE: &str = "LOCKKIT_FILE_TEST_ROLE";
+const DIR: &str = "LOCKKIT_FILE_TEST_DIR";
+
+/// This test binary again, in one of the roles of [`other_process`], once it has printed a line that begins with
+/// `ready`. Returns the rest of that line.
+fn other(role: &str, dir: &Path) -> (Killed, String) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "file::other_process", "--nocapture"])
+        .envs([(ROLE, OsStr::new(role)), (DIR, dir.as_os_str())])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let child = Killed(child);
+    for line in lines {
+        if let Some((_, rest)) = line.unwrap().split_once("ready") {
+            return (child, rest.trim().to_owned());
+        }
+    }
+    panic!("the other process ended early");
+}
+
+/// Not a test of its own: what [`other`] runs. Without a role there is nothing to do.
+#[tokio::test]
+async fn other_process() {
+    let Some(role) = std::env::var_os(ROLE) else {
+        return;
+    };
+    let backend = open(Path::new(&std::env::var_os(DIR).unwrap())).await;
+    let mode = match role.to_str().unwrap() {
+        "share" | "share with a child" => Mode::Shared,
+        "permit" => permits(1),
+        _ => Mode::Exclusive,
+    };
+    let mut claim = claim(&backend, "n", mode).await;
+    if role == "full" {
+        let error = claim.attempt(TRY).await.unwrap_err();
+        println!("ready {}", chain(&error));
+        return;
+    }
+    granted(&mut claim).await;
+    let mut child = String::new();
+    if role.to_str().unwrap().ends_with("with a child") {
+        let descriptor = claim.descriptor().unwrap();
+        let spawned = Command::new("sleep")
+            .arg("600")
+            .stdin(descriptor)
+            .stdout(Stdio::null())
+            .spawn();
+        child = spawned.unwrap().id().to_string();
+    }
+    println!("ready {child}");
+    tokio::task::spawn_blocking(|| std::io::stdin().read_line(&mut String::new()))
+        .await
+        .unwrap()
+        .unwrap();
+}
+
+#[tokio::test]
+async fn one_holds_and_the_tokens_rise() {
+    let dir = TempDir::new().unwrap();
+    let (a, b) = (open(dir.path()).await, open(dir.path()).await);
+    let (mut first, mut second) = (
+        claim(&a, "n", Mode::Exclusive).await,
+        claim(&b, "n", Mode::Exclusive).await,
+    );
+    let mut last = 0;
+    for _ in 0..10 {
+        let grant = first.attempt(TRY).await.unwrap().unwrap();
+        assert!(*grant.tokens.start() > last, "{grant:?} after {last}");
+        last = *grant.tokens.end();
+        assert_eq!(second.attempt(TRY).await.unwrap(), None);
+        assert!(matches!(first.renew().await.unwrap(), Renewal::Held(lease) if lease.length.is_none()));
+        first.release().await.unwrap();
+        first.release().await.unwrap();
+        std::mem::swap(&mut first, &mut second);
+    }
+}
+
+#[tokio::test]
+async fn as_many_tokens_are_reserved_as_are_asked_for() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut request = request("n", Mode::Exclusive);
+    request.tokens = NonZeroU32::new(33).unwrap();
+    let mut claim = backend.claim(&request).await.unwrap();
+    let first = claim.attempt(TRY).await.unwrap().unwrap().tokens;
+    assert_eq!(first.clone().count(), 33);
+    claim.release().await.unwrap();
+    let second = claim.attempt(TRY).await.unwrap().unwrap().tokens;
+    assert_eq!(*second.start(), *first.end() + 1);
+}
+
+#[tokio::test]
+async fn names_kinds_and_namespaces_are_apart() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut config = FileConfig::new(dir.path());
+    config.namespace = String::new();
+    let elsewhere = FileBackend::open(config).await.unwrap();
+    let names = [
+        "n", "N", "/", "\0", "..", ".", "%2e", "n.lock", "é", "e\u{301}", "🔒",
+    ];
+    let long = ["a".repeat(1_024), "b".repeat(1_024), "A".repeat(1_024)];
+    let mut held = Vec::new();
+    for name in names.into_iter().chain(long.iter().map(String::as_str)) {
+        for backend in [&backend, &elsewhere] {
+            for mode in [Mode::Exclusive, permits(1)] {
+                let mut claim = claim(backend, name, mode).await;
+                assert!(claim.attempt(TRY).await.unwrap().is_some(), "{name:?} {mode:?}");
+                held.push(claim);
+            }
+        }
+    }
+    let mut again = claim(&backend, &long[0], Mode::Exclusive).await;
+    assert_eq!(
+        again.attempt(TRY).await.unwrap(),
+        None,
+        "a long name still excludes itself"
+    );
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn a_release_wakes_a_waiter() {
+    let dir = TempDir::new().unwrap();
+    let (a, b) = (open(dir.path()).await, open(dir.path()).await);
+    assert!(b.info().capabilities.notified);
+    for mode in [Mode::Exclusive, Mode::Shared, permits(1)] {
+        let holds = if mode == Mode::Shared {
+            Mode::Exclusive
+        } else {
+            mode
+        };
+        let mut holder = claim(&a, "n", holds).await;
+        granted(&mut holder).await;
+        let mut waiter = claim(&b, "n", mode).await;
+        // Until its burst is over and there is nothing left but to be told.
+        while tokio::time::timeout(Duration::from_millis(200), waiter.notified())
+            .await
+            .is_ok()
+        {
+            assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+        }
+        let ((), woken) = tokio::join!(
+            async {
+                holder.release().await.unwrap();
+            },
+            granted(&mut waiter)
+        );
+        assert!(*woken.tokens.start() > 0);
+    }
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn an_event_is_remembered_until_the_next_attempt() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let (mut holder, mut waiter) = (
+        claim(&backend, "n", Mode::Exclusive).await,
+        claim(&backend, "n", Mode::Exclusive).await,
+    );
+    granted(&mut holder).await;
+    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    holder.release().await.unwrap();
+    for _ in 0..10 {
+        tokio::time::timeout(LIMIT, waiter.notified()).await.unwrap();
+    }
+    assert!(waiter.attempt(PATIENCE).await.unwrap().is_some());
+}
+
+#[tokio::test]
+async fn a_killed_holder_lets_the_waiter_in_and_is_not_shown() {
+    for (role, mode, kind) in [
+        ("hold", Mode::Exclusive, Kind::Lock),
+        ("share", Mode::Exclusive, Kind::Lock),
+        ("permit", permits(1), Kind::Semaphore),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let (mut process, _) = other(role, dir.path());
+        let backend = open(dir.path()).await;
+        let mut waiter = claim(&backend, "n", mode).await;
+        assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None, "{role}");
+        assert_eq!(
+            backend.inspect(&name("n"), kind).await.unwrap().holders.len(),
+            1,
+            "{role}"
+        );
+        let ((), grant) = tokio::join!(async { process.kill() }, granted(&mut waiter));
+        let holders = backend.inspect(&name("n"), kind).await.unwrap().holders;
+        assert_eq!(holders.len(), 1, "{role}: only the new one");
+        assert_eq!(holders[0].token.get(), *grant.tokens.start());
+        waiter.release().await.unwrap();
+        assert!(
+            backend.inspect(&name("n"), kind).await.unwrap().is_free(),
+            "{role}"
+        );
+        let left: Vec<_> = files(dir.path())
+            .into_iter()
+            .filter(|path| {
+                path.parent()
+                    .unwrap()
+                    .extension()
+                    .is_some_and(|kind| kind == "readers")
+            })
+            .collect();
+        assert!(left.is_empty(), "a killed reader's file is removed: {left:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_killed_holder_that_nobody_follows_is_not_shown() {
+    let dir = TempDir::new().unwrap();
+    let (mut process, _) = other("hold", dir.path());
+    let backend = open(dir.path()).await;
+    assert!(!backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    process.kill();
+    assert!(backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+}
+
+#[tokio::test]
+async fn a_release_frees_the_lock_although_a_child_has_the_descriptor() {
+    let dir = TempDir::new().unwrap();
+    let (a, b) = (open(dir.path()).await, open(dir.path()).await);
+    let mut holder = claim(&a, "n", Mode::Exclusive).await;
+    granted(&mut holder).await;
+    let descriptor = holder.descriptor().unwrap();
+    let mut child = Killed(
+        Command::new("sleep")
+            .arg("600")
+            .stdin(descriptor)
+            .spawn()
+            .unwrap(),
+    );
+    let mut waiter = claim(&b, "n", Mode::Exclusive).await;
+    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    holder.release().await.unwrap();
+    assert!(holder.descriptor().is_none());
+    granted(&mut waiter).await;
+    assert!(child.0.try_wait().unwrap().is_none(), "the child still runs");
+}
+
+#[tokio::test]
+async fn a_child_keeps_the_lock_of_its_killed_parent() {
+    for role in ["hold with a child", "share with a child"] {
+        let dir = TempDir::new().unwrap();
+        let (mut process, child) = other(role, dir.path());
+        let child = rustix::process::Pid::from_raw(child.parse().unwrap()).unwrap();
+        process.kill();
+        let backend = open(dir.path()).await;
+        let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
+        assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+        assert!(!backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+        rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
+        // The child holds only what was locked, so nothing tells: this is what the fallback poll is for.
+        until("the child's lock is gone", async || {
+            waiter.attempt(PATIENCE).await.unwrap().is_some()
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn a_deleted_file_is_a_lost_hold_and_tokens_rise() {
+    let dir = TempDir::new().unwrap();
+    let (a, b) = (open(dir.path()).await, open(dir.path()).await);
+    for mode in [Mode::Exclusive, Mode::Shared, permits(2)] {
+        let mut holder = claim(&a, "n", mode).await;
+        let before = granted(&mut holder).await;
+        for file in files(dir.path()) {
+            fs::remove_file(file).unwrap();
+        }
+        if cfg!(target_os = "linux") {
+            tokio::time::timeout(LIMIT, holder.notified())
+                .await
+                .expect("told of the deletion");
+        }
+        assert_eq!(
+            holder.renew().await.unwrap(),
+            Renewal::Lost(LossReason::Revoked),
+            "{mode:?}"
+        );
+        let mut next = claim(&b, "n", mode).await;
+        let after = next.attempt(TRY).await.unwrap().expect("a new file is free");
+        assert!(after.tokens.start() > before.tokens.end(), "{before:?} {after:?}");
+        let error = holder.release().await.unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::Lost {
+                    reason: LossReason::Revoked,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        holder.release().await.unwrap();
+        assert!(
+            matches!(next.renew().await.unwrap(), Renewal::Held(_)),
+            "harmless to the next holder"
+        );
+        next.release().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_waiter_moves_on_to_the_file_that_replaced_a_deleted_one() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+    granted(&mut holder).await;
+    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
+    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    fs::remove_dir_all(dir.path().join("lockkit")).unwrap();
+    granted(&mut waiter).await;
+    assert_eq!(holder.renew().await.unwrap(), Renewal::Lost(LossReason::Revoked));
+}
+
+#[tokio::test]
+async fn symbolic_links_and_other_things_in_the_way_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let real = dir.path().join("real");
+    fs::create_dir(&real).unwrap();
+    let link = dir.path().join("link");
+    symlink(&real, &link).unwrap();
+    for path in [
+        link.clone(),
+        link.join("."),
+        PathBuf::from(format!("{}/", link.display())),
+    ] {
+        let error = chain(&refusal(&path).await);
+        assert!(error.contains("link is a symbolic link"), "{error}");
+    }
+    symlink(dir.path(), real.join("lockkit")).unwrap();
+    let error = chain(&refusal(&real).await);
+    assert!(error.contains("lockkit is a symbolic link"), "{error}");
+    fs::remove_file(real.join("lockkit")).unwrap();
+
+    let backend = open(&real).await;
+    let target = dir.path().join("target");
+    fs::write(&target, "precious").unwrap();
+    symlink(&target, real.join("lockkit/linked.lock")).unwrap();
+    let error = claim(&backend, "linked", Mode::Exclusive)
+        .await
+        .attempt(TRY)
+        .await
+        .unwrap_err();
+    assert!(
+        chain(&error).contains("linked.lock is a symbolic link"),
+        "{}",
+        chain(&error)
+    );
+    assert!(!error.is_transient());
+    assert_eq!(fs::read_to_string(&target).unwrap(), "precious");
+
+    fs::create_dir(real.join("lockkit/dir.lock")).unwrap();
+    let error = claim(&backend, "dir", Mode::Exclusive)
+        .await
+        .attempt(TRY)
+        .await
+        .unwrap_err();
+    assert!(chain(&error).contains("dir.lock"), "{}", chain(&error));
+
+    fs::write(real.join("lockkit/foreign.lock"), "not ours").unwrap();
+    let error = claim(&backend, "foreign", Mode::Exclusive)
+        .await
+        .attempt(TRY)
+        .await
+        .unwrap_err();
+    assert!(
+        chain(&error).contains("foreign.lock is damaged"),
+        "{}",
+        chain(&error)
+    );
+    assert_eq!(
+        fs::read_to_string(real.join("lockkit/foreign.lock")).unwrap(),
+        "not ours"
+    );
+}
+
+#[tokio::test]
+async fn bad_directories_and_namespaces_are_one_clear_error() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    let error = refusal(&file).await;
+    assert!(
+        chain(&error).contains("file is a file, not a directory"),
+        "{}",
+        chain(&error)
+    );
+    let error = refusal(file.join("below")).await;
+    assert!(
+        chain(&error).contains(file.join("below").to_str().unwrap()),
+        "{}",
+        chain(&error)
+    );
+    for namespace in ["a/b", "a b", "é", "a:b", &"x".repeat(81)] {
+        let mut config = FileConfig::new(dir.path());
+        config.namespace = namespace.to_owned();
+        let error = FileBackend::open(config).await.unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::InvalidOptions {
+                    option: "namespace",
+                    ..
+                }
+            ),
+            "{namespace}: {error}"
+        );
+    }
+    for namespace in [".", "..", "CON", "A"] {
+        let mut config = FileConfig::new(dir.path().join("sub"));
+        config.namespace = namespace.to_owned();
+        let backend = FileBackend::open(config).await.unwrap();
+        granted(&mut claim(&backend, "n", Mode::Exclusive).await).await;
+    }
+    assert_eq!(
+        fs::read_dir(dir.path()).unwrap().count(),
+        2,
+        "nothing beside the directory"
+    );
+    assert_eq!(fs::read_dir(dir.path().join("sub")).unwrap().count(), 4);
+}
+
+#[tokio::test]
+async fn what_is_made_is_for_its_owner_alone() {
+    let parent = TempDir::new().unwrap();
+    let dir = parent.path().join("made/here");
+    let backend = open(&dir).await;
+    granted(&mut claim(&backend, "n", Mode::Shared).await).await;
+    granted(&mut claim(&backend, "n", permits(2)).await).await;
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    for path in [&dir, &dir.join("lockkit"), &dir.join("lockkit/n.readers")] {
+        assert_eq!(mode(path), 0o700, "{}", path.display());
+    }
+    for path in files(&dir) {
+        assert_eq!(mode(&path), 0o600, "{}", path.display());
+    }
+    let real = dir.canonicalize().unwrap();
+    let server = format!("file://{}", real.display());
+    assert!(
+        backend.info().server.eq_ignore_ascii_case(&server),
+        "{} {server}",
+        backend.info().server
+    );
+
+    let there = parent.path().join("there");
+    fs::create_dir(&there).unwrap();
+    fs::set_permissions(&there, fs::Permissions::from_mode(0o750)).unwrap();
+    open(&there).await;
+    assert_eq!(mode(&there), 0o750, "what was there is left as it was");
+}
+
+/// A small file system of its own, for those who may mount one.
+struct Mounted(PathBuf);
+
+impl Mounted {
+    fn new(at: &Path, options: &str) -> Option<Self> {
+        let mount = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", options, "none"])
+            .arg(at)
+            .output();
+        mount
+            .is_ok_and(|done| done.status.success())
+            .then(|| Self(at.to_owned()))
+    }
+
+    fn again(&self, options: &str) {
+        let done = Command::new("mount")
+            .args(["-o", options])
+            .arg(&self.0)
+            .status()
+            .unwrap();
+        assert!(done.success());
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[tokio::test]
+async fn a_read_only_directory_is_one_clear_error() {
+    let dir = TempDir::new().unwrap();
+    // Who is root may write anywhere but on a read-only file system.
+    let _mounted = if rustix::process::getuid().is_root() {
+        let Some(mounted) = Mounted::new(dir.path(), "size=64k") else {
+            let error = refusal("/proc/lockkit").await;
+            println!("root without the right to mount: tried /proc in place of a read-only file system");
+            assert!(chain(&error).contains("/proc/lockkit"), "{}", chain(&error));
+            return;
+        };
+        open(dir.path()).await;
+        mounted.again("remount,ro");
+        Some(mounted)
+    } else {
+        open(dir.path()).await;
+        for path in [dir.path().join("lockkit"), dir.path().to_owned()] {
+            fs::set_permissions(path, fs::Permissions::from_mode(0o500)).unwrap();
+        }
+        None
+    };
+    let error = refusal(dir.path()).await;
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o700)).ok();
+    assert!(!error.is_transient());
+    assert!(
+        chain(&error).contains(dir.path().to_str().unwrap()),
+        "{}",
+        chain(&error)
+    );
+}
+
+#[tokio::test]
+async fn no_room_for_the_token_is_an_error_and_no_hold() {
+    let dir = TempDir::new().unwrap();
+    // A limit of no bytes per file fails where a full disk does, and needs no privilege.
+    let done = Command::new("sh")
+        .args([
+            "-c",
+            "trap '' XFSZ; ulimit -f 0; exec \"$0\" --exact file::other_process --nocapture",
+        ])
+        .arg(std::env::current_exe().unwrap())
+        .envs([(ROLE, OsStr::new("full")), (DIR, dir.path().as_os_str())])
+        .stderr(Stdio::inherit())
+        .stdout(Stdio::piped())
+        .output()
+        .unwrap();
+    let said = String::from_utf8(done.stdout).unwrap();
+    assert!(
+        said.contains("cannot write to") && said.contains("n.lock"),
+        "{said}"
+    );
+    let backend = open(dir.path()).await;
+    assert!(backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    granted(&mut claim(&backend, "n", Mode::Exclusive).await).await;
+}
+
+#[tokio::test]
+async fn a_full_disk_is_an_error_and_no_hold() {
+    let dir = TempDir::new().unwrap();
+    let Some(_mounted) = Mounted::new(dir.path(), "size=64k") else {
+        println!("cannot mount: left to no_room_for_the_token_is_an_error_and_no_hold");
+        return;
+    };
+    let backend = open(dir.path()).await;
+    let filler = dir.path().join("filler");
+    for mode in [Mode::Exclusive, Mode::Shared, permits(2)] {
+        assert!(fs::write(&filler, vec![1; 1 << 20]).is_err(), "the disk is full");
+        let mut denied = claim(&backend, "n", mode).await;
+        let error = denied.attempt(PATIENCE).await.unwrap_err();
+        assert!(!error.is_transient());
+        assert!(chain(&error).contains("o space left"), "{}", chain(&error));
+        let kind = mode.kind();
+        assert!(backend.inspect(&name("n"), kind).await.unwrap().is_free());
+        fs::remove_file(&filler).unwrap();
+        let mut next = claim(&backend, "n", mode).await;
+        assert!(
+            next.attempt(TRY).await.unwrap().is_some(),
+            "the one that failed holds nothing"
+        );
+        next.release().await.unwrap();
+        denied.release().await.unwrap();
+        for file in files(dir.path()) {
+            fs::remove_file(file).unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_name_that_hashes_like_another_is_told_apart() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let [one, other] = ["a".repeat(1_000), "b".repeat(1_000)];
+    for (name, mode) in [(&one, Mode::Exclusive), (&one, permits(1))] {
+        let mut claim = claim(&backend, name, mode).await;
+        granted(&mut claim).await;
+        claim.release().await.unwrap();
+    }
+    let taken = files(dir.path());
+    for mode in [Mode::Exclusive, permits(1)] {
+        let mut claim = claim(&backend, &other, mode).await;
+        granted(&mut claim).await;
+        claim.release().await.unwrap();
+    }
+    let extension = |path: &PathBuf| path.extension().unwrap().to_owned();
+    for path in files(dir.path()) {
+        if !taken.contains(&path) {
+            let forged = taken
+                .iter()
+                .find(|old| extension(old) == extension(&path))
+                .unwrap();
+            fs::copy(forged, path).unwrap();
+        }
+    }
+    for mode in [Mode::Exclusive, Mode::Shared, permits(1)] {
+        let error = claim(&backend, &other, mode)
+            .await
+            .attempt(TRY)
+            .await
+            .unwrap_err();
+        assert!(!error.is_transient());
+        assert!(chain(&error).contains("belongs to the lock"), "{}", chain(&error));
+        let error = backend.inspect(&name(&other), mode.kind()).await.unwrap_err();
+        assert!(chain(&error).contains("belongs to the lock"), "{}", chain(&error));
+    }
+}
+
+/// The outcome, or `None` once it has been polled `polls` times without one.
+async fn polled<T>(polls: usize, future: impl Future<Output = T>) -> Option<T> {
+    let mut future = pin!(future);
+    let mut left = polls;
+    poll_fn(|context| match future.as_mut().poll(context) {
+        Poll::Ready(done) => Poll::Ready(Some(done)),
+        Poll::Pending => {
+            left -= 1;
+            if left == 0 {
+                Poll::Ready(None)
+            } else {
+                Poll::Pending
+            }
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_attempt_dropped_at_any_poll_leaves_nothing_locked() {
+    for mode in [Mode::Exclusive, Mode::Shared, permits(1)] {
+        let dir = TempDir::new().unwrap();
+        let (a, b) = (open(dir.path()).await, open(dir.path()).await);
+        let rival = if mode == Mode::Shared {
+            Mode::Exclusive
+        } else {
+            mode
+        };
+        let mut dropped = 0;
+        for polls in 1..10 {
+            for patience in [TRY, PATIENCE] {
+                let mut cancelled = claim(&a, "n", mode).await;
+                let outcome = polled(polls, cancelled.attempt(patience)).await;
+                dropped += usize::from(outcome.is_none());
+                cancelled.release().await.unwrap();
+                let mut next = claim(&b, "n", rival).await;
+                assert!(
+                    next.attempt(TRY).await.unwrap().is_some(),
+                    "{mode:?} at poll {polls}"
+                );
+                next.release().await.unwrap();
+
+                let mut abandoned = claim(&a, "n", mode).await;
+                polled(polls, abandoned.attempt(patience)).await;
+                drop(abandoned);
+                until("freed", async || next.attempt(TRY).await.unwrap().is_some()).await;
+                next.release().await.unwrap();
+
+                let mut resumed = claim(&a, "n", mode).await;
+                polled(polls, resumed.attempt(patience)).await;
+                assert!(
+                    resumed.attempt(patience).await.unwrap().is_some(),
+                    "goes on with the same claim"
+                );
+                polled(polls, resumed.renew()).await;
+                polled(polls, resumed.release()).await;
+                resumed.release().await.unwrap();
+                assert!(
+                    next.attempt(TRY).await.unwrap().is_some(),
+                    "{mode:?} at poll {polls}"
+                );
+                next.release().await.unwrap();
+            }
+        }
+        assert!(dropped > 0, "some attempts really were dropped");
+    }
+}
+
+#[tokio::test]
+async fn a_waiting_writer_stops_new_readers_until_it_is_gone() {
+    let dir = TempDir::new().unwrap();
+    let (a, b) = (open(dir.path()).await, open(dir.path()).await);
+    let mut inside = claim(&a, "n", Mode::Shared).await;
+    granted(&mut inside).await;
+    let mut beside = claim(&b, "n", Mode::Shared).await;
+    granted(&mut beside).await;
+
+    let mut writer = claim(&a, "n", Mode::Exclusive).await;
+    assert_eq!(writer.attempt(TRY).await.unwrap(), None);
+    let mut reader = claim(&b, "n", Mode::Shared).await;
+    assert!(
+        reader.attempt(TRY).await.unwrap().is_some(),
+        "a mere try stops nobody"
+    );
+    reader.release().await.unwrap();
+
+    assert_eq!(writer.attempt(PATIENCE).await.unwrap(), None);
+    assert_eq!(reader.attempt(TRY).await.unwrap(), None, "stopped");
+    assert_eq!(reader.attempt(PATIENCE).await.unwrap(), None, "stopped");
+    writer.release().await.unwrap();
+    granted(&mut reader).await;
+
+    assert_eq!(writer.attempt(PATIENCE).await.unwrap(), None);
+    let mut late = claim(&b, "n", Mode::Shared).await;
+    assert_eq!(late.attempt(PATIENCE).await.unwrap(), None, "stopped again");
+    for mut holder in [inside, beside, reader] {
+        assert_eq!(writer.attempt(PATIENCE).await.unwrap(), None);
+        holder.release().await.unwrap();
+    }
+    granted(&mut writer).await;
+    assert_eq!(late.attempt(PATIENCE).await.unwrap(), None, "the writer is in");
+    writer.release().await.unwrap();
+    granted(&mut late).await;
+}
+
+#[tokio::test]
+async fn a_writer_that_waits_and_is_stopped_does_not_keep_a_free_lock_from_readers() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut inside = claim(&backend, "n", Mode::Shared).await;
+    granted(&mut inside).await;
+    let mut stopped = claim(&backend, "n", Mode::Exclusive).await;
+    assert_eq!(stopped.attempt(PATIENCE).await.unwrap(), None);
+    inside.release().await.unwrap();
+    let mut reader = claim(&backend, "n", Mode::Shared).await;
+    until("the reader gets past", async || {
+        reader.attempt(PATIENCE).await.unwrap().is_some()
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn neither_readers_nor_writers_starve() {
+    let dir = TempDir::new().unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let (readers_in, writer_in) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+    let mut rounds = Vec::new();
+    let mut tasks = Vec::new();
+    for mode in [Mode::Exclusive, Mode::Exclusive, Mode::Shared, Mode::Shared] {
+        let backend = open(dir.path()).await;
+        let done = Arc::new(AtomicUsize::new(0));
+        rounds.push(Arc::clone(&done));
+        let (stop, readers_in, writer_in) = (stop.clone(), readers_in.clone(), writer_in.clone());
+        tasks.push(tokio::spawn(async move {
+            while !stop.load(Ordering::SeqCst) {
+                let mut claim = claim(&backend, "n", mode).await;
+                granted(&mut claim).await;
+                if mode == Mode::Exclusive {
+                    assert!(!writer_in.swap(true, Ordering::SeqCst), "two writers");
+                    assert_eq!(readers_in.load(Ordering::SeqCst), 0, "a writer among readers");
+                    tokio::task::yield_now().await;
+                    writer_in.store(false, Ordering::SeqCst);
+                } else {
+                    readers_in.fetch_add(1, Ordering::SeqCst);
+                    assert!(!writer_in.load(Ordering::SeqCst), "a reader beside a writer");
+                    tokio::task::yield_now().await;
+                    readers_in.fetch_sub(1, Ordering::SeqCst);
+                }
+                claim.release().await.unwrap();
+                done.fetch_add(1, Ordering::SeqCst);
+            }
+        }));
+    }
+    until("each got in ten times", async || {
+        rounds.iter().all(|done| done.load(Ordering::SeqCst) >= 10)
+    })
+    .await;
+    stop.store(true, Ordering::SeqCst);
+    for task in tasks {
+        task.await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn permits_are_all_given_and_never_exceeded() {
+    let dir = TempDir::new().unwrap();
+    let (inside, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let mut tasks = Vec::new();
+    for _ in 0..10 {
+        let backend = open(dir.path()).await;
+        let (inside, most) = (inside.clone(), most.clone());
+        tasks.push(tokio::spawn(async move {
+            let mut tokens = Vec::new();
+            for _ in 0..25 {
+                let mut claim = claim(&backend, "n", permits(3)).await;
+                tokens.push(*granted(&mut claim).await.tokens.start());
+                most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                tokio::task::yield_now().await;
+                inside.fetch_sub(1, Ordering::SeqCst);
+                claim.release().await.unwrap();
+            }
+            tokens
+        }));
+    }
+    let mut tokens = Vec::new();
+    for task in tasks {
+        tokens.extend(task.await.unwrap());
+    }
+    assert!(most.load(Ordering::SeqCst) <= 3);
+    tokens.sort_unstable();
+    tokens.dedup();
+    assert_eq!(tokens.len(), 250, "no token twice");
+
+    let backend = open(dir.path()).await;
+    let mut held = Vec::new();
+    for _ in 0..3 {
+        let mut claim = claim(&backend, "n", permits(3)).await;
+        assert!(claim.attempt(TRY).await.unwrap().is_some());
+        held.push(claim);
+    }
+    let mut fourth = claim(&backend, "n", permits(3)).await;
+    assert_eq!(fourth.attempt(TRY).await.unwrap(), None);
+    assert_eq!(
+        backend
+            .inspect(&name("n"), Kind::Semaphore)
+            .await
+            .unwrap()
+            .holders
+            .len(),
+        3
+    );
+}
+
+#[tokio::test]
+async fn two_sizes_of_a_semaphore_are_an_error_while_one_is_held() {
+    let dir = TempDir::new().unwrap();
+    let (a, b) = (open(dir.path()).await, open(dir.path()).await);
+    let mut two = claim(&a, "n", permits(2)).await;
+    granted(&mut two).await;
+    let mut three = claim(&b, "n", permits(3)).await;
+    for patience in [TRY, PATIENCE] {
+        let error = three.attempt(patience).await.unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::InvalidOptions {
+                    option: "permits",
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        assert!(error.to_string().contains("has 2 permits, not 3"), "{error}");
+    }
+    two.release().await.unwrap();
+    granted(&mut three).await;
+    assert!(two.attempt(TRY).await.is_err());
+    let too_many = b.claim(&request("n", permits(10_001))).await.unwrap_err();
+    assert!(
+        matches!(
+            too_many,
+            Error::InvalidOptions {
+                option: "permits",
+                ..
+            }
+        ),
+        "{too_many}"
+    );
+}
+
+#[tokio::test]
+async fn inspection_shows_labels_and_tokens_of_all_holders() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    assert!(backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    assert_eq!(files(dir.path()), Vec::<PathBuf>::new(), "looking makes no files");
+    for (mode, count) in [(Mode::Exclusive, 1), (Mode::Shared, 3), (permits(3), 3)] {
+        let (mut held, mut expected) = (Vec::new(), Vec::new());
+        for label in ["a", "b", "c"].into_iter().take(count) {
+            let mut request = request("n", mode);
+            request.label = Some(label.into());
+            let mut claim = backend.claim(&request).await.unwrap();
+            expected.push((Some(label.to_owned()), *granted(&mut claim).await.tokens.start()));
+            held.push(claim);
+        }
+        let state = backend.inspect(&name("n"), mode.kind()).await.unwrap();
+        let shown: Vec<_> = state
+            .holders
+            .iter()
+            .map(|h| (h.label.clone(), h.token.get()))
+            .collect();
+        assert_eq!(shown, expected);
+        assert!(state.waiters.is_none() && state.holders.iter().all(|holder| holder.left.is_none()));
+
+        let token = expected[0].1;
+        let error = backend.revoke(&name("n"), mode.kind(), token).await.unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains(&format!("end process {}", std::process::id())),
+            "{error}"
+        );
+        assert!(
+            !backend.revoke(&name("n"), mode.kind(), 1).await.unwrap(),
+            "nobody has that token"
+        );
+        for mut claim in held {
+            claim.release().await.unwrap();
+        }
+        assert!(backend.inspect(&name("n"), mode.kind()).await.unwrap().is_free());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn inspection_makes_no_attempt_fail() {
+    let dir = TempDir::new().unwrap();
+    let backend = Arc::new(open(dir.path()).await);
+    let stop = Arc::new(AtomicBool::new(false));
+    let looked = Arc::new(AtomicUsize::new(0));
+    let inspector = tokio::spawn({
+        let (backend, stop, looked) = (backend.clone(), stop.clone(), looked.clone());
+        async move {
+            while !stop.load(Ordering::SeqCst) {
+                for kind in [Kind::Lock, Kind::Semaphore] {
+                    backend.inspect(&name("n"), kind).await.unwrap();
+                }
+                looked.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+    });
+    let mut round = 0;
+    while round < 300 || looked.load(Ordering::SeqCst) < 300 {
+        for mode in [Mode::Exclusive, Mode::Shared, permits(1)] {
+            let mut claim = claim(&backend, "n", mode).await;
+            assert!(
+                claim.attempt(TRY).await.unwrap().is_some(),
+                "{mode:?} in round {round}"
+            );
+            claim.release().await.unwrap();
+        }
+        round += 1;
+    }
+    stop.store(true, Ordering::SeqCst);
+    inspector.await.unwrap();
+}
