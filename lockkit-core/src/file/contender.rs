@@ -372,3 +372,39 @@ impl Opened {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use tempfile::TempDir;
+
+    use super::{super::space::Space, *};
+    use crate::{LockName, spi::OwnerId};
+
+    #[test]
+    fn a_file_replaced_after_it_was_opened_is_not_locked() {
+        let dir = TempDir::new().unwrap();
+        let name = LockName::new("n").unwrap();
+        let files = Arc::new(Space::open(dir.path(), "").unwrap()).files(&name, Kind::Lock);
+        let mut contender = Contender::new(Arc::new(Spec {
+            request: ClaimRequest::new(name, Mode::Exclusive, Duration::from_secs(30), OwnerId::new(1)),
+            files: files.clone(),
+            watcher: None,
+            poll: Duration::from_secs(1),
+        }));
+        let main = contender.main().unwrap();
+        assert!(main.matching(main.beacon().unwrap()).unwrap().is_some());
+        fs::remove_file(files.main()).unwrap();
+        assert!(
+            main.matching(main.beacon().unwrap()).unwrap().is_none(),
+            "deleted"
+        );
+        fs::write(files.main(), "").unwrap();
+        assert!(
+            main.matching(main.beacon().unwrap()).unwrap().is_none(),
+            "replaced"
+        );
+        assert_ne!(contender.main().unwrap().inode, main.inode);
+    }
+}

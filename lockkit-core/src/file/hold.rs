@@ -97,3 +97,24 @@ impl Drop for ReaderNote {
         let _ = fs::remove_file(&self.path);
     }
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::time::Duration;
+
+    use super::{super::watch::Watcher, *};
+
+    #[tokio::test]
+    async fn waiters_are_told_although_a_forked_child_has_the_descriptor() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let path = dir.path().join("lock");
+        let beacon = Beacon(File::create(&path).unwrap());
+        let _childs = beacon.0.try_clone().unwrap();
+        let watcher = Watcher::new().unwrap();
+        let mut events = watcher.watch(&path).unwrap();
+        drop(beacon);
+        tokio::time::timeout(Duration::from_secs(20), events.next())
+            .await
+            .expect("told in time");
+    }
+}

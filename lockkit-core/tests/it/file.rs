@@ -1066,3 +1066,74 @@ async fn inspection_makes_no_attempt_fail() {
     stop.store(true, Ordering::SeqCst);
     inspector.await.unwrap();
 }
+
+#[tokio::test]
+async fn a_try_is_not_told_taken_because_of_a_probe() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    for mode in [Mode::Exclusive, Mode::Shared] {
+        let mut claim = claim(&backend, "n", mode).await;
+        granted(&mut claim).await;
+        claim.release().await.unwrap();
+        // As an inspection does: it probes while it has the ledger.
+        let locked = |suffix: &str| {
+            let path = dir.path().join("lockkit/n").with_extension(suffix);
+            let file = fs::File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(path);
+            let file = file.unwrap();
+            file.try_lock().unwrap();
+            file
+        };
+        let (ledger, probe) = (locked("ledger"), locked("lock"));
+        let mut attempt = claim.attempt(TRY);
+        let early = tokio::time::timeout(Duration::from_millis(100), &mut attempt).await;
+        assert!(
+            early.is_err(),
+            "it cannot tell while there may be a probe: {early:?}"
+        );
+        // Not by closing: another test may be between fork and exec of a child.
+        probe.unlock().unwrap();
+        ledger.unlock().unwrap();
+        assert!(attempt.await.unwrap().is_some(), "{mode:?}");
+        claim.release().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_inspection_probes_with_the_ledger_in_hand() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut claim = claim(&backend, "n", Mode::Exclusive).await;
+    granted(&mut claim).await;
+    let ledger = fs::File::create(dir.path().join("lockkit/n.ledger")).unwrap();
+    ledger.try_lock().unwrap();
+    let lock = name("n");
+    let mut inspection = pin!(backend.inspect(&lock, Kind::Lock));
+    let early = tokio::time::timeout(Duration::from_millis(100), &mut inspection).await;
+    assert!(early.is_err(), "{early:?}");
+    ledger.unlock().unwrap();
+    assert!(!inspection.await.unwrap().is_free());
+}
+
+#[tokio::test]
+async fn a_ledger_that_stays_locked_is_cannot_tell_and_not_taken() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    granted(&mut claim(&backend, "n", Mode::Shared).await).await;
+    let ledger = fs::File::create(dir.path().join("lockkit/n.ledger")).unwrap();
+    ledger.try_lock().unwrap();
+    let mut reader = claim(&backend, "n", Mode::Shared).await;
+    let error = reader.attempt(TRY).await.unwrap_err();
+    assert!(error.is_transient(), "{error}");
+    assert!(chain(&error).contains("n.ledger"), "{}", chain(&error));
+    ledger.unlock().unwrap();
+    let mut writer = claim(&backend, "n", Mode::Exclusive).await;
+    assert!(
+        writer.attempt(TRY).await.unwrap().is_some(),
+        "the failed reader holds nothing"
+    );
+}
