@@ -390,6 +390,22 @@ mod tests {
     }
 
     #[test]
+    fn the_file_of_another_name_is_left_alone() {
+        let fixture = Fixture::new();
+        let entry = fixture.mint().unwrap();
+        let minted = mint(
+            &fixture.files,
+            &fixture.file,
+            "m",
+            Mode::Exclusive,
+            NonZeroU32::MIN,
+            None,
+        );
+        assert!(matches!(minted, Err(Fault::OtherName { found, .. }) if found == "n"));
+        assert_eq!(fixture.read().unwrap(), Some(entry));
+    }
+
+    #[test]
     fn the_last_token_is_an_error_not_a_wrap() {
         let fixture = Fixture::new();
         let mut entry = fixture.mint().unwrap();

@@ -301,6 +301,31 @@ async fn an_event_is_remembered_until_the_next_attempt() {
 }
 
 #[tokio::test]
+#[cfg(target_os = "linux")]
+async fn a_waiter_looks_again_soon_after_an_event_and_then_no_more() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+    granted(&mut holder).await;
+    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
+    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    let lock = dir.path().join("lockkit/n.lock");
+    for _ in 0..2 {
+        let mut looks = 0;
+        while tokio::time::timeout(Duration::from_millis(200), waiter.notified())
+            .await
+            .is_ok()
+        {
+            assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+            looks += 1;
+        }
+        assert!((4..10).contains(&looks), "{looks}");
+        // As when a killed holder's descriptor is closed before its lock is gone.
+        drop(fs::File::options().write(true).open(&lock).unwrap());
+    }
+}
+
+#[tokio::test]
 async fn a_killed_holder_lets_the_waiter_in_and_is_not_shown() {
     for (role, mode, kind) in [
         ("hold", Mode::Exclusive, Kind::Lock),
