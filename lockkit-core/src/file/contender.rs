@@ -126,13 +126,13 @@ impl Contender {
 
     fn contend(&mut self, waits: bool, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
         match self.spec.request.mode {
-            Mode::Exclusive => self.exclusive(waits, since),
+            Mode::Exclusive => self.exclusive(waits, since, ledger),
             Mode::Shared => self.shared(waits, since, ledger),
             Mode::Permits(permits) => self.permit(permits, since),
         }
     }
 
-    fn exclusive(&mut self, waits: bool, since: Instant) -> Result<Option<Hold>> {
+    fn exclusive(&mut self, waits: bool, since: Instant, mut ledger: Option<Flock>) -> Result<Option<Hold>> {
         for _ in 0..MAX_REPLACED {
             let main = self.main()?;
             let Some(lock) = Flock::exclusive(&main.file, &main.path)? else {
@@ -147,7 +147,7 @@ impl Contender {
             };
             if let Some(beacon) = main.matching(beacon)? {
                 return self
-                    .enter(beacon, lock, vec![(main.path, main.inode)], since)
+                    .enter(beacon, lock, ledger.take(), vec![(main.path, main.inode)], since)
                     .map(Some);
             }
         }
@@ -173,12 +173,12 @@ impl Contender {
             if let Some(beacon) = main.matching(main.beacon()?)? {
                 // Moved, so that on an error it is unlocked before the beacon tells that it is.
                 let lock = lock;
-                let _ledger = match ledger {
+                let ledger = match ledger {
                     Some(ledger) => ledger,
                     None => self.spec.files.lock_ledger()?,
                 };
                 return self
-                    .enter(beacon, lock, vec![(main.path, main.inode)], since)
+                    .enter(beacon, lock, Some(ledger), vec![(main.path, main.inode)], since)
                     .map(Some);
             }
         }
@@ -199,7 +199,7 @@ impl Contender {
             };
             let lives_in = vec![(main.path.clone(), main.inode), slot];
             if let Some(beacon) = main.matching(main.beacon()?)? {
-                return self.enter(beacon, lock, lives_in, since).map(Some);
+                return self.enter(beacon, lock, Some(ledger), lives_in, since).map(Some);
             }
         }
         Err(self.replaced())
@@ -254,16 +254,17 @@ impl Contender {
     }
 
     /// Mints the tokens and leaves word of who holds. On an error the parameters go in reverse order: what was locked
-    /// is free before the beacon tells so.
+    /// is free before the beacon tells so. The ledger is let go before the disk is waited for.
     fn enter(
         &self,
         beacon: Beacon,
         lock: Flock,
+        ledger: Option<Flock>,
         lives_in: Vec<(PathBuf, Inode)>,
         since: Instant,
     ) -> Result<Hold> {
         let Spec { request, files, .. } = &*self.spec;
-        let entry = journal::mint(
+        let entry = journal::reserve(
             files,
             &beacon.0,
             request.name.as_str(),
@@ -281,6 +282,8 @@ impl Contender {
                 }
             }
         }
+        drop(ledger);
+        journal::make_durable(files, &beacon.0, &entry)?;
         let grant = Grant {
             tokens: entry.tokens(),
             lease: Lease { since, length: None },

@@ -13,8 +13,9 @@ use super::{
     space,
 };
 
-/// How long the ledger may stay locked before it counts as "cannot tell". It is held for a write to disk at most.
-const LEDGER_PATIENCE: Duration = Duration::from_secs(1);
+/// How long the ledger may stay locked before it counts as "cannot tell". It is never held while the disk is waited
+/// for.
+const LEDGER_PATIENCE: Duration = Duration::from_secs(2);
 const LEDGER_FIRST_POLL: Duration = Duration::from_micros(50);
 const LEDGER_LAST_POLL: Duration = Duration::from_millis(1);
 

@@ -73,10 +73,11 @@ impl Entry {
     }
 }
 
-/// Reserves `tokens` tokens for a holder and makes that durable. The caller has locked out all others who might.
+/// Reserves `tokens` tokens for a holder. The caller has locked out all others who might, and before it hands out a
+/// token it [makes them durable](make_durable).
 ///
 /// A new file starts at the clock, in microseconds, so that tokens go on rising if the file was deleted.
-pub(super) fn mint(
+pub(super) fn reserve(
     files: &Files,
     file: &File,
     name: &str,
@@ -113,11 +114,16 @@ pub(super) fn mint(
         sequence: sequence.checked_add(1).ok_or_else(exhausted)?,
     };
     write(file, &entry, &path)?;
-    file.sync_data().map_err(Fault::io("sync", &path))?;
-    if last.is_none() {
+    Ok(entry)
+}
+
+/// Makes reserved tokens survive a crash of the machine, and the file if they are its first.
+pub(super) fn make_durable(files: &Files, file: &File, entry: &Entry) -> Result<()> {
+    file.sync_data().map_err(Fault::io("sync", &files.main()))?;
+    if entry.sequence == 1 {
         files.space().sync()?;
     }
-    Ok(entry)
+    Ok(())
 }
 
 /// Leaves a copy of a grant, alone in its file, for whoever inspects. The counter is elsewhere, so this need not
@@ -298,7 +304,7 @@ mod tests {
 
         fn mint(&self) -> Result<Entry> {
             let tokens = NonZeroU32::new(3).unwrap();
-            mint(
+            reserve(
                 &self.files,
                 &self.file,
                 "n",
@@ -393,7 +399,7 @@ mod tests {
     fn the_file_of_another_name_is_left_alone() {
         let fixture = Fixture::new();
         let entry = fixture.mint().unwrap();
-        let minted = mint(
+        let minted = reserve(
             &fixture.files,
             &fixture.file,
             "m",

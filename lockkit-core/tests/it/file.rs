@@ -19,7 +19,7 @@ use std::{
 };
 
 use lockkit_core::{
-    Error, FileBackend, FileConfig, Kind, LockName, LossReason,
+    DistributedLock, Error, FileBackend, FileConfig, Kind, LockClient, LockName, LossReason,
     spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal},
 };
 use tempfile::TempDir;
@@ -1161,4 +1161,40 @@ async fn a_ledger_that_stays_locked_is_cannot_tell_and_not_taken() {
         writer.attempt(TRY).await.unwrap().is_some(),
         "the failed reader holds nothing"
     );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_take_turns_on_an_unprotected_counter() {
+    let dir = TempDir::new().unwrap();
+    let counter = dir.path().join("counter");
+    fs::write(&counter, "0").unwrap();
+    let mut tasks = Vec::new();
+    for _ in 0..4 {
+        let client = LockClient::new(FileBackend::open(FileConfig::new(dir.path())).await.unwrap());
+        for _ in 0..2 {
+            let (client, counter) = (client.clone(), counter.clone());
+            tasks.push(tokio::spawn(async move {
+                let lock = client.lock("n").unwrap();
+                let mut tokens = Vec::new();
+                for _ in 0..25 {
+                    let guard = lock.acquire().await.unwrap();
+                    let seen: u32 = fs::read_to_string(&counter).unwrap().parse().unwrap();
+                    tokio::task::yield_now().await;
+                    fs::write(&counter, (seen + 1).to_string()).unwrap();
+                    tokens.push(guard.token());
+                    guard.release().await.unwrap();
+                }
+                assert!(tokens.is_sorted_by(|a, b| a < b));
+                tokens
+            }));
+        }
+    }
+    let mut tokens = Vec::new();
+    for task in tasks {
+        tokens.extend(tokio::time::timeout(LIMIT, task).await.unwrap().unwrap());
+    }
+    tokens.sort_unstable();
+    tokens.dedup();
+    assert_eq!(tokens.len(), 200, "no token twice");
+    assert_eq!(fs::read_to_string(&counter).unwrap(), "200");
 }
