@@ -127,6 +127,23 @@ impl Drop for Killed {
     }
 }
 
+/// A child of a child, killed once, when the test is over at the latest.
+struct Orphan(Option<rustix::process::Pid>);
+
+impl Orphan {
+    fn kill(&mut self) {
+        if let Some(process) = self.0.take() {
+            rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+        }
+    }
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
 const ROLE: &str = "LOCKKIT_FILE_TEST_ROLE";
 const DIR: &str = "LOCKKIT_FILE_TEST_DIR";
 
@@ -401,13 +418,13 @@ async fn a_child_keeps_the_lock_of_its_killed_parent() {
     for role in ["hold with a child", "share with a child"] {
         let dir = TempDir::new().unwrap();
         let (mut process, child) = other(role, dir.path());
-        let child = rustix::process::Pid::from_raw(child.parse().unwrap()).unwrap();
+        let mut child = Orphan(rustix::process::Pid::from_raw(child.parse().unwrap()));
         process.kill();
         let backend = open(dir.path()).await;
         let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
         assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
         assert!(!backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
-        rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
+        child.kill();
         // The child holds only what was locked, so nothing tells: this is what the fallback poll is for.
         until("the child's lock is gone", async || {
             waiter.attempt(PATIENCE).await.unwrap().is_some()
