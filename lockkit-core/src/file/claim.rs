@@ -198,6 +198,15 @@ impl Claim for FileClaim {
     }
 }
 
+impl Drop for FileClaim {
+    fn drop(&mut self) {
+        // Work that has not begun is dropped with the state in it; what has begun ends by itself and then is.
+        if let Some(worker) = &self.busy {
+            worker.abort();
+        }
+    }
+}
+
 impl Burst {
     /// After a failed attempt.
     fn schedule(&mut self) {

@@ -824,11 +824,13 @@ async fn an_attempt_dropped_at_any_poll_leaves_nothing_locked() {
                 );
                 next.release().await.unwrap();
 
-                let mut abandoned = claim(&a, "n", mode).await;
+                // A name of its own, since nobody waits for its worker.
+                let own = format!("{polls}-{patience:?}");
+                let mut abandoned = claim(&a, &own, mode).await;
+                let mut other = claim(&b, &own, rival).await;
                 polled(polls, abandoned.attempt(patience)).await;
                 drop(abandoned);
-                until("freed", async || next.attempt(TRY).await.unwrap().is_some()).await;
-                next.release().await.unwrap();
+                until("freed", async || other.attempt(TRY).await.unwrap().is_some()).await;
 
                 let mut resumed = claim(&a, "n", mode).await;
                 polled(polls, resumed.attempt(patience)).await;
@@ -1214,4 +1216,26 @@ async fn clients_take_turns_on_an_unprotected_counter() {
     tokens.dedup();
     assert_eq!(tokens.len(), 200, "no token twice");
     assert_eq!(fs::read_to_string(&counter).unwrap(), "200");
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn an_inspection_wakes_who_was_refused_because_of_it() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
+    granted(&mut waiter).await;
+    waiter.release().await.unwrap();
+    let probe = fs::File::open(dir.path().join("lockkit/n.lock")).unwrap();
+    probe.try_lock().unwrap();
+    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    while tokio::time::timeout(Duration::from_millis(200), waiter.notified())
+        .await
+        .is_ok()
+    {
+        assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    }
+    probe.unlock().unwrap();
+    assert!(backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    granted(&mut waiter).await;
 }
