@@ -1237,5 +1237,8 @@ async fn an_inspection_wakes_who_was_refused_because_of_it() {
     }
     probe.unlock().unwrap();
     assert!(backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    tokio::time::timeout(LIMIT, waiter.notified())
+        .await
+        .expect("told in time");
     granted(&mut waiter).await;
 }
