@@ -19,7 +19,7 @@ use std::{
 };
 
 use lockkit_core::{
-    DistributedLock, Error, FileBackend, FileConfig, Kind, LockClient, LockName, LossReason,
+    Error, FileBackend, FileConfig, Kind, LockClient, LockName, LossReason,
     spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal},
 };
 use tempfile::TempDir;
