@@ -1,0 +1,369 @@
+//! The configuration of a client.
+
+use std::{fmt, str::FromStr, time::Duration};
+
+use lockkit_core::{AcquireOptions, Error, Result, spi::BackendInfo};
+
+use crate::{
+    connect::Target,
+    url::{Url, redacted},
+};
+
+/// Which lock server to use, and how: what an application keeps in its config file.
+///
+/// With the feature `serde` it is `Deserialize`, with durations written `"500ms"`, `"30s"` or `"1m 30s"`. An unknown
+/// key and a bad value are errors that name the key. Apart from the tables of the backends, each key is also a
+/// parameter of the URL; **a key that is set here wins over the parameter**, whichever is more convenient to change.
+///
+/// ```
+/// # #[cfg(feature = "serde")] {
+/// # use std::time::Duration;
+/// let config: lockkit::LockConfig = toml::from_str(
+///     r#"
+///     url = "file:///var/lock/app"   # or redis://…, zk://…, mysql://…: nothing else changes
+///     ttl = "10s"
+///     namespace = "billing"
+///
+///     [file]
+///     poll = "25ms"
+///     "#,
+/// )?;
+/// assert_eq!(config.ttl, Some(Duration::from_secs(10)));
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// In plain Rust:
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> lockkit::Result<()> {
+/// use std::time::Duration;
+/// use lockkit::LockConfig;
+///
+/// let client = LockConfig::new("memory:").ttl(Duration::from_secs(10)).label("billing@host-7").connect().await?;
+/// # let _ = client;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Its `Debug` form leaves out the credentials in the URL.
+#[derive(Clone, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
+#[non_exhaustive]
+#[must_use]
+pub struct LockConfig {
+    /// The server, as [`connect`](crate::connect) takes it.
+    pub url: String,
+    /// How long a hold outlives the last word from its holder, 10 ms to a year. Default: 30 s.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::ttl"))]
+    pub ttl: Option<Duration>,
+    /// How long to wait for a lock that is taken. Default: for ever.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::wait"))]
+    pub wait: Option<Duration>,
+    /// How long one exchange with the server may take before it counts as failed. Default: 5 s.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::op_timeout"))]
+    pub op_timeout: Option<Duration>,
+    /// How long [`connect`](Self::connect) may take. Default: 5 s.
+    #[cfg_attr(
+        feature = "serde",
+        serde(default, deserialize_with = "named::connect_timeout")
+    )]
+    pub connect_timeout: Option<Duration>,
+    /// Keeps applications that share a server apart: any of `A-Z a-z 0-9 . _ -`. Default: `lockkit`. May be empty.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::namespace"))]
+    pub namespace: Option<String>,
+    /// Who is holding, for whoever inspects the lock; at most 256 bytes.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::label"))]
+    pub label: Option<String>,
+    /// How many times in a row a release may pass an exclusive hold to the next waiter of this client before the lock
+    /// goes back to the server; at most 65,535. Default: 32, or 0 on a backend whose order is strict.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::local_handoffs"))]
+    pub local_handoffs: Option<u32>,
+    /// What only the file backend has. Ignored while the URL names another.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub file: FileSection,
+}
+
+/// The part of a [`LockConfig`] that only the file backend has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
+#[non_exhaustive]
+pub struct FileSection {
+    /// How often a waiter looks again although nothing woke it, 1 ms to a minute. Default: what suits the platform.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::poll"))]
+    pub poll: Option<Duration>,
+}
+
+impl LockConfig {
+    /// The bound on connecting where none is asked for.
+    pub const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+    /// Every option that all backends have, as key and URL parameter.
+    const COMMON: [&str; 7] = [
+        "ttl",
+        "wait",
+        "op_timeout",
+        "connect_timeout",
+        "namespace",
+        "label",
+        "local_handoffs",
+    ];
+
+    /// A config with this URL and nothing else set. The URL is looked at when it is [connected](Self::connect) to.
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            ..Self::default()
+        }
+    }
+
+    /// Reads `url` at once and moves its parameters to the fields they belong to.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use lockkit::LockConfig;
+    ///
+    /// let config = LockConfig::from_url("memory:?ttl=10s&label=host%207")?;
+    /// assert_eq!(config.url, "memory:");
+    /// assert_eq!(config.ttl, Some(Duration::from_secs(10)));
+    /// assert_eq!(config.label.as_deref(), Some("host 7"));
+    /// # Ok::<(), lockkit::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`connect`](crate::connect) that need no I/O.
+    pub fn from_url(url: &str) -> Result<Self> {
+        let parsed = Url::parse(url)?;
+        let own = Target::of(&parsed)?.own_parameters();
+        let mut config = Self::new(parsed.without_parameters());
+        for (key, value) in parsed.parameters()? {
+            if !Self::COMMON.contains(&key) && !own.contains(&key) {
+                let known: Vec<_> = Self::COMMON.iter().chain(own).copied().collect();
+                let key = key.escape_debug();
+                return Err(parsed.invalid(format!(
+                    "unknown parameter `{key}`; known are {}",
+                    known.join(", ")
+                )));
+            }
+            config
+                .set(key, &value)
+                .map_err(|reason| parsed.invalid(format!("parameter `{key}`: {reason}")))?;
+        }
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+        match key {
+            "ttl" => self.ttl = Some(duration(value)?),
+            "wait" => self.wait = Some(duration(value)?),
+            "op_timeout" => self.op_timeout = Some(duration(value)?),
+            "connect_timeout" => self.connect_timeout = Some(duration(value)?),
+            "namespace" => self.namespace = Some(value.to_owned()),
+            "label" => self.label = Some(value.to_owned()),
+            "local_handoffs" => self.local_handoffs = Some(count(value)?),
+            "poll" => self.file.poll = Some(duration(value)?),
+            _ => return Err("it is unknown".to_owned()),
+        }
+        Ok(())
+    }
+
+    /// This config with the URL's parameters in the fields that are unset.
+    pub(crate) fn resolved(&self) -> Result<Self> {
+        let of_url = Self::from_url(&self.url)?;
+        let config = Self {
+            url: of_url.url,
+            ttl: self.ttl.or(of_url.ttl),
+            wait: self.wait.or(of_url.wait),
+            op_timeout: self.op_timeout.or(of_url.op_timeout),
+            connect_timeout: self.connect_timeout.or(of_url.connect_timeout),
+            namespace: self.namespace.clone().or(of_url.namespace),
+            label: self.label.clone().or(of_url.label),
+            local_handoffs: self.local_handoffs.or(of_url.local_handoffs),
+            file: FileSection {
+                poll: self.file.poll.or(of_url.file.poll),
+            },
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn validate(&self) -> Result<()> {
+        self.acquire_options().validate()?;
+        if let Some(timeout) = self.connect_timeout {
+            between("connect_timeout", timeout, AcquireOptions::MAX_DURATION)?;
+        }
+        if let Some(poll) = self.file.poll {
+            between("poll", poll, Duration::from_secs(60))?;
+        }
+        let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        match &self.namespace {
+            Some(namespace) if !namespace.chars().all(allowed) => Err(Error::invalid_option(
+                "namespace",
+                format!("{namespace:?} has characters other than A-Z a-z 0-9 . _ -"),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// What an acquisition takes from the config where neither the call nor the lock says otherwise.
+    pub(crate) fn acquire_options(&self) -> AcquireOptions {
+        let mut options = AcquireOptions::new();
+        options.ttl = self.ttl;
+        options.wait = self.wait;
+        options.op_timeout = self.op_timeout;
+        options.label = self.label.as_deref().map(Into::into);
+        options.local_handoffs = self.local_handoffs;
+        options
+    }
+
+    pub(crate) fn namespace_or_default(&self) -> &str {
+        self.namespace
+            .as_deref()
+            .unwrap_or(BackendInfo::DEFAULT_NAMESPACE)
+    }
+
+    /// Sets [`ttl`](#structfield.ttl).
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        self.ttl = Some(ttl);
+        self
+    }
+
+    /// Sets [`wait`](#structfield.wait).
+    pub fn wait(mut self, wait: Duration) -> Self {
+        self.wait = Some(wait);
+        self
+    }
+
+    /// Sets [`op_timeout`](#structfield.op_timeout).
+    pub fn op_timeout(mut self, op_timeout: Duration) -> Self {
+        self.op_timeout = Some(op_timeout);
+        self
+    }
+
+    /// Sets [`connect_timeout`](#structfield.connect_timeout).
+    pub fn connect_timeout(mut self, connect_timeout: Duration) -> Self {
+        self.connect_timeout = Some(connect_timeout);
+        self
+    }
+
+    /// Sets [`namespace`](#structfield.namespace).
+    pub fn namespace(mut self, namespace: impl Into<String>) -> Self {
+        self.namespace = Some(namespace.into());
+        self
+    }
+
+    /// Sets [`label`](#structfield.label).
+    pub fn label(mut self, label: impl Into<String>) -> Self {
+        self.label = Some(label.into());
+        self
+    }
+
+    /// Sets [`local_handoffs`](#structfield.local_handoffs).
+    pub fn local_handoffs(mut self, times: u32) -> Self {
+        self.local_handoffs = Some(times);
+        self
+    }
+}
+
+impl FromStr for LockConfig {
+    type Err = Error;
+
+    fn from_str(url: &str) -> Result<Self> {
+        Self::from_url(url)
+    }
+}
+
+impl fmt::Debug for LockConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            url,
+            ttl,
+            wait,
+            op_timeout,
+            connect_timeout,
+            namespace,
+            label,
+            local_handoffs,
+            file,
+        } = self;
+        f.debug_struct("LockConfig")
+            .field("url", &redacted(url))
+            .field("ttl", ttl)
+            .field("wait", wait)
+            .field("op_timeout", op_timeout)
+            .field("connect_timeout", connect_timeout)
+            .field("namespace", namespace)
+            .field("label", label)
+            .field("local_handoffs", local_handoffs)
+            .field("file", file)
+            .finish()
+    }
+}
+
+fn between(option: &'static str, value: Duration, max: Duration) -> Result<()> {
+    let min = Duration::from_millis(1);
+    if (min..=max).contains(&value) {
+        return Ok(());
+    }
+    let max = humantime::format_duration(max);
+    Err(Error::invalid_option(
+        option,
+        format!("{value:?} is not between 1ms and {max}"),
+    ))
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    humantime::parse_duration(text)
+        .map_err(|error| format!("{text:?} is not a duration such as 30s or 500ms ({error})"))
+}
+
+fn count(text: &str) -> Result<u32, String> {
+    text.parse()
+        .map_err(|error| format!("{text:?} is not a whole number ({error})"))
+}
+
+/// How serde reads each option. Not every format's errors say where they happened, so these name the key themselves.
+#[cfg(feature = "serde")]
+mod named {
+    use std::{fmt::Display, time::Duration};
+
+    use serde::{Deserialize, Deserializer, de::Error};
+
+    macro_rules! durations {
+        ($($key:ident)*) => {$(
+            pub(super) fn $key<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Duration>, D::Error> {
+                let text = text(stringify!($key), value)?;
+                super::duration(&text).map(Some).map_err(|reason| wrong(stringify!($key), reason))
+            }
+        )*};
+    }
+
+    macro_rules! texts {
+        ($($key:ident)*) => {$(
+            pub(super) fn $key<'de, D: Deserializer<'de>>(value: D) -> Result<Option<String>, D::Error> {
+                text(stringify!($key), value).map(Some)
+            }
+        )*};
+    }
+
+    durations!(ttl wait op_timeout connect_timeout poll);
+    texts!(namespace label);
+
+    pub(super) fn local_handoffs<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u32>, D::Error> {
+        u32::deserialize(value)
+            .map(Some)
+            .map_err(|error| wrong("local_handoffs", error))
+    }
+
+    fn text<'de, D: Deserializer<'de>>(key: &str, value: D) -> Result<String, D::Error> {
+        String::deserialize(value).map_err(|error| wrong(key, error))
+    }
+
+    fn wrong<E: Error>(key: &str, reason: impl Display) -> E {
+        E::custom(format_args!("`{key}`: {reason}"))
+    }
+}

@@ -1,0 +1,169 @@
+//! From a URL to a client.
+
+use std::io;
+
+use lockkit_core::{Error, LockClient, MemoryBackend, Result};
+
+use crate::{LockConfig, url::Url};
+
+/// Connects to the lock server that `url` names, with the options in its parameters.
+///
+/// | URL | backend | cargo feature |
+/// |---|---|---|
+/// | `memory:` | one space in this process, for tests and single-process programs | |
+/// | `file:///var/lock/app` | files in a directory of this host, on Unix | `file` (default) |
+///
+/// Every URL takes the parameters `ttl`, `wait`, `op_timeout`, `connect_timeout`, `namespace`, `label` and
+/// `local_handoffs`, which are described at [`LockConfig`]; `file:` URLs also take `poll`. Durations are written
+/// `500ms`, `30s` or `1m 30s` (a space in a URL is `%20`).
+///
+/// Make one client per process and server, and clone it.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> lockkit::Result<()> {
+/// let client = lockkit::connect("memory:?namespace=billing&ttl=10s").await?;
+/// let guard = client.lock("orders/42")?.acquire().await?;
+/// guard.release().await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`Error::InvalidUrl`] or [`Error::InvalidOptions`] names the part or parameter that is wrong;
+/// [`Error::UnknownScheme`] lists the schemes there are; [`Error::FeatureDisabled`] names the cargo feature to enable;
+/// [`Error::Backend`] if the server cannot be used, or does not answer within the `connect_timeout` (5 s). No error
+/// contains credentials of the URL.
+///
+/// # Cancel safety
+/// Dropping the future gives up the connection. Nothing is held.
+pub async fn connect(url: &str) -> Result<LockClient> {
+    LockConfig::from_url(url)?.connect().await
+}
+
+impl LockConfig {
+    /// Connects to the server that [`url`](Self#structfield.url) names, with these options as the client's defaults.
+    ///
+    /// # Errors
+    /// Those of [`connect`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future gives up the connection. Nothing is held.
+    pub async fn connect(&self) -> Result<LockClient> {
+        let config = self.resolved()?;
+        let target = Target::of(&Url::parse(&config.url)?)?;
+        let within = config.connect_timeout.unwrap_or(Self::DEFAULT_CONNECT_TIMEOUT);
+        let backend = target.backend();
+        let client = tokio::time::timeout(within, target.open(&config))
+            .await
+            .map_err(|_| {
+                let reason = format!("no answer within the connect_timeout of {within:?}");
+                Error::transient(
+                    backend,
+                    "connect",
+                    io::Error::new(io::ErrorKind::TimedOut, reason),
+                )
+            })??;
+        client.with_defaults(config.acquire_options())
+    }
+}
+
+/// The backend that a URL means, and where its server is.
+#[derive(Debug)]
+pub(crate) enum Target {
+    Memory,
+    #[cfg(all(feature = "file", unix))]
+    File {
+        dir: std::path::PathBuf,
+    },
+}
+
+impl Target {
+    const KNOWN: &str = "memory, file, redis, rediss, redlock, zk, mysql";
+
+    /// # Errors
+    /// For a scheme that no backend has, one whose backend is not in this build, and an address it cannot be.
+    pub(crate) fn of(url: &Url<'_>) -> Result<Self> {
+        match url.scheme.as_str() {
+            "memory" => memory(url),
+            #[cfg(all(feature = "file", unix))]
+            "file" => Ok(Self::File { dir: directory(url)? }),
+            #[cfg(all(feature = "file", not(unix)))]
+            "file" => Err(Error::unsupported(
+                "file",
+                "this system; the file backend needs a Unix",
+            )),
+            #[cfg(not(feature = "file"))]
+            "file" => Err(Error::feature_disabled("file", "file")),
+            scheme @ ("redis" | "rediss" | "redlock") => Err(Error::feature_disabled(scheme, "redis")),
+            "zk" => Err(Error::feature_disabled("zk", "zk")),
+            "mysql" => Err(Error::feature_disabled("mysql", "mysql")),
+            scheme => Err(Error::unknown_scheme(scheme, Self::KNOWN)),
+        }
+    }
+
+    fn backend(&self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            #[cfg(all(feature = "file", unix))]
+            Self::File { .. } => "file",
+        }
+    }
+
+    #[cfg_attr(
+        not(all(feature = "file", unix)),
+        expect(clippy::unused_async, reason = "only memory is opened without I/O")
+    )]
+    async fn open(self, config: &LockConfig) -> Result<LockClient> {
+        let namespace = config.namespace_or_default();
+        Ok(match self {
+            Self::Memory => LockClient::new(MemoryBackend::shared(namespace)),
+            #[cfg(all(feature = "file", unix))]
+            Self::File { dir } => {
+                let mut file = lockkit_core::FileConfig::new(dir);
+                namespace.clone_into(&mut file.namespace);
+                file.poll = config.file.poll;
+                LockClient::new(lockkit_core::FileBackend::open(file).await?)
+            }
+        })
+    }
+
+    /// The URL parameters that only this backend has.
+    pub(crate) fn own_parameters(&self) -> &'static [&'static str] {
+        match self {
+            Self::Memory => &[],
+            #[cfg(all(feature = "file", unix))]
+            Self::File { .. } => &["poll"],
+        }
+    }
+}
+
+fn memory(url: &Url<'_>) -> Result<Target> {
+    if url.authority.is_empty() && url.path.is_empty() {
+        return Ok(Target::Memory);
+    }
+    Err(url.invalid(
+        "the memory backend has no address: write `memory:`, and keep applications apart with `memory:?namespace=…`",
+    ))
+}
+
+#[cfg(all(feature = "file", unix))]
+fn directory(url: &Url<'_>) -> Result<std::path::PathBuf> {
+    use std::os::unix::ffi::OsStringExt;
+
+    if !url.authority.is_empty() {
+        return Err(url.invalid(
+            "a file URL names a directory of this host and has no host part; three slashes make an absolute path: \
+             file:///var/lock/app",
+        ));
+    }
+    if !url.path.starts_with('/') {
+        return Err(url.invalid("the directory has to be absolute, as in file:///var/lock/app"));
+    }
+    let bytes: Vec<u8> = percent_encoding::percent_decode_str(url.path).collect();
+    if bytes.contains(&0) {
+        return Err(url.invalid("a directory cannot have a NUL byte (%00) in its name"));
+    }
+    // On Unix a path is any bytes, not only UTF-8.
+    Ok(std::ffi::OsString::from_vec(bytes).into())
+}

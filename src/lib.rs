@@ -1,0 +1,90 @@
+//! One distributed-lock API with interchangeable backends.
+//!
+//! Application code holds a [`Lock`], or an `Arc<dyn` [`DistributedLock`]`>`, and never learns which backend serves
+//! it. The backend is compiled in by a cargo feature and picked by a URL in a config file.
+//!
+//! ```
+//! use std::time::Duration;
+//! use lockkit::prelude::*;
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let ledger = lockkit::FenceGate::new();
+//! # let work = || async { Ok::<(), lockkit::Error>(()) };
+//! let client = lockkit::connect("memory:").await?; // or file:///var/lock/app: nothing else changes
+//! let lock = client.lock("orders/42")?;
+//!
+//! let guard = lock.acquire().await?; // waits for as long as it takes
+//! assert!(lock.try_acquire().await?.is_none(), "taken; an outage would be an error, never `None`");
+//! let busy = lock.acquire_timeout(Duration::from_millis(10)).await.unwrap_err();
+//! assert!(busy.is_timeout());
+//!
+//! ledger.admit(guard.token())?; // a fencing token: the resource refuses a holder that has been superseded
+//! tokio::select! {
+//!     reason = guard.lost() => return Err(format!("stop: {reason}").into()),
+//!     done = work() => done?,
+//! }
+//! guard.check()?; // `Error::Lost` once the lock is lost
+//! guard.run(work()).await??; // stops the future if the lock is lost
+//! guard.release().await?; // dropping it releases too; this way you learn the outcome
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! More of it, each with its own page: [`Lock::shared`] for readers, [`LockClient::semaphore`] for up to *n* holders,
+//! [`Lock::with_options`] and [`AcquireOptions`], [`DistributedLockExt::with_lock`], [`acquire_all`] for several locks
+//! at once, [`ReentrantLock`], [`LockClient::inspect`], [`LockClient::close`], and [`LockClient::new`] with the
+//! [`spi`] for backends of your own.
+//!
+//! ```
+//! use std::{sync::Arc, time::Duration};
+//! use lockkit::{AcquireOptions, prelude::*};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> lockkit::Result<()> {
+//! # let client = lockkit::connect("memory:?namespace=more").await?;
+//! let lock = client
+//!     .lock("orders/42")?
+//!     .with_options(AcquireOptions::new().ttl(Duration::from_secs(10)).label("billing@host-7"));
+//! let readers = lock.shared();
+//! let gpus = client.semaphore("gpu", 4)?;
+//!
+//! let answer = lock.with_lock(|held| async move { held.token().get() + 42 }).await?;
+//! assert!(answer > 42);
+//!
+//! let anything: Vec<Arc<dyn DistributedLock>> = vec![Arc::new(readers), Arc::new(gpus)];
+//! for lock in &anything {
+//!     lock.acquire().await?.release().await?;
+//! }
+//! client.close(Duration::from_secs(5)).await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Features
+//!
+//! | feature | what it brings |
+//! |---|---|
+//! | `file` (default) | the file backend, `file:`: locks between the processes of one host |
+//! | `full` | every backend |
+//! | `serde` | `Deserialize` for [`LockConfig`] |
+//! | `metrics` | counters and histograms through the `metrics` facade |
+//! | `blocking` | an API for programs without an async runtime |
+//!
+//! A feature never changes what another one does. Without any there is the memory backend alone, and no client crate
+//! is compiled. `redis`, `zk` and `mysql` come with their backends; until then the URL schemes `redis`, `rediss`,
+//! `redlock`, `zk` and `mysql` answer [`Error::FeatureDisabled`].
+
+mod config;
+mod connect;
+mod url;
+
+pub use config::{FileSection, LockConfig};
+pub use connect::connect;
+#[doc(inline)]
+pub use lockkit_core::*;
+
+/// The traits, for `use lockkit::prelude::*`.
+pub mod prelude {
+    pub use lockkit_core::{DistributedLock, DistributedLockExt};
+}

@@ -1,0 +1,173 @@
+//! `LockConfig` as a config file has it.
+
+use std::time::Duration;
+
+use lockkit::{AcquireOptions, LockConfig};
+
+#[tokio::test]
+async fn a_key_of_the_config_wins_over_the_parameter_of_the_url() {
+    let config = LockConfig::new("memory:?ttl=10s&wait=3s&namespace=of-url").ttl(Duration::from_secs(20));
+    let client = config.connect().await.unwrap();
+    assert_eq!(&*client.info().namespace, "of-url");
+    let lock = client.lock("x").unwrap();
+    assert_eq!(lock.options().ttl, Some(Duration::from_secs(20)));
+    assert_eq!(lock.options().wait, Some(Duration::from_secs(3)));
+}
+
+#[tokio::test]
+async fn the_lock_and_the_call_win_over_the_config() {
+    let config = LockConfig::new("memory:?namespace=precedence")
+        .label("config")
+        .wait(Duration::from_secs(60));
+    let client = config.connect().await.unwrap();
+    let label = async || {
+        client.inspect("x").await.unwrap().holders[0]
+            .label
+            .clone()
+            .unwrap()
+    };
+    let lock = client.lock("x").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    assert_eq!(label().await, "config");
+    guard.release().await.unwrap();
+    let lock = lock.with_options(AcquireOptions::new().label("lock"));
+    let guard = lock.acquire().await.unwrap();
+    assert_eq!(label().await, "lock");
+    guard.release().await.unwrap();
+    let guard = lock
+        .acquire_with(&AcquireOptions::new().label("call"))
+        .await
+        .unwrap();
+    assert_eq!(label().await, "call");
+    guard.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn options_out_of_range_are_refused_before_anything_is_opened() {
+    for (config, option) in [
+        (LockConfig::new("memory:").ttl(Duration::ZERO), "ttl"),
+        (LockConfig::new("memory:").wait(Duration::MAX), "wait"),
+        (
+            LockConfig::new("memory:").op_timeout(Duration::ZERO),
+            "op_timeout",
+        ),
+        (
+            LockConfig::new("memory:").connect_timeout(Duration::ZERO),
+            "connect_timeout",
+        ),
+        (LockConfig::new("memory:").namespace("a b"), "namespace"),
+        (LockConfig::new("memory:").label("x".repeat(257)), "label"),
+        (
+            LockConfig::new("memory:").local_handoffs(65_536),
+            "local_handoffs",
+        ),
+    ] {
+        match config.connect().await {
+            Err(lockkit::Error::InvalidOptions { option: named, .. }) => assert_eq!(named, option),
+            other => panic!("{option}: {other:?}"),
+        }
+    }
+}
+
+#[cfg(feature = "serde")]
+mod files {
+    use super::*;
+
+    const CANARY: &str = "s3cr3t";
+
+    #[test]
+    fn every_key_is_read() {
+        let config: LockConfig = toml::from_str(
+            r#"
+            url = "file:///var/lock/app"
+            ttl = "10s"
+            wait = "1m 30s"
+            op_timeout = "2s"
+            connect_timeout = "500ms"
+            namespace = ""
+            label = "me"
+            local_handoffs = 3
+
+            [file]
+            poll = "5ms"
+            "#,
+        )
+        .unwrap();
+        let mut expected = LockConfig::new("file:///var/lock/app")
+            .ttl(Duration::from_secs(10))
+            .wait(Duration::from_secs(90))
+            .op_timeout(Duration::from_secs(2))
+            .connect_timeout(Duration::from_millis(500))
+            .namespace("")
+            .label("me")
+            .local_handoffs(3);
+        expected.file.poll = Some(Duration::from_millis(5));
+        assert_eq!(config, expected);
+    }
+
+    #[test]
+    fn only_the_url_is_required() {
+        let config: LockConfig = toml::from_str("url = 'memory:'").unwrap();
+        assert_eq!(config, LockConfig::new("memory:"));
+        let missing = toml::from_str::<LockConfig>("ttl = '1s'")
+            .unwrap_err()
+            .to_string();
+        assert!(missing.contains("`url`"), "{missing}");
+    }
+
+    /// Both formats: TOML's errors show the line, JSON's do not.
+    #[test]
+    fn errors_name_the_key_and_keep_the_password() {
+        for (line, json, parts) in [
+            (
+                "tll = '1s'",
+                r#""tll": "1s""#,
+                &["`tll`", "`ttl`", "`wait`", "`namespace`"][..],
+            ),
+            ("ttl = 'ten'", r#""ttl": "ten""#, &["`ttl`", "ten", "30s"]),
+            ("wait = 30", r#""wait": 30"#, &["`wait`", "30"]),
+            ("label = 7", r#""label": 7"#, &["`label`", "7"]),
+            (
+                "local_handoffs = 'x'",
+                r#""local_handoffs": "x""#,
+                &["`local_handoffs`", "x"],
+            ),
+            (
+                "local_handoffs = -1",
+                r#""local_handoffs": -1"#,
+                &["`local_handoffs`", "-1"],
+            ),
+            (
+                "file = { pol = '1s' }",
+                r#""file": {"pol": "1s"}"#,
+                &["`pol`", "`poll`"],
+            ),
+            (
+                "file = { poll = '1x' }",
+                r#""file": {"poll": "1x"}"#,
+                &["`poll`", "1x"],
+            ),
+        ] {
+            let url = format!("redis://user:{CANARY}@host");
+            let of_toml = toml::from_str::<LockConfig>(&format!("url = '{url}'\n{line}\n")).unwrap_err();
+            let json = format!(r#"{{"url": "{url}", {json}}}"#);
+            let of_json = serde_json::from_str::<LockConfig>(&json).unwrap_err();
+            for message in [of_toml.to_string(), of_json.to_string()] {
+                for part in parts {
+                    assert!(message.contains(part), "{part} in {message}");
+                }
+                assert!(!message.contains(CANARY), "{message}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_config_within_a_bigger_one() {
+        #[derive(serde::Deserialize)]
+        struct Application {
+            lock: LockConfig,
+        }
+        let application: Application = toml::from_str("[lock]\nurl = 'memory:'\nttl = '1s'").unwrap();
+        assert_eq!(application.lock.ttl, Some(Duration::from_secs(1)));
+    }
+}

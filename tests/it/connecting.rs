@@ -1,0 +1,68 @@
+//! From a URL to a lock that holds.
+
+use lockkit::LockConfig;
+
+#[tokio::test]
+async fn memory_is_one_space_per_namespace_in_this_process() {
+    let one = lockkit::connect("memory:?namespace=shared").await.unwrap();
+    let two = lockkit::connect("memory:?namespace=shared").await.unwrap();
+    let other = lockkit::connect("memory:?namespace=other").await.unwrap();
+    let guard = one.lock("x").unwrap().acquire().await.unwrap();
+    assert!(two.lock("x").unwrap().try_acquire().await.unwrap().is_none());
+    let elsewhere = other.lock("x").unwrap().try_acquire().await.unwrap();
+    assert!(elsewhere.is_some(), "another namespace");
+    assert_eq!(one.lock("x").unwrap().id(), two.lock("x").unwrap().id());
+    assert_ne!(one.lock("x").unwrap().id(), other.lock("x").unwrap().id());
+    guard.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_default_namespace_is_lockkit() {
+    let client = lockkit::connect("memory:").await.unwrap();
+    assert_eq!(&*client.info().namespace, "lockkit");
+}
+
+#[tokio::test]
+async fn connecting_to_a_bad_url_is_the_error_of_reading_it() {
+    for url in ["", "etcd://h", "memory:?tll=1s", "redis://h"] {
+        let of_reading = LockConfig::from_url(url).unwrap_err().to_string();
+        assert_eq!(lockkit::connect(url).await.unwrap_err().to_string(), of_reading);
+        assert_eq!(
+            LockConfig::new(url).connect().await.unwrap_err().to_string(),
+            of_reading
+        );
+    }
+}
+
+#[cfg(feature = "file")]
+mod file {
+    use lockkit::Error;
+
+    #[tokio::test]
+    async fn two_clients_of_one_directory_exclude_each_other() {
+        let dir = tempfile::tempdir().unwrap();
+        // A space and a `#`, to see that the path is decoded.
+        let url = format!("file://{}/a%20%23b?namespace=t&poll=5ms", dir.path().display());
+        let one = lockkit::connect(&url).await.unwrap();
+        let two = lockkit::connect(&url.replacen("file://", "file:", 1))
+            .await
+            .unwrap();
+        let guard = one.lock("x").unwrap().acquire().await.unwrap();
+        assert!(two.lock("x").unwrap().try_acquire().await.unwrap().is_none());
+        guard.release().await.unwrap();
+        let guard = two.lock("x").unwrap().try_acquire().await.unwrap();
+        assert!(guard.is_some());
+        assert!(dir.path().join("a #b").is_dir());
+    }
+
+    #[tokio::test]
+    async fn a_directory_that_cannot_be_is_an_error_of_the_backend() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let url = format!("file://{}", file.path().display());
+        let error = lockkit::connect(&url).await.unwrap_err();
+        assert!(
+            matches!(error, Error::Backend { backend: "file", .. }),
+            "{error:?}"
+        );
+    }
+}

@@ -1,0 +1,5 @@
+//! The facade from outside.
+
+mod config;
+mod connecting;
+mod urls;

@@ -1,0 +1,254 @@
+//! What a URL may look like, and what is said about one that may not.
+
+use std::time::Duration;
+
+use lockkit::{Error, LockConfig};
+use proptest::prelude::*;
+
+fn refused(url: &str) -> Error {
+    match LockConfig::from_url(url) {
+        Ok(config) => panic!("{url} was taken as {config:?}"),
+        Err(error) => error,
+    }
+}
+
+/// The reason of an `InvalidUrl`.
+fn reason(url: &str) -> String {
+    match refused(url) {
+        Error::InvalidUrl { reason, .. } => reason,
+        other => panic!("{url}: {other}"),
+    }
+}
+
+#[test]
+fn parameters_go_to_the_fields_of_their_names() {
+    let url = "memory:?ttl=10s&wait=1m%2030s&op_timeout=2s&connect_timeout=500ms&namespace=a.b_c-1&label=h%C3%A9%26&local_handoffs=7";
+    let config: LockConfig = url.parse().unwrap();
+    let expected = LockConfig::new("memory:")
+        .ttl(Duration::from_secs(10))
+        .wait(Duration::from_secs(90))
+        .op_timeout(Duration::from_secs(2))
+        .connect_timeout(Duration::from_millis(500))
+        .namespace("a.b_c-1")
+        .label("hé&")
+        .local_handoffs(7);
+    assert_eq!(config, expected);
+}
+
+#[test]
+fn an_empty_namespace_is_one() {
+    let config = LockConfig::from_url("memory:?namespace=").unwrap();
+    assert_eq!(config.namespace.as_deref(), Some(""));
+}
+
+#[test]
+fn unknown_parameters_are_named_and_the_known_listed() {
+    let reason = reason("memory:?tll=10s");
+    for part in [
+        "`tll`",
+        "ttl",
+        "wait",
+        "op_timeout",
+        "connect_timeout",
+        "namespace",
+        "label",
+        "local_handoffs",
+    ] {
+        assert!(reason.contains(part), "{part} in {reason}");
+    }
+    assert!(!reason.contains("poll"), "memory has no poll: {reason}");
+}
+
+#[test]
+fn bad_parameters_are_named() {
+    for (url, parts) in [
+        ("memory:?ttl=10s&ttl=11s", &["`ttl`", "twice"][..]),
+        ("memory:?ttl", &["`ttl`", "no value"]),
+        ("memory:?ttl=ten", &["`ttl`", "\"ten\"", "30s"]),
+        ("memory:?ttl=10", &["`ttl`", "\"10\"", "30s"]),
+        ("memory:?ttl=", &["`ttl`", "30s"]),
+        ("memory:?label=%ff", &["`label`", "UTF-8"]),
+        ("memory:?local_handoffs=-1", &["`local_handoffs`", "\"-1\""]),
+        ("memory:#here", &["%23"]),
+        ("memory://user:pass?word=x@host", &["%3F", "%40"]),
+        ("memory:space", &["`memory:`", "namespace"]),
+        ("memory://host", &["`memory:`"]),
+        ("", &["scheme"]),
+        ("/var/lock/app", &["scheme", "file:///var/lock/app"]),
+        (":", &["scheme"]),
+        ("1x:y", &["scheme"]),
+    ] {
+        let reason = reason(url);
+        for part in parts {
+            assert!(reason.contains(part), "{url}: {part} in {reason}");
+        }
+    }
+}
+
+#[test]
+fn values_out_of_range_name_the_option() {
+    for (url, option) in [
+        ("memory:?ttl=1ms", "ttl"),
+        ("memory:?ttl=2y", "ttl"),
+        ("memory:?wait=2y", "wait"),
+        ("memory:?op_timeout=0s", "op_timeout"),
+        ("memory:?connect_timeout=0s", "connect_timeout"),
+        ("memory:?namespace=a/b", "namespace"),
+        ("memory:?namespace=%C3%A9", "namespace"),
+        ("memory:?local_handoffs=65536", "local_handoffs"),
+    ] {
+        match refused(url) {
+            Error::InvalidOptions { option: named, .. } => assert_eq!(named, option, "{url}"),
+            other => panic!("{url}: {other}"),
+        }
+    }
+}
+
+#[test]
+fn schemes_without_a_backend_here_name_the_feature() {
+    for (scheme, feature) in [
+        ("redis", "redis"),
+        ("rediss", "redis"),
+        ("redlock", "redis"),
+        ("zk", "zk"),
+        ("mysql", "mysql"),
+    ] {
+        let error = refused(&format!("{scheme}://user:canary@host/1?whatever=1"));
+        match &error {
+            Error::FeatureDisabled {
+                scheme: s,
+                feature: f,
+                ..
+            } => assert_eq!((s.as_str(), *f), (scheme, feature)),
+            other => panic!("{scheme}: {other}"),
+        }
+        let text = error.to_string();
+        assert!(text.contains(&format!("cargo feature `{feature}`")), "{text}");
+    }
+}
+
+#[test]
+fn unknown_schemes_list_the_known() {
+    let text = refused("etcd://host").to_string();
+    for known in [
+        "etcd", "memory", "file", "redis", "rediss", "redlock", "zk", "mysql",
+    ] {
+        assert!(text.contains(known), "{known} in {text}");
+    }
+}
+
+#[test]
+fn schemes_are_read_in_any_case() {
+    assert!(LockConfig::from_url("MEMORY:").is_ok());
+}
+
+#[cfg(feature = "file")]
+#[test]
+fn file_urls_name_an_absolute_directory() {
+    for good in [
+        "file:///var/lock/app",
+        "file:/var/lock/app",
+        "file:///a%20b/c@d?label=me@host",
+        "file:///x?poll=5ms",
+    ] {
+        assert!(LockConfig::from_url(good).is_ok(), "{good}");
+    }
+    for (bad, advice) in [
+        ("file:var/lock", "file:///var/lock/app"),
+        ("file:", "file:///var/lock/app"),
+        ("file://", "file:///var/lock/app"),
+        ("file://var/lock", "three slashes"),
+        ("file://localhost/var/lock", "three slashes"),
+        ("file:///a%00b", "NUL"),
+    ] {
+        let reason = reason(bad);
+        assert!(reason.contains(advice), "{bad}: {advice} in {reason}");
+    }
+    let text = refused("file:///var/lock/app?tll=1s").to_string();
+    assert!(text.contains("file:///var/lock/app"), "it says which URL: {text}");
+    assert!(text.contains("poll"), "{text}");
+}
+
+#[cfg(not(feature = "file"))]
+#[test]
+fn the_file_scheme_needs_its_feature() {
+    match refused("file:///var/lock/app?poll=5ms") {
+        Error::FeatureDisabled { scheme, feature, .. } => {
+            assert_eq!((scheme.as_str(), feature), ("file", "file"));
+        }
+        other => panic!("{other}"),
+    }
+}
+
+/// Whatever a config or its errors say, in every form.
+fn everything_said(url: &str) -> String {
+    let config = LockConfig::new(url);
+    let mut said = vec![format!("{config:?} {config:#?}")];
+    match LockConfig::from_url(url) {
+        Ok(config) => said.push(format!("{config:?} {config:#?}")),
+        Err(error) => {
+            said.push(format!("{error} {error:?} {error:#?}"));
+            let mut source = std::error::Error::source(&error);
+            while let Some(cause) = source {
+                said.push(format!("{cause} {cause:?}"));
+                source = cause.source();
+            }
+        }
+    }
+    said.join("\n")
+}
+
+#[test]
+fn a_debugged_config_still_says_where() {
+    let said = format!(
+        "{:?}",
+        LockConfig::new("redis://user:canary@db.internal:6379/2?password=canary")
+    );
+    assert!(said.contains("redis://***@db.internal:6379/2"), "{said}");
+    assert!(!said.contains("canary"), "{said}");
+}
+
+proptest! {
+    #[test]
+    fn no_url_makes_it_panic(url in ".*") {
+        let _ = everything_said(&url);
+    }
+
+    #[test]
+    fn nothing_like_a_url_makes_it_panic(url in "(memory|file|redis)?:?/{0,3}[a-z@:%?&=#/ .0-9é-]{0,40}") {
+        let _ = everything_said(&url);
+    }
+
+    /// The password may hold characters that should have been percent-encoded.
+    #[test]
+    fn passwords_stay_secret(
+        scheme in "memory|file|FILE|redis|rediss|redlock|zk|mysql|etcd|[a-z]{1,6}|",
+        slashes in "//|",
+        user in "[a-z]{0,5}",
+        before in "[A-Za-z0-9/?#@:&=%+ .]{0,8}",
+        after in "[A-Za-z0-9/?#@:&=%+ .]{0,8}",
+        rest in "host(:[0-9]{1,5})?(/[a-z0-9]{0,5})?(\\?(ttl|wait|tll|namespace|label)=[a-z0-9]{0,5})?",
+    ) {
+        // Without a scheme there is nothing before the user.
+        let scheme = if scheme.is_empty() { String::new() } else { format!("{scheme}:{slashes}") };
+        let url = format!("{scheme}{user}:{before}CANARY{after}@{rest}");
+        let said = everything_said(&url);
+        prop_assert!(!said.to_uppercase().contains("CANARY"), "{url}: {said}");
+    }
+
+    /// Every option that can be written comes out as it was meant.
+    #[test]
+    fn written_options_are_read_back(
+        ttl_ms in 10_u64..1_000_000,
+        label in "\\PC{0,40}",
+        namespace in "[A-Za-z0-9._-]{0,20}",
+    ) {
+        let encoded = percent_encoding::utf8_percent_encode(&label, percent_encoding::NON_ALPHANUMERIC);
+        let url = format!("memory:?label={encoded}&namespace={namespace}&ttl={ttl_ms}ms");
+        let expected = LockConfig::new("memory:")
+            .label(label)
+            .namespace(namespace)
+            .ttl(Duration::from_millis(ttl_ms));
+        prop_assert_eq!(LockConfig::from_url(&url).unwrap(), expected);
+    }
+}
