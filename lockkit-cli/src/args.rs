@@ -1,0 +1,159 @@
+//! What the command line looks like.
+
+#![expect(
+    clippy::doc_markdown,
+    reason = "the comments are the help that users see on their terminals"
+)]
+
+use std::{ffi::OsString, time::Duration};
+
+use clap::{Args, Parser, Subcommand};
+
+/// Run commands under a distributed lock, and look after lock servers.
+///
+/// The lock server is named by `--url`, else by the environment variable `LOCKKIT_URL`, else it is the directory
+/// `lockkit` in `$XDG_STATE_HOME` (`~/.local/state` if that is unset), which keeps the processes of one user on one
+/// host apart. Durations are written 500ms, 30s, 1m. When lockkit itself fails, it exits with status 125.
+#[derive(Debug, Parser)]
+#[command(name = "lockkit", version, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Run(Run),
+    Inspect(Inspect),
+    Break(Break),
+    Check(Check),
+    Bench(Bench),
+    Completions(Completions),
+    /// Becomes the command that `run` runs, tied to the life of its parent.
+    #[command(name = crate::exec::SUBCOMMAND, hide = true)]
+    Exec(Exec),
+    /// Serves the conformance suite as another process.
+    #[command(name = crate::check::HELPER, hide = true)]
+    Helper,
+}
+
+/// Run a command while holding a lock.
+///
+/// The command gets LOCKKIT_NAME and LOCKKIT_TOKEN, the fencing token, in its environment. Signals are passed on to
+/// it, and the lock is released as soon as it exits.
+///
+/// Exit status: the command's own (128 + n if signal n ended it); 123 if the lock was lost, in which case the command
+/// is killed; 124 if the lock was not granted in time; 125 if lockkit failed; 126 if the command cannot be executed;
+/// 127 if it cannot be found.
+#[derive(Debug, Args)]
+pub(crate) struct Run {
+    #[command(flatten)]
+    pub(crate) server: Server,
+    /// For how long the lock outlives lockkit if it dies or is cut off [default: 30s, or the URL's]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) ttl: Option<Duration>,
+    /// Give up, with status 124, if the lock is not granted within this time [default: wait for ever]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) wait: Option<Duration>,
+    /// Give up at once, with status 124, if the lock is taken
+    #[arg(long = "try", conflicts_with = "wait")]
+    pub(crate) try_once: bool,
+    /// Hold the lock together with other shared holders; it excludes exclusive ones
+    #[arg(long, conflicts_with = "permits")]
+    pub(crate) shared: bool,
+    /// Hold one of N permits of the semaphore NAME instead of a lock
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) permits: Option<u32>,
+    /// Who is holding, for whoever inspects the lock [default: user@host:pid]
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) label: Option<String>,
+    /// The lock
+    pub(crate) name: String,
+    /// The command and its arguments
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<OsString>,
+}
+
+/// Show who holds a lock.
+#[derive(Debug, Args)]
+pub(crate) struct Inspect {
+    #[command(flatten)]
+    pub(crate) server: Server,
+    /// Show the permits of the semaphore NAME instead of the lock
+    #[arg(long)]
+    pub(crate) permits: bool,
+    /// Print one JSON object: name, kind, holders (token, label, left_ms), waiters
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// The lock
+    pub(crate) name: String,
+}
+
+/// End someone else's hold by force.
+///
+/// Its holder is told that it lost the lock. Exits with status 1 if nobody holds the lock with that token.
+#[derive(Debug, Args)]
+pub(crate) struct Break {
+    #[command(flatten)]
+    pub(crate) server: Server,
+    /// The fencing token of the hold to end, as `lockkit inspect` shows it
+    #[arg(long, value_name = "N")]
+    pub(crate) token: u64,
+    /// End the hold of a permit of the semaphore NAME instead
+    #[arg(long)]
+    pub(crate) permits: bool,
+    /// The lock
+    pub(crate) name: String,
+}
+
+/// Run the conformance suite against your own lock server.
+///
+/// It uses names of its own and starts helper processes. Exits with status 1 if a case fails.
+#[derive(Debug, Args)]
+pub(crate) struct Check {
+    #[command(flatten)]
+    pub(crate) server: Server,
+    /// Run only the cases whose name contains this
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) only: Option<String>,
+}
+
+/// Compare lock servers, side by side.
+#[derive(Debug, Args)]
+pub(crate) struct Bench {
+    /// A lock server; give the option once for each server to compare [default: as for the other commands]
+    #[arg(long = "url", value_name = "URL")]
+    pub(crate) urls: Vec<String>,
+    /// Fewer and shorter rounds
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Print one JSON array, with an object per server
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Print a completion script for a shell.
+#[derive(Debug, Args)]
+pub(crate) struct Completions {
+    /// The shell
+    pub(crate) shell: clap_complete::Shell,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Server {
+    /// The lock server [default: $LOCKKIT_URL, else file:// and the directory lockkit in your state directory]
+    #[arg(long, value_name = "URL")]
+    pub(crate) url: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Exec {
+    /// The process whose death is to end the command.
+    pub(crate) parent: i32,
+    #[arg(last = true, required = true)]
+    pub(crate) command: Vec<OsString>,
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    humantime::parse_duration(text).map_err(|error| format!("{error}; write it as 30s, 500ms or 1m"))
+}

@@ -1,0 +1,118 @@
+//! How the command fails: one line on standard error, and a status.
+
+use std::{
+    error::Error,
+    io::{self, Write},
+    process::ExitCode,
+};
+
+use clap::error::ErrorKind;
+
+/// The lock was lost while the command ran.
+pub(crate) const LOST: u8 = 123;
+/// The lock was not granted in time.
+pub(crate) const NOT_GRANTED: u8 = 124;
+/// `lockkit` itself failed.
+pub(crate) const FAILED: u8 = 125;
+/// The command was found and could not be executed.
+pub(crate) const NOT_EXECUTABLE: u8 = 126;
+/// The command was not found.
+pub(crate) const NOT_FOUND: u8 = 127;
+
+/// What to say, and the status to exit with.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    status: u8,
+    message: String,
+}
+
+impl Failure {
+    pub(crate) fn new(status: u8, message: impl Into<String>) -> Self {
+        Self {
+            status,
+            message: message.into(),
+        }
+    }
+
+    /// `what` failed, and why.
+    pub(crate) fn because(what: &str, error: &dyn Error) -> Self {
+        Self::new(FAILED, format!("{what}: {}", chain(error)))
+    }
+
+    /// A command line that makes no sense, or one that asked for help, which is printed here.
+    pub(crate) fn from_usage(error: &clap::Error) -> Result<u8, Self> {
+        if !error.use_stderr() {
+            let _ = error.print();
+            return Ok(0);
+        }
+        if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+            return Err(Self::new(
+                FAILED,
+                "what is to be done? run, inspect, break, … (see lockkit --help)",
+            ));
+        }
+        // Its own form has the usage in paragraphs below; the first one says what is wrong.
+        let text = error.to_string();
+        let wrong: Vec<&str> = text
+            .split("\n\n")
+            .next()
+            .unwrap_or_default()
+            .trim_start_matches("error: ")
+            .split_whitespace()
+            .collect();
+        Err(Self::new(
+            FAILED,
+            format!("{} (see lockkit --help)", wrong.join(" ")),
+        ))
+    }
+
+    /// Says it on standard error.
+    pub(crate) fn report(self) -> ExitCode {
+        say(&self.message);
+        ExitCode::from(self.status)
+    }
+}
+
+impl From<lockkit::Error> for Failure {
+    fn from(error: lockkit::Error) -> Self {
+        let status = if error.is_timeout() {
+            NOT_GRANTED
+        } else if error.is_lost() {
+            LOST
+        } else {
+            FAILED
+        };
+        Self::new(status, chain(&error))
+    }
+}
+
+/// `run` got as far as its command, and no further.
+pub(crate) fn cannot_start(error: &dyn Error) -> Failure {
+    Failure::because("cannot start the command", error)
+}
+
+/// One line on standard error. Where nobody reads that, there is nobody to tell.
+pub(crate) fn say(message: &str) {
+    let mut line = String::from("lockkit: ");
+    for c in message.chars() {
+        // A lock's name may hold anything, also what would break the line or drive the terminal.
+        if c.is_control() {
+            line.extend(c.escape_default());
+        } else {
+            line.push(c);
+        }
+    }
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// The error and its causes.
+pub(crate) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}

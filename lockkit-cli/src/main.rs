@@ -1,0 +1,66 @@
+//! The `lockkit` command. What it promises its users is in `docs/command.md`.
+
+#[cfg(not(unix))]
+compile_error!("the lockkit command runs commands under Unix's rules for processes and signals");
+
+mod args;
+mod bench;
+mod check;
+mod exec;
+mod failure;
+mod inspect;
+mod run;
+mod server;
+mod signals;
+
+use std::{
+    io::{self, Write},
+    process::ExitCode,
+};
+
+use clap::{CommandFactory, Parser};
+
+use crate::{
+    args::{Cli, Command},
+    failure::Failure,
+};
+
+fn main() -> ExitCode {
+    let status = match Cli::try_parse() {
+        Ok(cli) => dispatch(cli.command),
+        Err(error) => Failure::from_usage(&error),
+    };
+    match status {
+        Ok(status) => ExitCode::from(status),
+        Err(failure) => failure.report(),
+    }
+}
+
+/// Does as told, and answers with the exit status.
+fn dispatch(command: Command) -> Result<u8, Failure> {
+    match command {
+        Command::Run(args) => on_this_thread(run::run(args)),
+        Command::Inspect(args) => on_this_thread(inspect::inspect(args)),
+        Command::Break(args) => on_this_thread(inspect::break_hold(args)),
+        Command::Check(args) => check::check(&args),
+        Command::Bench(args) => bench::bench(&args),
+        Command::Completions(args) => {
+            // Into memory first: writing to a pipe that nobody reads would make it panic.
+            let mut script = Vec::new();
+            clap_complete::generate(args.shell, &mut Cli::command(), "lockkit", &mut script);
+            let _ = io::stdout().write_all(&script);
+            Ok(0)
+        }
+        Command::Helper => check::help(),
+        Command::Exec(args) => Err(exec::become_command(&args)),
+    }
+}
+
+/// The main thread does it all, because a command that `run` spawns is tied to the thread that spawned it.
+fn on_this_thread(task: impl Future<Output = Result<u8, Failure>>) -> Result<u8, Failure> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| Failure::because("cannot start", &error))?
+        .block_on(task)
+}

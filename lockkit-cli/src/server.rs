@@ -1,0 +1,63 @@
+//! Which lock server is meant.
+
+use std::{
+    env,
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+};
+
+use lockkit::LockConfig;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
+
+use crate::{
+    args::Server,
+    failure::{FAILED, Failure},
+};
+
+/// What a path keeps of itself in a URL.
+const IN_A_PATH: &AsciiSet = &NON_ALPHANUMERIC
+    .remove(b'/')
+    .remove(b'.')
+    .remove(b'-')
+    .remove(b'_');
+
+impl Server {
+    /// The server's config: from `--url`, else `LOCKKIT_URL`, else the user's own directory.
+    pub(crate) fn config(&self) -> Result<LockConfig, Failure> {
+        Ok(LockConfig::from_url(&url(self.url.as_deref())?)?)
+    }
+}
+
+pub(crate) fn url(from_option: Option<&str>) -> Result<String, Failure> {
+    if let Some(url) = from_option {
+        return Ok(url.to_owned());
+    }
+    match env::var("LOCKKIT_URL") {
+        Ok(url) if !url.is_empty() => Ok(url),
+        Err(env::VarError::NotUnicode(_)) => Err(Failure::new(FAILED, "LOCKKIT_URL is not UTF-8")),
+        _ => own_directory(),
+    }
+}
+
+/// The runtime directory would be tidier, but a user's cron job has none, so it would not exclude the same user's
+/// shell; and it is emptied at every boot, with the token counters in it.
+fn own_directory() -> Result<String, Failure> {
+    let absolute = |variable| {
+        env::var_os(variable)
+            .map(PathBuf::from)
+            .filter(|path| path.is_absolute())
+    };
+    let state = absolute("XDG_STATE_HOME")
+        .or_else(|| absolute("HOME").map(|home| home.join(".local/state")))
+        .ok_or_else(|| {
+            Failure::new(
+                FAILED,
+                "which lock server? Give --url, or set LOCKKIT_URL or HOME in the environment",
+            )
+        })?;
+    Ok(file_url(&state.join("lockkit")))
+}
+
+fn file_url(dir: &Path) -> String {
+    format!("file://{}", percent_encode(dir.as_os_str().as_bytes(), IN_A_PATH))
+}

@@ -1,0 +1,90 @@
+//! The signals that `lockkit run` passes on.
+
+use std::{future::poll_fn, io, task::Poll};
+
+use rustix::process::{Signal, kill_process};
+use tokio::signal::unix::{self, SignalKind};
+
+use crate::failure::Failure;
+
+/// Signals that end a process that does not handle them.
+const ENDING: [Signal; 7] = [
+    Signal::HUP,
+    Signal::INT,
+    Signal::QUIT,
+    Signal::TERM,
+    Signal::USR1,
+    Signal::USR2,
+    Signal::ALARM,
+];
+
+const OTHERS: [Signal; 3] = [Signal::CONT, Signal::TSTP, Signal::WINCH];
+
+/// The signals that come to this process, from the moment on at which this is made.
+pub(crate) struct Signals {
+    streams: Vec<(Signal, unix::Signal)>,
+}
+
+impl Signals {
+    /// A signal that was ignored when this process started, as `nohup` has it, stays ignored: by the command too.
+    pub(crate) fn listen() -> Result<Self, Failure> {
+        let ignored = ignored_at_start();
+        let is_ignored = |signal: Signal| ignored >> (signal.as_raw() - 1) & 1 == 1;
+        let streams: io::Result<Vec<_>> = ENDING
+            .into_iter()
+            .chain(OTHERS)
+            .filter(|signal| !is_ignored(*signal))
+            .map(|signal| Ok((signal, unix::signal(SignalKind::from_raw(signal.as_raw()))?)))
+            .collect();
+        streams
+            .map(|streams| Self { streams })
+            .map_err(|error| Failure::because("cannot listen to signals", &error))
+    }
+
+    /// The next signal. Cancel safe.
+    pub(crate) async fn next(&mut self) -> Signal {
+        poll_fn(|cx| {
+            for (signal, stream) in &mut self.streams {
+                if stream.poll_recv(cx).is_ready() {
+                    return Poll::Ready(*signal);
+                }
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// The outcome of `task`, or the signal that tells this process to end before it is done.
+    pub(crate) async fn unless_ended<T>(&mut self, task: impl Future<Output = T>) -> Result<T, Signal> {
+        let mut task = std::pin::pin!(task);
+        loop {
+            let signal = tokio::select! {
+                biased;
+                signal = self.next() => signal,
+                outcome = &mut task => return Ok(outcome),
+            };
+            if ENDING.contains(&signal) {
+                return Err(signal);
+            }
+            if signal == Signal::TSTP {
+                stop_here();
+            }
+        }
+    }
+}
+
+/// Stops this process until somebody continues it, as the signal that it caught would have.
+pub(crate) fn stop_here() {
+    // It can only fail for a process that is not there.
+    let _ = kill_process(rustix::process::getpid(), Signal::STOP);
+}
+
+/// One bit per signal, from the lowest. Where the system does not tell, none.
+fn ignored_at_start() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .unwrap_or(0)
+}

@@ -1,0 +1,174 @@
+//! What is typed, and what is said about what was mistyped.
+
+use std::{fs, os::unix::fs::symlink};
+
+use crate::tool::{Site, lockkit, outcome};
+
+/// One line on standard error, with every part in it, and status 125.
+fn complains(arguments: &[&str], parts: &[&str]) {
+    let (status, output, complaint) = outcome(&mut lockkit(arguments));
+    assert_eq!((status, output.as_str()), (125, ""), "{arguments:?}: {complaint}");
+    assert!(complaint.starts_with("lockkit: "), "{arguments:?}: {complaint}");
+    assert_eq!(complaint.lines().count(), 1, "{arguments:?}: {complaint}");
+    for part in parts {
+        assert!(complaint.contains(part), "{arguments:?}: {part} in {complaint}");
+    }
+}
+
+#[test]
+fn bad_command_lines_get_one_line() {
+    complains(&[], &["run", "inspect", "--help"]);
+    complains(&["rnu"], &["'rnu'"]);
+    complains(&["run"], &["<NAME>", "<COMMAND>"]);
+    complains(&["run", "job"], &["<COMMAND>"]);
+    complains(&["run", "job", "true"], &["'true'"]);
+    complains(&["run", "--tll", "1s", "job", "--", "true"], &["--tll"]);
+    complains(
+        &["run", "--ttl", "30", "job", "--", "true"],
+        &["'30'", "--ttl", "500ms"],
+    );
+    complains(
+        &["run", "--wait", "1s", "--try", "job", "--", "true"],
+        &["--wait", "--try"],
+    );
+    complains(
+        &["run", "--shared", "--permits", "2", "job", "--", "true"],
+        &["--shared", "--permits"],
+    );
+    complains(
+        &["run", "--permits", "0", "job", "--", "true"],
+        &["--permits", "0"],
+    );
+    complains(&["break", "job"], &["--token"]);
+    complains(&["break", "job", "--token", "x"], &["'x'", "--token"]);
+    complains(&["completions", "cmd"], &["'cmd'"]);
+}
+
+#[test]
+fn bad_values_get_one_line() {
+    let run = |options: &[&str], name: &str, parts: &[&str]| {
+        complains(
+            &[&["run", "--url", "memory:"], options, &[name, "--", "true"]].concat(),
+            parts,
+        );
+    };
+    run(&[], "", &["lock name", "empty"]);
+    run(&[], &"x".repeat(1_025), &["lock name", "1,024 bytes"]);
+    run(&["--ttl", "1ms"], "job", &["`ttl`", "10ms"]);
+    run(&["--ttl", "2y"], "job", &["`ttl`", "year"]);
+    run(&["--label", &"x".repeat(257)], "job", &["`label`", "256"]);
+}
+
+#[test]
+fn bad_servers_get_one_line_without_the_password() {
+    for (url, part) in [
+        ("nonsense", "scheme"),
+        ("etcd://user:canary@host", "file"),
+        ("redis://user:canary@host", "cargo feature `redis`"),
+        ("memory:?tll=1s", "`tll`"),
+        ("memory:?ttl=x", "`ttl`"),
+        ("file:relative", "file:///"),
+        ("file://user:canary@host/dir", "three slashes"),
+        ("file:///dev/null/locks", "file"),
+    ] {
+        for arguments in [
+            &["run", "--url", url, "job", "--", "true"][..],
+            &["inspect", "--url", url, "job"],
+            &["break", "--url", url, "job", "--token", "1"],
+            &["check", "--url", url],
+            &["bench", "--quick", "--url", url],
+        ] {
+            complains(arguments, &[part]);
+            let (_, _, complaint) = outcome(&mut lockkit(arguments));
+            assert!(!complaint.contains("canary"), "{complaint}");
+        }
+    }
+}
+
+#[test]
+fn directories_that_cannot_be_used_get_one_line_with_the_path() {
+    let site = Site::new();
+    fs::write(site.path("file"), "").unwrap();
+    fs::create_dir(site.path("dir")).unwrap();
+    symlink(site.path("dir"), site.path("link")).unwrap();
+    let under = |name: &str| site.path(name).to_str().unwrap().to_owned();
+    // Where nobody may write, not even root.
+    for dir in [
+        under("file"),
+        under("file/dir"),
+        under("link"),
+        "/proc/lockkit".to_owned(),
+    ] {
+        let url = format!("file://{dir}");
+        complains(
+            &["run", "--url", &url, "job", "--", "true"],
+            &["file: connect failed", &dir],
+        );
+    }
+}
+
+/// Nobody reads what they print.
+#[test]
+fn a_closed_pipe_is_no_panic() {
+    for arguments in [
+        &["completions", "bash"][..],
+        &["--help"],
+        &["inspect", "--url", "memory:", "job"],
+    ] {
+        let (read, write) = std::io::pipe().unwrap();
+        drop(read);
+        let ended = lockkit(arguments).stdout(write).output().unwrap();
+        assert_eq!(
+            (ended.status.code(), ended.stderr.as_slice()),
+            (Some(0), &b""[..]),
+            "{arguments:?}"
+        );
+    }
+}
+
+#[test]
+fn a_name_that_would_break_the_line_does_not() {
+    let site = Site::new();
+    let mut hold = site.lockkit(&["run", "a\nb\x1b[2J", "--", "sh", "-c", "echo up; exec sleep 60"]);
+    let mut holder = crate::tool::Running::spawn(&mut hold);
+    assert_eq!(holder.line(), "up");
+    let (status, _, complaint) = outcome(&mut site.lockkit(&["run", "--try", "a\nb\x1b[2J", "--", "true"]));
+    assert_eq!(status, 124);
+    assert_eq!(complaint, "lockkit: lock `a\\nb\\u{1b}[2J` is taken\n");
+}
+
+#[test]
+fn help_and_version_are_no_failures() {
+    for arguments in [
+        &["--help"][..],
+        &["--version"],
+        &["run", "--help"],
+        &["help", "check"],
+    ] {
+        let (status, output, complaint) = outcome(&mut lockkit(arguments));
+        assert_eq!((status, complaint.as_str()), (0, ""), "{arguments:?}");
+        assert!(output.contains("lockkit"), "{output}");
+        assert!(!output.contains("__"), "hidden subcommands stay hidden: {output}");
+    }
+    let (_, help, _) = outcome(lockkit(&["run", "--help"]).env("LOCKKIT_URL", "redis://user:canary@host"));
+    assert!(!help.contains("canary"), "{help}");
+}
+
+#[test]
+fn completions_for_every_shell() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let (status, script, complaint) = outcome(&mut lockkit(&["completions", shell]));
+        assert_eq!(status, 0, "{complaint}");
+        for word in ["lockkit", "inspect", "permits"] {
+            assert!(script.contains(word), "{shell}: {word}");
+        }
+    }
+}
+
+#[test]
+fn only_run_starts_the_hidden_ones() {
+    complains(&["__helper"], &["conformance"]);
+    if cfg!(target_os = "linux") {
+        complains(&["__exec", "1", "--", "echo", "orphan"], &["died"]);
+    }
+}

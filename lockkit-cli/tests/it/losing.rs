@@ -1,0 +1,75 @@
+//! A lock that is lost takes its command with it.
+
+use std::{fs, time::Duration};
+
+use rustix::process::Signal;
+
+use crate::tool::{Site, gone, lockkit, outcome};
+
+#[test]
+fn a_deleted_lock_file_is_a_lost_lock() {
+    let site = Site::new();
+    let mut holder = site.running(
+        &[],
+        "trap '' TERM; echo up; echo $$; sleep 60 & echo $!; wait; wait",
+    );
+    let [command, grandchild] = [(); 2].map(|()| holder.line().parse().unwrap());
+    for file in site.lock_files() {
+        fs::remove_file(file).unwrap();
+    }
+    let (status, complaint) = holder.end();
+    assert_eq!(status.code(), Some(123), "{complaint}");
+    assert!(
+        complaint.starts_with("lockkit: lock `job` was lost: "),
+        "{complaint}"
+    );
+    assert_eq!(complaint.lines().count(), 1, "{complaint}");
+    gone(command);
+    gone(grandchild);
+    assert_eq!(
+        outcome(&mut site.run(&["--try"], "exit 0")).0,
+        0,
+        "the name is good again"
+    );
+}
+
+/// The memory backend is the one here with a lease.
+#[test]
+fn a_lease_that_ran_out_while_lockkit_stood_still_is_a_lost_lock() {
+    let script = "trap '' TERM; echo up; echo $$; exec sleep 60";
+    let mut run = lockkit(&[
+        "run", "--url", "memory:", "--ttl", "200ms", "job", "--", "sh", "-c", script,
+    ]);
+    let mut holder = crate::tool::Running::spawn(&mut run);
+    assert_eq!(holder.line(), "up");
+    let command = holder.line().parse().unwrap();
+    holder.signal(Signal::STOP);
+    // Not waiting for a condition: the passing of the lease is the condition.
+    std::thread::sleep(Duration::from_millis(400));
+    holder.signal(Signal::CONT);
+    let (status, complaint) = holder.end();
+    assert_eq!(status.code(), Some(123), "{complaint}");
+    assert!(
+        complaint.contains("lost") || complaint.contains("could not be renewed"),
+        "{complaint}"
+    );
+    gone(command);
+}
+
+#[test]
+fn a_renewed_lease_does_not_end_the_command() {
+    let run = &[
+        "run",
+        "--url",
+        "memory:",
+        "--ttl",
+        "100ms",
+        "job",
+        "--",
+        "sh",
+        "-c",
+        "sleep 0.5; echo done",
+    ];
+    let (status, output, complaint) = outcome(&mut lockkit(run));
+    assert_eq!((status, output.as_str(), complaint.as_str()), (0, "done\n", ""));
+}

@@ -1,0 +1,8 @@
+//! The `lockkit` command as its users have it: real processes on a real directory.
+
+mod command_line;
+mod holding;
+mod losing;
+mod servers;
+mod signals;
+mod tool;

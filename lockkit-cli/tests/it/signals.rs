@@ -1,0 +1,235 @@
+//! Signals, and exit statuses.
+
+use std::{
+    fs::{self, OpenOptions},
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
+    process::Command,
+    time::Duration,
+};
+
+use rustix::{
+    fs::OFlags,
+    process::{Pid, Signal, getpgid},
+    pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt},
+};
+
+use crate::tool::{Running, Site, in_this_process, outcome};
+
+#[test]
+fn the_exit_status_is_the_commands() {
+    let site = Site::new();
+    for (script, status) in [
+        ("exit 0", 0),
+        ("exit 3", 3),
+        ("exit 255", 255),
+        ("kill -TERM $$", 143),
+        ("kill -KILL $$", 137),
+    ] {
+        let (code, _, complaint) = outcome(&mut site.run(&[], script));
+        assert_eq!((code, complaint.as_str()), (status, ""), "{script}");
+    }
+}
+
+#[test]
+fn commands_that_cannot_run_are_126_and_127_as_in_the_shell() {
+    let site = Site::new();
+    fs::write(site.path("data"), "no program").unwrap();
+    fs::set_permissions(site.path("data"), fs::Permissions::from_mode(0o644)).unwrap();
+    for (command, status) in [
+        ("./data", 126),
+        ("/", 126),
+        ("./missing", 127),
+        ("no-such-command-anywhere", 127),
+    ] {
+        let (code, output, complaint) = outcome(&mut site.lockkit(&["run", "job", "--", command]));
+        assert_eq!((code, output.as_str()), (status, ""), "{command}: {complaint}");
+        let expected = format!("lockkit: cannot run {command}: ");
+        assert!(
+            complaint.starts_with(&expected) && complaint.lines().count() == 1,
+            "{complaint}"
+        );
+    }
+}
+
+#[test]
+fn term_reaches_the_command_and_then_the_lock_is_free() {
+    let site = Site::new();
+    let script = "exec 2>/dev/null; trap 'echo got TERM; exit 7' TERM; echo up; while :; do sleep 0.01; done";
+    let mut holder = site.running(&[], script);
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.line(), "got TERM");
+    let (status, complaint) = holder.end();
+    assert_eq!((status.code(), complaint.as_str()), (Some(7), ""));
+    assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 0);
+}
+
+#[test]
+fn every_signal_that_ends_a_process_is_passed_on() {
+    let site = Site::new();
+    for signal in [
+        Signal::HUP,
+        Signal::INT,
+        Signal::QUIT,
+        Signal::TERM,
+        Signal::USR1,
+        Signal::USR2,
+        Signal::ALARM,
+    ] {
+        let holder = site.running(&[], "ulimit -c 0; echo up; exec sleep 60");
+        holder.signal(signal);
+        // What these tests were started with ignored stays so.
+        let ended_by = if crate::tool::ignored(signal) {
+            Signal::TERM
+        } else {
+            signal
+        };
+        if ended_by != signal {
+            holder.signal(ended_by);
+        }
+        let (status, complaint) = holder.end();
+        let expected = Some(128 + ended_by.as_raw());
+        assert_eq!((status.code(), complaint.as_str()), (expected, ""), "{signal:?}");
+    }
+}
+
+#[test]
+fn what_the_command_starts_gets_the_signals_too() {
+    let site = Site::new();
+    let mut holder = site.running(&[], "sleep 60 & echo up; echo $!; wait");
+    let grandchild = holder.line().parse().unwrap();
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.end().0.code(), Some(143));
+    crate::tool::gone(grandchild);
+}
+
+/// A group of its own would be in the terminal's background, and stopped when it reads.
+#[test]
+fn at_a_terminal_the_command_stays_in_the_foreground_group() {
+    let site = Site::new();
+    let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&terminal).unwrap();
+    unlockpt(&terminal).unwrap();
+    let name = ptsname(&terminal, Vec::new()).unwrap();
+    let open = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(OFlags::NOCTTY.bits().cast_signed())
+        .open(name.to_str().unwrap());
+    let script = "exec 2>/dev/null; trap 'echo got INT' INT; trap 'exit 5' TERM; echo up; echo $$; while :; do sleep 0.01; done";
+    let mut holder = Running::spawn(site.run(&[], script).stdin(open.unwrap()));
+    assert_eq!(holder.line(), "up");
+    let command = holder.line().parse().unwrap();
+    assert_eq!(group(command), group(holder.pid()));
+    // The terminal sends this one to the whole group, so lockkit must not; and the next one it must.
+    holder.signal(Signal::INT);
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.line(), "", "there is no `got INT`");
+    assert_eq!(holder.end().0.code(), Some(5));
+}
+
+#[test]
+fn away_from_a_terminal_the_command_has_a_group_of_its_own() {
+    let site = Site::new();
+    let mut holder = site.running(&[], "echo up; echo $$; exec sleep 60");
+    let command = holder.line().parse().unwrap();
+    assert_eq!(group(command), command);
+}
+
+fn group(pid: i32) -> i32 {
+    let group = getpgid(Pid::from_raw(pid)).unwrap();
+    group.as_raw_nonzero().get()
+}
+
+#[test]
+fn a_signal_that_was_ignored_stays_ignored() {
+    let site = Site::new();
+    let lockkit = env!("CARGO_BIN_EXE_lockkit");
+    let script = format!("trap '' HUP; exec {lockkit} run job -- sh -c 'echo up; read line; echo done'");
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", &script])
+        .env("LOCKKIT_URL", &site.url)
+        .stdin(std::process::Stdio::piped());
+    let mut holder = Running::spawn(&mut shell);
+    assert_eq!(holder.line(), "up");
+    holder.signal(Signal::HUP);
+    // A second signal cannot overtake the first, so the first has been dealt with once this one has.
+    holder.close_input();
+    assert_eq!(holder.line(), "done");
+    assert_eq!(holder.end().0.code(), Some(0));
+}
+
+#[test]
+fn stopping_and_continuing_takes_the_command_along() {
+    let site = Site::new();
+    let mut holder = site.running(&[], "echo up; echo $$; exec sleep 60");
+    let command = holder.line().parse().unwrap();
+    let both = |wanted: char| {
+        crate::tool::eventually("both are in the state", || {
+            let states = [command, holder.pid()].map(crate::tool::state);
+            states.iter().all(|state| *state == Some(wanted)).then_some(())
+        });
+    };
+    both('S');
+    holder.signal(Signal::TSTP);
+    both('T');
+    holder.signal(Signal::CONT);
+    both('S');
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.end().0.code(), Some(143));
+}
+
+#[test]
+fn a_signal_ends_the_wait_for_the_lock() {
+    let site = Site::new();
+    let _holder = site.running(&[], "echo up; exec sleep 60");
+    let waiter = Running::spawn(&mut site.run(&[], "echo ran"));
+    // It begins to listen before it waits; a signal before that would end it the plain way.
+    crate::tool::eventually("it listens", || {
+        crate::tool::catches(waiter.pid(), Signal::TERM).then_some(())
+    });
+    waiter.signal(Signal::TERM);
+    let (status, complaint) = waiter.end();
+    assert_eq!((status.code(), complaint.as_str()), (Some(143), ""));
+}
+
+#[test]
+fn kill_9_ends_the_command_and_lets_a_waiter_in_within_100_ms() {
+    let site = Site::new();
+    in_this_process(async {
+        let lock = lockkit::connect(&site.url).await.unwrap().lock("job").unwrap();
+        let mut best = Duration::MAX;
+        // The clock of a busy machine is allowed one bad moment, or two.
+        for _ in 0..3 {
+            let mut holder = site.running(&[], "echo up; echo $$; exec sleep 60");
+            let command = holder.line().parse().unwrap();
+            let mut waiting = std::pin::pin!(lock.acquire());
+            let blocked = tokio::time::timeout(Duration::from_millis(50), waiting.as_mut()).await;
+            assert!(blocked.is_err(), "it is held");
+            let killed_at = std::time::Instant::now();
+            holder.signal(Signal::KILL);
+            let guard = tokio::time::timeout(crate::tool::PATIENCE, waiting)
+                .await
+                .unwrap()
+                .unwrap();
+            best = best.min(killed_at.elapsed());
+            guard.release().await.unwrap();
+            crate::tool::gone(command);
+        }
+        assert!(best < Duration::from_millis(100), "{best:?}");
+    });
+}
+
+/// The other half of the promise: as long as something of the command is there, so is the lock.
+#[test]
+fn after_kill_9_the_lock_stays_until_all_of_the_command_is_gone() {
+    let site = Site::new();
+    let mut holder = site.running(&[], "sleep 60 & echo up; echo $$; echo $!; wait");
+    let [command, grandchild] = [(); 2].map(|()| holder.line().parse().unwrap());
+    holder.signal(Signal::KILL);
+    crate::tool::gone(command);
+    assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 124);
+    crate::tool::signal_to(grandchild, Signal::KILL);
+    crate::tool::gone(grandchild);
+    assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 0);
+}

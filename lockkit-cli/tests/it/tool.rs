@@ -1,0 +1,206 @@
+//! The command, a directory for its locks, and processes that do not outlive a test.
+
+use std::{
+    io::{BufRead, BufReader, Read},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+/// Longer than anything takes that is not measured, on a busy machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A lock server of a test's own, and a place for its files.
+pub(crate) struct Site {
+    dir: TempDir,
+    pub(crate) url: String,
+}
+
+impl Site {
+    pub(crate) fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let url = format!("file://{}/locks", dir.path().display());
+        Self { dir, url }
+    }
+
+    pub(crate) fn path(&self, file: &str) -> PathBuf {
+        self.dir.path().join(file)
+    }
+
+    /// `lockkit` with these arguments; its server is this one.
+    pub(crate) fn lockkit(&self, arguments: &[&str]) -> Command {
+        let mut command = lockkit(arguments);
+        command.env("LOCKKIT_URL", &self.url).current_dir(self.dir.path());
+        command
+    }
+
+    /// `lockkit run OPTIONS job -- sh -c SCRIPT`.
+    pub(crate) fn run(&self, options: &[&str], script: &str) -> Command {
+        self.lockkit(&[&["run"], options, &["job", "--", "sh", "-c", script]].concat())
+    }
+
+    /// The same, as a process that has printed its first line.
+    pub(crate) fn running(&self, options: &[&str], script: &str) -> Running {
+        let mut running = Running::spawn(self.run(options, script).stdin(Stdio::piped()));
+        assert_eq!(running.line(), "up", "the script begins with `echo up`");
+        running
+    }
+
+    /// Every lock file there is.
+    pub(crate) fn lock_files(&self) -> Vec<PathBuf> {
+        let mut files = Vec::new();
+        let mut dirs = vec![self.path("locks")];
+        while let Some(dir) = dirs.pop() {
+            for entry in std::fs::read_dir(dir).unwrap() {
+                let path = entry.unwrap().path();
+                let found = if path.is_dir() { &mut dirs } else { &mut files };
+                found.push(path);
+            }
+        }
+        files
+    }
+}
+
+/// `lockkit` with these arguments and without a server in its environment.
+pub(crate) fn lockkit(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_lockkit"));
+    command
+        .args(arguments)
+        .env_remove("LOCKKIT_URL")
+        .stdin(Stdio::null());
+    command
+}
+
+/// The exit status, the output, and the one line of complaint.
+pub(crate) fn outcome(command: &mut Command) -> (i32, String, String) {
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = command.output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (status.code().unwrap(), text(stdout), text(stderr))
+}
+
+/// A process with its output piped. It is killed and reaped on drop.
+pub(crate) struct Running {
+    child: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Running {
+    pub(crate) fn spawn(command: &mut Command) -> Self {
+        let mut child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Self { child, output }
+    }
+
+    /// The next line of its output.
+    pub(crate) fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+
+    /// Ends its input, for a script that waits with `read`.
+    pub(crate) fn close_input(&mut self) {
+        drop(self.child.stdin.take());
+    }
+
+    pub(crate) fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        signal_to(self.pid(), signal);
+    }
+
+    /// Waits for its end; answers with the status and its complaints.
+    pub(crate) fn end(mut self) -> (ExitStatus, String) {
+        let status = eventually("the process ends", || self.child.try_wait().unwrap());
+        let mut complaints = String::new();
+        self.child
+            .stderr
+            .take()
+            .unwrap()
+            .read_to_string(&mut complaints)
+            .unwrap();
+        (status, complaints)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub(crate) fn signal_to(pid: i32, signal: Signal) {
+    kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
+}
+
+/// Asks again until there is an answer.
+pub(crate) fn eventually<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
+    let began = Instant::now();
+    loop {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        assert!(began.elapsed() < PATIENCE, "not so within {PATIENCE:?}: {what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Waits until there is no such process any more, or nothing of it but its place in a table.
+#[cfg(target_os = "linux")]
+pub(crate) fn gone(pid: i32) {
+    eventually("the process is gone", || {
+        (state(pid).is_none_or(|state| state == 'Z')).then_some(())
+    });
+}
+
+/// As in `ps`.
+#[cfg(target_os = "linux")]
+pub(crate) fn state(pid: i32) -> Option<char> {
+    let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).ok()?;
+    stat.rsplit_once(") ")?.1.chars().next()
+}
+
+/// Whether it has a handler for the signal.
+#[cfg(target_os = "linux")]
+pub(crate) fn catches(pid: i32, signal: Signal) -> bool {
+    in_mask(&pid.to_string(), "SigCgt:", signal)
+}
+
+/// Whether this process was started with the signal ignored, as a shell's `&` does with INT and QUIT. Its children are
+/// then, too.
+#[cfg(target_os = "linux")]
+pub(crate) fn ignored(signal: Signal) -> bool {
+    in_mask("self", "SigIgn:", signal)
+}
+
+#[cfg(target_os = "linux")]
+fn in_mask(process: &str, mask: &str, signal: Signal) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix(mask)).unwrap();
+    let mask = u64::from_str_radix(mask.trim(), 16).unwrap();
+    mask >> (signal.as_raw() - 1) & 1 == 1
+}
+
+/// A client of the test's own on the same server, to wait for the lock without starting a process.
+pub(crate) fn in_this_process<T>(task: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(task)
+}
