@@ -3,6 +3,8 @@
 //! Applications use the facade, `lockkit`, which re-exports all of this. Authors of backends depend on this crate
 //! alone: implement [`spi::Backend`] and hand it to [`LockClient::new`].
 
+#[cfg(feature = "blocking")]
+pub mod blocking;
 mod capabilities;
 mod client;
 mod driver;
