@@ -3,6 +3,9 @@
 mod conformance;
 #[cfg(feature = "blocking")]
 mod blocking;
+mod cancel;
 mod driver;
 #[cfg(all(feature = "file", unix))]
 mod file;
+mod handoff;
+mod probe;

@@ -1,0 +1,127 @@
+//! What a hand-off within one client costs the server, and whom it reaches.
+
+use std::time::Duration;
+
+use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard};
+
+use crate::probe::Probe;
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+
+fn lock(options: AcquireOptions) -> (Probe, Lock) {
+    let probe = Probe::default();
+    let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+    (probe, lock.with_options(options))
+}
+
+/// A task that waits in line for `lock` by the time this returns.
+async fn waiter(lock: &Lock) -> tokio::task::JoinHandle<LockGuard> {
+    let lock = lock.clone();
+    let task = tokio::spawn(async move { lock.acquire().await.unwrap() });
+    tokio::task::yield_now().await;
+    task
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_attempt_and_one_release_reach_the_server_per_block_of_grants() {
+    const TASKS: usize = 16;
+    const ROUNDS: usize = 50;
+    for handoffs in [0, 1, 7, 31] {
+        let (probe, lock) = lock(AcquireOptions::new().local_handoffs(handoffs));
+        let mut tasks = tokio::task::JoinSet::new();
+        for _ in 0..TASKS {
+            let lock = lock.clone();
+            tasks.spawn(async move {
+                for _ in 0..ROUNDS {
+                    let guard = lock.acquire().await.unwrap();
+                    tokio::task::yield_now().await;
+                    guard.release().await.unwrap();
+                }
+            });
+        }
+        tasks.join_all().await;
+        let blocks = TASKS * ROUNDS / (handoffs as usize + 1);
+        assert_eq!(probe.counts.calls(), (blocks, 0, blocks), "{handoffs} hand-offs");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_passed_on_while_two_thirds_are_left_and_renewed_first_afterwards() {
+    let options = AcquireOptions::new().ttl(9 * SECOND).renew(false);
+    for (age, renewals) in [(2_990 * MS, 0), (3_010 * MS, 1)] {
+        let (probe, lock) = lock(options.clone());
+        let first = lock.acquire().await.unwrap();
+        let end = first.valid_until().unwrap();
+        let heir = waiter(&lock).await;
+        tokio::time::sleep(age).await;
+        first.release().await.unwrap();
+        let heir = heir.await.unwrap();
+        assert_eq!(probe.counts.calls(), (1, renewals, 0), "after {age:?}");
+        let extended = heir.valid_until().unwrap() - end;
+        let expected = if renewals == 0 { Duration::ZERO } else { age };
+        assert_eq!(extended.as_millis(), expected.as_millis());
+        heir.release().await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_that_cannot_be_proven_is_not_passed_on() {
+    let (probe, lock) = lock(AcquireOptions::new().ttl(9 * SECOND).renew(false));
+    let first = lock.acquire().await.unwrap();
+    let heir = waiter(&lock).await;
+    tokio::time::sleep(4 * SECOND).await;
+    probe
+        .memory
+        .fail_next(lockkit_core::Operation::Renew, 1);
+    first.release().await.unwrap();
+    let heir = heir.await.unwrap();
+    assert_eq!(probe.counts.calls(), (2, 1, 1), "it went by the server");
+    assert!(heir.valid_until().unwrap() - tokio::time::Instant::now() > 8 * SECOND);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_with_another_ttl_or_label_goes_to_the_server_itself() {
+    let base = AcquireOptions::new().ttl(9 * SECOND).label("one");
+    for other in [
+        AcquireOptions::new().ttl(8 * SECOND),
+        AcquireOptions::new().label("two"),
+    ] {
+        let (probe, lock) = lock(base.clone());
+        let first = lock.acquire().await.unwrap();
+        let heir = waiter(&lock.with_options(other)).await;
+        first.release().await.unwrap();
+        let heir = heir.await.unwrap();
+        assert_eq!(probe.counts.calls(), (2, 0, 1));
+        let like = waiter(&lock).await;
+        heir.release().await.unwrap();
+        drop(like.await.unwrap());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_heir_renews_by_its_own_options() {
+    let (_, lock) = lock(AcquireOptions::new().ttl(SECOND));
+    let first = lock.acquire().await.unwrap();
+    let heir = waiter(&lock.with_options(AcquireOptions::new().renew(false))).await;
+    first.release().await.unwrap();
+    let heir = heir.await.unwrap();
+    let second = waiter(&lock).await;
+    tokio::time::sleep(1_100 * MS).await;
+    assert!(!heir.is_held(), "nobody asked for it to be renewed");
+    let second = second.await.unwrap();
+    tokio::time::sleep(5 * SECOND).await;
+    assert!(second.is_held());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_guard_is_handed_on_too() {
+    let (probe, lock) = lock(AcquireOptions::new());
+    let first = lock.acquire().await.unwrap();
+    let heir = waiter(&lock).await;
+    let token = first.token();
+    drop(first);
+    let heir = heir.await.unwrap();
+    assert!(heir.token() > token);
+    assert_eq!(probe.counts.calls(), (1, 0, 0));
+}

@@ -1,0 +1,103 @@
+//! A backend of a third party: the memory backend, with every call counted.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use lockkit_core::{
+    Kind, LockName, LockState, MemoryBackend, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
+};
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Probe {
+    pub(crate) memory: MemoryBackend,
+    pub(crate) counts: Arc<Counts>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Counts {
+    pub(crate) attempts: AtomicUsize,
+    pub(crate) renewals: AtomicUsize,
+    pub(crate) releases: AtomicUsize,
+    /// Claims that are there.
+    pub(crate) claims: AtomicUsize,
+    /// The claims that were there when the backend was closed.
+    pub(crate) claims_at_close: AtomicUsize,
+}
+
+impl Counts {
+    /// Attempts, renewals and releases so far.
+    pub(crate) fn calls(&self) -> (usize, usize, usize) {
+        (
+            self.attempts.load(Ordering::SeqCst),
+            self.renewals.load(Ordering::SeqCst),
+            self.releases.load(Ordering::SeqCst),
+        )
+    }
+}
+
+#[async_trait]
+impl Backend for Probe {
+    fn info(&self) -> BackendInfo {
+        self.memory.info()
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        let claim = self.memory.claim(request).await?;
+        self.counts.claims.fetch_add(1, Ordering::SeqCst);
+        Ok(Box::new(Counted {
+            claim,
+            counts: self.counts.clone(),
+        }))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        self.memory.inspect(name, kind).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        let left = self.counts.claims.load(Ordering::SeqCst);
+        self.counts.claims_at_close.store(left, Ordering::SeqCst);
+        self.memory.close().await
+    }
+}
+
+#[derive(Debug)]
+struct Counted {
+    claim: Box<dyn Claim>,
+    counts: Arc<Counts>,
+}
+
+#[async_trait]
+impl Claim for Counted {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        self.counts.attempts.fetch_add(1, Ordering::SeqCst);
+        self.claim.attempt(patience).await
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        self.counts.renewals.fetch_add(1, Ordering::SeqCst);
+        self.claim.renew().await
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        self.counts.releases.fetch_add(1, Ordering::SeqCst);
+        self.claim.release().await
+    }
+
+    async fn notified(&mut self) {
+        self.claim.notified().await;
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.counts.claims.fetch_sub(1, Ordering::SeqCst);
+    }
+}
