@@ -6,18 +6,23 @@
 //! out together.
 
 use std::{
-    pin::pin,
+    pin::{Pin, pin},
     sync::{Arc, OnceLock, atomic::Ordering},
+    task::Poll,
     time::Duration,
 };
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use tokio::{runtime::Handle, sync::Notify, time::Instant};
+use tokio::{
+    runtime::Handle,
+    sync::Notify,
+    time::{Instant, Sleep},
+};
 
 use crate::{
     Error, LossReason, Result,
     driver::{
-        cell::Phase,
+        cell::{Loan, Phase},
         hold::Hold,
         line::{Grip, hinted},
         settle,
@@ -396,7 +401,7 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
     let adopted = Instant::now();
     loop {
         let version = hold.cell.version();
-        let Some(mut loan) = hold.cell.attend().await else {
+        let Some(mut loan) = borrow(&hold, timer.as_mut()).await else {
             break;
         };
         let Some(grip) = loan.as_mut() else { break };
@@ -441,6 +446,28 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
         });
     }
     hold
+}
+
+/// Waits for the claim, with an eye on the lease: whoever has the claim may sit on it. `None` once the hold is over.
+async fn borrow<'a>(hold: &'a Hold, mut timer: Pin<&mut Sleep>) -> Option<Loan<'a, Grip>> {
+    let mut attend = pin!(hold.cell.attend());
+    loop {
+        if let Poll::Ready(loan) = timing::poll_once(&mut attend).await {
+            return loan;
+        }
+        let valid_until = hold.cell.valid_until();
+        if let Some(end) = valid_until {
+            timer.as_mut().reset(end);
+        }
+        tokio::select! {
+            biased;
+            loan = attend.as_mut() => return loan,
+            () = timer.as_mut(), if valid_until.is_some() => {
+                // Latches the loss if it is due; then there is nothing to wait for.
+                hold.cell.phase(Instant::now());
+            }
+        }
+    }
 }
 
 enum Event {

@@ -43,7 +43,11 @@ impl World {
     fn new() -> Self {
         let backend = MemoryBackend::new();
         let options = AcquireOptions::new().ttl(TTL);
-        let client = || LockClient::new(backend.clone()).with_defaults(options.clone()).unwrap();
+        let client = || {
+            LockClient::new(backend.clone())
+                .with_defaults(options.clone())
+                .unwrap()
+        };
         Self {
             ours: client(),
             theirs: client(),
@@ -70,7 +74,10 @@ impl World {
             if state.is_free() && state.waiters == Some(0) {
                 break;
             }
-            assert!(tokio::time::Instant::now() < within, "{case}: left behind: {state:?}");
+            assert!(
+                tokio::time::Instant::now() < within,
+                "{case}: left behind: {state:?}"
+            );
             tokio::time::sleep(MS).await;
         }
         for lock in [self.lock(), self.their_lock()] {
@@ -88,7 +95,9 @@ async fn at_every_poll<Fut: Future<Output = bool>>(name: &str, path: impl Fn(Arc
     for polls in 1..200 {
         let world = Arc::new(World::new());
         let done = path(world.clone(), polls).await;
-        world.nothing_is_left(&format!("{name}, dropped after poll {polls}")).await;
+        world
+            .nothing_is_left(&format!("{name}, dropped after poll {polls}"))
+            .await;
         if done {
             assert!(polls > 1, "{name} never waited: it shows nothing");
             return;
@@ -158,7 +167,10 @@ async fn a_waiter_that_leaves_with_an_offer_in_its_hands_passes_it_on() {
         assert!(cancel_after(1, next.as_mut()).await.is_none());
         guard.release().await.unwrap();
         drop(gone);
-        let next = tokio::time::timeout(100 * MS, next).await.expect("woken").unwrap();
+        let next = tokio::time::timeout(100 * MS, next)
+            .await
+            .expect("woken")
+            .unwrap();
         next.release().await.unwrap();
         world.nothing_is_left("an offer passed on").await;
     }
@@ -215,7 +227,10 @@ async fn a_release_that_proves_the_hold_before_it_passes_it_on() {
         tokio::time::sleep(4 * SECOND).await;
         world.backend.delay(Operation::Renew, 20 * MS);
         let done = cancel_after(polls, guard.release()).await.is_some();
-        let heir = tokio::time::timeout(SECOND, heir).await.expect("granted").unwrap();
+        let heir = tokio::time::timeout(SECOND, heir)
+            .await
+            .expect("granted")
+            .unwrap();
         heir.release().await.unwrap();
         done
     })
@@ -305,7 +320,10 @@ async fn a_nested_acquisition() {
             inner.release().await.unwrap();
         };
         let done = cancel_after(polls, first).await.is_some();
-        tokio::time::timeout(SECOND, second).await.expect("it goes on").unwrap();
+        tokio::time::timeout(SECOND, second)
+            .await
+            .expect("it goes on")
+            .unwrap();
         done
     })
     .await;

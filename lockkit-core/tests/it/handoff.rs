@@ -71,9 +71,7 @@ async fn a_hold_that_cannot_be_proven_is_not_passed_on() {
     let first = lock.acquire().await.unwrap();
     let heir = waiter(&lock).await;
     tokio::time::sleep(4 * SECOND).await;
-    probe
-        .memory
-        .fail_next(lockkit_core::Operation::Renew, 1);
+    probe.memory.fail_next(lockkit_core::Operation::Renew, 1);
     first.release().await.unwrap();
     let heir = heir.await.unwrap();
     assert_eq!(probe.counts.calls(), (2, 1, 1), "it went by the server");

@@ -7,5 +7,6 @@ mod cancel;
 mod driver;
 #[cfg(all(feature = "file", unix))]
 mod file;
+mod edges;
 mod handoff;
 mod probe;

@@ -18,6 +18,8 @@ use lockkit_core::{
 pub(crate) struct Probe {
     pub(crate) memory: MemoryBackend,
     pub(crate) counts: Arc<Counts>,
+    /// How long before the request a renewal's proof was made.
+    pub(crate) proofs_are_old_by: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -54,6 +56,7 @@ impl Backend for Probe {
         Ok(Box::new(Counted {
             claim,
             counts: self.counts.clone(),
+            proofs_are_old_by: self.proofs_are_old_by,
         }))
     }
 
@@ -72,6 +75,7 @@ impl Backend for Probe {
 struct Counted {
     claim: Box<dyn Claim>,
     counts: Arc<Counts>,
+    proofs_are_old_by: Duration,
 }
 
 #[async_trait]
@@ -82,8 +86,13 @@ impl Claim for Counted {
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
-        self.counts.renewals.fetch_add(1, Ordering::SeqCst);
-        self.claim.renew().await
+        let before = self.counts.renewals.fetch_add(1, Ordering::SeqCst);
+        assert!(before < 100_000, "this would go on for ever");
+        let mut renewal = self.claim.renew().await;
+        if let Ok(Renewal::Held(lease)) = &mut renewal {
+            lease.since -= self.proofs_are_old_by;
+        }
+        renewal
     }
 
     async fn release(&mut self) -> Result<()> {

@@ -1,0 +1,90 @@
+//! Where two things happen at once: closing while acquiring or releasing, losing while renewing, late answers.
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use lockkit_core::{AcquireOptions, Instant, LockClient, LossReason, MemoryBackend, Operation};
+
+use crate::{cancel::cancel_after, probe::Probe};
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+
+#[tokio::test(start_paused = true)]
+async fn a_try_whose_grant_comes_after_its_lease_is_one_attempt_and_an_error() {
+    let probe = Probe::default();
+    let lock = LockClient::new(probe.clone())
+        .lock("a")
+        .unwrap()
+        .with_options(AcquireOptions::new().ttl(100 * MS));
+    probe.memory.delay(Operation::Attempt, 200 * MS);
+    let outcome = tokio::time::timeout(SECOND, lock.try_acquire())
+        .await
+        .expect("it comes to an end");
+    assert!(outcome.unwrap_err().is_transient());
+    assert_eq!(probe.counts.attempts.load(Ordering::SeqCst), 1);
+    let state = lock.inspect().await.unwrap();
+    assert!(state.is_free() && state.waiters == Some(0), "{state:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_loss_is_told_while_a_renewal_by_hand_is_left_unpolled() {
+    for polled_at_all in [true, false] {
+        let backend = MemoryBackend::new();
+        let lock = LockClient::new(backend.clone()).lock("a").unwrap();
+        let guard = lock
+            .acquire_with(&AcquireOptions::new().ttl(SECOND))
+            .await
+            .unwrap();
+        tokio::time::sleep(100 * MS).await;
+        backend.delay(Operation::Renew, 30 * SECOND);
+        let mut renewal = Box::pin(guard.renew());
+        if polled_at_all {
+            assert!(cancel_after(1, renewal.as_mut()).await.is_none());
+        }
+        let started = Instant::now();
+        let reason = tokio::time::timeout(10 * SECOND, guard.lost()).await;
+        assert_eq!(reason, Ok(LossReason::Expired));
+        assert!(started.elapsed() <= SECOND, "{:?}", started.elapsed());
+        assert!(renewal.await.unwrap_err().is_lost());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn close_waits_for_a_release_that_is_under_way() {
+    let probe = Probe::default();
+    let client = LockClient::new(probe.clone());
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    probe.memory.delay(Operation::Release, 500 * MS);
+    let release = tokio::spawn(guard.release());
+    tokio::time::sleep(10 * MS).await;
+    client.close(SECOND).await.unwrap();
+    assert_eq!(probe.counts.claims_at_close.load(Ordering::SeqCst), 0);
+    release.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_worker_and_every_claim_end_with_the_last_handle() {
+    let probe = Probe::default();
+    let client = LockClient::new(probe.clone());
+    let lock = client.lock("a").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    let waiter = tokio::spawn({
+        let lock = lock.clone();
+        async move { lock.acquire().await.unwrap() }
+    });
+    tokio::time::sleep(SECOND).await;
+    drop((client, lock));
+    drop(guard);
+    let last = waiter.await.unwrap();
+    tokio::time::sleep(SECOND).await;
+    drop(last);
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let give_up = Instant::now() + SECOND;
+    while tasks() > 0 || Arc::strong_count(&probe.counts) > 1 {
+        assert!(Instant::now() < give_up, "{} tasks are left", tasks());
+        tokio::time::sleep(MS).await;
+    }
+}
