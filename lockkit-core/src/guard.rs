@@ -104,14 +104,17 @@ impl LockGuard {
     pub async fn renew(&self) -> Result<()> {
         self.check()?;
         let hold = &self.held.hold;
-        let mut loan = tokio::select! {
-            biased;
-            reason = self.lost() => return Err(hold.lost(reason)),
-            loan = hold.cell.reclaim() => loan,
+        let renewal = async {
+            match hold.cell.reclaim().await.as_mut() {
+                Some(grip) => hold.renew_with(grip, true).await,
+                None => Err(Error::Closed),
+            }
         };
-        match loan.as_mut() {
-            Some(grip) => hold.renew_with(grip, true).await,
-            None => Err(Error::Closed),
+        tokio::select! {
+            biased;
+            // Once it is lost, no answer changes that; and the claim is wanted for the release.
+            reason = self.lost() => Err(hold.lost(reason)),
+            renewed = renewal => renewed,
         }
     }
 

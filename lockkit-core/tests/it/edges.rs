@@ -53,6 +53,23 @@ async fn a_loss_is_told_while_a_renewal_by_hand_is_left_unpolled() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_renewal_by_hand_ends_with_the_hold_and_does_not_hold_up_close() {
+    let backend = MemoryBackend::new();
+    let client = LockClient::new(backend.clone());
+    let guard = Arc::new(client.lock("a").unwrap().acquire().await.unwrap());
+    backend.delay(Operation::Renew, 3 * SECOND);
+    let renewal = tokio::spawn({
+        let guard = guard.clone();
+        async move { guard.renew().await }
+    });
+    tokio::time::sleep(10 * MS).await;
+    let started = Instant::now();
+    client.close(SECOND).await.unwrap();
+    assert!(renewal.await.unwrap().unwrap_err().is_lost());
+    assert!(started.elapsed() < 100 * MS, "{:?}", started.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
 async fn close_waits_for_a_release_that_is_under_way() {
     let probe = Probe::default();
     let client = LockClient::new(probe.clone());
