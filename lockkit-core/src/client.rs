@@ -53,6 +53,8 @@ pub(crate) struct Core {
     /// Releases that were given up without a confirmation.
     pub(crate) unconfirmed: AtomicUsize,
     lines: Mutex<HashMap<(LockName, Mode), Weak<Line>>>,
+    /// Acquisitions that are past the local queue, which closing waits for.
+    contending: AtomicUsize,
     closed: AtomicBool,
     closing: Notify,
 }
@@ -70,6 +72,7 @@ impl LockClient {
                 owners: Owners::default(),
                 unconfirmed: AtomicUsize::new(0),
                 lines: Mutex::default(),
+                contending: AtomicUsize::new(0),
                 closed: AtomicBool::new(false),
                 closing: Notify::new(),
             }),
@@ -172,7 +175,8 @@ impl LockClient {
 
     /// Closes this client and all its clones: from now on they answer [`Error::Closed`], and so do those who wait.
     /// What is held is told [`LossReason::Disconnected`] and released. Waits up to `timeout` for every release to be
-    /// confirmed, those of dropped guards included.
+    /// confirmed, those of dropped guards and of waiters that withdraw included. An acquisition that waits at the server
+    /// and is neither polled nor dropped keeps it waiting.
     ///
     /// # Errors
     /// [`Error::Backend`] if a release was not confirmed; its lease or connection is what ends it then.
@@ -185,7 +189,7 @@ impl LockClient {
         core.close();
         let backend = core.info.name;
         let limit = tokio::time::Instant::now() + timeout.min(AcquireOptions::MAX_DURATION);
-        let drained = timing::within(backend, "close", pin!(core.worker.idle()), || limit).await?;
+        let drained = timing::within(backend, "close", pin!(core.idle()), || limit).await?;
         let unconfirmed = core.unconfirmed.load(Ordering::Relaxed);
         if drained.is_none() || unconfirmed > 0 {
             let cause = "releases are not confirmed; what is left ends with its lease or connection";
@@ -242,7 +246,25 @@ impl Core {
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
+        self.closed.load(Ordering::SeqCst)
+    }
+
+    /// Begins to contend at the server, which closing then waits for: either this sees that the client is closed, or
+    /// whoever closes sees this.
+    pub(crate) fn contend(&self) -> Result<Contending<'_>> {
+        self.contending.fetch_add(1, Ordering::SeqCst);
+        let contending = Contending(self);
+        if self.is_closed() {
+            return Err(Error::Closed);
+        }
+        Ok(contending)
+    }
+
+    /// Resolves when nobody contends, nothing is held and no release is under way.
+    async fn idle(&self) {
+        self.worker
+            .idle(|| self.contending.load(Ordering::SeqCst) == 0)
+            .await;
     }
 
     /// Resolves when the client is closed.
@@ -255,7 +277,7 @@ impl Core {
     }
 
     fn close(&self) {
-        self.closed.store(true, Ordering::Release);
+        self.closed.store(true, Ordering::SeqCst);
         self.closing.notify_waiters();
         let lines: Vec<_> = self.lines.lock().values().filter_map(Weak::upgrade).collect();
         for line in &lines {
@@ -293,6 +315,18 @@ impl Core {
                 ))
             })
             .map_err(|err| err.for_lock(name))
+    }
+}
+
+/// A contender. Its end comes after the worker knows what it came to.
+pub(crate) struct Contending<'a>(&'a Core);
+
+impl Drop for Contending<'_> {
+    fn drop(&mut self) {
+        let before = self.0.contending.fetch_sub(1, Ordering::SeqCst);
+        if before == 1 && self.0.is_closed() {
+            self.0.worker.look_whether_idle();
+        }
     }
 }
 

@@ -45,7 +45,10 @@ async fn contend_for(line: &Arc<Line>, terms: &Arc<Terms>) -> Result<LockGuard> 
     };
     match entry {
         Entry::Held(guard) => Ok(guard),
-        Entry::Contend(grip) => contend(grip, &clock).await,
+        Entry::Contend(grip) => {
+            let _contending = line.core.contend()?;
+            contend(grip, &clock).await
+        }
     }
 }
 
@@ -203,6 +206,11 @@ fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
     let hold = Hold::new(Phase::Held, line, terms, token, grip, &lease);
     // Fails if the runtime that the client lives on is gone: nobody would ever renew it.
     hold.line.core.worker.register(&hold, &lease, lease.since)?;
+    if hold.line.core.is_closed() {
+        // It may have come too late to be lost with all the others.
+        hold.abandon();
+        return Err(Error::Closed);
+    }
     crate::observe::granted(&hold.line);
     Ok(LockGuard::new(hold))
 }

@@ -218,21 +218,28 @@ impl Worker {
         self.work.notify_one();
     }
 
-    /// Resolves when nothing is held and no release is under way.
-    pub(crate) async fn idle(&self) {
+    /// Resolves when nothing is held, no release is under way, and `no_more` says that nothing will be added.
+    pub(crate) async fn idle(&self, no_more: impl Fn() -> bool) {
         loop {
             let mut notified = pin!(self.idle.notified());
             notified.as_mut().enable();
-            let idle = {
-                let mut state = self.state.lock();
-                state.drained = true;
-                state.is_idle()
-            };
-            if idle {
+            // Asked first: what comes to its end meanwhile has left its traces with the worker before.
+            if no_more() && self.is_idle() {
                 return;
             }
             notified.await;
         }
+    }
+
+    fn is_idle(&self) -> bool {
+        let mut state = self.state.lock();
+        state.drained = true;
+        state.is_idle()
+    }
+
+    /// Whoever waits for there to be nothing to do is to look again.
+    pub(crate) fn look_whether_idle(&self) {
+        self.idle.notify_waiters();
     }
 
     /// The last handle is gone.

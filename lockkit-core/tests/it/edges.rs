@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{AcquireOptions, Instant, LockClient, LossReason, MemoryBackend, Operation};
+use lockkit_core::{AcquireOptions, Error, Instant, LockClient, LossReason, MemoryBackend, Operation};
 
 use crate::{cancel::cancel_after, probe::Probe};
 
@@ -70,6 +70,26 @@ async fn a_renewal_by_hand_ends_with_the_hold_and_does_not_hold_up_close() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn close_withdraws_those_who_wait_before_it_closes_the_backend() {
+    let probe = Probe::default();
+    let others = LockClient::new(probe.memory.clone());
+    let in_the_way = others.lock("a").unwrap().acquire().await.unwrap();
+    let client = LockClient::new(probe.clone());
+    let waiter = tokio::spawn({
+        let lock = client.lock("a").unwrap();
+        async move { lock.acquire().await }
+    });
+    tokio::time::sleep(SECOND).await;
+    assert_eq!(others.inspect("a").await.unwrap().waiters, Some(1));
+    probe.memory.delay(Operation::Release, 50 * MS);
+    client.close(SECOND).await.unwrap();
+    assert_eq!(others.inspect("a").await.unwrap().waiters, Some(0));
+    assert_eq!(probe.counts.claims_at_close.load(Ordering::SeqCst), 0);
+    assert!(matches!(waiter.await.unwrap(), Err(Error::Closed)));
+    drop(in_the_way);
+}
+
+#[tokio::test(start_paused = true)]
 async fn close_waits_for_a_release_that_is_under_way() {
     let probe = Probe::default();
     let client = LockClient::new(probe.clone());
@@ -80,6 +100,26 @@ async fn close_waits_for_a_release_that_is_under_way() {
     client.close(SECOND).await.unwrap();
     assert_eq!(probe.counts.claims_at_close.load(Ordering::SeqCst), 0);
     release.await.unwrap().unwrap();
+}
+
+/// The reply to an attempt and the close come in the same instant.
+#[tokio::test(start_paused = true)]
+async fn nothing_is_granted_by_a_client_that_is_closed() {
+    for close_after in [99 * MS, 100 * MS, 101 * MS] {
+        let probe = Probe::default();
+        let client = LockClient::new(probe.clone());
+        probe.memory.delay(Operation::Attempt, 100 * MS);
+        let acquisition = tokio::spawn({
+            let lock = client.lock("a").unwrap();
+            async move { lock.acquire().await }
+        });
+        tokio::time::sleep(close_after).await;
+        client.close(SECOND).await.unwrap();
+        assert_eq!(probe.counts.claims_at_close.load(Ordering::SeqCst), 0);
+        if let Ok(guard) = acquisition.await.unwrap() {
+            assert!(!guard.is_held(), "closed after {close_after:?}");
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]
