@@ -96,10 +96,7 @@ impl Worker {
     pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, lease: &Lease, now: Instant) -> Result<()> {
         let mut state = self.state.lock();
         let unborn = self.runtime_to_start_on(&mut state)?;
-        let key = state.free.pop().unwrap_or_else(|| {
-            state.register.push(Entry::default());
-            state.register.len() - 1
-        });
+        let key = state.place();
         state.register[key].hold = Some(hold.clone());
         hold.key.store(key, Ordering::Relaxed);
         let sooner = state.queue_for_adoption(key, lease, now);
@@ -114,17 +111,18 @@ impl Worker {
     /// Watches over a hold in the place of one that has been passed on.
     pub(crate) fn replace(&self, ended: &Hold, next: &Arc<Hold>, lease: &Lease, now: Instant) {
         let mut state = self.state.lock();
-        let key = ended.key.swap(usize::MAX, Ordering::Relaxed);
-        let before = state
-            .register
-            .get_mut(key)
-            .and_then(|entry| entry.hold.replace(next.clone()));
-        if before.is_none() {
-            // The worker has died: nobody renews this one either.
+        if state.life == Life::Dead {
+            // Nobody renews this one either.
             drop(state);
             next.cell.lose(LossReason::Disconnected);
             return;
         }
+        let mut key = ended.key.swap(usize::MAX, Ordering::Relaxed);
+        if key >= state.register.len() {
+            // Its release was dropped half-way, and went on as a job.
+            key = state.place();
+        }
+        let before = state.register[key].hold.replace(next.clone());
         next.key.store(key, Ordering::Relaxed);
         let sooner = state.queue_for_adoption(key, lease, now);
         drop(state);
@@ -281,6 +279,14 @@ impl Worker {
 }
 
 impl State {
+    /// A free place in the register.
+    fn place(&mut self) -> usize {
+        self.free.pop().unwrap_or_else(|| {
+            self.register.push(Entry::default());
+            self.register.len() - 1
+        })
+    }
+
     /// Whether the worker has to be woken, since it would sleep for too long.
     fn queue_for_adoption(&mut self, key: usize, lease: &Lease, now: Instant) -> bool {
         let adopt_at = now

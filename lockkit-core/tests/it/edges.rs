@@ -145,3 +145,29 @@ async fn the_worker_and_every_claim_end_with_the_last_handle() {
         tokio::time::sleep(MS).await;
     }
 }
+
+/// The release finds the worker in the middle of a renewal, and is dropped while it waits for the claim.
+#[tokio::test(start_paused = true)]
+async fn a_dropped_release_still_hands_off() {
+    let probe = Probe::default();
+    let lock = LockClient::new(probe.clone())
+        .lock("a")
+        .unwrap()
+        .with_options(AcquireOptions::new().ttl(9 * SECOND));
+    let guard = lock.acquire().await.unwrap();
+    let heir = tokio::spawn({
+        let lock = lock.clone();
+        async move { lock.acquire().await.unwrap() }
+    });
+    probe.memory.delay(Operation::Renew, 100 * MS);
+    tokio::time::sleep(3_010 * MS).await;
+    assert!(cancel_after(1, guard.release()).await.is_none());
+    let heir = tokio::time::timeout(SECOND, heir)
+        .await
+        .expect("granted")
+        .unwrap();
+    let (attempts, _, releases) = probe.counts.calls();
+    assert_eq!((attempts, releases), (1, 0), "it did not go by the server");
+    tokio::time::sleep(20 * SECOND).await;
+    assert!(heir.is_held(), "it is watched over");
+}
