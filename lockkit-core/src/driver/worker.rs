@@ -412,6 +412,7 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
     let mut hints = HintBudget::default();
     let mut retry_at = None;
     let adopted = Instant::now();
+    let mut rests_until = None;
     loop {
         let version = hold.cell.version();
         let Some(mut loan) = borrow(&hold, timer.as_mut()).await else {
@@ -424,7 +425,11 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
         let renews = !offered && (hold.terms.renew || lease.length.is_none());
         let lapses = (offered && lease.length.is_none()).then(|| adopted + hold.terms.ttl);
         let valid_until = hold.cell.valid_until().or(lapses);
-        let due = renews.then(|| retry_at.unwrap_or_else(|| timing::renewal_due(&lease, hold.terms.ttl)));
+        let due = renews.then(|| {
+            // A proof may be older than its renewal is due: that must not become a busy loop.
+            let due = timing::renewal_due(&lease, hold.terms.ttl);
+            retry_at.unwrap_or_else(|| rests_until.map_or(due, |rested| due.max(rested)))
+        });
         if let Some(at) = due.into_iter().chain(valid_until).min() {
             timer.as_mut().reset(at);
         }
@@ -453,9 +458,11 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
             () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => continue,
             renewal = hold.renew_with(grip, renews) => renewal,
         };
+        let rested = Instant::now() + timing::renewal_retry(&lease, hold.terms.ttl);
+        rests_until = Some(rested);
         retry_at = renewal.err().filter(|err| !err.is_lost()).map(|err| {
             crate::observe::renewal_failed(&hold.line, &err);
-            Instant::now() + timing::renewal_retry(&lease, hold.terms.ttl)
+            rested
         });
     }
     hold

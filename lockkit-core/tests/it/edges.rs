@@ -171,3 +171,19 @@ async fn a_dropped_release_still_hands_off() {
     tokio::time::sleep(20 * SECOND).await;
     assert!(heir.is_held(), "it is watched over");
 }
+
+/// A proof may be old when it comes: a session's last heartbeat, say.
+#[tokio::test(start_paused = true)]
+async fn a_backend_whose_proofs_are_old_is_not_asked_without_end() {
+    let probe = Probe {
+        proofs_are_old_by: SECOND,
+        ..Probe::default()
+    };
+    let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+    let options = AcquireOptions::new().ttl(2 * SECOND);
+    let guard = lock.acquire_with(&options).await.unwrap();
+    tokio::time::sleep(60 * SECOND).await;
+    assert!(guard.is_held());
+    let (_, renewals, _) = probe.counts.calls();
+    assert!(renewals < 60 * 10, "{renewals} renewals within a minute");
+}
