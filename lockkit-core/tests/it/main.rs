@@ -10,3 +10,4 @@ mod file;
 mod edges;
 mod handoff;
 mod probe;
+mod swarm;
