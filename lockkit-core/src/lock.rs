@@ -9,6 +9,7 @@ use crate::{
     driver::{
         acquire,
         line::{Line, Terms},
+        timing,
     },
     spi::Mode,
 };
@@ -315,8 +316,10 @@ fn terms(line: &Line, options: &AcquireOptions) -> Result<Terms> {
         );
         return Err(Error::invalid_option("local_handoffs", reason));
     }
+    let ttl = options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL);
     Ok(Terms {
-        ttl: options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL),
+        ttl,
+        adopt_after: timing::adopt_after(ttl),
         wait: options.wait,
         renew: options.renew.unwrap_or(true),
         op_timeout: options.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT),

@@ -205,7 +205,7 @@ fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
     }
     let hold = Hold::new(Phase::Held, line, terms, token, grip, &lease);
     // Fails if the runtime that the client lives on is gone: nobody would ever renew it.
-    hold.line.core.worker.register(&hold, &lease, lease.since)?;
+    hold.line.core.worker.register(&hold, lease.since)?;
     if hold.line.core.is_closed() {
         // It may have come too late to be lost with all the others.
         hold.abandon();

@@ -20,6 +20,7 @@ use crate::{
         cell::Phase,
         hold::Hold,
         queue::{Offer, Queue, Ticket, Turn},
+        timing,
     },
     spi::{Claim, Lease, Mode},
     sync::Mutex,
@@ -34,6 +35,8 @@ pub(crate) struct Terms {
     pub(crate) op_timeout: Duration,
     pub(crate) label: Option<Arc<str>>,
     pub(crate) local_handoffs: u32,
+    /// How long a hold may live before the worker watches over it.
+    pub(crate) adopt_after: Duration,
 }
 
 impl Terms {
@@ -79,6 +82,16 @@ pub(crate) enum Answer {
 pub(crate) enum SlotUse {
     Other = 0,
     Holding = 1,
+}
+
+/// What came of passing a hold on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PassOn {
+    Done,
+    /// Nobody waits here whom it fits.
+    NoHeir,
+    /// Somebody does, but too little is left of the lease.
+    Stale,
 }
 
 impl Line {
@@ -153,39 +166,35 @@ impl Line {
         self.state.lock().answer = answer;
     }
 
-    /// Whether a hold that was claimed on `terms` could be passed to the first waiter.
-    pub(crate) fn has_heir(&self, terms: &Terms) -> bool {
-        let state = self.state.lock();
-        state.queue.first().is_some_and(|heir| terms.fits(heir))
-    }
-
     /// Passes what `ended` was made of to the first waiter, as a hold of its own with the next token, on the lease as
     /// it is, and leaves `grip` empty. If there is no waiter that it fits, the slot counts as being given up.
-    pub(crate) fn pass_on(self: &Arc<Self>, ended: &Hold, grip: &mut Grip, now: Instant) -> bool {
+    pub(crate) fn pass_on(self: &Arc<Self>, ended: &Hold, grip: &mut Grip, now: Instant) -> PassOn {
         let mut state = self.state.lock();
         let heir = state
             .queue
             .first()
-            .filter(|heir| grip.may_be_passed_on() && grip.terms.fits(heir))
-            .cloned();
-        let (Some(heir), Some(lease)) = (heir, grip.lease) else {
+            .filter(|heir| grip.may_be_passed_on() && grip.terms.fits(heir));
+        let (Some(heir), Some(lease)) = (heir.cloned(), grip.lease) else {
             self.set_slot_use(SlotUse::Other);
             // For those behind it, "taken" is the last that was heard.
             state.answer = Answer::Taken;
-            return false;
+            return PassOn::NoHeir;
         };
+        if !timing::fresh_enough(&lease, now) {
+            return PassOn::Stale;
+        }
         let mut passed = grip.take();
         let token = passed.spare.0;
         passed.spare.0 += 1;
         passed.handoffs_left -= 1;
         let passed = Hold::new(Phase::Offered, self.clone(), heir, token, passed, &lease);
-        self.core.worker.replace(ended, &passed, &lease, now);
+        self.core.worker.replace(ended, &passed, now);
         let waker = state.queue.hand_off(passed);
         drop(state);
         if let Some(waker) = waker {
             waker.wake();
         }
-        true
+        PassOn::Done
     }
 
     /// Takes back a hold that lapsed before its waiter took it.

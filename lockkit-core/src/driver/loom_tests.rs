@@ -42,7 +42,11 @@ impl Wake for Counter {
 }
 
 fn cell(phase: Phase) -> Arc<HoldCell<&'static str>> {
-    Arc::new(HoldCell::new(phase, "claim", Some(Instant::now() + Duration::from_secs(3_600))))
+    Arc::new(HoldCell::new(
+        phase,
+        "claim",
+        Some(Instant::now() + Duration::from_secs(3_600)),
+    ))
 }
 
 #[test]
@@ -159,6 +163,7 @@ fn terms() -> Arc<Terms> {
         op_timeout: Duration::from_secs(5),
         label: None,
         local_handoffs: 0,
+        adopt_after: Duration::from_millis(5),
     })
 }
 
@@ -245,7 +250,10 @@ fn loom_a_hold_that_is_handed_off_ends_up_in_exactly_one_place() {
             }
         };
         let received = waiter.join().unwrap();
-        assert!(kept.is_some() != received.is_some(), "kept {kept:?}, received {received:?}");
+        assert!(
+            kept.is_some() != received.is_some(),
+            "kept {kept:?}, received {received:?}"
+        );
     });
 }
 
@@ -259,7 +267,11 @@ fn loom_an_offer_is_either_accepted_or_lapses() {
         });
         let accepted = cell.accept(Instant::now());
         worker.join().unwrap();
-        let expected = if accepted { Phase::Held } else { Phase::Lost(LossReason::Expired) };
+        let expected = if accepted {
+            Phase::Held
+        } else {
+            Phase::Lost(LossReason::Expired)
+        };
         assert_eq!(cell.last_phase(), expected);
     });
 }

@@ -8,7 +8,7 @@ use crate::{
     Error, Result,
     driver::{
         hold::Hold,
-        line::Grip,
+        line::{Grip, PassOn},
         timing::{self, Backoff},
     },
 };
@@ -57,25 +57,29 @@ async fn reclaim(hold: Arc<Hold>) -> Result<Grip> {
 
 /// Passes an exclusive hold to the next waiter of this client, if there is one that it fits, tokens are left for it,
 /// and it is fresh enough or can be renewed.
-async fn hand_off(ended: &Hold, grip: &mut Grip, mut now: Instant) -> bool {
+async fn hand_off(ended: &Hold, grip: &mut Grip, now: Instant) -> bool {
     let line = &ended.line;
     if !grip.has_slot() || !line.is_exclusive() {
         return false;
     }
-    let fresh = |grip: &Grip, now| grip.lease.is_some_and(|lease| timing::fresh_enough(&lease, now));
-    if !fresh(grip, now) {
-        let renewed = grip.may_be_passed_on() && line.has_heir(&grip.terms) && Box::pin(prove(grip)).await;
-        now = Instant::now();
-        if !renewed || !fresh(grip, now) {
-            // Too little is left of it to be of use to anyone else.
-            grip.handoffs_left = 0;
-        }
-    }
-    let passed_on = line.pass_on(ended, grip, now);
+    let passed_on = match line.pass_on(ended, grip, now) {
+        PassOn::Stale => Box::pin(renew_and_pass_on(ended, grip)).await,
+        PassOn::Done => true,
+        PassOn::NoHeir => false,
+    };
     if passed_on {
         crate::observe::handed_off(line);
     }
     passed_on
+}
+
+async fn renew_and_pass_on(ended: &Hold, grip: &mut Grip) -> bool {
+    if prove(grip).await && ended.line.pass_on(ended, grip, Instant::now()) == PassOn::Done {
+        return true;
+    }
+    // Too little is left of it to be of use to anyone else.
+    grip.handoffs_left = 0;
+    ended.line.pass_on(ended, grip, Instant::now()) == PassOn::Done
 }
 
 /// Renews a lease of which too little is left to be passed on.

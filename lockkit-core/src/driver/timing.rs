@@ -33,6 +33,12 @@ pub(crate) fn renewal_retry(lease: &Lease, ttl: Duration) -> Duration {
     jittered(lease.length.unwrap_or(ttl) / 10).clamp(Duration::from_millis(1), Duration::from_secs(5))
 }
 
+/// How long a hold may live before the worker watches over it: long enough for a short one never to be seen, and short
+/// against the time to its first renewal.
+pub(crate) fn adopt_after(ttl: Duration) -> Duration {
+    Duration::from_millis(5).min(ttl / 10)
+}
+
 /// Whether a hand-off may pass the lease on as it is: two thirds are left.
 pub(crate) fn fresh_enough(lease: &Lease, now: Instant) -> bool {
     lease

@@ -28,12 +28,8 @@ use crate::{
         settle,
         timing::{self, HintBudget},
     },
-    spi::Lease,
     sync::Mutex,
 };
-
-/// How long a hold may live before the worker watches over it; less for a short lease.
-const ADOPT_AFTER: Duration = Duration::from_millis(5);
 
 #[derive(Debug, Default)]
 pub(crate) struct Worker {
@@ -89,17 +85,17 @@ impl Worker {
         }
     }
 
-    /// Watches over a new hold from `ADOPT_AFTER` on.
+    /// Watches over a new hold from `adopt_after` on.
     ///
     /// # Errors
     /// [`Error::Closed`] if the runtime that the client lives on is gone.
-    pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, lease: &Lease, now: Instant) -> Result<()> {
+    pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) -> Result<()> {
         let mut state = self.state.lock();
         let unborn = self.runtime_to_start_on(&mut state)?;
         let key = state.place();
         state.register[key].hold = Some(hold.clone());
         hold.key.store(key, Ordering::Relaxed);
-        let sooner = state.queue_for_adoption(key, lease, now);
+        let sooner = state.queue_for_adoption(key, hold, now);
         drop(state);
         self.start(unborn);
         if sooner {
@@ -109,7 +105,7 @@ impl Worker {
     }
 
     /// Watches over a hold in the place of one that has been passed on.
-    pub(crate) fn replace(&self, ended: &Hold, next: &Arc<Hold>, lease: &Lease, now: Instant) {
+    pub(crate) fn replace(&self, ended: &Hold, next: &Arc<Hold>, now: Instant) {
         let mut state = self.state.lock();
         if state.life == Life::Dead {
             // Nobody renews this one either.
@@ -124,7 +120,7 @@ impl Worker {
         }
         let before = state.register[key].hold.replace(next.clone());
         next.key.store(key, Ordering::Relaxed);
-        let sooner = state.queue_for_adoption(key, lease, now);
+        let sooner = state.queue_for_adoption(key, next, now);
         drop(state);
         drop(before);
         if sooner {
@@ -288,11 +284,8 @@ impl State {
     }
 
     /// Whether the worker has to be woken, since it would sleep for too long.
-    fn queue_for_adoption(&mut self, key: usize, lease: &Lease, now: Instant) -> bool {
-        let adopt_at = now
-            + lease
-                .length
-                .map_or(ADOPT_AFTER, |length| ADOPT_AFTER.min(length / 10));
+    fn queue_for_adoption(&mut self, key: usize, hold: &Hold, now: Instant) -> bool {
+        let adopt_at = now + hold.terms.adopt_after;
         if !std::mem::replace(&mut self.register[key].queued, true) {
             self.unadopted.push(key);
         }

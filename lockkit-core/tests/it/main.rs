@@ -1,13 +1,13 @@
 //! Integration tests of the core.
 
-mod conformance;
 #[cfg(feature = "blocking")]
 mod blocking;
 mod cancel;
+mod conformance;
 mod driver;
+mod edges;
 #[cfg(all(feature = "file", unix))]
 mod file;
-mod edges;
 mod handoff;
 mod probe;
 mod swarm;
