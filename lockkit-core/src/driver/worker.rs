@@ -9,7 +9,6 @@ use std::{
     pin::{Pin, pin},
     sync::{Arc, OnceLock, atomic::Ordering},
     task::Poll,
-    time::Duration,
 };
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
