@@ -8,6 +8,7 @@ mod driver;
 mod edges;
 #[cfg(all(feature = "file", unix))]
 mod file;
+mod guarantees;
 mod handoff;
 mod probe;
 mod swarm;

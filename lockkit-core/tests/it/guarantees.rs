@@ -1,0 +1,215 @@
+//! The rows of `docs/guarantees.md` that nothing else shows, those that fail among them.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    task::{Context, Waker},
+    time::Duration,
+};
+
+use lockkit_core::{
+    AcquireOptions, FenceGate, Instant, LockClient, LockName, MemoryBackend,
+    spi::{Backend, Claim, ClaimRequest, Mode, OwnerId},
+};
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+
+fn poll_once<F: Future + Unpin>(mut future: F) -> bool {
+    let mut cx = Context::from_waker(Waker::noop());
+    Pin::new(&mut future).poll(&mut cx).is_ready()
+}
+
+/// Whose clock stands still loses nothing, and lets nobody else in: everyone involved is on the same clock.
+#[tokio::test(start_paused = true)]
+async fn memory_leases_end_by_the_monotonic_clock_alone() {
+    let client = LockClient::new(MemoryBackend::new());
+    let lock = client.lock("a").unwrap();
+    let options = AcquireOptions::new().ttl(10 * MS).renew(false);
+    let guard = lock.acquire_with(&options).await.unwrap();
+    // Other clocks go on.
+    std::thread::sleep(50 * MS);
+    assert!(guard.is_held());
+    assert!(lock.try_acquire().await.unwrap().is_none());
+    tokio::time::advance(10 * MS).await;
+    assert!(!guard.is_held());
+}
+
+/// ✘: a resource that outlives the process must not check these tokens.
+#[tokio::test]
+async fn memory_tokens_begin_anew_with_each_space() {
+    let resource = FenceGate::new();
+    for expected in [true, false] {
+        // A new process has a new space.
+        let client = LockClient::new(MemoryBackend::new());
+        let lock = client.lock("a").unwrap();
+        let mut token = lock.acquire().await.unwrap().token();
+        if expected {
+            token = lock.acquire().await.unwrap().token();
+        }
+        assert_eq!(resource.admit(token).is_ok(), expected, "{token:?}");
+    }
+}
+
+/// ✘: a place in the queue that is neither polled nor dropped holds up the others of its client, and no longer.
+#[tokio::test(start_paused = true)]
+async fn a_waiter_that_is_never_polled_blocks_those_behind_it_until_it_is_dropped() {
+    let client = LockClient::new(MemoryBackend::new());
+    let options = AcquireOptions::new().ttl(SECOND).local_handoffs(0);
+    let lock = client.lock("a").unwrap().with_options(options);
+    let first = lock.acquire().await.unwrap();
+    let mut forgotten = Box::pin(lock.acquire());
+    assert!(!poll_once(&mut forgotten));
+    let behind = tokio::spawn({
+        let lock = lock.clone();
+        async move { lock.acquire().await.unwrap() }
+    });
+    tokio::task::yield_now().await;
+    first.release().await.unwrap();
+    tokio::time::sleep(60 * SECOND).await;
+    assert!(!behind.is_finished());
+    let started = Instant::now();
+    drop(forgotten);
+    behind.await.unwrap().release().await.unwrap();
+    assert!(started.elapsed() < SECOND);
+}
+
+/// Two contend for what a third holds. When it is free, the second asks before the first does.
+async fn second_overtakes(backend: impl Backend) -> bool {
+    let mut claims = Vec::<Box<dyn Claim>>::new();
+    for owner in 1..=3 {
+        let name = LockName::new("a").unwrap();
+        let request = ClaimRequest::new(name, Mode::Exclusive, 30 * SECOND, OwnerId::new(owner));
+        let mut claim = backend.claim(&request).await.unwrap();
+        let granted = claim.attempt(MS).await.unwrap().is_some();
+        assert_eq!(granted, owner == 1);
+        claims.push(claim);
+    }
+    claims[0].release().await.unwrap();
+    let overtook = claims[2].attempt(MS).await.unwrap().is_some();
+    for mut claim in claims {
+        claim.release().await.unwrap();
+    }
+    overtook
+}
+
+#[tokio::test]
+async fn memory_grants_in_order() {
+    assert!(!second_overtakes(MemoryBackend::new()).await);
+}
+
+#[cfg(all(feature = "file", unix))]
+mod file {
+    use std::{
+        fs,
+        io::{BufRead, BufReader},
+        path::Path,
+        process::{Child, Command, Stdio},
+    };
+
+    use lockkit_core::{FileBackend, FileConfig};
+    use rustix::process::{Pid, Signal, kill_process};
+
+    use super::*;
+
+    async fn open(dir: &Path) -> FileBackend {
+        let mut config = FileConfig::new(dir);
+        config.namespace = String::new();
+        FileBackend::open(config).await.unwrap()
+    }
+
+    /// ✘: there is no queue between processes.
+    #[tokio::test]
+    async fn order_is_not_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(second_overtakes(open(dir.path()).await).await);
+    }
+
+    /// ✘: a new counter starts at the clock, which the old one had overtaken; a clock that was set back does the same.
+    #[tokio::test]
+    async fn tokens_go_back_if_the_file_is_deleted_and_the_counter_was_ahead_of_the_clock() {
+        let dir = tempfile::tempdir().unwrap();
+        let client = LockClient::new(open(dir.path()).await);
+        let options = AcquireOptions::new().local_handoffs(AcquireOptions::MAX_LOCAL_HANDOFFS);
+        let lock = client.lock("a").unwrap().with_options(options);
+        let resource = FenceGate::new();
+        let started = std::time::Instant::now();
+        let mut reserved = Duration::ZERO;
+        while reserved < started.elapsed() + 10 * SECOND {
+            let guard = lock.acquire().await.unwrap();
+            resource.admit(guard.token()).unwrap();
+            guard.release().await.unwrap();
+            // A token is worth a microsecond of the clock.
+            reserved += Duration::from_micros(u64::from(AcquireOptions::MAX_LOCAL_HANDOFFS) + 1);
+        }
+        fs::remove_file(dir.path().join("a.lock")).unwrap();
+        let guard = lock.acquire().await.unwrap();
+        assert!(
+            resource.admit(guard.token()).is_err(),
+            "a rightful holder is refused"
+        );
+    }
+
+    /// A file backend's holder in another process; killed at the end of the test, however that ends.
+    struct Holder(Child);
+
+    impl Holder {
+        fn start(dir: &Path) -> Self {
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "guarantees::file::holder_process", "--nocapture"])
+                .env("LOCKKIT_GUARANTEES_DIR", dir)
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let output = BufReader::new(child.stdout.take().unwrap());
+            let holder = Self(child);
+            let held = output.lines().any(|line| line.unwrap().ends_with("holding"));
+            assert!(held, "the other process holds");
+            holder
+        }
+
+        fn signal(&self, signal: Signal) {
+            kill_process(Pid::from_child(&self.0), signal).unwrap();
+        }
+    }
+
+    impl Drop for Holder {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    /// Not a test of its own: what [`Holder`] runs.
+    #[tokio::test]
+    async fn holder_process() {
+        let Some(dir) = std::env::var_os("LOCKKIT_GUARANTEES_DIR") else {
+            return;
+        };
+        let client = LockClient::new(open(Path::new(&dir)).await);
+        let options = AcquireOptions::new().ttl(50 * MS);
+        let _guard = client.lock("a").unwrap().acquire_with(&options).await.unwrap();
+        println!("holding");
+        std::future::pending::<()>().await;
+    }
+
+    /// A ✘, nobody gets in, and the reason why there is no other: the lock is held for as long as the process is there.
+    #[tokio::test]
+    async fn a_stopped_holder_keeps_the_lock_until_it_is_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let holder = Holder::start(dir.path());
+        holder.signal(Signal::STOP);
+        let client = LockClient::new(open(dir.path()).await);
+        let lock = client.lock("a").unwrap();
+        // Several times the ttl that it asked for.
+        let late = lock.acquire_timeout(300 * MS).await;
+        assert!(late.is_err_and(|err| err.is_timeout()));
+        holder.signal(Signal::KILL);
+        lock.acquire_timeout(20 * SECOND)
+            .await
+            .unwrap()
+            .release()
+            .await
+            .unwrap();
+    }
+}
