@@ -88,3 +88,13 @@ pub use lockkit_core::*;
 pub mod prelude {
     pub use lockkit_core::{DistributedLock, DistributedLockExt};
 }
+
+/// The Rust in the README and the guide, compiled and run.
+#[cfg(doctest)]
+mod documents {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
+
+    #[doc = include_str!("../docs/guide.md")]
+    struct Guide;
+}
