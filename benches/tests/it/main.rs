@@ -1,5 +1,8 @@
 //! Costs that are counted rather than timed: allocations, heap, tasks, requests.
 
+#[cfg(target_os = "linux")]
+mod waiting;
+
 use std::{
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
