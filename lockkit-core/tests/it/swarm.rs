@@ -20,6 +20,8 @@ use lockkit_core::{
 use crate::{cancel::cancel_after, probe::Probe};
 
 const MS: Duration = Duration::from_millis(1);
+/// What tasks do falls onto ticks, so that much of it happens in the same instant.
+const TICK: Duration = Duration::from_millis(10);
 const OPERATIONS: [Operation; 3] = [Operation::Attempt, Operation::Renew, Operation::Release];
 const NAMES: [&str; 3] = ["a", "b", "c"];
 const PERMITS: u32 = 3;
@@ -28,7 +30,7 @@ const SCHEDULES: u64 = 400;
 const TROUBLE_LASTS: Duration = Duration::from_secs(3);
 /// The longest ttl of any task, and the longest time that one keeps a guard.
 const LONGEST_TTL: Duration = Duration::from_secs(1);
-const LONGEST_HOLD: Duration = Duration::from_millis(1_500);
+const LONGEST_HOLD_TICKS: u32 = 150;
 /// The longest that a lock may stand free while somebody waits for it, once faults have healed: a lease that has to end
 /// first, an exchange that hangs, and the longest back-off.
 const GRANTED_WITHIN: Duration = Duration::from_millis(1_000 + 500 + 1_250 + 100);
@@ -272,12 +274,7 @@ async fn worker(
         let lock = some_lock(&mut rng, client, name)
             .with_options(some_options(&mut rng).local_handoffs(local_handoffs));
         let waiting_since = Instant::now();
-        let polls = if rng.u8(0..3) == 0 {
-            rng.u32(1..8)
-        } else {
-            u32::MAX
-        };
-        let guard = match cancel_after(polls, lock.acquire()).await {
+        let guard = match acquire_or_cancel(&mut rng, &lock).await {
             Some(Ok(guard)) => guard,
             Some(Err(Error::Closed)) => return,
             Some(Err(err)) => {
@@ -300,6 +297,22 @@ async fn worker(
         hold(&mut rng, &guard).await;
         give_up(&mut rng, guard, || ledger.borrow_mut().ended(name, &held)).await;
         ledger.borrow().check_that_lost_is_latched();
+    }
+}
+
+/// Acquires; some acquisitions are dropped after a few polls, or at some time, woken or not.
+async fn acquire_or_cancel(rng: &mut Rng, lock: &Lock) -> Option<Result<LockGuard, Error>> {
+    match rng.u8(0..6) {
+        0 => cancel_after(rng.u32(1..8), lock.acquire()).await,
+        1 => {
+            let at = rng.u32(1..LONGEST_HOLD_TICKS / 4) * TICK;
+            tokio::select! {
+                biased;
+                () = tokio::time::sleep(at) => None,
+                outcome = lock.acquire() => Some(outcome),
+            }
+        }
+        _ => Some(lock.acquire().await),
     }
 }
 
@@ -328,8 +341,7 @@ fn some_options(rng: &mut Rng) -> AcquireOptions {
 
 async fn hold(rng: &mut Rng, guard: &LockGuard) {
     for _ in 0..rng.u32(0..3) {
-        let most = u32::try_from(LONGEST_HOLD.as_millis()).unwrap() / 2;
-        tokio::time::sleep(rng.u32(0..most) * MS).await;
+        tokio::time::sleep(rng.u32(0..LONGEST_HOLD_TICKS / 2) * TICK).await;
         if rng.u8(0..3) == 0 {
             let polls = rng.u32(1..4);
             let renewed = cancel_after(polls, guard.renew()).await;
@@ -351,7 +363,7 @@ async fn give_up(rng: &mut Rng, guard: LockGuard, ended: impl FnOnce()) {
             let _ = cancel_after(polls, guard.release()).await;
         }
         2 => {
-            let _ = tokio::time::timeout(LONGEST_HOLD, guard.lost()).await;
+            let _ = tokio::time::timeout(LONGEST_HOLD_TICKS * TICK, guard.lost()).await;
             ended();
             drop(guard);
         }
