@@ -43,7 +43,7 @@ fn uncontended(c: &mut Criterion) {
         ("lockkit", |n| time_cycles(&runtime, n, || cycle(&lock))),
         ("empty spawn and join", |n| {
             time_cycles(&runtime, n, || async {
-                tokio::spawn(async {}).await.expect("joined")
+                tokio::spawn(async {}).await.expect("joined");
             })
         }),
     );

@@ -52,6 +52,7 @@ impl Held {
     }
 
     /// Lets time pass until there have been `n` renewals; returns what `n` took.
+    #[expect(clippy::cast_precision_loss, reason = "a ratio of counts far below 2^52")]
     fn renew(&self, n: u64) -> Duration {
         let renewals = &self.backend.counts().renewals;
         let before = renewals.load(Ordering::Relaxed);

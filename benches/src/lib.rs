@@ -116,7 +116,7 @@ impl Claim for NoopClaim {
     }
 
     async fn notified(&mut self) {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 
@@ -131,10 +131,10 @@ pub fn duel<A, B>(
     B: FnMut(u64) -> Duration,
 {
     group.bench_function(name_a, |bencher| {
-        bencher.iter_custom(|n| in_turns(n, &mut a, &mut b))
+        bencher.iter_custom(|n| in_turns(n, &mut a, &mut b));
     });
     group.bench_function(name_b, |bencher| {
-        bencher.iter_custom(|n| in_turns(n, &mut b, &mut a))
+        bencher.iter_custom(|n| in_turns(n, &mut b, &mut a));
     });
 }
 

@@ -25,7 +25,7 @@ use crate::{
 /// A client of one lock server. Clone it freely: clones share the connection, the local queues and the worker.
 ///
 /// Make one per process and server, and keep it for as long as its locks are used. It lives on the Tokio runtime that
-/// it was made in.
+/// it was made in, which must have its timers enabled, as `#[tokio::main]` does.
 ///
 /// ```
 /// use lockkit_core::{LockClient, MemoryBackend};
@@ -52,6 +52,8 @@ pub(crate) struct Core {
     pub(crate) owners: Owners,
     /// Releases that were given up without a confirmation.
     pub(crate) unconfirmed: AtomicUsize,
+    /// How many of them had been given up when the client was closed: their leases are over, and nobody's concern.
+    unconfirmed_before: AtomicUsize,
     lines: Mutex<HashMap<(LockName, Mode), Weak<Line>>>,
     /// Acquisitions that are past the local queue, which closing waits for.
     contending: AtomicUsize,
@@ -71,6 +73,7 @@ impl LockClient {
                 worker,
                 owners: Owners::default(),
                 unconfirmed: AtomicUsize::new(0),
+                unconfirmed_before: AtomicUsize::new(0),
                 lines: Mutex::default(),
                 contending: AtomicUsize::new(0),
                 closed: AtomicBool::new(false),
@@ -190,8 +193,8 @@ impl LockClient {
         let backend = core.info.name;
         let limit = tokio::time::Instant::now() + timeout.min(AcquireOptions::MAX_DURATION);
         let drained = timing::within(backend, "close", pin!(core.idle()), || limit).await?;
-        let unconfirmed = core.unconfirmed.load(Ordering::Relaxed);
-        if drained.is_none() || unconfirmed > 0 {
+        let before = core.unconfirmed_before.load(Ordering::SeqCst);
+        if drained.is_none() || core.unconfirmed.load(Ordering::SeqCst) > before {
             let cause = "releases are not confirmed; what is left ends with its lease or connection";
             return Err(Error::transient(backend, "close", cause));
         }
@@ -277,7 +280,10 @@ impl Core {
     }
 
     fn close(&self) {
-        self.closed.store(true, Ordering::SeqCst);
+        if !self.closed.swap(true, Ordering::SeqCst) {
+            self.unconfirmed_before
+                .store(self.unconfirmed.load(Ordering::SeqCst), Ordering::SeqCst);
+        }
         self.closing.notify_waiters();
         let lines: Vec<_> = self.lines.lock().values().filter_map(Weak::upgrade).collect();
         for line in &lines {

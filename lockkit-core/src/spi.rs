@@ -203,7 +203,8 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
         ))
     }
 
-    /// Ends connections. Called once, after every claim has been released or given up.
+    /// Ends connections, after every claim has been released or given up. Idempotent: closing a client again calls it
+    /// again.
     ///
     /// # Errors
     /// [`Error::Backend`] if something may be left on the server.

@@ -6,7 +6,7 @@
 
 use std::{collections::VecDeque, task::Waker};
 
-/// A place in the queue. Never reused within a queue.
+/// A place in the queue, for as long as its waiter is in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ticket(u64);
 

@@ -382,8 +382,8 @@ async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
                 None => std::future::pending().await,
             }
         };
+        // Not biased: whoever submits job after job must not keep renewals from being polled.
         tokio::select! {
-            biased;
             () = worker.work.notified() => {}
             () = adoption => {}
             Some(hold) = attending.next(), if !attending.is_empty() => {

@@ -327,6 +327,21 @@ async fn close_says_when_a_release_was_not_confirmed() {
     assert!(err.is_transient(), "{err}");
 }
 
+#[tokio::test(start_paused = true)]
+async fn close_does_not_mind_what_was_given_up_long_before() {
+    let (backend, client) = client();
+    let lock = client
+        .lock("a")
+        .unwrap()
+        .with_options(AcquireOptions::new().ttl(SECOND).op_timeout(SECOND));
+    let guard = lock.acquire().await.unwrap();
+    backend.fail_next(Operation::Release, u32::MAX);
+    assert!(guard.release().await.unwrap_err().is_transient());
+    tokio::time::sleep(10 * SECOND).await;
+    backend.fail_next(Operation::Release, 0);
+    client.close(SECOND).await.unwrap();
+}
+
 #[test]
 fn a_guard_may_be_dropped_outside_of_a_runtime_and_after_it() {
     let runtime = tokio::runtime::Builder::new_current_thread()
