@@ -176,7 +176,7 @@ pub struct Held {
 impl Held {
     /// The lock's name.
     pub fn name(&self) -> &LockName {
-        self.hold.line.name()
+        self.hold.line().name()
     }
 
     /// The fencing token of this hold.

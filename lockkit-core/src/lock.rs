@@ -236,11 +236,7 @@ impl Lock {
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
     pub async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
-        acquire::acquire(
-            &self.line,
-            &Arc::new(terms(&self.line, &options.or(&self.options))?),
-        )
-        .await
+        acquire::acquire(&Arc::new(terms(&self.line, &options.or(&self.options))?)).await
     }
 
     /// As [`DistributedLock::acquire`].
@@ -252,7 +248,7 @@ impl Lock {
     /// As [`DistributedLock::acquire_with`].
     pub async fn acquire(&self) -> Result<LockGuard> {
         match &self.terms {
-            Some(terms) => acquire::acquire(&self.line, terms).await,
+            Some(terms) => acquire::acquire(terms).await,
             None => Err(terms(&self.line, &self.options).err().unwrap_or(Error::Closed)),
         }
     }
@@ -292,7 +288,7 @@ impl Lock {
 }
 
 /// Fills in the defaults. Checked before anything is sent.
-fn terms(line: &Line, options: &AcquireOptions) -> Result<Terms> {
+fn terms(line: &Arc<Line>, options: &AcquireOptions) -> Result<Terms> {
     options.validate()?;
     let info = &line.core.info;
     let missing = match line.mode {
@@ -318,6 +314,7 @@ fn terms(line: &Line, options: &AcquireOptions) -> Result<Terms> {
     }
     let ttl = options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL);
     Ok(Terms {
+        line: line.clone(),
         ttl,
         adopt_after: timing::adopt_after(ttl),
         wait: options.wait,

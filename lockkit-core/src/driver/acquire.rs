@@ -20,9 +20,10 @@ use crate::{
 /// from the server yet: without an answer, "taken" cannot be told from "cannot tell".
 const GRACE: Duration = Duration::from_millis(100);
 
-/// Acquires `line` on `terms`.
-pub(crate) async fn acquire(line: &Arc<Line>, terms: &Arc<Terms>) -> Result<LockGuard> {
-    let outcome = contend_for(line, terms).await;
+/// Acquires a lock on `terms`.
+pub(crate) async fn acquire(terms: &Arc<Terms>) -> Result<LockGuard> {
+    let line = &terms.line;
+    let outcome = contend_for(terms).await;
     match &outcome {
         Ok(_) => {}
         Err(err) => crate::observe::not_granted(line, err),
@@ -30,7 +31,8 @@ pub(crate) async fn acquire(line: &Arc<Line>, terms: &Arc<Terms>) -> Result<Lock
     outcome
 }
 
-async fn contend_for(line: &Arc<Line>, terms: &Arc<Terms>) -> Result<LockGuard> {
+async fn contend_for(terms: &Arc<Terms>) -> Result<LockGuard> {
+    let line = &terms.line;
     if line.core.is_closed() {
         return Err(Error::Closed);
     }
@@ -39,9 +41,9 @@ async fn contend_for(line: &Arc<Line>, terms: &Arc<Terms>) -> Result<LockGuard> 
         if line.is_held_here() {
             return Err(clock.taken(line));
         }
-        Entry::Contend(line.enter(terms).unwrap_or_else(|| line.bypass(terms)))
+        Entry::Contend(Line::enter(terms).unwrap_or_else(|| Line::bypass(terms)))
     } else {
-        queue(line, terms, &clock).await?
+        queue(terms, &clock).await?
     };
     match entry {
         Entry::Held(guard) => Ok(guard),
@@ -59,9 +61,10 @@ enum Entry {
 }
 
 /// Waits in line for the slot, or for a hold that is passed on.
-async fn queue(line: &Arc<Line>, terms: &Arc<Terms>, clock: &Clock) -> Result<Entry> {
+async fn queue(terms: &Arc<Terms>, clock: &Clock) -> Result<Entry> {
+    let line = &terms.line;
     loop {
-        let in_line = match line.enter_or_join(terms) {
+        let in_line = match Line::enter_or_join(terms) {
             Ok(grip) => return Ok(Entry::Contend(grip)),
             Err(in_line) => in_line,
         };
@@ -101,8 +104,9 @@ async fn contend(mut grip: Grip, clock: &Clock) -> Result<LockGuard> {
 }
 
 async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &Clock) -> Result<LockGuard> {
-    let line = grip.line.clone();
-    let once = grip.terms.once();
+    let terms = grip.terms.clone();
+    let line = &terms.line;
+    let once = terms.once();
     let mut heard = Answer::Unknown;
     let mut backoff = Backoff::default();
     let mut hints = HintBudget::default();
@@ -112,7 +116,7 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
             Ok(None) if once => {
                 // An attempt without patience stays out of every queue: there is nothing to withdraw.
                 grip.settled();
-                return Err(clock.taken(&line));
+                return Err(clock.taken(line));
             }
             Ok(None) => {
                 backoff.reset();
@@ -120,7 +124,7 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
                 true
             }
             Err(err) if err.is_transient() && !once => {
-                crate::observe::attempt_failed(&line, &err);
+                crate::observe::attempt_failed(line, &err);
                 if matches!(heard, Answer::Unknown) && grip.has_slot() {
                     // Those before it in this client's queue may have heard more.
                     heard = line.answer();
@@ -147,7 +151,7 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
             biased;
             err = closed(&line.core) => return Err(give_up(grip, err).await),
             () = hinted(&mut grip.claim), if taken && hints.listens() => hints.hinted(listening.elapsed()),
-            () = clock.deadline() => return Err(give_up(grip, clock.verdict(&line, &heard)).await),
+            () = clock.deadline() => return Err(give_up(grip, clock.verdict(line, &heard)).await),
             () = tokio::time::sleep(pause) => hints.rested(),
         }
         last = step(&mut grip, clock, &heard).await;
@@ -157,9 +161,8 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
 /// One exchange with the server: opens the claim if there is none, then attempts. A grant's token comes back; the rest
 /// of the grant is kept in the grip.
 async fn step(grip: &mut Grip, clock: &Clock, heard: &Answer) -> Result<Option<u64>> {
-    let Grip {
-        line, terms, claim, ..
-    } = grip;
+    let Grip { terms, claim, .. } = grip;
+    let line = &terms.line;
     let claim = match claim {
         Some(claim) => claim,
         unopened => unopened.insert(open(line, terms, clock, heard).await?),
@@ -195,7 +198,8 @@ fn check(line: &Line, grant: &Grant) -> Result<()> {
 
 /// Makes a hold of what has been granted.
 fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
-    let (line, terms) = (grip.line.clone(), grip.terms.clone());
+    let terms = grip.terms.clone();
+    let line = &terms.line;
     let lease = grip.lease.ok_or(Error::Closed)?;
     if !line.is_exclusive() {
         // Shared holders and permits have a claim each: the next waiter may go to the server.
@@ -203,15 +207,15 @@ fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
     } else if grip.has_slot() {
         line.set_slot_use(SlotUse::Holding);
     }
-    let hold = Hold::new(Phase::Held, line, terms, token, grip, &lease);
+    let hold = Hold::new(Phase::Held, terms, token, grip, &lease);
     // Fails if the runtime that the client lives on is gone: nobody would ever renew it.
-    hold.line.core.worker.register(&hold, lease.since)?;
-    if hold.line.core.is_closed() {
+    hold.line().core.worker.register(&hold, lease.since)?;
+    if hold.line().core.is_closed() {
         // It may have come too late to be lost with all the others.
         hold.abandon();
         return Err(Error::Closed);
     }
-    crate::observe::granted(&hold.line);
+    crate::observe::granted(hold.line());
     Ok(LockGuard::new(hold))
 }
 
@@ -261,7 +265,7 @@ async fn withdraw(grip: &mut Grip, err: Error) -> Result<Option<u64>> {
     if let Some(claim) = &mut grip.claim {
         let limit = || Instant::now() + grip.terms.op_timeout;
         // If this fails as well, the claim stays known to the server and is cleaned up in the end.
-        let _ = timing::within(grip.line.backend(), "release", claim.release(), limit).await;
+        let _ = timing::within(grip.terms.line.backend(), "release", claim.release(), limit).await;
     }
     Err(err)
 }
@@ -272,7 +276,7 @@ async fn give_up(mut grip: Grip, err: Error) -> Error {
         return err;
     }
     if let Some(claim) = &mut grip.claim {
-        let backend = grip.line.backend();
+        let backend = grip.terms.line.backend();
         let withdrawn = timing::within(backend, "release", claim.release(), || Instant::now() + GRACE).await;
         if let Ok(Some(Ok(()))) = withdrawn {
             grip.settled();

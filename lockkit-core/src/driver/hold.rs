@@ -16,7 +16,6 @@ use crate::{
 
 #[derive(Debug)]
 pub(crate) struct Hold {
-    pub(crate) line: Arc<Line>,
     pub(crate) token: FencingToken,
     pub(crate) terms: Arc<Terms>,
     pub(crate) cell: HoldCell<Grip>,
@@ -26,21 +25,17 @@ pub(crate) struct Hold {
 
 impl Hold {
     /// A hold made of `grip`, on a lease that has been proven.
-    pub(crate) fn new(
-        phase: Phase,
-        line: Arc<Line>,
-        terms: Arc<Terms>,
-        token: u64,
-        grip: Grip,
-        lease: &Lease,
-    ) -> Arc<Self> {
+    pub(crate) fn new(phase: Phase, terms: Arc<Terms>, token: u64, grip: Grip, lease: &Lease) -> Arc<Self> {
         Arc::new(Self {
-            line,
             token: FencingToken::new(token),
             terms,
             cell: HoldCell::new(phase, grip, timing::valid_until(lease)),
             key: AtomicUsize::new(usize::MAX),
         })
+    }
+
+    pub(crate) fn line(&self) -> &Line {
+        &self.terms.line
     }
 
     pub(crate) fn check(&self, now: Instant) -> Result<()> {
@@ -51,13 +46,13 @@ impl Hold {
     }
 
     pub(crate) fn lost(&self, reason: LossReason) -> Error {
-        Error::lost(self.line.backend(), self.line.name().clone(), reason)
+        Error::lost(self.line().backend(), self.line().name().clone(), reason)
     }
 
     /// Nobody will use it any more: the worker releases it. Does no I/O and cannot block.
     pub(crate) fn abandon(self: &Arc<Self>) {
         if let Ok(grip) = self.cell.begin_release(Instant::now()) {
-            self.line.core.worker.settle(self.clone(), grip);
+            self.line().core.worker.settle(self.clone(), grip);
         }
     }
 
@@ -72,7 +67,7 @@ impl Hold {
             let limit = now + self.terms.op_timeout;
             valid_until.map_or(limit, |end| end.min(limit))
         };
-        let backend = self.line.backend();
+        let backend = self.line().backend();
         let answer = timing::within(backend, "renew", claim.renew(), limit).await?;
         match answer {
             Some(Ok(Renewal::Held(lease))) => {
@@ -88,13 +83,13 @@ impl Hold {
             }
             Some(Err(err)) => {
                 self.cell.renewal_failed();
-                Err(err.for_lock(self.line.name()))
+                Err(err.for_lock(self.line().name()))
             }
             None => {
                 self.check(Instant::now())?;
                 self.cell.renewal_failed();
                 let cause = format!("no answer within {:?}", self.terms.op_timeout);
-                Err(Error::transient(backend, "renew", cause).for_lock(self.line.name()))
+                Err(Error::transient(backend, "renew", cause).for_lock(self.line().name()))
             }
         }
     }

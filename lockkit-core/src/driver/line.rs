@@ -1,6 +1,7 @@
 //! One name and mode of one client: the queue of its waiters, and the slot that lets one of them go to the server.
 
 use std::{
+    fmt,
     future::{Future, poll_fn},
     pin::Pin,
     sync::{
@@ -26,9 +27,9 @@ use crate::{
     sync::Mutex,
 };
 
-/// What an acquisition asks for, with every default filled in.
-#[derive(Clone, Debug)]
+/// What an acquisition asks for: which lock, and how, with every default filled in.
 pub(crate) struct Terms {
+    pub(crate) line: Arc<Line>,
     pub(crate) ttl: Duration,
     pub(crate) wait: Option<Duration>,
     pub(crate) renew: bool,
@@ -37,6 +38,16 @@ pub(crate) struct Terms {
     pub(crate) local_handoffs: u32,
     /// How long a hold may live before the worker watches over it.
     pub(crate) adopt_after: Duration,
+}
+
+impl fmt::Debug for Terms {
+    /// Without the line, whose waiters have terms themselves.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Terms")
+            .field("ttl", &self.ttl)
+            .field("wait", &self.wait)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Terms {
@@ -127,28 +138,27 @@ impl Line {
     }
 
     /// Takes the slot if nobody has it.
-    pub(crate) fn enter(self: &Arc<Self>, terms: &Arc<Terms>) -> Option<Grip> {
-        let entered = self.state.lock().queue.enter();
-        entered.then(|| Grip::new(self.clone(), terms.clone(), true))
+    pub(crate) fn enter(terms: &Arc<Terms>) -> Option<Grip> {
+        let entered = terms.line.state.lock().queue.enter();
+        entered.then(|| Grip::new(terms.clone(), true))
     }
 
     /// Contends beside whoever has the slot.
-    pub(crate) fn bypass(self: &Arc<Self>, terms: &Arc<Terms>) -> Grip {
-        Grip::new(self.clone(), terms.clone(), false)
+    pub(crate) fn bypass(terms: &Arc<Terms>) -> Grip {
+        Grip::new(terms.clone(), false)
     }
 
     /// Takes the slot if nobody has it, else queues up for it: in one step, since a slot that is given up in between
     /// would wake nobody.
-    pub(crate) fn enter_or_join<'a>(self: &'a Arc<Self>, terms: &'a Arc<Terms>) -> Result<Grip, InLine<'a>> {
-        let mut state = self.state.lock();
+    pub(crate) fn enter_or_join(terms: &Arc<Terms>) -> Result<Grip, InLine<'_>> {
+        let mut state = terms.line.state.lock();
         if state.queue.enter() {
             drop(state);
-            return Ok(Grip::new(self.clone(), terms.clone(), true));
+            return Ok(Grip::new(terms.clone(), true));
         }
         let ticket = state.queue.join(terms.clone());
         drop(state);
         Err(InLine {
-            line: self,
             terms,
             ticket: Some(ticket),
         })
@@ -168,7 +178,7 @@ impl Line {
 
     /// Passes what `ended` was made of to the first waiter, as a hold of its own with the next token, on the lease as
     /// it is, and leaves `grip` empty. If there is no waiter that it fits, the slot counts as being given up.
-    pub(crate) fn pass_on(self: &Arc<Self>, ended: &Hold, grip: &mut Grip, now: Instant) -> PassOn {
+    pub(crate) fn pass_on(&self, ended: &Hold, grip: &mut Grip, now: Instant) -> PassOn {
         let mut state = self.state.lock();
         let heir = state
             .queue
@@ -187,7 +197,7 @@ impl Line {
         let token = passed.spare.0;
         passed.spare.0 += 1;
         passed.handoffs_left -= 1;
-        let passed = Hold::new(Phase::Offered, self.clone(), heir, token, passed, &lease);
+        let passed = Hold::new(Phase::Offered, heir, token, passed, &lease);
         self.core.worker.replace(ended, &passed, now);
         let waker = state.queue.hand_off(passed);
         drop(state);
@@ -238,7 +248,6 @@ impl Drop for Line {
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct InLine<'a> {
-    line: &'a Arc<Line>,
     terms: &'a Arc<Terms>,
     ticket: Option<Ticket>,
 }
@@ -263,12 +272,10 @@ impl Future for InLine<'_> {
         let Some(ticket) = self.ticket else {
             return Poll::Ready(Served::Lapsed);
         };
-        let turn = self.line.state.lock().queue.poll(ticket, cx.waker());
+        let turn = self.terms.line.state.lock().queue.poll(ticket, cx.waker());
         let served = match turn {
             Turn::Wait => return Poll::Pending,
-            Turn::Offered(Offer::Slot) => {
-                Served::Slot(Grip::new(self.line.clone(), self.terms.clone(), true))
-            }
+            Turn::Offered(Offer::Slot) => Served::Slot(Grip::new(self.terms.clone(), true)),
             Turn::Offered(Offer::Hold(hold)) => Served::Hold(hold),
             Turn::Lapsed => Served::Lapsed,
             Turn::Closed => Served::Closed,
@@ -281,10 +288,10 @@ impl Future for InLine<'_> {
 impl Drop for InLine<'_> {
     fn drop(&mut self) {
         let Some(ticket) = self.ticket.take() else { return };
-        let offer = self.line.state.lock().queue.leave(ticket);
+        let offer = self.terms.line.state.lock().queue.leave(ticket);
         match offer {
             None => {}
-            Some(Offer::Slot) => self.line.pass(),
+            Some(Offer::Slot) => self.terms.line.pass(),
             Some(Offer::Hold(hold)) => hold.abandon(),
         }
     }
@@ -297,7 +304,6 @@ impl Drop for InLine<'_> {
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct Grip {
-    pub(crate) line: Arc<Line>,
     pub(crate) claim: Option<Box<dyn Claim>>,
     pub(crate) terms: Arc<Terms>,
     /// Tokens that the grant reserved for hand-offs: the next one, and the last.
@@ -311,9 +317,8 @@ pub(crate) struct Grip {
 }
 
 impl Grip {
-    fn new(line: Arc<Line>, terms: Arc<Terms>, slot: bool) -> Self {
+    fn new(terms: Arc<Terms>, slot: bool) -> Self {
         Self {
-            line,
             claim: None,
             terms,
             spare: (1, 0),
@@ -331,16 +336,16 @@ impl Grip {
     /// Whether tokens and turns are left for a hand-off, and it is a kind of hold that can be handed off.
     pub(crate) fn may_be_passed_on(&self) -> bool {
         self.slot
-            && self.line.is_exclusive()
+            && self.terms.line.is_exclusive()
             && self.handoffs_left > 0
             && self.spare.0 <= self.spare.1
-            && !self.line.core.is_closed()
+            && !self.terms.line.core.is_closed()
     }
 
     /// Lets the next waiter of this client go to the server.
     pub(crate) fn pass_slot(&mut self) {
         if std::mem::take(&mut self.slot) {
-            self.line.pass();
+            self.terms.line.pass();
         }
     }
 
@@ -352,11 +357,7 @@ impl Grip {
 
     /// The same contender with everything moved out, so that dropping the rest does nothing.
     pub(crate) fn take(&mut self) -> Self {
-        let mut taken = Self::new(
-            self.line.clone(),
-            self.terms.clone(),
-            std::mem::take(&mut self.slot),
-        );
+        let mut taken = Self::new(self.terms.clone(), std::mem::take(&mut self.slot));
         taken.claim = self.claim.take();
         taken.spare = self.spare;
         taken.handoffs_left = self.handoffs_left;
@@ -369,8 +370,8 @@ impl Grip {
 impl Drop for Grip {
     fn drop(&mut self) {
         if self.claim.is_some() && self.known {
-            let core = self.line.core.clone();
-            core.worker.clean_up(self.take());
+            let abandoned = self.take();
+            self.terms.line.core.worker.clean_up(abandoned);
         } else {
             self.pass_slot();
         }

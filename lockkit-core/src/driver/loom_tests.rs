@@ -157,6 +157,7 @@ fn line() -> Arc<Line> {
 
 fn terms() -> Arc<Terms> {
     Arc::new(Terms {
+        line: line(),
         ttl: Duration::from_secs(30),
         wait: None,
         renew: true,
@@ -168,8 +169,8 @@ fn terms() -> Arc<Terms> {
 }
 
 /// Takes the slot, waiting for it if need be.
-async fn take_slot(line: &Arc<Line>, terms: &Arc<Terms>) {
-    let grip = match line.enter_or_join(terms) {
+async fn take_slot(terms: &Arc<Terms>) {
+    let grip = match Line::enter_or_join(terms) {
         Ok(grip) => grip,
         Err(in_line) => match in_line.await {
             Served::Slot(grip) => grip,
@@ -182,40 +183,40 @@ async fn take_slot(line: &Arc<Line>, terms: &Arc<Terms>) {
 #[test]
 fn loom_the_slot_is_never_forgotten() {
     explore(|| {
-        let (line, terms) = (line(), terms());
-        assert_eq!(line.mode, Mode::Exclusive);
+        let terms = terms();
+        assert_eq!(terms.line.mode, Mode::Exclusive);
         let other = thread::spawn({
-            let (line, terms) = (line.clone(), terms.clone());
-            move || block_on(take_slot(&line, &terms))
+            let terms = terms.clone();
+            move || block_on(take_slot(&terms))
         });
-        block_on(take_slot(&line, &terms));
+        block_on(take_slot(&terms));
         other.join().unwrap();
-        assert!(line.enter(&terms).is_some(), "free again");
+        assert!(Line::enter(&terms).is_some(), "free again");
     });
 }
 
 #[test]
 fn loom_a_waiter_that_gives_up_passes_on_what_it_was_offered() {
     explore(|| {
-        let (line, terms) = (line(), terms());
-        let first = line.enter(&terms).unwrap();
+        let terms = terms();
+        let first = Line::enter(&terms).unwrap();
         let fickle = thread::spawn({
-            let (line, terms) = (line.clone(), terms.clone());
+            let terms = terms.clone();
             move || {
-                if let Err(mut in_line) = line.enter_or_join(&terms) {
+                if let Err(mut in_line) = Line::enter_or_join(&terms) {
                     let mut cx = Context::from_waker(Waker::noop());
                     drop(pin!(&mut in_line).poll(&mut cx));
                 }
             }
         });
         let patient = thread::spawn({
-            let (line, terms) = (line.clone(), terms.clone());
-            move || block_on(take_slot(&line, &terms))
+            let terms = terms.clone();
+            move || block_on(take_slot(&terms))
         });
         drop(first);
         fickle.join().unwrap();
         patient.join().unwrap();
-        assert!(line.enter(&terms).is_some(), "free again");
+        assert!(Line::enter(&terms).is_some(), "free again");
     });
 }
 

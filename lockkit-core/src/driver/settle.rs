@@ -35,7 +35,7 @@ struct UntilSettled<'a>(&'a Hold);
 
 impl Drop for UntilSettled<'_> {
     fn drop(&mut self) {
-        self.0.line.core.worker.unregister(self.0);
+        self.0.line().core.worker.unregister(self.0);
     }
 }
 
@@ -45,7 +45,7 @@ async fn reclaim(hold: Arc<Hold>) -> Result<Grip> {
     impl Drop for OrElseWorker {
         fn drop(&mut self) {
             if let Some(hold) = self.0.take() {
-                hold.clone().line.core.worker.settle(hold, None);
+                hold.clone().line().core.worker.settle(hold, None);
             }
         }
     }
@@ -58,7 +58,7 @@ async fn reclaim(hold: Arc<Hold>) -> Result<Grip> {
 /// Passes an exclusive hold to the next waiter of this client, if there is one that it fits, tokens are left for it,
 /// and it is fresh enough or can be renewed.
 async fn hand_off(ended: &Hold, grip: &mut Grip, now: Instant) -> bool {
-    let line = &ended.line;
+    let line = ended.line();
     if !grip.has_slot() || !line.is_exclusive() {
         return false;
     }
@@ -74,12 +74,12 @@ async fn hand_off(ended: &Hold, grip: &mut Grip, now: Instant) -> bool {
 }
 
 async fn renew_and_pass_on(ended: &Hold, grip: &mut Grip) -> bool {
-    if prove(grip).await && ended.line.pass_on(ended, grip, Instant::now()) == PassOn::Done {
+    if prove(grip).await && ended.line().pass_on(ended, grip, Instant::now()) == PassOn::Done {
         return true;
     }
     // Too little is left of it to be of use to anyone else.
     grip.handoffs_left = 0;
-    ended.line.pass_on(ended, grip, Instant::now()) == PassOn::Done
+    ended.line().pass_on(ended, grip, Instant::now()) == PassOn::Done
 }
 
 /// Renews a lease of which too little is left to be passed on.
@@ -88,7 +88,7 @@ async fn prove(grip: &mut Grip) -> bool {
         return false;
     };
     let limit = || Instant::now() + grip.terms.op_timeout;
-    match timing::within(grip.line.backend(), "renew", claim.renew(), limit).await {
+    match timing::within(grip.terms.line.backend(), "renew", claim.renew(), limit).await {
         Ok(Some(Ok(crate::spi::Renewal::Held(lease)))) => {
             grip.lease = Some(lease);
             true
@@ -105,7 +105,7 @@ async fn release(grip: &mut Grip) -> Result<()> {
             // Whether the server still has it is not known, so that a waiter may as well ask.
             grip.pass_slot();
             let unconfirmed = grip.take();
-            grip.line.core.worker.clean_up(unconfirmed);
+            grip.terms.line.core.worker.clean_up(unconfirmed);
         }
         _ => grip.settled(),
     }
@@ -116,21 +116,21 @@ async fn try_release(grip: &mut Grip) -> Result<()> {
     let Some(claim) = &mut grip.claim else {
         return Ok(());
     };
-    let backend = grip.line.backend();
+    let backend = grip.terms.line.backend();
     let op_timeout = grip.terms.op_timeout;
     let limit = || Instant::now() + op_timeout;
     match timing::within(backend, "release", claim.release(), limit).await? {
-        Some(done) => done.map_err(|err| err.for_lock(grip.line.name())),
+        Some(done) => done.map_err(|err| err.for_lock(grip.terms.line.name())),
         None => {
             let cause = format!("no answer within {op_timeout:?}; it is tried again until the lease ends");
-            Err(Error::transient(backend, "release", cause).for_lock(grip.line.name()))
+            Err(Error::transient(backend, "release", cause).for_lock(grip.terms.line.name()))
         }
     }
 }
 
 /// Releases in the background what nobody waits for, again and again until it is confirmed or nothing can be left.
 pub(crate) async fn clean_up(mut grip: Grip) {
-    let core = grip.line.core.clone();
+    let core = grip.terms.line.core.clone();
     let mut backoff = Backoff::default();
     // No request of this claim is under way any more; after this long, none that was can have any effect left.
     let over = Instant::now() + grip.terms.ttl + grip.terms.op_timeout;
@@ -143,10 +143,10 @@ pub(crate) async fn clean_up(mut grip: Grip) {
         grip.pass_slot();
         if Instant::now() >= over {
             core.unconfirmed.fetch_add(1, Ordering::Relaxed);
-            crate::observe::release_unconfirmed(&grip.line, &err);
+            crate::observe::release_unconfirmed(&grip.terms.line, &err);
             break;
         }
-        tracing::debug!(lock = %grip.line.id, error = %err, "release not confirmed; trying again");
+        tracing::debug!(lock = %grip.terms.line.id, error = %err, "release not confirmed; trying again");
         tokio::time::sleep(backoff.next()).await;
     }
     grip.settled();

@@ -130,7 +130,8 @@ impl Worker {
     /// Forgets a hold that has ended. Twice is once.
     pub(crate) fn unregister(&self, hold: &Hold) {
         let mut state = self.state.lock();
-        let key = hold.key.swap(usize::MAX, Ordering::Relaxed);
+        let key = hold.key.load(Ordering::Relaxed);
+        hold.key.store(usize::MAX, Ordering::Relaxed);
         let entry = state.register.get_mut(key).and_then(|entry| entry.hold.take());
         if entry.is_some() {
             state.free.push(key);
@@ -312,18 +313,18 @@ impl Job {
     async fn run(self) {
         match self {
             Self::Settle(hold, grip) => {
-                let line = hold.line.clone();
+                let terms = hold.terms.clone();
                 if let Err(err) = settle::settle(&hold, grip, Instant::now()).await {
-                    crate::observe::release_failed(&line, &err);
+                    crate::observe::release_failed(&terms.line, &err);
                 }
             }
             Self::Lost(hold) => {
                 if let Phase::Lost(reason) = hold.cell.last_phase() {
-                    crate::observe::lost(&hold.line, reason);
+                    crate::observe::lost(hold.line(), reason);
                 }
-                hold.line.core.worker.unregister(&hold);
+                hold.line().core.worker.unregister(&hold);
                 // If it was on offer, its waiter goes on without it.
-                hold.line.withdraw(&hold);
+                hold.line().withdraw(&hold);
                 if let Some(grip) = hold.cell.reclaim().await.keep() {
                     settle::clean_up(grip).await;
                 }
@@ -453,7 +454,7 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
         let rested = Instant::now() + timing::renewal_retry(&lease, hold.terms.ttl);
         rests_until = Some(rested);
         retry_at = renewal.err().filter(|err| !err.is_lost()).map(|err| {
-            crate::observe::renewal_failed(&hold.line, &err);
+            crate::observe::renewal_failed(hold.line(), &err);
             rested
         });
     }
