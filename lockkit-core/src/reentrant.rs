@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     fmt,
     ops::Deref,
+    pin::pin,
     sync::{
         Arc, Weak,
         atomic::{AtomicU64, Ordering},
@@ -13,7 +14,7 @@ use std::{
 
 use tokio::{sync::Mutex as AsyncMutex, time::Instant};
 
-use crate::{AcquireOptions, DistributedLock, Error, LockGuard, Result, sync::Mutex};
+use crate::{AcquireOptions, DistributedLock, Error, LockGuard, Result, driver::timing, sync::Mutex};
 
 tokio::task_local! {
     static CURRENT: Owner;
@@ -144,13 +145,16 @@ impl<L: DistributedLock> ReentrantLock<L> {
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
     pub async fn acquire_with(&self, owner: &Owner, options: &AcquireOptions) -> Result<ReentrantGuard> {
+        let mut options = options.or(self.shared.lock.options());
         options.validate()?;
         let started = Instant::now();
         let lease = SeatLease::take(self, *owner);
-        let mut options = options.clone();
-        let seated = match options.wait.or(self.shared.lock.options().wait) {
+        let seated = match options.wait {
             // Somebody of this owner is at the server right now; a try does not wait for what comes of it.
-            Some(wait) => tokio::time::timeout(wait, lease.seat.lock()).await.ok(),
+            Some(wait) => {
+                let seat = pin!(lease.seat.lock());
+                timing::within("reentrant", "acquire", seat, || started + wait).await?
+            }
             None => Some(lease.seat.lock().await),
         };
         let Some(mut seat) = seated else {

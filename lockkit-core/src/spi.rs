@@ -8,6 +8,7 @@
 //! - Any of its futures may be dropped at any await, and every method stays legal afterwards.
 //! - An attempt whose outcome is not known is repeated on the *same* claim: same owner, same place in the queue.
 //! - `Ok(None)` means taken. Anything that is not an answer is an `Err`.
+//! - They may be polled outside of a Tokio runtime, by some other executor: an `Err` then, never a panic.
 //! - Dropping a claim without [`release`](Claim::release) may happen when a runtime goes away; the lease, the session
 //!   or the end of the connection is the backstop then.
 

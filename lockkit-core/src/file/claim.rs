@@ -79,6 +79,7 @@ impl FileClaim {
         &mut self,
         work: impl FnOnce(&mut Contender) -> T + Send + 'static,
     ) -> Result<T> {
+        Fault::unless_in_a_runtime()?;
         self.settle().await;
         let mut state = self.idle.take().ok_or(Fault::Worker)?;
         let (done, mut answer) = oneshot::channel();

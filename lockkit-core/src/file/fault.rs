@@ -43,6 +43,8 @@ pub(super) enum Fault {
     LedgerBusy { path: PathBuf, waited_ms: u64 },
     #[error("the worker thread ended before it was done")]
     Worker,
+    #[error("this must be awaited within a Tokio runtime")]
+    NoRuntime,
     #[error("{reason}")]
     Permits { reason: String },
 }
@@ -55,6 +57,13 @@ impl Fault {
             path: path.to_owned(),
             source,
         }
+    }
+
+    /// Without a runtime there are no worker threads, and asking for one would panic.
+    pub(super) fn unless_in_a_runtime() -> Result<()> {
+        tokio::runtime::Handle::try_current()
+            .map(drop)
+            .map_err(|_| Self::NoRuntime)
     }
 
     /// As the caller of `operation` is told.

@@ -233,6 +233,7 @@ impl fmt::Debug for FileBackend {
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
 ) -> Result<T, Fault> {
+    Fault::unless_in_a_runtime()?;
     spawn_blocking(work).await.unwrap_or(Err(Fault::Worker))
 }
 

@@ -282,6 +282,27 @@ async fn one_owner_nests_and_others_wait() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_locks_own_absurd_options_are_refused_wherever_they_are_used() {
+    let (_, client) = client();
+    for options in [
+        AcquireOptions::new().wait(Duration::MAX),
+        AcquireOptions::new().ttl(Duration::ZERO),
+        AcquireOptions::new().ttl(Duration::MAX),
+        AcquireOptions::new().op_timeout(Duration::ZERO),
+    ] {
+        let lock = client.lock("a").unwrap().with_options(options);
+        let refused = |outcome: Result<(), Error>| matches!(outcome, Err(Error::InvalidOptions { .. }));
+        assert!(refused(lock.acquire().await.map(drop)));
+        assert!(refused(
+            acquire_all(&[&lock], &AcquireOptions::new()).await.map(drop)
+        ));
+        assert!(refused(
+            ReentrantLock::new(lock).acquire(&Owner::new()).await.map(drop)
+        ));
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_outage_is_an_error_and_never_none() {
     let (backend, client) = client();
     let lock = client.lock("a").unwrap();

@@ -5,7 +5,10 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{AcquireOptions, Error, Instant, LockClient, LossReason, MemoryBackend, Operation};
+use lockkit_core::{
+    AcquireOptions, Error, Instant, LockClient, LossReason, MemoryBackend, Operation, Owner, ReentrantLock,
+    acquire_all,
+};
 
 use crate::{cancel::cancel_after, probe::Probe};
 
@@ -186,4 +189,57 @@ async fn a_backend_whose_proofs_are_old_is_not_asked_without_end() {
     assert!(guard.is_held());
     let (_, renewals, _) = probe.counts.calls();
     assert!(renewals < 60 * 10, "{renewals} renewals within a minute");
+}
+
+/// Polls on a thread that has no runtime, as another executor would.
+fn outside<F: Future + Send>(future: F) -> F::Output
+where
+    F::Output: Send,
+{
+    std::thread::scope(|scope| {
+        let polling = scope.spawn(|| {
+            let mut future = std::pin::pin!(future);
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            loop {
+                if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut cx) {
+                    return output;
+                }
+                std::thread::yield_now();
+            }
+        });
+        polling.join().expect("no panic outside of a runtime")
+    })
+}
+
+#[test]
+fn awaiting_outside_of_a_runtime_is_an_error_and_no_panic() {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let client = runtime.block_on(async { LockClient::new(MemoryBackend::new()) });
+    let lock = client.lock("a").unwrap();
+    let held = outside(lock.acquire()).unwrap();
+    assert!(held.is_held(), "what is ready at once needs no timer");
+    let err = outside(lock.acquire()).unwrap_err();
+    assert!(err.to_string().contains("acquire failed"), "{err}");
+    assert!(outside(lock.acquire_timeout(SECOND)).is_err());
+    let nested = ReentrantLock::new(lock.clone());
+    let wait = AcquireOptions::new().wait(10 * MS);
+    assert!(outside(nested.acquire_with(&Owner::new(), &wait)).is_err());
+    assert!(outside(acquire_all(&[&lock], &wait)).is_err());
+    outside(held.renew()).unwrap();
+    outside(held.release()).unwrap();
+    #[cfg(all(feature = "file", unix))]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let config = lockkit_core::FileConfig::new(dir.path().join("locks"));
+        let backend = runtime.block_on(lockkit_core::FileBackend::open(config)).unwrap();
+        let client = runtime.block_on(async { LockClient::new(backend) });
+        let lock = client.lock("a").unwrap();
+        assert!(outside(lock.acquire()).is_err());
+        assert!(outside(lock.try_acquire()).is_err());
+        assert!(outside(client.inspect("a")).is_err());
+    }
 }
