@@ -66,9 +66,13 @@ impl LockClient {
     pub fn new(backend: impl Backend) -> Self {
         let worker = Arc::new(Worker::default());
         worker.bind();
+        let mut info = backend.info();
+        // Far beyond any use, and near enough for the clock to count to.
+        info.max_patience = info.max_patience.min(AcquireOptions::MAX_DURATION);
+        info.fallback_poll = info.fallback_poll.min(AcquireOptions::MAX_DURATION);
         Self {
             core: Arc::new(Core {
-                info: backend.info(),
+                info,
                 backend: Box::new(backend),
                 worker,
                 owners: Owners::default(),

@@ -123,6 +123,18 @@ impl<T: DistributedLock + ?Sized> DistributedLock for Arc<T> {
     async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
         (**self).acquire_with(options).await
     }
+
+    async fn acquire(&self) -> Result<LockGuard> {
+        (**self).acquire().await
+    }
+
+    async fn try_acquire(&self) -> Result<Option<LockGuard>> {
+        (**self).try_acquire().await
+    }
+
+    async fn acquire_timeout(&self, wait: Duration) -> Result<LockGuard> {
+        (**self).acquire_timeout(wait).await
+    }
 }
 
 /// What every lock can do besides.

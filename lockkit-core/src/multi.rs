@@ -87,9 +87,12 @@ impl Deadline {
         }
     }
 
-    /// What is left; once nothing is, each further lock still gets its one attempt.
+    /// What is left. Once nothing is, each further lock still gets an attempt, though not the time of a single one.
     fn left(&self) -> Option<Duration> {
-        self.wait.map(|wait| wait.saturating_sub(self.started.elapsed()))
+        self.wait.map(|wait| {
+            wait.saturating_sub(self.started.elapsed())
+                .max(wait.min(Duration::from_millis(1)))
+        })
     }
 }
 

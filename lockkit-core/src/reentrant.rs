@@ -203,8 +203,8 @@ impl<L> Drop for SeatLease<'_, L> {
         // Owners whose holds have ended meanwhile go too, or the map would grow with every owner there ever was.
         seats.retain(|other, seat| {
             let users = if *other == owner { 2 } else { 1 };
-            let empty = seat.try_lock().is_ok_and(|guard| guard.strong_count() == 0);
-            Arc::strong_count(seat) > users || !empty
+            // A seat in use is not even looked at: its owner's try must not find it locked.
+            Arc::strong_count(seat) > users || !seat.try_lock().is_ok_and(|guard| guard.strong_count() == 0)
         });
     }
 }

@@ -87,7 +87,11 @@ async fn prove(grip: &mut Grip) -> bool {
     let Some(claim) = &mut grip.claim else {
         return false;
     };
-    let limit = || Instant::now() + grip.terms.op_timeout;
+    let lease_end = grip.lease.as_ref().and_then(timing::valid_until);
+    let limit = || {
+        let limit = Instant::now() + grip.terms.op_timeout;
+        lease_end.map_or(limit, |end| end.min(limit))
+    };
     match timing::within(grip.terms.line.backend(), "renew", claim.renew(), limit).await {
         Ok(Some(Ok(crate::spi::Renewal::Held(lease)))) => {
             grip.lease = Some(lease);

@@ -325,7 +325,9 @@ impl Job {
                 hold.line().core.worker.unregister(&hold);
                 // If it was on offer, its waiter goes on without it.
                 hold.line().withdraw(&hold);
-                if let Some(grip) = hold.cell.reclaim().await.keep() {
+                if let Some(mut grip) = hold.cell.reclaim().await.keep() {
+                    // Nobody holds it here any more: whoever asks has to ask the server.
+                    grip.pass_slot();
                     settle::clean_up(grip).await;
                 }
             }

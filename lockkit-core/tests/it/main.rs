@@ -4,6 +4,7 @@
 mod blocking;
 mod cancel;
 mod conformance;
+mod corners;
 mod driver;
 mod edges;
 #[cfg(all(feature = "file", unix))]

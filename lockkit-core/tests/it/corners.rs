@@ -1,0 +1,205 @@
+//! Corners in which a deadline, an outage or a missing runtime meets something else.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use lockkit_core::{
+    AcquireOptions, DistributedLock, Kind, Lock, LockClient, LockGuard, LockId, LockName, LockState,
+    MemoryBackend, Operation, Owner, ReentrantLock, Result, acquire_all,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest},
+};
+use tokio::time::Instant;
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+
+fn client(backend: &MemoryBackend) -> LockClient {
+    LockClient::new(backend.clone())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_that_was_lost_is_no_answer_to_a_try() {
+    let backend = MemoryBackend::new();
+    let options = AcquireOptions::new().ttl(100 * MS).renew(false);
+    let lock = client(&backend).lock("a").unwrap().with_options(options);
+    let lost = lock.acquire().await.unwrap();
+    backend.delay(Operation::Release, 60 * SECOND);
+    lost.lost().await;
+    // Longer than the lease, and much shorter than the release is given.
+    tokio::time::sleep(200 * MS).await;
+    let taken = lock.try_acquire().await.unwrap();
+    assert!(taken.is_some(), "nobody holds it, and the server was not asked");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hand_off_does_not_wait_for_a_renewal_beyond_the_lease() {
+    let backend = MemoryBackend::new();
+    let options = AcquireOptions::new().ttl(90 * MS).renew(false);
+    let lock = client(&backend).lock("a").unwrap().with_options(options);
+    let first = lock.acquire().await.unwrap();
+    let next = tokio::spawn({
+        let lock = lock.clone();
+        async move { lock.acquire().await }
+    });
+    tokio::time::sleep(60 * MS).await;
+    backend.delay(Operation::Renew, 60 * SECOND);
+    let started = Instant::now();
+    drop(first);
+    let _next = next.await.unwrap().unwrap();
+    assert!(started.elapsed() < SECOND, "after {:?}", started.elapsed());
+}
+
+#[test]
+fn a_reentrant_lock_with_a_deadline_needs_no_runtime_where_the_lock_needs_none() {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let lock = runtime.block_on(async { client(&MemoryBackend::new()).lock("a").unwrap() });
+    let reentrant = ReentrantLock::new(lock);
+    let owner = Owner::new();
+    let tried = futures_util::FutureExt::now_or_never(reentrant.try_acquire(&owner));
+    assert!(tried.unwrap().unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reentrant_lock_waits_once_for_as_long_as_its_lock_says() {
+    let backend = MemoryBackend::new();
+    let _theirs = client(&backend).lock("a").unwrap().acquire().await.unwrap();
+    let options = AcquireOptions::new().wait(400 * MS);
+    let lock = client(&backend).lock("a").unwrap().with_options(options);
+    let reentrant = ReentrantLock::new(lock);
+    let owner = Owner::new();
+    let first = AcquireOptions::new().wait(300 * MS);
+    let started = Instant::now();
+    let (first, second) = tokio::join!(reentrant.acquire_with(&owner, &first), reentrant.acquire(&owner));
+    assert!(first.unwrap_err().is_timeout());
+    assert!(second.unwrap_err().is_timeout());
+    assert!(started.elapsed() < 600 * MS, "after {:?}", started.elapsed());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nesting_never_fails_because_another_owner_tries() {
+    let lock = client(&MemoryBackend::new()).lock("a").unwrap();
+    let reentrant = ReentrantLock::new(lock);
+    let owner = Owner::new();
+    let _outer = reentrant.acquire(&owner).await.unwrap();
+    let done = Arc::new(AtomicBool::new(false));
+    let others: Vec<_> = (0..2)
+        .map(|_| {
+            let (reentrant, done) = (reentrant.clone(), done.clone());
+            tokio::spawn(async move {
+                let other = Owner::new();
+                while !done.load(Ordering::Relaxed) {
+                    assert!(reentrant.try_acquire(&other).await.unwrap().is_none());
+                    tokio::task::yield_now().await;
+                }
+            })
+        })
+        .collect();
+    let mut refused = 0;
+    for _ in 0..200_000 {
+        refused += u32::from(reentrant.try_acquire(&owner).await.unwrap().is_none());
+    }
+    done.store(true, Ordering::Relaxed);
+    for other in others {
+        other.await.unwrap();
+    }
+    assert_eq!(refused, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_set_whose_time_is_over_does_not_go_on_for_another_op_timeout() {
+    let backend = MemoryBackend::new();
+    let client = client(&backend);
+    let (a, b) = (client.lock("a").unwrap(), client.lock("b").unwrap());
+    backend.delay(Operation::Attempt, 250 * MS);
+    let started = Instant::now();
+    let turn = async {
+        tokio::time::sleep(240 * MS).await;
+        // The reply to the first attempt is on its way.
+        backend.delay(Operation::Attempt, 60 * SECOND);
+    };
+    let options = AcquireOptions::new().wait(200 * MS);
+    let locks = [&a, &b];
+    let (outcome, ()) = tokio::join!(acquire_all(&locks, &options), turn);
+    let err = outcome.unwrap_err();
+    assert!(!err.is_timeout(), "the server never said that it is taken: {err}");
+    assert!(started.elapsed() < SECOND, "after {:?}", started.elapsed());
+}
+
+/// A backend that sets no bound to how long an attempt may block.
+#[derive(Debug)]
+struct Patient(MemoryBackend);
+
+#[async_trait]
+impl Backend for Patient {
+    fn info(&self) -> BackendInfo {
+        let mut info = self.0.info();
+        info.max_patience = Duration::MAX;
+        info.fallback_poll = Duration::MAX;
+        info
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        self.0.claim(request).await
+    }
+
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        self.0.inspect(name, kind).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.0.close().await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_backend_without_bounds_does_not_make_the_driver_panic() {
+    let backend = MemoryBackend::new();
+    let lock = LockClient::new(Patient(backend.clone())).lock("a").unwrap();
+    backend.delay(Operation::Attempt, MS);
+    let held = lock.acquire().await.unwrap();
+    let lock = LockClient::new(Patient(backend.clone())).lock("a").unwrap();
+    let wait = tokio::spawn(async move { lock.acquire().await });
+    tokio::time::sleep(10 * MS).await;
+    held.release().await.unwrap();
+    assert!(wait.await.unwrap().is_ok());
+}
+
+/// A lock that does something of its own with a try.
+#[derive(Debug)]
+struct Refusing(Lock);
+
+#[async_trait]
+impl DistributedLock for Refusing {
+    fn id(&self) -> &LockId {
+        self.0.id()
+    }
+
+    fn name(&self) -> &LockName {
+        self.0.name()
+    }
+
+    fn options(&self) -> &AcquireOptions {
+        self.0.options()
+    }
+
+    async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
+        self.0.acquire_with(options).await
+    }
+
+    async fn try_acquire(&self) -> Result<Option<LockGuard>> {
+        Ok(None)
+    }
+}
+
+#[tokio::test]
+async fn a_lock_of_ones_own_behaves_the_same_behind_an_arc() {
+    let lock = Refusing(client(&MemoryBackend::new()).lock("a").unwrap());
+    let lock: Arc<dyn DistributedLock> = Arc::new(lock);
+    assert!(lock.try_acquire().await.unwrap().is_none());
+}
