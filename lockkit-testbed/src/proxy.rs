@@ -1,0 +1,586 @@
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use rustix::net::{Shutdown, shutdown, sockopt::set_socket_linger};
+use tokio::{
+    net::{TcpListener, TcpSocket, TcpStream},
+    sync::{mpsc, watch},
+    task::JoinHandle,
+    time::{Instant, sleep, sleep_until},
+};
+
+use crate::Port;
+
+/// A TCP proxy between a client and its server that misbehaves on command.
+///
+/// It runs on a thread of its own, so that it goes on while a test blocks. Each command takes effect on connections
+/// old and new, and has done so when it returns: no byte passes in the old mode afterwards.
+///
+/// Dropping it resets all connections.
+#[derive(Debug)]
+pub struct Proxy {
+    port: Arc<Port>,
+    shared: Arc<Shared>,
+    orders: mpsc::UnboundedSender<Order>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+/// What a [`Proxy`] does with what it is sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// Everything passes at once. A connection that the server refuses is reset.
+    #[default]
+    Pass,
+    /// Requests reach the server; what the server answers is lost, the end of the connection included.
+    ///
+    /// A connection that has lost bytes can never be in step again: it is reset as soon as the mode lets replies pass.
+    DropReplies,
+    /// Everything passes later, in order and however much of it there is: a longer way, not a narrower one. To the
+    /// millisecond.
+    Delay {
+        /// From the client to the server.
+        requests: Duration,
+        /// From the server to the client.
+        replies: Duration,
+    },
+    /// Nothing passes in either direction, the end of a connection included. New connections are accepted and hang.
+    ///
+    /// Nothing is lost: what was held back is delivered once the mode lets it pass, as TCP would retransmit it. A
+    /// connection begun meanwhile reaches the server then.
+    Blackhole,
+    /// The server's side of every connection is reset, the client's stays open and silent: as if a firewall had
+    /// forgotten them. New connections are accepted and are silent too.
+    ///
+    /// Such a connection stays as it is under every later mode, until its client closes it or
+    /// [`Proxy::reset`]. So `HalfOpen` followed by `Pass` is a client that is cut off among others that are not.
+    HalfOpen,
+    /// Nobody listens: new connections are refused. Existing ones pass.
+    Refuse,
+}
+
+/// What has gone through a [`Proxy`] since its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Connections accepted, also those that then hang.
+    pub connections: u64,
+    /// What was handed on to the server.
+    pub requests: Traffic,
+    /// What was handed on to the clients.
+    pub replies: Traffic,
+    /// What was lost: replies under [`Mode::DropReplies`], and all that a client sent into a half-open connection.
+    pub lost: Traffic,
+}
+
+/// A number of bytes, and in how many pieces they came.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Bytes.
+    pub bytes: u64,
+    /// Pieces: what could be read at once, at most 16 KiB. A client that waits for each reply before its next short
+    /// request makes one piece per request; several requests under way may come as one.
+    pub chunks: u64,
+}
+
+impl Proxy {
+    /// A proxy to the server at `upstream`, which need not be there yet. It starts in [`Mode::Pass`].
+    ///
+    /// # Errors
+    /// If there is no free port, or the system refuses a thread.
+    pub fn start(upstream: SocketAddr) -> io::Result<Self> {
+        let port = Arc::new(Port::reserve()?);
+        let shared = Arc::new(Shared {
+            mode: watch::Sender::new(Mode::Pass),
+            upstream: Mutex::new(upstream),
+            counts: Mutex::default(),
+        });
+        let (orders, incoming) = mpsc::unbounded_channel();
+        let mut control = Control {
+            port: port.clone(),
+            shared: shared.clone(),
+            listener: None,
+            connections: HashMap::new(),
+            next: 0,
+        };
+        let (started, wait) = std::sync::mpsc::channel();
+        let thread = thread::Builder::new()
+            .name("fault-proxy".to_owned())
+            .spawn(move || {
+                let runtime = match runtime() {
+                    Ok(runtime) => runtime,
+                    Err(error) => return drop(started.send(Err(error))),
+                };
+                runtime.block_on(async {
+                    let listening = control.listen();
+                    let goes_on = listening.is_ok();
+                    let _ = started.send(listening);
+                    if goes_on {
+                        control.run(incoming).await;
+                    }
+                });
+            })?;
+        wait.recv().map_err(io::Error::other)??;
+        Ok(Self {
+            port,
+            shared,
+            orders,
+            thread: Some(thread),
+        })
+    }
+
+    /// Where clients connect to, on 127.0.0.1. It stays the same.
+    pub fn addr(&self) -> SocketAddr {
+        self.port.addr()
+    }
+
+    /// Switches to `mode`.
+    pub fn set(&self, mode: Mode) {
+        self.order(Action::Set(mode));
+    }
+
+    /// The mode it is in.
+    pub fn mode(&self) -> Mode {
+        *self.shared.mode.borrow()
+    }
+
+    /// Resets (RST) all connections, on both sides, half-open ones included. The mode stays as it is, so that under
+    /// [`Mode::Pass`] those that follow pass.
+    pub fn reset(&self) {
+        self.order(Action::Reset);
+    }
+
+    /// Where connections begun from now on lead. Existing ones stay where they are; [`reset`](Self::reset) ends them.
+    pub fn set_upstream(&self, upstream: SocketAddr) {
+        *lock(&self.shared.upstream) = upstream;
+    }
+
+    /// What has gone through so far.
+    pub fn counts(&self) -> Counts {
+        *lock(&self.shared.counts)
+    }
+
+    /// Hands `action` to the proxy's thread and waits until it is done: microseconds, since that thread never blocks.
+    fn order(&self, action: Action) {
+        let (done, wait) = std::sync::mpsc::channel();
+        // The thread ends with this value and not before, unless it panicked, which it has printed.
+        if self.orders.send(Order { action, _done: done }).is_ok() {
+            let _ = wait.recv();
+        }
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.order(Action::End);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Order {
+    action: Action,
+    /// Dropped when the action is done, which is what its sender waits for.
+    _done: std::sync::mpsc::Sender<()>,
+}
+
+#[derive(Debug)]
+enum Action {
+    Set(Mode),
+    Reset,
+    End,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// Bytes are handed on while it is borrowed, so that none passes after a change.
+    mode: watch::Sender<Mode>,
+    upstream: Mutex<SocketAddr>,
+    counts: Mutex<Counts>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn runtime() -> io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .enable_time()
+        .build()
+}
+
+/// The proxy's thread: accepts connections, and does what it is told.
+struct Control {
+    port: Arc<Port>,
+    shared: Arc<Shared>,
+    listener: Option<TcpListener>,
+    connections: HashMap<u64, Connection>,
+    next: u64,
+}
+
+struct Connection {
+    /// Its task has it, so that it is closed when the task ends.
+    client: Weak<Socket>,
+    /// Whether bytes to the client were lost.
+    out_of_step: Arc<AtomicBool>,
+    task: JoinHandle<()>,
+}
+
+impl Control {
+    async fn run(mut self, mut orders: mpsc::UnboundedReceiver<Order>) {
+        loop {
+            tokio::select! {
+                order = orders.recv() => match order {
+                    Some(Order { action: Action::Set(mode), _done }) => self.set(mode).await,
+                    Some(Order { action: Action::Reset, _done }) => self.end_connections(|_| true).await,
+                    Some(Order { action: Action::End, _done }) => return self.end_connections(|_| true).await,
+                    None => return,
+                },
+                client = accept(self.listener.as_ref()) => self.begin(client),
+            }
+        }
+    }
+
+    fn listen(&mut self) -> io::Result<()> {
+        let socket = TcpSocket::new_v4()?;
+        // The port's reservation asks for it.
+        socket.set_reuseaddr(true)?;
+        socket.bind(self.port.addr())?;
+        self.listener = Some(socket.listen(1024)?);
+        Ok(())
+    }
+
+    fn begin(&mut self, client: TcpStream) {
+        self.connections
+            .retain(|_, connection| !connection.task.is_finished());
+        lock(&self.shared.counts).connections += 1;
+        let client = Arc::new(Socket::new(client));
+        let out_of_step = Arc::new(AtomicBool::new(false));
+        let connection = Connection {
+            client: Arc::downgrade(&client),
+            out_of_step: out_of_step.clone(),
+            task: tokio::spawn(serve(client, self.shared.clone(), out_of_step)),
+        };
+        self.connections.insert(self.next, connection);
+        self.next += 1;
+    }
+
+    async fn set(&mut self, mode: Mode) {
+        self.shared.mode.send_replace(mode);
+        if mode == Mode::Refuse {
+            self.listener = None;
+        } else if self.listener.is_none() {
+            self.listen().expect("the port is reserved for this proxy");
+        }
+        if mode == Mode::HalfOpen {
+            for connection in self.connections.values_mut() {
+                if let Some(client) = connection.client.upgrade() {
+                    end(&mut connection.task).await;
+                    connection.task = tokio::spawn(silence(client, self.shared.clone()));
+                }
+            }
+        } else if mode.delay(Way::Reply).is_some() && mode != Mode::DropReplies {
+            self.end_connections(|connection| connection.out_of_step.load(Ordering::Relaxed))
+                .await;
+        }
+    }
+
+    /// Ends those that `which` picks. Their sockets are dropped, and with that reset, before it returns.
+    async fn end_connections(&mut self, which: impl Fn(&Connection) -> bool) {
+        for (_, mut connection) in self.connections.extract_if(|_, connection| which(connection)) {
+            end(&mut connection.task).await;
+        }
+    }
+}
+
+async fn end(task: &mut JoinHandle<()>) {
+    task.abort();
+    // Aborted is what it should be; a panic has been printed.
+    let _ = task.await;
+}
+
+async fn accept(listener: Option<&TcpListener>) -> TcpStream {
+    let Some(listener) = listener else {
+        return std::future::pending().await;
+    };
+    loop {
+        match listener.accept().await {
+            Ok((client, _)) => return client,
+            // Out of file descriptors, perhaps; it is not to spin on that.
+            Err(_) => sleep(Duration::from_millis(10)).await,
+        }
+    }
+}
+
+/// One side of a connection. Dropped, it is reset, unless it came to its end in order.
+#[derive(Debug)]
+struct Socket {
+    stream: TcpStream,
+    ended: AtomicBool,
+}
+
+impl Socket {
+    fn new(stream: TcpStream) -> Self {
+        // Without it a chunk may wait for the acknowledgement of the one before.
+        let _ = stream.set_nodelay(true);
+        Self {
+            stream,
+            ended: AtomicBool::new(false),
+        }
+    }
+
+    /// From now on dropping it closes it in order.
+    fn end_in_order(&self) {
+        self.ended.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if !*self.ended.get_mut() {
+            // With no time to linger, closing sends RST.
+            let _ = set_socket_linger(&self.stream, Some(Duration::ZERO));
+        }
+    }
+}
+
+/// One connection, from its first byte to its end.
+async fn serve(client: Arc<Socket>, shared: Arc<Shared>, out_of_step: Arc<AtomicBool>) {
+    let mut mode = shared.mode.subscribe();
+    let begun = mode
+        .wait_for(|mode| *mode != Mode::Blackhole)
+        .await
+        .map(|mode| *mode);
+    let Ok(begun) = begun else {
+        return;
+    };
+    if begun == Mode::HalfOpen {
+        return silence(client, shared).await;
+    }
+    let upstream = *lock(&shared.upstream);
+    let Ok(server) = TcpStream::connect(upstream).await else {
+        return;
+    };
+    let server = Socket::new(server);
+    let requests = Flow::new(Way::Request, &client, &server, &shared, &out_of_step);
+    let replies = Flow::new(Way::Reply, &server, &client, &shared, &out_of_step);
+    match tokio::try_join!(requests.run(), replies.run()) {
+        Ok(_) => {
+            client.end_in_order();
+            server.end_in_order();
+        }
+        // That the server is gone would be a reply as well.
+        Err(_) if *shared.mode.borrow() == Mode::DropReplies => {
+            out_of_step.store(true, Ordering::Relaxed);
+            drop(server);
+            std::future::pending::<()>().await;
+        }
+        Err(_) => {}
+    }
+}
+
+/// A connection without a server. It ends when the client ends it.
+async fn silence(client: Arc<Socket>, shared: Arc<Shared>) {
+    let mut buffer = vec![0; CHUNK];
+    while client.stream.readable().await.is_ok() {
+        match client.stream.try_read(&mut buffer) {
+            Ok(0) => return client.end_in_order(),
+            Ok(length) => count(&mut lock(&shared.counts).lost, length),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(_) => return,
+        }
+    }
+}
+
+const CHUNK: usize = 16 * 1024;
+
+fn count(traffic: &mut Traffic, bytes: usize) {
+    traffic.bytes += bytes as u64;
+    traffic.chunks += 1;
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Request,
+    Reply,
+}
+
+impl Mode {
+    /// How long after its arrival something goes on; `None` while nothing does.
+    fn delay(self, way: Way) -> Option<Duration> {
+        match (self, way) {
+            (Self::Blackhole | Self::HalfOpen, _) => None,
+            (Self::Delay { requests, .. }, Way::Request) => Some(requests),
+            (Self::Delay { replies, .. }, Way::Reply) => Some(replies),
+            (Self::Pass | Self::DropReplies | Self::Refuse, _) => Some(Duration::ZERO),
+        }
+    }
+
+    fn loses(self, way: Way) -> bool {
+        self == Self::DropReplies && way == Way::Reply
+    }
+}
+
+/// One direction of a connection.
+struct Flow<'a> {
+    way: Way,
+    from: &'a Socket,
+    to: &'a Socket,
+    shared: &'a Shared,
+    out_of_step: &'a AtomicBool,
+    buffer: Box<[u8]>,
+    held: VecDeque<Arrival>,
+    held_bytes: usize,
+    /// `from` will send no more.
+    at_end: bool,
+}
+
+struct Arrival {
+    at: Instant,
+    what: What,
+}
+
+enum What {
+    /// With how many of them have been handed on.
+    Bytes(Vec<u8>, usize),
+    End,
+    Failure,
+}
+
+impl<'a> Flow<'a> {
+    /// What is held back at most, so that a sender that never waits is held up as by a full pipe.
+    const MOST_HELD: usize = 16 << 20;
+
+    fn new(
+        way: Way,
+        from: &'a Socket,
+        to: &'a Socket,
+        shared: &'a Shared,
+        out_of_step: &'a AtomicBool,
+    ) -> Self {
+        Self {
+            way,
+            from,
+            to,
+            shared,
+            out_of_step,
+            buffer: vec![0; CHUNK].into(),
+            held: VecDeque::new(),
+            held_bytes: 0,
+            at_end: false,
+        }
+    }
+
+    /// Hands on until the end of the stream has been handed on.
+    async fn run(mut self) -> io::Result<()> {
+        let mut mode = self.shared.mode.subscribe();
+        loop {
+            let delay = mode.borrow_and_update().delay(self.way);
+            let due = delay.and_then(|delay| Some(self.held.front()?.at + delay));
+            // A socket that nothing is read from holds back all by itself.
+            let may_read = delay.is_some() && !self.at_end && self.held_bytes < Self::MOST_HELD;
+            tokio::select! {
+                biased;
+                changed = mode.changed() => changed.map_err(io::Error::other)?,
+                room = writable(self.to, due) => {
+                    room?;
+                    if self.hand_on()? {
+                        return Ok(());
+                    }
+                }
+                ready = self.from.stream.readable(), if may_read => {
+                    ready?;
+                    self.receive();
+                }
+            }
+        }
+    }
+
+    /// Takes what has arrived. An end or a reset waits for its turn like everything else.
+    fn receive(&mut self) {
+        let what = match self.from.stream.try_read(&mut self.buffer) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(_) => What::Failure,
+            Ok(0) => What::End,
+            Ok(length) => What::Bytes(self.buffer[..length].to_vec(), 0),
+        };
+        match &what {
+            What::Bytes(bytes, _) => self.held_bytes += bytes.len(),
+            What::End | What::Failure => self.at_end = true,
+        }
+        let at = Instant::now();
+        self.held.push_back(Arrival { at, what });
+    }
+
+    /// Hands on what arrived first, or as much of it as goes; true if that was the end.
+    fn hand_on(&mut self) -> io::Result<bool> {
+        // The mode cannot change while it is borrowed.
+        let mode = self.shared.mode.borrow();
+        if mode.delay(self.way).is_none() {
+            return Ok(false);
+        }
+        let Some(first) = self.held.front_mut() else {
+            return Ok(false);
+        };
+        if mode.loses(self.way) {
+            self.out_of_step.store(true, Ordering::Relaxed);
+        }
+        match &mut first.what {
+            What::Bytes(bytes, sent) if mode.loses(self.way) => {
+                count(&mut lock(&self.shared.counts).lost, bytes.len() - *sent);
+            }
+            What::End | What::Failure if mode.loses(self.way) => {}
+            What::Bytes(bytes, sent) => {
+                // Taken first, so that whoever has received something finds it counted.
+                let mut counts = lock(&self.shared.counts);
+                match self.to.stream.try_write(&bytes[*sent..]) {
+                    Ok(length) => *sent += length,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) => return Err(error),
+                }
+                if *sent < bytes.len() {
+                    return Ok(false);
+                }
+                match self.way {
+                    Way::Request => count(&mut counts.requests, bytes.len()),
+                    Way::Reply => count(&mut counts.replies, bytes.len()),
+                }
+            }
+            What::End => {
+                shutdown(&self.to.stream, Shutdown::Write)?;
+                return Ok(true);
+            }
+            What::Failure => return Err(io::ErrorKind::ConnectionReset.into()),
+        }
+        if let Some(Arrival {
+            what: What::Bytes(bytes, _),
+            ..
+        }) = self.held.pop_front()
+        {
+            self.held_bytes -= bytes.len();
+        }
+        Ok(false)
+    }
+}
+
+/// Once it is `due` and `socket` takes more. Never if nothing is due.
+async fn writable(socket: &Socket, due: Option<Instant>) -> io::Result<()> {
+    let Some(due) = due else {
+        return std::future::pending().await;
+    };
+    // A timer, even one that is over, may take until the next millisecond.
+    if due > Instant::now() {
+        sleep_until(due).await;
+    }
+    socket.stream.writable().await
+}

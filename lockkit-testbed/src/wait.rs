@@ -1,0 +1,17 @@
+use std::time::{Duration, Instant};
+
+/// How long a condition may take to come true: far longer than on the busiest machine, since nobody waits for it
+/// unless the test fails.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Waits until `condition` holds, asking again every few milliseconds. `what` says what was waited for.
+///
+/// # Panics
+/// If it does not hold within 20 s.
+pub async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !condition().await {
+        assert!(Instant::now() < deadline, "not within {PATIENCE:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}

@@ -1,0 +1,6 @@
+//! That each tool really does what the tests of the backends rely on.
+
+mod echo;
+mod port;
+mod process;
+mod proxy;
