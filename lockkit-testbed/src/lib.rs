@@ -3,18 +3,29 @@
 //!
 //! - [`Process`]: a server's process, to pause, resume, kill and restart.
 //! - [`Port`]: a port of its own for the whole life of a server, restarts included.
+//! - [`redis`]: Redis servers.
+//! - [`Clock`]: a server's wall clock, to set forward and back.
+//! - [`Certificates`]: for servers that speak TLS.
 //! - [`Proxy`]: a TCP proxy that loses replies, delays, cuts and resets on command.
 //! - [`eventually`]: waits for a condition, so that no test waits for time to pass.
+//! - [`skipped`]: whether to go without a test for want of its server.
 //!
 //! Whatever starts or ends a process blocks for some milliseconds up to some seconds and may be called from anywhere,
 //! an async test included: the proxy runs on a thread of its own.
 
+mod certificates;
+mod clock;
 mod directory;
+mod gate;
 mod port;
 mod process;
 mod proxy;
+pub mod redis;
 mod wait;
 
+pub use certificates::Certificates;
+pub use clock::Clock;
+pub use gate::skipped;
 pub use port::Port;
 pub use process::Process;
 pub use proxy::{Counts, Mode, Proxy, Traffic};

@@ -1,6 +1,8 @@
 //! That each tool really does what the tests of the backends rely on.
 
+mod clock;
 mod echo;
 mod port;
 mod process;
 mod proxy;
+mod redis;
