@@ -1,0 +1,302 @@
+//! One contender for one lock.
+
+use std::{
+    fmt,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use lockkit_core::{
+    Error, LossReason, Result,
+    spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
+};
+use redis::Value;
+use tokio::time::Instant;
+
+use crate::{
+    backend::Shared,
+    error::{NAME, unexpected},
+    layout::{self, Record},
+    place::Place,
+    script,
+};
+
+pub(crate) struct RedisClaim {
+    shared: Arc<Shared>,
+    request: ClaimRequest,
+    key: Vec<u8>,
+    record: Record,
+    ttl_ms: String,
+    /// Where pushes for it arrive, from when it first may get one.
+    place: Option<Arc<Place>>,
+    queued: bool,
+    /// Until when it was last known to hold.
+    until: Option<Instant>,
+    /// Its record with the token, while it holds.
+    value: Option<String>,
+}
+
+/// The answer to an attempt.
+enum Answer {
+    Granted(u64),
+    Taken {
+        /// In the queue.
+        place: Option<u64>,
+        /// Of the lease of whoever holds it.
+        left: Option<Duration>,
+        foreign: bool,
+    },
+    /// The semaphore has this many.
+    OtherPermits(String),
+}
+
+impl RedisClaim {
+    pub(crate) fn new(shared: Arc<Shared>, request: &ClaimRequest) -> Self {
+        Self {
+            key: layout::key(&shared.namespace, &request.name, request.mode.kind()),
+            record: Record::new(request, &shared.inbox.client),
+            ttl_ms: request.ttl.as_millis().to_string(),
+            request: request.clone(),
+            shared,
+            place: None,
+            queued: false,
+            until: None,
+            value: None,
+        }
+    }
+
+    fn place(&mut self) -> &Arc<Place> {
+        let Self {
+            shared,
+            request,
+            place,
+            ..
+        } = self;
+        place.get_or_insert_with(|| shared.inbox.places.add(request.owner))
+    }
+
+    /// The lease that a reply to a request sent at `since` proves: all of it on the server's clock, less what two
+    /// clocks may drift apart meanwhile.
+    fn lease(&self, since: Instant) -> Lease {
+        let ttl = Duration::from_millis(u64::try_from(self.request.ttl.as_millis()).unwrap_or(u64::MAX));
+        Lease {
+            since,
+            length: Some(ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))),
+        }
+    }
+
+    /// What the server knows the hold by: as much of the record as this client knows.
+    fn value(&self) -> String {
+        self.value
+            .clone()
+            .unwrap_or_else(|| Record::of(self.request.owner))
+    }
+
+    fn set_queued(&mut self, queued: bool) {
+        if self.queued != queued {
+            self.queued = queued;
+            let count = self.shared.inbox.places.queued();
+            if queued {
+                count.fetch_add(1, Ordering::Relaxed);
+            } else {
+                count.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn ask_in(&self, after: Option<Duration>) {
+        if let Some(place) = &self.place {
+            place.ask_in(after);
+        }
+    }
+
+    async fn ask(&self, waits: bool) -> Result<Answer> {
+        let tokens = self.request.tokens.to_string();
+        let mode = layout::mode(self.request.mode);
+        let arguments: [&[u8]; 5] = [
+            self.record.template().as_bytes(),
+            tokens.as_bytes(),
+            self.ttl_ms.as_bytes(),
+            mode.as_bytes(),
+            b"try",
+        ];
+        let (script, arguments) = match (self.request.mode, waits) {
+            (Mode::Exclusive, true) => (&script::ACQUIRE, &arguments[..3]),
+            (_, true) => (&script::ACQUIRE_IN_FULL, &arguments[..4]),
+            (_, false) => (&script::ACQUIRE_IN_FULL, &arguments[..]),
+        };
+        let reply = self
+            .shared
+            .link
+            .run("acquire", script, &self.key, arguments)
+            .await?;
+        match &reply {
+            Value::Int(token) if *token > 0 => Ok(Answer::Granted(token.unsigned_abs())),
+            Value::Array(parts) => match &**parts {
+                [Value::Int(place), Value::Int(left), Value::Int(foreign)] => Ok(Answer::Taken {
+                    place: u64::try_from(*place).ok(),
+                    left: u64::try_from(*left).ok().map(Duration::from_millis),
+                    foreign: *foreign == 1,
+                }),
+                _ => Err(unexpected("acquire", &reply)),
+            },
+            Value::BulkString(permits) => Ok(Answer::OtherPermits(
+                String::from_utf8_lossy(permits).into_owned(),
+            )),
+            _ => Err(unexpected("acquire", &reply)),
+        }
+    }
+
+    /// Has the grant reach as many replicas as were asked for. It is given up otherwise.
+    async fn replicate(&mut self) -> Result<()> {
+        let Some((link, replicas, within)) = &self.shared.replicas else {
+            return Ok(());
+        };
+        let value = self.value();
+        let arguments: [&[u8]; 2] = [value.as_bytes(), self.ttl_ms.as_bytes()];
+        let script = &script::RENEW;
+        let (held, reached) = link
+            .run_replicated("acquire", script, &self.key, &arguments, (*replicas, *within))
+            .await?;
+        if held == Value::Int(1) && reached >= i64::from(*replicas) {
+            return Ok(());
+        }
+        let reason = format!("{reached} of {replicas} replicas acknowledged the grant within {within:?}");
+        self.release().await?;
+        Err(Error::transient(NAME, "acquire", reason))
+    }
+
+    /// How long to wait before it asks again although nothing woke it: when the lease before it has run out.
+    fn asks_again_in(place: Option<u64>, left: Option<Duration>, foreign: bool) -> Duration {
+        /// Foreign clients wake nobody.
+        const FOREIGN: Duration = Duration::from_millis(50);
+        /// Those behind the head are told when they become it. This is for when that, too, was lost.
+        const BEHIND: Duration = Duration::from_secs(5);
+
+        if foreign && place == Some(0) {
+            return FOREIGN.mul_f64(1.0 + fastrand::f64());
+        }
+        let left = left.unwrap_or(BEHIND) + Duration::from_millis(1);
+        if place == Some(0) { left } else { left + BEHIND }
+    }
+
+    fn loss(&self) -> LossReason {
+        if self.until.is_some_and(|until| until > Instant::now()) {
+            LossReason::Revoked
+        } else {
+            LossReason::Expired
+        }
+    }
+}
+
+#[async_trait]
+impl Claim for RedisClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        let waits = !patience.is_zero();
+        if waits {
+            self.place().begin();
+        }
+        let since = Instant::now();
+        match self.ask(waits).await? {
+            Answer::Granted(first) => {
+                self.set_queued(false);
+                self.ask_in(None);
+                let lease = self.lease(since);
+                self.until = lease.end();
+                self.value = Some(self.record.with_token(first));
+                self.replicate().await?;
+                Ok(Some(Grant {
+                    tokens: first..=first + u64::from(self.request.tokens.get()) - 1,
+                    lease,
+                }))
+            }
+            Answer::Taken { place, left, foreign } => {
+                if waits {
+                    self.set_queued(true);
+                    self.ask_in(Some(Self::asks_again_in(place, left, foreign)));
+                }
+                Ok(None)
+            }
+            Answer::OtherPermits(others) => {
+                let Mode::Permits(permits) = self.request.mode else {
+                    return Err(Error::permanent(
+                        NAME,
+                        "acquire",
+                        "the lock's key holds a semaphore",
+                    ));
+                };
+                let name = &self.request.name;
+                Err(Error::invalid_option(
+                    "permits",
+                    format!("semaphore `{name}` is in use with {others} permits, not {permits}"),
+                ))
+            }
+        }
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        if let Some(place) = &self.place {
+            place.begin();
+        }
+        let since = Instant::now();
+        let value = self.value();
+        let arguments: [&[u8]; 2] = [value.as_bytes(), self.ttl_ms.as_bytes()];
+        let reply = self
+            .shared
+            .link
+            .run("renew", &script::RENEW, &self.key, &arguments)
+            .await?;
+        match reply {
+            Value::Int(1) => {
+                let lease = self.lease(since);
+                self.until = lease.end();
+                Ok(Renewal::Held(lease))
+            }
+            Value::Int(0) => Ok(Renewal::Lost(self.loss())),
+            other => Err(unexpected("renew", &other)),
+        }
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        let value = self.value();
+        let reply = self
+            .shared
+            .link
+            .run("release", &script::RELEASE, &self.key, &[value.as_bytes()])
+            .await?;
+        let Value::Int(held) = reply else {
+            return Err(unexpected("release", &reply));
+        };
+        self.set_queued(false);
+        let loss = self.loss();
+        let was_held = self.value.take().is_some();
+        self.until = None;
+        if held == 0 && was_held {
+            return Err(Error::lost(NAME, self.request.name.clone(), loss));
+        }
+        Ok(())
+    }
+
+    async fn notified(&mut self) {
+        self.place().clone().notified().await;
+    }
+}
+
+impl Drop for RedisClaim {
+    fn drop(&mut self) {
+        self.set_queued(false);
+        if self.place.is_some() {
+            self.shared.inbox.places.remove(self.request.owner);
+        }
+    }
+}
+
+impl fmt::Debug for RedisClaim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedisClaim")
+            .field("name", &self.request.name)
+            .field("mode", &self.request.mode)
+            .finish_non_exhaustive()
+    }
+}

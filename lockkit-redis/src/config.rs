@@ -1,0 +1,307 @@
+//! Where the server is, and how it is used.
+
+use std::{fmt, path::PathBuf, time::Duration};
+
+use lockkit_core::{AcquireOptions, Error, Result, spi::BackendInfo};
+use percent_encoding::percent_decode_str;
+
+/// Which Redis server keeps the locks, and how.
+///
+/// ```
+/// use lockkit_redis::RedisConfig;
+///
+/// let mut config = RedisConfig::new("redis://locker:secret@127.0.0.1:6379/2");
+/// config.namespace = "billing".into();
+/// assert!(!format!("{config:?}").contains("secret"));
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RedisConfig {
+    /// `redis://[user[:password]@]host[:port][/db]`, or `rediss://` for TLS, which needs the cargo feature `tls`. User
+    /// and password are percent-encoded; the port is 6379 and the database 0 unless given. With
+    /// [`sentinel`](Self::sentinel), a list of sentinels separated by commas, whose port is 26379 unless given.
+    pub url: String,
+    /// Keeps applications that share a database apart. Of `[A-Za-z0-9._-]`; may be empty.
+    pub namespace: String,
+    /// How many replicas have to have acknowledged a grant before it counts. Default: 0.
+    ///
+    /// It narrows the window in which a fail-over loses a lock that is held. It cannot close it: Redis replicates
+    /// asynchronously, and a replica that acknowledged need not be the one that is promoted.
+    pub replicas: u32,
+    /// How long to wait for the replicas. Default: 1 s.
+    pub replicas_timeout: Duration,
+    /// The name of the master, if the URL names sentinels rather than the server itself.
+    pub sentinel: Option<String>,
+    /// A file of PEM certificates to trust instead of those of the system, for `rediss://`.
+    pub ca: Option<PathBuf>,
+}
+
+impl RedisConfig {
+    /// The server at `url`, the default namespace and nothing else. The URL is looked at when it is connected to.
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            namespace: BackendInfo::DEFAULT_NAMESPACE.to_owned(),
+            replicas: 0,
+            replicas_timeout: Duration::from_secs(1),
+            sentinel: None,
+            ca: None,
+        }
+    }
+
+    /// Whether it can be connected to, as far as can be told without I/O.
+    ///
+    /// # Errors
+    /// [`Error::InvalidUrl`], [`Error::InvalidOptions`] or [`Error::FeatureDisabled`] say what cannot be.
+    pub fn validate(&self) -> Result<()> {
+        self.address().map(drop)
+    }
+
+    pub(crate) fn address(&self) -> Result<Address> {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        if !self.namespace.chars().all(allowed) {
+            return Err(Error::invalid_option(
+                "namespace",
+                format!("{:?} has characters other than A-Z a-z 0-9 . _ -", self.namespace),
+            ));
+        }
+        let millisecond = Duration::from_millis(1);
+        if !(millisecond..=AcquireOptions::MAX_DURATION).contains(&self.replicas_timeout) {
+            return Err(Error::invalid_option(
+                "replicas_timeout",
+                format!(
+                    "{:?} is shorter than 1 ms or longer than a year",
+                    self.replicas_timeout
+                ),
+            ));
+        }
+        if self.sentinel.as_deref() == Some("") {
+            return Err(Error::invalid_option(
+                "sentinel",
+                "it is empty; it is the name that the sentinels know the master by",
+            ));
+        }
+        let address = Address::parse(&self.url, self.sentinel.is_some())?;
+        if self.ca.is_some() && !address.tls {
+            return Err(Error::invalid_option("ca", "only rediss:// has certificates"));
+        }
+        Ok(address)
+    }
+}
+
+impl fmt::Debug for RedisConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            url,
+            namespace,
+            replicas,
+            replicas_timeout,
+            sentinel,
+            ca,
+        } = self;
+        f.debug_struct("RedisConfig")
+            .field("url", &redacted(url))
+            .field("namespace", namespace)
+            .field("replicas", replicas)
+            .field("replicas_timeout", replicas_timeout)
+            .field("sentinel", sentinel)
+            .field("ca", ca)
+            .finish()
+    }
+}
+
+/// A URL in its parts.
+#[derive(Clone)]
+pub(crate) struct Address {
+    pub(crate) tls: bool,
+    pub(crate) username: Option<String>,
+    pub(crate) password: Option<String>,
+    /// The server, or the sentinels that know it.
+    pub(crate) hosts: Vec<(String, u16)>,
+    pub(crate) db: i64,
+}
+
+impl Address {
+    fn parse(url: &str, sentinels: bool) -> Result<Self> {
+        let invalid = |reason: &str| Err(Error::invalid_url(redacted(url), reason));
+        let Some((scheme, rest)) = url.split_once("://") else {
+            return invalid("it does not begin with redis:// or rediss://");
+        };
+        let tls = match scheme.to_ascii_lowercase().as_str() {
+            "redis" => false,
+            "rediss" => true,
+            _ => return invalid("it does not begin with redis:// or rediss://"),
+        };
+        if tls && cfg!(not(feature = "tls")) {
+            return Err(Error::feature_disabled("rediss", "tls"));
+        }
+        let (rest, parameters) = rest.split_once('?').unwrap_or((rest, ""));
+        if !parameters.is_empty() || rest.contains('#') {
+            return invalid("it has parameters or a fragment, which this address cannot have");
+        }
+        let (authority, db) = rest.split_once('/').unwrap_or((rest, ""));
+        let db = match db {
+            "" => 0,
+            db => match db.parse::<u16>() {
+                Ok(db) => i64::from(db),
+                Err(_) => {
+                    return invalid(
+                        "what comes after the host is not the number of a database, as in redis://host/2",
+                    );
+                }
+            },
+        };
+        let (userinfo, hosts) = match authority.rsplit_once('@') {
+            Some((userinfo, hosts)) => (Some(userinfo), hosts),
+            None => (None, authority),
+        };
+        let (username, password) = match userinfo.map(|info| info.split_once(':').unwrap_or((info, ""))) {
+            None => (None, None),
+            Some((user, password)) => {
+                let (Ok(user), Ok(password)) = (
+                    percent_decode_str(user).decode_utf8(),
+                    percent_decode_str(password).decode_utf8(),
+                ) else {
+                    return invalid("user or password is not UTF-8 when decoded");
+                };
+                let given = |text: std::borrow::Cow<'_, str>| (!text.is_empty()).then(|| text.into_owned());
+                (given(user), given(password))
+            }
+        };
+        let mut parsed = Vec::new();
+        for host in hosts.split(',') {
+            match host_and_port(host, if sentinels { 26_379 } else { 6_379 }) {
+                Some(host) => parsed.push(host),
+                None => {
+                    return invalid(
+                        "a host is missing, or its port is not a number, as in redis://host:6379",
+                    );
+                }
+            }
+        }
+        if parsed.len() > 1 && !sentinels {
+            return invalid(
+                "it names several servers; several sentinels need the option `sentinel` with the master's name, \
+                 independent masters are redlock://",
+            );
+        }
+        Ok(Self {
+            tls,
+            username,
+            password,
+            hosts: parsed,
+            db,
+        })
+    }
+
+    /// The server's identity: canonical, without credentials.
+    pub(crate) fn server(&self, sentinel: Option<&str>) -> String {
+        let scheme = if self.tls { "rediss" } else { "redis" };
+        let mut hosts: Vec<_> = self.hosts.iter().map(|(host, port)| shown(host, *port)).collect();
+        hosts.sort();
+        let db = self.db;
+        match sentinel {
+            None => format!("{scheme}://{}/{db}", hosts.join(",")),
+            Some(master) => format!("{scheme}://{}/{db}?sentinel={master}", hosts.join(",")),
+        }
+    }
+}
+
+pub(crate) fn shown(host: &str, port: u16) -> String {
+    if host.contains(':') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{}:{port}", host.to_ascii_lowercase())
+    }
+}
+
+fn host_and_port(text: &str, default: u16) -> Option<(String, u16)> {
+    let (host, port) = match text.strip_prefix('[') {
+        Some(rest) => {
+            let (host, after) = rest.split_once(']')?;
+            (host, after.strip_prefix(':').or(after.is_empty().then_some(""))?)
+        }
+        None => text.split_once(':').unwrap_or((text, "")),
+    };
+    let host = percent_decode_str(host).decode_utf8().ok()?;
+    let port = if port.is_empty() {
+        default
+    } else {
+        port.parse().ok()?
+    };
+    (!host.is_empty() && port != 0).then(|| (host.into_owned(), port))
+}
+
+/// A URL as it may be shown. It leans towards hiding: everything up to the last `@` and after a `?` goes.
+fn redacted(url: &str) -> String {
+    let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
+    let rest = match rest.rsplit_once('@') {
+        Some((_, host)) => format!("***@{host}"),
+        None => rest.to_owned(),
+    };
+    let rest = rest.split(['?', '#']).next().unwrap_or_default();
+    if scheme.is_empty() {
+        rest.to_owned()
+    } else {
+        format!("{scheme}://{rest}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(url: &str) -> Address {
+        Address::parse(url, false).unwrap()
+    }
+
+    #[test]
+    fn a_url_is_taken_apart() {
+        let a = address("redis://locker:p%40ss%2Fword@Redis.example:7000/3");
+        assert_eq!(a.username.as_deref(), Some("locker"));
+        assert_eq!(a.password.as_deref(), Some("p@ss/word"));
+        assert_eq!(a.hosts, [("Redis.example".to_owned(), 7000)]);
+        assert_eq!(a.server(None), "redis://redis.example:7000/3");
+        let a = address("redis://:secret@[::1]");
+        assert_eq!((a.username, a.password.as_deref()), (None, Some("secret")));
+        assert_eq!(a.hosts, [("::1".to_owned(), 6379)]);
+        assert_eq!(
+            address("redis://127.0.0.1").server(None),
+            "redis://127.0.0.1:6379/0"
+        );
+    }
+
+    #[test]
+    fn sentinels_are_a_list() {
+        let a = Address::parse("redis://s2:5000,s1", true).unwrap();
+        assert_eq!(a.server(Some("main")), "redis://s1:26379,s2:5000/0?sentinel=main");
+        assert!(Address::parse("redis://a,b", false).is_err());
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_without_telling_secrets() {
+        for url in [
+            "http://host",
+            "host",
+            "redis://",
+            "redis://host:x",
+            "redis://host:0",
+            "redis://host/x",
+            "redis://host/-1",
+            "redis://u:sesame@host/1?x=sesame",
+            "redis://u:sesame@",
+            "redis://[::1",
+            "redis://u:sesame%FF@host",
+        ] {
+            let err = Address::parse(url, false)
+                .err()
+                .unwrap_or_else(|| panic!("{url} was taken"));
+            assert!(!format!("{err} {err:?}").contains("sesame"), "{err:?}");
+        }
+        #[cfg(not(feature = "tls"))]
+        assert!(matches!(
+            Address::parse("rediss://host", false),
+            Err(Error::FeatureDisabled { .. })
+        ));
+    }
+}

@@ -1,0 +1,230 @@
+//! From an address to a connection that is ready for use.
+
+use std::{sync::Arc, time::Duration};
+
+use lockkit_core::{Error, Result};
+use redis::{
+    AsyncConnectionConfig, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo,
+    aio::MultiplexedConnection,
+    io::tcp::{TcpSettings, socket2::TcpKeepalive},
+};
+
+use crate::{
+    config::{Address, RedisConfig, shown},
+    error::{NAME, failed, unexpected},
+    script,
+};
+
+/// What to do with each push that comes on a connection.
+pub(crate) type OnPush = Arc<dyn Fn(PushInfo) + Send + Sync>;
+
+/// A connection, and what is known about where it leads.
+pub(crate) struct Dialled {
+    pub(crate) connection: MultiplexedConnection,
+    /// Which process it leads to.
+    pub(crate) run_id: String,
+    /// What that process calls the connection, if it tells.
+    pub(crate) id: Option<i64>,
+    /// What becomes of keys when memory runs out.
+    pub(crate) eviction: String,
+}
+
+/// Makes connections to one master.
+#[derive(Clone)]
+pub(crate) struct Dialler {
+    address: Address,
+    sentinel: Option<String>,
+    #[cfg(feature = "tls")]
+    ca: Option<Vec<u8>>,
+}
+
+impl Dialler {
+    /// Without I/O except for reading certificates.
+    pub(crate) fn new(config: &RedisConfig) -> Result<Self> {
+        let address = config.address()?;
+        #[cfg(feature = "tls")]
+        let ca = match &config.ca {
+            None => None,
+            Some(path) => Some(std::fs::read(path).map_err(|err| {
+                Error::invalid_option("ca", format!("{} cannot be read: {err}", path.display()))
+            })?),
+        };
+        #[cfg(feature = "tls")]
+        if address.tls {
+            // Without a default, rustls panics where a program's other crates bring several providers. An earlier
+            // choice of the program stays.
+            let _ = rustls::crypto::ring::default_provider().install_default();
+        }
+        Ok(Self {
+            address,
+            sentinel: config.sentinel.clone(),
+            #[cfg(feature = "tls")]
+            ca,
+        })
+    }
+
+    /// A connection to the master, with every script known to it, the token counter above its clock, and pushes on
+    /// `channel`, if one is given, going to `on_push`.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops the connection.
+    pub(crate) async fn dial(&self, channel: Option<&str>, on_push: &OnPush) -> Result<Dialled> {
+        let (host, port) = match &self.sentinel {
+            None => self.address.hosts[0].clone(),
+            Some(master) => self.ask_sentinels(master).await?,
+        };
+        let mut connection = self.open(&host, port, self.address.db, on_push).await?;
+        let connecting = |error| failed("connect", error);
+        let info: String = redis::cmd("INFO")
+            .query_async(&mut connection)
+            .await
+            .map_err(connecting)?;
+        let field = |name: &str| {
+            info.lines()
+                .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+                .unwrap_or_default()
+                .trim()
+                .to_owned()
+        };
+        if field("redis_mode") == "sentinel" {
+            return Err(Error::permanent(
+                NAME,
+                "connect",
+                format!(
+                    "{} is a sentinel: give the option `sentinel` with the master's name",
+                    shown(&host, port)
+                ),
+            ));
+        }
+        if field("cluster_enabled") == "1" {
+            return Err(Error::unsupported(
+                NAME,
+                "Redis Cluster; locks need one master: give it one of its own, or use redlock:// or another backend",
+            ));
+        }
+        if field("role") != "master" {
+            return Err(Error::transient(
+                NAME,
+                "connect",
+                format!("{} is a replica; locks need the master", shown(&host, port)),
+            ));
+        }
+        let id = redis::cmd("CLIENT")
+            .arg("ID")
+            .query_async(&mut connection)
+            .await
+            .ok();
+        if let Some(channel) = channel {
+            connection.subscribe(channel).await.map_err(connecting)?;
+        }
+        for script in script::ALL {
+            let digest = script
+                .load()
+                .query_async(&mut connection)
+                .await
+                .map_err(connecting)?;
+            script.loaded_as(digest);
+        }
+        let floor = script::FLOOR.call(b"", &[], true);
+        let reply = connection.send_packed_command(&floor).await.map_err(connecting)?;
+        if !matches!(reply, redis::Value::Int(_)) {
+            return Err(unexpected("connect", &reply));
+        }
+        Ok(Dialled {
+            run_id: field("run_id"),
+            eviction: field("maxmemory_policy"),
+            connection,
+            id,
+        })
+    }
+
+    async fn open(&self, host: &str, port: u16, db: i64, on_push: &OnPush) -> Result<MultiplexedConnection> {
+        let address = if self.address.tls {
+            ConnectionAddr::TcpTls {
+                host: host.to_owned(),
+                port,
+                insecure: false,
+                tls_params: None,
+            }
+        } else {
+            ConnectionAddr::Tcp(host.to_owned(), port)
+        };
+        let connecting = |error| failed("connect", error);
+        let info = address.into_connection_info().map_err(connecting)?;
+        let mut settings = info
+            .redis_settings()
+            .clone()
+            .set_protocol(ProtocolVersion::RESP3)
+            .set_db(db);
+        if let Some(username) = &self.address.username {
+            settings = settings.set_username(username);
+        }
+        if let Some(password) = &self.address.password {
+            settings = settings.set_password(password);
+        }
+        let keepalive = TcpKeepalive::new()
+            .with_time(Duration::from_secs(5))
+            .with_interval(Duration::from_secs(2));
+        let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(keepalive);
+        #[cfg(target_os = "linux")]
+        let tcp = tcp.set_user_timeout(Duration::from_secs(5));
+        let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
+        let client = self.client(info).map_err(connecting)?;
+        let on_push = on_push.clone();
+        // How long to wait for an answer is for the driver to say; a silent connection is the link's to find.
+        let config = AsyncConnectionConfig::new()
+            .set_response_timeout(None)
+            .set_connection_timeout(None)
+            .set_pipeline_buffer_size(1024)
+            .set_push_sender(move |push: PushInfo| -> Result<(), redis::aio::SendError> {
+                on_push(push);
+                Ok(())
+            });
+        client
+            .get_multiplexed_async_connection_with_config(&config)
+            .await
+            .map_err(connecting)
+    }
+
+    fn client(&self, info: redis::ConnectionInfo) -> redis::RedisResult<redis::Client> {
+        #[cfg(feature = "tls")]
+        if let Some(ca) = &self.ca {
+            let certificates = redis::TlsCertificates {
+                client_tls: None,
+                root_cert: Some(ca.clone()),
+            };
+            return redis::Client::build_with_tls(info, certificates);
+        }
+        redis::Client::open(info)
+    }
+
+    /// The master's address, from the first sentinel that knows it.
+    async fn ask_sentinels(&self, master: &str) -> Result<(String, u16)> {
+        let nothing: OnPush = Arc::new(|_| {});
+        let mut last = None;
+        for (host, port) in &self.address.hosts {
+            let asking = async {
+                let mut connection = self.open(host, *port, 0, &nothing).await?;
+                let known: Option<(String, u16)> = redis::cmd("SENTINEL")
+                    .arg("GET-MASTER-ADDR-BY-NAME")
+                    .arg(master)
+                    .query_async(&mut connection)
+                    .await
+                    .map_err(|error| failed("connect", error))?;
+                known.ok_or_else(|| {
+                    let reason = format!("the sentinel {} knows no master `{master}`", shown(host, *port));
+                    Error::transient(NAME, "connect", reason)
+                })
+            };
+            match tokio::time::timeout(Duration::from_millis(500), asking).await {
+                Ok(Ok(known)) => return Ok(known),
+                Ok(Err(err)) => last = Some(err),
+                Err(_) => {
+                    let reason = format!("the sentinel {} does not answer", shown(host, *port));
+                    last = Some(Error::transient(NAME, "connect", reason));
+                }
+            }
+        }
+        Err(last.unwrap_or_else(|| Error::transient(NAME, "connect", "there is no sentinel to ask")))
+    }
+}

@@ -1,0 +1,22 @@
+//! The Redis backend of lockkit: fenced, fair and notified locks on one master.
+//!
+//! Most programs use it through the facade `lockkit`, by its feature `redis` and a URL `redis://…`.
+//!
+//! An exclusive lock is a plain string that is set with `NX PX` and deleted after a comparison, as in
+//! [Redis's own description](https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/), so that it and
+//! clients in other languages exclude each other. What is added to that lives in keys of its own: a queue, whose head
+//! is handed the lock by the release before it; shared holders and permits with a lease each; and a counter for
+//! [fencing tokens](https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html).
+
+mod backend;
+mod claim;
+mod config;
+mod dial;
+mod error;
+mod layout;
+mod link;
+mod place;
+mod script;
+
+pub use backend::RedisBackend;
+pub use config::RedisConfig;

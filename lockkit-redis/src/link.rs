@@ -1,0 +1,450 @@
+//! The connection of a client: one at a time, replaced when it breaks.
+//!
+//! A request is sent once. If its connection breaks, its outcome is not known, and whoever made it asks again with
+//! the same owner. A task of the client watches the connection: it finds one that has gone silent, dials anew, and
+//! then has every claim ask again, since a push may have been missed. The new connection first has the server end its
+//! predecessor, so that nothing which is still on its way there takes effect any more.
+
+use std::{
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use lockkit_core::{Error, Result, spi::OwnerId};
+use redis::{Cmd, ErrorKind, PushInfo, PushKind, RedisError, RedisResult, ServerErrorKind, Value};
+use tokio::{
+    sync::{Notify, mpsc},
+    task::AbortHandle,
+    time::{Instant, MissedTickBehavior},
+};
+
+use crate::{
+    dial::{Dialled, Dialler, OnPush},
+    error::{NAME, breaks_connection, disconnected, failed},
+    layout::{self, Record},
+    place::Places,
+    script::{self, Script},
+};
+
+/// How often the connection is looked at.
+const TICK: Duration = Duration::from_millis(500);
+/// How long the server may take to answer a ping, and a new connection to be ready.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How often a client says that its waiters are alive, and for how long it is believed.
+const HEARTBEAT: Duration = Duration::from_secs(3);
+const BELIEVED: Duration = Duration::from_secs(10);
+/// The longest pause between attempts to connect.
+const MAX_PAUSE: Duration = Duration::from_secs(1);
+
+/// A link to one master.
+#[derive(Debug)]
+pub(crate) struct Link {
+    state: Mutex<State>,
+    signals: Arc<Signals>,
+    /// The task that watches it.
+    keeper: OnceLock<AbortHandle>,
+}
+
+#[derive(Debug)]
+enum State {
+    Up(Arc<Live>),
+    /// And why.
+    Down(String),
+    Closed,
+}
+
+/// The pushes that a link receives.
+#[derive(Clone, Debug)]
+pub(crate) struct Inbox {
+    pub(crate) client: Arc<str>,
+    pub(crate) places: Arc<Places>,
+}
+
+/// One connection.
+pub(crate) struct Live {
+    dialled: Dialled,
+    number: u64,
+    sent: AtomicU64,
+    /// Or not waited for any longer.
+    settled: AtomicU64,
+    /// Somebody stopped waiting for a reply.
+    doubted: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Signals {
+    /// The latest connection that is known to be broken. They are numbered from 1.
+    broken: AtomicU64,
+    changed: Notify,
+}
+
+impl Signals {
+    fn break_off(&self, number: u64) {
+        self.broken.fetch_max(number, Ordering::AcqRel);
+        self.changed.notify_one();
+    }
+
+    fn is_broken(&self, number: u64) -> bool {
+        self.broken.load(Ordering::Acquire) >= number
+    }
+}
+
+impl Link {
+    /// Connects, and stays connected from then on.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops the connection.
+    pub(crate) async fn open(dialler: Dialler, inbox: Option<Inbox>) -> Result<Arc<Self>> {
+        let signals = Arc::new(Signals::default());
+        let (give_back, strays) = mpsc::unbounded_channel();
+        let mut keeper = Keeper {
+            dialler,
+            inbox,
+            signals: signals.clone(),
+            give_back,
+            number: 0,
+        };
+        let first = keeper.dial().await?;
+        let link = Arc::new(Self {
+            state: Mutex::new(State::Up(Arc::new(first))),
+            signals,
+            keeper: OnceLock::new(),
+        });
+        let keeping = tokio::spawn(keeper.keep(Arc::downgrade(&link), strays));
+        let _ = link.keeper.set(keeping.abort_handle());
+        Ok(link)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stop_keeping(&self) {
+        if let Some(keeper) = self.keeper.get() {
+            keeper.abort();
+        }
+    }
+
+    /// The connection there is.
+    pub(crate) fn live(&self, operation: &'static str) -> Result<Arc<Live>> {
+        match &*self.state() {
+            State::Up(live) => Ok(live.clone()),
+            State::Down(why) => Err(disconnected(operation, why)),
+            State::Closed => Err(Error::Closed),
+        }
+    }
+
+    /// Runs a script on a lock.
+    ///
+    /// # Cancel safety
+    /// The request may be sent and take effect all the same.
+    pub(crate) async fn run(
+        &self,
+        operation: &'static str,
+        script: &Script,
+        key: &[u8],
+        arguments: &[&[u8]],
+    ) -> Result<Value> {
+        let live = self.live(operation)?;
+        self.run_on(&live, operation, script, key, arguments).await
+    }
+
+    async fn run_on(
+        &self,
+        live: &Live,
+        operation: &'static str,
+        script: &Script,
+        key: &[u8],
+        arguments: &[&[u8]],
+    ) -> Result<Value> {
+        let mut reply = self.send(live, &script.call(key, arguments, true)).await;
+        if reply.as_ref().is_err_and(is_unknown_script) {
+            // The server forgot it: after SCRIPT FLUSH, or as a replica that was promoted.
+            reply = self.send(live, &script.call(key, arguments, false)).await;
+        }
+        reply.map_err(|error| failed(operation, error))
+    }
+
+    /// Runs a script that writes, and then waits for the writes of this connection to reach replicas. The script's
+    /// reply, and how many they reached `within` this time.
+    pub(crate) async fn run_replicated(
+        &self,
+        operation: &'static str,
+        script: &Script,
+        key: &[u8],
+        arguments: &[&[u8]],
+        (replicas, within): (u32, Duration),
+    ) -> Result<(Value, i64)> {
+        // On one connection: WAIT knows of no other's writes.
+        let live = self.live(operation)?;
+        let reply = self.run_on(&live, operation, script, key, arguments).await?;
+        let mut wait = redis::cmd("WAIT");
+        wait.arg(replicas)
+            .arg(u64::try_from(within.as_millis()).unwrap_or(u64::MAX));
+        let reached = self.send(&live, &wait).await;
+        let reached = reached.and_then(|reached| Ok(redis::from_redis_value(reached)?));
+        Ok((reply, reached.map_err(|error| failed(operation, error))?))
+    }
+
+    async fn send(&self, live: &Live, command: &Cmd) -> RedisResult<Value> {
+        let reply = live.send(command).await;
+        if reply.as_ref().is_err_and(breaks_connection) {
+            self.signals.break_off(live.number);
+        }
+        reply
+    }
+
+    /// Ends the connection. There are no more requests.
+    ///
+    /// # Cancel safety
+    /// The connection ends all the same.
+    pub(crate) async fn close(&self, inbox: Option<&Inbox>) {
+        self.stop_keeping();
+        let before = std::mem::replace(&mut *self.state(), State::Closed);
+        if let (State::Up(live), Some(inbox)) = (before, inbox) {
+            let mut gone = redis::cmd("DEL");
+            gone.arg(layout::client(&inbox.client));
+            // If it does not get there, the key lapses.
+            let _ = tokio::time::timeout(PATIENCE, live.send(&gone)).await;
+        }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.stop_keeping();
+    }
+}
+
+fn is_unknown_script(error: &RedisError) -> bool {
+    error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
+}
+
+impl Live {
+    /// What the server said of itself.
+    pub(crate) fn dialled(&self) -> &Dialled {
+        &self.dialled
+    }
+
+    async fn send(&self, command: &Cmd) -> RedisResult<Value> {
+        self.sent.fetch_add(1, Ordering::Relaxed);
+        let waiting = Waiting(self);
+        let mut connection = self.dialled.connection.clone();
+        let reply = connection.send_packed_command(command).await;
+        waiting.answered();
+        reply.and_then(Value::extract_error)
+    }
+
+    /// Whether the server answers.
+    async fn answers(&self) -> bool {
+        let mut connection = self.dialled.connection.clone();
+        let ping = redis::cmd("PING");
+        let answer = tokio::time::timeout(PATIENCE, connection.send_packed_command(&ping)).await;
+        matches!(answer, Ok(Ok(_)))
+    }
+
+    /// Whether requests are left without a reply: none came since `settled_before`, though some are waited for.
+    fn is_silent(&self, settled_before: &mut u64) -> bool {
+        let settled = self.settled.load(Ordering::Relaxed);
+        let stuck = self.sent.load(Ordering::Relaxed) > settled && settled == *settled_before;
+        *settled_before = settled;
+        self.doubted.swap(false, Ordering::Relaxed) || stuck
+    }
+}
+
+impl fmt::Debug for Live {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Live")
+            .field("number", &self.number)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A request that waits for its reply.
+struct Waiting<'a>(&'a Live);
+
+impl Waiting<'_> {
+    fn answered(self) {
+        self.0.settled.fetch_add(1, Ordering::Relaxed);
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Waiting<'_> {
+    /// It may have been a caller that went away, or a server that did.
+    fn drop(&mut self) {
+        self.0.settled.fetch_add(1, Ordering::Relaxed);
+        self.0.doubted.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What a claim that is gone was passed, and has to be given back: owner and lock.
+type Stray = (OwnerId, Vec<u8>);
+
+/// Watches over a link.
+struct Keeper {
+    dialler: Dialler,
+    inbox: Option<Inbox>,
+    signals: Arc<Signals>,
+    give_back: mpsc::UnboundedSender<Stray>,
+    /// Of the latest connection.
+    number: u64,
+}
+
+impl Keeper {
+    async fn dial(&mut self) -> Result<Live> {
+        self.number += 1;
+        let on_push = self.on_push();
+        let channel = self.inbox.as_ref().map(|inbox| layout::client(&inbox.client));
+        let dialling = self.dialler.dial(channel.as_deref(), &on_push);
+        let dialled = tokio::time::timeout(PATIENCE * 2, dialling)
+            .await
+            .unwrap_or_else(|_| Err(Error::transient(NAME, "connect", "the server does not answer")))?;
+        Ok(Live {
+            dialled,
+            number: self.number,
+            sent: AtomicU64::new(0),
+            settled: AtomicU64::new(0),
+            doubted: AtomicBool::new(false),
+        })
+    }
+
+    fn on_push(&self) -> OnPush {
+        let (signals, number) = (self.signals.clone(), self.number);
+        let (inbox, give_back) = (self.inbox.clone(), self.give_back.clone());
+        Arc::new(move |push: PushInfo| match (&push.kind, &*push.data) {
+            (PushKind::Disconnection, _) => signals.break_off(number),
+            (PushKind::Message, [_, Value::BulkString(message)]) => {
+                let stray = inbox.as_ref().and_then(|inbox| inbox.places.push(message));
+                if let Some((owner, lock)) = stray {
+                    let _ = give_back.send((owner, lock.to_vec()));
+                }
+            }
+            _ => {}
+        })
+    }
+
+    async fn keep(mut self, link: Weak<Link>, mut strays: mpsc::UnboundedReceiver<Stray>) {
+        let mut tick = tokio::time::interval(TICK);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let signals = self.signals.clone();
+        let mut settled = 0;
+        let mut beaten = None;
+        loop {
+            let stray = tokio::select! {
+                () = signals.changed.notified() => None,
+                _ = tick.tick() => None,
+                stray = strays.recv() => stray,
+            };
+            let Some(live) = link.upgrade().and_then(|link| link.live("connect").ok()) else {
+                return;
+            };
+            if let Some((owner, lock)) = stray {
+                give_back(&link, owner, &lock).await;
+            } else if signals.is_broken(live.number)
+                || (live.is_silent(&mut settled) && !live.answers().await)
+                || !self.beat(&live, &mut beaten).await
+            {
+                self.redial(&link, &live).await;
+                beaten = None;
+                settled = 0;
+            }
+        }
+    }
+
+    /// Says that this client's waiters are alive, if there are any and it is time. Whether that got through.
+    async fn beat(&self, live: &Live, beaten: &mut Option<Instant>) -> bool {
+        let Some(inbox) = &self.inbox else {
+            return true;
+        };
+        let waits = inbox.places.queued().load(Ordering::Relaxed) > 0;
+        if !waits || beaten.is_some_and(|last| last.elapsed() < HEARTBEAT) {
+            return true;
+        }
+        *beaten = Some(Instant::now());
+        let mut beat = redis::cmd("SET");
+        beat.arg(layout::client(&inbox.client))
+            .arg(1)
+            .arg("PX")
+            .arg(u64::try_from(BELIEVED.as_millis()).unwrap_or(u64::MAX));
+        let answer = tokio::time::timeout(PATIENCE, live.send(&beat)).await;
+        // A server that refuses is there all the same.
+        answer.is_ok_and(|answer| !answer.as_ref().is_err_and(breaks_connection))
+    }
+
+    /// Replaces a broken connection, for as long as it takes.
+    async fn redial(&mut self, link: &Weak<Link>, broken: &Live) {
+        let mut why = "it broke, and is being made anew".to_owned();
+        let mut pause = Duration::from_millis(10);
+        loop {
+            {
+                let Some(link) = link.upgrade() else { return };
+                let mut state = link.state();
+                if matches!(*state, State::Closed) {
+                    return;
+                }
+                *state = State::Down(why);
+            }
+            match self.dial().await {
+                Ok(live) => {
+                    end_predecessor(&live, broken).await;
+                    let Some(link) = link.upgrade() else { return };
+                    let mut state = link.state();
+                    if !matches!(*state, State::Closed) {
+                        *state = State::Up(Arc::new(live));
+                    }
+                    drop(state);
+                    if let Some(inbox) = &self.inbox {
+                        inbox.places.wake_all();
+                    }
+                    tracing::info!(backend = NAME, "connected again");
+                    return;
+                }
+                Err(err) => {
+                    tracing::warn!(backend = NAME, error = %chain(&err), "cannot connect, trying again");
+                    why = chain(&err);
+                }
+            }
+            tokio::time::sleep(pause.mul_f64(0.75 + fastrand::f64() / 2.0)).await;
+            pause = (pause * 2).min(MAX_PAUSE);
+        }
+    }
+}
+
+/// Whatever is still on its way to the server on the connection before must not take effect after this. It is for
+/// the server that it was made to only: another one has given its number to somebody else's connection.
+async fn end_predecessor(live: &Live, broken: &Live) {
+    let Some(id) = broken.dialled.id else { return };
+    if live.dialled.run_id.is_empty() || live.dialled.run_id != broken.dialled.run_id {
+        return;
+    }
+    let mut kill = redis::cmd("CLIENT");
+    kill.arg("KILL").arg("ID").arg(id);
+    // If it may not be done, a late request can hold a lock that nobody knows of, until its lease runs out.
+    let _ = tokio::time::timeout(PATIENCE, live.send(&kill)).await;
+}
+
+async fn give_back(link: &Weak<Link>, owner: OwnerId, lock: &[u8]) {
+    let Some(link) = link.upgrade() else { return };
+    let record = Record::of(owner);
+    let arguments = [record.as_bytes()];
+    let release = link.run("release", &script::RELEASE, lock, &arguments);
+    // If this fails, what was passed lapses with its short lease.
+    let _ = tokio::time::timeout(PATIENCE, release).await;
+}
+
+/// An error with its causes.
+fn chain(err: &Error) -> String {
+    let mut text = err.to_string();
+    let mut cause = std::error::Error::source(err);
+    while let Some(err) = cause {
+        text.push_str(": ");
+        text.push_str(&err.to_string());
+        cause = err.source();
+    }
+    text
+}

@@ -1,0 +1,142 @@
+-- What every script that does not end on its fast path begins with.
+--
+--   <lock>                     lockkit:<value> one exclusive holder, nobody waits    (PX: its lease)
+--                              lockkit+<value> one exclusive holder, somebody waits
+--                              lockkit#shared, lockkit#permits <n>: whoever is in `holders` (PX: the longest of them)
+--                              anything else: a foreign client's hold
+--   lockkit#holders:{<lock>}   shared holders and permits: owner -> end of the lease in ms of the server's clock
+--   lockkit#queue:{<lock>}     waiters: owner -> arrival in us, made unique
+--   lockkit#about:{<lock>}     waiters, shared holders and permits: owner -> "<mode> <ttl> <value>"
+--   lockkit#client:<client>    there while a client with waiters is alive; the channel of its wake-ups has this name too
+--   lockkit#fence              the last fencing token of this database
+--
+-- <value> is "<owner> <tokens> <first token> <client> <label>"; in the entry of a waiter the token is still "%.0f".
+local call = redis.call
+local LOCK = KEYS[1]
+local HOLDERS, QUEUE, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
+local CLIENT, FENCE = 'lockkit#client:', 'lockkit#fence'
+local CLAIM = 3000 -- for how long a hold that was passed on waits for its new holder to take it, in ms
+local IDLE = 600000 -- what nobody has touched for so long is forgotten, in ms
+
+local time = call('TIME')
+local micros = time[1] * 1000000 + time[2]
+local now = math.floor(micros / 1000)
+local value = call('GET', LOCK)
+
+local function is_group() return value and string.sub(value, 1, 8) == 'lockkit#' end
+local function holder() return value and string.match(value, '^lockkit[:+](%x+) ') end
+local function is_foreign() return value and not is_group() and not holder() end
+local function client_of(text) return string.match(text, '^%S+ %S+ %S+ (%S+)') end
+
+local function about(owner)
+  local entry = call('HGET', ABOUT, owner)
+  if entry then return string.match(entry, '^(%S+) (%d+) (.*)$') end
+end
+
+-- A block of tokens above all others. A counter that was lost begins again at the clock.
+local function draw(tokens)
+  local last = call('INCRBY', FENCE, tokens)
+  if last - tokens <= 0 then
+    last = micros + tokens
+    call('SET', FENCE, string.format('%.0f', last))
+  end
+  return last - tokens + 1
+end
+
+local function expire(key, ms)
+  if call('PTTL', key) < ms then call('PEXPIRE', key, ms) end
+end
+
+-- The lock's key lives as long as the longest of the holders.
+local function keep()
+  local longest = math.max(1, call('ZREVRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now)
+  call('PSETEX', LOCK, longest, value)
+  expire(HOLDERS, longest + IDLE)
+  expire(ABOUT, longest + IDLE)
+end
+
+-- Forgets holders whose lease is over, and all of them if the key no longer says that they hold.
+local function drop_ended()
+  local ended = call('ZRANGEBYSCORE', HOLDERS, '-inf', is_group() and now or '+inf')
+  for _, owner in ipairs(ended) do
+    call('ZREM', HOLDERS, owner)
+    call('HDEL', ABOUT, owner)
+  end
+  if is_group() and call('EXISTS', HOLDERS) == 0 then
+    call('DEL', LOCK)
+    value = false
+  end
+end
+
+local function group_of(mode)
+  if mode == 's' then return 'lockkit#shared' end
+  if mode ~= 'x' then return 'lockkit#permits ' .. string.sub(mode, 2) end
+end
+
+local function fits(mode)
+  if not value then return true end
+  if value ~= group_of(mode) then return false end
+  return mode == 's' or call('ZCARD', HOLDERS) < tonumber(string.sub(mode, 2))
+end
+
+local function grant(owner, mode, ttl, lease, text)
+  local first = draw(string.match(text, '^%S+ (%d+) '))
+  if mode == 'x' then
+    call('HDEL', ABOUT, owner)
+    value = 'lockkit:' .. string.format(text, first)
+    call('PSETEX', LOCK, lease, value)
+  else
+    value = group_of(mode)
+    call('ZADD', HOLDERS, now + lease, owner)
+    call('HSET', ABOUT, owner, mode .. ' ' .. ttl .. ' ' .. string.format(text, first))
+    keep()
+  end
+  return first
+end
+
+local function left()
+  if not is_group() then return call('PTTL', LOCK) end
+  return call('ZRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now
+end
+
+local function wake(owner, client, ms)
+  return call('PUBLISH', CLIENT .. client, owner .. ' ' .. ms .. ' ' .. LOCK)
+end
+
+-- Grants from the head of the queue for as long as it fits, to `me` in full and to others for them to take up.
+-- Whoever becomes the head by that is told for how long it has to wait. Returns the first token of `me`.
+local function serve(me)
+  local head = call('ZRANGE', QUEUE, 0, 0)[1]
+  local mine
+  local at = 0
+  while true do
+    local owner = call('ZRANGE', QUEUE, at, at)[1]
+    if not owner then break end
+    local mode, ttl, text = about(owner)
+    if mode and not fits(mode) then break end
+    if not mode then
+      call('ZREM', QUEUE, owner)
+    elseif owner == me then
+      call('ZREM', QUEUE, owner)
+      mine = grant(owner, mode, ttl, ttl, text)
+    elseif wake(owner, client_of(text), 0) > 0 then
+      call('ZREM', QUEUE, owner)
+      grant(owner, mode, ttl, math.min(ttl, CLAIM), text)
+    elseif call('EXISTS', CLIENT .. client_of(text)) == 1 then
+      at = at + 1 -- it is reconnecting: it keeps its place and is passed over
+    else
+      call('ZREM', QUEUE, owner)
+      call('HDEL', ABOUT, owner)
+    end
+  end
+  local next = call('ZRANGE', QUEUE, 0, 0)[1]
+  if next and holder() and string.sub(value, 8, 8) == ':' then
+    call('SETRANGE', LOCK, 7, '+')
+    value = 'lockkit+' .. string.sub(value, 9)
+  end
+  if next and next ~= head and next ~= me and value then
+    local _, _, text = about(next)
+    if text then wake(next, client_of(text), math.max(1, left())) end
+  end
+  return mine
+end

@@ -1,0 +1,9 @@
+-- Fencing tokens go on above the server's clock, whatever became of the counter. Returns the counter.
+local time = redis.call('TIME')
+local micros = time[1] * 1000000 + time[2]
+local last = tonumber(redis.call('GET', 'lockkit#fence') or 0)
+if last < micros then
+  last = micros
+  redis.call('SET', 'lockkit#fence', string.format('%.0f', last))
+end
+return last

@@ -1,0 +1,21 @@
+-- Afterwards the owner neither holds nor waits, and whoever is next has been told. Returns 1 if it held.
+-- ARGV: 1 the value, known up to the owner at least
+local me = string.sub(ARGV[1], 9, 40)
+local held = 0
+drop_ended()
+if holder() == me then
+  held = call('DEL', LOCK)
+  value = false
+elseif call('ZREM', HOLDERS, me) == 1 then
+  held = 1
+  if call('EXISTS', HOLDERS) == 1 then
+    keep()
+  else
+    call('DEL', LOCK)
+    value = false
+  end
+end
+call('ZREM', QUEUE, me)
+call('HDEL', ABOUT, me)
+serve()
+return held

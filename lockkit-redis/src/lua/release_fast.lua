@@ -1,0 +1,5 @@
+-- Held, and nobody waits.
+-- ARGV: 1 the value
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+  return redis.call('DEL', KEYS[1])
+end

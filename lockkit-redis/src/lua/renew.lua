@@ -1,0 +1,9 @@
+-- Returns 1, or 0 if it is not held any more. What is gone is never made anew.
+-- ARGV: 1 the value, known up to the owner at least   2 ttl in ms
+local me = string.sub(ARGV[1], 9, 40)
+drop_ended()
+if holder() == me then return call('PEXPIRE', LOCK, ARGV[2]) end
+if not call('ZSCORE', HOLDERS, me) then return 0 end
+call('ZADD', HOLDERS, now + ARGV[2], me)
+keep()
+return 1

@@ -1,0 +1,3 @@
+//! The Redis backend against real servers.
+
+mod conformance;
