@@ -1,6 +1,6 @@
 //! The configuration of a client.
 
-use std::{fmt, str::FromStr, time::Duration};
+use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 
 use lockkit_core::{AcquireOptions, Error, Result, spi::BackendInfo};
 
@@ -84,6 +84,9 @@ pub struct LockConfig {
     /// What only the file backend has. Ignored while the URL names another.
     #[cfg_attr(feature = "serde", serde(default))]
     pub file: FileSection,
+    /// What only the Redis backend has. Ignored while the URL names another.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub redis: RedisSection,
 }
 
 /// The part of a [`LockConfig`] that only the file backend has.
@@ -95,6 +98,30 @@ pub struct FileSection {
     /// How often a waiter looks again although nothing woke it, 1 ms to a minute. Default: what suits the platform.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::poll"))]
     pub poll: Option<Duration>,
+}
+
+/// The part of a [`LockConfig`] that only the Redis backend has. Each key is also a parameter of `redis:` URLs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
+#[non_exhaustive]
+pub struct RedisSection {
+    /// The name of the master, where the URL names sentinels, separated by commas, rather than the server.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::sentinel"))]
+    pub sentinel: Option<String>,
+    /// How many replicas have to have acknowledged a grant before it counts. It narrows the window in which a
+    /// fail-over loses a lock, and does not close it. Default: 0.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::replicas"))]
+    pub replicas: Option<u32>,
+    /// How long to wait for these replicas. Default: 1 s.
+    #[cfg_attr(
+        feature = "serde",
+        serde(default, deserialize_with = "named::replicas_timeout")
+    )]
+    pub replicas_timeout: Option<Duration>,
+    /// A file of PEM certificates to trust instead of the system's, for `rediss:`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::ca"))]
+    pub ca: Option<PathBuf>,
 }
 
 impl LockConfig {
@@ -166,6 +193,10 @@ impl LockConfig {
             "label" => self.label = Some(value.to_owned()),
             "local_handoffs" => self.local_handoffs = Some(count(value)?),
             "poll" => self.file.poll = Some(duration(value)?),
+            "sentinel" => self.redis.sentinel = Some(value.to_owned()),
+            "replicas" => self.redis.replicas = Some(count(value)?),
+            "replicas_timeout" => self.redis.replicas_timeout = Some(duration(value)?),
+            "ca" => self.redis.ca = Some(value.into()),
             _ => return Err("it is unknown".to_owned()),
         }
         Ok(())
@@ -186,6 +217,12 @@ impl LockConfig {
             file: FileSection {
                 poll: self.file.poll.or(of_url.file.poll),
             },
+            redis: RedisSection {
+                sentinel: self.redis.sentinel.clone().or(of_url.redis.sentinel),
+                replicas: self.redis.replicas.or(of_url.redis.replicas),
+                replicas_timeout: self.redis.replicas_timeout.or(of_url.redis.replicas_timeout),
+                ca: self.redis.ca.clone().or(of_url.redis.ca),
+            },
         };
         config.validate()?;
         Ok(config)
@@ -205,7 +242,7 @@ impl LockConfig {
                 "namespace",
                 format!("{namespace:?} has characters other than A-Z a-z 0-9 . _ -"),
             )),
-            _ => Ok(()),
+            _ => Target::of(&Url::parse(&self.url)?)?.validate(self),
         }
     }
 
@@ -289,6 +326,7 @@ impl fmt::Debug for LockConfig {
             label,
             local_handoffs,
             file,
+            redis,
         } = self;
         f.debug_struct("LockConfig")
             .field("url", &redacted(url))
@@ -300,6 +338,7 @@ impl fmt::Debug for LockConfig {
             .field("label", label)
             .field("local_handoffs", local_handoffs)
             .field("file", file)
+            .field("redis", redis)
             .finish()
     }
 }
@@ -329,7 +368,7 @@ fn count(text: &str) -> Result<u32, String> {
 /// How serde reads each option. Not every format's errors say where they happened, so these name the key themselves.
 #[cfg(feature = "serde")]
 mod named {
-    use std::{fmt::Display, time::Duration};
+    use std::{fmt::Display, path::PathBuf, time::Duration};
 
     use serde::{Deserialize, Deserializer, de::Error};
 
@@ -350,13 +389,20 @@ mod named {
         )*};
     }
 
-    durations!(ttl wait op_timeout connect_timeout poll);
-    texts!(namespace label);
+    macro_rules! counts {
+        ($($key:ident)*) => {$(
+            pub(super) fn $key<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u32>, D::Error> {
+                u32::deserialize(value).map(Some).map_err(|error| wrong(stringify!($key), error))
+            }
+        )*};
+    }
 
-    pub(super) fn local_handoffs<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u32>, D::Error> {
-        u32::deserialize(value)
-            .map(Some)
-            .map_err(|error| wrong("local_handoffs", error))
+    durations!(ttl wait op_timeout connect_timeout poll replicas_timeout);
+    texts!(namespace label sentinel);
+    counts!(local_handoffs replicas);
+
+    pub(super) fn ca<'de, D: Deserializer<'de>>(value: D) -> Result<Option<PathBuf>, D::Error> {
+        text("ca", value).map(|path| Some(path.into()))
     }
 
     fn text<'de, D: Deserializer<'de>>(key: &str, value: D) -> Result<String, D::Error> {

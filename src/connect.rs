@@ -12,9 +12,11 @@ use crate::{LockConfig, url::Url};
 /// |---|---|---|
 /// | `memory:` | one space in this process, for tests and single-process programs | |
 /// | `file:///var/lock/app` | files in a directory of this host, on Unix | `file` (default) |
+/// | `redis://user:pass@host:6379/0`, `rediss://…` | one Redis master | `redis`, and `tls` for `rediss:` |
 ///
 /// Every URL takes the parameters `ttl`, `wait`, `op_timeout`, `connect_timeout`, `namespace`, `label` and
-/// `local_handoffs`, which are described at [`LockConfig`]; `file:` URLs also take `poll`. Durations are written
+/// `local_handoffs`, which are described at [`LockConfig`]; `file:` URLs also take `poll`, `redis:` ones what is
+/// described at [`RedisSection`](crate::RedisSection). Durations are written
 /// `500ms`, `30s` or `1m 30s` (a space in a URL is `%20`).
 ///
 /// Make one client per process and server, and clone it.
@@ -69,12 +71,15 @@ impl LockConfig {
 }
 
 /// The backend that a URL means, and where its server is.
-#[derive(Debug)]
 pub(crate) enum Target {
     Memory,
     #[cfg(all(feature = "file", unix))]
     File {
         dir: std::path::PathBuf,
+    },
+    #[cfg(feature = "redis")]
+    Redis {
+        url: String,
     },
 }
 
@@ -95,6 +100,16 @@ impl Target {
             )),
             #[cfg(not(feature = "file"))]
             "file" => Err(Error::feature_disabled("file", "file")),
+            #[cfg(feature = "redis")]
+            "redis" | "rediss" => Ok(Self::Redis {
+                url: url.without_parameters().to_owned(),
+            }),
+            #[cfg(feature = "redis")]
+            "redlock" => Err(Error::unsupported(
+                "redlock",
+                "several independent masters, in this version; use redis:// for one",
+            )),
+            #[cfg(not(feature = "redis"))]
             scheme @ ("redis" | "rediss" | "redlock") => Err(Error::feature_disabled(scheme, "redis")),
             "zk" => Err(Error::feature_disabled("zk", "zk")),
             "mysql" => Err(Error::feature_disabled("mysql", "mysql")),
@@ -107,11 +122,30 @@ impl Target {
             Self::Memory => "memory",
             #[cfg(all(feature = "file", unix))]
             Self::File { .. } => "file",
+            #[cfg(feature = "redis")]
+            Self::Redis { .. } => "redis",
         }
     }
 
+    /// Whether the backend can be opened with this config, as far as can be told without I/O.
     #[cfg_attr(
-        not(all(feature = "file", unix)),
+        not(feature = "redis"),
+        expect(
+            clippy::unnecessary_wraps,
+            reason = "the backends that are built in take anything"
+        )
+    )]
+    pub(crate) fn validate(&self, config: &LockConfig) -> Result<()> {
+        match self {
+            #[cfg(feature = "redis")]
+            Self::Redis { url } => redis(url, config).validate()?,
+            _ => _ = config,
+        }
+        Ok(())
+    }
+
+    #[cfg_attr(
+        not(any(all(feature = "file", unix), feature = "redis")),
         expect(clippy::unused_async, reason = "only memory is opened without I/O")
     )]
     async fn open(self, config: &LockConfig) -> Result<LockClient> {
@@ -125,6 +159,10 @@ impl Target {
                 file.poll = config.file.poll;
                 LockClient::new(lockkit_core::FileBackend::open(file).await?)
             }
+            #[cfg(feature = "redis")]
+            Self::Redis { url } => {
+                LockClient::new(lockkit_redis::RedisBackend::connect(redis(&url, config)).await?)
+            }
         })
     }
 
@@ -134,6 +172,8 @@ impl Target {
             Self::Memory => &[],
             #[cfg(all(feature = "file", unix))]
             Self::File { .. } => &["poll"],
+            #[cfg(feature = "redis")]
+            Self::Redis { .. } => &["sentinel", "replicas", "replicas_timeout", "ca"],
         }
     }
 }
@@ -145,6 +185,18 @@ fn memory(url: &Url<'_>) -> Result<Target> {
     Err(url.invalid(
         "the memory backend has no address: write `memory:`, and keep applications apart with `memory:?namespace=…`",
     ))
+}
+
+#[cfg(feature = "redis")]
+fn redis(url: &str, config: &LockConfig) -> lockkit_redis::RedisConfig {
+    let section = &config.redis;
+    let mut redis = lockkit_redis::RedisConfig::new(url);
+    config.namespace_or_default().clone_into(&mut redis.namespace);
+    redis.sentinel.clone_from(&section.sentinel);
+    redis.replicas = section.replicas.unwrap_or(redis.replicas);
+    redis.replicas_timeout = section.replicas_timeout.unwrap_or(redis.replicas_timeout);
+    redis.ca.clone_from(&section.ca);
+    redis
 }
 
 #[cfg(all(feature = "file", unix))]

@@ -66,23 +66,28 @@
 //! | feature | what it brings |
 //! |---|---|
 //! | `file` (default) | the file backend, `file:`: locks between the processes of one host |
+//! | `redis` | the Redis backend, `redis:`: one master |
+//! | `tls` | connections over TLS (`rediss:`) for the backends that are there |
 //! | `full` | every backend |
 //! | `serde` | `Deserialize` for [`LockConfig`] |
 //! | `metrics` | counters and histograms through the `metrics` facade |
 //! | `blocking` | an API for programs without an async runtime |
 //!
 //! A feature never changes what another one does. Without any there is the memory backend alone, and no client crate
-//! is compiled. `redis`, `zk` and `mysql` come with their backends; until then the URL schemes `redis`, `rediss`,
-//! `redlock`, `zk` and `mysql` answer [`Error::FeatureDisabled`].
+//! is compiled. `zk` and `mysql` come with their backends; until then these URL schemes answer
+//! [`Error::FeatureDisabled`].
 
 mod config;
 mod connect;
 mod url;
 
-pub use config::{FileSection, LockConfig};
+pub use config::{FileSection, LockConfig, RedisSection};
 pub use connect::connect;
 #[doc(inline)]
 pub use lockkit_core::*;
+#[cfg(feature = "redis")]
+#[doc(inline)]
+pub use lockkit_redis::{RedisBackend, RedisConfig};
 
 /// The traits, for `use lockkit::prelude::*`.
 pub mod prelude {

@@ -169,7 +169,19 @@ impl Dialler {
         #[cfg(target_os = "linux")]
         let tcp = tcp.set_user_timeout(Duration::from_secs(5));
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
-        let client = self.client(info).map_err(connecting)?;
+        #[cfg(feature = "tls")]
+        let client = match &self.ca {
+            Some(ca) => {
+                let certificates = redis::TlsCertificates {
+                    client_tls: None,
+                    root_cert: Some(ca.clone()),
+                };
+                redis::Client::build_with_tls(info, certificates)
+            }
+            None => redis::Client::open(info),
+        };
+        #[cfg(not(feature = "tls"))]
+        let client = redis::Client::open(info);
         let on_push = on_push.clone();
         // How long to wait for an answer is for the driver to say; a silent connection is the link's to find.
         let config = AsyncConnectionConfig::new()
@@ -181,21 +193,10 @@ impl Dialler {
                 Ok(())
             });
         client
+            .map_err(connecting)?
             .get_multiplexed_async_connection_with_config(&config)
             .await
             .map_err(connecting)
-    }
-
-    fn client(&self, info: redis::ConnectionInfo) -> redis::RedisResult<redis::Client> {
-        #[cfg(feature = "tls")]
-        if let Some(ca) = &self.ca {
-            let certificates = redis::TlsCertificates {
-                client_tls: None,
-                root_cert: Some(ca.clone()),
-            };
-            return redis::Client::build_with_tls(info, certificates);
-        }
-        redis::Client::open(info)
     }
 
     /// The master's address, from the first sentinel that knows it.

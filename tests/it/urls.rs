@@ -107,13 +107,18 @@ fn values_out_of_range_name_the_option() {
 #[test]
 fn schemes_without_a_backend_here_name_the_feature() {
     for (scheme, feature) in [
+        #[cfg(not(feature = "redis"))]
         ("redis", "redis"),
+        #[cfg(not(feature = "redis"))]
         ("rediss", "redis"),
+        #[cfg(all(feature = "redis", not(feature = "tls")))]
+        ("rediss", "tls"),
+        #[cfg(not(feature = "redis"))]
         ("redlock", "redis"),
         ("zk", "zk"),
         ("mysql", "mysql"),
     ] {
-        let error = refused(&format!("{scheme}://user:canary@host/1?whatever=1"));
+        let error = refused(&format!("{scheme}://user:canary@host/1"));
         match &error {
             Error::FeatureDisabled {
                 scheme: s,
@@ -140,6 +145,65 @@ fn unknown_schemes_list_the_known() {
 #[test]
 fn schemes_are_read_in_any_case() {
     assert!(LockConfig::from_url("MEMORY:").is_ok());
+}
+
+#[cfg(feature = "redis")]
+#[test]
+fn redis_urls_name_a_server() {
+    for good in [
+        "redis://127.0.0.1",
+        "redis://user:p%40ss@host:7000/3?replicas=1&replicas_timeout=50ms",
+        "redis://:canary@[::1]:7000?ttl=5s",
+        "redis://a,b:5000,c/1?sentinel=main",
+    ] {
+        let config = LockConfig::from_url(good).unwrap_or_else(|error| panic!("{good}: {error}"));
+        assert!(!format!("{config:?}").contains("canary"), "{config:?}");
+    }
+    for (bad, part) in [
+        ("redis://", "host"),
+        ("redis:host", "redis://"),
+        ("redis://user:canary@a,b", "sentinel"),
+        ("redis://user:canary@host/x", "database"),
+        ("redis://user:canary@host:x", "port"),
+        ("redis://user:canary@host?sentinel=", "sentinel"),
+        ("redis://user:canary@host?poll=1s", "`poll`"),
+        ("redis://user:canary@host?replicas=-1", "`replicas`"),
+        ("redis://user:canary@host?replicas_timeout=0s", "replicas_timeout"),
+        ("redis://user:canary@host?ca=/ca.pem", "rediss"),
+    ] {
+        let text = refused(bad).to_string();
+        assert!(text.contains(part), "{bad}: {text}");
+    }
+}
+
+#[cfg(feature = "redis")]
+#[tokio::test]
+async fn a_redis_url_connects_with_its_options() {
+    use lockkit_testbed::redis::{self, RedisServer};
+
+    if lockkit_testbed::skipped("redis", redis::missing()) {
+        return;
+    }
+    let server = RedisServer::builder().password("canary").start().unwrap();
+    let url = format!("{}/3?namespace=billing&ttl=7s&label=me", server.url());
+    let client = lockkit::connect(&url).await.unwrap();
+    let lock = client.lock("orders/42").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    let id = lock.id().to_string();
+    assert!(id.contains("/3") && !id.contains("canary"), "{id}");
+    let value = server.cli(&[
+        "EVAL",
+        "redis.call('SELECT', 3) return redis.call('GET', 'billing:orders/42')",
+        "0",
+    ]);
+    let value = value.unwrap();
+    assert!(value.starts_with("lockkit:") && value.ends_with(" me"), "{value}");
+    guard.release().await.unwrap();
+
+    let wrong = server.url().replace("canary", "wrong-one");
+    let error = lockkit::connect(&wrong).await.unwrap_err();
+    assert!(!error.is_transient(), "{error:?}");
+    assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
 }
 
 #[cfg(feature = "file")]
