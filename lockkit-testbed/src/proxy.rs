@@ -202,7 +202,6 @@ enum Action {
 
 #[derive(Debug)]
 struct Shared {
-    /// Bytes are handed on while it is borrowed, so that none passes after a change.
     mode: watch::Sender<Mode>,
     upstream: Mutex<SocketAddr>,
     counts: Mutex<Counts>,
@@ -485,7 +484,9 @@ impl<'a> Flow<'a> {
     async fn run(mut self) -> io::Result<()> {
         let mut mode = self.shared.mode.subscribe();
         loop {
-            let delay = mode.borrow_and_update().delay(self.way);
+            // Modes are set on this very thread, so that this is the mode until the next await is over.
+            let now = *mode.borrow_and_update();
+            let delay = now.delay(self.way);
             let due = delay.and_then(|delay| Some(self.held.front()?.at + delay));
             // A socket that nothing is read from holds back all by itself.
             let may_read = delay.is_some() && !self.at_end && self.held_bytes < Self::MOST_HELD;
@@ -494,7 +495,7 @@ impl<'a> Flow<'a> {
                 changed = mode.changed() => changed.map_err(io::Error::other)?,
                 room = writable(self.to, due) => {
                     room?;
-                    if self.hand_on()? {
+                    if self.hand_on(now)? {
                         return Ok(());
                     }
                 }
@@ -523,12 +524,7 @@ impl<'a> Flow<'a> {
     }
 
     /// Hands on what arrived first, or as much of it as goes; true if that was the end.
-    fn hand_on(&mut self) -> io::Result<bool> {
-        // The mode cannot change while it is borrowed.
-        let mode = self.shared.mode.borrow();
-        if mode.delay(self.way).is_none() {
-            return Ok(false);
-        }
+    fn hand_on(&mut self, mode: Mode) -> io::Result<bool> {
         let Some(first) = self.held.front_mut() else {
             return Ok(false);
         };

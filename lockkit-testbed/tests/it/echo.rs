@@ -50,6 +50,7 @@ fn answer(mut stream: TcpStream, seen: &Mutex<Seen>) {
     stream.set_nodelay(true).unwrap();
     seen.lock().unwrap().connections += 1;
     let mut buffer = [0; 4096];
+    let mut answers = true;
     loop {
         match stream.read(&mut buffer) {
             Ok(0) => {
@@ -58,9 +59,17 @@ fn answer(mut stream: TcpStream, seen: &Mutex<Seen>) {
                 return;
             }
             Ok(length) => {
-                // 'Q' ends the connection from here.
-                seen.lock().unwrap().bytes.extend(&buffer[..length]);
-                if buffer[..length].contains(&b'Q') || stream.write_all(&buffer[..length]).is_err() {
+                let bytes = &buffer[..length];
+                seen.lock().unwrap().bytes.extend(bytes);
+                // 'Q' ends the connection from here, 'H' this direction alone.
+                if bytes.contains(&b'Q') {
+                    return;
+                }
+                if bytes.contains(&b'H') {
+                    answers = false;
+                    stream.shutdown(Shutdown::Write).unwrap();
+                }
+                if answers && stream.write_all(bytes).is_err() {
                     return;
                 }
             }

@@ -73,7 +73,7 @@ fn paused_it_does_nothing_and_resumed_it_goes_on() {
 
 #[test]
 fn it_starts_again_in_the_same_directory() {
-    let process = shell("echo life >>lives; sleep 1000");
+    let process = shell("echo life >>lives; exec sleep 1000");
     let lives = || fs::read_to_string(process.directory().join("lives")).unwrap_or_default();
     for n in 1..4 {
         process.start().unwrap();
@@ -129,7 +129,7 @@ fn a_failed_start_shows_what_was_printed() {
 
 #[test]
 fn a_start_that_takes_too_long_shows_what_was_printed() {
-    let process = shell("seq 100000; sleep 1000");
+    let process = shell("seq 100000; exec sleep 1000");
     process.start().unwrap();
     until("it has printed", || process.log_tail().ends_with("100000\n"));
     let error = process

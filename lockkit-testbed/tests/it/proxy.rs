@@ -103,6 +103,18 @@ fn pass_hands_on_much_at_once() {
 }
 
 #[test]
+fn pass_hands_on_what_follows_an_end_the_other_way() {
+    let (server, _proxy, mut client) = served();
+    // The server ends its direction on 'H' and goes on reading.
+    send(&mut client, "H");
+    assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    client.write_all(&[b'x'; 6_000_000]).unwrap();
+    drop(client);
+    until("the rest arrives in order", || server.seen().ended == 1);
+    assert_eq!(server.seen().bytes.len(), 2 + 6_000_000);
+}
+
+#[test]
 fn counts_tell_round_trips() {
     let (_server, proxy, mut client) = served();
     let mut second = connect(&proxy);
@@ -386,7 +398,7 @@ fn no_byte_passes_once_a_mode_is_set() {
             proxy.counts().replies.bytes > before.replies.bytes
         });
     }
-    proxy.reset();
+    drop(proxy);
     stream.join().unwrap();
 }
 
