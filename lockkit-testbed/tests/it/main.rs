@@ -2,6 +2,7 @@
 
 mod clock;
 mod echo;
+mod gate;
 mod port;
 mod process;
 mod proxy;

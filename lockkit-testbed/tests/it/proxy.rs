@@ -108,7 +108,7 @@ fn pass_hands_on_what_follows_an_end_the_other_way() {
     // The server ends its direction on 'H' and goes on reading.
     send(&mut client, "H");
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
-    client.write_all(&[b'x'; 6_000_000]).unwrap();
+    client.write_all(&vec![b'x'; 6_000_000]).unwrap();
     drop(client);
     until("the rest arrives in order", || server.seen().ended == 1);
     assert_eq!(server.seen().bytes.len(), 2 + 6_000_000);

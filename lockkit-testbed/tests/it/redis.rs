@@ -1,8 +1,7 @@
 use std::{
-    io::{Read, Write},
+    io::{self, Read, Write},
     net::TcpStream,
     path::Path,
-    process::{Command, Stdio},
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -13,6 +12,7 @@ use lockkit_testbed::{
     redis::{self, Fsync, RedisCluster, RedisSentinels, RedisServer},
     skipped,
 };
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 
 fn no_redis() -> bool {
     skipped("redis", redis::missing())
@@ -227,26 +227,36 @@ fn passwords_are_asked_for_and_stay_secret() {
     assert!(!format!("{server:?}").contains("hush"));
 }
 
-fn openssl(server: &RedisServer, authority: &Path) -> String {
-    let mut client = Command::new("openssl")
-        .args([
-            "s_client",
-            "-quiet",
-            "-verify_return_error",
-            "-verify_ip",
-            "127.0.0.1",
-        ])
-        .args(["-connect", &server.addr().to_string(), "-CAfile"])
-        .arg(authority)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
+/// The answer to PING of the server at `addr` of `server`, over TLS and trusting `authority` alone.
+fn ping_over_tls(
+    server: &RedisServer,
+    authority: &Path,
+    client: Option<&Certificates>,
+) -> io::Result<String> {
+    let mut roots = rustls::RootCertStore::empty();
+    roots
+        .add(CertificateDer::from_pem_file(authority).unwrap())
         .unwrap();
-    // It may have refused the server before it reads anything.
-    let _ = client.stdin.take().unwrap().write_all(b"PING\r\nQUIT\r\n");
-    let output = client.wait_with_output().unwrap();
-    String::from_utf8(output.stdout).unwrap()
+    let config =
+        rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots);
+    let config = match client {
+        None => config.with_no_client_auth(),
+        Some(certificates) => {
+            let certificate = CertificateDer::from_pem_file(certificates.client()).unwrap();
+            let key = PrivateKeyDer::from_pem_file(certificates.client_key()).unwrap();
+            config.with_client_auth_cert(vec![certificate], key).unwrap()
+        }
+    };
+    let name = server.addr().ip().into();
+    let session = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
+    let mut stream = rustls::StreamOwned::new(session, TcpStream::connect(server.addr())?);
+    stream.write_all(b"PING\r\n")?;
+    let mut answer = [0; 7];
+    stream.read_exact(&mut answer)?;
+    Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
 #[test]
@@ -255,19 +265,36 @@ fn tls_is_served_with_a_certificate_that_only_its_authority_vouches_for() {
         return;
     }
     let certificates = Arc::new(Certificates::generate().unwrap());
+    let stranger = Certificates::generate().unwrap();
+    let server = RedisServer::builder().tls(&certificates).start().unwrap();
+    assert_eq!(server.url(), format!("rediss://{}", server.addr()));
+    for _ in 0..2 {
+        let pong = ping_over_tls(&server, &certificates.authority(), None).unwrap();
+        assert_eq!(pong, "+PONG\r\n");
+        let error = ping_over_tls(&server, &stranger.authority(), None).unwrap_err();
+        assert!(error.to_string().contains("certificate"), "{error}");
+        assert_eq!(raw(&server, "PING"), "");
+        assert_answers(&server, &["PING"], "PONG");
+        server.restart().unwrap();
+    }
+}
+
+#[test]
+fn tls_may_ask_for_a_client_s_certificate() {
+    if no_redis() {
+        return;
+    }
+    let certificates = Arc::new(Certificates::generate().unwrap());
+    let stranger = Certificates::generate().unwrap();
     let server = RedisServer::builder()
         .tls(&certificates)
-        .password("secret")
+        .directive("tls-auth-clients", &["yes"])
         .start()
         .unwrap();
-    assert_eq!(server.url(), format!("rediss://:secret@{}", server.addr()));
-    assert_answers(&server, &["PING"], "PONG");
-    assert!(openssl(&server, &certificates.authority()).contains("NOAUTH"));
-    let stranger = Certificates::generate().unwrap();
-    assert_eq!(openssl(&server, &stranger.authority()), "");
-    assert!(!raw(&server, "PING").contains("NOAUTH"));
-    server.restart().unwrap();
-    assert!(openssl(&server, &certificates.authority()).contains("NOAUTH"));
+    let ping = |client| ping_over_tls(&server, &certificates.authority(), client);
+    assert_eq!(ping(Some(&*certificates)).unwrap(), "+PONG\r\n");
+    ping(None).unwrap_err();
+    ping(Some(&stranger)).unwrap_err();
 }
 
 #[test]
