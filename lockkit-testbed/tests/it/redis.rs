@@ -2,7 +2,7 @@ use std::{
     io::{self, Read, Write},
     net::TcpStream,
     path::Path,
-    sync::Arc,
+    sync::{Arc, LazyLock},
     thread,
     time::{Duration, Instant},
 };
@@ -50,6 +50,22 @@ fn it_answers_as_the_command_line_does() {
     );
     let error = server.cli(&["INCR", "ключ {}\r\n"]).unwrap_err().to_string();
     assert!(error.contains("not an integer"), "{error}");
+}
+
+#[test]
+fn one_server_may_serve_many_tests() {
+    static SHARED: LazyLock<RedisServer> = LazyLock::new(|| RedisServer::plain().unwrap());
+
+    if no_redis() {
+        return;
+    }
+    let users: Vec<_> = (0..8)
+        .map(|_| thread::spawn(|| SHARED.cli(&["INCR", "users"]).unwrap()))
+        .collect();
+    for user in users {
+        user.join().unwrap();
+    }
+    assert_answers(&SHARED, &["GET", "users"], "8");
 }
 
 #[test]
