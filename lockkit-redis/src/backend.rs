@@ -142,19 +142,16 @@ impl Backend for RedisBackend {
         let reply = self
             .shared
             .link
-            .run("inspect", &script::INSPECT, &key, &[])
+            .run("inspect", script::INSPECT.call(&key))
             .await?;
         state(&reply).ok_or_else(|| unexpected("inspect", &reply))
     }
 
     async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
         let key = layout::key(&self.shared.namespace, name, kind);
-        let token = token.to_string();
-        let reply = self
-            .shared
-            .link
-            .run("revoke", &script::REVOKE, &key, &[token.as_bytes()])
-            .await?;
+        let mut call = script::REVOKE.call(&key);
+        call.arg(token);
+        let reply = self.shared.link.run("revoke", call).await?;
         match reply {
             Value::Int(found) => Ok(found == 1),
             other => Err(unexpected("revoke", &other)),

@@ -19,7 +19,7 @@ use crate::{
     error::{NAME, unexpected},
     layout::{self, Record},
     place::Place,
-    script,
+    script::{self, Call},
 };
 
 pub(crate) struct RedisClaim {
@@ -27,14 +27,13 @@ pub(crate) struct RedisClaim {
     request: ClaimRequest,
     key: Vec<u8>,
     record: Record,
-    ttl_ms: String,
     /// Where pushes for it arrive, from when it first may get one.
     place: Option<Arc<Place>>,
     queued: bool,
     /// Until when it was last known to hold.
     until: Option<Instant>,
-    /// Its record with the token, while it holds.
-    value: Option<String>,
+    /// The first of its tokens, while it holds.
+    first: Option<u64>,
 }
 
 /// The answer to an attempt.
@@ -56,13 +55,12 @@ impl RedisClaim {
         Self {
             key: layout::key(&shared.namespace, &request.name, request.mode.kind()),
             record: Record::new(request, &shared.inbox.client),
-            ttl_ms: request.ttl.as_millis().to_string(),
             request: request.clone(),
             shared,
             place: None,
             queued: false,
             until: None,
-            value: None,
+            first: None,
         }
     }
 
@@ -79,18 +77,21 @@ impl RedisClaim {
     /// The lease that a reply to a request sent at `since` proves: all of it on the server's clock, less what two
     /// clocks may drift apart meanwhile.
     fn lease(&self, since: Instant) -> Lease {
-        let ttl = Duration::from_millis(u64::try_from(self.request.ttl.as_millis()).unwrap_or(u64::MAX));
+        let ttl = Duration::from_millis(self.ttl_ms());
         Lease {
             since,
             length: Some(ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))),
         }
     }
 
-    /// What the server knows the hold by: as much of the record as this client knows.
+    /// As the server counts it.
+    fn ttl_ms(&self) -> u64 {
+        u64::try_from(self.request.ttl.as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// What the server knows the hold by, as far as this client knows.
     fn value(&self) -> String {
-        self.value
-            .clone()
-            .unwrap_or_else(|| Record::of(self.request.owner))
+        self.record.with_token(self.first)
     }
 
     fn set_queued(&mut self, queued: bool) {
@@ -112,25 +113,24 @@ impl RedisClaim {
     }
 
     async fn ask(&self, waits: bool) -> Result<Answer> {
-        let tokens = self.request.tokens.to_string();
-        let mode = layout::mode(self.request.mode);
-        let arguments: [&[u8]; 5] = [
-            self.record.template().as_bytes(),
-            tokens.as_bytes(),
-            self.ttl_ms.as_bytes(),
-            mode.as_bytes(),
-            b"try",
-        ];
-        let (script, arguments) = match (self.request.mode, waits) {
-            (Mode::Exclusive, true) => (&script::ACQUIRE, &arguments[..3]),
-            (_, true) => (&script::ACQUIRE_IN_FULL, &arguments[..4]),
-            (_, false) => (&script::ACQUIRE_IN_FULL, &arguments[..]),
+        let mode = self.request.mode;
+        let at_once = mode == Mode::Exclusive && waits;
+        let script = if at_once {
+            &script::ACQUIRE
+        } else {
+            &script::ACQUIRE_IN_FULL
         };
-        let reply = self
-            .shared
-            .link
-            .run("acquire", script, &self.key, arguments)
-            .await?;
+        let mut call = script.call(&self.key);
+        call.arg(self.record.template())
+            .arg(self.request.tokens.get())
+            .arg(self.ttl_ms());
+        if !at_once {
+            call.arg(layout::mode(mode));
+        }
+        if !waits {
+            call.arg("try");
+        }
+        let reply = self.shared.link.run("acquire", call).await?;
         match &reply {
             Value::Int(token) if *token > 0 => Ok(Answer::Granted(token.unsigned_abs())),
             Value::Array(parts) => match &**parts {
@@ -148,16 +148,19 @@ impl RedisClaim {
         }
     }
 
+    fn renewal(&self) -> Call {
+        let mut call = script::RENEW.call(&self.key);
+        call.arg(self.value()).arg(self.ttl_ms());
+        call
+    }
+
     /// Has the grant reach as many replicas as were asked for. It is given up otherwise.
     async fn replicate(&mut self) -> Result<()> {
         let Some((link, replicas, within)) = &self.shared.replicas else {
             return Ok(());
         };
-        let value = self.value();
-        let arguments: [&[u8]; 2] = [value.as_bytes(), self.ttl_ms.as_bytes()];
-        let script = &script::RENEW;
         let (held, reached) = link
-            .run_replicated("acquire", script, &self.key, &arguments, (*replicas, *within))
+            .run_replicated("acquire", self.renewal(), *replicas, *within)
             .await?;
         if held == Value::Int(1) && reached >= i64::from(*replicas) {
             return Ok(());
@@ -204,7 +207,7 @@ impl Claim for RedisClaim {
                 self.ask_in(None);
                 let lease = self.lease(since);
                 self.until = lease.end();
-                self.value = Some(self.record.with_token(first));
+                self.first = Some(first);
                 self.replicate().await?;
                 Ok(Some(Grant {
                     tokens: first..=first + u64::from(self.request.tokens.get()) - 1,
@@ -240,13 +243,7 @@ impl Claim for RedisClaim {
             place.begin();
         }
         let since = Instant::now();
-        let value = self.value();
-        let arguments: [&[u8]; 2] = [value.as_bytes(), self.ttl_ms.as_bytes()];
-        let reply = self
-            .shared
-            .link
-            .run("renew", &script::RENEW, &self.key, &arguments)
-            .await?;
+        let reply = self.shared.link.run("renew", self.renewal()).await?;
         match reply {
             Value::Int(1) => {
                 let lease = self.lease(since);
@@ -259,18 +256,15 @@ impl Claim for RedisClaim {
     }
 
     async fn release(&mut self) -> Result<()> {
-        let value = self.value();
-        let reply = self
-            .shared
-            .link
-            .run("release", &script::RELEASE, &self.key, &[value.as_bytes()])
-            .await?;
+        let mut call = script::RELEASE.call(&self.key);
+        call.arg(self.value());
+        let reply = self.shared.link.run("release", call).await?;
         let Value::Int(held) = reply else {
             return Err(unexpected("release", &reply));
         };
         self.set_queued(false);
         let loss = self.loss();
-        let was_held = self.value.take().is_some();
+        let was_held = self.first.take().is_some();
         self.until = None;
         if held == 0 && was_held {
             return Err(Error::lost(NAME, self.request.name.clone(), loss));

@@ -125,8 +125,11 @@ impl Dialler {
                 .map_err(connecting)?;
             script.loaded_as(digest);
         }
-        let floor = script::FLOOR.call(b"", &[], true);
-        let reply = connection.send_packed_command(&floor).await.map_err(connecting)?;
+        let floor = script::FLOOR.call(b"");
+        let reply = connection
+            .send_packed_command(&floor.command)
+            .await
+            .map_err(connecting)?;
         if !matches!(reply, redis::Value::Int(_)) {
             return Err(unexpected("connect", &reply));
         }

@@ -1,13 +1,16 @@
 //! How locks are laid out on the server. Documented, stable, and shared with other clients on purpose: an exclusive
 //! lock is a plain string at `<namespace>:<name>`, set with `NX PX` and deleted after a comparison.
 
-use std::fmt::Write as _;
+use std::{
+    fmt::{self, Write as _},
+    sync::Arc,
+    time::Duration,
+};
 
 use lockkit_core::{
     FencingToken, Holder, Kind, LockName,
     spi::{ClaimRequest, Mode, OwnerId},
 };
-use std::time::Duration;
 
 /// Keys of our own, which are not locks, begin with this.
 const OWN: &str = "lockkit#";
@@ -42,46 +45,60 @@ pub(crate) fn mode(mode: Mode) -> String {
     }
 }
 
-/// What a holder is recorded as: `lockkit:<owner> <tokens> <first token> <client> <label>`. The server fills in the
-/// token; whoever asks passes the text with `%.0f` in its place.
+/// What a holder is recorded as: `lockkit:<owner> <tokens> <first token> <client> <label>`. Whoever asks passes it
+/// with `%.0f` in the place of the token, which the server fills in.
 #[derive(Debug)]
 pub(crate) struct Record {
-    text: String,
-    /// Where in it the token begins.
-    token_at: usize,
+    /// Up to the token.
+    before: String,
+    client: Arc<str>,
+    label: Option<Arc<str>>,
 }
 
 impl Record {
-    const TOKEN: &str = "%.0f";
-
-    pub(crate) fn new(request: &ClaimRequest, client: &str) -> Self {
-        let mut text = String::with_capacity(96 + request.label.as_deref().map_or(0, str::len));
-        let ClaimRequest { owner, tokens, .. } = request;
-        let _ = write!(text, "lockkit:{owner} {tokens} ");
-        let token_at = text.len();
-        let _ = write!(text, "{} {client} ", Self::TOKEN);
-        for c in request.label.as_deref().unwrap_or_default().chars() {
-            text.push(c);
-            if c == '%' {
-                text.push(c);
-            }
+    pub(crate) fn new(request: &ClaimRequest, client: &Arc<str>) -> Self {
+        Self {
+            before: format!("lockkit:{} {} ", request.owner, request.tokens),
+            client: client.clone(),
+            label: request.label.clone(),
         }
-        Self { text, token_at }
     }
 
     /// With a place for the token.
-    pub(crate) fn template(&self) -> &str {
-        &self.text
+    pub(crate) fn template(&self) -> String {
+        let mut text = self.up_to_label(format_args!("%.0f"));
+        match &self.label {
+            Some(label) if label.contains('%') => text.push_str(&label.replace('%', "%%")),
+            Some(label) => text.push_str(label),
+            None => {}
+        }
+        text
     }
 
-    /// As it stands at the server after a grant of blocks that begin with `token`.
-    pub(crate) fn with_token(&self, token: u64) -> String {
-        let (before, after) = self.text.split_at(self.token_at);
-        let after = after[Self::TOKEN.len()..].replace("%%", "%");
-        format!("{before}{token}{after}")
+    /// As it stands at the server after a grant of tokens from `first` on; only what it begins with, if they are not
+    /// known.
+    pub(crate) fn with_token(&self, first: Option<u64>) -> String {
+        let Some(first) = first else {
+            return self.before.clone();
+        };
+        let mut text = self.up_to_label(format_args!("{first}"));
+        text.push_str(self.label.as_deref().unwrap_or_default());
+        text
     }
 
-    /// What stands for an owner whose tokens are not known.
+    fn up_to_label(&self, token: fmt::Arguments<'_>) -> String {
+        let Self {
+            before,
+            client,
+            label,
+        } = self;
+        let label = label.as_deref().map_or(0, |label| label.len() + 8);
+        let mut text = String::with_capacity(before.len() + client.len() + label + 24);
+        let _ = write!(text, "{before}{token} {client} ");
+        text
+    }
+
+    /// What stands for an owner whose claim is gone.
     pub(crate) fn of(owner: OwnerId) -> String {
         format!("lockkit:{owner} ")
     }
@@ -159,8 +176,8 @@ mod tests {
                 OwnerId::new(7),
             );
             request.label = Some(label.into());
-            let record = Record::new(&request, "client");
-            let value = record.with_token(41);
+            let record = Record::new(&request, &"client".into());
+            let value = record.with_token(Some(41));
             let shown = holder(record_in(&value).unwrap(), None).unwrap();
             assert_eq!(shown.token.get(), 41);
             assert_eq!(shown.label.unwrap_or_default(), label);

@@ -27,7 +27,7 @@ use crate::{
     error::{NAME, breaks_connection, disconnected, failed},
     layout::{self, Record},
     place::Places,
-    script::{self, Script},
+    script::{self, Call},
 };
 
 /// How often the connection is looked at.
@@ -142,29 +142,16 @@ impl Link {
     ///
     /// # Cancel safety
     /// The request may be sent and take effect all the same.
-    pub(crate) async fn run(
-        &self,
-        operation: &'static str,
-        script: &Script,
-        key: &[u8],
-        arguments: &[&[u8]],
-    ) -> Result<Value> {
+    pub(crate) async fn run(&self, operation: &'static str, call: Call) -> Result<Value> {
         let live = self.live(operation)?;
-        self.run_on(&live, operation, script, key, arguments).await
+        self.run_on(&live, operation, call).await
     }
 
-    async fn run_on(
-        &self,
-        live: &Live,
-        operation: &'static str,
-        script: &Script,
-        key: &[u8],
-        arguments: &[&[u8]],
-    ) -> Result<Value> {
-        let mut reply = self.send(live, &script.call(key, arguments, true)).await;
+    async fn run_on(&self, live: &Live, operation: &'static str, call: Call) -> Result<Value> {
+        let mut reply = self.send(live, &call.command).await;
         if reply.as_ref().is_err_and(is_unknown_script) {
             // The server forgot it: after SCRIPT FLUSH, or as a replica that was promoted.
-            reply = self.send(live, &script.call(key, arguments, false)).await;
+            reply = self.send(live, &call.in_full()).await;
         }
         reply.map_err(|error| failed(operation, error))
     }
@@ -174,14 +161,13 @@ impl Link {
     pub(crate) async fn run_replicated(
         &self,
         operation: &'static str,
-        script: &Script,
-        key: &[u8],
-        arguments: &[&[u8]],
-        (replicas, within): (u32, Duration),
+        call: Call,
+        replicas: u32,
+        within: Duration,
     ) -> Result<(Value, i64)> {
         // On one connection: WAIT knows of no other's writes.
         let live = self.live(operation)?;
-        let reply = self.run_on(&live, operation, script, key, arguments).await?;
+        let reply = self.run_on(&live, operation, call).await?;
         let mut wait = redis::cmd("WAIT");
         wait.arg(replicas)
             .arg(u64::try_from(within.as_millis()).unwrap_or(u64::MAX));
@@ -430,11 +416,10 @@ async fn end_predecessor(live: &Live, broken: &Live) {
 
 async fn give_back(link: &Weak<Link>, owner: OwnerId, lock: &[u8]) {
     let Some(link) = link.upgrade() else { return };
-    let record = Record::of(owner);
-    let arguments = [record.as_bytes()];
-    let release = link.run("release", &script::RELEASE, lock, &arguments);
+    let mut release = script::RELEASE.call(lock);
+    release.arg(Record::of(owner));
     // If this fails, what was passed lapses with its short lease.
-    let _ = tokio::time::timeout(PATIENCE, release).await;
+    let _ = tokio::time::timeout(PATIENCE, link.run("release", release)).await;
 }
 
 /// An error with its causes.

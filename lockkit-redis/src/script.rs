@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use redis::Cmd;
+use redis::{Arg, Cmd, ToRedisArgs};
 
 macro_rules! script {
     ($($part:literal),*) => {
@@ -59,19 +59,47 @@ impl Script {
         let _ = self.digest.set(digest);
     }
 
-    /// The call by digest, or with the whole script for a server that may not know it.
-    pub(crate) fn call(&self, key: &[u8], arguments: &[&[u8]], by_digest: bool) -> Cmd {
-        let digest = self.digest.get().filter(|_| by_digest);
-        let mut call = redis::cmd(if digest.is_some() { "EVALSHA" } else { "EVAL" });
-        call.arg(digest.map_or(self.source, String::as_str));
+    /// A call on one lock, to which its arguments are to be added.
+    pub(crate) fn call(&'static self, key: &[u8]) -> Call {
+        let digest = self.digest.get();
+        let mut command = Cmd::with_capacity(8, 256);
+        match digest {
+            Some(digest) => command.arg("EVALSHA").arg(digest),
+            None => command.arg("EVAL").arg(self.source),
+        };
         if key.is_empty() {
-            call.arg(0);
+            command.arg(0);
         } else {
-            call.arg(1).arg(key);
+            command.arg(1).arg(key);
         }
-        for argument in arguments {
-            call.arg(*argument);
+        Call {
+            script: self,
+            command,
         }
-        call
+    }
+}
+
+/// A call of a script.
+pub(crate) struct Call {
+    script: &'static Script,
+    pub(crate) command: Cmd,
+}
+
+impl Call {
+    pub(crate) fn arg(&mut self, argument: impl ToRedisArgs) -> &mut Self {
+        self.command.arg(argument);
+        self
+    }
+
+    /// The same call with the whole script, for a server that does not know it.
+    pub(crate) fn in_full(&self) -> Cmd {
+        let mut command = Cmd::new();
+        command.arg("EVAL").arg(self.script.source);
+        for argument in self.command.args_iter().skip(2) {
+            if let Arg::Simple(argument) = argument {
+                command.arg(argument);
+            }
+        }
+        command
     }
 }

@@ -11,13 +11,13 @@ drop_ended()
 
 -- The reply to an earlier request was lost, or the hold was passed on.
 if holder() == me then
-  call('PEXPIRE', LOCK, ttl)
+  settle(ttl)
   return tonumber(string.match(value, '^%S+ %S+ (%d+) '))
 end
 if call('ZSCORE', HOLDERS, me) then
   local _, _, mine = about(me)
   call('ZADD', HOLDERS, now + ttl, me)
-  keep()
+  settle()
   return tonumber(string.match(mine, '^%S+ %S+ (%d+) '))
 end
 

@@ -1,9 +1,11 @@
 -- What every script that does not end on its fast path begins with.
 --
---   <lock>                     lockkit:<value> one exclusive holder, nobody waits    (PX: its lease)
+--   <lock>                     lockkit:<value> one exclusive holder, nobody waits
 --                              lockkit+<value> one exclusive holder, somebody waits
---                              lockkit#shared, lockkit#permits <n>: whoever is in `holders` (PX: the longest of them)
+--                              lockkit#shared, lockkit#permits <n>: whoever is in `holders`
 --                              anything else: a foreign client's hold
+--                              It expires with the (longest) lease, or GRACE later while somebody waits: whoever
+--                              comes meanwhile finds it and serves the queue, instead of going before it.
 --   lockkit#holders:{<lock>}   shared holders and permits: owner -> end of the lease in ms of the server's clock
 --   lockkit#queue:{<lock>}     waiters: owner -> arrival in us, made unique
 --   lockkit#about:{<lock>}     waiters, shared holders and permits: owner -> "<mode> <ttl> <value>"
@@ -16,6 +18,7 @@ local LOCK = KEYS[1]
 local HOLDERS, QUEUE, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
 local CLIENT, FENCE = 'lockkit#client:', 'lockkit#fence'
 local CLAIM = 3000 -- for how long a hold that was passed on waits for its new holder to take it, in ms
+local GRACE = 10000 -- by how much a lock that somebody waits for outlives its lease, in ms
 local IDLE = 600000 -- what nobody has touched for so long is forgotten, in ms
 
 local time = call('TIME')
@@ -47,16 +50,38 @@ local function expire(key, ms)
   if call('PTTL', key) < ms then call('PEXPIRE', key, ms) end
 end
 
--- The lock's key lives as long as the longest of the holders.
-local function keep()
-  local longest = math.max(1, call('ZREVRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now)
-  call('PSETEX', LOCK, longest, value)
-  expire(HOLDERS, longest + IDLE)
-  expire(ABOUT, longest + IDLE)
+local function longest() return call('ZREVRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now end
+
+-- What is left of the lease; of the first to end, if there are several. -1 if it has no end.
+local function left()
+  if is_group() then return call('ZRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now end
+  local ms = call('PTTL', LOCK)
+  if holder() and string.sub(value, 8, 8) == '+' then return ms - GRACE end
+  return ms
 end
 
--- Forgets holders whose lease is over, and all of them if the key no longer says that they hold.
+-- Makes the key say whether somebody waits, and last accordingly. `lease` is what is left of an exclusive one.
+local function settle(lease)
+  if not value or is_foreign() then return end
+  local waited_for = call('EXISTS', QUEUE) == 1
+  if is_group() then
+    lease = longest()
+    call('SET', LOCK, value)
+    expire(HOLDERS, lease + IDLE)
+    expire(ABOUT, lease + IDLE)
+  else
+    value = (waited_for and 'lockkit+' or 'lockkit:') .. string.sub(value, 9)
+    call('SET', LOCK, value)
+  end
+  call('PEXPIRE', LOCK, math.max(1, lease + (waited_for and GRACE or 0)))
+end
+
+-- Forgets holders whose lease is over, and all of a group if the key no longer says that they hold.
 local function drop_ended()
+  if holder() and left() <= 0 then
+    call('DEL', LOCK)
+    value = false
+  end
   local ended = call('ZRANGEBYSCORE', HOLDERS, '-inf', is_group() and now or '+inf')
   for _, owner in ipairs(ended) do
     call('ZREM', HOLDERS, owner)
@@ -84,19 +109,13 @@ local function grant(owner, mode, ttl, lease, text)
   if mode == 'x' then
     call('HDEL', ABOUT, owner)
     value = 'lockkit:' .. string.format(text, first)
-    call('PSETEX', LOCK, lease, value)
   else
     value = group_of(mode)
     call('ZADD', HOLDERS, now + lease, owner)
     call('HSET', ABOUT, owner, mode .. ' ' .. ttl .. ' ' .. string.format(text, first))
-    keep()
   end
+  settle(lease)
   return first
-end
-
-local function left()
-  if not is_group() then return call('PTTL', LOCK) end
-  return call('ZRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now
 end
 
 local function wake(owner, client, ms)
@@ -129,11 +148,8 @@ local function serve(me)
       call('HDEL', ABOUT, owner)
     end
   end
+  if value then settle(left()) end
   local next = call('ZRANGE', QUEUE, 0, 0)[1]
-  if next and holder() and string.sub(value, 8, 8) == ':' then
-    call('SETRANGE', LOCK, 7, '+')
-    value = 'lockkit+' .. string.sub(value, 9)
-  end
   if next and next ~= head and next ~= me and value then
     local _, _, text = about(next)
     if text then wake(next, client_of(text), math.max(1, left())) end

@@ -1,7 +1,8 @@
 -- Looks, and changes nothing.
 -- Returns how many wait, the value or nil, what is left of it in ms, and for each shared holder or permit what is
 -- left of its lease and its value.
-local shown = { call('ZCARD', QUEUE), value, call('PTTL', LOCK) }
+local is_over = holder() and left() <= 0
+local shown = { call('ZCARD', QUEUE), not is_over and value, value and not is_group() and left() or -2 }
 if is_group() then
   local entries = call('ZRANGE', HOLDERS, 0, -1, 'WITHSCORES')
   for i = 1, #entries, 2 do

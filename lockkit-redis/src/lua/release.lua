@@ -8,9 +8,7 @@ if holder() == me then
   value = false
 elseif call('ZREM', HOLDERS, me) == 1 then
   held = 1
-  if call('EXISTS', HOLDERS) == 1 then
-    keep()
-  else
+  if call('EXISTS', HOLDERS) == 0 then
     call('DEL', LOCK)
     value = false
   end

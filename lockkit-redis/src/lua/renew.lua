@@ -2,8 +2,14 @@
 -- ARGV: 1 the value, known up to the owner at least   2 ttl in ms
 local me = string.sub(ARGV[1], 9, 40)
 drop_ended()
-if holder() == me then return call('PEXPIRE', LOCK, ARGV[2]) end
-if not call('ZSCORE', HOLDERS, me) then return 0 end
-call('ZADD', HOLDERS, now + ARGV[2], me)
-keep()
-return 1
+if holder() == me then
+  settle(ARGV[2])
+  return 1
+end
+if call('ZSCORE', HOLDERS, me) then
+  call('ZADD', HOLDERS, now + ARGV[2], me)
+  settle()
+  return 1
+end
+serve()
+return 0

@@ -18,9 +18,7 @@ elseif is_group() then
       ended = text
       call('ZREM', HOLDERS, owner)
       call('HDEL', ABOUT, owner)
-      if call('EXISTS', HOLDERS) == 1 then
-        keep()
-      else
+      if call('EXISTS', HOLDERS) == 0 then
         call('DEL', LOCK)
         value = false
       end
@@ -28,7 +26,6 @@ elseif is_group() then
     end
   end
 end
-if not ended then return 0 end
-wake(string.sub(ended, 1, 32), client_of(ended), 0)
+if ended then wake(string.sub(ended, 1, 32), client_of(ended), 0) end
 serve()
-return 1
+return ended and 1 or 0
