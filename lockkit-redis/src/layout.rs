@@ -12,6 +12,11 @@ use lockkit_core::{
     spi::{ClaimRequest, Mode, OwnerId},
 };
 
+/// The last fencing token of the database.
+pub(crate) const FENCE: &str = "lockkit#fence";
+/// Tokens begin at the server's clock in microseconds. Any that is not above this comes from a counter that was lost.
+pub(crate) const LEAST_TOKEN: u64 = 1_000_000_000_000;
+
 /// Keys of our own, which are not locks, begin with this.
 const OWN: &str = "lockkit#";
 
@@ -45,8 +50,11 @@ pub(crate) fn mode(mode: Mode) -> String {
     }
 }
 
+/// Stands for a token that its holder has not told the server yet.
+const UNSAID: &str = "-";
+
 /// What a holder is recorded as: `lockkit:<owner> <tokens> <first token> <client> <label>`. Whoever asks passes it
-/// with `%.0f` in the place of the token, which the server fills in.
+/// with `%d` in the place of the token, which the server fills in.
 #[derive(Debug)]
 pub(crate) struct Record {
     /// Up to the token.
@@ -66,7 +74,7 @@ impl Record {
 
     /// With a place for the token.
     pub(crate) fn template(&self) -> String {
-        let mut text = self.up_to_label(format_args!("%.0f"));
+        let mut text = self.up_to_label(format_args!("%d"));
         match &self.label {
             Some(label) if label.contains('%') => text.push_str(&label.replace('%', "%%")),
             Some(label) => text.push_str(label),
@@ -75,13 +83,12 @@ impl Record {
         text
     }
 
-    /// As it stands at the server after a grant of tokens from `first` on; only what it begins with, if they are not
-    /// known.
+    /// As it stands at the server after a grant of tokens from `first` on, or of tokens that have not been said yet.
     pub(crate) fn with_token(&self, first: Option<u64>) -> String {
-        let Some(first) = first else {
-            return self.before.clone();
+        let mut text = match first {
+            Some(first) => self.up_to_label(format_args!("{first}")),
+            None => self.up_to_label(format_args!("{UNSAID}")),
         };
-        let mut text = self.up_to_label(format_args!("{first}"));
         text.push_str(self.label.as_deref().unwrap_or_default());
         text
     }
@@ -104,14 +111,18 @@ impl Record {
     }
 }
 
-/// A holder as it is recorded, without the prefix; `None` if it is no record of ours.
+/// A holder as it is recorded, without the prefix; `None` if it is no record of ours. The token is 0 if it has not been
+/// said.
 pub(crate) fn holder(text: &str, left: Option<Duration>) -> Option<Holder> {
     let mut parts = text.splitn(5, ' ');
     let owner = parts.next()?;
     if owner.len() != 32 || !owner.bytes().all(|b| b.is_ascii_hexdigit()) {
         return None;
     }
-    let token = parts.nth(1)?.parse().ok()?;
+    let token = match parts.nth(1)? {
+        UNSAID => 0,
+        token => token.parse().ok()?,
+    };
     let label = parts.nth(1)?;
     let label = (!label.is_empty()).then(|| label.to_owned());
     Some(Holder::new(FencingToken::new(token), label, left))
@@ -168,7 +179,7 @@ mod tests {
 
     #[test]
     fn a_record_is_read_back_whatever_the_label() {
-        for label in ["", "host-7", "100 % of %.0f %s", "line\nbreak  two", "ü\0"] {
+        for label in ["", "host-7", "100 % of %d %s", "line\nbreak  two", "ü\0"] {
             let mut request = ClaimRequest::new(
                 name("n"),
                 Mode::Exclusive,

@@ -15,7 +15,7 @@ use std::{
 };
 
 use lockkit_core::{Error, Result, spi::OwnerId};
-use redis::{Cmd, ErrorKind, PushInfo, PushKind, RedisError, RedisResult, ServerErrorKind, Value};
+use redis::{Cmd, ErrorKind, Pipeline, PushInfo, PushKind, RedisError, RedisResult, ServerErrorKind, Value};
 use tokio::{
     sync::{Notify, mpsc},
     task::AbortHandle,
@@ -156,6 +156,16 @@ impl Link {
         reply.map_err(|error| failed(operation, error))
     }
 
+    /// Runs a transaction. The array of its replies.
+    ///
+    /// # Cancel safety
+    /// The transaction may be sent and take effect all the same.
+    pub(crate) async fn transact(&self, operation: &'static str, transaction: &Pipeline) -> Result<Value> {
+        let live = self.live(operation)?;
+        let reply = live.transact(transaction).await;
+        self.seen(&live, reply).map_err(|error| failed(operation, error))
+    }
+
     /// Runs a script that writes, and then waits for the writes of this connection to reach replicas. The script's
     /// reply, and how many they reached `within` this time.
     pub(crate) async fn run_replicated(
@@ -178,6 +188,10 @@ impl Link {
 
     async fn send(&self, live: &Live, command: &Cmd) -> RedisResult<Value> {
         let reply = live.send(command).await;
+        self.seen(live, reply)
+    }
+
+    fn seen(&self, live: &Live, reply: RedisResult<Value>) -> RedisResult<Value> {
         if reply.as_ref().is_err_and(breaks_connection) {
             self.signals.break_off(live.number);
         }
@@ -223,6 +237,19 @@ impl Live {
         let reply = connection.send_packed_command(command).await;
         waiting.answered();
         reply.and_then(Value::extract_error)
+    }
+
+    async fn transact(&self, transaction: &Pipeline) -> RedisResult<Value> {
+        self.sent.fetch_add(1, Ordering::Relaxed);
+        let waiting = Waiting(self);
+        let mut connection = self.dialled.connection.clone();
+        // MULTI and each command of the transaction are acknowledged first.
+        let replies = connection
+            .send_packed_commands(transaction, transaction.len() + 1, 1)
+            .await;
+        waiting.answered();
+        let reply = replies?.pop().unwrap_or(Value::Nil);
+        reply.extract_error()
     }
 
     /// Whether the server answers.

@@ -10,9 +10,7 @@ macro_rules! script {
     };
 }
 
-pub(crate) static ACQUIRE: Script = script!("acquire_fast", "common", "acquire");
-/// Tries, shared mode and permits.
-pub(crate) static ACQUIRE_IN_FULL: Script = script!("common", "acquire");
+pub(crate) static ACQUIRE: Script = script!("common", "acquire");
 pub(crate) static RENEW: Script = script!("renew_fast", "common", "renew");
 pub(crate) static RELEASE: Script = script!("release_fast", "common", "release");
 pub(crate) static REVOKE: Script = script!("common", "revoke");
@@ -20,15 +18,7 @@ pub(crate) static INSPECT: Script = script!("common", "inspect");
 pub(crate) static FLOOR: Script = script!("floor");
 
 /// What a connection makes known to its server before it is used.
-pub(crate) static ALL: [&Script; 7] = [
-    &ACQUIRE,
-    &ACQUIRE_IN_FULL,
-    &RENEW,
-    &RELEASE,
-    &REVOKE,
-    &INSPECT,
-    &FLOOR,
-];
+pub(crate) static ALL: [&Script; 6] = [&ACQUIRE, &RENEW, &RELEASE, &REVOKE, &INSPECT, &FLOOR];
 
 /// A Lua script of one lock.
 ///

@@ -1,9 +1,9 @@
 -- An acquisition that is asked for twice is granted once: it is known by its owner.
--- ARGV: 1 the value, with %.0f for the token   2 how many tokens   3 ttl in ms   4 mode: x (default), s, p<permits>
+-- ARGV: 1 the value, with %d for the token   2 how many tokens   3 ttl in ms   4 mode: x, s, p<permits>
 --       5 there if it is a try, which keeps out of the queue
 -- Returns the first token, or {place in the queue or -1, ms left of the lease or -1, 1 if held by a foreign client},
 -- or a text: the number of permits that the semaphore has instead.
-local mode = ARGV[4] or 'x'
+local mode = ARGV[4]
 local ttl = ARGV[3]
 local text = string.sub(ARGV[1], 9)
 local me = string.sub(text, 1, 32)
@@ -11,8 +11,13 @@ drop_ended()
 
 -- The reply to an earlier request was lost, or the hold was passed on.
 if holder() == me then
+  local first = tonumber(string.match(value, '^%S+ %S+ (%d+) '))
+  if not first then
+    first = draw(ARGV[2])
+    value = 'lockkit:' .. string.format(text, first)
+  end
   settle(ttl)
-  return tonumber(string.match(value, '^%S+ %S+ (%d+) '))
+  return first
 end
 if call('ZSCORE', HOLDERS, me) then
   local _, _, mine = about(me)

@@ -12,7 +12,9 @@
 --   lockkit#client:<client>    there while a client with waiters is alive; the channel of its wake-ups has this name too
 --   lockkit#fence              the last fencing token of this database
 --
--- <value> is "<owner> <tokens> <first token> <client> <label>"; in the entry of a waiter the token is still "%.0f".
+-- <value> is "<owner> <tokens> <first token> <client> <label>". In the entry of a waiter the token is still "%d". In
+-- that of an uncontended grant it is "-": SET and INCRBY went out as one transaction, in which the one does not know the
+-- other's reply. The holder's first renewal, a few milliseconds later, fills it in.
 local call = redis.call
 local LOCK = KEYS[1]
 local HOLDERS, QUEUE, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
@@ -36,12 +38,12 @@ local function about(owner)
   if entry then return string.match(entry, '^(%S+) (%d+) (.*)$') end
 end
 
--- A block of tokens above all others. A counter that was lost begins again at the clock.
+-- A block of tokens above all others. The counter begins at the clock; one that is far below was lost.
 local function draw(tokens)
   local last = call('INCRBY', FENCE, tokens)
-  if last - tokens <= 0 then
+  if last < 1000000000000 then
     last = micros + tokens
-    call('SET', FENCE, string.format('%.0f', last))
+    call('SET', FENCE, string.format('%d', last))
   end
   return last - tokens + 1
 end

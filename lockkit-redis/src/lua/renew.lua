@@ -3,6 +3,7 @@
 local me = string.sub(ARGV[1], 9, 40)
 drop_ended()
 if holder() == me then
+  if string.find(ARGV[1], '^%S+ %d+ %d+ ') then value = ARGV[1] end -- with its token, from now on
   settle(ARGV[2])
   return 1
 end

@@ -1,4 +1,5 @@
--- Ends the hold that has this token, and tells its holder. Returns 1 if there was one.
+-- Ends the hold that has this token, and tells its holder. Returns 1 if there was one, -1 if the
+-- holder has not said its token yet.
 -- ARGV: 1 the token
 local token = tonumber(ARGV[1])
 local function has(text)
@@ -7,6 +8,7 @@ local function has(text)
 end
 local ended
 drop_ended()
+if holder() and string.find(value, '^%S+ %d+ %- ') then return -1 end
 if holder() and has(string.sub(value, 9)) then
   ended = string.sub(value, 9)
   call('DEL', LOCK)
