@@ -6,7 +6,7 @@
 //! predecessor, so that nothing which is still on its way there takes effect any more.
 
 use std::{
-    fmt,
+    fmt, io,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -73,6 +73,9 @@ pub(crate) struct Live {
     settled: AtomicU64,
     /// Somebody stopped waiting for a reply.
     doubted: AtomicBool,
+    /// There is another in its place: replies that have not come will not.
+    replaced: AtomicBool,
+    on_replaced: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -231,25 +234,41 @@ impl Live {
     }
 
     async fn send(&self, command: &Cmd) -> RedisResult<Value> {
-        self.sent.fetch_add(1, Ordering::Relaxed);
-        let waiting = Waiting(self);
         let mut connection = self.dialled.connection.clone();
-        let reply = connection.send_packed_command(command).await;
-        waiting.answered();
-        reply.and_then(Value::extract_error)
+        let reply = self.reply(connection.send_packed_command(command)).await?;
+        reply.extract_error()
     }
 
     async fn transact(&self, transaction: &Pipeline) -> RedisResult<Value> {
-        self.sent.fetch_add(1, Ordering::Relaxed);
-        let waiting = Waiting(self);
         let mut connection = self.dialled.connection.clone();
         // MULTI and each command of the transaction are acknowledged first.
-        let replies = connection
-            .send_packed_commands(transaction, transaction.len() + 1, 1)
-            .await;
-        waiting.answered();
-        let reply = replies?.pop().unwrap_or(Value::Nil);
+        let replies = connection.send_packed_commands(transaction, transaction.len() + 1, 1);
+        let reply = self.reply(replies).await?.pop().unwrap_or(Value::Nil);
         reply.extract_error()
+    }
+
+    /// What comes of a request, unless the connection is replaced before.
+    async fn reply<T>(&self, request: impl Future<Output = RedisResult<T>>) -> RedisResult<T> {
+        // Made first, so that a replacement from now on is not missed.
+        let replaced = self.on_replaced.notified();
+        if self.replaced.load(Ordering::Acquire) {
+            return Err(was_replaced());
+        }
+        self.sent.fetch_add(1, Ordering::Relaxed);
+        let waiting = Waiting(self);
+        let reply = tokio::select! {
+            biased;
+            reply = request => reply,
+            () = replaced => Err(was_replaced()),
+        };
+        waiting.answered();
+        reply
+    }
+
+    /// Nobody waits any longer for replies on it: its peer may be gone without a word.
+    fn replace(&self) {
+        self.replaced.store(true, Ordering::Release);
+        self.on_replaced.notify_waiters();
     }
 
     /// Whether the server answers.
@@ -267,6 +286,10 @@ impl Live {
         *settled_before = settled;
         self.doubted.swap(false, Ordering::Relaxed) || stuck
     }
+}
+
+fn was_replaced() -> RedisError {
+    io::Error::new(io::ErrorKind::ConnectionReset, "the connection was replaced").into()
 }
 
 impl fmt::Debug for Live {
@@ -323,6 +346,8 @@ impl Keeper {
             sent: AtomicU64::new(0),
             settled: AtomicU64::new(0),
             doubted: AtomicBool::new(false),
+            replaced: AtomicBool::new(false),
+            on_replaced: Notify::new(),
         })
     }
 
@@ -411,6 +436,7 @@ impl Keeper {
                         *state = State::Up(Arc::new(live));
                     }
                     drop(state);
+                    broken.replace();
                     if let Some(inbox) = &self.inbox {
                         inbox.places.wake_all();
                     }

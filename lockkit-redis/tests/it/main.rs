@@ -1,3 +1,5 @@
 //! The Redis backend against real servers.
 
+mod common;
 mod conformance;
+mod faults;

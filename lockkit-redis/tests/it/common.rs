@@ -1,0 +1,249 @@
+//! What the tests of this program share.
+
+use std::{
+    fmt::{self, Write as _},
+    io::{BufRead, BufReader, Write as _},
+    process::{ChildStdin, Command, Stdio},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use lockkit_conformance::process::Process;
+use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LockGuard, Result};
+use lockkit_redis::{RedisBackend, RedisConfig};
+use lockkit_testbed::{
+    Proxy, eventually,
+    redis::{self, RedisServer},
+    skipped,
+};
+use tokio::{sync::mpsc, task::JoinHandle};
+use tracing::{
+    Event, Metadata, Subscriber,
+    field::{Field, Visit},
+    span::{Attributes, Id, Record},
+};
+
+pub(crate) const MS: Duration = Duration::from_millis(1);
+pub(crate) const SECOND: Duration = Duration::from_secs(1);
+
+/// Longer than anything takes on the busiest machine; what is bounded by less says so.
+pub(crate) const LONG: Duration = Duration::from_secs(30);
+
+/// There is no `redis-server` here, and that is allowed.
+pub(crate) fn no_server() -> bool {
+    skipped("redis", redis::missing())
+}
+
+/// A client of its own.
+pub(crate) async fn connect(config: RedisConfig) -> Result<LockClient> {
+    Ok(LockClient::new(RedisBackend::connect(config).await?))
+}
+
+pub(crate) async fn client(url: &str) -> LockClient {
+    connect(RedisConfig::new(url)).await.unwrap()
+}
+
+/// A client whose connections go through a proxy of its own.
+pub(crate) async fn client_behind_proxy(server: &RedisServer) -> (LockClient, Proxy) {
+    let proxy = Proxy::start(server.addr()).unwrap();
+    (client(&url_of(&proxy)).await, proxy)
+}
+
+pub(crate) fn url_of(proxy: &Proxy) -> String {
+    format!("redis://{}", proxy.addr())
+}
+
+/// The lock of this name with leases of `ttl`, in the order of the queue.
+pub(crate) fn lock(client: &LockClient, name: &str, ttl: Duration) -> Lock {
+    let options = AcquireOptions::new().ttl(ttl).local_handoffs(0);
+    client.lock(name).unwrap().with_options(options)
+}
+
+/// Waits for `lock` in a task.
+pub(crate) fn waiter(lock: &Lock) -> JoinHandle<Result<LockGuard>> {
+    let lock = lock.clone();
+    tokio::spawn(async move { lock.acquire().await })
+}
+
+/// What a task comes to, which it does within `limit`.
+pub(crate) async fn within<T>(limit: Duration, what: &str, future: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(limit, future).await {
+        Ok(output) => output,
+        Err(_) => panic!("not within {limit:?}: {what}"),
+    }
+}
+
+/// The grant that a waiter gets within `limit`.
+pub(crate) async fn granted(limit: Duration, what: &str, waiter: JoinHandle<Result<LockGuard>>) -> LockGuard {
+    within(limit, what, waiter).await.unwrap().unwrap()
+}
+
+/// As many wait for the lock at the server.
+pub(crate) async fn waiters(server: &RedisServer, name: &str, count: usize) {
+    let queue = format!("lockkit#queue:{{lockkit:{name}}}");
+    let what = format!("{count} in {queue}");
+    let count = count.to_string();
+    eventually(&what, async || {
+        server.cli(&["ZCARD", &queue]).is_ok_and(|now| now == count)
+    })
+    .await;
+}
+
+/// As many clients with waiters are known to be alive, which keeps their places while they reconnect.
+pub(crate) async fn heartbeats(server: &RedisServer, count: usize) {
+    eventually(&format!("{count} heartbeats"), async || {
+        let alive = server.cli(&["KEYS", "lockkit#client:*"]);
+        alive.is_ok_and(|alive| alive.lines().count() >= count)
+    })
+    .await;
+}
+
+/// Every key there is, sorted.
+pub(crate) fn keys(server: &RedisServer) -> Vec<String> {
+    let keys = server.cli(&["KEYS", "*"]).unwrap();
+    let mut keys: Vec<_> = keys.lines().map(str::to_owned).collect();
+    keys.sort();
+    keys
+}
+
+/// What is there when nobody holds or waits: the counter of fencing tokens, and for some seconds the heartbeat of
+/// clients that waited.
+pub(crate) fn is_residue(key: &str) -> bool {
+    key != "lockkit#fence" && !key.starts_with("lockkit#client:")
+}
+
+/// Waits until the server has nothing but what is always there.
+pub(crate) async fn nothing_is_left(server: &RedisServer, case: &str) {
+    let deadline = std::time::Instant::now() + LONG;
+    loop {
+        let left: Vec<_> = keys(server).into_iter().filter(|key| is_residue(key)).collect();
+        if left.is_empty() {
+            return;
+        }
+        assert!(
+            std::time::Instant::now() < deadline,
+            "{case}: left behind: {left:?}"
+        );
+        tokio::time::sleep(5 * MS).await;
+    }
+}
+
+/// An error with its causes, and how it is debugged: everything that a log might show.
+pub(crate) fn shown(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        let _ = write!(text, ": {error}");
+        cause = error.source();
+    }
+    let _ = write!(text, " {error:?}");
+    text
+}
+
+/// Another process with a client of its own: the conformance suite's helper.
+pub(crate) struct Peer {
+    pub(crate) process: Process,
+    commands: ChildStdin,
+    answers: mpsc::UnboundedReceiver<String>,
+}
+
+impl Peer {
+    pub(crate) async fn start(url: &str) -> Self {
+        const MARK: &str = "lockkit-helper: ";
+
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "conformance::redis_server::helper_process"])
+            .args(["--nocapture", "--test-threads=1"])
+            .env("LOCKKIT_CONFORMANCE_HELPER", url)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut process = Process::spawn(&mut command).unwrap();
+        let commands = process.child().stdin.take().unwrap();
+        let output = process.child().stdout.take().unwrap();
+        let (sender, answers) = mpsc::unbounded_channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(std::result::Result::ok) {
+                if let Some(at) = line.find(MARK) {
+                    let _ = sender.send(line[at + MARK.len()..].to_owned());
+                }
+            }
+        });
+        let mut peer = Self {
+            process,
+            commands,
+            answers,
+        };
+        assert_eq!(peer.reply().await, "ready");
+        peer
+    }
+
+    /// Gives a command without waiting for its answer.
+    pub(crate) fn send(&mut self, command: &str) {
+        writeln!(self.commands, "{command}").unwrap();
+        self.commands.flush().unwrap();
+    }
+
+    pub(crate) async fn reply(&mut self) -> String {
+        let reply = within(LONG, "an answer of a peer", self.answers.recv()).await;
+        reply.expect("a peer ended instead of answering")
+    }
+
+    /// Has it acquire, and returns the token.
+    pub(crate) async fn hold(&mut self, ttl: Duration, name: &str) -> u64 {
+        self.send(&format!("acquire slot exclusive {} {name}", ttl.as_millis()));
+        self.granted().await
+    }
+
+    /// The token of the grant that it answers with.
+    pub(crate) async fn granted(&mut self) -> u64 {
+        let answer = self.reply().await;
+        let mut words = answer.split(' ');
+        assert_eq!(words.next(), Some("granted"), "{answer}");
+        words.next().unwrap().parse().unwrap()
+    }
+}
+
+/// Everything that is traced on this thread, as text.
+#[derive(Clone, Default)]
+pub(crate) struct Traces(Arc<Mutex<String>>);
+
+impl Traces {
+    pub(crate) fn text(&self) -> String {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Subscriber for Traces {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut fields = Fields(format!("{} ", event.metadata().level()));
+        event.record(&mut fields);
+        let mut text = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        text.push_str(&fields.0);
+        text.push('\n');
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+struct Fields(String);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        let _ = write!(self.0, "{field}={value:?} ");
+    }
+}

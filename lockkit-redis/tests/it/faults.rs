@@ -1,0 +1,437 @@
+//! The server crashes, stops and comes back; replies are lost, connections break, hang and are cut. After each of
+//! these there was no overlap, waiters are granted within a bound, tokens rise, and the holder has been told.
+
+use std::time::Duration;
+
+use lockkit_core::{AcquireOptions, LockGuard, LossReason};
+use lockkit_testbed::{
+    Mode, Proxy, eventually,
+    redis::{Fsync, RedisServer},
+};
+
+use crate::common::{
+    LONG, MS, SECOND, client, client_behind_proxy, granted, heartbeats, lock, no_server, nothing_is_left,
+    url_of, waiter, waiters, within,
+};
+
+/// From the end of a fault until a client is connected again, at the latest: a ping that is not answered, a dial that
+/// hangs, and the longest pause between two of them, with room for a busy machine.
+const RECOVERED: Duration = Duration::from_secs(8);
+
+#[tokio::test]
+async fn a_server_killed_and_restarted_with_its_data_keeps_holds_and_the_queue() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder().append_only(Fsync::Always).start().unwrap();
+    let idle = client(server.url()).await;
+    let mut clients = Vec::new();
+    for _ in 0..3 {
+        clients.push(client(server.url()).await);
+    }
+    let mut tokens = Vec::new();
+    let mut held = lock(&clients[0], "a", LONG).acquire().await.unwrap();
+    for round in 1..=3 {
+        // The one after the holder, and the one after that.
+        let next = waiter(&lock(&clients[round % 3], "a", LONG));
+        waiters(&server, "a", 1).await;
+        let last = waiter(&lock(&clients[(round + 1) % 3], "a", LONG));
+        waiters(&server, "a", 2).await;
+        heartbeats(&server, 2).await;
+
+        server.kill().unwrap();
+        server.start().unwrap();
+
+        within(RECOVERED, "held after the crash", async {
+            while held.renew().await.is_err() {
+                assert!(held.is_held());
+                tokio::time::sleep(10 * MS).await;
+            }
+        })
+        .await;
+        waiters(&server, "a", 2).await;
+        assert!(!next.is_finished() && !last.is_finished(), "an overlap");
+        let other = granted(RECOVERED, "another lock", waiter(&lock(&idle, "b", SECOND))).await;
+        assert!(other.token() > held.token());
+        other.release().await.unwrap();
+        tokens.push(held.token());
+        release(held).await;
+        let next = granted(RECOVERED, "the first in the queue", next).await;
+        assert!(!last.is_finished(), "an overlap");
+        tokens.push(next.token());
+        release(next).await;
+        let last = granted(RECOVERED, "the second in the queue", last).await;
+        tokens.push(last.token());
+        release(last).await;
+        held = lock(&clients[round % 3], "a", LONG).acquire().await.unwrap();
+    }
+    assert!(tokens.is_sorted_by(|a, b| a < b), "{tokens:?}");
+    release(held).await;
+    nothing_is_left(&server, "after crashes").await;
+}
+
+#[tokio::test]
+async fn a_server_that_crashes_while_attempts_are_under_way_grants_each_lock_once() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder().append_only(Fsync::Always).start().unwrap();
+    let mut clients = Vec::new();
+    for _ in 0..4 {
+        clients.push(client(server.url()).await);
+    }
+    let inside = std::sync::Arc::new(std::sync::Mutex::new((0_u32, 0_u64, 0_u32)));
+    let mut tasks = Vec::new();
+    for client in &clients {
+        let (lock, inside) = (lock(client, "a", LONG), inside.clone());
+        tasks.push(tokio::spawn(async move {
+            for _ in 0..150 {
+                let guard = lock.acquire().await.unwrap();
+                {
+                    let mut inside = inside.lock().unwrap();
+                    inside.0 += 1;
+                    assert_eq!(inside.0, 1, "an overlap");
+                    assert!(guard.token().get() > inside.1, "tokens went back");
+                    inside.1 = guard.token().get();
+                    inside.2 += 1;
+                }
+                tokio::task::yield_now().await;
+                inside.lock().unwrap().0 -= 1;
+                // Unconfirmed is not lost; it is tried again.
+                if let Err(error) = guard.release().await {
+                    assert!(error.is_transient() || error.is_lost(), "{error}");
+                }
+            }
+        }));
+    }
+    for n in 1..=3 {
+        eventually("some grants", async || inside.lock().unwrap().2 > n * 100).await;
+        server.kill().unwrap();
+        server.start().unwrap();
+    }
+    for task in tasks {
+        within(LONG, "they go on", task).await.unwrap();
+    }
+    nothing_is_left(&server, "after crashes").await;
+}
+
+#[tokio::test]
+async fn a_server_restarted_empty_has_its_holder_told_and_its_waiter_granted() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&other, "a", LONG));
+    waiters(&server, "a", 1).await;
+    server.restart_empty().unwrap();
+    // Long before its lease is over: it asks as soon as it is connected again.
+    let reason = within(RECOVERED, "told", held.lost()).await;
+    assert_eq!(reason, LossReason::Revoked);
+    let next = granted(RECOVERED, "the waiter", waiting).await;
+    assert!(next.token() > held.token());
+    assert!(held.release().await.unwrap_err().is_lost());
+    next.release().await.unwrap();
+    nothing_is_left(&server, "after the loss of all data").await;
+}
+
+#[tokio::test]
+async fn a_server_stopped_for_less_than_a_lease_costs_nobody_a_hold() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&holder, "a", 10 * SECOND).acquire().await.unwrap();
+    let waiting = waiter(&lock(&other, "a", 10 * SECOND));
+    waiters(&server, "a", 1).await;
+    server.pause().unwrap();
+    tokio::time::sleep(5 * SECOND).await;
+    assert!(held.is_held());
+    server.resume().unwrap();
+    let until = held.valid_until();
+    eventually("renewed", async || held.valid_until() > until).await;
+    assert!(!waiting.is_finished(), "an overlap");
+    let token = held.token();
+    release(held).await;
+    let next = granted(RECOVERED, "the waiter", waiting).await;
+    assert!(next.token() > token);
+    release(next).await;
+    nothing_is_left(&server, "after a stop").await;
+}
+
+#[tokio::test]
+async fn a_server_stopped_for_longer_than_a_lease_has_its_holder_told_first() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&holder, "a", 2 * SECOND).acquire().await.unwrap();
+    let waiting = waiter(&lock(&other, "a", 2 * SECOND));
+    waiters(&server, "a", 1).await;
+    server.pause().unwrap();
+    let reason = within(3 * SECOND, "told by its own clock", held.lost()).await;
+    assert_eq!(reason, LossReason::Expired);
+    assert!(!waiting.is_finished(), "nobody grants");
+    server.resume().unwrap();
+    let next = granted(RECOVERED, "the waiter", waiting).await;
+    assert!(next.token() > held.token());
+    assert!(held.release().await.unwrap_err().is_lost());
+    assert!(next.is_held());
+    next.release().await.unwrap();
+    nothing_is_left(&server, "after a stop").await;
+}
+
+/// The connection may be just then in the making: what is unconfirmed is tried again.
+async fn release(guard: LockGuard) {
+    if let Err(error) = guard.release().await {
+        assert!(error.is_transient() && !error.is_lost(), "{error}");
+    }
+}
+
+/// A request that the server executed and whose reply was lost is the same request when it comes again.
+#[tokio::test]
+async fn a_lost_reply_to_an_acquisition_grants_once() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    for handoffs in [0, 9] {
+        proxy.set(Mode::DropReplies);
+        let options = AcquireOptions::new().local_handoffs(handoffs);
+        let waiting = waiter(&client.lock("a").unwrap().with_options(options));
+        eventually("executed", async || {
+            server.cli(&["EXISTS", "lockkit:a"]).unwrap() == "1"
+        })
+        .await;
+        let granted_as = server.cli(&["GET", "lockkit:a"]).unwrap();
+        let counter: u64 = server.cli(&["GET", "lockkit#fence"]).unwrap().parse().unwrap();
+        assert!(!waiting.is_finished());
+        proxy.set(Mode::Pass);
+        let guard = granted(RECOVERED, "the grant of before", waiting).await;
+        assert_eq!(guard.token().get(), counter - u64::from(handoffs));
+        assert_eq!(server.cli(&["GET", "lockkit:a"]).unwrap(), granted_as);
+        guard.release().await.unwrap();
+        nothing_is_left(&server, "after a lost reply").await;
+    }
+}
+
+/// Given up before the reply was known to be lost: what it took is given back.
+#[tokio::test]
+async fn a_lost_reply_to_an_acquisition_that_was_given_up_leaves_no_hold() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let lock = lock(&client, "a", LONG);
+    proxy.set(Mode::DropReplies);
+    let error = lock.acquire_timeout(300 * MS).await.unwrap_err();
+    assert!(error.is_transient(), "no answer is not `taken`: {error}");
+    let cancelled = tokio::time::timeout(100 * MS, lock.acquire()).await;
+    assert!(cancelled.is_err());
+    let cancelled = tokio::time::timeout(100 * MS, lock.try_acquire()).await;
+    assert!(cancelled.is_err());
+    proxy.set(Mode::Pass);
+    within(
+        RECOVERED,
+        "given back",
+        nothing_is_left(&server, "after lost replies"),
+    )
+    .await;
+    release(granted(RECOVERED, "free", waiter(&lock)).await).await;
+}
+
+#[tokio::test]
+async fn a_lost_reply_to_a_renewal_costs_nothing() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let held = lock(&client, "a", 6 * SECOND).acquire().await.unwrap();
+    for _ in 0..2 {
+        let counts = proxy.counts();
+        proxy.set(Mode::DropReplies);
+        eventually("a lost reply to a renewal", async || {
+            proxy.counts().lost.chunks > counts.lost.chunks
+        })
+        .await;
+        proxy.set(Mode::Pass);
+        let until = held.valid_until();
+        within(RECOVERED, "renewed", async {
+            while held.valid_until() <= until {
+                tokio::time::sleep(5 * MS).await;
+            }
+        })
+        .await;
+        held.check().unwrap();
+    }
+    held.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_lost_reply_to_a_release_is_said_to_be_unknown_and_frees_the_lock() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let other = self::client(server.url()).await;
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    let token = held.token();
+    let waiting = waiter(&lock(&other, "a", LONG));
+    waiters(&server, "a", 1).await;
+    proxy.set(Mode::DropReplies);
+    let releasing = tokio::spawn(held.release());
+    let next = granted(RECOVERED, "the next, at once", waiting).await;
+    assert!(next.token() > token);
+    proxy.set(Mode::Pass);
+    let error = within(RECOVERED, "an answer", releasing)
+        .await
+        .unwrap()
+        .unwrap_err();
+    assert!(error.is_transient() && !error.is_lost(), "{error}");
+    // It is tried again, and takes nothing from who holds it now.
+    tokio::time::sleep(300 * MS).await;
+    next.renew().await.unwrap();
+    next.release().await.unwrap();
+    nothing_is_left(&server, "after a lost reply").await;
+}
+
+/// The peer is gone and nothing says so: neither the holder nor the waiter loses what it has, since the connection is
+/// found out and replaced in time.
+#[tokio::test]
+async fn a_half_open_connection_is_replaced_before_a_lease_runs_out() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, cut) = client_behind_proxy(&server).await;
+    let (other, other_cut) = client_behind_proxy(&server).await;
+    let held = lock(&holder, "a", 6 * SECOND).acquire().await.unwrap();
+    let waiting = waiter(&lock(&other, "a", 6 * SECOND));
+    waiters(&server, "a", 1).await;
+    for proxy in [&cut, &other_cut] {
+        proxy.set(Mode::HalfOpen);
+        proxy.set(Mode::Pass);
+    }
+    // The first renewal goes into the void, when a third of the lease is over.
+    let until = held.valid_until();
+    within(6 * SECOND, "renewed over a new connection", async {
+        while held.valid_until() <= until {
+            held.check().expect("held while the server can be reached");
+            tokio::time::sleep(5 * MS).await;
+        }
+    })
+    .await;
+    assert!(!waiting.is_finished(), "an overlap");
+    let token = held.token();
+    held.release().await.unwrap();
+    let next = granted(RECOVERED, "the waiter", waiting).await;
+    assert!(next.token() > token);
+    next.release().await.unwrap();
+    nothing_is_left(&server, "after half-open connections").await;
+}
+
+#[tokio::test]
+async fn a_storm_of_resets_costs_nobody_a_hold_or_a_place() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let other = self::client(server.url()).await;
+    let held = lock(&client, "a", 3 * SECOND).acquire().await.unwrap();
+    let theirs = lock(&other, "b", 3 * SECOND).acquire().await.unwrap();
+    let waiting = waiter(&lock(&client, "b", 3 * SECOND));
+    waiters(&server, "b", 1).await;
+    let before = proxy.counts().connections;
+    let storm = std::time::Instant::now();
+    while storm.elapsed() < 4 * SECOND {
+        proxy.reset();
+        tokio::time::sleep(40 * MS).await;
+        held.check().expect("held throughout");
+        assert!(!waiting.is_finished(), "an overlap");
+    }
+    let resets = proxy.counts().connections - before;
+    assert!(resets > 10, "no storm: {resets} connections");
+    theirs.release().await.unwrap();
+    granted(RECOVERED, "the waiter", waiting)
+        .await
+        .release()
+        .await
+        .unwrap();
+    held.release().await.unwrap();
+    nothing_is_left(&server, "after a storm").await;
+}
+
+/// Cut off for longer than the lease: the holder knows before anyone else is granted, and what it had sent and only
+/// arrives afterwards brings nothing back.
+#[tokio::test]
+async fn a_client_cut_off_is_told_before_another_is_granted_and_late_requests_revive_nothing() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let other = self::client(server.url()).await;
+    let held = lock(&client, "a", 3 * SECOND).acquire().await.unwrap();
+    let waiting = waiter(&lock(&other, "a", LONG));
+    waiters(&server, "a", 1).await;
+    proxy.set(Mode::Blackhole);
+    let lost = tokio::spawn({
+        let lost = held.lost();
+        async move { (lost.await, tokio::time::Instant::now()) }
+    });
+    let next = granted(LONG, "the waiter, when the lease is over", waiting).await;
+    let at = tokio::time::Instant::now();
+    let (reason, told) = within(SECOND, "told", lost).await.unwrap();
+    assert_eq!(reason, LossReason::Expired);
+    assert!(told < at, "told {:?} after the next was granted", told - at);
+    assert!(next.token() > held.token());
+    proxy.set(Mode::Pass);
+    let ours = waiter(&lock(&client, "b", SECOND));
+    let ours = granted(RECOVERED, "connected again", ours).await;
+    ours.release().await.unwrap();
+    next.renew().await.expect("the other's hold is untouched");
+    assert!(held.release().await.unwrap_err().is_lost());
+    next.release().await.unwrap();
+    nothing_is_left(&server, "after a blackhole").await;
+}
+
+/// A request that the network holds up until its client has given up on that connection never takes effect: the new
+/// connection has the server end the old one.
+#[tokio::test]
+async fn a_request_held_up_on_a_connection_that_was_replaced_takes_no_effect() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    // The first connection goes a long way, those after it go straight.
+    let far = Proxy::start(server.addr()).unwrap();
+    let near = Proxy::start(far.addr()).unwrap();
+    let client = client(&url_of(&near)).await;
+    near.set_upstream(server.addr());
+    far.set(Mode::Blackhole);
+    let lock = lock(&client, "a", LONG);
+    let error = lock.acquire_timeout(300 * MS).await.unwrap_err();
+    assert!(error.is_transient(), "{error}");
+    let monitor = server.monitor().unwrap();
+    within(RECOVERED, "connected again", async {
+        while near.counts().connections < 2 || client.inspect("a").await.is_err() {
+            tokio::time::sleep(10 * MS).await;
+        }
+    })
+    .await;
+    far.set(Mode::Pass);
+    tokio::time::sleep(500 * MS).await;
+    let mut lines = monitor.lines().unwrap();
+    lines.retain(|line| !line.contains("\"LOAD\""));
+    let ghost = lines.iter().any(|line| line.contains("\"PSETEX\""));
+    assert!(!ghost, "it took effect: {lines:#?}");
+    nothing_is_left(&server, "after a late request").await;
+}
