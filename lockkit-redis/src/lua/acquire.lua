@@ -29,8 +29,12 @@ end
 local permits = value and string.match(value, '^lockkit#permits (%d+)$')
 if permits and permits ~= string.sub(mode, 2) then return permits end
 
-if call('EXISTS', QUEUE) == 1 and ARGV[5] then serve() end
-if call('EXISTS', QUEUE) == 0 and fits(mode) then return grant(me, mode, ttl, ttl, text) end
+local blocked = call('EXISTS', QUEUE) == 1
+if blocked and ARGV[5] then
+  local _
+  _, blocked = serve()
+end
+if not blocked and fits(mode) then return grant(me, mode, ttl, ttl, text) end
 if ARGV[5] then return { -1, left(), is_foreign() and 1 or 0 } end
 
 if not call('ZSCORE', QUEUE, me) then

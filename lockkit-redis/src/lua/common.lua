@@ -124,17 +124,22 @@ local function wake(owner, client, ms)
   return call('PUBLISH', CLIENT .. client, owner .. ' ' .. ms .. ' ' .. LOCK)
 end
 
+local function first() return call('ZRANGE', QUEUE, 0, 0)[1] end
+
 -- Grants from the head of the queue for as long as it fits, to `me` in full and to others for them to take up.
--- Whoever becomes the head by that is told for how long it has to wait. Returns the first token of `me`.
-local function serve(me)
-  local head = call('ZRANGE', QUEUE, 0, 0)[1]
+-- Whoever is the head then and was not before (`head`, if it has left the queue already) is told for how long it has
+-- to wait. Returns the first token of `me`, and whether anyone is left who is not just reconnecting.
+local function serve(me, head)
+  head = head or first()
   local mine
+  local blocked = false
   local at = 0
   while true do
     local owner = call('ZRANGE', QUEUE, at, at)[1]
     if not owner then break end
     local mode, ttl, text = about(owner)
-    if mode and not fits(mode) then break end
+    blocked = mode and not fits(mode)
+    if blocked then break end
     if not mode then
       call('ZREM', QUEUE, owner)
     elseif owner == me then
@@ -151,10 +156,11 @@ local function serve(me)
     end
   end
   if value then settle(left()) end
-  local next = call('ZRANGE', QUEUE, 0, 0)[1]
+  local next = first()
   if next and next ~= head and next ~= me and value then
     local _, _, text = about(next)
-    if text then wake(next, client_of(text), math.max(1, left())) end
+    -- A foreign client's release has to be looked out for from now on.
+    if text then wake(next, client_of(text), is_foreign() and 1 or math.max(1, left())) end
   end
-  return mine
+  return mine, blocked
 end

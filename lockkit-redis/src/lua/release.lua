@@ -13,7 +13,8 @@ elseif call('ZREM', HOLDERS, me) == 1 then
     value = false
   end
 end
+local head = first()
 call('ZREM', QUEUE, me)
 call('HDEL', ABOUT, me)
-serve()
+serve(nil, head)
 return held
