@@ -1,0 +1,214 @@
+//! Clients in other languages, which set the lock's key with `NX PX` and delete it after a comparison: they exclude us
+//! and we exclude them, shared holders included.
+
+use lockkit_core::LossReason;
+use lockkit_testbed::{eventually, redis::RedisServer};
+use redis::aio::MultiplexedConnection;
+
+use crate::common::{
+    LONG, MS, SECOND, client, granted, keys, lock, no_server, nothing_is_left, waiter, waiters, within,
+};
+
+const KEY: &str = "lockkit:a";
+
+/// What redis-py's `Lock` and its like do.
+struct Foreign(MultiplexedConnection);
+
+impl Foreign {
+    async fn new(server: &RedisServer) -> Self {
+        let client = redis::Client::open(server.url()).unwrap();
+        Self(client.get_multiplexed_async_connection().await.unwrap())
+    }
+
+    async fn acquire(&mut self, value: &str) -> bool {
+        let mut set = redis::cmd("SET");
+        set.arg(KEY).arg(value).arg("NX").arg("PX").arg(60_000);
+        let answer: Option<String> = set.query_async(&mut self.0).await.unwrap();
+        answer.is_some()
+    }
+
+    async fn release(&mut self, value: &str) -> bool {
+        const COMPARE_AND_DELETE: &str = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) else return 0 end";
+        let mut eval = redis::cmd("EVAL");
+        eval.arg(COMPARE_AND_DELETE).arg(1).arg(KEY).arg(value);
+        eval.query_async(&mut self.0).await.unwrap()
+    }
+}
+
+#[tokio::test]
+async fn a_foreign_client_and_an_exclusive_holder_exclude_each_other() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let mut foreign = Foreign::new(&server).await;
+    let lock = lock(&client, "a", LONG);
+    for _ in 0..3 {
+        let held = lock.acquire().await.unwrap();
+        assert!(!foreign.acquire("theirs").await);
+        assert!(!foreign.release("theirs").await, "it was not theirs");
+        held.renew().await.unwrap();
+        held.release().await.unwrap();
+
+        assert!(foreign.acquire("theirs").await);
+        assert!(lock.try_acquire().await.unwrap().is_none());
+        assert!(lock.shared().try_acquire().await.unwrap().is_none());
+        let state = client.inspect("a").await.unwrap();
+        assert_eq!(state.holders.len(), 1);
+        assert_eq!(state.holders[0].token.get(), 0, "they have no tokens");
+        let waiting = waiter(&lock);
+        waiters(&server, "a", 1).await;
+        assert!(foreign.release("theirs").await);
+        granted(SECOND, "after the foreign release", waiting)
+            .await
+            .release()
+            .await
+            .unwrap();
+    }
+    nothing_is_left(&server, "beside foreign clients").await;
+}
+
+/// A foreign release wakes nobody: the first in the queue looks, and only the first.
+#[tokio::test]
+async fn the_head_of_the_queue_polls_every_50_to_100_ms_while_a_foreign_client_holds() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (first, second) = (client(server.url()).await, client(server.url()).await);
+    let mut foreign = Foreign::new(&server).await;
+    assert!(foreign.acquire("theirs").await);
+    let first = waiter(&lock(&first, "a", LONG));
+    waiters(&server, "a", 1).await;
+    let second = waiter(&lock(&second, "a", LONG));
+    waiters(&server, "a", 2).await;
+    let monitor = server.monitor().unwrap();
+    tokio::time::sleep(2 * SECOND).await;
+    let polls = monitor.lines().unwrap();
+    let polls = polls.iter().filter(|line| line.contains("\"EVALSHA\""));
+    let mut times: Vec<f64> = polls
+        .map(|line| line.split(' ').next().unwrap().parse().unwrap())
+        .collect();
+    let mut gaps: Vec<_> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    gaps.sort_by(f64::total_cmp);
+    assert!(gaps.len() > 10, "{times:?}");
+    assert!(gaps[0] > 0.040, "{gaps:?}");
+    assert!(gaps[gaps.len() / 2] < 0.120, "{gaps:?}");
+    times.clear();
+
+    // When the first leaves, the second takes over.
+    first.abort();
+    waiters(&server, "a", 1).await;
+    assert!(foreign.release("theirs").await);
+    granted(SECOND, "the second", second)
+        .await
+        .release()
+        .await
+        .unwrap();
+    nothing_is_left(&server, "beside foreign clients").await;
+}
+
+#[tokio::test]
+async fn a_foreign_value_without_an_end_holds_until_it_is_deleted() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    for value in ["", "1", "lockkit", "lockkit:", "lockkit:not-one-of-ours"] {
+        server.cli(&["SET", KEY, value]).unwrap();
+        let lock = lock(&client, "a", LONG);
+        assert!(lock.try_acquire().await.unwrap().is_none());
+        let state = client.inspect("a").await.unwrap();
+        assert_eq!(state.holders.len(), 1, "{value:?}");
+        assert_eq!(state.holders[0].left, None, "{value:?}");
+        let waiting = waiter(&lock);
+        waiters(&server, "a", 1).await;
+        tokio::time::sleep(250 * MS).await;
+        assert!(!waiting.is_finished());
+        assert_eq!(server.cli(&["GET", KEY]).unwrap(), value);
+        server.cli(&["DEL", KEY]).unwrap();
+        granted(SECOND, value, waiting).await.release().await.unwrap();
+    }
+    nothing_is_left(&server, "beside foreign clients").await;
+}
+
+#[tokio::test]
+async fn a_foreign_client_is_excluded_while_shared_holders_are_in_and_excludes_them() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let mut foreign = Foreign::new(&server).await;
+    let shared = [lock(&one, "a", SECOND).shared(), lock(&two, "a", SECOND).shared()];
+    for _ in 0..2 {
+        let readers = [
+            shared[0].acquire().await.unwrap(),
+            shared[1].acquire().await.unwrap(),
+        ];
+        // For longer than a lease: the marker is renewed with them.
+        for _ in 0..8 {
+            assert!(!foreign.acquire("theirs").await);
+            tokio::time::sleep(200 * MS).await;
+        }
+        let [first, second] = readers;
+        first.release().await.unwrap();
+        assert!(!foreign.acquire("theirs").await, "one is still in");
+        second.release().await.unwrap();
+        assert!(foreign.acquire("theirs").await);
+        let waiting = waiter(&shared[0]);
+        waiters(&server, "a", 1).await;
+        assert!(!waiting.is_finished());
+        assert!(foreign.release("theirs").await);
+        granted(SECOND, "a reader", waiting)
+            .await
+            .release()
+            .await
+            .unwrap();
+    }
+    nothing_is_left(&server, "beside foreign clients").await;
+}
+
+/// Someone writes over our value without looking. Whoever held is told, and does no harm to what is there now.
+#[tokio::test]
+async fn a_foreign_value_written_over_ours_is_left_alone_and_our_holders_are_told() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    for shared in [false, true] {
+        let locks = [&one, &two].map(|client| {
+            let lock = lock(client, "a", 3 * SECOND);
+            if shared { lock.shared() } else { lock }
+        });
+        let mut held = vec![locks[0].acquire().await.unwrap()];
+        if shared {
+            held.push(locks[1].acquire().await.unwrap());
+        }
+        server.cli(&["SET", KEY, "theirs", "PX", "50000"]).unwrap();
+        for guard in &held {
+            // At its next renewal.
+            let reason = within(3 * SECOND, "told", guard.lost()).await;
+            assert_eq!(reason, LossReason::Revoked);
+        }
+        for guard in held {
+            assert!(guard.release().await.unwrap_err().is_lost());
+        }
+        assert!(locks[1].try_acquire().await.unwrap().is_none());
+        assert_eq!(server.cli(&["GET", KEY]).unwrap(), "theirs");
+        let left: u64 = server.cli(&["PTTL", KEY]).unwrap().parse().unwrap();
+        assert!((30_000..=50_000).contains(&left), "{left}");
+        eventually("no trace of our own", async || {
+            keys(&server)
+                .iter()
+                .all(|key| key == KEY || key == "lockkit#fence" || key.starts_with("lockkit#client:"))
+        })
+        .await;
+        server.cli(&["DEL", KEY]).unwrap();
+        locks[0].acquire().await.unwrap().release().await.unwrap();
+        nothing_is_left(&server, "after a foreign value").await;
+    }
+}

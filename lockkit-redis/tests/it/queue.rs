@@ -1,0 +1,350 @@
+//! The queue at the server: its order, and what becomes of those in it who die, stop, leave or lose their connection.
+
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use lockkit_core::{
+    LockClient, LockName,
+    spi::{Backend, ClaimRequest, Mode as LockMode, OwnerId},
+};
+use lockkit_redis::{RedisBackend, RedisConfig};
+use lockkit_testbed::{Clock, Mode, eventually, redis::RedisServer};
+
+use crate::common::{
+    LONG, MS, Peer, SECOND, client, client_behind_proxy, granted, heartbeats, is_residue, keys, lock,
+    no_server, nothing_is_left, waiter, waiters, within,
+};
+
+/// A hand-off by push, with room for a busy machine: far below any time after which a waiter asks by itself.
+const AT_ONCE: Duration = Duration::from_millis(900);
+
+#[tokio::test]
+async fn grants_follow_the_order_of_arrival_across_clients() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let clients = join_all((0..4).map(|_| client(server.url()))).await;
+    let locks: Vec<_> = clients.iter().map(|client| lock(client, "a", LONG)).collect();
+    for round in 0..8 {
+        let held = locks[3].acquire().await.unwrap();
+        let order: Vec<_> = [[0, 1, 2], [2, 0, 1], [1, 2, 0], [2, 1, 0]][round % 4].into();
+        let (served, mut grants) = tokio::sync::mpsc::unbounded_channel();
+        for (place, &index) in order.iter().enumerate() {
+            let (lock, served) = (locks[index].clone(), served.clone());
+            tokio::spawn(async move {
+                let guard = lock.acquire().await.unwrap();
+                served.send((index, guard.token())).unwrap();
+                guard.release().await.unwrap();
+            });
+            waiters(&server, "a", place + 1).await;
+        }
+        let mut tokens = vec![held.token()];
+        held.release().await.unwrap();
+        for expected in order {
+            let (index, token) = within(LONG, "a grant", grants.recv()).await.unwrap();
+            assert_eq!(index, expected, "round {round}");
+            tokens.push(token);
+        }
+        assert!(tokens.is_sorted_by(|a, b| a < b), "{tokens:?}");
+    }
+    nothing_is_left(&server, "after all were served").await;
+}
+
+#[tokio::test]
+async fn a_waiter_whose_process_was_killed_is_skipped_at_once() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other, third) = (
+        client(server.url()).await,
+        client(server.url()).await,
+        client(server.url()).await,
+    );
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let mut peer = Peer::start(server.url()).await;
+    peer.send("acquire slot exclusive 30000 a");
+    waiters(&server, "a", 1).await;
+    heartbeats(&server, 1).await;
+    let waiting = waiter(&lock(&other, "a", LONG));
+    waiters(&server, "a", 2).await;
+    peer.process.kill().unwrap();
+    held.release().await.unwrap();
+    let next = granted(AT_ONCE, "the one after the dead", waiting).await;
+    next.release().await.unwrap();
+    // It still has its place, for it may be reconnecting; nobody is kept out by that.
+    let tried = lock(&third, "a", LONG).try_acquire().await.unwrap();
+    let tried = tried.expect("nobody holds it, and nobody who waits can take it");
+    tried.release().await.unwrap();
+    let after = granted(AT_ONCE, "nobody holds it", waiter(&lock(&third, "a", LONG))).await;
+    after.release().await.unwrap();
+}
+
+/// It is passed the lock, since its connection stands, but does not take it up.
+#[tokio::test]
+async fn a_grant_to_a_frozen_waiter_lapses_and_the_next_gets_it() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let mut peer = Peer::start(server.url()).await;
+    peer.send("acquire slot exclusive 30000 a");
+    waiters(&server, "a", 1).await;
+    let waiting = waiter(&lock(&other, "a", LONG));
+    waiters(&server, "a", 2).await;
+    peer.process.stop().unwrap();
+    let released = Instant::now();
+    held.release().await.unwrap();
+    let next = granted(6 * SECOND, "the next, after the claim's short lease", waiting).await;
+    assert!(
+        released.elapsed() > 2 * SECOND,
+        "the frozen one was not passed the lock"
+    );
+    peer.process.resume().unwrap();
+    // It has waited all the while, and gets its turn.
+    waiters(&server, "a", 1).await;
+    let token = next.token().get();
+    next.release().await.unwrap();
+    assert!(peer.granted().await > token);
+    peer.send("release slot");
+    assert_eq!(peer.reply().await, "released");
+    nothing_is_left(&server, "after a frozen waiter").await;
+}
+
+#[tokio::test]
+async fn a_waiter_that_reconnects_keeps_its_place() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, second, third) = (
+        client(server.url()).await,
+        client(server.url()).await,
+        client(server.url()).await,
+    );
+    let (first, proxy) = client_behind_proxy(&server).await;
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let first = waiter(&lock(&first, "a", LONG));
+    waiters(&server, "a", 1).await;
+    heartbeats(&server, 1).await;
+    let second = waiter(&lock(&second, "a", LONG));
+    waiters(&server, "a", 2).await;
+    // It is cut off: the one behind it is served, and it stays where it is.
+    proxy.set(Mode::Refuse);
+    proxy.reset();
+    held.release().await.unwrap();
+    let held = granted(AT_ONCE, "the one behind it", second).await;
+    let third = waiter(&lock(&third, "a", LONG));
+    waiters(&server, "a", 2).await;
+    let connections = proxy.counts().connections;
+    proxy.set(Mode::Pass);
+    eventually("connected again", async || {
+        proxy.counts().connections > connections && subscribers(&server) == 4
+    })
+    .await;
+    held.release().await.unwrap();
+    let held = granted(AT_ONCE, "the one that was away", first).await;
+    assert!(!third.is_finished());
+    held.release().await.unwrap();
+    granted(AT_ONCE, "the last", third).await.release().await.unwrap();
+    nothing_is_left(&server, "after a reconnection").await;
+}
+
+/// How many clients can be woken.
+fn subscribers(server: &RedisServer) -> usize {
+    let channels = server.cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"]).unwrap();
+    channels.lines().count()
+}
+
+#[tokio::test]
+async fn a_waiter_that_is_cancelled_leaves_nothing() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let semaphore = |client: &LockClient| client.semaphore("a", 2).unwrap();
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let permits = [
+        semaphore(&holder).acquire().await.unwrap(),
+        semaphore(&holder).acquire().await.unwrap(),
+    ];
+    let before = keys(&server);
+    for mode in 0..3 {
+        let lock = match mode {
+            0 => lock(&other, "a", LONG),
+            1 => lock(&other, "a", LONG).shared(),
+            _ => semaphore(&other),
+        };
+        let waiting = waiter(&lock);
+        eventually("in the queue", async || {
+            keys(&server).iter().any(|key| key.starts_with("lockkit#queue:"))
+        })
+        .await;
+        waiting.abort();
+        eventually("out of the queue", async || {
+            let mut now = keys(&server);
+            now.retain(|key| !key.starts_with("lockkit#client:"));
+            now == before
+        })
+        .await;
+        let error = lock.acquire_timeout(30 * MS).await.unwrap_err();
+        assert!(error.is_timeout(), "{error}");
+    }
+    held.release().await.unwrap();
+    for permit in permits {
+        permit.release().await.unwrap();
+    }
+    nothing_is_left(&server, "after cancelled waiters").await;
+    // A client that waited is known to be alive for some seconds more, unless it closes.
+    waiter(&lock(&holder, "b", LONG))
+        .await
+        .unwrap()
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+    other.close(SECOND).await.unwrap();
+    holder.close(SECOND).await.unwrap();
+    assert_eq!(keys(&server), ["lockkit#fence"]);
+}
+
+/// A heartbeat that nobody repeats goes by itself.
+#[tokio::test]
+async fn a_heartbeat_has_an_end() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&other, "a", LONG));
+    heartbeats(&server, 1).await;
+    waiting.abort();
+    held.release().await.unwrap();
+    let heartbeat = keys(&server)
+        .into_iter()
+        .find(|key| key.starts_with("lockkit#client:"));
+    let left: i64 = server
+        .cli(&["PTTL", &heartbeat.expect("it is believed for some seconds")])
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!((1..=10_000).contains(&left), "{left} ms");
+    nothing_is_left(&server, "after a cancelled waiter").await;
+    for key in ["lockkit#client:", "lockkit#fence"] {
+        assert!(!is_residue(key));
+    }
+}
+
+/// A claim that is gone without a word is passed the lock: it is given back at once, not when the short lease of what
+/// was passed is over.
+#[tokio::test]
+async fn a_grant_to_a_claim_that_is_gone_is_given_back() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let backend = RedisBackend::connect(RedisConfig::new(server.url()))
+        .await
+        .unwrap();
+    for mode in [LockMode::Exclusive, LockMode::Shared] {
+        let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+        let request = ClaimRequest::new(LockName::new("a").unwrap(), mode, LONG, OwnerId::new(7));
+        let mut claim = backend.claim(&request).await.unwrap();
+        assert!(claim.attempt(SECOND).await.unwrap().is_none());
+        drop(claim);
+        let waiting = waiter(&lock(&other, "a", LONG));
+        waiters(&server, "a", 2).await;
+        held.release().await.unwrap();
+        granted(AT_ONCE, "the next", waiting)
+            .await
+            .release()
+            .await
+            .unwrap();
+        nothing_is_left(&server, "after a stray grant").await;
+    }
+}
+
+#[tokio::test]
+async fn readers_behind_a_writer_get_in_when_it_leaves_the_queue() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let clients = join_all((0..4).map(|_| client(server.url()))).await;
+    let reader = |index: usize| lock(&clients[index], "a", LONG).shared();
+    let first = reader(0).acquire().await.unwrap();
+    let writer = waiter(&lock(&clients[1], "a", LONG));
+    waiters(&server, "a", 1).await;
+    let behind = [waiter(&reader(2)), waiter(&reader(3))];
+    waiters(&server, "a", 3).await;
+    assert!(
+        reader(0).try_acquire().await.unwrap().is_none(),
+        "the writer is before it"
+    );
+    writer.abort();
+    for behind in behind {
+        granted(AT_ONCE, "a reader", behind)
+            .await
+            .release()
+            .await
+            .unwrap();
+    }
+    first.release().await.unwrap();
+    nothing_is_left(&server, "after readers").await;
+}
+
+/// The head of the queue watches over the lease of a holder that may have died. When it leaves, the next does.
+#[tokio::test]
+async fn whoever_becomes_the_head_of_the_queue_watches_over_the_lease_before_it() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (first, second) = (client(server.url()).await, client(server.url()).await);
+    let mut peer = Peer::start(server.url()).await;
+    peer.hold(2 * SECOND, "a").await;
+    let first = waiter(&lock(&first, "a", LONG));
+    waiters(&server, "a", 1).await;
+    let second = waiter(&lock(&second, "a", LONG));
+    waiters(&server, "a", 2).await;
+    first.abort();
+    waiters(&server, "a", 1).await;
+    peer.process.kill().unwrap();
+    granted(4 * SECOND, "when the lease is over", second)
+        .await
+        .release()
+        .await
+        .unwrap();
+    nothing_is_left(&server, "after a killed holder").await;
+}
+
+#[tokio::test]
+async fn a_server_clock_that_is_set_back_keeps_the_order_of_the_queue() {
+    if no_server() {
+        return;
+    }
+    let clock = Clock::new().unwrap();
+    let server = RedisServer::builder().clock(&clock).start().unwrap();
+    let clients = join_all((0..4).map(|_| client(server.url()))).await;
+    let mut held = lock(&clients[0], "a", LONG).acquire().await.unwrap();
+    let mut waiting = Vec::new();
+    for (place, client) in clients[1..].iter().enumerate() {
+        waiting.push(waiter(&lock(client, "a", LONG)));
+        waiters(&server, "a", place + 1).await;
+        clock.back(60 * SECOND).unwrap();
+    }
+    for next in waiting {
+        let token = held.token();
+        held.release().await.unwrap();
+        held = granted(AT_ONCE, "the next in order", next).await;
+        assert!(held.token() > token);
+    }
+    held.release().await.unwrap();
+    nothing_is_left(&server, "after the clock went back").await;
+}
