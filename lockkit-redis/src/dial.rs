@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use lockkit_core::{Error, Result};
 use redis::{
-    AsyncConnectionConfig, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo,
+    AsyncConnectionConfig, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo, RedisError,
     aio::MultiplexedConnection,
     io::tcp::{TcpSettings, socket2::TcpKeepalive},
 };
@@ -97,10 +97,7 @@ impl Dialler {
             ));
         }
         if field("cluster_enabled") == "1" {
-            return Err(Error::unsupported(
-                NAME,
-                "Redis Cluster; locks need one master: give it one of its own, or use redlock:// or another backend",
-            ));
+            return Err(cluster());
         }
         if field("role") != "master" {
             return Err(Error::transient(
@@ -199,7 +196,7 @@ impl Dialler {
             .map_err(connecting)?
             .get_multiplexed_async_connection_with_config(&config)
             .await
-            .map_err(connecting)
+            .map_err(greeted)
     }
 
     /// The master's address, from the first sentinel that knows it.
@@ -231,4 +228,28 @@ impl Dialler {
         }
         Err(last.unwrap_or_else(|| Error::transient(NAME, "connect", "there is no sentinel to ask")))
     }
+}
+
+fn cluster() -> Error {
+    Error::unsupported(
+        NAME,
+        "Redis Cluster; locks need one master: give it one of its own, or use redlock:// or another backend",
+    )
+}
+
+/// What the server has against the first words on a connection: version, user and database.
+fn greeted(error: RedisError) -> Error {
+    let text = error.to_string();
+    if text.contains("unknown command") {
+        // Without its own words: they repeat the request, and with it the password.
+        return Error::permanent(
+            NAME,
+            "connect",
+            "the server does not know HELLO: it is older than Redis 6",
+        );
+    }
+    if text.contains("cluster mode") {
+        return cluster();
+    }
+    failed("connect", error)
 }

@@ -4,4 +4,6 @@ mod common;
 mod conformance;
 mod faults;
 mod foreign;
+mod guarantees;
 mod queue;
+mod refusals;

@@ -1,0 +1,376 @@
+//! What the server refuses, forgets or turns out to be, and what is said about it: clearly, and without secrets.
+
+use std::time::Duration;
+
+use lockkit_core::{AcquireOptions, Error, LossReason};
+use lockkit_redis::RedisConfig;
+use lockkit_testbed::{
+    Port, Proxy, eventually,
+    redis::{RedisCluster, RedisSentinels, RedisServer},
+};
+
+use crate::common::{
+    LONG, MS, SECOND, client, connect, granted, keys, lock, no_server, nothing_is_left, shown, url_of,
+    waiter, waiters, within,
+};
+
+const PASSWORD: &str = "open-sesame";
+
+/// The error of connecting to `url`, in words, which have no secret in them.
+async fn refused(url: &str) -> (Error, String) {
+    let config = RedisConfig::new(url);
+    let described = format!("{config:?}");
+    let connecting = within(LONG, "an answer", connect(config)).await;
+    let error = connecting
+        .err()
+        .unwrap_or_else(|| panic!("{described} was taken"));
+    let text = format!("{} {described}", shown(&error));
+    assert!(!text.contains("sesame"), "{text}");
+    (error, text)
+}
+
+#[tokio::test]
+async fn scripts_that_the_server_forgot_are_sent_again() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let forget = || server.cli(&["SCRIPT", "FLUSH"]).unwrap();
+    let semaphore = one.semaphore("s", 2).unwrap();
+    for _ in 0..2 {
+        forget();
+        let held = lock(&one, "a", LONG).acquire().await.unwrap();
+        forget();
+        held.renew().await.unwrap();
+        forget();
+        assert!(lock(&two, "a", LONG).try_acquire().await.unwrap().is_none());
+        forget();
+        assert_eq!(two.inspect("a").await.unwrap().holders.len(), 1);
+        forget();
+        let waiting = waiter(&lock(&two, "a", LONG));
+        waiters(&server, "a", 1).await;
+        forget();
+        held.release().await.unwrap();
+        let next = granted(SECOND, "the waiter", waiting).await;
+        forget();
+        assert!(one.revoke("a", next.token()).await.unwrap());
+        within(SECOND, "told", next.lost()).await;
+        forget();
+        semaphore.acquire().await.unwrap().release().await.unwrap();
+        assert!(next.release().await.unwrap_err().is_lost());
+    }
+    nothing_is_left(&server, "after SCRIPT FLUSH").await;
+}
+
+#[tokio::test]
+async fn all_keys_flushed_under_holders_and_waiters_is_told_and_waiters_are_granted() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, second, third) = (
+        client(server.url()).await,
+        client(server.url()).await,
+        client(server.url()).await,
+    );
+    let held = lock(&holder, "a", 2 * SECOND).acquire().await.unwrap();
+    let second = waiter(&lock(&second, "a", 2 * SECOND));
+    waiters(&server, "a", 1).await;
+    let third = waiter(&lock(&third, "a", 2 * SECOND));
+    waiters(&server, "a", 2).await;
+    server.cli(&["FLUSHALL"]).unwrap();
+    assert_eq!(within(2 * SECOND, "told", held.lost()).await, LossReason::Revoked);
+    let second = granted(4 * SECOND, "the first that asks", second).await;
+    assert!(second.token() > held.token());
+    assert!(!third.is_finished(), "an overlap");
+    let token = second.token();
+    second.release().await.unwrap();
+    let third = granted(10 * SECOND, "the other", third).await;
+    assert!(third.token() > token);
+    third.release().await.unwrap();
+    nothing_is_left(&server, "after FLUSHALL").await;
+}
+
+/// Whatever mode it had, and however it went.
+#[tokio::test]
+async fn a_renewal_never_brings_back_a_hold_that_was_lost() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let options = AcquireOptions::new().ttl(LONG).renew(false);
+    let locks = [
+        client.lock("a").unwrap(),
+        client.lock("a").unwrap().shared(),
+        client.semaphore("a", 2).unwrap(),
+    ];
+    for lock in locks {
+        let lock = lock.with_options(options.clone());
+        for flush in [true, false] {
+            let held = lock.acquire().await.unwrap();
+            if flush {
+                server.cli(&["FLUSHALL"]).unwrap();
+            } else {
+                for key in keys(&server) {
+                    server.cli(&["DEL", &key]).unwrap();
+                }
+            }
+            assert!(held.is_held(), "it does not know yet");
+            assert!(held.renew().await.unwrap_err().is_lost());
+            assert!(keys(&server).is_empty(), "{:?}", keys(&server));
+            assert!(held.release().await.unwrap_err().is_lost());
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_key_that_holds_something_else_is_a_clear_error() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    server.cli(&["RPUSH", "lockkit:a", "x"]).unwrap();
+    let lock = lock(&client, "a", LONG);
+    let errors = [
+        within(SECOND, "an answer", lock.acquire()).await.unwrap_err(),
+        lock.try_acquire().await.unwrap_err(),
+        lock.shared().acquire().await.unwrap_err(),
+        client.inspect("a").await.unwrap_err(),
+    ];
+    for error in errors {
+        let text = shown(&error);
+        assert!(!error.is_transient() && !error.is_timeout(), "{text}");
+        assert!(
+            text.contains("WRONGTYPE") && text.contains("something else"),
+            "{text}"
+        );
+        assert!(text.contains("lock `a`") || text.contains("inspect"), "{text}");
+    }
+    assert_eq!(server.cli(&["LLEN", "lockkit:a"]).unwrap(), "1", "left alone");
+    server.cli(&["DEL", "lockkit:a"]).unwrap();
+    lock.acquire().await.unwrap().release().await.unwrap();
+    nothing_is_left(&server, "after a list").await;
+}
+
+#[tokio::test]
+async fn a_wrong_password_is_a_clear_error_without_it() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder()
+        .password(PASSWORD)
+        .user("locker", PASSWORD, "~* &* +@all")
+        .start()
+        .unwrap();
+    let at = server.addr();
+    for login in [
+        "",
+        ":not-sesame@",
+        "locker:not-sesame@",
+        "nobody:open-sesame@",
+        "locker@",
+    ] {
+        let (error, text) = refused(&format!("redis://{login}{at}")).await;
+        assert!(!error.is_transient(), "{text}");
+        assert!(text.contains("user and password"), "{text}");
+    }
+    // As the one and as the other user.
+    for login in ["locker:open-sesame@", ":open-sesame@", "default:open-sesame@"] {
+        let client = client(&format!("redis://{login}{at}")).await;
+        let guard = lock(&client, "a", LONG).acquire().await.unwrap();
+        guard.release().await.unwrap();
+    }
+}
+
+/// What `docs/redis.md` lists is enough: nothing else is asked for while locks are used in every way.
+#[tokio::test]
+async fn a_user_with_no_more_rights_than_documented_can_use_every_mode() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder()
+        .user("locker", PASSWORD, MINIMAL_RIGHTS)
+        .start()
+        .unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&one, "a", SECOND).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", SECOND));
+    waiters(&server, "a", 1).await;
+    // Heartbeats and renewals included.
+    tokio::time::sleep(SECOND).await;
+    held.release().await.unwrap();
+    let next = granted(SECOND, "a push", waiting).await;
+    assert!(one.revoke("a", next.token()).await.unwrap());
+    within(SECOND, "told by a push", next.lost()).await;
+    let readers = [
+        lock(&one, "a", SECOND).shared().acquire().await.unwrap(),
+        lock(&two, "a", SECOND).shared().acquire().await.unwrap(),
+    ];
+    let writer = waiter(&lock(&one, "a", SECOND));
+    waiters(&server, "a", 1).await;
+    tokio::time::sleep(SECOND).await;
+    assert_eq!(one.inspect("a").await.unwrap().holders.len(), 2);
+    for reader in readers {
+        reader.release().await.unwrap();
+    }
+    granted(SECOND, "a push", writer).await.release().await.unwrap();
+    let permit = one.semaphore("a", 2).unwrap().acquire().await.unwrap();
+    permit.renew().await.unwrap();
+    permit.release().await.unwrap();
+    // A connection that breaks is replaced.
+    server.cli(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
+    granted(5 * SECOND, "connected again", waiter(&lock(&one, "a", SECOND)))
+        .await
+        .release()
+        .await
+        .unwrap();
+    let denied = server.cli(&["ACL", "LOG"]).unwrap();
+    assert_eq!(denied, "", "something was asked for and denied");
+    one.close(SECOND).await.unwrap();
+    two.close(SECOND).await.unwrap();
+    assert_eq!(keys(&server), ["lockkit#fence"]);
+}
+
+/// As in `docs/redis.md`, for the default namespace.
+const MINIMAL_RIGHTS: &str = "~lockkit:* ~lockkit#* &lockkit#client:* \
+     +info +ping +client|id +client|kill +subscribe +publish +eval +evalsha +script|load \
+     +get +set +setrange +psetex +del +exists +pexpire +pttl +incrby +time \
+     +zadd +zrem +zcard +zscore +zrank +zrange +zrevrange +zrangebyscore +hget +hset +hdel";
+
+#[tokio::test]
+async fn a_right_that_is_missing_is_a_clear_error() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder()
+        .user("nothing", PASSWORD, "~* &* -@all")
+        .user("elsewhere", PASSWORD, "~lockkit#* ~other:* &* +@all")
+        .start()
+        .unwrap();
+    let at = server.addr();
+    let (error, text) = refused(&format!("redis://nothing:{PASSWORD}@{at}")).await;
+    assert!(!error.is_transient(), "{text}");
+    assert!(text.contains("docs/redis.md"), "{text}");
+
+    let client = client(&format!("redis://elsewhere:{PASSWORD}@{at}")).await;
+    let acquiring = waiter(&lock(&client, "a", LONG));
+    let error = within(SECOND, "an answer", acquiring).await.unwrap().unwrap_err();
+    let text = shown(&error);
+    assert!(!error.is_transient() && !error.is_timeout(), "{text}");
+    assert!(
+        text.contains("docs/redis.md") && !text.contains("sesame"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn a_replica_is_not_taken_for_the_master() {
+    if no_server() {
+        return;
+    }
+    let master = RedisServer::plain().unwrap();
+    let replica = RedisServer::builder().replica_of(master.addr()).start().unwrap();
+    let (error, text) = refused(replica.url()).await;
+    // It may be the master one day.
+    assert!(error.is_transient(), "{text}");
+    assert!(text.contains("replica") && text.contains("master"), "{text}");
+}
+
+#[tokio::test]
+async fn a_cluster_is_unsupported() {
+    if no_server() {
+        return;
+    }
+    let cluster = RedisCluster::start().unwrap();
+    for node in cluster.nodes() {
+        for db in ["", "/1"] {
+            let (error, text) = refused(&format!("{}{db}", node.url())).await;
+            assert!(matches!(error, Error::Unsupported { .. }), "{text}");
+            assert!(text.contains("Cluster"), "{text}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_sentinel_given_as_a_server_is_a_clear_error() {
+    if no_server() {
+        return;
+    }
+    let group = RedisSentinels::start().unwrap();
+    let (error, text) = refused(group.sentinels()[0].url()).await;
+    assert!(!error.is_transient(), "{text}");
+    assert!(text.contains("`sentinel`"), "{text}");
+
+    // And a server given as a sentinel, and a master that no sentinel knows.
+    let mut config = RedisConfig::new(group.servers()[0].url());
+    config.sentinel = Some("lockkit".to_owned());
+    let error = connect(config).await.unwrap_err();
+    assert!(shown(&error).contains("SENTINEL"), "{}", shown(&error));
+    let mut config = RedisConfig::new(group.sentinels()[0].url());
+    config.sentinel = Some("nobody".to_owned());
+    let error = connect(config).await.unwrap_err();
+    assert!(shown(&error).contains("`nobody`"), "{}", shown(&error));
+}
+
+/// Redis before 6 does not know `HELLO`.
+#[tokio::test]
+async fn a_server_that_is_too_old_is_a_clear_error() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder()
+        .directive("rename-command", &["HELLO", ""])
+        .start()
+        .unwrap();
+    let (error, text) = refused(server.url()).await;
+    assert!(!error.is_transient(), "{text}");
+    assert!(text.contains("RESP3") || text.contains("Redis 6"), "{text}");
+}
+
+#[tokio::test]
+async fn a_server_that_is_not_there_or_does_not_answer_is_an_outage() {
+    if no_server() {
+        return;
+    }
+    let port = Port::reserve().unwrap();
+    let (error, text) = refused(&format!("redis://:{PASSWORD}@{}", port.addr())).await;
+    assert!(error.is_transient(), "{text}");
+    let server = RedisServer::plain().unwrap();
+    server.pause().unwrap();
+    let (error, text) = refused(server.url()).await;
+    assert!(error.is_transient(), "{text}");
+    assert!(text.contains("does not answer"), "{text}");
+}
+
+/// The connection stands and its server is a replica now.
+#[tokio::test]
+async fn a_master_that_was_demoted_is_left_for_the_new_one() {
+    if no_server() {
+        return;
+    }
+    let before = RedisServer::plain().unwrap();
+    let after = RedisServer::builder().replica_of(before.addr()).start().unwrap();
+    let proxy = Proxy::start(before.addr()).unwrap();
+    let client = client(&url_of(&proxy)).await;
+    let lock = lock(&client, "a", LONG);
+    let token = lock.acquire().await.unwrap().token();
+    nothing_is_left(&before, "released").await;
+    eventually("replicated", async || keys(&after) == ["lockkit#fence"]).await;
+    after.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    let (ip, port) = (after.addr().ip().to_string(), after.addr().port().to_string());
+    before.cli(&["REPLICAOF", &ip, &port]).unwrap();
+    let connections = proxy.counts().connections;
+    let error = lock.acquire_timeout(100 * MS).await.unwrap_err();
+    let text = shown(&error);
+    assert!(error.is_transient() && text.contains("replica"), "{text}");
+    proxy.set_upstream(after.addr());
+    let guard = granted(Duration::from_secs(8), "at the new master", waiter(&lock)).await;
+    assert!(guard.token() > token);
+    assert!(proxy.counts().connections > connections);
+    assert_eq!(after.cli(&["EXISTS", "lockkit:a"]).unwrap(), "1");
+    guard.release().await.unwrap();
+    nothing_is_left(&after, "released").await;
+}
