@@ -1,1 +1,388 @@
+//! The rows of `docs/guarantees.md` for one Redis master, those that fail among them. What crashes, cuts and lost
+//! replies come to is in `faults`.
 
+use std::{
+    fs::{self, File},
+    path::PathBuf,
+    time::Duration,
+};
+
+use futures_util::future::join_all;
+use lockkit_core::{AcquireOptions, FenceGate, LockClient, LockGuard, LossReason};
+use lockkit_redis::RedisConfig;
+use lockkit_testbed::{
+    Clock, Mode, Proxy, eventually,
+    redis::{Fsync, RedisServer},
+};
+
+use crate::common::{
+    LONG, MS, Peer, SECOND, Traces, client, client_behind_proxy, connect, granted, keys, lock, no_server,
+    nothing_is_left, url_of, waiter, within,
+};
+
+/// A second holder of lock `a` is let in by `client` while the first believes to hold it, which is what must not be;
+/// whether a resource that checks tokens then takes the rightful holder's write and refuses the other's.
+async fn overlaps(held: &LockGuard, client: &LockClient) -> bool {
+    let resource = FenceGate::new();
+    resource.admit(held.token()).unwrap();
+    let second = granted(LONG, "the second", waiter(&lock(client, "a", LONG))).await;
+    assert!(held.is_held() && second.is_held(), "there is no overlap to show");
+    let fenced = resource.admit(second.token()).is_ok() && resource.admit(held.token()).is_err();
+    second.release().await.unwrap();
+    fenced
+}
+
+/// The machine's clock stands still while it is asleep, or its process is stopped: it goes on as a zombie until it
+/// looks. Only the token keeps its writes out.
+#[tokio::test]
+async fn a_client_paused_past_its_lease_is_a_zombie_until_it_looks_and_its_token_is_refused() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let resource = directory.path().join("resource");
+    let mut peer = Peer::start(server.url()).await;
+    let token = peer.hold(SECOND, "a").await;
+    peer.send(&format!("write slot {}", resource.display()));
+    assert_eq!(peer.reply().await, "written");
+    peer.process.stop().unwrap();
+
+    let client = client(server.url()).await;
+    let next = granted(
+        5 * SECOND,
+        "when the lease is over",
+        waiter(&lock(&client, "a", LONG)),
+    )
+    .await;
+    assert!(next.token().get() > token);
+    let mut other = Peer::start(server.url()).await;
+    next.release().await.unwrap();
+    other.hold(LONG, "a").await;
+    other.send(&format!("write slot {}", resource.display()));
+    assert_eq!(other.reply().await, "written");
+
+    peer.process.resume().unwrap();
+    peer.send(&format!("write slot {}", resource.display()));
+    assert_eq!(peer.reply().await, "refused");
+    peer.send("check slot");
+    assert_eq!(peer.reply().await, "lost");
+}
+
+/// ✘ exclusion. Tokens go on above the server's clock, as long as that is ahead of the counter that was lost.
+#[tokio::test]
+async fn a_server_that_lost_its_data_grants_again_with_higher_tokens() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    // Its holder finds out when it is connected again.
+    proxy.set(Mode::Blackhole);
+    server.restart_empty().unwrap();
+    let other = self::client(server.url()).await;
+    assert!(overlaps(&held, &other).await, "tokens went back");
+    proxy.set(Mode::Pass);
+    within(LONG, "told", held.lost()).await;
+}
+
+/// ✘ fencing: more tokens than microseconds of the clock had been given out when the counter was lost.
+#[tokio::test]
+async fn tokens_go_back_if_the_data_is_lost_and_the_counter_was_ahead_of_the_clock() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let options = AcquireOptions::new().local_handoffs(AcquireOptions::MAX_LOCAL_HANDOFFS);
+    let many = client.lock("a").unwrap().with_options(options);
+    let resource = FenceGate::new();
+    let started = std::time::Instant::now();
+    let mut reserved = Duration::ZERO;
+    while reserved < started.elapsed() + 20 * SECOND {
+        let guard = many.acquire().await.unwrap();
+        resource.admit(guard.token()).unwrap();
+        guard.release().await.unwrap();
+        // A token is worth a microsecond of the clock.
+        reserved += Duration::from_micros(u64::from(AcquireOptions::MAX_LOCAL_HANDOFFS) + 1);
+    }
+    server.restart_empty().unwrap();
+    let guard = granted(LONG, "connected again", waiter(&lock(&client, "a", LONG))).await;
+    assert!(
+        resource.admit(guard.token()).is_err(),
+        "a rightful holder is refused"
+    );
+}
+
+/// A crash of the machine, with `appendfsync everysec`: what was written in the last second is gone. ✘ exclusion, and
+/// no different from the loss of all data.
+#[tokio::test]
+async fn the_last_second_before_a_crash_is_lost_with_an_append_only_file_synced_once_a_second() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder()
+        .append_only(Fsync::EverySec)
+        .start()
+        .unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    lock(&client, "b", LONG)
+        .acquire()
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+    let file = append_only_file(&server);
+    let synced = fs::metadata(&file).unwrap().len();
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    proxy.set(Mode::Blackhole);
+    server.kill().unwrap();
+    // What the system had not written to the disk when the machine crashed.
+    let written = fs::metadata(&file).unwrap().len();
+    assert!(written > synced, "{written}");
+    File::options()
+        .write(true)
+        .open(&file)
+        .unwrap()
+        .set_len(synced)
+        .unwrap();
+    server.start().unwrap();
+    assert!(!keys(&server).is_empty(), "the rest is there");
+    let other = self::client(server.url()).await;
+    assert!(overlaps(&held, &other).await, "tokens went back");
+}
+
+fn append_only_file(server: &RedisServer) -> PathBuf {
+    let value = |name: &str| {
+        let answer = server.cli(&["CONFIG", "GET", name]).unwrap();
+        answer.lines().last().unwrap().to_owned()
+    };
+    let directory = PathBuf::from(value("dir")).join(value("appenddirname"));
+    let files = fs::read_dir(&directory)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let mut increments = files.filter(|path| path.to_string_lossy().contains(".incr."));
+    increments.next().expect("an append-only file")
+}
+
+/// `appendfsync always`: nothing that was answered is lost, neither holds nor tokens.
+#[tokio::test]
+async fn a_server_that_crashes_with_an_append_only_file_synced_always_keeps_holds_and_tokens() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder().append_only(Fsync::Always).start().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let mut highest = 0;
+    for name in ["a", "b", "c"] {
+        let held = lock(&client, name, LONG).acquire().await.unwrap();
+        let counter = server.cli(&["GET", "lockkit#fence"]).unwrap();
+        assert!(held.token().get() > highest);
+        highest = held.token().get();
+        proxy.set(Mode::Blackhole);
+        server.kill().unwrap();
+        server.start().unwrap();
+        assert_eq!(server.cli(&["GET", "lockkit#fence"]).unwrap(), counter);
+        let other = self::client(server.url()).await;
+        assert!(lock(&other, name, LONG).try_acquire().await.unwrap().is_none());
+        proxy.set(Mode::Pass);
+        within(LONG, "connected again", async {
+            while held.renew().await.is_err() {
+                held.check().unwrap();
+                tokio::time::sleep(10 * MS).await;
+            }
+        })
+        .await;
+        held.release().await.unwrap();
+    }
+}
+
+/// ✘ exclusion: replication is asynchronous.
+#[tokio::test]
+async fn a_replica_that_is_promoted_without_the_hold_grants_again_with_higher_tokens() {
+    if no_server() {
+        return;
+    }
+    let master = RedisServer::plain().unwrap();
+    let stream = Proxy::start(master.addr()).unwrap();
+    let replica = RedisServer::builder().replica_of(stream.addr()).start().unwrap();
+    let (client, proxy) = client_behind_proxy(&master).await;
+    stream.set(Mode::HalfOpen);
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    proxy.set(Mode::Blackhole);
+    master.kill().unwrap();
+    replica.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    assert_eq!(replica.cli(&["EXISTS", "lockkit:a"]).unwrap(), "0");
+    let other = self::client(replica.url()).await;
+    assert!(overlaps(&held, &other).await, "tokens went back");
+    // The holder is told when it is led there.
+    proxy.set_upstream(replica.addr());
+    proxy.set(Mode::Pass);
+    proxy.reset();
+    assert_eq!(within(LONG, "told", held.lost()).await, LossReason::Revoked);
+}
+
+/// ✘ exclusion: leases end by the server's wall clock.
+#[tokio::test]
+async fn a_server_clock_that_jumps_forward_frees_locks_that_are_held() {
+    if no_server() {
+        return;
+    }
+    let clock = Clock::new().unwrap();
+    let server = RedisServer::builder().clock(&clock).start().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    for shared in [false, true] {
+        let first = lock(&one, "a", LONG);
+        let first = if shared { first.shared() } else { first };
+        let held = first.acquire().await.unwrap();
+        assert!(lock(&two, "a", LONG).try_acquire().await.unwrap().is_none());
+        clock.forward(60 * SECOND).unwrap();
+        assert!(overlaps(&held, &two).await, "tokens went back");
+        // It is told at its next renewal.
+        assert!(held.renew().await.unwrap_err().is_lost());
+    }
+}
+
+/// ✘ availability: what a dead holder left lasts for as much longer as the clock went back. Exclusion stays.
+#[tokio::test]
+async fn a_server_clock_that_is_set_back_keeps_the_lock_of_a_dead_holder() {
+    if no_server() {
+        return;
+    }
+    let clock = Clock::new().unwrap();
+    let server = RedisServer::builder().clock(&clock).start().unwrap();
+    let client = client(server.url()).await;
+    let mut peer = Peer::start(server.url()).await;
+    let token = peer.hold(SECOND, "a").await;
+    peer.process.kill().unwrap();
+    clock.back(60 * SECOND).unwrap();
+    let waiting = waiter(&lock(&client, "a", LONG));
+    tokio::time::sleep(3 * SECOND).await;
+    assert!(!waiting.is_finished(), "there is nothing to show");
+    let left: u64 = server.cli(&["PTTL", "lockkit:a"]).unwrap().parse().unwrap();
+    assert!(left > 50_000, "{left} ms");
+    clock.reset().unwrap();
+    waiting.abort();
+    // It asks when it was told that the lease would be over, or when it is made to.
+    let guard = granted(
+        LONG,
+        "the clock is right again",
+        waiter(&lock(&client, "a", LONG)),
+    )
+    .await;
+    assert!(guard.token().get() > token);
+    guard.release().await.unwrap();
+}
+
+/// ✘ exclusion until the holder is told, which is at its next renewal, a third of the lease away at most.
+#[tokio::test]
+async fn a_key_that_an_admin_deletes_is_told_with_the_next_renewal() {
+    if no_server() {
+        return;
+    }
+    let ttl = 3 * SECOND;
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    for shared in [false, true] {
+        let first = lock(&one, "a", ttl);
+        let first = if shared { first.shared() } else { first };
+        let held = first.acquire().await.unwrap();
+        server.cli(&["DEL", "lockkit:a"]).unwrap();
+        let deleted = std::time::Instant::now();
+        assert!(overlaps(&held, &two).await, "tokens went back");
+        let reason = within(LONG, "told", held.lost()).await;
+        assert_eq!(reason, LossReason::Revoked);
+        assert!(deleted.elapsed() < ttl / 3 + SECOND, "{:?}", deleted.elapsed());
+        assert!(held.release().await.unwrap_err().is_lost());
+    }
+    nothing_is_left(&server, "after a deletion").await;
+}
+
+/// ✘ exclusion. The server was said to be such a one when the client connected.
+#[tokio::test]
+async fn a_server_that_evicts_drops_a_hold_and_is_warned_about() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder()
+        .max_memory(3 << 20, "volatile-lru")
+        .start()
+        .unwrap();
+    let traces = Traces::default();
+    let traced = tracing::subscriber::set_default(traces.clone());
+    let client = client(server.url()).await;
+    drop(traced);
+    let text = traces.text();
+    let warning = text.lines().find(|line| line.starts_with("WARN"));
+    let warning = warning.unwrap_or_else(|| panic!("no warning: {text}"));
+    assert!(
+        warning.contains("evict") && warning.contains("volatile-lru"),
+        "{warning}"
+    );
+
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    // Others fill it with keys that have no end.
+    let value = "x".repeat(64 << 10);
+    for n in 0.. {
+        if server.cli(&["EXISTS", "lockkit:a"]).unwrap() == "0" {
+            break;
+        }
+        assert!(n < 100, "there is nothing to show");
+        let _ = server.cli(&["SET", &format!("cache:{n}"), &value]);
+    }
+    server.cli(&["CONFIG", "SET", "maxmemory", "0"]).unwrap();
+    let other = self::client(server.url()).await;
+    overlaps(&held, &other).await;
+    assert!(held.renew().await.unwrap_err().is_lost());
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_evict_is_not_warned_about() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let traces = Traces::default();
+    let traced = tracing::subscriber::set_default(traces.clone());
+    let client = client(server.url()).await;
+    drop(traced);
+    drop(client);
+    assert!(!traces.text().contains("WARN"), "{}", traces.text());
+}
+
+/// Cut off from the server, nobody who waits is granted anything, and nobody who holds thinks so for longer than its
+/// lease.
+#[tokio::test]
+async fn clients_that_are_all_cut_off_hold_nothing_when_their_leases_are_over() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let clients = join_all((0..4).map(|_| connect(RedisConfig::new(url_of(&proxy))))).await;
+    let clients: Vec<_> = clients.into_iter().map(Result::unwrap).collect();
+    let mut held = Vec::new();
+    for (n, client) in clients.iter().enumerate() {
+        held.push(lock(client, &n.to_string(), SECOND).acquire().await.unwrap());
+    }
+    let waiting = waiter(&lock(&clients[0], "1", SECOND));
+    proxy.set(Mode::Blackhole);
+    for guard in &held {
+        let until = guard.valid_until().unwrap();
+        assert_eq!(
+            within(2 * SECOND, "told", guard.lost()).await,
+            LossReason::Expired
+        );
+        assert!(guard.valid_until().unwrap() <= until, "renewed by nobody");
+    }
+    assert!(!waiting.is_finished(), "granted by nobody");
+    proxy.set(Mode::Pass);
+    eventually("connected again", async || clients[3].inspect("3").await.is_ok()).await;
+    granted(LONG, "the waiter", waiting)
+        .await
+        .release()
+        .await
+        .unwrap();
+}
