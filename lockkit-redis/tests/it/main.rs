@@ -7,3 +7,4 @@ mod foreign;
 mod guarantees;
 mod queue;
 mod refusals;
+mod soak;
