@@ -311,9 +311,9 @@ async fn a_server_that_evicts_drops_a_hold_and_is_warned_about() {
         .start()
         .unwrap();
     let traces = Traces::default();
-    let traced = tracing::subscriber::set_default(traces.clone());
+    let recording = tracing::subscriber::set_default(traces.clone());
     let client = client(server.url()).await;
-    drop(traced);
+    drop(recording);
     let text = traces.text();
     let warning = text.lines().find(|line| line.starts_with("WARN"));
     let warning = warning.unwrap_or_else(|| panic!("no warning: {text}"));
@@ -345,9 +345,9 @@ async fn a_server_that_does_not_evict_is_not_warned_about() {
     }
     let server = RedisServer::plain().unwrap();
     let traces = Traces::default();
-    let traced = tracing::subscriber::set_default(traces.clone());
+    let recording = tracing::subscriber::set_default(traces.clone());
     let client = client(server.url()).await;
-    drop(traced);
+    drop(recording);
     drop(client);
     assert!(!traces.text().contains("WARN"), "{}", traces.text());
 }

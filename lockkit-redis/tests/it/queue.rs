@@ -29,12 +29,12 @@ async fn grants_follow_the_order_of_arrival_across_clients() {
     for round in 0..8 {
         let held = locks[3].acquire().await.unwrap();
         let order: Vec<_> = [[0, 1, 2], [2, 0, 1], [1, 2, 0], [2, 1, 0]][round % 4].into();
-        let (served, mut grants) = tokio::sync::mpsc::unbounded_channel();
+        let (grant, mut grants) = tokio::sync::mpsc::unbounded_channel();
         for (place, &index) in order.iter().enumerate() {
-            let (lock, served) = (locks[index].clone(), served.clone());
+            let (lock, grant) = (locks[index].clone(), grant.clone());
             tokio::spawn(async move {
                 let guard = lock.acquire().await.unwrap();
-                served.send((index, guard.token())).unwrap();
+                grant.send((index, guard.token())).unwrap();
                 guard.release().await.unwrap();
             });
             waiters(&server, "a", place + 1).await;
