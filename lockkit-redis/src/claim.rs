@@ -30,6 +30,8 @@ pub(crate) struct RedisClaim {
     /// Where pushes for it arrive, from when it first may get one.
     place: Option<Arc<Place>>,
     queued: bool,
+    /// It may have a place in the queue at the server, for it has been asking for one.
+    asked: bool,
     /// Until when it was last known to hold.
     until: Option<Instant>,
     /// The first of its tokens, while it holds.
@@ -61,6 +63,7 @@ impl RedisClaim {
             shared,
             place: None,
             queued: false,
+            asked: false,
             until: None,
             first: None,
             said: false,
@@ -150,7 +153,8 @@ impl RedisClaim {
         }
     }
 
-    async fn ask(&self, waits: bool) -> Result<Answer> {
+    async fn ask(&mut self, waits: bool) -> Result<Answer> {
+        self.asked |= waits;
         let mut call = script::ACQUIRE.call(&self.key);
         call.arg(self.record.template())
             .arg(self.request.tokens.get())
@@ -245,7 +249,7 @@ impl Claim for RedisClaim {
         }
         let since = Instant::now();
         let contended = &self.shared.contended;
-        let alone = self.request.mode == Mode::Exclusive && !self.queued && contended.is_quiet(&self.key);
+        let alone = self.request.mode == Mode::Exclusive && !self.asked && contended.is_quiet(&self.key);
         if alone && let Some(first) = self.take().await? {
             return self.granted(first, false, since).await;
         }
@@ -307,6 +311,7 @@ impl Claim for RedisClaim {
             return Err(unexpected("release", &reply));
         };
         self.set_queued(false);
+        self.asked = false;
         let loss = self.loss();
         let was_held = self.first.take().is_some();
         self.until = None;
