@@ -213,8 +213,11 @@ impl RedisClaim {
             return Ok(());
         }
         let reason = format!("{reached} of {replicas} replicas acknowledged the grant within {within:?}");
-        self.release().await?;
-        Err(Error::transient(NAME, "acquire", reason))
+        match self.release().await {
+            // A lease that was over before the replicas were was never a hold of anybody's.
+            Err(error) if !error.is_lost() => Err(error),
+            _ => Err(Error::transient(NAME, "acquire", reason)),
+        }
     }
 
     /// How long to wait before it asks again although nothing woke it: when the lease before it has run out.
