@@ -1,7 +1,10 @@
 //! The Redis backend against real servers.
 
+mod cancel;
 mod common;
 mod conformance;
+mod cost;
+mod deployments;
 mod faults;
 mod foreign;
 mod guarantees;

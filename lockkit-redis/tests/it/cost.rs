@@ -1,0 +1,147 @@
+//! How many requests things take.
+
+use futures_util::future::join_all;
+use lockkit_core::{AcquireOptions, DistributedLock};
+use lockkit_testbed::redis::{Monitor, RedisServer};
+
+use crate::common::{
+    LONG, MS, SECOND, client, client_behind_proxy, lock, no_server, nothing_is_left, waiter,
+};
+
+/// What clients have asked for; what a script does is part of that.
+fn requests(monitor: &Monitor) -> Vec<String> {
+    let lines = monitor.lines().unwrap();
+    let asked = lines.iter().filter(|line| !line.contains(" lua] "));
+    let command = |line: &String| line.split('"').nth(1).unwrap_or_default().to_owned();
+    asked.map(command).collect()
+}
+
+#[tokio::test]
+async fn an_acquisition_a_renewal_and_a_release_are_one_request_each() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let locks = [
+        client.lock("a").unwrap(),
+        client.lock("a").unwrap().shared(),
+        client.semaphore("a", 2).unwrap(),
+    ];
+    for lock in locks {
+        let (before, monitor) = (proxy.counts(), server.monitor().unwrap());
+        for _ in 0..5 {
+            let guard = lock.acquire().await.unwrap();
+            guard.renew().await.unwrap();
+            guard.release().await.unwrap();
+            let tried = lock.try_acquire().await.unwrap().expect("it is free");
+            tried.release().await.unwrap();
+        }
+        assert_eq!(requests(&monitor), ["EVALSHA"; 25]);
+        let after = proxy.counts();
+        assert_eq!(after.requests.chunks - before.requests.chunks, 25);
+        assert_eq!(after.replies.chunks - before.replies.chunks, 25);
+    }
+    nothing_is_left(&server, "released").await;
+}
+
+/// One heartbeat for all of them, and nothing else for as long as the leases before them last.
+#[tokio::test]
+async fn a_thousand_sleeping_waiters_cost_the_server_less_than_50_commands_a_second() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let names: Vec<_> = (0..1_000).map(|n| format!("sleeper/{n}")).collect();
+    let locks: Vec<_> = names.iter().map(|name| lock(&holder, name, 20 * LONG)).collect();
+    let held: Vec<_> = join_all(locks.iter().map(DistributedLock::acquire)).await;
+    let held: Vec<_> = held.into_iter().map(Result::unwrap).collect();
+    let waiting: Vec<_> = names
+        .iter()
+        .map(|name| waiter(&lock(&other, name, 20 * LONG)))
+        .collect();
+    lockkit_testbed::eventually("all in their queues", async || {
+        let keys = server.cli(&["KEYS", "lockkit#queue:*"]).unwrap();
+        keys.lines().count() == names.len()
+    })
+    .await;
+    tokio::time::sleep(SECOND).await;
+    let before = server.command_count().unwrap();
+    tokio::time::sleep(7 * SECOND).await;
+    let commands = server.command_count().unwrap() - before;
+    eprintln!("{commands} commands in 7 s");
+    assert!(commands >= 2, "no heartbeat");
+    assert!(commands < 7 * 50, "{commands} commands in 7 s");
+    assert!(waiting.iter().all(|waiting| !waiting.is_finished()));
+    // Awake they are at once.
+    for guard in held {
+        guard.release().await.unwrap();
+    }
+    for waiting in waiting {
+        let guard = waiting.await.unwrap().unwrap();
+        guard.release().await.unwrap();
+    }
+    nothing_is_left(&server, "released").await;
+}
+
+/// To queue, to take up what was passed, and to pass it on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_is_passed_among_16_clients_takes_three_requests_each_time() {
+    const ROUNDS: u64 = 60;
+
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let clients = join_all((0..16).map(|_| client(server.url()))).await;
+    let before = server.command_counts().unwrap();
+    let rounds = clients.iter().map(|client| {
+        let lock = lock(client, "a", LONG);
+        tokio::spawn(async move {
+            for _ in 0..ROUNDS {
+                lock.acquire().await.unwrap().release().await.unwrap();
+            }
+        })
+    });
+    for rounds in join_all(rounds).await {
+        rounds.unwrap();
+    }
+    let after = server.command_counts().unwrap();
+    let count = |name: &str| {
+        let of = |counts: &std::collections::BTreeMap<String, u64>| counts.get(name).copied().unwrap_or(0);
+        of(&after) - of(&before)
+    };
+    let (locks, requests) = (16 * ROUNDS, count("evalsha"));
+    eprintln!("{requests} requests for {locks} locks");
+    assert!(requests >= 2 * locks, "they were counted");
+    // A hand-off that comes while its waiter is just asking takes one more.
+    assert!(
+        requests * 20 <= 3 * 21 * locks,
+        "{requests} requests for {locks} locks"
+    );
+    assert_eq!(count("eval") + count("ping"), 0);
+    nothing_is_left(&server, "released").await;
+}
+
+/// The waiters of one client are one at the server, and most hand-offs between them are nobody's business.
+#[tokio::test]
+async fn hand_offs_within_a_client_take_no_requests() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let options = AcquireOptions::new().local_handoffs(99);
+    let lock = client.lock("a").unwrap().with_options(options);
+    let held = lock.acquire().await.unwrap();
+    let waiting: Vec<_> = (0..90).map(|_| waiter(&lock)).collect();
+    tokio::time::sleep(50 * MS).await;
+    let monitor = server.monitor().unwrap();
+    held.release().await.unwrap();
+    for waiting in waiting {
+        waiting.await.unwrap().unwrap().release().await.unwrap();
+    }
+    assert_eq!(requests(&monitor), ["EVALSHA"], "the last release");
+    nothing_is_left(&server, "released").await;
+}

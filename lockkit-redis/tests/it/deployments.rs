@@ -1,0 +1,282 @@
+//! Masters under Sentinel, masters with replicas to wait for, and the ways to log in.
+
+use std::time::Duration;
+
+use lockkit_core::LockClient;
+use lockkit_redis::RedisConfig;
+use lockkit_testbed::{
+    eventually,
+    redis::{RedisSentinels, RedisServer},
+};
+
+use crate::common::{
+    LONG, MS, SECOND, client, connect, granted, lock, no_server, nothing_is_left, shown, waiter, waiters,
+    within,
+};
+
+async fn sentinel_client(group: &RedisSentinels) -> LockClient {
+    // The last is asked first.
+    let sentinels = group.sentinels().iter().rev();
+    let addrs: Vec<_> = sentinels.map(|sentinel| sentinel.addr().to_string()).collect();
+    let mut config = RedisConfig::new(format!("redis://{}", addrs.join(",")));
+    config.sentinel = Some(RedisSentinels::MASTER_NAME.to_owned());
+    connect(config).await.unwrap()
+}
+
+/// All sentinels that answer call it the master, and so does it.
+async fn master_is(group: &RedisSentinels, sentinels: &[RedisServer], server: &RedisServer) {
+    let addr = server.addr().to_string();
+    eventually("all agree on the master", async || {
+        let ask = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", RedisSentinels::MASTER_NAME];
+        sentinels.iter().all(|sentinel| {
+            sentinel
+                .cli(&ask)
+                .is_ok_and(|answer| answer.replace('\n', ":") == addr)
+        }) && role(server) == "master"
+            && group
+                .servers()
+                .iter()
+                .filter(|server| role(server) == "master")
+                .count()
+                == 1
+    })
+    .await;
+}
+
+fn role(server: &RedisServer) -> String {
+    let role = server.cli(&["ROLE"]).unwrap_or_default();
+    role.lines().next().unwrap_or_default().to_owned()
+}
+
+/// In order, then by a crash while one of the sentinels is out of order.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_follow_the_master_that_the_sentinels_name() {
+    if no_server() {
+        return;
+    }
+    let group = RedisSentinels::start().unwrap();
+    let (one, two) = (sentinel_client(&group).await, sentinel_client(&group).await);
+    assert_eq!(lock(&one, "a", LONG).id(), lock(&two, "a", LONG).id());
+    let held = lock(&one, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", LONG));
+    let [first, second] = group.servers();
+    waiters(second, "a", 1).await;
+
+    group.fail_over().unwrap();
+    master_is(&group, group.sentinels(), second).await;
+    // What it holds was replicated in time, and is checked at the new master.
+    let renewals = calls(second);
+    within(LONG, "renewed at the new master", async {
+        while held.renew().await.is_err() || calls(second) == renewals {
+            held.check().unwrap();
+            tokio::time::sleep(20 * MS).await;
+        }
+    })
+    .await;
+    assert!(!waiting.is_finished(), "an overlap");
+    let token = held.token();
+    held.release().await.unwrap();
+    let next = granted(LONG, "the waiter, at the new master", waiting).await;
+    assert!(next.token() > token);
+
+    // The new one crashes, and the sentinel that is asked first does not answer.
+    eventually("the first follows the second", async || {
+        let info = first.cli(&["INFO", "replication"]);
+        info.is_ok_and(|info| info.contains("master_link_status:up"))
+    })
+    .await;
+    let token = next.token();
+    group.sentinels()[2].pause().unwrap();
+    second.kill().unwrap();
+    master_is(&group, &group.sentinels()[..2], first).await;
+    let renewals = calls(first);
+    within(LONG, "an answer from the new master", async {
+        // It still holds, or it is told.
+        while next.is_held() && (next.renew().await.is_err() || calls(first) == renewals) {
+            tokio::time::sleep(20 * MS).await;
+        }
+    })
+    .await;
+    if next.is_held() {
+        assert!(lock(&one, "a", LONG).try_acquire().await.unwrap().is_none());
+    }
+    drop(next);
+    let last = granted(LONG, "at the master that is left", waiter(&lock(&one, "a", LONG))).await;
+    assert!(last.token() > token);
+    last.release().await.unwrap();
+    group.sentinels()[2].resume().unwrap();
+}
+
+/// How many scripts clients have had it run.
+fn calls(server: &RedisServer) -> u64 {
+    let counts = server.command_counts().unwrap();
+    counts.get("evalsha").copied().unwrap_or(0)
+}
+
+async fn replicated(master: &RedisServer, timeout: Duration) -> LockClient {
+    let mut config = RedisConfig::new(master.url());
+    config.replicas = 1;
+    config.replicas_timeout = timeout;
+    connect(config).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_grant_that_too_few_replicas_acknowledge_is_refused_and_given_back() {
+    if no_server() {
+        return;
+    }
+    let master = RedisServer::plain().unwrap();
+    let replica = RedisServer::builder().replica_of(master.addr()).start().unwrap();
+    let client = replicated(&master, 200 * MS).await;
+    let other = self::client(master.url()).await;
+    // It is there by the time it is granted.
+    for _ in 0..20 {
+        let guard = lock(&client, "a", LONG).acquire().await.unwrap();
+        assert_eq!(replica.cli(&["EXISTS", "lockkit:a"]).unwrap(), "1");
+        guard.release().await.unwrap();
+    }
+    let shared = lock(&client, "a", LONG).shared();
+    shared.acquire().await.unwrap().release().await.unwrap();
+    // Also when it was passed on.
+    let held = lock(&other, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&client, "a", LONG));
+    waiters(&master, "a", 1).await;
+    replica.pause().unwrap();
+    held.release().await.unwrap();
+    tokio::time::sleep(SECOND).await;
+    assert!(!waiting.is_finished());
+    waiting.abort();
+    nothing_is_left(&master, "a waiter that gave up").await;
+
+    // The shortest lease ends before it is known that the replica does not answer.
+    for ttl in [LONG, 100 * MS] {
+        for lock in [lock(&client, "a", ttl), lock(&client, "a", ttl).shared()] {
+            let error = lock.try_acquire().await.unwrap_err();
+            let text = shown(&error);
+            assert!(error.is_transient(), "{text}");
+            assert!(text.contains("0 of 1 replicas"), "{text}");
+            let error = lock.acquire_timeout(300 * MS).await.unwrap_err();
+            assert!(error.is_transient(), "{}", shown(&error));
+            nothing_is_left(&master, "a grant that was refused").await;
+        }
+    }
+    // Nobody else is concerned.
+    lock(&other, "a", LONG)
+        .acquire()
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+    replica.resume().unwrap();
+    granted(
+        LONG,
+        "the replica follows again",
+        waiter(&lock(&client, "a", LONG)),
+    )
+    .await
+    .release()
+    .await
+    .unwrap();
+    nothing_is_left(&master, "released").await;
+}
+
+#[tokio::test]
+async fn a_database_is_a_space_of_its_own() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (zero, three, other) = (
+        client(server.url()).await,
+        client(&format!("{}/3", server.url())).await,
+        client(&format!("{}/3", server.url())).await,
+    );
+    assert_ne!(lock(&zero, "a", LONG).id(), lock(&three, "a", LONG).id());
+    let here = lock(&zero, "a", LONG).acquire().await.unwrap();
+    let there = lock(&three, "a", LONG).acquire().await.unwrap();
+    assert!(lock(&other, "a", LONG).try_acquire().await.unwrap().is_none());
+    // Channels are the same for all of them, wake-ups are not.
+    let waiting = waiter(&lock(&other, "a", LONG));
+    tokio::time::sleep(100 * MS).await;
+    here.release().await.unwrap();
+    tokio::time::sleep(100 * MS).await;
+    assert!(!waiting.is_finished());
+    there.release().await.unwrap();
+    granted(SECOND, "a push", waiting).await.release().await.unwrap();
+    nothing_is_left(&server, "released").await;
+    let databases = server.cli(&["INFO", "keyspace"]).unwrap();
+    assert!(databases.contains("db3:"), "{databases}");
+}
+
+#[tokio::test]
+async fn a_password_with_odd_characters_and_a_user_are_taken_from_the_url() {
+    const PASSWORD: &str = "p@ss/w:rd?#% ü";
+
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder().password(PASSWORD).start().unwrap();
+    let as_user = RedisServer::builder()
+        .user("lock-er", PASSWORD, "~* &* +@all")
+        .start()
+        .unwrap();
+    for server in [server, as_user] {
+        let mut config = RedisConfig::new(server.url());
+        config.namespace = String::new();
+        let client = connect(config).await.unwrap();
+        let guard = lock(&client, "a", LONG).acquire().await.unwrap();
+        assert_eq!(server.cli(&["EXISTS", "a"]).unwrap(), "1");
+        guard.release().await.unwrap();
+        nothing_is_left(&server, "released").await;
+    }
+}
+
+#[cfg(feature = "tls")]
+#[tokio::test]
+async fn tls_trusts_the_authority_that_was_given_and_no_other() {
+    use std::sync::Arc;
+
+    use lockkit_testbed::Certificates;
+
+    if no_server() {
+        return;
+    }
+    let certificates = Arc::new(Certificates::generate().unwrap());
+    let server = RedisServer::builder()
+        .tls(&certificates)
+        .password("open-sesame")
+        .start()
+        .unwrap();
+    let mut config = RedisConfig::new(format!("{}/2", server.url()));
+    config.ca = Some(certificates.authority().clone());
+    let (one, two) = (
+        connect(config.clone()).await.unwrap(),
+        connect(config).await.unwrap(),
+    );
+    let held = lock(&one, "a", SECOND).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", SECOND));
+    tokio::time::sleep(2 * SECOND).await;
+    held.release().await.unwrap();
+    granted(SECOND, "a push", waiting).await.release().await.unwrap();
+
+    let strangers = Certificates::generate().unwrap();
+    for ca in [None, Some(strangers.authority().clone())] {
+        let mut config = RedisConfig::new(server.url());
+        config.ca = ca;
+        let error = connect(config).await.unwrap_err();
+        let text = shown(&error);
+        assert!(text.contains("ertificate") && !text.contains("sesame"), "{text}");
+    }
+    // Without TLS to a port that speaks it, and the other way round.
+    let plain = RedisServer::plain().unwrap();
+    for url in [
+        server.url().replace("rediss:", "redis:"),
+        plain.url().replace("redis:", "rediss:"),
+    ] {
+        let error = within(LONG, "an answer", connect(RedisConfig::new(url)))
+            .await
+            .unwrap_err();
+        assert!(!shown(&error).contains("sesame"), "{}", shown(&error));
+    }
+}
