@@ -112,12 +112,6 @@ impl RedisClaim {
         }
     }
 
-    fn ask_in(&self, after: Option<Duration>) {
-        if let Some(place) = &self.place {
-            place.ask_in(after);
-        }
-    }
-
     /// An exclusive lock that is most likely free: `SET NX` and the tokens as one transaction, in one round trip. The
     /// first token, or `None` if it was not free.
     ///
@@ -189,7 +183,9 @@ impl RedisClaim {
 
     async fn granted(&mut self, first: u64, said: bool, since: Instant) -> Result<Option<Grant>> {
         self.set_queued(false);
-        self.ask_in(None);
+        if let Some(place) = &self.place {
+            place.settled();
+        }
         let lease = self.lease(since);
         self.until = lease.end();
         self.first = Some(first);
@@ -267,7 +263,8 @@ impl Claim for RedisClaim {
                 self.shared.contended.note(&self.key);
                 if waits {
                     self.set_queued(true);
-                    self.ask_in(Some(Self::asks_again_in(place, left, foreign)));
+                    let after = Self::asks_again_in(place, left, foreign);
+                    self.place().ask_in(after);
                 }
                 Ok(None)
             }

@@ -57,7 +57,7 @@ impl Places {
         let place = self.map().get(&owner.get()).cloned();
         match place {
             Some(place) if ms == 0 => place.wake(),
-            Some(place) => place.ask_in(Some(Duration::from_millis(ms))),
+            Some(place) => place.ask_in(Duration::from_millis(ms)),
             None if ms == 0 => return Some((owner, lock)),
             None => {}
         }
@@ -79,16 +79,29 @@ impl Place {
         self.changed.notify_one();
     }
 
+    fn ask_at(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.ask_at.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// What has been heard so far is dealt with by what begins now.
     pub(crate) fn begin(&self) {
+        *self.ask_at() = None;
         self.woken.store(false, Ordering::Relaxed);
     }
 
-    /// When to ask although nothing woke it.
-    pub(crate) fn ask_in(&self, after: Option<Duration>) {
-        let at = after.map(|after| Instant::now() + after);
-        *self.ask_at.lock().unwrap_or_else(PoisonError::into_inner) = at;
+    /// When to ask although nothing woke it, at the latest. A push may be dealt with before the reply that the server
+    /// gave before it, and knows better.
+    pub(crate) fn ask_in(&self, after: Duration) {
+        let at = Instant::now() + after;
+        let mut ask_at = self.ask_at();
+        *ask_at = Some(ask_at.map_or(at, |before| before.min(at)));
+        drop(ask_at);
         self.changed.notify_one();
+    }
+
+    /// It does not wait any more.
+    pub(crate) fn settled(&self) {
+        *self.ask_at() = None;
     }
 
     /// Resolves when it has been woken, or is to ask.
@@ -97,7 +110,7 @@ impl Place {
             if self.woken.swap(false, Ordering::Acquire) {
                 return;
             }
-            let at = *self.ask_at.lock().unwrap_or_else(PoisonError::into_inner);
+            let at = *self.ask_at();
             let Some(at) = at else {
                 self.changed.notified().await;
                 continue;
@@ -108,5 +121,28 @@ impl Place {
                 () = tokio::time::sleep_until(at) => return,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_push_that_overtakes_the_reply_before_it_is_not_forgotten() {
+        let places = Places::default();
+        let owner = OwnerId::new(7);
+        let place = places.add(owner);
+        place.begin();
+        // At the server first the reply, "25 s left", and then this.
+        assert!(places.push(format!("{owner} 3000 n").as_bytes()).is_none());
+        place.ask_in(Duration::from_secs(25));
+        let asked = Instant::now();
+        place.notified().await;
+        assert_eq!(asked.elapsed().as_secs(), 3);
+        place.begin();
+        place.ask_in(Duration::from_secs(25));
+        place.notified().await;
+        assert_eq!(asked.elapsed().as_secs(), 28, "what was heard before is over");
     }
 }
