@@ -223,8 +223,13 @@ impl RedisClaim {
         /// Those behind the head are told when they become it. This is for when that, too, was lost.
         const BEHIND: Duration = Duration::from_secs(5);
 
-        if foreign && place == Some(0) {
-            return FOREIGN.mul_f64(1.0 + fastrand::f64());
+        if foreign {
+            // Those behind do so for when the head has died.
+            return if place == Some(0) {
+                FOREIGN.mul_f64(1.0 + fastrand::f64())
+            } else {
+                BEHIND
+            };
         }
         let left = left.unwrap_or(BEHIND) + Duration::from_millis(1);
         if place == Some(0) { left } else { left + BEHIND }

@@ -10,4 +10,5 @@ mod foreign;
 mod guarantees;
 mod queue;
 mod refusals;
+mod review;
 mod soak;
