@@ -71,3 +71,54 @@ async fn whoever_is_next_is_told_when_the_head_goes_away_under_a_foreign_hold() 
     let _guard = second.await.unwrap().unwrap();
     assert!(asked.elapsed() < Duration::from_secs(2), "{:?}", asked.elapsed());
 }
+
+#[tokio::test]
+async fn a_try_takes_a_free_lock_although_somebody_in_the_queue_is_cut_off() {
+    if no_redis() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let holder = client_of(&server).await;
+    let guard = holder.lock("n").unwrap().acquire().await.unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let cut_off = client_through(&proxy).await;
+    let waiter = waiting(&cut_off);
+    until("it is said to be alive", || {
+        !server.cli(&["KEYS", "lockkit#client:*"]).unwrap().is_empty()
+    })
+    .await;
+    proxy.set(Mode::Refuse);
+    proxy.reset();
+    until("the server has noticed", || {
+        server
+            .cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"])
+            .unwrap()
+            .lines()
+            .count()
+            == 1
+    })
+    .await;
+    guard.release().await.unwrap();
+    let taken = client_of(&server)
+        .await
+        .lock("n")
+        .unwrap()
+        .try_acquire()
+        .await
+        .unwrap();
+    let guard = taken.expect("nobody has it");
+    // Its place is kept.
+    proxy.set(Mode::Pass);
+    until("it is back", || {
+        server
+            .cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"])
+            .unwrap()
+            .lines()
+            .count()
+            == 3
+    })
+    .await;
+    guard.release().await.unwrap();
+    let token = waiter.await.unwrap().unwrap().token();
+    assert!(token.get() > 0);
+}
