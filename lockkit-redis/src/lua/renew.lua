@@ -2,15 +2,17 @@
 -- ARGV: 1 the value, known up to the owner at least   2 ttl in ms
 local me = string.sub(ARGV[1], 9, 40)
 drop_ended()
-if holder() == me then
-  if string.find(ARGV[1], '^%S+ %d+ %d+ ') then value = ARGV[1] end -- with its token, from now on
-  settle(ARGV[2])
-  return 1
+local alone = holder() == me
+if not alone and not call('ZSCORE', HOLDERS, me) then
+  serve()
+  return 0
 end
-if call('ZSCORE', HOLDERS, me) then
+-- A server without memory refuses to set and to add, but not to a script that has begun to write.
+call('PEXPIRE', LOCK, ARGV[2])
+if not alone then
   call('ZADD', HOLDERS, now + ARGV[2], me)
-  settle()
-  return 1
+elseif string.find(ARGV[1], '^%S+ %d+ %d+ ') then
+  value = ARGV[1] -- with its token, from now on
 end
-serve()
-return 0
+settle(ARGV[2])
+return 1

@@ -122,3 +122,22 @@ async fn a_try_takes_a_free_lock_although_somebody_in_the_queue_is_cut_off() {
     let token = waiter.await.unwrap().unwrap().token();
     assert!(token.get() > 0);
 }
+
+#[tokio::test]
+async fn shared_holds_are_renewed_also_when_memory_is_full() {
+    if no_redis() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client_of(&server).await;
+    let shared = client.lock("n").unwrap().shared().acquire().await.unwrap();
+    let permit = client.semaphore("n", 2).unwrap().acquire().await.unwrap();
+    server.cli(&["CONFIG", "SET", "maxmemory", "1"]).unwrap();
+    let error = client.lock("other").unwrap().try_acquire().await.unwrap_err();
+    let cause = std::error::Error::source(&error).unwrap().to_string();
+    assert!(cause.contains("maxmemory"), "{cause}");
+    shared.renew().await.unwrap();
+    permit.renew().await.unwrap();
+    shared.release().await.unwrap();
+    permit.release().await.unwrap();
+}
