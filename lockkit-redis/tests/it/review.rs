@@ -123,6 +123,36 @@ async fn a_try_takes_a_free_lock_although_somebody_in_the_queue_is_cut_off() {
     assert!(token.get() > 0);
 }
 
+async fn refused_for_want_of_replicas(ttl: Duration, within: Duration) -> Error {
+    let server = RedisServer::plain().unwrap();
+    let mut config = RedisConfig::new(server.url());
+    config.replicas = 1;
+    config.replicas_timeout = within;
+    let client = client(config).await;
+    let options = AcquireOptions::new().ttl(ttl).wait(Duration::ZERO);
+    let error = client
+        .lock("n")
+        .unwrap()
+        .acquire_with(&options)
+        .await
+        .unwrap_err();
+    assert_eq!(
+        server.cli(&["EXISTS", "lockkit:n"]).unwrap(),
+        "0",
+        "it is given up"
+    );
+    error
+}
+
+#[tokio::test]
+async fn a_lease_that_runs_out_while_replicas_are_waited_for_is_a_failure_and_no_loss() {
+    if no_redis() {
+        return;
+    }
+    let error = refused_for_want_of_replicas(Duration::from_millis(200), Duration::from_millis(500)).await;
+    assert!(error.is_transient() && !error.is_lost(), "{error:?}");
+}
+
 #[tokio::test]
 async fn shared_holds_are_renewed_also_when_memory_is_full() {
     if no_redis() {
