@@ -29,6 +29,9 @@ pub(crate) struct Dialled {
     pub(crate) eviction: String,
 }
 
+/// How long a sentinel may take to say where the master is.
+const SENTINEL_PATIENCE: Duration = Duration::from_millis(500);
+
 /// Makes connections to one master.
 #[derive(Clone)]
 pub(crate) struct Dialler {
@@ -73,7 +76,7 @@ impl Dialler {
             None => self.address.hosts[0].clone(),
             Some(master) => self.ask_sentinels(master).await?,
         };
-        let mut connection = self.open(&host, port, self.address.db, on_push).await?;
+        let mut connection = self.open(&host, port, self.address.db, true, on_push).await?;
         let connecting = |error| failed("connect", error);
         let info: String = redis::cmd("INFO")
             .query_async(&mut connection)
@@ -114,12 +117,13 @@ impl Dialler {
         if let Some(channel) = channel {
             connection.subscribe(channel).await.map_err(connecting)?;
         }
+        // At once: the way to the server may be long.
+        let mut load = redis::pipe();
         for script in script::ALL {
-            let digest = script
-                .load()
-                .query_async(&mut connection)
-                .await
-                .map_err(connecting)?;
+            load.add_command(script.load());
+        }
+        let digests: Vec<String> = load.query_async(&mut connection).await.map_err(connecting)?;
+        for (script, digest) in script::ALL.into_iter().zip(digests) {
             script.loaded_as(digest);
         }
         let floor = script::FLOOR.call(b"");
@@ -138,7 +142,22 @@ impl Dialler {
         })
     }
 
-    async fn open(&self, host: &str, port: u16, db: i64, on_push: &OnPush) -> Result<MultiplexedConnection> {
+    /// How long it may take to find out where the master is.
+    pub(crate) fn asking(&self) -> Duration {
+        match &self.sentinel {
+            None => Duration::ZERO,
+            Some(_) => SENTINEL_PATIENCE * u32::try_from(self.address.hosts.len()).unwrap_or(u32::MAX),
+        }
+    }
+
+    async fn open(
+        &self,
+        host: &str,
+        port: u16,
+        db: i64,
+        as_user: bool,
+        on_push: &OnPush,
+    ) -> Result<MultiplexedConnection> {
         let address = if self.address.tls {
             ConnectionAddr::TcpTls {
                 host: host.to_owned(),
@@ -156,10 +175,10 @@ impl Dialler {
             .clone()
             .set_protocol(ProtocolVersion::RESP3)
             .set_db(db);
-        if let Some(username) = &self.address.username {
+        if let Some(username) = self.address.username.as_ref().filter(|_| as_user) {
             settings = settings.set_username(username);
         }
-        if let Some(password) = &self.address.password {
+        if let Some(password) = self.address.password.as_ref().filter(|_| as_user) {
             settings = settings.set_password(password);
         }
         let keepalive = TcpKeepalive::new()
@@ -205,7 +224,14 @@ impl Dialler {
         let mut last = None;
         for (host, port) in &self.address.hosts {
             let asking = async {
-                let mut connection = self.open(host, *port, 0, &nothing).await?;
+                let mut connection = match self.open(host, *port, 0, true, &nothing).await {
+                    // Sentinels have users of their own, or, more often, none.
+                    Err(err) if !err.is_transient() => self
+                        .open(host, *port, 0, false, &nothing)
+                        .await
+                        .map_err(|_| err)?,
+                    opened => opened?,
+                };
                 let known: Option<(String, u16)> = redis::cmd("SENTINEL")
                     .arg("GET-MASTER-ADDR-BY-NAME")
                     .arg(master)
@@ -217,7 +243,7 @@ impl Dialler {
                     Error::transient(NAME, "connect", reason)
                 })
             };
-            match tokio::time::timeout(Duration::from_millis(500), asking).await {
+            match tokio::time::timeout(SENTINEL_PATIENCE, asking).await {
                 Ok(Ok(known)) => return Ok(known),
                 Ok(Err(err)) => last = Some(err),
                 Err(_) => {

@@ -123,6 +123,57 @@ async fn a_try_takes_a_free_lock_although_somebody_in_the_queue_is_cut_off() {
     assert!(token.get() > 0);
 }
 
+#[tokio::test]
+async fn a_long_way_to_the_server_is_no_reason_not_to_connect() {
+    if no_redis() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let way = Duration::from_millis(100);
+    proxy.set(Mode::Delay {
+        requests: way,
+        replies: way,
+    });
+    let client = client_through(&proxy).await;
+    client
+        .lock("n")
+        .unwrap()
+        .acquire()
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn sentinels_need_not_know_the_user_of_the_master() {
+    if no_redis() {
+        return;
+    }
+    let group = RedisSentinels::start().unwrap();
+    for server in group.servers() {
+        let rules = ["ACL", "SETUSER", "locker", "on", ">secret", "~*", "&*", "+@all"];
+        server.cli(&rules).unwrap();
+    }
+    let hosts: Vec<_> = group.sentinels().iter().map(|s| s.addr().to_string()).collect();
+    let mut config = RedisConfig::new(format!("redis://locker:secret@{}", hosts.join(",")));
+    config.sentinel = Some(RedisSentinels::MASTER_NAME.to_owned());
+    let client = client(config).await;
+    client
+        .lock("n")
+        .unwrap()
+        .acquire()
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+    let users = group.master().unwrap().cli(&["CLIENT", "LIST"]).unwrap();
+    assert!(users.contains("user=locker"), "{users}");
+}
+
 async fn refused_for_want_of_replicas(ttl: Duration, within: Duration) -> Error {
     let server = RedisServer::plain().unwrap();
     let mut config = RedisConfig::new(server.url());
