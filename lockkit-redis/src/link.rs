@@ -76,6 +76,8 @@ pub(crate) struct Live {
     /// There is another in its place: replies that have not come will not.
     replaced: AtomicBool,
     on_replaced: Notify,
+    /// For how long requests that are under way may keep the server from answering others, in ms.
+    held_up: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -184,7 +186,10 @@ impl Link {
         let mut wait = redis::cmd("WAIT");
         wait.arg(replicas)
             .arg(u64::try_from(within.as_millis()).unwrap_or(u64::MAX));
-        let reached = self.send(&live, &wait).await;
+        let reached = {
+            let _held_up = live.hold_up(within);
+            self.send(&live, &wait).await
+        };
         let reached = reached.and_then(|reached| Ok(redis::from_redis_value(reached)?));
         Ok((reply, reached.map_err(|error| failed(operation, error))?))
     }
@@ -271,11 +276,18 @@ impl Live {
         self.on_replaced.notify_waiters();
     }
 
+    fn hold_up(&self, within: Duration) -> HeldUp<'_> {
+        let ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
+        self.held_up.fetch_add(ms, Ordering::Relaxed);
+        HeldUp(self, ms)
+    }
+
     /// Whether the server answers.
     async fn answers(&self) -> bool {
         let mut connection = self.dialled.connection.clone();
         let ping = redis::cmd("PING");
-        let answer = tokio::time::timeout(PATIENCE, connection.send_packed_command(&ping)).await;
+        let patience = PATIENCE + Duration::from_millis(self.held_up.load(Ordering::Relaxed));
+        let answer = tokio::time::timeout(patience, connection.send_packed_command(&ping)).await;
         matches!(answer, Ok(Ok(_)))
     }
 
@@ -318,6 +330,15 @@ impl Drop for Waiting<'_> {
     }
 }
 
+/// A request that the server is to answer late, and nothing behind it before.
+struct HeldUp<'a>(&'a Live, u64);
+
+impl Drop for HeldUp<'_> {
+    fn drop(&mut self) {
+        self.0.held_up.fetch_sub(self.1, Ordering::Relaxed);
+    }
+}
+
 /// What a claim that is gone was passed, and has to be given back: owner and lock.
 type Stray = (OwnerId, Vec<u8>);
 
@@ -337,7 +358,7 @@ impl Keeper {
         let on_push = self.on_push();
         let channel = self.inbox.as_ref().map(|inbox| layout::client(&inbox.client));
         let dialling = self.dialler.dial(channel.as_deref(), &on_push);
-        let dialled = tokio::time::timeout(PATIENCE * 2, dialling)
+        let dialled = tokio::time::timeout(PATIENCE * 2 + self.dialler.asking(), dialling)
             .await
             .unwrap_or_else(|_| Err(Error::transient(NAME, "connect", "the server does not answer")))?;
         Ok(Live {
@@ -348,6 +369,7 @@ impl Keeper {
             doubted: AtomicBool::new(false),
             replaced: AtomicBool::new(false),
             on_replaced: Notify::new(),
+            held_up: AtomicU64::new(0),
         })
     }
 

@@ -196,12 +196,46 @@ async fn refused_for_want_of_replicas(ttl: Duration, within: Duration) -> Error 
 }
 
 #[tokio::test]
+async fn waiting_for_replicas_is_not_taken_for_a_broken_connection() {
+    if no_redis() {
+        return;
+    }
+    let error = refused_for_want_of_replicas(Duration::from_secs(30), Duration::from_secs(4)).await;
+    let cause = std::error::Error::source(&error).unwrap().to_string();
+    assert!(cause.contains("0 of 1 replicas"), "{error}: {cause}");
+}
+
+#[tokio::test]
 async fn a_lease_that_runs_out_while_replicas_are_waited_for_is_a_failure_and_no_loss() {
     if no_redis() {
         return;
     }
     let error = refused_for_want_of_replicas(Duration::from_millis(200), Duration::from_millis(500)).await;
     assert!(error.is_transient() && !error.is_lost(), "{error:?}");
+}
+
+#[tokio::test]
+async fn requests_on_a_silent_connection_are_not_waited_for_once_there_is_another() {
+    if no_redis() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let client = client_through(&proxy).await;
+    let options = AcquireOptions::new()
+        .op_timeout(Duration::from_secs(600))
+        .ttl(Duration::from_secs(600));
+    let guard = client.lock("n").unwrap().acquire_with(&options).await.unwrap();
+    proxy.set(Mode::HalfOpen);
+    proxy.set(Mode::Pass);
+    let released = tokio::time::timeout(PATIENCE, guard.release())
+        .await
+        .expect("an answer");
+    assert!(released.unwrap_err().is_transient());
+    until("it is released all the same", || {
+        server.cli(&["EXISTS", "lockkit:n"]).unwrap() == "0"
+    })
+    .await;
 }
 
 #[tokio::test]
