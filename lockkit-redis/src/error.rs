@@ -9,12 +9,10 @@ pub(crate) const NAME: &str = "redis";
 
 /// `operation` failed; whether it took effect is not known unless the server refused it.
 pub(crate) fn failed(operation: &'static str, error: RedisError) -> Error {
-    let code = error.code().unwrap_or_default().to_owned();
+    let code = code(&error).to_owned();
     let advice = match (error.kind(), code.as_str()) {
-        (ErrorKind::Server(ServerErrorKind::ReadOnly), _) => {
-            Some("the server is a replica now; looking for its master")
-        }
-        (ErrorKind::Server(ServerErrorKind::NoPerm), _) => {
+        (_, "READONLY") => Some("the server is a replica now; looking for its master"),
+        (_, "NOPERM") => {
             Some("the user may not run what locks need; docs/redis.md lists the commands and keys")
         }
         (_, "WRONGTYPE") => Some("the key of this lock holds something else than a string"),
@@ -61,10 +59,64 @@ pub(crate) fn unexpected(operation: &'static str, reply: &redis::Value) -> Error
     Error::permanent(NAME, operation, format!("the server answered {reply:?}"))
 }
 
+/// What kind of error the server calls it. Before Redis 7, an error within a script is an `ERR` whose text has the kind.
+fn code(error: &RedisError) -> &str {
+    const WITHIN: [&str; 8] = [
+        "READONLY",
+        "WRONGTYPE",
+        "OOM",
+        "MISCONF",
+        "NOREPLICAS",
+        "NOPERM",
+        "LOADING",
+        "MASTERDOWN",
+    ];
+    let code = error.code().unwrap_or_default();
+    let detail = error.detail().unwrap_or_default();
+    if code != "ERR" || !detail.starts_with("Error running script") {
+        return code;
+    }
+    let mut words = detail.split([' ', '-', ':']);
+    words
+        .find_map(|word| WITHIN.into_iter().find(|kind| *kind == word))
+        .unwrap_or(code)
+}
+
 /// Whether the connection is to be given up: it is gone, or leads to a server that is no master any more.
 pub(crate) fn breaks_connection(error: &RedisError) -> bool {
     error.is_io_error()
         || error.is_connection_dropped()
         || error.is_unrecoverable_error()
-        || matches!(error.kind(), ErrorKind::Server(ServerErrorKind::ReadOnly))
+        || code(error) == "READONLY"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from_server(line: &str) -> RedisError {
+        let reply = redis::parse_redis_value(format!("-{line}\r\n").as_bytes()).unwrap();
+        reply.extract_error().unwrap_err()
+    }
+
+    #[test]
+    fn the_kind_of_an_error_within_a_script_is_known_on_old_servers_too() {
+        let within = "ERR Error running script (call to f_81fc): @user_script:9: @user_script: 9: ";
+        let demoted = "READONLY You can't write against a read only replica.";
+        for line in [demoted.to_owned(), format!("{within}-{demoted}")] {
+            assert!(breaks_connection(&from_server(&line)), "{line}");
+            assert!(failed("renew", from_server(&line)).is_transient(), "{line}");
+        }
+        for line in [
+            "ERR unknown command",
+            "ERR Error running script (call to f_8): READONLYISH",
+        ] {
+            assert!(!breaks_connection(&from_server(line)), "{line}");
+            assert!(!failed("renew", from_server(line)).is_transient(), "{line}");
+        }
+        let full = format!("{within}-OOM command not allowed when used memory > 'maxmemory'.");
+        assert!(failed("acquire", from_server(&full)).is_transient());
+        let other = format!("{within}WRONGTYPE Operation against a key holding the wrong kind of value");
+        assert!(!failed("acquire", from_server(&other)).is_transient());
+    }
 }
