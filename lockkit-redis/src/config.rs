@@ -165,7 +165,10 @@ impl Address {
                     return invalid("user or password is not UTF-8 when decoded");
                 };
                 let given = |text: std::borrow::Cow<'_, str>| (!text.is_empty()).then(|| text.into_owned());
-                (given(user), given(password))
+                let (user, password) = (given(user), given(password));
+                // A user is logged in as, also without a password: never as the default one instead.
+                let password = password.or_else(|| user.as_ref().map(|_| String::new()));
+                (user, password)
             }
         };
         let mut parsed = Vec::new();
@@ -236,6 +239,8 @@ fn host_and_port(text: &str, default: u16) -> Option<(String, u16)> {
 fn redacted(url: &str) -> String {
     let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
     let rest = match rest.rsplit_once('@') {
+        // It may be one of a password or one of a parameter.
+        Some((before, _)) if before.contains('?') => "***".to_owned(),
         Some((_, host)) => format!("***@{host}"),
         None => rest.to_owned(),
     };
@@ -262,6 +267,11 @@ mod tests {
         assert_eq!(a.password.as_deref(), Some("p@ss/word"));
         assert_eq!(a.hosts, [("Redis.example".to_owned(), 7000)]);
         assert_eq!(a.server(None), "redis://redis.example:7000/3");
+        let a = address("redis://locker@host");
+        assert_eq!(
+            (a.username.as_deref(), a.password.as_deref()),
+            (Some("locker"), Some(""))
+        );
         let a = address("redis://:secret@[::1]");
         assert_eq!((a.username, a.password.as_deref()), (None, Some("secret")));
         assert_eq!(a.hosts, [("::1".to_owned(), 6379)]);
@@ -292,6 +302,8 @@ mod tests {
             "redis://u:sesame@",
             "redis://[::1",
             "redis://u:sesame%FF@host",
+            "redis://host?password=open@sesame",
+            "redis://u:se?same@host:x",
         ] {
             let err = Address::parse(url, false)
                 .err()
