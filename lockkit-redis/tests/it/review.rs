@@ -239,7 +239,7 @@ async fn requests_on_a_silent_connection_are_not_waited_for_once_there_is_anothe
 }
 
 #[tokio::test]
-async fn shared_holds_are_renewed_also_when_memory_is_full() {
+async fn holds_are_renewed_and_released_also_when_memory_is_full() {
     if no_redis() {
         return;
     }
@@ -247,12 +247,95 @@ async fn shared_holds_are_renewed_also_when_memory_is_full() {
     let client = client_of(&server).await;
     let shared = client.lock("n").unwrap().shared().acquire().await.unwrap();
     let permit = client.semaphore("n", 2).unwrap().acquire().await.unwrap();
+    let exclusive = client.lock("waited for").unwrap().acquire().await.unwrap();
+    let other = client_of(&server).await;
+    let waiter = tokio::spawn({
+        let lock = other.lock("waited for").unwrap();
+        async move { lock.acquire().await }
+    });
+    until("it is queued", || {
+        server
+            .cli(&["ZCARD", "lockkit#queue:{lockkit:waited for}"])
+            .unwrap()
+            == "1"
+    })
+    .await;
     server.cli(&["CONFIG", "SET", "maxmemory", "1"]).unwrap();
     let error = client.lock("other").unwrap().try_acquire().await.unwrap_err();
     let cause = std::error::Error::source(&error).unwrap().to_string();
     assert!(cause.contains("maxmemory"), "{cause}");
     shared.renew().await.unwrap();
     permit.renew().await.unwrap();
+    exclusive.renew().await.unwrap();
     shared.release().await.unwrap();
     permit.release().await.unwrap();
+    exclusive.release().await.unwrap();
+    waiter.await.unwrap().unwrap().release().await.unwrap();
+}
+
+/// The rules that `docs/redis.md` gives for a user of lockkit's own.
+fn documented_rights() -> String {
+    let docs = include_str!("../../../docs/redis.md");
+    let (_, after) = docs
+        .split_once("ACL SETUSER locker on >secret")
+        .expect("the rules");
+    let (rules, _) = after.split_once("```").expect("their end");
+    rules
+        .replace('\\', " ")
+        .split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+#[tokio::test]
+async fn the_documented_rights_are_enough_for_everything() {
+    if no_redis() {
+        return;
+    }
+    let rules = documented_rights();
+    let server = RedisServer::builder()
+        .user("locker", "secret", &rules)
+        .start()
+        .unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let mut config = RedisConfig::new(format!("redis://locker:secret@{}/3", proxy.addr()));
+    config.replicas = 1;
+    config.replicas_timeout = Duration::from_millis(10);
+    let with_replicas = client(config.clone()).await;
+    let refused = with_replicas.lock("n").unwrap().try_acquire().await.unwrap_err();
+    let cause = std::error::Error::source(&refused).unwrap().to_string();
+    assert!(cause.contains("0 of 1 replicas"), "{cause}");
+
+    config.replicas = 0;
+    let (a, b) = (client(config.clone()).await, client(config).await);
+    let lock = a.lock("n").unwrap();
+    for (mine, others) in [
+        (lock.clone(), b.lock("n").unwrap()),
+        (lock.shared(), b.lock("n").unwrap()),
+        (lock.clone(), b.lock("n").unwrap().shared()),
+        (a.semaphore("n", 1).unwrap(), b.semaphore("n", 1).unwrap()),
+    ] {
+        let guard = mine.acquire().await.unwrap();
+        assert!(others.try_acquire().await.unwrap().is_none());
+        let waiter = tokio::spawn(async move { others.acquire().await });
+        let deadline = Instant::now() + PATIENCE;
+        while mine.inspect().await.unwrap().waiters != Some(1) {
+            assert!(Instant::now() < deadline, "it waits");
+        }
+        guard.renew().await.unwrap();
+        guard.release().await.unwrap();
+        waiter.await.unwrap().unwrap().release().await.unwrap();
+    }
+
+    let guard = lock.acquire().await.unwrap();
+    assert_eq!(b.inspect("n").await.unwrap().holders.len(), 1);
+    assert!(b.revoke("n", guard.token()).await.unwrap());
+    guard.lost().await;
+
+    // The new connection ends the one before it.
+    proxy.set(Mode::HalfOpen);
+    proxy.set(Mode::Pass);
+    let guard = lock.acquire().await.unwrap();
+    guard.release().await.unwrap();
+    assert_eq!(server.cli(&["ACL", "LOG"]).unwrap(), "", "nothing was refused");
 }
