@@ -9,8 +9,10 @@ local text = string.sub(ARGV[1], 9)
 local me = string.sub(text, 1, 32)
 drop_ended()
 
--- The reply to an earlier request was lost, or the hold was passed on.
+-- The reply to an earlier request was lost, or the hold was passed on. A server without memory refuses to set and to
+-- add, but not to a script that has begun to write.
 if holder() == me then
+  call('PEXPIRE', LOCK, ttl)
   local first = tonumber(string.match(value, '^%S+ %S+ (%d+) '))
   if not first then
     first = draw(ARGV[2])
@@ -21,6 +23,7 @@ if holder() == me then
 end
 if call('ZSCORE', HOLDERS, me) then
   local _, _, mine = about(me)
+  call('PEXPIRE', LOCK, ttl)
   call('ZADD', HOLDERS, now + ttl, me)
   settle()
   return tonumber(string.match(mine, '^%S+ %S+ (%d+) '))

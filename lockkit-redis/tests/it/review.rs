@@ -272,7 +272,8 @@ async fn holds_are_renewed_and_released_also_when_memory_is_full() {
     shared.release().await.unwrap();
     permit.release().await.unwrap();
     exclusive.release().await.unwrap();
-    waiter.await.unwrap().unwrap().release().await.unwrap();
+    let passed_on = tokio::time::timeout(PATIENCE, waiter).await.expect("the lock");
+    passed_on.unwrap().unwrap().release().await.unwrap();
 }
 
 /// The rules that `docs/redis.md` gives for a user of lockkit's own.
