@@ -4,8 +4,6 @@ use std::time::Duration;
 
 use lockkit_core::{AcquireOptions, Error, LockClient, LockGuard, Result};
 use lockkit_redis::{RedisBackend, RedisConfig};
-#[cfg(feature = "tls")]
-use lockkit_testbed::Certificates;
 use lockkit_testbed::{
     Mode, Proxy,
     redis::{self, RedisSentinels, RedisServer},
@@ -340,37 +338,4 @@ async fn the_documented_rights_are_enough_for_everything() {
     let guard = lock.acquire().await.unwrap();
     guard.release().await.unwrap();
     assert_eq!(server.cli(&["ACL", "LOG"]).unwrap(), "", "nothing was refused");
-}
-
-#[cfg(feature = "tls")]
-#[tokio::test]
-async fn over_tls_only_a_server_that_is_vouched_for_is_spoken_to() {
-    if no_redis() {
-        return;
-    }
-    let ours = std::sync::Arc::new(Certificates::generate().unwrap());
-    let others = Certificates::generate().unwrap();
-    let server = RedisServer::builder()
-        .tls(&ours)
-        .password("sesame")
-        .start()
-        .unwrap();
-    let mut config = RedisConfig::new(server.url());
-    assert!(config.url.starts_with("rediss://"));
-    config.ca = Some(ours.authority());
-    let locks = client(config.clone()).await;
-    locks
-        .lock("n")
-        .unwrap()
-        .acquire()
-        .await
-        .unwrap()
-        .release()
-        .await
-        .unwrap();
-    for ca in [None, Some(others.authority())] {
-        config.ca = ca;
-        let refused = RedisBackend::connect(config.clone()).await.unwrap_err();
-        assert!(!format!("{refused:?}").contains("sesame"), "{refused:?}");
-    }
 }
