@@ -121,7 +121,8 @@ impl RedisBackend {
         }
         let dialler = Dialler::new(&config)?;
         let inbox = Inbox {
-            client: format!("{:016x}", fastrand::u64(..)).into(),
+            // With the process in it: after a fork, both sides draw the same numbers.
+            client: format!("{:x}-{:016x}", std::process::id(), fastrand::u64(..)).into(),
             places: Arc::default(),
         };
         let link = Link::open(dialler.clone(), Some(inbox.clone())).await?;

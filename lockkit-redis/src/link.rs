@@ -291,11 +291,12 @@ impl Live {
         matches!(answer, Ok(Ok(_)))
     }
 
-    /// Whether requests are left without a reply: none came since `settled_before`, though some are waited for.
-    fn is_silent(&self, settled_before: &mut u64) -> bool {
+    /// Whether requests are left without a reply: none came since `before`, though some had been waited for then. With
+    /// how many were sent and settled.
+    fn is_silent(&self, before: &mut (u64, u64)) -> bool {
         let settled = self.settled.load(Ordering::Relaxed);
-        let stuck = self.sent.load(Ordering::Relaxed) > settled && settled == *settled_before;
-        *settled_before = settled;
+        let stuck = before.0 > settled && before.1 == settled;
+        *before = (self.sent.load(Ordering::Relaxed), settled);
         self.doubted.swap(false, Ordering::Relaxed) || stuck
     }
 }
@@ -392,7 +393,7 @@ impl Keeper {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let signals = self.signals.clone();
-        let mut settled = 0;
+        let mut counted = (0, 0);
         let mut beaten = None;
         loop {
             let stray = tokio::select! {
@@ -406,12 +407,12 @@ impl Keeper {
             if let Some((owner, lock)) = stray {
                 give_back(&link, owner, &lock).await;
             } else if signals.is_broken(live.number)
-                || (live.is_silent(&mut settled) && !live.answers().await)
+                || (live.is_silent(&mut counted) && !live.answers().await)
                 || !self.beat(&live, &mut beaten).await
             {
                 self.redial(&link, &live).await;
                 beaten = None;
-                settled = 0;
+                counted = (0, 0);
             }
         }
     }
