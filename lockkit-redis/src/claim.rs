@@ -130,7 +130,10 @@ impl RedisClaim {
             .cmd("INCRBY")
             .arg(layout::FENCE)
             .arg(self.request.tokens.get());
-        let reply = self.shared.link.transact("acquire", &transaction).await?;
+        let Some(reply) = self.shared.link.transact("acquire", &transaction).await? else {
+            // The script is refused for the same reason, and told.
+            return Ok(None);
+        };
         let Value::Array(parts) = &reply else {
             return Err(unexpected("acquire", &reply));
         };

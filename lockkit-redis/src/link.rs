@@ -161,14 +161,18 @@ impl Link {
         reply.map_err(|error| failed(operation, error))
     }
 
-    /// Runs a transaction. The array of its replies.
+    /// Runs a transaction. The array of its replies, or `None` if the server refused one of its commands and therefore
+    /// ran none. Which, and why, is only said in between the replies.
     ///
     /// # Cancel safety
     /// The transaction may be sent and take effect all the same.
-    pub(crate) async fn transact(&self, operation: &'static str, transaction: &Pipeline) -> Result<Value> {
+    pub(crate) async fn transact(&self, operation: &'static str, transaction: &Pipeline) -> Result<Option<Value>> {
         let live = self.live(operation)?;
         let reply = live.transact(transaction).await;
-        self.seen(&live, reply).map_err(|error| failed(operation, error))
+        match self.seen(&live, reply) {
+            Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::ExecAbort) => Ok(None),
+            reply => reply.map(Some).map_err(|error| failed(operation, error)),
+        }
     }
 
     /// Runs a script that writes, and then waits for the writes of this connection to reach replicas. The script's
