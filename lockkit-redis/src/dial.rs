@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use lockkit_core::{Error, Result};
 use redis::{
-    AsyncConnectionConfig, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo, RedisError,
+    AsyncConnectionConfig, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo, RedisError, Value,
     aio::MultiplexedConnection,
     io::tcp::{TcpSettings, socket2::TcpKeepalive},
 };
@@ -126,12 +126,20 @@ impl Dialler {
         for (script, digest) in script::ALL.into_iter().zip(digests) {
             script.loaded_as(digest);
         }
+        // The right to transactions shows here. Later a refusal of MULTI would end redis-rs's task for the connection,
+        // by an underflow in its count of replies.
+        for step in ["MULTI", "EXEC"] {
+            redis::cmd(step)
+                .query_async::<Value>(&mut connection)
+                .await
+                .map_err(connecting)?;
+        }
         let floor = script::FLOOR.call(b"");
         let reply = connection
             .send_packed_command(&floor.command)
             .await
             .map_err(connecting)?;
-        if !matches!(reply, redis::Value::Int(_)) {
+        if !matches!(reply, Value::Int(_)) {
             return Err(unexpected("connect", &reply));
         }
         Ok(Dialled {
