@@ -8,12 +8,19 @@ use crate::common::{
     LONG, MS, SECOND, client, client_behind_proxy, lock, no_server, nothing_is_left, waiter,
 };
 
-/// What clients have asked for; what a script does is part of that.
+/// What clients have asked for, and with which script; what a script does is part of that. Without the pings by which
+/// a client may look after its connection.
 fn requests(monitor: &Monitor) -> Vec<String> {
     let lines = monitor.lines().unwrap();
     let asked = lines.iter().filter(|line| !line.contains(" lua] "));
-    let command = |line: &String| line.split('"').nth(1).unwrap_or_default().to_owned();
-    asked.map(command).collect()
+    let command = asked.map(|line| {
+        let mut words = line.split('"').skip(1).step_by(2);
+        match words.next() {
+            Some("EVALSHA") => words.next().unwrap_or_default().to_owned(),
+            command => command.unwrap_or_default().to_owned(),
+        }
+    });
+    command.filter(|command| command != "PING").collect()
 }
 
 #[tokio::test]
@@ -29,18 +36,40 @@ async fn an_acquisition_a_renewal_and_a_release_are_one_request_each() {
         client.semaphore("a", 2).unwrap(),
     ];
     for lock in locks {
-        let (before, monitor) = (proxy.counts(), server.monitor().unwrap());
+        // What each of them is; on a busy machine it may be held for long enough for one more renewal.
+        let mut seen = Vec::new();
         for _ in 0..5 {
+            let monitor = server.monitor().unwrap();
             let guard = lock.acquire().await.unwrap();
+            let acquisition = requests(&monitor);
             guard.renew().await.unwrap();
+            let renewal = requests(&monitor).split_off(acquisition.len());
             guard.release().await.unwrap();
-            let tried = lock.try_acquire().await.unwrap().expect("it is free");
-            tried.release().await.unwrap();
+            let all = requests(&monitor);
+            seen.push((acquisition, renewal, all.last().cloned()));
+            assert!((all.len() - seen[0].0.len()) <= 4, "{all:?}");
         }
-        assert_eq!(requests(&monitor), ["EVALSHA"; 25]);
-        let after = proxy.counts();
-        assert_eq!(after.requests.chunks - before.requests.chunks, 25);
-        assert_eq!(after.replies.chunks - before.replies.chunks, 25);
+        let (acquisition, renewal, release) = seen.iter().min().unwrap();
+        let acquisition: Vec<_> = acquisition.iter().map(String::as_str).collect();
+        // One transaction, or one script.
+        if acquisition != ["MULTI", "SET", "INCRBY", "EXEC"] {
+            assert_eq!(acquisition.len(), 1, "{seen:?}");
+        }
+        assert_eq!(renewal.len(), 1, "{seen:?}");
+        assert!(release.as_ref() != Some(&renewal[0]), "{seen:?}");
+
+        let round_trips = || {
+            let counts = proxy.counts();
+            (counts.requests.chunks, counts.replies.chunks)
+        };
+        let mut least = (u64::MAX, u64::MAX);
+        for _ in 0..5 {
+            let before = round_trips();
+            lock.acquire().await.unwrap().release().await.unwrap();
+            let after = round_trips();
+            least = least.min((after.0 - before.0, after.1 - before.1));
+        }
+        assert_eq!(least, (2, 2), "chunks to the server and back");
     }
     nothing_is_left(&server, "released").await;
 }
@@ -112,7 +141,7 @@ async fn a_lock_that_is_passed_among_16_clients_takes_three_requests_each_time()
         let of = |counts: &std::collections::BTreeMap<String, u64>| counts.get(name).copied().unwrap_or(0);
         of(&after) - of(&before)
     };
-    let (locks, requests) = (16 * ROUNDS, count("evalsha"));
+    let (locks, requests) = (16 * ROUNDS, count("evalsha") + count("exec"));
     eprintln!("{requests} requests for {locks} locks");
     assert!(requests >= 2 * locks, "they were counted");
     // A hand-off that comes while its waiter is just asking takes one more.
@@ -120,7 +149,7 @@ async fn a_lock_that_is_passed_among_16_clients_takes_three_requests_each_time()
         requests * 20 <= 3 * 21 * locks,
         "{requests} requests for {locks} locks"
     );
-    assert_eq!(count("eval") + count("ping"), 0);
+    assert_eq!(count("eval"), 0);
     nothing_is_left(&server, "released").await;
 }
 
@@ -142,6 +171,7 @@ async fn hand_offs_within_a_client_take_no_requests() {
     for waiting in waiting {
         waiting.await.unwrap().unwrap().release().await.unwrap();
     }
-    assert_eq!(requests(&monitor), ["EVALSHA"], "the last release");
+    let requests = requests(&monitor);
+    assert_eq!(requests.len(), 1, "the last release: {requests:?}");
     nothing_is_left(&server, "released").await;
 }

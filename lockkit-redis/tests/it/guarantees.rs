@@ -8,7 +8,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use lockkit_core::{AcquireOptions, FenceGate, LockClient, LockGuard, LossReason};
+use lockkit_core::{AcquireOptions, FenceGate, Lock, LockClient, LockGuard, LossReason};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
     Clock, Mode, Proxy, eventually,
@@ -30,6 +30,13 @@ async fn overlaps(held: &LockGuard, client: &LockClient) -> bool {
     let fenced = resource.admit(second.token()).is_ok() && resource.admit(held.token()).is_err();
     second.release().await.unwrap();
     fenced
+}
+
+/// A hold whose next renewal is a third of its lease away.
+async fn fresh(lock: &Lock) -> LockGuard {
+    let held = lock.acquire().await.unwrap();
+    held.renew().await.unwrap();
+    held
 }
 
 /// The machine's clock stands still while it is asleep, or its process is stopped: it goes on as a zombie until it
@@ -236,7 +243,7 @@ async fn a_server_clock_that_jumps_forward_frees_locks_that_are_held() {
     for shared in [false, true] {
         let first = lock(&one, "a", LONG);
         let first = if shared { first.shared() } else { first };
-        let held = first.acquire().await.unwrap();
+        let held = fresh(&first).await;
         assert!(lock(&two, "a", LONG).try_acquire().await.unwrap().is_none());
         clock.forward(60 * SECOND).unwrap();
         assert!(overlaps(&held, &two).await, "tokens went back");
@@ -288,7 +295,7 @@ async fn a_key_that_an_admin_deletes_is_told_with_the_next_renewal() {
     for shared in [false, true] {
         let first = lock(&one, "a", ttl);
         let first = if shared { first.shared() } else { first };
-        let held = first.acquire().await.unwrap();
+        let held = fresh(&first).await;
         server.cli(&["DEL", "lockkit:a"]).unwrap();
         let deleted = std::time::Instant::now();
         assert!(overlaps(&held, &two).await, "tokens went back");
@@ -322,7 +329,7 @@ async fn a_server_that_evicts_drops_a_hold_and_is_warned_about() {
         "{warning}"
     );
 
-    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    let held = fresh(&lock(&client, "a", LONG)).await;
     // Others fill it with keys that have no end.
     let value = "x".repeat(64 << 10);
     for n in 0.. {

@@ -239,9 +239,10 @@ async fn work(
     record: &mut Acquisition,
     rng: &mut fastrand::Rng,
 ) {
-    // Now and then for so long that it is renewed.
-    let work = match rng.u8(..100) {
-        0 => MS * rng.u32(..900),
+    // Now and then for so long that it is renewed, or that a fault finds it held.
+    let work = match rng.u16(..500) {
+        0 => MS * rng.u32(..3_000),
+        1..10 => MS * rng.u32(..300),
         _ => Duration::from_micros(rng.u64(..3_000)),
     };
     let lost = tokio::time::timeout(work, guard.lost()).await.is_ok();
