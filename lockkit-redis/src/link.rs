@@ -166,7 +166,11 @@ impl Link {
     ///
     /// # Cancel safety
     /// The transaction may be sent and take effect all the same.
-    pub(crate) async fn transact(&self, operation: &'static str, transaction: &Pipeline) -> Result<Option<Value>> {
+    pub(crate) async fn transact(
+        &self,
+        operation: &'static str,
+        transaction: &Pipeline,
+    ) -> Result<Option<Value>> {
         let live = self.live(operation)?;
         let reply = live.transact(transaction).await;
         match self.seen(&live, reply) {
