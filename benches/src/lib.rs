@@ -120,37 +120,44 @@ impl Claim for NoopClaim {
     }
 }
 
-/// Measures two things that take turns, so that whatever else the machine does hits both alike. Each is given a number
-/// of iterations and returns how long they took.
-pub fn duel<A, B>(
+/// Something that is measured: given a number of iterations, it returns how long they took.
+pub type Contestant<'a> = (&'a str, Box<dyn FnMut(u64) -> Duration + 'a>);
+
+/// Measures two things that take turns, so that whatever else the machine does hits both alike.
+pub fn duel<'a, A, B>(
     group: &mut BenchmarkGroup<'_, WallTime>,
-    (name_a, mut a): (&str, A),
-    (name_b, mut b): (&str, B),
+    (name_a, a): (&'a str, A),
+    (name_b, b): (&'a str, B),
 ) where
-    A: FnMut(u64) -> Duration,
-    B: FnMut(u64) -> Duration,
+    A: FnMut(u64) -> Duration + 'a,
+    B: FnMut(u64) -> Duration + 'a,
 {
-    group.bench_function(name_a, |bencher| {
-        bencher.iter_custom(|n| in_turns(n, &mut a, &mut b));
-    });
-    group.bench_function(name_b, |bencher| {
-        bencher.iter_custom(|n| in_turns(n, &mut b, &mut a));
-    });
+    contest(group, &mut [(name_a, Box::new(a)), (name_b, Box::new(b))]);
 }
 
-/// Runs `n` iterations of both, in up to 16 rounds each, and returns what the first took.
-fn in_turns(
-    n: u64,
-    first: &mut impl FnMut(u64) -> Duration,
-    second: &mut impl FnMut(u64) -> Duration,
-) -> Duration {
+/// Measures several things that take turns, as [`duel`] does.
+pub fn contest(group: &mut BenchmarkGroup<'_, WallTime>, contestants: &mut [Contestant<'_>]) {
+    for index in 0..contestants.len() {
+        let name = contestants[index].0.to_owned();
+        group.bench_function(name, |bencher| {
+            bencher.iter_custom(|n| in_turns(n, contestants, index));
+        });
+    }
+}
+
+/// Runs `n` iterations of each, in up to 16 rounds, and returns what the one at `counted` took.
+fn in_turns(n: u64, contestants: &mut [Contestant<'_>], counted: usize) -> Duration {
     let per_round = n.div_ceil(16);
     let mut left = n;
     let mut took = Duration::ZERO;
     while left > 0 {
         let round = per_round.min(left);
-        took += first(round);
-        black_box(second(round));
+        for (index, (_, run)) in contestants.iter_mut().enumerate() {
+            let time = black_box(run(round));
+            if index == counted {
+                took += time;
+            }
+        }
         left -= round;
     }
     took

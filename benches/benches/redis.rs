@@ -1,0 +1,510 @@
+//! The Redis backend, beside the raw commands on a connection with the same settings, and beside `rslock`.
+//!
+//! Criterion measures the uncontended cycles, the contestants taking turns. What is about waiting is shown in tables
+//! after that: who waits for how long cannot be told from a mean.
+#![expect(
+    clippy::cast_precision_loss,
+    reason = "counts of a few seconds, to be printed"
+)]
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use criterion::{Criterion, criterion_group};
+use lockkit::{AcquireOptions, Lock, LockClient};
+use lockkit_benches::contest;
+use lockkit_testbed::redis::{RedisServer, missing};
+use redis::{
+    AsyncConnectionConfig, IntoConnectionInfo, ProtocolVersion, aio::MultiplexedConnection,
+    io::tcp::TcpSettings,
+};
+use rslock::LockManager;
+use tokio::runtime::{Builder, Runtime};
+
+const TTL: Duration = Duration::from_secs(30);
+const DELETE_IF_MINE: &str =
+    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end";
+
+/// Whoever takes a lock and gives it back.
+#[derive(Clone)]
+enum Contender {
+    Lockkit(Lock),
+    Rslock(LockManager, String),
+    /// The least that can be done: no queue, no wake-up, no fencing token, no renewal, no notice of loss.
+    Raw(MultiplexedConnection, String, Arc<str>),
+}
+
+impl Contender {
+    async fn cycle(&mut self) {
+        match self {
+            Self::Lockkit(lock) => {
+                let guard = lock.acquire().await.expect("granted");
+                guard.release().await.expect("released");
+            }
+            Self::Rslock(manager, name) => {
+                // It gives up after three tries, unless it is told otherwise.
+                let lock = loop {
+                    if let Ok(lock) = manager.lock(name.as_bytes(), TTL).await {
+                        break lock;
+                    }
+                };
+                manager.unlock(&lock).await;
+            }
+            Self::Raw(connection, name, digest) => {
+                let mine = "0123456789abcdef0123456789abcdef";
+                let set: Option<String> = redis::cmd("SET")
+                    .arg(&*name)
+                    .arg(mine)
+                    .arg("NX")
+                    .arg("PX")
+                    .arg(30_000)
+                    .query_async(connection)
+                    .await
+                    .expect("an answer");
+                assert!(set.is_some(), "it is free");
+                let deleted: i64 = redis::cmd("EVALSHA")
+                    .arg(&**digest)
+                    .arg(1)
+                    .arg(&*name)
+                    .arg(mine)
+                    .query_async(connection)
+                    .await
+                    .expect("an answer");
+                assert_eq!(deleted, 1);
+            }
+        }
+    }
+}
+
+async fn raw(server: &RedisServer) -> (MultiplexedConnection, Arc<str>) {
+    let info = server.url().into_connection_info().expect("a URL");
+    let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
+    let info = info
+        .set_redis_settings(settings)
+        .set_tcp_settings(TcpSettings::default().set_nodelay(true));
+    let config = AsyncConnectionConfig::new()
+        .set_response_timeout(None)
+        .set_pipeline_buffer_size(1024);
+    let client = redis::Client::open(info).expect("a client");
+    let connection = client.get_multiplexed_async_connection_with_config(&config).await;
+    let mut connection = connection.expect("a connection");
+    let digest: String = redis::cmd("SCRIPT")
+        .arg("LOAD")
+        .arg(DELETE_IF_MINE)
+        .query_async(&mut connection)
+        .await
+        .expect("a digest");
+    (connection, digest.into())
+}
+
+fn runtime() -> Runtime {
+    Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .expect("a runtime")
+}
+
+async fn connect(server: &RedisServer, local_handoffs: u32) -> LockClient {
+    let url = format!("{}?local_handoffs={local_handoffs}", server.url());
+    lockkit::connect(&url).await.expect("a server")
+}
+
+/// `tasks` tasks, each on a name of its own.
+fn uncontended(c: &mut Criterion, tasks: usize) {
+    let server = RedisServer::plain().expect("a server");
+    let runtime = runtime();
+    let (lockkit, rslock, plain) = runtime.block_on(async {
+        let client = connect(&server, 32).await;
+        let (connection, digest) = raw(&server).await;
+        let manager = LockManager::new(vec![server.url()]);
+        let mut all = (Vec::new(), Vec::new(), Vec::new());
+        for task in 0..tasks {
+            all.0.push(Contender::Lockkit(
+                client.lock(format!("{task}")).expect("a name"),
+            ));
+            all.1
+                .push(Contender::Rslock(manager.clone(), format!("rslock:{task}")));
+            all.2.push(Contender::Raw(
+                connection.clone(),
+                format!("raw:{task}"),
+                digest.clone(),
+            ));
+        }
+        all
+    });
+    let run = |contenders: Vec<Contender>| {
+        let runtime = &runtime;
+        Box::new(move |n: u64| {
+            runtime.block_on(async {
+                let started = Instant::now();
+                let share = n.div_ceil(contenders.len() as u64);
+                let tasks: Vec<_> = contenders
+                    .iter()
+                    .cloned()
+                    .map(|mut contender| {
+                        tokio::spawn(async move {
+                            for _ in 0..share {
+                                contender.cycle().await;
+                            }
+                        })
+                    })
+                    .collect();
+                for task in tasks {
+                    task.await.expect("no panic");
+                }
+                started.elapsed()
+            })
+        })
+    };
+    let mut group = c.benchmark_group(format!("redis, uncontended, {tasks} tasks"));
+    group.throughput(criterion::Throughput::Elements(1));
+    contest(
+        &mut group,
+        &mut [
+            ("raw", run(plain)),
+            ("lockkit", run(lockkit)),
+            ("rslock", run(rslock)),
+        ],
+    );
+    group.finish();
+}
+
+fn cycles(c: &mut Criterion) {
+    for tasks in [1, 64] {
+        uncontended(c, tasks);
+    }
+}
+
+/// The median of each of several rounds in which the contestants took turns, and of the ratios to the first.
+fn latencies() {
+    const ROUNDS: usize = 15;
+    let server = RedisServer::plain().expect("a server");
+    let runtime = runtime();
+    let mut contenders = runtime.block_on(async {
+        let (connection, digest) = raw(&server).await;
+        let client = connect(&server, 32).await;
+        [
+            ("raw", Contender::Raw(connection, "raw".to_owned(), digest)),
+            ("lockkit", Contender::Lockkit(client.lock("one").expect("a name"))),
+            (
+                "rslock",
+                Contender::Rslock(LockManager::new(vec![server.url()]), "rslock".to_owned()),
+            ),
+        ]
+    });
+    let mut medians = vec![Vec::new(); contenders.len()];
+    for _ in 0..ROUNDS {
+        for ((_, contender), medians) in contenders.iter_mut().zip(&mut medians) {
+            let mut contender = contender.clone();
+            let task = runtime.spawn(async move {
+                let mut times = Vec::new();
+                for _ in 0..2_000 {
+                    let started = Instant::now();
+                    contender.cycle().await;
+                    times.push(started.elapsed());
+                }
+                median(times)
+            });
+            medians.push(runtime.block_on(task).expect("no panic"));
+        }
+    }
+    println!("\nredis, uncontended, 1 task: medians of {ROUNDS} rounds in turns");
+    let first = medians[0].clone();
+    for ((name, _), medians) in contenders.iter().zip(medians) {
+        let mut ratios: Vec<f64> = medians
+            .iter()
+            .zip(&first)
+            .map(|(own, first)| own.as_secs_f64() / first.as_secs_f64())
+            .collect();
+        ratios.sort_by(f64::total_cmp);
+        println!(
+            "  {name:10} p50 {:>9.1?}   {:.2} × raw",
+            median(medians),
+            ratios[ratios.len() / 2]
+        );
+    }
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+/// What each of several contenders for one lock saw.
+struct Waits {
+    locks: Vec<usize>,
+    longest: Duration,
+    total: Duration,
+    elapsed: Duration,
+    commands: u64,
+}
+
+impl Waits {
+    fn print(&self, name: &str) {
+        let locks: usize = self.locks.iter().sum();
+        let n = self.locks.len() as f64;
+        let sum = locks as f64;
+        let squares: f64 = self.locks.iter().map(|count| (*count as f64).powi(2)).sum();
+        println!(
+            "  {name:36} {:>9.0} locks/s   mean wait {:>9.1?}   longest {:>9.1?}   Jain {:.3}   {:.2} commands/lock",
+            sum / self.elapsed.as_secs_f64(),
+            self.total / u32::try_from(locks.max(1)).unwrap_or(u32::MAX),
+            self.longest,
+            sum * sum / (n * squares),
+            self.commands as f64 / sum,
+        );
+    }
+}
+
+/// The commands that lockkit's clients sent, without what scripts did.
+fn requests(server: &RedisServer) -> u64 {
+    let counts = server.command_counts().expect("counts");
+    let count = |command: &str| counts.get(command).copied().unwrap_or_default();
+    // A transaction is MULTI, SET, INCRBY and EXEC.
+    count("evalsha") + count("eval") + 4 * count("exec")
+}
+
+/// All of them at once, for `FOR`, holding for no time at all.
+fn fight(runtime: &Runtime, server: &RedisServer, contenders: Vec<Contender>) -> Waits {
+    const FOR: Duration = Duration::from_secs(3);
+    let stop = Arc::new(AtomicBool::new(false));
+    let before = requests(server);
+    let started = Instant::now();
+    let tasks: Vec<_> = contenders
+        .into_iter()
+        .map(|mut contender| {
+            let stop = stop.clone();
+            runtime.spawn(async move {
+                let (mut locks, mut longest, mut total) = (0, Duration::ZERO, Duration::ZERO);
+                while !stop.load(Ordering::Relaxed) {
+                    let asked = Instant::now();
+                    contender.cycle().await;
+                    let waited = asked.elapsed();
+                    longest = longest.max(waited);
+                    total += waited;
+                    locks += 1;
+                }
+                (locks, longest, total)
+            })
+        })
+        .collect();
+    std::thread::sleep(FOR);
+    stop.store(true, Ordering::Relaxed);
+    let elapsed = started.elapsed();
+    let results: Vec<_> = tasks
+        .into_iter()
+        .map(|task| runtime.block_on(task).expect("no panic"))
+        .collect();
+    Waits {
+        locks: results.iter().map(|result| result.0).collect(),
+        longest: results.iter().map(|result| result.1).max().unwrap_or_default(),
+        total: results.iter().map(|result| result.2).sum(),
+        elapsed,
+        commands: requests(server) - before,
+    }
+}
+
+fn contended() {
+    const MANY: usize = 16;
+    let server = RedisServer::plain().expect("a server");
+    let runtime = runtime();
+    println!("\nredis, one lock, held for no time, 3 s each");
+
+    let clients = runtime.block_on(async {
+        let mut all = Vec::new();
+        for _ in 0..MANY {
+            let client = connect(&server, 0).await;
+            all.push(Contender::Lockkit(client.lock("clients").expect("a name")));
+        }
+        all
+    });
+    fight(&runtime, &server, clients).print("16 clients, lockkit");
+    let clients =
+        (0..MANY).map(|_| Contender::Rslock(LockManager::new(vec![server.url()]), "clients".to_owned()));
+    fight(&runtime, &server, clients.collect()).print("16 clients, rslock");
+
+    for handoffs in [0, 32, 1_000] {
+        let client = runtime.block_on(connect(&server, handoffs));
+        let lock = Contender::Lockkit(client.lock("tasks").expect("a name"));
+        let name = format!("16 tasks, lockkit, local_handoffs {handoffs}");
+        fight(&runtime, &server, vec![lock.clone(); MANY]).print(&name);
+        let other = runtime.block_on(connect(&server, handoffs));
+        let waits = beside(&runtime, vec![lock; MANY], &other.lock("tasks").expect("a name"));
+        println!("  {:36} longest wait of another client {waits:.1?}", "");
+    }
+    let manager = LockManager::new(vec![server.url()]);
+    let lock = Contender::Rslock(manager, "tasks".to_owned());
+    fight(&runtime, &server, vec![lock; MANY]).print("16 tasks, rslock");
+}
+
+/// How long another client has to wait at most, while `contenders` fight among themselves.
+fn beside(runtime: &Runtime, contenders: Vec<Contender>, other: &Lock) -> Duration {
+    let stop = Arc::new(AtomicBool::new(false));
+    let tasks: Vec<_> = contenders
+        .into_iter()
+        .map(|mut contender| {
+            let stop = stop.clone();
+            runtime.spawn(async move {
+                while !stop.load(Ordering::Relaxed) {
+                    contender.cycle().await;
+                }
+            })
+        })
+        .collect();
+    let longest = runtime.block_on(async {
+        let mut longest = Duration::ZERO;
+        for _ in 0..200 {
+            let asked = Instant::now();
+            let guard = other.acquire().await.expect("granted");
+            longest = longest.max(asked.elapsed());
+            guard.release().await.expect("released");
+        }
+        longest
+    });
+    stop.store(true, Ordering::Relaxed);
+    for task in tasks {
+        runtime.block_on(task).expect("no panic");
+    }
+    longest
+}
+
+/// From the call of release to the grant of a waiter in another client, which has slept for a while.
+fn hand_off() {
+    const TIMES: usize = 100;
+    let server = RedisServer::plain().expect("a server");
+    let runtime = runtime();
+    let mut ours = Vec::new();
+    let mut theirs = Vec::new();
+    runtime.block_on(async {
+        let (a, b) = (connect(&server, 0).await, connect(&server, 0).await);
+        let (a, b) = (a.lock("n").expect("a name"), b.lock("n").expect("a name"));
+        for _ in 0..TIMES {
+            let guard = a.acquire().await.expect("granted");
+            let waiter = tokio::spawn({
+                let b = b.clone();
+                async move {
+                    let guard = b.acquire().await.expect("granted");
+                    (Instant::now(), guard)
+                }
+            });
+            tokio::time::sleep(Duration::from_millis(35)).await;
+            let released = Instant::now();
+            guard.release().await.expect("released");
+            let (granted, guard) = waiter.await.expect("no panic");
+            ours.push(granted - released);
+            guard.release().await.expect("released");
+        }
+        let (a, b) = (
+            LockManager::new(vec![server.url()]),
+            LockManager::new(vec![server.url()]),
+        );
+        for _ in 0..TIMES {
+            let held = a.lock(b"rslock", TTL).await.expect("granted");
+            let waiter = tokio::spawn({
+                let b = b.clone();
+                async move {
+                    loop {
+                        if let Ok(lock) = b.lock(b"rslock", TTL).await {
+                            let granted = Instant::now();
+                            b.unlock(&lock).await;
+                            return granted;
+                        }
+                    }
+                }
+            });
+            tokio::time::sleep(Duration::from_millis(35)).await;
+            let released = Instant::now();
+            a.unlock(&held).await;
+            theirs.push(waiter.await.expect("no panic") - released);
+        }
+    });
+    println!("\nredis, hand-off to a waiter that has slept for 35 ms, {TIMES} times");
+    for (name, times) in [("lockkit", ours), ("rslock", theirs)] {
+        let longest = times.iter().max().copied().unwrap_or_default();
+        println!(
+            "  {name:10} p50 {:>9.1?}   longest {longest:>9.1?}",
+            median(times)
+        );
+    }
+}
+
+/// What it costs to keep many locks.
+fn many_holds() {
+    const HOLDS: usize = 10_000;
+    const WATCHED: Duration = Duration::from_secs(10);
+    let server = RedisServer::plain().expect("a server");
+    let runtime = runtime();
+    println!("\nredis, {HOLDS} locks held for {WATCHED:?} with a ttl of {TTL:?}");
+    runtime.block_on(async {
+        let client = connect(&server, 32).await;
+        let options = AcquireOptions::new().ttl(TTL);
+        let mut guards = Vec::new();
+        for name in 0..HOLDS {
+            let lock = client.lock(format!("{name}")).expect("a name");
+            guards.push(
+                lock.with_options(options.clone())
+                    .acquire()
+                    .await
+                    .expect("granted"),
+            );
+        }
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let (requests_before, cpu_before) = (requests(&server), cpu_time());
+        tokio::time::sleep(WATCHED).await;
+        let renewals = requests(&server) - requests_before;
+        let cpu = cpu_time().saturating_sub(cpu_before).as_secs_f64() / WATCHED.as_secs_f64();
+        assert!(
+            guards.iter().all(lockkit::LockGuard::is_held),
+            "all are still held"
+        );
+        println!(
+            "  {:.0} renewals/s, {:.2} % of a core, {:.1} µs each",
+            renewals as f64 / WATCHED.as_secs_f64(),
+            cpu * 100.0,
+            cpu * WATCHED.as_secs_f64() * 1e6 / renewals as f64,
+        );
+        client.close(Duration::from_secs(10)).await.expect("closed");
+    });
+}
+
+/// The processor time of this process so far.
+fn cpu_time() -> Duration {
+    let stat = std::fs::read_to_string("/proc/self/stat").expect("Linux");
+    let fields: Vec<_> = stat
+        .rsplit(')')
+        .next()
+        .unwrap_or_default()
+        .split_whitespace()
+        .collect();
+    let ticks: u64 = fields[11..13]
+        .iter()
+        .map(|field| field.parse::<u64>().expect("a number"))
+        .sum();
+    Duration::from_millis(ticks * 10)
+}
+
+criterion_group!(benches, cycles);
+
+fn main() {
+    if let Some(missing) = missing() {
+        println!("skipped: {missing}");
+        return;
+    }
+    // `cargo bench -- a-filter` is for criterion; without one, the tables are shown as well.
+    let filtered = std::env::args()
+        .skip(1)
+        .any(|argument| !argument.starts_with("--"));
+    if !filtered {
+        latencies();
+        contended();
+        hand_off();
+        many_holds();
+    }
+    benches();
+    Criterion::default().configure_from_args().final_summary();
+}
