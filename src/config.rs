@@ -87,6 +87,9 @@ pub struct LockConfig {
     /// What only the Redis backend has. Ignored while the URL names another.
     #[cfg_attr(feature = "serde", serde(default))]
     pub redis: RedisSection,
+    /// What only the ZooKeeper backend has. Ignored while the URL names another.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub zk: ZkSection,
 }
 
 /// The part of a [`LockConfig`] that only the file backend has.
@@ -122,6 +125,37 @@ pub struct RedisSection {
     /// A file of PEM certificates to trust instead of the system's, for `rediss:`.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::ca"))]
     pub ca: Option<PathBuf>,
+}
+
+/// The part of a [`LockConfig`] that only the ZooKeeper backend has. Each key is also a parameter of `zk:` URLs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
+#[non_exhaustive]
+pub struct ZkSection {
+    /// How the nodes of a lock are laid out, which all of its clients have to agree on: `mutex` as Curator's
+    /// `InterProcessMutex`, `readwrite` as its `InterProcessReadWriteLock`, `simple` for one node that everyone watches.
+    /// Default: `mutex`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::nodes"))]
+    pub nodes: Option<String>,
+    /// How long the server keeps what this client holds after it last heard of it, at least five ticks. The server may
+    /// have narrower limits. Default: the `ttl`, or five ticks if that is longer.
+    #[cfg_attr(
+        feature = "serde",
+        serde(default, deserialize_with = "named::session_timeout")
+    )]
+    pub session_timeout: Option<Duration>,
+    /// The servers' `tickTime`, or more. Default: 2 s.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::tick_time"))]
+    pub tick_time: Option<Duration>,
+    /// Who may touch the nodes that are made: `everyone`, or `creator` for the user in the URL alone. Default: `creator`
+    /// if there is a user.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::access"))]
+    pub access: Option<String>,
+    /// What becomes of the directories of locks that nobody uses: `container` if the server is to remove them,
+    /// `persistent` if they are to stay. Default: `container`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::parents"))]
+    pub parents: Option<String>,
 }
 
 impl LockConfig {
@@ -197,6 +231,11 @@ impl LockConfig {
             "replicas" => self.redis.replicas = Some(count(value)?),
             "replicas_timeout" => self.redis.replicas_timeout = Some(duration(value)?),
             "ca" => self.redis.ca = Some(value.into()),
+            "nodes" => self.zk.nodes = Some(value.to_owned()),
+            "session_timeout" => self.zk.session_timeout = Some(duration(value)?),
+            "tick_time" => self.zk.tick_time = Some(duration(value)?),
+            "access" => self.zk.access = Some(value.to_owned()),
+            "parents" => self.zk.parents = Some(value.to_owned()),
             _ => return Err("it is unknown".to_owned()),
         }
         Ok(())
@@ -222,6 +261,13 @@ impl LockConfig {
                 replicas: self.redis.replicas.or(of_url.redis.replicas),
                 replicas_timeout: self.redis.replicas_timeout.or(of_url.redis.replicas_timeout),
                 ca: self.redis.ca.clone().or(of_url.redis.ca),
+            },
+            zk: ZkSection {
+                nodes: self.zk.nodes.clone().or(of_url.zk.nodes),
+                session_timeout: self.zk.session_timeout.or(of_url.zk.session_timeout),
+                tick_time: self.zk.tick_time.or(of_url.zk.tick_time),
+                access: self.zk.access.clone().or(of_url.zk.access),
+                parents: self.zk.parents.clone().or(of_url.zk.parents),
             },
         };
         config.validate()?;
@@ -327,6 +373,7 @@ impl fmt::Debug for LockConfig {
             local_handoffs,
             file,
             redis,
+            zk,
         } = self;
         f.debug_struct("LockConfig")
             .field("url", &redacted(url))
@@ -339,6 +386,7 @@ impl fmt::Debug for LockConfig {
             .field("local_handoffs", local_handoffs)
             .field("file", file)
             .field("redis", redis)
+            .field("zk", zk)
             .finish()
     }
 }
@@ -397,8 +445,8 @@ mod named {
         )*};
     }
 
-    durations!(ttl wait op_timeout connect_timeout poll replicas_timeout);
-    texts!(namespace label sentinel);
+    durations!(ttl wait op_timeout connect_timeout poll replicas_timeout session_timeout tick_time);
+    texts!(namespace label sentinel nodes access parents);
     counts!(local_handoffs replicas);
 
     pub(super) fn ca<'de, D: Deserializer<'de>>(value: D) -> Result<Option<PathBuf>, D::Error> {

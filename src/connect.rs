@@ -13,10 +13,12 @@ use crate::{LockConfig, url::Url};
 /// | `memory:` | one space in this process, for tests and single-process programs | |
 /// | `file:///var/lock/app` | files in a directory of this host, on Unix | `file` (default) |
 /// | `redis://user:pass@host:6379/0`, `rediss://…` | one Redis master | `redis`, and `tls` for `rediss:` |
+/// | `zk://user:pass@zk1:2181,zk2:2181/chroot` | a ZooKeeper ensemble | `zk` |
 ///
 /// Every URL takes the parameters `ttl`, `wait`, `op_timeout`, `connect_timeout`, `namespace`, `label` and
 /// `local_handoffs`, which are described at [`LockConfig`]; `file:` URLs also take `poll`, `redis:` ones what is
-/// described at [`RedisSection`](crate::RedisSection). Durations are written
+/// described at [`RedisSection`](crate::RedisSection), `zk:` ones what is described at
+/// [`ZkSection`](crate::ZkSection). Durations are written
 /// `500ms`, `30s` or `1m 30s` (a space in a URL is `%20`).
 ///
 /// Make one client per process and server, and clone it.
@@ -81,6 +83,11 @@ pub(crate) enum Target {
     Redis {
         url: String,
     },
+    #[cfg(feature = "zk")]
+    Zk {
+        servers: String,
+        auth: Option<lockkit_zk::Digest>,
+    },
 }
 
 impl Target {
@@ -111,6 +118,9 @@ impl Target {
             )),
             #[cfg(not(feature = "redis"))]
             scheme @ ("redis" | "rediss" | "redlock") => Err(Error::feature_disabled(scheme, "redis")),
+            #[cfg(feature = "zk")]
+            "zk" => ensemble(url),
+            #[cfg(not(feature = "zk"))]
             "zk" => Err(Error::feature_disabled("zk", "zk")),
             "mysql" => Err(Error::feature_disabled("mysql", "mysql")),
             scheme => Err(Error::unknown_scheme(scheme, Self::KNOWN)),
@@ -124,12 +134,14 @@ impl Target {
             Self::File { .. } => "file",
             #[cfg(feature = "redis")]
             Self::Redis { .. } => "redis",
+            #[cfg(feature = "zk")]
+            Self::Zk { .. } => "zookeeper",
         }
     }
 
     /// Whether the backend can be opened with this config, as far as can be told without I/O.
     #[cfg_attr(
-        not(feature = "redis"),
+        not(any(feature = "redis", feature = "zk")),
         expect(
             clippy::unnecessary_wraps,
             reason = "the backends that are built in take anything"
@@ -139,13 +151,15 @@ impl Target {
         match self {
             #[cfg(feature = "redis")]
             Self::Redis { url } => redis(url, config).validate()?,
+            #[cfg(feature = "zk")]
+            Self::Zk { servers, auth } => zookeeper(servers, auth.as_ref(), config)?.validate()?,
             _ => _ = config,
         }
         Ok(())
     }
 
     #[cfg_attr(
-        not(any(all(feature = "file", unix), feature = "redis")),
+        not(any(all(feature = "file", unix), feature = "redis", feature = "zk")),
         expect(clippy::unused_async, reason = "only memory is opened without I/O")
     )]
     async fn open(self, config: &LockConfig) -> Result<LockClient> {
@@ -163,6 +177,11 @@ impl Target {
             Self::Redis { url } => {
                 LockClient::new(lockkit_redis::RedisBackend::connect(redis(&url, config)).await?)
             }
+            #[cfg(feature = "zk")]
+            Self::Zk { servers, auth } => {
+                let config = zookeeper(&servers, auth.as_ref(), config)?;
+                LockClient::new(lockkit_zk::ZkBackend::connect(config).await?)
+            }
         })
     }
 
@@ -174,6 +193,8 @@ impl Target {
             Self::File { .. } => &["poll"],
             #[cfg(feature = "redis")]
             Self::Redis { .. } => &["sentinel", "replicas", "replicas_timeout", "ca"],
+            #[cfg(feature = "zk")]
+            Self::Zk { .. } => &["nodes", "session_timeout", "tick_time", "access", "parents"],
         }
     }
 }
@@ -197,6 +218,66 @@ fn redis(url: &str, config: &LockConfig) -> lockkit_redis::RedisConfig {
     redis.replicas_timeout = section.replicas_timeout.unwrap_or(redis.replicas_timeout);
     redis.ca.clone_from(&section.ca);
     redis
+}
+
+#[cfg(feature = "zk")]
+fn ensemble(url: &Url<'_>) -> Result<Target> {
+    let decoded = |text: &str, what: &str| match percent_encoding::percent_decode_str(text).decode_utf8() {
+        Ok(text) => Ok(text.into_owned()),
+        Err(_) => Err(url.invalid(format!("the {what} is not UTF-8"))),
+    };
+    if url.path.contains('@') {
+        // Most likely a password with a `/` in it. Reading on would quote parts of it as a host.
+        return Err(url.invalid(
+            "there is an `@` in the path; write a `/` in a password as %2F, an `@` in a path as %40",
+        ));
+    }
+    let (user, hosts) = match url.authority.rsplit_once('@') {
+        Some((user, hosts)) => (Some(user), hosts),
+        None => (None, url.authority),
+    };
+    if hosts.is_empty() {
+        return Err(url.invalid("it names no server, as in zk://zk1:2181,zk2:2181/services"));
+    }
+    let auth = match user.map(|user| user.split_once(':')) {
+        None => None,
+        Some(Some((user, password))) => Some(lockkit_zk::Digest::new(
+            decoded(user, "user")?,
+            decoded(password, "password")?,
+        )),
+        Some(None) => return Err(url.invalid("a user needs a password: zk://user:password@host")),
+    };
+    let servers = format!("{hosts}{}", decoded(url.path, "path")?);
+    Ok(Target::Zk { servers, auth })
+}
+
+#[cfg(feature = "zk")]
+fn zookeeper(
+    servers: &str,
+    auth: Option<&lockkit_zk::Digest>,
+    config: &LockConfig,
+) -> Result<lockkit_zk::ZkConfig> {
+    use lockkit_zk::ZkConfig;
+
+    let section = &config.zk;
+    let mut zk = ZkConfig::new(servers);
+    config.namespace_or_default().clone_into(&mut zk.namespace);
+    zk.auth = auth.cloned();
+    zk.access = section.access.as_deref().map(str::parse).transpose()?;
+    if let Some(nodes) = &section.nodes {
+        zk.nodes = nodes.parse()?;
+    }
+    if let Some(parents) = &section.parents {
+        zk.parents = parents.parse()?;
+    }
+    zk.tick_time = section.tick_time.unwrap_or(zk.tick_time);
+    zk.session_timeout = section.session_timeout.unwrap_or_else(|| {
+        // What a hold outlives its holder by.
+        let ttl = config.ttl.unwrap_or(zk.session_timeout);
+        ttl.max(ZkConfig::min_session_timeout(zk.tick_time))
+            .min(ZkConfig::MAX_SESSION_TIMEOUT)
+    });
+    Ok(zk)
 }
 
 #[cfg(all(feature = "file", unix))]

@@ -67,6 +67,7 @@
 //! |---|---|
 //! | `file` (default) | the file backend, `file:`: locks between the processes of one host |
 //! | `redis` | the Redis backend, `redis:`: one master |
+//! | `zk` | the ZooKeeper backend, `zk:` |
 //! | `tls` | connections over TLS (`rediss:`) for the backends that are there |
 //! | `full` | every backend |
 //! | `serde` | `Deserialize` for [`LockConfig`] |
@@ -74,20 +75,24 @@
 //! | `blocking` | an API for programs without an async runtime |
 //!
 //! A feature never changes what another one does. Without any there is the memory backend alone, and no client crate
-//! is compiled. `zk` and `mysql` come with their backends; until then these URL schemes answer
-//! [`Error::FeatureDisabled`].
+//! is compiled. `mysql` comes with its backend; until then that URL scheme answers [`Error::FeatureDisabled`].
 
 mod config;
 mod connect;
 mod url;
 
-pub use config::{FileSection, LockConfig, RedisSection};
+pub use config::{FileSection, LockConfig, RedisSection, ZkSection};
 pub use connect::connect;
 #[doc(inline)]
 pub use lockkit_core::*;
 #[cfg(feature = "redis")]
 #[doc(inline)]
 pub use lockkit_redis::{RedisBackend, RedisConfig};
+#[cfg(feature = "zk")]
+pub use lockkit_zk as zk;
+#[cfg(feature = "zk")]
+#[doc(inline)]
+pub use lockkit_zk::{ZkBackend, ZkConfig};
 
 /// The traits, for `use lockkit::prelude::*`.
 pub mod prelude {

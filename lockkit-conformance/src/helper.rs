@@ -320,6 +320,10 @@ impl Inside {
                 for record in contend(plan).await? {
                     answer(&format!("record {record}"));
                 }
+                // Guards were dropped: whoever is told that this is done may end this process.
+                if let Some(client) = self.client.take() {
+                    client.close(PATIENCE).await?;
+                }
                 Ok("done".to_owned())
             }
             _ => Err(format!("not a command: `{command}`").into()),

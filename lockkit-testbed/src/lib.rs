@@ -4,6 +4,7 @@
 //! - [`Process`]: a server's process, to pause, resume, kill and restart.
 //! - [`Port`]: a port of its own for the whole life of a server, restarts included.
 //! - [`redis`]: Redis servers.
+//! - [`zookeeper`]: ZooKeeper servers.
 //! - [`Clock`]: a server's wall clock, to set forward and back.
 //! - [`Certificates`]: for servers that speak TLS.
 //! - [`Proxy`]: a TCP proxy that loses replies, delays, cuts and resets on command.
@@ -22,6 +23,7 @@ mod process;
 mod proxy;
 pub mod redis;
 mod wait;
+pub mod zookeeper;
 
 pub use certificates::Certificates;
 pub use clock::Clock;

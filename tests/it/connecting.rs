@@ -24,7 +24,7 @@ async fn the_default_namespace_is_lockkit() {
 
 #[tokio::test]
 async fn connecting_to_a_bad_url_is_the_error_of_reading_it() {
-    for url in ["", "etcd://h", "memory:?tll=1s", "zk://h"] {
+    for url in ["", "etcd://h", "memory:?tll=1s", "mysql://h"] {
         let of_reading = LockConfig::from_url(url).unwrap_err().to_string();
         assert_eq!(lockkit::connect(url).await.unwrap_err().to_string(), of_reading);
         assert_eq!(

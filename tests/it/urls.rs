@@ -106,7 +106,7 @@ fn values_out_of_range_name_the_option() {
 
 #[test]
 fn schemes_without_a_backend_here_name_the_feature() {
-    for (scheme, feature) in [
+    let missing: &[(&str, &str)] = &[
         #[cfg(not(feature = "redis"))]
         ("redis", "redis"),
         #[cfg(not(feature = "redis"))]
@@ -115,16 +115,18 @@ fn schemes_without_a_backend_here_name_the_feature() {
         ("rediss", "tls"),
         #[cfg(not(feature = "redis"))]
         ("redlock", "redis"),
+        #[cfg(not(feature = "zk"))]
         ("zk", "zk"),
         ("mysql", "mysql"),
-    ] {
+    ];
+    for (scheme, feature) in missing {
         let error = refused(&format!("{scheme}://user:canary@host/1"));
         match &error {
             Error::FeatureDisabled {
                 scheme: s,
                 feature: f,
                 ..
-            } => assert_eq!((s.as_str(), *f), (scheme, feature)),
+            } => assert_eq!((s.as_str(), *f), (*scheme, *feature)),
             other => panic!("{scheme}: {other}"),
         }
         let text = error.to_string();
@@ -204,6 +206,72 @@ async fn a_redis_url_connects_with_its_options() {
     let error = lockkit::connect(&wrong).await.unwrap_err();
     assert!(!error.is_transient(), "{error:?}");
     assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
+}
+
+#[cfg(feature = "zk")]
+#[test]
+fn zk_urls_name_an_ensemble() {
+    for good in [
+        "zk://127.0.0.1",
+        "zk://user:p%40ss:canary@zk1:2181,zk2:2181,zk3:2181/services/locks",
+        "zk://[::1]:2182?nodes=readwrite&session_timeout=12s&tick_time=1s&parents=persistent",
+        "zk://me:canary@h?access=everyone&ttl=1s",
+    ] {
+        let config = LockConfig::from_url(good).unwrap_or_else(|error| panic!("{good}: {error}"));
+        assert!(!format!("{config:?}").contains("canary"), "{config:?}");
+    }
+    for (bad, part) in [
+        ("zk://", "no server"),
+        ("zk:host", "no server"),
+        ("zk://user@host", "password"),
+        ("zk://user:canary@host:x", "servers"),
+        ("zk://user:canary@host:1,/x", "servers"),
+        ("zk://user:canary@host//x", "servers"),
+        ("zk://user:canary/canary@host", "%2F"),
+        ("zk://:canary@host", "user"),
+        ("zk://user:canary@host?poll=1s", "`poll`"),
+        ("zk://user:canary@host?nodes=other", "nodes"),
+        ("zk://user:canary@host?session_timeout=9s", "session_timeout"),
+        ("zk://user:canary@host?tick_time=0s", "tick_time"),
+        ("zk://host?access=creator", "access"),
+    ] {
+        let text = refused(bad).to_string();
+        assert!(text.contains(part), "{bad}: {text}");
+    }
+}
+
+#[cfg(feature = "zk")]
+#[tokio::test]
+async fn a_zk_url_connects_with_its_options() {
+    use lockkit_testbed::zookeeper::{self, ZkServer};
+
+    if lockkit_testbed::skipped("zk", zookeeper::missing()) {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let parameters = "namespace=billing&ttl=7s&label=me&tick_time=100ms";
+    let url = |password: &str| format!("zk://user:{password}@{}/services?{parameters}", server.addr());
+    let client = lockkit::connect(&url("canary")).await.unwrap();
+    let lock = client.lock("orders/42").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    let id = lock.id().to_string();
+    assert!(id.contains("/services") && !id.contains("canary"), "{id}");
+    let dump = server.word("dump").unwrap();
+    assert!(dump.contains("/services/billing/orders%2F42/_c_"), "{dump}");
+    // The session timeout is the ttl, unless asked for otherwise.
+    let holder = &client.inspect("orders/42").await.unwrap().holders[0];
+    assert!(
+        holder.left > Some(std::time::Duration::from_secs(2)),
+        "{holder:?}"
+    );
+
+    // The directories are their creator's alone.
+    let other = lockkit::connect(&url("wrong-one")).await.unwrap_err();
+    assert!(
+        !other.is_transient() && !format!("{other:?}").contains("wrong-one"),
+        "{other:?}"
+    );
+    guard.release().await.unwrap();
 }
 
 #[cfg(feature = "file")]

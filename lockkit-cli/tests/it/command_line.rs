@@ -64,7 +64,8 @@ fn bad_servers_get_one_line_without_the_password() {
     for (url, part) in [
         ("nonsense", "scheme"),
         ("etcd://user:canary@host", "file"),
-        ("zk://user:canary@host", "cargo feature `zk`"),
+        ("mysql://user:canary@host", "cargo feature `mysql`"),
+        ("zk://user:canary@127.0.0.1:1", "connect failed"),
         ("redis://user:canary@127.0.0.1:1", "connect failed"),
         ("memory:?tll=1s", "`tll`"),
         ("memory:?ttl=x", "`ttl`"),

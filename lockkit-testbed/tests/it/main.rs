@@ -7,3 +7,4 @@ mod port;
 mod process;
 mod proxy;
 mod redis;
+mod zookeeper;

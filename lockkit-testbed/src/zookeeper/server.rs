@@ -1,0 +1,251 @@
+use std::{collections::BTreeMap, fs, io, net::SocketAddr, process::Command, time::Duration};
+
+use super::{JARS, JAVA, journal, wire};
+use crate::{Clock, Port, Process};
+
+/// How long a server may take to come up, or an ensemble to elect a leader: far longer than on the busiest machine.
+pub(super) const START_UP: Duration = Duration::from_secs(60);
+
+/// The servers' tick.
+pub(super) const TICK: Duration = Duration::from_millis(100);
+
+/// A private ZooKeeper server on a port of its own, which it keeps over restarts. Its data stay on disk.
+///
+/// Its tick is 100 ms, and it grants session timeouts from 200 ms to a minute. Its dropping ends it, and so does the end
+/// of the test process. Everything here blocks until it is done, and gives up on a server that does not answer for 5 s.
+#[derive(Debug)]
+pub struct ZkServer {
+    process: Process,
+    port: Port,
+    _clock: Option<Clock>,
+}
+
+/// What a [`ZkServer`] is started with.
+#[derive(Clone, Debug, Default)]
+#[must_use]
+pub struct ZkBuilder {
+    syncs: bool,
+    used: Option<(String, i32)>,
+    clock: Option<Clock>,
+    directives: Vec<String>,
+}
+
+impl ZkBuilder {
+    /// Has each transaction on disk before it is acknowledged, as a production server does.
+    pub fn fsync(mut self) -> Self {
+        self.syncs = true;
+        self
+    }
+
+    /// With a directory `path`, such as `/locks`, whose next sequential node is numbered `next`.
+    pub fn used(mut self, path: &str, next: i32) -> Self {
+        self.used = Some((path.to_owned(), next));
+        self
+    }
+
+    /// Runs by `clock`, which the test can set forward and back.
+    pub fn clock(mut self, clock: &Clock) -> Self {
+        self.clock = Some(clock.clone());
+        self
+    }
+
+    /// Any other line of the configuration.
+    pub fn directive(mut self, line: impl Into<String>) -> Self {
+        self.directives.push(line.into());
+        self
+    }
+
+    /// Starts a server that is no member of an ensemble, and waits until it answers.
+    ///
+    /// # Errors
+    /// If it does not come up within a minute, with the end of what it printed.
+    pub fn start(self) -> io::Result<ZkServer> {
+        let server = self.make("org.apache.zookeeper.server.ZooKeeperServerMain", None)?;
+        server.start()?;
+        Ok(server)
+    }
+
+    /// A server that is not running yet. `id` is that of a member of an ensemble.
+    pub(super) fn make(self, class: &str, id: Option<usize>) -> io::Result<ZkServer> {
+        let port = Port::reserve()?;
+        let process = Process::new("zookeeper", |directory| {
+            let mut command = Command::new(JAVA);
+            if let Some(clock) = &self.clock {
+                clock.apply(&mut command);
+            }
+            if self.used.is_some() {
+                // It has a log and no snapshot.
+                command.arg("-Dzookeeper.snapshot.trust.empty=true");
+            }
+            command
+                // Quick to start, and modest: tests start many.
+                .args(["-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"])
+                .arg(format!(
+                    "-Dzookeeper.forceSync={}",
+                    if self.syncs { "yes" } else { "no" }
+                ))
+                .args([
+                    "-Dznode.container.checkIntervalMs=300",
+                    "-Dznode.container.maxPerMinute=100000",
+                ])
+                .arg("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
+                .args(["-cp", &JARS.join(":"), class])
+                .arg(directory.join("zoo.cfg"));
+            command
+        })?;
+        let data = process.directory().join("data");
+        fs::create_dir(&data)?;
+        if let Some((path, next)) = &self.used {
+            journal::write(&data, path, *next)?;
+        }
+        if let Some(id) = id {
+            fs::write(data.join("myid"), id.to_string())?;
+        }
+        let tick = TICK.as_millis();
+        let mut lines = vec![
+            format!("tickTime={tick}"),
+            "minSessionTimeout=200".to_owned(),
+            "maxSessionTimeout=60000".to_owned(),
+            format!("dataDir={}", data.display()),
+            format!("clientPort={}", port.number()),
+            "clientPortAddress=127.0.0.1".to_owned(),
+            "maxClientCnxns=0".to_owned(),
+            "admin.enableServer=false".to_owned(),
+            "4lw.commands.whitelist=*".to_owned(),
+            "extendedTypesEnabled=true".to_owned(),
+        ];
+        lines.extend(self.directives);
+        lines.push(String::new());
+        fs::write(process.directory().join("zoo.cfg"), lines.join("\n"))?;
+        Ok(ZkServer {
+            process,
+            port,
+            _clock: self.clock,
+        })
+    }
+}
+
+impl ZkServer {
+    /// The tick of all servers here.
+    pub const TICK: Duration = TICK;
+
+    /// A server with nothing special about it, which does not wait for its disk.
+    ///
+    /// # Errors
+    /// As [`ZkBuilder::start`].
+    pub fn plain() -> io::Result<Self> {
+        Self::builder().start()
+    }
+
+    /// A server to be.
+    pub fn builder() -> ZkBuilder {
+        ZkBuilder::default()
+    }
+
+    /// Where clients connect to.
+    pub fn addr(&self) -> SocketAddr {
+        self.port.addr()
+    }
+
+    /// Its process id, `None` if it does not run.
+    pub fn pid(&self) -> Option<u32> {
+        self.process.pid()
+    }
+
+    /// The answer to a four-letter word, such as `srvr`, `mntr`, `wchs` or `dump`.
+    ///
+    /// # Errors
+    /// If the server cannot be reached or does not answer.
+    pub fn word(&self, word: &str) -> io::Result<String> {
+        wire::word(self.addr(), word, wire::PATIENCE)
+    }
+
+    /// The figures that `mntr` answers, by name.
+    ///
+    /// # Errors
+    /// As [`word`](Self::word).
+    pub fn figures(&self) -> io::Result<BTreeMap<String, String>> {
+        let answer = self.word("mntr")?;
+        let fields = answer.lines().filter_map(|line| line.split_once('\t'));
+        Ok(fields
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .collect())
+    }
+
+    /// One of the [figures](Self::figures), as a whole number.
+    ///
+    /// # Errors
+    /// If there is none of that name, or it is no whole number.
+    pub fn figure(&self, name: &str) -> io::Result<u64> {
+        let figures = self.figures()?;
+        let figure = figures.get(name).and_then(|figure| figure.parse().ok());
+        figure.ok_or_else(|| io::Error::other(format!("`mntr` has no figure {name}: {figures:?}")))
+    }
+
+    /// Ends the session of this id as its client would: its nodes are deleted, its connection is closed. `false` if
+    /// there is none.
+    ///
+    /// # Errors
+    /// If the server cannot be reached or does not answer.
+    pub fn end_session(&self, id: i64) -> io::Result<bool> {
+        wire::end_session(self.addr(), id)
+    }
+
+    /// Starts it again after [`kill`](Self::kill) or [`stop`](Self::stop), and waits until it answers. A member of an
+    /// ensemble answers once it has a leader.
+    ///
+    /// # Errors
+    /// If it runs, or does not come up within a minute.
+    pub fn start(&self) -> io::Result<()> {
+        self.spawn()?;
+        self.wait_ready()
+    }
+
+    /// Starts it without waiting for it.
+    pub(super) fn spawn(&self) -> io::Result<()> {
+        self.process.start()
+    }
+
+    pub(super) fn wait_ready(&self) -> io::Result<()> {
+        self.process.wait_ready(START_UP, || {
+            // One that is just coming up may accept a connection and never look at it.
+            let answer = wire::word(self.addr(), "srvr", Duration::from_millis(200))?;
+            if answer.contains("Mode:") {
+                return Ok(());
+            }
+            Err(io::Error::other(answer))
+        })
+    }
+
+    /// Ends it in order (SIGTERM).
+    ///
+    /// # Errors
+    /// If it does not end within 30 s.
+    pub fn stop(&self) -> io::Result<()> {
+        self.process.stop().map(drop)
+    }
+
+    /// Kills it (SIGKILL), as a crash would.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn kill(&self) -> io::Result<()> {
+        self.process.kill().map(drop)
+    }
+
+    /// Pauses it (SIGSTOP): it does nothing until it is resumed. The system still accepts connections for it.
+    ///
+    /// # Errors
+    /// If it does not run.
+    pub fn pause(&self) -> io::Result<()> {
+        self.process.pause()
+    }
+
+    /// Lets it go on.
+    ///
+    /// # Errors
+    /// If it does not run.
+    pub fn resume(&self) -> io::Result<()> {
+        self.process.resume()
+    }
+}

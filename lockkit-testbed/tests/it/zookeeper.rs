@@ -1,0 +1,91 @@
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use lockkit_testbed::{
+    skipped,
+    zookeeper::{self, ZkEnsemble, ZkServer},
+};
+
+fn no_zookeeper() -> bool {
+    skipped("zk", zookeeper::missing())
+}
+
+#[track_caller]
+fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !condition() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn it_answers_is_killed_and_comes_back() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::builder().used("/locks", 41).start().unwrap();
+    assert!(server.word("srvr").unwrap().contains("Mode: standalone"));
+    assert_eq!(server.figure("zk_watch_count").unwrap(), 0);
+    // The root, `/zookeeper` with its two children, and the directory.
+    assert_eq!(
+        server.figure("zk_znode_count").unwrap(),
+        6,
+        "{:?}",
+        server.figures()
+    );
+    assert!(server.figure("no such figure").is_err());
+    server.kill().unwrap();
+    assert!(server.word("srvr").is_err());
+    server.start().unwrap();
+    assert!(server.word("srvr").unwrap().contains("Mode: standalone"));
+    assert!(!server.end_session(0x1234).unwrap(), "there is no such session");
+}
+
+#[test]
+fn a_configuration_it_does_not_know_shows_in_the_error() {
+    if no_zookeeper() {
+        return;
+    }
+    let error = ZkServer::builder()
+        .directive("clientPort=none")
+        .start()
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("has ended") && error.contains("none"), "{error}");
+}
+
+#[test]
+fn members_are_cut_off_and_a_new_leader_is_elected() {
+    if no_zookeeper() {
+        return;
+    }
+    let ensemble = ZkEnsemble::start().unwrap();
+    let mode = |member: usize| ensemble.member(member).word("srvr").unwrap_or_default();
+    let leader = ensemble.leader().unwrap();
+    let follower = (0..3).find(|member| *member != leader).unwrap();
+    assert!(mode(follower).contains("Mode: follower"), "{}", mode(follower));
+
+    ensemble.cut(follower);
+    until("a follower without a leader stops serving", || {
+        !mode(follower).contains("Mode:")
+    });
+    assert!(mode(leader).contains("Mode: leader"), "it has one follower left");
+    ensemble.mend().unwrap();
+    assert_eq!(ensemble.leader().unwrap(), leader);
+
+    ensemble.cut(leader);
+    let new = ensemble.new_leader(leader).unwrap();
+    assert_ne!(new, leader);
+    ensemble.mend().unwrap();
+    until("the old leader follows", || {
+        mode(leader).contains("Mode: follower")
+    });
+
+    ensemble.member(new).kill().unwrap();
+    let third = ensemble.new_leader(new).unwrap();
+    assert_ne!(third, new);
+    ensemble.member(new).start().unwrap();
+}

@@ -1,0 +1,385 @@
+//! How to reach an ensemble, and what to leave on it.
+
+use std::{fmt, str::FromStr, time::Duration};
+
+use lockkit_core::{Error, Result, spi::BackendInfo};
+
+use crate::lease::BEATS_PER_TIMEOUT;
+
+/// How to reach an ensemble, and what to leave on it.
+///
+/// ```
+/// use std::time::Duration;
+/// use lockkit_zk::{Nodes, ZkConfig};
+///
+/// let mut config = ZkConfig::new("zk1:2181,zk2:2181,zk3:2181/services");
+/// config.namespace = "billing".into();
+/// config.session_timeout = Duration::from_secs(12);
+/// config.nodes = Nodes::ReadWrite;
+/// ```
+///
+/// Its `Debug` form leaves out the password.
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ZkConfig {
+    /// The servers, `host:port` separated by commas, and optionally a path that everything is kept under:
+    /// `zk1:2181,zk2:2181/services`. The port defaults to 2181. The path is made if it is missing.
+    pub servers: String,
+    /// Keeps applications that share the ensemble apart: a node between that path and the locks, none if empty. Of
+    /// `[A-Za-z0-9._-]`.
+    pub namespace: String,
+    /// The user to authenticate as. Default: nobody.
+    pub auth: Option<Digest>,
+    /// Who may touch the nodes that are made. Default: their creator alone with [`auth`](Self#structfield.auth), else
+    /// everyone.
+    pub access: Option<Access>,
+    /// How the nodes are laid out, and so which other clients share the locks.
+    pub nodes: Nodes,
+    /// How long the server keeps what this client holds after it last heard of it: the session timeout to ask for. The
+    /// server may have other limits (2 to 20 ticks unless configured otherwise), and what it says counts. At least five
+    /// [ticks](Self#structfield.tick_time). Default: 30 s.
+    pub session_timeout: Duration,
+    /// The servers' `tickTime`, or more. A lease is shorter than the session timeout by a tick and a fifth; a figure
+    /// below the servers' would make it outlast them. Default: 2 s, which is ZooKeeper's.
+    pub tick_time: Duration,
+    /// What becomes of the directories of locks that nobody uses. Default: the server removes them.
+    pub parents: Parents,
+}
+
+/// A user and a password, for the scheme `digest`.
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Digest {
+    /// The user.
+    pub user: String,
+    /// The password.
+    pub password: String,
+}
+
+/// Who may touch the nodes that a client makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Access {
+    /// Everyone (`world:anyone`).
+    Everyone,
+    /// The user that this client authenticates as (`auth`).
+    Creator,
+}
+
+/// How the nodes of a lock are laid out. All clients of a lock have to agree.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Nodes {
+    /// Contenders queue as `_c_<uuid>-lock-<number>`, which Curator's `InterProcessMutex` does too, and shared ones as
+    /// `_c_<uuid>-__READ__-lock-<number>`, behind which it queues.
+    #[default]
+    Mutex,
+    /// They queue as `_c_<uuid>-__WRIT__<number>` and `_c_<uuid>-__READ__<number>`, as in Curator's
+    /// `InterProcessReadWriteLock`.
+    ReadWrite,
+    /// One ephemeral node that is the lock: whoever makes it holds it, and all others watch it. There is no order, and
+    /// each release wakes everyone. Exclusive mode alone. Only for sharing locks with those who do it so.
+    Simple,
+}
+
+/// What becomes of the directories of locks that nobody uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Parents {
+    /// The server removes them (container nodes; ZooKeeper 3.5.3 and newer).
+    #[default]
+    Container,
+    /// They stay.
+    Persistent,
+}
+
+impl ZkConfig {
+    /// The session timeout that is asked for by default.
+    pub const DEFAULT_SESSION_TIMEOUT: Duration = Duration::from_secs(30);
+    /// The tick that is assumed by default, which is ZooKeeper's own default.
+    pub const DEFAULT_TICK_TIME: Duration = Duration::from_secs(2);
+    /// The longest session timeout that can be asked for.
+    pub const MAX_SESSION_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+
+    /// An ensemble at these [`servers`](Self#structfield.servers), in the default namespace.
+    pub fn new(servers: impl Into<String>) -> Self {
+        Self {
+            servers: servers.into(),
+            namespace: BackendInfo::DEFAULT_NAMESPACE.to_owned(),
+            auth: None,
+            access: None,
+            nodes: Nodes::default(),
+            session_timeout: Self::DEFAULT_SESSION_TIMEOUT,
+            tick_time: Self::DEFAULT_TICK_TIME,
+            parents: Parents::default(),
+        }
+    }
+
+    /// The shortest session timeout at this [`tick_time`](Self#structfield.tick_time).
+    pub const fn min_session_timeout(tick_time: Duration) -> Duration {
+        tick_time.saturating_mul(BEATS_PER_TIMEOUT)
+    }
+
+    /// Whether a client could be made with it, as far as can be told without I/O.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] names what cannot be kept.
+    pub fn validate(&self) -> Result<()> {
+        self.check().map(drop)
+    }
+
+    pub(crate) fn check(&self) -> Result<Address> {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        if !self.namespace.chars().all(allowed) {
+            let reason = format!("{:?} has characters other than A-Z a-z 0-9 . _ -", self.namespace);
+            return Err(Error::invalid_option("namespace", reason));
+        }
+        if self.tick_time < Duration::from_millis(1) {
+            return Err(Error::invalid_option("tick_time", "it is shorter than 1 ms"));
+        }
+        check_session_timeout(self.session_timeout, self.tick_time, "asked for")?;
+        if self.session_timeout > Self::MAX_SESSION_TIMEOUT {
+            return Err(Error::invalid_option(
+                "session_timeout",
+                "it is longer than a day",
+            ));
+        }
+        if self.access == Some(Access::Creator) && self.auth.is_none() {
+            let reason = "`creator` needs a user and password to be the creator";
+            return Err(Error::invalid_option("access", reason));
+        }
+        if let Some(Digest { user, .. }) = &self.auth
+            && (user.is_empty() || user.contains(':'))
+        {
+            return Err(Error::invalid_option("user", "it is empty or has a colon in it"));
+        }
+        Address::parse(&self.servers).map_err(|reason| Error::invalid_option("servers", reason))
+    }
+
+    pub(crate) fn access(&self) -> Access {
+        match (self.access, &self.auth) {
+            (Some(access), _) => access,
+            (None, Some(_)) => Access::Creator,
+            (None, None) => Access::Everyone,
+        }
+    }
+}
+
+/// Refuses a timeout that leaves no lease. `whose` says where it comes from.
+pub(crate) fn check_session_timeout(timeout: Duration, tick: Duration, whose: &str) -> Result<()> {
+    let least = ZkConfig::min_session_timeout(tick);
+    if timeout >= least {
+        return Ok(());
+    }
+    let reason = format!(
+        "{timeout:?}, as {whose}, is less than {BEATS_PER_TIMEOUT} ticks of {tick:?}; ask for {least:?} or more, or \
+         configure servers and `tick_time` for shorter ticks"
+    );
+    Err(Error::invalid_option("session_timeout", reason))
+}
+
+/// Where the servers are, in one way of writing it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    /// `host:port`, separated by commas.
+    pub(crate) hosts: String,
+    /// Empty or a path, without a slash at the end.
+    pub(crate) chroot: String,
+}
+
+impl Address {
+    fn parse(servers: &str) -> std::result::Result<Self, String> {
+        let (hosts, chroot) = servers.split_at(servers.find('/').unwrap_or(servers.len()));
+        let chroot = chroot.strip_suffix('/').unwrap_or(chroot);
+        for part in chroot.split('/').skip(1) {
+            if part.is_empty() || matches!(part, "." | "..") || part.chars().any(char::is_control) {
+                return Err(format!("{chroot:?} is not a path of nodes"));
+            }
+        }
+        let mut known = Vec::new();
+        for host in hosts.split(',') {
+            known.push(host_and_port(host)?);
+        }
+        // The order is none that means anything: clients begin with any.
+        known.sort_unstable();
+        known.dedup();
+        Ok(Self {
+            hosts: known.join(","),
+            chroot: chroot.to_owned(),
+        })
+    }
+}
+
+fn host_and_port(server: &str) -> std::result::Result<String, String> {
+    let colon = server.rfind(':').filter(|at| !server[*at..].contains(']'));
+    let (host, port) = match colon {
+        Some(at) => (&server[..at], &server[at + 1..]),
+        None => (server, "2181"),
+    };
+    let bracketed = host.starts_with('[') && host.ends_with(']') && host.len() > 2;
+    let plain = !host.is_empty() && !host.contains(|c: char| c.is_whitespace() || ":[]@".contains(c));
+    match port.parse::<u16>() {
+        Ok(port) if port > 0 && (bracketed || plain) => Ok(format!("{}:{port}", host.to_ascii_lowercase())),
+        _ => Err(format!(
+            "{:?} is not a `host:port`",
+            server.rsplit('@').next().unwrap_or_default()
+        )),
+    }
+}
+
+macro_rules! named {
+    ($kind:ident, $option:literal: $($name:literal => $variant:ident),+) => {
+        impl FromStr for $kind {
+            type Err = Error;
+
+            fn from_str(name: &str) -> Result<Self> {
+                match name {
+                    $($name => Ok(Self::$variant),)+
+                    _ => {
+                        let known = [$($name),+].join(", ");
+                        Err(Error::invalid_option($option, format!("{name:?} is not one of {known}")))
+                    }
+                }
+            }
+        }
+    };
+}
+
+named!(Nodes, "nodes": "mutex" => Mutex, "readwrite" => ReadWrite, "simple" => Simple);
+named!(Access, "access": "everyone" => Everyone, "creator" => Creator);
+named!(Parents, "parents": "container" => Container, "persistent" => Persistent);
+
+impl Digest {
+    /// This user with this password.
+    pub fn new(user: impl Into<String>, password: impl Into<String>) -> Self {
+        Self {
+            user: user.into(),
+            password: password.into(),
+        }
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Digest")
+            .field("user", &self.user)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for ZkConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ZkConfig")
+            .field("servers", &self.servers.rsplit('@').next())
+            .field("namespace", &self.namespace)
+            .field("auth", &self.auth)
+            .field("access", &self.access)
+            .field("nodes", &self.nodes)
+            .field("session_timeout", &self.session_timeout)
+            .field("tick_time", &self.tick_time)
+            .field("parents", &self.parents)
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(servers: &str) -> std::result::Result<(String, String), String> {
+        Address::parse(servers).map(|address| (address.hosts, address.chroot))
+    }
+
+    #[test]
+    fn servers_have_one_way_of_being_written() {
+        let ok = |hosts: &str, chroot: &str| Ok((hosts.to_owned(), chroot.to_owned()));
+        assert_eq!(address("ZK1"), ok("zk1:2181", ""));
+        assert_eq!(address("b:1,a:2/"), ok("a:2,b:1", ""));
+        assert_eq!(address("a:2,a:2/x/y/"), ok("a:2", "/x/y"));
+        assert_eq!(address("[::1]:99,[::1]"), ok("[::1]:2181,[::1]:99", ""));
+        for bad in [
+            "", "a:2,", "a:b", "a:0", "a b:1", "::1", "a:1//x", "a:1/../x", "a:1/x\0", "[]:1",
+        ] {
+            assert!(address(bad).is_err(), "{bad:?} gave {:?}", address(bad));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_kept_is_refused() {
+        let base = || ZkConfig::new("a:1");
+        let refused = |config: ZkConfig, option: &str| match config.check() {
+            Err(Error::InvalidOptions { option: named, .. }) => assert_eq!(named, option),
+            other => panic!("expected `{option}` to be refused, got {other:?}"),
+        };
+        assert!(base().check().is_ok());
+        refused(
+            ZkConfig {
+                namespace: "a/b".into(),
+                ..base()
+            },
+            "namespace",
+        );
+        refused(
+            ZkConfig {
+                servers: "a:b".into(),
+                ..base()
+            },
+            "servers",
+        );
+        refused(
+            ZkConfig {
+                tick_time: Duration::ZERO,
+                ..base()
+            },
+            "tick_time",
+        );
+        refused(
+            ZkConfig {
+                session_timeout: Duration::from_millis(9_999),
+                ..base()
+            },
+            "session_timeout",
+        );
+        refused(
+            ZkConfig {
+                session_timeout: Duration::MAX,
+                ..base()
+            },
+            "session_timeout",
+        );
+        refused(
+            ZkConfig {
+                access: Some(Access::Creator),
+                ..base()
+            },
+            "access",
+        );
+        refused(
+            ZkConfig {
+                auth: Some(Digest::new("a:b", "c")),
+                ..base()
+            },
+            "user",
+        );
+    }
+
+    #[test]
+    fn layouts_have_names() {
+        assert_eq!("readwrite".parse::<Nodes>().unwrap(), Nodes::ReadWrite);
+        assert_eq!("creator".parse::<Access>().unwrap(), Access::Creator);
+        assert_eq!("persistent".parse::<Parents>().unwrap(), Parents::Persistent);
+        let error = "Simple".parse::<Nodes>().unwrap_err().to_string();
+        assert!(
+            error.contains("nodes") && error.contains("mutex, readwrite, simple"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn debug_has_no_password() {
+        let mut config = ZkConfig::new("me:hidden@a:1");
+        config.auth = Some(Digest::new("me", "hidden"));
+        let shown = format!("{config:?} {config:#?} {:?}", config.check());
+        assert!(!shown.contains("hidden"), "{shown}");
+    }
+}

@@ -1,0 +1,39 @@
+//! lockkit's ZooKeeper backend.
+//!
+//! Applications use the facade, `lockkit`, with its feature `zk` and a URL such as `zk://zk1:2181,zk2:2181/services`.
+//!
+//! What is on the server is documented and stable, and shared with others on purpose: see [`Nodes`]. The lock `n` of
+//! the namespace `lockkit` is the directory `/lockkit/n`, with a name percent-encoded outside of `[A-Za-z0-9._-]`;
+//! semaphores are in `/lockkit/%semaphores`, and each session has a node in `/lockkit/%sessions` that it writes to.
+//!
+//! ```no_run
+//! use lockkit_core::LockClient;
+//! use lockkit_zk::{ZkBackend, ZkConfig};
+//!
+//! # async fn example() -> lockkit_core::Result<()> {
+//! let backend = ZkBackend::connect(ZkConfig::new("zk1:2181,zk2:2181,zk3:2181")).await?;
+//! let client = LockClient::new(backend);
+//! let guard = client.lock("orders/42")?.acquire().await?;
+//! guard.release().await?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod backend;
+mod config;
+mod fault;
+mod layout;
+mod lease;
+mod post;
+mod queue;
+mod session;
+mod simple;
+mod stake;
+mod turn;
+mod watch;
+
+pub use backend::ZkBackend;
+pub use config::{Access, Digest, Nodes, Parents, ZkConfig};
+
+/// What this backend is called.
+const NAME: &str = "zookeeper";

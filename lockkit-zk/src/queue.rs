@@ -1,0 +1,452 @@
+//! The recipe: a place in a queue of sequential nodes.
+//!
+//! Each contender makes an ephemeral sequential node in the lock's directory. Whoever has nobody in conflict before it
+//! holds the lock; everyone else watches the nearest of those before it, so that a release wakes one waiter and not
+//! all. It is the recipe of the ZooKeeper documentation, with the node names of Apache Curator, and these differences:
+//!
+//! - Making the node and asking whether it is alone is one request.
+//! - A waiter that had one other before it when it looked is granted when that one goes, without another look. It may
+//!   be: nobody can come in before it, and a watch on its own node would have told first had that gone.
+//! - The fencing token is the id of the transaction that made the node.
+//! - Nothing is granted unless the session is proven to live.
+
+use std::{
+    future::poll_fn,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use futures_util::FutureExt;
+use lockkit_core::{
+    Error, LossReason,
+    spi::{Claim, ClaimRequest, Grant, Mode, Renewal},
+};
+use uuid::Uuid;
+use zookeeper_client::{Error as ZkError, StateWatcher};
+
+use crate::{
+    NAME,
+    backend::Shared,
+    fault::{Fault, Result, is_refusal},
+    layout::{self, basename, is_used_up},
+    post::Calls,
+    session::{Entered, Found, Litter, Session},
+    stake::{Spot, Stake},
+    turn::{Before, Turn, is_busy, turn},
+    watch::{Told, Watch},
+};
+
+/// How often a directory is looked at anew within one attempt, because it changed meanwhile.
+const MAX_LOOKS: usize = 16;
+
+/// A contender.
+#[derive(Debug)]
+pub(crate) struct QueueClaim {
+    shared: Arc<Shared>,
+    request: ClaimRequest,
+    /// The lock's directory.
+    dir: String,
+    /// How many nodes it has asked for: each is named differently.
+    asked: u32,
+    place: Option<Place>,
+}
+
+/// A node that there is, or may be.
+#[derive(Debug)]
+struct Place {
+    stake: Stake,
+    node: Node,
+    waits: Option<Waits>,
+}
+
+#[derive(Debug)]
+enum Node {
+    /// Asked for with this prefix; whether it was made is not known.
+    Asked(String),
+    Made {
+        path: String,
+        sequence: i64,
+        czxid: i64,
+    },
+}
+
+/// Whom it waits for.
+#[derive(Debug)]
+struct Waits {
+    paths: Vec<String>,
+    watches: Vec<Watch>,
+    one_to_go: bool,
+    interruptions: StateWatcher,
+}
+
+impl QueueClaim {
+    pub(crate) fn new(shared: Arc<Shared>, request: ClaimRequest, dir: String) -> Self {
+        Self {
+            shared,
+            request,
+            dir,
+            asked: 0,
+            place: None,
+        }
+    }
+
+    async fn try_once(&mut self, waits: bool) -> Result<Option<Grant>> {
+        let mode = self.request.mode;
+        self.begin();
+        if let Some(place) = &mut self.place
+            && place.its_turn()
+        {
+            return self.grant().map(Some);
+        }
+        for _ in 0..MAX_LOOKS {
+            if self.place.is_none() {
+                let session = self.shared.session().await?;
+                if !waits && is_busy(&session.list_latest(&self.dir).await?, mode) {
+                    return Ok(None);
+                }
+                if self.enter(session).await? {
+                    return self.grant().map(Some);
+                }
+            }
+            let Some(place) = &mut self.place else { continue };
+            if place.nothing_has_changed().await? {
+                self.wait()?;
+                return Ok(None);
+            }
+            place.waits = None;
+            if !place.was_made().await? {
+                self.clear();
+                continue;
+            }
+            let Node::Made { path, sequence, .. } = &place.node else {
+                continue;
+            };
+            if is_used_up(*sequence) {
+                self.begin_directory_anew().await?;
+                continue;
+            }
+            let children = place.stake.session.list(&self.dir).await?;
+            match turn(&children, basename(path), mode) {
+                Turn::Mine => return self.grant().map(Some),
+                Turn::Gone => self.clear(),
+                Turn::OtherSize(size) => {
+                    self.leave().await?;
+                    let name = self.request.name.clone();
+                    let wanted = match mode {
+                        Mode::Permits(wanted) => wanted,
+                        Mode::Exclusive | Mode::Shared => size,
+                    };
+                    return Err(Fault::OtherSize { name, size, wanted });
+                }
+                Turn::After(_) if !waits => {
+                    self.leave().await?;
+                    return Ok(None);
+                }
+                Turn::After(before) => {
+                    if place.watch(&self.dir, before).await? {
+                        self.wait()?;
+                        return Ok(None);
+                    }
+                }
+            }
+        }
+        Err(Fault::Restless {
+            path: self.dir.clone(),
+        })
+    }
+
+    /// Makes the node. Says whether it is alone in the directory, which makes it a holder.
+    async fn enter(&mut self, session: Arc<Session>) -> Result<bool> {
+        for _ in 0..MAX_LOOKS {
+            let prefix = self.next_prefix();
+            self.place = Some(Place::asked(session.clone(), prefix.clone(), self.request.ttl));
+            let label = self.request.label.as_deref().unwrap_or_default();
+            match session.enter(&prefix, label.as_bytes()).await? {
+                Ok(Entered {
+                    path,
+                    sequence,
+                    czxid,
+                    alone,
+                }) => {
+                    if let Some(place) = &mut self.place {
+                        place.made(path, sequence, czxid);
+                    }
+                    return Ok(alone && !is_used_up(sequence));
+                }
+                Err(ZkError::NoNode) => {
+                    self.clear();
+                    session.make_directory(&self.dir).await?;
+                }
+                Err(error) => {
+                    if is_refusal(&error) {
+                        self.clear();
+                    }
+                    return Err(error.into());
+                }
+            }
+        }
+        Err(Fault::Restless {
+            path: self.dir.clone(),
+        })
+    }
+
+    /// A path that no other request of anyone has had.
+    fn next_prefix(&mut self) -> String {
+        self.asked += 1;
+        let guid = Uuid::from_u128(self.request.owner.get() ^ (u128::from(self.asked - 1) << 96));
+        let marker = layout::marker(self.request.mode, self.shared.nodes());
+        format!("{}/_c_{guid}-{marker}", self.dir)
+    }
+
+    /// Begins a directory anew whose sequence numbers are used up, if nobody else is in it. The token goes on rising:
+    /// it is not made of them.
+    async fn begin_directory_anew(&mut self) -> Result<()> {
+        let Some(session) = self.place.as_ref().map(|place| place.stake.session.clone()) else {
+            return Ok(());
+        };
+        self.leave().await?;
+        match session.delete(&self.dir).await {
+            Err(Fault::Server(ZkError::NotEmpty)) => Err(Fault::UsedUp {
+                dir: self.dir.clone(),
+            }),
+            Err(fault) => Err(fault),
+            Ok(_) => Ok(()),
+        }
+    }
+
+    fn grant(&mut self) -> Result<Grant> {
+        match &mut self.place {
+            Some(Place {
+                stake,
+                node: Node::Made { czxid, .. },
+                waits,
+            }) => {
+                let grant = stake.grant(*czxid, self.request.ttl)?;
+                *waits = None;
+                Ok(grant)
+            }
+            _ => Err(Fault::NotProven),
+        }
+    }
+
+    /// Deletes the node, if there is or may be one. `false` if it was held and turned out to be gone.
+    async fn leave(&mut self) -> Result<bool> {
+        let Some(place) = &mut self.place else {
+            return Ok(true);
+        };
+        let mut kept = true;
+        if place.stake.session.over().is_none() && place.was_made().await? {
+            let Place { stake, node, .. } = place;
+            if let Node::Made { path, .. } = node {
+                kept = stake.delete(path).await?;
+            }
+        }
+        self.clear();
+        Ok(kept)
+    }
+
+    /// There is no node, or no more.
+    fn clear(&mut self) {
+        if let Some(place) = self.place.take() {
+            place.stake.clear();
+        }
+    }
+
+    /// Begins an attempt. A place in a session that has ended is no place, nor is one that was taken away.
+    fn begin(&mut self) {
+        let is_gone = |place: &mut Place| {
+            place.stake.session.over().is_some() || place.stake.is_gone() || !place.stake.post.asks()
+        };
+        if self.place.as_mut().is_some_and(is_gone) {
+            self.clear();
+        }
+    }
+
+    /// Ends an attempt without a grant.
+    fn wait(&mut self) -> Result<()> {
+        let waiting = self.place.as_mut().is_some_and(Place::listen);
+        waiting.then_some(()).ok_or(Fault::Dismissed)
+    }
+}
+
+impl Place {
+    fn asked(session: Arc<Session>, prefix: String, ttl: Duration) -> Self {
+        Self {
+            stake: Stake::new(session, Litter::Begins(prefix.clone()), ttl),
+            node: Node::Asked(prefix),
+            waits: None,
+        }
+    }
+
+    /// Whether the node was made; looks for it if that is not known.
+    async fn was_made(&mut self) -> Result<bool> {
+        let Node::Asked(prefix) = &self.node else {
+            return Ok(true);
+        };
+        let Some(Found { path, czxid }) = self.stake.session.find(prefix).await? else {
+            return Ok(false);
+        };
+        let sequence = path.get(prefix.len()..).and_then(|number| number.parse().ok());
+        let Some(sequence) = sequence else {
+            return Ok(false);
+        };
+        self.made(path, sequence, czxid);
+        Ok(true)
+    }
+
+    fn made(&mut self, path: String, sequence: i64, czxid: i64) {
+        self.stake.post.is_now(Litter::At(path.clone()));
+        self.node = Node::Made {
+            path,
+            sequence,
+            czxid,
+        };
+    }
+
+    /// Whether what has been watched says that it is its turn.
+    fn its_turn(&mut self) -> bool {
+        let Some(waits) = &mut self.waits else {
+            return false;
+        };
+        waits.one_to_go
+            && waits.watches.iter_mut().any(|watch| watch.look() == Some(Told::Deleted))
+            // What happened first is told first, but for what happened during an interruption.
+            && self.stake.is_quiet()
+            && waits.was_uninterrupted()
+    }
+
+    /// Whether it waits as before: no watch has told anything, and, in case that a notification got lost, its node and
+    /// those it waits for are still there.
+    async fn nothing_has_changed(&mut self) -> Result<bool> {
+        let (Some(waits), Node::Made { path, .. }) = (&mut self.waits, &self.node) else {
+            return Ok(false);
+        };
+        if !self.stake.is_quiet() || waits.watches.iter_mut().any(|watch| watch.look().is_some()) {
+            return Ok(false);
+        }
+        let mut paths = waits.paths.clone();
+        paths.push(path.clone());
+        let there = self.stake.session.are_there(&paths).await?;
+        Ok(there.iter().all(|there| *there))
+    }
+
+    /// Has it noted when one of its watches tells something, also if nobody listens.
+    fn listen(&mut self) -> bool {
+        let Self { stake, waits, .. } = self;
+        let waiting = stake.post.waits();
+        if let Some(waits) = waits {
+            let calls = Calls::waker(&stake.post, None);
+            if waits
+                .poll(stake.own(), &mut Context::from_waker(&calls))
+                .is_ready()
+            {
+                calls.wake();
+            }
+        }
+        waiting
+    }
+
+    /// Begins to watch those before it, and itself. `false` if one of them has gone meanwhile.
+    async fn watch(&mut self, dir: &str, before: Before) -> Result<bool> {
+        let Node::Made { path, .. } = &self.node else {
+            return Ok(false);
+        };
+        let interruptions = self.stake.session.interruptions();
+        let mut paths: Vec<_> = before.watch.iter().map(|name| format!("{dir}/{name}")).collect();
+        let others = paths.len();
+        if !self.stake.is_quiet() {
+            paths.push(path.clone());
+        }
+        let replies = self.stake.session.watch_all(&paths).await?.into_iter();
+        let mut watches: Vec<_> = replies
+            .map(|reply| reply.map(|(_, _, watcher)| Watch::new(watcher)))
+            .collect();
+        for own in watches.drain(others..) {
+            self.stake.watched_by(own);
+        }
+        paths.truncate(others);
+        let all: Option<Vec<_>> = watches.into_iter().collect();
+        let (Some(watches), true) = (all, self.stake.is_quiet()) else {
+            return Ok(false);
+        };
+        self.waits = Some(Waits {
+            paths,
+            watches,
+            one_to_go: before.one_to_go,
+            interruptions,
+        });
+        Ok(true)
+    }
+}
+
+impl Waits {
+    /// Ready once one of the watches, its own included, has told something.
+    fn poll(&mut self, own: Option<&mut Watch>, cx: &mut Context<'_>) -> Poll<()> {
+        let mut all = self.watches.iter_mut().chain(own);
+        if all.any(|watch| watch.poll(cx).is_ready()) {
+            Poll::Ready(())
+        } else {
+            Poll::Pending
+        }
+    }
+
+    fn was_uninterrupted(&mut self) -> bool {
+        self.interruptions.changed().now_or_never().is_none()
+    }
+}
+
+#[async_trait]
+impl Claim for QueueClaim {
+    async fn attempt(&mut self, patience: Duration) -> lockkit_core::Result<Option<Grant>> {
+        let granted = self.try_once(!patience.is_zero()).await;
+        granted.map_err(|fault| fault.during("acquire"))
+    }
+
+    async fn renew(&mut self) -> lockkit_core::Result<Renewal> {
+        let ttl = self.request.ttl;
+        let renewed = match &mut self.place {
+            Some(Place {
+                stake,
+                node: Node::Made { path, .. },
+                ..
+            }) => stake.prove(Spot { path, mark: "" }, ttl).await,
+            _ => Ok(Renewal::Lost(LossReason::Disconnected)),
+        };
+        renewed.map_err(|fault| fault.during("renew"))
+    }
+
+    async fn release(&mut self) -> lockkit_core::Result<()> {
+        let held = self.place.as_ref().filter(|place| place.stake.is_held());
+        let over = held.and_then(|place| place.stake.session.over());
+        let kept = self.leave().await;
+        let reason = match kept {
+            Ok(kept) => over.or((!kept).then_some(LossReason::Revoked)),
+            Err(fault) => return Err(fault.during("release")),
+        };
+        match reason {
+            None => Ok(()),
+            Some(reason) => Err(Error::lost(NAME, self.request.name.clone(), reason)),
+        }
+    }
+
+    async fn notified(&mut self) {
+        let Some(Place { stake, node, waits }) = &mut self.place else {
+            return std::future::pending().await;
+        };
+        if let Node::Made { path, .. } = node
+            && stake.is_held()
+        {
+            return stake.disturbed(Spot { path, mark: "" }).await;
+        }
+        let Some(waits) = waits else {
+            return std::future::pending().await;
+        };
+        poll_fn(|cx| {
+            let waker = Calls::waker(&stake.post, Some(cx.waker()));
+            waits.poll(stake.own(), &mut Context::from_waker(&waker))
+        })
+        .await;
+    }
+}

@@ -1,0 +1,215 @@
+//! A node of one's own in a session: what both recipes do with it.
+
+use std::{sync::Arc, time::Duration};
+
+use lockkit_core::{
+    LossReason,
+    spi::{Grant, Lease, Renewal},
+};
+use tokio::time::Instant;
+use zookeeper_client::{Error as ZkError, Stat};
+
+use crate::{
+    fault::{Fault, Result},
+    post::Post,
+    session::{Litter, Session},
+    watch::{Told, Watch},
+};
+
+/// A node of one's own that there is, or may be. When it is dropped without having been [cleared](Stake::clear), its
+/// session removes the node.
+#[derive(Debug)]
+pub(crate) struct Stake {
+    pub(crate) session: Arc<Session>,
+    pub(crate) post: Arc<Post>,
+    /// The watch of the node.
+    own: Option<Watch>,
+    /// Once it is held: when the lease ends that was last told.
+    held: Option<Instant>,
+    /// It was asked to be deleted before.
+    leaving: bool,
+}
+
+/// Where the node is, and how its data begin if it is one's own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Spot<'a> {
+    pub(crate) path: &'a str,
+    pub(crate) mark: &'a str,
+}
+
+impl Stake {
+    /// `litter` is what is to be removed once nobody looks after it.
+    pub(crate) fn new(session: Arc<Session>, litter: Litter, ttl: Duration) -> Self {
+        let post = Arc::new(Post::new(litter, ttl));
+        session.watch_over(&post);
+        Self {
+            session,
+            post,
+            own: None,
+            held: None,
+            leaving: false,
+        }
+    }
+
+    /// There is no node, or no more.
+    pub(crate) fn clear(self) {
+        self.post.take_litter();
+    }
+
+    pub(crate) fn is_held(&self) -> bool {
+        self.held.is_some()
+    }
+
+    /// It was asked to be deleted before.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.leaving
+    }
+
+    /// The node has been seen to be deleted.
+    pub(crate) fn is_gone(&mut self) -> bool {
+        self.own_so_far() == Some(Told::Deleted)
+    }
+
+    /// It is watched, and the watch has told nothing.
+    pub(crate) fn is_quiet(&mut self) -> bool {
+        self.own.is_some() && self.own_so_far().is_none()
+    }
+
+    pub(crate) fn own(&mut self) -> Option<&mut Watch> {
+        self.own.as_mut()
+    }
+
+    pub(crate) fn watched_by(&mut self, own: Option<Watch>) {
+        self.own = own;
+    }
+
+    fn own_so_far(&mut self) -> Option<Told> {
+        self.own.as_mut().and_then(Watch::look)
+    }
+
+    /// Makes a hold of it.
+    pub(crate) fn grant(&mut self, czxid: i64, ttl: Duration) -> Result<Grant> {
+        let lease = self.lease(ttl)?;
+        if !self.post.holds() {
+            self.held = None;
+            return Err(Fault::Dismissed);
+        }
+        let token = u64::try_from(czxid).map_err(|_| {
+            // The server counts transactions from one.
+            ZkError::UnexpectedError(format!("a node was made by transaction {czxid}"))
+        })?;
+        Ok(Grant {
+            tokens: token..=token,
+            lease,
+        })
+    }
+
+    fn lease(&mut self, ttl: Duration) -> Result<Lease> {
+        if let Some(reason) = self.session.over() {
+            return Err(Fault::SessionOver(reason));
+        }
+        let now = Instant::now();
+        let end = self.lease_end(now, ttl);
+        if end <= now {
+            return Err(Fault::NotProven);
+        }
+        self.held = Some(end);
+        Ok(Lease {
+            since: now,
+            length: Some(end - now),
+        })
+    }
+
+    /// As long as the session is proven to live, and no longer than the ttl, which nobody but the driver counts.
+    fn lease_end(&self, now: Instant, ttl: Duration) -> Instant {
+        self.session.proven_until().min(now + ttl)
+    }
+
+    /// Waits until a longer lease is proven than was told before.
+    pub(crate) async fn prove(&mut self, spot: Spot<'_>, ttl: Duration) -> Result<Renewal> {
+        let Some(told) = self.held else {
+            return Ok(Renewal::Lost(LossReason::Disconnected));
+        };
+        loop {
+            if let Some(reason) = self.session.over() {
+                return Ok(Renewal::Lost(reason));
+            }
+            if !self.watch(spot).await? {
+                return Ok(Renewal::Lost(LossReason::Revoked));
+            }
+            if self.lease_end(Instant::now(), ttl) > told {
+                return Ok(Renewal::Held(self.lease(ttl)?));
+            }
+            let session = self.session.clone();
+            tokio::select! {
+                () = session.proven_beyond(told) => {}
+                _ = self.own_told() => {}
+            }
+        }
+    }
+
+    /// Resolves when the hold should be looked after.
+    pub(crate) async fn disturbed(&mut self, spot: Spot<'_>) {
+        loop {
+            match self.watch(spot).await {
+                Ok(true) if self.own_told().await == Told::Written => {}
+                Ok(_) => return,
+                Err(_) if self.session.over().is_some() => return,
+                // The next beat says that the connection is back.
+                Err(_) => self.session.next_news().await,
+            }
+        }
+    }
+
+    /// Makes sure that the node's deletion will be told; `false` if it is gone.
+    async fn watch(&mut self, spot: Spot<'_>) -> Result<bool> {
+        match self.own.as_mut().map(Watch::look) {
+            Some(None) => return Ok(true),
+            Some(Some(Told::Deleted)) => return Ok(false),
+            Some(Some(Told::Over)) => return Err(Fault::NotProven),
+            Some(Some(Told::Written)) | None => {}
+        }
+        let reply = self.session.watch_all(&[spot.path.to_owned()]).await?;
+        let own = reply.into_iter().flatten().next();
+        let own = own.filter(|(data, stat, _)| self.is_own(spot, data, stat));
+        self.own = own.map(|(_, _, watcher)| Watch::new(watcher));
+        Ok(self.own.is_some())
+    }
+
+    async fn own_told(&mut self) -> Told {
+        match &mut self.own {
+            Some(own) => own.told().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// The transaction that made the node, if it is there and one's own.
+    pub(crate) async fn find(&mut self, spot: Spot<'_>) -> Result<Option<i64>> {
+        let found = self.session.read_latest(spot.path).await?;
+        Ok(found
+            .filter(|(data, stat)| self.is_own(spot, data, stat))
+            .map(|(_, stat)| stat.czxid))
+    }
+
+    fn is_own(&self, spot: Spot<'_>, data: &[u8], stat: &Stat) -> bool {
+        stat.ephemeral_owner == self.session.id() && data.starts_with(spot.mark.as_bytes())
+    }
+
+    /// Deletes the node. `false` if it was held and turned out to be gone.
+    pub(crate) async fn delete(&mut self, path: &str) -> Result<bool> {
+        let again = std::mem::replace(&mut self.leaving, true);
+        let deleted = self.session.delete(path).await?;
+        Ok(deleted || again || !self.is_held())
+    }
+}
+
+impl Drop for Stake {
+    fn drop(&mut self) {
+        let litter = self.post.take_litter();
+        if let Some(litter) = litter
+            && self.session.over().is_none()
+        {
+            self.session.leave_behind(litter);
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Whose turn it is, from the names of the nodes in a directory. Pure.
+
+use std::num::NonZeroU32;
+
+use lockkit_core::{Kind, spi::Mode};
+
+use crate::layout::{Contender, Role};
+
+/// What a look at the directory says to one of those in it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// It is granted.
+    Mine,
+    /// Others are before it.
+    After(Before),
+    /// Its node is not there.
+    Gone,
+    /// The semaphore is in use with so many permits.
+    OtherSize(NonZeroU32),
+}
+
+/// Those before a waiter.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Before {
+    /// Whom to watch: it cannot be the waiter's turn before one of these is gone.
+    pub(crate) watch: Vec<String>,
+    /// It is the waiter's turn as soon as one of them is.
+    pub(crate) one_to_go: bool,
+}
+
+/// Whether `own` may have the lock that `children` contend for.
+pub(crate) fn turn(children: &[String], own: &str, mode: Mode) -> Turn {
+    let Some(own) = children
+        .iter()
+        .find(|child| *child == own)
+        .and_then(|child| Contender::parse(child))
+    else {
+        return Turn::Gone;
+    };
+    let contenders = || contenders(children, mode.kind());
+    if let (Mode::Permits(wanted), Some(size)) = (mode, size(contenders()))
+        && wanted != size
+    {
+        return Turn::OtherSize(size);
+    }
+    let before = contenders().filter(|other| other.order(&own).is_lt() && excludes(other.role, mode));
+    after(before, capacity(mode))
+}
+
+/// Whether a newcomer would have to wait.
+pub(crate) fn is_busy(children: &[String], mode: Mode) -> bool {
+    let others = contenders(children, mode.kind()).filter(|other| excludes(other.role, mode));
+    others.count() >= capacity(mode)
+}
+
+/// The holders, in the order of their grants, and how many wait.
+pub(crate) fn holders(children: &[String], kind: Kind) -> (Vec<&str>, usize) {
+    let mut all: Vec<_> = contenders(children, kind).collect();
+    all.sort_unstable_by(Contender::order);
+    let held = match all.first().map(|first| first.role) {
+        None => 0,
+        Some(Role::Writer) => 1,
+        Some(Role::Reader) => all.iter().take_while(|one| one.role == Role::Reader).count(),
+        Some(Role::Permit(permits)) => all.len().min(permits.get() as usize),
+    };
+    let waiting = all.len() - held;
+    (all.into_iter().take(held).map(|one| one.name).collect(), waiting)
+}
+
+fn contenders(children: &[String], kind: Kind) -> impl Iterator<Item = Contender<'_>> {
+    children
+        .iter()
+        .filter_map(|child| Contender::parse(child))
+        .filter(move |contender| contender.kind() == kind)
+}
+
+/// The number of permits: what the first in the queue says.
+fn size<'a>(contenders: impl Iterator<Item = Contender<'a>>) -> Option<NonZeroU32> {
+    match contenders.min_by(Contender::order)?.role {
+        Role::Permit(permits) => Some(permits),
+        Role::Writer | Role::Reader => None,
+    }
+}
+
+fn excludes(earlier: Role, mode: Mode) -> bool {
+    earlier != Role::Reader || mode != Mode::Shared
+}
+
+fn capacity(mode: Mode) -> usize {
+    match mode {
+        Mode::Exclusive | Mode::Shared => 1,
+        Mode::Permits(permits) => permits.get() as usize,
+    }
+}
+
+/// With `capacity` places, whoever has fewer than that before it is in. Of the nearest `capacity` one has to go before
+/// that is so, since otherwise all of them are still before it.
+fn after<'a>(before: impl Iterator<Item = Contender<'a>>, capacity: usize) -> Turn {
+    let mut before: Vec<_> = before.collect();
+    if before.len() < capacity {
+        return Turn::Mine;
+    }
+    let one_to_go = before.len() == capacity;
+    let farther = before.len() - capacity;
+    if farther > 0 {
+        before.select_nth_unstable_by(farther, Contender::order);
+    }
+    let mut watch: Vec<_> = before[farther..].to_vec();
+    watch.sort_unstable_by(|a, b| b.order(a));
+    Turn::After(Before {
+        watch: watch.iter().map(|one| one.name.to_owned()).collect(),
+        one_to_go,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn permits(n: u32) -> Mode {
+        Mode::Permits(NonZeroU32::new(n).unwrap())
+    }
+
+    fn names(list: &[&str]) -> Vec<String> {
+        list.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    fn after(watch: &[&str], one_to_go: bool) -> Turn {
+        Turn::After(Before {
+            watch: names(watch),
+            one_to_go,
+        })
+    }
+
+    #[test]
+    fn a_writer_waits_for_the_nearest_before_it() {
+        let all = names(&[
+            "b-lock-0000000009",
+            "a-lock-0000000010",
+            "c-__READ__-lock-0000000008",
+            "junk",
+        ]);
+        assert_eq!(turn(&all, "c-__READ__-lock-0000000008", Mode::Shared), Turn::Mine);
+        assert_eq!(
+            turn(&all, "b-lock-0000000009", Mode::Exclusive),
+            after(&["c-__READ__-lock-0000000008"], true)
+        );
+        assert_eq!(
+            turn(&all, "a-lock-0000000010", Mode::Exclusive),
+            after(&["b-lock-0000000009"], false)
+        );
+        assert_eq!(turn(&all, "d-lock-0000000011", Mode::Exclusive), Turn::Gone);
+        assert_eq!(holders(&all, Kind::Lock), (vec!["c-__READ__-lock-0000000008"], 2));
+    }
+
+    #[test]
+    fn a_reader_waits_for_earlier_writers_alone() {
+        let all = names(&[
+            "a-__READ__0000000001",
+            "b-__WRIT__0000000002",
+            "c-__READ__0000000003",
+            "d-__WRIT__0000000004",
+        ]);
+        assert_eq!(turn(&all, "a-__READ__0000000001", Mode::Shared), Turn::Mine);
+        assert_eq!(
+            turn(&all, "c-__READ__0000000003", Mode::Shared),
+            after(&["b-__WRIT__0000000002"], true)
+        );
+        assert!(is_busy(&all, Mode::Shared));
+        assert!(!is_busy(&all[..1], Mode::Shared));
+        assert!(is_busy(&all[..1], Mode::Exclusive));
+        assert_eq!(holders(&all[..1], Kind::Lock), (vec!["a-__READ__0000000001"], 0));
+    }
+
+    #[test]
+    fn a_permit_waits_for_one_of_as_many_as_there_are() {
+        let all: Vec<_> = (0..5).map(|i| format!("p-permit-2-{i:010}")).collect();
+        assert_eq!(turn(&all, &all[1], permits(2)), Turn::Mine);
+        assert_eq!(turn(&all, &all[2], permits(2)), after(&[&all[1], &all[0]], true));
+        assert_eq!(turn(&all, &all[4], permits(2)), after(&[&all[3], &all[2]], false));
+        assert_eq!(
+            holders(&all, Kind::Semaphore),
+            (vec![all[0].as_str(), all[1].as_str()], 3)
+        );
+        let mut mixed = all.clone();
+        mixed.push("q-permit-3-0000000009".to_owned());
+        assert_eq!(
+            turn(&mixed, "q-permit-3-0000000009", permits(3)),
+            Turn::OtherSize(NonZeroU32::new(2).unwrap())
+        );
+        assert_eq!(
+            turn(&mixed, &all[0], permits(2)),
+            Turn::Mine,
+            "the first says how many"
+        );
+        assert!(!is_busy(&all[..1], permits(2)));
+    }
+
+    /// What `turn` ought to say, written as the rule is told.
+    fn reference(all: &[String], own: &str, mode: Mode) -> bool {
+        let own = Contender::parse(own).unwrap();
+        let earlier = all
+            .iter()
+            .filter_map(|name| Contender::parse(name))
+            .filter(|other| other.sequence < own.sequence);
+        match mode {
+            Mode::Exclusive => earlier.count() == 0,
+            Mode::Shared => !earlier.into_iter().any(|other| other.role == Role::Writer),
+            Mode::Permits(n) => earlier.count() < n.get() as usize,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn turns_follow_the_rule_and_watches_suffice(
+            roles in proptest::collection::vec(0..2_u8, 1..12),
+            size in 1..4_u32,
+            semaphore in any::<bool>(),
+            order in any::<u64>(),
+        ) {
+            let named = |i: usize, role: u8| match (semaphore, role) {
+                (true, _) => format!("x-permit-{size}-{i:010}"),
+                (false, 0) => format!("x-lock-{i:010}"),
+                (false, _) => format!("x-__READ__-lock-{i:010}"),
+            };
+            let mode_of = |role: u8| match (semaphore, role) {
+                (true, _) => permits(size),
+                (false, 0) => Mode::Exclusive,
+                (false, _) => Mode::Shared,
+            };
+            let mut all: Vec<_> = roles.iter().enumerate().map(|(i, role)| named(i, *role)).collect();
+            fastrand::Rng::with_seed(order).shuffle(&mut all);
+            for (i, role) in roles.iter().enumerate() {
+                let (own, mode) = (named(i, *role), mode_of(*role));
+                match turn(&all, &own, mode) {
+                    Turn::Mine => prop_assert!(reference(&all, &own, mode)),
+                    Turn::After(before) => {
+                        prop_assert!(!reference(&all, &own, mode));
+                        // With none of the watched gone it is still not its turn, whoever else goes.
+                        let watched: BTreeSet<_> = before.watch.iter().collect();
+                        let rest: Vec<_> = all.iter().filter(|n| watched.contains(n) || **n == own).cloned().collect();
+                        prop_assert!(!reference(&rest, &own, mode));
+                        for gone in &before.watch {
+                            let rest: Vec<_> = all.iter().filter(|name| *name != gone).cloned().collect();
+                            prop_assert_eq!(reference(&rest, &own, mode), before.one_to_go);
+                        }
+                    }
+                    other => prop_assert!(false, "{:?}", other),
+                }
+            }
+        }
+    }
+}

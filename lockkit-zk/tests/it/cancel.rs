@@ -1,0 +1,221 @@
+//! Every await may be the last of its future, with and without the reply to what it has sent.
+
+use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
+
+use lockkit_core::{AcquireOptions, Lock};
+use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
+use zookeeper_client::Client;
+
+use crate::server::{
+    self, config, connect, contend, dir, lock, no_zookeeper, raw, rounds, shared, soon, through, unique,
+};
+
+/// Polls `work` at most `polls` times, then drops it. `None` if it was not done by then.
+async fn poll_at_most<F: Future>(polls: usize, work: F) -> Option<F::Output> {
+    let mut work = pin!(work);
+    let mut left = polls;
+    poll_fn(|context| {
+        left -= 1;
+        match work.as_mut().poll(context) {
+            Poll::Ready(value) => Poll::Ready(Some(value)),
+            Poll::Pending if left == 0 => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        }
+    })
+    .await
+}
+
+/// Waits until only the nodes in `but` are left.
+async fn left_are(raw: &Client, name: &str, but: usize) {
+    contend(raw, name, but).await;
+}
+
+async fn no_watches(server: &ZkServer) {
+    eventually("no watch is left", async || {
+        server.figure("zk_watch_count").unwrap() == 0
+    })
+    .await;
+}
+
+/// Acquisitions of a lock that is free, taken, or about to come free, dropped at each of their polls in turn.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dropped_at_every_await_a_thousand_times() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let (name, raw) = (unique("cancel"), raw(server.addr()).await);
+    let (client, other) = (connect(server.addr()).await, connect(server.addr()).await);
+    let modes = |lock: Lock| [lock.shared(), lock];
+    let semaphore = client.semaphore(&name, 1).unwrap();
+    let rounds = rounds(1_000);
+    let (mut granted, mut dropped) = (0, 0);
+    for round in 0..rounds {
+        let polls = 1 + round % 9;
+        let [shared, exclusive] = modes(lock(&client, &name));
+        let ours = match round % 4 {
+            0 => shared,
+            1 => semaphore.clone(),
+            _ => exclusive,
+        };
+        // Every third is free, every third taken, and the others come free meanwhile.
+        let theirs = match round % 4 {
+            1 => other.semaphore(&name, 1).unwrap(),
+            _ => lock(&other, &name),
+        };
+        let held = match round % 3 {
+            0 => None,
+            _ => Some(theirs.acquire().await.unwrap()),
+        };
+        let options = AcquireOptions::new().ttl(Duration::from_secs(60));
+        let acquire = async { ours.acquire_with(&options).await.map(drop) };
+        let (done, held) = if round % 3 == 2 {
+            let held = held.unwrap();
+            let release = async {
+                tokio::time::sleep(Duration::from_micros(round as u64 * 37 % 3_000)).await;
+                held.release().await.unwrap();
+            };
+            let limit = Duration::from_millis(20);
+            let bounded = tokio::time::timeout(limit, poll_at_most(polls, acquire));
+            let (done, ()) = tokio::join!(bounded, release);
+            (done.ok().flatten(), None)
+        } else {
+            let limit = Duration::from_millis(5);
+            let bounded = tokio::time::timeout(limit, poll_at_most(polls, acquire));
+            (bounded.await.ok().flatten(), held)
+        };
+        match done {
+            Some(outcome) => {
+                outcome.unwrap();
+                granted += 1;
+            }
+            None => dropped += 1,
+        }
+        if let Some(held) = held {
+            held.release().await.unwrap();
+        }
+    }
+    assert!(
+        granted * 20 > rounds && dropped * 2 > rounds,
+        "{granted} granted, {dropped} dropped"
+    );
+    left_are(&raw, &name, 0).await;
+    let state = client.inspect_semaphore(&name).await.unwrap();
+    assert!(state.is_free() && state.waiters == Some(0), "{state:?}");
+    no_watches(&server).await;
+}
+
+/// The same with a server whose replies are lost from some moment of the acquisition on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dropped_when_replies_are_lost_a_thousand_times() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let (name, raw) = (unique("lost"), raw(server.addr()).await);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let mut lasting = config(server.addr());
+    lasting.session_timeout = Duration::from_secs(30);
+    let (client, other) = (through(&proxy).await, server::client(lasting).await.unwrap());
+    let ours = lock(&client, &name);
+    // The directory stays, so that the server's work is one request.
+    let held = lock(&other, &name).acquire().await.unwrap();
+    let mut made = 0;
+    for round in 0..rounds(1_000) {
+        proxy.set(Mode::DropReplies);
+        let before = raw.check_stat(&dir(&name)).await.unwrap().unwrap().cversion;
+        let mut acquire = Box::pin(ours.acquire());
+        let polled = poll_fn(|context| Poll::Ready(acquire.as_mut().poll(context).is_ready())).await;
+        assert!(!polled);
+        // Dropped before the server has it, as soon as it has it, or somewhat later.
+        if round % 3 > 0 {
+            let applied = async || {
+                raw.sync("/").await.unwrap();
+                raw.check_stat(&dir(&name)).await.unwrap().unwrap().cversion > before
+            };
+            tokio::select! {
+                () = eventually("the server has made the node", applied) => made += 1,
+                outcome = acquire.as_mut() => panic!("it is taken: {outcome:?}, {held:?}"),
+            }
+        }
+        drop(acquire);
+        proxy.set(Mode::Pass);
+        left_are(&raw, &name, 1).await;
+        eventually("it is connected again", async || {
+            client.inspect(&name).await.is_ok()
+        })
+        .await;
+    }
+    assert!(made > 0);
+    held.release().await.unwrap();
+    let guard = soon("the lock is free", ours.acquire()).await.unwrap();
+    guard.release().await.unwrap();
+    left_are(&raw, &name, 0).await;
+    no_watches(&server).await;
+}
+
+#[tokio::test]
+async fn a_cancelled_wait_for_a_permit_leaves_nothing() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("permit"), raw(shared().addr()).await);
+    let (client, other) = (connect(shared().addr()).await, connect(shared().addr()).await);
+    let options = AcquireOptions::new().ttl(Duration::from_secs(60));
+    let ours = client.semaphore(&name, 2).unwrap().with_options(options.clone());
+    let theirs = other.semaphore(&name, 2).unwrap().with_options(options);
+    let (a, b) = (theirs.acquire().await.unwrap(), theirs.acquire().await.unwrap());
+    let queue = format!("/lockkit/%semaphores/{name}");
+    for _ in 0..100 {
+        let waited = tokio::time::timeout(Duration::from_millis(4), ours.acquire()).await;
+        assert!(waited.is_err(), "there are two permits");
+    }
+    let nodes = async || raw.list_children(&queue).await.unwrap().len();
+    eventually("the waiters have left", async || nodes().await == 2).await;
+    a.release().await.unwrap();
+    let c = ours.acquire().await.unwrap();
+    assert_eq!(nodes().await, 2);
+    b.release().await.unwrap();
+    c.release().await.unwrap();
+    eventually("the permits are back", async || {
+        client.inspect_semaphore(&name).await.unwrap().is_free()
+    })
+    .await;
+}
+
+/// A future that is neither polled nor dropped, at whatever await, keeps nobody else waiting for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn forgotten_at_every_await() {
+    if no_zookeeper() {
+        return;
+    }
+    let raw = raw(shared().addr()).await;
+    let forget = async |polls: usize| {
+        let name = unique("forgotten");
+        let (client, other) = (connect(shared().addr()).await, connect(shared().addr()).await);
+        let options = AcquireOptions::new().ttl(Duration::from_secs(1));
+        let (ours, theirs) = (lock(&client, &name).with_options(options), lock(&other, &name));
+        let held = theirs.acquire().await.unwrap();
+        let mut acquire = Box::pin(ours.acquire());
+        let polled = poll_at_most(polls, acquire.as_mut());
+        // Once it waits, there is nothing to poll it for.
+        let polled = tokio::time::timeout(Duration::from_millis(100), polled).await;
+        assert!(polled.ok().flatten().is_none(), "it is taken");
+        contend(&raw, &name, 2).await;
+        held.release().await.unwrap();
+        let guard = soon("the one before was forgotten", theirs.acquire())
+            .await
+            .unwrap();
+        // It goes on as one who has just come.
+        let waited = tokio::time::timeout(Duration::from_millis(100), acquire.as_mut()).await;
+        assert!(waited.is_err(), "it is taken");
+        guard.release().await.unwrap();
+        soon("it goes on", acquire)
+            .await
+            .unwrap()
+            .release()
+            .await
+            .unwrap();
+    };
+    futures_util::future::join_all((1..8).map(forget)).await;
+}

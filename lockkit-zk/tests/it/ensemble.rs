@@ -1,0 +1,135 @@
+//! Three servers, some of which have lost touch with the others without knowing.
+
+use std::{
+    sync::LazyLock,
+    time::{Duration, Instant},
+};
+
+use lockkit_core::LossReason;
+use lockkit_testbed::{eventually, zookeeper::ZkEnsemble};
+use tokio::sync::Mutex;
+use zookeeper_client::SessionState;
+
+use crate::server::{self, connect, contend, lock, no_zookeeper, raw, soon, unique, waiter, watcher};
+
+/// One after the other: each cuts what the others would need.
+static ENSEMBLE: LazyLock<Mutex<ZkEnsemble>> =
+    LazyLock::new(|| Mutex::new(ZkEnsemble::start().expect("three ZooKeeper servers")));
+
+/// How long before the next grant each holder was told.
+async fn cut(ensemble: &ZkEnsemble, cut: usize, safe: usize) -> Duration {
+    let leads = ensemble.leader().unwrap() == cut;
+    let name = unique("cut");
+    let ours = connect(ensemble.member(cut).addr()).await;
+    let theirs = connect(ensemble.member(safe).addr()).await;
+    let raw = raw(ensemble.member(safe).addr()).await;
+    // Whoever trusts the state of its connection is fooled for a while.
+    let trusting = server::raw(ensemble.member(cut).addr()).await;
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let told = watcher(&guard);
+    let next = waiter(&lock(&theirs, &name));
+    contend(&raw, &name, 2).await;
+    // Anywhere between two beats.
+    tokio::time::sleep(Duration::from_millis(fastrand::u64(500..1_000))).await;
+    ensemble.cut(cut);
+    let (reason, told) = soon("the holder is told", told).await.unwrap();
+    assert_eq!(
+        trusting.state(),
+        SessionState::SyncConnected,
+        "a vacuous pass: its server knows"
+    );
+    assert_eq!(reason, LossReason::Expired);
+    if leads {
+        // It takes part in elections all the same and would be elected time and again.
+        eventually("the others give it up", async || {
+            let answer = ensemble.member(safe).word("srvr").unwrap_or_default();
+            !answer.contains("Mode: follower")
+        })
+        .await;
+        ensemble.member(cut).kill().unwrap();
+    }
+    let (next, granted) = soon("the next is granted", next).await.unwrap();
+    assert!(next.token() > guard.token());
+    assert!(
+        told < granted,
+        "told {:?} after the next was granted",
+        told - granted
+    );
+    next.release().await.unwrap();
+    granted - told
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_holder_on_a_follower_that_is_cut_off_is_told_before_the_next_is_granted() {
+    if no_zookeeper() {
+        return;
+    }
+    let ensemble = ENSEMBLE.lock().await;
+    let mut margins = Vec::new();
+    for _ in 0..server::rounds(3).min(20) {
+        let leader = ensemble.leader().unwrap();
+        let follower = (leader + 1) % 3;
+        margins.push(cut(&ensemble, follower, leader).await);
+        tokio::task::block_in_place(|| ensemble.mend()).unwrap();
+    }
+    margins.sort_unstable();
+    eprintln!("follower cut off: told before the next grant by {margins:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_holder_on_a_leader_that_is_cut_off_is_told_before_the_next_is_granted() {
+    if no_zookeeper() {
+        return;
+    }
+    let ensemble = ENSEMBLE.lock().await;
+    let mut margins = Vec::new();
+    for _ in 0..server::rounds(3).min(20) {
+        let leader = ensemble.leader().unwrap();
+        let follower = (leader + 1) % 3;
+        margins.push(cut(&ensemble, leader, follower).await);
+        ensemble.heal(leader);
+        tokio::task::block_in_place(|| ensemble.member(leader).start()).unwrap();
+    }
+    margins.sort_unstable();
+    eprintln!("leader cut off: told before the next grant by {margins:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hold_outlives_its_leader() {
+    if no_zookeeper() {
+        return;
+    }
+    let ensemble = ENSEMBLE.lock().await;
+    let all: Vec<_> = ensemble.addrs().iter().map(ToString::to_string).collect();
+    let name = unique("leader");
+    let mut config = server::config(all.join(","));
+    config.session_timeout = Duration::from_secs(10);
+    let (ours, theirs) = (
+        server::client(config.clone()).await.unwrap(),
+        server::client(config).await.unwrap(),
+    );
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let next = waiter(&lock(&theirs, &name));
+    eventually("the other waits", async || {
+        ours.inspect(&name)
+            .await
+            .is_ok_and(|state| state.waiters == Some(1))
+    })
+    .await;
+    let leader = ensemble.leader().unwrap();
+    let until = guard.valid_until().unwrap();
+    let killed = Instant::now();
+    ensemble.member(leader).kill().unwrap();
+    eventually("the hold is proven anew", async || {
+        guard.valid_until().unwrap() > until
+    })
+    .await;
+    eprintln!("leader killed: proven anew after {:?}", killed.elapsed());
+    assert!(guard.is_held() && !next.is_finished());
+    let token = guard.token();
+    soon("released", guard.release()).await.unwrap();
+    let (next, _) = soon("the next", next).await.unwrap();
+    assert!(next.token() > token);
+    next.release().await.unwrap();
+    tokio::task::block_in_place(|| ensemble.member(leader).start()).unwrap();
+}

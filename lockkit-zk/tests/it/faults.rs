@@ -1,0 +1,460 @@
+//! A connection that misbehaves between a client and its server, and a server that does.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use lockkit_core::{AcquireOptions, Error, LossReason};
+use lockkit_testbed::{Clock, Mode, Proxy, eventually, zookeeper::ZkServer};
+use zookeeper_client::{Acls, CreateMode::Ephemeral};
+
+use crate::server::{
+    self, TIMEOUT, children, connect, contend, dir, lock, no_zookeeper, raw, shared, soon, through, unique,
+    waiter, watcher,
+};
+
+/// A client, what it goes through, and one that goes straight.
+struct Pair {
+    proxy: Proxy,
+    ours: lockkit_core::LockClient,
+    theirs: lockkit_core::LockClient,
+    raw: zookeeper_client::Client,
+    name: String,
+}
+
+impl Pair {
+    async fn new(test: &str) -> Self {
+        let proxy = Proxy::start(shared().addr()).unwrap();
+        Self {
+            ours: through(&proxy).await,
+            theirs: connect(shared().addr()).await,
+            raw: raw(shared().addr()).await,
+            name: unique(test),
+            proxy,
+        }
+    }
+
+    fn lock(&self) -> lockkit_core::Lock {
+        lock(&self.ours, &self.name)
+    }
+
+    fn other(&self) -> lockkit_core::Lock {
+        lock(&self.theirs, &self.name)
+    }
+}
+
+#[tokio::test]
+async fn a_node_whose_making_was_not_confirmed_is_found_again() {
+    if no_zookeeper() {
+        return;
+    }
+    let pair = Pair::new("unconfirmed").await;
+    pair.other().acquire().await.unwrap().release().await.unwrap();
+    for _ in 0..20 {
+        pair.proxy.set(Mode::DropReplies);
+        let waiting = waiter(&pair.lock());
+        contend(&pair.raw, &pair.name, 1).await;
+        let node = children(&pair.raw, &pair.name).await.remove(0);
+        pair.proxy.set(Mode::Pass);
+        let (guard, _) = soon("it reconnects", waiting).await.unwrap();
+        assert_eq!(
+            children(&pair.raw, &pair.name).await,
+            std::slice::from_ref(&node),
+            "it is the same node"
+        );
+        let stat = pair
+            .raw
+            .check_stat(&format!("{}/{node}", dir(&pair.name)))
+            .await
+            .unwrap();
+        assert_eq!(u64::try_from(stat.unwrap().czxid).unwrap(), guard.token().get());
+        assert!(pair.other().try_acquire().await.unwrap().is_none());
+        guard.release().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_try_whose_reply_is_lost_is_an_error_and_leaves_nothing() {
+    if no_zookeeper() {
+        return;
+    }
+    let pair = Pair::new("try").await;
+    pair.other().acquire().await.unwrap().release().await.unwrap();
+    let quick = AcquireOptions::new().op_timeout(Duration::from_millis(200));
+    pair.proxy.set(Mode::DropReplies);
+    let error = pair
+        .lock()
+        .with_options(quick.clone())
+        .try_acquire()
+        .await
+        .unwrap_err();
+    assert!(error.is_transient() && !error.is_timeout(), "{error:?}");
+    pair.proxy.set(Mode::Pass);
+    contend(&pair.raw, &pair.name, 0).await;
+
+    // While the connection is down, nobody can tell either.
+    pair.proxy.set(Mode::Refuse);
+    pair.proxy.reset();
+    let error = pair.lock().with_options(quick).try_acquire().await.unwrap_err();
+    assert!(error.is_transient() && !error.is_timeout(), "{error:?}");
+    pair.proxy.set(Mode::Pass);
+    let guard = soon("the connection is back", pair.lock().acquire())
+        .await
+        .unwrap();
+    guard.release().await.unwrap();
+    contend(&pair.raw, &pair.name, 0).await;
+}
+
+#[tokio::test]
+async fn a_release_whose_reply_is_lost_releases_once() {
+    if no_zookeeper() {
+        return;
+    }
+    let pair = Pair::new("release").await;
+    let options = AcquireOptions::new().op_timeout(Duration::from_millis(200));
+    let guard = pair.lock().with_options(options).acquire().await.unwrap();
+    pair.proxy.set(Mode::DropReplies);
+    let outcome = guard.release().await;
+    assert!(
+        outcome.is_err_and(|error| error.is_transient()),
+        "nobody has confirmed it"
+    );
+    let held = soon("it was released all the same", pair.other().acquire())
+        .await
+        .unwrap();
+    pair.proxy.set(Mode::Pass);
+    // Whatever is still tried harms no later holder.
+    let waiting = waiter(&pair.lock());
+    contend(&pair.raw, &pair.name, 2).await;
+    assert!(held.is_held() && !waiting.is_finished());
+    held.release().await.unwrap();
+    soon("ours again", waiting)
+        .await
+        .unwrap()
+        .0
+        .release()
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn released_while_cut_off_and_gone_once_the_session_is_back() {
+    if no_zookeeper() {
+        return;
+    }
+    let proxy = Proxy::start(shared().addr()).unwrap();
+    let mut config = server::config(proxy.addr());
+    // Longer than the driver tries to confirm a release.
+    config.session_timeout = Duration::from_secs(20);
+    let client = server::client(config).await.unwrap();
+    let (name, raw) = (unique("cut"), raw(shared().addr()).await);
+    let options = AcquireOptions::new()
+        .ttl(Duration::from_millis(300))
+        .op_timeout(Duration::from_millis(100));
+    let ours = client.lock(&name).unwrap().with_options(options);
+    let guard = ours.acquire().await.unwrap();
+    proxy.set(Mode::Refuse);
+    proxy.reset();
+    drop(guard);
+    // The driver gives up on it after its ttl and op_timeout.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(
+        children(&raw, &name).await.len(),
+        1,
+        "nobody could have told the server"
+    );
+    proxy.set(Mode::Pass);
+    contend(&raw, &name, 0).await;
+    soon("ours again", ours.acquire())
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn an_interrupted_wait_keeps_its_place() {
+    if no_zookeeper() {
+        return;
+    }
+    let pair = Pair::new("suspended").await;
+    let held = pair.other().acquire().await.unwrap();
+    let waiting = waiter(&pair.lock());
+    contend(&pair.raw, &pair.name, 2).await;
+    let nodes = children(&pair.raw, &pair.name).await;
+    for _ in 0..5 {
+        pair.proxy.reset();
+        pair.ours.inspect(&pair.name).await.ok();
+    }
+    assert_eq!(children(&pair.raw, &pair.name).await.len(), 2);
+    // Released while it cannot hear of it.
+    pair.proxy.set(Mode::Refuse);
+    pair.proxy.reset();
+    held.release().await.unwrap();
+    pair.proxy.set(Mode::Pass);
+    let (guard, _) = soon("it hears of it", waiting).await.unwrap();
+    let node = children(&pair.raw, &pair.name).await.remove(0);
+    assert!(nodes.contains(&node), "{node} is none of {nodes:?}");
+    guard.release().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn contenders_that_keep_losing_their_connection_get_on() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("storm"), raw(shared().addr()).await);
+    let stop = Arc::new(AtomicUsize::new(0));
+    let (inside, entered) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+    let (mut tasks, mut proxies) = (Vec::new(), Vec::new());
+    for _ in 0..3 {
+        let proxy = Proxy::start(shared().addr()).unwrap();
+        let lock = lock(&through(&proxy).await, &name);
+        proxies.push(proxy);
+        let (stop, inside, entered) = (stop.clone(), inside.clone(), entered.clone());
+        tasks.push(tokio::spawn(async move {
+            while stop.load(Ordering::Relaxed) == 0 {
+                let Ok(guard) = lock.acquire().await else { continue };
+                assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two are inside");
+                tokio::time::sleep(Duration::from_millis(3)).await;
+                let held = guard.is_held();
+                inside.fetch_sub(1, Ordering::SeqCst);
+                entered.fetch_add(usize::from(held), Ordering::Relaxed);
+                let _ = guard.release().await;
+            }
+        }));
+    }
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(3) {
+        for proxy in &proxies {
+            tokio::time::sleep(Duration::from_millis(fastrand::u64(1..25))).await;
+            proxy.reset();
+        }
+    }
+    let during = entered.load(Ordering::Relaxed);
+    stop.store(1, Ordering::Relaxed);
+    for task in tasks {
+        soon("all end", task).await.unwrap();
+    }
+    assert!(during >= 20, "only {during} were in during the storm");
+    contend(&raw, &name, 0).await;
+}
+
+/// Cuts the client off from its server and returns how long before the next grant its holder was told.
+async fn told_before_the_next_grant(mode: Mode, reset: bool) -> Duration {
+    let pair = Pair::new("partition").await;
+    let guard = pair.lock().acquire().await.unwrap();
+    let told = watcher(&guard);
+    let next = waiter(&pair.other());
+    contend(&pair.raw, &pair.name, 2).await;
+    // Into the middle of things: renewed at least once.
+    tokio::time::sleep(TIMEOUT / 2).await;
+    pair.proxy.set(mode);
+    if reset {
+        pair.proxy.reset();
+    }
+    let (reason, told) = soon("the holder is told", told).await.unwrap();
+    assert_eq!(reason, LossReason::Expired);
+    assert!(!guard.is_held());
+    let (next, granted) = soon("the next is granted", next).await.unwrap();
+    assert!(next.token() > guard.token());
+    assert!(
+        told < granted,
+        "told {:?} after the next was granted",
+        told - granted
+    );
+    // Back again, it is a client as before.
+    pair.proxy.set(Mode::Pass);
+    pair.proxy.reset();
+    let again = waiter(&pair.lock());
+    contend(&pair.raw, &pair.name, 2).await;
+    next.release().await.unwrap();
+    let (again, _) = soon("ours again", again).await.unwrap();
+    assert!(!guard.is_held(), "what was lost stays lost");
+    assert!(guard.release().await.is_err_and(|error| error.is_lost()));
+    again.release().await.unwrap();
+    granted - told
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_cut_off_is_told_before_the_next_is_granted() {
+    if no_zookeeper() {
+        return;
+    }
+    let rounds = server::rounds(8).min(40);
+    let mut margins = Vec::new();
+    for chunk in 0..rounds.div_ceil(4) {
+        let cut = |round: usize| match round % 3 {
+            0 => told_before_the_next_grant(Mode::Blackhole, false),
+            1 => told_before_the_next_grant(Mode::HalfOpen, false),
+            _ => told_before_the_next_grant(Mode::Refuse, true),
+        };
+        let batch = futures_util::future::join_all((0..4).map(|step| cut(chunk * 4 + step)));
+        margins.extend(batch.await);
+    }
+    margins.sort_unstable();
+    eprintln!("client cut off: told before the next grant by {margins:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dying_sessions_node_is_never_adopted() {
+    if no_zookeeper() {
+        return;
+    }
+    let pair = Pair::new("dying").await;
+    pair.other().acquire().await.unwrap().release().await.unwrap();
+    pair.proxy.set(Mode::DropReplies);
+    let waiting = waiter(&pair.lock());
+    contend(&pair.raw, &pair.name, 1).await;
+    let node = children(&pair.raw, &pair.name).await.remove(0);
+    pair.proxy.set(Mode::Blackhole);
+    // The session ends on both sides, first on the server's.
+    contend(&pair.raw, &pair.name, 0).await;
+    pair.proxy.set(Mode::Pass);
+    pair.proxy.reset();
+    let (guard, _) = soon("granted in a new session", waiting).await.unwrap();
+    let nodes = children(&pair.raw, &pair.name).await;
+    assert_ne!(nodes, [node]);
+    assert_eq!(nodes.len(), 1);
+    guard.release().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_is_killed_and_comes_back_loses_no_hold_and_no_place() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::builder().fsync().start().unwrap();
+    let mut config = server::config(server.addr());
+    config.session_timeout = Duration::from_secs(20);
+    let (ours, theirs) = (
+        server::client(config.clone()).await.unwrap(),
+        server::client(config).await.unwrap(),
+    );
+    // While idle.
+    server.kill().unwrap();
+    server.start().unwrap();
+    let name = unique("killed");
+    let held = soon("idle clients reconnect", lock(&ours, &name).acquire())
+        .await
+        .unwrap();
+    let waiting = waiter(&lock(&theirs, &name));
+    eventually("the other waits", async || {
+        ours.inspect(&name)
+            .await
+            .is_ok_and(|state| state.waiters == Some(1))
+    })
+    .await;
+    // While held and waited on.
+    let before = held.valid_until().unwrap();
+    server.kill().unwrap();
+    server.start().unwrap();
+    eventually("the hold is proven anew", async || {
+        held.valid_until().unwrap() > before
+    })
+    .await;
+    assert!(held.is_held() && !waiting.is_finished());
+    let token = held.token();
+    soon("released", held.release()).await.unwrap();
+    let (next, _) = soon("the next", waiting).await.unwrap();
+    assert!(next.token() > token);
+    next.release().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_stands_still_loses_holds_and_nothing_else() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let (ours, theirs) = (connect(server.addr()).await, connect(server.addr()).await);
+    let name = unique("paused");
+    let held = lock(&ours, &name).acquire().await.unwrap();
+    let told = watcher(&held);
+    let waiting = waiter(&lock(&theirs, &name));
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    server.pause().unwrap();
+    let (reason, told) = soon("the holder is told", told).await.unwrap();
+    assert_eq!(reason, LossReason::Expired);
+    let quick = AcquireOptions::new().op_timeout(Duration::from_millis(200));
+    let tried = lock(&ours, &name).with_options(quick).try_acquire().await;
+    assert!(tried.is_err_and(|error| error.is_transient()), "it cannot tell");
+    server.resume().unwrap();
+    let (next, granted) = soon("the next is granted", waiting).await.unwrap();
+    assert!(told < granted);
+    next.release().await.unwrap();
+    let again = soon("ours again", lock(&ours, &name).acquire()).await.unwrap();
+    again.release().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_whose_clock_jumps_keeps_holds() {
+    if no_zookeeper() {
+        return;
+    }
+    let clock = Clock::new().unwrap();
+    let server = ZkServer::builder().clock(&clock).start().unwrap();
+    let (ours, theirs) = (connect(server.addr()).await, connect(server.addr()).await);
+    let raw = raw(server.addr()).await;
+    let name = unique("clock");
+    let held = lock(&ours, &name).acquire().await.unwrap();
+    let made = async || {
+        let stat = raw
+            .create("/clock", b"", &Ephemeral.with_acls(Acls::anyone_all()))
+            .await
+            .unwrap()
+            .0;
+        raw.delete("/clock", None).await.unwrap();
+        stat.ctime
+    };
+    let before = made().await;
+    let hour = Duration::from_secs(3_600);
+    clock.forward(hour).unwrap();
+    let after = made().await;
+    assert!(
+        after - before >= 3_600_000,
+        "a vacuous pass: {before}, then {after}"
+    );
+    assert!(lock(&theirs, &name).try_acquire().await.unwrap().is_none());
+    clock.back(hour * 2).unwrap();
+    let until = held.valid_until().unwrap();
+    eventually("the hold is proven anew", async || {
+        held.valid_until().unwrap() > until
+    })
+    .await;
+    assert!(lock(&theirs, &name).try_acquire().await.unwrap().is_none());
+    held.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_closed_client_fails_at_once_and_leaves_nothing() {
+    if no_zookeeper() {
+        return;
+    }
+    let pair = Pair::new("closed").await;
+    pair.other().acquire().await.unwrap().release().await.unwrap();
+    // Closed with a node whose making is not confirmed.
+    pair.proxy.set(Mode::DropReplies);
+    let waiting = tokio::spawn({
+        let lock = pair.lock();
+        async move { lock.acquire().await }
+    });
+    contend(&pair.raw, &pair.name, 1).await;
+    let closing = pair.ours.clone();
+    let closing = tokio::spawn(async move { closing.close(Duration::from_secs(20)).await });
+    assert!(matches!(
+        soon("it is told", waiting).await.unwrap(),
+        Err(Error::Closed)
+    ));
+    pair.proxy.set(Mode::Pass);
+    soon("closed", closing).await.unwrap().unwrap();
+    contend(&pair.raw, &pair.name, 0).await;
+    assert!(matches!(pair.lock().acquire().await, Err(Error::Closed)));
+    assert!(matches!(pair.ours.inspect(&pair.name).await, Err(Error::Closed)));
+    pair.ours.close(Duration::from_secs(5)).await.unwrap();
+}

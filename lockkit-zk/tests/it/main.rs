@@ -1,0 +1,9 @@
+//! Integration tests of the ZooKeeper backend, on real servers.
+
+mod cancel;
+mod conformance;
+mod ensemble;
+mod faults;
+mod recipe;
+mod server;
+mod sessions;

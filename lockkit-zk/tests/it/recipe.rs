@@ -1,0 +1,523 @@
+//! What is on the server, who else can live with it, and in which order it goes.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use lockkit_core::{AcquireOptions, Error, LockClient};
+use lockkit_testbed::{Proxy, eventually, zookeeper::ZkServer};
+use lockkit_zk::{Digest, Nodes, Parents};
+use zookeeper_client::{Acl, Acls, AuthId, CreateMode, Permission};
+
+use crate::server::{
+    self, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon, unique, waiter,
+};
+
+const GUID: &str = "_c_0b1fdd6a-8b6c-4d0e-9f43-1f0f6d0b7c11";
+
+fn sequence(node: &str) -> i64 {
+    node[node.len() - 10..].parse().unwrap()
+}
+
+/// Who would be granted next by the rule of Curator's `InterProcessMutex`: the first by what follows `lock-`, and by
+/// the whole name where there is none.
+fn first_by_curators_rule(children: &[String]) -> Option<&String> {
+    children.iter().min_by_key(|child| {
+        child
+            .rfind("lock-")
+            .map_or(child.as_str(), |at| &child[at + "lock-".len()..])
+    })
+}
+
+#[tokio::test]
+async fn the_token_is_the_transaction_that_made_the_node() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("token"), raw(shared().addr()).await);
+    let client = connect(shared().addr()).await;
+    let options = AcquireOptions::new().label("billing@host-7");
+    for lock in [
+        lock(&client, &name).with_options(options.clone()),
+        lock(&client, &name).shared().with_options(options),
+    ] {
+        let guard = lock.acquire().await.unwrap();
+        let [node] = &children(&raw, &name).await[..] else {
+            panic!("one node expected");
+        };
+        let marker = if guard.name() == lock.name() && node.contains("__READ__") {
+            "-__READ__-lock-"
+        } else {
+            "-lock-"
+        };
+        assert!(
+            node.starts_with("_c_") && node[39..].starts_with(marker),
+            "{node}"
+        );
+        let (data, stat) = raw.get_data(&format!("{}/{node}", dir(&name))).await.unwrap();
+        assert_eq!(u64::try_from(stat.czxid).unwrap(), guard.token().get());
+        assert_ne!(stat.ephemeral_owner, 0);
+        assert_eq!(data, b"billing@host-7");
+        guard.release().await.unwrap();
+        assert_eq!(children(&raw, &name).await, [""; 0]);
+    }
+}
+
+#[tokio::test]
+async fn curators_mutex_and_ours_exclude_each_other() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("curator"), raw(shared().addr()).await);
+    let client = connect(shared().addr()).await;
+    let (writer, reader) = (lock(&client, &name), lock(&client, &name).shared());
+
+    // Theirs first.
+    let theirs = contender(&raw, &dir(&name), &format!("{GUID}-lock-")).await;
+    assert!(writer.try_acquire().await.unwrap().is_none());
+    assert!(reader.try_acquire().await.unwrap().is_none());
+    let state = client.inspect(&name).await.unwrap();
+    assert_eq!(state.holders[0].label.as_deref(), Some("10.0.0.7"), "{state:?}");
+    assert_eq!(state.holders[0].left, None, "nobody knows");
+    let waiting = waiter(&writer);
+    contend(&raw, &name, 2).await;
+    raw.delete(&theirs, None).await.unwrap();
+    let (guard, _) = soon("the other client released", waiting).await.unwrap();
+
+    // Ours first, exclusive and shared.
+    let theirs = contender(&raw, &dir(&name), &format!("{GUID}-lock-")).await;
+    assert!(!theirs.ends_with(first_by_curators_rule(&children(&raw, &name).await).unwrap()));
+    guard.release().await.unwrap();
+    assert!(theirs.ends_with(first_by_curators_rule(&children(&raw, &name).await).unwrap()));
+    raw.delete(&theirs, None).await.unwrap();
+    let guard = reader.acquire().await.unwrap();
+    let theirs = contender(&raw, &dir(&name), &format!("{GUID}-lock-")).await;
+    assert!(!theirs.ends_with(first_by_curators_rule(&children(&raw, &name).await).unwrap()));
+    guard.release().await.unwrap();
+    assert!(theirs.ends_with(first_by_curators_rule(&children(&raw, &name).await).unwrap()));
+}
+
+#[tokio::test]
+async fn curators_read_write_lock_and_ours_exclude_each_other() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("curator-rw"), raw(shared().addr()).await);
+    let mut config = server::config(shared().addr());
+    config.nodes = Nodes::ReadWrite;
+    let client = server::client(config).await.unwrap();
+    let (writer, reader) = (lock(&client, &name), lock(&client, &name).shared());
+
+    let their_read = contender(&raw, &dir(&name), &format!("{GUID}-__READ__")).await;
+    assert!(writer.try_acquire().await.unwrap().is_none());
+    let ours = reader
+        .try_acquire()
+        .await
+        .unwrap()
+        .expect("readers are in together");
+    let their_write = contender(&raw, &dir(&name), &format!("{GUID}-__WRIT__")).await;
+    assert!(reader.try_acquire().await.unwrap().is_none(), "a writer waits");
+    raw.delete(&their_read, None).await.unwrap();
+    ours.release().await.unwrap();
+    assert!(writer.try_acquire().await.unwrap().is_none(), "it is theirs now");
+    raw.delete(&their_write, None).await.unwrap();
+    let ours = writer.try_acquire().await.unwrap().expect("it is free");
+    let node = &children(&raw, &name).await[0];
+    assert!(node[39..].starts_with("-__WRIT__"), "{node}");
+    ours.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn kazoos_lock_is_waited_for() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("kazoo"), raw(shared().addr()).await);
+    let writer = lock(&connect(shared().addr()).await, &name);
+    let theirs = contender(&raw, &dir(&name), "5d41402abc4b2a76b9719d911017c592__lock__").await;
+    assert!(writer.try_acquire().await.unwrap().is_none());
+    raw.delete(&theirs, None).await.unwrap();
+    assert!(writer.try_acquire().await.unwrap().is_some());
+}
+
+#[tokio::test]
+async fn other_nodes_in_the_directory_are_nobody() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("junk"), raw(shared().addr()).await);
+    let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    raw.mkdir(&format!("{}/config", dir(&name)), &persistent)
+        .await
+        .unwrap();
+    let client = connect(shared().addr()).await;
+    let guard = lock(&client, &name).acquire().await.unwrap();
+    let state = client.inspect(&name).await.unwrap();
+    assert_eq!((state.holders.len(), state.waiters), (1, Some(0)));
+    guard.release().await.unwrap();
+}
+
+async fn clients(many: usize) -> Vec<LockClient> {
+    join_all((0..many).map(|_| connect(shared().addr()))).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_hundred_waiters_are_granted_in_the_order_of_their_numbers() {
+    const WAITERS: usize = 200;
+
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("order"), raw(shared().addr()).await);
+    let holder = lock(&connect(shared().addr()).await, &name)
+        .acquire()
+        .await
+        .unwrap();
+    let mut waiters = Vec::new();
+    for client in clients(WAITERS).await {
+        let lock = lock(&client, &name);
+        waiters.push(tokio::spawn(async move {
+            let guard = lock.acquire().await.unwrap();
+            let (token, granted) = (guard.token().get(), std::time::Instant::now());
+            guard.release().await.unwrap();
+            (granted, token)
+        }));
+    }
+    contend(&raw, &name, WAITERS + 1).await;
+    let mut queue = children(&raw, &name).await;
+    queue.sort_unstable_by_key(|node| sequence(node));
+    let paths: Vec<_> = queue
+        .iter()
+        .map(|node| format!("{}/{node}", dir(&name)))
+        .collect();
+    let stats = join_all(paths.iter().map(|path| raw.check_stat(path))).await;
+    let by_number: Vec<_> = stats
+        .into_iter()
+        .map(|stat| u64::try_from(stat.unwrap().unwrap().czxid).unwrap())
+        .collect();
+    assert!(by_number.is_sorted());
+    assert_eq!(by_number[0], holder.token().get());
+    holder.release().await.unwrap();
+    let mut grants: Vec<_> = soon("all are granted", join_all(waiters))
+        .await
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
+    grants.sort_unstable();
+    let by_grant: Vec<_> = grants.into_iter().map(|(_, token)| token).collect();
+    assert_eq!(by_grant, by_number[1..]);
+}
+
+#[tokio::test]
+async fn a_release_wakes_one_waiter_and_no_other() {
+    const WAITERS: usize = 10;
+
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let (name, raw) = (unique("one"), raw(server.addr()).await);
+    let mut config = server::config(server.addr());
+    // Beats are 2.5 s apart.
+    config.session_timeout = Duration::from_secs(60);
+    let holder = server::client(config.clone()).await.unwrap();
+    let mut held = lock(&holder, &name).acquire().await.unwrap();
+    let mut proxies = Vec::new();
+    let mut waiters = Vec::new();
+    for waiting in 0..WAITERS {
+        let proxy = Proxy::start(server.addr()).unwrap();
+        config.servers = proxy.addr().to_string();
+        let client = server::client(config.clone()).await.unwrap();
+        waiters.push(waiter(&lock(&client, &name)));
+        contend(&raw, &name, waiting + 2).await;
+        proxies.push(proxy);
+    }
+    // Each watches its own node and one before it. The last one may be just about to.
+    let watches = 2 * WAITERS as u64;
+    eventually("all watch", async || {
+        server.figure("zk_watch_count").unwrap() >= watches
+    })
+    .await;
+    // The holder watches its own node, from some milliseconds after the grant on.
+    let mut told = Vec::new();
+    for waiter in waiters {
+        eventually("the holder watches", async || {
+            let watches = 1 + 2 * (WAITERS - told.len()) as u64;
+            server.figure("zk_watch_count").unwrap() == watches
+        })
+        .await;
+        let before: Vec<_> = proxies
+            .iter()
+            .map(|proxy| proxy.counts().replies.chunks)
+            .collect();
+        held.release().await.unwrap();
+        (held, _) = soon("the next is granted", waiter).await.unwrap();
+        let after = proxies.iter().map(|proxy| proxy.counts().replies.chunks);
+        // The holder that released may be behind a proxy too, and is answered.
+        let woken = after
+            .zip(before)
+            .skip(told.len())
+            .filter(|(after, before)| after > before);
+        told.push(woken.count());
+    }
+    held.release().await.unwrap();
+    // A beat may have come in between, now and then.
+    let mut sorted = told.clone();
+    sorted.sort_unstable();
+    assert_eq!(
+        sorted[WAITERS / 2],
+        1,
+        "so many waiters were told something, by release: {told:?}"
+    );
+    eventually("no watch is left", async || {
+        server.figure("zk_watch_count").unwrap() == 0
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn sequence_numbers_run_out_and_the_directory_is_begun_anew() {
+    const LAST: i32 = i32::MAX - (1 << 20);
+
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::builder().used("/locks", LAST - 2).start().unwrap();
+    let mut config = server::config(server.addr());
+    config.namespace = String::new();
+    let (client, other) = (
+        server::client(config.clone()).await.unwrap(),
+        server::client(config).await.unwrap(),
+    );
+    let raw = raw(server.addr()).await;
+    let (ours, others) = (lock(&client, "locks"), lock(&other, "locks"));
+    let number = async || {
+        let nodes = raw.list_children("/locks").await.unwrap();
+        sequence(nodes.iter().find(|node| node.starts_with("_c_")).unwrap())
+    };
+    let mut tokens = Vec::new();
+    for expected in [LAST - 2, LAST - 1, LAST] {
+        let guard = ours.acquire().await.unwrap();
+        assert_eq!(number().await, i64::from(expected));
+        tokens.push(guard.token());
+        guard.release().await.unwrap();
+    }
+    // The numbers are used up. While somebody holds, nobody is let in.
+    let theirs = contender(&raw, "/locks", &format!("{GUID}-lock-")).await;
+    let error = others.try_acquire().await.map(|guard| guard.is_some());
+    assert!(matches!(error, Ok(false)), "it is taken: {error:?}");
+    let error = others
+        .acquire_timeout(Duration::from_millis(300))
+        .await
+        .unwrap_err();
+    let told = format!("{error}: {}", std::error::Error::source(&error).unwrap());
+    assert!(
+        !error.is_timeout() && told.contains("/locks has (nearly) run out"),
+        "{told}"
+    );
+    let waiting = waiter(&others);
+    raw.delete(&theirs, None).await.unwrap();
+    let (guard, _) = soon("the directory is begun anew", waiting).await.unwrap();
+    assert!(number().await < 10, "{} is no new directory's", number().await);
+    tokens.push(guard.token());
+    guard.release().await.unwrap();
+    let guard = ours.acquire().await.unwrap();
+    tokens.push(guard.token());
+    assert!(tokens.is_sorted(), "{tokens:?}");
+    guard.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn numbers_at_their_very_end_let_nobody_in_twice() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::builder().used("/locks", i32::MAX - 1).start().unwrap();
+    let mut config = server::config(server.addr());
+    config.namespace = String::new();
+    let mut tasks = Vec::new();
+    let inside = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    for _ in 0..6 {
+        let client = server::client(config.clone()).await.unwrap();
+        let (lock, inside) = (lock(&client, "locks"), inside.clone());
+        tasks.push(tokio::spawn(async move {
+            for _ in 0..5 {
+                let guard = lock.acquire().await.unwrap();
+                assert_eq!(inside.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                inside.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
+                guard.release().await.unwrap();
+            }
+        }));
+    }
+    for task in soon("all have been in", join_all(tasks)).await {
+        task.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn tokens_rise_across_a_reaped_directory() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("reaped"), raw(shared().addr()).await);
+    let lock = lock(&connect(shared().addr()).await, &name);
+    let mut last = 0;
+    for _ in 0..2 {
+        let guard = lock.acquire().await.unwrap();
+        assert!(guard.token().get() > last);
+        last = guard.token().get();
+        assert_eq!(sequence(&children(&raw, &name).await[0]), 0);
+        guard.release().await.unwrap();
+        eventually("the server removes the directory", async || {
+            raw.check_stat(&dir(&name)).await.unwrap().is_none()
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn persistent_directories_stay() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("stays"), raw(shared().addr()).await);
+    let mut config = server::config(shared().addr());
+    config.namespace = unique("persistent");
+    config.parents = Parents::Persistent;
+    let namespace = config.namespace.clone();
+    let client = server::client(config).await.unwrap();
+    lock(&client, &name)
+        .acquire()
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    let dir = format!("/{namespace}/{name}");
+    assert!(raw.check_stat(&dir).await.unwrap().is_some(), "{dir}");
+}
+
+#[tokio::test]
+async fn a_directory_that_may_not_be_written_is_good_enough() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("readonly"), raw(shared().addr()).await);
+    let rights = Permission::CREATE | Permission::READ | Permission::DELETE;
+    let acl = [Acl::new(rights, AuthId::anyone())];
+    let parents = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    let _ = raw.mkdir("/lockkit", &parents).await;
+    let options = CreateMode::Container.with_acls(Acls::new(&acl));
+    raw.create(&dir(&name), b"theirs", &options).await.unwrap();
+    let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    assert!(lock(&theirs, &name).try_acquire().await.unwrap().is_none());
+    let stat = raw.check_stat(&format!("{}/{}", dir(&name), children(&raw, &name).await[0]));
+    assert_eq!(
+        u64::try_from(stat.await.unwrap().unwrap().czxid).unwrap(),
+        guard.token().get()
+    );
+    guard.release().await.unwrap();
+    assert_eq!(raw.get_data(&dir(&name)).await.unwrap().0, b"theirs");
+}
+
+#[tokio::test]
+async fn what_is_made_is_its_creators_alone() {
+    if no_zookeeper() {
+        return;
+    }
+    let name = unique("private");
+    let mut config = server::config(shared().addr());
+    config.namespace = unique("creator");
+    config.auth = Some(Digest::new("me", "secret"));
+    let client = server::client(config.clone()).await.unwrap();
+    let guard = lock(&client, &name).acquire().await.unwrap();
+    let namespace = config.namespace.clone();
+    let raw = raw(shared().addr()).await;
+    let denied = raw.list_children(&format!("/{namespace}/{name}")).await;
+    assert_eq!(denied, Err(zookeeper_client::Error::NoAuth));
+    config.auth = Some(Digest::new("me", "wrong-one"));
+    let error = server::client(config).await.unwrap_err();
+    assert!(
+        matches!(error, Error::Backend { .. }) && !error.is_transient(),
+        "{error:?}"
+    );
+    assert!(!format!("{error:?} {error}").contains("wrong-one"));
+    guard.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_reader_waits_behind_a_queued_writer_also_of_its_own_client() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("downgrade"), raw(shared().addr()).await);
+    let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
+    let held = lock(&ours, &name).acquire().await.unwrap();
+    let writer = waiter(&lock(&theirs, &name));
+    contend(&raw, &name, 2).await;
+    let reader = waiter(&lock(&ours, &name).shared());
+    contend(&raw, &name, 3).await;
+    held.release().await.unwrap();
+    let (written, _) = soon("the writer was first", writer).await.unwrap();
+    assert!(!reader.is_finished(), "a reader came past a writer");
+    written.release().await.unwrap();
+    let (read, _) = soon("the reader is next", reader).await.unwrap();
+    // Later writers are nothing to a reader.
+    let later = waiter(&lock(&theirs, &name));
+    contend(&raw, &name, 2).await;
+    assert!(read.is_held() && !later.is_finished());
+    read.release().await.unwrap();
+    soon("the later writer", later)
+        .await
+        .unwrap()
+        .0
+        .release()
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn options_that_cannot_be_kept_are_refused() {
+    if no_zookeeper() {
+        return;
+    }
+    let refused = |outcome: lockkit_core::Result<LockClient>, named: &str| match outcome {
+        Err(Error::InvalidOptions { option, .. }) => assert_eq!(option, named),
+        other => panic!("expected `{named}` to be refused, got {other:?}"),
+    };
+    // The server grants a minute at most.
+    let mut config = server::config(shared().addr());
+    config.session_timeout = Duration::from_secs(500);
+    config.tick_time = Duration::from_secs(13);
+    refused(server::client(config.clone()).await, "session_timeout");
+    config.session_timeout = Duration::from_secs(1);
+    refused(server::client(config).await, "session_timeout");
+    let client = connect(shared().addr()).await;
+    let many = client.semaphore("many", 1_001).unwrap().try_acquire().await;
+    assert!(
+        matches!(
+            many,
+            Err(Error::InvalidOptions {
+                option: "permits",
+                ..
+            })
+        ),
+        "{many:?}"
+    );
+}
+
+/// That the rule as it is written above is what keeps a foreign mutex out.
+#[test]
+fn curators_rule_sorts_by_what_follows_lock() {
+    let list = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+    let all = list(&["_c_b-lock-0000000002", "_c_z-__READ__-lock-0000000001"]);
+    assert_eq!(first_by_curators_rule(&all), Some(&all[1]));
+    let all = list(&["_c_b-lock-0000000002", "_c_z-__READ__0000000001"]);
+    assert_eq!(
+        first_by_curators_rule(&all),
+        Some(&all[0]),
+        "its name sorts behind all numbers"
+    );
+}

@@ -1,0 +1,139 @@
+//! The server that most tests share, and what they do with it.
+
+use std::{
+    fmt::Display,
+    sync::LazyLock,
+    time::{Duration, Instant},
+};
+
+use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard, LossReason, Result};
+use lockkit_testbed::{
+    Proxy, eventually,
+    zookeeper::{self, ZkServer},
+};
+use lockkit_zk::{ZkBackend, ZkConfig};
+use tokio::task::JoinHandle;
+use zookeeper_client::{Acls, Client, CreateMode, Error as ZkError};
+
+/// The session timeout of most tests: long enough not to lapse by itself on a busy machine.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(2);
+
+static SERVER: LazyLock<ZkServer> = LazyLock::new(|| ZkServer::plain().expect("a ZooKeeper server"));
+
+/// One that is never killed, paused or cut off.
+pub(crate) fn shared() -> &'static ZkServer {
+    &SERVER
+}
+
+/// Whether the test goes without its server.
+pub(crate) fn no_zookeeper() -> bool {
+    lockkit_testbed::skipped("zk", zookeeper::missing())
+}
+
+/// A client's configuration for the servers at `addrs`, which tick as those of the test bed do.
+pub(crate) fn config(addrs: impl Display) -> ZkConfig {
+    let mut config = ZkConfig::new(format!("{addrs}"));
+    config.session_timeout = TIMEOUT;
+    config.tick_time = ZkServer::TICK;
+    config
+}
+
+pub(crate) async fn client(config: ZkConfig) -> Result<LockClient> {
+    Ok(LockClient::new(ZkBackend::connect(config).await?))
+}
+
+/// A client of the server at `addrs`, which may be just coming up.
+pub(crate) async fn connect(addrs: impl Display) -> LockClient {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        match client(config(&addrs)).await {
+            Err(error) if error.is_transient() && Instant::now() < deadline => {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            outcome => return outcome.expect("a session"),
+        }
+    }
+}
+
+/// A client of the server behind `proxy`.
+pub(crate) async fn through(proxy: &Proxy) -> LockClient {
+    connect(proxy.addr()).await
+}
+
+/// The lock `name`, with a ttl that is longer than any session.
+pub(crate) fn lock(client: &LockClient, name: &str) -> Lock {
+    let options = AcquireOptions::new().ttl(Duration::from_secs(60));
+    client.lock(name).expect("a good name").with_options(options)
+}
+
+/// A lock name that no other test uses.
+pub(crate) fn unique(test: &str) -> String {
+    format!("{test}-{:016x}", fastrand::u64(..))
+}
+
+/// A client without a recipe, such as anyone else may be.
+pub(crate) async fn raw(addrs: impl Display) -> Client {
+    let connector = Client::connector().with_session_timeout(Duration::from_secs(30));
+    connector.connect(&addrs.to_string()).await.expect("a session")
+}
+
+/// The directory of the lock `name`, which needs no escaping.
+pub(crate) fn dir(name: &str) -> String {
+    format!("/lockkit/{name}")
+}
+
+pub(crate) async fn children(raw: &Client, name: &str) -> Vec<String> {
+    raw.sync("/").await.expect("synced");
+    match raw.list_children(&dir(name)).await {
+        Ok(children) => children,
+        Err(ZkError::NoNode) => Vec::new(),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Makes the node of another contender, as another client would.
+pub(crate) async fn contender(raw: &Client, dir: &str, prefix: &str) -> String {
+    let everyone = Acls::anyone_all();
+    let container = CreateMode::Container.with_acls(everyone);
+    raw.mkdir(dir, &container).await.expect("a directory");
+    let prefix = format!("{dir}/{prefix}");
+    let options = CreateMode::EphemeralSequential.with_acls(everyone);
+    let (_, sequence) = raw.create(&prefix, b"10.0.0.7", &options).await.expect("a node");
+    format!("{prefix}{sequence}")
+}
+
+/// Waits until so many contend for `name`.
+pub(crate) async fn contend(raw: &Client, name: &str, many: usize) {
+    eventually(&format!("{many} contend for {name}"), async || {
+        children(raw, name).await.len() == many
+    })
+    .await;
+}
+
+/// Acquires in a task of its own.
+pub(crate) fn waiter(lock: &Lock) -> JoinHandle<(LockGuard, Instant)> {
+    let lock = lock.clone();
+    tokio::spawn(async move {
+        let guard = lock.acquire().await.expect("granted in the end");
+        (guard, Instant::now())
+    })
+}
+
+/// Notes when and how a hold is lost.
+pub(crate) fn watcher(guard: &LockGuard) -> JoinHandle<(LossReason, Instant)> {
+    let lost = guard.lost();
+    tokio::spawn(async move { (lost.await, Instant::now()) })
+}
+
+/// Awaits what should come soon.
+pub(crate) async fn soon<T>(what: &str, work: impl Future<Output = T>) -> T {
+    let limit = Duration::from_secs(20);
+    let done = tokio::time::timeout(limit, work).await;
+    done.unwrap_or_else(|_| panic!("not within {limit:?}: {what}"))
+}
+
+/// How often a test that repeats itself does so: `usually`, or as often as `LOCKKIT_ROUNDS` says.
+pub(crate) fn rounds(usually: usize) -> usize {
+    let rounds = std::env::var("LOCKKIT_ROUNDS").ok();
+    rounds.and_then(|rounds| rounds.parse().ok()).unwrap_or(usually)
+}

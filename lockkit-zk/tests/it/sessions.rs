@@ -1,0 +1,235 @@
+//! Sessions and nodes that end from outside.
+
+use std::time::{Duration, Instant};
+
+use lockkit_core::LossReason;
+use lockkit_testbed::eventually;
+use lockkit_zk::Nodes;
+
+use crate::server::{
+    self, children, connect, contend, dir, lock, no_zookeeper, raw, shared, soon, unique, waiter, watcher,
+};
+
+/// Who made the node.
+async fn owner(raw: &zookeeper_client::Client, path: &str) -> i64 {
+    raw.check_stat(path)
+        .await
+        .unwrap()
+        .expect("a node")
+        .ephemeral_owner
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_ended_from_outside_is_told_within_the_bound_and_replaced() {
+    if no_zookeeper() {
+        return;
+    }
+    let raw = raw(shared().addr()).await;
+    let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
+    let mut took = Vec::new();
+    for _ in 0..20 {
+        let name = unique("ended");
+        let guard = lock(&ours, &name).acquire().await.unwrap();
+        let told = watcher(&guard);
+        let next = waiter(&lock(&theirs, &name));
+        contend(&raw, &name, 2).await;
+        let mut nodes = children(&raw, &name).await;
+        nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
+        let session = owner(&raw, &format!("{}/{}", dir(&name), nodes[0])).await;
+        // By then the hold is watched.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let ended = Instant::now();
+        let by = tokio::task::spawn_blocking(move || shared().end_session(session));
+        assert!(by.await.unwrap().unwrap(), "there was such a session");
+        let (_, told) = soon("the holder is told", told).await.unwrap();
+        assert!(!guard.is_held());
+        took.push(told.saturating_duration_since(ended));
+        let (next, _) = soon("the next is granted", next).await.unwrap();
+        assert!(next.token() > guard.token());
+        next.release().await.unwrap();
+        // A later acquisition goes on, in a session of its own.
+        let again = soon("ours again", lock(&ours, &name).acquire()).await.unwrap();
+        let nodes = children(&raw, &name).await;
+        assert_ne!(
+            owner(&raw, &format!("{}/{}", dir(&name), nodes[0])).await,
+            session
+        );
+        again.release().await.unwrap();
+    }
+    took.sort_unstable();
+    eprintln!("session ended from outside: told after {took:?}");
+    // What is documented is the end of the lease; this is how it is meant to be.
+    assert!(took[10] < Duration::from_millis(500), "{took:?}");
+}
+
+#[tokio::test]
+async fn all_holds_of_a_session_end_with_it() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("all"), raw(shared().addr()).await);
+    let ours = connect(shared().addr()).await;
+    let mut guards = Vec::new();
+    for index in 0..10 {
+        guards.push(lock(&ours, &format!("{name}-{index}")).acquire().await.unwrap());
+    }
+    let node = format!("{}-0", dir(&name));
+    let session = owner(
+        &raw,
+        &format!("{node}/{}", raw.list_children(&node).await.unwrap()[0]),
+    )
+    .await;
+    shared().end_session(session).unwrap();
+    for guard in &guards {
+        soon("each is told", guard.lost()).await;
+    }
+}
+
+#[tokio::test]
+async fn a_node_deleted_from_outside_is_told_and_the_next_goes_on() {
+    if no_zookeeper() {
+        return;
+    }
+    for nodes in [Nodes::Mutex, Nodes::Simple] {
+        let (name, raw) = (unique("deleted"), raw(shared().addr()).await);
+        let mut config = server::config(shared().addr());
+        config.nodes = nodes;
+        config.namespace = if nodes == Nodes::Simple {
+            "simple"
+        } else {
+            "lockkit"
+        }
+        .to_owned();
+        let (ours, theirs) = (
+            server::client(config.clone()).await.unwrap(),
+            server::client(config).await.unwrap(),
+        );
+        let guard = lock(&ours, &name).acquire().await.unwrap();
+        let next = waiter(&lock(&theirs, &name));
+        // Also in the first milliseconds of a hold, in which nobody watches it yet.
+        let node = match nodes {
+            Nodes::Simple => format!("/simple/{name}"),
+            _ => {
+                contend(&raw, &name, 2).await;
+                let mut nodes = children(&raw, &name).await;
+                nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
+                format!("{}/{}", dir(&name), nodes[0])
+            }
+        };
+        raw.delete(&node, None).await.unwrap();
+        assert_eq!(
+            soon("the holder is told", guard.lost()).await,
+            LossReason::Revoked
+        );
+        let (next, _) = soon("the next is granted", next).await.unwrap();
+        assert!(next.token() > guard.token());
+        assert!(guard.release().await.is_err_and(|error| error.is_lost()));
+        assert!(next.is_held(), "a late release is harmless");
+        next.release().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_waiters_node_deleted_from_outside_queues_anew() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("evicted"), raw(shared().addr()).await);
+    let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
+    let held = lock(&theirs, &name).acquire().await.unwrap();
+    let waiting = waiter(&lock(&ours, &name));
+    contend(&raw, &name, 2).await;
+    let mut nodes = children(&raw, &name).await;
+    nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
+    let (first, second) = (nodes[0].clone(), nodes[1].clone());
+    raw.delete(&format!("{}/{second}", dir(&name)), None)
+        .await
+        .unwrap();
+    eventually("it queues anew", async || {
+        let nodes = children(&raw, &name).await;
+        nodes.len() == 2 && nodes.contains(&first) && !nodes.contains(&second)
+    })
+    .await;
+    assert!(held.is_held() && !waiting.is_finished());
+    // The node and the holder's go at once: what is granted has a node.
+    held.release().await.unwrap();
+    let (guard, _) = soon("granted", waiting).await.unwrap();
+    assert_eq!(children(&raw, &name).await.len(), 1);
+    guard.release().await.unwrap();
+}
+
+/// A waiter that is granted without another look at the directory must not be if its own node has just gone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_lost_its_place_is_not_granted_when_the_one_before_it_leaves() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("race"), raw(shared().addr()).await);
+    let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
+    for _ in 0..50 {
+        let held = lock(&theirs, &name).acquire().await.unwrap();
+        let waiting = waiter(&lock(&ours, &name));
+        contend(&raw, &name, 2).await;
+        let mut nodes = children(&raw, &name).await;
+        nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
+        // In one go: first the waiter's, then the holder's.
+        let (second, first) = (
+            format!("{}/{}", dir(&name), nodes[1]),
+            format!("{}/{}", dir(&name), nodes[0]),
+        );
+        let (one, other) = (raw.delete(&second, None), raw.delete(&first, None));
+        let (one, other) = tokio::join!(one, other);
+        let (guard, _) = soon("granted", waiting).await.unwrap();
+        // Whoever holds has a node: nobody else can come in.
+        if one.is_ok() && other.is_ok() && guard.is_held() {
+            let nodes = children(&raw, &name).await;
+            assert_eq!(nodes.len(), 1, "granted without a node: {nodes:?}");
+            assert!(!second.ends_with(&nodes[0]));
+        }
+        let _ = guard.release().await;
+        let _ = held.release().await;
+        contend(&raw, &name, 0).await;
+    }
+}
+
+#[tokio::test]
+async fn the_beats_node_deleted_from_outside_is_made_again() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("beat"), raw(shared().addr()).await);
+    let ours = connect(shared().addr()).await;
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let node = children(&raw, &name).await.remove(0);
+    let session = owner(&raw, &format!("{}/{node}", dir(&name))).await;
+    let path = format!("/lockkit/%sessions/{session:016x}");
+    raw.delete(&path, None).await.unwrap();
+    eventually("it is made again", async || {
+        raw.check_stat(&path).await.unwrap().is_some()
+    })
+    .await;
+    let until = guard.valid_until().unwrap();
+    eventually("the hold goes on", async || guard.valid_until().unwrap() > until).await;
+    guard.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_dropped_client_ends_its_session_at_once() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("dropped"), raw(shared().addr()).await);
+    let mut config = server::config(shared().addr());
+    config.session_timeout = Duration::from_secs(60);
+    let ours = server::client(config).await.unwrap();
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let node = children(&raw, &name).await.remove(0);
+    let session = owner(&raw, &format!("{}/{node}", dir(&name))).await;
+    let path = format!("/lockkit/%sessions/{session:016x}");
+    guard.release().await.unwrap();
+    drop(ours);
+    eventually("the session is gone", async || {
+        raw.check_stat(&path).await.unwrap().is_none()
+    })
+    .await;
+}
