@@ -90,6 +90,9 @@ pub struct LockConfig {
     /// What only the ZooKeeper backend has. Ignored while the URL names another.
     #[cfg_attr(feature = "serde", serde(default))]
     pub zk: ZkSection,
+    /// What only the MySQL backend has. Ignored while the URL names another.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub mysql: MysqlSection,
 }
 
 /// The part of a [`LockConfig`] that only the file backend has.
@@ -158,6 +161,40 @@ pub struct ZkSection {
     pub parents: Option<String>,
 }
 
+/// The part of a [`LockConfig`] that only the MySQL backend has. Each key is also a parameter of `mysql:` URLs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
+#[non_exhaustive]
+pub struct MysqlSection {
+    /// How a lock is held: `for_update`, by a row lock and a connection of its own, or `lease`, by owner and expiry in a
+    /// row. Default: `for_update`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::mode"))]
+    pub mode: Option<String>,
+    /// Who makes the tables: `auto`, the backend, or `manual`, you. Default: `auto`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::schema"))]
+    pub schema: Option<String>,
+    /// `off`, `unverified` (encrypted, whoever answers) or `verify` (encrypted, and the certificate has to be trusted
+    /// and for that host). All but `off` need the feature `tls`. Default: `off`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::tls"))]
+    pub tls: Option<String>,
+    /// A file of PEM certificates to trust instead of the system's, with `tls = "verify"`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::ca"))]
+    pub ca: Option<PathBuf>,
+    /// The Unix socket to use instead of the URL's host and port.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::socket"))]
+    pub socket: Option<PathBuf>,
+    /// The most connections at once for locks that are held or waited for. Default: 100.
+    #[cfg_attr(
+        feature = "serde",
+        serde(default, deserialize_with = "named::max_connections")
+    )]
+    pub max_connections: Option<u32>,
+    /// How many grants of one name in a row may at most share one durable write of the token counter. Default: 1,024.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::token_block"))]
+    pub token_block: Option<u32>,
+}
+
 impl LockConfig {
     /// The bound on connecting where none is asked for.
     pub const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -198,7 +235,8 @@ impl LockConfig {
     /// Those of [`connect`](crate::connect) that need no I/O.
     pub fn from_url(url: &str) -> Result<Self> {
         let parsed = Url::parse(url)?;
-        let own = Target::of(&parsed)?.own_parameters();
+        let target = Target::of(&parsed)?;
+        let own = target.own_parameters();
         let mut config = Self::new(parsed.without_parameters());
         for (key, value) in parsed.parameters()? {
             if !Self::COMMON.contains(&key) && !own.contains(&key) {
@@ -210,14 +248,14 @@ impl LockConfig {
                 )));
             }
             config
-                .set(key, &value)
+                .set(target.backend(), key, &value)
                 .map_err(|reason| parsed.invalid(format!("parameter `{key}`: {reason}")))?;
         }
         config.validate()?;
         Ok(config)
     }
 
-    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+    fn set(&mut self, backend: &str, key: &str, value: &str) -> Result<(), String> {
         match key {
             "ttl" => self.ttl = Some(duration(value)?),
             "wait" => self.wait = Some(duration(value)?),
@@ -230,12 +268,19 @@ impl LockConfig {
             "sentinel" => self.redis.sentinel = Some(value.to_owned()),
             "replicas" => self.redis.replicas = Some(count(value)?),
             "replicas_timeout" => self.redis.replicas_timeout = Some(duration(value)?),
+            "ca" if backend == "mysql" => self.mysql.ca = Some(value.into()),
             "ca" => self.redis.ca = Some(value.into()),
             "nodes" => self.zk.nodes = Some(value.to_owned()),
             "session_timeout" => self.zk.session_timeout = Some(duration(value)?),
             "tick_time" => self.zk.tick_time = Some(duration(value)?),
             "access" => self.zk.access = Some(value.to_owned()),
             "parents" => self.zk.parents = Some(value.to_owned()),
+            "mode" => self.mysql.mode = Some(value.to_owned()),
+            "schema" => self.mysql.schema = Some(value.to_owned()),
+            "tls" => self.mysql.tls = Some(value.to_owned()),
+            "socket" => self.mysql.socket = Some(value.into()),
+            "max_connections" => self.mysql.max_connections = Some(count(value)?),
+            "token_block" => self.mysql.token_block = Some(count(value)?),
             _ => return Err("it is unknown".to_owned()),
         }
         Ok(())
@@ -268,6 +313,15 @@ impl LockConfig {
                 tick_time: self.zk.tick_time.or(of_url.zk.tick_time),
                 access: self.zk.access.clone().or(of_url.zk.access),
                 parents: self.zk.parents.clone().or(of_url.zk.parents),
+            },
+            mysql: MysqlSection {
+                mode: self.mysql.mode.clone().or(of_url.mysql.mode),
+                schema: self.mysql.schema.clone().or(of_url.mysql.schema),
+                tls: self.mysql.tls.clone().or(of_url.mysql.tls),
+                ca: self.mysql.ca.clone().or(of_url.mysql.ca),
+                socket: self.mysql.socket.clone().or(of_url.mysql.socket),
+                max_connections: self.mysql.max_connections.or(of_url.mysql.max_connections),
+                token_block: self.mysql.token_block.or(of_url.mysql.token_block),
             },
         };
         config.validate()?;
@@ -374,6 +428,7 @@ impl fmt::Debug for LockConfig {
             file,
             redis,
             zk,
+            mysql,
         } = self;
         f.debug_struct("LockConfig")
             .field("url", &redacted(url))
@@ -387,6 +442,7 @@ impl fmt::Debug for LockConfig {
             .field("file", file)
             .field("redis", redis)
             .field("zk", zk)
+            .field("mysql", mysql)
             .finish()
     }
 }
@@ -445,13 +501,18 @@ mod named {
         )*};
     }
 
-    durations!(ttl wait op_timeout connect_timeout poll replicas_timeout session_timeout tick_time);
-    texts!(namespace label sentinel nodes access parents);
-    counts!(local_handoffs replicas);
-
-    pub(super) fn ca<'de, D: Deserializer<'de>>(value: D) -> Result<Option<PathBuf>, D::Error> {
-        text("ca", value).map(|path| Some(path.into()))
+    macro_rules! paths {
+        ($($key:ident)*) => {$(
+            pub(super) fn $key<'de, D: Deserializer<'de>>(value: D) -> Result<Option<PathBuf>, D::Error> {
+                text(stringify!($key), value).map(|path| Some(path.into()))
+            }
+        )*};
     }
+
+    durations!(ttl wait op_timeout connect_timeout poll replicas_timeout session_timeout tick_time);
+    texts!(namespace label sentinel nodes access parents mode schema tls);
+    counts!(local_handoffs replicas max_connections token_block);
+    paths!(ca socket);
 
     fn text<'de, D: Deserializer<'de>>(key: &str, value: D) -> Result<String, D::Error> {
         String::deserialize(value).map_err(|error| wrong(key, error))

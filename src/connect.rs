@@ -14,11 +14,12 @@ use crate::{LockConfig, url::Url};
 /// | `file:///var/lock/app` | files in a directory of this host, on Unix | `file` (default) |
 /// | `redis://user:pass@host:6379/0`, `rediss://…` | one Redis master | `redis`, and `tls` for `rediss:` |
 /// | `zk://user:pass@zk1:2181,zk2:2181/chroot` | a ZooKeeper ensemble | `zk` |
+/// | `mysql://user:pass@host:3306/database` | MySQL or MariaDB | `mysql`, and `tls` for `?tls=verify` |
 ///
 /// Every URL takes the parameters `ttl`, `wait`, `op_timeout`, `connect_timeout`, `namespace`, `label` and
 /// `local_handoffs`, which are described at [`LockConfig`]; `file:` URLs also take `poll`, `redis:` ones what is
 /// described at [`RedisSection`](crate::RedisSection), `zk:` ones what is described at
-/// [`ZkSection`](crate::ZkSection). Durations are written
+/// [`ZkSection`](crate::ZkSection), `mysql:` ones what is described at [`MysqlSection`](crate::MysqlSection). Durations are written
 /// `500ms`, `30s` or `1m 30s` (a space in a URL is `%20`).
 ///
 /// Make one client per process and server, and clone it.
@@ -88,6 +89,10 @@ pub(crate) enum Target {
         servers: String,
         auth: Option<lockkit_zk::Digest>,
     },
+    #[cfg(feature = "mysql")]
+    Mysql {
+        url: String,
+    },
 }
 
 impl Target {
@@ -122,12 +127,17 @@ impl Target {
             "zk" => ensemble(url),
             #[cfg(not(feature = "zk"))]
             "zk" => Err(Error::feature_disabled("zk", "zk")),
+            #[cfg(feature = "mysql")]
+            "mysql" => Ok(Self::Mysql {
+                url: url.without_parameters().to_owned(),
+            }),
+            #[cfg(not(feature = "mysql"))]
             "mysql" => Err(Error::feature_disabled("mysql", "mysql")),
             scheme => Err(Error::unknown_scheme(scheme, Self::KNOWN)),
         }
     }
 
-    fn backend(&self) -> &'static str {
+    pub(crate) fn backend(&self) -> &'static str {
         match self {
             Self::Memory => "memory",
             #[cfg(all(feature = "file", unix))]
@@ -136,12 +146,14 @@ impl Target {
             Self::Redis { .. } => "redis",
             #[cfg(feature = "zk")]
             Self::Zk { .. } => "zookeeper",
+            #[cfg(feature = "mysql")]
+            Self::Mysql { .. } => "mysql",
         }
     }
 
     /// Whether the backend can be opened with this config, as far as can be told without I/O.
     #[cfg_attr(
-        not(any(feature = "redis", feature = "zk")),
+        not(any(feature = "redis", feature = "zk", feature = "mysql")),
         expect(
             clippy::unnecessary_wraps,
             reason = "the backends that are built in take anything"
@@ -153,13 +165,20 @@ impl Target {
             Self::Redis { url } => redis(url, config).validate()?,
             #[cfg(feature = "zk")]
             Self::Zk { servers, auth } => zookeeper(servers, auth.as_ref(), config)?.validate()?,
+            #[cfg(feature = "mysql")]
+            Self::Mysql { url } => mysql(url, config)?.validate()?,
             _ => _ = config,
         }
         Ok(())
     }
 
     #[cfg_attr(
-        not(any(all(feature = "file", unix), feature = "redis", feature = "zk")),
+        not(any(
+            all(feature = "file", unix),
+            feature = "redis",
+            feature = "zk",
+            feature = "mysql"
+        )),
         expect(clippy::unused_async, reason = "only memory is opened without I/O")
     )]
     async fn open(self, config: &LockConfig) -> Result<LockClient> {
@@ -182,6 +201,10 @@ impl Target {
                 let config = zookeeper(&servers, auth.as_ref(), config)?;
                 LockClient::new(lockkit_zk::ZkBackend::connect(config).await?)
             }
+            #[cfg(feature = "mysql")]
+            Self::Mysql { url } => {
+                LockClient::new(lockkit_mysql::MySqlBackend::connect(mysql(&url, config)?).await?)
+            }
         })
     }
 
@@ -195,6 +218,16 @@ impl Target {
             Self::Redis { .. } => &["sentinel", "replicas", "replicas_timeout", "ca"],
             #[cfg(feature = "zk")]
             Self::Zk { .. } => &["nodes", "session_timeout", "tick_time", "access", "parents"],
+            #[cfg(feature = "mysql")]
+            Self::Mysql { .. } => &[
+                "mode",
+                "schema",
+                "tls",
+                "ca",
+                "socket",
+                "max_connections",
+                "token_block",
+            ],
         }
     }
 }
@@ -278,6 +311,33 @@ fn zookeeper(
             .min(ZkConfig::MAX_SESSION_TIMEOUT)
     });
     Ok(zk)
+}
+
+#[cfg(feature = "mysql")]
+fn mysql(url: &str, config: &LockConfig) -> Result<lockkit_mysql::MySqlConfig> {
+    fn word<T: std::str::FromStr<Err = String> + Default>(
+        option: &'static str,
+        word: Option<&String>,
+    ) -> Result<T> {
+        word.map_or_else(
+            || Ok(T::default()),
+            |word| {
+                word.parse()
+                    .map_err(|reason: String| Error::invalid_option(option, reason))
+            },
+        )
+    }
+    let section = &config.mysql;
+    let mut mysql = lockkit_mysql::MySqlConfig::new(url);
+    config.namespace_or_default().clone_into(&mut mysql.namespace);
+    mysql.mode = word("mode", section.mode.as_ref())?;
+    mysql.schema = word("schema", section.schema.as_ref())?;
+    mysql.tls = word("tls", section.tls.as_ref())?;
+    mysql.ca.clone_from(&section.ca);
+    mysql.socket.clone_from(&section.socket);
+    mysql.max_connections = section.max_connections.unwrap_or(mysql.max_connections);
+    mysql.token_block = section.token_block.unwrap_or(mysql.token_block);
+    Ok(mysql)
 }
 
 #[cfg(all(feature = "file", unix))]

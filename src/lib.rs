@@ -68,6 +68,7 @@
 //! | `file` (default) | the file backend, `file:`: locks between the processes of one host |
 //! | `redis` | the Redis backend, `redis:`: one master |
 //! | `zk` | the ZooKeeper backend, `zk:` |
+//! | `mysql` | the MySQL and MariaDB backend, `mysql:`. Needs Rust 1.94 |
 //! | `tls` | connections over TLS (`rediss:`) for the backends that are there |
 //! | `full` | every backend |
 //! | `serde` | `Deserialize` for [`LockConfig`] |
@@ -75,16 +76,21 @@
 //! | `blocking` | an API for programs without an async runtime |
 //!
 //! A feature never changes what another one does. Without any there is the memory backend alone, and no client crate
-//! is compiled. `mysql` comes with its backend; until then that URL scheme answers [`Error::FeatureDisabled`].
+//! is compiled.
 
 mod config;
 mod connect;
 mod url;
 
-pub use config::{FileSection, LockConfig, RedisSection, ZkSection};
+pub use config::{FileSection, LockConfig, MysqlSection, RedisSection, ZkSection};
 pub use connect::connect;
 #[doc(inline)]
 pub use lockkit_core::*;
+#[cfg(feature = "mysql")]
+pub use lockkit_mysql as mysql;
+#[cfg(feature = "mysql")]
+#[doc(inline)]
+pub use lockkit_mysql::{MySqlBackend, MySqlConfig};
 #[cfg(feature = "redis")]
 #[doc(inline)]
 pub use lockkit_redis::{RedisBackend, RedisConfig};

@@ -5,6 +5,7 @@
 //! - [`Port`]: a port of its own for the whole life of a server, restarts included.
 //! - [`redis`]: Redis servers.
 //! - [`zookeeper`]: ZooKeeper servers.
+//! - [`mysql`]: MariaDB and MySQL servers.
 //! - [`Clock`]: a server's wall clock, to set forward and back.
 //! - [`Certificates`]: for servers that speak TLS.
 //! - [`Proxy`]: a TCP proxy that loses replies, delays, cuts and resets on command.
@@ -18,6 +19,7 @@ mod certificates;
 mod clock;
 mod directory;
 mod gate;
+pub mod mysql;
 mod port;
 mod process;
 mod proxy;

@@ -117,6 +117,7 @@ fn schemes_without_a_backend_here_name_the_feature() {
         ("redlock", "redis"),
         #[cfg(not(feature = "zk"))]
         ("zk", "zk"),
+        #[cfg(not(feature = "mysql"))]
         ("mysql", "mysql"),
     ];
     for (scheme, feature) in missing {
@@ -272,6 +273,67 @@ async fn a_zk_url_connects_with_its_options() {
         "{other:?}"
     );
     guard.release().await.unwrap();
+}
+
+#[cfg(feature = "mysql")]
+#[test]
+fn mysql_urls_name_a_database() {
+    for good in [
+        "mysql://db.example/app",
+        "mysql://user:p%40ss@host:3307/app?mode=lease&schema=manual&max_connections=5&token_block=1",
+        "mysql://user:canary@[::1]/app?ttl=5s&mode=for_update&socket=/run/mysqld.sock&tls=off",
+    ] {
+        let config = LockConfig::from_url(good).unwrap_or_else(|error| panic!("{good}: {error}"));
+        assert!(!format!("{config:?}").contains("canary"), "{config:?}");
+    }
+    for (bad, part) in [
+        ("mysql://user:canary@host", "/database"),
+        ("mysql:host/app", "/database"),
+        ("mysql://user:canary@host:x/app", "port"),
+        ("mysql://:canary@host/app", "user"),
+        ("mysql://user:canary@host/app?mode=table", "for_update, lease"),
+        ("mysql://user:canary@host/app?schema=none", "auto, manual"),
+        ("mysql://user:canary@host/app?tls=maybe", "verify"),
+        ("mysql://user:canary@host/app?ca=/ca.pem", "tls=verify"),
+        (
+            "mysql://user:canary@host/app?max_connections=0",
+            "max_connections",
+        ),
+        ("mysql://user:canary@host/app?poll=1s", "`poll`"),
+        #[cfg(not(feature = "tls"))]
+        ("mysql://user:canary@host/app?tls=verify", "cargo feature `tls`"),
+    ] {
+        let text = refused(bad).to_string();
+        assert!(text.contains(part), "{bad}: {text}");
+        assert!(!text.contains("canary"), "{bad}: {text}");
+    }
+}
+
+#[cfg(feature = "mysql")]
+#[tokio::test]
+async fn a_mysql_url_connects_with_its_options() {
+    use lockkit_testbed::mysql::{Flavour, MySql};
+
+    if lockkit_testbed::skipped("mysql", MySql::missing(Flavour::MariaDb)) {
+        return;
+    }
+    let server = MySql::start(Flavour::MariaDb, &[]).unwrap();
+    for mode in ["for_update", "lease"] {
+        let url = format!("{}?namespace=billing&ttl=7s&label=me&mode={mode}", server.url());
+        let client = lockkit::connect(&url).await.unwrap();
+        let lock = client.lock("orders/42").unwrap();
+        let guard = lock.acquire().await.unwrap();
+        let id = lock.id().to_string();
+        assert!(id.contains("/lockkit") && !id.contains(MySql::PASSWORD), "{id}");
+        let state = lock.inspect().await.unwrap();
+        assert_eq!(state.holders[0].label.as_deref(), Some("me"), "{mode}");
+        assert!(state.holders[0].left.unwrap().as_secs() <= 7, "{mode}");
+        guard.release().await.unwrap();
+    }
+    let wrong = server.url().replace(MySql::PASSWORD, "wrong-one");
+    let error = lockkit::connect(&wrong).await.unwrap_err();
+    assert!(!error.is_transient(), "{error:?}");
+    assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
 }
 
 #[cfg(feature = "file")]

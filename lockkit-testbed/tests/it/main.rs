@@ -3,6 +3,7 @@
 mod clock;
 mod echo;
 mod gate;
+mod mysql;
 mod port;
 mod process;
 mod proxy;

@@ -1,0 +1,414 @@
+//! The MySQL backend beside what it is made of: a row lock by hand (`SELECT … FOR UPDATE`, then `ROLLBACK`: no token, no
+//! lease, nobody told of anything) and the server's own named lock (`GET_LOCK`), on a private MariaDB.
+//!
+//! After criterion's means come the medians, measured in turns of one run each, and their ratios to the row lock by hand.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use criterion::{Criterion, criterion_group};
+use futures_util::future::join_all;
+use lockkit::{
+    Lock, LockClient,
+    mysql::sqlx::{
+        self, AssertSqlSafe, ConnectOptions,
+        mysql::{MySqlConnectOptions, MySqlConnection, MySqlSslMode},
+    },
+};
+use lockkit_benches::{duel, time_cycles};
+use lockkit_testbed::mysql::{Flavour, MySql};
+use tokio::{
+    runtime::{Builder, Runtime},
+    sync::Mutex,
+};
+
+fn runtime() -> Runtime {
+    Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .expect("a runtime")
+}
+
+fn server() -> MySql {
+    MySql::start(Flavour::MariaDb, &[]).expect("MariaDB")
+}
+
+async fn client(server: &MySql, parameters: &str) -> LockClient {
+    let url = format!("{}{parameters}", server.url());
+    lockkit::connect(&url).await.expect("connected")
+}
+
+/// A connection that locks a row by hand.
+struct Raw(MySqlConnection);
+
+impl Raw {
+    async fn connect(server: &MySql, name: &str) -> Self {
+        let options: MySqlConnectOptions = server.url().parse().expect("a URL");
+        let options = options
+            .ssl_mode(MySqlSslMode::Disabled)
+            .disable_statement_logging();
+        let mut raw = Self(options.connect().await.expect("connected"));
+        raw.say(format!(
+            "CREATE TABLE IF NOT EXISTS floor (name VARBINARY(255) PRIMARY KEY) ENGINE=InnoDB; \
+             INSERT IGNORE INTO floor VALUES ('{name}'); SET SESSION autocommit=0"
+        ))
+        .await;
+        raw
+    }
+
+    async fn say(&mut self, sql: String) {
+        sqlx::raw_sql(AssertSqlSafe(sql))
+            .fetch_all(&mut self.0)
+            .await
+            .expect("said");
+    }
+
+    async fn lock(&mut self, name: &str) {
+        self.say(format!("SELECT 0 FROM floor WHERE name='{name}' FOR UPDATE"))
+            .await;
+    }
+
+    async fn unlock(&mut self) {
+        self.say("ROLLBACK".to_owned()).await;
+    }
+
+    async fn cycle(&mut self, name: &str) {
+        self.lock(name).await;
+        self.unlock().await;
+    }
+
+    async fn named_cycle(&mut self, name: &str) {
+        self.say(format!("SELECT GET_LOCK('{name}', 10)")).await;
+        self.say(format!("DO RELEASE_LOCK('{name}')")).await;
+    }
+}
+
+async fn cycle(lock: &Lock) {
+    let guard = lock.acquire().await.expect("granted");
+    guard.release().await.expect("released");
+}
+
+/// One task, uncontended.
+fn uncontended(c: &mut Criterion) {
+    let (runtime, server) = (runtime(), server());
+    let (lock, raw, named) = runtime.block_on(async {
+        (
+            client(&server, "").await.lock("one").expect("a name"),
+            Mutex::new(Raw::connect(&server, "one").await),
+            Mutex::new(Raw::connect(&server, "one").await),
+        )
+    });
+    let mut group = c.benchmark_group("mysql, uncontended");
+    group.measurement_time(Duration::from_secs(3));
+    duel(
+        &mut group,
+        ("lockkit", |n| time_cycles(&runtime, n, || cycle(&lock))),
+        ("FOR UPDATE by hand", |n| {
+            time_cycles(&runtime, n, || async { raw.lock().await.cycle("one").await })
+        }),
+    );
+    group.bench_function("GET_LOCK by hand", |bencher| {
+        bencher.iter_custom(|n| {
+            time_cycles(&runtime, n, || async {
+                named.lock().await.named_cycle("one").await
+            })
+        });
+    });
+    group.finish();
+}
+
+/// Sixteen who want one thing: as tasks of one client, and as clients.
+fn contended(c: &mut Criterion) {
+    let (runtime, server) = (runtime(), server());
+    let (one, many, raw) = runtime.block_on(async {
+        let one = client(&server, "").await.lock("sixteen").expect("a name");
+        let mut many = Vec::new();
+        let mut raw = Vec::new();
+        for _ in 0..16 {
+            many.push(client(&server, "").await.lock("sixteen").expect("a name"));
+            raw.push(Mutex::new(Raw::connect(&server, "sixteen").await));
+        }
+        (vec![one; 16], many, raw)
+    });
+    let all = |locks: &[Lock], n: u64| {
+        let cycles = locks.iter().map(|lock| async move {
+            for _ in 0..n.div_ceil(16) {
+                cycle(lock).await;
+            }
+        });
+        let began = Instant::now();
+        runtime.block_on(join_all(cycles));
+        began.elapsed()
+    };
+    let by_hand = |n: u64| {
+        let cycles = raw.iter().map(|raw| async move {
+            for _ in 0..n.div_ceil(16) {
+                raw.lock().await.cycle("sixteen").await;
+            }
+        });
+        let began = Instant::now();
+        runtime.block_on(join_all(cycles));
+        began.elapsed()
+    };
+    let mut group = c.benchmark_group("mysql, sixteen on one name");
+    group.measurement_time(Duration::from_secs(3)).sample_size(20);
+    duel(
+        &mut group,
+        ("lockkit, tasks", |n| all(&one, n)),
+        ("FOR UPDATE by hand", by_hand),
+    );
+    duel(
+        &mut group,
+        ("lockkit, clients", |n| all(&many, n)),
+        ("FOR UPDATE by hand (again)", by_hand),
+    );
+    group.finish();
+}
+
+criterion_group!(benches, uncontended, contended);
+
+fn main() {
+    benches();
+    // Under `cargo test` and with a filter, that is all.
+    if std::env::args().any(|argument| argument == "--bench") {
+        medians();
+    }
+}
+
+/// Times that were measured in turns.
+#[derive(Default)]
+struct Times(Vec<Duration>);
+
+impl Times {
+    fn median(&mut self) -> Duration {
+        self.0.sort_unstable();
+        self.0.get(self.0.len() / 2).copied().unwrap_or_default()
+    }
+
+    fn worst(&mut self) -> Duration {
+        self.0.iter().max().copied().unwrap_or_default()
+    }
+}
+
+fn medians() {
+    let (runtime, server) = (runtime(), server());
+    runtime.block_on(async {
+        let server = Arc::new(server);
+        one_task(&server).await;
+        sixteen_names(&server).await;
+        hand_off(&server).await;
+        two_hundred_waiters(&server).await;
+    });
+}
+
+fn report(what: &str, mut times: Vec<(&str, Times)>) {
+    println!("\n{what}");
+    let floor = times[0].1.median();
+    for (name, times) in &mut times {
+        let ratio = times.median().as_secs_f64() / floor.as_secs_f64();
+        println!(
+            "  {name:32} median {:>10.1?}  {ratio:5.2}  worst {:>10.1?}",
+            times.median(),
+            times.worst()
+        );
+    }
+}
+
+async fn timed(times: &mut Times, work: impl Future<Output = ()>) {
+    let began = Instant::now();
+    work.await;
+    times.0.push(began.elapsed());
+}
+
+async fn one_task(server: &MySql) {
+    let lock = client(server, "").await.lock("median").expect("a name");
+    let each = client(server, "?token_block=1&local_handoffs=0")
+        .await
+        .lock("each")
+        .expect("a name");
+    let lease = client(server, "?mode=lease")
+        .await
+        .lock("median")
+        .expect("a name");
+    let (mut raw, mut named) = (
+        Raw::connect(server, "median").await,
+        Raw::connect(server, "median").await,
+    );
+    let mut times: [Times; 5] = Default::default();
+    for round in 0..5_500 {
+        if round == 500 {
+            times = Default::default();
+        }
+        timed(&mut times[0], raw.cycle("median")).await;
+        timed(&mut times[1], cycle(&lock)).await;
+        timed(&mut times[2], named.named_cycle("median")).await;
+        if round % 5 == 0 {
+            timed(&mut times[3], cycle(&each)).await;
+            timed(&mut times[4], cycle(&lease)).await;
+        }
+    }
+    let names = [
+        "FOR UPDATE by hand",
+        "lockkit",
+        "GET_LOCK by hand",
+        "lockkit, a durable write each",
+        "lockkit, mode=lease",
+    ];
+    report(
+        "acquire and release, one task",
+        names.into_iter().zip(times).collect(),
+    );
+}
+
+async fn sixteen_names(server: &MySql) {
+    let client = client(server, "").await;
+    let mut raw = Vec::new();
+    let mut locks = Vec::new();
+    for index in 0..16 {
+        let name = format!("of sixteen {index}");
+        raw.push((Raw::connect(server, &name).await, name.clone()));
+        locks.push(client.lock(name).expect("a name"));
+    }
+    let mut times: [Times; 2] = Default::default();
+    for round in 0..600 {
+        if round == 100 {
+            times = Default::default();
+        }
+        timed(&mut times[0], async {
+            join_all(raw.iter_mut().map(|(raw, name)| raw.cycle(name))).await;
+        })
+        .await;
+        timed(&mut times[1], async {
+            join_all(locks.iter().map(cycle)).await;
+        })
+        .await;
+    }
+    let names = ["FOR UPDATE by hand", "lockkit"];
+    report(
+        "acquire and release, sixteen at once, a name each",
+        names.into_iter().zip(times).collect(),
+    );
+}
+
+/// From the release by one client to the grant to another that waits.
+async fn hand_off(server: &Arc<MySql>) {
+    let mut times: [Times; 4] = Default::default();
+    let name = "hand-off";
+    let (mut a, mut b) = (Raw::connect(server, name).await, Raw::connect(server, name).await);
+    let mut pairs = Vec::new();
+    for parameters in ["", "?mode=lease"] {
+        let (a, b) = (client(server, parameters).await, client(server, parameters).await);
+        pairs.push((a.lock(name).expect("a name"), b.lock(name).expect("a name")));
+    }
+    let pause = || tokio::time::sleep(Duration::from_millis(2));
+    for round in 0..330 {
+        if round == 30 {
+            times = Default::default();
+        }
+        a.lock(name).await;
+        let waiter = tokio::spawn(async move {
+            b.lock(name).await;
+            let granted = Instant::now();
+            b.unlock().await;
+            (b, granted)
+        });
+        pause().await;
+        let released = Instant::now();
+        a.unlock().await;
+        let (back, granted) = waiter.await.expect("granted");
+        b = back;
+        times[0].0.push(granted - released);
+        for (index, (a, b)) in pairs.iter().enumerate() {
+            let guard = a.acquire().await.expect("granted");
+            let b = b.clone();
+            let waiter = tokio::spawn(async move {
+                let guard = b.acquire().await.expect("granted");
+                let granted = Instant::now();
+                guard.release().await.expect("released");
+                granted
+            });
+            pause().await;
+            let released = Instant::now();
+            guard.release().await.expect("released");
+            times[index + 1].0.push(waiter.await.expect("granted") - released);
+        }
+        // The same between two tasks of one client.
+        let lock = &pairs[0].0;
+        let guard = lock.acquire().await.expect("granted");
+        let waiting = lock.clone();
+        let waiter = tokio::spawn(async move {
+            let guard = waiting.acquire().await.expect("granted");
+            let granted = Instant::now();
+            guard.release().await.expect("released");
+            granted
+        });
+        pause().await;
+        let released = Instant::now();
+        guard.release().await.expect("released");
+        times[3].0.push(waiter.await.expect("granted") - released);
+    }
+    let names = [
+        "FOR UPDATE by hand",
+        "lockkit, two clients",
+        "lockkit, mode=lease, two clients",
+        "lockkit, two tasks of one client",
+    ];
+    report(
+        "from release to the next grant",
+        names.into_iter().zip(times).collect(),
+    );
+}
+
+/// Two hundred wait, and each holds for an instant: how long until all have had it.
+async fn two_hundred_waiters(server: &Arc<MySql>) {
+    const WAITERS: usize = 200;
+    let client = client(server, "").await;
+    let lock = client.lock("crowd").expect("a name");
+    let mut raw = Vec::new();
+    for _ in 0..WAITERS {
+        raw.push(Raw::connect(server, "crowd").await);
+    }
+    let mut gate = Raw::connect(server, "crowd").await;
+    let mut times: [Times; 2] = Default::default();
+    for _ in 0..5 {
+        gate.lock("crowd").await;
+        let waiters: Vec<_> = std::mem::take(&mut raw)
+            .into_iter()
+            .map(|mut raw| {
+                tokio::spawn(async move {
+                    raw.cycle("crowd").await;
+                    raw
+                })
+            })
+            .collect();
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        timed(&mut times[0], async {
+            gate.unlock().await;
+            for waiter in waiters {
+                raw.push(waiter.await.expect("granted"));
+            }
+        })
+        .await;
+        let guard = lock.acquire().await.expect("granted");
+        let waiters: Vec<_> = (0..WAITERS)
+            .map(|_| {
+                let lock = lock.clone();
+                tokio::spawn(async move { cycle(&lock).await })
+            })
+            .collect();
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        timed(&mut times[1], async {
+            guard.release().await.expect("released");
+            join_all(waiters).await;
+        })
+        .await;
+    }
+    let names = ["FOR UPDATE by hand, 200 sessions", "lockkit, 200 tasks"];
+    report(
+        "two hundred waiters, all served",
+        names.into_iter().zip(times).collect(),
+    );
+}

@@ -1,0 +1,384 @@
+//! What a backend is told: which server, and how to use it.
+
+use std::{fmt, path::PathBuf, str::FromStr};
+
+use lockkit_core::{Error, Result, spi::BackendInfo};
+use percent_encoding::percent_decode_str;
+use sqlx::{
+    ConnectOptions,
+    mysql::{MySqlConnectOptions, MySqlSslMode},
+};
+use url::{Host, Url};
+
+/// Which server, and how to use it.
+///
+/// ```
+/// use lockkit_mysql::{Mode, MySqlConfig};
+///
+/// let mut config = MySqlConfig::new("mysql://app:s3cret@db.example/app");
+/// config.mode = Mode::Lease;
+/// assert!(!format!("{config:?}").contains("s3cret"));
+/// ```
+///
+/// Its `Debug` form leaves out the account and its password.
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MySqlConfig {
+    /// `mysql://[user[:password]@]host[:port]/database`. User and password are percent-encoded. The user is `root` and
+    /// the port 3306 unless given. The database (schema) is where the lock tables are.
+    pub url: String,
+    /// The Unix socket to use instead of the URL's host and port.
+    pub socket: Option<PathBuf>,
+    /// Keeps applications that share the database apart: part of each row's name. Of `[A-Za-z0-9._-]`.
+    pub namespace: String,
+    /// How a lock is held.
+    pub mode: Mode,
+    /// Who makes the tables.
+    pub schema: Schema,
+    /// Whether the connections are encrypted, and whom they trust.
+    pub tls: Tls,
+    /// A file with the certificates (PEM) to trust instead of the system's.
+    pub ca: Option<PathBuf>,
+    /// The most connections at once, besides the one that is always there. Each held lock and each name that is
+    /// waited for needs one (with [`Mode::Lease`], only the latter). 100 by default.
+    pub max_connections: u32,
+    /// How many grants of one name in a row may at most share one durable write of the token counter; 1,024 by
+    /// default.
+    pub token_block: u32,
+}
+
+/// How a lock is held.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mode {
+    /// A row lock, `SELECT … FOR UPDATE`, of a session of its own. As safe as the row lock itself, fast, and freed the
+    /// moment its process dies. One connection per held lock, with a transaction open for as long.
+    #[default]
+    ForUpdate,
+    /// Owner and expiry in a row, changed by short transactions on the server's clock. For holds of hours and for
+    /// many locks: a held lock costs no connection and no open transaction. Exclusive locks alone.
+    Lease,
+}
+
+/// Who makes the tables.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Schema {
+    /// The backend, when it connects to a database that lacks them.
+    #[default]
+    Auto,
+    /// You, from [`ddl`](crate::ddl). The account then needs no right to create tables; if one is missing, the error
+    /// has the statements.
+    Manual,
+}
+
+/// Whether connections are encrypted, and whom they trust. Anything but `Off` needs the cargo feature `tls`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Tls {
+    /// Not encrypted. The password is never sent in the clear, but everything else is.
+    #[default]
+    Off,
+    /// Encrypted, without a look at who answers: no help against someone in between.
+    Unverified,
+    /// Encrypted, and the certificate has to be of an authority that is trusted and for the host of that name.
+    Verify,
+}
+
+macro_rules! words {
+    ($kind:ident: $($word:literal = $value:ident),+) => {
+        impl FromStr for $kind {
+            type Err = String;
+
+            /// Reads the value as it stands in a URL.
+            fn from_str(word: &str) -> Result<Self, String> {
+                match word {
+                    $($word => Ok(Self::$value),)+
+                    _ => Err(format!("{word:?} is none of {}", [$($word),+].join(", "))),
+                }
+            }
+        }
+    };
+}
+
+words!(Mode: "for_update" = ForUpdate, "lease" = Lease);
+words!(Schema: "auto" = Auto, "manual" = Manual);
+words!(Tls: "off" = Off, "unverified" = Unverified, "verify" = Verify);
+
+impl MySqlConfig {
+    /// The longest namespace, in bytes.
+    pub const MAX_NAMESPACE: usize = 64;
+
+    /// The server and database at `url`. The URL is looked at when it is connected to.
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            socket: None,
+            namespace: BackendInfo::DEFAULT_NAMESPACE.to_owned(),
+            mode: Mode::default(),
+            schema: Schema::default(),
+            tls: Tls::default(),
+            ca: None,
+            max_connections: 100,
+            token_block: 1_024,
+        }
+    }
+
+    /// Whether it can be connected to, as far as can be told without I/O.
+    ///
+    /// # Errors
+    /// [`Error::InvalidUrl`] or [`Error::InvalidOptions`] says what cannot be.
+    pub fn validate(&self) -> Result<()> {
+        self.target().map(drop)
+    }
+
+    pub(crate) fn target(&self) -> Result<Target> {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        if !self.namespace.chars().all(allowed) {
+            return Err(Error::invalid_option(
+                "namespace",
+                format!(
+                    "{:?} has other characters than letters, digits, `.`, `_` and `-`",
+                    self.namespace
+                ),
+            ));
+        }
+        if self.namespace.len() > Self::MAX_NAMESPACE {
+            return Err(Error::invalid_option("namespace", "it is longer than 64 bytes"));
+        }
+        if !(1..=100_000).contains(&self.max_connections) {
+            return Err(Error::invalid_option(
+                "max_connections",
+                "it is not between 1 and 100,000",
+            ));
+        }
+        if !(1..=1_000_000).contains(&self.token_block) {
+            return Err(Error::invalid_option(
+                "token_block",
+                "it is not between 1 and 1,000,000",
+            ));
+        }
+        if self.tls != Tls::Off && !cfg!(feature = "tls") {
+            return Err(Error::invalid_option(
+                "tls",
+                "encrypted connections need the cargo feature `tls`, which this build does not have",
+            ));
+        }
+        if self.ca.is_some() && self.tls != Tls::Verify {
+            return Err(Error::invalid_option("ca", "it has no effect without tls=verify"));
+        }
+        let target = Target::parse(&self.url)?;
+        if target.user.is_empty() {
+            return Err(Error::invalid_url(
+                redacted(&self.url),
+                "it has a password and no user",
+            ));
+        }
+        Ok(target)
+    }
+
+    pub(crate) fn connect_options(&self, target: &Target) -> MySqlConnectOptions {
+        let mut options = MySqlConnectOptions::new()
+            .host(&target.host)
+            .port(target.port)
+            .username(&target.user)
+            .database(&target.database)
+            .ssl_mode(match self.tls {
+                Tls::Off => MySqlSslMode::Disabled,
+                Tls::Unverified => MySqlSslMode::Required,
+                Tls::Verify => MySqlSslMode::VerifyIdentity,
+            })
+            // Nothing is ever prepared.
+            .statement_cache_capacity(0)
+            .disable_statement_logging();
+        if let Some(socket) = &self.socket {
+            options = options.socket(socket);
+        }
+        if let Some(password) = &target.password {
+            options = options.password(password);
+        }
+        if let Some(ca) = &self.ca {
+            options = options.ssl_ca(ca);
+        }
+        options
+    }
+
+    /// The server and what of it is used, without credentials: what makes two clients' locks the same.
+    pub(crate) fn server(&self, target: &Target) -> String {
+        let Target {
+            host, port, database, ..
+        } = target;
+        let at = match &self.socket {
+            Some(socket) => socket.display().to_string(),
+            None if host.contains(':') => format!("[{host}]:{port}"),
+            None => format!("{host}:{port}"),
+        };
+        match self.mode {
+            Mode::ForUpdate => format!("mysql://{at}/{database}"),
+            // Other tables: other locks.
+            Mode::Lease => format!("mysql://{at}/{database}?mode=lease"),
+        }
+    }
+}
+
+impl fmt::Debug for MySqlConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            url,
+            socket,
+            namespace,
+            mode,
+            schema,
+            tls,
+            ca,
+            max_connections,
+            token_block,
+        } = self;
+        f.debug_struct("MySqlConfig")
+            .field("url", &redacted(url))
+            .field("socket", socket)
+            .field("namespace", namespace)
+            .field("mode", mode)
+            .field("schema", schema)
+            .field("tls", tls)
+            .field("ca", ca)
+            .field("max_connections", max_connections)
+            .field("token_block", token_block)
+            .finish()
+    }
+}
+
+/// A URL in its parts.
+pub(crate) struct Target {
+    host: String,
+    port: u16,
+    user: String,
+    password: Option<String>,
+    pub(crate) database: String,
+}
+
+impl Target {
+    const DEFAULT_PORT: u16 = 3306;
+
+    fn parse(text: &str) -> Result<Self> {
+        let invalid = |reason: &str| Error::invalid_url(redacted(text), reason);
+        let url = Url::parse(text).map_err(|error| invalid(&error.to_string()))?;
+        if url.scheme() != "mysql" {
+            return Err(invalid("it does not begin with mysql://"));
+        }
+        if url.query().is_some() || url.fragment().is_some() {
+            return Err(invalid(
+                "it has parameters or a fragment, which this address cannot have; write a `?` or `#` in a password \
+                 as %3F or %23",
+            ));
+        }
+        let decoded = |part: &str, what: &str| match percent_decode_str(part).decode_utf8() {
+            Ok(decoded) => Ok(decoded.into_owned()),
+            Err(_) => Err(invalid(&format!("{what} is not UTF-8 when decoded"))),
+        };
+        let host = match url.host() {
+            Some(Host::Ipv6(address)) => address.to_string(),
+            Some(host) => decoded(&host.to_string(), "the host")?.to_ascii_lowercase(),
+            None => String::new(),
+        };
+        let database = decoded(url.path().trim_start_matches('/'), "the database")?;
+        if host.is_empty() || database.is_empty() || database.contains('/') {
+            return Err(invalid(
+                "it is not of the form mysql://user:password@host:port/database",
+            ));
+        }
+        let user = decoded(url.username(), "the user")?;
+        let password = url
+            .password()
+            .map(|password| decoded(password, "the password"))
+            .transpose()?;
+        Ok(Self {
+            host,
+            port: url.port().unwrap_or(Self::DEFAULT_PORT),
+            user: if user.is_empty() && password.is_none() {
+                "root".to_owned()
+            } else {
+                user
+            },
+            password,
+            database,
+        })
+    }
+}
+
+/// A URL as it may be shown. It leans towards hiding: everything up to the last `@` and after a `?` goes.
+fn redacted(url: &str) -> String {
+    let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
+    let rest = match rest.rsplit_once('@') {
+        Some((_, host)) => format!("***@{host}"),
+        None => rest.to_owned(),
+    };
+    let rest = rest.split(['?', '#']).next().unwrap_or_default();
+    if scheme.is_empty() {
+        rest.to_owned()
+    } else {
+        format!("{scheme}://{rest}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_is_taken_apart() {
+        let target = Target::parse("mysql://locker:p%40ss%2Fword@Db.example:7000/app").unwrap();
+        assert_eq!(target.user, "locker");
+        assert_eq!(target.password.as_deref(), Some("p@ss/word"));
+        assert_eq!((target.host.as_str(), target.port), ("db.example", 7000));
+        assert_eq!(target.database, "app");
+        let target = Target::parse("mysql://[::1]/a%20b").unwrap();
+        assert_eq!((target.user.as_str(), target.password), ("root", None));
+        assert_eq!((target.host.as_str(), target.port), ("::1", 3306));
+        assert_eq!(target.database, "a b");
+        let config = MySqlConfig::new("mysql://u:p@[::1]/a");
+        let server = config.server(&config.target().unwrap());
+        assert_eq!(server, "mysql://[::1]:3306/a");
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_without_telling_secrets() {
+        for url in [
+            "postgres://host/db",
+            "host",
+            "mysql://",
+            "mysql://host",
+            "mysql://host/",
+            "mysql:///db",
+            "mysql://host/a/b",
+            "mysql://host:x/db",
+            "mysql://:sesame@host/db",
+            "mysql://u:sesame@host/db?x=sesame",
+            "mysql://u:sesame#@host/db",
+            "mysql://u:sesame%FF@host/db",
+        ] {
+            let err = MySqlConfig::new(url).validate().unwrap_err();
+            assert!(!format!("{err} {err:?}").contains("sesame"), "{err:?}");
+        }
+    }
+
+    #[test]
+    fn options_that_cannot_be_kept_are_named() {
+        let refused = |change: fn(&mut MySqlConfig)| {
+            let mut config = MySqlConfig::new("mysql://host/db");
+            config.validate().unwrap();
+            change(&mut config);
+            match config.validate().unwrap_err() {
+                Error::InvalidOptions { option, .. } => option,
+                other => panic!("{other}"),
+            }
+        };
+        assert_eq!(refused(|config| config.namespace = "a:b".into()), "namespace");
+        assert_eq!(refused(|config| config.namespace = "a".repeat(65)), "namespace");
+        assert_eq!(refused(|config| config.max_connections = 0), "max_connections");
+        assert_eq!(refused(|config| config.token_block = 0), "token_block");
+        assert_eq!(refused(|config| config.ca = Some("ca.pem".into())), "ca");
+        #[cfg(not(feature = "tls"))]
+        assert_eq!(refused(|config| config.tls = Tls::Verify), "tls");
+    }
+}

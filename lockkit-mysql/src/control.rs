@@ -1,0 +1,190 @@
+//! The one connection of a backend that holds no lock: it commits tokens, ends sessions, and looks.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+use lockkit_core::{Error, Result};
+use sqlx::mysql::MySqlConnectOptions;
+use tokio::{sync::Mutex, time::Instant};
+
+use crate::{
+    NAME, fault,
+    server::{self, Server},
+    wire::{Reply, Wire, column},
+};
+
+/// What says which server answered. Two sessions with different answers do not share row locks.
+pub(crate) const IDENTITY: &str = "CONCAT_WS('/', @@hostname, @@port, @@server_id)";
+
+/// A statement that has not been answered for so long never will be: all of them are short.
+const HUNG: Duration = Duration::from_secs(5);
+
+#[derive(Debug)]
+pub(crate) struct Control {
+    options: Options,
+    link: Mutex<Link>,
+    /// The number of the latest term.
+    latest: AtomicU64,
+}
+
+/// Without the password in its `Debug` form.
+pub(crate) struct Options(pub(crate) MySqlConnectOptions);
+
+#[derive(Debug, Default)]
+struct Link {
+    wire: Option<Wire>,
+    term: Term,
+    server: Option<Server>,
+    asked: Option<Instant>,
+}
+
+/// One life of the control connection. While it lasts, the server has not restarted, and an id of a session that was
+/// begun in it means that session and no other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Term {
+    pub(crate) number: u64,
+    pub(crate) server: String,
+}
+
+/// What came of ending a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Killed {
+    /// It was there.
+    Now,
+    /// It had ended before.
+    Before,
+    /// Its id may be another's by now.
+    Unknown,
+}
+
+impl Control {
+    pub(crate) fn new(options: MySqlConnectOptions) -> Self {
+        Self {
+            options: Options(options),
+            link: Mutex::default(),
+            latest: AtomicU64::new(0),
+        }
+    }
+
+    /// Sees to it that the connection is open.
+    pub(crate) async fn term(&self, operation: &'static str) -> Result<(Term, Server)> {
+        self.open(&mut *self.link.lock().await, operation).await
+    }
+
+    /// Whether `term` is the latest there was.
+    pub(crate) fn is_latest(&self, term: &Term) -> bool {
+        self.latest.load(Ordering::Relaxed) == term.number
+    }
+
+    /// Runs `sql`, each of its statements a transaction of its own, on a new connection if the one there was has
+    /// ended. It has to be harmless if run twice.
+    pub(crate) async fn ask(&self, operation: &'static str, sql: String) -> Result<Reply> {
+        let mut link = self.link.lock().await;
+        let kept = link.wire.is_some();
+        self.open(&mut link, operation).await?;
+        match link.ask(sql.clone()).await {
+            Err(error) if kept && fault::ends_the_session(&error) => {
+                self.open(&mut link, operation).await?;
+                link.ask(sql).await
+            }
+            answer => answer,
+        }
+        .map_err(|error| fault::error(operation, error))
+    }
+
+    /// Makes the tables, or looks at them.
+    pub(crate) async fn prepare(&self, mode: crate::Mode, schema: crate::Schema) -> Result<()> {
+        let mut link = self.link.lock().await;
+        self.open(&mut link, "connect").await?;
+        match &mut link.wire {
+            Some(wire) => crate::schema::prepare(wire, mode, schema).await,
+            None => Err(Error::transient(NAME, "connect", "the connection has ended")),
+        }
+    }
+
+    /// Ends the session of this id that was begun in `term`, if that can be said without fear of hitting another.
+    pub(crate) async fn kill(&self, operation: &'static str, id: u64, term: &Term) -> Result<Killed> {
+        let mut link = self.link.lock().await;
+        if link.wire.is_none() || link.term != *term || link.is_hung() {
+            return Ok(Killed::Unknown);
+        }
+        match link.ask(format!("KILL {id}")).await {
+            Ok(_) => Ok(Killed::Now),
+            Err(error) if fault::number(&error) == Some(fault::code::NO_SUCH_THREAD) => Ok(Killed::Before),
+            Err(error) => Err(fault::error(operation, error)),
+        }
+    }
+
+    async fn open(&self, link: &mut Link, operation: &'static str) -> Result<(Term, Server)> {
+        let opened = link.open(&self.options, operation).await?;
+        self.latest.store(opened.0.number, Ordering::Relaxed);
+        Ok(opened)
+    }
+
+    pub(crate) async fn close(&self) {
+        let wire = self.link.lock().await.wire.take();
+        if let Some(wire) = wire {
+            wire.quit().await;
+        }
+    }
+}
+
+impl Link {
+    fn is_hung(&self) -> bool {
+        let running = self.wire.as_ref().is_some_and(Wire::is_running);
+        running && self.asked.is_some_and(|asked| asked.elapsed() > HUNG)
+    }
+
+    async fn open(&mut self, options: &Options, operation: &'static str) -> Result<(Term, Server)> {
+        if self.is_hung() || self.wire.as_ref().is_some_and(Wire::is_closed) {
+            self.wire = None;
+        }
+        if let (Some(_), Some(server)) = (&self.wire, self.server) {
+            return Ok((self.term.clone(), server));
+        }
+        let during = |error| fault::error(operation, error);
+        let mut wire = Wire::open(&options.0).await.map_err(during)?;
+        let setup = format!(
+            "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
+             SET SESSION autocommit=1, wait_timeout=86400, innodb_lock_wait_timeout=5, lock_wait_timeout=5; \
+             SELECT {IDENTITY}; {}",
+            server::QUESTION
+        );
+        let reply = wire.ask(setup).await.map_err(during)?;
+        let identity = reply
+            .row(2)
+            .map(|row| column(row, 0))
+            .transpose()
+            .map_err(during)?;
+        let server = Server::read(&reply)?;
+        self.term = Term {
+            number: self.term.number + 1,
+            server: identity.unwrap_or_default(),
+        };
+        self.server = Some(server);
+        self.wire = Some(wire);
+        Ok((self.term.clone(), server))
+    }
+
+    async fn ask(&mut self, sql: String) -> sqlx::Result<Reply> {
+        let Some(wire) = &mut self.wire else {
+            return Err(sqlx::Error::WorkerCrashed);
+        };
+        // What a future that was dropped has left under way.
+        wire.settle().await;
+        self.asked = Some(Instant::now());
+        let answer = wire.ask(sql).await;
+        if wire.is_closed() {
+            self.wire = None;
+        }
+        answer
+    }
+}
+
+impl std::fmt::Debug for Options {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Options({}:{})", self.0.get_host(), self.0.get_port())
+    }
+}

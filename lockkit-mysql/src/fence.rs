@@ -1,0 +1,110 @@
+//! Fencing tokens, drawn in blocks: one durable write reserves many, and most grants take theirs from memory.
+//!
+//! The counter's row says where the latest block ends. Whoever holds the lock and finds its own block's end there knows
+//! that nobody has drawn another since, and goes on with it. Whoever does not moves the counter on, by compare-and-set
+//! on the control connection, since the transaction that holds the lock must not be committed. A block whose client
+//! dies is given up. The scheme is known as hi-lo.
+
+use std::{
+    collections::HashMap,
+    ops::RangeInclusive,
+    sync::{Mutex, PoisonError},
+};
+
+use crate::key::Key;
+
+/// More names than this have their blocks forgotten, which costs a durable write each.
+const MOST_NAMES: usize = 10_000;
+
+#[derive(Debug, Default)]
+pub(crate) struct Fence(Mutex<HashMap<Key, Block>>);
+
+#[derive(Debug)]
+struct Block {
+    next: u64,
+    end: u64,
+    /// For how many grants it was drawn.
+    grants: u32,
+    /// The term of the control connection that it was drawn in. A server that was restarted may have lost the locks
+    /// of those who draw from it.
+    term: u64,
+}
+
+impl Fence {
+    /// Whether this name's rows have been seen.
+    pub(crate) fn knows(&self, key: &Key) -> bool {
+        self.blocks().contains_key(key)
+    }
+
+    /// Takes `count` tokens from memory, if this client drew the block that the counter ends at.
+    pub(crate) fn take(&self, key: &Key, latest: u64, term: u64, count: u64) -> Option<RangeInclusive<u64>> {
+        let mut blocks = self.blocks();
+        let block = blocks.get_mut(key)?;
+        if block.end != latest || block.term != term || (block.end + 1).saturating_sub(block.next) < count {
+            return None;
+        }
+        let first = block.next;
+        block.next += count;
+        Some(first..=first + count - 1)
+    }
+
+    /// For how many grants to draw, at most `most`: more each time a block was used up, and no more than one where
+    /// another client takes turns with this one and makes what is left of a block useless. So the counter of a name
+    /// does not run ahead of the clock, at which it began, and would begin anew if it were deleted.
+    pub(crate) fn grants(&self, key: &Key, latest: u64, most: u32) -> u32 {
+        const FIRST: u32 = 16;
+        match self.blocks().get(key) {
+            None => FIRST.min(most),
+            Some(block) if block.end == latest => block.grants.saturating_mul(2).min(most),
+            Some(_) => 1,
+        }
+    }
+
+    /// Remembers a block that was drawn, and has been found to be ours on the session that has the lock.
+    pub(crate) fn drawn(&self, key: &Key, (before, end): (u64, u64), grants: u32, term: u64) {
+        let mut blocks = self.blocks();
+        if blocks.len() >= MOST_NAMES {
+            blocks.clear();
+        }
+        let next = before + 1;
+        let block = Block {
+            next,
+            end,
+            grants,
+            term,
+        };
+        blocks.insert(key.clone(), block);
+    }
+
+    fn blocks(&self) -> std::sync::MutexGuard<'_, HashMap<Key, Block>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lockkit_core::{Kind, LockName};
+
+    use super::*;
+
+    #[test]
+    fn a_block_is_used_up_and_only_while_it_is_the_latest() {
+        let fence = Fence::default();
+        let key = Key::new("ns", Kind::Lock, &LockName::new("a").unwrap());
+        assert_eq!(fence.take(&key, 0, 1, 1), None);
+        assert_eq!(fence.grants(&key, 100, 8), 8);
+        fence.drawn(&key, (100, 110), 5, 1);
+        assert_eq!(fence.take(&key, 110, 1, 4), Some(101..=104));
+        assert_eq!(fence.take(&key, 120, 1, 1), None, "somebody drew a later block");
+        assert_eq!(
+            fence.take(&key, 110, 2, 1),
+            None,
+            "the server may have been restarted"
+        );
+        assert_eq!(fence.take(&key, 110, 1, 6), Some(105..=110));
+        assert_eq!(fence.take(&key, 110, 1, 1), None, "used up");
+        assert_eq!(fence.grants(&key, 110, 1_024), 10);
+        assert_eq!(fence.grants(&key, 110, 8), 8);
+        assert_eq!(fence.grants(&key, 120, 1_024), 1, "others take turns");
+    }
+}

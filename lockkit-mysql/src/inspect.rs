@@ -1,0 +1,82 @@
+//! A look at who holds, from outside.
+
+use std::time::Duration;
+
+use lockkit_core::{FencingToken, Holder, Kind, LockName, LockState, Result, spi::Mode};
+
+use crate::{
+    Shared, fault,
+    key::Key,
+    sql,
+    wire::{Reply, column},
+};
+
+/// A hold shows itself some milliseconds after its grant; one that is not shown after these looks is not there.
+const LOOKS: usize = 10;
+const BETWEEN_LOOKS: &str = "DO SLEEP(0.01)";
+
+/// A hold as its session shows it.
+pub(crate) struct Shown {
+    pub(crate) token: u64,
+    pub(crate) connection: u64,
+    label: Option<Vec<u8>>,
+    left: Duration,
+}
+
+impl Shared {
+    pub(crate) async fn look(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        let (shown, waiters) = self.shown(name, kind, "inspect").await?;
+        let holders = shown.into_iter().map(|shown| {
+            let label = shown
+                .label
+                .map(|label| String::from_utf8_lossy(&label).into_owned());
+            Holder::new(FencingToken::new(shown.token), label, Some(shown.left))
+        });
+        Ok(LockState::new(holders.collect(), Some(waiters)))
+    }
+
+    /// The holds of a name, and how many wait for it.
+    pub(crate) async fn shown(
+        &self,
+        name: &LockName,
+        kind: Kind,
+        operation: &'static str,
+    ) -> Result<(Vec<Shown>, usize)> {
+        let key = Key::new(&self.namespace, kind, name);
+        let modes: &[Mode] = match kind {
+            Kind::Lock => &[Mode::Exclusive, Mode::Shared],
+            Kind::Semaphore => &[Mode::Permits(std::num::NonZeroU32::MIN)],
+        };
+        let question = sql::holders(&key, self.server.flavour, modes);
+        let control = &self.sessions.control;
+        let mut seen = read(&control.ask(operation, question.clone()).await?)
+            .map_err(|error| fault::error(operation, error))?;
+        for _ in 1..LOOKS {
+            if !seen.0.is_empty() {
+                break;
+            }
+            let again = format!("{BETWEEN_LOOKS}; {question}");
+            seen = read(&control.ask(operation, again).await?)
+                .map_err(|error| fault::error(operation, error))?;
+        }
+        Ok(seen)
+    }
+}
+
+fn read(reply: &Reply) -> sqlx::Result<(Vec<Shown>, usize)> {
+    let waiters = reply.last().first().map_or(Ok(0), |row| column::<u64>(row, 0))?;
+    let mut shown = Vec::new();
+    for row in reply.before_last() {
+        let seconds: u64 = column(row, 2)?;
+        // How long it has been silent is not for everybody to see.
+        let silent: Option<i64> = column(row, 4)?;
+        let silent = silent.and_then(|silent| u64::try_from(silent).ok()).unwrap_or(0);
+        shown.push(Shown {
+            token: column(row, 0)?,
+            label: column(row, 1)?,
+            connection: column(row, 3)?,
+            left: Duration::from_secs(seconds.saturating_sub(silent)),
+        });
+    }
+    Ok((shown, usize::try_from(waiters).unwrap_or(usize::MAX)))
+}

@@ -1,0 +1,449 @@
+//! A claim that holds by owner and expiry in a row, on the server's clock.
+//!
+//! Every change is a short transaction in one request, and between them a holder needs no connection. A release passes
+//! the lock to whoever is next and wakes its session, so that nobody polls while all goes well: whoever waits queues
+//! for a turnstile, a lock of the server's own (`GET_LOCK`), and the one who has it puts itself down as next and has the
+//! server sleep until the lease would be over.
+
+use std::{sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use lockkit_core::{
+    Error, FencingToken, Holder, Kind, LockName, LockState, LossReason, Result,
+    spi::{Claim, ClaimRequest, Grant, Lease, Renewal},
+};
+use sha2::{Digest, Sha256};
+use tokio::time::Instant;
+
+use crate::{
+    NAME, Shared,
+    control::Term,
+    fault::{self, code},
+    key::{Key, hexadecimal, literal},
+    require_runtime,
+    session::Session,
+    sql::CLOCK,
+    wire::{Reply, column},
+};
+
+/// The server's clock, in microseconds since 1970, as of the beginning of a statement.
+const NOW: &str = CLOCK;
+const NOBODY: &str = "x'00000000000000000000000000000000'";
+/// How long a lock that was passed on is kept for a waiter that does not come, in microseconds.
+const KEPT_FOR_NEXT: u32 = 200_000;
+/// How long a waiter queues for the turnstile before it looks for itself, in seconds.
+const QUEUES_FOR: u32 = 2;
+/// How long the next in line sleeps at most, in seconds.
+const SLEEPS_FOR: u32 = 1;
+/// How long the server bears the silence of a session that is kept for the next request, in seconds.
+pub(crate) const SECONDS: u32 = 60;
+
+#[derive(Debug)]
+pub(crate) struct LeaseClaim {
+    shared: Arc<Shared>,
+    request: ClaimRequest,
+    sql: Sql,
+    session: Option<Session>,
+    stage: Stage,
+    /// Before the latest request was sent that may have taken or renewed the lock.
+    sent: Instant,
+    /// Whether the server may have something of this owner's.
+    is_known: bool,
+    /// Whether the session may have the turnstile.
+    has_queued: bool,
+    /// A waiting session that has been given up, and has to be ended.
+    doomed: Option<(u64, Term)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Stage {
+    Out,
+    /// It queues for the turnstile, or sleeps as the next in line.
+    Waiting,
+    /// It holds, and needs no session.
+    Holding,
+}
+
+impl LeaseClaim {
+    pub(crate) fn new(shared: Arc<Shared>, request: ClaimRequest) -> Self {
+        let key = Key::new(&shared.namespace, request.mode.kind(), &request.name);
+        Self {
+            sql: Sql::new(&key, &shared.database, &request),
+            shared,
+            request,
+            session: None,
+            stage: Stage::Out,
+            sent: Instant::now(),
+            is_known: false,
+            has_queued: false,
+            doomed: None,
+        }
+    }
+
+    /// One request, over the session at hand or another. The owner makes each of them harmless if it is made twice.
+    async fn ask(&mut self, operation: &'static str, request: String) -> Result<Reply> {
+        loop {
+            let session = match &mut self.session {
+                Some(session) => session,
+                none => {
+                    self.has_queued = false;
+                    none.insert(self.shared.sessions.get(operation, SECONDS).await?)
+                }
+            };
+            let sent = Instant::now();
+            match session.wire.ask(request.clone()).await {
+                Ok(reply) => {
+                    self.sent = sent;
+                    session.is_proven = true;
+                    return Ok(reply);
+                }
+                Err(error) => {
+                    let is_stale = fault::ends_the_session(&error) && !session.is_proven;
+                    self.session = None;
+                    if !is_stale {
+                        return Err(fault::error(operation, error));
+                    }
+                    // It had been kept for too long. The others have been, too.
+                    self.shared.sessions.forget();
+                }
+            }
+        }
+    }
+
+    /// The session is idle, without a transaction, and has no turnstile.
+    async fn give_back(&mut self) {
+        if let Some(session) = self.session.take() {
+            self.shared.sessions.keep(session).await;
+        }
+    }
+
+    /// What waiting came to; `false` if it goes on.
+    async fn has_waited(&mut self) -> Result<bool> {
+        let Some(session) = &mut self.session else {
+            self.stage = Stage::Out;
+            return Ok(true);
+        };
+        if !session.wire.is_settled().await {
+            if self.shared.still_waits(session.id, &session.term).await? {
+                return Ok(false);
+            }
+            if !session.wire.is_settled().await {
+                self.give_up_waiting();
+                return Err(Error::transient(
+                    NAME,
+                    "acquire",
+                    "the connection that waited for the lock went dead",
+                ));
+            }
+        }
+        match session.wire.answer().await {
+            Ok(_) => {}
+            // So it was woken.
+            Err(error) if fault::number(&error) == Some(code::QUERY_INTERRUPTED) => {}
+            Err(_) => self.session = None,
+        }
+        self.stage = Stage::Out;
+        Ok(true)
+    }
+
+    fn give_up_waiting(&mut self) {
+        self.stage = Stage::Out;
+        self.doomed = self
+            .session
+            .take()
+            .map(|session| (session.id, session.term.clone()));
+    }
+
+    fn lease(&self) -> Lease {
+        let ttl = self.request.ttl;
+        // An allowance for the drift of the server's clock.
+        let length = ttl.saturating_sub(ttl / 100 + Duration::from_millis(2));
+        Lease {
+            since: self.sent,
+            length: Some(length),
+        }
+    }
+
+    fn why_lost(&self) -> LossReason {
+        let over = self.lease().end().is_some_and(|end| Instant::now() >= end);
+        if over {
+            LossReason::Expired
+        } else {
+            LossReason::Revoked
+        }
+    }
+}
+
+#[async_trait]
+impl Claim for LeaseClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        require_runtime("acquire")?;
+        if matches!(self.stage, Stage::Waiting) && !self.has_waited().await? {
+            return Ok(None);
+        }
+        let during = |error| fault::error("acquire", error);
+        loop {
+            self.is_known = true;
+            let reply = self.ask("acquire", self.sql.take(self.has_queued)).await?;
+            let Some(row) = reply.row(1) else {
+                self.ask("acquire", self.sql.make()).await?;
+                continue;
+            };
+            if column::<u8>(row, 0).map_err(during)? == 1 {
+                let (first, last): (u64, u64) =
+                    (column(row, 1).map_err(during)?, column(row, 2).map_err(during)?);
+                self.stage = Stage::Holding;
+                self.give_back().await;
+                return Ok(Some(Grant {
+                    tokens: first..=last,
+                    lease: self.lease(),
+                }));
+            }
+            if patience.is_zero() {
+                self.is_known = false;
+                self.give_back().await;
+            } else if let Some(session) = &mut self.session {
+                self.has_queued = true;
+                self.stage = Stage::Waiting;
+                session.wire.send(self.sql.wait()).await;
+                // The first poll sends it.
+                session.wire.is_settled().await;
+            }
+            return Ok(None);
+        }
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        require_runtime("renew")?;
+        let reason = self.why_lost();
+        let reply = self.ask("renew", self.sql.renew()).await?;
+        let renewal = if reply.affected(0) == 1 {
+            Renewal::Held(self.lease())
+        } else {
+            Renewal::Lost(reason)
+        };
+        self.give_back().await;
+        Ok(renewal)
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        require_runtime("release")?;
+        if matches!(self.stage, Stage::Waiting) {
+            self.give_up_waiting();
+        }
+        let control = &self.shared.sessions.control;
+        if let Some((id, term)) = &self.doomed {
+            control.kill("release", *id, term).await?;
+            self.doomed = None;
+        }
+        if !self.is_known {
+            return Ok(());
+        }
+        // Asked again, it has been given up already, as far as this claim knows.
+        let held = matches!(std::mem::replace(&mut self.stage, Stage::Out), Stage::Holding);
+        let reason = self.why_lost();
+        let reply = self.ask("release", self.sql.release()).await?;
+        self.is_known = false;
+        let row = reply.row(0);
+        let was_there = row.is_some();
+        let waiter: Option<u64> = row.map(|row| column(row, 0)).transpose().ok().flatten().flatten();
+        self.give_back().await;
+        if let Some(waiter) = waiter {
+            self.shared.wake(waiter, self.sql.key.as_sql()).await;
+        }
+        if held && !was_there {
+            return Err(Error::lost(NAME, self.request.name.clone(), reason));
+        }
+        Ok(())
+    }
+
+    async fn notified(&mut self) {
+        if let (Stage::Waiting, Some(session)) = (self.stage, &mut self.session) {
+            return session.wire.settle().await;
+        }
+        std::future::pending::<()>().await;
+    }
+}
+
+/// What is said to the server on behalf of one claim.
+#[derive(Debug)]
+struct Sql {
+    key: Key,
+    owner: String,
+    turnstile: String,
+    label: String,
+    micros: u128,
+    tokens: u32,
+}
+
+impl Sql {
+    fn new(key: &Key, database: &str, request: &ClaimRequest) -> Self {
+        Self {
+            key: key.clone(),
+            owner: literal(&request.owner.get().to_be_bytes()),
+            turnstile: turnstile(database, key),
+            label: request
+                .label
+                .as_ref()
+                .map_or_else(|| "NULL".to_owned(), |label| literal(label.as_bytes())),
+            micros: request.ttl.as_micros(),
+            tokens: request.tokens.get(),
+        }
+    }
+
+    /// Takes the lock if it is free, kept for this owner, or this owner's already.
+    fn take(&self, has_queued: bool) -> String {
+        let Self {
+            key,
+            owner,
+            turnstile,
+            label,
+            micros,
+            tokens,
+        } = self;
+        let key = key.as_sql();
+        // In the order of writing: each assignment sees those before it.
+        let set = format!(
+            "token=latest+1, latest=latest+{tokens}, owner={owner}, expires={NOW}+{micros}, label={label}, \
+             waiter=IF(next={owner}, NULL, waiter), next=IF(next={owner}, {NOBODY}, next)"
+        );
+        let through = if has_queued {
+            format!(", IF(owner={owner}, RELEASE_LOCK({turnstile}), NULL)")
+        } else {
+            String::new()
+        };
+        format!(
+            "UPDATE lockkit_lease SET {set} WHERE name={key} AND (owner={owner} OR expires<={NOW}); \
+             SELECT owner={owner}, token, latest{through} FROM lockkit_lease WHERE name={key}; COMMIT"
+        )
+    }
+
+    fn make(&self) -> String {
+        format!(
+            "ROLLBACK; INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest, next) \
+             VALUES ({}, {NOBODY}, 0, 0, {CLOCK}, {NOBODY}); COMMIT",
+            self.key.as_sql()
+        )
+    }
+
+    /// Queues for the turnstile; through it, puts this owner down as next, and sleeps while it is not its turn. Looks
+    /// at the row after it has put itself down, so that no release falls between the two.
+    fn wait(&self) -> String {
+        let Self {
+            key,
+            owner,
+            turnstile,
+            ..
+        } = self;
+        let (queue, key) = (queue(turnstile), key.as_sql());
+        format!(
+            "{queue}; UPDATE lockkit_lease SET next={owner}, waiter=CONNECTION_ID() WHERE name={key} \
+             AND owner<>{owner} AND expires>{NOW} AND IS_USED_LOCK({turnstile})=CONNECTION_ID(); COMMIT; \
+             SELECT SLEEP(IF(owner={owner} OR expires<={NOW}, 0, LEAST({SLEEPS_FOR}, (expires-{NOW})/1000000))) \
+             FROM lockkit_lease WHERE name={key}; COMMIT"
+        )
+    }
+
+    fn renew(&self) -> String {
+        let Self {
+            key, owner, micros, ..
+        } = self;
+        format!(
+            "UPDATE lockkit_lease SET expires={NOW}+{micros} WHERE name={} AND owner={owner} AND expires>{NOW} \
+             AND token<>0; COMMIT",
+            key.as_sql()
+        )
+    }
+
+    /// Says whom to wake, passes the lock on, and takes back that this owner is next.
+    fn release(&self) -> String {
+        let Self { key, owner, .. } = self;
+        let key = key.as_sql();
+        let pass_on = pass_on(key, &format!("owner={owner}"));
+        format!(
+            "{pass_on}; UPDATE lockkit_lease SET next={NOBODY}, waiter=NULL WHERE name={key} AND next={owner}; COMMIT"
+        )
+    }
+}
+
+fn pass_on(key: &str, whose: &str) -> String {
+    format!(
+        "SELECT waiter FROM lockkit_lease WHERE name={key} AND {whose} AND expires>{NOW} FOR UPDATE; \
+         UPDATE lockkit_lease SET token=0, label=NULL, owner=next, \
+         expires=IF(next={NOBODY}, 0, {NOW}+{KEPT_FOR_NEXT}), waiter=NULL, next={NOBODY} \
+         WHERE name={key} AND {whose} AND expires>{NOW}"
+    )
+}
+
+/// The name of the server's own lock, which may be 64 characters long and is not of any database.
+fn turnstile(database: &str, key: &Key) -> String {
+    let digest = hexadecimal(&Sha256::digest(format!("{database}/{}", key.as_sql())));
+    format!("'lockkit:{}'", &digest[..48])
+}
+
+fn queue(turnstile: &str) -> String {
+    format!("SELECT IF(IS_USED_LOCK({turnstile})=CONNECTION_ID(), 1, GET_LOCK({turnstile}, {QUEUES_FOR}))")
+}
+
+/// The statements that sleep for this key.
+fn sleeping(key: &str) -> String {
+    let pattern = format!("SELECT SLEEP(%FROM lockkit_lease WHERE name={key}");
+    format!("CAST(INFO AS BINARY) LIKE {}", literal(pattern.as_bytes()))
+}
+
+impl Shared {
+    /// Ends the sleep of the next in line, if it is the one that sleeps in this session: the number may be another's
+    /// by now.
+    async fn wake(&self, session: u64, key: &str) {
+        let control = &self.sessions.control;
+        let sleeps = sleeping(key);
+        let look = format!("SELECT 1 FROM information_schema.PROCESSLIST WHERE ID={session} AND {sleeps}");
+        // Without it, the sleeper wakes by itself a little later.
+        if let Ok(reply) = control.ask("release", look).await
+            && !reply.last().is_empty()
+            && let Err(error) = control.ask("release", format!("KILL QUERY {session}")).await
+        {
+            tracing::debug!(%error, "the next in line was not woken");
+        }
+    }
+
+    pub(crate) async fn look_at_lease(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        let key = Key::new(&self.namespace, kind, name);
+        let (sql, queue) = (key.as_sql(), queue(&turnstile(&self.database, &key)));
+        let look = format!(
+            "SELECT token, label, CAST(expires-{NOW} AS UNSIGNED) FROM lockkit_lease \
+             WHERE name={sql} AND token<>0 AND expires>{NOW}; \
+             SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY)={} OR {}",
+            literal(queue.as_bytes()),
+            sleeping(sql)
+        );
+        let during = |error| fault::error("inspect", error);
+        let reply = self.sessions.control.ask("inspect", look).await?;
+        let mut holders = Vec::new();
+        for row in reply.rows(0) {
+            let label: Option<Vec<u8>> = column(row, 1).map_err(during)?;
+            holders.push(Holder::new(
+                FencingToken::new(column(row, 0).map_err(during)?),
+                label.map(|label| String::from_utf8_lossy(&label).into_owned()),
+                Some(Duration::from_micros(column(row, 2).map_err(during)?)),
+            ));
+        }
+        let waiters: u64 = reply.row(1).map_or(Ok(0), |row| column(row, 0)).map_err(during)?;
+        Ok(LockState::new(holders, usize::try_from(waiters).ok()))
+    }
+
+    pub(crate) async fn revoke_lease(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+        let key = Key::new(&self.namespace, kind, name);
+        // As one transaction; the control connection commits each statement by itself otherwise.
+        let request = format!(
+            "START TRANSACTION; {}; COMMIT",
+            pass_on(key.as_sql(), &format!("token={token}"))
+        );
+        let reply = self.sessions.control.ask("revoke", request).await?;
+        let waiter: Option<Option<u64>> = reply.row(1).map(|row| column(row, 0).unwrap_or(None));
+        if let Some(Some(waiter)) = waiter {
+            self.wake(waiter, key.as_sql()).await;
+        }
+        Ok(waiter.is_some())
+    }
+}

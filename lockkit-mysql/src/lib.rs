@@ -1,0 +1,226 @@
+//! Locks in MySQL and MariaDB.
+//!
+//! A lock is a row that a session of its own keeps locked (`SELECT … FOR UPDATE`), so it is as exclusive as the server's
+//! row locks are, also against programs that know nothing of this library and lock that row themselves. The session's
+//! `wait_timeout` is the lease: the server itself ends a holder that falls silent, in the middle of its transaction. A
+//! holder's death frees the lock at once. Fencing tokens are committed apart from the transaction that holds, so that no
+//! rollback takes them back.
+//!
+//! ```no_run
+//! use lockkit_core::LockClient;
+//! use lockkit_mysql::{MySqlBackend, MySqlConfig};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> lockkit_core::Result<()> {
+//! let config = MySqlConfig::new("mysql://app:s3cret@db.example/app");
+//! let client = LockClient::new(MySqlBackend::connect(config).await?);
+//! let guard = client.lock("orders/42")?.acquire().await?;
+//! guard.release().await?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod alarm;
+mod config;
+mod control;
+mod fault;
+mod fence;
+mod fenced;
+mod inspect;
+mod key;
+mod lease;
+mod rows;
+mod schema;
+mod server;
+mod session;
+mod sql;
+mod wire;
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use lockkit_core::{
+    Capabilities, Error, Kind, LockName, LockState, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode as Hold},
+};
+
+pub use config::{Mode, MySqlConfig, Schema, Tls};
+pub use fenced::{FencedError, FencedTable};
+pub use schema::ddl;
+/// The database client that [`FencedTable`] takes its connections from.
+pub use sqlx;
+
+use crate::{
+    control::{Killed, Term},
+    fence::Fence,
+    key::Key,
+    lease::LeaseClaim,
+    rows::RowClaim,
+    server::Server,
+    session::Sessions,
+    sql::Sql,
+};
+
+const NAME: &str = "mysql";
+
+/// How often a waiter asks whether it still waits.
+const FALLBACK_POLL: Duration = Duration::from_secs(2);
+
+/// Locks in a MySQL or MariaDB database.
+pub struct MySqlBackend {
+    shared: Arc<Shared>,
+    mode: Mode,
+    url: Arc<str>,
+}
+
+/// What a backend and its claims share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) sessions: Sessions,
+    pub(crate) fence: Fence,
+    pub(crate) server: Server,
+    pub(crate) namespace: Arc<str>,
+    pub(crate) database: Arc<str>,
+    pub(crate) token_block: u32,
+}
+
+impl Shared {
+    /// Whether the server still has a session that waits: of a connection that went dead nothing is ever heard.
+    pub(crate) async fn still_waits(&self, session: u64, term: &Term) -> Result<bool> {
+        let control = &self.sessions.control;
+        let look = format!(
+            "SELECT 1 FROM information_schema.PROCESSLIST WHERE ID={session} AND COMMAND NOT IN ('Sleep', 'Killed')"
+        );
+        let is_there = !control.ask("acquire", look).await?.last().is_empty();
+        Ok(is_there && control.is_latest(term))
+    }
+}
+
+impl MySqlBackend {
+    /// Connects, looks whether the server's row locks can be relied on, and makes the tables that are missing.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a value that cannot be kept; [`Error::Unsupported`] for a server that cannot keep
+    /// locks: a Galera cluster, group replication with several primaries, a read-only server, one without
+    /// `SKIP LOCKED`, a proxy that does not pass `wait_timeout` on; [`Error::Backend`] if it cannot be reached, refuses
+    /// the account, or lacks tables that are not to be made here, with the statements that make them.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await. Tables that were made stay.
+    pub async fn connect(config: MySqlConfig) -> Result<Self> {
+        let target = config.target()?;
+        require_runtime("connect")?;
+        let sessions = Sessions::new(config.connect_options(&target), config.max_connections);
+        let (_, server) = sessions.control.term("connect").await?;
+        sessions.control.prepare(config.mode, config.schema).await?;
+        // Whether a session keeps its promises shows when there is one.
+        let first = sessions.get("connect", lease::SECONDS).await?;
+        sessions.keep(first).await;
+        Ok(Self {
+            mode: config.mode,
+            url: config.server(&target).into(),
+            shared: Arc::new(Shared {
+                sessions,
+                fence: Fence::default(),
+                server,
+                namespace: config.namespace.as_str().into(),
+                database: target.database.into(),
+                token_block: config.token_block,
+            }),
+        })
+    }
+}
+
+#[async_trait]
+impl Backend for MySqlBackend {
+    fn info(&self) -> BackendInfo {
+        let mut info = BackendInfo::new(NAME, self.url.clone());
+        info.namespace = self.shared.namespace.clone();
+        info.fallback_poll = FALLBACK_POLL;
+        let mut capabilities = Capabilities::default();
+        capabilities.shared = self.mode == Mode::ForUpdate;
+        capabilities.permits = self.mode == Mode::ForUpdate;
+        capabilities.notified = true;
+        capabilities.lease = true;
+        capabilities.local_handoffs = true;
+        capabilities.revoke = true;
+        capabilities.fencing = self.shared.server.fencing;
+        info.capabilities = capabilities;
+        info
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        if self.mode == Mode::Lease {
+            if request.mode != Hold::Exclusive {
+                return Err(Error::unsupported(
+                    NAME,
+                    "shared mode and semaphores with mode=lease; use mode=for_update for them",
+                ));
+            }
+            return Ok(Box::new(LeaseClaim::new(self.shared.clone(), request.clone())));
+        }
+        if let Hold::Permits(permits) = request.mode
+            && permits.get() > sql::MAX_PERMITS
+        {
+            return Err(Error::invalid_option(
+                "permits",
+                format!(
+                    "{permits} is more than the {} that a semaphore in a database can have",
+                    sql::MAX_PERMITS
+                ),
+            ));
+        }
+        let key = Key::new(&self.shared.namespace, request.mode.kind(), &request.name);
+        let sql = Sql::new(key, request.mode, self.shared.server.flavour);
+        Ok(Box::new(RowClaim::new(self.shared.clone(), request.clone(), sql)))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        require_runtime("inspect")?;
+        match self.mode {
+            Mode::ForUpdate => self.shared.look(name, kind).await,
+            Mode::Lease => self.shared.look_at_lease(name, kind).await,
+        }
+    }
+
+    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+        require_runtime("revoke")?;
+        if self.mode == Mode::Lease {
+            return self.shared.revoke_lease(name, kind, token).await;
+        }
+        let control = &self.shared.sessions.control;
+        let (term, _) = control.term("revoke").await?;
+        let (shown, _) = self.shared.shown(name, kind, "revoke").await?;
+        let Some(holder) = shown.iter().find(|shown| shown.token == token) else {
+            return Ok(false);
+        };
+        Ok(control.kill("revoke", holder.connection, &term).await? == Killed::Now)
+    }
+
+    async fn close(&self) -> Result<()> {
+        require_runtime("close")?;
+        self.shared.sessions.close().await;
+        Ok(())
+    }
+}
+
+impl fmt::Debug for MySqlBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MySqlBackend")
+            .field("server", &self.url)
+            .field("namespace", &self.shared.namespace)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Sockets are the runtime's.
+fn require_runtime(operation: &'static str) -> Result<()> {
+    if tokio::runtime::Handle::try_current().is_err() {
+        return Err(Error::permanent(
+            NAME,
+            operation,
+            "this must be awaited within a Tokio runtime",
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,683 @@
+//! A claim that holds by a row lock, in a session of its own.
+
+use std::{ops::RangeInclusive, pin::pin, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use futures_util::future::{Either, select};
+use lockkit_core::{
+    Error, LossReason, Result,
+    spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
+};
+use sqlx::mysql::MySqlRow;
+use tokio::{sync::watch, time::Instant};
+
+use crate::{
+    NAME, Shared,
+    control::{Killed, Term},
+    fault::{self, code},
+    require_runtime,
+    session::Session,
+    sql::Sql,
+    wire::column,
+};
+
+/// How long a rollback may take before its session is ended by force.
+const ROLLBACK_TAKES: Duration = Duration::from_secs(1);
+
+#[derive(Debug)]
+pub(crate) struct RowClaim {
+    shared: Arc<Shared>,
+    request: ClaimRequest,
+    sql: Sql,
+    /// The lease, as the server keeps it: how long it bears the session's silence.
+    seconds: u32,
+    session: Option<Session>,
+    stage: Stage,
+    /// Before the latest request was sent whose answer proves that the session lives.
+    sent: Instant,
+    /// Whether the hold is shown to those who look.
+    is_shown: bool,
+    /// Rung when connections break.
+    alarm: watch::Receiver<u64>,
+}
+
+/// What the session is at. Each step is taken up where it was left, whenever the future that took it was dropped.
+#[derive(Debug)]
+enum Stage {
+    /// There is none, or it has been given back.
+    Out,
+    /// It tries to lock the row. Whether it looks first if the row is there.
+    Trying { looks: bool },
+    /// It found the row locked, or missing, and leaves its transaction.
+    Leaving,
+    /// It waits for the row.
+    Waiting,
+    /// It waits a moment before the next look for a permit.
+    Pausing,
+    /// It makes the rows.
+    Making { repair: bool },
+    /// It has the row, and the counter stood here. There is no token yet.
+    Locked { latest: u64 },
+    /// It has the row, and these tokens.
+    Holding { first: u64, last: u64 },
+    /// It is being rolled back.
+    RollingBack { held: bool, since: Instant },
+    /// It is to be ended by force.
+    Ending { id: u64, term: Term, held: bool },
+}
+
+/// What a step of an attempt came to.
+enum Step {
+    Again,
+    Taken,
+    Granted,
+}
+
+impl RowClaim {
+    pub(crate) fn new(shared: Arc<Shared>, request: ClaimRequest, sql: Sql) -> Self {
+        let seconds = seconds(request.ttl);
+        Self {
+            alarm: shared.sessions.alarm.listen(),
+            shared,
+            request,
+            sql,
+            seconds,
+            session: None,
+            stage: Stage::Out,
+            sent: Instant::now(),
+            is_shown: false,
+        }
+    }
+
+    /// One step towards the lock.
+    async fn step(&mut self, patience: Duration) -> Result<Step> {
+        match &self.stage {
+            Stage::Out => self.enter().await,
+            Stage::Trying { looks } => {
+                let looks = *looks;
+                self.tried(looks, patience).await
+            }
+            Stage::Leaving => self.left(patience).await,
+            Stage::Waiting => self.waited().await,
+            Stage::Pausing => self.paused().await,
+            Stage::Making { repair } => {
+                let repair = *repair;
+                self.made(repair).await
+            }
+            Stage::Locked { latest } => {
+                let latest = *latest;
+                self.draw(latest).await
+            }
+            Stage::Holding { .. } => {
+                // An earlier grant that nobody saw.
+                Ok(if self.prove().await?.is_some() {
+                    Step::Granted
+                } else {
+                    Step::Again
+                })
+            }
+            Stage::RollingBack { .. } | Stage::Ending { .. } => match self.withdraw().await {
+                Err(error) if !error.is_lost() => Err(error),
+                _ => Ok(Step::Again),
+            },
+        }
+    }
+
+    async fn enter(&mut self) -> Result<Step> {
+        self.session = Some(self.shared.sessions.get("acquire", self.seconds).await?);
+        self.try_to_lock().await;
+        Ok(Step::Again)
+    }
+
+    /// Sends the try. What is answered to it is for the next step.
+    async fn try_to_lock(&mut self) {
+        let looks = !self.shared.fence.knows(self.sql.key());
+        let seconds = self.seconds;
+        let Some(session) = &mut self.session else { return };
+        let mut request = String::with_capacity(640);
+        if session.seconds != seconds {
+            request = format!("SET SESSION wait_timeout={seconds}; ");
+        }
+        if looks {
+            request.push_str(&self.sql.exists());
+            request.push_str("; ");
+        }
+        request.push_str(&self.sql.lock_or_skip());
+        self.sent = Instant::now();
+        session.wire.send(request).await;
+        self.stage = Stage::Trying { looks };
+    }
+
+    async fn tried(&mut self, looks: bool, patience: Duration) -> Result<Step> {
+        let seconds = self.seconds;
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        let reply = match session.wire.answer().await {
+            Ok(reply) => reply,
+            Err(error) if fault::ends_the_session(&error) && !session.is_proven => {
+                // It had been kept for too long. The others have been, too.
+                self.shared.sessions.forget();
+                return self.start_over();
+            }
+            Err(error) => return self.failed(error),
+        };
+        session.is_proven = true;
+        let is_set = std::mem::replace(&mut session.seconds, seconds) != seconds;
+        if let Some(row) = reply.last().first() {
+            return self.locked(row).await;
+        }
+        if looks && reply.rows(usize::from(is_set)).is_empty() {
+            return self.make(false).await;
+        }
+        if patience.is_zero() || self.sql.is_permit() {
+            let leave = format!("ROLLBACK; {}", self.sql.exists());
+            session.wire.send(leave).await;
+            self.stage = Stage::Leaving;
+            return Ok(Step::Again);
+        }
+        self.wait(Stage::Waiting).await?;
+        self.draw_ahead().await;
+        Ok(Step::Taken)
+    }
+
+    /// Whoever has to wait for another client will need a block of its own, and has the time to draw it now. If a third
+    /// one draws another before the grant, it was in vain.
+    async fn draw_ahead(&mut self) {
+        let Some(session) = &self.session else { return };
+        let term = session.term.number;
+        let block = u64::from(self.request.tokens.get());
+        let control = &self.shared.sessions.control;
+        // Without it, it is drawn after the grant.
+        let Ok(reply) = control.ask("acquire", self.sql.draw_ahead(block)).await else {
+            return;
+        };
+        let end: Option<u64> = reply.row(1).and_then(|row| column(row, 0).ok());
+        if let (1, Some(end)) = (reply.affected(0), end) {
+            self.shared
+                .fence
+                .drawn(self.sql.key(), (end - block, end), 1, term);
+        }
+    }
+
+    /// Has the server wait. Returns once that is under way; its end is what [`notified`](Claim::notified) waits for.
+    async fn wait(&mut self, stage: Stage) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        self.sent = Instant::now();
+        session.wire.send(self.sql.wait()).await;
+        self.stage = stage;
+        // The first poll sends it.
+        session.wire.is_settled().await;
+        Ok(Step::Taken)
+    }
+
+    /// A row came back, so that it is locked.
+    async fn locked(&mut self, row: &MySqlRow) -> Result<Step> {
+        let read = |row| {
+            Ok((
+                column(row, 0)?,
+                if self.sql.is_permit() { column(row, 1)? } else { 0 },
+            ))
+        };
+        let (latest, size): (Option<u64>, u32) = match read(row) {
+            Ok(read) => read,
+            Err(error) => return self.failed(error),
+        };
+        if let Mode::Permits(wanted) = self.request.mode
+            && wanted.get() != size
+        {
+            return self.resize(size, wanted.get()).await;
+        }
+        match latest {
+            Some(latest) => self.stage = Stage::Locked { latest },
+            // A foreign client has made the row, and knows nothing of tokens.
+            None => return self.make(false).await,
+        }
+        Ok(Step::Again)
+    }
+
+    /// The semaphore has another size. If nobody uses it, it gets the new one.
+    async fn resize(&mut self, size: u32, wanted: u32) -> Result<Step> {
+        // Not taken up again if it is dropped: trying again leads here.
+        self.stage = Stage::Making { repair: true };
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        let free = match session.wire.ask(self.sql.lock_all()).await {
+            Ok(reply) => reply.last().len(),
+            Err(error) => return self.failed(error),
+        };
+        if free == size as usize {
+            if let Err(error) = session.wire.ask(self.sql.resize(wanted)).await {
+                return self.failed(error);
+            }
+            self.try_to_lock().await;
+            return Ok(Step::Again);
+        }
+        self.stage = Stage::Leaving;
+        session
+            .wire
+            .send(format!("ROLLBACK; {}", self.sql.exists()))
+            .await;
+        Ok(Step::Again)
+    }
+
+    async fn left(&mut self, patience: Duration) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        let reply = match session.wire.answer().await {
+            Ok(reply) => reply,
+            Err(error) => return self.failed(error),
+        };
+        let Some(row) = reply.last().first() else {
+            // Known, and gone.
+            return self.make(true).await;
+        };
+        if let Mode::Permits(wanted) = self.request.mode {
+            let size: u32 = match column(row, 0) {
+                Ok(size) => size,
+                Err(error) => return self.failed(error),
+            };
+            if size != wanted.get() {
+                self.give_back().await;
+                return Err(Error::invalid_option(
+                    "permits",
+                    format!(
+                        "semaphore `{}` is in use with {size} permits, not {wanted}",
+                        self.request.name
+                    ),
+                ));
+            }
+            if !patience.is_zero() {
+                return self.wait(Stage::Pausing).await;
+            }
+        }
+        self.give_back().await;
+        Ok(Step::Taken)
+    }
+
+    async fn waited(&mut self) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        if !session.wire.is_settled().await {
+            return self.still_waits().await;
+        }
+        match session.wire.answer().await {
+            Ok(reply) => match reply.last().first() {
+                Some(row) => self.locked(row).await,
+                None => self.make(true).await,
+            },
+            Err(error) => match fault::number(&error) {
+                // It waited for as long as a statement may, was chosen to end a deadlock, or was interrupted by an
+                // operator. The transaction has locked nothing.
+                Some(code::LOCK_WAIT_TIMEOUT | code::DEADLOCK | code::QUERY_INTERRUPTED) => {
+                    self.try_to_lock().await;
+                    Ok(Step::Again)
+                }
+                _ => self.failed(error),
+            },
+        }
+    }
+
+    /// Asks whether the server still has the waiting session: of a connection that went dead nothing is ever heard.
+    async fn still_waits(&mut self) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        if self.shared.still_waits(session.id, &session.term).await? {
+            return Ok(Step::Taken);
+        }
+        if session.wire.is_settled().await {
+            // The answer was on its way.
+            return Ok(Step::Again);
+        }
+        self.end(false);
+        Err(Error::transient(
+            NAME,
+            "acquire",
+            "the connection that waited for the lock went dead",
+        ))
+    }
+
+    async fn paused(&mut self) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        if let Err(error) = session.wire.answer().await {
+            return self.failed(error);
+        }
+        self.try_to_lock().await;
+        Ok(Step::Again)
+    }
+
+    async fn make(&mut self, repair: bool) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        session.wire.send(self.sql.create(repair)).await;
+        self.stage = Stage::Making { repair };
+        Ok(Step::Again)
+    }
+
+    async fn made(&mut self, repair: bool) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        match session.wire.answer().await {
+            Ok(_) => self.try_to_lock().await,
+            Err(error) => match fault::number(&error) {
+                // Beaten to it. It begins with a rollback.
+                Some(code::LOCK_WAIT_TIMEOUT | code::DEADLOCK) => return self.make(repair).await,
+                _ => return self.failed(error),
+            },
+        }
+        Ok(Step::Again)
+    }
+
+    /// Gets tokens for the row that is locked.
+    async fn draw(&mut self, mut latest: u64) -> Result<Step> {
+        let count = u64::from(self.request.tokens.get());
+        let tokens = loop {
+            let Some(session) = &self.session else {
+                return self.start_over();
+            };
+            let term = session.term.number;
+            let (fence, control) = (&self.shared.fence, &self.shared.sessions.control);
+            if let Some(tokens) = fence.take(self.sql.key(), latest, term, count) {
+                break tokens;
+            }
+            let grants = fence.grants(self.sql.key(), latest, self.shared.token_block);
+            let block = count * u64::from(grants);
+            let drawn = control.ask("acquire", self.sql.draw(latest, block)).await?;
+            // That the counter stood there proves nothing: this process may have been paused since it was read, its
+            // lease may be over, and others may have gone on from memory. That this session still lives does.
+            let Some(now) = self.prove().await? else {
+                return Ok(Step::Again);
+            };
+            if drawn.affected(0) == 1 && now == latest + block {
+                self.shared
+                    .fence
+                    .drawn(self.sql.key(), (latest, now), grants, term);
+            }
+            latest = now;
+            self.stage = Stage::Locked { latest };
+        };
+        let (first, last) = tokens.into_inner();
+        if self.request.mode != Mode::Exclusive {
+            // How many hold together is to be seen at once.
+            if !self.show(first).await? {
+                return Ok(Step::Again);
+            }
+        } else if self.sent.elapsed() > self.length() / 3 && self.prove().await?.is_none() {
+            return Ok(Step::Again);
+        }
+        self.stage = Stage::Holding { first, last };
+        self.shared.sessions.watch();
+        Ok(Step::Granted)
+    }
+
+    /// Proves that the session lives, and with it the lock, and reads the counter. `None` if it is dead.
+    async fn prove(&mut self) -> Result<Option<u64>> {
+        let Some(session) = &mut self.session else {
+            self.stage = Stage::Out;
+            return Ok(None);
+        };
+        let sent = Instant::now();
+        match session.wire.ask(self.sql.counter()).await {
+            Ok(reply) => {
+                self.sent = sent;
+                let latest = reply.last().first().map(|row| column(row, 0)).transpose();
+                match latest {
+                    // Somebody deleted the counter's row. There is no telling what comes after.
+                    Ok(None) => {
+                        self.end(false);
+                        Ok(None)
+                    }
+                    Ok(latest) => Ok(latest),
+                    Err(error) => self.failed(error).map(|_| None),
+                }
+            }
+            Err(error) if fault::ends_the_session(&error) => {
+                self.end(false);
+                Ok(None)
+            }
+            Err(error) => self.failed(error).map(|_| None),
+        }
+    }
+
+    /// Shows the hold, which proves it as well. Whether the session lives.
+    async fn show(&mut self, token: u64) -> Result<bool> {
+        let Some(session) = &mut self.session else {
+            self.stage = Stage::Out;
+            return Ok(false);
+        };
+        let sent = Instant::now();
+        let show = self.sql.show(session.id, token, self.seconds, &self.request);
+        match session.wire.ask(show).await {
+            Ok(_) => {
+                self.sent = sent;
+                self.is_shown = true;
+                Ok(true)
+            }
+            Err(error) if fault::ends_the_session(&error) => {
+                self.end(false);
+                Ok(false)
+            }
+            Err(error) => self.failed(error).map(|_| false),
+        }
+    }
+
+    fn grant(&self) -> Option<Grant> {
+        match self.stage {
+            Stage::Holding { first, last } => Some(Grant {
+                tokens: RangeInclusive::new(first, last),
+                lease: self.lease(),
+            }),
+            _ => None,
+        }
+    }
+
+    fn lease(&self) -> Lease {
+        Lease {
+            since: self.sent,
+            length: Some(self.length()),
+        }
+    }
+
+    /// What is left of the lease after an allowance for the server's clock.
+    fn length(&self) -> Duration {
+        let kept = Duration::from_secs(self.seconds.into());
+        self.request
+            .ttl
+            .min(kept.mul_f64(0.99).saturating_sub(Duration::from_millis(20)))
+    }
+
+    /// Without a session, everything begins anew.
+    #[expect(clippy::unnecessary_wraps, reason = "it is how a step ends")]
+    fn start_over(&mut self) -> Result<Step> {
+        self.session = None;
+        self.stage = Stage::Out;
+        Ok(Step::Again)
+    }
+
+    /// Something went wrong that this session does not get over.
+    fn failed(&mut self, error: sqlx::Error) -> Result<Step> {
+        if fault::ends_the_session(&error) {
+            self.shared.sessions.alarm.raise();
+        }
+        self.end(false);
+        Err(fault::error("acquire", error))
+    }
+
+    /// Closes the connection, and notes that the session may have to be ended: a server does not notice that a client
+    /// has gone while its statement waits.
+    fn end(&mut self, held: bool) {
+        self.stage = match self.session.take() {
+            Some(session) => Stage::Ending {
+                id: session.id,
+                term: session.term.clone(),
+                held,
+            },
+            None => Stage::Out,
+        };
+        self.is_shown = false;
+    }
+
+    /// The connection of a hold broke: whether the server ended the session, and still serves others, or not.
+    async fn why_it_ended(&mut self) -> LossReason {
+        let Stage::Ending { id, term, .. } = &self.stage else {
+            return LossReason::Disconnected;
+        };
+        match self.shared.sessions.control.kill("renew", *id, term).await {
+            Ok(Killed::Before) => LossReason::Revoked,
+            _ => LossReason::Disconnected,
+        }
+    }
+
+    /// The session is idle and its transaction is over.
+    async fn give_back(&mut self) {
+        self.stage = Stage::Out;
+        self.is_shown = false;
+        if let Some(session) = self.session.take() {
+            self.shared.sessions.keep(session).await;
+        }
+    }
+
+    /// Leaves nothing of the claim at the server.
+    async fn withdraw(&mut self) -> Result<()> {
+        let is_running = self
+            .session
+            .as_ref()
+            .is_some_and(|session| session.wire.is_running());
+        match &self.stage {
+            Stage::Out => return Ok(()),
+            // What waits for a lock would wait on.
+            Stage::Waiting if is_running => self.end(false),
+            Stage::RollingBack { held, since } if is_running && since.elapsed() > ROLLBACK_TAKES => {
+                let held = *held;
+                self.end(held);
+            }
+            Stage::RollingBack { .. } | Stage::Ending { .. } => {}
+            stage => {
+                let held = matches!(stage, Stage::Holding { .. });
+                let since = Instant::now();
+                if let Some(session) = &mut self.session {
+                    session.wire.send("ROLLBACK".to_owned()).await;
+                }
+                self.stage = Stage::RollingBack { held, since };
+            }
+        }
+        if let Stage::RollingBack { held, .. } = self.stage {
+            let Some(session) = &mut self.session else {
+                self.stage = Stage::Out;
+                return Ok(());
+            };
+            match session.wire.answer().await {
+                Ok(_) => {
+                    self.give_back().await;
+                    return Ok(());
+                }
+                Err(_) => self.end(held),
+            }
+        }
+        let Stage::Ending { id, term, held } = &self.stage else {
+            return Ok(());
+        };
+        let held = *held;
+        let killed = self.shared.sessions.control.kill("release", *id, term).await?;
+        self.stage = Stage::Out;
+        if held && killed != Killed::Now {
+            return Err(Error::lost(
+                NAME,
+                self.request.name.clone(),
+                LossReason::Disconnected,
+            ));
+        }
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Claim for RowClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        require_runtime("acquire")?;
+        self.alarm.mark_unchanged();
+        loop {
+            match self.step(patience).await? {
+                Step::Again => {}
+                Step::Taken => return Ok(None),
+                Step::Granted => return Ok(self.grant()),
+            }
+        }
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        require_runtime("renew")?;
+        self.alarm.mark_unchanged();
+        let (Stage::Holding { .. }, Some(session)) = (&self.stage, &mut self.session) else {
+            return Ok(Renewal::Lost(LossReason::Disconnected));
+        };
+        let sent = Instant::now();
+        let answer = session.wire.ask("SELECT CONNECTION_ID()".to_owned()).await;
+        let reason = match answer {
+            Ok(reply) => {
+                let id = reply.last().first().map(|row| column::<u64>(row, 0)).transpose();
+                if id.is_ok_and(|id| id == Some(session.id)) {
+                    self.sent = sent;
+                    return Ok(Renewal::Held(self.lease()));
+                }
+                // Something in between has gone on with another session.
+                Some(LossReason::Disconnected)
+            }
+            Err(error) => match fault::number(&error) {
+                Some(code::CLIENT_INTERACTION_TIMEOUT) => Some(LossReason::Expired),
+                Some(code::CONNECTION_KILLED | code::SESSION_KILLED) => Some(LossReason::Revoked),
+                _ if fault::ends_the_session(&error) => None,
+                _ => return Err(fault::error("renew", error)),
+            },
+        };
+        self.end(false);
+        let reason = match reason {
+            Some(reason) => reason,
+            None => self.why_it_ended().await,
+        };
+        Ok(Renewal::Lost(reason))
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        require_runtime("release")?;
+        self.withdraw().await
+    }
+
+    async fn notified(&mut self) {
+        let Some(session) = &mut self.session else {
+            return std::future::pending().await;
+        };
+        match self.stage {
+            Stage::Waiting | Stage::Pausing => session.wire.settle().await,
+            Stage::Holding { first, .. } => {
+                if !self.is_shown {
+                    let show = self.sql.show(session.id, first, self.seconds, &self.request);
+                    session.wire.send(show).await;
+                    self.is_shown = true;
+                }
+                let (shown, rung) = (pin!(session.wire.settle()), pin!(self.alarm.changed()));
+                if let Either::Left(((), rung)) = select(shown, rung).await {
+                    // An error means that there is no one left to ring.
+                    let _ = rung.await;
+                }
+            }
+            _ => std::future::pending().await,
+        }
+    }
+}
+
+/// The whole seconds that a server counts in.
+fn seconds(ttl: Duration) -> u32 {
+    let whole = ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0);
+    u32::try_from(whole.max(1)).unwrap_or(u32::MAX)
+}

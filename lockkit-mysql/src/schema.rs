@@ -1,0 +1,158 @@
+//! The tables.
+
+use lockkit_core::{Error, Result};
+
+use crate::{
+    Mode, NAME, Schema, fault,
+    wire::{Reply, Wire, column},
+};
+
+/// One row per lock. Whoever has locked the row has the lock, also without this library.
+const GATE: &str = "\
+CREATE TABLE IF NOT EXISTS lockkit_gate (
+    name VARBINARY(255) NOT NULL PRIMARY KEY
+) ENGINE=InnoDB";
+
+/// The counter of tokens, apart from the row that is locked, since it has to be committed while that one is held.
+const FENCE: &str = "\
+CREATE TABLE IF NOT EXISTS lockkit_fence (
+    name VARBINARY(255) NOT NULL PRIMARY KEY,
+    token BIGINT UNSIGNED NOT NULL DEFAULT 0
+) ENGINE=InnoDB";
+
+/// One row per permit of a semaphore.
+const PERMIT: &str = "\
+CREATE TABLE IF NOT EXISTS lockkit_permit (
+    name VARBINARY(255) NOT NULL,
+    slot INT UNSIGNED NOT NULL,
+    size INT UNSIGNED NOT NULL,
+    PRIMARY KEY (name, slot)
+) ENGINE=InnoDB";
+
+/// Who holds, for whoever inspects. Its rows are never committed: each lives in the transaction that has the lock.
+const HOLDER: &str = "\
+CREATE TABLE IF NOT EXISTS lockkit_holder (
+    name VARBINARY(255) NOT NULL,
+    connection BIGINT UNSIGNED NOT NULL,
+    token BIGINT UNSIGNED NOT NULL,
+    seconds INT UNSIGNED NOT NULL,
+    label VARBINARY(256),
+    PRIMARY KEY (name, connection)
+) ENGINE=InnoDB";
+
+/// The locks of `mode=lease`. `expires` is in microseconds since 1970 on the server's clock; `token` is 0 while nobody
+/// holds; `latest` is the last token that was reserved. `next` is the owner that a release passes the lock to, and
+/// `waiter` its session, to be woken.
+const LEASE: &str = "\
+CREATE TABLE IF NOT EXISTS lockkit_lease (
+    name VARBINARY(255) NOT NULL PRIMARY KEY,
+    owner BINARY(16) NOT NULL,
+    expires BIGINT UNSIGNED NOT NULL,
+    token BIGINT UNSIGNED NOT NULL,
+    latest BIGINT UNSIGNED NOT NULL,
+    label VARBINARY(256),
+    next BINARY(16) NOT NULL,
+    waiter BIGINT UNSIGNED
+) ENGINE=InnoDB";
+
+fn tables(mode: Mode) -> &'static [(&'static str, &'static str)] {
+    match mode {
+        Mode::ForUpdate => &[
+            ("lockkit_gate", GATE),
+            ("lockkit_fence", FENCE),
+            ("lockkit_permit", PERMIT),
+            ("lockkit_holder", HOLDER),
+        ],
+        Mode::Lease => &[("lockkit_lease", LEASE)],
+    }
+}
+
+/// The statements that make the tables for `mode`, for databases in which the application may not
+/// ([`Schema::Manual`]). Its account then needs `SELECT`, `INSERT`, `UPDATE` and `DELETE` on them and nothing else.
+///
+/// ```
+/// use lockkit_mysql::{Mode, ddl};
+///
+/// assert!(ddl(Mode::ForUpdate).contains("CREATE TABLE IF NOT EXISTS lockkit_gate"));
+/// ```
+pub fn ddl(mode: Mode) -> String {
+    statements(tables(mode).iter())
+}
+
+fn statements<'a>(tables: impl Iterator<Item = &'a (&'static str, &'static str)>) -> String {
+    tables.flat_map(|(_, table)| [*table, ";\n"]).collect()
+}
+
+/// Makes the tables that are missing, if it may, and looks whether they are what they have to be.
+///
+/// # Errors
+/// With the statements to run, if tables are missing that it may not make.
+pub(crate) async fn prepare(wire: &mut Wire, mode: Mode, schema: Schema) -> Result<()> {
+    let during = |error| fault::error("connect", error);
+    let mut missing = check(&wire.ask(question(mode)).await.map_err(during)?, mode)?;
+    if missing.is_empty() {
+        return Ok(());
+    }
+    if schema == Schema::Auto {
+        for (name, table) in tables(mode) {
+            if missing.contains(name) {
+                wire.ask((*table).to_owned()).await.map_err(during)?;
+            }
+        }
+        missing = check(&wire.ask(question(mode)).await.map_err(during)?, mode)?;
+        if missing.is_empty() {
+            return Ok(());
+        }
+    }
+    let statements = statements(tables(mode).iter().filter(|(name, _)| missing.contains(name)));
+    Err(Error::permanent(
+        NAME,
+        "connect",
+        format!(
+            "the tables {} are missing, or not visible to this account; have them made with:\n{statements}",
+            missing.join(", ")
+        ),
+    ))
+}
+
+fn question(mode: Mode) -> String {
+    let names: Vec<_> = tables(mode).iter().map(|(name, _)| format!("'{name}'")).collect();
+    let names = names.join(", ");
+    format!(
+        "SELECT t.TABLE_NAME, t.ENGINE, c.DATA_TYPE, c.CHARACTER_MAXIMUM_LENGTH FROM information_schema.TABLES t \
+         LEFT JOIN information_schema.COLUMNS c ON c.TABLE_SCHEMA = t.TABLE_SCHEMA AND c.TABLE_NAME = t.TABLE_NAME \
+         AND c.COLUMN_NAME = 'name' WHERE t.TABLE_SCHEMA = DATABASE() AND t.TABLE_NAME IN ({names})"
+    )
+}
+
+/// The names of the tables that are not there.
+fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
+    let mut missing: Vec<_> = tables(mode).iter().map(|(name, _)| *name).collect();
+    for row in reply.last() {
+        let during = |error| fault::error("connect", error);
+        let table: String = column(row, 0).map_err(during)?;
+        let engine: Option<String> = column(row, 1).map_err(during)?;
+        let kind: Option<String> = column(row, 2).map_err(during)?;
+        let width: Option<u64> = column(row, 3).map_err(during)?;
+        missing.retain(|name| !name.eq_ignore_ascii_case(&table));
+        let engine = engine.unwrap_or_default();
+        if !engine.eq_ignore_ascii_case("InnoDB") {
+            return Err(Error::unsupported(
+                NAME,
+                format!(
+                    "table `{table}` with the engine {engine}, which has no row locks; make it ENGINE=InnoDB"
+                ),
+            ));
+        }
+        let is_exact = kind.is_some_and(|kind| kind.eq_ignore_ascii_case("varbinary"));
+        if !is_exact || width.is_none_or(|width| width < 255) {
+            return Err(Error::unsupported(
+                NAME,
+                format!(
+                    "table `{table}` whose column `name` is not VARBINARY(255): other types take names for equal that are not"
+                ),
+            ));
+        }
+    }
+    Ok(missing)
+}

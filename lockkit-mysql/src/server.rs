@@ -1,0 +1,181 @@
+//! Which server it is, and whether its row locks can be relied on.
+
+use std::collections::HashMap;
+
+use lockkit_core::{Error, FencingDurability, Result};
+
+use crate::{
+    NAME, fault,
+    wire::{Reply, column},
+};
+
+/// Asks for what [`Server::judge`] has to know.
+pub(crate) const QUESTION: &str = "SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'read_only', \
+    'super_read_only', 'innodb_read_only', 'innodb_flush_log_at_trx_commit', 'wsrep_on', 'wsrep_provider', \
+    'group_replication_group_name', 'group_replication_single_primary_mode')";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Flavour {
+    MariaDb,
+    MySql,
+}
+
+/// A server that can be relied on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Server {
+    pub(crate) flavour: Flavour,
+    pub(crate) fencing: FencingDurability,
+}
+
+impl Server {
+    pub(crate) fn read(reply: &Reply) -> Result<Self> {
+        let mut variables = HashMap::new();
+        for row in reply.last() {
+            let (name, value): (String, String) = (text(row, 0)?, text(row, 1)?);
+            variables.insert(name.to_ascii_lowercase(), value);
+        }
+        Self::judge(&variables)
+    }
+
+    /// # Errors
+    /// [`Error::Unsupported`] for a server whose row locks do not exclude, or on which there can be none.
+    fn judge(variables: &HashMap<String, String>) -> Result<Self> {
+        let value = |name: &str| variables.get(name).map_or("", String::as_str);
+        let is_on =
+            |name: &str| !matches!(value(name).to_ascii_uppercase().as_str(), "" | "0" | "OFF" | "NO");
+        let refuse = |what: String| Err(Error::unsupported(NAME, what));
+
+        let version = value("version");
+        let flavour = if version.to_ascii_lowercase().contains("mariadb") {
+            Flavour::MariaDb
+        } else {
+            Flavour::MySql
+        };
+        let (oldest, name) = match flavour {
+            Flavour::MariaDb => ((10, 6), "MariaDB 10.6"),
+            Flavour::MySql => ((8, 0), "MySQL 8.0"),
+        };
+        if number(version) < oldest {
+            return refuse(format!(
+                "server version {version}, which cannot skip locked rows; {name} is the first that can"
+            ));
+        }
+        if is_on("wsrep_on") && !matches!(value("wsrep_provider"), "" | "none") {
+            return refuse(
+                "a Galera cluster: its row locks are local to a node, so that two nodes would grant one lock; use a \
+                 single server, or another backend"
+                    .to_owned(),
+            );
+        }
+        if !value("group_replication_group_name").is_empty()
+            && !is_on("group_replication_single_primary_mode")
+        {
+            return refuse(
+                "group replication with several primaries: row locks are local to a member, so that two members would \
+                 grant one lock; use single-primary mode"
+                    .to_owned(),
+            );
+        }
+        if let Some(why) = ["read_only", "super_read_only", "innodb_read_only"]
+            .into_iter()
+            .find(|name| is_on(name))
+        {
+            return refuse(format!(
+                "a server with {why}=ON, a replica perhaps; connect to the primary"
+            ));
+        }
+        let fencing = if value("innodb_flush_log_at_trx_commit") == "1" {
+            FencingDurability::Durable
+        } else {
+            tracing::warn!(
+                "innodb_flush_log_at_trx_commit is not 1: after a crash of the server, fencing tokens may go back"
+            );
+            FencingDurability::Process
+        };
+        Ok(Self { flavour, fencing })
+    }
+}
+
+fn text(row: &sqlx::mysql::MySqlRow, index: usize) -> Result<String> {
+    column(row, index).map_err(|error| fault::error("connect", error))
+}
+
+/// Major and minor, of `10.11.14-MariaDB-…` or `5.5.5-10.6.1-MariaDB`, as old replication set-ups spell it.
+fn number(version: &str) -> (u32, u32) {
+    let version = version.strip_prefix("5.5.5-").unwrap_or(version);
+    let mut parts = version
+        .split(|c: char| !c.is_ascii_digit())
+        .map(|part| part.parse().unwrap_or(0));
+    (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn judged(variables: &[(&str, &str)]) -> Result<Server> {
+        let owned = variables
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        Server::judge(&owned.collect())
+    }
+
+    const MARIADB: (&str, &str) = ("version", "10.11.14-MariaDB-0+deb12u2");
+    const MYSQL: (&str, &str) = ("version", "9.7.4");
+
+    #[test]
+    fn plain_primaries_are_accepted() {
+        let flush = ("innodb_flush_log_at_trx_commit", "1");
+        let maria = judged(&[MARIADB, flush, ("wsrep_on", "OFF"), ("read_only", "OFF")]).unwrap();
+        assert_eq!(maria.flavour, Flavour::MariaDb);
+        assert_eq!(maria.fencing, FencingDurability::Durable);
+        let mysql = judged(&[
+            MYSQL,
+            ("innodb_flush_log_at_trx_commit", "2"),
+            ("super_read_only", "OFF"),
+        ])
+        .unwrap();
+        assert_eq!(mysql.flavour, Flavour::MySql);
+        assert_eq!(mysql.fencing, FencingDurability::Process);
+        assert!(judged(&[("version", "5.5.5-10.6.1-MariaDB-log"), flush]).is_ok());
+        assert!(judged(&[MARIADB, flush, ("wsrep_on", "ON"), ("wsrep_provider", "none")]).is_ok());
+        let single = [
+            ("group_replication_group_name", "a"),
+            ("group_replication_single_primary_mode", "ON"),
+        ];
+        assert!(judged(&[MYSQL, single[0], single[1]]).is_ok());
+    }
+
+    #[test]
+    fn what_cannot_be_kept_safe_is_refused_and_named() {
+        let refused: [(&[(&str, &str)], &str); 7] = [
+            (&[("version", "10.5.9-MariaDB")], "10.6"),
+            (&[("version", "5.7.44-log")], "8.0"),
+            (
+                &[
+                    MARIADB,
+                    ("wsrep_on", "ON"),
+                    ("wsrep_provider", "/usr/lib/galera/libgalera_smm.so"),
+                ],
+                "Galera",
+            ),
+            (
+                &[
+                    MYSQL,
+                    ("group_replication_group_name", "x"),
+                    ("group_replication_single_primary_mode", "OFF"),
+                ],
+                "several primaries",
+            ),
+            (&[MARIADB, ("read_only", "ON")], "read_only"),
+            (&[MYSQL, ("super_read_only", "ON")], "super_read_only"),
+            (&[MARIADB, ("read_only", "NO_LOCK_NO_ADMIN")], "read_only"),
+        ];
+        for (variables, word) in refused {
+            match judged(variables) {
+                Err(Error::Unsupported { what, .. }) => assert!(what.contains(word), "{what}"),
+                other => panic!("{variables:?}: {other:?}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! Sessions: a connection each, that hold a lock, wait for one, or are kept for the next.
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use lockkit_core::{Error, Result};
+use sqlx::mysql::MySqlConnectOptions;
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::Instant,
+};
+
+use crate::{
+    NAME,
+    alarm::Alarm,
+    control::{Control, IDENTITY, Options, Term},
+    fault,
+    server::Flavour,
+    wire::{Wire, column},
+};
+
+/// How many sessions are kept for the next acquisition.
+const MOST_IDLE: usize = 16;
+
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) wire: Wire,
+    pub(crate) id: u64,
+    /// That of the control connection when this one was begun.
+    pub(crate) term: Term,
+    /// How long the server bears its silence.
+    pub(crate) seconds: u32,
+    /// Whether the server has answered since this was taken from those that are kept.
+    pub(crate) is_proven: bool,
+    used: Instant,
+    _slot: OwnedSemaphorePermit,
+}
+
+#[derive(Debug)]
+pub(crate) struct Sessions {
+    pub(crate) control: Control,
+    pub(crate) alarm: Arc<Alarm>,
+    options: Options,
+    idle: Mutex<Vec<Session>>,
+    slots: Arc<Semaphore>,
+    most: u32,
+}
+
+impl Sessions {
+    pub(crate) fn new(options: MySqlConnectOptions, most: u32) -> Self {
+        Self {
+            control: Control::new(options.clone()),
+            alarm: Arc::new(Alarm::new()),
+            options: Options(options),
+            idle: Mutex::default(),
+            slots: Arc::new(Semaphore::new(most as usize)),
+            most,
+        }
+    }
+
+    /// A kept session, or a new one. The server is told `seconds` by whoever uses a kept one.
+    ///
+    /// # Errors
+    /// If the server cannot be reached or the limit is, or a new session turns out not to keep its promise.
+    pub(crate) async fn get(&self, operation: &'static str, seconds: u32) -> Result<Session> {
+        match self.kept(seconds) {
+            Some(session) => Ok(session),
+            None => self.begin(operation, seconds).await,
+        }
+    }
+
+    /// Keeps a session that is idle and has no transaction open.
+    pub(crate) async fn keep(&self, mut session: Session) {
+        session.used = Instant::now();
+        session.is_proven = false;
+        let surplus = {
+            let mut idle = self.idle();
+            if idle.len() < MOST_IDLE {
+                idle.push(session);
+                return;
+            }
+            session
+        };
+        surplus.wire.quit().await;
+    }
+
+    /// Those that are kept are no good any more.
+    pub(crate) fn forget(&self) {
+        let stale = std::mem::take(&mut *self.idle());
+        drop(stale);
+    }
+
+    /// Something is held, whose connection may break.
+    pub(crate) fn watch(&self) {
+        self.alarm.watch(&self.options.0);
+    }
+
+    pub(crate) async fn close(&self) {
+        self.alarm.close();
+        let kept = std::mem::take(&mut *self.idle());
+        for session in kept {
+            session.wire.quit().await;
+        }
+        self.control.close().await;
+    }
+
+    fn kept(&self, seconds: u32) -> Option<Session> {
+        let mut idle = self.idle();
+        // Those that the server is about to end, or has ended, are not worth a try; those of an earlier term could
+        // not be ended by their id.
+        idle.retain(|session| {
+            let bears = Duration::from_secs(session.seconds.into());
+            session.used.elapsed() + Duration::from_millis(200) < bears
+                && self.control.is_latest(&session.term)
+        });
+        let fits = idle.iter().rposition(|session| session.seconds == seconds);
+        let last = idle.len().checked_sub(1)?;
+        Some(idle.swap_remove(fits.unwrap_or(last)))
+    }
+
+    async fn begin(&self, operation: &'static str, seconds: u32) -> Result<Session> {
+        let Ok(slot) = self.slots.clone().try_acquire_owned() else {
+            return Err(Error::permanent(
+                NAME,
+                operation,
+                format!(
+                    "all {} connections that this client may have are in use, one per held lock and name waited for; \
+                     raise max_connections (and the server's), or use mode=lease",
+                    self.most
+                ),
+            ));
+        };
+        // First, so that the session cannot be older than the term that vouches for its id.
+        let (term, server) = self.control.term(operation).await?;
+        let during = |error| fault::error(operation, error);
+        let mut wire = Wire::open(&self.options.0).await.map_err(during)?;
+        let limits = match server.flavour {
+            Flavour::MariaDb => {
+                "max_statement_time=0, idle_transaction_timeout=0, idle_write_transaction_timeout=0, \
+                 idle_readonly_transaction_timeout=0"
+            }
+            Flavour::MySql => "max_execution_time=0",
+        };
+        let setup = format!(
+            "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
+             SET SESSION autocommit=0, completion_type=0, wait_timeout={seconds}, innodb_lock_wait_timeout=30, \
+             lock_wait_timeout=2, {limits}; \
+             SELECT CONNECTION_ID(), CAST(@@wait_timeout AS UNSIGNED), {IDENTITY}"
+        );
+        let reply = wire.ask(setup).await.map_err(during)?;
+        let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).map_err(during)?;
+        let (id, kept, identity): (u64, u64, String) = (
+            column(row, 0).map_err(during)?,
+            column(row, 1).map_err(during)?,
+            column(row, 2).map_err(during)?,
+        );
+        if kept != u64::from(seconds) {
+            return Err(Error::unsupported(
+                NAME,
+                format!(
+                    "a server or proxy that does not keep a session's wait_timeout: it was set to {seconds} s and is \
+                     {kept} s, so that a silent holder would keep its lock for ever; connect to the server directly"
+                ),
+            ));
+        }
+        if identity != term.server {
+            // After a fail-over only one of them is right, and the next look says which.
+            self.control.close().await;
+            return Err(Error::transient(
+                NAME,
+                operation,
+                format!(
+                    "connections of one client reach different servers, {identity} and {}, which do not share locks; \
+                     connect to one server and not to a balancer",
+                    term.server
+                ),
+            ));
+        }
+        Ok(Session {
+            wire,
+            id,
+            term,
+            seconds,
+            is_proven: true,
+            used: Instant::now(),
+            _slot: slot,
+        })
+    }
+
+    fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Session>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,254 @@
+//! What is said to the server on behalf of one claim with a row lock.
+
+use lockkit_core::spi::{ClaimRequest, Mode};
+
+use crate::{
+    key::{Key, literal},
+    server::Flavour,
+};
+
+/// How long a waiter for a permit lets the server pause before it looks again, in seconds.
+const PERMIT_PAUSE: &str = "0.02";
+
+/// The most permits of a semaphore, each of which is a row.
+pub(crate) const MAX_PERMITS: u32 = 1_000;
+
+#[derive(Debug)]
+pub(crate) struct Sql {
+    key: Key,
+    mode: Mode,
+    flavour: Flavour,
+}
+
+/// When the counter starts: at the clock, so that a row that was deleted does not start over below its tokens.
+pub(crate) const CLOCK: &str = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS UNSIGNED)";
+
+impl Sql {
+    pub(crate) fn new(key: Key, mode: Mode, flavour: Flavour) -> Self {
+        Self { key, mode, flavour }
+    }
+
+    pub(crate) fn key(&self) -> &Key {
+        &self.key
+    }
+
+    pub(crate) fn is_permit(&self) -> bool {
+        matches!(self.mode, Mode::Permits(_))
+    }
+
+    /// Whether the rows of this name are there.
+    pub(crate) fn exists(&self) -> String {
+        let key = self.key.as_sql();
+        match self.mode {
+            Mode::Exclusive | Mode::Shared => format!("SELECT 1 FROM lockkit_gate WHERE name={key}"),
+            Mode::Permits(_) => format!("SELECT size FROM lockkit_permit WHERE name={key} LIMIT 1"),
+        }
+    }
+
+    /// Locks the row if nobody has it, and reads the counter: `NULL` if there is none.
+    ///
+    /// The counter is read after the row is locked, by a consistent read that is this statement's only one and that
+    /// needs the locked row's name, in disguise lest the optimizer see that it is known beforehand. Two statements
+    /// would say the same at the cost of half a round trip.
+    pub(crate) fn lock_or_skip(&self) -> String {
+        self.lock(match (self.mode, self.flavour) {
+            (Mode::Shared, Flavour::MariaDb) => "LOCK IN SHARE MODE SKIP LOCKED",
+            (Mode::Shared, Flavour::MySql) => "FOR SHARE SKIP LOCKED",
+            (Mode::Exclusive | Mode::Permits(_), _) => "FOR UPDATE SKIP LOCKED",
+        })
+    }
+
+    /// The same, waiting at the server; for a permit, waiting a moment before the next look.
+    pub(crate) fn wait(&self) -> String {
+        match self.mode {
+            Mode::Exclusive => self.lock("FOR UPDATE"),
+            Mode::Shared => self.lock("LOCK IN SHARE MODE"),
+            // The name is there for `waiters`.
+            Mode::Permits(_) => format!("SELECT SLEEP({PERMIT_PAUSE}), {}", self.key.as_sql()),
+        }
+    }
+
+    fn lock(&self, how: &str) -> String {
+        let key = self.key.as_sql();
+        let counter = "(SELECT token FROM lockkit_fence WHERE name=CONCAT(r.name))";
+        match self.mode {
+            Mode::Exclusive | Mode::Shared => {
+                format!("SELECT {counter} FROM lockkit_gate r WHERE r.name={key} {how}")
+            }
+            Mode::Permits(_) => {
+                format!("SELECT {counter}, r.size FROM lockkit_permit r WHERE r.name={key} LIMIT 1 {how}")
+            }
+        }
+    }
+
+    /// Makes the rows of a name, whoever comes first.
+    ///
+    /// Only who makes the counter makes the others, so that nobody waits for a row that somebody has locked already;
+    /// with `repair`, if somebody deleted them.
+    pub(crate) fn create(&self, repair: bool) -> String {
+        let key = self.key.as_sql();
+        let first = if repair { "1=1" } else { "ROW_COUNT()=1" };
+        let fence =
+            format!("ROLLBACK; INSERT IGNORE INTO lockkit_fence (name, token) VALUES ({key}, {CLOCK})");
+        match self.mode {
+            Mode::Exclusive | Mode::Shared => format!(
+                "{fence}; INSERT IGNORE INTO lockkit_gate (name) SELECT {key} FROM DUAL \
+                 WHERE {first} AND NOT EXISTS (SELECT 1 FROM lockkit_gate WHERE name={key}); COMMIT"
+            ),
+            Mode::Permits(size) => format!(
+                "{fence}; INSERT IGNORE INTO lockkit_permit (name, slot, size) \
+                 WITH RECURSIVE s AS (SELECT 0 AS slot UNION ALL SELECT slot+1 FROM s WHERE slot+1 < {size}) \
+                 SELECT {key}, s.slot, {size} FROM s \
+                 WHERE {first} AND NOT EXISTS (SELECT 1 FROM lockkit_permit WHERE name={key}); COMMIT"
+            ),
+        }
+    }
+
+    /// Locks every free permit.
+    pub(crate) fn lock_all(&self) -> String {
+        let key = self.key.as_sql();
+        format!("SELECT slot FROM lockkit_permit WHERE name={key} FOR UPDATE SKIP LOCKED")
+    }
+
+    /// Gives the semaphore, all of whose permits are locked by this session, the size that is asked for.
+    pub(crate) fn resize(&self, size: u32) -> String {
+        let key = self.key.as_sql();
+        let slots: Vec<_> = (0..size).map(|slot| format!("({key}, {slot}, {size})")).collect();
+        format!(
+            "DELETE FROM lockkit_permit WHERE name={key}; \
+             INSERT INTO lockkit_permit (name, slot, size) VALUES {}; COMMIT",
+            slots.join(", ")
+        )
+    }
+
+    /// Moves the counter on, if it still stands where it was found.
+    pub(crate) fn draw(&self, latest: u64, count: u64) -> String {
+        let key = self.key.as_sql();
+        format!("UPDATE lockkit_fence SET token=token+{count} WHERE name={key} AND token={latest}")
+    }
+
+    /// Moves the counter on from wherever it stands, and says where it stands then.
+    pub(crate) fn draw_ahead(&self, count: u64) -> String {
+        let key = self.key.as_sql();
+        format!(
+            "UPDATE lockkit_fence SET token=LAST_INSERT_ID(token+{count}) WHERE name={key}; SELECT LAST_INSERT_ID()"
+        )
+    }
+
+    /// The counter.
+    pub(crate) fn counter(&self) -> String {
+        format!("SELECT token FROM lockkit_fence WHERE name={}", self.key.as_sql())
+    }
+
+    /// Shows a hold to those who look, within its transaction.
+    pub(crate) fn show(&self, connection: u64, token: u64, seconds: u32, request: &ClaimRequest) -> String {
+        let key = self.key.as_sql();
+        let label = request
+            .label
+            .as_ref()
+            .map_or_else(|| "NULL".to_owned(), |label| literal(label.as_bytes()));
+        format!(
+            "INSERT INTO lockkit_holder (name, connection, token, seconds, label) \
+             VALUES ({key}, {connection}, {token}, {seconds}, {label})"
+        )
+    }
+}
+
+/// Who holds, and for how long they have been silent; and how many statements are under way that wait for it. All in
+/// one look, which sees what is not committed and locks nothing.
+pub(crate) fn holders(key: &Key, flavour: Flavour, modes: &[Mode]) -> String {
+    let waits: Vec<_> = modes
+        .iter()
+        .map(|mode| literal(Sql::new(key.clone(), *mode, flavour).wait().as_bytes()))
+        .collect();
+    format!(
+        "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
+         SELECT h.token, h.label, h.seconds, h.connection, CAST(p.TIME AS SIGNED) FROM lockkit_holder h \
+         LEFT JOIN information_schema.PROCESSLIST p ON p.ID=h.connection WHERE h.name={} ORDER BY h.token; \
+         SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY) IN ({})",
+        key.as_sql(),
+        waits.join(", ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use lockkit_core::{Kind, LockName};
+    use lockkit_testbed::{
+        eventually,
+        mysql::{Flavour as Kept, MySql},
+        skipped,
+    };
+    use sqlx::{
+        AssertSqlSafe, ConnectOptions, Row,
+        mysql::{MySqlConnectOptions, MySqlConnection},
+    };
+
+    use super::*;
+
+    async fn run(connection: &mut MySqlConnection, sql: &str) -> Vec<sqlx::mysql::MySqlRow> {
+        let rows = sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(connection).await;
+        rows.unwrap_or_else(|error| panic!("{sql}: {error}"))
+    }
+
+    /// A statement that waits for the row has to see what was committed while it waited: a counter from before the grant
+    /// would repeat tokens.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn the_counter_is_read_after_the_row_is_locked() {
+        for (kept, flavour, backend) in [
+            (Kept::MariaDb, Flavour::MariaDb, "mysql"),
+            (Kept::MySql, Flavour::MySql, "mysql-server"),
+        ] {
+            if skipped(backend, MySql::missing(kept)) {
+                continue;
+            }
+            let server = MySql::start(kept, &[]).unwrap();
+            let options: MySqlConnectOptions = server.url().parse().unwrap();
+            let [mut holder, mut other] =
+                [options.connect().await.unwrap(), options.connect().await.unwrap()];
+            run(&mut other, &crate::ddl(crate::Mode::ForUpdate)).await;
+            for mode in [Mode::Exclusive, Mode::Shared] {
+                // As a session has it; and a snapshot from before, by which the test sees that it would notice.
+                for (isolation, expected) in [("READ COMMITTED", 2), ("REPEATABLE READ", 1)] {
+                    let name = LockName::new(format!("{mode:?} {isolation}")).unwrap();
+                    let sql = Sql::new(Key::new("lockkit", Kind::Lock, &name), mode, flavour);
+                    let key = sql.key.as_sql();
+                    run(
+                        &mut other,
+                        &format!("INSERT INTO lockkit_gate VALUES ({key}); INSERT INTO lockkit_fence VALUES ({key}, 1)"),
+                    )
+                    .await;
+                    run(
+                        &mut holder,
+                        &format!("START TRANSACTION; SELECT 1 FROM lockkit_gate WHERE name={key} FOR UPDATE"),
+                    )
+                    .await;
+                    let mut waiting = options.connect().await.unwrap();
+                    run(
+                        &mut waiting,
+                        &format!(
+                            "SET SESSION TRANSACTION ISOLATION LEVEL {isolation}; SET SESSION autocommit=0; \
+                             SELECT COUNT(*) FROM lockkit_fence"
+                        ),
+                    )
+                    .await;
+                    let wait = sql.wait();
+                    let waiter = tokio::spawn(async move {
+                        run(&mut waiting, &wait).await[0]
+                            .try_get_unchecked::<u64, _>(0)
+                            .unwrap()
+                    });
+                    let look = "SELECT 1 FROM information_schema.PROCESSLIST WHERE INFO LIKE 'SELECT (SELECT token%'";
+                    eventually("it waits", async || !run(&mut other, look).await.is_empty()).await;
+                    run(
+                        &mut other,
+                        &format!("UPDATE lockkit_fence SET token=2 WHERE name={key}"),
+                    )
+                    .await;
+                    run(&mut holder, "ROLLBACK").await;
+                    assert_eq!(waiter.await.unwrap(), expected, "{kept:?} {mode:?} {isolation}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! A connection whose statements survive the future that waits for them.
+//!
+//! A statement that was sent runs on the server whether its sender waits or not, and a connection whose reply was left
+//! half-read can never be used again. So the reply in progress belongs to the connection, and waiting for it may stop
+//! at any await and go on later.
+
+use std::{fmt, future::Future, pin::Pin, task::Poll};
+
+use futures_util::TryStreamExt;
+use sqlx::{
+    AssertSqlSafe, ConnectOptions, Connection, Decode, Either, Executor, MySql, Row,
+    mysql::{MySqlConnectOptions, MySqlConnection, MySqlRow},
+};
+
+use crate::fault;
+
+type Running = Pin<Box<dyn Future<Output = (MySqlConnection, sqlx::Result<Reply>)> + Send>>;
+
+pub(crate) struct Wire(State);
+
+enum State {
+    Idle(MySqlConnection),
+    Running(Running),
+    Answered(MySqlConnection, sqlx::Result<Reply>),
+    Closed,
+}
+
+/// What each statement of one request came to, in order.
+#[derive(Debug, Default)]
+pub(crate) struct Reply(Vec<Outcome>);
+
+#[derive(Debug, Default)]
+struct Outcome {
+    rows: Vec<MySqlRow>,
+    affected: u64,
+}
+
+impl Wire {
+    pub(crate) async fn open(options: &MySqlConnectOptions) -> sqlx::Result<Self> {
+        Ok(Self(State::Idle(options.connect().await?)))
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        matches!(self.0, State::Closed)
+    }
+
+    /// Whether the reply to what was sent has not been waited for to its end.
+    pub(crate) fn is_running(&self) -> bool {
+        matches!(self.0, State::Running(_))
+    }
+
+    /// Sends `sql`, one or more statements in one request, as soon as it is waited for. Whatever was answered before
+    /// is forgotten; what is still running is waited for first.
+    pub(crate) async fn send(&mut self, sql: String) {
+        self.settle().await;
+        let connection = match std::mem::replace(&mut self.0, State::Closed) {
+            State::Idle(connection) => connection,
+            State::Answered(connection, answer) if goes_on(&answer) => connection,
+            _ => return,
+        };
+        self.0 = State::Running(Box::pin(exchange(connection, sql)));
+    }
+
+    /// Waits for the answer and leaves it here.
+    pub(crate) async fn settle(&mut self) {
+        if let State::Running(running) = &mut self.0 {
+            let (connection, answer) = running.await;
+            self.0 = State::Answered(connection, answer);
+        }
+    }
+
+    /// Whether the answer is here already.
+    pub(crate) async fn is_settled(&mut self) -> bool {
+        let mut settle = std::pin::pin!(self.settle());
+        std::future::poll_fn(|cx| Poll::Ready(settle.as_mut().poll(cx).is_ready())).await
+    }
+
+    /// Waits for the answer to what was sent last.
+    ///
+    /// # Errors
+    /// What the server said; an I/O error if nothing can be said over this connection any more.
+    pub(crate) async fn answer(&mut self) -> sqlx::Result<Reply> {
+        self.settle().await;
+        match std::mem::replace(&mut self.0, State::Closed) {
+            State::Answered(connection, answer) => {
+                if goes_on(&answer) {
+                    self.0 = State::Idle(connection);
+                }
+                answer
+            }
+            other => {
+                self.0 = other;
+                Err(closed())
+            }
+        }
+    }
+
+    /// Sends and waits for the answer.
+    ///
+    /// # Errors
+    /// As [`answer`](Self::answer).
+    pub(crate) async fn ask(&mut self, sql: String) -> sqlx::Result<Reply> {
+        self.send(sql).await;
+        self.answer().await
+    }
+
+    /// Says goodbye, so that the server logs no aborted connection. Only an idle one can.
+    pub(crate) async fn quit(self) {
+        if let State::Idle(connection) = self.0 {
+            // An error means that it is closed already.
+            let _ = connection.close().await;
+        }
+    }
+}
+
+/// Whether the connection outlives this answer.
+fn goes_on(answer: &sqlx::Result<Reply>) -> bool {
+    answer
+        .as_ref()
+        .err()
+        .is_none_or(|error| !fault::ends_the_session(error))
+}
+
+fn closed() -> sqlx::Error {
+    sqlx::Error::Io(std::io::Error::new(
+        std::io::ErrorKind::NotConnected,
+        "the connection has ended",
+    ))
+}
+
+impl fmt::Debug for Wire {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match &self.0 {
+            State::Idle(_) => "Wire(idle)",
+            State::Running(_) => "Wire(running)",
+            State::Answered(..) => "Wire(answered)",
+            State::Closed => "Wire(closed)",
+        })
+    }
+}
+
+async fn exchange(mut connection: MySqlConnection, sql: String) -> (MySqlConnection, sqlx::Result<Reply>) {
+    let answer = read(&mut connection, sql).await;
+    (connection, answer)
+}
+
+async fn read(connection: &mut MySqlConnection, sql: String) -> sqlx::Result<Reply> {
+    // Names are in it as hexadecimal literals, and nothing else comes from outside.
+    let mut parts = connection.fetch_many(sqlx::raw_sql(AssertSqlSafe(sql)));
+    let mut outcomes = Vec::with_capacity(2);
+    let mut outcome = Outcome::default();
+    while let Some(part) = parts.try_next().await? {
+        match part {
+            Either::Right(row) => outcome.rows.push(row),
+            Either::Left(done) => {
+                outcome.affected = done.rows_affected();
+                outcomes.push(std::mem::take(&mut outcome));
+            }
+        }
+    }
+    Ok(Reply(outcomes))
+}
+
+impl Reply {
+    /// The rows of one statement.
+    pub(crate) fn rows(&self, statement: usize) -> &[MySqlRow] {
+        self.0.get(statement).map_or(&[], |outcome| &outcome.rows)
+    }
+
+    /// The first row of one statement.
+    pub(crate) fn row(&self, statement: usize) -> Option<&MySqlRow> {
+        self.rows(statement).first()
+    }
+
+    /// The rows of the last statement.
+    pub(crate) fn last(&self) -> &[MySqlRow] {
+        self.0.last().map_or(&[], |outcome| &outcome.rows)
+    }
+
+    /// The rows of the last statement but one.
+    pub(crate) fn before_last(&self) -> &[MySqlRow] {
+        let outcome = self.0.len().checked_sub(2).and_then(|at| self.0.get(at));
+        outcome.map_or(&[], |outcome| &outcome.rows)
+    }
+
+    /// How many rows a statement matched.
+    pub(crate) fn affected(&self, statement: usize) -> u64 {
+        self.0.get(statement).map_or(0, |outcome| outcome.affected)
+    }
+}
+
+/// A column of a row, in whatever type the server has chosen for it: in the text protocol all are text.
+pub(crate) fn column<'r, T: Decode<'r, MySql>>(row: &'r MySqlRow, index: usize) -> sqlx::Result<T> {
+    row.try_get_unchecked(index)
+}

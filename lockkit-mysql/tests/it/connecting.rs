@@ -1,0 +1,384 @@
+//! What is refused, what is made, and with which rights.
+
+use std::{io, net::SocketAddr, time::Duration};
+
+use lockkit_core::{AcquireOptions, Error};
+use lockkit_mysql::{Mode, MySqlConfig, Schema, ddl};
+use lockkit_testbed::mysql::{Flavour, MySql};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+};
+
+use crate::servers::{Admin, config, connect, for_each_flavour, name, private, shared};
+
+for_each_flavour! {
+    tables_that_are_missing_are_printed_and_not_made
+    the_rights_on_the_tables_are_enough
+    tables_that_cannot_exclude_are_refused
+    many_may_make_the_tables_at_once
+    a_read_only_server_is_refused
+    a_proxy_that_swallows_the_lease_is_refused
+    connections_to_different_servers_are_refused
+    a_password_that_needs_a_public_key_is_no_hurdle
+    a_refused_account_is_no_transient_error
+    durability_is_what_the_server_has
+}
+
+fn what(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+/// A database and an account of a test's own on the shared server.
+async fn database(flavour: Flavour, rights: &str) -> (Admin, MySqlConfig) {
+    let server = shared(flavour);
+    let mut admin = Admin::of(server).await;
+    let database = format!("t{:016x}", fastrand::u64(..));
+    admin
+        .run(&format!(
+            "CREATE DATABASE {database}; CREATE USER '{database}'@'%' IDENTIFIED BY 'pw'; USE {database}"
+        ))
+        .await;
+    for right in rights.split(';').map(str::trim).filter(|right| !right.is_empty()) {
+        admin
+            .run(&format!("GRANT {right} TO '{database}'@'%'").replace("HERE", &database))
+            .await;
+    }
+    let url = format!("mysql://{database}:pw@{}/{database}", server.addr());
+    (admin, MySqlConfig::new(url))
+}
+
+async fn tables_that_are_missing_are_printed_and_not_made(flavour: Flavour) {
+    for mode in [Mode::ForUpdate, Mode::Lease] {
+        let (mut admin, mut config) = database(flavour, "ALL ON HERE.*").await;
+        config.mode = mode;
+        config.schema = Schema::Manual;
+        let error = connect(config.clone()).await.unwrap_err();
+        let text = what(&error);
+        assert!(!error.is_transient() && text.contains(ddl(mode).trim()), "{text}");
+        let tables = "SELECT COUNT(*) FROM information_schema.TABLES WHERE TABLE_SCHEMA=DATABASE()";
+        assert_eq!(admin.value(tables).await, "0");
+        // What it printed is what it takes.
+        admin.run(&ddl(mode)).await;
+        let client = connect(config).await.unwrap();
+        client
+            .lock("a")
+            .unwrap()
+            .acquire()
+            .await
+            .unwrap()
+            .release()
+            .await
+            .unwrap();
+    }
+}
+
+async fn the_rights_on_the_tables_are_enough(flavour: Flavour) {
+    for mode in [Mode::ForUpdate, Mode::Lease] {
+        let (mut admin, mut config) = database(flavour, "").await;
+        config.mode = mode;
+        config.schema = Schema::Manual;
+        let refused = connect(config.clone()).await.unwrap_err();
+        assert!(!refused.is_transient(), "{refused}");
+        admin.run(&ddl(mode)).await;
+        let account = admin.value("SELECT DATABASE()").await;
+        for table in ddl(mode)
+            .lines()
+            .filter_map(|line| line.strip_prefix("CREATE TABLE IF NOT EXISTS "))
+        {
+            let table = table.trim_end_matches(" (");
+            admin
+                .run(&format!(
+                    "GRANT SELECT, INSERT, UPDATE, DELETE ON {account}.{table} TO '{account}'@'%'"
+                ))
+                .await;
+        }
+        let (client, other) = (
+            connect(config.clone()).await.unwrap(),
+            connect(config).await.unwrap(),
+        );
+        let lock = client.lock("a").unwrap();
+        let guard = lock.acquire().await.unwrap();
+        assert!(other.lock("a").unwrap().try_acquire().await.unwrap().is_none());
+        assert_eq!(other.inspect("a").await.unwrap().holders.len(), 1);
+        let waiting = other.lock("a").unwrap();
+        let waiter = tokio::spawn(async move { waiting.acquire().await });
+        lockkit_testbed::eventually("the other waits", async || {
+            client.inspect("a").await.unwrap().waiters == Some(1)
+        })
+        .await;
+        guard.release().await.unwrap();
+        waiter.await.unwrap().unwrap().release().await.unwrap();
+        if mode == Mode::ForUpdate {
+            let permit = client.semaphore("s", 2).unwrap().acquire().await.unwrap();
+            permit.release().await.unwrap();
+            client
+                .semaphore("s", 3)
+                .unwrap()
+                .acquire()
+                .await
+                .unwrap()
+                .release()
+                .await
+                .unwrap();
+        }
+        let guard = lock.acquire().await.unwrap();
+        let token = guard.token();
+        assert!(
+            other.revoke("a", token).await.unwrap(),
+            "its own account's sessions may be ended"
+        );
+    }
+}
+
+async fn tables_that_cannot_exclude_are_refused(flavour: Flavour) {
+    for (table, part) in [
+        (
+            "CREATE TABLE lockkit_gate (name VARBINARY(255) PRIMARY KEY) ENGINE=MyISAM",
+            "row locks",
+        ),
+        (
+            "CREATE TABLE lockkit_gate (name VARCHAR(255) PRIMARY KEY) ENGINE=InnoDB",
+            "VARBINARY(255)",
+        ),
+        (
+            "CREATE TABLE lockkit_fence (name VARBINARY(64) PRIMARY KEY) ENGINE=InnoDB",
+            "VARBINARY(255)",
+        ),
+    ] {
+        let (mut admin, config) = database(flavour, "ALL ON HERE.*").await;
+        admin.run(table).await;
+        match connect(config).await.unwrap_err() {
+            Error::Unsupported { what, .. } => assert!(what.contains(part), "{what}"),
+            other => panic!("{table}: {other}"),
+        }
+    }
+}
+
+async fn many_may_make_the_tables_at_once(flavour: Flavour) {
+    let (_admin, config) = database(flavour, "ALL ON HERE.*").await;
+    let all = (0..20).map(|_| connect(config.clone()));
+    for client in futures_util::future::join_all(all).await {
+        let client = client.unwrap();
+        client
+            .lock("a")
+            .unwrap()
+            .acquire()
+            .await
+            .unwrap()
+            .release()
+            .await
+            .unwrap();
+    }
+}
+
+async fn a_read_only_server_is_refused(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let client = connect(config(server.addr())).await.unwrap();
+    client
+        .lock("known")
+        .unwrap()
+        .acquire()
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+    admin.run("SET GLOBAL read_only=1").await;
+    match connect(config(server.addr())).await.unwrap_err() {
+        Error::Unsupported { what, .. } => assert!(what.contains("read_only"), "{what}"),
+        other => panic!("{other}"),
+    }
+    // One that became read-only later is an error, and neither "taken" nor a wait without end.
+    let lock = client.lock("new").unwrap();
+    for answer in [
+        lock.try_acquire().await.map(|_| ()),
+        lock.acquire().await.map(|_| ()),
+        lock.acquire_timeout(Duration::from_secs(1)).await.map(|_| ()),
+    ] {
+        let error = answer.unwrap_err();
+        assert!(
+            !error.is_timeout() && what(&error).contains("1290"),
+            "{}",
+            what(&error)
+        );
+    }
+    admin.run("SET GLOBAL read_only=0").await;
+    lock.acquire().await.unwrap().release().await.unwrap();
+}
+
+async fn a_proxy_that_swallows_the_lease_is_refused(flavour: Flavour) {
+    let swallowing = relay(shared(flavour).addr()).await.unwrap();
+    match connect(config(swallowing)).await.unwrap_err() {
+        Error::Unsupported { what, .. } => assert!(what.contains("wait_timeout"), "{what}"),
+        other => panic!("{other}"),
+    }
+}
+
+/// A proxy that has its own idea of which settings of a session matter.
+async fn relay(upstream: SocketAddr) -> io::Result<SocketAddr> {
+    const SET: &[u8] = b" wait_timeout=60,";
+    const NOT: &[u8] = b" sql_notes=1    ,";
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let addr = listener.local_addr()?;
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let (mut from_client, mut to_client) = client.into_split();
+                let (mut from_server, mut to_server) = TcpStream::connect(upstream).await?.into_split();
+                tokio::spawn(async move { tokio::io::copy(&mut from_server, &mut to_client).await });
+                let mut buffer = vec![0; 64 * 1024];
+                loop {
+                    let length = from_client.read(&mut buffer).await?;
+                    if length == 0 {
+                        return Ok::<_, io::Error>(());
+                    }
+                    let request = &mut buffer[..length];
+                    if let Some(at) = request.windows(SET.len()).position(|part| part == SET) {
+                        request[at..at + SET.len()].copy_from_slice(NOT);
+                    }
+                    to_server.write_all(request).await?;
+                }
+            });
+        }
+    });
+    Ok(addr)
+}
+
+async fn connections_to_different_servers_are_refused(flavour: Flavour) {
+    let servers = [
+        private(flavour, &["--server-id=11"]),
+        private(flavour, &["--server-id=12"]),
+    ];
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let balancer = listener.local_addr().unwrap();
+    let addrs = servers.each_ref().map(MySql::addr);
+    tokio::spawn(async move {
+        for upstream in addrs.into_iter().cycle() {
+            let (mut client, _) = listener.accept().await?;
+            let mut server = TcpStream::connect(upstream).await?;
+            tokio::spawn(async move { tokio::io::copy_bidirectional(&mut client, &mut server).await });
+        }
+        Ok::<_, io::Error>(())
+    });
+    let error = connect(config(balancer)).await.unwrap_err();
+    assert!(what(&error).contains("different servers"), "{}", what(&error));
+}
+
+async fn a_password_that_needs_a_public_key_is_no_hurdle(flavour: Flavour) {
+    if flavour == Flavour::MariaDb {
+        // MariaDB has no caching_sha2_password in this version: the plugin that it has instead is asked for.
+        let (_admin, config) = database(flavour, "ALL ON HERE.*").await;
+        connect(config).await.unwrap();
+        return;
+    }
+    let (mut admin, config) = database(flavour, "ALL ON HERE.*").await;
+    let user = admin.value("SELECT DATABASE()").await;
+    admin
+        .run(&format!(
+            "ALTER USER '{user}'@'%' IDENTIFIED WITH caching_sha2_password BY 'pw'"
+        ))
+        .await;
+    // The first time needs the server's public key, the second is answered from its cache.
+    for _ in 0..2 {
+        connect(config.clone()).await.unwrap();
+    }
+}
+
+async fn a_refused_account_is_no_transient_error(flavour: Flavour) {
+    let addr = shared(flavour).addr();
+    for url in [
+        format!("mysql://lockkit:wrong-canary@{addr}/lockkit"),
+        format!("mysql://nobody:wrong-canary@{addr}/lockkit"),
+        format!("mysql://lockkit:{}@{addr}/elsewhere", MySql::PASSWORD),
+    ] {
+        let error = connect(MySqlConfig::new(url)).await.unwrap_err();
+        assert!(!error.is_transient(), "{}", what(&error));
+        let shown = format!("{} {error:?} {error:#?}", what(&error));
+        assert!(
+            !shown.contains("canary") && !shown.contains(MySql::PASSWORD),
+            "{shown}"
+        );
+    }
+}
+
+async fn durability_is_what_the_server_has(flavour: Flavour) {
+    use lockkit_core::FencingDurability::{Durable, Process};
+
+    for (flush, promised) in [("1", Durable), ("2", Process)] {
+        let server = private(flavour, &[&format!("--innodb-flush-log-at-trx-commit={flush}")]);
+        let client = connect(config(server.addr())).await.unwrap();
+        assert_eq!(client.capabilities().fencing, promised);
+    }
+}
+
+/// A cluster of one node is a cluster.
+#[test]
+fn galera_is_refused() {
+    const PROVIDER: &str = "/usr/lib/galera/libgalera_smm.so";
+    crate::servers::run(Flavour::MariaDb, |flavour| async move {
+        if lockkit_testbed::skipped(
+            "mysql",
+            (!std::path::Path::new(PROVIDER).exists()).then(|| format!("there is no {PROVIDER}")),
+        ) {
+            return;
+        }
+        let port = lockkit_testbed::Port::reserve().unwrap();
+        let server = private(
+            flavour,
+            &[
+                "--wsrep-on=ON",
+                &format!("--wsrep-provider={PROVIDER}"),
+                "--wsrep-cluster-address=gcomm://",
+                &format!(
+                    "--wsrep-provider-options=gmcast.listen_addr=tcp://127.0.0.1:{}",
+                    port.number()
+                ),
+                "--wsrep-node-address=127.0.0.1",
+                "--binlog-format=ROW",
+                "--innodb-autoinc-lock-mode=2",
+            ],
+        );
+        match connect(config(server.addr())).await.unwrap_err() {
+            Error::Unsupported { what, .. } => assert!(what.contains("Galera"), "{what}"),
+            other => panic!("{other}"),
+        }
+    });
+}
+
+/// The options of one acquisition that is not to take long.
+#[test]
+fn the_limit_of_connections_is_a_clear_error() {
+    crate::servers::run(Flavour::MariaDb, |flavour| async move {
+        let mut config = config(shared(flavour).addr());
+        config.max_connections = 2;
+        let client = connect(config).await.unwrap();
+        let name = name("limit");
+        let lock = |of: &str| client.lock(format!("{name}/{of}")).unwrap();
+        let (a, b) = (
+            lock("a").acquire().await.unwrap(),
+            lock("b").acquire().await.unwrap(),
+        );
+        let options = AcquireOptions::new().wait(Duration::from_secs(5));
+        for answer in [
+            lock("c").try_acquire().await.map(|_| ()),
+            lock("c").acquire_with(&options).await.map(|_| ()),
+        ] {
+            let text = what(&answer.unwrap_err());
+            assert!(
+                text.contains("all 2 connections") && text.contains("max_connections"),
+                "{text}"
+            );
+        }
+        a.release().await.unwrap();
+        let c = lock("c").acquire().await.unwrap();
+        assert!(b.is_held() && c.is_held());
+    });
+}

@@ -1,0 +1,524 @@
+//! What breaks, and what then happens.
+
+use std::time::Duration;
+
+use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LossReason};
+use lockkit_mysql::Mode;
+use lockkit_testbed::{
+    Clock, Proxy, eventually,
+    mysql::{Flavour, MySql},
+};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::{
+    child::Child,
+    servers::{Admin, config, connect, for_each_flavour, name, private, shared},
+};
+
+for_each_flavour! {
+    the_tools_break_an_unprotected_hold
+    a_killed_holder_is_followed_within_100_ms
+    a_stopped_holder_is_followed_at_the_end_of_its_lease
+    a_blackholed_holder_is_told_before_it_is_followed
+    a_waiter_granted_in_the_dark_reports_no_success
+    a_waiter_that_is_cut_off_waits_anew
+    a_server_that_crashes_while_the_lock_is_held
+    a_server_that_stands_still_grants_nothing
+    replies_that_are_lost
+    connections_that_are_reset_again_and_again
+    a_hold_whose_connections_break_is_told_at_once
+    the_servers_clock_does_not_move_a_row_lock
+    the_servers_clock_moves_a_lease
+    tokens_go_back_with_a_deleted_counter_and_the_clock
+    a_server_that_lost_its_data
+}
+
+const MODES: [Mode; 2] = [Mode::ForUpdate, Mode::Lease];
+
+/// A client through a proxy of its own.
+async fn behind_a_proxy(server: &MySql, mode: Mode) -> (Proxy, LockClient) {
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let client = client(proxy.addr(), mode).await;
+    (proxy, client)
+}
+
+async fn client(addr: std::net::SocketAddr, mode: Mode) -> LockClient {
+    let mut config = config(addr);
+    config.mode = mode;
+    connect(config).await.unwrap()
+}
+
+fn brief(client: &LockClient, name: &str, ttl: Duration) -> Lock {
+    let options = AcquireOptions::new().ttl(ttl).op_timeout(Duration::from_secs(1));
+    client.lock(name).unwrap().with_options(options)
+}
+
+async fn waits(observer: &LockClient, name: &str) {
+    eventually("it waits", async || {
+        observer.inspect(name).await.unwrap().waiters == Some(1)
+    })
+    .await;
+}
+
+/// Without a lease there is nothing that ends a silent holder: a plain row lock outlasts every fault here.
+async fn the_tools_break_an_unprotected_hold(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let mut admin = Admin::of(&server).await;
+    admin
+        .run("CREATE TABLE t (id INT PRIMARY KEY) ENGINE=InnoDB; INSERT INTO t VALUES (1)")
+        .await;
+    let lock = "START TRANSACTION; SELECT 1 FROM t WHERE id=1 FOR UPDATE";
+    let free = "SELECT 1 FROM t WHERE id=1 FOR UPDATE SKIP LOCKED";
+    let mut holder = Admin::login(proxy.addr(), "root", "").await.unwrap();
+    holder.run(lock).await;
+    proxy.set(lockkit_testbed::Mode::Blackhole);
+    sleep(Duration::from_millis(1_500)).await;
+    assert!(admin.run(free).await.is_empty(), "nobody tells the server");
+    proxy.reset();
+    eventually("a reset does", async || !admin.run(free).await.is_empty()).await;
+    proxy.set(lockkit_testbed::Mode::Pass);
+    let mut holder = Admin::login(proxy.addr(), "root", "").await.unwrap();
+    holder.run(lock).await;
+    proxy.set(lockkit_testbed::Mode::HalfOpen);
+    eventually("so does a connection that is cut", async || {
+        !admin.run(free).await.is_empty()
+    })
+    .await;
+}
+
+async fn a_killed_holder_is_followed_within_100_ms(flavour: Flavour) {
+    let server = shared(flavour);
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let name = name("killed");
+    let mut took = Vec::new();
+    for _ in 0..10 {
+        let mut child = Child::hold(server.addr(), &name, Duration::from_secs(30));
+        let lock = client.lock(&name).unwrap();
+        let waiter = tokio::spawn(async move { (lock.acquire().await, Instant::now()) });
+        waits(&client, &name).await;
+        let killed = Instant::now();
+        child.process.kill().unwrap();
+        let (guard, at) = waiter.await.unwrap();
+        let guard = guard.unwrap();
+        assert!(guard.token().get() > child.token);
+        took.push(at.saturating_duration_since(killed));
+        guard.release().await.unwrap();
+    }
+    took.sort_unstable();
+    eprintln!("{flavour:?}: after kill -9 the next is granted in {took:?}");
+    // All but those that a busy machine held up.
+    assert!(took[5] < Duration::from_millis(100), "{took:?}");
+}
+
+async fn a_stopped_holder_is_followed_at_the_end_of_its_lease(flavour: Flavour) {
+    let server = shared(flavour);
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let name = name("stopped");
+    let mut child = Child::hold(server.addr(), &name, Duration::from_secs(1));
+    let lock = client.lock(&name).unwrap();
+    child.process.stop().unwrap();
+    let stopped = Instant::now();
+    let guard = lock.acquire().await.unwrap();
+    let took = stopped.elapsed();
+    // It was renewed a third of the lease before at most.
+    assert!(
+        took > Duration::from_millis(600) && took < Duration::from_millis(1_300),
+        "{took:?}"
+    );
+    assert!(guard.token().get() > child.token);
+    child.process.resume().unwrap();
+    sleep(Duration::from_millis(100)).await;
+    guard.check().unwrap();
+}
+
+async fn a_blackholed_holder_is_told_before_it_is_followed(flavour: Flavour) {
+    for mode in MODES {
+        let server = shared(flavour);
+        let (proxy, dark) = behind_a_proxy(server, mode).await;
+        let other = client(server.addr(), mode).await;
+        let (name, ttl) = (name("blackholed"), Duration::from_secs(2));
+        let guard = brief(&dark, &name, ttl).acquire().await.unwrap();
+        let lost = guard.lost();
+        let told = tokio::spawn(async move { (lost.await, Instant::now()) });
+        let next = other.lock(&name).unwrap();
+        let waiter = tokio::spawn(async move { (next.acquire().await, Instant::now()) });
+        waits(&other, &name).await;
+        let began = Instant::now();
+        proxy.set(lockkit_testbed::Mode::Blackhole);
+        let (granted, at) = timeout(Duration::from_secs(5), waiter).await.unwrap().unwrap();
+        let granted = granted.unwrap();
+        let (reason, told) = told.await.unwrap();
+        assert_eq!(reason, LossReason::Expired);
+        assert!(told < at, "told {:?} after the next was granted", told - at);
+        let took = at - began;
+        assert!(
+            took > ttl / 2 && took < ttl + Duration::from_millis(700),
+            "{mode:?}: {took:?}"
+        );
+        assert!(granted.token() > guard.token());
+        proxy.set(lockkit_testbed::Mode::Pass);
+        assert!(guard.release().await.unwrap_err().is_lost());
+        sleep(Duration::from_millis(200)).await;
+        granted.check().unwrap();
+        granted.release().await.unwrap();
+        dark.lock(&name)
+            .unwrap()
+            .acquire()
+            .await
+            .unwrap()
+            .release()
+            .await
+            .unwrap();
+    }
+}
+
+/// The server grants to a session whose client does not hear of it.
+async fn a_waiter_granted_in_the_dark_reports_no_success(flavour: Flavour) {
+    for mode in MODES {
+        let server = shared(flavour);
+        let (proxy, dark) = behind_a_proxy(server, mode).await;
+        let other = client(server.addr(), mode).await;
+        let (name, ttl) = (name("dark"), Duration::from_secs(1));
+        let holder = other.lock(&name).unwrap().acquire().await.unwrap();
+        let lock = brief(&dark, &name, ttl);
+        let waiter = tokio::spawn(async move { lock.acquire().await });
+        waits(&other, &name).await;
+        proxy.set(lockkit_testbed::Mode::Blackhole);
+        holder.release().await.unwrap();
+        // The dark session has it now, for as long as the server bears its silence.
+        let began = Instant::now();
+        let third = timeout(Duration::from_secs(5), other.lock(&name).unwrap().acquire())
+            .await
+            .unwrap()
+            .unwrap();
+        let took = began.elapsed();
+        if mode == Mode::ForUpdate {
+            assert!(took > ttl / 2, "it was never granted in the dark: {took:?}");
+        }
+        proxy.set(lockkit_testbed::Mode::Pass);
+        for _ in 0..20 {
+            sleep(Duration::from_millis(50)).await;
+            assert!(!waiter.is_finished(), "{mode:?}: granted while another holds");
+            third.check().unwrap();
+        }
+        let token = third.token();
+        third.release().await.unwrap();
+        let late = timeout(Duration::from_secs(10), waiter)
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
+        assert!(late.token() > token && late.is_held());
+        late.release().await.unwrap();
+    }
+}
+
+async fn a_waiter_that_is_cut_off_waits_anew(flavour: Flavour) {
+    for mode in MODES {
+        let server = shared(flavour);
+        let (proxy, cut) = behind_a_proxy(server, mode).await;
+        let other = client(server.addr(), mode).await;
+        let name = name("cut");
+        let holder = other.lock(&name).unwrap().acquire().await.unwrap();
+        let lock = brief(&cut, &name, Duration::from_secs(30));
+        let waiter = tokio::spawn(async move { lock.acquire().await });
+        waits(&other, &name).await;
+        // Its connections go silent, and stay so; new ones pass. The server does not notice before it grants.
+        proxy.set(lockkit_testbed::Mode::HalfOpen);
+        proxy.set(lockkit_testbed::Mode::Pass);
+        let began = Instant::now();
+        holder.release().await.unwrap();
+        let granted = timeout(Duration::from_secs(20), waiter)
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
+        eprintln!(
+            "{flavour:?}, {mode:?}: cut off while waiting, granted after {:?}",
+            began.elapsed()
+        );
+        granted.check().unwrap();
+        granted.release().await.unwrap();
+        // Nor does what it left in the queue keep anybody out.
+        let next = timeout(Duration::from_secs(5), other.lock(&name).unwrap().acquire())
+            .await
+            .unwrap();
+        next.unwrap().release().await.unwrap();
+    }
+}
+
+async fn a_server_that_crashes_while_the_lock_is_held(flavour: Flavour) {
+    for mode in MODES {
+        let server = private(flavour, &[]);
+        let [holding, waiting, idle] = [
+            client(server.addr(), mode).await,
+            client(server.addr(), mode).await,
+            client(server.addr(), mode).await,
+        ];
+        let ttl = Duration::from_secs(2);
+        idle.lock("b")
+            .unwrap()
+            .acquire()
+            .await
+            .unwrap()
+            .release()
+            .await
+            .unwrap();
+        let mut last = 0;
+        for round in 0..3 {
+            let guard = brief(&holding, "a", ttl).acquire().await.unwrap();
+            let lock = waiting.lock("a").unwrap();
+            let waiter = tokio::spawn(async move { lock.acquire().await });
+            waits(&holding, "a").await;
+            assert!(guard.token().get() > last);
+            server.process().kill().unwrap();
+            let began = Instant::now();
+            server.start_again().unwrap();
+            if mode == Mode::ForUpdate {
+                let reason = timeout(ttl, guard.lost()).await.unwrap();
+                assert_eq!(reason, LossReason::Disconnected);
+                assert!(began.elapsed() < ttl, "round {round}: {:?}", began.elapsed());
+                assert!(guard.release().await.unwrap_err().is_lost());
+                last = guard_token(waiter.await.unwrap());
+            } else {
+                // The row is still there, and so is its owner's right to it.
+                sleep(ttl).await;
+                guard.check().unwrap();
+                let token = guard.token().get();
+                guard.release().await.unwrap();
+                last = guard_token(waiter.await.unwrap());
+                assert!(last > token);
+            }
+            let guard = idle.lock("b").unwrap().try_acquire().await.unwrap();
+            guard
+                .expect("an idle client has its connections replaced")
+                .release()
+                .await
+                .unwrap();
+        }
+    }
+}
+
+fn guard_token(granted: Result<lockkit_core::LockGuard, Error>) -> u64 {
+    granted.unwrap().token().get()
+}
+
+async fn a_server_that_stands_still_grants_nothing(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let guard = brief(&client, "a", Duration::from_secs(1))
+        .acquire()
+        .await
+        .unwrap();
+    server.process().pause().unwrap();
+    let lock = brief(&client, "b", Duration::from_secs(1));
+    let (tried, waited, reason) = tokio::join!(
+        lock.try_acquire(),
+        lock.acquire_timeout(Duration::from_millis(300)),
+        timeout(Duration::from_secs(2), guard.lost())
+    );
+    assert!(tried.as_ref().is_err_and(Error::is_transient), "{tried:?}");
+    assert!(waited.as_ref().is_err_and(Error::is_transient), "{waited:?}");
+    assert_eq!(reason.unwrap(), LossReason::Expired);
+    server.process().resume().unwrap();
+    let again = timeout(Duration::from_secs(20), lock.acquire())
+        .await
+        .unwrap()
+        .unwrap();
+    again.release().await.unwrap();
+    let next = timeout(Duration::from_secs(20), client.lock("a").unwrap().acquire())
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(next.token() > guard.token());
+}
+
+async fn replies_that_are_lost(flavour: Flavour) {
+    for mode in MODES {
+        let server = shared(flavour);
+        let (proxy, unlucky) = behind_a_proxy(server, mode).await;
+        let other = client(server.addr(), mode).await;
+        let ttl = Duration::from_secs(2);
+        // To an attempt: nobody knows, and the lock comes free within the lease.
+        let (attempted, renewed, released) = (name("attempt"), name("renew"), name("release"));
+        proxy.set(lockkit_testbed::Mode::DropReplies);
+        let lock = brief(&unlucky, &attempted, ttl);
+        let error = lock.try_acquire().await.unwrap_err();
+        assert!(error.is_transient(), "{error:?}");
+        proxy.set(lockkit_testbed::Mode::Pass);
+        let bound = ttl * 2 + Duration::from_secs(2);
+        let guard = timeout(bound, other.lock(&attempted).unwrap().acquire())
+            .await
+            .unwrap()
+            .unwrap();
+        guard.release().await.unwrap();
+        // To a renewal: it goes on to the end of its lease, and is told by then.
+        let guard = brief(&unlucky, &renewed, ttl).acquire().await.unwrap();
+        proxy.set(lockkit_testbed::Mode::DropReplies);
+        timeout(ttl + Duration::from_millis(500), guard.lost())
+            .await
+            .unwrap();
+        proxy.set(lockkit_testbed::Mode::Pass);
+        let next = timeout(bound, other.lock(&renewed).unwrap().acquire())
+            .await
+            .unwrap();
+        next.unwrap().release().await.unwrap();
+        // To a release: an error, and the lock is free all the same.
+        let guard = brief(&unlucky, &released, ttl).acquire().await.unwrap();
+        proxy.set(lockkit_testbed::Mode::DropReplies);
+        let error = guard.release().await.unwrap_err();
+        assert!(!error.is_timeout(), "{error:?}");
+        let next = timeout(bound, other.lock(&released).unwrap().acquire())
+            .await
+            .unwrap();
+        next.unwrap().release().await.unwrap();
+        proxy.set(lockkit_testbed::Mode::Pass);
+    }
+}
+
+async fn connections_that_are_reset_again_and_again(flavour: Flavour) {
+    for mode in MODES {
+        let server = shared(flavour);
+        let (proxy, unlucky) = behind_a_proxy(server, mode).await;
+        let name = name("reset");
+        let lock = brief(&unlucky, &name, Duration::from_secs(2));
+        let worker = tokio::spawn(async move {
+            let (mut granted, mut last) = (0, None);
+            let end = Instant::now() + Duration::from_secs(2);
+            while Instant::now() < end {
+                if let Ok(guard) = lock.acquire_timeout(Duration::from_secs(5)).await {
+                    assert!(Some(guard.token()) > last);
+                    last = Some(guard.token());
+                    granted += 1;
+                    sleep(Duration::from_millis(2)).await;
+                    let _ = guard.release().await;
+                }
+            }
+            granted
+        });
+        while !worker.is_finished() {
+            sleep(Duration::from_millis(30)).await;
+            proxy.reset();
+        }
+        let granted = worker.await.unwrap();
+        assert!(granted > 30, "{mode:?}: {granted}");
+    }
+}
+
+/// A reset frees the lock at the server at once, so that the next may be in before its holder knows.
+async fn a_hold_whose_connections_break_is_told_at_once(flavour: Flavour) {
+    let server = shared(flavour);
+    let (proxy, unlucky) = behind_a_proxy(server, Mode::ForUpdate).await;
+    let mut took = Vec::new();
+    for _ in 0..10 {
+        let guard = unlucky.lock(name("broken")).unwrap().acquire().await.unwrap();
+        // Until it is watched over, and its watch stands.
+        sleep(Duration::from_millis(50)).await;
+        let began = Instant::now();
+        proxy.reset();
+        let reason = timeout(Duration::from_secs(5), guard.lost()).await.unwrap();
+        took.push(began.elapsed());
+        assert_eq!(reason, LossReason::Disconnected);
+    }
+    took.sort_unstable();
+    eprintln!("{flavour:?}: told of broken connections after {took:?}");
+    assert!(took[5] < Duration::from_millis(100), "{took:?}");
+}
+
+const HOUR: Duration = Duration::from_hours(1);
+
+async fn the_servers_clock_does_not_move_a_row_lock(flavour: Flavour) {
+    let clock = Clock::new().unwrap();
+    let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
+    let (holder, other) = (
+        client(server.addr(), Mode::ForUpdate).await,
+        client(server.addr(), Mode::ForUpdate).await,
+    );
+    let guard = brief(&holder, "a", Duration::from_secs(2))
+        .acquire()
+        .await
+        .unwrap();
+    for step in [Clock::forward, Clock::back, Clock::back] {
+        step(&clock, HOUR).unwrap();
+        sleep(Duration::from_millis(700)).await;
+        guard.check().unwrap();
+        assert!(other.lock("a").unwrap().try_acquire().await.unwrap().is_none());
+    }
+    let token = guard.token();
+    guard.release().await.unwrap();
+    assert!(other.lock("a").unwrap().acquire().await.unwrap().token() > token);
+}
+
+async fn the_servers_clock_moves_a_lease(flavour: Flavour) {
+    let clock = Clock::new().unwrap();
+    let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
+    let (holder, other) = (
+        client(server.addr(), Mode::Lease).await,
+        client(server.addr(), Mode::Lease).await,
+    );
+    let ttl = Duration::from_secs(3);
+    // Forward: the lease is over before its time. The token is what is left.
+    let guard = brief(&holder, "a", ttl).acquire().await.unwrap();
+    clock.forward(HOUR).unwrap();
+    let next = other
+        .lock("a")
+        .unwrap()
+        .try_acquire()
+        .await
+        .unwrap()
+        .expect("granted beside its holder");
+    assert!(guard.is_held() && next.token() > guard.token());
+    let reason = timeout(ttl, guard.lost()).await.unwrap();
+    assert_eq!(reason, LossReason::Revoked);
+    next.release().await.unwrap();
+    // Back: a lease that nobody renews any more lasts for longer.
+    let (proxy, cut) = behind_a_proxy(&server, Mode::Lease).await;
+    let guard = brief(&cut, "b", ttl).acquire().await.unwrap();
+    proxy.set(lockkit_testbed::Mode::Blackhole);
+    clock.back(HOUR).unwrap();
+    guard.lost().await;
+    sleep(Duration::from_millis(500)).await;
+    assert!(other.lock("b").unwrap().try_acquire().await.unwrap().is_none());
+}
+
+async fn tokens_go_back_with_a_deleted_counter_and_the_clock(flavour: Flavour) {
+    let clock = Clock::new().unwrap();
+    let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
+    let mut admin = Admin::of(&server).await;
+    let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let before = lock.acquire().await.unwrap().token();
+    admin.run("DELETE FROM lockkit_fence").await;
+    let after = lock.acquire().await.unwrap().token();
+    assert!(after > before, "a new counter begins at the clock");
+    clock.back(HOUR).unwrap();
+    admin.run("DELETE FROM lockkit_fence").await;
+    assert!(lock.acquire().await.unwrap().token() < after);
+}
+
+/// As after a fail-over to a replica that had not heard of the lock, or to one at all: row locks are not replicated.
+async fn a_server_that_lost_its_data(flavour: Flavour) {
+    for mode in MODES {
+        let (old, new) = (private(flavour, &[]), private(flavour, &[]));
+        let proxy = Proxy::start(old.addr()).unwrap();
+        let (holder, other) = (client(proxy.addr(), mode).await, client(proxy.addr(), mode).await);
+        let guard = brief(&holder, "a", Duration::from_secs(6))
+            .acquire()
+            .await
+            .unwrap();
+        sleep(Duration::from_millis(50)).await;
+        proxy.set_upstream(new.addr());
+        old.process().kill().unwrap();
+        // The tables are not there either; whoever connects anew makes them.
+        client(new.addr(), mode).await;
+        let next = timeout(Duration::from_secs(5), other.lock("a").unwrap().acquire())
+            .await
+            .unwrap()
+            .unwrap();
+        assert!(next.token() > guard.token(), "the counter begins at the clock");
+        if mode == Mode::Lease {
+            assert!(guard.is_held(), "two hold");
+        }
+        timeout(Duration::from_secs(6), guard.lost()).await.unwrap();
+    }
+}

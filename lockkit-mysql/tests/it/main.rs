@@ -1,0 +1,13 @@
+//! Tests against private servers. Both flavours run every case: MariaDB from its package, and MySQL where the environment
+//! variable `LOCKKIT_MYSQLD` names its server.
+
+mod child;
+mod conformance;
+mod connecting;
+mod faults;
+mod fenced;
+mod servers;
+mod sessions;
+#[cfg(feature = "tls")]
+mod tls;
+mod tokens;

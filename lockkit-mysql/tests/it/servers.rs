@@ -1,0 +1,152 @@
+//! The servers that the tests share.
+
+use std::{net::SocketAddr, sync::LazyLock};
+
+use lockkit_core::{LockClient, Result};
+use lockkit_mysql::{
+    MySqlBackend, MySqlConfig,
+    sqlx::{
+        self, AssertSqlSafe, ConnectOptions, Connection, Row,
+        mysql::{MySqlConnectOptions, MySqlConnection, MySqlSslMode},
+    },
+};
+use lockkit_testbed::{
+    mysql::{Flavour, MySql},
+    skipped,
+};
+
+/// Generates the tests of a module: each function once per flavour.
+macro_rules! for_each_flavour {
+    ($($name:ident)*) => {$(
+        mod $name {
+            use lockkit_testbed::mysql::Flavour;
+
+            #[test]
+            fn mariadb() {
+                $crate::servers::run(Flavour::MariaDb, super::$name);
+            }
+
+            #[test]
+            fn mysql() {
+                $crate::servers::run(Flavour::MySql, super::$name);
+            }
+        }
+    )*};
+}
+pub(crate) use for_each_flavour;
+
+/// Runs a test on a runtime of its own, if there is a server of this flavour.
+pub(crate) fn run<F: Future<Output = ()>>(flavour: Flavour, test: impl FnOnce(Flavour) -> F) {
+    let backend = match flavour {
+        Flavour::MariaDb => "mysql",
+        Flavour::MySql => "mysql-server",
+    };
+    if skipped(backend, MySql::missing(flavour)) {
+        return;
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build();
+    runtime.expect("a runtime").block_on(test(flavour));
+}
+
+/// A server that nobody harms.
+pub(crate) fn shared(flavour: Flavour) -> &'static MySql {
+    static MARIADB: LazyLock<MySql> = LazyLock::new(|| start(Flavour::MariaDb));
+    static MYSQL: LazyLock<MySql> = LazyLock::new(|| start(Flavour::MySql));
+    match flavour {
+        Flavour::MariaDb => &MARIADB,
+        Flavour::MySql => &MYSQL,
+    }
+}
+
+/// A server of a test's own.
+pub(crate) fn private(flavour: Flavour, options: &[&str]) -> MySql {
+    MySql::start(flavour, options).expect("the server starts")
+}
+
+/// A name that no other test uses.
+pub(crate) fn name(of: &str) -> String {
+    format!("{of}/{:016x}", fastrand::u64(..))
+}
+
+/// The server's master account.
+pub(crate) struct Admin(MySqlConnection);
+
+impl Admin {
+    pub(crate) async fn of(server: &MySql) -> Self {
+        Self::login(server.addr(), "root", "")
+            .await
+            .expect("root may connect")
+    }
+
+    pub(crate) async fn login(addr: SocketAddr, user: &str, password: &str) -> sqlx::Result<Self> {
+        let mut options = MySqlConnectOptions::new()
+            .host(&addr.ip().to_string())
+            .port(addr.port())
+            .username(user)
+            .database(MySql::DATABASE)
+            .ssl_mode(MySqlSslMode::Disabled);
+        if !password.is_empty() {
+            options = options.password(password);
+        }
+        Ok(Self(options.connect().await?))
+    }
+
+    /// Runs one or more statements, and returns the rows as text.
+    pub(crate) async fn try_run(&mut self, sql: &str) -> sqlx::Result<Vec<Vec<String>>> {
+        let rows = sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(&mut self.0).await?;
+        let text = |row: &sqlx::mysql::MySqlRow, index| {
+            let bytes: Option<Vec<u8>> = row.try_get_unchecked(index)?;
+            Ok(String::from_utf8_lossy(&bytes.unwrap_or_default()).into_owned())
+        };
+        rows.iter()
+            .map(|row| (0..row.len()).map(|index| text(row, index)).collect())
+            .collect()
+    }
+
+    pub(crate) async fn run(&mut self, sql: &str) -> Vec<Vec<String>> {
+        self.try_run(sql)
+            .await
+            .unwrap_or_else(|error| panic!("{sql}: {error}"))
+    }
+
+    /// The one value that a query has.
+    pub(crate) async fn value(&mut self, sql: &str) -> String {
+        self.run(sql).await.swap_remove(0).swap_remove(0)
+    }
+
+    /// The ids of the sessions of the locks' account.
+    pub(crate) async fn sessions(&mut self) -> Vec<u64> {
+        let rows = self
+            .run(&format!(
+                "SELECT ID FROM information_schema.PROCESSLIST WHERE USER='{}' ORDER BY ID",
+                MySql::USER
+            ))
+            .await;
+        rows.iter().map(|row| row[0].parse().expect("a number")).collect()
+    }
+
+    pub(crate) async fn close(self) {
+        let _ = self.0.close().await;
+    }
+}
+
+/// A name's row, as SQL.
+pub(crate) fn row(name: &str) -> String {
+    format!("'lockkit:{name}'")
+}
+
+fn start(flavour: Flavour) -> MySql {
+    MySql::start(flavour, &[]).expect("the server starts")
+}
+
+/// The configuration for a server that is reached at `addr`.
+pub(crate) fn config(addr: SocketAddr) -> MySqlConfig {
+    MySqlConfig::new(MySql::url_at(addr))
+}
+
+pub(crate) async fn connect(config: MySqlConfig) -> Result<LockClient> {
+    Ok(LockClient::new(MySqlBackend::connect(config).await?))
+}

@@ -1,0 +1,456 @@
+//! Tokens rise and holds exclude each other, whatever happens: many requests from several processes, checked by what
+//! they recorded.
+//!
+//! How many is up to the environment variable `LOCKKIT_SOAK`: the number of requests per case, 3,000 if it is unset.
+
+use std::{
+    io::{BufRead, BufReader, Write as _},
+    net::SocketAddr,
+    process::{Command, Stdio},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use lockkit_conformance::{
+    history::{Acquisition, History, Limits, at, now},
+    process::Process,
+};
+use lockkit_core::{AcquireOptions, Error, Lock, LockGuard, spi::Mode as Hold};
+use lockkit_mysql::Mode;
+use lockkit_testbed::{Proxy, mysql::Flavour};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep, timeout},
+};
+
+use crate::servers::{config, connect, for_each_flavour, name, private, run, shared};
+
+for_each_flavour! {
+    tokens_rise_over_processes_and_cancels
+    tokens_rise_over_crashes_of_the_server_and_of_holders
+    holds_exclude_each_other_under_faults
+}
+
+const ORDER: &str = "LOCKKIT_MYSQL_SOAK";
+const MARK: &str = "lockkit-soak: ";
+const PROCESSES: u64 = 3;
+const TASKS: u64 = 8;
+const KEYS: u64 = 3;
+
+fn requests() -> u64 {
+    let wanted = std::env::var("LOCKKIT_SOAK").ok();
+    wanted.map_or(3_000, |wanted| wanted.parse().expect("LOCKKIT_SOAK is a number"))
+}
+
+fn seed() -> u64 {
+    let seed = std::env::var("LOCKKIT_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok());
+    let seed = seed.unwrap_or_else(|| fastrand::u64(..));
+    eprintln!("replay with LOCKKIT_SEED={seed}");
+    seed
+}
+
+/// What a worker process is to do.
+struct Order {
+    addr: SocketAddr,
+    mode: Mode,
+    block: u32,
+    ttl: Duration,
+    rounds: u64,
+    seed: u64,
+    who: u64,
+    name: String,
+}
+
+impl Order {
+    fn write(&self) -> String {
+        let Self {
+            addr,
+            block,
+            rounds,
+            seed,
+            who,
+            name,
+            ..
+        } = self;
+        let (mode, ttl) = (u8::from(self.mode == Mode::Lease), self.ttl.as_millis());
+        format!("{addr} {mode} {block} {ttl} {rounds} {seed} {who} {name}")
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        let mut words = text.split(' ');
+        Some(Self {
+            addr: words.next()?.parse().ok()?,
+            mode: if words.next()? == "1" {
+                Mode::Lease
+            } else {
+                Mode::ForUpdate
+            },
+            block: words.next()?.parse().ok()?,
+            ttl: Duration::from_millis(words.next()?.parse().ok()?),
+            rounds: words.next()?.parse().ok()?,
+            seed: words.next()?.parse().ok()?,
+            who: words.next()?.parse().ok()?,
+            name: words.next()?.to_owned(),
+        })
+    }
+
+    fn start(&self) -> Worker {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "tokens::works", "--nocapture", "--test-threads=1"])
+            .env(ORDER, self.write())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut process = Process::spawn(&mut command).unwrap();
+        let output = BufReader::new(process.child().stdout.take().unwrap());
+        let records = std::thread::spawn(move || {
+            let lines = output.lines().map_while(Result::ok);
+            lines
+                .filter_map(|line| Some(line.split_once(MARK)?.1.to_owned()))
+                .collect()
+        });
+        Worker { process, records }
+    }
+}
+
+struct Worker {
+    process: Process,
+    records: std::thread::JoinHandle<Vec<String>>,
+}
+
+impl Worker {
+    /// What it has recorded, once it has ended.
+    fn records(mut self) -> Vec<Acquisition> {
+        self.process.wait(Duration::from_secs(1_000)).unwrap();
+        let records = self.records.join().unwrap();
+        // The last line of one that was killed may be torn.
+        records.iter().filter_map(|line| line.parse().ok()).collect()
+    }
+}
+
+/// As a worker, works. As a test, has one work.
+#[test]
+fn works() {
+    let Ok(order) = std::env::var(ORDER) else {
+        return run(Flavour::MariaDb, |flavour| async move {
+            let order = Order {
+                addr: shared(flavour).addr(),
+                mode: Mode::ForUpdate,
+                block: 1,
+                ttl: Duration::from_secs(5),
+                rounds: 5,
+                seed: 1,
+                who: 0,
+                name: name("works"),
+            };
+            let records = order.start().records();
+            assert_eq!(records.len() as u64, TASKS * 5);
+        });
+    };
+    let order = Arc::new(Order::read(&order).expect("an order"));
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime.block_on(async {
+        let mut config = config(order.addr);
+        (config.mode, config.token_block) = (order.mode, order.block);
+        let client = connect(config).await.unwrap();
+        let mut tasks = JoinSet::new();
+        for task in 0..TASKS {
+            let (order, client) = (order.clone(), client.clone());
+            tasks.spawn(async move {
+                let mut rng = fastrand::Rng::with_seed(order.seed + order.who * 1_000 + task);
+                for _ in 0..order.rounds {
+                    let key = format!("{}/{}", order.name, rng.u64(0..KEYS));
+                    let options = AcquireOptions::new().ttl(order.ttl);
+                    let lock = client.lock(key).unwrap().with_options(options);
+                    one_round(&lock, order.who * 100 + task, &mut rng, |record| {
+                        let mut output = std::io::stdout().lock();
+                        writeln!(output, "{MARK}{record}").unwrap();
+                    })
+                    .await;
+                }
+            });
+        }
+        tasks.join_all().await;
+    });
+}
+
+/// Asks in one of the ways there are, holds, and ends the hold in one of the ways there are. A hold is recorded when it
+/// begins, and again when it is over.
+async fn one_round(lock: &Lock, who: u64, rng: &mut fastrand::Rng, report: impl FnOnce(&Acquisition)) {
+    let mut record = Acquisition::asked(lock.name().as_str(), Hold::Exclusive, who, now());
+    let pause = Duration::from_micros(rng.u64(0..3_000));
+    let granted: Result<Option<LockGuard>, Error> = match rng.u8(0..10) {
+        0..6 => lock.acquire_timeout(Duration::from_secs(20)).await.map(Some),
+        6 => lock.try_acquire().await,
+        7 => lock.acquire_timeout(pause).await.map(Some),
+        _ => timeout(pause, lock.acquire())
+            .await
+            .map_or(Ok(None), |granted| granted.map(Some)),
+    };
+    match granted {
+        Ok(Some(guard)) => {
+            record.granted = Some((now(), guard.token().get()));
+            hold(guard, &mut record, rng).await;
+        }
+        Ok(None) => record.gave_up = Some(now()),
+        Err(error) if error.is_timeout() || error.is_transient() => record.gave_up = Some(now()),
+        Err(error) => panic!("{error:?}"),
+    }
+    report(&record);
+}
+
+async fn hold(guard: LockGuard, record: &mut Acquisition, rng: &mut fastrand::Rng) {
+    // Some for so long that they are watched over.
+    let longest = if rng.u8(0..20) == 0 { 20_000 } else { 1_500 };
+    let work = Duration::from_micros(rng.u64(0..longest));
+    if timeout(work, guard.lost()).await.is_ok() {
+        record.lost = Some(now());
+        return;
+    }
+    record.until = guard.valid_until().map(at);
+    record.released = Some(now());
+    if rng.bool() {
+        // What became of it is in what the others see.
+        let _ = guard.release().await;
+    } else {
+        drop(guard);
+    }
+}
+
+async fn tokens_rise_over_processes_and_cancels(flavour: Flavour) {
+    let seed = seed();
+    for (mode, block) in [(Mode::ForUpdate, 1), (Mode::ForUpdate, 1_024), (Mode::Lease, 1)] {
+        let began = Instant::now();
+        let (addr, name) = (shared(flavour).addr(), name("soak"));
+        let rounds = requests().div_ceil(PROCESSES * TASKS);
+        let workers: Vec<_> = (1..=PROCESSES)
+            .map(|who| {
+                let name = name.clone();
+                let ttl = Duration::from_secs(10);
+                Order {
+                    addr,
+                    mode,
+                    block,
+                    ttl,
+                    rounds,
+                    seed,
+                    who,
+                    name,
+                }
+                .start()
+            })
+            .collect();
+        let mut history = History::default();
+        for worker in workers {
+            let records = tokio::task::spawn_blocking(|| worker.records()).await.unwrap();
+            assert_eq!(records.len() as u64, TASKS * rounds, "a worker ended early");
+            history.acquisitions.extend(records);
+        }
+        let mut limits = Limits::default();
+        limits.idle = Duration::from_secs(5);
+        let summary = history
+            .check(&limits)
+            .unwrap_or_else(|violation| panic!("{violation}"));
+        eprintln!(
+            "{flavour:?} {mode:?} block {block}: {summary:?} in {:?}",
+            began.elapsed()
+        );
+        assert!(
+            summary.granted as u64 > requests() / 2,
+            "a vacuous pass: {summary:?}"
+        );
+    }
+}
+
+async fn tokens_rise_over_crashes_of_the_server_and_of_holders(flavour: Flavour) {
+    let seed = seed();
+    for (mode, block) in [(Mode::ForUpdate, 1), (Mode::ForUpdate, 1_024), (Mode::Lease, 1)] {
+        let server = private(flavour, &[]);
+        let (addr, name) = (server.addr(), name("crash"));
+        let order = |who| {
+            let (name, ttl) = (name.clone(), Duration::from_secs(1));
+            let rounds = requests().div_ceil(PROCESSES * TASKS);
+            Order {
+                addr,
+                mode,
+                block,
+                ttl,
+                rounds,
+                seed,
+                who,
+                name,
+            }
+        };
+        let mut workers: Vec<_> = (1..=PROCESSES).map(|who| order(who).start()).collect();
+        let mut records = Vec::new();
+        for round in 0..3 {
+            sleep(Duration::from_millis(400)).await;
+            if round % 2 == 0 {
+                server.process().kill().unwrap();
+                server.start_again().unwrap();
+            } else {
+                // A holder or waiter dies, whatever it was at, and another comes.
+                let mut dead = workers.remove(0);
+                dead.process.kill().unwrap();
+                records.extend(dead.records());
+                workers.push(order(10 + round).start());
+            }
+        }
+        for worker in workers {
+            records.extend(tokio::task::spawn_blocking(|| worker.records()).await.unwrap());
+        }
+        let mut tokens: Vec<_> = records
+            .iter()
+            .filter_map(|record| Some((record.lock.clone(), record.granted?.0, record.granted?.1)))
+            .collect();
+        tokens.sort();
+        for pair in tokens.windows(2) {
+            let [(lock, _, before), (same, _, after)] = pair else {
+                continue;
+            };
+            assert!(
+                lock != same || before < after,
+                "{mode:?} {block}: {after} after {before} on {lock}"
+            );
+        }
+        assert!(
+            tokens.len() as u64 > requests() / 3,
+            "a vacuous pass: {}",
+            tokens.len()
+        );
+        eprintln!(
+            "{flavour:?} {mode:?} block {block}: {} grants over three crashes",
+            tokens.len()
+        );
+    }
+}
+
+/// Three clients, each behind a proxy that misbehaves.
+async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
+    const LASTS: Duration = Duration::from_secs(6);
+    /// In nanoseconds.
+    const TOLD_WITHIN: u64 = 50_000_000;
+    let seed = seed();
+    for mode in [Mode::ForUpdate, Mode::Lease] {
+        let server = shared(flavour);
+        let name = name("faults");
+        let proxies: Vec<_> = (0..3).map(|_| Proxy::start(server.addr()).unwrap()).collect();
+        let course = Course::default();
+        let mut tasks = JoinSet::new();
+        for (who, proxy) in proxies.iter().enumerate() {
+            let mut config = config(proxy.addr());
+            config.mode = mode;
+            let client = connect(config).await.unwrap();
+            let options = AcquireOptions::new()
+                // As short as the server can count.
+                .ttl(Duration::from_millis(if mode == Mode::Lease {
+                    300
+                } else {
+                    1_000
+                }))
+                .op_timeout(Duration::from_millis(300))
+                .local_handoffs(0);
+            for task in 0..4 {
+                let lock = client.lock(&name).unwrap().with_options(options.clone());
+                let who = who as u64 * 100 + task;
+                let rng = fastrand::Rng::with_seed(seed.wrapping_add(who));
+                tasks.spawn(course.clone().work(lock, who, rng));
+            }
+        }
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let (mut faults, mut hits) = (0, 0);
+        // Which client's connections were reset, and between which moments.
+        let mut resets: Vec<(u64, u64, u64)> = Vec::new();
+        let began = Instant::now();
+        while began.elapsed() < LASTS {
+            sleep(Duration::from_millis(rng.u64(20..120))).await;
+            let who = rng.usize(..3);
+            let proxy = &proxies[who];
+            faults += 1;
+            hits += usize::from(course.busy.load(Ordering::Relaxed) > 0);
+            let fault = match rng.u8(..8) {
+                0..2 => {
+                    let before = now();
+                    proxy.reset();
+                    resets.push((who as u64, before, now()));
+                    continue;
+                }
+                2..4 => lockkit_testbed::Mode::DropReplies,
+                4..6 => lockkit_testbed::Mode::Blackhole,
+                _ => lockkit_testbed::Mode::Delay {
+                    requests: Duration::from_millis(rng.u64(0..5)),
+                    replies: Duration::from_millis(rng.u64(0..5)),
+                },
+            };
+            proxy.set(fault);
+            sleep(Duration::from_millis(rng.u64(10..150))).await;
+            let before = now();
+            proxy.set(lockkit_testbed::Mode::Pass);
+            resets.push((who as u64, before, now()));
+        }
+        let healed = now();
+        sleep(Duration::from_secs(1)).await;
+        course.stop.store(true, Ordering::Relaxed);
+        timeout(Duration::from_secs(30), tasks.join_all())
+            .await
+            .expect("everyone gets the lock in the end");
+        let mut history = std::mem::take(&mut *course.history.lock().unwrap());
+        if mode == Mode::ForUpdate {
+            // A connection that is reset ends its hold at the server at once. Its holder is told soon after.
+            for record in &mut history.acquisitions {
+                let ends = [record.released, record.lost].into_iter().flatten().min();
+                record.broken = resets
+                    .iter()
+                    .filter(|(who, _, after)| {
+                        record.who / 100 == *who && *after + TOLD_WITHIN >= record.asked
+                    })
+                    .map(|(_, before, _)| *before)
+                    .filter(|before| ends.is_none_or(|end| *before <= end))
+                    .min();
+            }
+        }
+        let mut limits = Limits::default();
+        (limits.healed, limits.idle) = (healed, Duration::from_secs(8));
+        let summary = history
+            .check(&limits)
+            .unwrap_or_else(|violation| panic!("{mode:?}: {violation}"));
+        let rate = summary.granted as u64 / LASTS.as_secs();
+        eprintln!(
+            "{flavour:?} {mode:?}: {summary:?}, {rate}/s, {faults} faults, {hits} of which hit somebody"
+        );
+        assert!(
+            rate >= 50 && hits * 10 >= faults * 9,
+            "a vacuous pass: {summary:?}"
+        );
+    }
+}
+
+/// What the workers of one run share.
+#[derive(Clone, Default)]
+struct Course {
+    history: Arc<Mutex<History>>,
+    stop: Arc<AtomicBool>,
+    busy: Arc<AtomicUsize>,
+}
+
+impl Course {
+    /// Asks again and again.
+    async fn work(self, lock: Lock, who: u64, mut rng: fastrand::Rng) {
+        while !self.stop.load(Ordering::Relaxed) {
+            self.busy.fetch_add(1, Ordering::Relaxed);
+            one_round(&lock, who, &mut rng, |record| {
+                self.history.lock().unwrap().acquisitions.push(record.clone());
+            })
+            .await;
+            self.busy.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
