@@ -156,19 +156,24 @@ async fn released_while_cut_off_and_gone_once_the_session_is_back() {
         .ttl(Duration::from_millis(300))
         .op_timeout(Duration::from_millis(100));
     let ours = client.lock(&name).unwrap().with_options(options);
-    let guard = ours.acquire().await.unwrap();
-    proxy.set(Mode::Refuse);
-    proxy.reset();
-    drop(guard);
-    // The driver gives up on it after its ttl and op_timeout.
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(
-        children(&raw, &name).await.len(),
-        1,
-        "nobody could have told the server"
-    );
-    proxy.set(Mode::Pass);
-    contend(&raw, &name, 0).await;
+    for mode in [Mode::Refuse, Mode::HalfOpen] {
+        let guard = soon("it is connected", ours.acquire()).await.unwrap();
+        // Nobody answers; or requests go nowhere, and nobody knows.
+        proxy.set(mode);
+        if mode == Mode::Refuse {
+            proxy.reset();
+        }
+        drop(guard);
+        // The driver gives up on it after its ttl and op_timeout.
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert_eq!(
+            children(&raw, &name).await.len(),
+            1,
+            "nobody could have told the server"
+        );
+        proxy.set(Mode::Pass);
+        contend(&raw, &name, 0).await;
+    }
     soon("ours again", ours.acquire())
         .await
         .unwrap()
