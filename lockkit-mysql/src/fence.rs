@@ -25,6 +25,8 @@ struct Block {
     end: u64,
     /// For how many grants it was drawn.
     grants: u32,
+    /// For how many waits nothing is drawn ahead, since it was in vain.
+    holds_off: u32,
     /// The term of the control connection that it was drawn in. A server that was restarted may have lost the locks
     /// of those who draw from it.
     term: u64,
@@ -53,11 +55,25 @@ impl Fence {
     /// does not run ahead of the clock, at which it began, and would begin anew if it were deleted.
     pub(crate) fn grants(&self, key: &Key, latest: u64, most: u32) -> u32 {
         const FIRST: u32 = 16;
-        match self.blocks().get(key) {
+        const HOLDS_OFF: u32 = 16;
+        match self.blocks().get_mut(key) {
             None => FIRST.min(most),
             Some(block) if block.end == latest => block.grants.saturating_mul(2).min(most),
-            Some(_) => 1,
+            Some(superseded) => {
+                superseded.holds_off = HOLDS_OFF;
+                1
+            }
         }
+    }
+
+    /// Whether to draw a block while waiting. Where more than two clients take turns, each would draw for nothing and
+    /// keep the counter busy.
+    pub(crate) fn draws_ahead(&self, key: &Key) -> bool {
+        self.blocks().get_mut(key).is_none_or(|block| {
+            let draws = block.holds_off == 0;
+            block.holds_off = block.holds_off.saturating_sub(1);
+            draws
+        })
     }
 
     /// Remembers a block that was drawn, and has been found to be ours on the session that has the lock.
@@ -67,10 +83,12 @@ impl Fence {
             blocks.clear();
         }
         let next = before + 1;
+        let holds_off = blocks.get(key).map_or(0, |block| block.holds_off);
         let block = Block {
             next,
             end,
             grants,
+            holds_off,
             term,
         };
         blocks.insert(key.clone(), block);
@@ -105,6 +123,9 @@ mod tests {
         assert_eq!(fence.take(&key, 110, 1, 1), None, "used up");
         assert_eq!(fence.grants(&key, 110, 1_024), 10);
         assert_eq!(fence.grants(&key, 110, 8), 8);
+        assert!(fence.draws_ahead(&key));
         assert_eq!(fence.grants(&key, 120, 1_024), 1, "others take turns");
+        fence.drawn(&key, (120, 130), 1, 1);
+        assert_eq!((0..20).filter(|_| fence.draws_ahead(&key)).count(), 4);
     }
 }

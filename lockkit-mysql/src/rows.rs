@@ -185,6 +185,9 @@ impl RowClaim {
     /// one draws another before the grant, it was in vain.
     async fn draw_ahead(&mut self) {
         let Some(session) = &self.session else { return };
+        if !self.shared.fence.draws_ahead(self.sql.key()) {
+            return;
+        }
         let term = session.term.number;
         let block = u64::from(self.request.tokens.get());
         let control = &self.shared.sessions.control;

@@ -167,6 +167,8 @@ async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
         .release()
         .await
         .unwrap();
+    // One for itself, one that is kept, one to hear of breaks.
+    eventually("all are there", async || admin.sessions().await.len() == 3).await;
     let before = admin.sessions().await;
     for ttl in [30, 1, 2, 30, 60, 1] {
         let lock = client.lock("a").unwrap();
@@ -417,6 +419,7 @@ async fn too_many_connections_is_an_error_and_never_taken(flavour: Flavour) {
         crowd.push(one);
     }
     admin.run(&format!("KILL {kept}")).await;
+    eventually("it is gone", async || !admin.sessions().await.contains(&kept)).await;
     while let Ok(one) = Admin::login(server.addr(), "lockkit", lockkit_testbed::mysql::MySql::PASSWORD).await
     {
         crowd.push(one);

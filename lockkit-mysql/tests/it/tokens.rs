@@ -371,7 +371,7 @@ async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
         let mut resets: Vec<(u64, u64, u64)> = Vec::new();
         let began = Instant::now();
         while began.elapsed() < LASTS {
-            sleep(Duration::from_millis(rng.u64(20..120))).await;
+            sleep(Duration::from_millis(rng.u64(100..300))).await;
             let who = rng.usize(..3);
             let proxy = &proxies[who];
             faults += 1;
