@@ -6,7 +6,7 @@ use lockkit_testbed::{eventually, redis::RedisServer};
 use redis::aio::MultiplexedConnection;
 
 use crate::common::{
-    LONG, MS, SECOND, client, granted, keys, lock, no_server, nothing_is_left, waiter, waiters, within,
+    LONG, MS, Peer, SECOND, client, granted, keys, lock, no_server, nothing_is_left, waiter, waiters, within,
 };
 
 const KEY: &str = "lockkit:a";
@@ -169,6 +169,27 @@ async fn a_foreign_client_is_excluded_while_shared_holders_are_in_and_excludes_t
             .unwrap();
     }
     nothing_is_left(&server, "beside foreign clients").await;
+}
+
+/// A shared holder whose lease ends first does not take the others' protection with it.
+#[tokio::test]
+async fn the_marker_of_shared_holders_lasts_as_long_as_the_longest_of_their_leases() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let mut foreign = Foreign::new(&server).await;
+    let long = lock(&client, "a", LONG).shared().acquire().await.unwrap();
+    let mut peer = Peer::start(server.url()).await;
+    peer.send("acquire slot shared 500 a");
+    peer.granted().await;
+    peer.process.kill().unwrap();
+    tokio::time::sleep(600 * MS).await;
+    assert!(long.is_held());
+    assert!(!foreign.acquire("theirs").await, "one is still in");
+    long.release().await.unwrap();
+    assert!(foreign.acquire("theirs").await);
 }
 
 /// Someone writes over our value without looking. Whoever held is told, and does no harm to what is there now.
