@@ -179,6 +179,8 @@ fn works() {
             });
         }
         tasks.join_all().await;
+        // What was dropped last is released as well: a lease outlives its process.
+        client.close(Duration::from_secs(20)).await.unwrap();
     });
 }
 
