@@ -64,7 +64,9 @@ fn bad_servers_get_one_line_without_the_password() {
     for (url, part) in [
         ("nonsense", "scheme"),
         ("etcd://user:canary@host", "file"),
-        ("mysql://user:canary@host", "cargo feature `mysql`"),
+        ("mysql://user:canary@host", "/database"),
+        ("mysql://user:canary@127.0.0.1:1/app", "connect failed"),
+        ("redlock://user:canary@a,b,c", "redis://"),
         ("zk://user:canary@127.0.0.1:1", "connect failed"),
         ("redis://user:canary@127.0.0.1:1", "connect failed"),
         ("memory:?tll=1s", "`tll`"),
