@@ -26,8 +26,8 @@ async fn sentinel_client(group: &RedisSentinels) -> LockClient {
 /// All sentinels that answer call it the master, and so does it.
 async fn master_is(group: &RedisSentinels, sentinels: &[RedisServer], server: &RedisServer) {
     let addr = server.addr().to_string();
-    eventually("all agree on the master", async || {
-        let ask = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", RedisSentinels::MASTER_NAME];
+    let ask = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", RedisSentinels::MASTER_NAME];
+    let agreed = || {
         sentinels.iter().all(|sentinel| {
             sentinel
                 .cli(&ask)
@@ -39,6 +39,12 @@ async fn master_is(group: &RedisSentinels, sentinels: &[RedisServer], server: &R
                 .filter(|server| role(server) == "master")
                 .count()
                 == 1
+    };
+    // Sentinels that missed each other's word repeat it, and take their time for that.
+    within(4 * LONG, "all agree on the master", async {
+        while !agreed() {
+            tokio::time::sleep(20 * MS).await;
+        }
     })
     .await;
 }
@@ -98,7 +104,18 @@ async fn clients_follow_the_master_that_the_sentinels_name() {
     })
     .await;
     if next.is_held() {
-        assert!(lock(&one, "a", LONG).try_acquire().await.unwrap().is_none());
+        // The other client may still be on its way to the new master.
+        let other = lock(&one, "a", LONG);
+        let tried = within(LONG, "an answer for the other client", async {
+            loop {
+                match other.try_acquire().await {
+                    Err(error) if error.is_transient() => tokio::time::sleep(20 * MS).await,
+                    answer => return answer.unwrap(),
+                }
+            }
+        })
+        .await;
+        assert!(tried.is_none() || !next.is_held(), "an overlap");
     }
     drop(next);
     let last = granted(LONG, "at the master that is left", waiter(&lock(&one, "a", LONG))).await;
