@@ -107,8 +107,7 @@ async fn a_killed_holder_is_followed_within_100_ms(flavour: Flavour) {
     }
     took.sort_unstable();
     eprintln!("{flavour:?}: after kill -9 the next is granted in {took:?}");
-    // All but those that a busy machine held up.
-    assert!(took[5] < Duration::from_millis(100), "{took:?}");
+    assert!(took[9] < Duration::from_millis(100), "{took:?}");
 }
 
 async fn a_stopped_holder_is_followed_at_the_end_of_its_lease(flavour: Flavour) {
