@@ -9,6 +9,7 @@
 //! - [`Clock`]: a server's wall clock, to set forward and back.
 //! - [`Certificates`]: for servers that speak TLS.
 //! - [`Proxy`]: a TCP proxy that loses replies, delays, cuts and resets on command.
+//! - [`Peer`]: a program that holds locks by another library.
 //! - [`eventually`]: waits for a condition, so that no test waits for time to pass.
 //! - [`skipped`]: whether to go without a test for want of its server.
 //!
@@ -20,6 +21,7 @@ mod clock;
 mod directory;
 mod gate;
 pub mod mysql;
+mod peer;
 mod port;
 mod process;
 mod proxy;
@@ -30,6 +32,7 @@ pub mod zookeeper;
 pub use certificates::Certificates;
 pub use clock::Clock;
 pub use gate::skipped;
+pub use peer::{Peer, missing_python};
 pub use port::Port;
 pub use process::Process;
 pub use proxy::{Counts, Mode, Proxy, Traffic};

@@ -255,7 +255,7 @@ impl State {
 }
 
 /// `command`, killed by the system as soon as this process dies. Its environment is kept as far as it was set by name.
-fn tied(command: &Command) -> Command {
+pub(crate) fn tied(command: &Command) -> Command {
     // A parent that died before the signal was armed has sent none, hence the look at the parent's id.
     const CHECK_PARENT: &str = r#"[ "$PPID" = "$0" ] && exec "$@""#;
 
@@ -287,7 +287,7 @@ type Spawned = (Command, io::Result<Child>);
 
 /// Starts `command` from a thread that lives as long as this process: the system sends the parent-death signal when
 /// the *thread* that started the child ends, and a test's thread ends with the test.
-fn spawn_for_good(command: Command) -> io::Result<Spawned> {
+pub(crate) fn spawn_for_good(command: Command) -> io::Result<Spawned> {
     static SPAWNER: LazyLock<mpsc::Sender<(Command, mpsc::Sender<Spawned>)>> = LazyLock::new(|| {
         let (orders, incoming) = mpsc::channel::<(Command, mpsc::Sender<Spawned>)>();
         thread::spawn(move || {

@@ -8,6 +8,7 @@ mod deployments;
 mod faults;
 mod foreign;
 mod guarantees;
+mod peers;
 mod queue;
 mod refusals;
 mod review;

@@ -13,8 +13,8 @@ use lockkit_testbed::{Clock, Mode, Proxy, eventually, zookeeper::ZkServer};
 use zookeeper_client::{Acls, CreateMode::Ephemeral};
 
 use crate::server::{
-    self, TIMEOUT, children, connect, contend, dir, lock, no_zookeeper, raw, shared, soon, through, unique,
-    waiter, watcher,
+    self, TIMEOUT, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon,
+    through, unique, waiter, watcher,
 };
 
 /// A client, what it goes through, and one that goes straight.
@@ -205,6 +205,31 @@ async fn an_interrupted_wait_keeps_its_place() {
     let (guard, _) = soon("it hears of it", waiting).await.unwrap();
     let node = children(&pair.raw, &pair.name).await.remove(0);
     assert!(nodes.contains(&node), "{node} is none of {nodes:?}");
+    guard.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn one_before_it_that_goes_between_the_list_and_the_watch_is_not_waited_for() {
+    const LATE: Duration = Duration::from_millis(300);
+
+    if no_zookeeper() {
+        return;
+    }
+    let pair = Pair::new("vanished").await;
+    let theirs = contender(&pair.raw, &dir(&pair.name), "_c_theirs-lock-").await;
+    pair.proxy.set(Mode::Delay {
+        requests: LATE,
+        replies: Duration::ZERO,
+    });
+    let waiting = waiter(&pair.lock());
+    contend(&pair.raw, &pair.name, 2).await;
+    // Its list is on the way and will be answered in a while, its watch follows as much later.
+    tokio::time::sleep(LATE * 3 / 2).await;
+    pair.raw.delete(&theirs, None).await.unwrap();
+    let deleted = Instant::now();
+    let (guard, granted) = soon("it looks again", waiting).await.unwrap();
+    assert!(granted - deleted < LATE * 10, "it waited for its fallback poll");
+    pair.proxy.set(Mode::Pass);
     guard.release().await.unwrap();
 }
 

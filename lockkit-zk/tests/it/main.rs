@@ -4,6 +4,7 @@ mod cancel;
 mod conformance;
 mod ensemble;
 mod faults;
+mod peers;
 mod recipe;
 mod server;
 mod sessions;

@@ -239,6 +239,7 @@ async fn a_release_wakes_one_waiter_and_no_other() {
     .await;
     // The holder watches its own node, from some milliseconds after the grant on.
     let mut told = Vec::new();
+    let mut packets = Vec::new();
     for waiter in waiters {
         eventually("the holder watches", async || {
             let watches = 1 + 2 * (WAITERS - told.len()) as u64;
@@ -249,8 +250,10 @@ async fn a_release_wakes_one_waiter_and_no_other() {
             .iter()
             .map(|proxy| proxy.counts().replies.chunks)
             .collect();
+        let sent = server.figure("zk_packets_sent").unwrap();
         held.release().await.unwrap();
         (held, _) = soon("the next is granted", waiter).await.unwrap();
+        packets.push(server.figure("zk_packets_sent").unwrap() - sent);
         let after = proxies.iter().map(|proxy| proxy.counts().replies.chunks);
         // The holder that released may be behind a proxy too, and is answered.
         let woken = after
@@ -267,6 +270,14 @@ async fn a_release_wakes_one_waiter_and_no_other() {
         sorted[WAITERS / 2],
         1,
         "so many waiters were told something, by release: {told:?}"
+    );
+    // Releaser and next are told some things each; nobody else is, however many wait.
+    let (many, few) = packets.split_at_mut(WAITERS / 2);
+    many.sort_unstable();
+    few.sort_unstable();
+    assert!(
+        many[many.len() / 2] <= few[few.len() / 2] + 2,
+        "packets that the server sent, by release: {many:?} with many waiters, {few:?} with few"
     );
     eventually("no watch is left", async || {
         server.figure("zk_watch_count").unwrap() == 0
