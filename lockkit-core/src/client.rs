@@ -197,21 +197,24 @@ impl LockClient {
         let backend = core.info.name;
         let limit = tokio::time::Instant::now() + timeout.min(AcquireOptions::MAX_DURATION);
         let drained = timing::within(backend, "close", pin!(core.idle()), || limit).await?;
-        let before = core.unconfirmed_before.load(Ordering::SeqCst);
-        if drained.is_none() || core.unconfirmed.load(Ordering::SeqCst) > before {
+        let unconfirmed = || {
             let cause = "releases are not confirmed; what is left ends with its lease or connection";
-            return Err(Error::transient(backend, "close", cause));
+            Err(Error::transient(backend, "close", cause))
+        };
+        if drained.is_none() {
+            // They go on, and need the connection.
+            return unconfirmed();
         }
         let closed = pin!(core.backend.close());
-        timing::within(backend, "close", closed, || limit)
-            .await?
-            .unwrap_or_else(|| {
-                Err(Error::transient(
-                    backend,
-                    "close",
-                    "no answer in time from the server",
-                ))
-            })
+        let closed = timing::within(backend, "close", closed, || limit).await?;
+        let before = core.unconfirmed_before.load(Ordering::SeqCst);
+        if core.unconfirmed.load(Ordering::SeqCst) > before {
+            return unconfirmed();
+        }
+        closed.unwrap_or_else(|| {
+            let cause = "no answer in time from the server";
+            Err(Error::transient(backend, "close", cause))
+        })
     }
 }
 

@@ -235,6 +235,8 @@ pub enum LossReason {
     Revoked,
     /// The connection, session or client that the hold was bound to has ended.
     Disconnected,
+    /// It was released, and somebody asked a view of it that was kept. No [`lost`](crate::LockGuard::lost) ever says so.
+    Released,
 }
 
 impl fmt::Display for LossReason {
@@ -243,6 +245,7 @@ impl fmt::Display for LossReason {
             Self::Expired => "its lease ran out before it could be renewed",
             Self::Revoked => "the server no longer has it: it was deleted, evicted or broken by force",
             Self::Disconnected => "the client, session or connection that held it has ended",
+            Self::Released => "it was released before",
         })
     }
 }

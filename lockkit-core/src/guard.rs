@@ -206,9 +206,17 @@ impl Held {
     }
 
     /// # Errors
-    /// [`Error::Lost`] once the hold is lost.
+    /// [`Error::Lost`] once the hold is lost; with [`LossReason::Released`] once it was released, which is no loss but
+    /// nothing to go on with either.
     pub fn check(&self) -> Result<()> {
-        self.hold.check(Instant::now())
+        match self.hold.cell.phase(Instant::now()) {
+            Phase::Releasing => Err(self.hold.lost(LossReason::Released)),
+            _ => self.not_lost(),
+        }
+    }
+
+    pub(crate) fn not_lost(&self) -> Result<()> {
+        self.hold.not_lost(Instant::now())
     }
 
     /// As [`LockGuard::valid_until`].

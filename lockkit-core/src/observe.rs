@@ -48,6 +48,7 @@ pub(crate) fn lost(line: &Line, reason: crate::LossReason) {
         crate::LossReason::Expired => "expired",
         crate::LossReason::Revoked => "revoked",
         crate::LossReason::Disconnected => "disconnected",
+        crate::LossReason::Released => "released",
     };
     count(line, "lockkit_losses_total", "reason", short);
     tracing::warn!(lock = %line.id, %reason, "lost");

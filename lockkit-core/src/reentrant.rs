@@ -248,7 +248,7 @@ impl ReentrantGuard {
         let held = self.guard.held();
         match Arc::into_inner(self.guard) {
             Some(last) => last.release().await,
-            None => held.check(),
+            None => held.not_lost(),
         }
     }
 }

@@ -38,7 +38,7 @@ impl Hold {
         &self.terms.line
     }
 
-    pub(crate) fn check(&self, now: Instant) -> Result<()> {
+    pub(crate) fn not_lost(&self, now: Instant) -> Result<()> {
         match self.cell.phase(now) {
             Phase::Lost(reason) => Err(self.lost(reason)),
             Phase::Offered | Phase::Held | Phase::Releasing => Ok(()),
@@ -75,18 +75,18 @@ impl Hold {
                     grip.lease = Some(lease);
                     self.cell.extend(timing::valid_until(&lease), Instant::now());
                 }
-                self.check(Instant::now())
+                self.not_lost(Instant::now())
             }
             Some(Ok(Renewal::Lost(reason))) => {
                 self.cell.lose(reason);
-                self.check(Instant::now())
+                self.not_lost(Instant::now())
             }
             Some(Err(err)) => {
                 self.cell.renewal_failed();
                 Err(err.for_lock(self.line().name()))
             }
             None => {
-                self.check(Instant::now())?;
+                self.not_lost(Instant::now())?;
                 self.cell.renewal_failed();
                 let cause = format!("no answer within {:?}", self.terms.op_timeout);
                 Err(Error::transient(backend, "renew", cause).for_lock(self.line().name()))

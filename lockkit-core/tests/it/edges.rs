@@ -105,6 +105,36 @@ async fn close_waits_for_a_release_that_is_under_way() {
     release.await.unwrap().unwrap();
 }
 
+#[tokio::test(start_paused = true)]
+async fn close_ends_the_connection_also_when_a_release_was_given_up() {
+    let probe = Probe::default();
+    let client = LockClient::new(probe.clone());
+    let options = AcquireOptions::new().ttl(SECOND).op_timeout(SECOND);
+    let lock = client.lock("a").unwrap().with_options(options);
+    let _guard = lock.acquire().await.unwrap();
+    probe.memory.fail_next(Operation::Release, u32::MAX);
+    let err = client.close(10 * SECOND).await.unwrap_err();
+    assert!(err.is_transient(), "{err}");
+    assert_eq!(probe.counts.closes.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn a_view_that_outlives_the_release_is_nothing_to_go_on_with() {
+    let client = LockClient::new(MemoryBackend::new());
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    let view = guard.held();
+    view.check().unwrap();
+    guard.release().await.unwrap();
+    assert!(!view.is_held());
+    let reason = |outcome: lockkit_core::Result<()>| match outcome {
+        Err(lockkit_core::Error::Lost { reason, .. }) => reason,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(reason(view.check()), LossReason::Released);
+    assert_eq!(reason(view.run(async {}).await), LossReason::Released);
+    assert_eq!(view.lost().reason(), None, "it was not lost");
+}
+
 /// The reply to an attempt and the close come in the same instant.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_granted_by_a_client_that_is_closed() {

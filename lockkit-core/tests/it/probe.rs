@@ -31,6 +31,7 @@ pub(crate) struct Counts {
     pub(crate) claims: AtomicUsize,
     /// The claims that were there when the backend was closed.
     pub(crate) claims_at_close: AtomicUsize,
+    pub(crate) closes: AtomicUsize,
 }
 
 impl Counts {
@@ -67,6 +68,7 @@ impl Backend for Probe {
     async fn close(&self) -> Result<()> {
         let left = self.counts.claims.load(Ordering::SeqCst);
         self.counts.claims_at_close.store(left, Ordering::SeqCst);
+        self.counts.closes.fetch_add(1, Ordering::SeqCst);
         self.memory.close().await
     }
 }
