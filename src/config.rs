@@ -2,12 +2,12 @@
 
 use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 
-use lockkit_core::{AcquireOptions, Error, Result, spi::BackendInfo};
-
-use crate::{
-    connect::Target,
-    url::{Url, redacted},
+use lockkit_core::{
+    AcquireOptions, Error, Result,
+    spi::{BackendInfo, redacted_url},
 };
+
+use crate::{connect::Target, url::Url};
 
 /// Which lock server to use, and how: what an application keeps in its config file.
 ///
@@ -431,7 +431,7 @@ impl fmt::Debug for LockConfig {
             mysql,
         } = self;
         f.debug_struct("LockConfig")
-            .field("url", &redacted(url))
+            .field("url", &redacted_url(url))
             .field("ttl", ttl)
             .field("wait", wait)
             .field("op_timeout", op_timeout)

@@ -1,6 +1,6 @@
-//! Lock URLs: taking one apart, and showing one without its credentials.
+//! Lock URLs: taking one apart.
 
-use lockkit_core::{Error, Result};
+use lockkit_core::{Error, Result, spi::redacted_url};
 use percent_encoding::percent_decode_str;
 
 /// A lock URL in its parts: `scheme://authority/path?key=value&…`, or `scheme:path?…` without an authority.
@@ -17,7 +17,7 @@ pub(crate) struct Url<'a> {
 
 impl<'a> Url<'a> {
     pub(crate) fn parse(whole: &'a str) -> Result<Self> {
-        let invalid = |reason: &str| Err(Error::invalid_url(redacted(whole), reason));
+        let invalid = |reason: &str| Err(Error::invalid_url(redacted_url(whole), reason));
         let Some((scheme, rest)) = split_scheme(whole) else {
             return invalid("it does not begin with a scheme, such as `file:` in file:///var/lock/app");
         };
@@ -72,30 +72,7 @@ impl<'a> Url<'a> {
 
     /// This URL is wrong, for this reason.
     pub(crate) fn invalid(&self, reason: impl Into<String>) -> Error {
-        Error::invalid_url(redacted(self.whole), reason)
-    }
-}
-
-/// The URL as it may be shown: without user, password and parameters.
-///
-/// It leans towards hiding: a password that should have been percent-encoded and was not may hold any of `/?#@`, so
-/// everything up to the last `@` goes.
-pub(crate) fn redacted(url: &str) -> String {
-    let visible = |text: &str| text[..text.find(['?', '#']).unwrap_or(text.len())].to_owned();
-    let Some((scheme, rest)) = split_scheme(url) else {
-        return url
-            .rfind('@')
-            .map_or_else(|| visible(url), |at| format!("***{}", visible(&url[at..])));
-    };
-    let is_local_path = scheme.eq_ignore_ascii_case("file")
-        && rest.starts_with('/')
-        && rest.starts_with("//") == rest.starts_with("///");
-    match rest.rfind('@') {
-        Some(at) if !is_local_path => {
-            let slashes = if rest.starts_with("//") { "//" } else { "" };
-            format!("{scheme}:{slashes}***{}", visible(&rest[at..]))
-        }
-        _ => format!("{scheme}:{}", visible(rest)),
+        Error::invalid_url(redacted_url(self.whole), reason)
     }
 }
 

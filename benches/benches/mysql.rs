@@ -200,6 +200,7 @@ fn medians() {
         one_task(&server).await;
         sixteen_names(&server).await;
         hand_off(&server).await;
+        sixteen_clients(&server).await;
         two_hundred_waiters(&server).await;
     });
 }
@@ -360,6 +361,90 @@ async fn hand_off(server: &Arc<MySql>) {
         "from release to the next grant",
         names.into_iter().zip(times).collect(),
     );
+}
+
+/// Sixteen clients want one name, again and again: how many locks a second, how long one waits at worst, and how evenly
+/// they get it. In turns of half a second each.
+async fn sixteen_clients(server: &Arc<MySql>) {
+    const CLIENTS: usize = 16;
+    const TURNS: u32 = 6;
+    const TURN: Duration = Duration::from_millis(500);
+    let name = "of sixteen clients";
+    let mut raw = Vec::new();
+    let (mut plain, mut lease) = (Vec::new(), Vec::new());
+    for _ in 0..CLIENTS {
+        raw.push(Mutex::new(Raw::connect(server, name).await));
+        plain.push(client(server, "").await.lock(name).expect("a name"));
+        lease.push(client(server, "?mode=lease").await.lock(name).expect("a name"));
+    }
+    let mut runs: [Vec<Vec<Duration>>; 4] = std::array::from_fn(|_| vec![Vec::new(); CLIENTS]);
+    for _ in 0..TURNS {
+        turn(TURN, &raw, &mut runs[0], async |raw| {
+            let mut raw = raw.lock().await;
+            raw.lock(name).await;
+            let granted = Instant::now();
+            raw.unlock().await;
+            granted
+        })
+        .await;
+        turn(TURN, &raw, &mut runs[1], async |raw| {
+            let mut raw = raw.lock().await;
+            raw.say(format!("SELECT GET_LOCK('{name}', 100)")).await;
+            let granted = Instant::now();
+            raw.say(format!("DO RELEASE_LOCK('{name}')")).await;
+            granted
+        })
+        .await;
+        for (locks, run) in [&plain, &lease].into_iter().zip(2..) {
+            turn(TURN, locks, &mut runs[run], async |lock| {
+                let guard = lock.acquire().await.expect("granted");
+                let granted = Instant::now();
+                guard.release().await.expect("released");
+                granted
+            })
+            .await;
+        }
+    }
+    println!(
+        "\nsixteen clients on one name, {} s each",
+        (TURN * TURNS).as_secs()
+    );
+    let names = [
+        "FOR UPDATE by hand",
+        "GET_LOCK by hand",
+        "lockkit",
+        "lockkit, mode=lease",
+    ];
+    for (name, waits) in names.into_iter().zip(runs) {
+        let counts = waits.iter().map(Vec::len);
+        let (fewest, most) = (counts.clone().min(), counts.clone().max());
+        let rate = counts.sum::<usize>() as f64 / (TURN * TURNS).as_secs_f64();
+        let mut waits = Times(waits.concat());
+        println!(
+            "  {name:32} {rate:>8.0}/s  wait: median {:>10.1?}  longest {:>10.1?}  each client {} to {} times",
+            waits.median(),
+            waits.worst(),
+            fewest.unwrap_or_default(),
+            most.unwrap_or_default(),
+        );
+    }
+}
+
+/// For as long as `lasts`, each contender does its cycle, which says when it was granted; how long each of them waited.
+async fn turn<T>(
+    lasts: Duration,
+    contenders: &[T],
+    waits: &mut [Vec<Duration>],
+    cycle: impl AsyncFn(&T) -> Instant,
+) {
+    let end = Instant::now() + lasts;
+    let all = contenders.iter().zip(waits).map(async |(contender, waits)| {
+        while Instant::now() < end {
+            let asked = Instant::now();
+            waits.push(cycle(contender).await - asked);
+        }
+    });
+    join_all(all).await;
 }
 
 /// Two hundred wait, and each holds for an instant: how long until all have had it.

@@ -265,3 +265,46 @@ pub trait Claim: fmt::Debug + Send + 'static {
         None
     }
 }
+
+/// A URL as it may be shown: without user, password and parameters. For errors about it, and for `Debug`.
+///
+/// It leans towards hiding: a password that should have been percent-encoded and was not may hold any of `/?#@`, so
+/// everything up to the last `@` goes; and with a `?` before that one, which may be a parameter's, what follows goes too.
+///
+/// ```
+/// use lockkit_core::spi::redacted_url;
+///
+/// assert_eq!(redacted_url("redis://app:s3cret@cache:6379/2?x=y"), "redis://***@cache:6379/2");
+/// assert_eq!(redacted_url("app:s3cret@cache"), "***@cache");
+/// assert_eq!(redacted_url("redis://cache/2?x=s3@cret"), "redis://***");
+/// assert_eq!(redacted_url("file:///var/lock/a@b"), "file:///var/lock/a@b");
+/// ```
+pub fn redacted_url(url: &str) -> String {
+    let plain = |text: &str| text.split(['?', '#']).next().unwrap_or_default().to_owned();
+    // Without a slash behind its colon, a scheme may as well be a user.
+    let (scheme, rest) = match url.split_once(":/") {
+        Some((scheme, rest))
+            if scheme
+                .chars()
+                .all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c)) =>
+        {
+            (scheme, rest)
+        }
+        _ => ("", url),
+    };
+    let is_local_path =
+        scheme.eq_ignore_ascii_case("file") && (!rest.starts_with('/') || rest.starts_with("//"));
+    let Some(at) = url.rfind('@').filter(|_| !is_local_path) else {
+        return plain(url);
+    };
+    let host = if url[..at].contains('?') {
+        String::new()
+    } else {
+        plain(&url[at..])
+    };
+    match (scheme, rest.starts_with('/')) {
+        ("", _) => format!("***{host}"),
+        (_, true) => format!("{scheme}://***{host}"),
+        (_, false) => format!("{scheme}:***{host}"),
+    }
+}

@@ -2,7 +2,10 @@
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-use lockkit_core::{Error, Result, spi::BackendInfo};
+use lockkit_core::{
+    Error, Result,
+    spi::{BackendInfo, redacted_url},
+};
 use percent_encoding::percent_decode_str;
 use sqlx::{
     ConnectOptions,
@@ -170,7 +173,7 @@ impl MySqlConfig {
         let target = Target::parse(&self.url)?;
         if target.user.is_empty() {
             return Err(Error::invalid_url(
-                redacted(&self.url),
+                redacted_url(&self.url),
                 "it has a password and no user",
             ));
         }
@@ -235,7 +238,7 @@ impl fmt::Debug for MySqlConfig {
             token_block,
         } = self;
         f.debug_struct("MySqlConfig")
-            .field("url", &redacted(url))
+            .field("url", &redacted_url(url))
             .field("socket", socket)
             .field("namespace", namespace)
             .field("mode", mode)
@@ -261,7 +264,7 @@ impl Target {
     const DEFAULT_PORT: u16 = 3306;
 
     fn parse(text: &str) -> Result<Self> {
-        let invalid = |reason: &str| Error::invalid_url(redacted(text), reason);
+        let invalid = |reason: &str| Error::invalid_url(redacted_url(text), reason);
         let url = Url::parse(text).map_err(|error| invalid(&error.to_string()))?;
         if url.scheme() != "mysql" {
             return Err(invalid("it does not begin with mysql://"));
@@ -303,21 +306,6 @@ impl Target {
             password,
             database,
         })
-    }
-}
-
-/// A URL as it may be shown. It leans towards hiding: everything up to the last `@` and after a `?` goes.
-fn redacted(url: &str) -> String {
-    let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
-    let rest = match rest.rsplit_once('@') {
-        Some((_, host)) => format!("***@{host}"),
-        None => rest.to_owned(),
-    };
-    let rest = rest.split(['?', '#']).next().unwrap_or_default();
-    if scheme.is_empty() {
-        rest.to_owned()
-    } else {
-        format!("{scheme}://{rest}")
     }
 }
 

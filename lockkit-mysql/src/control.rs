@@ -106,11 +106,20 @@ impl Control {
 
     /// Ends the session of this id that was begun in `term`, if that can be said without fear of hitting another.
     pub(crate) async fn kill(&self, operation: &'static str, id: u64, term: &Term) -> Result<Killed> {
+        self.end(operation, format!("KILL {id}"), term).await
+    }
+
+    /// Ends what the session of this id is at, on the same terms.
+    pub(crate) async fn interrupt(&self, operation: &'static str, id: u64, term: &Term) -> Result<Killed> {
+        self.end(operation, format!("KILL QUERY {id}"), term).await
+    }
+
+    async fn end(&self, operation: &'static str, kill: String, term: &Term) -> Result<Killed> {
         let mut link = self.link.lock().await;
         if link.wire.is_none() || link.term != *term || link.is_hung() {
             return Ok(Killed::Unknown);
         }
-        match link.ask(format!("KILL {id}")).await {
+        match link.ask(kill).await {
             Ok(_) => Ok(Killed::Now),
             Err(error) if fault::number(&error) == Some(fault::code::NO_SUCH_THREAD) => Ok(Killed::Before),
             Err(error) => Err(fault::error(operation, error)),

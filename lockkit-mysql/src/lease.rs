@@ -1,9 +1,9 @@
 //! A claim that holds by owner and expiry in a row, on the server's clock.
 //!
-//! Every change is a short transaction in one request, and between them a holder needs no connection. A release passes
-//! the lock to whoever is next and wakes its session, so that nobody polls while all goes well: whoever waits queues
-//! for a turnstile, a lock of the server's own (`GET_LOCK`), and the one who has it puts itself down as next and has the
-//! server sleep until the lease would be over.
+//! Every change is a short transaction in one request, and between them a holder needs no connection. Nobody polls while
+//! all goes well: whoever waits queues for a turnstile, a lock of the server's own (`GET_LOCK`), and the one who has it
+//! has the server sleep until the lease would be over, which a release interrupts. A lock that is free while somebody has
+//! the turnstile is that one's to take.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,6 +13,7 @@ use lockkit_core::{
     spi::{Claim, ClaimRequest, Grant, Lease, Renewal},
 };
 use sha2::{Digest, Sha256};
+use sqlx::mysql::MySqlRow;
 use tokio::time::Instant;
 
 use crate::{
@@ -29,12 +30,13 @@ use crate::{
 /// The server's clock, in microseconds since 1970, as of the beginning of a statement.
 const NOW: &str = CLOCK;
 const NOBODY: &str = "x'00000000000000000000000000000000'";
-/// How long a lock that was passed on is kept for a waiter that does not come, in microseconds.
-const KEPT_FOR_NEXT: u32 = 200_000;
 /// How long a waiter queues for the turnstile before it looks for itself, in seconds.
 const QUEUES_FOR: u32 = 2;
 /// How long the next in line sleeps at most, in seconds.
 const SLEEPS_FOR: u32 = 1;
+/// How long the server bears the silence of a session that may have the turnstile and neither queues nor sleeps, in
+/// seconds: as long as a lock that is free can be kept for somebody who went dead.
+const TURNS_WITHIN: u32 = 2;
 /// How long the server bears the silence of a session that is kept for the next request, in seconds.
 pub(crate) const SECONDS: u32 = 60;
 
@@ -53,6 +55,8 @@ pub(crate) struct LeaseClaim {
     has_queued: bool,
     /// A waiting session that has been given up, and has to be ended.
     doomed: Option<(u64, Term)>,
+    /// The session that had the turnstile when this claim let go of the lock.
+    sleeper: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -77,6 +81,7 @@ impl LeaseClaim {
             is_known: false,
             has_queued: false,
             doomed: None,
+            sleeper: None,
         }
     }
 
@@ -97,6 +102,12 @@ impl LeaseClaim {
                     session.is_proven = true;
                     return Ok(reply);
                 }
+                // Meant for a sleep that was over by then. Nothing has been committed.
+                Err(error) if fault::number(&error) == Some(code::QUERY_INTERRUPTED) => {
+                    if session.wire.ask("ROLLBACK".to_owned()).await.is_err() {
+                        self.session = None;
+                    }
+                }
                 Err(error) => {
                     let is_stale = fault::ends_the_session(&error) && !session.is_proven;
                     self.session = None;
@@ -110,10 +121,25 @@ impl LeaseClaim {
         }
     }
 
-    /// The session is idle, without a transaction, and has no turnstile.
+    /// The session is idle and without a transaction.
     async fn give_back(&mut self) {
         if let Some(session) = self.session.take() {
-            self.shared.sessions.keep(session).await;
+            if self.has_queued {
+                session.wire.quit().await;
+            } else {
+                self.shared.sessions.keep(session).await;
+            }
+        }
+    }
+
+    /// Ends the sleep of whoever had the turnstile. Without it, that one wakes by itself a little later.
+    async fn wake(&mut self) {
+        if let (Some(sleeper), Some(session)) = (self.sleeper, &mut self.session) {
+            let woken = session.wire.ask(format!("KILL QUERY {sleeper}")).await;
+            if let Err(error) = woken {
+                tracing::debug!(%error, "the next in line was not woken");
+            }
+            self.sleeper = None;
         }
     }
 
@@ -193,6 +219,7 @@ impl Claim for LeaseClaim {
                 let (first, last): (u64, u64) =
                     (column(row, 1).map_err(during)?, column(row, 2).map_err(during)?);
                 self.stage = Stage::Holding;
+                self.has_queued = false;
                 self.give_back().await;
                 return Ok(Some(Grant {
                     tokens: first..=last,
@@ -236,24 +263,20 @@ impl Claim for LeaseClaim {
             control.kill("release", *id, term).await?;
             self.doomed = None;
         }
-        if !self.is_known {
-            return Ok(());
+        if self.is_known {
+            // Asked again, it has been given up already, as far as this claim knows.
+            let held = matches!(std::mem::replace(&mut self.stage, Stage::Out), Stage::Holding);
+            let reason = self.why_lost();
+            let reply = self.ask("release", self.sql.release()).await?;
+            self.is_known = false;
+            self.sleeper = sleeper(reply.row(1));
+            if held && reply.affected(0) == 0 {
+                self.give_back().await;
+                return Err(Error::lost(NAME, self.request.name.clone(), reason));
+            }
         }
-        // Asked again, it has been given up already, as far as this claim knows.
-        let held = matches!(std::mem::replace(&mut self.stage, Stage::Out), Stage::Holding);
-        let reason = self.why_lost();
-        let reply = self.ask("release", self.sql.release()).await?;
-        self.is_known = false;
-        let row = reply.row(0);
-        let was_there = row.is_some();
-        let waiter: Option<u64> = row.map(|row| column(row, 0)).transpose().ok().flatten().flatten();
+        self.wake().await;
         self.give_back().await;
-        if let Some(waiter) = waiter {
-            self.shared.wake(waiter, self.sql.key.as_sql()).await;
-        }
-        if held && !was_there {
-            return Err(Error::lost(NAME, self.request.name.clone(), reason));
-        }
         Ok(())
     }
 
@@ -304,30 +327,35 @@ impl Sql {
         let key = key.as_sql();
         // In the order of writing: each assignment sees those before it.
         let set = format!(
-            "token=latest+1, latest=latest+{tokens}, owner={owner}, expires={NOW}+{micros}, label={label}, \
-             waiter=IF(next={owner}, NULL, waiter), next=IF(next={owner}, {NOBODY}, next)"
+            "token=latest+1, latest=latest+{tokens}, owner={owner}, expires={NOW}+{micros}, label={label}"
         );
-        let through = if has_queued {
-            format!(", IF(owner={owner}, RELEASE_LOCK({turnstile}), NULL)")
+        let (through, patient) = if has_queued {
+            (
+                format!(", IF(owner={owner}, RELEASE_LOCK({turnstile}), NULL)"),
+                format!("; SET SESSION wait_timeout={SECONDS}"),
+            )
         } else {
-            String::new()
+            Default::default()
         };
         format!(
-            "UPDATE lockkit_lease SET {set} WHERE name={key} AND (owner={owner} OR expires<={NOW}); \
-             SELECT owner={owner}, token, latest{through} FROM lockkit_lease WHERE name={key}; COMMIT"
+            "UPDATE lockkit_lease SET {set} WHERE name={key} AND (owner={owner} OR expires<={NOW} \
+             AND IFNULL(IS_USED_LOCK({turnstile})=CONNECTION_ID(), TRUE)); \
+             SELECT owner={owner}, token, latest{through} FROM lockkit_lease WHERE name={key}; COMMIT{patient}"
         )
     }
 
     fn make(&self) -> String {
         format!(
-            "ROLLBACK; INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest, next) \
-             VALUES ({}, {NOBODY}, 0, 0, {CLOCK}, {NOBODY}); COMMIT",
+            "ROLLBACK; INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) \
+             VALUES ({}, {NOBODY}, 0, 0, {CLOCK}); COMMIT",
             self.key.as_sql()
         )
     }
 
-    /// Queues for the turnstile; through it, puts this owner down as next, and sleeps while it is not its turn. Looks
-    /// at the row after it has put itself down, so that no release falls between the two.
+    /// Queues for the turnstile; through it, sleeps while the lock is taken.
+    ///
+    /// It waits for changes of the row that are under way before it looks. So whoever releases either finds that it has
+    /// the turnstile, and wakes it, or is seen to have released.
     fn wait(&self) -> String {
         let Self {
             key,
@@ -337,10 +365,10 @@ impl Sql {
         } = self;
         let (queue, key) = (queue(turnstile), key.as_sql());
         format!(
-            "{queue}; UPDATE lockkit_lease SET next={owner}, waiter=CONNECTION_ID() WHERE name={key} \
-             AND owner<>{owner} AND expires>{NOW} AND IS_USED_LOCK({turnstile})=CONNECTION_ID(); COMMIT; \
-             SELECT SLEEP(IF(owner={owner} OR expires<={NOW}, 0, LEAST({SLEEPS_FOR}, (expires-{NOW})/1000000))) \
-             FROM lockkit_lease WHERE name={key}; COMMIT"
+            "SET SESSION wait_timeout={TURNS_WITHIN}; {queue}; \
+             SELECT 1 FROM lockkit_lease WHERE name={key} LOCK IN SHARE MODE; COMMIT; \
+             SELECT SLEEP(IF(owner={owner} OR expires<={NOW} OR IFNULL(IS_USED_LOCK({turnstile})<>CONNECTION_ID(), TRUE), \
+             0, LEAST({SLEEPS_FOR}, (expires-{NOW})/1000000))) FROM lockkit_lease WHERE name={key}; COMMIT"
         )
     }
 
@@ -355,24 +383,24 @@ impl Sql {
         )
     }
 
-    /// Says whom to wake, passes the lock on, and takes back that this owner is next.
     fn release(&self) -> String {
-        let Self { key, owner, .. } = self;
-        let key = key.as_sql();
-        let pass_on = pass_on(key, &format!("owner={owner}"));
-        format!(
-            "{pass_on}; UPDATE lockkit_lease SET next={NOBODY}, waiter=NULL WHERE name={key} AND next={owner}; COMMIT"
-        )
+        let whose = format!("owner={}", self.owner);
+        format!("{}; COMMIT", let_go(&self.key, &self.turnstile, &whose))
     }
 }
 
-fn pass_on(key: &str, whose: &str) -> String {
+/// Frees the lock and says who has the turnstile.
+fn let_go(key: &Key, turnstile: &str, whose: &str) -> String {
     format!(
-        "SELECT waiter FROM lockkit_lease WHERE name={key} AND {whose} AND expires>{NOW} FOR UPDATE; \
-         UPDATE lockkit_lease SET token=0, label=NULL, owner=next, \
-         expires=IF(next={NOBODY}, 0, {NOW}+{KEPT_FOR_NEXT}), waiter=NULL, next={NOBODY} \
-         WHERE name={key} AND {whose} AND expires>{NOW}"
+        "UPDATE lockkit_lease SET token=0, label=NULL, owner={NOBODY}, expires=0 \
+         WHERE name={} AND {whose} AND expires>{NOW}; SELECT NULLIF(IS_USED_LOCK({turnstile}), CONNECTION_ID())",
+        key.as_sql()
     )
+}
+
+/// Who has the turnstile, of what [`let_go`] says.
+fn sleeper(row: Option<&MySqlRow>) -> Option<u64> {
+    column(row?, 0).ok()?
 }
 
 /// The name of the server's own lock, which may be 64 characters long and is not of any database.
@@ -392,21 +420,6 @@ fn sleeping(key: &str) -> String {
 }
 
 impl Shared {
-    /// Ends the sleep of the next in line, if it is the one that sleeps in this session: the number may be another's
-    /// by now.
-    async fn wake(&self, session: u64, key: &str) {
-        let control = &self.sessions.control;
-        let sleeps = sleeping(key);
-        let look = format!("SELECT 1 FROM information_schema.PROCESSLIST WHERE ID={session} AND {sleeps}");
-        // Without it, the sleeper wakes by itself a little later.
-        if let Ok(reply) = control.ask("release", look).await
-            && !reply.last().is_empty()
-            && let Err(error) = control.ask("release", format!("KILL QUERY {session}")).await
-        {
-            tracing::debug!(%error, "the next in line was not woken");
-        }
-    }
-
     pub(crate) async fn look_at_lease(&self, name: &LockName, kind: Kind) -> Result<LockState> {
         let key = Key::new(&self.namespace, kind, name);
         let (sql, queue) = (key.as_sql(), queue(&turnstile(&self.database, &key)));
@@ -434,16 +447,18 @@ impl Shared {
 
     pub(crate) async fn revoke_lease(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
         let key = Key::new(&self.namespace, kind, name);
+        let control = &self.sessions.control;
+        let (term, _) = control.term("revoke").await?;
         // As one transaction; the control connection commits each statement by itself otherwise.
         let request = format!(
             "START TRANSACTION; {}; COMMIT",
-            pass_on(key.as_sql(), &format!("token={token}"))
+            let_go(&key, &turnstile(&self.database, &key), &format!("token={token}"))
         );
-        let reply = self.sessions.control.ask("revoke", request).await?;
-        let waiter: Option<Option<u64>> = reply.row(1).map(|row| column(row, 0).unwrap_or(None));
-        if let Some(Some(waiter)) = waiter {
-            self.wake(waiter, key.as_sql()).await;
+        let reply = control.ask("revoke", request).await?;
+        if let Some(sleeper) = sleeper(reply.row(2)) {
+            // Without it, the sleeper wakes by itself a little later.
+            let _ = control.interrupt("revoke", sleeper, &term).await;
         }
-        Ok(waiter.is_some())
+        Ok(reply.affected(1) == 1)
     }
 }

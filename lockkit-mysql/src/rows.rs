@@ -569,6 +569,13 @@ impl RowClaim {
                 let held = matches!(stage, Stage::Holding { .. });
                 let since = Instant::now();
                 if let Some(session) = &mut self.session {
+                    session.wire.settle().await;
+                    let failure = session.wire.failure();
+                    if held && failure.is_some_and(|error| !fault::ends_the_session(error)) {
+                        // What shows the hold could not be written, and the transaction may have ended with that.
+                        self.end(false);
+                        return Err(self.lost(LossReason::Revoked));
+                    }
                     session.wire.send("ROLLBACK".to_owned()).await;
                 }
                 self.stage = Stage::RollingBack { held, since };
@@ -594,13 +601,13 @@ impl RowClaim {
         let killed = self.shared.sessions.control.kill("release", *id, term).await?;
         self.stage = Stage::Out;
         if held && killed != Killed::Now {
-            return Err(Error::lost(
-                NAME,
-                self.request.name.clone(),
-                LossReason::Disconnected,
-            ));
+            return Err(self.lost(LossReason::Disconnected));
         }
         Ok(())
+    }
+
+    fn lost(&self, reason: LossReason) -> Error {
+        Error::lost(NAME, self.request.name.clone(), reason)
     }
 }
 
@@ -621,20 +628,25 @@ impl Claim for RowClaim {
     async fn renew(&mut self) -> Result<Renewal> {
         require_runtime("renew")?;
         self.alarm.mark_unchanged();
-        let (Stage::Holding { .. }, Some(session)) = (&self.stage, &mut self.session) else {
+        let (&Stage::Holding { first, .. }, Some(session)) = (&self.stage, &mut self.session) else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
+        // That the session answers does not mean that it still has the lock: its transaction may have been rolled back, to
+        // end a deadlock, or something in between may have gone on with another session.
+        let was_shown = std::mem::replace(&mut self.is_shown, true);
+        let request = if was_shown {
+            self.sql.is_shown(session.id)
+        } else {
+            self.sql.show(session.id, first, self.seconds, &self.request)
+        };
         let sent = Instant::now();
-        let answer = session.wire.ask("SELECT CONNECTION_ID()".to_owned()).await;
-        let reason = match answer {
+        let reason = match session.wire.ask(request).await {
             Ok(reply) => {
-                let id = reply.last().first().map(|row| column::<u64>(row, 0)).transpose();
-                if id.is_ok_and(|id| id == Some(session.id)) {
+                if !was_shown || !reply.last().is_empty() {
                     self.sent = sent;
                     return Ok(Renewal::Held(self.lease()));
                 }
-                // Something in between has gone on with another session.
-                Some(LossReason::Disconnected)
+                Some(LossReason::Revoked)
             }
             Err(error) => match fault::number(&error) {
                 Some(code::CLIENT_INTERACTION_TIMEOUT) => Some(LossReason::Expired),
@@ -668,10 +680,14 @@ impl Claim for RowClaim {
                     session.wire.send(show).await;
                     self.is_shown = true;
                 }
-                let (shown, rung) = (pin!(session.wire.settle()), pin!(self.alarm.changed()));
-                if let Either::Left(((), rung)) = select(shown, rung).await {
+                let is_rung = {
+                    let (shown, rung) = (pin!(session.wire.settle()), pin!(self.alarm.changed()));
+                    matches!(select(shown, rung).await, Either::Right(_))
+                };
+                // A hold that could not be shown may have ended with the attempt to.
+                if !is_rung && session.wire.failure().is_none() {
                     // An error means that there is no one left to ring.
-                    let _ = rung.await;
+                    let _ = self.alarm.changed().await;
                 }
             }
             _ => std::future::pending().await,

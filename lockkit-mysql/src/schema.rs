@@ -41,8 +41,7 @@ CREATE TABLE IF NOT EXISTS lockkit_holder (
 ) ENGINE=InnoDB";
 
 /// The locks of `mode=lease`. `expires` is in microseconds since 1970 on the server's clock; `token` is 0 while nobody
-/// holds; `latest` is the last token that was reserved. `next` is the owner that a release passes the lock to, and
-/// `waiter` its session, to be woken.
+/// holds; `latest` is the last token that was reserved.
 const LEASE: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_lease (
     name VARBINARY(255) NOT NULL PRIMARY KEY,
@@ -50,9 +49,7 @@ CREATE TABLE IF NOT EXISTS lockkit_lease (
     expires BIGINT UNSIGNED NOT NULL,
     token BIGINT UNSIGNED NOT NULL,
     latest BIGINT UNSIGNED NOT NULL,
-    label VARBINARY(256),
-    next BINARY(16) NOT NULL,
-    waiter BIGINT UNSIGNED
+    label VARBINARY(256)
 ) ENGINE=InnoDB";
 
 fn tables(mode: Mode) -> &'static [(&'static str, &'static str)] {

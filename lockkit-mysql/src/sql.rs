@@ -152,6 +152,12 @@ impl Sql {
              VALUES ({key}, {connection}, {token}, {seconds}, {label})"
         )
     }
+
+    /// Whether the hold is still shown. Nobody else sees what shows it, and it is gone with the transaction.
+    pub(crate) fn is_shown(&self, connection: u64) -> String {
+        let key = self.key.as_sql();
+        format!("SELECT 1 FROM lockkit_holder WHERE name={key} AND connection={connection}")
+    }
 }
 
 /// Who holds, and for how long they have been silent; and how many statements are under way that wait for it. All in

@@ -75,6 +75,14 @@ impl Wire {
         std::future::poll_fn(|cx| Poll::Ready(settle.as_mut().poll(cx).is_ready())).await
     }
 
+    /// The answer that is here and that nobody has taken, if it is an error.
+    pub(crate) fn failure(&self) -> Option<&sqlx::Error> {
+        match &self.0 {
+            State::Answered(_, Err(error)) => Some(error),
+            _ => None,
+        }
+    }
+
     /// Waits for the answer to what was sent last.
     ///
     /// # Errors

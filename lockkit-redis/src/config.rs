@@ -2,7 +2,10 @@
 
 use std::{fmt, path::PathBuf, time::Duration};
 
-use lockkit_core::{AcquireOptions, Error, Result, spi::BackendInfo};
+use lockkit_core::{
+    AcquireOptions, Error, Result,
+    spi::{BackendInfo, redacted_url},
+};
 use percent_encoding::percent_decode_str;
 
 /// Which Redis server keeps the locks, and how.
@@ -100,7 +103,7 @@ impl fmt::Debug for RedisConfig {
             ca,
         } = self;
         f.debug_struct("RedisConfig")
-            .field("url", &redacted(url))
+            .field("url", &redacted_url(url))
             .field("namespace", namespace)
             .field("replicas", replicas)
             .field("replicas_timeout", replicas_timeout)
@@ -123,7 +126,7 @@ pub(crate) struct Address {
 
 impl Address {
     fn parse(url: &str, sentinels: bool) -> Result<Self> {
-        let invalid = |reason: &str| Err(Error::invalid_url(redacted(url), reason));
+        let invalid = |reason: &str| Err(Error::invalid_url(redacted_url(url), reason));
         let Some((scheme, rest)) = url.split_once("://") else {
             return invalid("it does not begin with redis:// or rediss://");
         };
@@ -233,23 +236,6 @@ fn host_and_port(text: &str, default: u16) -> Option<(String, u16)> {
         port.parse().ok()?
     };
     (!host.is_empty() && port != 0).then(|| (host.into_owned(), port))
-}
-
-/// A URL as it may be shown. It leans towards hiding: everything up to the last `@` and after a `?` goes.
-fn redacted(url: &str) -> String {
-    let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
-    let rest = match rest.rsplit_once('@') {
-        // It may be one of a password or one of a parameter.
-        Some((before, _)) if before.contains('?') => "***".to_owned(),
-        Some((_, host)) => format!("***@{host}"),
-        None => rest.to_owned(),
-    };
-    let rest = rest.split(['?', '#']).next().unwrap_or_default();
-    if scheme.is_empty() {
-        rest.to_owned()
-    } else {
-        format!("{scheme}://{rest}")
-    }
 }
 
 #[cfg(test)]

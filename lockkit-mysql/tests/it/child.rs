@@ -1,17 +1,18 @@
-//! A holder in another process, to be killed and stopped.
+//! A holder or waiter in another process, to be killed and stopped.
 
 use std::{
     io::{BufRead, BufReader},
     net::SocketAddr,
-    process::{Command, Stdio},
+    process::{ChildStdout, Command, Stdio},
     time::Duration,
 };
 
 use lockkit_conformance::process::Process;
 use lockkit_core::AcquireOptions;
+use lockkit_mysql::Mode;
 use lockkit_testbed::mysql::Flavour;
 
-use crate::servers::{config, connect, name, run, shared};
+use crate::servers::{client, name, run, shared};
 
 const ORDER: &str = "LOCKKIT_MYSQL_CHILD";
 const MARK: &str = "lockkit-child: ";
@@ -25,20 +26,32 @@ pub(crate) struct Child {
 impl Child {
     /// Returns once it holds.
     pub(crate) fn hold(addr: SocketAddr, name: &str, ttl: Duration) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command
-            .args(["--exact", "child::holds", "--nocapture", "--test-threads=1"])
-            .env(ORDER, format!("{addr} {} {name}", ttl.as_millis()))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut process = Process::spawn(&mut command).unwrap();
-        let output = BufReader::new(process.child().stdout.take().unwrap());
+        let (process, output) = Self::start(addr, Mode::ForUpdate, name, ttl);
         let token = output
             .lines()
             .map_while(Result::ok)
             .find_map(|line| line.split_once(MARK)?.1.parse().ok())
             .expect("the child holds");
         Self { process, token }
+    }
+
+    /// Returns before it asks for the lock. Without its output it would end.
+    pub(crate) fn start(
+        addr: SocketAddr,
+        mode: Mode,
+        name: &str,
+        ttl: Duration,
+    ) -> (Process, BufReader<ChildStdout>) {
+        let mode = u8::from(mode == Mode::Lease);
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "child::holds", "--nocapture", "--test-threads=1"])
+            .env(ORDER, format!("{addr} {mode} {} {name}", ttl.as_millis()))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut process = Process::spawn(&mut command).unwrap();
+        let output = BufReader::new(process.child().stdout.take().unwrap());
+        (process, output)
     }
 }
 
@@ -49,14 +62,18 @@ fn holds() {
         return run(Flavour::MariaDb, |flavour| async move {
             let (addr, name) = (shared(flavour).addr(), name("child"));
             let mut child = Child::hold(addr, &name, Duration::from_secs(30));
-            let lock = connect(config(addr)).await.unwrap().lock(&name).unwrap();
+            let lock = client(addr, Mode::ForUpdate).await.lock(&name).unwrap();
             assert!(lock.try_acquire().await.unwrap().is_none());
             child.process.kill().unwrap();
             assert!(lock.acquire().await.unwrap().token().get() > child.token);
         });
     };
-    let mut words = order.splitn(3, ' ');
+    let mut words = order.splitn(4, ' ');
     let addr = words.next().and_then(|addr| addr.parse().ok()).unwrap();
+    let mode = match words.next() {
+        Some("1") => Mode::Lease,
+        _ => Mode::ForUpdate,
+    };
     let ttl = words.next().and_then(|ttl| ttl.parse().ok()).unwrap();
     let name = words.next().unwrap().to_owned();
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -65,7 +82,7 @@ fn holds() {
         .unwrap();
     runtime.block_on(async {
         let options = AcquireOptions::new().ttl(Duration::from_millis(ttl));
-        let client = connect(config(addr)).await.unwrap();
+        let client = client(addr, mode).await;
         let guard = client.lock(&name).unwrap().acquire_with(&options).await.unwrap();
         println!("{MARK}{}", guard.token().get());
         // Ends with whoever started it.

@@ -1,16 +1,15 @@
 //! What is refused, what is made, and with which rights.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::{io, time::Duration};
 
 use lockkit_core::{AcquireOptions, Error};
 use lockkit_mysql::{Mode, MySqlConfig, Schema, ddl};
 use lockkit_testbed::mysql::{Flavour, MySql};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream},
-};
+use tokio::net::{TcpListener, TcpStream};
 
-use crate::servers::{Admin, config, connect, for_each_flavour, name, private, shared};
+use crate::servers::{
+    Admin, MODES, Waiter, config, connect, cycle, for_each_flavour, name, private, relay, shared, waits,
+};
 
 for_each_flavour! {
     tables_that_are_missing_are_printed_and_not_made
@@ -55,7 +54,7 @@ async fn database(flavour: Flavour, rights: &str) -> (Admin, MySqlConfig) {
 }
 
 async fn tables_that_are_missing_are_printed_and_not_made(flavour: Flavour) {
-    for mode in [Mode::ForUpdate, Mode::Lease] {
+    for mode in MODES {
         let (mut admin, mut config) = database(flavour, "ALL ON HERE.*").await;
         config.mode = mode;
         config.schema = Schema::Manual;
@@ -67,20 +66,12 @@ async fn tables_that_are_missing_are_printed_and_not_made(flavour: Flavour) {
         // What it printed is what it takes.
         admin.run(&ddl(mode)).await;
         let client = connect(config).await.unwrap();
-        client
-            .lock("a")
-            .unwrap()
-            .acquire()
-            .await
-            .unwrap()
-            .release()
-            .await
-            .unwrap();
+        cycle(&client, "a").await;
     }
 }
 
 async fn the_rights_on_the_tables_are_enough(flavour: Flavour) {
-    for mode in [Mode::ForUpdate, Mode::Lease] {
+    for mode in MODES {
         let (mut admin, mut config) = database(flavour, "").await;
         config.mode = mode;
         config.schema = Schema::Manual;
@@ -107,26 +98,15 @@ async fn the_rights_on_the_tables_are_enough(flavour: Flavour) {
         let guard = lock.acquire().await.unwrap();
         assert!(other.lock("a").unwrap().try_acquire().await.unwrap().is_none());
         assert_eq!(other.inspect("a").await.unwrap().holders.len(), 1);
-        let waiting = other.lock("a").unwrap();
-        let waiter = tokio::spawn(async move { waiting.acquire().await });
-        lockkit_testbed::eventually("the other waits", async || {
-            client.inspect("a").await.unwrap().waiters == Some(1)
-        })
-        .await;
+        let waiter = Waiter::of(other.lock("a").unwrap());
+        waits(&client, "a").await;
         guard.release().await.unwrap();
-        waiter.await.unwrap().unwrap().release().await.unwrap();
+        waiter.granted().await.0.release().await.unwrap();
         if mode == Mode::ForUpdate {
-            let permit = client.semaphore("s", 2).unwrap().acquire().await.unwrap();
-            permit.release().await.unwrap();
-            client
-                .semaphore("s", 3)
-                .unwrap()
-                .acquire()
-                .await
-                .unwrap()
-                .release()
-                .await
-                .unwrap();
+            for permits in [2, 3] {
+                let permit = client.semaphore("s", permits).unwrap().acquire().await.unwrap();
+                permit.release().await.unwrap();
+            }
         }
         let guard = lock.acquire().await.unwrap();
         let token = guard.token();
@@ -166,15 +146,7 @@ async fn many_may_make_the_tables_at_once(flavour: Flavour) {
     let all = (0..20).map(|_| connect(config.clone()));
     for client in futures_util::future::join_all(all).await {
         let client = client.unwrap();
-        client
-            .lock("a")
-            .unwrap()
-            .acquire()
-            .await
-            .unwrap()
-            .release()
-            .await
-            .unwrap();
+        cycle(&client, "a").await;
     }
 }
 
@@ -182,15 +154,7 @@ async fn a_read_only_server_is_refused(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let client = connect(config(server.addr())).await.unwrap();
-    client
-        .lock("known")
-        .unwrap()
-        .acquire()
-        .await
-        .unwrap()
-        .release()
-        .await
-        .unwrap();
+    cycle(&client, "known").await;
     admin.run("SET GLOBAL read_only=1").await;
     match connect(config(server.addr())).await.unwrap_err() {
         Error::Unsupported { what, .. } => assert!(what.contains("read_only"), "{what}"),
@@ -215,41 +179,13 @@ async fn a_read_only_server_is_refused(flavour: Flavour) {
 }
 
 async fn a_proxy_that_swallows_the_lease_is_refused(flavour: Flavour) {
-    let swallowing = relay(shared(flavour).addr()).await.unwrap();
+    let swallowing = relay(shared(flavour).addr(), " wait_timeout=60,", " sql_notes=1    ,")
+        .await
+        .unwrap();
     match connect(config(swallowing)).await.unwrap_err() {
         Error::Unsupported { what, .. } => assert!(what.contains("wait_timeout"), "{what}"),
         other => panic!("{other}"),
     }
-}
-
-/// A proxy that has its own idea of which settings of a session matter.
-async fn relay(upstream: SocketAddr) -> io::Result<SocketAddr> {
-    const SET: &[u8] = b" wait_timeout=60,";
-    const NOT: &[u8] = b" sql_notes=1    ,";
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let addr = listener.local_addr()?;
-    tokio::spawn(async move {
-        while let Ok((client, _)) = listener.accept().await {
-            tokio::spawn(async move {
-                let (mut from_client, mut to_client) = client.into_split();
-                let (mut from_server, mut to_server) = TcpStream::connect(upstream).await?.into_split();
-                tokio::spawn(async move { tokio::io::copy(&mut from_server, &mut to_client).await });
-                let mut buffer = vec![0; 64 * 1024];
-                loop {
-                    let length = from_client.read(&mut buffer).await?;
-                    if length == 0 {
-                        return Ok::<_, io::Error>(());
-                    }
-                    let request = &mut buffer[..length];
-                    if let Some(at) = request.windows(SET.len()).position(|part| part == SET) {
-                        request[at..at + SET.len()].copy_from_slice(NOT);
-                    }
-                    to_server.write_all(request).await?;
-                }
-            });
-        }
-    });
-    Ok(addr)
 }
 
 async fn connections_to_different_servers_are_refused(flavour: Flavour) {

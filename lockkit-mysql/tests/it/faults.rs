@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
     child::Child,
-    servers::{Admin, config, connect, for_each_flavour, name, private, shared},
+    servers::{Admin, MODES, Waiter, client, cycle, for_each_flavour, name, private, shared, waits},
 };
 
 for_each_flavour! {
@@ -22,6 +22,7 @@ for_each_flavour! {
     a_blackholed_holder_is_told_before_it_is_followed
     a_waiter_granted_in_the_dark_reports_no_success
     a_waiter_that_is_cut_off_waits_anew
+    a_next_in_line_that_is_gone_keeps_a_lease_for_seconds_at_most
     a_server_that_crashes_while_the_lock_is_held
     a_server_that_stands_still_grants_nothing
     replies_that_are_lost
@@ -33,8 +34,6 @@ for_each_flavour! {
     a_server_that_lost_its_data
 }
 
-const MODES: [Mode; 2] = [Mode::ForUpdate, Mode::Lease];
-
 /// A client through a proxy of its own.
 async fn behind_a_proxy(server: &MySql, mode: Mode) -> (Proxy, LockClient) {
     let proxy = Proxy::start(server.addr()).unwrap();
@@ -42,22 +41,9 @@ async fn behind_a_proxy(server: &MySql, mode: Mode) -> (Proxy, LockClient) {
     (proxy, client)
 }
 
-async fn client(addr: std::net::SocketAddr, mode: Mode) -> LockClient {
-    let mut config = config(addr);
-    config.mode = mode;
-    connect(config).await.unwrap()
-}
-
 fn brief(client: &LockClient, name: &str, ttl: Duration) -> Lock {
     let options = AcquireOptions::new().ttl(ttl).op_timeout(Duration::from_secs(1));
     client.lock(name).unwrap().with_options(options)
-}
-
-async fn waits(observer: &LockClient, name: &str) {
-    eventually("it waits", async || {
-        observer.inspect(name).await.unwrap().waiters == Some(1)
-    })
-    .await;
 }
 
 /// Without a lease there is nothing that ends a silent holder: a plain row lock outlasts every fault here.
@@ -94,13 +80,11 @@ async fn a_killed_holder_is_followed_within_100_ms(flavour: Flavour) {
     let mut took = Vec::new();
     for _ in 0..10 {
         let mut child = Child::hold(server.addr(), &name, Duration::from_secs(30));
-        let lock = client.lock(&name).unwrap();
-        let waiter = tokio::spawn(async move { (lock.acquire().await, Instant::now()) });
+        let waiter = Waiter::of(client.lock(&name).unwrap());
         waits(&client, &name).await;
         let killed = Instant::now();
         child.process.kill().unwrap();
-        let (guard, at) = waiter.await.unwrap();
-        let guard = guard.unwrap();
+        let (guard, at) = waiter.granted().await;
         assert!(guard.token().get() > child.token);
         took.push(at.saturating_duration_since(killed));
         guard.release().await.unwrap();
@@ -140,13 +124,11 @@ async fn a_blackholed_holder_is_told_before_it_is_followed(flavour: Flavour) {
         let guard = brief(&dark, &name, ttl).acquire().await.unwrap();
         let lost = guard.lost();
         let told = tokio::spawn(async move { (lost.await, Instant::now()) });
-        let next = other.lock(&name).unwrap();
-        let waiter = tokio::spawn(async move { (next.acquire().await, Instant::now()) });
+        let waiter = Waiter::of(other.lock(&name).unwrap());
         waits(&other, &name).await;
         let began = Instant::now();
         proxy.set(lockkit_testbed::Mode::Blackhole);
-        let (granted, at) = timeout(Duration::from_secs(5), waiter).await.unwrap().unwrap();
-        let granted = granted.unwrap();
+        let (granted, at) = waiter.granted().await;
         let (reason, told) = told.await.unwrap();
         assert_eq!(reason, LossReason::Expired);
         assert!(told < at, "told {:?} after the next was granted", told - at);
@@ -161,14 +143,7 @@ async fn a_blackholed_holder_is_told_before_it_is_followed(flavour: Flavour) {
         sleep(Duration::from_millis(200)).await;
         granted.check().unwrap();
         granted.release().await.unwrap();
-        dark.lock(&name)
-            .unwrap()
-            .acquire()
-            .await
-            .unwrap()
-            .release()
-            .await
-            .unwrap();
+        cycle(&dark, &name).await;
     }
 }
 
@@ -180,8 +155,7 @@ async fn a_waiter_granted_in_the_dark_reports_no_success(flavour: Flavour) {
         let other = client(server.addr(), mode).await;
         let (name, ttl) = (name("dark"), Duration::from_secs(1));
         let holder = other.lock(&name).unwrap().acquire().await.unwrap();
-        let lock = brief(&dark, &name, ttl);
-        let waiter = tokio::spawn(async move { lock.acquire().await });
+        let waiter = Waiter::of(brief(&dark, &name, ttl));
         waits(&other, &name).await;
         proxy.set(lockkit_testbed::Mode::Blackhole);
         holder.release().await.unwrap();
@@ -203,11 +177,7 @@ async fn a_waiter_granted_in_the_dark_reports_no_success(flavour: Flavour) {
         }
         let token = third.token();
         third.release().await.unwrap();
-        let late = timeout(Duration::from_secs(10), waiter)
-            .await
-            .unwrap()
-            .unwrap()
-            .unwrap();
+        let (late, _) = waiter.granted().await;
         assert!(late.token() > token && late.is_held());
         late.release().await.unwrap();
     }
@@ -220,19 +190,14 @@ async fn a_waiter_that_is_cut_off_waits_anew(flavour: Flavour) {
         let other = client(server.addr(), mode).await;
         let name = name("cut");
         let holder = other.lock(&name).unwrap().acquire().await.unwrap();
-        let lock = brief(&cut, &name, Duration::from_secs(30));
-        let waiter = tokio::spawn(async move { lock.acquire().await });
+        let waiter = Waiter::of(brief(&cut, &name, Duration::from_secs(30)));
         waits(&other, &name).await;
         // Its connections go silent, and stay so; new ones pass. The server does not notice before it grants.
         proxy.set(lockkit_testbed::Mode::HalfOpen);
         proxy.set(lockkit_testbed::Mode::Pass);
         let began = Instant::now();
         holder.release().await.unwrap();
-        let granted = timeout(Duration::from_secs(20), waiter)
-            .await
-            .unwrap()
-            .unwrap()
-            .unwrap();
+        let (granted, _) = waiter.granted().await;
         eprintln!(
             "{flavour:?}, {mode:?}: cut off while waiting, granted after {:?}",
             began.elapsed()
@@ -247,6 +212,39 @@ async fn a_waiter_that_is_cut_off_waits_anew(flavour: Flavour) {
     }
 }
 
+/// Where a release leaves the lock to whoever is next, that one may have died, or have gone dark.
+async fn a_next_in_line_that_is_gone_keeps_a_lease_for_seconds_at_most(flavour: Flavour) {
+    let server = shared(flavour);
+    let holder = client(server.addr(), Mode::Lease).await;
+    let third = client(server.addr(), Mode::Lease).await;
+    let name = name("gone");
+    let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
+    let (mut child, _output) = Child::start(server.addr(), Mode::Lease, &name, Duration::from_secs(30));
+    waits(&holder, &name).await;
+    child.kill().unwrap();
+    guard.release().await.unwrap();
+    let began = Instant::now();
+    cycle(&third, &name).await;
+    let died = began.elapsed();
+
+    let (proxy, dark) = behind_a_proxy(server, Mode::Lease).await;
+    let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
+    let waiter = Waiter::of(dark.lock(&name).unwrap());
+    waits(&holder, &name).await;
+    proxy.set(lockkit_testbed::Mode::Blackhole);
+    guard.release().await.unwrap();
+    let began = Instant::now();
+    cycle(&third, &name).await;
+    let went_dark = began.elapsed();
+    eprintln!("{flavour:?}: the next in line was passed over after {died:?}, {went_dark:?}");
+    assert!(
+        died < Duration::from_secs(1) && went_dark < Duration::from_secs(5),
+        "{died:?}, {went_dark:?}"
+    );
+    proxy.set(lockkit_testbed::Mode::Pass);
+    waiter.granted().await.0.release().await.unwrap();
+}
+
 async fn a_server_that_crashes_while_the_lock_is_held(flavour: Flavour) {
     for mode in MODES {
         let server = private(flavour, &[]);
@@ -255,20 +253,13 @@ async fn a_server_that_crashes_while_the_lock_is_held(flavour: Flavour) {
             client(server.addr(), mode).await,
             client(server.addr(), mode).await,
         ];
-        let ttl = Duration::from_secs(2);
-        idle.lock("b")
-            .unwrap()
-            .acquire()
-            .await
-            .unwrap()
-            .release()
-            .await
-            .unwrap();
+        // Longer than a server takes to come up again.
+        let ttl = Duration::from_secs(15);
+        cycle(&idle, "b").await;
         let mut last = 0;
         for round in 0..3 {
             let guard = brief(&holding, "a", ttl).acquire().await.unwrap();
-            let lock = waiting.lock("a").unwrap();
-            let waiter = tokio::spawn(async move { lock.acquire().await });
+            let waiter = Waiter::of(waiting.lock("a").unwrap());
             waits(&holding, "a").await;
             assert!(guard.token().get() > last);
             server.process().kill().unwrap();
@@ -279,14 +270,14 @@ async fn a_server_that_crashes_while_the_lock_is_held(flavour: Flavour) {
                 assert_eq!(reason, LossReason::Disconnected);
                 assert!(began.elapsed() < ttl, "round {round}: {:?}", began.elapsed());
                 assert!(guard.release().await.unwrap_err().is_lost());
-                last = guard_token(waiter.await.unwrap());
+                last = waiter.granted().await.0.token().get();
             } else {
                 // The row is still there, and so is its owner's right to it.
-                sleep(ttl).await;
+                guard.renew().await.unwrap();
                 guard.check().unwrap();
                 let token = guard.token().get();
                 guard.release().await.unwrap();
-                last = guard_token(waiter.await.unwrap());
+                last = waiter.granted().await.0.token().get();
                 assert!(last > token);
             }
             let guard = idle.lock("b").unwrap().try_acquire().await.unwrap();
@@ -297,10 +288,6 @@ async fn a_server_that_crashes_while_the_lock_is_held(flavour: Flavour) {
                 .unwrap();
         }
     }
-}
-
-fn guard_token(granted: Result<lockkit_core::LockGuard, Error>) -> u64 {
-    granted.unwrap().token().get()
 }
 
 async fn a_server_that_stands_still_grants_nothing(flavour: Flavour) {

@@ -1,19 +1,28 @@
 //! The servers that the tests share.
 
-use std::{net::SocketAddr, sync::LazyLock};
+use std::{io, net::SocketAddr, sync::LazyLock, time::Duration};
 
-use lockkit_core::{LockClient, Result};
+use lockkit_core::{Lock, LockClient, LockGuard, Result};
 use lockkit_mysql::{
-    MySqlBackend, MySqlConfig,
+    Mode, MySqlBackend, MySqlConfig,
     sqlx::{
         self, AssertSqlSafe, ConnectOptions, Connection, Row,
         mysql::{MySqlConnectOptions, MySqlConnection, MySqlSslMode},
     },
 };
 use lockkit_testbed::{
+    eventually,
     mysql::{Flavour, MySql},
     skipped,
 };
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    task::JoinHandle,
+    time::{Instant, timeout},
+};
+
+pub(crate) const MODES: [Mode; 2] = [Mode::ForUpdate, Mode::Lease];
 
 /// Generates the tests of a module: each function once per flavour.
 macro_rules! for_each_flavour {
@@ -128,6 +137,14 @@ impl Admin {
         rows.iter().map(|row| row[0].parse().expect("a number")).collect()
     }
 
+    /// How often something has happened that the storage engine counts.
+    pub(crate) async fn counted(&mut self, what: &str) -> u64 {
+        self.run(&format!("SET GLOBAL innodb_monitor_enable='{what}'"))
+            .await;
+        let count = format!("SELECT COUNT FROM information_schema.INNODB_METRICS WHERE NAME='{what}'");
+        self.value(&count).await.parse().expect("a number")
+    }
+
     pub(crate) async fn close(self) {
         let _ = self.0.close().await;
     }
@@ -149,4 +166,86 @@ pub(crate) fn config(addr: SocketAddr) -> MySqlConfig {
 
 pub(crate) async fn connect(config: MySqlConfig) -> Result<LockClient> {
     Ok(LockClient::new(MySqlBackend::connect(config).await?))
+}
+
+/// A client of the server at `addr`, in this mode.
+pub(crate) async fn client(addr: SocketAddr, mode: Mode) -> LockClient {
+    let mut config = config(addr);
+    config.mode = mode;
+    connect(config).await.unwrap()
+}
+
+/// Acquires and releases.
+pub(crate) async fn cycle(client: &LockClient, name: &str) {
+    let guard = client.lock(name).unwrap().acquire().await.unwrap();
+    guard.release().await.unwrap();
+}
+
+/// Returns once one client waits for the lock.
+pub(crate) async fn waits(observer: &LockClient, name: &str) {
+    eventually("one waits", async || {
+        observer.inspect(name).await.unwrap().waiters == Some(1)
+    })
+    .await;
+}
+
+/// A task that wants a lock.
+pub(crate) struct Waiter(JoinHandle<(Result<LockGuard>, Instant)>);
+
+impl Waiter {
+    pub(crate) fn of(lock: Lock) -> Self {
+        Self(tokio::spawn(
+            async move { (lock.acquire().await, Instant::now()) },
+        ))
+    }
+
+    /// Its guard, and when it was granted: within 20 s.
+    pub(crate) async fn granted(self) -> (LockGuard, Instant) {
+        let waited = timeout(Duration::from_secs(20), self.0).await;
+        let (granted, at) = waited.expect("a grant").expect("no panic");
+        (granted.expect("a grant"), at)
+    }
+
+    pub(crate) fn is_finished(&self) -> bool {
+        self.0.is_finished()
+    }
+
+    pub(crate) fn abort(&self) {
+        self.0.abort();
+    }
+}
+
+/// A proxy that has its own idea of a setting: where a request has `what`, the server gets `instead`, which is as long.
+pub(crate) async fn relay(
+    upstream: SocketAddr,
+    what: &'static str,
+    instead: &'static str,
+) -> io::Result<SocketAddr> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let addr = listener.local_addr()?;
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let (mut from_client, mut to_client) = client.into_split();
+                let (mut from_server, mut to_server) = TcpStream::connect(upstream).await?.into_split();
+                tokio::spawn(async move { tokio::io::copy(&mut from_server, &mut to_client).await });
+                let mut buffer = vec![0; 64 * 1024];
+                loop {
+                    let length = from_client.read(&mut buffer).await?;
+                    if length == 0 {
+                        return Ok::<_, io::Error>(());
+                    }
+                    let request = &mut buffer[..length];
+                    if let Some(at) = request
+                        .windows(what.len())
+                        .position(|part| part == what.as_bytes())
+                    {
+                        request[at..at + what.len()].copy_from_slice(instead.as_bytes());
+                    }
+                    to_server.write_all(request).await?;
+                }
+            });
+        }
+    });
+    Ok(addr)
 }

@@ -5,10 +5,16 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use lockkit_core::{AcquireOptions, Error, LossReason};
 use lockkit_mysql::Mode;
-use lockkit_testbed::{eventually, mysql::Flavour};
+use lockkit_testbed::{
+    eventually,
+    mysql::{Flavour, MySql},
+};
 use tokio::time::{Instant, timeout};
 
-use crate::servers::{Admin, config, connect, for_each_flavour, name, private, row, shared};
+use crate::servers::{
+    Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, name, private, relay, row,
+    shared, waits,
+};
 
 for_each_flavour! {
     many_tasks_wait_in_one_connection
@@ -19,6 +25,9 @@ for_each_flavour! {
     a_foreign_session_and_a_lock_exclude_each_other
     a_row_that_was_deleted_is_made_again
     a_table_that_is_locked_is_no_answer
+    a_wait_that_the_server_ends_goes_on
+    a_hold_that_ends_in_a_deadlock_is_lost
+    a_deadlock_while_rows_are_made_is_got_over
     a_killed_holder_session_is_told_soon
     an_interrupted_wait_goes_on
     too_many_connections_is_an_error_and_never_taken
@@ -26,25 +35,15 @@ for_each_flavour! {
 }
 
 async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
-    for mode in [Mode::ForUpdate, Mode::Lease] {
+    for mode in MODES {
         let server = private(flavour, &[]);
         let mut admin = Admin::of(&server).await;
-        let mut config = config(server.addr());
-        config.mode = mode;
         let (holder, waiting) = (
-            connect(config.clone()).await.unwrap(),
-            connect(config).await.unwrap(),
+            client(server.addr(), mode).await,
+            client(server.addr(), mode).await,
         );
         let guard = holder.lock("a").unwrap().acquire().await.unwrap();
-        waiting
-            .lock("b")
-            .unwrap()
-            .acquire()
-            .await
-            .unwrap()
-            .release()
-            .await
-            .unwrap();
+        cycle(&waiting, "b").await;
         // Each has one for itself, one that holds or has held, which will wait, and one to hear of breaks.
         let each = if mode == Mode::ForUpdate { 3 } else { 2 };
         eventually("all are there", async || admin.sessions().await.len() == 2 * each).await;
@@ -54,10 +53,7 @@ async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
                 tokio::spawn(async move { lock.acquire().await?.release().await })
             })
             .collect();
-        eventually("they wait", async || {
-            holder.inspect("a").await.unwrap().waiters == Some(1)
-        })
-        .await;
+        waits(&holder, "a").await;
         assert_eq!(admin.sessions().await.len(), 2 * each, "{mode:?}");
         guard.release().await.unwrap();
         for waiter in join_all(waiters).await {
@@ -68,14 +64,13 @@ async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
 }
 
 async fn a_waiter_that_gives_up_is_not_queued_and_delays_nobody(flavour: Flavour) {
-    for mode in [Mode::ForUpdate, Mode::Lease] {
-        let mut config = config(shared(flavour).addr());
-        config.mode = mode;
-        let [holder, quitter, next] = join_all((0..3).map(|_| connect(config.clone())))
-            .await
-            .try_into()
-            .unwrap();
-        let (holder, quitter, next) = (holder.unwrap(), quitter.unwrap(), next.unwrap());
+    for mode in MODES {
+        let addr = shared(flavour).addr();
+        let (holder, quitter, next) = (
+            client(addr, mode).await,
+            client(addr, mode).await,
+            client(addr, mode).await,
+        );
         let name = name("gives-up");
         for how in ["drop", "time-out", "abort"] {
             let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
@@ -93,7 +88,7 @@ async fn a_waiter_that_gives_up_is_not_queued_and_delays_nobody(flavour: Flavour
                     assert!(late.is_timeout(), "{late}");
                 }
                 _ => {
-                    let waiter = tokio::spawn(async move { lock.acquire().await });
+                    let waiter = Waiter::of(lock);
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     waiter.abort();
                 }
@@ -108,16 +103,12 @@ async fn a_waiter_that_gives_up_is_not_queued_and_delays_nobody(flavour: Flavour
                 "{how}: {:?}",
                 began.elapsed()
             );
-            let lock = next.lock(&name).unwrap();
-            let waiter = tokio::spawn(async move { (lock.acquire().await, Instant::now()) });
-            eventually("the next waits", async || {
-                holder.inspect(&name).await.unwrap().waiters == Some(1)
-            })
-            .await;
+            let waiter = Waiter::of(next.lock(&name).unwrap());
+            waits(&holder, &name).await;
             guard.release().await.unwrap();
             let released = Instant::now();
-            let (granted, at) = waiter.await.unwrap();
-            granted.unwrap().release().await.unwrap();
+            let (granted, at) = waiter.granted().await;
+            granted.release().await.unwrap();
             let took = at.saturating_duration_since(released);
             assert!(took < Duration::from_millis(500), "{mode:?}, {how}: {took:?}");
         }
@@ -125,7 +116,7 @@ async fn a_waiter_that_gives_up_is_not_queued_and_delays_nobody(flavour: Flavour
 }
 
 async fn sessions_that_were_ended_meanwhile_are_replaced(flavour: Flavour) {
-    for mode in [Mode::ForUpdate, Mode::Lease] {
+    for mode in MODES {
         let server = private(flavour, &[]);
         let mut admin = Admin::of(&server).await;
         let mut config = config(server.addr());
@@ -158,15 +149,7 @@ async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let client = connect(config(server.addr())).await.unwrap();
-    client
-        .lock("a")
-        .unwrap()
-        .acquire()
-        .await
-        .unwrap()
-        .release()
-        .await
-        .unwrap();
+    cycle(&client, "a").await;
     // One for itself, one that is kept, one to hear of breaks.
     eventually("all are there", async || admin.sessions().await.len() == 3).await;
     let before = admin.sessions().await;
@@ -255,14 +238,10 @@ async fn a_foreign_session_and_a_lock_exclude_each_other(flavour: Flavour) {
         .await;
     let lock = client.lock(&name).unwrap();
     assert!(lock.try_acquire().await.unwrap().is_none());
-    let waiting = lock.clone();
-    let waiter = tokio::spawn(async move { waiting.acquire().await });
-    eventually("it waits", async || {
-        client.inspect(&name).await.unwrap().waiters == Some(1)
-    })
-    .await;
+    let waiter = Waiter::of(lock.clone());
+    waits(&client, &name).await;
     foreign.run("ROLLBACK").await;
-    let guard = waiter.await.unwrap().unwrap();
+    let (guard, _) = waiter.granted().await;
     foreign.run("START TRANSACTION").await;
     let skip = format!("SELECT 1 FROM lockkit_gate WHERE name={row} FOR UPDATE SKIP LOCKED");
     assert!(foreign.run(&skip).await.is_empty());
@@ -320,13 +299,117 @@ async fn a_table_that_is_locked_is_no_answer(flavour: Flavour) {
     // The server says 1205 after two seconds.
     let error = lock.try_acquire().await.unwrap_err();
     assert!(error.is_transient(), "{error}");
-    let waiting = lock.clone();
-    let waiter = tokio::spawn(async move { waiting.acquire().await });
+    let waiter = Waiter::of(lock.clone());
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert!(!waiter.is_finished());
     admin.run("UNLOCK TABLES").await;
-    let guard = timeout(Duration::from_secs(5), waiter).await.unwrap().unwrap();
-    guard.unwrap().release().await.unwrap();
+    waiter.granted().await.0.release().await.unwrap();
+}
+
+/// The server says 1205 to whoever has waited for a row for as long as a statement may: every second here.
+async fn a_wait_that_the_server_ends_goes_on(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let limited = relay(
+        server.addr(),
+        " innodb_lock_wait_timeout=30,",
+        " innodb_lock_wait_timeout=1 ,",
+    );
+    let limited = client(limited.await.unwrap(), Mode::ForUpdate).await;
+    let holder = client(server.addr(), Mode::ForUpdate).await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    let before = admin.counted("lock_timeouts").await;
+    let waiter = Waiter::of(limited.lock("a").unwrap());
+    eventually("two waits have ended", async || {
+        admin.counted("lock_timeouts").await >= before + 2
+    })
+    .await;
+    assert!(!waiter.is_finished() && guard.is_held());
+    waits(&holder, "a").await;
+    let token = guard.token();
+    guard.release().await.unwrap();
+    let (granted, _) = waiter.granted().await;
+    assert!(granted.token() > token);
+    granted.release().await.unwrap();
+}
+
+/// A session with so many changes that the server, which ends a deadlock at the expense of whoever has changed less,
+/// spares it.
+async fn heavy(server: &MySql) -> Admin {
+    let mut heavy = Admin::of(server).await;
+    let table = format!("heavy_{:016x}", fastrand::u64(..));
+    let rows: Vec<_> = (0..300).map(|id| format!("({id})")).collect();
+    heavy
+        .run(&format!(
+            "CREATE TABLE {table} (id INT PRIMARY KEY) ENGINE=InnoDB; START TRANSACTION; INSERT INTO {table} VALUES {}",
+            rows.join(",")
+        ))
+        .await;
+    heavy
+}
+
+/// Returns once a statement that begins so waits.
+async fn runs(admin: &mut Admin, statement: &str) {
+    let look = format!(
+        "SELECT 1 FROM information_schema.PROCESSLIST WHERE USER='{}' AND INFO LIKE '{statement}%'",
+        MySql::USER
+    );
+    eventually("the statement waits", async || !admin.run(&look).await.is_empty()).await;
+}
+
+/// 1213 has rolled the transaction back that had the lock, while its session lives on.
+async fn a_hold_that_ends_in_a_deadlock_is_lost(flavour: Flavour) {
+    for releases in [false, true] {
+        let server = private(flavour, &[]);
+        let mut admin = Admin::of(&server).await;
+        let client = client(server.addr(), Mode::ForUpdate).await;
+        cycle(&client, "a").await;
+        let before = admin.counted("lock_deadlocks").await;
+        let (mut foreign, row) = (heavy(&server).await, row("a"));
+        // What shows a hold cannot be written now.
+        let shown = format!("SELECT 1 FROM lockkit_holder WHERE name={row} FOR UPDATE");
+        foreign.run(&shown).await;
+        let guard = client.lock("a").unwrap().acquire().await.unwrap();
+        runs(&mut admin, "INSERT INTO lockkit_holder").await;
+        let ended = Instant::now();
+        let gate = format!("SELECT 1 FROM lockkit_gate WHERE name={row} FOR UPDATE");
+        assert_eq!(foreign.run(&gate).await.len(), 1, "it has the lock now");
+        assert_eq!(admin.counted("lock_deadlocks").await, before + 1);
+        if releases {
+            assert!(guard.release().await.unwrap_err().is_lost());
+        } else {
+            let reason = timeout(Duration::from_secs(5), guard.lost()).await.unwrap();
+            let told = ended.elapsed();
+            assert_eq!(reason, LossReason::Revoked);
+            assert!(told < Duration::from_millis(500), "told after {told:?}");
+            assert!(client.lock("a").unwrap().try_acquire().await.unwrap().is_none());
+        }
+        foreign.run("ROLLBACK").await;
+        cycle(&client, "a").await;
+    }
+}
+
+async fn a_deadlock_while_rows_are_made_is_got_over(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let before = admin.counted("lock_deadlocks").await;
+    let (mut foreign, row) = (heavy(&server).await, row("new"));
+    foreign
+        .run(&format!("SELECT 1 FROM lockkit_gate WHERE name={row} FOR UPDATE"))
+        .await;
+    let waiter = Waiter::of(client.lock("new").unwrap());
+    runs(&mut admin, "INSERT IGNORE INTO lockkit_gate").await;
+    foreign
+        .run(&format!(
+            "SELECT 1 FROM lockkit_fence WHERE name={row} FOR UPDATE"
+        ))
+        .await;
+    assert_eq!(admin.counted("lock_deadlocks").await, before + 1);
+    runs(&mut admin, "INSERT IGNORE INTO lockkit_fence").await;
+    assert!(!waiter.is_finished());
+    foreign.run("ROLLBACK").await;
+    waiter.granted().await.0.release().await.unwrap();
 }
 
 async fn a_killed_holder_session_is_told_soon(flavour: Flavour) {
@@ -342,12 +425,8 @@ async fn a_killed_holder_session_is_told_soon(flavour: Flavour) {
             .unwrap()
             .with_options(AcquireOptions::new().ttl(ttl));
         let guard = lock.acquire().await.unwrap();
-        let next = waiting.lock(&name).unwrap();
-        let waiter = tokio::spawn(async move { (next.acquire().await, Instant::now()) });
-        eventually("the next waits", async || {
-            client.inspect(&name).await.unwrap().waiters == Some(1)
-        })
-        .await;
+        let waiter = Waiter::of(waiting.lock(&name).unwrap());
+        waits(&client, &name).await;
         let row = row(&name);
         let shown = format!(
             "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
@@ -360,8 +439,8 @@ async fn a_killed_holder_session_is_told_soon(flavour: Flavour) {
         let (told, bound) = (killed.elapsed(), ttl / 3 + Duration::from_millis(200));
         assert_eq!(reason, LossReason::Revoked);
         assert!(told < bound, "told after {told:?}, expected within {bound:?}");
-        let (granted, at) = waiter.await.unwrap();
-        assert!(granted.unwrap().token() > guard.token());
+        let (granted, at) = waiter.granted().await;
+        assert!(granted.token() > guard.token());
         let took = at.saturating_duration_since(killed);
         assert!(
             took < Duration::from_millis(500),
@@ -372,23 +451,17 @@ async fn a_killed_holder_session_is_told_soon(flavour: Flavour) {
 }
 
 async fn an_interrupted_wait_goes_on(flavour: Flavour) {
-    for mode in [Mode::ForUpdate, Mode::Lease] {
+    for mode in MODES {
         let server = private(flavour, &[]);
-        let mut config = config(server.addr());
-        config.mode = mode;
         let (holder, waiting) = (
-            connect(config.clone()).await.unwrap(),
-            connect(config).await.unwrap(),
+            client(server.addr(), mode).await,
+            client(server.addr(), mode).await,
         );
         let mut admin = Admin::of(&server).await;
         let guard = holder.lock("a").unwrap().acquire().await.unwrap();
-        let lock = waiting.lock("a").unwrap();
-        let waiter = tokio::spawn(async move { lock.acquire().await });
+        let waiter = Waiter::of(waiting.lock("a").unwrap());
         for _ in 0..5 {
-            eventually("it waits", async || {
-                holder.inspect("a").await.unwrap().waiters == Some(1)
-            })
-            .await;
+            waits(&holder, "a").await;
             let busy =
                 "SELECT ID FROM information_schema.PROCESSLIST WHERE USER='lockkit' AND COMMAND='Query'";
             for row in admin.run(busy).await {
@@ -398,12 +471,7 @@ async fn an_interrupted_wait_goes_on(flavour: Flavour) {
         }
         assert!(!waiter.is_finished() && guard.is_held(), "{mode:?}");
         guard.release().await.unwrap();
-        let granted = timeout(Duration::from_secs(5), waiter)
-            .await
-            .unwrap()
-            .unwrap()
-            .unwrap();
-        granted.release().await.unwrap();
+        waiter.granted().await.0.release().await.unwrap();
     }
 }
 
@@ -414,14 +482,12 @@ async fn too_many_connections_is_an_error_and_never_taken(flavour: Flavour) {
     // Its kept session is ended, so that it needs a new one; then there is no room.
     let kept = *admin.sessions().await.last().unwrap();
     let mut crowd = Vec::new();
-    while let Ok(one) = Admin::login(server.addr(), "lockkit", lockkit_testbed::mysql::MySql::PASSWORD).await
-    {
+    while let Ok(one) = Admin::login(server.addr(), "lockkit", MySql::PASSWORD).await {
         crowd.push(one);
     }
     admin.run(&format!("KILL {kept}")).await;
     eventually("it is gone", async || !admin.sessions().await.contains(&kept)).await;
-    while let Ok(one) = Admin::login(server.addr(), "lockkit", lockkit_testbed::mysql::MySql::PASSWORD).await
-    {
+    while let Ok(one) = Admin::login(server.addr(), "lockkit", MySql::PASSWORD).await {
         crowd.push(one);
     }
     let lock = client.lock("a").unwrap();
@@ -436,13 +502,11 @@ async fn too_many_connections_is_an_error_and_never_taken(flavour: Flavour) {
         "{error:?}"
     );
     // It passes.
-    let waiting = lock.clone();
-    let waiter = tokio::spawn(async move { waiting.acquire().await });
+    let waiter = Waiter::of(lock.clone());
     for one in crowd {
         one.close().await;
     }
-    let guard = timeout(Duration::from_secs(5), waiter).await.unwrap().unwrap();
-    guard.unwrap().release().await.unwrap();
+    waiter.granted().await.0.release().await.unwrap();
 }
 
 /// After a restart the server counts sessions from the beginning.
@@ -451,12 +515,8 @@ async fn a_kill_never_hits_a_stranger(flavour: Flavour) {
     let client = connect(config(server.addr())).await.unwrap();
     let holder = connect(config(server.addr())).await.unwrap();
     let guard = holder.lock("a").unwrap().acquire().await.unwrap();
-    let lock = client.lock("a").unwrap();
-    let waiter = tokio::spawn(async move { lock.acquire().await });
-    eventually("it waits", async || {
-        holder.inspect("a").await.unwrap().waiters == Some(1)
-    })
-    .await;
+    let waiter = Waiter::of(client.lock("a").unwrap());
+    waits(&holder, "a").await;
     server.process().kill().unwrap();
     server.start_again().unwrap();
     // They have the ids that those of before had.

@@ -52,7 +52,13 @@ async fn a_server_that_is_not_known_is_refused(flavour: Flavour) {
         Certificates::generate().unwrap(),
     );
     let known = server(flavour, &certificates);
-    let plain = private(flavour, &["--skip-ssl"]);
+    let plain = private(
+        flavour,
+        &[match flavour {
+            Flavour::MariaDb => "--skip-ssl",
+            Flavour::MySql => "--tls-version=",
+        }],
+    );
     let with = |config: MySqlConfig, ca: &Certificates| {
         let mut config = config;
         (config.tls, config.ca) = (Tls::Verify, Some(ca.authority()));

@@ -293,7 +293,8 @@ async fn tokens_rise_over_crashes_of_the_server_and_of_holders(flavour: Flavour)
         };
         let mut workers: Vec<_> = (1..=PROCESSES).map(|who| order(who).start()).collect();
         let mut records = Vec::new();
-        for round in 0..3 {
+        let crashes = (requests() / 2_000).max(3);
+        for round in 0..crashes {
             sleep(Duration::from_millis(400)).await;
             if round % 2 == 0 {
                 server.process().kill().unwrap();
@@ -329,7 +330,7 @@ async fn tokens_rise_over_crashes_of_the_server_and_of_holders(flavour: Flavour)
             tokens.len()
         );
         eprintln!(
-            "{flavour:?} {mode:?} block {block}: {} grants over three crashes",
+            "{flavour:?} {mode:?} block {block}: {} grants over {crashes} crashes",
             tokens.len()
         );
     }
