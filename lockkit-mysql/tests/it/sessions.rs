@@ -320,12 +320,14 @@ async fn a_wait_that_the_server_ends_goes_on(flavour: Flavour) {
     let guard = holder.lock("a").unwrap().acquire().await.unwrap();
     let before = admin.counted("lock_timeouts").await;
     let waiter = Waiter::of(limited.lock("a").unwrap());
+    let session = session_at(&mut admin, "SELECT (SELECT token").await;
     eventually("two waits have ended", async || {
         admin.counted("lock_timeouts").await >= before + 2
     })
     .await;
     assert!(!waiter.is_finished() && guard.is_held());
-    waits(&holder, "a").await;
+    // In the same session.
+    assert_eq!(session_at(&mut admin, "SELECT (SELECT token").await, session);
     let token = guard.token();
     guard.release().await.unwrap();
     let (granted, _) = waiter.granted().await;
@@ -348,13 +350,19 @@ async fn heavy(server: &MySql) -> Admin {
     heavy
 }
 
-/// Returns once a statement that begins so waits.
-async fn runs(admin: &mut Admin, statement: &str) {
+/// Which session is at a statement that begins so, once one is.
+async fn session_at(admin: &mut Admin, statement: &str) -> String {
     let look = format!(
-        "SELECT 1 FROM information_schema.PROCESSLIST WHERE USER='{}' AND INFO LIKE '{statement}%'",
+        "SELECT ID FROM information_schema.PROCESSLIST WHERE USER='{}' AND INFO LIKE '{statement}%'",
         MySql::USER
     );
-    eventually("the statement waits", async || !admin.run(&look).await.is_empty()).await;
+    let mut found = Vec::new();
+    eventually("a session is at it", async || {
+        found = admin.run(&look).await;
+        !found.is_empty()
+    })
+    .await;
+    found.swap_remove(0).swap_remove(0)
 }
 
 /// 1213 has rolled the transaction back that had the lock, while its session lives on.
@@ -370,7 +378,7 @@ async fn a_hold_that_ends_in_a_deadlock_is_lost(flavour: Flavour) {
         let shown = format!("SELECT 1 FROM lockkit_holder WHERE name={row} FOR UPDATE");
         foreign.run(&shown).await;
         let guard = client.lock("a").unwrap().acquire().await.unwrap();
-        runs(&mut admin, "INSERT INTO lockkit_holder").await;
+        session_at(&mut admin, "INSERT INTO lockkit_holder").await;
         let ended = Instant::now();
         let gate = format!("SELECT 1 FROM lockkit_gate WHERE name={row} FOR UPDATE");
         assert_eq!(foreign.run(&gate).await.len(), 1, "it has the lock now");
@@ -399,14 +407,15 @@ async fn a_deadlock_while_rows_are_made_is_got_over(flavour: Flavour) {
         .run(&format!("SELECT 1 FROM lockkit_gate WHERE name={row} FOR UPDATE"))
         .await;
     let waiter = Waiter::of(client.lock("new").unwrap());
-    runs(&mut admin, "INSERT IGNORE INTO lockkit_gate").await;
+    let session = session_at(&mut admin, "INSERT IGNORE INTO lockkit_gate").await;
     foreign
         .run(&format!(
             "SELECT 1 FROM lockkit_fence WHERE name={row} FOR UPDATE"
         ))
         .await;
     assert_eq!(admin.counted("lock_deadlocks").await, before + 1);
-    runs(&mut admin, "INSERT IGNORE INTO lockkit_fence").await;
+    let again = session_at(&mut admin, "INSERT IGNORE INTO lockkit_fence").await;
+    assert_eq!(again, session, "it begins anew in its session");
     assert!(!waiter.is_finished());
     foreign.run("ROLLBACK").await;
     waiter.granted().await.0.release().await.unwrap();
