@@ -168,7 +168,7 @@ pub struct ZkSection {
 #[non_exhaustive]
 pub struct MysqlSection {
     /// How a lock is held: `for_update`, by a row lock and a connection of its own, or `lease`, by owner and expiry in a
-    /// row. Default: `for_update`.
+    /// row, which has neither shared mode nor semaphores. Default: `for_update`.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::mode"))]
     pub mode: Option<String>,
     /// Who makes the tables: `auto`, the backend, or `manual`, you. Default: `auto`.

@@ -309,7 +309,8 @@ fn terms(line: &Arc<Line>, options: &AcquireOptions) -> Result<Terms> {
         _ => None,
     };
     if let Some(missing) = missing {
-        return Err(Error::unsupported(info.name, missing));
+        let instead = info.instead.unwrap_or("use another backend");
+        return Err(Error::unsupported(info.name, format!("{missing}; {instead}")));
     }
     let default_handoffs = if info.capabilities.local_handoffs {
         AcquireOptions::DEFAULT_LOCAL_HANDOFFS

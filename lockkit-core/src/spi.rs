@@ -149,6 +149,9 @@ pub struct BackendInfo {
     pub namespace: Arc<str>,
     /// What it can do.
     pub capabilities: Capabilities,
+    /// What to do for a mode that it does not have, for the error: `use mode=for_update`. `None` if there is nothing but
+    /// another backend.
+    pub instead: Option<&'static str>,
     /// How often a waiter asks again although nothing woke it. The driver adds jitter.
     pub fallback_poll: Duration,
     /// The longest time that an [`attempt`](Claim::attempt) should block at the server.
@@ -166,6 +169,7 @@ impl BackendInfo {
             server: server.into(),
             namespace: Self::DEFAULT_NAMESPACE.into(),
             capabilities: Capabilities::default(),
+            instead: None,
             fallback_poll: Duration::from_secs(1),
             max_patience: Duration::from_secs(1),
         }

@@ -66,6 +66,8 @@ const NAME: &str = "mysql";
 /// How often a waiter asks whether it still waits.
 const FALLBACK_POLL: Duration = Duration::from_secs(2);
 
+const ROW_LOCKS_INSTEAD: &str = "mode=lease has exclusive locks alone, use mode=for_update";
+
 /// Locks in a MySQL or MariaDB database.
 pub struct MySqlBackend {
     shared: Arc<Shared>,
@@ -138,6 +140,7 @@ impl Backend for MySqlBackend {
         info.namespace = self.shared.namespace.clone();
         info.fallback_poll = FALLBACK_POLL;
         let mut capabilities = Capabilities::default();
+        info.instead = (self.mode == Mode::Lease).then_some(ROW_LOCKS_INSTEAD);
         capabilities.shared = self.mode == Mode::ForUpdate;
         capabilities.permits = self.mode == Mode::ForUpdate;
         capabilities.notified = true;
@@ -152,10 +155,7 @@ impl Backend for MySqlBackend {
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         if self.mode == Mode::Lease {
             if request.mode != Hold::Exclusive {
-                return Err(Error::unsupported(
-                    NAME,
-                    "shared mode and semaphores with mode=lease; use mode=for_update for them",
-                ));
+                return Err(Error::unsupported(NAME, ROW_LOCKS_INSTEAD));
             }
             return Ok(Box::new(LeaseClaim::new(self.shared.clone(), request.clone())));
         }

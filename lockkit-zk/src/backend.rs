@@ -34,6 +34,9 @@ const MAX_PERMITS: u32 = 1_000;
 const MAX_LOOKS: usize = 5;
 /// Watches are told reliably, so that this is a last resort; each poll of each waiter is two small reads.
 const FALLBACK_POLL: Duration = Duration::from_secs(5);
+/// Of `nodes=simple`.
+const QUEUE_INSTEAD: &str =
+    "with nodes=simple one node is the lock, which one alone can hold; use another layout";
 
 /// Locks on a ZooKeeper ensemble.
 ///
@@ -263,6 +266,7 @@ impl Backend for ZkBackend {
         let Address { hosts, chroot } = &self.shared.address;
         let mut info = BackendInfo::new(NAME, format!("zk://{hosts}{chroot}"));
         info.namespace = self.shared.config.namespace.as_str().into();
+        info.instead = (!is_queue).then_some(QUEUE_INSTEAD);
         info.capabilities = capabilities;
         info.fallback_poll = FALLBACK_POLL;
         info
@@ -273,8 +277,7 @@ impl Backend for ZkBackend {
         let path = shared.space.of(&request.name, request.mode.kind());
         match request.mode {
             Mode::Shared | Mode::Permits(_) if shared.nodes() == Nodes::Simple => {
-                let what = "this mode with `nodes=simple`, where one node is the lock; use another layout";
-                Err(Error::unsupported(NAME, what))
+                Err(Error::unsupported(NAME, QUEUE_INSTEAD))
             }
             Mode::Permits(permits) if permits.get() > MAX_PERMITS => {
                 let reason =

@@ -8,7 +8,8 @@ use lockkit_testbed::mysql::{Flavour, MySql};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::servers::{
-    Admin, MODES, Waiter, config, connect, cycle, for_each_flavour, name, private, relay, shared, waits,
+    Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, name, private, relay, shared,
+    waits,
 };
 
 for_each_flavour! {
@@ -22,6 +23,7 @@ for_each_flavour! {
     a_password_that_needs_a_public_key_is_no_hurdle
     a_refused_account_is_no_transient_error
     durability_is_what_the_server_has
+    leases_are_exclusive_and_say_so
 }
 
 fn what(error: &Error) -> String {
@@ -252,6 +254,25 @@ async fn durability_is_what_the_server_has(flavour: Flavour) {
         let server = private(flavour, &[&format!("--innodb-flush-log-at-trx-commit={flush}")]);
         let client = connect(config(server.addr())).await.unwrap();
         assert_eq!(client.capabilities().fencing, promised);
+    }
+}
+
+async fn leases_are_exclusive_and_say_so(flavour: Flavour) {
+    let client = client(shared(flavour).addr(), Mode::Lease).await;
+    let (lock, semaphore) = (
+        client.lock("a").unwrap().shared(),
+        client.semaphore("a", 2).unwrap(),
+    );
+    for (lock, asked) in [(lock, "shared mode"), (semaphore, "semaphores")] {
+        match lock.try_acquire().await.unwrap_err() {
+            Error::Unsupported { what, .. } => {
+                assert!(
+                    what.starts_with(asked) && what.contains("mode=for_update"),
+                    "{what}"
+                );
+            }
+            other => panic!("{other}"),
+        }
     }
 }
 

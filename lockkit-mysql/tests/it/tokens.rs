@@ -160,7 +160,13 @@ fn works() {
     runtime.block_on(async {
         let mut config = config(order.addr);
         (config.mode, config.token_block) = (order.mode, order.block);
-        let client = connect(config).await.unwrap();
+        // The server may be down just then.
+        let client = loop {
+            match connect(config.clone()).await {
+                Err(error) if error.is_transient() => sleep(Duration::from_millis(20)).await,
+                connected => break connected.unwrap(),
+            }
+        };
         let mut tasks = JoinSet::new();
         for task in 0..TASKS {
             let (order, client) = (order.clone(), client.clone());
@@ -339,6 +345,9 @@ async fn tokens_rise_over_crashes_of_the_server_and_of_holders(flavour: Flavour)
 /// Three clients, each behind a proxy that misbehaves.
 async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
     const LASTS: Duration = Duration::from_secs(6);
+    /// On a machine that is busy with other things it lasts for longer.
+    const LASTS_AT_MOST: Duration = Duration::from_secs(40);
+    const GRANTS: usize = 300;
     /// In nanoseconds.
     const TOLD_WITHIN: u64 = 50_000_000;
     let seed = seed();
@@ -373,7 +382,7 @@ async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
         // Which client's connections were reset, and between which moments.
         let mut resets: Vec<(u64, u64, u64)> = Vec::new();
         let began = Instant::now();
-        while began.elapsed() < LASTS {
+        while began.elapsed() < LASTS || (course.granted() < GRANTS && began.elapsed() < LASTS_AT_MOST) {
             sleep(Duration::from_millis(rng.u64(100..300))).await;
             let who = rng.usize(..3);
             let proxy = &proxies[who];
@@ -425,12 +434,12 @@ async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
         let summary = history
             .check(&limits)
             .unwrap_or_else(|violation| panic!("{mode:?}: {violation}"));
-        let rate = summary.granted as u64 / LASTS.as_secs();
         eprintln!(
-            "{flavour:?} {mode:?}: {summary:?}, {rate}/s, {faults} faults, {hits} of which hit somebody"
+            "{flavour:?} {mode:?}: {summary:?} in {:?}, {faults} faults, {hits} of which hit somebody",
+            began.elapsed()
         );
         assert!(
-            rate >= 50 && hits * 10 >= faults * 9,
+            summary.granted >= GRANTS && hits * 10 >= faults * 9,
             "a vacuous pass: {summary:?}"
         );
     }
@@ -445,6 +454,13 @@ struct Course {
 }
 
 impl Course {
+    /// How many grants there were so far.
+    fn granted(&self) -> usize {
+        let history = self.history.lock().unwrap();
+        let granted = history.acquisitions.iter().filter(|it| it.granted.is_some());
+        granted.count()
+    }
+
     /// Asks again and again.
     async fn work(self, lock: Lock, who: u64, mut rng: fastrand::Rng) {
         while !self.stop.load(Ordering::Relaxed) {
