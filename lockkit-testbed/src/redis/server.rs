@@ -12,7 +12,7 @@ use std::{
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 
 use super::{
-    Monitor, PROGRAM,
+    Monitor, program,
     resp::{Access, Value},
 };
 use crate::{Certificates, Clock, Port, Process};
@@ -59,6 +59,7 @@ pub enum Fsync {
 /// What a [`RedisServer`] is started with. Without anything: no persistence, no password, plain TCP.
 #[derive(Clone, Default)]
 pub struct RedisBuilder {
+    program: Option<OsString>,
     /// Names and values.
     directives: Vec<(String, Vec<String>)>,
     kind: Kind,
@@ -132,6 +133,12 @@ impl RedisBuilder {
         self
     }
 
+    /// Runs another [`program`] that speaks the protocol.
+    pub fn program(mut self, program: impl Into<OsString>) -> Self {
+        self.program = Some(program.into());
+        self
+    }
+
     /// Any other line of the configuration: its name and values, unquoted.
     pub fn directive(mut self, name: &str, values: &[&str]) -> Self {
         let values = values.iter().map(ToString::to_string).collect();
@@ -167,7 +174,7 @@ impl RedisBuilder {
         let bus = in_cluster.then(Port::reserve).transpose()?.map(Arc::new);
 
         let process = Process::new("redis", |directory| {
-            let mut command = Command::new(PROGRAM);
+            let mut command = Command::new(self.program.clone().unwrap_or_else(program));
             command.arg(directory.join(CONFIGURATION));
             if self.kind == Kind::Sentinel {
                 command.arg("--sentinel");
