@@ -261,19 +261,28 @@ impl Waits {
     }
 }
 
-/// The commands that lockkit's clients sent, without what scripts did.
-fn requests(server: &RedisServer) -> u64 {
+/// How often the server executed each of `commands`, inside of scripts as well.
+fn executed(server: &RedisServer, commands: &[&str]) -> u64 {
     let counts = server.command_counts().expect("counts");
-    let count = |command: &str| counts.get(command).copied().unwrap_or_default();
-    // A transaction is MULTI, SET, INCRBY and EXEC.
-    count("evalsha") + count("eval") + 4 * count("exec")
+    commands.iter().filter_map(|command| counts.get(*command)).sum()
+}
+
+/// Scripts and releases without one.
+const REQUESTS: [&str; 4] = ["evalsha", "eval", "delifeq", "delex"];
+
+/// The commands that lockkit's clients sent for as many locks, without what scripts did. An attempt without a script is
+/// three of them, and seen by its GET: scripts do one for each look at the clock, and one more for each release.
+fn commands(server: &RedisServer, locks: usize) -> u64 {
+    let looks = executed(server, &["get", "delifeq", "delex"]);
+    let attempts = looks.saturating_sub(executed(server, &["time"]) + locks as u64);
+    executed(server, &REQUESTS) + 3 * attempts
 }
 
 /// All of them at once, for `FOR`, holding for no time at all.
 fn fight(runtime: &Runtime, server: &RedisServer, contenders: Vec<Contender>) -> Waits {
     const FOR: Duration = Duration::from_secs(3);
     let stop = Arc::new(AtomicBool::new(false));
-    let before = requests(server);
+    server.cli(&["CONFIG", "RESETSTAT"]).expect("counts from now on");
     let started = Instant::now();
     let tasks: Vec<_> = contenders
         .into_iter()
@@ -300,12 +309,13 @@ fn fight(runtime: &Runtime, server: &RedisServer, contenders: Vec<Contender>) ->
         .into_iter()
         .map(|task| runtime.block_on(task).expect("no panic"))
         .collect();
+    let locks: Vec<usize> = results.iter().map(|result| result.0).collect();
     Waits {
-        locks: results.iter().map(|result| result.0).collect(),
+        commands: commands(server, locks.iter().sum()),
+        locks,
         longest: results.iter().map(|result| result.1).max().unwrap_or_default(),
         total: results.iter().map(|result| result.2).sum(),
         elapsed,
-        commands: requests(server) - before,
     }
 }
 
@@ -454,9 +464,9 @@ fn many_holds() {
             );
         }
         tokio::time::sleep(Duration::from_secs(1)).await;
-        let (requests_before, cpu_before) = (requests(&server), cpu_time());
+        let (requests_before, cpu_before) = (executed(&server, &REQUESTS), cpu_time());
         tokio::time::sleep(WATCHED).await;
-        let renewals = requests(&server) - requests_before;
+        let renewals = executed(&server, &REQUESTS) - requests_before;
         let cpu = cpu_time().saturating_sub(cpu_before).as_secs_f64() / WATCHED.as_secs_f64();
         assert!(
             guards.iter().all(lockkit::LockGuard::is_held),
