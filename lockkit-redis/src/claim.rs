@@ -1,6 +1,7 @@
 //! One contender for one lock.
 
 use std::{
+    borrow::Cow,
     fmt,
     sync::{Arc, atomic::Ordering},
     time::Duration,
@@ -11,7 +12,7 @@ use lockkit_core::{
     Error, LossReason, Result,
     spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
 };
-use redis::{Pipeline, Value};
+use redis::{Cmd, Pipeline, Value};
 use tokio::time::Instant;
 
 use crate::{
@@ -96,7 +97,7 @@ impl RedisClaim {
     }
 
     /// What the server knows the hold by, as far as this client knows.
-    fn value(&self) -> String {
+    fn value(&self) -> Cow<'_, str> {
         self.record.with_token(self.first.filter(|_| self.said))
     }
 
@@ -112,46 +113,47 @@ impl RedisClaim {
         }
     }
 
-    /// An exclusive lock that is most likely free: `SET NX` and the tokens as one transaction, in one round trip. The
-    /// first token, or `None` if it was not free.
+    /// An exclusive lock that is most likely free: `SET NX`, the tokens, and a look, sent as one. The first token, or
+    /// `None` if it was not free, or the script has to see to it.
     ///
     /// It costs the server half of what the script does, and is all that a lock needs that nobody contends for. While
     /// somebody waits for it, the key is there, so it goes before nobody.
+    ///
+    /// Others may come in between. The look says that it was held all the while, so that no token which was drawn for
+    /// this lock before is above these, even if the lock is deleted by force the moment that it is set.
     async fn take(&self) -> Result<Option<u64>> {
-        let mut transaction = Pipeline::with_capacity(2);
-        transaction
-            .atomic()
-            .cmd("SET")
+        let mine = self.value();
+        let mut set = Cmd::with_capacity(6, 32 + self.key.len() + mine.len());
+        set.arg("SET")
             .arg(&self.key)
-            .arg(self.record.with_token(None))
+            .arg(&*mine)
             .arg("NX")
             .arg("PX")
-            .arg(self.ttl_ms())
-            .cmd("INCRBY")
+            .arg(self.ttl_ms());
+        let mut draw = Cmd::with_capacity(3, 32);
+        draw.arg("INCRBY")
             .arg(layout::FENCE)
             .arg(self.request.tokens.get());
-        let Some(reply) = self.shared.link.transact("acquire", &transaction).await? else {
-            // The script is refused for the same reason, and told.
-            return Ok(None);
-        };
-        let Value::Array(parts) = &reply else {
-            return Err(unexpected("acquire", &reply));
-        };
-        match &**parts {
-            [Value::Okay, Value::Int(last)] => {
+        let mut look = Cmd::with_capacity(2, 4 + self.key.len());
+        look.arg("GET").arg(&self.key);
+        let mut steps = Pipeline::with_capacity(3);
+        steps.add_command(set).add_command(draw).add_command(look);
+        match &*self.shared.link.run_all("acquire", &steps).await? {
+            [Value::Okay, Value::Int(last), Value::BulkString(found)] if found == mine.as_bytes() => {
                 let before = *last - i64::from(self.request.tokens.get());
                 // If the counter was lost, the script finds the hold, and begins the counter anew.
                 Ok(u64::try_from(before + 1)
                     .ok()
                     .filter(|first| *first > layout::LEAST_TOKEN))
             }
-            [Value::Nil, Value::Int(_)] => Ok(None),
-            _ => Err(unexpected("acquire", &reply)),
+            // What was refused is refused to the script too, and told.
+            _ => Ok(None),
         }
     }
 
     async fn ask(&mut self, waits: bool) -> Result<Answer> {
         self.asked |= waits;
+        self.place().begin();
         let mut call = script::ACQUIRE.call(&self.key);
         call.arg(self.record.template())
             .arg(self.request.tokens.get())
@@ -178,9 +180,37 @@ impl RedisClaim {
         }
     }
 
+    /// The opposite of [`take`](Self::take), for a hold too short to have been renewed: most likely, nobody has come since,
+    /// and the server can do without a script. `false` if that is not enough: somebody waits, it is gone, or the server
+    /// has no such command.
+    async fn untake(&self) -> Result<bool> {
+        if self.first.is_none() || self.said {
+            return Ok(false);
+        }
+        self.shared.link.delete("release", &self.key, &self.value()).await
+    }
+
+    /// Whether it was held.
+    async fn leave(&self) -> Result<bool> {
+        let mut call = script::RELEASE.call(&self.key);
+        call.arg(&*self.value());
+        match self.shared.link.run("release", call).await? {
+            Value::Int(0) => Ok(false),
+            Value::Int(1) => {
+                self.shared.contended.forget(&self.key);
+                Ok(true)
+            }
+            Value::Int(2) => {
+                self.shared.contended.note(&self.key);
+                Ok(true)
+            }
+            reply => Err(unexpected("release", &reply)),
+        }
+    }
+
     fn renewal(&self) -> Call {
         let mut call = script::RENEW.call(&self.key);
-        call.arg(self.record.with_token(self.first)).arg(self.ttl_ms());
+        call.arg(&*self.record.with_token(self.first)).arg(self.ttl_ms());
         call
     }
 
@@ -208,6 +238,7 @@ impl RedisClaim {
         let (held, reached) = link
             .run_replicated("acquire", self.renewal(), *replicas, *within)
             .await?;
+        self.said |= held == Value::Int(1);
         if held == Value::Int(1) && reached >= i64::from(*replicas) {
             return Ok(());
         }
@@ -251,22 +282,14 @@ impl RedisClaim {
 impl Claim for RedisClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
         let waits = !patience.is_zero();
-        if waits {
-            self.place().begin();
-        }
         let since = Instant::now();
         let contended = &self.shared.contended;
         let alone = self.request.mode == Mode::Exclusive && !self.asked && contended.is_quiet(&self.key);
         if alone && let Some(first) = self.take().await? {
             return self.granted(first, false, since).await;
         }
-        match self.ask(waits).await? {
-            Answer::Granted(first) => {
-                if !self.queued {
-                    self.shared.contended.forget(&self.key);
-                }
-                self.granted(first, true, since).await
-            }
+        match Box::pin(self.ask(waits)).await? {
+            Answer::Granted(first) => self.granted(first, true, since).await,
             Answer::Taken { place, left, foreign } => {
                 self.shared.contended.note(&self.key);
                 if waits {
@@ -294,9 +317,7 @@ impl Claim for RedisClaim {
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
-        if let Some(place) = &self.place {
-            place.begin();
-        }
+        self.place().begin();
         let since = Instant::now();
         let reply = self.shared.link.run("renew", self.renewal()).await?;
         match reply {
@@ -312,18 +333,13 @@ impl Claim for RedisClaim {
     }
 
     async fn release(&mut self) -> Result<()> {
-        let mut call = script::RELEASE.call(&self.key);
-        call.arg(self.value());
-        let reply = self.shared.link.run("release", call).await?;
-        let Value::Int(held) = reply else {
-            return Err(unexpected("release", &reply));
-        };
+        let held = self.untake().await? || self.leave().await?;
         self.set_queued(false);
         self.asked = false;
         let loss = self.loss();
         let was_held = self.first.take().is_some();
         self.until = None;
-        if held == 0 && was_held {
+        if was_held && !held {
             return Err(Error::lost(NAME, self.request.name.clone(), loss));
         }
         Ok(())

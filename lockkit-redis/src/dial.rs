@@ -4,7 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use lockkit_core::{Error, Result};
 use redis::{
-    AsyncConnectionConfig, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo, RedisError, Value,
+    AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo, RedisError,
+    RedisResult, Value,
     aio::MultiplexedConnection,
     io::tcp::{TcpSettings, socket2::TcpKeepalive},
 };
@@ -12,7 +13,7 @@ use redis::{
 use crate::{
     config::{Address, RedisConfig, shown},
     error::{NAME, failed, unexpected},
-    script,
+    layout, script,
 };
 
 /// What to do with each push that comes on a connection.
@@ -27,6 +28,42 @@ pub(crate) struct Dialled {
     pub(crate) id: Option<i64>,
     /// What becomes of keys when memory runs out.
     pub(crate) eviction: String,
+    /// If it compares and deletes by itself, and this user may have it do so.
+    pub(crate) native: Option<Native>,
+}
+
+/// A server's own command to delete a string that has a certain value.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Native {
+    /// Valkey's, from 9.0 on.
+    DelIfEq,
+    /// Redis's, from 8.4 on.
+    DelEx,
+}
+
+impl Native {
+    pub(crate) fn delete(self, key: &[u8], value: &str) -> Cmd {
+        let mut delete = Cmd::with_capacity(4, 192);
+        match self {
+            Self::DelIfEq => delete.arg("DELIFEQ").arg(key),
+            Self::DelEx => delete.arg("DELEX").arg(key).arg("IFEQ"),
+        };
+        delete.arg(value);
+        delete
+    }
+
+    /// Which one the server does for this user, found out on a key that is never there.
+    async fn of(connection: &mut MultiplexedConnection) -> RedisResult<Option<Self>> {
+        let all = [Self::DelIfEq, Self::DelEx];
+        let mut trial = redis::pipe();
+        for native in all {
+            trial.add_command(native.delete(layout::NOWHERE, ""));
+        }
+        // A refusal of one is an answer like the other's.
+        let answers = connection.send_packed_commands(&trial, 0, all.len()).await?;
+        let done = answers.iter().position(|answer| matches!(answer, Value::Int(_)));
+        Ok(done.and_then(|at| all.get(at).copied()))
+    }
 }
 
 /// How long a sentinel may take to say where the master is.
@@ -89,7 +126,8 @@ impl Dialler {
                 .trim()
                 .to_owned()
         };
-        if field("redis_mode") == "sentinel" {
+        // Valkey's name for it, and everyone else's.
+        if [field("server_mode"), field("redis_mode")].contains(&"sentinel".to_owned()) {
             return Err(Error::permanent(
                 NAME,
                 "connect",
@@ -126,14 +164,6 @@ impl Dialler {
         for (script, digest) in script::ALL.into_iter().zip(digests) {
             script.loaded_as(digest);
         }
-        // The right to transactions shows here. Later a refusal of MULTI would end redis-rs's task for the connection,
-        // by an underflow in its count of replies.
-        for step in ["MULTI", "EXEC"] {
-            redis::cmd(step)
-                .query_async::<Value>(&mut connection)
-                .await
-                .map_err(connecting)?;
-        }
         let floor = script::FLOOR.call(b"");
         let reply = connection
             .send_packed_command(&floor.command)
@@ -142,11 +172,13 @@ impl Dialler {
         if !matches!(reply, Value::Int(_)) {
             return Err(unexpected("connect", &reply));
         }
+        let native = Native::of(&mut connection).await.map_err(connecting)?;
         Ok(Dialled {
             run_id: field("run_id"),
             eviction: field("maxmemory_policy"),
             connection,
             id,
+            native,
         })
     }
 

@@ -1,11 +1,7 @@
 //! How locks are laid out on the server. Documented, stable, and shared with other clients on purpose: an exclusive
 //! lock is a plain string at `<namespace>:<name>`, set with `NX PX` and deleted after a comparison.
 
-use std::{
-    fmt::{self, Write as _},
-    sync::Arc,
-    time::Duration,
-};
+use std::{borrow::Cow, fmt::Write as _, time::Duration};
 
 use lockkit_core::{
     FencingToken, Holder, Kind, LockName,
@@ -17,6 +13,9 @@ pub(crate) const FENCE: &str = "lockkit#fence";
 /// Tokens begin at the server's clock in microseconds. Any that is not above this comes from a counter that was lost.
 pub(crate) const LEAST_TOKEN: u64 = 1_000_000_000_000;
 
+/// A key that is never there.
+pub(crate) const NOWHERE: &[u8] = b"lockkit#nowhere";
+
 /// Keys of our own, which are not locks, begin with this.
 const OWN: &str = "lockkit#";
 
@@ -26,9 +25,9 @@ pub(crate) fn key(namespace: &str, name: &LockName, kind: Kind) -> Vec<u8> {
     let lock = if namespace.is_empty() {
         // Kept apart from our own keys; a name that looks as if it had been is kept apart from those.
         let escape = name.trim_start_matches('%').starts_with(OWN);
-        format!("{}{name}", if escape { "%" } else { "" })
+        [if escape { "%" } else { "" }, name].concat()
     } else {
-        format!("{namespace}:{name}")
+        [namespace, ":", name].concat()
     };
     match kind {
         Kind::Semaphore => format!("{OWN}semaphore:{{{lock}}}").into_bytes(),
@@ -57,57 +56,63 @@ const UNSAID: &str = "-";
 /// with `%d` in the place of the token, which the server fills in.
 #[derive(Debug)]
 pub(crate) struct Record {
-    /// Up to the token.
-    before: String,
-    client: Arc<str>,
-    label: Option<Arc<str>>,
+    /// As long as its token has not been said.
+    unsaid: String,
+    /// Where in it the token belongs.
+    token_at: usize,
 }
 
 impl Record {
-    pub(crate) fn new(request: &ClaimRequest, client: &Arc<str>) -> Self {
+    pub(crate) fn new(request: &ClaimRequest, client: &str) -> Self {
+        let label = request.label.as_deref().unwrap_or_default();
+        let mut text = String::with_capacity(64 + client.len() + label.len());
+        text.push_str("lockkit:");
+        push_hex(&mut text, request.owner);
+        let _ = write!(text, " {} ", request.tokens);
+        let token_at = text.len();
+        for part in [UNSAID, " ", client, " ", label] {
+            text.push_str(part);
+        }
         Self {
-            before: format!("lockkit:{} {} ", request.owner, request.tokens),
-            client: client.clone(),
-            label: request.label.clone(),
+            unsaid: text,
+            token_at,
         }
     }
 
     /// With a place for the token.
     pub(crate) fn template(&self) -> String {
-        let mut text = self.up_to_label(format_args!("%d"));
-        match &self.label {
-            Some(label) if label.contains('%') => text.push_str(&label.replace('%', "%%")),
-            Some(label) => text.push_str(label),
-            None => {}
-        }
-        text
+        let (before, after) = self.around_token();
+        // The label alone can have one.
+        format!("{before}%d{}", after.replace('%', "%%"))
     }
 
     /// As it stands at the server after a grant of tokens from `first` on, or of tokens that have not been said yet.
-    pub(crate) fn with_token(&self, first: Option<u64>) -> String {
-        let mut text = match first {
-            Some(first) => self.up_to_label(format_args!("{first}")),
-            None => self.up_to_label(format_args!("{UNSAID}")),
+    pub(crate) fn with_token(&self, first: Option<u64>) -> Cow<'_, str> {
+        let Some(first) = first else {
+            return (&self.unsaid).into();
         };
-        text.push_str(self.label.as_deref().unwrap_or_default());
-        text
+        let (before, after) = self.around_token();
+        format!("{before}{first}{after}").into()
     }
 
-    fn up_to_label(&self, token: fmt::Arguments<'_>) -> String {
-        let Self {
-            before,
-            client,
-            label,
-        } = self;
-        let label = label.as_deref().map_or(0, |label| label.len() + 8);
-        let mut text = String::with_capacity(before.len() + client.len() + label + 24);
-        let _ = write!(text, "{before}{token} {client} ");
-        text
+    fn around_token(&self) -> (&str, &str) {
+        let (before, token) = self.unsaid.split_at(self.token_at);
+        (before, &token[UNSAID.len()..])
     }
 
     /// What stands for an owner whose claim is gone.
     pub(crate) fn of(owner: OwnerId) -> String {
         format!("lockkit:{owner} ")
+    }
+}
+
+/// As it is displayed. Every acquisition needs it, and the formatter would take ten times as long.
+fn push_hex(text: &mut String, owner: OwnerId) {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    for byte in owner.get().to_be_bytes() {
+        for digit in [byte >> 4, byte & 15] {
+            text.push(char::from(DIGITS[usize::from(digit)]));
+        }
     }
 }
 
@@ -184,11 +189,16 @@ mod tests {
                 name("n"),
                 Mode::Exclusive,
                 Duration::from_secs(1),
-                OwnerId::new(7),
+                OwnerId::new(0xf0e1 << 64),
             );
             request.label = Some(label.into());
-            let record = Record::new(&request, &"client".into());
+            let record = Record::new(&request, "client");
+            assert!(record.with_token(None).starts_with(&Record::of(request.owner)));
             let value = record.with_token(Some(41));
+            assert_eq!(
+                record.template().replacen("%d", "41", 1).replace("%%", "%"),
+                value
+            );
             let shown = holder(record_in(&value).unwrap(), None).unwrap();
             assert_eq!(shown.token.get(), 41);
             assert_eq!(shown.label.unwrap_or_default(), label);

@@ -7,6 +7,7 @@
 
 use std::{
     fmt, io,
+    pin::{Pin, pin},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -161,21 +162,33 @@ impl Link {
         reply.map_err(|error| failed(operation, error))
     }
 
-    /// Runs a transaction. The array of its replies, or `None` if the server refused one of its commands and therefore
-    /// ran none. Which, and why, is only said in between the replies.
+    /// Runs commands in one round trip. Their replies, of which each may be an error.
     ///
     /// # Cancel safety
-    /// The transaction may be sent and take effect all the same.
-    pub(crate) async fn transact(
-        &self,
-        operation: &'static str,
-        transaction: &Pipeline,
-    ) -> Result<Option<Value>> {
+    /// They may be sent and take effect all the same.
+    pub(crate) async fn run_all(&self, operation: &'static str, commands: &Pipeline) -> Result<Vec<Value>> {
         let live = self.live(operation)?;
-        let reply = live.transact(transaction).await;
-        match self.seen(&live, reply) {
-            Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::ExecAbort) => Ok(None),
-            reply => reply.map(Some).map_err(|error| failed(operation, error)),
+        let mut connection = live.dialled.connection.clone();
+        let replies = pin!(connection.send_packed_commands(commands, 0, commands.len()));
+        let replies = live.reply(replies).await;
+        self.seen(&live, replies)
+            .map_err(|error| failed(operation, error))
+    }
+
+    /// Deletes a key that has this value, by a command of the server's own. `false` if it has another, or the server has
+    /// no such command or refuses it: a script then does what there is to do, or is told why not.
+    ///
+    /// # Cancel safety
+    /// The request may be sent and take effect all the same.
+    pub(crate) async fn delete(&self, operation: &'static str, key: &[u8], value: &str) -> Result<bool> {
+        let live = self.live(operation)?;
+        let Some(native) = live.dialled.native else {
+            return Ok(false);
+        };
+        match self.send(&live, &native.delete(key, value)).await {
+            Ok(deleted) => Ok(deleted == Value::Int(1)),
+            Err(error) if error.code().is_some() => Ok(false),
+            Err(error) => Err(failed(operation, error)),
         }
     }
 
@@ -207,7 +220,7 @@ impl Link {
         self.seen(live, reply)
     }
 
-    fn seen(&self, live: &Live, reply: RedisResult<Value>) -> RedisResult<Value> {
+    fn seen<T>(&self, live: &Live, reply: RedisResult<T>) -> RedisResult<T> {
         if reply.as_ref().is_err_and(breaks_connection) {
             self.signals.break_off(live.number);
         }
@@ -248,20 +261,12 @@ impl Live {
 
     async fn send(&self, command: &Cmd) -> RedisResult<Value> {
         let mut connection = self.dialled.connection.clone();
-        let reply = self.reply(connection.send_packed_command(command)).await?;
-        reply.extract_error()
-    }
-
-    async fn transact(&self, transaction: &Pipeline) -> RedisResult<Value> {
-        let mut connection = self.dialled.connection.clone();
-        // MULTI and each command of the transaction are acknowledged first.
-        let replies = connection.send_packed_commands(transaction, transaction.len() + 1, 1);
-        let reply = self.reply(replies).await?.pop().unwrap_or(Value::Nil);
-        reply.extract_error()
+        let request = pin!(connection.send_packed_command(command));
+        self.reply(request).await?.extract_error()
     }
 
     /// What comes of a request, unless the connection is replaced before.
-    async fn reply<T>(&self, request: impl Future<Output = RedisResult<T>>) -> RedisResult<T> {
+    async fn reply<T>(&self, request: Pin<&mut impl Future<Output = RedisResult<T>>>) -> RedisResult<T> {
         // Made first, so that a replacement from now on is not missed.
         let replaced = self.on_replaced.notified();
         if self.replaced.load(Ordering::Acquire) {

@@ -13,8 +13,7 @@
 --   lockkit#fence              the last fencing token of this database
 --
 -- <value> is "<owner> <tokens> <first token> <client> <label>". In the entry of a waiter the token is still "%d". In
--- that of an uncontended grant it is "-": SET and INCRBY went out as one transaction, in which the one does not know the
--- other's reply. The holder's first renewal, a few milliseconds later, fills it in.
+-- that of an uncontended grant it is "-": SET and INCRBY went out together, and the one does not know the other's reply. The holder's first renewal, a few milliseconds later, fills it in.
 local call = redis.call
 local LOCK = KEYS[1]
 local HOLDERS, QUEUE, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'

@@ -34,6 +34,11 @@ pub(crate) fn no_server() -> bool {
     skipped("redis", redis::missing())
 }
 
+/// There is no server with a compare-and-delete of its own here, and that is allowed.
+pub(crate) fn no_valkey() -> bool {
+    skipped("valkey", redis::missing_valkey())
+}
+
 /// A client of its own.
 pub(crate) async fn connect(config: RedisConfig) -> Result<LockClient> {
     Ok(LockClient::new(RedisBackend::connect(config).await?))

@@ -1,6 +1,6 @@
 //! The Redis backend passes the conformance suite.
 
-use std::sync::LazyLock;
+use std::{ffi::OsString, sync::LazyLock};
 
 use async_trait::async_trait;
 use lockkit_conformance::{Harness, Missing};
@@ -11,31 +11,56 @@ use lockkit_testbed::redis::{self, RedisServer};
 const PASSWORD: &str = "open-sesame";
 
 mod redis_server {
-    lockkit_conformance::tests!(super::Server);
+    lockkit_conformance::tests!(super::Server::Redis);
 }
 
-/// One server for all cases; it ends with the test program.
-static SERVER: LazyLock<RedisServer> =
-    LazyLock::new(|| RedisServer::builder().password(PASSWORD).start().unwrap());
+mod valkey_server {
+    lockkit_conformance::tests!(super::Server::Valkey);
+}
+
+/// One server of each for all cases; it ends with the test program.
+static REDIS: LazyLock<RedisServer> = LazyLock::new(|| start(redis::program()));
+static VALKEY: LazyLock<RedisServer> = LazyLock::new(|| start(redis::valkey()));
+
+fn start(program: OsString) -> RedisServer {
+    let server = RedisServer::builder().program(program).password(PASSWORD);
+    server.start().unwrap()
+}
 
 #[derive(Debug)]
-struct Server;
+enum Server {
+    Redis,
+    Valkey,
+}
+
+impl Server {
+    fn url(&self) -> &str {
+        match self {
+            Self::Redis => REDIS.url(),
+            Self::Valkey => VALKEY.url(),
+        }
+    }
+}
 
 #[async_trait]
 impl Harness for Server {
     async fn client(&self) -> Result<LockClient> {
-        self.connect(SERVER.url()).await
+        self.connect(Self::url(self)).await
     }
 
     fn missing(&self) -> Option<Missing> {
-        redis::missing().map(|reason| Missing {
-            backend: "redis".to_owned(),
+        let (backend, reason) = match self {
+            Self::Redis => ("redis", redis::missing()),
+            Self::Valkey => ("valkey", redis::missing_valkey()),
+        };
+        reason.map(|reason| Missing {
+            backend: backend.to_owned(),
             reason,
         })
     }
 
     fn url(&self) -> Option<String> {
-        Some(SERVER.url().to_owned())
+        Some(Self::url(self).to_owned())
     }
 
     async fn connect(&self, url: &str) -> Result<LockClient> {

@@ -10,7 +10,7 @@ use crate::common::{
 
 /// What clients have asked for, and with which script; what a script does is part of that. Without the pings by which
 /// a client may look after its connection.
-fn requests(monitor: &Monitor) -> Vec<String> {
+pub(crate) fn requests(monitor: &Monitor) -> Vec<String> {
     let lines = monitor.lines().unwrap();
     let asked = lines.iter().filter(|line| !line.contains(" lua] "));
     let command = asked.map(|line| {
@@ -51,8 +51,8 @@ async fn an_acquisition_a_renewal_and_a_release_are_one_request_each() {
         }
         let (acquisition, renewal, release) = seen.iter().min().unwrap();
         let acquisition: Vec<_> = acquisition.iter().map(String::as_str).collect();
-        // One transaction, or one script.
-        if acquisition != ["MULTI", "SET", "INCRBY", "EXEC"] {
+        // Three commands in one write, or one script.
+        if acquisition != ["SET", "INCRBY", "GET"] {
             assert_eq!(acquisition.len(), 1, "{seen:?}");
         }
         assert_eq!(renewal.len(), 1, "{seen:?}");
@@ -124,7 +124,7 @@ async fn a_lock_that_is_passed_among_16_clients_takes_three_requests_each_time()
     }
     let server = RedisServer::plain().unwrap();
     let clients = join_all((0..16).map(|_| client(server.url()))).await;
-    let before = server.command_counts().unwrap();
+    let monitor = server.monitor().unwrap();
     let rounds = clients.iter().map(|client| {
         let lock = lock(client, "a", LONG);
         tokio::spawn(async move {
@@ -136,12 +136,10 @@ async fn a_lock_that_is_passed_among_16_clients_takes_three_requests_each_time()
     for rounds in join_all(rounds).await {
         rounds.unwrap();
     }
-    let after = server.command_counts().unwrap();
-    let count = |name: &str| {
-        let of = |counts: &std::collections::BTreeMap<String, u64>| counts.get(name).copied().unwrap_or(0);
-        of(&after) - of(&before)
-    };
-    let (locks, requests) = (16 * ROUNDS, count("evalsha") + count("exec"));
+    // A script, or the INCRBY of an attempt without one; of heartbeats there is neither.
+    let requests = requests(&monitor).into_iter();
+    let requests = requests.filter(|request| !["SET", "GET"].contains(&request.as_str()));
+    let (locks, requests) = (16 * ROUNDS, requests.count() as u64);
     eprintln!("{requests} requests for {locks} locks");
     assert!(requests >= 2 * locks, "they were counted");
     // A hand-off that comes while its waiter is just asking takes one more.
@@ -149,7 +147,6 @@ async fn a_lock_that_is_passed_among_16_clients_takes_three_requests_each_time()
         requests * 20 <= 3 * 21 * locks,
         "{requests} requests for {locks} locks"
     );
-    assert_eq!(count("eval"), 0);
     nothing_is_left(&server, "released").await;
 }
 

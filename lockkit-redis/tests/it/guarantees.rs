@@ -14,10 +14,15 @@ use lockkit_testbed::{
     Clock, Mode, Proxy, eventually,
     redis::{Fsync, RedisServer},
 };
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::oneshot,
+};
 
 use crate::common::{
     LONG, MS, Peer, SECOND, Traces, client, client_behind_proxy, connect, granted, keys, lock, no_server,
-    nothing_is_left, url_of, waiter, within,
+    nothing_is_left, url_of, waiter, waiters, within,
 };
 
 /// A second holder of lock `a` is let in by `client` while the first believes to hold it, which is what must not be;
@@ -392,4 +397,67 @@ async fn clients_that_are_all_cut_off_hold_nothing_when_their_leases_are_over() 
         .release()
         .await
         .unwrap();
+}
+
+/// A way to `server` on which everything stops between the first lock that is set and its tokens, until it is told to go on.
+async fn stopping_before_the_tokens(
+    server: &RedisServer,
+) -> (String, oneshot::Receiver<()>, oneshot::Sender<()>) {
+    const DRAW: &[u8] = b"*3\r\n$6\r\nINCRBY";
+
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("redis://{}", listener.local_addr().unwrap());
+    let (stopped, has_stopped) = oneshot::channel();
+    let (go_on, told) = oneshot::channel();
+    let server = server.addr();
+    tokio::spawn(async move {
+        let (client, _) = listener.accept().await.unwrap();
+        let (mut requests, mut replies) = client.into_split();
+        let (mut from_server, mut to_server) = TcpStream::connect(server).await.unwrap().into_split();
+        tokio::spawn(async move { tokio::io::copy(&mut from_server, &mut replies).await });
+        let mut chunk = vec![0; 1 << 16];
+        let at = loop {
+            let length = requests.read(&mut chunk).await.unwrap();
+            chunk.truncate(length);
+            if let Some(at) = chunk.windows(DRAW.len()).position(|bytes| bytes == DRAW) {
+                break at;
+            }
+            to_server.write_all(&chunk).await.unwrap();
+            chunk.resize(1 << 16, 0);
+        };
+        to_server.write_all(&chunk[..at]).await.unwrap();
+        stopped.send(()).unwrap();
+        told.await.unwrap();
+        to_server.write_all(&chunk[at..]).await.unwrap();
+        tokio::io::copy(&mut requests, &mut to_server).await
+    });
+    (url, has_stopped, go_on)
+}
+
+/// Setting the lock and drawing its tokens are two commands. Whoever lost the lock in between was never granted it.
+#[tokio::test]
+async fn a_lock_that_is_deleted_before_its_tokens_are_drawn_is_granted_in_order() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (url, stopped, go_on) = stopping_before_the_tokens(&server).await;
+    let (one, two) = (client(&url).await, client(server.url()).await);
+    let first = waiter(&lock(&one, "a", LONG));
+    within(LONG, "the first has set it", stopped).await.unwrap();
+    let deleted = eventually("deleted", async || {
+        server.cli(&["DEL", "lockkit:a"]).unwrap() == "1"
+    });
+    deleted.await;
+    let held = lock(&two, "a", LONG).acquire().await.unwrap();
+    go_on.send(()).unwrap();
+    waiters(&server, "a", 1).await;
+    assert!(!first.is_finished(), "an overlap");
+    held.check().unwrap();
+    let token = held.token();
+    held.release().await.unwrap();
+    let first = granted(SECOND, "in its turn", first).await;
+    assert!(first.token() > token);
+    first.release().await.unwrap();
+    nothing_is_left(&server, "in order").await;
 }

@@ -9,6 +9,7 @@ mod faults;
 mod foreign;
 mod guarantees;
 mod peers;
+mod native;
 mod queue;
 mod refusals;
 mod review;

@@ -237,7 +237,7 @@ async fn a_user_with_no_more_rights_than_documented_can_use_every_mode() {
 /// As in `docs/redis.md`, for the default namespace.
 const MINIMAL_RIGHTS: &str = "~lockkit:* ~lockkit#* &lockkit#client:* \
      +info +ping +client|id +client|kill +subscribe +publish +eval +evalsha +script|load \
-     +multi +exec +get +set +del +exists +pexpire +pttl +incrby +time \
+     +get +set +del +exists +pexpire +pttl +incrby +time \
      +zadd +zrem +zcard +zscore +zrank +zrange +zrevrange +zrangebyscore +hget +hset +hdel";
 
 #[tokio::test]
