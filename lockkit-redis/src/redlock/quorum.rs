@@ -318,15 +318,27 @@ pub(crate) enum Outcome {
 #[derive(Debug)]
 pub(crate) struct QuorumCount {
     rules: Rules,
+    /// A master that lacks the lock is to be repaired, however late it says so.
+    hears_all: bool,
     deadline: Duration,
     reports: Vec<Option<Report>>,
 }
 
 impl QuorumCount {
-    /// Begins it `now`: before the first byte of a request is sent, which then goes to every master.
-    pub(crate) fn begin(rules: Rules, now: Duration) -> Self {
+    /// A renewal that begins `now`: before the first byte of a request is sent, which then goes to every master.
+    pub(crate) fn of_renewal(rules: Rules, now: Duration) -> Self {
+        Self::begin(rules, now, true)
+    }
+
+    /// A release that begins `now`, and is over when a majority had the lock.
+    pub(crate) fn of_release(rules: Rules, now: Duration) -> Self {
+        Self::begin(rules, now, false)
+    }
+
+    fn begin(rules: Rules, now: Duration, hears_all: bool) -> Self {
         Self {
             rules,
+            hears_all,
             deadline: now + rules.patience,
             reports: vec![None; rules.masters],
         }
@@ -353,7 +365,6 @@ impl QuorumCount {
         self.outcome()
     }
 
-    /// Everybody is heard first, or given up: a master that lacks the lock is to be repaired, however late it says so.
     fn outcome(&self) -> Outcome {
         let count = |which: &[Report]| {
             let counted = self.reports.iter().flatten();
@@ -362,10 +373,11 @@ impl QuorumCount {
         if self.rules.blocks(count(&[Report::Free, Report::Other])) {
             return Outcome::Lost;
         }
-        if self.reports.iter().any(Option::is_none) {
+        let held = count(&[Report::Held]) >= self.rules.quorum;
+        if self.reports.iter().any(Option::is_none) && (self.hears_all || !held) {
             return Outcome::Wait;
         }
-        if count(&[Report::Held]) >= self.rules.quorum {
+        if held {
             let free = |(master, report): (usize, &Option<Report>)| (*report == Some(Report::Free)).then_some(master);
             return Outcome::Held {
                 repair: self.reports.iter().enumerate().filter_map(free).collect(),
