@@ -87,6 +87,9 @@ pub struct LockConfig {
     /// What only the Redis backend has. Ignored while the URL names another.
     #[cfg_attr(feature = "serde", serde(default))]
     pub redis: RedisSection,
+    /// What only Redlock has. Ignored while the URL names another.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub redlock: RedlockSection,
     /// What only the ZooKeeper backend has. Ignored while the URL names another.
     #[cfg_attr(feature = "serde", serde(default))]
     pub zk: ZkSection,
@@ -126,6 +129,31 @@ pub struct RedisSection {
     )]
     pub replicas_timeout: Option<Duration>,
     /// A file of PEM certificates to trust instead of the system's, for `rediss:`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::ca"))]
+    pub ca: Option<PathBuf>,
+}
+
+/// The part of a [`LockConfig`] that only Redlock has. Each key is also a parameter of `redlock:` URLs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
+#[non_exhaustive]
+pub struct RedlockSection {
+    /// The longest `ttl` that any client of these masters asks for, and for how long one that was restarted stays out of
+    /// votes. All clients have to agree on it. Default: 60 s.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::max_ttl"))]
+    pub max_ttl: Option<Duration>,
+    /// The masters lose nothing that they have acknowledged (`appendonly yes`, `appendfsync always`, which is
+    /// verified), so that one which was restarted votes at once. Default: `false`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::durable"))]
+    pub durable: Option<bool>,
+    /// How long a master may take to answer before the others decide without it, 1 ms to a minute. Default: 100 ms.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::master_timeout"))]
+    pub master_timeout: Option<Duration>,
+    /// Connects to the masters over TLS, which needs the feature `tls`. Default: `false`.
+    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::over_tls"))]
+    pub tls: Option<bool>,
+    /// A file of PEM certificates to trust instead of the system's, with `tls`.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::ca"))]
     pub ca: Option<PathBuf>,
 }
@@ -268,6 +296,11 @@ impl LockConfig {
             "sentinel" => self.redis.sentinel = Some(value.to_owned()),
             "replicas" => self.redis.replicas = Some(count(value)?),
             "replicas_timeout" => self.redis.replicas_timeout = Some(duration(value)?),
+            "max_ttl" => self.redlock.max_ttl = Some(duration(value)?),
+            "durable" => self.redlock.durable = Some(flag(value)?),
+            "master_timeout" => self.redlock.master_timeout = Some(duration(value)?),
+            "tls" if backend == "redlock" => self.redlock.tls = Some(flag(value)?),
+            "ca" if backend == "redlock" => self.redlock.ca = Some(value.into()),
             "ca" if backend == "mysql" => self.mysql.ca = Some(value.into()),
             "ca" => self.redis.ca = Some(value.into()),
             "nodes" => self.zk.nodes = Some(value.to_owned()),
@@ -306,6 +339,13 @@ impl LockConfig {
                 replicas: self.redis.replicas.or(of_url.redis.replicas),
                 replicas_timeout: self.redis.replicas_timeout.or(of_url.redis.replicas_timeout),
                 ca: self.redis.ca.clone().or(of_url.redis.ca),
+            },
+            redlock: RedlockSection {
+                max_ttl: self.redlock.max_ttl.or(of_url.redlock.max_ttl),
+                durable: self.redlock.durable.or(of_url.redlock.durable),
+                master_timeout: self.redlock.master_timeout.or(of_url.redlock.master_timeout),
+                tls: self.redlock.tls.or(of_url.redlock.tls),
+                ca: self.redlock.ca.clone().or(of_url.redlock.ca),
             },
             zk: ZkSection {
                 nodes: self.zk.nodes.clone().or(of_url.zk.nodes),
@@ -427,6 +467,7 @@ impl fmt::Debug for LockConfig {
             local_handoffs,
             file,
             redis,
+            redlock,
             zk,
             mysql,
         } = self;
@@ -441,6 +482,7 @@ impl fmt::Debug for LockConfig {
             .field("local_handoffs", local_handoffs)
             .field("file", file)
             .field("redis", redis)
+            .field("redlock", redlock)
             .field("zk", zk)
             .field("mysql", mysql)
             .finish()
@@ -462,6 +504,11 @@ fn between(option: &'static str, value: Duration, max: Duration) -> Result<()> {
 fn duration(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text)
         .map_err(|error| format!("{text:?} is not a duration such as 30s or 500ms ({error})"))
+}
+
+fn flag(text: &str) -> Result<bool, String> {
+    text.parse()
+        .map_err(|_| format!("{text:?} is neither `true` nor `false`"))
 }
 
 fn count(text: &str) -> Result<u32, String> {
@@ -509,10 +556,19 @@ mod named {
         )*};
     }
 
-    durations!(ttl wait op_timeout connect_timeout poll replicas_timeout session_timeout tick_time);
+    macro_rules! flags {
+        ($($function:ident $key:literal)*) => {$(
+            pub(super) fn $function<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error> {
+                bool::deserialize(value).map(Some).map_err(|error| wrong($key, error))
+            }
+        )*};
+    }
+
+    durations!(ttl wait op_timeout connect_timeout poll replicas_timeout max_ttl master_timeout session_timeout tick_time);
     texts!(namespace label sentinel nodes access parents mode schema tls);
     counts!(local_handoffs replicas max_connections token_block);
     paths!(ca socket);
+    flags!(durable "durable" over_tls "tls");
 
     fn text<'de, D: Deserializer<'de>>(key: &str, value: D) -> Result<String, D::Error> {
         String::deserialize(value).map_err(|error| wrong(key, error))

@@ -13,14 +13,16 @@ use crate::{LockConfig, url::Url};
 /// | `memory:` | one space in this process, for tests and single-process programs | |
 /// | `file:///var/lock/app` | files in a directory of this host, on Unix | `file` (default) |
 /// | `redis://user:pass@host:6379/0`, `rediss://…` | one Redis master | `redis`, and `tls` for `rediss:` |
+/// | `redlock://user:pass@a:6379,b:6379,c:6379` | a majority of independent Redis masters | `redis`, and `tls` for `?tls=true` |
 /// | `zk://user:pass@zk1:2181,zk2:2181/chroot` | a ZooKeeper ensemble | `zk` |
 /// | `mysql://user:pass@host:3306/database` | MySQL or MariaDB | `mysql`, and `tls` for `?tls=verify` |
 ///
 /// Every URL takes the parameters `ttl`, `wait`, `op_timeout`, `connect_timeout`, `namespace`, `label` and
 /// `local_handoffs`, which are described at [`LockConfig`]; `file:` URLs also take `poll`, `redis:` ones what is
-/// described at [`RedisSection`](crate::RedisSection), `zk:` ones what is described at
-/// [`ZkSection`](crate::ZkSection), `mysql:` ones what is described at [`MysqlSection`](crate::MysqlSection). Durations are written
-/// `500ms`, `30s` or `1m 30s` (a space in a URL is `%20`).
+/// described at [`RedisSection`](crate::RedisSection), `redlock:` ones what is described at
+/// [`RedlockSection`](crate::RedlockSection), `zk:` ones what is described at [`ZkSection`](crate::ZkSection), `mysql:` ones
+/// what is described at [`MysqlSection`](crate::MysqlSection). Durations are written `500ms`, `30s` or `1m 30s` (a space in
+/// a URL is `%20`).
 ///
 /// Make one client per process and server, and clone it.
 ///
@@ -84,6 +86,10 @@ pub(crate) enum Target {
     Redis {
         url: String,
     },
+    #[cfg(feature = "redis")]
+    Redlock {
+        url: String,
+    },
     #[cfg(feature = "zk")]
     Zk {
         servers: String,
@@ -117,10 +123,9 @@ impl Target {
                 url: url.without_parameters().to_owned(),
             }),
             #[cfg(feature = "redis")]
-            "redlock" => Err(Error::unsupported(
-                "redlock",
-                "several independent masters, in this version; use redis:// for one",
-            )),
+            "redlock" => Ok(Self::Redlock {
+                url: url.without_parameters().to_owned(),
+            }),
             #[cfg(not(feature = "redis"))]
             scheme @ ("redis" | "rediss" | "redlock") => Err(Error::feature_disabled(scheme, "redis")),
             #[cfg(feature = "zk")]
@@ -144,6 +149,8 @@ impl Target {
             Self::File { .. } => "file",
             #[cfg(feature = "redis")]
             Self::Redis { .. } => "redis",
+            #[cfg(feature = "redis")]
+            Self::Redlock { .. } => "redlock",
             #[cfg(feature = "zk")]
             Self::Zk { .. } => "zookeeper",
             #[cfg(feature = "mysql")]
@@ -163,6 +170,8 @@ impl Target {
         match self {
             #[cfg(feature = "redis")]
             Self::Redis { url } => redis(url, config).validate()?,
+            #[cfg(feature = "redis")]
+            Self::Redlock { url } => redlock(url, config).validate()?,
             #[cfg(feature = "zk")]
             Self::Zk { servers, auth } => zookeeper(servers, auth.as_ref(), config)?.validate()?,
             #[cfg(feature = "mysql")]
@@ -196,6 +205,10 @@ impl Target {
             Self::Redis { url } => {
                 LockClient::new(lockkit_redis::RedisBackend::connect(redis(&url, config)).await?)
             }
+            #[cfg(feature = "redis")]
+            Self::Redlock { url } => {
+                LockClient::new(lockkit_redis::RedlockBackend::connect(redlock(&url, config)).await?)
+            }
             #[cfg(feature = "zk")]
             Self::Zk { servers, auth } => {
                 let config = zookeeper(&servers, auth.as_ref(), config)?;
@@ -216,6 +229,8 @@ impl Target {
             Self::File { .. } => &["poll"],
             #[cfg(feature = "redis")]
             Self::Redis { .. } => &["sentinel", "replicas", "replicas_timeout", "ca"],
+            #[cfg(feature = "redis")]
+            Self::Redlock { .. } => &["max_ttl", "durable", "master_timeout", "tls", "ca"],
             #[cfg(feature = "zk")]
             Self::Zk { .. } => &["nodes", "session_timeout", "tick_time", "access", "parents"],
             #[cfg(feature = "mysql")]
@@ -251,6 +266,19 @@ fn redis(url: &str, config: &LockConfig) -> lockkit_redis::RedisConfig {
     redis.replicas_timeout = section.replicas_timeout.unwrap_or(redis.replicas_timeout);
     redis.ca.clone_from(&section.ca);
     redis
+}
+
+#[cfg(feature = "redis")]
+fn redlock(url: &str, config: &LockConfig) -> lockkit_redis::RedlockConfig {
+    let section = &config.redlock;
+    let mut redlock = lockkit_redis::RedlockConfig::new(url);
+    config.namespace_or_default().clone_into(&mut redlock.namespace);
+    redlock.max_ttl = section.max_ttl.unwrap_or(redlock.max_ttl);
+    redlock.durable = section.durable.unwrap_or(redlock.durable);
+    redlock.master_timeout = section.master_timeout.unwrap_or(redlock.master_timeout);
+    redlock.tls = section.tls.unwrap_or(redlock.tls);
+    redlock.ca.clone_from(&section.ca);
+    redlock
 }
 
 #[cfg(feature = "zk")]

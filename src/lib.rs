@@ -66,7 +66,7 @@
 //! | feature | what it brings |
 //! |---|---|
 //! | `file` (default) | the file backend, `file:`: locks between the processes of one host |
-//! | `redis` | the Redis backend, `redis:`: one master |
+//! | `redis` | the Redis backend: one master, `redis:`, or a majority of several, `redlock:` |
 //! | `zk` | the ZooKeeper backend, `zk:` |
 //! | `mysql` | the MySQL and MariaDB backend, `mysql:`. Needs Rust 1.94 |
 //! | `tls` | connections over TLS (`rediss:`) for the backends that are there |
@@ -82,7 +82,7 @@ mod config;
 mod connect;
 mod url;
 
-pub use config::{FileSection, LockConfig, MysqlSection, RedisSection, ZkSection};
+pub use config::{FileSection, LockConfig, MysqlSection, RedisSection, RedlockSection, ZkSection};
 pub use connect::connect;
 #[doc(inline)]
 pub use lockkit_core::*;
@@ -93,7 +93,7 @@ pub use lockkit_mysql as mysql;
 pub use lockkit_mysql::{MySqlBackend, MySqlConfig};
 #[cfg(feature = "redis")]
 #[doc(inline)]
-pub use lockkit_redis::{RedisBackend, RedisConfig};
+pub use lockkit_redis::{RedisBackend, RedisConfig, RedlockBackend, RedlockConfig};
 #[cfg(feature = "zk")]
 pub use lockkit_zk as zk;
 #[cfg(feature = "zk")]

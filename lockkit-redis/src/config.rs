@@ -200,6 +200,13 @@ impl Address {
         })
     }
 
+    /// Host and port of the (first) server.
+    pub(crate) fn name(&self) -> String {
+        self.hosts
+            .first()
+            .map_or_else(String::new, |(host, port)| shown(host, *port))
+    }
+
     /// The server's identity: canonical, without credentials.
     pub(crate) fn server(&self, sentinel: Option<&str>) -> String {
         let scheme = if self.tls { "rediss" } else { "redis" };

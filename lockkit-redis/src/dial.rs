@@ -13,7 +13,9 @@ use redis::{
 use crate::{
     config::{Address, RedisConfig, shown},
     error::{NAME, failed, unexpected},
-    layout, script,
+    layout,
+    redlock::Guard,
+    script,
 };
 
 /// What to do with each push that comes on a connection.
@@ -30,6 +32,8 @@ pub(crate) struct Dialled {
     pub(crate) eviction: String,
     /// If it compares and deletes by itself, and this user may have it do so.
     pub(crate) native: Option<Native>,
+    /// It is one of several masters.
+    pub(crate) votes: bool,
 }
 
 /// A server's own command to delete a string that has a certain value.
@@ -74,6 +78,8 @@ const SENTINEL_PATIENCE: Duration = Duration::from_millis(500);
 pub(crate) struct Dialler {
     address: Address,
     sentinel: Option<String>,
+    /// If it is one of several.
+    guard: Option<(Arc<Guard>, usize)>,
     #[cfg(feature = "tls")]
     ca: Option<Vec<u8>>,
 }
@@ -98,13 +104,32 @@ impl Dialler {
         Ok(Self {
             address,
             sentinel: config.sentinel.clone(),
+            guard: None,
             #[cfg(feature = "tls")]
             ca,
         })
     }
 
-    /// A connection to the master, with every script known to it, the token counter above its clock, and pushes on
-    /// `channel`, if one is given, going to `on_push`.
+    /// One of several masters, by its number among them.
+    pub(crate) fn guarded(mut self, guard: &Arc<Guard>, master: usize) -> Self {
+        self.guard = Some((guard.clone(), master));
+        self
+    }
+
+    /// The connection that was dialled last is in use.
+    pub(crate) fn connected(&self) {
+        if let Some((guard, _)) = &self.guard {
+            guard.connected();
+        }
+    }
+
+    /// What it leads to, without credentials.
+    pub(crate) fn server(&self) -> String {
+        self.address.server(self.sentinel.as_deref())
+    }
+
+    /// A connection to the master, with every script known to it, and pushes on `channel`, if one is given, going to
+    /// `on_push`. The token counter of the one master is above its clock; one of several has been let in by the guard.
     ///
     /// # Cancel safety
     /// Dropping the future drops the connection.
@@ -141,11 +166,12 @@ impl Dialler {
             return Err(cluster());
         }
         if field("role") != "master" {
-            return Err(Error::transient(
-                NAME,
-                "connect",
-                format!("{} is a replica; locks need the master", shown(&host, port)),
-            ));
+            let reason = format!("{} is a replica; locks need the master", shown(&host, port));
+            return Err(match self.guard {
+                None => Error::transient(NAME, "connect", reason),
+                // Nobody promotes and demotes these.
+                Some(_) => Error::permanent(NAME, "connect", reason),
+            });
         }
         let id = redis::cmd("CLIENT")
             .arg("ID")
@@ -155,30 +181,30 @@ impl Dialler {
         if let Some(channel) = channel {
             connection.subscribe(channel).await.map_err(connecting)?;
         }
-        // At once: the way to the server may be long.
-        let mut load = redis::pipe();
-        for script in script::ALL {
-            load.add_command(script.load());
-        }
-        let digests: Vec<String> = load.query_async(&mut connection).await.map_err(connecting)?;
-        for (script, digest) in script::ALL.into_iter().zip(digests) {
-            script.loaded_as(digest);
-        }
-        let floor = script::FLOOR.call(b"");
-        let reply = connection
-            .send_packed_command(&floor.command)
-            .await
-            .map_err(connecting)?;
-        if !matches!(reply, Value::Int(_)) {
-            return Err(unexpected("connect", &reply));
-        }
-        let native = Native::of(&mut connection).await.map_err(connecting)?;
+        let run_id = field("run_id");
+        let native = match &self.guard {
+            None => {
+                script::load(&script::ALL, &mut connection)
+                    .await
+                    .map_err(connecting)?;
+                prepare_counter(&mut connection).await?;
+                Native::of(&mut connection).await.map_err(connecting)?
+            }
+            Some((guard, master)) => {
+                script::load(&script::REDLOCK, &mut connection)
+                    .await
+                    .map_err(connecting)?;
+                guard.greet(*master, &run_id, &mut connection).await?;
+                None
+            }
+        };
         Ok(Dialled {
-            run_id: field("run_id"),
+            run_id,
             eviction: field("maxmemory_policy"),
             connection,
             id,
             native,
+            votes: self.guard.is_some(),
         })
     }
 
@@ -293,6 +319,28 @@ impl Dialler {
             }
         }
         Err(last.unwrap_or_else(|| Error::transient(NAME, "connect", "there is no sentinel to ask")))
+    }
+}
+
+/// Tokens are to go on above the server's clock.
+async fn prepare_counter(connection: &mut MultiplexedConnection) -> Result<()> {
+    let connecting = |error| failed("connect", error);
+    // The right to transactions shows here. Later a refusal of MULTI would end redis-rs's task for the connection, by
+    // an underflow in its count of replies.
+    for step in ["MULTI", "EXEC"] {
+        redis::cmd(step)
+            .query_async::<Value>(connection)
+            .await
+            .map_err(connecting)?;
+    }
+    let floor = script::FLOOR.call(b"");
+    let reply = connection
+        .send_packed_command(&floor.command)
+        .await
+        .map_err(connecting)?;
+    match reply {
+        Value::Int(_) => Ok(()),
+        other => Err(unexpected("connect", &other)),
     }
 }
 

@@ -16,7 +16,9 @@ mod error;
 mod layout;
 mod link;
 mod place;
+mod redlock;
 mod script;
 
 pub use backend::RedisBackend;
 pub use config::RedisConfig;
+pub use redlock::{RedlockBackend, RedlockConfig};

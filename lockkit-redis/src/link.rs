@@ -69,10 +69,11 @@ pub(crate) struct Inbox {
 pub(crate) struct Live {
     dialled: Dialled,
     number: u64,
+    /// How many requests there were so far.
     sent: AtomicU64,
-    /// Or not waited for any longer.
-    settled: AtomicU64,
-    /// Somebody stopped waiting for a reply.
+    /// Up to which of them replies are known to have come: they come in the order of the requests.
+    answered: AtomicU64,
+    /// Somebody stopped waiting for a reply, who would not have done so otherwise.
     doubted: AtomicBool,
     /// There is another in its place: replies that have not come will not.
     replaced: AtomicBool,
@@ -105,24 +106,9 @@ impl Link {
     /// # Cancel safety
     /// Dropping the future drops the connection.
     pub(crate) async fn open(dialler: Dialler, inbox: Option<Inbox>) -> Result<Arc<Self>> {
-        let signals = Arc::new(Signals::default());
-        let (give_back, strays) = mpsc::unbounded_channel();
-        let mut keeper = Keeper {
-            dialler,
-            inbox,
-            signals: signals.clone(),
-            give_back,
-            number: 0,
-        };
+        let mut keeper = Keeper::new(dialler, inbox);
         let first = keeper.dial().await?;
-        let link = Arc::new(Self {
-            state: Mutex::new(State::Up(Arc::new(first))),
-            signals,
-            keeper: OnceLock::new(),
-        });
-        let keeping = tokio::spawn(keeper.keep(Arc::downgrade(&link), strays));
-        let _ = link.keeper.set(keeping.abort_handle());
-        Ok(link)
+        Ok(keeper.begin(Ok(first)))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -153,7 +139,8 @@ impl Link {
         self.run_on(&live, operation, call).await
     }
 
-    async fn run_on(&self, live: &Live, operation: &'static str, call: Call) -> Result<Value> {
+    /// The same on this connection, which may have been replaced meanwhile.
+    pub(crate) async fn run_on(&self, live: &Live, operation: &'static str, call: Call) -> Result<Value> {
         let mut reply = self.send(live, &call.command).await;
         if reply.as_ref().is_err_and(is_unknown_script) {
             // The server forgot it: after SCRIPT FLUSH, or as a replica that was promoted.
@@ -215,7 +202,8 @@ impl Link {
         Ok((reply, reached.map_err(|error| failed(operation, error))?))
     }
 
-    async fn send(&self, live: &Live, command: &Cmd) -> RedisResult<Value> {
+    /// Sends a request on this connection, once.
+    pub(crate) async fn send(&self, live: &Live, command: &Cmd) -> RedisResult<Value> {
         let reply = live.send(command).await;
         self.seen(live, reply)
     }
@@ -249,7 +237,7 @@ impl Drop for Link {
     }
 }
 
-fn is_unknown_script(error: &RedisError) -> bool {
+pub(crate) fn is_unknown_script(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
 }
 
@@ -272,14 +260,14 @@ impl Live {
         if self.replaced.load(Ordering::Acquire) {
             return Err(was_replaced());
         }
-        self.sent.fetch_add(1, Ordering::Relaxed);
+        let number = self.sent.fetch_add(1, Ordering::Relaxed) + 1;
         let waiting = Waiting(self);
         let reply = tokio::select! {
             biased;
             reply = request => reply,
             () = replaced => Err(was_replaced()),
         };
-        waiting.answered();
+        waiting.answered(number);
         reply
     }
 
@@ -298,18 +286,30 @@ impl Live {
     /// Whether the server answers.
     async fn answers(&self) -> bool {
         let mut connection = self.dialled.connection.clone();
-        let ping = redis::cmd("PING");
+        let sent = self.sent.load(Ordering::Relaxed);
         let patience = PATIENCE + Duration::from_millis(self.held_up.load(Ordering::Relaxed));
-        let answer = tokio::time::timeout(patience, connection.send_packed_command(&ping)).await;
-        matches!(answer, Ok(Ok(_)))
+        let answer = async {
+            if self.dialled.votes {
+                // Nobody may have waited for long enough to hear that the server forgot a script.
+                let loaded = script::load(&script::REDLOCK, &mut connection).await;
+                !loaded.is_err_and(|error| breaks_connection(&error))
+            } else {
+                let ping = redis::cmd("PING");
+                connection.send_packed_command(&ping).await.is_ok()
+            }
+        };
+        let answers = tokio::time::timeout(patience, answer).await.unwrap_or(false);
+        if answers {
+            self.answered.fetch_max(sent, Ordering::Relaxed);
+        }
+        answers
     }
 
-    /// Whether requests are left without a reply: none came since `before`, though some had been waited for then. With
-    /// how many were sent and settled.
-    fn is_silent(&self, before: &mut (u64, u64)) -> bool {
-        let settled = self.settled.load(Ordering::Relaxed);
-        let stuck = before.0 > settled && before.1 == settled;
-        *before = (self.sent.load(Ordering::Relaxed), settled);
+    /// Whether requests are left without a reply: not all that were sent `before` have one by now. What was sent by now
+    /// takes the place of that.
+    fn is_silent(&self, before: &mut u64) -> bool {
+        let stuck = *before > self.answered.load(Ordering::Relaxed);
+        *before = self.sent.load(Ordering::Relaxed);
         self.doubted.swap(false, Ordering::Relaxed) || stuck
     }
 }
@@ -330,17 +330,18 @@ impl fmt::Debug for Live {
 struct Waiting<'a>(&'a Live);
 
 impl Waiting<'_> {
-    fn answered(self) {
-        self.0.settled.fetch_add(1, Ordering::Relaxed);
+    fn answered(self, number: u64) {
+        self.0.answered.fetch_max(number, Ordering::Relaxed);
         std::mem::forget(self);
     }
 }
 
 impl Drop for Waiting<'_> {
-    /// It may have been a caller that went away, or a server that did.
+    /// It may have been a caller that went away, or a server that did. Where others voted first, nothing is amiss.
     fn drop(&mut self) {
-        self.0.settled.fetch_add(1, Ordering::Relaxed);
-        self.0.doubted.store(true, Ordering::Relaxed);
+        if !self.0.dialled.votes {
+            self.0.doubted.store(true, Ordering::Relaxed);
+        }
     }
 }
 
@@ -356,18 +357,50 @@ impl Drop for HeldUp<'_> {
 /// What a claim that is gone was passed, and has to be given back: owner and lock.
 type Stray = (OwnerId, Vec<u8>);
 
-/// Watches over a link.
-struct Keeper {
+/// Makes the connections of a link, and watches over them.
+pub(crate) struct Keeper {
     dialler: Dialler,
     inbox: Option<Inbox>,
     signals: Arc<Signals>,
     give_back: mpsc::UnboundedSender<Stray>,
+    strays: mpsc::UnboundedReceiver<Stray>,
     /// Of the latest connection.
     number: u64,
 }
 
 impl Keeper {
-    async fn dial(&mut self) -> Result<Live> {
+    pub(crate) fn new(dialler: Dialler, inbox: Option<Inbox>) -> Self {
+        let (give_back, strays) = mpsc::unbounded_channel();
+        Self {
+            dialler,
+            inbox,
+            signals: Arc::default(),
+            give_back,
+            strays,
+            number: 0,
+        }
+    }
+
+    /// The link that begins with this connection, or by making one.
+    pub(crate) fn begin(self, first: Result<Live>) -> Arc<Link> {
+        let link = Arc::new(Link {
+            state: Mutex::new(match first {
+                Ok(first) => State::Up(Arc::new(first)),
+                Err(err) => State::Down(reason(&err)),
+            }),
+            signals: self.signals.clone(),
+            keeper: OnceLock::new(),
+        });
+        let keeping = tokio::spawn(self.keep(Arc::downgrade(&link)));
+        let _ = link.keeper.set(keeping.abort_handle());
+        link
+    }
+
+    /// One try to connect.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops the connection.
+    pub(crate) async fn dial(&mut self) -> Result<Live> {
         self.number += 1;
         let on_push = self.on_push();
         let channel = self.inbox.as_ref().map(|inbox| layout::client(&inbox.client));
@@ -379,7 +412,7 @@ impl Keeper {
             dialled,
             number: self.number,
             sent: AtomicU64::new(0),
-            settled: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
             doubted: AtomicBool::new(false),
             replaced: AtomicBool::new(false),
             on_replaced: Notify::new(),
@@ -402,17 +435,20 @@ impl Keeper {
         })
     }
 
-    async fn keep(mut self, link: Weak<Link>, mut strays: mpsc::UnboundedReceiver<Stray>) {
+    async fn keep(mut self, link: Weak<Link>) {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let signals = self.signals.clone();
-        let mut counted = (0, 0);
+        let mut sent = 0;
         let mut beaten = None;
+        if link.upgrade().is_some_and(|link| link.live("connect").is_err()) {
+            self.redial(&link, None).await;
+        }
         loop {
             let stray = tokio::select! {
                 () = signals.changed.notified() => None,
                 _ = tick.tick() => None,
-                stray = strays.recv() => stray,
+                stray = self.strays.recv() => stray,
             };
             let Some(live) = link.upgrade().and_then(|link| link.live("connect").ok()) else {
                 return;
@@ -420,12 +456,12 @@ impl Keeper {
             if let Some((owner, lock)) = stray {
                 give_back(&link, owner, &lock).await;
             } else if signals.is_broken(live.number)
-                || (live.is_silent(&mut counted) && !live.answers().await)
+                || (live.is_silent(&mut sent) && !live.answers().await)
                 || !self.beat(&live, &mut beaten).await
             {
-                self.redial(&link, &live).await;
+                self.redial(&link, Some(&live)).await;
                 beaten = None;
-                counted = (0, 0);
+                sent = 0;
             }
         }
     }
@@ -450,38 +486,49 @@ impl Keeper {
         answer.is_ok_and(|answer| !answer.as_ref().is_err_and(breaks_connection))
     }
 
-    /// Replaces a broken connection, for as long as it takes.
-    async fn redial(&mut self, link: &Weak<Link>, broken: &Live) {
-        let mut why = "it broke, and is being made anew".to_owned();
+    /// Replaces a broken connection, or makes the first, for as long as it takes.
+    async fn redial(&mut self, link: &Weak<Link>, broken: Option<&Live>) {
+        let mut why = broken.map(|_| "it broke, and is being made anew".to_owned());
         let mut pause = Duration::from_millis(10);
         loop {
             {
                 let Some(link) = link.upgrade() else { return };
                 let mut state = link.state();
-                if matches!(*state, State::Closed) {
-                    return;
+                match (&mut *state, &why) {
+                    (State::Closed, _) => return,
+                    (state, Some(why)) => *state = State::Down(why.clone()),
+                    _ => {}
                 }
-                *state = State::Down(why);
             }
             match self.dial().await {
                 Ok(live) => {
-                    end_predecessor(&live, broken).await;
+                    if let Some(broken) = broken {
+                        end_predecessor(&live, broken).await;
+                    }
                     let Some(link) = link.upgrade() else { return };
                     let mut state = link.state();
                     if !matches!(*state, State::Closed) {
                         *state = State::Up(Arc::new(live));
                     }
                     drop(state);
-                    broken.replace();
+                    self.dialler.connected();
+                    if let Some(broken) = broken {
+                        broken.replace();
+                    }
                     if let Some(inbox) = &self.inbox {
                         inbox.places.wake_all();
                     }
-                    tracing::info!(backend = NAME, "connected again");
+                    tracing::info!(backend = NAME, server = %self.dialler.server(), "connected again");
                     return;
                 }
                 Err(err) => {
-                    tracing::warn!(backend = NAME, error = %chain(&err), "cannot connect, trying again");
-                    why = chain(&err);
+                    let reason = reason(&err);
+                    // Once for each reason: a server may be away for days.
+                    if why.as_ref() != Some(&reason) {
+                        let server = self.dialler.server();
+                        tracing::warn!(backend = NAME, %server, error = %reason, "cannot connect, trying again");
+                    }
+                    why = Some(reason);
                 }
             }
             tokio::time::sleep(pause.mul_f64(0.75 + fastrand::f64() / 2.0)).await;
@@ -511,14 +558,16 @@ async fn give_back(link: &Weak<Link>, owner: OwnerId, lock: &[u8]) {
     let _ = tokio::time::timeout(PATIENCE, link.run("release", release)).await;
 }
 
-/// An error with its causes.
-fn chain(err: &Error) -> String {
-    let mut text = err.to_string();
+/// What caused an error.
+pub(crate) fn reason(err: &Error) -> String {
+    let mut causes = Vec::new();
     let mut cause = std::error::Error::source(err);
     while let Some(err) = cause {
-        text.push_str(": ");
-        text.push_str(&err.to_string());
+        causes.push(err.to_string());
         cause = err.source();
     }
-    text
+    if causes.is_empty() {
+        return err.to_string();
+    }
+    causes.join(": ")
 }

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use redis::{Arg, Cmd, ToRedisArgs};
+use redis::{Arg, Cmd, RedisResult, ToRedisArgs, aio::MultiplexedConnection};
 
 macro_rules! script {
     ($($part:literal),*) => {
@@ -19,6 +19,54 @@ pub(crate) static FLOOR: Script = script!("floor");
 
 /// What a connection makes known to its server before it is used.
 pub(crate) static ALL: [&Script; 6] = [&ACQUIRE, &RENEW, &RELEASE, &REVOKE, &INSPECT, &FLOOR];
+
+/// Those of a Redlock master.
+pub(crate) static REDLOCK_VOTE: Script = script!(
+    "redlock_head",
+    "redlock_vote_fast",
+    "redlock_common",
+    "redlock_vote"
+);
+pub(crate) static REDLOCK_CONFIRM: Script = script!("redlock_head", "redlock_confirm");
+pub(crate) static REDLOCK_RENEW: Script = script!(
+    "redlock_head",
+    "redlock_renew_fast",
+    "redlock_common",
+    "redlock_renew"
+);
+pub(crate) static REDLOCK_RELEASE: Script = script!(
+    "redlock_head",
+    "redlock_release_fast",
+    "redlock_common",
+    "redlock_release"
+);
+pub(crate) static REDLOCK_REVOKE: Script = script!("redlock_head", "redlock_common", "redlock_revoke");
+pub(crate) static REDLOCK_INSPECT: Script = script!("redlock_head", "redlock_common", "redlock_inspect");
+pub(crate) static REDLOCK_MARKER: Script = script!("redlock_marker");
+
+/// What a connection to such a master makes known to it.
+pub(crate) static REDLOCK: [&Script; 7] = [
+    &REDLOCK_VOTE,
+    &REDLOCK_CONFIRM,
+    &REDLOCK_RENEW,
+    &REDLOCK_RELEASE,
+    &REDLOCK_REVOKE,
+    &REDLOCK_INSPECT,
+    &REDLOCK_MARKER,
+];
+
+/// Makes scripts known to a server, in one round trip.
+pub(crate) async fn load(scripts: &[&Script], connection: &mut MultiplexedConnection) -> RedisResult<()> {
+    let mut load = redis::pipe();
+    for script in scripts {
+        load.add_command(script.load());
+    }
+    let digests: Vec<String> = load.query_async(connection).await?;
+    for (script, digest) in scripts.iter().zip(digests) {
+        let _ = script.digest.set(digest);
+    }
+    Ok(())
+}
 
 /// A Lua script of one lock.
 ///
@@ -39,14 +87,10 @@ impl Script {
         }
     }
 
-    pub(crate) fn load(&self) -> Cmd {
+    fn load(&self) -> Cmd {
         let mut load = redis::cmd("SCRIPT");
         load.arg("LOAD").arg(self.source);
         load
-    }
-
-    pub(crate) fn loaded_as(&self, digest: String) {
-        let _ = self.digest.set(digest);
     }
 
     /// A call on one lock, to which its arguments are to be added.
@@ -91,5 +135,12 @@ impl Call {
             }
         }
         command
+    }
+
+    pub(crate) fn into_full(self) -> Self {
+        Self {
+            command: self.in_full(),
+            ..self
+        }
     }
 }

@@ -209,6 +209,89 @@ async fn a_redis_url_connects_with_its_options() {
     assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
 }
 
+#[cfg(feature = "redis")]
+#[test]
+fn redlock_urls_name_an_odd_number_of_masters() {
+    for good in [
+        "redlock://a,b,c",
+        "redlock://u:canary@a:7000/1,:canary@b,[::1]:7001,d,e?max_ttl=30s&master_timeout=50ms&durable=true",
+    ] {
+        let config = LockConfig::from_url(good).unwrap_or_else(|error| panic!("{good}: {error}"));
+        assert!(!format!("{config:?}").contains("canary"), "{config:?}");
+    }
+    for (bad, part) in [
+        ("redlock://", "host"),
+        ("redlock://u:canary@a", "use redis://"),
+        ("redlock://u:canary@a,b", "2 masters"),
+        ("redlock://a,u:canary@b,c,d", "4 masters"),
+        ("redlock://a,u:canary@b,b:6379", "masters 2 and 3"),
+        ("redlock://a,u:canary@b:x,c", "master 2"),
+        ("redlock://a,u:canary@b,c?max_ttl=0s", "max_ttl"),
+        ("redlock://a,u:canary@b,c?master_timeout=2m", "master_timeout"),
+        ("redlock://a,u:canary@b,c?durable=yes", "`true`"),
+        ("redlock://a,u:canary@b,c?ca=/ca.pem", "tls"),
+        ("redlock://a,u:canary@b,c?sentinel=main", "`sentinel`"),
+    ] {
+        let text = refused(bad).to_string();
+        assert!(text.contains(part), "{bad}: {text}");
+        assert!(!text.contains("canary"), "{text}");
+    }
+    let text = refused("redlock://a,b,c?tls=true&ca=/ca.pem&ttl=0s").to_string();
+    assert!(text.contains("ttl"), "{text}");
+}
+
+#[cfg(feature = "redis")]
+#[tokio::test]
+async fn a_redlock_url_connects_with_its_options() {
+    use lockkit_testbed::redis::{self, RedisServer};
+
+    if lockkit_testbed::skipped("redis", redis::missing()) {
+        return;
+    }
+    let masters: Vec<_> = (0..3)
+        .map(|_| RedisServer::builder().password("canary").start().unwrap())
+        .collect();
+    let addresses: Vec<_> = masters
+        .iter()
+        .map(|master| format!("{}/3", master.url().trim_start_matches("redis://")))
+        .collect();
+    let url = format!(
+        "redlock://{}?namespace=billing&ttl=7s&label=me&max_ttl=10s",
+        addresses.join(",")
+    );
+    let client = lockkit::connect(&url).await.unwrap();
+    let lock = client.lock("orders/42").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    let id = lock.id().to_string();
+    assert!(id.contains("/3") && !id.contains("canary"), "{id}");
+    for master in &masters {
+        let value = master.cli(&[
+            "EVAL",
+            "redis.call('SELECT', 3) return redis.call('GET', 'billing:orders/42')",
+            "0",
+        ]);
+        let value = value.unwrap();
+        assert!(value.starts_with("lockkit:") && value.ends_with(" me"), "{value}");
+    }
+    guard.release().await.unwrap();
+    let long = lockkit::AcquireOptions::new().ttl(std::time::Duration::from_secs(11));
+    let error = lock.acquire_with(&long).await.unwrap_err();
+    assert!(error.to_string().contains("`ttl`"), "{error}");
+
+    let error = lockkit::connect(&url.replace("max_ttl=10s", "max_ttl=11s"))
+        .await
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("`max_ttl`") && error.to_string().contains("10s"),
+        "{error}"
+    );
+    let error = lockkit::connect(&url.replace("canary", "wrong-one"))
+        .await
+        .unwrap_err();
+    assert!(!error.is_transient(), "{error:?}");
+    assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
+}
+
 #[cfg(feature = "zk")]
 #[test]
 fn zk_urls_name_an_ensemble() {

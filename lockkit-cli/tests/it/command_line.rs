@@ -66,7 +66,14 @@ fn bad_servers_get_one_line_without_the_password() {
         ("etcd://user:canary@host", "file"),
         ("mysql://user:canary@host", "/database"),
         ("mysql://user:canary@127.0.0.1:1/app", "connect failed"),
-        ("redlock://user:canary@a,b,c", "redis://"),
+        (
+            "redlock://user:canary@127.0.0.1:1,127.0.0.1:2",
+            "it names 2 masters",
+        ),
+        (
+            "redlock://user:canary@127.0.0.1:1,127.0.0.1:2,127.0.0.1:3",
+            "connect failed",
+        ),
         ("zk://user:canary@127.0.0.1:1", "connect failed"),
         ("redis://user:canary@127.0.0.1:1", "connect failed"),
         ("memory:?tll=1s", "`tll`"),

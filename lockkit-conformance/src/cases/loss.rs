@@ -13,7 +13,7 @@ use crate::trial::{
 pub(crate) async fn saboteur_breaks_an_unprotected_hold(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
     // A lease that is not renewed and that would last much longer than this case.
-    let options = lasting().ttl(Duration::from_secs(600)).renew(false);
+    let options = lasting().ttl(Duration::from_secs(60)).renew(false);
     let guard = granted_at_once(
         "a lock nobody has used",
         &trial.lock_of(&client, "a")?.with_options(options),

@@ -378,7 +378,9 @@ impl QuorumCount {
             return Outcome::Wait;
         }
         if held {
-            let free = |(master, report): (usize, &Option<Report>)| (*report == Some(Report::Free)).then_some(master);
+            let free = |(master, report): (usize, &Option<Report>)| {
+                (*report == Some(Report::Free)).then_some(master)
+            };
             return Outcome::Held {
                 repair: self.reports.iter().enumerate().filter_map(free).collect(),
             };

@@ -11,6 +11,7 @@ mod guarantees;
 mod peers;
 mod native;
 mod queue;
+mod redlock;
 mod refusals;
 mod review;
 mod soak;

@@ -1,0 +1,102 @@
+-- What a script goes on with that did not end on its fast path.
+--
+--   <lock>                     lockkit:<record> one exclusive holder
+--                              lockkit#shared: whoever is in `holders`
+--                              lockkit#next <owner>, lockkit#next s: nobody, but for a moment it is kept for a waiter
+--                              that has been told, or for readers
+--                              anything else: a foreign client's hold
+--   lockkit#holders:{<lock>}   shared holders: owner -> end of the lease in ms of the server's clock
+--   lockkit#about:{<lock>}     shared holders: owner -> lockkit:<record>
+--   lockkit#writers:{<lock>}, lockkit#readers:{<lock>}
+--                              who waits for it: "<owner> <client>" -> since when, in us of its own clock
+--   lockkit#fence:{<lock>}     the last fencing token. It never expires
+--   lockkit#redlock            the marker: "<run id> <max ttl>", or "-<run id> <max ttl> <since>" in quarantine
+--   lockkit#client:<client>    the channel of a client's wake-ups
+--
+-- <record> is "<owner> <tokens> <first token> <client> <label>".
+local HOLDERS, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
+local WRITERS, READERS = 'lockkit#writers:{' .. LOCK .. '}', 'lockkit#readers:{' .. LOCK .. '}'
+local KEPT = 100 -- for how long a lock is kept for whoever has been told that it is free, in ms
+local WAITED = 10000 -- for how long a waiter is believed in that does not ask again, in ms
+local IDLE = 600000 -- what nobody has touched for so long is forgotten, in ms
+
+local time = call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local value = call('GET', LOCK)
+
+local function owner_of(text) return string.sub(text, 9, 40) end
+local function holder() return value and string.match(value, '^lockkit:(%x+) ') end
+local function kept_for() return value and string.match(value, '^lockkit#next (%S+)$') end
+local function is_shared() return value == 'lockkit#shared' end
+local function waiter(text)
+  local owner, client = string.match(text, '^lockkit:(%S+) %S+ %S+ (%S+)')
+  return owner .. ' ' .. client
+end
+
+-- Forgets shared holders whose lease is over, and all of them if the key no longer says that they hold.
+local function drop_ended()
+  if not value and call('EXISTS', HOLDERS) == 0 then return end
+  for _, owner in ipairs(call('ZRANGEBYSCORE', HOLDERS, '-inf', is_shared() and now or '+inf')) do
+    call('ZREM', HOLDERS, owner)
+    call('HDEL', ABOUT, owner)
+  end
+  if is_shared() and call('EXISTS', HOLDERS) == 0 then
+    call('DEL', LOCK)
+    value = false
+  end
+end
+
+-- What is left of the lease, of the first to end if there are several. -1 if it has no end.
+local function left()
+  if is_shared() then return call('ZRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now end
+  return call('PTTL', LOCK)
+end
+
+-- Whether somebody waits to hold it alone who came before `arrival`.
+local function is_writer_before(arrival)
+  local first = call('ZRANGE', WRITERS, 0, 0, 'WITHSCORES')
+  return first[1] and tonumber(first[2]) < tonumber(arrival)
+end
+
+-- Adds or prolongs a shared hold.
+local function share(owner, text, ttl)
+  -- A server without memory refuses to set and to add, but not to a script that has begun to write.
+  if is_shared() then call('PEXPIRE', LOCK, ttl) end
+  call('ZADD', HOLDERS, now + ttl, owner)
+  call('HSET', ABOUT, owner, text)
+  local longest = call('ZREVRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now
+  value = 'lockkit#shared'
+  call('SET', LOCK, value, 'PX', math.max(1, longest))
+  call('PEXPIRE', HOLDERS, longest + IDLE)
+  call('PEXPIRE', ABOUT, longest + IDLE)
+end
+
+local function unshare(owner)
+  if call('ZREM', HOLDERS, owner) == 0 then return false end
+  call('HDEL', ABOUT, owner)
+  if is_shared() and call('EXISTS', HOLDERS) == 0 then
+    call('DEL', LOCK)
+    value = false
+  end
+  return true
+end
+
+-- The lock is free: whoever came first is told to ask, or all readers that came before the first writer, and it is kept
+-- for them. It is a hint: who is told leaves the list, and is back in it if it asks in vain.
+local function tell_next()
+  local kept
+  while true do
+    local writer = call('ZRANGE', WRITERS, 0, 0, 'WITHSCORES')
+    local reader = call('ZRANGE', READERS, 0, 0, 'WITHSCORES')
+    local reads = reader[1] and (not writer[1] or tonumber(reader[2]) < tonumber(writer[2]))
+    local next = reads and reader[1] or writer[1]
+    if not next or (kept and not reads) then break end
+    call('ZREM', reads and READERS or WRITERS, next)
+    local owner, client = string.match(next, '^(%S+) (%S+)$')
+    if call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 1 ' .. LOCK) > 0 then
+      kept = reads and 's' or owner
+      if not reads then break end
+    end
+  end
+  if kept then call('SET', LOCK, 'lockkit#next ' .. kept, 'PX', KEPT) end
+end

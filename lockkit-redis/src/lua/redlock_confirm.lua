@@ -1,0 +1,20 @@
+-- What a vote took is given higher tokens. A repeat of the vote since would have set another value.
+-- ARGV: 1 the process that is asked   2 the value that was set   3 the value with the new tokens   4 the first token
+--       5 the last   6 mode: x or s
+-- Returns 1, or the counter, as a text.
+local ABOUT = 'lockkit#about:{' .. LOCK .. '}'
+local me = string.sub(ARGV[2], 9, 40)
+local alone = ARGV[6] == 'x'
+local value = call('GET', LOCK)
+if not alone then value = value == 'lockkit#shared' and call('HGET', ABOUT, me) end
+if not has_vote(ARGV[1]) or (value ~= ARGV[2] and value ~= ARGV[3]) then return call('GET', FENCE) or '0' end
+if value == ARGV[3] then return 1 end
+local raised = raise(ARGV[4], ARGV[5])
+if raised == 1 then
+  if alone then
+    call('SET', LOCK, ARGV[3], 'KEEPTTL')
+  else
+    call('HSET', ABOUT, me, ARGV[3])
+  end
+end
+return raised

@@ -1,0 +1,19 @@
+-- What every script of a Redlock master begins with.
+local call = redis.call
+local LOCK = KEYS[1]
+local FENCE = 'lockkit#fence:{' .. LOCK .. '}'
+
+-- Whether this process has a vote: the marker names it. A process that was started since may have lost what the one
+-- before it granted.
+local function has_vote(run_id)
+  local marker = call('GET', 'lockkit#redlock')
+  return marker and string.sub(marker, 1, #run_id) == run_id
+end
+
+-- Raises the counter to `last` if that makes all tokens from `first` on new here. 1, or where it stands instead.
+local function raise(first, last)
+  local fence = call('GET', FENCE)
+  if fence and tonumber(fence) >= tonumber(first) then return fence end
+  call('SET', FENCE, last)
+  return 1
+end

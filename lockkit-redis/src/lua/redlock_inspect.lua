@@ -1,0 +1,15 @@
+-- Looks, and changes nothing.
+-- Returns how many wait, the value or nil, what is left of it in ms, and for each shared holder what is left of its
+-- lease and its value.
+local shown = { call('ZCARD', WRITERS) + call('ZCARD', READERS), value, value and call('PTTL', LOCK) or -2 }
+if is_shared() then
+  local entries = call('ZRANGE', HOLDERS, 0, -1, 'WITHSCORES')
+  for i = 1, #entries, 2 do
+    local text = call('HGET', ABOUT, entries[i])
+    if text and entries[i + 1] - now > 0 then
+      shown[#shown + 1] = entries[i + 1] - now
+      shown[#shown + 1] = text
+    end
+  end
+end
+return shown

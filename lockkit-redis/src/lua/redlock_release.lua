@@ -1,0 +1,19 @@
+-- Afterwards the owner does not hold, and does not wait unless it yields. Returns 1 if it held.
+local me = owner_of(ARGV[1])
+drop_ended()
+if holder() == me then
+  held = call('DEL', LOCK)
+  value = false
+elseif unshare(me) then
+  held = 1
+end
+if ARGV[2] == 'end' then
+  if kept_for() == me then
+    call('DEL', LOCK)
+    value = false
+  end
+  call('ZREM', WRITERS, waiter(ARGV[1]))
+  call('ZREM', READERS, waiter(ARGV[1]))
+  if not value then tell_next() end
+end
+return held

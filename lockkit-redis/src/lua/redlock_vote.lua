@@ -1,0 +1,27 @@
+-- Returns 1: granted, with these tokens; the counter, as a text: held, but it stands at that; 0: no vote;
+-- {ms left of the lease or -1, who has it: an owner, `others` or `foreign`}.
+local me = owner_of(ARGV[2])
+local alone = ARGV[6] == 'x'
+local list = alone and WRITERS or READERS
+drop_ended()
+local fits = not value
+if alone then
+  fits = fits or holder() == me or kept_for() == me
+else
+  fits = fits or kept_for() == 's'
+    or (is_shared() and (call('ZSCORE', HOLDERS, me) or not is_writer_before(ARGV[7])))
+end
+if fits then
+  if alone then
+    call('SET', LOCK, ARGV[2], 'PX', ARGV[3])
+  else
+    share(me, ARGV[2], ARGV[3])
+  end
+  if ARGV[8] == 'again' then call('ZREM', list, waiter(ARGV[2])) end
+  return raise(ARGV[4], ARGV[5])
+end
+if ARGV[8] ~= 'try' then
+  call('ZADD', list, ARGV[7], waiter(ARGV[2]))
+  call('PEXPIRE', list, WAITED)
+end
+return { left(), holder() or (is_shared() or kept_for()) and 'others' or 'foreign' }

@@ -1,0 +1,510 @@
+//! One contender for one lock.
+
+use std::{fmt, ops::RangeInclusive, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use lockkit_core::{
+    Error, LossReason, Result,
+    spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
+};
+use redis::Value;
+use tokio::time::Instant;
+
+use crate::{
+    error::unexpected,
+    layout::{self, Record},
+    place::Place,
+    redlock::{
+        NAME,
+        masters::{Answer, Failures, Kind, Masters, Requests, micros, require_runtime},
+        quorum::{Confirmation, Defeat, Outcome, QuorumCount, QuorumRound, Report, Step, Vote},
+    },
+    script::{self, Call},
+};
+
+/// How many rounds an attempt takes if only its tokens collide with those of others.
+const ROUNDS: usize = 3;
+/// Beyond this, the scripts' numbers are not exact.
+const LAST_TOKEN: u64 = 1 << 52;
+
+pub(crate) struct RedlockClaim {
+    masters: Arc<Masters>,
+    request: ClaimRequest,
+    key: Vec<u8>,
+    record: Record,
+    /// What it says at the masters, as far as is known.
+    value: String,
+    /// Where hints for it arrive, from when it first may get one.
+    place: Option<Arc<Place>>,
+    /// From when it asks, in µs of this machine's clock.
+    arrival: u64,
+    /// It may be listed as waiting.
+    listed: bool,
+    /// How many rounds in a row ended with the masters divided.
+    divided: u32,
+    /// What it holds with.
+    tokens: Option<RangeInclusive<u64>>,
+    /// Until when it was last known to hold.
+    until: Option<Instant>,
+}
+
+/// What a round came to, unless it was won.
+struct Lost {
+    defeat: Defeat,
+    failures: Failures,
+    /// Nobody is known to have a majority.
+    is_divided: bool,
+    is_foreign: bool,
+}
+
+impl RedlockClaim {
+    pub(super) fn new(masters: Arc<Masters>, request: &ClaimRequest) -> Self {
+        let record = Record::new(request, &masters.inbox.client);
+        Self {
+            key: layout::key(&masters.namespace, &request.name, request.mode.kind()),
+            value: record.with_token(None),
+            record,
+            request: request.clone(),
+            masters,
+            place: None,
+            arrival: 0,
+            listed: false,
+            divided: 0,
+            tokens: None,
+            until: None,
+        }
+    }
+
+    fn place(&mut self) -> &Arc<Place> {
+        let Self {
+            masters,
+            request,
+            place,
+            ..
+        } = self;
+        place.get_or_insert_with(|| masters.inbox.places.add(request.owner))
+    }
+
+    fn ttl_ms(&self) -> u64 {
+        u64::try_from(self.request.ttl.as_millis()).unwrap_or(u64::MAX)
+    }
+
+    fn mode(&self) -> &'static str {
+        if self.request.mode == Mode::Exclusive {
+            "x"
+        } else {
+            "s"
+        }
+    }
+
+    fn lease(&self, since: Instant) -> Lease {
+        Lease {
+            since,
+            length: Some(self.masters.rules.lease(Duration::from_millis(self.ttl_ms()))),
+        }
+    }
+
+    fn vote(&self, run_id: &str, tokens: &RangeInclusive<u64>, waits: &str) -> Call {
+        let mut call = script::REDLOCK_VOTE.call(&self.key);
+        call.arg(run_id)
+            .arg(&self.value)
+            .arg(self.ttl_ms())
+            .arg(*tokens.start())
+            .arg(*tokens.end())
+            .arg(self.mode())
+            .arg(self.arrival)
+            .arg(waits);
+        call
+    }
+
+    fn renewal(&self, run_id: &str, tokens: &RangeInclusive<u64>) -> Call {
+        let mut call = script::REDLOCK_RENEW.call(&self.key);
+        call.arg(run_id)
+            .arg(&self.value)
+            .arg(self.ttl_ms())
+            .arg(*tokens.start())
+            .arg(*tokens.end())
+            .arg(self.mode());
+        call
+    }
+
+    fn withdrawal(&self, how: &str) -> Call {
+        let mut call = script::REDLOCK_RELEASE.call(&self.key);
+        call.arg(&self.value).arg(how);
+        call
+    }
+
+    /// The tokens to propose: most likely above all others.
+    fn proposal(&self) -> Result<RangeInclusive<u64>> {
+        let first = self.masters.guess();
+        let last = first + u64::from(self.request.tokens.get()) - 1;
+        if last >= LAST_TOKEN {
+            let reason =
+                format!("the counter of fencing tokens stands at {first}, which is no time in µs: see to it");
+            return Err(Error::permanent(NAME, "acquire", reason));
+        }
+        Ok(first..=last)
+    }
+
+    /// One round of voting, and of confirming if need be.
+    async fn round(&mut self, waits: &str) -> Result<Result<Grant, Lost>> {
+        let masters = self.masters.clone();
+        let proposed = self.proposal()?;
+        self.value = self.record.with_token(Some(*proposed.start()));
+        let since = Instant::now();
+        let ttl = Duration::from_millis(self.ttl_ms());
+        let mut round = QuorumRound::begin(masters.rules, masters.since_origin(since), ttl, proposed.clone());
+        masters.saw(*proposed.end());
+
+        let mut requests = Requests::new(&masters, "acquire");
+        requests.ask_all(Kind::Vote, |run_id| self.vote(run_id, &proposed, waits));
+        let mut seen = Seen::new(masters.all.len());
+        let mut confirmed = self.value.clone();
+        let outcome = loop {
+            let step = match requests.next(masters.at(round.deadline())).await {
+                None => round.tick(masters.since_origin(Instant::now()).max(round.deadline())),
+                Some(Answer { master, kind, reply }) => {
+                    let now = masters.since_origin(Instant::now());
+                    match kind {
+                        Kind::Vote => {
+                            let vote = seen.vote(&masters, master, reply);
+                            round.voted(now, master, vote)
+                        }
+                        _ => {
+                            let answer = seen.confirmation(master, reply);
+                            round.confirmed(now, master, answer)
+                        }
+                    }
+                }
+            };
+            match step {
+                Step::Wait => {}
+                Step::Confirm(tokens, holding) => {
+                    confirmed = self.record.with_token(Some(*tokens.start()));
+                    for master in holding {
+                        requests.ask(master, Kind::Confirmation, |run_id| {
+                            let mut call = script::REDLOCK_CONFIRM.call(&self.key);
+                            call.arg(run_id)
+                                .arg(&self.value)
+                                .arg(&confirmed)
+                                .arg(*tokens.start())
+                                .arg(*tokens.end())
+                                .arg(self.mode());
+                            call
+                        });
+                    }
+                }
+                Step::Won(tokens) => break Ok(tokens),
+                Step::Lost(defeat) => break Err(defeat),
+            }
+        };
+        drop(requests);
+        masters.saw(round.highest());
+        // What the masters say by now, unless it was confirmed at too few of them.
+        self.value = confirmed;
+        let tokens = match outcome {
+            Ok(tokens) => tokens,
+            Err(defeat) => {
+                seen.failures.late(&seen.answered, masters.rules.patience);
+                return Ok(Err(Lost {
+                    defeat,
+                    is_divided: seen.is_divided(masters.rules.quorum),
+                    is_foreign: seen.is_foreign,
+                    failures: seen.failures,
+                }));
+            }
+        };
+        let lease = self.lease(masters.at(round.since()));
+        self.until = lease.end();
+        self.tokens = Some(tokens.clone());
+        self.listed = false;
+        self.divided = 0;
+        if let Some(place) = &self.place {
+            place.settled();
+        }
+        Ok(Ok(Grant { tokens, lease }))
+    }
+
+    /// Gives back what a round took that was lost, without waiting for it: requests are dealt with in their order.
+    async fn yield_all(&self) {
+        let mut requests = Requests::new(&self.masters, "release");
+        requests.ask_all(Kind::Report, |_| self.withdrawal("yield"));
+        requests.hand_over().await;
+    }
+
+    /// How long to wait before it asks again although nothing woke it.
+    fn asks_again_in(&mut self, left: Option<Duration>, is_divided: bool, is_foreign: bool) -> Duration {
+        /// Foreign clients wake nobody.
+        const FOREIGN: Duration = Duration::from_millis(50);
+        /// Whoever draws the shortest finds the masters undivided.
+        const DIVIDED: Duration = Duration::from_millis(20);
+        /// Those who wait are not to ask all at once when a lease runs out.
+        const SPREAD: Duration = Duration::from_millis(50);
+        const LONGEST: Duration = Duration::from_secs(60);
+
+        if is_foreign {
+            return FOREIGN.mul_f64(1.0 + fastrand::f64());
+        }
+        if is_divided {
+            self.divided = (self.divided + 1).min(4);
+            return DIVIDED.mul_f64(fastrand::f64() * f64::from(1_u32 << self.divided));
+        }
+        self.divided = 0;
+        left.unwrap_or(LONGEST) + SPREAD.mul_f64(fastrand::f64())
+    }
+
+    fn loss(&self) -> LossReason {
+        if self.until.is_some_and(|until| until > Instant::now()) {
+            LossReason::Revoked
+        } else {
+            LossReason::Expired
+        }
+    }
+}
+
+/// What the masters said in a round.
+struct Seen {
+    answered: Vec<bool>,
+    failures: Failures,
+    /// Who has it, at how many masters.
+    holders: Vec<(Vec<u8>, usize)>,
+    is_foreign: bool,
+}
+
+impl Seen {
+    fn new(masters: usize) -> Self {
+        Self {
+            answered: vec![false; masters],
+            failures: Failures::default(),
+            holders: Vec::new(),
+            is_foreign: false,
+        }
+    }
+
+    fn vote(&mut self, masters: &Masters, master: usize, reply: Result<Value>) -> Vote {
+        match reply {
+            Ok(Value::Int(1)) => {
+                self.answered[master] = true;
+                Vote::Granted
+            }
+            Ok(Value::Int(0)) => {
+                self.answered[master] = true;
+                masters.guard.abstained(master);
+                self.failures.say(master, masters.guard.why_no_vote(master));
+                Vote::Abstains
+            }
+            Ok(Value::BulkString(fence)) => {
+                self.answered[master] = true;
+                match number(&fence) {
+                    Some(fence) => Vote::Behind(fence),
+                    None => self.silent(master, &unexpected("acquire", &Value::BulkString(fence))),
+                }
+            }
+            Ok(Value::Array(parts)) => match &*parts {
+                [Value::Int(left), Value::BulkString(who)] => {
+                    self.answered[master] = true;
+                    self.is_foreign |= who == b"foreign";
+                    match self.holders.iter_mut().find(|(holder, _)| holder == who) {
+                        Some((_, masters)) => *masters += 1,
+                        None => self.holders.push((who.clone(), 1)),
+                    }
+                    Vote::Taken(u64::try_from(*left).ok().map(Duration::from_millis))
+                }
+                _ => self.silent(master, &unexpected("acquire", &Value::Array(parts))),
+            },
+            Ok(other) => self.silent(master, &unexpected("acquire", &other)),
+            Err(err) => self.silent(master, &err),
+        }
+    }
+
+    fn silent(&mut self, master: usize, err: &Error) -> Vote {
+        self.failures.note(master, err);
+        Vote::Silent
+    }
+
+    fn confirmation(&mut self, master: usize, reply: Result<Value>) -> Confirmation {
+        match reply {
+            Ok(Value::Int(1)) => Confirmation::Raised,
+            Ok(Value::BulkString(fence)) => Confirmation::Refused(number(&fence).unwrap_or_default()),
+            Ok(other) => {
+                self.failures.note(master, &unexpected("acquire", &other));
+                Confirmation::Silent
+            }
+            Err(err) => {
+                self.failures.note(master, &err);
+                Confirmation::Silent
+            }
+        }
+    }
+
+    /// Nobody is known to have a majority.
+    fn is_divided(&self, quorum: usize) -> bool {
+        self.holders.iter().all(|(_, masters)| *masters < quorum)
+    }
+}
+
+fn number(text: &[u8]) -> Option<u64> {
+    std::str::from_utf8(text).ok()?.parse().ok()
+}
+
+#[async_trait]
+impl Claim for RedlockClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        require_runtime("acquire")?;
+        if self.arrival == 0 {
+            self.arrival = micros();
+        }
+        let waits = match (patience.is_zero(), self.listed) {
+            (true, _) => "try",
+            (false, false) => "wait",
+            (false, true) => "again",
+        };
+        if !patience.is_zero() {
+            self.place().begin();
+            self.listed = true;
+        }
+        for _ in 0..ROUNDS {
+            let lost = match self.round(waits).await? {
+                Ok(grant) => return Ok(Some(grant)),
+                Err(lost) => lost,
+            };
+            if lost.defeat == Defeat::Outrun {
+                continue;
+            }
+            self.yield_all().await;
+            return match lost.defeat {
+                Defeat::Taken(left) => {
+                    if !patience.is_zero() {
+                        let after = self.asks_again_in(left, lost.is_divided, lost.is_foreign);
+                        self.place().ask_in(after);
+                    }
+                    Ok(None)
+                }
+                Defeat::TooLate => {
+                    let reason = "the lease was over when a majority of the masters had granted it";
+                    Err(Error::transient(NAME, "acquire", reason))
+                }
+                _ => Err(self.masters.undecided("acquire", &lost.failures)),
+            };
+        }
+        self.yield_all().await;
+        let reason = format!("{ROUNDS} times in a row, others were ahead with their tokens");
+        Err(Error::transient(NAME, "acquire", reason))
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        require_runtime("renew")?;
+        if let Some(place) = &self.place {
+            place.begin();
+        }
+        let Some(tokens) = self.tokens.clone() else {
+            return Ok(Renewal::Lost(self.loss()));
+        };
+        let masters = self.masters.clone();
+        let since = Instant::now();
+        let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(since));
+        let mut requests = Requests::new(&masters, "renew");
+        requests.ask_all(Kind::Report, |run_id| self.renewal(run_id, &tokens));
+        let (outcome, failures) = tally(&masters, &mut requests, &mut count, "renew").await;
+        drop(requests);
+        match outcome {
+            Outcome::Held { repair } => {
+                let lease = self.lease(since);
+                self.until = lease.end();
+                if self.until.is_some_and(|until| Instant::now() < until) {
+                    let mut requests = Requests::new(&masters, "renew");
+                    for master in repair {
+                        requests.ask(master, Kind::Vote, |run_id| self.vote(run_id, &tokens, "try"));
+                    }
+                    requests.hand_over().await;
+                }
+                Ok(Renewal::Held(lease))
+            }
+            Outcome::Lost => Ok(Renewal::Lost(self.loss())),
+            _ => Err(masters.undecided("renew", &failures)),
+        }
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        require_runtime("release")?;
+        let masters = self.masters.clone();
+        let mut count = QuorumCount::of_release(masters.rules, masters.since_origin(Instant::now()));
+        let mut requests = Requests::new(&masters, "release");
+        requests.ask_all(Kind::Report, |_| self.withdrawal("end"));
+        let (outcome, failures) = tally(&masters, &mut requests, &mut count, "release").await;
+        drop(requests);
+        let held = match outcome {
+            Outcome::Held { .. } => true,
+            Outcome::Lost => false,
+            _ => return Err(masters.undecided("release", &failures)),
+        };
+        self.listed = false;
+        let loss = self.loss();
+        let was_held = self.tokens.take().is_some();
+        self.until = None;
+        if was_held && !held {
+            return Err(Error::lost(NAME, self.request.name.clone(), loss));
+        }
+        Ok(())
+    }
+
+    async fn notified(&mut self) {
+        self.place().clone().notified().await;
+    }
+}
+
+/// Hears what the masters have to report until that decides, or time is over.
+pub(super) async fn tally(
+    masters: &Masters,
+    requests: &mut Requests<'_>,
+    count: &mut QuorumCount,
+    operation: &'static str,
+) -> (Outcome, Failures) {
+    let mut answered = vec![false; masters.all.len()];
+    let mut failures = Failures::default();
+    loop {
+        let outcome = match requests.next(masters.at(count.deadline())).await {
+            None => count.tick(count.deadline()),
+            Some(Answer { master, reply, .. }) => {
+                let report = match reply {
+                    Ok(Value::Int(1)) => Report::Held,
+                    Ok(Value::Int(0)) => Report::Free,
+                    Ok(Value::Int(2)) => Report::Other,
+                    Ok(other) => {
+                        failures.note(master, &unexpected(operation, &other));
+                        Report::Silent
+                    }
+                    Err(err) => {
+                        failures.note(master, &err);
+                        Report::Silent
+                    }
+                };
+                answered[master] = report != Report::Silent;
+                count.reported(master, report)
+            }
+        };
+        if outcome != Outcome::Wait {
+            if matches!(outcome, Outcome::Undecided { .. }) {
+                failures.late(&answered, masters.rules.patience);
+            }
+            return (outcome, failures);
+        }
+    }
+}
+
+impl Drop for RedlockClaim {
+    fn drop(&mut self) {
+        if self.place.is_some() {
+            self.masters.inbox.places.remove(self.request.owner);
+        }
+    }
+}
+
+impl fmt::Debug for RedlockClaim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedlockClaim")
+            .field("name", &self.request.name)
+            .field("mode", &self.request.mode)
+            .finish_non_exhaustive()
+    }
+}

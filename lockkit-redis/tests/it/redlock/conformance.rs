@@ -1,0 +1,48 @@
+//! Redlock passes the conformance suite.
+
+use std::sync::LazyLock;
+
+use async_trait::async_trait;
+use lockkit_conformance::{Harness, Missing};
+use lockkit_core::{LockClient, Result};
+use lockkit_testbed::redis;
+
+use super::world::{self, World};
+
+const PASSWORD: &str = "open-sesame";
+
+mod five_masters {
+    lockkit_conformance::tests!(super::Masters);
+}
+
+/// Five masters for all cases; they end with the test program.
+static MASTERS: LazyLock<World> = LazyLock::new(|| World::built(5, |builder| builder.password(PASSWORD)));
+
+#[derive(Debug)]
+struct Masters;
+
+#[async_trait]
+impl Harness for Masters {
+    async fn client(&self) -> Result<LockClient> {
+        self.connect(&MASTERS.url()).await
+    }
+
+    fn missing(&self) -> Option<Missing> {
+        redis::missing().map(|reason| Missing {
+            backend: "redis".to_owned(),
+            reason,
+        })
+    }
+
+    fn url(&self) -> Option<String> {
+        Some(MASTERS.url())
+    }
+
+    async fn connect(&self, url: &str) -> Result<LockClient> {
+        world::connect(world::config(url)).await
+    }
+
+    fn secret(&self) -> Option<String> {
+        Some(PASSWORD.to_owned())
+    }
+}

@@ -1,0 +1,4 @@
+//! Redlock on five real masters.
+
+mod conformance;
+mod world;
