@@ -560,10 +560,14 @@ async fn give_back(link: &Weak<Link>, owner: OwnerId, lock: &[u8]) {
 
 /// What caused an error.
 pub(crate) fn reason(err: &Error) -> String {
-    let mut causes = Vec::new();
+    let mut causes: Vec<String> = Vec::new();
     let mut cause = std::error::Error::source(err);
     while let Some(err) = cause {
-        causes.push(err.to_string());
+        let text = err.to_string();
+        // redis-rs says it again at each level.
+        if causes.last().is_none_or(|before| !before.ends_with(&text)) {
+            causes.push(text);
+        }
         cause = err.source();
     }
     if causes.is_empty() {

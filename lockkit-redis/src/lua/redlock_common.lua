@@ -18,7 +18,6 @@ local HOLDERS, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#about:{' .. 
 local WRITERS, READERS = 'lockkit#writers:{' .. LOCK .. '}', 'lockkit#readers:{' .. LOCK .. '}'
 local KEPT = 100 -- for how long a lock is kept for whoever has been told that it is free, in ms
 local WAITED = 10000 -- for how long a waiter is believed in that does not ask again, in ms
-local IDLE = 600000 -- what nobody has touched for so long is forgotten, in ms
 
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -67,8 +66,8 @@ local function share(owner, text, ttl)
   local longest = call('ZREVRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now
   value = 'lockkit#shared'
   call('SET', LOCK, value, 'PX', math.max(1, longest))
-  call('PEXPIRE', HOLDERS, longest + IDLE)
-  call('PEXPIRE', ABOUT, longest + IDLE)
+  call('PEXPIRE', HOLDERS, math.max(1, longest))
+  call('PEXPIRE', ABOUT, math.max(1, longest))
 end
 
 local function unshare(owner)

@@ -205,7 +205,9 @@ impl RedlockClaim {
         let tokens = match outcome {
             Ok(tokens) => tokens,
             Err(defeat) => {
-                seen.failures.late(&seen.answered, masters.rules.patience);
+                if masters.since_origin(Instant::now()) >= round.deadline() {
+                    seen.failures.late(&seen.answered, masters.rules.patience);
+                }
                 return Ok(Err(Lost {
                     defeat,
                     is_divided: seen.is_divided(masters.rules.quorum),
@@ -484,7 +486,7 @@ pub(super) async fn tally(
             }
         };
         if outcome != Outcome::Wait {
-            if matches!(outcome, Outcome::Undecided { .. }) {
+            if masters.at(count.deadline()) <= Instant::now() {
                 failures.late(&answered, masters.rules.patience);
             }
             return (outcome, failures);

@@ -1,0 +1,493 @@
+//! Masters die, stop and come back; replies are lost, connections break, hang and are cut; keys go by themselves. A
+//! minority costs nothing, a majority is an error, and neither lets two in, but for what the guarantees say.
+
+use std::{
+    future::poll_fn,
+    pin::pin,
+    task::Poll,
+    time::{Duration, Instant},
+};
+
+use lockkit_core::{AcquireOptions, FenceGate, LossReason};
+use lockkit_testbed::{Mode, eventually, redis::Fsync};
+
+use super::world::{World, config, connect};
+use crate::common::{LONG, MS, SECOND, granted, lock, no_server, shown, waiter, within};
+
+/// From the end of a fault until a client is connected again, at the latest.
+const RECOVERED: Duration = Duration::from_secs(8);
+/// What the masters of these tests have to answer within, and what a busy machine takes on top of that.
+const PATIENCE: Duration = Duration::from_millis(300);
+const MORE: Duration = Duration::from_millis(700);
+
+#[tokio::test]
+async fn two_dead_masters_cost_nothing_and_three_are_an_error_that_names_them() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let client = world.client().await;
+    let lock = lock(&client, "a", LONG);
+    let held = lock.acquire().await.unwrap();
+    for master in &world.masters[..2] {
+        master.kill().unwrap();
+    }
+    held.renew().await.unwrap();
+    let mut last = held.token();
+    held.release().await.unwrap();
+    // Also by a client that has never seen them.
+    let late = world.client().await;
+    for lock in [lock.clone(), self::lock(&late, "a", LONG), lock.shared()] {
+        for _ in 0..10 {
+            let held = lock
+                .try_acquire()
+                .await
+                .unwrap()
+                .expect("free, by the word of three");
+            assert!(held.token() > last);
+            last = held.token();
+            held.release().await.unwrap();
+        }
+    }
+    assert!(client.inspect("a").await.unwrap().is_free());
+
+    world.masters[2].kill().unwrap();
+    let began = Instant::now();
+    let error = lock.try_acquire().await.unwrap_err();
+    assert!(began.elapsed() < PATIENCE + MORE, "{:?}", began.elapsed());
+    assert!(error.is_transient() && !error.is_timeout(), "{error}");
+    let text = shown(&error);
+    assert!(text.contains("3 of 5 masters did not take part"), "{text}");
+    for master in &world.masters[..3] {
+        assert!(text.contains(&master.addr().to_string()), "{text}");
+    }
+    assert!(text.contains("refused"), "{text}");
+    let error = lock.acquire_timeout(SECOND).await.unwrap_err();
+    assert!(error.is_transient() && !error.is_timeout(), "{error}");
+    assert!(client.inspect("a").await.is_err());
+    let error = connect(world.config()).await.unwrap_err();
+    assert!(
+        shown(&error).contains("3 of 5 masters did not take part"),
+        "{error:?}"
+    );
+    world.nothing_is_left("three masters dead").await;
+}
+
+#[tokio::test]
+async fn a_master_that_stands_still_costs_nothing() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let client = world.client().await;
+    let lock = lock(&client, "a", LONG);
+    lock.acquire().await.unwrap().release().await.unwrap();
+    world.masters[4].pause().unwrap();
+    let mut took = Vec::new();
+    for _ in 0..50 {
+        let began = Instant::now();
+        lock.acquire().await.unwrap().release().await.unwrap();
+        took.push(began.elapsed());
+    }
+    took.sort_unstable();
+    // Before and after its connection counts as broken: it is never waited for.
+    assert!(took[25] < PATIENCE / 3, "{took:?}");
+    let late = within(LONG, "connected beside it", world.client()).await;
+    drop(late);
+    world.masters[4].resume().unwrap();
+    // What was still on its way there takes effect in order, or not at all.
+    world.nothing_is_left("after a master stood still").await;
+}
+
+#[tokio::test]
+async fn masters_killed_and_restarted_with_their_data_keep_holds_and_waiters() {
+    if no_server() {
+        return;
+    }
+    let world = World::built(5, |builder| builder.append_only(Fsync::Always));
+    let mut config = world.config();
+    config.durable = true;
+    let (holder, other) = (
+        connect(config.clone()).await.unwrap(),
+        connect(config).await.unwrap(),
+    );
+    let mut last = 0;
+    for round in 0..3 {
+        let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+        assert!(held.token().get() > last, "tokens went back");
+        let waiting = waiter(&lock(&other, "a", LONG));
+        world.waiters("a", 1).await;
+        // A majority, one after the other or all at once.
+        for master in &world.masters[round % 3..][..3] {
+            master.kill().unwrap();
+        }
+        for master in &world.masters[round % 3..][..3] {
+            master.start().unwrap();
+        }
+        world.voting(5).await;
+        within(RECOVERED, "renewed", async {
+            while held.renew().await.is_err() {
+                assert!(held.is_held());
+                tokio::time::sleep(10 * MS).await;
+            }
+        })
+        .await;
+        assert!(!waiting.is_finished(), "an overlap");
+        let token = held.token();
+        within(RECOVERED, "released", async {
+            held.release().await.unwrap();
+        })
+        .await;
+        let next = granted(RECOVERED, "the waiter", waiting).await;
+        assert!(next.token() > token);
+        last = next.token().get();
+        next.release().await.unwrap();
+        // And while idle.
+        world.masters[round].kill().unwrap();
+        world.masters[round].start().unwrap();
+        world.voting(5).await;
+    }
+    world.nothing_is_left("after crashes").await;
+}
+
+#[tokio::test]
+async fn replies_lost_by_a_minority_cost_nothing_and_by_a_majority_leave_nothing() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (client, proxies) = world.client_behind_proxies().await;
+    let ours = lock(&client, "a", 3 * SECOND);
+    for mode in [Mode::DropReplies, Mode::Blackhole, Mode::HalfOpen] {
+        for proxy in &proxies[..2] {
+            proxy.set(mode);
+        }
+        for _ in 0..10 {
+            let held = within(SECOND, "granted by three", ours.acquire()).await.unwrap();
+            within(SECOND, "renewed by three", held.renew()).await.unwrap();
+            within(SECOND, "released by three", held.release())
+                .await
+                .unwrap();
+        }
+        proxies[2].set(mode);
+        let began = Instant::now();
+        let error = ours.try_acquire().await.unwrap_err();
+        assert!(began.elapsed() < PATIENCE * 2 + MORE, "{:?}", began.elapsed());
+        assert!(error.is_transient() && !error.is_timeout(), "{mode:?}: {error}");
+        for proxy in proxies.iter() {
+            proxy.set(Mode::Pass);
+        }
+        world.nothing_is_left(&format!("{mode:?}")).await;
+        // Connections that nothing went through for a while are found out and replaced.
+        within(RECOVERED, "granted by all", async {
+            loop {
+                let held = ours.acquire().await.unwrap();
+                let all = world.holding("a") == 5;
+                held.release().await.unwrap();
+                if all {
+                    return;
+                }
+                tokio::time::sleep(10 * MS).await;
+            }
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn a_holder_cut_off_from_a_majority_is_told_before_the_next_is_granted() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (holder, proxies) = world.client_behind_proxies().await;
+    let other = world.client().await;
+    for mode in [Mode::Blackhole, Mode::DropReplies, Mode::HalfOpen, Mode::Refuse] {
+        let held = lock(&holder, "a", 2 * SECOND).acquire().await.unwrap();
+        let waiting = waiter(&lock(&other, "a", LONG));
+        world.waiters("a", 1).await;
+        for proxy in &proxies[1..4] {
+            proxy.set(mode);
+            if mode == Mode::Refuse {
+                proxy.reset();
+            }
+        }
+        let reason = within(3 * SECOND, "told", held.lost()).await;
+        assert_eq!(reason, LossReason::Expired, "{mode:?}");
+        assert!(!waiting.is_finished(), "an overlap: {mode:?}");
+        for proxy in proxies.iter() {
+            proxy.set(Mode::Pass);
+        }
+        let next = granted(2 * SECOND + RECOVERED, "the waiter", waiting).await;
+        assert!(next.token() > held.token());
+        next.release().await.unwrap();
+        drop(held);
+        world.nothing_is_left(&format!("{mode:?}")).await;
+        within(RECOVERED, "connected again", async {
+            while !matches!(lock(&holder, "b", LONG).try_acquire().await, Ok(Some(_))) {
+                tokio::time::sleep(10 * MS).await;
+            }
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn a_storm_of_resets_costs_nobody_a_hold() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (client, proxies) = world.client_behind_proxies().await;
+    let other = world.client().await;
+    let held = lock(&client, "a", 5 * SECOND).acquire().await.unwrap();
+    let theirs = lock(&other, "b", 5 * SECOND).acquire().await.unwrap();
+    let waiting = waiter(&lock(&client, "b", 5 * SECOND));
+    world.waiters("b", 1).await;
+    let storm = Instant::now();
+    let mut rng = fastrand::Rng::with_seed(7);
+    while storm.elapsed() < 4 * SECOND {
+        proxies[rng.usize(..5)].reset();
+        tokio::time::sleep(20 * MS).await;
+        held.check().expect("held throughout");
+        assert!(!waiting.is_finished(), "an overlap");
+    }
+    let resets: u64 = proxies.iter().map(|proxy| proxy.counts().connections).sum();
+    assert!(resets > 20, "no storm: {resets} connections");
+    theirs.release().await.unwrap();
+    granted(RECOVERED, "the waiter", waiting)
+        .await
+        .release()
+        .await
+        .unwrap();
+    within(RECOVERED, "released", async { held.release().await.unwrap() }).await;
+    world.nothing_is_left("after resets").await;
+}
+
+/// Runs `future`, and drops it when it is still not done after `polls` polls; whether it was done.
+async fn cancel_after<F: Future>(polls: u32, future: F) -> bool {
+    let mut future = pin!(future);
+    let mut polled = 0;
+    poll_fn(|cx| {
+        polled += 1;
+        match future.as_mut().poll(cx) {
+            Poll::Ready(_) => Poll::Ready(true),
+            Poll::Pending if polled == polls => Poll::Ready(false),
+            Poll::Pending => Poll::Pending,
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn dropped_at_every_await_nothing_is_left_at_any_master() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (client, proxies) = world.client_behind_proxies().await;
+    // What a broken connection took along is gone with its lease, at one master.
+    let (ours, other) = (lock(&client, "a", SECOND), world.client().await);
+    let theirs = lock(&other, "a", SECOND);
+    let mut rng = fastrand::Rng::with_seed(7);
+    for (name, contended) in [("acquire", false), ("release", false), ("wait", true)] {
+        let mut done = false;
+        for polls in 1..40 {
+            // Replies of some, or a connection, are lost on the way.
+            let which = rng.usize(..5);
+            match polls % 3 {
+                0 => proxies[which].set(Mode::DropReplies),
+                1 => proxies[which].reset(),
+                _ => {}
+            }
+            let held = if contended {
+                Some(theirs.acquire().await.unwrap())
+            } else {
+                None
+            };
+            let released = tokio::spawn(async move {
+                if let Some(held) = held {
+                    tokio::time::sleep(20 * MS).await;
+                    held.release().await.unwrap();
+                }
+            });
+            let lock = if polls % 2 == 0 { ours.clone() } else { ours.shared() };
+            done = if name == "release" {
+                let held = lock.acquire().await.unwrap();
+                cancel_after(polls, held.release()).await
+            } else {
+                cancel_after(polls, lock.acquire()).await
+            };
+            released.await.unwrap();
+            proxies[which].set(Mode::Pass);
+            world
+                .nothing_is_left(&format!("{name}, dropped after poll {polls}"))
+                .await;
+            if done && polls > 12 {
+                break;
+            }
+        }
+        assert!(done, "{name} never came to an end");
+    }
+}
+
+#[tokio::test]
+async fn forgotten_scripts_are_made_known_again() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let client = world.client().await;
+    let lock = lock(&client, "a", 3 * SECOND);
+    for _ in 0..3 {
+        for master in &world.masters {
+            master.cli(&["SCRIPT", "FLUSH"]).unwrap();
+        }
+        let held = lock.acquire().await.unwrap();
+        for master in &world.masters {
+            master.cli(&["SCRIPT", "FLUSH"]).unwrap();
+        }
+        held.renew().await.unwrap();
+        for master in &world.masters {
+            master.cli(&["SCRIPT", "FLUSH"]).unwrap();
+        }
+        held.release().await.unwrap();
+        assert!(client.inspect("a").await.unwrap().is_free());
+    }
+    // Where nobody waited for long enough to hear that a release was not known, the lease ends it.
+    world.nothing_is_left("after forgotten scripts").await;
+    within(RECOVERED, "all take part again", async {
+        loop {
+            let held = lock.acquire().await.unwrap();
+            let all = world.holding("a") == 5;
+            held.release().await.unwrap();
+            if all {
+                return;
+            }
+            tokio::time::sleep(50 * MS).await;
+        }
+    })
+    .await;
+}
+
+/// What a clock that jumps ahead, an eviction and a careless admin have in common.
+#[tokio::test]
+async fn keys_expired_at_a_majority_let_two_in_and_the_token_tells_them_apart() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (first, second) = (world.client().await, world.client().await);
+    let stale = lock(&first, "a", LONG)
+        .with_options(AcquireOptions::new().ttl(LONG).renew(false))
+        .acquire()
+        .await
+        .unwrap();
+    let theirs = lock(&second, "a", LONG);
+    for (n, master) in world.masters.iter().enumerate() {
+        assert!(
+            theirs.try_acquire().await.unwrap().is_none(),
+            "{n} of them are no majority"
+        );
+        master.cli(&["PEXPIRE", "lockkit:a", "1"]).unwrap();
+        if n == 2 {
+            break;
+        }
+    }
+    eventually("expired at three", async || world.holding("a") == 2).await;
+    let fresh = theirs.try_acquire().await.unwrap().expect("to be had at three");
+    assert!(stale.is_held(), "the overlap that this reproduces");
+    assert!(fresh.token() > stale.token(), "tokens rise all the same");
+    let gate = FenceGate::new();
+    gate.admit(fresh.token()).unwrap();
+    assert!(gate.admit(stale.token()).is_err(), "a stale write is refused");
+    // The first to ask is told.
+    assert!(stale.renew().await.unwrap_err().is_lost());
+    let reason = within(SECOND, "told", stale.lost()).await;
+    assert_eq!(reason, LossReason::Revoked);
+    fresh.release().await.unwrap();
+    drop(stale);
+    world.nothing_is_left("after keys went").await;
+}
+
+#[tokio::test]
+async fn keys_expired_at_a_minority_are_set_again_by_the_next_renewal() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (first, second) = (world.client().await, world.client().await);
+    for ours in [lock(&first, "a", LONG), lock(&first, "a", LONG).shared()] {
+        let held = ours.acquire().await.unwrap();
+        eventually("held by all", async || world.holding("a") == 5).await;
+        for master in &world.masters[3..] {
+            master.cli(&["DEL", "lockkit:a"]).unwrap();
+        }
+        let theirs = lock(&second, "a", LONG);
+        assert!(theirs.try_acquire().await.unwrap().is_none());
+        eventually("what the try took is given back", async || world.holding("a") == 3).await;
+        held.renew().await.unwrap();
+        eventually("repaired", async || world.holding("a") == 5).await;
+        held.check().unwrap();
+        held.release().await.unwrap();
+        world.nothing_is_left("after a repair").await;
+    }
+}
+
+#[tokio::test]
+async fn a_divided_vote_is_repeated_until_somebody_wins() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let mut tasks = Vec::new();
+    let inside = std::sync::Arc::new(std::sync::Mutex::new((0_u32, 0_u64)));
+    for _ in 0..6 {
+        let (lock, inside) = (lock(&world.client().await, "a", LONG), inside.clone());
+        tasks.push(tokio::spawn(async move {
+            for _ in 0..30 {
+                let held = lock.acquire().await.unwrap();
+                {
+                    let mut inside = inside.lock().unwrap();
+                    inside.0 += 1;
+                    assert_eq!(inside.0, 1, "an overlap");
+                    assert!(held.token().get() > inside.1, "tokens went back");
+                    inside.1 = held.token().get();
+                }
+                tokio::task::yield_now().await;
+                inside.lock().unwrap().0 -= 1;
+                held.release().await.unwrap();
+            }
+        }));
+    }
+    for task in tasks {
+        within(LONG, "everybody gets on", task).await.unwrap();
+    }
+    world.nothing_is_left("after contention").await;
+}
+
+#[tokio::test]
+async fn a_master_that_keeps_something_else_at_the_key_is_one_without_a_say() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let client = world.client().await;
+    let lock = lock(&client, "a", LONG);
+    for (n, master) in world.masters.iter().enumerate() {
+        master.cli(&["HSET", "lockkit:a", "some", "thing"]).unwrap();
+        if n == 2 {
+            break;
+        }
+        lock.acquire().await.unwrap().release().await.unwrap();
+    }
+    let error = lock.try_acquire().await.unwrap_err();
+    assert!(!error.is_transient(), "{error:?}");
+    assert!(
+        shown(&error).contains("something else than a string"),
+        "{error:?}"
+    );
+    let config = config("redlock://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3");
+    let error = connect(config).await.unwrap_err();
+    assert!(error.is_transient(), "{error:?}");
+}
