@@ -2,5 +2,7 @@
 
 mod conformance;
 mod faults;
+mod foreign;
 mod guard;
+mod soak;
 mod world;
