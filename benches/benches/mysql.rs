@@ -418,10 +418,10 @@ async fn sixteen_clients(server: &Arc<MySql>) {
     for (name, waits) in names.into_iter().zip(runs) {
         let counts = waits.iter().map(Vec::len);
         let (fewest, most) = (counts.clone().min(), counts.clone().max());
-        let rate = counts.sum::<usize>() as f64 / (TURN * TURNS).as_secs_f64();
+        let rate = counts.sum::<usize>() as u128 * 1_000 / (TURN * TURNS).as_millis();
         let mut waits = Times(waits.concat());
         println!(
-            "  {name:32} {rate:>8.0}/s  wait: median {:>10.1?}  longest {:>10.1?}  each client {} to {} times",
+            "  {name:32} {rate:>8}/s  wait: median {:>10.1?}  longest {:>10.1?}  each client {} to {} times",
             waits.median(),
             waits.worst(),
             fewest.unwrap_or_default(),
