@@ -14,7 +14,7 @@
 
 use std::{
     env,
-    ffi::OsString,
+    ffi::{OsStr, OsString},
     process::{Command, Stdio},
 };
 
@@ -43,19 +43,19 @@ pub fn valkey() -> OsString {
 
 /// Why there are no Redis servers on this machine, and what to do; `None` if there are.
 pub fn missing() -> Option<String> {
-    cannot_run(program(), "on Debian or Ubuntu: apt-get install redis-server")
+    cannot_run(&program(), "on Debian or Ubuntu: apt-get install redis-server")
 }
 
 /// Why there are no Valkey servers on this machine, and what to do; `None` if there are.
 pub fn missing_valkey() -> Option<String> {
     cannot_run(
-        valkey(),
+        &valkey(),
         "say where it is in the environment variable LOCKKIT_VALKEY_SERVER",
     )
 }
 
-fn cannot_run(program: OsString, advice: &str) -> Option<String> {
-    let version = Command::new(&program)
+fn cannot_run(program: &OsStr, advice: &str) -> Option<String> {
+    let version = Command::new(program)
         .arg("--version")
         .stdin(Stdio::null())
         .stdout(Stdio::null())

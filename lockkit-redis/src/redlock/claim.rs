@@ -62,7 +62,7 @@ impl RedlockClaim {
         let record = Record::new(request, &masters.inbox.client);
         Self {
             key: layout::key(&masters.namespace, &request.name, request.mode.kind()),
-            value: record.with_token(None),
+            value: record.with_token(None).into_owned(),
             record,
             request: request.clone(),
             masters,
@@ -150,7 +150,7 @@ impl RedlockClaim {
     async fn round(&mut self, waits: &str) -> Result<Result<Grant, Lost>> {
         let masters = self.masters.clone();
         let proposed = self.proposal()?;
-        self.value = self.record.with_token(Some(*proposed.start()));
+        self.value = self.record.with_token(Some(*proposed.start())).into_owned();
         let since = Instant::now();
         let ttl = Duration::from_millis(self.ttl_ms());
         let mut round = QuorumRound::begin(masters.rules, masters.since_origin(since), ttl, proposed.clone());
@@ -180,7 +180,7 @@ impl RedlockClaim {
             match step {
                 Step::Wait => {}
                 Step::Confirm(tokens, holding) => {
-                    confirmed = self.record.with_token(Some(*tokens.start()));
+                    confirmed = self.record.with_token(Some(*tokens.start())).into_owned();
                     for master in holding {
                         requests.ask(master, Kind::Confirmation, |run_id| {
                             let mut call = script::REDLOCK_CONFIRM.call(&self.key);
