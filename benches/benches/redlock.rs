@@ -61,7 +61,12 @@ impl Contender {
 }
 
 async fn to_all(masters: &mut [MultiplexedConnection], command: &redis::Cmd) {
-    let replies = join_all(masters.iter_mut().map(|master| master.send_packed_command(command))).await;
+    let replies = join_all(
+        masters
+            .iter_mut()
+            .map(|master| master.send_packed_command(command)),
+    )
+    .await;
     for reply in replies {
         assert_ne!(reply.expect("an answer"), redis::Value::Nil);
     }
@@ -187,12 +192,7 @@ fn one_stopped(runtime: &Runtime) {
         stopped[4].pause().expect("paused");
         contenders
     });
-    in_turns(
-        runtime,
-        "5 masters, uncontended, lockkit",
-        500,
-        &contenders,
-    );
+    in_turns(runtime, "5 masters, uncontended, lockkit", 500, &contenders);
     let mut theirs = rslock(&stopped);
     runtime.block_on(async {
         let mut times = Vec::new();
@@ -220,7 +220,9 @@ fn contended(runtime: &Runtime) {
             let theirs: Vec<_> = (0..CLIENTS).map(|_| rslock(&masters)).collect();
             (ours, theirs)
         });
-        println!("\n{count} masters, {CLIENTS} clients on one lock: median cycles/s of {ROUNDS} rounds in turns");
+        println!(
+            "\n{count} masters, {CLIENTS} clients on one lock: median cycles/s of {ROUNDS} rounds in turns"
+        );
         let mut rates = [Vec::new(), Vec::new()];
         for _ in 0..ROUNDS {
             for (contenders, rates) in [&ours, &theirs].into_iter().zip(&mut rates) {

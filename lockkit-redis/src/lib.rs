@@ -1,6 +1,6 @@
-//! The Redis backend of lockkit: fenced, fair and notified locks on one master.
+//! The Redis backend of lockkit: fenced, fair and notified locks on one master; and Redlock, on a majority of several.
 //!
-//! Most programs use it through the facade `lockkit`, by its feature `redis` and a URL `redis://…`.
+//! Most programs use it through the facade `lockkit`, by its feature `redis` and a URL `redis://…` or `redlock://…`.
 //!
 //! An exclusive lock is a plain string that is set with `NX PX` and deleted after a comparison, as in
 //! [Redis's own description](https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/), so that it and

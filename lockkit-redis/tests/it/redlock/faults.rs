@@ -165,9 +165,7 @@ async fn replies_lost_by_a_minority_cost_nothing_and_by_a_majority_leave_nothing
         for _ in 0..10 {
             let held = within(SECOND, "granted by three", ours.acquire()).await.unwrap();
             within(SECOND, "renewed by three", held.renew()).await.unwrap();
-            within(SECOND, "released by three", held.release())
-                .await
-                .unwrap();
+            within(SECOND, "released by three", held.release()).await.unwrap();
         }
         proxies[2].set(mode);
         let began = Instant::now();
@@ -311,7 +309,11 @@ async fn dropped_at_every_await_nothing_is_left_at_any_master() {
                     held.release().await.unwrap();
                 }
             });
-            let lock = if polls % 2 == 0 { ours.clone() } else { ours.shared() };
+            let lock = if polls % 2 == 0 {
+                ours.clone()
+            } else {
+                ours.shared()
+            };
             done = if name == "release" {
                 let held = lock.acquire().await.unwrap();
                 cancel_after(polls, held.release()).await
@@ -425,7 +427,10 @@ async fn keys_expired_at_a_minority_are_set_again_by_the_next_renewal() {
         }
         let theirs = lock(&second, "a", LONG);
         assert!(theirs.try_acquire().await.unwrap().is_none());
-        eventually("what the try took is given back", async || world.holding("a") == 3).await;
+        eventually("what the try took is given back", async || {
+            world.holding("a") == 3
+        })
+        .await;
         held.renew().await.unwrap();
         eventually("repaired", async || world.holding("a") == 5).await;
         held.check().unwrap();

@@ -139,11 +139,7 @@ async fn a_plain_key_at_a_majority_excludes_ours() {
         if let Some(held) = granted {
             held.release().await.unwrap();
         }
-        assert_eq!(
-            master.cli(&["GET", KEY]).unwrap(),
-            "theirs",
-            "never touched"
-        );
+        assert_eq!(master.cli(&["GET", KEY]).unwrap(), "theirs", "never touched");
         eventually("given back", async || world.holding("a") == n + 1).await;
     }
 }

@@ -117,7 +117,12 @@ async fn restored_data_are_older_than_they_say() {
     world.masters[2].kill().unwrap();
     // With all its data, the marker among them: nobody can tell how old they are.
     world.masters[1].restart().unwrap();
-    assert!(!world.masters[1].cli(&["GET", "lockkit#redlock"]).unwrap().is_empty());
+    assert!(
+        !world.masters[1]
+            .cli(&["GET", "lockkit#redlock"])
+            .unwrap()
+            .is_empty()
+    );
     try_says(&client, "a", "was restarted or emptied").await;
     let late = connect(guarded(&world)).await.unwrap();
     try_says(&late, "a", "was restarted or emptied").await;
@@ -172,7 +177,11 @@ async fn durable_masters_have_to_be() {
         let error = connect(config).await.unwrap_err();
         assert!(!error.is_transient(), "{error:?}");
         let text = shown(&error);
-        let setting = if build.is_none() { "appendonly" } else { "appendfsync" };
+        let setting = if build.is_none() {
+            "appendonly"
+        } else {
+            "appendfsync"
+        };
         assert!(
             text.contains(setting) && text.contains(&world.masters[0].addr().to_string()),
             "{text}"

@@ -1,6 +1,7 @@
 //! Redlock on five real masters.
 
 mod conformance;
+mod connecting;
 mod faults;
 mod foreign;
 mod guard;

@@ -139,7 +139,7 @@ pub(crate) fn left_at(master: &RedisServer) -> BTreeSet<String> {
 
 pub(crate) fn url<'a>(masters: impl Iterator<Item = &'a str>) -> String {
     let masters: Vec<_> = masters
-        .map(|master| master.trim_start_matches("redis://"))
+        .map(|master| master.split_once("://").map_or(master, |(_, rest)| rest))
         .collect();
     format!("redlock://{}", masters.join(","))
 }
