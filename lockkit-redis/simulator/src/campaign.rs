@@ -1,0 +1,149 @@
+//! Many schedules, on all cores.
+
+use std::{
+    fmt,
+    ops::Range,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread,
+};
+
+use crate::{
+    config::{Config, Promise},
+    mutant::Mutant,
+    world::{self, Tally},
+};
+
+/// One kind of fault over many schedules.
+#[derive(Clone, Copy, Debug)]
+pub struct Finding {
+    /// Which it is.
+    pub what: &'static str,
+    /// What the algorithm promises about it.
+    pub promise: Promise,
+    /// In how many schedules it happened.
+    pub schedules: u64,
+    /// The lowest seed with which it did.
+    pub seed: Option<u64>,
+}
+
+impl Finding {
+    /// Whether the promise was kept; a fault that has to be found was found.
+    pub fn is_as_promised(&self) -> bool {
+        match self.promise {
+            Promise::Never => self.schedules == 0,
+            Promise::Happens => self.schedules > 0,
+            Promise::None => true,
+        }
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} in {} schedules", self.what, self.schedules)?;
+        match self.seed {
+            Some(seed) => write!(f, ", first with seed {seed}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What many schedules came to.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    /// How many there were.
+    pub schedules: u64,
+    /// One per kind of fault.
+    pub findings: [Finding; 7],
+    /// What went on in all of them.
+    pub tally: Tally,
+}
+
+/// Runs a schedule for each seed.
+pub fn campaign(config: &Config, mutant: Option<Mutant>, seeds: Range<u64>) -> Summary {
+    explore(config, mutant, seeds, false)
+}
+
+/// Runs schedules until one breaks a promise, and says which.
+pub fn first_broken(config: &Config, mutant: Mutant, seeds: Range<u64>) -> Option<Finding> {
+    let summary = explore(config, Some(mutant), seeds, true);
+    let broken = |finding: &Finding| finding.promise == Promise::Never && finding.schedules > 0;
+    summary.findings.into_iter().find(broken)
+}
+
+fn explore(config: &Config, mutant: Option<Mutant>, seeds: Range<u64>, stops: bool) -> Summary {
+    let next = AtomicU64::new(seeds.start);
+    let enough = AtomicBool::new(false);
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let share = || {
+        let mut summary = Summary::of(config);
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= seeds.end || enough.load(Ordering::Relaxed) {
+                return summary;
+            }
+            let broken = summary.add(config, mutant, seed);
+            if broken && stops {
+                enough.store(true, Ordering::Relaxed);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..cores).map(|_| scope.spawn(share)).collect();
+        let mut total = Summary::of(config);
+        for thread in threads {
+            match thread.join() {
+                Ok(part) => total.merge(&part),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        total
+    })
+}
+
+impl Summary {
+    fn of(config: &Config) -> Self {
+        let columns = config.expected.columns(&crate::Faults::default());
+        Self {
+            schedules: 0,
+            findings: columns.map(|(what, promise, _)| Finding {
+                what,
+                promise,
+                schedules: 0,
+                seed: None,
+            }),
+            tally: Tally::default(),
+        }
+    }
+
+    /// Whether this one breaks a promise.
+    fn add(&mut self, config: &Config, mutant: Option<Mutant>, seed: u64) -> bool {
+        let report = world::run(config, mutant, seed);
+        self.schedules += 1;
+        self.tally.add(&report.tally);
+        let mut broken = false;
+        for (finding, (_, promise, times)) in self
+            .findings
+            .iter_mut()
+            .zip(config.expected.columns(&report.faults))
+        {
+            if times > 0 {
+                finding.schedules += 1;
+                finding.seed.get_or_insert(seed);
+                broken |= promise == Promise::Never;
+            }
+        }
+        broken
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.schedules += other.schedules;
+        self.tally.add(&other.tally);
+        for (ours, theirs) in self.findings.iter_mut().zip(&other.findings) {
+            ours.schedules += theirs.schedules;
+            ours.seed = match (ours.seed, theirs.seed) {
+                (Some(one), Some(other)) => Some(one.min(other)),
+                (one, other) => one.or(other),
+            };
+        }
+    }
+}

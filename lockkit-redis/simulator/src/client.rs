@@ -1,0 +1,645 @@
+//! One client: what a driver does around [`QuorumRound`], without I/O. It hears of time, answers and alarms, and says what
+//! to send, when to wake it and what it holds.
+
+use std::{ops::RangeInclusive, time::Duration};
+
+use fastrand::Rng;
+
+use crate::{
+    master::{Answer, Claim, Mode, Request},
+    mutant::Mutant,
+    quorum::{Defeat, Outcome, QuorumCount, QuorumRound, Rules, Step},
+};
+
+/// The client's own clocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Now {
+    /// Since some moment, and never back.
+    pub(crate) monotonic: Duration,
+    /// Microseconds since 1970, if somebody has set it right.
+    pub(crate) wall: u64,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Habits {
+    pub(crate) ttl: Duration,
+    /// For how long a master that may have lost data keeps out.
+    pub(crate) quarantine: Duration,
+    pub(crate) renews: bool,
+    pub(crate) shares: bool,
+    pub(crate) cancels: bool,
+    /// Tries again within a millisecond of when a lease is said to end.
+    pub(crate) hurries: bool,
+    /// So many tokens per grant, for hand-offs without a request.
+    pub(crate) block: u64,
+    /// So many holds, and it is done.
+    pub(crate) goal: u32,
+    /// How long its user holds, at most, and how often far beyond the lease.
+    pub(crate) hold: Duration,
+    pub(crate) overstays: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Alarm {
+    /// The deadline of this operation.
+    Deadline(u32),
+    Retry(u32),
+    Cancel(u32),
+    Renew(u32),
+    LeaseEnd(u32),
+    UserDone(u32),
+    /// The worker gets round to a cancelled claim.
+    LateRelease(Claim),
+    Reconnect(usize, u32),
+    /// This master, in this life, has kept out for long enough.
+    Mark(usize, u32),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Effect {
+    Send(usize, u32, Request),
+    /// On a new connection, which ends the one before.
+    Connect(usize, u32),
+    Mark(usize, u32),
+    Wake(Duration, Alarm),
+    Acquired {
+        began: Duration,
+        until: Duration,
+        token: u64,
+        mode: Mode,
+        at_once: bool,
+        /// When its user means to be done.
+        done: Duration,
+    },
+    /// By a renewal begun at the first moment, to the second.
+    Extended(Duration, Duration),
+    /// Released, or found to be lost.
+    Over,
+    /// It was lost.
+    CutShort,
+    Lost(Defeat),
+}
+
+#[derive(Debug)]
+pub(crate) struct Client {
+    rules: Rules,
+    habits: Habits,
+    mutant: Option<Mutant>,
+    rng: Rng,
+    links: Vec<Link>,
+    claim: Claim,
+    /// Owners that this client may still become.
+    next_owner: u32,
+    highest: u64,
+    operation: u32,
+    /// Alarms of earlier states are void.
+    epoch: u32,
+    state: State,
+    pub(crate) done: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    connection: u32,
+    up: bool,
+}
+
+#[derive(Debug)]
+enum State {
+    Idle,
+    Acquiring {
+        round: QuorumRound,
+        mode: Mode,
+        rounds_left: u32,
+        confirmed: bool,
+    },
+    Holding(Hold),
+    Releasing(QuorumCount),
+    Finished,
+}
+
+#[derive(Debug)]
+struct Hold {
+    mode: Mode,
+    began: Duration,
+    until: Duration,
+    /// Not used yet.
+    tokens: RangeInclusive<u64>,
+    renewal: Option<(QuorumCount, Duration)>,
+}
+
+type Out = Vec<Effect>;
+
+impl Client {
+    pub(crate) fn new(number: u32, rules: Rules, habits: Habits, mutant: Option<Mutant>, rng: Rng) -> Self {
+        Self {
+            rules,
+            habits,
+            mutant,
+            rng,
+            links: vec![
+                Link {
+                    connection: 1,
+                    up: true
+                };
+                rules.masters
+            ],
+            claim: Claim {
+                owner: number * 1000,
+                round: 0,
+            },
+            next_owner: number * 1000 + 1,
+            highest: 0,
+            operation: 0,
+            epoch: 0,
+            state: State::Idle,
+            done: 0,
+        }
+    }
+
+    pub(crate) fn is_finished(&self) -> bool {
+        matches!(self.state, State::Finished)
+    }
+
+    pub(crate) fn is_renewing(&self) -> bool {
+        matches!(&self.state, State::Holding(hold) if hold.renewal.is_some())
+    }
+
+    pub(crate) fn is_connected(&self, master: usize) -> bool {
+        self.links[master].up
+    }
+
+    pub(crate) fn connection(&self, master: usize) -> u32 {
+        self.links[master].connection
+    }
+
+    pub(crate) fn begin(&mut self, now: Now, out: &mut Out) {
+        self.idle(now, Duration::ZERO..Duration::from_millis(50), out);
+    }
+
+    pub(crate) fn alarm(&mut self, now: Now, alarm: Alarm, out: &mut Out) {
+        match alarm {
+            Alarm::Deadline(operation) if operation == self.operation => self.deadline(now, out),
+            Alarm::Retry(epoch) if epoch == self.epoch => self.acquire(now, out),
+            Alarm::Cancel(epoch) if epoch == self.epoch => self.cancel(now, out),
+            Alarm::Renew(epoch) if epoch == self.epoch => self.renew(now, out),
+            Alarm::LeaseEnd(epoch) if epoch == self.epoch => self.lease_end(now, out),
+            Alarm::UserDone(epoch) if epoch == self.epoch => self.user_done(now, out),
+            Alarm::LateRelease(claim) => self.release_everywhere(claim, out),
+            Alarm::Reconnect(master, connection) => {
+                if self.links[master].connection == connection && !self.links[master].up {
+                    self.connect(now, master, out);
+                }
+            }
+            Alarm::Mark(master, life) => out.push(Effect::Mark(master, life)),
+            _ => {}
+        }
+    }
+
+    /// The connection to a master broke.
+    pub(crate) fn broken(&mut self, now: Now, master: usize, out: &mut Out) {
+        let link = &mut self.links[master];
+        link.up = false;
+        let connection = link.connection;
+        let pause = self.pause(Duration::from_millis(1)..Duration::from_millis(40));
+        out.push(Effect::Wake(
+            now.monotonic + pause,
+            Alarm::Reconnect(master, connection),
+        ));
+    }
+
+    fn connect(&mut self, now: Now, master: usize, out: &mut Out) {
+        let link = &mut self.links[master];
+        link.connection += 1;
+        let connection = link.connection;
+        out.push(Effect::Connect(master, connection));
+        let again = now.monotonic + Duration::from_millis(150);
+        out.push(Effect::Wake(again, Alarm::Reconnect(master, connection)));
+    }
+
+    /// A new connection is there.
+    pub(crate) fn connected(
+        &mut self,
+        now: Now,
+        master: usize,
+        connection: u32,
+        life: u32,
+        marked: bool,
+        out: &mut Out,
+    ) {
+        let link = &mut self.links[master];
+        if link.connection != connection || link.up {
+            return;
+        }
+        link.up = true;
+        if !marked {
+            out.push(Effect::Wake(
+                now.monotonic + self.habits.quarantine,
+                Alarm::Mark(master, life),
+            ));
+        }
+    }
+
+    pub(crate) fn answered(
+        &mut self,
+        now: Now,
+        master: usize,
+        operation: u32,
+        answer: Answer,
+        out: &mut Out,
+    ) {
+        let current = operation == self.operation;
+        match (&mut self.state, answer) {
+            (State::Acquiring { round, .. }, Answer::Vote(vote))
+                if current || self.mutant == Some(Mutant::OldVotesCount) =>
+            {
+                let step = round.voted(now.monotonic, master, vote);
+                self.step(now, step, out);
+            }
+            (State::Acquiring { round, .. }, Answer::Confirmation(answer)) if current => {
+                let step = round.confirmed(now.monotonic, master, answer);
+                self.step(now, step, out);
+            }
+            (State::Holding(hold), Answer::Report(report)) if current => {
+                if let Some((count, _)) = &mut hold.renewal {
+                    let outcome = count.reported(master, report);
+                    self.renewed(now, outcome, out);
+                }
+            }
+            (State::Releasing(count), Answer::Report(report)) if current => {
+                if count.reported(master, report) != Outcome::Wait {
+                    self.next_hold(now, out);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn deadline(&mut self, now: Now, out: &mut Out) {
+        match &mut self.state {
+            State::Acquiring { round, .. } => {
+                let step = round.tick(now.monotonic);
+                self.step(now, step, out);
+            }
+            State::Holding(hold) => {
+                if let Some((count, _)) = &mut hold.renewal {
+                    let outcome = count.tick(now.monotonic);
+                    self.renewed(now, outcome, out);
+                }
+            }
+            State::Releasing(count) => {
+                if count.tick(now.monotonic) != Outcome::Wait {
+                    self.next_hold(now, out);
+                }
+            }
+            State::Idle | State::Finished => {}
+        }
+    }
+
+    fn acquire(&mut self, now: Now, out: &mut Out) {
+        let mode = if self.habits.shares && self.rng.f64() < 0.6 {
+            Mode::Shared
+        } else {
+            Mode::Exclusive
+        };
+        self.epoch += 1;
+        if self.habits.cancels && self.rng.f64() < 0.15 {
+            let pause = self.pause(Duration::ZERO..Duration::from_millis(60));
+            out.push(Effect::Wake(now.monotonic + pause, Alarm::Cancel(self.epoch)));
+        }
+        self.propose(now, mode, 3, out);
+    }
+
+    fn propose(&mut self, now: Now, mode: Mode, rounds_left: u32, out: &mut Out) {
+        self.operation += 1;
+        if self.mutant != Some(Mutant::RoundsLookAlike) {
+            self.claim.round += 1;
+        }
+        let tokens = self.proposal(now);
+        self.highest = self.highest.max(*tokens.end());
+        let round = QuorumRound::begin(self.rules, now.monotonic, self.habits.ttl, tokens.clone());
+        for master in 0..self.rules.masters {
+            let request = Request::Vote {
+                claim: self.claim,
+                mode,
+                ttl: micros(self.habits.ttl),
+                tokens: tokens.clone(),
+            };
+            out.push(Effect::Send(master, self.operation, request));
+        }
+        out.push(Effect::Wake(round.deadline(), Alarm::Deadline(self.operation)));
+        self.state = State::Acquiring {
+            round,
+            mode,
+            rounds_left,
+            confirmed: false,
+        };
+    }
+
+    fn proposal(&self, now: Now) -> RangeInclusive<u64> {
+        if self.mutant == Some(Mutant::NaiveTokens) {
+            return 0..=0;
+        }
+        // A clock set absurdly far ahead must not use up the numbers.
+        let wall = if now.wall < 1 << 51 { now.wall } else { 0 };
+        let first = wall.max(self.highest + 1);
+        first..=first + self.habits.block - 1
+    }
+
+    fn step(&mut self, now: Now, step: Step, out: &mut Out) {
+        let State::Acquiring {
+            round,
+            mode,
+            rounds_left,
+            confirmed,
+        } = &mut self.state
+        else {
+            return;
+        };
+        match step {
+            Step::Wait => {}
+            Step::Confirm(tokens, _) if self.mutant == Some(Mutant::NaiveTokens) => {
+                let _ = tokens;
+                let token = round.highest();
+                self.won(now, token..=token, out);
+            }
+            Step::Confirm(tokens, masters) => {
+                self.highest = self.highest.max(*tokens.end());
+                for master in masters {
+                    let request = Request::Confirm {
+                        claim: self.claim,
+                        tokens: tokens.clone(),
+                    };
+                    out.push(Effect::Send(master, self.operation, request));
+                }
+                if !std::mem::replace(confirmed, true) {
+                    out.push(Effect::Wake(round.deadline(), Alarm::Deadline(self.operation)));
+                }
+                if self.mutant == Some(Mutant::ConfirmsAlone) {
+                    self.won(now, tokens, out);
+                }
+            }
+            Step::Won(tokens) => self.won(now, tokens, out),
+            Step::Lost(defeat) => {
+                let (mode, rounds_left) = (*mode, *rounds_left);
+                self.highest = self.highest.max(round.highest());
+                out.push(Effect::Lost(defeat));
+                if defeat == Defeat::Outrun && rounds_left > 1 {
+                    return self.propose(now, mode, rounds_left - 1, out);
+                }
+                self.release_everywhere(self.claim, out);
+                self.idle(now, self.patience_after(defeat), out);
+            }
+        }
+    }
+
+    fn patience_after(&self, defeat: Defeat) -> std::ops::Range<Duration> {
+        let millis = Duration::from_millis;
+        match defeat {
+            Defeat::Taken(Some(left)) if self.habits.hurries => {
+                let soon = left.saturating_sub(millis(15));
+                soon..soon + millis(1)
+            }
+            Defeat::Taken(Some(left)) => millis(5).min(left)..left.clamp(millis(20), millis(250)),
+            _ => millis(20)..millis(120),
+        }
+    }
+
+    fn won(&mut self, now: Now, tokens: RangeInclusive<u64>, out: &mut Out) {
+        let State::Acquiring {
+            round,
+            mode,
+            confirmed,
+            ..
+        } = &self.state
+        else {
+            return;
+        };
+        let (mode, since, at_once) = (*mode, round.since(), !confirmed);
+        let since_when = if self.mutant == Some(Mutant::LeaseFromTheWin) {
+            now.monotonic
+        } else {
+            since
+        };
+        let until = since_when + self.rules.lease(self.habits.ttl);
+        let (token, last) = (*tokens.start(), *tokens.end());
+        self.hold(now, mode, since, until, token + 1..=last, at_once, out);
+        let Self { epoch, .. } = *self;
+        if let State::Holding(_) = self.state
+            && self.habits.renews
+        {
+            out.push(Effect::Wake(
+                now.monotonic + self.habits.ttl / 3,
+                Alarm::Renew(epoch),
+            ));
+        }
+    }
+
+    /// Somebody of this process has it from now on.
+    #[expect(clippy::too_many_arguments, reason = "what a hold is made of")]
+    fn hold(
+        &mut self,
+        now: Now,
+        mode: Mode,
+        began: Duration,
+        until: Duration,
+        tokens: RangeInclusive<u64>,
+        at_once: bool,
+        out: &mut Out,
+    ) {
+        self.epoch += 1;
+        let longest = if self.rng.f64() < self.habits.overstays {
+            self.habits.ttl * 2
+        } else {
+            self.habits.hold
+        };
+        let done = now.monotonic + self.pause(Duration::ZERO..longest);
+        let token = tokens.start() - 1;
+        out.push(Effect::Acquired {
+            began,
+            until,
+            token,
+            mode,
+            at_once,
+            done,
+        });
+        out.push(Effect::Wake(done, Alarm::UserDone(self.epoch)));
+        out.push(Effect::Wake(until, Alarm::LeaseEnd(self.epoch)));
+        self.state = State::Holding(Hold {
+            mode,
+            began,
+            until,
+            tokens,
+            renewal: None,
+        });
+    }
+
+    fn renew(&mut self, now: Now, out: &mut Out) {
+        let ttl = self.habits.ttl;
+        let State::Holding(hold) = &mut self.state else {
+            return;
+        };
+        if now.monotonic >= hold.until {
+            return self.lease_end(now, out);
+        }
+        self.operation += 1;
+        let count = QuorumCount::of_renewal(self.rules, now.monotonic);
+        out.push(Effect::Wake(count.deadline(), Alarm::Deadline(self.operation)));
+        hold.renewal = Some((count, now.monotonic));
+        let request = Request::Renew {
+            claim: self.claim,
+            mode: hold.mode,
+            ttl: micros(ttl),
+            last: last_of(&hold.tokens),
+        };
+        for master in 0..self.rules.masters {
+            out.push(Effect::Send(master, self.operation, request.clone()));
+        }
+    }
+
+    fn renewed(&mut self, now: Now, outcome: Outcome, out: &mut Out) {
+        let State::Holding(hold) = &mut self.state else {
+            return;
+        };
+        // Whatever a master says by now, it revives nothing.
+        if now.monotonic >= hold.until {
+            return self.lease_end(now, out);
+        }
+        let Some((_, since)) = &hold.renewal else { return };
+        let since = *since;
+        let next = match outcome {
+            Outcome::Wait => return,
+            Outcome::Lost => return self.give_up(now, out),
+            Outcome::Undecided { .. } => self.habits.ttl / 10,
+            Outcome::Held { repair } => {
+                hold.until = hold.until.max(since + self.rules.lease(self.habits.ttl));
+                out.push(Effect::Extended(since, hold.until));
+                let request = Request::Repair {
+                    claim: self.claim,
+                    mode: hold.mode,
+                    ttl: micros((since + self.habits.ttl).saturating_sub(now.monotonic)),
+                    last: last_of(&hold.tokens),
+                };
+                for master in repair {
+                    // Its answer is for nobody.
+                    out.push(Effect::Send(master, 0, request.clone()));
+                }
+                self.habits.ttl / 3
+            }
+        };
+        hold.renewal = None;
+        self.operation += 1;
+        out.push(Effect::Wake(now.monotonic + next, Alarm::Renew(self.epoch)));
+    }
+
+    fn lease_end(&mut self, now: Now, out: &mut Out) {
+        let State::Holding(hold) = &self.state else { return };
+        if now.monotonic < hold.until {
+            out.push(Effect::Wake(hold.until, Alarm::LeaseEnd(self.epoch)));
+            return;
+        }
+        self.give_up(now, out);
+    }
+
+    /// It is lost. Whoever has it goes on writing if he does not look.
+    fn give_up(&mut self, now: Now, out: &mut Out) {
+        out.push(Effect::Over);
+        out.push(Effect::CutShort);
+        self.release_everywhere(self.claim, out);
+        self.next_hold(now, out);
+    }
+
+    fn user_done(&mut self, now: Now, out: &mut Out) {
+        let State::Holding(hold) = &self.state else { return };
+        out.push(Effect::Over);
+        let (mode, began, until, tokens) = (hold.mode, hold.began, hold.until, hold.tokens.clone());
+        let plenty = now.monotonic + self.habits.ttl * 2 / 3 < until;
+        if !tokens.is_empty() && plenty && hold.renewal.is_none() {
+            self.done += 1;
+            let rest = tokens.start() + 1..=*tokens.end();
+            self.hold(now, mode, began, until, rest, true, out);
+            if self.habits.renews {
+                let next = now.monotonic + self.habits.ttl / 10;
+                out.push(Effect::Wake(next, Alarm::Renew(self.epoch)));
+            }
+            return;
+        }
+        self.operation += 1;
+        self.epoch += 1;
+        let count = QuorumCount::of_release(self.rules, now.monotonic);
+        out.push(Effect::Wake(count.deadline(), Alarm::Deadline(self.operation)));
+        for master in 0..self.rules.masters {
+            let request = Request::Release { claim: self.claim };
+            out.push(Effect::Send(master, self.operation, request));
+        }
+        self.state = State::Releasing(count);
+    }
+
+    fn next_hold(&mut self, now: Now, out: &mut Out) {
+        self.done += 1;
+        if self.done >= self.habits.goal {
+            self.operation += 1;
+            self.epoch += 1;
+            self.state = State::Finished;
+            return;
+        }
+        if self.rng.bool() {
+            self.new_claim();
+        }
+        self.idle(now, Duration::ZERO..Duration::from_millis(60), out);
+    }
+
+    /// The future that acquires is dropped. The worker releases its claim, now or in a while, and others come.
+    fn cancel(&mut self, now: Now, out: &mut Out) {
+        if !matches!(self.state, State::Acquiring { .. }) {
+            return;
+        }
+        let claim = self.claim;
+        let late = if self.rng.bool() {
+            Duration::ZERO
+        } else {
+            self.pause(Duration::ZERO..Duration::from_millis(80))
+        };
+        out.push(Effect::Wake(now.monotonic + late, Alarm::LateRelease(claim)));
+        self.new_claim();
+        self.idle(now, Duration::ZERO..Duration::from_millis(40), out);
+    }
+
+    fn new_claim(&mut self) {
+        self.claim = Claim {
+            owner: self.next_owner,
+            round: 0,
+        };
+        self.next_owner += 1;
+    }
+
+    fn release_everywhere(&mut self, claim: Claim, out: &mut Out) {
+        for master in 0..self.rules.masters {
+            out.push(Effect::Send(master, 0, Request::Release { claim }));
+        }
+    }
+
+    fn idle(&mut self, now: Now, pause: std::ops::Range<Duration>, out: &mut Out) {
+        self.operation += 1;
+        self.epoch += 1;
+        self.state = State::Idle;
+        let pause = self.pause(pause);
+        out.push(Effect::Wake(now.monotonic + pause, Alarm::Retry(self.epoch)));
+    }
+
+    fn pause(&mut self, range: std::ops::Range<Duration>) -> Duration {
+        let (from, to) = (
+            micros(range.start),
+            micros(range.end).max(micros(range.start) + 1),
+        );
+        Duration::from_micros(self.rng.u64(from..to))
+    }
+}
+
+fn last_of(tokens: &RangeInclusive<u64>) -> u64 {
+    *tokens.end()
+}
+
+fn micros(span: Duration) -> u64 {
+    u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,461 @@
+//! The schedules to be tried: which faults they have, and what the algorithm promises under those.
+
+use crate::history::Faults;
+
+/// How messages travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Network {
+    /// In order on each connection, late at times; a connection may break with all that is on its way.
+    Connections,
+    /// Each on its own: late, lost, twice, or after one that was sent later.
+    Datagrams,
+}
+
+/// What a master's crash does to its data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Crash {
+    /// Kept, up to the last answer.
+    Kept,
+    /// Lost.
+    Lost,
+    /// As it was at some moment before.
+    Restored,
+    /// Lost, but only at masters without which a majority still has what the present holder has confirmed.
+    Spared,
+}
+
+/// Where keys vanish.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vanishing {
+    /// At masters without which a majority still has them for as long as the lease lasts.
+    Minority,
+    /// Anywhere.
+    Anywhere,
+}
+
+/// Clients' wall clocks, which tokens are proposed from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WallClocks {
+    /// Within 50 ms of each other.
+    Close,
+    /// Years apart, and set forward and back at any time.
+    Wild,
+}
+
+/// What a schedule consists of.
+#[derive(Clone, Copy, Debug)]
+pub struct Features {
+    /// Masters.
+    pub masters: usize,
+    /// How messages travel.
+    pub network: Network,
+    /// How many in a thousand are very late.
+    pub late: u32,
+    /// Clients and masters stop for a while, connections break.
+    pub stops: bool,
+    /// Wall clocks of masters, which the time to live goes by, are set by up to 3 s.
+    pub jumps: bool,
+    /// Keys vanish ahead of time.
+    pub vanishing: Option<Vanishing>,
+    /// Masters crash.
+    pub crash: Option<Crash>,
+    /// A master that may have lost data keeps out for a time to live.
+    pub guard: bool,
+    /// Clients' wall clocks.
+    pub walls: WallClocks,
+    /// Holds are renewed, and masters that lack them repaired.
+    pub renewal: bool,
+    /// Readers and writers.
+    pub shared: bool,
+    /// Tokens per grant, for hand-offs within a process.
+    pub block: u64,
+    /// Acquisitions are abandoned on their way.
+    pub cancels: bool,
+    /// All masters' clocks fast by 0.3 %, all clients' slow, hardly a delay, and retries when a lease ends.
+    pub tight: bool,
+    /// Leases so short that a message may outlive them.
+    pub short: bool,
+}
+
+/// What is promised about one kind of fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Promise {
+    /// It never happens.
+    Never,
+    /// It happens, and the simulator has to find it.
+    Happens,
+    /// Nothing: it may happen.
+    None,
+}
+
+/// What is promised about each.
+#[derive(Clone, Copy, Debug)]
+pub struct Expected {
+    /// See [`Faults::overlaps`].
+    pub overlaps: Promise,
+    /// See [`Faults::duplicates`].
+    pub duplicates: Promise,
+    /// See [`Faults::disorder`].
+    pub disorder: Promise,
+    /// See [`Faults::reversals`].
+    pub reversals: Promise,
+    /// See [`Faults::interleaved`].
+    pub interleaved: Promise,
+    /// See [`Faults::revived`].
+    pub revived: Promise,
+}
+
+impl Expected {
+    const NOTHING_WRONG: Self = Self {
+        overlaps: Promise::Never,
+        duplicates: Promise::Never,
+        disorder: Promise::Never,
+        reversals: Promise::Never,
+        interleaved: Promise::Never,
+        revived: Promise::Never,
+    };
+    const EXCLUSION: Self = Self {
+        duplicates: Promise::None,
+        disorder: Promise::None,
+        reversals: Promise::None,
+        interleaved: Promise::None,
+        ..Self::NOTHING_WRONG
+    };
+    const TOKENS: Self = Self {
+        overlaps: Promise::Happens,
+        disorder: Promise::None,
+        revived: Promise::None,
+        ..Self::NOTHING_WRONG
+    };
+    const NOTHING: Self = Self {
+        overlaps: Promise::Happens,
+        revived: Promise::None,
+        ..Self::EXCLUSION
+    };
+    const WRONG_TOKENS: Self = Self {
+        duplicates: Promise::Happens,
+        disorder: Promise::Happens,
+        reversals: Promise::Happens,
+        interleaved: Promise::None,
+        ..Self::NOTHING_WRONG
+    };
+
+    /// Each with its name and the count of it.
+    pub fn columns(self, faults: &Faults) -> [(&'static str, Promise, u32); 7] {
+        [
+            ("overlapping holds", self.overlaps, faults.overlaps),
+            ("duplicate tokens", self.duplicates, faults.duplicates),
+            ("tokens out of order", self.disorder, faults.disorder),
+            ("tokens reversed", self.reversals, faults.reversals),
+            ("interleaved writes", self.interleaved, faults.interleaved),
+            ("revived holds", self.revived, faults.revived),
+            ("starved clients", Promise::Never, faults.starved),
+        ]
+    }
+}
+
+/// A kind of schedule.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// What to call it.
+    pub name: &'static str,
+    /// What happens in it, for the table.
+    pub about: &'static str,
+    /// What it consists of; for a swarm, what each schedule draws from.
+    pub features: Features,
+    /// Each schedule has some of the features, drawn from its seed.
+    pub swarm: bool,
+    /// The tokens that are often proposed, instead of ours.
+    pub naive_tokens: bool,
+    /// What the algorithm promises.
+    pub expected: Expected,
+}
+
+const BASE: Features = Features {
+    masters: 5,
+    network: Network::Datagrams,
+    late: 30,
+    stops: true,
+    jumps: false,
+    vanishing: None,
+    crash: None,
+    guard: true,
+    walls: WallClocks::Close,
+    renewal: false,
+    shared: false,
+    block: 1,
+    cancels: false,
+    tight: false,
+    short: false,
+};
+
+const PLAIN: Config = Config {
+    name: "base",
+    about: "delays, losses, duplicates, overtaking, pauses, drift of 0.3 %",
+    features: BASE,
+    swarm: false,
+    naive_tokens: false,
+    expected: Expected::NOTHING_WRONG,
+};
+
+impl Config {
+    /// All of them, in the order of the table.
+    pub const ALL: &[Self] = &[
+        PLAIN,
+        Self {
+            name: "connections",
+            about: "the same, in order on connections that break",
+            features: Features {
+                network: Network::Connections,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "naive",
+            about: "base, with `max(INCR)` for a token",
+            naive_tokens: true,
+            expected: Expected::WRONG_TOKENS,
+            ..PLAIN
+        },
+        Self {
+            name: "renewal",
+            about: "renewals and repair",
+            features: Features {
+                renewal: true,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "shared",
+            about: "readers and writers, renewals",
+            features: Features {
+                shared: true,
+                renewal: true,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "blocks",
+            about: "hand-offs within a process, from blocks of 8 tokens; acquisitions cancelled",
+            features: Features {
+                block: 8,
+                cancels: true,
+                renewal: true,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "wild-clocks",
+            about: "clients' wall clocks years apart, and set at any time",
+            features: Features {
+                walls: WallClocks::Wild,
+                renewal: true,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "drift",
+            about: "masters fast by 0.3 %, clients slow, and whoever waits comes when a lease ends",
+            features: Features {
+                tight: true,
+                stops: false,
+                late: 0,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "late",
+            about: "leases so short that messages outlive them",
+            features: Features {
+                short: true,
+                late: 150,
+                walls: WallClocks::Wild,
+                cancels: true,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "vanishing",
+            about: "keys that vanish at a minority, with renewals and repair",
+            features: Features {
+                vanishing: Some(Vanishing::Minority),
+                renewal: true,
+                network: Network::Connections,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "deleted",
+            about: "keys deleted at any master, with renewals and repair",
+            features: Features {
+                vanishing: Some(Vanishing::Anywhere),
+                renewal: true,
+                network: Network::Connections,
+                ..BASE
+            },
+            expected: Expected {
+                revived: Promise::Never,
+                ..Expected::TOKENS
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "jumps",
+            about: "masters' clocks set by up to 3 s",
+            features: Features { jumps: true, ..BASE },
+            expected: Expected::TOKENS,
+            ..PLAIN
+        },
+        Self {
+            name: "jumps-wild",
+            about: "the same, clients' wall clocks years apart, renewals",
+            features: Features {
+                jumps: true,
+                walls: WallClocks::Wild,
+                renewal: true,
+                ..BASE
+            },
+            expected: Expected::TOKENS,
+            ..PLAIN
+        },
+        Self {
+            name: "kept",
+            about: "crashes that keep the data, no restart guard",
+            features: Features {
+                crash: Some(Crash::Kept),
+                guard: false,
+                renewal: true,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "kept-guard",
+            about: "crashes that keep the data, restart guard",
+            features: Features {
+                crash: Some(Crash::Kept),
+                network: Network::Connections,
+                renewal: true,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "lost",
+            about: "crashes that lose the data, no restart guard",
+            features: Features {
+                crash: Some(Crash::Lost),
+                guard: false,
+                ..BASE
+            },
+            expected: Expected::NOTHING,
+            ..PLAIN
+        },
+        Self {
+            name: "lost-guard",
+            about: "crashes that lose the data, restart guard",
+            features: Features {
+                crash: Some(Crash::Lost),
+                renewal: true,
+                ..BASE
+            },
+            expected: Expected::EXCLUSION,
+            ..PLAIN
+        },
+        Self {
+            name: "lost-guard-wild",
+            about: "the same, clients' wall clocks years apart",
+            features: Features {
+                crash: Some(Crash::Lost),
+                renewal: true,
+                walls: WallClocks::Wild,
+                ..BASE
+            },
+            expected: Expected {
+                duplicates: Promise::Happens,
+                disorder: Promise::Happens,
+                ..Expected::EXCLUSION
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "spared",
+            about: "crashes that lose the data of a minority after renewal and repair, wall clocks years apart",
+            features: Features {
+                crash: Some(Crash::Spared),
+                renewal: true,
+                walls: WallClocks::Wild,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "restored",
+            about: "crashes that bring old data back, no restart guard",
+            features: Features {
+                crash: Some(Crash::Restored),
+                guard: false,
+                ..BASE
+            },
+            expected: Expected::NOTHING,
+            ..PLAIN
+        },
+        Self {
+            name: "restored-guard",
+            about: "crashes that bring old data back, restart guard",
+            features: Features {
+                crash: Some(Crash::Restored),
+                renewal: true,
+                ..BASE
+            },
+            expected: Expected::EXCLUSION,
+            ..PLAIN
+        },
+        Self {
+            name: "swarm",
+            about: "each schedule with some of all that which loses nothing",
+            features: Features {
+                crash: Some(Crash::Kept),
+                renewal: true,
+                shared: true,
+                block: 8,
+                cancels: true,
+                short: true,
+                walls: WallClocks::Wild,
+                ..BASE
+            },
+            swarm: true,
+            ..PLAIN
+        },
+        Self {
+            name: "swarm-lost",
+            about: "each schedule with some of all that, and crashes that lose data, restart guard",
+            features: Features {
+                crash: Some(Crash::Lost),
+                renewal: true,
+                shared: true,
+                block: 8,
+                cancels: true,
+                short: true,
+                walls: WallClocks::Wild,
+                ..BASE
+            },
+            swarm: true,
+            expected: Expected::EXCLUSION,
+            ..PLAIN
+        },
+    ];
+
+    /// The one of this name.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        Self::ALL.iter().find(|config| config.name == name)
+    }
+}

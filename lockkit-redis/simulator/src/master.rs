@@ -1,0 +1,293 @@
+//! One master: what the scripts do to one lock's keys, in one step each.
+
+use crate::{
+    mutant::Mutant,
+    quorum::{Confirmation, Report, Vote},
+};
+use std::{ops::RangeInclusive, time::Duration};
+
+/// Microseconds, of whichever clock.
+pub(crate) type Micros = u64;
+
+/// One round of one owner: what a key's value says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Claim {
+    pub(crate) owner: u32,
+    pub(crate) round: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Exclusive,
+    Shared,
+}
+
+/// What a client asks of a master about the lock.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Request {
+    Vote {
+        claim: Claim,
+        mode: Mode,
+        ttl: Micros,
+        tokens: RangeInclusive<u64>,
+    },
+    Confirm {
+        claim: Claim,
+        tokens: RangeInclusive<u64>,
+    },
+    Renew {
+        claim: Claim,
+        mode: Mode,
+        ttl: Micros,
+        last: u64,
+    },
+    Repair {
+        claim: Claim,
+        mode: Mode,
+        ttl: Micros,
+        last: u64,
+    },
+    Release {
+        claim: Claim,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    Vote(Vote),
+    Confirmation(Confirmation),
+    Report(Report),
+}
+
+/// What a crash may keep, lose, or bring back.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Data {
+    holders: Vec<Holder>,
+    fence: u64,
+    /// The life of the server in which its data was last known to be whole.
+    marker: Option<u32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Holder {
+    claim: Claim,
+    mode: Mode,
+    /// The first token that this round raised the counter to, here.
+    token: u64,
+    /// Whether the counter is to be at the holder's tokens by now.
+    carries: bool,
+    expires: Micros,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Master {
+    pub(crate) data: Data,
+    /// Which life of the server this is.
+    pub(crate) life: u32,
+    /// Whether a master that may have lost data keeps out.
+    pub(crate) guarded: bool,
+    pub(crate) mutant: Option<Mutant>,
+}
+
+impl Master {
+    pub(crate) fn is_marked(&self) -> bool {
+        self.data.marker == Some(self.life)
+    }
+
+    /// Its data counts as whole from now on, in this life.
+    pub(crate) fn mark(&mut self) {
+        self.data.marker = Some(self.life);
+    }
+
+    /// For how long yet this claim holds, and whether the counter is to be at its tokens.
+    pub(crate) fn holding(&self, now: Micros, claim: Claim) -> Option<(Micros, bool)> {
+        let held = self.data.holders.iter().find(|holder| holder.claim == claim)?;
+        (now < held.expires).then(|| (held.expires - now, held.carries))
+    }
+
+    /// Its keys are deleted.
+    pub(crate) fn delete(&mut self) {
+        self.data.holders.clear();
+    }
+
+    pub(crate) fn answer(&mut self, now: Micros, request: &Request) -> Answer {
+        self.expire(now);
+        match request {
+            Request::Vote {
+                claim,
+                mode,
+                ttl,
+                tokens,
+            } => Answer::Vote(self.vote(now, *claim, *mode, *ttl, tokens)),
+            Request::Confirm { claim, tokens } => Answer::Confirmation(self.confirm(*claim, tokens)),
+            Request::Renew {
+                claim,
+                mode,
+                ttl,
+                last,
+            } => {
+                let report = self.renew(now, *claim, *mode, *ttl, *last);
+                if report == Report::Free && self.mutant == Some(Mutant::RepairCounts) {
+                    return Answer::Report(self.repair(now, *claim, *mode, *ttl, *last));
+                }
+                Answer::Report(report)
+            }
+            Request::Repair {
+                claim,
+                mode,
+                ttl,
+                last,
+            } => Answer::Report(self.repair(now, *claim, *mode, *ttl, *last)),
+            Request::Release { claim } => Answer::Report(self.release(*claim)),
+        }
+    }
+
+    fn expire(&mut self, now: Micros) {
+        self.data.holders.retain(|holder| now < holder.expires);
+    }
+
+    fn keeps_out(&self) -> bool {
+        self.guarded && !self.is_marked()
+    }
+
+    fn vote(
+        &mut self,
+        now: Micros,
+        claim: Claim,
+        mode: Mode,
+        ttl: Micros,
+        tokens: &RangeInclusive<u64>,
+    ) -> Vote {
+        if self.keeps_out() {
+            return Vote::Abstains;
+        }
+        let in_the_way = |holder: &&Holder| {
+            if holder.claim.owner == claim.owner {
+                // A request of an earlier round never turns a later one's key back.
+                holder.claim.round > claim.round
+            } else {
+                !admits(holder.mode, mode)
+            }
+        };
+        if let Some(left) = self
+            .data
+            .holders
+            .iter()
+            .filter(in_the_way)
+            .map(|holder| holder.expires - now)
+            .max()
+        {
+            return Vote::Taken(Some(Duration::from_micros(left)));
+        }
+        let (first, last) = (*tokens.start(), *tokens.end());
+        self.data
+            .holders
+            .retain(|holder| holder.claim.owner != claim.owner);
+        self.data.holders.push(Holder {
+            claim,
+            mode,
+            token: first,
+            carries: self.data.fence < first,
+            expires: now + ttl,
+        });
+        match self.mutant {
+            Some(Mutant::NaiveTokens) => {
+                self.data.fence += 1;
+                return Vote::Behind(self.data.fence);
+            }
+            Some(Mutant::VoteRaisesNothing) if self.data.fence < first => return Vote::Granted,
+            _ => {}
+        }
+        if self.data.fence < first {
+            self.data.fence = last;
+            Vote::Granted
+        } else {
+            Vote::Behind(self.data.fence)
+        }
+    }
+
+    fn confirm(&mut self, claim: Claim, tokens: &RangeInclusive<u64>) -> Confirmation {
+        let fence = self.data.fence;
+        let Some(held) = self.data.holders.iter_mut().find(|holder| holder.claim == claim) else {
+            return Confirmation::Refused(fence);
+        };
+        if fence < *tokens.start() {
+            self.data.fence = *tokens.end();
+            held.token = *tokens.start();
+            held.carries = true;
+            Confirmation::Raised
+        } else if held.token == *tokens.start() || self.mutant == Some(Mutant::ConfirmsAnything) {
+            Confirmation::Raised
+        } else {
+            Confirmation::Refused(fence)
+        }
+    }
+
+    fn renew(&mut self, now: Micros, claim: Claim, mode: Mode, ttl: Micros, last: u64) -> Report {
+        if self.keeps_out() && self.mutant != Some(Mutant::RepairsUnmarked) {
+            return Report::Other;
+        }
+        if let Some(held) = self.data.holders.iter_mut().find(|holder| holder.claim == claim) {
+            held.expires = now + ttl;
+            held.carries = true;
+            self.data.fence = self.data.fence.max(last);
+            Report::Held
+        } else {
+            self.lacking(mode)
+        }
+    }
+
+    fn repair(&mut self, now: Micros, claim: Claim, mode: Mode, ttl: Micros, last: u64) -> Report {
+        if self.keeps_out() && self.mutant != Some(Mutant::RepairsUnmarked) {
+            return Report::Other;
+        }
+        if self.data.holders.iter().any(|holder| holder.claim == claim) {
+            return Report::Held;
+        }
+        let in_the_way = |holder: &Holder| holder.claim.owner == claim.owner || !admits(holder.mode, mode);
+        if self.data.holders.iter().any(in_the_way) {
+            return Report::Other;
+        }
+        self.data.holders.push(Holder {
+            claim,
+            mode,
+            token: 0,
+            carries: true,
+            expires: now + ttl,
+        });
+        if self.mutant != Some(Mutant::RepairForgetsTokens) {
+            self.data.fence = self.data.fence.max(last);
+        }
+        Report::Held
+    }
+
+    fn release(&mut self, claim: Claim) -> Report {
+        if self.mutant == Some(Mutant::ReleasesAnyone) {
+            self.data.holders.clear();
+            return Report::Held;
+        }
+        let before = self.data.holders.len();
+        // An earlier round's key as well, which a request overtaken by its release left behind.
+        self.data
+            .holders
+            .retain(|holder| holder.claim.owner != claim.owner || holder.claim.round > claim.round);
+        if self.data.holders.len() < before {
+            Report::Held
+        } else {
+            self.lacking(Mode::Exclusive)
+        }
+    }
+
+    /// What one hears that does not hold, and would like to in this mode.
+    fn lacking(&self, mode: Mode) -> Report {
+        if self.data.holders.iter().all(|holder| admits(holder.mode, mode)) {
+            Report::Free
+        } else {
+            Report::Other
+        }
+    }
+}
+
+fn admits(holder: Mode, newcomer: Mode) -> bool {
+    holder == Mode::Shared && newcomer == Mode::Shared
+}

@@ -1,0 +1,927 @@
+//! Masters, clients and what lies between them, on one virtual clock. Everything follows from one seed.
+
+use std::{cmp::Reverse, collections::BinaryHeap, fmt::Write as _, time::Duration};
+
+use fastrand::Rng;
+
+use crate::{
+    client::{Alarm, Client, Effect, Habits, Now},
+    config::{Config, Crash, Features, Network, Vanishing, WallClocks},
+    history::{Faults, Hold, Resource, judge},
+    master::{Answer, Claim, Data, Master, Micros, Request},
+    mutant::Mutant,
+    quorum::{Defeat, Rules},
+};
+
+/// What a schedule came to.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// What went wrong.
+    pub faults: Faults,
+    /// What went on.
+    pub tally: Tally,
+}
+
+/// How often what happened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "they say what they are")]
+pub struct Tally {
+    pub events: u64,
+    pub acquired: u64,
+    /// Acquired in one round trip.
+    pub at_once: u64,
+    pub taken: u64,
+    pub outrun: u64,
+    pub undecided: u64,
+    pub too_late: u64,
+    pub renewed: u64,
+    /// Holds whose lease ended, or which were found to be lost, before they were released.
+    pub cut_short: u64,
+    /// Writes that the resource refused.
+    pub refused: u64,
+    /// Stops, jumps, crashes and the like.
+    pub strikes: u64,
+    /// Those while somebody held, or tried to.
+    pub hits: u64,
+}
+
+impl Tally {
+    /// Adds another schedule's.
+    pub fn add(&mut self, other: &Self) {
+        let Self {
+            events,
+            acquired,
+            at_once,
+            taken,
+            outrun,
+            undecided,
+            too_late,
+            renewed,
+            cut_short,
+            refused,
+            strikes,
+            hits,
+        } = other;
+        self.events += events;
+        self.acquired += acquired;
+        self.at_once += at_once;
+        self.taken += taken;
+        self.outrun += outrun;
+        self.undecided += undecided;
+        self.too_late += too_late;
+        self.renewed += renewed;
+        self.cut_short += cut_short;
+        self.refused += refused;
+        self.strikes += strikes;
+        self.hits += hits;
+    }
+}
+
+/// Runs one schedule.
+pub fn run(config: &Config, mutant: Option<Mutant>, seed: u64) -> Report {
+    World::new(config, mutant, seed, None).run().0
+}
+
+/// Runs one schedule, and tells what happens in it.
+pub fn trace(config: &Config, mutant: Option<Mutant>, seed: u64) -> (Report, String) {
+    World::new(config, mutant, seed, Some(String::new())).run()
+}
+
+/// A line of the trace, if there is one.
+macro_rules! say {
+    ($world:expr, $($what:tt)*) => {
+        if $world.trace.is_some() {
+            let line = format!($($what)*);
+            $world.line(&line);
+        }
+    };
+}
+
+const MILLI: Micros = 1000;
+const SECOND: Micros = 1000 * MILLI;
+/// Faults end here.
+const QUIET: Micros = 5 * SECOND;
+/// By then everybody has been served.
+const END: Micros = QUIET + 60 * SECOND;
+
+struct World {
+    features: Features,
+    rng: Rng,
+    now: Micros,
+    sequence: u64,
+    queue: BinaryHeap<Reverse<Entry>>,
+    masters: Vec<Server>,
+    clients: Vec<Process>,
+    holds: Vec<Hold>,
+    resource: Resource,
+    tally: Tally,
+    trace: Option<String>,
+    effects: Vec<Effect>,
+}
+
+/// A master and its machine.
+struct Server {
+    master: Master,
+    clock: Clock,
+    /// Local time is so much ahead of what the clock's rate makes of it.
+    offset: i64,
+    up: bool,
+    stopped_until: Micros,
+    /// The data at some moment.
+    backup: Data,
+    /// Per client, the connection below which requests are no longer heard.
+    oldest: Vec<u32>,
+    /// Per client, when its last request comes in, and the last answer there.
+    order: Vec<(Micros, Micros)>,
+}
+
+/// A client and its machine.
+struct Process {
+    client: Client,
+    clock: Clock,
+    /// Its wall clock when everything began.
+    wall: u64,
+    stopped_until: Micros,
+    /// What it holds now.
+    hold: Option<usize>,
+    claim: Option<Claim>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Clock {
+    rate: f64,
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a minute in microseconds"
+)]
+impl Clock {
+    fn at(self, time: Micros) -> Micros {
+        (time as f64 * self.rate) as Micros
+    }
+
+    /// When the clock shows this.
+    fn when(self, shown: Micros) -> Micros {
+        (shown as f64 / self.rate).ceil() as Micros
+    }
+}
+
+#[derive(Debug)]
+struct Entry {
+    at: Micros,
+    sequence: u64,
+    event: Event,
+}
+
+impl PartialEq for Entry {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.sequence) == (other.at, other.sequence)
+    }
+}
+impl Eq for Entry {}
+impl PartialOrd for Entry {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Entry {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.at, self.sequence).cmp(&(other.at, other.sequence))
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    /// A request comes in at a master.
+    Request {
+        client: usize,
+        master: usize,
+        connection: u32,
+        operation: u32,
+        request: Request,
+    },
+    /// An answer comes in at a client.
+    Answer {
+        client: usize,
+        master: usize,
+        connection: u32,
+        operation: u32,
+        answer: Answer,
+    },
+    /// A client asks for a new connection, and says which life it found, on the way back.
+    Connect {
+        client: usize,
+        master: usize,
+        connection: u32,
+    },
+    Connected {
+        client: usize,
+        master: usize,
+        connection: u32,
+        life: u32,
+        marked: bool,
+    },
+    Mark {
+        master: usize,
+        life: u32,
+    },
+    Broken {
+        client: usize,
+        master: usize,
+        connection: u32,
+    },
+    Alarm {
+        client: usize,
+        alarm: Alarm,
+    },
+    /// The user of a hold writes.
+    Write {
+        client: usize,
+        hold: usize,
+    },
+    /// That comes in at the resource.
+    Written {
+        hold: usize,
+    },
+    Restart {
+        master: usize,
+    },
+    Strike,
+}
+
+impl Event {
+    /// The client, or the master, that has to be running for it.
+    fn actor(&self) -> Actor {
+        match *self {
+            Self::Answer { client, .. }
+            | Self::Connected { client, .. }
+            | Self::Broken { client, .. }
+            | Self::Alarm { client, .. }
+            | Self::Write { client, .. } => Actor::Client(client),
+            Self::Request { master, .. } | Self::Connect { master, .. } | Self::Mark { master, .. } => {
+                Actor::Master(master)
+            }
+            Self::Written { .. } | Self::Restart { .. } | Self::Strike => Actor::Nobody,
+        }
+    }
+}
+
+enum Actor {
+    Client(usize),
+    Master(usize),
+    Nobody,
+}
+
+/// Each feature of a swarm is there or not.
+fn drawn(features: Features, rng: &mut Rng) -> Features {
+    Features {
+        masters: [3, 5, 5, 7][rng.usize(..4)],
+        network: if rng.bool() {
+            Network::Connections
+        } else {
+            Network::Datagrams
+        },
+        late: [0, 30, 150][rng.usize(..3)],
+        stops: features.stops && rng.bool(),
+        jumps: features.jumps && rng.bool(),
+        vanishing: features.vanishing.filter(|_| rng.bool()),
+        crash: features.crash.filter(|_| rng.bool()),
+        guard: features.guard && (features.crash != Some(Crash::Kept) || rng.bool()),
+        walls: if rng.bool() {
+            features.walls
+        } else {
+            WallClocks::Close
+        },
+        renewal: features.renewal && rng.bool(),
+        shared: features.shared && rng.bool(),
+        block: if rng.bool() { features.block } else { 1 },
+        cancels: features.cancels && rng.bool(),
+        tight: features.tight && rng.bool(),
+        short: features.short && rng.u8(..4) == 0,
+    }
+}
+
+impl World {
+    fn new(config: &Config, mutant: Option<Mutant>, seed: u64, trace: Option<String>) -> Self {
+        let mut rng = Rng::with_seed(seed);
+        let features = if config.swarm {
+            drawn(config.features, &mut rng)
+        } else {
+            config.features
+        };
+        let mutant = mutant.or(config.naive_tokens.then_some(Mutant::NaiveTokens));
+        let ttl = Duration::from_millis(if features.short { 160 } else { 1000 });
+        let mut rules = Rules::of(features.masters, Duration::from_millis(100));
+        match mutant {
+            Some(Mutant::TwoOfFive) => rules.quorum = features.masters / 2,
+            Some(Mutant::NoDriftAllowance) => rules.drift = (0, Duration::ZERO),
+            _ => {}
+        }
+        let clients = 2 + rng.usize(..3);
+        let habits = Habits {
+            ttl,
+            quarantine: ttl,
+            renews: features.renewal,
+            shares: features.shared,
+            cancels: features.cancels,
+            hurries: features.tight,
+            block: features.block,
+            goal: if features.block > 1 { 6 } else { 3 },
+            hold: if features.short { ttl } else { ttl / 3 },
+            overstays: if features.tight { 0.8 } else { 0.2 },
+        };
+        let mut clock = |fast: bool| Clock {
+            rate: match (features.tight, fast) {
+                (true, true) => 1.003,
+                (true, false) => 0.997,
+                _ => 0.997 + 0.006 * rng.f64(),
+            },
+        };
+        let mut world = Self {
+            masters: (0..features.masters)
+                .map(|_| Server {
+                    master: Master {
+                        life: 1,
+                        guarded: features.guard,
+                        mutant,
+                        ..Master::default()
+                    },
+                    clock: clock(true),
+                    offset: 0,
+                    up: true,
+                    stopped_until: 0,
+                    backup: Data::default(),
+                    oldest: vec![0; clients],
+                    order: vec![(0, 0); clients],
+                })
+                .collect(),
+            clients: (0..clients)
+                .map(|number| Process {
+                    client: Client::new(
+                        u32::try_from(number + 1).unwrap_or(u32::MAX),
+                        rules,
+                        habits.clone(),
+                        mutant,
+                        Rng::with_seed(seed ^ (number as u64 + 1) << 48),
+                    ),
+                    clock: clock(false),
+                    wall: 0,
+                    stopped_until: 0,
+                    hold: None,
+                    claim: None,
+                })
+                .collect(),
+            features,
+            rng,
+            now: 0,
+            sequence: 0,
+            queue: BinaryHeap::with_capacity(256),
+            holds: Vec::with_capacity(32),
+            resource: Resource::default(),
+            tally: Tally::default(),
+            trace,
+            effects: Vec::new(),
+        };
+        world.set_clocks();
+        world
+    }
+
+    fn set_clocks(&mut self) {
+        for server in &mut self.masters {
+            server.offset = self.rng.i64(0..10_000_000) + 10_000_000;
+            server.master.mark();
+            server.backup = server.master.data.clone();
+        }
+        for process in &mut self.clients {
+            let range = match self.features.walls {
+                WallClocks::Close => 50 * MILLI,
+                WallClocks::Wild => 1_200_000_000 * SECOND,
+            };
+            process.wall = 1_100_000_000 * SECOND + self.rng.u64(..range);
+        }
+    }
+
+    fn run(mut self) -> (Report, String) {
+        for client in 0..self.clients.len() {
+            self.with_client(client, Client::begin);
+        }
+        let first = self.rng.u64(..300 * MILLI);
+        self.push(first, Event::Strike);
+        while let Some(Reverse(Entry { at, event, .. })) = self.queue.pop() {
+            if at > END || self.clients.iter().all(|process| process.client.is_finished()) {
+                break;
+            }
+            self.now = at;
+            let running_from = match event.actor() {
+                Actor::Client(client) => self.clients[client].stopped_until,
+                Actor::Master(master) => self.masters[master].stopped_until,
+                Actor::Nobody => 0,
+            };
+            if running_from > at {
+                self.push(running_from, event);
+                continue;
+            }
+            self.tally.events += 1;
+            self.happen(event);
+        }
+        let unserved = self
+            .clients
+            .iter()
+            .filter(|process| !process.client.is_finished());
+        let mut faults = Faults {
+            interleaved: self.resource.interleaved,
+            starved: u32::try_from(unserved.count()).unwrap_or(u32::MAX),
+            ..Faults::default()
+        };
+        for hold in &mut self.holds {
+            hold.until = hold.until.max(hold.from);
+        }
+        judge(&self.holds, &mut faults);
+        self.tally.acquired = self.holds.len() as u64;
+        self.tally.refused = u64::from(self.resource.refused);
+        let report = Report {
+            faults,
+            tally: self.tally,
+        };
+        (report, self.trace.unwrap_or_default())
+    }
+
+    fn push(&mut self, at: Micros, event: Event) {
+        self.sequence += 1;
+        self.queue.push(Reverse(Entry {
+            at,
+            sequence: self.sequence,
+            event,
+        }));
+    }
+
+    #[cold]
+    fn line(&mut self, line: &str) {
+        let (millis, micros) = (self.now / MILLI, self.now % MILLI);
+        if let Some(trace) = &mut self.trace {
+            let _ = writeln!(trace, "{millis:>6}.{micros:03} ms  {line}");
+        }
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Request {
+                client,
+                master,
+                connection,
+                operation,
+                request,
+            } => self.requested(client, master, connection, operation, &request),
+            Event::Answer {
+                client,
+                master,
+                connection,
+                operation,
+                answer,
+            } => {
+                if self.is_current(client, master, connection) {
+                    say!(
+                        self,
+                        "client {client} hears from {master}: {answer:?} (to operation {operation})"
+                    );
+                    self.with_client(client, |it, now, out| {
+                        it.answered(now, master, operation, answer, out);
+                    });
+                }
+            }
+            Event::Connect {
+                client,
+                master,
+                connection,
+            } => self.connecting(client, master, connection),
+            Event::Connected {
+                client,
+                master,
+                connection,
+                life,
+                marked,
+            } => self.with_client(client, |it, now, out| {
+                it.connected(now, master, connection, life, marked, out);
+            }),
+            Event::Mark { master, life } => {
+                let server = &mut self.masters[master];
+                if server.up && server.master.life == life {
+                    server.master.mark();
+                    say!(self, "master {master} votes again");
+                }
+            }
+            Event::Broken {
+                client,
+                master,
+                connection,
+            } => {
+                if self.clients[client].client.connection(master) == connection {
+                    self.with_client(client, |it, now, out| it.broken(now, master, out));
+                }
+            }
+            Event::Alarm { client, alarm } => {
+                self.with_client(client, |it, now, out| it.alarm(now, alarm, out));
+            }
+            Event::Write { client, hold } => {
+                say!(
+                    self,
+                    "client {client} writes with token {}",
+                    self.holds[hold].token
+                );
+                let at = self.now + self.delay();
+                self.push(at, Event::Written { hold });
+            }
+            Event::Written { hold } => {
+                let token = self.holds[hold].token;
+                let refused = self.resource.refused;
+                self.resource.write(hold, token);
+                if self.resource.refused > refused {
+                    say!(self, "the resource refuses token {token}");
+                } else {
+                    say!(self, "the resource takes token {token}");
+                }
+            }
+            Event::Restart { master } => {
+                say!(self, "master {master} is back");
+                self.masters[master].up = true;
+            }
+            Event::Strike => self.strike(),
+        }
+    }
+
+    /// Of datagrams, none belongs to a connection.
+    fn is_current(&self, client: usize, master: usize, connection: u32) -> bool {
+        self.features.network == Network::Datagrams
+            || self.clients[client].client.connection(master) == connection
+    }
+
+    fn requested(
+        &mut self,
+        client: usize,
+        master: usize,
+        connection: u32,
+        operation: u32,
+        request: &Request,
+    ) {
+        let connections = self.features.network == Network::Connections;
+        let server = &mut self.masters[master];
+        if !server.up || connections && connection < server.oldest[client] {
+            return;
+        }
+        let local = server.local(self.now);
+        let answer = server.master.answer(local, request);
+        say!(
+            self,
+            "master {master} answers {answer:?} to client {client}: {request:?}"
+        );
+        let event = Event::Answer {
+            client,
+            master,
+            connection,
+            operation,
+            answer,
+        };
+        self.travel(client, master, false, event);
+    }
+
+    fn connecting(&mut self, client: usize, master: usize, connection: u32) {
+        let server = &mut self.masters[master];
+        if !server.up {
+            return;
+        }
+        server.oldest[client] = server.oldest[client].max(connection);
+        let event = Event::Connected {
+            client,
+            master,
+            connection,
+            life: server.master.life,
+            marked: server.master.is_marked(),
+        };
+        let at = self.now + self.delay();
+        self.push(at, event);
+    }
+
+    /// Sends it, or its copies, or nothing.
+    fn travel(&mut self, client: usize, master: usize, request: bool, event: Event) {
+        let mut at = self.now + self.delay();
+        if self.features.network == Network::Connections {
+            let (requests, answers) = &mut self.masters[master].order[client];
+            let last = if request { requests } else { answers };
+            at = at.max(*last);
+            *last = at;
+        } else if !self.features.tight && self.now < QUIET {
+            let luck = self.rng.u32(..1000);
+            if luck < 30 {
+                return;
+            }
+            if luck < 50 {
+                let again = self.now + self.delay();
+                self.push(again, event.clone());
+            }
+        }
+        self.push(at, event);
+    }
+
+    fn delay(&mut self) -> Micros {
+        if self.features.tight {
+            self.rng.u64(20..120)
+        } else if self.now < QUIET && self.rng.u32(..1000) < self.features.late {
+            self.rng.u64(50 * MILLI..1500 * MILLI)
+        } else {
+            self.rng.u64(300..15 * MILLI)
+        }
+    }
+
+    /// Lets a client do something, and does what it asks for.
+    fn with_client(&mut self, client: usize, act: impl FnOnce(&mut Client, Now, &mut Vec<Effect>)) {
+        let mut effects = std::mem::take(&mut self.effects);
+        let process = &mut self.clients[client];
+        let now = Now {
+            monotonic: Duration::from_micros(process.clock.at(self.now)),
+            wall: process.wall + self.now,
+        };
+        act(&mut process.client, now, &mut effects);
+        for effect in effects.drain(..) {
+            self.effect(client, effect);
+        }
+        self.effects = effects;
+    }
+
+    fn effect(&mut self, client: usize, effect: Effect) {
+        let clock = self.clients[client].clock;
+        let when = |moment: Duration| clock.when(micros(moment));
+        match effect {
+            Effect::Send(master, operation, request) => {
+                let process = &mut self.clients[client];
+                if let Request::Vote { claim, .. } = request {
+                    process.claim = Some(claim);
+                }
+                if !process.client.is_connected(master) {
+                    return;
+                }
+                let connection = process.client.connection(master);
+                let event = Event::Request {
+                    client,
+                    master,
+                    connection,
+                    operation,
+                    request,
+                };
+                self.travel(client, master, true, event);
+            }
+            Effect::Connect(master, connection) => {
+                let at = self.now + self.delay();
+                let event = Event::Connect {
+                    client,
+                    master,
+                    connection,
+                };
+                self.push(at, event);
+            }
+            Effect::Mark(master, life) => {
+                let at = self.now + self.delay();
+                self.push(at, Event::Mark { master, life });
+            }
+            Effect::Wake(moment, alarm) => {
+                let at = when(moment).max(self.now);
+                self.push(at, Event::Alarm { client, alarm });
+            }
+            Effect::Acquired {
+                began,
+                until,
+                token,
+                mode,
+                at_once,
+                done,
+            } => {
+                say!(self, "client {client} HOLDS with token {token}, {mode:?}");
+                self.tally.at_once += u64::from(at_once);
+                let (until, done) = (when(until), when(done).max(self.now + 1));
+                self.clients[client].hold = Some(self.holds.len());
+                for _ in 0..if mode == crate::master::Mode::Exclusive {
+                    2
+                } else {
+                    0
+                } {
+                    let at = self.rng.u64(self.now..done);
+                    let hold = self.holds.len();
+                    self.push(at, Event::Write { client, hold });
+                }
+                self.holds.push(Hold {
+                    client,
+                    mode,
+                    token,
+                    asked: when(began),
+                    from: self.now,
+                    until,
+                    renewed: None,
+                });
+            }
+            Effect::Extended(since, until) => {
+                self.tally.renewed += 1;
+                if let Some(hold) = self.clients[client].hold {
+                    self.holds[hold].until = when(until);
+                    self.holds[hold].renewed = Some(when(since));
+                }
+            }
+            Effect::Over => {
+                if let Some(hold) = self.clients[client].hold.take() {
+                    say!(
+                        self,
+                        "client {client} is over with token {}",
+                        self.holds[hold].token
+                    );
+                    let hold = &mut self.holds[hold];
+                    hold.until = hold.until.min(self.now);
+                }
+            }
+            Effect::CutShort => self.tally.cut_short += 1,
+            Effect::Lost(defeat) => {
+                say!(self, "client {client} does not get it: {defeat:?}");
+                match defeat {
+                    Defeat::Taken(_) => self.tally.taken += 1,
+                    Defeat::Outrun => self.tally.outrun += 1,
+                    Defeat::Undecided { .. } => self.tally.undecided += 1,
+                    Defeat::TooLate => self.tally.too_late += 1,
+                }
+            }
+        }
+    }
+
+    /// Something goes wrong.
+    fn strike(&mut self) {
+        if self.now > QUIET {
+            return;
+        }
+        let next = self.now + self.rng.u64(40 * MILLI..500 * MILLI);
+        self.push(next, Event::Strike);
+        let features = self.features;
+        let mut possible: [Option<Strike>; 8] = [None; 8];
+        let mut number = 0;
+        let mut add = |there: bool, strike| {
+            if there {
+                possible[number] = Some(strike);
+                number += 1;
+            }
+        };
+        add(features.stops, Strike::StopClient);
+        add(features.stops, Strike::StopMaster);
+        add(features.stops, Strike::BreakConnection);
+        add(features.walls == WallClocks::Wild, Strike::SetWallClock);
+        add(features.jumps, Strike::SetMasterClock);
+        add(features.vanishing.is_some(), Strike::Vanish);
+        add(features.crash.is_some(), Strike::Crash);
+        add(features.crash == Some(Crash::Restored), Strike::Backup);
+        if number == 0 {
+            return;
+        }
+        let Some(strike) = possible[self.rng.usize(..number)] else {
+            return;
+        };
+        let master = self.rng.usize(..self.masters.len());
+        let client = self.rng.usize(..self.clients.len());
+        if self.struck(strike, master, client) {
+            self.tally.strikes += 1;
+            let holding = |process: &Process| process.hold.is_some();
+            self.tally.hits += u64::from(self.clients.iter().any(holding));
+        }
+    }
+
+    fn struck(&mut self, strike: Strike, master: usize, client: usize) -> bool {
+        match strike {
+            Strike::StopClient => {
+                let rest = self.rng.u64(MILLI..1500 * MILLI);
+                say!(self, "client {client} stops for {} ms", rest / MILLI);
+                self.clients[client].stopped_until = self.now + rest;
+            }
+            Strike::StopMaster => {
+                let rest = self.rng.u64(MILLI..1500 * MILLI);
+                say!(self, "master {master} stops for {} ms", rest / MILLI);
+                self.masters[master].stopped_until = self.now + rest;
+            }
+            Strike::BreakConnection => {
+                say!(self, "the connection of client {client} to {master} breaks");
+                self.break_connection(client, master);
+            }
+            Strike::SetWallClock => {
+                let year = 31_000_000 * SECOND;
+                let process = &mut self.clients[client];
+                process.wall = process.wall - year + self.rng.u64(..2 * year);
+                say!(self, "the wall clock of client {client} is set");
+            }
+            Strike::SetMasterClock => {
+                let span = 3_000_000;
+                let by = self.rng.i64(-span..=span);
+                say!(self, "the clock of master {master} is set by {} ms", by / 1000);
+                self.masters[master].offset += by;
+            }
+            Strike::Vanish => return self.vanish(master),
+            Strike::Backup => {
+                let server = &mut self.masters[master];
+                server.backup = server.master.data.clone();
+            }
+            Strike::Crash => return self.crash(master),
+        }
+        true
+    }
+
+    fn break_connection(&mut self, client: usize, master: usize) {
+        let connection = self.clients[client].client.connection(master);
+        let at = self.now + self.rng.u64(..5 * MILLI);
+        let event = Event::Broken {
+            client,
+            master,
+            connection,
+        };
+        self.push(at, event);
+    }
+
+    /// At how many masters but this one the present holder's key lasts for as long as its lease, and is to carry its
+    /// tokens. `None` if this master has none of that.
+    fn others_holding(&self, master: usize) -> Option<usize> {
+        let (process, hold) = self.clients.iter().find_map(|process| {
+            let hold = &self.holds[process.hold?];
+            (self.now < hold.until).then_some((process, hold))
+        })?;
+        // What a master has said of a renewal and the client has not heard, the client counts on all the same.
+        if process.client.is_renewing() {
+            return None;
+        }
+        let claim = process.claim?;
+        let lasts = |server: &&Server| {
+            let held = server.master.holding(server.local(self.now), claim);
+            held.is_some_and(|(left, carries)| carries && self.now + server.clock.when(left) >= hold.until)
+        };
+        lasts(&&self.masters[master]).then(|| self.masters.iter().filter(lasts).count() - 1)
+    }
+
+    fn vanish(&mut self, master: usize) -> bool {
+        let quorum = self.masters.len() / 2 + 1;
+        let others = self.others_holding(master);
+        if self.features.vanishing == Some(Vanishing::Minority) && others.is_none_or(|others| others < quorum)
+        {
+            return false;
+        }
+        say!(self, "the key at master {master} is deleted");
+        self.masters[master].master.delete();
+        true
+    }
+
+    fn crash(&mut self, master: usize) -> bool {
+        let quorum = self.masters.len() / 2 + 1;
+        let Some(crash) = self.features.crash else {
+            return false;
+        };
+        let others = self.others_holding(master);
+        if crash == Crash::Spared && others.is_none_or(|others| others < quorum) {
+            return false;
+        }
+        let server = &mut self.masters[master];
+        if !server.up {
+            return false;
+        }
+        match crash {
+            Crash::Kept => {}
+            Crash::Lost | Crash::Spared => server.master.data = Data::default(),
+            Crash::Restored => server.master.data = server.backup.clone(),
+        }
+        server.up = false;
+        server.master.life += 1;
+        say!(self, "master {master} crashes, its data {crash:?}");
+        let back = self.now + self.rng.u64(MILLI..100 * MILLI);
+        self.push(back, Event::Restart { master });
+        for client in 0..self.clients.len() {
+            let connection = self.clients[client].client.connection(master);
+            // No connection outlives it.
+            self.masters[master].oldest[client] = connection + 1;
+            self.break_connection(client, master);
+        }
+        true
+    }
+}
+
+impl Server {
+    /// What its wall clock shows.
+    fn local(&self, now: Micros) -> Micros {
+        self.clock.at(now).saturating_add_signed(self.offset)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Strike {
+    StopClient,
+    StopMaster,
+    BreakConnection,
+    SetWallClock,
+    SetMasterClock,
+    Vanish,
+    Backup,
+    Crash,
+}
+
+fn micros(span: Duration) -> Micros {
+    Micros::try_from(span.as_micros()).unwrap_or(Micros::MAX)
+}

@@ -1,0 +1,3 @@
+//! The simulator over enough schedules to tell.
+
+mod promises;
