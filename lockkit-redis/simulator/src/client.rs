@@ -34,8 +34,8 @@ pub(crate) struct Habits {
     pub(crate) block: u64,
     /// So many holds, and it is done.
     pub(crate) goal: u32,
-    /// How long its user holds, at most, and how often far beyond the lease.
-    pub(crate) hold: Duration,
+    /// How long its user holds, and how often far beyond the lease.
+    pub(crate) hold: std::ops::Range<Duration>,
     pub(crate) overstays: f64,
 }
 
@@ -451,9 +451,9 @@ impl Client {
         let longest = if self.rng.f64() < self.habits.overstays {
             self.habits.ttl * 2
         } else {
-            self.habits.hold
+            self.habits.hold.end
         };
-        let done = now.monotonic + self.pause(Duration::ZERO..longest);
+        let done = now.monotonic + self.pause(self.habits.hold.start..longest);
         let token = tokens.start() - 1;
         out.push(Effect::Acquired {
             began,

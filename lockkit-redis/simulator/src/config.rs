@@ -294,11 +294,13 @@ impl Config {
         },
         Self {
             name: "deleted",
-            about: "keys deleted at any master, with renewals and repair",
+            about: "keys deleted at any master, with renewals and repair, nothing late",
             features: Features {
                 vanishing: Some(Vanishing::Anywhere),
                 renewal: true,
                 network: Network::Connections,
+                late: 0,
+                stops: false,
                 ..BASE
             },
             expected: Expected {
@@ -371,6 +373,19 @@ impl Config {
             ..PLAIN
         },
         Self {
+            name: "lost-guard-late",
+            about: "the same, leases so short that messages outlive them",
+            features: Features {
+                crash: Some(Crash::Lost),
+                renewal: true,
+                short: true,
+                late: 150,
+                ..BASE
+            },
+            expected: Expected::EXCLUSION,
+            ..PLAIN
+        },
+        Self {
             name: "lost-guard-wild",
             about: "the same, clients' wall clocks years apart",
             features: Features {
@@ -380,7 +395,6 @@ impl Config {
                 ..BASE
             },
             expected: Expected {
-                duplicates: Promise::Happens,
                 disorder: Promise::Happens,
                 ..Expected::EXCLUSION
             },

@@ -15,7 +15,7 @@ pub struct Faults {
     pub reversals: u32,
     /// Writes of one holder that a resource, which refuses tokens below the highest it has seen, took after another's.
     pub interleaved: u32,
-    /// Holds that were renewed after somebody else had been granted the lock meanwhile.
+    /// Holds that were renewed although somebody else had asked for the lock and been granted it meanwhile.
     pub revived: u32,
     /// Clients that were not served although all faults were over.
     pub starved: u32,
@@ -82,7 +82,8 @@ pub(crate) fn judge(holds: &[Hold], faults: &mut Faults) {
                 faults.reversals += u32::from(one.from <= other.asked);
             }
             let granted = other.from < other.until && one.client != other.client;
-            if granted && one.renewed.is_some_and(|renewed| other.from < renewed) {
+            let since = one.from <= other.asked;
+            if granted && since && one.renewed.is_some_and(|renewed| other.from < renewed) {
                 faults.revived += 1;
             }
         }

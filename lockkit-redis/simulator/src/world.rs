@@ -321,6 +321,11 @@ impl World {
             _ => {}
         }
         let clients = 2 + rng.usize(..3);
+        // Longer than any message takes, where a hold that was given away must not come back unnoticed.
+        let shortest = match features.vanishing {
+            Some(Vanishing::Anywhere) => Duration::from_millis(20),
+            _ => Duration::ZERO,
+        };
         let habits = Habits {
             ttl,
             quarantine: ttl,
@@ -330,7 +335,7 @@ impl World {
             hurries: features.tight,
             block: features.block,
             goal: if features.block > 1 { 6 } else { 3 },
-            hold: if features.short { ttl } else { ttl / 3 },
+            hold: shortest..if features.short { ttl } else { ttl / 3 },
             overstays: if features.tight { 0.8 } else { 0.2 },
         };
         let mut clock = |fast: bool| Clock {
@@ -756,7 +761,8 @@ impl World {
         if self.now > QUIET {
             return;
         }
-        let next = self.now + self.rng.u64(40 * MILLI..500 * MILLI);
+        let pace = if self.features.short { 4 } else { 1 };
+        let next = self.now + self.rng.u64(40 * MILLI..500 * MILLI) / pace;
         self.push(next, Event::Strike);
         let features = self.features;
         let mut possible: [Option<Strike>; 8] = [None; 8];
@@ -792,6 +798,9 @@ impl World {
 
     fn struck(&mut self, strike: Strike, master: usize, client: usize) -> bool {
         match strike {
+            // One that is stopped stays so for as long as was said: what waits for it stays in order.
+            Strike::StopClient if self.clients[client].stopped_until > self.now => return false,
+            Strike::StopMaster if self.masters[master].stopped_until > self.now => return false,
             Strike::StopClient => {
                 let rest = self.rng.u64(MILLI..1500 * MILLI);
                 say!(self, "client {client} stops for {} ms", rest / MILLI);
