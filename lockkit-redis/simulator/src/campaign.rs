@@ -3,7 +3,7 @@
 use std::{
     fmt,
     ops::Range,
-    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    sync::atomic::{AtomicU64, Ordering},
     thread,
 };
 
@@ -60,31 +60,16 @@ pub struct Summary {
 
 /// Runs a schedule for each seed.
 pub fn campaign(config: &Config, mutant: Option<Mutant>, seeds: Range<u64>) -> Summary {
-    explore(config, mutant, seeds, false)
-}
-
-/// Runs schedules until one breaks a promise, and says which.
-pub fn first_broken(config: &Config, mutant: Mutant, seeds: Range<u64>) -> Option<Finding> {
-    let summary = explore(config, Some(mutant), seeds, true);
-    let broken = |finding: &Finding| finding.promise == Promise::Never && finding.schedules > 0;
-    summary.findings.into_iter().find(broken)
-}
-
-fn explore(config: &Config, mutant: Option<Mutant>, seeds: Range<u64>, stops: bool) -> Summary {
     let next = AtomicU64::new(seeds.start);
-    let enough = AtomicBool::new(false);
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let share = || {
         let mut summary = Summary::of(config);
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
-            if seed >= seeds.end || enough.load(Ordering::Relaxed) {
+            if seed >= seeds.end {
                 return summary;
             }
-            let broken = summary.add(config, mutant, seed);
-            if broken && stops {
-                enough.store(true, Ordering::Relaxed);
-            }
+            summary.add(config, mutant, seed);
         }
     };
     thread::scope(|scope| {
@@ -115,13 +100,11 @@ impl Summary {
         }
     }
 
-    /// Whether this one breaks a promise.
-    fn add(&mut self, config: &Config, mutant: Option<Mutant>, seed: u64) -> bool {
+    fn add(&mut self, config: &Config, mutant: Option<Mutant>, seed: u64) {
         let report = world::run(config, mutant, seed);
         self.schedules += 1;
         self.tally.add(&report.tally);
-        let mut broken = false;
-        for (finding, (_, promise, times)) in self
+        for (finding, (_, _, times)) in self
             .findings
             .iter_mut()
             .zip(config.expected.columns(&report.faults))
@@ -129,10 +112,8 @@ impl Summary {
             if times > 0 {
                 finding.schedules += 1;
                 finding.seed.get_or_insert(seed);
-                broken |= promise == Promise::Never;
             }
         }
-        broken
     }
 
     fn merge(&mut self, other: &Self) {

@@ -402,11 +402,14 @@ impl Config {
         },
         Self {
             name: "spared",
-            about: "crashes that lose the data of a minority after renewal and repair, wall clocks years apart",
+            about: "three masters; crashes that lose the data of one after renewal and repair, wall clocks years apart",
             features: Features {
                 crash: Some(Crash::Spared),
                 renewal: true,
                 walls: WallClocks::Wild,
+                masters: 3,
+                late: 100,
+                stops: false,
                 ..BASE
             },
             ..PLAIN

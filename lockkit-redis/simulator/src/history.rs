@@ -146,7 +146,13 @@ mod tests {
     #[test]
     fn a_token_that_repeats_or_falls_back_is_seen() {
         let again = faults(&[hold(0, 5, 2), hold(5, 9, 2)]);
-        assert_eq!((again.duplicates, again.disorder, again.reversals), (1, 1, 0));
+        assert_eq!((again.duplicates, again.disorder, again.reversals), (1, 1, 1));
+        let side_by_side = Hold {
+            asked: 0,
+            ..hold(6, 9, 1)
+        };
+        let back = faults(&[hold(1, 5, 2), side_by_side]);
+        assert_eq!((back.duplicates, back.disorder, back.reversals), (0, 1, 0));
         let back = faults(&[hold(0, 5, 2), hold(7, 9, 1)]);
         assert_eq!((back.duplicates, back.disorder, back.reversals), (0, 1, 1));
     }

@@ -14,7 +14,7 @@ mod mutant;
 mod quorum;
 mod world;
 
-pub use campaign::{Finding, Summary, campaign, first_broken};
+pub use campaign::{Finding, Summary, campaign};
 pub use config::{Config, Crash, Expected, Features, Network, Promise, Vanishing, WallClocks};
 pub use history::Faults;
 pub use mutant::Mutant;

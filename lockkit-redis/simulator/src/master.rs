@@ -105,6 +105,11 @@ impl Master {
         (now < held.expires).then(|| (held.expires - now, held.carries))
     }
 
+    pub(crate) fn is_held_besides(&self, now: Micros, claim: Claim) -> bool {
+        let mut holders = self.data.holders.iter();
+        holders.any(|holder| now < holder.expires && holder.claim.owner != claim.owner)
+    }
+
     /// Its keys are deleted.
     pub(crate) fn delete(&mut self) {
         self.data.holders.clear();
@@ -224,14 +229,13 @@ impl Master {
     }
 
     fn renew(&mut self, now: Micros, claim: Claim, mode: Mode, ttl: Micros, last: u64) -> Report {
-        if self.keeps_out() && self.mutant != Some(Mutant::RepairsUnmarked) {
-            return Report::Other;
-        }
         if let Some(held) = self.data.holders.iter_mut().find(|holder| holder.claim == claim) {
             held.expires = now + ttl;
             held.carries = true;
-            self.data.fence = self.data.fence.max(last);
+            self.carry(last);
             Report::Held
+        } else if self.keeps_out() {
+            Report::Other
         } else {
             self.lacking(mode)
         }
@@ -255,10 +259,14 @@ impl Master {
             carries: true,
             expires: now + ttl,
         });
+        self.carry(last);
+        Report::Held
+    }
+
+    fn carry(&mut self, last: u64) {
         if self.mutant != Some(Mutant::RepairForgetsTokens) {
             self.data.fence = self.data.fence.max(last);
         }
-        Report::Held
     }
 
     fn release(&mut self, claim: Claim) -> Report {

@@ -21,7 +21,7 @@ pub enum Mutant {
     RepairCounts,
     /// A master that may have lost data lets itself be repaired, and counts from then on.
     RepairsUnmarked,
-    /// Repair sets the key and not the counter.
+    /// Renewal and repair set the key and not the counter.
     RepairForgetsTokens,
     /// A vote for an earlier round counts for the present one.
     OldVotesCount,

@@ -634,7 +634,8 @@ impl World {
         if self.features.tight {
             self.rng.u64(20..120)
         } else if self.now < QUIET && self.rng.u32(..1000) < self.features.late {
-            self.rng.u64(50 * MILLI..1500 * MILLI)
+            let longest = if self.features.short { 250 } else { 1500 };
+            self.rng.u64(50 * MILLI..longest * MILLI)
         } else {
             self.rng.u64(300..15 * MILLI)
         }
@@ -789,6 +790,12 @@ impl World {
         };
         let master = self.rng.usize(..self.masters.len());
         let client = self.rng.usize(..self.clients.len());
+        let anywhere = features.crash != Some(Crash::Spared);
+        let master = if strike == Strike::Crash && anywhere && self.rng.bool() {
+            self.contended().unwrap_or(master)
+        } else {
+            master
+        };
         if self.struck(strike, master, client) {
             self.tally.strikes += 1;
             let holding = |process: &Process| process.hold.is_some();
@@ -867,6 +874,17 @@ impl World {
         lasts(&&self.masters[master]).then(|| self.masters.iter().filter(lasts).count() - 1)
     }
 
+    /// A master at which somebody has the key who is still after the lock that another holds.
+    fn contended(&self) -> Option<usize> {
+        let holder = self
+            .clients
+            .iter()
+            .find(|process| process.hold.is_some())?
+            .claim?;
+        let other = |server: &Server| server.master.is_held_besides(server.local(self.now), holder);
+        self.masters.iter().position(other)
+    }
+
     fn vanish(&mut self, master: usize) -> bool {
         let quorum = self.masters.len() / 2 + 1;
         let others = self.others_holding(master);
@@ -919,7 +937,7 @@ impl Server {
     }
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Strike {
     StopClient,
     StopMaster,

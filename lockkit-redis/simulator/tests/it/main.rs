@@ -1,3 +1,4 @@
 //! The simulator over enough schedules to tell.
 
+mod mutants;
 mod promises;

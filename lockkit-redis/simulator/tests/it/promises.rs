@@ -1,4 +1,6 @@
-use lockkit_redlock_simulator::{Config, campaign};
+//! The algorithm as it is.
+
+use lockkit_redlock_simulator::{Config, Crash, Summary, campaign, run, trace};
 
 /// Per configuration.
 const SCHEDULES: u64 = 20_000;
@@ -15,6 +17,51 @@ fn every_configuration_keeps_its_promises() {
                 finding.promise,
                 config.name,
             );
+        }
+        assert_not_vacuous(config, &summary);
+    }
+}
+
+/// Nothing goes wrong, either, where nobody acquires anything and no fault hits.
+fn assert_not_vacuous(config: &Config, summary: &Summary) {
+    let (name, tally) = (config.name, &summary.tally);
+    let enough = |what, number: u64, per_hundred: u64| {
+        assert!(
+            number * 100 >= summary.schedules * per_hundred,
+            "{name}: only {number} {what} in {} schedules",
+            summary.schedules
+        );
+    };
+    enough("acquisitions", tally.acquired, 800);
+    enough("votes for somebody else", tally.taken, 300);
+    enough("writes of those who had lost it", tally.refused, 2);
+    enough("holds that outlasted their lease", tally.cut_short, 15);
+    let features = &config.features;
+    if features.renewal && !config.swarm {
+        enough("renewals", tally.renewed, 150);
+    }
+    if features.stops {
+        enough("faults", tally.strikes, 900);
+        enough("faults while somebody held", tally.hits, 300);
+    }
+    if features.stops && features.crash != Some(Crash::Lost) {
+        enough("rounds without enough answers", tally.undecided, 200);
+    }
+}
+
+#[test]
+fn a_seed_says_it_all() {
+    for config in Config::ALL {
+        for seed in 0..50 {
+            let (again, story) = trace(config, None, seed);
+            let report = run(config, None, seed);
+            assert_eq!(
+                (report.faults, report.tally),
+                (again.faults, again.tally),
+                "{} {seed}",
+                config.name
+            );
+            assert!(story.contains("HOLDS"), "{} {seed}", config.name);
         }
     }
 }
