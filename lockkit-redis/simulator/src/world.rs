@@ -594,10 +594,10 @@ impl World {
 
     fn connecting(&mut self, client: usize, master: usize, connection: u32) {
         let server = &mut self.masters[master];
-        if !server.up {
+        if !server.up || connection < server.oldest[client] {
             return;
         }
-        server.oldest[client] = server.oldest[client].max(connection);
+        server.oldest[client] = connection;
         let event = Event::Connected {
             client,
             master,
