@@ -200,6 +200,8 @@ impl Client {
     pub(crate) fn broken(&mut self, now: Now, master: usize, out: &mut Out) {
         let link = &mut self.links[master];
         link.up = false;
+        // Whatever is still said on it counts no more.
+        link.connection += 1;
         let connection = link.connection;
         let pause = self.pause(Duration::from_millis(1)..Duration::from_millis(40));
         out.push(Effect::Wake(
