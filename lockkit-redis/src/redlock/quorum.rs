@@ -162,17 +162,14 @@ impl QuorumRound {
         if self.seats[master] != Seat::Asked {
             return Step::Wait;
         }
-        self.seats[master] = Seat::Voted(vote);
-        if self.confirms {
-            let has_it = match vote {
-                Vote::Granted => true,
-                Vote::Behind(fence) => fence < *self.tokens.start(),
-                _ => false,
-            };
-            if has_it {
-                self.seats[master] = Seat::Confirming;
-                return Step::Confirm(self.tokens.clone(), vec![master]);
-            }
+        self.seats[master] = match vote {
+            Vote::Granted if self.confirms => Seat::Confirming,
+            Vote::Behind(fence) if self.confirms && fence < *self.tokens.start() => Seat::Confirming,
+            Vote::Behind(fence) if self.confirms => Seat::Answered(Confirmation::Refused(fence)),
+            vote => Seat::Voted(vote),
+        };
+        if self.seats[master] == Seat::Confirming {
+            return Step::Confirm(self.tokens.clone(), vec![master]);
         }
         self.next(now)
     }
@@ -221,7 +218,7 @@ impl QuorumRound {
         if held + open >= self.rules.quorum {
             return Step::Wait;
         }
-        Step::Lost(self.defeat(open))
+        self.defeat(open)
     }
 
     fn next_confirming(&self, now: Duration) -> Step {
@@ -237,7 +234,7 @@ impl QuorumRound {
         if refused > 0 {
             return Step::Lost(Defeat::Outrun);
         }
-        Step::Lost(self.defeat(open))
+        self.defeat(open)
     }
 
     fn begin_confirming(&mut self, now: Duration) -> Step {
@@ -264,14 +261,18 @@ impl QuorumRound {
         }
     }
 
-    fn defeat(&self, open: usize) -> Defeat {
+    /// It cannot be won any more. Whether it is taken may yet be to be heard.
+    fn defeat(&self, open: usize) -> Step {
         let taken = self.count(|seat| matches!(seat, Seat::Voted(Vote::Taken(_))));
         if self.rules.blocks(taken) {
             let left = self.seats.iter().filter_map(|seat| match seat {
                 Seat::Voted(Vote::Taken(left)) => *left,
                 _ => None,
             });
-            return Defeat::Taken(left.min());
+            return Step::Lost(Defeat::Taken(left.min()));
+        }
+        if self.rules.blocks(taken + open) {
+            return Step::Wait;
         }
         let abstained = self.count(|seat| matches!(seat, Seat::Voted(Vote::Abstains)));
         let silent = self.count(|seat| {
@@ -280,10 +281,10 @@ impl QuorumRound {
                 Seat::Voted(Vote::Silent) | Seat::Answered(Confirmation::Silent)
             )
         });
-        Defeat::Undecided {
+        Step::Lost(Defeat::Undecided {
             answered: self.rules.masters - silent - open,
             abstained,
-        }
+        })
     }
 }
 
@@ -388,5 +389,334 @@ impl QuorumCount {
         Outcome::Undecided {
             answered: self.rules.masters - count(&[Report::Silent]),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TTL: Duration = Duration::from_secs(30);
+    const PATIENCE: Duration = Duration::from_millis(100);
+    /// When everybody begins.
+    const START: Duration = Duration::from_secs(1000);
+
+    fn begin(masters: usize) -> QuorumRound {
+        QuorumRound::begin(Rules::of(masters, PATIENCE), START, TTL, 10..=12)
+    }
+
+    /// The last step after these votes of masters 0, 1, …
+    fn votes(round: &mut QuorumRound, votes: &[Vote]) -> Step {
+        let mut step = Step::Wait;
+        for (master, vote) in votes.iter().enumerate() {
+            assert_eq!(step, Step::Wait, "before {vote:?}");
+            step = round.voted(START, master, *vote);
+        }
+        step
+    }
+
+    fn taken(millis: u64) -> Vote {
+        Vote::Taken(Some(Duration::from_millis(millis)))
+    }
+
+    #[test]
+    fn two_quorums_have_a_master_in_common() {
+        for masters in 1..20 {
+            let rules = Rules::of(masters, PATIENCE);
+            assert!(2 * rules.quorum > masters);
+            assert!(rules.quorum <= masters);
+        }
+    }
+
+    #[test]
+    fn a_lease_is_shorter_than_its_time_to_live_by_the_drift() {
+        let rules = Rules::of(5, PATIENCE);
+        assert_eq!(rules.lease(Duration::from_secs(1)), Duration::from_millis(988));
+        assert_eq!(rules.lease(Duration::from_millis(1)), Duration::ZERO);
+        assert_eq!(rules.lease(Duration::ZERO), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_majority_of_grants_wins_at_once_with_the_proposed_tokens() {
+        let mut round = begin(5);
+        let step = votes(
+            &mut round,
+            &[Vote::Granted, taken(5), Vote::Granted, Vote::Granted],
+        );
+        assert_eq!(step, Step::Won(10..=12));
+        assert_eq!(round.since(), START);
+    }
+
+    #[test]
+    fn a_majority_that_is_behind_confirms_tokens_above_all_counters() {
+        let mut round = begin(5);
+        let step = votes(&mut round, &[Vote::Granted, Vote::Behind(40), Vote::Behind(20)]);
+        assert_eq!(step, Step::Confirm(41..=43, vec![0, 1, 2]));
+        assert_eq!(round.confirmed(START, 0, Confirmation::Raised), Step::Wait);
+        assert_eq!(round.confirmed(START, 1, Confirmation::Raised), Step::Wait);
+        assert_eq!(
+            round.confirmed(START, 1, Confirmation::Raised),
+            Step::Wait,
+            "said twice"
+        );
+        assert_eq!(
+            round.confirmed(START, 2, Confirmation::Raised),
+            Step::Won(41..=43)
+        );
+    }
+
+    #[test]
+    fn a_vote_that_comes_while_others_confirm_is_to_be_confirmed_too() {
+        let mut round = begin(5);
+        votes(&mut round, &[Vote::Granted, Vote::Behind(40), Vote::Behind(20)]);
+        assert_eq!(
+            round.voted(START, 3, Vote::Granted),
+            Step::Confirm(41..=43, vec![3])
+        );
+        assert_eq!(
+            round.voted(START, 4, Vote::Behind(40)),
+            Step::Confirm(41..=43, vec![4])
+        );
+        assert_eq!(round.confirmed(START, 0, Confirmation::Refused(50)), Step::Wait);
+        assert_eq!(round.confirmed(START, 3, Confirmation::Raised), Step::Wait);
+        assert_eq!(round.confirmed(START, 4, Confirmation::Raised), Step::Wait);
+        assert_eq!(round.confirmed(START, 1, Confirmation::Silent), Step::Wait);
+        assert_eq!(
+            round.confirmed(START, 2, Confirmation::Raised),
+            Step::Won(41..=43)
+        );
+    }
+
+    #[test]
+    fn a_vote_with_a_counter_that_has_passed_the_tokens_is_a_refusal() {
+        let mut round = begin(3);
+        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
+        assert_eq!(round.voted(START, 2, Vote::Behind(41)), Step::Wait);
+        assert_eq!(round.highest(), 43);
+        assert_eq!(round.confirmed(START, 0, Confirmation::Raised), Step::Wait);
+        assert_eq!(
+            round.confirmed(START, 1, Confirmation::Silent),
+            Step::Lost(Defeat::Outrun)
+        );
+    }
+
+    #[test]
+    fn tokens_that_others_passed_are_proposed_anew_above_theirs() {
+        let mut round = begin(3);
+        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
+        assert_eq!(round.confirmed(START, 0, Confirmation::Refused(70)), Step::Wait);
+        assert_eq!(round.voted(START, 2, Vote::Silent), Step::Lost(Defeat::Outrun));
+        assert_eq!(round.highest(), 70);
+    }
+
+    #[test]
+    fn whoever_has_enough_to_decide_it_has_it() {
+        let step = votes(&mut begin(5), &[taken(30), Vote::Granted, taken(20), taken(40)]);
+        assert_eq!(step, Step::Lost(Defeat::Taken(Some(Duration::from_millis(20)))));
+    }
+
+    #[test]
+    fn a_lock_that_is_taken_is_not_called_unknown_for_a_dead_master_that_was_quicker_to_say_so() {
+        let mut round = begin(3);
+        assert_eq!(votes(&mut round, &[Vote::Silent, taken(30)]), Step::Wait);
+        assert_eq!(
+            round.voted(START, 2, taken(40)),
+            Step::Lost(Defeat::Taken(Some(Duration::from_millis(30))))
+        );
+        let mut round = begin(3);
+        assert_eq!(votes(&mut round, &[Vote::Silent, taken(30)]), Step::Wait);
+        let defeat = Defeat::Undecided {
+            answered: 1,
+            abstained: 0,
+        };
+        assert_eq!(round.tick(round.deadline()), Step::Lost(defeat));
+    }
+
+    #[test]
+    fn without_a_majority_nothing_is_waited_for() {
+        let step = votes(&mut begin(5), &[Vote::Silent, Vote::Abstains, Vote::Silent]);
+        let defeat = Defeat::Undecided {
+            answered: 1,
+            abstained: 1,
+        };
+        assert_eq!(step, Step::Lost(defeat));
+    }
+
+    #[test]
+    fn patience_begins_anew_with_the_confirmation() {
+        let mut round = begin(3);
+        let late = START + PATIENCE / 2;
+        assert_eq!(round.tick(late), Step::Wait);
+        assert_eq!(round.voted(late, 0, Vote::Behind(40)), Step::Wait);
+        assert!(matches!(round.voted(late, 1, Vote::Granted), Step::Confirm(..)));
+        assert_eq!(round.deadline(), late + PATIENCE);
+        assert_eq!(round.tick(START + PATIENCE), Step::Wait);
+        assert_eq!(round.confirmed(late, 0, Confirmation::Raised), Step::Wait);
+        let defeat = Defeat::Undecided {
+            answered: 1,
+            abstained: 0,
+        };
+        assert_eq!(round.tick(late + PATIENCE), Step::Lost(defeat));
+    }
+
+    #[test]
+    fn a_lease_that_is_over_is_not_won() {
+        let end = START + Rules::of(3, PATIENCE).lease(TTL);
+        let mut round = begin(3);
+        assert_eq!(round.voted(START, 0, Vote::Granted), Step::Wait);
+        assert_eq!(round.voted(end, 1, Vote::Granted), Step::Lost(Defeat::TooLate));
+        let mut round = begin(3);
+        assert_eq!(round.voted(START, 0, Vote::Granted), Step::Wait);
+        let just = end.saturating_sub(Duration::from_nanos(1));
+        assert_eq!(round.voted(just, 1, Vote::Granted), Step::Won(10..=12));
+    }
+
+    /// Whatever the masters say, in whichever order, and however long it takes: a round ends; it is won only by a
+    /// majority that holds and has raised its counter to these very tokens; it is called taken only if others may have
+    /// decided it.
+    #[test]
+    fn no_order_of_answers_wins_without_a_majority() {
+        for seed in 0..20_000 {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let masters = [1, 3, 5, 7][rng.usize(..4)];
+            let rules = Rules::of(masters, PATIENCE);
+            let mut round = QuorumRound::begin(rules, START, TTL, 10..=12);
+            let (mut tokens, mut now) = (10..=12, START);
+            let mut raised = vec![false; masters];
+            let mut confirming: Vec<usize> = Vec::new();
+            let mut asked: Vec<usize> = (0..masters).collect();
+            let mut others = 0;
+            let mut step = Step::Wait;
+            for _ in 0..4 * masters {
+                now += Duration::from_millis(rng.u64(..5));
+                step = if !confirming.is_empty() && rng.bool() {
+                    let master = confirming.swap_remove(rng.usize(..confirming.len()));
+                    let answer = match rng.u8(..4) {
+                        0 => Confirmation::Refused(rng.u64(..100)),
+                        1 => Confirmation::Silent,
+                        _ => Confirmation::Raised,
+                    };
+                    raised[master] = answer == Confirmation::Raised;
+                    round.confirmed(now, master, answer)
+                } else if !asked.is_empty() {
+                    let master = asked.swap_remove(rng.usize(..asked.len()));
+                    let vote = match rng.u8(..8) {
+                        0 => Vote::Silent,
+                        1 => Vote::Abstains,
+                        2 | 3 => taken(5),
+                        4 | 5 => Vote::Behind(10 + rng.u64(..50)),
+                        _ => Vote::Granted,
+                    };
+                    raised[master] = vote == Vote::Granted && *tokens.start() == 10;
+                    others += usize::from(vote == taken(5));
+                    round.voted(now, master, vote)
+                } else {
+                    now = now.max(round.deadline());
+                    round.tick(now)
+                };
+                match &step {
+                    Step::Wait => {}
+                    Step::Confirm(proposed, these) => {
+                        if tokens != *proposed {
+                            assert!(*proposed.start() > *tokens.end(), "seed {seed}");
+                            raised.fill(false);
+                            tokens = proposed.clone();
+                        }
+                        confirming.extend(these);
+                    }
+                    Step::Won(_) | Step::Lost(_) => break,
+                }
+            }
+            match step {
+                Step::Won(won) => {
+                    assert_eq!(won, tokens, "seed {seed}");
+                    let enough = raised.iter().filter(|raised| **raised).count() >= rules.quorum;
+                    assert!(enough, "seed {seed}");
+                }
+                Step::Lost(Defeat::Taken(_)) => assert!(others + rules.quorum > masters, "seed {seed}"),
+                Step::Lost(_) => {}
+                step => panic!("seed {seed}: still at {step:?}"),
+            }
+        }
+    }
+
+    /// Each master is with one of two; whichever way they are split, and in whatever order they say so, not both win, and
+    /// the verdict is that of their number.
+    #[test]
+    fn of_two_at_most_one_wins() {
+        for seed in 0..5_000 {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let masters = [3, 5, 7][rng.usize(..3)];
+            let holders: Vec<bool> = (0..masters).map(|_| rng.bool()).collect();
+            let verdict = |me: bool, rng: &mut fastrand::Rng| {
+                let mut order: Vec<usize> = (0..masters).collect();
+                rng.shuffle(&mut order);
+                let mut round = begin(masters);
+                let mut steps = order.into_iter().map(|master| {
+                    let vote = if holders[master] == me {
+                        Vote::Granted
+                    } else {
+                        taken(5)
+                    };
+                    round.voted(START, master, vote)
+                });
+                steps.find(|step| *step != Step::Wait)
+            };
+            let mine = holders.iter().filter(|holder| **holder).count();
+            let won = |step| matches!(step, Some(Step::Won(_)));
+            let lost = |step| matches!(step, Some(Step::Lost(Defeat::Taken(_))));
+            let (first, second) = (verdict(true, &mut rng), verdict(false, &mut rng));
+            if mine > masters / 2 {
+                assert!(won(first) && lost(second), "seed {seed}");
+            } else {
+                assert!(lost(first) && won(second), "seed {seed}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_renewal_hears_all_who_may_lack_it() {
+        let mut count = QuorumCount::of_renewal(Rules::of(5, PATIENCE), START);
+        for master in 0..3 {
+            assert_eq!(count.reported(master, Report::Held), Outcome::Wait);
+        }
+        assert_eq!(count.reported(3, Report::Free), Outcome::Wait);
+        assert_eq!(count.tick(START), Outcome::Wait);
+        assert_eq!(count.tick(count.deadline()), Outcome::Held { repair: vec![3] });
+    }
+
+    #[test]
+    fn a_release_is_over_when_a_majority_had_it() {
+        let mut count = QuorumCount::of_release(Rules::of(5, PATIENCE), START);
+        assert_eq!(count.reported(0, Report::Free), Outcome::Wait);
+        assert_eq!(count.reported(1, Report::Held), Outcome::Wait);
+        assert_eq!(count.reported(2, Report::Held), Outcome::Wait);
+        assert_eq!(count.reported(2, Report::Held), Outcome::Wait, "said twice");
+        assert_eq!(count.reported(3, Report::Held), Outcome::Held { repair: vec![0] });
+    }
+
+    #[test]
+    fn what_a_majority_may_lack_is_lost() {
+        for lacking in [Report::Free, Report::Other] {
+            let mut count = QuorumCount::of_renewal(Rules::of(3, PATIENCE), START);
+            assert_eq!(count.reported(0, Report::Other), Outcome::Wait);
+            assert_eq!(count.reported(1, lacking), Outcome::Lost);
+            assert_eq!(count.reported(2, Report::Held), Outcome::Lost);
+        }
+    }
+
+    #[test]
+    fn silence_is_no_loss() {
+        let mut count = QuorumCount::of_renewal(Rules::of(5, PATIENCE), START);
+        count.reported(0, Report::Held);
+        count.reported(1, Report::Held);
+        count.reported(2, Report::Free);
+        count.reported(3, Report::Other);
+        assert_eq!(count.tick(count.deadline()), Outcome::Undecided { answered: 4 });
+        assert_eq!(
+            count.reported(4, Report::Held),
+            Outcome::Undecided { answered: 4 },
+            "too late"
+        );
     }
 }
