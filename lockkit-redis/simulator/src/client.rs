@@ -123,8 +123,10 @@ struct Hold {
     mode: Mode,
     began: Duration,
     until: Duration,
-    /// Not used yet.
-    tokens: RangeInclusive<u64>,
+    /// Those it was granted with.
+    granted: RangeInclusive<u64>,
+    /// The first of them that is not used yet.
+    next: u64,
     renewal: Option<(QuorumCount, Duration)>,
 }
 
@@ -424,31 +426,23 @@ impl Client {
             since
         };
         let until = since_when + self.rules.lease(self.habits.ttl);
-        let (token, last) = (*tokens.start(), *tokens.end());
-        self.hold(now, mode, since, until, token + 1..=last, at_once, out);
-        let Self { epoch, .. } = *self;
-        if let State::Holding(_) = self.state
-            && self.habits.renews
-        {
-            out.push(Effect::Wake(
-                now.monotonic + self.habits.ttl / 3,
-                Alarm::Renew(epoch),
-            ));
+        let hold = Hold {
+            mode,
+            began: since,
+            until,
+            next: *tokens.start(),
+            granted: tokens,
+            renewal: None,
+        };
+        self.hold(now, hold, at_once, out);
+        if self.habits.renews {
+            let next = now.monotonic + self.habits.ttl / 3;
+            out.push(Effect::Wake(next, Alarm::Renew(self.epoch)));
         }
     }
 
-    /// Somebody of this process has it from now on.
-    #[expect(clippy::too_many_arguments, reason = "what a hold is made of")]
-    fn hold(
-        &mut self,
-        now: Now,
-        mode: Mode,
-        began: Duration,
-        until: Duration,
-        tokens: RangeInclusive<u64>,
-        at_once: bool,
-        out: &mut Out,
-    ) {
+    /// Somebody of this process has it from now on, with its next token.
+    fn hold(&mut self, now: Now, mut hold: Hold, at_once: bool, out: &mut Out) {
         self.epoch += 1;
         let longest = if self.rng.f64() < self.habits.overstays {
             self.habits.ttl * 2
@@ -456,24 +450,18 @@ impl Client {
             self.habits.hold.end
         };
         let done = now.monotonic + self.pause(self.habits.hold.start..longest);
-        let token = tokens.start() - 1;
         out.push(Effect::Acquired {
-            began,
-            until,
-            token,
-            mode,
+            began: hold.began,
+            until: hold.until,
+            token: hold.next,
+            mode: hold.mode,
             at_once,
             done,
         });
         out.push(Effect::Wake(done, Alarm::UserDone(self.epoch)));
-        out.push(Effect::Wake(until, Alarm::LeaseEnd(self.epoch)));
-        self.state = State::Holding(Hold {
-            mode,
-            began,
-            until,
-            tokens,
-            renewal: None,
-        });
+        out.push(Effect::Wake(hold.until, Alarm::LeaseEnd(self.epoch)));
+        hold.next += 1;
+        self.state = State::Holding(hold);
     }
 
     fn renew(&mut self, now: Now, out: &mut Out) {
@@ -492,7 +480,7 @@ impl Client {
             claim: self.claim,
             mode: hold.mode,
             ttl: micros(ttl),
-            last: last_of(&hold.tokens),
+            tokens: hold.granted.clone(),
         };
         for master in 0..self.rules.masters {
             out.push(Effect::Send(master, self.operation, request.clone()));
@@ -520,7 +508,7 @@ impl Client {
                     claim: self.claim,
                     mode: hold.mode,
                     ttl: micros((since + self.habits.ttl).saturating_sub(now.monotonic)),
-                    last: last_of(&hold.tokens),
+                    tokens: hold.granted.clone(),
                 };
                 for master in repair {
                     // Its answer is for nobody.
@@ -554,12 +542,15 @@ impl Client {
     fn user_done(&mut self, now: Now, out: &mut Out) {
         let State::Holding(hold) = &self.state else { return };
         out.push(Effect::Over);
-        let (mode, began, until, tokens) = (hold.mode, hold.began, hold.until, hold.tokens.clone());
-        let plenty = now.monotonic + self.habits.ttl * 2 / 3 < until;
-        if !tokens.is_empty() && plenty && hold.renewal.is_none() {
+        let plenty = now.monotonic + self.habits.ttl * 2 / 3 < hold.until;
+        if hold.next <= *hold.granted.end() && plenty && hold.renewal.is_none() {
             self.done += 1;
-            let rest = tokens.start() + 1..=*tokens.end();
-            self.hold(now, mode, began, until, rest, true, out);
+            let hold = Hold {
+                granted: hold.granted.clone(),
+                renewal: None,
+                ..*hold
+            };
+            self.hold(now, hold, true, out);
             if self.habits.renews {
                 let next = now.monotonic + self.habits.ttl / 10;
                 out.push(Effect::Wake(next, Alarm::Renew(self.epoch)));
@@ -636,10 +627,6 @@ impl Client {
         );
         Duration::from_micros(self.rng.u64(from..to))
     }
-}
-
-fn last_of(tokens: &RangeInclusive<u64>) -> u64 {
-    *tokens.end()
 }
 
 fn micros(span: Duration) -> u64 {

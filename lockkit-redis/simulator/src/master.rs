@@ -16,6 +16,13 @@ pub(crate) struct Claim {
     pub(crate) round: u32,
 }
 
+impl Claim {
+    /// An earlier round of the same owner.
+    fn is_before(self, other: Self) -> bool {
+        self.owner == other.owner && self.round < other.round
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     Exclusive,
@@ -39,13 +46,13 @@ pub(crate) enum Request {
         claim: Claim,
         mode: Mode,
         ttl: Micros,
-        last: u64,
+        tokens: RangeInclusive<u64>,
     },
     Repair {
         claim: Claim,
         mode: Mode,
         ttl: Micros,
-        last: u64,
+        tokens: RangeInclusive<u64>,
     },
     Release {
         claim: Claim,
@@ -129,11 +136,11 @@ impl Master {
                 claim,
                 mode,
                 ttl,
-                last,
+                tokens,
             } => {
-                let report = self.renew(now, *claim, *mode, *ttl, *last);
+                let report = self.renew(now, *claim, *mode, *ttl, tokens);
                 if report == Report::Free && self.mutant == Some(Mutant::RepairCounts) {
-                    return Answer::Report(self.repair(now, *claim, *mode, *ttl, *last));
+                    return Answer::Report(self.repair(now, *claim, *mode, *ttl, tokens));
                 }
                 Answer::Report(report)
             }
@@ -141,8 +148,8 @@ impl Master {
                 claim,
                 mode,
                 ttl,
-                last,
-            } => Answer::Report(self.repair(now, *claim, *mode, *ttl, *last)),
+                tokens,
+            } => Answer::Report(self.repair(now, *claim, *mode, *ttl, tokens)),
             Request::Release { claim } => Answer::Report(self.release(*claim)),
         }
     }
@@ -167,12 +174,9 @@ impl Master {
             return Vote::Abstains;
         }
         let in_the_way = |holder: &&Holder| {
-            if holder.claim.owner == claim.owner {
-                // A request of an earlier round never turns a later one's key back.
-                holder.claim.round > claim.round
-            } else {
-                !admits(holder.mode, mode)
-            }
+            // A request of an earlier round never turns a later one's key back.
+            let is_its = holder.claim.owner == claim.owner;
+            claim.is_before(holder.claim) || !is_its && !admits(holder.mode, mode)
         };
         if let Some(left) = self
             .data
@@ -213,6 +217,9 @@ impl Master {
 
     fn confirm(&mut self, claim: Claim, tokens: &RangeInclusive<u64>) -> Confirmation {
         let fence = self.data.fence;
+        if self.keeps_out() {
+            return Confirmation::Refused(fence);
+        }
         let Some(held) = self.data.holders.iter_mut().find(|holder| holder.claim == claim) else {
             return Confirmation::Refused(fence);
         };
@@ -228,38 +235,67 @@ impl Master {
         }
     }
 
-    fn renew(&mut self, now: Micros, claim: Claim, mode: Mode, ttl: Micros, last: u64) -> Report {
-        if let Some(held) = self.data.holders.iter_mut().find(|holder| holder.claim == claim) {
+    fn renew(
+        &mut self,
+        now: Micros,
+        claim: Claim,
+        mode: Mode,
+        ttl: Micros,
+        tokens: &RangeInclusive<u64>,
+    ) -> Report {
+        let keeps_out = self.keeps_out();
+        // In one look: what this very round set is prolonged as it is, and its counter with it.
+        let known = |held: &&mut Holder| {
+            held.claim == claim && held.mode == Mode::Exclusive && held.token == *tokens.start()
+        };
+        // What else bears its name may be of an earlier round, come back with old data.
+        let is_its = |held: &&mut Holder| held.claim == claim || held.claim.is_before(claim);
+        if let Some(held) = self.data.holders.iter_mut().find(known) {
+            held.expires = now + ttl;
+            Report::Held
+        } else if keeps_out {
+            Report::Other
+        } else if let Some(held) = self.data.holders.iter_mut().find(is_its) {
+            held.claim = claim;
+            held.token = *tokens.start();
             held.expires = now + ttl;
             held.carries = true;
-            self.carry(last);
+            self.carry(*tokens.end());
             Report::Held
-        } else if self.keeps_out() {
-            Report::Other
         } else {
             self.lacking(mode)
         }
     }
 
-    fn repair(&mut self, now: Micros, claim: Claim, mode: Mode, ttl: Micros, last: u64) -> Report {
+    fn repair(
+        &mut self,
+        now: Micros,
+        claim: Claim,
+        mode: Mode,
+        ttl: Micros,
+        tokens: &RangeInclusive<u64>,
+    ) -> Report {
         if self.keeps_out() && self.mutant != Some(Mutant::RepairsUnmarked) {
             return Report::Other;
         }
-        if self.data.holders.iter().any(|holder| holder.claim == claim) {
-            return Report::Held;
-        }
-        let in_the_way = |holder: &Holder| holder.claim.owner == claim.owner || !admits(holder.mode, mode);
+        let in_the_way = |holder: &Holder| {
+            let is_its = holder.claim.owner == claim.owner;
+            claim.is_before(holder.claim) || !is_its && !admits(holder.mode, mode)
+        };
         if self.data.holders.iter().any(in_the_way) {
             return Report::Other;
         }
+        self.data
+            .holders
+            .retain(|holder| holder.claim.owner != claim.owner);
         self.data.holders.push(Holder {
             claim,
             mode,
-            token: 0,
+            token: *tokens.start(),
             carries: true,
             expires: now + ttl,
         });
-        self.carry(last);
+        self.carry(*tokens.end());
         Report::Held
     }
 
@@ -278,7 +314,7 @@ impl Master {
         // An earlier round's key as well, which a request overtaken by its release left behind.
         self.data
             .holders
-            .retain(|holder| holder.claim.owner != claim.owner || holder.claim.round > claim.round);
+            .retain(|holder| holder.claim != claim && !holder.claim.is_before(claim));
         if self.data.holders.len() < before {
             Report::Held
         } else {
@@ -299,3 +335,6 @@ impl Master {
 fn admits(holder: Mode, newcomer: Mode) -> bool {
     holder == Mode::Shared && newcomer == Mode::Shared
 }
+
+#[cfg(test)]
+mod differential;
