@@ -12,10 +12,14 @@ mod master;
 mod mutant;
 #[path = "../../src/redlock/quorum.rs"]
 mod quorum;
+#[cfg(test)]
+mod schedules;
+mod table;
 mod world;
 
 pub use campaign::{Finding, Summary, campaign};
 pub use config::{Config, Crash, Expected, Features, Network, Promise, Vanishing, WallClocks};
 pub use history::Faults;
 pub use mutant::Mutant;
+pub use table::{replaced, table};
 pub use world::{Report, Tally, run, trace};

@@ -1,9 +1,9 @@
 //! `redlock-sim`: runs, replays and tabulates schedules.
 
-use std::{process::ExitCode, time::Instant};
+use std::{fs, path::PathBuf, process::ExitCode, time::Instant};
 
 use clap::{Parser, Subcommand};
-use lockkit_redlock_simulator::{Config, Mutant, Summary, campaign, trace};
+use lockkit_redlock_simulator::{Config, Finding, Mutant, Summary, campaign, replaced, table, trace};
 
 /// Redlock on simulated masters, clocks and networks.
 #[derive(Debug, Parser)]
@@ -30,6 +30,15 @@ enum Command {
         /// The algorithm with this mistake.
         #[arg(long)]
         mutant: Option<String>,
+    },
+    /// Runs every configuration and writes what was found into the documentation.
+    Table {
+        /// How many schedules each.
+        #[arg(long, default_value_t = 20_000)]
+        seeds: u64,
+        /// The page, which has a place for it.
+        #[arg(long, default_value = "docs/redlock.md")]
+        page: PathBuf,
     },
     /// Runs one schedule and prints what happens in it.
     Replay {
@@ -84,6 +93,19 @@ fn dispatch(command: Command) -> Result<bool, String> {
                 kept &= summary.findings.iter().all(|finding| finding.is_as_promised());
             }
             Ok(kept)
+        }
+        Command::Table { seeds, page } => {
+            let summaries: Vec<_> = Config::ALL
+                .iter()
+                .map(|config| (config, campaign(config, None, 0..seeds)))
+                .collect();
+            let file = |err| format!("{}: {err}", page.display());
+            let text = fs::read_to_string(&page).map_err(file)?;
+            let text = replaced(&text, &table(&summaries))
+                .ok_or_else(|| format!("{} has no place for the table", page.display()))?;
+            fs::write(&page, text).map_err(file)?;
+            let mut findings = summaries.iter().flat_map(|(_, summary)| &summary.findings);
+            Ok(findings.all(Finding::is_as_promised))
         }
         Command::Replay { config, seed, mutant } => {
             let mutant = mutant.as_deref().map(mutant_named).transpose()?;

@@ -244,27 +244,28 @@ impl Master {
         tokens: &RangeInclusive<u64>,
     ) -> Report {
         let keeps_out = self.keeps_out();
-        // In one look: what this very round set is prolonged as it is, and its counter with it.
-        let known = |held: &&mut Holder| {
-            held.claim == claim && held.mode == Mode::Exclusive && held.token == *tokens.start()
-        };
-        // What else bears its name may be of an earlier round, come back with old data.
         let is_its = |held: &&mut Holder| held.claim == claim || held.claim.is_before(claim);
-        if let Some(held) = self.data.holders.iter_mut().find(known) {
-            held.expires = now + ttl;
-            Report::Held
-        } else if keeps_out {
-            Report::Other
-        } else if let Some(held) = self.data.holders.iter_mut().find(is_its) {
+        let Some(held) = self.data.holders.iter_mut().find(is_its) else {
+            return if keeps_out {
+                Report::Other
+            } else {
+                self.lacking(mode)
+            };
+        };
+        let is_known = held.claim == claim && held.token == *tokens.start();
+        // Of an earlier round, it may have come back with old data, after others had voted here.
+        if keeps_out && !is_known {
+            return Report::Other;
+        }
+        held.expires = now + ttl;
+        // In one look, what this very round set is prolonged as it is.
+        if !is_known || held.mode == Mode::Shared {
             held.claim = claim;
             held.token = *tokens.start();
-            held.expires = now + ttl;
             held.carries = true;
             self.carry(*tokens.end());
-            Report::Held
-        } else {
-            self.lacking(mode)
         }
+        Report::Held
     }
 
     fn repair(

@@ -1,0 +1,117 @@
+//! Schedules made by hand, for what chance hardly ever finds.
+
+use std::time::Duration;
+
+use crate::{
+    master::{Answer, Claim, Master, Micros, Mode, Request},
+    mutant::Mutant,
+    quorum::{Outcome, QuorumCount, QuorumRound, Report, Rules, Step, Vote},
+};
+
+const TTL: Micros = 160_000;
+const PATIENCE: Duration = Duration::from_millis(100);
+
+fn masters(mutant: Option<Mutant>) -> Vec<Master> {
+    let mut masters = vec![
+        Master {
+            life: 1,
+            guarded: true,
+            mutant,
+            ..Master::default()
+        };
+        5
+    ];
+    masters.iter_mut().for_each(Master::mark);
+    masters
+}
+
+fn at(time: Micros) -> Duration {
+    Duration::from_micros(time)
+}
+
+fn vote(owner: u32, first: u64) -> Request {
+    Request::Vote {
+        claim: Claim { owner, round: 1 },
+        mode: Mode::Exclusive,
+        ttl: TTL,
+        tokens: first..=first,
+    }
+}
+
+fn voted(answer: Answer) -> Vote {
+    match answer {
+        Answer::Vote(vote) => vote,
+        answer => panic!("{answer:?} is no vote"),
+    }
+}
+
+fn reported(answer: Answer) -> Report {
+    match answer {
+        Answer::Report(report) => report,
+        answer => panic!("{answer:?} is no report"),
+    }
+}
+
+/// Whether two hold at once.
+///
+/// One holds at masters 0, 1 and 2. Another has the votes of 3 and 4, and its request to 2 is late. Master 3 loses its
+/// data, that vote among them; it is repaired for the first holder by a request that was on its way meanwhile, and
+/// renewed there, when the first holder's renewal does not reach 2. That one's lease ends at 2, and the other's vote
+/// comes in.
+fn overlaps(mutant: Option<Mutant>) -> bool {
+    let rules = Rules::of(5, PATIENCE);
+    let mut masters = masters(mutant);
+    let (one, tokens) = (Claim { owner: 1, round: 1 }, 1..=1);
+    let mut round = QuorumRound::begin(rules, at(0), at(TTL), tokens.clone());
+    let steps: Vec<Step> = (0..3)
+        .map(|master| round.voted(at(0), master, voted(masters[master].answer(0, &vote(1, 1)))))
+        .collect();
+    assert_eq!(steps[2], Step::Won(1..=1));
+
+    // The other begins when the first one's lease at 2 has less to go than a round may take.
+    let began = 90_000;
+    let mut other = QuorumRound::begin(rules, at(began), at(TTL), 2..=2);
+    for master in [3, 4] {
+        let granted = voted(masters[master].answer(began, &vote(2, 2)));
+        assert_eq!(granted, Vote::Granted);
+        assert_eq!(other.voted(at(began), master, granted), Step::Wait);
+    }
+
+    masters[3].data = crate::master::Data::default();
+    masters[3].life += 1;
+    let (claim, mode) = (one, Mode::Exclusive);
+    let repair = Request::Repair {
+        claim,
+        mode,
+        ttl: TTL,
+        tokens: tokens.clone(),
+    };
+    masters[3].answer(began + 1, &repair);
+
+    let renewed = began + 2;
+    let mut count = QuorumCount::of_renewal(rules, at(renewed));
+    let renewal = Request::Renew {
+        claim,
+        mode,
+        ttl: TTL,
+        tokens,
+    };
+    for master in [0, 1, 3, 4] {
+        let report = reported(masters[master].answer(renewed, &renewal));
+        count.reported(master, report);
+    }
+    let still = matches!(count.tick(count.deadline()), Outcome::Held { .. });
+
+    let late = TTL + 1;
+    assert!(at(late) < other.deadline());
+    let answer = voted(masters[2].answer(late, &vote(2, 2)));
+    assert_eq!(answer, Vote::Granted);
+    let won = matches!(other.voted(at(late), 2, answer), Step::Won(_));
+    still && won
+}
+
+#[test]
+fn a_master_without_a_vote_is_not_repaired() {
+    assert!(!overlaps(None));
+    assert!(overlaps(Some(Mutant::RepairsUnmarked)));
+}
