@@ -1,4 +1,10 @@
-//! What the benchmarks share: a backend that costs nothing, and duels, in which two things take turns.
+//! What the benchmarks share: a backend that costs nothing, duels, in which two things take turns, and everyone who takes
+//! part in the comparison of the backends.
+
+pub mod field;
+pub mod peers;
+pub mod report;
+pub mod results;
 
 use std::{
     hint::black_box,

@@ -15,6 +15,7 @@ use std::{
     time::Duration,
 };
 
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use lockkit_core::{
     AcquireOptions, BoxError, FenceGate, FencingToken, Lock, LockClient, LockGuard, spi::Mode,
 };
@@ -116,7 +117,7 @@ where
                 }
             }
             let reply = helper.obey(&command).await;
-            answer(&reply.unwrap_or_else(|error| format!("error {error}")));
+            answer(&reply.unwrap_or_else(|error| format!("error {}", chain(&*error))));
         }
     });
     Ok(())
@@ -279,6 +280,18 @@ impl Inside {
     async fn obey(&mut self, command: &str) -> Result<String, BoxError> {
         let words: Vec<_> = command.split(' ').collect();
         match words[..] {
+            ["hold", locks, ttl, name] => {
+                self.hold(locks.parse()?, ttl, name).await?;
+                Ok("held".to_owned())
+            }
+            ["usage"] => Ok(usage()),
+            ["close"] => {
+                self.guards.clear();
+                if let Some(client) = self.client.take() {
+                    client.close(PATIENCE).await?;
+                }
+                Ok("closed".to_owned())
+            }
             ["ping"] => Ok(format!("pong {}", std::process::id())),
             ["exit"] => std::process::exit(0),
             ["acquire", slot, mode, ttl, name] => {
@@ -330,6 +343,23 @@ impl Inside {
         }
     }
 
+    /// Takes so many locks, whose names begin with `name`.
+    async fn hold(&mut self, locks: u32, ttl: &str, name: &str) -> Result<(), BoxError> {
+        let locks = (0..locks).map(|index| {
+            let slot = format!("{name}/{index}");
+            self.lock("exclusive", ttl, &slot).map(|lock| (slot, lock))
+        });
+        let locks: Vec<_> = locks.collect::<Result<_, _>>()?;
+        // As many at once as make use of the server, and few enough to be told what is wrong with the first.
+        let mut acquiring = stream::iter(locks)
+            .map(|(slot, lock)| async move { lock.acquire().await.map(|guard| (slot, guard)) })
+            .buffer_unordered(64);
+        while let Some((slot, guard)) = acquiring.try_next().await? {
+            self.guards.insert(slot, guard);
+        }
+        Ok(())
+    }
+
     fn lock(&self, mode: &str, ttl: &str, name: &str) -> Result<Lock, BoxError> {
         let client = self.client.as_ref().ok_or("no client")?;
         let ttl = Duration::from_millis(ttl.parse()?);
@@ -350,6 +380,28 @@ impl Inside {
     fn guard(&self, slot: &str) -> Result<&LockGuard, BoxError> {
         Ok(self.guards.get(slot).ok_or("no such guard")?)
     }
+}
+
+/// What this process has used: processor time in ns, and bytes of memory where the system tells.
+fn usage() -> String {
+    #[cfg(unix)]
+    let processor = {
+        use rustix::time::{ClockId, clock_gettime};
+        let time = clock_gettime(ClockId::ProcessCPUTime);
+        i128::from(time.tv_sec) * 1_000_000_000 + i128::from(time.tv_nsec)
+    };
+    #[cfg(not(unix))]
+    let processor = "unknown";
+    let memory = resident().map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
+    format!("usage {processor} {memory}")
+}
+
+/// As Linux tells it.
+fn resident() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
+    Some(kib * 1_024)
 }
 
 fn parse_mode(word: &str) -> Result<Mode, BoxError> {

@@ -1,0 +1,90 @@
+//! Every scenario on every backend, beside the least that can be done on the same server and beside other libraries.
+//!
+//! `cargo bench -p lockkit-benches --bench matrix [-- --quick] [TEXT…]` starts private servers of whatever is installed
+//! and says what it goes without. A TEXT picks the backends or the scenarios with it in their names. The contestants
+//! take turns in short rounds, all of them in each, which a harness that measures one after the other could not do.
+//! A run of everything is kept for the report: `cargo run -p lockkit-benches --bin report`.
+
+use std::time::Instant;
+
+use lockkit_benches::{
+    field::Field,
+    results::{self, Machine, Results, table},
+};
+use lockkit_conformance::{
+    helper::{self, Launch},
+    measure::{Effort, Scenario, contest},
+};
+
+const BACKENDS: [&str; 7] = [
+    "memory",
+    "file",
+    "redis",
+    "redlock",
+    "zookeeper",
+    "mariadb",
+    "mysql",
+];
+
+fn main() {
+    if helper::is_helper() {
+        helper::main(|url| async move { lockkit::connect(&url).await }).expect("served");
+        return;
+    }
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let quick = arguments.iter().any(|argument| argument == "--quick");
+    let texts: Vec<&str> = arguments
+        .iter()
+        .map(String::as_str)
+        .filter(|argument| !argument.starts_with("--"))
+        .collect();
+    let (backends, names): (Vec<&str>, Vec<&str>) = texts
+        .iter()
+        .copied()
+        .partition(|text| BACKENDS.iter().any(|backend| backend.contains(text)));
+    let picked =
+        |texts: &[&str], name: &str| texts.is_empty() || texts.iter().any(|text| name.contains(text));
+    let scenarios: Vec<_> = Scenario::ALL
+        .into_iter()
+        .filter(|scenario| picked(&names, &scenario.to_string()))
+        .collect();
+
+    let began = Instant::now();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime");
+    let results = runtime.block_on(async {
+        let launch = Launch::this_program([""; 0]).expect("this program");
+        let mut field = Field::gather(launch, |backend| picked(&backends, backend)).await;
+        for skipped in &field.skipped {
+            println!("skipped: {}: {}", skipped.backend, skipped.why);
+        }
+        let effort = if quick { Effort::QUICK } else { Effort::FULL };
+        let mut rows = Vec::new();
+        for scenario in scenarios {
+            // One by one, so that each is shown when it is done.
+            let of_it = contest(&mut field.contestants, &[scenario], &effort, |_| ()).await;
+            println!("\n{}", table(scenario, &of_it));
+            rows.extend(of_it);
+        }
+        let mut versions = results::versions();
+        versions.append(&mut field.versions);
+        Results {
+            date: results::now(),
+            quick,
+            seconds: began.elapsed().as_secs(),
+            machine: Machine::here(),
+            versions,
+            skipped: std::mem::take(&mut field.skipped),
+            rows,
+        }
+    });
+    println!("{} s in all", results.seconds);
+    if texts.is_empty() {
+        let path = Results::default_path();
+        results.write(&path).expect("written");
+        println!("kept in {}", path.display());
+    }
+}

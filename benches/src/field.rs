@@ -1,0 +1,321 @@
+//! Everyone who takes part in the comparison: each backend on private servers, and what it is measured beside.
+
+use std::{
+    any::Any, collections::BTreeMap, error::Error, fmt, net::SocketAddr, path::PathBuf, sync::Arc,
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use lockkit::LockClient;
+use lockkit_conformance::{
+    Harness,
+    helper::Launch,
+    measure::{Contestant, Counter, Locks, Role, Subject},
+};
+use lockkit_testbed::{
+    Proxy,
+    mysql::{Flavour, MySql},
+    redis::{self, RedisServer},
+    zookeeper::{self, ZkServer},
+};
+
+use crate::{
+    peers::{
+        Curator, DistributedFileLock, DistributedRedisLock, EphemeralNode, ForUpdate, GetLock, LockedFile,
+        Rslock, SetNx, TokioSync,
+    },
+    results::Skipped,
+};
+
+/// How many masters Redlock is measured on.
+const MASTERS: usize = 5;
+
+/// The contestants, and the servers that they need, which end when this is dropped.
+pub struct Field {
+    /// Backend by backend, first the floor, then lockkit, then the peers.
+    pub contestants: Vec<Contestant>,
+    /// The backends that are not among them, and why.
+    pub skipped: Vec<Skipped>,
+    /// What each server calls its version.
+    pub versions: BTreeMap<String, String>,
+    launch: Launch,
+    servers: Vec<Box<dyn Any>>,
+}
+
+/// No server, and why.
+type Absent = Box<dyn Error + Send + Sync>;
+
+impl Field {
+    /// Starts whatever is installed here. `launch` starts helper processes; `wanted` picks backends by name.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, the servers so far are ended.
+    pub async fn gather(launch: Launch, wanted: impl Fn(&str) -> bool) -> Self {
+        let mut field = Self {
+            contestants: Vec::new(),
+            skipped: Vec::new(),
+            versions: BTreeMap::new(),
+            launch,
+            servers: Vec::new(),
+        };
+        for backend in [
+            "memory",
+            "file",
+            "redis",
+            "redlock",
+            "zookeeper",
+            "mariadb",
+            "mysql",
+        ] {
+            if !wanted(backend) {
+                continue;
+            }
+            let there = match backend {
+                "memory" => field.memory(),
+                "file" => field.file(),
+                "redis" => field.redis(),
+                "redlock" => field.redlock().await,
+                "zookeeper" => field.zookeeper(),
+                "mariadb" => field.mysql(backend, Flavour::MariaDb).await,
+                _ => field.mysql(backend, Flavour::MySql).await,
+            };
+            if let Err(why) = there {
+                field.skipped.push(Skipped {
+                    backend: backend.to_owned(),
+                    why: chain(&*why),
+                });
+            }
+        }
+        field
+    }
+
+    fn add(&mut self, backend: &str, name: &str, role: Role, subject: impl Subject) {
+        self.contestants
+            .push(Contestant::new(backend, name, role, subject));
+    }
+
+    /// lockkit at `url`; its helper processes are at `far`, behind `proxies`.
+    fn ours(&mut self, backend: &str, name: &str, url: String, far: Option<String>, proxies: Arc<[Proxy]>) {
+        let counted = !proxies.is_empty();
+        let sent = move || proxies.iter().map(|proxy| proxy.counts().requests.chunks).sum();
+        let mut locks = Locks::new(At { url, far }).helpers(self.launch.clone());
+        if counted {
+            locks = locks.packets(Arc::new(sent) as Counter);
+        }
+        self.add(backend, name, Role::Ours, locks);
+    }
+
+    fn memory(&mut self) -> Result<(), Absent> {
+        self.ours("memory", "lockkit", "memory:".to_owned(), None, Arc::new([]));
+        self.add("memory", "tokio::sync", Role::Peer, TokioSync::default());
+        Ok(())
+    }
+
+    fn file(&mut self) -> Result<(), Absent> {
+        let dir = Directory::new()?;
+        let under = |name: &str| dir.0.join(name);
+        let floor = LockedFile { dir: under("floor") };
+        self.add("file", "flock, write, fdatasync", Role::Floor, floor);
+        let url = format!("file://{}", under("lockkit").display());
+        self.ours("file", "lockkit", url.clone(), Some(url), Arc::new([]));
+        let peer = DistributedFileLock { dir: under("peer") };
+        self.add("file", "distributed-lock", Role::Peer, peer);
+        self.servers.push(Box::new(dir));
+        Ok(())
+    }
+
+    fn redis(&mut self) -> Result<(), Absent> {
+        if let Some(missing) = redis::missing() {
+            return Err(missing.into());
+        }
+        let server = RedisServer::plain()?;
+        let proxy = Proxy::start(server.addr())?;
+        let (url, far) = (server.url().to_owned(), format!("redis://{}", proxy.addr()));
+        self.versions.insert("redis".to_owned(), version(&server)?);
+        self.add(
+            "redis",
+            "SET NX, by hand",
+            Role::Floor,
+            SetNx { url: url.clone() },
+        );
+        self.ours("redis", "lockkit", url.clone(), Some(far), Arc::new([proxy]));
+        let urls = vec![url];
+        self.add("redis", "rslock", Role::Peer, Rslock { urls: urls.clone() });
+        self.add(
+            "redis",
+            "distributed-lock",
+            Role::Peer,
+            DistributedRedisLock { urls },
+        );
+        self.servers.push(Box::new(server));
+        Ok(())
+    }
+
+    async fn redlock(&mut self) -> Result<(), Absent> {
+        if let Some(missing) = redis::missing() {
+            return Err(missing.into());
+        }
+        let masters: Vec<_> = (0..MASTERS)
+            .map(|_| RedisServer::plain())
+            .collect::<Result<_, _>>()?;
+        let addrs = masters.iter().map(RedisServer::addr);
+        let url = redlock(addrs.clone());
+        lockkit::connect(&url)
+            .await?
+            .close(Duration::from_secs(5))
+            .await?;
+        let proxies: Arc<[Proxy]> = addrs.map(Proxy::start).collect::<Result<_, _>>()?;
+        let far = redlock(proxies.iter().map(Proxy::addr));
+        self.versions.insert(
+            "redlock".to_owned(),
+            format!("{MASTERS} × {}", version(&masters[0])?),
+        );
+        self.ours("redlock", "lockkit", url, Some(far), proxies);
+        let urls: Vec<_> = masters.iter().map(|master| master.url().to_owned()).collect();
+        self.add("redlock", "rslock", Role::Peer, Rslock { urls: urls.clone() });
+        self.add(
+            "redlock",
+            "distributed-lock",
+            Role::Peer,
+            DistributedRedisLock { urls },
+        );
+        self.servers.push(Box::new(masters));
+        Ok(())
+    }
+
+    fn zookeeper(&mut self) -> Result<(), Absent> {
+        if let Some(missing) = zookeeper::missing() {
+            return Err(missing.into());
+        }
+        let server = ZkServer::plain()?;
+        let proxy = Proxy::start(server.addr())?;
+        let addr = server.addr().to_string();
+        let tick = format!("tick_time={}ms", ZkServer::TICK.as_millis());
+        let version = server.word("srvr")?;
+        let version = version.lines().next().and_then(|line| line.split(": ").nth(1));
+        let version = version
+            .and_then(|text| text.split('-').next())
+            .unwrap_or_default();
+        self.versions.insert("zookeeper".to_owned(), version.to_owned());
+        self.add(
+            "zookeeper",
+            "create, delete",
+            Role::Floor,
+            EphemeralNode { addr: addr.clone() },
+        );
+        // A session is what outlives a process that dies; the holds that are left behind ask for a ttl of 4 s.
+        let far = format!("zk://{}?{tick}&session_timeout=4s", proxy.addr());
+        self.ours(
+            "zookeeper",
+            "lockkit",
+            format!("zk://{addr}?{tick}"),
+            Some(far),
+            Arc::new([proxy]),
+        );
+        self.add(
+            "zookeeper",
+            "zookeeper-client's recipe",
+            Role::Peer,
+            Curator { addr },
+        );
+        self.servers.push(Box::new(server));
+        Ok(())
+    }
+
+    async fn mysql(&mut self, backend: &str, flavour: Flavour) -> Result<(), Absent> {
+        if let Some(missing) = MySql::missing(flavour) {
+            return Err(missing.into());
+        }
+        // For 100 clients of each contestant.
+        let server = MySql::start(flavour, &["--max-connections=4000"])?;
+        let url = server.url();
+        let floor = ForUpdate { url: url.clone() };
+        let version = floor.version().await?;
+        self.versions.insert(backend.to_owned(), version);
+        self.add(backend, "FOR UPDATE, by hand", Role::Floor, floor);
+        for (name, parameters) in [
+            ("lockkit", ""),
+            ("lockkit, mode=lease", "?mode=lease&namespace=lease"),
+        ] {
+            let proxy = Proxy::start(server.addr())?;
+            let far = format!("{}{parameters}", MySql::url_at(proxy.addr()));
+            self.ours(
+                backend,
+                name,
+                format!("{url}{parameters}"),
+                Some(far),
+                Arc::new([proxy]),
+            );
+        }
+        self.add(backend, "GET_LOCK", Role::Peer, GetLock { url });
+        self.servers.push(Box::new(server));
+        Ok(())
+    }
+}
+
+fn redlock(masters: impl Iterator<Item = SocketAddr>) -> String {
+    let masters: Vec<_> = masters.map(|addr| addr.to_string()).collect();
+    format!("redlock://{}", masters.join(","))
+}
+
+fn version(server: &RedisServer) -> Result<String, Absent> {
+    let info = server.cli(&["INFO", "server"])?;
+    let version = info.lines().find_map(|line| line.strip_prefix("redis_version:"));
+    Ok(version.unwrap_or("unknown").trim().to_owned())
+}
+
+fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+/// lockkit at a URL.
+struct At {
+    url: String,
+    /// Where other processes find it.
+    far: Option<String>,
+}
+
+/// Without the URLs, which may hold passwords.
+impl fmt::Debug for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("At(…)")
+    }
+}
+
+#[async_trait]
+impl Harness for At {
+    async fn client(&self) -> lockkit::Result<LockClient> {
+        lockkit::connect(&self.url).await
+    }
+
+    fn url(&self) -> Option<String> {
+        self.far.clone()
+    }
+
+    async fn connect(&self, url: &str) -> lockkit::Result<LockClient> {
+        lockkit::connect(url).await
+    }
+}
+
+/// A temporary directory, on the disk that temporary files are on.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new() -> std::io::Result<Self> {
+        let dir = std::env::temp_dir().join(format!("lockkit-bench-{}", std::process::id()));
+        std::fs::create_dir_all(&dir)?;
+        Ok(Self(dir))
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

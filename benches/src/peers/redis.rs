@@ -1,0 +1,218 @@
+//! Beside the Redis backend.
+
+use std::{sync::Arc, time::Duration};
+
+use distributed_lock_core::traits::{DistributedLock, LockHandle as _, LockProvider};
+use distributed_lock_redis::RedisLockProvider;
+use lockkit::{BoxError, spi::Mode};
+use lockkit_conformance::measure::{Client, Contender, Scenario, Subject};
+use redis::{
+    AsyncConnectionConfig, IntoConnectionInfo, ProtocolVersion, aio::MultiplexedConnection,
+    io::tcp::TcpSettings,
+};
+use rslock::LockManager;
+
+use super::{exclusive_alone, uncontended_alone};
+
+const TTL: Duration = Duration::from_secs(30);
+const DELETE_IF_MINE: &str =
+    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end";
+const MINE: &str = "0123456789abcdef0123456789abcdef";
+
+/// The least that can be done, on a connection with the settings that lockkit has: `SET NX PX`, and a script that
+/// deletes. No queue, no wake-up, no fencing token, no renewal, no notice of loss.
+#[derive(Clone, Debug)]
+pub struct SetNx {
+    /// The server.
+    pub url: String,
+}
+
+impl Subject for SetNx {
+    type Client = SetNxClient;
+
+    async fn client(&self) -> Result<SetNxClient, BoxError> {
+        let info = self.url.as_str().into_connection_info()?;
+        let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
+        let info = info
+            .set_redis_settings(settings)
+            .set_tcp_settings(TcpSettings::default().set_nodelay(true));
+        let config = AsyncConnectionConfig::new()
+            .set_response_timeout(None)
+            .set_pipeline_buffer_size(1024);
+        let client = redis::Client::open(info)?;
+        let mut connection = client
+            .get_multiplexed_async_connection_with_config(&config)
+            .await?;
+        let digest: String = redis::cmd("SCRIPT")
+            .arg("LOAD")
+            .arg(DELETE_IF_MINE)
+            .query_async(&mut connection)
+            .await?;
+        Ok(SetNxClient {
+            connection,
+            digest: digest.into(),
+        })
+    }
+
+    async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        Ok(uncontended_alone(scenario))
+    }
+}
+
+/// A connection, and the script's digest.
+#[derive(Clone)]
+pub struct SetNxClient {
+    connection: MultiplexedConnection,
+    digest: Arc<str>,
+}
+
+impl Client for SetNxClient {
+    type Contender = SetNxKey;
+
+    async fn contender(&self, name: &str, _: Mode) -> Result<SetNxKey, BoxError> {
+        Ok(SetNxKey {
+            client: self.clone(),
+            key: format!("raw:{name}"),
+        })
+    }
+}
+
+/// A key.
+pub struct SetNxKey {
+    client: SetNxClient,
+    key: String,
+}
+
+impl Contender for SetNxKey {
+    type Held = ();
+
+    async fn acquire(&mut self) -> Result<(), BoxError> {
+        let set: Option<String> = redis::cmd("SET")
+            .arg(&self.key)
+            .arg(MINE)
+            .arg("NX")
+            .arg("PX")
+            .arg(30_000)
+            .query_async(&mut self.client.connection)
+            .await?;
+        set.map(drop).ok_or_else(|| "it was taken".into())
+    }
+
+    async fn release(&mut self, (): ()) -> Result<(), BoxError> {
+        let deleted: i64 = redis::cmd("EVALSHA")
+            .arg(&*self.client.digest)
+            .arg(1)
+            .arg(&self.key)
+            .arg(MINE)
+            .query_async(&mut self.client.connection)
+            .await?;
+        (deleted == 1).then_some(()).ok_or_else(|| "it was lost".into())
+    }
+}
+
+/// The crate `rslock`: Redlock by polling, on one server or on several.
+#[derive(Clone, Debug)]
+pub struct Rslock {
+    /// The servers.
+    pub urls: Vec<String>,
+}
+
+impl Subject for Rslock {
+    type Client = RslockClient;
+
+    async fn client(&self) -> Result<RslockClient, BoxError> {
+        Ok(RslockClient(LockManager::new(self.urls.clone())))
+    }
+
+    async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        Ok(exclusive_alone(scenario))
+    }
+}
+
+/// Its manager, with connections of its own.
+#[derive(Clone)]
+pub struct RslockClient(LockManager);
+
+impl Client for RslockClient {
+    type Contender = RslockKey;
+
+    async fn contender(&self, name: &str, _: Mode) -> Result<RslockKey, BoxError> {
+        Ok(RslockKey {
+            manager: self.0.clone(),
+            key: format!("rslock:{name}"),
+        })
+    }
+}
+
+/// A key.
+pub struct RslockKey {
+    manager: LockManager,
+    key: String,
+}
+
+impl Contender for RslockKey {
+    type Held = rslock::Lock;
+
+    async fn acquire(&mut self) -> Result<rslock::Lock, BoxError> {
+        loop {
+            // It gives up after three tries, unless it is told otherwise.
+            if let Ok(lock) = self.manager.lock(self.key.as_bytes(), TTL).await {
+                return Ok(lock);
+            }
+        }
+    }
+
+    async fn release(&mut self, held: rslock::Lock) -> Result<(), BoxError> {
+        self.manager.unlock(&held).await;
+        Ok(())
+    }
+}
+
+/// The crate `distributed-lock` on Redis: `SET NX PX`, and a task per hold that renews. Its `acquire` is one attempt, which
+/// on several servers leaves keys behind where it fails, so that it can be measured only where nobody has to wait.
+#[derive(Clone, Debug)]
+pub struct DistributedRedisLock {
+    /// The servers.
+    pub urls: Vec<String>,
+}
+
+impl Subject for DistributedRedisLock {
+    type Client = DistributedRedisClient;
+
+    async fn client(&self) -> Result<DistributedRedisClient, BoxError> {
+        let provider = RedisLockProvider::builder().urls(&self.urls).build().await?;
+        Ok(DistributedRedisClient(provider))
+    }
+
+    async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        Ok(uncontended_alone(scenario))
+    }
+}
+
+/// Its provider, with connections of its own.
+pub struct DistributedRedisClient(RedisLockProvider);
+
+impl Client for DistributedRedisClient {
+    type Contender = DistributedRedisKey;
+
+    async fn contender(&self, name: &str, _: Mode) -> Result<DistributedRedisKey, BoxError> {
+        Ok(DistributedRedisKey(self.0.create_lock(name)))
+    }
+}
+
+type Theirs = <RedisLockProvider as LockProvider>::Lock;
+
+/// A key, with an owner of its own.
+pub struct DistributedRedisKey(Theirs);
+
+impl Contender for DistributedRedisKey {
+    type Held = <Theirs as DistributedLock>::Handle;
+
+    async fn acquire(&mut self) -> Result<Self::Held, BoxError> {
+        Ok(DistributedLock::acquire(&self.0, None).await?)
+    }
+
+    async fn release(&mut self, held: Self::Held) -> Result<(), BoxError> {
+        Ok(held.release().await?)
+    }
+}

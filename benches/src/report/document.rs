@@ -1,0 +1,173 @@
+//! `docs/benchmarks.md`.
+
+use std::fmt::Write as _;
+
+use lockkit_conformance::measure::{Figure, Role, Row, Scenario};
+
+use super::{Ratios, Section, absence, cell, who};
+use crate::results::Results;
+
+pub(super) fn render(results: &Results, sections: &[Section]) -> String {
+    let mut text = String::from(
+        "# What it costs\n\n\
+         Every backend in the same situations, beside the least that can be done on the same server (\"by hand\") and beside \
+         other libraries. These pages are drawn from a run by commands of this repository; run them on your own machine, \
+         for yours is another:\n\n\
+         ```sh\n\
+         cargo bench -p lockkit-benches --bench matrix     # some twelve minutes; -- --quick: two\n\
+         cargo run -p lockkit-benches --bin report         # this page, and target/lockkit-report/index.html\n\
+         lockkit bench --url redis://… --url zk://…        # the same situations on your own servers\n\
+         ```\n\n",
+    );
+    provenance(&mut text, results);
+    text.push_str(
+        "\nThe contestants take turns in short rounds. A figure is the median of the rounds; ± is how far the middle half of \
+         them lies to either side of it. A ratio is the median of the ratios within each round, so that whatever else the \
+         machine did meets both sides. Clients, servers and disks share the one machine, over loopback, and the servers \
+         have their default durability but for ZooKeeper, which does not wait for its disk: ratios within a backend say more \
+         than those between backends.\n\n",
+    );
+    summary(&mut text, results);
+    for section in sections {
+        let _ = write!(
+            text,
+            "## {}\n\n{}\n\n![{}](benchmarks/{}.svg)\n\n",
+            section.title, section.about, section.title, section.id
+        );
+        table(&mut text, results, section);
+    }
+    // One newline at the end.
+    text.truncate(text.trim_end().len());
+    text.push('\n');
+    text
+}
+
+fn provenance(text: &mut String, results: &Results) {
+    let machine = &results.machine;
+    let _ = writeln!(
+        text,
+        "| | |\n|---|---|\n\
+         | when | {}, a {} run of {} min {} s |\n\
+         | where | {} cores of {}, {} GiB, {} |",
+        results.date,
+        if results.quick { "quick" } else { "full" },
+        results.seconds / 60,
+        results.seconds % 60,
+        machine.cores,
+        machine.processor,
+        machine.memory_gib,
+        machine.system,
+    );
+    let versions: Vec<_> = results
+        .versions
+        .iter()
+        .map(|(name, version)| format!("{name} {version}"))
+        .collect();
+    let _ = writeln!(text, "| versions | {} |", versions.join(", "));
+    for skipped in &results.skipped {
+        let _ = writeln!(text, "| without {} | {} |", skipped.backend, plain(&skipped.why));
+    }
+}
+
+/// A line per backend.
+fn summary(text: &mut String, results: &Results) {
+    text.push_str(
+        "| | uncontended | × by hand | 16 tasks of one process | × best peer | 16 clients | hand-off | holder killed |\n\
+         |---|---|---|---|---|---|---|---|\n",
+    );
+    let ours = results
+        .of(Scenario::Uncontended)
+        .filter(|row| row.role == Role::Ours);
+    for ours in ours {
+        let find = |scenario| {
+            let mut rows = results.of(scenario);
+            rows.find(|row| row.backend == ours.backend && row.contestant == ours.contestant)
+        };
+        let value = |row: Option<&Row>| {
+            row.and_then(|row| {
+                let figure = row.scenario.figure();
+                let unit = if figure == Figure::Rate { "/s" } else { "" };
+                Some(figure.show(row.median(figure)?) + unit)
+            })
+            .unwrap_or_default()
+        };
+        let tasks = find(Scenario::Tasks(16));
+        let floor = Ratios::of(results, ours).floor;
+        let peer = tasks.and_then(|row| Ratios::of(results, row).peer);
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} | {} | {} | {} | {} |",
+            who(ours),
+            value(Some(ours)),
+            floor.map_or_else(String::new, |(_, ratio)| times(ratio)),
+            value(tasks),
+            peer.map_or_else(String::new, |(row, ratio)| format!(
+                "{} ({})",
+                times(ratio),
+                row.contestant
+            )),
+            value(find(Scenario::Clients(16))),
+            value(find(Scenario::HandOff)),
+            value(find(Scenario::Recovery)),
+        );
+    }
+    text.push('\n');
+}
+
+fn table(text: &mut String, results: &Results, section: &Section) {
+    for scenario in &section.scenarios {
+        let figures = scenario.figures();
+        if section.scenarios.len() > 1 {
+            let _ = writeln!(text, "**{}**\n", scenario.title());
+        }
+        let titles: Vec<_> = figures.iter().map(|figure| figure.title()).collect();
+        let _ = writeln!(text, "| | {} | × by hand | × best peer |", titles.join(" | "));
+        let _ = writeln!(text, "|---|{}---|---|", "---|".repeat(figures.len()));
+        let mut absent = Vec::new();
+        for row in results.of(*scenario) {
+            if let Some(why) = absence(row) {
+                if row.role == Role::Ours {
+                    absent.push(format!("{}: {}", who(row), plain(&why)));
+                }
+                continue;
+            }
+            let cells: Vec<_> = figures.iter().map(|figure| cell(row, *figure)).collect();
+            let ratios = Ratios::of(results, row);
+            let ours = row.role == Role::Ours;
+            let show = |ratio: Option<(&Row, f64)>| {
+                ratio
+                    .filter(|_| ours)
+                    .map_or_else(String::new, |(_, ratio)| times(ratio))
+            };
+            let name = if ours {
+                format!("**{}**", who(row))
+            } else {
+                who(row)
+            };
+            let _ = writeln!(
+                text,
+                "| {name} | {} | {} | {} |",
+                cells.join(" | "),
+                show(ratios.floor),
+                show(ratios.peer)
+            );
+        }
+        text.push('\n');
+        if !absent.is_empty() {
+            let _ = writeln!(text, "Without {}.\n", absent.join("; "));
+        }
+    }
+}
+
+pub(super) fn times(ratio: f64) -> String {
+    if ratio < 10.0 {
+        format!("{ratio:.2}")
+    } else {
+        format!("{ratio:.0}")
+    }
+}
+
+/// On one line, and no part of the table.
+fn plain(text: &str) -> String {
+    text.replace('\n', " ").replace('|', "/")
+}

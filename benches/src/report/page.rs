@@ -1,0 +1,170 @@
+//! The page: everything in one file, which asks the network for nothing.
+
+use std::collections::BTreeSet;
+
+use lockkit_conformance::measure::Role;
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+
+use super::{Ratios, Section, absence, cell, chart, document::times};
+use crate::results::Results;
+
+/// Forbids the browser to fetch anything at all.
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'";
+
+pub(super) fn render(results: &Results, sections: &[Section]) -> Result<String, chart::CannotDraw> {
+    let mut seen = BTreeSet::new();
+    let backends: Vec<&str> = results
+        .rows
+        .iter()
+        .map(|row| row.backend.as_str())
+        .filter(|backend| seen.insert(*backend))
+        .collect();
+    let pictures: Vec<String> = sections
+        .iter()
+        .map(|section| section.draw(results).map(|svg| for_the_page(svg, &backends)))
+        .collect::<Result<_, _>>()?;
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta name="color-scheme" content="light dark";
+                meta http-equiv="Content-Security-Policy" content=(POLICY);
+                title { "lockkit: what it costs" }
+                style { (PreEscaped(include_str!("page.css"))) }
+            }
+            body {
+                header {
+                    h1 { "What it costs" }
+                    p { (provenance(results)) }
+                    fieldset id="filter" {
+                        legend { "Show" }
+                        @for backend in &backends {
+                            label {
+                                input type="checkbox" checked value=(backend);
+                                span.swatch style={ "background:" (hex(backend)) } {}
+                                (backend)
+                            }
+                        }
+                        button type="button" id="all" { "all" }
+                    }
+                }
+                main {
+                    @for (section, picture) in sections.iter().zip(&pictures) {
+                        section id=(section.id) {
+                            h2 { (section.title) }
+                            p { (section.about.replace('`', "")) }
+                            figure { (PreEscaped(picture)) }
+                            (table(results, section))
+                        }
+                    }
+                }
+                script { (PreEscaped(include_str!("page.js"))) }
+            }
+        }
+    };
+    Ok(page.into_string())
+}
+
+fn provenance(results: &Results) -> Markup {
+    let machine = &results.machine;
+    html! {
+        "Medians of rounds in which the contestants took turns; ± is how far the middle half of the rounds lies to either \
+         side. Taken " (results.date) " in a " (if results.quick { "quick" } else { "full" }) " run of "
+        (results.seconds) " s on " (machine.cores) " cores of " (machine.processor) ", " (machine.memory_gib)
+        " GiB, " (machine.system) ": "
+        @for (index, (name, version)) in results.versions.iter().enumerate() {
+            @if index > 0 { ", " }
+            (name) " " (version)
+        }
+        "."
+        @for skipped in &results.skipped {
+            " Without " (skipped.backend) ": " (skipped.why) "."
+        }
+    }
+}
+
+fn table(results: &Results, section: &Section) -> Markup {
+    html! {
+        @for scenario in &section.scenarios {
+            div.scroll {
+                table {
+                    caption { (scenario.title()) }
+                    thead {
+                        tr {
+                            th { "backend" }
+                            th { "contestant" }
+                            @for figure in scenario.figures() { th { (figure.title()) } }
+                            th { "× by hand" }
+                            th { "× best peer" }
+                        }
+                    }
+                    tbody {
+                        @for row in results.of(*scenario).filter(|row| shown(row)) {
+                            tr data-backend=(row.backend) class=[(row.role == Role::Ours).then_some("ours")] {
+                                td { (row.backend) }
+                                td { (row.contestant) }
+                                @if let Some(why) = absence(row) {
+                                    td.why colspan=(scenario.figures().len() + 2) { (why) }
+                                } @else {
+                                    @for figure in scenario.figures() { td.figure { (cell(row, *figure)) } }
+                                    @let ratios = (row.role == Role::Ours).then(|| Ratios::of(results, row));
+                                    @for ratio in ratios.map_or([None, None], |it| [it.floor, it.peer]) {
+                                        td.figure { (ratio.map_or_else(String::new, |(_, ratio)| times(ratio))) }
+                                    }
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// That a peer takes no part is no news.
+fn shown(row: &lockkit_conformance::measure::Row) -> bool {
+    row.role == Role::Ours || absence(row).is_none()
+}
+
+fn hex(backend: &str) -> String {
+    shade(backend, Role::Ours)
+}
+
+fn shade(backend: &str, role: Role) -> String {
+    let plotters::style::RGBColor(r, g, b) = chart::colour(backend, role);
+    format!("#{r:02X}{g:02X}{b:02X}")
+}
+
+/// Text takes the colour of the page's, and whatever belongs to a backend says so, by its colour or its first word.
+fn for_the_page(svg: String, backends: &[&str]) -> String {
+    let plotters::style::RGBColor(r, g, b) = chart::INK;
+    let mut svg = svg.replace(&format!("#{r:02X}{g:02X}{b:02X}"), "currentColor");
+    for backend in backends {
+        for role in [Role::Ours, Role::Peer, Role::Floor] {
+            let shade = shade(backend, role);
+            for attribute in ["fill", "stroke"] {
+                let of_it = format!("{attribute}=\"{shade}\"");
+                svg = svg.replace(&of_it, &format!("data-backend=\"{backend}\" {of_it}"));
+            }
+        }
+    }
+    let mut tagged = String::with_capacity(svg.len());
+    for (index, part) in svg.split("<text ").enumerate() {
+        if index > 0 {
+            tagged.push_str("<text ");
+            let words = part.split_once('>').map_or("", |(_, words)| words).trim_start();
+            let whose = backends.iter().find(|backend| {
+                words
+                    .strip_prefix(**backend)
+                    .is_some_and(|rest| rest.starts_with(" · "))
+            });
+            if let Some(backend) = whose {
+                tagged.push_str(&format!("data-backend=\"{backend}\" "));
+            }
+        }
+        tagged.push_str(part);
+    }
+    tagged
+}

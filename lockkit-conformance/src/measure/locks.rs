@@ -1,0 +1,118 @@
+//! A lockkit backend as a subject.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use lockkit_core::{AcquireOptions, BoxError, Lock, LockClient, LockGuard, spi::Mode};
+
+use super::{Client, Contender, Processes, Scenario, Subject};
+use crate::{Harness, helper::Launch};
+
+/// Longer than any healthy server takes to confirm what is still under way.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Counts pieces of traffic: see [`Locks::packets`].
+pub type Counter = Arc<dyn Fn() -> u64 + Send + Sync>;
+
+/// The backend that a [`Harness`] reaches.
+pub struct Locks {
+    harness: Arc<dyn Harness>,
+    launch: Option<Launch>,
+    packets: Option<Counter>,
+}
+
+impl Locks {
+    /// The backend, without helper processes.
+    pub fn new(harness: impl Harness) -> Self {
+        Self {
+            harness: Arc::new(harness),
+            launch: None,
+            packets: None,
+        }
+    }
+
+    /// Says how helper processes are started, which need the harness's [`url`](Harness::url) and
+    /// [`connect`](Harness::connect).
+    pub fn helpers(mut self, launch: Launch) -> Self {
+        self.launch = Some(launch);
+        self
+    }
+
+    /// Counts what helper processes have sent so far, in pieces: a proxy in the harness's `url` can tell.
+    pub fn packets(mut self, counter: Counter) -> Self {
+        self.packets = Some(counter);
+        self
+    }
+}
+
+impl fmt::Debug for Locks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Locks")
+            .field("harness", &self.harness)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Subject for Locks {
+    type Client = LockClient;
+
+    async fn client(&self) -> Result<LockClient, BoxError> {
+        Ok(self.harness.client().await?)
+    }
+
+    async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        let needs_shared = matches!(scenario, Scenario::Shared(_));
+        let needs_permits = scenario == Scenario::Permits;
+        if !needs_shared && !needs_permits {
+            return Ok(None);
+        }
+        let client = self.harness.client().await?;
+        let can = client.capabilities();
+        client.close().await?;
+        Ok(if needs_shared && !can.shared {
+            Some("the backend has no shared mode".to_owned())
+        } else if needs_permits && !can.permits {
+            Some("the backend has no semaphores".to_owned())
+        } else {
+            None
+        })
+    }
+
+    fn processes(&self) -> Result<Processes, String> {
+        let launch = self.launch.clone().ok_or("there are no helper processes")?;
+        let url = self.harness.url().ok_or("no other process reaches it")?;
+        Ok(Processes {
+            launch,
+            url,
+            packets: self.packets.clone(),
+        })
+    }
+}
+
+impl Client for LockClient {
+    type Contender = Lock;
+
+    async fn contender(&self, name: &str, mode: Mode) -> Result<Lock, BoxError> {
+        let lock = match mode {
+            Mode::Exclusive => self.lock(name)?,
+            Mode::Shared => self.lock(name)?.shared(),
+            Mode::Permits(permits) => self.semaphore(name, permits.get())?,
+        };
+        Ok(lock.with_options(AcquireOptions::new().wait(AcquireOptions::MAX_DURATION)))
+    }
+
+    async fn close(self) -> Result<(), BoxError> {
+        Ok(LockClient::close(&self, PATIENCE).await?)
+    }
+}
+
+impl Contender for Lock {
+    type Held = LockGuard;
+
+    async fn acquire(&mut self) -> Result<LockGuard, BoxError> {
+        Ok(Lock::acquire(self).await?)
+    }
+
+    async fn release(&mut self, held: LockGuard) -> Result<(), BoxError> {
+        Ok(held.release().await?)
+    }
+}

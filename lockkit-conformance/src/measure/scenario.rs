@@ -1,0 +1,236 @@
+//! What is measured, and in which figures.
+
+use std::{error::Error, fmt, str::FromStr};
+
+/// A situation in which locks are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(into = "String", try_from = "String"))]
+#[non_exhaustive]
+pub enum Scenario {
+    /// One task takes a lock that nobody else wants, and gives it back.
+    Uncontended,
+    /// So many tasks of one client, each on a name of its own.
+    OwnNames(u32),
+    /// So many tasks of one client, all on one name.
+    Tasks(u32),
+    /// So many clients, all on one name.
+    Clients(u32),
+    /// One more client, on a name that so many tasks of another client contend for.
+    Beside(u32),
+    /// From the release by one client to the grant of another that has slept for 35 ms.
+    HandOff,
+    /// 16 tasks of four clients on one name, of which so many per cent ask for it exclusively and the others shared.
+    Shared(u32),
+    /// 16 tasks of four clients on a semaphore of four permits.
+    Permits,
+    /// One client holds so many locks and does nothing else.
+    Held(u32),
+    /// From the kill −9 of the holder's process to the grant of a client that waits.
+    Recovery,
+}
+
+impl Scenario {
+    /// Every scenario, in the order in which they are shown.
+    pub const ALL: [Self; 21] = [
+        Self::Uncontended,
+        Self::OwnNames(1),
+        Self::OwnNames(4),
+        Self::OwnNames(16),
+        Self::OwnNames(64),
+        Self::Tasks(2),
+        Self::Tasks(16),
+        Self::Tasks(100),
+        Self::Clients(2),
+        Self::Clients(16),
+        Self::Clients(100),
+        Self::Beside(16),
+        Self::HandOff,
+        Self::Shared(0),
+        Self::Shared(5),
+        Self::Shared(50),
+        Self::Permits,
+        Self::Held(10),
+        Self::Held(1_000),
+        Self::Held(10_000),
+        Self::Recovery,
+    ];
+
+    /// What happens in it, in a line.
+    pub fn title(self) -> String {
+        match self {
+            Self::Uncontended => "acquire and release, uncontended".to_owned(),
+            Self::OwnNames(1) => "throughput of one task".to_owned(),
+            Self::OwnNames(n) => format!("throughput of {n} tasks, each on a name of its own"),
+            Self::Tasks(n) => format!("{n} tasks of one client on one name"),
+            Self::Clients(n) => format!("{n} clients on one name"),
+            Self::Beside(n) => format!("a second client, beside {n} tasks of the first on one name"),
+            Self::HandOff => "hand-off to a client that has slept for 35 ms".to_owned(),
+            Self::Shared(n) => format!("16 shared holders on one name, {n} % of them exclusive"),
+            Self::Permits => "16 tasks of four clients on four permits".to_owned(),
+            Self::Held(n) => format!("{n} locks held by one client"),
+            Self::Recovery => "the next grant after the holder's kill −9".to_owned(),
+        }
+    }
+
+    /// What is measured in it, the figure that counts first.
+    pub fn figures(self) -> &'static [Figure] {
+        match self {
+            Self::Uncontended => &[Figure::P50, Figure::P99],
+            Self::OwnNames(_) => &[Figure::Rate],
+            Self::Tasks(_) | Self::Clients(_) => &[Figure::Rate, Figure::Longest, Figure::Fairness],
+            Self::Beside(_) => &[Figure::Longest, Figure::P50],
+            Self::HandOff => &[Figure::P50, Figure::Longest],
+            Self::Shared(_) | Self::Permits => &[Figure::Rate, Figure::Longest],
+            Self::Held(_) => &[Figure::Processor, Figure::Memory, Figure::Packets],
+            Self::Recovery => &[Figure::Recovery],
+        }
+    }
+
+    /// The figure that counts.
+    pub fn figure(self) -> Figure {
+        self.figures()[0]
+    }
+}
+
+/// Its name in results and on command lines, such as `own-names-16`.
+impl fmt::Display for Scenario {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Uncontended => f.write_str("uncontended"),
+            Self::OwnNames(n) => write!(f, "own-names-{n}"),
+            Self::Tasks(n) => write!(f, "tasks-{n}"),
+            Self::Clients(n) => write!(f, "clients-{n}"),
+            Self::Beside(n) => write!(f, "beside-{n}"),
+            Self::HandOff => f.write_str("hand-off"),
+            Self::Shared(n) => write!(f, "shared-{n}"),
+            Self::Permits => f.write_str("permits"),
+            Self::Held(n) => write!(f, "held-{n}"),
+            Self::Recovery => f.write_str("recovery"),
+        }
+    }
+}
+
+impl From<Scenario> for String {
+    fn from(scenario: Scenario) -> Self {
+        scenario.to_string()
+    }
+}
+
+impl FromStr for Scenario {
+    type Err = UnknownScenario;
+
+    fn from_str(name: &str) -> Result<Self, UnknownScenario> {
+        let known = Self::ALL.into_iter().find(|it| it.to_string() == name);
+        known.ok_or_else(|| UnknownScenario(name.to_owned()))
+    }
+}
+
+impl TryFrom<String> for Scenario {
+    type Error = UnknownScenario;
+
+    fn try_from(name: String) -> Result<Self, UnknownScenario> {
+        name.parse()
+    }
+}
+
+/// There is no such scenario.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownScenario(String);
+
+impl fmt::Display for UnknownScenario {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "there is no scenario `{}`", self.0)
+    }
+}
+
+impl Error for UnknownScenario {}
+
+/// A figure that a round ends with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum Figure {
+    /// The median time, in µs.
+    P50,
+    /// The time that 99 in 100 stay below, in µs.
+    P99,
+    /// Acquisitions per second.
+    Rate,
+    /// The longest wait, in µs.
+    Longest,
+    /// Jain's index of how evenly the acquisitions were shared out: 1 is evenly, 1/n is all to one of n.
+    Fairness,
+    /// What keeping the locks takes of one processor core with a ttl of 30 s, in per cent.
+    Processor,
+    /// What each lock takes of the process's resident memory, in bytes.
+    Memory,
+    /// The pieces of traffic that the client sent while every lock was renewed once: round trips, as far as they can
+    /// be told from outside.
+    Packets,
+    /// The time until the next grant, in µs.
+    Recovery,
+}
+
+impl Figure {
+    /// Its name, for a table's head.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::P50 => "median",
+            Self::P99 => "p99",
+            Self::Rate => "locks/s",
+            Self::Longest => "longest wait",
+            Self::Fairness => "Jain",
+            Self::Processor => "% of a core",
+            Self::Memory => "bytes per lock",
+            Self::Packets => "round trips per renewal of all",
+            Self::Recovery => "time",
+        }
+    }
+
+    /// Whether it is a time, in µs.
+    pub fn is_time(self) -> bool {
+        matches!(self, Self::P50 | Self::P99 | Self::Longest | Self::Recovery)
+    }
+
+    /// Whether more is better.
+    pub fn more_is_better(self) -> bool {
+        matches!(self, Self::Rate | Self::Fairness)
+    }
+
+    /// A value of it, as people read it: three digits that count, and the unit if it is a time.
+    pub fn show(self, value: f64) -> String {
+        if self.is_time() {
+            return match value {
+                v if v < 1e3 => format!("{} µs", digits(v)),
+                v if v < 1e6 => format!("{} ms", digits(v / 1e3)),
+                v => format!("{} s", digits(v / 1e6)),
+            };
+        }
+        match self {
+            Self::Fairness => format!("{value:.2}"),
+            _ => digits(value),
+        }
+    }
+}
+
+/// Three digits that count; thousands are set apart.
+fn digits(value: f64) -> String {
+    match value.abs() {
+        v if v < 0.005 => "0".to_owned(),
+        v if v < 10.0 => format!("{value:.2}"),
+        v if v < 100.0 => format!("{value:.1}"),
+        _ => {
+            let plain = format!("{value:.0}");
+            let mut grouped = String::new();
+            for (place, digit) in plain.chars().enumerate() {
+                if place > 0 && (plain.len() - place).is_multiple_of(3) {
+                    grouped.push(',');
+                }
+                grouped.push(digit);
+            }
+            grouped
+        }
+    }
+}
