@@ -32,8 +32,8 @@ pub(crate) enum Command {
     /// Becomes the command that `run` runs, tied to the life of its parent.
     #[command(name = crate::exec::SUBCOMMAND, hide = true)]
     Exec(Exec),
-    /// Serves the conformance suite as another process.
-    #[command(name = crate::check::HELPER, hide = true)]
+    /// Holds locks as another process, for `check` and `bench`.
+    #[command(name = crate::helped::HELPER, hide = true)]
     Helper,
 }
 
@@ -119,15 +119,22 @@ pub(crate) struct Check {
 }
 
 /// Compare lock servers, side by side.
+///
+/// Measures latency, throughput, contention, hand-off, shared mode, semaphores, locks that are kept and the recovery from
+/// a holder's death. The servers take turns, round by round. It uses names of its own, starts helper processes, and
+/// takes a minute or two per server. Exits with status 1 if a measurement failed.
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
     /// A lock server; give the option once for each server to compare [default: as for the other commands]
     #[arg(long = "url", value_name = "URL")]
     pub(crate) urls: Vec<String>,
-    /// Fewer and shorter rounds
+    /// Fewer and shorter rounds, for a first impression
     #[arg(long)]
     pub(crate) quick: bool,
-    /// Print one JSON array, with an object per server
+    /// Measure only the scenarios whose name contains this
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) only: Option<String>,
+    /// Print one JSON array, with an object per scenario and server, and every figure of every round
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -8,6 +8,7 @@ mod bench;
 mod check;
 mod exec;
 mod failure;
+mod helped;
 mod inspect;
 mod run;
 mod server;
@@ -51,13 +52,13 @@ fn dispatch(command: Command) -> Result<u8, Failure> {
             let _ = io::stdout().write_all(&script);
             Ok(0)
         }
-        Command::Helper => check::help(),
+        Command::Helper => helped::help(),
         Command::Exec(args) => Err(exec::become_command(&args)),
     }
 }
 
 /// The main thread does it all, because a command that `run` spawns is tied to the thread that spawned it.
-fn on_this_thread(task: impl Future<Output = Result<u8, Failure>>) -> Result<u8, Failure> {
+fn on_this_thread<T>(task: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -92,10 +92,10 @@ pub(super) fn bars(results: &Results, scenario: Scenario) -> Result<String, Cann
             .disable_y_axis()
             .x_labels(8)
             .x_desc(axis(figure))
-            .x_label_formatter(&|value| figure.show(*value))
+            .x_label_formatter(&|value| mark(figure, *value))
             .axis_style(GRID.mix(0.6))
             .bold_line_style(GRID.mix(0.5))
-            .light_line_style(GRID.mix(0.15))
+            .max_light_lines(0)
             .label_style((FONT, 12).into_font().color(&INK))
             .draw()?;
         for (place, (row, value)) in (0_u32..).zip(&rows) {
@@ -157,10 +157,10 @@ pub(super) fn lines(results: &Results, points: &[(f64, Scenario)]) -> Result<Str
             .x_desc("tasks")
             .y_desc(axis(figure))
             .x_label_formatter(&|value| format!("{value:.0}"))
-            .y_label_formatter(&|value| figure.show(*value))
+            .y_label_formatter(&|value| mark(figure, *value))
             .axis_style(GRID.mix(0.6))
             .bold_line_style(GRID.mix(0.5))
-            .light_line_style(GRID.mix(0.15))
+            .max_light_lines(0)
             .label_style((FONT, 12).into_font().color(&INK))
             .draw()?;
         let mut ends = Vec::new();
@@ -198,6 +198,17 @@ fn label(root: &Area<'_>, at: (i32, i32), side: HPos, text: String, role: Role) 
         .pos(Pos::new(side, VPos::Center));
     root.draw(&Text::new(text, at, style))?;
     Ok(())
+}
+
+/// A power of ten needs no more digits than that.
+fn mark(figure: Figure, value: f64) -> String {
+    let shown = figure.show(value);
+    let (number, unit) = shown.split_once(' ').unwrap_or((&shown, ""));
+    let number = match number.split_once('.') {
+        Some((whole, rest)) if rest.bytes().all(|digit| digit == b'0') => whole,
+        _ => number,
+    };
+    format!("{number} {unit}").trim_end().to_owned()
 }
 
 fn axis(figure: Figure) -> &'static str {

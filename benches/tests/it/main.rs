@@ -1,5 +1,6 @@
 //! Costs that are counted rather than timed: allocations, heap, tasks, requests.
 
+mod report;
 #[cfg(target_os = "linux")]
 mod waiting;
 

@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::tool::{Site, lockkit, outcome};
+use crate::tool::{Running, Site, eventually, lockkit, outcome};
 
 #[test]
 fn the_option_wins_over_the_environment_and_that_over_the_users_directory() {
@@ -53,37 +53,94 @@ fn breaking_names_what_is_not_there() {
 }
 
 #[test]
-fn the_bench_measures_each_server() {
+fn the_bench_measures_each_server_or_says_why_not() {
     let site = Site::new();
     let urls = ["--url", "memory:", "--url", &site.url];
     let (status, shown, complaint) = outcome(&mut lockkit(
         &[&["bench", "--quick", "--json"], &urls[..]].concat(),
     ));
-    assert_eq!(status, 0, "{complaint}");
+    assert_eq!(status, 0, "{shown}{complaint}");
     let shown: Value = serde_json::from_str(&shown).unwrap();
     let rows = shown.as_array().unwrap();
-    assert_eq!(
-        rows.iter().map(|row| &row["backend"]).collect::<Vec<_>>(),
-        ["memory", "file"]
-    );
-    for row in rows {
-        for figure in [
-            "uncontended_p50_us",
-            "uncontended_p99_us",
-            "contended_locks_per_s",
-            "handoff_p50_us",
-            "handoff_p99_us",
-        ] {
-            assert!(row[figure].as_f64().unwrap() > 0.0, "{figure}: {row}");
+    assert_eq!(rows.len() % 2, 0);
+    assert!(rows.len() > 30, "{} rows", rows.len());
+    for pair in rows.chunks(2) {
+        let scenario = pair[0]["scenario"].as_str().unwrap();
+        assert_eq!(pair[1]["scenario"], scenario);
+        assert_eq!(pair[0]["backend"], "memory");
+        assert_eq!(pair[1]["backend"], "file");
+        for row in pair {
+            let with_processes = scenario.starts_with("held") || scenario == "recovery";
+            if scenario == "held-10000" || with_processes && row["backend"] == "memory" {
+                let why = row["outcome"]["skipped"].as_str().unwrap();
+                assert!(
+                    why.contains("no other process") || why.contains("quick run"),
+                    "{row}"
+                );
+                continue;
+            }
+            let figures = row["outcome"]["measured"].as_object().unwrap();
+            assert!(!figures.is_empty(), "{row}");
+            for (figure, rounds) in figures {
+                let rounds = rounds.as_array().unwrap();
+                assert_eq!(
+                    rounds.len(),
+                    if with_processes { 1 } else { 3 },
+                    "{figure}: {row}"
+                );
+                assert!(rounds.iter().all(|value| value.as_f64().unwrap() >= 0.0), "{row}");
+            }
         }
     }
-    let (status, table, _) = outcome(&mut lockkit(&["bench", "--quick", "--url", "memory:"]));
-    assert_eq!(status, 0);
-    assert_eq!(table.lines().count(), 2, "{table}");
+}
+
+#[test]
+fn the_bench_prints_a_table() {
+    let site = Site::new();
+    let mut bench = site.lockkit(&["bench", "--quick", "--only", "uncontended"]);
+    let (status, table, complaint) = outcome(&mut bench);
+    assert_eq!(status, 0, "{table}");
+    // No bar where nobody looks.
+    assert_eq!(complaint, "");
+    let lines: Vec<_> = table.lines().collect();
+    assert!(lines[0].trim_start().starts_with("file://"), "{table}");
     assert!(
-        table.starts_with("server ") && table.contains("locks/s"),
+        lines[1].starts_with("acquire and release, uncontended  "),
         "{table}"
     );
+    assert!(lines[1].ends_with('%') && lines[1].contains('±'), "{table}");
+    assert!(lines[2].starts_with("  p99  "), "{table}");
+    assert_eq!(lines.len(), 3, "{table}");
+
+    let (status, table, _) = outcome(&mut lockkit(&[
+        "bench", "--quick", "--only", "recovery", "--url", "memory:",
+    ]));
+    assert_eq!(status, 0);
+    let why = "skipped: memory:, because no other process reaches it: the next grant after";
+    assert!(table.contains(why), "{table}");
+
+    let (status, _, complaint) = outcome(&mut lockkit(&["bench", "--only", "nothing"]));
+    assert_eq!(status, 125);
+    assert!(
+        complaint.contains("`nothing`") && complaint.contains("hand-off"),
+        "{complaint}"
+    );
+}
+
+#[test]
+fn a_bench_whose_server_goes_away_says_so_and_fails() {
+    let site = Site::new();
+    let mut bench = site.lockkit(&["bench", "--only", "own-names"]);
+    let running = Running::spawn(&mut bench);
+    eventually("it has begun", || {
+        let begun = site.path("locks").is_dir() && !site.lock_files().is_empty();
+        begun.then_some(())
+    });
+    fs::rename(site.path("locks"), site.path("away")).unwrap();
+    fs::write(site.path("locks"), "no directory").unwrap();
+    let (status, table) = running.end_with_output();
+    assert_eq!(status.code(), Some(1), "{table}");
+    assert!(table.contains("FAILED: file://"), "{table}");
 }
 
 #[test]

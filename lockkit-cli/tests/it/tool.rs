@@ -135,6 +135,14 @@ impl Running {
             .unwrap();
         (status, complaints)
     }
+
+    /// Reads its output to the end, and answers with that and the status.
+    pub(crate) fn end_with_output(mut self) -> (ExitStatus, String) {
+        let mut shown = String::new();
+        self.output.read_to_string(&mut shown).unwrap();
+        let status = eventually("the process ends", || self.child.try_wait().unwrap());
+        (status, shown)
+    }
 }
 
 impl Drop for Running {

@@ -159,7 +159,7 @@ pub async fn contest(
                             figures.entry(figure).or_default().push(value);
                         }
                     }
-                    Err(error) => *outcome = Err(Outcome::Failed(chain(&*error))),
+                    Err(unfit) => *outcome = Err(unfit.into()),
                 }
             }
         }
@@ -208,7 +208,7 @@ pub(super) type Sample = Vec<(Figure, f64)>;
 #[async_trait]
 trait Run: Send {
     async fn prepare(&mut self, scenario: Scenario, index: usize, effort: &Effort) -> Result<(), Unfit>;
-    async fn round(&mut self, effort: &Effort, warming_up: bool) -> Result<Sample, BoxError>;
+    async fn round(&mut self, effort: &Effort, warming_up: bool) -> Result<Sample, Unfit>;
     async fn end(&mut self) -> Result<(), BoxError>;
 }
 
@@ -224,7 +224,7 @@ impl<S: Subject> Run for Running<S> {
         Ok(())
     }
 
-    async fn round(&mut self, effort: &Effort, warming_up: bool) -> Result<Sample, BoxError> {
+    async fn round(&mut self, effort: &Effort, warming_up: bool) -> Result<Sample, Unfit> {
         let stage = self.stage.as_mut().ok_or("it was not prepared")?;
         stage.round(effort, warming_up).await
     }

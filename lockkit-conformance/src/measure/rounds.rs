@@ -128,7 +128,7 @@ impl<S: Subject> Stage<S> {
         })
     }
 
-    pub(super) async fn round(&mut self, effort: &Effort, warming_up: bool) -> Result<Sample, BoxError> {
+    pub(super) async fn round(&mut self, effort: &Effort, warming_up: bool) -> Result<Sample, Unfit> {
         let mut stretch = effort.stretch;
         if matches!(self.scenario, Scenario::Tasks(n) | Scenario::Clients(n) if n >= 100) {
             stretch *= 3;
@@ -174,9 +174,9 @@ impl<S: Subject> Stage<S> {
                     (Figure::P50, quantile(&times, 50)),
                 ])
             }
-            Scenario::HandOff => self.hand_offs(effort.hand_offs).await,
+            Scenario::HandOff => Ok(self.hand_offs(effort.hand_offs).await?),
             Scenario::Held(locks) => self.held(locks, effort.ttl).await,
-            Scenario::Recovery => self.recovery(effort.ttl).await,
+            Scenario::Recovery => Ok(self.recovery(effort.ttl).await?),
         }
     }
 
@@ -246,7 +246,7 @@ impl<S: Subject> Stage<S> {
         ])
     }
 
-    async fn held(&mut self, locks: u32, ttl: Duration) -> Result<Sample, BoxError> {
+    async fn held(&mut self, locks: u32, ttl: Duration) -> Result<Sample, Unfit> {
         // What 10,000 locks need to be renewed in time on a slow disk.
         let ttl = ttl.max(Duration::from_micros(1_500) * locks);
         let processes = self.processes.as_ref().ok_or("no processes")?;
@@ -254,7 +254,9 @@ impl<S: Subject> Stage<S> {
         // What the first one brings with it, such as the connection, is not what each of them takes.
         keeper.acquire(ttl, &format!("{}/first", self.name)).await?;
         let before = keeper.usage().await?;
-        keeper.hold(locks, ttl, &self.name).await?;
+        if let Err(error) = keeper.hold(locks, ttl, &self.name).await {
+            return Err(Unfit::Declines(format!("so many were not to be had: {error}")));
+        }
         let holding = keeper.usage().await?;
         // Soon after its grant a hold may be confirmed; from then on each is renewed once in a period.
         let period = ttl / 3;
@@ -306,7 +308,8 @@ impl<C: Contender> Task<C> {
         // The same in every run: which of them ask otherwise is no source of differences.
         let mut random = fastrand::Rng::with_seed(seed);
         let mut times = Vec::new();
-        while !stop.load(Ordering::Relaxed) {
+        // Once at least, however late it begins.
+        loop {
             let contender = match &mut self.other {
                 Some((other, percent)) if random.u32(..100) < *percent => other,
                 _ => &mut self.usual,
@@ -324,8 +327,10 @@ impl<C: Contender> Task<C> {
             }
             // One that never has to wait would keep its thread from looking at the clock, and so never be stopped.
             consume_budget().await;
+            if stop.load(Ordering::Relaxed) {
+                return Ok((self, times));
+            }
         }
-        Ok((self, times))
     }
 
     /// Waits for one grant; answers with when it came.

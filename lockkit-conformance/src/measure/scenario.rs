@@ -64,7 +64,7 @@ impl Scenario {
             Self::OwnNames(n) => format!("throughput of {n} tasks, each on a name of its own"),
             Self::Tasks(n) => format!("{n} tasks of one client on one name"),
             Self::Clients(n) => format!("{n} clients on one name"),
-            Self::Beside(n) => format!("a second client, beside {n} tasks of the first on one name"),
+            Self::Beside(n) => format!("what a second client waits at most, beside {n} tasks of the first"),
             Self::HandOff => "hand-off to a client that has slept for 35 ms".to_owned(),
             Self::Shared(n) => format!("16 shared holders on one name, {n} % of them exclusive"),
             Self::Permits => "16 tasks of four clients on four permits".to_owned(),

@@ -1,0 +1,241 @@
+//! What `measure` measures, of subjects whose costs are known.
+
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use lockkit_conformance::{
+    Harness,
+    measure::{
+        Client, Contender, Contestant, Effort, Figure, Locks, Outcome, Role, Row, Scenario, Subject, contest,
+    },
+};
+use lockkit_core::{BoxError, LockClient, MemoryBackend, Result, spi::Mode};
+
+/// As little as can be: most of these tests are about turns and not about time.
+const BRIEF: Effort = Effort {
+    rounds: 3,
+    stretch: Duration::from_millis(4),
+    ..Effort::QUICK
+};
+
+fn measure(contestants: &mut [Contestant], scenarios: &[Scenario]) -> Vec<Row> {
+    measure_with(&BRIEF, contestants, scenarios)
+}
+
+fn measure_with(effort: &Effort, contestants: &mut [Contestant], scenarios: &[Scenario]) -> Vec<Row> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(contest(contestants, scenarios, effort, |_| ()))
+}
+
+#[derive(Debug, Default)]
+struct Memory(MemoryBackend);
+
+#[async_trait]
+impl Harness for Memory {
+    async fn client(&self) -> Result<LockClient> {
+        Ok(LockClient::new(self.0.clone()))
+    }
+}
+
+/// Takes so long to release, and notes whose turn it is.
+#[derive(Clone)]
+struct Known {
+    name: &'static str,
+    release: Duration,
+    fails: bool,
+    turns: Arc<Mutex<Vec<&'static str>>>,
+}
+
+impl Known {
+    fn named(name: &'static str, turns: &Arc<Mutex<Vec<&'static str>>>) -> Self {
+        Self {
+            name,
+            release: Duration::from_millis(1),
+            fails: false,
+            turns: turns.clone(),
+        }
+    }
+}
+
+impl Subject for Known {
+    type Client = Self;
+
+    async fn client(&self) -> std::result::Result<Self, BoxError> {
+        Ok(self.clone())
+    }
+
+    async fn declines(&self, scenario: Scenario) -> std::result::Result<Option<String>, BoxError> {
+        Ok((scenario == Scenario::Permits).then(|| "it has none".to_owned()))
+    }
+}
+
+impl Client for Known {
+    type Contender = Self;
+
+    async fn contender(&self, _: &str, _: Mode) -> std::result::Result<Self, BoxError> {
+        Ok(self.clone())
+    }
+}
+
+impl Contender for Known {
+    type Held = ();
+
+    async fn acquire(&mut self) -> std::result::Result<(), BoxError> {
+        let mut turns = self.turns.lock().unwrap();
+        if turns.last() != Some(&self.name) {
+            turns.push(self.name);
+        }
+        if self.fails {
+            return Err("it has broken".into());
+        }
+        Ok(())
+    }
+
+    async fn release(&mut self, (): ()) -> std::result::Result<(), BoxError> {
+        tokio::time::sleep(self.release).await;
+        Ok(())
+    }
+}
+
+#[test]
+fn every_scenario_of_one_process_is_measured_in_all_its_figures() {
+    let ours = Locks::new(Memory::default());
+    let mut contestants = [Contestant::new("memory", "lockkit", Role::Ours, ours)];
+    let rows = measure(&mut contestants, &Scenario::ALL);
+    assert_eq!(rows.len(), Scenario::ALL.len());
+    for (row, scenario) in rows.iter().zip(Scenario::ALL) {
+        assert_eq!(row.scenario, scenario);
+        if matches!(scenario, Scenario::Held(_) | Scenario::Recovery) {
+            let Outcome::Skipped(why) = &row.outcome else {
+                panic!("without helper processes: {row:?}");
+            };
+            assert!(
+                why.contains("helper processes") || why.contains("quick run"),
+                "{why}"
+            );
+            continue;
+        }
+        for figure in scenario.figures() {
+            assert_eq!(row.rounds(*figure).len(), 3, "{scenario}, {figure:?}: {row:?}");
+            assert!(
+                row.median(*figure).unwrap() > 0.0,
+                "{scenario}, {figure:?}: {row:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn contestants_take_turns_and_the_first_turn_does_not_count() {
+    let turns = Arc::default();
+    let mut contestants = ["a", "b", "c"].map(|name| {
+        let known = Known::named(name, &turns);
+        Contestant::new("x", name, Role::Peer, known)
+    });
+    let rows = measure(&mut contestants, &[Scenario::Uncontended]);
+    assert_eq!(*turns.lock().unwrap(), ["a", "b", "c"].repeat(4));
+    for row in &rows {
+        assert_eq!(row.rounds(Figure::P50).len(), 3, "{row:?}");
+    }
+}
+
+#[test]
+fn times_and_rates_are_those_of_the_subject() {
+    let turns = Arc::default();
+    let mut slow = Known::named("slow", &turns);
+    slow.release = Duration::from_millis(8);
+    let fast = Known::named("fast", &turns);
+    let mut contestants = [
+        Contestant::new("x", "slow", Role::Ours, slow),
+        Contestant::new("x", "fast", Role::Floor, fast),
+    ];
+    let effort = Effort {
+        stretch: Duration::from_millis(60),
+        ..BRIEF
+    };
+    let scenarios = [Scenario::Uncontended, Scenario::OwnNames(4), Scenario::Tasks(2)];
+    let rows = measure_with(&effort, &mut contestants, &scenarios);
+    let [slow, fast, slow_rate, fast_rate, slow_even, _] = &rows[..] else {
+        panic!("{rows:?}")
+    };
+    let micros = slow.median(Figure::P50).unwrap();
+    assert!(micros >= 8_000.0, "{micros} µs for a release of 8 ms");
+    assert!(slow.median(Figure::P99).unwrap() >= micros);
+    let ratio = slow.ratio(fast, Figure::P50).unwrap();
+    assert!(ratio > 1.0, "{ratio} of 8 ms to 1 ms and a bit");
+    let per_second = slow_rate.median(Figure::Rate).unwrap();
+    // Those who are at it when it ends are counted too.
+    assert!(
+        per_second <= 4.0 * 125.0 * 1.25,
+        "{per_second} of 4 × 125 per second"
+    );
+    assert!(slow_rate.ratio(fast_rate, Figure::Rate).unwrap() < 1.0);
+    let even = slow_even.median(Figure::Fairness).unwrap();
+    assert!(even > 0.9, "{even} of two that are served alike");
+}
+
+#[test]
+fn a_contestant_that_fails_is_out_and_the_others_go_on() {
+    let turns = Arc::default();
+    let mut broken = Known::named("broken", &turns);
+    broken.fails = true;
+    let mut contestants = [
+        Contestant::new("x", "broken", Role::Peer, broken),
+        Contestant::new("x", "sound", Role::Peer, Known::named("sound", &turns)),
+    ];
+    let rows = measure(&mut contestants, &[Scenario::Uncontended, Scenario::Permits]);
+    assert_eq!(rows[0].outcome, Outcome::Failed("it has broken".to_owned()));
+    assert_eq!(rows[1].rounds(Figure::P50).len(), 3, "{:?}", rows[1]);
+    assert_eq!(rows[2].outcome, Outcome::Skipped("it has none".to_owned()));
+    assert_eq!(*turns.lock().unwrap(), ["broken", "sound"], "no second turn");
+}
+
+#[test]
+fn rounds_are_summed_up_by_medians() {
+    let row = |values: &[f64]| Row {
+        scenario: Scenario::Uncontended,
+        backend: "x".to_owned(),
+        contestant: "x".to_owned(),
+        role: Role::Ours,
+        outcome: Outcome::Measured([(Figure::P50, values.to_vec())].into()),
+    };
+    let odd = row(&[9.0, 1.0, 5.0, 3.0, 7.0]);
+    assert_eq!(odd.median(Figure::P50), Some(5.0));
+    assert_eq!(odd.spread(Figure::P50), Some(0.4), "from 3 to 7 around 5");
+    assert_eq!(row(&[4.0, 2.0]).median(Figure::P50), Some(3.0));
+    assert_eq!(odd.median(Figure::P99), None);
+    // The third round was disturbed, and so were both in it.
+    let (ours, floor) = (row(&[2.0, 2.2, 20.0]), row(&[1.0, 1.0, 10.0]));
+    assert_eq!(ours.ratio(&floor, Figure::P50), Some(2.0));
+}
+
+#[test]
+fn names_lead_back_to_their_scenarios() {
+    for scenario in Scenario::ALL {
+        assert_eq!(scenario.to_string().parse(), Ok(scenario));
+    }
+    let unknown = "tasks-3".parse::<Scenario>().unwrap_err();
+    assert_eq!(unknown.to_string(), "there is no scenario `tasks-3`");
+}
+
+#[test]
+fn figures_are_shown_with_three_digits() {
+    for (figure, value, shown) in [
+        (Figure::P50, 0.62, "0.62 µs"),
+        (Figure::P50, 151.4, "151 µs"),
+        (Figure::Longest, 4_060_000.0, "4.06 s"),
+        (Figure::Rate, 1_697_026.0, "1,697,026"),
+        (Figure::Rate, 72.81, "72.8"),
+        (Figure::Processor, 0.001, "0"),
+        (Figure::Fairness, 0.071, "0.07"),
+    ] {
+        assert_eq!(figure.show(value), shown);
+    }
+}
