@@ -15,13 +15,17 @@ use lockkit::{
     AcquireOptions, Lock, LockClient,
     zk::{Nodes, ZkBackend, ZkConfig},
 };
-use lockkit_benches::duel;
+use lockkit_benches::{
+    duel,
+    peers::{CuratorLock, curator_lock},
+};
+use lockkit_conformance::measure::Contender as _;
 use lockkit_testbed::zookeeper::{ZkEnsemble, ZkServer};
 use tokio::{
     runtime::{Builder, Runtime},
     task::JoinHandle,
 };
-use zookeeper_client::{Acls, Client, CreateMode, LockOptions, LockPrefix};
+use zookeeper_client::{Acls, Client, CreateMode};
 
 /// Waiters are spread over so many sessions, for each of the contestants.
 const SESSIONS: usize = 10;
@@ -75,30 +79,23 @@ impl Contestant {
 #[derive(Clone)]
 enum Contender {
     Ours(Lock),
-    Theirs(Client, String),
+    Theirs(CuratorLock),
 }
 
 /// What it holds.
 enum Held {
     Ours(lockkit::LockGuard),
-    Theirs(Client, String),
+    Theirs(CuratorLock, String),
 }
 
 impl Contender {
     async fn acquire(&self) -> Held {
         match self {
             Self::Ours(lock) => Held::Ours(lock.acquire().await.expect("granted")),
-            Self::Theirs(client, dir) => {
-                let prefix = LockPrefix::new_curator(dir, "lock-").expect("a path");
-                let parents = CreateMode::Persistent.with_acls(EVERYONE);
-                let options = LockOptions::new(EVERYONE)
-                    .with_ancestor_options(parents)
-                    .expect("options");
-                let lock = client.lock(prefix, b"", options).await.expect("granted");
-                let held = Held::Theirs(client.clone(), lock.lock_path().to_owned());
-                // It would be deleted in the background, and nobody could tell when.
-                std::mem::forget(lock);
-                held
+            Self::Theirs(lock) => {
+                let mut lock = lock.clone();
+                let path = lock.acquire().await.expect("granted");
+                Held::Theirs(lock, path)
             }
         }
     }
@@ -108,7 +105,7 @@ impl Held {
     async fn release(self) {
         match self {
             Self::Ours(guard) => guard.release().await.expect("released"),
-            Self::Theirs(client, path) => client.delete(&path, None).await.expect("deleted"),
+            Self::Theirs(mut lock, path) => lock.release(path).await.expect("deleted"),
         }
     }
 }
@@ -134,7 +131,7 @@ async fn contenders(contestant: Contestant, addr: &str, many: usize, name: &str)
     }
     for index in 0..many {
         all.push(if contestant == Contestant::Crate {
-            Contender::Theirs(theirs[index % sessions].clone(), format!("/crate/{name}"))
+            Contender::Theirs(curator_lock(&theirs[index % sessions], format!("/crate/{name}")))
         } else {
             // A client each: within one client only one of the waiters goes to the server.
             let client = LockClient::new(ours[index % sessions].clone());

@@ -71,7 +71,10 @@ impl Field {
                 continue;
             }
             let there = match backend {
-                "memory" => field.memory(),
+                "memory" => {
+                    field.memory();
+                    Ok(())
+                }
                 "file" => field.file(),
                 "redis" => field.redis(),
                 "redlock" => field.redlock().await,
@@ -105,10 +108,9 @@ impl Field {
         self.add(backend, name, Role::Ours, locks);
     }
 
-    fn memory(&mut self) -> Result<(), Absent> {
+    fn memory(&mut self) {
         self.ours("memory", "lockkit", "memory:".to_owned(), None, Arc::new([]));
         self.add("memory", "tokio::sync", Role::Peer, TokioSync::default());
-        Ok(())
     }
 
     fn file(&mut self) -> Result<(), Absent> {

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    fmt::Write as _,
     fs, io,
     path::{Path, PathBuf},
     thread,
@@ -157,10 +158,10 @@ pub fn table<'a>(scenario: Scenario, rows: impl IntoIterator<Item = &'a Row>) ->
                 continue;
             }
         };
-        text.push_str(&format!("  {who:36}  {line}\n"));
+        let _ = writeln!(text, "  {who:36}  {line}");
     }
     for (why, who) in absent {
-        text.push_str(&format!("  skipped, because {why}: {}\n", who.join("; ")));
+        let _ = writeln!(text, "  skipped, because {why}: {}", who.join("; "));
     }
     text
 }

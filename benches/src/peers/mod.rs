@@ -13,7 +13,7 @@ pub use self::{
     memory::TokioSync,
     mysql::{ForUpdate, GetLock},
     redis::{DistributedRedisLock, Rslock, SetNx},
-    zookeeper::{Curator, EphemeralNode, curator_lock},
+    zookeeper::{Curator, CuratorLock, EphemeralNode, curator_lock},
 };
 
 /// Most have no shared mode and no semaphores, or other ones.

@@ -21,7 +21,7 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> Result<String, 
         .collect();
     let pictures: Vec<String> = sections
         .iter()
-        .map(|section| section.draw(results).map(|svg| for_the_page(svg, &backends)))
+        .map(|section| section.draw(results).map(|svg| for_the_page(&svg, &backends)))
         .collect::<Result<_, _>>()?;
     let page = html! {
         (DOCTYPE)
@@ -138,7 +138,7 @@ fn shade(backend: &str, role: Role) -> String {
 }
 
 /// Text takes the colour of the page's, and whatever belongs to a backend says so, by its colour or its first word.
-fn for_the_page(svg: String, backends: &[&str]) -> String {
+fn for_the_page(svg: &str, backends: &[&str]) -> String {
     let plotters::style::RGBColor(r, g, b) = chart::INK;
     let mut svg = svg.replace(&format!("#{r:02X}{g:02X}{b:02X}"), "currentColor");
     for backend in backends {
@@ -161,7 +161,7 @@ fn for_the_page(svg: String, backends: &[&str]) -> String {
                     .is_some_and(|rest| rest.starts_with(" · "))
             });
             if let Some(backend) = whose {
-                tagged.push_str(&format!("data-backend=\"{backend}\" "));
+                tagged.extend(["data-backend=\"", backend, "\" "]);
             }
         }
         tagged.push_str(part);
