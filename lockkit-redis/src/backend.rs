@@ -59,8 +59,8 @@ pub(crate) struct Shared {
     pub(crate) namespace: Arc<str>,
 }
 
-/// Locks that were found taken lately, or were left to somebody else. To these, asking in full at once saves the round trip that finds out. It is
-/// only a guess: two locks may share a place.
+/// Locks that were found taken lately, or were left to somebody else. To these, asking in full at once saves the round
+/// trip that finds out. It is only a guess: two locks may share a place.
 #[derive(Default)]
 pub(crate) struct Contended {
     places: [AtomicU64; 32],
