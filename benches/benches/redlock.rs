@@ -36,7 +36,10 @@ impl Contender {
         match self {
             Self::Lockkit(lock) => {
                 let guard = lock.acquire().await.expect("granted");
-                guard.release().await.expect("released");
+                // On a busy machine, masters may be late; the release goes on in the background.
+                if let Err(error) = guard.release().await {
+                    assert!(error.is_transient() || error.is_lost(), "{error}");
+                }
             }
             Self::Rslock(manager, name) => {
                 // It gives up after three tries, unless it is told otherwise.
@@ -273,7 +276,14 @@ fn main() {
         .enable_all()
         .build()
         .expect("a runtime");
-    uncontended(&runtime);
-    one_stopped(&runtime);
-    contended(&runtime);
+    let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with("--"));
+    for (name, table) in [
+        ("uncontended", uncontended as fn(&Runtime)),
+        ("stopped", one_stopped),
+        ("contended", contended),
+    ] {
+        if wanted.as_ref().is_none_or(|wanted| wanted == name) {
+            table(&runtime);
+        }
+    }
 }

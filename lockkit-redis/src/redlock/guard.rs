@@ -184,22 +184,25 @@ impl Guard {
         if seat.run_id != *run_id || matches!(seat.standing, Standing::Votes) {
             return Ok(());
         }
-        let over = match seat.standing {
+        let is_over = match seat.standing {
             Standing::Quarantined(since) => since.elapsed() >= Duration::from_millis(self.longest),
-            _ => is_new,
+            _ => false,
+        };
+        let how = if is_new {
+            "new"
+        } else if is_over {
+            "admit"
+        } else if self.durable {
+            "trust"
+        } else {
+            "look"
         };
         let mut call = script::REDLOCK_MARKER.call(b"");
-        call.arg(run_id)
-            .arg(self.longest)
-            .arg(match (over, self.durable) {
-                (true, _) => "admit",
-                (false, true) => "trust",
-                (false, false) => "look",
-            });
+        call.arg(run_id).arg(self.longest).arg(how);
         let standing = match link.run_on(&live, "connect", call).await? {
             Value::Int(-1) => Standing::Votes,
             Value::Int(_) => match seat.standing {
-                Standing::Quarantined(since) => Standing::Quarantined(since),
+                Standing::Quarantined(since) if !is_over => Standing::Quarantined(since),
                 _ => Standing::Quarantined(Instant::now()),
             },
             Value::BulkString(longest) => return Err(self.conflict(&String::from_utf8_lossy(&longest))),

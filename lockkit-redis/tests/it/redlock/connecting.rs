@@ -8,7 +8,7 @@ const PASSWORD: &str = "open-sesame";
 /// As in `docs/redlock.md`, for the default namespace.
 const MINIMAL_RIGHTS: &str = "~lockkit:* ~lockkit#* resetchannels &lockkit#client:* \
      +ping +info +select +subscribe +client|id +client|kill +eval +evalsha +script|load \
-     +time +get +set +del +exists +pexpire +pttl +publish \
+     +time +get +mget +set +del +exists +pexpire +pttl +publish \
      +zadd +zcard +zrange +zrangebyscore +zrevrange +zrem +zscore +hget +hset +hdel";
 
 #[tokio::test]
