@@ -20,6 +20,7 @@ pub(crate) struct Now {
     pub(crate) wall: u64,
 }
 
+#[expect(clippy::struct_excessive_bools, reason = "each is there or not, on its own")]
 #[derive(Clone, Debug)]
 pub(crate) struct Habits {
     pub(crate) ttl: Duration,
@@ -188,10 +189,10 @@ impl Client {
             Alarm::LeaseEnd(epoch) if epoch == self.epoch => self.lease_end(now, out),
             Alarm::UserDone(epoch) if epoch == self.epoch => self.user_done(now, out),
             Alarm::LateRelease(claim) => self.release_everywhere(claim, out),
-            Alarm::Reconnect(master, connection) => {
-                if self.links[master].connection == connection && !self.links[master].up {
-                    self.connect(now, master, out);
-                }
+            Alarm::Reconnect(master, connection)
+                if self.links[master].connection == connection && !self.links[master].up =>
+            {
+                self.connect(now, master, out);
             }
             Alarm::Mark(master, life) => out.push(Effect::Mark(master, life)),
             _ => {}
@@ -271,9 +272,8 @@ impl Client {
                 }
             }
             (State::Releasing(count), Answer::Report(report)) if current => {
-                if count.reported(master, report) != Outcome::Wait {
-                    self.next_hold(now, out);
-                }
+                let outcome = count.reported(master, report);
+                self.released(now, &outcome, out);
             }
             _ => {}
         }
@@ -292,9 +292,8 @@ impl Client {
                 }
             }
             State::Releasing(count) => {
-                if count.tick(now.monotonic) != Outcome::Wait {
-                    self.next_hold(now, out);
-                }
+                let outcome = count.tick(now.monotonic);
+                self.released(now, &outcome, out);
             }
             State::Idle | State::Finished => {}
         }
@@ -566,6 +565,12 @@ impl Client {
             out.push(Effect::Send(master, self.operation, request));
         }
         self.state = State::Releasing(count);
+    }
+
+    fn released(&mut self, now: Now, outcome: &Outcome, out: &mut Out) {
+        if *outcome != Outcome::Wait {
+            self.next_hold(now, out);
+        }
     }
 
     fn next_hold(&mut self, now: Now, out: &mut Out) {

@@ -43,6 +43,7 @@ pub enum WallClocks {
 }
 
 /// What a schedule consists of.
+#[expect(clippy::struct_excessive_bools, reason = "each is there or not, on its own")]
 #[derive(Clone, Copy, Debug)]
 pub struct Features {
     /// Masters.

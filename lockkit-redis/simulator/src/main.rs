@@ -90,7 +90,7 @@ fn dispatch(command: Command) -> Result<bool, String> {
                 let began = Instant::now();
                 let summary = campaign(config, mutant, from..from.saturating_add(seeds));
                 print(config, &summary, began.elapsed().as_secs_f64());
-                kept &= summary.findings.iter().all(|finding| finding.is_as_promised());
+                kept &= summary.findings.iter().all(Finding::is_as_promised);
             }
             Ok(kept)
         }

@@ -868,8 +868,8 @@ impl World {
         }
         let claim = process.claim?;
         let lasts = |server: &&Server| {
-            let held = server.master.holding(server.local(self.now), claim);
-            held.is_some_and(|(left, carries)| carries && self.now + server.clock.when(left) >= hold.until)
+            let found = server.master.holding(server.local(self.now), claim);
+            found.is_some_and(|(left, carries)| carries && self.now + server.clock.when(left) >= hold.until)
         };
         lasts(&&self.masters[master]).then(|| self.masters.iter().filter(lasts).count() - 1)
     }
