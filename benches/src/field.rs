@@ -21,8 +21,7 @@ use lockkit_testbed::{
 
 use crate::{
     peers::{
-        Curator, DistributedFileLock, DistributedRedisLock, EphemeralNode, ForUpdate, GetLock, LockedFile,
-        Rslock, SetNx, TokioSync,
+        Curator, DistributedFileLock, EphemeralNode, ForUpdate, GetLock, LockedFile, Rslock, SetNx, TokioSync,
     },
     results::Skipped,
 };
@@ -142,13 +141,7 @@ impl Field {
         );
         self.ours("redis", "lockkit", url.clone(), Some(far), Arc::new([proxy]));
         let urls = vec![url];
-        self.add("redis", "rslock", Role::Peer, Rslock { urls: urls.clone() });
-        self.add(
-            "redis",
-            "distributed-lock",
-            Role::Peer,
-            DistributedRedisLock { urls },
-        );
+        self.add("redis", "rslock", Role::Peer, Rslock { urls });
         self.servers.push(Box::new(server));
         Ok(())
     }
@@ -174,13 +167,7 @@ impl Field {
         );
         self.ours("redlock", "lockkit", url, Some(far), proxies);
         let urls: Vec<_> = masters.iter().map(|master| master.url().to_owned()).collect();
-        self.add("redlock", "rslock", Role::Peer, Rslock { urls: urls.clone() });
-        self.add(
-            "redlock",
-            "distributed-lock",
-            Role::Peer,
-            DistributedRedisLock { urls },
-        );
+        self.add("redlock", "rslock", Role::Peer, Rslock { urls });
         self.servers.push(Box::new(masters));
         Ok(())
     }

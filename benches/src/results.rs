@@ -114,7 +114,7 @@ pub fn now() -> String {
 pub fn versions() -> BTreeMap<String, String> {
     let mut versions = BTreeMap::from([("lockkit".to_owned(), env!("CARGO_PKG_VERSION").to_owned())]);
     let lock = include_str!("../../Cargo.lock");
-    for peer in ["distributed-lock-redis", "rslock", "tokio", "zookeeper-client"] {
+    for peer in ["distributed-lock-file", "rslock", "tokio", "zookeeper-client"] {
         let entry = lock.split("[[package]]").find_map(|entry| {
             let mut lines = entry.trim().lines();
             (lines.next()? == format!("name = \"{peer}\"")).then(|| lines.next())?
@@ -146,9 +146,11 @@ pub fn table<'a>(scenario: Scenario, rows: impl IntoIterator<Item = &'a Row>) ->
                 .figures()
                 .iter()
                 .filter_map(|figure| {
-                    let spread = row.spread(*figure).unwrap_or_default() * 100.0;
                     let value = figure.show(row.median(*figure)?);
-                    Some(format!("{} {value} ±{spread:.0} %", figure.title()))
+                    let spread = row.spread(*figure);
+                    let spread =
+                        spread.map_or_else(String::new, |spread| format!(" ±{:.0} %", spread * 100.0));
+                    Some(format!("{} {value}{spread}", figure.title()))
                 })
                 .collect::<Vec<_>>()
                 .join("   "),

@@ -143,6 +143,8 @@ fn cell(row: &Row, figure: Figure) -> Option<String> {
         Figure::Memory => " bytes each",
         _ => "",
     };
-    let spread = row.spread(figure).unwrap_or_default() * 100.0;
-    Some(format!("{value}{unit} ±{spread:.0} %"))
+    Some(match row.spread(figure) {
+        Some(spread) => format!("{value}{unit} ±{:.0} %", spread * 100.0),
+        None => format!("{value}{unit}"),
+    })
 }

@@ -12,7 +12,7 @@ pub use self::{
     file::{DistributedFileLock, LockedFile},
     memory::TokioSync,
     mysql::{ForUpdate, GetLock},
-    redis::{DistributedRedisLock, Rslock, SetNx},
+    redis::{Rslock, SetNx},
     zookeeper::{Curator, CuratorLock, EphemeralNode, curator_lock},
 };
 
@@ -22,7 +22,7 @@ fn exclusive_alone(scenario: Scenario) -> Option<String> {
         .then(|| "it is measured in exclusive mode alone".to_owned())
 }
 
-/// Some make one attempt and do not wait for anybody.
+/// The least that can be done does not wait for anybody.
 fn uncontended_alone(scenario: Scenario) -> Option<String> {
     let fits = matches!(scenario, Scenario::Uncontended | Scenario::OwnNames(_));
     (!fits).then(|| "it cannot wait".to_owned())

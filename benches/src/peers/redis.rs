@@ -2,8 +2,6 @@
 
 use std::{sync::Arc, time::Duration};
 
-use distributed_lock_core::traits::{DistributedLock, LockHandle as _, LockProvider};
-use distributed_lock_redis::RedisLockProvider;
 use lockkit::{BoxError, spi::Mode};
 use lockkit_conformance::measure::{Client, Contender, Scenario, Subject};
 use redis::{
@@ -165,54 +163,5 @@ impl Contender for RslockKey {
     async fn release(&mut self, held: rslock::Lock) -> Result<(), BoxError> {
         self.manager.unlock(&held).await;
         Ok(())
-    }
-}
-
-/// The crate `distributed-lock` on Redis: `SET NX PX`, and a task per hold that renews. Its `acquire` is one attempt, which
-/// on several servers leaves keys behind where it fails, so that it can be measured only where nobody has to wait.
-#[derive(Clone, Debug)]
-pub struct DistributedRedisLock {
-    /// The servers.
-    pub urls: Vec<String>,
-}
-
-impl Subject for DistributedRedisLock {
-    type Client = DistributedRedisClient;
-
-    async fn client(&self) -> Result<DistributedRedisClient, BoxError> {
-        let provider = RedisLockProvider::builder().urls(&self.urls).build().await?;
-        Ok(DistributedRedisClient(provider))
-    }
-
-    async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
-        Ok(uncontended_alone(scenario))
-    }
-}
-
-/// Its provider, with connections of its own.
-pub struct DistributedRedisClient(RedisLockProvider);
-
-impl Client for DistributedRedisClient {
-    type Contender = DistributedRedisKey;
-
-    async fn contender(&self, name: &str, _: Mode) -> Result<DistributedRedisKey, BoxError> {
-        Ok(DistributedRedisKey(self.0.create_lock(name)))
-    }
-}
-
-type Theirs = <RedisLockProvider as LockProvider>::Lock;
-
-/// A key, with an owner of its own.
-pub struct DistributedRedisKey(Theirs);
-
-impl Contender for DistributedRedisKey {
-    type Held = <Theirs as DistributedLock>::Handle;
-
-    async fn acquire(&mut self) -> Result<Self::Held, BoxError> {
-        Ok(DistributedLock::acquire(&self.0, None).await?)
-    }
-
-    async fn release(&mut self, held: Self::Held) -> Result<(), BoxError> {
-        Ok(held.release().await?)
     }
 }

@@ -23,7 +23,7 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
     text.push_str(
         "\nThe contestants take turns in short rounds. A figure is the median of the rounds; ± is how far the middle half of \
          them lies to either side of it. A ratio is the median of the ratios within each round, so that whatever else the \
-         machine did meets both sides. Clients, servers and disks share the one machine, over loopback, and the servers \
+         machine did meets both sides; above 1 is good for rates and bad for times. Clients, servers and disks share the one machine, over loopback, and the servers \
          have their default durability but for ZooKeeper, which does not wait for its disk: ratios within a backend say more \
          than those between backends.\n\n",
     );
@@ -120,39 +120,43 @@ fn table(text: &mut String, results: &Results, section: &Section) {
         if section.scenarios.len() > 1 {
             let _ = writeln!(text, "**{}**\n", scenario.title());
         }
-        let titles: Vec<_> = figures.iter().map(|figure| figure.title()).collect();
-        let _ = writeln!(text, "| | {} | × by hand | × best peer |", titles.join(" | "));
-        let _ = writeln!(text, "|---|{}---|---|", "---|".repeat(figures.len()));
-        let mut absent = Vec::new();
+        let ratios = |row: &Row| match row.role {
+            Role::Ours => {
+                let Ratios { floor, peer } = Ratios::of(results, row);
+                [floor, peer].map(|ratio| ratio.map(|(_, ratio)| times(ratio)))
+            }
+            _ => [None, None],
+        };
+        let compared = results.of(*scenario).any(|row| ratios(row) != [None, None]);
+        let mut titles: Vec<_> = figures.iter().map(|figure| figure.title()).collect();
+        if compared {
+            titles.extend(["× by hand", "× best peer"]);
+        }
+        let (mut lines, mut absent) = (Vec::new(), Vec::new());
         for row in results.of(*scenario) {
+            let ours = row.role == Role::Ours;
             if let Some(why) = absence(row) {
-                if row.role == Role::Ours {
+                if ours {
                     absent.push(format!("{}: {}", who(row), plain(&why)));
                 }
                 continue;
             }
-            let cells: Vec<_> = figures.iter().map(|figure| cell(row, *figure)).collect();
-            let ratios = Ratios::of(results, row);
-            let ours = row.role == Role::Ours;
-            let show = |ratio: Option<(&Row, f64)>| {
-                ratio
-                    .filter(|_| ours)
-                    .map_or_else(String::new, |(_, ratio)| times(ratio))
-            };
+            let mut cells: Vec<_> = figures.iter().map(|figure| cell(row, *figure)).collect();
+            if compared {
+                cells.extend(ratios(row).map(Option::unwrap_or_default));
+            }
             let name = if ours {
                 format!("**{}**", who(row))
             } else {
                 who(row)
             };
-            let _ = writeln!(
-                text,
-                "| {name} | {} | {} | {} |",
-                cells.join(" | "),
-                show(ratios.floor),
-                show(ratios.peer)
-            );
+            lines.push(format!("| {name} | {} |", cells.join(" | ")));
         }
-        text.push('\n');
+        if !lines.is_empty() {
+            let _ = writeln!(text, "| | {} |", titles.join(" | "));
+            let _ = writeln!(text, "|---|{}", "---|".repeat(titles.len()));
+            let _ = writeln!(text, "{}\n", lines.join("\n"));
+        }
         if !absent.is_empty() {
             let _ = writeln!(text, "Without {}.\n", absent.join("; "));
         }

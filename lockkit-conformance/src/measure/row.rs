@@ -48,7 +48,7 @@ impl Row {
     }
 
     /// How far apart the rounds are: the middle half of them is within so much of the median on either side, as a
-    /// fraction of it. 0.1 reads as ±10 %.
+    /// fraction of it. 0.1 reads as ±10 %. None of a single round.
     pub fn spread(&self, figure: Figure) -> Option<f64> {
         let mut sorted = self.rounds(figure).to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -56,7 +56,7 @@ impl Row {
         let half = sorted.len() / 2;
         let low = median(sorted[..sorted.len() - half].to_vec())?;
         let high = median(sorted[half..].to_vec())?;
-        (middle != 0.0).then(|| (high - low) / 2.0 / middle.abs())
+        (sorted.len() > 1 && middle != 0.0).then(|| (high - low) / 2.0 / middle.abs())
     }
 
     /// The median of this row's values over the other's, round by round. Whatever the machine did in a round, it did to

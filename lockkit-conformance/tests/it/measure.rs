@@ -210,6 +210,7 @@ fn rounds_are_summed_up_by_medians() {
     assert_eq!(odd.median(Figure::P50), Some(5.0));
     assert_eq!(odd.spread(Figure::P50), Some(0.4), "from 3 to 7 around 5");
     assert_eq!(row(&[4.0, 2.0]).median(Figure::P50), Some(3.0));
+    assert_eq!(row(&[4.0]).spread(Figure::P50), None);
     assert_eq!(odd.median(Figure::P99), None);
     // The third round was disturbed, and so were both in it.
     let (ours, floor) = (row(&[2.0, 2.2, 20.0]), row(&[1.0, 1.0, 10.0]));
