@@ -276,7 +276,9 @@ fn main() {
         .enable_all()
         .build()
         .expect("a runtime");
-    let wanted = std::env::args().skip(1).find(|argument| !argument.starts_with("--"));
+    let wanted = std::env::args()
+        .skip(1)
+        .find(|argument| !argument.starts_with("--"));
     for (name, table) in [
         ("uncontended", uncontended as fn(&Runtime)),
         ("stopped", one_stopped),

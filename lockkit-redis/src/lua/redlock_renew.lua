@@ -2,15 +2,19 @@
 -- made anew here: only a majority can tell whether it may be.
 local me = owner_of(ARGV[2])
 drop_ended()
-if holder() == me then
+local mine = holder() == me and value
+  or is_shared() and call('ZSCORE', HOLDERS, me) and call('HGET', ABOUT, me)
+if mine then
+  -- Of an earlier round: it may have come back with old data, after others had voted here.
+  if mine ~= ARGV[2] and not has_vote(ARGV[1]) then return 2 end
   -- It was held with tokens that no majority had. From now on it has those that count.
-  call('SET', LOCK, ARGV[2], 'PX', ARGV[3])
-  raise(ARGV[4], ARGV[5])
-  return 1
-end
-if is_shared() and call('ZSCORE', HOLDERS, me) then
-  share(me, ARGV[2], ARGV[3])
-  raise(ARGV[4], ARGV[5])
+  if is_shared() then
+    share(me, ARGV[2], ARGV[3])
+  else
+    call('SET', LOCK, ARGV[2], 'PX', ARGV[3])
+  end
+  -- The counter may stand between the first and the last.
+  raise(ARGV[5], ARGV[5])
   return 1
 end
 local to_be_had = not value or (is_shared() and ARGV[6] == 's')

@@ -16,7 +16,7 @@ use crate::{
     place::Place,
     redlock::{
         NAME,
-        masters::{Answer, Failures, Kind, Masters, Requests, micros, require_runtime},
+        masters::{Answer, Failures, Kind, LAST_TOKEN, Masters, Requests, micros, require_runtime},
         quorum::{Confirmation, Defeat, Outcome, QuorumCount, QuorumRound, Report, Step, Vote},
     },
     script::{self, Call},
@@ -24,8 +24,6 @@ use crate::{
 
 /// How many rounds an attempt takes if only its tokens collide with those of others.
 const ROUNDS: usize = 3;
-/// Beyond this, the scripts' numbers are not exact.
-const LAST_TOKEN: u64 = 1 << 52;
 
 pub(crate) struct RedlockClaim {
     masters: Arc<Masters>,
@@ -135,21 +133,16 @@ impl RedlockClaim {
     }
 
     /// The tokens to propose: most likely above all others.
-    fn proposal(&self) -> Result<RangeInclusive<u64>> {
+    fn proposal(&self) -> RangeInclusive<u64> {
         let first = self.masters.guess();
         let last = first + u64::from(self.request.tokens.get()) - 1;
-        if last >= LAST_TOKEN {
-            let reason =
-                format!("the counter of fencing tokens stands at {first}, which is no time in µs: see to it");
-            return Err(Error::permanent(NAME, "acquire", reason));
-        }
-        Ok(first..=last)
+        first..=last
     }
 
     /// One round of voting, and of confirming if need be.
     async fn round(&mut self, waits: &str) -> Result<Result<Grant, Lost>> {
         let masters = self.masters.clone();
-        let proposed = self.proposal()?;
+        let proposed = self.proposal();
         self.value = self.record.with_token(Some(*proposed.start())).into_owned();
         let since = Instant::now();
         let ttl = Duration::from_millis(self.ttl_ms());
@@ -179,6 +172,15 @@ impl RedlockClaim {
             };
             match step {
                 Step::Wait => {}
+                Step::Confirm(tokens, _) if *tokens.end() > LAST_TOKEN => {
+                    drop(requests);
+                    self.yield_all().await;
+                    let reason = format!(
+                        "a counter of this lock's fencing tokens stands at {}, which nobody can have reached: set it right",
+                        tokens.start() - 1
+                    );
+                    return Err(Error::permanent(NAME, "acquire", reason));
+                }
                 Step::Confirm(tokens, holding) => {
                     confirmed = self.record.with_token(Some(*tokens.start())).into_owned();
                     for master in holding {

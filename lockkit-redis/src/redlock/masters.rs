@@ -27,6 +27,9 @@ use crate::{
     script::Call,
 };
 
+/// Beyond this, the scripts' numbers are not exact.
+pub(super) const LAST_TOKEN: u64 = 1 << 52;
+
 /// What the claims of a client share.
 #[derive(Debug)]
 pub(crate) struct Masters {
@@ -92,7 +95,9 @@ impl Masters {
     }
 
     pub(super) fn saw(&self, token: u64) {
-        self.highest.fetch_max(token, Ordering::Relaxed);
+        if token < LAST_TOKEN {
+            self.highest.fetch_max(token, Ordering::Relaxed);
+        }
     }
 
     /// Why too few masters took part.

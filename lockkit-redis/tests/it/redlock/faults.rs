@@ -496,3 +496,50 @@ async fn a_master_that_keeps_something_else_at_the_key_is_one_without_a_say() {
     let error = connect(config).await.unwrap_err();
     assert!(error.is_transient(), "{error:?}");
 }
+
+/// After clocks went back, or beside a client whose clock is ahead.
+#[tokio::test]
+async fn counters_that_are_ahead_cost_a_second_round_and_tokens_rise_above_them() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let client = world.client().await;
+    let fence = "lockkit#fence:{lockkit:a}";
+    let mut ahead = 1 << 51;
+    for ours in [lock(&client, "a", LONG), lock(&client, "a", LONG).shared()] {
+        for round in 0..5_u64 {
+            // Each time at others, and not the same at any two.
+            for (n, master) in (0_u64..).zip(&world.masters) {
+                if (n + round) % 5 < 3 {
+                    master.cli(&["SET", fence, &(ahead + n * 7).to_string()]).unwrap();
+                }
+            }
+            let held = ours.acquire().await.unwrap();
+            assert!(
+                held.token().get() > ahead,
+                "{} is not above {ahead}",
+                held.token()
+            );
+            let raised = world.masters.iter().filter(|master| {
+                let counter: u64 = master.cli(&["GET", fence]).unwrap().parse().unwrap_or_default();
+                counter >= held.token().get()
+            });
+            assert!(raised.count() >= 3, "a majority knows of it");
+            let state = client.inspect("a").await.unwrap();
+            assert_eq!(state.holders[0].token, held.token());
+            ahead = held.token().get() + 1_000;
+            held.release().await.unwrap();
+        }
+    }
+    world.nothing_is_left("after second rounds").await;
+
+    for master in &world.masters {
+        master.cli(&["SET", fence, "9007199254740993"]).unwrap();
+    }
+    let error = lock(&client, "a", LONG).try_acquire().await.unwrap_err();
+    assert!(shown(&error).contains("fencing tokens"), "{error:?}");
+    world.nothing_is_left("after a counter that cannot be").await;
+    let held = lock(&client, "b", LONG).try_acquire().await.unwrap();
+    assert!(held.is_some(), "other locks go on");
+}
