@@ -416,9 +416,11 @@ impl Claim for RedlockClaim {
                 let lease = self.lease(since);
                 self.until = lease.end();
                 if self.until.is_some_and(|until| Instant::now() < until) {
+                    // The counter may stand between the first and the last by now: it is to reach the last all the same.
+                    let last = *tokens.end()..=*tokens.end();
                     let mut requests = Requests::new(&masters, "renew");
                     for master in repair {
-                        requests.ask(master, Kind::Vote, |run_id| self.vote(run_id, &tokens, "try"));
+                        requests.ask(master, Kind::Vote, |run_id| self.vote(run_id, &last, "try"));
                     }
                     requests.hand_over().await;
                 }
