@@ -419,7 +419,9 @@ async fn keys_expired_at_a_minority_are_set_again_by_the_next_renewal() {
     }
     let world = World::five();
     let (first, second) = (world.client().await, world.client().await);
-    for ours in [lock(&first, "a", LONG), lock(&first, "a", LONG).shared()] {
+    let several = AcquireOptions::new().ttl(LONG).local_handoffs(8);
+    let exclusive = first.lock("a").unwrap().with_options(several);
+    for ours in [exclusive.clone(), exclusive.shared()] {
         let held = ours.acquire().await.unwrap();
         eventually("held by all", async || world.holding("a") == 5).await;
         for master in &world.masters[3..] {
@@ -431,9 +433,18 @@ async fn keys_expired_at_a_minority_are_set_again_by_the_next_renewal() {
             world.holding("a") == 3
         })
         .await;
+        // As after an acquisition by somebody else that proposed less and was not confirmed.
+        const COUNTER: &str = "lockkit#fence:{lockkit:a}";
+        for master in &world.masters[3..] {
+            master.cli(&["SET", COUNTER, &held.token().to_string()]).unwrap();
+        }
         held.renew().await.unwrap();
         eventually("repaired", async || world.holding("a") == 5).await;
         held.check().unwrap();
+        let last = world.masters[0].cli(&["GET", COUNTER]).unwrap();
+        for master in &world.masters[3..] {
+            assert_eq!(master.cli(&["GET", COUNTER]).unwrap(), last, "all tokens are carried");
+        }
         held.release().await.unwrap();
         world.nothing_is_left("after a repair").await;
     }
