@@ -20,6 +20,8 @@ const LABELS: i32 = 330;
 const FONT: &str = "sans-serif";
 /// Of text and axes. The page has it replaced by the colour of its own text.
 pub(super) const INK: RGBColor = RGBColor(0x24, 0x29, 0x2f);
+/// Behind it all, since whoever shows the picture may have a dark page. The lockkit page has its own instead.
+pub(super) const PAPER: RGBColor = WHITE;
 const GRID: RGBColor = RGBColor(0x9a, 0xa3, 0xad);
 
 /// The picture failed, which a text in memory does not.
@@ -80,6 +82,7 @@ pub(super) fn bars(results: &Results, scenario: Scenario) -> Result<String, Cann
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
+        root.fill(&PAPER)?;
         let count = f64::from(u32::try_from(rows.len()).unwrap_or(u32::MAX));
         let mut chart = ChartBuilder::on(&root)
             .margin_right(24)
@@ -112,9 +115,9 @@ pub(super) fn bars(results: &Results, scenario: Scenario) -> Result<String, Cann
                 let ends = ends.map(|end| (end.clamp(range.start, range.end), middle));
                 chart.draw_series([PathElement::new(ends, INK.stroke_width(1))])?;
             }
-            let at = chart.backend_coord(&(range.start, middle));
-            label(&root, (at.0 - 84, at.1), HPos::Right, who(row), row.role)?;
-            label(&root, (at.0 - 8, at.1), HPos::Right, figure.show(value), row.role)?;
+            let (x, y) = chart.backend_coord(&(range.start, middle));
+            let text = format!("{}   {}", who(row), figure.show(value));
+            label(&root, (x - 8, y), HPos::Right, text, row.role)?;
         }
         root.present()?;
     }
@@ -139,6 +142,7 @@ pub(super) fn lines(results: &Results, points: &[(f64, Scenario)]) -> Result<Str
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, (WIDTH, 380)).into_drawing_area();
+        root.fill(&PAPER)?;
         let range = decades(
             curves
                 .iter()

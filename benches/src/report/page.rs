@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use lockkit_conformance::measure::Role;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
+use plotters::style::RGBColor;
 
 use super::{Ratios, Section, absence, cell, chart, document::times};
 use crate::results::Results;
@@ -43,7 +44,7 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> Result<String, 
                         @for backend in &backends {
                             label {
                                 input type="checkbox" checked value=(backend);
-                                span.swatch style={ "background:" (hex(backend)) } {}
+                                span.swatch style={ "background:" (hex(chart::colour(backend, Role::Ours))) } {}
                                 (backend)
                             }
                         }
@@ -128,43 +129,51 @@ fn shown(row: &lockkit_conformance::measure::Row) -> bool {
     row.role == Role::Ours || absence(row).is_none()
 }
 
-fn hex(backend: &str) -> String {
-    shade(backend, Role::Ours)
-}
-
-fn shade(backend: &str, role: Role) -> String {
-    let plotters::style::RGBColor(r, g, b) = chart::colour(backend, role);
+fn hex(RGBColor(r, g, b): RGBColor) -> String {
     format!("#{r:02X}{g:02X}{b:02X}")
 }
 
-/// Text takes the colour of the page's, and whatever belongs to a backend says so, by its colour or its first word.
+/// Text takes the colour of the page's, and whatever belongs to a backend says so: bars and lines are known by their
+/// colour, labels by their first word, and the spread of a bar by following it.
 fn for_the_page(svg: &str, backends: &[&str]) -> String {
-    let plotters::style::RGBColor(r, g, b) = chart::INK;
-    let mut svg = svg.replace(&format!("#{r:02X}{g:02X}{b:02X}"), "currentColor");
-    for backend in backends {
-        for role in [Role::Ours, Role::Peer, Role::Floor] {
-            let shade = shade(backend, role);
-            for attribute in ["fill", "stroke"] {
-                let of_it = format!("{attribute}=\"{shade}\"");
-                svg = svg.replace(&of_it, &format!("data-backend=\"{backend}\" {of_it}"));
-            }
-        }
-    }
-    let mut tagged = String::with_capacity(svg.len());
-    for (index, part) in svg.split("<text ").enumerate() {
+    let paper = format!("fill=\"{}\"", hex(chart::PAPER));
+    let ink = hex(chart::INK);
+    let shades: Vec<(String, &str)> = backends
+        .iter()
+        .flat_map(|backend| {
+            let roles = [Role::Ours, Role::Peer, Role::Floor];
+            roles.map(|role| (format!("\"{}\"", hex(chart::colour(backend, role))), *backend))
+        })
+        .collect();
+    let mut whose = None;
+    let mut tagged = String::with_capacity(svg.len() * 2);
+    for (index, element) in svg.split('<').enumerate() {
         if index > 0 {
-            tagged.push_str("<text ");
-            let words = part.split_once('>').map_or("", |(_, words)| words).trim_start();
-            let whose = backends.iter().find(|backend| {
-                words
-                    .strip_prefix(**backend)
-                    .is_some_and(|rest| rest.starts_with(" · "))
-            });
-            if let Some(backend) = whose {
-                tagged.extend(["data-backend=\"", backend, "\" "]);
-            }
+            tagged.push('<');
         }
-        tagged.push_str(part);
+        let by_colour = shades.iter().find(|(shade, _)| element.contains(shade));
+        let owner = if let Some((_, backend)) = by_colour {
+            whose = Some(*backend);
+            whose
+        } else if element.starts_with("polyline ") {
+            whose
+        } else if element.starts_with("text ") {
+            let words = element
+                .split_once('>')
+                .map_or("", |(_, words)| words.trim_start());
+            let first = words.split_once(" · ").map_or("", |(first, _)| first);
+            backends.iter().copied().find(|backend| *backend == first)
+        } else {
+            None
+        };
+        match (owner, element.split_once(' ')) {
+            (Some(backend), Some((name, rest))) => {
+                tagged.extend([name, " data-backend=\"", backend, "\" ", rest]);
+            }
+            _ => tagged.push_str(element),
+        }
     }
     tagged
+        .replace(&ink, "currentColor")
+        .replace(&paper, "fill=\"none\"")
 }
