@@ -116,7 +116,7 @@ pub(super) fn bars(results: &Results, scenario: Scenario) -> Result<String, Cann
                 chart.draw_series([PathElement::new(ends, INK.stroke_width(1))])?;
             }
             let (x, y) = chart.backend_coord(&(range.start, middle));
-            let text = format!("{}   {}", who(row), figure.show(value));
+            let text = format!("{}: {}", who(row), figure.show(value));
             label(&root, (x - 8, y), HPos::Right, text, row.role)?;
         }
         root.present()?;
