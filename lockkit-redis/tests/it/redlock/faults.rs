@@ -443,7 +443,11 @@ async fn keys_expired_at_a_minority_are_set_again_by_the_next_renewal() {
         held.check().unwrap();
         let last = world.masters[0].cli(&["GET", COUNTER]).unwrap();
         for master in &world.masters[3..] {
-            assert_eq!(master.cli(&["GET", COUNTER]).unwrap(), last, "all tokens are carried");
+            assert_eq!(
+                master.cli(&["GET", COUNTER]).unwrap(),
+                last,
+                "all tokens are carried"
+            );
         }
         held.release().await.unwrap();
         world.nothing_is_left("after a repair").await;
