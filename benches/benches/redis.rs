@@ -273,8 +273,8 @@ const REQUESTS: [&str; 4] = ["evalsha", "eval", "delifeq", "delex"];
 /// The commands that lockkit's clients sent for as many locks, without what scripts did. An attempt without a script is
 /// three of them, and seen by its GET: scripts do one for each look at the clock, and one more for each release.
 fn commands(server: &RedisServer, locks: usize) -> u64 {
-    let looks = executed(server, &["get", "delifeq", "delex"]);
-    let attempts = looks.saturating_sub(executed(server, &["time"]) + locks as u64);
+    let gets = executed(server, &["get", "delifeq", "delex"]);
+    let attempts = gets.saturating_sub(executed(server, &["time"]) + locks as u64);
     executed(server, &REQUESTS) + 3 * attempts
 }
 

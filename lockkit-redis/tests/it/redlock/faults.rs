@@ -414,6 +414,8 @@ async fn keys_expired_at_a_majority_let_two_in_and_the_token_tells_them_apart() 
 
 #[tokio::test]
 async fn keys_expired_at_a_minority_are_set_again_by_the_next_renewal() {
+    const COUNTER: &str = "lockkit#fence:{lockkit:a}";
+
     if no_server() {
         return;
     }
@@ -434,7 +436,6 @@ async fn keys_expired_at_a_minority_are_set_again_by_the_next_renewal() {
         })
         .await;
         // As after an acquisition by somebody else that proposed less and was not confirmed.
-        const COUNTER: &str = "lockkit#fence:{lockkit:a}";
         for master in &world.masters[3..] {
             master.cli(&["SET", COUNTER, &held.token().to_string()]).unwrap();
         }
