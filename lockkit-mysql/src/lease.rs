@@ -14,7 +14,7 @@ use lockkit_core::{
 };
 use sha2::{Digest, Sha256};
 use sqlx::mysql::MySqlRow;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use crate::{
     NAME, Shared,
@@ -37,6 +37,9 @@ const SLEEPS_FOR: u32 = 1;
 /// How long the server bears the silence of a session that may have the turnstile and neither queues nor sleeps, in
 /// seconds: as long as a lock that is free can be kept for somebody who went dead.
 const TURNS_WITHIN: u32 = 2;
+/// How long a session that has been woken may take to say so before it is killed. A second blow while MariaDB deals with
+/// the first can keep both, and with them the turnstile, for two seconds.
+const ANSWERS_WITHIN: Duration = Duration::from_millis(10);
 /// How long the server bears the silence of a session that is kept for the next request, in seconds.
 pub(crate) const SECONDS: u32 = 60;
 
@@ -256,7 +259,15 @@ impl Claim for LeaseClaim {
     async fn release(&mut self) -> Result<()> {
         require_runtime("release")?;
         if matches!(self.stage, Stage::Waiting) {
-            self.give_up_waiting();
+            let is_over = match &mut self.session {
+                Some(session) => timeout(ANSWERS_WITHIN, session.wire.settle()).await.is_ok(),
+                None => true,
+            };
+            if is_over {
+                self.has_waited().await?;
+            } else {
+                self.give_up_waiting();
+            }
         }
         let control = &self.shared.sessions.control;
         if let Some((id, term)) = &self.doomed {
