@@ -324,21 +324,9 @@ impl Dialler {
 
 /// Tokens are to go on above the server's clock.
 async fn prepare_counter(connection: &mut MultiplexedConnection) -> Result<()> {
-    let connecting = |error| failed("connect", error);
-    // The right to transactions shows here. Later a refusal of MULTI would end redis-rs's task for the connection, by
-    // an underflow in its count of replies.
-    for step in ["MULTI", "EXEC"] {
-        redis::cmd(step)
-            .query_async::<Value>(connection)
-            .await
-            .map_err(connecting)?;
-    }
     let floor = script::FLOOR.call(b"");
-    let reply = connection
-        .send_packed_command(&floor.command)
-        .await
-        .map_err(connecting)?;
-    match reply {
+    let reply = connection.send_packed_command(&floor.command).await;
+    match reply.map_err(|error| failed("connect", error))? {
         Value::Int(_) => Ok(()),
         other => Err(unexpected("connect", &other)),
     }

@@ -301,6 +301,7 @@ async fn a_lost_reply_to_a_release_is_said_to_be_unknown_and_frees_the_lock() {
     let releasing = tokio::spawn(held.release());
     let next = granted(RECOVERED, "the next, at once", waiting).await;
     assert!(next.token() > token);
+    eventually("the reply is lost", async || proxy.counts().lost.chunks > 0).await;
     proxy.set(Mode::Pass);
     let error = within(RECOVERED, "an answer", releasing)
         .await
