@@ -60,8 +60,8 @@ enum Stage {
     Locked { latest: u64 },
     /// It has the row, and these tokens.
     Holding { first: u64, last: u64 },
-    /// It is being rolled back.
-    RollingBack { held: bool, since: Instant },
+    /// It is being rolled back; with a look before that, whether it was there.
+    RollingBack { held: bool, looks: bool, since: Instant },
     /// It is to be ended by force.
     Ending { id: u64, term: Term, held: bool },
 }
@@ -560,35 +560,39 @@ impl RowClaim {
             Stage::Out => return Ok(()),
             // What waits for a lock would wait on.
             Stage::Waiting if is_running => self.end(false),
-            Stage::RollingBack { held, since } if is_running && since.elapsed() > ROLLBACK_TAKES => {
+            Stage::RollingBack { held, since, .. } if is_running && since.elapsed() > ROLLBACK_TAKES => {
                 let held = *held;
                 self.end(held);
             }
             Stage::RollingBack { .. } | Stage::Ending { .. } => {}
             stage => {
                 let held = matches!(stage, Stage::Holding { .. });
+                // The transaction may have ended, and the session not.
+                let looks = held && self.is_shown;
                 let since = Instant::now();
                 if let Some(session) = &mut self.session {
-                    session.wire.settle().await;
-                    let failure = session.wire.failure();
-                    if held && failure.is_some_and(|error| !fault::ends_the_session(error)) {
-                        // What shows the hold could not be written, and the transaction may have ended with that.
-                        self.end(false);
-                        return Err(self.lost(LossReason::Revoked));
-                    }
-                    session.wire.send("ROLLBACK".to_owned()).await;
+                    let request = if looks {
+                        format!("{}; ROLLBACK", self.sql.is_shown(session.id))
+                    } else {
+                        "ROLLBACK".to_owned()
+                    };
+                    session.wire.send(request).await;
                 }
-                self.stage = Stage::RollingBack { held, since };
+                self.stage = Stage::RollingBack { held, looks, since };
             }
         }
-        if let Stage::RollingBack { held, .. } = self.stage {
+        if let Stage::RollingBack { held, looks, .. } = self.stage {
             let Some(session) = &mut self.session else {
                 self.stage = Stage::Out;
                 return Ok(());
             };
             match session.wire.answer().await {
-                Ok(_) => {
+                Ok(reply) => {
+                    let was_gone = looks && reply.rows(0).is_empty();
                     self.give_back().await;
+                    if was_gone {
+                        return Err(self.lost(LossReason::Revoked));
+                    }
                     return Ok(());
                 }
                 Err(_) => self.end(held),
