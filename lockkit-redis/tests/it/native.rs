@@ -1,7 +1,10 @@
 //! Servers with a compare-and-delete of their own: what a release leaves to it, and when a script goes on from there.
 
 use lockkit_core::LossReason;
-use lockkit_testbed::redis::{self, RedisBuilder, RedisServer};
+use lockkit_testbed::{
+    eventually,
+    redis::{self, RedisBuilder, RedisServer},
+};
 
 use crate::{
     common::{
@@ -137,7 +140,11 @@ async fn a_release_whose_reply_was_lost_deletes_nobody_elses_hold() {
     let held = lock(&one, "a", LONG).acquire().await.unwrap();
     proxy.set(lockkit_testbed::Mode::DropReplies);
     drop(held);
-    let next = granted(SECOND, "released all the same", waiter(&lock(&two, "a", LONG))).await;
+    eventually("released all the same", async || {
+        !keys(&server).contains(&KEY.to_owned())
+    })
+    .await;
+    let next = granted(SECOND, "it is free", waiter(&lock(&two, "a", LONG))).await;
     proxy.set(lockkit_testbed::Mode::Pass);
     one.close(LONG).await.unwrap();
     next.check().unwrap();
