@@ -140,7 +140,7 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
         }
         timing::require_runtime(line.backend(), "acquire")?;
         let pause = if taken {
-            timing::jittered(line.core.info.fallback_poll)
+            hints.pause(line.core.info.fallback_poll)
         } else {
             backoff.next()
         };

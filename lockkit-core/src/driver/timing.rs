@@ -69,7 +69,7 @@ impl Backoff {
     }
 }
 
-/// Hints that come at once, again and again, must not become a busy loop: after a few the fallback poll takes over.
+/// Hints that come at once, again and again, must not become a busy loop: after a few of them it is time for a rest.
 #[derive(Debug, Default)]
 pub(crate) struct HintBudget {
     at_once: u32,
@@ -78,6 +78,18 @@ pub(crate) struct HintBudget {
 impl HintBudget {
     const MOST: u32 = 16;
     const AT_ONCE: Duration = Duration::from_millis(1);
+    /// How long a waiter rests. A lock that others keep taking for less than a millisecond hints as often, and whoever
+    /// rests for longer has no chance against them; a hint that comes in the meantime is there afterwards.
+    const REST: Duration = Duration::from_millis(10);
+
+    /// How long a waiter sleeps at most until it asks again.
+    pub(crate) fn pause(&self, fallback_poll: Duration) -> Duration {
+        jittered(if self.listens() {
+            fallback_poll
+        } else {
+            fallback_poll.min(Self::REST)
+        })
+    }
 
     /// Whether hints are still listened to.
     pub(crate) fn listens(&self) -> bool {
@@ -186,8 +198,12 @@ mod tests {
             hints.listens()
         });
         assert_eq!(followed.count(), 15);
+        let poll = Duration::from_secs(30);
+        assert!(hints.pause(poll) < Duration::from_millis(13), "a rest is short");
+        assert!(hints.pause(Duration::from_millis(1)) < Duration::from_millis(2));
         hints.rested();
         assert!(hints.listens());
+        assert!(hints.pause(poll) > Duration::from_secs(20));
         for _ in 0..100 {
             hints.hinted(Duration::from_millis(5));
         }

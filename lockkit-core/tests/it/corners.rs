@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use lockkit_core::{
     AcquireOptions, DistributedLock, Kind, Lock, LockClient, LockGuard, LockId, LockName, LockState,
     MemoryBackend, Operation, Owner, ReentrantLock, Result, acquire_all,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
 };
 use tokio::time::Instant;
 
@@ -202,4 +202,77 @@ async fn a_lock_of_ones_own_behaves_the_same_behind_an_arc() {
     let lock = Refusing(client(&MemoryBackend::new()).lock("a").unwrap());
     let lock: Arc<dyn DistributedLock> = Arc::new(lock);
     assert!(lock.try_acquire().await.unwrap().is_none());
+}
+
+/// Memory, behind a crowd that is always faster: each claim is told "taken" so many times, and each time it is told at
+/// once to ask again.
+#[derive(Debug)]
+struct Overtaken {
+    memory: MemoryBackend,
+    times: u32,
+}
+
+#[async_trait]
+impl Backend for Overtaken {
+    fn info(&self) -> BackendInfo {
+        let mut info = self.memory.info();
+        info.fallback_poll = 30 * SECOND;
+        info
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        Ok(Box::new(OvertakenClaim {
+            claim: self.memory.claim(request).await?,
+            left: self.times,
+        }))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        self.memory.inspect(name, kind).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.memory.close().await
+    }
+}
+
+#[derive(Debug)]
+struct OvertakenClaim {
+    claim: Box<dyn Claim>,
+    left: u32,
+}
+
+#[async_trait]
+impl Claim for OvertakenClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        if self.left == 0 {
+            return self.claim.attempt(patience).await;
+        }
+        self.left -= 1;
+        Ok(None)
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        self.claim.renew().await
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        self.claim.release().await
+    }
+
+    async fn notified(&mut self) {}
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_that_is_overtaken_again_and_again_neither_spins_nor_goes_deaf() {
+    let backend = Overtaken {
+        memory: MemoryBackend::new(),
+        times: 100,
+    };
+    let lock = LockClient::new(backend).lock("a").unwrap();
+    let started = Instant::now();
+    lock.acquire().await.unwrap().release().await.unwrap();
+    let took = started.elapsed();
+    assert!(took < SECOND, "the fallback poll takes 30 s, this {took:?}");
+    assert!(took > 40 * MS, "a hundred attempts in {took:?}");
 }
