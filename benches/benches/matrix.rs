@@ -9,11 +9,12 @@ use std::time::Instant;
 
 use lockkit_benches::{
     field::Field,
+    peers::Peer,
     results::{self, Machine, Results, table},
 };
 use lockkit_conformance::{
     helper::{self, Launch},
-    measure::{Effort, Scenario, contest},
+    measure::{Effort, Outcome, Scenario, contest},
 };
 
 const BACKENDS: [&str; 7] = [
@@ -27,8 +28,8 @@ const BACKENDS: [&str; 7] = [
 ];
 
 fn main() {
-    if helper::is_helper() {
-        helper::main(|url| async move { lockkit::connect(&url).await }).expect("served");
+    if let Ok(told) = helper::url() {
+        Peer::serve(&told).expect("served");
         return;
     }
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -87,4 +88,10 @@ fn main() {
         results.write(&path).expect("written");
         println!("kept in {}", path.display());
     }
+    let failed = results
+        .rows
+        .iter()
+        .filter(|row| matches!(row.outcome, Outcome::Failed(_)));
+    let failed = failed.count();
+    assert!(failed == 0, "{failed} of the measurements above have failed");
 }

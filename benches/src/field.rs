@@ -6,11 +6,11 @@ use std::{
 };
 
 use async_trait::async_trait;
-use lockkit::LockClient;
+use lockkit::{BoxError, LockClient};
 use lockkit_conformance::{
     Harness,
     helper::Launch,
-    measure::{Contestant, Counter, Locks, Role, Subject},
+    measure::{Contestant, Counter, Locks, Processes, Role, Scenario, Subject},
 };
 use lockkit_testbed::{
     Proxy,
@@ -21,13 +21,16 @@ use lockkit_testbed::{
 
 use crate::{
     peers::{
-        Curator, DistributedFileLock, EphemeralNode, ForUpdate, GetLock, LockedFile, Rslock, SetNx, TokioSync,
+        Curator, DistributedFileLock, EphemeralNode, ForUpdate, GetLock, LockedFile, Peer, Rslock, SetNx,
+        TokioSync,
     },
     results::Skipped,
 };
 
 /// How many masters Redlock is measured on.
 const MASTERS: usize = 5;
+/// So many local hand-offs a program allows itself that contends with itself alone most of the time.
+const MANY_HANDOFFS: u32 = 1_000;
 
 /// The contestants, and the servers that they need, which end when this is dropped.
 pub struct Field {
@@ -96,19 +99,43 @@ impl Field {
             .push(Contestant::new(backend, name, role, subject));
     }
 
-    /// lockkit at `url`; its helper processes are at `far`, behind `proxies`.
-    fn ours(&mut self, backend: &str, name: &str, url: String, far: Option<String>, proxies: Arc<[Proxy]>) {
-        let counted = !proxies.is_empty();
-        let sent = move || proxies.iter().map(|proxy| proxy.counts().requests.chunks).sum();
-        let mut locks = Locks::new(At { url, far }).helpers(self.launch.clone());
-        if counted {
-            locks = locks.packets(Arc::new(sent) as Counter);
+    /// A peer, which helper processes are as well.
+    fn peer(&mut self, backend: &str, name: &str, peer: Peer) {
+        let processes = Processes::new(self.launch.clone(), peer.to_string());
+        match peer {
+            Peer::DistributedLock(it) => self.add(backend, name, Role::Peer, Abroad(it, processes)),
+            Peer::Rslock(it) => self.add(backend, name, Role::Peer, Abroad(it, processes)),
+            Peer::Curator(it) => self.add(backend, name, Role::Peer, Abroad(it, processes)),
+            Peer::GetLock(it) => self.add(backend, name, Role::Peer, Abroad(it, processes)),
         }
+    }
+
+    /// lockkit at `url`; processes whose traffic is counted are behind `proxies`, at `counted`.
+    fn ours(&mut self, backend: &str, name: &str, url: String, counted: String, proxies: Arc<[Proxy]>) {
+        let sent = move || proxies.iter().map(|proxy| proxy.counts().requests.chunks).sum();
+        let locks = Locks::new(At(url))
+            .helpers(self.launch.clone())
+            .counted(counted, Arc::new(sent) as Counter);
         self.add(backend, name, Role::Ours, locks);
     }
 
+    /// lockkit at `url` with more local hand-offs than by default, where they count.
+    fn ours_handing_on(&mut self, backend: &str, url: &str) {
+        let between = if url.contains('?') { '&' } else { '?' };
+        let locks = Locks::new(At(format!("{url}{between}local_handoffs={MANY_HANDOFFS}")));
+        let name = format!("lockkit, local_handoffs={MANY_HANDOFFS}");
+        let contestant = Contestant::new(backend, name, Role::Ours, locks);
+        self.contestants
+            .push(contestant.only(|scenario| matches!(scenario, Scenario::Tasks(_) | Scenario::Beside(_))));
+    }
+
     fn memory(&mut self) {
-        self.ours("memory", "lockkit", "memory:".to_owned(), None, Arc::new([]));
+        self.add(
+            "memory",
+            "lockkit",
+            Role::Ours,
+            Locks::new(At("memory:".to_owned())),
+        );
         self.add("memory", "tokio::sync", Role::Peer, TokioSync::default());
     }
 
@@ -117,10 +144,10 @@ impl Field {
         let under = |name: &str| dir.0.join(name);
         let floor = LockedFile { dir: under("floor") };
         self.add("file", "flock, write, fdatasync", Role::Floor, floor);
-        let url = format!("file://{}", under("lockkit").display());
-        self.ours("file", "lockkit", url.clone(), Some(url), Arc::new([]));
+        let locks = Locks::new(At(format!("file://{}", under("lockkit").display())));
+        self.add("file", "lockkit", Role::Ours, locks.helpers(self.launch.clone()));
         let peer = DistributedFileLock { dir: under("peer") };
-        self.add("file", "distributed-lock", Role::Peer, peer);
+        self.peer("file", "distributed-lock", Peer::DistributedLock(peer));
         self.servers.push(Box::new(dir));
         Ok(())
     }
@@ -131,7 +158,7 @@ impl Field {
         }
         let server = RedisServer::plain()?;
         let proxy = Proxy::start(server.addr())?;
-        let (url, far) = (server.url().to_owned(), format!("redis://{}", proxy.addr()));
+        let (url, counted) = (server.url().to_owned(), format!("redis://{}", proxy.addr()));
         self.versions.insert("redis".to_owned(), version(&server)?);
         self.add(
             "redis",
@@ -139,9 +166,9 @@ impl Field {
             Role::Floor,
             SetNx { url: url.clone() },
         );
-        self.ours("redis", "lockkit", url.clone(), Some(far), Arc::new([proxy]));
-        let urls = vec![url];
-        self.add("redis", "rslock", Role::Peer, Rslock { urls });
+        self.ours("redis", "lockkit", url.clone(), counted, Arc::new([proxy]));
+        self.ours_handing_on("redis", &url);
+        self.peer("redis", "rslock", Peer::Rslock(Rslock { urls: vec![url] }));
         self.servers.push(Box::new(server));
         Ok(())
     }
@@ -160,14 +187,15 @@ impl Field {
             .close(Duration::from_secs(5))
             .await?;
         let proxies: Arc<[Proxy]> = addrs.map(Proxy::start).collect::<Result<_, _>>()?;
-        let far = redlock(proxies.iter().map(Proxy::addr));
+        let counted = redlock(proxies.iter().map(Proxy::addr));
         self.versions.insert(
             "redlock".to_owned(),
             format!("{MASTERS} × {}", version(&masters[0])?),
         );
-        self.ours("redlock", "lockkit", url, Some(far), proxies);
+        self.ours("redlock", "lockkit", url.clone(), counted, proxies);
+        self.ours_handing_on("redlock", &url);
         let urls: Vec<_> = masters.iter().map(|master| master.url().to_owned()).collect();
-        self.add("redlock", "rslock", Role::Peer, Rslock { urls });
+        self.peer("redlock", "rslock", Peer::Rslock(Rslock { urls }));
         self.servers.push(Box::new(masters));
         Ok(())
     }
@@ -179,7 +207,6 @@ impl Field {
         let server = ZkServer::plain()?;
         let proxy = Proxy::start(server.addr())?;
         let addr = server.addr().to_string();
-        let tick = format!("tick_time={}ms", ZkServer::TICK.as_millis());
         let version = server.word("srvr")?;
         let version = version.lines().next().and_then(|line| line.split(": ").nth(1));
         let version = version
@@ -193,20 +220,12 @@ impl Field {
             EphemeralNode { addr: addr.clone() },
         );
         // A session is what outlives a process that dies; the holds that are left behind ask for a ttl of 4 s.
-        let far = format!("zk://{}?{tick}&session_timeout=4s", proxy.addr());
-        self.ours(
-            "zookeeper",
-            "lockkit",
-            format!("zk://{addr}?{tick}"),
-            Some(far),
-            Arc::new([proxy]),
-        );
-        self.add(
-            "zookeeper",
-            "zookeeper-client's recipe",
-            Role::Peer,
-            Curator { addr },
-        );
+        let parameters = format!("tick_time={}ms&session_timeout=4s", ZkServer::TICK.as_millis());
+        let at = |addr: &dyn fmt::Display| format!("zk://{addr}?{parameters}");
+        let (url, counted) = (at(&addr), at(&proxy.addr()));
+        self.ours("zookeeper", "lockkit", url, counted, Arc::new([proxy]));
+        let name = "zookeeper-client's recipe";
+        self.peer("zookeeper", name, Peer::Curator(Curator { addr }));
         self.servers.push(Box::new(server));
         Ok(())
     }
@@ -227,16 +246,12 @@ impl Field {
             ("lockkit, mode=lease", "?mode=lease&namespace=lease"),
         ] {
             let proxy = Proxy::start(server.addr())?;
-            let far = format!("{}{parameters}", MySql::url_at(proxy.addr()));
-            self.ours(
-                backend,
-                name,
-                format!("{url}{parameters}"),
-                Some(far),
-                Arc::new([proxy]),
-            );
+            let counted = format!("{}{parameters}", MySql::url_at(proxy.addr()));
+            let url = format!("{url}{parameters}");
+            self.ours(backend, name, url, counted, Arc::new([proxy]));
         }
-        self.add(backend, "GET_LOCK", Role::Peer, GetLock { url });
+        self.ours_handing_on(backend, &url);
+        self.peer(backend, "GET_LOCK", Peer::GetLock(GetLock { url }));
         self.servers.push(Box::new(server));
         Ok(())
     }
@@ -264,13 +279,9 @@ fn chain(error: &dyn Error) -> String {
 }
 
 /// lockkit at a URL.
-struct At {
-    url: String,
-    /// Where other processes find it.
-    far: Option<String>,
-}
+struct At(String);
 
-/// Without the URLs, which may hold passwords.
+/// Without the URL, which may hold passwords.
 impl fmt::Debug for At {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("At(…)")
@@ -280,15 +291,34 @@ impl fmt::Debug for At {
 #[async_trait]
 impl Harness for At {
     async fn client(&self) -> lockkit::Result<LockClient> {
-        lockkit::connect(&self.url).await
+        lockkit::connect(&self.0).await
     }
 
     fn url(&self) -> Option<String> {
-        self.far.clone()
+        Some(self.0.clone())
     }
 
     async fn connect(&self, url: &str) -> lockkit::Result<LockClient> {
         lockkit::connect(url).await
+    }
+}
+
+/// A subject with helper processes.
+struct Abroad<S>(S, Processes);
+
+impl<S: Subject> Subject for Abroad<S> {
+    type Client = S::Client;
+
+    fn client(&self) -> impl Future<Output = Result<S::Client, BoxError>> + Send {
+        self.0.client()
+    }
+
+    fn declines(&self, scenario: Scenario) -> impl Future<Output = Result<Option<String>, BoxError>> + Send {
+        self.0.declines(scenario)
+    }
+
+    fn processes(&self) -> Result<Processes, String> {
+        Ok(self.1.clone())
     }
 }
 

@@ -80,6 +80,11 @@ impl Results {
         target_directory().join("lockkit-bench").join("matrix.json")
     }
 
+    /// Where the run is kept that was at `path` before.
+    pub fn kept(path: &Path) -> PathBuf {
+        path.with_extension("before.json")
+    }
+
     /// Reads what [`write`](Self::write) has written.
     ///
     /// # Errors
@@ -88,13 +93,16 @@ impl Results {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }
 
-    /// Writes it, with the directory if that is missing.
+    /// Writes it, with the directory if that is missing. What was there is [kept](Self::kept).
     ///
     /// # Errors
     /// If the system refuses.
     pub fn write(&self, path: &Path) -> io::Result<()> {
         if let Some(dir) = path.parent() {
             fs::create_dir_all(dir)?;
+        }
+        if path.exists() {
+            fs::rename(path, Self::kept(path))?;
         }
         fs::write(path, serde_json::to_vec_pretty(self)?)
     }

@@ -1,4 +1,4 @@
-//! Another process that holds, waits, stops, goes on or dies, because it was told to.
+//! Another process that holds, waits, contends, stops, goes on or dies, because it was told to.
 //!
 //! A helper is the running program started once more. It reads one command per line from its standard input and
 //! writes one line per answer, marked so that it is found among whatever else the program prints. It ends without
@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use futures_util::{StreamExt as _, TryStreamExt as _, future::try_join_all, stream};
 use lockkit_core::{
     AcquireOptions, BoxError, FenceGate, FencingToken, Lock, LockClient, LockGuard, spi::Mode,
 };
@@ -29,6 +29,7 @@ use crate::{
     Harness,
     cases::contention::{Plan, contend},
     history::now,
+    measure::{Client, Contender, Crowd, Subject, write_rush},
     process::Process,
     trial::chain,
 };
@@ -78,6 +79,14 @@ pub fn is_helper() -> bool {
     std::env::var_os(URL).is_some()
 }
 
+/// The URL that this process was given when it was started as a helper, which may be empty.
+///
+/// # Errors
+/// If it was not.
+pub fn url() -> Result<String, BoxError> {
+    std::env::var(URL).map_err(|_| "only the conformance suite starts this".into())
+}
+
 /// Serves as a helper until the standard input ends, then exits without releasing anything. `connect` makes a client
 /// of the server at a URL.
 ///
@@ -88,7 +97,36 @@ where
     F: Fn(String) -> Fut,
     Fut: Future<Output = lockkit_core::Result<LockClient>>,
 {
-    let url = std::env::var(URL).map_err(|_| "only the conformance suite starts this")?;
+    let url = url()?;
+    serve(Inside {
+        connect: || connect(url.clone()),
+        client: None,
+        guards: HashMap::new(),
+        crowd: None,
+    })
+}
+
+/// The same for something that is not a lockkit backend, and that takes part in [`measure`](crate::measure) alone: it
+/// contends, it holds, and it dies.
+///
+/// # Errors
+/// If this process was not started as a helper, or has no runtime.
+pub fn rival(subject: impl Subject) -> Result<(), BoxError> {
+    url()?;
+    serve(Outsider {
+        subject,
+        client: None,
+        held: Vec::new(),
+        crowd: None,
+    })
+}
+
+/// Does what the commands say that come in.
+trait Obey {
+    async fn obey(&mut self, command: &str) -> Result<String, BoxError>;
+}
+
+fn serve(mut helper: impl Obey) -> Result<(), BoxError> {
     let runtime = runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
@@ -104,18 +142,8 @@ where
         std::process::exit(0);
     });
     runtime.block_on(async {
-        let mut helper = Inside::default();
         answer("ready");
         while let Some(command) = lines.recv().await {
-            if helper.client.is_none() && command != "ping" {
-                match connect(url.clone()).await {
-                    Ok(client) => helper.client = Some(client),
-                    Err(error) => {
-                        answer(&format!("error {}", chain(&error)));
-                        continue;
-                    }
-                }
-            }
             let reply = helper.obey(&command).await;
             answer(&reply.unwrap_or_else(|error| format!("error {}", chain(&*error))));
         }
@@ -270,16 +298,30 @@ pub(crate) fn mode_word(mode: Mode) -> String {
 }
 
 /// The helper's own side.
-#[derive(Default)]
-struct Inside {
+struct Inside<F> {
+    connect: F,
     client: Option<LockClient>,
     guards: HashMap<String, LockGuard>,
+    crowd: Option<Crowd<LockClient>>,
 }
 
-impl Inside {
+impl<F, Fut> Obey for Inside<F>
+where
+    F: Fn() -> Fut,
+    Fut: Future<Output = lockkit_core::Result<LockClient>>,
+{
     async fn obey(&mut self, command: &str) -> Result<String, BoxError> {
         let words: Vec<_> = command.split(' ').collect();
+        if self.client.is_none() && !matches!(words[0], "ping" | "crowd" | "rush" | "close") {
+            self.client = Some((self.connect)().await?);
+        }
         match words[..] {
+            ["crowd", clients, name] => {
+                let clients = (0..clients.parse()?).map(|_: u32| (self.connect)());
+                self.crowd = Some(Crowd::of(try_join_all(clients).await?, name).await?);
+                Ok("gathered".to_owned())
+            }
+            ["rush", nanos] => rush(self.crowd.as_mut(), nanos).await,
             ["hold", locks, ttl, name] => {
                 self.hold(locks.parse()?, ttl, name).await?;
                 Ok("held".to_owned())
@@ -288,7 +330,10 @@ impl Inside {
             ["close"] => {
                 self.guards.clear();
                 if let Some(client) = self.client.take() {
-                    client.close(PATIENCE).await?;
+                    client.close().await?;
+                }
+                if let Some(crowd) = self.crowd.take() {
+                    crowd.close().await?;
                 }
                 Ok("closed".to_owned())
             }
@@ -335,14 +380,16 @@ impl Inside {
                 }
                 // Guards were dropped: whoever is told that this is done may end this process.
                 if let Some(client) = self.client.take() {
-                    client.close(PATIENCE).await?;
+                    client.close().await?;
                 }
                 Ok("done".to_owned())
             }
             _ => Err(format!("not a command: `{command}`").into()),
         }
     }
+}
 
+impl<F> Inside<F> {
     /// Takes so many locks, whose names begin with `name`.
     async fn hold(&mut self, locks: u32, ttl: &str, name: &str) -> Result<(), BoxError> {
         let locks = (0..locks).map(|index| {
@@ -380,6 +427,73 @@ impl Inside {
     fn guard(&self, slot: &str) -> Result<&LockGuard, BoxError> {
         Ok(self.guards.get(slot).ok_or("no such guard")?)
     }
+}
+
+/// Something else than a lockkit backend.
+struct Outsider<S: Subject> {
+    subject: S,
+    client: Option<S::Client>,
+    held: Vec<HeldBy<ContenderOf<S>>>,
+    crowd: Option<Crowd<S::Client>>,
+}
+
+type ContenderOf<S> = <<S as Subject>::Client as Client>::Contender;
+/// Somebody, and what that one has in hand.
+type HeldBy<C> = (C, <C as Contender>::Held);
+
+impl<S: Subject> Obey for Outsider<S> {
+    async fn obey(&mut self, command: &str) -> Result<String, BoxError> {
+        let words: Vec<_> = command.split(' ').collect();
+        match words[..] {
+            ["crowd", clients, name] => {
+                let clients = (0..clients.parse()?).map(|_: u32| self.subject.client());
+                self.crowd = Some(Crowd::of(try_join_all(clients).await?, name).await?);
+                Ok("gathered".to_owned())
+            }
+            ["rush", nanos] => rush(self.crowd.as_mut(), nanos).await,
+            ["acquire", _, _, _, name] => {
+                self.acquire(name).await?;
+                // Without a token.
+                Ok(format!("granted 0 {}", now()))
+            }
+            ["hold", locks, _, name] => {
+                for index in 0..locks.parse::<u32>()? {
+                    self.acquire(&format!("{name}/{index}")).await?;
+                }
+                Ok("held".to_owned())
+            }
+            ["usage"] => Ok(usage()),
+            ["close"] => {
+                for (mut contender, held) in self.held.drain(..) {
+                    contender.release(held).await?;
+                }
+                if let Some(crowd) = self.crowd.take() {
+                    crowd.close().await?;
+                }
+                Ok("closed".to_owned())
+            }
+            _ => Err(format!("not a command: `{command}`").into()),
+        }
+    }
+}
+
+impl<S: Subject> Outsider<S> {
+    async fn acquire(&mut self, name: &str) -> Result<(), BoxError> {
+        let client = match &mut self.client {
+            Some(client) => client,
+            none => none.insert(self.subject.client().await?),
+        };
+        let mut contender = client.contender(name, Mode::Exclusive).await?;
+        let held = contender.acquire().await?;
+        self.held.push((contender, held));
+        Ok(())
+    }
+}
+
+async fn rush<C: Client>(crowd: Option<&mut Crowd<C>>, nanos: &str) -> Result<String, BoxError> {
+    let crowd = crowd.ok_or("there is no crowd")?;
+    let (elapsed, shares) = crowd.rush(Duration::from_nanos(nanos.parse()?)).await?;
+    Ok(write_rush(elapsed, &shares))
 }
 
 /// What this process has used: processor time in ns, and bytes of memory where the system tells.

@@ -1,7 +1,8 @@
 //! Draws the last run of the comparison: `docs/benchmarks.md` with its pictures, and
 //! `target/lockkit-report/index.html`.
 //!
-//! `report [RESULTS [DOCS [PAGE]]]`, all of which have a default.
+//! `report [RESULTS [DOCS [PAGE]]]`, all of which have a default. If there was a run before the last, it also prints which
+//! ratios came out otherwise.
 
 use std::{io, path::PathBuf};
 
@@ -25,5 +26,8 @@ fn main() -> io::Result<()> {
     })?;
     report::write(&read, &docs, &page)?;
     println!("{} and {}", docs.join("benchmarks.md").display(), page.display());
+    if let Ok(before) = Results::read(&Results::kept(&results)) {
+        print!("{}", report::compare(&read, &before));
+    }
     Ok(())
 }

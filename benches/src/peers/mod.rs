@@ -6,7 +6,9 @@ mod mysql;
 mod redis;
 mod zookeeper;
 
-use lockkit_conformance::measure::Scenario;
+use std::{error::Error, fmt, path::PathBuf};
+
+use lockkit_conformance::{helper, measure::Scenario};
 
 pub use self::{
     file::{DistributedFileLock, LockedFile},
@@ -16,14 +18,62 @@ pub use self::{
     zookeeper::{Curator, CuratorLock, EphemeralNode, curator_lock},
 };
 
-/// Most have no shared mode and no semaphores, or other ones.
+/// Most have no shared mode and no semaphores, or other ones, and none renews what it holds.
 fn exclusive_alone(scenario: Scenario) -> Option<String> {
-    matches!(scenario, Scenario::Shared(_) | Scenario::Permits)
-        .then(|| "it is measured in exclusive mode alone".to_owned())
+    match scenario {
+        Scenario::Shared(_) | Scenario::Permits => Some("it is measured in exclusive mode alone".to_owned()),
+        Scenario::Held(_) => Some("it renews nothing".to_owned()),
+        _ => None,
+    }
 }
 
 /// The least that can be done does not wait for anybody.
 fn uncontended_alone(scenario: Scenario) -> Option<String> {
     let fits = matches!(scenario, Scenario::Uncontended | Scenario::OwnNames(_));
     (!fits).then(|| "it cannot wait".to_owned())
+}
+
+/// Another library, as it is told to the processes that contend by means of it.
+pub enum Peer {
+    /// `distributed-lock`.
+    DistributedLock(DistributedFileLock),
+    /// `rslock`.
+    Rslock(Rslock),
+    /// The recipe of `zookeeper-client`.
+    Curator(Curator),
+    /// `GET_LOCK`.
+    GetLock(GetLock),
+}
+
+/// As [`Peer::serve`] reads it: which it is, and where.
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::DistributedLock(it) => write!(f, "distributed-lock {}", it.dir.display()),
+            Self::Rslock(it) => write!(f, "rslock {}", it.urls.join(",")),
+            Self::Curator(it) => write!(f, "curator {}", it.addr),
+            Self::GetLock(it) => write!(f, "get-lock {}", it.url),
+        }
+    }
+}
+
+impl Peer {
+    /// Serves as a helper process of this library, or of lockkit if `told` is none's name but a URL.
+    ///
+    /// # Errors
+    /// If this process was not started as a helper, or has no runtime.
+    pub fn serve(told: &str) -> Result<(), Box<dyn Error + Send + Sync>> {
+        let at = |at: &str| at.to_owned();
+        match told.split_once(' ') {
+            Some(("distributed-lock", dir)) => helper::rival(DistributedFileLock {
+                dir: PathBuf::from(dir),
+            }),
+            Some(("rslock", urls)) => helper::rival(Rslock {
+                urls: urls.split(',').map(at).collect(),
+            }),
+            Some(("curator", addr)) => helper::rival(Curator { addr: at(addr) }),
+            Some(("get-lock", url)) => helper::rival(GetLock { url: at(url) }),
+            _ => helper::main(|url| async move { lockkit::connect(&url).await }),
+        }
+    }
 }

@@ -12,7 +12,8 @@ use rslock::LockManager;
 
 use super::{exclusive_alone, uncontended_alone};
 
-const TTL: Duration = Duration::from_secs(30);
+/// As long as the holds that are left behind by a process that dies.
+const TTL: Duration = Duration::from_secs(4);
 const DELETE_IF_MINE: &str =
     "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end";
 const MINE: &str = "0123456789abcdef0123456789abcdef";

@@ -11,7 +11,8 @@ use super::{exclusive_alone, uncontended_alone};
 const EVERYONE: Acls<'static> = Acls::anyone_all();
 
 async fn session(addr: &str) -> Result<Session, BoxError> {
-    let connector = Session::connector().with_session_timeout(Duration::from_secs(30));
+    // As long as the holds that are left behind by a process that dies.
+    let connector = Session::connector().with_session_timeout(Duration::from_secs(4));
     Ok(connector.connect(addr).await?)
 }
 

@@ -77,7 +77,7 @@ fn summary(text: &mut String, results: &Results) {
     );
     let ours = results
         .of(Scenario::Uncontended)
-        .filter(|row| row.role == Role::Ours);
+        .filter(|row| row.role == Role::Ours && row.median(row.scenario.figure()).is_some());
     for ours in ours {
         let find = |scenario| {
             let mut rows = results.of(scenario);

@@ -3,6 +3,7 @@
 mod chart;
 mod document;
 mod page;
+mod steady;
 
 use std::{fs, io, path::Path};
 
@@ -28,6 +29,11 @@ pub fn write(results: &Results, docs: &Path, page: &Path) -> io::Result<()> {
     }
     let rendered = page::render(results, &sections).map_err(io::Error::other)?;
     fs::write(page, rendered)
+}
+
+/// How the ratios of a run compare with those of an earlier one, in lines of text.
+pub fn compare(results: &Results, before: &Results) -> String {
+    steady::compare(results, before)
 }
 
 /// One question, the scenarios that answer it, and the one that is drawn.
@@ -86,15 +92,15 @@ fn sections(results: &Results) -> Vec<Section> {
             id: "tasks",
             title: "One lock, many tasks of one process",
             about: "So many tasks of one client on one name. lockkit hands the lock on within the process up to 32 times in a \
-                    row (`local_handoffs`), each time with a fresh fencing token, and then lets other processes in. ZooKeeper's \
-                    strict order rules that out.",
+                    row, each time with a fresh fencing token, and then lets other processes in; where `local_handoffs` says so, \
+                    up to 1,000 times. What others wait for that is below. ZooKeeper's strict order rules it out.",
             scenarios: [2, 16, 100].map(Scenario::Tasks).to_vec(),
             picture: bars(Scenario::Tasks(16)),
         },
         Section {
             id: "clients",
             title: "One lock, many clients",
-            about: "So many clients on one name, as so many processes would be. Who polls looks fast here, because the \
+            about: "So many clients on one name, in two processes or in four. Who polls looks fast here, because the \
                     same client takes the lock again and again: see the longest wait, and Jain's index, which is 1 if all \
                     had equal shares and 1/n if one had everything.",
             scenarios: [2, 16, 100].map(Scenario::Clients).to_vec(),

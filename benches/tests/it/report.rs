@@ -12,7 +12,7 @@ use lockkit_benches::{
     report,
     results::{Machine, Results, Skipped},
 };
-use lockkit_conformance::measure::{Outcome, Role, Row, Scenario};
+use lockkit_conformance::measure::{Figure, Outcome, Role, Row, Scenario};
 use lockkit_testbed::skipped;
 
 /// Every scenario, in which lockkit takes twice what the floor takes and half of what the peer takes.
@@ -94,6 +94,42 @@ fn results_survive_their_file() {
     let path = dir.path().join("new").join("results.json");
     results().write(&path).unwrap();
     assert_eq!(Results::read(&path).unwrap(), results());
+    assert!(!Results::kept(&path).exists());
+    let mut next = results();
+    next.quick = false;
+    next.write(&path).unwrap();
+    assert_eq!(Results::read(&path).unwrap(), next);
+    assert_eq!(Results::read(&Results::kept(&path)).unwrap(), results());
+}
+
+#[test]
+fn ratios_that_came_out_otherwise_are_told() {
+    let before = results();
+    let told = report::compare(&results(), &before);
+    assert!(told.starts_with("42 of 42 ratios"), "{told}");
+    assert_eq!(told.lines().count(), 1, "{told}");
+
+    let mut now = results();
+    let mut slow_down = |times: f64| {
+        let mut rows = now.rows.iter_mut();
+        let ours = rows.find(|row| row.scenario == Scenario::HandOff && row.role == Role::Ours);
+        let Outcome::Measured(figures) = &mut ours.unwrap().outcome else {
+            panic!("it was measured")
+        };
+        for value in figures.get_mut(&Figure::P50).unwrap() {
+            *value *= times;
+        }
+        now.clone()
+    };
+    let told = report::compare(&slow_down(1.1), &before);
+    assert!(told.starts_with("42 of 42 ratios"), "a tenth is nothing: {told}");
+    let now = slow_down(1.5 / 1.1);
+    let told = report::compare(&now, &before);
+    assert!(told.starts_with("40 of 42 ratios"), "{told}");
+    assert!(
+        told.contains("hand-off: redis · lockkit × by hand: 2.00, then 3.00 (50 %)"),
+        "{told}"
+    );
 }
 
 #[test]

@@ -67,6 +67,7 @@ pub struct Contestant {
     backend: String,
     name: String,
     role: Role,
+    enters: fn(Scenario) -> bool,
     run: Box<dyn Run>,
 }
 
@@ -82,8 +83,15 @@ impl Contestant {
             backend: backend.into(),
             name: name.into(),
             role,
+            enters: |_| true,
             run: Box::new(Running { subject, stage: None }),
         }
+    }
+
+    /// Has it enter only the scenarios that `enters` picks; in the others it has no row. By default it enters all.
+    pub fn only(mut self, enters: fn(Scenario) -> bool) -> Self {
+        self.enters = enters;
+        self
     }
 
     fn row(&self, scenario: Scenario, outcome: Outcome) -> Row {
@@ -118,7 +126,7 @@ pub struct Progress<'a> {
 }
 
 /// Takes the contestants through the scenarios, in turns, and tells `watch` at each turn. There is a row for each
-/// contestant in each scenario; one that fails is out for that scenario alone. Needs a Tokio runtime of several threads.
+/// contestant in each scenario that it enters; one that fails is out for that scenario alone. Needs a Tokio runtime of several threads.
 ///
 /// # Cancel safety
 /// Dropped half-way, holds are released in the background, as far as the contestants do so.
@@ -128,21 +136,28 @@ pub async fn contest(
     effort: &Effort,
     mut watch: impl FnMut(Progress<'_>),
 ) -> Vec<Row> {
-    let many = contestants.len();
-    let turns = |scenario: Scenario| effort.turns(scenario) as usize * many;
-    let total = scenarios.iter().map(|scenario| turns(*scenario)).sum();
+    let turns = |scenario: Scenario| {
+        let entrants = contestants.iter().filter(|it| (it.enters)(scenario));
+        effort.turns(scenario) as usize * entrants.count()
+    };
+    let turns: Vec<_> = scenarios.iter().map(|scenario| turns(*scenario)).collect();
+    let total = turns.iter().sum();
     let mut rows = Vec::new();
     let mut before = 0;
-    for scenario in scenarios {
-        let end = before + turns(*scenario);
+    for (scenario, turns) in scenarios.iter().zip(turns) {
+        let end = before + turns;
         let mut done = before;
+        let mut entrants = Vec::new();
         let mut outcomes: Vec<Result<BTreeMap<Figure, Vec<f64>>, Outcome>> = Vec::new();
         for (index, contestant) in contestants.iter_mut().enumerate() {
-            let ready = contestant.run.prepare(*scenario, index, effort).await;
-            outcomes.push(ready.map(|()| BTreeMap::new()).map_err(Outcome::from));
+            if (contestant.enters)(*scenario) {
+                let ready = contestant.run.prepare(*scenario, index, effort).await;
+                outcomes.push(ready.map(|()| BTreeMap::new()).map_err(Outcome::from));
+                entrants.push(contestant);
+            }
         }
         for round in 0..effort.turns(*scenario) {
-            for (contestant, outcome) in contestants.iter_mut().zip(&mut outcomes) {
+            for (contestant, outcome) in entrants.iter_mut().zip(&mut outcomes) {
                 watch(Progress {
                     done,
                     total,
@@ -164,7 +179,7 @@ pub async fn contest(
             }
         }
         before = end;
-        for (contestant, outcome) in contestants.iter_mut().zip(outcomes) {
+        for (contestant, outcome) in entrants.into_iter().zip(outcomes) {
             let ended = contestant.run.end().await;
             let outcome = outcome.map_or_else(|early| early, Outcome::Measured);
             let outcome = match (outcome, ended) {

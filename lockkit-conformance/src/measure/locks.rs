@@ -10,14 +10,14 @@ use crate::{Harness, helper::Launch};
 /// Longer than any healthy server takes to confirm what is still under way.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Counts pieces of traffic: see [`Locks::packets`].
+/// Counts pieces of traffic: see [`Locks::counted`].
 pub type Counter = Arc<dyn Fn() -> u64 + Send + Sync>;
 
 /// The backend that a [`Harness`] reaches.
 pub struct Locks {
     harness: Arc<dyn Harness>,
     launch: Option<Launch>,
-    packets: Option<Counter>,
+    counted: Option<(String, Counter)>,
 }
 
 impl Locks {
@@ -26,7 +26,7 @@ impl Locks {
         Self {
             harness: Arc::new(harness),
             launch: None,
-            packets: None,
+            counted: None,
         }
     }
 
@@ -37,9 +37,10 @@ impl Locks {
         self
     }
 
-    /// Counts what helper processes have sent so far, in pieces: a proxy in the harness's `url` can tell.
-    pub fn packets(mut self, counter: Counter) -> Self {
-        self.packets = Some(counter);
+    /// Another URL of the same server, which the helper processes take whose traffic is looked at, and what counts the
+    /// pieces that were sent there so far: a proxy can tell.
+    pub fn counted(mut self, url: impl Into<String>, counter: Counter) -> Self {
+        self.counted = Some((url.into(), counter));
         self
     }
 }
@@ -80,11 +81,7 @@ impl Subject for Locks {
     fn processes(&self) -> Result<Processes, String> {
         let launch = self.launch.clone().ok_or("there are no helper processes")?;
         let url = self.harness.url().ok_or("no other process reaches it")?;
-        Ok(Processes {
-            launch,
-            url,
-            packets: self.packets.clone(),
-        })
+        Ok(Processes::new(launch, url).counted(self.counted.clone()))
     }
 }
 

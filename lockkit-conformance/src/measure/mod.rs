@@ -34,6 +34,7 @@
 //! Something that is not a lockkit backend takes part as a [`Subject`] of its own.
 
 mod contest;
+mod crowd;
 mod locks;
 mod process;
 mod rounds;
@@ -41,9 +42,11 @@ mod row;
 mod scenario;
 
 pub use contest::{Contestant, Effort, Progress, Role, contest};
+pub(crate) use crowd::Crowd;
 use lockkit_core::{BoxError, spi::Mode};
 pub use locks::{Counter, Locks};
 pub use process::Processes;
+pub(crate) use process::write_rush;
 pub use row::{Outcome, Row};
 pub use scenario::{Figure, Scenario, UnknownScenario};
 

@@ -1,23 +1,42 @@
-//! Another process that holds, and what that takes of its machine.
+//! Other processes, which hold and contend, and what that takes of their machine.
 
 use std::{io, time::Duration};
 
-use lockkit_core::spi::Mode;
+use lockkit_core::{BoxError, spi::Mode};
 
-use super::Counter;
+use super::{Counter, crowd::Share};
 use crate::helper::{Helper, Launch, Request};
 
-/// How other processes take a subject's locks.
+/// So many processes contend at most; with more clients than that, each has several.
+const MOST_RIVALS: u32 = 4;
+
+/// How other processes take a subject's locks: they are started as [helpers](crate::helper).
 #[derive(Clone)]
 pub struct Processes {
-    pub(super) launch: Launch,
-    pub(super) url: String,
-    pub(super) packets: Option<Counter>,
+    launch: Launch,
+    url: String,
+    counted: Option<(String, Counter)>,
 }
 
 impl Processes {
+    /// Started in this way, and told this URL.
+    pub fn new(launch: Launch, url: impl Into<String>) -> Self {
+        Self {
+            launch,
+            url: url.into(),
+            counted: None,
+        }
+    }
+
+    /// With a URL at which their traffic is counted: see [`Locks::counted`](super::Locks::counted).
+    pub(super) fn counted(mut self, counted: Option<(String, Counter)>) -> Self {
+        self.counted = counted;
+        self
+    }
+
+    /// How much was sent to the counted URL.
     pub(super) fn packets(&self) -> Option<u64> {
-        self.packets.as_ref().map(|count| count())
+        self.counted.as_ref().map(|(_, count)| count())
     }
 }
 
@@ -45,6 +64,13 @@ impl Keeper {
         Helper::start(&processes.launch, Some(&processes.url))
             .await
             .map(Self)
+    }
+
+    /// One whose traffic is counted, where it can be.
+    pub(super) async fn start_counted(processes: &Processes) -> io::Result<Self> {
+        let counted = processes.counted.as_ref().map(|(url, _)| url);
+        let url = counted.unwrap_or(&processes.url);
+        Helper::start(&processes.launch, Some(url)).await.map(Self)
     }
 
     pub(super) async fn acquire(&mut self, ttl: Duration, name: &str) -> io::Result<()> {
@@ -85,11 +111,105 @@ impl Keeper {
     }
 
     async fn told(&mut self, command: &str, done: &str) -> io::Result<()> {
-        let answer = self.0.ask(command).await?;
-        if answer == done {
-            Ok(())
-        } else {
-            Err(io::Error::other(answer.trim_start_matches("error ").to_owned()))
+        told(&mut self.0, command, done).await
+    }
+}
+
+async fn told(helper: &mut Helper, command: &str, done: &str) -> io::Result<()> {
+    match helper.ask(command).await? {
+        answer if answer == done => Ok(()),
+        other => Err(unlike(&other)),
+    }
+}
+
+fn unlike(answer: &str) -> io::Error {
+    io::Error::other(answer.trim_start_matches("error ").to_owned())
+}
+
+/// Processes with clients who all want the same lock.
+pub(super) struct Rivals(Vec<Helper>);
+
+impl Rivals {
+    pub(super) async fn start(processes: &Processes, clients: u32, name: &str) -> io::Result<Self> {
+        let many = clients.min(MOST_RIVALS);
+        let mut rivals = Vec::new();
+        for index in 0..many {
+            let mut rival = Helper::start(&processes.launch, Some(&processes.url)).await?;
+            let clients = clients / many + u32::from(index < clients % many);
+            told(&mut rival, &format!("crowd {clients} {name}"), "gathered").await?;
+            rivals.push(rival);
+        }
+        Ok(Self(rivals))
+    }
+
+    /// All of them, for so long. Answers with their grants per second, and how each client fared.
+    pub(super) async fn rush(&mut self, stretch: Duration) -> Result<(f64, Vec<Share>), BoxError> {
+        for rival in &mut self.0 {
+            rival.send(&format!("rush {}", stretch.as_nanos()))?;
+        }
+        let (mut rate, mut all) = (0.0, Vec::new());
+        for rival in &mut self.0 {
+            let answer = rival.reply().await?;
+            let (elapsed, shares) = read_rush(&answer).ok_or_else(|| unlike(&answer))?;
+            rate += super::rounds::rate(&shares, elapsed);
+            all.extend(shares);
+        }
+        Ok((rate, all))
+    }
+
+    pub(super) async fn close(self) -> io::Result<()> {
+        for mut rival in self.0 {
+            told(&mut rival, "close", "closed").await?;
+        }
+        Ok(())
+    }
+}
+
+/// What a helper answers after a rush: how long it took, then of each client how many grants, and the longest wait;
+/// all times in ns.
+pub(crate) fn write_rush(elapsed: Duration, shares: &[Share]) -> String {
+    let shares = shares
+        .iter()
+        .map(|share| format!(" {} {}", share.grants, share.longest.as_nanos()));
+    format!("rushed {}{}", elapsed.as_nanos(), shares.collect::<String>())
+}
+
+fn read_rush(answer: &str) -> Option<(Duration, Vec<Share>)> {
+    let numbers = answer.strip_prefix("rushed ")?.split(' ');
+    let numbers: Vec<u64> = numbers.map(str::parse).collect::<Result<_, _>>().ok()?;
+    let (elapsed, shares) = numbers.split_first()?;
+    let shares = shares.chunks_exact(2).map(|share| Share {
+        grants: share[0],
+        longest: Duration::from_nanos(share[1]),
+    });
+    Some((Duration::from_nanos(*elapsed), shares.collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{Share, read_rush, write_rush};
+
+    #[test]
+    fn what_a_helper_writes_of_a_rush_is_what_is_read() {
+        let share = |grants, nanos| Share {
+            grants,
+            longest: Duration::from_nanos(nanos),
+        };
+        let written = write_rush(
+            Duration::from_millis(40),
+            &[share(7, 1_500), share(1, 3_000_000_000)],
+        );
+        let (elapsed, shares) = read_rush(&written).unwrap();
+        assert_eq!(elapsed, Duration::from_millis(40));
+        let read: Vec<_> = shares
+            .iter()
+            .map(|share| (share.grants, share.longest.as_nanos()))
+            .collect();
+        assert_eq!(read, [(7, 1_500), (1, 3_000_000_000)]);
+        for other in ["", "rushed", "rushed x", "error it has broken"] {
+            assert!(read_rush(other).is_none(), "{other}");
         }
     }
 }

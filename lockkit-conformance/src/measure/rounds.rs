@@ -2,26 +2,23 @@
 
 use std::{
     num::NonZeroU32,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
     time::{Duration, Instant},
 };
 
 use futures_util::future::try_join_all;
 use lockkit_core::{BoxError, spi::Mode};
 use tokio::{
-    task::{JoinHandle, consume_budget, yield_now},
+    task::JoinHandle,
     time::{sleep, timeout},
 };
 
 use super::{
-    Client, Contender, Effort, Figure, Processes, Scenario, Subject, contest::Sample, process::Keeper,
+    Client as _, Contender as _, Effort, Figure, Processes, Scenario, Subject,
+    contest::Sample,
+    crowd::{Crowd, PATIENCE, Share, Task},
+    process::{Keeper, Rivals},
 };
 
-/// A waiter that is not served for so long is given up, and its contestant with it.
-const PATIENCE: Duration = Duration::from_secs(60);
 /// For how long a waiter has slept when the lock is handed to it.
 const ASLEEP: Duration = Duration::from_millis(35);
 /// The size of the semaphore.
@@ -41,23 +38,15 @@ impl<E: Into<BoxError>> From<E> for Unfit {
     }
 }
 
-type ClientOf<S> = <S as Subject>::Client;
-type ContenderOf<S> = <ClientOf<S> as Client>::Contender;
-
 /// What a scenario needs, from its first round to its last.
 pub(super) struct Stage<S: Subject> {
     scenario: Scenario,
     name: String,
-    clients: Vec<ClientOf<S>>,
-    tasks: Vec<Task<ContenderOf<S>>>,
+    crowd: Crowd<S::Client>,
+    /// Where processes are started in each round.
     processes: Option<Processes>,
-}
-
-/// One task: how it asks most of the time, and how else.
-struct Task<C> {
-    usual: C,
-    /// The other way to ask, and in how many per cent of the cases.
-    other: Option<(C, u32)>,
+    /// Where they contend in all of them.
+    rivals: Option<Rivals>,
 }
 
 impl<S: Subject> Stage<S> {
@@ -74,7 +63,9 @@ impl<S: Subject> Stage<S> {
         // since two may be the same server with other options.
         let name = format!("lockkit-bench/{index}/{scenario}");
         let processes = match scenario {
-            Scenario::Held(_) | Scenario::Recovery => Some(subject.processes().map_err(Unfit::Declines)?),
+            Scenario::Clients(_) | Scenario::Held(_) | Scenario::Recovery => {
+                Some(subject.processes().map_err(Unfit::Declines)?)
+            }
             _ => None,
         };
         if matches!(scenario, Scenario::Held(locks) if locks > effort.most_held) {
@@ -83,11 +74,16 @@ impl<S: Subject> Stage<S> {
         let (many_clients, many_tasks) = match scenario {
             Scenario::Uncontended | Scenario::Recovery => (1, 1),
             Scenario::OwnNames(tasks) | Scenario::Tasks(tasks) => (1, tasks),
-            Scenario::Clients(clients) => (clients, clients),
             Scenario::Beside(tasks) => (2, tasks + 1),
             Scenario::HandOff => (2, 2),
             Scenario::Shared(_) | Scenario::Permits => (4, 16),
-            Scenario::Held(_) => (0, 0),
+            Scenario::Clients(_) | Scenario::Held(_) => (0, 0),
+        };
+        let rivals = match (scenario, &processes) {
+            (Scenario::Clients(clients), Some(processes)) => {
+                Some(Rivals::start(processes, clients, &name).await?)
+            }
+            _ => None,
         };
         let clients = try_join_all((0..many_clients).map(|_| subject.client())).await?;
         let mut tasks = Vec::new();
@@ -122,9 +118,9 @@ impl<S: Subject> Stage<S> {
         Ok(Self {
             scenario,
             name,
-            clients,
-            tasks,
+            crowd: Crowd { clients, tasks },
             processes,
+            rivals,
         })
     }
 
@@ -138,7 +134,7 @@ impl<S: Subject> Stage<S> {
         }
         match self.scenario {
             Scenario::Uncontended => {
-                let (_, mut times) = self.contend(stretch, false).await?;
+                let (_, mut times) = self.crowd.contend(stretch, false).await?;
                 let mut times = times.pop().unwrap_or_default();
                 times.sort_unstable();
                 Ok(vec![
@@ -147,30 +143,32 @@ impl<S: Subject> Stage<S> {
                 ])
             }
             Scenario::OwnNames(_) => {
-                let (elapsed, times) = self.contend(stretch, false).await?;
-                Ok(vec![(Figure::Rate, rate(&times, elapsed))])
+                let (elapsed, times) = self.crowd.contend(stretch, false).await?;
+                let shares: Vec<_> = times.iter().map(|times| Share::of(times)).collect();
+                Ok(vec![(Figure::Rate, rate(&shares, elapsed))])
             }
-            Scenario::Tasks(_) | Scenario::Clients(_) => {
-                let (elapsed, times) = self.contend(stretch, true).await?;
-                Ok(vec![
-                    (Figure::Rate, rate(&times, elapsed)),
-                    (Figure::Longest, longest(times.iter().flatten())),
-                    (Figure::Fairness, fairness(&times)),
-                ])
+            Scenario::Tasks(_) => {
+                let (elapsed, shares) = self.crowd.rush(stretch).await?;
+                Ok(shared_out(rate(&shares, elapsed), &shares))
+            }
+            Scenario::Clients(_) => {
+                let rivals = self.rivals.as_mut().ok_or("no rivals")?;
+                let (rate, shares) = rivals.rush(stretch).await?;
+                Ok(shared_out(rate, &shares))
             }
             Scenario::Shared(_) | Scenario::Permits => {
-                let (elapsed, times) = self.contend(stretch, true).await?;
+                let (elapsed, shares) = self.crowd.rush(stretch).await?;
                 Ok(vec![
-                    (Figure::Rate, rate(&times, elapsed)),
-                    (Figure::Longest, longest(times.iter().flatten())),
+                    (Figure::Rate, rate(&shares, elapsed)),
+                    (Figure::Longest, longest(&shares)),
                 ])
             }
             Scenario::Beside(_) => {
-                let (_, mut times) = self.contend(stretch, true).await?;
+                let (_, mut times) = self.crowd.contend(stretch, true).await?;
                 let mut times = times.pop().unwrap_or_default();
                 times.sort_unstable();
                 Ok(vec![
-                    (Figure::Longest, longest(&times)),
+                    (Figure::Longest, quantile(&times, 100)),
                     (Figure::P50, quantile(&times, 50)),
                 ])
             }
@@ -181,54 +179,20 @@ impl<S: Subject> Stage<S> {
     }
 
     pub(super) async fn clear(self) -> Result<(), BoxError> {
-        drop(self.tasks);
-        try_join_all(self.clients.into_iter().map(Client::close)).await?;
-        Ok(())
-    }
-
-    /// All tasks at once, for so long; answers with how long it took to stop asking, and each task's times. Where the
-    /// lock is contended, it is held across one yield: without, a task would rarely be interrupted while it holds, and
-    /// those of one thread would never meet.
-    async fn contend(
-        &mut self,
-        stretch: Duration,
-        across_a_yield: bool,
-    ) -> Result<(Duration, Vec<Vec<Duration>>), BoxError> {
-        let stop = Arc::new(AtomicBool::new(false));
-        let began = Instant::now();
-        let running: Vec<JoinHandle<_>> = (1..)
-            .zip(self.tasks.drain(..))
-            .map(|(seed, task)| tokio::spawn(task.contend(seed, stop.clone(), across_a_yield)))
-            .collect();
-        sleep(stretch).await;
-        stop.store(true, Ordering::Relaxed);
-        let elapsed = began.elapsed();
-        let mut all_times = Vec::new();
-        let aborts: Vec<_> = running.iter().map(JoinHandle::abort_handle).collect();
-        let ended = timeout(PATIENCE, async {
-            for task in running {
-                let (task, times) = task.await??;
-                self.tasks.push(task);
-                all_times.push(times);
-            }
-            Ok::<_, BoxError>(())
-        })
-        .await;
-        if !matches!(ended, Ok(Ok(()))) {
-            aborts.iter().for_each(tokio::task::AbortHandle::abort);
+        if let Some(rivals) = self.rivals {
+            rivals.close().await?;
         }
-        ended.map_err(|_| format!("a contender was not served within {PATIENCE:?}"))??;
-        Ok((elapsed, all_times))
+        self.crowd.close().await
     }
 
     async fn hand_offs(&mut self, many: u32) -> Result<Sample, BoxError> {
         let mut times = Vec::new();
         for _ in 0..many {
-            let [near, _] = &mut self.tasks[..] else {
+            let [near, _] = &mut self.crowd.tasks[..] else {
                 return Err("a hand-off is between two".into());
             };
             let held = near.usual.acquire().await?;
-            let (waiting, mut near) = match (self.tasks.pop(), self.tasks.pop()) {
+            let (waiting, mut near) = match (self.crowd.tasks.pop(), self.crowd.tasks.pop()) {
                 (Some(far), Some(near)) => (tokio::spawn(far.wait()), near),
                 _ => return Err("a hand-off is between two".into()),
             };
@@ -237,12 +201,12 @@ impl<S: Subject> Stage<S> {
             near.usual.release(held).await?;
             let (far, granted_at) = served(waiting).await?;
             times.push(granted_at.saturating_duration_since(released_at));
-            self.tasks = vec![near, far];
+            self.crowd.tasks = vec![near, far];
         }
         times.sort_unstable();
         Ok(vec![
             (Figure::P50, quantile(&times, 50)),
-            (Figure::Longest, longest(&times)),
+            (Figure::Longest, quantile(&times, 100)),
         ])
     }
 
@@ -250,7 +214,7 @@ impl<S: Subject> Stage<S> {
         // What 10,000 locks need to be renewed in time on a slow disk.
         let ttl = ttl.max(Duration::from_micros(1_500) * locks);
         let processes = self.processes.as_ref().ok_or("no processes")?;
-        let mut keeper = Keeper::start(processes).await?;
+        let mut keeper = Keeper::start_counted(processes).await?;
         // What the first one brings with it, such as the connection, is not what each of them takes.
         keeper.acquire(ttl, &format!("{}/first", self.name)).await?;
         let before = keeper.usage().await?;
@@ -286,59 +250,15 @@ impl<S: Subject> Stage<S> {
         let processes = self.processes.as_ref().ok_or("no processes")?;
         let mut keeper = Keeper::start(processes).await?;
         keeper.acquire(ttl, &self.name).await?;
-        let waiter = self.tasks.pop().ok_or("nobody to wait")?;
+        let waiter = self.crowd.tasks.pop().ok_or("nobody to wait")?;
         let waiting = tokio::spawn(waiter.wait());
         sleep(ASLEEP).await;
         let killed_at = Instant::now();
         keeper.kill()?;
         let (waiter, granted_at) = served(waiting).await?;
-        self.tasks.push(waiter);
+        self.crowd.tasks.push(waiter);
         let took = granted_at.saturating_duration_since(killed_at);
         Ok(vec![(Figure::Recovery, micros(took))])
-    }
-}
-
-impl<C: Contender> Task<C> {
-    async fn contend(
-        mut self,
-        seed: u64,
-        stop: Arc<AtomicBool>,
-        across_a_yield: bool,
-    ) -> Result<(Self, Vec<Duration>), BoxError> {
-        // The same in every run: which of them ask otherwise is no source of differences.
-        let mut random = fastrand::Rng::with_seed(seed);
-        let mut times = Vec::new();
-        // Once at least, however late it begins.
-        loop {
-            let contender = match &mut self.other {
-                Some((other, percent)) if random.u32(..100) < *percent => other,
-                _ => &mut self.usual,
-            };
-            let asked = Instant::now();
-            let held = contender.acquire().await?;
-            if across_a_yield {
-                // A wait is what is measured.
-                times.push(asked.elapsed());
-                yield_now().await;
-                contender.release(held).await?;
-            } else {
-                contender.release(held).await?;
-                times.push(asked.elapsed());
-            }
-            // One that never has to wait would keep its thread from looking at the clock, and so never be stopped.
-            consume_budget().await;
-            if stop.load(Ordering::Relaxed) {
-                return Ok((self, times));
-            }
-        }
-    }
-
-    /// Waits for one grant; answers with when it came.
-    async fn wait(mut self) -> Result<(Self, Instant), BoxError> {
-        let held = self.usual.acquire().await?;
-        let granted_at = Instant::now();
-        self.usual.release(held).await?;
-        Ok((self, granted_at))
     }
 }
 
@@ -371,18 +291,28 @@ fn quantile(sorted: &[Duration], percent: usize) -> f64 {
         .map_or(f64::NAN, |time| micros(*time))
 }
 
-fn longest<'a>(times: impl IntoIterator<Item = &'a Duration>) -> f64 {
-    times.into_iter().max().map_or(f64::NAN, |time| micros(*time))
+fn longest(shares: &[Share]) -> f64 {
+    let longest = shares.iter().map(|share| share.longest).max();
+    longest.map_or(f64::NAN, micros)
 }
 
-fn rate(times: &[Vec<Duration>], elapsed: Duration) -> f64 {
-    let count: usize = times.iter().map(Vec::len).sum();
-    float(count as u64) / elapsed.as_secs_f64()
+pub(super) fn rate(shares: &[Share], elapsed: Duration) -> f64 {
+    let grants = shares.iter().map(|share| share.grants).sum();
+    float(grants) / elapsed.as_secs_f64()
 }
 
-fn fairness(times: &[Vec<Duration>]) -> f64 {
-    let counts = times.iter().map(|times| float(times.len() as u64));
-    let sum: f64 = counts.clone().sum();
-    let squares: f64 = counts.map(|count| count * count).sum();
-    sum * sum / (float(times.len() as u64) * squares)
+fn fairness(shares: &[Share]) -> f64 {
+    let grants = shares.iter().map(|share| float(share.grants));
+    let sum: f64 = grants.clone().sum();
+    let squares: f64 = grants.map(|grants| grants * grants).sum();
+    sum * sum / (float(shares.len() as u64) * squares)
+}
+
+/// The figures of a lock that many want.
+fn shared_out(rate: f64, shares: &[Share]) -> Sample {
+    vec![
+        (Figure::Rate, rate),
+        (Figure::Longest, longest(shares)),
+        (Figure::Fairness, fairness(shares)),
+    ]
 }

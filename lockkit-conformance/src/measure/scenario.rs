@@ -14,7 +14,7 @@ pub enum Scenario {
     OwnNames(u32),
     /// So many tasks of one client, all on one name.
     Tasks(u32),
-    /// So many clients, all on one name.
+    /// So many clients in up to four processes, all on one name.
     Clients(u32),
     /// One more client, on a name that so many tasks of another client contend for.
     Beside(u32),
@@ -63,7 +63,7 @@ impl Scenario {
             Self::OwnNames(1) => "throughput of one task".to_owned(),
             Self::OwnNames(n) => format!("throughput of {n} tasks, each on a name of its own"),
             Self::Tasks(n) => format!("{n} tasks of one client on one name"),
-            Self::Clients(n) => format!("{n} clients on one name"),
+            Self::Clients(n) => format!("{n} clients of up to four processes on one name"),
             Self::Beside(n) => format!("what a second client waits at most, beside {n} tasks of the first"),
             Self::HandOff => "hand-off to a client that has slept for 35 ms".to_owned(),
             Self::Shared(n) => format!("16 shared holders on one name, {n} % of them exclusive"),

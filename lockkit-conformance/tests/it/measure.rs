@@ -112,7 +112,10 @@ fn every_scenario_of_one_process_is_measured_in_all_its_figures() {
     assert_eq!(rows.len(), Scenario::ALL.len());
     for (row, scenario) in rows.iter().zip(Scenario::ALL) {
         assert_eq!(row.scenario, scenario);
-        if matches!(scenario, Scenario::Held(_) | Scenario::Recovery) {
+        if matches!(
+            scenario,
+            Scenario::Clients(_) | Scenario::Held(_) | Scenario::Recovery
+        ) {
             let Outcome::Skipped(why) = &row.outcome else {
                 panic!("without helper processes: {row:?}");
             };
@@ -195,6 +198,40 @@ fn a_contestant_that_fails_is_out_and_the_others_go_on() {
     assert_eq!(rows[1].rounds(Figure::P50).len(), 3, "{:?}", rows[1]);
     assert_eq!(rows[2].outcome, Outcome::Skipped("it has none".to_owned()));
     assert_eq!(*turns.lock().unwrap(), ["broken", "sound"], "no second turn");
+}
+
+#[test]
+fn a_contestant_has_rows_where_it_enters_alone() {
+    let turns = Arc::default();
+    let known = |name| Contestant::new("x", name, Role::Peer, Known::named(name, &turns));
+    let mut contestants = [
+        known("some").only(|scenario| scenario == Scenario::Tasks(2)),
+        known("all"),
+    ];
+    let scenarios = [Scenario::Uncontended, Scenario::Tasks(2)];
+    let mut seen = Vec::new();
+    let rows = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(contest(&mut contestants, &scenarios, &BRIEF, |progress| {
+            seen.push((progress.done, progress.total));
+        }));
+    let of: Vec<_> = rows
+        .iter()
+        .map(|row| (row.scenario, row.contestant.as_str()))
+        .collect();
+    assert_eq!(
+        of,
+        [
+            (Scenario::Uncontended, "all"),
+            (Scenario::Tasks(2), "some"),
+            (Scenario::Tasks(2), "all")
+        ]
+    );
+    // One turn that does not count, and three that do.
+    assert_eq!(seen, (0..12).map(|done| (done, 12)).collect::<Vec<_>>());
 }
 
 #[test]

@@ -1,0 +1,153 @@
+//! Those who want locks at the same time.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use futures_util::future::try_join_all;
+use lockkit_core::{BoxError, spi::Mode};
+use tokio::{
+    task::{AbortHandle, JoinHandle, consume_budget, yield_now},
+    time::{sleep, timeout},
+};
+
+use super::{Client, Contender};
+
+/// A waiter that is not served for so long is given up, and its contestant with it.
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Clients, and the tasks that contend through them.
+pub(crate) struct Crowd<C: Client> {
+    pub(super) clients: Vec<C>,
+    pub(super) tasks: Vec<Task<C::Contender>>,
+}
+
+/// One task: how it asks most of the time, and how else.
+pub(super) struct Task<C> {
+    pub(super) usual: C,
+    /// The other way to ask, and in how many per cent of the cases.
+    pub(super) other: Option<(C, u32)>,
+}
+
+/// How one of them fared.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Share {
+    pub(crate) grants: u64,
+    pub(crate) longest: Duration,
+}
+
+impl Share {
+    pub(super) fn of(times: &[Duration]) -> Self {
+        Self {
+            grants: times.len() as u64,
+            longest: times.iter().max().copied().unwrap_or_default(),
+        }
+    }
+}
+
+impl<C: Client> Crowd<C> {
+    /// Clients who all want `name`, a task each.
+    pub(crate) async fn of(clients: Vec<C>, name: &str) -> Result<Self, BoxError> {
+        let mut tasks = Vec::new();
+        for client in &clients {
+            let usual = client.contender(name, Mode::Exclusive).await?;
+            tasks.push(Task { usual, other: None });
+        }
+        Ok(Self { clients, tasks })
+    }
+
+    /// All tasks at once, for so long; answers with how long it took to stop asking, and each task's times. Where the
+    /// lock is contended, it is held across one yield: without, a task would rarely be interrupted while it holds, and
+    /// those of one thread would never meet.
+    pub(super) async fn contend(
+        &mut self,
+        stretch: Duration,
+        across_a_yield: bool,
+    ) -> Result<(Duration, Vec<Vec<Duration>>), BoxError> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let began = Instant::now();
+        let running: Vec<JoinHandle<_>> = (1..)
+            .zip(self.tasks.drain(..))
+            .map(|(seed, task)| tokio::spawn(task.contend(seed, stop.clone(), across_a_yield)))
+            .collect();
+        sleep(stretch).await;
+        stop.store(true, Ordering::Relaxed);
+        let elapsed = began.elapsed();
+        let mut all_times = Vec::new();
+        let aborts: Vec<_> = running.iter().map(JoinHandle::abort_handle).collect();
+        let ended = timeout(PATIENCE, async {
+            for task in running {
+                let (task, times) = task.await??;
+                self.tasks.push(task);
+                all_times.push(times);
+            }
+            Ok::<_, BoxError>(())
+        })
+        .await;
+        if !matches!(ended, Ok(Ok(()))) {
+            aborts.iter().for_each(AbortHandle::abort);
+        }
+        ended.map_err(|_| format!("a contender was not served within {PATIENCE:?}"))??;
+        Ok((elapsed, all_times))
+    }
+
+    /// The same for a contended lock, summed up.
+    pub(crate) async fn rush(&mut self, stretch: Duration) -> Result<(Duration, Vec<Share>), BoxError> {
+        let (elapsed, times) = self.contend(stretch, true).await?;
+        Ok((elapsed, times.iter().map(|times| Share::of(times)).collect()))
+    }
+
+    pub(crate) async fn close(self) -> Result<(), BoxError> {
+        drop(self.tasks);
+        try_join_all(self.clients.into_iter().map(Client::close)).await?;
+        Ok(())
+    }
+}
+
+impl<C: Contender> Task<C> {
+    async fn contend(
+        mut self,
+        seed: u64,
+        stop: Arc<AtomicBool>,
+        across_a_yield: bool,
+    ) -> Result<(Self, Vec<Duration>), BoxError> {
+        // The same in every run: which of them ask otherwise is no source of differences.
+        let mut random = fastrand::Rng::with_seed(seed);
+        let mut times = Vec::new();
+        // Once at least, however late it begins.
+        loop {
+            let contender = match &mut self.other {
+                Some((other, percent)) if random.u32(..100) < *percent => other,
+                _ => &mut self.usual,
+            };
+            let asked = Instant::now();
+            let held = contender.acquire().await?;
+            if across_a_yield {
+                // A wait is what is measured.
+                times.push(asked.elapsed());
+                yield_now().await;
+                contender.release(held).await?;
+            } else {
+                contender.release(held).await?;
+                times.push(asked.elapsed());
+            }
+            // One that never has to wait would keep its thread from looking at the clock, and so never be stopped.
+            consume_budget().await;
+            if stop.load(Ordering::Relaxed) {
+                return Ok((self, times));
+            }
+        }
+    }
+
+    /// Waits for one grant; answers with when it came.
+    pub(super) async fn wait(mut self) -> Result<(Self, Instant), BoxError> {
+        let held = self.usual.acquire().await?;
+        let granted_at = Instant::now();
+        self.usual.release(held).await?;
+        Ok((self, granted_at))
+    }
+}
