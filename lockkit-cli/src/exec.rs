@@ -11,9 +11,11 @@ use std::{
     process::{self, Stdio},
 };
 
+use lockkit::spi::chain;
+
 use crate::{
     args::Exec,
-    failure::{FAILED, Failure, NOT_EXECUTABLE, NOT_FOUND, cannot_start, chain},
+    failure::{FAILED, Failure, NOT_EXECUTABLE, NOT_FOUND, cannot_start},
 };
 
 /// The hidden subcommand.

@@ -7,6 +7,7 @@ use std::{
 };
 
 use clap::error::ErrorKind;
+use lockkit::spi::chain;
 
 /// The lock was lost while the command ran.
 pub(crate) const LOST: u8 = 123;
@@ -103,16 +104,4 @@ pub(crate) fn say(message: &str) {
         }
     }
     let _ = writeln!(io::stderr(), "{line}");
-}
-
-/// The error and its causes.
-pub(crate) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }

@@ -3,13 +3,16 @@
 use std::{error::Error, fmt, time::Duration};
 
 use async_trait::async_trait;
-use lockkit::{LockClient, LockConfig, spi::BackendInfo};
+use lockkit::{
+    LockClient, LockConfig,
+    spi::{BackendInfo, chain},
+};
 use lockkit_conformance::{
     Harness,
     helper::{self, Launch},
 };
 
-use crate::failure::{FAILED, Failure, chain};
+use crate::failure::{FAILED, Failure};
 
 /// The hidden subcommand that helper processes are.
 pub(crate) const HELPER: &str = "__helper";

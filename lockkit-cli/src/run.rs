@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit::{AcquireOptions, Lock, LockClient, LockGuard, LockName};
+use lockkit::{AcquireOptions, Lock, LockClient, LockGuard, LockName, spi::chain};
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     process::{Pid, Signal, kill_process, kill_process_group},
@@ -20,7 +20,7 @@ use tokio::{
 use crate::{
     args::Run,
     exec,
-    failure::{FAILED, Failure, LOST, NOT_GRANTED, cannot_start, chain, say},
+    failure::{FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
     signals::{Signals, stop_here},
 };
 

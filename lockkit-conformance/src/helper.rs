@@ -17,7 +17,8 @@ use std::{
 
 use futures_util::{StreamExt as _, TryStreamExt as _, future::try_join_all, stream};
 use lockkit_core::{
-    AcquireOptions, BoxError, FenceGate, FencingToken, Lock, LockClient, LockGuard, spi::Mode,
+    AcquireOptions, BoxError, FenceGate, FencingToken, Lock, LockClient, LockGuard,
+    spi::{Mode, chain},
 };
 use tokio::{
     runtime,
@@ -31,7 +32,6 @@ use crate::{
     history::now,
     measure::{Client, Contender, Crowd, Subject, write_rush},
     process::Process,
-    trial::chain,
 };
 
 /// Set for helpers; the value is the URL, which may be empty.

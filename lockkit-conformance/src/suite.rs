@@ -11,14 +11,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_core::Capabilities;
+use lockkit_core::{Capabilities, spi::chain};
 use tokio::runtime;
 
 use crate::{
     Harness,
     cases::{basic, contention, loss, names, permits, processes, shared, waiting},
     helper::Launch,
-    trial::{LIMIT, Outcome, Stop, Trial, chain},
+    trial::{LIMIT, Outcome, Stop, Trial},
 };
 
 /// One requirement on a backend.

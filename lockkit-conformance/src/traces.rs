@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use lockkit_core::spi::chain;
 use tracing::{
     Event, Metadata, Subscriber,
     field::{Field, Visit},
@@ -64,6 +65,6 @@ impl Visit for Fields {
 
     /// Unescaped, and with its causes.
     fn record_error(&mut self, field: &Field, value: &(dyn std::error::Error + 'static)) {
-        let _ = write!(self.0, "{field}={} {value:?} ", crate::trial::chain(value));
+        let _ = write!(self.0, "{field}={} {value:?} ", chain(value));
     }
 }

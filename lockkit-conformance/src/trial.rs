@@ -2,7 +2,10 @@
 
 use std::{fmt, future::Future, panic::Location, pin::pin, sync::Arc, task::Poll, time::Duration};
 
-use lockkit_core::{AcquireOptions, Error, Kind, Lock, LockClient, LockGuard, LockState, spi::BackendInfo};
+use lockkit_core::{
+    AcquireOptions, Error, Kind, Lock, LockClient, LockGuard, LockState,
+    spi::{BackendInfo, chain},
+};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
@@ -56,17 +59,6 @@ impl From<std::io::Error> for Stop {
 pub(crate) fn failed(what: impl fmt::Display) -> Stop {
     let here = Location::caller();
     Stop::Failed(format!("{what} ({}:{})", here.file(), here.line()))
-}
-
-/// An error with its causes.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 /// Ends the case as failed unless the condition holds.

@@ -270,6 +270,31 @@ pub trait Claim: fmt::Debug + Send + 'static {
     }
 }
 
+/// An error and what caused it, in one line. Some causes say again what stands above them, which is left out.
+///
+/// ```
+/// use std::io::{Error, ErrorKind};
+///
+/// use lockkit_core::spi::chain;
+///
+/// let cause = Error::new(ErrorKind::ConnectionRefused, "nobody listens");
+/// let error = lockkit_core::Error::transient("redis", "connect", cause);
+/// assert_eq!(chain(&error), format!("{error}: nobody listens"));
+/// ```
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let words = error.to_string();
+        if !text.ends_with(&words) {
+            text.push_str(": ");
+            text.push_str(&words);
+        }
+        cause = error.source();
+    }
+    text
+}
+
 /// A URL as it may be shown: without user, password and parameters. For errors about it, and for `Debug`.
 ///
 /// It leans towards hiding: a password that should have been percent-encoded and was not may hold any of `/?#@`, so

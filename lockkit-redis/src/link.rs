@@ -15,7 +15,10 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{Error, Result, spi::OwnerId};
+use lockkit_core::{
+    Error, Result,
+    spi::{OwnerId, chain},
+};
 use redis::{Cmd, ErrorKind, Pipeline, PushInfo, PushKind, RedisError, RedisResult, ServerErrorKind, Value};
 use tokio::{
     sync::{Notify, mpsc},
@@ -560,18 +563,5 @@ async fn give_back(link: &Weak<Link>, owner: OwnerId, lock: &[u8]) {
 
 /// What caused an error.
 pub(crate) fn reason(err: &Error) -> String {
-    let mut causes: Vec<String> = Vec::new();
-    let mut cause = std::error::Error::source(err);
-    while let Some(err) = cause {
-        let text = err.to_string();
-        // redis-rs says it again at each level.
-        if causes.last().is_none_or(|before| !before.ends_with(&text)) {
-            causes.push(text);
-        }
-        cause = err.source();
-    }
-    if causes.is_empty() {
-        return err.to_string();
-    }
-    causes.join(": ")
+    std::error::Error::source(err).map_or_else(|| err.to_string(), chain)
 }

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use lockkit_core::{Error, LockName};
+use lockkit_core::{Error, LockName, spi::chain};
 
 use crate::{
     Harness,
     traces::Traces,
-    trial::{Outcome, Stop, Trial, chain, ensure, failed, granted_at_once, lasting, taken},
+    trial::{Outcome, Stop, Trial, ensure, failed, granted_at_once, lasting, taken},
 };
 
 pub(crate) async fn byte_exact_and_injective(trial: &Trial) -> Outcome {

@@ -3,13 +3,12 @@
 use std::{collections::BTreeMap, fmt, time::Duration};
 
 use async_trait::async_trait;
-use lockkit_core::BoxError;
+use lockkit_core::{BoxError, spi::chain};
 
 use super::{
     Figure, Outcome, Row, Scenario, Subject,
     rounds::{Stage, Unfit},
 };
-use crate::trial::chain;
 
 /// How much is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use crate::{
         settle,
         timing::{self, Backoff, HintBudget},
     },
-    spi::{Claim, ClaimRequest, Grant, Mode},
+    spi::{Claim, ClaimRequest, Grant, Mode, chain},
 };
 
 /// How long beyond the caller's deadline an attempt may take to say why it was not granted, if nothing has been heard
@@ -129,7 +129,7 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
                 }
                 // An attempt that the caller's deadline cut short says nothing new.
                 if !(clock.is_over() && matches!(heard, Answer::Taken)) {
-                    heard = Answer::Failed(describe(&err).into());
+                    heard = Answer::Failed(chain(&err).into());
                 }
                 false
             }
@@ -282,17 +282,6 @@ async fn give_up(mut grip: Grip, err: Error) -> Error {
         }
     }
     err
-}
-
-fn describe(err: &Error) -> String {
-    let mut text = err.to_string();
-    let mut cause = std::error::Error::source(err);
-    while let Some(err) = cause {
-        text.push_str(": ");
-        text.push_str(&err.to_string());
-        cause = err.source();
-    }
-    text
 }
 
 /// The caller's time.

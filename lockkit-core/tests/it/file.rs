@@ -20,7 +20,7 @@ use std::{
 
 use lockkit_core::{
     Error, FileBackend, FileConfig, Kind, LockClient, LockName, LossReason,
-    spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal},
+    spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, chain},
 };
 use tempfile::TempDir;
 
@@ -82,17 +82,6 @@ async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     tokio::time::timeout(LIMIT, wait)
         .await
         .unwrap_or_else(|_| panic!("never: {what}"));
-}
-
-/// The error and its causes.
-fn chain(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 /// The files in `dir` and below.

@@ -9,7 +9,7 @@ use std::{
 };
 
 use lockkit_conformance::process::Process;
-use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LockGuard, Result};
+use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LockGuard, Result, spi::chain};
 use lockkit_redis::{RedisBackend, RedisConfig};
 use lockkit_testbed::{
     Proxy, eventually,
@@ -135,14 +135,7 @@ pub(crate) async fn nothing_is_left(server: &RedisServer, case: &str) {
 
 /// An error with its causes, and how it is debugged: everything that a log might show.
 pub(crate) fn shown(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        let _ = write!(text, ": {error}");
-        cause = error.source();
-    }
-    let _ = write!(text, " {error:?}");
-    text
+    format!("{} {error:?}", chain(error))
 }
 
 /// Another process with a client of its own: the conformance suite's helper.
