@@ -15,3 +15,4 @@ mod redlock;
 mod refusals;
 mod review;
 mod soak;
+mod workers;

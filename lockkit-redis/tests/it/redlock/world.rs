@@ -47,6 +47,12 @@ impl World {
 
     /// A client whose connections go through proxies of its own, one for each master.
     pub(crate) async fn client_behind_proxies(&self) -> (LockClient, Arc<Vec<Proxy>>) {
+        let (config, proxies) = self.behind_proxies();
+        (connect(config).await.unwrap(), proxies)
+    }
+
+    /// How to connect through new proxies, one for each master.
+    pub(crate) fn behind_proxies(&self) -> (RedlockConfig, Arc<Vec<Proxy>>) {
         let proxies: Vec<_> = self
             .masters
             .iter()
@@ -57,7 +63,7 @@ impl World {
             .map(|proxy| format!("redis://{}", proxy.addr()))
             .collect();
         let url = url(urls.iter().map(String::as_str));
-        (connect(config(&url)).await.unwrap(), Arc::new(proxies))
+        (config(&url), Arc::new(proxies))
     }
 
     /// The keys of each master but those that are always there.
