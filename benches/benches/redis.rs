@@ -16,90 +16,54 @@ use std::{
 };
 
 use criterion::{Criterion, criterion_group};
-use lockkit::{AcquireOptions, Lock, LockClient};
-use lockkit_benches::contest;
-use lockkit_testbed::redis::{RedisServer, missing};
-use redis::{
-    AsyncConnectionConfig, IntoConnectionInfo, ProtocolVersion, aio::MultiplexedConnection,
-    io::tcp::TcpSettings,
+use lockkit::{AcquireOptions, Lock, LockClient, spi::Mode};
+use lockkit_benches::{
+    contest,
+    peers::{Rslock, RslockKey, SetNx, SetNxKey},
+    turns::{Cycle, median, medians, take},
 };
-use rslock::LockManager;
+use lockkit_conformance::measure::{Client, Contender, Subject};
+use lockkit_testbed::redis::{RedisServer, missing};
 use tokio::runtime::{Builder, Runtime};
 
 const TTL: Duration = Duration::from_secs(30);
-const DELETE_IF_MINE: &str =
-    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end";
 
 /// Whoever takes a lock and gives it back.
 #[derive(Clone)]
-enum Contender {
+enum Contestant {
     Lockkit(Lock),
-    Rslock(LockManager, String),
-    /// The least that can be done: no queue, no wake-up, no fencing token, no renewal, no notice of loss.
-    Raw(MultiplexedConnection, String, Arc<str>),
+    Rslock(RslockKey),
+    /// The least that can be done.
+    Raw(SetNxKey),
 }
 
-impl Contender {
+impl Cycle for Contestant {
     async fn cycle(&mut self) {
         match self {
-            Self::Lockkit(lock) => {
-                let guard = lock.acquire().await.expect("granted");
-                guard.release().await.expect("released");
-            }
-            Self::Rslock(manager, name) => {
-                // It gives up after three tries, unless it is told otherwise.
-                let lock = loop {
-                    if let Ok(lock) = manager.lock(name.as_bytes(), TTL).await {
-                        break lock;
-                    }
-                };
-                manager.unlock(&lock).await;
-            }
-            Self::Raw(connection, name, digest) => {
-                let mine = "0123456789abcdef0123456789abcdef";
-                let set: Option<String> = redis::cmd("SET")
-                    .arg(&*name)
-                    .arg(mine)
-                    .arg("NX")
-                    .arg("PX")
-                    .arg(30_000)
-                    .query_async(connection)
-                    .await
-                    .expect("an answer");
-                assert!(set.is_some(), "it is free");
-                let deleted: i64 = redis::cmd("EVALSHA")
-                    .arg(&**digest)
-                    .arg(1)
-                    .arg(&*name)
-                    .arg(mine)
-                    .query_async(connection)
-                    .await
-                    .expect("an answer");
-                assert_eq!(deleted, 1);
-            }
+            Self::Lockkit(lock) => take(lock).await,
+            Self::Rslock(key) => take(key).await,
+            Self::Raw(key) => take(key).await,
         }
     }
 }
 
-async fn raw(server: &RedisServer) -> (MultiplexedConnection, Arc<str>) {
-    let info = server.url().into_connection_info().expect("a URL");
-    let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
-    let info = info
-        .set_redis_settings(settings)
-        .set_tcp_settings(TcpSettings::default().set_nodelay(true));
-    let config = AsyncConnectionConfig::new()
-        .set_response_timeout(None)
-        .set_pipeline_buffer_size(1024);
-    let client = redis::Client::open(info).expect("a client");
-    let connection = client.get_multiplexed_async_connection_with_config(&config).await;
-    let mut connection = connection.expect("a connection");
-    let digest: String = redis::cmd("SCRIPT")
-        .arg("LOAD")
-        .arg(DELETE_IF_MINE)
-        .query_async(&mut connection)
-        .await
-        .expect("a digest");
-    (connection, digest.into())
+/// A client of its own.
+async fn client<S: Subject>(subject: S) -> S::Client {
+    subject.client().await.expect("a client")
+}
+
+async fn raw(server: &RedisServer) -> impl Client<Contender = SetNxKey> {
+    let url = server.url().to_owned();
+    client(SetNx { url }).await
+}
+
+async fn rslock(server: &RedisServer) -> impl Client<Contender = RslockKey> {
+    let urls = vec![server.url().to_owned()];
+    client(Rslock { urls }).await
+}
+
+async fn key<C: Client>(client: &C, name: &str) -> C::Contender {
+    client.contender(name, Mode::Exclusive).await.expect("a key")
 }
 
 fn runtime() -> Runtime {
@@ -118,26 +82,20 @@ async fn connect(server: &RedisServer, local_handoffs: u32) -> LockClient {
 fn uncontended(c: &mut Criterion, tasks: usize) {
     let server = RedisServer::plain().expect("a server");
     let runtime = runtime();
-    let (lockkit, rslock, plain) = runtime.block_on(async {
+    let (lockkit, theirs, plain) = runtime.block_on(async {
         let client = connect(&server, 32).await;
-        let (connection, digest) = raw(&server).await;
-        let manager = LockManager::new(vec![server.url()]);
+        let (raw, rslock) = (raw(&server).await, rslock(&server).await);
         let mut all = (Vec::new(), Vec::new(), Vec::new());
         for task in 0..tasks {
-            all.0.push(Contender::Lockkit(
-                client.lock(format!("{task}")).expect("a name"),
-            ));
-            all.1
-                .push(Contender::Rslock(manager.clone(), format!("rslock:{task}")));
-            all.2.push(Contender::Raw(
-                connection.clone(),
-                format!("raw:{task}"),
-                digest.clone(),
-            ));
+            let name = task.to_string();
+            all.0
+                .push(Contestant::Lockkit(client.lock(&*name).expect("a name")));
+            all.1.push(Contestant::Rslock(key(&rslock, &name).await));
+            all.2.push(Contestant::Raw(key(&raw, &name).await));
         }
         all
     });
-    let run = |contenders: Vec<Contender>| {
+    let run = |contenders: Vec<Contestant>| {
         let runtime = &runtime;
         Box::new(move |n: u64| {
             runtime.block_on(async {
@@ -168,7 +126,7 @@ fn uncontended(c: &mut Criterion, tasks: usize) {
         &mut [
             ("raw", run(plain)),
             ("lockkit", run(lockkit)),
-            ("rslock", run(rslock)),
+            ("rslock", run(theirs)),
         ],
     );
     group.finish();
@@ -180,59 +138,22 @@ fn cycles(c: &mut Criterion) {
     }
 }
 
-/// The median of each of several rounds in which the contestants took turns, and of the ratios to the first.
 fn latencies() {
-    const ROUNDS: usize = 15;
     let server = RedisServer::plain().expect("a server");
     let runtime = runtime();
-    let mut contenders = runtime.block_on(async {
-        let (connection, digest) = raw(&server).await;
+    let contestants = runtime.block_on(async {
         let client = connect(&server, 32).await;
+        let lock = client.lock("one").expect("a name");
         [
-            ("raw", Contender::Raw(connection, "raw".to_owned(), digest)),
-            ("lockkit", Contender::Lockkit(client.lock("one").expect("a name"))),
+            ("raw", Contestant::Raw(key(&raw(&server).await, "one").await)),
+            ("lockkit", Contestant::Lockkit(lock)),
             (
                 "rslock",
-                Contender::Rslock(LockManager::new(vec![server.url()]), "rslock".to_owned()),
+                Contestant::Rslock(key(&rslock(&server).await, "one").await),
             ),
         ]
     });
-    let mut medians = vec![Vec::new(); contenders.len()];
-    for _ in 0..ROUNDS {
-        for ((_, contender), medians) in contenders.iter_mut().zip(&mut medians) {
-            let mut contender = contender.clone();
-            let task = runtime.spawn(async move {
-                let mut times = Vec::new();
-                for _ in 0..2_000 {
-                    let started = Instant::now();
-                    contender.cycle().await;
-                    times.push(started.elapsed());
-                }
-                median(times)
-            });
-            medians.push(runtime.block_on(task).expect("no panic"));
-        }
-    }
-    println!("\nredis, uncontended, 1 task: medians of {ROUNDS} rounds in turns");
-    let first = medians[0].clone();
-    for ((name, _), medians) in contenders.iter().zip(medians) {
-        let mut ratios: Vec<f64> = medians
-            .iter()
-            .zip(&first)
-            .map(|(own, first)| own.as_secs_f64() / first.as_secs_f64())
-            .collect();
-        ratios.sort_by(f64::total_cmp);
-        println!(
-            "  {name:10} p50 {:>9.1?}   {:.2} × raw",
-            median(medians),
-            ratios[ratios.len() / 2]
-        );
-    }
-}
-
-fn median(mut times: Vec<Duration>) -> Duration {
-    times.sort_unstable();
-    times[times.len() / 2]
+    medians(&runtime, "redis, uncontended, 1 task", 15, 2_000, &contestants);
 }
 
 /// What each of several contenders for one lock saw.
@@ -279,7 +200,7 @@ fn commands(server: &RedisServer, locks: usize) -> u64 {
 }
 
 /// All of them at once, for `FOR`, holding for no time at all.
-fn fight(runtime: &Runtime, server: &RedisServer, contenders: Vec<Contender>) -> Waits {
+fn fight(runtime: &Runtime, server: &RedisServer, contenders: Vec<Contestant>) -> Waits {
     const FOR: Duration = Duration::from_secs(3);
     let stop = Arc::new(AtomicBool::new(false));
     server.cli(&["CONFIG", "RESETSTAT"]).expect("counts from now on");
@@ -329,31 +250,35 @@ fn contended() {
         let mut all = Vec::new();
         for _ in 0..MANY {
             let client = connect(&server, 0).await;
-            all.push(Contender::Lockkit(client.lock("clients").expect("a name")));
+            all.push(Contestant::Lockkit(client.lock("clients").expect("a name")));
         }
         all
     });
     fight(&runtime, &server, clients).print("16 clients, lockkit");
-    let clients =
-        (0..MANY).map(|_| Contender::Rslock(LockManager::new(vec![server.url()]), "clients".to_owned()));
-    fight(&runtime, &server, clients.collect()).print("16 clients, rslock");
+    let clients = runtime.block_on(async {
+        let mut all = Vec::new();
+        for _ in 0..MANY {
+            all.push(Contestant::Rslock(key(&rslock(&server).await, "clients").await));
+        }
+        all
+    });
+    fight(&runtime, &server, clients).print("16 clients, rslock");
 
     for handoffs in [0, 32, 1_000] {
         let client = runtime.block_on(connect(&server, handoffs));
-        let lock = Contender::Lockkit(client.lock("tasks").expect("a name"));
+        let lock = Contestant::Lockkit(client.lock("tasks").expect("a name"));
         let name = format!("16 tasks, lockkit, local_handoffs {handoffs}");
         fight(&runtime, &server, vec![lock.clone(); MANY]).print(&name);
         let other = runtime.block_on(connect(&server, handoffs));
         let waits = beside(&runtime, vec![lock; MANY], &other.lock("tasks").expect("a name"));
         println!("  {:36} longest wait of another client {waits:.1?}", "");
     }
-    let manager = LockManager::new(vec![server.url()]);
-    let lock = Contender::Rslock(manager, "tasks".to_owned());
+    let lock = Contestant::Rslock(runtime.block_on(async { key(&rslock(&server).await, "tasks").await }));
     fight(&runtime, &server, vec![lock; MANY]).print("16 tasks, rslock");
 }
 
 /// How long another client has to wait at most, while `contenders` fight among themselves.
-fn beside(runtime: &Runtime, contenders: Vec<Contender>, other: &Lock) -> Duration {
+fn beside(runtime: &Runtime, contenders: Vec<Contestant>, other: &Lock) -> Duration {
     let stop = Arc::new(AtomicBool::new(false));
     let tasks: Vec<_> = contenders
         .into_iter()
@@ -385,55 +310,17 @@ fn beside(runtime: &Runtime, contenders: Vec<Contender>, other: &Lock) -> Durati
 
 /// From the call of release to the grant of a waiter in another client, which has slept for a while.
 fn hand_off() {
-    const TIMES: usize = 100;
     let server = RedisServer::plain().expect("a server");
-    let runtime = runtime();
-    let mut ours = Vec::new();
-    let mut theirs = Vec::new();
-    runtime.block_on(async {
+    let (ours, theirs) = runtime().block_on(async {
         let (a, b) = (connect(&server, 0).await, connect(&server, 0).await);
-        let (a, b) = (a.lock("n").expect("a name"), b.lock("n").expect("a name"));
-        for _ in 0..TIMES {
-            let guard = a.acquire().await.expect("granted");
-            let waiter = tokio::spawn({
-                let b = b.clone();
-                async move {
-                    let guard = b.acquire().await.expect("granted");
-                    (Instant::now(), guard)
-                }
-            });
-            tokio::time::sleep(Duration::from_millis(35)).await;
-            let released = Instant::now();
-            guard.release().await.expect("released");
-            let (granted, guard) = waiter.await.expect("no panic");
-            ours.push(granted - released);
-            guard.release().await.expect("released");
-        }
-        let (a, b) = (
-            LockManager::new(vec![server.url()]),
-            LockManager::new(vec![server.url()]),
-        );
-        for _ in 0..TIMES {
-            let held = a.lock(b"rslock", TTL).await.expect("granted");
-            let waiter = tokio::spawn({
-                let b = b.clone();
-                async move {
-                    loop {
-                        if let Ok(lock) = b.lock(b"rslock", TTL).await {
-                            let granted = Instant::now();
-                            b.unlock(&lock).await;
-                            return granted;
-                        }
-                    }
-                }
-            });
-            tokio::time::sleep(Duration::from_millis(35)).await;
-            let released = Instant::now();
-            a.unlock(&held).await;
-            theirs.push(waiter.await.expect("no panic") - released);
-        }
+        let ours = hand_offs(a.lock("n").expect("a name"), b.lock("n").expect("a name")).await;
+        let (a, b) = (rslock(&server).await, rslock(&server).await);
+        (ours, hand_offs(key(&a, "n").await, key(&b, "n").await).await)
     });
-    println!("\nredis, hand-off to a waiter that has slept for 35 ms, {TIMES} times");
+    println!(
+        "\nredis, hand-off to a waiter that has slept for 35 ms, {} times",
+        ours.len()
+    );
     for (name, times) in [("lockkit", ours), ("rslock", theirs)] {
         let longest = times.iter().max().copied().unwrap_or_default();
         println!(
@@ -441,6 +328,25 @@ fn hand_off() {
             median(times)
         );
     }
+}
+
+async fn hand_offs<C: Contender>(mut a: C, mut b: C) -> Vec<Duration> {
+    let mut times = Vec::new();
+    for _ in 0..100 {
+        let held = a.acquire().await.expect("granted");
+        let waiter = tokio::spawn(async move {
+            let held = b.acquire().await.expect("granted");
+            (b, held, Instant::now())
+        });
+        tokio::time::sleep(Duration::from_millis(35)).await;
+        let released = Instant::now();
+        a.release(held).await.expect("released");
+        let (back, held, granted) = waiter.await.expect("no panic");
+        b = back;
+        times.push(granted - released);
+        b.release(held).await.expect("released");
+    }
+    times
 }
 
 /// What it costs to keep many locks.
@@ -478,7 +384,7 @@ fn many_holds() {
             cpu * 100.0,
             cpu * WATCHED.as_secs_f64() * 1e6 / renewals as f64,
         );
-        client.close(Duration::from_secs(10)).await.expect("closed");
+        Client::close(client).await.expect("closed");
     });
 }
 

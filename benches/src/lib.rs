@@ -1,10 +1,11 @@
-//! What the benchmarks share: a backend that costs nothing, duels, in which two things take turns, and everyone who takes
-//! part in the comparison of the backends.
+//! What the benchmarks share: a backend that costs nothing, duels, in which two things take turns, tables of medians, and
+//! everyone who takes part in the comparison of the backends.
 
 pub mod field;
 pub mod peers;
 pub mod report;
 pub mod results;
+pub mod turns;
 
 use std::{
     hint::black_box,

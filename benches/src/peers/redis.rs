@@ -77,6 +77,7 @@ impl Client for SetNxClient {
 }
 
 /// A key.
+#[derive(Clone)]
 pub struct SetNxKey {
     client: SetNxClient,
     key: String,
@@ -144,6 +145,7 @@ impl Client for RslockClient {
 }
 
 /// A key.
+#[derive(Clone)]
 pub struct RslockKey {
     manager: LockManager,
     key: String,
