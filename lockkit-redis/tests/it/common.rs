@@ -133,6 +133,38 @@ pub(crate) async fn nothing_is_left(server: &RedisServer, case: &str) {
     }
 }
 
+/// Holders who see to it that they are alone, one after the other, with tokens that rise.
+#[derive(Clone, Default)]
+pub(crate) struct Alone(Arc<Mutex<Inside>>);
+
+#[derive(Default)]
+struct Inside {
+    now: u32,
+    last: u64,
+    entered: usize,
+}
+
+impl Alone {
+    /// Is inside for a moment in which others get to run.
+    pub(crate) async fn enter(&self, guard: &LockGuard) {
+        {
+            let mut inside = self.0.lock().unwrap();
+            inside.now += 1;
+            assert_eq!(inside.now, 1, "an overlap");
+            assert!(guard.token().get() > inside.last, "tokens went back");
+            inside.last = guard.token().get();
+            inside.entered += 1;
+        }
+        tokio::task::yield_now().await;
+        self.0.lock().unwrap().now -= 1;
+    }
+
+    /// How often somebody was inside.
+    pub(crate) fn entered(&self) -> usize {
+        self.0.lock().unwrap().entered
+    }
+}
+
 /// An error with its causes, and how it is debugged: everything that a log might show.
 pub(crate) fn shown(error: &Error) -> String {
     format!("{} {error:?}", chain(error))

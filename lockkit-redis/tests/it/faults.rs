@@ -10,8 +10,8 @@ use lockkit_testbed::{
 };
 
 use crate::common::{
-    LONG, MS, SECOND, client, client_behind_proxy, granted, heartbeats, lock, no_server, nothing_is_left,
-    url_of, waiter, waiters, within,
+    Alone, LONG, MS, SECOND, client, client_behind_proxy, granted, heartbeats, lock, no_server,
+    nothing_is_left, url_of, waiter, waiters, within,
 };
 
 /// From the end of a fault until a client is connected again, at the latest: a ping that is not answered, a dial that
@@ -80,23 +80,14 @@ async fn a_server_that_crashes_while_attempts_are_under_way_grants_each_lock_onc
     for _ in 0..4 {
         clients.push(client(server.url()).await);
     }
-    let inside = std::sync::Arc::new(std::sync::Mutex::new((0_u32, 0_u64, 0_u32)));
+    let inside = Alone::default();
     let mut tasks = Vec::new();
     for client in &clients {
         let (lock, inside) = (lock(client, "a", LONG), inside.clone());
         tasks.push(tokio::spawn(async move {
             for _ in 0..150 {
                 let guard = lock.acquire().await.unwrap();
-                {
-                    let mut inside = inside.lock().unwrap();
-                    inside.0 += 1;
-                    assert_eq!(inside.0, 1, "an overlap");
-                    assert!(guard.token().get() > inside.1, "tokens went back");
-                    inside.1 = guard.token().get();
-                    inside.2 += 1;
-                }
-                tokio::task::yield_now().await;
-                inside.lock().unwrap().0 -= 1;
+                inside.enter(&guard).await;
                 // Unconfirmed is not lost; it is tried again.
                 if let Err(error) = guard.release().await {
                     assert!(error.is_transient() || error.is_lost(), "{error}");
@@ -105,7 +96,7 @@ async fn a_server_that_crashes_while_attempts_are_under_way_grants_each_lock_onc
         }));
     }
     for n in 1..=3 {
-        eventually("some grants", async || inside.lock().unwrap().2 > n * 100).await;
+        eventually("some grants", async || inside.entered() > n * 100).await;
         server.kill().unwrap();
         server.start().unwrap();
     }

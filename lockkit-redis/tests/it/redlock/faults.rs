@@ -12,7 +12,7 @@ use lockkit_core::{AcquireOptions, FenceGate, LossReason};
 use lockkit_testbed::{Mode, eventually, redis::Fsync};
 
 use super::world::{World, config, connect};
-use crate::common::{LONG, MS, SECOND, granted, lock, no_server, shown, waiter, within};
+use crate::common::{Alone, LONG, MS, SECOND, granted, lock, no_server, shown, waiter, within};
 
 /// From the end of a fault until a client is connected again, at the latest.
 const RECOVERED: Duration = Duration::from_secs(8);
@@ -462,21 +462,13 @@ async fn a_divided_vote_is_repeated_until_somebody_wins() {
     }
     let world = World::five();
     let mut tasks = Vec::new();
-    let inside = std::sync::Arc::new(std::sync::Mutex::new((0_u32, 0_u64)));
+    let inside = Alone::default();
     for _ in 0..6 {
         let (lock, inside) = (lock(&world.client().await, "a", LONG), inside.clone());
         tasks.push(tokio::spawn(async move {
             for _ in 0..30 {
                 let held = lock.acquire().await.unwrap();
-                {
-                    let mut inside = inside.lock().unwrap();
-                    inside.0 += 1;
-                    assert_eq!(inside.0, 1, "an overlap");
-                    assert!(held.token().get() > inside.1, "tokens went back");
-                    inside.1 = held.token().get();
-                }
-                tokio::task::yield_now().await;
-                inside.lock().unwrap().0 -= 1;
+                inside.enter(&held).await;
                 held.release().await.unwrap();
             }
         }));
