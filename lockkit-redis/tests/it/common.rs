@@ -29,6 +29,14 @@ pub(crate) const SECOND: Duration = Duration::from_secs(1);
 /// Longer than anything takes on the busiest machine; what is bounded by less says so.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 
+/// A hand-off by push or by a head that polls, with room for a busy machine: below any time after which a waiter asks by
+/// itself where leases are long, of which that of a lock that was passed on and is not taken up is the shortest, with 3 s.
+pub(crate) const AT_ONCE: Duration = Duration::from_millis(2_500);
+
+/// From the end of a fault until a client is connected again, at the latest: a ping that is not answered, a dial that
+/// hangs, and the longest pause between two of them, with room for a busy machine.
+pub(crate) const RECOVERED: Duration = Duration::from_secs(8);
+
 /// There is no `redis-server` here, and that is allowed.
 pub(crate) fn no_server() -> bool {
     skipped("redis", redis::missing())
@@ -78,6 +86,27 @@ pub(crate) async fn within<T>(limit: Duration, what: &str, future: impl Future<O
     }
 }
 
+/// Waits until `condition` holds, which it does within `limit`.
+pub(crate) async fn until(limit: Duration, what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    within(limit, what, async {
+        while !condition().await {
+            tokio::time::sleep(5 * MS).await;
+        }
+    })
+    .await;
+}
+
+/// The background has renewed it.
+pub(crate) async fn renewed(guard: &LockGuard) {
+    let before = guard.valid_until();
+    until(LONG, "renewed", async || guard.valid_until() > before).await;
+}
+
+/// Takes it and gives it back.
+pub(crate) async fn take(lock: &Lock) {
+    lock.acquire().await.unwrap().release().await.unwrap();
+}
+
 /// The grant that a waiter gets within `limit`.
 pub(crate) async fn granted(limit: Duration, what: &str, waiter: JoinHandle<Result<LockGuard>>) -> LockGuard {
     within(limit, what, waiter).await.unwrap().unwrap()
@@ -101,6 +130,19 @@ pub(crate) async fn heartbeats(server: &RedisServer, count: usize) {
         alive.is_ok_and(|alive| alive.lines().count() >= count)
     })
     .await;
+}
+
+/// How many clients can be woken.
+pub(crate) fn subscribers(server: &RedisServer) -> usize {
+    let channels = server.cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"]).unwrap();
+    channels.lines().count()
+}
+
+/// How many requests clients have had it execute that are a script, or a release without one.
+pub(crate) fn requests_executed(server: &RedisServer) -> u64 {
+    let counts = server.command_counts().unwrap();
+    let requests = ["evalsha", "eval", "delifeq", "delex"];
+    requests.iter().filter_map(|command| counts.get(*command)).sum()
 }
 
 /// Every key there is, sorted.

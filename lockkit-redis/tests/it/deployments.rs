@@ -10,8 +10,8 @@ use lockkit_testbed::{
 };
 
 use crate::common::{
-    LONG, MS, SECOND, client, connect, granted, lock, no_server, nothing_is_left, shown, waiter, waiters,
-    within,
+    AT_ONCE, LONG, MS, SECOND, client, connect, granted, lock, no_server, nothing_is_left, renewed,
+    requests_executed, shown, take, until, waiter, waiters, within,
 };
 
 async fn sentinel_client(group: &RedisSentinels) -> LockClient {
@@ -41,12 +41,7 @@ async fn master_is(group: &RedisSentinels, sentinels: &[RedisServer], server: &R
                 == 1
     };
     // Sentinels that missed each other's word repeat it, and take their time for that.
-    within(4 * LONG, "all agree on the master", async {
-        while !agreed() {
-            tokio::time::sleep(20 * MS).await;
-        }
-    })
-    .await;
+    until(4 * LONG, "all agree on the master", async || agreed()).await;
 }
 
 fn role(server: &RedisServer) -> String {
@@ -71,12 +66,10 @@ async fn clients_follow_the_master_that_the_sentinels_name() {
     group.fail_over().unwrap();
     master_is(&group, group.sentinels(), second).await;
     // What it holds was replicated in time, and is checked at the new master.
-    let renewals = calls(second);
-    within(LONG, "renewed at the new master", async {
-        while held.renew().await.is_err() || calls(second) == renewals {
-            held.check().unwrap();
-            tokio::time::sleep(20 * MS).await;
-        }
+    let before = requests_executed(second);
+    until(LONG, "renewed at the new master", async || {
+        held.check().unwrap();
+        held.renew().await.is_ok() && requests_executed(second) > before
     })
     .await;
     assert!(!waiting.is_finished(), "an overlap");
@@ -95,39 +88,31 @@ async fn clients_follow_the_master_that_the_sentinels_name() {
     group.sentinels()[2].pause().unwrap();
     second.kill().unwrap();
     master_is(&group, &group.sentinels()[..2], first).await;
-    let renewals = calls(first);
-    within(LONG, "an answer from the new master", async {
+    let before = requests_executed(first);
+    until(LONG, "an answer from the new master", async || {
         // It still holds, or it is told.
-        while next.is_held() && (next.renew().await.is_err() || calls(first) == renewals) {
-            tokio::time::sleep(20 * MS).await;
-        }
+        !next.is_held() || next.renew().await.is_ok() && requests_executed(first) > before
     })
     .await;
     if next.is_held() {
         // The other client may still be on its way to the new master.
         let other = lock(&one, "a", LONG);
-        let tried = within(LONG, "an answer for the other client", async {
-            loop {
-                match other.try_acquire().await {
-                    Err(error) if error.is_transient() => tokio::time::sleep(20 * MS).await,
-                    answer => return answer.unwrap(),
+        until(LONG, "an answer for the other client", async || {
+            match other.try_acquire().await {
+                Err(error) if error.is_transient() => false,
+                answer => {
+                    assert!(answer.unwrap().is_none(), "an overlap");
+                    true
                 }
             }
         })
         .await;
-        assert!(tried.is_none(), "an overlap");
     }
     drop(next);
     let last = granted(LONG, "at the master that is left", waiter(&lock(&one, "a", LONG))).await;
     assert!(last.token() > token);
     last.release().await.unwrap();
     group.sentinels()[2].resume().unwrap();
-}
-
-/// How many scripts clients have had it run.
-fn calls(server: &RedisServer) -> u64 {
-    let counts = server.command_counts().unwrap();
-    counts.get("evalsha").copied().unwrap_or(0)
 }
 
 async fn replicated(master: &RedisServer, timeout: Duration) -> LockClient {
@@ -153,14 +138,19 @@ async fn a_grant_that_too_few_replicas_acknowledge_is_refused_and_given_back() {
         guard.release().await.unwrap();
     }
     let shared = lock(&client, "a", LONG).shared();
-    shared.acquire().await.unwrap().release().await.unwrap();
+    take(&shared).await;
     // Also when it was passed on.
     let held = lock(&other, "a", LONG).acquire().await.unwrap();
     let waiting = waiter(&lock(&client, "a", LONG));
     waiters(&master, "a", 1).await;
     replica.pause().unwrap();
+    let waits = || {
+        let counts = master.command_counts().unwrap();
+        counts.get("wait").copied().unwrap_or(0)
+    };
+    let before = waits();
     held.release().await.unwrap();
-    tokio::time::sleep(SECOND).await;
+    eventually("refused again and again", async || waits() >= before + 3).await;
     assert!(!waiting.is_finished());
     waiting.abort();
     nothing_is_left(&master, "a waiter that gave up").await;
@@ -178,13 +168,7 @@ async fn a_grant_that_too_few_replicas_acknowledge_is_refused_and_given_back() {
         }
     }
     // Nobody else is concerned.
-    lock(&other, "a", LONG)
-        .acquire()
-        .await
-        .unwrap()
-        .release()
-        .await
-        .unwrap();
+    take(&lock(&other, "a", LONG)).await;
     replica.resume().unwrap();
     granted(
         LONG,
@@ -216,12 +200,16 @@ async fn a_database_is_a_space_of_its_own() {
     assert!(lock(&other, "a", LONG).try_acquire().await.unwrap().is_none());
     // Channels are the same for all of them, wake-ups are not.
     let waiting = waiter(&lock(&other, "a", LONG));
-    tokio::time::sleep(100 * MS).await;
+    let queued = async || other.inspect("a").await.unwrap().waiters == Some(1);
+    eventually("in its queue", queued).await;
     here.release().await.unwrap();
-    tokio::time::sleep(100 * MS).await;
+    // What would have woken it is before the first answer, and its attempt before the second.
+    for _ in 0..2 {
+        assert!(queued().await);
+    }
     assert!(!waiting.is_finished());
     there.release().await.unwrap();
-    granted(SECOND, "a push", waiting).await.release().await.unwrap();
+    granted(AT_ONCE, "a push", waiting).await.release().await.unwrap();
     nothing_is_left(&server, "released").await;
     let databases = server.cli(&["INFO", "keyspace"]).unwrap();
     assert!(databases.contains("db3:"), "{databases}");
@@ -272,11 +260,15 @@ async fn tls_trusts_the_authority_that_was_given_and_no_other() {
         connect(config.clone()).await.unwrap(),
         connect(config).await.unwrap(),
     );
-    let held = lock(&one, "a", SECOND).acquire().await.unwrap();
-    let waiting = waiter(&lock(&two, "a", SECOND));
-    tokio::time::sleep(2 * SECOND).await;
+    let held = lock(&one, "a", 6 * SECOND).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", 6 * SECOND));
+    eventually("in the queue", async || {
+        one.inspect("a").await.unwrap().waiters == Some(1)
+    })
+    .await;
+    renewed(&held).await;
     held.release().await.unwrap();
-    granted(SECOND, "a push", waiting).await.release().await.unwrap();
+    granted(AT_ONCE, "a push", waiting).await.release().await.unwrap();
 
     let strangers = Certificates::generate().unwrap();
     for ca in [None, Some(strangers.authority().clone())] {

@@ -1,8 +1,6 @@
 //! The server crashes, stops and comes back; replies are lost, connections break, hang and are cut. After each of
 //! these there was no overlap, waiters are granted within a bound, tokens rise, and the holder has been told.
 
-use std::time::Duration;
-
 use lockkit_core::{AcquireOptions, LockGuard, LossReason};
 use lockkit_testbed::{
     Mode, Proxy, eventually,
@@ -10,13 +8,9 @@ use lockkit_testbed::{
 };
 
 use crate::common::{
-    Alone, LONG, MS, SECOND, client, client_behind_proxy, granted, heartbeats, lock, no_server,
-    nothing_is_left, url_of, waiter, waiters, within,
+    Alone, LONG, MS, RECOVERED, SECOND, client, client_behind_proxy, granted, heartbeats, lock, no_server,
+    nothing_is_left, renewed, requests_executed, until, url_of, waiter, waiters, within,
 };
-
-/// From the end of a fault until a client is connected again, at the latest: a ping that is not answered, a dial that
-/// hangs, and the longest pause between two of them, with room for a busy machine.
-const RECOVERED: Duration = Duration::from_secs(8);
 
 #[tokio::test]
 async fn a_server_killed_and_restarted_with_its_data_keeps_holds_and_the_queue() {
@@ -42,11 +36,9 @@ async fn a_server_killed_and_restarted_with_its_data_keeps_holds_and_the_queue()
         server.kill().unwrap();
         server.start().unwrap();
 
-        within(RECOVERED, "held after the crash", async {
-            while held.renew().await.is_err() {
-                assert!(held.is_held());
-                tokio::time::sleep(10 * MS).await;
-            }
+        until(RECOVERED, "held after the crash", async || {
+            assert!(held.is_held());
+            held.renew().await.is_ok()
         })
         .await;
         waiters(&server, "a", 2).await;
@@ -141,8 +133,7 @@ async fn a_server_stopped_for_less_than_a_lease_costs_nobody_a_hold() {
     tokio::time::sleep(5 * SECOND).await;
     assert!(held.is_held());
     server.resume().unwrap();
-    let until = held.valid_until();
-    eventually("renewed", async || held.valid_until() > until).await;
+    renewed(&held).await;
     assert!(!waiting.is_finished(), "an overlap");
     let token = held.token();
     release(held).await;
@@ -264,13 +255,7 @@ async fn a_lost_reply_to_a_renewal_costs_nothing() {
         })
         .await;
         proxy.set(Mode::Pass);
-        let until = held.valid_until();
-        within(RECOVERED, "renewed", async {
-            while held.valid_until() <= until {
-                tokio::time::sleep(5 * MS).await;
-            }
-        })
-        .await;
+        within(RECOVERED, "renewed", renewed(&held)).await;
         held.check().unwrap();
     }
     held.release().await.unwrap();
@@ -293,6 +278,7 @@ async fn a_lost_reply_to_a_release_is_said_to_be_unknown_and_frees_the_lock() {
     let next = granted(RECOVERED, "the next, at once", waiting).await;
     assert!(next.token() > token);
     eventually("the reply is lost", async || proxy.counts().lost.chunks > 0).await;
+    let before = requests_executed(&server);
     proxy.set(Mode::Pass);
     let error = within(RECOVERED, "an answer", releasing)
         .await
@@ -300,7 +286,7 @@ async fn a_lost_reply_to_a_release_is_said_to_be_unknown_and_frees_the_lock() {
         .unwrap_err();
     assert!(error.is_transient() && !error.is_lost(), "{error}");
     // It is tried again, and takes nothing from who holds it now.
-    tokio::time::sleep(300 * MS).await;
+    eventually("tried again", async || requests_executed(&server) > before).await;
     next.renew().await.unwrap();
     next.release().await.unwrap();
     nothing_is_left(&server, "after a lost reply").await;
@@ -324,12 +310,10 @@ async fn a_half_open_connection_is_replaced_before_a_lease_runs_out() {
         proxy.set(Mode::Pass);
     }
     // The first renewal goes into the void, when a third of the lease is over.
-    let until = held.valid_until();
-    within(6 * SECOND, "renewed over a new connection", async {
-        while held.valid_until() <= until {
-            held.check().expect("held while the server can be reached");
-            tokio::time::sleep(5 * MS).await;
-        }
+    let before = held.valid_until();
+    until(6 * SECOND, "renewed over a new connection", async || {
+        held.check().expect("held while the server can be reached");
+        held.valid_until() > before
     })
     .await;
     assert!(!waiting.is_finished(), "an overlap");
@@ -393,7 +377,7 @@ async fn a_client_cut_off_is_told_before_another_is_granted_and_late_requests_re
     });
     let next = granted(LONG, "the waiter, when the lease is over", waiting).await;
     let at = tokio::time::Instant::now();
-    let (reason, told) = within(SECOND, "told", lost).await.unwrap();
+    let (reason, told) = within(LONG, "told", lost).await.unwrap();
     assert_eq!(reason, LossReason::Expired);
     assert!(told < at, "told {:?} after the next was granted", told - at);
     assert!(next.token() > held.token());
@@ -425,13 +409,12 @@ async fn a_request_held_up_on_a_connection_that_was_replaced_takes_no_effect() {
     let error = lock.acquire_timeout(300 * MS).await.unwrap_err();
     assert!(error.is_transient(), "{error}");
     let monitor = server.monitor().unwrap();
-    within(RECOVERED, "connected again", async {
-        while near.counts().connections < 2 || client.inspect("a").await.is_err() {
-            tokio::time::sleep(10 * MS).await;
-        }
+    until(RECOVERED, "connected again", async || {
+        near.counts().connections >= 2 && client.inspect("a").await.is_ok()
     })
     .await;
     far.set(Mode::Pass);
+    // Nothing can be waited for where nothing is to happen: the request has arrived by then if it ever does.
     tokio::time::sleep(500 * MS).await;
     let mut lines = monitor.lines().unwrap();
     lines.retain(|line| !line.contains("\"LOAD\""));

@@ -6,7 +6,8 @@ use lockkit_testbed::{eventually, redis::RedisServer};
 use redis::aio::MultiplexedConnection;
 
 use crate::common::{
-    LONG, MS, Peer, SECOND, client, granted, keys, lock, no_server, nothing_is_left, waiter, waiters, within,
+    AT_ONCE, LONG, MS, Peer, SECOND, client, granted, keys, lock, no_server, nothing_is_left,
+    requests_executed, take, waiter, waiters, within,
 };
 
 const KEY: &str = "lockkit:a";
@@ -60,7 +61,7 @@ async fn a_foreign_client_and_an_exclusive_holder_exclude_each_other() {
         let waiting = waiter(&lock);
         waiters(&server, "a", 1).await;
         assert!(foreign.release("theirs").await);
-        granted(SECOND, "after the foreign release", waiting)
+        granted(AT_ONCE, "after the foreign release", waiting)
             .await
             .release()
             .await
@@ -84,24 +85,25 @@ async fn the_head_of_the_queue_polls_every_50_to_100_ms_while_a_foreign_client_h
     let second = waiter(&lock(&second, "a", LONG));
     waiters(&server, "a", 2).await;
     let monitor = server.monitor().unwrap();
-    tokio::time::sleep(2 * SECOND).await;
-    let polls = monitor.lines().unwrap();
-    let polls = polls.iter().filter(|line| line.contains("\"EVALSHA\""));
-    let mut times: Vec<f64> = polls
-        .map(|line| line.split(' ').next().unwrap().parse().unwrap())
-        .collect();
-    let mut gaps: Vec<_> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    let polls = || -> Vec<f64> {
+        let lines = monitor.lines().unwrap();
+        let polls = lines.iter().filter(|line| line.contains("\"EVALSHA\""));
+        polls
+            .map(|line| line.split(' ').next().unwrap().parse().unwrap())
+            .collect()
+    };
+    eventually("it polls", async || polls().len() > 12).await;
+    let mut gaps: Vec<_> = polls().windows(2).map(|pair| pair[1] - pair[0]).collect();
     gaps.sort_by(f64::total_cmp);
-    assert!(gaps.len() > 10, "{times:?}");
     assert!(gaps[0] > 0.040, "{gaps:?}");
-    assert!(gaps[gaps.len() / 2] < 0.120, "{gaps:?}");
-    times.clear();
+    // On a busy machine many are late; those that are not show the pace.
+    assert!(gaps[gaps.len() / 4] < 0.120, "{gaps:?}");
 
     // When the first leaves, the second takes over.
     first.abort();
     waiters(&server, "a", 1).await;
     assert!(foreign.release("theirs").await);
-    granted(SECOND, "the second", second)
+    granted(AT_ONCE, "the second", second)
         .await
         .release()
         .await
@@ -125,11 +127,15 @@ async fn a_foreign_value_without_an_end_holds_until_it_is_deleted() {
         assert_eq!(state.holders[0].left, None, "{value:?}");
         let waiting = waiter(&lock);
         waiters(&server, "a", 1).await;
-        tokio::time::sleep(250 * MS).await;
+        let before = requests_executed(&server);
+        eventually("it has looked again and again", async || {
+            requests_executed(&server) >= before + 3
+        })
+        .await;
         assert!(!waiting.is_finished());
         assert_eq!(server.cli(&["GET", KEY]).unwrap(), value);
         server.cli(&["DEL", KEY]).unwrap();
-        granted(SECOND, value, waiting).await.release().await.unwrap();
+        granted(AT_ONCE, value, waiting).await.release().await.unwrap();
     }
     nothing_is_left(&server, "beside foreign clients").await;
 }
@@ -162,7 +168,7 @@ async fn a_foreign_client_is_excluded_while_shared_holders_are_in_and_excludes_t
         waiters(&server, "a", 1).await;
         assert!(!waiting.is_finished());
         assert!(foreign.release("theirs").await);
-        granted(SECOND, "a reader", waiting)
+        granted(AT_ONCE, "a reader", waiting)
             .await
             .release()
             .await
@@ -185,7 +191,10 @@ async fn the_marker_of_shared_holders_lasts_as_long_as_the_longest_of_their_leas
     peer.send("acquire slot shared 500 a");
     peer.granted().await;
     peer.process.kill().unwrap();
-    tokio::time::sleep(600 * MS).await;
+    eventually("the shorter lease is over", async || {
+        client.inspect("a").await.unwrap().holders.len() == 1
+    })
+    .await;
     assert!(long.is_held());
     assert!(!foreign.acquire("theirs").await, "one is still in");
     long.release().await.unwrap();
@@ -212,7 +221,7 @@ async fn a_foreign_value_written_over_ours_is_left_alone_and_our_holders_are_tol
         server.cli(&["SET", KEY, "theirs", "PX", "50000"]).unwrap();
         for guard in &held {
             // At its next renewal.
-            let reason = within(3 * SECOND, "told", guard.lost()).await;
+            let reason = within(LONG, "told", guard.lost()).await;
             assert_eq!(reason, LossReason::Revoked);
         }
         for guard in held {
@@ -229,7 +238,7 @@ async fn a_foreign_value_written_over_ours_is_left_alone_and_our_holders_are_tol
         })
         .await;
         server.cli(&["DEL", KEY]).unwrap();
-        locks[0].acquire().await.unwrap().release().await.unwrap();
+        take(&locks[0]).await;
         nothing_is_left(&server, "after a foreign value").await;
     }
 }

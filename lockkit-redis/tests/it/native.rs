@@ -8,8 +8,8 @@ use lockkit_testbed::{
 
 use crate::{
     common::{
-        LONG, SECOND, client, client_behind_proxy, granted, keys, lock, no_valkey, nothing_is_left, shown,
-        waiter, waiters, within,
+        AT_ONCE, LONG, client, client_behind_proxy, granted, keys, lock, no_valkey, nothing_is_left, shown,
+        take, waiter, waiters, within,
     },
     cost::requests,
 };
@@ -48,7 +48,7 @@ async fn a_short_hold_is_released_by_the_servers_own_command_in_one_round_trip()
     let mut least = u64::MAX;
     for _ in 0..5 {
         let before = proxy.counts().requests.chunks;
-        lock.acquire().await.unwrap().release().await.unwrap();
+        take(&lock).await;
         least = least.min(proxy.counts().requests.chunks - before);
     }
     assert_eq!(least, 2, "to acquire and to release");
@@ -96,7 +96,7 @@ async fn a_waiter_who_has_come_meanwhile_is_handed_the_lock() {
         let waiting = waiter(&lock(&two, "a", LONG));
         waiters(&server, "a", 1).await;
         held.release().await.unwrap();
-        let next = granted(SECOND, "handed over", waiting).await;
+        let next = granted(AT_ONCE, "handed over", waiting).await;
         assert!(next.token() > token);
         next.release().await.unwrap();
     }
@@ -144,7 +144,7 @@ async fn a_release_whose_reply_was_lost_deletes_nobody_elses_hold() {
         !keys(&server).contains(&KEY.to_owned())
     })
     .await;
-    let next = granted(SECOND, "it is free", waiter(&lock(&two, "a", LONG))).await;
+    let next = granted(AT_ONCE, "it is free", waiter(&lock(&two, "a", LONG))).await;
     proxy.set(lockkit_testbed::Mode::Pass);
     one.close(LONG).await.unwrap();
     next.check().unwrap();
@@ -172,6 +172,6 @@ async fn a_server_that_forgot_all_keys_or_scripts_is_no_different() {
     let held = lock.acquire().await.unwrap();
     server.cli(&["FLUSHALL"]).unwrap();
     assert!(held.renew().await.unwrap_err().is_lost());
-    assert_eq!(within(SECOND, "told", held.lost()).await, LossReason::Revoked);
+    assert_eq!(within(AT_ONCE, "told", held.lost()).await, LossReason::Revoked);
     assert!(keys(&server).is_empty(), "{:?}", keys(&server));
 }

@@ -4,7 +4,7 @@ use std::{process::Command, time::Duration};
 
 use lockkit_testbed::{Peer, missing_python, redis::RedisServer, skipped};
 
-use crate::common::{LONG, SECOND, client, granted, lock, no_server, nothing_is_left, waiter};
+use crate::common::{AT_ONCE, LONG, client, granted, lock, no_server, nothing_is_left, waiter};
 
 const KEY: &str = "lockkit:a";
 
@@ -29,7 +29,7 @@ async fn a_lock_of_redis_pys_and_ours_exclude_each_other() {
         assert!(ours.try_acquire().await.unwrap().is_none(), "theirs is respected");
         let waiting = waiter(&ours);
         assert_eq!(theirs.ask("release").unwrap(), "released");
-        let guard = granted(SECOND, "theirs is over", waiting).await;
+        let guard = granted(AT_ONCE, "theirs is over", waiting).await;
         assert_eq!(
             theirs.ask(&format!("try {KEY}")).unwrap(),
             "taken",

@@ -1,6 +1,6 @@
 //! The queue at the server: its order, and what becomes of those in it who die, stop, leave or lose their connection.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures_util::future::join_all;
 use lockkit_core::{
@@ -11,12 +11,9 @@ use lockkit_redis::{RedisBackend, RedisConfig};
 use lockkit_testbed::{Clock, Mode, eventually, redis::RedisServer};
 
 use crate::common::{
-    LONG, MS, Peer, SECOND, client, client_behind_proxy, granted, heartbeats, is_residue, keys, lock,
-    no_server, nothing_is_left, waiter, waiters, within,
+    AT_ONCE, LONG, MS, Peer, SECOND, client, client_behind_proxy, granted, heartbeats, is_residue, keys,
+    lock, no_server, nothing_is_left, subscribers, waiter, waiters, within,
 };
-
-/// A hand-off by push, with room for a busy machine: far below any time after which a waiter asks by itself.
-const AT_ONCE: Duration = Duration::from_millis(900);
 
 #[tokio::test]
 async fn grants_follow_the_order_of_arrival_across_clients() {
@@ -98,7 +95,7 @@ async fn a_grant_to_a_frozen_waiter_lapses_and_the_next_gets_it() {
     peer.process.stop().unwrap();
     let released = Instant::now();
     held.release().await.unwrap();
-    let next = granted(6 * SECOND, "the next, after the claim's short lease", waiting).await;
+    let next = granted(LONG / 2, "the next, after the claim's short lease", waiting).await;
     assert!(
         released.elapsed() > 2 * SECOND,
         "the frozen one was not passed the lock"
@@ -151,12 +148,6 @@ async fn a_waiter_that_reconnects_keeps_its_place() {
     held.release().await.unwrap();
     granted(AT_ONCE, "the last", third).await.release().await.unwrap();
     nothing_is_left(&server, "after a reconnection").await;
-}
-
-/// How many clients can be woken.
-fn subscribers(server: &RedisServer) -> usize {
-    let channels = server.cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"]).unwrap();
-    channels.lines().count()
 }
 
 #[tokio::test]
@@ -316,7 +307,7 @@ async fn whoever_becomes_the_head_of_the_queue_watches_over_the_lease_before_it(
     first.abort();
     waiters(&server, "a", 1).await;
     peer.process.kill().unwrap();
-    granted(4 * SECOND, "when the lease is over", second)
+    granted(2 * SECOND + AT_ONCE, "when the lease is over", second)
         .await
         .release()
         .await

@@ -1,7 +1,5 @@
 //! What the server refuses, forgets or turns out to be, and what is said about it: clearly, and without secrets.
 
-use std::time::Duration;
-
 use lockkit_core::{AcquireOptions, Error, LossReason};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
@@ -10,8 +8,8 @@ use lockkit_testbed::{
 };
 
 use crate::common::{
-    LONG, MS, SECOND, client, connect, granted, keys, lock, no_server, nothing_is_left, shown, url_of,
-    waiter, waiters, within,
+    AT_ONCE, LONG, MS, RECOVERED, SECOND, client, connect, granted, heartbeats, keys, lock, no_server,
+    nothing_is_left, renewed, shown, take, url_of, waiter, waiters, within,
 };
 
 const PASSWORD: &str = "open-sesame";
@@ -52,12 +50,12 @@ async fn scripts_that_the_server_forgot_are_sent_again() {
         waiters(&server, "a", 1).await;
         forget();
         held.release().await.unwrap();
-        let next = granted(SECOND, "the waiter", waiting).await;
+        let next = granted(AT_ONCE, "the waiter", waiting).await;
         forget();
         assert!(one.revoke("a", next.token()).await.unwrap());
-        within(SECOND, "told", next.lost()).await;
+        within(AT_ONCE, "told", next.lost()).await;
         forget();
-        semaphore.acquire().await.unwrap().release().await.unwrap();
+        take(&semaphore).await;
         assert!(next.release().await.unwrap_err().is_lost());
     }
     nothing_is_left(&server, "after SCRIPT FLUSH").await;
@@ -80,8 +78,8 @@ async fn all_keys_flushed_under_holders_and_waiters_is_told_and_waiters_are_gran
     let third = waiter(&lock(&third, "a", 2 * SECOND));
     waiters(&server, "a", 2).await;
     server.cli(&["FLUSHALL"]).unwrap();
-    assert_eq!(within(2 * SECOND, "told", held.lost()).await, LossReason::Revoked);
-    let second = granted(4 * SECOND, "the first that asks", second).await;
+    assert_eq!(within(LONG, "told", held.lost()).await, LossReason::Revoked);
+    let second = granted(2 * SECOND + AT_ONCE, "the first that asks", second).await;
     assert!(second.token() > held.token());
     assert!(!third.is_finished(), "an overlap");
     let token = second.token();
@@ -135,7 +133,7 @@ async fn a_key_that_holds_something_else_is_a_clear_error() {
     server.cli(&["RPUSH", "lockkit:a", "x"]).unwrap();
     let lock = lock(&client, "a", LONG);
     let errors = [
-        within(SECOND, "an answer", lock.acquire()).await.unwrap_err(),
+        within(LONG, "an answer", lock.acquire()).await.unwrap_err(),
         lock.try_acquire().await.unwrap_err(),
         lock.shared().acquire().await.unwrap_err(),
         client.inspect("a").await.unwrap_err(),
@@ -151,7 +149,7 @@ async fn a_key_that_holds_something_else_is_a_clear_error() {
     }
     assert_eq!(server.cli(&["LLEN", "lockkit:a"]).unwrap(), "1", "left alone");
     server.cli(&["DEL", "lockkit:a"]).unwrap();
-    lock.acquire().await.unwrap().release().await.unwrap();
+    take(&lock).await;
     nothing_is_left(&server, "after a list").await;
 }
 
@@ -196,33 +194,37 @@ async fn a_user_with_no_more_rights_than_documented_can_use_every_mode() {
         .start()
         .unwrap();
     let (one, two) = (client(server.url()).await, client(server.url()).await);
-    let held = lock(&one, "a", SECOND).acquire().await.unwrap();
-    let waiting = waiter(&lock(&two, "a", SECOND));
+    // Renewed soon, and over only after a push has come.
+    let ttl = 6 * SECOND;
+    let held = lock(&one, "a", ttl).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", ttl));
     waiters(&server, "a", 1).await;
-    // Heartbeats and renewals included.
-    tokio::time::sleep(SECOND).await;
+    heartbeats(&server, 1).await;
+    renewed(&held).await;
     held.release().await.unwrap();
-    let next = granted(SECOND, "a push", waiting).await;
+    let next = granted(AT_ONCE, "a push", waiting).await;
     assert!(one.revoke("a", next.token()).await.unwrap());
-    within(SECOND, "told by a push", next.lost()).await;
+    within(AT_ONCE, "told by a push", next.lost()).await;
     let readers = [
-        lock(&one, "a", SECOND).shared().acquire().await.unwrap(),
-        lock(&two, "a", SECOND).shared().acquire().await.unwrap(),
+        lock(&one, "a", ttl).shared().acquire().await.unwrap(),
+        lock(&two, "a", ttl).shared().acquire().await.unwrap(),
     ];
-    let writer = waiter(&lock(&one, "a", SECOND));
+    let writer = waiter(&lock(&one, "a", ttl));
     waiters(&server, "a", 1).await;
-    tokio::time::sleep(SECOND).await;
+    for reader in &readers {
+        renewed(reader).await;
+    }
     assert_eq!(one.inspect("a").await.unwrap().holders.len(), 2);
     for reader in readers {
         reader.release().await.unwrap();
     }
-    granted(SECOND, "a push", writer).await.release().await.unwrap();
+    granted(AT_ONCE, "a push", writer).await.release().await.unwrap();
     let permit = one.semaphore("a", 2).unwrap().acquire().await.unwrap();
     permit.renew().await.unwrap();
     permit.release().await.unwrap();
     // A connection that breaks is replaced.
     server.cli(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
-    granted(5 * SECOND, "connected again", waiter(&lock(&one, "a", SECOND)))
+    granted(RECOVERED, "connected again", waiter(&lock(&one, "a", SECOND)))
         .await
         .release()
         .await
@@ -257,7 +259,7 @@ async fn a_right_that_is_missing_is_a_clear_error() {
 
     let client = client(&format!("redis://elsewhere:{PASSWORD}@{at}")).await;
     let acquiring = waiter(&lock(&client, "a", LONG));
-    let error = within(SECOND, "an answer", acquiring).await.unwrap().unwrap_err();
+    let error = within(LONG, "an answer", acquiring).await.unwrap().unwrap_err();
     let text = shown(&error);
     assert!(!error.is_transient() && !error.is_timeout(), "{text}");
     assert!(
@@ -369,7 +371,7 @@ async fn a_master_that_was_demoted_is_left_for_the_new_one() {
     let text = shown(&error);
     assert!(error.is_transient() && text.contains("replica"), "{text}");
     proxy.set_upstream(after.addr());
-    let guard = granted(Duration::from_secs(8), "at the new master", waiter(&lock)).await;
+    let guard = granted(RECOVERED, "at the new master", waiter(&lock)).await;
     assert!(guard.token() > token);
     assert!(proxy.counts().connections > connections);
     assert_eq!(after.cli(&["EXISTS", "lockkit:a"]).unwrap(), "1");

@@ -12,13 +12,14 @@ use lockkit_core::{AcquireOptions, FenceGate, LossReason};
 use lockkit_testbed::{Mode, eventually, redis::Fsync};
 
 use super::world::{World, config, connect};
-use crate::common::{Alone, LONG, MS, SECOND, granted, lock, no_server, shown, waiter, within};
+use crate::common::{
+    Alone, LONG, MS, RECOVERED, SECOND, granted, lock, no_server, shown, until, waiter, within,
+};
 
-/// From the end of a fault until a client is connected again, at the latest.
-const RECOVERED: Duration = Duration::from_secs(8);
-/// What the masters of these tests have to answer within, and what a busy machine takes on top of that.
+/// What the masters of these tests have to answer within, and what a busy machine takes on top of that: who waits for
+/// the time-out of the whole operation takes 5 s.
 const PATIENCE: Duration = Duration::from_millis(300);
-const MORE: Duration = Duration::from_millis(700);
+const MORE: Duration = Duration::from_secs(3);
 
 #[tokio::test]
 async fn two_dead_masters_cost_nothing_and_three_are_an_error_that_names_them() {
@@ -91,7 +92,7 @@ async fn a_master_that_stands_still_costs_nothing() {
     }
     took.sort_unstable();
     // Before and after its connection counts as broken: it is never waited for.
-    assert!(took[25] < PATIENCE / 3, "{took:?}");
+    assert!(took[25] < PATIENCE, "{took:?}");
     let late = within(LONG, "connected beside it", world.client()).await;
     drop(late);
     world.masters[4].resume().unwrap();
@@ -125,11 +126,9 @@ async fn masters_killed_and_restarted_with_their_data_keep_holds_and_waiters() {
             master.start().unwrap();
         }
         world.voting(5).await;
-        within(RECOVERED, "renewed", async {
-            while held.renew().await.is_err() {
-                assert!(held.is_held());
-                tokio::time::sleep(10 * MS).await;
-            }
+        until(RECOVERED, "renewed", async || {
+            assert!(held.is_held());
+            held.renew().await.is_ok()
         })
         .await;
         assert!(!waiting.is_finished(), "an overlap");
@@ -163,9 +162,15 @@ async fn replies_lost_by_a_minority_cost_nothing_and_by_a_majority_leave_nothing
             proxy.set(mode);
         }
         for _ in 0..10 {
-            let held = within(SECOND, "granted by three", ours.acquire()).await.unwrap();
-            within(SECOND, "renewed by three", held.renew()).await.unwrap();
-            within(SECOND, "released by three", held.release()).await.unwrap();
+            let held = within(PATIENCE + MORE, "granted by three", ours.acquire())
+                .await
+                .unwrap();
+            within(PATIENCE + MORE, "renewed by three", held.renew())
+                .await
+                .unwrap();
+            within(PATIENCE + MORE, "released by three", held.release())
+                .await
+                .unwrap();
         }
         proxies[2].set(mode);
         let began = Instant::now();
@@ -177,16 +182,11 @@ async fn replies_lost_by_a_minority_cost_nothing_and_by_a_majority_leave_nothing
         }
         world.nothing_is_left(&format!("{mode:?}")).await;
         // Connections that nothing went through for a while are found out and replaced.
-        within(RECOVERED, "granted by all", async {
-            loop {
-                let held = ours.acquire().await.unwrap();
-                let all = world.holding("a") == 5;
-                held.release().await.unwrap();
-                if all {
-                    return;
-                }
-                tokio::time::sleep(10 * MS).await;
-            }
+        until(RECOVERED, "granted by all", async || {
+            let held = ours.acquire().await.unwrap();
+            let all = world.holding("a") == 5;
+            held.release().await.unwrap();
+            all
         })
         .await;
     }
@@ -221,10 +221,8 @@ async fn a_holder_cut_off_from_a_majority_is_told_before_the_next_is_granted() {
         next.release().await.unwrap();
         drop(held);
         world.nothing_is_left(&format!("{mode:?}")).await;
-        within(RECOVERED, "connected again", async {
-            while !matches!(lock(&holder, "b", LONG).try_acquire().await, Ok(Some(_))) {
-                tokio::time::sleep(10 * MS).await;
-            }
+        until(RECOVERED, "connected again", async || {
+            matches!(lock(&holder, "b", LONG).try_acquire().await, Ok(Some(_)))
         })
         .await;
     }
@@ -358,16 +356,11 @@ async fn forgotten_scripts_are_made_known_again() {
     }
     // Where nobody waited for long enough to hear that a release was not known, the lease ends it.
     world.nothing_is_left("after forgotten scripts").await;
-    within(RECOVERED, "all take part again", async {
-        loop {
-            let held = lock.acquire().await.unwrap();
-            let all = world.holding("a") == 5;
-            held.release().await.unwrap();
-            if all {
-                return;
-            }
-            tokio::time::sleep(50 * MS).await;
-        }
+    until(RECOVERED, "all take part again", async || {
+        let held = lock.acquire().await.unwrap();
+        let all = world.holding("a") == 5;
+        held.release().await.unwrap();
+        all
     })
     .await;
 }
