@@ -6,7 +6,7 @@ use std::{ops::RangeInclusive, time::Duration};
 use fastrand::Rng;
 
 use crate::{
-    master::{Answer, Claim, Mode, Request},
+    master::{Answer, Bid, Claim, Mode, Request},
     mutant::Mutant,
     quorum::{Defeat, Outcome, QuorumCount, QuorumRound, Rules, Step},
 };
@@ -322,12 +322,12 @@ impl Client {
         self.highest = self.highest.max(*tokens.end());
         let round = QuorumRound::begin(self.rules, now.monotonic, self.habits.ttl, tokens.clone());
         for master in 0..self.rules.masters {
-            let request = Request::Vote {
+            let request = Request::Vote(Bid {
                 claim: self.claim,
                 mode,
                 ttl: micros(self.habits.ttl),
                 tokens: tokens.clone(),
-            };
+            });
             out.push(Effect::Send(master, self.operation, request));
         }
         out.push(Effect::Wake(round.deadline(), Alarm::Deadline(self.operation)));
@@ -475,12 +475,12 @@ impl Client {
         let count = QuorumCount::of_renewal(self.rules, now.monotonic);
         out.push(Effect::Wake(count.deadline(), Alarm::Deadline(self.operation)));
         hold.renewal = Some((count, now.monotonic));
-        let request = Request::Renew {
+        let request = Request::Renew(Bid {
             claim: self.claim,
             mode: hold.mode,
             ttl: micros(ttl),
             tokens: hold.granted.clone(),
-        };
+        });
         for master in 0..self.rules.masters {
             out.push(Effect::Send(master, self.operation, request.clone()));
         }
@@ -503,12 +503,12 @@ impl Client {
             Outcome::Held { repair } => {
                 hold.until = hold.until.max(since + self.rules.lease(self.habits.ttl));
                 out.push(Effect::Extended(since, hold.until));
-                let request = Request::Repair {
+                let request = Request::Repair(Bid {
                     claim: self.claim,
                     mode: hold.mode,
                     ttl: micros((since + self.habits.ttl).saturating_sub(now.monotonic)),
                     tokens: hold.granted.clone(),
-                };
+                });
                 for master in repair {
                     // Its answer is for nobody.
                     out.push(Effect::Send(master, 0, request.clone()));

@@ -190,6 +190,18 @@ const BASE: Features = Features {
     short: false,
 };
 
+/// That which loses nothing.
+const ALL_OF_IT: Features = Features {
+    crash: Some(Crash::Kept),
+    renewal: true,
+    shared: true,
+    block: 8,
+    cancels: true,
+    short: true,
+    walls: WallClocks::Wild,
+    ..BASE
+};
+
 const PLAIN: Config = Config {
     name: "base",
     about: "delays, losses, duplicates, overtaking, pauses, drift of 0.3 %",
@@ -440,16 +452,7 @@ impl Config {
         Self {
             name: "swarm",
             about: "each schedule with some of all that which loses nothing",
-            features: Features {
-                crash: Some(Crash::Kept),
-                renewal: true,
-                shared: true,
-                block: 8,
-                cancels: true,
-                short: true,
-                walls: WallClocks::Wild,
-                ..BASE
-            },
+            features: ALL_OF_IT,
             swarm: true,
             ..PLAIN
         },
@@ -458,13 +461,7 @@ impl Config {
             about: "each schedule with some of all that, and crashes that lose data, restart guard",
             features: Features {
                 crash: Some(Crash::Lost),
-                renewal: true,
-                shared: true,
-                block: 8,
-                cancels: true,
-                short: true,
-                walls: WallClocks::Wild,
-                ..BASE
+                ..ALL_OF_IT
             },
             swarm: true,
             expected: Expected::EXCLUSION,

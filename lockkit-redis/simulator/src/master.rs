@@ -29,31 +29,25 @@ pub(crate) enum Mode {
     Shared,
 }
 
+/// What a round asks a master to hold for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Bid {
+    pub(crate) claim: Claim,
+    pub(crate) mode: Mode,
+    pub(crate) ttl: Micros,
+    pub(crate) tokens: RangeInclusive<u64>,
+}
+
 /// What a client asks of a master about the lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Request {
-    Vote {
-        claim: Claim,
-        mode: Mode,
-        ttl: Micros,
-        tokens: RangeInclusive<u64>,
-    },
+    Vote(Bid),
     Confirm {
         claim: Claim,
         tokens: RangeInclusive<u64>,
     },
-    Renew {
-        claim: Claim,
-        mode: Mode,
-        ttl: Micros,
-        tokens: RangeInclusive<u64>,
-    },
-    Repair {
-        claim: Claim,
-        mode: Mode,
-        ttl: Micros,
-        tokens: RangeInclusive<u64>,
-    },
+    Renew(Bid),
+    Repair(Bid),
     Release {
         claim: Claim,
     },
@@ -125,31 +119,16 @@ impl Master {
     pub(crate) fn answer(&mut self, now: Micros, request: &Request) -> Answer {
         self.expire(now);
         match request {
-            Request::Vote {
-                claim,
-                mode,
-                ttl,
-                tokens,
-            } => Answer::Vote(self.vote(now, *claim, *mode, *ttl, tokens)),
+            Request::Vote(bid) => Answer::Vote(self.vote(now, bid)),
             Request::Confirm { claim, tokens } => Answer::Confirmation(self.confirm(*claim, tokens)),
-            Request::Renew {
-                claim,
-                mode,
-                ttl,
-                tokens,
-            } => {
-                let report = self.renew(now, *claim, *mode, *ttl, tokens);
+            Request::Renew(bid) => {
+                let report = self.renew(now, bid);
                 if report == Report::Free && self.mutant == Some(Mutant::RepairCounts) {
-                    return Answer::Report(self.repair(now, *claim, *mode, *ttl, tokens));
+                    return Answer::Report(self.repair(now, bid));
                 }
                 Answer::Report(report)
             }
-            Request::Repair {
-                claim,
-                mode,
-                ttl,
-                tokens,
-            } => Answer::Report(self.repair(now, *claim, *mode, *ttl, tokens)),
+            Request::Repair(bid) => Answer::Report(self.repair(now, bid)),
             Request::Release { claim } => Answer::Report(self.release(*claim)),
         }
     }
@@ -162,43 +141,39 @@ impl Master {
         self.guarded && !self.is_marked()
     }
 
-    fn vote(
-        &mut self,
-        now: Micros,
-        claim: Claim,
-        mode: Mode,
-        ttl: Micros,
-        tokens: &RangeInclusive<u64>,
-    ) -> Vote {
-        if self.keeps_out() {
-            return Vote::Abstains;
-        }
-        let in_the_way = |holder: &&Holder| {
+    /// Those whom the bid would have to wait for.
+    fn in_the_way(&self, bid: &Bid) -> impl Iterator<Item = &Holder> {
+        let (claim, mode) = (bid.claim, bid.mode);
+        self.data.holders.iter().filter(move |holder| {
             // A request of an earlier round never turns a later one's key back.
             let is_its = holder.claim.owner == claim.owner;
             claim.is_before(holder.claim) || !is_its && !admits(holder.mode, mode)
-        };
-        if let Some(left) = self
-            .data
-            .holders
-            .iter()
-            .filter(in_the_way)
-            .map(|holder| holder.expires - now)
-            .max()
-        {
-            return Vote::Taken(Some(Duration::from_micros(left)));
-        }
-        let (first, last) = (*tokens.start(), *tokens.end());
+        })
+    }
+
+    /// It takes the place of whatever its owner had.
+    fn hold(&mut self, now: Micros, bid: &Bid, carries: bool) {
         self.data
             .holders
-            .retain(|holder| holder.claim.owner != claim.owner);
+            .retain(|holder| holder.claim.owner != bid.claim.owner);
         self.data.holders.push(Holder {
-            claim,
-            mode,
-            token: first,
-            carries: self.data.fence < first,
-            expires: now + ttl,
+            claim: bid.claim,
+            mode: bid.mode,
+            token: *bid.tokens.start(),
+            carries,
+            expires: now + bid.ttl,
         });
+    }
+
+    fn vote(&mut self, now: Micros, bid: &Bid) -> Vote {
+        if self.keeps_out() {
+            return Vote::Abstains;
+        }
+        if let Some(left) = self.in_the_way(bid).map(|holder| holder.expires - now).max() {
+            return Vote::Taken(Some(Duration::from_micros(left)));
+        }
+        let (first, last) = (*bid.tokens.start(), *bid.tokens.end());
+        self.hold(now, bid, self.data.fence < first);
         match self.mutant {
             Some(Mutant::NaiveTokens) => {
                 self.data.fence += 1;
@@ -235,68 +210,42 @@ impl Master {
         }
     }
 
-    fn renew(
-        &mut self,
-        now: Micros,
-        claim: Claim,
-        mode: Mode,
-        ttl: Micros,
-        tokens: &RangeInclusive<u64>,
-    ) -> Report {
+    fn renew(&mut self, now: Micros, bid: &Bid) -> Report {
+        let claim = bid.claim;
         let keeps_out = self.keeps_out();
         let is_its = |held: &&mut Holder| held.claim == claim || held.claim.is_before(claim);
         let Some(held) = self.data.holders.iter_mut().find(is_its) else {
             return if keeps_out {
                 Report::Other
             } else {
-                self.lacking(mode)
+                self.lacking(bid.mode)
             };
         };
-        let is_known = held.claim == claim && held.token == *tokens.start();
+        let is_known = held.claim == claim && held.token == *bid.tokens.start();
         // Of an earlier round, it may have come back with old data, after others had voted here.
         if keeps_out && !is_known {
             return Report::Other;
         }
-        held.expires = now + ttl;
+        held.expires = now + bid.ttl;
         // In one look, what this very round set is prolonged as it is.
         if !is_known || held.mode == Mode::Shared {
             held.claim = claim;
-            held.token = *tokens.start();
+            held.token = *bid.tokens.start();
             held.carries = true;
-            self.carry(*tokens.end());
+            self.carry(*bid.tokens.end());
         }
         Report::Held
     }
 
-    fn repair(
-        &mut self,
-        now: Micros,
-        claim: Claim,
-        mode: Mode,
-        ttl: Micros,
-        tokens: &RangeInclusive<u64>,
-    ) -> Report {
+    fn repair(&mut self, now: Micros, bid: &Bid) -> Report {
         if self.keeps_out() && self.mutant != Some(Mutant::RepairsUnmarked) {
             return Report::Other;
         }
-        let in_the_way = |holder: &Holder| {
-            let is_its = holder.claim.owner == claim.owner;
-            claim.is_before(holder.claim) || !is_its && !admits(holder.mode, mode)
-        };
-        if self.data.holders.iter().any(in_the_way) {
+        if self.in_the_way(bid).next().is_some() {
             return Report::Other;
         }
-        self.data
-            .holders
-            .retain(|holder| holder.claim.owner != claim.owner);
-        self.data.holders.push(Holder {
-            claim,
-            mode,
-            token: *tokens.start(),
-            carries: true,
-            expires: now + ttl,
-        });
-        self.carry(*tokens.end());
+        self.hold(now, bid, true);
+        self.carry(*bid.tokens.end());
         Report::Held
     }
 

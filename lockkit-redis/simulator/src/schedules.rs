@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::{
-    master::{Answer, Claim, Master, Micros, Mode, Request},
+    master::{Answer, Bid, Claim, Master, Micros, Mode, Request},
     mutant::Mutant,
     quorum::{Outcome, QuorumCount, QuorumRound, Report, Rules, Step, Vote},
 };
@@ -30,12 +30,12 @@ fn at(time: Micros) -> Duration {
 }
 
 fn vote(owner: u32, first: u64) -> Request {
-    Request::Vote {
+    Request::Vote(Bid {
         claim: Claim { owner, round: 1 },
         mode: Mode::Exclusive,
         ttl: TTL,
         tokens: first..=first,
-    }
+    })
 }
 
 fn voted(answer: Answer) -> Vote {
@@ -79,23 +79,17 @@ fn overlaps(mutant: Option<Mutant>) -> bool {
 
     masters[3].data = crate::master::Data::default();
     masters[3].life += 1;
-    let (claim, mode) = (one, Mode::Exclusive);
-    let repair = Request::Repair {
-        claim,
-        mode,
-        ttl: TTL,
-        tokens: tokens.clone(),
-    };
-    masters[3].answer(began + 1, &repair);
-
-    let renewed = began + 2;
-    let mut count = QuorumCount::of_renewal(rules, at(renewed));
-    let renewal = Request::Renew {
-        claim,
-        mode,
+    let bid = Bid {
+        claim: one,
+        mode: Mode::Exclusive,
         ttl: TTL,
         tokens,
     };
+    masters[3].answer(began + 1, &Request::Repair(bid.clone()));
+
+    let renewed = began + 2;
+    let mut count = QuorumCount::of_renewal(rules, at(renewed));
+    let renewal = Request::Renew(bid);
     for master in [0, 1, 3, 4] {
         let report = reported(masters[master].answer(renewed, &renewal));
         count.reported(master, report);

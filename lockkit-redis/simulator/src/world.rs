@@ -662,8 +662,8 @@ impl World {
         match effect {
             Effect::Send(master, operation, request) => {
                 let process = &mut self.clients[client];
-                if let Request::Vote { claim, .. } = request {
-                    process.claim = Some(claim);
+                if let Request::Vote(bid) = &request {
+                    process.claim = Some(bid.claim);
                 }
                 if !process.client.is_connected(master) {
                     return;

@@ -62,6 +62,15 @@ impl Owner {
         let tokens = self.confirming.as_ref().unwrap_or(&self.tokens).clone();
         (self.value(&tokens), tokens)
     }
+
+    fn bid(&self, tokens: RangeInclusive<u64>) -> Bid {
+        Bid {
+            claim: self.claim,
+            mode: self.mode,
+            ttl: TTL,
+            tokens,
+        }
+    }
 }
 
 struct Both {
@@ -104,12 +113,7 @@ impl Both {
     }
 
     fn vote(&mut self, owner: &Owner) -> (Answer, Answer) {
-        let request = Request::Vote {
-            claim: owner.claim,
-            mode: owner.mode,
-            ttl: TTL,
-            tokens: owner.tokens.clone(),
-        };
+        let request = Request::Vote(owner.bid(owner.tokens.clone()));
         let real = vote_in(&self.ask_real(owner, &owner.tokens, false, |scripts| &scripts.vote));
         let simulated = match self.simulated.answer(0, &request) {
             Answer::Vote(Vote::Taken(_)) => Answer::Vote(Vote::Taken(None)),
@@ -140,12 +144,7 @@ impl Both {
 
     fn renew(&mut self, owner: &Owner) -> (Answer, Answer) {
         let (_, tokens) = owner.known();
-        let request = Request::Renew {
-            claim: owner.claim,
-            mode: owner.mode,
-            ttl: TTL,
-            tokens: tokens.clone(),
-        };
+        let request = Request::Renew(owner.bid(tokens.clone()));
         let real = match self.ask_real(owner, &tokens, false, |scripts| &scripts.renew) {
             Value::Int(1) => Report::Held,
             Value::Int(0) => Report::Free,
@@ -157,12 +156,7 @@ impl Both {
 
     fn repair(&mut self, owner: &Owner) -> (Answer, Answer) {
         let (_, tokens) = owner.known();
-        let request = Request::Repair {
-            claim: owner.claim,
-            mode: owner.mode,
-            ttl: TTL,
-            tokens: tokens.clone(),
-        };
+        let request = Request::Repair(owner.bid(tokens.clone()));
         let real = match vote_in(&self.ask_real(owner, &tokens, true, |scripts| &scripts.vote)) {
             Vote::Granted | Vote::Behind(_) => Report::Held,
             _ => Report::Other,
