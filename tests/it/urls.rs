@@ -12,6 +12,45 @@ fn refused(url: &str) -> Error {
     }
 }
 
+/// Each of these is, and no config shows its password.
+#[cfg(any(feature = "redis", feature = "zk", feature = "mysql"))]
+fn taken(urls: &[&str]) {
+    for url in urls {
+        let config = LockConfig::from_url(url).unwrap_or_else(|error| panic!("{url}: {error}"));
+        assert!(!format!("{config:?}").contains("canary"), "{config:?}");
+    }
+}
+
+/// Each of these is, and what is said names what is wrong and shows no password.
+#[cfg(any(feature = "redis", feature = "zk", feature = "mysql"))]
+fn refused_for(urls: &[(&str, &str)]) {
+    for (url, part) in urls {
+        let text = refused(url).to_string();
+        assert!(text.contains(part), "{url}: {text}");
+        assert!(!text.contains("canary"), "{url}: {text}");
+    }
+}
+
+/// The server does not let it in, and what is said does not show its password, `wrong-one`.
+#[cfg(any(feature = "redis", feature = "zk", feature = "mysql"))]
+async fn wrong_password(url: &str) {
+    let error = lockkit::connect(url).await.unwrap_err();
+    assert!(!error.is_transient(), "{error:?}");
+    assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
+}
+
+/// The lock `orders/42` of the namespace `billing` is held in its database 3, by `me`.
+#[cfg(feature = "redis")]
+fn is_held_at(server: &lockkit_testbed::redis::RedisServer) {
+    let value = server.cli(&[
+        "EVAL",
+        "redis.call('SELECT', 3) return redis.call('GET', 'billing:orders/42')",
+        "0",
+    ]);
+    let value = value.unwrap();
+    assert!(value.starts_with("lockkit:") && value.ends_with(" me"), "{value}");
+}
+
 /// The reason of an `InvalidUrl`.
 fn reason(url: &str) -> String {
     match refused(url) {
@@ -153,16 +192,13 @@ fn schemes_are_read_in_any_case() {
 #[cfg(feature = "redis")]
 #[test]
 fn redis_urls_name_a_server() {
-    for good in [
+    taken(&[
         "redis://127.0.0.1",
         "redis://user:p%40ss@host:7000/3?replicas=1&replicas_timeout=50ms",
         "redis://:canary@[::1]:7000?ttl=5s",
         "redis://a,b:5000,c/1?sentinel=main",
-    ] {
-        let config = LockConfig::from_url(good).unwrap_or_else(|error| panic!("{good}: {error}"));
-        assert!(!format!("{config:?}").contains("canary"), "{config:?}");
-    }
-    for (bad, part) in [
+    ]);
+    refused_for(&[
         ("redis://", "host"),
         ("redis:host", "redis://"),
         ("redis://user:canary@a,b", "sentinel"),
@@ -173,10 +209,7 @@ fn redis_urls_name_a_server() {
         ("redis://user:canary@host?replicas=-1", "`replicas`"),
         ("redis://user:canary@host?replicas_timeout=0s", "replicas_timeout"),
         ("redis://user:canary@host?ca=/ca.pem", "rediss"),
-    ] {
-        let text = refused(bad).to_string();
-        assert!(text.contains(part), "{bad}: {text}");
-    }
+    ]);
 }
 
 #[cfg(feature = "redis")]
@@ -194,32 +227,20 @@ async fn a_redis_url_connects_with_its_options() {
     let guard = lock.acquire().await.unwrap();
     let id = lock.id().to_string();
     assert!(id.contains("/3") && !id.contains("canary"), "{id}");
-    let value = server.cli(&[
-        "EVAL",
-        "redis.call('SELECT', 3) return redis.call('GET', 'billing:orders/42')",
-        "0",
-    ]);
-    let value = value.unwrap();
-    assert!(value.starts_with("lockkit:") && value.ends_with(" me"), "{value}");
+    is_held_at(&server);
     guard.release().await.unwrap();
 
-    let wrong = server.url().replace("canary", "wrong-one");
-    let error = lockkit::connect(&wrong).await.unwrap_err();
-    assert!(!error.is_transient(), "{error:?}");
-    assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
+    wrong_password(&server.url().replace("canary", "wrong-one")).await;
 }
 
 #[cfg(feature = "redis")]
 #[test]
 fn redlock_urls_name_an_odd_number_of_masters() {
-    for good in [
+    taken(&[
         "redlock://a,b,c",
         "redlock://u:canary@a:7000/1,:canary@b,[::1]:7001,d,e?max_ttl=30s&master_timeout=50ms&durable=true",
-    ] {
-        let config = LockConfig::from_url(good).unwrap_or_else(|error| panic!("{good}: {error}"));
-        assert!(!format!("{config:?}").contains("canary"), "{config:?}");
-    }
-    for (bad, part) in [
+    ]);
+    refused_for(&[
         ("redlock://", "host"),
         ("redlock://u:canary@a", "use redis://"),
         ("redlock://u:canary@a,b", "2 masters"),
@@ -231,11 +252,7 @@ fn redlock_urls_name_an_odd_number_of_masters() {
         ("redlock://a,u:canary@b,c?durable=yes", "`true`"),
         ("redlock://a,u:canary@b,c?ca=/ca.pem", "tls"),
         ("redlock://a,u:canary@b,c?sentinel=main", "`sentinel`"),
-    ] {
-        let text = refused(bad).to_string();
-        assert!(text.contains(part), "{bad}: {text}");
-        assert!(!text.contains("canary"), "{text}");
-    }
+    ]);
     let text = refused("redlock://a,b,c?tls=true&ca=/ca.pem&ttl=0s").to_string();
     assert!(text.contains("ttl"), "{text}");
 }
@@ -264,15 +281,7 @@ async fn a_redlock_url_connects_with_its_options() {
     let guard = lock.acquire().await.unwrap();
     let id = lock.id().to_string();
     assert!(id.contains("/3") && !id.contains("canary"), "{id}");
-    for master in &masters {
-        let value = master.cli(&[
-            "EVAL",
-            "redis.call('SELECT', 3) return redis.call('GET', 'billing:orders/42')",
-            "0",
-        ]);
-        let value = value.unwrap();
-        assert!(value.starts_with("lockkit:") && value.ends_with(" me"), "{value}");
-    }
+    masters.iter().for_each(is_held_at);
     guard.release().await.unwrap();
     let long = lockkit::AcquireOptions::new().ttl(std::time::Duration::from_secs(11));
     let error = lock.acquire_with(&long).await.unwrap_err();
@@ -285,26 +294,19 @@ async fn a_redlock_url_connects_with_its_options() {
         error.to_string().contains("`max_ttl`") && error.to_string().contains("10s"),
         "{error}"
     );
-    let error = lockkit::connect(&url.replace("canary", "wrong-one"))
-        .await
-        .unwrap_err();
-    assert!(!error.is_transient(), "{error:?}");
-    assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
+    wrong_password(&url.replace("canary", "wrong-one")).await;
 }
 
 #[cfg(feature = "zk")]
 #[test]
 fn zk_urls_name_an_ensemble() {
-    for good in [
+    taken(&[
         "zk://127.0.0.1",
         "zk://user:p%40ss:canary@zk1:2181,zk2:2181,zk3:2181/services/locks",
         "zk://[::1]:2182?nodes=readwrite&session_timeout=12s&tick_time=1s&parents=persistent",
         "zk://me:canary@h?access=everyone&ttl=1s",
-    ] {
-        let config = LockConfig::from_url(good).unwrap_or_else(|error| panic!("{good}: {error}"));
-        assert!(!format!("{config:?}").contains("canary"), "{config:?}");
-    }
-    for (bad, part) in [
+    ]);
+    refused_for(&[
         ("zk://", "no server"),
         ("zk:host", "no server"),
         ("zk://user@host", "password"),
@@ -318,10 +320,7 @@ fn zk_urls_name_an_ensemble() {
         ("zk://user:canary@host?session_timeout=9s", "session_timeout"),
         ("zk://user:canary@host?tick_time=0s", "tick_time"),
         ("zk://host?access=creator", "access"),
-    ] {
-        let text = refused(bad).to_string();
-        assert!(text.contains(part), "{bad}: {text}");
-    }
+    ]);
 }
 
 #[cfg(feature = "zk")]
@@ -350,26 +349,19 @@ async fn a_zk_url_connects_with_its_options() {
     );
 
     // The directories are their creator's alone.
-    let other = lockkit::connect(&url("wrong-one")).await.unwrap_err();
-    assert!(
-        !other.is_transient() && !format!("{other:?}").contains("wrong-one"),
-        "{other:?}"
-    );
+    wrong_password(&url("wrong-one")).await;
     guard.release().await.unwrap();
 }
 
 #[cfg(feature = "mysql")]
 #[test]
 fn mysql_urls_name_a_database() {
-    for good in [
+    taken(&[
         "mysql://db.example/app",
         "mysql://user:p%40ss@host:3307/app?mode=lease&schema=manual&max_connections=5&token_block=1",
         "mysql://user:canary@[::1]/app?ttl=5s&mode=for_update&socket=/run/mysqld.sock&tls=off",
-    ] {
-        let config = LockConfig::from_url(good).unwrap_or_else(|error| panic!("{good}: {error}"));
-        assert!(!format!("{config:?}").contains("canary"), "{config:?}");
-    }
-    for (bad, part) in [
+    ]);
+    refused_for(&[
         ("mysql://user:canary@host", "/database"),
         ("mysql:host/app", "/database"),
         ("mysql://user:canary@host:x/app", "port"),
@@ -385,11 +377,7 @@ fn mysql_urls_name_a_database() {
         ("mysql://user:canary@host/app?poll=1s", "`poll`"),
         #[cfg(not(feature = "tls"))]
         ("mysql://user:canary@host/app?tls=verify", "cargo feature `tls`"),
-    ] {
-        let text = refused(bad).to_string();
-        assert!(text.contains(part), "{bad}: {text}");
-        assert!(!text.contains("canary"), "{bad}: {text}");
-    }
+    ]);
 }
 
 #[cfg(feature = "mysql")]
@@ -413,10 +401,7 @@ async fn a_mysql_url_connects_with_its_options() {
         assert!(state.holders[0].left.unwrap().as_secs() <= 7, "{mode}");
         guard.release().await.unwrap();
     }
-    let wrong = server.url().replace(MySql::PASSWORD, "wrong-one");
-    let error = lockkit::connect(&wrong).await.unwrap_err();
-    assert!(!error.is_transient(), "{error:?}");
-    assert!(!format!("{error:?}").contains("wrong-one"), "{error:?}");
+    wrong_password(&server.url().replace(MySql::PASSWORD, "wrong-one")).await;
 }
 
 #[cfg(feature = "file")]
