@@ -8,4 +8,5 @@ mod port;
 mod process;
 mod proxy;
 mod redis;
+mod until;
 mod zookeeper;

@@ -4,10 +4,12 @@ use std::{
     path::Path,
     process::{Command, Stdio},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use lockkit_testbed::Process;
+
+use crate::until::until;
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -47,14 +49,6 @@ fn exists(pid: u32) -> bool {
     })
 }
 
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + LIMIT;
-    while !condition() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_millis(2));
-    }
-}
-
 #[test]
 fn paused_it_does_nothing_and_resumed_it_goes_on() {
     let process = counter();
@@ -64,6 +58,7 @@ fn paused_it_does_nothing_and_resumed_it_goes_on() {
         process.pause().unwrap();
     }
     let before = count(&process).unwrap();
+    // Time enough to count up some twenty times.
     thread::sleep(Duration::from_millis(100));
     assert_eq!(count(&process).unwrap(), before);
     assert!(process.is_running().unwrap());

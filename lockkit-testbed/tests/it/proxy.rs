@@ -7,7 +7,7 @@ use std::{
 
 use lockkit_testbed::{Counts, Mode, Proxy, Traffic, eventually};
 
-use crate::echo::Echo;
+use crate::{echo::Echo, until::until};
 
 /// Long enough for anything on loopback to have arrived if it were to arrive.
 const A_WHILE: Duration = Duration::from_millis(150);
@@ -48,15 +48,6 @@ fn expect_nothing(stream: &mut TcpStream) {
 fn expect_reset(stream: &mut TcpStream) {
     let error = stream.read(&mut [0]).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
-}
-
-#[track_caller]
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !condition() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// A server, a proxy before it, and a client that has been served through it.
@@ -391,6 +382,7 @@ fn no_byte_passes_once_a_mode_is_set() {
     for _ in 0..50 {
         proxy.set(Mode::Blackhole);
         let before = proxy.counts();
+        // Time enough for many to pass.
         thread::sleep(Duration::from_millis(2));
         assert_eq!(proxy.counts(), before);
         proxy.set(Mode::Pass);

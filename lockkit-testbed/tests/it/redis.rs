@@ -4,7 +4,7 @@ use std::{
     path::Path,
     sync::{Arc, LazyLock},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use lockkit_testbed::{
@@ -14,17 +14,10 @@ use lockkit_testbed::{
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 
+use crate::until::until;
+
 fn no_redis() -> bool {
     skipped("redis", redis::missing())
-}
-
-#[track_caller]
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while !condition() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_millis(5));
-    }
 }
 
 #[track_caller]

@@ -1,24 +1,12 @@
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
-
 use lockkit_testbed::{
     skipped,
     zookeeper::{self, ZkEnsemble, ZkServer},
 };
 
+use crate::until::until;
+
 fn no_zookeeper() -> bool {
     skipped("zk", zookeeper::missing())
-}
-
-#[track_caller]
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while !condition() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_millis(5));
-    }
 }
 
 #[test]
