@@ -15,6 +15,7 @@ use lockkit::{
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
 };
 use lockkit_benches::Noop;
+use lockkit_testbed::eventually;
 use tokio::runtime::{Builder, Handle, Runtime};
 
 fn current_thread() -> Runtime {
@@ -91,6 +92,7 @@ fn a_hand_off_asks_the_server_for_nothing() {
                 }
             });
         }
+        // They run on this thread: by then all of them are in line.
         tokio::time::sleep(Duration::from_millis(20)).await;
         gate.release().await.unwrap();
         tasks.join_all().await;
@@ -175,11 +177,9 @@ fn nothing_is_spawned_before_the_grant_and_one_task_after_it() {
         for n in 0..100 {
             held.push(client.lock(format!("{n}")).unwrap().acquire().await.unwrap());
         }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        assert_eq!(
-            Handle::current().metrics().num_alive_tasks(),
-            1,
-            "one worker for a hundred holds"
-        );
+        eventually("one worker for a hundred holds", async || {
+            Handle::current().metrics().num_alive_tasks() == 1
+        })
+        .await;
     });
 }
