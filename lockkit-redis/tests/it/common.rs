@@ -29,9 +29,9 @@ pub(crate) const SECOND: Duration = Duration::from_secs(1);
 /// Longer than anything takes on the busiest machine; what is bounded by less says so.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 
-/// A hand-off by push or by a head that polls, with room for a busy machine: below any time after which a waiter asks by
-/// itself where leases are long, of which that of a lock that was passed on and is not taken up is the shortest, with 3 s.
-pub(crate) const AT_ONCE: Duration = Duration::from_millis(2_500);
+/// A hand-off by push or by a head that polls, with room for a busy machine: far below any time after which a waiter asks
+/// by itself, of which that of a lock that was passed on and is not taken up is the shortest, with 3 s.
+pub(crate) const AT_ONCE: Duration = Duration::from_millis(900);
 
 /// From the end of a fault until a client is connected again, at the latest: a ping that is not answered, a dial that
 /// hangs, and the longest pause between two of them, with room for a busy machine.

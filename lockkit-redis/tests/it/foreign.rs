@@ -96,8 +96,7 @@ async fn the_head_of_the_queue_polls_every_50_to_100_ms_while_a_foreign_client_h
     let mut gaps: Vec<_> = polls().windows(2).map(|pair| pair[1] - pair[0]).collect();
     gaps.sort_by(f64::total_cmp);
     assert!(gaps[0] > 0.040, "{gaps:?}");
-    // On a busy machine many are late; those that are not show the pace.
-    assert!(gaps[gaps.len() / 4] < 0.120, "{gaps:?}");
+    assert!(gaps[gaps.len() / 2] < 0.120, "{gaps:?}");
 
     // When the first leaves, the second takes over.
     first.abort();
@@ -221,7 +220,7 @@ async fn a_foreign_value_written_over_ours_is_left_alone_and_our_holders_are_tol
         server.cli(&["SET", KEY, "theirs", "PX", "50000"]).unwrap();
         for guard in &held {
             // At its next renewal.
-            let reason = within(LONG, "told", guard.lost()).await;
+            let reason = within(3 * SECOND, "told", guard.lost()).await;
             assert_eq!(reason, LossReason::Revoked);
         }
         for guard in held {

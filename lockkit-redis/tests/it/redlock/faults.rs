@@ -16,10 +16,9 @@ use crate::common::{
     Alone, LONG, MS, RECOVERED, SECOND, granted, lock, no_server, shown, until, waiter, within,
 };
 
-/// What the masters of these tests have to answer within, and what a busy machine takes on top of that: who waits for
-/// the time-out of the whole operation takes 5 s.
+/// What the masters of these tests have to answer within, and what a busy machine takes on top of that.
 const PATIENCE: Duration = Duration::from_millis(300);
-const MORE: Duration = Duration::from_secs(3);
+const MORE: Duration = Duration::from_millis(700);
 
 #[tokio::test]
 async fn two_dead_masters_cost_nothing_and_three_are_an_error_that_names_them() {
@@ -92,7 +91,7 @@ async fn a_master_that_stands_still_costs_nothing() {
     }
     took.sort_unstable();
     // Before and after its connection counts as broken: it is never waited for.
-    assert!(took[25] < PATIENCE, "{took:?}");
+    assert!(took[25] < PATIENCE / 3, "{took:?}");
     let late = within(LONG, "connected beside it", world.client()).await;
     drop(late);
     world.masters[4].resume().unwrap();
