@@ -654,7 +654,9 @@ impl Claim for RowClaim {
             }
             Err(error) => match fault::number(&error) {
                 Some(code::CLIENT_INTERACTION_TIMEOUT) => Some(LossReason::Expired),
-                Some(code::CONNECTION_KILLED | code::SESSION_KILLED) => Some(LossReason::Revoked),
+                Some(code::CONNECTION_KILLED | code::SESSION_KILLED | code::DEADLOCK) => {
+                    Some(LossReason::Revoked)
+                }
                 _ if fault::ends_the_session(&error) => None,
                 _ => return Err(fault::error("renew", error)),
             },

@@ -1,9 +1,9 @@
 //! What becomes of sessions: how many there are, who waits in them, and what is left behind.
 
-use std::time::Duration;
+use std::{pin::pin, time::Duration};
 
-use futures_util::future::join_all;
-use lockkit_core::{AcquireOptions, Error, LossReason};
+use futures_util::future::{join, join_all};
+use lockkit_core::{AcquireOptions, Error, LockClient, LockGuard, LossReason};
 use lockkit_mysql::Mode;
 use lockkit_testbed::{
     eventually,
@@ -27,7 +27,9 @@ for_each_flavour! {
     a_table_that_is_locked_is_no_answer
     a_wait_that_the_server_ends_goes_on
     a_hold_that_ends_in_a_deadlock_is_lost
-    a_deadlock_while_rows_are_made_is_got_over
+    a_release_that_meets_a_deadlock_says_that_the_hold_was_lost
+    a_renewal_that_meets_a_deadlock_says_that_the_hold_is_lost
+    a_deadlock_while_rows_are_made_get_over
     a_killed_holder_session_is_told_soon
     an_interrupted_wait_goes_on
     too_many_connections_is_an_error_and_never_taken
@@ -134,14 +136,21 @@ async fn sessions_that_were_ended_meanwhile_are_replaced(flavour: Flavour) {
             last = Some(guard.token());
             guard.release().await.unwrap();
         }
+        if mode == Mode::Lease {
+            // A session there is kept for longer than any lease here.
+            continue;
+        }
         // The server itself ends those that are silent for longer than their lease.
         let brief = lock.with_options(AcquireOptions::new().ttl(Duration::from_secs(1)));
-        for _ in 0..2 {
-            brief.acquire().await.unwrap().release().await.unwrap();
-            tokio::time::sleep(Duration::from_millis(1_050)).await;
+        for _ in 0..3 {
+            let guard = brief.try_acquire().await.unwrap().expect("it is free");
+            guard.release().await.unwrap();
+            let kept = *admin.sessions().await.last().unwrap();
+            eventually("the server has ended it", async || {
+                !admin.sessions().await.contains(&kept)
+            })
+            .await;
         }
-        let guard = brief.try_acquire().await.unwrap().expect("it is free");
-        guard.release().await.unwrap();
     }
 }
 
@@ -300,7 +309,12 @@ async fn a_table_that_is_locked_is_no_answer(flavour: Flavour) {
     let error = lock.try_acquire().await.unwrap_err();
     assert!(error.is_transient(), "{error}");
     let waiter = Waiter::of(lock.clone());
-    tokio::time::sleep(Duration::from_secs(3)).await;
+    let mut looking = Admin::of(&server).await;
+    let first = session_at(&mut looking, "SELECT (SELECT token").await;
+    eventually("it was told so, too, and tries again", async || {
+        session_at(&mut looking, "SELECT (SELECT token").await != first
+    })
+    .await;
     assert!(!waiter.is_finished());
     admin.run("UNLOCK TABLES").await;
     waiter.granted().await.0.release().await.unwrap();
@@ -365,39 +379,100 @@ async fn session_at(admin: &mut Admin, statement: &str) -> String {
     found.swap_remove(0).swap_remove(0)
 }
 
-/// 1213 has rolled the transaction back that had the lock, while its session lives on.
-async fn a_hold_that_ends_in_a_deadlock_is_lost(flavour: Flavour) {
-    for releases in [false, true] {
+/// A hold that the server is about to end by 1213, which rolls its transaction back while its session lives on.
+struct Doomed {
+    client: LockClient,
+    admin: Admin,
+    foreign: Admin,
+    server: MySql,
+}
+
+impl Doomed {
+    /// What shows the hold will wait for somebody else's session.
+    async fn hold(flavour: Flavour) -> (Self, LockGuard) {
         let server = private(flavour, &[]);
-        let mut admin = Admin::of(&server).await;
         let client = client(server.addr(), Mode::ForUpdate).await;
         cycle(&client, "a").await;
-        let before = admin.counted("lock_deadlocks").await;
-        let (mut foreign, row) = (heavy(&server).await, row("a"));
-        // What shows a hold cannot be written now.
-        let shown = format!("SELECT 1 FROM lockkit_holder WHERE name={row} FOR UPDATE");
-        foreign.run(&shown).await;
+        let mut foreign = heavy(&server).await;
+        let row = row("a");
+        foreign
+            .run(&format!(
+                "SELECT 1 FROM lockkit_holder WHERE name={row} FOR UPDATE"
+            ))
+            .await;
         let guard = client.lock("a").unwrap().acquire().await.unwrap();
-        session_at(&mut admin, "INSERT INTO lockkit_holder").await;
-        let ended = Instant::now();
-        let gate = format!("SELECT 1 FROM lockkit_gate WHERE name={row} FOR UPDATE");
-        assert_eq!(foreign.run(&gate).await.len(), 1, "it has the lock now");
-        assert_eq!(admin.counted("lock_deadlocks").await, before + 1);
-        if releases {
-            assert!(guard.release().await.unwrap_err().is_lost());
-        } else {
-            let reason = timeout(Duration::from_secs(5), guard.lost()).await.unwrap();
-            let told = ended.elapsed();
-            assert_eq!(reason, LossReason::Revoked);
-            assert!(told < Duration::from_millis(500), "told after {told:?}");
-            assert!(client.lock("a").unwrap().try_acquire().await.unwrap().is_none());
-        }
-        foreign.run("ROLLBACK").await;
-        cycle(&client, "a").await;
+        let mut doomed = Self {
+            client,
+            admin: Admin::of(&server).await,
+            foreign,
+            server,
+        };
+        // Counted from here on.
+        doomed.admin.counted("lock_deadlocks").await;
+        (doomed, guard)
+    }
+
+    /// It waits.
+    async fn waits(&mut self) {
+        session_at(&mut self.admin, "INSERT INTO lockkit_holder").await;
+    }
+
+    /// It is ended, and the lock the other's.
+    async fn end(&mut self) {
+        let before = self.admin.counted("lock_deadlocks").await;
+        let gate = format!("SELECT 1 FROM lockkit_gate WHERE name={} FOR UPDATE", row("a"));
+        assert_eq!(self.foreign.run(&gate).await.len(), 1);
+        assert_eq!(self.admin.counted("lock_deadlocks").await, before + 1);
+        let lock = self.client.lock("a").unwrap();
+        assert!(lock.try_acquire().await.unwrap().is_none());
+    }
+
+    async fn get_over(mut self) {
+        self.foreign.run("ROLLBACK").await;
+        cycle(&self.client, "a").await;
+        drop(self.server);
     }
 }
 
-async fn a_deadlock_while_rows_are_made_is_got_over(flavour: Flavour) {
+async fn a_hold_that_ends_in_a_deadlock_is_lost(flavour: Flavour) {
+    let (mut doomed, guard) = Doomed::hold(flavour).await;
+    doomed.waits().await;
+    let ended = Instant::now();
+    doomed.end().await;
+    let reason = timeout(Duration::from_secs(5), guard.lost()).await.unwrap();
+    let told = ended.elapsed();
+    assert_eq!(reason, LossReason::Revoked);
+    assert!(told < Duration::from_millis(500), "told after {told:?}");
+    doomed.get_over().await;
+}
+
+/// From its first poll on a release is all that the session is used for, so that no renewal can find out before it.
+async fn a_release_that_meets_a_deadlock_says_that_the_hold_was_lost(flavour: Flavour) {
+    let (mut doomed, guard) = Doomed::hold(flavour).await;
+    doomed.waits().await;
+    let mut release = pin!(guard.release());
+    assert!(timeout(Duration::ZERO, release.as_mut()).await.is_err());
+    doomed.end().await;
+    let error = release.await.unwrap_err();
+    assert!(error.is_lost(), "{error}");
+    doomed.get_over().await;
+}
+
+/// The renewal is what shows the hold.
+async fn a_renewal_that_meets_a_deadlock_says_that_the_hold_is_lost(flavour: Flavour) {
+    let (mut doomed, guard) = Doomed::hold(flavour).await;
+    let ends = async {
+        doomed.waits().await;
+        doomed.end().await;
+    };
+    let (renewed, ()) = join(guard.renew(), ends).await;
+    let error = renewed.unwrap_err();
+    assert!(error.is_lost(), "{error}");
+    assert!(guard.release().await.unwrap_err().is_lost());
+    doomed.get_over().await;
+}
+
+async fn a_deadlock_while_rows_are_made_get_over(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let client = client(server.addr(), Mode::ForUpdate).await;
@@ -535,8 +610,10 @@ async fn a_kill_never_hits_a_stranger(flavour: Flavour) {
     }
     waiter.abort();
     drop(guard);
-    drop(holder);
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    // Each ends what it has left behind before it is closed.
+    for client in [client, holder] {
+        client.close(Duration::from_secs(20)).await.unwrap();
+    }
     for stranger in &mut strangers {
         assert_eq!(
             stranger.value("SELECT 1").await,
