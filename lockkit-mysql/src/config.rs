@@ -191,8 +191,8 @@ impl MySqlConfig {
                 Tls::Unverified => MySqlSslMode::Required,
                 Tls::Verify => MySqlSslMode::VerifyIdentity,
             })
-            // Nothing is ever prepared.
-            .statement_cache_capacity(0)
+            // One to lock a row in each mode.
+            .statement_cache_capacity(4)
             .disable_statement_logging();
         if let Some(socket) = &self.socket {
             options = options.socket(socket);

@@ -15,6 +15,8 @@ pub(crate) mod code {
     pub(crate) const TOO_MANY_USER_CONNECTIONS: u16 = 1203;
     pub(crate) const USER_LIMIT_REACHED: u16 = 1226;
     pub(crate) const QUERY_INTERRUPTED: u16 = 1317;
+    pub(crate) const MAX_PREPARED_STMT_COUNT_REACHED: u16 = 1461;
+    pub(crate) const NEED_REPREPARE: u16 = 1615;
     /// MariaDB: the connection was killed.
     pub(crate) const CONNECTION_KILLED: u16 = 1927;
     /// MySQL: a session that had been killed, closed for another reason.

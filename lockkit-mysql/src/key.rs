@@ -1,39 +1,41 @@
 //! The names of rows.
 
-use std::fmt::Write as _;
-
 use lockkit_core::{Kind, LockName};
 use sha2::{Digest, Sha256};
 
 /// The column's width.
 const MAX: usize = 255;
 
-/// The name of a lock's or semaphore's rows: `<namespace>:<name>` or `<namespace>#<name>`, as a literal for SQL.
+/// The name of a lock's or semaphore's rows: `<namespace>:<name>` or `<namespace>#<name>`.
 ///
 /// No namespace has a `:` or `#` in it, so the first one ends it. A name that would be 255 bytes or longer keeps its
 /// beginning, for whoever reads the table, and ends in the SHA-256 of the whole: 255 bytes exactly, which none of the
 /// others has.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Key(String);
+pub(crate) struct Key(Box<[u8]>);
 
 impl Key {
     pub(crate) fn new(namespace: &str, kind: Kind, name: &LockName) -> Self {
         let mark = match kind {
-            Kind::Lock => ':',
-            Kind::Semaphore => '#',
+            Kind::Lock => ":",
+            Kind::Semaphore => "#",
         };
-        let mut bytes = format!("{namespace}{mark}{name}").into_bytes();
+        let mut bytes = [namespace, mark, name.as_str()].concat().into_bytes();
         if bytes.len() >= MAX {
             let digest = hexadecimal(&Sha256::digest(&bytes));
             bytes.truncate(MAX - digest.len());
             bytes.extend(digest.as_bytes());
         }
-        Self(literal(&bytes))
+        Self(bytes.into())
     }
 
-    /// The literal.
-    pub(crate) fn as_sql(&self) -> &str {
+    pub(crate) fn as_bytes(&self) -> &[u8] {
         &self.0
+    }
+
+    /// As a literal for SQL.
+    pub(crate) fn as_sql(&self) -> String {
+        literal(&self.0)
     }
 }
 
@@ -43,12 +45,14 @@ pub(crate) fn literal(bytes: &[u8]) -> String {
 }
 
 pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len() * 2);
-    for byte in bytes {
-        // Writing to a string does not fail.
-        let _ = write!(text, "{byte:02x}");
-    }
-    text
+    const DIGITS: [char; 16] = [
+        '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'a', 'b', 'c', 'd', 'e', 'f',
+    ];
+    let digit = |value: u8| DIGITS[usize::from(value)];
+    bytes
+        .iter()
+        .flat_map(|byte| [digit(byte >> 4), digit(byte & 15)])
+        .collect()
 }
 
 #[cfg(test)]
@@ -66,10 +70,7 @@ mod tests {
         let long = "x".repeat(LockName::MAX_BYTES - 1);
         let hash = key("ns", Kind::Lock, &format!("{long}1"));
         // A name that looks as the hash of another does.
-        let bytes = (0..hash.0.len() - 3)
-            .step_by(2)
-            .map(|at| u8::from_str_radix(&hash.0[at + 2..at + 4], 16).unwrap());
-        let spelled = String::from_utf8(bytes.collect()).unwrap();
+        let spelled = String::from_utf8(hash.0.into()).unwrap();
         let lookalike = spelled.strip_prefix("ns:").unwrap().to_owned();
         assert_eq!(spelled.len(), 255);
         let names = [
@@ -94,7 +95,7 @@ mod tests {
         for name in &names {
             for (namespace, kind) in [("", Kind::Lock), ("ns", Kind::Lock), ("ns", Kind::Semaphore)] {
                 let key = key(namespace, kind, name);
-                assert!(key.0.len() <= 2 * MAX + 3, "{key:?}");
+                assert!(key.0.len() <= MAX, "{key:?}");
                 assert!(keys.insert(key), "{namespace} {kind:?} {name}");
             }
         }
@@ -102,7 +103,7 @@ mod tests {
 
     #[test]
     fn a_short_name_is_the_row_that_others_lock() {
-        assert_eq!(key("lockkit", Kind::Lock, "a").as_sql(), literal(b"lockkit:a"));
-        assert_eq!(key("", Kind::Lock, "é").as_sql(), literal(":é".as_bytes()));
+        assert_eq!(key("lockkit", Kind::Lock, "a").as_bytes(), b"lockkit:a");
+        assert_eq!(key("", Kind::Lock, "é").as_sql(), "x'3ac3a9'");
     }
 }

@@ -439,7 +439,7 @@ impl Shared {
              WHERE name={sql} AND token<>0 AND expires>{NOW}; \
              SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY)={} OR {}",
             literal(queue.as_bytes()),
-            sleeping(sql)
+            sleeping(&sql)
         );
         let during = |error| fault::error("inspect", error);
         let reply = self.sessions.control.ask("inspect", look).await?;

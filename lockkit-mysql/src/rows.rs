@@ -134,17 +134,22 @@ impl RowClaim {
         let looks = !self.shared.fence.knows(self.sql.key());
         let seconds = self.seconds;
         let Some(session) = &mut self.session else { return };
-        let mut request = String::with_capacity(640);
-        if session.seconds != seconds {
-            request = format!("SET SESSION wait_timeout={seconds}; ");
-        }
-        if looks {
-            request.push_str(&self.sql.exists());
-            request.push_str("; ");
-        }
-        request.push_str(&self.sql.lock_or_skip());
+        let lock = self.sql.lock_or_skip();
         self.sent = Instant::now();
-        session.wire.send(request).await;
+        if session.prepares && session.seconds == seconds && !looks {
+            session.wire.execute(lock, self.sql.key().as_bytes()).await;
+        } else {
+            let mut request = String::new();
+            if session.seconds != seconds {
+                request = format!("SET SESSION wait_timeout={seconds}; ");
+            }
+            if looks {
+                request.push_str(&self.sql.exists());
+                request.push_str("; ");
+            }
+            request.push_str(&self.sql.named(lock));
+            session.wire.send(request).await;
+        }
         self.stage = Stage::Trying { looks };
     }
 
@@ -160,7 +165,15 @@ impl RowClaim {
                 self.shared.sessions.forget();
                 return self.start_over();
             }
-            Err(error) => return self.failed(error),
+            Err(error) => match fault::number(&error) {
+                // There may be no more of them for all clients together. As text it always works.
+                Some(code::MAX_PREPARED_STMT_COUNT_REACHED | code::NEED_REPREPARE) if session.prepares => {
+                    session.prepares = false;
+                    self.try_to_lock().await;
+                    return Ok(Step::Again);
+                }
+                _ => return self.failed(error),
+            },
         };
         session.is_proven = true;
         let is_set = std::mem::replace(&mut session.seconds, seconds) != seconds;

@@ -32,6 +32,8 @@ pub(crate) struct Session {
     pub(crate) term: Term,
     /// How long the server bears its silence.
     pub(crate) seconds: u32,
+    /// Whether the server prepares statements for it.
+    pub(crate) prepares: bool,
     /// Whether the server has answered since this was taken from those that are kept.
     pub(crate) is_proven: bool,
     used: Instant,
@@ -183,6 +185,7 @@ impl Sessions {
             id,
             term,
             seconds,
+            prepares: true,
             is_proven: true,
             used: Instant::now(),
             _slot: slot,

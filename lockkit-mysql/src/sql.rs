@@ -20,6 +20,24 @@ pub(crate) struct Sql {
     flavour: Flavour,
 }
 
+/// Locks a row, and reads the counter: `NULL` if there is none. `?` is the name.
+///
+/// The counter is read after the row is locked, by a consistent read that is this statement's only one and that
+/// needs the locked row's name, in disguise lest the optimizer see that it is known beforehand. Two statements
+/// would say the same at the cost of half a round trip.
+macro_rules! lock {
+    ($columns:literal, $table:literal, $how:literal) => {
+        concat!(
+            "SELECT (SELECT token FROM lockkit_fence WHERE name=CONCAT(r.name)) token",
+            $columns,
+            " FROM ",
+            $table,
+            " r WHERE r.name=? ",
+            $how
+        )
+    };
+}
+
 /// When the counter starts: at the clock, so that a row that was deleted does not start over below its tokens.
 pub(crate) const CLOCK: &str = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS UNSIGNED)";
 
@@ -45,39 +63,28 @@ impl Sql {
         }
     }
 
-    /// Locks the row if nobody has it, and reads the counter: `NULL` if there is none.
-    ///
-    /// The counter is read after the row is locked, by a consistent read that is this statement's only one and that
-    /// needs the locked row's name, in disguise lest the optimizer see that it is known beforehand. Two statements
-    /// would say the same at the cost of half a round trip.
-    pub(crate) fn lock_or_skip(&self) -> String {
-        self.lock(match (self.mode, self.flavour) {
-            (Mode::Shared, Flavour::MariaDb) => "LOCK IN SHARE MODE SKIP LOCKED",
-            (Mode::Shared, Flavour::MySql) => "FOR SHARE SKIP LOCKED",
-            (Mode::Exclusive | Mode::Permits(_), _) => "FOR UPDATE SKIP LOCKED",
-        })
+    /// Locks the row if nobody has it, and reads the counter. To be prepared, or [named](Self::named).
+    pub(crate) fn lock_or_skip(&self) -> &'static str {
+        match (self.mode, self.flavour) {
+            (Mode::Exclusive, _) => lock!("", "lockkit_gate", "FOR UPDATE SKIP LOCKED"),
+            (Mode::Shared, Flavour::MariaDb) => lock!("", "lockkit_gate", "LOCK IN SHARE MODE SKIP LOCKED"),
+            (Mode::Shared, Flavour::MySql) => lock!("", "lockkit_gate", "FOR SHARE SKIP LOCKED"),
+            (Mode::Permits(_), _) => lock!(", r.size", "lockkit_permit", "LIMIT 1 FOR UPDATE SKIP LOCKED"),
+        }
+    }
+
+    /// The statement with the name in its place.
+    pub(crate) fn named(&self, statement: &str) -> String {
+        statement.replacen('?', &self.key.as_sql(), 1)
     }
 
     /// The same, waiting at the server; for a permit, waiting a moment before the next look.
     pub(crate) fn wait(&self) -> String {
         match self.mode {
-            Mode::Exclusive => self.lock("FOR UPDATE"),
-            Mode::Shared => self.lock("LOCK IN SHARE MODE"),
+            Mode::Exclusive => self.named(lock!("", "lockkit_gate", "FOR UPDATE")),
+            Mode::Shared => self.named(lock!("", "lockkit_gate", "LOCK IN SHARE MODE")),
             // The name is there for `waiters`.
             Mode::Permits(_) => format!("SELECT SLEEP({PERMIT_PAUSE}), {}", self.key.as_sql()),
-        }
-    }
-
-    fn lock(&self, how: &str) -> String {
-        let key = self.key.as_sql();
-        let counter = "(SELECT token FROM lockkit_fence WHERE name=CONCAT(r.name))";
-        match self.mode {
-            Mode::Exclusive | Mode::Shared => {
-                format!("SELECT {counter} FROM lockkit_gate r WHERE r.name={key} {how}")
-            }
-            Mode::Permits(_) => {
-                format!("SELECT {counter}, r.size FROM lockkit_permit r WHERE r.name={key} LIMIT 1 {how}")
-            }
         }
     }
 
@@ -214,9 +221,15 @@ mod tests {
                 [options.connect().await.unwrap(), options.connect().await.unwrap()];
             run(&mut other, &crate::ddl(crate::Mode::ForUpdate)).await;
             for mode in [Mode::Exclusive, Mode::Shared] {
-                // As a session has it; and a snapshot from before, by which the test sees that it would notice.
-                for (isolation, expected) in [("READ COMMITTED", 2), ("REPEATABLE READ", 1)] {
-                    let name = LockName::new(format!("{mode:?} {isolation}")).unwrap();
+                // As a session has it, as text and prepared; and a snapshot from before, by which the test sees that it
+                // would notice.
+                for (isolation, prepares, expected) in [
+                    ("READ COMMITTED", false, 2),
+                    ("READ COMMITTED", true, 2),
+                    ("REPEATABLE READ", false, 1),
+                    ("REPEATABLE READ", true, 1),
+                ] {
+                    let name = LockName::new(format!("{mode:?} {isolation} {prepares}")).unwrap();
                     let sql = Sql::new(Key::new("lockkit", Kind::Lock, &name), mode, flavour);
                     let key = sql.key.as_sql();
                     run(
@@ -239,10 +252,17 @@ mod tests {
                     )
                     .await;
                     let wait = sql.wait();
+                    // What is prepared skips rows; this one is the same but for that.
+                    let prepared = sql.lock_or_skip().replace(" SKIP LOCKED", "");
+                    let name = sql.key.as_bytes().to_owned();
                     let waiter = tokio::spawn(async move {
-                        run(&mut waiting, &wait).await[0]
-                            .try_get_unchecked::<u64, _>(0)
-                            .unwrap()
+                        let rows = if prepares {
+                            let query = sqlx::query(AssertSqlSafe(prepared)).bind(name);
+                            query.fetch_all(&mut waiting).await.unwrap()
+                        } else {
+                            run(&mut waiting, &wait).await
+                        };
+                        rows[0].try_get_unchecked::<u64, _>(0).unwrap()
                     });
                     let look = "SELECT 1 FROM information_schema.PROCESSLIST WHERE INFO LIKE 'SELECT (SELECT token%'";
                     eventually("it waits", async || !run(&mut other, look).await.is_empty()).await;
@@ -252,7 +272,11 @@ mod tests {
                     )
                     .await;
                     run(&mut holder, "ROLLBACK").await;
-                    assert_eq!(waiter.await.unwrap(), expected, "{kept:?} {mode:?} {isolation}");
+                    assert_eq!(
+                        waiter.await.unwrap(),
+                        expected,
+                        "{kept:?} {mode:?} {isolation} {prepares}"
+                    );
                 }
             }
         }

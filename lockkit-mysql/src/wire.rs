@@ -8,7 +8,7 @@ use std::{fmt, future::Future, pin::Pin, task::Poll};
 
 use futures_util::TryStreamExt;
 use sqlx::{
-    AssertSqlSafe, ConnectOptions, Connection, Decode, Either, Executor, MySql, Row,
+    AssertSqlSafe, ConnectOptions, Connection, Decode, Either, Execute, Executor, MySql, Row,
     mysql::{MySqlConnectOptions, MySqlConnection, MySqlRow},
 };
 
@@ -52,13 +52,23 @@ impl Wire {
     /// Sends `sql`, one or more statements in one request, as soon as it is waited for. Whatever was answered before
     /// is forgotten; what is still running is waited for first.
     pub(crate) async fn send(&mut self, sql: String) {
+        // Names are in it as hexadecimal literals, and nothing else comes from outside.
+        self.start(sqlx::raw_sql(AssertSqlSafe(sql))).await;
+    }
+
+    /// The same for a statement with one parameter, which the server prepares when it comes for the first time.
+    pub(crate) async fn execute(&mut self, sql: &'static str, parameter: &[u8]) {
+        self.start(sqlx::query(sql).bind(parameter)).await;
+    }
+
+    async fn start(&mut self, query: impl Execute<'static, MySql> + 'static) {
         self.settle().await;
         let connection = match std::mem::replace(&mut self.0, State::Closed) {
             State::Idle(connection) => connection,
             State::Answered(connection, answer) if goes_on(&answer) => connection,
             _ => return,
         };
-        self.0 = State::Running(Box::pin(exchange(connection, sql)));
+        self.0 = State::Running(Box::pin(exchange(connection, query)));
     }
 
     /// Waits for the answer and leaves it here.
@@ -147,14 +157,19 @@ impl fmt::Debug for Wire {
     }
 }
 
-async fn exchange(mut connection: MySqlConnection, sql: String) -> (MySqlConnection, sqlx::Result<Reply>) {
-    let answer = read(&mut connection, sql).await;
+async fn exchange(
+    mut connection: MySqlConnection,
+    query: impl Execute<'static, MySql> + 'static,
+) -> (MySqlConnection, sqlx::Result<Reply>) {
+    let answer = read(&mut connection, query).await;
     (connection, answer)
 }
 
-async fn read(connection: &mut MySqlConnection, sql: String) -> sqlx::Result<Reply> {
-    // Names are in it as hexadecimal literals, and nothing else comes from outside.
-    let mut parts = connection.fetch_many(sqlx::raw_sql(AssertSqlSafe(sql)));
+async fn read(
+    connection: &mut MySqlConnection,
+    query: impl Execute<'static, MySql> + 'static,
+) -> sqlx::Result<Reply> {
+    let mut parts = connection.fetch_many(query);
     let mut outcomes = Vec::with_capacity(2);
     let mut outcome = Outcome::default();
     while let Some(part) = parts.try_next().await? {
@@ -197,7 +212,7 @@ impl Reply {
     }
 }
 
-/// A column of a row, in whatever type the server has chosen for it: in the text protocol all are text.
+/// A column of a row, in whatever type the server has chosen for it.
 pub(crate) fn column<'r, T: Decode<'r, MySql>>(row: &'r MySqlRow, index: usize) -> sqlx::Result<T> {
     row.try_get_unchecked(index)
 }

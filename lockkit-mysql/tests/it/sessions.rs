@@ -21,6 +21,7 @@ for_each_flavour! {
     a_waiter_that_gives_up_is_not_queued_and_delays_nobody
     sessions_that_were_ended_meanwhile_are_replaced
     a_kept_session_is_used_again_and_for_any_lease
+    without_prepared_statements_all_goes_on
     fifty_racers_for_a_new_name
     a_foreign_session_and_a_lock_exclude_each_other
     a_row_that_was_deleted_is_made_again
@@ -187,6 +188,23 @@ async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
     let next = other.lock("a").unwrap().acquire().await.unwrap();
     assert!(began.elapsed() > Duration::from_millis(900) && began.elapsed() < Duration::from_secs(2));
     assert!(!guard.is_held() && next.token() > guard.token());
+}
+
+/// The limit is one of the whole server, and others may have used it up.
+async fn without_prepared_statements_all_goes_on(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let prepared = "SHOW GLOBAL STATUS LIKE 'Prepared_stmt_count'";
+    for (most, expected) in [(0, "0"), (100, "1")] {
+        admin
+            .run(&format!("SET GLOBAL max_prepared_stmt_count={most}"))
+            .await;
+        let client = connect(config(server.addr())).await.unwrap();
+        for _ in 0..3 {
+            cycle(&client, "a").await;
+        }
+        assert_eq!(admin.run(prepared).await[0][1], expected);
+    }
 }
 
 async fn fifty_racers_for_a_new_name(flavour: Flavour) {
