@@ -14,6 +14,7 @@ pub(crate) mod code {
     pub(crate) const DEADLOCK: u16 = 1213;
     pub(crate) const TOO_MANY_USER_CONNECTIONS: u16 = 1203;
     pub(crate) const USER_LIMIT_REACHED: u16 = 1226;
+    pub(crate) const NO_SUCH_SAVEPOINT: u16 = 1305;
     pub(crate) const QUERY_INTERRUPTED: u16 = 1317;
     pub(crate) const MAX_PREPARED_STMT_COUNT_REACHED: u16 = 1461;
     pub(crate) const NEED_REPREPARE: u16 = 1615;

@@ -17,7 +17,7 @@ use crate::{
     fault::{self, code},
     require_runtime,
     session::Session,
-    sql::Sql,
+    sql::{self, Sql},
     wire::column,
 };
 
@@ -60,8 +60,8 @@ enum Stage {
     Locked { latest: u64 },
     /// It has the row, and these tokens.
     Holding { first: u64, last: u64 },
-    /// It is being rolled back; with a look before that, whether it was there.
-    RollingBack { held: bool, looks: bool, since: Instant },
+    /// It is being rolled back.
+    RollingBack { held: bool, since: Instant },
     /// It is to be ended by force.
     Ending { id: u64, term: Term, held: bool },
 }
@@ -580,35 +580,34 @@ impl RowClaim {
             Stage::RollingBack { .. } | Stage::Ending { .. } => {}
             stage => {
                 let held = matches!(stage, Stage::Holding { .. });
-                // The transaction may have ended, and the session not.
-                let looks = held && self.is_shown;
                 let since = Instant::now();
                 if let Some(session) = &mut self.session {
-                    let request = if looks {
-                        format!("{}; ROLLBACK", self.sql.is_shown(session.id))
+                    // The transaction may have ended, and the session not.
+                    let request = if held && self.is_shown {
+                        sql::LET_GO
                     } else {
-                        "ROLLBACK".to_owned()
+                        "ROLLBACK"
                     };
-                    session.wire.send(request).await;
+                    session.wire.send(request.to_owned()).await;
                 }
-                self.stage = Stage::RollingBack { held, looks, since };
+                self.stage = Stage::RollingBack { held, since };
             }
         }
-        if let Stage::RollingBack { held, looks, .. } = self.stage {
+        let mut was_gone = false;
+        if let Stage::RollingBack { held, .. } = self.stage {
             let Some(session) = &mut self.session else {
                 self.stage = Stage::Out;
                 return Ok(());
             };
             match session.wire.answer().await {
-                Ok(reply) => {
-                    let was_gone = looks && reply.rows(0).is_empty();
+                Ok(_) => {
                     self.give_back().await;
-                    if was_gone {
-                        return Err(self.lost(LossReason::Revoked));
-                    }
                     return Ok(());
                 }
-                Err(_) => self.end(held),
+                Err(error) => {
+                    was_gone = fault::number(&error) == Some(code::NO_SUCH_SAVEPOINT);
+                    self.end(held);
+                }
             }
         }
         let Stage::Ending { id, term, held } = &self.stage else {
@@ -617,6 +616,9 @@ impl RowClaim {
         let held = *held;
         let killed = self.shared.sessions.control.kill("release", *id, term).await?;
         self.stage = Stage::Out;
+        if was_gone {
+            return Err(self.lost(LossReason::Revoked));
+        }
         if held && killed != Killed::Now {
             return Err(self.lost(LossReason::Disconnected));
         }
@@ -652,24 +654,21 @@ impl Claim for RowClaim {
         // end a deadlock, or something in between may have gone on with another session.
         let was_shown = std::mem::replace(&mut self.is_shown, true);
         let request = if was_shown {
-            self.sql.is_shown(session.id)
+            sql::STILL_HOLDS.to_owned()
         } else {
             self.sql.show(session.id, first, self.seconds, &self.request)
         };
         let sent = Instant::now();
         let reason = match session.wire.ask(request).await {
-            Ok(reply) => {
-                if !was_shown || !reply.last().is_empty() {
-                    self.sent = sent;
-                    return Ok(Renewal::Held(self.lease()));
-                }
-                Some(LossReason::Revoked)
+            Ok(_) => {
+                self.sent = sent;
+                return Ok(Renewal::Held(self.lease()));
             }
             Err(error) => match fault::number(&error) {
                 Some(code::CLIENT_INTERACTION_TIMEOUT) => Some(LossReason::Expired),
-                Some(code::CONNECTION_KILLED | code::SESSION_KILLED | code::DEADLOCK) => {
-                    Some(LossReason::Revoked)
-                }
+                Some(
+                    code::CONNECTION_KILLED | code::SESSION_KILLED | code::DEADLOCK | code::NO_SUCH_SAVEPOINT,
+                ) => Some(LossReason::Revoked),
                 _ if fault::ends_the_session(&error) => None,
                 _ => return Err(fault::error("renew", error)),
             },

@@ -38,6 +38,12 @@ macro_rules! lock {
     };
 }
 
+/// Fails if the transaction that was shown is gone, whatever has ended it, and changes nothing if it is not.
+pub(crate) const STILL_HOLDS: &str = "ROLLBACK TO SAVEPOINT held";
+
+/// Ends a transaction that was shown. Fails if it is gone.
+pub(crate) const LET_GO: &str = "RELEASE SAVEPOINT held; ROLLBACK";
+
 /// When the counter starts: at the clock, so that a row that was deleted does not start over below its tokens.
 pub(crate) const CLOCK: &str = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS UNSIGNED)";
 
@@ -147,7 +153,7 @@ impl Sql {
         format!("SELECT token FROM lockkit_fence WHERE name={}", self.key.as_sql())
     }
 
-    /// Shows a hold to those who look, within its transaction.
+    /// Shows a hold to those who look, within its transaction, and marks that.
     pub(crate) fn show(&self, connection: u64, token: u64, seconds: u32, request: &ClaimRequest) -> String {
         let key = self.key.as_sql();
         let label = request
@@ -156,14 +162,8 @@ impl Sql {
             .map_or_else(|| "NULL".to_owned(), |label| literal(label.as_bytes()));
         format!(
             "INSERT INTO lockkit_holder (name, connection, token, seconds, label) \
-             VALUES ({key}, {connection}, {token}, {seconds}, {label})"
+             VALUES ({key}, {connection}, {token}, {seconds}, {label}); SAVEPOINT held"
         )
-    }
-
-    /// Whether the hold is still shown. Nobody else sees what shows it, and it is gone with the transaction.
-    pub(crate) fn is_shown(&self, connection: u64) -> String {
-        let key = self.key.as_sql();
-        format!("SELECT 1 FROM lockkit_holder WHERE name={key} AND connection={connection}")
     }
 }
 
