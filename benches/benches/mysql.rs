@@ -10,14 +10,13 @@ use std::{
 
 use criterion::{Criterion, criterion_group};
 use futures_util::future::join_all;
-use lockkit::{
-    Lock, LockClient,
-    mysql::sqlx::{
-        self, AssertSqlSafe, ConnectOptions,
-        mysql::{MySqlConnectOptions, MySqlConnection, MySqlSslMode},
-    },
+use lockkit::{Lock, LockClient, spi::Mode};
+use lockkit_benches::{
+    duel,
+    peers::{ForUpdate, GetLock},
+    time_cycles,
 };
-use lockkit_benches::{duel, time_cycles};
+use lockkit_conformance::measure::{Client, Contender};
 use lockkit_testbed::mysql::{Flavour, MySql};
 use tokio::{
     runtime::{Builder, Runtime},
@@ -42,48 +41,31 @@ async fn client(server: &MySql, parameters: &str) -> LockClient {
 }
 
 /// A connection that locks a row by hand.
-struct Raw(MySqlConnection);
+type Row = <ForUpdate as Client>::Contender;
+/// A connection that takes a named lock by hand.
+type Named = <GetLock as Client>::Contender;
 
-impl Raw {
-    async fn connect(server: &MySql, name: &str) -> Self {
-        let options: MySqlConnectOptions = server.url().parse().expect("a URL");
-        let options = options
-            .ssl_mode(MySqlSslMode::Disabled)
-            .disable_statement_logging();
-        let mut raw = Self(options.connect().await.expect("connected"));
-        raw.say(format!(
-            "CREATE TABLE IF NOT EXISTS floor (name VARBINARY(255) PRIMARY KEY) ENGINE=InnoDB; \
-             INSERT IGNORE INTO floor VALUES ('{name}'); SET SESSION autocommit=0"
-        ))
-        .await;
-        raw
-    }
+async fn row(server: &MySql, name: &str) -> Row {
+    let by_hand = ForUpdate { url: server.url() };
+    by_hand.contender(name, Mode::Exclusive).await.expect("connected")
+}
 
-    async fn say(&mut self, sql: String) {
-        sqlx::raw_sql(AssertSqlSafe(sql))
-            .fetch_all(&mut self.0)
-            .await
-            .expect("said");
-    }
+async fn named(server: &MySql, name: &str) -> Named {
+    let by_hand = GetLock { url: server.url() };
+    by_hand.contender(name, Mode::Exclusive).await.expect("connected")
+}
 
-    async fn lock(&mut self, name: &str) {
-        self.say(format!("SELECT 0 FROM floor WHERE name='{name}' FOR UPDATE"))
-            .await;
-    }
+async fn take(by_hand: &mut impl Contender<Held = ()>) {
+    by_hand.acquire().await.expect("locked");
+}
 
-    async fn unlock(&mut self) {
-        self.say("ROLLBACK".to_owned()).await;
-    }
+async fn give_back(by_hand: &mut impl Contender<Held = ()>) {
+    by_hand.release(()).await.expect("unlocked");
+}
 
-    async fn cycle(&mut self, name: &str) {
-        self.lock(name).await;
-        self.unlock().await;
-    }
-
-    async fn named_cycle(&mut self, name: &str) {
-        self.say(format!("SELECT GET_LOCK('{name}', 10)")).await;
-        self.say(format!("DO RELEASE_LOCK('{name}')")).await;
-    }
+async fn cycle_by_hand(by_hand: &mut impl Contender<Held = ()>) {
+    take(by_hand).await;
+    give_back(by_hand).await;
 }
 
 async fn cycle(lock: &Lock) {
@@ -94,11 +76,11 @@ async fn cycle(lock: &Lock) {
 /// One task, uncontended.
 fn uncontended(c: &mut Criterion) {
     let (runtime, server) = (runtime(), server());
-    let (lock, raw, named) = runtime.block_on(async {
+    let (lock, row, named) = runtime.block_on(async {
         (
             client(&server, "").await.lock("one").expect("a name"),
-            Mutex::new(Raw::connect(&server, "one").await),
-            Mutex::new(Raw::connect(&server, "one").await),
+            Mutex::new(row(&server, "one").await),
+            Mutex::new(named(&server, "one").await),
         )
     });
     let mut group = c.benchmark_group("mysql, uncontended");
@@ -107,13 +89,15 @@ fn uncontended(c: &mut Criterion) {
         &mut group,
         ("lockkit", |n| time_cycles(&runtime, n, || cycle(&lock))),
         ("FOR UPDATE by hand", |n| {
-            time_cycles(&runtime, n, || async { raw.lock().await.cycle("one").await })
+            time_cycles(&runtime, n, || async {
+                cycle_by_hand(&mut *row.lock().await).await
+            })
         }),
     );
     group.bench_function("GET_LOCK by hand", |bencher| {
         bencher.iter_custom(|n| {
             time_cycles(&runtime, n, || async {
-                named.lock().await.named_cycle("one").await;
+                cycle_by_hand(&mut *named.lock().await).await;
             })
         });
     });
@@ -123,15 +107,15 @@ fn uncontended(c: &mut Criterion) {
 /// Sixteen who want one thing, as tasks of one client and as clients: a cycle by each of them.
 fn contended(c: &mut Criterion) {
     let (runtime, server) = (runtime(), server());
-    let (one, many, raw) = runtime.block_on(async {
+    let (one, many, rows) = runtime.block_on(async {
         let one = client(&server, "").await.lock("sixteen").expect("a name");
         let mut many = Vec::new();
-        let mut raw = Vec::new();
+        let mut rows = Vec::new();
         for _ in 0..16 {
             many.push(client(&server, "").await.lock("sixteen").expect("a name"));
-            raw.push(Mutex::new(Raw::connect(&server, "sixteen").await));
+            rows.push(Mutex::new(row(&server, "sixteen").await));
         }
-        (vec![one; 16], many, raw)
+        (vec![one; 16], many, rows)
     });
     let all = |locks: &[Lock], n: u64| {
         let cycles = locks.iter().map(|lock| async move {
@@ -144,9 +128,9 @@ fn contended(c: &mut Criterion) {
         began.elapsed()
     };
     let by_hand = |n: u64| {
-        let cycles = raw.iter().map(|raw| async move {
+        let cycles = rows.iter().map(|row| async move {
             for _ in 0..n {
-                raw.lock().await.cycle("sixteen").await;
+                cycle_by_hand(&mut *row.lock().await).await;
             }
         });
         let began = Instant::now();
@@ -234,18 +218,15 @@ async fn one_task(server: &MySql) {
         .await
         .lock("median")
         .expect("a name");
-    let (mut raw, mut by_name) = (
-        Raw::connect(server, "median").await,
-        Raw::connect(server, "median").await,
-    );
+    let (mut row, mut named) = (row(server, "median").await, named(server, "median").await);
     let mut times: [Times; 5] = Default::default();
     for round in 0..5_500 {
         if round == 500 {
             times = Default::default();
         }
-        timed(&mut times[0], raw.cycle("median")).await;
+        timed(&mut times[0], cycle_by_hand(&mut row)).await;
         timed(&mut times[1], cycle(&lock)).await;
-        timed(&mut times[2], by_name.named_cycle("median")).await;
+        timed(&mut times[2], cycle_by_hand(&mut named)).await;
         if round % 5 == 0 {
             timed(&mut times[3], cycle(&each)).await;
             timed(&mut times[4], cycle(&lease)).await;
@@ -266,11 +247,11 @@ async fn one_task(server: &MySql) {
 
 async fn sixteen_names(server: &MySql) {
     let client = client(server, "").await;
-    let mut raw = Vec::new();
+    let mut rows = Vec::new();
     let mut locks = Vec::new();
     for index in 0..16 {
         let name = format!("of sixteen {index}");
-        raw.push((Raw::connect(server, &name).await, name.clone()));
+        rows.push(row(server, &name).await);
         locks.push(client.lock(name).expect("a name"));
     }
     let mut times: [Times; 2] = Default::default();
@@ -279,7 +260,7 @@ async fn sixteen_names(server: &MySql) {
             times = Default::default();
         }
         timed(&mut times[0], async {
-            join_all(raw.iter_mut().map(|(raw, name)| raw.cycle(name))).await;
+            join_all(rows.iter_mut().map(cycle_by_hand)).await;
         })
         .await;
         timed(&mut times[1], async {
@@ -298,7 +279,7 @@ async fn sixteen_names(server: &MySql) {
 async fn hand_off(server: &Arc<MySql>) {
     let mut times: [Times; 4] = Default::default();
     let name = "hand-off";
-    let (mut a, mut b) = (Raw::connect(server, name).await, Raw::connect(server, name).await);
+    let (mut a, mut b) = (row(server, name).await, row(server, name).await);
     let mut pairs = Vec::new();
     for parameters in ["", "?mode=lease"] {
         let (a, b) = (client(server, parameters).await, client(server, parameters).await);
@@ -309,16 +290,16 @@ async fn hand_off(server: &Arc<MySql>) {
         if round == 30 {
             times = Default::default();
         }
-        a.lock(name).await;
+        take(&mut a).await;
         let waiter = tokio::spawn(async move {
-            b.lock(name).await;
+            take(&mut b).await;
             let granted = Instant::now();
-            b.unlock().await;
+            give_back(&mut b).await;
             (b, granted)
         });
         pause().await;
         let released = Instant::now();
-        a.unlock().await;
+        give_back(&mut a).await;
         let (back, granted) = waiter.await.expect("granted");
         b = back;
         times[0].0.push(granted - released);
@@ -370,31 +351,18 @@ async fn sixteen_clients(server: &Arc<MySql>) {
     const TURNS: u32 = 6;
     const TURN: Duration = Duration::from_millis(500);
     let name = "of sixteen clients";
-    let mut raw = Vec::new();
+    let (mut rows, mut names) = (Vec::new(), Vec::new());
     let (mut plain, mut lease) = (Vec::new(), Vec::new());
     for _ in 0..CLIENTS {
-        raw.push(Mutex::new(Raw::connect(server, name).await));
+        rows.push(Mutex::new(row(server, name).await));
+        names.push(Mutex::new(named(server, name).await));
         plain.push(client(server, "").await.lock(name).expect("a name"));
         lease.push(client(server, "?mode=lease").await.lock(name).expect("a name"));
     }
     let mut runs: [Vec<Vec<Duration>>; 4] = std::array::from_fn(|_| vec![Vec::new(); CLIENTS]);
     for _ in 0..TURNS {
-        turn(TURN, &raw, &mut runs[0], async |raw| {
-            let mut raw = raw.lock().await;
-            raw.lock(name).await;
-            let granted = Instant::now();
-            raw.unlock().await;
-            granted
-        })
-        .await;
-        turn(TURN, &raw, &mut runs[1], async |raw| {
-            let mut raw = raw.lock().await;
-            raw.say(format!("SELECT GET_LOCK('{name}', 100)")).await;
-            let granted = Instant::now();
-            raw.say(format!("DO RELEASE_LOCK('{name}')")).await;
-            granted
-        })
-        .await;
+        turn(TURN, &rows, &mut runs[0], granted_by_hand).await;
+        turn(TURN, &names, &mut runs[1], granted_by_hand).await;
         for (locks, run) in [&plain, &lease].into_iter().zip(2..) {
             turn(TURN, locks, &mut runs[run], async |lock| {
                 let guard = lock.acquire().await.expect("granted");
@@ -430,6 +398,15 @@ async fn sixteen_clients(server: &Arc<MySql>) {
     }
 }
 
+/// A cycle, and when it was granted.
+async fn granted_by_hand(by_hand: &Mutex<impl Contender<Held = ()>>) -> Instant {
+    let mut by_hand = by_hand.lock().await;
+    take(&mut *by_hand).await;
+    let granted = Instant::now();
+    give_back(&mut *by_hand).await;
+    granted
+}
+
 /// For as long as `lasts`, each contender does its cycle, which says when it was granted; how long each of them waited.
 async fn turn<T>(
     lasts: Duration,
@@ -452,28 +429,28 @@ async fn two_hundred_waiters(server: &Arc<MySql>) {
     const WAITERS: usize = 200;
     let client = client(server, "").await;
     let lock = client.lock("crowd").expect("a name");
-    let mut raw = Vec::new();
+    let mut rows = Vec::new();
     for _ in 0..WAITERS {
-        raw.push(Raw::connect(server, "crowd").await);
+        rows.push(row(server, "crowd").await);
     }
-    let mut gate = Raw::connect(server, "crowd").await;
+    let mut gate = row(server, "crowd").await;
     let mut times: [Times; 2] = Default::default();
     for _ in 0..5 {
-        gate.lock("crowd").await;
-        let waiters: Vec<_> = std::mem::take(&mut raw)
+        take(&mut gate).await;
+        let waiters: Vec<_> = std::mem::take(&mut rows)
             .into_iter()
-            .map(|mut raw| {
+            .map(|mut row| {
                 tokio::spawn(async move {
-                    raw.cycle("crowd").await;
-                    raw
+                    cycle_by_hand(&mut row).await;
+                    row
                 })
             })
             .collect();
         tokio::time::sleep(Duration::from_millis(100)).await;
         timed(&mut times[0], async {
-            gate.unlock().await;
+            give_back(&mut gate).await;
             for waiter in waiters {
-                raw.push(waiter.await.expect("granted"));
+                rows.push(waiter.await.expect("granted"));
             }
         })
         .await;
