@@ -90,7 +90,7 @@ fn uncontended(c: &mut Criterion) {
         ("lockkit", |n| time_cycles(&runtime, n, || cycle(&lock))),
         ("FOR UPDATE by hand", |n| {
             time_cycles(&runtime, n, || async {
-                cycle_by_hand(&mut *row.lock().await).await
+                cycle_by_hand(&mut *row.lock().await).await;
             })
         }),
     );
@@ -218,7 +218,7 @@ async fn one_task(server: &MySql) {
         .await
         .lock("median")
         .expect("a name");
-    let (mut row, mut named) = (row(server, "median").await, named(server, "median").await);
+    let (mut row, mut get_lock) = (row(server, "median").await, named(server, "median").await);
     let mut times: [Times; 5] = Default::default();
     for round in 0..5_500 {
         if round == 500 {
@@ -226,7 +226,7 @@ async fn one_task(server: &MySql) {
         }
         timed(&mut times[0], cycle_by_hand(&mut row)).await;
         timed(&mut times[1], cycle(&lock)).await;
-        timed(&mut times[2], cycle_by_hand(&mut named)).await;
+        timed(&mut times[2], cycle_by_hand(&mut get_lock)).await;
         if round % 5 == 0 {
             timed(&mut times[3], cycle(&each)).await;
             timed(&mut times[4], cycle(&lease)).await;
