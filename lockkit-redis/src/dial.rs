@@ -1,20 +1,25 @@
 //! From an address to a connection that is ready for use.
 
-use std::{sync::Arc, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
+use futures_util::future::select_ok;
 use lockkit_core::{Error, Result};
 use redis::{
     AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo, RedisError,
     RedisResult, Value,
     aio::MultiplexedConnection,
-    io::tcp::{TcpSettings, socket2::TcpKeepalive},
+    io::tcp::{
+        TcpSettings,
+        socket2::{SockRef, TcpKeepalive},
+    },
 };
+use tokio::net::{TcpStream, lookup_host};
 
 use crate::{
     config::{Address, RedisConfig, shown},
     error::{NAME, failed, unexpected},
     layout,
-    redlock::Guard,
+    redlock::{Driven, Drivers, Guard},
     script,
 };
 
@@ -34,6 +39,8 @@ pub(crate) struct Dialled {
     pub(crate) native: Option<Native>,
     /// It is one of several masters.
     pub(crate) votes: bool,
+    /// What runs the connection, if it is not a task of its own.
+    _driven: Option<Driven>,
 }
 
 /// A server's own command to delete a string that has a certain value.
@@ -80,6 +87,8 @@ pub(crate) struct Dialler {
     sentinel: Option<String>,
     /// If it is one of several.
     guard: Option<(Arc<Guard>, usize)>,
+    /// What is to run the connections.
+    drivers: Option<Drivers>,
     #[cfg(feature = "tls")]
     ca: Option<Vec<u8>>,
 }
@@ -105,14 +114,16 @@ impl Dialler {
             address,
             sentinel: config.sentinel.clone(),
             guard: None,
+            drivers: None,
             #[cfg(feature = "tls")]
             ca,
         })
     }
 
     /// One of several masters, by its number among them.
-    pub(crate) fn guarded(mut self, guard: &Arc<Guard>, master: usize) -> Self {
+    pub(crate) fn guarded(mut self, guard: &Arc<Guard>, master: usize, drivers: &Drivers) -> Self {
         self.guard = Some((guard.clone(), master));
+        self.drivers = Some(drivers.clone());
         self
     }
 
@@ -138,7 +149,7 @@ impl Dialler {
             None => self.address.hosts[0].clone(),
             Some(master) => self.ask_sentinels(master).await?,
         };
-        let mut connection = self.open(&host, port, self.address.db, true, on_push).await?;
+        let (mut connection, driven) = self.open(&host, port, self.address.db, true, on_push).await?;
         let connecting = |error| failed("connect", error);
         let info: String = redis::cmd("INFO")
             .query_async(&mut connection)
@@ -205,6 +216,7 @@ impl Dialler {
             id,
             native,
             votes: self.guard.is_some(),
+            _driven: driven,
         })
     }
 
@@ -223,7 +235,7 @@ impl Dialler {
         db: i64,
         as_user: bool,
         on_push: &OnPush,
-    ) -> Result<MultiplexedConnection> {
+    ) -> Result<(MultiplexedConnection, Option<Driven>)> {
         let address = if self.address.tls {
             ConnectionAddr::TcpTls {
                 host: host.to_owned(),
@@ -253,6 +265,26 @@ impl Dialler {
         let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(keepalive);
         #[cfg(target_os = "linux")]
         let tcp = tcp.set_user_timeout(Duration::from_secs(5));
+        let on_push = on_push.clone();
+        // How long to wait for an answer is for the driver to say; a silent connection is the link's to find.
+        let config = AsyncConnectionConfig::new()
+            .set_response_timeout(None)
+            .set_connection_timeout(None)
+            .set_pipeline_buffer_size(1024)
+            .set_push_sender(move |push: PushInfo| -> Result<(), redis::aio::SendError> {
+                on_push(push);
+                Ok(())
+            });
+        // A connection that the library encrypts has a task of its own.
+        if let Some(drivers) = self.drivers.as_ref().filter(|_| !self.address.tls) {
+            let stream = stream_to(host, port, &tcp)
+                .await
+                .map_err(|error| connecting(error.into()))?;
+            let (connection, driver) = MultiplexedConnection::new_with_config(&settings, stream, config)
+                .await
+                .map_err(greeted)?;
+            return Ok((connection, Some(drivers.run(driver))));
+        }
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
         #[cfg(feature = "tls")]
         let client = match &self.ca {
@@ -267,21 +299,12 @@ impl Dialler {
         };
         #[cfg(not(feature = "tls"))]
         let client = redis::Client::open(info);
-        let on_push = on_push.clone();
-        // How long to wait for an answer is for the driver to say; a silent connection is the link's to find.
-        let config = AsyncConnectionConfig::new()
-            .set_response_timeout(None)
-            .set_connection_timeout(None)
-            .set_pipeline_buffer_size(1024)
-            .set_push_sender(move |push: PushInfo| -> Result<(), redis::aio::SendError> {
-                on_push(push);
-                Ok(())
-            });
-        client
+        let connection = client
             .map_err(connecting)?
             .get_multiplexed_async_connection_with_config(&config)
             .await
-            .map_err(greeted)
+            .map_err(greeted)?;
+        Ok((connection, None))
     }
 
     /// The master's address, from the first sentinel that knows it.
@@ -290,7 +313,7 @@ impl Dialler {
         let mut last = None;
         for (host, port) in &self.address.hosts {
             let asking = async {
-                let mut connection = match self.open(host, *port, 0, true, &nothing).await {
+                let (mut connection, _driven) = match self.open(host, *port, 0, true, &nothing).await {
                     // Sentinels have users of their own, or, more often, none.
                     Err(err) if !err.is_transient() => self
                         .open(host, *port, 0, false, &nothing)
@@ -320,6 +343,26 @@ impl Dialler {
         }
         Err(last.unwrap_or_else(|| Error::transient(NAME, "connect", "there is no sentinel to ask")))
     }
+}
+
+/// To whichever of the host's addresses answers first.
+async fn stream_to(host: &str, port: u16, settings: &TcpSettings) -> io::Result<TcpStream> {
+    let connecting: Vec<_> = lookup_host((host, port))
+        .await?
+        .map(|address| Box::pin(TcpStream::connect(address)))
+        .collect();
+    if connecting.is_empty() {
+        return Err(io::Error::new(io::ErrorKind::NotFound, "the host has no address"));
+    }
+    let (stream, _) = select_ok(connecting).await?;
+    stream.set_nodelay(settings.nodelay())?;
+    let socket = SockRef::from(&stream);
+    if let Some(keepalive) = settings.keepalive() {
+        socket.set_tcp_keepalive(keepalive)?;
+    }
+    #[cfg(target_os = "linux")]
+    socket.set_tcp_user_timeout(settings.user_timeout())?;
+    Ok(stream)
 }
 
 /// Tokens are to go on above the server's clock.

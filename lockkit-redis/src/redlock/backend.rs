@@ -19,6 +19,7 @@ use crate::{
     redlock::{
         NAME, RedlockConfig,
         claim::{RedlockClaim, tally},
+        drivers::Drivers,
         guard::{self, Guard},
         masters::{Answer, Failures, Kind as Asked, Master, Masters, Requests, require_runtime},
         quorum::{Outcome, QuorumCount, Rules},
@@ -115,9 +116,10 @@ impl RedlockBackend {
 
 /// Connects to the masters, all at once. Those that cannot be reached are tried again in the background.
 async fn open(each: &[RedisConfig], rules: Rules, guard: &Arc<Guard>, inbox: &Inbox) -> Result<Vec<Master>> {
+    let drivers = Drivers::start();
     let mut keepers = Vec::new();
     for (n, config) in each.iter().enumerate() {
-        let dialler = Dialler::new(config)?.guarded(guard, n);
+        let dialler = Dialler::new(config)?.guarded(guard, n, &drivers);
         keepers.push(Keeper::new(dialler, Some(inbox.clone())));
     }
     let dialled = dial_all(&mut keepers, rules, guard).await;
