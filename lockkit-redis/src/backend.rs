@@ -124,6 +124,7 @@ impl RedisBackend {
             // With the process in it: after a fork, both sides draw the same numbers.
             client: format!("{:x}-{:016x}", std::process::id(), fastrand::u64(..)).into(),
             places: Arc::default(),
+            master: None,
         };
         let link = Link::open(dialler.clone(), Some(inbox.clone())).await?;
         let replicas = match config.replicas {

@@ -66,6 +66,20 @@ enum State {
 pub(crate) struct Inbox {
     pub(crate) client: Arc<str>,
     pub(crate) places: Arc<Places>,
+    /// If it is that of one of several masters: which, and how many are a majority.
+    pub(crate) master: Option<(usize, usize)>,
+}
+
+impl Inbox {
+    /// What a claim that is gone was passed, if it was.
+    fn push(&self, message: &[u8]) -> Option<Stray> {
+        if let Some((master, majority)) = self.master {
+            self.places.hint(master, majority, message);
+            return None;
+        }
+        let (owner, lock) = self.places.push(message)?;
+        Some((owner, lock.to_vec()))
+    }
 }
 
 /// One connection.
@@ -429,9 +443,8 @@ impl Keeper {
         Arc::new(move |push: PushInfo| match (&push.kind, &*push.data) {
             (PushKind::Disconnection, _) => signals.break_off(number),
             (PushKind::Message, [_, Value::BulkString(message)]) => {
-                let stray = inbox.as_ref().and_then(|inbox| inbox.places.push(message));
-                if let Some((owner, lock)) = stray {
-                    let _ = give_back.send((owner, lock.to_vec()));
+                if let Some(stray) = inbox.as_ref().and_then(|inbox| inbox.push(message)) {
+                    let _ = give_back.send(stray);
                 }
             }
             _ => {}

@@ -25,6 +25,8 @@ pub(crate) struct Place {
     changed: Notify,
     woken: AtomicBool,
     ask_at: Mutex<Option<Instant>>,
+    /// Which of several masters have told it since it asked last, while it waits.
+    told_by: Mutex<Option<Vec<usize>>>,
 }
 
 impl Places {
@@ -62,6 +64,22 @@ impl Places {
             None => {}
         }
         None
+    }
+
+    /// A push from one of several masters: `<owner> <what> <lock>`. `1`: the lock is free there, and kept for the owner;
+    /// it is asked for when a majority, which is so many, has said so. `0`: its hold was ended there.
+    pub(crate) fn hint(&self, master: usize, majority: usize, message: &[u8]) {
+        let mut parts = message.splitn(3, |b| *b == b' ');
+        let owner = parts.next().and_then(|owner| std::str::from_utf8(owner).ok());
+        let owner = owner.and_then(|owner| u128::from_str_radix(owner, 16).ok());
+        let Some(place) = owner.and_then(|owner| self.map().get(&owner).cloned()) else {
+            return;
+        };
+        match parts.next() {
+            Some(b"0") => place.wake(),
+            Some(b"1") => place.told(master, majority),
+            _ => {}
+        }
     }
 
     /// After a new connection: any push may have been missed.
@@ -102,6 +120,34 @@ impl Place {
     /// It does not wait any more.
     pub(crate) fn settled(&self) {
         *self.ask_at() = None;
+        *self.told_by() = None;
+    }
+
+    /// It waits from now on to be told by a majority of several masters.
+    pub(crate) fn listen(&self) {
+        *self.told_by() = Some(Vec::new());
+    }
+
+    /// The lock is free at this master. Whoever asked at once might come to the others before the release does; and those
+    /// who are told by none but a minority are not to wait for more.
+    fn told(&self, master: usize, majority: usize) {
+        const SOON: Duration = Duration::from_millis(1);
+        let mut told_by = self.told_by();
+        let Some(masters) = &mut *told_by else { return };
+        if !masters.contains(&master) {
+            masters.push(master);
+        }
+        let enough = masters.len() >= majority;
+        drop(told_by);
+        if enough {
+            self.wake();
+        } else {
+            self.ask_in(SOON);
+        }
+    }
+
+    fn told_by(&self) -> MutexGuard<'_, Option<Vec<usize>>> {
+        self.told_by.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Resolves when it has been woken, or is to ask.
@@ -144,5 +190,39 @@ mod tests {
         place.ask_in(Duration::from_secs(25));
         place.notified().await;
         assert_eq!(asked.elapsed().as_secs(), 28, "what was heard before is over");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn whoever_is_told_by_a_majority_asks_at_once_and_by_fewer_a_moment_later() {
+        let places = Places::default();
+        let owner = OwnerId::new(7);
+        let place = places.add(owner);
+        let free = format!("{owner} 1 n");
+        let tell = |master| places.hint(master, 3, free.as_bytes());
+        let asked = Instant::now();
+        let is_woken = || place.woken.load(Ordering::Relaxed);
+        tell(0);
+        assert!(place.ask_at().is_none(), "it does not wait");
+        place.begin();
+        place.listen();
+        for master in [0, 1, 1, 0] {
+            tell(master);
+            assert!(!is_woken(), "by two masters");
+        }
+        tell(4);
+        place.notified().await;
+        assert_eq!(asked.elapsed(), Duration::ZERO);
+
+        place.begin();
+        place.listen();
+        tell(0);
+        place.notified().await;
+        assert_eq!(asked.elapsed().as_millis(), 1);
+
+        place.settled();
+        (0..5).for_each(tell);
+        assert!(!is_woken() && place.ask_at().is_none(), "it holds");
+        places.hint(0, 3, format!("{owner} 0 n").as_bytes());
+        assert!(is_woken(), "its hold was ended");
     }
 }

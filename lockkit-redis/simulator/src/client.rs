@@ -384,13 +384,13 @@ impl Client {
             }
             Step::Won(tokens) => self.won(now, tokens, out),
             Step::Lost(defeat) => {
-                let (mode, rounds_left) = (*mode, *rounds_left);
+                let (mode, rounds_left, may_hold) = (*mode, *rounds_left, round.may_hold());
                 self.highest = self.highest.max(round.highest());
                 out.push(Effect::Lost(defeat));
                 if defeat == Defeat::Outrun && rounds_left > 1 {
                     return self.propose(now, mode, rounds_left - 1, out);
                 }
-                self.release_everywhere(self.claim, out);
+                self.release_at(may_hold, self.claim, out);
                 self.idle(now, self.patience_after(defeat), out);
             }
         }
@@ -611,8 +611,12 @@ impl Client {
         self.next_owner += 1;
     }
 
-    fn release_everywhere(&mut self, claim: Claim, out: &mut Out) {
-        for master in 0..self.rules.masters {
+    fn release_everywhere(&self, claim: Claim, out: &mut Out) {
+        self.release_at(0..self.rules.masters, claim, out);
+    }
+
+    fn release_at(&self, masters: impl IntoIterator<Item = usize>, claim: Claim, out: &mut Out) {
+        for master in masters {
             out.push(Effect::Send(master, 0, Request::Release { claim }));
         }
     }

@@ -23,6 +23,6 @@ elseif is_shared() then
 end
 if not ended then return 0 end
 local owner, client = string.match(ended, '^lockkit:(%S+) %S+ %S+ (%S+)')
-call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 1 ' .. LOCK)
+call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 0 ' .. LOCK)
 if not value then tell_next() end
 return 1

@@ -79,6 +79,7 @@ impl RedlockBackend {
         let inbox = Inbox {
             client: format!("{:x}-{:016x}", std::process::id(), fastrand::u64(..)).into(),
             places: Arc::default(),
+            master: None,
         };
         let masters = open(&each, rules, &guard, &inbox).await?;
         let masters = Arc::new(Masters::new(
@@ -120,7 +121,11 @@ async fn open(each: &[RedisConfig], rules: Rules, guard: &Arc<Guard>, inbox: &In
     let mut keepers = Vec::new();
     for (n, config) in each.iter().enumerate() {
         let dialler = Dialler::new(config)?.guarded(guard, n, &drivers);
-        keepers.push(Keeper::new(dialler, Some(inbox.clone())));
+        let inbox = Inbox {
+            master: Some((n, rules.quorum)),
+            ..inbox.clone()
+        };
+        keepers.push(Keeper::new(dialler, Some(inbox)));
     }
     let dialled = dial_all(&mut keepers, rules, guard).await;
     let mut failures = Failures::default();

@@ -50,6 +50,8 @@ pub(crate) struct RedlockClaim {
 struct Lost {
     defeat: Defeat,
     failures: Failures,
+    /// Who may have granted it all the same.
+    may_hold: Vec<usize>,
     /// Nobody is known to have a majority.
     is_divided: bool,
     is_foreign: bool,
@@ -174,7 +176,7 @@ impl RedlockClaim {
                 Step::Wait => {}
                 Step::Confirm(tokens, _) if *tokens.end() > LAST_TOKEN => {
                     drop(requests);
-                    self.yield_all().await;
+                    self.yield_at(round.may_hold()).await;
                     let reason = format!(
                         "a counter of this lock's fencing tokens stands at {}, which nobody can have reached: set it right",
                         tokens.start() - 1
@@ -212,6 +214,7 @@ impl RedlockClaim {
                 }
                 return Ok(Err(Lost {
                     defeat,
+                    may_hold: round.may_hold(),
                     is_divided: seen.is_divided(masters.rules.quorum),
                     is_foreign: seen.is_foreign,
                     failures: seen.failures,
@@ -229,10 +232,12 @@ impl RedlockClaim {
         Ok(Ok(Grant { tokens, lease }))
     }
 
-    /// Gives back what a round took that was lost, without waiting for it: requests are dealt with in their order.
-    async fn yield_all(&self) {
+    /// Gives back what a round that was lost may have taken, without waiting for it: requests are dealt with in their order.
+    async fn yield_at(&self, masters: impl IntoIterator<Item = usize>) {
         let mut requests = Requests::new(&self.masters, "release");
-        requests.ask_all(Kind::Report, |_| self.withdrawal("yield"));
+        for master in masters {
+            requests.ask(master, Kind::Report, |_| self.withdrawal("yield"));
+        }
         requests.hand_over().await;
     }
 
@@ -364,18 +369,23 @@ impl Claim for RedlockClaim {
             (false, true) => "again",
         };
         if !patience.is_zero() {
-            self.place().begin();
+            let place = self.place();
+            place.begin();
+            place.listen();
             self.listed = true;
         }
+        // Every round asks anew for what those before it may have taken.
+        let mut may_hold = Vec::new();
         for _ in 0..ROUNDS {
             let lost = match self.round(waits).await? {
                 Ok(grant) => return Ok(Some(grant)),
                 Err(lost) => lost,
             };
+            may_hold = lost.may_hold;
             if lost.defeat == Defeat::Outrun {
                 continue;
             }
-            self.yield_all().await;
+            self.yield_at(may_hold).await;
             return match lost.defeat {
                 Defeat::Taken(left) => {
                     if !patience.is_zero() {
@@ -391,7 +401,7 @@ impl Claim for RedlockClaim {
                 _ => Err(self.masters.undecided("acquire", &lost.failures)),
             };
         }
-        self.yield_all().await;
+        self.yield_at(may_hold).await;
         let reason = format!("{ROUNDS} times in a row, others were ahead with their tokens");
         Err(Error::transient(NAME, "acquire", reason))
     }

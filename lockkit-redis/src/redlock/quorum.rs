@@ -84,7 +84,7 @@ pub(crate) enum Step {
     Confirm(RangeInclusive<u64>, Vec<usize>),
     /// It is held, with these tokens, from when the round began.
     Won(RangeInclusive<u64>),
-    /// It is not. Every master is to release it, those that did not answer, too.
+    /// It is not. Every master that [may hold](QuorumRound::may_hold) it is to release it.
     Lost(Defeat),
 }
 
@@ -155,6 +155,15 @@ impl QuorumRound {
             _ => 0,
         });
         seen.fold(*self.tokens.end(), u64::max)
+    }
+
+    /// The masters that may have it by now: those that did not answer, too, but not those where somebody else has it.
+    pub(crate) fn may_hold(&self) -> Vec<usize> {
+        let may_hold = |(master, seat): (usize, &Seat)| {
+            let is_taken = matches!(seat, Seat::Voted(Vote::Taken(_)));
+            (!is_taken).then_some(master)
+        };
+        self.seats.iter().enumerate().filter_map(may_hold).collect()
     }
 
     /// A master voted.
@@ -501,6 +510,87 @@ mod tests {
     }
 
     #[test]
+    fn a_second_vote_of_a_master_does_not_count() {
+        let mut round = begin(5);
+        let step = votes(&mut round, &[Vote::Granted, taken(5), Vote::Granted]);
+        assert_eq!(step, Step::Wait);
+        for again in [Vote::Granted, Vote::Behind(40)] {
+            assert_eq!(
+                round.voted(START, 1, again),
+                Step::Wait,
+                "it said that it is taken"
+            );
+        }
+        for again in [taken(5), Vote::Silent, Vote::Abstains, Vote::Behind(40)] {
+            assert_eq!(round.voted(START, 0, again), Step::Wait, "it granted");
+        }
+        assert_eq!(round.may_hold(), [0, 2, 3, 4]);
+        assert_eq!(round.voted(START, 3, Vote::Granted), Step::Won(10..=12));
+    }
+
+    #[test]
+    fn a_second_vote_of_a_master_that_confirms_is_not_asked_about_again() {
+        let mut round = begin(3);
+        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
+        assert_eq!(
+            round.voted(START, 0, Vote::Granted),
+            Step::Wait,
+            "it is being asked"
+        );
+        assert_eq!(round.confirmed(START, 0, Confirmation::Raised), Step::Wait);
+        assert_eq!(round.voted(START, 0, Vote::Behind(70)), Step::Wait, "it raised");
+        assert_eq!(
+            round.confirmed(START, 1, Confirmation::Raised),
+            Step::Won(41..=43)
+        );
+    }
+
+    #[test]
+    fn a_second_confirmation_of_a_master_does_not_count() {
+        let mut round = begin(5);
+        votes(&mut round, &[Vote::Granted, Vote::Behind(40), Vote::Granted]);
+        assert_eq!(round.confirmed(START, 0, Confirmation::Raised), Step::Wait);
+        assert_eq!(round.confirmed(START, 1, Confirmation::Refused(50)), Step::Wait);
+        assert_eq!(round.confirmed(START, 2, Confirmation::Raised), Step::Wait);
+        for again in [Confirmation::Refused(50), Confirmation::Silent] {
+            assert_eq!(round.confirmed(START, 0, again), Step::Wait, "it raised");
+        }
+        assert_eq!(
+            round.confirmed(START, 1, Confirmation::Raised),
+            Step::Wait,
+            "it refused"
+        );
+        assert_eq!(
+            round.confirmed(START, 3, Confirmation::Raised),
+            Step::Wait,
+            "it has not voted, let alone been asked"
+        );
+        assert_eq!(
+            round.voted(START, 4, Vote::Granted),
+            Step::Confirm(41..=43, vec![4])
+        );
+        assert_eq!(
+            round.confirmed(START, 4, Confirmation::Raised),
+            Step::Won(41..=43)
+        );
+    }
+
+    #[test]
+    fn who_lost_gives_it_back_where_it_may_have_it() {
+        let mut round = begin(5);
+        let step = votes(
+            &mut round,
+            &[taken(5), Vote::Abstains, taken(5), Vote::Silent, taken(5)],
+        );
+        assert!(matches!(step, Step::Lost(Defeat::Taken(_))));
+        // A master that abstains by now may have granted it in a round before.
+        assert_eq!(round.may_hold(), [1, 3]);
+        let mut round = begin(5);
+        assert!(matches!(votes(&mut round, &[taken(5); 3]), Step::Lost(_)));
+        assert_eq!(round.may_hold(), [3, 4], "they did not answer");
+    }
+
+    #[test]
     fn tokens_that_others_passed_are_proposed_anew_above_theirs() {
         let mut round = begin(3);
         votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
@@ -693,6 +783,16 @@ mod tests {
         assert_eq!(count.reported(2, Report::Held), Outcome::Wait);
         assert_eq!(count.reported(2, Report::Held), Outcome::Wait, "said twice");
         assert_eq!(count.reported(3, Report::Held), Outcome::Held { repair: vec![0] });
+    }
+
+    #[test]
+    fn a_second_report_of_a_master_does_not_count() {
+        let mut count = QuorumCount::of_release(Rules::of(3, PATIENCE), START);
+        assert_eq!(count.reported(0, Report::Free), Outcome::Wait);
+        assert_eq!(count.reported(0, Report::Held), Outcome::Wait);
+        assert_eq!(count.reported(1, Report::Held), Outcome::Wait);
+        assert_eq!(count.reported(1, Report::Free), Outcome::Wait);
+        assert_eq!(count.reported(2, Report::Held), Outcome::Held { repair: vec![0] });
     }
 
     #[test]
