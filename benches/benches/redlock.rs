@@ -1,77 +1,111 @@
-//! Redlock, beside the raw commands and beside `rslock` on the same masters, all taking turns.
+//! Redlock on 1, 3, 5 and 7 masters, beside the raw commands and beside `rslock` on the same masters, in turns.
 //!
-//! Tables of medians: what a stopped master or a contended lock costs cannot be told from a mean.
+//! `cargo bench -p lockkit-benches --bench redlock [-- TEXT]`: a TEXT picks one of `uncontended`, `own-names`, `hand-off`,
+//! `clients` and `stopped`. What five masters cost beside the other backends is in the bench `matrix`.
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
-    },
-    time::{Duration, Instant},
+    fmt,
+    net::SocketAddr,
+    sync::{Arc, OnceLock},
+    time::Duration,
 };
 
-use futures_util::future::join_all;
-use lockkit::{Lock, LockClient};
+use async_trait::async_trait;
+use futures_util::future::{join_all, try_join_all};
+use lockkit::{BoxError, LockClient, spi::Mode};
+use lockkit_benches::{
+    peers::{Rslock, SetNx, SetNxClient, SetNxKey},
+    results::table,
+};
+use lockkit_conformance::{
+    Harness,
+    measure::{Client, Contender, Contestant, Effort, Locks, Role, Scenario, Subject, contest},
+};
 use lockkit_testbed::redis::{RedisServer, missing};
-use redis::aio::MultiplexedConnection;
-use rslock::LockManager;
-use tokio::runtime::{Builder, Runtime};
 
-const TTL: Duration = Duration::from_secs(30);
-const ROUNDS: usize = 15;
-const DELETE_IF_MINE: &str =
-    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end";
+const EFFORT: Effort = Effort {
+    rounds: 15,
+    ..Effort::FULL
+};
 
-/// Whoever takes a lock and gives it back.
-#[derive(Clone)]
-enum Contender {
-    Lockkit(Lock),
-    Rslock(LockManager, String),
-    /// The commands to all masters at once, and all of their answers: no token, no renewal, no notice of loss.
-    Raw(Vec<MultiplexedConnection>, String, Arc<str>),
-}
+/// The commands to all masters at once, and all of their answers: no token, no renewal, no notice of loss.
+struct Raw(Vec<SetNx>);
 
-impl Contender {
-    async fn cycle(&mut self) {
-        match self {
-            Self::Lockkit(lock) => {
-                let guard = lock.acquire().await.expect("granted");
-                // On a busy machine, masters may be late; the release goes on in the background.
-                if let Err(error) = guard.release().await {
-                    assert!(error.is_transient() || error.is_lost(), "{error}");
-                }
-            }
-            Self::Rslock(manager, name) => {
-                // It gives up after three tries, unless it is told otherwise.
-                let lock = loop {
-                    if let Ok(lock) = manager.lock(name.as_bytes(), TTL).await {
-                        break lock;
-                    }
-                };
-                manager.unlock(&lock).await;
-            }
-            Self::Raw(masters, name, digest) => {
-                let mine = "0123456789abcdef0123456789abcdef";
-                let mut set = redis::cmd("SET");
-                set.arg(&*name).arg(mine).arg("NX").arg("PX").arg(30_000);
-                to_all(masters, &set).await;
-                let mut delete = redis::cmd("EVALSHA");
-                delete.arg(&**digest).arg(1).arg(&*name).arg(mine);
-                to_all(masters, &delete).await;
-            }
-        }
+struct RawClient(Vec<SetNxClient>);
+
+struct RawKeys(Vec<SetNxKey>);
+
+impl Subject for Raw {
+    type Client = RawClient;
+
+    async fn client(&self) -> Result<RawClient, BoxError> {
+        Ok(RawClient(
+            try_join_all(self.0.iter().map(|server| server.client())).await?,
+        ))
+    }
+
+    async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        self.0[0].declines(scenario).await
     }
 }
 
-async fn to_all(masters: &mut [MultiplexedConnection], command: &redis::Cmd) {
-    let replies = join_all(
-        masters
-            .iter_mut()
-            .map(|master| master.send_packed_command(command)),
-    )
-    .await;
-    for reply in replies {
-        assert_ne!(reply.expect("an answer"), redis::Value::Nil);
+impl Client for RawClient {
+    type Contender = RawKeys;
+
+    async fn contender(&self, name: &str, mode: Mode) -> Result<RawKeys, BoxError> {
+        let keys = self.0.iter().map(|client| client.contender(name, mode));
+        Ok(RawKeys(try_join_all(keys).await?))
+    }
+}
+
+impl Contender for RawKeys {
+    type Held = ();
+
+    async fn acquire(&mut self) -> Result<(), BoxError> {
+        let all = join_all(self.0.iter_mut().map(|key| key.acquire())).await;
+        all.into_iter().collect()
+    }
+
+    async fn release(&mut self, (): ()) -> Result<(), BoxError> {
+        let all = join_all(self.0.iter_mut().map(|key| key.release(()))).await;
+        all.into_iter().collect()
+    }
+}
+
+/// lockkit on these masters.
+struct At(String);
+
+impl fmt::Debug for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+#[async_trait]
+impl Harness for At {
+    async fn client(&self) -> lockkit::Result<LockClient> {
+        lockkit::connect(&self.0).await
+    }
+}
+
+/// The same, but the last master stands still once the client is connected.
+struct OneStopped<S> {
+    subject: S,
+    masters: Arc<Vec<RedisServer>>,
+    stopped: OnceLock<()>,
+}
+
+impl<S: Subject> Subject for OneStopped<S> {
+    type Client = S::Client;
+
+    async fn client(&self) -> Result<S::Client, BoxError> {
+        let client = self.subject.client().await?;
+        if let Some(last) = self.masters.last()
+            && self.stopped.set(()).is_ok()
+        {
+            last.pause()?;
+        }
+        Ok(client)
     }
 }
 
@@ -81,190 +115,83 @@ fn start(masters: usize) -> Vec<RedisServer> {
         .collect()
 }
 
-fn urls(masters: &[RedisServer]) -> Vec<&str> {
-    masters.iter().map(RedisServer::url).collect()
+fn lockkit(masters: &[RedisServer]) -> Locks {
+    let addrs: Vec<SocketAddr> = masters.iter().map(RedisServer::addr).collect();
+    let addrs: Vec<String> = addrs.iter().map(ToString::to_string).collect();
+    let scheme = if addrs.len() == 1 { "redis" } else { "redlock" };
+    Locks::new(At(format!("{scheme}://{}", addrs.join(","))))
 }
 
-async fn connect(masters: &[RedisServer]) -> LockClient {
-    let url = match urls(masters).as_slice() {
-        [one] => (*one).to_owned(),
-        several => format!(
-            "redlock://{}",
-            several
-                .iter()
-                .map(|url| url.trim_start_matches("redis://"))
-                .collect::<Vec<_>>()
-                .join(",")
-        ),
+fn rslock(masters: &[RedisServer]) -> Rslock {
+    Rslock {
+        urls: urls(masters).collect(),
+    }
+}
+
+fn urls(masters: &[RedisServer]) -> impl Iterator<Item = String> {
+    masters.iter().map(|master| master.url().to_owned())
+}
+
+/// A row for each, and how the others compare with the first, round by round.
+async fn measure(contestants: &mut [Contestant], scenario: Scenario, effort: &Effort) {
+    let rows = contest(contestants, &[scenario], effort, |_| ()).await;
+    println!("\n{}", table(scenario, &rows).trim_end());
+    let Some((first, others)) = rows.split_first() else {
+        return;
     };
-    lockkit::connect(&url).await.expect("masters")
-}
-
-async fn lockkit(masters: &[RedisServer]) -> Contender {
-    Contender::Lockkit(connect(masters).await.lock("one").expect("a name"))
-}
-
-fn rslock(masters: &[RedisServer]) -> Contender {
-    Contender::Rslock(LockManager::new(urls(masters)), "rslock".to_owned())
-}
-
-async fn raw(masters: &[RedisServer]) -> Contender {
-    let mut connections = Vec::new();
-    let mut digest = String::new();
-    for master in masters {
-        let client = redis::Client::open(master.url()).expect("a client");
-        let mut connection = client
-            .get_multiplexed_async_connection()
-            .await
-            .expect("a connection");
-        digest = redis::cmd("SCRIPT")
-            .arg("LOAD")
-            .arg(DELETE_IF_MINE)
-            .query_async(&mut connection)
-            .await
-            .expect("a digest");
-        connections.push(connection);
-    }
-    Contender::Raw(connections, "raw".to_owned(), digest.into())
-}
-
-/// The medians of several rounds in which the contenders took turns, and the ratios to the first of them.
-fn in_turns(runtime: &Runtime, title: &str, cycles: usize, contenders: &[(&str, Contender)]) {
-    let mut medians = vec![Vec::new(); contenders.len()];
-    for _ in 0..ROUNDS {
-        for ((_, contender), medians) in contenders.iter().zip(&mut medians) {
-            let mut contender = contender.clone();
-            let task = runtime.spawn(async move {
-                let mut times = Vec::new();
-                for _ in 0..cycles {
-                    let started = Instant::now();
-                    contender.cycle().await;
-                    times.push(started.elapsed());
-                }
-                median(times)
-            });
-            medians.push(runtime.block_on(task).expect("no panic"));
-        }
-    }
-    println!("\n{title}: medians of {ROUNDS} rounds in turns");
-    let first = medians[0].clone();
-    for ((name, _), medians) in contenders.iter().zip(medians) {
-        let mut ratios: Vec<f64> = medians
-            .iter()
-            .zip(&first)
-            .map(|(own, first)| own.as_secs_f64() / first.as_secs_f64())
-            .collect();
-        ratios.sort_by(f64::total_cmp);
-        println!(
-            "  {name:22} p50 {:>9.1?}   {:.2} × {}",
-            median(medians),
-            ratios[ratios.len() / 2],
-            contenders[0].0
-        );
-    }
-}
-
-fn median(mut times: Vec<Duration>) -> Duration {
-    times.sort_unstable();
-    times[times.len() / 2]
-}
-
-fn uncontended(runtime: &Runtime) {
-    for count in [1, 3, 5, 7] {
-        let masters = start(count);
-        let contenders = runtime.block_on(async {
-            [
-                ("rslock", rslock(&masters)),
-                ("raw", raw(&masters).await),
-                ("lockkit", lockkit(&masters).await),
-            ]
-        });
-        let title = format!("{count} masters, uncontended, 1 task");
-        in_turns(runtime, &title, 500, &contenders);
-    }
-}
-
-/// Beside five healthy masters, so that they can take turns.
-fn one_stopped(runtime: &Runtime) {
-    let (healthy, stopped) = (start(5), start(5));
-    let contenders = runtime.block_on(async {
-        let contenders = [
-            ("five healthy", lockkit(&healthy).await),
-            ("one of five stopped", lockkit(&stopped).await),
-        ];
-        stopped[4].pause().expect("paused");
-        contenders
-    });
-    in_turns(runtime, "5 masters, uncontended, lockkit", 500, &contenders);
-    let mut theirs = rslock(&stopped);
-    runtime.block_on(async {
-        let mut times = Vec::new();
-        for _ in 0..5 {
-            let started = Instant::now();
-            theirs.cycle().await;
-            times.push(started.elapsed());
-        }
-        println!("  rslock, one of five stopped: p50 {:.1?}", median(times));
-    });
-    stopped[4].resume().expect("resumed");
-}
-
-/// Several processes' worth of clients, who want the same lock.
-fn contended(runtime: &Runtime) {
-    const CLIENTS: usize = 8;
-    const WINDOW: Duration = Duration::from_millis(500);
-    for count in [1, 3, 5, 7] {
-        let masters = start(count);
-        let (ours, theirs) = runtime.block_on(async {
-            let mut ours = Vec::new();
-            for _ in 0..CLIENTS {
-                ours.push(lockkit(&masters).await);
-            }
-            let theirs: Vec<_> = (0..CLIENTS).map(|_| rslock(&masters)).collect();
-            (ours, theirs)
-        });
-        println!(
-            "\n{count} masters, {CLIENTS} clients on one lock: median cycles/s of {ROUNDS} rounds in turns"
-        );
-        let mut rates = [Vec::new(), Vec::new()];
-        for _ in 0..ROUNDS {
-            for (contenders, rates) in [&ours, &theirs].into_iter().zip(&mut rates) {
-                rates.push(runtime.block_on(rate(contenders, WINDOW)));
-            }
-        }
-        for (name, mut rates) in ["lockkit", "rslock"].into_iter().zip(rates) {
-            rates.sort_unstable();
-            println!("  {name:22} {:>6}", rates[rates.len() / 2]);
+    for row in others {
+        if let Some(ratio) = row.ratio(first, scenario.figure()) {
+            println!("  {}: {ratio:.2} × {}", row.contestant, first.contestant);
         }
     }
 }
 
-/// Cycles per second of all of them together.
-async fn rate(contenders: &[Contender], window: Duration) -> u64 {
-    let over = Arc::new(AtomicBool::new(false));
-    let count = Arc::new(AtomicU64::new(0));
-    let tasks: Vec<_> = contenders
-        .iter()
-        .cloned()
-        .map(|mut contender| {
-            let (over, count) = (over.clone(), count.clone());
-            tokio::spawn(async move {
-                while !over.load(Ordering::Relaxed) {
-                    contender.cycle().await;
-                    if !over.load(Ordering::Relaxed) {
-                        count.fetch_add(1, Ordering::Relaxed);
-                    }
-                }
-            })
-        })
-        .collect();
-    tokio::time::sleep(window).await;
-    over.store(true, Ordering::Relaxed);
-    let counted = count.load(Ordering::Relaxed);
-    for task in tasks {
-        task.await.expect("no panic");
+async fn on_masters(count: usize, scenario: Scenario) {
+    let masters = start(count);
+    let backend = format!("{count} masters");
+    // Whoever connects first finds masters that nobody has used.
+    let ours = lockkit(&masters);
+    let client = ours.client().await.expect("masters");
+    Client::close(client).await.expect("nothing is held");
+    let raw = Raw(urls(&masters).map(|url| SetNx { url }).collect());
+    let mut contestants = [
+        Contestant::new(&backend, "rslock", Role::Peer, rslock(&masters)),
+        Contestant::new(&backend, "SET NX, by hand", Role::Floor, raw),
+        Contestant::new(&backend, "lockkit", Role::Ours, ours),
+    ];
+    measure(&mut contestants, scenario, &EFFORT).await;
+}
+
+/// Beside five healthy masters. `rslock` waits for half a second each time, so that it has a table of its own.
+async fn one_stopped() {
+    let healthy = start(5);
+    let stopped = Arc::new(start(5));
+    let ours = OneStopped {
+        subject: lockkit(&stopped),
+        masters: stopped.clone(),
+        stopped: OnceLock::new(),
+    };
+    let mut contestants = [
+        Contestant::new("healthy", "lockkit", Role::Ours, lockkit(&healthy)),
+        Contestant::new("one of five stopped", "lockkit", Role::Ours, ours),
+    ];
+    measure(&mut contestants, Scenario::Uncontended, &EFFORT).await;
+    let theirs = rslock(&stopped);
+    let mut contestants = [Contestant::new(
+        "one of five stopped",
+        "rslock",
+        Role::Peer,
+        theirs,
+    )];
+    let effort = Effort {
+        rounds: 3,
+        stretch: Duration::from_secs(2),
+        ..EFFORT
+    };
+    measure(&mut contestants, Scenario::Uncontended, &effort).await;
+    if let Some(last) = stopped.last() {
+        last.resume().expect("resumed");
     }
-    counted * 1_000 / u64::try_from(window.as_millis()).unwrap_or(u64::MAX)
 }
 
 fn main() {
@@ -272,20 +199,29 @@ fn main() {
         println!("skipped: {missing}");
         return;
     }
-    let runtime = Builder::new_multi_thread()
+    let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
         .expect("a runtime");
     let wanted = std::env::args()
         .skip(1)
         .find(|argument| !argument.starts_with("--"));
-    for (name, table) in [
-        ("uncontended", uncontended as fn(&Runtime)),
-        ("stopped", one_stopped),
-        ("contended", contended),
-    ] {
-        if wanted.as_ref().is_none_or(|wanted| wanted == name) {
-            table(&runtime);
+    let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| name.contains(wanted));
+    runtime.block_on(async {
+        for scenario in [
+            Scenario::Uncontended,
+            Scenario::OwnNames(16),
+            Scenario::HandOff,
+            Scenario::Clients(8),
+        ] {
+            if is_wanted(&scenario.to_string()) {
+                for count in [1, 3, 5, 7] {
+                    on_masters(count, scenario).await;
+                }
+            }
         }
-    }
+        if is_wanted("stopped") {
+            one_stopped().await;
+        }
+    });
 }

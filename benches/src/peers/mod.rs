@@ -14,7 +14,7 @@ pub use self::{
     file::{DistributedFileLock, LockedFile},
     memory::TokioSync,
     mysql::{ForUpdate, GetLock},
-    redis::{Rslock, RslockKey, SetNx, SetNxKey},
+    redis::{Rslock, RslockKey, SetNx, SetNxClient, SetNxKey},
     zookeeper::{Curator, CuratorLock, EphemeralNode, curator_lock},
 };
 
