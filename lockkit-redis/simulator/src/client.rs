@@ -390,7 +390,7 @@ impl Client {
                 if defeat == Defeat::Outrun && rounds_left > 1 {
                     return self.propose(now, mode, rounds_left - 1, out);
                 }
-                self.release_at(may_hold, self.claim, out);
+                Self::release_at(may_hold, self.claim, out);
                 self.idle(now, self.patience_after(defeat), out);
             }
         }
@@ -612,10 +612,10 @@ impl Client {
     }
 
     fn release_everywhere(&self, claim: Claim, out: &mut Out) {
-        self.release_at(0..self.rules.masters, claim, out);
+        Self::release_at(0..self.rules.masters, claim, out);
     }
 
-    fn release_at(&self, masters: impl IntoIterator<Item = usize>, claim: Claim, out: &mut Out) {
+    fn release_at(masters: impl IntoIterator<Item = usize>, claim: Claim, out: &mut Out) {
         for master in masters {
             out.push(Effect::Send(master, 0, Request::Release { claim }));
         }
