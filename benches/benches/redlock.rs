@@ -39,9 +39,7 @@ impl Subject for Raw {
     type Client = RawClient;
 
     async fn client(&self) -> Result<RawClient, BoxError> {
-        Ok(RawClient(
-            try_join_all(self.0.iter().map(|server| server.client())).await?,
-        ))
+        Ok(RawClient(try_join_all(self.0.iter().map(Subject::client)).await?))
     }
 
     async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
@@ -62,7 +60,7 @@ impl Contender for RawKeys {
     type Held = ();
 
     async fn acquire(&mut self) -> Result<(), BoxError> {
-        let all = join_all(self.0.iter_mut().map(|key| key.acquire())).await;
+        let all = join_all(self.0.iter_mut().map(Contender::acquire)).await;
         all.into_iter().collect()
     }
 
