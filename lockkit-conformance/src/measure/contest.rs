@@ -41,7 +41,7 @@ impl Effort {
     pub const FULL: Self = Self {
         rounds: 7,
         slow_rounds: 2,
-        stretch: Duration::from_millis(150),
+        stretch: Duration::from_millis(140),
         hand_offs: 5,
         ttl: Duration::from_secs(4),
         most_held: 10_000,
