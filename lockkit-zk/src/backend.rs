@@ -20,10 +20,11 @@ use zookeeper_client::Stat;
 use crate::{
     NAME, Nodes, ZkConfig,
     config::Address,
+    crowds::Crowds,
     fault::{self, Fault},
     layout::Space,
     queue::QueueClaim,
-    session::Session,
+    session::{self, Session},
     simple::{self, SimpleClaim},
     turn,
 };
@@ -70,6 +71,7 @@ pub(crate) struct Shared {
     /// Where sessions live.
     runtime: Handle,
     current: Mutex<Option<Arc<Session>>>,
+    pub(crate) crowds: Crowds,
     /// One at a time opens a session.
     opening: tokio::sync::Mutex<()>,
     closed: AtomicBool,
@@ -95,6 +97,7 @@ impl ZkBackend {
             space,
             runtime,
             current: Mutex::default(),
+            crowds: Crowds::new(),
             opening: tokio::sync::Mutex::default(),
             closed: AtomicBool::new(false),
         };
@@ -184,7 +187,7 @@ async fn holders(
 
 /// What is left of a session that last proved itself at this time of the server's.
 fn left(session: &Session, data: &[u8], beat: &Stat) -> Option<Duration> {
-    let timeout = Duration::from_millis(std::str::from_utf8(data).ok()?.parse().ok()?);
+    let timeout = session::timeout(data)?;
     let now = session.server_clock().unwrap_or(beat.mtime);
     let ago = Duration::from_millis(u64::try_from(now.saturating_sub(beat.mtime)).unwrap_or(0));
     Some(timeout.saturating_sub(ago))
@@ -193,6 +196,11 @@ fn left(session: &Session, data: &[u8], beat: &Stat) -> Option<Duration> {
 impl Shared {
     pub(crate) fn nodes(&self) -> Nodes {
         self.config.nodes
+    }
+
+    /// What the session of this id writes to.
+    pub(crate) fn beat_path(&self, session: i64) -> String {
+        self.space.session(session)
     }
 
     /// The session, or a new one if it has ended.

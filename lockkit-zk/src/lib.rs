@@ -21,6 +21,7 @@
 
 mod backend;
 mod config;
+mod crowds;
 mod fault;
 mod layout;
 mod lease;

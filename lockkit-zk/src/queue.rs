@@ -34,7 +34,7 @@ use crate::{
     post::Calls,
     session::{Entered, Found, Litter, Session},
     stake::{Spot, Stake},
-    turn::{Before, Turn, is_busy, turn},
+    turn::{Before, Turn, excludes, is_busy, is_writer, turn},
     watch::{Told, Watch},
 };
 
@@ -58,6 +58,10 @@ pub(crate) struct QueueClaim {
 struct Place {
     stake: Stake,
     node: Node,
+    /// There were many in the directory when it came.
+    crowded: bool,
+    /// Who is probably the one right before it.
+    nearest: Option<String>,
     waits: Option<Waits>,
 }
 
@@ -77,8 +81,19 @@ enum Node {
 struct Waits {
     paths: Vec<String>,
     watches: Vec<Watch>,
+    /// Once one of them is gone, nobody is before it.
     one_to_go: bool,
+    /// In a crowd, if it waits for a writer: so is nobody if that one has held the lock.
+    writer: Option<Writer>,
     interruptions: StateWatcher,
+}
+
+/// A node whose holder is alone.
+#[derive(Debug)]
+struct Writer {
+    /// Where its session says what it has held.
+    beat_path: String,
+    czxid: i64,
 }
 
 impl QueueClaim {
@@ -96,7 +111,7 @@ impl QueueClaim {
         let mode = self.request.mode;
         self.begin();
         if let Some(place) = &mut self.place
-            && place.its_turn()
+            && place.its_turn().await?
         {
             return self.grant().map(Some);
         }
@@ -119,6 +134,10 @@ impl QueueClaim {
             if !place.was_made().await? {
                 self.clear();
                 continue;
+            }
+            if waits && place.follows(&self.shared, &self.dir, mode).await? {
+                self.wait()?;
+                return Ok(None);
             }
             let Node::Made { path, sequence, .. } = &place.node else {
                 continue;
@@ -145,7 +164,7 @@ impl QueueClaim {
                     return Ok(None);
                 }
                 Turn::After(before) => {
-                    if place.watch(&self.dir, before).await? {
+                    if place.watch(&self.shared, &self.dir, before).await? {
                         self.wait()?;
                         return Ok(None);
                     }
@@ -160,6 +179,13 @@ impl QueueClaim {
     /// Makes the node. Says whether it is alone in the directory, which makes it a holder.
     async fn enter(&mut self, session: Arc<Session>) -> Result<bool> {
         for _ in 0..MAX_LOOKS {
+            // Elsewhere it would be a round trip more.
+            let last = match self.request.mode {
+                Mode::Exclusive | Mode::Shared if self.shared.crowds.has(&self.dir) => {
+                    session.last_entrant(&self.dir).await?
+                }
+                _ => None,
+            };
             let prefix = self.next_prefix();
             self.place = Some(Place::asked(session.clone(), prefix.clone(), self.request.ttl));
             let label = self.request.label.as_deref().unwrap_or_default();
@@ -168,12 +194,17 @@ impl QueueClaim {
                     path,
                     sequence,
                     czxid,
-                    alone,
+                    others,
                 }) => {
                     if let Some(place) = &mut self.place {
                         place.made(path, sequence, czxid);
+                        place.crowded =
+                            others.is_some_and(|others| self.shared.crowds.seen(&self.dir, others));
+                        if !is_used_up(sequence) {
+                            place.nearest = last.map(|last| format!("{last}{:010}", sequence - 1));
+                        }
                     }
-                    return Ok(alone && !is_used_up(sequence));
+                    return Ok(others == Some(0) && !is_used_up(sequence));
                 }
                 Err(ZkError::NoNode) => {
                     self.clear();
@@ -222,6 +253,7 @@ impl QueueClaim {
                 stake,
                 node: Node::Made { czxid, .. },
                 waits,
+                ..
             }) => {
                 let grant = stake.grant(*czxid, self.request.ttl)?;
                 *waits = None;
@@ -238,9 +270,12 @@ impl QueueClaim {
         };
         let mut kept = true;
         if place.stake.session.over().is_none() && place.was_made().await? {
-            let Place { stake, node, .. } = place;
-            if let Node::Made { path, .. } = node {
-                kept = stake.delete(path).await?;
+            let Place {
+                stake, node, crowded, ..
+            } = place;
+            if let Node::Made { path, czxid, .. } = node {
+                let alone = self.request.mode == Mode::Exclusive;
+                kept = stake.delete(path, (*crowded && alone).then_some(*czxid)).await?;
             }
         }
         self.clear();
@@ -276,6 +311,8 @@ impl Place {
         Self {
             stake: Stake::new(session, Litter::Begins(prefix.clone()), ttl),
             node: Node::Asked(prefix),
+            crowded: false,
+            nearest: None,
             waits: None,
         }
     }
@@ -305,13 +342,30 @@ impl Place {
         };
     }
 
-    /// Whether what has been watched says that it is its turn.
-    fn its_turn(&mut self) -> bool {
+    /// Whether what has been watched says that it is its turn, and if that is not enough, who has gone.
+    async fn its_turn(&mut self) -> Result<bool> {
+        if !self.has_seen_one_go() {
+            return Ok(false);
+        }
+        match &self.waits {
+            Some(Waits { one_to_go: true, .. }) => Ok(true),
+            Some(Waits {
+                writer: Some(Writer { beat_path, czxid }),
+                ..
+            }) => Ok(self.stake.session.has_held(beat_path, *czxid).await? && self.has_seen_one_go()),
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether one of those it watches has gone, and its own node had not, then.
+    fn has_seen_one_go(&mut self) -> bool {
         let Some(waits) = &mut self.waits else {
             return false;
         };
-        waits.one_to_go
-            && waits.watches.iter_mut().any(|watch| watch.look() == Some(Told::Deleted))
+        waits
+            .watches
+            .iter_mut()
+            .any(|watch| watch.look() == Some(Told::Deleted))
             // What happened first is told first, but for what happened during an interruption.
             && self.stake.is_quiet()
             && waits.was_uninterrupted()
@@ -348,8 +402,23 @@ impl Place {
         waiting
     }
 
+    /// Begins to watch the one right before it, if it is known and there.
+    async fn follows(&mut self, shared: &Shared, dir: &str, mode: Mode) -> Result<bool> {
+        let Some(nearest) = self.nearest.take() else {
+            return Ok(false);
+        };
+        if !excludes(&nearest, mode) {
+            return Ok(false);
+        }
+        let before = Before {
+            watch: vec![nearest],
+            one_to_go: false,
+        };
+        self.watch(shared, dir, before).await
+    }
+
     /// Begins to watch those before it, and itself. `false` if one of them has gone meanwhile.
-    async fn watch(&mut self, dir: &str, before: Before) -> Result<bool> {
+    async fn watch(&mut self, shared: &Shared, dir: &str, before: Before) -> Result<bool> {
         let Node::Made { path, .. } = &self.node else {
             return Ok(false);
         };
@@ -359,8 +428,16 @@ impl Place {
         if !self.stake.is_quiet() {
             paths.push(path.clone());
         }
-        let replies = self.stake.session.watch_all(&paths).await?.into_iter();
+        let replies = self.stake.session.watch_all(&paths).await?;
+        let writer = match (&replies[..], &before.watch[..]) {
+            ([Some((_, stat, _)), ..], [name]) if self.crowded && is_writer(name) => Some(Writer {
+                beat_path: shared.beat_path(stat.ephemeral_owner),
+                czxid: stat.czxid,
+            }),
+            _ => None,
+        };
         let mut watches: Vec<_> = replies
+            .into_iter()
             .map(|reply| reply.map(|(_, _, watcher)| Watch::new(watcher)))
             .collect();
         for own in watches.drain(others..) {
@@ -375,6 +452,7 @@ impl Place {
             paths,
             watches,
             one_to_go: before.one_to_go,
+            writer,
             interruptions,
         });
         Ok(true)
@@ -432,7 +510,10 @@ impl Claim for QueueClaim {
     }
 
     async fn notified(&mut self) {
-        let Some(Place { stake, node, waits }) = &mut self.place else {
+        let Some(Place {
+            stake, node, waits, ..
+        }) = &mut self.place
+        else {
             return std::future::pending().await;
         };
         if let Node::Made { path, .. } = node

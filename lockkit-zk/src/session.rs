@@ -1,7 +1,8 @@
 //! One session: its requests, the proof that it lives, and what is still to be cleaned up on it.
 
 use std::{
-    fmt,
+    collections::VecDeque,
+    fmt::{self, Write as _},
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
@@ -33,6 +34,8 @@ use crate::{
 const SHORTEST_SILENCE: Duration = Duration::from_secs(1);
 /// How often a directory that vanishes as soon as it is made is made again.
 const MAX_VANISHED: usize = 8;
+/// How many of its last holds a session names. A waiter asks for one within a round trip or so of its release.
+const MAX_NAMED: usize = 16;
 
 /// A session with an ensemble. When it is dropped, it ends, and all its nodes with it.
 pub(crate) struct Session {
@@ -49,6 +52,9 @@ struct Core {
     news: watch::Sender<News>,
     /// Where it writes, to prove that it lives.
     beat_path: String,
+    /// What it writes there, behind the session timeout: the transactions that made the nodes that it last held and
+    /// [let go by name](Session::delete_by_name).
+    named: Mutex<VecDeque<i64>>,
     options: Options,
     litter: Mutex<Vec<Litter>>,
     littered: Notify,
@@ -89,8 +95,8 @@ pub(crate) struct Entered {
     pub(crate) path: String,
     pub(crate) sequence: i64,
     pub(crate) czxid: i64,
-    /// Nothing else is in the directory.
-    pub(crate) alone: bool,
+    /// How many others are in the directory, all of them before it; `None` if that was not to be asked.
+    pub(crate) others: Option<usize>,
 }
 
 /// A node that was looked for.
@@ -127,6 +133,7 @@ impl Session {
                 over: None,
             }),
             beat_path: space.session(id),
+            named: Mutex::default(),
             options: Options::of(config),
             client: Mutex::new(Some(Arc::new(client))),
             litter: Mutex::default(),
@@ -192,7 +199,8 @@ impl Session {
     /// Makes a sequential node and asks, in the same request, whether it is alone.
     ///
     /// The two go together as a transaction that also writes the directory, whose state comes back: the number of nodes
-    /// in it, and, as that of its last change, the transaction's id, which is the new node's `czxid` too.
+    /// in it, and, as that of its last change, the transaction's id, which is the new node's `czxid` too. What it writes
+    /// is how the node's name begins, for [whoever comes next](Self::last_entrant).
     pub(crate) async fn enter(
         &self,
         prefix: &str,
@@ -202,7 +210,7 @@ impl Session {
         let mut writer = client.new_multi_writer();
         let options = self.core.options.ephemeral(CreateMode::EphemeralSequential);
         writer.add_create(prefix, data, &options)?;
-        writer.add_set_data(parent(prefix), b"", None)?;
+        writer.add_set_data(parent(prefix), basename(prefix).as_bytes(), None)?;
         let error = match writer.commit().await {
             Ok(results) => match &results[..] {
                 [
@@ -217,7 +225,7 @@ impl Session {
                         path: path.clone(),
                         sequence,
                         czxid: stat.mzxid,
-                        alone: stat.num_children == 1,
+                        others: usize::try_from(stat.num_children - 1).ok(),
                     }));
                 }
                 _ => {
@@ -236,7 +244,7 @@ impl Session {
                         path: format!("{prefix}{sequence}"),
                         sequence: sequence.into_i64(),
                         czxid: stat.czxid,
-                        alone: false,
+                        others: None,
                     }));
             }
             Err(
@@ -244,6 +252,15 @@ impl Session {
             ) => source,
         };
         Ok(Err(error))
+    }
+
+    /// How the name begins of the node that was made last in a directory, unless others made it.
+    pub(crate) async fn last_entrant(&self, dir: &str) -> Result<Option<String>> {
+        let read = some(self.core.client()?.get_data(dir).await)?;
+        let name = read.and_then(|(name, _)| String::from_utf8(name).ok());
+        // Anything may be written there.
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
+        Ok(name.filter(|name| name.bytes().all(is_plain)))
     }
 
     /// Makes an ephemeral node.
@@ -266,6 +283,37 @@ impl Session {
             Err(ZkError::NoNode) => Ok(false),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Deletes a node that was held, and says in the same transaction, for [whoever watches it](Self::has_held), that it
+    /// was; `false` if there is none.
+    pub(crate) async fn delete_by_name(&self, path: &str, czxid: i64) -> Result<bool> {
+        let data = self.core.names(czxid);
+        let client = self.core.client()?;
+        let mut writer = client.new_multi_writer();
+        writer.add_set_data(&self.core.beat_path, data.as_bytes(), None)?;
+        writer.add_delete(path, None)?;
+        match writer.commit().await {
+            Ok(_) => Ok(true),
+            Err(MultiWriteError::OperationFailed {
+                index: 1,
+                source: ZkError::NoNode,
+            }) => Ok(false),
+            // It cannot be said.
+            Err(MultiWriteError::OperationFailed { .. }) => self.delete(path).await,
+            Err(MultiWriteError::RequestFailed { source }) => Err(source.into()),
+        }
+    }
+
+    /// Whether the session that writes to `beat_path` says that it held the node that transaction `czxid` made. If not,
+    /// it may have held it all the same.
+    pub(crate) async fn has_held(&self, beat_path: &str, czxid: i64) -> Result<bool> {
+        let read = match self.core.client()?.get_data(beat_path).await {
+            // Another user's.
+            Err(ZkError::NoAuth) => None,
+            read => some(read)?,
+        };
+        Ok(read.is_some_and(|(data, _)| names(&data).any(|name| name == czxid)))
     }
 
     /// The nodes in a directory, as far as the connected server knows. None if there is no directory.
@@ -400,10 +448,30 @@ impl Core {
         Ok(())
     }
 
+    /// What its node says, from now on with this name.
+    fn names(&self, czxid: i64) -> String {
+        {
+            let mut named = lock(&self.named);
+            named.retain(|name| *name != czxid);
+            named.push_front(czxid);
+            named.truncate(MAX_NAMED);
+        }
+        self.beat_data()
+    }
+
+    fn beat_data(&self) -> String {
+        let mut data = self.timeout.as_millis().to_string();
+        for czxid in &*lock(&self.named) {
+            // Writing to a string does not fail.
+            let _ = write!(data, " {czxid:x}");
+        }
+        data
+    }
+
     async fn make_beat_node(&self) -> Result<Instant> {
         let client = self.client()?;
         let options = self.options.ephemeral(CreateMode::Ephemeral);
-        let data = self.timeout.as_millis().to_string();
+        let data = self.beat_data();
         for _ in 0..MAX_VANISHED {
             let sent = Instant::now();
             match client.create(&self.beat_path, data.as_bytes(), &options).await {
@@ -524,7 +592,7 @@ async fn beat(core: &Core) -> LossReason {
         let Ok(client) = core.client() else {
             return LossReason::Disconnected;
         };
-        let data = core.timeout.as_millis().to_string();
+        let data = core.beat_data();
         let acknowledged = match client.set_data(&core.beat_path, data.as_bytes(), None).await {
             Ok(stat) => Some((sent, Some(stat.mtime))),
             // Somebody deleted it.
@@ -599,6 +667,20 @@ async fn dismiss(core: &Core) {
         });
         core.leave_behind(litter);
     }
+}
+
+/// The session timeout that a session's node tells.
+pub(crate) fn timeout(beat_data: &[u8]) -> Option<Duration> {
+    let timeout = std::str::from_utf8(beat_data).ok()?.split(' ').next()?;
+    Some(Duration::from_millis(timeout.parse().ok()?))
+}
+
+/// The nodes that it names.
+fn names(beat_data: &[u8]) -> impl Iterator<Item = i64> {
+    let data = std::str::from_utf8(beat_data).unwrap_or_default();
+    data.split(' ')
+        .skip(1)
+        .filter_map(|name| i64::from_str_radix(name, 16).ok())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -167,7 +167,7 @@ impl SimpleClaim {
         if stake.session.over().is_none() {
             // Deleting goes by the path, which is everyone's: it has to be seen to be its own first.
             kept = match stake.find(spot(&self.path, &self.mark)).await? {
-                Some(_) => stake.delete(&self.path).await?,
+                Some(_) => stake.delete(&self.path, None).await?,
                 None => stake.is_leaving() || !stake.is_held(),
             };
         }

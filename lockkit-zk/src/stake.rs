@@ -195,10 +195,14 @@ impl Stake {
         stat.ephemeral_owner == self.session.id() && data.starts_with(spot.mark.as_bytes())
     }
 
-    /// Deletes the node. `false` if it was held and turned out to be gone.
-    pub(crate) async fn delete(&mut self, path: &str) -> Result<bool> {
+    /// Deletes the node; of a hold that transaction `named` began, and says so. `false` if it was held and turned out to
+    /// be gone.
+    pub(crate) async fn delete(&mut self, path: &str, named: Option<i64>) -> Result<bool> {
         let again = std::mem::replace(&mut self.leaving, true);
-        let deleted = self.session.delete(path).await?;
+        let deleted = match named.filter(|_| self.is_held()) {
+            Some(czxid) => self.session.delete_by_name(path, czxid).await?,
+            None => self.session.delete(path).await?,
+        };
         Ok(deleted || again || !self.is_held())
     }
 }

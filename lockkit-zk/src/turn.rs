@@ -43,14 +43,29 @@ pub(crate) fn turn(children: &[String], own: &str, mode: Mode) -> Turn {
     {
         return Turn::OtherSize(size);
     }
-    let before = contenders().filter(|other| other.order(&own).is_lt() && excludes(other.role, mode));
+    let before = contenders().filter(|other| other.order(&own).is_lt() && conflicts(other.role, mode));
     after(before, capacity(mode))
 }
 
 /// Whether a newcomer would have to wait.
 pub(crate) fn is_busy(children: &[String], mode: Mode) -> bool {
-    let others = contenders(children, mode.kind()).filter(|other| excludes(other.role, mode));
+    let others = contenders(children, mode.kind()).filter(|other| conflicts(other.role, mode));
     others.count() >= capacity(mode)
+}
+
+/// Whether a contender with this name, right before the waiter, is whom it waits for. Of a permit's that cannot be said
+/// without the others.
+pub(crate) fn excludes(name: &str, mode: Mode) -> bool {
+    let role = Contender::parse(name).map(|contender| contender.role);
+    matches!(
+        (role, mode),
+        (Some(Role::Writer), Mode::Exclusive | Mode::Shared) | (Some(Role::Reader), Mode::Exclusive)
+    )
+}
+
+/// Whether nobody else holds while a contender with this name does.
+pub(crate) fn is_writer(name: &str) -> bool {
+    Contender::parse(name).is_some_and(|contender| contender.role == Role::Writer)
 }
 
 /// The holders, in the order of their grants, and how many wait.
@@ -82,7 +97,7 @@ fn size<'a>(contenders: impl Iterator<Item = Contender<'a>>) -> Option<NonZeroU3
     }
 }
 
-fn excludes(earlier: Role, mode: Mode) -> bool {
+fn conflicts(earlier: Role, mode: Mode) -> bool {
     earlier != Role::Reader || mode != Mode::Shared
 }
 

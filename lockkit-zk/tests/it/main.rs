@@ -2,6 +2,7 @@
 
 mod cancel;
 mod conformance;
+mod crowd;
 mod ensemble;
 mod faults;
 mod peers;

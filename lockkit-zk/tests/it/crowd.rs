@@ -1,0 +1,249 @@
+//! A directory that is crowded: nobody reads its list who can do without, and nobody is let in for that who should not.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LossReason};
+use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
+use zookeeper_client::Client;
+
+use crate::server::{
+    children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon, through, unique,
+    waiter,
+};
+
+/// More than make a crowd.
+const MANY: usize = 80;
+/// Less than the list of so many, and more than all else that is asked.
+const SHORT: u64 = 2_500;
+const GUID: &str = "_c_0b1fdd6a-8b6c-4d0e-9f43-";
+
+/// Nodes of another client, before or behind ours.
+struct Foreign {
+    raw: Client,
+    name: String,
+    paths: Vec<String>,
+}
+
+impl Foreign {
+    /// So many come to a directory of their own.
+    async fn new(server: &ZkServer, test: &str) -> Self {
+        let mut foreign = Self {
+            raw: raw(server.addr()).await,
+            name: unique(test),
+            paths: Vec::new(),
+        };
+        foreign.come("a").await;
+        foreign
+    }
+
+    async fn come(&mut self, mark: &str) {
+        let dir = dir(&self.name);
+        let prefixes: Vec<_> = (0..MANY).map(|i| format!("{GUID}{mark}{i:011}-lock-")).collect();
+        let made = prefixes.iter().map(|prefix| contender(&self.raw, &dir, prefix));
+        self.paths.extend(join_all(made).await);
+    }
+
+    /// The first of them go.
+    async fn go(&mut self) {
+        let gone = self.paths.drain(..MANY);
+        let gone: Vec<_> = gone.collect();
+        for deleted in join_all(gone.iter().map(|path| self.raw.delete(path, None))).await {
+            deleted.unwrap();
+        }
+    }
+
+    fn lock(&self, client: &LockClient) -> Lock {
+        lock(client, &self.name)
+    }
+
+    /// Waits until ours and theirs are so many.
+    async fn contend(&self, ours: usize) {
+        contend(&self.raw, &self.name, self.paths.len() + ours).await;
+    }
+
+    /// The node of ours that came last.
+    async fn last(&self) -> String {
+        let mut nodes = children(&self.raw, &self.name).await;
+        nodes.sort_unstable_by(|a, b| a[a.len() - 10..].cmp(&b[b.len() - 10..]));
+        format!("{}/{}", dir(&self.name), nodes.pop().unwrap())
+    }
+}
+
+async fn watch(server: &ZkServer, watches: u64) {
+    eventually(&format!("{watches} watches are set"), async || {
+        server.figure("zk_watch_count").unwrap() == watches
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn who_comes_and_who_is_next_is_told_without_a_list() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (before, after) = (connect(server.addr()).await, through(&proxy).await);
+    let mut foreign = Foreign::new(&server, "brief").await;
+    let told = || proxy.counts().replies.bytes;
+    for round in 0..3 {
+        let first = waiter(&foreign.lock(&before));
+        foreign.contend(1).await;
+        watch(&server, 2).await;
+        let listed = told();
+        let second = waiter(&foreign.lock(&after));
+        foreign.contend(2).await;
+        watch(&server, 4).await;
+        let coming = told() - listed;
+        // It does not know that there is a crowd before it has been there.
+        assert_eq!(
+            coming > SHORT,
+            round == 0,
+            "{coming} bytes to come, in round {round}"
+        );
+        foreign.come("b").await;
+        foreign.go().await;
+        let (first, _) = soon("whoever was before it has gone", first).await.unwrap();
+        // The holder watches its own node, the next one that and its own.
+        watch(&server, 3).await;
+        let waited = told();
+        first.release().await.unwrap();
+        let (second, _) = soon("it is next", second).await.unwrap();
+        let waking = told() - waited;
+        assert!(waking < SHORT, "{waking} bytes to be granted, in round {round}");
+        second.release().await.unwrap();
+        watch(&server, 0).await;
+    }
+}
+
+#[tokio::test]
+async fn who_gives_up_or_dies_lets_nobody_in() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let mut foreign = Foreign::new(&server, "gives-up").await;
+    let (before, after) = (connect(server.addr()).await, connect(server.addr()).await);
+    for dies in [false, true] {
+        let first = waiter(&foreign.lock(&before));
+        foreign.contend(1).await;
+        let node = foreign.last().await;
+        let second = waiter(&foreign.lock(&after));
+        foreign.contend(2).await;
+        watch(&server, 4).await;
+        if dies {
+            let stat = foreign.raw.check_stat(&node).await.unwrap().unwrap();
+            assert!(server.end_session(stat.ephemeral_owner).unwrap());
+        }
+        first.abort();
+        foreign.contend(1).await;
+        // Now it watches one of theirs.
+        watch(&server, 2).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(!second.is_finished(), "it was let in beside {MANY} before it");
+        foreign.come("c").await;
+        foreign.go().await;
+        let (second, _) = soon("all before it have gone", second).await.unwrap();
+        second.release().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_writer_waits_for_all_readers() {
+    if no_zookeeper() {
+        return;
+    }
+    let mut foreign = Foreign::new(shared(), "readers").await;
+    let client = connect(shared().addr()).await;
+    let mut readers = Vec::new();
+    for come in 1..=2 {
+        readers.push(waiter(&foreign.lock(&connect(shared().addr()).await).shared()));
+        foreign.contend(come).await;
+    }
+    let writer = waiter(&foreign.lock(&client));
+    foreign.contend(3).await;
+    foreign.go().await;
+    let mut held = Vec::new();
+    for reader in readers {
+        held.push(soon("readers share", reader).await.unwrap().0);
+    }
+    // The one that it watches.
+    held.pop().unwrap().release().await.unwrap();
+    foreign.contend(2).await;
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(!writer.is_finished(), "it was let in beside a reader");
+    held.pop().unwrap().release().await.unwrap();
+    let (writer, _) = soon("no reader is left", writer).await.unwrap();
+    let reader = waiter(&foreign.lock(&connect(shared().addr()).await).shared());
+    foreign.contend(2).await;
+    writer.release().await.unwrap();
+    soon("no writer is left", reader)
+        .await
+        .unwrap()
+        .0
+        .release()
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn releases_are_told_as_they_turn_out() {
+    if no_zookeeper() {
+        return;
+    }
+    let proxy = Proxy::start(shared().addr()).unwrap();
+    let client = through(&proxy).await;
+    let mut foreign = Foreign::new(shared(), "outcomes").await;
+    let quick = AcquireOptions::new()
+        .op_timeout(Duration::from_millis(200))
+        .ttl(Duration::from_secs(60));
+    // Each was in a crowd when it came, and a waiter for another client.
+    let mut held = async || {
+        let waiting = waiter(&foreign.lock(&client).with_options(quick.clone()));
+        foreign.contend(1).await;
+        let node = foreign.last().await;
+        foreign.come("d").await;
+        foreign.go().await;
+        let (guard, _) = soon("it is granted", waiting).await.unwrap();
+        (guard, node)
+    };
+    let raw = raw(shared().addr()).await;
+    let is_there = async |path: &str| raw.check_stat(path).await.unwrap();
+
+    let (guard, node) = held().await;
+    let session = is_there(&node).await.unwrap().ephemeral_owner;
+    let says = format!("/lockkit/%sessions/{session:016x}");
+    raw.delete(&says, None).await.unwrap();
+    guard.release().await.unwrap();
+    assert_eq!(is_there(&node).await, None, "it can be released without a word");
+    eventually("it is made again", async || is_there(&says).await.is_some()).await;
+
+    let (guard, node) = held().await;
+    raw.delete(&node, None).await.unwrap();
+    let error = guard.release().await.unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Lost {
+                reason: LossReason::Revoked,
+                ..
+            }
+        ),
+        "{error:?}"
+    );
+
+    let (guard, node) = held().await;
+    proxy.set(Mode::DropReplies);
+    let outcome = guard.release().await;
+    assert!(
+        outcome.is_err_and(|error| error.is_transient()),
+        "nobody has confirmed it"
+    );
+    assert_eq!(is_there(&node).await, None);
+    proxy.set(Mode::Pass);
+
+    let (guard, node) = held().await;
+    guard.release().await.unwrap();
+    assert_eq!(is_there(&node).await, None);
+}
