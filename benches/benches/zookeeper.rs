@@ -5,31 +5,39 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use criterion::{BenchmarkGroup, Criterion, criterion_group, criterion_main, measurement::WallTime};
+use criterion::{
+    BenchmarkGroup, Criterion, SamplingMode, criterion_group, criterion_main, measurement::WallTime,
+};
 use lockkit::{
     AcquireOptions, Lock, LockClient,
-    zk::{Nodes, ZkBackend, ZkConfig},
+    spi::Mode,
+    zk::{Nodes, Parents, ZkBackend, ZkConfig},
 };
 use lockkit_benches::{
     duel,
-    peers::{CuratorLock, curator_lock},
+    peers::{Curator, CuratorLock, EphemeralNode},
 };
-use lockkit_conformance::measure::Contender as _;
+use lockkit_conformance::measure::{Client as _, Contender, Subject as _};
 use lockkit_testbed::zookeeper::{ZkEnsemble, ZkServer};
 use tokio::{
     runtime::{Builder, Runtime},
     task::JoinHandle,
 };
-use zookeeper_client::{Acls, Client, CreateMode};
+use zookeeper_client::Client;
 
 /// Waiters are spread over so many sessions, for each of the contestants.
 const SESSIONS: usize = 10;
-const EVERYONE: Acls<'static> = Acls::anyone_all();
+const SAMPLES: usize = 20;
+/// How long new servers are used before anything is measured.
+const WARM_UP: Duration = Duration::from_secs(5);
+const OURS: &str = "lockkit";
+const SIMPLE: &str = "lockkit, nodes=simple";
+const THEIRS: &str = "zookeeper-client's recipe";
 
 /// One server, or three.
 enum Servers {
@@ -57,207 +65,181 @@ impl Servers {
     }
 }
 
-/// What the contestants are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Contestant {
-    Lockkit,
-    Simple,
-    Crate,
-}
-
-impl Contestant {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Lockkit => "lockkit",
-            Self::Simple => "lockkit, nodes=simple",
-            Self::Crate => "zookeeper-client's recipe",
+/// So many contenders for one lock, in its directory `/lockkit/<name>`; with `nodes=simple`, `/simple/<name>`.
+async fn ours(nodes: Nodes, addr: &str, many: usize, name: &str) -> Vec<Lock> {
+    let mut backends = Vec::new();
+    for _ in 0..many.min(SESSIONS) {
+        let mut config = ZkConfig::new(addr);
+        if nodes == Nodes::Simple {
+            config.namespace = "simple".into();
         }
+        config.nodes = nodes;
+        config.tick_time = ZkServer::TICK;
+        // As the others' are. The servers here look for empty containers 200 times as often as a real one.
+        config.parents = Parents::Persistent;
+        backends.push(ZkBackend::connect(config).await.expect("a session"));
     }
+    let locks = (0..many).map(|index| {
+        // A client each: within one client only one of the waiters goes to the server.
+        let client = LockClient::new(backends[index % backends.len()].clone());
+        let options = AcquireOptions::new().ttl(Duration::from_secs(600));
+        client.lock(name).expect("a name").with_options(options)
+    });
+    locks.collect()
 }
 
-/// Whoever acquires and releases.
-#[derive(Clone)]
-enum Contender {
-    Ours(Lock),
-    Theirs(CuratorLock),
-}
-
-/// What it holds.
-enum Held {
-    Ours(lockkit::LockGuard),
-    Theirs(CuratorLock, String),
-}
-
-impl Contender {
-    async fn acquire(&self) -> Held {
-        match self {
-            Self::Ours(lock) => Held::Ours(lock.acquire().await.expect("granted")),
-            Self::Theirs(lock) => {
-                let mut lock = lock.clone();
-                let path = lock.acquire().await.expect("granted");
-                Held::Theirs(lock, path)
-            }
-        }
+/// The same, in the directory `/crate/<name>`.
+async fn theirs(addr: &str, many: usize, name: &str) -> Vec<CuratorLock> {
+    let curator = Curator {
+        addr: addr.to_owned(),
+    };
+    let mut sessions = Vec::new();
+    for _ in 0..many.min(SESSIONS) {
+        sessions.push(curator.client().await.expect("a session"));
     }
-}
-
-impl Held {
-    async fn release(self) {
-        match self {
-            Self::Ours(guard) => guard.release().await.expect("released"),
-            Self::Theirs(mut lock, path) => lock.release(path).await.expect("deleted"),
-        }
-    }
-}
-
-/// So many contenders for one lock.
-async fn contenders(contestant: Contestant, addr: &str, many: usize, name: &str) -> Vec<Contender> {
-    let sessions = many.min(SESSIONS);
-    let mut all = Vec::new();
-    let mut ours = Vec::new();
-    let mut theirs = Vec::new();
-    for _ in 0..sessions {
-        if contestant == Contestant::Crate {
-            theirs.push(raw(addr).await);
-        } else {
-            let mut config = ZkConfig::new(addr);
-            config.namespace = format!("{contestant:?}").to_lowercase();
-            config.tick_time = ZkServer::TICK;
-            if contestant == Contestant::Simple {
-                config.nodes = Nodes::Simple;
-            }
-            ours.push(ZkBackend::connect(config).await.expect("a session"));
-        }
-    }
+    let mut locks = Vec::new();
     for index in 0..many {
-        all.push(if contestant == Contestant::Crate {
-            Contender::Theirs(curator_lock(&theirs[index % sessions], format!("/crate/{name}")))
-        } else {
-            // A client each: within one client only one of the waiters goes to the server.
-            let client = LockClient::new(ours[index % sessions].clone());
-            let options = AcquireOptions::new().ttl(Duration::from_secs(600));
-            Contender::Ours(client.lock(name).expect("a name").with_options(options))
-        });
+        let session = &sessions[index % sessions.len()];
+        locks.push(session.contender(name, Mode::Exclusive).await.expect("a lock"));
     }
-    all
+    locks
+}
+
+fn only<T, const N: usize>(all: Vec<T>) -> [T; N] {
+    all.try_into().unwrap_or_else(|_| unreachable!("{N} were made"))
 }
 
 async fn raw(addr: &str) -> Client {
-    let connector = Client::connector().with_session_timeout(Duration::from_secs(30));
-    connector.connect(addr).await.expect("a session")
+    Client::connect(addr).await.expect("a session")
 }
 
 /// Times the acquisitions of `n` cycles, without their releases.
-async fn acquisitions(contender: &Contender, n: u64) -> Duration {
+async fn acquisitions(contender: &mut impl Contender, n: u64) -> Duration {
     let mut took = Duration::ZERO;
     for _ in 0..n {
         let began = Instant::now();
-        let held = contender.acquire().await;
+        let held = contender.acquire().await.expect("granted");
         took += began.elapsed();
-        held.release().await;
+        contender.release(held).await.expect("released");
     }
     took
 }
 
 fn uncontended(group: &mut BenchmarkGroup<'_, WallTime>, runtime: &Runtime, addr: &str) {
-    let one = |contestant| {
-        runtime
-            .block_on(contenders(contestant, addr, 1, "uncontended"))
-            .remove(0)
-    };
-    let (ours, theirs) = (one(Contestant::Lockkit), one(Contestant::Crate));
+    let [mut ours] = only(runtime.block_on(ours(Nodes::Mutex, addr, 1, "uncontended")));
+    let [mut theirs] = only(runtime.block_on(theirs(addr, 1, "uncontended")));
+    // Servers that have just come up become faster while they are measured, and the first would be the slowest.
+    let began = Instant::now();
+    while began.elapsed() < WARM_UP {
+        runtime.block_on(acquisitions(&mut ours, 100));
+        runtime.block_on(acquisitions(&mut theirs, 100));
+    }
     duel(
         group,
-        (&format!("acquire/{}", Contestant::Lockkit.name()), |n| {
-            runtime.block_on(acquisitions(&ours, n))
+        (&format!("acquire/{OURS}"), |n| {
+            runtime.block_on(acquisitions(&mut ours, n))
         }),
-        (&format!("acquire/{}", Contestant::Crate.name()), |n| {
-            runtime.block_on(acquisitions(&theirs, n))
+        (&format!("acquire/{THEIRS}"), |n| {
+            runtime.block_on(acquisitions(&mut theirs, n))
         }),
     );
 }
 
 /// Times `n` hand-offs, from the call that releases to the return of the call that waited.
-async fn handoffs(pair: &[Contender; 2], raw: &Client, dir: &str, n: u64) -> Duration {
+async fn handoffs<C: Contender>(pair: [C; 2], raw: &Client, dir: &str, n: u64) -> (Duration, [C; 2]) {
     let mut took = Duration::ZERO;
-    let mut held = pair[0].acquire().await;
-    for round in 0..n {
-        let next = pair[usize::from(round % 2 == 0)].clone();
-        let waiting = tokio::spawn(async move { (next.acquire().await, Instant::now()) });
+    let [mut holder, mut next] = pair;
+    let mut held = holder.acquire().await.expect("granted");
+    for _ in 0..n {
+        let waiting = tokio::spawn(async move {
+            let held = next.acquire().await.expect("granted");
+            (held, Instant::now(), next)
+        });
         while raw.list_children(dir).await.expect("listed").len() < 2 {
             tokio::time::sleep(Duration::from_micros(200)).await;
         }
         // It has made its node; now it begins to watch the holder's.
         tokio::time::sleep(Duration::from_millis(2)).await;
         let began = Instant::now();
-        held.release().await;
-        let (next, granted) = waiting.await.expect("granted");
+        holder.release(held).await.expect("released");
+        let granted;
+        (held, granted, next) = waiting.await.expect("granted");
         took += granted.saturating_duration_since(began);
-        held = next;
+        std::mem::swap(&mut holder, &mut next);
     }
-    held.release().await;
-    took
+    holder.release(held).await.expect("released");
+    (took, [holder, next])
 }
 
 /// Times the deletion of `n` nodes that nobody watches.
-async fn deletions(raw: &Client, n: u64) -> Duration {
-    let options = CreateMode::Ephemeral.with_acls(EVERYONE);
+async fn deletions(node: &mut impl Contender, n: u64) -> Duration {
     let mut took = Duration::ZERO;
     for _ in 0..n {
-        raw.create("/deleted", b"", &options).await.expect("created");
+        let made = node.acquire().await.expect("created");
         // As after a hand-off, there was a pause before.
         tokio::time::sleep(Duration::from_millis(2)).await;
         let began = Instant::now();
-        raw.delete("/deleted", None).await.expect("deleted");
+        node.release(made).await.expect("deleted");
         took += began.elapsed();
     }
     took
 }
 
-fn handed_over(group: &mut BenchmarkGroup<'_, WallTime>, runtime: &Runtime, addr: &str) {
+fn handed_over<C: Contender>(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    runtime: &Runtime,
+    addr: &str,
+    (name, dir, pair): (&str, &str, Vec<C>),
+) {
     let raw = runtime.block_on(raw(addr));
-    for contestant in [Contestant::Lockkit, Contestant::Crate] {
-        let pair = runtime.block_on(contenders(contestant, addr, 2, "handoff"));
-        let pair: [Contender; 2] = pair.try_into().unwrap_or_else(|_| unreachable!("two were made"));
-        let dir = format!("/{}/handoff", format!("{contestant:?}").to_lowercase());
-        duel(
-            group,
-            (&format!("hand-off/{}", contestant.name()), |n| {
-                runtime.block_on(handoffs(&pair, &raw, &dir, n))
-            }),
-            (
-                &format!("hand-off/a delete's round trip, beside {}", contestant.name()),
-                |n| runtime.block_on(deletions(&raw, n)),
-            ),
-        );
-    }
+    let floor = EphemeralNode {
+        addr: addr.to_owned(),
+    };
+    let mut node = runtime.block_on(async {
+        let session = floor.client().await.expect("a session");
+        session
+            .contender("deleted", Mode::Exclusive)
+            .await
+            .expect("a node")
+    });
+    let mut pair = Some(only(pair));
+    duel(
+        group,
+        (&format!("hand-off/{name}"), |n| {
+            let two = pair.take().expect("they come back");
+            let (took, two) = runtime.block_on(handoffs(two, &raw, dir, n));
+            pair = Some(two);
+            took
+        }),
+        (&format!("hand-off/a delete's round trip, beside {name}"), |n| {
+            runtime.block_on(deletions(&mut node, n))
+        }),
+    );
 }
 
 /// Waiters that come back as soon as they have been in.
 struct Crowd {
-    stop: Arc<AtomicBool>,
     grants: Arc<AtomicU64>,
     tasks: Vec<JoinHandle<()>>,
 }
 
 impl Crowd {
-    async fn start(contestant: Contestant, addr: &str, many: usize) -> Self {
-        let (stop, grants) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
-        let mut tasks = Vec::new();
-        for contender in contenders(contestant, addr, many, &format!("crowd-{many}")).await {
-            let (stop, grants) = (stop.clone(), grants.clone());
-            tasks.push(tokio::spawn(async move {
-                while !stop.load(Ordering::Relaxed) {
-                    let held = contender.acquire().await;
+    fn start<C: Contender>(runtime: &Runtime, contenders: Vec<C>) -> Self {
+        let grants = Arc::<AtomicU64>::default();
+        let tasks = contenders.into_iter().map(|mut contender| {
+            let grants = grants.clone();
+            runtime.spawn(async move {
+                loop {
+                    let held = contender.acquire().await.expect("granted");
                     grants.fetch_add(1, Ordering::Relaxed);
-                    held.release().await;
+                    contender.release(held).await.expect("released");
                 }
-            }));
+            })
+        });
+        Self {
+            tasks: tasks.collect(),
+            grants,
         }
-        let crowd = Self { stop, grants, tasks };
-        // Until all have come and some have been in.
-        crowd.grant(many.min(100) as u64).await;
-        crowd
     }
 
     /// Waits for `n` more grants.
@@ -269,43 +251,44 @@ impl Crowd {
         began.elapsed()
     }
 
+    /// Their sessions end with them.
     async fn end(self) {
-        self.stop.store(true, Ordering::Relaxed);
         for task in self.tasks {
-            task.await.expect("it ends");
+            task.abort();
+            let error = task.await.expect_err("it goes on for ever");
+            assert!(error.is_cancelled(), "{error}");
         }
     }
 }
 
-fn crowded(group: &mut BenchmarkGroup<'_, WallTime>, runtime: &Runtime, addr: &str) {
-    for many in [10, 100, 1_000] {
-        for contestant in [Contestant::Lockkit, Contestant::Crate, Contestant::Simple] {
-            if contestant == Contestant::Simple && many > 100 {
-                // It takes seconds for each grant.
-                continue;
-            }
-            let crowd = runtime.block_on(Crowd::start(contestant, addr, many));
-            group.bench_function(format!("{many} waiters/{}", contestant.name()), |bencher| {
-                bencher.iter_custom(|n| runtime.block_on(crowd.grant(n)));
-            });
-            runtime.block_on(crowd.end());
-        }
+fn crowded<C: Contender>(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    runtime: &Runtime,
+    name: &str,
+    contenders: Vec<C>,
+) {
+    let many = contenders.len();
+    let is_herd = name == SIMPLE && many > 100;
+    let crowd = Crowd::start(runtime, contenders);
+    // Until all have come and have been in; of a herd, where each grant takes seconds, until some have.
+    runtime.block_on(crowd.grant(if is_herd { 2 } else { many as u64 }));
+    if is_herd {
+        group.sample_size(10).sampling_mode(SamplingMode::Flat);
     }
+    group.bench_function(format!("{many} waiters/{name}"), |bencher| {
+        bencher.iter_custom(|n| runtime.block_on(crowd.grant(n)));
+    });
+    group.sample_size(SAMPLES).sampling_mode(SamplingMode::Auto);
+    runtime.block_on(crowd.end());
 }
 
 fn busy(group: &mut BenchmarkGroup<'_, WallTime>, runtime: &Runtime, addr: &str) {
-    let [holder, ours]: [Contender; 2] = runtime
-        .block_on(contenders(Contestant::Lockkit, addr, 2, "busy"))
-        .try_into()
-        .unwrap_or_else(|_| unreachable!("two were made"));
+    let [holder, lock] = only(runtime.block_on(ours(Nodes::Mutex, addr, 2, "busy")));
     let raw = runtime.block_on(raw(addr));
-    let held = runtime.block_on(holder.acquire());
-    let Contender::Ours(lock) = ours else {
-        unreachable!("they are ours")
-    };
+    let held = runtime.block_on(holder.acquire()).expect("granted");
     duel(
         group,
-        ("try, busy/lockkit", |n| {
+        (&format!("try, busy/{OURS}"), |n| {
             runtime.block_on(async {
                 let began = Instant::now();
                 for _ in 0..n {
@@ -324,7 +307,7 @@ fn busy(group: &mut BenchmarkGroup<'_, WallTime>, runtime: &Runtime, addr: &str)
             })
         }),
     );
-    runtime.block_on(held.release());
+    runtime.block_on(held.release()).expect("released");
 }
 
 fn zookeeper(c: &mut Criterion) {
@@ -339,12 +322,23 @@ fn zookeeper(c: &mut Criterion) {
     ] {
         let addr = servers.addr();
         let mut group = c.benchmark_group(format!("zookeeper, {}", servers.name()));
-        group.sample_size(20);
+        group.sample_size(SAMPLES);
         group.measurement_time(Duration::from_secs(4));
         uncontended(&mut group, &runtime, &addr);
-        handed_over(&mut group, &runtime, &addr);
+        let pair = runtime.block_on(ours(Nodes::Mutex, &addr, 2, "handoff"));
+        handed_over(&mut group, &runtime, &addr, (OURS, "/lockkit/handoff", pair));
+        let pair = runtime.block_on(theirs(&addr, 2, "handoff"));
+        handed_over(&mut group, &runtime, &addr, (THEIRS, "/crate/handoff", pair));
         busy(&mut group, &runtime, &addr);
-        crowded(&mut group, &runtime, &addr);
+        for many in [10, 100, 1_000] {
+            let name = format!("crowd-{many}");
+            let crowd = runtime.block_on(ours(Nodes::Mutex, &addr, many, &name));
+            crowded(&mut group, &runtime, OURS, crowd);
+            let crowd = runtime.block_on(theirs(&addr, many, &name));
+            crowded(&mut group, &runtime, THEIRS, crowd);
+            let crowd = runtime.block_on(ours(Nodes::Simple, &addr, many, &name));
+            crowded(&mut group, &runtime, SIMPLE, crowd);
+        }
         group.finish();
     }
 }

@@ -15,7 +15,7 @@ pub use self::{
     memory::TokioSync,
     mysql::{ForUpdate, GetLock},
     redis::{Rslock, RslockKey, SetNx, SetNxClient, SetNxKey},
-    zookeeper::{Curator, CuratorLock, EphemeralNode, curator_lock},
+    zookeeper::{Curator, CuratorLock, EphemeralNode},
 };
 
 /// Most have no shared mode and no semaphores, or other ones, and none renews what it holds.

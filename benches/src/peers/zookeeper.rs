@@ -43,18 +43,10 @@ impl Client for CuratorClient {
     type Contender = CuratorLock;
 
     async fn contender(&self, name: &str, _: Mode) -> Result<CuratorLock, BoxError> {
-        Ok(curator_lock(
-            &self.0,
-            format!("/crate/{}", name.replace('/', "-")),
-        ))
-    }
-}
-
-/// The recipe in the directory `dir`, in a session of one's own.
-pub fn curator_lock(session: &Session, dir: String) -> CuratorLock {
-    CuratorLock {
-        session: session.clone(),
-        dir,
+        Ok(CuratorLock {
+            session: self.0.clone(),
+            dir: format!("/crate/{}", name.replace('/', "-")),
+        })
     }
 }
 
