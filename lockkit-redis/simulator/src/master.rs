@@ -213,7 +213,10 @@ impl Master {
     fn renew(&mut self, now: Micros, bid: &Bid) -> Report {
         let claim = bid.claim;
         let keeps_out = self.keeps_out();
-        let is_its = |held: &&mut Holder| held.claim == claim || held.claim.is_before(claim);
+        // One that it set in the other mode, in a round that was lost, excludes others than this one.
+        let is_its = |held: &&mut Holder| {
+            held.mode == bid.mode && (held.claim == claim || held.claim.is_before(claim))
+        };
         let Some(held) = self.data.holders.iter_mut().find(is_its) else {
             return if keeps_out {
                 Report::Other

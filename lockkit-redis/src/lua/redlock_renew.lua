@@ -2,8 +2,13 @@
 -- made anew here: only a majority can tell whether it may be.
 local me = owner_of(ARGV[2])
 drop_ended()
-local mine = holder() == me and value
-  or is_shared() and call('ZSCORE', HOLDERS, me) and call('HGET', ABOUT, me)
+-- One that it set to hold otherwise, in a round that was lost, excludes others than this one.
+local mine
+if ARGV[6] == 'x' then
+  mine = holder() == me and value
+else
+  mine = is_shared() and call('ZSCORE', HOLDERS, me) and call('HGET', ABOUT, me)
+end
 if mine then
   -- Of an earlier round: it may have come back with old data, after others had voted here.
   if mine ~= ARGV[2] and not has_vote(ARGV[1]) then return 2 end
