@@ -109,3 +109,27 @@ fn a_master_without_a_vote_is_not_repaired() {
     assert!(!overlaps(None));
     assert!(overlaps(Some(Mutant::RepairsUnmarked)));
 }
+
+/// An owner was granted a shared hold in a round that it lost, and holds exclusively since. Others share what is left of
+/// the first, so it is no part of the second.
+#[test]
+fn a_renewal_does_not_count_a_hold_in_the_other_mode() {
+    let mut master = masters(None).swap_remove(0);
+    for owner in [1, 2] {
+        let bid = Bid {
+            claim: Claim { owner, round: 1 },
+            mode: Mode::Shared,
+            ttl: TTL,
+            tokens: 1..=1,
+        };
+        let granted = voted(master.answer(0, &Request::Vote(bid)));
+        assert!(matches!(granted, Vote::Granted | Vote::Behind(_)), "{granted:?}");
+    }
+    let renewal = Request::Renew(Bid {
+        claim: Claim { owner: 1, round: 2 },
+        mode: Mode::Exclusive,
+        ttl: TTL,
+        tokens: 2..=2,
+    });
+    assert_eq!(reported(master.answer(1, &renewal)), Report::Other);
+}
