@@ -1,12 +1,9 @@
 //! Everyone who takes part in the comparison: each backend on private servers, and what it is measured beside.
 
-use std::{
-    any::Any, collections::BTreeMap, error::Error, fmt, net::SocketAddr, path::PathBuf, sync::Arc,
-    time::Duration,
-};
+use std::{any::Any, collections::BTreeMap, fmt, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use lockkit::{BoxError, LockClient};
+use lockkit::{BoxError, LockClient, spi::chain};
 use lockkit_conformance::{
     Harness,
     helper::Launch,
@@ -45,7 +42,7 @@ pub struct Field {
 }
 
 /// No server, and why.
-type Absent = Box<dyn Error + Send + Sync>;
+type Absent = BoxError;
 
 impl Field {
     /// Starts whatever is installed here. `launch` starts helper processes; `wanted` picks backends by name.
@@ -266,16 +263,6 @@ fn version(server: &RedisServer) -> Result<String, Absent> {
     let info = server.cli(&["INFO", "server"])?;
     let version = info.lines().find_map(|line| line.strip_prefix("redis_version:"));
     Ok(version.unwrap_or("unknown").trim().to_owned())
-}
-
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 /// lockkit at a URL.

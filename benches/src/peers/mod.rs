@@ -6,8 +6,9 @@ mod mysql;
 mod redis;
 mod zookeeper;
 
-use std::{error::Error, fmt, path::PathBuf};
+use std::{fmt, path::PathBuf};
 
+use lockkit::BoxError;
 use lockkit_conformance::{helper, measure::Scenario};
 
 pub use self::{
@@ -62,7 +63,7 @@ impl Peer {
     ///
     /// # Errors
     /// If this process was not started as a helper, or has no runtime.
-    pub fn serve(told: &str) -> Result<(), Box<dyn Error + Send + Sync>> {
+    pub fn serve(told: &str) -> Result<(), BoxError> {
         let at = |at: &str| at.to_owned();
         match told.split_once(' ') {
             Some(("distributed-lock", dir)) => helper::rival(DistributedFileLock {
