@@ -5,7 +5,10 @@ mod report;
 mod waiting;
 
 use std::{
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -17,6 +20,10 @@ use lockkit::{
 use lockkit_benches::Noop;
 use lockkit_testbed::eventually;
 use tokio::runtime::{Builder, Handle, Runtime};
+
+/// For a test that takes much of the processors, and for one that measures what little others take: a process that is
+/// kept waiting for its turn is charged with whole ticks more often than one that has the processor to itself.
+static PROCESSORS: Mutex<()> = Mutex::new(());
 
 fn current_thread() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()

@@ -165,6 +165,7 @@ fn the_document_tells_figures_ratios_and_what_is_missing() {
 #[test]
 fn the_page_opens_filters_and_asks_nobody() {
     let Some(browser) = Browser::find() else { return };
+    let _processors = crate::PROCESSORS.lock();
     let written = Written::new();
 
     let all = browser.open(&written, "");
