@@ -30,7 +30,7 @@ for_each_flavour! {
     a_hold_that_ends_in_a_deadlock_is_lost
     a_release_that_meets_a_deadlock_says_that_the_hold_was_lost
     a_renewal_that_meets_a_deadlock_says_that_the_hold_is_lost
-    a_deadlock_while_rows_are_made_get_over
+    a_deadlock_while_rows_are_made_is_got_over
     a_killed_holder_session_is_told_soon
     an_interrupted_wait_goes_on
     too_many_connections_is_an_error_and_never_taken
@@ -490,7 +490,7 @@ async fn a_renewal_that_meets_a_deadlock_says_that_the_hold_is_lost(flavour: Fla
     doomed.get_over().await;
 }
 
-async fn a_deadlock_while_rows_are_made_get_over(flavour: Flavour) {
+async fn a_deadlock_while_rows_are_made_is_got_over(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let client = client(server.addr(), Mode::ForUpdate).await;
