@@ -9,6 +9,7 @@ use std::{fs, io, path::Path};
 
 use lockkit_conformance::measure::{Figure, Outcome, Role, Row, Scenario};
 
+pub use self::steady::compare;
 use crate::results::Results;
 
 /// Writes `benchmarks.md` into `docs`, with its pictures in `docs/benchmarks`, and the page to `page`.
@@ -29,11 +30,6 @@ pub fn write(results: &Results, docs: &Path, page: &Path) -> io::Result<()> {
     }
     let rendered = page::render(results, &sections).map_err(io::Error::other)?;
     fs::write(page, rendered)
-}
-
-/// How the ratios of a run compare with those of an earlier one, in lines of text.
-pub fn compare(results: &Results, before: &Results) -> String {
-    steady::compare(results, before)
 }
 
 /// One question, the scenarios that answer it, and the one that is drawn.

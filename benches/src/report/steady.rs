@@ -11,7 +11,7 @@ use crate::results::Results;
 const SAME: f64 = 0.15;
 
 /// Says how many of lockkit's ratios, to the floor and to the best peer, are the same in both runs, and which are not.
-pub(super) fn compare(results: &Results, before: &Results) -> String {
+pub fn compare(results: &Results, before: &Results) -> String {
     let mut apart = Vec::new();
     let mut same = 0;
     for row in results.rows.iter().filter(|row| row.role == Role::Ours) {

@@ -131,11 +131,9 @@ pub(super) struct Rivals(Vec<Helper>);
 
 impl Rivals {
     pub(super) async fn start(processes: &Processes, clients: u32, name: &str) -> io::Result<Self> {
-        let many = clients.min(MOST_RIVALS);
         let mut rivals = Vec::new();
-        for index in 0..many {
+        for clients in divided(clients) {
             let mut rival = Helper::start(&processes.launch, Some(&processes.url)).await?;
-            let clients = clients / many + u32::from(index < clients % many);
             told(&mut rival, &format!("crowd {clients} {name}"), "gathered").await?;
             rivals.push(rival);
         }
@@ -165,6 +163,12 @@ impl Rivals {
     }
 }
 
+/// How many clients each process has.
+fn divided(clients: u32) -> impl Iterator<Item = u32> {
+    let many = clients.min(MOST_RIVALS);
+    (0..many).map(move |index| clients / many + u32::from(index < clients % many))
+}
+
 /// What a helper answers after a rush: how long it took, then of each client how many grants, and the longest wait;
 /// all times in ns.
 pub(crate) fn write_rush(elapsed: Duration, shares: &[Share]) -> String {
@@ -189,7 +193,17 @@ fn read_rush(answer: &str) -> Option<(Duration, Vec<Share>)> {
 mod tests {
     use std::time::Duration;
 
-    use super::{Share, read_rush, write_rush};
+    use super::{Share, divided, read_rush, write_rush};
+
+    #[test]
+    fn clients_are_divided_among_up_to_four_processes() {
+        let processes = |clients| divided(clients).collect::<Vec<_>>();
+        assert_eq!(processes(1), [1]);
+        assert_eq!(processes(2), [1, 1]);
+        assert_eq!(processes(16), [4; 4]);
+        assert_eq!(processes(18), [5, 5, 4, 4]);
+        assert_eq!(processes(100), [25; 4]);
+    }
 
     #[test]
     fn what_a_helper_writes_of_a_rush_is_what_is_read() {

@@ -14,7 +14,7 @@ use zookeeper_client::{Acls, CreateMode::Ephemeral};
 
 use crate::server::{
     self, TIMEOUT, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon,
-    through, unique, waiter, watcher,
+    takes_its_turn, through, unique, waiter, watcher,
 };
 
 /// A client, what it goes through, and one that goes straight.
@@ -132,13 +132,7 @@ async fn a_release_whose_reply_is_lost_releases_once() {
     contend(&pair.raw, &pair.name, 2).await;
     assert!(held.is_held() && !waiting.is_finished());
     held.release().await.unwrap();
-    soon("ours again", waiting)
-        .await
-        .unwrap()
-        .0
-        .release()
-        .await
-        .unwrap();
+    takes_its_turn("ours again", waiting).await;
 }
 
 #[tokio::test]

@@ -9,7 +9,8 @@ use lockkit_zk::{Digest, Nodes, Parents};
 use zookeeper_client::{Acl, Acls, AuthId, CreateMode, Permission};
 
 use crate::server::{
-    self, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon, unique, waiter,
+    self, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon, takes_its_turn,
+    unique, waiter,
 };
 
 const GUID: &str = "_c_0b1fdd6a-8b6c-4d0e-9f43-1f0f6d0b7c11";
@@ -480,13 +481,7 @@ async fn a_reader_waits_behind_a_queued_writer_also_of_its_own_client() {
     contend(&raw, &name, 2).await;
     assert!(read.is_held() && !later.is_finished());
     read.release().await.unwrap();
-    soon("the later writer", later)
-        .await
-        .unwrap()
-        .0
-        .release()
-        .await
-        .unwrap();
+    takes_its_turn("the later writer", later).await;
 }
 
 #[tokio::test]

@@ -119,6 +119,12 @@ pub(crate) fn waiter(lock: &Lock) -> JoinHandle<(LockGuard, Instant)> {
     })
 }
 
+/// Waits for the grant of a waiter, and gives it back.
+pub(crate) async fn takes_its_turn(what: &str, waiter: JoinHandle<(LockGuard, Instant)>) {
+    let (guard, _) = soon(what, waiter).await.unwrap();
+    guard.release().await.unwrap();
+}
+
 /// Notes when and how a hold is lost.
 pub(crate) fn watcher(guard: &LockGuard) -> JoinHandle<(LossReason, Instant)> {
     let lost = guard.lost();
