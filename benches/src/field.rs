@@ -7,7 +7,7 @@ use lockkit::{BoxError, LockClient, spi::chain};
 use lockkit_conformance::{
     Harness,
     helper::Launch,
-    measure::{Contestant, Counter, Locks, Processes, Role, Scenario, Subject},
+    measure::{Contestant, Counter, Effort, Locks, Processes, Role, Scenario, Subject, contest},
 };
 use lockkit_testbed::{
     Proxy,
@@ -77,7 +77,7 @@ impl Field {
                 "file" => field.file(),
                 "redis" => field.redis(),
                 "redlock" => field.redlock().await,
-                "zookeeper" => field.zookeeper(),
+                "zookeeper" => field.zookeeper().await,
                 "mariadb" => field.mysql(backend, Flavour::MariaDb).await,
                 _ => field.mysql(backend, Flavour::MySql).await,
             };
@@ -197,12 +197,13 @@ impl Field {
         Ok(())
     }
 
-    fn zookeeper(&mut self) -> Result<(), Absent> {
+    async fn zookeeper(&mut self) -> Result<(), Absent> {
         if let Some(missing) = zookeeper::missing() {
             return Err(missing.into());
         }
         let server = ZkServer::plain()?;
         let proxy = Proxy::start(server.addr())?;
+        let first = self.contestants.len();
         let addr = server.addr().to_string();
         let version = server.word("srvr")?;
         let version = version.lines().next().and_then(|line| line.split(": ").nth(1));
@@ -224,6 +225,15 @@ impl Field {
         let name = "zookeeper-client's recipe";
         self.peer("zookeeper", name, Peer::Curator(Curator { addr }));
         self.servers.push(Box::new(server));
+        // A virtual machine that has just started interprets what it will have compiled after some seconds of work, and
+        // is several times slower until then.
+        let work = Effort {
+            rounds: 1,
+            stretch: Duration::from_secs(1),
+            ..Effort::QUICK
+        };
+        let scenarios = [Scenario::OwnNames(16), Scenario::Uncontended];
+        contest(&mut self.contestants[first..], &scenarios, &work, |_| ()).await;
         Ok(())
     }
 

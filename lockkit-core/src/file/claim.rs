@@ -1,7 +1,7 @@
 //! A claim, as the driver sees it: blocking work goes to a worker thread and is picked up again wherever the future
 //! that waited for it was dropped.
 
-use std::{fs::File, sync::Arc, time::Duration};
+use std::{fs::File, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use tokio::{
@@ -21,14 +21,10 @@ use crate::{
     spi::{Claim, Grant, Lease, Renewal},
 };
 
-/// When to try again after an event, unless another comes. A killed holder's descriptors are closed one after the
-/// other, and each tells of itself before its lock is gone.
-const BURST: [Duration; 4] = [
-    Duration::from_millis(1),
-    Duration::from_millis(2),
-    Duration::from_millis(4),
-    Duration::from_millis(8),
-];
+/// When to try again after an event, unless another comes: after the first of these, after twice that, and so on until
+/// the last has passed. A killed holder's descriptors are closed one after the other, and each tells of itself before
+/// its lock is gone; a child of it that has the lock, too, ends without any event.
+const BURST: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(512);
 
 #[derive(Debug)]
 pub(super) struct FileClaim {
@@ -45,9 +41,9 @@ pub(super) struct FileClaim {
 }
 
 /// Where in [`BURST`] a waiter is.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Burst {
-    next: usize,
+    next: Duration,
     at: Option<Instant>,
 }
 
@@ -181,14 +177,20 @@ impl Claim for FileClaim {
         let events = state.and_then(|state| state.events.as_mut());
         let event = async {
             match events {
-                Some(events) => events.next().await,
+                Some(events) => {
+                    events.next().await;
+                    true
+                }
                 None if holds => std::future::pending().await,
-                None => sleep(poll).await,
+                None => {
+                    sleep(poll).await;
+                    false
+                }
             }
         };
         tokio::select! {
-            () = event => {
-                *woken = true;
+            happened = event => {
+                *woken = happened;
             }
             () = burst.due(), if !holds => {}
         }
@@ -208,11 +210,20 @@ impl Drop for FileClaim {
     }
 }
 
+impl Default for Burst {
+    fn default() -> Self {
+        Self {
+            next: *BURST.start(),
+            at: None,
+        }
+    }
+}
+
 impl Burst {
     /// After a failed attempt.
     fn schedule(&mut self) {
-        self.at = BURST.get(self.next).map(|pause| Instant::now() + *pause);
-        self.next += 1;
+        self.at = BURST.contains(&self.next).then(|| Instant::now() + self.next);
+        self.next = self.next.saturating_mul(2);
     }
 
     /// When it is time to try again.

@@ -10,7 +10,7 @@ use std::{
 
 use lockkit_core::{AcquireOptions, Error, LossReason};
 use lockkit_testbed::{Clock, Mode, Proxy, eventually, zookeeper::ZkServer};
-use zookeeper_client::{Acls, CreateMode::Ephemeral};
+use zookeeper_client::{Acls, CreateMode};
 
 use crate::server::{
     self, TIMEOUT, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon,
@@ -29,11 +29,17 @@ struct Pair {
 impl Pair {
     async fn new(test: &str) -> Self {
         let proxy = Proxy::start(shared().addr()).unwrap();
+        let raw = raw(shared().addr()).await;
+        let name = unique(test);
+        // Not a container, which the server deletes when it finds it empty. Clients make another one when they are told
+        // that it is missing, and here they are often told nothing.
+        let directory = CreateMode::Persistent.with_acls(Acls::anyone_all());
+        raw.mkdir(&dir(&name), &directory).await.unwrap();
         Self {
             ours: through(&proxy).await,
             theirs: connect(shared().addr()).await,
-            raw: raw(shared().addr()).await,
-            name: unique(test),
+            raw,
+            name,
             proxy,
         }
     }
@@ -53,7 +59,6 @@ async fn a_node_whose_making_was_not_confirmed_is_found_again() {
         return;
     }
     let pair = Pair::new("unconfirmed").await;
-    pair.other().acquire().await.unwrap().release().await.unwrap();
     for _ in 0..20 {
         pair.proxy.set(Mode::DropReplies);
         let waiting = waiter(&pair.lock());
@@ -83,7 +88,6 @@ async fn a_try_whose_reply_is_lost_is_an_error_and_leaves_nothing() {
         return;
     }
     let pair = Pair::new("try").await;
-    pair.other().acquire().await.unwrap().release().await.unwrap();
     let quick = AcquireOptions::new().op_timeout(Duration::from_millis(200));
     pair.proxy.set(Mode::DropReplies);
     let error = pair
@@ -429,7 +433,11 @@ async fn a_server_whose_clock_jumps_keeps_holds() {
     let held = lock(&ours, &name).acquire().await.unwrap();
     let made = async || {
         let stat = raw
-            .create("/clock", b"", &Ephemeral.with_acls(Acls::anyone_all()))
+            .create(
+                "/clock",
+                b"",
+                &CreateMode::Ephemeral.with_acls(Acls::anyone_all()),
+            )
             .await
             .unwrap()
             .0;
