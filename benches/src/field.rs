@@ -201,7 +201,7 @@ impl Field {
         if let Some(missing) = zookeeper::missing() {
             return Err(missing.into());
         }
-        let server = ZkServer::plain()?;
+        let server = ZkServer::builder().reaps_seldom().start()?;
         let proxy = Proxy::start(server.addr())?;
         let first = self.contestants.len();
         let addr = server.addr().to_string();

@@ -27,6 +27,7 @@ pub struct ZkBuilder {
     syncs: bool,
     used: Option<(String, i32)>,
     clock: Option<Clock>,
+    reaps_seldom: bool,
     directives: Vec<String>,
 }
 
@@ -46,6 +47,12 @@ impl ZkBuilder {
     /// Runs by `clock`, which the test can set forward and back.
     pub fn clock(mut self, clock: &Clock) -> Self {
         self.clock = Some(clock.clone());
+        self
+    }
+
+    /// Looks once a minute for empty containers to delete, as a production server does. By default it is every 300 ms.
+    pub fn reaps_seldom(mut self) -> Self {
+        self.reaps_seldom = true;
         self
     }
 
@@ -84,10 +91,11 @@ impl ZkBuilder {
                     "-Dzookeeper.forceSync={}",
                     if self.syncs { "yes" } else { "no" }
                 ))
-                .args([
-                    "-Dznode.container.checkIntervalMs=300",
-                    "-Dznode.container.maxPerMinute=100000",
-                ])
+                .arg(format!(
+                    "-Dznode.container.checkIntervalMs={}",
+                    if self.reaps_seldom { 60_000 } else { 300 }
+                ))
+                .arg("-Dznode.container.maxPerMinute=100000")
                 .arg("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
                 .args(["-cp", &JARS.join(":"), class])
                 .arg(directory.join("zoo.cfg"));
