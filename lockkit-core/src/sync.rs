@@ -8,7 +8,7 @@ use loom::sync as imp;
 #[cfg(not(lockkit_loom))]
 use std::sync as imp;
 
-use std::sync::PoisonError;
+use std::sync::{PoisonError, TryLockError};
 
 pub(crate) use imp::MutexGuard;
 
@@ -22,5 +22,14 @@ impl<T> Mutex<T> {
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `None` if somebody else has it at this moment.
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        match self.0.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 }

@@ -197,9 +197,13 @@ impl<S: Subject> Stage<S> {
                 _ => return Err("a hand-off is between two".into()),
             };
             sleep(ASLEEP).await;
-            let released_at = Instant::now();
-            near.usual.release(held).await?;
+            // In a task, as a holder is, and not on a thread that is none of the runtime's.
+            let releasing = tokio::spawn(async move {
+                let released_at = Instant::now();
+                near.usual.release(held).await.map(|()| (near, released_at))
+            });
             let (far, granted_at) = served(waiting).await?;
+            let (near, released_at) = releasing.await??;
             times.push(granted_at.saturating_duration_since(released_at));
             self.crowd.tasks = vec![near, far];
         }

@@ -179,6 +179,11 @@ impl<C> HoldCell<C> {
         })
     }
 
+    /// The claim of a hold that is being released, for good, if it is at hand.
+    pub(crate) fn take(&self) -> Option<C> {
+        self.state.lock().parked.take()
+    }
+
     /// Latches a loss, unless the hold has ended already.
     pub(crate) fn lose(&self, reason: LossReason) -> bool {
         self.update(None, |state| {

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 use crate::{
     Error, FencingToken, LossReason, Result,
     driver::{
+        attendance::Attendance,
         cell::{HoldCell, Phase},
         line::{Grip, Line, Terms},
         timing,
@@ -19,6 +20,7 @@ pub(crate) struct Hold {
     pub(crate) token: FencingToken,
     pub(crate) terms: Arc<Terms>,
     pub(crate) cell: HoldCell<Grip>,
+    pub(crate) attendance: Attendance,
     /// Its place in the worker's register.
     pub(crate) key: AtomicUsize,
 }
@@ -30,6 +32,7 @@ impl Hold {
             token: FencingToken::new(token),
             terms,
             cell: HoldCell::new(phase, grip, timing::valid_until(lease)),
+            attendance: Attendance::default(),
             key: AtomicUsize::new(usize::MAX),
         })
     }
@@ -54,6 +57,13 @@ impl Hold {
         if let Ok(grip) = self.cell.begin_release(Instant::now()) {
             self.line().core.worker.settle(self.clone(), grip);
         }
+    }
+
+    /// Takes the claim of a hold that is being released from the worker, unless that is at work on it at this very
+    /// moment.
+    pub(crate) fn recall(&self) -> Option<Grip> {
+        self.attendance.end();
+        self.cell.take()
     }
 
     /// Proves the hold anew, once. The caller has the claim on loan as `grip`.

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use crate::{
     LockClient, LossReason, MemoryBackend,
     driver::{
+        attendance::Attendance,
         cell::{HoldCell, Phase},
         line::{Line, Served, Terms},
         queue::{Offer, Queue, Turn},
@@ -121,6 +122,40 @@ fn loom_the_claim_comes_back_from_its_attendant_to_whoever_releases() {
             Ok(None) => block_on(cell.reclaim()).keep(),
             Err(reason) => panic!("lost: {reason}"),
         };
+        assert_eq!(claim, Some("claim"));
+        attendant.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_whoever_releases_ends_the_attendance_or_waits_for_the_claim() {
+    explore(|| {
+        let cell = cell(Phase::Held);
+        let attendance = Arc::new(Attendance::default());
+        attendance.begin({
+            let cell = cell.clone();
+            async move {
+                loop {
+                    let version = cell.version();
+                    let Some(loan) = cell.attend().await else { return };
+                    std::future::poll_fn(|cx| cell.poll_changed(version, cx)).await;
+                    drop(loan);
+                }
+            }
+        });
+        let attendant = thread::spawn({
+            let attendance = attendance.clone();
+            move || block_on(std::future::poll_fn(|cx| attendance.poll(cx)))
+        });
+        let recalled = match cell.begin_release(Instant::now()) {
+            Ok(Some(claim)) => Some(claim),
+            Ok(None) => {
+                attendance.end();
+                cell.take()
+            }
+            Err(reason) => panic!("lost: {reason}"),
+        };
+        let claim = recalled.or_else(|| block_on(cell.reclaim()).keep());
         assert_eq!(claim, Some("claim"));
         attendant.join().unwrap();
     });

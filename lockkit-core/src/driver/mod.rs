@@ -5,9 +5,11 @@
 //! - [`line`](mod@line): one name and mode of one client: its queue, and the slot that lets one contender go to the server.
 //! - [`acquire`]: from the call to the grant, in the caller's own future.
 //! - [`settle`]: from the end of a hold to its hand-off or its confirmed release.
+//! - [`attendance`]: how the worker looks after one hold, until whoever releases it ends that.
 //! - [`worker`]: one task per client that renews, watches and cleans up.
 
 pub(crate) mod acquire;
+pub(crate) mod attendance;
 pub(crate) mod cell;
 pub(crate) mod hold;
 pub(crate) mod line;

@@ -19,7 +19,7 @@ use crate::{
 /// left of it goes to the worker.
 pub(crate) async fn settle(hold: &Arc<Hold>, grip: Option<Grip>, now: Instant) -> Result<()> {
     let _registered = UntilSettled(hold);
-    let mut grip = match grip {
+    let mut grip = match grip.or_else(|| hold.recall()) {
         Some(grip) => grip,
         None => Box::pin(reclaim(hold.clone())).await?,
     };

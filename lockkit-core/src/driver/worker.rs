@@ -8,7 +8,7 @@
 use std::{
     pin::{Pin, pin},
     sync::{Arc, OnceLock, atomic::Ordering},
-    task::Poll,
+    task::{Context, Poll, ready},
 };
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
@@ -375,7 +375,7 @@ async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
     loop {
         let work = worker.take_work(Instant::now());
         jobs.extend(work.jobs.into_iter().map(Job::run));
-        attending.extend(work.adopted.into_iter().map(attend));
+        attending.extend(work.adopted.into_iter().map(Attending::begin));
         if work.orphaned && jobs.is_empty() && attending.is_empty() {
             return;
         }
@@ -400,9 +400,35 @@ async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
     }
 }
 
+/// A hold that the worker looks after, until it ends.
+struct Attending(Arc<Hold>);
+
+impl Attending {
+    fn begin(hold: Arc<Hold>) -> Self {
+        hold.attendance.begin(attend(hold.clone()));
+        Self(hold)
+    }
+}
+
+impl Future for Attending {
+    type Output = Arc<Hold>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Arc<Hold>> {
+        ready!(self.0.attendance.poll(cx));
+        Poll::Ready(self.0.clone())
+    }
+}
+
+impl Drop for Attending {
+    fn drop(&mut self) {
+        // It keeps its own hold alive.
+        self.0.attendance.end_at_last();
+    }
+}
+
 /// Keeps one hold alive until it ends: renews it when that is due, looks after it when the backend hints, and latches
 /// its loss when the lease runs out. Makes way whenever somebody else wants the claim.
-async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
+async fn attend(hold: Arc<Hold>) {
     let mut timer = pin!(tokio::time::sleep_until(Instant::now()));
     let mut hints = HintBudget::default();
     let mut retry_at = None;
@@ -460,7 +486,6 @@ async fn attend(hold: Arc<Hold>) -> Arc<Hold> {
             rested
         });
     }
-    hold
 }
 
 /// Waits for the claim, with an eye on the lease: whoever has the claim may sit on it. `None` once the hold is over.

@@ -210,7 +210,6 @@ async fn a_release() {
         let guard = world.lock().acquire().await.unwrap();
         // The worker watches over it by now.
         tokio::time::sleep(SECOND).await;
-        world.backend.fail_next(Operation::Release, 1);
         world.backend.delay(Operation::Release, 100 * MS);
         cancel_after(polls, guard.release()).await.is_some()
     })

@@ -1,6 +1,6 @@
 //! What the driver promises, on paused time and the memory backend.
 
-use std::{sync::Arc, time::Duration};
+use std::{sync::Arc, task::Poll, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, DistributedLock, DistributedLockExt, Error, Instant, LockClient, LossReason,
@@ -142,9 +142,19 @@ async fn failing_renewals_warn_first_and_recover() {
 }
 
 /// Polls a future once.
-fn poll_once<F: Future + Unpin>(mut future: F) -> std::task::Poll<F::Output> {
+fn poll_once<F: Future + Unpin>(mut future: F) -> Poll<F::Output> {
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
     std::pin::Pin::new(&mut future).poll(&mut cx)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hold_that_the_worker_looks_after_is_released_without_asking_the_worker() {
+    let (_, client) = client();
+    let guard = client.lock("n").unwrap().acquire().await.unwrap();
+    // The worker has its claim by now, and waits for hints with it.
+    tokio::time::sleep(SECOND).await;
+    let released = poll_once(Box::pin(guard.release()));
+    assert!(matches!(released, Poll::Ready(Ok(()))), "{released:?}");
 }
 
 #[tokio::test(start_paused = true)]

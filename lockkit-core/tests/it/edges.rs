@@ -1,7 +1,7 @@
 //! Where two things happen at once: closing while acquiring or releasing, losing while renewing, late answers.
 
 use std::{
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, Barrier, atomic::Ordering},
     time::Duration,
 };
 
@@ -179,30 +179,39 @@ async fn the_worker_and_every_claim_end_with_the_last_handle() {
     }
 }
 
-/// The release finds the worker in the middle of a renewal, and is dropped while it waits for the claim.
-#[tokio::test(start_paused = true)]
+/// The release finds the worker at work on the claim, and is dropped while it waits for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dropped_release_still_hands_off() {
     let probe = Probe::default();
+    let barrier = Arc::new(Barrier::new(2));
+    *probe.barrier.lock().unwrap() = Some(barrier.clone());
     let lock = LockClient::new(probe.clone())
         .lock("a")
         .unwrap()
-        .with_options(AcquireOptions::new().ttl(9 * SECOND));
+        .with_options(AcquireOptions::new().ttl(SECOND));
     let guard = lock.acquire().await.unwrap();
     let heir = tokio::spawn({
         let lock = lock.clone();
         async move { lock.acquire().await.unwrap() }
     });
-    probe.memory.delay(Operation::Renew, 100 * MS);
-    tokio::time::sleep(3_010 * MS).await;
+    barrier.wait();
     assert!(cancel_after(1, guard.release()).await.is_none());
-    let heir = tokio::time::timeout(SECOND, heir)
+    barrier.wait();
+    let heir = tokio::time::timeout(10 * SECOND, heir)
         .await
         .expect("granted")
         .unwrap();
-    let (attempts, _, releases) = probe.counts.calls();
+    let (attempts, before, releases) = probe.counts.calls();
     assert_eq!((attempts, releases), (1, 0), "it did not go by the server");
-    tokio::time::sleep(20 * SECOND).await;
-    assert!(heir.is_held(), "it is watched over");
+    let renewals = async {
+        while probe.counts.calls().1 < before + 2 {
+            tokio::time::sleep(MS).await;
+        }
+    };
+    tokio::time::timeout(10 * SECOND, renewals)
+        .await
+        .expect("it is watched over");
+    assert!(heir.is_held());
 }
 
 /// A proof may be old when it comes: a session's last heartbeat, say.

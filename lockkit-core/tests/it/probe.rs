@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc,
+        Arc, Barrier, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -20,6 +20,8 @@ pub(crate) struct Probe {
     pub(crate) counts: Arc<Counts>,
     /// How long before the request a renewal's proof was made.
     pub(crate) proofs_are_old_by: Duration,
+    /// Where the next renewal's poll waits, and its thread with it: once when it is there, and once to go on.
+    pub(crate) barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
 }
 
 #[derive(Debug, Default)]
@@ -58,6 +60,7 @@ impl Backend for Probe {
             claim,
             counts: self.counts.clone(),
             proofs_are_old_by: self.proofs_are_old_by,
+            barrier: self.barrier.clone(),
         }))
     }
 
@@ -78,6 +81,7 @@ struct Counted {
     claim: Box<dyn Claim>,
     counts: Arc<Counts>,
     proofs_are_old_by: Duration,
+    barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
 }
 
 #[async_trait]
@@ -90,6 +94,11 @@ impl Claim for Counted {
     async fn renew(&mut self) -> Result<Renewal> {
         let before = self.counts.renewals.fetch_add(1, Ordering::SeqCst);
         assert!(before < 100_000, "this would go on for ever");
+        let barrier = self.barrier.lock().unwrap().take();
+        if let Some(barrier) = barrier {
+            barrier.wait();
+            barrier.wait();
+        }
         let mut renewal = self.claim.renew().await;
         if let Ok(Renewal::Held(lease)) = &mut renewal {
             lease.since -= self.proofs_are_old_by;
