@@ -161,22 +161,24 @@ impl<C> HoldCell<C> {
         })
     }
 
-    /// The guard is given up. The claim comes along if it is at hand; otherwise it has to be reclaimed.
+    /// The guard is given up. The claim comes along if it is at hand; otherwise it has to be reclaimed. The attendant is
+    /// not told yet: to wake it would come before the request that the next holder waits for.
     pub(crate) fn begin_release(&self, now: Instant) -> Result<Option<C>, LossReason> {
         self.update(Some(now), |state| match state.phase {
             Phase::Lost(reason) => (Err(reason), Wakes::default()),
             Phase::Offered | Phase::Held | Phase::Releasing => {
                 state.phase = Phase::Releasing;
-                let attendant = state.rouse();
-                (
-                    Ok(state.parked.take()),
-                    Wakes {
-                        attendant,
-                        others: Vec::new(),
-                    },
-                )
+                (Ok(state.parked.take()), Wakes::default())
             }
         })
+    }
+
+    /// The attendant has nothing left to look after.
+    pub(crate) fn dismiss(&self) {
+        let attendant = self.state.lock().rouse();
+        if let Some(waker) = attendant {
+            waker.wake();
+        }
     }
 
     /// The claim of a hold that is being released, for good, if it is at hand.

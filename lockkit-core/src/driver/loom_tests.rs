@@ -123,6 +123,7 @@ fn loom_the_claim_comes_back_from_its_attendant_to_whoever_releases() {
             Err(reason) => panic!("lost: {reason}"),
         };
         assert_eq!(claim, Some("claim"));
+        cell.dismiss();
         attendant.join().unwrap();
     });
 }
@@ -157,6 +158,7 @@ fn loom_whoever_releases_ends_the_attendance_or_waits_for_the_claim() {
         };
         let claim = recalled.or_else(|| block_on(cell.reclaim()).keep());
         assert_eq!(claim, Some("claim"));
+        cell.dismiss();
         attendant.join().unwrap();
     });
 }
@@ -181,6 +183,7 @@ fn loom_a_renewal_by_hand_and_the_attendant_take_turns() {
         assert!(loan.is_some());
         drop(loan);
         let _ = cell.begin_release(Instant::now());
+        cell.dismiss();
         attendant.join().unwrap();
     });
 }

@@ -30,12 +30,13 @@ pub(crate) async fn settle(hold: &Arc<Hold>, grip: Option<Grip>, now: Instant) -
 }
 
 /// A hold stays in the register until its release is confirmed or has gone to the worker, so that closing the client
-/// waits for it.
+/// waits for it. Then the worker may forget it.
 struct UntilSettled<'a>(&'a Hold);
 
 impl Drop for UntilSettled<'_> {
     fn drop(&mut self) {
         self.0.line().core.worker.unregister(self.0);
+        self.0.cell.dismiss();
     }
 }
 
