@@ -2,8 +2,8 @@
 //!
 //! Every change is a short transaction in one request, and between them a holder needs no connection. Nobody polls while
 //! all goes well: whoever waits queues for a turnstile, a lock of the server's own (`GET_LOCK`), and the one who has it
-//! has the server sleep until the lease would be over, which a release interrupts. A lock that is free while somebody has
-//! the turnstile is that one's to take.
+//! has the server sleep until the lease would be over, with a bell at hand, another such lock, by which a release finds
+//! the sleeper that it interrupts. A lock that is free while somebody has the turnstile is that one's to take.
 
 use std::{sync::Arc, time::Duration};
 
@@ -58,7 +58,7 @@ pub(crate) struct LeaseClaim {
     has_queued: bool,
     /// A waiting session that has been given up, and has to be ended.
     doomed: Option<(u64, Term)>,
-    /// The session that had the turnstile when this claim let go of the lock.
+    /// The session that had the bell when this claim let go of the lock.
     sleeper: Option<u64>,
 }
 
@@ -135,7 +135,7 @@ impl LeaseClaim {
         }
     }
 
-    /// Ends the sleep of whoever had the turnstile. Without it, that one wakes by itself a little later.
+    /// Ends the sleep of whoever had the bell. Without it, that one wakes by itself a little later.
     async fn wake(&mut self) {
         if let (Some(sleeper), Some(session)) = (self.sleeper, &mut self.session) {
             let woken = session.wire.ask(format!("KILL QUERY {sleeper}")).await;
@@ -305,6 +305,7 @@ struct Sql {
     key: Key,
     owner: String,
     turnstile: String,
+    bell: String,
     label: String,
     micros: u128,
     tokens: u32,
@@ -316,6 +317,7 @@ impl Sql {
             key: key.clone(),
             owner: literal(&request.owner.get().to_be_bytes()),
             turnstile: turnstile(database, key),
+            bell: bell(database, key),
             label: request
                 .label
                 .as_ref()
@@ -331,6 +333,7 @@ impl Sql {
             key,
             owner,
             turnstile,
+            bell,
             label,
             micros,
             tokens,
@@ -342,7 +345,9 @@ impl Sql {
         );
         let (through, patient) = if has_queued {
             (
-                format!(", IF(owner={owner}, RELEASE_LOCK({turnstile}), NULL)"),
+                format!(
+                    ", IF(owner={owner}, RELEASE_LOCK({bell}), NULL), IF(owner={owner}, RELEASE_LOCK({turnstile}), NULL)"
+                ),
                 format!("; SET SESSION wait_timeout={SECONDS}"),
             )
         } else {
@@ -365,21 +370,25 @@ impl Sql {
 
     /// Queues for the turnstile; through it, sleeps while the lock is taken.
     ///
-    /// It waits for changes of the row that are under way before it looks. So whoever releases either finds that it has
-    /// the turnstile, and wakes it, or is seen to have released.
+    /// It looks, and takes the bell, while it keeps the row from being changed. So whoever releases either finds the bell
+    /// taken, and wakes it, or is seen to have released. Nobody is woken who is not about to sleep: after a `KILL QUERY`
+    /// that comes between two statements of a request, the server leaves out the rest of them, and its answers. For the same
+    /// reason the sleep is the last.
     fn wait(&self) -> String {
         let Self {
             key,
             owner,
             turnstile,
+            bell,
             ..
         } = self;
-        let (queue, key) = (queue(turnstile), key.as_sql());
+        let (queue, key, sleep) = (queue(turnstile), key.as_sql(), sleep(bell));
         format!(
             "SET SESSION wait_timeout={TURNS_WITHIN}; {queue}; \
-             SELECT 1 FROM lockkit_lease WHERE name={key} LOCK IN SHARE MODE; COMMIT; \
-             SELECT SLEEP(IF(owner={owner} OR expires<={NOW} OR IFNULL(IS_USED_LOCK({turnstile})<>CONNECTION_ID(), TRUE), \
-             0, LEAST({SLEEPS_FOR}, (expires-{NOW})/1000000))) FROM lockkit_lease WHERE name={key}; COMMIT"
+             SELECT IF(owner={owner} OR expires<={NOW} OR IFNULL(IS_USED_LOCK({turnstile})<>CONNECTION_ID(), TRUE), \
+             0, {} * LEAST({SLEEPS_FOR}, (expires-{NOW})/1000000)) \
+             INTO @lockkit_sleep FROM lockkit_lease WHERE name={key} LOCK IN SHARE MODE; COMMIT; {sleep}",
+            have(bell, 0)
         )
     }
 
@@ -396,50 +405,66 @@ impl Sql {
 
     fn release(&self) -> String {
         let whose = format!("owner={}", self.owner);
-        format!("{}; COMMIT", let_go(&self.key, &self.turnstile, &whose))
+        format!("{}; COMMIT", let_go(&self.key, &self.bell, &whose))
     }
 }
 
-/// Frees the lock and says who has the turnstile.
-fn let_go(key: &Key, turnstile: &str, whose: &str) -> String {
+/// Frees the lock and says who has the bell.
+fn let_go(key: &Key, bell: &str, whose: &str) -> String {
     format!(
         "UPDATE lockkit_lease SET token=0, label=NULL, owner={NOBODY}, expires=0 \
-         WHERE name={} AND {whose} AND expires>{NOW}; SELECT NULLIF(IS_USED_LOCK({turnstile}), CONNECTION_ID())",
+         WHERE name={} AND {whose} AND expires>{NOW}; SELECT NULLIF(IS_USED_LOCK({bell}), CONNECTION_ID())",
         key.as_sql()
     )
 }
 
-/// Who has the turnstile, of what [`let_go`] says.
+/// Who has the bell, of what [`let_go`] says.
 fn sleeper(row: Option<&MySqlRow>) -> Option<u64> {
     column(row?, 0).ok()?
 }
 
-/// The name of the server's own lock, which may be 64 characters long and is not of any database.
+/// What the server's own locks are called: the one that waiters queue for.
 fn turnstile(database: &str, key: &Key) -> String {
+    server_lock("lockkit", database, key)
+}
+
+/// The one that the next in line has while it sleeps.
+fn bell(database: &str, key: &Key) -> String {
+    server_lock("lockkit-bell", database, key)
+}
+
+/// Such names are not of any database, and may be 64 characters long.
+fn server_lock(what: &str, database: &str, key: &Key) -> String {
     let digest = hexadecimal(&Sha256::digest(format!("{database}/{}", key.as_sql())));
-    format!("'lockkit:{}'", &digest[..48])
+    format!("'{what}:{}'", &digest[..48])
+}
+
+/// 1 if the session has this lock of the server's own, after so many seconds at most. To have it twice is to have to let
+/// go of it twice.
+fn have(lock: &str, seconds: u32) -> String {
+    format!("IF(IS_USED_LOCK({lock})=CONNECTION_ID(), 1, GET_LOCK({lock}, {seconds}))")
 }
 
 fn queue(turnstile: &str) -> String {
-    format!("SELECT IF(IS_USED_LOCK({turnstile})=CONNECTION_ID(), 1, GET_LOCK({turnstile}, {QUEUES_FOR}))")
+    format!("SELECT {}", have(turnstile, QUEUES_FOR))
 }
 
-/// The statements that sleep for this key.
-fn sleeping(key: &str) -> String {
-    let pattern = format!("SELECT SLEEP(%FROM lockkit_lease WHERE name={key}");
-    format!("CAST(INFO AS BINARY) LIKE {}", literal(pattern.as_bytes()))
+fn sleep(bell: &str) -> String {
+    format!("SELECT SLEEP(@lockkit_sleep), RELEASE_LOCK({bell})")
 }
 
 impl Shared {
     pub(crate) async fn look_at_lease(&self, name: &LockName, kind: Kind) -> Result<LockState> {
         let key = Key::new(&self.namespace, kind, name);
-        let (sql, queue) = (key.as_sql(), queue(&turnstile(&self.database, &key)));
+        let sql = key.as_sql();
+        let queue = queue(&turnstile(&self.database, &key));
+        let sleep = sleep(&bell(&self.database, &key));
         let look = format!(
             "SELECT token, label, CAST(expires-{NOW} AS UNSIGNED) FROM lockkit_lease \
              WHERE name={sql} AND token<>0 AND expires>{NOW}; \
-             SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY)={} OR {}",
+             SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY) IN ({}, {})",
             literal(queue.as_bytes()),
-            sleeping(&sql)
+            literal(sleep.as_bytes())
         );
         let during = |error| fault::error("inspect", error);
         let reply = self.sessions.control.ask("inspect", look).await?;
@@ -463,7 +488,7 @@ impl Shared {
         // As one transaction; the control connection commits each statement by itself otherwise.
         let request = format!(
             "START TRANSACTION; {}; COMMIT",
-            let_go(&key, &turnstile(&self.database, &key), &format!("token={token}"))
+            let_go(&key, &bell(&self.database, &key), &format!("token={token}"))
         );
         let reply = control.ask("revoke", request).await?;
         if let Some(sleeper) = sleeper(reply.row(2)) {

@@ -9,7 +9,10 @@ use lockkit_testbed::{
     eventually,
     mysql::{Flavour, MySql},
 };
-use tokio::time::{Instant, timeout};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, timeout},
+};
 
 use crate::servers::{
     Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, name, private, relay, row,
@@ -21,6 +24,7 @@ for_each_flavour! {
     a_waiter_that_gives_up_is_not_queued_and_delays_nobody
     sessions_that_were_ended_meanwhile_are_replaced
     a_kept_session_is_used_again_and_for_any_lease
+    clients_that_take_turns_by_leases_do_not_sleep_through_a_release
     without_prepared_statements_all_goes_on
     fifty_racers_for_a_new_name
     a_foreign_session_and_a_lock_exclude_each_other
@@ -153,6 +157,31 @@ async fn sessions_that_were_ended_meanwhile_are_replaced(flavour: Flavour) {
             .await;
         }
     }
+}
+
+/// Whoever is woken when it does not sleep is left without the rest of its answer, until the server ends its session.
+async fn clients_that_take_turns_by_leases_do_not_sleep_through_a_release(flavour: Flavour) {
+    let name = name("turns");
+    let mut clients = JoinSet::new();
+    for _ in 0..2 {
+        let lock = client(shared(flavour).addr(), Mode::Lease)
+            .await
+            .lock(&name)
+            .unwrap();
+        clients.spawn(async move {
+            let mut late = 0;
+            for _ in 0..1_000 {
+                let asked = Instant::now();
+                let guard = lock.acquire().await.unwrap();
+                late += u32::from(asked.elapsed() > Duration::from_secs(1));
+                guard.release().await.unwrap();
+            }
+            late
+        });
+    }
+    let late: u32 = clients.join_all().await.into_iter().sum();
+    // A busy disk may take as long, if rarely.
+    assert!(late <= 1, "{late} of 2,000 acquisitions took more than a second");
 }
 
 async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
