@@ -35,7 +35,7 @@ use crate::{
 const NAME: &str = "file";
 /// Looking for a free permit takes a look at each.
 const MAX_PERMITS: u32 = 10_000;
-/// Long: in an optimized build a hundred processes that wait take a quarter of a percent of a core together.
+/// Long: a look wakes two threads of a process that is asleep, and there may be a hundred such processes.
 const POLL_WATCHED: Duration = Duration::from_secs(10);
 const POLL_UNWATCHED: Duration = Duration::from_millis(25);
 
