@@ -21,8 +21,8 @@ use lockkit_benches::Noop;
 use lockkit_testbed::eventually;
 use tokio::runtime::{Builder, Handle, Runtime};
 
-/// For a test that takes much of the processors, and for one that measures what little others take: a process that is
-/// kept waiting for its turn is charged with whole ticks more often than one that has the processor to itself.
+/// For a test that takes much of the processors, and for one that measures what little others take: what a process takes
+/// grows when it finds its caches used by others.
 static PROCESSORS: Mutex<()> = Mutex::new(());
 
 fn current_thread() -> Runtime {

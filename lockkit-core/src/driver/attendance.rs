@@ -1,4 +1,4 @@
-//! How the worker looks after one hold: a future that it polls, and that whoever releases the hold ends from where he is.
+//! How the worker looks after one hold: a future that it polls, and that whoever releases the hold ends from there.
 //!
 //! To ask the worker for the claim and to wait for it would be two changes of thread, which on a machine with nothing
 //! else to do take longer than a round trip to a server nearby.

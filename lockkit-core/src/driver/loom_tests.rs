@@ -50,6 +50,16 @@ fn cell(phase: Phase) -> Arc<HoldCell<&'static str>> {
     ))
 }
 
+/// What the worker does with a hold, without its renewals.
+async fn attend(cell: Arc<HoldCell<&'static str>>) {
+    loop {
+        let version = cell.version();
+        let Some(loan) = cell.attend().await else { return };
+        std::future::poll_fn(|cx| cell.poll_changed(version, cx)).await;
+        drop(loan);
+    }
+}
+
 #[test]
 fn loom_a_hold_is_either_released_or_lost_and_watchers_of_a_loss_are_woken() {
     explore(|| {
@@ -106,16 +116,7 @@ fn loom_the_claim_comes_back_from_its_attendant_to_whoever_releases() {
         let cell = cell(Phase::Held);
         let attendant = thread::spawn({
             let cell = cell.clone();
-            move || {
-                block_on(async {
-                    loop {
-                        let version = cell.version();
-                        let Some(loan) = cell.attend().await else { return };
-                        std::future::poll_fn(|cx| cell.poll_changed(version, cx)).await;
-                        drop(loan);
-                    }
-                });
-            }
+            move || block_on(attend(cell))
         });
         let claim = match cell.begin_release(Instant::now()) {
             Ok(Some(claim)) => Some(claim),
@@ -133,17 +134,7 @@ fn loom_whoever_releases_ends_the_attendance_or_waits_for_the_claim() {
     explore(|| {
         let cell = cell(Phase::Held);
         let attendance = Arc::new(Attendance::default());
-        attendance.begin({
-            let cell = cell.clone();
-            async move {
-                loop {
-                    let version = cell.version();
-                    let Some(loan) = cell.attend().await else { return };
-                    std::future::poll_fn(|cx| cell.poll_changed(version, cx)).await;
-                    drop(loan);
-                }
-            }
-        });
+        attendance.begin(attend(cell.clone()));
         let attendant = thread::spawn({
             let attendance = attendance.clone();
             move || block_on(std::future::poll_fn(|cx| attendance.poll(cx)))

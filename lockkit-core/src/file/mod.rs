@@ -268,6 +268,7 @@ mod tests {
             panic!("two claims")
         };
         assert!(holder.attempt(Duration::ZERO).await.unwrap().is_some());
+        let started = std::time::Instant::now();
         let mut denied = 0;
         // Beyond the burst, only the poll is left.
         while denied < 12 {
@@ -275,6 +276,8 @@ mod tests {
             waiter.notified().await;
             denied += 1;
         }
+        let looked = started.elapsed();
+        assert!(looked > 6 * POLL_UNWATCHED, "a poll is no event: {looked:?}");
         holder.release().await.unwrap();
         let wait = async {
             while waiter.attempt(Duration::from_secs(1)).await.unwrap().is_none() {

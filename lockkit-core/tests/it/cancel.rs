@@ -214,6 +214,13 @@ async fn a_release() {
         cancel_after(polls, guard.release()).await.is_some()
     })
     .await;
+    let world = World::new();
+    let guard = world.lock().acquire().await.unwrap();
+    tokio::time::sleep(SECOND).await;
+    world.backend.fail_next(Operation::Release, 1);
+    world.backend.delay(Operation::Release, 100 * MS);
+    assert!(guard.release().await.unwrap_err().is_transient());
+    world.nothing_is_left("release, failed").await;
 }
 
 /// More than a third of the lease is over, so that the release renews before it hands on.
