@@ -63,12 +63,21 @@ fn main() {
             println!("skipped: {}: {}", skipped.backend, skipped.why);
         }
         let effort = if quick { Effort::QUICK } else { Effort::FULL };
-        let mut rows = Vec::new();
+        let mut current = None;
+        let rows = contest(&mut field.contestants, &scenarios, &effort, |progress| {
+            if current.replace(progress.scenario) != Some(progress.scenario) {
+                let percent = progress.done * 100 / progress.total;
+                println!(
+                    "{:>4} s  {percent:>2} %  {}",
+                    began.elapsed().as_secs(),
+                    progress.scenario.title()
+                );
+            }
+        })
+        .await;
         for scenario in scenarios {
-            // One by one, so that each is shown when it is done.
-            let of_it = contest(&mut field.contestants, &[scenario], &effort, |_| ()).await;
-            println!("\n{}", table(scenario, &of_it));
-            rows.extend(of_it);
+            let of_it = rows.iter().filter(|row| row.scenario == scenario);
+            println!("\n{}", table(scenario, of_it));
         }
         let mut versions = results::versions();
         versions.append(&mut field.versions);

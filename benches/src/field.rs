@@ -18,8 +18,8 @@ use lockkit_testbed::{
 
 use crate::{
     peers::{
-        Curator, DistributedFileLock, EphemeralNode, ForUpdate, GetLock, LockedFile, Peer, Rslock, SetNx,
-        TokioSync,
+        Curator, DistributedFileLock, EphemeralNode, ForUpdate, GetLock, ListElement, LockedFile, Peer,
+        Rslock, SetNx, TokioSync,
     },
     results::Skipped,
 };
@@ -142,7 +142,11 @@ impl Field {
         let floor = LockedFile { dir: under("floor") };
         self.add("file", "flock, write, fdatasync", Role::Floor, floor);
         let locks = Locks::new(At(format!("file://{}", under("lockkit").display())));
-        self.add("file", "lockkit", Role::Ours, locks.helpers(self.launch.clone()));
+        let locks = locks.helpers(self.launch.clone());
+        let ours = Contestant::new("file", "lockkit", Role::Ours, locks);
+        // Each grant waits for the disk, which is half a minute for so many.
+        self.contestants
+            .push(ours.only(|scenario| scenario != Scenario::Held(10_000)));
         let peer = DistributedFileLock { dir: under("peer") };
         self.peer("file", "distributed-lock", Peer::DistributedLock(peer));
         self.servers.push(Box::new(dir));
@@ -163,6 +167,10 @@ impl Field {
             Role::Floor,
             SetNx { url: url.clone() },
         );
+        let element = ListElement { url: url.clone() };
+        let element = Contestant::new("redis", "BLPOP, by hand", Role::Floor, element);
+        self.contestants
+            .push(element.only(|scenario| scenario == Scenario::HandOff));
         self.ours("redis", "lockkit", url.clone(), counted, Arc::new([proxy]));
         self.ours_handing_on("redis", &url);
         self.peer("redis", "rslock", Peer::Rslock(Rslock { urls: vec![url] }));

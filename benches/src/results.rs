@@ -154,7 +154,7 @@ pub fn table<'a>(scenario: Scenario, rows: impl IntoIterator<Item = &'a Row>) ->
                 .figures()
                 .iter()
                 .filter_map(|figure| {
-                    let value = figure.show(row.median(*figure)?);
+                    let value = figure.show(row.value(*figure)?);
                     let spread = row.spread(*figure);
                     let spread =
                         spread.map_or_else(String::new, |spread| format!(" ±{:.0} %", spread * 100.0));

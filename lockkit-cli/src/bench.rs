@@ -81,7 +81,7 @@ fn table(rows: &[Row], scenarios: &[Scenario]) -> String {
     lines[0].extend(of(scenarios[0]).map(server_of));
     for scenario in scenarios {
         for figure in scenario.figures() {
-            let measured = |row: &&Row| row.median(*figure).is_some();
+            let measured = |row: &&Row| row.value(*figure).is_some();
             if !of(*scenario).any(|row| measured(&row)) {
                 continue;
             }
@@ -136,7 +136,7 @@ fn server_of(row: &Row) -> String {
 }
 
 fn cell(row: &Row, figure: Figure) -> Option<String> {
-    let value = figure.show(row.median(figure)?);
+    let value = figure.show(row.value(figure)?);
     let unit = match figure {
         Figure::Rate => " locks/s",
         Figure::Processor => " % of a core",

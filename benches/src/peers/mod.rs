@@ -15,7 +15,7 @@ pub use self::{
     file::{DistributedFileLock, LockedFile},
     memory::TokioSync,
     mysql::{ForUpdate, GetLock},
-    redis::{Rslock, RslockKey, SetNx, SetNxClient, SetNxKey},
+    redis::{ListElement, PoppedElement, Rslock, RslockKey, SetNx, SetNxClient, SetNxKey},
     zookeeper::{Curator, CuratorLock, EphemeralNode},
 };
 

@@ -18,7 +18,23 @@ const DELETE_IF_MINE: &str =
     "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end";
 const MINE: &str = "0123456789abcdef0123456789abcdef";
 
-/// The least that can be done, on a connection with the settings that lockkit has: `SET NX PX`, and a script that
+/// A connection with the settings that lockkit has.
+async fn connect(url: &str) -> Result<MultiplexedConnection, BoxError> {
+    let info = url.into_connection_info()?;
+    let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
+    let info = info
+        .set_redis_settings(settings)
+        .set_tcp_settings(TcpSettings::default().set_nodelay(true));
+    let config = AsyncConnectionConfig::new()
+        .set_response_timeout(None)
+        .set_pipeline_buffer_size(1024);
+    let client = redis::Client::open(info)?;
+    Ok(client
+        .get_multiplexed_async_connection_with_config(&config)
+        .await?)
+}
+
+/// The least that can be done, with [`connect`]: `SET NX PX`, and a script that
 /// deletes. No queue, no wake-up, no fencing token, no renewal, no notice of loss.
 #[derive(Clone, Debug)]
 pub struct SetNx {
@@ -30,18 +46,7 @@ impl Subject for SetNx {
     type Client = SetNxClient;
 
     async fn client(&self) -> Result<SetNxClient, BoxError> {
-        let info = self.url.as_str().into_connection_info()?;
-        let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
-        let info = info
-            .set_redis_settings(settings)
-            .set_tcp_settings(TcpSettings::default().set_nodelay(true));
-        let config = AsyncConnectionConfig::new()
-            .set_response_timeout(None)
-            .set_pipeline_buffer_size(1024);
-        let client = redis::Client::open(info)?;
-        let mut connection = client
-            .get_multiplexed_async_connection_with_config(&config)
-            .await?;
+        let mut connection = connect(&self.url).await?;
         let digest: String = redis::cmd("SCRIPT")
             .arg("LOAD")
             .arg(DELETE_IF_MINE)
@@ -107,6 +112,67 @@ impl Contender for SetNxKey {
             .query_async(&mut self.client.connection)
             .await?;
         (deleted == 1).then_some(()).ok_or_else(|| "it was lost".into())
+    }
+}
+
+/// The least that hands something from one client to another who waits: `RPUSH` to `BLPOP`. Nobody owns what is in the
+/// list, and it is gone for ever with a client that dies.
+#[derive(Clone, Debug)]
+pub struct ListElement {
+    /// The server.
+    pub url: String,
+}
+
+impl Subject for ListElement {
+    type Client = Self;
+
+    async fn client(&self) -> Result<Self, BoxError> {
+        Ok(self.clone())
+    }
+}
+
+impl Client for ListElement {
+    type Contender = PoppedElement;
+
+    async fn contender(&self, name: &str, _: Mode) -> Result<PoppedElement, BoxError> {
+        let mut connection = connect(&self.url).await?;
+        let key = format!("element:{name}");
+        // Each begins anew, before anybody asks for it.
+        redis::pipe()
+            .del(&key)
+            .rpush(&key, MINE)
+            .exec_async(&mut connection)
+            .await?;
+        Ok(PoppedElement { connection, key })
+    }
+}
+
+/// A list, in a connection that waits for nobody else.
+pub struct PoppedElement {
+    connection: MultiplexedConnection,
+    key: String,
+}
+
+impl Contender for PoppedElement {
+    type Held = ();
+
+    async fn acquire(&mut self) -> Result<(), BoxError> {
+        let mut pop = redis::cmd("BLPOP");
+        let (_, _): (String, String) = pop
+            .arg(&self.key)
+            .arg(0)
+            .query_async(&mut self.connection)
+            .await?;
+        Ok(())
+    }
+
+    async fn release(&mut self, (): ()) -> Result<(), BoxError> {
+        let mut push = redis::cmd("RPUSH");
+        push.arg(&self.key)
+            .arg(MINE)
+            .exec_async(&mut self.connection)
+            .await?;
+        Ok(())
     }
 }
 

@@ -75,7 +75,7 @@ pub(super) fn bars(results: &Results, scenario: Scenario) -> Result<String, Cann
     let figure = scenario.figure();
     let rows: Vec<(&Row, f64)> = results
         .of(scenario)
-        .filter_map(|row| Some((row, row.median(figure)?)))
+        .filter_map(|row| Some((row, row.value(figure)?)))
         .collect();
     let height = MARGIN + BAR * u32::try_from(rows.len()).unwrap_or(u32::MAX);
     let range = decades(rows.iter().map(|(_, value)| *value));
@@ -135,7 +135,7 @@ pub(super) fn lines(results: &Results, points: &[(f64, Scenario)]) -> Result<Str
         let of_it = points.iter().filter_map(|(at, scenario)| {
             let mut rows = results.of(*scenario);
             let same = rows.find(|it| it.backend == row.backend && it.contestant == row.contestant)?;
-            Some((*at, same.median(figure)?))
+            Some((*at, same.value(figure)?))
         });
         curves.push((row, of_it.collect()));
     }

@@ -21,8 +21,9 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
     );
     provenance(&mut text, results);
     text.push_str(
-        "\nThe contestants take turns in short rounds. A figure is the median of the rounds; ± is how far the middle half of \
-         them lies to either side of it. A ratio is the median of the ratios within each round, so that whatever else the \
+        "\nThe contestants take turns in short rounds, and a full run goes through all scenarios several times, each time with new clients. A figure is the median \
+         of the rounds; ± is how far the middle half of them lies to either side of it. The longest wait is the longest of \
+         the whole run. A ratio is the median of the ratios within each round, so that whatever else the \
          machine did meets both sides; above 1 is good for rates and bad for times. Clients, servers and disks share the one machine, over loopback, and the servers \
          have their default durability but for ZooKeeper, which does not wait for its disk: ratios within a backend say more \
          than those between backends.\n\n",
@@ -77,7 +78,7 @@ fn summary(text: &mut String, results: &Results) {
     );
     let ours = results
         .of(Scenario::Uncontended)
-        .filter(|row| row.role == Role::Ours && row.median(row.scenario.figure()).is_some());
+        .filter(|row| row.role == Role::Ours && row.value(row.scenario.figure()).is_some());
     for ours in ours {
         let find = |scenario| {
             let mut rows = results.of(scenario);
@@ -87,7 +88,7 @@ fn summary(text: &mut String, results: &Results) {
             row.and_then(|row| {
                 let figure = row.scenario.figure();
                 let unit = if figure == Figure::Rate { "/s" } else { "" };
-                Some(figure.show(row.median(figure)?) + unit)
+                Some(figure.show(row.value(figure)?) + unit)
             })
             .unwrap_or_default()
         };

@@ -61,7 +61,7 @@ impl Section {
 fn sections(results: &Results) -> Vec<Section> {
     let measured = |scenario: Scenario| {
         let mut rows = results.of(scenario);
-        rows.any(|row| row.median(scenario.figure()).is_some())
+        rows.any(|row| row.value(scenario.figure()).is_some())
     };
     let most_held = [10_000, 1_000, 10]
         .map(Scenario::Held)
@@ -160,7 +160,7 @@ fn who(row: &Row) -> String {
 
 /// A figure of a row as text, with its spread; empty if it was not measured.
 fn cell(row: &Row, figure: Figure) -> String {
-    match (row.median(figure), row.spread(figure)) {
+    match (row.value(figure), row.spread(figure)) {
         (Some(value), Some(spread)) => format!("{} ±{:.0} %", figure.show(value), spread * 100.0),
         (Some(value), None) => figure.show(value),
         _ => String::new(),

@@ -13,11 +13,15 @@ use super::{
 /// How much is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Effort {
-    /// How often the contestants take turns, after one shorter turn that does not count.
+    /// How often all scenarios are gone through, with new clients each time: what the machine does for a minute, or a
+    /// connection for as long as it lives, then is a part of a figure and not the whole of it.
+    pub passes: u32,
+    /// How many of these passes go through the scenarios in which each turn starts processes, with one turn each.
+    pub slow_passes: u32,
+    /// How often the contestants take turns in each pass, after one shorter turn that does not count. With 100
+    /// contenders it is half as often.
     pub rounds: u32,
-    /// The same for scenarios in which processes are started, without the one that does not count.
-    pub slow_rounds: u32,
-    /// How long a measurement of one contestant in one round takes. With 100 contenders it is three times as long.
+    /// How long a measurement of one contestant in one round takes. With 100 contenders it is four times as long.
     pub stretch: Duration,
     /// How many hand-offs there are in a round.
     pub hand_offs: u32,
@@ -30,8 +34,9 @@ pub struct Effort {
 impl Effort {
     /// Within a few seconds per contestant, for a first impression.
     pub const QUICK: Self = Self {
+        passes: 1,
+        slow_passes: 1,
         rounds: 3,
-        slow_rounds: 1,
         stretch: Duration::from_millis(40),
         hand_offs: 2,
         ttl: Duration::from_secs(4),
@@ -39,10 +44,11 @@ impl Effort {
     };
     /// Within half a minute to a minute per contestant, for figures that are the same in the next run.
     pub const FULL: Self = Self {
-        rounds: 7,
-        slow_rounds: 2,
-        stretch: Duration::from_millis(140),
-        hand_offs: 5,
+        passes: 4,
+        slow_passes: 2,
+        rounds: 5,
+        stretch: Duration::from_millis(50),
+        hand_offs: 3,
         ttl: Duration::from_secs(4),
         most_held: 10_000,
     };
@@ -135,75 +141,80 @@ pub async fn contest(
     effort: &Effort,
     mut watch: impl FnMut(Progress<'_>),
 ) -> Vec<Row> {
-    let turns = |scenario: Scenario| {
-        let entrants = contestants.iter().filter(|it| (it.enters)(scenario));
-        effort.turns(scenario) as usize * entrants.count()
-    };
-    let turns: Vec<_> = scenarios.iter().map(|scenario| turns(*scenario)).collect();
-    let total = turns.iter().sum();
-    let mut rows = Vec::new();
-    let mut before = 0;
-    for (scenario, turns) in scenarios.iter().zip(turns) {
-        let end = before + turns;
-        let mut done = before;
-        let mut entrants = Vec::new();
-        let mut outcomes: Vec<Result<BTreeMap<Figure, Vec<f64>>, Outcome>> = Vec::new();
-        for (index, contestant) in contestants.iter_mut().enumerate() {
-            if (contestant.enters)(*scenario) {
-                let ready = contestant.run.prepare(*scenario, index, effort).await;
-                outcomes.push(ready.map(|()| BTreeMap::new()).map_err(Outcome::from));
-                entrants.push(contestant);
+    let mut entries: Vec<Vec<(usize, Row)>> = Vec::new();
+    for scenario in scenarios {
+        let entrants = contestants.iter().enumerate();
+        let entrants = entrants.filter(|(_, contestant)| (contestant.enters)(*scenario));
+        let unmeasured = || Outcome::Measured(BTreeMap::new());
+        entries.push(
+            entrants
+                .map(|(index, contestant)| (index, contestant.row(*scenario, unmeasured())))
+                .collect(),
+        );
+    }
+    let rows = || entries.iter().flatten().map(|(_, row)| row.scenario);
+    let turns = |pass| rows().map(move |scenario| effort.turns(scenario, pass));
+    let total = (0..effort.passes).flat_map(turns).sum::<u32>() as usize;
+    let mut done = 0;
+    for pass in 0..effort.passes {
+        for (scenario, entrants) in scenarios.iter().zip(&mut entries) {
+            let turns = effort.turns(*scenario, pass);
+            if turns == 0 {
+                continue;
             }
-        }
-        for round in 0..effort.turns(*scenario) {
-            for (contestant, outcome) in entrants.iter_mut().zip(&mut outcomes) {
-                watch(Progress {
-                    done,
-                    total,
-                    scenario: *scenario,
-                    contestant: &contestant.name,
-                });
-                done += 1;
-                let Ok(figures) = outcome else { continue };
-                let warming_up = !is_slow(*scenario) && round == 0;
-                match contestant.run.round(effort, warming_up).await {
-                    Ok(_) if warming_up => {}
-                    Ok(sample) => {
-                        for (figure, value) in sample {
-                            figures.entry(figure).or_default().push(value);
+            for (index, row) in &mut *entrants {
+                if let Outcome::Measured(_) = row.outcome
+                    && let Err(unfit) = contestants[*index].run.prepare(*scenario, *index, effort).await
+                {
+                    row.outcome = unfit.into();
+                }
+            }
+            for turn in 0..turns {
+                for (index, row) in &mut *entrants {
+                    let contestant = &mut contestants[*index];
+                    watch(Progress {
+                        done,
+                        total,
+                        scenario: *scenario,
+                        contestant: &contestant.name,
+                    });
+                    done += 1;
+                    let Outcome::Measured(figures) = &mut row.outcome else {
+                        continue;
+                    };
+                    let warming_up = turns > 1 && turn == 0;
+                    match contestant.run.round(effort, warming_up).await {
+                        Ok(_) if warming_up => {}
+                        Ok(sample) => {
+                            for (figure, value) in sample {
+                                figures.entry(figure).or_default().push(value);
+                            }
                         }
+                        Err(unfit) => row.outcome = unfit.into(),
                     }
-                    Err(unfit) => *outcome = Err(unfit.into()),
+                }
+            }
+            for (index, row) in entrants {
+                let ended = contestants[*index].run.end().await;
+                if let (Outcome::Measured(_), Err(error)) = (&row.outcome, ended) {
+                    row.outcome = Outcome::Failed(chain(&*error));
                 }
             }
         }
-        before = end;
-        for (contestant, outcome) in entrants.into_iter().zip(outcomes) {
-            let ended = contestant.run.end().await;
-            let outcome = outcome.map_or_else(|early| early, Outcome::Measured);
-            let outcome = match (outcome, ended) {
-                (Outcome::Measured(_), Err(error)) => Outcome::Failed(chain(&*error)),
-                (outcome, _) => outcome,
-            };
-            rows.push(contestant.row(*scenario, outcome));
-        }
     }
-    rows
+    entries.into_iter().flatten().map(|(_, row)| row).collect()
 }
 
 impl Effort {
-    fn turns(&self, scenario: Scenario) -> u32 {
-        if is_slow(scenario) {
-            self.slow_rounds
-        } else {
-            self.rounds + 1
+    /// How many turns a contestant has in a pass. The first of several does not count.
+    fn turns(&self, scenario: Scenario, pass: u32) -> u32 {
+        match scenario {
+            Scenario::Held(_) | Scenario::Recovery => u32::from(pass < self.slow_passes),
+            // Each ends long after its stretch, when the last of them has been served.
+            crowded if crowded.is_crowded() => self.rounds.div_ceil(2) + 1,
+            _ => self.rounds + 1,
         }
     }
-}
-
-/// Each of its rounds starts a process.
-fn is_slow(scenario: Scenario) -> bool {
-    matches!(scenario, Scenario::Held(_) | Scenario::Recovery)
 }
 
 impl From<Unfit> for Outcome {

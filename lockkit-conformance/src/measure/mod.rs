@@ -27,7 +27,7 @@
 //! let mut contestants = [Contestant::new("memory", "lockkit", Role::Ours, ours)];
 //! let effort = Effort { rounds: 1, ..Effort::QUICK };
 //! let rows = contest(&mut contestants, &[Scenario::Uncontended], &effort, |_| ()).await;
-//! assert!(rows[0].median(Figure::P50).is_some());
+//! assert!(rows[0].value(Figure::P50).is_some());
 //! # });
 //! ```
 //!

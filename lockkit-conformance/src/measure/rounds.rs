@@ -126,8 +126,8 @@ impl<S: Subject> Stage<S> {
 
     pub(super) async fn round(&mut self, effort: &Effort, warming_up: bool) -> Result<Sample, Unfit> {
         let mut stretch = effort.stretch;
-        if matches!(self.scenario, Scenario::Tasks(n) | Scenario::Clients(n) if n >= 100) {
-            stretch *= 3;
+        if self.scenario.is_crowded() {
+            stretch *= 4;
         }
         if warming_up {
             stretch /= 4;

@@ -42,14 +42,21 @@ impl Row {
         }
     }
 
-    /// The median over the rounds.
-    pub fn median(&self, figure: Figure) -> Option<f64> {
-        median(self.rounds(figure).to_vec())
+    /// The median over the rounds; of waits that are said to be the longest, the longest of all.
+    pub fn value(&self, figure: Figure) -> Option<f64> {
+        let rounds = self.rounds(figure);
+        match figure {
+            Figure::Longest => rounds.iter().copied().reduce(f64::max),
+            _ => median(rounds.to_vec()),
+        }
     }
 
     /// How far apart the rounds are: the middle half of them is within so much of the median on either side, as a
-    /// fraction of it. 0.1 reads as ±10 %. None of a single round.
+    /// fraction of it. 0.1 reads as ±10 %. None of a single round, nor of what is no median.
     pub fn spread(&self, figure: Figure) -> Option<f64> {
+        if figure == Figure::Longest {
+            return None;
+        }
         let mut sorted = self.rounds(figure).to_vec();
         sorted.sort_by(f64::total_cmp);
         let middle = median(sorted.clone())?;

@@ -64,7 +64,7 @@ impl Scenario {
             Self::OwnNames(n) => format!("throughput of {n} tasks, each on a name of its own"),
             Self::Tasks(n) => format!("{n} tasks of one client on one name"),
             Self::Clients(n) => format!("{n} clients of up to four processes on one name"),
-            Self::Beside(n) => format!("what a second client waits at most, beside {n} tasks of the first"),
+            Self::Beside(n) => format!("what a second client waits, beside {n} tasks of the first"),
             Self::HandOff => "hand-off to a client that has slept for 35 ms".to_owned(),
             Self::Shared(n) => format!("16 shared holders on one name, {n} % of them exclusive"),
             Self::Permits => "16 tasks of four clients on four permits".to_owned(),
@@ -79,12 +79,16 @@ impl Scenario {
             Self::Uncontended => &[Figure::P50, Figure::P99],
             Self::OwnNames(_) => &[Figure::Rate],
             Self::Tasks(_) | Self::Clients(_) => &[Figure::Rate, Figure::Longest, Figure::Fairness],
-            Self::Beside(_) => &[Figure::Longest, Figure::P50],
-            Self::HandOff => &[Figure::P50, Figure::Longest],
+            Self::Beside(_) | Self::HandOff => &[Figure::P50, Figure::Longest],
             Self::Shared(_) | Self::Permits => &[Figure::Rate, Figure::Longest],
             Self::Held(_) => &[Figure::Processor, Figure::Memory, Figure::Packets],
             Self::Recovery => &[Figure::Recovery],
         }
+    }
+
+    /// Whether there are so many contenders that most of a measurement is to wait for the last of them.
+    pub(super) fn is_crowded(self) -> bool {
+        matches!(self, Self::Tasks(n) | Self::Clients(n) if n >= 100)
     }
 
     /// The figure that counts.

@@ -67,14 +67,12 @@ local function settle(lease)
   local waited_for = call('EXISTS', QUEUE) == 1
   if is_group() then
     lease = longest()
-    call('SET', LOCK, value)
     expire(HOLDERS, lease + IDLE)
     expire(ABOUT, lease + IDLE)
   else
     value = (waited_for and 'lockkit+' or 'lockkit:') .. string.sub(value, 9)
-    call('SET', LOCK, value)
   end
-  call('PEXPIRE', LOCK, math.max(1, lease + (waited_for and GRACE or 0)))
+  call('SET', LOCK, value, 'PX', math.max(1, lease + (waited_for and GRACE or 0)))
 end
 
 -- Forgets holders whose lease is over, and all of a group if the key no longer says that they hold.
