@@ -13,7 +13,6 @@ use lockkit_core::{
     spi::{Claim, ClaimRequest, Grant, Lease, Renewal},
 };
 use sha2::{Digest, Sha256};
-use sqlx::mysql::MySqlRow;
 use tokio::time::{Instant, timeout};
 
 use crate::{
@@ -280,7 +279,7 @@ impl Claim for LeaseClaim {
             let reason = self.why_lost();
             let reply = self.ask("release", self.sql.release()).await?;
             self.is_known = false;
-            self.sleeper = sleeper(reply.row(1));
+            self.sleeper = sleeper(&reply, 0);
             if held && reply.affected(0) == 0 {
                 self.give_back().await;
                 return Err(Error::lost(NAME, self.request.name.clone(), reason));
@@ -418,9 +417,11 @@ fn let_go(key: &Key, bell: &str, whose: &str) -> String {
     )
 }
 
-/// Who has the bell, of what [`let_go`] says.
-fn sleeper(row: Option<&MySqlRow>) -> Option<u64> {
-    column(row?, 0).ok()?
+/// Who is to be woken, by the answer to [`let_go`], which begins with this statement: whoever has the bell, if the lock was freed. An
+/// update that frees nothing does not wait for the row, so that whoever looks at it may have the bell and not sleep yet.
+fn sleeper(reply: &Reply, update: usize) -> Option<u64> {
+    let freed = reply.affected(update) == 1;
+    column(reply.row(update + 1).filter(|_| freed)?, 0).ok()?
 }
 
 /// What the server's own locks are called: the one that waiters queue for.
@@ -491,7 +492,7 @@ impl Shared {
             let_go(&key, &bell(&self.database, &key), &format!("token={token}"))
         );
         let reply = control.ask("revoke", request).await?;
-        if let Some(sleeper) = sleeper(reply.row(2)) {
+        if let Some(sleeper) = sleeper(&reply, 1) {
             // Without it, the sleeper wakes by itself a little later.
             let _ = control.interrupt("revoke", sleeper, &term).await;
         }

@@ -25,6 +25,7 @@ for_each_flavour! {
     sessions_that_were_ended_meanwhile_are_replaced
     a_kept_session_is_used_again_and_for_any_lease
     clients_that_take_turns_by_leases_do_not_sleep_through_a_release
+    a_waiter_that_gives_up_interrupts_nobody_else
     without_prepared_statements_all_goes_on
     fifty_racers_for_a_new_name
     a_foreign_session_and_a_lock_exclude_each_other
@@ -182,6 +183,35 @@ async fn clients_that_take_turns_by_leases_do_not_sleep_through_a_release(flavou
     let late: u32 = clients.join_all().await.into_iter().sum();
     // A busy disk may take as long, if rarely.
     assert!(late <= 1, "{late} of 2,000 acquisitions took more than a second");
+}
+
+/// It has freed nothing, and the next in line may not sleep yet: see above.
+async fn a_waiter_that_gives_up_interrupts_nobody_else(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let holder = client(server.addr(), Mode::Lease).await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    let next = client(server.addr(), Mode::Lease).await;
+    let next = Waiter::of(next.lock("a").unwrap());
+    waits(&holder, "a").await;
+    let impatient = client(server.addr(), Mode::Lease).await;
+    let before = kills(&mut admin).await;
+    let wait = impatient.lock("a").unwrap();
+    let given_up = wait.acquire_timeout(Duration::from_millis(100)).await;
+    assert!(given_up.unwrap_err().is_timeout());
+    impatient.close(Duration::from_secs(5)).await.unwrap();
+    // Its own session alone, which queued.
+    assert_eq!(kills(&mut admin).await - before, 1);
+    let released = Instant::now();
+    guard.release().await.unwrap();
+    let (guard, granted) = next.granted().await;
+    assert!(granted - released < Duration::from_millis(500), "it was woken");
+    guard.release().await.unwrap();
+}
+
+async fn kills(admin: &mut Admin) -> u64 {
+    let rows = admin.run("SHOW GLOBAL STATUS LIKE 'Com_kill'").await;
+    rows[0][1].parse().expect("a number")
 }
 
 async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
