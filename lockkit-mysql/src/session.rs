@@ -21,8 +21,9 @@ use crate::{
     wire::{Wire, column},
 };
 
-/// How many sessions are kept for the next acquisition.
-const MOST_IDLE: usize = 16;
+/// How many sessions are kept for the next acquisition: what a burst of tasks has needed the next one needs, too, and to
+/// begin one takes longer than to lock. The server ends those that nobody uses for a ttl.
+const MOST_IDLE: usize = 64;
 
 #[derive(Debug)]
 pub(crate) struct Session {
