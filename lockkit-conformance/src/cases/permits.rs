@@ -25,6 +25,19 @@ use crate::{
 pub(crate) async fn never_more_than_the_size(trial: &Trial) -> Outcome {
     let (inside, most) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
     let clients = [trial.client().await?, trial.client().await?];
+    let semaphore = trial.semaphore_of(&clients[0], "a", 3)?;
+    let mut three = Vec::new();
+    for which in ["the first", "the second", "the third"] {
+        three.push(granted_at_once(&format!("{which} of 3 permits"), &semaphore).await?);
+    }
+    taken(
+        "3 of 3 permits are in use",
+        &trial.semaphore_of(&clients[1], "a", 3)?,
+    )
+    .await?;
+    for guard in three {
+        guard.release().await?;
+    }
     let mut tasks = JoinSet::new();
     for index in 0..10 {
         let semaphore = trial.semaphore_of(&clients[index % 2], "a", 3)?;
@@ -44,9 +57,10 @@ pub(crate) async fn never_more_than_the_size(trial: &Trial) -> Outcome {
         task.map_err(failed)??;
     }
     let most = most.load(Ordering::SeqCst);
+    // Where it takes longer to get in than one stays, three may never meet.
     ensure!(
-        most == 3,
-        "expected at most, and at times exactly, 3 inside; the most were {most}"
+        (2..=3).contains(&most),
+        "expected several, and never more than 3 inside; the most were {most}"
     );
     is_clean(
         PROMPT,
