@@ -44,9 +44,9 @@ impl Effort {
     };
     /// Within half a minute to a minute per contestant, for figures that are the same in the next run.
     pub const FULL: Self = Self {
-        passes: 4,
+        passes: 3,
         slow_passes: 2,
-        rounds: 5,
+        rounds: 6,
         stretch: Duration::from_millis(50),
         hand_offs: 3,
         ttl: Duration::from_secs(4),
