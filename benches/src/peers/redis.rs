@@ -34,7 +34,7 @@ async fn connect(url: &str) -> Result<MultiplexedConnection, BoxError> {
         .await?)
 }
 
-/// The least that can be done, with [`connect`]: `SET NX PX`, and a script that
+/// The least that can be done, on such a connection: `SET NX PX`, and a script that
 /// deletes. No queue, no wake-up, no fencing token, no renewal, no notice of loss.
 #[derive(Clone, Debug)]
 pub struct SetNx {
