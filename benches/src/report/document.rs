@@ -21,8 +21,8 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
     );
     provenance(&mut text, results);
     text.push_str(
-        "\nThe contestants take turns in short rounds, and a full run goes through all scenarios several times, each time with new clients. A figure is the median \
-         of the rounds; ± is how far the middle half of them lies to either side of it. The longest wait is the longest of \
+        "\nThe contestants take turns in short rounds, and a full run goes through all scenarios several times, each time with \
+         new clients. A figure is the median of the rounds; ± is how far the middle half of them lies to either side of it. The longest wait is the longest of \
          the whole run. A ratio is the median of the ratios within each round, so that whatever else the \
          machine did meets both sides; above 1 is good for rates and bad for times. Clients, servers and disks share the one machine, over loopback, and the servers \
          have their default durability but for ZooKeeper, which does not wait for its disk: ratios within a backend say more \

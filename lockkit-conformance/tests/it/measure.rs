@@ -68,6 +68,13 @@ impl Known {
     }
 }
 
+fn broken_and_sound(turns: &Arc<Mutex<Vec<&'static str>>>) -> [Contestant; 2] {
+    let mut broken = Known::named("broken", turns);
+    broken.fails = true;
+    let sound = Known::named("sound", turns);
+    [("broken", broken), ("sound", sound)].map(|(name, known)| Contestant::new("x", name, Role::Peer, known))
+}
+
 impl Subject for Known {
     type Client = Self;
 
@@ -161,12 +168,7 @@ fn contestants_take_turns_and_the_first_turn_does_not_count() {
 #[test]
 fn each_pass_goes_through_all_scenarios_with_whoever_has_not_failed() {
     let turns = Arc::default();
-    let mut broken = Known::named("broken", &turns);
-    broken.fails = true;
-    let mut contestants = [
-        Contestant::new("x", "broken", Role::Peer, broken),
-        Contestant::new("x", "sound", Role::Peer, Known::named("sound", &turns)),
-    ];
+    let mut contestants = broken_and_sound(&turns);
     let effort = Effort { passes: 2, ..BRIEF };
     let scenarios = [Scenario::Uncontended, Scenario::Tasks(2)];
     let mut order = Vec::new();
@@ -230,12 +232,7 @@ fn times_and_rates_are_those_of_the_subject() {
 #[test]
 fn a_contestant_that_fails_is_out_and_the_others_go_on() {
     let turns = Arc::default();
-    let mut broken = Known::named("broken", &turns);
-    broken.fails = true;
-    let mut contestants = [
-        Contestant::new("x", "broken", Role::Peer, broken),
-        Contestant::new("x", "sound", Role::Peer, Known::named("sound", &turns)),
-    ];
+    let mut contestants = broken_and_sound(&turns);
     let rows = measure(&mut contestants, &[Scenario::Uncontended, Scenario::Permits]);
     assert_eq!(rows[0].outcome, Outcome::Failed("it has broken".to_owned()));
     assert_eq!(rows[1].rounds(Figure::P50).len(), 3, "{:?}", rows[1]);

@@ -161,7 +161,18 @@ async fn hand_offs_within_a_client_take_no_requests() {
     let client = client(server.url()).await;
     let options = AcquireOptions::new().local_handoffs(99);
     let lock = client.lock("a").unwrap().with_options(options);
+    let monitor = server.monitor().unwrap();
     let held = lock.acquire().await.unwrap();
+    let mut renewal = String::new();
+    lockkit_testbed::eventually("the hold is renewed", async || {
+        let scripts = requests(&monitor)
+            .into_iter()
+            .filter(|request| request.len() == 40);
+        renewal = scripts.last().unwrap_or_default();
+        !renewal.is_empty()
+    })
+    .await;
+    drop(monitor);
     let waiting: Vec<_> = (0..90)
         .map(|_| {
             let lock = lock.clone();
@@ -177,7 +188,8 @@ async fn hand_offs_within_a_client_take_no_requests() {
         waiting.await.unwrap().unwrap().release().await.unwrap();
     }
     let requests = requests(&monitor);
-    // The last release; and where all that takes some milliseconds, a renewal says who holds.
-    assert!((1..9).contains(&requests.len()), "{requests:?}");
+    // A hold that lasts for some milliseconds is renewed, on a busy machine one of these, too.
+    let others: Vec<_> = requests.iter().filter(|request| **request != renewal).collect();
+    assert_eq!(others.len(), 1, "the last release: {requests:?}");
     nothing_is_left(&server, "released").await;
 }
