@@ -59,6 +59,8 @@ pub(crate) struct LeaseClaim {
     doomed: Option<(u64, Term)>,
     /// The session that had the bell when this claim let go of the lock.
     sleeper: Option<u64>,
+    /// Whether the latest request was sent more than once, so that its answer may be that to a repetition.
+    was_repeated: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -68,6 +70,8 @@ enum Stage {
     Waiting,
     /// It holds, and needs no session.
     Holding,
+    /// It has held, and lets go.
+    LettingGo,
 }
 
 impl LeaseClaim {
@@ -84,17 +88,19 @@ impl LeaseClaim {
             has_queued: false,
             doomed: None,
             sleeper: None,
+            was_repeated: false,
         }
     }
 
     /// One request, over the session at hand or another. The owner makes each of them harmless if it is made twice.
     async fn ask(&mut self, operation: &'static str, request: String) -> Result<Reply> {
+        self.was_repeated = false;
         loop {
             let session = match &mut self.session {
                 Some(session) => session,
                 none => {
                     self.has_queued = false;
-                    none.insert(self.shared.sessions.get(operation, SECONDS).await?)
+                    none.insert(self.shared.sessions.borrow(operation, SECONDS).await?)
                 }
             };
             let sent = Instant::now();
@@ -118,8 +124,18 @@ impl LeaseClaim {
                     }
                     // It had been kept for too long. The others have been, too.
                     self.shared.sessions.forget();
+                    self.was_repeated = true;
                 }
             }
+        }
+    }
+
+    /// Leaves a session from which a dropped future has had no answer: the connection may be dead, and another is not. What
+    /// is under way is harmless when it comes late, but for an attempt, which is ended first.
+    fn leave_the_unanswered(&mut self) {
+        let unanswered = self.session.take_if(|session| session.wire.is_running());
+        if let (Some(session), Stage::Out, true) = (unanswered, self.stage, self.is_known) {
+            self.doomed = Some((session.id, session.term));
         }
     }
 
@@ -136,12 +152,12 @@ impl LeaseClaim {
 
     /// Ends the sleep of whoever had the bell. Without it, that one wakes by itself a little later.
     async fn wake(&mut self) {
-        if let (Some(sleeper), Some(session)) = (self.sleeper, &mut self.session) {
+        // Once: it may be at something else by the next time.
+        if let (Some(sleeper), Some(session)) = (self.sleeper.take(), &mut self.session) {
             let woken = session.wire.ask(format!("KILL QUERY {sleeper}")).await;
             if let Err(error) = woken {
                 tracing::debug!(%error, "the next in line was not woken");
             }
-            self.sleeper = None;
         }
     }
 
@@ -232,6 +248,7 @@ impl Claim for LeaseClaim {
                 self.is_known = false;
                 self.give_back().await;
             } else if let Some(session) = &mut self.session {
+                self.shared.sessions.wait_in(session)?;
                 self.has_queued = true;
                 self.stage = Stage::Waiting;
                 session.wire.send(self.sql.wait()).await;
@@ -244,6 +261,7 @@ impl Claim for LeaseClaim {
 
     async fn renew(&mut self) -> Result<Renewal> {
         require_runtime("renew")?;
+        self.leave_the_unanswered();
         let reason = self.why_lost();
         let reply = self.ask("renew", self.sql.renew()).await?;
         let renewal = if reply.affected(0) == 1 {
@@ -268,19 +286,28 @@ impl Claim for LeaseClaim {
                 self.give_up_waiting();
             }
         }
+        self.leave_the_unanswered();
         let control = &self.shared.sessions.control;
         if let Some((id, term)) = &self.doomed {
             control.kill("release", *id, term).await?;
             self.doomed = None;
         }
         if self.is_known {
-            // Asked again, it has been given up already, as far as this claim knows.
-            let held = matches!(std::mem::replace(&mut self.stage, Stage::Out), Stage::Holding);
+            let is_first = matches!(self.stage, Stage::Holding);
+            if is_first {
+                self.stage = Stage::LettingGo;
+            }
             let reason = self.why_lost();
             let reply = self.ask("release", self.sql.release()).await?;
+            let has_held = matches!(self.stage, Stage::LettingGo);
+            self.stage = Stage::Out;
             self.is_known = false;
-            self.sleeper = sleeper(&reply, 0);
-            if held && reply.affected(0) == 0 {
+            let frees = reply.affected(0) == 1;
+            // An earlier one that was not answered may have freed the lock, and has woken nobody.
+            let repeats = has_held && (self.was_repeated || !is_first);
+            if frees || repeats {
+                self.sleeper = sleeper(&reply, 0);
+            } else if has_held {
                 self.give_back().await;
                 return Err(Error::lost(NAME, self.request.name.clone(), reason));
             }
@@ -417,11 +444,10 @@ fn let_go(key: &Key, bell: &str, whose: &str) -> String {
     )
 }
 
-/// Who is to be woken, by the answer to [`let_go`], which begins with this statement: whoever has the bell, if the lock was freed. An
-/// update that frees nothing does not wait for the row, so that whoever looks at it may have the bell and not sleep yet.
+/// Who has the bell, by the answer to [`let_go`], which begins with this statement. To be woken only if the lock was freed:
+/// what changes nothing is committed at once, so that its `KILL QUERY` could come before that session sleeps.
 fn sleeper(reply: &Reply, update: usize) -> Option<u64> {
-    let freed = reply.affected(update) == 1;
-    column(reply.row(update + 1).filter(|_| freed)?, 0).ok()?
+    column(reply.row(update + 1)?, 0).ok()?
 }
 
 /// What the server's own locks are called: the one that waiters queue for.
@@ -492,10 +518,11 @@ impl Shared {
             let_go(&key, &bell(&self.database, &key), &format!("token={token}"))
         );
         let reply = control.ask("revoke", request).await?;
-        if let Some(sleeper) = sleeper(&reply, 1) {
+        let frees = reply.affected(1) == 1;
+        if let Some(sleeper) = sleeper(&reply, 1).filter(|_| frees) {
             // Without it, the sleeper wakes by itself a little later.
             let _ = control.interrupt("revoke", sleeper, &term).await;
         }
-        Ok(reply.affected(1) == 1)
+        Ok(frees)
     }
 }

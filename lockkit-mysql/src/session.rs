@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// How many sessions are kept for the next acquisition: what a burst of tasks has needed the next one needs, too, and to
-/// begin one takes longer than to lock. The server ends those that nobody uses for a ttl.
+/// begin one takes longer than to lock. The server ends those that nobody uses for a ttl, or for a minute if they serve leases.
 const MOST_IDLE: usize = 64;
 
 #[derive(Debug)]
@@ -39,6 +39,10 @@ pub(crate) struct Session {
     pub(crate) is_proven: bool,
     used: Instant,
     _slot: OwnedSemaphorePermit,
+    /// That of a lease, which is over when this is kept or dropped.
+    turn: Option<OwnedSemaphorePermit>,
+    /// Among those that wait for a lease, for as long as the turn.
+    place: Option<OwnedSemaphorePermit>,
 }
 
 #[derive(Debug)]
@@ -48,6 +52,10 @@ pub(crate) struct Sessions {
     options: Options,
     idle: Mutex<Vec<Session>>,
     slots: Arc<Semaphore>,
+    /// Leases need a session for as long as a request takes: so many have one.
+    turns: Arc<Semaphore>,
+    /// So many of these may be waiting ones, which leaves some for holders.
+    places: Arc<Semaphore>,
     most: u32,
 }
 
@@ -59,6 +67,8 @@ impl Sessions {
             options: Options(options),
             idle: Mutex::default(),
             slots: Arc::new(Semaphore::new(most as usize)),
+            turns: Arc::new(Semaphore::new(most as usize)),
+            places: Arc::new(Semaphore::new((most - for_holders(most)) as usize)),
             most,
         }
     }
@@ -74,10 +84,46 @@ impl Sessions {
         }
     }
 
+    /// The same for a lease, which is about to be done with it and waits until another is.
+    ///
+    /// # Errors
+    /// If the server cannot be reached, or a new session turns out not to keep its promise.
+    pub(crate) async fn borrow(&self, operation: &'static str, seconds: u32) -> Result<Session> {
+        // Nobody closes the semaphore.
+        let turn = self.turns.clone().acquire_owned().await.ok();
+        let mut session = self.get(operation, seconds).await?;
+        session.turn = turn;
+        Ok(session)
+    }
+
+    /// Has a lease wait in its session.
+    ///
+    /// # Errors
+    /// If too many do.
+    pub(crate) fn wait_in(&self, session: &mut Session) -> Result<()> {
+        if session.place.is_none() {
+            let Ok(place) = self.places.clone().try_acquire_owned() else {
+                let (most, holders) = (self.most, for_holders(self.most));
+                return Err(Error::permanent(
+                    NAME,
+                    "acquire",
+                    format!(
+                        "all but {holders} of the {most} connections that this client may have wait for locks, one per name, \
+                         and the rest are for holders; raise max_connections (and the server's)"
+                    ),
+                ));
+            };
+            session.place = Some(place);
+        }
+        Ok(())
+    }
+
     /// Keeps a session that is idle and has no transaction open.
     pub(crate) async fn keep(&self, mut session: Session) {
         session.used = Instant::now();
         session.is_proven = false;
+        // Over as soon as somebody else can have it.
+        let _over = (session.place.take(), session.turn.take());
         let surplus = {
             let mut idle = self.idle();
             if idle.len() < MOST_IDLE {
@@ -190,10 +236,17 @@ impl Sessions {
             is_proven: true,
             used: Instant::now(),
             _slot: slot,
+            turn: None,
+            place: None,
         })
     }
 
     fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Session>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// How many of `most` sessions no waiting lease may have, so that others are released and renewed meanwhile.
+fn for_holders(most: u32) -> u32 {
+    most.div_ceil(10).min(most - 1)
 }

@@ -2,7 +2,7 @@
 
 use std::{io, time::Duration};
 
-use lockkit_core::{AcquireOptions, Error};
+use lockkit_core::{AcquireOptions, Error, spi::chain};
 use lockkit_mysql::{Mode, MySqlConfig, Schema, ddl};
 use lockkit_testbed::mysql::{Flavour, MySql};
 use tokio::net::{TcpListener, TcpStream};
@@ -24,16 +24,6 @@ for_each_flavour! {
     a_refused_account_is_no_transient_error
     durability_is_what_the_server_has
     leases_are_exclusive_and_say_so
-}
-
-fn what(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 /// A database and an account of a test's own on the shared server.
@@ -61,7 +51,7 @@ async fn tables_that_are_missing_are_printed_and_not_made(flavour: Flavour) {
         config.mode = mode;
         config.schema = Schema::Manual;
         let error = connect(config.clone()).await.unwrap_err();
-        let text = what(&error);
+        let text = chain(&error);
         assert!(!error.is_transient() && text.contains(ddl(mode).trim()), "{text}");
         let tables = "SELECT COUNT(*) FROM information_schema.TABLES WHERE TABLE_SCHEMA=DATABASE()";
         assert_eq!(admin.value(tables).await, "0");
@@ -171,9 +161,9 @@ async fn a_read_only_server_is_refused(flavour: Flavour) {
     ] {
         let error = answer.unwrap_err();
         assert!(
-            !error.is_timeout() && what(&error).contains("1290"),
+            !error.is_timeout() && chain(&error).contains("1290"),
             "{}",
-            what(&error)
+            chain(&error)
         );
     }
     admin.run("SET GLOBAL read_only=0").await;
@@ -207,7 +197,7 @@ async fn connections_to_different_servers_are_refused(flavour: Flavour) {
         Ok::<_, io::Error>(())
     });
     let error = connect(config(balancer)).await.unwrap_err();
-    assert!(what(&error).contains("different servers"), "{}", what(&error));
+    assert!(chain(&error).contains("different servers"), "{}", chain(&error));
 }
 
 async fn a_password_that_needs_a_public_key_is_no_hurdle(flavour: Flavour) {
@@ -238,8 +228,8 @@ async fn a_refused_account_is_no_transient_error(flavour: Flavour) {
         format!("mysql://lockkit:{}@{addr}/elsewhere", MySql::PASSWORD),
     ] {
         let error = connect(MySqlConfig::new(url)).await.unwrap_err();
-        assert!(!error.is_transient(), "{}", what(&error));
-        let shown = format!("{} {error:?} {error:#?}", what(&error));
+        assert!(!error.is_transient(), "{}", chain(&error));
+        let shown = format!("{} {error:?} {error:#?}", chain(&error));
         assert!(
             !shown.contains("canary") && !shown.contains(MySql::PASSWORD),
             "{shown}"
@@ -328,7 +318,7 @@ fn the_limit_of_connections_is_a_clear_error() {
             lock("c").try_acquire().await.map(|_| ()),
             lock("c").acquire_with(&options).await.map(|_| ()),
         ] {
-            let text = what(&answer.unwrap_err());
+            let text = chain(&answer.unwrap_err());
             assert!(
                 text.contains("all 2 connections") && text.contains("max_connections"),
                 "{text}"

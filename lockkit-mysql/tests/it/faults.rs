@@ -12,7 +12,9 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
     child::Child,
-    servers::{Admin, MODES, Waiter, client, cycle, for_each_flavour, name, private, shared, waits},
+    servers::{
+        Admin, MODES, Waiter, client, cycle, for_each_flavour, name, private, session_at, shared, waits,
+    },
 };
 
 for_each_flavour! {
@@ -26,6 +28,9 @@ for_each_flavour! {
     a_server_that_crashes_while_the_lock_is_held
     a_server_that_stands_still_grants_nothing
     replies_that_are_lost
+    a_lease_does_not_wait_for_a_dead_connection
+    a_release_whose_reply_is_lost_is_no_loss
+    a_release_that_is_asked_again_wakes_the_next_in_line
     connections_that_are_reset_again_and_again
     a_hold_whose_connections_break_is_told_at_once
     the_servers_clock_does_not_move_a_row_lock
@@ -360,6 +365,68 @@ async fn replies_that_are_lost(flavour: Flavour) {
             .unwrap();
         next.unwrap().release().await.unwrap();
         proxy.set(lockkit_testbed::Mode::Pass);
+    }
+}
+
+async fn a_lease_does_not_wait_for_a_dead_connection(flavour: Flavour) {
+    let (proxy, unlucky) = behind_a_proxy(shared(flavour), Mode::Lease).await;
+    let options = AcquireOptions::new().op_timeout(Duration::from_millis(100));
+    let lock = unlucky.lock(name("dead")).unwrap().with_options(options);
+    let guard = lock.acquire().await.unwrap();
+    // Those that there are never say anything again.
+    proxy.set(lockkit_testbed::Mode::HalfOpen);
+    assert!(guard.renew().await.unwrap_err().is_transient());
+    proxy.set(lockkit_testbed::Mode::Pass);
+    eventually("it is renewed over another", async || guard.renew().await.is_ok()).await;
+    guard.release().await.unwrap();
+}
+
+/// It is made again, and finds that there is nothing left to do.
+async fn a_release_whose_reply_is_lost_is_no_loss(flavour: Flavour) {
+    let (proxy, unlucky) = behind_a_proxy(shared(flavour), Mode::Lease).await;
+    let name = name("repeated");
+    let observer = client(shared(flavour).addr(), Mode::Lease).await;
+    let guard = unlucky.lock(&name).unwrap().acquire().await.unwrap();
+    proxy.set(lockkit_testbed::Mode::DropReplies);
+    let releasing = tokio::spawn(guard.release());
+    eventually("it is released", async || {
+        observer.inspect(&name).await.unwrap().holders.is_empty()
+    })
+    .await;
+    // Which ends the connection that has lost something.
+    proxy.set(lockkit_testbed::Mode::Pass);
+    releasing.await.unwrap().unwrap();
+}
+
+/// The first may have freed the lock, and has woken nobody.
+async fn a_release_that_is_asked_again_wakes_the_next_in_line(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let (proxy, unlucky) = behind_a_proxy(&server, Mode::Lease).await;
+    let options = AcquireOptions::new().op_timeout(Duration::from_millis(100));
+    let lock = unlucky.lock("a").unwrap().with_options(options);
+    let next = client(server.addr(), Mode::Lease).await;
+    let dropped_after = (0..6).map(|millis| Some(Duration::from_millis(millis)));
+    for dropped_after in dropped_after.chain([None]) {
+        let guard = lock.acquire().await.unwrap();
+        let waiter = Waiter::of(next.lock("a").unwrap());
+        // For a second from here on.
+        session_at(&mut admin, "SELECT SLEEP").await;
+        let asked = Instant::now();
+        if let Some(after) = dropped_after {
+            let _ = timeout(after, guard.release()).await;
+        } else {
+            proxy.set(lockkit_testbed::Mode::DropReplies);
+            assert!(guard.release().await.unwrap_err().is_transient());
+            proxy.set(lockkit_testbed::Mode::Pass);
+        }
+        let (guard, granted) = waiter.granted().await;
+        let took = granted - asked;
+        assert!(
+            took < Duration::from_millis(500),
+            "{took:?} after a release that was dropped after {dropped_after:?}"
+        );
+        guard.release().await.unwrap();
     }
 }
 

@@ -189,6 +189,21 @@ pub(crate) async fn waits(observer: &LockClient, name: &str) {
     .await;
 }
 
+/// Which session is at a statement that begins so, once one is.
+pub(crate) async fn session_at(admin: &mut Admin, statement: &str) -> String {
+    let look = format!(
+        "SELECT ID FROM information_schema.PROCESSLIST WHERE USER='{}' AND INFO LIKE '{statement}%'",
+        MySql::USER
+    );
+    let mut found = Vec::new();
+    eventually("a session is at it", async || {
+        found = admin.run(&look).await;
+        !found.is_empty()
+    })
+    .await;
+    found.swap_remove(0).swap_remove(0)
+}
+
 /// A task that wants a lock.
 pub(crate) struct Waiter(JoinHandle<(Result<LockGuard>, Instant)>);
 

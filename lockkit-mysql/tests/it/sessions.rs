@@ -16,7 +16,7 @@ use tokio::{
 
 use crate::servers::{
     Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, name, private, relay, row,
-    shared, waits,
+    session_at, shared, waits,
 };
 
 for_each_flavour! {
@@ -26,6 +26,7 @@ for_each_flavour! {
     a_kept_session_is_used_again_and_for_any_lease
     clients_that_take_turns_by_leases_do_not_sleep_through_a_release
     a_waiter_that_gives_up_interrupts_nobody_else
+    leases_share_what_connections_there_are
     without_prepared_statements_all_goes_on
     fifty_racers_for_a_new_name
     a_foreign_session_and_a_lock_exclude_each_other
@@ -206,6 +207,46 @@ async fn a_waiter_that_gives_up_interrupts_nobody_else(flavour: Flavour) {
     guard.release().await.unwrap();
     let (guard, granted) = next.granted().await;
     assert!(granted - released < Duration::from_millis(500), "it was woken");
+    guard.release().await.unwrap();
+}
+
+/// They are renewed and released over one, while another waits.
+async fn leases_share_what_connections_there_are(flavour: Flavour) {
+    let other = client(shared(flavour).addr(), Mode::Lease).await;
+    let (taken, also_taken, own) = (name("taken"), name("taken"), name("own"));
+    let mut keep_out = Vec::new();
+    for name in [&taken, &also_taken] {
+        keep_out.push(other.lock(name).unwrap().acquire().await.unwrap());
+    }
+    let mut config = config(shared(flavour).addr());
+    config.mode = Mode::Lease;
+    config.max_connections = 2;
+    let client = connect(config).await.unwrap();
+    let waiter = Waiter::of(client.lock(&taken).unwrap());
+    waits(&other, &taken).await;
+    let ttl = Duration::from_secs(2);
+    let options = AcquireOptions::new().ttl(ttl);
+    let acquired = join_all((0..50).map(|index| {
+        let lock = client.lock(format!("{own}/{index}")).unwrap();
+        let lock = lock.with_options(options.clone());
+        async move { lock.acquire().await.unwrap() }
+    }))
+    .await;
+    let error = client.lock(&also_taken).unwrap().acquire().await.unwrap_err();
+    let text = lockkit_core::spi::chain(&error);
+    assert!(
+        text.contains("all but 1 of the 2 connections") && text.contains("max_connections"),
+        "{text}"
+    );
+    // Without renewals they are over by then.
+    tokio::time::sleep(ttl).await;
+    for guard in acquired {
+        guard.release().await.unwrap();
+    }
+    for guard in keep_out {
+        guard.release().await.unwrap();
+    }
+    let (guard, _) = waiter.granted().await;
     guard.release().await.unwrap();
 }
 
@@ -439,21 +480,6 @@ async fn heavy(server: &MySql) -> Admin {
         ))
         .await;
     heavy
-}
-
-/// Which session is at a statement that begins so, once one is.
-async fn session_at(admin: &mut Admin, statement: &str) -> String {
-    let look = format!(
-        "SELECT ID FROM information_schema.PROCESSLIST WHERE USER='{}' AND INFO LIKE '{statement}%'",
-        MySql::USER
-    );
-    let mut found = Vec::new();
-    eventually("a session is at it", async || {
-        found = admin.run(&look).await;
-        !found.is_empty()
-    })
-    .await;
-    found.swap_remove(0).swap_remove(0)
 }
 
 /// A hold that the server is about to end by 1213, which rolls its transaction back while its session lives on.
