@@ -240,8 +240,14 @@ impl Helper {
 
     /// The next answer.
     pub(crate) async fn reply(&mut self) -> io::Result<String> {
-        let answer = timeout(PATIENCE, self.answers.recv()).await;
-        let answer = answer.map_err(|_: Elapsed| io::Error::other("a helper gave no answer within 30 s"))?;
+        self.reply_within(PATIENCE).await
+    }
+
+    /// The same for what may take longer.
+    pub(crate) async fn reply_within(&mut self, patience: Duration) -> io::Result<String> {
+        let answer = timeout(patience, self.answers.recv()).await;
+        let answer = answer
+            .map_err(|_: Elapsed| io::Error::other(format!("a helper gave no answer within {patience:?}")))?;
         answer.ok_or_else(|| io::Error::other("a helper ended instead of answering"))
     }
 

@@ -32,7 +32,7 @@ pub struct Effort {
 }
 
 impl Effort {
-    /// Within a few seconds per contestant, for a first impression.
+    /// Within a quarter of a minute per contestant, for a first impression.
     pub const QUICK: Self = Self {
         passes: 1,
         slow_passes: 1,
@@ -42,7 +42,7 @@ impl Effort {
         ttl: Duration::from_secs(4),
         most_held: 1_000,
     };
-    /// Within half a minute to a minute per contestant, for figures that are the same in the next run.
+    /// Within one to two minutes per contestant, for figures that are much the same in the next run.
     pub const FULL: Self = Self {
         passes: 3,
         slow_passes: 2,
@@ -73,6 +73,7 @@ pub struct Contestant {
     name: String,
     role: Role,
     enters: fn(Scenario) -> bool,
+    sits_out: fn(Scenario) -> Option<&'static str>,
     run: Box<dyn Run>,
 }
 
@@ -89,6 +90,7 @@ impl Contestant {
             name: name.into(),
             role,
             enters: |_| true,
+            sits_out: |_| None,
             run: Box::new(Running { subject, stage: None }),
         }
     }
@@ -99,7 +101,17 @@ impl Contestant {
         self
     }
 
-    fn row(&self, scenario: Scenario, outcome: Outcome) -> Row {
+    /// Has it sit out those scenarios for which there is a reason; its rows there say so. By default it sits out none.
+    pub fn sitting_out(mut self, sits_out: fn(Scenario) -> Option<&'static str>) -> Self {
+        self.sits_out = sits_out;
+        self
+    }
+
+    fn row(&self, scenario: Scenario) -> Row {
+        let outcome = match (self.sits_out)(scenario) {
+            Some(why) => Outcome::Skipped(why.to_owned()),
+            None => Outcome::Measured(BTreeMap::new()),
+        };
         Row {
             scenario,
             backend: self.backend.clone(),
@@ -131,7 +143,8 @@ pub struct Progress<'a> {
 }
 
 /// Takes the contestants through the scenarios, in turns, and tells `watch` at each turn. There is a row for each
-/// contestant in each scenario that it enters; one that fails is out for that scenario alone. Needs a Tokio runtime of several threads.
+/// contestant in each scenario that it enters; one that fails is out for that scenario alone, and with it what was measured of it there in earlier rounds. Needs a Tokio
+/// runtime of several threads.
 ///
 /// # Cancel safety
 /// Dropped half-way, holds are released in the background, as far as the contestants do so.
@@ -145,10 +158,9 @@ pub async fn contest(
     for scenario in scenarios {
         let entrants = contestants.iter().enumerate();
         let entrants = entrants.filter(|(_, contestant)| (contestant.enters)(*scenario));
-        let unmeasured = || Outcome::Measured(BTreeMap::new());
         entries.push(
             entrants
-                .map(|(index, contestant)| (index, contestant.row(*scenario, unmeasured())))
+                .map(|(index, contestant)| (index, contestant.row(*scenario)))
                 .collect(),
         );
     }
@@ -202,7 +214,13 @@ pub async fn contest(
             }
         }
     }
-    entries.into_iter().flatten().map(|(_, row)| row).collect()
+    let mut rows: Vec<_> = entries.into_iter().flatten().map(|(_, row)| row).collect();
+    for row in &mut rows {
+        if matches!(&row.outcome, Outcome::Measured(figures) if figures.is_empty()) {
+            row.outcome = Outcome::Skipped("it had no turn".to_owned());
+        }
+    }
+    rows
 }
 
 impl Effort {

@@ -34,17 +34,29 @@ pub(super) struct Task<C> {
 }
 
 /// How one of them fared.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
+    /// Within the stretch.
+    pub(crate) in_time: u64,
+    /// With the one that was waited for when the stretch was over.
     pub(crate) grants: u64,
+    /// Of all waits.
     pub(crate) longest: Duration,
 }
 
-impl Share {
-    pub(super) fn of(times: &[Duration]) -> Self {
-        Self {
-            grants: times.len() as u64,
-            longest: times.iter().max().copied().unwrap_or_default(),
+/// How long one of them took each time, and how often within the stretch: the first so many.
+#[derive(Debug, Default)]
+pub(super) struct Times {
+    pub(super) all: Vec<Duration>,
+    in_time: u64,
+}
+
+impl Times {
+    pub(super) fn share(&self) -> Share {
+        Share {
+            in_time: self.in_time,
+            grants: self.all.len() as u64,
+            longest: self.all.iter().max().copied().unwrap_or_default(),
         }
     }
 }
@@ -60,14 +72,15 @@ impl<C: Client> Crowd<C> {
         Ok(Self { clients, tasks })
     }
 
-    /// All tasks at once, for so long; answers with how long it took to stop asking, and each task's times. Where the
-    /// lock is contended, it is held across one yield: without, a task would rarely be interrupted while it holds, and
-    /// those of one thread would never meet.
+    /// All tasks at once, for so long; answers with how long it took to stop asking, and each task's times. Whoever waits
+    /// by then is waited for, and its grant is no part of what was done in that time: of a hundred it would be a hundred
+    /// more. Where the lock is contended, it is held across one yield: without, a task would rarely be interrupted while it
+    /// holds, and those of one thread would never meet.
     pub(super) async fn contend(
         &mut self,
         stretch: Duration,
         across_a_yield: bool,
-    ) -> Result<(Duration, Vec<Vec<Duration>>), BoxError> {
+    ) -> Result<(Duration, Vec<Times>), BoxError> {
         let stop = Arc::new(AtomicBool::new(false));
         let began = Instant::now();
         let running: Vec<JoinHandle<_>> = (1..)
@@ -98,7 +111,7 @@ impl<C: Client> Crowd<C> {
     /// The same for a contended lock, summed up.
     pub(crate) async fn rush(&mut self, stretch: Duration) -> Result<(Duration, Vec<Share>), BoxError> {
         let (elapsed, times) = self.contend(stretch, true).await?;
-        Ok((elapsed, times.iter().map(|times| Share::of(times)).collect()))
+        Ok((elapsed, times.iter().map(Times::share).collect()))
     }
 
     pub(crate) async fn close(self) -> Result<(), BoxError> {
@@ -114,10 +127,10 @@ impl<C: Contender> Task<C> {
         seed: u64,
         stop: Arc<AtomicBool>,
         across_a_yield: bool,
-    ) -> Result<(Self, Vec<Duration>), BoxError> {
+    ) -> Result<(Self, Times), BoxError> {
         // The same in every run: which of them ask otherwise is no source of differences.
         let mut random = fastrand::Rng::with_seed(seed);
-        let mut times = Vec::new();
+        let mut times = Times::default();
         // Once at least, however late it begins.
         loop {
             let contender = match &mut self.other {
@@ -128,18 +141,19 @@ impl<C: Contender> Task<C> {
             let held = contender.acquire().await?;
             if across_a_yield {
                 // A wait is what is measured.
-                times.push(asked.elapsed());
+                times.all.push(asked.elapsed());
                 yield_now().await;
                 contender.release(held).await?;
             } else {
                 contender.release(held).await?;
-                times.push(asked.elapsed());
+                times.all.push(asked.elapsed());
             }
-            // One that never has to wait would keep its thread from looking at the clock, and so never be stopped.
-            consume_budget().await;
             if stop.load(Ordering::Relaxed) {
                 return Ok((self, times));
             }
+            times.in_time += 1;
+            // One that never has to wait would keep its thread from looking at the clock, and so never be stopped.
+            consume_budget().await;
         }
     }
 

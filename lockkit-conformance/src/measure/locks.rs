@@ -79,8 +79,8 @@ impl Subject for Locks {
     }
 
     fn processes(&self) -> Result<Processes, String> {
-        let launch = self.launch.clone().ok_or("there are no helper processes")?;
         let url = self.harness.url().ok_or("no other process reaches it")?;
+        let launch = self.launch.clone().ok_or("there are no helper processes")?;
         Ok(Processes::new(launch, url).counted(self.counted.clone()))
     }
 }

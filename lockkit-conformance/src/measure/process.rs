@@ -4,7 +4,10 @@ use std::{io, time::Duration};
 
 use lockkit_core::{BoxError, spi::Mode};
 
-use super::{Counter, crowd::Share};
+use super::{
+    Counter,
+    crowd::{PATIENCE, Share},
+};
 use crate::helper::{Helper, Launch, Request};
 
 /// So many processes contend at most; with more clients than that, each has several.
@@ -147,7 +150,8 @@ impl Rivals {
         }
         let (mut rate, mut all) = (0.0, Vec::new());
         for rival in &mut self.0 {
-            let answer = rival.reply().await?;
+            // Each is at it for so long, and then waits for its last grant.
+            let answer = rival.reply_within(stretch + PATIENCE * 2).await?;
             let (elapsed, shares) = read_rush(&answer).ok_or_else(|| unlike(&answer))?;
             rate += super::rounds::rate(&shares, elapsed);
             all.extend(shares);
@@ -169,12 +173,13 @@ fn divided(clients: u32) -> impl Iterator<Item = u32> {
     (0..many).map(move |index| clients / many + u32::from(index < clients % many))
 }
 
-/// What a helper answers after a rush: how long it took, then of each client how many grants, and the longest wait;
+/// What a helper answers after a rush: how long it took, then of each client how many grants within
+/// that time, how many in all, and the longest wait;
 /// all times in ns.
 pub(crate) fn write_rush(elapsed: Duration, shares: &[Share]) -> String {
     let shares = shares
         .iter()
-        .map(|share| format!(" {} {}", share.grants, share.longest.as_nanos()));
+        .map(|share| format!(" {} {} {}", share.in_time, share.grants, share.longest.as_nanos()));
     format!("rushed {}{}", elapsed.as_nanos(), shares.collect::<String>())
 }
 
@@ -182,9 +187,10 @@ fn read_rush(answer: &str) -> Option<(Duration, Vec<Share>)> {
     let numbers = answer.strip_prefix("rushed ")?.split(' ');
     let numbers: Vec<u64> = numbers.map(str::parse).collect::<Result<_, _>>().ok()?;
     let (elapsed, shares) = numbers.split_first()?;
-    let shares = shares.chunks_exact(2).map(|share| Share {
-        grants: share[0],
-        longest: Duration::from_nanos(share[1]),
+    let shares = shares.chunks_exact(3).map(|share| Share {
+        in_time: share[0],
+        grants: share[1],
+        longest: Duration::from_nanos(share[2]),
     });
     Some((Duration::from_nanos(*elapsed), shares.collect()))
 }
@@ -207,21 +213,16 @@ mod tests {
 
     #[test]
     fn what_a_helper_writes_of_a_rush_is_what_is_read() {
-        let share = |grants, nanos| Share {
+        let share = |in_time, grants, nanos| Share {
+            in_time,
             grants,
             longest: Duration::from_nanos(nanos),
         };
-        let written = write_rush(
-            Duration::from_millis(40),
-            &[share(7, 1_500), share(1, 3_000_000_000)],
-        );
-        let (elapsed, shares) = read_rush(&written).unwrap();
+        let shares = [share(6, 7, 1_500), share(0, 1, 3_000_000_000)];
+        let written = write_rush(Duration::from_millis(40), &shares);
+        let (elapsed, read) = read_rush(&written).unwrap();
         assert_eq!(elapsed, Duration::from_millis(40));
-        let read: Vec<_> = shares
-            .iter()
-            .map(|share| (share.grants, share.longest.as_nanos()))
-            .collect();
-        assert_eq!(read, [(7, 1_500), (1, 3_000_000_000)]);
+        assert_eq!(read, shares);
         for other in ["", "rushed", "rushed x", "error it has broken"] {
             assert!(read_rush(other).is_none(), "{other}");
         }

@@ -15,7 +15,7 @@ use tokio::{
 use super::{
     Client as _, Contender as _, Effort, Figure, Processes, Scenario, Subject,
     contest::Sample,
-    crowd::{Crowd, PATIENCE, Share, Task},
+    crowd::{Crowd, PATIENCE, Share, Task, Times},
     process::{Keeper, Rivals},
 };
 
@@ -135,7 +135,7 @@ impl<S: Subject> Stage<S> {
         match self.scenario {
             Scenario::Uncontended => {
                 let (_, mut times) = self.crowd.contend(stretch, false).await?;
-                let mut times = times.pop().unwrap_or_default();
+                let mut times = times.pop().unwrap_or_default().all;
                 times.sort_unstable();
                 Ok(vec![
                     (Figure::P50, quantile(&times, 50)),
@@ -144,7 +144,7 @@ impl<S: Subject> Stage<S> {
             }
             Scenario::OwnNames(_) => {
                 let (elapsed, times) = self.crowd.contend(stretch, false).await?;
-                let shares: Vec<_> = times.iter().map(|times| Share::of(times)).collect();
+                let shares: Vec<_> = times.iter().map(Times::share).collect();
                 Ok(vec![(Figure::Rate, rate(&shares, elapsed))])
             }
             Scenario::Tasks(_) => {
@@ -165,7 +165,7 @@ impl<S: Subject> Stage<S> {
             }
             Scenario::Beside(_) => {
                 let (_, mut times) = self.crowd.contend(stretch, true).await?;
-                let mut times = times.pop().unwrap_or_default();
+                let mut times = times.pop().unwrap_or_default().all;
                 times.sort_unstable();
                 Ok(vec![
                     (Figure::Longest, quantile(&times, 100)),
@@ -301,7 +301,7 @@ fn longest(shares: &[Share]) -> f64 {
 }
 
 pub(super) fn rate(shares: &[Share], elapsed: Duration) -> f64 {
-    let grants = shares.iter().map(|share| share.grants).sum();
+    let grants = shares.iter().map(|share| share.in_time).sum();
     float(grants) / elapsed.as_secs_f64()
 }
 
