@@ -24,9 +24,10 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
         "\nThe contestants take turns in short rounds, and a full run goes through all scenarios several times, each time with \
          new clients. A figure is the median of the rounds; ± is how far the middle half of them lies to either side of it. The longest wait is the longest of \
          the whole run. A ratio is the median of the ratios within each round, so that whatever else the \
-         machine did meets both sides; above 1 is good for rates and bad for times. Clients, servers and disks share the one machine, over loopback, and the servers \
-         have their default durability but for ZooKeeper, which does not wait for its disk: ratios within a backend say more \
-         than those between backends.\n\n",
+         machine did meets both sides; above 1 is good for rates and bad for times, and there is none where there is nothing to \
+         compare with. Clients, servers and disks share the one machine, over loopback, and the servers have their default \
+         durability but for ZooKeeper, which does not wait for its disk and has a tick of 100 ms, for sessions of 4 s: ratios \
+         within a backend say more than those between backends.\n\n",
     );
     summary(&mut text, results);
     for section in sections {
@@ -73,8 +74,9 @@ fn provenance(text: &mut String, results: &Results) {
 /// A line per backend.
 fn summary(text: &mut String, results: &Results) {
     text.push_str(
-        "| | uncontended | × by hand | 16 tasks of one process | × best peer | 16 clients | hand-off | holder killed |\n\
-         |---|---|---|---|---|---|---|---|\n",
+        "| | uncontended | × by hand | 16 tasks of one process | × best peer | 16 clients | hand-off | 10,000 held, % of a core | \
+         holder killed |\n\
+         |---|---|---|---|---|---|---|---|---|\n",
     );
     let ours = results
         .of(Scenario::Uncontended)
@@ -97,7 +99,7 @@ fn summary(text: &mut String, results: &Results) {
         let peer = tasks.and_then(|row| Ratios::of(results, row).peer);
         let _ = writeln!(
             text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} |",
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} |",
             who(ours),
             value(Some(ours)),
             floor.map_or_else(String::new, |(_, ratio)| times(ratio)),
@@ -109,6 +111,7 @@ fn summary(text: &mut String, results: &Results) {
             )),
             value(find(Scenario::Clients(16))),
             value(find(Scenario::HandOff)),
+            value(find(Scenario::Held(10_000))),
             value(find(Scenario::Recovery)),
         );
     }
@@ -138,7 +141,7 @@ fn table(text: &mut String, results: &Results, section: &Section) {
             let ours = row.role == Role::Ours;
             if let Some(why) = absence(row) {
                 if ours {
-                    absent.push(format!("{}: {}", who(row), plain(&why)));
+                    absent.push(format!("{} ({})", who(row), plain(&why)));
                 }
                 continue;
             }
@@ -159,7 +162,7 @@ fn table(text: &mut String, results: &Results, section: &Section) {
             let _ = writeln!(text, "{}\n", lines.join("\n"));
         }
         if !absent.is_empty() {
-            let _ = writeln!(text, "Without {}.\n", absent.join("; "));
+            let _ = writeln!(text, "Not measured: {}.\n", absent.join("; "));
         }
     }
 }

@@ -96,9 +96,10 @@ fn sections(results: &Results) -> Vec<Section> {
         Section {
             id: "clients",
             title: "One lock, many clients",
-            about: "So many clients on one name, in two processes or in four. Who polls looks fast here, because the \
-                    same client takes the lock again and again: see the longest wait, and Jain's index, which is 1 if all \
-                    had equal shares and 1/n if one had everything.",
+            about: "So many clients on one name, in two processes or in four. A client that polls takes the lock again and \
+                    again, and looks fast: see the longest wait, and Jain's index, which is 1 if all had equal shares and 1/n if \
+                    one had everything. `GET_LOCK` and ZooKeeper's plain recipe are fair, and faster: they have no tokens and no \
+                    lease to keep.",
             scenarios: [2, 16, 100].map(Scenario::Clients).to_vec(),
             picture: bars(Scenario::Clients(16)),
         },

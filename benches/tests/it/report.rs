@@ -109,27 +109,31 @@ fn ratios_that_came_out_otherwise_are_told() {
     assert!(told.starts_with("42 of 42 ratios"), "{told}");
     assert_eq!(told.lines().count(), 1, "{told}");
 
-    let mut now = results();
-    let mut slow_down = |times: f64| {
+    let slow_down = |times: [f64; 3]| {
+        let mut now = results();
         let mut rows = now.rows.iter_mut();
         let ours = rows.find(|row| row.scenario == Scenario::HandOff && row.role == Role::Ours);
         let Outcome::Measured(figures) = &mut ours.unwrap().outcome else {
             panic!("it was measured")
         };
-        for value in figures.get_mut(&Figure::P50).unwrap() {
+        for (value, times) in figures.get_mut(&Figure::P50).unwrap().iter_mut().zip(times) {
             *value *= times;
         }
-        now.clone()
+        now
     };
-    let told = report::compare(&slow_down(1.1), &before);
+    let told = report::compare(&slow_down([1.1; 3]), &before);
     assert!(told.starts_with("42 of 42 ratios"), "a tenth is nothing: {told}");
-    let now = slow_down(1.5 / 1.1);
-    let told = report::compare(&now, &before);
+    let told = report::compare(&slow_down([1.5; 3]), &before);
     assert!(told.starts_with("40 of 42 ratios"), "{told}");
+    assert!(told.contains("of the 2 others, 0 are no further apart"), "{told}");
     assert!(
-        told.contains("hand-off: redis · lockkit × by hand: 2.00, then 3.00 (50 %)"),
+        told.contains("hand-off: redis · lockkit × by hand: 2.00, then 3.00 (50 %; up to 0 % by chance)"),
         "{told}"
     );
+    // The same median, of rounds that are far apart.
+    let told = report::compare(&slow_down([0.5, 1.5, 3.0]), &before);
+    assert!(told.starts_with("40 of 42 ratios"), "{told}");
+    assert!(told.contains("of the 2 others, 2 are no further apart"), "{told}");
 }
 
 #[test]
@@ -145,7 +149,7 @@ fn the_document_tells_figures_ratios_and_what_is_missing() {
         "| when | 2026-01-02T03:04:05Z, a quick run of 1 min 40 s |",
         "| versions | redis 7.0 |",
         "| without zookeeper | there is no java |",
-        "Without file · lockkit: no / semaphores.",
+        "Not measured: file · lockkit (no / semaphores).",
     ] {
         assert!(text.contains(told), "{told}: {text}");
     }

@@ -66,12 +66,16 @@ impl Row {
         (sorted.len() > 1 && middle != 0.0).then(|| (high - low) / 2.0 / middle.abs())
     }
 
-    /// The median of this row's values over the other's, round by round. Whatever the machine did in a round, it did to
-    /// both.
+    /// The median of [`ratios`](Self::ratios).
     pub fn ratio(&self, to: &Self, figure: Figure) -> Option<f64> {
+        median(self.ratios(to, figure).collect())
+    }
+
+    /// This row's values over the other's, round by round. Whatever the machine did in a round, it did to both.
+    pub fn ratios(&self, to: &Self, figure: Figure) -> impl Iterator<Item = f64> {
         let rounds = self.rounds(figure).iter().zip(to.rounds(figure));
         let ratios = rounds.map(|(own, other)| own / other);
-        median(ratios.filter(|ratio| ratio.is_finite()).collect())
+        ratios.filter(|ratio| ratio.is_finite())
     }
 }
 
