@@ -20,7 +20,7 @@ use crate::{connect::Target, url::Url};
 /// # use std::time::Duration;
 /// let config: lockkit::LockConfig = toml::from_str(
 ///     r#"
-///     url = "file:///var/lock/app"   # or redis://…, zk://…, mysql://…: nothing else changes
+///     url = "file:///var/lib/app/locks"   # or redis://…, zk://…, mysql://…: nothing else changes
 ///     ttl = "10s"
 ///     namespace = "billing"
 ///
@@ -212,7 +212,8 @@ pub struct MysqlSection {
     /// The Unix socket to use instead of the URL's host and port.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::socket"))]
     pub socket: Option<PathBuf>,
-    /// The most connections at once for locks that are held or waited for. Default: 100.
+    /// The most connections at once for locks that are held or waited for, besides one or two that the client has for
+    /// itself. Default: 100.
     #[cfg_attr(
         feature = "serde",
         serde(default, deserialize_with = "named::max_connections")

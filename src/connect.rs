@@ -11,7 +11,7 @@ use crate::{LockConfig, url::Url};
 /// | URL | backend | cargo feature |
 /// |---|---|---|
 /// | `memory:` | one space in this process, for tests and single-process programs | |
-/// | `file:///var/lock/app` | files in a directory of this host, on Unix | `file` (default) |
+/// | `file:///var/lib/app/locks` | files in a directory of this host, on Unix | `file` (default) |
 /// | `redis://user:pass@host:6379/0`, `rediss://…` | one Redis master | `redis`, and `tls` for `rediss:` |
 /// | `redlock://user:pass@a:6379,b:6379,c:6379` | a majority of independent Redis masters | `redis`, and `tls` for `?tls=true` |
 /// | `zk://user:pass@zk1:2181,zk2:2181/chroot` | a ZooKeeper ensemble | `zk` |
@@ -375,11 +375,11 @@ fn directory(url: &Url<'_>) -> Result<std::path::PathBuf> {
     if !url.authority.is_empty() {
         return Err(url.invalid(
             "a file URL names a directory of this host and has no host part; three slashes make an absolute path: \
-             file:///var/lock/app",
+             file:///var/lib/app/locks",
         ));
     }
     if !url.path.starts_with('/') {
-        return Err(url.invalid("the directory has to be absolute, as in file:///var/lock/app"));
+        return Err(url.invalid("the directory has to be absolute, as in file:///var/lib/app/locks"));
     }
     let bytes: Vec<u8> = percent_encoding::percent_decode_str(url.path).collect();
     if bytes.contains(&0) {

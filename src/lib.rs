@@ -11,7 +11,7 @@
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let ledger = lockkit::FenceGate::new();
 //! # let work = || async { Ok::<(), lockkit::Error>(()) };
-//! let client = lockkit::connect("memory:").await?; // or file:///var/lock/app: nothing else changes
+//! let client = lockkit::connect("memory:").await?; // or file:///var/lib/app/locks: nothing else changes
 //! let lock = client.lock("orders/42")?;
 //!
 //! let guard = lock.acquire().await?; // waits for as long as it takes
@@ -69,10 +69,10 @@
 //! | `redis` | the Redis backend: one master, `redis:`, or a majority of several, `redlock:` |
 //! | `zk` | the ZooKeeper backend, `zk:` |
 //! | `mysql` | the MySQL and MariaDB backend, `mysql:`. Needs Rust 1.94 |
-//! | `tls` | connections over TLS (`rediss:`) for the backends that are there |
-//! | `full` | every backend |
+//! | `tls` | connections over TLS for Redis, Redlock, MySQL and MariaDB, if they are there |
+//! | `full` | every backend; not `tls`, `serde`, `metrics` and `blocking` |
 //! | `serde` | `Deserialize` for [`LockConfig`] |
-//! | `metrics` | counters and histograms through the `metrics` facade |
+//! | `metrics` | counters through the `metrics` facade |
 //! | `blocking` | an API for programs without an async runtime |
 //!
 //! A feature never changes what another one does. Without any there is the memory backend alone, and no client crate

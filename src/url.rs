@@ -19,7 +19,7 @@ impl<'a> Url<'a> {
     pub(crate) fn parse(whole: &'a str) -> Result<Self> {
         let invalid = |reason: &str| Err(Error::invalid_url(redacted_url(whole), reason));
         let Some((scheme, rest)) = split_scheme(whole) else {
-            return invalid("it does not begin with a scheme, such as `file:` in file:///var/lock/app");
+            return invalid("it does not begin with a scheme, such as `file:` in file:///var/lib/app/locks");
         };
         if rest.contains('#') {
             return invalid("a lock URL has no fragment; write a `#` in it as %23");

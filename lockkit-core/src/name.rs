@@ -118,7 +118,7 @@ impl LockId {
         }))
     }
 
-    /// The server, without credentials, such as `file:///var/lock/app`.
+    /// The server, without credentials, such as `file:///var/lib/app/locks`.
     pub fn server(&self) -> &str {
         &self.0.server
     }

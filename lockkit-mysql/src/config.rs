@@ -42,8 +42,10 @@ pub struct MySqlConfig {
     pub tls: Tls,
     /// A file with the certificates (PEM) to trust instead of the system's.
     pub ca: Option<PathBuf>,
-    /// The most connections at once, besides the one that is always there. Each held lock and each name that is
-    /// waited for needs one (with [`Mode::Lease`], only the latter). 100 by default.
+    /// The most connections at once for locks, from 1 to 100,000; 100 by default. Each held lock and each name that is
+    /// waited for needs one; with [`Mode::Lease`], each name that is waited for, and each request while it is under way.
+    /// Those that are kept for the next acquisition count, too. Besides, a client has a connection that holds nothing,
+    /// and with [`Mode::ForUpdate`], from the first hold on, one that notices when the server is gone.
     pub max_connections: u32,
     /// How many grants of one name in a row may at most share one durable write of the token counter; 1,024 by
     /// default.

@@ -79,7 +79,7 @@ mod files {
     fn every_key_is_read() {
         let config: LockConfig = toml::from_str(
             r#"
-            url = "file:///var/lock/app"
+            url = "file:///var/lib/app/locks"
             ttl = "10s"
             wait = "1m 30s"
             op_timeout = "2s"
@@ -93,7 +93,7 @@ mod files {
             "#,
         )
         .unwrap();
-        let mut expected = LockConfig::new("file:///var/lock/app")
+        let mut expected = LockConfig::new("file:///var/lib/app/locks")
             .ttl(Duration::from_secs(10))
             .wait(Duration::from_secs(90))
             .op_timeout(Duration::from_secs(2))

@@ -113,7 +113,7 @@ fn bad_parameters_are_named() {
         ("memory:space", &["`memory:`", "namespace"]),
         ("memory://host", &["`memory:`"]),
         ("", &["scheme"]),
-        ("/var/lock/app", &["scheme", "file:///var/lock/app"]),
+        ("/var/lib/app/locks", &["scheme", "file:///var/lib/app/locks"]),
         (":", &["scheme"]),
         ("1x:y", &["scheme"]),
     ] {
@@ -408,17 +408,17 @@ async fn a_mysql_url_connects_with_its_options() {
 #[test]
 fn file_urls_name_an_absolute_directory() {
     for good in [
-        "file:///var/lock/app",
-        "file:/var/lock/app",
+        "file:///var/lib/app/locks",
+        "file:/var/lib/app/locks",
         "file:///a%20b/c@d?label=me@host",
         "file:///x?poll=5ms",
     ] {
         assert!(LockConfig::from_url(good).is_ok(), "{good}");
     }
     for (bad, advice) in [
-        ("file:var/lock", "file:///var/lock/app"),
-        ("file:", "file:///var/lock/app"),
-        ("file://", "file:///var/lock/app"),
+        ("file:var/lock", "file:///var/lib/app/locks"),
+        ("file:", "file:///var/lib/app/locks"),
+        ("file://", "file:///var/lib/app/locks"),
         ("file://var/lock", "three slashes"),
         ("file://localhost/var/lock", "three slashes"),
         ("file:///a%00b", "NUL"),
@@ -426,15 +426,18 @@ fn file_urls_name_an_absolute_directory() {
         let reason = reason(bad);
         assert!(reason.contains(advice), "{bad}: {advice} in {reason}");
     }
-    let text = refused("file:///var/lock/app?tll=1s").to_string();
-    assert!(text.contains("file:///var/lock/app"), "it says which URL: {text}");
+    let text = refused("file:///var/lib/app/locks?tll=1s").to_string();
+    assert!(
+        text.contains("file:///var/lib/app/locks"),
+        "it says which URL: {text}"
+    );
     assert!(text.contains("poll"), "{text}");
 }
 
 #[cfg(not(feature = "file"))]
 #[test]
 fn the_file_scheme_needs_its_feature() {
-    match refused("file:///var/lock/app?poll=5ms") {
+    match refused("file:///var/lib/app/locks?poll=5ms") {
         Error::FeatureDisabled { scheme, feature, .. } => {
             assert_eq!((scheme.as_str(), feature), ("file", "file"));
         }

@@ -44,13 +44,14 @@ const POLL_UNWATCHED: Duration = Duration::from_millis(25);
 /// ```
 /// use lockkit_core::FileConfig;
 ///
-/// let mut config = FileConfig::new("/var/lock/app");
+/// let mut config = FileConfig::new("/var/lib/app/locks");
 /// config.namespace = "billing".into();
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileConfig {
-    /// The directory. It is made, for its owner alone, if it is missing. It has to be on a local file system.
+    /// The directory. It is made, for its owner alone, if it is missing, and so are the files: one account has to run all
+    /// processes. It has to be on a local file system, and better on one that is not emptied at boot, the tokens with it.
     pub dir: PathBuf,
     /// Keeps applications that share the directory apart: a directory in it, none if empty. Of `[A-Za-z0-9._-]`.
     pub namespace: String,
