@@ -82,7 +82,7 @@ async fn ours(nodes: Nodes, addr: &str, many: usize, name: &str) -> Vec<Lock> {
     let locks = (0..many).map(|index| {
         // A client each: within one client only one of the waiters goes to the server.
         let client = LockClient::new(backends[index % backends.len()].clone());
-        let options = AcquireOptions::new().ttl(Duration::from_secs(600));
+        let options = AcquireOptions::new().ttl(Duration::from_mins(10));
         client.lock(name).expect("a name").with_options(options)
     });
     locks.collect()

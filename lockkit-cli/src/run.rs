@@ -272,7 +272,7 @@ mod tests {
     /// Runs the script under a lease that nothing renews; answers with how it ended, and how long before the lease.
     async fn unrenewed(script: &str) -> (Ending, Duration) {
         let memory = MemoryBackend::new();
-        memory.delay(Operation::Renew, Duration::from_secs(60));
+        memory.delay(Operation::Renew, Duration::from_mins(1));
         let lock = LockClient::new(memory).lock("job").unwrap();
         let guard = lock.acquire_with(&AcquireOptions::new().ttl(TTL)).await.unwrap();
         let lease_ends = guard.valid_until().unwrap();
