@@ -55,7 +55,7 @@ pub(crate) struct LeaseClaim {
     is_known: bool,
     /// Whether the session may have the turnstile.
     has_queued: bool,
-    /// A waiting session that has been given up, and has to be ended.
+    /// A session that has been given up while it waited for the lock, or tried to take it, and has to be ended.
     doomed: Option<(u64, Term)>,
     /// The session that had the bell when this claim let go of the lock.
     sleeper: Option<u64>,
@@ -134,9 +134,21 @@ impl LeaseClaim {
     /// is under way is harmless when it comes late, but for an attempt, which is ended first.
     fn leave_the_unanswered(&mut self) {
         let unanswered = self.session.take_if(|session| session.wire.is_running());
-        if let (Some(session), Stage::Out, true) = (unanswered, self.stage, self.is_known) {
-            self.doomed = Some((session.id, session.term));
+        if let Some(session) = unanswered {
+            // They may be as dead.
+            self.shared.sessions.forget();
+            if matches!(self.stage, Stage::Out) && self.is_known {
+                self.doomed = Some((session.id, session.term));
+            }
         }
+    }
+
+    async fn end_the_doomed(&mut self, operation: &'static str) -> Result<()> {
+        if let Some((id, term)) = &self.doomed {
+            self.shared.sessions.control.kill(operation, *id, term).await?;
+            self.doomed = None;
+        }
+        Ok(())
     }
 
     /// The session is idle and without a transaction.
@@ -225,6 +237,8 @@ impl Claim for LeaseClaim {
         if matches!(self.stage, Stage::Waiting) && !self.has_waited().await? {
             return Ok(None);
         }
+        self.leave_the_unanswered();
+        self.end_the_doomed("acquire").await?;
         let during = |error| fault::error("acquire", error);
         loop {
             self.is_known = true;
@@ -287,11 +301,7 @@ impl Claim for LeaseClaim {
             }
         }
         self.leave_the_unanswered();
-        let control = &self.shared.sessions.control;
-        if let Some((id, term)) = &self.doomed {
-            control.kill("release", *id, term).await?;
-            self.doomed = None;
-        }
+        self.end_the_doomed("release").await?;
         if self.is_known {
             let is_first = matches!(self.stage, Stage::Holding);
             if is_first {

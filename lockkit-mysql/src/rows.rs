@@ -37,6 +37,8 @@ pub(crate) struct RowClaim {
     sent: Instant,
     /// Whether the hold is shown to those who look.
     is_shown: bool,
+    /// Whether an attempt was begun that has not come to its end.
+    is_under_way: bool,
     /// Rung when connections break.
     alarm: watch::Receiver<u64>,
 }
@@ -86,6 +88,21 @@ impl RowClaim {
             stage: Stage::Out,
             sent: Instant::now(),
             is_shown: false,
+            is_under_way: false,
+        }
+    }
+
+    /// An attempt that was dropped had waited for an answer for as long as one may take: the connection may be dead, and
+    /// another is not. A wait is looked after in its own way, and a rollback too.
+    fn leave_the_unanswered(&mut self) {
+        let is_running = self
+            .session
+            .as_ref()
+            .is_some_and(|session| session.wire.is_running());
+        if is_running && !matches!(self.stage, Stage::Waiting | Stage::RollingBack { .. }) {
+            self.end(false);
+            // They may be as dead.
+            self.shared.sessions.forget();
         }
     }
 
@@ -635,13 +652,19 @@ impl Claim for RowClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
         require_runtime("acquire")?;
         self.alarm.mark_unchanged();
-        loop {
-            match self.step(patience).await? {
-                Step::Again => {}
-                Step::Taken => return Ok(None),
-                Step::Granted => return Ok(self.grant()),
-            }
+        if std::mem::replace(&mut self.is_under_way, true) {
+            self.leave_the_unanswered();
         }
+        let granted = loop {
+            match self.step(patience).await {
+                Ok(Step::Again) => {}
+                Ok(Step::Taken) => break Ok(None),
+                Ok(Step::Granted) => break Ok(self.grant()),
+                Err(error) => break Err(error),
+            }
+        };
+        self.is_under_way = false;
+        granted
     }
 
     async fn renew(&mut self) -> Result<Renewal> {

@@ -28,6 +28,7 @@ for_each_flavour! {
     a_server_that_crashes_while_the_lock_is_held
     a_server_that_stands_still_grants_nothing
     replies_that_are_lost
+    nobody_waits_for_a_dead_connection_to_acquire
     a_lease_does_not_wait_for_a_dead_connection
     a_release_whose_reply_is_lost_is_no_loss
     a_release_that_is_asked_again_wakes_the_next_in_line
@@ -365,6 +366,27 @@ async fn replies_that_are_lost(flavour: Flavour) {
             .unwrap();
         next.unwrap().release().await.unwrap();
         proxy.set(lockkit_testbed::Mode::Pass);
+    }
+}
+
+/// Those that are kept for the next acquisition may all be dead by then, and the server is well.
+async fn nobody_waits_for_a_dead_connection_to_acquire(flavour: Flavour) {
+    for mode in MODES {
+        let (proxy, unlucky) = behind_a_proxy(shared(flavour), mode).await;
+        let options = AcquireOptions::new().op_timeout(Duration::from_millis(100));
+        let lock = unlucky.lock(name("dead")).unwrap().with_options(options);
+        let (first, second) = (
+            lock.acquire().await.unwrap(),
+            unlucky.lock(name("other")).unwrap(),
+        );
+        second.acquire().await.unwrap().release().await.unwrap();
+        first.release().await.unwrap();
+        proxy.set(lockkit_testbed::Mode::HalfOpen);
+        proxy.set(lockkit_testbed::Mode::Pass);
+        let guard = timeout(Duration::from_secs(20), lock.acquire())
+            .await
+            .expect("in time");
+        guard.unwrap().release().await.unwrap();
     }
 }
 
