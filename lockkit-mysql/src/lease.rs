@@ -13,7 +13,7 @@ use lockkit_core::{
     spi::{Claim, ClaimRequest, Grant, Lease, Renewal},
 };
 use sha2::{Digest, Sha256};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::{
     NAME, Shared,
@@ -21,7 +21,7 @@ use crate::{
     fault::{self, code},
     key::{Key, hexadecimal, literal},
     require_runtime,
-    session::Session,
+    session::{REPLY_TAKES, Session},
     sql::CLOCK,
     wire::{Reply, column},
 };
@@ -49,8 +49,10 @@ pub(crate) struct LeaseClaim {
     sql: Sql,
     session: Option<Session>,
     stage: Stage,
-    /// Before the latest request was sent that may have taken or renewed the lock.
+    /// Before the latest request was sent that may have taken or renewed the lock, and was answered.
     sent: Instant,
+    /// Before the latest request was sent.
+    asked: Instant,
     /// Whether the server may have something of this owner's.
     is_known: bool,
     /// Whether the session may have the turnstile.
@@ -84,6 +86,7 @@ impl LeaseClaim {
             session: None,
             stage: Stage::Out,
             sent: Instant::now(),
+            asked: Instant::now(),
             is_known: false,
             has_queued: false,
             doomed: None,
@@ -104,6 +107,7 @@ impl LeaseClaim {
                 }
             };
             let sent = Instant::now();
+            self.asked = sent;
             match session.wire.ask(request.clone()).await {
                 Ok(reply) => {
                     self.sent = sent;
@@ -130,16 +134,22 @@ impl LeaseClaim {
         }
     }
 
-    /// Leaves a session from which a dropped future has had no answer: the connection may be dead, and another is not. What
-    /// is under way is harmless when it comes late, but for an attempt, which is ended first.
-    fn leave_the_unanswered(&mut self) {
-        let unanswered = self.session.take_if(|session| session.wire.is_running());
-        if let Some(session) = unanswered {
-            // They may be as dead.
-            self.shared.sessions.forget();
-            if matches!(self.stage, Stage::Out) && self.is_known {
-                self.doomed = Some((session.id, session.term));
-            }
+    /// Waits for what a dropped future has left under way. If that takes too long, the connection may be dead, and is left for
+    /// another. What comes late is harmless, but for an attempt, which is to be ended.
+    async fn settle_or_leave(&mut self) {
+        let Some(session) = &mut self.session else { return };
+        if !session.wire.is_running()
+            || timeout_at(self.asked + REPLY_TAKES, session.wire.settle())
+                .await
+                .is_ok()
+        {
+            return;
+        }
+        // They may be as dead.
+        self.shared.sessions.forget();
+        let session = self.session.take();
+        if matches!(self.stage, Stage::Out) && self.is_known {
+            self.doomed = session.map(|session| (session.id, session.term.clone()));
         }
     }
 
@@ -237,7 +247,7 @@ impl Claim for LeaseClaim {
         if matches!(self.stage, Stage::Waiting) && !self.has_waited().await? {
             return Ok(None);
         }
-        self.leave_the_unanswered();
+        self.settle_or_leave().await;
         self.end_the_doomed("acquire").await?;
         let during = |error| fault::error("acquire", error);
         loop {
@@ -275,7 +285,7 @@ impl Claim for LeaseClaim {
 
     async fn renew(&mut self) -> Result<Renewal> {
         require_runtime("renew")?;
-        self.leave_the_unanswered();
+        self.settle_or_leave().await;
         let reason = self.why_lost();
         let reply = self.ask("renew", self.sql.renew()).await?;
         let renewal = if reply.affected(0) == 1 {
@@ -300,7 +310,7 @@ impl Claim for LeaseClaim {
                 self.give_up_waiting();
             }
         }
-        self.leave_the_unanswered();
+        self.settle_or_leave().await;
         self.end_the_doomed("release").await?;
         if self.is_known {
             let is_first = matches!(self.stage, Stage::Holding);

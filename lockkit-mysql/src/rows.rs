@@ -16,13 +16,10 @@ use crate::{
     control::{Killed, Term},
     fault::{self, code},
     require_runtime,
-    session::Session,
+    session::{REPLY_TAKES, Session},
     sql::{self, Sql},
     wire::column,
 };
-
-/// How long a rollback may take before its session is ended by force.
-const ROLLBACK_TAKES: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(crate) struct RowClaim {
@@ -92,14 +89,14 @@ impl RowClaim {
         }
     }
 
-    /// An attempt that was dropped had waited for an answer for as long as one may take: the connection may be dead, and
-    /// another is not. A wait is looked after in its own way, and a rollback too.
+    /// Where an attempt was dropped that had waited for an answer for too long, the connection may be dead, and another is
+    /// not. A wait is looked after in its own way, and a rollback too.
     fn leave_the_unanswered(&mut self) {
-        let is_running = self
+        let is_overdue = self
             .session
             .as_ref()
-            .is_some_and(|session| session.wire.is_running());
-        if is_running && !matches!(self.stage, Stage::Waiting | Stage::RollingBack { .. }) {
+            .is_some_and(|session| session.wire.is_running() && self.sent.elapsed() > REPLY_TAKES);
+        if is_overdue && !matches!(self.stage, Stage::Waiting | Stage::RollingBack { .. }) {
             self.end(false);
             // They may be as dead.
             self.shared.sessions.forget();
@@ -590,7 +587,7 @@ impl RowClaim {
             Stage::Out => return Ok(()),
             // What waits for a lock would wait on.
             Stage::Waiting if is_running => self.end(false),
-            Stage::RollingBack { held, since, .. } if is_running && since.elapsed() > ROLLBACK_TAKES => {
+            Stage::RollingBack { held, since, .. } if is_running && since.elapsed() > REPLY_TAKES => {
                 let held = *held;
                 self.end(held);
             }

@@ -25,6 +25,9 @@ use crate::{
 /// begin one takes longer than to lock. The server ends those that nobody uses for a ttl, or for a minute if they serve leases.
 const MOST_IDLE: usize = 64;
 
+/// How long a reply may take before its connection is taken for dead, and is left for another.
+pub(crate) const REPLY_TAKES: Duration = Duration::from_secs(1);
+
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) wire: Wire,

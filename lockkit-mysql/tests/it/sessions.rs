@@ -2,7 +2,10 @@
 
 use std::{pin::pin, time::Duration};
 
-use futures_util::future::{join, join_all};
+use futures_util::{
+    FutureExt,
+    future::{join, join_all},
+};
 use lockkit_core::{AcquireOptions, Error, LockClient, LockGuard, LossReason};
 use lockkit_mysql::Mode;
 use lockkit_testbed::{
@@ -24,6 +27,7 @@ for_each_flavour! {
     a_waiter_that_gives_up_is_not_queued_and_delays_nobody
     sessions_that_were_ended_meanwhile_are_replaced
     a_kept_session_is_used_again_and_for_any_lease
+    who_cancels_costs_no_connection
     clients_that_take_turns_by_leases_do_not_sleep_through_a_release
     a_waiter_that_gives_up_interrupts_nobody_else
     leases_share_what_connections_there_are
@@ -159,6 +163,31 @@ async fn sessions_that_were_ended_meanwhile_are_replaced(flavour: Flavour) {
             .await;
         }
     }
+}
+
+/// What a dropped future has left under way is waited for, and the session kept.
+async fn who_cancels_costs_no_connection(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    for mode in MODES {
+        let client = client(server.addr(), mode).await;
+        let lock = client.lock("a").unwrap();
+        cycle(&client, "a").await;
+        let before = connections(&mut admin).await;
+        for _ in 0..20 {
+            // Half-way, as a rule.
+            drop(lock.acquire().now_or_never());
+            cycle(&client, "a").await;
+        }
+        // The second may be in while the first is cleaned up after.
+        let more = connections(&mut admin).await - before;
+        assert!(more <= 2, "{mode:?}: {more} connections for 20 that cancelled");
+    }
+}
+
+async fn connections(admin: &mut Admin) -> u64 {
+    let rows = admin.run("SHOW GLOBAL STATUS LIKE 'Connections'").await;
+    rows[0][1].parse().expect("a number")
 }
 
 /// Whoever is woken when it does not sleep is left without the rest of its answer, until the server ends its session.
