@@ -219,11 +219,26 @@ fn times_and_rates_are_those_of_the_subject() {
     let ratio = slow.ratio(fast, Figure::P50).unwrap();
     assert!(ratio > 1.0, "{ratio} of 8 ms to 1 ms and a bit");
     let per_second = slow_rate.value(Figure::Rate).unwrap();
-    // Whoever is at it when it ends is none of them: four more would be too many.
     assert!(per_second <= 4.0 * 125.0, "{per_second} of 4 × 125 per second");
     assert!(slow_rate.ratio(fast_rate, Figure::Rate).unwrap() < 1.0);
     let even = slow_even.value(Figure::Fairness).unwrap();
     assert!(even > 0.9, "{even} of two that are served alike");
+}
+
+/// It is waited for, and would be another four beside the four that were in time.
+#[test]
+fn what_is_under_way_when_the_time_is_over_is_no_part_of_the_rate() {
+    let turns = Arc::default();
+    let mut slow = Known::named("slow", &turns);
+    slow.release = Duration::from_millis(50);
+    let effort = Effort {
+        stretch: Duration::from_millis(60),
+        ..BRIEF
+    };
+    let mut contestants = [Contestant::new("x", "slow", Role::Ours, slow)];
+    let rows = measure_with(&effort, &mut contestants, &[Scenario::OwnNames(4)]);
+    let per_second = rows[0].value(Figure::Rate).unwrap();
+    assert!(per_second <= 4.0 * 20.0, "{per_second} of 4 × 20 per second");
 }
 
 #[test]
