@@ -12,7 +12,7 @@ pub(super) const TICK: Duration = Duration::from_millis(100);
 /// A private ZooKeeper server on a port of its own, which it keeps over restarts. Its data stay on disk.
 ///
 /// Its tick is 100 ms, and it grants session timeouts from 200 ms to a minute. Its dropping ends it, and so does the end
-/// of the test process. Everything here blocks until it is done, and gives up on a server that does not answer for 5 s.
+/// of the test process. Everything here blocks until it is done, and gives up on a server that does not answer for 20 s.
 #[derive(Debug)]
 pub struct ZkServer {
     process: Process,

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 const CLOSE_SESSION: i32 = -11;
 
 /// The answer to a four-letter word, if it comes within `limit`.

@@ -4,6 +4,7 @@ use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
 
 use lockkit_core::{AcquireOptions, Lock};
 use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
+use tokio::time::timeout;
 use zookeeper_client::Client;
 
 use crate::server::{
@@ -76,12 +77,12 @@ async fn dropped_at_every_await_a_thousand_times() {
                 held.release().await.unwrap();
             };
             let limit = Duration::from_millis(20);
-            let bounded = tokio::time::timeout(limit, poll_at_most(polls, acquire));
+            let bounded = timeout(limit, poll_at_most(polls, acquire));
             let (done, ()) = tokio::join!(bounded, release);
             (done.ok().flatten(), None)
         } else {
             let limit = Duration::from_millis(5);
-            let bounded = tokio::time::timeout(limit, poll_at_most(polls, acquire));
+            let bounded = timeout(limit, poll_at_most(polls, acquire));
             (bounded.await.ok().flatten(), held)
         };
         match done {
@@ -133,8 +134,14 @@ async fn dropped_when_replies_are_lost_a_thousand_times() {
                 raw.sync("/").await.unwrap();
                 raw.check_stat(&dir(&name)).await.unwrap().unwrap().cversion > before
             };
+            // It is not even asked for if the reply that was lost is that to the clean-up after the round before, which
+            // it waits for.
+            let applied = timeout(
+                Duration::from_secs(1),
+                eventually("the server has made the node", applied),
+            );
             tokio::select! {
-                () = eventually("the server has made the node", applied) => made += 1,
+                in_time = applied => made += usize::from(in_time.is_ok()),
                 outcome = acquire.as_mut() => panic!("it is taken: {outcome:?}, {held:?}"),
             }
         }
@@ -146,7 +153,7 @@ async fn dropped_when_replies_are_lost_a_thousand_times() {
         })
         .await;
     }
-    assert!(made > 0);
+    assert!(made > rounds(1_000) / 2, "{made}");
     held.release().await.unwrap();
     let guard = soon("the lock is free", ours.acquire()).await.unwrap();
     guard.release().await.unwrap();
@@ -167,7 +174,7 @@ async fn a_cancelled_wait_for_a_permit_leaves_nothing() {
     let (a, b) = (theirs.acquire().await.unwrap(), theirs.acquire().await.unwrap());
     let queue = format!("/lockkit/%semaphores/{name}");
     for _ in 0..100 {
-        let waited = tokio::time::timeout(Duration::from_millis(4), ours.acquire()).await;
+        let waited = timeout(Duration::from_millis(4), ours.acquire()).await;
         assert!(waited.is_err(), "there are two permits");
     }
     let nodes = async || raw.list_children(&queue).await.unwrap().len();
@@ -199,7 +206,7 @@ async fn forgotten_at_every_await() {
         let mut acquire = Box::pin(ours.acquire());
         let polled = poll_at_most(polls, acquire.as_mut());
         // Once it waits, there is nothing to poll it for.
-        let polled = tokio::time::timeout(Duration::from_millis(100), polled).await;
+        let polled = timeout(Duration::from_millis(100), polled).await;
         assert!(polled.ok().flatten().is_none(), "it is taken");
         contend(&raw, &name, 2).await;
         held.release().await.unwrap();
@@ -207,7 +214,7 @@ async fn forgotten_at_every_await() {
             .await
             .unwrap();
         // It goes on as one who has just come.
-        let waited = tokio::time::timeout(Duration::from_millis(100), acquire.as_mut()).await;
+        let waited = timeout(Duration::from_millis(100), acquire.as_mut()).await;
         assert!(waited.is_err(), "it is taken");
         guard.release().await.unwrap();
         soon("it goes on", acquire)
