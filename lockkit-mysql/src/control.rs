@@ -7,7 +7,7 @@ use std::{
 
 use lockkit_core::{Error, Result};
 use sqlx::mysql::MySqlConnectOptions;
-use tokio::{sync::Mutex, time::Instant};
+use tokio::sync::Mutex;
 
 use crate::{
     NAME, fault,
@@ -37,7 +37,6 @@ struct Link {
     wire: Option<Wire>,
     term: Term,
     server: Option<Server>,
-    asked: Option<Instant>,
 }
 
 /// One life of the control connection. While it lasts, the server has not restarted, and an id of a session that was
@@ -142,8 +141,7 @@ impl Control {
 
 impl Link {
     fn is_hung(&self) -> bool {
-        let running = self.wire.as_ref().is_some_and(Wire::is_running);
-        running && self.asked.is_some_and(|asked| asked.elapsed() > HUNG)
+        self.wire.as_ref().is_some_and(|wire| wire.is_overdue(HUNG))
     }
 
     async fn open(&mut self, options: &Options, operation: &'static str) -> Result<(Term, Server)> {
@@ -181,9 +179,6 @@ impl Link {
         let Some(wire) = &mut self.wire else {
             return Err(sqlx::Error::WorkerCrashed);
         };
-        // What a future that was dropped has left under way.
-        wire.settle().await;
-        self.asked = Some(Instant::now());
         let answer = wire.ask(sql).await;
         if wire.is_closed() {
             self.wire = None;

@@ -13,7 +13,7 @@ use lockkit_core::{
     spi::{Claim, ClaimRequest, Grant, Lease, Renewal},
 };
 use sha2::{Digest, Sha256};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout};
 
 use crate::{
     NAME, Shared,
@@ -51,8 +51,6 @@ pub(crate) struct LeaseClaim {
     stage: Stage,
     /// Before the latest request was sent that may have taken or renewed the lock, and was answered.
     sent: Instant,
-    /// Before the latest request was sent.
-    asked: Instant,
     /// Whether the server may have something of this owner's.
     is_known: bool,
     /// Whether the session may have the turnstile.
@@ -86,7 +84,6 @@ impl LeaseClaim {
             session: None,
             stage: Stage::Out,
             sent: Instant::now(),
-            asked: Instant::now(),
             is_known: false,
             has_queued: false,
             doomed: None,
@@ -107,7 +104,6 @@ impl LeaseClaim {
                 }
             };
             let sent = Instant::now();
-            self.asked = sent;
             match session.wire.ask(request.clone()).await {
                 Ok(reply) => {
                     self.sent = sent;
@@ -138,11 +134,7 @@ impl LeaseClaim {
     /// another. What comes late is harmless, but for an attempt, which is to be ended.
     async fn settle_or_leave(&mut self) {
         let Some(session) = &mut self.session else { return };
-        if !session.wire.is_running()
-            || timeout_at(self.asked + REPLY_TAKES, session.wire.settle())
-                .await
-                .is_ok()
-        {
+        if session.wire.settle_within(REPLY_TAKES).await {
             return;
         }
         // They may be as dead.

@@ -34,8 +34,6 @@ pub(crate) struct RowClaim {
     sent: Instant,
     /// Whether the hold is shown to those who look.
     is_shown: bool,
-    /// Whether an attempt was begun that has not come to its end.
-    is_under_way: bool,
     /// Rung when connections break.
     alarm: watch::Receiver<u64>,
 }
@@ -60,7 +58,7 @@ enum Stage {
     /// It has the row, and these tokens.
     Holding { first: u64, last: u64 },
     /// It is being rolled back.
-    RollingBack { held: bool, since: Instant },
+    RollingBack { held: bool },
     /// It is to be ended by force.
     Ending { id: u64, term: Term, held: bool },
 }
@@ -85,18 +83,17 @@ impl RowClaim {
             stage: Stage::Out,
             sent: Instant::now(),
             is_shown: false,
-            is_under_way: false,
         }
     }
 
-    /// Where an attempt was dropped that had waited for an answer for too long, the connection may be dead, and another is
-    /// not. A wait is looked after in its own way, and a rollback too.
-    fn leave_the_unanswered(&mut self) {
-        let is_overdue = self
-            .session
-            .as_ref()
-            .is_some_and(|session| session.wire.is_running() && self.sent.elapsed() > REPLY_TAKES);
-        if is_overdue && !matches!(self.stage, Stage::Waiting | Stage::RollingBack { .. }) {
+    /// Waits for what a dropped attempt has left under way. If that takes too long, the connection may be dead, and is left
+    /// for another. A wait is looked after in its own way, and a rollback too.
+    async fn settle_or_leave(&mut self) {
+        if matches!(self.stage, Stage::Waiting | Stage::RollingBack { .. }) {
+            return;
+        }
+        let Some(session) = &mut self.session else { return };
+        if !session.wire.settle_within(REPLY_TAKES).await {
             self.end(false);
             // They may be as dead.
             self.shared.sessions.forget();
@@ -579,23 +576,23 @@ impl RowClaim {
 
     /// Leaves nothing of the claim at the server.
     async fn withdraw(&mut self) -> Result<()> {
-        let is_running = self
-            .session
-            .as_ref()
-            .is_some_and(|session| session.wire.is_running());
-        match &self.stage {
-            Stage::Out => return Ok(()),
-            // What waits for a lock would wait on.
-            Stage::Waiting if is_running => self.end(false),
-            Stage::RollingBack { held, since, .. } if is_running && since.elapsed() > REPLY_TAKES => {
-                let held = *held;
-                self.end(held);
+        let held = matches!(
+            self.stage,
+            Stage::Holding { .. } | Stage::RollingBack { held: true }
+        );
+        match (&self.stage, &mut self.session) {
+            (Stage::Ending { .. }, _) => {}
+            (Stage::Out, _) | (_, None) => {
+                self.stage = Stage::Out;
+                return Ok(());
             }
-            Stage::RollingBack { .. } | Stage::Ending { .. } => {}
-            stage => {
-                let held = matches!(stage, Stage::Holding { .. });
-                let since = Instant::now();
-                if let Some(session) = &mut self.session {
+            // What waits for a lock would wait on.
+            (Stage::Waiting, Some(session)) if session.wire.is_running() => self.end(false),
+            (stage, Some(session)) => {
+                if !session.wire.settle_within(REPLY_TAKES).await {
+                    // The connection may be dead. The transaction ends with the session, over another.
+                    self.end(held);
+                } else if !matches!(stage, Stage::RollingBack { .. }) {
                     // The transaction may have ended, and the session not.
                     let request = if held && self.is_shown {
                         sql::LET_GO
@@ -603,12 +600,12 @@ impl RowClaim {
                         "ROLLBACK"
                     };
                     session.wire.send(request.to_owned()).await;
+                    self.stage = Stage::RollingBack { held };
                 }
-                self.stage = Stage::RollingBack { held, since };
             }
         }
         let mut was_gone = false;
-        if let Stage::RollingBack { held, .. } = self.stage {
+        if let Stage::RollingBack { held } = self.stage {
             let Some(session) = &mut self.session else {
                 self.stage = Stage::Out;
                 return Ok(());
@@ -649,19 +646,14 @@ impl Claim for RowClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
         require_runtime("acquire")?;
         self.alarm.mark_unchanged();
-        if std::mem::replace(&mut self.is_under_way, true) {
-            self.leave_the_unanswered();
-        }
-        let granted = loop {
-            match self.step(patience).await {
-                Ok(Step::Again) => {}
-                Ok(Step::Taken) => break Ok(None),
-                Ok(Step::Granted) => break Ok(self.grant()),
-                Err(error) => break Err(error),
+        self.settle_or_leave().await;
+        loop {
+            match self.step(patience).await? {
+                Step::Again => {}
+                Step::Taken => return Ok(None),
+                Step::Granted => return Ok(self.grant()),
             }
-        };
-        self.is_under_way = false;
-        granted
+        }
     }
 
     async fn renew(&mut self) -> Result<Renewal> {

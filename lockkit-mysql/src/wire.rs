@@ -4,13 +4,14 @@
 //! half-read can never be used again. So the reply in progress belongs to the connection, and waiting for it may stop
 //! at any await and go on later.
 
-use std::{fmt, future::Future, pin::Pin, task::Poll};
+use std::{fmt, future::Future, pin::Pin, task::Poll, time::Duration};
 
 use futures_util::TryStreamExt;
 use sqlx::{
     AssertSqlSafe, ConnectOptions, Connection, Decode, Either, Execute, Executor, MySql, Row,
     mysql::{MySqlConnectOptions, MySqlConnection, MySqlRow},
 };
+use tokio::time::{Instant, timeout_at};
 
 use crate::fault;
 
@@ -20,7 +21,7 @@ pub(crate) struct Wire(State);
 
 enum State {
     Idle(MySqlConnection),
-    Running(Running),
+    Running(Running, Instant),
     Answered(MySqlConnection, sqlx::Result<Reply>),
     Closed,
 }
@@ -46,7 +47,12 @@ impl Wire {
 
     /// Whether the reply to what was sent has not been waited for to its end.
     pub(crate) fn is_running(&self) -> bool {
-        matches!(self.0, State::Running(_))
+        matches!(self.0, State::Running(..))
+    }
+
+    /// Whether an answer has been owed for longer than `limit`.
+    pub(crate) fn is_overdue(&self, limit: Duration) -> bool {
+        matches!(self.0, State::Running(_, since) if since.elapsed() > limit)
     }
 
     /// Sends `sql`, one or more statements in one request, as soon as it is waited for. Whatever was answered before
@@ -68,14 +74,22 @@ impl Wire {
             State::Answered(connection, answer) if goes_on(&answer) => connection,
             _ => return,
         };
-        self.0 = State::Running(Box::pin(exchange(connection, query)));
+        self.0 = State::Running(Box::pin(exchange(connection, query)), Instant::now());
     }
 
     /// Waits for the answer and leaves it here.
     pub(crate) async fn settle(&mut self) {
-        if let State::Running(running) = &mut self.0 {
+        if let State::Running(running, _) = &mut self.0 {
             let (connection, answer) = running.await;
             self.0 = State::Answered(connection, answer);
+        }
+    }
+
+    /// The same until `limit` after it was sent. `false` if it is still owed then.
+    pub(crate) async fn settle_within(&mut self, limit: Duration) -> bool {
+        match self.0 {
+            State::Running(_, since) => timeout_at(since + limit, self.settle()).await.is_ok(),
+            _ => true,
         }
     }
 
@@ -150,7 +164,7 @@ impl fmt::Debug for Wire {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match &self.0 {
             State::Idle(_) => "Wire(idle)",
-            State::Running(_) => "Wire(running)",
+            State::Running(..) => "Wire(running)",
             State::Answered(..) => "Wire(answered)",
             State::Closed => "Wire(closed)",
         })

@@ -30,6 +30,7 @@ for_each_flavour! {
     replies_that_are_lost
     nobody_waits_for_a_dead_connection_to_acquire
     a_lease_does_not_wait_for_a_dead_connection
+    a_try_that_is_not_answered_is_withdrawn_over_another_connection
     a_release_whose_reply_is_lost_is_no_loss
     a_release_that_is_asked_again_wakes_the_next_in_line
     connections_that_are_reset_again_and_again
@@ -403,6 +404,29 @@ async fn a_lease_does_not_wait_for_a_dead_connection(flavour: Flavour) {
     guard.release().await.unwrap();
 }
 
+/// The server has locked the row for it, and would keep it so for the ttl.
+async fn a_try_that_is_not_answered_is_withdrawn_over_another_connection(flavour: Flavour) {
+    let (proxy, unlucky) = behind_a_proxy(shared(flavour), Mode::ForUpdate).await;
+    let name = name("unanswered");
+    let options = AcquireOptions::new()
+        .ttl(Duration::from_mins(1))
+        .op_timeout(Duration::from_millis(100));
+    let lock = unlucky.lock(&name).unwrap().with_options(options);
+    // From the second on, the server has the statement prepared.
+    for _ in 0..3 {
+        lock.acquire().await.unwrap().release().await.unwrap();
+    }
+    let observer = client(shared(flavour).addr(), Mode::ForUpdate).await;
+    let theirs = observer.lock(&name).unwrap();
+    proxy.set(lockkit_testbed::Mode::DropReplies);
+    assert!(lock.try_acquire().await.unwrap_err().is_transient());
+    assert!(theirs.try_acquire().await.unwrap().is_none(), "it was locked");
+    let guard = timeout(Duration::from_secs(20), theirs.acquire())
+        .await
+        .expect("long before the ttl is over");
+    guard.unwrap().release().await.unwrap();
+}
+
 /// It is made again, and finds that there is nothing left to do.
 async fn a_release_whose_reply_is_lost_is_no_loss(flavour: Flavour) {
     let (proxy, unlucky) = behind_a_proxy(shared(flavour), Mode::Lease).await;
@@ -568,13 +592,20 @@ async fn tokens_go_back_with_a_deleted_counter_and_the_clock(flavour: Flavour) {
     let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
     let mut admin = Admin::of(&server).await;
     let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
-    let before = lock.acquire().await.unwrap().token();
+    // From the server, and not handed on from a release that is under way.
+    let draw = async || {
+        let guard = lock.acquire().await.unwrap();
+        let token = guard.token();
+        guard.release().await.unwrap();
+        token
+    };
+    let before = draw().await;
     admin.run("DELETE FROM lockkit_fence").await;
-    let after = lock.acquire().await.unwrap().token();
+    let after = draw().await;
     assert!(after > before, "a new counter begins at the clock");
     clock.back(HOUR).unwrap();
     admin.run("DELETE FROM lockkit_fence").await;
-    assert!(lock.acquire().await.unwrap().token() < after);
+    assert!(draw().await < after);
 }
 
 /// As after a fail-over to a replica that had not heard of the lock, or to one at all: row locks are not replicated.
