@@ -471,6 +471,30 @@ fn sentinels_replace_a_master_on_request() {
     assert_eq!(group.master().unwrap().addr(), second.addr());
 }
 
+#[test]
+fn a_fail_over_that_was_given_up_is_asked_for_again() {
+    if no_redis() {
+        return;
+    }
+    let group = RedisSentinels::start().unwrap();
+    let [_, second] = group.servers();
+    let asked = || {
+        let ask = ["SENTINEL", "MASTER", RedisSentinels::MASTER_NAME];
+        let master = group.sentinels()[0].cli(&ask);
+        master.is_ok_and(|master| master.contains("failover_in_progress"))
+    };
+    thread::scope(|scope| {
+        let failing_over = scope.spawn(|| group.fail_over());
+        until("it is asked", asked);
+        // It cannot be promoted in time.
+        second.pause().unwrap();
+        until("it is given up", || !asked());
+        second.resume().unwrap();
+        failing_over.join().unwrap().unwrap();
+    });
+    assert_eq!(group.master().unwrap().addr(), second.addr());
+}
+
 /// As on a shared machine that is not given its processors for a while.
 #[test]
 fn sentinels_are_soon_back_when_the_machine_stood_still() {
