@@ -1,6 +1,6 @@
 use std::{
     collections::{HashMap, VecDeque},
-    io,
+    io, mem,
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
@@ -96,11 +96,17 @@ impl Proxy {
     /// # Errors
     /// If there is no free port, or the system refuses a thread.
     pub fn start(upstream: SocketAddr) -> io::Result<Self> {
+        Self::start_and_edit(upstream, |_| {})
+    }
+
+    /// As [`start`](Self::start), and has `edit` change the first piece that a client sends on a connection.
+    pub(crate) fn start_and_edit(upstream: SocketAddr, edit: fn(&mut Vec<u8>)) -> io::Result<Self> {
         let port = Arc::new(Port::reserve()?);
         let shared = Arc::new(Shared {
             mode: watch::Sender::new(Mode::Pass),
             upstream: Mutex::new(upstream),
             counts: Mutex::default(),
+            edit,
         });
         let (orders, incoming) = mpsc::unbounded_channel();
         let mut control = Control {
@@ -205,6 +211,7 @@ struct Shared {
     mode: watch::Sender<Mode>,
     upstream: Mutex<SocketAddr>,
     counts: Mutex<Counts>,
+    edit: fn(&mut Vec<u8>),
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -440,6 +447,8 @@ struct Flow<'a> {
     buffer: Box<[u8]>,
     held: VecDeque<Arrival>,
     held_bytes: usize,
+    /// Nothing has arrived yet.
+    at_start: bool,
     /// `from` will send no more.
     at_end: bool,
 }
@@ -476,6 +485,7 @@ impl<'a> Flow<'a> {
             buffer: vec![0; CHUNK].into(),
             held: VecDeque::new(),
             held_bytes: 0,
+            at_start: true,
             at_end: false,
         }
     }
@@ -513,7 +523,13 @@ impl<'a> Flow<'a> {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(_) => What::Failure,
             Ok(0) => What::End,
-            Ok(length) => What::Bytes(self.buffer[..length].to_vec(), 0),
+            Ok(length) => {
+                let mut bytes = self.buffer[..length].to_vec();
+                if mem::take(&mut self.at_start) && self.way == Way::Request {
+                    (self.shared.edit)(&mut bytes);
+                }
+                What::Bytes(bytes, 0)
+            }
         };
         match &what {
             What::Bytes(bytes, _) => self.held_bytes += bytes.len(),

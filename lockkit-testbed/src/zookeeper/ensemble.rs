@@ -1,4 +1,5 @@
 use std::{
+    collections::BTreeMap,
     io,
     net::SocketAddr,
     thread,
@@ -13,14 +14,36 @@ const SIZE: usize = 3;
 
 /// Three servers that replicate to each other. Members are known by their index.
 ///
-/// A follower reaches its leader through a [`Proxy`] of its own, so that any of them can be cut off from any other.
-/// Elections have ports of their own, which are never cut.
+/// Each reaches each other one through a link of its own, so that any of them can be cut off from the others.
 #[derive(Debug)]
 pub struct ZkEnsemble {
     members: Vec<ZkServer>,
-    /// What a member reaches another one through: by member, then by the other.
-    links: Vec<Vec<Proxy>>,
+    /// By who connects and to whom.
+    links: BTreeMap<(usize, usize), Link>,
     _ports: Vec<[Port; 2]>,
+}
+
+/// What one member reaches another one through, which is cut as a whole: a leader that is cut off from its followers but
+/// not from their elections can win those, and it does so time and again if it has the highest number.
+#[derive(Debug)]
+struct Link {
+    /// If the other one leads.
+    quorum: Proxy,
+    /// To agree on who does.
+    election: Proxy,
+}
+
+impl Link {
+    fn to([quorum, election]: &[Port; 2]) -> io::Result<Self> {
+        Ok(Self {
+            quorum: Proxy::start(quorum.addr())?,
+            election: Proxy::start_and_edit(election.addr(), without_address)?,
+        })
+    }
+
+    fn proxies(&self) -> [&Proxy; 2] {
+        [&self.quorum, &self.election]
+    }
 }
 
 impl ZkEnsemble {
@@ -32,30 +55,26 @@ impl ZkEnsemble {
         let ports = (0..SIZE)
             .map(|_| Ok([Port::reserve()?, Port::reserve()?]))
             .collect::<io::Result<Vec<_>>>()?;
-        let links = (0..SIZE)
-            .map(|_| {
-                ports
-                    .iter()
-                    .map(|[quorum, _]| Proxy::start(quorum.addr()))
-                    .collect()
-            })
-            .collect::<io::Result<Vec<Vec<_>>>>()?;
+        let mut links = BTreeMap::new();
+        for member in 0..SIZE {
+            for other in (0..SIZE).filter(|other| *other != member) {
+                links.insert((member, other), Link::to(&ports[other])?);
+            }
+        }
         let mut members = Vec::new();
-        for (member, links) in links.iter().enumerate() {
+        for member in 0..SIZE {
             let mut builder = ZkServer::builder()
                 // A follower that comes before its leader listens is not refused by the proxy, but thrown out, and does not
                 // try again; the leader waits for so many ticks before both vote anew.
                 .directive("initLimit=15")
                 .directive("syncLimit=20")
                 .directive("standaloneEnabled=false");
-            for (other, [quorum, election]) in ports.iter().enumerate() {
-                let quorum = if other == member {
-                    quorum.number()
-                } else {
-                    links[other].addr().port()
+            for (other, own) in ports.iter().enumerate() {
+                let [quorum, election] = match links.get(&(member, other)) {
+                    Some(link) => link.proxies().map(|proxy| proxy.addr().port()),
+                    None => [own[0].number(), own[1].number()],
                 };
-                let line = format!("server.{}=127.0.0.1:{quorum}:{}", other + 1, election.number());
-                builder = builder.directive(line);
+                builder = builder.directive(format!("server.{}=127.0.0.1:{quorum}:{election}", other + 1));
             }
             members.push(member_of(builder, member)?);
         }
@@ -123,18 +142,17 @@ impl ZkEnsemble {
         }
     }
 
+    /// How often others have set out to follow this member so far, since they believed that it was elected.
+    pub fn followed(&self, member: usize) -> u64 {
+        let links = self.links.iter().filter(|((_, to), _)| *to == member);
+        links.map(|(_, link)| link.quorum.counts().connections).sum()
+    }
+
     /// Cuts a member off from all others, leader or follower, without a word to either side. It still serves its
     /// clients, for as long as it believes in its leader or its followers.
     pub fn cut(&self, member: usize) {
-        self.switch(member, Mode::Blackhole);
-    }
-
-    /// Undoes [`cut`](Self::cut).
-    pub fn heal(&self, member: usize) {
-        self.switch(member, Mode::Pass);
-        // What was held back would be delivered to those who have given up long ago.
         for link in self.links_of(member) {
-            link.reset();
+            link.set(Mode::Blackhole);
         }
     }
 
@@ -143,10 +161,11 @@ impl ZkEnsemble {
     /// # Errors
     /// If that takes more than a minute.
     pub fn mend(&self) -> io::Result<()> {
-        for member in 0..SIZE {
-            if self.links_of(member).any(|link| link.mode() != Mode::Pass) {
-                self.heal(member);
-            }
+        let links = self.links.values().flat_map(Link::proxies);
+        for link in links.filter(|link| link.mode() != Mode::Pass) {
+            // What was held back would be delivered to those who have given up long ago.
+            link.reset();
+            link.set(Mode::Pass);
         }
         for member in &self.members {
             member.wait_ready()?;
@@ -154,17 +173,27 @@ impl ZkEnsemble {
         Ok(())
     }
 
-    fn switch(&self, member: usize, mode: Mode) {
-        for link in self.links_of(member) {
-            link.set(mode);
-        }
-    }
-
     fn links_of(&self, member: usize) -> impl Iterator<Item = &Proxy> {
-        let out = self.links[member].iter();
-        let into = self.links.iter().map(move |links| &links[member]);
-        out.chain(into)
+        self.links
+            .iter()
+            .filter(move |((from, to), _)| [from, to].contains(&&member))
+            .flat_map(|(_, link)| link.proxies())
     }
+}
+
+/// Takes out of what a member says first on a connection for elections where it can be reached itself. Of two members the
+/// one with the higher number connects: called by the other, it hangs up and calls back, there if it was told, else where
+/// its configuration says, which is the link.
+fn without_address(greeting: &mut Vec<u8>) {
+    // The version of the protocol and the number of the member; then the length of an address, and the address.
+    const START: usize = 16;
+    // Where a member with this one is to be found is not said.
+    const NOWHERE: &[u8] = b"\0\0\0\x090.0.0.0:0";
+    let length = greeting[START..]
+        .first_chunk()
+        .expect("a greeting of ZooKeeper 3.5 or later");
+    let end = START + size_of_val(length) + u32::from_be_bytes(*length) as usize;
+    greeting.splice(START..end, NOWHERE.iter().copied());
 }
 
 fn member_of(builder: ZkBuilder, index: usize) -> io::Result<ZkServer> {

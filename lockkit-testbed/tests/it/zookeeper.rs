@@ -77,3 +77,33 @@ fn members_are_cut_off_and_a_new_leader_is_elected() {
     assert_ne!(third, new);
     ensemble.member(new).start().unwrap();
 }
+
+#[test]
+fn a_leader_that_is_cut_off_is_not_elected_again() {
+    if no_zookeeper() {
+        return;
+    }
+    let ensemble = ZkEnsemble::start().unwrap();
+    // With the highest number it wins every election that it takes part in.
+    let last = ensemble.members().len() - 1;
+    let leader = ensemble.leader().unwrap();
+    if leader != last {
+        ensemble.member(leader).kill().unwrap();
+        assert_eq!(ensemble.new_leader(leader).unwrap(), last);
+        ensemble.member(leader).start().unwrap();
+    }
+    let others = || ensemble.members()[..last].iter();
+
+    ensemble.cut(last);
+    others().for_each(|member| member.pause().unwrap());
+    until("the leader gives up before its followers do", || {
+        !ensemble.member(last).word("srvr").unwrap().contains("Mode:")
+    });
+    let followed = ensemble.followed(last);
+    others().for_each(|member| member.resume().unwrap());
+    let new = ensemble.new_leader(last).unwrap();
+    assert_ne!(new, last);
+    assert_eq!(ensemble.followed(last), followed, "it was elected meanwhile");
+    ensemble.mend().unwrap();
+    assert_eq!(ensemble.leader().unwrap(), new);
+}
