@@ -31,6 +31,7 @@ mod cases;
 mod harness;
 pub mod helper;
 pub mod history;
+pub mod machine;
 pub mod measure;
 pub mod process;
 mod suite;

@@ -18,8 +18,12 @@ use crate::{
     Harness,
     cases::{basic, contention, loss, names, permits, processes, shared, waiting},
     helper::Launch,
+    machine::Stopwatch,
     trial::{LIMIT, Outcome, Stop, Trial},
 };
+
+/// How often a case runs at most.
+const ATTEMPTS: usize = 3;
 
 /// One requirement on a backend.
 #[derive(Clone, Copy)]
@@ -213,6 +217,10 @@ impl Suite {
     }
 
     /// Runs one case on a runtime of its own, blocking the caller's thread.
+    ///
+    /// A case that fails says little if the [machine](crate::machine) stood still meanwhile, for then leases lapse and
+    /// bounds are missed. It runs again, three times in all at most, and stderr has why. A history in which conflicting
+    /// holds overlap or tokens go back is no such case: it knows which leases had lapsed.
     pub fn run_case(&self, case: &Case) -> Verdict {
         if let Some(missing) = self.harness.missing() {
             let why = format!("no server for {}: {}", missing.backend, missing.reason);
@@ -222,9 +230,28 @@ impl Suite {
                 Verdict::Gated(why)
             };
         }
-        // A thread of its own, so that this may be called from within a runtime.
-        let verdict = std::thread::scope(|scope| scope.spawn(|| self.on_a_runtime(case)).join());
-        verdict.unwrap_or_else(|panic| Verdict::Failed(format!("panicked: {}", panic_text(&*panic))))
+        let mut attempts = 1;
+        loop {
+            let watch = Stopwatch::start();
+            match self.attempt(case) {
+                Ok(()) => return Verdict::Passed,
+                Err(Stop::Gated(why)) => return Verdict::Gated(why),
+                Err(Stop::Failed(why)) if attempts < ATTEMPTS && !watch.stood_still().is_zero() => {
+                    attempts += 1;
+                    let paused = watch.stood_still();
+                    say(&format!(
+                        "once more, since the machine stood still for {paused:?}: {why}"
+                    ));
+                }
+                Err(Stop::Failed(why) | Stop::Broken(why)) => return Verdict::Failed(why),
+            }
+        }
+    }
+
+    /// On a thread of its own, so that this may be called from within a runtime.
+    fn attempt(&self, case: &Case) -> Outcome {
+        let outcome = std::thread::scope(|scope| scope.spawn(|| self.on_a_runtime(case)).join());
+        outcome.unwrap_or_else(|panic| Err(Stop::Failed(format!("panicked: {}", panic_text(&*panic)))))
     }
 
     /// Runs every case that `wanted` picks, `jobs` at a time, blocking the caller's thread, and calls `each` as they
@@ -266,14 +293,14 @@ impl Suite {
         }
     }
 
-    fn on_a_runtime(&self, case: &Case) -> Verdict {
+    fn on_a_runtime(&self, case: &Case) -> Outcome {
         let built = runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .enable_all()
             .build();
         let runtime = match built {
             Ok(runtime) => runtime,
-            Err(error) => return Verdict::Failed(format!("no runtime: {error}")),
+            Err(error) => return Err(Stop::Failed(format!("no runtime: {error}"))),
         };
         let seed = self
             .seed
@@ -285,21 +312,22 @@ impl Suite {
             tokio::time::timeout(LIMIT, task).await
         });
         runtime.shutdown_timeout(Duration::from_secs(1));
-        let (backend, name) = (self.harness.as_ref(), case.name);
-        let failure = match outcome {
-            Ok(Ok(Ok(()))) => return Verdict::Passed,
-            Ok(Ok(Err(Stop::Gated(why)))) => return Verdict::Gated(why),
-            Ok(Ok(Err(Stop::Failed(why)))) => why,
-            Ok(Err(join)) => match join.try_into_panic() {
+        let outcome = match outcome {
+            Ok(Ok(outcome)) => outcome,
+            Ok(Err(join)) => Err(Stop::Failed(match join.try_into_panic() {
                 Ok(panic) => format!("panicked: {}", panic_text(&*panic)),
                 Err(join) => join.to_string(),
-            },
-            Err(_) => format!("did not end within {LIMIT:?}"),
+            })),
+            Err(_) => Err(Stop::Failed(format!("did not end within {LIMIT:?}"))),
         };
-        Verdict::Failed(format!(
-            "{name}: {failure}\n  required: {}\n  harness: {backend:?}\n  replay with LOCKKIT_SEED={seed}",
-            case.doc
-        ))
+        let (backend, name) = (self.harness.as_ref(), case.name);
+        let whole = |failure| {
+            format!(
+                "{name}: {failure}\n  required: {}\n  harness: {backend:?}\n  replay with LOCKKIT_SEED={seed}",
+                case.doc
+            )
+        };
+        outcome.map_err(|stop| stop.map_failure(whole))
     }
 
     async fn case(&self, case: &Case, seed: u64) -> Outcome {
@@ -365,11 +393,13 @@ pub fn run_test(harness: impl Harness, module: &str, name: &str) {
     match suite.run_case(case) {
         Verdict::Passed => {}
         Verdict::Failed(why) => panic!("{why}"),
-        Verdict::Gated(why) => {
-            // Past libtest's capture, which hides what a test that passes prints.
-            let _ = writeln!(std::io::stderr(), "gated: {module}::{name}: {why}");
-        }
+        Verdict::Gated(why) => say(&format!("gated: {module}::{name}: {why}")),
     }
+}
+
+/// Past libtest's capture, which hides what a test that passes prints.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 fn required(backend: &str) -> bool {

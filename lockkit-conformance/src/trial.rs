@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::{
     Harness,
     helper::{Helper, Launch},
-    history::Limits,
+    history::{Limits, Property, Violation},
 };
 
 /// What is "at once" on a busy machine, for things that ought to take microseconds or one round trip.
@@ -35,6 +35,31 @@ pub(crate) enum Stop {
     Gated(String),
     /// What was expected, and what happened.
     Failed(String),
+    /// The same, where no pause of the machine is an excuse.
+    Broken(String),
+}
+
+impl Stop {
+    pub(crate) fn map_failure(self, text: impl FnOnce(String) -> String) -> Self {
+        match self {
+            Self::Gated(why) => Self::Gated(why),
+            Self::Failed(why) => Self::Failed(text(why)),
+            Self::Broken(why) => Self::Broken(text(why)),
+        }
+    }
+}
+
+/// Histories know which holds were over, and when.
+impl From<Violation> for Stop {
+    #[track_caller]
+    fn from(violation: Violation) -> Self {
+        match (violation.property, failed(&violation)) {
+            (Property::Exclusion | Property::Tokens | Property::Fencing, Self::Failed(why)) => {
+                Self::Broken(why)
+            }
+            (_, failure) => failure,
+        }
+    }
 }
 
 impl From<Error> for Stop {

@@ -187,7 +187,7 @@ pub(crate) async fn checked(
         waiters: state.waiters,
     });
     limits.linger = Duration::ZERO;
-    let summary = history.check(&limits).map_err(failed)?;
+    let summary = history.check(&limits)?;
     ensure!(
         summary.quiet_sights == 1,
         "the look at the quiet server did not count: {summary:?}"

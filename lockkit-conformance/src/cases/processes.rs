@@ -173,7 +173,7 @@ pub(crate) async fn tokens_survive_crashes(trial: &Trial) -> Outcome {
     history.acquisitions.push(record);
     let mut limits = trial.limits(&client);
     limits.idle = bound + PROMPT;
-    let summary = history.check(&limits).map_err(failed)?;
+    let summary = history.check(&limits)?;
     ensure!(summary.granted == 4, "expected 4 grants, got {summary:?}");
     Ok(())
 }

@@ -320,7 +320,7 @@ pub(crate) async fn grants_follow_the_queue(trial: &Trial) -> Outcome {
     }
     let mut limits = trial.limits(&observer);
     limits.fifo = true;
-    let summary = history.check(&limits).map_err(failed)?;
+    let summary = history.check(&limits)?;
     ensure!(summary.granted == 9, "expected 9 grants, got {summary:?}");
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! The suite tested: it passes a good backend, and names what is wrong with a bad one.
 
 mod history;
+mod machine;
 mod measure;
 mod modes;
 mod mutants;
