@@ -63,12 +63,12 @@ fn a_renewed_lease_does_not_end_the_command() {
         "--url",
         "memory:",
         "--ttl",
-        "1s",
+        "2s",
         "job",
         "--",
         "sh",
         "-c",
-        "sleep 3; echo done",
+        "sleep 5; echo done",
     ];
     let (status, output, complaint) = outcome(&mut lockkit(run));
     assert_eq!((status, output.as_str(), complaint.as_str()), (0, "done\n", ""));

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit_conformance::process::Process;
+use lockkit_conformance::{machine, process::Process};
 use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LockGuard, Result, spi::chain};
 use lockkit_redis::{RedisBackend, RedisConfig};
 use lockkit_testbed::{
@@ -52,8 +52,17 @@ pub(crate) async fn connect(config: RedisConfig) -> Result<LockClient> {
     Ok(LockClient::new(RedisBackend::connect(config).await?))
 }
 
+/// A client of a server that answers, at once or when the machine lets it.
 pub(crate) async fn client(url: &str) -> LockClient {
-    connect(RedisConfig::new(url)).await.unwrap()
+    within(LONG, "connected", async {
+        loop {
+            match connect(RedisConfig::new(url)).await {
+                Err(error) if error.is_transient() => {}
+                outcome => return outcome.unwrap(),
+            }
+        }
+    })
+    .await
 }
 
 /// A client whose connections go through a proxy of its own.
@@ -80,10 +89,8 @@ pub(crate) fn waiter(lock: &Lock) -> JoinHandle<Result<LockGuard>> {
 
 /// What a task comes to, which it does within `limit`.
 pub(crate) async fn within<T>(limit: Duration, what: &str, future: impl Future<Output = T>) -> T {
-    tokio::select! {
-        output = future => output,
-        () = tokio::time::sleep(limit) => panic!("not within {limit:?}: {what}"),
-    }
+    let outcome = machine::timeout(limit, future).await;
+    outcome.unwrap_or_else(|_| panic!("not within {limit:?}: {what}"))
 }
 
 /// Waits until `condition` holds, which it does within `limit`.

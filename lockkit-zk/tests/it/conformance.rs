@@ -27,16 +27,16 @@ const PASSWORD: &str = "correct-horse-battery";
 impl Zk {
     fn config(&self, addr: &str) -> ZkConfig {
         match self.0 {
-            Variant::Mutex => server::config(addr),
+            Variant::Mutex => server::brief(addr),
             Variant::ReadWrite => {
-                let mut config = server::config(format!("{addr}/conformance/rw"));
+                let mut config = server::brief(format!("{addr}/conformance/rw"));
                 config.nodes = Nodes::ReadWrite;
                 config.parents = Parents::Persistent;
                 config.auth = Some(Digest::new("tester", PASSWORD));
                 config
             }
             Variant::Simple => {
-                let mut config = server::config(addr);
+                let mut config = server::brief(addr);
                 config.namespace = "simple".into();
                 config.nodes = Nodes::Simple;
                 config

@@ -19,7 +19,7 @@ static ENSEMBLE: LazyLock<Mutex<ZkEnsemble>> =
 /// How long before the next grant each holder was told.
 async fn cut(ensemble: &ZkEnsemble, cut: usize, safe: usize) -> Duration {
     let name = unique("cut");
-    let ours = connect(ensemble.member(cut).addr()).await;
+    let ours = server::brief_client(ensemble.member(cut).addr()).await;
     let theirs = connect(ensemble.member(safe).addr()).await;
     let raw = raw(ensemble.member(safe).addr()).await;
     // Whoever trusts the state of its connection is fooled for a while.

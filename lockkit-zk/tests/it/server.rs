@@ -15,8 +15,11 @@ use lockkit_zk::{ZkBackend, ZkConfig};
 use tokio::task::JoinHandle;
 use zookeeper_client::{Acls, Client, CreateMode, Error as ZkError};
 
-/// The session timeout of most tests: long enough not to lapse by itself on a busy machine.
+/// The session timeout where a session lapses, or could.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(2);
+
+/// That of the other tests: long enough not to lapse by itself on a machine that stands still now and then.
+const LASTING: Duration = Duration::from_secs(10);
 
 static SERVER: LazyLock<ZkServer> = LazyLock::new(|| ZkServer::plain().expect("a ZooKeeper server"));
 
@@ -33,8 +36,15 @@ pub(crate) fn no_zookeeper() -> bool {
 /// A client's configuration for the servers at `addrs`, which tick as those of the test bed do.
 pub(crate) fn config(addrs: impl Display) -> ZkConfig {
     let mut config = ZkConfig::new(format!("{addrs}"));
-    config.session_timeout = TIMEOUT;
+    config.session_timeout = LASTING;
     config.tick_time = ZkServer::TICK;
+    config
+}
+
+/// The same, with sessions that lapse after [`TIMEOUT`].
+pub(crate) fn brief(addrs: impl Display) -> ZkConfig {
+    let mut config = config(addrs);
+    config.session_timeout = TIMEOUT;
     config
 }
 
@@ -44,9 +54,13 @@ pub(crate) async fn client(config: ZkConfig) -> Result<LockClient> {
 
 /// A client of the server at `addrs`, which may be just coming up.
 pub(crate) async fn connect(addrs: impl Display) -> LockClient {
+    patiently(config(addrs)).await
+}
+
+async fn patiently(config: ZkConfig) -> LockClient {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        match client(config(&addrs)).await {
+        match client(config.clone()).await {
             Err(error) if error.is_transient() && Instant::now() < deadline => {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
@@ -55,9 +69,14 @@ pub(crate) async fn connect(addrs: impl Display) -> LockClient {
     }
 }
 
-/// A client of the server behind `proxy`.
+/// A client whose session lapses after [`TIMEOUT`] when it is cut off.
+pub(crate) async fn brief_client(addrs: impl Display) -> LockClient {
+    patiently(brief(addrs)).await
+}
+
+/// Such a client of the server behind `proxy`.
 pub(crate) async fn through(proxy: &Proxy) -> LockClient {
-    connect(proxy.addr()).await
+    brief_client(proxy.addr()).await
 }
 
 /// The lock `name`, with a ttl that is longer than any session.
