@@ -2,11 +2,11 @@
 //!
 //! "Within 100 ms" is said of a machine that runs. One that shares its processors with strangers, is moved to another
 //! host or is suspended stands still for a second now and then, and so does a process that is stopped. What is measured
-//! with a [`Stopwatch`] leaves that out, and the [suite](crate::Suite) runs a case that failed meanwhile once more.
+//! with a [`Stopwatch`] leaves that out, and the [suite](crate::Suite) runs a case again that failed meanwhile.
 
 use std::{
     pin::pin,
-    sync::{LazyLock, Mutex, PoisonError},
+    sync::{LazyLock, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
 };
@@ -19,7 +19,8 @@ const BEAT: Duration = Duration::from_millis(10);
 /// How late a beat has to be: a busy machine is late by less.
 const LATE: Duration = Duration::from_millis(100);
 
-/// A stopwatch that stands still while this machine, or one of its processors, does so for a tenth of a second or more.
+/// A stopwatch that stands still while this machine, or one of its first eight processors, does so for a tenth of a second
+/// or more. For upper bounds: a lease and a timer go on meanwhile.
 ///
 /// ```
 /// use std::time::Duration;
@@ -33,30 +34,45 @@ const LATE: Duration = Duration::from_millis(100);
 #[derive(Clone, Copy, Debug)]
 pub struct Stopwatch {
     began: Instant,
-    /// Up to then, since the first one was started.
+    /// The sum at that moment.
     stood_still: Duration,
 }
 
 impl Stopwatch {
     /// From now on.
     pub fn start() -> Self {
-        let (began, stood_still) = so_far();
+        let (pulse, began) = looked_at();
+        // What may turn out to be a pause has begun before this.
+        let stood_still = pulse.stood_still + pulse.not_noted(began);
         Self { began, stood_still }
     }
 
     /// How long the machine has run since the start.
     pub fn elapsed(self) -> Duration {
-        let (now, stood_still) = so_far();
-        (now - self.began).saturating_sub(stood_still.saturating_sub(self.stood_still))
+        let (pulse, now) = looked_at();
+        (now - self.began).saturating_sub(pulse.stood_still.saturating_sub(self.stood_still))
     }
 
     /// How long it has not.
     pub fn stood_still(self) -> Duration {
-        so_far().1.saturating_sub(self.stood_still)
+        looked_at().0.stood_still.saturating_sub(self.stood_still)
     }
 }
 
-/// Awaits `work` for as long as `limit` by a [`Stopwatch`].
+/// Awaits `work` for as long as `limit` by a [`Stopwatch`], on a runtime whose clock is real, not one that is paused.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use lockkit_conformance::machine::timeout;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() {
+/// let limit = Duration::from_millis(20);
+/// assert_eq!(timeout(limit, async { 1 }).await.unwrap(), 1);
+/// assert!(timeout(limit, std::future::pending::<()>()).await.is_err());
+/// # }
+/// ```
 ///
 /// # Errors
 /// If that is over first; `work` is dropped.
@@ -76,14 +92,12 @@ pub async fn timeout<F: Future>(limit: Duration, work: F) -> Result<F::Output, E
     }
 }
 
-/// Now, and for how long the machine has stood still up to now.
-fn so_far() -> (Instant, Duration) {
+/// The state of all processors, as of now.
+fn looked_at() -> (MutexGuard<'static, Pulse>, Instant) {
     let mut pulse = PULSE.lock().unwrap_or_else(PoisonError::into_inner);
     let now = Instant::now();
-    for processor in 0..pulse.beats.len() {
-        pulse.look(processor, now);
-    }
-    (now, pulse.stood_still)
+    pulse.look(now);
+    (pulse, now)
 }
 
 static PULSE: LazyLock<Mutex<Pulse>> = LazyLock::new(|| {
@@ -94,9 +108,7 @@ static PULSE: LazyLock<Mutex<Pulse>> = LazyLock::new(|| {
             stay_on(processor);
             loop {
                 thread::sleep(BEAT);
-                let mut pulse = PULSE.lock().unwrap_or_else(PoisonError::into_inner);
-                let now = Instant::now();
-                pulse.look(index, now);
+                let (mut pulse, now) = looked_at();
                 pulse.beats[index] = now;
             }
         };
@@ -119,19 +131,30 @@ static PULSE: LazyLock<Mutex<Pulse>> = LazyLock::new(|| {
 struct Pulse {
     /// When each processor was last seen to run.
     beats: Vec<Instant>,
-    /// What was before is part of the sum.
+    /// Pauses before this are in the sum.
     noted: Instant,
     stood_still: Duration,
 }
 
 impl Pulse {
-    /// Adds the time for which a processor has not been seen, if that is long.
-    fn look(&mut self, processor: usize, now: Instant) {
-        let due = self.beats[processor] + BEAT;
-        if now.saturating_duration_since(due) >= LATE {
-            self.stood_still += now.saturating_duration_since(due.max(self.noted));
-            self.noted = self.noted.max(now);
+    /// Adds what of a pause is not yet in the sum.
+    fn look(&mut self, now: Instant) {
+        let late = self.late(now);
+        if late >= LATE {
+            self.stood_still += self.not_noted(now);
+            self.noted = now;
         }
+    }
+
+    /// For how long the processor that was seen least recently ought to have been seen.
+    fn late(&self, now: Instant) -> Duration {
+        let oldest = self.beats.iter().min();
+        oldest.map_or(Duration::ZERO, |beat| now.saturating_duration_since(*beat + BEAT))
+    }
+
+    /// The part of it that is not in the sum.
+    fn not_noted(&self, now: Instant) -> Duration {
+        self.late(now).min(now.saturating_duration_since(self.noted))
     }
 }
 

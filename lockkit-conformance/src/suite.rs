@@ -25,6 +25,9 @@ use crate::{
 /// How often a case runs at most.
 const ATTEMPTS: usize = 3;
 
+/// A pause of the machine that may be why a case failed: what is prompt takes a second, of which most is left over.
+const PAUSE: Duration = Duration::from_millis(200);
+
 /// One requirement on a backend.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
@@ -219,8 +222,8 @@ impl Suite {
     /// Runs one case on a runtime of its own, blocking the caller's thread.
     ///
     /// A case that fails says little if the [machine](crate::machine) stood still meanwhile, for then leases lapse and
-    /// bounds are missed. It runs again, three times in all at most, and stderr has why. A history in which conflicting
-    /// holds overlap or tokens go back is no such case: it knows which leases had lapsed.
+    /// bounds are missed. It runs again, three times in all at most, and stderr has why. Not so when conflicting holds
+    /// overlap in the case's history, tokens go back or a secret shows, since no pause explains that.
     pub fn run_case(&self, case: &Case) -> Verdict {
         if let Some(missing) = self.harness.missing() {
             let why = format!("no server for {}: {}", missing.backend, missing.reason);
@@ -236,11 +239,11 @@ impl Suite {
             match self.attempt(case) {
                 Ok(()) => return Verdict::Passed,
                 Err(Stop::Gated(why)) => return Verdict::Gated(why),
-                Err(Stop::Failed(why)) if attempts < ATTEMPTS && !watch.stood_still().is_zero() => {
+                Err(Stop::Failed(why)) if attempts < ATTEMPTS && watch.stood_still() >= PAUSE => {
                     attempts += 1;
                     let paused = watch.stood_still();
                     say(&format!(
-                        "once more, since the machine stood still for {paused:?}: {why}"
+                        "again, since the machine stood still for {paused:?}: {why}"
                     ));
                 }
                 Err(Stop::Failed(why) | Stop::Broken(why)) => return Verdict::Failed(why),

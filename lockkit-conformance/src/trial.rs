@@ -40,6 +40,14 @@ pub(crate) enum Stop {
 }
 
 impl Stop {
+    /// No pause of the machine is an excuse for it.
+    pub(crate) fn whatever_the_machine_did(self) -> Self {
+        match self {
+            Self::Failed(why) => Self::Broken(why),
+            other => other,
+        }
+    }
+
     pub(crate) fn map_failure(self, text: impl FnOnce(String) -> String) -> Self {
         match self {
             Self::Gated(why) => Self::Gated(why),
@@ -53,11 +61,10 @@ impl Stop {
 impl From<Violation> for Stop {
     #[track_caller]
     fn from(violation: Violation) -> Self {
-        match (violation.property, failed(&violation)) {
-            (Property::Exclusion | Property::Tokens | Property::Fencing, Self::Failed(why)) => {
-                Self::Broken(why)
-            }
-            (_, failure) => failure,
+        let failure = failed(&violation);
+        match violation.property {
+            Property::Exclusion | Property::Tokens | Property::Fencing => failure.whatever_the_machine_did(),
+            Property::Liveness | Property::Fifo | Property::Residue | Property::Notice => failure,
         }
     }
 }

@@ -145,11 +145,13 @@ async fn one_round(plan: &Plan, who: u64, rng: &mut fastrand::Rng) -> Result<Acq
 
 async fn hold(guard: LockGuard, record: &mut Acquisition, rng: &mut fastrand::Rng) {
     let work = Duration::from_micros(rng.u64(0..1_500));
-    if tokio::time::timeout(work, guard.lost()).await.is_ok() {
+    let lost = tokio::time::timeout(work, guard.lost()).await.is_ok();
+    // Which may be long before this comes to hear of it.
+    record.until = guard.valid_until().map(at);
+    if lost {
         record.lost = Some(now());
         return;
     }
-    record.until = guard.valid_until().map(at);
     record.released = Some(now());
     if rng.bool() {
         // What became of it is in what the others see.
@@ -168,6 +170,8 @@ pub(crate) async fn checked(
 ) -> Result<Summary, Stop> {
     let client = trial.client().await?;
     let (mut limits, name) = (trial.limits(&client), trial.name(part));
+    // What it says of holds and tokens does not depend on what follows.
+    history.check(&limits)?;
     let limit = PROMPT;
     is_clean(
         limit,

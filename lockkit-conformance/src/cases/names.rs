@@ -139,13 +139,10 @@ pub(crate) async fn secrets_stay_secret(trial: &Trial) -> Outcome {
     );
     shown.push(traces.text());
     let leak = shown.iter().find(|text| text.contains(&secret));
-    let leak = leak.map(|text| text.replace(&secret, "<secret>"));
-    ensure!(
-        leak.is_none(),
-        "the secret shows in: {}",
-        leak.unwrap_or_default()
-    );
-    Ok(())
+    match leak.map(|text| text.replace(&secret, "<secret>")) {
+        Some(leak) => Err(failed(format!("the secret shows in: {leak}")).whatever_the_machine_did()),
+        None => Ok(()),
+    }
 }
 
 /// What a program that uses the backend may print, in the course of a life.

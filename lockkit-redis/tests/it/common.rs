@@ -54,15 +54,13 @@ pub(crate) async fn connect(config: RedisConfig) -> Result<LockClient> {
 
 /// A client of a server that answers, at once or when the machine lets it.
 pub(crate) async fn client(url: &str) -> LockClient {
-    within(LONG, "connected", async {
-        loop {
-            match connect(RedisConfig::new(url)).await {
-                Err(error) if error.is_transient() => {}
-                outcome => return outcome.unwrap(),
-            }
+    let watch = machine::Stopwatch::start();
+    loop {
+        match connect(RedisConfig::new(url)).await {
+            Err(error) if error.is_transient() && watch.elapsed() < LONG => tokio::time::sleep(5 * MS).await,
+            outcome => return outcome.unwrap(),
         }
-    })
-    .await
+    }
 }
 
 /// A client whose connections go through a proxy of its own.

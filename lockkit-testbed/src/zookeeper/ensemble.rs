@@ -142,7 +142,7 @@ impl ZkEnsemble {
         }
     }
 
-    /// How often others have set out to follow this member so far, since they believed that it was elected.
+    /// How often others have set out to follow this member so far, because they believed that it was elected.
     pub fn followed(&self, member: usize) -> u64 {
         let links = self.links.iter().filter(|((_, to), _)| *to == member);
         links.map(|(_, link)| link.quorum.counts().connections).sum()
@@ -187,11 +187,10 @@ impl ZkEnsemble {
 fn without_address(greeting: &mut Vec<u8>) {
     // The version of the protocol and the number of the member; then the length of an address, and the address.
     const START: usize = 16;
-    // Where a member with this one is to be found is not said.
+    // An address that ZooKeeper takes for none.
     const NOWHERE: &[u8] = b"\0\0\0\x090.0.0.0:0";
-    let length = greeting[START..]
-        .first_chunk()
-        .expect("a greeting of ZooKeeper 3.5 or later");
+    let length = greeting.get(START..).and_then(|rest| rest.first_chunk());
+    let length = length.expect("a whole greeting of ZooKeeper 3.5 or later");
     let end = START + size_of_val(length) + u32::from_be_bytes(*length) as usize;
     greeting.splice(START..end, NOWHERE.iter().copied());
 }
@@ -201,4 +200,16 @@ fn member_of(builder: ZkBuilder, index: usize) -> io::Result<ZkServer> {
         "org.apache.zookeeper.server.quorum.QuorumPeerMain",
         Some(index + 1),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_greeting_loses_its_address_and_nothing_else() {
+        let mut greeting = b"versionsmember.1\0\0\0\x0f127.0.0.1:12345and a vote".to_vec();
+        without_address(&mut greeting);
+        assert_eq!(greeting, b"versionsmember.1\0\0\0\x090.0.0.0:0and a vote");
+    }
 }

@@ -96,7 +96,7 @@ impl ZkBuilder {
                     if self.reaps_seldom { 60_000 } else { 300 }
                 ))
                 .arg("-Dznode.container.maxPerMinute=100000")
-                // How long a member that finds no leader waits at most before it asks again; it may come to be a minute.
+                // How long a member that finds no leader waits at most before it asks again: by default, up to a minute.
                 .arg("-Dzookeeper.fastleader.maxNotificationInterval=400")
                 .arg("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
                 .args(["-cp", &JARS.join(":"), class])

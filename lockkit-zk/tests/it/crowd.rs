@@ -84,7 +84,7 @@ async fn who_comes_and_who_is_next_is_told_without_a_list() {
     }
     let server = ZkServer::plain().unwrap();
     let proxy = Proxy::start(server.addr()).unwrap();
-    let (before, after) = (connect(server.addr()).await, through(&proxy).await);
+    let (before, after) = (connect(server.addr()).await, connect(proxy.addr()).await);
     let mut foreign = Foreign::new(&server, "brief").await;
     let told = || proxy.counts().replies.bytes;
     for round in 0..3 {

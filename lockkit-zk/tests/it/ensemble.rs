@@ -91,8 +91,7 @@ async fn a_hold_outlives_its_leader() {
     let ensemble = ENSEMBLE.lock().await;
     let all: Vec<_> = ensemble.addrs().iter().map(ToString::to_string).collect();
     let name = unique("leader");
-    let mut config = server::config(all.join(","));
-    config.session_timeout = Duration::from_secs(10);
+    let config = server::config(all.join(","));
     let (ours, theirs) = (
         server::client(config.clone()).await.unwrap(),
         server::client(config).await.unwrap(),

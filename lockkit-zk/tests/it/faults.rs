@@ -185,7 +185,8 @@ async fn an_interrupted_wait_keeps_its_place() {
     if no_zookeeper() {
         return;
     }
-    let pair = Pair::new("suspended").await;
+    let mut pair = Pair::new("suspended").await;
+    pair.ours = connect(pair.proxy.addr()).await;
     let held = pair.other().acquire().await.unwrap();
     let waiting = waiter(&pair.lock());
     contend(&pair.raw, &pair.name, 2).await;
@@ -263,7 +264,7 @@ async fn contenders_that_keep_losing_their_connection_get_on() {
     let during = || entered.load(Ordering::Relaxed);
     while began.elapsed() < Duration::from_secs(3) || during() < 20 {
         assert!(
-            began.elapsed() < TIMEOUT * 10,
+            began.elapsed() < Duration::from_secs(20),
             "only {} were in during the storm",
             during()
         );

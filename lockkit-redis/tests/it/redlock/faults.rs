@@ -17,7 +17,7 @@ use crate::common::{
     Alone, LONG, MS, RECOVERED, SECOND, granted, lock, no_server, shown, until, waiter, within,
 };
 
-/// What the masters of these tests have to answer within, and what a busy machine takes on top of that.
+/// What masters have to answer within whose replies are lost, and what a busy machine takes on top of that.
 const PATIENCE: Duration = Duration::from_millis(300);
 const MORE: Duration = Duration::from_millis(700);
 
@@ -158,7 +158,9 @@ async fn replies_lost_by_a_minority_cost_nothing_and_by_a_majority_leave_nothing
         return;
     }
     let world = World::five();
-    let (client, proxies) = world.client_behind_proxies().await;
+    let (mut config, proxies) = world.behind_proxies();
+    config.master_timeout = PATIENCE;
+    let client = connect(config).await.unwrap();
     let ours = lock(&client, "a", 3 * SECOND);
     for mode in [Mode::DropReplies, Mode::Blackhole, Mode::HalfOpen] {
         for proxy in &proxies[..2] {
