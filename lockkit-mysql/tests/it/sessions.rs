@@ -332,13 +332,14 @@ async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
     }
     assert_eq!(admin.sessions().await, before);
     // The last one's lease is the session's own.
+    let other = connect(config(server.addr())).await.unwrap();
+    let began = Instant::now();
     let guard = client.lock("a").unwrap();
     let guard = guard
         .acquire_with(&AcquireOptions::new().ttl(Duration::from_secs(1)).renew(false))
         .await
         .unwrap();
-    let other = connect(config(server.addr())).await.unwrap();
-    let (began, running) = (Instant::now(), Stopwatch::start());
+    let running = Stopwatch::start();
     let next = other.lock("a").unwrap().acquire().await.unwrap();
     assert!(began.elapsed() > Duration::from_millis(900) && running.elapsed() < Duration::from_secs(2));
     assert!(!guard.is_held() && next.token() > guard.token());
