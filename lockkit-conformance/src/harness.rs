@@ -56,11 +56,11 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
         Duration::from_secs(1)
     }
 
-    /// How long others may have to wait for the hold of a process that died. Default: the lease and a second, or a
-    /// quarter of a second if there is no lease.
-    fn freed_after_death(&self, info: &BackendInfo) -> Duration {
-        if info.capabilities.lease {
-            self.ttl() + Duration::from_secs(1)
+    /// How long others may have to wait for the hold of a process that died. Default: what the backend says of the lease
+    /// to test with, and a second; or a quarter of a second if a hold has no lease.
+    fn freed_after_death(&self, client: &LockClient) -> Duration {
+        if client.capabilities().lease {
+            client.dead_holder_bound(self.ttl()) + Duration::from_secs(1)
         } else {
             Duration::from_millis(250)
         }

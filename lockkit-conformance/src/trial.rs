@@ -157,7 +157,7 @@ impl Trial {
     }
 
     pub(crate) fn freed_after_death(&self, client: &LockClient) -> Duration {
-        self.harness.freed_after_death(client.info())
+        self.harness.freed_after_death(client)
     }
 
     pub(crate) fn detection(&self, info: &BackendInfo) -> Duration {

@@ -180,6 +180,24 @@ impl LockClient {
         self.core.info.capabilities
     }
 
+    /// The longest time for which a dead holder keeps its name, on a healthy server: from its death until a waiter can be
+    /// granted. `ttl` is what the holder asked for.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use lockkit_core::{LockClient, MemoryBackend};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// let client = LockClient::new(MemoryBackend::new());
+    /// let ttl = Duration::from_secs(30);
+    /// assert!(client.dead_holder_bound(ttl) >= ttl);
+    /// # });
+    /// ```
+    pub fn dead_holder_bound(&self, ttl: Duration) -> Duration {
+        self.core.backend.dead_holder_bound(ttl)
+    }
+
     /// Closes this client and all its clones: from now on they answer [`Error::Closed`], and so do those who wait.
     /// What is held is told [`LossReason::Disconnected`] and released. Waits up to `timeout` for every release to be
     /// confirmed, those of dropped guards and of waiters that withdraw included. An acquisition that waits at the server

@@ -182,6 +182,21 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// What the driver needs to know. Asked once, when the client is made.
     fn info(&self) -> BackendInfo;
 
+    /// The longest time for which a dead holder keeps its name: from its death until a waiter can be granted, on a healthy
+    /// server. `ttl` is what the holder asked for. A backend that counts by something else than the `ttl`, such as a
+    /// session, overrides this.
+    ///
+    /// By default the `ttl` and a [`fallback_poll`](BackendInfo::fallback_poll), or the poll alone if a hold has no lease.
+    fn dead_holder_bound(&self, ttl: Duration) -> Duration {
+        let info = self.info();
+        let lease = if info.capabilities.lease {
+            ttl
+        } else {
+            Duration::ZERO
+        };
+        lease.saturating_add(info.fallback_poll)
+    }
+
     /// Opens a claim. Nothing is held or queued yet.
     ///
     /// # Errors

@@ -152,6 +152,14 @@ impl Backend for MySqlBackend {
         info
     }
 
+    /// The `ttl`; with row locks in whole seconds, after which the server ends the session of a host that fell silent.
+    fn dead_holder_bound(&self, ttl: Duration) -> Duration {
+        match self.mode {
+            Mode::ForUpdate => Duration::from_secs(ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0)),
+            Mode::Lease => ttl,
+        }
+    }
+
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         if self.mode == Mode::Lease {
             if request.mode != Hold::Exclusive {

@@ -181,6 +181,11 @@ impl Backend for RedisBackend {
         info
     }
 
+    /// The `ttl`: whoever is first in the queue asks when it is over.
+    fn dead_holder_bound(&self, ttl: Duration) -> Duration {
+        ttl
+    }
+
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         Ok(Box::new(RedisClaim::new(self.shared.clone(), request)))
     }

@@ -280,6 +280,11 @@ impl Backend for ZkBackend {
         info
     }
 
+    /// The session timeout, whatever the `ttl`, and a tick to which the servers round it up.
+    fn dead_holder_bound(&self, _ttl: Duration) -> Duration {
+        self.shared.config.session_timeout + self.shared.config.tick_time
+    }
+
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         let shared = self.shared.clone();
         let path = shared.space.of(&request.name, request.mode.kind());

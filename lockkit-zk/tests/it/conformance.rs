@@ -1,14 +1,12 @@
 //! The conformance suite, once for each layout of the nodes.
 
-use std::time::Duration;
-
 use async_trait::async_trait;
 use lockkit_conformance::{Harness, Missing};
-use lockkit_core::{LockClient, Result, spi::BackendInfo};
+use lockkit_core::{LockClient, Result};
 use lockkit_testbed::zookeeper;
 use lockkit_zk::{Digest, Nodes, Parents, ZkConfig};
 
-use crate::server::{self, TIMEOUT};
+use crate::server;
 
 /// How the clients are configured.
 #[derive(Clone, Copy, Debug)]
@@ -64,11 +62,6 @@ impl Harness for Zk {
 
     async fn connect(&self, url: &str) -> Result<LockClient> {
         server::client(self.config(url)).await
-    }
-
-    fn freed_after_death(&self, _info: &BackendInfo) -> Duration {
-        // The server rounds up to its ticks.
-        TIMEOUT + Duration::from_secs(1)
     }
 
     fn secret(&self) -> Option<String> {
