@@ -25,7 +25,8 @@ use crate::{
 /// A client of one lock server. Clone it freely: clones share the connection, the local queues and the worker.
 ///
 /// Make one per process and server, and keep it for as long as its locks are used. It lives on the Tokio runtime that
-/// it was made in, which must have its timers enabled, as `#[tokio::main]` does.
+/// it was made in, which must have its timers enabled, as `#[tokio::main]` does. Once that runtime has ended, all that is
+/// asked of it is answered with an error that says so, [`Error::Backend`] and not transient, and its holds are lost.
 ///
 /// ```
 /// use lockkit_core::{LockClient, MemoryBackend};
@@ -58,30 +59,29 @@ pub(crate) struct Core {
     /// Acquisitions that are past the local queue, which closing waits for.
     contending: AtomicUsize,
     closed: AtomicBool,
-    closing: Notify,
+    /// Told when the client is closed, and when its runtime has ended.
+    over: Notify,
 }
 
 impl LockClient {
     /// A client of `backend`: the entrance for backends of your own. No I/O.
     pub fn new(backend: impl Backend) -> Self {
-        let worker = Arc::new(Worker::default());
-        worker.bind();
         let mut info = backend.info();
         // Far beyond any use, and near enough for the clock to count to.
         info.max_patience = info.max_patience.min(AcquireOptions::MAX_DURATION);
         info.fallback_poll = info.fallback_poll.min(AcquireOptions::MAX_DURATION);
         Self {
-            core: Arc::new(Core {
+            core: Arc::new_cyclic(|core| Core {
+                worker: Arc::new(Worker::new(core.clone(), info.name)),
                 info,
                 backend: Box::new(backend),
-                worker,
                 owners: Owners::default(),
                 unconfirmed: AtomicUsize::new(0),
                 unconfirmed_before: AtomicUsize::new(0),
                 lines: Mutex::default(),
                 contending: AtomicUsize::new(0),
                 closed: AtomicBool::new(false),
-                closing: Notify::new(),
+                over: Notify::new(),
             }),
             defaults: Arc::new(AcquireOptions::new()),
         }
@@ -126,7 +126,8 @@ impl LockClient {
     /// Who holds the lock of this name. Nobody is refused or delayed by it.
     ///
     /// # Errors
-    /// [`Error::InvalidName`]; [`Error::Backend`] if the server cannot tell; [`Error::Closed`].
+    /// [`Error::InvalidName`]; [`Error::Backend`] if the server cannot tell, or if the runtime that the client lives on has
+    /// ended; [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Nothing changes if it is dropped.
@@ -204,7 +205,8 @@ impl LockClient {
     /// and is neither polled nor dropped keeps it waiting.
     ///
     /// # Errors
-    /// [`Error::Backend`] if a release was not confirmed; its lease or connection is what ends it then.
+    /// [`Error::Backend`] if a release was not confirmed; its lease or connection is what ends it then. Also if the runtime
+    /// that the client lives on has ended.
     ///
     /// # Cancel safety
     /// The client is closed from the first poll on. Dropped half-way, releases go on in the background, and it may be
@@ -212,9 +214,11 @@ impl LockClient {
     pub async fn close(&self, timeout: Duration) -> Result<()> {
         let core = &self.core;
         core.close();
+        core.worker.lives("close")?;
         let backend = core.info.name;
         let limit = tokio::time::Instant::now() + timeout.min(AcquireOptions::MAX_DURATION);
-        let drained = timing::within(backend, "close", pin!(core.idle()), || limit).await?;
+        let drained = core.within("close", core.idle(), || limit).await?;
+        core.worker.lives("close")?;
         let unconfirmed = || {
             let cause = "releases are not confirmed; what is left ends with its lease or connection";
             Err(Error::transient(backend, "close", cause))
@@ -223,8 +227,7 @@ impl LockClient {
             // They go on, and need the connection.
             return unconfirmed();
         }
-        let closed = pin!(core.backend.close());
-        let closed = timing::within(backend, "close", closed, || limit).await?;
+        let closed = core.within("close", core.backend.close(), || limit).await?;
         let before = core.unconfirmed_before.load(Ordering::SeqCst);
         if core.unconfirmed.load(Ordering::SeqCst) > before {
             return unconfirmed();
@@ -277,14 +280,61 @@ impl Core {
         self.closed.load(Ordering::SeqCst)
     }
 
+    /// Whether anything may be asked of this client.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], or that its runtime has ended.
+    pub(crate) fn serves(&self, operation: &'static str) -> Result<()> {
+        if self.is_closed() {
+            return Err(Error::Closed);
+        }
+        self.worker.lives(operation)
+    }
+
+    /// Resolves when nothing may be asked of this client any more.
+    pub(crate) async fn over(&self, operation: &'static str) -> Error {
+        self.until(|| self.serves(operation)).await
+    }
+
+    async fn until(&self, good: impl Fn() -> Result<()>) -> Error {
+        loop {
+            let mut over = pin!(self.over.notified());
+            over.as_mut().enable();
+            if let Err(err) = good() {
+                return err;
+            }
+            over.await;
+        }
+    }
+
+    /// Runs `work` until `limit()`, also if the client is closed meanwhile; `None` if it was not done by then.
+    ///
+    /// # Errors
+    /// As [`timing::within`]; and if the runtime ends that the client lives on: no answer would ever come.
+    pub(crate) async fn within<T>(
+        &self,
+        operation: &'static str,
+        work: impl Future<Output = T>,
+        limit: impl FnOnce() -> tokio::time::Instant,
+    ) -> Result<Option<T>> {
+        let work = async {
+            tokio::select! {
+                biased;
+                done = work => Ok(done),
+                err = self.until(|| self.worker.lives(operation)) => Err(err),
+            }
+        };
+        timing::within(self.info.name, operation, pin!(work), limit)
+            .await?
+            .transpose()
+    }
+
     /// Begins to contend at the server, which closing then waits for: either this sees that the client is closed, or
     /// whoever closes sees this.
     pub(crate) fn contend(&self) -> Result<Contending<'_>> {
         self.contending.fetch_add(1, Ordering::SeqCst);
         let contending = Contending(self);
-        if self.is_closed() {
-            return Err(Error::Closed);
-        }
+        self.serves("acquire")?;
         Ok(contending)
     }
 
@@ -295,26 +345,22 @@ impl Core {
             .await;
     }
 
-    /// Resolves when the client is closed.
-    pub(crate) async fn closing(&self) {
-        let mut closing = pin!(self.closing.notified());
-        closing.as_mut().enable();
-        if !self.is_closed() {
-            closing.await;
-        }
-    }
-
     fn close(&self) {
         if !self.closed.swap(true, Ordering::SeqCst) {
             self.unconfirmed_before
                 .store(self.unconfirmed.load(Ordering::SeqCst), Ordering::SeqCst);
         }
-        self.closing.notify_waiters();
+        self.turn_away();
+        self.worker.lose_all(LossReason::Disconnected);
+    }
+
+    /// Whoever waits is to see that this client serves nobody any more.
+    pub(crate) fn turn_away(&self) {
+        self.over.notify_waiters();
         let lines: Vec<_> = self.lines.lock().values().filter_map(Weak::upgrade).collect();
         for line in &lines {
             line.close();
         }
-        self.worker.lose_all(LossReason::Disconnected);
     }
 
     pub(crate) async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
@@ -332,11 +378,9 @@ impl Core {
         name: &LockName,
         question: impl Future<Output = Result<T>>,
     ) -> Result<T> {
-        if self.is_closed() {
-            return Err(Error::Closed);
-        }
+        self.serves(operation)?;
         let limit = || tokio::time::Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
-        let answer = timing::within(self.info.name, operation, pin!(question), limit).await?;
+        let answer = self.within(operation, question, limit).await?;
         answer
             .unwrap_or_else(|| {
                 Err(Error::transient(

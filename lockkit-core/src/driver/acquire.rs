@@ -9,7 +9,7 @@ use crate::{
     driver::{
         cell::Phase,
         hold::Hold,
-        line::{Answer, Grip, Line, Served, SlotUse, Terms, closed, hinted},
+        line::{Answer, Grip, Line, Served, SlotUse, Terms, hinted},
         settle,
         timing::{self, Backoff, HintBudget},
     },
@@ -23,7 +23,7 @@ const GRACE: Duration = Duration::from_millis(100);
 /// Acquires a lock on `terms`.
 pub(crate) async fn acquire(terms: &Arc<Terms>) -> Result<LockGuard> {
     let line = &terms.line;
-    let outcome = contend_for(terms).await;
+    let outcome = contend_for(terms).await.map_err(|err| err.for_lock(line.name()));
     match &outcome {
         Ok(_) => {}
         Err(err) => crate::observe::not_granted(line, err),
@@ -33,9 +33,7 @@ pub(crate) async fn acquire(terms: &Arc<Terms>) -> Result<LockGuard> {
 
 async fn contend_for(terms: &Arc<Terms>) -> Result<LockGuard> {
     let line = &terms.line;
-    if line.core.is_closed() {
-        return Err(Error::Closed);
-    }
+    line.core.serves("acquire")?;
     let clock = Clock::start(terms);
     let entry = if terms.once() {
         // Always the server's own word: a hold of this client may have been lost a moment ago.
@@ -82,7 +80,7 @@ async fn queue(terms: &Arc<Terms>, clock: &Clock) -> Result<Entry> {
                 }
             }
             Served::Lapsed => {}
-            Served::Closed => return Err(Error::Closed),
+            Served::Closed => return Err(line.core.over("acquire").await),
         }
     }
 }
@@ -147,7 +145,7 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
         let listening = Instant::now();
         tokio::select! {
             biased;
-            err = closed(&line.core) => return Err(give_up(grip, err).await),
+            err = line.core.over("acquire") => return Err(give_up(grip, err).await),
             () = hinted(&mut grip.claim), if taken && hints.listens() => hints.hinted(listening.elapsed()),
             () = clock.deadline() => return Err(give_up(grip, clock.verdict(line, &heard)).await),
             () = tokio::time::sleep(pause) => hints.rested(),
@@ -208,10 +206,10 @@ fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
     let hold = Hold::new(Phase::Held, terms, token, grip, &lease);
     // Fails if the runtime that the client lives on is gone: nobody would ever renew it.
     hold.line().core.worker.register(&hold, lease.since)?;
-    if hold.line().core.is_closed() {
+    if let Err(err) = hold.line().core.serves("acquire") {
         // It may have come too late to be lost with all the others.
         hold.abandon();
-        return Err(Error::Closed);
+        return Err(err);
     }
     crate::observe::granted(hold.line());
     Ok(LockGuard::new(hold))
@@ -239,7 +237,7 @@ async fn exchange<T>(
         tokio::select! {
             biased;
             done = exchange => done,
-            err = closed(&line.core) => Err(err),
+            err = line.core.over("acquire") => Err(err),
             () = tokio::time::sleep_until(limit) => {
                 Err(Error::transient(backend, "acquire", "no answer in time from the server"))
             }
@@ -263,19 +261,25 @@ async fn withdraw(grip: &mut Grip, err: Error) -> Result<Option<u64>> {
     if let Some(claim) = &mut grip.claim {
         let limit = || Instant::now() + grip.terms.op_timeout;
         // If this fails as well, the claim stays known to the server and is cleaned up in the end.
-        let _ = timing::within(grip.terms.line.backend(), "release", claim.release(), limit).await;
+        let _ = grip
+            .terms
+            .line
+            .core
+            .within("release", claim.release(), limit)
+            .await;
     }
     Err(err)
 }
 
 /// Withdraws the claim on the caller's time if that is quick, else in the background, and returns `err`.
 async fn give_up(mut grip: Grip, err: Error) -> Error {
-    if grip.claim.is_none() || matches!(err, Error::Closed) {
+    let core = &grip.terms.line.core;
+    if core.serves("acquire").is_err() {
         return err;
     }
     if let Some(claim) = &mut grip.claim {
-        let backend = grip.terms.line.backend();
-        let withdrawn = timing::within(backend, "release", claim.release(), || Instant::now() + GRACE).await;
+        let limit = || Instant::now() + GRACE;
+        let withdrawn = core.within("release", claim.release(), limit).await;
         if let Ok(Some(Ok(()))) = withdrawn {
             grip.settled();
             return err;

@@ -15,7 +15,7 @@ use std::{
 use tokio::time::Instant;
 
 use crate::{
-    Error, LockId, LockName, Result,
+    LockId, LockName, Result,
     client::Core,
     driver::{
         cell::Phase,
@@ -261,7 +261,7 @@ pub(crate) enum Served {
     Hold(Arc<Hold>),
     /// An offer lapsed before it was looked at: join again.
     Lapsed,
-    /// The client is closed.
+    /// The client is closed, or its runtime has ended.
     Closed,
 }
 
@@ -376,12 +376,6 @@ impl Drop for Grip {
             self.pass_slot();
         }
     }
-}
-
-/// Resolves once the client is closed.
-pub(crate) async fn closed(core: &Core) -> Error {
-    core.closing().await;
-    Error::Closed
 }
 
 /// Resolves when `claim` hints that something has changed.

@@ -93,7 +93,7 @@ async fn prove(grip: &mut Grip) -> bool {
         let limit = Instant::now() + grip.terms.op_timeout;
         lease_end.map_or(limit, |end| end.min(limit))
     };
-    match timing::within(grip.terms.line.backend(), "renew", claim.renew(), limit).await {
+    match grip.terms.line.core.within("renew", claim.renew(), limit).await {
         Ok(Some(Ok(crate::spi::Renewal::Held(lease)))) => {
             grip.lease = Some(lease);
             true
@@ -121,16 +121,18 @@ async fn try_release(grip: &mut Grip) -> Result<()> {
     let Some(claim) = &mut grip.claim else {
         return Ok(());
     };
-    let backend = grip.terms.line.backend();
     let op_timeout = grip.terms.op_timeout;
     let limit = || Instant::now() + op_timeout;
-    match timing::within(backend, "release", claim.release(), limit).await? {
-        Some(done) => done.map_err(|err| err.for_lock(grip.terms.line.name())),
-        None => {
+    let line = &grip.terms.line;
+    let released = match line.core.within("release", claim.release(), limit).await {
+        Ok(Some(released)) => released,
+        Ok(None) => {
             let cause = format!("no answer within {op_timeout:?}; it is tried again until the lease ends");
-            Err(Error::transient(backend, "release", cause).for_lock(grip.terms.line.name()))
+            Err(Error::transient(line.backend(), "release", cause))
         }
-    }
+        Err(err) => Err(err),
+    };
+    released.map_err(|err| err.for_lock(line.name()))
 }
 
 /// Releases in the background what nobody waits for, again and again until it is confirmed or nothing can be left.

@@ -7,7 +7,10 @@
 
 use std::{
     pin::{Pin, pin},
-    sync::{Arc, OnceLock, atomic::Ordering},
+    sync::{
+        Arc, OnceLock, Weak,
+        atomic::{AtomicU8, Ordering},
+    },
     task::{Context, Poll, ready},
 };
 
@@ -20,6 +23,7 @@ use tokio::{
 
 use crate::{
     Error, LossReason, Result,
+    client::Core,
     driver::{
         cell::{Loan, Phase},
         hold::Hold,
@@ -30,9 +34,13 @@ use crate::{
     sync::Mutex,
 };
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Worker {
+    core: Weak<Core>,
+    backend: &'static str,
     state: Mutex<State>,
+    /// `life` of the state, to be read without its lock.
+    life: AtomicU8,
     work: Notify,
     idle: Notify,
     runtime: OnceLock<Handle>,
@@ -54,12 +62,14 @@ struct State {
     orphaned: bool,
 }
 
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
 enum Life {
     #[default]
-    Unborn,
-    Running,
-    Dead,
+    Unborn = 0,
+    Running = 1,
+    /// Its runtime has ended.
+    Dead = 2,
 }
 
 #[derive(Debug, Default)]
@@ -77,20 +87,49 @@ enum Job {
 }
 
 impl Worker {
-    /// The runtime that the client lives on, if it is made within one.
-    pub(crate) fn bind(&self) {
-        if let Ok(handle) = Handle::try_current() {
-            let _ = self.runtime.set(handle);
+    /// The worker of `core`, for the runtime that the client lives on, if it is made within one.
+    pub(crate) fn new(core: Weak<Core>, backend: &'static str) -> Self {
+        Self {
+            core,
+            backend,
+            state: Mutex::default(),
+            life: AtomicU8::new(Life::Unborn as u8),
+            work: Notify::new(),
+            idle: Notify::new(),
+            runtime: Handle::try_current().map_or_else(|_| OnceLock::new(), OnceLock::from),
         }
+    }
+
+    /// Whether the runtime that the client lives on goes on. The first to ask starts the task, whose end tells.
+    ///
+    /// # Errors
+    /// One that is the same for every backend, which has to say nothing of its own.
+    pub(crate) fn lives(self: &Arc<Self>, operation: &'static str) -> Result<()> {
+        if self.life.load(Ordering::Acquire) == Life::Unborn as u8 {
+            let mut state = self.state.lock();
+            let unborn = self.runtime_to_start_on(&mut state, operation);
+            drop(state);
+            // Where there is no runtime at all, none can have ended.
+            self.start(unborn.ok().flatten());
+        }
+        if self.life.load(Ordering::Acquire) == Life::Dead as u8 {
+            return Err(self.has_ended(operation));
+        }
+        Ok(())
+    }
+
+    fn has_ended(&self, operation: &'static str) -> Error {
+        let cause = "the runtime that this client lives on has ended";
+        Error::permanent(self.backend, operation, cause)
     }
 
     /// Watches over a new hold from `adopt_after` on.
     ///
     /// # Errors
-    /// [`Error::Closed`] if the runtime that the client lives on is gone.
+    /// If the runtime that the client lives on has ended.
     pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) -> Result<()> {
         let mut state = self.state.lock();
-        let unborn = self.runtime_to_start_on(&mut state)?;
+        let unborn = self.runtime_to_start_on(&mut state, "acquire")?;
         let key = state.place();
         state.register[key].hold = Some(hold.clone());
         hold.key.store(key, Ordering::Relaxed);
@@ -156,7 +195,7 @@ impl Worker {
 
     fn submit(self: &Arc<Self>, job: Job) {
         let mut state = self.state.lock();
-        match self.runtime_to_start_on(&mut state) {
+        match self.runtime_to_start_on(&mut state, "release") {
             Ok(unborn) => {
                 state.jobs.push(job);
                 drop(state);
@@ -171,18 +210,23 @@ impl Worker {
     }
 
     /// `Some` for whoever finds that the task has not been started, and must do so once the lock is let go.
-    fn runtime_to_start_on(&self, state: &mut State) -> Result<Option<Handle>> {
+    fn runtime_to_start_on(&self, state: &mut State, operation: &'static str) -> Result<Option<Handle>> {
         match state.life {
             Life::Running => return Ok(None),
-            Life::Dead => return Err(Error::Closed),
+            Life::Dead => return Err(self.has_ended(operation)),
             Life::Unborn => {}
         }
         let handle = match self.runtime.get() {
             Some(handle) => handle.clone(),
-            None => Handle::try_current().map_err(|err| Error::permanent("lockkit", "acquire", err))?,
+            None => Handle::try_current().map_err(|err| Error::permanent(self.backend, operation, err))?,
         };
-        state.life = Life::Running;
+        self.live(state, Life::Running);
         Ok(Some(handle))
+    }
+
+    fn live(&self, state: &mut State, life: Life) {
+        state.life = life;
+        self.life.store(life as u8, Ordering::Release);
     }
 
     /// A runtime that has been shut down drops the task at once, which takes the lock on the state.
@@ -349,13 +393,14 @@ impl Job {
     }
 }
 
-/// Whatever ends the task, a shutdown of the runtime included: holds are lost, since nothing renews them any more.
+/// Whatever ends the task, a shutdown of the runtime included: holds are lost, since nothing renews them any more, and
+/// waiters are told.
 struct DiesWith(Arc<Worker>);
 
 impl Drop for DiesWith {
     fn drop(&mut self) {
         let mut state = self.0.state.lock();
-        state.life = Life::Dead;
+        self.0.live(&mut state, Life::Dead);
         let jobs = std::mem::take(&mut state.jobs);
         let register = std::mem::take(&mut state.register);
         state.free.clear();
@@ -366,6 +411,9 @@ impl Drop for DiesWith {
         }
         jobs.into_iter().for_each(Job::give_up);
         self.0.idle.notify_waiters();
+        if let Some(core) = self.0.core.upgrade() {
+            core.turn_away();
+        }
     }
 }
 

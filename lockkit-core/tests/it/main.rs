@@ -12,4 +12,5 @@ mod file;
 mod guarantees;
 mod handoff;
 mod probe;
+mod runtime;
 mod swarm;

@@ -235,7 +235,7 @@ async fn swarm(seed: u64) -> Tally {
     } = ledger;
     // Views of a hold keep its client.
     drop((holds, lost));
-    nothing_is_left(&probe, &observer, clients).await;
+    nothing_is_left(&probe, observer, clients).await;
     tally
 }
 
@@ -375,7 +375,7 @@ async fn give_up(rng: &mut Rng, guard: LockGuard, ended: impl FnOnce()) {
 }
 
 /// No hold, no waiter, no claim and no task outlives the handles.
-async fn nothing_is_left(probe: &Probe, observer: &LockClient, clients: Vec<LockClient>) {
+async fn nothing_is_left(probe: &Probe, observer: LockClient, clients: Vec<LockClient>) {
     let give_up = Instant::now() + GRANTED_WITHIN;
     for name in NAMES {
         loop {
@@ -393,7 +393,7 @@ async fn nothing_is_left(probe: &Probe, observer: &LockClient, clients: Vec<Lock
             tokio::time::sleep(MS).await;
         }
     }
-    drop(clients);
+    drop((clients, observer));
     let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
     while tasks() > 0 || probe.counts.claims.load(Ordering::SeqCst) > 0 {
         assert!(
