@@ -111,6 +111,7 @@ macro_rules! __for_each_case {
         basic::inspection_shows_the_holder [] "an inspection shows label and token of the holder, and then that it is free";
         basic::dropped_outside_a_runtime [] "a guard dropped on a plain thread releases, and does not panic";
         basic::dropped_during_shutdown [] "a guard dropped by a runtime's shutdown does not panic, and the lock comes back";
+        basic::client_outlives_its_runtime [] "when a client's runtime has ended, it says so at once, whatever it is asked";
         basic::closed_client_refuses [] "close releases what is held, tells holders and waiters, and refuses more";
         names::byte_exact_and_injective [] "names with odd characters, of 1,024 bytes, or alike but for case are all different locks";
         names::bad_names_are_refused [] "empty and over-long names are InvalidName";

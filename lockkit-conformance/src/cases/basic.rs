@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use lockkit_core::{AcquireOptions, Error, Kind, LossReason};
+use lockkit_core::{AcquireOptions, Error, FencingToken, Kind, LockClient, LossReason, spi::chain};
+use tokio::runtime::{Builder, Runtime};
 
 use crate::trial::{
-    Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_at_once, granted_within, is_clean, lasting,
-    poll_at_most, taken, within,
+    Outcome, PROMPT, Stop, Trial, comes_free, ensure, failed, granted_at_once, granted_within, is_clean,
+    lasting, poll_at_most, taken, within,
 };
 
 pub(crate) async fn second_try_is_none(trial: &Trial) -> Outcome {
@@ -269,6 +270,105 @@ pub(crate) async fn dropped_during_shutdown(trial: &Trial) -> Outcome {
         .await?;
     }
     Ok(())
+}
+
+pub(crate) async fn client_outlives_its_runtime(trial: &Trial) -> Outcome {
+    let runtime = OtherRuntime::new()?;
+    let (unused, holding, waiting) = (
+        runtime.client(trial).await?,
+        runtime.client(trial).await?,
+        runtime.client(trial).await?,
+    );
+    let held = granted_at_once("a lock nobody has used", &trial.short_lock_of(&holding, "a")?).await?;
+    let in_the_way = granted_at_once("another", &trial.lock("b").await?.with_options(lasting())).await?;
+    let waiters: Vec<_> = ["at the server", "behind it in its client"]
+        .into_iter()
+        .map(|place| {
+            let lock = trial.lock_of(&waiting, "b")?;
+            Ok((place, tokio::spawn(async move { lock.acquire().await })))
+        })
+        .collect::<Result<_, Error>>()?;
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    drop(runtime);
+    for (place, waiter) in waiters {
+        let answer = within(PROMPT, "a waiter is told", waiter)
+            .await?
+            .map_err(failed)?;
+        has_ended(place, answer)?;
+    }
+    let reason = within(PROMPT, "the holder is told", held.lost()).await?;
+    ensure!(
+        reason == LossReason::Disconnected,
+        "expected Disconnected, got {reason:?}"
+    );
+    for client in [&unused, &holding, &waiting] {
+        let lock = trial.lock_of(client, "c")?;
+        let long = Duration::from_secs(30);
+        let answers = async {
+            has_ended("acquire", lock.acquire().await)?;
+            has_ended("try_acquire", lock.try_acquire().await)?;
+            has_ended("acquire_timeout", lock.acquire_timeout(long).await)?;
+            has_ended("inspect", lock.inspect().await)?;
+            let revoked = client.revoke(trial.name("c"), FencingToken::new(1)).await;
+            has_ended("revoke", revoked)?;
+            has_ended("close", client.close(long).await)
+        };
+        within(PROMPT, "a client without a runtime answers", answers).await??;
+    }
+    let renewed = held.renew().await;
+    let released = held.release().await;
+    ensure!(
+        [&renewed, &released]
+            .iter()
+            .all(|answer| matches!(answer, Err(error) if error.is_lost())),
+        "expected Lost of a hold whose runtime has ended, got {renewed:?} and {released:?}"
+    );
+    in_the_way.release().await?;
+    Ok(())
+}
+
+fn has_ended<T: std::fmt::Debug>(what: &str, answer: Result<T, Error>) -> Outcome {
+    match answer {
+        Err(error)
+            if !error.is_transient()
+                && chain(&error).contains("runtime that this client lives on has ended") =>
+        {
+            Ok(())
+        }
+        other => Err(failed(format!(
+            "{what}: expected a permanent error that says that the runtime has ended, got {other:?}"
+        ))),
+    }
+}
+
+/// A runtime beside that of the case.
+struct OtherRuntime(Option<Runtime>);
+
+impl OtherRuntime {
+    fn new() -> Result<Self, Stop> {
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        Ok(Self(Some(runtime.map_err(failed)?)))
+    }
+
+    /// A client that lives on it.
+    async fn client(&self, trial: &Trial) -> Result<LockClient, Stop> {
+        let harness = trial.harness.clone();
+        let runtime = self
+            .0
+            .as_ref()
+            .ok_or_else(|| failed("it is there until it is dropped"))?;
+        let made = runtime.spawn(async move { harness.client().await });
+        Ok(made.await.map_err(failed)??)
+    }
+}
+
+impl Drop for OtherRuntime {
+    /// The drop of a runtime itself may block, which is not allowed within another one.
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
 }
 
 pub(crate) async fn closed_client_refuses(trial: &Trial) -> Outcome {
