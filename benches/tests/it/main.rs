@@ -168,7 +168,7 @@ impl Claim for WatchingClaim {
 }
 
 #[test]
-fn nothing_is_spawned_before_the_grant_and_one_task_after_it() {
+fn a_client_is_one_task_whatever_it_holds() {
     let runtime = current_thread();
     runtime.block_on(async {
         let client = LockClient::new(Watching::default());
@@ -176,8 +176,8 @@ fn nothing_is_spawned_before_the_grant_and_one_task_after_it() {
         let first = lock.acquire().await.unwrap();
         assert_eq!(
             MOST_TASKS.load(Ordering::Relaxed),
-            0,
-            "no task before the first grant"
+            1,
+            "one worker, which is there before anything is sent"
         );
         first.release().await.unwrap();
         let mut held = Vec::new();
