@@ -103,9 +103,10 @@ struct Holding {
 
 struct Waiter {
     owner: OwnerId,
+    mode: Mode,
     notify: Arc<Notify>,
-    /// Since when it has been its turn.
-    woken: Option<Instant>,
+    /// Since when it could have been granted.
+    turn: Option<Instant>,
 }
 
 impl MemoryBackend {
@@ -170,7 +171,7 @@ impl MemoryBackend {
             found |= hit;
             !hit
         });
-        entry.wake_first(Instant::now());
+        entry.look_whose_turn(Instant::now());
         found
     }
 }
@@ -255,16 +256,17 @@ impl Entry {
 
     /// Whether one more holder fits in.
     fn admits(&self, mode: Mode) -> bool {
-        match mode {
-            Mode::Exclusive => self.holders.is_empty(),
-            Mode::Shared => self.holders.iter().all(|holder| holder.shared),
-            Mode::Permits(most) => self.holders.len() < most.get() as usize,
-        }
+        admits(&self.holders, mode)
     }
 
-    fn wake_first(&mut self, now: Instant) {
-        if let Some(first) = self.queue.front_mut() {
-            first.woken.get_or_insert(now);
+    /// Wakes the first waiter if it can be granted from now on. To be called after any change.
+    fn look_whose_turn(&mut self, now: Instant) {
+        let Self { holders, queue, .. } = self;
+        let Some(first) = queue.front_mut() else { return };
+        if !admits(holders, first.mode) {
+            first.turn = None;
+        } else if first.turn.is_none() {
+            first.turn = Some(now);
             first.notify.notify_one();
         }
     }
@@ -273,30 +275,39 @@ impl Entry {
     /// queue.
     fn pass_over_sleepers(&mut self, asking: OwnerId, now: Instant) {
         for _ in 0..self.queue.len() {
-            let asleep = self.queue.front_mut().is_some_and(|first| {
-                let turn = *first.woken.get_or_insert(now);
-                first.owner != asking && now.saturating_duration_since(turn) > FOLLOWS_WITHIN
-            });
-            if !asleep {
+            // A lease that has just ended changed something, too.
+            self.look_whose_turn(now);
+            let is_asleep = |first: &Waiter| {
+                let waited = first.turn.map(|turn| now.saturating_duration_since(turn));
+                first.owner != asking && waited > Some(FOLLOWS_WITHIN)
+            };
+            if !self.queue.front().is_some_and(is_asleep) {
                 return;
             }
-            if let Some(mut sleeper) = self.queue.pop_front() {
-                sleeper.woken = None;
-                self.queue.push_back(sleeper);
+            self.queue.rotate_left(1);
+            if let Some(sleeper) = self.queue.back_mut() {
+                sleeper.turn = None;
             }
         }
     }
 
     fn leave(&mut self, owner: OwnerId, now: Instant) {
-        let was_first = self.queue.front().is_some_and(|waiter| waiter.owner == owner);
+        self.holders.retain(|holder| holder.owner != owner);
         self.queue.retain(|waiter| waiter.owner != owner);
-        if was_first {
-            self.wake_first(now);
-        }
+        self.look_whose_turn(now);
     }
 
     fn is_unused(&self) -> bool {
         self.holders.is_empty() && self.queue.is_empty()
+    }
+}
+
+/// Whether one more holder fits in beside `holders`.
+fn admits(holders: &[Holding], mode: Mode) -> bool {
+    match mode {
+        Mode::Exclusive => holders.is_empty(),
+        Mode::Shared => holders.iter().all(|holder| holder.shared),
+        Mode::Permits(most) => holders.len() < most.get() as usize,
     }
 }
 
@@ -400,9 +411,7 @@ impl MemoryClaim {
                 lease,
             }));
         }
-        if entry.admits(request.mode) {
-            entry.pass_over_sleepers(request.owner, now);
-        }
+        entry.pass_over_sleepers(request.owner, now);
         let next = entry
             .queue
             .front()
@@ -419,7 +428,7 @@ impl MemoryClaim {
                 notify: notify.clone(),
             });
             entry.queue.retain(|waiter| waiter.owner != request.owner);
-            entry.wake_first(now);
+            entry.look_whose_turn(now);
             return Ok(Some(Grant {
                 tokens: tokens.0..=tokens.1,
                 lease,
@@ -428,8 +437,9 @@ impl MemoryClaim {
         if !patience.is_zero() && !entry.queue.iter().any(|waiter| waiter.owner == request.owner) {
             entry.queue.push_back(Waiter {
                 owner: request.owner,
+                mode: request.mode,
                 notify: notify.clone(),
-                woken: None,
+                turn: None,
             });
         }
         Ok(None)
@@ -549,13 +559,8 @@ fn leave(state: &mut State, key: &Key, owner: OwnerId) -> bool {
     };
     entry.drop_ended(Instant::now());
     let before = entry.holders.len();
-    entry.holders.retain(|holder| holder.owner != owner);
+    entry.leave(owner, Instant::now());
     let found = entry.holders.len() < before;
-    let now = Instant::now();
-    entry.leave(owner, now);
-    if found {
-        entry.wake_first(now);
-    }
     if entry.is_unused() {
         state.locks.remove(key);
     }

@@ -98,6 +98,67 @@ async fn memory_grants_in_order() {
     assert!(!second_overtakes(MemoryBackend::new()).await);
 }
 
+/// Claims on one space of locks, each with a lease that outlasts the test.
+async fn claim(backend: &MemoryBackend, owner: u128, mode: Mode) -> Box<dyn Claim> {
+    let name = LockName::new("a").unwrap();
+    let request = ClaimRequest::new(name, mode, 3_600 * SECOND, OwnerId::new(owner));
+    backend.claim(&request).await.unwrap()
+}
+
+async fn granted(claim: &mut Box<dyn Claim>, patience: Duration) -> bool {
+    claim.attempt(patience).await.unwrap().is_some()
+}
+
+#[tokio::test(start_paused = true)]
+async fn memory_keeps_its_order_over_a_long_hold() {
+    let backend = MemoryBackend::new();
+    let mut claims = Vec::new();
+    for owner in 1..=4 {
+        claims.push(claim(&backend, owner, Mode::Exclusive).await);
+    }
+    let mut bystander = claim(&backend, 5, Mode::Exclusive).await;
+    assert!(granted(&mut claims[0], MS).await);
+    for waiter in &mut claims[1..] {
+        assert!(!granted(waiter, MS).await);
+    }
+    for first in 0..3 {
+        claims[first].release().await.unwrap();
+        assert!(!granted(&mut bystander, Duration::ZERO).await);
+        let others = first + 2..claims.len();
+        for other in others {
+            assert!(
+                !granted(&mut claims[other], MS).await,
+                "{other} overtook {}",
+                first + 1
+            );
+        }
+        assert!(granted(&mut claims[first + 1], MS).await);
+        // Whoever waits is not late: it is nobody's turn.
+        tokio::time::advance(60 * SECOND).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn memory_keeps_a_writers_place_before_readers() {
+    let backend = MemoryBackend::new();
+    let mut reader = claim(&backend, 1, Mode::Shared).await;
+    let mut writer = claim(&backend, 2, Mode::Exclusive).await;
+    let mut late = claim(&backend, 3, Mode::Shared).await;
+    assert!(granted(&mut reader, MS).await);
+    assert!(!granted(&mut writer, MS).await);
+    assert!(!granted(&mut late, MS).await);
+    for _ in 0..5 {
+        tokio::time::advance(60 * SECOND).await;
+        assert!(
+            !granted(&mut late, MS).await,
+            "a reader passed a writer that waits"
+        );
+    }
+    reader.release().await.unwrap();
+    assert!(!granted(&mut late, MS).await);
+    assert!(granted(&mut writer, MS).await);
+}
+
 #[cfg(all(feature = "file", unix))]
 mod file {
     use std::{
