@@ -1,11 +1,13 @@
 //! Several locks at once, all or none.
 
-use std::{fmt, time::Duration};
+use std::{fmt, pin::pin, time::Duration};
 
+use futures_util::future::join_all;
 use tokio::time::Instant;
 
 use crate::{
     AcquireOptions, DistributedLock, Error, LockGuard, LossReason, Result,
+    driver::{acquire::GRACE, timing},
     guard::{LostSignal, first_lost},
 };
 
@@ -29,7 +31,8 @@ use crate::{
 ///
 /// # Errors
 /// [`Error::InvalidOptions`] if one id is there twice; [`Error::Lost`] if one is lost while others are waited for;
-/// otherwise as [`DistributedLock::acquire_with`]. Nothing is held then: what had been acquired is released.
+/// otherwise as [`DistributedLock::acquire_with`]. Nothing is held then: what had been acquired is released, in the
+/// background if that takes longer than what is left of `wait`.
 ///
 /// # Cancel safety
 /// Dropped at any await, what had been acquired is released in the background.
@@ -62,13 +65,13 @@ where
         match next {
             Ok(guard) => set.guards.push(guard),
             Err(err) => {
-                set.give_back().await;
+                set.give_back(&deadline).await;
                 return Err(err);
             }
         }
     }
     if let Err(err) = set.check() {
-        set.give_back().await;
+        set.give_back(&deadline).await;
         return Err(err);
     }
     Ok(set)
@@ -85,6 +88,12 @@ impl Deadline {
             wait,
             started: Instant::now(),
         }
+    }
+
+    fn at(&self) -> Option<Instant> {
+        let wait = self.wait?;
+        // A lock's own `wait` has not been checked.
+        Some(self.started + wait.min(AcquireOptions::MAX_DURATION))
     }
 
     /// What is left. Once nothing is, each further lock still gets an attempt, though not the time of a single one.
@@ -125,20 +134,16 @@ impl LockSet {
         self.guards.iter().try_for_each(LockGuard::check)
     }
 
-    /// Releases all of them, in the reverse order.
+    /// Releases all of them at once.
     ///
     /// # Errors
-    /// The first error; the others are released all the same.
+    /// The first error, in the reverse order of their ids; the others are released all the same.
     ///
     /// # Cancel safety
     /// Dropped half-way, what is left is released in the background.
-    pub async fn release(mut self) -> Result<()> {
-        let mut outcome = Ok(());
-        while let Some(guard) = self.guards.pop() {
-            let released = guard.release().await;
-            outcome = outcome.and(released);
-        }
-        outcome
+    pub async fn release(self) -> Result<()> {
+        let released = join_all(self.guards.into_iter().rev().map(LockGuard::release)).await;
+        released.into_iter().collect()
     }
 
     async fn first_lost(&self) -> Error {
@@ -147,9 +152,18 @@ impl LockSet {
         self.guards[index].check().err().unwrap_or(Error::Closed)
     }
 
-    /// Undoes a partial acquisition. The caller gets the error that stopped it; this one is logged.
-    async fn give_back(self) {
-        if let Err(err) = self.release().await {
+    /// Undoes a partial acquisition on the caller's time, and what that is too short for in the background. The caller
+    /// gets the error that stopped it; this one is logged.
+    async fn give_back(self, deadline: &Deadline) {
+        let releasing = pin!(self.release());
+        let released = match deadline.at() {
+            Some(at) => {
+                let limit = || at.max(Instant::now() + GRACE);
+                timing::within("lockkit", "release", releasing, limit).await
+            }
+            None => Ok(Some(releasing.await)),
+        };
+        if let Err(err) = released.and_then(|released| released.unwrap_or(Ok(()))) {
             tracing::warn!(error = %err, "releasing a part of a set of locks failed");
         }
     }

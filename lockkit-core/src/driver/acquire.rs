@@ -18,7 +18,7 @@ use crate::{
 
 /// How long beyond the caller's deadline an attempt may take to say why it was not granted, if nothing has been heard
 /// from the server yet: without an answer, "taken" cannot be told from "cannot tell".
-const GRACE: Duration = Duration::from_millis(100);
+pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
 /// Acquires a lock on `terms`.
 pub(crate) async fn acquire(terms: &Arc<Terms>) -> Result<LockGuard> {

@@ -131,6 +131,48 @@ async fn a_set_whose_time_is_over_does_not_go_on_for_another_op_timeout() {
     assert!(started.elapsed() < SECOND, "after {:?}", started.elapsed());
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_set_is_given_back_within_its_time() {
+    const SLOW: Duration = Duration::from_secs(3);
+    let backend = MemoryBackend::new();
+    let client = client(&backend);
+    let names = ["a", "b", "c", "d"];
+    let locks: Vec<_> = names.iter().map(|name| client.lock(name).unwrap()).collect();
+    let locks: Vec<_> = locks.iter().collect();
+    let in_the_way = LockClient::new(backend.clone())
+        .lock("d")
+        .unwrap()
+        .acquire()
+        .await
+        .unwrap();
+    backend.delay(Operation::Release, SLOW);
+    for (wait, most) in [(0 * MS, 200 * MS), (200 * MS, 500 * MS), (5 * SECOND, 5_500 * MS)] {
+        let started = Instant::now();
+        let outcome = acquire_all(&locks, &AcquireOptions::new().wait(wait)).await;
+        assert!(outcome.unwrap_err().is_timeout());
+        let took = started.elapsed();
+        assert!(took < most, "{took:?} for a wait of {wait:?}");
+        // The background goes on with it.
+        tokio::time::sleep(2 * SLOW).await;
+        for name in &names[..3] {
+            assert!(
+                client.inspect(name).await.unwrap().is_free(),
+                "{name} after {wait:?}"
+            );
+        }
+    }
+    drop(in_the_way);
+    tokio::time::sleep(2 * SLOW).await;
+    let set = acquire_all(&locks, &AcquireOptions::new()).await.unwrap();
+    let started = Instant::now();
+    set.release().await.unwrap();
+    assert!(
+        started.elapsed() < SLOW + SECOND,
+        "released after {:?}",
+        started.elapsed()
+    );
+}
+
 /// A backend that sets no bound to how long an attempt may block.
 #[derive(Debug)]
 struct Patient(MemoryBackend);
