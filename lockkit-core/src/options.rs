@@ -37,7 +37,8 @@ pub struct AcquireOptions {
     pub label: Option<Arc<str>>,
     /// How many times in a row a release may pass an exclusive hold to the next waiter of this client before the
     /// lock goes back to the server. Default: [`DEFAULT_LOCAL_HANDOFFS`](Self::DEFAULT_LOCAL_HANDOFFS), 32, or 0 on a
-    /// backend whose order across processes is strict.
+    /// backend whose order across processes is strict. Among holders with different values the smallest counts, that of
+    /// the next one included.
     pub local_handoffs: Option<u32>,
 }
 

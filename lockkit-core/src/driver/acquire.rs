@@ -87,7 +87,10 @@ async fn queue(terms: &Arc<Terms>, clock: &Clock) -> Result<Entry> {
 
 /// Takes a hold that was passed on, unless it was lost on the way.
 fn accept(hold: Arc<Hold>) -> Option<LockGuard> {
-    hold.cell.accept(Instant::now()).then(|| LockGuard::new(hold))
+    hold.cell.accept(Instant::now()).then(|| {
+        crate::observe::handed_off(hold.line());
+        LockGuard::new(hold)
+    })
 }
 
 /// Goes to the server until it grants, the caller's time is over, or it says something that no repeating will change.
@@ -172,9 +175,10 @@ async fn step(grip: &mut Grip, clock: &Clock, heard: &Answer) -> Result<Option<u
     if let Err(err) = check(line, &grant) {
         return Box::pin(withdraw(grip, err)).await;
     }
-    let (first, last) = grant.tokens.into_inner();
-    grip.spare = (first.saturating_add(1), last);
-    grip.handoffs_left = terms.local_handoffs;
+    let first = *grant.tokens.start();
+    grip.spare = grant.tokens;
+    grip.spare.next();
+    grip.most_handoffs = terms.local_handoffs;
     grip.lease = Some(grant.lease);
     Ok(Some(first))
 }

@@ -3,6 +3,7 @@
 use std::{
     fmt,
     future::{Future, poll_fn},
+    ops::RangeInclusive,
     pin::Pin,
     sync::{
         Arc,
@@ -95,6 +96,13 @@ pub(crate) enum SlotUse {
     Holding = 1,
 }
 
+/// Whether a lease has been renewed for the next holder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Renewed {
+    No,
+    Yes,
+}
+
 /// What came of passing a hold on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PassOn {
@@ -178,25 +186,26 @@ impl Line {
 
     /// Passes what `ended` was made of to the first waiter, as a hold of its own with the next token, on the lease as
     /// it is, and leaves `grip` empty. If there is no waiter that it fits, the slot counts as being given up.
-    pub(crate) fn pass_on(&self, ended: &Hold, grip: &mut Grip, now: Instant) -> PassOn {
+    ///
+    /// A lease that has `just` been renewed does for anyone. Otherwise a waiter that will not renew it gets it fresh.
+    pub(crate) fn pass_on(&self, ended: &Hold, grip: &mut Grip, now: Instant, just: Renewed) -> PassOn {
         let mut state = self.state.lock();
-        let heir = state
-            .queue
-            .first()
-            .filter(|heir| grip.may_be_passed_on() && grip.terms.fits(heir));
-        let (Some(heir), Some(lease)) = (heir.cloned(), grip.lease) else {
+        let heir = state.queue.first().filter(|heir| grip.may_be_passed_to(heir));
+        let (Some(heir), Some(lease), Some(token)) = (heir.cloned(), grip.lease, grip.spare.clone().next())
+        else {
             self.set_slot_use(SlotUse::Other);
             // For those behind it, "taken" is the last that was heard.
             state.answer = Answer::Taken;
             return PassOn::NoHeir;
         };
-        if !timing::fresh_enough(&lease, now) {
+        let lasts = heir.renew || lease.length.is_none() || just == Renewed::Yes;
+        if !lasts || !timing::fresh_enough(&lease, now) {
             return PassOn::Stale;
         }
         let mut passed = grip.take();
-        let token = passed.spare.0;
-        passed.spare.0 += 1;
-        passed.handoffs_left -= 1;
+        passed.spare.next();
+        passed.handoffs += 1;
+        passed.most_handoffs = passed.most_handoffs.min(heir.local_handoffs);
         let passed = Hold::new(Phase::Offered, heir, token, passed, &lease);
         self.core.worker.replace(ended, &passed, now);
         let waker = state.queue.hand_off(passed);
@@ -306,9 +315,12 @@ impl Drop for InLine<'_> {
 pub(crate) struct Grip {
     pub(crate) claim: Option<Box<dyn Claim>>,
     pub(crate) terms: Arc<Terms>,
-    /// Tokens that the grant reserved for hand-offs: the next one, and the last.
-    pub(crate) spare: (u64, u64),
-    pub(crate) handoffs_left: u32,
+    /// Tokens that the grant reserved for hand-offs.
+    pub(crate) spare: RangeInclusive<u64>,
+    /// How many times it has been passed on.
+    pub(crate) handoffs: u32,
+    /// How many times it may be, as the least generous of its holders has it.
+    pub(crate) most_handoffs: u32,
     /// The last proof; `None` before the grant.
     pub(crate) lease: Option<Lease>,
     /// Whether the server may know of this claim, so that it has to be released.
@@ -316,13 +328,16 @@ pub(crate) struct Grip {
     slot: bool,
 }
 
+const NO_TOKENS: RangeInclusive<u64> = 1..=0;
+
 impl Grip {
     fn new(terms: Arc<Terms>, slot: bool) -> Self {
         Self {
             claim: None,
             terms,
-            spare: (1, 0),
-            handoffs_left: 0,
+            spare: NO_TOKENS,
+            handoffs: 0,
+            most_handoffs: 0,
             lease: None,
             known: false,
             slot,
@@ -333,12 +348,13 @@ impl Grip {
         self.slot
     }
 
-    /// Whether tokens and turns are left for a hand-off, and it is a kind of hold that can be handed off.
-    pub(crate) fn may_be_passed_on(&self) -> bool {
+    /// Whether turns are left for a hand-off, by the options of both, and it is a hold that can be handed off to this
+    /// waiter.
+    fn may_be_passed_to(&self, heir: &Terms) -> bool {
         self.slot
             && self.terms.line.is_exclusive()
-            && self.handoffs_left > 0
-            && self.spare.0 <= self.spare.1
+            && self.handoffs < self.most_handoffs.min(heir.local_handoffs)
+            && self.terms.fits(heir)
             && !self.terms.line.core.is_closed()
     }
 
@@ -359,8 +375,9 @@ impl Grip {
     pub(crate) fn take(&mut self) -> Self {
         let mut taken = Self::new(self.terms.clone(), std::mem::take(&mut self.slot));
         taken.claim = self.claim.take();
-        taken.spare = self.spare;
-        taken.handoffs_left = self.handoffs_left;
+        taken.spare = std::mem::replace(&mut self.spare, NO_TOKENS);
+        taken.handoffs = self.handoffs;
+        taken.most_handoffs = self.most_handoffs;
         taken.lease = self.lease;
         taken.known = std::mem::take(&mut self.known);
         taken

@@ -8,7 +8,7 @@ use crate::{
     Error, Result,
     driver::{
         hold::Hold,
-        line::{Grip, PassOn},
+        line::{Grip, PassOn, Renewed},
         timing::{self, Backoff},
     },
 };
@@ -63,24 +63,21 @@ async fn hand_off(ended: &Hold, grip: &mut Grip, now: Instant) -> bool {
     if !grip.has_slot() || !line.is_exclusive() {
         return false;
     }
-    let passed_on = match line.pass_on(ended, grip, now) {
+    match line.pass_on(ended, grip, now, Renewed::No) {
         PassOn::Stale => Box::pin(renew_and_pass_on(ended, grip)).await,
         PassOn::Done => true,
         PassOn::NoHeir => false,
-    };
-    if passed_on {
-        crate::observe::handed_off(line);
     }
-    passed_on
 }
 
 async fn renew_and_pass_on(ended: &Hold, grip: &mut Grip) -> bool {
-    if prove(grip).await && ended.line().pass_on(ended, grip, Instant::now()) == PassOn::Done {
+    let line = ended.line();
+    if prove(grip).await && line.pass_on(ended, grip, Instant::now(), Renewed::Yes) == PassOn::Done {
         return true;
     }
     // Too little is left of it to be of use to anyone else.
-    grip.handoffs_left = 0;
-    ended.line().pass_on(ended, grip, Instant::now()) == PassOn::Done
+    grip.most_handoffs = 0;
+    line.pass_on(ended, grip, Instant::now(), Renewed::No) == PassOn::Done
 }
 
 /// Renews a lease of which too little is left to be passed on.
@@ -111,6 +108,10 @@ async fn release(grip: &mut Grip) -> Result<()> {
             grip.pass_slot();
             let unconfirmed = grip.take();
             grip.terms.line.core.worker.clean_up(unconfirmed);
+        }
+        Err(Error::Lost { reason, .. }) => {
+            crate::observe::lost(&grip.terms.line, *reason);
+            grip.settled();
         }
         _ => grip.settled(),
     }

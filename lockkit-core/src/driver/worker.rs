@@ -358,7 +358,9 @@ impl Job {
         match self {
             Self::Settle(hold, grip) => {
                 let terms = hold.terms.clone();
-                if let Err(err) = settle::settle(&hold, grip, Instant::now()).await {
+                if let Err(err) = settle::settle(&hold, grip, Instant::now()).await
+                    && !err.is_lost()
+                {
                     crate::observe::release_failed(&terms.line, &err);
                 }
             }

@@ -48,10 +48,10 @@ async fn one_attempt_and_one_release_reach_the_server_per_block_of_grants() {
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_is_passed_on_while_two_thirds_are_left_and_renewed_first_afterwards() {
-    let options = AcquireOptions::new().ttl(9 * SECOND).renew(false);
+    let options = AcquireOptions::new().ttl(9 * SECOND);
     for (age, renewals) in [(2_990 * MS, 0), (3_010 * MS, 1)] {
         let (probe, lock) = lock(options.clone());
-        let first = lock.acquire().await.unwrap();
+        let first = lock.acquire_with(&options.clone().renew(false)).await.unwrap();
         let end = first.valid_until().unwrap();
         let heir = waiter(&lock).await;
         tokio::time::sleep(age).await;
@@ -62,6 +62,51 @@ async fn a_lease_is_passed_on_while_two_thirds_are_left_and_renewed_first_afterw
         let expected = if renewals == 0 { Duration::ZERO } else { age };
         assert_eq!(extended.as_millis(), expected.as_millis());
         heir.release().await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_heir_that_does_not_renew_gets_a_full_lease() {
+    let (probe, lock) = lock(AcquireOptions::new().ttl(9 * SECOND));
+    let first = lock.acquire().await.unwrap();
+    let heir = waiter(&lock.with_options(AcquireOptions::new().renew(false))).await;
+    tokio::time::sleep(2 * SECOND).await;
+    first.release().await.unwrap();
+    let heir = heir.await.unwrap();
+    let left = heir.valid_until().unwrap() - tokio::time::Instant::now();
+    assert!(left > 8_990 * MS, "{left:?} of 9 s");
+    assert_eq!(probe.counts.calls(), (1, 1, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_smallest_number_of_hand_offs_counts() {
+    for (holder, heirs, by_the_server) in [
+        // For each of the heirs: whether it was granted by the server.
+        (32, [0, 32, 32], [true, true, false]),
+        (32, [1, 32, 32], [false, true, false]),
+        (1, [32, 32, 32], [false, true, false]),
+        (32, [32, 2, 32], [false, false, true]),
+        (32, [32, 1, 32], [false, true, false]),
+    ] {
+        let (probe, lock) = lock(AcquireOptions::new());
+        let options = AcquireOptions::new();
+        let mut guard = lock
+            .acquire_with(&options.clone().local_handoffs(holder))
+            .await
+            .unwrap();
+        let mut waiters = Vec::new();
+        for heir in heirs {
+            let lock = lock.with_options(options.clone().local_handoffs(heir));
+            waiters.push(waiter(&lock).await);
+        }
+        let mut went = Vec::new();
+        for next in waiters {
+            let (before, ..) = probe.counts.calls();
+            guard.release().await.unwrap();
+            guard = next.await.unwrap();
+            went.push(probe.counts.calls().0 > before);
+        }
+        assert_eq!(went, by_the_server, "{holder}, then {heirs:?}");
     }
 }
 

@@ -5,6 +5,8 @@ mod blocking;
 mod cancel;
 mod conformance;
 mod corners;
+#[cfg(feature = "metrics")]
+mod counters;
 mod driver;
 mod edges;
 #[cfg(all(feature = "file", unix))]
