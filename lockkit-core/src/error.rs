@@ -235,7 +235,8 @@ pub enum LossReason {
     Revoked,
     /// The connection, session or client that the hold was bound to has ended.
     Disconnected,
-    /// It was released, and somebody asked a view of it that was kept. No [`lost`](crate::LockGuard::lost) ever says so.
+    /// It was released, and somebody waits for its [`ended`](crate::LockGuard::ended) or asks a view of it that was kept. No
+    /// [`lost`](crate::LockGuard::lost) ever says so.
     Released,
 }
 

@@ -12,7 +12,11 @@ use tokio::time::Instant;
 
 use crate::{
     Error, FencingToken, LockName, LossReason, Result,
-    driver::{acquire, cell::Phase, hold::Hold},
+    driver::{
+        acquire,
+        cell::{Event, Phase},
+        hold::{Hold, Record},
+    },
 };
 
 /// A lock that is held.
@@ -27,35 +31,43 @@ use crate::{
 #[must_use = "dropping the guard releases the lock"]
 #[derive(Debug)]
 pub struct LockGuard {
-    held: Held,
+    hold: Hold,
     /// Unset once the release has begun, so that dropping does nothing more.
     armed: bool,
 }
 
 impl LockGuard {
-    pub(crate) fn new(hold: Arc<Hold>) -> Self {
-        Self {
-            held: Held { hold },
-            armed: true,
-        }
+    pub(crate) fn new(hold: Hold) -> Self {
+        Self { hold, armed: true }
     }
 
     /// The lock's name.
     pub fn name(&self) -> &LockName {
-        self.held.name()
+        &self.hold.name
     }
 
     /// The fencing token of this hold.
     pub fn token(&self) -> FencingToken {
-        self.held.token()
+        self.hold.token
     }
 
-    /// Resolves when the hold is lost, with the reason; never after a normal release.
+    /// Resolves when the hold is lost, with the reason; never after a normal release. It is for a `select!` with the work
+    /// that the lock protects: a task of its own that awaits this stays for ever once the lock was released. Let such a
+    /// task await [`ended`](Self::ended).
     ///
     /// # Cancel safety
     /// Loss is latched: whoever asks late is told at once, and dropping the future loses nothing.
     pub fn lost(&self) -> LostSignal {
-        self.held.lost()
+        LostSignal::new(&self.hold.record)
+    }
+
+    /// Resolves when the hold is over: when it is lost, with the reason, and with [`LossReason::Released`] as soon as its
+    /// guard is released or dropped.
+    ///
+    /// # Cancel safety
+    /// The end is latched: whoever asks late is told at once, and dropping the future loses nothing.
+    pub fn ended(&self) -> EndedSignal {
+        EndedSignal(Watch::new(&self.hold.record))
     }
 
     /// Resolves when a renewal has failed, with what is left of the lease: an early warning. It also resolves, with
@@ -64,13 +76,13 @@ impl LockGuard {
     /// # Cancel safety
     /// The state is remembered until a renewal succeeds; dropping the future loses nothing.
     pub fn renewal_failing(&self) -> RenewalFailing {
-        self.held.renewal_failing()
+        RenewalFailing(Watch::new(&self.hold.record))
     }
 
     /// Whether the lock is still held, by the clock too: `false` from the moment the lease is over, even if nothing
     /// has noticed yet.
     pub fn is_held(&self) -> bool {
-        self.held.is_held()
+        self.hold.is_held()
     }
 
     /// Like [`is_held`](Self::is_held), for use with `?`.
@@ -78,18 +90,20 @@ impl LockGuard {
     /// # Errors
     /// [`Error::Lost`] once the hold is lost.
     pub fn check(&self) -> Result<()> {
-        self.held.check()
+        self.hold.check()
     }
 
     /// Until when the lock is held if no renewal succeeds from now on, on the monotonic clock. `None` if the hold has
     /// no lease, only a process or connection that it ends with.
     pub fn valid_until(&self) -> Option<Instant> {
-        self.held.valid_until()
+        self.hold.cell.valid_until()
     }
 
     /// A view of this hold that can be cloned and given away. It keeps nothing held.
     pub fn held(&self) -> Held {
-        self.held.clone()
+        Held {
+            record: self.hold.record.clone(),
+        }
     }
 
     /// Extends the lease by hand, to a full ttl from now. For holds acquired with `renew(false)`, and for whoever
@@ -103,7 +117,7 @@ impl LockGuard {
     /// Dropped half-way, the lease is either extended at the server or not; locally it counts as not.
     pub async fn renew(&self) -> Result<()> {
         self.check()?;
-        let hold = &self.held.hold;
+        let hold = &self.hold;
         let renewal = async {
             match hold.cell.reclaim().await.as_mut() {
                 Some(grip) => hold.renew_with(grip, true).await,
@@ -126,7 +140,7 @@ impl LockGuard {
     /// # Cancel safety
     /// Dropping it drops `work`. The lock stays held by the guard.
     pub async fn run<F: Future>(&self, work: F) -> Result<F::Output> {
-        self.held.run(work).await
+        self.held().run(work).await
     }
 
     /// Releases the lock and says what came of it.
@@ -139,7 +153,7 @@ impl LockGuard {
     /// Dropped half-way, the release goes on in the client's worker.
     pub async fn release(mut self) -> Result<()> {
         self.armed = false;
-        acquire::release(&self.held.hold).await
+        acquire::release(&self.hold).await
     }
 
     /// A duplicate of the operating system's handle that keeps the hold alive, where the backend has one (file). A
@@ -149,7 +163,7 @@ impl LockGuard {
     /// Nothing changes if it is dropped.
     #[cfg(unix)]
     pub async fn descriptor(&self) -> Option<std::os::fd::OwnedFd> {
-        let hold = &self.held.hold;
+        let hold = &self.hold;
         let loan = tokio::select! {
             biased;
             _ = self.lost() => return None,
@@ -162,26 +176,27 @@ impl LockGuard {
 impl Drop for LockGuard {
     fn drop(&mut self) {
         if self.armed {
-            self.held.hold.abandon();
+            self.hold.abandon();
         }
     }
 }
 
-/// A read-only view of a hold. Cloning is cheap; it neither keeps the lock nor releases it.
+/// A read-only view of a hold. Cloning is cheap; it neither keeps the lock nor releases it, and once the hold is over it
+/// keeps nothing of the client.
 #[derive(Clone, Debug)]
 pub struct Held {
-    hold: Arc<Hold>,
+    record: Arc<Record>,
 }
 
 impl Held {
     /// The lock's name.
     pub fn name(&self) -> &LockName {
-        self.hold.line().name()
+        &self.record.name
     }
 
     /// The fencing token of this hold.
     pub fn token(&self) -> FencingToken {
-        self.hold.token
+        self.record.token
     }
 
     /// As [`LockGuard::lost`].
@@ -189,7 +204,15 @@ impl Held {
     /// # Cancel safety
     /// As [`LockGuard::lost`].
     pub fn lost(&self) -> LostSignal {
-        LostSignal(Watch::new(self.hold.clone()))
+        LostSignal::new(&self.record)
+    }
+
+    /// As [`LockGuard::ended`].
+    ///
+    /// # Cancel safety
+    /// As [`LockGuard::ended`].
+    pub fn ended(&self) -> EndedSignal {
+        EndedSignal(Watch::new(&self.record))
     }
 
     /// As [`LockGuard::renewal_failing`].
@@ -197,31 +220,28 @@ impl Held {
     /// # Cancel safety
     /// As [`LockGuard::renewal_failing`].
     pub fn renewal_failing(&self) -> RenewalFailing {
-        RenewalFailing(Watch::new(self.hold.clone()))
+        RenewalFailing(Watch::new(&self.record))
     }
 
     /// Whether the lock is still held: neither lost, nor past its lease, nor released.
     pub fn is_held(&self) -> bool {
-        self.hold.cell.phase(Instant::now()) == Phase::Held
+        self.record.is_held()
     }
 
     /// # Errors
     /// [`Error::Lost`] once the hold is lost; with [`LossReason::Released`] once it was released, which is no loss but
     /// nothing to go on with either.
     pub fn check(&self) -> Result<()> {
-        match self.hold.cell.phase(Instant::now()) {
-            Phase::Releasing => Err(self.hold.lost(LossReason::Released)),
-            _ => self.not_lost(),
-        }
+        self.record.check()
     }
 
     pub(crate) fn not_lost(&self) -> Result<()> {
-        self.hold.not_lost(Instant::now())
+        self.record.not_lost(Instant::now())
     }
 
     /// As [`LockGuard::valid_until`].
     pub fn valid_until(&self) -> Option<Instant> {
-        self.hold.cell.valid_until()
+        self.record.cell.valid_until()
     }
 
     /// As [`LockGuard::run`].
@@ -235,21 +255,26 @@ impl Held {
         self.check()?;
         tokio::select! {
             biased;
-            reason = self.lost() => Err(self.hold.lost(reason)),
+            reason = self.lost() => Err(self.record.lost(reason)),
             output = work => self.check().map(|()| output),
         }
     }
 }
 
-/// Resolves to the reason when a hold is lost; pending for ever after a normal release. Made by [`LockGuard::lost`].
+/// Resolves to the reason when a hold is lost; pending for ever after a normal release, which [`EndedSignal`] is not.
+/// Made by [`LockGuard::lost`].
 #[derive(Clone, Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct LostSignal(Watch);
 
 impl LostSignal {
+    fn new(record: &Arc<Record>) -> Self {
+        Self(Watch::new(record))
+    }
+
     /// The reason, if the hold is lost already.
     pub fn reason(&self) -> Option<LossReason> {
-        match self.0.hold.cell.phase(Instant::now()) {
+        match self.0.record.cell.phase(Instant::now()) {
             Phase::Lost(reason) => Some(reason),
             _ => None,
         }
@@ -260,8 +285,26 @@ impl Future for LostSignal {
     type Output = LossReason;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<LossReason> {
-        self.0.keep(cx);
+        self.0.keep(cx, Event::Loss);
         self.reason().map_or(Poll::Pending, Poll::Ready)
+    }
+}
+
+/// Resolves when a hold is over, lost or released. Made by [`LockGuard::ended`].
+#[derive(Clone, Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct EndedSignal(Watch);
+
+impl Future for EndedSignal {
+    type Output = LossReason;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<LossReason> {
+        self.0.keep(cx, Event::End);
+        match self.0.record.cell.phase(Instant::now()) {
+            Phase::Lost(reason) => Poll::Ready(reason),
+            Phase::Releasing => Poll::Ready(LossReason::Released),
+            Phase::Offered | Phase::Held => Poll::Pending,
+        }
     }
 }
 
@@ -274,9 +317,9 @@ impl Future for RenewalFailing {
     type Output = Duration;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Duration> {
-        self.0.keep(cx);
+        self.0.keep(cx, Event::Loss);
         let now = Instant::now();
-        let cell = &self.0.hold.cell;
+        let cell = &self.0.record.cell;
         if let Phase::Lost(_) = cell.phase(now) {
             return Poll::Ready(Duration::ZERO);
         }
@@ -287,31 +330,34 @@ impl Future for RenewalFailing {
 /// A place among those who are woken when something happens to a hold.
 #[derive(Debug)]
 struct Watch {
-    hold: Arc<Hold>,
+    record: Arc<Record>,
     place: Option<u32>,
 }
 
 impl Watch {
-    fn new(hold: Arc<Hold>) -> Self {
-        Self { hold, place: None }
+    fn new(record: &Arc<Record>) -> Self {
+        Self {
+            record: record.clone(),
+            place: None,
+        }
     }
 
     /// Registers before the state is read, so that no change falls between.
-    fn keep(&mut self, cx: &Context<'_>) {
-        self.hold.cell.watch(&mut self.place, cx.waker());
+    fn keep(&mut self, cx: &Context<'_>, of: Event) {
+        self.record.cell.watch(&mut self.place, cx.waker(), of);
     }
 }
 
 impl Clone for Watch {
     fn clone(&self) -> Self {
-        Self::new(self.hold.clone())
+        Self::new(&self.record)
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
         if let Some(place) = self.place {
-            self.hold.cell.unwatch(place);
+            self.record.cell.unwatch(place);
         }
     }
 }

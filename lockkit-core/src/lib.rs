@@ -28,7 +28,7 @@ pub use client::LockClient;
 pub use error::{BoxError, Error, LossReason, Result};
 #[cfg(all(feature = "file", unix))]
 pub use file::{FileBackend, FileConfig};
-pub use guard::{Held, LockGuard, LostSignal, RenewalFailing};
+pub use guard::{EndedSignal, Held, LockGuard, LostSignal, RenewalFailing};
 pub use lock::{DistributedLock, DistributedLockExt, Lock};
 pub use memory::{MemoryBackend, Operation};
 pub use multi::{LockSet, acquire_all};

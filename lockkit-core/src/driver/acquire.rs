@@ -86,7 +86,7 @@ async fn queue(terms: &Arc<Terms>, clock: &Clock) -> Result<Entry> {
 }
 
 /// Takes a hold that was passed on, unless it was lost on the way.
-fn accept(hold: Arc<Hold>) -> Option<LockGuard> {
+fn accept(hold: Hold) -> Option<LockGuard> {
     hold.cell.accept(Instant::now()).then(|| {
         crate::observe::handed_off(hold.line());
         LockGuard::new(hold)
@@ -371,10 +371,13 @@ impl Clock {
 }
 
 /// Settles a hold that its guard gives up on the caller's time.
-pub(crate) async fn release(hold: &Arc<Hold>) -> Result<()> {
+pub(crate) async fn release(hold: &Hold) -> Result<()> {
     let now = Instant::now();
     match hold.cell.begin_release(now) {
         Ok(grip) => settle::settle(hold, grip, now).await,
-        Err(reason) => Err(hold.lost(reason)),
+        Err(reason) => {
+            hold.give_up_what_is_lost();
+            Err(hold.lost(reason))
+        }
     }
 }

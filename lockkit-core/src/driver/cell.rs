@@ -51,8 +51,23 @@ struct State<C> {
     attendant: Option<Waker>,
     /// Grows when the attendant should look again.
     version: u32,
-    watchers: Vec<(u32, Waker)>,
+    watchers: Vec<Watcher>,
     next_watcher: u32,
+}
+
+struct Watcher {
+    id: u32,
+    of: Event,
+    waker: Waker,
+}
+
+/// What a watcher waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Event {
+    /// A loss, or a warning of one.
+    Loss,
+    /// A loss or a release.
+    End,
 }
 
 /// Wakers are called when the lock on the state has been let go.
@@ -60,6 +75,8 @@ struct State<C> {
 struct Wakes {
     attendant: Option<Waker>,
     others: Vec<Waker>,
+    /// Wait for what will never happen any more.
+    forgotten: Vec<Watcher>,
 }
 
 impl Wakes {
@@ -68,6 +85,7 @@ impl Wakes {
             waker.wake();
         }
         self.others.into_iter().for_each(Waker::wake);
+        drop(self.forgotten);
     }
 }
 
@@ -81,7 +99,19 @@ impl<C> State<C> {
         self.phase = Phase::Lost(reason);
         Wakes {
             attendant: self.rouse(),
-            others: self.watchers.drain(..).map(|(_, waker)| waker).collect(),
+            others: self.watchers.drain(..).map(|watcher| watcher.waker).collect(),
+            forgotten: Vec::new(),
+        }
+    }
+
+    /// The end that is no loss.
+    fn begin_release(&mut self) -> Wakes {
+        self.phase = Phase::Releasing;
+        let ended = self.watchers.extract_if(.., |watcher| watcher.of == Event::End);
+        Wakes {
+            attendant: None,
+            others: ended.map(|watcher| watcher.waker).collect(),
+            forgotten: std::mem::take(&mut self.watchers),
         }
     }
 
@@ -151,24 +181,23 @@ impl<C> HoldCell<C> {
             }
             state.phase = Phase::Held;
             let attendant = state.rouse();
-            (
-                true,
-                Wakes {
-                    attendant,
-                    others: Vec::new(),
-                },
-            )
+            let wakes = Wakes {
+                attendant,
+                ..Wakes::default()
+            };
+            (true, wakes)
         })
     }
 
-    /// The guard is given up. The claim comes along if it is at hand; otherwise it has to be reclaimed. The attendant is
-    /// not told yet: to wake it would come before the request that the next holder waits for.
+    /// The guard is given up, which those are told who wait for its end. The claim comes along if it is at hand; otherwise
+    /// it has to be reclaimed. The attendant is not told yet: to wake it would come before the request that the next
+    /// holder waits for.
     pub(crate) fn begin_release(&self, now: Instant) -> Result<Option<C>, LossReason> {
         self.update(Some(now), |state| match state.phase {
             Phase::Lost(reason) => (Err(reason), Wakes::default()),
             Phase::Offered | Phase::Held | Phase::Releasing => {
-                state.phase = Phase::Releasing;
-                (Ok(state.parked.take()), Wakes::default())
+                let wakes = state.begin_release();
+                (Ok(state.parked.take()), wakes)
             }
         })
     }
@@ -226,17 +255,15 @@ impl<C> HoldCell<C> {
         self.update(None, |state| {
             let first = state.alive() && !std::mem::replace(&mut state.renewal_failing, true);
             let others = if first {
-                state.watchers.drain(..).map(|(_, waker)| waker).collect()
+                state.watchers.drain(..).map(|watcher| watcher.waker).collect()
             } else {
                 Vec::new()
             };
-            (
-                (),
-                Wakes {
-                    attendant: None,
-                    others,
-                },
-            )
+            let wakes = Wakes {
+                others,
+                ..Wakes::default()
+            };
+            ((), wakes)
         });
     }
 
@@ -251,22 +278,29 @@ impl<C> HoldCell<C> {
         (state.alive() && state.renewal_failing).then(left)
     }
 
-    /// Keeps `waker` to be called at a loss and at an early warning. `watcher` is the caller's place for it.
-    pub(crate) fn watch(&self, watcher: &mut Option<u32>, waker: &Waker) {
+    /// Keeps `waker` to be called at this event, if that can still happen. `watcher` is the caller's place for it.
+    pub(crate) fn watch(&self, watcher: &mut Option<u32>, waker: &Waker, of: Event) {
         let mut state = self.state.lock();
+        if !state.alive() {
+            return;
+        }
         let id = *watcher.get_or_insert_with(|| {
             state.next_watcher = state.next_watcher.wrapping_add(1);
             state.next_watcher
         });
-        match state.watchers.iter_mut().find(|(known, _)| *known == id) {
-            Some((_, known)) => known.clone_from(waker),
-            None => state.watchers.push((id, waker.clone())),
+        match state.watchers.iter_mut().find(|known| known.id == id) {
+            Some(known) => known.waker.clone_from(waker),
+            None => state.watchers.push(Watcher {
+                id,
+                of,
+                waker: waker.clone(),
+            }),
         }
     }
 
     /// Forgets the waker kept for `watcher`.
     pub(crate) fn unwatch(&self, watcher: u32) {
-        self.state.lock().watchers.retain(|(id, _)| *id != watcher);
+        self.state.lock().watchers.retain(|known| known.id != watcher);
     }
 
     /// Borrows the claim as soon as it is at hand, ahead of the attendant.
@@ -327,7 +361,12 @@ impl<C> HoldCell<C> {
                 state.attendant.take()
             };
             let others = std::mem::take(&mut state.wanting_wakers);
-            ((), Wakes { attendant, others })
+            let wakes = Wakes {
+                attendant,
+                others,
+                ..Wakes::default()
+            };
+            ((), wakes)
         });
     }
 }
@@ -392,13 +431,11 @@ impl<C> Drop for Reclaim<'_, C> {
         self.cell.update(None, |state| {
             state.wanting -= 1;
             let attendant = if state.wanting == 0 { state.rouse() } else { None };
-            (
-                (),
-                Wakes {
-                    attendant,
-                    others: Vec::new(),
-                },
-            )
+            let wakes = Wakes {
+                attendant,
+                ..Wakes::default()
+            };
+            ((), wakes)
         });
     }
 }

@@ -1,11 +1,14 @@
 //! One grant, shared by its guard, its views and the worker that keeps it alive.
 
-use std::sync::{Arc, atomic::AtomicUsize};
+use std::{
+    ops::Deref,
+    sync::{Arc, atomic::AtomicUsize},
+};
 
 use tokio::time::Instant;
 
 use crate::{
-    Error, FencingToken, LossReason, Result,
+    Error, FencingToken, LockName, LossReason, Result,
     driver::{
         attendance::Attendance,
         cell::{HoldCell, Phase},
@@ -15,30 +18,29 @@ use crate::{
     spi::{Lease, Renewal},
 };
 
+/// What views keep of a hold: nothing of the client, once it is over.
 #[derive(Debug)]
-pub(crate) struct Hold {
+pub(crate) struct Record {
     pub(crate) token: FencingToken,
-    pub(crate) terms: Arc<Terms>,
+    pub(crate) name: LockName,
+    pub(crate) backend: &'static str,
     pub(crate) cell: HoldCell<Grip>,
     pub(crate) attendance: Attendance,
     /// Its place in the worker's register.
     pub(crate) key: AtomicUsize,
 }
 
-impl Hold {
-    /// A hold made of `grip`, on a lease that has been proven.
-    pub(crate) fn new(phase: Phase, terms: Arc<Terms>, token: u64, grip: Grip, lease: &Lease) -> Arc<Self> {
-        Arc::new(Self {
-            token: FencingToken::new(token),
-            terms,
-            cell: HoldCell::new(phase, grip, timing::valid_until(lease)),
-            attendance: Attendance::default(),
-            key: AtomicUsize::new(usize::MAX),
-        })
+impl Record {
+    pub(crate) fn is_held(&self) -> bool {
+        self.cell.phase(Instant::now()) == Phase::Held
     }
 
-    pub(crate) fn line(&self) -> &Line {
-        &self.terms.line
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.cell.phase(Instant::now()) {
+            Phase::Lost(reason) => Err(self.lost(reason)),
+            Phase::Releasing => Err(self.lost(LossReason::Released)),
+            Phase::Offered | Phase::Held => Ok(()),
+        }
     }
 
     pub(crate) fn not_lost(&self, now: Instant) -> Result<()> {
@@ -49,13 +51,59 @@ impl Hold {
     }
 
     pub(crate) fn lost(&self, reason: LossReason) -> Error {
-        Error::lost(self.line().backend(), self.line().name().clone(), reason)
+        Error::lost(self.backend, self.name.clone(), reason)
+    }
+}
+
+/// A hold, for those who can do something with it.
+#[derive(Clone, Debug)]
+pub(crate) struct Hold {
+    pub(crate) record: Arc<Record>,
+    pub(crate) terms: Arc<Terms>,
+}
+
+impl Deref for Hold {
+    type Target = Record;
+
+    fn deref(&self) -> &Record {
+        &self.record
+    }
+}
+
+impl Hold {
+    /// A hold made of `grip`, on a lease that has been proven.
+    pub(crate) fn new(phase: Phase, terms: Arc<Terms>, token: u64, grip: Grip, lease: &Lease) -> Self {
+        let record = Record {
+            token: FencingToken::new(token),
+            name: terms.line.name().clone(),
+            backend: terms.line.backend(),
+            cell: HoldCell::new(phase, grip, timing::valid_until(lease)),
+            attendance: Attendance::default(),
+            key: AtomicUsize::new(usize::MAX),
+        };
+        Self {
+            record: Arc::new(record),
+            terms,
+        }
+    }
+
+    pub(crate) fn line(&self) -> &Line {
+        &self.terms.line
     }
 
     /// Nobody will use it any more: the worker releases it. Does no I/O and cannot block.
-    pub(crate) fn abandon(self: &Arc<Self>) {
-        if let Ok(grip) = self.cell.begin_release(Instant::now()) {
-            self.line().core.worker.settle(self.clone(), grip);
+    pub(crate) fn abandon(&self) {
+        match self.cell.begin_release(Instant::now()) {
+            Ok(grip) => self.line().core.worker.settle(self.clone(), grip),
+            Err(_) => self.give_up_what_is_lost(),
+        }
+    }
+
+    /// What is left of a lost hold is released by the worker. If there is none any more, it is dropped with the guard,
+    /// and not with the last view.
+    pub(crate) fn give_up_what_is_lost(&self) {
+        if self.line().core.worker.lives("release").is_err() {
+            drop(self.cell.take());
         }
     }
 

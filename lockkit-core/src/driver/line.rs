@@ -75,7 +75,7 @@ pub(crate) struct Line {
 
 #[derive(Debug, Default)]
 struct LineState {
-    queue: Queue<Arc<Terms>, Arc<Hold>>,
+    queue: Queue<Arc<Terms>, Hold>,
     answer: Answer,
 }
 
@@ -217,12 +217,12 @@ impl Line {
     }
 
     /// Takes back a hold that lapsed before its waiter took it.
-    pub(crate) fn withdraw(&self, hold: &Arc<Hold>) {
+    pub(crate) fn withdraw(&self, hold: &Hold) {
         let withdrawn = self
             .state
             .lock()
             .queue
-            .withdraw(|offered| Arc::ptr_eq(offered, hold));
+            .withdraw(|offered| Arc::ptr_eq(&offered.record, &hold.record));
         drop(withdrawn);
     }
 
@@ -267,7 +267,7 @@ pub(crate) enum Served {
     /// Go and contend.
     Slot(Grip),
     /// A hold that was passed on. It still has to be accepted.
-    Hold(Arc<Hold>),
+    Hold(Hold),
     /// An offer lapsed before it was looked at: join again.
     Lapsed,
     /// The client is closed, or its runtime has ended.

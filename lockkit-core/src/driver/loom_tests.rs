@@ -19,7 +19,7 @@ use crate::{
     LockClient, LossReason, MemoryBackend,
     driver::{
         attendance::Attendance,
-        cell::{HoldCell, Phase},
+        cell::{Event, HoldCell, Phase},
         line::{Line, Served, Terms},
         queue::{Offer, Queue, Turn},
     },
@@ -66,7 +66,9 @@ fn loom_a_hold_is_either_released_or_lost_and_watchers_of_a_loss_are_woken() {
         let cell = cell(Phase::Held);
         let wakes = Arc::new(Counter::default());
         let mut place = None;
-        cell.watch(&mut place, &Waker::from(wakes.clone()));
+        cell.watch(&mut place, &Waker::from(wakes.clone()), Event::Loss);
+        let ends = Arc::new(Counter::default());
+        cell.watch(&mut None, &Waker::from(ends.clone()), Event::End);
         let loser = thread::spawn({
             let cell = cell.clone();
             move || cell.lose(LossReason::Revoked)
@@ -86,6 +88,7 @@ fn loom_a_hold_is_either_released_or_lost_and_watchers_of_a_loss_are_woken() {
                 assert_eq!(cell.last_phase(), Phase::Lost(LossReason::Revoked));
             }
         }
+        assert_eq!(ends.0.load(Ordering::SeqCst), 1, "either is an end");
     });
 }
 
@@ -99,7 +102,7 @@ fn loom_a_loss_is_never_missed_by_a_watcher_that_registers_meanwhile() {
         });
         let mut place = None;
         let reason = block_on(std::future::poll_fn(|cx| {
-            cell.watch(&mut place, cx.waker());
+            cell.watch(&mut place, cx.waker(), Event::Loss);
             match cell.last_phase() {
                 Phase::Lost(reason) => Poll::Ready(reason),
                 _ => Poll::Pending,
@@ -107,6 +110,26 @@ fn loom_a_loss_is_never_missed_by_a_watcher_that_registers_meanwhile() {
         }));
         assert_eq!(reason, LossReason::Expired);
         assert!(loser.join().unwrap());
+    });
+}
+
+#[test]
+fn loom_an_end_is_never_missed_by_a_watcher_that_registers_meanwhile() {
+    explore(|| {
+        let cell = cell(Phase::Held);
+        let releaser = thread::spawn({
+            let cell = cell.clone();
+            move || cell.begin_release(Instant::now()).is_ok()
+        });
+        let mut place = None;
+        block_on(std::future::poll_fn(|cx| {
+            cell.watch(&mut place, cx.waker(), Event::End);
+            match cell.last_phase() {
+                Phase::Releasing => Poll::Ready(()),
+                _ => Poll::Pending,
+            }
+        }));
+        assert!(releaser.join().unwrap());
     });
 }
 

@@ -1,6 +1,6 @@
 //! From the end of a hold to its hand-off or its confirmed release.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::atomic::Ordering;
 
 use tokio::time::Instant;
 
@@ -17,7 +17,7 @@ use crate::{
 ///
 /// Runs in the caller's future for `release().await` and in the worker for a dropped guard. Dropped half-way, what is
 /// left of it goes to the worker.
-pub(crate) async fn settle(hold: &Arc<Hold>, grip: Option<Grip>, now: Instant) -> Result<()> {
+pub(crate) async fn settle(hold: &Hold, grip: Option<Grip>, now: Instant) -> Result<()> {
     let _registered = UntilSettled(hold);
     let mut grip = match grip.or_else(|| hold.recall()) {
         Some(grip) => grip,
@@ -41,8 +41,8 @@ impl Drop for UntilSettled<'_> {
 }
 
 /// Gets the claim back from the worker that was renewing it. If this is dropped, the worker goes on with it.
-async fn reclaim(hold: Arc<Hold>) -> Result<Grip> {
-    struct OrElseWorker(Option<Arc<Hold>>);
+async fn reclaim(hold: Hold) -> Result<Grip> {
+    struct OrElseWorker(Option<Hold>);
     impl Drop for OrElseWorker {
         fn drop(&mut self) {
             if let Some(hold) = self.0.take() {

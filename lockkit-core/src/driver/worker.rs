@@ -74,15 +74,15 @@ enum Life {
 
 #[derive(Debug, Default)]
 struct Entry {
-    hold: Option<Arc<Hold>>,
+    hold: Option<Hold>,
     /// Whether its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
     queued: bool,
 }
 
 #[derive(Debug)]
 enum Job {
-    Settle(Arc<Hold>, Option<Grip>),
-    Lost(Arc<Hold>),
+    Settle(Hold, Option<Grip>),
+    Lost(Hold),
     CleanUp(Grip),
 }
 
@@ -127,7 +127,7 @@ impl Worker {
     ///
     /// # Errors
     /// If the runtime that the client lives on has ended.
-    pub(crate) fn register(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) -> Result<()> {
+    pub(crate) fn register(self: &Arc<Self>, hold: &Hold, now: Instant) -> Result<()> {
         let mut state = self.state.lock();
         let unborn = self.runtime_to_start_on(&mut state, "acquire")?;
         let key = state.place();
@@ -143,7 +143,7 @@ impl Worker {
     }
 
     /// Watches over a hold in the place of one that has been passed on.
-    pub(crate) fn replace(&self, ended: &Hold, next: &Arc<Hold>, now: Instant) {
+    pub(crate) fn replace(&self, ended: &Hold, next: &Hold, now: Instant) {
         let mut state = self.state.lock();
         if state.life == Life::Dead {
             // Nobody renews this one either.
@@ -184,7 +184,7 @@ impl Worker {
     }
 
     /// Settles a hold whose guard was dropped.
-    pub(crate) fn settle(self: &Arc<Self>, hold: Arc<Hold>, grip: Option<Grip>) {
+    pub(crate) fn settle(self: &Arc<Self>, hold: Hold, grip: Option<Grip>) {
         self.submit(Job::Settle(hold, grip));
     }
 
@@ -348,7 +348,7 @@ impl State {
 
 struct Work {
     jobs: Vec<Job>,
-    adopted: Vec<Arc<Hold>>,
+    adopted: Vec<Hold>,
     adopt_at: Option<Instant>,
     orphaned: bool,
 }
@@ -451,19 +451,19 @@ async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
 }
 
 /// A hold that the worker looks after, until it ends.
-struct Attending(Arc<Hold>);
+struct Attending(Hold);
 
 impl Attending {
-    fn begin(hold: Arc<Hold>) -> Self {
+    fn begin(hold: Hold) -> Self {
         hold.attendance.begin(attend(hold.clone()));
         Self(hold)
     }
 }
 
 impl Future for Attending {
-    type Output = Arc<Hold>;
+    type Output = Hold;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Arc<Hold>> {
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Hold> {
         ready!(self.0.attendance.poll(cx));
         Poll::Ready(self.0.clone())
     }
@@ -478,7 +478,7 @@ impl Drop for Attending {
 
 /// Keeps one hold alive until it ends: renews it when that is due, looks after it when the backend hints, and latches
 /// its loss when the lease runs out. Makes way whenever somebody else wants the claim.
-async fn attend(hold: Arc<Hold>) {
+async fn attend(hold: Hold) {
     let mut timer = pin!(tokio::time::sleep_until(Instant::now()));
     let mut hints = HintBudget::default();
     let mut retry_at = None;

@@ -9,6 +9,7 @@ mod corners;
 mod counters;
 mod driver;
 mod edges;
+mod ended;
 #[cfg(all(feature = "file", unix))]
 mod file;
 mod guarantees;
