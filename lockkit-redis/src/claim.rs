@@ -19,6 +19,7 @@ use crate::{
     backend::Shared,
     error::{NAME, unexpected},
     layout::{self, Record},
+    link::BELIEVED,
     place::Place,
     script::{self, Call},
 };
@@ -256,6 +257,9 @@ impl RedisClaim {
         const FOREIGN: Duration = Duration::from_millis(50);
         /// Those behind the head are told when they become it. This is for when that, too, was lost.
         const BEHIND: Duration = Duration::from_secs(5);
+        /// A head that is dead, and would not fit, keeps those behind it waiting who would: until one of them asks when
+        /// it is not believed any more.
+        const WATCH: Duration = BELIEVED.saturating_add(Duration::from_secs(1));
 
         if foreign {
             // Those behind do so for when the head has died.
@@ -266,7 +270,14 @@ impl RedisClaim {
             };
         }
         let left = left.unwrap_or(BEHIND) + Duration::from_millis(1);
-        if place == Some(0) { left } else { left + BEHIND }
+        match place {
+            Some(0) => left,
+            // However many there are, they are not to ask all the time.
+            Some(place) => {
+                (left + BEHIND).min(WATCH.saturating_mul(u32::try_from(place).unwrap_or(u32::MAX)))
+            }
+            None => left + BEHIND,
+        }
     }
 
     fn loss(&self) -> LossReason {

@@ -40,7 +40,7 @@ const TICK: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(1);
 /// How often a client says that its waiters are alive, and for how long it is believed.
 const HEARTBEAT: Duration = Duration::from_secs(3);
-const BELIEVED: Duration = Duration::from_secs(10);
+pub(crate) const BELIEVED: Duration = Duration::from_secs(10);
 /// The longest pause between attempts to connect.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 

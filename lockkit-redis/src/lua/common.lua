@@ -20,6 +20,7 @@ local HOLDERS, QUEUE, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue
 local CLIENT, FENCE = 'lockkit#client:', 'lockkit#fence'
 local CLAIM = 3000 -- for how long a hold that was passed on waits for its new holder to take it, in ms
 local GRACE = 10000 -- by how much a lock that somebody waits for outlives its lease, in ms
+local BELIEVED = 10000 -- for how long a waiter counts as alive that has come, or whose client has said so, in ms
 local IDLE = 600000 -- what nobody has touched for so long is forgotten, in ms
 
 local time = call('TIME')
@@ -123,7 +124,12 @@ end
 
 local function first() return call('ZRANGE', QUEUE, 0, 0)[1] end
 
+local function is_alive(client, came)
+  return micros - came < BELIEVED * 1000 or call('EXISTS', CLIENT .. client) == 1
+end
+
 -- Grants from the head of the queue for as long as it fits, to `me` in full and to others for them to take up.
+-- Whoever is dead goes, also if it does not fit: nobody is to wait behind it.
 -- Whoever is the head then and was not before (`head`, if it has left the queue already) is told for how long it has
 -- to wait. Returns the first token of `me`, and whether anyone is left who is not just reconnecting.
 local function serve(me, head)
@@ -131,25 +137,26 @@ local function serve(me, head)
   local mine
   local blocked = false
   local at = 0
-  while true do
-    local owner = call('ZRANGE', QUEUE, at, at)[1]
+  while not blocked do
+    local entry = call('ZRANGE', QUEUE, at, at, 'WITHSCORES')
+    local owner, came = entry[1], entry[2]
     if not owner then break end
     local mode, ttl, text = about(owner)
-    blocked = mode and not fits(mode)
-    if blocked then break end
-    if not mode then
-      call('ZREM', QUEUE, owner)
-    elseif owner == me then
+    local fit = mode and fits(mode)
+    if fit and owner == me then
       call('ZREM', QUEUE, owner)
       mine = grant(owner, mode, ttl, ttl, text)
-    elseif wake(owner, client_of(text), 0) > 0 then
+    elseif fit and wake(owner, client_of(text), 0) > 0 then
       call('ZREM', QUEUE, owner)
       grant(owner, mode, ttl, math.min(ttl, CLAIM), text)
-    elseif call('EXISTS', CLIENT .. client_of(text)) == 1 then
-      at = at + 1 -- it is reconnecting: it keeps its place and is passed over
+    elseif mode and (owner == me or is_alive(client_of(text), came)) then
+      blocked = not fit
+      at = at + 1 -- if it fits, it is reconnecting: it keeps its place and is passed over
     else
       call('ZREM', QUEUE, owner)
       call('HDEL', ABOUT, owner)
+      -- One that stood still for so long and goes on is to queue up anew.
+      if mode and not fit then wake(owner, client_of(text), 1) end
     end
   end
   if value then settle(left()) end

@@ -1,10 +1,11 @@
 //! The queue at the server: its order, and what becomes of those in it who die, stop, leave or lose their connection.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use lockkit_conformance::machine::Stopwatch;
 use lockkit_core::{
-    LockClient, LockName,
+    AcquireOptions, LockClient, LockName,
     spi::{Backend, ClaimRequest, Mode as LockMode, OwnerId},
 };
 use lockkit_redis::{RedisBackend, RedisConfig};
@@ -12,7 +13,7 @@ use lockkit_testbed::{Clock, Mode, eventually, redis::RedisServer};
 
 use crate::common::{
     AT_ONCE, LONG, MS, Peer, SECOND, client, client_behind_proxy, granted, heartbeats, is_residue, keys,
-    lock, no_server, nothing_is_left, subscribers, waiter, waiters, within,
+    lock, no_server, nothing_is_left, subscribers, until, waiter, waiters, within,
 };
 
 #[tokio::test]
@@ -78,6 +79,93 @@ async fn a_waiter_whose_process_was_killed_is_skipped_at_once() {
     after.release().await.unwrap();
 }
 
+/// Its place is before theirs, and it cannot be served before the holder goes. It is believed to be alive for ten seconds.
+#[tokio::test]
+async fn a_dead_waiter_keeps_out_nobody_whom_it_would_not_fit() {
+    const BELIEVED: Duration = Duration::from_secs(10);
+    const WATCHED: Duration = Duration::from_secs(11);
+
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let clients = join_all((0..4).map(|_| client(server.url()))).await;
+    let reader = |index: usize| lock(&clients[index], "a", LONG).shared();
+    let held = reader(0).acquire().await.unwrap();
+    let mut writer = Peer::start(server.url()).await;
+    writer.send("acquire slot exclusive 30000 a");
+    waiters(&server, "a", 1).await;
+    heartbeats(&server, 1).await;
+    // Those who want one permit of one, and of four: a deployment that changes the number is rolled out.
+    let permits = |index: usize, count| {
+        let semaphore = clients[index].semaphore("s", count).unwrap();
+        semaphore.with_options(AcquireOptions::new().ttl(LONG))
+    };
+    let queue = "lockkit#queue:{lockkit#semaphore:{lockkit:s}}";
+    let one = permits(0, 1).acquire().await.unwrap();
+    let mut old = Peer::start(server.url()).await;
+    old.send("acquire slot 1 30000 s");
+    eventually("in the queue", async || {
+        server.cli(&["ZCARD", queue]).unwrap() == "1"
+    })
+    .await;
+    heartbeats(&server, 2).await;
+
+    writer.process.kill().unwrap();
+    old.process.kill().unwrap();
+    let killed = Stopwatch::start();
+    eventually("the server has noticed", async || subscribers(&server) == 4).await;
+    assert!(
+        reader(2).try_acquire().await.unwrap().is_none(),
+        "it may be reconnecting"
+    );
+    one.release().await.unwrap();
+    let four = permits(0, 4).acquire().await.unwrap();
+    assert!(permits(1, 4).try_acquire().await.unwrap().is_none());
+    let readers = [waiter(&reader(1)), waiter(&reader(2)), waiter(&reader(3))];
+    let permitted = [waiter(&permits(1, 4)), waiter(&permits(2, 4))];
+    let limit = BELIEVED + WATCHED + 2 * SECOND;
+    for waiting in readers.into_iter().chain(permitted) {
+        let next = granted(limit, "nobody alive is before it", waiting).await;
+        next.release().await.unwrap();
+    }
+    let waited = killed.elapsed();
+    assert!(waited < limit, "{waited:?}");
+    held.check().unwrap();
+    held.release().await.unwrap();
+    four.release().await.unwrap();
+    nothing_is_left(&server, "after dead waiters").await;
+}
+
+/// It stood still for so long that it counted as dead.
+#[tokio::test]
+async fn a_waiter_that_lost_its_place_while_stopped_queues_anew() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&one, "a", 20 * LONG).shared().acquire().await.unwrap();
+    let mut writer = Peer::start(server.url()).await;
+    writer.send("acquire slot exclusive 600000 a");
+    waiters(&server, "a", 1).await;
+    heartbeats(&server, 1).await;
+    writer.process.stop().unwrap();
+    let other = lock(&two, "a", LONG).shared();
+    until(LONG, "nobody alive is before it", async || {
+        match other.try_acquire().await.unwrap() {
+            None => false,
+            Some(other) => other.release().await.is_ok(),
+        }
+    })
+    .await;
+    writer.process.resume().unwrap();
+    // The lease before it lasts for ten minutes.
+    waiters(&server, "a", 1).await;
+    held.release().await.unwrap();
+    writer.granted().await;
+}
+
 /// It is passed the lock, since its connection stands, but does not take it up.
 #[tokio::test]
 async fn a_grant_to_a_frozen_waiter_lapses_and_the_next_gets_it() {
@@ -111,43 +199,49 @@ async fn a_grant_to_a_frozen_waiter_lapses_and_the_next_gets_it() {
     nothing_is_left(&server, "after a frozen waiter").await;
 }
 
+/// Also one that has only just come, and whose client has not said yet that it is alive.
 #[tokio::test]
 async fn a_waiter_that_reconnects_keeps_its_place() {
     if no_server() {
         return;
     }
-    let server = RedisServer::plain().unwrap();
-    let (holder, second, third) = (
-        client(server.url()).await,
-        client(server.url()).await,
-        client(server.url()).await,
-    );
-    let (first, proxy) = client_behind_proxy(&server).await;
-    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
-    let first = waiter(&lock(&first, "a", LONG));
-    waiters(&server, "a", 1).await;
-    heartbeats(&server, 1).await;
-    let second = waiter(&lock(&second, "a", LONG));
-    waiters(&server, "a", 2).await;
-    // It is cut off: the one behind it is served, and it stays where it is.
-    proxy.set(Mode::Refuse);
-    proxy.reset();
-    held.release().await.unwrap();
-    let held = granted(AT_ONCE, "the one behind it", second).await;
-    let third = waiter(&lock(&third, "a", LONG));
-    waiters(&server, "a", 2).await;
-    let connections = proxy.counts().connections;
-    proxy.set(Mode::Pass);
-    eventually("connected again", async || {
-        proxy.counts().connections > connections && subscribers(&server) == 4
-    })
-    .await;
-    held.release().await.unwrap();
-    let held = granted(AT_ONCE, "the one that was away", first).await;
-    assert!(!third.is_finished());
-    held.release().await.unwrap();
-    granted(AT_ONCE, "the last", third).await.release().await.unwrap();
-    nothing_is_left(&server, "after a reconnection").await;
+    for heard_of in [true, false] {
+        let server = RedisServer::plain().unwrap();
+        let (holder, second, third) = (
+            client(server.url()).await,
+            client(server.url()).await,
+            client(server.url()).await,
+        );
+        let (first, proxy) = client_behind_proxy(&server).await;
+        let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+        let first = waiter(&lock(&first, "a", LONG));
+        waiters(&server, "a", 1).await;
+        if heard_of {
+            heartbeats(&server, 1).await;
+        }
+        // It is cut off: the one behind it is served, and it stays where it is.
+        proxy.set(Mode::Refuse);
+        proxy.reset();
+        eventually("the server has noticed", async || subscribers(&server) == 3).await;
+        let second = waiter(&lock(&second, "a", LONG));
+        waiters(&server, "a", 2).await;
+        held.release().await.unwrap();
+        let held = granted(AT_ONCE, "the one behind it", second).await;
+        let third = waiter(&lock(&third, "a", LONG));
+        waiters(&server, "a", 2).await;
+        let connections = proxy.counts().connections;
+        proxy.set(Mode::Pass);
+        eventually("connected again", async || {
+            proxy.counts().connections > connections && subscribers(&server) == 4
+        })
+        .await;
+        held.release().await.unwrap();
+        let held = granted(AT_ONCE, "the one that was away", first).await;
+        assert!(!third.is_finished());
+        held.release().await.unwrap();
+        granted(AT_ONCE, "the last", third).await.release().await.unwrap();
+        nothing_is_left(&server, "after a reconnection").await;
+    }
 }
 
 #[tokio::test]
