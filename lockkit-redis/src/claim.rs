@@ -24,6 +24,10 @@ use crate::{
     script::{self, Call},
 };
 
+/// Those behind the head are told when they become it. This is by how much later they ask than it, if that was lost, or if
+/// it has died.
+pub(crate) const BEHIND: Duration = Duration::from_secs(5);
+
 pub(crate) struct RedisClaim {
     shared: Arc<Shared>,
     request: ClaimRequest,
@@ -255,8 +259,6 @@ impl RedisClaim {
     fn asks_again_in(place: Option<u64>, left: Option<Duration>, foreign: bool) -> Duration {
         /// Foreign clients wake nobody.
         const FOREIGN: Duration = Duration::from_millis(50);
-        /// Those behind the head are told when they become it. This is for when that, too, was lost.
-        const BEHIND: Duration = Duration::from_secs(5);
         /// A head that is dead, and would not fit, keeps those behind it waiting who would: until one of them asks when
         /// it is not believed any more.
         const WATCH: Duration = BELIEVED.saturating_add(Duration::from_secs(1));

@@ -1,6 +1,6 @@
 //! The Redis backend passes the conformance suite.
 
-use std::{ffi::OsString, sync::LazyLock};
+use std::{ffi::OsString, sync::LazyLock, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_conformance::{Harness, Missing};
@@ -67,6 +67,11 @@ impl Harness for Server {
         Ok(LockClient::new(
             RedisBackend::connect(RedisConfig::new(url)).await?,
         ))
+    }
+
+    /// No other waiter dies with a holder here.
+    fn freed_after_death(&self, _: &LockClient) -> Duration {
+        self.ttl() + Duration::from_secs(1)
     }
 
     fn secret(&self) -> Option<String> {

@@ -409,6 +409,41 @@ async fn whoever_becomes_the_head_of_the_queue_watches_over_the_lease_before_it(
     nothing_is_left(&server, "after a killed holder").await;
 }
 
+/// The server may not have noticed that the first in the queue is dead, which is a process that is stopped here.
+#[tokio::test]
+async fn a_dead_holder_is_followed_in_time_if_the_head_died_too() {
+    if no_server() {
+        return;
+    }
+    let ttl = 2 * SECOND;
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    for (name, noticed) in [("a", true), ("b", false)] {
+        let mut holder = Peer::start(server.url()).await;
+        holder.hold(ttl, name).await;
+        let mut head = Peer::start(server.url()).await;
+        head.send(&format!("acquire slot exclusive 30000 {name}"));
+        waiters(&server, name, 1).await;
+        let waiting = waiter(&lock(&client, name, LONG));
+        waiters(&server, name, 2).await;
+        if noticed {
+            head.process.kill().unwrap();
+            eventually("the server has noticed", async || subscribers(&server) == 2).await;
+        } else {
+            head.process.stop().unwrap();
+        }
+        holder.process.kill().unwrap();
+        let died = Stopwatch::start();
+        let next = granted(LONG, "with the holder and the head dead", waiting).await;
+        let waited = died.elapsed();
+        let bound = client.dead_holder_bound(ttl);
+        assert!(waited < bound + SECOND, "{waited:?}, and said were {bound:?}");
+        assert!(waited > ttl + SECOND, "{waited:?}: the head is alive");
+        head.process.kill().unwrap();
+        next.release().await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn a_server_clock_that_is_set_back_keeps_the_order_of_the_queue() {
     if no_server() {
