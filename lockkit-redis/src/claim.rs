@@ -12,7 +12,7 @@ use lockkit_core::{
     Error, LossReason, Result,
     spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
 };
-use redis::{Cmd, Pipeline, Value};
+use redis::{Cmd, Value};
 use tokio::time::Instant;
 
 use crate::{
@@ -125,7 +125,8 @@ impl RedisClaim {
     /// somebody waits for it, the key is there, so it goes before nobody.
     ///
     /// Others may come in between. The look says that it was held all the while, so that no token which was drawn for
-    /// this lock before is above these, even if the lock is deleted by force the moment that it is set.
+    /// this lock before is above these, even if the lock is deleted by force the moment that it is set. What was drawn at
+    /// another master is not, since the link sees to the counter.
     async fn take(&self) -> Result<Option<u64>> {
         let mine = self.value();
         let mut set = Cmd::with_capacity(6, 32 + self.key.len() + mine.len());
@@ -141,11 +142,9 @@ impl RedisClaim {
             .arg(self.request.tokens.get());
         let mut look = Cmd::with_capacity(2, 4 + self.key.len());
         look.arg("GET").arg(&self.key);
-        let mut steps = Pipeline::with_capacity(3);
-        steps.add_command(set).add_command(draw).add_command(look);
-        match &*self.shared.link.run_all("acquire", &steps).await? {
-            [Value::Okay, Value::Int(last), Value::BulkString(found)] if found == mine.as_bytes() => {
-                let before = *last - i64::from(self.request.tokens.get());
+        match self.shared.link.take("acquire", set, draw, look).await? {
+            Some([Value::Okay, Value::Int(last), Value::BulkString(found)]) if found == mine.as_bytes() => {
+                let before = last - i64::from(self.request.tokens.get());
                 // If the counter was lost, the script finds the hold, and begins the counter anew.
                 Ok(u64::try_from(before + 1)
                     .ok()

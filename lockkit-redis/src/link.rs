@@ -41,6 +41,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How often a client says that its waiters are alive, and for how long it is believed.
 const HEARTBEAT: Duration = Duration::from_secs(3);
 pub(crate) const BELIEVED: Duration = Duration::from_secs(10);
+/// For how long a counter of tokens that was seen to be at the server's clock counts as being there.
+const FRESH: Duration = Duration::from_millis(20);
 /// The longest pause between attempts to connect.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
@@ -97,6 +99,9 @@ pub(crate) struct Live {
     on_replaced: Notify,
     /// For how long requests that are under way may keep the server from answering others, in ms.
     held_up: AtomicU64,
+    began: Instant,
+    /// When the counter of tokens was last known to be at the server's clock, in µs since then.
+    raised: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -166,17 +171,50 @@ impl Link {
         reply.map_err(|error| failed(operation, error))
     }
 
-    /// Runs commands in one round trip. Their replies, of which each may be an error.
+    /// Takes a free lock and draws tokens for it, by commands that go out as one and others may come in between. The
+    /// replies, of which each may be an error; `None` if the tokens may be below those of another hold.
+    ///
+    /// They are not if the counter was at the server's clock a moment ago: a master that was a replica for a time has the
+    /// counter of before, on the same connection, and another one has drawn tokens meanwhile. So the clock is looked at
+    /// first, if that is not just done.
     ///
     /// # Cancel safety
     /// They may be sent and take effect all the same.
-    pub(crate) async fn run_all(&self, operation: &'static str, commands: &Pipeline) -> Result<Vec<Value>> {
+    pub(crate) async fn take(
+        &self,
+        operation: &'static str,
+        set: Cmd,
+        draw: Cmd,
+        look: Cmd,
+    ) -> Result<Option<[Value; 3]>> {
         let live = self.live(operation)?;
+        let since = Instant::now();
+        let raises = !live.is_raised(since, FRESH / 2);
+        let mut commands = Pipeline::with_capacity(4);
+        if raises {
+            commands.add_command(script::FLOOR.call(b"").command);
+        }
+        for command in [set, draw, look] {
+            commands.add_command(command);
+        }
         let mut connection = live.dialled.connection.clone();
-        let replies = pin!(connection.send_packed_commands(commands, 0, commands.len()));
+        let replies = pin!(connection.send_packed_commands(&commands, 0, commands.len()));
         let replies = live.reply(replies).await;
-        self.seen(&live, replies)
-            .map_err(|error| failed(operation, error))
+        let replies = self.seen(&live, replies);
+        let mut replies = replies.map_err(|error| failed(operation, error))?;
+        if raises {
+            match replies.drain(..1).next() {
+                Some(Value::Int(_)) => live.note_raised(since),
+                _ => {
+                    // The server forgot the script, and is to know it the next time.
+                    self.run_on(&live, operation, script::FLOOR.call(b"")).await?;
+                    return Ok(None);
+                }
+            }
+        } else if !live.is_raised(Instant::now(), FRESH) {
+            return Ok(None);
+        }
+        Ok(replies.try_into().ok())
     }
 
     /// Deletes a key that has this value, by a command of the server's own. `false` if it has another, or the server has
@@ -292,6 +330,21 @@ impl Live {
     fn replace(&self) {
         self.replaced.store(true, Ordering::Release);
         self.on_replaced.notify_waiters();
+    }
+
+    fn note_raised(&self, at: Instant) {
+        self.raised.fetch_max(self.micros(at), Ordering::Relaxed);
+    }
+
+    /// Whether the counter of tokens was at the server's clock a moment ago.
+    fn is_raised(&self, now: Instant, fresh: Duration) -> bool {
+        let raised = Duration::from_micros(self.raised.load(Ordering::Relaxed));
+        now.saturating_duration_since(self.began + raised) < fresh
+    }
+
+    fn micros(&self, at: Instant) -> u64 {
+        let since = at.saturating_duration_since(self.began).as_micros();
+        u64::try_from(since).unwrap_or(u64::MAX)
     }
 
     fn hold_up(&self, within: Duration) -> HeldUp<'_> {
@@ -421,6 +474,7 @@ impl Keeper {
         self.number += 1;
         let on_push = self.on_push();
         let channel = self.inbox.as_ref().map(|inbox| layout::client(&inbox.client));
+        let began = Instant::now();
         let dialling = self.dialler.dial(channel.as_deref(), &on_push);
         let dialled = tokio::time::timeout(PATIENCE * 2 + self.dialler.asking(), dialling)
             .await
@@ -434,6 +488,8 @@ impl Keeper {
             replaced: AtomicBool::new(false),
             on_replaced: Notify::new(),
             held_up: AtomicU64::new(0),
+            began,
+            raised: AtomicU64::new(0),
         })
     }
 

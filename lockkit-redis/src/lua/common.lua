@@ -38,10 +38,11 @@ local function about(owner)
   if entry then return string.match(entry, '^(%S+) (%d+) (.*)$') end
 end
 
--- A block of tokens above all others. The counter begins at the clock; one that is far below was lost.
+-- A block of tokens above all others, those of another master in whose place this one is again included: the counter
+-- is not behind the clock.
 local function draw(tokens)
   local last = call('INCRBY', FENCE, tokens)
-  if last < 1000000000000 then
+  if last - tokens < micros then
     last = micros + tokens
     call('SET', FENCE, string.format('%d', last))
   end

@@ -49,12 +49,14 @@ async fn an_acquisition_a_renewal_and_a_release_are_one_request_each() {
             seen.push((acquisition, renewal, all.last().cloned()));
             assert!((all.len() - seen[0].0.len()) <= 4, "{all:?}");
         }
-        let (acquisition, renewal, release) = seen.iter().min().unwrap();
+        let least = seen
+            .iter()
+            .min_by_key(|(acquisition, renewal, _)| (renewal.len(), acquisition.len()));
+        let (acquisition, renewal, release) = least.unwrap();
         let acquisition: Vec<_> = acquisition.iter().map(String::as_str).collect();
-        // Three commands in one write, or one script.
-        if acquisition != ["SET", "INCRBY", "GET"] {
-            assert_eq!(acquisition.len(), 1, "{seen:?}");
-        }
+        // Three commands in one write, on a busy machine behind the script that raises the counter; or one script.
+        let scripts = acquisition.strip_suffix(&["SET", "INCRBY", "GET"]);
+        assert!(scripts.unwrap_or(&acquisition).len() <= 1, "{seen:?}");
         assert_eq!(renewal.len(), 1, "{seen:?}");
         assert!(release.as_ref() != Some(&renewal[0]), "{seen:?}");
 

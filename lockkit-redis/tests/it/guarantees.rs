@@ -12,7 +12,7 @@ use lockkit_conformance::machine::Stopwatch;
 use lockkit_core::{AcquireOptions, FenceGate, Lock, LockClient, LockGuard, LossReason};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
-    Clock, Mode, Proxy, eventually,
+    Clock, Mode, Port, Proxy, eventually,
     redis::{Fsync, RedisServer},
 };
 use tokio::{
@@ -22,7 +22,7 @@ use tokio::{
 };
 
 use crate::common::{
-    AT_ONCE, LONG, Peer, SECOND, Traces, client, client_behind_proxy, connect, granted, keys, lock,
+    AT_ONCE, LONG, MS, Peer, SECOND, Traces, client, client_behind_proxy, connect, granted, keys, lock,
     no_server, nothing_is_left, take, until, url_of, waiter, waiters, within,
 };
 
@@ -227,6 +227,55 @@ async fn a_replica_that_is_promoted_without_the_hold_grants_again_with_higher_to
     proxy.set(Mode::Pass);
     proxy.reset();
     assert_eq!(within(LONG, "told", held.lost()).await, LossReason::Revoked);
+}
+
+/// Roles are changed by hand, and back again, and connections stand. Neither server has what the other one granted.
+#[tokio::test]
+async fn tokens_go_on_when_a_master_was_a_replica_for_a_while() {
+    if no_server() {
+        return;
+    }
+    let one = RedisServer::plain().unwrap();
+    let stream = Proxy::start(one.addr()).unwrap();
+    let two = RedisServer::builder().replica_of(stream.addr()).start().unwrap();
+    let nowhere = Port::reserve().unwrap().addr();
+    let (ip, port) = (nowhere.ip().to_string(), nowhere.port().to_string());
+    let demote = |server: &RedisServer| server.cli(&["REPLICAOF", &ip, &port]).unwrap();
+    let promote = |server: &RedisServer| server.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    let connections = |server: &RedisServer| {
+        let ids = server.cli(&["CLIENT", "LIST", "TYPE", "pubsub"]).unwrap();
+        let ids = ids.lines().filter_map(|line| line.split(' ').next());
+        ids.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let (exclusive, shared) = (client(one.url()).await, client(one.url()).await);
+    let locks = [lock(&exclusive, "a", LONG), lock(&shared, "a", LONG).shared()];
+    let resource = FenceGate::new();
+    for lock in &locks {
+        let held = lock.acquire().await.unwrap();
+        resource.admit(held.token()).unwrap();
+        held.release().await.unwrap();
+    }
+    stream.set(Mode::HalfOpen);
+    let stood = connections(&one);
+    for mine in &locks {
+        demote(&one);
+        promote(&two);
+        // The clock goes on, and what another client holds meanwhile has a token of that time.
+        tokio::time::sleep(50 * MS).await;
+        let other = client(two.url()).await;
+        for _ in 0..2 {
+            let held = lock(&other, "a", LONG).acquire().await.unwrap();
+            resource.admit(held.token()).unwrap();
+            held.release().await.unwrap();
+        }
+        demote(&two);
+        promote(&one);
+        let held = mine.acquire().await.unwrap();
+        let admitted = resource.admit(held.token());
+        admitted.unwrap_or_else(|error| panic!("a rightful holder is refused: {error}"));
+        held.release().await.unwrap();
+    }
+    assert_eq!(connections(&one), stood, "it was connected all the while");
 }
 
 /// ✘ exclusion: leases end by the server's wall clock.
