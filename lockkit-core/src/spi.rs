@@ -121,10 +121,13 @@ pub struct ClaimRequest {
     pub label: Option<Arc<str>>,
     /// How many fencing tokens a grant should reserve.
     pub tokens: NonZeroU32,
+    /// Others of this client wait behind the claim, or have waited since the one before it was opened: it is likely that
+    /// they will be passed the hold. A backend to which reserving tokens is dear need not do so otherwise.
+    pub locally_contended: bool,
 }
 
 impl ClaimRequest {
-    /// A request for one token, without a label.
+    /// A request for one token, without a label and with nobody behind it.
     pub fn new(name: LockName, mode: Mode, ttl: Duration, owner: OwnerId) -> Self {
         Self {
             name,
@@ -133,6 +136,7 @@ impl ClaimRequest {
             owner,
             label: None,
             tokens: NonZeroU32::MIN,
+            locally_contended: false,
         }
     }
 }

@@ -256,6 +256,7 @@ fn request(line: &Line, terms: &Terms) -> Result<ClaimRequest> {
     request.label.clone_from(&terms.label);
     if line.mode == Mode::Exclusive {
         request.tokens = request.tokens.saturating_add(terms.local_handoffs);
+        request.locally_contended = line.was_waited_in();
     }
     Ok(request)
 }

@@ -7,7 +7,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicU8, Ordering},
+        atomic::{AtomicBool, AtomicU8, Ordering},
     },
     task::{Context, Poll},
     time::Duration,
@@ -71,6 +71,8 @@ pub(crate) struct Line {
     pub(crate) mode: Mode,
     state: Mutex<LineState>,
     slot: AtomicU8,
+    /// Somebody has come to wait, or was left behind by whoever got the slot, since a claim was last opened.
+    waited_in: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -121,6 +123,7 @@ impl Line {
             mode,
             state: Mutex::default(),
             slot: AtomicU8::new(SlotUse::Other as u8),
+            waited_in: AtomicBool::new(false),
         }
     }
 
@@ -166,10 +169,16 @@ impl Line {
         }
         let ticket = state.queue.join(terms.clone());
         drop(state);
+        terms.line.waited_in.store(true, Ordering::Relaxed);
         Err(InLine {
             terms,
             ticket: Some(ticket),
         })
+    }
+
+    /// Whether a claim that is opened now is likely to have heirs. Only a guess: it decides what is reserved for them.
+    pub(crate) fn was_waited_in(&self) -> bool {
+        self.waited_in.load(Ordering::Relaxed) && self.waited_in.swap(false, Ordering::Relaxed)
     }
 
     /// What the backend last said.
@@ -281,10 +290,18 @@ impl Future for InLine<'_> {
         let Some(ticket) = self.ticket else {
             return Poll::Ready(Served::Lapsed);
         };
-        let turn = self.terms.line.state.lock().queue.poll(ticket, cx.waker());
+        let mut state = self.terms.line.state.lock();
+        let turn = state.queue.poll(ticket, cx.waker());
+        let has_heir = state.queue.first().is_some();
+        drop(state);
         let served = match turn {
             Turn::Wait => return Poll::Pending,
-            Turn::Offered(Offer::Slot) => Served::Slot(Grip::new(self.terms.clone(), true)),
+            Turn::Offered(Offer::Slot) => {
+                if has_heir {
+                    self.terms.line.waited_in.store(true, Ordering::Relaxed);
+                }
+                Served::Slot(Grip::new(self.terms.clone(), true))
+            }
             Turn::Offered(Offer::Hold(hold)) => Served::Hold(hold),
             Turn::Lapsed => Served::Lapsed,
             Turn::Closed => Served::Closed,

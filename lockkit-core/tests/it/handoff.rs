@@ -1,6 +1,6 @@
 //! What a hand-off within one client costs the server, and whom it reaches.
 
-use std::time::Duration;
+use std::{sync::atomic::Ordering, time::Duration};
 
 use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard};
 
@@ -43,6 +43,34 @@ async fn one_attempt_and_one_release_reach_the_server_per_block_of_grants() {
         tasks.join_all().await;
         let blocks = TASKS * ROUNDS / (handoffs as usize + 1);
         assert_eq!(probe.counts.calls(), (blocks, 0, blocks), "{handoffs} hand-offs");
+    }
+}
+
+/// Those that are behind it when it is opened, or came since the one before was.
+#[tokio::test(start_paused = true)]
+async fn a_claim_says_whether_others_wait_behind_it() {
+    let (probe, lock) = lock(AcquireOptions::new().local_handoffs(0));
+    let contended = || probe.counts.contended.load(Ordering::SeqCst);
+    for _ in 0..3 {
+        lock.acquire().await.unwrap().release().await.unwrap();
+    }
+    assert_eq!(contended(), 0, "it was alone");
+    let held = lock.acquire().await.unwrap();
+    let behind = [waiter(&lock).await, waiter(&lock).await, waiter(&lock).await];
+    held.release().await.unwrap();
+    for (n, next) in behind.into_iter().enumerate() {
+        let next = next.await.unwrap();
+        // The last of them is alone.
+        assert_eq!(contended(), (n + 1).min(2));
+        next.release().await.unwrap();
+    }
+    let held = lock.acquire().await.unwrap();
+    let gone = waiter(&lock).await;
+    gone.abort();
+    held.release().await.unwrap();
+    for _ in 0..2 {
+        lock.acquire().await.unwrap().release().await.unwrap();
+        assert_eq!(contended(), 3, "somebody had come");
     }
 }
 

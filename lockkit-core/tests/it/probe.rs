@@ -34,6 +34,8 @@ pub(crate) struct Counts {
     /// The claims that were there when the backend was closed.
     pub(crate) claims_at_close: AtomicUsize,
     pub(crate) closes: AtomicUsize,
+    /// Claims of which it was said that others wait behind them.
+    pub(crate) contended: AtomicUsize,
 }
 
 impl Counts {
@@ -56,6 +58,8 @@ impl Backend for Probe {
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         let claim = self.memory.claim(request).await?;
         self.counts.claims.fetch_add(1, Ordering::SeqCst);
+        let contended = usize::from(request.locally_contended);
+        self.counts.contended.fetch_add(contended, Ordering::SeqCst);
         Ok(Box::new(Counted {
             claim,
             counts: self.counts.clone(),
