@@ -3,6 +3,7 @@
 use std::{
     borrow::Cow,
     fmt,
+    num::NonZeroU32,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -33,6 +34,8 @@ pub(crate) struct RedisClaim {
     request: ClaimRequest,
     key: Vec<u8>,
     record: Record,
+    /// How many tokens to reserve from when the lock is known to be contended.
+    most_tokens: NonZeroU32,
     /// Where pushes for it arrive, from when it first may get one.
     place: Option<Arc<Place>>,
     queued: bool,
@@ -62,10 +65,18 @@ enum Answer {
 
 impl RedisClaim {
     pub(crate) fn new(shared: Arc<Shared>, request: &ClaimRequest) -> Self {
+        // The counter must not run ahead of the clock: a lock that nobody contends for, which may be taken tens of thousands
+        // of times a second, takes one token. That it is contended for at the server is found out.
+        let most_tokens = request.tokens;
+        let mut request = request.clone();
+        if !request.locally_contended {
+            request.tokens = NonZeroU32::MIN;
+        }
         Self {
             key: layout::key(&shared.namespace, &request.name, request.mode.kind()),
-            record: Record::new(request, &shared.inbox.client),
-            request: request.clone(),
+            record: Record::new(&request, &shared.inbox.client),
+            most_tokens,
+            request,
             shared,
             place: None,
             queued: false,
@@ -157,6 +168,10 @@ impl RedisClaim {
 
     async fn ask(&mut self, waits: bool) -> Result<Answer> {
         self.asked |= waits;
+        if self.request.tokens < self.most_tokens {
+            self.request.tokens = self.most_tokens;
+            self.record = Record::new(&self.request, &self.shared.inbox.client);
+        }
         self.place().begin();
         let mut call = script::ACQUIRE.call(&self.key);
         call.arg(self.record.template())

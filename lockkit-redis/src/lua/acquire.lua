@@ -13,8 +13,10 @@ drop_ended()
 -- add, but not to a script that has begun to write.
 if holder() == me then
   call('PEXPIRE', LOCK, ttl)
-  local first = tonumber(string.match(value, '^%S+ %S+ (%d+) '))
-  if not first then
+  local tokens, first = string.match(value, '^%S+ (%d+) (%d+) ')
+  first = tonumber(first)
+  -- One that was taken without a script has not said its token, or has reserved fewer.
+  if not first or tokens ~= ARGV[2] then
     first = draw(ARGV[2])
     value = 'lockkit:' .. string.format(text, first)
   end

@@ -163,6 +163,10 @@ async fn hand_offs_within_a_client_take_no_requests() {
     let client = client(server.url()).await;
     let options = AcquireOptions::new().local_handoffs(99);
     let lock = client.lock("a").unwrap().with_options(options);
+    // A lock for which nobody has waited yet reserves no tokens for others.
+    let held = lock.acquire().await.unwrap();
+    assert!(lock.acquire().now_or_never().is_none());
+    held.release().await.unwrap();
     let monitor = server.monitor().unwrap();
     let held = lock.acquire().await.unwrap();
     let mut renewal = String::new();
