@@ -281,6 +281,13 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// Remembers events that came since the last `attempt` or `renew` began, so that dropping it loses none.
     async fn notified(&mut self);
 
+    /// The hold has been passed to another waiter of this client, without a word to the server, and has this one of the
+    /// [tokens](Grant::tokens) from now on. For a backend that says at the server which token is in use; it does no I/O
+    /// here, and may resolve [`notified`](Self::notified) to be renewed.
+    fn passed_on(&mut self, token: u64) {
+        let _ = token;
+    }
+
     /// A duplicate of the operating system's handle that keeps the hold alive, where there is one, so that it can be
     /// passed on to a child process.
     #[cfg(unix)]

@@ -215,6 +215,9 @@ impl Line {
         passed.spare.next();
         passed.handoffs += 1;
         passed.most_handoffs = passed.most_handoffs.min(heir.local_handoffs);
+        if let Some(claim) = &mut passed.claim {
+            claim.passed_on(token);
+        }
         let passed = Hold::new(Phase::Offered, heir, token, passed, &lease);
         self.core.worker.replace(ended, &passed, now);
         let waker = state.queue.hand_off(passed);

@@ -75,6 +75,21 @@ async fn a_claim_says_whether_others_wait_behind_it() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_claim_is_told_with_which_token_it_is_passed_on() {
+    let (probe, lock) = lock(AcquireOptions::new());
+    let mut held = lock.acquire().await.unwrap();
+    let mut tokens = Vec::new();
+    for _ in 0..3 {
+        let heir = waiter(&lock).await;
+        held.release().await.unwrap();
+        held = heir.await.unwrap();
+        tokens.push(held.token().get());
+    }
+    assert_eq!(*probe.counts.passed_on.lock().unwrap(), tokens);
+    assert_eq!(probe.counts.calls(), (1, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_lease_is_passed_on_while_two_thirds_are_left_and_renewed_first_afterwards() {
     let options = AcquireOptions::new().ttl(9 * SECOND);
     for (age, renewals) in [(2_990 * MS, 0), (3_010 * MS, 1)] {

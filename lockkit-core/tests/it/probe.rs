@@ -36,6 +36,8 @@ pub(crate) struct Counts {
     pub(crate) closes: AtomicUsize,
     /// Claims of which it was said that others wait behind them.
     pub(crate) contended: AtomicUsize,
+    /// The tokens with which holds were passed on.
+    pub(crate) passed_on: Mutex<Vec<u64>>,
 }
 
 impl Counts {
@@ -117,6 +119,10 @@ impl Claim for Counted {
 
     async fn notified(&mut self) {
         self.claim.notified().await;
+    }
+
+    fn passed_on(&mut self, token: u64) {
+        self.counts.passed_on.lock().unwrap().push(token);
     }
 }
 
