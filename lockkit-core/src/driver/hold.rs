@@ -129,9 +129,12 @@ impl Hold {
         let answer = timing::within(backend, "renew", claim.renew(), limit).await?;
         match answer {
             Some(Ok(Renewal::Held(lease))) => {
-                if adopt_lease {
+                let end = timing::valid_until(&lease);
+                // What the backend has turned out not to prove ends earlier, whoever renews.
+                let is_shorter = end.is_some_and(|end| valid_until.is_none_or(|told| end < told));
+                if adopt_lease || is_shorter {
                     grip.lease = Some(lease);
-                    self.cell.extend(timing::valid_until(&lease), Instant::now());
+                    self.cell.extend(end, Instant::now());
                 }
                 self.not_lost(Instant::now())
             }

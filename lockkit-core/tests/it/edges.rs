@@ -230,6 +230,26 @@ async fn a_backend_whose_proofs_are_old_is_not_asked_without_end() {
     assert!(renewals < 60 * 10, "{renewals} renewals within a minute");
 }
 
+/// As when a session turns out to be granted less time than before.
+#[tokio::test(start_paused = true)]
+async fn less_that_is_proven_counts_without_renewal_too() {
+    for renew in [true, false] {
+        let probe = Probe {
+            proofs_are_old_by: 9 * SECOND,
+            ..Probe::default()
+        };
+        let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+        let options = AcquireOptions::new().ttl(10 * SECOND).renew(renew);
+        let guard = lock.acquire_with(&options).await.unwrap();
+        tokio::time::sleep(SECOND).await;
+        assert!(guard.valid_until().unwrap() > Instant::now() + 8 * SECOND);
+        probe.hint.notify_one();
+        tokio::time::sleep(100 * MS).await;
+        let left = guard.valid_until().unwrap() - Instant::now();
+        assert!(left <= SECOND, "renew={renew}: {left:?} left");
+    }
+}
+
 /// Polls on a thread that has no runtime, as another executor would.
 fn outside<F: Future + Send>(future: F) -> F::Output
 where

@@ -13,6 +13,7 @@ use lockkit_core::{
     Kind, LockName, LockState, MemoryBackend, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
 };
+use tokio::sync::Notify;
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Probe {
@@ -22,6 +23,8 @@ pub(crate) struct Probe {
     pub(crate) proofs_are_old_by: Duration,
     /// Where the next renewal's poll waits, and its thread with it: once when it is there, and once to go on.
     pub(crate) barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
+    /// Says to one claim that it should ask.
+    pub(crate) hint: Arc<Notify>,
 }
 
 #[derive(Debug, Default)]
@@ -67,6 +70,7 @@ impl Backend for Probe {
             counts: self.counts.clone(),
             proofs_are_old_by: self.proofs_are_old_by,
             barrier: self.barrier.clone(),
+            hint: self.hint.clone(),
         }))
     }
 
@@ -88,6 +92,7 @@ struct Counted {
     counts: Arc<Counts>,
     proofs_are_old_by: Duration,
     barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
+    hint: Arc<Notify>,
 }
 
 #[async_trait]
@@ -118,7 +123,10 @@ impl Claim for Counted {
     }
 
     async fn notified(&mut self) {
-        self.claim.notified().await;
+        tokio::select! {
+            () = self.claim.notified() => {}
+            () = self.hint.notified() => {}
+        }
     }
 
     fn passed_on(&mut self, token: u64) {
