@@ -1,4 +1,11 @@
-use std::{collections::BTreeMap, fs, io, net::SocketAddr, process::Command, time::Duration};
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, Write as _},
+    net::SocketAddr,
+    process::Command,
+    time::Duration,
+};
 
 use super::{JARS, JAVA, journal, wire};
 use crate::{Clock, Port, Process};
@@ -199,6 +206,17 @@ impl ZkServer {
     /// If the server cannot be reached or does not answer.
     pub fn end_session(&self, id: i64) -> io::Result<bool> {
         wire::end_session(self.addr(), id)
+    }
+
+    /// Gives it another line of configuration, which counts from its next start on and overrides an earlier one.
+    ///
+    /// # Errors
+    /// If its configuration cannot be written.
+    pub fn reconfigure(&self, line: &str) -> io::Result<()> {
+        let mut config = fs::File::options()
+            .append(true)
+            .open(self.process.directory().join("zoo.cfg"))?;
+        writeln!(config, "{line}")
     }
 
     /// Starts it again after [`kill`](Self::kill) or [`stop`](Self::stop), and waits until it answers. A member of an
