@@ -11,10 +11,11 @@ use std::{
 
 use async_trait::async_trait;
 use lockkit_core::{
-    Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, Result,
+    Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, LossReason,
+    Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
 };
-use tokio::runtime::Handle;
+use tokio::{runtime::Handle, task::JoinHandle};
 use zookeeper_client::Stat;
 
 use crate::{
@@ -24,7 +25,7 @@ use crate::{
     fault::{self, Fault},
     layout::Space,
     queue::QueueClaim,
-    session::{self, Session},
+    session::{self, Reach, Session},
     simple::{self, SimpleClaim},
     turn,
 };
@@ -70,10 +71,11 @@ pub(crate) struct Shared {
     space: Space,
     /// Where sessions live.
     runtime: Handle,
+    reach: Reach,
     current: Mutex<Option<Arc<Session>>>,
     pub(crate) crowds: Crowds,
-    /// One at a time opens a session.
-    opening: tokio::sync::Mutex<()>,
+    /// A session that is being opened, also if whoever asked for it is gone.
+    opening: tokio::sync::Mutex<Option<JoinHandle<fault::Result<()>>>>,
     closed: AtomicBool,
 }
 
@@ -92,6 +94,7 @@ impl ZkBackend {
         let space = Space::new(&address.chroot, &config.namespace);
         let runtime = Handle::try_current().map_err(|_| Fault::NoRuntime.during("connect"))?;
         let shared = Shared {
+            reach: Reach::new(&config, &address),
             config,
             address,
             space,
@@ -208,24 +211,30 @@ impl Shared {
         if let Some(session) = self.live()? {
             return Ok(session);
         }
-        let _opening = self.opening.lock().await;
+        let mut opening = self.opening.lock().await;
         if let Some(session) = self.live()? {
             return Ok(session);
         }
-        // Where it can live on, which need not be where this is awaited.
-        let shared = self.clone();
-        let opened = self
-            .runtime
-            .spawn(async move { Session::open(&shared.config, &shared.address, &shared.space).await });
-        let session = AbortOnDrop(opened).join().await?;
-        let session = Arc::new(session);
-        *self.slot() = Some(session.clone());
+        let opened = opening.get_or_insert_with(|| {
+            let shared = self.clone();
+            // Where it can live on, which need not be where this is awaited.
+            self.runtime.spawn(async move { shared.open().await })
+        });
+        let opened = opened.await;
+        *opening = None;
+        opened.unwrap_or(Err(Fault::RuntimeGone))?;
+        self.live()?.ok_or(Fault::SessionOver(LossReason::Disconnected))
+    }
+
+    async fn open(&self) -> fault::Result<()> {
+        let session = Session::open(&self.config, &self.reach, &self.space).await?;
+        *self.slot() = Some(Arc::new(session));
         // Whoever closed it meanwhile found none to close.
         if self.is_closed() {
             self.slot().take();
             return Err(Fault::Closed);
         }
-        Ok(session)
+        Ok(())
     }
 
     fn live(&self) -> fault::Result<Option<Arc<Session>>> {
@@ -241,21 +250,6 @@ impl Shared {
 
     fn slot(&self) -> MutexGuard<'_, Option<Arc<Session>>> {
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A task that is of no use once nobody waits for it.
-struct AbortOnDrop<T>(tokio::task::JoinHandle<T>);
-
-impl<T> AbortOnDrop<fault::Result<T>> {
-    async fn join(mut self) -> fault::Result<T> {
-        (&mut self.0).await.unwrap_or(Err(Fault::RuntimeGone))
-    }
-}
-
-impl<T> Drop for AbortOnDrop<T> {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }
 
@@ -280,9 +274,10 @@ impl Backend for ZkBackend {
         info
     }
 
-    /// The session timeout, whatever the `ttl`, and a tick to which the servers round it up.
+    /// The session timeout that was granted last, whatever the `ttl`. The servers round it up to a tick, and count from
+    /// when they were told of the session last, which is half a tick late.
     fn dead_holder_bound(&self, _ttl: Duration) -> Duration {
-        self.shared.config.session_timeout + self.shared.config.tick_time
+        self.shared.reach.granted() + self.shared.config.tick_time * 2
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {

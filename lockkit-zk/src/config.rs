@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr, time::Duration};
 
 use lockkit_core::{Error, Result, spi::BackendInfo};
 
-use crate::lease::BEATS_PER_TIMEOUT;
+use crate::lease::TICKS_PER_TIMEOUT;
 
 /// How to reach an ensemble, and what to leave on it.
 ///
@@ -39,8 +39,8 @@ pub struct ZkConfig {
     /// server may have other limits (2 to 20 ticks unless configured otherwise), and what it says counts. At least five
     /// [ticks](Self#structfield.tick_time). Default: 30 s.
     pub session_timeout: Duration,
-    /// The servers' `tickTime`, or more. A lease is shorter than the session timeout by a tick and a fifth; a figure
-    /// below the servers' would make it outlast them. Default: 2 s, which is ZooKeeper's.
+    /// The servers' `tickTime`, or more. Leases are counted with it: a figure below the servers' could make them outlast
+    /// their sessions. Default: 2 s, which is ZooKeeper's.
     pub tick_time: Duration,
     /// What becomes of the directories of locks that nobody uses. Default: the server removes them.
     pub parents: Parents,
@@ -117,7 +117,7 @@ impl ZkConfig {
 
     /// The shortest session timeout at this [`tick_time`](Self#structfield.tick_time).
     pub const fn min_session_timeout(tick_time: Duration) -> Duration {
-        tick_time.saturating_mul(BEATS_PER_TIMEOUT)
+        tick_time.saturating_mul(TICKS_PER_TIMEOUT)
     }
 
     /// Whether a client could be made with it, as far as can be told without I/O.
@@ -172,7 +172,7 @@ pub(crate) fn check_session_timeout(timeout: Duration, tick: Duration, whose: &s
         return Ok(());
     }
     let reason = format!(
-        "{timeout:?}, as {whose}, is less than {BEATS_PER_TIMEOUT} ticks of {tick:?}; ask for {least:?} or more, or \
+        "{timeout:?}, as {whose}, is less than {TICKS_PER_TIMEOUT} ticks of {tick:?}; ask for {least:?} or more, or \
          configure servers and `tick_time` for shorter ticks"
     );
     Err(Error::invalid_option("session_timeout", reason))

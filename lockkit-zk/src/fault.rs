@@ -11,8 +11,8 @@ pub(crate) type Result<T> = std::result::Result<T, Fault>;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Fault {
-    #[error(transparent)]
-    Server(#[from] ZkError),
+    #[error("{0}")]
+    Server(ZkError),
     #[error("the session has ended: {0}")]
     SessionOver(LossReason),
     #[error("the session is not proven to live just now; nothing is granted on it")]
@@ -40,6 +40,18 @@ pub(crate) enum Fault {
     RuntimeGone,
     #[error("{0}")]
     Config(Error),
+}
+
+impl From<ZkError> for Fault {
+    fn from(error: ZkError) -> Self {
+        match error {
+            // What the client library says of a request whose connection has been given up.
+            ZkError::UnexpectedError(text) if text.starts_with("BUG: ") => {
+                Self::Server(ZkError::ConnectionLoss)
+            }
+            error => Self::Server(error),
+        }
+    }
 }
 
 impl Fault {

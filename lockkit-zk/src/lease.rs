@@ -1,51 +1,111 @@
 //! For how long the session is known to live. Pure: time comes in as an argument.
 
-use std::time::Duration;
+use std::{collections::VecDeque, time::Duration};
 
 use tokio::time::Instant;
 
+/// How many ticks a session lasts, at least.
+pub(crate) const TICKS_PER_TIMEOUT: u32 = 5;
 /// How many times per session timeout the session is proven, at least.
-pub(crate) const BEATS_PER_TIMEOUT: u32 = 5;
+const BEATS_PER_TIMEOUT: u32 = 10;
 /// How far apart the proofs of a long session are, so that whoever renews by hand need not wait for long.
 const LONGEST_BEAT: Duration = Duration::from_millis(2_500);
 
 /// What the acknowledged writes of a session prove.
 ///
 /// A write that the quorum has acknowledged proves that the session lived when it was processed, and no more: the
-/// leader counts a session's time from when it was last *told* of it. The server that a client is connected to passes on
-/// whom it has heard of with each of its pings, which are half a tick apart and in order with the writes. Two beats, so
-/// at least two ticks, before the last acknowledged write there was another one. The leader has been told of it by now,
-/// and lets the session live for a timeout from then on. A tick is taken off for what is rounded, and a hundredth for
-/// clocks that drift.
-#[derive(Clone, Copy, Debug)]
+/// leader counts a session's time from when it was last *told* of it. The server that a client is connected to, if it is
+/// not the leader, passes on whom it has heard of with its answer to each of the leader's pings, which are half a tick
+/// apart. All that a server and the leader say to each other is in order. So of three writes *a*, *b* and *c* on one
+/// connection, where *b* was sent three quarters of a tick after *a* was acknowledged, or later, and *c* after *b* was
+/// acknowledged:
+///
+/// - the leader sent a ping in the half tick before it acknowledged *b*, so after the server had heard *a*;
+/// - the server answered that ping before it passed on that *b* is acknowledged, and so before it passed on *c*;
+/// - and the leader had that answer, which tells of *a*, before it processed *c*.
+///
+/// Once *c* is acknowledged, the session lives for a timeout from when *a* was sent. It is the same however late each of
+/// them is, or if the way back to the leader is cut. A ping may be a quarter of a tick late; what makes the leader's own
+/// clock later than that delays what it ends, too. A tick is taken off for the rest, and a hundredth for clocks that drift.
+///
+/// An attachment tells the leader itself, so that one write after it is enough. It also changes the timeout, to what
+/// that server grants; after a change of leaders, it is what was granted first. What counts is the smallest there was. While
+/// it is not known what a server has granted, it is the smallest that any may grant.
+#[derive(Clone, Debug)]
 pub(crate) struct Proof {
     timeout: Duration,
     tick: Duration,
-    /// When the last acknowledged write was sent, and the one before it.
-    last: Instant,
-    before: Instant,
+    /// The connection that the writes were acknowledged on.
+    link: u64,
+    /// When the session was attached by it.
+    attached: Instant,
+    /// When they were sent and acknowledged, the oldest first.
+    writes: VecDeque<(Instant, Instant)>,
     end: Instant,
+    /// What the leader was told before then may have been followed by a timeout that is not known.
+    doubtful: Instant,
 }
 
 impl Proof {
     /// A session that a request sent at `sent` has opened: the leader itself has counted from then.
-    pub(crate) fn opened(timeout: Duration, tick: Duration, sent: Instant) -> Self {
+    pub(crate) fn opened(timeout: Duration, tick: Duration, link: u64, sent: Instant) -> Self {
         let mut proof = Self {
             timeout,
             tick,
-            last: sent,
-            before: sent,
+            link,
+            attached: sent,
+            writes: VecDeque::new(),
             end: sent,
+            doubtful: sent,
         };
-        proof.end = proof.lives_on_from(sent);
+        proof.end = proof.lives_on_from(sent, timeout);
         proof
     }
 
-    /// The write that was sent at `sent`, a beat after the one before it or later, is acknowledged.
-    pub(crate) fn acknowledged(&mut self, sent: Instant) {
-        self.end = self.end.max(self.lives_on_from(self.before));
-        self.before = self.last;
-        self.last = sent;
+    /// A server that was asked at `sent` to attach the session has not answered yet, and may have done it.
+    pub(crate) fn unanswered(&mut self, sent: Instant, now: Instant) {
+        self.end = self.end.min(self.lives_on_from(sent, self.least()));
+        // What a server was told it passes on with the next ping, and then no more.
+        self.doubtful = self.doubtful.max(now + self.tick);
+    }
+
+    /// How long after it was asked a server counts as one that has not answered: half of what may be left by then.
+    pub(crate) fn doubts_after(&self) -> Duration {
+        self.least().saturating_sub(self.margin(self.least())) / 2
+    }
+
+    /// It has been attached, by a request sent at `sent`, with this timeout.
+    pub(crate) fn attached(&mut self, link: u64, timeout: Duration, sent: Instant) {
+        if timeout < self.timeout {
+            self.timeout = timeout;
+            self.end = self.end.min(self.lives_on_from(sent, timeout));
+        }
+        self.link = link;
+        self.attached = sent;
+        self.writes.clear();
+    }
+
+    /// A first write on this connection was acknowledged: it was no deposed leader that attached the session.
+    pub(crate) fn confirmed(&mut self) {
+        self.proves(self.attached);
+    }
+
+    /// The write that was sent on this connection at `sent` was acknowledged at `acknowledged`.
+    pub(crate) fn acknowledged(&mut self, link: u64, sent: Instant, acknowledged: Instant) {
+        if link != self.link {
+            return;
+        }
+        let apart = self.tick * 3 / 4;
+        // The last one but this: everything that the leader was told before it is known to have been told.
+        if let Some(&(between, _)) = self.writes.back() {
+            let told = |write: &&(Instant, Instant)| write.1 + apart <= between;
+            let many = self.writes.iter().take_while(told).count();
+            if let Some(&(told, _)) = many.checked_sub(1).and_then(|last| self.writes.get(last)) {
+                self.proves(told);
+                self.writes.drain(..many);
+            }
+        }
+        self.writes.push_back((sent, acknowledged));
     }
 
     /// Until when the server cannot have ended the session by itself.
@@ -53,13 +113,36 @@ impl Proof {
         self.end
     }
 
-    /// How far apart the writes are.
-    pub(crate) fn beat(&self) -> Duration {
-        (self.timeout / BEATS_PER_TIMEOUT).min(LONGEST_BEAT.max(self.tick))
+    /// The session timeout that it counts with.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
     }
 
-    fn lives_on_from(&self, told: Instant) -> Instant {
-        told + self.timeout.saturating_sub(self.tick + self.timeout / 100)
+    /// How far apart the writes are.
+    pub(crate) fn beat(&self) -> Duration {
+        (self.timeout / BEATS_PER_TIMEOUT).min(LONGEST_BEAT)
+    }
+
+    fn proves(&mut self, told: Instant) {
+        let timeout = if told < self.doubtful {
+            self.least()
+        } else {
+            self.timeout
+        };
+        self.end = self.end.max(self.lives_on_from(told, timeout));
+    }
+
+    fn lives_on_from(&self, told: Instant, timeout: Duration) -> Instant {
+        told + timeout.saturating_sub(self.margin(timeout))
+    }
+
+    fn margin(&self, timeout: Duration) -> Duration {
+        self.tick + timeout / 100
+    }
+
+    /// What a server grants at least.
+    fn least(&self) -> Duration {
+        self.timeout.min(self.tick * TICKS_PER_TIMEOUT)
     }
 }
 
@@ -69,39 +152,119 @@ mod tests {
 
     const MS: fn(u64) -> Duration = Duration::from_millis;
 
-    #[test]
-    fn a_lease_counts_from_two_beats_before_the_last_one() {
-        let start = Instant::now();
-        let mut proof = Proof::opened(MS(1_000), MS(100), start);
-        assert_eq!(proof.end(), start + MS(890));
-        for sent in [200, 400] {
-            proof.acknowledged(start + MS(sent));
-            assert_eq!(proof.end(), start + MS(890));
+    /// A session of a second on servers that tick every 100 ms.
+    struct Clock(Instant, Proof);
+
+    impl Clock {
+        fn new() -> Self {
+            let start = Instant::now();
+            Self(start, Proof::opened(MS(1_000), MS(100), 1, start))
         }
-        proof.acknowledged(start + MS(600));
-        assert_eq!(proof.end(), start + MS(200 + 890));
-        proof.acknowledged(start + MS(800));
-        assert_eq!(proof.end(), start + MS(400 + 890));
+
+        fn at(&self, ms: u64) -> Instant {
+            self.0 + MS(ms)
+        }
+
+        fn write(&mut self, sent: u64, acknowledged: u64) {
+            let (sent, acknowledged) = (self.at(sent), self.at(acknowledged));
+            self.1.acknowledged(1, sent, acknowledged);
+        }
+
+        fn end(&self) -> u64 {
+            u64::try_from((self.1.end() - self.0).as_millis()).unwrap()
+        }
     }
 
     #[test]
-    fn a_late_write_revives_the_lease_two_beats_later() {
-        let start = Instant::now();
-        let mut proof = Proof::opened(MS(1_000), MS(100), start);
-        for sent in [900, 1_100] {
-            proof.acknowledged(start + MS(sent));
-            assert_eq!(proof.end(), start + MS(890));
+    fn a_write_counts_after_two_more_the_first_of_them_later() {
+        let mut clock = Clock::new();
+        assert_eq!(clock.end(), 890);
+        for sent in [100, 200] {
+            clock.write(sent, sent + 1);
+            assert_eq!(clock.end(), 890);
         }
-        proof.acknowledged(start + MS(1_300));
-        assert_eq!(proof.end(), start + MS(900 + 890));
+        clock.write(300, 301);
+        assert_eq!(clock.end(), 100 + 890);
+        clock.write(400, 401);
+        assert_eq!(clock.end(), 200 + 890);
     }
 
     #[test]
-    fn beats_are_a_tick_apart_or_more_and_not_too_far() {
-        let beat = |timeout, tick| Proof::opened(MS(timeout), MS(tick), Instant::now()).beat();
-        assert_eq!(beat(1_000, 100), MS(200));
-        assert_eq!(beat(10_000, 2_000), MS(2_000));
-        assert_eq!(beat(30_000, 2_000), MS(2_500));
-        assert_eq!(beat(40_000, 5_000), MS(5_000));
+    fn writes_that_are_close_together_prove_no_more() {
+        let mut clock = Clock::new();
+        for sent in 100..170 {
+            clock.write(sent, sent);
+        }
+        assert_eq!(clock.end(), 890);
+        // 75 ms after the first; it takes one more.
+        clock.write(175, 175);
+        assert_eq!(clock.end(), 890);
+        clock.write(176, 176);
+        assert_eq!(clock.end(), 100 + 890);
+    }
+
+    #[test]
+    fn a_write_acknowledged_late_counts_late() {
+        let mut clock = Clock::new();
+        clock.write(100, 200);
+        clock.write(200, 210);
+        clock.write(300, 310);
+        // The leader may have been told of the first only after it had acknowledged the second.
+        assert_eq!(clock.end(), 890);
+        clock.write(400, 410);
+        assert_eq!(clock.end(), 200 + 890);
+    }
+
+    #[test]
+    fn another_connection_begins_anew() {
+        let mut clock = Clock::new();
+        clock.write(100, 101);
+        clock.write(200, 201);
+        let sent = clock.at(250);
+        clock.1.attached(2, MS(1_000), sent);
+        clock.write(300, 301);
+        assert_eq!(clock.end(), 890);
+        clock.1.confirmed();
+        assert_eq!(clock.end(), 250 + 890);
+    }
+
+    #[test]
+    fn the_smallest_timeout_counts_from_when_it_may_be_in_force() {
+        let mut clock = Clock::new();
+        let sent = clock.at(100);
+        clock.1.attached(2, MS(600), sent);
+        assert_eq!(clock.end(), 100 + 494);
+        clock.1.confirmed();
+        assert_eq!(clock.end(), 100 + 494);
+        // It stays so: the next leader may count with it.
+        let sent = clock.at(300);
+        clock.1.attached(3, MS(1_000), sent);
+        clock.1.confirmed();
+        assert_eq!(clock.end(), 300 + 494);
+    }
+
+    #[test]
+    fn a_timeout_that_was_not_told_is_the_smallest_for_a_while() {
+        let mut clock = Clock::new();
+        let (sent, given_up) = (clock.at(100), clock.at(200));
+        clock.1.unanswered(sent, given_up);
+        // Five ticks.
+        assert_eq!(clock.end(), 100 + 395);
+        let sent = clock.at(250);
+        clock.1.attached(2, MS(1_000), sent);
+        clock.1.confirmed();
+        assert_eq!(clock.end(), 250 + 395);
+        let sent = clock.at(300);
+        clock.1.attached(3, MS(1_000), sent);
+        clock.1.confirmed();
+        assert_eq!(clock.end(), 300 + 890);
+    }
+
+    #[test]
+    fn beats_are_a_tenth_apart_and_not_too_far() {
+        let beat = |timeout, tick| Proof::opened(MS(timeout), MS(tick), 1, Instant::now()).beat();
+        assert_eq!(beat(1_000, 100), MS(100));
+        assert_eq!(beat(10_000, 2_000), MS(1_000));
+        assert_eq!(beat(40_000, 2_000), MS(2_500));
     }
 }

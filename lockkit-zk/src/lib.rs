@@ -25,6 +25,7 @@ mod crowds;
 mod fault;
 mod layout;
 mod lease;
+mod link;
 mod post;
 mod queue;
 mod session;

@@ -18,13 +18,12 @@ use std::{
 };
 
 use async_trait::async_trait;
-use futures_util::FutureExt;
 use lockkit_core::{
     Error, LossReason,
     spi::{Claim, ClaimRequest, Grant, Mode, Renewal},
 };
 use uuid::Uuid;
-use zookeeper_client::{Error as ZkError, StateWatcher};
+use zookeeper_client::Error as ZkError;
 
 use crate::{
     NAME,
@@ -85,7 +84,8 @@ struct Waits {
     one_to_go: bool,
     /// In a crowd, if it waits for a writer: so is nobody if that one has held the lock.
     writer: Option<Writer>,
-    interruptions: StateWatcher,
+    /// The connection on which it began to.
+    connection: Option<u64>,
 }
 
 /// A node whose holder is alone.
@@ -94,6 +94,26 @@ struct Writer {
     /// Where its session says what it has held.
     beat_path: String,
     czxid: i64,
+}
+
+/// Where a node's GUID, which is its owner's, tells which of its nodes it is.
+const EARLIER: u32 = 96;
+
+/// A node that this owner has made before `own` and that was believed not to be there. Of the `asked` nodes that it asked
+/// for the last is its own.
+fn earlier_node<'a>(children: &'a [String], own: &str, owner: u128, asked: u32) -> Option<&'a String> {
+    let is_owners = |child: &str| {
+        let guid = child.strip_prefix("_c_").and_then(|rest| rest.get(..36));
+        let guid = guid.and_then(|guid| Uuid::try_parse(guid).ok());
+        guid.is_some_and(|guid| {
+            (guid.as_u128() ^ owner) >> EARLIER < u128::from(asked)
+                && (guid.as_u128() ^ owner) << (128 - EARLIER) == 0
+        })
+    };
+    if asked < 2 {
+        return None;
+    }
+    children.iter().find(|child| *child != own && is_owners(child))
 }
 
 impl QueueClaim {
@@ -146,8 +166,14 @@ impl QueueClaim {
                 self.begin_directory_anew().await?;
                 continue;
             }
-            let children = place.stake.session.list(&self.dir).await?;
-            match turn(&children, basename(path), mode) {
+            let session = place.stake.session.clone();
+            let own = basename(path).to_owned();
+            let children = session.list(&self.dir).await?;
+            if let Some(earlier) = earlier_node(&children, &own, self.request.owner.get(), self.asked) {
+                session.delete(&format!("{}/{earlier}", self.dir)).await?;
+                continue;
+            }
+            match turn(&children, &own, mode) {
                 Turn::Mine => return self.grant().map(Some),
                 Turn::Gone => self.clear(),
                 Turn::OtherSize(size) => {
@@ -226,7 +252,7 @@ impl QueueClaim {
     /// A path that no other request of anyone has had.
     fn next_prefix(&mut self) -> String {
         self.asked += 1;
-        let guid = Uuid::from_u128(self.request.owner.get() ^ (u128::from(self.asked - 1) << 96));
+        let guid = Uuid::from_u128(self.request.owner.get() ^ (u128::from(self.asked - 1) << EARLIER));
         let marker = layout::marker(self.request.mode, self.shared.nodes());
         format!("{}/_c_{guid}-{marker}", self.dir)
     }
@@ -368,7 +394,8 @@ impl Place {
             .any(|watch| watch.look() == Some(Told::Deleted))
             // What happened first is told first, but for what happened during an interruption.
             && self.stake.is_quiet()
-            && waits.was_uninterrupted()
+            && waits.connection.is_some()
+            && waits.connection == self.stake.session.connection()
     }
 
     /// Whether it waits as before: no watch has told anything, and, in case that a notification got lost, its node and
@@ -422,7 +449,7 @@ impl Place {
         let Node::Made { path, .. } = &self.node else {
             return Ok(false);
         };
-        let interruptions = self.stake.session.interruptions();
+        let connection = self.stake.session.connection();
         let mut paths: Vec<_> = before.watch.iter().map(|name| format!("{dir}/{name}")).collect();
         let others = paths.len();
         if !self.stake.is_quiet() {
@@ -438,7 +465,7 @@ impl Place {
         };
         let mut watches: Vec<_> = replies
             .into_iter()
-            .map(|reply| reply.map(|(_, _, watcher)| Watch::new(watcher)))
+            .map(|reply| reply.map(|(_, _, watch)| watch))
             .collect();
         for own in watches.drain(others..) {
             self.stake.watched_by(own);
@@ -453,7 +480,7 @@ impl Place {
             watches,
             one_to_go: before.one_to_go,
             writer,
-            interruptions,
+            connection,
         });
         Ok(true)
     }
@@ -468,10 +495,6 @@ impl Waits {
         } else {
             Poll::Pending
         }
-    }
-
-    fn was_uninterrupted(&mut self) -> bool {
-        self.interruptions.changed().now_or_never().is_none()
     }
 }
 

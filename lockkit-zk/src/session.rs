@@ -3,6 +3,7 @@
 use std::{
     collections::VecDeque,
     fmt::{self, Write as _},
+    pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
@@ -10,14 +11,14 @@ use std::{
 use futures_util::future::join_all;
 use lockkit_core::LossReason;
 use tokio::{
+    net::TcpStream,
     runtime::Handle,
     sync::{Notify, watch},
-    task::AbortHandle,
-    time::{Instant, sleep_until},
+    time::{Instant, sleep, timeout as within},
 };
 use zookeeper_client::{
-    Acls, Client, CreateMode, CreateOptions, Error as ZkError, MultiWriteError, MultiWriteResult,
-    OneshotWatcher, SessionState, Stat, StateWatcher,
+    Acls, Client, Connector, CreateMode, CreateOptions, Error as ZkError, MultiWriteError, MultiWriteResult,
+    SessionInfo, SessionState, Stat,
 };
 
 use crate::{
@@ -26,12 +27,19 @@ use crate::{
     fault::{Fault, Result, is_refusal},
     layout::{Space, basename, parent},
     lease::Proof,
+    link::Link,
     post::Post,
+    watch::{Eye, Told, Watch},
 };
 
 /// How long a server may be silent, or take to let a client in, before another one is tried, at least. It is long against
 /// what a server takes, and short against a session.
 const SHORTEST_SILENCE: Duration = Duration::from_secs(1);
+/// How long to wait after no server of a round has let the client in.
+const PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// How many watches are set again at once.
+const WATCHES_AT_ONCE: usize = 256;
 /// How often a directory that vanishes as soon as it is made is made again.
 const MAX_VANISHED: usize = 8;
 /// How many of its last holds a session names. A waiter asks for one within a round trip or so of its release.
@@ -40,15 +48,15 @@ const MAX_NAMED: usize = 16;
 /// A session with an ensemble. When it is dropped, it ends, and all its nodes with it.
 pub(crate) struct Session {
     core: Arc<Core>,
-    keeper: AbortHandle,
 }
 
 struct Core {
-    /// Taken away to close the session.
-    client: Mutex<Option<Arc<Client>>>,
     id: i64,
-    timeout: Duration,
-    states: StateWatcher,
+    /// To attach it again.
+    info: SessionInfo,
+    access: Reach,
+    /// The connection, while there is one that is known to lead to the ensemble.
+    link: watch::Sender<Option<Arc<Link>>>,
     news: watch::Sender<News>,
     /// Where it writes, to prove that it lives.
     beat_path: String,
@@ -60,10 +68,37 @@ struct Core {
     littered: Notify,
     /// Of the nodes that somebody has asked for. Those that nobody looks after any more are removed.
     posts: Mutex<Vec<Weak<Post>>>,
+    watches: Mutex<Watches>,
+    /// There is a watch that was set on a connection that is lost.
+    blinded: Notify,
+    /// It is to be closed at the server.
+    closing: watch::Sender<bool>,
+    /// Its task has ended.
+    done: watch::Sender<bool>,
+}
+
+/// The watches that somebody waits for.
+#[derive(Default)]
+struct Watches {
+    all: Vec<Weak<Eye>>,
+    /// With so many, those are forgotten that nobody waits for any more.
+    many: usize,
+}
+
+/// How to reach the servers.
+#[derive(Clone)]
+pub(crate) struct Reach {
+    hosts: Vec<String>,
+    credentials: Option<String>,
+    /// The session timeout to ask for.
+    timeout: Duration,
+    tick: Duration,
+    /// What was granted last.
+    granted: Arc<Mutex<Duration>>,
 }
 
 /// What is known of a session.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct News {
     proof: Proof,
     /// The server's clock in ms since 1970, and when it was that.
@@ -106,43 +141,114 @@ pub(crate) struct Found {
     pub(crate) czxid: i64,
 }
 
+impl Reach {
+    pub(crate) fn new(config: &ZkConfig, address: &Address) -> Self {
+        Self {
+            hosts: address.hosts.split(',').map(str::to_owned).collect(),
+            credentials: config
+                .auth
+                .as_ref()
+                .map(|digest| format!("{}:{}", digest.user, digest.password)),
+            timeout: config.session_timeout,
+            tick: config.tick_time,
+            granted: Arc::new(Mutex::new(config.session_timeout)),
+        }
+    }
+
+    /// The session timeout that was granted last.
+    pub(crate) fn granted(&self) -> Duration {
+        *lock(&self.granted)
+    }
+
+    fn connector(&self) -> Connector {
+        let connector = Client::connector()
+            .with_session_timeout(self.timeout)
+            .with_connection_timeout(self.silence())
+            .with_fail_eagerly();
+        match &self.credentials {
+            Some(credentials) => connector.with_auth("digest", credentials.as_bytes()),
+            None => connector,
+        }
+    }
+
+    fn silence(&self) -> Duration {
+        (self.timeout / 5).max(SHORTEST_SILENCE)
+    }
+
+    /// How long one server may take in the `round`th round: at first little, for the sake of those who wait.
+    fn limit(&self, round: u32) -> Duration {
+        SHORTEST_SILENCE
+            .saturating_mul(1 << round.min(5))
+            .min(self.silence())
+    }
+
+    /// The servers in any order, so that clients spread over them.
+    fn shuffled(&self) -> Vec<String> {
+        let mut hosts = self.hosts.clone();
+        fastrand::shuffle(&mut hosts);
+        hosts
+    }
+
+    /// Opens a session; says when it was asked for. Servers that are silent are tried once more, for longer.
+    async fn open(&self) -> Result<(Link, Instant)> {
+        let mut last = ZkError::NoHosts;
+        for round in [0, u32::MAX] {
+            let mut silent = false;
+            for host in self.shuffled() {
+                let sent = Instant::now();
+                match within(self.limit(round), Link::connect(self.connector(), &host)).await {
+                    Ok(Ok(link)) => return Ok((link, sent)),
+                    Ok(Err(error)) => last = error,
+                    Err(_) => silent = true,
+                }
+            }
+            if !silent || last == ZkError::AuthFailed {
+                break;
+            }
+        }
+        Err(last.into())
+    }
+}
+
 impl Session {
     /// Opens a session.
-    pub(crate) async fn open(config: &ZkConfig, address: &Address, space: &Space) -> Result<Self> {
+    pub(crate) async fn open(config: &ZkConfig, reach: &Reach, space: &Space) -> Result<Self> {
         let runtime = Handle::try_current().map_err(|_| Fault::NoRuntime)?;
-        let mut connector = Client::connector()
-            .with_session_timeout(config.session_timeout)
-            .with_connection_timeout((config.session_timeout / 5).max(SHORTEST_SILENCE))
-            .with_fail_eagerly();
-        if let Some(digest) = &config.auth {
-            let credentials = format!("{}:{}", digest.user, digest.password);
-            connector = connector.with_auth("digest", credentials.as_bytes());
-        }
-        let sent = Instant::now();
-        let client = connector.connect(&address.hosts).await?;
-        let timeout = client.session_timeout();
+        let (link, sent) = reach.open().await?;
+        let timeout = link.timeout();
         check_session_timeout(timeout, config.tick_time, "granted by the server").map_err(Fault::Config)?;
-        let id = client.session_id().0;
+        *lock(&reach.granted) = timeout;
+        let info = link.client.session().clone();
+        let id = info.id().0;
+        let proof = Proof::opened(timeout, config.tick_time, link.life().number(), sent);
         let core = Arc::new(Core {
             id,
-            timeout,
-            states: client.state_watcher(),
+            info,
+            access: Reach {
+                timeout,
+                ..reach.clone()
+            },
+            link: watch::Sender::new(Some(Arc::new(link))),
             news: watch::Sender::new(News {
-                proof: Proof::opened(timeout, config.tick_time, sent),
+                proof,
                 server_clock: (0, sent),
                 over: None,
             }),
             beat_path: space.session(id),
             named: Mutex::default(),
             options: Options::of(config),
-            client: Mutex::new(Some(Arc::new(client))),
             litter: Mutex::default(),
             littered: Notify::new(),
             posts: Mutex::default(),
+            watches: Mutex::default(),
+            blinded: Notify::new(),
+            closing: watch::Sender::new(false),
+            done: watch::Sender::new(false),
         });
-        core.make_beat_node().await?;
-        let keeper = runtime.spawn(keep(core.clone())).abort_handle();
-        Ok(Self { core, keeper })
+        let link = core.link().await?;
+        core.make_beat_node(&link).await?;
+        runtime.spawn(keep(Ends(core.clone())));
+        Ok(Self { core })
     }
 
     pub(crate) fn id(&self) -> i64 {
@@ -159,6 +265,14 @@ impl Session {
         self.core.news.borrow().proof.end()
     }
 
+    /// When it is [over](Self::over), or turns out not to be proven until then.
+    pub(crate) async fn proven_less_than(&self, until: Instant) {
+        let mut news = self.core.news.subscribe();
+        let _ = news
+            .wait_for(|news| news.over.is_some() || news.proof.end() < until)
+            .await;
+    }
+
     /// When it is [over](Self::over), or proven for longer than `until`.
     pub(crate) async fn proven_beyond(&self, until: Instant) {
         let mut news = self.core.news.subscribe();
@@ -173,11 +287,11 @@ impl Session {
         let _ = self.core.news.subscribe().changed().await;
     }
 
-    /// Tells whether the connection was interrupted, from now on.
-    pub(crate) fn interruptions(&self) -> StateWatcher {
-        let mut states = self.core.states.clone();
-        states.state();
-        states
+    /// The number of the connection, if there is one: another one means that it was interrupted.
+    pub(crate) fn connection(&self) -> Option<u64> {
+        let link = self.core.link.borrow();
+        let life = link.as_ref().map(|link| link.life());
+        life.filter(|life| !life.is_over()).map(|life| life.number())
     }
 
     /// The server's clock, in ms since 1970; `None` before the first beat.
@@ -206,7 +320,8 @@ impl Session {
         prefix: &str,
         data: &[u8],
     ) -> Result<std::result::Result<Entered, ZkError>> {
-        let client = self.core.client()?;
+        let link = self.core.link().await?;
+        let client = &link.client;
         let mut writer = client.new_multi_writer();
         let options = self.core.options.ephemeral(CreateMode::EphemeralSequential);
         writer.add_create(prefix, data, &options)?;
@@ -256,7 +371,7 @@ impl Session {
 
     /// How the name begins of the node that was made last in a directory, unless others made it.
     pub(crate) async fn last_entrant(&self, dir: &str) -> Result<Option<String>> {
-        let read = some(self.core.client()?.get_data(dir).await)?;
+        let read = some(self.core.link().await?.client.get_data(dir).await)?;
         let name = read.and_then(|(name, _)| String::from_utf8(name).ok());
         // Anything may be written there.
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
@@ -265,7 +380,8 @@ impl Session {
 
     /// Makes an ephemeral node.
     pub(crate) async fn create(&self, path: &str, data: &[u8]) -> Result<std::result::Result<Stat, ZkError>> {
-        let client = self.core.client()?;
+        let link = self.core.link().await?;
+        let client = &link.client;
         let options = self.core.options.ephemeral(CreateMode::Ephemeral);
         Ok(client.create(path, data, &options).await.map(|(stat, _)| stat))
     }
@@ -277,7 +393,8 @@ impl Session {
 
     /// Deletes a node; `false` if there is none.
     pub(crate) async fn delete(&self, path: &str) -> Result<bool> {
-        let client = self.core.client()?;
+        let link = self.core.link().await?;
+        let client = &link.client;
         match client.delete(path, None).await {
             Ok(()) => Ok(true),
             Err(ZkError::NoNode) => Ok(false),
@@ -289,7 +406,8 @@ impl Session {
     /// was; `false` if there is none.
     pub(crate) async fn delete_by_name(&self, path: &str, czxid: i64) -> Result<bool> {
         let data = self.core.names(czxid);
-        let client = self.core.client()?;
+        let link = self.core.link().await?;
+        let client = &link.client;
         let mut writer = client.new_multi_writer();
         writer.add_set_data(&self.core.beat_path, data.as_bytes(), None)?;
         writer.add_delete(path, None)?;
@@ -308,7 +426,7 @@ impl Session {
     /// Whether the session that writes to `beat_path` says that it held the node that transaction `czxid` made. If not,
     /// it may have held it all the same.
     pub(crate) async fn has_held(&self, beat_path: &str, czxid: i64) -> Result<bool> {
-        let read = match self.core.client()?.get_data(beat_path).await {
+        let read = match self.core.link().await?.client.get_data(beat_path).await {
             // Another user's.
             Err(ZkError::NoAuth) => None,
             read => some(read)?,
@@ -318,7 +436,7 @@ impl Session {
 
     /// The nodes in a directory, as far as the connected server knows. None if there is no directory.
     pub(crate) async fn list(&self, dir: &str) -> Result<Vec<String>> {
-        listed(self.core.client()?.list_children(dir).await)
+        listed(self.core.link().await?.client.list_children(dir).await)
     }
 
     /// The nodes in a directory, with everything that was done before the call.
@@ -333,7 +451,8 @@ impl Session {
 
     /// The data and states of several nodes; `None` for one that is not there.
     pub(crate) async fn read_all(&self, paths: &[String]) -> Result<Vec<Option<(Vec<u8>, Stat)>>> {
-        let client = self.core.client()?;
+        let link = self.core.link().await?;
+        let client = &link.client;
         let replies = join_all(paths.iter().map(|path| client.get_data(path))).await;
         replies
             .into_iter()
@@ -343,22 +462,25 @@ impl Session {
 
     /// Which of several nodes are there.
     pub(crate) async fn are_there(&self, paths: &[String]) -> Result<Vec<bool>> {
-        let client = self.core.client()?;
+        let link = self.core.link().await?;
+        let client = &link.client;
         let replies = join_all(paths.iter().map(|path| client.check_stat(path))).await;
         replies.into_iter().map(|reply| Ok(reply?.is_some())).collect()
     }
 
     /// Watches several nodes for their deletion; `None` for one that is not there.
-    pub(crate) async fn watch_all(
-        &self,
-        paths: &[String],
-    ) -> Result<Vec<Option<(Vec<u8>, Stat, OneshotWatcher)>>> {
-        let client = self.core.client()?;
-        let replies = join_all(paths.iter().map(|path| client.get_and_watch_data(path))).await;
-        replies
-            .into_iter()
-            .map(|reply| some(reply).map_err(Fault::from))
-            .collect()
+    pub(crate) async fn watch_all(&self, paths: &[String]) -> Result<Vec<Option<(Vec<u8>, Stat, Watch)>>> {
+        let link = self.core.link().await?;
+        let replies = join_all(paths.iter().map(|path| link.client.get_and_watch_data(path))).await;
+        let watched = |(path, reply): (&String, _)| {
+            let found = some(reply)?;
+            Ok(found.map(|(data, stat, watcher)| {
+                let watch = Watch::new(path.clone(), &stat, watcher, link.life());
+                self.core.keeps(watch.eye());
+                (data, stat, watch)
+            }))
+        };
+        paths.iter().zip(replies).map(watched).collect()
     }
 
     /// Looks for a node that this session may have made, whose path begins with `prefix`.
@@ -366,23 +488,23 @@ impl Session {
         self.core.find(prefix).await
     }
 
-    /// Ends the session, and with it all its nodes. Resolves when the server has confirmed it.
+    /// Ends the session, and with it all its nodes. Resolves when the server has confirmed it, or nothing of it can be
+    /// left.
     pub(crate) async fn close(&self) {
-        self.keeper.abort();
+        self.begin_closing();
+        // The sender is part of the session.
+        let _ = self.core.done.subscribe().wait_for(|done| *done).await;
+    }
+
+    fn begin_closing(&self) {
         self.core.end(LossReason::Disconnected);
-        lock(&self.core.client).take();
-        let mut states = self.core.states.clone();
-        // The current state counts as seen.
-        let mut state = states.state();
-        while !state.is_terminated() {
-            state = states.changed().await;
-        }
+        self.core.closing.send_replace(true);
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.keeper.abort();
+        self.begin_closing();
     }
 }
 
@@ -390,7 +512,6 @@ impl fmt::Debug for Session {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Session")
             .field("id", &format_args!("{:#x}", self.core.id))
-            .field("timeout", &self.core.timeout)
             .finish_non_exhaustive()
     }
 }
@@ -415,25 +536,70 @@ impl Options {
 }
 
 impl Core {
-    fn client(&self) -> Result<Arc<Client>> {
-        if let Some(reason) = self.over() {
-            return Err(Fault::SessionOver(reason));
+    /// The connection, as soon as there is one.
+    async fn link(&self) -> Result<Arc<Link>> {
+        let mut links = self.link.subscribe();
+        loop {
+            if let Some(reason) = self.over() {
+                return Err(Fault::SessionOver(reason));
+            }
+            let link = links.borrow_and_update().clone();
+            if let Some(link) = link.filter(|link| !link.life().is_over()) {
+                return Ok(link);
+            }
+            // The sender is part of this.
+            let _ = links.changed().await;
         }
-        let client = lock(&self.client);
-        client.clone().ok_or(Fault::Closed)
     }
 
     fn over(&self) -> Option<LossReason> {
         let known = self.news.borrow().over;
-        known.or_else(|| reason(self.states.peek_state()))
+        known.or_else(|| {
+            let link = self.link.borrow();
+            link.as_ref().and_then(|link| reason(link.client.state()))
+        })
     }
 
     fn end(&self, reason: LossReason) {
-        self.news.send_if_modified(|news| {
+        let first = self.news.send_if_modified(|news| {
             let first = news.over.is_none();
             news.over.get_or_insert(reason);
             first
         });
+        if first {
+            // For those who wait for it.
+            self.link.send_modify(|_| {});
+            for watch in self.watches(|_| true) {
+                watch.tells(Told::Over);
+            }
+        }
+    }
+
+    /// Sets this watch again on each connection.
+    fn keeps(&self, watch: &Arc<Eye>) {
+        {
+            let mut watches = lock(&self.watches);
+            if watches.all.len() >= watches.many {
+                watches.all.retain(|watch| watch.strong_count() > 0);
+                watches.many = (watches.all.len() * 2).max(WATCHES_AT_ONCE);
+            }
+            watches.all.push(Arc::downgrade(watch));
+        }
+        if self.news.borrow().over.is_some() {
+            watch.tells(Told::Over);
+        } else if watch.is_shut() {
+            self.blinded.notify_one();
+        }
+    }
+
+    fn watches(&self, which: impl Fn(&Eye) -> bool) -> Vec<Arc<Eye>> {
+        let watches = lock(&self.watches);
+        watches
+            .all
+            .iter()
+            .filter_map(Weak::upgrade)
+            .filter(|eye| which(eye))
+            .collect()
     }
 
     fn leave_behind(&self, litter: impl IntoIterator<Item = Litter>) {
@@ -442,9 +608,13 @@ impl Core {
     }
 
     async fn make_directory(&self, path: &str) -> Result<()> {
-        let client = self.client()?;
+        let link = self.link().await?;
+        self.make_directory_on(&link, path).await
+    }
+
+    async fn make_directory_on(&self, link: &Link, path: &str) -> Result<()> {
         let options = self.options.parents.with_acls(self.options.acls);
-        client.mkdir(path, &options).await?;
+        link.client.mkdir(path, &options).await?;
         Ok(())
     }
 
@@ -460,7 +630,7 @@ impl Core {
     }
 
     fn beat_data(&self) -> String {
-        let mut data = self.timeout.as_millis().to_string();
+        let mut data = self.news.borrow().proof.timeout().as_millis().to_string();
         for czxid in &*lock(&self.named) {
             // Writing to a string does not fail.
             let _ = write!(data, " {czxid:x}");
@@ -468,16 +638,20 @@ impl Core {
         data
     }
 
-    async fn make_beat_node(&self) -> Result<Instant> {
-        let client = self.client()?;
+    /// Makes the node that it writes to. An answer is the quorum's.
+    async fn make_beat_node(&self, link: &Link) -> Result<Instant> {
         let options = self.options.ephemeral(CreateMode::Ephemeral);
         let data = self.beat_data();
         for _ in 0..MAX_VANISHED {
             let sent = Instant::now();
-            match client.create(&self.beat_path, data.as_bytes(), &options).await {
+            match link
+                .client
+                .create(&self.beat_path, data.as_bytes(), &options)
+                .await
+            {
                 // It exists if the reply to an earlier attempt was lost: no other session has this id.
                 Ok(_) | Err(ZkError::NodeExists) => return Ok(sent),
-                Err(ZkError::NoNode) => self.make_directory(parent(&self.beat_path)).await?,
+                Err(ZkError::NoNode) => self.make_directory_on(link, parent(&self.beat_path)).await?,
                 Err(error) => return Err(error.into()),
             }
         }
@@ -487,7 +661,8 @@ impl Core {
     }
 
     async fn list_latest(&self, dir: &str) -> Result<Vec<String>> {
-        let client = self.client()?;
+        let link = self.link().await?;
+        let client = &link.client;
         // Sent together: they are served in order.
         let (synced, children) = (client.sync(dir), client.list_children(dir));
         let (synced, children) = tokio::join!(synced, children);
@@ -496,7 +671,8 @@ impl Core {
     }
 
     async fn read_latest(&self, path: &str) -> Result<Option<(Vec<u8>, Stat)>> {
-        let client = self.client()?;
+        let link = self.link().await?;
+        let client = &link.client;
         let (synced, read) = (client.sync(path), client.get_data(path));
         let (synced, read) = tokio::join!(synced, read);
         synced?;
@@ -510,7 +686,7 @@ impl Core {
             return Ok(None);
         };
         let path = format!("{dir}/{name}");
-        let Some((_, stat)) = some(self.client()?.get_data(&path).await)? else {
+        let Some((_, stat)) = some(self.link().await?.client.get_data(&path).await)? else {
             return Ok(None);
         };
         // One of another session ends with that session, and is nobody's to hold.
@@ -537,39 +713,190 @@ impl Core {
                 _ => return Ok(()),
             },
         };
-        match self.client()?.delete(&path, None).await {
+        match self.link().await?.client.delete(&path, None).await {
             Err(error) if error != ZkError::NoNode => Err(error.into()),
             _ => Ok(()),
         }
     }
 }
 
-/// What a session does by itself, until it ends.
-async fn keep(core: Arc<Core>) {
-    /// Also if its runtime is shut down.
-    struct Ends(Arc<Core>);
-    impl Drop for Ends {
-        fn drop(&mut self) {
-            self.0.end(LossReason::Disconnected);
-        }
+/// Ends a session with its task, also if its runtime is shut down.
+struct Ends(Arc<Core>);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.0.end(LossReason::Disconnected);
+        self.0.done.send_replace(true);
     }
-    let _ends = Ends(core.clone());
-    let reason = tokio::select! {
-        reason = ended(core.states.clone()) => reason,
-        reason = beat(&core) => reason,
-        () = clean_up(&core) => LossReason::Disconnected,
-        () = dismiss(&core) => LossReason::Disconnected,
-    };
-    core.end(reason);
 }
 
-async fn ended(mut states: StateWatcher) -> LossReason {
-    let mut state = states.state();
-    loop {
-        if let Some(reason) = reason(state) {
-            return reason;
+/// What a session does by itself, until it ends.
+async fn keep(ends: Ends) {
+    let core = &*ends.0;
+    let reason = tokio::select! {
+        reason = stay_attached(core) => reason,
+        () = asked_to_close(core) => {
+            let left = core.news.borrow().proof.timeout();
+            // There is nothing left of it after that.
+            let _ = within(left, say_goodbye(core)).await;
+            LossReason::Disconnected
         }
-        state = states.changed().await;
+        () = beat(core) => LossReason::Disconnected,
+        () = watch_again(core) => LossReason::Disconnected,
+        () = clean_up(core) => LossReason::Disconnected,
+        () = dismiss(core) => LossReason::Disconnected,
+    };
+    core.end(reason);
+    core.link.send_replace(None);
+}
+
+/// Attaches the session again and again, until it has ended.
+async fn stay_attached(core: &Core) -> LossReason {
+    loop {
+        let link = core.link.borrow().clone();
+        if let Some(link) = link {
+            let state = link.life().ended().await;
+            if let Some(reason) = reason(state) {
+                return reason;
+            }
+            core.link.send_replace(None);
+        }
+        match attach(core).await {
+            Ok(link) => core.link.send_replace(Some(Arc::new(link))),
+            Err(reason) => return reason,
+        };
+    }
+}
+
+/// Attaches the session to a server that the quorum listens to.
+async fn attach(core: &Core) -> std::result::Result<Link, LossReason> {
+    for round in 0_u32.. {
+        for host in core.access.shuffled() {
+            if let Some(link) = attach_to(core, &host, core.access.limit(round)).await? {
+                return Ok(link);
+            }
+        }
+        sleep(PAUSE.saturating_mul(1 << round.min(5)).min(LONGEST_PAUSE)).await;
+    }
+    Err(LossReason::Disconnected)
+}
+
+async fn attach_to(
+    core: &Core,
+    host: &str,
+    limit: Duration,
+) -> std::result::Result<Option<Link>, LossReason> {
+    // Whoever cannot be reached cannot have changed the session's timeout, either.
+    match within(limit, TcpStream::connect(host)).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(error)) => {
+            tracing::debug!(host, %error, "a server cannot be reached");
+            return Ok(None);
+        }
+        Err(_) => return Ok(None),
+    }
+    let sent = Instant::now();
+    let connector = core.access.connector().with_session(core.info.clone());
+    let mut connecting = pin!(within(limit, Link::connect(connector, host)));
+    let unanswered = || {
+        let now = Instant::now();
+        core.news.send_modify(|news| news.proof.unanswered(sent, now));
+    };
+    // What it may have granted is to be heeded while there is still time.
+    let doubts = core.news.borrow().proof.doubts_after();
+    let answer = if let Ok(answer) = within(doubts, &mut connecting).await {
+        answer
+    } else {
+        unanswered();
+        connecting.await
+    };
+    let link = match answer {
+        Ok(Ok(link)) => link,
+        Ok(Err(ZkError::SessionExpired | ZkError::SessionMoved)) => return Err(LossReason::Expired),
+        Ok(Err(ZkError::AuthFailed)) => return Err(LossReason::Disconnected),
+        // It has closed the connection instead, as one does that has no leader.
+        Ok(Err(error)) => {
+            tracing::debug!(host, %error, "a server does not take the session");
+            return Ok(None);
+        }
+        Err(_) => {
+            unanswered();
+            return Ok(None);
+        }
+    };
+    let (granted, number) = (link.timeout(), link.life().number());
+    core.news
+        .send_modify(|news| news.proof.attached(number, granted, sent));
+    *lock(&core.access.granted) = granted;
+    if let Err(error) = check_session_timeout(granted, core.access.tick, "granted by the server") {
+        tracing::warn!(host, %error, "a session is given up");
+        link.cut().await;
+        return Err(LossReason::Disconnected);
+    }
+    // Nothing is read from this server before it has had a write of this session from the quorum: what was asked for over
+    // the connection before is then in what it shows, or was never done.
+    match within(limit, core.make_beat_node(&link)).await {
+        Ok(Ok(_)) => {
+            core.news.send_modify(|news| news.proof.confirmed());
+            Ok(Some(link))
+        }
+        Ok(Err(Fault::Server(error))) if is_refusal(&error) => Ok(Some(link)),
+        Ok(Err(_)) | Err(_) => {
+            link.cut().await;
+            Ok(None)
+        }
+    }
+}
+
+async fn asked_to_close(core: &Core) {
+    let _ = core.closing.subscribe().wait_for(|closing| *closing).await;
+}
+
+/// Closes the session at the server.
+async fn say_goodbye(core: &Core) {
+    let link = core.link.send_replace(None);
+    let link = match link.filter(|link| !link.life().is_over()) {
+        Some(link) => link,
+        None => match attach(core).await {
+            Ok(link) => Arc::new(link),
+            Err(_) => return,
+        },
+    };
+    let life = link.life().clone();
+    // With the last who waits for an answer on it, it is closed.
+    drop(link);
+    life.ended().await;
+}
+
+/// Sets the watches again that were set on connections that are lost.
+async fn watch_again(core: &Core) {
+    let mut links = core.link.subscribe();
+    loop {
+        let link = links.borrow_and_update().clone();
+        if let Some(link) = link {
+            let shut = core.watches(Eye::is_shut);
+            for some in shut.chunks(WATCHES_AT_ONCE) {
+                if link.life().is_over() {
+                    break;
+                }
+                join_all(some.iter().map(|watch| open_again(&link, watch))).await;
+            }
+        }
+        tokio::select! {
+            _ = links.changed() => {}
+            () = core.blinded.notified() => {}
+        }
+    }
+}
+
+async fn open_again(link: &Link, watch: &Eye) {
+    match link.client.get_and_watch_data(&watch.path).await {
+        Ok((_, stat, watcher)) => watch.opens(&stat, watcher, link.life().clone()),
+        Err(ZkError::NoNode) => watch.tells(Told::Deleted),
+        // Whoever waits for it is to look.
+        Err(error) if is_refusal(&error) => watch.tells(Told::Written),
+        // On the next connection.
+        Err(_) => {}
     }
 }
 
@@ -583,42 +910,41 @@ fn reason(state: SessionState) -> Option<LossReason> {
 
 /// Proves time and again, with a write that the quorum has to agree to, that the session lives. It returns when there
 /// is nothing left to prove.
-async fn beat(core: &Core) -> LossReason {
-    let beat = core.news.borrow().proof.beat();
-    let mut at = Instant::now() + beat;
+async fn beat(core: &Core) {
+    let mut refused = false;
     loop {
-        sleep_until(at).await;
-        let sent = Instant::now();
-        let Ok(client) = core.client() else {
-            return LossReason::Disconnected;
-        };
+        let beat = core.news.borrow().proof.beat();
+        sleep(beat).await;
+        let Ok(link) = core.link().await else { return };
         let data = core.beat_data();
-        let acknowledged = match client.set_data(&core.beat_path, data.as_bytes(), None).await {
-            Ok(stat) => Some((sent, Some(stat.mtime))),
+        let sent = Instant::now();
+        let acknowledged = match link.client.set_data(&core.beat_path, data.as_bytes(), None).await {
+            Ok(stat) => Ok((sent, Some(stat.mtime))),
             // Somebody deleted it.
-            Err(ZkError::NoNode) => core.make_beat_node().await.ok().map(|sent| (sent, None)),
-            // The connection's task is gone.
-            Err(ZkError::ClientClosed | ZkError::UnexpectedError(_)) => return LossReason::Disconnected,
-            Err(error) => {
-                tracing::debug!(%error, "a session could not be proven to live");
-                None
-            }
+            Err(ZkError::NoNode) => core.make_beat_node(&link).await.map(|sent| (sent, None)),
+            Err(error) => Err(error.into()),
         };
-        drop(client);
-        let now = Instant::now();
-        at = match acknowledged {
-            Some((sent, mtime)) => {
+        match acknowledged {
+            Ok((sent, mtime)) => {
+                let now = Instant::now();
                 core.news.send_modify(|news| {
-                    news.proof.acknowledged(sent);
+                    news.proof.acknowledged(link.life().number(), sent, now);
                     if let Some(mtime) = mtime {
                         news.server_clock = (mtime, now);
                     }
                 });
-                sent + beat
+                refused = false;
             }
-            // Requests wait for the connection to come back: this is no busy loop.
-            None => now + beat / 10,
-        };
+            Err(error) => {
+                let refusal = matches!(&error, Fault::Server(error) if is_refusal(error));
+                if refusal && !std::mem::replace(&mut refused, true) {
+                    let path = &core.beat_path;
+                    tracing::warn!(%error, path, "a session may not write its node; it holds nothing until it may");
+                } else {
+                    tracing::debug!(%error, "a session could not be proven to live");
+                }
+            }
+        }
     }
 }
 

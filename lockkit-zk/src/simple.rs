@@ -86,8 +86,8 @@ impl SimpleClaim {
                 return Ok(None);
             }
             let reply = session.watch_all(std::slice::from_ref(&self.path)).await?;
-            if let Some((_, _, watcher)) = reply.into_iter().flatten().next() {
-                self.other = Some(Watch::new(watcher));
+            if let Some((_, _, watch)) = reply.into_iter().flatten().next() {
+                self.other = Some(watch);
                 return Ok(None);
             }
         }

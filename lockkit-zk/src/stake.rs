@@ -70,9 +70,9 @@ impl Stake {
         self.own_so_far() == Some(Told::Deleted)
     }
 
-    /// It is watched, and the watch has told nothing.
+    /// It is watched just now, and the watch has told nothing.
     pub(crate) fn is_quiet(&mut self) -> bool {
-        self.own.is_some() && self.own_so_far().is_none()
+        self.own.as_mut().is_some_and(Watch::is_quiet)
     }
 
     pub(crate) fn own(&mut self) -> Option<&mut Watch> {
@@ -130,26 +130,58 @@ impl Stake {
         let Some(told) = self.held else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
+        let session = self.session.clone();
         loop {
-            if let Some(reason) = self.session.over() {
+            if let Some(reason) = session.over() {
                 return Ok(Renewal::Lost(reason));
             }
-            if !self.watch(spot).await? {
+            if session.proven_until() < told {
+                return self.shortened(ttl);
+            }
+            let watched = tokio::select! {
+                watched = self.watch(spot) => watched?,
+                () = session.proven_less_than(told) => continue,
+            };
+            if !watched {
                 return Ok(Renewal::Lost(LossReason::Revoked));
             }
             if self.lease_end(Instant::now(), ttl) > told {
                 return Ok(Renewal::Held(self.lease(ttl)?));
             }
-            let session = self.session.clone();
             tokio::select! {
                 () = session.proven_beyond(told) => {}
+                () = session.proven_less_than(told) => {}
                 _ = self.own_told() => {}
             }
         }
     }
 
+    /// Less is proven than was told before.
+    fn shortened(&mut self, ttl: Duration) -> Result<Renewal> {
+        match self.lease(ttl) {
+            Ok(lease) => Ok(Renewal::Held(lease)),
+            Err(Fault::NotProven) => Ok(Renewal::Lost(LossReason::Expired)),
+            Err(fault) => Err(fault),
+        }
+    }
+
     /// Resolves when the hold should be looked after.
     pub(crate) async fn disturbed(&mut self, spot: Spot<'_>) {
+        let session = self.session.clone();
+        let held = self.held;
+        let shorter = async {
+            match held {
+                Some(told) => session.proven_less_than(told).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = shorter => {}
+            () = self.told_or_over(spot) => {}
+        }
+    }
+
+    async fn told_or_over(&mut self, spot: Spot<'_>) {
         loop {
             match self.watch(spot).await {
                 Ok(true) if self.own_told().await == Told::Written => {}
@@ -172,7 +204,7 @@ impl Stake {
         let reply = self.session.watch_all(&[spot.path.to_owned()]).await?;
         let own = reply.into_iter().flatten().next();
         let own = own.filter(|(data, stat, _)| self.is_own(spot, data, stat));
-        self.own = own.map(|(_, _, watcher)| Watch::new(watcher));
+        self.own = own.map(|(_, _, watch)| watch);
         Ok(self.own.is_some())
     }
 

@@ -1,19 +1,37 @@
-//! A one-shot watch that remembers what it told.
+//! A one-shot watch that outlives its connection, and remembers what it told.
 
 use std::{
     fmt,
     future::poll_fn,
-    panic::AssertUnwindSafe,
-    task::{Context, Poll, Waker},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    task::{Context, Poll, Wake, Waker},
 };
 
-use futures_util::{FutureExt, future::BoxFuture};
-use zookeeper_client::{EventType, OneshotWatcher};
+use futures_util::{FutureExt, future::BoxFuture, task::AtomicWaker};
+use zookeeper_client::{EventType, OneshotWatcher, Stat};
 
-/// The watch of one node.
-pub(crate) struct Watch {
-    event: BoxFuture<'static, Told>,
+use crate::link::Life;
+
+/// The watch of one node, for whoever waits for it.
+pub(crate) struct Watch(Arc<Eye>);
+
+/// The watch of one node, for its session, which sets it again on each connection.
+pub(crate) struct Eye {
+    pub(crate) path: String,
+    /// The transactions that made the node and that wrote it last.
+    czxid: i64,
+    mzxid: i64,
+    inner: Mutex<Inner>,
+    waker: AtomicWaker,
+}
+
+struct Inner {
+    event: Option<BoxFuture<'static, Told>>,
+    /// Of the connection that it was set on.
+    life: Arc<Life>,
     told: Option<Told>,
+    /// What the client library wakes.
+    relay: Waker,
 }
 
 /// What a watch has told.
@@ -27,37 +45,40 @@ pub(crate) enum Told {
 }
 
 impl Watch {
-    pub(crate) fn new(watcher: OneshotWatcher) -> Self {
-        // The client library panics if its task has gone with its runtime.
-        let event = AssertUnwindSafe(watcher.changed()).catch_unwind();
-        let event = event.map(|event| match event.map(|event| event.event_type) {
-            Ok(EventType::NodeDeleted) => Told::Deleted,
-            Ok(EventType::Session) | Err(_) => Told::Over,
-            Ok(_) => Told::Written,
-        });
-        Self {
-            event: event.boxed(),
-            told: None,
-        }
+    pub(crate) fn new(path: String, stat: &Stat, watcher: OneshotWatcher, life: &Arc<Life>) -> Self {
+        Self(Arc::new_cyclic(|eye| Eye {
+            path,
+            czxid: stat.czxid,
+            mzxid: stat.mzxid,
+            inner: Mutex::new(Inner {
+                event: Some(event(watcher)),
+                life: life.clone(),
+                told: None,
+                relay: Waker::from(Arc::new(Relay { eye: eye.clone() })),
+            }),
+            waker: AtomicWaker::new(),
+        }))
+    }
+
+    pub(crate) fn eye(&self) -> &Arc<Eye> {
+        &self.0
     }
 
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Told> {
-        if let Some(told) = self.told {
-            return Poll::Ready(told);
-        }
-        let told = self.event.poll_unpin(cx);
-        if let Poll::Ready(told) = told {
-            self.told = Some(told);
-        }
-        told
+        // Before it is looked at, so that nothing is told unheard.
+        self.0.waker.register(cx.waker());
+        self.0.inner().look().map_or(Poll::Pending, Poll::Ready)
     }
 
     /// What it has told so far.
     pub(crate) fn look(&mut self) -> Option<Told> {
-        match self.poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(told) => Some(told),
-            Poll::Pending => None,
-        }
+        self.0.inner().look()
+    }
+
+    /// It is set on the connection that there is, and has told nothing.
+    pub(crate) fn is_quiet(&mut self) -> bool {
+        let mut inner = self.0.inner();
+        inner.look().is_none() && inner.event.is_some()
     }
 
     pub(crate) async fn told(&mut self) -> Told {
@@ -65,10 +86,93 @@ impl Watch {
     }
 }
 
+impl Eye {
+    /// It is to be set again, on another connection than the one that it was set on.
+    pub(crate) fn is_shut(&self) -> bool {
+        let inner = self.inner();
+        inner.told.is_none() && inner.life.is_over()
+    }
+
+    /// It has been set again, and the node was found so.
+    pub(crate) fn opens(&self, stat: &Stat, watcher: OneshotWatcher, life: Arc<Life>) {
+        if stat.czxid != self.czxid {
+            return self.tells(Told::Deleted);
+        }
+        if stat.mzxid != self.mzxid {
+            return self.tells(Told::Written);
+        }
+        let mut inner = self.inner();
+        inner.event = Some(event(watcher));
+        inner.life = life;
+        let told = inner.look().is_some();
+        drop(inner);
+        if told {
+            self.waker.wake();
+        }
+    }
+
+    pub(crate) fn tells(&self, told: Told) {
+        let mut inner = self.inner();
+        inner.told.get_or_insert(told);
+        let event = inner.event.take();
+        drop(inner);
+        drop(event);
+        self.waker.wake();
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn look(&mut self) -> Option<Told> {
+        let over = self.life.look();
+        if *over {
+            // The session tells what became of the node.
+            self.event = None;
+        } else if let Some(event) = &mut self.event
+            && let Poll::Ready(told) = event.poll_unpin(&mut Context::from_waker(&self.relay))
+        {
+            self.event = None;
+            self.told.get_or_insert(told);
+        }
+        self.told
+    }
+}
+
+/// Wakes whoever waits for a watch when it has told something, not when its connection is lost.
+struct Relay {
+    eye: Weak<Eye>,
+}
+
+impl Wake for Relay {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if let Some(eye) = self.eye.upgrade()
+            && !eye.inner().life.is_over()
+        {
+            eye.waker.wake();
+        }
+    }
+}
+
+fn event(watcher: OneshotWatcher) -> BoxFuture<'static, Told> {
+    let told = |event_type| match event_type {
+        EventType::NodeDeleted => Told::Deleted,
+        EventType::Session => Told::Over,
+        _ => Told::Written,
+    };
+    watcher.changed().map(move |event| told(event.event_type)).boxed()
+}
+
 impl fmt::Debug for Watch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Watch")
-            .field("told", &self.told)
+            .field("path", &self.0.path)
             .finish_non_exhaustive()
     }
 }

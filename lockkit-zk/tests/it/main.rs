@@ -6,6 +6,7 @@ mod crowd;
 mod ensemble;
 mod faults;
 mod peers;
+mod reattach;
 mod recipe;
 mod server;
 mod sessions;

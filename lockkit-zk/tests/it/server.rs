@@ -57,7 +57,7 @@ pub(crate) async fn connect(addrs: impl Display) -> LockClient {
     patiently(config(addrs)).await
 }
 
-async fn patiently(config: ZkConfig) -> LockClient {
+pub(crate) async fn patiently(config: ZkConfig) -> LockClient {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         match client(config.clone()).await {

@@ -1,0 +1,175 @@
+//! One connection of a session, which does not reconnect by itself.
+//!
+//! The client library reattaches a session silently: whoever holds locks on it is not told what timeout the server granted
+//! this time, nor that the watches could not be set again. So each connection is a client of its own, whose task is ended
+//! as soon as it has lost its server, and [`session`](crate::session) reattaches.
+
+use std::{
+    future::{Future, poll_fn},
+    pin::{Pin, pin},
+    sync::{
+        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use spawns_core::{Spawn, Task};
+use tokio::{runtime::Handle, sync::watch, task::AbortHandle};
+use zookeeper_client::{Client, Connector, Error as ZkError, SessionState, StateWatcher};
+
+/// A connection. Dropped, it closes its session.
+pub(crate) struct Link {
+    pub(crate) client: Client,
+    life: Arc<Life>,
+    task: AbortHandle,
+}
+
+/// Whether a connection stands. It outlives the connection.
+#[derive(Debug)]
+pub(crate) struct Life {
+    /// Which connection of the process it is.
+    number: u64,
+    over: RwLock<bool>,
+    state: watch::Sender<Option<SessionState>>,
+}
+
+impl Link {
+    /// Connects to one server, and stays with it. Within a Tokio runtime: the connection's task lives there.
+    pub(crate) async fn connect(connector: Connector, host: &str) -> Result<Self, ZkError> {
+        let spawned = Spawned::default();
+        let mut connecting = pin!(connector.connect(host));
+        let client = poll_fn(|cx| {
+            let _scope = spawns_core::enter(&spawned);
+            connecting.as_mut().poll(cx)
+        });
+        let client = client.await?;
+        let (Some(serve), Ok(runtime)) = (spawned.take(), Handle::try_current()) else {
+            return Err(ZkError::ClientClosed);
+        };
+        let life = Arc::new(Life::default());
+        let run = Run {
+            serve: Some(serve),
+            states: client.state_watcher(),
+            life: life.clone(),
+        };
+        let task = runtime.spawn(run).abort_handle();
+        Ok(Self { client, life, task })
+    }
+
+    /// The session timeout that this server has granted.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.client.session_timeout()
+    }
+
+    pub(crate) fn life(&self) -> &Arc<Life> {
+        &self.life
+    }
+
+    /// Ends the connection, not the session.
+    pub(crate) async fn cut(self) {
+        self.task.abort();
+        // Not dropped before, which would close the session.
+        self.life.ended().await;
+    }
+}
+
+impl Life {
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        *self.look()
+    }
+
+    /// Whether it is over, and keeps it from ending meanwhile.
+    pub(crate) fn look(&self) -> RwLockReadGuard<'_, bool> {
+        self.over.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the session's state was last, as far as this connection knows, once it is over.
+    pub(crate) async fn ended(&self) -> SessionState {
+        let mut state = self.state.subscribe();
+        loop {
+            if let Some(state) = *state.borrow_and_update() {
+                return state;
+            }
+            // The sender is part of this.
+            let _ = state.changed().await;
+        }
+    }
+
+    fn end(&self, state: SessionState) {
+        self.state
+            .send_if_modified(|known| known.replace(state).is_none());
+    }
+}
+
+impl Default for Life {
+    fn default() -> Self {
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        Self {
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            over: RwLock::new(false),
+            state: watch::Sender::new(None),
+        }
+    }
+}
+
+/// The client library's task for one connection, until that is lost.
+struct Run {
+    serve: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    states: StateWatcher,
+    life: Arc<Life>,
+}
+
+impl Run {
+    fn end(&mut self) {
+        let Some(serve) = self.serve.take() else { return };
+        // Before the library drops its end of the watches: whoever polled one after that would panic.
+        *self.life.over.write().unwrap_or_else(PoisonError::into_inner) = true;
+        drop(serve);
+        self.life.end(self.states.peek_state());
+    }
+}
+
+impl Future for Run {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let done = self
+            .serve
+            .as_mut()
+            .is_none_or(|serve| serve.as_mut().poll(cx).is_ready());
+        if done || self.states.peek_state() == SessionState::Disconnected {
+            self.end();
+            return Poll::Ready(());
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// What the client library has spawned.
+#[derive(Default)]
+struct Spawned(Mutex<Option<Task>>);
+
+impl Spawned {
+    fn take(&self) -> Option<Pin<Box<dyn Future<Output = ()> + Send>>> {
+        let mut task = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        task.take().map(|task| Box::into_pin(task.future))
+    }
+}
+
+impl Spawn for Spawned {
+    fn spawn(&self, task: Task) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(task);
+    }
+}

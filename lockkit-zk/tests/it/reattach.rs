@@ -1,0 +1,427 @@
+//! Sessions that are attached again: to servers that grant another timeout, with many watches, to a leader that is none
+//! any more.
+
+use std::{
+    sync::atomic::{AtomicUsize, Ordering},
+    time::{Duration, Instant},
+};
+
+use futures_util::{StreamExt, stream};
+use lockkit_core::{AcquireOptions, LockClient, LockGuard, LossReason};
+use lockkit_testbed::{
+    Mode, Proxy, eventually,
+    zookeeper::{ZkEnsemble, ZkServer},
+};
+use zookeeper_client::{Acls, Client, CreateMode};
+
+use crate::server::{self, children, contend, dir, lock, no_zookeeper, raw, soon, unique, waiter, watcher};
+
+/// Two clients that ask for so much: one behind a proxy, and one that is not.
+async fn pair(proxy: &Proxy, server: &ZkServer, timeout: Duration, tick: Duration) -> [LockClient; 2] {
+    let mut clients = Vec::new();
+    for addr in [proxy.addr(), server.addr()] {
+        let mut config = server::config(addr);
+        (config.session_timeout, config.tick_time) = (timeout, tick);
+        clients.push(server::client(config).await.unwrap());
+    }
+    clients.try_into().expect("two")
+}
+
+/// There is another connection than the one `before`, and an answer on it.
+async fn is_back(proxy: &Proxy, before: u64) {
+    eventually("connected again", async || proxy.counts().connections > before).await;
+    let heard = proxy.counts().replies.bytes;
+    eventually("answered again", async || proxy.counts().replies.bytes > heard).await;
+}
+
+/// Cuts off the holder without a word. It has to be told before the next is granted.
+async fn told_first(proxy: &Proxy, ours: &[LockGuard], next: tokio::task::JoinHandle<(LockGuard, Instant)>) {
+    let told: Vec<_> = ours.iter().map(watcher).collect();
+    let cut = Instant::now();
+    proxy.set(Mode::Blackhole);
+    let (next, granted) = soon("the next is granted", next).await.unwrap();
+    for told in told {
+        let (_, told) = soon("each holder is told", told).await.unwrap();
+        assert!(
+            told < granted,
+            "told {:?} after the cut, the next granted {:?} after it",
+            told - cut,
+            granted - cut
+        );
+    }
+    assert!(
+        ours.iter()
+            .all(|guard| next.token() > guard.token() && !guard.is_held())
+    );
+}
+
+/// A holder of a session of 10 s; the server comes back with other settings; the holder is cut off.
+async fn comes_back_with(first: &[&str], then: &[&str], timeout: Duration, tick: Duration) {
+    let mut builder = ZkServer::builder();
+    for line in first {
+        builder = builder.directive(*line);
+    }
+    let server = builder.start().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let [ours, theirs] = pair(&proxy, &server, timeout, tick).await;
+    let name = unique("granted-less");
+    let renewed = lock(&ours, &name).acquire().await.unwrap();
+    // Nobody asks for a longer lease for this one; a shorter one counts all the same.
+    let left = AcquireOptions::new().ttl(Duration::from_secs(60)).renew(false);
+    let left = ours.lock(&unique("left")).unwrap().with_options(left);
+    let left = left.acquire().await.unwrap();
+    let next = waiter(&lock(&theirs, &name));
+    contend(&raw(server.addr()).await, &name, 2).await;
+    let before = proxy.counts().connections;
+    server.stop().unwrap();
+    for line in then {
+        server.reconfigure(line).unwrap();
+    }
+    server.start().unwrap();
+    is_back(&proxy, before).await;
+    // Until the leader was told of it by the shorter timeout alone.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(renewed.is_held() && !next.is_finished());
+    told_first(&proxy, &[renewed, left], next).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_is_granted_less_is_told_in_time() {
+    if no_zookeeper() {
+        return;
+    }
+    let (ten, tick) = (Duration::from_secs(10), ZkServer::TICK);
+    comes_back_with(&[], &["maxSessionTimeout=2000"], ten, tick).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_on_servers_that_tick_faster_is_told_in_time() {
+    if no_zookeeper() {
+        return;
+    }
+    // Twenty ticks are granted: 8 s, and then 3.
+    let first = ["tickTime=400", "maxSessionTimeout=-1"];
+    let (eight, tick) = (Duration::from_secs(8), Duration::from_millis(400));
+    comes_back_with(&first, &["tickTime=150"], eight, tick).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_is_told_in_time_after_a_rolling_restart() {
+    if no_zookeeper() {
+        return;
+    }
+    let ensemble = ZkEnsemble::start().unwrap();
+    let proxy = Proxy::start(ensemble.member(0).addr()).unwrap();
+    let [ours, theirs] = pair(
+        &proxy,
+        ensemble.member(1),
+        Duration::from_secs(20),
+        ZkServer::TICK,
+    )
+    .await;
+    let name = unique("rolling");
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let before = proxy.counts().connections;
+    for index in [2, 1, 0] {
+        let member = ensemble.member(index);
+        member.stop().unwrap();
+        member.reconfigure("maxSessionTimeout=2000").unwrap();
+        member.start().unwrap();
+        ensemble.leader().unwrap();
+    }
+    is_back(&proxy, before).await;
+    let next = waiter(&lock(&theirs, &name));
+    contend(&raw(ensemble.member(2).addr()).await, &name, 2).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    if guard.is_held() {
+        told_first(&proxy, &[guard], next).await;
+    } else {
+        panic!("a restart of a server takes far less than the session");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn three_thousand_holds_outlive_a_reset() {
+    const MANY: usize = 3_000;
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let ours = server::connect(proxy.addr()).await;
+    let run = unique("a-name-that-is-longer-than-that-of-most-locks");
+    let guards: Vec<_> = stream::iter(0..MANY)
+        .map(|i| {
+            let lock = lock(&ours, &format!("{run}-{i}"));
+            async move { lock.acquire().await.unwrap() }
+        })
+        .buffer_unordered(64)
+        .collect()
+        .await;
+    let all_watched = async || server.figure("zk_watch_count").unwrap() >= MANY as u64;
+    eventually("all holds are watched", all_watched).await;
+    let cut = tokio::time::Instant::now();
+    proxy.reset();
+    // Longer than the session.
+    let until = cut + Duration::from_secs(12);
+    eventually("all holds are proven again, or lost", async || {
+        let proven = |guard: &LockGuard| guard.valid_until().is_none_or(|end| end > until);
+        guards.iter().all(|guard| !guard.is_held() || proven(guard))
+    })
+    .await;
+    let held = guards.iter().filter(|guard| guard.is_held()).count();
+    assert_eq!(held, MANY, "held after one reset");
+    eventually("all holds are watched again", all_watched).await;
+    let raw = raw(server.addr()).await;
+    let (guard, name) = (&guards[MANY / 2], guards[MANY / 2].name().to_string());
+    let node = children(&raw, &name).await.remove(0);
+    raw.delete(&format!("{}/{node}", dir(&name)), None).await.unwrap();
+    assert_eq!(soon("it is told", guard.lost()).await, LossReason::Revoked);
+}
+
+/// Waiters of one client keep their places over a reset, and are called as before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn waiters_keep_their_places_over_a_reset() {
+    const MANY: usize = 200;
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (ours, theirs) = (
+        server::connect(proxy.addr()).await,
+        server::connect(server.addr()).await,
+    );
+    let (name, raw) = (unique("places"), raw(server.addr()).await);
+    let names: Vec<_> = (0..MANY).map(|i| format!("{name}-{i}")).collect();
+    let mut held = Vec::new();
+    for name in &names {
+        held.push(lock(&theirs, name).acquire().await.unwrap());
+    }
+    let waiting: Vec<_> = names.iter().map(|name| waiter(&lock(&ours, name))).collect();
+    for name in &names {
+        contend(&raw, name, 2).await;
+    }
+    let before: Vec<_> = places(&raw, &names).await;
+    let connections = proxy.counts().connections;
+    proxy.reset();
+    is_back(&proxy, connections).await;
+    // One whose turn came while it was away is told, too.
+    for guard in held {
+        guard.release().await.unwrap();
+    }
+    let mut guards = Vec::new();
+    for waiting in waiting {
+        guards.push(soon("granted", waiting).await.unwrap().0);
+    }
+    for (now, before) in places(&raw, &names).await.iter().zip(before) {
+        assert!(
+            now.len() == 1 && before.contains(&now[0]),
+            "{now:?} of {before:?}"
+        );
+    }
+}
+
+async fn places(raw: &Client, names: &[String]) -> Vec<Vec<String>> {
+    let mut places = Vec::new();
+    for name in names {
+        places.push(children(raw, name).await);
+    }
+    places
+}
+
+/// A node is made by a new leader, its reply is lost, and an old leader, which does not know that it is none, is asked
+/// about it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_deposed_leader_hides_no_node() {
+    if no_zookeeper() {
+        return;
+    }
+    let ensemble = ZkEnsemble::start().unwrap();
+    for member in ensemble.members() {
+        // In ticks: for so long a leader that is cut off does not know it.
+        member.stop().unwrap();
+        member.reconfigure("syncLimit=300").unwrap();
+        member.start().unwrap();
+    }
+    let old = ensemble.leader().unwrap();
+    let (a, b) = ((old + 1) % 3, (old + 2) % 3);
+    let name = unique("orphan");
+    let directory = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    let early = raw(ensemble.member(old).addr()).await;
+    early.mkdir(&dir(&name), &directory).await.unwrap();
+    let proxy = Proxy::start(ensemble.member(a).addr()).unwrap();
+    let mut config = server::config(proxy.addr());
+    config.session_timeout = Duration::from_secs(40);
+    let ours = server::patiently(config).await;
+    ensemble.cut(old);
+    proxy.set(Mode::Refuse);
+    proxy.reset();
+    for member in [a, b] {
+        ensemble.member(member).kill().unwrap();
+    }
+    std::thread::scope(|scope| {
+        for member in [a, b] {
+            let ensemble = &ensemble;
+            scope.spawn(move || ensemble.member(member).start().unwrap());
+        }
+    });
+    ensemble.new_leader(old).unwrap();
+    let raw = raw(ensemble.member(a).addr()).await;
+    let before = proxy.counts().connections;
+    let slow = Duration::from_millis(600);
+    proxy.set(Mode::Delay {
+        requests: Duration::ZERO,
+        replies: slow,
+    });
+    eventually("attached again", async || proxy.counts().connections > before).await;
+    let waiting = waiter(&lock(&ours, &name));
+    eventually("made", async || children(&raw, &name).await.len() == 1).await;
+    proxy.set(Mode::DropReplies);
+    proxy.set_upstream(ensemble.member(old).addr());
+    proxy.reset();
+    proxy.set(Mode::Pass);
+    eventually("the old leader is asked", async || {
+        proxy.counts().connections > before + 1
+    })
+    .await;
+    tokio::time::sleep(Duration::from_millis(2_500)).await;
+    let says = ensemble.member(old).word("srvr").unwrap();
+    assert!(says.contains("Mode: leader"), "a vacuous pass: it knows");
+    proxy.set_upstream(ensemble.member(a).addr());
+    proxy.reset();
+    let (guard, _) = soon("nobody but itself is before it", waiting).await.unwrap();
+    guard.release().await.unwrap();
+    eventually("nothing is left", async || children(&raw, &name).await.is_empty()).await;
+}
+
+/// By when a dead holder is followed is what the server has granted, whatever was asked for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dead_holder_is_followed_within_the_bound() {
+    if no_zookeeper() {
+        return;
+    }
+    for (tick, least, asked) in [(100, 200, 2_000), (500, 6_000, 2_500), (2_000, 4_000, 10_000)] {
+        let server = ZkServer::builder()
+            .directive(format!("tickTime={tick}"))
+            .directive(format!("minSessionTimeout={least}"))
+            .start()
+            .unwrap();
+        let proxy = Proxy::start(server.addr()).unwrap();
+        let (asked, tick) = (Duration::from_millis(asked), Duration::from_millis(tick));
+        let [ours, theirs] = pair(&proxy, &server, asked, tick).await;
+        let name = unique("dead");
+        let guard = lock(&ours, &name).acquire().await.unwrap();
+        let next = waiter(&lock(&theirs, &name));
+        contend(&raw(server.addr()).await, &name, 2).await;
+        let bound = ours.dead_holder_bound(Duration::from_secs(60));
+        let cut = Instant::now();
+        proxy.set(Mode::Blackhole);
+        let (_, granted) = soon("the next is granted", next).await.unwrap();
+        let took = granted - cut;
+        assert!(!guard.is_held());
+        assert!(
+            took <= bound,
+            "ticks of {tick:?}: {took:?} after the cut, bound {bound:?}"
+        );
+        let granted = asked.max(Duration::from_millis(least));
+        assert!(
+            took + tick * 2 > granted && bound <= granted + tick * 2,
+            "{took:?}, {bound:?}"
+        );
+    }
+}
+
+/// However short its session is, a fresh lease is not nearly over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_fresh_lease_of_a_short_session_is_long() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::builder().directive("tickTime=800").start().unwrap();
+    let mut config = server::config(server.addr());
+    (config.session_timeout, config.tick_time) = (Duration::from_secs(4), Duration::from_millis(800));
+    let ours = server::client(config).await.unwrap();
+    let name = unique("fresh");
+    let mut left = Vec::new();
+    for _ in 0..100 {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let guard = lock(&ours, &name).acquire().await.unwrap();
+        left.push(guard.valid_until().unwrap() - tokio::time::Instant::now());
+        guard.release().await.unwrap();
+    }
+    left.sort_unstable();
+    // A machine that stands still for a moment makes some of them shorter.
+    assert!(left[10] > Duration::from_millis(1_400), "{:?}", &left[..20]);
+}
+
+/// Whichever is asked first.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_silent_servers_of_three_delay_nobody_for_long() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let silent = [
+        Proxy::start(server.addr()).unwrap(),
+        Proxy::start(server.addr()).unwrap(),
+    ];
+    for proxy in &silent {
+        proxy.set(Mode::Blackhole);
+    }
+    let addrs = format!("{},{},{}", silent[0].addr(), server.addr(), silent[1].addr());
+    for _ in 0..6 {
+        let mut config = server::config(&addrs);
+        config.session_timeout = Duration::from_secs(30);
+        let began = Instant::now();
+        server::client(config).await.unwrap();
+        let took = began.elapsed();
+        assert!(took < AcquireOptions::DEFAULT_OP_TIMEOUT, "{took:?}");
+    }
+}
+
+/// A runtime that is shut down under many holds ends quietly.
+#[test]
+fn a_runtime_that_ends_under_a_thousand_holds_is_quiet() {
+    static PANICS: AtomicUsize = AtomicUsize::new(0);
+    if no_zookeeper() {
+        return;
+    }
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        let at = info.location().map(|at| at.file().to_owned()).unwrap_or_default();
+        if at.contains("zookeeper-client") || at.contains("lockkit-zk/src") {
+            PANICS.fetch_add(1, Ordering::SeqCst);
+        }
+        hook(info);
+    }));
+    let server = ZkServer::plain().unwrap();
+    for dropped_within in [true, false] {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
+        let guards: Vec<LockGuard> = runtime.block_on(async {
+            let ours = server::connect(server.addr()).await;
+            let run = unique("quiet");
+            let guards = stream::iter(0..1_000)
+                .map(|i| {
+                    let lock = lock(&ours, &format!("{run}-{i}"));
+                    async move { lock.acquire().await.unwrap() }
+                })
+                .buffer_unordered(64)
+                .collect()
+                .await;
+            eventually("all holds are watched", async || {
+                server.figure("zk_watch_count").unwrap() >= 1_000
+            })
+            .await;
+            // As at the end of `main`.
+            if dropped_within { Vec::new() } else { guards }
+        });
+        drop(runtime);
+        assert!(guards.iter().all(|guard| !guard.is_held()));
+    }
+    assert_eq!(PANICS.load(Ordering::SeqCst), 0, "panics");
+}
