@@ -355,6 +355,12 @@ impl LockGuard {
         self.guard.valid_until()
     }
 
+    /// How long the lease in force was when it was proven; [`valid_until`](Self::valid_until) is its end. At most the
+    /// ttl, and less where something else decides, such as a server's session. `None` if the hold has no lease.
+    pub fn lease_length(&self) -> Option<Duration> {
+        self.guard.lease_length()
+    }
+
     /// A view of this hold that can be cloned and given away, to other threads too. It keeps nothing held.
     pub fn held(&self) -> Held {
         self.guard.held()

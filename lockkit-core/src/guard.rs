@@ -70,8 +70,9 @@ impl LockGuard {
         EndedSignal(Watch::new(&self.hold.record))
     }
 
-    /// Resolves when a renewal has failed, with what is left of the lease: an early warning. It also resolves, with
-    /// zero, when the hold is lost. The lease may yet be renewed.
+    /// Resolves when a renewal has failed, or has not been answered although no more than an eighth of the lease is left:
+    /// an early warning, with what is left. It also resolves, with zero, when the hold is lost. The lease may yet be
+    /// renewed.
     ///
     /// # Cancel safety
     /// The state is remembered until a renewal succeeds; dropping the future loses nothing.
@@ -97,6 +98,12 @@ impl LockGuard {
     /// no lease, only a process or connection that it ends with.
     pub fn valid_until(&self) -> Option<Instant> {
         self.hold.cell.valid_until()
+    }
+
+    /// How long the lease in force was when it was proven; [`valid_until`](Self::valid_until) is its end. At most the
+    /// ttl, and less where something else decides, such as a server's session. `None` if the hold has no lease.
+    pub fn lease_length(&self) -> Option<Duration> {
+        self.hold.lease_length()
     }
 
     /// A view of this hold that can be cloned and given away. It keeps nothing held.
@@ -244,6 +251,11 @@ impl Held {
         self.record.cell.valid_until()
     }
 
+    /// As [`LockGuard::lease_length`].
+    pub fn lease_length(&self) -> Option<Duration> {
+        self.record.lease_length()
+    }
+
     /// As [`LockGuard::run`].
     ///
     /// # Errors
@@ -308,7 +320,7 @@ impl Future for EndedSignal {
     }
 }
 
-/// Resolves when a renewal has failed, to what is left of the lease. Made by [`LockGuard::renewal_failing`].
+/// Resolves when a renewal has failed or is overdue, to what is left of the lease. Made by [`LockGuard::renewal_failing`].
 #[derive(Clone, Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct RenewalFailing(Watch);

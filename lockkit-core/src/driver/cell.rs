@@ -43,6 +43,8 @@ pub(crate) struct HoldCell<C> {
 struct State<C> {
     phase: Phase,
     valid_until: Option<Instant>,
+    /// How long the lease was when a renewal last proved it.
+    renewed_for: Option<Duration>,
     renewal_failing: bool,
     parked: Option<C>,
     /// How many wait for the claim; the attendant makes way for them.
@@ -134,6 +136,7 @@ impl<C> HoldCell<C> {
             state: Mutex::new(State {
                 phase,
                 valid_until,
+                renewed_for: None,
                 renewal_failing: false,
                 parked: Some(claim),
                 wanting: 0,
@@ -171,6 +174,11 @@ impl<C> HoldCell<C> {
 
     pub(crate) fn valid_until(&self) -> Option<Instant> {
         self.state.lock().valid_until
+    }
+
+    /// How long the lease was when a renewal last proved it; `None` if none has yet.
+    pub(crate) fn renewed_for(&self) -> Option<Duration> {
+        self.state.lock().renewed_for
     }
 
     /// The waiter to whom it was offered takes it. `false` if it was lost on the way.
@@ -244,6 +252,7 @@ impl<C> HoldCell<C> {
             let alive = state.alive();
             if alive {
                 state.valid_until = valid_until;
+                state.renewed_for = valid_until.map(|end| end.saturating_duration_since(now));
                 state.renewal_failing = false;
             }
             (alive, Wakes::default())

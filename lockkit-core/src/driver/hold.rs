@@ -3,6 +3,7 @@
 use std::{
     ops::Deref,
     sync::{Arc, atomic::AtomicUsize},
+    time::Duration,
 };
 
 use tokio::time::Instant;
@@ -25,6 +26,8 @@ pub(crate) struct Record {
     pub(crate) name: LockName,
     pub(crate) backend: &'static str,
     pub(crate) cell: HoldCell<Grip>,
+    /// How long its first lease is.
+    granted_for: Option<Duration>,
     pub(crate) attendance: Attendance,
     /// Its place in the worker's register.
     pub(crate) key: AtomicUsize,
@@ -33,6 +36,11 @@ pub(crate) struct Record {
 impl Record {
     pub(crate) fn is_held(&self) -> bool {
         self.cell.phase(Instant::now()) == Phase::Held
+    }
+
+    /// How long the lease in force was when it was proven.
+    pub(crate) fn lease_length(&self) -> Option<Duration> {
+        self.cell.renewed_for().or(self.granted_for)
     }
 
     pub(crate) fn check(&self) -> Result<()> {
@@ -78,6 +86,7 @@ impl Hold {
             name: terms.line.name().clone(),
             backend: terms.line.backend(),
             cell: HoldCell::new(phase, grip, timing::valid_until(lease)),
+            granted_for: lease.length,
             attendance: Attendance::default(),
             key: AtomicUsize::new(usize::MAX),
         };
@@ -119,14 +128,21 @@ impl Hold {
         let Some(claim) = &mut grip.claim else {
             return Err(Error::Closed);
         };
-        let now = Instant::now();
+        let mut limit = Instant::now() + self.terms.op_timeout;
+        let mut overdue = limit;
         let valid_until = self.cell.valid_until();
-        let limit = || {
-            let limit = now + self.terms.op_timeout;
-            valid_until.map_or(limit, |end| end.min(limit))
-        };
+        if let Some(end) = valid_until {
+            limit = limit.min(end);
+            overdue = timing::renewal_overdue(end, self.lease_length()).min(limit);
+        }
         let backend = self.line().backend();
-        let answer = timing::within(backend, "renew", claim.renew(), limit).await?;
+        let mut renewal = claim.renew();
+        let mut answer = timing::within(backend, "renew", &mut renewal, || overdue).await?;
+        if answer.is_none() && overdue < limit {
+            // It is still waited for, but those who have something to bring to an end can wait no longer.
+            self.cell.renewal_failed();
+            answer = timing::within(backend, "renew", &mut renewal, || limit).await?;
+        }
         match answer {
             Some(Ok(Renewal::Held(lease))) => {
                 let end = timing::valid_until(&lease);

@@ -28,6 +28,14 @@ pub(crate) fn renewal_due(lease: &Lease, ttl: Duration) -> Instant {
     lease.since + lease.length.unwrap_or(ttl) / 3
 }
 
+/// When a renewal that has not been answered counts as failing, although it is still waited for: an eighth of the lease
+/// before its end. A lease that a server session decides may be healthy with less than a quarter of it left.
+pub(crate) fn renewal_overdue(end: Instant, length: Option<Duration>) -> Instant {
+    length
+        .and_then(|length| end.checked_sub(length / 8))
+        .unwrap_or(end)
+}
+
 /// How long to wait before a failed renewal is tried again: there is time for several before the lease ends.
 pub(crate) fn renewal_retry(lease: &Lease, ttl: Duration) -> Duration {
     jittered(lease.length.unwrap_or(ttl) / 10).clamp(Duration::from_millis(1), Duration::from_secs(5))
@@ -170,6 +178,10 @@ mod tests {
         assert_eq!(renewal_due(&lease, ms(1)), since + ms(10_000));
         assert!(fresh_enough(&lease, since + ms(10_000)));
         assert!(!fresh_enough(&lease, since + ms(10_001)));
+        assert_eq!(
+            renewal_overdue(since + ms(29_998), lease.length),
+            since + ms(26_248)
+        );
         let unbounded = Lease { since, length: None };
         assert_eq!(valid_until(&unbounded), None);
         assert_eq!(renewal_due(&unbounded, ms(300)), since + ms(100));

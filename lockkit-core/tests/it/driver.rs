@@ -141,6 +141,40 @@ async fn failing_renewals_warn_first_and_recover() {
     assert_eq!(guard.lost().await, LossReason::Expired);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_renewal_without_an_answer_warns_before_the_end() {
+    let (backend, client) = client();
+    let lock = client
+        .lock("a")
+        .unwrap()
+        .with_options(AcquireOptions::new().ttl(SECOND));
+    let guard = lock.acquire().await.unwrap();
+    assert_eq!(guard.lease_length(), Some(SECOND));
+    // Its op_timeout is longer than the lease.
+    backend.delay(Operation::Renew, 800 * MS);
+    let granted_until = guard.valid_until().unwrap();
+    let left = guard.renewal_failing().await;
+    assert!(left > 110 * MS && left <= SECOND / 8, "{left:?}");
+    assert_eq!(
+        guard.valid_until(),
+        Some(granted_until),
+        "the lease is the first one"
+    );
+    backend.delay(Operation::Renew, 400 * MS);
+    assert_eq!(guard.lost().await, LossReason::Expired);
+
+    let guard = lock.acquire().await.unwrap();
+    let granted_until = guard.valid_until();
+    tokio::time::sleep(900 * MS).await;
+    assert!(guard.valid_until() > granted_until, "an answer in time renews it");
+    let length = guard.lease_length().unwrap();
+    assert!(length > 500 * MS && length <= SECOND, "{length:?}");
+    assert!(
+        poll_once(guard.renewal_failing()).is_pending(),
+        "and warns of nothing"
+    );
+}
+
 /// Polls a future once.
 fn poll_once<F: Future + Unpin>(mut future: F) -> Poll<F::Output> {
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
