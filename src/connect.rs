@@ -2,7 +2,7 @@
 
 use std::io;
 
-use lockkit_core::{Error, LockClient, MemoryBackend, Result};
+use lockkit_core::{BoxError, Error, LockClient, MemoryBackend, Result, spi::redacted_url};
 
 use crate::{LockConfig, url::Url};
 
@@ -61,17 +61,47 @@ impl LockConfig {
         let target = Target::of(&Url::parse(&config.url)?)?;
         let within = config.connect_timeout.unwrap_or(Self::DEFAULT_CONNECT_TIMEOUT);
         let backend = target.backend();
-        let client = tokio::time::timeout(within, target.open(&config))
-            .await
-            .map_err(|_| {
-                let reason = format!("no answer within the connect_timeout of {within:?}");
-                Error::transient(
-                    backend,
-                    "connect",
-                    io::Error::new(io::ErrorKind::TimedOut, reason),
-                )
-            })??;
+        let opened = tokio::time::timeout(within, target.open(&config)).await;
+        let opened = opened.unwrap_or_else(|_| {
+            let reason = format!("no answer within the connect_timeout of {within:?}");
+            let cause = io::Error::new(io::ErrorKind::TimedOut, reason);
+            Err(Error::transient(backend, "connect", cause))
+        });
+        let client = opened.map_err(|error| unreachable(error, &config))?;
         client.with_defaults(config.acquire_options())
+    }
+}
+
+/// Where there was nothing to connect to, which few causes say by themselves.
+#[derive(Debug, thiserror::Error)]
+#[error("{at}")]
+struct Unreachable {
+    /// Without credentials.
+    at: String,
+    source: BoxError,
+}
+
+fn unreachable(error: Error, config: &LockConfig) -> Error {
+    match error {
+        Error::Backend {
+            backend,
+            operation: operation @ "connect",
+            transient,
+            source,
+            ..
+        } => {
+            let mut at = redacted_url(&config.url);
+            if let ("mysql", Some(socket)) = (backend, &config.mysql.socket) {
+                at = format!("{at}, socket {}", socket.display());
+            }
+            let source = Unreachable { at, source };
+            if transient {
+                Error::transient(backend, operation, source)
+            } else {
+                Error::permanent(backend, operation, source)
+            }
+        }
+        other => other,
     }
 }
 
