@@ -1,6 +1,6 @@
 //! A lock server as `check` and `bench` use it: with helper processes, which are this program once more.
 
-use std::{error::Error, fmt, time::Duration};
+use std::{error::Error, fmt};
 
 use async_trait::async_trait;
 use lockkit::{
@@ -12,7 +12,10 @@ use lockkit_conformance::{
     helper::{self, Launch},
 };
 
-use crate::failure::{FAILED, Failure};
+use crate::{
+    failure::{FAILED, Failure},
+    inspect::CLOSE_WITHIN,
+};
 
 /// The hidden subcommand that helper processes are.
 pub(crate) const HELPER: &str = "__helper";
@@ -50,7 +53,7 @@ impl Server {
         let config = LockConfig::from_url(&url)?;
         let info = crate::on_this_thread(async {
             let client = config.connect().await?;
-            client.close(Duration::from_secs(5)).await?;
+            client.close(CLOSE_WITHIN).await?;
             Ok(client.info().clone())
         })?;
         Ok(Self { config, url, info })

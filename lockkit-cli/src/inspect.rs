@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit::{FencingToken, LockState};
+use lockkit::{FencingToken, LockClient, LockState};
 use serde_json::{Value, json};
 
 use crate::{
@@ -13,13 +13,18 @@ use crate::{
     failure::{Failure, say},
 };
 
+/// How long the server gets to take note that this client has gone.
+pub(crate) const CLOSE_WITHIN: Duration = Duration::from_secs(5);
+
 pub(crate) async fn inspect(args: Inspect) -> Result<u8, Failure> {
     let client = args.server.config()?.connect().await?;
     let state = if args.permits {
-        client.inspect_semaphore(&args.name).await?
+        client.inspect_semaphore(&args.name).await
     } else {
-        client.inspect(&args.name).await?
+        client.inspect(&args.name).await
     };
+    take_leave(&client).await;
+    let state = state?;
     print(&if args.json {
         as_json(&args, &state).to_string()
     } else {
@@ -32,15 +37,21 @@ pub(crate) async fn break_hold(args: Break) -> Result<u8, Failure> {
     let client = args.server.config()?.connect().await?;
     let token = FencingToken::new(args.token);
     let ended = if args.permits {
-        client.revoke_permit(&args.name, token).await?
+        client.revoke_permit(&args.name, token).await
     } else {
-        client.revoke(&args.name, token).await?
+        client.revoke(&args.name, token).await
     };
-    if ended {
+    take_leave(&client).await;
+    if ended? {
         return Ok(0);
     }
     say(&format!("nobody holds `{}` with token {}", args.name, args.token));
     Ok(1)
+}
+
+/// Ends what the server keeps for this client, such as a session. If it does not confirm that, it forgets by itself.
+async fn take_leave(client: &LockClient) {
+    let _ = client.close(CLOSE_WITHIN).await;
 }
 
 fn as_json(args: &Inspect, state: &LockState) -> Value {

@@ -59,9 +59,16 @@ fn dispatch(command: Command) -> Result<u8, Failure> {
 
 /// The main thread does it all, because a command that `run` spawns is tied to the thread that spawned it.
 fn on_this_thread<T>(task: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
-    tokio::runtime::Builder::new_current_thread()
+    let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .map_err(|error| Failure::because("cannot start", &error))?
-        .block_on(task)
+        .map_err(|error| Failure::because("cannot start", &error))?;
+    let done = runtime.block_on(async {
+        signals::outlive_file_limit()
+            .map_err(|error| Failure::because("cannot listen to signals", &error))?;
+        task.await
+    });
+    // Dropping it would wait for what cannot be stopped, such as the system's look-up of a host's name.
+    runtime.shutdown_background();
+    done
 }

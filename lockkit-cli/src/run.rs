@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit::{AcquireOptions, Lock, LockClient, LockGuard, LockName, spi::chain};
+use lockkit::{AcquireOptions, Lock, LockClient, LockConfig, LockGuard, LockName, spi::chain};
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     process::{Pid, Signal, kill_process, kill_process_group},
@@ -21,11 +21,12 @@ use crate::{
     args::Run,
     exec,
     failure::{FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
+    inspect::CLOSE_WITHIN,
     signals::{Signals, stop_here},
 };
 
-/// How long the server gets to take note that this client has gone.
-const CLOSE_WITHIN: Duration = Duration::from_secs(5);
+/// How long connecting may take also for whoever would not wait so long for the lock.
+const CONNECT_AT_LEAST: Duration = Duration::from_secs(1);
 
 /// Answers with the exit status.
 pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
@@ -40,11 +41,19 @@ pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
         .or_else(|| Some(default_label()));
     let ttl = config.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL);
 
+    let started = Instant::now();
+    if let Some(wait) = config.wait {
+        let connect_timeout = config
+            .connect_timeout
+            .unwrap_or(LockConfig::DEFAULT_CONNECT_TIMEOUT);
+        config.connect_timeout = Some(connect_timeout.min(wait.max(CONNECT_AT_LEAST)));
+    }
     let client = match signals.unless_ended(config.connect()).await {
         Ok(client) => client?,
         Err(signal) => return Ok(status_of_signal(signal)),
     };
-    let status = match signals.unless_ended(acquire(&client, &args)).await {
+    let wait = config.wait.map(|wait| wait.saturating_sub(started.elapsed()));
+    let status = match signals.unless_ended(acquire(&client, &args, wait)).await {
         Ok(Ok(guard)) => run_under(guard, ttl, &args, &mut signals).await,
         Ok(Err(failure)) => Err(failure),
         Err(signal) => Ok(status_of_signal(signal)),
@@ -54,10 +63,13 @@ pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
     status
 }
 
-async fn acquire(client: &LockClient, args: &Run) -> Result<LockGuard, Failure> {
+async fn acquire(client: &LockClient, args: &Run, wait: Option<Duration>) -> Result<LockGuard, Failure> {
     let lock = lock(client, args)?;
     if !args.try_once {
-        return Ok(lock.acquire().await?);
+        return Ok(match wait {
+            Some(wait) => lock.acquire_timeout(wait).await?,
+            None => lock.acquire().await?,
+        });
     }
     let granted = lock.try_acquire().await?;
     granted.ok_or_else(|| Failure::new(NOT_GRANTED, format!("lock `{}` is taken", args.name)))

@@ -29,11 +29,10 @@ impl Signals {
     /// A signal that was ignored when this process started, as `nohup` has it, stays ignored: by the command too.
     pub(crate) fn listen() -> Result<Self, Failure> {
         let ignored = ignored_at_start();
-        let is_ignored = |signal: Signal| ignored >> (signal.as_raw() - 1) & 1 == 1;
         let streams: io::Result<Vec<_>> = ENDING
             .into_iter()
             .chain(OTHERS)
-            .filter(|signal| !is_ignored(*signal))
+            .filter(|signal| !is_in(ignored, *signal))
             .map(|signal| Ok((signal, unix::signal(SignalKind::from_raw(signal.as_raw()))?)))
             .collect();
         streams
@@ -73,10 +72,24 @@ impl Signals {
     }
 }
 
+/// From now on, a write beyond the limit on the size of files fails, which can be said, instead of ending this process. It
+/// still ends the command, which gets none of this process's handlers. Within a runtime.
+pub(crate) fn outlive_file_limit() -> io::Result<()> {
+    if !is_in(ignored_at_start(), Signal::XFSZ) {
+        // The handler stays when the stream is dropped.
+        drop(unix::signal(SignalKind::from_raw(Signal::XFSZ.as_raw()))?);
+    }
+    Ok(())
+}
+
 /// Stops this process until somebody continues it, as the signal that it caught would have.
 pub(crate) fn stop_here() {
     // It can only fail for a process that is not there.
     let _ = kill_process(rustix::process::getpid(), Signal::STOP);
+}
+
+fn is_in(mask: u64, signal: Signal) -> bool {
+    mask >> (signal.as_raw() - 1) & 1 == 1
 }
 
 /// One bit per signal, from the lowest. Where the system does not tell, none.

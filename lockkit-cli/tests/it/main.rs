@@ -1,7 +1,9 @@
 //! The `lockkit` command as its users have it: real processes on a real directory.
 
 mod command_line;
+mod connecting;
 mod holding;
+mod limits;
 mod losing;
 mod servers;
 mod signals;
