@@ -64,6 +64,9 @@ pub(crate) struct Run {
     /// Hold one of N permits of the semaphore NAME instead of a lock
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) permits: Option<u32>,
+    /// Keep the command in lockkit's process group, as at a terminal, so that it may use the terminal whenever lockkit may
+    #[arg(long)]
+    pub(crate) foreground: bool,
     /// Who is holding, for whoever inspects the lock [default: user@host:pid]
     #[arg(long, value_name = "TEXT")]
     pub(crate) label: Option<String>,

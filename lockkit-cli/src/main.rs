@@ -6,8 +6,10 @@ compile_error!("the lockkit command runs commands under Unix's rules for process
 mod args;
 mod bench;
 mod check;
+mod child;
 mod exec;
 mod failure;
+mod family;
 mod helped;
 mod inspect;
 mod run;

@@ -1,24 +1,17 @@
 //! `lockkit run`: a command under a lock.
 
-use std::{
-    io::{self, IsTerminal},
-    os::unix::process::ExitStatusExt,
-    process::ExitStatus,
-    time::Duration,
-};
+use std::{os::unix::process::ExitStatusExt, process::ExitStatus, time::Duration};
 
 use lockkit::{AcquireOptions, Lock, LockClient, LockConfig, LockGuard, LockName, spi::chain};
 use rustix::{
     io::{FdFlags, fcntl_setfd},
-    process::{Pid, Signal, kill_process, kill_process_group},
+    process::Signal,
 };
-use tokio::{
-    process::{Child, Command},
-    time::Instant,
-};
+use tokio::time::{Instant, sleep_until};
 
 use crate::{
     args::Run,
+    child::{Child, Place},
     exec,
     failure::{FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
     inspect::CLOSE_WITHIN,
@@ -27,6 +20,9 @@ use crate::{
 
 /// How long connecting may take also for whoever would not wait so long for the lock.
 const CONNECT_AT_LEAST: Duration = Duration::from_secs(1);
+/// How long what the command has started gets to be gone when it has been killed: far longer than that takes, unless
+/// the system is stuck.
+const KILLED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Answers with the exit status.
 pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
@@ -39,7 +35,6 @@ pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
         .clone()
         .or(config.label)
         .or_else(|| Some(default_label()));
-    let ttl = config.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL);
 
     let started = Instant::now();
     if let Some(wait) = config.wait {
@@ -54,7 +49,7 @@ pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
     };
     let wait = config.wait.map(|wait| wait.saturating_sub(started.elapsed()));
     let status = match signals.unless_ended(acquire(&client, &args, wait)).await {
-        Ok(Ok(guard)) => run_under(guard, ttl, &args, &mut signals).await,
+        Ok(Ok(guard)) => run_under(guard, &args, &mut signals).await,
         Ok(Err(failure)) => Err(failure),
         Err(signal) => Ok(status_of_signal(signal)),
     };
@@ -84,17 +79,13 @@ fn lock(client: &LockClient, args: &Run) -> lockkit::Result<Lock> {
 }
 
 /// Runs the command, releases the lock as soon as it is done, and answers with the exit status.
-async fn run_under(
-    guard: LockGuard,
-    ttl: Duration,
-    args: &Run,
-    signals: &mut Signals,
-) -> Result<u8, Failure> {
+async fn run_under(guard: LockGuard, args: &Run, signals: &mut Signals) -> Result<u8, Failure> {
     let mut command = exec::tied_to_this_process(&args.command)?;
     command
         .env("LOCKKIT_NAME", &args.name)
         .env("LOCKKIT_TOKEN", guard.token().to_string());
-    let mut supervised = Supervised::spawn(&guard, ttl, command).await?;
+    let place = Place::choose(args.foreground);
+    let mut supervised = Supervised::spawn(&guard, place, command).await?;
     let ending = supervised.until_end(&guard, signals).await?;
     let released = guard.release().await;
     match (ending, released) {
@@ -112,11 +103,7 @@ async fn run_under(
 /// A command that runs under a lock.
 struct Supervised {
     child: Child,
-    pid: Pid,
-    /// Whether the command has a process group of its own, or shares this one because the terminal is in it.
-    own_group: bool,
     name: LockName,
-    ttl: Duration,
     /// The last thing done about a lease that goes unrenewed, and the end of that lease.
     done: Option<(Signal, Instant)>,
 }
@@ -129,17 +116,7 @@ enum Ending {
 }
 
 impl Supervised {
-    async fn spawn(
-        guard: &LockGuard,
-        ttl: Duration,
-        command: std::process::Command,
-    ) -> Result<Self, Failure> {
-        let own_group = !io::stdin().is_terminal();
-        let mut command = Command::from(command);
-        command.kill_on_drop(true);
-        if own_group {
-            command.process_group(0);
-        }
+    async fn spawn(guard: &LockGuard, place: Place, command: std::process::Command) -> Result<Self, Failure> {
         // Where a descriptor keeps the hold alive, the command gets it: should this process be killed, the operating
         // system frees the lock when the command has gone too, not before. Nothing else is spawned meanwhile.
         let inherited = guard.descriptor().await;
@@ -147,103 +124,94 @@ impl Supervised {
             fcntl_setfd(descriptor, FdFlags::empty()).map_err(|error| cannot_start(&error))?;
         }
         guard.check()?;
-        let child = command.spawn().map_err(|error| cannot_start(&error))?;
-        drop(inherited);
-        let pid = child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
-        let pid = pid.ok_or_else(|| Failure::new(FAILED, "the command has no process id"))?;
+        let child = Child::spawn(command, place).map_err(|error| cannot_start(&error))?;
         Ok(Self {
             child,
-            pid,
-            own_group,
             name: guard.name().clone(),
-            ttl,
             done: None,
         })
     }
 
     async fn until_end(&mut self, guard: &LockGuard, signals: &mut Signals) -> Result<Ending, Failure> {
         let mut lost = guard.lost();
+        let mut exited = false;
         loop {
-            let step = guard.valid_until().and_then(|end| self.next_step(end));
             tokio::select! {
                 biased;
                 reason = &mut lost => return self.kill(format!("lock `{}` was lost: {reason}", self.name)).await,
-                status = self.child.wait() => return self.ended(status),
-                (signal, end) = due(step) => {
-                    // It may have been renewed in the meantime.
-                    if guard.valid_until() == Some(end) {
-                        self.signal(signal);
-                        self.done = Some((signal, end));
+                ended = async {
+                    if exited {
+                        self.child.others_gone().await;
+                        return Ok(());
                     }
+                    self.child.exited().await
+                } => {
+                    ended.map_err(|error| cannot_wait(&error))?;
+                    if exited {
+                        return self.kill(format!(
+                            "lock `{}` could not be renewed, so its command was stopped before the lease ran out",
+                            self.name
+                        )).await;
+                    }
+                    if self.done.is_none() {
+                        let status = self.child.reap().map_err(|error| cannot_wait(&error))?;
+                        return Ok(Ending::Exited(status));
+                    }
+                    // What it has started was told to end, too, and has as long for it.
+                    exited = true;
+                }
+                done = due(guard, self.done) => {
+                    self.child.signal(done.0);
+                    self.done = Some(done);
                 }
                 signal = signals.next() => {
                     if let Err(error) = guard.check() {
                         return self.kill(chain(&error)).await;
                     }
-                    self.pass_on(signal);
+                    self.child.pass_on(signal);
+                    if signal == Signal::TSTP {
+                        stop_here();
+                    }
                 }
             }
         }
     }
 
+    /// Nothing is left of the command when this is done, and the lock is not released before.
     async fn kill(&mut self, why: String) -> Result<Ending, Failure> {
-        self.signal(Signal::KILL);
-        let status = self.child.wait().await;
-        self.ended(status)?;
+        let ended = self.child.end(KILLED_WITHIN).await;
+        let (_, gone) = ended.map_err(|error| cannot_wait(&error))?;
+        if !gone {
+            say("some of what the command has started was killed and is still there");
+        }
         Ok(Ending::Stopped(why))
-    }
-
-    fn ended(&self, status: io::Result<ExitStatus>) -> Result<Ending, Failure> {
-        let status = status.map_err(|error| Failure::because("cannot wait for the command", &error))?;
-        Ok(match self.done {
-            None => Ending::Exited(status),
-            Some(_) => Ending::Stopped(format!(
-                "lock `{}` could not be renewed, so its command was stopped before the lease ran out",
-                self.name
-            )),
-        })
-    }
-
-    /// What has to be done, and when, if the lease is not renewed and ends at `end`: TERM a quarter of the ttl before,
-    /// KILL shortly before.
-    fn next_step(&self, end: Instant) -> Option<(Signal, Instant, Instant)> {
-        let (signal, ahead) = match self.done {
-            Some((Signal::KILL, of)) if of == end => return None,
-            Some((_, of)) if of == end => (Signal::KILL, (self.ttl / 16).min(Duration::from_millis(500))),
-            _ => (Signal::TERM, self.ttl / 4),
-        };
-        Some((signal, end.checked_sub(ahead)?, end))
-    }
-
-    fn pass_on(&self, signal: Signal) {
-        let of_terminal = [Signal::INT, Signal::QUIT, Signal::TSTP, Signal::WINCH];
-        // In a shared process group the terminal has sent these to the command already.
-        if self.own_group || !of_terminal.contains(&signal) {
-            self.signal(signal);
-        }
-        if signal == Signal::TSTP {
-            stop_here();
-        }
-    }
-
-    fn signal(&self, signal: Signal) {
-        // Until it has been waited for, its id is nobody else's. What can fail is signalling a process of another user
-        // (a set-user-ID command), which is not ours to end.
-        let _ = if self.own_group {
-            kill_process_group(self.pid, signal)
-        } else {
-            kill_process(self.pid, signal)
-        };
     }
 }
 
-/// The step, once its time has come.
-async fn due(step: Option<(Signal, Instant, Instant)>) -> (Signal, Instant) {
-    let Some((signal, at, end)) = step else {
-        return std::future::pending().await;
-    };
-    tokio::time::sleep_until(at).await;
-    (signal, end)
+/// What has to be done about a lease that is not renewed, once its time has come, and the end of that lease. A lease may
+/// be far shorter than the ttl that was asked for, and healthy with less than a quarter of it left; so nothing is done
+/// unless a renewal is failing.
+async fn due(guard: &LockGuard, done: Option<(Signal, Instant)>) -> (Signal, Instant) {
+    loop {
+        guard.renewal_failing().await;
+        let (Some(end), Some(lease)) = (guard.valid_until(), guard.lease_length()) else {
+            return std::future::pending().await;
+        };
+        let (signal, ahead) = match done {
+            Some((Signal::KILL, of)) if of == end => return std::future::pending().await,
+            Some((_, of)) if of == end => (Signal::KILL, (lease / 16).min(Duration::from_millis(500))),
+            _ => (Signal::TERM, lease / 5),
+        };
+        sleep_until(end.checked_sub(ahead).unwrap_or(end)).await;
+        // Otherwise it was renewed in the meantime.
+        if guard.valid_until() == Some(end) {
+            return (signal, end);
+        }
+    }
+}
+
+fn cannot_wait(error: &std::io::Error) -> Failure {
+    Failure::because("cannot wait for the command", error)
 }
 
 fn status_of(status: ExitStatus) -> Result<u8, Failure> {
@@ -275,54 +243,142 @@ fn default_label() -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Mutex, PoisonError};
+
     use lockkit::{MemoryBackend, Operation};
 
     use super::*;
 
-    const TTL: Duration = Duration::from_secs(1);
+    /// An eighth of it is long for a busy machine.
+    const TTL: Duration = Duration::from_secs(3);
 
-    /// Runs the script under a lease that nothing renews; answers with how it ended, and how long before the lease.
-    async fn unrenewed(script: &str) -> (Ending, Duration) {
+    /// A process runs one command. Here is one at a time.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    fn alone(test: impl Future<Output = ()>) {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.unwrap().block_on(test);
+    }
+
+    /// Runs the script under a lease whose renewals do what `fail` says; answers with how it ended, and how long before
+    /// the lease.
+    async fn under(place: Place, script: &str, fail: impl FnOnce(&MemoryBackend)) -> (Ending, Duration) {
         let memory = MemoryBackend::new();
-        memory.delay(Operation::Renew, Duration::from_mins(1));
+        fail(&memory);
         let lock = LockClient::new(memory).lock("job").unwrap();
         let guard = lock.acquire_with(&AcquireOptions::new().ttl(TTL)).await.unwrap();
-        let lease_ends = guard.valid_until().unwrap();
         let mut command = std::process::Command::new("sh");
         command.args(["-c", script]);
-        let mut supervised = Supervised::spawn(&guard, TTL, command).await.unwrap();
+        let mut supervised = Supervised::spawn(&guard, place, command).await.unwrap();
         let ending = supervised
             .until_end(&guard, &mut Signals::listen().unwrap())
             .await
             .unwrap();
+        let lease_ends = guard.valid_until().unwrap();
         (ending, lease_ends.saturating_duration_since(Instant::now()))
     }
 
-    #[tokio::test]
-    async fn an_unrenewed_lease_sends_term_a_quarter_before_its_end() {
-        let (ending, left) = unrenewed("trap 'exit 0' TERM; while :; do sleep 0.01; done").await;
-        assert!(matches!(ending, Ending::Stopped(_)));
-        assert!(left > TTL / 16 && left <= TTL / 4, "{left:?} before the end");
+    /// With renewals that are never answered.
+    async fn unrenewed(script: &str) -> (Ending, Duration) {
+        let hang = |memory: &MemoryBackend| memory.delay(Operation::Renew, Duration::from_mins(1));
+        under(Place::Apart, script, hang).await
     }
 
-    #[tokio::test]
-    async fn and_kill_before_its_end_to_a_command_that_stays() {
+    #[test]
+    fn an_unrenewed_lease_sends_term_an_eighth_before_its_end() {
+        alone(async {
+            let (ending, left) = unrenewed("trap 'exit 0' TERM; while :; do sleep 0.01; done").await;
+            assert!(matches!(ending, Ending::Stopped(_)));
+            assert!(left > TTL / 16 && left <= TTL / 8, "{left:?} before the end");
+        });
+    }
+
+    #[test]
+    fn and_kill_before_its_end_to_a_command_that_stays() {
+        alone(async {
+            let dir = tempfile::tempdir().unwrap();
+            let log = dir.path().join("log");
+            let script = format!(
+                "trap 'echo TERM >> {}' TERM; while :; do sleep 0.01; done",
+                log.display()
+            );
+            let (ending, left) = unrenewed(&script).await;
+            assert!(matches!(ending, Ending::Stopped(_)));
+            assert!(
+                left > Duration::ZERO && left <= TTL / 16,
+                "{left:?} before the end"
+            );
+            assert_eq!(
+                std::fs::read_to_string(log).unwrap(),
+                "TERM\n",
+                "it had its chance, once"
+            );
+        });
+    }
+
+    #[test]
+    fn failed_renewals_send_term_a_fifth_before_the_end() {
+        alone(async {
+            let (ending, left) = under(
+                Place::Apart,
+                "trap 'exit 0' TERM; while :; do sleep 0.01; done",
+                |memory| memory.fail_next(Operation::Renew, u32::MAX),
+            )
+            .await;
+            assert!(matches!(ending, Ending::Stopped(_)));
+            assert!(left > TTL / 8 && left <= TTL / 5, "{left:?} before the end");
+        });
+    }
+
+    /// The answer comes when less than a quarter of the lease is left, as it may on a healthy ZooKeeper.
+    #[test]
+    fn a_late_renewal_ends_nothing() {
+        alone(async {
+            let late = |memory: &MemoryBackend| {
+                memory.delay(Operation::Renew, TTL * 45 / 100);
+                let memory = memory.clone();
+                tokio::spawn(async move {
+                    // The first one is under way.
+                    tokio::time::sleep(TTL / 2).await;
+                    memory.delay(Operation::Renew, Duration::ZERO);
+                });
+            };
+            let (ending, _) = under(Place::Apart, "sleep 3.5", late).await;
+            assert!(matches!(ending, Ending::Exited(status) if status.success()));
+        });
+    }
+
+    /// What does not heed the TERM upon which the command itself exits.
+    async fn a_stubborn_child_is_gone(place: Place) {
         let dir = tempfile::tempdir().unwrap();
-        let log = dir.path().join("log");
+        let pid = dir.path().join("pid");
         let script = format!(
-            "trap 'echo TERM >> {}' TERM; while :; do sleep 0.01; done",
-            log.display()
+            "(trap '' TERM; while :; do sleep 0.01; done) & echo $! > {}; trap 'exit 0' TERM; while :; do sleep 0.01; done",
+            pid.display()
         );
-        let (ending, left) = unrenewed(&script).await;
+        let hang = |memory: &MemoryBackend| memory.delay(Operation::Renew, Duration::from_mins(1));
+        let (ending, left) = under(place, &script, hang).await;
         assert!(matches!(ending, Ending::Stopped(_)));
-        assert!(
-            left > Duration::ZERO && left <= TTL / 16,
-            "{left:?} before the end"
-        );
-        assert_eq!(
-            std::fs::read_to_string(log).unwrap(),
-            "TERM\n",
-            "it had its chance, once"
-        );
+        assert!(left > Duration::ZERO, "the lease was over by then");
+        let pid = std::fs::read_to_string(pid).unwrap();
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
+        assert!(stat.is_err(), "it is still there: {stat:?}");
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn nothing_of_a_group_outlives_the_lease() {
+        alone(async {
+            a_stubborn_child_is_gone(Place::Apart).await;
+        });
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn nothing_in_the_foreground_outlives_the_lease() {
+        alone(async {
+            a_stubborn_child_is_gone(Place::Foreground { at_terminal: false }).await;
+        });
     }
 }

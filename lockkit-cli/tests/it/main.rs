@@ -7,4 +7,6 @@ mod limits;
 mod losing;
 mod servers;
 mod signals;
+mod terminal;
 mod tool;
+mod zookeeper;

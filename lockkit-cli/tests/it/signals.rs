@@ -1,17 +1,8 @@
 //! Signals, and exit statuses.
 
-use std::{
-    fs::{self, OpenOptions},
-    os::unix::fs::{OpenOptionsExt, PermissionsExt},
-    process::Command,
-    time::Duration,
-};
+use std::{fs, os::unix::fs::PermissionsExt, process::Command, time::Duration};
 
-use rustix::{
-    fs::OFlags,
-    process::{Pid, Signal, getpgid},
-    pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt},
-};
+use rustix::process::Signal;
 
 use crate::tool::{Running, Site, in_this_process, outcome};
 
@@ -102,44 +93,6 @@ fn what_the_command_starts_gets_the_signals_too() {
     crate::tool::gone(grandchild);
 }
 
-/// A group of its own would be in the terminal's background, and stopped when it reads.
-#[test]
-fn at_a_terminal_the_command_stays_in_the_foreground_group() {
-    let site = Site::new();
-    let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
-    grantpt(&terminal).unwrap();
-    unlockpt(&terminal).unwrap();
-    let name = ptsname(&terminal, Vec::new()).unwrap();
-    let open = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .custom_flags(OFlags::NOCTTY.bits().cast_signed())
-        .open(name.to_str().unwrap());
-    let script = "exec 2>/dev/null; trap 'echo got INT' INT; trap 'exit 5' TERM; echo up; echo $$; while :; do sleep 0.01; done";
-    let mut holder = Running::spawn(site.run(&[], script).stdin(open.unwrap()));
-    assert_eq!(holder.line(), "up");
-    let command = holder.line().parse().unwrap();
-    assert_eq!(group(command), group(holder.pid()));
-    // The terminal sends this one to the whole group, so lockkit must not; and the next one it must.
-    holder.signal(Signal::INT);
-    holder.signal(Signal::TERM);
-    assert_eq!(holder.line(), "", "there is no `got INT`");
-    assert_eq!(holder.end().0.code(), Some(5));
-}
-
-#[test]
-fn away_from_a_terminal_the_command_has_a_group_of_its_own() {
-    let site = Site::new();
-    let mut holder = site.running(&[], "echo up; echo $$; exec sleep 60");
-    let command = holder.line().parse().unwrap();
-    assert_eq!(group(command), command);
-}
-
-fn group(pid: i32) -> i32 {
-    let group = getpgid(Pid::from_raw(pid)).unwrap();
-    group.as_raw_nonzero().get()
-}
-
 #[test]
 fn a_signal_that_was_ignored_stays_ignored() {
     let site = Site::new();
@@ -175,6 +128,41 @@ fn stopping_and_continuing_takes_the_command_along() {
     both('T');
     holder.signal(Signal::CONT);
     both('S');
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.end().0.code(), Some(143));
+}
+
+/// It hears of the signal only once it goes on.
+#[test]
+fn a_command_that_is_stopped_is_made_to_go_on_to_end() {
+    let site = Site::new();
+    let script = "exec 2>/dev/null; trap 'exit 7' TERM; echo up; echo $$; while :; do sleep 0.01; done";
+    let mut holder = site.running(&[], script);
+    let command = holder.line().parse().unwrap();
+    crate::tool::signal_to(command, Signal::STOP);
+    crate::tool::eventually("it is stopped", || {
+        (crate::tool::state(command) == Some('T')).then_some(())
+    });
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.end().0.code(), Some(7));
+}
+
+/// As process 1 of a container, or as a child of one that reaps nobody.
+#[test]
+fn what_the_command_leaves_behind_is_reaped() {
+    let site = Site::new();
+    let mut holder = site.running(
+        &[],
+        "echo up; sh -c 'sh -c \"echo \\$\\$; exec sleep 60\" &'; exec sleep 60",
+    );
+    let orphan = holder.line().parse().unwrap();
+    crate::tool::eventually("it is adopted", || {
+        (crate::tool::parent(orphan) == Some(holder.pid())).then_some(())
+    });
+    crate::tool::signal_to(orphan, Signal::KILL);
+    crate::tool::eventually("nothing is left of it", || {
+        crate::tool::state(orphan).is_none().then_some(())
+    });
     holder.signal(Signal::TERM);
     assert_eq!(holder.end().0.code(), Some(143));
 }
@@ -232,4 +220,12 @@ fn after_kill_9_the_lock_stays_until_all_of_the_command_is_gone() {
     crate::tool::signal_to(grandchild, Signal::KILL);
     crate::tool::gone(grandchild);
     assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 0);
+}
+
+#[test]
+fn away_from_a_terminal_the_command_has_a_group_of_its_own() {
+    let site = Site::new();
+    let mut holder = site.running(&[], "echo up; echo $$; exec sleep 60");
+    let command = holder.line().parse().unwrap();
+    assert_eq!(crate::tool::group(command), command);
 }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, getpgid, kill_process};
 use tempfile::TempDir;
 
 /// Longer than anything takes that is not measured, on a busy machine.
@@ -179,8 +179,24 @@ pub(crate) fn gone(pid: i32) {
 /// As in `ps`.
 #[cfg(target_os = "linux")]
 pub(crate) fn state(pid: i32) -> Option<char> {
+    stat(pid, 0)?.chars().next()
+}
+
+#[cfg(target_os = "linux")]
+pub(crate) fn parent(pid: i32) -> Option<i32> {
+    stat(pid, 1)?.parse().ok()
+}
+
+/// Field by field what the system says of a process, behind its program's name.
+#[cfg(target_os = "linux")]
+fn stat(pid: i32, field: usize) -> Option<String> {
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).ok()?;
-    stat.rsplit_once(") ")?.1.chars().next()
+    stat.rsplit_once(") ")?.1.split(' ').nth(field).map(str::to_owned)
+}
+
+pub(crate) fn group(pid: i32) -> i32 {
+    let group = getpgid(Pid::from_raw(pid)).unwrap();
+    group.as_raw_nonzero().get()
 }
 
 /// Whether it has a handler for the signal.

@@ -1,0 +1,211 @@
+//! The command that `run` runs, as a process with what it has started.
+
+use std::{
+    io,
+    os::unix::process::{CommandExt, ExitStatusExt},
+    process::{Command, ExitStatus},
+    time::Duration,
+};
+
+use rustix::{
+    fs::{Mode, OFlags, open},
+    process::{
+        Pid, Signal, WaitId, WaitIdOptions, WaitOptions, getpgrp, kill_process, kill_process_group,
+        test_kill_process_group, waitid, waitpid,
+    },
+    termios::tcgetpgrp,
+};
+use tokio::{
+    signal::unix::{self, SignalKind},
+    time::{Instant, sleep},
+};
+
+use crate::family::{self, Relative};
+
+/// How often it is looked whether processes are gone. They say so to nobody.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// Signals that end a process that does not handle them, and that one which is stopped handles only once it goes on.
+const ENDING: [Signal; 5] = [
+    Signal::HUP,
+    Signal::INT,
+    Signal::QUIT,
+    Signal::TERM,
+    Signal::ALARM,
+];
+
+/// Signals that the terminal sends to all of its foreground group.
+const OF_TERMINAL: [Signal; 4] = [Signal::INT, Signal::QUIT, Signal::TSTP, Signal::WINCH];
+
+/// Where the command belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// In a process group of its own, which signals go to as a whole.
+    Apart,
+    /// In this process's group, so that it may use the terminal.
+    Foreground {
+        /// The terminal sends its signals to both.
+        at_terminal: bool,
+    },
+}
+
+impl Place {
+    /// In the foreground if this process is there: a group of its own would be stopped as soon as it used the terminal.
+    pub(crate) fn choose(foreground: bool) -> Self {
+        let terminal = open(
+            "/dev/tty",
+            OFlags::RDONLY | OFlags::NOCTTY | OFlags::CLOEXEC,
+            Mode::empty(),
+        );
+        let at_front = terminal
+            .as_ref()
+            .is_ok_and(|terminal| tcgetpgrp(terminal) == Ok(getpgrp()));
+        if foreground || at_front {
+            let at_terminal = terminal.is_ok();
+            return Self::Foreground { at_terminal };
+        }
+        Self::Apart
+    }
+}
+
+/// The command. It is killed when this is dropped before its end.
+#[derive(Debug)]
+pub(crate) struct Child {
+    pid: Pid,
+    place: Place,
+    changes: unix::Signal,
+    reaped: bool,
+}
+
+impl Child {
+    pub(crate) fn spawn(mut command: Command, place: Place) -> io::Result<Self> {
+        family::adopt_orphans();
+        // Made before there is anything to miss.
+        let changes = unix::signal(SignalKind::child())?;
+        if place == Place::Apart {
+            command.process_group(0);
+        }
+        let id = command.spawn()?.id();
+        let pid = i32::try_from(id).ok().and_then(Pid::from_raw);
+        let pid = pid.ok_or_else(|| io::Error::other("it has no process id"))?;
+        Ok(Self {
+            pid,
+            place,
+            changes,
+            reaped: false,
+        })
+    }
+
+    /// Resolves when the command itself has exited. Its id stays its own until it is reaped. Cancel safe.
+    pub(crate) async fn exited(&mut self) -> io::Result<()> {
+        let ended = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        while waitid(WaitId::Pid(self.pid), ended)?.is_none() {
+            self.changes.recv().await;
+            family::reap_orphans(self.pid);
+        }
+        Ok(())
+    }
+
+    /// Resolves when nothing is left of what the command has started and not sent away. Where the system does not tell,
+    /// it is killed. Cancel safe.
+    pub(crate) async fn others_gone(&self) {
+        let mut seen_none = false;
+        loop {
+            family::reap_orphans(self.pid);
+            let Some(others) = self.members() else {
+                return self.signal(Signal::KILL);
+            };
+            // One may be overlooked while its parent ends, but not twice.
+            if others.is_empty() && std::mem::replace(&mut seen_none, true) {
+                return;
+            }
+            seen_none = others.is_empty();
+            sleep(LOOK).await;
+        }
+    }
+
+    /// Passes on a signal that came to this process.
+    pub(crate) fn pass_on(&self, signal: Signal) {
+        if self.place != (Place::Foreground { at_terminal: true }) || !OF_TERMINAL.contains(&signal) {
+            self.signal(signal);
+        }
+    }
+
+    /// Sends a signal to the command and what it has started. One that is stopped goes on, if it is to end.
+    pub(crate) fn signal(&self, signal: Signal) {
+        self.send(signal);
+        if ENDING.contains(&signal) {
+            self.send(Signal::CONT);
+        }
+    }
+
+    fn send(&self, signal: Signal) {
+        // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
+        if self.place == Place::Apart {
+            let _ = kill_process_group(self.pid, signal);
+            return;
+        }
+        let _ = kill_process(self.pid, signal);
+        for member in self.members().unwrap_or_default() {
+            if member.pid != self.pid {
+                member.signal(signal);
+            }
+        }
+    }
+
+    /// Kills the command and what it has started, and answers when all of it is gone, or `within` that time after the
+    /// command itself: with the command's status, and whether all is gone.
+    pub(crate) async fn end(&mut self, within: Duration) -> io::Result<(ExitStatus, bool)> {
+        self.signal(Signal::KILL);
+        self.exited().await?;
+        // Again, while the group's id is still its own, for whom was begun meanwhile.
+        self.signal(Signal::KILL);
+        let status = self.reap()?;
+        let deadline = Instant::now() + within;
+        loop {
+            family::reap_orphans(self.pid);
+            let gone = match self.place {
+                Place::Apart => test_kill_process_group(self.pid).is_err(),
+                Place::Foreground { .. } => {
+                    let members = self.members().unwrap_or_default();
+                    for member in &members {
+                        member.signal(Signal::KILL);
+                    }
+                    members.is_empty()
+                }
+            };
+            if gone || Instant::now() >= deadline {
+                return Ok((status, gone));
+            }
+            sleep(LOOK).await;
+        }
+    }
+
+    /// The status of a command that has [exited](Self::exited).
+    pub(crate) fn reap(&mut self) -> io::Result<ExitStatus> {
+        let waited = waitpid(Some(self.pid), WaitOptions::empty())?;
+        self.reaped = true;
+        let (_, status) = waited.ok_or_else(|| io::Error::other("it has no status"))?;
+        Ok(ExitStatus::from_raw(status.as_raw()))
+    }
+
+    /// The processes of the command, itself included, but for those that have a group of their own. `None` where the
+    /// system does not tell.
+    fn members(&self) -> Option<Vec<Relative>> {
+        let group = match self.place {
+            Place::Apart => self.pid,
+            Place::Foreground { .. } => getpgrp(),
+        };
+        let mut relatives = family::relatives()?;
+        relatives.retain(|relative| relative.group == group);
+        Some(relatives)
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if !self.reaped {
+            self.signal(Signal::KILL);
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! The processes that descend from this one, where the system tells.
+//!
+//! On Linux this process adopts what its command leaves behind, as init would: so nothing of it gets out of sight, and
+//! what has ended is reaped although this process may be the only one there is to do so.
+
+use rustix::process::{Pid, Signal};
+
+/// A process that descends from this one, and has not ended.
+#[derive(Debug)]
+pub(crate) struct Relative {
+    pub(crate) pid: Pid,
+    pub(crate) group: Pid,
+}
+
+/// From now on, descendants whose parents end become children of this process.
+pub(crate) fn adopt_orphans() {
+    #[cfg(target_os = "linux")]
+    {
+        // Without it they go to init, and out of sight.
+        let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
+    }
+}
+
+/// Reaps the children that have ended, `but` for one.
+pub(crate) fn reap_orphans(but: Pid) {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::process::{WaitOptions, waitpid};
+
+        let me = rustix::process::getpid();
+        for process in linux::processes().unwrap_or_default() {
+            if process.parent == Some(me) && process.has_ended && process.pid != but {
+                // A child's id is nobody else's until it has been reaped.
+                let _ = waitpid(Some(process.pid), WaitOptions::NOHANG);
+            }
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = but;
+}
+
+/// Those that there are now; `None` where the system does not tell.
+pub(crate) fn relatives() -> Option<Vec<Relative>> {
+    #[cfg(target_os = "linux")]
+    {
+        let processes = linux::processes().ok()?;
+        let mut family = std::collections::HashSet::from([rustix::process::getpid()]);
+        // A child may come before its parent, since ids are used again.
+        loop {
+            let known = family.len();
+            for process in &processes {
+                if process.parent.is_some_and(|parent| family.contains(&parent)) {
+                    family.insert(process.pid);
+                }
+            }
+            if family.len() == known {
+                break;
+            }
+        }
+        family.remove(&rustix::process::getpid());
+        Some(
+            processes
+                .into_iter()
+                .filter(|process| family.contains(&process.pid) && !process.has_ended)
+                .map(|process| Relative {
+                    pid: process.pid,
+                    group: process.group,
+                })
+                .collect(),
+        )
+    }
+    #[cfg(not(target_os = "linux"))]
+    None
+}
+
+impl Relative {
+    /// Nothing happens if it has ended meanwhile, also if another process has its id by now.
+    pub(crate) fn signal(&self, signal: Signal) {
+        #[cfg(target_os = "linux")]
+        {
+            use rustix::process::{PidfdFlags, pidfd_open, pidfd_send_signal};
+
+            let Ok(handle) = pidfd_open(self.pid, PidfdFlags::empty()) else {
+                return;
+            };
+            // What the handle is of is still what was seen if that is still in the same group.
+            if linux::process(self.pid).is_some_and(|now| now.group == self.group) {
+                let _ = pidfd_send_signal(handle, signal);
+            }
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = signal;
+    }
+}
+
+#[cfg(target_os = "linux")]
+mod linux {
+    use std::{fs, io};
+
+    use rustix::process::Pid;
+
+    pub(super) struct Process {
+        pub(super) pid: Pid,
+        pub(super) parent: Option<Pid>,
+        pub(super) group: Pid,
+        pub(super) has_ended: bool,
+    }
+
+    pub(super) fn processes() -> io::Result<Vec<Process>> {
+        let entries = fs::read_dir("/proc")?;
+        Ok(entries
+            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+            .filter_map(Pid::from_raw)
+            .filter_map(process)
+            .collect())
+    }
+
+    pub(super) fn process(pid: Pid) -> Option<Process> {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
+        // The program's name, in parentheses before it, may have anything in it.
+        let mut fields = stat.rsplit_once(") ")?.1.split(' ');
+        let state = fields.next()?;
+        let mut id = || Pid::from_raw(fields.next()?.parse().ok()?);
+        Some(Process {
+            pid,
+            parent: id(),
+            // One whose group is not in sight belongs to another namespace.
+            group: id()?,
+            has_ended: matches!(state, "Z" | "X" | "x"),
+        })
+    }
+}
