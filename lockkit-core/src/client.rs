@@ -17,7 +17,7 @@ use tokio::sync::Notify;
 use crate::{
     AcquireOptions, Capabilities, Error, FencingToken, Kind, Lock, LockId, LockName, LockState, LossReason,
     Result,
-    driver::{line::Line, timing, worker::Worker},
+    driver::{line::Line, moment::Clock, timing, worker::Worker},
     spi::{Backend, BackendInfo, Mode, OwnerId},
     sync::Mutex,
 };
@@ -50,6 +50,7 @@ pub(crate) struct Core {
     pub(crate) backend: Box<dyn Backend>,
     pub(crate) info: BackendInfo,
     pub(crate) worker: Arc<Worker>,
+    pub(crate) clock: Clock,
     pub(crate) owners: Owners,
     /// Releases that were given up without a confirmation.
     pub(crate) unconfirmed: AtomicUsize,
@@ -73,6 +74,7 @@ impl LockClient {
         Self {
             core: Arc::new_cyclic(|core| Core {
                 worker: Arc::new(Worker::new(core.clone(), info.name)),
+                clock: Clock::new(info.leases_stand_still || !info.capabilities.lease),
                 info,
                 backend: Box::new(backend),
                 owners: Owners::default(),

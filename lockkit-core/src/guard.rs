@@ -97,7 +97,7 @@ impl LockGuard {
     /// Until when the lock is held if no renewal succeeds from now on, on the monotonic clock. `None` if the hold has
     /// no lease, only a process or connection that it ends with.
     pub fn valid_until(&self) -> Option<Instant> {
-        self.hold.cell.valid_until()
+        self.hold.valid_until()
     }
 
     /// How long the lease in force was when it was proven; [`valid_until`](Self::valid_until) is its end. At most the
@@ -243,12 +243,12 @@ impl Held {
     }
 
     pub(crate) fn not_lost(&self) -> Result<()> {
-        self.record.not_lost(Instant::now())
+        self.record.not_lost()
     }
 
     /// As [`LockGuard::valid_until`].
     pub fn valid_until(&self) -> Option<Instant> {
-        self.record.cell.valid_until()
+        self.record.valid_until()
     }
 
     /// As [`LockGuard::lease_length`].
@@ -286,7 +286,7 @@ impl LostSignal {
 
     /// The reason, if the hold is lost already.
     pub fn reason(&self) -> Option<LossReason> {
-        match self.0.record.cell.phase(Instant::now()) {
+        match self.0.record.cell.phase(self.0.record.now()) {
             Phase::Lost(reason) => Some(reason),
             _ => None,
         }
@@ -312,7 +312,7 @@ impl Future for EndedSignal {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<LossReason> {
         self.0.keep(cx, Event::End);
-        match self.0.record.cell.phase(Instant::now()) {
+        match self.0.record.cell.phase(self.0.record.now()) {
             Phase::Lost(reason) => Poll::Ready(reason),
             Phase::Releasing => Poll::Ready(LossReason::Released),
             Phase::Offered | Phase::Held => Poll::Pending,
@@ -330,7 +330,7 @@ impl Future for RenewalFailing {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Duration> {
         self.0.keep(cx, Event::Loss);
-        let now = Instant::now();
+        let now = self.0.record.now();
         let cell = &self.0.record.cell;
         if let Phase::Lost(_) = cell.phase(now) {
             return Poll::Ready(Duration::ZERO);

@@ -317,6 +317,7 @@ impl Backend for MemoryBackend {
         let mut info = BackendInfo::new(NAME, self.space.server.clone());
         info.namespace = self.namespace.clone();
         info.fallback_poll = Duration::from_millis(50);
+        info.leases_stand_still = true;
         info.capabilities = Capabilities {
             fifo: true,
             shared: true,

@@ -51,9 +51,9 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// When it ends.
+    /// When it ends, unless that is beyond what the clock can count to.
     pub fn end(&self) -> Option<Instant> {
-        self.length.map(|length| self.since + length)
+        self.length.and_then(|length| self.since.checked_add(length))
     }
 }
 
@@ -160,13 +160,18 @@ pub struct BackendInfo {
     pub fallback_poll: Duration,
     /// The longest time that an [`attempt`](Claim::attempt) should block at the server.
     pub max_patience: Duration,
+    /// Whether its leases stand still with this machine while that is suspended, since they are counted by this machine's
+    /// monotonic clock and nothing else. By default they do not: a server elsewhere goes on counting, and so does the
+    /// driver, where the operating system tells it (Linux).
+    pub leases_stand_still: bool,
 }
 
 impl BackendInfo {
     /// The namespace of clients that ask for none.
     pub const DEFAULT_NAMESPACE: &'static str = "lockkit";
 
-    /// A backend with no capabilities, the default namespace, a fallback poll of 1 s and a patience of 1 s.
+    /// A backend with no capabilities, the default namespace, a fallback poll of 1 s, a patience of 1 s, and leases that do
+    /// not stand still.
     pub fn new(name: &'static str, server: impl Into<Arc<str>>) -> Self {
         Self {
             name,
@@ -176,6 +181,7 @@ impl BackendInfo {
             instead: None,
             fallback_poll: Duration::from_secs(1),
             max_patience: Duration::from_secs(1),
+            leases_stand_still: false,
         }
     }
 }

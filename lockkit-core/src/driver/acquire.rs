@@ -10,6 +10,7 @@ use crate::{
         cell::Phase,
         hold::Hold,
         line::{Answer, Grip, Line, Served, SlotUse, Terms, hinted},
+        moment::Proof,
         settle,
         timing::{self, Backoff, HintBudget},
     },
@@ -87,7 +88,7 @@ async fn queue(terms: &Arc<Terms>, clock: &Clock) -> Result<Entry> {
 
 /// Takes a hold that was passed on, unless it was lost on the way.
 fn accept(hold: Hold) -> Option<LockGuard> {
-    hold.cell.accept(Instant::now()).then(|| {
+    hold.cell.accept(hold.now()).then(|| {
         crate::observe::handed_off(hold.line());
         LockGuard::new(hold)
     })
@@ -167,28 +168,34 @@ async fn step(grip: &mut Grip, clock: &Clock, heard: &Answer) -> Result<Option<u
         unopened => unopened.insert(open(line, terms, clock, heard).await?),
     };
     grip.known = true;
+    // What was slept before the request is not taken off its lease.
+    line.core.clock.now();
     let patience = clock.patience(line.core.info.max_patience);
     let limit = clock.limit(patience, terms, heard);
     let Some(grant) = exchange(line, claim.attempt(patience), limit).await? else {
         return Ok(None);
     };
-    if let Err(err) = check(line, &grant) {
+    let proof = line.core.clock.proof(&grant.lease);
+    if let Err(err) = check(line, &grant, &proof) {
         return Box::pin(withdraw(grip, err)).await;
     }
     let first = *grant.tokens.start();
     grip.spare = grant.tokens;
     grip.spare.next();
     grip.most_handoffs = terms.local_handoffs;
-    grip.lease = Some(grant.lease);
+    grip.lease = Some(proof);
     Ok(Some(first))
 }
 
 /// Whether a grant can be used.
-fn check(line: &Line, grant: &Grant) -> Result<()> {
+fn check(line: &Line, grant: &Grant, proof: &Proof) -> Result<()> {
     let backend = line.backend();
     let err = if grant.tokens.is_empty() {
         Error::permanent(backend, "acquire", "the grant came without a fencing token")
-    } else if timing::valid_until(&grant.lease).is_some_and(|end| Instant::now() >= end) {
+    } else if proof
+        .end()
+        .is_some_and(|end| line.core.clock.now().has_reached(end))
+    {
         Error::transient(backend, "acquire", "the lease was over when the grant arrived")
     } else {
         return Ok(());
@@ -209,7 +216,7 @@ fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
     }
     let hold = Hold::new(Phase::Held, terms, token, grip, &lease);
     // Fails if the runtime that the client lives on is gone: nobody would ever renew it.
-    hold.line().core.worker.register(&hold, lease.since)?;
+    hold.line().core.worker.register(&hold, lease.since())?;
     if let Err(err) = hold.line().core.serves("acquire") {
         // It may have come too late to be lost with all the others.
         hold.abandon();
@@ -373,7 +380,7 @@ impl Clock {
 
 /// Settles a hold that its guard gives up on the caller's time.
 pub(crate) async fn release(hold: &Hold) -> Result<()> {
-    let now = Instant::now();
+    let now = hold.now();
     match hold.cell.begin_release(now) {
         Ok(grip) => settle::settle(hold, grip, now).await,
         Err(reason) => {

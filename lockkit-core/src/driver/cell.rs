@@ -19,9 +19,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::time::Instant;
-
-use crate::{LossReason, sync::Mutex};
+use crate::{LossReason, driver::moment::Moment, sync::Mutex};
 
 /// Where a hold is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +40,7 @@ pub(crate) struct HoldCell<C> {
 
 struct State<C> {
     phase: Phase,
-    valid_until: Option<Instant>,
+    valid_until: Option<Moment>,
     /// How long the lease was when a renewal last proved it.
     renewed_for: Option<Duration>,
     renewal_failing: bool,
@@ -117,8 +115,8 @@ impl<C> State<C> {
         }
     }
 
-    fn expire(&mut self, now: Instant) -> Wakes {
-        if self.alive() && self.valid_until.is_some_and(|end| now >= end) {
+    fn expire(&mut self, now: Moment) -> Wakes {
+        if self.alive() && self.valid_until.is_some_and(|end| now.has_reached(end)) {
             return self.latch(LossReason::Expired);
         }
         Wakes::default()
@@ -131,7 +129,7 @@ impl<C> State<C> {
 }
 
 impl<C> HoldCell<C> {
-    pub(crate) fn new(phase: Phase, claim: C, valid_until: Option<Instant>) -> Self {
+    pub(crate) fn new(phase: Phase, claim: C, valid_until: Option<Moment>) -> Self {
         Self {
             state: Mutex::new(State {
                 phase,
@@ -150,7 +148,7 @@ impl<C> HoldCell<C> {
     }
 
     /// Runs `f` on the state with everything that is due at `now` already done, then wakes whom that concerns.
-    fn update<T>(&self, now: Option<Instant>, f: impl FnOnce(&mut State<C>) -> (T, Wakes)) -> T {
+    fn update<T>(&self, now: Option<Moment>, f: impl FnOnce(&mut State<C>) -> (T, Wakes)) -> T {
         let mut state = self.state.lock();
         let expiry = now.map(|now| state.expire(now));
         let (value, wakes) = f(&mut state);
@@ -163,7 +161,7 @@ impl<C> HoldCell<C> {
     }
 
     /// Where it is at `now`. A lease that ran out is latched as lost here, whoever asks first.
-    pub(crate) fn phase(&self, now: Instant) -> Phase {
+    pub(crate) fn phase(&self, now: Moment) -> Phase {
         self.update(Some(now), |state| (state.phase, Wakes::default()))
     }
 
@@ -172,7 +170,7 @@ impl<C> HoldCell<C> {
         self.state.lock().phase
     }
 
-    pub(crate) fn valid_until(&self) -> Option<Instant> {
+    pub(crate) fn valid_until(&self) -> Option<Moment> {
         self.state.lock().valid_until
     }
 
@@ -182,7 +180,7 @@ impl<C> HoldCell<C> {
     }
 
     /// The waiter to whom it was offered takes it. `false` if it was lost on the way.
-    pub(crate) fn accept(&self, now: Instant) -> bool {
+    pub(crate) fn accept(&self, now: Moment) -> bool {
         self.update(Some(now), |state| {
             if state.phase != Phase::Offered {
                 return (false, Wakes::default());
@@ -200,7 +198,7 @@ impl<C> HoldCell<C> {
     /// The guard is given up, which those are told who wait for its end. The claim comes along if it is at hand; otherwise
     /// it has to be reclaimed. The attendant is not told yet: to wake it would come before the request that the next
     /// holder waits for.
-    pub(crate) fn begin_release(&self, now: Instant) -> Result<Option<C>, LossReason> {
+    pub(crate) fn begin_release(&self, now: Moment) -> Result<Option<C>, LossReason> {
         self.update(Some(now), |state| match state.phase {
             Phase::Lost(reason) => (Err(reason), Wakes::default()),
             Phase::Offered | Phase::Held | Phase::Releasing => {
@@ -247,12 +245,13 @@ impl<C> HoldCell<C> {
     }
 
     /// A renewal was answered. If the lease ran out before the answer came, it revives nothing.
-    pub(crate) fn extend(&self, valid_until: Option<Instant>, now: Instant) -> bool {
+    pub(crate) fn extend(&self, valid_until: Option<Moment>, now: Moment) -> bool {
         self.update(Some(now), |state| {
             let alive = state.alive();
             if alive {
                 state.valid_until = valid_until;
-                state.renewed_for = valid_until.map(|end| end.saturating_duration_since(now));
+                state.renewed_for =
+                    valid_until.map(|end| end.seen_from(now).saturating_duration_since(now.at));
                 state.renewal_failing = false;
             }
             (alive, Wakes::default())
@@ -277,12 +276,12 @@ impl<C> HoldCell<C> {
     }
 
     /// If the last renewal failed: how long the hold lasts all the same.
-    pub(crate) fn renewal_failing(&self, now: Instant) -> Option<Duration> {
+    pub(crate) fn renewal_failing(&self, now: Moment) -> Option<Duration> {
         let state = self.state.lock();
         let left = || {
-            state
-                .valid_until
-                .map_or(Duration::MAX, |end| end.saturating_duration_since(now))
+            state.valid_until.map_or(Duration::MAX, |end| {
+                end.seen_from(now).saturating_duration_since(now.at)
+            })
         };
         (state.alive() && state.renewal_failing).then(left)
     }

@@ -14,9 +14,10 @@ use crate::{
         attendance::Attendance,
         cell::{HoldCell, Phase},
         line::{Grip, Line, Terms},
+        moment::{Clock, Moment, Proof},
         timing,
     },
-    spi::{Lease, Renewal},
+    spi::Renewal,
 };
 
 /// What views keep of a hold: nothing of the client, once it is over.
@@ -28,6 +29,7 @@ pub(crate) struct Record {
     pub(crate) cell: HoldCell<Grip>,
     /// How long its first lease is.
     granted_for: Option<Duration>,
+    clock: Clock,
     pub(crate) attendance: Attendance,
     /// Its place in the worker's register.
     pub(crate) key: AtomicUsize,
@@ -35,7 +37,7 @@ pub(crate) struct Record {
 
 impl Record {
     pub(crate) fn is_held(&self) -> bool {
-        self.cell.phase(Instant::now()) == Phase::Held
+        self.cell.phase(self.now()) == Phase::Held
     }
 
     /// How long the lease in force was when it was proven.
@@ -44,15 +46,25 @@ impl Record {
     }
 
     pub(crate) fn check(&self) -> Result<()> {
-        match self.cell.phase(Instant::now()) {
+        match self.cell.phase(self.now()) {
             Phase::Lost(reason) => Err(self.lost(reason)),
             Phase::Releasing => Err(self.lost(LossReason::Released)),
             Phase::Offered | Phase::Held => Ok(()),
         }
     }
 
-    pub(crate) fn not_lost(&self, now: Instant) -> Result<()> {
-        match self.cell.phase(now) {
+    pub(crate) fn now(&self) -> Moment {
+        self.clock.now()
+    }
+
+    /// The local end of its lease as it is, on the clock that timers run on.
+    pub(crate) fn valid_until(&self) -> Option<Instant> {
+        let now = self.now();
+        self.cell.valid_until().map(|end| end.seen_from(now))
+    }
+
+    pub(crate) fn not_lost(&self) -> Result<()> {
+        match self.cell.phase(self.now()) {
             Phase::Lost(reason) => Err(self.lost(reason)),
             Phase::Offered | Phase::Held | Phase::Releasing => Ok(()),
         }
@@ -80,13 +92,14 @@ impl Deref for Hold {
 
 impl Hold {
     /// A hold made of `grip`, on a lease that has been proven.
-    pub(crate) fn new(phase: Phase, terms: Arc<Terms>, token: u64, grip: Grip, lease: &Lease) -> Self {
+    pub(crate) fn new(phase: Phase, terms: Arc<Terms>, token: u64, grip: Grip, lease: &Proof) -> Self {
         let record = Record {
             token: FencingToken::new(token),
             name: terms.line.name().clone(),
             backend: terms.line.backend(),
-            cell: HoldCell::new(phase, grip, timing::valid_until(lease)),
+            cell: HoldCell::new(phase, grip, lease.end()),
             granted_for: lease.length,
+            clock: terms.line.core.clock.clone(),
             attendance: Attendance::default(),
             key: AtomicUsize::new(usize::MAX),
         };
@@ -102,7 +115,7 @@ impl Hold {
 
     /// Nobody will use it any more: the worker releases it. Does no I/O and cannot block.
     pub(crate) fn abandon(&self) {
-        match self.cell.begin_release(Instant::now()) {
+        match self.cell.begin_release(self.now()) {
             Ok(grip) => self.line().core.worker.settle(self.clone(), grip),
             Err(_) => self.give_up_what_is_lost(),
         }
@@ -128,10 +141,12 @@ impl Hold {
         let Some(claim) = &mut grip.claim else {
             return Err(Error::Closed);
         };
-        let mut limit = Instant::now() + self.terms.op_timeout;
+        // Also so that what was slept before the request is not taken off its lease.
+        let now = self.now();
+        let mut limit = now.at + self.terms.op_timeout;
         let mut overdue = limit;
-        let valid_until = self.cell.valid_until();
-        if let Some(end) = valid_until {
+        if let Some(end) = self.cell.valid_until() {
+            let end = end.seen_from(now);
             limit = limit.min(end);
             overdue = timing::renewal_overdue(end, self.lease_length()).min(limit);
         }
@@ -145,25 +160,29 @@ impl Hold {
         }
         match answer {
             Some(Ok(Renewal::Held(lease))) => {
-                let end = timing::valid_until(&lease);
+                let lease = self.clock.proof(&lease);
+                let (end, now) = (lease.end(), self.now());
                 // What the backend has turned out not to prove ends earlier, whoever renews.
-                let is_shorter = end.is_some_and(|end| valid_until.is_none_or(|told| end < told));
+                let is_shorter = end.is_some_and(|end| {
+                    let told = self.cell.valid_until();
+                    told.is_none_or(|told| end.seen_from(now) < told.seen_from(now))
+                });
                 if adopt_lease || is_shorter {
                     grip.lease = Some(lease);
-                    self.cell.extend(end, Instant::now());
+                    self.cell.extend(end, now);
                 }
-                self.not_lost(Instant::now())
+                self.not_lost()
             }
             Some(Ok(Renewal::Lost(reason))) => {
                 self.cell.lose(reason);
-                self.not_lost(Instant::now())
+                self.not_lost()
             }
             Some(Err(err)) => {
                 self.cell.renewal_failed();
                 Err(err.for_lock(self.line().name()))
             }
             None => {
-                self.not_lost(Instant::now())?;
+                self.not_lost()?;
                 self.cell.renewal_failed();
                 let cause = format!("no answer within {:?}", self.terms.op_timeout);
                 Err(Error::transient(backend, "renew", cause).for_lock(self.line().name()))

@@ -13,18 +13,16 @@ use std::{
     time::Duration,
 };
 
-use tokio::time::Instant;
-
 use crate::{
     LockId, LockName, Result,
     client::Core,
     driver::{
         cell::Phase,
         hold::Hold,
+        moment::{Moment, Proof},
         queue::{Offer, Queue, Ticket, Turn},
-        timing,
     },
-    spi::{Claim, Lease, Mode},
+    spi::{Claim, Mode},
     sync::Mutex,
 };
 
@@ -197,7 +195,7 @@ impl Line {
     /// it is, and leaves `grip` empty. If there is no waiter that it fits, the slot counts as being given up.
     ///
     /// A lease that has `just` been renewed does for anyone. Otherwise a waiter that will not renew it gets it fresh.
-    pub(crate) fn pass_on(&self, ended: &Hold, grip: &mut Grip, now: Instant, just: Renewed) -> PassOn {
+    pub(crate) fn pass_on(&self, ended: &Hold, grip: &mut Grip, now: Moment, just: Renewed) -> PassOn {
         let mut state = self.state.lock();
         let heir = state.queue.first().filter(|heir| grip.may_be_passed_to(heir));
         let (Some(heir), Some(lease), Some(token)) = (heir.cloned(), grip.lease, grip.spare.clone().next())
@@ -208,7 +206,7 @@ impl Line {
             return PassOn::NoHeir;
         };
         let lasts = heir.renew || lease.length.is_none() || just == Renewed::Yes;
-        if !lasts || !timing::fresh_enough(&lease, now) {
+        if !lasts || !lease.is_fresh(now) {
             return PassOn::Stale;
         }
         let mut passed = grip.take();
@@ -219,7 +217,7 @@ impl Line {
             claim.passed_on(token);
         }
         let passed = Hold::new(Phase::Offered, heir, token, passed, &lease);
-        self.core.worker.replace(ended, &passed, now);
+        self.core.worker.replace(ended, &passed, now.at);
         let waker = state.queue.hand_off(passed);
         drop(state);
         if let Some(waker) = waker {
@@ -342,7 +340,7 @@ pub(crate) struct Grip {
     /// How many times it may be, as the least generous of its holders has it.
     pub(crate) most_handoffs: u32,
     /// The last proof; `None` before the grant.
-    pub(crate) lease: Option<Lease>,
+    pub(crate) lease: Option<Proof>,
     /// Whether the server may know of this claim, so that it has to be released.
     pub(crate) known: bool,
     slot: bool,

@@ -21,6 +21,7 @@ use crate::{
         attendance::Attendance,
         cell::{Event, HoldCell, Phase},
         line::{Line, Served, Terms},
+        moment::Moment,
         queue::{Offer, Queue, Turn},
     },
     spi::Mode,
@@ -42,11 +43,15 @@ impl Wake for Counter {
     }
 }
 
+fn now() -> Moment {
+    Moment::plain(Instant::now())
+}
+
 fn cell(phase: Phase) -> Arc<HoldCell<&'static str>> {
     Arc::new(HoldCell::new(
         phase,
         "claim",
-        Some(Instant::now() + Duration::from_secs(3_600)),
+        Some(Moment::plain(Instant::now() + Duration::from_secs(3_600))),
     ))
 }
 
@@ -73,7 +78,7 @@ fn loom_a_hold_is_either_released_or_lost_and_watchers_of_a_loss_are_woken() {
             let cell = cell.clone();
             move || cell.lose(LossReason::Revoked)
         });
-        let released = cell.begin_release(Instant::now());
+        let released = cell.begin_release(now());
         let lost = loser.join().unwrap();
         match released {
             Ok(claim) => {
@@ -119,7 +124,7 @@ fn loom_an_end_is_never_missed_by_a_watcher_that_registers_meanwhile() {
         let cell = cell(Phase::Held);
         let releaser = thread::spawn({
             let cell = cell.clone();
-            move || cell.begin_release(Instant::now()).is_ok()
+            move || cell.begin_release(now()).is_ok()
         });
         let mut place = None;
         block_on(std::future::poll_fn(|cx| {
@@ -141,7 +146,7 @@ fn loom_the_claim_comes_back_from_its_attendant_to_whoever_releases() {
             let cell = cell.clone();
             move || block_on(attend(cell))
         });
-        let claim = match cell.begin_release(Instant::now()) {
+        let claim = match cell.begin_release(now()) {
             Ok(Some(claim)) => Some(claim),
             Ok(None) => block_on(cell.reclaim()).keep(),
             Err(reason) => panic!("lost: {reason}"),
@@ -162,7 +167,7 @@ fn loom_whoever_releases_ends_the_attendance_or_waits_for_the_claim() {
             let attendance = attendance.clone();
             move || block_on(std::future::poll_fn(|cx| attendance.poll(cx)))
         });
-        let recalled = match cell.begin_release(Instant::now()) {
+        let recalled = match cell.begin_release(now()) {
             Ok(Some(claim)) => Some(claim),
             Ok(None) => {
                 attendance.end();
@@ -196,7 +201,7 @@ fn loom_a_renewal_by_hand_and_the_attendant_take_turns() {
         let loan = block_on(cell.reclaim());
         assert!(loan.is_some());
         drop(loan);
-        let _ = cell.begin_release(Instant::now());
+        let _ = cell.begin_release(now());
         cell.dismiss();
         attendant.join().unwrap();
     });
@@ -318,7 +323,7 @@ fn loom_an_offer_is_either_accepted_or_lapses() {
             let cell = cell.clone();
             move || cell.lapse()
         });
-        let accepted = cell.accept(Instant::now());
+        let accepted = cell.accept(now());
         worker.join().unwrap();
         let expected = if accepted {
             Phase::Held

@@ -2,6 +2,7 @@
 //!
 //! - [`queue`]: who is next within this process (sans-IO).
 //! - [`cell`]: the life of one hold: offered, held, released or lost (sans-IO).
+//! - [`moment`]: until when a lease lasts, by which clock.
 //! - [`line`](mod@line): one name and mode of one client: its queue, and the slot that lets one contender go to the server.
 //! - [`acquire`]: from the call to the grant, in the caller's own future.
 //! - [`settle`]: from the end of a hold to its hand-off or its confirmed release.
@@ -13,6 +14,7 @@ pub(crate) mod attendance;
 pub(crate) mod cell;
 pub(crate) mod hold;
 pub(crate) mod line;
+pub(crate) mod moment;
 pub(crate) mod queue;
 pub(crate) mod settle;
 pub(crate) mod timing;

@@ -9,7 +9,8 @@ use crate::{
     driver::{
         hold::Hold,
         line::{Grip, PassOn, Renewed},
-        timing::{self, Backoff},
+        moment::Moment,
+        timing::Backoff,
     },
 };
 
@@ -17,7 +18,7 @@ use crate::{
 ///
 /// Runs in the caller's future for `release().await` and in the worker for a dropped guard. Dropped half-way, what is
 /// left of it goes to the worker.
-pub(crate) async fn settle(hold: &Hold, grip: Option<Grip>, now: Instant) -> Result<()> {
+pub(crate) async fn settle(hold: &Hold, grip: Option<Grip>, now: Moment) -> Result<()> {
     let _registered = UntilSettled(hold);
     let mut grip = match grip.or_else(|| hold.recall()) {
         Some(grip) => grip,
@@ -58,7 +59,7 @@ async fn reclaim(hold: Hold) -> Result<Grip> {
 
 /// Passes an exclusive hold to the next waiter of this client, if there is one that it fits, tokens are left for it,
 /// and it is fresh enough or can be renewed.
-async fn hand_off(ended: &Hold, grip: &mut Grip, now: Instant) -> bool {
+async fn hand_off(ended: &Hold, grip: &mut Grip, now: Moment) -> bool {
     let line = ended.line();
     if !grip.has_slot() || !line.is_exclusive() {
         return false;
@@ -72,12 +73,12 @@ async fn hand_off(ended: &Hold, grip: &mut Grip, now: Instant) -> bool {
 
 async fn renew_and_pass_on(ended: &Hold, grip: &mut Grip) -> bool {
     let line = ended.line();
-    if prove(grip).await && line.pass_on(ended, grip, Instant::now(), Renewed::Yes) == PassOn::Done {
+    if prove(grip).await && line.pass_on(ended, grip, ended.now(), Renewed::Yes) == PassOn::Done {
         return true;
     }
     // Too little is left of it to be of use to anyone else.
     grip.most_handoffs = 0;
-    line.pass_on(ended, grip, Instant::now(), Renewed::No) == PassOn::Done
+    line.pass_on(ended, grip, ended.now(), Renewed::No) == PassOn::Done
 }
 
 /// Renews a lease of which too little is left to be passed on.
@@ -85,14 +86,17 @@ async fn prove(grip: &mut Grip) -> bool {
     let Some(claim) = &mut grip.claim else {
         return false;
     };
-    let lease_end = grip.lease.as_ref().and_then(timing::valid_until);
+    let core = &grip.terms.line.core;
+    // Also so that what was slept before the request is not taken off its lease.
+    let now = core.clock.now();
+    let lease_end = grip.lease.and_then(|lease| lease.end());
     let limit = || {
-        let limit = Instant::now() + grip.terms.op_timeout;
-        lease_end.map_or(limit, |end| end.min(limit))
+        let limit = now.at + grip.terms.op_timeout;
+        lease_end.map_or(limit, |end| end.seen_from(now).min(limit))
     };
-    match grip.terms.line.core.within("renew", claim.renew(), limit).await {
+    match core.within("renew", claim.renew(), limit).await {
         Ok(Some(Ok(crate::spi::Renewal::Held(lease)))) => {
-            grip.lease = Some(lease);
+            grip.lease = Some(core.clock.proof(&lease));
             true
         }
         _ => false,

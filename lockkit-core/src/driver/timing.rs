@@ -9,24 +9,7 @@ use std::{
 
 use tokio::time::Instant;
 
-use crate::{Error, Result, spi::Lease};
-
-/// Timers have a granularity of a millisecond and fire after it. A hold ends this much before its lease, so that its
-/// loss is told before the server can grant to another.
-const TIMER_SLACK: Duration = Duration::from_millis(2);
-
-/// The local end of a hold with this lease.
-pub(crate) fn valid_until(lease: &Lease) -> Option<Instant> {
-    lease
-        .length
-        .map(|length| lease.since + length.saturating_sub(TIMER_SLACK))
-}
-
-/// When a hold is to be renewed, if nothing goes wrong: after a third of its lease. A hold without a lease is checked
-/// as often as one of its ttl would be renewed.
-pub(crate) fn renewal_due(lease: &Lease, ttl: Duration) -> Instant {
-    lease.since + lease.length.unwrap_or(ttl) / 3
-}
+use crate::{Error, Result, driver::moment::Proof};
 
 /// When a renewal that has not been answered counts as failing, although it is still waited for: an eighth of the lease
 /// before its end. A lease that a server session decides may be healthy with less than a quarter of it left.
@@ -37,7 +20,7 @@ pub(crate) fn renewal_overdue(end: Instant, length: Option<Duration>) -> Instant
 }
 
 /// How long to wait before a failed renewal is tried again: there is time for several before the lease ends.
-pub(crate) fn renewal_retry(lease: &Lease, ttl: Duration) -> Duration {
+pub(crate) fn renewal_retry(lease: &Proof, ttl: Duration) -> Duration {
     jittered(lease.length.unwrap_or(ttl) / 10).clamp(Duration::from_millis(1), Duration::from_secs(5))
 }
 
@@ -45,13 +28,6 @@ pub(crate) fn renewal_retry(lease: &Lease, ttl: Duration) -> Duration {
 /// against the time to its first renewal.
 pub(crate) fn adopt_after(ttl: Duration) -> Duration {
     Duration::from_millis(5).min(ttl / 10)
-}
-
-/// Whether a hand-off may pass the lease on as it is: two thirds are left.
-pub(crate) fn fresh_enough(lease: &Lease, now: Instant) -> bool {
-    lease
-        .length
-        .is_none_or(|length| now.saturating_duration_since(lease.since) <= length / 3)
 }
 
 /// Between three quarters and five quarters of `period`, so that clients that were started together drift apart.
@@ -167,25 +143,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hold_ends_before_its_lease_and_is_renewed_after_a_third() {
-        let since = Instant::now();
+    fn a_renewal_is_overdue_an_eighth_before_the_end() {
         let ms = Duration::from_millis;
-        let lease = Lease {
-            since,
-            length: Some(ms(30_000)),
-        };
-        assert_eq!(valid_until(&lease), Some(since + ms(29_998)));
-        assert_eq!(renewal_due(&lease, ms(1)), since + ms(10_000));
-        assert!(fresh_enough(&lease, since + ms(10_000)));
-        assert!(!fresh_enough(&lease, since + ms(10_001)));
-        assert_eq!(
-            renewal_overdue(since + ms(29_998), lease.length),
-            since + ms(26_248)
-        );
-        let unbounded = Lease { since, length: None };
-        assert_eq!(valid_until(&unbounded), None);
-        assert_eq!(renewal_due(&unbounded, ms(300)), since + ms(100));
-        assert!(fresh_enough(&unbounded, since + ms(1_000_000)));
+        let end = Instant::now() + ms(29_998);
+        assert_eq!(renewal_overdue(end, Some(ms(30_000))), end - ms(3_750));
+        assert_eq!(renewal_overdue(end, None), end);
     }
 
     #[test]

@@ -358,7 +358,7 @@ impl Job {
         match self {
             Self::Settle(hold, grip) => {
                 let terms = hold.terms.clone();
-                if let Err(err) = settle::settle(&hold, grip, Instant::now()).await
+                if let Err(err) = settle::settle(&hold, grip, hold.now()).await
                     && !err.is_lost()
                 {
                     crate::observe::release_failed(&terms.line, &err);
@@ -495,10 +495,10 @@ async fn attend(hold: Hold) {
         // A hold that has not been taken yet is left to lapse; one without renewal is left to end.
         let renews = !offered && (hold.terms.renew || lease.length.is_none());
         let lapses = (offered && lease.length.is_none()).then(|| adopted + hold.terms.ttl);
-        let valid_until = hold.cell.valid_until().or(lapses);
+        let valid_until = hold.valid_until().or(lapses);
         let due = renews.then(|| {
             // A proof may be older than its renewal is due: that must not become a busy loop.
-            let due = timing::renewal_due(&lease, hold.terms.ttl);
+            let due = lease.renewal_due(hold.terms.ttl).seen_from(hold.now());
             retry_at.unwrap_or_else(|| rests_until.map_or(due, |rested| due.max(rested)))
         });
         if let Some(at) = due.into_iter().chain(valid_until).min() {
@@ -521,7 +521,7 @@ async fn attend(hold: Hold) {
             hold.cell.lapse();
             continue;
         }
-        if !matches!(hold.cell.phase(Instant::now()), Phase::Held) {
+        if !matches!(hold.cell.phase(hold.now()), Phase::Held) {
             continue;
         }
         let renewal = tokio::select! {
@@ -545,7 +545,7 @@ async fn borrow<'a>(hold: &'a Hold, mut timer: Pin<&mut Sleep>) -> Option<Loan<'
         if let Poll::Ready(loan) = timing::poll_once(&mut attend).await {
             return loan;
         }
-        let valid_until = hold.cell.valid_until();
+        let valid_until = hold.valid_until();
         if let Some(end) = valid_until {
             timer.as_mut().reset(end);
         }
@@ -554,7 +554,7 @@ async fn borrow<'a>(hold: &'a Hold, mut timer: Pin<&mut Sleep>) -> Option<Loan<'
             loan = attend.as_mut() => return loan,
             () = timer.as_mut(), if valid_until.is_some() => {
                 // Latches the loss if it is due; then there is nothing to wait for.
-                hold.cell.phase(Instant::now());
+                hold.cell.phase(hold.now());
             }
         }
     }
