@@ -218,6 +218,9 @@ impl Backend for RedisBackend {
             }
             let mut call = script::REVOKE.call(&key);
             call.arg(token);
+            if look + 1 == LOOKS {
+                call.arg("at last");
+            }
             match self.shared.link.run("revoke", call).await? {
                 Value::Int(-1) => {}
                 Value::Int(found) => return Ok(found == 1),

@@ -43,10 +43,12 @@ pub(crate) struct RedisClaim {
     asked: bool,
     /// Until when it was last known to hold.
     until: Option<Instant>,
-    /// The first of its tokens, while it holds.
-    first: Option<u64>,
-    /// Whether the server knows it.
-    said: bool,
+    /// The token of its hold, while it holds.
+    token: Option<u64>,
+    /// Which one the server has been told.
+    said: Option<u64>,
+    /// Its token has changed since it was last renewed, or tried to be.
+    is_to_say: bool,
 }
 
 /// The answer to an attempt.
@@ -82,8 +84,9 @@ impl RedisClaim {
             queued: false,
             asked: false,
             until: None,
-            first: None,
-            said: false,
+            token: None,
+            said: None,
+            is_to_say: false,
         }
     }
 
@@ -114,7 +117,7 @@ impl RedisClaim {
 
     /// What the server knows the hold by, as far as this client knows.
     fn value(&self) -> Cow<'_, str> {
-        self.record.with_token(self.first.filter(|_| self.said))
+        self.record.with_token(self.said)
     }
 
     fn set_queued(&mut self, queued: bool) {
@@ -203,7 +206,7 @@ impl RedisClaim {
     /// and the server can do without a script. `false` if that is not enough: somebody waits, it is gone, or the server
     /// has no such command.
     async fn untake(&self) -> Result<bool> {
-        if self.first.is_none() || self.said {
+        if self.token.is_none() || self.said.is_some() {
             return Ok(false);
         }
         self.shared.link.delete("release", &self.key, &self.value()).await
@@ -229,7 +232,7 @@ impl RedisClaim {
 
     fn renewal(&self) -> Call {
         let mut call = script::RENEW.call(&self.key);
-        call.arg(&*self.record.with_token(self.first)).arg(self.ttl_ms());
+        call.arg(&*self.record.with_token(self.token)).arg(self.ttl_ms());
         call
     }
 
@@ -240,8 +243,9 @@ impl RedisClaim {
         }
         let lease = self.lease(since);
         self.until = lease.end();
-        self.first = Some(first);
-        self.said = said;
+        self.token = Some(first);
+        self.said = said.then_some(first);
+        self.is_to_say = !said;
         self.replicate().await?;
         Ok(Some(Grant {
             tokens: first..=first + u64::from(self.request.tokens.get()) - 1,
@@ -257,7 +261,9 @@ impl RedisClaim {
         let (held, reached) = link
             .run_replicated("acquire", self.renewal(), *replicas, *within)
             .await?;
-        self.said |= held == Value::Int(1);
+        if held == Value::Int(1) {
+            self.said = self.token;
+        }
         if held == Value::Int(1) && reached >= i64::from(*replicas) {
             return Ok(());
         }
@@ -345,11 +351,13 @@ impl Claim for RedisClaim {
 
     async fn renew(&mut self) -> Result<Renewal> {
         self.place().begin();
+        // Also if it fails: what is to be done then is not to try again at once.
+        self.is_to_say = false;
         let since = Instant::now();
         let reply = self.shared.link.run("renew", self.renewal()).await?;
         match reply {
             Value::Int(1) => {
-                self.said = true;
+                self.said = self.token;
                 let lease = self.lease(since);
                 self.until = lease.end();
                 Ok(Renewal::Held(lease))
@@ -364,7 +372,9 @@ impl Claim for RedisClaim {
         self.set_queued(false);
         self.asked = false;
         let loss = self.loss();
-        let was_held = self.first.take().is_some();
+        let was_held = self.token.take().is_some();
+        self.said = None;
+        self.is_to_say = false;
         self.until = None;
         if was_held && !held {
             return Err(Error::lost(NAME, self.request.name.clone(), loss));
@@ -373,11 +383,16 @@ impl Claim for RedisClaim {
     }
 
     async fn notified(&mut self) {
-        if self.first.is_some() && !self.said {
+        if self.is_to_say {
             // It is held for long enough to be looked at: a renewal tells the server its token.
             return;
         }
         self.place().clone().notified().await;
+    }
+
+    fn passed_on(&mut self, token: u64) {
+        self.token = Some(token);
+        self.is_to_say = true;
     }
 }
 

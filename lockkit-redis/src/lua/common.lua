@@ -31,6 +31,7 @@ local value = call('GET', LOCK)
 local function is_group() return value and string.sub(value, 1, 8) == 'lockkit#' end
 local function holder() return value and string.match(value, '^lockkit[:+](%x+) ') end
 local function is_foreign() return value and not is_group() and not holder() end
+local function token_of(text) return tonumber(string.match(text, '^%S+ %d+ (%d+) ')) end
 local function client_of(text) return string.match(text, '^%S+ %S+ %S+ (%S+)') end
 
 local function about(owner)

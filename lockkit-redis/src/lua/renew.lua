@@ -11,8 +11,10 @@ end
 call('PEXPIRE', LOCK, ARGV[2])
 if not alone then
   call('ZADD', HOLDERS, now + ARGV[2], me)
-elseif string.find(ARGV[1], '^%S+ %d+ %d+ ') then
-  value = ARGV[1] -- with its token, from now on
+else
+  -- With its token from now on, which only rises: a request on another connection may be a late one.
+  local token, said = token_of(ARGV[1]), token_of(value)
+  if token and (not said or said < token) then value = ARGV[1] end
 end
 settle(ARGV[2])
 return 1

@@ -1,22 +1,24 @@
 -- Ends the hold that has this token, and tells its holder. Returns 1 if there was one, -1 if the
 -- holder has not said its token yet.
--- ARGV: 1 the token
+-- ARGV: 1 the token   2 there if it is not to be waited for that a holder says another one
 local token = tonumber(ARGV[1])
-local function has(text)
-  local tokens, first = string.match(text, '^%S+ (%d+) (%d+) ')
-  return tokens and tonumber(first) <= token and token < first + tokens
-end
 local ended
 drop_ended()
-if holder() and string.find(value, '^%S+ %d+ %- ') then return -1 end
-if holder() and has(string.sub(value, 9)) then
-  ended = string.sub(value, 9)
-  call('DEL', LOCK)
-  value = false
+if holder() then
+  local said = token_of(value)
+  if not said then return -1 end
+  -- It may have been passed on within its client, which says so a few milliseconds later, if it is of this version.
+  local later = said < token and token < said + string.match(value, '^%S+ (%d+) ')
+  if later and not ARGV[2] then return -1 end
+  if said == token or later then
+    ended = string.sub(value, 9)
+    call('DEL', LOCK)
+    value = false
+  end
 elseif is_group() then
   for _, owner in ipairs(call('ZRANGE', HOLDERS, 0, -1)) do
     local _, _, text = about(owner)
-    if text and has(text) then
+    if text and token_of(text) == token then
       ended = text
       call('ZREM', HOLDERS, owner)
       call('HDEL', ABOUT, owner)

@@ -1,6 +1,8 @@
 //! The server crashes, stops and comes back; replies are lost, connections break, hang and are cut. After each of
 //! these there was no overlap, waiters are granted within a bound, tokens rise, and the holder has been told.
 
+use std::time::Instant;
+
 use lockkit_core::{AcquireOptions, LockGuard, LossReason};
 use lockkit_testbed::{
     Mode, Proxy, eventually,
@@ -8,8 +10,8 @@ use lockkit_testbed::{
 };
 
 use crate::common::{
-    Alone, LONG, MS, RECOVERED, SECOND, client, client_behind_proxy, granted, heartbeats, lock, no_server,
-    nothing_is_left, renewed, requests_executed, until, url_of, waiter, waiters, within,
+    Alone, LONG, MS, RECOVERED, SECOND, Traces, client, client_behind_proxy, granted, heartbeats, lock,
+    no_server, nothing_is_left, renewed, requests_executed, until, url_of, waiter, waiters, within,
 };
 
 #[tokio::test]
@@ -171,6 +173,32 @@ async fn release(guard: LockGuard) {
     if let Err(error) = guard.release().await {
         assert!(error.is_transient() && !error.is_lost(), "{error}");
     }
+}
+
+/// Its first renewal says its token, a few milliseconds after the grant. If that fails, it has time.
+#[tokio::test]
+async fn a_young_hold_that_is_cut_off_is_not_renewed_in_a_burst() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let traces = Traces::default();
+    let _recording = tracing::subscriber::set_default(traces.clone());
+    let held = lock(&client, "a", 10 * SECOND).acquire().await.unwrap();
+    proxy.set(Mode::Refuse);
+    proxy.reset();
+    let cut_off = Instant::now();
+    until(LONG, "tried again", async || {
+        traces.text().matches("renewal failed").count() >= 3
+    })
+    .await;
+    let tried = cut_off.elapsed();
+    assert!(tried > SECOND, "three renewals have failed within {tried:?}");
+    proxy.set(Mode::Pass);
+    until(LONG, "connected again", async || held.renew().await.is_ok()).await;
+    held.release().await.unwrap();
+    nothing_is_left(&server, "after a cut").await;
 }
 
 /// A request that the server executed and whose reply was lost is the same request when it comes again.

@@ -7,9 +7,9 @@ use std::{
     time::Duration,
 };
 
-use futures_util::future::join_all;
+use futures_util::{FutureExt, future::join_all};
 use lockkit_conformance::machine::Stopwatch;
-use lockkit_core::{AcquireOptions, FenceGate, Lock, LockClient, LockGuard, LossReason};
+use lockkit_core::{AcquireOptions, FenceGate, FencingToken, Lock, LockClient, LockGuard, LossReason};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
     Clock, Mode, Port, Proxy, eventually,
@@ -358,6 +358,87 @@ async fn a_server_clock_that_is_set_back_keeps_the_lock_of_a_dead_holder() {
     .await;
     assert!(guard.token().get() > token);
     guard.release().await.unwrap();
+}
+
+/// A client passes its lock on without the server, and the next holder has a token of its own.
+#[tokio::test]
+async fn a_hold_is_broken_by_its_own_token_and_no_other() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, operator) = (client(server.url()).await, client(server.url()).await);
+    let mine = holder.lock("a").unwrap();
+    // The first hold that is waited for is not passed on.
+    let first = mine.acquire().await.unwrap();
+    assert!(mine.acquire().now_or_never().is_none());
+    first.release().await.unwrap();
+    for said in [true, false] {
+        let before = mine.acquire().await.unwrap();
+        let waiting = waiter(&mine);
+        eventually("known to the operator", async || {
+            let state = operator.inspect("a").await.unwrap();
+            state.holders.iter().any(|holder| holder.token == before.token())
+        })
+        .await;
+        let attempts = server.command_counts().unwrap().get("incrby").copied();
+        let stale = before.token();
+        before.release().await.unwrap();
+        let heir = granted(AT_ONCE, "passed on", waiting).await;
+        assert_eq!(server.command_counts().unwrap().get("incrby").copied(), attempts);
+        if said {
+            eventually("the heir has said its token", async || {
+                let state = operator.inspect("a").await.unwrap();
+                state.holders.iter().any(|holder| holder.token == heir.token())
+            })
+            .await;
+            assert!(!operator.revoke("a", stale).await.unwrap(), "that hold is over");
+            heir.renew().await.unwrap();
+        }
+        assert!(operator.revoke("a", heir.token()).await.unwrap());
+        let reason = within(AT_ONCE, "told", heir.lost()).await;
+        assert_eq!(reason, LossReason::Revoked);
+        drop(heir);
+        // Somebody has waited since, so that tokens are reserved the next time.
+        let other = mine.acquire().await.unwrap();
+        assert!(mine.acquire().now_or_never().is_none());
+        other.release().await.unwrap();
+    }
+    nothing_is_left(&server, "after breaks").await;
+
+    // A client of the version before says the first of its tokens alone.
+    let record = format!("lockkit:{:032x} 33 1795258041843810 x label", 7);
+    server.cli(&["SET", "lockkit:a", &record, "PX", "60000"]).unwrap();
+    for (token, found) in [(1_795_258_041_843_843, false), (1_795_258_041_843_842, true)] {
+        let token = FencingToken::new(token);
+        assert_eq!(operator.revoke("a", token).await.unwrap(), found, "{token}");
+    }
+}
+
+/// With `replicas`, renewals go out on two connections, and one may come long after it was given up.
+#[tokio::test]
+async fn a_late_renewal_writes_no_older_token() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    held.renew().await.unwrap();
+    let monitor = server.monitor().unwrap();
+    held.renew().await.unwrap();
+    let lines = monitor.lines().unwrap();
+    let renewal = lines.iter().find(|line| line.contains(r#""EVALSHA""#)).unwrap();
+    let words: Vec<_> = renewal.split('"').skip(1).step_by(2).collect();
+    let (token, older) = (held.token().to_string(), (held.token().get() - 1).to_string());
+    let late: Vec<_> = words.iter().map(|word| word.replace(&token, &older)).collect();
+    let late: Vec<_> = late.iter().map(String::as_str).collect();
+    assert!(late != words, "{words:?}");
+    assert_eq!(server.cli(&late).unwrap(), "1", "it renews");
+    let record = server.cli(&["GET", "lockkit:a"]).unwrap();
+    assert!(record.contains(&token), "{record} and not {token}");
+    assert!(client.revoke("a", held.token()).await.unwrap());
+    within(AT_ONCE, "told", held.lost()).await;
 }
 
 /// ✘ exclusion until the holder is told, which is at its next renewal, a third of the lease away at most.
