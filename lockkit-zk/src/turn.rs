@@ -15,7 +15,7 @@ pub(crate) enum Turn {
     After(Before),
     /// Its node is not there.
     Gone,
-    /// The semaphore is in use with so many permits.
+    /// Somebody before it uses the semaphore with so many permits.
     OtherSize(NonZeroU32),
 }
 
@@ -37,14 +37,14 @@ pub(crate) fn turn(children: &[String], own: &str, mode: Mode) -> Turn {
     else {
         return Turn::Gone;
     };
-    let contenders = || contenders(children, mode.kind());
-    if let (Mode::Permits(wanted), Some(size)) = (mode, size(contenders()))
-        && wanted != size
-    {
+    let earlier = || contenders(children, mode.kind()).filter(|other| other.order(&own).is_lt());
+    if let Some(size) = other_size(earlier(), mode) {
         return Turn::OtherSize(size);
     }
-    let before = contenders().filter(|other| other.order(&own).is_lt() && conflicts(other.role, mode));
-    after(before, capacity(mode))
+    after(
+        earlier().filter(|other| conflicts(other.role, mode)),
+        capacity(mode),
+    )
 }
 
 /// Whether a newcomer would have to wait.
@@ -89,12 +89,13 @@ fn contenders(children: &[String], kind: Kind) -> impl Iterator<Item = Contender
         .filter(move |contender| contender.kind() == kind)
 }
 
-/// The number of permits: what the first in the queue says.
-fn size<'a>(contenders: impl Iterator<Item = Contender<'a>>) -> Option<NonZeroU32> {
-    match contenders.min_by(Contender::order)?.role {
-        Role::Permit(permits) => Some(permits),
+/// The number of permits that one of these asks for, if it is another one. Any of them may be in by its own.
+fn other_size<'a>(mut earlier: impl Iterator<Item = Contender<'a>>, mode: Mode) -> Option<NonZeroU32> {
+    let Mode::Permits(wanted) = mode else { return None };
+    earlier.find_map(|other| match other.role {
+        Role::Permit(size) => Some(size).filter(|size| *size != wanted),
         Role::Writer | Role::Reader => None,
-    }
+    })
 }
 
 fn conflicts(earlier: Role, mode: Mode) -> bool {
@@ -210,8 +211,16 @@ mod tests {
         assert_eq!(
             turn(&mixed, &all[0], permits(2)),
             Turn::Mine,
-            "the first says how many"
+            "those who came before say how many"
         );
+        // Not only the first of them: the second may be in once that has gone.
+        let all = names(&[
+            "a-permit-3-0000000000",
+            "b-permit-1-0000000001",
+            "c-permit-3-0000000002",
+        ]);
+        let one = Turn::OtherSize(NonZeroU32::MIN);
+        assert_eq!(turn(&all, &all[2], permits(3)), one);
         assert!(!is_busy(&all[..1], permits(2)));
     }
 
@@ -226,6 +235,36 @@ mod tests {
             Mode::Exclusive => earlier.count() == 0,
             Mode::Shared => !earlier.into_iter().any(|other| other.role == Role::Writer),
             Mode::Permits(n) => earlier.count() < n.get() as usize,
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4_000))]
+
+        /// Contenders of a semaphore who disagree about its size come, look when they get to it, and go.
+        #[test]
+        fn no_more_are_in_than_any_of_them_allows(
+            steps in proptest::collection::vec((0..3_u8, 1..4_u32, any::<proptest::sample::Index>()), 1..60),
+        ) {
+            let mut all: Vec<(String, u32, bool)> = Vec::new();
+            for (i, (step, size, which)) in steps.into_iter().enumerate() {
+                if step == 0 || all.is_empty() {
+                    all.push((format!("x-permit-{size}-{i:010}"), size, false));
+                    continue;
+                }
+                let which = which.index(all.len());
+                let names: Vec<_> = all.iter().map(|(name, ..)| name.clone()).collect();
+                let (name, size, inside) = &mut all[which];
+                match turn(&names, name, permits(*size)) {
+                    _ if *inside && step == 1 => {}
+                    Turn::Mine if !*inside => *inside = true,
+                    Turn::After(_) => {}
+                    _ => { all.remove(which); }
+                }
+                let inside = || all.iter().filter(|(.., inside)| *inside);
+                let least = inside().map(|(_, size, _)| *size).min().unwrap_or(1);
+                prop_assert!(inside().count() <= least as usize, "{:?}", all);
+            }
         }
     }
 
