@@ -115,7 +115,7 @@ impl ZkBackend {
         if self.shared.nodes() == Nodes::Simple {
             let found = session.read_latest(&path).await?;
             let nodes: Vec<_> = found
-                .filter(|(_, stat)| stat.ephemeral_owner != 0)
+                .filter(|(_, stat)| simple::is_holders(stat))
                 .into_iter()
                 .collect();
             return Ok(LockState::new(
@@ -145,7 +145,7 @@ impl ZkBackend {
         let is_meant = |stat: &Stat| u64::try_from(stat.czxid) == Ok(token);
         if self.shared.nodes() == Nodes::Simple {
             return match session.read_latest(&path).await? {
-                Some((_, stat)) if is_meant(&stat) && stat.ephemeral_owner != 0 => {
+                Some((_, stat)) if is_meant(&stat) && simple::is_holders(&stat) => {
                     session.delete(&path).await
                 }
                 _ => Ok(false),

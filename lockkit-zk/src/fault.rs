@@ -26,6 +26,8 @@ pub(crate) enum Fault {
     UsedUp { dir: String },
     #[error("{path} keeps changing while it is looked at")]
     Restless { path: String },
+    #[error("{path} is a directory, of a namespace perhaps, and no lock")]
+    NoLock { path: String },
     #[error("semaphore `{name}` is in use with {size} permits, not {wanted}")]
     OtherSize {
         name: LockName,
@@ -60,7 +62,9 @@ impl Fault {
             Self::Config(error) => error,
             Self::Closed => Error::Closed,
             Self::OtherSize { .. } => Error::invalid_option("permits", self.to_string()),
-            Self::NoRuntime | Self::RuntimeGone => Error::permanent(NAME, operation, self),
+            Self::NoRuntime | Self::RuntimeGone | Self::NoLock { .. } => {
+                Error::permanent(NAME, operation, self)
+            }
             Self::Server(ref source) if !may_pass(source) => Error::permanent(NAME, operation, self),
             _ => Error::transient(NAME, operation, self),
         }

@@ -554,3 +554,30 @@ impl Claim for QueueClaim {
         .await;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_earlier_node_is_told_from_others() {
+        let owner = u128::MAX / 3;
+        let named = |which: u128, number: u32| {
+            let guid = Uuid::from_u128(owner ^ (which << EARLIER));
+            format!("_c_{guid}-lock-{number:010}")
+        };
+        let of_another = format!("_c_{}-lock-0000000001", Uuid::from_u128(owner ^ 1));
+        let children = vec![
+            of_another,
+            "junk".to_owned(),
+            named(0, 3),
+            named(1, 4),
+            named(2, 5),
+        ];
+        let found = |own: u128, number, asked| earlier_node(&children, &named(own, number), owner, asked);
+        assert_eq!(found(1, 4, 2), Some(&named(0, 3)));
+        assert_eq!(found(0, 3, 1), None, "the others were asked for by nobody");
+        assert_eq!(earlier_node(&children[..4], &named(0, 3), owner, 1), None);
+        assert_eq!(earlier_node(&children[3..4], &named(1, 4), owner, 2), None);
+    }
+}

@@ -8,7 +8,7 @@ use lockkit_core::{
     spi::{Claim, ClaimRequest, Grant, Renewal},
 };
 use uuid::Uuid;
-use zookeeper_client::Error as ZkError;
+use zookeeper_client::{Error as ZkError, Stat};
 
 use crate::{
     NAME,
@@ -54,6 +54,11 @@ pub(crate) fn label(data: &[u8]) -> Option<&[u8]> {
 
 const MARK: usize = 36;
 
+/// Whether a node ends with its session. Containers and nodes with a time to live have an owner too, of a kind.
+pub(crate) fn is_holders(stat: &Stat) -> bool {
+    stat.ephemeral_owner != 0 && stat.ephemeral_owner != i64::MIN && stat.ephemeral_owner >> 56 != -1
+}
+
 impl SimpleClaim {
     pub(crate) fn new(shared: Arc<Shared>, request: ClaimRequest, path: String) -> Self {
         Self {
@@ -76,22 +81,32 @@ impl SimpleClaim {
                 return self.grant().map(Some);
             }
             let session = self.shared.session().await?;
-            if !waits && session.read_latest(&self.path).await?.is_some() {
-                return Ok(None);
+            if !waits && let Some((_, stat)) = session.read_latest(&self.path).await? {
+                return self.taken_by(&stat);
             }
             if self.make(&session).await? {
                 return self.grant().map(Some);
             }
-            if !waits {
-                return Ok(None);
-            }
             let reply = session.watch_all(std::slice::from_ref(&self.path)).await?;
-            if let Some((_, _, watch)) = reply.into_iter().flatten().next() {
-                self.other = Some(watch);
+            if let Some((_, stat, watch)) = reply.into_iter().flatten().next() {
+                self.other = waits.then_some(watch);
+                return self.taken_by(&stat);
+            }
+            if !waits {
                 return Ok(None);
             }
         }
         Err(Fault::Restless {
+            path: self.path.clone(),
+        })
+    }
+
+    /// What is there is held, or was never a lock.
+    fn taken_by(&self, stat: &Stat) -> Result<Option<Grant>> {
+        if is_holders(stat) {
+            return Ok(None);
+        }
+        Err(Fault::NoLock {
             path: self.path.clone(),
         })
     }

@@ -68,7 +68,7 @@ async fn comes_back_with(first: &[&str], then: &[&str], timeout: Duration, tick:
     let renewed = lock(&ours, &name).acquire().await.unwrap();
     // Nobody asks for a longer lease for this one; a shorter one counts all the same.
     let left = AcquireOptions::new().ttl(Duration::from_secs(60)).renew(false);
-    let left = ours.lock(&unique("left")).unwrap().with_options(left);
+    let left = ours.lock(unique("left")).unwrap().with_options(left);
     let left = left.acquire().await.unwrap();
     let next = waiter(&lock(&theirs, &name));
     contend(&raw(server.addr()).await, &name, 2).await;

@@ -527,3 +527,36 @@ fn curators_rule_sorts_by_what_follows_lock() {
         "its name sorts behind all numbers"
     );
 }
+
+/// A lock of the empty namespace may be named like a namespace.
+#[tokio::test]
+async fn a_directory_is_no_simple_lock_and_says_so() {
+    if no_zookeeper() {
+        return;
+    }
+    let mut config = server::config(shared().addr());
+    config.namespace = unique("namespace");
+    let others = server::client(config.clone()).await.unwrap();
+    let guard = others.lock("n").unwrap().acquire().await.unwrap();
+    guard.release().await.unwrap();
+    let name = std::mem::take(&mut config.namespace);
+    config.nodes = Nodes::Simple;
+    let ours = server::client(config).await.unwrap();
+    for error in [
+        soon("refused", ours.lock(&name).unwrap().try_acquire())
+            .await
+            .unwrap_err(),
+        soon("refused", ours.lock(&name).unwrap().acquire())
+            .await
+            .unwrap_err(),
+    ] {
+        assert!(!error.is_transient(), "{error:?}");
+        let source = std::error::Error::source(&error).map(ToString::to_string);
+        assert!(
+            source.is_some_and(|source| source.contains("is a directory")),
+            "{error:?}"
+        );
+    }
+    let inspected = ours.lock(&name).unwrap().inspect().await.unwrap();
+    assert!(inspected.is_free(), "{inspected:?}");
+}
