@@ -352,7 +352,7 @@ async fn a_fresh_lease_of_a_short_session_is_long() {
     }
     left.sort_unstable();
     // A machine that stands still for a moment makes some of them shorter.
-    assert!(left[10] > Duration::from_millis(1_400), "{:?}", &left[..20]);
+    assert!(left[50] > Duration::from_millis(1_400), "{left:?}");
 }
 
 /// Whichever is asked first.
