@@ -23,7 +23,7 @@ use crate::{
 
 /// When to try again after an event, unless another comes: after the first of these, after twice that, and so on until
 /// the last has passed. A killed holder's descriptors are closed one after the other, and each tells of itself before
-/// its lock is gone; a child of it that has the lock, too, ends without any event.
+/// its lock is gone.
 const BURST: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(512);
 
 #[derive(Debug)]
@@ -93,9 +93,6 @@ impl FileClaim {
         let mut woken = std::mem::take(&mut self.woken);
         if let Some(state) = &mut self.idle {
             woken |= state.events.as_mut().is_some_and(Events::seen);
-            if woken {
-                state.last_event = Instant::now();
-            }
         }
         woken
     }
@@ -173,8 +170,8 @@ impl Claim for FileClaim {
         let Self {
             idle, woken, burst, ..
         } = self;
-        let state = idle.as_mut();
-        let events = state.and_then(|state| state.events.as_mut());
+        let look_at = idle.as_ref().and_then(|state| state.look_at);
+        let events = idle.as_mut().and_then(|state| state.events.as_mut());
         let event = async {
             match events {
                 Some(events) => {
@@ -193,6 +190,7 @@ impl Claim for FileClaim {
                 *woken = happened;
             }
             () = burst.due(), if !holds => {}
+            () = sleep_until(look_at.unwrap_or_else(Instant::now)), if !holds && look_at.is_some() => {}
         }
     }
 

@@ -1,27 +1,32 @@
 //! One claim's contest, as blocking code: attempts in each mode, the hold, and its release.
 
-use std::{fs::File, num::NonZeroU32, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    fs::{self, File},
+    io,
+    num::NonZeroU32,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use tokio::time::Instant;
 
 use super::{
     fault::{Fault, Inode, Result},
     flock::Flock,
-    hold::{Beacon, Hold, ReaderNote},
+    hold::{Beacon, Hold, ReaderNote, Taken, touch},
     journal::{self, Entry},
     space::{self, Files},
     watch::{Events, Watcher},
 };
-use crate::{
-    Kind,
-    spi::{ClaimRequest, Grant, Lease, Mode},
-};
+use crate::spi::{ClaimRequest, Grant, Lease, Mode};
 
 /// How often a file that is replaced between locking and looking is tried again.
 const MAX_REPLACED: usize = 16;
-/// How long after the last event a reader honours the gate of a lock that nobody holds. By then a live writer has
-/// taken the lock; a stopped one must not keep everyone out.
-const GATE_GRACE: Duration = Duration::from_millis(25);
+/// How often a writer at the gate shows that it is alive.
+const BEAT: Duration = Duration::from_millis(500);
+/// How long the gate stays closed after its writer last showed that. A stopped one must not keep everyone out.
+const GATE_LASTS: Duration = Duration::from_secs(2);
 
 /// What is claimed, and where.
 #[derive(Debug)]
@@ -41,7 +46,8 @@ pub(super) struct Contender {
     /// A release found the hold gone, and its caller has not been told yet.
     pub lost: bool,
     pub events: Option<Events>,
-    pub last_event: Instant,
+    /// When to try again although nothing is told.
+    pub look_at: Option<Instant>,
     gate: Option<Gate>,
     main: Option<Opened>,
 }
@@ -49,7 +55,8 @@ pub(super) struct Contender {
 /// Keeps new readers out while a writer waits for those inside.
 #[derive(Debug)]
 struct Gate {
-    _lock: Flock,
+    lock: Flock,
+    inode: Inode,
     /// Wakes the readers when the writer gives up or is killed.
     beacon: Beacon,
 }
@@ -69,7 +76,7 @@ impl Contender {
             hold: None,
             lost: false,
             events: None,
-            last_event: Instant::now(),
+            look_at: None,
             gate: None,
             main: None,
         }
@@ -77,6 +84,7 @@ impl Contender {
 
     /// Tries to be granted, once. One that `waits` keeps its place at the gate and is told of releases from now on.
     pub(super) fn attempt(&mut self, waits: bool, since: Instant) -> Result<()> {
+        self.look_at = None;
         if !waits {
             self.gate = None;
         }
@@ -85,14 +93,17 @@ impl Contender {
             // It may have been released before the watch was there.
             hold = self.contend(waits, since, None)?;
         }
-        if hold.is_none() && !waits && self.spec.request.mode.kind() == Kind::Lock {
-            // An inspection may have been probing. It does so under the ledger's lock, so now it does not.
-            let ledger = self.spec.files.lock_ledger()?;
+        if hold.is_none() && !waits {
+            // An inspection may have been probing. It does so with the ledger to itself, so now it does not.
+            let ledger = self.spec.files.share_ledger()?;
             hold = self.contend(waits, since, Some(ledger))?;
         }
-        if hold.is_some() {
+        if let Some(hold) = &hold {
             self.gate = None;
-            self.begin_to_watch();
+            // What happened to its files before the watch was there, nobody tells.
+            if self.begin_to_watch() && !hold.stands()? {
+                return Err(self.replaced());
+            }
         }
         self.hold = hold;
         Ok(())
@@ -119,23 +130,25 @@ impl Contender {
             return false;
         }
         // Without a watch, because there is no watcher or the system has no more to give, it polls.
+        let paths = self.spec.files.watched();
         let watcher = self.spec.watcher.as_deref();
-        self.events = watcher.and_then(|watcher| watcher.watch(&self.spec.files.main()).ok());
+        self.events = watcher.and_then(|watcher| watcher.watch(&paths).ok());
         self.events.is_some()
     }
 
+    /// With the ledger, nobody probes meanwhile. It is let go before the disk is waited for.
     fn contend(&mut self, waits: bool, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
         match self.spec.request.mode {
             Mode::Exclusive => self.exclusive(waits, since, ledger),
-            Mode::Shared => self.shared(waits, since, ledger),
-            Mode::Permits(permits) => self.permit(permits, since),
+            Mode::Shared => self.shared(since, ledger),
+            Mode::Permits(permits) => self.permit(permits, since, ledger),
         }
     }
 
-    fn exclusive(&mut self, waits: bool, since: Instant, mut ledger: Option<Flock>) -> Result<Option<Hold>> {
+    fn exclusive(&mut self, waits: bool, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
         for _ in 0..MAX_REPLACED {
             let main = self.main()?;
-            let Some(lock) = Flock::exclusive(&main.file, &main.path)? else {
+            let Some(probe) = Flock::exclusive(&main.file, &main.path)? else {
                 if waits {
                     self.close_gate(&main)?;
                 }
@@ -145,95 +158,102 @@ impl Contender {
                 Some(gate) => Some(gate.beacon),
                 None => main.beacon()?,
             };
-            if let Some(beacon) = main.matching(beacon)? {
-                return self
-                    .enter(beacon, lock, ledger.take(), vec![(main.path, main.inode)], since)
-                    .map(Some);
-            }
-        }
-        Err(self.replaced())
-    }
-
-    fn shared(&mut self, waits: bool, since: Instant, mut ledger: Option<Flock>) -> Result<Option<Hold>> {
-        for _ in 0..MAX_REPLACED {
-            let main = self.main()?;
-            let lock = if !self.gate_is_closed()? {
-                Flock::shared(&main.file, &main.path)?
-            } else if waits && self.last_event.elapsed() >= GATE_GRACE {
-                // Alone at first, to see that there is no reader inside for whom the writer at the gate still waits.
-                ledger = Some(self.spec.files.lock_ledger()?);
-                match Flock::exclusive(&main.file, &main.path)? {
-                    Some(lock) => lock.downgrade(&main.path)?,
-                    None => None,
-                }
-            } else {
-                None
-            };
-            let Some(lock) = lock else { return Ok(None) };
-            if let Some(beacon) = main.matching(main.beacon()?)? {
-                // Moved, so that on an error it is unlocked before the beacon tells that it is.
-                let lock = lock;
-                let ledger = match ledger {
-                    Some(ledger) => ledger,
-                    None => self.spec.files.lock_ledger()?,
-                };
-                return self
-                    .enter(beacon, lock, Some(ledger), vec![(main.path, main.inode)], since)
-                    .map(Some);
-            }
-        }
-        Err(self.replaced())
-    }
-
-    fn permit(&mut self, permits: NonZeroU32, since: Instant) -> Result<Option<Hold>> {
-        for _ in 0..MAX_REPLACED {
-            let main = self.main()?;
-            let files = &self.spec.files;
-            let ledger = files.lock_ledger()?;
-            if space::inode(ledger.file(), &main.path)? != main.inode {
-                continue;
-            }
-            self.check_permits(permits, &main)?;
-            let Some((lock, slot)) = self.free_permit(permits)? else {
+            let Some(beacon) = beacon else { continue };
+            // Another may get in between the two, and then it is taken.
+            drop(probe);
+            let Some(taken) = beacon.lock(Flock::exclusive, &main.path)? else {
                 return Ok(None);
             };
-            let lives_in = vec![(main.path.clone(), main.inode), slot];
-            if let Some(beacon) = main.matching(main.beacon()?)? {
-                return self.enter(beacon, lock, Some(ledger), lives_in, since).map(Some);
+            if space::is_at(&main.path, main.inode)? {
+                drop(ledger);
+                return self
+                    .enter(&main, taken, vec![(main.path.clone(), main.inode)], since)
+                    .map(Some);
             }
         }
         Err(self.replaced())
     }
 
-    /// Refuses a number of permits that differs from the one in use.
-    fn check_permits(&self, permits: NonZeroU32, main: &Opened) -> Result<()> {
-        let name = self.spec.request.name.as_str();
-        let Some(last) = journal::read(&main.file, &main.path)? else {
+    fn shared(&mut self, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
+        for _ in 0..MAX_REPLACED {
+            let main = self.main()?;
+            if self.gate_is_closed()? {
+                return Ok(None);
+            }
+            let Some(probe) = Flock::shared(&main.file, &main.path)? else {
+                return Ok(None);
+            };
+            let Some(beacon) = main.beacon()? else { continue };
+            let taken = beacon.lock(Flock::shared, &main.path)?;
+            drop(probe);
+            if let Some(taken) = taken
+                && space::is_at(&main.path, main.inode)?
+            {
+                drop(ledger);
+                return self
+                    .enter(&main, taken, vec![(main.path.clone(), main.inode)], since)
+                    .map(Some);
+            }
+        }
+        Err(self.replaced())
+    }
+
+    fn permit(&mut self, permits: NonZeroU32, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
+        for _ in 0..MAX_REPLACED {
+            let main = self.main()?;
+            if size(&main)? != Some(permits.get()) {
+                self.set_size(permits, &main)?;
+                continue;
+            }
+            let Some((taken, slot)) = self.free_permit(permits)? else {
+                return Ok(None);
+            };
+            // Who changes the size has looked at this permit before it was taken, or will find it taken.
+            let unchanged = self.spec.files.share_size()?;
+            let agreed = size(&main)? == Some(permits.get()) && space::is_at(&main.path, main.inode)?;
+            drop(unchanged);
+            if agreed {
+                drop(ledger);
+                let lives_in = vec![(main.path.clone(), main.inode), slot];
+                return self.enter(&main, taken, lives_in, since).map(Some);
+            }
+        }
+        Err(self.replaced())
+    }
+
+    /// Makes `permits` the size, unless another one is in use.
+    fn set_size(&self, permits: NonZeroU32, main: &Opened) -> Result<()> {
+        let Spec { request, files, .. } = &*self.spec;
+        let _size = files.lock_size()?;
+        let Some(beacon) = main.beacon()? else {
             return Ok(());
         };
-        last.check_name(name, &main.path)?;
-        if last.permits == permits.get() {
+        let in_use = size(main)?;
+        if in_use == Some(permits.get()) {
             return Ok(());
         }
-        for index in 0..last.permits {
-            let path = self.spec.files.permit(index);
+        // A probe would look like a holder.
+        let _ledger = files.share_ledger()?;
+        for index in 0..in_use.unwrap_or(0) {
+            let path = files.permit(index);
             let Some(slot) = space::open(&path)?.map(Arc::new) else {
                 continue;
             };
             if Flock::exclusive(&slot, &path)?.is_none() {
                 let reason = format!(
-                    "semaphore `{name}` has {} permits, not {permits}, for as long as any of them is held; ask for \
-                     the same number everywhere",
-                    last.permits
+                    "semaphore `{}` has {} permits, not {permits}, for as long as any of them is held; ask for the \
+                     same number everywhere",
+                    request.name,
+                    in_use.unwrap_or(0)
                 );
                 return Err(Fault::Permits { reason });
             }
         }
-        Ok(())
+        journal::set_size(files, &beacon.0, request)
     }
 
     /// Locks a permit that is free. Beginning at one of its own saves looking at those that others began at.
-    fn free_permit(&self, permits: NonZeroU32) -> Result<Option<(Flock, (PathBuf, Inode))>> {
+    fn free_permit(&self, permits: NonZeroU32) -> Result<Option<(Taken, (PathBuf, Inode))>> {
         let count = u128::from(permits.get());
         let first = self.spec.request.owner.get() % count;
         for step in 0..count {
@@ -241,66 +261,81 @@ impl Contender {
                 continue;
             };
             let path = self.spec.files.permit(index);
-            let file = Arc::new(self.spec.files.open_or_create(&path)?);
-            let Some(lock) = Flock::exclusive(&file, &path)? else {
+            let slot = Opened::new(self.spec.files.open_or_create(&path)?, path)?;
+            let Some(probe) = Flock::exclusive(&slot.file, &slot.path)? else {
                 continue;
             };
-            let inode = space::inode(&file, &path)?;
-            if space::is_at(&path, inode)? {
-                return Ok(Some((lock, (path, inode))));
+            let Some(beacon) = slot.beacon()? else { continue };
+            drop(probe);
+            let taken = beacon.lock(Flock::exclusive, &slot.path)?;
+            if let Some(taken) = taken
+                && space::is_at(&slot.path, slot.inode)?
+            {
+                return Ok(Some((taken, (slot.path, slot.inode))));
             }
         }
         Ok(None)
     }
 
-    /// Mints the tokens and leaves word of who holds. On an error the parameters go in reverse order: what was locked
-    /// is free before the beacon tells so. The ledger is let go before the disk is waited for.
+    /// Mints the tokens and leaves word of who holds.
     fn enter(
         &self,
-        beacon: Beacon,
-        lock: Flock,
-        ledger: Option<Flock>,
+        main: &Opened,
+        taken: Taken,
         lives_in: Vec<(PathBuf, Inode)>,
         since: Instant,
     ) -> Result<Hold> {
         let Spec { request, files, .. } = &*self.spec;
-        let entry = journal::reserve(
-            files,
-            &beacon.0,
-            request.name.as_str(),
-            request.mode,
-            request.tokens,
-            request.label.as_deref(),
-        )?;
+        let entry;
         let mut reader = None;
         match request.mode {
-            Mode::Exclusive => {}
-            Mode::Shared => reader = Some(self.note_reader(&entry)?),
+            Mode::Exclusive => {
+                entry = journal::reserve(files, taken.lock.file(), request)?;
+                journal::make_durable(files, taken.lock.file(), &entry)?;
+            }
+            Mode::Shared => {
+                entry = journal::reserve(files, taken.lock.file(), request)?;
+                reader = Some(self.note_reader(&entry)?);
+                journal::make_durable(files, taken.lock.file(), &entry)?;
+            }
             Mode::Permits(_) => {
+                let counter = main.writable()?.ok_or_else(|| self.replaced())?;
+                entry = journal::reserve(files, &counter, request)?;
                 if let Some((slot, _)) = lives_in.last() {
-                    journal::note(slot, &entry)?;
+                    journal::note(taken.lock.file(), slot, &entry)?;
                 }
+                journal::make_durable(files, &counter, &entry)?;
             }
         }
-        drop(ledger);
-        journal::make_durable(files, &beacon.0, &entry)?;
         let grant = Grant {
             tokens: entry.tokens(),
             lease: Lease { since, length: None },
         };
-        Ok(Hold::new(reader, lock, beacon, lives_in, grant))
+        Ok(Hold::new(reader, taken, lives_in, grant))
     }
 
+    /// Makes the note under a name that nobody lists, and renames it once it is locked and written.
     fn note_reader(&self, entry: &Entry) -> Result<ReaderNote> {
         let Spec { request, files, .. } = &*self.spec;
-        let path = files.ensure_readers()?.join(request.owner.to_string());
-        let file = Arc::new(files.open_or_create(&path)?);
-        let Some(lock) = Flock::exclusive(&file, &path)? else {
-            return Err(Fault::Replaced { path });
-        };
-        let note = ReaderNote { path, _lock: lock };
-        journal::note(&note.path, entry)?;
-        Ok(note)
+        let dir = files.ensure_readers()?;
+        let path = dir.join(request.owner.to_string());
+        let unlisted = dir.join(format!(".{}", request.owner));
+        for _ in 0..MAX_REPLACED {
+            let Some(file) = space::create_writable(&unlisted)?.map(Arc::new) else {
+                continue;
+            };
+            // An inspection that takes it for a dead reader's may have it, and removes it.
+            let Some(lock) = Flock::exclusive(&file, &unlisted)? else {
+                continue;
+            };
+            journal::note(&file, &unlisted, entry)?;
+            match fs::rename(&unlisted, &path) {
+                Ok(()) => return Ok(ReaderNote { path, _lock: lock }),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(Fault::io("rename", &unlisted)(error)),
+            }
+        }
+        Err(Fault::Replaced { path })
     }
 
     /// Keeps new readers out, if it is readers that this writer waits for. While a writer is inside there is no need
@@ -311,28 +346,56 @@ impl Contender {
             self.gate = None;
             return Ok(());
         }
-        if self.gate.is_some() {
-            return Ok(());
-        }
         let path = self.spec.files.gate();
-        let file = Arc::new(self.spec.files.open_or_create(&path)?);
-        let Some(lock) = Flock::exclusive(&file, &path)? else {
-            return Ok(());
-        };
-        if space::is_at(&path, space::inode(&file, &path)?)?
-            && let Some(beacon) = main.beacon()?
-        {
-            self.gate = Some(Gate { _lock: lock, beacon });
+        match &self.gate {
+            Some(gate) if space::is_at(&path, gate.inode)? => {}
+            _ => self.gate = self.take_gate(&path, main)?,
+        }
+        if let Some(gate) = &self.gate {
+            touch(gate.lock.file());
+            self.look_in(BEAT);
         }
         Ok(())
     }
 
-    fn gate_is_closed(&self) -> Result<bool> {
-        let path = self.spec.files.gate();
-        match space::open(&path)?.map(Arc::new) {
-            Some(gate) => Ok(Flock::shared(&gate, &path)?.is_none()),
-            None => Ok(false),
+    /// Locks the gate, unless another writer has it. That of a writer that shows no life any more is replaced.
+    fn take_gate(&mut self, path: &Path, main: &Opened) -> Result<Option<Gate>> {
+        for _ in 0..MAX_REPLACED {
+            let file = Arc::new(self.spec.files.open_or_create(path)?);
+            let inode = space::inode(&file, path)?;
+            let Some(lock) = Flock::exclusive(&file, path)? else {
+                if let Some(left) = gate_lasts(&file, path)? {
+                    self.look_in(left);
+                    return Ok(None);
+                }
+                // Another may have done so before, and then its writer takes the gate again.
+                let _ = fs::remove_file(path);
+                continue;
+            };
+            if space::is_at(path, inode)? {
+                return Ok(main.beacon()?.map(|beacon| Gate { lock, inode, beacon }));
+            }
         }
+        Ok(None)
+    }
+
+    fn gate_is_closed(&mut self) -> Result<bool> {
+        let path = self.spec.files.gate();
+        let Some(gate) = space::open(&path)?.map(Arc::new) else {
+            return Ok(false);
+        };
+        let Some(left) = gate_lasts(&gate, &path)? else {
+            return Ok(false);
+        };
+        if Flock::shared(&gate, &path)?.is_some() {
+            return Ok(false);
+        }
+        self.look_in(left);
+        Ok(true)
+    }
+
+    fn look_in(&mut self, after: Duration) {
+        self.look_at = Some(Instant::now() + after);
     }
 
     /// The main file as it is now. One that was replaced is left, together with what was in hand on it.
@@ -350,9 +413,7 @@ impl Contender {
         if let Some(last) = journal::read(&file, &path)? {
             last.check_name(self.spec.request.name.as_str(), &path)?;
         }
-        let inode = space::inode(&file, &path)?;
-        let file = Arc::new(file);
-        Ok(self.main.insert(Opened { file, path, inode }).clone())
+        Ok(self.main.insert(Opened::new(file, path)?).clone())
     }
 
     fn replaced(&self) -> Fault {
@@ -363,27 +424,45 @@ impl Contender {
 }
 
 impl Opened {
-    fn beacon(&self) -> Result<Option<Beacon>> {
-        Ok(space::open_writable(&self.path)?.map(Beacon))
+    fn new(file: File, path: PathBuf) -> Result<Self> {
+        let inode = space::inode(&file, &path)?;
+        let file = Arc::new(file);
+        Ok(Self { file, path, inode })
     }
 
-    /// `beacon`, if it is on the same file.
-    fn matching(&self, beacon: Option<Beacon>) -> Result<Option<Beacon>> {
-        match beacon {
-            Some(beacon) if beacon.inode(&self.path)? == self.inode => Ok(Some(beacon)),
-            _ => Ok(None),
-        }
+    /// The same file, open for writing; `None` if it was replaced.
+    fn writable(&self) -> Result<Option<File>> {
+        let Some(file) = space::open_writable(&self.path)? else {
+            return Ok(None);
+        };
+        Ok((space::inode(&file, &self.path)? == self.inode).then_some(file))
     }
+
+    fn beacon(&self) -> Result<Option<Beacon>> {
+        Ok(self.writable()?.map(|file| Beacon(Arc::new(file))))
+    }
+}
+
+/// The number of permits that was last asked for.
+fn size(main: &Opened) -> Result<Option<u32>> {
+    Ok(journal::read(&main.file, &main.path)?.map(|last| last.permits))
+}
+
+/// For how long the gate stays closed if its writer shows no life; `None` if it is open by now. A clock that was set
+/// opens it, until its writer shows life again.
+fn gate_lasts(gate: &File, path: &Path) -> Result<Option<Duration>> {
+    let shown = gate.metadata().and_then(|metadata| metadata.modified());
+    let shown = shown.map_err(Fault::io("look at", path))?;
+    let age = SystemTime::now().duration_since(shown).ok();
+    Ok(age.and_then(|age| GATE_LASTS.checked_sub(age)))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use tempfile::TempDir;
 
     use super::{super::space::Space, *};
-    use crate::{LockName, spi::OwnerId};
+    use crate::{Kind, LockName, spi::OwnerId};
 
     #[test]
     fn a_file_replaced_after_it_was_opened_is_not_locked() {
@@ -397,17 +476,11 @@ mod tests {
             poll: Duration::from_secs(1),
         }));
         let main = contender.main().unwrap();
-        assert!(main.matching(main.beacon().unwrap()).unwrap().is_some());
+        assert!(main.writable().unwrap().is_some());
         fs::remove_file(files.main()).unwrap();
-        assert!(
-            main.matching(main.beacon().unwrap()).unwrap().is_none(),
-            "deleted"
-        );
+        assert!(main.writable().unwrap().is_none(), "deleted");
         fs::write(files.main(), "").unwrap();
-        assert!(
-            main.matching(main.beacon().unwrap()).unwrap().is_none(),
-            "replaced"
-        );
+        assert!(main.writable().unwrap().is_none(), "replaced");
         assert_ne!(contender.main().unwrap().inode, main.inode);
     }
 }

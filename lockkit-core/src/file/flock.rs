@@ -8,16 +8,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    fault::{Fault, Result},
-    space,
-};
+use super::fault::{Fault, Result};
 
-/// How long the ledger may stay locked before it counts as "cannot tell". It is never held while the disk is waited
-/// for.
-const LEDGER_PATIENCE: Duration = Duration::from_secs(2);
-const LEDGER_FIRST_POLL: Duration = Duration::from_micros(50);
-const LEDGER_LAST_POLL: Duration = Duration::from_millis(1);
+/// How long what is locked for moments may stay locked before it counts as "cannot tell". It is never held while the
+/// disk is waited for.
+const PATIENCE: Duration = Duration::from_secs(2);
+const FIRST_POLL: Duration = Duration::from_micros(50);
+const LAST_POLL: Duration = Duration::from_millis(1);
 
 /// A held `flock`. Dropping it unlocks rather than closes: a forked child may have the same descriptor.
 #[derive(Debug)]
@@ -34,35 +31,22 @@ impl Flock {
         Self::answer(file.try_lock_shared(), file, path)
     }
 
-    /// Goes from exclusive to shared. The system lets go in between, so another may get ahead.
-    pub(super) fn downgrade(self, path: &Path) -> Result<Option<Self>> {
-        match self.0.try_lock_shared() {
-            Ok(()) => Ok(Some(self)),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(error)) => Err(Fault::io("lock", path)(error)),
-        }
-    }
-
-    /// Locks what others lock only for moments.
-    pub(super) fn briefly(path: &Path, open: impl Fn() -> Result<File>) -> Result<Self> {
+    /// Locks what others lock only for moments: asks `lock` again and again until it has an answer.
+    pub(super) fn briefly<T>(path: &Path, mut lock: impl FnMut() -> Result<Option<T>>) -> Result<T> {
         let began = Instant::now();
-        let mut file = Arc::new(open()?);
-        let mut pause = LEDGER_FIRST_POLL;
+        let mut pause = FIRST_POLL;
         loop {
-            if let Some(lock) = Self::exclusive(&file, path)? {
-                if space::is_at(path, space::inode(&file, path)?)? {
-                    return Ok(lock);
-                }
-                file = Arc::new(open()?);
+            if let Some(locked) = lock()? {
+                return Ok(locked);
             }
-            if began.elapsed() >= LEDGER_PATIENCE {
+            if began.elapsed() >= PATIENCE {
                 return Err(Fault::LedgerBusy {
                     path: path.to_owned(),
-                    waited_ms: LEDGER_PATIENCE.as_secs() * 1_000,
+                    waited_ms: PATIENCE.as_secs() * 1_000,
                 });
             }
             thread::sleep(pause);
-            pause = (pause * 2).min(LEDGER_LAST_POLL);
+            pause = (pause * 2).min(LAST_POLL);
         }
     }
 

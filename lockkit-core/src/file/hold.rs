@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File, FileTimes},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::SystemTime,
 };
@@ -20,8 +20,7 @@ pub(super) struct Hold {
     pub grant: Grant,
     /// Goes first, so that no inspection shows a holder whose lock is free already.
     _reader: Option<ReaderNote>,
-    lock: Flock,
-    _beacon: Beacon,
+    taken: Taken,
     /// The files that the hold lives in. If one was deleted or replaced, others no longer see the hold.
     lives_in: Vec<(PathBuf, Inode)>,
 }
@@ -29,23 +28,21 @@ pub(super) struct Hold {
 impl Hold {
     pub(super) fn new(
         reader: Option<ReaderNote>,
-        lock: Flock,
-        beacon: Beacon,
+        taken: Taken,
         lives_in: Vec<(PathBuf, Inode)>,
         grant: Grant,
     ) -> Self {
         Self {
             grant,
             _reader: reader,
-            lock,
-            _beacon: beacon,
+            taken,
             lives_in,
         }
     }
 
     /// The file whose lock is the hold.
     pub(super) fn file(&self) -> &Arc<File> {
-        self.lock.file()
+        self.taken.lock.file()
     }
 
     /// Whether others can still see it.
@@ -59,14 +56,36 @@ impl Hold {
     }
 }
 
+/// A lock that is taken through the very descriptor whose last close wakes the waiters, in whichever process that is.
+#[derive(Debug)]
+pub(super) struct Taken {
+    /// Goes first: the waiters are woken when it is gone.
+    pub lock: Flock,
+    beacon: Beacon,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        // Stopped between the unlocking and the beacon, a process would leave a free lock that nobody hears of. Who is
+        // woken now looks again soon, and in most cases it is free by then.
+        touch(&self.beacon.0);
+    }
+}
+
 /// A writable descriptor of a watched file. The system tells the watchers when it is closed, also when its process is
 /// killed.
 #[derive(Debug)]
-pub(super) struct Beacon(pub File);
+pub(super) struct Beacon(pub Arc<File>);
 
 impl Beacon {
-    pub(super) fn inode(&self, path: &std::path::Path) -> Result<Inode> {
-        space::inode(&self.0, path)
+    /// Locks the file through it, unless it is taken.
+    pub(super) fn lock(
+        self,
+        lock: impl FnOnce(&Arc<File>, &Path) -> Result<Option<Flock>>,
+        path: &Path,
+    ) -> Result<Option<Taken>> {
+        let locked = lock(&self.0, path)?;
+        Ok(locked.map(|lock| Taken { lock, beacon: self }))
     }
 }
 
@@ -108,10 +127,10 @@ mod tests {
     async fn waiters_are_told_although_a_forked_child_has_the_descriptor() {
         let dir = tempfile::TempDir::new().unwrap();
         let path = dir.path().join("lock");
-        let beacon = Beacon(File::create(&path).unwrap());
+        let beacon = Beacon(Arc::new(File::create(&path).unwrap()));
         let _childs = beacon.0.try_clone().unwrap();
-        let watcher = Watcher::new().unwrap();
-        let mut events = watcher.watch(&path).unwrap();
+        let watcher = Watcher::new(Vec::new()).unwrap();
+        let mut events = watcher.watch(&[&path]).unwrap();
         drop(beacon);
         tokio::time::timeout(Duration::from_secs(20), events.next())
             .await

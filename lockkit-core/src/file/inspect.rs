@@ -16,7 +16,8 @@ use super::{
 };
 use crate::{Kind, LockName};
 
-/// The holders of `name`. It probes under the ledger's lock, where no attempt gives up because of it.
+/// The holders of `name`. It probes with the ledger to itself, so that no attempt gives up because of it, and for
+/// moments only: stopped in one of them, it is in everybody's way.
 pub(super) fn holders(files: &Files, name: &LockName, kind: Kind) -> Result<Vec<Holding>> {
     let path = files.main();
     let Some(file) = space::open(&path)?.map(Arc::new) else {
@@ -26,7 +27,6 @@ pub(super) fn holders(files: &Files, name: &LockName, kind: Kind) -> Result<Vec<
         return Ok(Vec::new());
     };
     last.check_name(name.as_str(), &path)?;
-    let _ledger = files.lock_ledger()?;
     match kind {
         Kind::Lock => lock_holders(files, &file, &path),
         Kind::Semaphore => permit_holders(files, &file, &path),
@@ -34,8 +34,10 @@ pub(super) fn holders(files: &Files, name: &LockName, kind: Kind) -> Result<Vec<
 }
 
 fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<Holding>> {
+    let ledger = files.lock_ledger()?;
     if let Some(probe) = Flock::exclusive(file, path)? {
         drop(probe);
+        drop(ledger);
         // A waiter that tried just then would otherwise not try again before its fallback poll.
         touch(file);
         readers(files, true)?;
@@ -44,6 +46,7 @@ fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<Hold
     let last = journal::read(file, path)?.map(|last| last.holder);
     if let Some(probe) = Flock::shared(file, path)? {
         drop(probe);
+        drop(ledger);
         touch(file);
         let inside = readers(files, false)?;
         // None has a file of its own if all were killed and left their descriptors to child processes.
@@ -65,12 +68,17 @@ fn readers(files: &Files, sweep: bool) -> Result<Vec<Holding>> {
     };
     let mut holders = Vec::new();
     for entry in entries {
-        let path = entry.map_err(Fault::io("read the directory", &dir))?.path();
+        let entry = entry.map_err(Fault::io("read the directory", &dir))?;
+        let path = entry.path();
+        // One that is being made is not a holder's yet; if nobody has the lock, its maker was killed or begins anew.
+        if !sweep && entry.file_name().as_encoded_bytes().starts_with(b".") {
+            continue;
+        }
         let Some(file) = space::open(&path)?.map(Arc::new) else {
             continue;
         };
         if let Some(_stale) = Flock::exclusive(&file, &path)? {
-            if sweep {
+            if sweep && space::is_at(&path, space::inode(&file, &path)?)? {
                 // Another inspection or an administrator may have been quicker.
                 let _ = fs::remove_file(&path);
             }
@@ -85,17 +93,22 @@ fn readers(files: &Files, sweep: bool) -> Result<Vec<Holding>> {
 fn permit_holders(files: &Files, file: &File, path: &Path) -> Result<Vec<Holding>> {
     let permits = journal::read(file, path)?.map_or(0, |last| last.permits);
     let mut holders = Vec::new();
+    let mut probed = false;
     for index in 0..permits {
         let path = files.permit(index);
         let Some(slot) = space::open(&path)?.map(Arc::new) else {
             continue;
         };
-        // A permit is only ever taken under the ledger's lock, so probing it is in nobody's way.
-        if Flock::exclusive(&slot, &path)?.is_none()
-            && let Some(note) = journal::read(&slot, &path)?
-        {
+        let _ledger = files.lock_ledger()?;
+        if Flock::exclusive(&slot, &path)?.is_some() {
+            probed = true;
+        } else if let Some(note) = journal::read(&slot, &path)? {
             holders.push(note.holder);
         }
+    }
+    if probed {
+        // A waiter that tried just then would otherwise not try again before its fallback poll.
+        touch(file);
     }
     holders.sort_by_key(|holder| holder.token);
     Ok(holders)

@@ -2,11 +2,14 @@
 //!
 //! Two copies take turns, a page apart, each with a checksum; the one with the higher sequence number that is whole
 //! counts. A write that tears leaves the other copy, so the counter never goes back.
+//!
+//! Holders that do not exclude each other write side by side, each in a lane, which is two copies of its own. So one
+//! that is stopped while it writes is in nobody's way. Tokens go on from the highest of all lanes, and a lane gives
+//! out only its own: those that leave its number when they are divided by the number of lanes.
 
 use std::{
     fs::File,
     io,
-    num::NonZeroU32,
     ops::RangeInclusive,
     os::unix::fs::FileExt,
     path::Path,
@@ -17,14 +20,16 @@ use sha2::{Digest, Sha256};
 
 use super::{
     fault::{Fault, Result},
-    space::{self, Files},
+    space::Files,
 };
-use crate::spi::Mode;
+use crate::spi::{ClaimRequest, Mode};
 
 const MAGIC: &[u8; 8] = b"lockkit1";
 /// Copies are this far apart, so that no write to one touches a sector or page of the other.
 const STRIDE: u64 = 4_096;
 const SUM_BYTES: usize = 16;
+/// How many may write side by side. Whoever writes alone uses the first lane, so most files have no other.
+const LANES: u64 = 8;
 
 /// The state after a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,6 +42,7 @@ pub(super) struct Entry {
     pub holder: Holding,
     /// The last token that was given out.
     counter: u64,
+    /// How many entries its lane has had.
     sequence: u64,
 }
 
@@ -73,54 +79,68 @@ impl Entry {
     }
 }
 
-/// Reserves `tokens` tokens for a holder. The caller has locked out all others who might, and before it hands out a
-/// token it [makes them durable](make_durable).
+/// Reserves tokens for a holder: as many as it asks for if it holds alone, else one. The caller cannot be granted
+/// beside one that holds alone, and before it hands out a token it [makes them durable](make_durable).
 ///
 /// A new file starts at the clock, in microseconds, so that tokens go on rising if the file was deleted.
-pub(super) fn reserve(
-    files: &Files,
-    file: &File,
-    name: &str,
-    mode: Mode,
-    tokens: NonZeroU32,
-    label: Option<&str>,
-) -> Result<Entry> {
+pub(super) fn reserve(files: &Files, file: &File, request: &ClaimRequest) -> Result<Entry> {
+    if request.mode == Mode::Exclusive {
+        // There is no reader inside, so nobody writes in any lane.
+        return append(files, file, request, 0, request.tokens.get());
+    }
+    let (lane, _lock) = files.lock_lane(LANES)?;
+    append(files, file, request, lane, 1)
+}
+
+/// Sets a semaphore's size. The caller has it locked, and nobody has a permit.
+pub(super) fn set_size(files: &Files, file: &File, request: &ClaimRequest) -> Result<()> {
+    append(files, file, request, 0, 1).map(drop)
+}
+
+fn append(files: &Files, file: &File, request: &ClaimRequest, lane: u64, tokens: u32) -> Result<Entry> {
     let path = files.main();
-    let last = read(file, &path)?;
-    if let Some(last) = &last {
-        last.check_name(name, &path)?;
+    let lanes = read_lanes(file, &path)?;
+    let last = newest(&lanes);
+    if let Some(last) = last {
+        last.check_name(request.name.as_str(), &path)?;
     }
     let now = micros_since_epoch();
-    let (sequence, before) = last
-        .as_ref()
-        .map_or((0, now), |last| (last.sequence, last.counter));
+    let before = last.map_or(now, |last| last.counter);
+    let sequence = usize::try_from(lane)
+        .ok()
+        .and_then(|lane| lanes.get(lane)?.as_ref())
+        .map_or(0, |last| last.sequence);
     let exhausted = || Fault::Exhausted { path: path.clone() };
+    let mut token = before.checked_add(1).ok_or_else(exhausted)?;
+    if request.mode != Mode::Exclusive {
+        let further = (lane + LANES - token % LANES) % LANES;
+        token = token.checked_add(further).ok_or_else(exhausted)?;
+    }
     let entry = Entry {
-        name: name.to_owned(),
-        permits: match mode {
+        name: request.name.as_str().to_owned(),
+        permits: match request.mode {
             Mode::Exclusive => 1,
             Mode::Shared => 0,
             Mode::Permits(permits) => permits.get(),
         },
         holder: Holding {
-            token: before.checked_add(1).ok_or_else(exhausted)?,
+            token,
             pid: std::process::id(),
             since: now,
-            label: label.map(str::to_owned),
+            label: request.label.as_deref().map(str::to_owned),
         },
-        counter: before
-            .checked_add(u64::from(tokens.get()))
-            .ok_or_else(exhausted)?,
+        counter: token.checked_add(u64::from(tokens) - 1).ok_or_else(exhausted)?,
         sequence: sequence.checked_add(1).ok_or_else(exhausted)?,
     };
-    write(file, &entry, &path)?;
+    write(file, &entry, lane, &path)?;
     Ok(entry)
 }
 
 /// Makes reserved tokens survive a crash of the machine, and the file if they are its first.
 pub(super) fn make_durable(files: &Files, file: &File, entry: &Entry) -> Result<()> {
     file.sync_data().map_err(Fault::io("sync", &files.main()))?;
-    if entry.sequence == 1 {
+    // The second of a lane is the first that is granted, where the first set a semaphore's size.
+    if entry.sequence <= 2 {
         files.space().sync()?;
     }
     Ok(())
@@ -128,9 +148,7 @@ pub(super) fn make_durable(files: &Files, file: &File, entry: &Entry) -> Result<
 
 /// Leaves a copy of a grant, alone in its file, for whoever inspects. The counter is elsewhere, so this need not
 /// survive a crash.
-pub(super) fn note(path: &Path, entry: &Entry) -> Result<()> {
-    let file =
-        space::open_writable(path)?.ok_or_else(|| Fault::io("open", path)(io::ErrorKind::NotFound.into()))?;
+pub(super) fn note(file: &File, path: &Path, entry: &Entry) -> Result<()> {
     file.set_len(0)
         .and_then(|()| file.write_all_at(&encode(entry), 0))
         .map_err(Fault::io("write to", path))
@@ -138,10 +156,29 @@ pub(super) fn note(path: &Path, entry: &Entry) -> Result<()> {
 
 /// What the file says; `None` if nothing was ever granted.
 pub(super) fn read(file: &File, path: &Path) -> Result<Option<Entry>> {
-    let mut copies = [Vec::new(), Vec::new()];
-    for (at, copy) in [0, STRIDE].into_iter().zip(&mut copies) {
-        *copy = read_page(file, at).map_err(Fault::io("read", path))?;
+    Ok(newest(&read_lanes(file, path)?).cloned())
+}
+
+fn newest(lanes: &[Option<Entry>]) -> Option<&Entry> {
+    lanes.iter().flatten().max_by_key(|entry| entry.counter)
+}
+
+/// The last entry of each lane, as far as the file goes.
+fn read_lanes(file: &File, path: &Path) -> Result<Vec<Option<Entry>>> {
+    let mut lanes = Vec::new();
+    for lane in 0..LANES {
+        let at = 2 * lane * STRIDE;
+        let first = read_page(file, at).map_err(Fault::io("read", path))?;
+        if first.is_empty() {
+            break;
+        }
+        let second = read_page(file, at + STRIDE).map_err(Fault::io("read", path))?;
+        lanes.push(read_lane([first, second], path)?);
     }
+    Ok(lanes)
+}
+
+fn read_lane(copies: [Vec<u8>; 2], path: &Path) -> Result<Option<Entry>> {
     let newest = copies
         .iter()
         .filter_map(|copy| decode(copy))
@@ -149,11 +186,11 @@ pub(super) fn read(file: &File, path: &Path) -> Result<Option<Entry>> {
     if newest.is_some() {
         return Ok(newest);
     }
-    // The second copy is first written after the first one was whole and durable. Without it, what is there can only
-    // be a first write that never finished, and no token came of it.
+    // The second copy is first written after the first one was whole. Without it, what is there can only be a first
+    // write that never finished, and no token came of it. Where a later lane is in use, it is there and blank.
+    let blank = |copy: &[u8]| copy.iter().all(|byte| *byte == 0);
     let [first, second] = copies;
-    let unfinished = first.starts_with(MAGIC) || first.iter().all(|byte| *byte == 0);
-    if second.is_empty() && unfinished {
+    if blank(&second) && (blank(&first) || first.starts_with(MAGIC)) {
         return Ok(None);
     }
     Err(Fault::Damaged {
@@ -161,10 +198,13 @@ pub(super) fn read(file: &File, path: &Path) -> Result<Option<Entry>> {
     })
 }
 
-fn write(file: &File, entry: &Entry, path: &Path) -> Result<()> {
-    // The first entry has the sequence number 1 and goes to the first copy.
-    let at = if entry.sequence % 2 == 1 { 0 } else { STRIDE };
-    file.write_all_at(&encode(entry), at)
+/// Where in the file a lane's entry goes. The first has the sequence number 1 and goes to the first copy.
+fn place(lane: u64, sequence: u64) -> u64 {
+    (2 * lane + (sequence + 1) % 2) * STRIDE
+}
+
+fn write(file: &File, entry: &Entry, lane: u64, path: &Path) -> Result<()> {
+    file.write_all_at(&encode(entry), place(lane, entry.sequence))
         .map_err(Fault::io("write to", path))
 }
 
@@ -275,12 +315,28 @@ fn micros_since_epoch() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use std::{
+        num::NonZeroU32,
+        sync::{Arc, Mutex},
+        thread,
+        time::Duration,
+    };
 
     use tempfile::TempDir;
 
-    use super::{super::space::Space, *};
-    use crate::{Kind, LockName};
+    use super::{
+        super::space::{self, Space},
+        *,
+    };
+    use crate::{Kind, LockName, spi::OwnerId};
+
+    fn request(name: &str, mode: Mode) -> ClaimRequest {
+        let name = LockName::new(name).unwrap();
+        let mut request = ClaimRequest::new(name, mode, Duration::from_secs(30), OwnerId::new(1));
+        request.tokens = NonZeroU32::new(3).unwrap();
+        request.label = Some("label".into());
+        request
+    }
 
     struct Fixture {
         _dir: TempDir,
@@ -303,15 +359,11 @@ mod tests {
         }
 
         fn mint(&self) -> Result<Entry> {
-            let tokens = NonZeroU32::new(3).unwrap();
-            reserve(
-                &self.files,
-                &self.file,
-                "n",
-                Mode::Exclusive,
-                tokens,
-                Some("label"),
-            )
+            reserve(&self.files, &self.file, &request("n", Mode::Exclusive))
+        }
+
+        fn mint_shared(&self) -> Entry {
+            reserve(&self.files, &self.file, &request("n", Mode::Shared)).unwrap()
         }
 
         fn read(&self) -> Result<Option<Entry>> {
@@ -320,7 +372,7 @@ mod tests {
 
         /// Spoils a byte of the copy that the entry is in.
         fn spoil(&self, entry: &Entry) {
-            let at = if entry.sequence % 2 == 1 { 0 } else { STRIDE } + 40;
+            let at = place(0, entry.sequence) + 40;
             let mut byte = [0];
             self.file.read_exact_at(&mut byte, at).unwrap();
             self.file.write_all_at(&[!byte[0]], at).unwrap();
@@ -355,6 +407,59 @@ mod tests {
             before = fixture.mint().unwrap();
             assert_eq!(before.sequence, torn.sequence);
         }
+    }
+
+    #[test]
+    fn who_is_stopped_in_its_lane_keeps_no_other_from_a_token() {
+        let fixture = Fixture::new();
+        let mut last = fixture.mint().unwrap();
+        let mut stopped = Vec::new();
+        for lane in (0..LANES).rev() {
+            // Whoever comes last finds the only lane that is left.
+            let mut seen = vec![fixture.mint_shared().holder.token];
+            for _ in 0..3 {
+                seen.push(fixture.mint_shared().holder.token);
+            }
+            assert!(
+                seen[0] > last.counter && seen.is_sorted_by(|a, b| a < b),
+                "{seen:?}"
+            );
+            last = fixture.read().unwrap().unwrap();
+            let (locked, lock) = fixture.files.lock_lane(LANES).unwrap();
+            assert_eq!(locked + lane, LANES - 1);
+            stopped.push(lock);
+        }
+        let none = reserve(&fixture.files, &fixture.file, &request("n", Mode::Shared));
+        assert!(matches!(none, Err(Fault::LedgerBusy { .. })));
+        stopped.pop();
+        assert!(fixture.mint_shared().holder.token > last.counter);
+    }
+
+    #[test]
+    fn who_writes_side_by_side_shares_no_token() {
+        let fixture = Fixture::new();
+        let threads = 2 * usize::try_from(LANES).unwrap();
+        let tokens = Mutex::new(Vec::new());
+        thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    let mut last = 0;
+                    for _ in 0..50 {
+                        let token = fixture.mint_shared().holder.token;
+                        assert!(token > last, "{token} after {last}");
+                        last = token;
+                        tokens.lock().unwrap().push(token);
+                    }
+                });
+            }
+        });
+        let mut tokens = tokens.into_inner().unwrap();
+        let highest = tokens.iter().max().copied();
+        tokens.sort_unstable();
+        tokens.dedup();
+        assert_eq!(tokens.len(), threads * 50, "no token twice");
+        let next = *fixture.mint().unwrap().tokens().start();
+        assert!(Some(next) > highest);
     }
 
     #[test]
@@ -399,14 +504,7 @@ mod tests {
     fn the_file_of_another_name_is_left_alone() {
         let fixture = Fixture::new();
         let entry = fixture.mint().unwrap();
-        let minted = reserve(
-            &fixture.files,
-            &fixture.file,
-            "m",
-            Mode::Exclusive,
-            NonZeroU32::MIN,
-            None,
-        );
+        let minted = reserve(&fixture.files, &fixture.file, &request("m", Mode::Exclusive));
         assert!(matches!(minted, Err(Fault::OtherName { found, .. }) if found == "n"));
         assert_eq!(fixture.read().unwrap(), Some(entry));
     }
@@ -417,7 +515,7 @@ mod tests {
         let mut entry = fixture.mint().unwrap();
         entry.counter = u64::MAX - 2;
         entry.sequence += 1;
-        write(&fixture.file, &entry, &fixture.files.main()).unwrap();
+        write(&fixture.file, &entry, 0, &fixture.files.main()).unwrap();
         assert!(matches!(fixture.mint(), Err(Fault::Exhausted { .. })));
     }
 }

@@ -127,7 +127,7 @@ impl FileBackend {
         let space = blocking(move || Space::open(&dir, &inner))
             .await
             .map_err(|fault| fault.during("connect", None))?;
-        let watcher = Watcher::new()
+        let watcher = Watcher::new(space.way())
             .inspect_err(|error| tracing::debug!(%error, "no inotify; waiters poll"))
             .ok();
         Ok(Self {

@@ -84,6 +84,11 @@ impl Space {
             .map_err(Fault::io("sync the directory", &dir))
     }
 
+    /// The directory and all above it: whichever is moved, its files are no longer where others look for them.
+    pub(super) fn way(&self) -> Vec<PathBuf> {
+        self.dir().ancestors().map(Path::to_owned).collect()
+    }
+
     fn dir(&self) -> PathBuf {
         match &self.namespace {
             Some(namespace) => self.root.join(namespace),
@@ -121,13 +126,12 @@ impl Files {
         })
     }
 
-    /// Locked for moments: by shared holders for their tokens, and around probes. A semaphore's counter file is
-    /// nobody's hold, so it serves for that too.
+    /// Locked for moments: together by those whom a probe must not mislead, and alone around probes.
     pub(super) fn ledger(&self) -> PathBuf {
-        match self.kind {
-            Kind::Lock => self.path("ledger"),
-            Kind::Semaphore => self.main(),
-        }
+        self.path(match self.kind {
+            Kind::Lock => "ledger",
+            Kind::Semaphore => "semledger",
+        })
     }
 
     /// Locked by a writer that waits for readers to leave.
@@ -140,9 +144,30 @@ impl Files {
         self.path("readers")
     }
 
+    /// Has a file for each permit of a semaphore.
+    pub(super) fn permits(&self) -> PathBuf {
+        self.path("permits")
+    }
+
     /// One of a semaphore's permits.
     pub(super) fn permit(&self, index: u32) -> PathBuf {
-        self.path(&format!("{index}.permit"))
+        self.permits().join(index.to_string())
+    }
+
+    /// Locked for moments by whoever writes in that lane of the counter.
+    pub(super) fn lane(&self, lane: u64) -> PathBuf {
+        self.path(&match self.kind {
+            Kind::Lock => format!("{lane}.lane"),
+            Kind::Semaphore => format!("{lane}.semlane"),
+        })
+    }
+
+    /// What tells of a release, and what else must not be replaced.
+    pub(super) fn watched(&self) -> Vec<PathBuf> {
+        match self.kind {
+            Kind::Lock => vec![self.main()],
+            Kind::Semaphore => vec![self.permits(), self.main()],
+        }
     }
 
     /// Opens for reading, so that closing it again wakes nobody; makes it, and its directory, if missing.
@@ -150,6 +175,9 @@ impl Files {
         match create(path) {
             Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 self.space.ensure()?;
+                if self.kind == Kind::Semaphore {
+                    ensure_dir(&self.permits())?;
+                }
                 create(path)
             }
             other => other,
@@ -163,10 +191,54 @@ impl Files {
         Ok(dir)
     }
 
-    /// Locks the ledger, for moments only.
+    /// Locks the ledger alone, for moments only.
     pub(super) fn lock_ledger(&self) -> Result<Flock> {
         let path = self.ledger();
-        Flock::briefly(&path, || self.open_or_create(&path))
+        Flock::briefly(&path, || self.lock_at(&path, Flock::exclusive))
+    }
+
+    /// Locks the ledger together with others: for so long nobody probes.
+    pub(super) fn share_ledger(&self) -> Result<Flock> {
+        let path = self.ledger();
+        Flock::briefly(&path, || self.lock_at(&path, Flock::shared))
+    }
+
+    /// Locks a semaphore's size alone, to change it.
+    pub(super) fn lock_size(&self) -> Result<Flock> {
+        let path = self.main();
+        Flock::briefly(&path, || self.lock_at(&path, Flock::exclusive))
+    }
+
+    /// Locks a semaphore's size together with others: for so long nobody changes it.
+    pub(super) fn share_size(&self) -> Result<Flock> {
+        let path = self.main();
+        Flock::briefly(&path, || self.lock_at(&path, Flock::shared))
+    }
+
+    /// Locks a lane that nobody writes in.
+    pub(super) fn lock_lane(&self, lanes: u64) -> Result<(u64, Flock)> {
+        Flock::briefly(&self.lane(0), || {
+            for lane in 0..lanes {
+                if let Some(lock) = self.lock_at(&self.lane(lane), Flock::exclusive)? {
+                    return Ok(Some((lane, lock)));
+                }
+            }
+            Ok(None)
+        })
+    }
+
+    /// Locks the file that `path` leads to, if that can be done at once.
+    fn lock_at(
+        &self,
+        path: &Path,
+        lock: impl Fn(&Arc<File>, &Path) -> Result<Option<Flock>>,
+    ) -> Result<Option<Flock>> {
+        let file = Arc::new(self.open_or_create(path)?);
+        let inode = inode(&file, path)?;
+        match lock(&file, path)? {
+            Some(locked) if is_at(path, inode)? => Ok(Some(locked)),
+            _ => Ok(None),
+        }
     }
 
     fn path(&self, suffix: &str) -> PathBuf {
@@ -185,6 +257,15 @@ pub(super) fn open(path: &Path) -> Result<Option<File>> {
 /// Opens an existing file for writing. Closing it wakes whoever watches the file.
 pub(super) fn open_writable(path: &Path) -> Result<Option<File>> {
     match regular(OpenOptions::new().read(true).write(true), path) {
+        Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+/// Opens a file for writing that is made if it is missing; `None` if its directory is missing.
+pub(super) fn create_writable(path: &Path) -> Result<Option<File>> {
+    let mut options = OpenOptions::new();
+    match regular(options.read(true).write(true).create(true).mode(0o600), path) {
         Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
         other => other.map(Some),
     }
@@ -359,6 +440,8 @@ mod tests {
         let name = LockName::new("a".repeat(MAX_ENCODED)).unwrap();
         let files = space.files(&name, Kind::Semaphore);
         let longest = files.permit(u32::MAX);
+        files.open_or_create(&longest).unwrap();
+        let longest = files.lane(u64::from(u32::MAX));
         assert!(longest.file_name().unwrap().len() <= 255);
         files.open_or_create(&longest).unwrap();
     }

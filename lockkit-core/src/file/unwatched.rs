@@ -1,17 +1,21 @@
 //! Where there is no inotify, waiters poll.
 
-use std::{convert::Infallible, io, path::Path};
+use std::{
+    convert::Infallible,
+    io,
+    path::{Path, PathBuf},
+};
 
 /// There is none.
 #[derive(Debug)]
 pub(super) struct Watcher(Infallible);
 
 impl Watcher {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(super) fn new(_: Vec<PathBuf>) -> io::Result<Self> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    pub(super) fn watch(&self, _: &Path) -> io::Result<Events> {
+    pub(super) fn watch(&self, _: &[impl AsRef<Path>]) -> io::Result<Events> {
         match self.0 {}
     }
 }

@@ -6,7 +6,7 @@
 use std::{
     collections::HashMap,
     io::{self, PipeReader, PipeWriter},
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
 };
@@ -23,13 +23,18 @@ pub(super) struct Watcher {
 }
 
 impl Watcher {
-    /// Fails if the system has no inotify instance left for this user.
-    pub(super) fn new() -> io::Result<Self> {
+    /// Watches the directories on the `way` to the files, too: if one is moved, everyone is told. Fails if the system
+    /// has no inotify instance left for this user.
+    pub(super) fn new(way: Vec<PathBuf>) -> io::Result<Self> {
         let inotify = Inotify::init()?;
         let (stopped, stop) = io::pipe()?;
         let registry = Arc::new(Registry(Mutex::new(Watched {
             watches: inotify.watches(),
             signals: HashMap::new(),
+            way,
+            on_the_way: HashMap::new(),
+            astray: true,
+            next: 0,
             dead: false,
         })));
         let reader = Arc::clone(&registry);
@@ -42,39 +47,43 @@ impl Watcher {
         })
     }
 
-    /// Begins to watch the file at `path`, from now on. It tells of releases, of deletion and of renaming, and not of
-    /// a grant or a failed attempt.
-    pub(super) fn watch(&self, path: &Path) -> io::Result<Events> {
+    /// Begins to watch what is at `paths`, from now on: a file or the files of a directory. All tell of deletion and
+    /// of renaming, and the first of releases too. None tells of a grant or a failed attempt.
+    pub(super) fn watch(&self, paths: &[impl AsRef<Path>]) -> io::Result<Events> {
         let mut watched = self.registry.lock();
         if watched.dead {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
-        let descriptor = watched.watches.add(
-            path,
-            WatchMask::CLOSE_WRITE
-                | WatchMask::ATTRIB
-                | WatchMask::DELETE_SELF
-                | WatchMask::MOVE_SELF
-                | WatchMask::DONT_FOLLOW,
-        )?;
-        let id = descriptor.get_watch_descriptor_id();
-        let signal = watched.signals.entry(id).or_insert_with(|| Signal {
-            descriptor,
-            sender: watch::Sender::new(()),
-        });
-        Ok(Events {
-            changed: signal.sender.subscribe(),
-            id,
+        watched.find_way();
+        let listener = watched.next;
+        watched.next += 1;
+        let (sender, changed) = watch::channel(());
+        let sender = Arc::new(sender);
+        // Should one of the paths be refused, its drop ends the watches before it.
+        let mut events = Events {
+            changed,
+            listener,
+            watches: Vec::new(),
             registry: Arc::clone(&self.registry),
-        })
+        };
+        let mut refused = None;
+        for (at, path) in paths.iter().enumerate() {
+            match watched.listen(path.as_ref(), at == 0, listener, &sender) {
+                Ok(id) => events.watches.push(id),
+                Err(error) => refused = Some(error),
+            }
+        }
+        drop(watched);
+        refused.map_or(Ok(events), Err)
     }
 }
 
-/// The changes of one file. Those that were not asked for yet are remembered.
+/// The changes of what is watched for one claim. Those that were not asked for yet are remembered.
 #[derive(Debug)]
 pub(super) struct Events {
     changed: watch::Receiver<()>,
-    id: i32,
+    listener: u64,
+    watches: Vec<i32>,
     registry: Arc<Registry>,
 }
 
@@ -103,13 +112,17 @@ impl Events {
 impl Drop for Events {
     fn drop(&mut self) {
         let mut watched = self.registry.lock();
-        let last = watched
-            .signals
-            .get(&self.id)
-            .is_some_and(|signal| signal.sender.receiver_count() == 1);
-        if last && let Some(signal) = watched.signals.remove(&self.id) {
-            // It fails if the file was deleted meanwhile, and its watch with it.
-            let _ = watched.watches.remove(signal.descriptor);
+        for id in &self.watches {
+            let Some(signal) = watched.signals.get_mut(id) else {
+                continue;
+            };
+            signal.listeners.remove(&self.listener);
+            if signal.listeners.is_empty()
+                && let Some(signal) = watched.signals.remove(id)
+            {
+                // It fails if the file was deleted meanwhile, and its watch with it.
+                let _ = watched.watches.remove(signal.descriptor);
+            }
         }
     }
 }
@@ -121,13 +134,20 @@ struct Registry(Mutex<Watched>);
 struct Watched {
     watches: Watches,
     signals: HashMap<i32, Signal>,
+    /// The directories that lead to the files.
+    way: Vec<PathBuf>,
+    on_the_way: HashMap<i32, WatchDescriptor>,
+    /// One of them may no longer be what is watched.
+    astray: bool,
+    /// The next listener's number.
+    next: u64,
     dead: bool,
 }
 
 #[derive(Debug)]
 struct Signal {
     descriptor: WatchDescriptor,
-    sender: watch::Sender<()>,
+    listeners: HashMap<u64, Arc<watch::Sender<()>>>,
 }
 
 impl Registry {
@@ -171,18 +191,80 @@ impl Registry {
 }
 
 impl Watched {
+    fn listen(
+        &mut self,
+        path: &Path,
+        releases: bool,
+        listener: u64,
+        sender: &Arc<watch::Sender<()>>,
+    ) -> io::Result<i32> {
+        let mut mask = WatchMask::ATTRIB
+            | WatchMask::DELETE
+            | WatchMask::MOVED_FROM
+            | WatchMask::DELETE_SELF
+            | WatchMask::MOVE_SELF
+            | WatchMask::DONT_FOLLOW;
+        mask.set(WatchMask::CLOSE_WRITE, releases);
+        let descriptor = self.watches.add(path, mask)?;
+        let id = descriptor.get_watch_descriptor_id();
+        let signal = self.signals.entry(id).or_insert_with(|| Signal {
+            descriptor,
+            listeners: HashMap::new(),
+        });
+        signal.listeners.insert(listener, Arc::clone(sender));
+        Ok(id)
+    }
+
+    /// Watches the directories that are on the way now. One that may not be read cannot be watched; its move is then
+    /// found at the next look.
+    fn find_way(&mut self) {
+        if !std::mem::take(&mut self.astray) {
+            return;
+        }
+        let mut before = std::mem::take(&mut self.on_the_way);
+        for dir in &self.way {
+            let mask = WatchMask::MOVE_SELF | WatchMask::DELETE_SELF | WatchMask::ONLYDIR;
+            if let Ok(descriptor) = self.watches.add(dir, mask) {
+                let id = descriptor.get_watch_descriptor_id();
+                before.remove(&id);
+                self.on_the_way.insert(id, descriptor);
+            }
+        }
+        for old in before.into_values() {
+            // It fails if the directory is gone, and its watch with it.
+            let _ = self.watches.remove(old);
+        }
+    }
+
     fn tell(&mut self, id: i32, mask: EventMask) {
-        if mask.contains(EventMask::Q_OVERFLOW) {
+        let way = self.on_the_way.contains_key(&id);
+        if way || mask.contains(EventMask::Q_OVERFLOW) {
+            self.astray = true;
             for signal in self.signals.values() {
-                signal.sender.send_replace(());
+                signal.tell();
             }
             return;
         }
         if let Some(signal) = self.signals.get(&id) {
-            signal.sender.send_replace(());
+            signal.tell();
         }
-        if mask.contains(EventMask::IGNORED) {
-            self.signals.remove(&id);
+        if mask.contains(EventMask::IGNORED)
+            && let Some(gone) = self.signals.remove(&id)
+        {
+            // What else they listen to is of no use to them any more: they have to begin anew.
+            for signal in self.signals.values_mut() {
+                signal
+                    .listeners
+                    .retain(|listener, _| !gone.listeners.contains_key(listener));
+            }
+        }
+    }
+}
+
+impl Signal {
+    fn tell(&self) {
+        for listener in self.listeners.values() {
+            listener.send_replace(());
         }
     }
 }
@@ -212,9 +294,9 @@ mod tests {
         let (lock, other) = (dir.path().join("lock"), dir.path().join("other"));
         let _holder = File::create(&lock).unwrap();
         fs::write(&other, "").unwrap();
-        let watcher = Watcher::new().unwrap();
-        let mut events = watcher.watch(&lock).unwrap();
-        let mut others = watcher.watch(&other).unwrap();
+        let watcher = Watcher::new(Vec::new()).unwrap();
+        let mut events = watcher.watch(&[&lock]).unwrap();
+        let mut others = watcher.watch(&[&other]).unwrap();
 
         let file = File::open(&lock).unwrap();
         assert!(file.try_lock_shared().is_ok());
@@ -233,8 +315,8 @@ mod tests {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("lock");
         fs::write(&path, "").unwrap();
-        let watcher = Watcher::new().unwrap();
-        let (mut one, mut two) = (watcher.watch(&path).unwrap(), watcher.watch(&path).unwrap());
+        let watcher = Watcher::new(Vec::new()).unwrap();
+        let (mut one, mut two) = (watcher.watch(&[&path]).unwrap(), watcher.watch(&[&path]).unwrap());
         fs::write(&path, "").unwrap();
         told(&mut one).await;
         told(&mut two).await;
@@ -250,8 +332,8 @@ mod tests {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("lock");
         fs::write(&path, "").unwrap();
-        let watcher = Watcher::new().unwrap();
-        let mut events = watcher.watch(&path).unwrap();
+        let watcher = Watcher::new(Vec::new()).unwrap();
+        let mut events = watcher.watch(&[&path]).unwrap();
         fs::remove_file(&path).unwrap();
         told(&mut events).await;
         let wait = async {
@@ -265,7 +347,7 @@ mod tests {
 
     #[tokio::test]
     async fn dropping_the_watcher_ends_its_thread() {
-        let watcher = Watcher::new().unwrap();
+        let watcher = Watcher::new(Vec::new()).unwrap();
         let registry = Arc::downgrade(&watcher.registry);
         assert!(registry.strong_count() == 2, "the thread has one");
         drop(watcher);

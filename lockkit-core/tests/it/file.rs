@@ -11,17 +11,18 @@ use std::{
     pin::pin,
     process::{Child, Command, Stdio},
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::Poll,
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use lockkit_core::{
     Error, FileBackend, FileConfig, Kind, LockClient, LockName, LossReason,
     spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, chain},
 };
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use tempfile::TempDir;
 
 const TTL: Duration = Duration::from_secs(30);
@@ -84,12 +85,13 @@ async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
         .unwrap_or_else(|_| panic!("never: {what}"));
 }
 
-/// How often a waiter looks by itself, until it does no more.
+/// How often a waiter looks by itself, until it does no more. A writer does so for as long as readers are inside.
 async fn looks(waiter: &mut Box<dyn Claim>) -> u32 {
     let mut looks = 0;
-    while tokio::time::timeout(Duration::from_secs(2), waiter.notified())
-        .await
-        .is_ok()
+    while looks < 16
+        && tokio::time::timeout(Duration::from_secs(2), waiter.notified())
+            .await
+            .is_ok()
     {
         assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
         looks += 1;
@@ -116,6 +118,16 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 struct Killed(Child);
 
 impl Killed {
+    /// Returns when it has stopped.
+    fn stop(&self) {
+        self.signal(Signal::STOP);
+        waitpid(Some(Pid::from_child(&self.0)), WaitOptions::UNTRACED).unwrap();
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.0), signal).unwrap();
+    }
+
     fn kill(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
@@ -130,12 +142,12 @@ impl Drop for Killed {
 }
 
 /// A child of a child, killed once, when the test is over at the latest.
-struct Orphan(Option<rustix::process::Pid>);
+struct Orphan(Option<Pid>);
 
 impl Orphan {
     fn kill(&mut self) {
         if let Some(process) = self.0.take() {
-            rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+            kill_process(process, Signal::KILL).unwrap();
         }
     }
 }
@@ -159,14 +171,13 @@ fn other(role: &str, dir: &Path) -> (Killed, String) {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let child = Killed(child);
-    for line in lines {
-        if let Some((_, rest)) = line.unwrap().split_once("ready") {
-            return (child, rest.trim().to_owned());
-        }
-    }
-    panic!("the other process ended early");
+    let said = lines.find_map(|line| Some(line.unwrap().split_once("ready")?.1.trim().to_owned()));
+    let said = said.expect("the other process ended early");
+    // Whatever it says later must not fail.
+    std::thread::spawn(move || lines.for_each(drop));
+    (child, said)
 }
 
 /// Not a test of its own: what [`other`] runs. Without a role there is nothing to do.
@@ -178,10 +189,22 @@ async fn other_process() {
     let backend = open(Path::new(&std::env::var_os(DIR).unwrap())).await;
     let mode = match role.to_str().unwrap() {
         "share" | "share with a child" => Mode::Shared,
-        "permit" => permits(1),
+        "permit" | "permit with a child" => permits(1),
+        "look for one of 300" => permits(300),
         _ => Mode::Exclusive,
     };
     let mut claim = claim(&backend, "n", mode).await;
+    if role == "wait" {
+        assert_eq!(claim.attempt(PATIENCE).await.unwrap(), None);
+        println!("ready");
+        granted(&mut claim).await;
+        return;
+    }
+    if role == "look for one of 300" {
+        println!("ready");
+        while claim.attempt(PATIENCE).await.unwrap().is_none() {}
+        return;
+    }
     if role == "full" {
         let error = claim.attempt(TRY).await.unwrap_err();
         println!("ready {}", chain(&error));
@@ -409,18 +432,100 @@ async fn a_release_frees_the_lock_although_a_child_has_the_descriptor() {
 
 #[tokio::test]
 async fn a_child_keeps_the_lock_of_its_killed_parent() {
-    for role in ["hold with a child", "share with a child"] {
+    for (role, mode) in [
+        ("hold with a child", Mode::Exclusive),
+        ("share with a child", Mode::Exclusive),
+        ("permit with a child", permits(1)),
+    ] {
         let dir = TempDir::new().unwrap();
         let (mut process, child) = other(role, dir.path());
-        let mut child = Orphan(rustix::process::Pid::from_raw(child.parse().unwrap()));
+        let mut child = Orphan(Pid::from_raw(child.parse().unwrap()));
         process.kill();
         let backend = open(dir.path()).await;
-        let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
+        let mut waiter = claim(&backend, "n", mode).await;
         assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
-        assert!(!backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+        assert!(!backend.inspect(&name("n"), mode.kind()).await.unwrap().is_free());
+        if cfg!(target_os = "linux") {
+            // There is nothing left but to be told.
+            looks(&mut waiter).await;
+        }
         child.kill();
-        // The child holds only what was locked, so nothing tells: the looks after its parent's end find it.
-        granted(&mut waiter).await;
+        let wait = tokio::time::timeout(LIMIT, granted(&mut waiter));
+        assert!(wait.await.is_ok(), "{role}: told of the child's end");
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn whatever_of_the_files_is_moved_the_holder_is_told() {
+    for (mode, what) in [
+        (Mode::Exclusive, "at/locks/lockkit/n.lock"),
+        (Mode::Exclusive, "at/locks/lockkit"),
+        (Mode::Shared, "at/locks"),
+        (Mode::Exclusive, "at"),
+        (permits(1), "at/locks/lockkit/n.permits/0"),
+        (permits(1), "at/locks/lockkit/n.permits"),
+        (permits(1), "at/locks/lockkit/n.sem"),
+        (permits(1), "at/locks"),
+    ] {
+        for deleted in [false, true] {
+            let dir = TempDir::new().unwrap();
+            let locks = dir.path().join("at/locks");
+            let (a, b) = (open(&locks).await, open(&locks).await);
+            let mut holder = claim(&a, "n", mode).await;
+            granted(&mut holder).await;
+            let rival = if mode == Mode::Shared {
+                Mode::Exclusive
+            } else {
+                mode
+            };
+            let mut waiter = claim(&b, "n", rival).await;
+            looks(&mut waiter).await;
+            let what = dir.path().join(what);
+            if !deleted {
+                fs::rename(&what, dir.path().join("moved")).unwrap();
+            } else if what.is_dir() {
+                fs::remove_dir_all(&what).unwrap();
+            } else {
+                fs::remove_file(&what).unwrap();
+            }
+            let what = format!("{mode:?}: {}, deleted: {deleted}", what.display());
+            let told = tokio::time::timeout(LIMIT, holder.notified()).await;
+            assert!(told.is_ok(), "nobody told the holder: {what}");
+            assert_eq!(
+                holder.renew().await.unwrap(),
+                Renewal::Lost(LossReason::Revoked),
+                "{what}"
+            );
+            if what.contains("n.sem") {
+                // The permit is still there.
+                assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None, "{what}");
+                holder.release().await.unwrap_err();
+            }
+            granted(&mut waiter).await;
+            drop(holder);
+            assert!(
+                matches!(waiter.renew().await.unwrap(), Renewal::Held(_)),
+                "{what}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_directory_that_is_moved_again_is_told_again() {
+    let dir = TempDir::new().unwrap();
+    let locks = dir.path().join("locks");
+    let backend = open(&locks).await;
+    for round in 0..3 {
+        let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+        granted(&mut holder).await;
+        fs::rename(&locks, dir.path().join(round.to_string())).unwrap();
+        if cfg!(target_os = "linux") {
+            let told = tokio::time::timeout(LIMIT, holder.notified()).await;
+            assert!(told.is_ok(), "nobody told the holder in round {round}");
+        }
+        assert_eq!(holder.renew().await.unwrap(), Renewal::Lost(LossReason::Revoked));
     }
 }
 
@@ -750,9 +855,9 @@ async fn a_name_that_hashes_like_another_is_told_apart() {
         granted(&mut claim).await;
         claim.release().await.unwrap();
     }
-    let extension = |path: &PathBuf| path.extension().unwrap().to_owned();
+    let extension = |path: &PathBuf| path.extension().map(OsStr::to_owned);
     for path in files(dir.path()) {
-        if !taken.contains(&path) {
+        if !taken.contains(&path) && extension(&path).is_some() {
             let forged = taken
                 .iter()
                 .find(|old| extension(old) == extension(&path))
@@ -894,6 +999,148 @@ async fn a_writer_that_waits_and_is_stopped_does_not_keep_a_free_lock_from_reade
         reader.attempt(PATIENCE).await.unwrap().is_some()
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_stopped_writer_keeps_no_reader_out_though_one_is_inside() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut inside = claim(&backend, "n", Mode::Shared).await;
+    granted(&mut inside).await;
+    let (writer, _) = other("wait", dir.path());
+    let mut reader = claim(&backend, "n", Mode::Shared).await;
+    assert_eq!(reader.attempt(TRY).await.unwrap(), None, "it waits");
+    writer.stop();
+    // One that waits, with nothing to wake it.
+    granted(&mut reader).await;
+    reader.release().await.unwrap();
+    // Tries, with a reader inside and without.
+    assert!(reader.attempt(TRY).await.unwrap().is_some());
+    reader.release().await.unwrap();
+    inside.release().await.unwrap();
+    assert!(reader.attempt(TRY).await.unwrap().is_some());
+    // Continued, it has its place again.
+    writer.signal(Signal::CONT);
+    let mut late = claim(&backend, "n", Mode::Shared).await;
+    until("readers stay out", async || {
+        late.release().await.unwrap();
+        late.attempt(TRY).await.unwrap().is_none()
+    })
+    .await;
+    reader.release().await.unwrap();
+    let mut writer = writer;
+    writer.0.wait().unwrap();
+}
+
+#[tokio::test]
+async fn a_stopped_writer_leaves_the_gate_to_the_next() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut inside = claim(&backend, "n", Mode::Shared).await;
+    granted(&mut inside).await;
+    let (stopped, _) = other("wait", dir.path());
+    stopped.stop();
+    let mut next = claim(&backend, "n", Mode::Shared).await;
+    granted(&mut next).await;
+    let (mut writer, _) = other("wait", dir.path());
+    // There is always a reader inside, as long as new ones get in.
+    until("the writer gets in", async || {
+        if next.attempt(TRY).await.unwrap().is_some() {
+            std::mem::swap(&mut inside, &mut next);
+            next.release().await.unwrap();
+            false
+        } else {
+            inside.release().await.unwrap();
+            writer.0.wait().unwrap().success()
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_clock_opens_the_gate_only_until_its_writer_looks() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut inside = claim(&backend, "n", Mode::Shared).await;
+    granted(&mut inside).await;
+    let mut writer = claim(&backend, "n", Mode::Exclusive).await;
+    let mut reader = claim(&backend, "n", Mode::Shared).await;
+    let hour = Duration::from_secs(3_600);
+    for set in [SystemTime::now() - hour, SystemTime::now() + hour] {
+        assert_eq!(writer.attempt(PATIENCE).await.unwrap(), None);
+        assert_eq!(reader.attempt(TRY).await.unwrap(), None);
+        let gate = fs::File::open(dir.path().join("lockkit/n.gate")).unwrap();
+        gate.set_modified(set).unwrap();
+        assert!(reader.attempt(TRY).await.unwrap().is_some(), "{set:?}");
+        reader.release().await.unwrap();
+        // It shows that it lives without anything to wake it.
+        tokio::time::timeout(LIMIT, writer.notified()).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn who_is_stopped_while_it_looks_for_a_permit_is_in_nobodys_way() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut held = Vec::new();
+    for _ in 0..300 {
+        let mut claim = claim(&backend, "n", permits(300)).await;
+        assert!(claim.attempt(TRY).await.unwrap().is_some());
+        held.push(claim);
+    }
+    let (looking, _) = other("look for one of 300", dir.path());
+    for stop in 0..30 {
+        tokio::time::sleep(Duration::from_micros(fastrand::u64(..6_000))).await;
+        looking.stop();
+        let mut one = held.swap_remove(fastrand::usize(..held.len()));
+        one.release().await.unwrap();
+        let again = one.attempt(TRY).await;
+        assert!(matches!(again, Ok(Some(_))), "stop {stop}: {again:?}");
+        held.push(one);
+        looking.signal(Signal::CONT);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sizes_of_a_semaphore_never_mix() {
+    let dir = TempDir::new().unwrap();
+    let inside = Arc::new(Mutex::new(Vec::<u32>::new()));
+    let mut tasks = Vec::new();
+    for _ in 0..8 {
+        let backend = open(dir.path()).await;
+        let inside = Arc::clone(&inside);
+        tasks.push(tokio::spawn(async move {
+            let mut grants = 0;
+            for _ in 0..150 {
+                let size = [1, 2, 3, 5][fastrand::usize(..4)];
+                let mut claim = claim(&backend, "n", permits(size)).await;
+                match claim.attempt(TRY).await {
+                    Ok(None) | Err(Error::InvalidOptions { .. }) => {}
+                    Ok(Some(_)) => {
+                        grants += 1;
+                        {
+                            let mut held = inside.lock().unwrap();
+                            held.push(size);
+                            let fits = held.len() <= size as usize && held.iter().all(|other| *other == size);
+                            assert!(fits, "sizes of those who hold: {held:?}");
+                        }
+                        tokio::task::yield_now().await;
+                        let mut held = inside.lock().unwrap();
+                        let at = held.iter().position(|other| *other == size).unwrap();
+                        held.remove(at);
+                    }
+                    Err(error) => panic!("{}", chain(&error)),
+                }
+                claim.release().await.unwrap();
+            }
+            grants
+        }));
+    }
+    let mut grants = 0;
+    for task in tasks {
+        grants += task.await.unwrap();
+    }
+    assert!(grants > 50, "{grants}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -1158,19 +1405,25 @@ async fn an_inspection_probes_with_the_ledger_in_hand() {
 async fn a_ledger_that_stays_locked_is_cannot_tell_and_not_taken() {
     let dir = TempDir::new().unwrap();
     let backend = open(dir.path()).await;
-    granted(&mut claim(&backend, "n", Mode::Shared).await).await;
+    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+    granted(&mut holder).await;
     let ledger = fs::File::create(dir.path().join("lockkit/n.ledger")).unwrap();
     ledger.try_lock().unwrap();
-    let mut reader = claim(&backend, "n", Mode::Shared).await;
-    let error = reader.attempt(TRY).await.unwrap_err();
+    let mut denied = claim(&backend, "n", Mode::Shared).await;
+    let error = denied.attempt(TRY).await.unwrap_err();
     assert!(error.is_transient(), "{error}");
     assert!(chain(&error).contains("n.ledger"), "{}", chain(&error));
+    holder.release().await.unwrap();
+    for mode in [Mode::Exclusive, Mode::Shared] {
+        let mut next = claim(&backend, "n", mode).await;
+        let grant = next.attempt(TRY).await.unwrap();
+        assert!(
+            grant.is_some(),
+            "a free lock is granted without the ledger: {mode:?}"
+        );
+        next.release().await.unwrap();
+    }
     ledger.unlock().unwrap();
-    let mut writer = claim(&backend, "n", Mode::Exclusive).await;
-    assert!(
-        writer.attempt(TRY).await.unwrap().is_some(),
-        "the failed reader holds nothing"
-    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
