@@ -12,6 +12,8 @@ mod edges;
 mod ended;
 #[cfg(all(feature = "file", unix))]
 mod file;
+#[cfg(all(feature = "file", target_os = "linux"))]
+mod file_stops;
 mod guarantees;
 mod handoff;
 mod probe;
