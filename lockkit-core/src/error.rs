@@ -2,7 +2,7 @@
 
 use std::{fmt, time::Duration};
 
-use crate::LockName;
+use crate::{LockName, name::Shown};
 
 /// A boxed cause.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync + 'static>;
@@ -14,6 +14,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///
 /// "Taken" and "cannot tell" are different answers everywhere: [`Timeout`](Self::Timeout) means that the backend's
 /// last word was that someone else holds the lock; [`Backend`](Self::Backend) means that it gave no word.
+///
+/// Names and what else comes from outside are escaped in messages, so that each is one line of a log.
 ///
 /// A source is never repeated in the message: print the chain (`{:#}` with anyhow, or walk
 /// [`source`](std::error::Error::source)) to see it all.
@@ -31,7 +33,7 @@ pub enum Error {
     },
 
     /// An option has a value that cannot be kept. Nothing was sent.
-    #[error("invalid option `{option}`: {reason}")]
+    #[error("invalid option `{option}`: {}", Shown(.reason))]
     #[non_exhaustive]
     InvalidOptions {
         /// The option's name, as in [`AcquireOptions`](crate::AcquireOptions) or the config.
@@ -41,7 +43,7 @@ pub enum Error {
     },
 
     /// The URL cannot be understood, or one of its parameters cannot.
-    #[error("invalid lock URL {url:?}: {reason}")]
+    #[error("invalid lock URL {url:?}: {}", Shown(.reason))]
     #[non_exhaustive]
     InvalidUrl {
         /// The URL without credentials.
@@ -51,7 +53,7 @@ pub enum Error {
     },
 
     /// No backend has this URL scheme.
-    #[error("unknown lock URL scheme `{scheme}`; known are {known}")]
+    #[error("unknown lock URL scheme `{}`; known are {known}", Shown(.scheme))]
     #[non_exhaustive]
     UnknownScheme {
         /// The scheme, or what stood in its place.
@@ -62,7 +64,8 @@ pub enum Error {
 
     /// The scheme is known, but its backend is not in this build.
     #[error(
-        "lock URL scheme `{scheme}` needs lockkit's cargo feature `{feature}`, which this build does not have"
+        "lock URL scheme `{}` needs lockkit's cargo feature `{feature}`, which this build does not have",
+        Shown(.scheme)
     )]
     #[non_exhaustive]
     FeatureDisabled {
@@ -73,7 +76,7 @@ pub enum Error {
     },
 
     /// The lock was taken, and still was when the time to wait ran out.
-    #[error("{backend}: lock `{name}` is taken: not granted within {waited:?}")]
+    #[error("{backend}: lock `{}` is taken: not granted within {waited:?}", Shown(.name.as_str()))]
     #[non_exhaustive]
     Timeout {
         /// The backend's name.
@@ -85,7 +88,7 @@ pub enum Error {
     },
 
     /// The lock was held and is not any more. Stop; what the lock protected may belong to another holder.
-    #[error("{backend}: lock `{name}` was lost: {reason}")]
+    #[error("{backend}: lock `{}` was lost: {reason}", Shown(.name.as_str()))]
     #[non_exhaustive]
     Lost {
         /// The backend's name.
@@ -97,7 +100,7 @@ pub enum Error {
     },
 
     /// The backend cannot do this, now or ever.
-    #[error("{backend}: not supported: {what}")]
+    #[error("{backend}: not supported: {}", Shown(.what))]
     #[non_exhaustive]
     Unsupported {
         /// The backend's name.
@@ -128,7 +131,9 @@ pub enum Error {
 }
 
 fn for_lock(name: Option<&LockName>) -> String {
-    name.map_or_else(String::new, |name| format!(" for lock `{name}`"))
+    name.map_or_else(String::new, |name| {
+        format!(" for lock `{}`", Shown(name.as_str()))
+    })
 }
 
 impl Error {

@@ -56,9 +56,25 @@ fn abbreviated(name: &str) -> String {
     }
 }
 
+/// The name as it was given: not for a log, in which it may be several lines. [`LockId`] and errors escape it.
 impl fmt::Display for LockName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
+    }
+}
+
+/// Text from outside as it may stand in a line of a log: what would end the line, or have a terminal do something, is
+/// escaped, and so are backslashes.
+pub(crate) struct Shown<'a>(pub(crate) &'a str);
+
+impl fmt::Display for Shown<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const QUOTES: [char; 2] = ['\'', '"'];
+        for part in self.0.split_inclusive(QUOTES) {
+            let plain = part.trim_end_matches(QUOTES);
+            write!(f, "{}{}", plain.escape_debug(), &part[plain.len()..])?;
+        }
+        Ok(())
     }
 }
 
@@ -151,6 +167,7 @@ impl fmt::Display for LockId {
             Kind::Lock => "lock",
             Kind::Semaphore => "semaphore",
         };
+        let (namespace, name, server) = (Shown(namespace), Shown(name.as_str()), Shown(server));
         write!(f, "{kind} `{namespace}:{name}` on {server}")
     }
 }
@@ -180,6 +197,53 @@ mod tests {
             "the message quotes it in part: {err}"
         );
         assert_ne!(LockName::new("Job").unwrap(), LockName::new("job").unwrap());
+    }
+
+    #[test]
+    fn what_is_shown_is_one_line_without_commands_to_a_terminal() {
+        for (name, shown) in [
+            ("a\nERROR: b\r", "a\\nERROR: b\\r"),
+            ("\u{1b}[2J\u{7}\0", "\\u{1b}[2J\\u{7}\\0"),
+            ("\u{202e}drow", "\\u{202e}drow"),
+            ("a\u{2028}b", "a\\u{2028}b"),
+            ("C:\\x", "C:\\\\x"),
+            (
+                "it's \"all\" `good`, é e\u{301} नि 🔒",
+                "it's \"all\" `good`, é e\u{301} नि 🔒",
+            ),
+        ] {
+            assert_eq!(Shown(name).to_string(), shown);
+            let lock = LockName::new(name).unwrap();
+            let id = LockId::new(name.into(), name.into(), Kind::Lock, lock.clone());
+            let timeout = Error::Timeout {
+                backend: "memory",
+                name: lock.clone(),
+                waited: std::time::Duration::ZERO,
+            };
+            for text in [
+                id.to_string(),
+                format!("{id:?}"),
+                timeout.to_string(),
+                Error::lost("memory", lock.clone(), crate::LossReason::Expired).to_string(),
+                Error::transient("memory", "acquire", "x")
+                    .for_lock(&lock)
+                    .to_string(),
+                Error::invalid_option("permits", format!("`{name}` is in use")).to_string(),
+                Error::invalid_url(name, name).to_string(),
+                Error::unsupported("memory", name).to_string(),
+                Error::unknown_scheme(name, "memory").to_string(),
+                Error::feature_disabled(name, "redis").to_string(),
+            ] {
+                assert!(
+                    text.contains(shown) || text.contains(&shown.replace('"', "\\\"")),
+                    "{text:?}"
+                );
+                assert!(
+                    !text.contains(|c: char| c.is_control() || "\u{202e}\u{2028}".contains(c)),
+                    "{text:?}"
+                );
+            }
+        }
     }
 
     #[test]

@@ -85,11 +85,13 @@ pub struct ReentrantLock<L> {
 
 struct Shared<L> {
     lock: L,
-    /// One seat per owner that holds or is acquiring. Its mutex makes two tasks of one owner take one hold.
-    seats: Mutex<HashMap<Owner, Arc<Seat>>>,
+    seats: Arc<Seats>,
 }
 
-type Seat = AsyncMutex<Weak<LockGuard>>;
+/// One seat per owner that holds or is acquiring. Its mutex makes two tasks of one owner take one hold.
+type Seats = Mutex<HashMap<Owner, Arc<Seat>>>;
+
+type Seat = AsyncMutex<Weak<Seated>>;
 
 impl<L: DistributedLock> ReentrantLock<L> {
     /// Wraps `lock`.
@@ -97,7 +99,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
         Self {
             shared: Arc::new(Shared {
                 lock,
-                seats: Mutex::default(),
+                seats: Arc::default(),
             }),
         }
     }
@@ -148,14 +150,14 @@ impl<L: DistributedLock> ReentrantLock<L> {
         let mut options = options.or(self.shared.lock.options());
         options.validate()?;
         let started = Instant::now();
-        let lease = SeatLease::take(self, *owner);
+        let place = Place::take(&self.shared.seats, *owner);
         let seated = match options.wait {
             // Somebody of this owner is at the server right now; a try does not wait for what comes of it.
             Some(wait) => {
-                let seat = pin!(lease.seat.lock());
+                let seat = pin!(place.seat.clone().lock_owned());
                 timing::within("reentrant", "acquire", seat, || started + wait).await?
             }
-            None => Some(lease.seat.lock().await),
+            None => Some(place.seat.clone().lock_owned().await),
         };
         let Some(mut seat) = seated else {
             return Err(Error::Timeout {
@@ -164,9 +166,9 @@ impl<L: DistributedLock> ReentrantLock<L> {
                 waited: started.elapsed(),
             });
         };
-        if let Some(guard) = seat.upgrade() {
-            guard.check()?;
-            return Ok(ReentrantGuard { guard });
+        if let Some(seated) = seat.upgrade() {
+            seated.guard.check()?;
+            return Ok(ReentrantGuard { seated });
         }
         if let Some(wait) = options.wait.filter(|wait| !wait.is_zero()) {
             // At least a millisecond, so that it stays a wait and does not become a try.
@@ -175,37 +177,57 @@ impl<L: DistributedLock> ReentrantLock<L> {
                     .max(Duration::from_millis(1)),
             );
         }
-        let guard = Arc::new(self.shared.lock.acquire_with(&options).await?);
-        *seat = Arc::downgrade(&guard);
-        drop(seat);
-        Ok(ReentrantGuard { guard })
+        let guard = self.shared.lock.acquire_with(&options).await?;
+        let seated = Arc::new(Seated { guard, place });
+        *seat = Arc::downgrade(&seated);
+        Ok(ReentrantGuard { seated })
     }
 }
 
-/// Keeps an owner's seat while it is used, and clears seats that nobody needs.
-struct SeatLease<'a, L> {
-    lock: &'a ReentrantLock<L>,
+/// What an owner's guards share.
+#[derive(Debug)]
+struct Seated {
+    guard: LockGuard,
+    place: Place,
+}
+
+/// Keeps an owner's seat for one who acquires or holds. The last one clears it.
+struct Place {
+    seats: Arc<Seats>,
     owner: Owner,
     seat: Arc<Seat>,
 }
 
-impl<'a, L> SeatLease<'a, L> {
-    fn take(lock: &'a ReentrantLock<L>, owner: Owner) -> Self {
-        let seat = lock.shared.seats.lock().entry(owner).or_default().clone();
-        Self { lock, owner, seat }
+impl Place {
+    fn take(seats: &Arc<Seats>, owner: Owner) -> Self {
+        let seat = seats.lock().entry(owner).or_default().clone();
+        Self {
+            seats: seats.clone(),
+            owner,
+            seat,
+        }
     }
 }
 
-impl<L> Drop for SeatLease<'_, L> {
+impl Drop for Place {
     fn drop(&mut self) {
-        let mut seats = self.lock.shared.seats.lock();
-        let owner = self.owner;
-        // Owners whose holds have ended meanwhile go too, or the map would grow with every owner there ever was.
-        seats.retain(|other, seat| {
-            let users = if *other == owner { 2 } else { 1 };
-            // A seat in use is not even looked at: its owner's try must not find it locked.
-            Arc::strong_count(seat) > users || !seat.try_lock().is_ok_and(|guard| guard.strong_count() == 0)
-        });
+        let mut seats = self.seats.lock();
+        // Given up before the others are counted, or of two that go at once neither would be the last.
+        drop(std::mem::take(&mut self.seat));
+        if seats
+            .get(&self.owner)
+            .is_some_and(|seat| Arc::strong_count(seat) == 1)
+        {
+            seats.remove(&self.owner);
+        }
+    }
+}
+
+impl fmt::Debug for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Place")
+            .field("owner", &self.owner)
+            .finish_non_exhaustive()
     }
 }
 
@@ -228,13 +250,13 @@ impl<L: fmt::Debug> fmt::Debug for ReentrantLock<L> {
 #[must_use = "dropping the guard gives up this hold"]
 #[derive(Debug)]
 pub struct ReentrantGuard {
-    guard: Arc<LockGuard>,
+    seated: Arc<Seated>,
 }
 
 impl ReentrantGuard {
     /// How many guards of this owner there are now.
     pub fn hold_count(&self) -> usize {
-        Arc::strong_count(&self.guard)
+        Arc::strong_count(&self.seated)
     }
 
     /// Gives up this hold. The last one releases the lock.
@@ -245,9 +267,13 @@ impl ReentrantGuard {
     /// # Cancel safety
     /// As [`LockGuard::release`].
     pub async fn release(self) -> Result<()> {
-        let held = self.guard.held();
-        match Arc::into_inner(self.guard) {
-            Some(last) => last.release().await,
+        let held = self.seated.guard.held();
+        match Arc::into_inner(self.seated) {
+            Some(Seated { guard, place }) => {
+                let released = guard.release().await;
+                drop(place);
+                released
+            }
             None => held.not_lost(),
         }
     }
@@ -257,6 +283,42 @@ impl Deref for ReentrantGuard {
     type Target = LockGuard;
 
     fn deref(&self) -> &LockGuard {
-        &self.guard
+        &self.seated.guard
+    }
+}
+
+#[cfg(all(test, not(lockkit_loom)))]
+mod tests {
+    use super::*;
+    use crate::{LockClient, MemoryBackend};
+
+    #[tokio::test]
+    async fn no_seat_is_left_behind() {
+        let lock = ReentrantLock::new(LockClient::new(MemoryBackend::new()).lock("a").unwrap());
+        let seats = || lock.shared.seats.lock().len();
+        let owner = Owner::new();
+        let outer = lock.acquire(&owner).await.unwrap();
+        let inner = lock.acquire(&owner).await.unwrap();
+        for _ in 0..100 {
+            assert!(lock.try_acquire(&Owner::new()).await.unwrap().is_none());
+        }
+        assert_eq!(seats(), 1);
+        drop(outer);
+        assert_eq!(seats(), 1, "it is still held");
+        assert_eq!(lock.acquire(&owner).await.unwrap().hold_count(), 2);
+        inner.release().await.unwrap();
+        assert_eq!(seats(), 0);
+        // Two of one owner, of whom one gives up.
+        let taken = lock.acquire(&Owner::new()).await.unwrap();
+        let mut first = Box::pin(lock.acquire(&owner));
+        let mut second = Box::pin(lock.acquire(&owner));
+        for waiting in [&mut first, &mut second] {
+            assert!(timing::poll_once(waiting).await.is_pending());
+        }
+        assert_eq!(seats(), 2);
+        drop(first);
+        drop(taken);
+        drop(second.await.unwrap());
+        assert_eq!(seats(), 0);
     }
 }

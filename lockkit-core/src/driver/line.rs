@@ -346,7 +346,7 @@ pub(crate) struct Grip {
     slot: bool,
 }
 
-const NO_TOKENS: RangeInclusive<u64> = 1..=0;
+const NO_TOKENS: RangeInclusive<u64> = RangeInclusive::new(1, 0);
 
 impl Grip {
     fn new(terms: Arc<Terms>, slot: bool) -> Self {

@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(sleeps.see(began, SECOND), SECOND);
         let later = |secs| began + secs * SECOND;
         assert_eq!(sleeps.see(later(1), SECOND + MS / 2), SECOND, "that is noise");
-        assert_eq!(sleeps.see(later(2), 0 * SECOND), SECOND, "and so is that");
+        assert_eq!(sleeps.see(later(2), Duration::ZERO), SECOND, "and so is that");
         assert_eq!(sleeps.see(later(3), 5 * SECOND), 5 * SECOND);
         assert_eq!(sleeps.see(later(6), 9 * SECOND), 9 * SECOND);
         for (then, by_then) in [(0, 1), (2, 1), (3, 5), (5, 5), (6, 9), (99, 9)] {

@@ -4,10 +4,10 @@
 //! it to the first waiter; a hand-off offers the hold itself instead, and the slot goes with it. At most one offer is
 //! open at a time, since there is one slot.
 
-use std::{collections::VecDeque, task::Waker};
+use std::{collections::BTreeMap, task::Waker};
 
 /// A place in the queue, for as long as its waiter is in it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Ticket(u64);
 
 /// What a waiter is given when it is its turn.
@@ -37,9 +37,8 @@ pub(crate) enum Turn<H> {
 pub(crate) struct Queue<W, H> {
     taken: bool,
     offered: Option<(Ticket, Offer<H>)>,
-    /// A waiter that left leaves a hole, so that a ticket is an index from `front`.
-    waiting: VecDeque<Option<Waiting<W>>>,
-    front: u64,
+    waiting: BTreeMap<Ticket, Waiting<W>>,
+    last: Ticket,
     closed: bool,
 }
 
@@ -54,8 +53,8 @@ impl<W, H> Default for Queue<W, H> {
         Self {
             taken: false,
             offered: None,
-            waiting: VecDeque::new(),
-            front: 0,
+            waiting: BTreeMap::new(),
+            last: Ticket(0),
             closed: false,
         }
     }
@@ -72,8 +71,9 @@ impl<W, H> Queue<W, H> {
     /// Queues up behind everyone. Only for a slot that is taken, which [`enter`](Self::enter) has just found: nobody
     /// would be woken for a free one.
     pub(crate) fn join(&mut self, terms: W) -> Ticket {
-        self.waiting.push_back(Some(Waiting { terms, waker: None }));
-        Ticket(self.front + self.waiting.len() as u64 - 1)
+        self.last.0 += 1;
+        self.waiting.insert(self.last, Waiting { terms, waker: None });
+        self.last
     }
 
     /// Looks whether it is `ticket`'s turn; if not, `waker` is called when it may be.
@@ -84,7 +84,7 @@ impl<W, H> Queue<W, H> {
         if self.closed {
             return Turn::Closed;
         }
-        match self.waiter(ticket) {
+        match self.waiting.get_mut(&ticket) {
             Some(waiting) => {
                 match &mut waiting.waker {
                     Some(known) => known.clone_from(waker),
@@ -101,19 +101,14 @@ impl<W, H> Queue<W, H> {
         if let Some((_, offer)) = self.offered.take_if(|(to, _)| *to == ticket) {
             return Some(offer);
         }
-        let place = ticket.0.checked_sub(self.front)?;
-        *self.waiting.get_mut(usize::try_from(place).ok()?)? = None;
-        while let Some(None) = self.waiting.back() {
-            self.waiting.pop_back();
-        }
-        self.skip_holes();
+        self.waiting.remove(&ticket);
         None
     }
 
     /// The slot's owner gives it up: to the first waiter, whom the returned waker wakes, or to nobody.
     #[must_use]
     pub(crate) fn pass(&mut self) -> Option<Waker> {
-        match self.pop() {
+        match self.waiting.pop_first() {
             Some((ticket, waiting)) => {
                 self.offered = Some((ticket, Offer::Slot));
                 waiting.waker
@@ -127,14 +122,14 @@ impl<W, H> Queue<W, H> {
 
     /// What the first waiter asks for.
     pub(crate) fn first(&self) -> Option<&W> {
-        Some(&self.waiting.front()?.as_ref()?.terms)
+        self.waiting.first_key_value().map(|(_, first)| &first.terms)
     }
 
     /// Passes a hold, and the slot with it, to the [first](Self::first) waiter, which the caller has just seen under the
     /// same lock.
     #[must_use]
     pub(crate) fn hand_off(&mut self, hold: H) -> Option<Waker> {
-        let (ticket, waiting) = self.pop()?;
+        let (ticket, waiting) = self.waiting.pop_first()?;
         self.offered = Some((ticket, Offer::Hold(hold)));
         waiting.waker
     }
@@ -155,34 +150,12 @@ impl<W, H> Queue<W, H> {
     pub(crate) fn close(&mut self) -> Vec<Waker> {
         self.closed = true;
         let waiting = std::mem::take(&mut self.waiting);
-        self.front += waiting.len() as u64;
-        waiting.into_iter().flatten().filter_map(|w| w.waker).collect()
+        waiting.into_values().filter_map(|w| w.waker).collect()
     }
 
     /// Whether the slot is free and nobody waits.
     pub(crate) fn is_idle(&self) -> bool {
         !self.taken
-    }
-
-    fn pop(&mut self) -> Option<(Ticket, Waiting<W>)> {
-        let waiting = self.waiting.pop_front()??;
-        let ticket = Ticket(self.front);
-        self.front += 1;
-        self.skip_holes();
-        Some((ticket, waiting))
-    }
-
-    /// Keeps the first place one of somebody who waits.
-    fn skip_holes(&mut self) {
-        while let Some(None) = self.waiting.front() {
-            self.waiting.pop_front();
-            self.front += 1;
-        }
-    }
-
-    fn waiter(&mut self, ticket: Ticket) -> Option<&mut Waiting<W>> {
-        let place = ticket.0.checked_sub(self.front)?;
-        self.waiting.get_mut(usize::try_from(place).ok()?)?.as_mut()
     }
 }
 
@@ -230,16 +203,19 @@ mod tests {
     }
 
     #[test]
-    fn holes_do_not_outlive_the_waiters_behind_them() {
+    fn those_who_left_leave_nothing_behind() {
         let mut queue = Queue::<u32, char>::default();
         assert!(queue.enter());
         let first = queue.join(0);
+        let mut overlapping = queue.join(0);
         for n in 0..10_000 {
-            let ticket = queue.join(n);
-            assert_eq!(queue.leave(ticket), None);
+            let next = queue.join(n);
+            assert_eq!(queue.leave(overlapping), None);
+            overlapping = next;
         }
-        assert_eq!(queue.waiting.len(), 1);
+        assert_eq!(queue.waiting.len(), 2);
         assert_eq!(queue.leave(first), None);
+        assert_eq!(queue.leave(overlapping), None);
         assert_eq!(queue.waiting.len(), 0);
         assert_eq!(queue.leave(first), None, "leaving twice harms nobody");
     }

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -146,7 +146,11 @@ async fn a_set_is_given_back_within_its_time() {
         .await
         .unwrap();
     backend.delay(Operation::Release, SLOW);
-    for (wait, most) in [(0 * MS, 200 * MS), (200 * MS, 500 * MS), (5 * SECOND, 5_500 * MS)] {
+    for (wait, most) in [
+        (Duration::ZERO, 200 * MS),
+        (200 * MS, 500 * MS),
+        (5 * SECOND, 5_500 * MS),
+    ] {
         let started = Instant::now();
         let outcome = acquire_all(&locks, &AcquireOptions::new().wait(wait)).await;
         assert!(outcome.unwrap_err().is_timeout());
@@ -210,6 +214,136 @@ async fn a_backend_without_bounds_does_not_make_the_driver_panic() {
     tokio::time::sleep(10 * MS).await;
     held.release().await.unwrap();
     assert!(wait.await.unwrap().is_ok());
+}
+
+/// A backend whose leases have no end that a clock could count to, and whose tokens are the last ones that there are.
+#[derive(Debug)]
+struct Boundless(MemoryBackend);
+
+#[async_trait]
+impl Backend for Boundless {
+    fn info(&self) -> BackendInfo {
+        self.0.info()
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        Ok(Box::new(BoundlessClaim(self.0.claim(request).await?)))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        self.0.inspect(name, kind).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.0.close().await
+    }
+}
+
+#[derive(Debug)]
+struct BoundlessClaim(Box<dyn Claim>);
+
+#[async_trait]
+impl Claim for BoundlessClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        let mut granted = self.0.attempt(patience).await?;
+        if let Some(grant) = &mut granted {
+            grant.lease.length = Some(Duration::MAX);
+            assert!(grant.lease.end().is_none());
+            grant.tokens = u64::MAX - 1..=u64::MAX;
+        }
+        Ok(granted)
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        let mut renewal = self.0.renew().await?;
+        if let Renewal::Held(lease) = &mut renewal {
+            lease.length = Some(Duration::MAX);
+        }
+        Ok(renewal)
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        self.0.release().await
+    }
+
+    async fn notified(&mut self) {
+        self.0.notified().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_backend_at_the_limits_does_not_make_the_driver_panic() {
+    let lock = LockClient::new(Boundless(MemoryBackend::new()))
+        .lock("a")
+        .unwrap();
+    let guard = lock.acquire().await.unwrap();
+    let waiters: Vec<_> = (0..2)
+        .map(|_| {
+            let lock = lock.clone();
+            tokio::spawn(async move {
+                let guard = lock.acquire().await.unwrap();
+                let token = guard.token().get();
+                guard.release().await.unwrap();
+                token
+            })
+        })
+        .collect();
+    tokio::time::sleep(SECOND).await;
+    guard.renew().await.unwrap();
+    assert!(guard.valid_until().is_some());
+    assert_eq!(guard.token().get(), u64::MAX - 1);
+    guard.release().await.unwrap();
+    let mut tokens = Vec::new();
+    for waiter in waiters {
+        tokens.push(waiter.await.unwrap());
+    }
+    assert_eq!(tokens, [u64::MAX, u64::MAX - 1], "handed on, then by the server");
+}
+
+/// A lock of its own for each acquisition.
+#[derive(Debug)]
+struct Many(Lock, LockClient, AtomicUsize);
+
+#[async_trait]
+impl DistributedLock for Many {
+    fn id(&self) -> &LockId {
+        self.0.id()
+    }
+
+    fn name(&self) -> &LockName {
+        self.0.name()
+    }
+
+    fn options(&self) -> &AcquireOptions {
+        self.0.options()
+    }
+
+    async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
+        let name = self.2.fetch_add(1, Ordering::Relaxed).to_string();
+        self.1.lock(name)?.acquire_with(options).await
+    }
+}
+
+#[tokio::test]
+async fn an_owner_does_not_pay_for_the_others() {
+    const OWNERS: usize = 12_000;
+    let client = client(&MemoryBackend::new());
+    let many = Many(client.lock("a").unwrap(), client, AtomicUsize::new(0));
+    let reentrant = ReentrantLock::new(many);
+    let (mut guards, mut times) = (Vec::new(), Vec::new());
+    for _ in 0..OWNERS {
+        let started = std::time::Instant::now();
+        guards.push(reentrant.acquire(&Owner::new()).await.unwrap());
+        times.push(started.elapsed());
+    }
+    // The median, since the machine may pause.
+    let median = |times: &[Duration]| {
+        let mut times = times.to_vec();
+        times.sort();
+        times[times.len() / 2]
+    };
+    let (first, last) = (median(&times[..1_000]), median(&times[OWNERS - 1_000..]));
+    assert!(last < 5 * first, "the first of them {first:?}, the last {last:?}");
 }
 
 /// A lock that does something of its own with a try.

@@ -206,6 +206,6 @@ impl Claim for HangingClaim {
     }
 
     async fn notified(&mut self) {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
