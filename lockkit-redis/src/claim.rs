@@ -258,17 +258,29 @@ impl RedisClaim {
         let Some((link, replicas, within)) = &self.shared.replicas else {
             return Ok(());
         };
-        let (held, reached) = link
-            .run_replicated("acquire", self.renewal(), *replicas, *within)
-            .await?;
-        if held == Value::Int(1) {
-            self.said = self.token;
+        let (link, replicas, within) = (link.clone(), *replicas, *within);
+        let together = self.shared.link.leads_where("acquire", &link)?;
+        let reason = if together {
+            let (held, reached) = link
+                .run_replicated("acquire", self.renewal(), replicas, within)
+                .await?;
+            if held == Value::Int(1) {
+                self.said = self.token;
+                if reached >= i64::from(replicas) {
+                    return Ok(());
+                }
+            }
+            format!("{reached} of {replicas} replicas acknowledged the grant within {within:?}")
+        } else {
+            "the connection that waits for replicas leads to another server than the lock's".to_owned()
+        };
+        let released = self.release().await;
+        if !together {
+            // Which of them is right is for whoever names the master to say.
+            self.shared.link.make_anew();
+            link.make_anew();
         }
-        if held == Value::Int(1) && reached >= i64::from(*replicas) {
-            return Ok(());
-        }
-        let reason = format!("{reached} of {replicas} replicas acknowledged the grant within {within:?}");
-        match self.release().await {
+        match released {
             // A lease that was over before the replicas were was never a hold of anybody's.
             Err(error) if !error.is_lost() => Err(error),
             _ => Err(Error::transient(NAME, "acquire", reason)),

@@ -1,6 +1,13 @@
 //! From an address to a connection that is ready for use.
 
-use std::{io, sync::Arc, time::Duration};
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use futures_util::future::select_ok;
 use lockkit_core::{Error, Result};
@@ -77,6 +84,8 @@ impl Native {
     }
 }
 
+/// How long it may take until a connection to a server can be used.
+const READY_WITHIN: Duration = Duration::from_secs(2);
 /// How long a sentinel may take to say where the master is.
 const SENTINEL_PATIENCE: Duration = Duration::from_millis(500);
 
@@ -85,6 +94,8 @@ const SENTINEL_PATIENCE: Duration = Duration::from_millis(500);
 pub(crate) struct Dialler {
     address: Address,
     sentinel: Option<String>,
+    /// Which of the sentinels last named a master that is one.
+    right: Arc<AtomicUsize>,
     /// If it is one of several.
     guard: Option<(Arc<Guard>, usize)>,
     /// What is to run the connections.
@@ -113,6 +124,7 @@ impl Dialler {
         Ok(Self {
             address,
             sentinel: config.sentinel.clone(),
+            right: Arc::default(),
             guard: None,
             drivers: None,
             #[cfg(feature = "tls")]
@@ -139,17 +151,66 @@ impl Dialler {
         self.address.server(self.sentinel.as_deref())
     }
 
-    /// A connection to the master, with every script known to it, and pushes on `channel`, if one is given, going to
-    /// `on_push`. The token counter of the one master is above its clock; one of several has been let in by the guard.
+    /// A connection to the master, with every script known to it, and pushes on `channel`, if one is given, going to what
+    /// `on_push` makes for each try. The token counter of the one master is above its clock; one of several has been let
+    /// in by the guard.
+    ///
+    /// A sentinel that was cut off may name a master that is none any more: then the others are asked, too, and whoever
+    /// was right is asked first the next time.
     ///
     /// # Cancel safety
     /// Dropping the future drops the connection.
-    pub(crate) async fn dial(&self, channel: Option<&str>, on_push: &OnPush) -> Result<Dialled> {
-        let (host, port) = match &self.sentinel {
-            None => self.address.hosts[0].clone(),
-            Some(master) => self.ask_sentinels(master).await?,
+    pub(crate) async fn dial(
+        &self,
+        channel: Option<&str>,
+        mut on_push: impl FnMut() -> OnPush + Send,
+    ) -> Result<Dialled> {
+        let hosts = &self.address.hosts;
+        let Some(master) = &self.sentinel else {
+            return self.dial_server(&hosts[0], channel, &on_push()).await;
         };
-        let (mut connection, driven) = self.open(&host, port, self.address.db, true, on_push).await?;
+        let mut tried = Vec::new();
+        let (mut silent, mut unusable) = (None, None);
+        let first = self.right.load(Ordering::Relaxed);
+        for n in (0..hosts.len()).map(|n| (first + n) % hosts.len()) {
+            match self.ask_sentinel(&hosts[n], master).await {
+                Err(err) => silent = Some(err),
+                Ok(named) if tried.contains(&named) => {}
+                Ok(named) => match self.dial_server(&named, channel, &on_push()).await {
+                    Ok(dialled) => {
+                        self.right.store(n, Ordering::Relaxed);
+                        return Ok(dialled);
+                    }
+                    Err(err) => {
+                        unusable = Some(err);
+                        tried.push(named);
+                    }
+                },
+            }
+        }
+        // What is wrong with a master says more than that a sentinel is silent.
+        let err = unusable.or(silent);
+        Err(err.unwrap_or_else(|| Error::transient(NAME, "connect", "there is no sentinel to ask")))
+    }
+
+    async fn dial_server(
+        &self,
+        server: &(String, u16),
+        channel: Option<&str>,
+        on_push: &OnPush,
+    ) -> Result<Dialled> {
+        let dialled = tokio::time::timeout(READY_WITHIN, self.greet(server, channel, on_push)).await;
+        dialled.unwrap_or_else(|_| Err(Error::transient(NAME, "connect", "the server does not answer")))
+    }
+
+    async fn greet(
+        &self,
+        (host, port): &(String, u16),
+        channel: Option<&str>,
+        on_push: &OnPush,
+    ) -> Result<Dialled> {
+        let port = *port;
+        let (mut connection, driven) = self.open(host, port, self.address.db, true, on_push).await?;
         let connecting = |error| failed("connect", error);
         let info: String = redis::cmd("INFO")
             .query_async(&mut connection)
@@ -169,7 +230,7 @@ impl Dialler {
                 "connect",
                 format!(
                     "{} is a sentinel: give the option `sentinel` with the master's name",
-                    shown(&host, port)
+                    shown(host, port)
                 ),
             ));
         }
@@ -177,7 +238,7 @@ impl Dialler {
             return Err(cluster());
         }
         if field("role") != "master" {
-            let reason = format!("{} is a replica; locks need the master", shown(&host, port));
+            let reason = format!("{} is a replica; locks need the master", shown(host, port));
             return Err(match self.guard {
                 None => Error::transient(NAME, "connect", reason),
                 // Nobody promotes and demotes these.
@@ -218,14 +279,6 @@ impl Dialler {
             votes: self.guard.is_some(),
             _driven: driven,
         })
-    }
-
-    /// How long it may take to find out where the master is.
-    pub(crate) fn asking(&self) -> Duration {
-        match &self.sentinel {
-            None => Duration::ZERO,
-            Some(_) => SENTINEL_PATIENCE * u32::try_from(self.address.hosts.len()).unwrap_or(u32::MAX),
-        }
     }
 
     async fn open(
@@ -307,41 +360,34 @@ impl Dialler {
         Ok((connection, None))
     }
 
-    /// The master's address, from the first sentinel that knows it.
-    async fn ask_sentinels(&self, master: &str) -> Result<(String, u16)> {
+    /// The master's address, as this sentinel has it.
+    async fn ask_sentinel(&self, (host, port): &(String, u16), master: &str) -> Result<(String, u16)> {
         let nothing: OnPush = Arc::new(|_| {});
-        let mut last = None;
-        for (host, port) in &self.address.hosts {
-            let asking = async {
-                let (mut connection, _driven) = match self.open(host, *port, 0, true, &nothing).await {
-                    // Sentinels have users of their own, or, more often, none.
-                    Err(err) if !err.is_transient() => self
-                        .open(host, *port, 0, false, &nothing)
-                        .await
-                        .map_err(|_| err)?,
-                    opened => opened?,
-                };
-                let known: Option<(String, u16)> = redis::cmd("SENTINEL")
-                    .arg("GET-MASTER-ADDR-BY-NAME")
-                    .arg(master)
-                    .query_async(&mut connection)
+        let asking = async {
+            let (mut connection, _driven) = match self.open(host, *port, 0, true, &nothing).await {
+                // Sentinels have users of their own, or, more often, none.
+                Err(err) if !err.is_transient() => self
+                    .open(host, *port, 0, false, &nothing)
                     .await
-                    .map_err(|error| failed("connect", error))?;
-                known.ok_or_else(|| {
-                    let reason = format!("the sentinel {} knows no master `{master}`", shown(host, *port));
-                    Error::transient(NAME, "connect", reason)
-                })
+                    .map_err(|_| err)?,
+                opened => opened?,
             };
-            match tokio::time::timeout(SENTINEL_PATIENCE, asking).await {
-                Ok(Ok(known)) => return Ok(known),
-                Ok(Err(err)) => last = Some(err),
-                Err(_) => {
-                    let reason = format!("the sentinel {} does not answer", shown(host, *port));
-                    last = Some(Error::transient(NAME, "connect", reason));
-                }
-            }
-        }
-        Err(last.unwrap_or_else(|| Error::transient(NAME, "connect", "there is no sentinel to ask")))
+            let known: Option<(String, u16)> = redis::cmd("SENTINEL")
+                .arg("GET-MASTER-ADDR-BY-NAME")
+                .arg(master)
+                .query_async(&mut connection)
+                .await
+                .map_err(|error| failed("connect", error))?;
+            known.ok_or_else(|| {
+                let reason = format!("the sentinel {} knows no master `{master}`", shown(host, *port));
+                Error::transient(NAME, "connect", reason)
+            })
+        };
+        let answer = tokio::time::timeout(SENTINEL_PATIENCE, asking).await;
+        answer.unwrap_or_else(|_| {
+            let reason = format!("the sentinel {} does not answer", shown(host, *port));
+            Err(Error::transient(NAME, "connect", reason))
+        })
     }
 }
 

@@ -15,6 +15,7 @@ use std::{
     time::Duration,
 };
 
+use futures_util::stream::{FuturesUnordered, StreamExt};
 use lockkit_core::{
     Error, Result,
     spi::{OwnerId, chain},
@@ -36,7 +37,7 @@ use crate::{
 
 /// How often the connection is looked at.
 const TICK: Duration = Duration::from_millis(500);
-/// How long the server may take to answer a ping, and a new connection to be ready.
+/// How long the server may take to answer a ping.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// How often a client says that its waiters are alive, and for how long it is believed.
 const HEARTBEAT: Duration = Duration::from_secs(3);
@@ -257,6 +258,20 @@ impl Link {
         Ok((reply, reached.map_err(|error| failed(operation, error))?))
     }
 
+    /// Whether both lead to the same process, as far as that is known: each is made anew by itself, and the master may be
+    /// another one by then.
+    pub(crate) fn leads_where(&self, operation: &'static str, other: &Self) -> Result<bool> {
+        let (one, two) = (self.live(operation)?, other.live(operation)?);
+        Ok(one.dialled.run_id == two.dialled.run_id)
+    }
+
+    /// Has the connection made anew, although it stands.
+    pub(crate) fn make_anew(&self) {
+        if let State::Up(live) = &*self.state() {
+            self.signals.break_off(live.number);
+        }
+    }
+
     /// Sends a request on this connection, once.
     pub(crate) async fn send(&self, live: &Live, command: &Cmd) -> RedisResult<Value> {
         let reply = live.send(command).await;
@@ -471,17 +486,25 @@ impl Keeper {
     /// # Cancel safety
     /// Dropping the future drops the connection.
     pub(crate) async fn dial(&mut self) -> Result<Live> {
-        self.number += 1;
-        let on_push = self.on_push();
-        let channel = self.inbox.as_ref().map(|inbox| layout::client(&inbox.client));
+        let Self {
+            dialler,
+            inbox,
+            signals,
+            give_back,
+            number,
+            ..
+        } = self;
+        let channel = inbox.as_ref().map(|inbox| layout::client(&inbox.client));
         let began = Instant::now();
-        let dialling = self.dialler.dial(channel.as_deref(), &on_push);
-        let dialled = tokio::time::timeout(PATIENCE * 2 + self.dialler.asking(), dialling)
-            .await
-            .unwrap_or_else(|_| Err(Error::transient(NAME, "connect", "the server does not answer")))?;
+        // Each try has a number of its own: the end of one that came to nothing is not that of the next.
+        let dialling = dialler.dial(channel.as_deref(), || {
+            *number += 1;
+            on_push(*number, signals, inbox.as_ref(), give_back)
+        });
+        let dialled = dialling.await?;
         Ok(Live {
             dialled,
-            number: self.number,
+            number: *number,
             sent: AtomicU64::new(0),
             answered: AtomicU64::new(0),
             doubted: AtomicBool::new(false),
@@ -493,44 +516,36 @@ impl Keeper {
         })
     }
 
-    fn on_push(&self) -> OnPush {
-        let (signals, number) = (self.signals.clone(), self.number);
-        let (inbox, give_back) = (self.inbox.clone(), self.give_back.clone());
-        Arc::new(move |push: PushInfo| match (&push.kind, &*push.data) {
-            (PushKind::Disconnection, _) => signals.break_off(number),
-            (PushKind::Message, [_, Value::BulkString(message)]) => {
-                if let Some(stray) = inbox.as_ref().and_then(|inbox| inbox.push(message)) {
-                    let _ = give_back.send(stray);
-                }
-            }
-            _ => {}
-        })
-    }
-
     async fn keep(mut self, link: Weak<Link>) {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let signals = self.signals.clone();
         let mut sent = 0;
         let mut beaten = None;
+        // Beside all else: each may wait for a reply, and the connection is to be looked at meanwhile.
+        let mut giving_back = FuturesUnordered::new();
         if link.upgrade().is_some_and(|link| link.live("connect").is_err()) {
             self.redial(&link, None).await;
         }
         loop {
-            let stray = tokio::select! {
-                () = signals.changed.notified() => None,
-                _ = tick.tick() => None,
-                stray = self.strays.recv() => stray,
-            };
+            tokio::select! {
+                () = signals.changed.notified() => {}
+                _ = tick.tick() => {}
+                Some((owner, lock)) = self.strays.recv() => {
+                    giving_back.push(give_back(link.clone(), owner, lock));
+                    continue;
+                }
+                Some(()) = giving_back.next(), if !giving_back.is_empty() => continue,
+            }
             let Some(live) = link.upgrade().and_then(|link| link.live("connect").ok()) else {
                 return;
             };
-            if let Some((owner, lock)) = stray {
-                give_back(&link, owner, &lock).await;
-            } else if signals.is_broken(live.number)
+            if signals.is_broken(live.number)
                 || (live.is_silent(&mut sent) && !live.answers().await)
                 || !self.beat(&live, &mut beaten).await
             {
+                // They would keep the link alive for as long as there is no server. What was passed lapses.
+                giving_back.clear();
                 self.redial(&link, Some(&live)).await;
                 beaten = None;
                 sent = 0;
@@ -609,6 +624,25 @@ impl Keeper {
     }
 }
 
+/// What becomes of the pushes that come on the connection of this number.
+fn on_push(
+    number: u64,
+    signals: &Arc<Signals>,
+    inbox: Option<&Inbox>,
+    give_back: &mpsc::UnboundedSender<Stray>,
+) -> OnPush {
+    let (signals, inbox, give_back) = (signals.clone(), inbox.cloned(), give_back.clone());
+    Arc::new(move |push: PushInfo| match (&push.kind, &*push.data) {
+        (PushKind::Disconnection, _) => signals.break_off(number),
+        (PushKind::Message, [_, Value::BulkString(message)]) => {
+            if let Some(stray) = inbox.as_ref().and_then(|inbox| inbox.push(message)) {
+                let _ = give_back.send(stray);
+            }
+        }
+        _ => {}
+    })
+}
+
 /// Whatever is still on its way to the server on the connection before must not take effect after this. It is for
 /// the server that it was made to only: another one has given its number to somebody else's connection.
 async fn end_predecessor(live: &Live, broken: &Live) {
@@ -622,9 +656,9 @@ async fn end_predecessor(live: &Live, broken: &Live) {
     let _ = tokio::time::timeout(PATIENCE, live.send(&kill)).await;
 }
 
-async fn give_back(link: &Weak<Link>, owner: OwnerId, lock: &[u8]) {
+async fn give_back(link: Weak<Link>, owner: OwnerId, lock: Vec<u8>) {
     let Some(link) = link.upgrade() else { return };
-    let mut release = script::RELEASE.call(lock);
+    let mut release = script::RELEASE.call(&lock);
     release.arg(Record::of(owner));
     // If this fails, what was passed lapses with its short lease.
     let _ = tokio::time::timeout(PATIENCE, link.run("release", release)).await;

@@ -5,13 +5,13 @@ use std::time::Duration;
 use lockkit_core::LockClient;
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
-    eventually,
+    Proxy, eventually,
     redis::{RedisSentinels, RedisServer},
 };
 
 use crate::common::{
-    AT_ONCE, LONG, MS, SECOND, client, connect, granted, lock, no_server, nothing_is_left, renewed,
-    requests_executed, shown, take, until, waiter, waiters, within,
+    AT_ONCE, LONG, MS, RECOVERED, SECOND, client, connect, granted, lock, no_server, nothing_is_left,
+    renewed, requests_executed, shown, take, until, url_of, waiter, waiters, within,
 };
 
 async fn sentinel_client(group: &RedisSentinels) -> LockClient {
@@ -114,6 +114,70 @@ async fn clients_follow_the_master_that_the_sentinels_name() {
     assert!(last.token() > token);
     last.release().await.unwrap();
     group.sentinels()[2].resume().unwrap();
+}
+
+/// Its master is dead, and it has heard nothing of that.
+#[tokio::test]
+async fn a_sentinel_that_is_behind_hides_no_other() {
+    if no_server() {
+        return;
+    }
+    let (stale, group) = (RedisSentinels::start().unwrap(), RedisSentinels::start().unwrap());
+    for server in stale.servers() {
+        server.kill().unwrap();
+    }
+    let behind = Proxy::start(stale.sentinels()[0].addr()).unwrap();
+    let right = Proxy::start(group.sentinels()[0].addr()).unwrap();
+    let mut config = RedisConfig::new(format!("redis://{},{}", behind.addr(), right.addr()));
+    config.sentinel = Some(RedisSentinels::MASTER_NAME.to_owned());
+    let client = within(LONG, "an answer", connect(config)).await.unwrap();
+    take(&lock(&client, "a", LONG)).await;
+    // The next time the one that was right is asked, and no other.
+    let asked = || (behind.counts().connections, right.counts().connections);
+    let before = asked();
+    let master = group.master().unwrap();
+    master.cli(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
+    eventually("connected again", async || {
+        let channels = master.cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"]).unwrap();
+        asked().1 > before.1 && !channels.is_empty()
+    })
+    .await;
+    assert_eq!(asked().0, before.0);
+    let held = granted(LONG, "connected again", waiter(&lock(&client, "a", LONG))).await;
+    held.release().await.unwrap();
+}
+
+/// After the connection for the locks alone was made anew, and the master is another one.
+#[tokio::test]
+async fn both_connections_of_a_client_with_replicas_lead_to_one_master() {
+    if no_server() {
+        return;
+    }
+    let (old, new) = (RedisServer::plain().unwrap(), RedisServer::plain().unwrap());
+    let mut replicas = Vec::new();
+    for master in [&old, &new] {
+        replicas.push(RedisServer::builder().replica_of(master.addr()).start().unwrap());
+    }
+    let proxy = Proxy::start(old.addr()).unwrap();
+    let mut config = RedisConfig::new(url_of(&proxy));
+    config.replicas = 1;
+    config.replicas_timeout = SECOND;
+    let client = connect(config).await.unwrap();
+    let lock = lock(&client, "a", LONG);
+    take(&lock).await;
+    proxy.set_upstream(new.addr());
+    // The one that has subscribed.
+    old.cli(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
+    eventually("at the new master", async || {
+        let channels = new.cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"]).unwrap();
+        !channels.is_empty()
+    })
+    .await;
+    let held = granted(RECOVERED, "both at the new master", waiter(&lock)).await;
+    assert_eq!(new.cli(&["EXISTS", "lockkit:a"]).unwrap(), "1");
+    assert_eq!(replicas[1].cli(&["EXISTS", "lockkit:a"]).unwrap(), "1");
+    held.release().await.unwrap();
+    nothing_is_left(&new, "released").await;
 }
 
 async fn replicated(master: &RedisServer, timeout: Duration) -> LockClient {

@@ -9,7 +9,7 @@ use lockkit_core::{
     spi::{Backend, ClaimRequest, Mode as LockMode, OwnerId},
 };
 use lockkit_redis::{RedisBackend, RedisConfig};
-use lockkit_testbed::{Clock, Mode, eventually, redis::RedisServer};
+use lockkit_testbed::{Clock, Mode, Proxy, eventually, redis::RedisServer};
 
 use crate::common::{
     AT_ONCE, LONG, MS, Peer, SECOND, client, client_behind_proxy, granted, heartbeats, is_residue, keys,
@@ -353,6 +353,47 @@ async fn a_grant_to_a_claim_that_is_gone_is_given_back() {
             .unwrap();
         nothing_is_left(&server, "after a stray grant").await;
     }
+}
+
+/// Together, and not one after the other: the way to the server may be long.
+#[tokio::test]
+async fn grants_to_many_claims_that_are_gone_are_given_back() {
+    const LOCKS: usize = 20;
+
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let config = RedisConfig::new(format!("redis://{}", proxy.addr()));
+    let backend = RedisBackend::connect(config).await.unwrap();
+    let (mut held, mut waiting) = (Vec::new(), Vec::new());
+    for n in 0..LOCKS {
+        let name = n.to_string();
+        held.push(lock(&holder, &name, LONG).acquire().await.unwrap());
+        let request = LockName::new(name.clone()).unwrap();
+        let request = ClaimRequest::new(request, LockMode::Exclusive, LONG, OwnerId::new(n as u128));
+        let mut claim = backend.claim(&request).await.unwrap();
+        assert!(claim.attempt(SECOND).await.unwrap().is_none());
+        drop(claim);
+        waiting.push(waiter(&lock(&other, &name, LONG)));
+        waiters(&server, &name, 2).await;
+    }
+    proxy.set(Mode::Delay {
+        requests: 300 * MS,
+        replies: Duration::ZERO,
+    });
+    let released = Stopwatch::start();
+    for held in held {
+        held.release().await.unwrap();
+    }
+    for waiting in waiting {
+        granted(LONG, "the next", waiting).await.release().await.unwrap();
+    }
+    // What is not given back lapses after three seconds.
+    let waited = released.elapsed();
+    assert!(waited < 2 * SECOND, "the last was granted after {waited:?}");
 }
 
 #[tokio::test]
