@@ -8,7 +8,7 @@ use fastrand::Rng;
 use crate::{
     master::{Answer, Bid, Claim, Mode, Request},
     mutant::Mutant,
-    quorum::{Defeat, Outcome, QuorumCount, QuorumRound, Rules, Step},
+    quorum::{Defeat, Outcome, QuorumCount, QuorumRound, Report, Rules, Step, Vote},
 };
 
 /// The client's own clocks.
@@ -46,14 +46,15 @@ pub(crate) enum Alarm {
     Deadline(u32),
     Retry(u32),
     Cancel(u32),
-    Renew(u32),
+    /// The latest that was set.
+    Renew(u32, u32),
     LeaseEnd(u32),
     UserDone(u32),
     /// The worker gets round to a cancelled claim.
     LateRelease(Claim),
     Reconnect(usize, u32),
-    /// This master, in this life, has kept out for long enough.
-    Mark(usize, u32),
+    /// Does this master have a vote by now?
+    Look(usize),
 }
 
 #[derive(Clone, Debug)]
@@ -61,7 +62,6 @@ pub(crate) enum Effect {
     Send(usize, u32, Request),
     /// On a new connection, which ends the one before.
     Connect(usize, u32),
-    Mark(usize, u32),
     Wake(Duration, Alarm),
     Acquired {
         began: Duration,
@@ -95,6 +95,10 @@ pub(crate) struct Client {
     operation: u32,
     /// Alarms of earlier states are void.
     epoch: u32,
+    /// Of the alarms for renewals, the latest counts.
+    renewals: u32,
+    /// How often it has renewed early, as masters lacked what it held.
+    repairs: u32,
     state: State,
     pub(crate) done: u32,
 }
@@ -103,6 +107,19 @@ pub(crate) struct Client {
 struct Link {
     connection: u32,
     up: bool,
+    /// The life that it leads to.
+    life: u32,
+    watch: Watch,
+}
+
+/// Over whether a master has a vote.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Watch {
+    Off,
+    /// To be found out.
+    Looking,
+    /// In the quarantine that began when its clock showed this, known since this moment.
+    Quarantined(Duration, u64),
 }
 
 #[derive(Debug)]
@@ -143,7 +160,9 @@ impl Client {
             links: vec![
                 Link {
                     connection: 1,
-                    up: true
+                    up: true,
+                    life: 1,
+                    watch: Watch::Off,
                 };
                 rules.masters
             ],
@@ -155,6 +174,8 @@ impl Client {
             highest: 0,
             operation: 0,
             epoch: 0,
+            renewals: 0,
+            repairs: 0,
             state: State::Idle,
             done: 0,
         }
@@ -185,7 +206,9 @@ impl Client {
             Alarm::Deadline(operation) if operation == self.operation => self.deadline(now, out),
             Alarm::Retry(epoch) if epoch == self.epoch => self.acquire(now, out),
             Alarm::Cancel(epoch) if epoch == self.epoch => self.cancel(now, out),
-            Alarm::Renew(epoch) if epoch == self.epoch => self.renew(now, out),
+            Alarm::Renew(epoch, renewal) if (epoch, renewal) == (self.epoch, self.renewals) => {
+                self.renew(now, out);
+            }
             Alarm::LeaseEnd(epoch) if epoch == self.epoch => self.lease_end(now, out),
             Alarm::UserDone(epoch) if epoch == self.epoch => self.user_done(now, out),
             Alarm::LateRelease(claim) => self.release_everywhere(claim, out),
@@ -194,7 +217,7 @@ impl Client {
             {
                 self.connect(now, master, out);
             }
-            Alarm::Mark(master, life) => out.push(Effect::Mark(master, life)),
+            Alarm::Look(master) => self.look(now, master, out),
             _ => {}
         }
     }
@@ -237,12 +260,61 @@ impl Client {
             return;
         }
         link.up = true;
-        if !marked {
-            out.push(Effect::Wake(
-                now.monotonic + self.habits.quarantine,
-                Alarm::Mark(master, life),
-            ));
+        if link.life != life {
+            link.watch = Watch::Off;
         }
+        link.life = life;
+        if !marked {
+            self.watch(now, master, out);
+        }
+        // What it said on the one before may have been lost.
+        if matches!(&self.state, State::Holding(hold) if hold.renewal.is_none()) {
+            self.repair_soon(now, out);
+        }
+    }
+
+    /// A master is said to have no vote.
+    fn watch(&mut self, now: Now, master: usize, out: &mut Out) {
+        let link = &mut self.links[master];
+        if link.watch == Watch::Off {
+            link.watch = Watch::Looking;
+            self.look(now, master, out);
+        }
+    }
+
+    fn look(&mut self, now: Now, master: usize, out: &mut Out) {
+        let quarantine = self.habits.quarantine;
+        let link = self.links[master];
+        let over = match link.watch {
+            Watch::Off => return,
+            Watch::Quarantined(seen, since) if seen + quarantine <= now.monotonic => Some(since),
+            _ => None,
+        };
+        let request = Request::Look {
+            life: link.life,
+            over,
+            quarantine: micros(quarantine),
+        };
+        out.push(Effect::Send(master, 0, request));
+        let pause = self.pause(quarantine / 8..quarantine / 4);
+        out.push(Effect::Wake(now.monotonic + pause, Alarm::Look(master)));
+    }
+
+    /// What a master said of itself.
+    fn looked(&mut self, now: Now, master: usize, life: u32, since: Option<u64>) {
+        let link = &mut self.links[master];
+        if life != link.life || link.watch == Watch::Off {
+            return;
+        }
+        link.watch = match (since, link.watch) {
+            (None, _) => Watch::Off,
+            (Some(since), Watch::Quarantined(seen, before))
+                if since == before || self.mutant == Some(Mutant::QuarantineGoesOn) =>
+            {
+                Watch::Quarantined(seen, since)
+            }
+            (Some(since), _) => Watch::Quarantined(now.monotonic, since),
+        };
     }
 
     pub(crate) fn answered(
@@ -254,6 +326,12 @@ impl Client {
         out: &mut Out,
     ) {
         let current = operation == self.operation;
+        if let Answer::Standing(life, since) = answer {
+            return self.looked(now, master, life, since);
+        }
+        if let Answer::Vote(Vote::Abstains) | Answer::Report(Report::Abstains) = answer {
+            self.watch(now, master, out);
+        }
         match (&mut self.state, answer) {
             (State::Acquiring { round, .. }, Answer::Vote(vote))
                 if current || self.mutant == Some(Mutant::OldVotesCount) =>
@@ -269,7 +347,13 @@ impl Client {
                 if let Some((count, _)) = &mut hold.renewal {
                     let outcome = count.reported(master, report);
                     self.renewed(now, outcome, out);
+                } else if report == Report::Other {
+                    self.repair_soon(now, out);
                 }
+            }
+            // After the others had decided.
+            (State::Holding(hold), Answer::Vote(Vote::Taken(_))) if current && hold.renewal.is_none() => {
+                self.repair_soon(now, out);
             }
             (State::Releasing(count), Answer::Report(report)) if current => {
                 let outcome = count.reported(master, report);
@@ -419,6 +503,7 @@ impl Client {
             return;
         };
         let (mode, since, at_once) = (*mode, round.since(), !confirmed);
+        let is_short = round.is_short();
         let since_when = if self.mutant == Some(Mutant::LeaseFromTheWin) {
             now.monotonic
         } else {
@@ -434,9 +519,34 @@ impl Client {
             renewal: None,
         };
         self.hold(now, hold, at_once, out);
+        self.repairs = 0;
+        self.renew_at(now.monotonic + self.habits.ttl / 3, out);
+        if is_short {
+            self.repair_soon(now, out);
+        }
+    }
+
+    fn renew_at(&mut self, moment: Duration, out: &mut Out) {
         if self.habits.renews {
-            let next = now.monotonic + self.habits.ttl / 3;
-            out.push(Effect::Wake(next, Alarm::Renew(self.epoch)));
+            self.renewals += 1;
+            out.push(Effect::Wake(moment, Alarm::Renew(self.epoch, self.renewals)));
+        }
+    }
+
+    /// Masters that lack what it holds are repaired with a renewal: as soon as the worker has taken notice of the hold, and
+    /// then later and later.
+    fn repair_soon(&mut self, now: Now, out: &mut Out) {
+        if !self.habits.renews || self.mutant == Some(Mutant::RepairsLate) {
+            return;
+        }
+        let millis = Duration::from_millis;
+        let pause = match self.repairs {
+            0 => self.pause(Duration::ZERO..millis(5)),
+            n => millis(5) * (1 << n.min(16)),
+        };
+        self.repairs += 1;
+        if pause < self.habits.ttl / 3 {
+            self.renew_at(now.monotonic + pause, out);
         }
     }
 
@@ -500,7 +610,7 @@ impl Client {
             Outcome::Wait => return,
             Outcome::Lost => return self.give_up(now, out),
             Outcome::Undecided { .. } => self.habits.ttl / 10,
-            Outcome::Held { repair } => {
+            Outcome::Held { repair, taken } => {
                 hold.until = hold.until.max(since + self.rules.lease(self.habits.ttl));
                 out.push(Effect::Extended(since, hold.until));
                 let request = Request::Repair(Bid {
@@ -509,16 +619,24 @@ impl Client {
                     ttl: micros((since + self.habits.ttl).saturating_sub(now.monotonic)),
                     tokens: hold.granted.clone(),
                 });
-                for master in repair {
-                    // Its answer is for nobody.
-                    out.push(Effect::Send(master, 0, request.clone()));
+                hold.renewal = None;
+                self.operation += 1;
+                if repair.is_empty() && !taken {
+                    self.repairs = 0;
                 }
-                self.habits.ttl / 3
+                for master in repair {
+                    out.push(Effect::Send(master, self.operation, request.clone()));
+                }
+                self.renew_at(now.monotonic + self.habits.ttl / 3, out);
+                if taken {
+                    self.repair_soon(now, out);
+                }
+                return;
             }
         };
         hold.renewal = None;
         self.operation += 1;
-        out.push(Effect::Wake(now.monotonic + next, Alarm::Renew(self.epoch)));
+        self.renew_at(now.monotonic + next, out);
     }
 
     fn lease_end(&mut self, now: Now, out: &mut Out) {
@@ -550,10 +668,7 @@ impl Client {
                 ..*hold
             };
             self.hold(now, hold, true, out);
-            if self.habits.renews {
-                let next = now.monotonic + self.habits.ttl / 10;
-                out.push(Effect::Wake(next, Alarm::Renew(self.epoch)));
-            }
+            self.renew_at(now.monotonic + self.habits.ttl / 10, out);
             return;
         }
         self.operation += 1;

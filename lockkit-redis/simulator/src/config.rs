@@ -28,6 +28,8 @@ pub enum Crash {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vanishing {
     /// At masters without which a majority still has them for as long as the lease lasts.
+    Spare,
+    /// At so many that the others are a majority, always the same, and whether or not a hold needs them.
     Minority,
     /// Anywhere.
     Anywhere,
@@ -60,6 +62,8 @@ pub struct Features {
     pub vanishing: Option<Vanishing>,
     /// Masters crash.
     pub crash: Option<Crash>,
+    /// Masters are emptied while they run, most of all in quarantine.
+    pub flushes: bool,
     /// A master that may have lost data keeps out for a time to live.
     pub guard: bool,
     /// Clients' wall clocks.
@@ -180,6 +184,7 @@ const BASE: Features = Features {
     jumps: false,
     vanishing: None,
     crash: None,
+    flushes: false,
     guard: true,
     walls: WallClocks::Close,
     renewal: false,
@@ -296,13 +301,42 @@ impl Config {
         },
         Self {
             name: "vanishing",
-            about: "keys that vanish at a minority, with renewals and repair",
+            about: "keys that vanish where the hold has them to spare, with renewals and repair",
+            features: Features {
+                vanishing: Some(Vanishing::Spare),
+                renewal: true,
+                network: Network::Connections,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "minority",
+            about: "keys that vanish at two of the five, spare or not, with renewals and repair, nothing late",
+            features: Features {
+                vanishing: Some(Vanishing::Minority),
+                renewal: true,
+                network: Network::Connections,
+                late: 0,
+                stops: false,
+                ..BASE
+            },
+            expected: Expected {
+                revived: Promise::Never,
+                ..Expected::TOKENS
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "minority-late",
+            about: "the same, and messages late, masters and clients that stop",
             features: Features {
                 vanishing: Some(Vanishing::Minority),
                 renewal: true,
                 network: Network::Connections,
                 ..BASE
             },
+            expected: Expected::TOKENS,
             ..PLAIN
         },
         Self {
@@ -414,6 +448,21 @@ impl Config {
             ..PLAIN
         },
         Self {
+            name: "flushed",
+            about: "three masters; crashes that keep the data, and masters emptied while they run, also in quarantine; \
+                    restart guard",
+            features: Features {
+                crash: Some(Crash::Kept),
+                flushes: true,
+                renewal: true,
+                masters: 3,
+                stops: false,
+                ..BASE
+            },
+            expected: Expected::EXCLUSION,
+            ..PLAIN
+        },
+        Self {
             name: "spared",
             about: "three masters; crashes that lose the data of one after renewal and repair, wall clocks years apart",
             features: Features {
@@ -458,9 +507,10 @@ impl Config {
         },
         Self {
             name: "swarm-lost",
-            about: "each schedule with some of all that, and crashes that lose data, restart guard",
+            about: "each schedule with some of all that, and crashes and flushes that lose data, restart guard",
             features: Features {
                 crash: Some(Crash::Lost),
+                flushes: true,
                 ..ALL_OF_IT
             },
             swarm: true,

@@ -51,6 +51,12 @@ pub(crate) enum Request {
     Release {
         claim: Claim,
     },
+    /// Asks this life whether it has a vote. The quarantine that began then is over, and they last for so long.
+    Look {
+        life: u32,
+        over: Option<Micros>,
+        quarantine: Micros,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +64,8 @@ pub(crate) enum Answer {
     Vote(Vote),
     Confirmation(Confirmation),
     Report(Report),
+    /// This life has a vote, unless it is in a quarantine that began then by its clock.
+    Standing(u32, Option<Micros>),
 }
 
 /// What a crash may keep, lose, or bring back.
@@ -65,8 +73,16 @@ pub(crate) enum Answer {
 pub(crate) struct Data {
     holders: Vec<Holder>,
     fence: u64,
-    /// The life of the server in which its data was last known to be whole.
-    marker: Option<u32>,
+    marker: Option<Marker>,
+}
+
+/// What a life of the server is to the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Marker {
+    /// Its data was whole.
+    Votes(u32),
+    /// It may have lost some, before this moment of its clock.
+    Quarantined(u32, Micros),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -92,12 +108,32 @@ pub(crate) struct Master {
 
 impl Master {
     pub(crate) fn is_marked(&self) -> bool {
-        self.data.marker == Some(self.life)
+        self.data.marker == Some(Marker::Votes(self.life))
     }
 
     /// Its data counts as whole from now on, in this life.
     pub(crate) fn mark(&mut self) {
-        self.data.marker = Some(self.life);
+        self.data.marker = Some(Marker::Votes(self.life));
+    }
+
+    /// A client looks at the marker, and changes it if it is time. When its quarantine began, if it is in one.
+    fn look(&mut self, now: Micros, over: Option<Micros>, quarantine: Micros) -> Option<Micros> {
+        if self.is_marked() {
+            return None;
+        }
+        match self.data.marker {
+            Some(Marker::Quarantined(life, since)) if life == self.life => {
+                if over == Some(since) || since + quarantine <= now {
+                    self.mark();
+                    return None;
+                }
+                Some(since)
+            }
+            _ => {
+                self.data.marker = Some(Marker::Quarantined(self.life, now));
+                Some(now)
+            }
+        }
     }
 
     /// For how long yet this claim holds, and whether the counter is to be at its tokens.
@@ -130,6 +166,17 @@ impl Master {
             }
             Request::Repair(bid) => Answer::Report(self.repair(now, bid)),
             Request::Release { claim } => Answer::Report(self.release(*claim)),
+            Request::Look {
+                life,
+                over,
+                quarantine,
+            } => {
+                // A request to an earlier life came on a connection that is gone.
+                if *life != self.life {
+                    return Answer::Standing(*life, Some(now));
+                }
+                Answer::Standing(*life, self.look(now, *over, *quarantine))
+            }
         }
     }
 
@@ -219,7 +266,7 @@ impl Master {
         };
         let Some(held) = self.data.holders.iter_mut().find(is_its) else {
             return if keeps_out {
-                Report::Other
+                Report::Abstains
             } else {
                 self.lacking(bid.mode)
             };
@@ -227,7 +274,7 @@ impl Master {
         let is_known = held.claim == claim && held.token == *bid.tokens.start();
         // Of an earlier round, it may have come back with old data, after others had voted here.
         if keeps_out && !is_known {
-            return Report::Other;
+            return Report::Abstains;
         }
         held.expires = now + bid.ttl;
         // In one look, what this very round set is prolonged as it is.
@@ -242,7 +289,7 @@ impl Master {
 
     fn repair(&mut self, now: Micros, bid: &Bid) -> Report {
         if self.keeps_out() && self.mutant != Some(Mutant::RepairsUnmarked) {
-            return Report::Other;
+            return Report::Abstains;
         }
         if self.in_the_way(bid).next().is_some() {
             return Report::Other;

@@ -29,11 +29,15 @@ pub enum Mutant {
     VoteRaisesNothing,
     /// A key says who holds it, not since which round.
     RoundsLookAlike,
+    /// A master that was emptied in quarantine goes on with it.
+    QuarantineGoesOn,
+    /// What a majority holds is not repaired before it is renewed for its lease's sake.
+    RepairsLate,
 }
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 15] = [
         Self::NaiveTokens,
         Self::TwoOfFive,
         Self::LeaseFromTheWin,
@@ -47,5 +51,7 @@ impl Mutant {
         Self::OldVotesCount,
         Self::VoteRaisesNothing,
         Self::RoundsLookAlike,
+        Self::QuarantineGoesOn,
+        Self::RepairsLate,
     ];
 }

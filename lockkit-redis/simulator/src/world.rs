@@ -224,10 +224,6 @@ enum Event {
         life: u32,
         marked: bool,
     },
-    Mark {
-        master: usize,
-        life: u32,
-    },
     Broken {
         client: usize,
         master: usize,
@@ -261,9 +257,7 @@ impl Event {
             | Self::Broken { client, .. }
             | Self::Alarm { client, .. }
             | Self::Write { client, .. } => Actor::Client(client),
-            Self::Request { master, .. } | Self::Connect { master, .. } | Self::Mark { master, .. } => {
-                Actor::Master(master)
-            }
+            Self::Request { master, .. } | Self::Connect { master, .. } => Actor::Master(master),
             Self::Written { .. } | Self::Restart { .. } | Self::Strike => Actor::Nobody,
         }
     }
@@ -289,6 +283,7 @@ fn drawn(features: Features, rng: &mut Rng) -> Features {
         jumps: features.jumps && rng.bool(),
         vanishing: features.vanishing.filter(|_| rng.bool()),
         crash: features.crash.filter(|_| rng.bool()),
+        flushes: features.flushes && rng.bool(),
         guard: features.guard && (features.crash != Some(Crash::Kept) || rng.bool()),
         walls: if rng.bool() {
             features.walls
@@ -323,7 +318,7 @@ impl World {
         let clients = 2 + rng.usize(..3);
         // Longer than any message takes, where a hold that was given away must not come back unnoticed.
         let shortest = match features.vanishing {
-            Some(Vanishing::Anywhere) => Duration::from_millis(20),
+            Some(Vanishing::Anywhere | Vanishing::Minority) => Duration::from_millis(20),
             _ => Duration::ZERO,
         };
         let habits = Habits {
@@ -511,13 +506,6 @@ impl World {
             } => self.with_client(client, |it, now, out| {
                 it.connected(now, master, connection, life, marked, out);
             }),
-            Event::Mark { master, life } => {
-                let server = &mut self.masters[master];
-                if server.up && server.master.life == life {
-                    server.master.mark();
-                    say!(self, "master {master} votes again");
-                }
-            }
             Event::Broken {
                 client,
                 master,
@@ -687,10 +675,6 @@ impl World {
                 };
                 self.push(at, event);
             }
-            Effect::Mark(master, life) => {
-                let at = self.now + self.delay();
-                self.push(at, Event::Mark { master, life });
-            }
             Effect::Wake(moment, alarm) => {
                 let at = when(moment).max(self.now);
                 self.push(at, Event::Alarm { client, alarm });
@@ -766,7 +750,7 @@ impl World {
         let next = self.now + self.rng.u64(40 * MILLI..500 * MILLI) / pace;
         self.push(next, Event::Strike);
         let features = self.features;
-        let mut possible: [Option<Strike>; 8] = [None; 8];
+        let mut possible: [Option<Strike>; 9] = [None; 9];
         let mut number = 0;
         let mut add = |there: bool, strike| {
             if there {
@@ -781,6 +765,7 @@ impl World {
         add(features.jumps, Strike::SetMasterClock);
         add(features.vanishing.is_some(), Strike::Vanish);
         add(features.crash.is_some(), Strike::Crash);
+        add(features.flushes, Strike::Flush);
         add(features.crash == Some(Crash::Restored), Strike::Backup);
         if number == 0 {
             return;
@@ -840,6 +825,13 @@ impl World {
                 server.backup = server.master.data.clone();
             }
             Strike::Crash => return self.crash(master),
+            Strike::Flush => {
+                // Most of all one that is in quarantine already.
+                let unmarked = self.masters.iter().position(|server| !server.master.is_marked());
+                let master = unmarked.filter(|_| self.rng.bool()).unwrap_or(master);
+                say!(self, "master {master} is emptied");
+                self.masters[master].master.data = Data::default();
+            }
         }
         true
     }
@@ -886,12 +878,16 @@ impl World {
     }
 
     fn vanish(&mut self, master: usize) -> bool {
-        let quorum = self.masters.len() / 2 + 1;
-        let others = self.others_holding(master);
-        if self.features.vanishing == Some(Vanishing::Minority) && others.is_none_or(|others| others < quorum)
-        {
-            return false;
-        }
+        let masters = self.masters.len();
+        let quorum = masters / 2 + 1;
+        let master = match self.features.vanishing {
+            Some(Vanishing::Spare) if self.others_holding(master).is_none_or(|others| others < quorum) => {
+                return false;
+            }
+            // The same throughout, whoever needs it.
+            Some(Vanishing::Minority) => master % (masters - quorum),
+            _ => master,
+        };
         say!(self, "the key at master {master} is deleted");
         self.masters[master].master.delete();
         true
@@ -947,6 +943,7 @@ enum Strike {
     Vanish,
     Backup,
     Crash,
+    Flush,
 }
 
 fn micros(span: Duration) -> Micros {

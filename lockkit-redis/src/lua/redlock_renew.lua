@@ -1,5 +1,5 @@
--- Returns 1: held; 0: not held, but to be had; 2: somebody else has it, or this process has no vote. What is gone is not
--- made anew here: only a majority can tell whether it may be.
+-- Returns 1: held; 0: not held, but to be had; 2: somebody else has it; 3: not held, and this process has no vote. What is
+-- gone is not made anew here: only a majority can tell whether it may be.
 local me = owner_of(ARGV[2])
 drop_ended()
 -- One that it set to hold otherwise, in a round that was lost, excludes others than this one.
@@ -11,7 +11,7 @@ else
 end
 if mine then
   -- Of an earlier round: it may have come back with old data, after others had voted here.
-  if mine ~= ARGV[2] and not has_vote(ARGV[1]) then return 2 end
+  if mine ~= ARGV[2] and not has_vote(ARGV[1]) then return 3 end
   -- It was held with tokens that no majority had. From now on it has those that count.
   if is_shared() then
     share(me, ARGV[2], ARGV[3])
@@ -22,5 +22,6 @@ if mine then
   raise(ARGV[5], ARGV[5])
   return 1
 end
-local to_be_had = not value or (is_shared() and ARGV[6] == 's')
-return to_be_had and has_vote(ARGV[1]) and 0 or 2
+if not has_vote(ARGV[1]) then return 3 end
+local to_be_had = not value or kept_for() or (is_shared() and ARGV[6] == 's')
+return to_be_had and 0 or 2

@@ -4,12 +4,13 @@ local me = owner_of(ARGV[2])
 local alone = ARGV[6] == 'x'
 local list = alone and WRITERS or READERS
 drop_ended()
-local fits = not value
+local repairs = ARGV[8] == 'repair'
+local fits = not value or (repairs and kept_for())
 if alone then
   fits = fits or holder() == me or kept_for() == me
 else
   fits = fits or kept_for() == 's'
-    or (is_shared() and (call('ZSCORE', HOLDERS, me) or not is_writer_before(ARGV[7])))
+    or (is_shared() and (repairs or call('ZSCORE', HOLDERS, me) or not is_writer_before(ARGV[7])))
 end
 if fits then
   if alone then
@@ -20,7 +21,7 @@ if fits then
   if ARGV[8] == 'again' then call('ZREM', list, waiter(ARGV[2])) end
   return raise(ARGV[4], ARGV[5])
 end
-if ARGV[8] ~= 'try' then
+if ARGV[8] == 'wait' or ARGV[8] == 'again' then
   call('ZADD', list, ARGV[7], waiter(ARGV[2]))
   call('PEXPIRE', list, WAITED)
 end

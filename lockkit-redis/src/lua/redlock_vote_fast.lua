@@ -1,5 +1,6 @@
 -- ARGV: 1 the process that is asked   2 the value   3 ttl in ms   4 the first token   5 the last   6 mode: x or s
---       7 since when it asks, in us of its clock   8 `try`, `wait`, or `again` if it may be listed as waiting
+--       7 since when it asks, in us of its clock   8 `try`; `wait`; `again` if it may be listed as waiting; or `repair` if a
+--       majority holds for it, so that whoever waits has to wait for that
 if ARGV[6] == 'x' and ARGV[8] ~= 'again' then
   -- As few calls as can be: this is what a lock costs that nobody contends for.
   local known = call('MGET', 'lockkit#redlock', FENCE)

@@ -290,7 +290,7 @@ impl Backend for RedlockBackend {
         if kind == Kind::Semaphore {
             return Err(permits());
         }
-        let masters = &*self.masters;
+        let masters = &self.masters;
         let key = layout::key(&masters.namespace, name, kind);
         let deadline = Instant::now() + masters.rules.patience;
         let mut requests = Requests::new(masters, "inspect");
@@ -316,7 +316,7 @@ impl Backend for RedlockBackend {
         if kind == Kind::Semaphore {
             return Err(permits());
         }
-        let masters = &*self.masters;
+        let masters = &self.masters;
         let key = layout::key(&masters.namespace, name, kind);
         // All are to have ended it, as far as they can be reached.
         let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(Instant::now()));

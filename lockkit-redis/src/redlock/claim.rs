@@ -44,6 +44,12 @@ pub(crate) struct RedlockClaim {
     tokens: Option<RangeInclusive<u64>>,
     /// Until when it was last known to hold.
     until: Option<Instant>,
+    /// What masters have yet to say that were not waited for, or are being repaired.
+    late: Option<Requests>,
+    /// Some master lacks the hold, or may, that can soon be repaired.
+    is_short: bool,
+    /// How often it has asked early for that since.
+    repairs: u32,
 }
 
 /// What a round came to, unless it was won.
@@ -72,6 +78,9 @@ impl RedlockClaim {
             divided: 0,
             tokens: None,
             until: None,
+            late: None,
+            is_short: false,
+            repairs: 0,
         }
     }
 
@@ -104,9 +113,9 @@ impl RedlockClaim {
         }
     }
 
-    fn vote(&self, run_id: &str, tokens: &RangeInclusive<u64>, waits: &str) -> Call {
+    fn vote(&self, marker: &str, tokens: &RangeInclusive<u64>, waits: &str) -> Call {
         let mut call = script::REDLOCK_VOTE.call(&self.key);
-        call.arg(run_id)
+        call.arg(marker)
             .arg(&self.value)
             .arg(self.ttl_ms())
             .arg(*tokens.start())
@@ -117,9 +126,9 @@ impl RedlockClaim {
         call
     }
 
-    fn renewal(&self, run_id: &str, tokens: &RangeInclusive<u64>) -> Call {
+    fn renewal(&self, marker: &str, tokens: &RangeInclusive<u64>) -> Call {
         let mut call = script::REDLOCK_RENEW.call(&self.key);
-        call.arg(run_id)
+        call.arg(marker)
             .arg(&self.value)
             .arg(self.ttl_ms())
             .arg(*tokens.start())
@@ -152,7 +161,7 @@ impl RedlockClaim {
         masters.saw(*proposed.end());
 
         let mut requests = Requests::new(&masters, "acquire");
-        requests.ask_all(Kind::Vote, |run_id| self.vote(run_id, &proposed, waits));
+        requests.ask_all(Kind::Vote, |marker| self.vote(marker, &proposed, waits));
         let mut seen = Seen::new(masters.all.len());
         let mut confirmed = self.value.clone();
         let outcome = loop {
@@ -186,9 +195,9 @@ impl RedlockClaim {
                 Step::Confirm(tokens, holding) => {
                     confirmed = self.record.with_token(Some(*tokens.start())).into_owned();
                     for master in holding {
-                        requests.ask(master, Kind::Confirmation, |run_id| {
+                        requests.ask(master, Kind::Confirmation, |marker| {
                             let mut call = script::REDLOCK_CONFIRM.call(&self.key);
-                            call.arg(run_id)
+                            call.arg(marker)
                                 .arg(&self.value)
                                 .arg(&confirmed)
                                 .arg(*tokens.start())
@@ -202,13 +211,13 @@ impl RedlockClaim {
                 Step::Lost(defeat) => break Err(defeat),
             }
         };
-        drop(requests);
         masters.saw(round.highest());
         // What the masters say by now, unless it was confirmed at too few of them.
         self.value = confirmed;
         let tokens = match outcome {
             Ok(tokens) => tokens,
             Err(defeat) => {
+                drop(requests);
                 if masters.since_origin(Instant::now()) >= round.deadline() {
                     seen.failures.late(&seen.answered, masters.rules.patience);
                 }
@@ -229,16 +238,38 @@ impl RedlockClaim {
         if let Some(place) = &self.place {
             place.settled();
         }
+        self.late = Some(requests);
+        self.repairs = 0;
+        self.is_short = round.is_short();
+        if self.is_short {
+            self.repair_soon();
+        }
         Ok(Ok(Grant { tokens, lease }))
     }
 
     /// Gives back what a round that was lost may have taken, without waiting for it: requests are dealt with in their order.
-    async fn yield_at(&self, masters: impl IntoIterator<Item = usize>) {
+    async fn yield_at(&mut self, masters: impl IntoIterator<Item = usize>) {
         let mut requests = Requests::new(&self.masters, "release");
         for master in masters {
             requests.ask(master, Kind::Report, |_| self.withdrawal("yield"));
         }
         requests.hand_over().await;
+    }
+
+    /// Has the hold renewed before that is due, since masters that lack it are repaired with that: at once at first, as
+    /// those who lost to it give way, and then later and later.
+    fn repair_soon(&mut self) {
+        const PAUSE: Duration = Duration::from_millis(5);
+
+        self.is_short = true;
+        let after = match self.repairs {
+            0 => Duration::ZERO,
+            n => PAUSE * (1 << n.min(16)),
+        };
+        // By then it is due.
+        if after < self.request.ttl / 3 {
+            self.place().ask_in(after);
+        }
     }
 
     /// How long to wait before it asks again although nothing woke it.
@@ -360,6 +391,7 @@ fn number(text: &[u8]) -> Option<u64> {
 impl Claim for RedlockClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
         require_runtime("acquire")?;
+        self.late = None;
         if self.arrival == 0 {
             self.arrival = micros();
         }
@@ -414,26 +446,39 @@ impl Claim for RedlockClaim {
         let Some(tokens) = self.tokens.clone() else {
             return Ok(Renewal::Lost(self.loss()));
         };
+        // If this one does not come to an end, there is to be another.
+        if self.late.take().is_some() || self.is_short {
+            self.repair_soon();
+            self.repairs = self.repairs.saturating_add(1);
+        }
         let masters = self.masters.clone();
         let since = Instant::now();
         let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(since));
         let mut requests = Requests::new(&masters, "renew");
-        requests.ask_all(Kind::Report, |run_id| self.renewal(run_id, &tokens));
+        requests.ask_all(Kind::Report, |marker| self.renewal(marker, &tokens));
         let (outcome, failures) = tally(&masters, &mut requests, &mut count, "renew").await;
-        drop(requests);
         match outcome {
-            Outcome::Held { repair } => {
+            Outcome::Held { repair, taken } => {
                 let lease = self.lease(since);
                 self.until = lease.end();
+                if let Some(place) = &self.place {
+                    place.settled();
+                }
+                self.is_short = false;
+                if taken {
+                    self.repair_soon();
+                } else if repair.is_empty() {
+                    self.repairs = 0;
+                }
                 if self.until.is_some_and(|until| Instant::now() < until) {
                     // The counter may stand between the first and the last by now: it is to reach the last all the same.
                     let last = *tokens.end()..=*tokens.end();
-                    let mut requests = Requests::new(&masters, "renew");
                     for master in repair {
-                        requests.ask(master, Kind::Vote, |run_id| self.vote(run_id, &last, "try"));
+                        requests.ask(master, Kind::Vote, |marker| self.vote(marker, &last, "repair"));
                     }
                     requests.hand_over().await;
                 }
+                self.late = Some(requests);
                 Ok(Renewal::Held(lease))
             }
             Outcome::Lost => Ok(Renewal::Lost(self.loss())),
@@ -443,6 +488,8 @@ impl Claim for RedlockClaim {
 
     async fn release(&mut self) -> Result<()> {
         require_runtime("release")?;
+        self.late = None;
+        self.is_short = false;
         let masters = self.masters.clone();
         let mut count = QuorumCount::of_release(masters.rules, masters.since_origin(Instant::now()));
         let mut requests = Requests::new(&masters, "release");
@@ -465,14 +512,39 @@ impl Claim for RedlockClaim {
     }
 
     async fn notified(&mut self) {
-        self.place().clone().notified().await;
+        let place = self.place().clone();
+        loop {
+            let Some(late) = &mut self.late else {
+                return place.notified().await;
+            };
+            tokio::select! {
+                biased;
+                () = place.notified() => return,
+                answer = late.late() => match answer {
+                    Some(answer) if lacks(&answer) => self.repair_soon(),
+                    Some(_) => {}
+                    None => self.late = None,
+                }
+            }
+        }
     }
+}
+
+/// A master that was not waited for says that somebody else has what is held, or that nobody has. One without a vote is
+/// repaired when it has one.
+fn lacks(answer: &Answer) -> bool {
+    matches!(
+        (answer.kind, &answer.reply),
+        (Kind::Vote, Ok(Value::Array(_)))
+            | (Kind::Confirmation, Ok(Value::BulkString(_)))
+            | (Kind::Report, Ok(Value::Int(0 | 2)))
+    )
 }
 
 /// Hears what the masters have to report until that decides, or time is over.
 pub(super) async fn tally(
     masters: &Masters,
-    requests: &mut Requests<'_>,
+    requests: &mut Requests,
     count: &mut QuorumCount,
     operation: &'static str,
 ) -> (Outcome, Failures) {
@@ -486,6 +558,10 @@ pub(super) async fn tally(
                     Ok(Value::Int(1)) => Report::Held,
                     Ok(Value::Int(0)) => Report::Free,
                     Ok(Value::Int(2)) => Report::Other,
+                    Ok(Value::Int(3)) => {
+                        masters.guard.abstained(master);
+                        Report::Abstains
+                    }
                     Ok(other) => {
                         failures.note(master, &unexpected(operation, &other));
                         Report::Silent

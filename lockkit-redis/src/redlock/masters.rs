@@ -201,18 +201,18 @@ type Reply = Pin<Box<dyn Future<Output = (Call, RedisResult<Value>)> + Send>>;
 /// Those that nobody waits for any longer take effect all the same. A request is handed to its connection when it is first
 /// polled, and [`next`](Self::next) polls all of them before it returns anything. The connection's own task writes it a
 /// moment later, unless whoever asked is gone by then; so those without a reply are kept by the [`Masters`] for a while.
-pub(super) struct Requests<'a> {
-    masters: &'a Masters,
+pub(super) struct Requests {
+    masters: Arc<Masters>,
     operation: &'static str,
     pending: Vec<Pending>,
     answers: VecDeque<Answer>,
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-impl<'a> Requests<'a> {
-    pub(super) fn new(masters: &'a Masters, operation: &'static str) -> Self {
+impl Requests {
+    pub(super) fn new(masters: &Arc<Masters>, operation: &'static str) -> Self {
         Self {
-            masters,
+            masters: masters.clone(),
             operation,
             pending: Vec::with_capacity(masters.all.len()),
             answers: VecDeque::new(),
@@ -279,8 +279,20 @@ impl<'a> Requests<'a> {
         .await
     }
 
+    /// The next answer, however long it takes; `None` if there is none to come.
+    pub(super) async fn late(&mut self) -> Option<Answer> {
+        poll_fn(|cx| {
+            self.poll_all(cx);
+            match self.answers.pop_front() {
+                None if !self.pending.is_empty() => Poll::Pending,
+                answer => Poll::Ready(answer),
+            }
+        })
+        .await
+    }
+
     /// Hands over what was asked, and waits for none of it.
-    pub(super) async fn hand_over(mut self) {
+    pub(super) async fn hand_over(&mut self) {
         poll_fn(|cx| {
             self.poll_all(cx);
             Poll::Ready(())
@@ -315,7 +327,7 @@ impl<'a> Requests<'a> {
     }
 }
 
-impl Drop for Requests<'_> {
+impl Drop for Requests {
     fn drop(&mut self) {
         for request in self.pending.drain(..).filter(|request| request.is_sent) {
             self.masters.all[request.master].keep(request.reply);

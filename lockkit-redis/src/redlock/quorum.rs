@@ -166,6 +166,17 @@ impl QuorumRound {
         self.seats.iter().enumerate().filter_map(may_hold).collect()
     }
 
+    /// Some master is known to lack what was won: somebody else has it there. Those that have not answered may yet say so.
+    pub(crate) fn is_short(&self) -> bool {
+        let lacks = |seat: &Seat| {
+            matches!(
+                seat,
+                Seat::Voted(Vote::Taken(_)) | Seat::Answered(Confirmation::Refused(_))
+            )
+        };
+        self.seats.iter().any(lacks)
+    }
+
     /// A master voted.
     pub(crate) fn voted(&mut self, now: Duration, master: usize, vote: Vote) -> Step {
         if self.seats[master] != Seat::Asked {
@@ -304,8 +315,10 @@ pub(crate) enum Report {
     Held,
     /// It is not held there, by nobody.
     Free,
-    /// Somebody else has it, or the master keeps out.
+    /// Somebody else has it.
     Other,
+    /// It is not held there, and the master keeps out of votes.
+    Abstains,
     /// No answer, or one that is none.
     Silent,
 }
@@ -316,8 +329,8 @@ pub(crate) enum Outcome {
     /// Wait for answers, until [`deadline`](QuorumCount::deadline).
     Wait,
     /// A majority had it. After a renewal it may be set anew at these masters, as long as the lease lasts: they are not
-    /// counted before the next one.
-    Held { repair: Vec<usize> },
+    /// counted before the next one. Somebody else may have had it at others.
+    Held { repair: Vec<usize>, taken: bool },
     /// So many do not have it that somebody else may.
     Lost,
     /// Too few answered to tell.
@@ -380,7 +393,10 @@ impl QuorumCount {
             let counted = self.reports.iter().flatten();
             counted.filter(|report| which.contains(report)).count()
         };
-        if self.rules.blocks(count(&[Report::Free, Report::Other])) {
+        if self
+            .rules
+            .blocks(count(&[Report::Free, Report::Other, Report::Abstains]))
+        {
             return Outcome::Lost;
         }
         let held = count(&[Report::Held]) >= self.rules.quorum;
@@ -393,6 +409,7 @@ impl QuorumCount {
             };
             return Outcome::Held {
                 repair: self.reports.iter().enumerate().filter_map(free).collect(),
+                taken: count(&[Report::Other]) > 0,
             };
         }
         Outcome::Undecided {
@@ -764,6 +781,46 @@ mod tests {
         }
     }
 
+    fn held(repair: &[usize], taken: bool) -> Outcome {
+        let repair = repair.to_vec();
+        Outcome::Held { repair, taken }
+    }
+
+    #[test]
+    fn who_won_hears_of_those_that_lack_it() {
+        let mut round = begin(5);
+        assert!(matches!(votes(&mut round, &[Vote::Granted; 3]), Step::Won(_)));
+        assert!(!round.is_short());
+        for vote in [Vote::Silent, taken(5)] {
+            assert!(!round.is_short(), "{vote:?}");
+            let master = if vote == Vote::Silent { 3 } else { 4 };
+            round.voted(START, master, vote);
+        }
+        assert!(round.is_short());
+        let mut round = begin(5);
+        let step = votes(
+            &mut round,
+            &[taken(5), Vote::Granted, Vote::Granted, Vote::Granted],
+        );
+        assert!(matches!(step, Step::Won(_)) && round.is_short());
+    }
+
+    #[test]
+    fn a_renewal_tells_who_is_to_be_repaired_and_who_may_be_later() {
+        let mut count = QuorumCount::of_renewal(Rules::of(7, PATIENCE), START);
+        for master in 0..4 {
+            count.reported(master, Report::Held);
+        }
+        count.reported(4, Report::Free);
+        count.reported(5, Report::Abstains);
+        let mut other = QuorumCount {
+            reports: count.reports.clone(),
+            ..QuorumCount::of_renewal(Rules::of(7, PATIENCE), START)
+        };
+        assert_eq!(count.reported(6, Report::Silent), held(&[4], false));
+        assert_eq!(other.reported(6, Report::Other), held(&[4], true));
+    }
+
     #[test]
     fn a_renewal_hears_all_who_may_lack_it() {
         let mut count = QuorumCount::of_renewal(Rules::of(5, PATIENCE), START);
@@ -772,7 +829,7 @@ mod tests {
         }
         assert_eq!(count.reported(3, Report::Free), Outcome::Wait);
         assert_eq!(count.tick(START), Outcome::Wait);
-        assert_eq!(count.tick(count.deadline()), Outcome::Held { repair: vec![3] });
+        assert_eq!(count.tick(count.deadline()), held(&[3], false));
     }
 
     #[test]
@@ -782,7 +839,7 @@ mod tests {
         assert_eq!(count.reported(1, Report::Held), Outcome::Wait);
         assert_eq!(count.reported(2, Report::Held), Outcome::Wait);
         assert_eq!(count.reported(2, Report::Held), Outcome::Wait, "said twice");
-        assert_eq!(count.reported(3, Report::Held), Outcome::Held { repair: vec![0] });
+        assert_eq!(count.reported(3, Report::Held), held(&[0], false));
     }
 
     #[test]
@@ -792,12 +849,12 @@ mod tests {
         assert_eq!(count.reported(0, Report::Held), Outcome::Wait);
         assert_eq!(count.reported(1, Report::Held), Outcome::Wait);
         assert_eq!(count.reported(1, Report::Free), Outcome::Wait);
-        assert_eq!(count.reported(2, Report::Held), Outcome::Held { repair: vec![0] });
+        assert_eq!(count.reported(2, Report::Held), held(&[0], false));
     }
 
     #[test]
     fn what_a_majority_may_lack_is_lost() {
-        for lacking in [Report::Free, Report::Other] {
+        for lacking in [Report::Free, Report::Other, Report::Abstains] {
             let mut count = QuorumCount::of_renewal(Rules::of(3, PATIENCE), START);
             assert_eq!(count.reported(0, Report::Other), Outcome::Wait);
             assert_eq!(count.reported(1, lacking), Outcome::Lost);

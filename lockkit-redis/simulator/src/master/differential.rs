@@ -100,14 +100,14 @@ impl Both {
     ) -> Value {
         let first = if repairs { tokens.end() } else { tokens.start() };
         let args = [
-            self.real_life.clone(),
+            self.marker(),
             owner.value(tokens),
             (TTL / 1000).to_string(),
             first.to_string(),
             tokens.end().to_string(),
             letter(owner.mode).to_owned(),
             "1".to_owned(),
-            "try".to_owned(),
+            if repairs { "repair" } else { "try" }.to_owned(),
         ];
         self.eval(script, &args)
     }
@@ -128,7 +128,7 @@ impl Both {
             tokens: tokens.clone(),
         };
         let args = [
-            self.real_life.clone(),
+            self.marker(),
             owner.value(&owner.tokens),
             owner.value(tokens),
             tokens.start().to_string(),
@@ -149,6 +149,7 @@ impl Both {
             Value::Int(1) => Report::Held,
             Value::Int(0) => Report::Free,
             Value::Int(2) => Report::Other,
+            Value::Int(3) => Report::Abstains,
             value => panic!("{value:?}"),
         };
         (self.simulated.answer(0, &request), Answer::Report(real))
@@ -159,6 +160,7 @@ impl Both {
         let request = Request::Repair(owner.bid(tokens.clone()));
         let real = match vote_in(&self.ask_real(owner, &tokens, true, |scripts| &scripts.vote)) {
             Vote::Granted | Vote::Behind(_) => Report::Held,
+            Vote::Abstains => Report::Abstains,
             _ => Report::Other,
         };
         (self.simulated.answer(0, &request), Answer::Report(real))
@@ -205,14 +207,22 @@ impl Both {
         self.simulated.data.holders.retain(|holder| !its(holder));
     }
 
+    /// With which the real one has a vote.
+    fn marker(&self) -> String {
+        format!("{} {}", self.real_life, TTL / 1000)
+    }
+
     /// It may have lost data, or is known to have it all.
     fn mark(&mut self, whole: bool) {
-        let run_id = if whole { &self.real_life } else { "before" };
+        let marker = if whole {
+            self.marker()
+        } else {
+            "before 1".to_owned()
+        };
         let mut mark = cmd("SET");
-        mark.arg("lockkit#redlock")
-            .arg(format!("{run_id} {}", TTL / 1000));
+        mark.arg("lockkit#redlock").arg(marker);
         let _: () = mark.query(&mut self.connection).expect("an answer");
-        self.simulated.data.marker = Some(if whole { self.simulated.life } else { 0 });
+        self.simulated.data.marker = Some(Marker::Votes(if whole { self.simulated.life } else { 0 }));
     }
 
     /// Who holds, and the counter.
@@ -280,7 +290,7 @@ fn a_simulated_master_does_what_a_real_one_does() {
         simulated: Master::default(),
         trail: String::new(),
     };
-    let mut kinds = [0; 9];
+    let mut kinds = [0; 10];
     for seed in 0..400 {
         compare(&mut both, seed, &mut kinds);
     }
@@ -288,7 +298,7 @@ fn a_simulated_master_does_what_a_real_one_does() {
     assert!(kinds.iter().all(|times| *times > 200), "{kinds:?}");
 }
 
-fn compare(both: &mut Both, seed: u64, kinds: &mut [u32; 9]) {
+fn compare(both: &mut Both, seed: u64, kinds: &mut [u32; 10]) {
     let mut rng = Rng::with_seed(seed);
     let _: () = cmd("FLUSHALL").query(&mut both.connection).expect("an answer");
     both.simulated = Master {
@@ -395,6 +405,8 @@ fn kind(answer: Answer) -> usize {
         Answer::Confirmation(_) => 5,
         Answer::Report(Report::Held) => 6,
         Answer::Report(Report::Free) => 7,
-        Answer::Report(_) => 8,
+        Answer::Report(Report::Abstains) => 8,
+        Answer::Report(_) => 9,
+        Answer::Standing(..) => unreachable!("nobody asked"),
     }
 }

@@ -76,6 +76,23 @@ fn a_vote_raises_the_counter() {
     catches("wild-clocks", Mutant::VoteRaisesNothing, "duplicate tokens");
 }
 
+#[test]
+fn a_quarantine_begins_anew_with_each_loss() {
+    catches("flushed", Mutant::QuarantineGoesOn, "overlapping holds");
+}
+
+/// Until then, a hold may be one of a bare majority.
+#[test]
+fn a_hold_is_repaired_before_its_lease_is_due() {
+    let config = Config::named("minority").expect("a configuration of this name");
+    let overlaps = |mutant| campaign(config, mutant, 0..SCHEDULES).findings[0].schedules;
+    let (soon, late) = (overlaps(None), overlaps(Some(Mutant::RepairsLate)));
+    assert!(
+        soon > 0 && soon * 4 < late,
+        "{soon} if it is repaired soon, else {late}"
+    );
+}
+
 /// On a connection, requests are in order, and then nobody takes a round for another.
 #[test]
 fn a_round_is_told_from_the_others_unless_requests_are_in_order() {

@@ -5,5 +5,6 @@ mod connecting;
 mod faults;
 mod foreign;
 mod guard;
+mod repair;
 mod soak;
 mod world;
