@@ -46,6 +46,8 @@ pub(crate) struct Dialled {
     pub(crate) native: Option<Native>,
     /// It is one of several masters.
     pub(crate) votes: bool,
+    /// The marker beside its data with which it then has a vote.
+    pub(crate) marker: String,
     /// What runs the connection, if it is not a task of its own.
     _driven: Option<Driven>,
 }
@@ -254,6 +256,7 @@ impl Dialler {
             connection.subscribe(channel).await.map_err(connecting)?;
         }
         let run_id = field("run_id");
+        let mut marker = String::new();
         let native = match &self.guard {
             None => {
                 script::load(&script::ALL, &mut connection)
@@ -266,7 +269,7 @@ impl Dialler {
                 script::load(&script::REDLOCK, &mut connection)
                     .await
                     .map_err(connecting)?;
-                guard.greet(*master, &run_id, &mut connection).await?;
+                marker = guard.greet(*master, &run_id, &mut connection).await?;
                 None
             }
         };
@@ -277,6 +280,7 @@ impl Dialler {
             id,
             native,
             votes: self.guard.is_some(),
+            marker,
             _driven: driven,
         })
     }

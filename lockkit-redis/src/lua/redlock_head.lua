@@ -3,12 +3,9 @@ local call = redis.call
 local LOCK = KEYS[1]
 local FENCE = 'lockkit#fence:{' .. LOCK .. '}'
 
--- Whether this process has a vote: the marker names it. A process that was started since may have lost what the one
--- before it granted.
-local function has_vote(run_id)
-  local marker = call('GET', 'lockkit#redlock')
-  return marker and string.sub(marker, 1, #run_id) == run_id
-end
+-- Whether this process has a vote: the marker names it, and the longest ttl that the caller goes by. A process that was
+-- started since may have lost what the one before it granted, and one that was kept out for less, what was granted for more.
+local function has_vote(marker) return call('GET', 'lockkit#redlock') == marker end
 
 -- Raises the counter to `last` if that makes all tokens from `first` on new here. 1, or where it stands instead.
 local function raise(first, last)

@@ -89,19 +89,13 @@ impl RedlockBackend {
             inbox,
             &config.namespace,
         ));
-        let is_new = guard.is_new();
-        let looks = (0..masters.all.len()).map(|master| guard.look(&masters, master, is_new));
-        for (master, looked) in join(looks).await.into_iter().enumerate() {
-            match looked {
-                Err(Error::InvalidOptions { option, reason, .. }) => {
-                    return Err(Error::invalid_option(option, reason));
-                }
-                // It is without a vote until the next look.
-                Err(err) => {
-                    let server = &masters.all[master].name;
-                    tracing::debug!(backend = NAME, %server, error = %err, "cannot tell whether it votes");
-                }
-                Ok(()) => {}
+        look_at_all(&guard, &masters, false).await?;
+        // What is the same before and after the same moment was all there at that moment: then none had a vote, and who
+        // lets them in from now on does so only if none has been emptied since.
+        if let Some(quarantines) = guard.blank() {
+            look_at_all(&guard, &masters, false).await?;
+            if guard.blank() == Some(quarantines) {
+                look_at_all(&guard, &masters, true).await?;
             }
         }
         let watch = tokio::spawn(guard::watch(guard, Arc::downgrade(&masters)));
@@ -113,6 +107,26 @@ impl RedlockBackend {
             durable: config.durable,
         })
     }
+}
+
+/// Finds out which masters have a vote.
+///
+/// # Errors
+/// If clients with another longest ttl have been there. What else fails is tried again later.
+async fn look_at_all(guard: &Guard, masters: &Masters, are_new: bool) -> Result<()> {
+    let looks = (0..masters.all.len()).map(|master| guard.look(masters, master, are_new));
+    for (master, looked) in join(looks).await.into_iter().enumerate() {
+        let server = &masters.all[master].name;
+        match looked {
+            Err(err @ Error::InvalidOptions { .. }) => return Err(unusable(server, &err)),
+            // It is without a vote until the next look.
+            Err(err) => {
+                tracing::debug!(backend = NAME, %server, error = %err, "cannot tell whether it votes");
+            }
+            Ok(()) => {}
+        }
+    }
+    Ok(())
 }
 
 /// Connects to the masters, all at once. Those that cannot be reached are tried again in the background.

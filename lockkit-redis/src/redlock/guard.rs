@@ -44,14 +44,16 @@ struct Seat {
     standing: Standing,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 enum Standing {
     /// To be found out.
     #[default]
     Unknown,
     Votes,
-    /// It has had none for so long at least.
-    Quarantined(Instant),
+    /// It has had none for so long at least, in the quarantine that began when its own clock showed this.
+    Quarantined(Instant, i64),
+    /// It is kept for clients that go by another longest ttl, in ms.
+    Others(String),
 }
 
 impl Guard {
@@ -68,13 +70,13 @@ impl Guard {
         self.seats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets in a connection to `master`, or says why not.
+    /// Lets in a connection to `master`, or says why not. The marker with which that has a vote.
     pub(crate) async fn greet(
         &self,
         master: usize,
         run_id: &str,
         connection: &mut MultiplexedConnection,
-    ) -> Result<()> {
+    ) -> Result<String> {
         let refused = |reason: String| Err(Error::permanent(NAME, "connect", reason));
         if run_id.is_empty() {
             return refused("it does not tell its run_id, by which a restart shows".to_owned());
@@ -99,7 +101,9 @@ impl Guard {
             .query_async(connection)
             .await
             .map_err(|error| failed("connect", error))?;
-        let longest = marker.as_deref().and_then(|marker| marker.split(' ').nth(1));
+        // That of a quarantine may be overcome.
+        let votes = marker.as_deref().filter(|marker| !marker.starts_with('-'));
+        let longest = votes.and_then(|marker| marker.split(' ').nth(1));
         if let Some(longest) = longest
             && longest != self.longest.to_string()
         {
@@ -118,7 +122,7 @@ impl Guard {
             };
         }
         seat.marked = marker.is_some();
-        Ok(())
+        Ok(format!("{run_id} {}", self.longest))
     }
 
     /// A connection that was let in is in use.
@@ -127,24 +131,29 @@ impl Guard {
     }
 
     fn conflict(&self, longest: &str) -> Error {
+        Error::invalid_option("max_ttl", self.difference(longest))
+    }
+
+    fn difference(&self, longest: &str) -> String {
         let theirs = longest.parse().map_or_else(
             |_| longest.to_owned(),
             |ms| format!("{:?}", Duration::from_millis(ms)),
         );
         let ours = Duration::from_millis(self.longest);
-        Error::invalid_option(
-            "max_ttl",
-            format!(
-                "this client goes by {ours:?} and the masters by {theirs}; all clients of a deployment need the same"
-            ),
+        format!(
+            "this client goes by {ours:?} and the masters by {theirs}; all clients of a deployment need the same \
+             `max_ttl`. To change it, stop them, wait until nothing is held, and delete `lockkit#redlock` from every master"
         )
     }
 
-    /// None of the masters has a marker, and all are here: they have never granted anything.
-    pub(crate) fn is_new(&self) -> bool {
-        self.seats()
-            .iter()
-            .all(|seat| !seat.run_id.is_empty() && !seat.marked)
+    /// The quarantines of all masters, if all are here, none had a marker, and none has a vote: as far as this client can
+    /// tell, they have never granted anything.
+    pub(crate) fn blank(&self) -> Option<Vec<i64>> {
+        let began = |seat: &Seat| match seat.standing {
+            Standing::Quarantined(_, since) if !seat.marked => Some(since),
+            _ => None,
+        };
+        self.seats().iter().map(began).collect()
     }
 
     /// Some master has been here before.
@@ -164,17 +173,18 @@ impl Guard {
     /// Why a master abstained.
     pub(crate) fn why_no_vote(&self, master: usize) -> String {
         let why = "it was restarted or emptied, and has no vote";
-        match self.seats()[master].standing {
-            Standing::Quarantined(since) => {
-                let left = Duration::from_millis(self.longest).saturating_sub(since.elapsed());
+        match &self.seats()[master].standing {
+            Standing::Quarantined(seen, _) => {
+                let left = Duration::from_millis(self.longest).saturating_sub(seen.elapsed());
                 format!("{why} for {left:.1?} at most")
             }
+            Standing::Others(longest) => self.difference(longest),
             _ => why.to_owned(),
         }
     }
 
-    /// Finds out whether a master has a vote, and gives it one when it is time, or if the deployment `is_new`.
-    pub(crate) async fn look(&self, masters: &Masters, master: usize, is_new: bool) -> Result<()> {
+    /// Finds out whether a master has a vote, and gives it one when it is time, or if what it is kept out for `is_nothing`.
+    pub(crate) async fn look(&self, masters: &Masters, master: usize, is_nothing: bool) -> Result<()> {
         let link = &masters.all[master].link;
         let live = link.live("connect")?;
         let run_id = &live.dialled().run_id;
@@ -184,47 +194,59 @@ impl Guard {
         if seat.run_id != *run_id || matches!(seat.standing, Standing::Votes) {
             return Ok(());
         }
-        let is_over = match seat.standing {
-            Standing::Quarantined(since) => since.elapsed() >= Duration::from_millis(self.longest),
-            _ => false,
-        };
-        let how = if is_new {
-            "new"
-        } else if is_over {
-            "admit"
-        } else if self.durable {
-            "trust"
-        } else {
-            "look"
-        };
+        let longest = Duration::from_millis(self.longest);
         let mut call = script::REDLOCK_MARKER.call(b"");
-        call.arg(run_id).arg(self.longest).arg(how);
+        call.arg(run_id).arg(self.longest);
+        match seat.standing {
+            // Only this one: a master that was emptied since is in another.
+            Standing::Quarantined(seen, since) if is_nothing || seen.elapsed() >= longest => call.arg(since),
+            _ if self.durable => call.arg("trust"),
+            _ => call.arg("look"),
+        };
         let standing = match link.run_on(&live, "connect", call).await? {
             Value::Int(-1) => Standing::Votes,
-            Value::Int(_) => match seat.standing {
-                Standing::Quarantined(since) if !is_over => Standing::Quarantined(since),
-                _ => Standing::Quarantined(Instant::now()),
+            Value::Int(since) => match seat.standing {
+                Standing::Quarantined(_, before) if before == since => seat.standing,
+                _ => Standing::Quarantined(Instant::now(), since),
             },
-            Value::BulkString(longest) => return Err(self.conflict(&String::from_utf8_lossy(&longest))),
+            Value::BulkString(longest) => Standing::Others(String::from_utf8_lossy(&longest).into_owned()),
             other => return Err(unexpected("connect", &other)),
+        };
+        let refused = match &standing {
+            Standing::Others(longest) => Err(self.conflict(longest)),
+            _ => Ok(()),
         };
         let mut seats = self.seats();
         if seats[master].run_id == *run_id {
+            seats[master].standing = standing;
+        }
+        refused
+    }
+
+    /// Whether each has no vote, for the log.
+    fn quarantines(&self) -> Vec<Option<i64>> {
+        let began = |seat: &Seat| match seat.standing {
+            Standing::Quarantined(_, since) => Some(since),
+            _ => None,
+        };
+        self.seats().iter().map(began).collect()
+    }
+
+    /// What has become of quarantines.
+    fn tell(&self, masters: &Masters, before: &[Option<i64>]) {
+        for (master, (before, now)) in before.iter().zip(self.quarantines()).enumerate() {
             let server = &masters.all[master].name;
-            match (seats[master].standing, standing) {
-                (Standing::Quarantined(_), Standing::Votes) => {
-                    tracing::info!(backend = NAME, %server, "it votes again");
-                }
-                (Standing::Unknown, Standing::Quarantined(_)) => tracing::warn!(
+            let votes = matches!(self.seats()[master].standing, Standing::Votes);
+            if now.is_some() && now != *before {
+                tracing::warn!(
                     backend = NAME,
                     %server,
                     "it was restarted or emptied, and has no vote for as long as what it granted before may be held"
-                ),
-                _ => {}
+                );
+            } else if before.is_some() && votes {
+                tracing::info!(backend = NAME, %server, "it votes again");
             }
-            seats[master].standing = standing;
         }
-        Ok(())
     }
 
     fn all_vote(&self) -> bool {
@@ -238,7 +260,14 @@ impl Guard {
 pub(crate) async fn watch(guard: Arc<Guard>, masters: Weak<Masters>) {
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut before = Vec::new();
     loop {
+        {
+            let Some(masters) = masters.upgrade() else { return };
+            before.resize(masters.all.len(), None);
+            guard.tell(&masters, &before);
+            before = guard.quarantines();
+        }
         tokio::select! {
             () = guard.changed.notified() => {}
             _ = tick.tick(), if !guard.all_vote() => {}

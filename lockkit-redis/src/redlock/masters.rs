@@ -220,11 +220,11 @@ impl Requests {
         }
     }
 
-    /// Asks `master`, by what `call` makes for the process that it is.
+    /// Asks `master`, by what `call` makes for the marker with which it has a vote.
     pub(super) fn ask(&mut self, master: usize, kind: Kind, call: impl FnOnce(&str) -> Call) {
         match self.masters.all[master].link.live(self.operation) {
             Ok(live) => {
-                let call = call(&live.dialled().run_id);
+                let call = call(&live.dialled().marker);
                 self.send(master, kind, live, call, false);
             }
             Err(err) => self.answers.push_back(Answer {

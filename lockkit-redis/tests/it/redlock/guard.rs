@@ -1,18 +1,20 @@
 //! The restart guard: a master that may have lost what it granted has no vote until that is over, whoever asks.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use lockkit_core::{FencingDurability, LockClient};
 use lockkit_redis::RedlockConfig;
 use lockkit_testbed::{
-    eventually,
+    Mode, eventually,
     redis::{Fsync, RedisServer},
 };
 
 use super::world::{World, config, connect, url, votes};
-use crate::common::{LONG, MS, SECOND, lock, no_server, shown, within};
+use crate::common::{LONG, MS, SECOND, lock, no_server, shown, until, within};
 
 const MAX_TTL: Duration = Duration::from_secs(4);
+/// More than the half second with which clients look is left of it then.
+const ALMOST: Duration = Duration::from_millis(3_300);
 
 fn guarded(world: &World) -> RedlockConfig {
     let mut config = world.config();
@@ -74,15 +76,58 @@ async fn a_master_that_was_emptied_in_place_has_no_vote_either() {
     if no_server() {
         return;
     }
-    let world = World::of(3);
-    let client = connect(guarded(&world)).await.unwrap();
-    world.masters[2].kill().unwrap();
-    let began = Instant::now();
-    world.masters[1].cli(&["FLUSHALL"]).unwrap();
-    try_says(&client, "a", "was restarted or emptied").await;
-    let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
-    assert!(began.elapsed() >= MAX_TTL, "{:?}", began.elapsed());
-    granted.unwrap().release().await.unwrap();
+    for command in ["FLUSHALL", "FLUSHDB"] {
+        let world = World::of(3);
+        let client = connect(guarded(&world)).await.unwrap();
+        world.masters[2].kill().unwrap();
+        let began = Instant::now();
+        world.masters[1].cli(&[command]).unwrap();
+        try_says(&client, "a", "was restarted or emptied").await;
+        let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
+        assert!(began.elapsed() >= MAX_TTL, "{command}: {:?}", began.elapsed());
+        granted.unwrap().release().await.unwrap();
+    }
+}
+
+/// Whichever client notices, shortly before it would have been over.
+#[tokio::test]
+async fn emptied_in_quarantine_a_master_begins_it_anew() {
+    if no_server() {
+        return;
+    }
+    for seen_by_another in [false, true] {
+        let world = World::of(3);
+        let client = connect(guarded(&world)).await.unwrap();
+        world.masters[2].kill().unwrap();
+        let began = Instant::now();
+        let master = &world.masters[1];
+        master.restart().unwrap();
+        try_says(&client, "a", "was restarted or emptied").await;
+        tokio::time::sleep_until((began + ALMOST).into()).await;
+        master.cli(&["FLUSHALL"]).unwrap();
+        let emptied = Instant::now();
+        if seen_by_another {
+            write_marker(master, "-", MAX_TTL);
+        }
+        let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
+        let after = emptied.elapsed();
+        assert!(after >= MAX_TTL, "granted {after:?} after it was emptied");
+        granted.unwrap().release().await.unwrap();
+    }
+}
+
+/// As a client that goes by `max_ttl` would, that has looked just now: with a vote, or with `-` for none.
+fn write_marker(master: &RedisServer, sign: &str, max_ttl: Duration) {
+    let info = master.cli(&["INFO", "server"]).unwrap();
+    let run_id = info.lines().find_map(|line| line.strip_prefix("run_id:"));
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis();
+    let since = if sign.is_empty() {
+        String::new()
+    } else {
+        format!(" {now}")
+    };
+    let marker = format!("{sign}{} {}{since}", run_id.unwrap(), max_ttl.as_millis());
+    master.cli(&["SET", "lockkit#redlock", &marker]).unwrap();
 }
 
 /// Each of them knows only what its predecessors left at the master.
@@ -248,5 +293,136 @@ async fn new_masters_vote_at_once_and_only_if_all_of_them_are_here() {
     let error = lock(&client, "a", SECOND).try_acquire().await.unwrap_err();
     assert!(shown(&error).contains("was restarted or emptied"), "{error:?}");
     let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
+    granted.unwrap().release().await.unwrap();
+}
+
+#[tokio::test]
+async fn first_clients_that_come_at_once_vote_at_once() {
+    if no_server() {
+        return;
+    }
+    for _ in 0..5 {
+        let world = World::of(3);
+        let connecting = (0..6).map(|_| tokio::spawn(connect(world.config())));
+        for connecting in connecting.collect::<Vec<_>>() {
+            let client = within(LONG, "connected", connecting).await.unwrap().unwrap();
+            // Its quarantine would be of a minute.
+            let granted = within(LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
+            granted.unwrap().release().await.unwrap();
+        }
+    }
+}
+
+/// Whoever found none of them in use may be late: they have been used since, and one has been emptied.
+#[tokio::test]
+async fn a_master_emptied_before_a_first_client_is_done_is_not_new() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let (mut late, proxies) = world.behind_proxies();
+    late.max_ttl = MAX_TTL;
+    // It has seen the others when it gets to this one.
+    proxies[2].set(Mode::Blackhole);
+    let late = tokio::spawn(connect(late));
+    eventually("the late one sees the others", async || {
+        proxies[..2]
+            .iter()
+            .all(|proxy| proxy.counts().replies.bytes > 5_000)
+    })
+    .await;
+    let first = connect(guarded(&world)).await.unwrap();
+    let held = lock(&first, "a", MAX_TTL).acquire().await.unwrap();
+    world.voting(3).await;
+    world.masters[2].cli(&["FLUSHALL"]).unwrap();
+    let emptied = Instant::now();
+    proxies[2].set(Mode::Pass);
+    let late = within(LONG, "connected", late).await.unwrap().unwrap();
+    drop(held);
+    while !votes(&world.masters[2]) {
+        let _ = lock(&late, "b", SECOND).try_acquire().await;
+        tokio::time::sleep(10 * MS).await;
+        assert!(emptied.elapsed() < MAX_TTL + LONG, "it is never admitted");
+    }
+    assert!(
+        emptied.elapsed() >= MAX_TTL,
+        "a vote {:?} after it was emptied",
+        emptied.elapsed()
+    );
+}
+
+/// Whatever is written first where, those with the longest get in, and the others are told what to do.
+#[tokio::test]
+async fn first_clients_that_differ_in_max_ttl_agree_on_the_longest() {
+    if no_server() {
+        return;
+    }
+    for round in 0..10 {
+        let world = World::five();
+        let mut shorter = guarded(&world);
+        shorter.max_ttl = MAX_TTL / 2;
+        let (one, other) = tokio::join!(connect(shorter.clone()), connect(guarded(&world)));
+        // Whoever was there first may have kept the other out. But if none is in, the longer one gets in.
+        let kept_out = matches!((&one, &other), (Ok(_), Err(_)));
+        if kept_out {
+            continue;
+        }
+        drop((one, other));
+        let longer = within(LONG, "connected", connect(guarded(&world))).await;
+        let longer = longer.unwrap_or_else(|error| panic!("round {round}: {}", shown(&error)));
+        let granted = within(MAX_TTL + LONG, "granted", lock(&longer, "a", SECOND).acquire()).await;
+        granted.unwrap().release().await.unwrap();
+        let text = shown(&connect(shorter).await.unwrap_err());
+        assert!(
+            text.contains("`max_ttl`") && text.contains("`lockkit#redlock`"),
+            "{text}"
+        );
+    }
+}
+
+/// A client with a longer one began to set them up, or to put them in quarantine, and went away.
+#[tokio::test]
+async fn markers_of_a_client_that_is_gone_are_overcome() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    for master in &world.masters[1..] {
+        write_marker(master, "-", MAX_TTL);
+    }
+    let mut config = guarded(&world);
+    config.max_ttl = MAX_TTL / 2;
+    let began = Instant::now();
+    let text = shown(&connect(config.clone()).await.unwrap_err());
+    assert!(
+        text.contains("4s") && text.contains("`lockkit#redlock`"),
+        "{text}"
+    );
+    until(MAX_TTL + LONG, "let in", async || {
+        connect(config.clone()).await.is_ok()
+    })
+    .await;
+    assert!(began.elapsed() + 500 * MS >= MAX_TTL, "{:?}", began.elapsed());
+    let client = connect(config).await.unwrap();
+    let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
+    granted.unwrap().release().await.unwrap();
+}
+
+/// What a client that goes by less has let in again may have been used by others for longer.
+#[tokio::test]
+async fn a_marker_of_another_max_ttl_is_no_vote() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let client = connect(guarded(&world)).await.unwrap();
+    world.masters[2].kill().unwrap();
+    write_marker(&world.masters[1], "", MAX_TTL / 4);
+    try_says(&client, "a", "`max_ttl`").await;
+    // Nor is it one of a quarantine, which begins anew with the longest that anybody goes by.
+    write_marker(&world.masters[1], "-", MAX_TTL / 4);
+    let began = Instant::now();
+    let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
+    assert!(began.elapsed() >= MAX_TTL, "{:?}", began.elapsed());
     granted.unwrap().release().await.unwrap();
 }
