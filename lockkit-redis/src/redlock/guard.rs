@@ -82,7 +82,11 @@ impl Guard {
             return refused("it does not tell its run_id, by which a restart shows".to_owned());
         }
         if self.durable {
-            for (setting, needed) in [("appendonly", "yes"), ("appendfsync", "always")] {
+            for (setting, needed) in [
+                ("appendonly", "yes"),
+                ("appendfsync", "always"),
+                ("no-appendfsync-on-rewrite", "no"),
+            ] {
                 let (_, found): (String, String) = redis::cmd("CONFIG")
                     .arg("GET")
                     .arg(setting)

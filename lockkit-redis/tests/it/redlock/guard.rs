@@ -6,7 +6,7 @@ use lockkit_core::{FencingDurability, LockClient};
 use lockkit_redis::RedlockConfig;
 use lockkit_testbed::{
     Mode, eventually,
-    redis::{Fsync, RedisServer},
+    redis::{Fsync, RedisBuilder, RedisServer},
 };
 
 use super::world::{World, config, connect, url, votes};
@@ -212,26 +212,50 @@ async fn durable_masters_have_to_be() {
     if no_server() {
         return;
     }
-    for build in [None, Some(Fsync::EverySec)] {
-        let world = World::built(3, |builder| match build {
-            None => builder,
-            Some(fsync) => builder.append_only(fsync),
-        });
+    let synced = |builder: RedisBuilder| builder.append_only(Fsync::Always);
+    let cases: [(&str, &dyn Fn(RedisBuilder) -> RedisBuilder); 3] = [
+        ("appendonly", &|builder| builder),
+        ("appendfsync", &|builder| builder.append_only(Fsync::EverySec)),
+        ("no-appendfsync-on-rewrite", &|builder| {
+            synced(builder).directive("no-appendfsync-on-rewrite", &["yes"])
+        }),
+    ];
+    for (setting, build) in cases {
+        let world = World::built(3, build);
         let mut config = world.config();
         config.durable = true;
-        let error = connect(config).await.unwrap_err();
+        let error = connect(config).await.expect_err(setting);
         assert!(!error.is_transient(), "{error:?}");
         let text = shown(&error);
-        let setting = if build.is_none() {
-            "appendonly"
-        } else {
-            "appendfsync"
-        };
         assert!(
-            text.contains(setting) && text.contains(&world.masters[0].addr().to_string()),
+            text.contains(&format!("`{setting} ")) && text.contains(&world.masters[0].addr().to_string()),
             "{text}"
         );
     }
+}
+
+/// A server that comes back with other settings is not let in.
+#[tokio::test]
+async fn a_durable_master_that_comes_back_without_syncs_is_left_out() {
+    if no_server() {
+        return;
+    }
+    let world = World::built(3, |builder| builder.append_only(Fsync::Always));
+    let mut config = guarded(&world);
+    config.durable = true;
+    let client = connect(config).await.unwrap();
+    world.masters[2].kill().unwrap();
+    let set = ["CONFIG", "SET", "no-appendfsync-on-rewrite", "yes"];
+    world.masters[1].cli(&set).unwrap();
+    // It is the connection that is made anew here, and looked at again.
+    world.masters[1]
+        .cli(&["CLIENT", "KILL", "TYPE", "pubsub"])
+        .unwrap();
+    try_says(&client, "a", "`no-appendfsync-on-rewrite yes`").await;
+    let set = ["CONFIG", "SET", "no-appendfsync-on-rewrite", "no"];
+    world.masters[1].cli(&set).unwrap();
+    let granted = within(LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
+    granted.unwrap().release().await.unwrap();
 }
 
 #[tokio::test]
