@@ -3,6 +3,7 @@
 use std::{collections::HashMap, fmt, future::poll_fn, pin::Pin, sync::Arc, task::Poll, time::Duration};
 
 use async_trait::async_trait;
+use futures_util::FutureExt as _;
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
@@ -351,10 +352,22 @@ impl Backend for RedlockBackend {
         if let Some(watch) = self.masters.watch.get() {
             watch.abort();
         }
-        for master in &self.masters.all {
-            master.link.close(None).await;
-        }
+        // Also if whoever closes does not wait for answers.
+        let _ending = Ending(&self.masters);
+        self.masters.settle().await;
         Ok(())
+    }
+}
+
+/// Ends the connections when it is dropped.
+struct Ending<'a>(&'a Masters);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        for master in &self.0.all {
+            // Without an inbox there is nothing to be said before, and so nothing to wait for.
+            let _ = master.link.close(None).now_or_never();
+        }
     }
 }
 

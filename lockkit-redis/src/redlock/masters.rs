@@ -6,13 +6,14 @@ use std::{
     future::poll_fn,
     pin::Pin,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll, Waker},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+use futures_util::future::join_all;
 use lockkit_core::{BoxError, Error, Result};
 use redis::{RedisResult, Value};
 use tokio::{
@@ -97,6 +98,15 @@ impl Masters {
     pub(super) fn saw(&self, token: u64) {
         if token < LAST_TOKEN {
             self.highest.fetch_max(token, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits for the answers that nobody waits for, as long as for those of a round, and gives up the rest. A request
+    /// without an answer keeps its connection open.
+    pub(super) async fn settle(&self) {
+        let stragglers: Vec<_> = self.all.iter().flat_map(Master::take_stragglers).collect();
+        if !stragglers.is_empty() && require_runtime("close").is_ok() {
+            let _ = tokio::time::timeout(self.rules.patience, join_all(stragglers)).await;
         }
     }
 
@@ -348,9 +358,17 @@ impl Master {
         }
     }
 
+    fn stragglers(&self) -> MutexGuard<'_, VecDeque<Reply>> {
+        self.stragglers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_stragglers(&self) -> VecDeque<Reply> {
+        std::mem::take(&mut *self.stragglers())
+    }
+
     /// Keeps a request until it is answered, so that it is sent. They are answered in their order.
     fn keep(&self, request: Reply) {
-        let mut stragglers = self.stragglers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stragglers = self.stragglers();
         let mut cx = Context::from_waker(Waker::noop());
         while let Some(first) = stragglers.front_mut() {
             if first.as_mut().poll(&mut cx).is_pending() {

@@ -1,7 +1,7 @@
 //! Credentials, rights and certificates.
 
 use super::world::{World, config, connect, url};
-use crate::common::{LONG, SECOND, granted, lock, no_server, shown, waiter};
+use crate::common::{LONG, SECOND, granted, lock, no_server, shown, until, waiter, within};
 
 const PASSWORD: &str = "open-sesame";
 
@@ -60,6 +60,30 @@ async fn credentials_are_each_masters_own() {
     let text = shown(&error);
     assert!(!error.is_transient() && !text.contains("sesame"), "{text}");
     assert!(text.contains(&guarded.masters[1].addr().to_string()), "{text}");
+}
+
+/// Also those on which something is still to be said.
+#[tokio::test]
+async fn closed_a_client_has_no_connections() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let client = world.client().await;
+    let lock = lock(&client, "a", LONG);
+    world.masters[4].pause().unwrap();
+    for _ in 0..3 {
+        lock.acquire().await.unwrap().release().await.unwrap();
+    }
+    within(LONG, "closed", client.close(LONG)).await.unwrap();
+    world.masters[4].resume().unwrap();
+    for (n, master) in world.masters.iter().enumerate() {
+        until(3 * SECOND, &format!("no connection to master {n}"), async || {
+            // But the one that asks.
+            master.cli(&["CLIENT", "LIST"]).unwrap().lines().count() == 1
+        })
+        .await;
+    }
 }
 
 #[cfg(feature = "tls")]
