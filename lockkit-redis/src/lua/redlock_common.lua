@@ -9,6 +9,7 @@
 --   lockkit#about:{<lock>}     shared holders: owner -> lockkit:<record>
 --   lockkit#writers:{<lock>}, lockkit#readers:{<lock>}
 --                              who waits for it: "<owner> <client>" -> since when, in us of its own clock
+--   lockkit#asked:{<lock>}     the same waiters -> when they asked last, in ms of the server's clock
 --   lockkit#fence:{<lock>}     the last fencing token. It never expires
 --   lockkit#redlock            the marker: "<run id> <max ttl>", or "-<run id> <max ttl> <since>" in quarantine
 --   lockkit#client:<client>    the channel of a client's wake-ups
@@ -16,6 +17,7 @@
 -- <record> is "<owner> <tokens> <first token> <client> <label>".
 local HOLDERS, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
 local WRITERS, READERS = 'lockkit#writers:{' .. LOCK .. '}', 'lockkit#readers:{' .. LOCK .. '}'
+local ASKED = 'lockkit#asked:{' .. LOCK .. '}'
 local KEPT = 100 -- for how long a lock is kept for whoever has been told that it is free, in ms
 local WAITED = 10000 -- for how long a waiter is believed in that does not ask again, in ms
 
@@ -51,8 +53,29 @@ local function left()
   return call('PTTL', LOCK)
 end
 
+local function forget_waiter(who)
+  call('ZREM', WRITERS, who)
+  call('ZREM', READERS, who)
+  call('ZREM', ASKED, who)
+end
+
+-- Forgets who has not asked for too long.
+local function drop_silent()
+  local waiting = call('ZCARD', WRITERS) + call('ZCARD', READERS)
+  if waiting == 0 then return end
+  if waiting > call('ZCARD', ASKED) then
+    -- Clients of the version before do not say when they ask: they are believed for as long from now on.
+    for _, list in ipairs({ WRITERS, READERS }) do
+      for _, who in ipairs(call('ZRANGE', list, 0, -1)) do call('ZADD', ASKED, 'NX', now, who) end
+    end
+    call('PEXPIRE', ASKED, WAITED)
+  end
+  for _, who in ipairs(call('ZRANGEBYSCORE', ASKED, '-inf', now - WAITED)) do forget_waiter(who) end
+end
+
 -- Whether somebody waits to hold it alone who came before `arrival`.
 local function is_writer_before(arrival)
+  drop_silent()
   local first = call('ZRANGE', WRITERS, 0, 0, 'WITHSCORES')
   return first[1] and tonumber(first[2]) < tonumber(arrival)
 end
@@ -83,6 +106,7 @@ end
 -- The lock is free: whoever came first is told to ask, or all readers that came before the first writer, and it is kept
 -- for them. It is a hint: who is told leaves the list, and is back in it if it asks in vain.
 local function tell_next()
+  drop_silent()
   local kept
   while true do
     local writer = call('ZRANGE', WRITERS, 0, 0, 'WITHSCORES')
@@ -90,7 +114,7 @@ local function tell_next()
     local reads = reader[1] and (not writer[1] or tonumber(reader[2]) < tonumber(writer[2]))
     local next = reads and reader[1] or writer[1]
     if not next or (kept and not reads) then break end
-    call('ZREM', reads and READERS or WRITERS, next)
+    forget_waiter(next)
     local owner, client = string.match(next, '^(%S+) (%S+)$')
     if call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 1 ' .. LOCK) > 0 then
       kept = reads and 's' or owner

@@ -1,7 +1,9 @@
 -- Looks, and changes nothing.
 -- Returns how many wait, the value or nil, what is left of it in ms, and for each shared holder what is left of its
 -- lease and its value.
-local shown = { call('ZCARD', WRITERS) + call('ZCARD', READERS), value, value and call('PTTL', LOCK) or -2 }
+local silent = #call('ZRANGEBYSCORE', ASKED, '-inf', now - WAITED)
+local waiting = math.max(0, call('ZCARD', WRITERS) + call('ZCARD', READERS) - silent)
+local shown = { waiting, value, value and call('PTTL', LOCK) or -2 }
 if is_shared() then
   local entries = call('ZRANGE', HOLDERS, 0, -1, 'WITHSCORES')
   for i = 1, #entries, 2 do

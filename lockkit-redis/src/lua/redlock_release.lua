@@ -12,8 +12,7 @@ if ARGV[2] == 'end' then
     call('DEL', LOCK)
     value = false
   end
-  call('ZREM', WRITERS, waiter(ARGV[1]))
-  call('ZREM', READERS, waiter(ARGV[1]))
+  forget_waiter(waiter(ARGV[1]))
   if not value then tell_next() end
 end
 return held

@@ -18,11 +18,13 @@ if fits then
   else
     share(me, ARGV[2], ARGV[3])
   end
-  if ARGV[8] == 'again' then call('ZREM', list, waiter(ARGV[2])) end
+  if ARGV[8] == 'again' then forget_waiter(waiter(ARGV[2])) end
   return raise(ARGV[4], ARGV[5])
 end
 if ARGV[8] == 'wait' or ARGV[8] == 'again' then
   call('ZADD', list, ARGV[7], waiter(ARGV[2]))
+  call('ZADD', ASKED, now, waiter(ARGV[2]))
   call('PEXPIRE', list, WAITED)
+  call('PEXPIRE', ASKED, WAITED)
 end
 return { left(), holder() or (is_shared() or kept_for()) and 'others' or 'foreign' }

@@ -7,4 +7,5 @@ mod foreign;
 mod guard;
 mod repair;
 mod soak;
+mod waiting;
 mod world;
