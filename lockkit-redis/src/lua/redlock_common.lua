@@ -10,7 +10,7 @@
 --   lockkit#writers:{<lock>}, lockkit#readers:{<lock>}
 --                              who waits for it: "<owner> <client>" -> since when, in us of its own clock
 --   lockkit#asked:{<lock>}     the same waiters -> when they asked last, in ms of the server's clock
---   lockkit#fence:{<lock>}     the last fencing token. It never expires
+--   lockkit#fence:{<lock>}     the last fencing token, for weeks after it was used
 --   lockkit#redlock            the marker: "<run id> <max ttl>", or "-<run id> <max ttl> <since>" in quarantine
 --   lockkit#client:<client>    the channel of a client's wake-ups
 --

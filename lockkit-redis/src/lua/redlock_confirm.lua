@@ -9,7 +9,7 @@ local value = call('GET', LOCK)
 if not alone then value = value == 'lockkit#shared' and call('HGET', ABOUT, me) end
 if not has_vote(ARGV[1]) or (value ~= ARGV[2] and value ~= ARGV[3]) then return call('GET', FENCE) or '0' end
 if value == ARGV[3] then return 1 end
-local raised = raise(ARGV[4], ARGV[5])
+local raised = raise(ARGV[4], ARGV[5], call('GET', FENCE))
 if raised == 1 then
   if alone then
     call('SET', LOCK, ARGV[3], 'KEEPTTL')

@@ -19,7 +19,8 @@ if mine then
     call('SET', LOCK, ARGV[2], 'PX', ARGV[3])
   end
   -- The counter may stand between the first and the last.
-  raise(ARGV[5], ARGV[5])
+  raise(ARGV[5], ARGV[5], call('GET', FENCE))
+  keep_counter()
   return 1
 end
 if not has_vote(ARGV[1]) then return 3 end

@@ -19,7 +19,7 @@ if fits then
     share(me, ARGV[2], ARGV[3])
   end
   if ARGV[8] == 'again' then forget_waiter(waiter(ARGV[2])) end
-  return raise(ARGV[4], ARGV[5])
+  return raise(ARGV[4], ARGV[5], call('GET', FENCE))
 end
 if ARGV[8] == 'wait' or ARGV[8] == 'again' then
   call('ZADD', list, ARGV[7], waiter(ARGV[2]))

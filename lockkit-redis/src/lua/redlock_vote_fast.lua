@@ -6,9 +6,7 @@ if ARGV[6] == 'x' and ARGV[8] ~= 'again' then
   local known = call('MGET', 'lockkit#redlock', FENCE)
   if known[1] ~= ARGV[1] then return 0 end
   if call('SET', LOCK, ARGV[2], 'NX', 'PX', ARGV[3]) then
-    if known[2] and tonumber(known[2]) >= tonumber(ARGV[4]) then return known[2] end
-    call('SET', FENCE, ARGV[5])
-    return 1
+    return raise(ARGV[4], ARGV[5], known[2])
   end
 elseif not has_vote(ARGV[1]) then
   return 0

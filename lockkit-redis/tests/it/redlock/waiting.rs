@@ -1,6 +1,6 @@
-//! What is left of those who wait.
+//! What is left of those who wait, and of names that nobody uses.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use lockkit_testbed::Mode;
 
@@ -65,4 +65,63 @@ async fn a_writer_of_the_version_before_is_believed_for_as_long() {
     read.release().await.unwrap();
     held.release().await.unwrap();
     world.nothing_is_left("after a dead writer").await;
+}
+
+#[tokio::test]
+async fn counters_go_after_weeks_without_use() {
+    const COUNTER: &str = "lockkit#fence:{lockkit:a}";
+    const WEEKS: u64 = 4 * 7 * 24 * 3_600_000;
+
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let client = world.client().await;
+    let left = || {
+        let left = world
+            .masters
+            .iter()
+            .map(|master| master.cli(&["PTTL", COUNTER]).unwrap());
+        left.map(|left| left.parse::<i64>().unwrap()).collect::<Vec<_>>()
+    };
+    let is_new = |left: &[i64]| {
+        let new = |left: &&i64| {
+            (WEEKS - 60_000..=WEEKS + 1_000).contains(&u64::try_from(**left).unwrap_or_default())
+        };
+        left.iter().filter(new).count() >= 3
+    };
+    let every = |command: &[&str]| {
+        for master in &world.masters {
+            master.cli(command).unwrap();
+        }
+    };
+    let mut last = 0;
+    for ours in [lock(&client, "a", LONG), lock(&client, "a", LONG).shared()] {
+        let held = ours.acquire().await.unwrap();
+        assert!(is_new(&left()), "ms until the counters go: {:?}", left());
+        every(&["PEXPIRE", COUNTER, "600000"]);
+        held.renew().await.unwrap();
+        assert!(is_new(&left()), "held on: {:?}", left());
+        held.release().await.unwrap();
+        every(&["PEXPIRE", COUNTER, "600000"]);
+        ours.acquire().await.unwrap().release().await.unwrap();
+        assert!(is_new(&left()), "used again: {:?}", left());
+        // As after weeks.
+        every(&["DEL", COUNTER]);
+        let held = ours.acquire().await.unwrap();
+        assert!(held.token().get() > last, "tokens went back");
+        last = held.token().get();
+        held.release().await.unwrap();
+    }
+    // One that is ahead of the clocks stays until they are there.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let year = Duration::from_secs(365 * 24 * 3600);
+    every(&["SET", COUNTER, &(now + year).as_micros().to_string()]);
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    let raised = left()
+        .into_iter()
+        .filter(|left| *left > 365 * 24 * 3_600_000)
+        .count();
+    assert!(raised >= 3, "{:?}", left());
+    held.release().await.unwrap();
 }
