@@ -15,9 +15,13 @@ pub(crate) mod code {
     pub(crate) const TOO_MANY_USER_CONNECTIONS: u16 = 1203;
     pub(crate) const USER_LIMIT_REACHED: u16 = 1226;
     pub(crate) const NO_SUCH_SAVEPOINT: u16 = 1305;
+    /// The server is read-only.
+    pub(crate) const OPTION_PREVENTS_STATEMENT: u16 = 1290;
     pub(crate) const QUERY_INTERRUPTED: u16 = 1317;
     pub(crate) const MAX_PREPARED_STMT_COUNT_REACHED: u16 = 1461;
     pub(crate) const NEED_REPREPARE: u16 = 1615;
+    /// MySQL: so is the whole engine.
+    pub(crate) const READ_ONLY_MODE: u16 = 1836;
     /// MariaDB: the connection was killed.
     pub(crate) const CONNECTION_KILLED: u16 = 1927;
     /// MySQL: a session that had been killed, closed for another reason.
@@ -32,9 +36,14 @@ pub(crate) fn number(error: &sqlx::Error) -> Option<u16> {
     Some(error.try_downcast_ref::<MySqlDatabaseError>()?.number())
 }
 
-/// Whether nothing more can be said over the connection that this came from.
+/// Whether nothing more can, or should, be said over the connection that this came from. One to a server that has become
+/// read-only is left: by now another may be the primary.
 pub(crate) fn ends_the_session(error: &sqlx::Error) -> bool {
-    number(error).is_none_or(ends_the_session_by_number)
+    number(error).is_none_or(|number| ends_the_session_by_number(number) || is_read_only(number))
+}
+
+fn is_read_only(number: u16) -> bool {
+    matches!(number, code::OPTION_PREVENTS_STATEMENT | code::READ_ONLY_MODE)
 }
 
 fn ends_the_session_by_number(number: u16) -> bool {

@@ -1,15 +1,16 @@
 //! Fencing tokens, drawn in blocks: one durable write reserves many, and most grants take theirs from memory.
 //!
 //! The counter's row says where the latest block ends. Whoever holds the lock and finds its own block's end there knows
-//! that nobody has drawn another since, and goes on with it. Whoever does not moves the counter on, by compare-and-set
-//! on the control connection, since the transaction that holds the lock must not be committed. A block whose client
-//! dies is given up. The scheme is known as hi-lo.
+//! that nobody has drawn another since, and goes on with it. Whoever does not moves the counter on, on the control
+//! connection, since the transaction that holds the lock must not be committed, and has its session prove afterwards that
+//! it still has the lock. A block whose client dies is given up. The scheme is known as hi-lo.
 
 use std::{
     collections::HashMap,
-    ops::RangeInclusive,
     sync::{Mutex, PoisonError},
 };
+
+use tokio::time::Instant;
 
 use crate::key::Key;
 
@@ -30,6 +31,20 @@ struct Block {
     /// The term of the control connection that it was drawn in. A server that was restarted may have lost the locks
     /// of those who draw from it.
     term: u64,
+    /// The time at which it last gave tokens.
+    gave: Option<Instant>,
+}
+
+/// The share of a block for a claim that has locked the row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Taken {
+    /// The first of its tokens.
+    From(u64),
+    /// Tokens for whoever still has the row. It gave some after this claim last heard from its session: one of the two has
+    /// lost the row since, and the later of the tokens must be the later holder's.
+    Unproven,
+    /// Nothing: another is to be drawn.
+    Nothing,
 }
 
 impl Fence {
@@ -38,16 +53,23 @@ impl Fence {
         self.blocks().contains_key(key)
     }
 
-    /// Takes `count` tokens from memory, if this client drew the block that the counter ends at.
-    pub(crate) fn take(&self, key: &Key, latest: u64, term: u64, count: u64) -> Option<RangeInclusive<u64>> {
+    /// Takes `count` tokens from memory, if this client drew the block that the counter ends at. `proven` is before the
+    /// request was sent whose answer said that the row is locked.
+    pub(crate) fn take(&self, key: &Key, latest: u64, term: u64, count: u64, proven: Instant) -> Taken {
         let mut blocks = self.blocks();
-        let block = blocks.get_mut(key)?;
+        let Some(block) = blocks.get_mut(key) else {
+            return Taken::Nothing;
+        };
         if block.end != latest || block.term != term || (block.end + 1).saturating_sub(block.next) < count {
-            return None;
+            return Taken::Nothing;
+        }
+        if block.gave.is_some_and(|gave| gave >= proven) {
+            return Taken::Unproven;
         }
         let first = block.next;
         block.next += count;
-        Some(first..=first + count - 1)
+        block.gave = Some(Instant::now());
+        Taken::From(first)
     }
 
     /// For how many grants to draw, at most `most`: more each time a block was used up, and no more than one where
@@ -76,7 +98,7 @@ impl Fence {
         })
     }
 
-    /// Remembers a block that was drawn, and has been found to be ours on the session that has the lock.
+    /// Remembers what is left of a block that was drawn.
     pub(crate) fn drawn(&self, key: &Key, (before, end): (u64, u64), grants: u32, term: u64) {
         let mut blocks = self.blocks();
         if blocks.len() >= MOST_NAMES {
@@ -90,6 +112,7 @@ impl Fence {
             grants,
             holds_off,
             term,
+            gave: None,
         };
         blocks.insert(key.clone(), block);
     }
@@ -101,6 +124,8 @@ impl Fence {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use lockkit_core::{Kind, LockName};
 
     use super::*;
@@ -109,18 +134,29 @@ mod tests {
     fn a_block_is_used_up_and_only_while_it_is_the_latest() {
         let fence = Fence::default();
         let key = Key::new("ns", Kind::Lock, &LockName::new("a").unwrap());
-        assert_eq!(fence.take(&key, 0, 1, 1), None);
+        let later = || Instant::now() + Duration::from_secs(1);
+        assert_eq!(fence.take(&key, 0, 1, 1, later()), Taken::Nothing);
         assert_eq!(fence.grants(&key, 100, 8), 8);
         fence.drawn(&key, (100, 110), 5, 1);
-        assert_eq!(fence.take(&key, 110, 1, 4), Some(101..=104));
-        assert_eq!(fence.take(&key, 120, 1, 1), None, "somebody drew a later block");
+        let before = Instant::now();
+        assert_eq!(fence.take(&key, 110, 1, 4, before), Taken::From(101));
         assert_eq!(
-            fence.take(&key, 110, 2, 1),
-            None,
+            fence.take(&key, 110, 1, 4, before),
+            Taken::Unproven,
+            "another took some since"
+        );
+        assert_eq!(
+            fence.take(&key, 120, 1, 1, later()),
+            Taken::Nothing,
+            "somebody drew a later block"
+        );
+        assert_eq!(
+            fence.take(&key, 110, 2, 1, later()),
+            Taken::Nothing,
             "the server may have been restarted"
         );
-        assert_eq!(fence.take(&key, 110, 1, 6), Some(105..=110));
-        assert_eq!(fence.take(&key, 110, 1, 1), None, "used up");
+        assert_eq!(fence.take(&key, 110, 1, 6, later()), Taken::From(105));
+        assert_eq!(fence.take(&key, 110, 1, 1, later()), Taken::Nothing, "used up");
         assert_eq!(fence.grants(&key, 110, 1_024), 10);
         assert_eq!(fence.grants(&key, 110, 8), 8);
         assert!(fence.draws_ahead(&key));

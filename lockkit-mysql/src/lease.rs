@@ -20,9 +20,9 @@ use crate::{
     control::Term,
     fault::{self, code},
     key::{Key, hexadecimal, literal},
-    require_runtime,
+    require_runtime, server,
     session::{REPLY_TAKES, Session},
-    sql::CLOCK,
+    sql::{CLOCK, READ_ONLY},
     wire::{Reply, column},
 };
 
@@ -92,8 +92,10 @@ impl LeaseClaim {
         }
     }
 
-    /// One request, over the session at hand or another. The owner makes each of them harmless if it is made twice.
+    /// One request, over the session at hand or another. The owner makes each of them harmless if it is made twice. It is
+    /// an error on a server that is read-only by then, also if the account may write there.
     async fn ask(&mut self, operation: &'static str, request: String) -> Result<Reply> {
+        let request = format!("{request}; SELECT {READ_ONLY}");
         self.was_repeated = false;
         loop {
             let session = match &mut self.session {
@@ -104,7 +106,19 @@ impl LeaseClaim {
                 }
             };
             let sent = Instant::now();
-            match session.wire.ask(request.clone()).await {
+            if self.has_queued {
+                // Not for longer than who waits is to keep the turnstile, and as any other once it has let go of that.
+                let after = self.sql.bears_after_a_wait();
+                session.send_and_set(TURNS_WITHIN, request.clone(), &after).await;
+            } else {
+                session.send(SECONDS, request.clone()).await;
+            }
+            match session.answer().await {
+                Ok(reply) if server::says_read_only(&reply) => {
+                    self.session = None;
+                    self.shared.sessions.forget();
+                    return Err(server::read_only("read_only"));
+                }
                 Ok(reply) => {
                     self.sent = sent;
                     session.is_proven = true;
@@ -112,7 +126,8 @@ impl LeaseClaim {
                 }
                 // Meant for a sleep that was over by then. Nothing has been committed.
                 Err(error) if fault::number(&error) == Some(code::QUERY_INTERRUPTED) => {
-                    if session.wire.ask("ROLLBACK".to_owned()).await.is_err() {
+                    let seconds = if self.has_queued { TURNS_WITHIN } else { SECONDS };
+                    if session.ask(seconds, "ROLLBACK".to_owned()).await.is_err() {
                         self.session = None;
                     }
                 }
@@ -134,7 +149,7 @@ impl LeaseClaim {
     /// another. What comes late is harmless, but for an attempt, which is to be ended.
     async fn settle_or_leave(&mut self) {
         let Some(session) = &mut self.session else { return };
-        if session.wire.settle_within(REPLY_TAKES).await {
+        if session.settle_within(REPLY_TAKES).await {
             return;
         }
         // They may be as dead.
@@ -157,7 +172,7 @@ impl LeaseClaim {
     async fn give_back(&mut self) {
         if let Some(session) = self.session.take() {
             if self.has_queued {
-                session.wire.quit().await;
+                session.quit().await;
             } else {
                 self.shared.sessions.keep(session).await;
             }
@@ -168,7 +183,8 @@ impl LeaseClaim {
     async fn wake(&mut self) {
         // Once: it may be at something else by the next time.
         if let (Some(sleeper), Some(session)) = (self.sleeper.take(), &mut self.session) {
-            let woken = session.wire.ask(format!("KILL QUERY {sleeper}")).await;
+            let seconds = if self.has_queued { TURNS_WITHIN } else { SECONDS };
+            let woken = session.ask(seconds, format!("KILL QUERY {sleeper}")).await;
             if let Err(error) = woken {
                 tracing::debug!(%error, "the next in line was not woken");
             }
@@ -181,11 +197,11 @@ impl LeaseClaim {
             self.stage = Stage::Out;
             return Ok(true);
         };
-        if !session.wire.is_settled().await {
+        if !session.is_settled().await {
             if self.shared.still_waits(session.id, &session.term).await? {
                 return Ok(false);
             }
-            if !session.wire.is_settled().await {
+            if !session.is_settled().await {
                 self.give_up_waiting();
                 return Err(Error::transient(
                     NAME,
@@ -194,7 +210,7 @@ impl LeaseClaim {
                 ));
             }
         }
-        match session.wire.answer().await {
+        match session.answer().await {
             Ok(_) => {}
             // So it was woken.
             Err(error) if fault::number(&error) == Some(code::QUERY_INTERRUPTED) => {}
@@ -267,9 +283,9 @@ impl Claim for LeaseClaim {
                 self.shared.sessions.wait_in(session)?;
                 self.has_queued = true;
                 self.stage = Stage::Waiting;
-                session.wire.send(self.sql.wait()).await;
+                session.send(TURNS_WITHIN, self.sql.wait()).await;
                 // The first poll sends it.
-                session.wire.is_settled().await;
+                session.is_settled().await;
             }
             return Ok(None);
         }
@@ -293,7 +309,7 @@ impl Claim for LeaseClaim {
         require_runtime("release")?;
         if matches!(self.stage, Stage::Waiting) {
             let is_over = match &mut self.session {
-                Some(session) => timeout(ANSWERS_WITHIN, session.wire.settle()).await.is_ok(),
+                Some(session) => timeout(ANSWERS_WITHIN, session.settle()).await.is_ok(),
                 None => true,
             };
             if is_over {
@@ -331,7 +347,7 @@ impl Claim for LeaseClaim {
 
     async fn notified(&mut self) {
         if let (Stage::Waiting, Some(session)) = (self.stage, &mut self.session) {
-            return session.wire.settle().await;
+            return session.settle().await;
         }
         std::future::pending::<()>().await;
     }
@@ -381,21 +397,24 @@ impl Sql {
         let set = format!(
             "token=latest+1, latest=latest+{tokens}, owner={owner}, expires={NOW}+{micros}, label={label}"
         );
-        let (through, patient) = if has_queued {
-            (
-                format!(
-                    ", IF(owner={owner}, RELEASE_LOCK({bell}), NULL), IF(owner={owner}, RELEASE_LOCK({turnstile}), NULL)"
-                ),
-                format!("; SET SESSION wait_timeout={SECONDS}"),
+        let through = if has_queued {
+            format!(
+                ", IF(owner={owner}, RELEASE_LOCK({bell}), NULL), IF(owner={owner}, RELEASE_LOCK({turnstile}), NULL)"
             )
         } else {
-            Default::default()
+            String::new()
         };
         format!(
             "UPDATE lockkit_lease SET {set} WHERE name={key} AND (owner={owner} OR expires<={NOW} \
              AND IFNULL(IS_USED_LOCK({turnstile})=CONNECTION_ID(), TRUE)); \
-             SELECT owner={owner}, token, latest{through} FROM lockkit_lease WHERE name={key}; COMMIT{patient}"
+             SELECT owner={owner}, token, latest{through} FROM lockkit_lease WHERE name={key}; COMMIT"
         )
+    }
+
+    /// The seconds of silence that the server is to bear of a session that has queued: few if it still has the turnstile.
+    fn bears_after_a_wait(&self) -> String {
+        let turnstile = &self.turnstile;
+        format!("IF(IS_USED_LOCK({turnstile})=CONNECTION_ID(), {TURNS_WITHIN}, {SECONDS})")
     }
 
     fn make(&self) -> String {
@@ -422,7 +441,7 @@ impl Sql {
         } = self;
         let (queue, key, sleep) = (queue(turnstile), key.as_sql(), sleep(bell));
         format!(
-            "SET SESSION wait_timeout={TURNS_WITHIN}; {queue}; \
+            "{queue}; \
              SELECT IF(owner={owner} OR expires<={NOW} OR IFNULL(IS_USED_LOCK({turnstile})<>CONNECTION_ID(), TRUE), \
              0, {} * LEAST({SLEEPS_FOR}, (expires-{NOW})/1000000)) \
              INTO @lockkit_sleep FROM lockkit_lease WHERE name={key} LOCK IN SHARE MODE; COMMIT; {sleep}",

@@ -15,7 +15,8 @@ use crate::{
     NAME, Shared,
     control::{Killed, Term},
     fault::{self, code},
-    require_runtime,
+    fence::Taken,
+    require_runtime, server,
     session::{REPLY_TAKES, Session},
     sql::{self, Sql},
     wire::column,
@@ -93,7 +94,7 @@ impl RowClaim {
             return;
         }
         let Some(session) = &mut self.session else { return };
-        if !session.wire.settle_within(REPLY_TAKES).await {
+        if !session.settle_within(REPLY_TAKES).await {
             self.end(false);
             // They may be as dead.
             self.shared.sessions.forget();
@@ -110,7 +111,7 @@ impl RowClaim {
             }
             Stage::Leaving => self.left(patience).await,
             Stage::Waiting => self.waited().await,
-            Stage::Pausing => self.paused().await,
+            Stage::Pausing => self.paused(patience).await,
             Stage::Making { repair } => {
                 let repair = *repair;
                 self.made(repair).await
@@ -147,29 +148,23 @@ impl RowClaim {
         let Some(session) = &mut self.session else { return };
         let lock = self.sql.lock_or_skip();
         self.sent = Instant::now();
-        if session.prepares && session.seconds == seconds && !looks {
-            session.wire.execute(lock, self.sql.key().as_bytes()).await;
+        if session.prepares && session.bears(seconds) && !looks {
+            session.execute(lock, self.sql.key().as_bytes()).await;
         } else {
-            let mut request = String::new();
-            if session.seconds != seconds {
-                request = format!("SET SESSION wait_timeout={seconds}; ");
-            }
+            let mut request = self.sql.named(lock);
             if looks {
-                request.push_str(&self.sql.exists());
-                request.push_str("; ");
+                request = format!("{}; {request}", self.sql.exists());
             }
-            request.push_str(&self.sql.named(lock));
-            session.wire.send(request).await;
+            session.send(seconds, request).await;
         }
         self.stage = Stage::Trying { looks };
     }
 
     async fn tried(&mut self, looks: bool, patience: Duration) -> Result<Step> {
-        let seconds = self.seconds;
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
-        let reply = match session.wire.answer().await {
+        let reply = match session.answer().await {
             Ok(reply) => reply,
             Err(error) if fault::ends_the_session(&error) && !session.is_proven => {
                 // It had been kept for too long. The others have been, too.
@@ -187,18 +182,14 @@ impl RowClaim {
             },
         };
         session.is_proven = true;
-        let is_set = std::mem::replace(&mut session.seconds, seconds) != seconds;
         if let Some(row) = reply.last().first() {
             return self.locked(row).await;
         }
-        if looks && reply.rows(usize::from(is_set)).is_empty() {
+        if looks && reply.rows(0).is_empty() {
             return self.make(false).await;
         }
         if patience.is_zero() || self.sql.is_permit() {
-            let leave = format!("ROLLBACK; {}", self.sql.exists());
-            session.wire.send(leave).await;
-            self.stage = Stage::Leaving;
-            return Ok(Step::Again);
+            return self.leave().await;
         }
         self.wait(Stage::Waiting).await?;
         self.draw_ahead().await;
@@ -216,7 +207,7 @@ impl RowClaim {
         let block = u64::from(self.request.tokens.get());
         let control = &self.shared.sessions.control;
         // Without it, it is drawn after the grant.
-        let Ok(reply) = control.ask("acquire", self.sql.draw_ahead(block)).await else {
+        let Ok(reply) = control.ask("acquire", self.sql.draw(block)).await else {
             return;
         };
         let end: Option<u64> = reply.row(1).and_then(|row| column(row, 0).ok());
@@ -232,16 +223,23 @@ impl RowClaim {
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
+        let request = match stage {
+            Stage::Pausing => self.sql.pause_and_try(),
+            _ => self.sql.wait(),
+        };
         self.sent = Instant::now();
-        session.wire.send(self.sql.wait()).await;
+        session.send(self.seconds, request).await;
         self.stage = stage;
         // The first poll sends it.
-        session.wire.is_settled().await;
+        session.is_settled().await;
         Ok(Step::Taken)
     }
 
     /// A row came back, so that it is locked.
     async fn locked(&mut self, row: &MySqlRow) -> Result<Step> {
+        if server::is_read_only(row) {
+            return Err(self.demoted());
+        }
         let read = |row| {
             Ok((
                 column(row, 0)?,
@@ -272,22 +270,28 @@ impl RowClaim {
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
-        let free = match session.wire.ask(self.sql.lock_all()).await {
+        let free = match session.ask(self.seconds, self.sql.lock_all()).await {
             Ok(reply) => reply.last().len(),
             Err(error) => return self.failed(error),
         };
         if free == size as usize {
-            if let Err(error) = session.wire.ask(self.sql.resize(wanted)).await {
+            if let Err(error) = session.ask(self.seconds, self.sql.resize(wanted)).await {
                 return self.failed(error);
             }
             self.try_to_lock().await;
             return Ok(Step::Again);
         }
+        self.leave().await
+    }
+
+    /// Leaves the transaction, in which a look whether the rows are there comes first: a session that is kept has none open.
+    async fn leave(&mut self) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        let leave = format!("{}; ROLLBACK", self.sql.exists());
+        session.send(self.seconds, leave).await;
         self.stage = Stage::Leaving;
-        session
-            .wire
-            .send(format!("ROLLBACK; {}", self.sql.exists()))
-            .await;
         Ok(Step::Again)
     }
 
@@ -295,11 +299,11 @@ impl RowClaim {
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
-        let reply = match session.wire.answer().await {
+        let reply = match session.answer().await {
             Ok(reply) => reply,
             Err(error) => return self.failed(error),
         };
-        let Some(row) = reply.last().first() else {
+        let Some(row) = reply.row(0) else {
             // Known, and gone.
             return self.make(true).await;
         };
@@ -330,10 +334,10 @@ impl RowClaim {
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
-        if !session.wire.is_settled().await {
+        if !session.is_settled().await {
             return self.still_waits().await;
         }
-        match session.wire.answer().await {
+        match session.answer().await {
             Ok(reply) => match reply.last().first() {
                 Some(row) => self.locked(row).await,
                 None => self.make(true).await,
@@ -358,7 +362,7 @@ impl RowClaim {
         if self.shared.still_waits(session.id, &session.term).await? {
             return Ok(Step::Taken);
         }
-        if session.wire.is_settled().await {
+        if session.is_settled().await {
             // The answer was on its way.
             return Ok(Step::Again);
         }
@@ -370,22 +374,32 @@ impl RowClaim {
         ))
     }
 
-    async fn paused(&mut self) -> Result<Step> {
+    async fn paused(&mut self, patience: Duration) -> Result<Step> {
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
-        if let Err(error) = session.wire.answer().await {
-            return self.failed(error);
+        let reply = match session.answer().await {
+            Ok(reply) => reply,
+            Err(error) => return self.failed(error),
+        };
+        if let Some(row) = reply.last().first() {
+            return self.locked(row).await;
         }
-        self.try_to_lock().await;
-        Ok(Step::Again)
+        let size = reply.before_last().first().map(|row| column::<u32>(row, 0));
+        match (self.request.mode, size) {
+            (Mode::Permits(wanted), Some(Ok(size))) if size == wanted.get() && !patience.is_zero() => {
+                self.wait(Stage::Pausing).await
+            }
+            // It says why not, or makes the rows.
+            _ => self.leave().await,
+        }
     }
 
     async fn make(&mut self, repair: bool) -> Result<Step> {
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
-        session.wire.send(self.sql.create(repair)).await;
+        session.send(self.seconds, self.sql.create(repair)).await;
         self.stage = Stage::Making { repair };
         Ok(Step::Again)
     }
@@ -394,7 +408,7 @@ impl RowClaim {
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
-        match session.wire.answer().await {
+        match session.answer().await {
             Ok(_) => self.try_to_lock().await,
             Err(error) => match fault::number(&error) {
                 // Beaten to it. It begins with a rollback.
@@ -406,34 +420,45 @@ impl RowClaim {
     }
 
     /// Gets tokens for the row that is locked.
-    async fn draw(&mut self, mut latest: u64) -> Result<Step> {
+    async fn draw(&mut self, latest: u64) -> Result<Step> {
         let count = u64::from(self.request.tokens.get());
-        let tokens = loop {
+        let first = loop {
             let Some(session) = &self.session else {
                 return self.start_over();
             };
             let term = session.term.number;
             let (fence, control) = (&self.shared.fence, &self.shared.sessions.control);
-            if let Some(tokens) = fence.take(self.sql.key(), latest, term, count) {
-                break tokens;
+            match fence.take(self.sql.key(), latest, term, count, self.sent) {
+                Taken::From(first) => break first,
+                Taken::Unproven => {
+                    if self.prove().await?.is_none() {
+                        return Ok(Step::Again);
+                    }
+                }
+                Taken::Nothing => {
+                    let grants = fence.grants(self.sql.key(), latest, self.shared.token_block);
+                    let block = count * u64::from(grants);
+                    let drawn = control.ask("acquire", self.sql.draw(block)).await?;
+                    let end: Option<u64> = drawn.row(1).and_then(|row| column(row, 0).ok());
+                    // It was this client's to draw, and proves nothing: this process may have been paused since it
+                    // had the row, its lease may be over, and others may have gone on. That this session still lives
+                    // proves it, and that the counter which it sees has been moved.
+                    let Some(now) = self.prove().await? else {
+                        return Ok(Step::Again);
+                    };
+                    let Some(end) = end.filter(|end| drawn.affected(0) == 1 && now >= *end) else {
+                        // Deleted and made again meanwhile, or moved at another server.
+                        self.end(false);
+                        return Ok(Step::Again);
+                    };
+                    let before = end - block;
+                    let rest = (before + count, end);
+                    self.shared.fence.drawn(self.sql.key(), rest, grants, term);
+                    break before + 1;
+                }
             }
-            let grants = fence.grants(self.sql.key(), latest, self.shared.token_block);
-            let block = count * u64::from(grants);
-            let drawn = control.ask("acquire", self.sql.draw(latest, block)).await?;
-            // That the counter stood there proves nothing: this process may have been paused since it was read, its
-            // lease may be over, and others may have gone on from memory. That this session still lives does.
-            let Some(now) = self.prove().await? else {
-                return Ok(Step::Again);
-            };
-            if drawn.affected(0) == 1 && now == latest + block {
-                self.shared
-                    .fence
-                    .drawn(self.sql.key(), (latest, now), grants, term);
-            }
-            latest = now;
-            self.stage = Stage::Locked { latest };
         };
-        let (first, last) = tokens.into_inner();
+        let last = first + count - 1;
         if self.request.mode != Mode::Exclusive {
             // How many hold together is to be seen at once.
             if !self.show(first).await? {
@@ -454,10 +479,14 @@ impl RowClaim {
             return Ok(None);
         };
         let sent = Instant::now();
-        match session.wire.ask(self.sql.counter()).await {
+        match session.ask(self.seconds, self.sql.counter()).await {
             Ok(reply) => {
+                let row = reply.last().first();
+                if row.is_some_and(server::is_read_only) {
+                    return Err(self.demoted());
+                }
                 self.sent = sent;
-                let latest = reply.last().first().map(|row| column(row, 0)).transpose();
+                let latest = row.map(|row| column(row, 0)).transpose();
                 match latest {
                     // Somebody deleted the counter's row. There is no telling what comes after.
                     Ok(None) => {
@@ -484,8 +513,11 @@ impl RowClaim {
         };
         let sent = Instant::now();
         let show = self.sql.show(session.id, token, self.seconds, &self.request);
-        match session.wire.ask(show).await {
-            Ok(_) => {
+        match session.ask(self.seconds, show).await {
+            Ok(reply) => {
+                if server::says_read_only(&reply) {
+                    return Err(self.demoted());
+                }
                 self.sent = sent;
                 self.is_shown = true;
                 Ok(true)
@@ -540,6 +572,16 @@ impl RowClaim {
         Err(fault::error("acquire", error))
     }
 
+    /// The server has become read-only: another is the primary by now, or will be soon, and knows nothing of this one's locks.
+    fn demoted(&mut self) -> Error {
+        self.end(false);
+        let sessions = &self.shared.sessions;
+        sessions.forget();
+        // Whatever else is held there is as good as lost.
+        sessions.alarm.raise();
+        server::read_only("read_only")
+    }
+
     /// Closes the connection, and notes that the session may have to be ended: a server does not notice that a client
     /// has gone while its statement waits.
     fn end(&mut self, held: bool) {
@@ -587,9 +629,9 @@ impl RowClaim {
                 return Ok(());
             }
             // What waits for a lock would wait on.
-            (Stage::Waiting, Some(session)) if session.wire.is_running() => self.end(false),
+            (Stage::Waiting, Some(session)) if session.is_running() => self.end(false),
             (stage, Some(session)) => {
-                if !session.wire.settle_within(REPLY_TAKES).await {
+                if !session.settle_within(REPLY_TAKES).await {
                     // The connection may be dead. The transaction ends with the session, over another.
                     self.end(held);
                 } else if !matches!(stage, Stage::RollingBack { .. }) {
@@ -599,7 +641,7 @@ impl RowClaim {
                     } else {
                         "ROLLBACK"
                     };
-                    session.wire.send(request.to_owned()).await;
+                    session.send(self.seconds, request.to_owned()).await;
                     self.stage = Stage::RollingBack { held };
                 }
             }
@@ -610,7 +652,7 @@ impl RowClaim {
                 self.stage = Stage::Out;
                 return Ok(());
             };
-            match session.wire.answer().await {
+            match session.answer().await {
                 Ok(_) => {
                     self.give_back().await;
                     return Ok(());
@@ -662,28 +704,57 @@ impl Claim for RowClaim {
         let (&Stage::Holding { first, .. }, Some(session)) = (&self.stage, &mut self.session) else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
+        // What came of showing the hold, if that failed and nobody has read it.
+        session.settle().await;
+        let mut failure = match session.failure() {
+            Some(_) => session.answer().await.err(),
+            None => None,
+        };
+        let mut may_fail = failure.is_some() || !self.is_shown;
         // That the session answers does not mean that it still has the lock: its transaction may have been rolled back, to
         // end a deadlock, or something in between may have gone on with another session.
-        let was_shown = std::mem::replace(&mut self.is_shown, true);
-        let request = if was_shown {
-            sql::STILL_HOLDS.to_owned()
+        let mut request = if self.is_shown {
+            sql::still_holds()
         } else {
             self.sql.show(session.id, first, self.seconds, &self.request)
         };
-        let sent = Instant::now();
-        let reason = match session.wire.ask(request).await {
-            Ok(_) => {
-                self.sent = sent;
-                return Ok(Renewal::Held(self.lease()));
+        let reason = loop {
+            let sent = Instant::now();
+            let answer = if let Some(error) = failure.take() {
+                Err(error)
+            } else {
+                session.send(self.seconds, std::mem::take(&mut request)).await;
+                self.is_shown = true;
+                session.answer().await
+            };
+            match answer {
+                Ok(reply) if server::says_read_only(&reply) => {
+                    // Another is the primary by now, or will be soon, and knows nothing of this hold.
+                    self.shared.sessions.forget();
+                    break Some(LossReason::Revoked);
+                }
+                Ok(_) => {
+                    self.sent = sent;
+                    return Ok(Renewal::Held(self.lease()));
+                }
+                Err(error) => match fault::number(&error) {
+                    Some(code::CLIENT_INTERACTION_TIMEOUT) => break Some(LossReason::Expired),
+                    Some(
+                        code::CONNECTION_KILLED
+                        | code::SESSION_KILLED
+                        | code::DEADLOCK
+                        | code::NO_SUCH_SAVEPOINT
+                        | code::OPTION_PREVENTS_STATEMENT
+                        | code::READ_ONLY_MODE,
+                    ) => break Some(LossReason::Revoked),
+                    _ if fault::ends_the_session(&error) => break None,
+                    _ if std::mem::take(&mut may_fail) => {
+                        not_shown(&self.request, &error);
+                        request = sql::still_holds();
+                    }
+                    _ => return Err(fault::error("renew", error)),
+                },
             }
-            Err(error) => match fault::number(&error) {
-                Some(code::CLIENT_INTERACTION_TIMEOUT) => Some(LossReason::Expired),
-                Some(
-                    code::CONNECTION_KILLED | code::SESSION_KILLED | code::DEADLOCK | code::NO_SUCH_SAVEPOINT,
-                ) => Some(LossReason::Revoked),
-                _ if fault::ends_the_session(&error) => None,
-                _ => return Err(fault::error("renew", error)),
-            },
         };
         self.end(false);
         let reason = match reason {
@@ -703,19 +774,19 @@ impl Claim for RowClaim {
             return std::future::pending().await;
         };
         match self.stage {
-            Stage::Waiting | Stage::Pausing => session.wire.settle().await,
+            Stage::Waiting | Stage::Pausing => session.settle().await,
             Stage::Holding { first, .. } => {
                 if !self.is_shown {
                     let show = self.sql.show(session.id, first, self.seconds, &self.request);
-                    session.wire.send(show).await;
+                    session.send(self.seconds, show).await;
                     self.is_shown = true;
                 }
                 let is_rung = {
-                    let (shown, rung) = (pin!(session.wire.settle()), pin!(self.alarm.changed()));
+                    let (shown, rung) = (pin!(session.settle()), pin!(self.alarm.changed()));
                     matches!(select(shown, rung).await, Either::Right(_))
                 };
                 // A hold that could not be shown may have ended with the attempt to.
-                if !is_rung && session.wire.failure().is_none() {
+                if !is_rung && session.failure().is_none() {
                     // An error means that there is no one left to ring.
                     let _ = self.alarm.changed().await;
                 }
@@ -725,8 +796,13 @@ impl Claim for RowClaim {
     }
 }
 
+/// An inspection does not see the hold, which is none the worse for it.
+fn not_shown(request: &ClaimRequest, error: &sqlx::Error) {
+    tracing::warn!(lock = %request.name, %error, "a hold cannot be shown to inspections");
+}
+
 /// The whole seconds that a server counts in.
 fn seconds(ttl: Duration) -> u32 {
-    let whole = ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0);
+    let whole = ttl.as_secs().saturating_add(u64::from(ttl.subsec_nanos() > 0));
     u32::try_from(whole.max(1)).unwrap_or(u32::MAX)
 }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use lockkit_core::{Error, FencingDurability, Result};
+use sqlx::{Row, mysql::MySqlRow};
 
 use crate::{
     NAME, fault,
@@ -13,6 +14,26 @@ use crate::{
 pub(crate) const QUESTION: &str = "SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'read_only', \
     'super_read_only', 'innodb_read_only', 'innodb_flush_log_at_trx_commit', 'wsrep_on', 'wsrep_provider', \
     'group_replication_group_name', 'group_replication_single_primary_mode')";
+
+/// Tells whether the server is read-only from the last column of a row, which is [`READ_ONLY`](crate::sql::READ_ONLY).
+pub(crate) fn is_read_only(row: &MySqlRow) -> bool {
+    let last = row.len().saturating_sub(1);
+    // What cannot be read is not a server that can be relied on.
+    column::<u8>(row, last).map_or(true, |is_on| is_on != 0)
+}
+
+/// The same of the row that a request ends with.
+pub(crate) fn says_read_only(reply: &Reply) -> bool {
+    reply.last().last().is_none_or(is_read_only)
+}
+
+/// The error for such a server.
+pub(crate) fn read_only(setting: &str) -> Error {
+    Error::unsupported(
+        NAME,
+        format!("a server with {setting}=ON, a replica perhaps; connect to the primary"),
+    )
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Flavour {
@@ -80,9 +101,7 @@ impl Server {
             .into_iter()
             .find(|name| is_on(name))
         {
-            return refuse(format!(
-                "a server with {why}=ON, a replica perhaps; connect to the primary"
-            ));
+            return Err(read_only(why));
         }
         let fencing = if value("innodb_flush_log_at_trx_commit") == "1" {
             FencingDurability::Durable

@@ -1,7 +1,10 @@
 //! Sessions: a connection each, that hold a lock, wait for one, or are kept for the next.
 
 use std::{
+    future::{Future, poll_fn},
+    pin::pin,
     sync::{Arc, Mutex, PoisonError},
+    task::Poll,
     time::Duration,
 };
 
@@ -9,7 +12,7 @@ use lockkit_core::{Error, Result};
 use sqlx::mysql::MySqlConnectOptions;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
-    time::Instant,
+    time::{Instant, timeout_at},
 };
 
 use crate::{
@@ -18,7 +21,7 @@ use crate::{
     control::{Control, IDENTITY, Options, Term},
     fault,
     server::Flavour,
-    wire::{Wire, column},
+    wire::{Reply, Wire, column},
 };
 
 /// How many sessions are kept for the next acquisition: what a burst of tasks has needed the next one needs, too, and to
@@ -30,12 +33,15 @@ pub(crate) const REPLY_TAKES: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(crate) struct Session {
-    pub(crate) wire: Wire,
+    wire: Wire,
     pub(crate) id: u64,
     /// That of the control connection when this one was begun.
     pub(crate) term: Term,
-    /// How long the server bears its silence.
-    pub(crate) seconds: u32,
+    /// The seconds of silence that the server bears. `None` from before it is told until it has said that it was: whoever told
+    /// it may be dropped in between.
+    seconds: Option<u32>,
+    /// The change of it that the request under way makes.
+    setting: Option<Setting>,
     /// Whether the server prepares statements for it.
     pub(crate) prepares: bool,
     /// Whether the server has answered since this was taken from those that are kept.
@@ -46,6 +52,15 @@ pub(crate) struct Session {
     turn: Option<OwnedSemaphorePermit>,
     /// Among those that wait for a lease, for as long as the turn.
     place: Option<OwnedSemaphorePermit>,
+}
+
+/// A way in which a request sets for how long the server bears the session's silence.
+#[derive(Clone, Copy, Debug)]
+enum Setting {
+    /// By its first statement.
+    First(u32),
+    /// By an expression, whose value its last statement says; also by its first one, or not.
+    Last { also_first: bool },
 }
 
 #[derive(Debug)]
@@ -76,7 +91,7 @@ impl Sessions {
         }
     }
 
-    /// A kept session, or a new one. The server is told `seconds` by whoever uses a kept one.
+    /// A kept session, preferably one whose silence the server bears for `seconds`, or a new one, which is begun so.
     ///
     /// # Errors
     /// If the server cannot be reached or the limit is, or a new session turns out not to keep its promise.
@@ -129,7 +144,7 @@ impl Sessions {
         let _over = (session.place.take(), session.turn.take());
         let surplus = {
             let mut idle = self.idle();
-            if idle.len() < MOST_IDLE {
+            if session.seconds.is_some() && idle.len() < MOST_IDLE {
                 idle.push(session);
                 return;
             }
@@ -163,11 +178,11 @@ impl Sessions {
         // Those that the server is about to end, or has ended, are not worth a try; those of an earlier term could
         // not be ended by their id.
         idle.retain(|session| {
-            let bears = Duration::from_secs(session.seconds.into());
+            let bears = Duration::from_secs(session.seconds.unwrap_or(0).into());
             session.used.elapsed() + Duration::from_millis(200) < bears
                 && self.control.is_latest(&session.term)
         });
-        let fits = idle.iter().rposition(|session| session.seconds == seconds);
+        let fits = idle.iter().rposition(|session| session.bears(seconds));
         let last = idle.len().checked_sub(1)?;
         Some(idle.swap_remove(fits.unwrap_or(last)))
     }
@@ -234,7 +249,8 @@ impl Sessions {
             wire,
             id,
             term,
-            seconds,
+            seconds: Some(seconds),
+            setting: None,
             prepares: true,
             is_proven: true,
             used: Instant::now(),
@@ -246,6 +262,123 @@ impl Sessions {
 
     fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Session>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Session {
+    /// True if the server is known to bear its silence for `seconds`.
+    pub(crate) fn bears(&self, seconds: u32) -> bool {
+        self.seconds == Some(seconds)
+    }
+
+    /// Sends `request`, one or more statements, as soon as it is waited for. From its beginning on the server bears the
+    /// session's silence for `seconds`. What is still running is waited for first.
+    pub(crate) async fn send(&mut self, seconds: u32, request: String) {
+        self.settle().await;
+        // No await from here on: what is sent and what is known of it go together.
+        if self.bears(seconds) {
+            self.wire.start(request);
+        } else {
+            self.seconds = None;
+            self.setting = Some(Setting::First(seconds));
+            self.wire
+                .start(format!("SET SESSION wait_timeout={seconds}; {request}"));
+        }
+    }
+
+    /// The same, and from the end of `request` on for as many seconds as the expression `after` comes to.
+    pub(crate) async fn send_and_set(&mut self, seconds: u32, request: String, after: &str) {
+        self.settle().await;
+        let also_first = !self.bears(seconds);
+        let first = if also_first {
+            format!("SET SESSION wait_timeout={seconds}; ")
+        } else {
+            String::new()
+        };
+        self.seconds = None;
+        self.setting = Some(Setting::Last { also_first });
+        self.wire.start(format!(
+            "{first}{request}; SET SESSION wait_timeout={after}; SELECT CAST(@@wait_timeout AS UNSIGNED)"
+        ));
+    }
+
+    /// Sends a statement with one parameter, which the server prepares when it comes for the first time.
+    pub(crate) async fn execute(&mut self, sql: &'static str, parameter: &[u8]) {
+        self.settle().await;
+        self.wire.execute(sql, parameter);
+    }
+
+    /// True if the reply to the latest request is still owed.
+    pub(crate) fn is_running(&self) -> bool {
+        self.wire.running_since().is_some()
+    }
+
+    /// Waits for the answer and leaves it here. Whoever reads a reply does it here.
+    pub(crate) async fn settle(&mut self) {
+        self.wire.settle().await;
+        let (Some(answer), Some(setting)) = (self.wire.answered(), self.setting) else {
+            return;
+        };
+        self.setting = None;
+        // After an error nobody knows how far the server got.
+        let Ok(reply) = answer else { return };
+        self.seconds = match setting {
+            Setting::First(seconds) => {
+                reply.drop_first();
+                Some(seconds)
+            }
+            Setting::Last { also_first } => {
+                if also_first {
+                    reply.drop_first();
+                }
+                let last = reply.pop_last();
+                // That of the setting itself.
+                reply.pop_last();
+                last.and_then(|row| column(&row, 0).ok())
+            }
+        };
+    }
+
+    /// The same until `limit` after it was sent. `false` if it is still owed then.
+    pub(crate) async fn settle_within(&mut self, limit: Duration) -> bool {
+        match self.wire.running_since() {
+            Some(since) => timeout_at(since + limit, self.settle()).await.is_ok(),
+            None => true,
+        }
+    }
+
+    /// True if the answer is here already. Waits for nothing.
+    pub(crate) async fn is_settled(&mut self) -> bool {
+        let mut settle = pin!(self.settle());
+        poll_fn(|cx| Poll::Ready(settle.as_mut().poll(cx).is_ready())).await
+    }
+
+    /// Waits for the answer to what was sent last: without what the session itself had to say and hear.
+    ///
+    /// # Errors
+    /// As those of the connection.
+    pub(crate) async fn answer(&mut self) -> sqlx::Result<Reply> {
+        self.settle().await;
+        self.wire.answer().await
+    }
+
+    /// Sends and waits for the answer.
+    ///
+    /// # Errors
+    /// As those of the connection.
+    pub(crate) async fn ask(&mut self, seconds: u32, request: String) -> sqlx::Result<Reply> {
+        self.send(seconds, request).await;
+        self.answer().await
+    }
+
+    /// The answer that is here and that nobody has taken, if it is an error.
+    pub(crate) fn failure(&mut self) -> Option<&sqlx::Error> {
+        self.wire.answered()?.as_ref().err()
+    }
+
+    /// Says goodbye, so that the server logs no aborted connection.
+    pub(crate) async fn quit(self) {
+        self.wire.quit().await;
     }
 }
 

@@ -20,16 +20,30 @@ pub(crate) struct Sql {
     flavour: Flavour,
 }
 
+/// An expression: 1 if the server is read-only now, else 0. A primary that is being replaced goes on with the connections that it has. MySQL's
+/// `super_read_only` implies this one.
+macro_rules! read_only {
+    () => {
+        "CAST(@@global.read_only AS CHAR) NOT IN ('0', 'OFF')"
+    };
+}
+
+pub(crate) const READ_ONLY: &str = read_only!();
+
 /// Locks a row, and reads the counter: `NULL` if there is none. `?` is the name.
 ///
 /// The counter is read after the row is locked, by a consistent read that is this statement's only one and that
 /// needs the locked row's name, in disguise lest the optimizer see that it is known beforehand. Two statements
-/// would say the same at the cost of half a round trip.
+/// would say the same at the cost of half a round trip. Last comes whether the server is read-only, which it may have
+/// become while the statement waited: in the same disguise.
 macro_rules! lock {
     ($columns:literal, $table:literal, $how:literal) => {
         concat!(
-            "SELECT (SELECT token FROM lockkit_fence WHERE name=CONCAT(r.name)) token",
+            "SELECT (SELECT token FROM lockkit_fence WHERE name=CONCAT(r.name)) token, ",
             $columns,
+            "IF(LENGTH(r.name), ",
+            read_only!(),
+            ", 1)",
             " FROM ",
             $table,
             " r WHERE r.name=? ",
@@ -38,8 +52,11 @@ macro_rules! lock {
     };
 }
 
-/// Fails if the transaction that was shown is gone, whatever has ended it, and changes nothing if it is not.
-pub(crate) const STILL_HOLDS: &str = "ROLLBACK TO SAVEPOINT held";
+/// Fails if the transaction that was shown is gone, whatever has ended it, and changes nothing if it is not. Says as well
+/// whether the server is read-only.
+pub(crate) fn still_holds() -> String {
+    format!("ROLLBACK TO SAVEPOINT held; SELECT {READ_ONLY}")
+}
 
 /// Ends a transaction that was shown. Fails if it is gone.
 pub(crate) const LET_GO: &str = "RELEASE SAVEPOINT held; ROLLBACK";
@@ -75,8 +92,14 @@ impl Sql {
             (Mode::Exclusive, _) => lock!("", "lockkit_gate", "FOR UPDATE SKIP LOCKED"),
             (Mode::Shared, Flavour::MariaDb) => lock!("", "lockkit_gate", "LOCK IN SHARE MODE SKIP LOCKED"),
             (Mode::Shared, Flavour::MySql) => lock!("", "lockkit_gate", "FOR SHARE SKIP LOCKED"),
-            (Mode::Permits(_), _) => lock!(", r.size", "lockkit_permit", "LIMIT 1 FOR UPDATE SKIP LOCKED"),
+            (Mode::Permits(_), _) => lock!("r.size, ", "lockkit_permit", "LIMIT 1 FOR UPDATE SKIP LOCKED"),
         }
+    }
+
+    /// Waits a moment for a permit, and tries again: whether the rows are there is the answer before the last.
+    pub(crate) fn pause_and_try(&self) -> String {
+        let (pause, exists) = (self.wait(), self.exists());
+        format!("ROLLBACK; {pause}; {exists}; {}", self.named(self.lock_or_skip()))
     }
 
     /// The statement with the name in its place.
@@ -84,7 +107,7 @@ impl Sql {
         statement.replacen('?', &self.key.as_sql(), 1)
     }
 
-    /// The same, waiting at the server; for a permit, waiting a moment before the next look.
+    /// The same, waiting at the server; for a permit, waiting a moment before the next try.
     pub(crate) fn wait(&self) -> String {
         match self.mode {
             Mode::Exclusive => self.named(lock!("", "lockkit_gate", "FOR UPDATE")),
@@ -134,26 +157,22 @@ impl Sql {
         )
     }
 
-    /// Moves the counter on, if it still stands where it was found.
-    pub(crate) fn draw(&self, latest: u64, count: u64) -> String {
-        let key = self.key.as_sql();
-        format!("UPDATE lockkit_fence SET token=token+{count} WHERE name={key} AND token={latest}")
-    }
-
     /// Moves the counter on from wherever it stands, and says where it stands then.
-    pub(crate) fn draw_ahead(&self, count: u64) -> String {
+    pub(crate) fn draw(&self, count: u64) -> String {
         let key = self.key.as_sql();
         format!(
             "UPDATE lockkit_fence SET token=LAST_INSERT_ID(token+{count}) WHERE name={key}; SELECT LAST_INSERT_ID()"
         )
     }
 
-    /// The counter.
+    /// The counter, and whether the server is read-only.
     pub(crate) fn counter(&self) -> String {
-        format!("SELECT token FROM lockkit_fence WHERE name={}", self.key.as_sql())
+        let key = self.key.as_sql();
+        format!("SELECT token, {READ_ONLY} FROM lockkit_fence WHERE name={key}")
     }
 
-    /// Shows a hold to those who look, within its transaction, and marks that.
+    /// Shows a hold to those who look, within its transaction, and marks that. The mark is made before as well, so that
+    /// it is there also if the hold cannot be shown. Says whether the server is read-only.
     pub(crate) fn show(&self, connection: u64, token: u64, seconds: u32, request: &ClaimRequest) -> String {
         let key = self.key.as_sql();
         let label = request
@@ -161,8 +180,8 @@ impl Sql {
             .as_ref()
             .map_or_else(|| "NULL".to_owned(), |label| literal(label.as_bytes()));
         format!(
-            "INSERT INTO lockkit_holder (name, connection, token, seconds, label) \
-             VALUES ({key}, {connection}, {token}, {seconds}, {label}); SAVEPOINT held"
+            "SAVEPOINT held; INSERT INTO lockkit_holder (name, connection, token, seconds, label) \
+             VALUES ({key}, {connection}, {token}, {seconds}, {label}); SAVEPOINT held; SELECT {READ_ONLY}"
         )
     }
 }

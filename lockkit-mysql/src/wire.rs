@@ -4,14 +4,14 @@
 //! half-read can never be used again. So the reply in progress belongs to the connection, and waiting for it may stop
 //! at any await and go on later.
 
-use std::{fmt, future::Future, pin::Pin, task::Poll, time::Duration};
+use std::{fmt, future::Future, pin::Pin, time::Duration};
 
 use futures_util::TryStreamExt;
 use sqlx::{
     AssertSqlSafe, ConnectOptions, Connection, Decode, Either, Execute, Executor, MySql, Row,
     mysql::{MySqlConnectOptions, MySqlConnection, MySqlRow},
 };
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 
 use crate::fault;
 
@@ -45,11 +45,6 @@ impl Wire {
         matches!(self.0, State::Closed)
     }
 
-    /// Whether the reply to what was sent has not been waited for to its end.
-    pub(crate) fn is_running(&self) -> bool {
-        matches!(self.0, State::Running(..))
-    }
-
     /// Whether an answer has been owed for longer than `limit`.
     pub(crate) fn is_overdue(&self, limit: Duration) -> bool {
         matches!(self.0, State::Running(_, since) if since.elapsed() > limit)
@@ -58,17 +53,22 @@ impl Wire {
     /// Sends `sql`, one or more statements in one request, as soon as it is waited for. Whatever was answered before
     /// is forgotten; what is still running is waited for first.
     pub(crate) async fn send(&mut self, sql: String) {
+        self.settle().await;
+        self.start(sql);
+    }
+
+    /// The same at once: what is still running is not waited for, and closes the connection.
+    pub(crate) fn start(&mut self, sql: String) {
         // Names are in it as hexadecimal literals, and nothing else comes from outside.
-        self.start(sqlx::raw_sql(AssertSqlSafe(sql))).await;
+        self.run(sqlx::raw_sql(AssertSqlSafe(sql)));
     }
 
     /// The same for a statement with one parameter, which the server prepares when it comes for the first time.
-    pub(crate) async fn execute(&mut self, sql: &'static str, parameter: &[u8]) {
-        self.start(sqlx::query(sql).bind(parameter)).await;
+    pub(crate) fn execute(&mut self, sql: &'static str, parameter: &[u8]) {
+        self.run(sqlx::query(sql).bind(parameter));
     }
 
-    async fn start(&mut self, query: impl Execute<'static, MySql> + 'static) {
-        self.settle().await;
+    fn run(&mut self, query: impl Execute<'static, MySql> + 'static) {
         let connection = match std::mem::replace(&mut self.0, State::Closed) {
             State::Idle(connection) => connection,
             State::Answered(connection, answer) if goes_on(&answer) => connection,
@@ -85,24 +85,18 @@ impl Wire {
         }
     }
 
-    /// The same until `limit` after it was sent. `false` if it is still owed then.
-    pub(crate) async fn settle_within(&mut self, limit: Duration) -> bool {
+    /// The time at which the request was sent whose answer is still owed.
+    pub(crate) fn running_since(&self) -> Option<Instant> {
         match self.0 {
-            State::Running(_, since) => timeout_at(since + limit, self.settle()).await.is_ok(),
-            _ => true,
+            State::Running(_, since) => Some(since),
+            _ => None,
         }
     }
 
-    /// Whether the answer is here already.
-    pub(crate) async fn is_settled(&mut self) -> bool {
-        let mut settle = std::pin::pin!(self.settle());
-        std::future::poll_fn(|cx| Poll::Ready(settle.as_mut().poll(cx).is_ready())).await
-    }
-
-    /// The answer that is here and that nobody has taken, if it is an error.
-    pub(crate) fn failure(&self) -> Option<&sqlx::Error> {
-        match &self.0 {
-            State::Answered(_, Err(error)) => Some(error),
+    /// The answer that is here and that nobody has taken.
+    pub(crate) fn answered(&mut self) -> Option<&mut sqlx::Result<Reply>> {
+        match &mut self.0 {
+            State::Answered(_, answer) => Some(answer),
             _ => None,
         }
     }
@@ -212,6 +206,18 @@ impl Reply {
     /// The rows of the last statement.
     pub(crate) fn last(&self) -> &[MySqlRow] {
         self.0.last().map_or(&[], |outcome| &outcome.rows)
+    }
+
+    /// Takes off what the first statement came to.
+    pub(crate) fn drop_first(&mut self) {
+        if !self.0.is_empty() {
+            self.0.remove(0);
+        }
+    }
+
+    /// Takes off what the last statement came to: its first row.
+    pub(crate) fn pop_last(&mut self) -> Option<MySqlRow> {
+        self.0.pop()?.rows.into_iter().next()
     }
 
     /// The rows of the last statement but one.

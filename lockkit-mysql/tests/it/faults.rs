@@ -40,6 +40,7 @@ for_each_flavour! {
     the_servers_clock_moves_a_lease
     tokens_go_back_with_a_deleted_counter_and_the_clock
     a_server_that_lost_its_data
+    a_lease_whose_row_is_deleted_is_anothers
 }
 
 /// A client through a proxy of its own.
@@ -635,4 +636,30 @@ async fn a_server_that_lost_its_data(flavour: Flavour) {
         }
         timeout(Duration::from_secs(6), guard.lost()).await.unwrap();
     }
+}
+
+async fn a_lease_whose_row_is_deleted_is_anothers(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let (holder, other) = (
+        client(server.addr(), Mode::Lease).await,
+        client(server.addr(), Mode::Lease).await,
+    );
+    let guard = brief(&holder, "a", Duration::from_secs(3))
+        .acquire()
+        .await
+        .unwrap();
+    admin.run("DELETE FROM lockkit_lease").await;
+    let next = other
+        .lock("a")
+        .unwrap()
+        .try_acquire()
+        .await
+        .unwrap()
+        .expect("there is no row");
+    assert!(guard.is_held(), "two hold");
+    assert!(next.token() > guard.token(), "a new row begins at the clock");
+    let reason = timeout(Duration::from_secs(3), guard.lost()).await.unwrap();
+    assert_eq!(reason, LossReason::Revoked);
+    next.check().unwrap();
 }

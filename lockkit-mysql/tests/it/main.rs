@@ -6,8 +6,10 @@ mod conformance;
 mod connecting;
 mod faults;
 mod fenced;
+mod mixed;
 mod servers;
 mod sessions;
+mod settings;
 #[cfg(feature = "tls")]
 mod tls;
 mod tokens;

@@ -46,6 +46,10 @@ for_each_flavour! {
     an_interrupted_wait_goes_on
     too_many_connections_is_an_error_and_never_taken
     a_kill_never_hits_a_stranger
+    a_hold_that_cannot_be_shown_is_no_loss
+    a_failed_try_leaves_no_transaction_open
+    readers_need_one_durable_write_each
+    a_waiter_for_a_permit_makes_one_request_per_look
 }
 
 async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
@@ -782,4 +786,134 @@ async fn a_kill_never_hits_a_stranger(flavour: Flavour) {
             "a stranger's session was ended"
         );
     }
+}
+
+/// What inspections see is not what holds.
+async fn a_hold_that_cannot_be_shown_is_no_loss(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let (client, other) = (
+        client(server.addr(), Mode::ForUpdate).await,
+        client(server.addr(), Mode::ForUpdate).await,
+    );
+    cycle(&client, "a").await;
+    admin.run("RENAME TABLE lockkit_holder TO elsewhere").await;
+    let ttl = Duration::from_secs(2);
+    let lock = client
+        .lock("a")
+        .unwrap()
+        .with_options(AcquireOptions::new().ttl(ttl));
+    for asks_at_once in [true, false] {
+        let guard = lock.acquire().await.unwrap();
+        if asks_at_once {
+            guard.renew().await.unwrap();
+        }
+        // Through several renewals.
+        let lost = timeout(ttl * 2, guard.lost()).await;
+        assert!(lost.is_err(), "{lost:?}");
+        assert!(other.lock("a").unwrap().try_acquire().await.unwrap().is_none());
+        if asks_at_once {
+            guard.release().await.unwrap();
+        } else {
+            // It is proven by what its transaction has, and not by an answer alone.
+            let session = admin
+                .value("SELECT trx_mysql_thread_id FROM information_schema.INNODB_TRX WHERE trx_mysql_thread_id<>0")
+                .await;
+            admin.run(&format!("KILL {session}")).await;
+            timeout(ttl, guard.lost()).await.unwrap();
+            assert!(guard.release().await.unwrap_err().is_lost());
+        }
+    }
+}
+
+async fn a_failed_try_leaves_no_transaction_open(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    for mode in MODES {
+        let (holder, other) = (
+            client(server.addr(), mode).await,
+            client(server.addr(), mode).await,
+        );
+        let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+        assert!(other.lock("a").unwrap().try_acquire().await.unwrap().is_none());
+        guard.release().await.unwrap();
+        if mode == Mode::ForUpdate {
+            let permit = holder.semaphore("s", 1).unwrap().acquire().await.unwrap();
+            let tried = other.semaphore("s", 1).unwrap().try_acquire().await;
+            assert!(tried.unwrap().is_none());
+            permit.release().await.unwrap();
+        }
+        let tables = match mode {
+            Mode::Lease => &["lockkit_lease"][..],
+            _ => &[
+                "lockkit_gate",
+                "lockkit_fence",
+                "lockkit_permit",
+                "lockkit_holder",
+            ],
+        };
+        for table in tables {
+            let altered = admin
+                .try_run(&format!(
+                    "SET SESSION lock_wait_timeout=1; ALTER TABLE {table} COMMENT '{mode:?}'"
+                ))
+                .await;
+            assert!(altered.is_ok(), "{mode:?}: {table} is in use: {altered:?}");
+        }
+    }
+}
+
+async fn readers_need_one_durable_write_each(flavour: Flavour) {
+    const ROUNDS: u64 = 10;
+    const CLIENTS: u64 = 8;
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let mut readers = Vec::new();
+    for _ in 0..CLIENTS {
+        let reader = client(server.addr(), Mode::ForUpdate).await;
+        readers.push(reader.lock("a").unwrap().shared());
+    }
+    let updates = "SHOW GLOBAL STATUS LIKE 'Com_update'";
+    let before: u64 = admin.run(updates).await[0][1].parse().unwrap();
+    let mut reading = JoinSet::new();
+    for reader in readers {
+        reading.spawn(async move {
+            for _ in 0..ROUNDS {
+                reader.acquire().await.unwrap().release().await.unwrap();
+            }
+        });
+    }
+    reading.join_all().await;
+    let after: u64 = admin.run(updates).await[0][1].parse().unwrap();
+    let writes = after - before;
+    assert!(
+        writes <= ROUNDS * CLIENTS,
+        "{writes} durable writes for {} readers",
+        ROUNDS * CLIENTS
+    );
+}
+
+async fn a_waiter_for_a_permit_makes_one_request_per_look(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let proxy = lockkit_testbed::Proxy::start(server.addr()).unwrap();
+    let (holder, waiting) = (
+        client(server.addr(), Mode::ForUpdate).await,
+        client(proxy.addr(), Mode::ForUpdate).await,
+    );
+    let permit = holder.semaphore("s", 1).unwrap().acquire().await.unwrap();
+    let waiter = Waiter::of(waiting.semaphore("s", 1).unwrap());
+    session_at(&mut admin, "SELECT SLEEP").await;
+    let (began, before) = (Instant::now(), proxy.counts().requests.chunks);
+    sleep(Duration::from_secs(1)).await;
+    let (requests, took) = (proxy.counts().requests.chunks - before, began.elapsed());
+    let looks = took.as_millis() / 20;
+    assert!(
+        u128::from(requests) <= looks * 3 / 2 && !waiter.is_finished(),
+        "{requests} requests for {looks} looks at most"
+    );
+    let released = Stopwatch::start();
+    permit.release().await.unwrap();
+    waiter.granted().await.0.release().await.unwrap();
+    assert!(released.elapsed() < Duration::from_millis(500));
 }

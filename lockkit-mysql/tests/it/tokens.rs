@@ -6,6 +6,7 @@
 use std::{
     io::{BufRead, BufReader, Write as _},
     net::SocketAddr,
+    pin::pin,
     process::{Command, Stdio},
     sync::{
         Arc, Mutex,
@@ -14,24 +15,26 @@ use std::{
     time::Duration,
 };
 
+use futures_util::FutureExt;
 use lockkit_conformance::{
     history::{Acquisition, History, Limits, at, now},
     process::Process,
 };
 use lockkit_core::{AcquireOptions, Error, Lock, LockGuard, spi::Mode as Hold};
 use lockkit_mysql::Mode;
-use lockkit_testbed::{Proxy, mysql::Flavour};
+use lockkit_testbed::{Proxy, eventually, mysql::Flavour};
 use tokio::{
     task::JoinSet,
     time::{Instant, sleep, timeout},
 };
 
-use crate::servers::{config, connect, for_each_flavour, name, private, run, shared};
+use crate::servers::{Admin, client, config, connect, cycle, for_each_flavour, name, private, run, shared};
 
 for_each_flavour! {
     tokens_rise_over_processes_and_cancels
     tokens_rise_over_crashes_of_the_server_and_of_holders
     holds_exclude_each_other_under_faults
+    a_grant_that_is_read_late_outranks_nobody
 }
 
 const ORDER: &str = "LOCKKIT_MYSQL_SOAK";
@@ -45,7 +48,7 @@ fn requests() -> u64 {
     wanted.map_or(3_000, |wanted| wanted.parse().expect("LOCKKIT_SOAK is a number"))
 }
 
-fn seed() -> u64 {
+pub(crate) fn seed() -> u64 {
     let seed = std::env::var("LOCKKIT_SEED")
         .ok()
         .and_then(|seed| seed.parse().ok());
@@ -477,4 +480,54 @@ impl Course {
             self.busy.fetch_sub(1, Ordering::Relaxed);
         }
     }
+}
+
+/// A task is granted the row, and does not read that before its session is ended and another task of its client holds.
+async fn a_grant_that_is_read_late_outranks_nobody(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let client = client(proxy.addr(), Mode::ForUpdate).await;
+    for _ in 0..3 {
+        cycle(&client, "a").await;
+    }
+    let lock = client.lock("a").unwrap();
+    proxy.set(lockkit_testbed::Mode::Delay {
+        requests: Duration::ZERO,
+        replies: Duration::from_millis(100),
+    });
+    let mut late = pin!(lock.acquire());
+    assert!(late.as_mut().now_or_never().is_none());
+    let mut granted = Vec::new();
+    eventually("the server has granted it", async || {
+        granted = admin
+            .run("SELECT trx_mysql_thread_id FROM information_schema.INNODB_TRX WHERE trx_mysql_thread_id<>0")
+            .await;
+        !granted.is_empty()
+    })
+    .await;
+    admin.run(&format!("KILL {}", granted[0][0])).await;
+    proxy.set(lockkit_testbed::Mode::Pass);
+    sleep(Duration::from_millis(100)).await;
+    let mut rightful = None;
+    eventually("the next holds", async || {
+        rightful = lock.try_acquire().await.unwrap();
+        rightful.is_some()
+    })
+    .await;
+    let rightful = rightful.unwrap();
+    if let Ok(zombie) = timeout(Duration::from_millis(500), late.as_mut()).await {
+        let zombie = zombie.unwrap();
+        panic!(
+            "{:?} was granted to a session that had ended, beside {:?}, which is held: {}",
+            zombie.token(),
+            rightful.token(),
+            rightful.is_held()
+        );
+    }
+    assert!(rightful.is_held());
+    let token = rightful.token();
+    rightful.release().await.unwrap();
+    let next = timeout(Duration::from_secs(20), late).await.unwrap().unwrap();
+    assert!(next.token() > token);
 }

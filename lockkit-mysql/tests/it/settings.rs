@@ -1,0 +1,321 @@
+//! Settings: those of sessions that are used again, and those of a server, which may change under them.
+
+use std::time::Duration;
+
+use lockkit_conformance::machine::{Stopwatch, timeout};
+use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Result, spi::chain};
+use lockkit_mysql::{Mode, MySqlConfig};
+use lockkit_testbed::{
+    Proxy, eventually,
+    mysql::{Flavour, MySql},
+};
+use tokio::time::{Instant, sleep};
+
+use crate::{
+    mixed::polled,
+    servers::{Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, private, waits},
+    tokens::seed,
+};
+
+for_each_flavour! {
+    a_cancelled_ttl_stays_with_no_session
+    a_primary_that_is_demoted_grants_nothing
+    a_demoted_primary_lets_waiters_fail
+    a_server_that_comes_back_with_short_time_outs
+    a_server_that_comes_back_read_only
+    a_server_that_comes_back_with_few_connections
+}
+
+fn lasting(ttl: Duration) -> AcquireOptions {
+    AcquireOptions::new().ttl(ttl).op_timeout(Duration::from_secs(1))
+}
+
+/// A session is used again by holds with other leases, and acquisitions are dropped at every poll.
+async fn a_cancelled_ttl_stays_with_no_session(flavour: Flavour) {
+    const SHORT: Duration = Duration::from_secs(2);
+    const LONG: Duration = Duration::from_mins(1);
+
+    let mut rng = fastrand::Rng::with_seed(seed());
+    let server = private(flavour, &[]);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let mixed = client(proxy.addr(), Mode::ForUpdate).await;
+    let other = client(server.addr(), Mode::ForUpdate).await;
+    let mut holds = Vec::new();
+    for index in 0..48 {
+        // Each leaves its session to the next, and the last to a hold.
+        for step in 0..rng.usize(2..5) {
+            let ttl = if rng.bool() { SHORT } else { LONG };
+            let lock = mixed.lock("churn").unwrap().with_options(lasting(ttl));
+            let polls = if step == 0 { u32::MAX } else { rng.u32(1..4) };
+            if let Some(granted) = polled(polls, lock.acquire()).await {
+                granted.unwrap().release().await.unwrap();
+            }
+            sleep(Duration::from_millis(rng.u64(0..10))).await;
+        }
+        let ttl = if rng.bool() { SHORT } else { LONG };
+        let lock = mixed.lock(format!("hold/{index}")).unwrap();
+        holds.push((ttl, lock.acquire_with(&lasting(ttl)).await.unwrap()));
+    }
+    // From here on the client is as good as dead.
+    proxy.set(lockkit_testbed::Mode::Blackhole);
+    let silent = Instant::now();
+    for (ttl, guard) in &holds {
+        if *ttl == SHORT {
+            let next = timeout(SHORT * 3, other.lock(guard.name()).unwrap().acquire()).await;
+            let next = next.unwrap_or_else(|_| panic!("a hold of {ttl:?} outlasts {:?}", silent.elapsed()));
+            next.unwrap().release().await.unwrap();
+        }
+    }
+    sleep((SHORT * 2).saturating_sub(silent.elapsed())).await;
+    for (ttl, guard) in &holds {
+        if *ttl == LONG {
+            let next = other.lock(guard.name()).unwrap().try_acquire().await.unwrap();
+            assert!(
+                next.is_none(),
+                "a hold of {ttl:?} is another's after {:?}, and is_held() is {}",
+                silent.elapsed(),
+                guard.is_held()
+            );
+        }
+    }
+}
+
+/// The locks' own account, and one that may write to a server that is read-only.
+fn accounts(server: &MySql) -> [MySqlConfig; 2] {
+    let root = format!("mysql://root@{}/{}", server.addr(), MySql::DATABASE);
+    [config(server.addr()), MySqlConfig::new(root)]
+}
+
+fn read_only(flavour: Flavour) -> &'static [&'static str] {
+    match flavour {
+        Flavour::MariaDb => &["read_only"],
+        Flavour::MySql => &["read_only", "super_read_only"],
+    }
+}
+
+async fn refuses(client: &LockClient, name: &str) {
+    let lock = client.lock(name).unwrap();
+    let tried = lock.try_acquire().await.map(|granted| granted.is_some());
+    let waited = lock.acquire_timeout(Duration::from_secs(2)).await.map(|_| true);
+    for answer in [tried, waited] {
+        let error = match answer {
+            Err(error) => error,
+            Ok(granted) => panic!("{name}: a read-only server said granted={granted}"),
+        };
+        let text = chain(&error);
+        assert!(
+            !error.is_timeout() && (text.contains("read_only") || text.contains("read-only")),
+            "{text}"
+        );
+    }
+}
+
+/// A planned switch-over begins with this. Whoever is connected stays so.
+async fn a_primary_that_is_demoted_grants_nothing(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let ttl = Duration::from_secs(3);
+    for (mut config, mode) in MODES
+        .iter()
+        .flat_map(|mode| accounts(&server).map(|config| (config, *mode)))
+    {
+        config.mode = mode;
+        for setting in read_only(flavour) {
+            let client = connect(config.clone()).await.unwrap();
+            for name in ["known", "held"] {
+                cycle(&client, name).await;
+            }
+            let guard = client
+                .lock("held")
+                .unwrap()
+                .acquire_with(&lasting(ttl))
+                .await
+                .unwrap();
+            let valid = guard.valid_until().unwrap();
+            admin.run(&format!("SET GLOBAL {setting}=1")).await;
+            let demoted = Stopwatch::start();
+            refuses(&client, "known").await;
+            refuses(&client, "new").await;
+            let reason = timeout(ttl * 2, guard.lost()).await;
+            let told = demoted.elapsed();
+            let reason = reason.unwrap_or_else(|_| panic!("{mode:?} {setting}: it holds on after {told:?}"));
+            if mode == Mode::ForUpdate {
+                // Its next renewal asks.
+                assert_eq!(reason, LossReason::Revoked);
+                assert!(told < ttl / 3 + Duration::from_secs(1), "told after {told:?}");
+            } else {
+                // Nobody else is granted before its lease is over: the row says so, and so does that of a replica.
+                assert_eq!(reason, LossReason::Expired);
+                assert!(Instant::now() < valid + ttl, "it was not prolonged");
+            }
+            admin
+                .run(&format!("SET GLOBAL {setting}=0; SET GLOBAL read_only=0"))
+                .await;
+            eventually("it is granted again", async || {
+                client
+                    .lock("held")
+                    .unwrap()
+                    .try_acquire()
+                    .await
+                    .is_ok_and(|granted| granted.is_some())
+            })
+            .await;
+        }
+    }
+}
+
+/// The row may become theirs long after they asked for it.
+async fn a_demoted_primary_lets_waiters_fail(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    for (mut config, mode) in MODES
+        .iter()
+        .flat_map(|mode| accounts(&server).map(|config| (config, *mode)))
+    {
+        config.mode = mode;
+        let [holder, waiting] = [
+            connect(config.clone()).await.unwrap(),
+            connect(config.clone()).await.unwrap(),
+        ];
+        let guard = holder
+            .lock("a")
+            .unwrap()
+            .acquire_with(&lasting(Duration::from_secs(2)))
+            .await
+            .unwrap();
+        let lock = waiting.lock("a").unwrap();
+        let waiter = tokio::spawn(async move { lock.acquire().await });
+        waits(&holder, "a").await;
+        // Which the server may put off while somebody waits for a row.
+        let asked = Instant::now();
+        let mut demoting = Admin::of(&server).await;
+        let demoting = tokio::spawn(async move { demoting.run("SET GLOBAL read_only=1").await });
+        eventually("it is asked", async || {
+            demoting.is_finished() || asked.elapsed() > Duration::from_millis(300)
+        })
+        .await;
+        let put_off = !demoting.is_finished();
+        let _ = guard.release().await;
+        timeout(Duration::from_secs(40), demoting).await.unwrap().unwrap();
+        let outcome: Result<_> = timeout(Duration::from_secs(10), waiter).await.unwrap().unwrap();
+        eprintln!(
+            "{flavour:?} {mode:?}: demoted after {:?}, put off: {put_off}, {outcome:?}",
+            asked.elapsed()
+        );
+        match outcome {
+            // It was granted before, and is told as any holder.
+            Ok(guard) if put_off => {
+                timeout(Duration::from_secs(31), guard.lost()).await.unwrap();
+            }
+            Ok(guard) => panic!("{mode:?}: granted by a read-only server: {guard:?}"),
+            Err(error) => assert!(!error.is_timeout(), "{error}"),
+        }
+        admin.run("SET GLOBAL read_only=0").await;
+        eventually("it is granted again", async || {
+            holder
+                .lock("a")
+                .unwrap()
+                .try_acquire()
+                .await
+                .is_ok_and(|granted| granted.is_some())
+        })
+        .await;
+    }
+}
+
+/// Another server in the old one's place, with these settings.
+async fn replaced(flavour: Flavour, mode: Mode, options: &[&str]) -> (Proxy, LockClient, MySql, MySql) {
+    let old = private(flavour, &[]);
+    let new = private(flavour, options);
+    // The tables are there, as on a server that was restarted.
+    Admin::login(new.addr(), "root", "")
+        .await
+        .unwrap()
+        .run(&lockkit_mysql::ddl(mode))
+        .await;
+    let proxy = Proxy::start(old.addr()).unwrap();
+    let client = client(proxy.addr(), mode).await;
+    (proxy, client, old, new)
+}
+
+/// The time-outs of a lock's session are its own.
+async fn a_server_that_comes_back_with_short_time_outs(flavour: Flavour) {
+    for mode in MODES {
+        let options = ["--wait-timeout=1", "--interactive-timeout=1"];
+        let (proxy, client, old, new) = replaced(flavour, mode, &options).await;
+        cycle(&client, "a").await;
+        proxy.set_upstream(new.addr());
+        old.process().kill().unwrap();
+        let options = lasting(Duration::from_secs(30)).renew(false);
+        let lock = client.lock("a").unwrap().with_options(options);
+        let guard = timeout(Duration::from_secs(20), lock.acquire())
+            .await
+            .unwrap()
+            .unwrap();
+        let other = connect({
+            let mut config = config(new.addr());
+            config.mode = mode;
+            config
+        })
+        .await
+        .unwrap();
+        sleep(Duration::from_millis(2_500)).await;
+        let taken = other.lock("a").unwrap().try_acquire().await.unwrap().is_none();
+        assert!(taken && guard.is_held(), "{mode:?}");
+        guard.release().await.unwrap();
+        cycle(&other, "a").await;
+    }
+}
+
+async fn a_server_that_comes_back_read_only(flavour: Flavour) {
+    for mode in MODES {
+        let (proxy, client, old, new) = replaced(flavour, mode, &[]).await;
+        Admin::of(&new).await.run("SET GLOBAL read_only=1").await;
+        let ttl = Duration::from_secs(3);
+        let guard = client
+            .lock("held")
+            .unwrap()
+            .acquire_with(&lasting(ttl))
+            .await
+            .unwrap();
+        cycle(&client, "a").await;
+        proxy.set_upstream(new.addr());
+        old.process().kill().unwrap();
+        let lock = client.lock("a").unwrap();
+        eventually("it is refused", async || match lock.try_acquire().await {
+            Ok(granted) => panic!("{mode:?}: {granted:?}"),
+            Err(error) => matches!(error, Error::Unsupported { .. }),
+        })
+        .await;
+        timeout(ttl * 2, guard.lost()).await.expect("nobody prolongs it");
+    }
+}
+
+/// Fewer than there are clients: an error that may pass, and no hold that others have is lost.
+async fn a_server_that_comes_back_with_few_connections(flavour: Flavour) {
+    for mode in MODES {
+        let (proxy, client, old, new) = replaced(flavour, mode, &["--max-connections=10"]).await;
+        cycle(&client, "a").await;
+        let mut crowd = Vec::new();
+        while let Ok(one) = Admin::login(new.addr(), "lockkit", MySql::PASSWORD).await {
+            crowd.push(one);
+        }
+        proxy.set_upstream(new.addr());
+        old.process().kill().unwrap();
+        proxy.reset();
+        let lock = client.lock("a").unwrap();
+        eventually("there is no room", async || match lock.try_acquire().await {
+            Err(error) => {
+                assert!(error.is_transient(), "{mode:?}: {}", chain(&error));
+                chain(&error).contains("1040")
+            }
+            Ok(granted) => panic!("{mode:?}: {granted:?}"),
+        })
+        .await;
+        let waiter = Waiter::of(lock);
+        for one in crowd {
+            one.close().await;
+        }
+        waiter.granted().await.0.release().await.unwrap();
+    }
+}
