@@ -36,6 +36,10 @@ const SLEEPS_FOR: u32 = 1;
 /// How long the server bears the silence of a session that may have the turnstile and neither queues nor sleeps, in
 /// seconds: as long as a lock that is free can be kept for somebody who went dead.
 const TURNS_WITHIN: u32 = 2;
+/// The longest time from the death of whoever was next in line until that one is passed over: it queues, sleeps, and is
+/// silent.
+pub(crate) const PASSED_OVER_WITHIN: Duration =
+    Duration::from_secs((QUEUES_FOR + SLEEPS_FOR + TURNS_WITHIN) as u64);
 /// How long a session that has been woken may take to say so before it is killed. A second blow while MariaDB deals with
 /// the first can keep both, and with them the turnstile, for two seconds.
 const ANSWERS_WITHIN: Duration = Duration::from_millis(10);

@@ -152,11 +152,12 @@ impl Backend for MySqlBackend {
         info
     }
 
-    /// The `ttl`; with row locks in whole seconds, after which the server ends the session of a host that fell silent.
+    /// The `ttl`. With row locks in whole seconds, after which the server ends the session of a host that fell silent; with
+    /// [`Mode::Lease`] some seconds more, since whoever was next in line may have died, too.
     fn dead_holder_bound(&self, ttl: Duration) -> Duration {
         match self.mode {
-            Mode::ForUpdate => Duration::from_secs(ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0)),
-            Mode::Lease => ttl,
+            Mode::ForUpdate => Duration::from_secs(rows::seconds(ttl).into()),
+            Mode::Lease => ttl.saturating_add(lease::PASSED_OVER_WITHIN),
         }
     }
 

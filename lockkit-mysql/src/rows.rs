@@ -802,7 +802,7 @@ fn not_shown(request: &ClaimRequest, error: &sqlx::Error) {
 }
 
 /// The whole seconds that a server counts in.
-fn seconds(ttl: Duration) -> u32 {
+pub(crate) fn seconds(ttl: Duration) -> u32 {
     let whole = ttl.as_secs().saturating_add(u64::from(ttl.subsec_nanos() > 0));
     u32::try_from(whole.max(1)).unwrap_or(u32::MAX)
 }

@@ -40,6 +40,7 @@ for_each_flavour! {
     the_servers_clock_moves_a_lease
     tokens_go_back_with_a_deleted_counter_and_the_clock
     a_server_that_lost_its_data
+    a_dead_holder_is_followed_within_its_bound
     a_lease_whose_row_is_deleted_is_anothers
 }
 
@@ -635,6 +636,46 @@ async fn a_server_that_lost_its_data(flavour: Flavour) {
             assert!(guard.is_held(), "two hold");
         }
         timeout(Duration::from_secs(6), guard.lost()).await.unwrap();
+    }
+}
+
+/// Whoever was next may have died with it.
+async fn a_dead_holder_is_followed_within_its_bound(flavour: Flavour) {
+    for (mode, ttl) in [
+        (Mode::ForUpdate, Duration::from_millis(1_500)),
+        (Mode::Lease, Duration::from_millis(500)),
+        (Mode::Lease, Duration::from_secs(3)),
+    ] {
+        let server = shared(flavour);
+        let (proxy, dead) = behind_a_proxy(server, mode).await;
+        let (next_proxy, next) = behind_a_proxy(server, mode).await;
+        let other = client(server.addr(), mode).await;
+        let name = name("bound");
+        let guard = brief(&dead, &name, ttl).acquire().await.unwrap();
+        if mode == Mode::Lease {
+            let lock = next.lock(&name).unwrap();
+            tokio::spawn(async move { lock.acquire().await });
+            waits(&other, &name).await;
+        }
+        let waiter = Waiter::of(other.lock(&name).unwrap());
+        eventually("all wait", async || {
+            let expected = if mode == Mode::Lease { 2 } else { 1 };
+            other.inspect(&name).await.unwrap().waiters == Some(expected)
+        })
+        .await;
+        proxy.set(lockkit_testbed::Mode::Blackhole);
+        next_proxy.set(lockkit_testbed::Mode::Blackhole);
+        let died = Stopwatch::start();
+        let (granted, _) = waiter.granted().await;
+        let (took, bound) = (died.elapsed(), other.dead_holder_bound(ttl));
+        eprintln!(
+            "{flavour:?} {mode:?}: a dead holder with {ttl:?} was followed after {took:?}, bound {bound:?}"
+        );
+        assert!(
+            took < bound + Duration::from_millis(300),
+            "{took:?}, not within {bound:?}"
+        );
+        assert!(!guard.is_held() && granted.token() > guard.token());
     }
 }
 
