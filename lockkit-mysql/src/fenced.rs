@@ -1,7 +1,15 @@
 //! Rows that refuse whoever has been superseded.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
 use lockkit_core::FencingToken;
-use sqlx::{Encode, MySql, QueryBuilder, Type, mysql::MySqlConnection, query_builder::Separated};
+use sqlx::{
+    AssertSqlSafe, Column, Encode, MySql, QueryBuilder, Row, Type, TypeInfo, mysql::MySqlConnection,
+    query_builder::Separated,
+};
 
 /// A table of yours whose rows remember the highest fencing token that has written them, and refuse a lower one.
 ///
@@ -30,7 +38,20 @@ pub struct FencedTable {
     table: String,
     key: String,
     token: String,
+    is_fit: Found,
 }
+
+/// A mark that the column was found to keep tokens. Clones share it, and it makes no table another one.
+#[derive(Clone, Debug, Default)]
+struct Found(Arc<AtomicBool>);
+
+impl PartialEq for Found {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Found {}
 
 /// Why a row was not written.
 #[derive(Debug, thiserror::Error)]
@@ -59,6 +80,15 @@ pub enum FencedError {
     /// There is no row with this key.
     #[error("there is no row with this key")]
     Missing,
+    /// The column of tokens cannot tell a higher token from a lower one.
+    #[error("{column} is {found}, which cannot keep a token; make it BIGINT UNSIGNED NOT NULL DEFAULT 0")]
+    #[non_exhaustive]
+    Unfit {
+        /// The column.
+        column: String,
+        /// What it has instead.
+        found: String,
+    },
     /// The database failed. Whether the row was written is not known if the connection broke.
     #[error("the row was not written")]
     Database(#[from] sqlx::Error),
@@ -72,10 +102,12 @@ impl FencedTable {
             table: table.split('.').map(quoted).collect::<Vec<_>>().join("."),
             key: quoted(key),
             token: quoted(token),
+            is_fit: Found::default(),
         }
     }
 
-    /// Writes what `set` adds, one assignment per `push`, to the row of this key, unless a higher token has.
+    /// Writes what `set` adds, one assignment per `push`, to the row of this key, unless a higher token has. Looks at the
+    /// type of the token's column the first time: one that rounds or cuts off would let a lower token pass.
     ///
     /// # Errors
     /// [`FencedError`] says why the row was not written.
@@ -133,7 +165,12 @@ impl FencedTable {
             table,
             key: key_column,
             token: token_column,
+            is_fit: Found(is_fit),
         } = self;
+        if !is_fit.load(Ordering::Relaxed) {
+            self.look_at_type(connection).await?;
+            is_fit.store(true, Ordering::Relaxed);
+        }
         let mut update = QueryBuilder::<MySql>::new(format!("UPDATE {table} SET {token_column} = "));
         update.push_bind(token.get());
         if let Some((column, _)) = &version {
@@ -158,9 +195,13 @@ impl FencedTable {
             "SELECT CAST({token_column} AS UNSIGNED), CAST({column} AS UNSIGNED) FROM {table} WHERE {key_column} = "
         ));
         look.push_bind(key);
-        let found: Option<(u64, u64)> = look.build_query_as().fetch_optional(&mut *connection).await?;
+        // What is there now, and not in a snapshot from before a newer write.
+        look.push(" LOCK IN SHARE MODE");
+        let found: Option<(Option<u64>, u64)> =
+            look.build_query_as().fetch_optional(&mut *connection).await?;
         Err(match (found, version) {
-            (Some((highest, _)), _) if highest > token.get() => FencedError::Stale {
+            (Some((None, _)), _) => self.unfit("NULL"),
+            (Some((Some(highest), _)), _) if highest > token.get() => FencedError::Stale {
                 token,
                 highest: FencingToken::new(highest),
             },
@@ -168,6 +209,28 @@ impl FencedTable {
             // If it is there, it was made in between.
             _ => FencedError::Missing,
         })
+    }
+
+    async fn look_at_type(&self, connection: &mut MySqlConnection) -> Result<(), FencedError> {
+        let Self { table, token, .. } = self;
+        // A row without a value, whose column has the type, also of an empty table.
+        let look = format!("SELECT (SELECT {token} FROM {table} LIMIT 0)");
+        let row = sqlx::raw_sql(AssertSqlSafe(look)).fetch_one(connection).await?;
+        let found = row
+            .columns()
+            .first()
+            .map_or("", |column| column.type_info().name());
+        if found == "BIGINT UNSIGNED" {
+            return Ok(());
+        }
+        Err(self.unfit(found))
+    }
+
+    fn unfit(&self, found: &str) -> FencedError {
+        FencedError::Unfit {
+            column: format!("{}.{}", self.table, self.token),
+            found: found.to_owned(),
+        }
     }
 }
 

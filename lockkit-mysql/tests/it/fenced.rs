@@ -17,6 +17,8 @@ use crate::servers::{Admin, config, connect, for_each_flavour, name, shared};
 for_each_flavour! {
     a_row_refuses_a_superseded_holder
     a_row_refuses_an_older_version
+    a_newer_row_is_not_missing_to_an_older_snapshot
+    a_column_that_cannot_keep_a_token_is_refused
 }
 
 async fn table(flavour: Flavour) -> (MySqlConnection, FencedTable, String) {
@@ -101,4 +103,89 @@ async fn a_row_refuses_an_older_version(flavour: Flavour) {
         other => panic!("{other:?}"),
     }
     assert_eq!(balance(&mut rows, &table).await, 102);
+}
+
+/// As a transaction has it that began before the newer write.
+async fn a_newer_row_is_not_missing_to_an_older_snapshot(flavour: Flavour) {
+    let (mut rows, accounts, table) = table(flavour).await;
+    let mut admin = Admin::of(shared(flavour)).await;
+    for version in [None, Some(7)] {
+        let begin = lockkit_mysql::sqlx::AssertSqlSafe(format!(
+            "START TRANSACTION WITH CONSISTENT SNAPSHOT; SELECT * FROM `{table}`"
+        ));
+        lockkit_mysql::sqlx::raw_sql(begin)
+            .fetch_all(&mut rows)
+            .await
+            .unwrap();
+        admin
+            .run(&format!(
+                "DELETE FROM `{table}`; INSERT INTO `{table}` VALUES ('mine', 1, 100, 9)"
+            ))
+            .await;
+        let token = FencingToken::new(50);
+        let set = |set: &mut lockkit_mysql::sqlx::query_builder::Separated<'_, _, _>| {
+            set.push("balance = 2");
+        };
+        let written = match version {
+            None => accounts.update(&mut rows, "mine", token, set).await,
+            Some(version) => {
+                accounts
+                    .update_version(&mut rows, "mine", token, ("version", version), set)
+                    .await
+            }
+        };
+        match written {
+            Err(FencedError::Stale { highest, .. }) => assert_eq!(highest.get(), 100),
+            other => panic!("{other:?}"),
+        }
+        lockkit_mysql::sqlx::raw_sql("ROLLBACK")
+            .fetch_all(&mut rows)
+            .await
+            .unwrap();
+    }
+}
+
+async fn a_column_that_cannot_keep_a_token_is_refused(flavour: Flavour) {
+    let mut admin = Admin::of(shared(flavour)).await;
+    let options: MySqlConnectOptions = MySql::url_at(shared(flavour).addr()).parse().unwrap();
+    let mut rows: MySqlConnection = options.connect().await.unwrap();
+    lockkit_mysql::sqlx::raw_sql("SET SESSION sql_mode=''")
+        .fetch_all(&mut rows)
+        .await
+        .unwrap();
+    for (column, is_good) in [
+        ("BIGINT UNSIGNED NOT NULL", true),
+        ("INT UNSIGNED NOT NULL", false),
+        ("FLOAT NOT NULL", false),
+        ("DOUBLE NOT NULL", false),
+        ("VARCHAR(20) NOT NULL", false),
+        ("BIGINT NOT NULL", false),
+        ("BIGINT UNSIGNED", true),
+    ] {
+        let table = format!("t{:016x}", fastrand::u64(..));
+        admin
+            .run(&format!("CREATE TABLE {table} (id INT PRIMARY KEY, v INT, tok {column}); INSERT INTO {table} VALUES (1, 0, 0), (2, 0, 0)"))
+            .await;
+        let fenced = FencedTable::new(&table, "id", "tok");
+        let mut write = async |token: u64| {
+            let token = FencingToken::new(token);
+            fenced
+                .update(&mut rows, 1, token, |set| {
+                    set.push("v = v + 1");
+                })
+                .await
+        };
+        let high = 1_795_258_041_843_810;
+        let outcomes = [write(high).await, write(high - 1).await];
+        match &outcomes {
+            [Ok(()), Err(FencedError::Stale { .. })] if is_good => {}
+            [Err(FencedError::Unfit { .. }), Err(FencedError::Unfit { .. })] if !is_good => {}
+            other => panic!("{column}: {other:?}"),
+        }
+        if column == "BIGINT UNSIGNED" {
+            admin.run(&format!("UPDATE {table} SET tok=NULL")).await;
+            let error = write(high).await.unwrap_err();
+            assert!(matches!(error, FencedError::Unfit { .. }), "{error:?}");
+        }
+    }
 }
