@@ -45,7 +45,8 @@ pub struct MySqlConfig {
     /// The most connections at once for locks, from 1 to 100,000; 100 by default. Each held lock and each name that is
     /// waited for needs one; with [`Mode::Lease`], each name that is waited for, and each request while it is under way.
     /// Those that are kept for the next acquisition count, too. Besides, a client has a connection that holds nothing,
-    /// and with [`Mode::ForUpdate`], from the first hold on, one that notices when the server is gone.
+    /// and with [`Mode::ForUpdate`], from the first hold on, one that notices when the server is gone, and from the first
+    /// inspection on, one for inspections. [`Mode::Lease`] needs two at least.
     pub max_connections: u32,
     /// How many grants of one name in a row may at most share one durable write of the token counter; 1,024 by
     /// default.
@@ -155,6 +156,12 @@ impl MySqlConfig {
             return Err(Error::invalid_option(
                 "max_connections",
                 "it is not between 1 and 100,000",
+            ));
+        }
+        if self.mode == Mode::Lease && self.max_connections < 2 {
+            return Err(Error::invalid_option(
+                "max_connections",
+                "mode=lease needs two at least: one for who waits, and one to renew what is held meanwhile",
             ));
         }
         if !(1..=1_000_000).contains(&self.token_block) {
@@ -366,6 +373,10 @@ mod tests {
         assert_eq!(refused(|config| config.namespace = "a:b".into()), "namespace");
         assert_eq!(refused(|config| config.namespace = "a".repeat(65)), "namespace");
         assert_eq!(refused(|config| config.max_connections = 0), "max_connections");
+        assert_eq!(
+            refused(|config| (config.mode, config.max_connections) = (Mode::Lease, 1)),
+            "max_connections"
+        );
         assert_eq!(refused(|config| config.token_block = 0), "token_block");
         assert_eq!(refused(|config| config.ca = Some("ca.pem".into())), "ca");
         #[cfg(not(feature = "tls"))]

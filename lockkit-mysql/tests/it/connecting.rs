@@ -24,6 +24,7 @@ for_each_flavour! {
     a_refused_account_is_no_transient_error
     durability_is_what_the_server_has
     leases_are_exclusive_and_say_so
+    leases_need_two_connections
 }
 
 /// A database and an account of a test's own on the shared server.
@@ -262,6 +263,23 @@ async fn leases_are_exclusive_and_say_so(flavour: Flavour) {
                 );
             }
             other => panic!("{other}"),
+        }
+    }
+}
+
+/// One for who waits, and one by which holds are renewed meanwhile.
+async fn leases_need_two_connections(flavour: Flavour) {
+    for (most, is_enough) in [(1, false), (2, true)] {
+        let mut config = config(shared(flavour).addr());
+        config.mode = Mode::Lease;
+        config.max_connections = most;
+        match connect(config).await {
+            Ok(_) if is_enough => {}
+            Err(Error::InvalidOptions { option, reason, .. }) if !is_enough => {
+                assert_eq!(option, "max_connections");
+                assert!(reason.contains("mode=lease"), "{reason}");
+            }
+            other => panic!("{most}: {other:?}"),
         }
     }
 }
