@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::key::Key;
 
-/// More names than this have their blocks forgotten, which costs a durable write each.
+/// Of more names than this the block of one is forgotten for each that comes, which costs it a durable write.
 const MOST_NAMES: usize = 10_000;
 
 #[derive(Debug, Default)]
@@ -101,8 +101,10 @@ impl Fence {
     /// Remembers what is left of a block that was drawn.
     pub(crate) fn drawn(&self, key: &Key, (before, end): (u64, u64), grants: u32, term: u64) {
         let mut blocks = self.blocks();
-        if blocks.len() >= MOST_NAMES {
-            blocks.clear();
+        if blocks.len() >= MOST_NAMES && !blocks.contains_key(key) {
+            // Whichever comes first: names that are used in turn are not all forgotten before their next turn.
+            let any = blocks.keys().next().cloned();
+            any.map(|any| blocks.remove(&any));
         }
         let next = before + 1;
         let holds_off = blocks.get(key).map_or(0, |block| block.holds_off);
@@ -163,5 +165,23 @@ mod tests {
         assert_eq!(fence.grants(&key, 120, 1_024), 1, "others take turns");
         fence.drawn(&key, (120, 130), 1, 1);
         assert_eq!((0..20).filter(|_| fence.draws_ahead(&key)).count(), 4);
+    }
+
+    #[test]
+    fn names_in_turn_keep_their_blocks() {
+        let fence = Fence::default();
+        let names = MOST_NAMES + 1;
+        let keys: Vec<_> = (0..names)
+            .map(|index| Key::new("ns", Kind::Lock, &LockName::new(index.to_string()).unwrap()))
+            .collect();
+        let mut cold = 0;
+        for key in keys.iter().chain(&keys) {
+            if !fence.knows(key) {
+                cold += 1;
+                fence.drawn(key, (0, 10), 1, 1);
+            }
+        }
+        assert!(cold < names + names / 10, "{cold} of {} were cold", 2 * names);
+        assert!(fence.blocks().len() <= MOST_NAMES);
     }
 }
