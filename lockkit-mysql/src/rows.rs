@@ -9,7 +9,10 @@ use lockkit_core::{
     spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
 };
 use sqlx::mysql::MySqlRow;
-use tokio::{sync::watch, time::Instant};
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout},
+};
 
 use crate::{
     NAME, Shared,
@@ -628,8 +631,19 @@ impl RowClaim {
                 self.stage = Stage::Out;
                 return Ok(());
             }
-            // What waits for a lock would wait on.
-            (Stage::Waiting, Some(session)) if session.is_running() => self.end(false),
+            // What waits for a lock would wait on. Interrupted, its session can be kept.
+            (Stage::Waiting, Some(session)) if session.is_running() => {
+                let control = &self.shared.sessions.control;
+                let interrupted = control.interrupt("release", session.id, &session.term).await;
+                let is_over = matches!(interrupted, Ok(Killed::Now))
+                    && timeout(REPLY_TAKES, session.settle()).await.is_ok();
+                if is_over {
+                    session.send(self.seconds, "ROLLBACK".to_owned()).await;
+                    self.stage = Stage::RollingBack { held: false };
+                } else {
+                    self.end(false);
+                }
+            }
             (stage, Some(session)) => {
                 if !session.settle_within(REPLY_TAKES).await {
                     // The connection may be dead. The transaction ends with the session, over another.

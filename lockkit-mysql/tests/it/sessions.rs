@@ -48,6 +48,7 @@ for_each_flavour! {
     a_kill_never_hits_a_stranger
     a_hold_that_cannot_be_shown_is_no_loss
     a_failed_try_leaves_no_transaction_open
+    who_waits_in_vain_costs_no_connection
     readers_need_one_durable_write_each
     a_waiter_for_a_permit_makes_one_request_per_look
 }
@@ -861,6 +862,31 @@ async fn a_failed_try_leaves_no_transaction_open(flavour: Flavour) {
             assert!(altered.is_ok(), "{mode:?}: {table} is in use: {altered:?}");
         }
     }
+}
+
+async fn who_waits_in_vain_costs_no_connection(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let (holder, impatient) = (
+        client(server.addr(), Mode::ForUpdate).await,
+        client(server.addr(), Mode::ForUpdate).await,
+    );
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    let lock = impatient.lock("a").unwrap();
+    let in_vain = async || {
+        let error = lock.acquire_timeout(Duration::from_millis(50)).await.unwrap_err();
+        assert!(error.is_timeout(), "{error}");
+    };
+    in_vain().await;
+    let before = connections(&mut admin).await;
+    for _ in 0..20 {
+        in_vain().await;
+    }
+    // One may come before the last is cleaned up after.
+    let more = connections(&mut admin).await - before;
+    assert!(more <= 2, "{more} connections for 20 that waited in vain");
+    guard.release().await.unwrap();
+    cycle(&impatient, "a").await;
 }
 
 async fn readers_need_one_durable_write_each(flavour: Flavour) {
