@@ -3,7 +3,7 @@
 //! A connection that breaks frees its lock at the server at once, and is not noticed here before something is said over
 //! it. So one more connection is kept on which an answer is always outstanding: whatever takes all connections away, a
 //! crash of the server, a fail-over, a reset of the network, is noticed by its end. A hold whose own connection alone is
-//! ended is told with its next renewal.
+//! ended is told with its next renewal; and if this one is ended alone, every hold looks, and another is begun.
 
 use std::sync::{
     Arc, Mutex, PoisonError, Weak,
@@ -13,7 +13,10 @@ use std::sync::{
 use sqlx::mysql::MySqlConnectOptions;
 use tokio::{sync::watch, task::AbortHandle};
 
-use crate::wire::Wire;
+use crate::{
+    control::{IDENTITY, Term},
+    wire::{Wire, column},
+};
 
 /// The server does not look whether a sleeper's client still lives; so not for long at a time.
 const SLEEP: &str = "DO SLEEP(5)";
@@ -22,7 +25,14 @@ const SLEEP: &str = "DO SLEEP(5)";
 pub(crate) struct Alarm {
     raised: watch::Sender<u64>,
     is_watching: AtomicBool,
-    watcher: Mutex<Option<AbortHandle>>,
+    watcher: Mutex<Watcher>,
+}
+
+#[derive(Debug, Default)]
+struct Watcher {
+    task: Option<AbortHandle>,
+    /// Its session, and the term in which that id means it.
+    session: Option<(u64, Term)>,
 }
 
 impl Alarm {
@@ -44,43 +54,56 @@ impl Alarm {
         self.raised.send_modify(|times| *times += 1);
     }
 
-    /// Sees to it that a connection is watched while there is something to hold.
-    pub(crate) fn watch(self: &Arc<Self>, options: &MySqlConnectOptions) {
-        if self.is_watching.swap(true, Ordering::Relaxed) {
+    /// Sees to it that a connection is watched while there is something to hold. Called again with each renewal, since
+    /// that connection may have ended alone.
+    pub(crate) fn watch(self: &Arc<Self>, options: &MySqlConnectOptions, term: &Term) {
+        if self.is_watching.swap(true, Ordering::Acquire) {
             return;
         }
         let watching = Watching(Arc::downgrade(self));
-        let options = options.clone();
+        let (options, term) = (options.clone(), term.clone());
         let task = tokio::spawn(async move {
             let Ok(mut wire) = Wire::open(&options).await else {
                 return;
             };
+            let who = wire.ask(format!("SELECT CONNECTION_ID(), {IDENTITY}")).await.ok();
+            let who = who.as_ref().and_then(|reply| reply.row(0));
+            if let (Some(alarm), Some(row)) = (watching.0.upgrade(), who)
+                && let (Ok(id), Ok(server)) = (column::<u64>(row, 0), column::<String>(row, 1))
+                && server == term.server
+            {
+                alarm.watcher().session = Some((id, term));
+            }
             while wire.ask(SLEEP.to_owned()).await.is_ok() {
                 if watching.0.strong_count() == 0 {
                     return wire.quit().await;
                 }
             }
-            if let Some(alarm) = watching.0.upgrade() {
+            let alarm = watching.0.upgrade();
+            // Before those who are told look, and have another begun.
+            drop(watching);
+            if let Some(alarm) = alarm {
                 alarm.raise();
             }
         });
-        *self.watcher() = Some(task.abort_handle());
+        self.watcher().task = Some(task.abort_handle());
     }
 
-    pub(crate) fn close(&self) {
-        if let Some(watcher) = self.watcher().take() {
-            watcher.abort();
-        }
+    /// Ends the watch, and says which session is to be ended for it.
+    pub(crate) fn close(&self) -> Option<(u64, Term)> {
+        let Watcher { task, session } = std::mem::take(&mut *self.watcher());
+        task?.abort();
+        session
     }
 
-    fn watcher(&self) -> std::sync::MutexGuard<'_, Option<AbortHandle>> {
+    fn watcher(&self) -> std::sync::MutexGuard<'_, Watcher> {
         self.watcher.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Alarm {
     fn drop(&mut self) {
-        self.close();
+        let _ = self.close();
     }
 }
 
@@ -90,7 +113,8 @@ struct Watching(Weak<Alarm>);
 impl Drop for Watching {
     fn drop(&mut self) {
         if let Some(alarm) = self.0.upgrade() {
-            alarm.is_watching.store(false, Ordering::Relaxed);
+            alarm.watcher().session = None;
+            alarm.is_watching.store(false, Ordering::Release);
         }
     }
 }

@@ -471,7 +471,9 @@ impl RowClaim {
             return Ok(Step::Again);
         }
         self.stage = Stage::Holding { first, last };
-        self.shared.sessions.watch();
+        if let Some(session) = &self.session {
+            self.shared.sessions.watch(&session.term);
+        }
         Ok(Step::Granted)
     }
 
@@ -718,6 +720,7 @@ impl Claim for RowClaim {
         let (&Stage::Holding { first, .. }, Some(session)) = (&self.stage, &mut self.session) else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
+        self.shared.sessions.watch(&session.term);
         // What came of showing the hold, if that failed and nobody has read it.
         session.settle().await;
         let mut failure = match session.failure() {

@@ -159,13 +159,16 @@ impl Sessions {
         drop(stale);
     }
 
-    /// Something is held, whose connection may break.
-    pub(crate) fn watch(&self) {
-        self.alarm.watch(&self.options.0);
+    /// Something is held by a session of this term, whose connection may break.
+    pub(crate) fn watch(&self, term: &Term) {
+        self.alarm.watch(&self.options.0, term);
     }
 
     pub(crate) async fn close(&self) {
-        self.alarm.close();
+        if let Some((id, term)) = self.alarm.close() {
+            // The server does not notice by itself before its sleep is over.
+            let _ = self.control.kill("close", id, &term).await;
+        }
         let kept = std::mem::take(&mut *self.idle());
         for session in kept {
             session.wire.quit().await;

@@ -40,6 +40,7 @@ for_each_flavour! {
     the_servers_clock_moves_a_lease
     tokens_go_back_with_a_deleted_counter_and_the_clock
     a_server_that_lost_its_data
+    a_watch_that_has_ended_is_begun_again
     a_dead_holder_is_followed_within_its_bound
     a_lease_whose_row_is_deleted_is_anothers
 }
@@ -637,6 +638,33 @@ async fn a_server_that_lost_its_data(flavour: Flavour) {
         }
         timeout(Duration::from_secs(6), guard.lost()).await.unwrap();
     }
+}
+
+/// The connection that hears of breaks may end alone.
+async fn a_watch_that_has_ended_is_begun_again(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let (proxy, unlucky) = behind_a_proxy(&server, Mode::ForUpdate).await;
+    let guard = brief(&unlucky, "a", Duration::from_secs(30))
+        .acquire()
+        .await
+        .unwrap();
+    let watching = session_at(&mut admin, "DO SLEEP").await;
+    admin.run(&format!("KILL {watching}")).await;
+    eventually("another watches", async || {
+        session_at(&mut admin, "DO SLEEP").await != watching
+    })
+    .await;
+    assert!(guard.is_held());
+    let broken = Stopwatch::start();
+    proxy.reset();
+    let reason = timeout(Duration::from_secs(5), guard.lost()).await.unwrap();
+    assert_eq!(reason, LossReason::Disconnected);
+    assert!(
+        broken.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        broken.elapsed()
+    );
 }
 
 /// Whoever was next may have died with it.

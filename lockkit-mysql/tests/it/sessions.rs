@@ -48,6 +48,7 @@ for_each_flavour! {
     a_kill_never_hits_a_stranger
     a_hold_that_cannot_be_shown_is_no_loss
     a_failed_try_leaves_no_transaction_open
+    a_closed_client_leaves_no_session
     who_waits_in_vain_costs_no_connection
     readers_need_one_durable_write_each
     a_waiter_for_a_permit_makes_one_request_per_look
@@ -861,6 +862,24 @@ async fn a_failed_try_leaves_no_transaction_open(flavour: Flavour) {
                 .await;
             assert!(altered.is_ok(), "{mode:?}: {table} is in use: {altered:?}");
         }
+    }
+}
+
+async fn a_closed_client_leaves_no_session(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    for mode in MODES {
+        let client = client(server.addr(), mode).await;
+        cycle(&client, "a").await;
+        assert!(client.inspect("a").await.unwrap().holders.is_empty());
+        if mode == Mode::ForUpdate {
+            session_at(&mut admin, "DO SLEEP").await;
+        }
+        client.close(Duration::from_secs(5)).await.unwrap();
+        let closed = Stopwatch::start();
+        eventually("all are gone", async || admin.sessions().await.is_empty()).await;
+        let took = closed.elapsed();
+        assert!(took < Duration::from_secs(1), "{mode:?}: gone after {took:?}");
     }
 }
 
