@@ -48,7 +48,7 @@ impl Shared {
             Kind::Semaphore => &[Mode::Permits(std::num::NonZeroU32::MIN)],
         };
         let question = sql::holders(&key, self.server.flavour, modes);
-        let control = &self.sessions.control;
+        let control = &self.sessions.looks;
         let mut seen = read(&control.ask(operation, question.clone()).await?)
             .map_err(|error| fault::error(operation, error))?;
         for _ in 1..LOOKS {

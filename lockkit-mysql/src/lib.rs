@@ -197,7 +197,8 @@ impl Backend for MySqlBackend {
         if self.mode == Mode::Lease {
             return self.shared.revoke_lease(name, kind, token).await;
         }
-        let control = &self.shared.sessions.control;
+        // What it looks over, so that the id means the session that was seen.
+        let control = &self.shared.sessions.looks;
         let (term, _) = control.term("revoke").await?;
         let (shown, _) = self.shared.shown(name, kind, "revoke").await?;
         let Some(holder) = shown.iter().find(|shown| shown.token == token) else {

@@ -66,6 +66,8 @@ enum Setting {
 #[derive(Debug)]
 pub(crate) struct Sessions {
     pub(crate) control: Control,
+    /// The same for looks that take their time, behind which no draw is to wait.
+    pub(crate) looks: Control,
     pub(crate) alarm: Arc<Alarm>,
     options: Options,
     idle: Mutex<Vec<Session>>,
@@ -81,6 +83,7 @@ impl Sessions {
     pub(crate) fn new(options: MySqlConnectOptions, most: u32) -> Self {
         Self {
             control: Control::new(options.clone()),
+            looks: Control::new(options.clone()),
             alarm: Arc::new(Alarm::new()),
             options: Options(options),
             idle: Mutex::default(),
@@ -173,6 +176,7 @@ impl Sessions {
         for session in kept {
             session.wire.quit().await;
         }
+        self.looks.close().await;
         self.control.close().await;
     }
 

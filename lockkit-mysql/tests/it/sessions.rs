@@ -50,6 +50,7 @@ for_each_flavour! {
     a_failed_try_leaves_no_transaction_open
     a_closed_client_leaves_no_session
     who_waits_in_vain_costs_no_connection
+    a_look_at_a_free_lock_delays_nobody
     readers_need_one_durable_write_each
     a_waiter_for_a_permit_makes_one_request_per_look
 }
@@ -74,12 +75,14 @@ async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
             })
             .collect();
         waits(&holder, "a").await;
-        assert_eq!(admin.sessions().await.len(), 2 * each, "{mode:?}");
+        // One more, by which it was looked at a row lock.
+        let looks = usize::from(mode == Mode::ForUpdate);
+        assert_eq!(admin.sessions().await.len(), 2 * each + looks, "{mode:?}");
         guard.release().await.unwrap();
         for waiter in join_all(waiters).await {
             waiter.unwrap().unwrap();
         }
-        assert!(admin.sessions().await.len() <= 2 * each, "{mode:?}");
+        assert!(admin.sessions().await.len() <= 2 * each + looks, "{mode:?}");
     }
 }
 
@@ -906,6 +909,36 @@ async fn who_waits_in_vain_costs_no_connection(flavour: Flavour) {
     assert!(more <= 2, "{more} connections for 20 that waited in vain");
     guard.release().await.unwrap();
     cycle(&impatient, "a").await;
+}
+
+/// It takes its time, which draws of tokens have not: they are made while somebody holds.
+async fn a_look_at_a_free_lock_delays_nobody(flavour: Flavour) {
+    const DRAWS: u32 = 30;
+    let mut config = config(shared(flavour).addr());
+    config.token_block = 1;
+    let client = connect(config).await.unwrap();
+    let (name, free) = (name("drawn"), name("free"));
+    cycle(&client, &name).await;
+    let mut looks = JoinSet::new();
+    for _ in 0..8 {
+        let (client, free) = (client.clone(), free.clone());
+        looks.spawn(async move {
+            loop {
+                client.inspect(&free).await.unwrap();
+            }
+        });
+    }
+    sleep(Duration::from_millis(50)).await;
+    let began = Stopwatch::start();
+    for _ in 0..DRAWS {
+        cycle(&client, &name).await;
+    }
+    let took = began.elapsed() / DRAWS;
+    looks.shutdown().await;
+    assert!(
+        took < Duration::from_millis(30),
+        "{took:?} for each acquisition beside eight looks"
+    );
 }
 
 async fn readers_need_one_durable_write_each(flavour: Flavour) {
