@@ -148,6 +148,8 @@ impl Proof {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     const MS: fn(u64) -> Duration = Duration::from_millis;
@@ -266,5 +268,123 @@ mod tests {
         assert_eq!(beat(1_000, 100), MS(100));
         assert_eq!(beat(10_000, 2_000), MS(1_000));
         assert_eq!(beat(40_000, 2_000), MS(2_500));
+    }
+
+    /// A client, the follower that it is connected to, and their leader; the ways between them are slow now and then, in
+    /// one direction or the other, and in order.
+    struct Ensemble {
+        random: fastrand::Rng,
+        now: u64,
+        events: BTreeMap<(u64, u64), Event>,
+        /// When the last message arrives on each way.
+        ways: [u64; 4],
+        /// The follower has heard of the session since it last said so.
+        heard: bool,
+        /// When the leader was last told.
+        told: u64,
+    }
+
+    #[derive(Clone, Copy)]
+    enum Event {
+        Ping,
+        PingAtFollower,
+        AnswerAtLeader { heard: bool },
+        Write,
+        WriteAtFollower { sent: u64 },
+        WriteAtLeader { sent: u64 },
+        AcknowledgedAtFollower { sent: u64, told: u64 },
+        AcknowledgedAtClient { sent: u64, told: u64 },
+    }
+
+    const TICK: u64 = 100;
+    const TO_FOLLOWER: usize = 0;
+    const TO_LEADER: usize = 1;
+    const FROM_LEADER: usize = 2;
+    const FROM_FOLLOWER: usize = 3;
+
+    impl Ensemble {
+        fn later(&mut self, after: u64, event: Event) {
+            let order = self.random.u64(..);
+            self.events.insert((self.now + after, order), event);
+        }
+
+        fn message(&mut self, way: usize, event: Event) {
+            let slow = if self.random.u8(..8) == 0 { 4 * TICK } else { 3 };
+            let at = (self.now + self.random.u64(..=slow)).max(self.ways[way] + 1);
+            self.ways[way] = at;
+            self.later(at - self.now, event);
+        }
+
+        /// Whatever happens next; if it is the end of a write, when it was sent and what the leader knew when it processed it.
+        fn step(&mut self, beat: u64) -> Option<(u64, u64)> {
+            let ((now, _), event) = self.events.pop_first().unwrap();
+            self.now = now;
+            match event {
+                Event::Ping => {
+                    self.message(FROM_LEADER, Event::PingAtFollower);
+                    let late = self.random.u64(..=TICK / 4);
+                    self.later(TICK / 2 + late, Event::Ping);
+                }
+                Event::PingAtFollower => {
+                    let heard = std::mem::take(&mut self.heard);
+                    self.message(TO_LEADER, Event::AnswerAtLeader { heard });
+                }
+                Event::AnswerAtLeader { heard: true } => self.told = now,
+                Event::AnswerAtLeader { heard: false } => {}
+                Event::Write => self.message(TO_FOLLOWER, Event::WriteAtFollower { sent: now }),
+                Event::WriteAtFollower { sent } => {
+                    self.heard = true;
+                    self.message(TO_LEADER, Event::WriteAtLeader { sent });
+                }
+                Event::WriteAtLeader { sent } => {
+                    let told = self.told;
+                    self.message(FROM_LEADER, Event::AcknowledgedAtFollower { sent, told });
+                }
+                Event::AcknowledgedAtFollower { sent, told } => {
+                    self.message(FROM_FOLLOWER, Event::AcknowledgedAtClient { sent, told });
+                }
+                Event::AcknowledgedAtClient { sent, told } => {
+                    self.later(beat, Event::Write);
+                    return Some((sent, told));
+                }
+            }
+            None
+        }
+    }
+
+    #[test]
+    fn no_lease_outlasts_what_the_leader_was_told() {
+        let seeds = std::iter::repeat_with(|| fastrand::u64(..)).take(300);
+        for seed in seeds {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let timeout = random.u64(5 * TICK..15 * TICK);
+            let start = Instant::now();
+            let mut proof = Proof::opened(MS(timeout), MS(TICK), 1, start);
+            let beat = u64::try_from(proof.beat().as_millis()).unwrap();
+            let mut ensemble = Ensemble {
+                random,
+                now: 0,
+                events: BTreeMap::new(),
+                ways: [0; 4],
+                heard: false,
+                told: 0,
+            };
+            ensemble.later(7, Event::Ping);
+            ensemble.later(beat, Event::Write);
+            for _ in 0..1_000 {
+                let Some((sent, told)) = ensemble.step(beat) else {
+                    continue;
+                };
+                proof.acknowledged(1, start + MS(sent), start + MS(ensemble.now));
+                // Were this the last that the leader hears of the session.
+                let lives_until = proof.lives_on_from(start + MS(told), MS(timeout));
+                assert!(
+                    proof.end() <= lives_until,
+                    "seed {seed}: at {} it counts {:?} too long",
+                    ensemble.now,
+                    proof.end() - lives_until
+                );
+            }
+        }
     }
 }
