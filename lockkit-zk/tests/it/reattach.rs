@@ -425,3 +425,35 @@ fn a_runtime_that_ends_under_a_thousand_holds_is_quiet() {
     }
     assert_eq!(PANICS.load(Ordering::SeqCst), 0, "panics");
 }
+
+/// Who asks for a little while only, again and again, is to have a session in the end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_opening_goes_on_without_its_caller() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (raw, ours) = (raw(server.addr()).await, server::connect(proxy.addr()).await);
+    let sessions = async || raw.list_children("/lockkit/%sessions").await.unwrap_or_default();
+    let first = sessions().await.remove(0);
+    let name = unique("opening");
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let id = i64::from_str_radix(&first, 16).unwrap();
+    tokio::task::block_in_place(|| server.end_session(id)).unwrap();
+    soon("told", guard.lost()).await;
+    proxy.set(Mode::Delay {
+        requests: Duration::ZERO,
+        replies: Duration::from_millis(300),
+    });
+    let hasty = AcquireOptions::new().op_timeout(Duration::from_millis(100));
+    let hasty = lock(&ours, &name).with_options(hasty);
+    assert!(hasty.try_acquire().await.unwrap_err().is_transient());
+    eventually("there is another session", async || {
+        sessions().await.iter().any(|session| *session != first)
+    })
+    .await;
+    proxy.set(Mode::Pass);
+    ours.close(Duration::from_secs(10)).await.unwrap();
+    eventually("and it is closed", async || sessions().await.is_empty()).await;
+}
