@@ -354,7 +354,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let pid = dir.path().join("pid");
         let script = format!(
-            "(trap '' TERM; while :; do sleep 0.01; done) & echo $! > {}; trap 'exit 0' TERM; while :; do sleep 0.01; done",
+            "(trap '' TERM; exec sleep 60 >/dev/null 2>&1) & echo $! > {}; trap 'exit 0' TERM; while :; do sleep 0.01; done",
             pid.display()
         );
         let hang = |memory: &MemoryBackend| memory.delay(Operation::Renew, Duration::from_mins(1));

@@ -38,7 +38,7 @@ use crate::{
 const URL: &str = "LOCKKIT_CONFORMANCE_HELPER";
 /// Begins each answer.
 const MARK: &str = "lockkit-helper: ";
-/// No answer takes longer; waiting for a lock included.
+/// No answer takes longer, unless a dead holder has to be waited for.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// How to start this program as a helper.
@@ -258,13 +258,26 @@ impl Helper {
 
     /// Has it acquire, and returns the token and when it was granted.
     pub(crate) async fn hold(&mut self, request: &Request<'_>) -> io::Result<(u64, u64)> {
+        self.hold_after(Duration::ZERO, request).await
+    }
+
+    /// The same where a dead holder keeps the name, for up to `bound`.
+    pub(crate) async fn hold_after(
+        &mut self,
+        bound: Duration,
+        request: &Request<'_>,
+    ) -> io::Result<(u64, u64)> {
         self.send(&format!("acquire {request}"))?;
-        self.granted().await
+        self.granted_within(PATIENCE + bound).await
     }
 
     /// Takes the answer to an `acquire` or `try` that has to be a grant.
     pub(crate) async fn granted(&mut self) -> io::Result<(u64, u64)> {
-        let answer = self.reply().await?;
+        self.granted_within(PATIENCE).await
+    }
+
+    async fn granted_within(&mut self, patience: Duration) -> io::Result<(u64, u64)> {
+        let answer = self.reply_within(patience).await?;
         let words: Vec<_> = answer.split(' ').collect();
         match words[..] {
             ["granted", token, at] => token.parse().ok().zip(at.parse().ok()),

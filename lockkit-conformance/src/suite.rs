@@ -11,15 +11,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_core::{Capabilities, spi::chain};
-use tokio::runtime;
+use lockkit_core::{Capabilities, LockClient, spi::chain};
+use tokio::{runtime, time::timeout};
 
 use crate::{
     Harness,
     cases::{basic, contention, loss, names, permits, processes, shared, waiting},
     helper::Launch,
     machine::Stopwatch,
-    trial::{LIMIT, Outcome, Stop, Trial},
+    trial::{LIMIT, MOST_DEATHS, Outcome, Stop, Trial},
 };
 
 /// How often a case runs at most.
@@ -310,20 +310,8 @@ impl Suite {
             .seed
             .or_else(seed_of_the_environment)
             .unwrap_or_else(|| fastrand::u64(..));
-        let (suite, case_copy) = (self.clone(), *case);
-        let outcome = runtime.block_on(async {
-            let task = tokio::spawn(async move { suite.case(&case_copy, seed).await });
-            tokio::time::timeout(LIMIT, task).await
-        });
+        let outcome = runtime.block_on(self.within_limit(*case, seed));
         runtime.shutdown_timeout(Duration::from_secs(1));
-        let outcome = match outcome {
-            Ok(Ok(outcome)) => outcome,
-            Ok(Err(join)) => Err(Stop::Failed(match join.try_into_panic() {
-                Ok(panic) => format!("panicked: {}", panic_text(&*panic)),
-                Err(join) => join.to_string(),
-            })),
-            Err(_) => Err(Stop::Failed(format!("did not end within {LIMIT:?}"))),
-        };
         let (backend, name) = (self.harness.as_ref(), case.name);
         let whole = |failure| {
             format!(
@@ -334,9 +322,26 @@ impl Suite {
         outcome.map_err(|stop| stop.map_failure(whole))
     }
 
-    async fn case(&self, case: &Case, seed: u64) -> Outcome {
-        let probe = self.harness.client().await;
-        let probe = probe.map_err(|error| Stop::Failed(format!("no client: {}", chain(&error))))?;
+    async fn within_limit(&self, case: Case, seed: u64) -> Outcome {
+        let late = |limit| Stop::Failed(format!("did not end within {limit:?}"));
+        let probe = timeout(LIMIT, self.harness.client()).await;
+        let probe = probe
+            .map_err(|_| late(LIMIT))?
+            .map_err(|error| Stop::Failed(format!("no client: {}", chain(&error))))?;
+        // On top of what a case does comes what it waits for.
+        let limit = LIMIT + self.harness.freed_after_death(&probe) * MOST_DEATHS;
+        let suite = self.clone();
+        let task = tokio::spawn(async move { suite.case(&case, seed, probe).await });
+        let ended = timeout(limit, task).await.map_err(|_| late(limit))?;
+        ended.unwrap_or_else(|join| {
+            Err(Stop::Failed(match join.try_into_panic() {
+                Ok(panic) => format!("panicked: {}", panic_text(&*panic)),
+                Err(join) => join.to_string(),
+            }))
+        })
+    }
+
+    async fn case(&self, case: &Case, seed: u64, probe: LockClient) -> Outcome {
         if let Some(why) = case
             .needs
             .iter()

@@ -17,10 +17,13 @@ use crate::{
 /// What is "at once" on a busy machine, for things that ought to take microseconds or one round trip.
 pub(crate) const PROMPT: Duration = Duration::from_secs(1);
 
-/// No case takes longer than this; one that does hangs.
+/// No case takes longer than this; one that does hangs. What it waits for dead holders is not in it.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A lease that outlasts every case, so that only a release frees the lock.
+/// For so many dead holders in a row a case waits at most.
+pub(crate) const MOST_DEATHS: u32 = 3;
+
+/// A lease so long that only a release frees the lock.
 pub(crate) fn lasting() -> AcquireOptions {
     AcquireOptions::new().ttl(LIMIT)
 }

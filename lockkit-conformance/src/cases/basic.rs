@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use futures_util::future::try_join;
 use lockkit_core::{AcquireOptions, Error, FencingToken, Kind, LockClient, LossReason, spi::chain};
 use tokio::runtime::{Builder, Runtime};
 
@@ -230,46 +231,49 @@ pub(crate) async fn dropped_outside_a_runtime(trial: &Trial) -> Outcome {
 
 pub(crate) async fn dropped_during_shutdown(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
-    for (part, keeps_guard) in [("a", false), ("b", true)] {
-        let (harness, name, options) = (trial.harness.clone(), trial.name(part), trial.short());
-        let thread = std::thread::spawn(move || -> Result<(), String> {
-            let runtime = tokio::runtime::Builder::new_multi_thread()
-                .worker_threads(1)
-                .enable_all()
-                .build();
-            let runtime = runtime.map_err(|error| error.to_string())?;
-            let guard = runtime.block_on(async {
-                let lock = harness.client().await?.lock(name)?.with_options(options);
-                lock.acquire().await
-            });
-            let guard = guard.map_err(|error| error.to_string())?;
-            if keeps_guard {
-                drop(runtime);
-                drop(guard);
-            } else {
-                runtime.spawn(async move {
-                    std::future::pending::<()>().await;
-                    drop(guard);
-                });
-                drop(runtime);
-            }
-            Ok(())
-        });
-        let joined = tokio::task::spawn_blocking(move || thread.join())
-            .await
-            .map_err(failed)?;
-        joined
-            .map_err(|_| failed("dropping a guard during a runtime's shutdown panicked"))?
-            .map_err(failed)?;
-        let bound = trial.harness.ttl() + trial.freed_after_death(&client) + PROMPT;
-        comes_free(
-            bound,
-            "the holder's runtime was shut down",
-            &trial.lock(part).await?,
-        )
-        .await?;
-    }
+    // Beside each other, since nobody may be left to release them: then both are waited for as for the dead.
+    try_join(
+        shut_down(trial, &client, "a", false),
+        shut_down(trial, &client, "b", true),
+    )
+    .await?;
     Ok(())
+}
+
+async fn shut_down(trial: &Trial, client: &LockClient, part: &str, keeps_guard: bool) -> Outcome {
+    let (harness, name, options) = (trial.harness.clone(), trial.name(part), trial.short());
+    let thread = std::thread::spawn(move || -> Result<(), String> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build();
+        let runtime = runtime.map_err(|error| error.to_string())?;
+        let guard = runtime.block_on(async {
+            let lock = harness.client().await?.lock(name)?.with_options(options);
+            lock.acquire().await
+        });
+        let guard = guard.map_err(|error| error.to_string())?;
+        if keeps_guard {
+            drop(runtime);
+            drop(guard);
+        } else {
+            runtime.spawn(async move {
+                std::future::pending::<()>().await;
+                drop(guard);
+            });
+            drop(runtime);
+        }
+        Ok(())
+    });
+    let joined = tokio::task::spawn_blocking(move || thread.join())
+        .await
+        .map_err(failed)?;
+    joined
+        .map_err(|_| failed("dropping a guard during a runtime's shutdown panicked"))?
+        .map_err(failed)?;
+    let bound = trial.harness.ttl() + trial.freed_after_death(client) + PROMPT;
+    let lock = trial.lock(part).await?;
+    comes_free(bound, "the holder's runtime was shut down", &lock).await
 }
 
 pub(crate) async fn client_outlives_its_runtime(trial: &Trial) -> Outcome {

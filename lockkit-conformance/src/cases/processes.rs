@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::{
     helper::{Request, fenced_write},
     history::{Acquisition, History, now},
-    trial::{Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_within, taken, within},
+    trial::{MOST_DEATHS, Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_within, taken, within},
 };
 
 fn exclusive<'a>(trial: &Trial, name: &'a str) -> Request<'a> {
@@ -154,18 +154,18 @@ pub(crate) async fn paused_holder_is_told_and_fenced(trial: &Trial) -> Outcome {
 pub(crate) async fn tokens_survive_crashes(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
     let (name, lock) = (trial.name("a"), trial.lock_of(&client, "a")?);
+    let bound = trial.freed_after_death(&client);
     let mut history = History::default();
-    for who in 1..=3 {
+    for who in 1..=u64::from(MOST_DEATHS) {
         let mut helper = trial.helper().await?;
         let mut record = Acquisition::asked(&name, Mode::Exclusive, who, now());
-        let (token, at) = helper.hold(&exclusive(trial, &name)).await?;
+        let (token, at) = helper.hold_after(bound, &exclusive(trial, &name)).await?;
         record.granted = Some((at, token));
         record.died = Some(now());
         helper.process.kill()?;
         history.acquisitions.push(record);
     }
     let mut record = Acquisition::asked(&name, Mode::Exclusive, 0, now());
-    let bound = trial.freed_after_death(&client);
     let guard = granted_within(bound, "the holder was killed", &lock).await?;
     record.granted = Some((now(), guard.token().get()));
     record.released = Some(now());
@@ -174,7 +174,11 @@ pub(crate) async fn tokens_survive_crashes(trial: &Trial) -> Outcome {
     let mut limits = trial.limits(&client);
     limits.idle = bound + PROMPT;
     let summary = history.check(&limits)?;
-    ensure!(summary.granted == 4, "expected 4 grants, got {summary:?}");
+    let expected = MOST_DEATHS as usize + 1;
+    ensure!(
+        summary.granted == expected,
+        "expected {expected} grants, got {summary:?}"
+    );
     Ok(())
 }
 
