@@ -671,8 +671,7 @@ async fn a_watch_that_has_ended_is_begun_again(flavour: Flavour) {
 async fn a_dead_holder_is_followed_within_its_bound(flavour: Flavour) {
     for (mode, ttl) in [
         (Mode::ForUpdate, Duration::from_millis(1_500)),
-        (Mode::Lease, Duration::from_millis(500)),
-        (Mode::Lease, Duration::from_secs(3)),
+        (Mode::Lease, Duration::from_secs(2)),
     ] {
         let server = shared(flavour);
         let (proxy, dead) = behind_a_proxy(server, mode).await;
