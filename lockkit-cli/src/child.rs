@@ -11,7 +11,7 @@ use rustix::{
     fs::{Mode, OFlags, open},
     process::{
         Pid, Signal, WaitId, WaitIdOptions, WaitOptions, getpgrp, kill_process, kill_process_group,
-        test_kill_process_group, waitid, waitpid,
+        test_kill_process_group, waitid, waitpgid, waitpid,
     },
     termios::tcgetpgrp,
 };
@@ -22,8 +22,11 @@ use tokio::{
 
 use crate::family::{self, Relative};
 
-/// How often it is looked whether processes are gone. They say so to nobody.
-const LOOK: Duration = Duration::from_millis(2);
+/// How often it is looked whether processes that were told to end are gone. They say so to nobody, and to look through
+/// all processes of a big host takes its time.
+const LOOK: Duration = Duration::from_millis(20);
+/// The same for processes that were killed.
+const LOOK_KILLED: Duration = Duration::from_millis(1);
 
 /// Signals that end a process that does not handle them, and that one which is stopped handles only once it goes on.
 const ENDING: [Signal; 5] = [
@@ -99,9 +102,13 @@ impl Child {
     /// Resolves when the command itself has exited. Its id stays its own until it is reaped. Cancel safe.
     pub(crate) async fn exited(&mut self) -> io::Result<()> {
         let ended = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        let mut changed = false;
         while waitid(WaitId::Pid(self.pid), ended)?.is_none() {
+            if changed {
+                family::reap_orphans(self.pid);
+            }
             self.changes.recv().await;
-            family::reap_orphans(self.pid);
+            changed = true;
         }
         Ok(())
     }
@@ -111,7 +118,6 @@ impl Child {
     pub(crate) async fn others_gone(&self) {
         let mut seen_none = false;
         loop {
-            family::reap_orphans(self.pid);
             let Some(others) = self.members() else {
                 return self.signal(Signal::KILL);
             };
@@ -158,12 +164,15 @@ impl Child {
     pub(crate) async fn end(&mut self, within: Duration) -> io::Result<(ExitStatus, bool)> {
         self.signal(Signal::KILL);
         self.exited().await?;
-        // Again, while the group's id is still its own, for whom was begun meanwhile.
-        self.signal(Signal::KILL);
+        if self.place == Place::Apart {
+            // Again, while the group's id is still its own, for whom was begun meanwhile.
+            self.signal(Signal::KILL);
+        }
         let status = self.reap()?;
         let deadline = Instant::now() + within;
         loop {
-            family::reap_orphans(self.pid);
+            // With the command itself reaped, what it left behind is all that can be waited for.
+            while let Ok(Some(_)) = waitpgid(self.group(), WaitOptions::NOHANG) {}
             let gone = match self.place {
                 Place::Apart => test_kill_process_group(self.pid).is_err(),
                 Place::Foreground { .. } => {
@@ -177,7 +186,7 @@ impl Child {
             if gone || Instant::now() >= deadline {
                 return Ok((status, gone));
             }
-            sleep(LOOK).await;
+            sleep(LOOK_KILLED).await;
         }
     }
 
@@ -192,13 +201,17 @@ impl Child {
     /// The processes of the command, itself included, but for those that have a group of their own. `None` where the
     /// system does not tell.
     fn members(&self) -> Option<Vec<Relative>> {
-        let group = match self.place {
-            Place::Apart => self.pid,
-            Place::Foreground { .. } => getpgrp(),
-        };
+        let group = self.group();
         let mut relatives = family::relatives()?;
         relatives.retain(|relative| relative.group == group);
         Some(relatives)
+    }
+
+    fn group(&self) -> Pid {
+        match self.place {
+            Place::Apart => self.pid,
+            Place::Foreground { .. } => getpgrp(),
+        }
     }
 }
 
