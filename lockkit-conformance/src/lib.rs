@@ -36,6 +36,7 @@ pub mod machine;
 pub mod measure;
 pub mod process;
 mod suite;
+pub mod torture;
 mod traces;
 mod trial;
 

@@ -6,3 +6,4 @@ mod measure;
 mod modes;
 mod mutants;
 mod plain;
+mod torture;

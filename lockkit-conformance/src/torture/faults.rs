@@ -1,0 +1,203 @@
+//! What a deployment is, what befalls it, and what that excuses.
+
+use std::{fmt, io, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use lockkit_core::{LockClient, Result};
+
+use super::Strike;
+use crate::Harness;
+
+/// A kind of fault that a deployment has, and what docs/guarantees.md says that it breaks. What it does not excuse is
+/// a violation, also while it lasts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Fault {
+    /// Its name in schedules.
+    pub name: &'static str,
+    /// In how many places it may strike. A fault that is bearable at a minority has no more places than that.
+    pub places: u32,
+    /// How often it is chosen, beside the others.
+    pub weight: u32,
+    /// It is healed at the end of the epoch, however long the schedule says that it lasts.
+    pub lasting: bool,
+    /// Exclusion (**ME ✘**) until the older holder is told.
+    pub overlap: Option<Told>,
+    /// Tokens may go back (**F ✘**), until the end of the epoch.
+    pub tokens: bool,
+    /// Waiters may lose their places.
+    pub order: bool,
+    /// How long after it has healed nobody can expect to be granted anything.
+    pub recovery: Duration,
+}
+
+/// Within which time a holder is told of a loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// This time, whatever its ttl.
+    Within(Duration),
+    /// At its next renewal, a third of its ttl, and this time.
+    AtRenewal(Duration),
+    /// When its lease ends, and this time.
+    AtLeaseEnd(Duration),
+}
+
+impl Told {
+    /// How long after the fault a holder with `ttl` may still believe.
+    pub fn after(self, ttl: Duration) -> Duration {
+        match self {
+            Self::Within(time) => time,
+            Self::AtRenewal(time) => ttl / 3 + time,
+            Self::AtLeaseEnd(time) => ttl + time,
+        }
+    }
+}
+
+impl Fault {
+    /// One that excuses nothing but a wait of two seconds after it has healed, and the order of waiters.
+    pub const fn new(name: &'static str) -> Self {
+        Self {
+            name,
+            places: 1,
+            weight: 1,
+            lasting: false,
+            overlap: None,
+            tokens: false,
+            order: true,
+            recovery: Duration::from_secs(2),
+        }
+    }
+
+    /// In how many places.
+    #[must_use]
+    pub const fn places(mut self, places: u32) -> Self {
+        self.places = places;
+        self
+    }
+
+    /// How often.
+    #[must_use]
+    pub const fn weight(mut self, weight: u32) -> Self {
+        self.weight = weight;
+        self
+    }
+
+    /// It lasts until the end of the epoch.
+    #[must_use]
+    pub const fn lasting(mut self) -> Self {
+        self.lasting = true;
+        self
+    }
+
+    /// Two may hold until the older one is told.
+    #[must_use]
+    pub const fn excuses_overlap(mut self, until: Told) -> Self {
+        self.overlap = Some(until);
+        self
+    }
+
+    /// Tokens may go back.
+    #[must_use]
+    pub const fn excuses_tokens(mut self) -> Self {
+        self.tokens = true;
+        self
+    }
+
+    /// Waiters keep their places.
+    #[must_use]
+    pub const fn keeps_order(mut self) -> Self {
+        self.order = false;
+        self
+    }
+
+    /// How long it takes to get over it.
+    #[must_use]
+    pub const fn recovery(mut self, recovery: Duration) -> Self {
+        self.recovery = recovery;
+        self
+    }
+}
+
+/// A deployment under torture. Any [`Harness`] is one without faults of its own, by [`Bare`].
+#[async_trait]
+pub trait Target: fmt::Debug + Send + Sync + 'static {
+    /// The ways to it: client n takes the n-th, and begins again when they are used up. At least one.
+    fn routes(&self) -> Vec<String>;
+
+    /// A new client by the way `route`.
+    ///
+    /// # Errors
+    /// Whatever connecting reports.
+    async fn connect(&self, route: &str) -> Result<LockClient>;
+
+    /// Whether other processes reach it by the same routes.
+    fn is_shared(&self) -> bool {
+        true
+    }
+
+    /// The longest ttl that it takes.
+    fn max_ttl(&self) -> Duration {
+        Duration::from_secs(60)
+    }
+
+    /// For how long a waiter whose process died or stands still may keep the name from others.
+    fn dead_waiter_bound(&self, client: &LockClient, ttl: Duration) -> Duration {
+        client.dead_holder_bound(ttl)
+    }
+
+    /// What may befall it.
+    fn faults(&self) -> Vec<Fault> {
+        Vec::new()
+    }
+
+    /// Has `strike` befall it. `names` are those of the locks of the epoch. Called from a thread that may block.
+    ///
+    /// # Errors
+    /// If it cannot be done, which ends the torture: a fault that did not happen excuses nothing.
+    fn strike(&self, strike: &Strike, names: &[String]) -> io::Result<()> {
+        let _ = names;
+        Err(io::Error::other(format!(
+            "there is no fault {:?} here",
+            strike.fault
+        )))
+    }
+
+    /// Undoes it. Called once for each strike.
+    ///
+    /// # Errors
+    /// If it cannot be done.
+    fn heal(&self, strike: &Strike) -> io::Result<()> {
+        let _ = strike;
+        Ok(())
+    }
+
+    /// Whether nothing is left, when all clients are closed.
+    ///
+    /// # Errors
+    /// What is left.
+    fn is_clean(&self) -> std::result::Result<(), String> {
+        Ok(())
+    }
+}
+
+/// A server without faults.
+#[derive(Clone, Debug)]
+pub struct Bare(pub Arc<dyn Harness>);
+
+#[async_trait]
+impl Target for Bare {
+    fn routes(&self) -> Vec<String> {
+        vec![self.0.url().unwrap_or_default()]
+    }
+
+    async fn connect(&self, route: &str) -> Result<LockClient> {
+        match self.0.url() {
+            Some(_) => self.0.connect(route).await,
+            None => self.0.client().await,
+        }
+    }
+
+    fn is_shared(&self) -> bool {
+        self.0.url().is_some()
+    }
+}
