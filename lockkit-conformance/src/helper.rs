@@ -32,6 +32,7 @@ use crate::{
     history::now,
     measure::{Client, Contender, Crowd, Subject, write_rush},
     process::Process,
+    torture,
 };
 
 /// Set for helpers; the value is the URL, which may be empty.
@@ -99,7 +100,8 @@ where
 {
     let url = url()?;
     serve(Inside {
-        connect: || connect(url.clone()),
+        connect,
+        url,
         client: None,
         guards: HashMap::new(),
         crowd: None,
@@ -232,6 +234,11 @@ impl Helper {
         }
     }
 
+    /// Its process and what it answers, for those who stop or kill the one while others hear the other.
+    pub(crate) fn parts(self) -> (Process, ChildStdin, mpsc::Receiver<String>) {
+        (self.process, self.commands, self.answers)
+    }
+
     /// Gives a command without waiting for its answer.
     pub(crate) fn send(&mut self, command: &str) -> io::Result<()> {
         writeln!(self.commands, "{command}")?;
@@ -319,6 +326,7 @@ pub(crate) fn mode_word(mode: Mode) -> String {
 /// The helper's own side.
 struct Inside<F> {
     connect: F,
+    url: String,
     client: Option<LockClient>,
     guards: HashMap<String, LockGuard>,
     crowd: Option<Crowd<LockClient>>,
@@ -326,17 +334,17 @@ struct Inside<F> {
 
 impl<F, Fut> Obey for Inside<F>
 where
-    F: Fn() -> Fut,
+    F: Fn(String) -> Fut,
     Fut: Future<Output = lockkit_core::Result<LockClient>>,
 {
     async fn obey(&mut self, command: &str) -> Result<String, BoxError> {
         let words: Vec<_> = command.split(' ').collect();
-        if self.client.is_none() && !matches!(words[0], "ping" | "crowd" | "rush" | "close") {
-            self.client = Some((self.connect)().await?);
+        if self.client.is_none() && !matches!(words[0], "ping" | "crowd" | "rush" | "close" | "torture") {
+            self.client = Some((self.connect)(self.url.clone()).await?);
         }
         match words[..] {
             ["crowd", clients, name] => {
-                let clients = (0..clients.parse()?).map(|_: u32| (self.connect)());
+                let clients = (0..clients.parse()?).map(|_: u32| (self.connect)(self.url.clone()));
                 self.crowd = Some(Crowd::of(try_join_all(clients).await?, name).await?);
                 Ok("gathered".to_owned())
             }
@@ -401,6 +409,11 @@ where
                 if let Some(client) = self.client.take() {
                     client.close().await?;
                 }
+                Ok("done".to_owned())
+            }
+            ["torture", process, origin, path] => {
+                let part = torture::read_part(process, origin, path)?;
+                torture::help(part, &self.connect, answer).await;
                 Ok("done".to_owned())
             }
             _ => Err(format!("not a command: `{command}`").into()),

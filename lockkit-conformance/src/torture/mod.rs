@@ -5,9 +5,20 @@
 //! is what docs/guarantees.md calls ✘, in just that window.
 
 mod faults;
+mod judge;
+mod play;
+mod record;
+mod run;
 mod schedule;
+mod shrink;
 
 pub use faults::{Bare, Fault, Target, Told};
+pub use record::{Finding, Law};
+pub(crate) use run::read_part;
+pub use run::{Effort, Failure, Report, Torture, Verdict};
+use judge::Bounds;
+pub(crate) use play::help;
+
 pub use schedule::{
     Ask, ClientPlan, End, Fate, HoldAs, KILL, Millis, STOP, Schedule, Shape, Step, Strike, TaskPlan,
 };

@@ -22,6 +22,10 @@ pub struct Shape {
     pub max_ttl: Millis,
     /// What the deployment may suffer.
     pub faults: Vec<Fault>,
+    /// Processes of clients are stopped, if there are several.
+    pub stops: bool,
+    /// They are killed.
+    pub kills: bool,
 }
 
 impl Shape {
@@ -32,6 +36,8 @@ impl Shape {
             processes: 1,
             max_ttl: 60_000,
             faults: Vec::new(),
+            stops: true,
+            kills: true,
         }
     }
 }
@@ -235,12 +241,6 @@ impl Schedule {
         })
     }
 
-    /// The longest ttl that any step asks for.
-    pub(super) fn longest_ttl(&self) -> Millis {
-        let steps = self.tasks.iter().flat_map(|task| &task.steps);
-        steps.map(|step| step.ttl).max().unwrap_or_default()
-    }
-
     /// Whether somebody who holds or waits may vanish without a word.
     pub(super) fn is_harmless(&self) -> bool {
         let lives = |client: &ClientPlan| !matches!(client.fate, Some((_, Fate::Runtime)));
@@ -360,8 +360,11 @@ fn strikes(rng: &mut Rng, shape: &Shape, span: Millis, processes: u32) -> Vec<St
             kinds.push((fault.name, fault.places));
         }
     }
-    if processes > 1 {
-        kinds.extend([(STOP, processes), (STOP, processes), (KILL, processes)]);
+    if processes > 1 && shape.stops {
+        kinds.extend([(STOP, processes), (STOP, processes)]);
+    }
+    if processes > 1 && shape.kills {
+        kinds.push((KILL, processes));
     }
     if kinds.is_empty() {
         return Vec::new();

@@ -1,0 +1,564 @@
+//! Whether what happened in an epoch was allowed.
+//!
+//! A hold *certainly* lasted from its grant to the last moment at which its holder saw it held; only that convicts. A hold
+//! *possibly* lasted from its grant until the server must have let go of it; only where nobody possibly held is a lock free.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::Duration,
+};
+
+use lockkit_core::spi::Mode;
+
+use super::{
+    Fault, Schedule, Told,
+    record::{Asked, Fared, Finding, Law, Over, Record},
+};
+use crate::history::{Acquisition, Nanos};
+
+/// A fault that happened.
+#[derive(Clone, Debug)]
+pub(super) struct Struck {
+    /// What it excuses; `None` for processes of clients, which excuses nothing.
+    pub(super) fault: Option<Fault>,
+    pub(super) from: Nanos,
+    pub(super) to: Nanos,
+}
+
+/// For how long a process of clients did not run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pause {
+    pub(super) process: u32,
+    pub(super) from: Nanos,
+    /// `None` if it was killed.
+    pub(super) to: Option<Nanos>,
+}
+
+/// All that is known of an epoch.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Story {
+    pub(super) schedule: Schedule,
+    pub(super) records: Vec<Record>,
+    pub(super) struck: Vec<Struck>,
+    /// Holds that were ended from outside: of which lock, and when.
+    pub(super) breaks: Vec<(String, Nanos, Nanos)>,
+    pub(super) pauses: Vec<Pause>,
+    /// When clients met their fates, or were closed.
+    pub(super) gone: HashMap<u32, Vec<Nanos>>,
+    pub(super) bounds: Bounds,
+    /// For how long the machine stood still.
+    pub(super) stood_still: Duration,
+}
+
+/// What the backend promises in time.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Bounds {
+    /// By the ttl in ms: how long a dead holder, and a dead waiter, may keep the name.
+    pub(super) dead: BTreeMap<u64, (Duration, Duration)>,
+    pub(super) fallback_poll: Duration,
+    pub(super) fifo: bool,
+}
+
+impl Bounds {
+    fn dead_holder(&self, ttl: u64) -> Nanos {
+        self.dead.get(&ttl).map_or(0, |(holder, _)| nanos(*holder))
+    }
+
+    fn dead_waiter(&self, ttl: u64) -> Nanos {
+        self.dead.get(&ttl).map_or(0, |(_, waiter)| nanos(*waiter))
+    }
+}
+
+/// The highest tokens of each name, from one epoch to the next.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Highest(HashMap<String, Tokens>);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Tokens {
+    exclusive: u64,
+    other: u64,
+}
+
+/// How long the worker may take to release what was dropped.
+const LINGER: Duration = Duration::from_secs(2);
+/// What a free lock may wait for its next holder, beyond the fallback poll.
+const IDLE: Duration = Duration::from_secs(3);
+/// When a waiter is surely in the queue, if nothing is wrong.
+const QUEUED: Duration = Duration::from_millis(200);
+/// Two returns of acquisitions that are further apart are in the order of the grants.
+const APART: Duration = Duration::from_millis(100);
+/// An operator's revocation: the holder is told with its next renewal.
+const REVOKED: Told = Told::AtRenewal(Duration::from_secs(2));
+/// Of one epoch.
+const MOST_FINDINGS: usize = 5;
+
+fn nanos(duration: Duration) -> Nanos {
+    u64::try_from(duration.as_nanos()).unwrap_or(Nanos::MAX)
+}
+
+fn millis(ttl: u64) -> Duration {
+    Duration::from_millis(ttl)
+}
+
+/// Judges an epoch, and remembers its tokens for the next.
+pub(super) fn judge(story: &Story, highest: &mut Highest) -> Vec<Finding> {
+    let mut by_lock = BTreeMap::<&str, Vec<&Record>>::new();
+    for record in &story.records {
+        by_lock.entry(&record.acquisition.lock).or_default().push(record);
+    }
+    let mut findings = Vec::new();
+    for (lock, mut records) in by_lock {
+        records.sort_by_key(|record| (record.acquisition.granted, record.acquisition.asked));
+        let court = Court { story, records };
+        court.exclusion(&mut findings);
+        court.tokens(highest.0.entry(lock.to_owned()).or_default(), &mut findings);
+        court.fencing(&mut findings);
+        court.waiting(&mut findings);
+        court.order(&mut findings);
+    }
+    failures(story, &mut findings);
+    findings.sort_by_key(|finding| finding.law);
+    findings.truncate(MOST_FINDINGS);
+    findings
+}
+
+/// An error where nothing is wrong.
+fn failures(story: &Story, findings: &mut Vec<Finding>) {
+    if !story.schedule.is_harmless() || !story.pauses.is_empty() || !story.breaks.is_empty() {
+        return;
+    }
+    let unmolested = |record: &&Record| {
+        let plan = story.schedule.clients.iter().find(|plan| plan.id == record.client);
+        let gone = story.gone.get(&record.client).and_then(|at| at.iter().min());
+        plan.is_some_and(|plan| plan.fate.is_none()) && gone.is_none_or(|gone| record.acquisition.asked < *gone)
+    };
+    let failed = story.records.iter().filter(unmolested).find(|record| {
+        // A hold whose lease is not renewed ends with it.
+        !record.error.is_empty() && !record.lenient && record.acquisition.lost.is_none()
+    });
+    if let Some(record) = failed
+        && story.stood_still < Duration::from_millis(100)
+        && !forgot(story, record)
+    {
+        let detail = format!("{}: {}", describe(record), record.error);
+        findings.push(Finding::new(Law::Failure, detail));
+    }
+}
+
+/// A client that forgot a guard is closed for it, at the end.
+fn forgot(story: &Story, record: &Record) -> bool {
+    let of_client = |other: &&Record| other.client == record.client && other.over == Over::Not;
+    story
+        .records
+        .iter()
+        .filter(of_client)
+        .any(|other| other.acquisition.granted.is_some())
+}
+
+fn describe(record: &Record) -> String {
+    let a = &record.acquisition;
+    let at = |moment: Option<Nanos>| moment.map_or_else(|| "-".to_owned(), |at| format!("{}", at / 1_000));
+    format!(
+        "{} on {} ({:?}, client {} in process {}, ttl {} ms, token {}, asked at {} µs, granted {}, seen to hold until {}, lost {}, \
+         over {}, given up {}, {:?})",
+        a.who,
+        a.lock,
+        a.mode,
+        record.client,
+        record.process,
+        record.ttl,
+        record.token(),
+        a.asked / 1_000,
+        at(a.granted.map(|(at, _)| at)),
+        at(a.until),
+        at(a.lost),
+        at(a.released),
+        at(a.gave_up),
+        record.fared,
+    )
+}
+
+fn is_exclusive(record: &Record) -> bool {
+    match record.acquisition.mode {
+        Mode::Exclusive => true,
+        Mode::Shared => false,
+        Mode::Permits(size) => size.get() == 1,
+    }
+}
+
+fn conflict(one: &Record, other: &Record) -> bool {
+    is_exclusive(one) || is_exclusive(other)
+}
+
+/// One lock, or semaphore. Records are in the order of their grants.
+struct Court<'a> {
+    story: &'a Story,
+    records: Vec<&'a Record>,
+}
+
+impl Court<'_> {
+    fn exclusion(&self, findings: &mut Vec<Finding>) {
+        let mut inside = Vec::<&Record>::new();
+        for new in &self.records {
+            let Some((from, _)) = new.sure() else {
+                continue;
+            };
+            inside.retain(|old| old.sure().is_some_and(|(_, to)| to >= from));
+            let guilty = match new.acquisition.mode {
+                Mode::Permits(size) if inside.len() >= size.get() as usize => inside.first().copied(),
+                Mode::Permits(_) => None,
+                _ => inside.iter().copied().find(|old| conflict(old, new)),
+            };
+            let excused = |old: &Record| self.excused(old, new);
+            if let Some(old) = guilty
+                && !inside.iter().any(|old| excused(old))
+            {
+                let detail = format!("{} was in when {} was let in", describe(old), describe(new));
+                findings.push(Finding::new(Law::Exclusion, detail));
+                return;
+            }
+            inside.push(new);
+        }
+    }
+
+    /// Whether a fault is why both hold, and `old` could not know yet.
+    fn excused(&self, old: &Record, new: &Record) -> bool {
+        let (Some((began, believed)), Some((from, _))) = (old.sure(), new.sure()) else {
+            return true;
+        };
+        let within = |since: Nanos, to: Nanos, told: Told| {
+            let told = nanos(told.after(millis(old.ttl)));
+            began <= to && from >= since && believed <= to.saturating_add(told)
+        };
+        let by_fault = |struck: &Struck| {
+            let told = struck.fault.and_then(|fault| fault.overlap);
+            told.is_some_and(|told| within(struck.from, struck.to, told))
+        };
+        let by_break = |(lock, since, to): &(String, Nanos, Nanos)| {
+            *lock == old.acquisition.lock && within(*since, *to, REVOKED)
+        };
+        self.story.struck.iter().any(by_fault) || self.story.breaks.iter().any(by_break)
+    }
+
+    fn tokens(&self, carried: &mut Tokens, findings: &mut Vec<Finding>) {
+        let lost = self.story.struck.iter().filter(|struck| struck.fault.is_some_and(|fault| fault.tokens));
+        let until = lost.map(|struck| struck.from).min().unwrap_or(Nanos::MAX);
+        let mut given = HashMap::<u64, &Record>::new();
+        let mut ends = Vec::<(Nanos, &Record)>::new();
+        let mut guilty = None;
+        for new in &self.records {
+            let Some((granted, token)) = new.acquisition.granted else {
+                continue;
+            };
+            if granted >= until {
+                break;
+            }
+            if let Some(old) = given.insert(token, new) {
+                guilty = guilty.or(Some(format!("{} and {} have one token", describe(old), describe(new))));
+            }
+            let Some((from, to)) = new.sure() else {
+                continue;
+            };
+            // Those that had certainly ended.
+            ends.retain(|(end, old)| {
+                let over = *end < from;
+                if over {
+                    let highest = if is_exclusive(old) { &mut carried.exclusive } else { &mut carried.other };
+                    *highest = old.token().max(*highest);
+                }
+                !over
+            });
+            let other = if is_exclusive(new) { carried.other } else { 0 };
+            let highest = carried.exclusive.max(other);
+            if token <= highest {
+                let detail = format!("{} has a token that is not above {highest}, of a hold before it", describe(new));
+                guilty = guilty.or(Some(detail));
+            }
+            ends.push((to, new));
+        }
+        for (_, old) in ends {
+            let highest = if is_exclusive(old) { &mut carried.exclusive } else { &mut carried.other };
+            *highest = old.token().max(*highest);
+        }
+        findings.extend(guilty.map(|detail| Finding::new(Law::Tokens, detail)));
+    }
+
+    /// A resource that compares tokens refuses who comes with a lower one. It must not be the one whose hold was good in
+    /// the end.
+    fn fencing(&self, findings: &mut Vec<Finding>) {
+        if self.story.struck.iter().any(|struck| struck.fault.is_some_and(|fault| fault.tokens)) {
+            return;
+        }
+        let held: Vec<_> = self.records.iter().filter(|record| record.sure().is_some()).collect();
+        for (index, rightful) in held.iter().enumerate() {
+            let Some((_, wrote)) = rightful.sure() else { continue };
+            if rightful.over != Over::Released || !is_exclusive(rightful) {
+                continue;
+            }
+            let near = held[index.saturating_sub(50)..].iter().take(100);
+            for zombie in near {
+                let Some((from, _)) = zombie.sure() else { continue };
+                let was_lost = zombie.over == Over::Lost && zombie.acquisition.lost.is_some();
+                if was_lost && is_exclusive(zombie) && from < wrote && zombie.token() > rightful.token() {
+                    let detail = format!(
+                        "the resource refuses {}, since {} came before, whose hold was not good",
+                        describe(rightful),
+                        describe(zombie)
+                    );
+                    findings.push(Finding::new(Law::Fencing, detail));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Nobody waits for a lock that is free, and no try is told that such a lock is taken.
+    fn waiting(&self, findings: &mut Vec<Finding>) {
+        let allowed = nanos(self.story.bounds.fallback_poll * 3 / 2 + IDLE + self.story.stood_still);
+        for record in &self.records {
+            let a = &record.acquisition;
+            let end = record.answered();
+            let window = match (record.asked, record.fared) {
+                (Asked::Waited, Fared::Granted | Fared::Taken | Fared::Dropped) => (a.asked, end),
+                (Asked::Tried, Fared::Taken) => (a.asked.saturating_sub(allowed + 1), end),
+                _ => continue,
+            };
+            if window.1.saturating_sub(window.0) <= allowed || self.is_disturbed(record, window) {
+                continue;
+            }
+            if let Some((from, to)) = self.free_for(record, window, allowed) {
+                let (law, what) = match record.asked {
+                    Asked::Tried => (Law::Answer, "was told that it is taken"),
+                    _ => (Law::Liveness, "waited"),
+                };
+                let detail = format!(
+                    "{} {what}, and nobody can have had it from {} to {} µs, for {} ms",
+                    describe(record),
+                    from / 1_000,
+                    to / 1_000,
+                    (to - from) / 1_000_000
+                );
+                findings.push(Finding::new(law, detail));
+                return;
+            }
+        }
+    }
+
+    /// Its process or client did not go on all the time.
+    fn is_disturbed(&self, record: &Record, (from, to): (Nanos, Nanos)) -> bool {
+        let paused = |pause: &Pause| {
+            pause.process == record.process && pause.from <= to && pause.to.is_none_or(|end| end >= from)
+        };
+        let gone = self.story.gone.get(&record.client).into_iter().flatten();
+        self.story.pauses.iter().any(paused) || gone.into_iter().any(|at| *at >= from && *at <= to)
+    }
+
+    /// A time of more than `allowed` in which nobody possibly kept `waiter` out.
+    fn free_for(&self, waiter: &Record, (from, to): (Nanos, Nanos), allowed: Nanos) -> Option<(Nanos, Nanos)> {
+        let size = match waiter.acquisition.mode {
+            Mode::Permits(size) => i64::from(size.get()),
+            _ => 1,
+        };
+        let mut moments = Vec::new();
+        let mut busy = |since: Nanos, until: Nanos, weight: i64| {
+            if since < to && until > from {
+                moments.push((since.max(from), weight));
+                moments.push((until.min(to), -weight));
+            }
+        };
+        for struck in &self.story.struck {
+            let recovery = struck.fault.map_or(Duration::ZERO, |fault| fault.recovery);
+            if struck.fault.is_some() {
+                busy(struck.from, struck.to.saturating_add(nanos(recovery)), size);
+            }
+        }
+        for (_, since, until) in &self.story.breaks {
+            busy(*since, until.saturating_add(nanos(LINGER)), size);
+        }
+        for other in &self.records {
+            let itself = other.acquisition.who == waiter.acquisition.who && other.process == waiter.process;
+            if itself {
+                continue;
+            }
+            if conflict(waiter, other) || size > 1 {
+                let (since, until) = self.possibly(other);
+                busy(since, until, 1);
+            }
+            let goes_before = !is_exclusive(waiter) && is_exclusive(other);
+            if goes_before || other.asked == Asked::Unpolled || other.asked == Asked::Cancelled {
+                let (since, until) = self.waits(other);
+                busy(since, until, size);
+            }
+        }
+        moments.sort_unstable();
+        let (mut taken, mut free_since) = (0, from);
+        for (moment, weight) in moments.into_iter().chain([(to, size)]) {
+            if taken < size && moment.saturating_sub(free_since) > allowed {
+                return Some((free_since, moment));
+            }
+            taken += weight;
+            if taken < size {
+                free_since = free_since.max(moment);
+            }
+            if taken >= size {
+                free_since = Nanos::MAX;
+            } else if free_since == Nanos::MAX {
+                free_since = moment;
+            }
+        }
+        None
+    }
+
+    /// From when to when the server may have given the lock to it.
+    fn possibly(&self, record: &Record) -> (Nanos, Nanos) {
+        let a = &record.acquisition;
+        let dead = self.story.bounds.dead_holder(record.ttl);
+        let linger = nanos(LINGER);
+        let unsure = if self.story.schedule.is_harmless() && self.story.pauses.is_empty() { 0 } else { dead };
+        let died = self.died(record);
+        match a.granted {
+            Some((granted, _)) => {
+                let until = match (record.over, a.released) {
+                    (Over::Released, Some(at)) => at,
+                    (Over::Dropped, Some(at)) => at.saturating_add(linger + unsure),
+                    (_, Some(at)) => at.saturating_add(linger + dead),
+                    // Forgotten, or its process was killed.
+                    (_, None) => self.gone_or_dead(record).saturating_add(linger + dead),
+                };
+                (granted.saturating_sub(nanos(APART)), until)
+            }
+            // A dead process may have been granted what it could not tell of any more.
+            None if a.gave_up.is_none() => (a.asked, died.unwrap_or(Nanos::MAX).saturating_add(dead + linger)),
+            None => {
+                let at = a.gave_up.unwrap_or(Nanos::MAX);
+                let since = self.pause_before(record, at).unwrap_or(at);
+                (since.saturating_sub(linger), at.saturating_add(linger + unsure))
+            }
+        }
+    }
+
+    /// From when to when it may have stood before others without having the lock.
+    fn waits(&self, record: &Record) -> (Nanos, Nanos) {
+        let a = &record.acquisition;
+        let linger = nanos(LINGER);
+        let dead = self.story.bounds.dead_waiter(record.ttl).saturating_add(linger);
+        // One that stands still, or is dead, keeps nobody out for longer than its bound.
+        let paused = self.pause_before(record, record.answered());
+        let until = match (paused, record.answered()) {
+            (Some(paused), answered) if answered == Nanos::MAX => paused.saturating_add(dead),
+            (Some(paused), answered) => answered.min(paused.saturating_add(dead)),
+            (None, answered) => answered,
+        };
+        (a.asked, until.saturating_add(linger))
+    }
+
+    /// When its process stopped running for the last time, while it was under way.
+    fn pause_before(&self, record: &Record, until: Nanos) -> Option<Nanos> {
+        let asked = record.acquisition.asked;
+        let pauses = self.story.pauses.iter().filter(|pause| pause.process == record.process);
+        let pauses = pauses.filter(|pause| pause.from <= until && pause.to.is_none_or(|to| to >= asked));
+        pauses.map(|pause| pause.from.max(asked)).max()
+    }
+
+    fn died(&self, record: &Record) -> Option<Nanos> {
+        let pauses = self.story.pauses.iter();
+        let mut deaths = pauses.filter(|pause| pause.process == record.process && pause.to.is_none());
+        deaths.next().map(|death| death.from)
+    }
+
+    fn gone_or_dead(&self, record: &Record) -> Nanos {
+        let since = record.acquisition.asked;
+        let gone = self.story.gone.get(&record.client).into_iter().flatten();
+        let gone = gone.copied().filter(|at| *at >= since).min();
+        self.died(record).or(gone).unwrap_or(Nanos::MAX)
+    }
+
+    /// Waiters get a lock in the order in which they came to wait, where that is promised and can be told.
+    fn order(&self, findings: &mut Vec<Finding>) {
+        let story = self.story;
+        let handing_on = self.records.iter().any(|record| record.handoffs.is_some_and(|n| n > 0));
+        let default = self.records.iter().any(|record| record.handoffs.is_none());
+        let mixed = handing_on || (default && self.records.iter().any(|record| record.handoffs.is_some()));
+        let disordered = story.struck.iter().any(|struck| struck.fault.is_some_and(|fault| fault.order));
+        let stood_still = story.stood_still > Duration::from_millis(50);
+        if !story.bounds.fifo || mixed || disordered || stood_still || !story.breaks.is_empty() {
+            return;
+        }
+        let alone: Vec<_> = self.records.iter().filter(|record| self.waits_alone(record)).collect();
+        for overtaker in &alone {
+            let Some((granted, _)) = overtaker.acquisition.granted else {
+                continue;
+            };
+            let overtaken = alone.iter().find(|first| {
+                first.asked == Asked::Waited
+                    && conflict(first, overtaker)
+                    && self.queued(first).is_some_and(|queued| queued < overtaker.acquisition.asked)
+                    && granted.saturating_add(nanos(APART)) < first.answered()
+                    && first.acquisition.asked < granted
+            });
+            if let Some(first) = overtaken {
+                let detail = format!("{} was granted before {}", describe(overtaker), describe(first));
+                findings.push(Finding::new(Law::Order, detail));
+                return;
+            }
+        }
+    }
+
+    /// When it surely stood in the queue.
+    fn queued(&self, record: &Record) -> Option<Nanos> {
+        let a = &record.acquisition;
+        let sure = a.asked.saturating_add(nanos(QUEUED));
+        let struck = |struck: &Struck| struck.from <= sure && struck.to >= a.asked;
+        let calm = !self.story.struck.iter().any(struck);
+        (calm && sure < record.answered()).then_some(sure)
+    }
+
+    /// Whether it waits, and no other of its client is there for that lock at the time, in whose queue it would stand.
+    fn waits_alone(&self, record: &Record) -> bool {
+        let a = &record.acquisition;
+        let until = record.answered();
+        let end_of = |other: &Acquisition| {
+            let ends = [other.released, other.gave_up].into_iter().flatten().max();
+            ends.unwrap_or(Nanos::MAX).saturating_add(nanos(LINGER))
+        };
+        let beside = |other: &&Record| {
+            let b = &other.acquisition;
+            b.who != a.who && other.client == record.client && b.asked <= until && end_of(b) >= a.asked
+        };
+        let ends = record.fared == Fared::Granted || record.fared == Fared::Taken;
+        record.asked == Asked::Waited
+            && ends
+            && !record.lenient
+            && !self.is_disturbed(record, (a.asked, until))
+            && !self.records.iter().copied().any(|other| beside(&other))
+    }
+}
+
+impl Story {
+    /// Who did what when.
+    pub(super) fn log(&self) -> String {
+        let mut lines: Vec<_> = self
+            .records
+            .iter()
+            .map(|record| (record.acquisition.asked, format!("{} {}", describe(record), record.error)))
+            .collect();
+        for Struck { fault, from, to } in &self.struck {
+            let name = fault.map_or("?", |fault| fault.name);
+            lines.push((*from, format!("FAULT {name} from {} to {}", from / 1_000, to / 1_000)));
+        }
+        for pause in &self.pauses {
+            lines.push((pause.from, format!("FAULT {pause:?}")));
+        }
+        for (lock, from, to) in &self.breaks {
+            lines.push((*from, format!("BREAK of {lock} from {} to {}", from / 1_000, to / 1_000)));
+        }
+        for (client, at) in &self.gone {
+            lines.push((at.first().copied().unwrap_or_default(), format!("GONE client {client}: {at:?}")));
+        }
+        lines.sort();
+        lines.into_iter().map(|(_, line)| line + "\n").collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

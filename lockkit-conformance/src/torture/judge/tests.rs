@@ -1,0 +1,1 @@
+//! Bad histories, each of which has to be found.

@@ -1,0 +1,818 @@
+//! One process's part in an epoch.
+
+use std::{
+    collections::HashMap,
+    future::poll_fn,
+    pin::{Pin, pin},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::Poll,
+    time::Duration,
+};
+
+use futures_util::{StreamExt as _, stream::FuturesUnordered};
+use lockkit_core::{
+    AcquireOptions, Error, Held, Kind, Lock, LockClient, LockGuard, Owner, ReentrantLock, Result, acquire_all,
+    spi::chain,
+};
+use tokio::{
+    runtime::{self, Handle, Runtime},
+    sync::{mpsc, oneshot},
+    task::JoinSet,
+    time::{Instant, sleep, sleep_until},
+};
+
+use super::{
+    Ask, ClientPlan, End, Fate, HoldAs, Schedule, Step, TaskPlan,
+    record::{Asked, Fared, Finding, Law, Note, Over, Record},
+};
+use crate::{
+    history::{Acquisition, Nanos, now},
+    machine::timeout,
+    trial::poll_at_most,
+};
+
+/// What every operation asks of its server.
+pub(super) const OP_TIMEOUT: Duration = Duration::from_secs(2);
+/// What an operation may take beyond what it was given, on a machine that has other work.
+const SLACK: Duration = Duration::from_secs(4);
+/// For how long a client is closed.
+const CLOSING: Duration = Duration::from_secs(5);
+
+/// What a process has to know of its part.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub(super) schedule: Schedule,
+    pub(super) process: u32,
+    /// The moment 0 of the schedule.
+    pub(super) origin: Nanos,
+    /// Until when, counted from there, whoever waits without an end has to be granted.
+    pub(super) patience: Duration,
+    /// What names begin with.
+    pub(super) prefix: String,
+    pub(super) routes: Vec<String>,
+}
+
+impl Part {
+    /// The name of a lock or semaphore of the schedule.
+    pub(super) fn name(&self, hold_as: HoldAs, number: u32) -> String {
+        name(&self.prefix, hold_as, number)
+    }
+}
+
+pub(super) fn name(prefix: &str, hold_as: HoldAs, number: u32) -> String {
+    let kind = if hold_as == HoldAs::Permit { 's' } else { 'l' };
+    format!("{prefix}/{kind}{number}")
+}
+
+/// How many locks an [`Ask::All`] takes.
+const ALL: u32 = 3;
+
+/// The numbers of the locks that a step is about.
+pub(super) fn locks_of(step: &Step) -> std::ops::Range<u32> {
+    match step.ask {
+        Ask::All(_) => step.name..step.name + ALL,
+        _ => step.name..step.name + 1,
+    }
+}
+
+/// A request for a client: by which way, within which runtime, and where to.
+pub(super) type Wanted = (String, Handle, oneshot::Sender<Result<LockClient>>);
+
+/// Makes the clients that are wanted, side by side, until nobody can want any more.
+pub(super) async fn connect_all<F, Fut>(mut wanted: mpsc::Receiver<Wanted>, connect: F)
+where
+    F: Fn(String) -> Fut,
+    Fut: Future<Output = Result<LockClient>>,
+{
+    let mut connecting = FuturesUnordered::new();
+    loop {
+        tokio::select! {
+            next = wanted.recv() => match next {
+                Some((route, runtime, to)) => {
+                    let connected = within(runtime, connect(route));
+                    connecting.push(async move {
+                        // Whoever wanted it may be gone.
+                        let _ = to.send(connected.await);
+                    });
+                }
+                None => return,
+            },
+            Some(()) = connecting.next() => {}
+        }
+    }
+}
+
+/// Has what `work` spawns and opens belong to `runtime`.
+async fn within<F: Future>(runtime: Handle, work: F) -> F::Output {
+    let mut work = pin!(work);
+    poll_fn(|context| {
+        let _inside = runtime.enter();
+        work.as_mut().poll(context)
+    })
+    .await
+}
+
+/// Where notes go.
+pub(super) type Notes = Arc<dyn Fn(Note) + Send + Sync>;
+
+/// Plays a part, to its end. Clients come from `wanted`.
+pub(super) async fn play(part: Part, wanted: mpsc::Sender<Wanted>, notes: Notes) {
+    let begins = Instant::now() + Duration::from_nanos(part.origin.saturating_sub(now()));
+    let stage = Arc::new(Stage {
+        begins,
+        ends: begins + Duration::from_millis(part.schedule.span),
+        part,
+        wanted,
+        notes,
+    });
+    let mine = |client: &&ClientPlan| client.process == stage.part.process;
+    let seats = stage.part.schedule.clients.iter().filter(mine).map(|plan| {
+        let (stage, plan) = (stage.clone(), *plan);
+        async move { Seat::take(&stage, plan).await.map(|seat| (plan.id, Arc::new(seat))) }
+    });
+    let seats: HashMap<_, _> = seats
+        .collect::<FuturesUnordered<_>>()
+        .filter_map(|seat| async move { seat })
+        .collect()
+        .await;
+    let mut tasks = JoinSet::new();
+    for task in &stage.part.schedule.tasks {
+        if let Some(seat) = seats.get(&task.client) {
+            tasks.spawn(perform(stage.clone(), seat.clone(), task.clone()));
+        }
+    }
+    let mut fates = JoinSet::new();
+    for seat in seats.values() {
+        fates.spawn(meet_fate(stage.clone(), seat.clone()));
+        fates.spawn(close_at_the_end(stage.clone(), seat.clone()));
+    }
+    drop(seats);
+    for done in [&mut tasks, &mut fates] {
+        while let Some(ended) = done.join_next().await {
+            if let Err(error) = ended {
+                stage.find(Law::Failure, format!("a task of the torture ended: {error}"));
+            }
+        }
+    }
+}
+
+struct Stage {
+    part: Part,
+    begins: Instant,
+    ends: Instant,
+    wanted: mpsc::Sender<Wanted>,
+    notes: Notes,
+}
+
+impl Stage {
+    fn note(&self, note: Note) {
+        (self.notes)(note);
+    }
+
+    fn find(&self, law: Law, detail: impl Into<String>) {
+        self.note(Note::Finding(Finding::new(law, detail)));
+    }
+
+    fn at(&self, millis: u64) -> Instant {
+        self.begins + Duration::from_millis(millis)
+    }
+
+    /// How long whoever waits without an end may still have to.
+    fn patience(&self) -> Duration {
+        (self.begins + self.part.patience).saturating_duration_since(Instant::now())
+    }
+
+    async fn connect(&self, plan: ClientPlan, runtime: Handle) -> Result<LockClient> {
+        let routes = &self.part.routes;
+        let route = routes[plan.id as usize % routes.len().max(1)].clone();
+        let (to, client) = oneshot::channel();
+        let gone = || Error::transient("torture", "connect", "nobody makes clients any more");
+        if self.wanted.send((route, runtime, to)).await.is_err() {
+            return Err(gone());
+        }
+        client.await.unwrap_or_else(|_| Err(gone()))
+    }
+
+    /// Awaits `work`, which has to end within `limit`.
+    async fn bounded<F: Future>(&self, limit: Duration, what: &str, work: F) -> Option<F::Output> {
+        match timeout(limit, work).await {
+            Ok(output) => Some(output),
+            Err(_) => {
+                self.find(Law::Hang, format!("{what} did not return within {limit:?}"));
+                None
+            }
+        }
+    }
+}
+
+/// A client, and what its tasks have to know of it.
+struct Seat {
+    plan: ClientPlan,
+    client: Mutex<LockClient>,
+    /// Of its own, if it is to lose it.
+    runtime: Mutex<Option<Runtime>>,
+    /// A guard was forgotten: what it held ends with the client.
+    forgot: AtomicBool,
+    /// It is closed or without a runtime, or may be at any moment.
+    gone: AtomicBool,
+    done: tokio::sync::Notify,
+    tasks: std::sync::atomic::AtomicUsize,
+}
+
+impl Seat {
+    async fn take(stage: &Stage, plan: ClientPlan) -> Option<Self> {
+        let mut own = None;
+        let mut handle = Handle::current();
+        if let Some((_, Fate::Runtime)) = plan.fate {
+            let built = runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+            match built {
+                Ok(built) => {
+                    handle = built.handle().clone();
+                    own = Some(built);
+                }
+                Err(error) => {
+                    stage.find(Law::Failure, format!("no runtime for client {}: {error}", plan.id));
+                    return None;
+                }
+            }
+        }
+        let limit = Duration::from_secs(30);
+        let what = format!("connecting client {}", plan.id);
+        let connected = stage.bounded(limit, &what, stage.connect(plan, handle)).await;
+        let tasks = stage.part.schedule.tasks.iter().filter(|task| task.client == plan.id);
+        match connected? {
+            Ok(client) => Some(Self {
+                plan,
+                client: Mutex::new(client),
+                runtime: Mutex::new(own),
+                forgot: AtomicBool::new(false),
+                gone: AtomicBool::new(false),
+                done: tokio::sync::Notify::new(),
+                tasks: std::sync::atomic::AtomicUsize::new(tasks.count()),
+            }),
+            Err(error) => {
+                if let Some(own) = own {
+                    own.shutdown_background();
+                }
+                if stage.part.schedule.strikes.is_empty() {
+                    stage.find(Law::Failure, format!("{what}: {}", chain(&error)));
+                }
+                None
+            }
+        }
+    }
+
+    fn client(&self) -> LockClient {
+        self.client.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    async fn close(&self, stage: &Stage, client: &LockClient) {
+        self.gone.store(true, Ordering::SeqCst);
+        let what = format!("closing client {} within {CLOSING:?}", self.plan.id);
+        // What it answers is judged by what is left.
+        let _ = stage.bounded(CLOSING + SLACK, &what, client.close(CLOSING)).await;
+        let (client, at) = (self.plan.id, now());
+        stage.note(Note::Gone { client, at });
+    }
+
+    /// When it met its fate, if that is one after which its tasks cannot expect anything.
+    fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::SeqCst)
+    }
+}
+
+async fn meet_fate(stage: Arc<Stage>, seat: Arc<Seat>) {
+    let Some((at, fate)) = seat.plan.fate else {
+        return;
+    };
+    sleep_until(stage.at(at)).await;
+    let client = seat.client();
+    match fate {
+        Fate::Close => seat.close(&stage, &client).await,
+        Fate::Runtime => {
+            seat.gone.store(true, Ordering::SeqCst);
+            let own = seat.runtime.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(own) = own {
+                own.shutdown_background();
+            }
+            let (client, at) = (seat.plan.id, now());
+            stage.note(Note::Gone { client, at });
+        }
+        Fate::Anew => {
+            let connected = timeout(Duration::from_secs(30), stage.connect(seat.plan, Handle::current())).await;
+            if let Ok(Ok(new)) = connected {
+                *seat.client.lock().unwrap_or_else(PoisonError::into_inner) = new;
+            }
+            seat.close(&stage, &client).await;
+            seat.gone.store(false, Ordering::SeqCst);
+        }
+    }
+}
+
+/// When its tasks have ended; before, if what it has forgotten is in the way of others.
+async fn close_at_the_end(stage: Arc<Stage>, seat: Arc<Seat>) {
+    sleep_until(stage.ends).await;
+    if seat.forgot.load(Ordering::SeqCst) {
+        seat.close(&stage, &seat.client()).await;
+    }
+    loop {
+        let done = seat.done.notified();
+        if seat.tasks.load(Ordering::SeqCst) == 0 {
+            break;
+        }
+        done.await;
+    }
+    seat.close(&stage, &seat.client()).await;
+    let own = seat.runtime.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(own) = own {
+        own.shutdown_background();
+    }
+}
+
+async fn perform(stage: Arc<Stage>, seat: Arc<Seat>, task: TaskPlan) {
+    for (index, step) in task.steps.iter().enumerate() {
+        sleep_until(stage.at(step.at)).await;
+        if Instant::now() >= stage.ends {
+            break;
+        }
+        let who = u64::from(task.id) * 10_000 + index as u64;
+        Scene {
+            stage: &stage,
+            seat: &seat,
+            who,
+            step,
+        }
+        .play()
+        .await;
+        // A try that is refused at once must not take the machine for itself.
+        sleep(Duration::from_micros(500)).await;
+    }
+    seat.tasks.fetch_sub(1, Ordering::SeqCst);
+    seat.done.notify_one();
+}
+
+/// One step of a task.
+struct Scene<'a> {
+    stage: &'a Stage,
+    seat: &'a Seat,
+    who: u64,
+    step: &'a Step,
+}
+
+type Outcome = Option<Result<LockGuard>>;
+
+impl Scene<'_> {
+    async fn play(&self) {
+        let (stage, step) = (self.stage, self.step);
+        let client = self.seat.client();
+        let names: Vec<_> = locks_of(step)
+            .map(|number| stage.part.name(step.hold_as, number))
+            .collect();
+        match step.ask {
+            Ask::Inspect => self.inspect(&client, &names[0]).await,
+            Ask::Revoke => self.revoke(&client, &names[0]).await,
+            Ask::All(wait) => self.all(&client, &names, Duration::from_millis(wait)).await,
+            _ => self.one(&client, &names[0]).await,
+        }
+    }
+
+    fn options(&self) -> AcquireOptions {
+        let step = self.step;
+        let mut options = AcquireOptions::new()
+            .ttl(Duration::from_millis(step.ttl))
+            .op_timeout(OP_TIMEOUT);
+        options.local_handoffs = step.handoffs;
+        if !step.renew {
+            options = options.renew(false);
+        }
+        if step.label {
+            options = options.label(format!("torture {}", self.who));
+        }
+        options
+    }
+
+    fn lock(&self, client: &LockClient, name: &str) -> Result<Lock> {
+        let lock = match self.step.hold_as {
+            HoldAs::Exclusive => client.lock(name)?,
+            HoldAs::Shared => client.lock(name)?.shared(),
+            HoldAs::Permit => {
+                let size = self.stage.part.schedule.sizes.get(self.step.name as usize);
+                client.semaphore(name, size.copied().unwrap_or(1))?
+            }
+        };
+        Ok(lock.with_options(self.options()))
+    }
+
+    fn record(&self, name: &str, asked: Asked) -> Option<Record> {
+        let mode = self.stage.part.schedule.mode(self.step)?;
+        let lenient = match self.step.ask {
+            Ask::All(_) => true,
+            Ask::Within(time) => time < 500,
+            _ => false,
+        };
+        Some(Record {
+            process: self.stage.part.process,
+            client: self.seat.plan.id,
+            ttl: self.step.ttl,
+            handoffs: self.step.handoffs,
+            asked,
+            fared: Fared::Pending,
+            over: Over::Not,
+            lenient,
+            acquisition: Acquisition::asked(name, mode, self.who, now()),
+            error: String::new(),
+        })
+    }
+
+    fn note(&self, record: &Record) {
+        self.stage.note(Note::Record(Box::new(record.clone())));
+    }
+
+    /// A client whose runtime has ended, or will, has to say so, and not wait.
+    fn limit_of_a_wait(&self) -> Duration {
+        match self.seat.plan.fate {
+            Some((at, Fate::Runtime)) => {
+                let left = self.stage.at(at).saturating_duration_since(Instant::now());
+                (left + OP_TIMEOUT + SLACK * 2).min(self.stage.patience().max(OP_TIMEOUT + SLACK * 2))
+            }
+            _ => self.stage.patience(),
+        }
+    }
+
+    async fn one(&self, client: &LockClient, name: &str) {
+        let step = self.step;
+        let asked = match step.ask {
+            Ask::Try => Asked::Tried,
+            Ask::CancelAfter(_) | Ask::CancelPolls(_) => Asked::Cancelled,
+            Ask::Unpolled(_) => Asked::Unpolled,
+            _ => Asked::Waited,
+        };
+        let (Ok(lock), Some(mut record)) = (self.lock(client, name), self.record(name, asked)) else {
+            return self
+                .stage
+                .find(Law::Failure, format!("no lock {name:?} as {:?}", step.hold_as));
+        };
+        self.note(&record);
+        if step.ask == Ask::Twice {
+            return self.twice(lock, record).await;
+        }
+        let outcome = self.ask(&lock, &mut record).await;
+        match self.settle(outcome, &mut record) {
+            Some(guard) => self.hold_and_end(guard, record).await,
+            None => self.note(&record),
+        }
+    }
+
+    async fn ask(&self, lock: &Lock, record: &mut Record) -> Outcome {
+        let what = format!("{:?} of {} on {}", self.step.ask, self.who, lock.name());
+        let bounded = |limit| (limit, what.as_str());
+        match self.step.ask {
+            Ask::Within(time) => {
+                let wait = Duration::from_millis(time);
+                let (limit, what) = bounded(wait + OP_TIMEOUT + SLACK);
+                let asking = queued(lock.acquire_timeout(wait), &mut record.acquisition.queued);
+                self.stage.bounded(limit, what, asking).await
+            }
+            Ask::Try => {
+                let (limit, what) = bounded(OP_TIMEOUT + SLACK);
+                let tried = self.stage.bounded(limit, what, lock.try_acquire()).await?;
+                match tried {
+                    Ok(Some(guard)) => Some(Ok(guard)),
+                    Ok(None) => {
+                        record.fared = Fared::Taken;
+                        None
+                    }
+                    Err(error) => Some(Err(error)),
+                }
+            }
+            Ask::CancelAfter(time) => {
+                let time = Duration::from_millis(time);
+                tokio::time::timeout(time, lock.acquire()).await.ok()
+            }
+            Ask::CancelPolls(polls) => {
+                let limited = tokio::time::timeout(SLACK, lock.acquire());
+                poll_at_most(polls as usize, limited).await.and_then(std::result::Result::ok)
+            }
+            Ask::Unpolled(polls) => {
+                let mut asking = Box::pin(lock.acquire());
+                let limited = tokio::time::timeout(SLACK, asking.as_mut());
+                match poll_at_most(polls as usize, limited).await {
+                    Some(Ok(outcome)) => Some(outcome),
+                    _ => {
+                        self.rest().await;
+                        None
+                    }
+                }
+            }
+            _ => {
+                let limit = self.limit_of_a_wait();
+                let asking = queued(lock.acquire(), &mut record.acquisition.queued);
+                self.stage.bounded(limit, &what, asking).await
+            }
+        }
+    }
+
+    /// For as long as the hold would take.
+    async fn rest(&self) {
+        let until = Instant::now() + Duration::from_millis(self.step.hold);
+        sleep_until(until.min(self.stage.ends)).await;
+    }
+
+    /// Notes what came of a request, and returns what there is to hold.
+    fn settle<T: AsGuard>(&self, outcome: Option<Result<T>>, record: &mut Record) -> Option<T> {
+        let at = now();
+        match outcome {
+            Some(Ok(guard)) => {
+                record.acquisition.granted = Some((at, guard.token()));
+                record.fared = Fared::Granted;
+                return Some(guard);
+            }
+            Some(Err(error)) if error.is_timeout() => record.fared = Fared::Taken,
+            Some(Err(error)) => self.failed(record, &error),
+            None if record.fared == Fared::Taken => {}
+            None => record.fared = Fared::Dropped,
+        }
+        record.acquisition.gave_up = Some(at);
+        None
+    }
+
+    fn failed(&self, record: &mut Record, error: &Error) {
+        record.fared = Fared::Failed;
+        if !self.seat.is_gone() {
+            record.error = chain(error);
+        }
+    }
+
+    async fn hold_and_end(&self, guard: LockGuard, mut record: Record) {
+        let view = guard.held();
+        self.look(&view, &mut record);
+        self.note(&record);
+        self.hold(&view, &mut record).await;
+        self.end(guard, &mut record).await;
+        self.note(&record);
+    }
+
+    /// Whether it holds, by itself.
+    fn look(&self, view: &Held, record: &mut Record) -> bool {
+        let before = now();
+        if view.is_held() {
+            record.acquisition.until = Some(before);
+            return true;
+        }
+        record.acquisition.lost.get_or_insert(before);
+        false
+    }
+
+    async fn hold(&self, view: &Held, record: &mut Record) {
+        let until = (Instant::now() + Duration::from_millis(self.step.hold)).min(self.stage.ends);
+        while self.look(view, record) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let pause = left.min(Duration::from_millis(5));
+            let _ = tokio::time::timeout(pause, view.lost()).await;
+        }
+        if tokio::time::timeout(SLACK, view.lost()).await.is_err() {
+            let what = format!("{} no longer holds, and lost() does not say so", self.who);
+            self.stage.find(Law::Hang, what);
+        }
+    }
+
+    async fn end(&self, guard: LockGuard, record: &mut Record) {
+        match self.step.end {
+            End::Release => {
+                let what = format!("release of {} on {}", self.who, record.acquisition.lock);
+                let released = self.stage.bounded(OP_TIMEOUT + SLACK, &what, guard.release()).await;
+                self.released(released, record);
+            }
+            End::Drop => {
+                drop(guard);
+                record.over = Over::Dropped;
+            }
+            End::HalfRelease => {
+                let _ = poll_at_most(1, guard.release()).await;
+                record.over = Over::Dropped;
+            }
+            End::Forget => {
+                self.seat.forgot.store(true, Ordering::SeqCst);
+                std::mem::forget(guard);
+                return;
+            }
+        }
+        record.acquisition.released = Some(now());
+        if record.acquisition.lost.is_some() {
+            record.over = Over::Lost;
+        }
+    }
+
+    fn released(&self, released: Option<Result<()>>, record: &mut Record) {
+        match released {
+            Some(Ok(())) => record.over = Over::Released,
+            Some(Err(error)) => {
+                record.over = Over::Lost;
+                if !self.seat.is_gone() {
+                    record.error = chain(&error);
+                }
+            }
+            None => record.over = Over::Lost,
+        }
+    }
+
+    /// Two guards of one owner are one hold.
+    async fn twice(&self, lock: Lock, mut record: Record) {
+        let lock = ReentrantLock::new(lock);
+        let owner = Owner::new();
+        let what = format!("the first of two by {} on {}", self.who, record.acquisition.lock);
+        let first = self
+            .stage
+            .bounded(self.limit_of_a_wait(), &what, lock.acquire(&owner))
+            .await;
+        let Some(first) = self.settle(first, &mut record) else {
+            return self.note(&record);
+        };
+        let view = first.held();
+        self.look(&view, &mut record);
+        self.note(&record);
+        let what = format!("the second of two by {} on {}", self.who, record.acquisition.lock);
+        let second = self
+            .stage
+            .bounded(OP_TIMEOUT + SLACK, &what, lock.acquire(&owner))
+            .await;
+        if let Some(Ok(second)) = &second
+            && second.token() != first.token()
+            && self.look(&view, &mut record)
+        {
+            self.stage.find(
+                Law::Exclusion,
+                format!("{} has two holds, {} and {}", self.who, first.token(), second.token()),
+            );
+        }
+        self.hold(&view, &mut record).await;
+        drop(second);
+        let what = format!("release of both by {} on {}", self.who, record.acquisition.lock);
+        let released = self.stage.bounded(OP_TIMEOUT + SLACK, &what, first.release()).await;
+        self.released(released, &mut record);
+        record.acquisition.released = Some(now());
+        self.note(&record);
+    }
+
+    async fn all(&self, client: &LockClient, names: &[String], wait: Duration) {
+        let locks: Vec<_> = names.iter().filter_map(|name| self.lock(client, name).ok()).collect();
+        let records = names.iter().filter_map(|name| self.record(name, Asked::Waited));
+        let mut records: Vec<_> = records.collect();
+        for record in &records {
+            self.note(record);
+        }
+        let what = format!("all of {names:?} by {} within {wait:?}", self.who);
+        let options = self.options().wait(wait);
+        let locks: Vec<_> = locks.iter().collect();
+        let limit = wait + OP_TIMEOUT + SLACK;
+        let set = self.stage.bounded(limit, &what, acquire_all(&locks, &options)).await;
+        let set = match set {
+            Some(Ok(set)) => set,
+            failed => {
+                let at = now();
+                for record in &mut records {
+                    // Which of them was taken is not known, nor which were held meanwhile.
+                    record.asked = Asked::Unpolled;
+                    record.acquisition.gave_up = Some(at);
+                    match &failed {
+                        Some(Err(error)) if !error.is_timeout() => self.failed(record, error),
+                        _ => record.fared = Fared::Dropped,
+                    }
+                    self.note(record);
+                }
+                return;
+            }
+        };
+        let at = now();
+        let views: Vec<_> = set.guards().iter().map(LockGuard::held).collect();
+        for view in &views {
+            for record in &mut records {
+                if record.acquisition.lock == view.name().as_str() {
+                    record.acquisition.granted = Some((at, view.token().get()));
+                    record.fared = Fared::Granted;
+                    self.look(view, record);
+                    self.note(record);
+                }
+            }
+        }
+        self.rest().await;
+        for view in &views {
+            for record in &mut records {
+                if record.acquisition.lock == view.name().as_str() {
+                    self.look(view, record);
+                }
+            }
+        }
+        let limit = OP_TIMEOUT * ALL + SLACK;
+        let what = format!("release of all of {names:?} by {}", self.who);
+        let released = self.stage.bounded(limit, &what, set.release()).await;
+        let at = now();
+        for record in &mut records {
+            record.over = match released {
+                Some(Ok(())) => Over::Released,
+                _ => Over::Lost,
+            };
+            record.acquisition.released = Some(at);
+            self.note(record);
+        }
+    }
+
+    async fn look_at(&self, client: &LockClient, name: &str) -> Option<Result<lockkit_core::LockState>> {
+        let what = format!("inspecting {name}");
+        let limit = AcquireOptions::DEFAULT_OP_TIMEOUT + SLACK;
+        match self.step.hold_as {
+            HoldAs::Permit => self.stage.bounded(limit, &what, client.inspect_semaphore(name)).await,
+            _ => self.stage.bounded(limit, &what, client.inspect(name)).await,
+        }
+    }
+
+    async fn inspect(&self, client: &LockClient, name: &str) {
+        if let Some(Err(error)) = self.look_at(client, name).await
+            && !self.seat.is_gone()
+            && self.stage.part.schedule.strikes.is_empty()
+        {
+            self.stage
+                .find(Law::Failure, format!("inspecting {name}: {}", chain(&error)));
+        }
+    }
+
+    async fn revoke(&self, client: &LockClient, name: &str) {
+        let Some(Ok(state)) = self.look_at(client, name).await else {
+            return;
+        };
+        for holder in state.holders {
+            let (from, token) = (now(), holder.token);
+            let (lock, to) = (name.to_owned(), Nanos::MAX);
+            self.stage.note(Note::Break { lock, from, to });
+            let what = format!("revoking {token} of {name}");
+            let limit = AcquireOptions::DEFAULT_OP_TIMEOUT + SLACK;
+            let kind = match self.step.hold_as {
+                HoldAs::Permit => Kind::Semaphore,
+                _ => Kind::Lock,
+            };
+            let _ = match kind {
+                Kind::Semaphore => {
+                    let revoking = client.revoke_permit(name, token);
+                    self.stage.bounded(limit, &what, revoking).await
+                }
+                _ => self.stage.bounded(limit, &what, client.revoke(name, token)).await,
+            };
+            let (lock, to) = (name.to_owned(), now());
+            self.stage.note(Note::Break { lock, from, to });
+        }
+    }
+}
+
+/// Notes when `asking` had been polled for the first time, and had not been granted.
+async fn queued<F: Future>(asking: F, queued: &mut Option<Nanos>) -> F::Output {
+    let mut asking = Box::pin(asking);
+    let mut first = true;
+    poll_fn(|context| {
+        let polled = Pin::new(&mut asking).poll(context);
+        if polled.is_pending() && std::mem::take(&mut first) {
+            *queued = Some(now());
+        }
+        match polled {
+            Poll::Ready(output) => Poll::Ready(output),
+            Poll::Pending => Poll::Pending,
+        }
+    })
+    .await
+}
+
+/// What has a token.
+trait AsGuard {
+    fn token(&self) -> u64;
+}
+
+impl AsGuard for LockGuard {
+    fn token(&self) -> u64 {
+        Self::token(self).get()
+    }
+}
+
+impl AsGuard for lockkit_core::ReentrantGuard {
+    fn token(&self) -> u64 {
+        LockGuard::token(self).get()
+    }
+}
+
+/// The part of another process, whose clients `connect` makes; `answer` takes what it tells.
+pub(crate) async fn help<F, Fut>(part: Part, connect: F, answer: fn(&str))
+where
+    F: Fn(String) -> Fut,
+    Fut: Future<Output = Result<LockClient>>,
+{
+    let (wanted, wants) = mpsc::channel(16);
+    let notes: Notes = Arc::new(move |note| answer(&format!("note {note}")));
+    let playing = tokio::spawn(play(part, wanted, notes));
+    // Ends when nobody can want a client any more.
+    connect_all(wants, connect).await;
+    let _ = playing.await;
+}

@@ -1,0 +1,662 @@
+//! Epochs, one after the other, on one deployment.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    fmt, io,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use lockkit_core::{Capabilities, Kind, LockClient, spi::chain};
+use tokio::{runtime, sync::mpsc, task::JoinSet};
+
+use super::{
+    Bounds, Fault, HoldAs, KILL, STOP, Schedule, Shape, Strike, Target,
+    judge::{Highest, Pause, Story, Struck, judge},
+    play::{Notes, OP_TIMEOUT, Part, connect_all, locks_of, name, play},
+    record::{Finding, Law, Note, Record},
+    shrink::shorten,
+};
+use crate::{
+    helper::{Helper, Launch},
+    history::{Nanos, now},
+    machine::Stopwatch,
+    process::Process,
+};
+
+/// What an epoch may take to become quiet, beyond what the dead and the faults take.
+const QUIET: Duration = Duration::from_secs(15);
+
+/// Tortures one deployment, epoch by epoch. It blocks: call it outside of any runtime.
+#[derive(Debug)]
+pub struct Torture {
+    target: Arc<dyn Target>,
+    launch: Option<Launch>,
+    only: Option<BTreeSet<String>>,
+    capabilities: Capabilities,
+    info: (Duration, bool),
+    /// What names begin with: new after a fault that may cost tokens.
+    prefix: String,
+    highest: Highest,
+}
+
+/// What became of one epoch.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Verdict {
+    /// What must not be.
+    pub findings: Vec<Finding>,
+    /// How many acquisitions were granted.
+    pub granted: usize,
+    /// How many of each fault happened.
+    pub faults: HashMap<String, usize>,
+    /// Who did what when, for whoever looks for the cause.
+    pub log: String,
+}
+
+/// What became of many.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Report {
+    /// How many epochs there were.
+    pub epochs: usize,
+    /// How many acquisitions were granted.
+    pub granted: usize,
+    /// How many of each fault happened.
+    pub faults: HashMap<String, usize>,
+    /// The schedules that failed, the shortest that still did, and what was found.
+    pub failures: Vec<Failure>,
+}
+
+/// A schedule that failed.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Failure {
+    /// The schedule, shortened.
+    pub schedule: Schedule,
+    /// What was found.
+    pub findings: Vec<Finding>,
+    /// When, since the start.
+    pub after: Duration,
+    /// Who did what when, in the epoch that failed first.
+    pub log: String,
+}
+
+/// One line for a report that is read by people.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} epochs, {} grants, {} failed",
+            self.epochs,
+            self.granted,
+            self.failures.len()
+        )?;
+        let mut faults: Vec<_> = self.faults.iter().collect();
+        faults.sort();
+        for (fault, times) in faults {
+            write!(f, ", {fault} {times}")?;
+        }
+        Ok(())
+    }
+}
+
+/// How long, and how thoroughly.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Effort {
+    /// For how long epochs are begun.
+    pub time: Duration,
+    /// For how long one that failed is shortened.
+    pub shortening: Duration,
+    /// After how many failures it ends.
+    pub failures: usize,
+}
+
+impl Effort {
+    /// For `time`, or until something is found, which is then shortened for up to two minutes.
+    pub const fn new(time: Duration) -> Self {
+        Self {
+            time,
+            shortening: Duration::from_secs(120),
+            failures: 1,
+        }
+    }
+}
+
+impl Torture {
+    /// Of `target`, whose client is made once to learn what it can do.
+    ///
+    /// # Errors
+    /// If it cannot be reached.
+    pub fn new(target: Arc<dyn Target>) -> io::Result<Self> {
+        let route = target.routes().first().cloned().unwrap_or_default();
+        let (capabilities, info) = runtime()?.block_on(async {
+            let client = target.connect(&route).await.map_err(|error| io::Error::other(chain(&error)))?;
+            let capabilities = client.capabilities();
+            let info = (client.info().fallback_poll, capabilities.fifo);
+            client
+                .close(Duration::from_secs(5))
+                .await
+                .map_err(|error| io::Error::other(chain(&error)))?;
+            Ok::<_, io::Error>((capabilities, info))
+        })?;
+        Ok(Self {
+            target,
+            launch: None,
+            only: None,
+            capabilities,
+            info,
+            prefix: new_prefix(),
+            highest: Highest::default(),
+        })
+    }
+
+    /// With clients in other processes, which are started so.
+    #[must_use]
+    pub fn helpers(mut self, launch: Launch) -> Self {
+        self.launch = self.target.is_shared().then_some(launch);
+        self
+    }
+
+    /// With no other faults than these.
+    ///
+    /// # Errors
+    /// The first of them that the deployment does not have.
+    pub fn only(mut self, faults: &[String]) -> Result<Self, String> {
+        let known: Vec<_> = self.target.faults().iter().map(|fault| fault.name).chain([STOP, KILL]).collect();
+        if let Some(unknown) = faults.iter().find(|fault| !known.contains(&fault.as_str())) {
+            return Err(format!("there is no fault {unknown:?} here; there are {}", known.join(", ")));
+        }
+        self.only = Some(faults.iter().cloned().collect());
+        Ok(self)
+    }
+
+    /// What schedules are made of.
+    pub fn shape(&self) -> Shape {
+        let chosen = |fault: &Fault| self.only.as_ref().is_none_or(|only| only.contains(fault.name));
+        let mut shape = Shape::new(self.capabilities);
+        shape.processes = if self.launch.is_some() { 3 } else { 1 };
+        shape.max_ttl = u64::try_from(self.target.max_ttl().as_millis()).unwrap_or(60_000);
+        shape.faults = self.target.faults().into_iter().filter(chosen).collect();
+        let of_processes = |name: &str| self.only.as_ref().is_none_or(|only| only.contains(name));
+        shape.stops = of_processes(STOP);
+        shape.kills = of_processes(KILL);
+        shape
+    }
+
+    /// Runs the schedules that follow from `seed` and the seeds after it.
+    ///
+    /// # Errors
+    /// If the machinery fails: a process that does not start, a fault that cannot be made.
+    pub fn run(
+        &mut self,
+        seed: u64,
+        effort: Effort,
+        mut tell: impl FnMut(&Schedule, &Verdict),
+    ) -> io::Result<Report> {
+        let began = Instant::now();
+        let mut report = Report::default();
+        for seed in seed.. {
+            if began.elapsed() >= effort.time || report.failures.len() >= effort.failures {
+                break;
+            }
+            let schedule = Schedule::generate(seed, &self.shape());
+            let verdict = self.epoch(&schedule)?;
+            tell(&schedule, &verdict);
+            report.epochs += 1;
+            report.granted += verdict.granted;
+            for (fault, times) in &verdict.faults {
+                *report.faults.entry(fault.clone()).or_default() += times;
+            }
+            if verdict.findings.is_empty() {
+                continue;
+            }
+            let after = began.elapsed();
+            let shortened = self.shorten(&schedule, &verdict.findings, effort.shortening)?;
+            report.failures.push(Failure {
+                schedule: shortened,
+                findings: verdict.findings,
+                after,
+                log: verdict.log,
+            });
+        }
+        Ok(report)
+    }
+
+    /// The schedule with as much left out as still leads to a finding against the same law, within `limit`.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn shorten(&mut self, schedule: &Schedule, findings: &[Finding], limit: Duration) -> io::Result<Schedule> {
+        let laws: BTreeSet<_> = findings.iter().map(|finding| finding.law).collect();
+        let mut broken = None;
+        let shortened = shorten(schedule, limit, |candidate| match self.epoch(candidate) {
+            Ok(verdict) => verdict.findings.iter().any(|finding| laws.contains(&finding.law)),
+            Err(error) => {
+                broken = Some(error);
+                false
+            }
+        });
+        broken.map_or(Ok(shortened), Err)
+    }
+
+    /// Runs one schedule.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn epoch(&mut self, schedule: &Schedule) -> io::Result<Verdict> {
+        let known: Vec<_> = self.target.faults();
+        for strike in &schedule.strikes {
+            if ![STOP, KILL].contains(&strike.fault.as_str()) && !known.iter().any(|fault| fault.name == strike.fault) {
+                return Err(io::Error::other(format!("there is no fault {:?} here", strike.fault)));
+            }
+        }
+        let other_processes = schedule.clients.iter().any(|client| client.process > 0);
+        if other_processes && self.launch.is_none() {
+            return Err(io::Error::other("the schedule wants other processes, and there can be none"));
+        }
+        let runtime = runtime()?;
+        let played = runtime.block_on(self.play_epoch(schedule));
+        let left = drained(&runtime);
+        runtime.shutdown_background();
+        let (mut story, mut findings) = played?;
+        findings.extend(left);
+        story.stood_still = story.stood_still.max(Duration::ZERO);
+        findings.extend(judge(&story, &mut self.highest));
+        let lost_tokens = |struck: &Struck| struck.fault.is_some_and(|fault| fault.tokens || fault.lasting);
+        if !findings.is_empty() || story.struck.iter().any(lost_tokens) {
+            self.prefix = new_prefix();
+            self.highest = Highest::default();
+        }
+        if let Err(left) = self.target.is_clean() {
+            findings.push(Finding::new(Law::Residue, left));
+        }
+        let mut verdict = Verdict {
+            log: if findings.is_empty() { String::new() } else { story.log() },
+            findings,
+            ..Verdict::default()
+        };
+        let granted = |record: &&Record| record.acquisition.granted.is_some();
+        verdict.granted = story.records.iter().filter(granted).count();
+        for strike in &schedule.strikes {
+            *verdict.faults.entry(strike.fault.clone()).or_default() += 1;
+        }
+        Ok(verdict)
+    }
+
+    async fn play_epoch(&self, schedule: &Schedule) -> io::Result<(Story, Vec<Finding>)> {
+        let watch = Stopwatch::start();
+        let routes = self.target.routes();
+        let probe = self.target.connect(&routes[0]).await;
+        let probe = probe.map_err(|error| io::Error::other(format!("no client: {}", chain(&error))))?;
+        let bounds = self.bounds(schedule, &probe);
+        // It is to look on from outside when all is over, and not to hold connections meanwhile.
+        let _ = probe.close(Duration::from_secs(5)).await;
+        drop(probe);
+
+        let mut helpers = self.helper_processes(schedule).await?;
+        let begins = Duration::from_millis(if helpers.is_empty() { 10 } else { 50 });
+        let part = Part {
+            schedule: schedule.clone(),
+            process: 0,
+            origin: now() + u64::try_from(begins.as_nanos()).unwrap_or_default(),
+            patience: self.patience(schedule, &bounds),
+            prefix: self.prefix.clone(),
+            routes,
+        };
+        let heard: Arc<Mutex<Heard>> = Arc::default();
+        let notes: Notes = {
+            let heard = heard.clone();
+            Arc::new(move |note| hear(&heard, note))
+        };
+        let directory = Script::write(&part)?;
+        let (mut processes, mut inputs) = (HashMap::new(), Vec::new());
+        let mut playing = JoinSet::new();
+        for (number, mut helper) in helpers.drain(..) {
+            helper.send(&format!("torture {number} {} {}", part.origin, directory.0.display()))?;
+            let (process, commands, answers) = helper.parts();
+            // A helper ends with its input.
+            inputs.push(commands);
+            processes.insert(number, Arc::new(Mutex::new(process)));
+            playing.spawn(listen(number, answers, notes.clone(), part.patience + QUIET * 2));
+        }
+        let processes = Arc::new(processes);
+        let strikers = self.strikers(&part, &processes);
+
+        let (wanted, wants) = mpsc::channel(16);
+        let target = self.target.clone();
+        let connecting = tokio::spawn(connect_all(wants, move |route| {
+            let target = target.clone();
+            async move { target.connect(&route).await }
+        }));
+        play(part.clone(), wanted, notes.clone()).await;
+        let mut findings = Vec::new();
+        while let Some(heard) = playing.join_next().await {
+            findings.extend(heard.ok().flatten());
+        }
+        drop(inputs);
+        connecting.abort();
+        let done = tokio::task::spawn_blocking(move || strikers.join().map_err(|_| io::Error::other("a striker panicked")));
+        let done = done.await.map_err(io::Error::other)??;
+        let (struck, pauses) = done?;
+        // Deaths explain why nothing more was heard of a process.
+        findings.retain(|(number, _)| !pauses.iter().any(|pause: &Pause| pause.process == *number));
+        let mut findings: Vec<_> = findings.into_iter().map(|(_, finding)| finding).collect();
+
+        let heard = std::mem::take(&mut *heard.lock().unwrap_or_else(PoisonError::into_inner));
+        findings.extend(heard.findings);
+        let story = Story {
+            schedule: schedule.clone(),
+            records: heard.records.into_values().collect(),
+            struck,
+            breaks: heard.breaks.into_values().collect(),
+            pauses,
+            gone: heard.gone,
+            bounds,
+            stood_still: watch.stood_still(),
+        };
+        findings.extend(self.residue(&story).await);
+        Ok((story, findings))
+    }
+
+    fn bounds(&self, schedule: &Schedule, client: &LockClient) -> Bounds {
+        let ttls = schedule.tasks.iter().flat_map(|task| &task.steps).map(|step| step.ttl);
+        let dead = ttls.map(|ttl| {
+            let length = Duration::from_millis(ttl);
+            let holder = client.dead_holder_bound(length);
+            (ttl, (holder, self.target.dead_waiter_bound(client, length)))
+        });
+        let (fallback_poll, fifo) = self.info;
+        Bounds {
+            dead: dead.collect(),
+            fallback_poll,
+            fifo,
+        }
+    }
+
+    /// Until when all who wait have to be granted: after the faults, and what the dead may keep.
+    fn patience(&self, schedule: &Schedule, bounds: &Bounds) -> Duration {
+        let faults = self.target.faults();
+        let over = |strike: &Strike| strike.at + strike.lasts;
+        let over = schedule.strikes.iter().map(over).max().unwrap_or_default().max(schedule.span);
+        let struck = |fault: &&Fault| schedule.strikes.iter().any(|strike| strike.fault == fault.name);
+        let recovery = faults.iter().filter(struck).map(|fault| fault.recovery).max().unwrap_or_default();
+        let dead = if schedule.is_harmless() {
+            Duration::ZERO
+        } else {
+            let bounds = bounds.dead.values().map(|(holder, waiter)| *holder.max(waiter));
+            bounds.max().unwrap_or_default()
+        };
+        Duration::from_millis(over) + recovery * 2 + dead + QUIET
+    }
+
+    async fn helper_processes(&self, schedule: &Schedule) -> io::Result<Vec<(u32, Helper)>> {
+        let numbers: BTreeSet<_> = schedule.clients.iter().map(|client| client.process).collect();
+        let mut helpers = Vec::new();
+        for number in numbers.into_iter().filter(|number| *number > 0) {
+            if let Some(launch) = &self.launch {
+                helpers.push((number, Helper::start(launch, Some("")).await?));
+            }
+        }
+        Ok(helpers)
+    }
+
+    /// Strikes and heals when it is time, one after the other, on a thread that may block.
+    fn strikers(&self, part: &Part, processes: &Arc<HashMap<u32, Arc<Mutex<Process>>>>) -> thread::JoinHandle<Done> {
+        let (target, part, processes) = (self.target.clone(), part.clone(), processes.clone());
+        thread::spawn(move || strike_all(&*target, &part, &processes))
+    }
+
+    /// What is still there although all is over.
+    async fn residue(&self, story: &Story) -> Option<Finding> {
+        let route = self.target.routes().first().cloned().unwrap_or_default();
+        let client = match self.target.connect(&route).await {
+            Ok(client) => client,
+            Err(error) => {
+                let detail = format!("no client when all is over: {}", chain(&error));
+                return Some(Finding::new(Law::Failure, detail));
+            }
+        };
+        let dead = story.bounds.dead.values().map(|(holder, waiter)| *holder.max(waiter)).max();
+        let dead = if story.schedule.is_harmless() { Duration::ZERO } else { dead.unwrap_or_default() };
+        let limit = dead + OP_TIMEOUT * 2 + Duration::from_secs(8);
+        let watch = Stopwatch::start();
+        let mut names = BTreeSet::new();
+        for step in story.schedule.tasks.iter().flat_map(|task| &task.steps) {
+            for number in locks_of(step) {
+                let kind = if step.hold_as == HoldAs::Permit { Kind::Semaphore } else { Kind::Lock };
+                names.insert((kind as u8, name(&self.prefix, step.hold_as, number), kind));
+            }
+        }
+        let mut left = None;
+        for (_, name, kind) in names {
+            loop {
+                let looked = match kind {
+                    Kind::Semaphore => client.inspect_semaphore(&name).await,
+                    _ => client.inspect(&name).await,
+                };
+                let shown = match looked {
+                    Ok(state) if state.is_free() && state.waiters.unwrap_or(0) == 0 => break,
+                    Ok(state) => format!("holders {:?} and waiters {:?}", state.holders, state.waiters),
+                    Err(error) => chain(&error),
+                };
+                if watch.elapsed() > limit {
+                    left = Some(Finding::new(
+                        Law::Residue,
+                        format!("{limit:?} after the end the server shows of {name}: {shown}"),
+                    ));
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+        let _ = client.close(Duration::from_secs(5)).await;
+        left
+    }
+}
+
+fn runtime() -> io::Result<runtime::Runtime> {
+    runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()
+}
+
+fn new_prefix() -> String {
+    format!("torture/{:08x}", fastrand::u32(..))
+}
+
+/// No task may be left when all clients are closed.
+fn drained(runtime: &runtime::Runtime) -> Option<Finding> {
+    let limit = Instant::now() + Duration::from_secs(8);
+    loop {
+        let tasks = runtime.metrics().num_alive_tasks();
+        if tasks == 0 {
+            return None;
+        }
+        if Instant::now() >= limit {
+            let detail = format!("{tasks} tasks are left although all clients are closed");
+            return Some(Finding::new(Law::Residue, detail));
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// What was heard so far.
+#[derive(Default)]
+struct Heard {
+    records: HashMap<(u32, u64, String), Record>,
+    breaks: HashMap<(Nanos, String), (String, Nanos, Nanos)>,
+    gone: HashMap<u32, Vec<Nanos>>,
+    findings: Vec<Finding>,
+}
+
+fn hear(heard: &Mutex<Heard>, note: Note) {
+    let mut heard = heard.lock().unwrap_or_else(PoisonError::into_inner);
+    match note {
+        Note::Record(record) => {
+            let a = &record.acquisition;
+            let key = (record.process, a.who, a.lock.clone());
+            heard.records.insert(key, *record);
+        }
+        Note::Break { lock, from, to } => {
+            heard.breaks.insert((from, lock.clone()), (lock, from, to));
+        }
+        Note::Gone { client, at } => heard.gone.entry(client).or_default().push(at),
+        Note::Finding(finding) => heard.findings.push(finding),
+    }
+}
+
+/// Hears another process out.
+async fn listen(
+    number: u32,
+    mut answers: mpsc::Receiver<String>,
+    notes: Notes,
+    limit: Duration,
+) -> Option<(u32, Finding)> {
+    let failed = |detail: String| Some((number, Finding::new(Law::Hang, detail)));
+    loop {
+        match tokio::time::timeout(limit, answers.recv()).await {
+            Err(_) => return failed(format!("process {number} was silent for {limit:?}")),
+            Ok(None) => return failed(format!("process {number} ended by itself")),
+            Ok(Some(answer)) => match answer.strip_prefix("note ").map(str::parse) {
+                Some(Ok(note)) => notes(note),
+                _ if answer == "done" => return None,
+                _ => return failed(format!("process {number} said {answer:?}")),
+            },
+        }
+    }
+}
+
+type Done = io::Result<(Vec<Struck>, Vec<Pause>)>;
+
+fn strike_all(target: &dyn Target, part: &Part, processes: &HashMap<u32, Arc<Mutex<Process>>>) -> Done {
+    let faults = target.faults();
+    let strikes = &part.schedule.strikes;
+    let mut names: Vec<_> = part
+        .schedule
+        .tasks
+        .iter()
+        .flat_map(|task| &task.steps)
+        .flat_map(|step| locks_of(step).map(|number| part.name(step.hold_as, number)))
+        .collect();
+    names.sort();
+    names.dedup();
+    let fault_of = |strike: &Strike| faults.iter().find(|fault| fault.name == strike.fault).copied();
+    let mut moments: Vec<_> = Vec::new();
+    for (index, strike) in strikes.iter().enumerate() {
+        moments.push((strike.at, true, index));
+        let lasting = fault_of(strike).is_some_and(|fault| fault.lasting);
+        let until = if lasting { u64::MAX } else { strike.at + strike.lasts };
+        moments.push((until, false, index));
+    }
+    moments.sort_unstable();
+    let (mut struck, mut pauses) = (HashMap::new(), Vec::<Pause>::new());
+    let mut stopped = HashMap::new();
+    for (at, begins, index) in moments {
+        let strike = &strikes[index];
+        // What lasts is healed when the epoch is over: its tasks need the time until then.
+        let at = at.min(part.schedule.span + 1_000);
+        let moment = part.origin + at * 1_000_000;
+        thread::sleep(Duration::from_nanos(moment.saturating_sub(now())));
+        let before = now();
+        match (strike.fault.as_str(), begins) {
+            (STOP | KILL, _) => {
+                let Some(process) = processes.get(&strike.place) else { continue };
+                let mut process = process.lock().unwrap_or_else(PoisonError::into_inner);
+                let number = strike.place;
+                match (strike.fault.as_str(), begins) {
+                    (KILL, true) => {
+                        process.kill()?;
+                        let (from, to) = (before, None);
+                        pauses.push(Pause { process: number, from, to });
+                    }
+                    // One that has been killed or is done cannot be stopped.
+                    (STOP, true) if process.stop().is_ok() => {
+                        stopped.insert(index, pauses.len());
+                        let (from, to) = (before, Some(Nanos::MAX));
+                        pauses.push(Pause { process: number, from, to });
+                    }
+                    (STOP, false) => {
+                        if let Some(pause) = stopped.remove(&index) {
+                            let _ = process.resume();
+                            pauses[pause].to = Some(now());
+                        }
+                    }
+                    _ => {}
+                }
+            }
+            (_, true) => {
+                target.strike(strike, &names)?;
+                struck.insert(index, (before, now()));
+            }
+            (_, false) => {
+                target.heal(strike)?;
+                if let Some((_, to)) = struck.get_mut(&index) {
+                    *to = now();
+                }
+            }
+        }
+    }
+    let struck = struck.into_iter().map(|(index, (from, to))| Struck {
+        fault: fault_of(&strikes[index]),
+        from,
+        to,
+    });
+    Ok((struck.collect(), pauses))
+}
+
+/// A part, as other processes read it.
+struct Script(PathBuf);
+
+impl Script {
+    fn write(part: &Part) -> io::Result<Self> {
+        let path = std::env::temp_dir().join(format!(
+            "lockkit-torture-{}-{:016x}",
+            std::process::id(),
+            fastrand::u64(..)
+        ));
+        let mut text = format!("{}\n{}\n", part.prefix, part.patience.as_millis());
+        // Which may hold a password.
+        text.push_str(&part.routes.join(" "));
+        text.push('\n');
+        text.push_str(&part.schedule.to_string());
+        write_privately(&path, &text)?;
+        Ok(Self(path))
+    }
+}
+
+#[cfg(unix)]
+fn write_privately(path: &std::path::Path, text: &str) -> io::Result<()> {
+    use std::{fs::OpenOptions, io::Write as _, os::unix::fs::OpenOptionsExt as _};
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    file.write_all(text.as_bytes())
+}
+
+#[cfg(not(unix))]
+fn write_privately(path: &std::path::Path, text: &str) -> io::Result<()> {
+    std::fs::write(path, text)
+}
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// The part that is another process's, from the command that it was given.
+pub(crate) fn read_part(process: &str, origin: &str, path: &str) -> Result<Part, String> {
+    let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
+    let mut lines = text.splitn(4, '\n');
+    let mut line = || lines.next().ok_or("a script that is too short");
+    let (prefix, patience, routes) = (line()?.to_owned(), line()?, line()?);
+    let number = |text: &str| text.parse::<u64>().map_err(|error| error.to_string());
+    Ok(Part {
+        process: u32::try_from(number(process)?).map_err(|error| error.to_string())?,
+        origin: number(origin)?,
+        patience: Duration::from_millis(number(patience)?),
+        prefix,
+        routes: routes.split(' ').map(str::to_owned).collect(),
+        schedule: line()?.parse()?,
+    })
+}
