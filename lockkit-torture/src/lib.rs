@@ -1,0 +1,72 @@
+//! Deployments to torture: private servers, what may befall them, and what that excuses.
+//!
+//! The machine that makes schedules, plays them and judges them is `lockkit_conformance::torture`; docs/torture.md says
+//! what it varies and what it judges.
+
+mod embedded;
+mod mysql;
+mod redis;
+mod redlock;
+mod wires;
+mod zookeeper;
+
+use std::{error::Error, io, sync::Arc};
+
+use lockkit_conformance::torture::Target;
+use lockkit_testbed::{mysql::Flavour, redis as servers, zookeeper as zk};
+
+/// The names of all targets.
+pub const TARGETS: [&str; 13] = [
+    "memory",
+    "file",
+    "redis",
+    "valkey",
+    "redlock",
+    "redlock3",
+    "zk",
+    "zk3",
+    "mariadb",
+    "mysql",
+    "mariadb-lease",
+    "mysql-lease",
+    "zk-readwrite",
+];
+
+/// What a target needs, as `LOCKKIT_REQUIRE` calls it, and why it is not here, if it is not.
+pub fn missing(target: &str) -> (&'static str, Option<String>) {
+    let mysql = lockkit_testbed::mysql::MySql::missing;
+    match target {
+        "redis" | "redlock" | "redlock3" => ("redis", servers::missing()),
+        "valkey" => ("valkey", servers::missing_valkey()),
+        "zk" | "zk3" | "zk-readwrite" => ("zk", zk::missing()),
+        "mariadb" | "mariadb-lease" => ("mysql", mysql(Flavour::MariaDb)),
+        "mysql" | "mysql-lease" => ("mysql-server", mysql(Flavour::MySql)),
+        _ => ("memory", None),
+    }
+}
+
+/// Starts the servers of a target.
+///
+/// # Errors
+/// If there is no such target, or its servers do not come up.
+pub fn start(target: &str) -> Result<Arc<dyn Target>, Box<dyn Error + Send + Sync>> {
+    Ok(match target {
+        "memory" => Arc::new(embedded::Memory::default()),
+        "file" => Arc::new(embedded::Files::new()?),
+        "redis" => Arc::new(redis::Redis::start(servers::program())?),
+        "valkey" => Arc::new(redis::Redis::start(servers::valkey())?),
+        "redlock" => Arc::new(redlock::Redlock::start(5)?),
+        "redlock3" => Arc::new(redlock::Redlock::start(3)?),
+        "zk" => Arc::new(zookeeper::Single::start("mutex")?),
+        "zk-readwrite" => Arc::new(zookeeper::Single::start("readwrite")?),
+        "zk3" => Arc::new(zookeeper::Ensemble::start()?),
+        "mariadb" => Arc::new(mysql::Database::start(Flavour::MariaDb, false)?),
+        "mysql" => Arc::new(mysql::Database::start(Flavour::MySql, false)?),
+        "mariadb-lease" => Arc::new(mysql::Database::start(Flavour::MariaDb, true)?),
+        "mysql-lease" => Arc::new(mysql::Database::start(Flavour::MySql, true)?),
+        _ => {
+            let known = TARGETS.join(", ");
+            return Err(io::Error::other(format!("there is no target {target:?}; there are {known}")).into());
+        }
+    })
+}
