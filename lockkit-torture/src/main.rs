@@ -22,6 +22,9 @@ struct Arguments {
     /// No other faults than these, separated by commas; `none` for none
     #[arg(long, value_delimiter = ',')]
     faults: Option<Vec<String>>,
+    /// Have no client lose the runtime that it was connected in
+    #[arg(long)]
+    keep_runtimes: bool,
     /// Run this schedule instead, which a run before has printed
     #[arg(long, value_name = "FILE")]
     schedule: Option<PathBuf>,
@@ -58,15 +61,23 @@ fn torture(arguments: &Arguments) -> Fallible<bool> {
     let mut targets = arguments.targets.clone();
     if targets.is_empty() {
         let there = |target: &&str| lockkit_torture::missing(target).1.is_none();
-        targets = lockkit_torture::TARGETS.into_iter().filter(there).map(str::to_owned).collect();
+        targets = lockkit_torture::TARGETS
+            .into_iter()
+            .filter(there)
+            .map(str::to_owned)
+            .collect();
     }
-    if let Some(unknown) = targets.iter().find(|name| !lockkit_torture::TARGETS.contains(&name.as_str())) {
+    if let Some(unknown) = targets
+        .iter()
+        .find(|name| !lockkit_torture::TARGETS.contains(&name.as_str()))
+    {
         let known = lockkit_torture::TARGETS.join(", ");
         return Err(io::Error::other(format!("there is no target {unknown:?}; there are {known}")).into());
     }
     let schedule = arguments.schedule.as_ref().map(|path| {
         let text = fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
-        text.parse::<Schedule>().map_err(|error| format!("{}: {error}", path.display()))
+        text.parse::<Schedule>()
+            .map_err(|error| format!("{}: {error}", path.display()))
     });
     let schedule = schedule.transpose()?;
     let mut good = true;
@@ -74,7 +85,11 @@ fn torture(arguments: &Arguments) -> Fallible<bool> {
         if let (_, Some(missing)) = lockkit_torture::missing(name) {
             return Err(io::Error::other(missing).into());
         }
-        let mut torture = Torture::new(lockkit_torture::start(name)?)?.helpers(Launch::this_program([] as [&str; 0])?);
+        let mut torture =
+            Torture::new(lockkit_torture::start(name)?)?.helpers(Launch::this_program([] as [&str; 0])?);
+        if arguments.keep_runtimes {
+            torture = torture.keep_runtimes();
+        }
         if let Some(faults) = &arguments.faults {
             let faults: Vec<_> = faults.iter().filter(|fault| *fault != "none").cloned().collect();
             torture = torture.only(&faults)?;
@@ -119,10 +134,18 @@ fn run(name: &str, torture: &mut Torture, arguments: &Arguments) -> Fallible<boo
 }
 
 fn line(name: &str, schedule: &Schedule, verdict: &Verdict) -> String {
-    let faults: Vec<_> = schedule.strikes.iter().map(|strike| strike.fault.as_str()).collect();
+    let faults: Vec<_> = schedule
+        .strikes
+        .iter()
+        .map(|strike| strike.fault.as_str())
+        .collect();
     format!(
         "{name}: {} seed {}: {} ms, {} clients, {} tasks, {} grants, faults [{}]",
-        if verdict.findings.is_empty() { "ok    " } else { "FAILED" },
+        if verdict.findings.is_empty() {
+            "ok    "
+        } else {
+            "FAILED"
+        },
         schedule.seed,
         schedule.span,
         schedule.clients.len(),
@@ -133,13 +156,23 @@ fn line(name: &str, schedule: &Schedule, verdict: &Verdict) -> String {
 }
 
 fn print_failure(name: &str, failure: &Failure, arguments: &Arguments) -> io::Result<()> {
-    println!("{name}: FAILED after {:.0?}, seed {}", failure.after, failure.schedule.seed);
+    println!(
+        "{name}: FAILED after {:.0?}, seed {}",
+        failure.after, failure.schedule.seed
+    );
     for finding in &failure.findings {
         println!("  {finding}");
     }
-    let path = std::env::temp_dir().join(format!("lockkit-torture-{name}-{}.schedule", failure.schedule.seed));
+    let path = std::env::temp_dir().join(format!(
+        "lockkit-torture-{name}-{}.schedule",
+        failure.schedule.seed
+    ));
     fs::write(&path, failure.schedule.to_string())?;
-    println!("{name}: shortened, in {}, for --schedule:\n{}", path.display(), failure.schedule);
+    println!(
+        "{name}: shortened, in {}, for --schedule:\n{}",
+        path.display(),
+        failure.schedule
+    );
     if arguments.log {
         println!("{}", failure.log);
     }

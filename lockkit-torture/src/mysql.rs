@@ -38,7 +38,14 @@ impl Database {
         let successor = MySql::start_by(Some(&clock), flavour, &[])?;
         let wires = Wires::to(&[primary.addr()], 3)?;
         let suffering = Suffering::default();
-        Ok(Self { primary, successor, lease, clock, wires, suffering })
+        Ok(Self {
+            primary,
+            successor,
+            lease,
+            clock,
+            wires,
+            suffering,
+        })
     }
 }
 
@@ -50,7 +57,9 @@ fn run(server: &MySql, sql: &str) -> io::Result<Vec<Vec<String>>> {
         .username("root")
         .database(MySql::DATABASE)
         .ssl_mode(MySqlSslMode::Disabled);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     runtime.block_on(async {
         let mut connection = options.connect().await.map_err(io::Error::other)?;
         let rows = sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(&mut connection).await;
@@ -59,7 +68,10 @@ fn run(server: &MySql, sql: &str) -> io::Result<Vec<Vec<String>>> {
             String::from_utf8_lossy(&bytes.unwrap_or_default()).into_owned()
         };
         let rows = rows.map_err(io::Error::other)?;
-        Ok(rows.iter().map(|row| (0..row.len()).map(|index| text(row, index)).collect()).collect())
+        Ok(rows
+            .iter()
+            .map(|row| (0..row.len()).map(|index| text(row, index)).collect())
+            .collect())
     })
 }
 
@@ -68,7 +80,9 @@ impl Target for Database {
     fn routes(&self) -> Vec<String> {
         let parameters = if self.lease { "?mode=lease" } else { "" };
         let addrs = self.wires.0.iter().map(|proxy| proxy.addr());
-        addrs.map(|addr| format!("{}{parameters}", MySql::url_at(addr))).collect()
+        addrs
+            .map(|addr| format!("{}{parameters}", MySql::url_at(addr)))
+            .collect()
     }
 
     async fn connect(&self, route: &str) -> Result<LockClient> {
@@ -81,7 +95,9 @@ impl Target for Database {
             for fault in &mut faults {
                 *fault = match fault.name {
                     // The server frees a row at once.
-                    "reset" | "refuse" | "lose" => fault.excuses_overlap(Told::Within(Duration::from_secs(2))),
+                    "reset" | "refuse" | "lose" => {
+                        fault.excuses_overlap(Told::Within(Duration::from_secs(2)))
+                    }
                     "silence" => fault.excuses_overlap(Told::AtLeaseEnd(Duration::from_secs(1))),
                     _ => *fault,
                 };
@@ -91,14 +107,29 @@ impl Target for Database {
         let session = Fault::new("session").places(8).recovery(RECOVERY).weight(3);
         faults.extend([
             Fault::new("pause").recovery(RECOVERY),
-            if self.lease { restart } else { restart.excuses_overlap(Told::Within(Duration::from_secs(3))) },
-            if self.lease { session } else { session.excuses_overlap(AT_RENEWAL) },
+            if self.lease {
+                restart
+            } else {
+                restart.excuses_overlap(Told::Within(Duration::from_secs(3)))
+            },
+            if self.lease {
+                session
+            } else {
+                session.excuses_overlap(AT_RENEWAL)
+            },
             // A planned change of roles: the old primary is demoted, its connections stay.
-            Fault::new("switch").recovery(RECOVERY).excuses_overlap(AT_RENEWAL).lasting().weight(4),
+            Fault::new("switch")
+                .recovery(RECOVERY)
+                .excuses_overlap(AT_RENEWAL)
+                .lasting()
+                .weight(4),
         ]);
         if self.lease {
             faults.push(
-                Fault::new("clock").places(2).excuses_overlap(AT_RENEWAL).recovery(Duration::from_secs(20)),
+                Fault::new("clock")
+                    .places(2)
+                    .excuses_overlap(AT_RENEWAL)
+                    .recovery(Duration::from_secs(20)),
             );
         } else {
             // It counts silence by another clock.

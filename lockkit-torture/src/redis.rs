@@ -40,14 +40,22 @@ impl Redis {
             .start()?;
         let wires = Wires::to(&[server.addr()], 3)?;
         let suffering = Suffering::default();
-        Ok(Self { server, clock, wires, suffering })
+        Ok(Self {
+            server,
+            clock,
+            wires,
+            suffering,
+        })
     }
 }
 
 /// The keys of the locks of these names, and not the counters.
 pub(crate) fn delete_keys(server: &RedisServer, names: &[String]) -> io::Result<()> {
     for name in names {
-        for key in [format!("lockkit:{name}"), format!("lockkit#semaphore:{{lockkit:{name}}}")] {
+        for key in [
+            format!("lockkit:{name}"),
+            format!("lockkit#semaphore:{{lockkit:{name}}}"),
+        ] {
             server.cli(&["DEL", &key])?;
         }
     }
@@ -82,7 +90,9 @@ impl Target for Redis {
             Fault::new("session").places(6).recovery(RECOVERY).keeps_order(),
             Fault::new("scripts").recovery(RECOVERY),
             Fault::new("empty").excuses_overlap(TOLD).recovery(RECOVERY),
-            Fault::new("restart-empty").excuses_overlap(TOLD).recovery(RECOVERY),
+            Fault::new("restart-empty")
+                .excuses_overlap(TOLD)
+                .recovery(RECOVERY),
             Fault::new("delete").excuses_overlap(TOLD).recovery(RECOVERY),
             // A dead holder's lease lasts for so much longer.
             Fault::new("clock")
@@ -104,7 +114,9 @@ impl Target for Redis {
             "session" => {
                 let clients = self.server.cli(&["CLIENT", "LIST"])?;
                 let ids = clients.lines().filter(|line| line.contains(" sub=1 "));
-                let ids: Vec<_> = ids.filter_map(|line| line.strip_prefix("id=")?.split(' ').next()).collect();
+                let ids: Vec<_> = ids
+                    .filter_map(|line| line.strip_prefix("id=")?.split(' ').next())
+                    .collect();
                 if let Some(id) = ids.get(strike.place as usize % ids.len().max(1)) {
                     self.server.cli(&["CLIENT", "KILL", "ID", id])?;
                 }

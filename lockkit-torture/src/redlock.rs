@@ -25,7 +25,9 @@ pub(crate) struct Redlock {
 
 impl std::fmt::Debug for Redlock {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Redlock").field("masters", &self.masters.len()).finish_non_exhaustive()
+        f.debug_struct("Redlock")
+            .field("masters", &self.masters.len())
+            .finish_non_exhaustive()
     }
 }
 
@@ -34,11 +36,17 @@ const GROUPS: usize = 2;
 
 impl Redlock {
     pub(crate) fn start(masters: usize) -> io::Result<Self> {
-        let masters: Vec<_> = (0..masters).map(|_| RedisServer::plain()).collect::<io::Result<_>>()?;
+        let masters: Vec<_> = (0..masters)
+            .map(|_| RedisServer::plain())
+            .collect::<io::Result<_>>()?;
         let addrs: Vec<_> = masters.iter().map(RedisServer::addr).collect();
         let wires = Wires::to(&addrs, GROUPS)?;
         let suffering = Suffering::default();
-        Ok(Self { masters, wires, suffering })
+        Ok(Self {
+            masters,
+            wires,
+            suffering,
+        })
     }
 }
 
@@ -73,7 +81,10 @@ impl Target for Redlock {
         let mut faults: Vec<_> = self.wires.faults(recovery).into();
         faults.extend([
             Fault::new("pause").places(all).recovery(recovery),
-            Fault::new("restart-empty").places(all - 1).recovery(quarantine).weight(2),
+            Fault::new("restart-empty")
+                .places(all - 1)
+                .recovery(quarantine)
+                .weight(2),
             Fault::new("empty").places(all - 1).recovery(quarantine).weight(3),
             // Again and again, at one.
             Fault::new("delete").places(minority).recovery(recovery).weight(4),
@@ -86,33 +97,41 @@ impl Target for Redlock {
         if self.wires.strike(strike) {
             return Ok(());
         }
-        let master = self.masters.get(strike.place as usize).ok_or_else(|| unknown(strike))?;
-        self.suffering.begin(strike.place, strike, || match strike.fault.as_str() {
-            "pause" => master.pause(),
-            "restart-empty" => master.kill(),
-            "empty" => master.cli(&["FLUSHALL"]).map(drop),
-            "delete" => {
-                let until = Instant::now() + Duration::from_millis(strike.lasts.min(1_000));
-                while Instant::now() < until {
-                    delete_keys(master, names)?;
-                    thread::sleep(Duration::from_millis(10));
+        let master = self
+            .masters
+            .get(strike.place as usize)
+            .ok_or_else(|| unknown(strike))?;
+        self.suffering
+            .begin(strike.place, strike, || match strike.fault.as_str() {
+                "pause" => master.pause(),
+                "restart-empty" => master.kill(),
+                "empty" => master.cli(&["FLUSHALL"]).map(drop),
+                "delete" => {
+                    let until = Instant::now() + Duration::from_millis(strike.lasts.min(1_000));
+                    while Instant::now() < until {
+                        delete_keys(master, names)?;
+                        thread::sleep(Duration::from_millis(10));
+                    }
+                    Ok(())
                 }
-                Ok(())
-            }
-            "scripts" => master.cli(&["SCRIPT", "FLUSH"]).map(drop),
-            _ => Err(unknown(strike)),
-        })
+                "scripts" => master.cli(&["SCRIPT", "FLUSH"]).map(drop),
+                _ => Err(unknown(strike)),
+            })
     }
 
     fn heal(&self, strike: &Strike) -> io::Result<()> {
         if self.wires.heal(strike) {
             return Ok(());
         }
-        let master = self.masters.get(strike.place as usize).ok_or_else(|| unknown(strike))?;
-        self.suffering.end(strike.place, strike, || match strike.fault.as_str() {
-            "pause" => master.resume(),
-            "restart-empty" => master.restart_empty(),
-            _ => Ok(()),
-        })
+        let master = self
+            .masters
+            .get(strike.place as usize)
+            .ok_or_else(|| unknown(strike))?;
+        self.suffering
+            .end(strike.place, strike, || match strike.fault.as_str() {
+                "pause" => master.resume(),
+                "restart-empty" => master.restart_empty(),
+                _ => Ok(()),
+            })
     }
 }

@@ -18,7 +18,9 @@ pub(crate) struct Wires(pub(crate) Vec<Proxy>);
 impl Wires {
     /// So many ways to each of the servers. Those of one client group are next to each other.
     pub(crate) fn to(servers: &[SocketAddr], groups: usize) -> io::Result<Self> {
-        let proxies = (0..groups).flat_map(|_| servers).map(|server| Proxy::start(*server));
+        let proxies = (0..groups)
+            .flat_map(|_| servers)
+            .map(|server| Proxy::start(*server));
         Ok(Self(proxies.collect::<io::Result<_>>()?))
     }
 
@@ -62,7 +64,10 @@ impl Wires {
 
     pub(crate) fn heal(&self, strike: &Strike) -> bool {
         let ours = ["cut", "reset", "lose", "delay", "requests", "silence", "refuse"];
-        let proxy = self.0.get(strike.place as usize).filter(|_| ours.contains(&strike.fault.as_str()));
+        let proxy = self
+            .0
+            .get(strike.place as usize)
+            .filter(|_| ours.contains(&strike.fault.as_str()));
         let Some(proxy) = proxy else { return false };
         if strike.fault != "reset" {
             proxy.set(Mode::Pass);
@@ -81,7 +86,12 @@ impl Suffering {
     }
 
     /// Does `act` to the server of that place, unless it suffers already.
-    pub(crate) fn begin(&self, place: u32, strike: &Strike, act: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    pub(crate) fn begin(
+        &self,
+        place: u32,
+        strike: &Strike,
+        act: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
         let mut suffering = self.lock();
         if suffering.contains_key(&place) {
             return Ok(());
@@ -91,7 +101,12 @@ impl Suffering {
     }
 
     /// Does `act`, if `strike` is what the server of that place suffers from.
-    pub(crate) fn end(&self, place: u32, strike: &Strike, act: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    pub(crate) fn end(
+        &self,
+        place: u32,
+        strike: &Strike,
+        act: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
         let mut suffering = self.lock();
         if suffering.get(&place) != Some(strike) {
             return Ok(());
@@ -103,5 +118,8 @@ impl Suffering {
 
 /// A strike that no target of that kind knows.
 pub(crate) fn unknown(strike: &Strike) -> io::Error {
-    io::Error::other(format!("there is no fault {:?} at place {} here", strike.fault, strike.place))
+    io::Error::other(format!(
+        "there is no fault {:?} at place {} here",
+        strike.fault, strike.place
+    ))
 }

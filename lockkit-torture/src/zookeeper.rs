@@ -53,7 +53,12 @@ impl Single {
         let server = ZkServer::plain()?;
         let wires = Wires::to(&[server.addr()], 3)?;
         let suffering = Suffering::default();
-        Ok(Self { server, nodes, wires, suffering })
+        Ok(Self {
+            server,
+            nodes,
+            wires,
+            suffering,
+        })
     }
 }
 
@@ -82,7 +87,10 @@ impl Target for Single {
             Fault::new("restart").recovery(RECOVERY),
             // It comes back, and grants sessions of two seconds at most.
             Fault::new("settings").recovery(RECOVERY).lasting().weight(4),
-            Fault::new("session").places(6).recovery(RECOVERY).excuses_overlap(TOLD),
+            Fault::new("session")
+                .places(6)
+                .recovery(RECOVERY)
+                .excuses_overlap(TOLD),
         ]);
         faults
     }
@@ -92,7 +100,9 @@ impl Target for Single {
             return Ok(());
         }
         if strike.fault == "session" {
-            return self.suffering.begin(0, strike, || end_session(&self.server, strike.place));
+            return self
+                .suffering
+                .begin(0, strike, || end_session(&self.server, strike.place));
         }
         self.suffering.begin(0, strike, || match strike.fault.as_str() {
             "pause" => self.server.pause(),
@@ -134,7 +144,11 @@ impl Ensemble {
     pub(crate) fn start() -> io::Result<Self> {
         let servers = ZkEnsemble::start()?;
         let wires = Wires::to(&servers.addrs(), 2)?;
-        Ok(Self { servers, wires, suffering: Mutex::default() })
+        Ok(Self {
+            servers,
+            wires,
+            suffering: Mutex::default(),
+        })
     }
 }
 
@@ -156,7 +170,10 @@ impl Target for Ensemble {
             Fault::new("pause").places(3).recovery(recovery),
             Fault::new("restart").places(3).recovery(recovery).weight(2),
             Fault::new("isolate").places(3).recovery(recovery).weight(3),
-            Fault::new("session").places(6).recovery(recovery).excuses_overlap(TOLD),
+            Fault::new("session")
+                .places(6)
+                .recovery(recovery)
+                .excuses_overlap(TOLD),
         ]);
         faults
     }

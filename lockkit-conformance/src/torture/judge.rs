@@ -128,9 +128,14 @@ fn failures(story: &Story, findings: &mut Vec<Finding>) {
         return;
     }
     let unmolested = |record: &&Record| {
-        let plan = story.schedule.clients.iter().find(|plan| plan.id == record.client);
+        let plan = story
+            .schedule
+            .clients
+            .iter()
+            .find(|plan| plan.id == record.client);
         let gone = story.gone.get(&record.client).and_then(|at| at.iter().min());
-        plan.is_some_and(|plan| plan.fate.is_none()) && gone.is_none_or(|gone| record.acquisition.asked < *gone)
+        plan.is_some_and(|plan| plan.fate.is_none())
+            && gone.is_none_or(|gone| record.acquisition.asked < *gone)
     };
     let failed = story.records.iter().filter(unmolested).find(|record| {
         // A hold whose lease is not renewed ends with it.
@@ -241,7 +246,11 @@ impl Court<'_> {
     }
 
     fn tokens(&self, carried: &mut Tokens, findings: &mut Vec<Finding>) {
-        let lost = self.story.struck.iter().filter(|struck| struck.fault.is_some_and(|fault| fault.tokens));
+        let lost = self
+            .story
+            .struck
+            .iter()
+            .filter(|struck| struck.fault.is_some_and(|fault| fault.tokens));
         let until = lost.map(|struck| struck.from).min().unwrap_or(Nanos::MAX);
         let mut given = HashMap::<u64, &Record>::new();
         let mut ends = Vec::<(Nanos, &Record)>::new();
@@ -254,7 +263,11 @@ impl Court<'_> {
                 break;
             }
             if let Some(old) = given.insert(token, new) {
-                guilty = guilty.or(Some(format!("{} and {} have one token", describe(old), describe(new))));
+                guilty = guilty.or(Some(format!(
+                    "{} and {} have one token",
+                    describe(old),
+                    describe(new)
+                )));
             }
             let Some((from, to)) = new.sure() else {
                 continue;
@@ -263,7 +276,11 @@ impl Court<'_> {
             ends.retain(|(end, old)| {
                 let over = *end < from;
                 if over {
-                    let highest = if is_exclusive(old) { &mut carried.exclusive } else { &mut carried.other };
+                    let highest = if is_exclusive(old) {
+                        &mut carried.exclusive
+                    } else {
+                        &mut carried.other
+                    };
                     *highest = old.token().max(*highest);
                 }
                 !over
@@ -271,13 +288,20 @@ impl Court<'_> {
             let other = if is_exclusive(new) { carried.other } else { 0 };
             let highest = carried.exclusive.max(other);
             if token <= highest {
-                let detail = format!("{} has a token that is not above {highest}, of a hold before it", describe(new));
+                let detail = format!(
+                    "{} has a token that is not above {highest}, of a hold before it",
+                    describe(new)
+                );
                 guilty = guilty.or(Some(detail));
             }
             ends.push((to, new));
         }
         for (_, old) in ends {
-            let highest = if is_exclusive(old) { &mut carried.exclusive } else { &mut carried.other };
+            let highest = if is_exclusive(old) {
+                &mut carried.exclusive
+            } else {
+                &mut carried.other
+            };
             *highest = old.token().max(*highest);
         }
         findings.extend(guilty.map(|detail| Finding::new(Law::Tokens, detail)));
@@ -286,12 +310,23 @@ impl Court<'_> {
     /// A resource that compares tokens refuses who comes with a lower one. It must not be the one whose hold was good in
     /// the end.
     fn fencing(&self, findings: &mut Vec<Finding>) {
-        if self.story.struck.iter().any(|struck| struck.fault.is_some_and(|fault| fault.tokens)) {
+        if self
+            .story
+            .struck
+            .iter()
+            .any(|struck| struck.fault.is_some_and(|fault| fault.tokens))
+        {
             return;
         }
-        let held: Vec<_> = self.records.iter().filter(|record| record.sure().is_some()).collect();
+        let held: Vec<_> = self
+            .records
+            .iter()
+            .filter(|record| record.sure().is_some())
+            .collect();
         for (index, rightful) in held.iter().enumerate() {
-            let Some((_, wrote)) = rightful.sure() else { continue };
+            let Some((_, wrote)) = rightful.sure() else {
+                continue;
+            };
             if rightful.over != Over::Released || !is_exclusive(rightful) {
                 continue;
             }
@@ -354,7 +389,12 @@ impl Court<'_> {
     }
 
     /// A time of more than `allowed` in which nobody possibly kept `waiter` out.
-    fn free_for(&self, waiter: &Record, (from, to): (Nanos, Nanos), allowed: Nanos) -> Option<(Nanos, Nanos)> {
+    fn free_for(
+        &self,
+        waiter: &Record,
+        (from, to): (Nanos, Nanos),
+        allowed: Nanos,
+    ) -> Option<(Nanos, Nanos)> {
         let size = match waiter.acquisition.mode {
             Mode::Permits(size) => i64::from(size.get()),
             _ => 1,
@@ -414,7 +454,11 @@ impl Court<'_> {
         let a = &record.acquisition;
         let dead = self.story.bounds.dead_holder(record.ttl);
         let linger = nanos(LINGER);
-        let unsure = if self.story.schedule.is_harmless() && self.story.pauses.is_empty() { 0 } else { dead };
+        let unsure = if self.story.schedule.is_harmless() && self.story.pauses.is_empty() {
+            0
+        } else {
+            dead
+        };
         let died = self.died(record);
         match a.granted {
             Some((granted, _)) => {
@@ -428,7 +472,9 @@ impl Court<'_> {
                 (granted.saturating_sub(nanos(APART)), until)
             }
             // A dead process may have been granted what it could not tell of any more.
-            None if a.gave_up.is_none() => (a.asked, died.unwrap_or(Nanos::MAX).saturating_add(dead + linger)),
+            None if a.gave_up.is_none() => {
+                (a.asked, died.unwrap_or(Nanos::MAX).saturating_add(dead + linger))
+            }
             None => {
                 let at = a.gave_up.unwrap_or(Nanos::MAX);
                 let since = self.pause_before(record, at).unwrap_or(at);
@@ -455,7 +501,11 @@ impl Court<'_> {
     /// When its process stopped running for the last time, while it was under way.
     fn pause_before(&self, record: &Record, until: Nanos) -> Option<Nanos> {
         let asked = record.acquisition.asked;
-        let pauses = self.story.pauses.iter().filter(|pause| pause.process == record.process);
+        let pauses = self
+            .story
+            .pauses
+            .iter()
+            .filter(|pause| pause.process == record.process);
         let pauses = pauses.filter(|pause| pause.from <= until && pause.to.is_none_or(|to| to >= asked));
         pauses.map(|pause| pause.from.max(asked)).max()
     }
@@ -476,27 +526,42 @@ impl Court<'_> {
     /// Waiters get a lock in the order in which they came to wait, where that is promised and can be told.
     fn order(&self, findings: &mut Vec<Finding>) {
         let story = self.story;
-        let handing_on = self.records.iter().any(|record| record.handoffs.is_some_and(|n| n > 0));
+        let handing_on = self
+            .records
+            .iter()
+            .any(|record| record.handoffs.is_some_and(|n| n > 0));
         let default = self.records.iter().any(|record| record.handoffs.is_none());
         let mixed = handing_on || (default && self.records.iter().any(|record| record.handoffs.is_some()));
-        let disordered = story.struck.iter().any(|struck| struck.fault.is_some_and(|fault| fault.order));
+        let disordered = story
+            .struck
+            .iter()
+            .any(|struck| struck.fault.is_some_and(|fault| fault.order));
         let stood_still = story.stood_still > Duration::from_millis(50);
         if !story.bounds.fifo || mixed || disordered || stood_still || !story.breaks.is_empty() {
             return;
         }
-        let alone: Vec<_> = self.records.iter().filter(|record| self.waits_alone(record)).collect();
-        for overtaker in &alone {
-            let Some((granted, _)) = overtaker.acquisition.granted else {
+        // Records are in the order of their grants, those without one before all others.
+        let from = |moment: Nanos| {
+            let before = |record: &&Record| {
+                record
+                    .acquisition
+                    .granted
+                    .is_none_or(|(granted, _)| granted < moment)
+            };
+            self.records.partition_point(before)
+        };
+        for first in &self.records {
+            let Some(queued) = self.queued(first) else {
                 continue;
             };
-            let overtaken = alone.iter().find(|first| {
-                first.asked == Asked::Waited
-                    && conflict(first, overtaker)
-                    && self.queued(first).is_some_and(|queued| queued < overtaker.acquisition.asked)
-                    && granted.saturating_add(nanos(APART)) < first.answered()
-                    && first.acquisition.asked < granted
+            let until = first.answered().saturating_sub(nanos(APART));
+            let passed = self.records.get(from(queued)..from(until)).unwrap_or_default();
+            let overtaker = passed.iter().find(|next| {
+                next.acquisition.asked > queued && conflict(first, next) && self.waits_alone(next)
             });
-            if let Some(first) = overtaken {
+            if let Some(overtaker) = overtaker
+                && self.waits_alone(first)
+            {
                 let detail = format!("{} was granted before {}", describe(overtaker), describe(first));
                 findings.push(Finding::new(Law::Order, detail));
                 return;
@@ -510,7 +575,8 @@ impl Court<'_> {
         let sure = a.asked.saturating_add(nanos(QUEUED));
         let struck = |struck: &Struck| struck.from <= sure && struck.to >= a.asked;
         let calm = !self.story.struck.iter().any(struck);
-        (calm && sure < record.answered()).then_some(sure)
+        let waits = record.asked == Asked::Waited && !record.lenient;
+        (waits && sure < record.answered() && calm).then_some(sure)
     }
 
     /// Whether it waits, and no other of its client is there for that lock at the time, in whose queue it would stand.
@@ -523,7 +589,13 @@ impl Court<'_> {
         };
         let beside = |other: &&Record| {
             let b = &other.acquisition;
-            b.who != a.who && other.client == record.client && b.asked <= until && end_of(b) >= a.asked
+            // One that is refused at once was in no queue.
+            let refused = other.asked == Asked::Tried && b.granted.is_none();
+            b.who != a.who
+                && other.client == record.client
+                && !refused
+                && b.asked <= until
+                && end_of(b) >= a.asked
         };
         let ends = record.fared == Fared::Granted || record.fared == Fared::Taken;
         record.asked == Asked::Waited
@@ -535,25 +607,45 @@ impl Court<'_> {
 }
 
 impl Story {
+    /// Whether somebody never gave up a guard.
+    pub(super) fn forgot_anything(&self) -> bool {
+        let forgotten = |record: &Record| record.over == Over::Not && record.acquisition.granted.is_some();
+        self.records.iter().any(forgotten)
+    }
+
     /// Who did what when.
     pub(super) fn log(&self) -> String {
         let mut lines: Vec<_> = self
             .records
             .iter()
-            .map(|record| (record.acquisition.asked, format!("{} {}", describe(record), record.error)))
+            .map(|record| {
+                (
+                    record.acquisition.asked,
+                    format!("{} {}", describe(record), record.error),
+                )
+            })
             .collect();
         for Struck { fault, from, to } in &self.struck {
             let name = fault.map_or("?", |fault| fault.name);
-            lines.push((*from, format!("FAULT {name} from {} to {}", from / 1_000, to / 1_000)));
+            lines.push((
+                *from,
+                format!("FAULT {name} from {} to {}", from / 1_000, to / 1_000),
+            ));
         }
         for pause in &self.pauses {
             lines.push((pause.from, format!("FAULT {pause:?}")));
         }
         for (lock, from, to) in &self.breaks {
-            lines.push((*from, format!("BREAK of {lock} from {} to {}", from / 1_000, to / 1_000)));
+            lines.push((
+                *from,
+                format!("BREAK of {lock} from {} to {}", from / 1_000, to / 1_000),
+            ));
         }
         for (client, at) in &self.gone {
-            lines.push((at.first().copied().unwrap_or_default(), format!("GONE client {client}: {at:?}")));
+            lines.push((
+                at.first().copied().unwrap_or_default(),
+                format!("GONE client {client}: {at:?}"),
+            ));
         }
         lines.sort();
         lines.into_iter().map(|(_, line)| line + "\n").collect()

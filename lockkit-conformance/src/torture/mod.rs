@@ -13,11 +13,11 @@ mod schedule;
 mod shrink;
 
 pub use faults::{Bare, Fault, Target, Told};
+use judge::Bounds;
+pub(crate) use play::help;
 pub use record::{Finding, Law};
 pub(crate) use run::read_part;
 pub use run::{Effort, Failure, Report, Torture, Verdict};
-use judge::Bounds;
-pub(crate) use play::help;
 
 pub use schedule::{
     Ask, ClientPlan, End, Fate, HoldAs, KILL, Millis, STOP, Schedule, Shape, Step, Strike, TaskPlan,

@@ -14,8 +14,8 @@ use std::{
 
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use lockkit_core::{
-    AcquireOptions, Error, Held, Kind, Lock, LockClient, LockGuard, Owner, ReentrantLock, Result, acquire_all,
-    spi::chain,
+    AcquireOptions, Error, Held, Kind, Lock, LockClient, LockGuard, Owner, ReentrantLock, Result,
+    acquire_all, spi::chain,
 };
 use tokio::{
     runtime::{self, Handle, Runtime},
@@ -131,7 +131,11 @@ pub(super) async fn play(part: Part, wanted: mpsc::Sender<Wanted>, notes: Notes)
     let mine = |client: &&ClientPlan| client.process == stage.part.process;
     let seats = stage.part.schedule.clients.iter().filter(mine).map(|plan| {
         let (stage, plan) = (stage.clone(), *plan);
-        async move { Seat::take(&stage, plan).await.map(|seat| (plan.id, Arc::new(seat))) }
+        async move {
+            Seat::take(&stage, plan)
+                .await
+                .map(|seat| (plan.id, Arc::new(seat)))
+        }
     });
     let seats: HashMap<_, _> = seats
         .collect::<FuturesUnordered<_>>()
@@ -227,14 +231,20 @@ impl Seat {
         let mut own = None;
         let mut handle = Handle::current();
         if let Some((_, Fate::Runtime)) = plan.fate {
-            let built = runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+            let built = runtime::Builder::new_multi_thread()
+                .worker_threads(1)
+                .enable_all()
+                .build();
             match built {
                 Ok(built) => {
                     handle = built.handle().clone();
                     own = Some(built);
                 }
                 Err(error) => {
-                    stage.find(Law::Failure, format!("no runtime for client {}: {error}", plan.id));
+                    stage.find(
+                        Law::Failure,
+                        format!("no runtime for client {}: {error}", plan.id),
+                    );
                     return None;
                 }
             }
@@ -242,7 +252,12 @@ impl Seat {
         let limit = Duration::from_secs(30);
         let what = format!("connecting client {}", plan.id);
         let connected = stage.bounded(limit, &what, stage.connect(plan, handle)).await;
-        let tasks = stage.part.schedule.tasks.iter().filter(|task| task.client == plan.id);
+        let tasks = stage
+            .part
+            .schedule
+            .tasks
+            .iter()
+            .filter(|task| task.client == plan.id);
         match connected? {
             Ok(client) => Some(Self {
                 plan,
@@ -302,7 +317,11 @@ async fn meet_fate(stage: Arc<Stage>, seat: Arc<Seat>) {
             stage.note(Note::Gone { client, at });
         }
         Fate::Anew => {
-            let connected = timeout(Duration::from_secs(30), stage.connect(seat.plan, Handle::current())).await;
+            let connected = timeout(
+                Duration::from_secs(30),
+                stage.connect(seat.plan, Handle::current()),
+            )
+            .await;
             if let Ok(Ok(new)) = connected {
                 *seat.client.lock().unwrap_or_else(PoisonError::into_inner) = new;
             }
@@ -431,17 +450,6 @@ impl Scene<'_> {
         self.stage.note(Note::Record(Box::new(record.clone())));
     }
 
-    /// A client whose runtime has ended, or will, has to say so, and not wait.
-    fn limit_of_a_wait(&self) -> Duration {
-        match self.seat.plan.fate {
-            Some((at, Fate::Runtime)) => {
-                let left = self.stage.at(at).saturating_duration_since(Instant::now());
-                (left + OP_TIMEOUT + SLACK * 2).min(self.stage.patience().max(OP_TIMEOUT + SLACK * 2))
-            }
-            _ => self.stage.patience(),
-        }
-    }
-
     async fn one(&self, client: &LockClient, name: &str) {
         let step = self.step;
         let asked = match step.ask {
@@ -494,7 +502,9 @@ impl Scene<'_> {
             }
             Ask::CancelPolls(polls) => {
                 let limited = tokio::time::timeout(SLACK, lock.acquire());
-                poll_at_most(polls as usize, limited).await.and_then(std::result::Result::ok)
+                poll_at_most(polls as usize, limited)
+                    .await
+                    .and_then(std::result::Result::ok)
             }
             Ask::Unpolled(polls) => {
                 let mut asking = Box::pin(lock.acquire());
@@ -508,7 +518,7 @@ impl Scene<'_> {
                 }
             }
             _ => {
-                let limit = self.limit_of_a_wait();
+                let limit = self.stage.patience();
                 let asking = queued(lock.acquire(), &mut record.acquisition.queued);
                 self.stage.bounded(limit, &what, asking).await
             }
@@ -586,7 +596,10 @@ impl Scene<'_> {
         match self.step.end {
             End::Release => {
                 let what = format!("release of {} on {}", self.who, record.acquisition.lock);
-                let released = self.stage.bounded(OP_TIMEOUT + SLACK, &what, guard.release()).await;
+                let released = self
+                    .stage
+                    .bounded(OP_TIMEOUT + SLACK, &what, guard.release())
+                    .await;
                 self.released(released, record);
             }
             End::Drop => {
@@ -595,6 +608,11 @@ impl Scene<'_> {
             }
             End::HalfRelease => {
                 let _ = poll_at_most(1, guard.release()).await;
+                record.over = Over::Dropped;
+            }
+            // Nobody would close its client for it before all are done.
+            End::Forget if Instant::now() >= self.stage.ends => {
+                drop(guard);
                 record.over = Over::Dropped;
             }
             End::Forget => {
@@ -629,7 +647,7 @@ impl Scene<'_> {
         let what = format!("the first of two by {} on {}", self.who, record.acquisition.lock);
         let first = self
             .stage
-            .bounded(self.limit_of_a_wait(), &what, lock.acquire(&owner))
+            .bounded(self.stage.patience(), &what, lock.acquire(&owner))
             .await;
         let Some(first) = self.settle(first, &mut record) else {
             return self.note(&record);
@@ -648,20 +666,31 @@ impl Scene<'_> {
         {
             self.stage.find(
                 Law::Exclusion,
-                format!("{} has two holds, {} and {}", self.who, first.token(), second.token()),
+                format!(
+                    "{} has two holds, {} and {}",
+                    self.who,
+                    first.token(),
+                    second.token()
+                ),
             );
         }
         self.hold(&view, &mut record).await;
         drop(second);
         let what = format!("release of both by {} on {}", self.who, record.acquisition.lock);
-        let released = self.stage.bounded(OP_TIMEOUT + SLACK, &what, first.release()).await;
+        let released = self
+            .stage
+            .bounded(OP_TIMEOUT + SLACK, &what, first.release())
+            .await;
         self.released(released, &mut record);
         record.acquisition.released = Some(now());
         self.note(&record);
     }
 
     async fn all(&self, client: &LockClient, names: &[String], wait: Duration) {
-        let locks: Vec<_> = names.iter().filter_map(|name| self.lock(client, name).ok()).collect();
+        let locks: Vec<_> = names
+            .iter()
+            .filter_map(|name| self.lock(client, name).ok())
+            .collect();
         let records = names.iter().filter_map(|name| self.record(name, Asked::Waited));
         let mut records: Vec<_> = records.collect();
         for record in &records {
@@ -671,7 +700,10 @@ impl Scene<'_> {
         let options = self.options().wait(wait);
         let locks: Vec<_> = locks.iter().collect();
         let limit = wait + OP_TIMEOUT + SLACK;
-        let set = self.stage.bounded(limit, &what, acquire_all(&locks, &options)).await;
+        let set = self
+            .stage
+            .bounded(limit, &what, acquire_all(&locks, &options))
+            .await;
         let set = match set {
             Some(Ok(set)) => set,
             failed => {
@@ -727,7 +759,11 @@ impl Scene<'_> {
         let what = format!("inspecting {name}");
         let limit = AcquireOptions::DEFAULT_OP_TIMEOUT + SLACK;
         match self.step.hold_as {
-            HoldAs::Permit => self.stage.bounded(limit, &what, client.inspect_semaphore(name)).await,
+            HoldAs::Permit => {
+                self.stage
+                    .bounded(limit, &what, client.inspect_semaphore(name))
+                    .await
+            }
             _ => self.stage.bounded(limit, &what, client.inspect(name)).await,
         }
     }

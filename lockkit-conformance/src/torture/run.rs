@@ -35,6 +35,7 @@ pub struct Torture {
     target: Arc<dyn Target>,
     launch: Option<Launch>,
     only: Option<BTreeSet<String>>,
+    runtimes: bool,
     capabilities: Capabilities,
     info: (Duration, bool),
     /// What names begin with: new after a fault that may cost tokens.
@@ -134,7 +135,10 @@ impl Torture {
     pub fn new(target: Arc<dyn Target>) -> io::Result<Self> {
         let route = target.routes().first().cloned().unwrap_or_default();
         let (capabilities, info) = runtime()?.block_on(async {
-            let client = target.connect(&route).await.map_err(|error| io::Error::other(chain(&error)))?;
+            let client = target
+                .connect(&route)
+                .await
+                .map_err(|error| io::Error::other(chain(&error)))?;
             let capabilities = client.capabilities();
             let info = (client.info().fallback_poll, capabilities.fifo);
             client
@@ -147,6 +151,7 @@ impl Torture {
             target,
             launch: None,
             only: None,
+            runtimes: true,
             capabilities,
             info,
             prefix: new_prefix(),
@@ -161,14 +166,30 @@ impl Torture {
         self
     }
 
+    /// With clients that live no longer than the runtimes they were connected in.
+    #[must_use]
+    pub fn keep_runtimes(mut self) -> Self {
+        self.runtimes = false;
+        self
+    }
+
     /// With no other faults than these.
     ///
     /// # Errors
     /// The first of them that the deployment does not have.
     pub fn only(mut self, faults: &[String]) -> Result<Self, String> {
-        let known: Vec<_> = self.target.faults().iter().map(|fault| fault.name).chain([STOP, KILL]).collect();
+        let known: Vec<_> = self
+            .target
+            .faults()
+            .iter()
+            .map(|fault| fault.name)
+            .chain([STOP, KILL])
+            .collect();
         if let Some(unknown) = faults.iter().find(|fault| !known.contains(&fault.as_str())) {
-            return Err(format!("there is no fault {unknown:?} here; there are {}", known.join(", ")));
+            return Err(format!(
+                "there is no fault {unknown:?} here; there are {}",
+                known.join(", ")
+            ));
         }
         self.only = Some(faults.iter().cloned().collect());
         Ok(self)
@@ -184,6 +205,7 @@ impl Torture {
         let of_processes = |name: &str| self.only.as_ref().is_none_or(|only| only.contains(name));
         shape.stops = of_processes(STOP);
         shape.kills = of_processes(KILL);
+        shape.runtimes = self.runtimes;
         shape
     }
 
@@ -230,7 +252,12 @@ impl Torture {
     ///
     /// # Errors
     /// As [`run`](Self::run).
-    pub fn shorten(&mut self, schedule: &Schedule, findings: &[Finding], limit: Duration) -> io::Result<Schedule> {
+    pub fn shorten(
+        &mut self,
+        schedule: &Schedule,
+        findings: &[Finding],
+        limit: Duration,
+    ) -> io::Result<Schedule> {
         let laws: BTreeSet<_> = findings.iter().map(|finding| finding.law).collect();
         let mut broken = None;
         let shortened = shorten(schedule, limit, |candidate| match self.epoch(candidate) {
@@ -250,21 +277,33 @@ impl Torture {
     pub fn epoch(&mut self, schedule: &Schedule) -> io::Result<Verdict> {
         let known: Vec<_> = self.target.faults();
         for strike in &schedule.strikes {
-            if ![STOP, KILL].contains(&strike.fault.as_str()) && !known.iter().any(|fault| fault.name == strike.fault) {
-                return Err(io::Error::other(format!("there is no fault {:?} here", strike.fault)));
+            if ![STOP, KILL].contains(&strike.fault.as_str())
+                && !known.iter().any(|fault| fault.name == strike.fault)
+            {
+                return Err(io::Error::other(format!(
+                    "there is no fault {:?} here",
+                    strike.fault
+                )));
             }
         }
         let other_processes = schedule.clients.iter().any(|client| client.process > 0);
         if other_processes && self.launch.is_none() {
-            return Err(io::Error::other("the schedule wants other processes, and there can be none"));
+            return Err(io::Error::other(
+                "the schedule wants other processes, and there can be none",
+            ));
         }
         let runtime = runtime()?;
         let played = runtime.block_on(self.play_epoch(schedule));
-        let left = drained(&runtime);
+        // What a forgotten guard keeps is kept.
+        let forgot = |(story, _): &(Story, _)| story.forgot_anything();
+        let left = if played.as_ref().is_ok_and(forgot) {
+            None
+        } else {
+            drained(&runtime)
+        };
         runtime.shutdown_background();
-        let (mut story, mut findings) = played?;
+        let (story, mut findings) = played?;
         findings.extend(left);
-        story.stood_still = story.stood_still.max(Duration::ZERO);
         findings.extend(judge(&story, &mut self.highest));
         let lost_tokens = |struck: &Struck| struck.fault.is_some_and(|fault| fault.tokens || fault.lasting);
         if !findings.is_empty() || story.struck.iter().any(lost_tokens) {
@@ -275,7 +314,11 @@ impl Torture {
             findings.push(Finding::new(Law::Residue, left));
         }
         let mut verdict = Verdict {
-            log: if findings.is_empty() { String::new() } else { story.log() },
+            log: if findings.is_empty() {
+                String::new()
+            } else {
+                story.log()
+            },
             findings,
             ..Verdict::default()
         };
@@ -316,7 +359,11 @@ impl Torture {
         let (mut processes, mut inputs) = (HashMap::new(), Vec::new());
         let mut playing = JoinSet::new();
         for (number, mut helper) in helpers.drain(..) {
-            helper.send(&format!("torture {number} {} {}", part.origin, directory.0.display()))?;
+            helper.send(&format!(
+                "torture {number} {} {}",
+                part.origin,
+                directory.0.display()
+            ))?;
             let (process, commands, answers) = helper.parts();
             // A helper ends with its input.
             inputs.push(commands);
@@ -339,7 +386,11 @@ impl Torture {
         }
         drop(inputs);
         connecting.abort();
-        let done = tokio::task::spawn_blocking(move || strikers.join().map_err(|_| io::Error::other("a striker panicked")));
+        let done = tokio::task::spawn_blocking(move || {
+            strikers
+                .join()
+                .map_err(|_| io::Error::other("a striker panicked"))
+        });
         let done = done.await.map_err(io::Error::other)??;
         let (struck, pauses) = done?;
         // Deaths explain why nothing more was heard of a process.
@@ -363,7 +414,11 @@ impl Torture {
     }
 
     fn bounds(&self, schedule: &Schedule, client: &LockClient) -> Bounds {
-        let ttls = schedule.tasks.iter().flat_map(|task| &task.steps).map(|step| step.ttl);
+        let ttls = schedule
+            .tasks
+            .iter()
+            .flat_map(|task| &task.steps)
+            .map(|step| step.ttl);
         let dead = ttls.map(|ttl| {
             let length = Duration::from_millis(ttl);
             let holder = client.dead_holder_bound(length);
@@ -381,9 +436,20 @@ impl Torture {
     fn patience(&self, schedule: &Schedule, bounds: &Bounds) -> Duration {
         let faults = self.target.faults();
         let over = |strike: &Strike| strike.at + strike.lasts;
-        let over = schedule.strikes.iter().map(over).max().unwrap_or_default().max(schedule.span);
+        let over = schedule
+            .strikes
+            .iter()
+            .map(over)
+            .max()
+            .unwrap_or_default()
+            .max(schedule.span);
         let struck = |fault: &&Fault| schedule.strikes.iter().any(|strike| strike.fault == fault.name);
-        let recovery = faults.iter().filter(struck).map(|fault| fault.recovery).max().unwrap_or_default();
+        let recovery = faults
+            .iter()
+            .filter(struck)
+            .map(|fault| fault.recovery)
+            .max()
+            .unwrap_or_default();
         let dead = if schedule.is_harmless() {
             Duration::ZERO
         } else {
@@ -405,7 +471,11 @@ impl Torture {
     }
 
     /// Strikes and heals when it is time, one after the other, on a thread that may block.
-    fn strikers(&self, part: &Part, processes: &Arc<HashMap<u32, Arc<Mutex<Process>>>>) -> thread::JoinHandle<Done> {
+    fn strikers(
+        &self,
+        part: &Part,
+        processes: &Arc<HashMap<u32, Arc<Mutex<Process>>>>,
+    ) -> thread::JoinHandle<Done> {
         let (target, part, processes) = (self.target.clone(), part.clone(), processes.clone());
         thread::spawn(move || strike_all(&*target, &part, &processes))
     }
@@ -420,14 +490,27 @@ impl Torture {
                 return Some(Finding::new(Law::Failure, detail));
             }
         };
-        let dead = story.bounds.dead.values().map(|(holder, waiter)| *holder.max(waiter)).max();
-        let dead = if story.schedule.is_harmless() { Duration::ZERO } else { dead.unwrap_or_default() };
+        let dead = story
+            .bounds
+            .dead
+            .values()
+            .map(|(holder, waiter)| *holder.max(waiter))
+            .max();
+        let dead = if story.schedule.is_harmless() {
+            Duration::ZERO
+        } else {
+            dead.unwrap_or_default()
+        };
         let limit = dead + OP_TIMEOUT * 2 + Duration::from_secs(8);
         let watch = Stopwatch::start();
         let mut names = BTreeSet::new();
         for step in story.schedule.tasks.iter().flat_map(|task| &task.steps) {
             for number in locks_of(step) {
-                let kind = if step.hold_as == HoldAs::Permit { Kind::Semaphore } else { Kind::Lock };
+                let kind = if step.hold_as == HoldAs::Permit {
+                    Kind::Semaphore
+                } else {
+                    Kind::Lock
+                };
                 names.insert((kind as u8, name(&self.prefix, step.hold_as, number), kind));
             }
         }
@@ -459,7 +542,10 @@ impl Torture {
 }
 
 fn runtime() -> io::Result<runtime::Runtime> {
-    runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()
+    runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
 }
 
 fn new_prefix() -> String {
@@ -547,7 +633,11 @@ fn strike_all(target: &dyn Target, part: &Part, processes: &HashMap<u32, Arc<Mut
     for (index, strike) in strikes.iter().enumerate() {
         moments.push((strike.at, true, index));
         let lasting = fault_of(strike).is_some_and(|fault| fault.lasting);
-        let until = if lasting { u64::MAX } else { strike.at + strike.lasts };
+        let until = if lasting {
+            u64::MAX
+        } else {
+            strike.at + strike.lasts
+        };
         moments.push((until, false, index));
     }
     moments.sort_unstable();
@@ -562,20 +652,30 @@ fn strike_all(target: &dyn Target, part: &Part, processes: &HashMap<u32, Arc<Mut
         let before = now();
         match (strike.fault.as_str(), begins) {
             (STOP | KILL, _) => {
-                let Some(process) = processes.get(&strike.place) else { continue };
+                let Some(process) = processes.get(&strike.place) else {
+                    continue;
+                };
                 let mut process = process.lock().unwrap_or_else(PoisonError::into_inner);
                 let number = strike.place;
                 match (strike.fault.as_str(), begins) {
                     (KILL, true) => {
                         process.kill()?;
                         let (from, to) = (before, None);
-                        pauses.push(Pause { process: number, from, to });
+                        pauses.push(Pause {
+                            process: number,
+                            from,
+                            to,
+                        });
                     }
                     // One that has been killed or is done cannot be stopped.
                     (STOP, true) if process.stop().is_ok() => {
                         stopped.insert(index, pauses.len());
                         let (from, to) = (before, Some(Nanos::MAX));
-                        pauses.push(Pause { process: number, from, to });
+                        pauses.push(Pause {
+                            process: number,
+                            from,
+                            to,
+                        });
                     }
                     (STOP, false) => {
                         if let Some(pause) = stopped.remove(&index) {
@@ -629,7 +729,11 @@ impl Script {
 #[cfg(unix)]
 fn write_privately(path: &std::path::Path, text: &str) -> io::Result<()> {
     use std::{fs::OpenOptions, io::Write as _, os::unix::fs::OpenOptionsExt as _};
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)?;
     file.write_all(text.as_bytes())
 }
 

@@ -26,6 +26,8 @@ pub struct Shape {
     pub stops: bool,
     /// They are killed.
     pub kills: bool,
+    /// Clients lose their runtimes.
+    pub runtimes: bool,
 }
 
 impl Shape {
@@ -38,6 +40,7 @@ impl Shape {
             faults: Vec::new(),
             stops: true,
             kills: true,
+            runtimes: true,
         }
     }
 }
@@ -211,10 +214,10 @@ impl Schedule {
         schedule.strikes = strikes(rng, shape, span, processes);
         let deadly = schedule.strikes.iter().any(|strike| strike.fault == KILL);
         let mood = Mood::new(rng, shape, &schedule, deadly);
-        for id in 0..rng.u32(2..=6) {
+        for id in 0..rng.u32(2..=if mood.crowd == 1 { 8 } else { 6 }) {
             let fate = match rng.u8(0..20) {
                 0 => Some(Fate::Close),
-                1 => Some(Fate::Runtime),
+                1 if shape.runtimes => Some(Fate::Runtime),
                 2 => Some(Fate::Anew),
                 _ => None,
             };
@@ -223,7 +226,7 @@ impl Schedule {
                 process: rng.u32(0..processes),
                 fate: fate.map(|fate| (rng.u64(span / 10..span), fate)),
             });
-            for _ in 0..rng.u32(1..=if mood.crowd { 6 } else { 3 }) {
+            for _ in 0..rng.u32(1..=mood.crowd) {
                 let steps = steps(rng, &mood, span);
                 let (id, client) = (u32::try_from(schedule.tasks.len()).unwrap_or(u32::MAX), id);
                 schedule.tasks.push(TaskPlan { id, client, steps });
@@ -258,7 +261,8 @@ struct Mood {
     handoffs: Vec<Option<u32>>,
     /// Many short holds.
     busy: bool,
-    crowd: bool,
+    /// How many tasks a client has at most.
+    crowd: u32,
     all: bool,
     revokes: bool,
 }
@@ -274,8 +278,8 @@ impl Mood {
         }
         let handoffs = match (shape.capabilities.local_handoffs, rng.u8(0..10)) {
             (false, _) => vec![None],
-            (true, 0..5) => vec![Some(0)],
-            (true, 5..8) => vec![None, Some(32)],
+            (true, 0..6) => vec![Some(0)],
+            (true, 6..8) => vec![None, Some(32)],
             (true, _) => vec![None, Some(0), Some(1_000)],
         };
         Self {
@@ -289,7 +293,7 @@ impl Mood {
             },
             handoffs,
             busy: rng.bool(),
-            crowd: rng.u8(0..4) == 0,
+            crowd: choice(rng, &[1, 1, 2, 3, 6]),
             all: rng.u8(0..3) == 0,
             revokes: shape.capabilities.revoke && rng.u8(0..6) == 0,
         }
@@ -299,7 +303,7 @@ impl Mood {
 fn steps(rng: &mut Rng, mood: &Mood, span: Millis) -> Vec<Step> {
     let mut steps = Vec::new();
     let mut at = rng.u64(0..span / 2);
-    while at < span && steps.len() < 400 {
+    while at < span && steps.len() < if mood.busy { 1_000 } else { 200 } {
         let permit = mood.sizes > 0 && rng.u8(0..10) < 4;
         let hold_as = match permit {
             true => HoldAs::Permit,
@@ -307,10 +311,12 @@ fn steps(rng: &mut Rng, mood: &Mood, span: Millis) -> Vec<Step> {
             false => HoldAs::Exclusive,
         };
         let hold = match rng.u8(0..20) {
+            0..12 if mood.busy => 0,
+            12..19 if mood.busy => rng.u64(0..6),
+            _ if mood.busy => rng.u64(5..300),
             0..7 => 0,
             7..14 => rng.u64(1..50),
             14..18 => rng.u64(50..1_000),
-            _ if mood.busy => rng.u64(50..500),
             _ => rng.u64(1_000..span.max(2_000)),
         };
         let ask = match rng.u8(0..100) {
@@ -343,6 +349,8 @@ fn steps(rng: &mut Rng, mood: &Mood, span: Millis) -> Vec<Step> {
             },
         });
         at += match rng.u8(0..10) {
+            0..8 if mood.busy => 0,
+            _ if mood.busy => rng.u64(1..100),
             0..4 => 0,
             4..8 => rng.u64(0..50),
             _ => rng.u64(50..span / 2),

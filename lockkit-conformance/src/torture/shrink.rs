@@ -5,12 +5,22 @@ use std::time::{Duration, Instant};
 use super::Schedule;
 
 /// Leaves out faults, clients, tasks and steps for as long as `fails` says that what is left still does, and there is time.
-pub(super) fn shorten(schedule: &Schedule, limit: Duration, mut fails: impl FnMut(&Schedule) -> bool) -> Schedule {
+pub(super) fn shorten(
+    schedule: &Schedule,
+    limit: Duration,
+    mut fails: impl FnMut(&Schedule) -> bool,
+) -> Schedule {
     let deadline = Instant::now() + limit;
     let mut best = schedule.clone();
     loop {
         let before = best.clone();
-        for part in [Piece::Strike, Piece::Client, Piece::Task, Piece::Fate, Piece::Step] {
+        for part in [
+            Piece::Strike,
+            Piece::Client,
+            Piece::Task,
+            Piece::Fate,
+            Piece::Step,
+        ] {
             let mut size = part.count(&best).div_ceil(2);
             while size > 0 {
                 let mut from = 0;
@@ -64,7 +74,9 @@ impl Piece {
                 less.tasks.retain(|task| !gone.contains(&task.client));
             }
             Self::Task => drop(less.tasks.drain(from..to)),
-            Self::Fate => less.clients[from..to].iter_mut().for_each(|client| client.fate = None),
+            Self::Fate => less.clients[from..to]
+                .iter_mut()
+                .for_each(|client| client.fate = None),
             Self::Step => {
                 let mut index = 0;
                 for task in &mut less.tasks {
@@ -93,14 +105,19 @@ mod tests {
             steps().any(|step| step.ask == Ask::Twice) && steps().any(|step| step.ask == Ask::Inspect)
         };
         let mut schedules = (0..).map(|seed| Schedule::generate(seed, &Shape::new(has)));
-        let schedule = schedules.find(|schedule| schedule.tasks.len() > 5 && planted(schedule)).expect("one");
+        let schedule = schedules
+            .find(|schedule| schedule.tasks.len() > 5 && planted(schedule))
+            .expect("one");
         let mut runs = 0;
         let short = shorten(&schedule, Duration::from_secs(60), |candidate| {
             runs += 1;
             planted(candidate)
         });
         let steps: usize = short.tasks.iter().map(|task| task.steps.len()).sum();
-        assert!(planted(&short) && steps == 2 && runs < 2_000, "{steps} steps after {runs} runs:\n{short}");
+        assert!(
+            planted(&short) && steps == 2 && runs < 2_000,
+            "{steps} steps after {runs} runs:\n{short}"
+        );
         let again: Schedule = short.to_string().parse().expect("a schedule");
         assert_eq!(again, short);
     }

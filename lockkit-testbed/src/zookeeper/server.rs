@@ -254,7 +254,10 @@ impl ZkServer {
         let begins = format!("{name}=");
         let lines = fs::read_to_string(&path)?;
         let others = lines.lines().filter(|line| !line.starts_with(&begins));
-        let lines: Vec<_> = others.map(str::to_owned).chain([format!("{begins}{value}\n")]).collect();
+        let lines: Vec<_> = others
+            .map(str::to_owned)
+            .chain([format!("{begins}{value}\n")])
+            .collect();
         fs::write(path, lines.join("\n"))
     }
 

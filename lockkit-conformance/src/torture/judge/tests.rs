@@ -1,1 +1,302 @@
-//! Bad histories, each of which has to be found.
+//! Bad histories, each of which has to be found, beside the good ones that they differ from in one thing.
+
+use std::num::NonZeroU32;
+
+use super::*;
+use crate::torture::{ClientPlan, Strike};
+
+const SECOND: Nanos = 1_000_000_000;
+
+fn story(records: Vec<Record>) -> Story {
+    let dead = [(1_000, (Duration::from_secs(2), Duration::from_secs(2)))];
+    let client = |id| ClientPlan {
+        id,
+        process: 0,
+        fate: None,
+    };
+    let mut story = Story {
+        records,
+        ..Story::default()
+    };
+    story.schedule.clients = (0..10).map(client).collect();
+    story.bounds = Bounds {
+        dead: dead.into(),
+        fallback_poll: Duration::from_secs(1),
+        fifo: true,
+    };
+    story
+}
+
+/// A hold of client `who` in seconds: asked for, granted, given back.
+fn hold(who: u32, mode: Mode, asked: f64, granted: f64, released: f64, token: u64) -> Record {
+    let mut acquisition = Acquisition::asked("a", mode, u64::from(who), at(asked));
+    acquisition.granted = Some((at(granted), token));
+    acquisition.until = Some(at(released) - 1);
+    acquisition.released = Some(at(released));
+    Record {
+        process: 0,
+        client: who,
+        ttl: 1_000,
+        handoffs: Some(0),
+        asked: Asked::Waited,
+        fared: Fared::Granted,
+        over: Over::Released,
+        lenient: false,
+        acquisition,
+        error: String::new(),
+    }
+}
+
+fn refused(who: u32, asked: Asked, from: f64, to: f64) -> Record {
+    let mut record = hold(who, Mode::Exclusive, from, to, to, 0);
+    record.acquisition.granted = None;
+    record.acquisition.until = None;
+    record.acquisition.released = None;
+    record.acquisition.gave_up = Some(at(to));
+    (record.asked, record.fared, record.over) = (asked, Fared::Taken, Over::Not);
+    record
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "small and positive"
+)]
+fn at(seconds: f64) -> Nanos {
+    // Times before the beginning must fit.
+    ((seconds + 100.0) * 1e9) as Nanos
+}
+
+fn found(story: &Story) -> Vec<Law> {
+    let findings = judge(story, &mut Highest::default());
+    findings.into_iter().map(|finding| finding.law).collect()
+}
+
+fn struck(fault: Fault, from: f64, to: f64) -> Struck {
+    Struck {
+        fault: Some(fault),
+        from: at(from),
+        to: at(to),
+    }
+}
+
+const X: Mode = Mode::Exclusive;
+
+#[test]
+fn a_good_history_is_acquitted() {
+    let records = vec![
+        hold(0, X, 0.0, 0.0, 1.0, 1),
+        hold(1, Mode::Shared, 0.1, 1.01, 2.0, 2),
+        hold(2, Mode::Shared, 0.2, 1.01, 3.0, 3),
+        hold(3, X, 1.5, 3.01, 4.0, 5),
+        refused(4, Asked::Tried, 3.5, 3.6),
+    ];
+    assert_eq!(found(&story(records)), []);
+}
+
+#[test]
+fn two_inside_are_found_and_excused_until_told() {
+    let records = || vec![hold(0, X, 0.0, 0.0, 1.0, 1), hold(1, X, 0.1, 0.9, 2.0, 2)];
+    assert_eq!(found(&story(records())), [Law::Exclusion]);
+    let mut readers = records();
+    readers[1].acquisition.mode = Mode::Shared;
+    assert_eq!(found(&story(readers)), [Law::Exclusion]);
+
+    // A third of a second after the fault at the latest.
+    let fault = Fault::new("empty").excuses_overlap(Told::AtRenewal(Duration::ZERO));
+    let mut excused = story(records());
+    excused.struck = vec![struck(fault, 0.8, 0.8)];
+    assert_eq!(found(&excused), []);
+    excused.struck = vec![struck(fault, 0.5, 0.5)];
+    assert_eq!(found(&excused), [Law::Exclusion], "it ought to have been told");
+    excused.struck = vec![struck(fault, 0.95, 0.95)];
+    assert_eq!(found(&excused), [Law::Exclusion], "the fault came after");
+    excused.struck = vec![struck(Fault::new("pause"), 0.8, 0.8)];
+    assert_eq!(found(&excused), [Law::Exclusion], "this fault excuses nothing");
+    excused.breaks = vec![("a".to_owned(), at(0.85), at(0.86))];
+    assert_eq!(found(&excused), []);
+    excused.breaks = vec![("b".to_owned(), at(0.85), at(0.86))];
+    assert_eq!(found(&excused), [Law::Exclusion], "of another lock");
+}
+
+#[test]
+fn more_permits_than_there_are_are_found() {
+    let two = Mode::Permits(NonZeroU32::new(2).unwrap());
+    let mut records = vec![hold(0, two, 0.0, 0.0, 1.0, 1), hold(1, two, 0.0, 0.1, 1.0, 2)];
+    assert_eq!(found(&story(records.clone())), []);
+    records.push(hold(2, two, 0.0, 0.5, 1.0, 3));
+    assert_eq!(found(&story(records)), [Law::Exclusion]);
+}
+
+#[test]
+fn tokens_that_go_back_or_repeat_are_found() {
+    let records = |token| vec![hold(0, X, 0.0, 0.0, 1.0, 7), hold(1, X, 0.1, 1.1, 2.0, token)];
+    assert_eq!(found(&story(records(8))), []);
+    assert_eq!(found(&story(records(6))), [Law::Tokens]);
+    assert_eq!(found(&story(records(7))), [Law::Tokens]);
+    let mut excused = story(records(6));
+    excused.struck = vec![struck(Fault::new("lost").excuses_tokens(), 1.0, 1.0)];
+    assert_eq!(found(&excused), []);
+
+    // From one epoch to the next.
+    let mut highest = Highest::default();
+    assert_eq!(judge(&story(records(8)), &mut highest), []);
+    let next = judge(&story(vec![hold(2, X, 9.0, 9.0, 9.5, 8)]), &mut highest);
+    assert_eq!(next[0].law, Law::Tokens);
+}
+
+#[test]
+fn a_zombies_higher_token_is_found() {
+    let mut zombie = hold(0, X, 0.0, 0.5, 1.0, 9);
+    (zombie.over, zombie.acquisition.lost) = (Over::Lost, Some(at(1.0)));
+    let mut excused = story(vec![hold(1, X, 0.1, 0.4, 2.0, 8), zombie]);
+    let fault = Fault::new("session").excuses_overlap(Told::Within(Duration::from_secs(3)));
+    excused.struck = vec![struck(fault, 0.3, 0.6)];
+    assert_eq!(found(&excused), [Law::Fencing]);
+    excused.records[1].acquisition.granted = Some((at(0.5), 7));
+    assert_eq!(found(&excused), []);
+}
+
+#[test]
+fn a_lock_left_free_under_a_waiter_is_found() {
+    let records = |granted| {
+        vec![
+            hold(0, X, 0.0, 0.0, 1.0, 1),
+            hold(1, X, 0.5, granted, granted + 1.0, 2),
+        ]
+    };
+    assert_eq!(
+        found(&story(records(5.0))),
+        [],
+        "within the fallback poll and three seconds"
+    );
+    assert_eq!(found(&story(records(7.0))), [Law::Liveness]);
+    let mut dead = story(records(7.0));
+    dead.records[0].over = Over::Lost;
+    assert_eq!(found(&dead), [], "the server may not have known");
+    let mut late = story(records(7.0));
+    late.struck = vec![struck(Fault::new("pause"), 3.0, 4.0)];
+    assert_eq!(
+        found(&late),
+        [],
+        "nobody could be granted anything until six seconds"
+    );
+    let mut stopped = story(records(7.0));
+    stopped.pauses = vec![Pause {
+        process: 0,
+        from: at(1.0),
+        to: Some(at(6.0)),
+    }];
+    assert_eq!(found(&stopped), [], "the waiter itself stood still");
+}
+
+#[test]
+fn a_dead_writer_in_the_way_of_readers_is_found() {
+    let mut writer = refused(1, Asked::Waited, 1.0, 1.5);
+    (writer.process, writer.fared) = (1, Fared::Pending);
+    writer.acquisition.gave_up = None;
+    let mut reader = hold(2, Mode::Shared, 2.0, 20.0, 20.1, 3);
+    let readers = hold(0, Mode::Shared, 0.0, 0.0, 19.9, 1);
+    let mut story = story(vec![readers, writer, reader.clone()]);
+    story.schedule.strikes.push(Strike {
+        at: 0,
+        fault: super::super::KILL.to_owned(),
+        place: 1,
+        lasts: 1,
+    });
+    story.pauses = vec![Pause {
+        process: 1,
+        from: at(1.5),
+        to: None,
+    }];
+    assert_eq!(found(&story), [Law::Liveness]);
+    reader.acquisition.granted = Some((at(7.0), 3));
+    story.records[2] = reader;
+    assert_eq!(found(&story), []);
+}
+
+#[test]
+fn an_answer_that_cannot_be_is_found() {
+    let records = |from| {
+        vec![
+            hold(0, X, 0.0, 0.0, 1.0, 1),
+            refused(1, Asked::Tried, from, from + 0.01),
+        ]
+    };
+    assert_eq!(found(&story(records(5.0))), []);
+    assert_eq!(found(&story(records(7.0))), [Law::Answer]);
+}
+
+#[test]
+fn who_overtakes_is_found() {
+    let records = |second| {
+        vec![
+            hold(0, X, 0.0, 0.0, 2.0, 1),
+            hold(1, X, 0.5, 3.0, 3.5, 3),
+            hold(2, X, second, 2.1, 2.9, 2),
+        ]
+    };
+    assert_eq!(found(&story(records(1.0))), [Law::Order]);
+    assert_eq!(found(&story(records(0.4))), []);
+    let mut handing_on = story(records(1.0));
+    handing_on.records[0].handoffs = Some(32);
+    assert_eq!(found(&handing_on), [], "hand-offs within a client come first");
+    let mut excused = story(records(1.0));
+    excused.struck = vec![struck(Fault::new("cut"), 1.2, 1.3)];
+    assert_eq!(found(&excused), []);
+    excused.struck = vec![struck(Fault::new("reset").keeps_order(), 1.2, 1.3)];
+    assert_eq!(found(&excused), [Law::Order]);
+    let mut unpromised = story(records(1.0));
+    unpromised.bounds.fifo = false;
+    assert_eq!(found(&unpromised), []);
+}
+
+#[test]
+fn a_failure_of_a_healthy_server_is_found() {
+    let mut record = refused(0, Asked::Tried, 0.0, 0.1);
+    (record.fared, record.error) = (Fared::Failed, "no answer".to_owned());
+    let mut story = story(vec![record]);
+    assert_eq!(found(&story), [Law::Failure]);
+    story.schedule.strikes.push(Strike {
+        at: 0,
+        fault: "pause".to_owned(),
+        place: 0,
+        lasts: 1,
+    });
+    assert_eq!(found(&story), []);
+}
+
+#[test]
+fn a_record_survives_the_pipe() {
+    use crate::torture::record::{Finding, Note};
+    let mut record = hold(3, Mode::Shared, 0.0, 1.0, 2.0, 9);
+    record.error = "taken | or not".to_owned();
+    let notes = [
+        Note::Record(Box::new(record)),
+        Note::Finding(Finding::new(Law::Hang, "two words")),
+        Note::Gone {
+            client: 1,
+            at: SECOND,
+        },
+        Note::Break {
+            lock: "a b".to_owned(),
+            from: 1,
+            to: 2,
+        },
+    ];
+    for note in notes {
+        assert_eq!(note.to_string().parse(), Ok(note));
+    }
+    assert!("record 1 2".parse::<Note>().is_err());
+}
+
+#[test]
+fn a_hundred_thousand_grants_are_judged_in_seconds() {
+    let records = (0..100_000_u32).map(|n| {
+        let from = f64::from(n) / 1_000.0;
+        hold(n % 10, X, from, from, from + 0.0005, u64::from(n) + 1)
+    });
+    let began = std::time::Instant::now();
+    assert_eq!(found(&story(records.collect())), []);
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+}
