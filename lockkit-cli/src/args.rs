@@ -119,6 +119,12 @@ pub(crate) struct Check {
     /// Run only the cases whose name contains this
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Option<String>,
+    /// Instead, torture the server for so long: random schedules over everything that a client can do, and a judge
+    #[arg(long = "for", value_name = "TIME", value_parser = humantime::parse_duration, conflicts_with = "only")]
+    pub(crate) time: Option<Duration>,
+    /// The seed of the first schedule of `--for` [default: a random one]
+    #[arg(long, value_name = "N", requires = "time")]
+    pub(crate) seed: Option<u64>,
 }
 
 /// Compare lock servers, side by side.

@@ -1,8 +1,17 @@
 //! `lockkit check`: the conformance suite on the user's own server.
 
-use std::{num::NonZeroUsize, thread, time::Duration};
+use std::{
+    hash::{BuildHasher, RandomState},
+    num::NonZeroUsize,
+    sync::Arc,
+    thread,
+    time::Duration,
+};
 
-use lockkit_conformance::{Case, Suite, Verdict};
+use lockkit_conformance::{
+    Case, Suite, Verdict,
+    torture::{Bare, Effort, Torture},
+};
 
 use crate::{
     args::Check,
@@ -19,6 +28,12 @@ const MOST_JOBS: usize = 4;
 pub(crate) fn check(args: &Check) -> Result<u8, Failure> {
     let server = Server::reach(server::url(args.server.url.as_deref())?)?;
     let helpers = helped::launch()?;
+    if let Some(time) = args.time {
+        let seed = args.seed.unwrap_or_else(random);
+        let torture = Torture::new(Arc::new(Bare(Arc::new(server))));
+        let torture = torture.map_err(|error| Failure::because("cannot reach the server", &error))?;
+        return torment(torture.helpers(helpers), time, seed);
+    }
     let only = args.only.as_deref().unwrap_or_default();
     let jobs = thread::available_parallelism()
         .map_or(1, NonZeroUsize::get)
@@ -31,6 +46,36 @@ pub(crate) fn check(args: &Check) -> Result<u8, Failure> {
         return Err(Failure::new(FAILED, format!("no case has `{only}` in its name")));
     }
     Ok(u8::from(!report.is_ok()))
+}
+
+/// Random schedules for `time`. The processes of clients are stopped and killed; nothing is done to the server.
+fn torment(mut torture: Torture, time: Duration, seed: u64) -> Result<u8, Failure> {
+    print(&format!("seed {seed}"));
+    let report = torture.run(seed, Effort::new(time), |schedule, verdict| {
+        let outcome = if verdict.findings.is_empty() {
+            "ok    "
+        } else {
+            "FAILED"
+        };
+        print(&format!(
+            "{outcome}  seed {}: {} grants",
+            schedule.seed, verdict.granted
+        ));
+    });
+    let report = report.map_err(|error| Failure::because("the torture cannot go on", &error))?;
+    for failure in &report.failures {
+        for finding in &failure.findings {
+            print(&format!("FAILED  {finding}"));
+        }
+        print(&format!("the schedule, shortened:\n{}", failure.schedule));
+    }
+    print(&report.to_string());
+    Ok(u8::from(!report.failures.is_empty()))
+}
+
+/// A seed that is small enough to be written down.
+fn random() -> u64 {
+    RandomState::new().hash_one(0) % 1_000_000_000
 }
 
 fn print_case(case: &Case, verdict: &Verdict, took: Duration) {

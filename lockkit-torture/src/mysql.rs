@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use lockkit::{LockClient, Result};
 use lockkit_conformance::torture::{Fault, Strike, Target, Told};
 use lockkit_testbed::{
-    Clock,
+    Clock, Proxy,
     mysql::{Flavour, MySql},
 };
 use sqlx::{
@@ -23,6 +23,8 @@ pub(crate) struct Database {
     successor: MySql,
     lease: bool,
     clock: Clock,
+    /// The successor's.
+    _ahead: Clock,
     wires: Wires,
     suffering: Suffering,
 }
@@ -35,7 +37,10 @@ impl Database {
     pub(crate) fn start(flavour: Flavour, lease: bool) -> io::Result<Self> {
         let clock = Clock::new()?;
         let primary = MySql::start_by(Some(&clock), flavour, &[])?;
-        let successor = MySql::start_by(Some(&clock), flavour, &[])?;
+        // Past whatever the primary's counters may have run ahead of its own clock.
+        let ahead = Clock::new()?;
+        ahead.forward(Duration::from_secs(3_600))?;
+        let successor = MySql::start_by(Some(&ahead), flavour, &[])?;
         let wires = Wires::to(&[primary.addr()], 3)?;
         let suffering = Suffering::default();
         Ok(Self {
@@ -43,6 +48,7 @@ impl Database {
             successor,
             lease,
             clock,
+            _ahead: ahead,
             wires,
             suffering,
         })
@@ -79,7 +85,7 @@ fn run(server: &MySql, sql: &str) -> io::Result<Vec<Vec<String>>> {
 impl Target for Database {
     fn routes(&self) -> Vec<String> {
         let parameters = if self.lease { "?mode=lease" } else { "" };
-        let addrs = self.wires.0.iter().map(|proxy| proxy.addr());
+        let addrs = self.wires.0.iter().map(Proxy::addr);
         addrs
             .map(|addr| format!("{}{parameters}", MySql::url_at(addr)))
             .collect()

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use lockkit::{LockClient, Result};
 use lockkit_conformance::torture::{Fault, Strike, Target, Told};
 use lockkit_testbed::{
-    Clock,
+    Clock, Proxy,
     redis::{Fsync, RedisServer},
 };
 
@@ -65,7 +65,7 @@ pub(crate) fn delete_keys(server: &RedisServer, names: &[String]) -> io::Result<
 #[async_trait]
 impl Target for Redis {
     fn routes(&self) -> Vec<String> {
-        let addrs = self.wires.0.iter().map(|proxy| proxy.addr());
+        let addrs = self.wires.0.iter().map(Proxy::addr);
         addrs.map(|addr| format!("redis://{addr}")).collect()
     }
 

@@ -10,7 +10,7 @@ use std::{
 use async_trait::async_trait;
 use lockkit::{LockClient, Result};
 use lockkit_conformance::torture::{Fault, Strike, Target};
-use lockkit_testbed::redis::RedisServer;
+use lockkit_testbed::{Proxy, redis::RedisServer};
 
 use crate::{
     redis::delete_keys,
@@ -53,7 +53,7 @@ impl Redlock {
 #[async_trait]
 impl Target for Redlock {
     fn routes(&self) -> Vec<String> {
-        let addrs: Vec<_> = self.wires.0.iter().map(|proxy| proxy.addr()).collect();
+        let addrs: Vec<_> = self.wires.0.iter().map(Proxy::addr).collect();
         let url = |addrs: &[SocketAddr]| {
             let masters: Vec<_> = addrs.iter().map(ToString::to_string).collect();
             format!("redlock://{}?max_ttl={}s", masters.join(","), MAX_TTL.as_secs())

@@ -5,7 +5,10 @@ use std::{io, net::SocketAddr, sync::Mutex, sync::PoisonError, time::Duration};
 use async_trait::async_trait;
 use lockkit::{LockClient, Result};
 use lockkit_conformance::torture::{Fault, Strike, Target, Told};
-use lockkit_testbed::zookeeper::{ZkEnsemble, ZkServer};
+use lockkit_testbed::{
+    Proxy,
+    zookeeper::{ZkEnsemble, ZkServer},
+};
 
 use crate::wires::{Suffering, Wires, unknown};
 
@@ -65,7 +68,7 @@ impl Single {
 #[async_trait]
 impl Target for Single {
     fn routes(&self) -> Vec<String> {
-        let addrs = self.wires.0.iter().map(|proxy| proxy.addr());
+        let addrs = self.wires.0.iter().map(Proxy::addr);
         addrs.map(|addr| url(&[addr], self.nodes)).collect()
     }
 
@@ -155,7 +158,7 @@ impl Ensemble {
 #[async_trait]
 impl Target for Ensemble {
     fn routes(&self) -> Vec<String> {
-        let addrs: Vec<_> = self.wires.0.iter().map(|proxy| proxy.addr()).collect();
+        let addrs: Vec<_> = self.wires.0.iter().map(Proxy::addr).collect();
         addrs.chunks(3).map(|addrs| url(addrs, "mutex")).collect()
     }
 

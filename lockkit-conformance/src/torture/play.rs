@@ -558,27 +558,16 @@ impl Scene<'_> {
 
     async fn hold_and_end(&self, guard: LockGuard, mut record: Record) {
         let view = guard.held();
-        self.look(&view, &mut record);
+        look(&view, &mut record);
         self.note(&record);
         self.hold(&view, &mut record).await;
         self.end(guard, &mut record).await;
         self.note(&record);
     }
 
-    /// Whether it holds, by itself.
-    fn look(&self, view: &Held, record: &mut Record) -> bool {
-        let before = now();
-        if view.is_held() {
-            record.acquisition.until = Some(before);
-            return true;
-        }
-        record.acquisition.lost.get_or_insert(before);
-        false
-    }
-
     async fn hold(&self, view: &Held, record: &mut Record) {
         let until = (Instant::now() + Duration::from_millis(self.step.hold)).min(self.stage.ends);
-        while self.look(view, record) {
+        while look(view, record) {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
@@ -653,7 +642,7 @@ impl Scene<'_> {
             return self.note(&record);
         };
         let view = first.held();
-        self.look(&view, &mut record);
+        look(&view, &mut record);
         self.note(&record);
         let what = format!("the second of two by {} on {}", self.who, record.acquisition.lock);
         let second = self
@@ -662,7 +651,7 @@ impl Scene<'_> {
             .await;
         if let Some(Ok(second)) = &second
             && second.token() != first.token()
-            && self.look(&view, &mut record)
+            && look(&view, &mut record)
         {
             self.stage.find(
                 Law::Exclusion,
@@ -728,7 +717,7 @@ impl Scene<'_> {
                 if record.acquisition.lock == view.name().as_str() {
                     record.acquisition.granted = Some((at, view.token().get()));
                     record.fared = Fared::Granted;
-                    self.look(view, record);
+                    look(view, record);
                     self.note(record);
                 }
             }
@@ -737,7 +726,7 @@ impl Scene<'_> {
         for view in &views {
             for record in &mut records {
                 if record.acquisition.lock == view.name().as_str() {
-                    self.look(view, record);
+                    look(view, record);
                 }
             }
         }
@@ -797,12 +786,23 @@ impl Scene<'_> {
                     let revoking = client.revoke_permit(name, token);
                     self.stage.bounded(limit, &what, revoking).await
                 }
-                _ => self.stage.bounded(limit, &what, client.revoke(name, token)).await,
+                Kind::Lock => self.stage.bounded(limit, &what, client.revoke(name, token)).await,
             };
             let (lock, to) = (name.to_owned(), now());
             self.stage.note(Note::Break { lock, from, to });
         }
     }
+}
+
+/// Whether it holds, by itself.
+fn look(view: &Held, record: &mut Record) -> bool {
+    let before = now();
+    if view.is_held() {
+        record.acquisition.until = Some(before);
+        return true;
+    }
+    record.acquisition.lost.get_or_insert(before);
+    false
 }
 
 /// Notes when `asking` had been polled for the first time, and had not been granted.

@@ -502,6 +502,7 @@ impl Torture {
             dead.unwrap_or_default()
         };
         let limit = dead + OP_TIMEOUT * 2 + Duration::from_secs(8);
+        let killed = story.pauses.iter().any(|pause| pause.to.is_none());
         let watch = Stopwatch::start();
         let mut names = BTreeSet::new();
         for step in story.schedule.tasks.iter().flat_map(|task| &task.steps) {
@@ -519,7 +520,7 @@ impl Torture {
             loop {
                 let looked = match kind {
                     Kind::Semaphore => client.inspect_semaphore(&name).await,
-                    _ => client.inspect(&name).await,
+                    Kind::Lock => client.inspect(&name).await,
                 };
                 let shown = match looked {
                     Ok(state) if state.is_free() && state.waiters.unwrap_or(0) == 0 => break,
@@ -532,6 +533,13 @@ impl Torture {
                         format!("{limit:?} after the end the server shows of {name}: {shown}"),
                     ));
                     break;
+                }
+                // Those who were killed could not leave the queue; whoever comes next finds them gone.
+                if let (Kind::Lock, true) = (kind, killed)
+                    && let Ok(lock) = client.lock(&name)
+                    && let Ok(Some(guard)) = lock.try_acquire().await
+                {
+                    let _ = guard.release().await;
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }

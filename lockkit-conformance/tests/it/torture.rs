@@ -1,7 +1,15 @@
 //! The torture tested: its schedules, its judge, its shrinker.
 
-use lockkit_conformance::torture::{Fault, KILL, STOP, Schedule, Shape};
-use lockkit_core::Capabilities;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use lockkit_conformance::{
+    Harness,
+    torture::{Bare, Fault, KILL, Law, STOP, Schedule, Shape, Strike, Torture},
+};
+use lockkit_core::{Capabilities, LockClient, MemoryBackend, Result};
+
+use crate::plain::Plain;
 
 fn shape() -> Shape {
     let mut has = Capabilities::default();
@@ -68,4 +76,105 @@ fn a_file_that_is_no_schedule_is_one_clear_error() {
     assert!(error(&format!("{text}strike now reset 0 1\n")).contains("strike now reset"));
     assert!(error(&format!("{text}task 99 4711\n")).contains("client 4711"));
     assert!(error(&text.replace("span", "spam")).contains("line 3"));
+}
+
+/// A schedule in which much is asked for, and long enough ago.
+fn busy(seed: u64) -> Schedule {
+    let text = format!(
+        "lockkit torture schedule 1\nseed {seed}\nspan 1500\nclient 0 0\nclient 1 0\nclient 2 0\n\
+         task 0 0\n{0}task 1 1\n{0}task 2 2\n{0}",
+        "step 0 0 exclusive 1000 0 1 0 wait 3 release\n".repeat(150)
+    );
+    text.parse().unwrap()
+}
+
+/// In this process alone, since others would be told of few of its faults.
+#[derive(Debug)]
+struct Mutant(Plain);
+
+#[async_trait]
+impl Harness for Mutant {
+    async fn client(&self) -> Result<LockClient> {
+        self.0.client().await
+    }
+}
+
+fn laws(fault: crate::plain::Fault) -> Vec<Law> {
+    let target = Bare(Arc::new(Mutant(Plain::with(fault))));
+    let mut torture = Torture::new(Arc::new(target)).unwrap();
+    let verdict = torture.epoch(&busy(1)).unwrap();
+    verdict.findings.iter().map(|finding| finding.law).collect()
+}
+
+#[test]
+fn a_good_backend_passes_and_has_been_tried() {
+    let mut torture = Torture::new(Arc::new(Bare(Arc::new(Plain::default())))).unwrap();
+    let verdict = torture.epoch(&busy(1)).unwrap();
+    assert!(
+        verdict.findings.is_empty(),
+        "{:?}\n{}",
+        verdict.findings,
+        verdict.log
+    );
+    assert!(verdict.granted >= 100, "{} grants", verdict.granted);
+}
+
+#[test]
+fn mutant_backends_are_convicted() {
+    let convicted = |fault, law| {
+        let laws = laws(fault);
+        assert!(laws.contains(&law), "{fault:?} is found to be {laws:?}");
+    };
+    convicted(crate::plain::Fault::GrantsTwice, Law::Exclusion);
+    convicted(crate::plain::Fault::RepeatsTokens, Law::Tokens);
+    convicted(crate::plain::Fault::TakenIsAnError, Law::Hang);
+}
+
+/// Empty at first.
+#[derive(Debug, Default)]
+struct Memory(MemoryBackend);
+
+#[async_trait]
+impl Harness for Memory {
+    async fn client(&self) -> Result<LockClient> {
+        Ok(LockClient::new(self.0.clone()))
+    }
+}
+
+#[test]
+fn a_seed_is_run_and_its_text_again() {
+    let mut torture = Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
+    let short = |seed: &u64| Schedule::generate(*seed, &torture.shape()).span < 3_000;
+    let seed = (0..1_000).find(short).unwrap();
+    let schedule = Schedule::generate(seed, &torture.shape());
+    let verdict = torture.epoch(&schedule).unwrap();
+    assert!(verdict.granted > 0, "{:?}", verdict.findings);
+    let again: Schedule = schedule.to_string().parse().unwrap();
+    assert!(torture.epoch(&again).unwrap().granted > 0);
+}
+
+#[test]
+fn what_cannot_be_struck_is_one_clear_error() {
+    let memory = || Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
+    let unknown = memory().only(&["earthquake".to_owned()]).unwrap_err();
+    assert!(
+        unknown.contains("earthquake") && unknown.contains("kill"),
+        "{unknown}"
+    );
+    let mut schedule = busy(1);
+    schedule.strikes.push(Strike {
+        at: 1,
+        fault: "earthquake".to_owned(),
+        place: 0,
+        lasts: 1,
+    });
+    let error = memory().epoch(&schedule).unwrap_err().to_string();
+    assert!(error.contains("earthquake"), "{error}");
+    let elsewhere: Schedule = busy(1)
+        .to_string()
+        .replace("client 2 0", "client 2 1")
+        .parse()
+        .unwrap();
+    let error = memory().epoch(&elsewhere).unwrap_err().to_string();
+    assert!(error.contains("processes"), "{error}");
 }

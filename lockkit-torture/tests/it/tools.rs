@@ -1,0 +1,103 @@
+//! Each fault that costs an unprotected hold does cost it: one that did not happen would make every torture above pass.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use lockkit::{AcquireOptions, LockClient, LockGuard};
+use lockkit_conformance::torture::{Strike, Target};
+
+use crate::target;
+
+const NAME: &str = "tools";
+
+fn strike(fault: &str, place: u32) -> Strike {
+    Strike {
+        at: 0,
+        fault: fault.to_owned(),
+        place,
+        lasts: 1_500,
+    }
+}
+
+/// Whether `guard` is lost within `limit`.
+async fn lost(guard: &LockGuard, limit: Duration) -> bool {
+    tokio::time::timeout(limit, guard.lost()).await.is_ok()
+}
+
+async fn held(target: &Arc<dyn Target>, ttl: Duration) -> (LockClient, LockGuard) {
+    let client = target.connect(&target.routes()[0]).await.expect("a client");
+    let lock = client.lock(NAME).expect("a name");
+    let guard = lock
+        .acquire_with(&AcquireOptions::new().ttl(ttl))
+        .await
+        .expect("a hold");
+    (client, guard)
+}
+
+fn run<F: Future>(test: F) -> F::Output {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build();
+    runtime.expect("a runtime").block_on(test)
+}
+
+/// Each of the faults ends a hold within `limit`, and healed, the target grants again.
+fn each_costs_a_hold(name: &str, faults: &[(&str, u32)], ttl: Duration, limit: Duration) {
+    let Some(target) = target(name) else { return };
+    run(async {
+        for (fault, place) in faults {
+            let (_client, guard) = held(&target, ttl).await;
+            let strike = strike(fault, *place);
+            let began = Instant::now();
+            tokio::task::block_in_place(|| target.strike(&strike, &[NAME.to_owned()])).expect("a strike");
+            let told = lost(&guard, limit).await;
+            tokio::task::block_in_place(|| target.heal(&strike)).expect("healed");
+            assert!(told, "{name}: {fault} cost nothing within {:?}", began.elapsed());
+            drop(guard);
+        }
+    });
+}
+
+#[test]
+fn redis() {
+    let faults = [
+        ("cut", 0),
+        ("silence", 0),
+        ("refuse", 0),
+        ("pause", 0),
+        ("delete", 0),
+        ("empty", 0),
+        ("restart-empty", 0),
+        ("clock", 0),
+    ];
+    each_costs_a_hold("redis", &faults, Duration::from_secs(1), Duration::from_secs(5));
+}
+
+#[test]
+fn files() {
+    each_costs_a_hold(
+        "file",
+        &[("delete", 0)],
+        Duration::from_secs(1),
+        Duration::from_secs(5),
+    );
+}
+
+#[test]
+fn mariadb() {
+    let faults = [("reset", 0), ("restart", 0), ("pause", 0), ("cut", 0)];
+    each_costs_a_hold("mariadb", &faults, Duration::from_secs(2), Duration::from_secs(6));
+}
+
+#[test]
+fn zookeeper() {
+    each_costs_a_hold(
+        "zk",
+        &[("cut", 0), ("pause", 0)],
+        Duration::from_secs(2),
+        Duration::from_secs(10),
+    );
+}
