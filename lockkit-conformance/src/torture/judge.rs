@@ -245,6 +245,24 @@ impl Court<'_> {
         self.story.struck.iter().any(by_fault) || self.story.breaks.iter().any(by_break)
     }
 
+    /// Whether the server may have dropped the hold before its holder heard of the grant, which then comes late.
+    fn dropped_on_the_way(&self, record: &Record) -> bool {
+        let (asked, granted) = (record.acquisition.asked, record.answered());
+        let on_the_way = |from: Nanos, to: Nanos, told: Told| {
+            let told = nanos(told.after(millis(record.ttl)));
+            asked <= to && granted >= from && granted <= to.saturating_add(told)
+        };
+        let faults = self.story.struck.iter();
+        let mut faults = faults.filter_map(|struck| Some((struck.from, struck.to, struck.fault?.overlap?)));
+        let mut breaks = self
+            .story
+            .breaks
+            .iter()
+            .filter(|(lock, ..)| *lock == record.acquisition.lock);
+        faults.any(|(from, to, told)| on_the_way(from, to, told))
+            || breaks.any(|(_, from, to)| on_the_way(*from, *to, REVOKED))
+    }
+
     fn tokens(&self, carried: &mut Tokens, findings: &mut Vec<Finding>) {
         let lost = self
             .story
@@ -287,7 +305,7 @@ impl Court<'_> {
             });
             let other = if is_exclusive(new) { carried.other } else { 0 };
             let highest = carried.exclusive.max(other);
-            if token <= highest {
+            if token <= highest && !self.dropped_on_the_way(new) {
                 let detail = format!(
                     "{} has a token that is not above {highest}, of a hold before it",
                     describe(new)

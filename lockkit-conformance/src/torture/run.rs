@@ -700,7 +700,9 @@ fn strike_all(target: &dyn Target, part: &Part, processes: &HashMap<u32, Arc<Mut
             }
             (_, false) => {
                 target.heal(strike)?;
-                if let Some((_, to)) = struck.get_mut(&index) {
+                // What lasts strikes once: who has not been told after that is not excused by its going on.
+                let lasting = fault_of(strike).is_some_and(|fault| fault.lasting);
+                if let Some((_, to)) = struck.get_mut(&index).filter(|_| !lasting) {
                     *to = now();
                 }
             }

@@ -138,6 +138,16 @@ fn tokens_that_go_back_or_repeat_are_found() {
     excused.struck = vec![struck(Fault::new("lost").excuses_tokens(), 1.0, 1.0)];
     assert_eq!(found(&excused), []);
 
+    let mut dropped = story(records(6));
+    dropped.breaks = vec![("a".to_owned(), at(0.9), at(0.9))];
+    assert_eq!(
+        found(&dropped),
+        [],
+        "its grant was on the way when its hold was ended"
+    );
+    dropped.breaks = vec![("a".to_owned(), at(1.2), at(1.2))];
+    assert_eq!(found(&dropped), [Law::Tokens]);
+
     // From one epoch to the next.
     let mut highest = Highest::default();
     assert_eq!(judge(&story(records(8)), &mut highest), []);
