@@ -382,7 +382,7 @@ async fn a_hold_is_broken_by_its_own_token_and_no_other() {
         })
         .await;
         let attempts = server.command_counts().unwrap().get("incrby").copied();
-        let superseded = before.token();
+        let over = before.token();
         before.release().await.unwrap();
         let heir = granted(AT_ONCE, "passed on", waiting).await;
         assert_eq!(server.command_counts().unwrap().get("incrby").copied(), attempts);
@@ -392,7 +392,7 @@ async fn a_hold_is_broken_by_its_own_token_and_no_other() {
                 state.holders.iter().any(|holder| holder.token == heir.token())
             })
             .await;
-            assert!(!operator.revoke("a", superseded).await.unwrap(), "that hold is over");
+            assert!(!operator.revoke("a", over).await.unwrap(), "that hold is over");
             heir.renew().await.unwrap();
         }
         assert!(operator.revoke("a", heir.token()).await.unwrap());
