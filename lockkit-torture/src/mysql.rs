@@ -39,7 +39,7 @@ impl Database {
         let primary = MySql::start_by(Some(&clock), flavour, &[])?;
         // Past whatever the primary's counters may have run ahead of its own clock.
         let ahead = Clock::new()?;
-        ahead.forward(Duration::from_secs(3_600))?;
+        ahead.forward(Duration::from_hours(1))?;
         let successor = MySql::start_by(Some(&ahead), flavour, &[])?;
         let wires = Wires::to(&[primary.addr()], 3)?;
         let suffering = Suffering::default();
