@@ -4,7 +4,10 @@ use std::{
     collections::{BTreeSet, HashMap},
     fmt, io,
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -371,7 +374,8 @@ impl Torture {
             playing.spawn(listen(number, answers, notes.clone(), part.patience + QUIET * 2));
         }
         let processes = Arc::new(processes);
-        let strikers = self.strikers(&part, &processes);
+        let over = Arc::new(AtomicBool::new(false));
+        let strikers = self.strikers(&part, &processes, &over);
 
         let (wanted, wants) = mpsc::channel(16);
         let target = self.target.clone();
@@ -386,6 +390,7 @@ impl Torture {
         }
         drop(inputs);
         connecting.abort();
+        over.store(true, Ordering::SeqCst);
         let done = tokio::task::spawn_blocking(move || {
             strikers
                 .join()
@@ -475,9 +480,11 @@ impl Torture {
         &self,
         part: &Part,
         processes: &Arc<HashMap<u32, Arc<Mutex<Process>>>>,
+        over: &Arc<AtomicBool>,
     ) -> thread::JoinHandle<Done> {
         let (target, part, processes) = (self.target.clone(), part.clone(), processes.clone());
-        thread::spawn(move || strike_all(&*target, &part, &processes))
+        let over = over.clone();
+        thread::spawn(move || strike_all(&*target, &part, &processes, &over))
     }
 
     /// What is still there although all is over.
@@ -624,7 +631,12 @@ async fn listen(
 
 type Done = io::Result<(Vec<Struck>, Vec<Pause>)>;
 
-fn strike_all(target: &dyn Target, part: &Part, processes: &HashMap<u32, Arc<Mutex<Process>>>) -> Done {
+fn strike_all(
+    target: &dyn Target,
+    part: &Part,
+    processes: &HashMap<u32, Arc<Mutex<Process>>>,
+    over: &AtomicBool,
+) -> Done {
     let faults = target.faults();
     let strikes = &part.schedule.strikes;
     let mut names: Vec<_> = part
@@ -653,10 +665,15 @@ fn strike_all(target: &dyn Target, part: &Part, processes: &HashMap<u32, Arc<Mut
     let mut stopped = HashMap::new();
     for (at, begins, index) in moments {
         let strike = &strikes[index];
-        // What lasts is healed when the epoch is over: its tasks need the time until then.
-        let at = at.min(part.schedule.span + 1_000);
-        let moment = part.origin + at * 1_000_000;
-        thread::sleep(Duration::from_nanos(moment.saturating_sub(now())));
+        // What lasts is healed when all tasks have ended.
+        if at == u64::MAX {
+            while !over.load(Ordering::SeqCst) {
+                thread::sleep(Duration::from_millis(5));
+            }
+        } else {
+            let moment = part.origin + at * 1_000_000;
+            thread::sleep(Duration::from_nanos(moment.saturating_sub(now())));
+        }
         let before = now();
         match (strike.fault.as_str(), begins) {
             (STOP | KILL, _) => {

@@ -127,7 +127,6 @@ fn mutant_backends_are_convicted() {
     };
     convicted(crate::plain::Fault::GrantsTwice, Law::Exclusion);
     convicted(crate::plain::Fault::RepeatsTokens, Law::Tokens);
-    convicted(crate::plain::Fault::TakenIsAnError, Law::Hang);
 }
 
 /// Empty at first.
