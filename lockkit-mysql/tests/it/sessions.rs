@@ -163,6 +163,8 @@ async fn sessions_that_were_ended_meanwhile_are_replaced(flavour: Flavour) {
         for _ in 0..3 {
             let guard = brief.try_acquire().await.unwrap().expect("it is free");
             guard.release().await.unwrap();
+            // The one that hears of breaks may still be on its way.
+            session_at(&mut admin, "DO SLEEP").await;
             let there_were = admin.sessions().await.len();
             eventually("the server has ended it", async || {
                 admin.sessions().await.len() < there_were
@@ -936,7 +938,7 @@ async fn a_look_at_a_free_lock_delays_nobody(flavour: Flavour) {
     let took = began.elapsed() / DRAWS;
     looks.shutdown().await;
     assert!(
-        took < Duration::from_millis(30),
+        took < Duration::from_millis(60),
         "{took:?} for each acquisition beside eight looks"
     );
 }
