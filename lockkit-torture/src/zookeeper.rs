@@ -112,7 +112,7 @@ impl Target for Single {
             "restart" => self.server.kill(),
             "settings" => {
                 self.server.kill()?;
-                self.server.configure("maxSessionTimeout", "2000")?;
+                self.server.reconfigure("maxSessionTimeout=2000")?;
                 self.server.start()
             }
             _ => Err(unknown(strike)),
@@ -128,7 +128,7 @@ impl Target for Single {
             "restart" => self.server.start(),
             "settings" => {
                 self.server.kill()?;
-                self.server.configure("maxSessionTimeout", "60000")?;
+                self.server.reconfigure("maxSessionTimeout=60000")?;
                 self.server.start()
             }
             _ => Ok(()),

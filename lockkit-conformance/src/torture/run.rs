@@ -503,13 +503,13 @@ impl Torture {
             .values()
             .map(|(holder, waiter)| *holder.max(waiter))
             .max();
-        let dead = if story.schedule.is_harmless() {
+        let harmless = story.schedule.is_harmless();
+        let dead = if harmless {
             Duration::ZERO
         } else {
             dead.unwrap_or_default()
         };
         let limit = dead + OP_TIMEOUT * 2 + Duration::from_secs(8);
-        let killed = story.pauses.iter().any(|pause| pause.to.is_none());
         let watch = Stopwatch::start();
         let mut names = BTreeSet::new();
         for step in story.schedule.tasks.iter().flat_map(|task| &task.steps) {
@@ -519,11 +519,12 @@ impl Torture {
                 } else {
                     Kind::Lock
                 };
-                names.insert((kind as u8, name(&self.prefix, step.hold_as, number), kind));
+                let size = story.schedule.sizes.get(number as usize).copied();
+                names.insert((kind as u8, name(&self.prefix, step.hold_as, number), kind, size));
             }
         }
         let mut left = None;
-        for (_, name, kind) in names {
+        for (_, name, kind, size) in names {
             loop {
                 let looked = match kind {
                     Kind::Semaphore => client.inspect_semaphore(&name).await,
@@ -541,9 +542,12 @@ impl Torture {
                     ));
                     break;
                 }
-                // Those who were killed could not leave the queue; whoever comes next finds them gone.
-                if let (Kind::Lock, true) = (kind, killed)
-                    && let Ok(lock) = client.lock(&name)
+                // Those who died could not leave the queue; whoever comes next finds them gone.
+                let lock = match kind {
+                    Kind::Lock => client.lock(&name),
+                    Kind::Semaphore => client.semaphore(&name, size.unwrap_or(1)),
+                };
+                if let (false, Ok(lock)) = (harmless, lock)
                     && let Ok(Some(guard)) = lock.try_acquire().await
                 {
                     let _ = guard.release().await;

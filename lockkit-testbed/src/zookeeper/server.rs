@@ -245,22 +245,6 @@ impl ZkServer {
         })
     }
 
-    /// Changes a line of its configuration, such as `maxSessionTimeout`, as of its next start.
-    ///
-    /// # Errors
-    /// If the configuration cannot be read or written.
-    pub fn configure(&self, name: &str, value: &str) -> io::Result<()> {
-        let path = self.process.directory().join("zoo.cfg");
-        let begins = format!("{name}=");
-        let lines = fs::read_to_string(&path)?;
-        let others = lines.lines().filter(|line| !line.starts_with(&begins));
-        let lines: Vec<_> = others
-            .map(str::to_owned)
-            .chain([format!("{begins}{value}\n")])
-            .collect();
-        fs::write(path, lines.join("\n"))
-    }
-
     /// Ends it in order (SIGTERM).
     ///
     /// # Errors
