@@ -65,6 +65,8 @@ impl HintBudget {
     /// How long a waiter rests. A lock that others keep taking for less than a millisecond hints as often, and whoever
     /// rests for longer has no chance against them; a hint that comes in the meantime is there afterwards.
     const REST: Duration = Duration::from_millis(10);
+    /// How long a holder rests. A hint may say that its hold is gone, and then another may hold meanwhile.
+    pub(crate) const HOLDERS_REST: Duration = Duration::from_millis(100);
 
     /// How long a waiter sleeps at most until it asks again.
     pub(crate) fn pause(&self, fallback_poll: Duration) -> Duration {

@@ -501,20 +501,28 @@ async fn attend(hold: Hold) {
             let due = lease.renewal_due(hold.terms.ttl).seen_from(hold.now());
             retry_at.unwrap_or_else(|| rests_until.map_or(due, |rested| due.max(rested)))
         });
-        if let Some(at) = due.into_iter().chain(valid_until).min() {
+        let end = due.into_iter().chain(valid_until).min();
+        // Hints that are not listened to for a while are not forgotten.
+        let rest = (!offered && !hints.listens()).then(|| Instant::now() + HintBudget::HOLDERS_REST);
+        let wakes = end.into_iter().chain(rest).min();
+        if let Some(at) = wakes {
             timer.as_mut().reset(at);
         }
-        let has_end = due.is_some() || valid_until.is_some();
         let listening = Instant::now();
         let event = tokio::select! {
             biased;
             () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => Event::Changed,
-            () = timer.as_mut(), if has_end => Event::Time,
+            () = timer.as_mut(), if wakes.is_some() => Event::Time,
             () = hinted(&mut grip.claim), if !offered && hints.listens() => Event::Hint,
         };
         match event {
             Event::Changed => continue,
-            Event::Time => hints.rested(),
+            Event::Time => {
+                hints.rested();
+                if rest.is_some() && end.is_none_or(|end| Instant::now() < end) {
+                    continue;
+                }
+            }
             Event::Hint => hints.hinted(listening.elapsed()),
         }
         if offered {

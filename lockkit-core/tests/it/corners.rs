@@ -11,7 +11,7 @@ use std::{
 use async_trait::async_trait;
 use lockkit_core::{
     AcquireOptions, DistributedLock, Kind, Lock, LockClient, LockGuard, LockId, LockName, LockState,
-    MemoryBackend, Operation, Owner, ReentrantLock, Result, acquire_all,
+    LossReason, MemoryBackend, Operation, Owner, ReentrantLock, Result, acquire_all,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
 };
 use tokio::time::Instant;
@@ -451,4 +451,22 @@ async fn a_waiter_that_is_overtaken_again_and_again_neither_spins_nor_goes_deaf(
     let took = started.elapsed();
     assert!(took < SECOND, "the fallback poll takes 30 s, this {took:?}");
     assert!(took > 40 * MS, "a hundred attempts in {took:?}");
+}
+
+/// Hints without end are not all followed, and the one that counts comes after them.
+#[tokio::test(start_paused = true)]
+async fn a_storm_of_hints_makes_no_holder_deaf() {
+    let probe = crate::probe::Probe::default();
+    let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    tokio::time::sleep(SECOND).await;
+    for _ in 0..200 {
+        probe.hint.notify_one();
+        tokio::task::yield_now().await;
+    }
+    let (_, renewals, _) = probe.counts.calls();
+    assert!((10..50).contains(&renewals), "{renewals}");
+    assert!(probe.memory.revoke("a"));
+    let told = tokio::time::timeout(SECOND, guard.lost()).await;
+    assert_eq!(told, Ok(LossReason::Revoked), "its next renewal is seconds away");
 }

@@ -529,6 +529,29 @@ async fn a_directory_that_is_moved_again_is_told_again() {
     }
 }
 
+/// Others come and go, and each tells the holder.
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_busy_semaphore_makes_no_holder_deaf() {
+    let dir = TempDir::new().unwrap();
+    let semaphore = |backend| LockClient::new(backend).semaphore("n", 2).unwrap();
+    let guard = semaphore(open(dir.path()).await).acquire().await.unwrap();
+    let slot = dir.path().join("lockkit/n.permits/0");
+    let other = slot.with_file_name("1");
+    let held = if slot.exists() { slot } else { other };
+    let touched = held.clone();
+    let busy = move || {
+        let began = std::time::Instant::now();
+        while began.elapsed() < Duration::from_millis(500) {
+            drop(fs::File::options().write(true).open(&touched).unwrap());
+        }
+    };
+    tokio::task::spawn_blocking(busy).await.unwrap();
+    fs::remove_file(held).unwrap();
+    let told = tokio::time::timeout(Duration::from_secs(3), guard.lost()).await;
+    assert_eq!(told, Ok(LossReason::Revoked), "its next check is seconds away");
+}
+
 #[tokio::test]
 async fn a_deleted_file_is_a_lost_hold_and_tokens_rise() {
     let dir = TempDir::new().unwrap();
