@@ -410,6 +410,11 @@ impl Drop for DiesWith {
         drop(state);
         for hold in register.into_iter().filter_map(|entry| entry.hold) {
             hold.cell.lose(LossReason::Disconnected);
+            // Its guard may be kept, and a hold without a lease ends with its claim alone. One that is being released
+            // is waited for by whoever does that.
+            if matches!(hold.cell.last_phase(), Phase::Lost(_)) {
+                drop(hold.cell.take());
+            }
         }
         jobs.into_iter().for_each(Job::give_up);
         self.0.idle.notify_waiters();

@@ -552,6 +552,30 @@ async fn a_busy_semaphore_makes_no_holder_deaf() {
     assert_eq!(told, Ok(LossReason::Revoked), "its next check is seconds away");
 }
 
+/// It has no lease to end by.
+#[tokio::test]
+async fn a_hold_ends_with_its_runtime_although_its_guard_is_kept() {
+    let dir = TempDir::new().unwrap();
+    let first = tokio::runtime::Runtime::new().unwrap();
+    let at = dir.path().to_owned();
+    let acquired = first.spawn(async move {
+        let guard = LockClient::new(open(&at).await)
+            .lock("n")
+            .unwrap()
+            .acquire()
+            .await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        guard.unwrap()
+    });
+    let guard = acquired.await.unwrap();
+    first.shutdown_background();
+    assert_eq!(guard.lost().await, LossReason::Disconnected);
+    let mut next = claim(&open(dir.path()).await, "n", Mode::Exclusive).await;
+    granted(&mut next).await;
+    drop(guard);
+    assert!(matches!(next.renew().await.unwrap(), Renewal::Held(_)));
+}
+
 #[tokio::test]
 async fn a_deleted_file_is_a_lost_hold_and_tokens_rise() {
     let dir = TempDir::new().unwrap();
