@@ -46,6 +46,8 @@ pub(super) struct Contender {
     /// A release found the hold gone, and its caller has not been told yet.
     pub lost: bool,
     pub events: Option<Events>,
+    /// The directory of the permits, when the events were begun.
+    slots: Option<Inode>,
     /// When to try again although nothing is told.
     pub look_at: Option<Instant>,
     gate: Option<Gate>,
@@ -76,6 +78,7 @@ impl Contender {
             hold: None,
             lost: false,
             events: None,
+            slots: None,
             look_at: None,
             gate: None,
             main: None,
@@ -124,11 +127,17 @@ impl Contender {
         self.events = None;
     }
 
-    /// Begins to hear of changes to the main file. Says whether it did not before.
+    /// Begins to hear of changes to the main file, and of releases. Says whether it did not before.
     fn begin_to_watch(&mut self) -> bool {
-        if self.events.as_ref().is_some_and(|events| !events.ended()) {
+        let slots = match self.spec.request.mode {
+            Mode::Permits(_) => space::inode_at(&self.spec.files.permits()).ok().flatten(),
+            Mode::Exclusive | Mode::Shared => None,
+        };
+        // A directory that was moved tells of what happens to it where it is now.
+        if self.slots == slots && self.events.as_ref().is_some_and(|events| !events.ended()) {
             return false;
         }
+        self.slots = slots;
         // Without a watch, because there is no watcher or the system has no more to give, it polls.
         let paths = self.spec.files.watched();
         let watcher = self.spec.watcher.as_deref();

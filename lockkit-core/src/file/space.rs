@@ -279,9 +279,14 @@ pub(super) fn inode(file: &File, path: &Path) -> Result<Inode> {
 
 /// Whether `path` still leads to that inode.
 pub(super) fn is_at(path: &Path, inode: Inode) -> Result<bool> {
+    Ok(inode_at(path)? == Some(inode))
+}
+
+/// The inode that `path` leads to.
+pub(super) fn inode_at(path: &Path) -> Result<Option<Inode>> {
     match path.symlink_metadata() {
-        Ok(metadata) => Ok(Inode::of(&metadata) == inode),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Ok(metadata) => Ok(Some(Inode::of(&metadata))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Fault::io("look at", path)(error)),
     }
 }

@@ -480,7 +480,7 @@ async fn whatever_of_the_files_is_moved_the_holder_is_told() {
                 mode
             };
             let mut waiter = claim(&b, "n", rival).await;
-            looks(&mut waiter).await;
+            assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
             let what = dir.path().join(what);
             if !deleted {
                 fs::rename(&what, dir.path().join("moved")).unwrap();
@@ -574,6 +574,35 @@ async fn a_hold_ends_with_its_runtime_although_its_guard_is_kept() {
     granted(&mut next).await;
     drop(guard);
     assert!(matches!(next.renew().await.unwrap(), Renewal::Held(_)));
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_waiter_moves_on_to_the_permits_that_replaced_those_that_were_moved() {
+    let dir = TempDir::new().unwrap();
+    let (a, b) = (open(dir.path()).await, open(dir.path()).await);
+    let mut holder = claim(&a, "n", permits(1)).await;
+    granted(&mut holder).await;
+    let mut waiter = claim(&b, "n", permits(1)).await;
+    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    looks(&mut waiter).await;
+    let slots = dir.path().join("lockkit/n.permits");
+    fs::rename(&slots, dir.path().join("moved")).unwrap();
+    let mut next = claim(&a, "n", permits(1)).await;
+    granted(&mut next).await;
+    assert!(looks(&mut waiter).await > 0, "nobody told the waiter of the move");
+    next.release().await.unwrap();
+    let told = tokio::time::timeout(LIMIT, waiter.notified()).await;
+    assert!(told.is_ok(), "nobody told the waiter");
+    granted(&mut waiter).await;
+    let quiet = Duration::from_secs(1);
+    while tokio::time::timeout(quiet, waiter.notified()).await.is_ok() {
+        assert!(matches!(waiter.renew().await.unwrap(), Renewal::Held(_)));
+    }
+    fs::remove_file(slots.join("0")).unwrap();
+    let told = tokio::time::timeout(LIMIT, waiter.notified()).await;
+    assert!(told.is_ok(), "nobody told the holder");
+    assert_eq!(waiter.renew().await.unwrap(), Renewal::Lost(LossReason::Revoked));
 }
 
 #[tokio::test]
