@@ -32,12 +32,37 @@ pub(super) struct FileClaim {
     /// The state, unless a worker has it.
     idle: Option<Contender>,
     /// The worker that has it.
-    busy: Option<JoinHandle<Contender>>,
+    busy: Option<Busy>,
     /// The file of the hold that the caller knows of.
     held: Option<Arc<File>>,
     /// An event came since the last attempt or renewal began.
     woken: bool,
     burst: Burst,
+}
+
+/// A worker, and where it gives the state back.
+#[derive(Debug)]
+struct Busy {
+    worker: JoinHandle<()>,
+    state: oneshot::Receiver<Contender>,
+}
+
+/// The state in a worker's hands. It goes back also if the runtime never starts the work: it may be a hold, which others
+/// must not get before its holder is told.
+struct Borrowed {
+    state: Option<Contender>,
+    back: Option<oneshot::Sender<Contender>>,
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        if let (Some(state), Some(back), false) =
+            (self.state.take(), self.back.take(), std::thread::panicking())
+        {
+            // If nobody waits for it any more, this drops it.
+            let _ = back.send(state);
+        }
+    }
 }
 
 /// Where in [`BURST`] a waiter is.
@@ -61,9 +86,9 @@ impl FileClaim {
 
     /// Waits until no worker is busy.
     async fn settle(&mut self) -> &mut Contender {
-        if let Some(worker) = &mut self.busy {
-            // A worker that panicked, or that the runtime never started, has dropped the state, and so freed it all.
-            self.idle = worker.await.ok();
+        if let Some(busy) = &mut self.busy {
+            // A worker that panicked has dropped the state, and so freed it all.
+            self.idle = (&mut busy.state).await.ok();
             self.busy = None;
         }
         self.idle
@@ -77,13 +102,23 @@ impl FileClaim {
     ) -> Result<T> {
         Fault::unless_in_a_runtime()?;
         self.settle().await;
-        let mut state = self.idle.take().ok_or(Fault::Worker)?;
+        let state = Some(self.idle.take().ok_or(Fault::Worker)?);
         let (done, mut answer) = oneshot::channel();
-        self.busy = Some(spawn_blocking(move || {
-            // Nobody listens if the future was dropped.
-            let _ = done.send(work(&mut state));
-            state
-        }));
+        let (back, returned) = oneshot::channel();
+        let back = Some(back);
+        let mut borrowed = Borrowed { state, back };
+        let worker = spawn_blocking(move || {
+            if let Some(state) = &mut borrowed.state {
+                // Nobody listens if the future was dropped.
+                let _ = done.send(work(state));
+            }
+            // As a whole, so that it is captured as a whole.
+            drop(borrowed);
+        });
+        self.busy = Some(Busy {
+            worker,
+            state: returned,
+        });
         self.settle().await;
         answer.try_recv().map_err(|_| Fault::Worker)
     }
@@ -202,8 +237,8 @@ impl Claim for FileClaim {
 impl Drop for FileClaim {
     fn drop(&mut self) {
         // Work that has not begun is dropped with the state in it; what has begun ends by itself and then is.
-        if let Some(worker) = &self.busy {
-            worker.abort();
+        if let Some(busy) = &self.busy {
+            busy.worker.abort();
         }
     }
 }

@@ -605,6 +605,38 @@ async fn a_waiter_moves_on_to_the_permits_that_replaced_those_that_were_moved() 
     assert_eq!(waiter.renew().await.unwrap(), Renewal::Lost(LossReason::Revoked));
 }
 
+/// A holder does not lose its lock before it is told, also where its runtime does no work any more.
+#[test]
+fn work_that_is_never_begun_frees_nothing() {
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    let (first, second) = (runtime(), runtime());
+    let ended = first.handle().clone();
+    let dir = TempDir::new().unwrap();
+    second.block_on(async {
+        let backend = open(dir.path()).await;
+        let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+        granted(&mut holder).await;
+        first.shutdown_background();
+        let within = ended.enter();
+        holder.renew().await.unwrap_err();
+        drop(within);
+        let mut rival = claim(&backend, "n", Mode::Exclusive).await;
+        assert_eq!(
+            rival.attempt(TRY).await.unwrap(),
+            None,
+            "nobody has told the holder"
+        );
+        assert!(matches!(holder.renew().await.unwrap(), Renewal::Held(_)));
+        holder.release().await.unwrap();
+        granted(&mut rival).await;
+    });
+}
+
 #[tokio::test]
 async fn a_deleted_file_is_a_lost_hold_and_tokens_rise() {
     let dir = TempDir::new().unwrap();
