@@ -82,6 +82,8 @@ impl<W, H> Queue<W, H> {
             return Turn::Offered(offer);
         }
         if self.closed {
+            // It may have joined since.
+            self.waiting.remove(&ticket);
             return Turn::Closed;
         }
         match self.waiting.get_mut(&ticket) {
@@ -231,5 +233,8 @@ mod tests {
         assert_eq!(look(&mut queue, a), Turn::Offered(Offer::Slot));
         assert!(queue.pass().is_none());
         assert!(!queue.enter());
+        let late = queue.join(3);
+        assert_eq!(look(&mut queue, late), Turn::Closed);
+        assert_eq!(queue.waiting.len(), 0, "what waits keeps the client");
     }
 }
