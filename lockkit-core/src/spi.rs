@@ -156,7 +156,8 @@ pub struct BackendInfo {
     /// What to do for a mode that it does not have, for the error: `use mode=for_update`. `None` if there is nothing but
     /// another backend.
     pub instead: Option<&'static str>,
-    /// How often a waiter asks again although nothing woke it. The driver adds jitter.
+    /// After how long, at most, a waiter asks again although nothing woke it. The driver takes off up to a quarter of it, so
+    /// that waiters drift apart.
     pub fallback_poll: Duration,
     /// The longest time that an [`attempt`](Claim::attempt) should block at the server.
     pub max_patience: Duration,

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use lockkit_core::{
     AcquireOptions, DistributedLock, Kind, Lock, LockClient, LockGuard, LockId, LockName, LockState,
     LossReason, MemoryBackend, Operation, Owner, ReentrantLock, Result, acquire_all,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal},
 };
 use tokio::time::Instant;
 
@@ -469,4 +469,24 @@ async fn a_storm_of_hints_makes_no_holder_deaf() {
     assert!(probe.memory.revoke("a"));
     let told = tokio::time::timeout(SECOND, guard.lost()).await;
     assert_eq!(told, Ok(LossReason::Revoked), "its next renewal is seconds away");
+}
+
+/// Nothing tells of the end of a lease but the next look.
+#[tokio::test(start_paused = true)]
+async fn a_dead_holder_is_followed_within_the_bound_that_is_told() {
+    let ttl = SECOND;
+    for _ in 0..100 {
+        let backend = MemoryBackend::new();
+        let client = client(&backend);
+        let name = LockName::new("a").unwrap();
+        let request = ClaimRequest::new(name, Mode::Exclusive, ttl, OwnerId::new(1));
+        let mut dead = backend.claim(&request).await.unwrap();
+        assert!(dead.attempt(Duration::ZERO).await.unwrap().is_some());
+        drop(dead);
+        let died = Instant::now();
+        let _guard = client.lock("a").unwrap().acquire().await.unwrap();
+        let (took, bound) = (died.elapsed(), client.dead_holder_bound(ttl));
+        // Timers have a granularity of a millisecond.
+        assert!(took <= bound + 2 * MS, "{took:?}, more than {bound:?}");
+    }
 }
