@@ -1,12 +1,18 @@
 //! A claim, as the driver sees it: blocking work goes to a worker thread and is picked up again wherever the future
 //! that waited for it was dropped.
 
-use std::{fs::File, ops::RangeInclusive, sync::Arc, time::Duration};
+use std::{
+    fs::File,
+    ops::RangeInclusive,
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use tokio::{
+    runtime::Handle,
     sync::oneshot,
-    task::{JoinHandle, spawn_blocking},
+    task::{AbortHandle, JoinHandle, spawn_blocking},
     time::{Instant, sleep, sleep_until},
 };
 
@@ -19,6 +25,7 @@ use super::{
 use crate::{
     Error, LossReason,
     spi::{Claim, Grant, Lease, Renewal},
+    sync::Mutex,
 };
 
 /// When to try again after an event, unless another comes: after the first of these, after twice that, and so on until
@@ -40,29 +47,55 @@ pub(super) struct FileClaim {
     burst: Burst,
 }
 
-/// A worker, and where it gives the state back.
+/// A worker, and where it leaves the state when it is done.
 #[derive(Debug)]
 struct Busy {
     worker: JoinHandle<()>,
-    state: oneshot::Receiver<Contender>,
+    done: oneshot::Receiver<()>,
+    place: Place,
 }
 
-/// The state in a worker's hands. It goes back also if the runtime never starts the work: it may be a hold, which others
-/// must not get before its holder is told.
+type Place = Arc<Mutex<Option<Left>>>;
+
+/// The state that a worker has left, and what gives up a hold that nobody takes.
+#[derive(Debug)]
+struct Left {
+    state: Contender,
+    lapse: Option<AbortHandle>,
+}
+
+/// The state in a worker's hands. It is left behind also if the runtime never starts the work: it may be a hold, which
+/// others must not get before its holder is told.
 struct Borrowed {
     state: Option<Contender>,
-    back: Option<oneshot::Sender<Contender>>,
+    place: Place,
+    /// How long a grant may wait for whoever asked for it. One that is not polled any more must not keep others out.
+    lapses_in: Duration,
+    was_held: bool,
+    /// Tells of the end by being dropped.
+    done: Option<oneshot::Sender<()>>,
 }
 
 impl Drop for Borrowed {
     fn drop(&mut self) {
-        if let (Some(state), Some(back), false) =
-            (self.state.take(), self.back.take(), std::thread::panicking())
-        {
-            // If nobody waits for it any more, this drops it.
-            let _ = back.send(state);
-        }
+        let Some(state) = self.state.take().filter(|_| !std::thread::panicking()) else {
+            return;
+        };
+        let is_granted = state.hold.is_some() && !self.was_held;
+        let runtime = is_granted.then(|| Handle::try_current().ok()).flatten();
+        let lapse = runtime.map(|runtime| {
+            let lapse = lapse(Arc::downgrade(&self.place), self.lapses_in);
+            runtime.spawn(lapse).abort_handle()
+        });
+        *self.place.lock() = Some(Left { state, lapse });
+        self.done = None;
     }
+}
+
+async fn lapse(place: Weak<Mutex<Option<Left>>>, after: Duration) {
+    sleep(after).await;
+    let untaken = place.upgrade().and_then(|place| place.lock().take());
+    spawn_blocking(|| drop(untaken));
 }
 
 /// Where in [`BURST`] a waiter is.
@@ -88,8 +121,13 @@ impl FileClaim {
     async fn settle(&mut self) -> &mut Contender {
         if let Some(busy) = &mut self.busy {
             // A worker that panicked has dropped the state, and so freed it all.
-            self.idle = (&mut busy.state).await.ok();
+            let _ = (&mut busy.done).await;
+            let left = busy.place.lock().take();
             self.busy = None;
+            self.idle = left.map(|Left { state, lapse }| {
+                lapse.inspect(AbortHandle::abort);
+                state
+            });
         }
         self.idle
             .get_or_insert_with(|| Contender::new(Arc::clone(&self.spec)))
@@ -102,23 +140,26 @@ impl FileClaim {
     ) -> Result<T> {
         Fault::unless_in_a_runtime()?;
         self.settle().await;
-        let state = Some(self.idle.take().ok_or(Fault::Worker)?);
-        let (done, mut answer) = oneshot::channel();
-        let (back, returned) = oneshot::channel();
-        let back = Some(back);
-        let mut borrowed = Borrowed { state, back };
+        let state = self.idle.take().ok_or(Fault::Worker)?;
+        let (sender, mut answer) = oneshot::channel();
+        let (ends, done) = oneshot::channel();
+        let place = Place::default();
+        let mut borrowed = Borrowed {
+            was_held: state.hold.is_some(),
+            state: Some(state),
+            place: Arc::clone(&place),
+            lapses_in: self.spec.request.ttl,
+            done: Some(ends),
+        };
         let worker = spawn_blocking(move || {
             if let Some(state) = &mut borrowed.state {
                 // Nobody listens if the future was dropped.
-                let _ = done.send(work(state));
+                let _ = sender.send(work(state));
             }
             // As a whole, so that it is captured as a whole.
             drop(borrowed);
         });
-        self.busy = Some(Busy {
-            worker,
-            state: returned,
-        });
+        self.busy = Some(Busy { worker, done, place });
         self.settle().await;
         answer.try_recv().map_err(|_| Fault::Worker)
     }
@@ -146,8 +187,13 @@ impl Claim for FileClaim {
                 self.burst = Burst::default();
             }
             let since = Instant::now();
-            let tried = self.run(move |state| state.attempt(waits, since)).await;
-            tried.flatten().map_err(|fault| self.error(fault, "acquire"))?;
+            let tried =
+                move |state: &mut Contender| state.attempt(waits, since).map(|()| state.hold.is_some());
+            let tried = self.run(tried).await;
+            let granted = tried.flatten().map_err(|fault| self.error(fault, "acquire"))?;
+            if granted && self.settle().await.hold.is_none() {
+                return Err(self.error(Fault::Untaken, "acquire"));
+            }
         }
         let Some(hold) = self.idle.as_ref().and_then(|state| state.hold.as_ref()) else {
             self.burst.schedule();

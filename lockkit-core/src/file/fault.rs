@@ -43,6 +43,8 @@ pub(super) enum Fault {
     LedgerBusy { path: PathBuf, waited_ms: u64 },
     #[error("the worker thread ended before it was done")]
     Worker,
+    #[error("it was granted, and given up when nobody had taken it for as long as its ttl")]
+    Untaken,
     #[error("this must be awaited within a Tokio runtime")]
     NoRuntime,
     #[error("{reason}")]
@@ -85,7 +87,7 @@ impl Fault {
     /// A full disk does not count as passing: whoever waits should hear of it rather than wait for a clean-up.
     fn may_pass(&self) -> bool {
         match self {
-            Self::Replaced { .. } | Self::LedgerBusy { .. } | Self::Worker => true,
+            Self::Replaced { .. } | Self::LedgerBusy { .. } | Self::Worker | Self::Untaken => true,
             Self::Io { source, .. } => {
                 matches!(
                     source.kind(),

@@ -19,7 +19,7 @@ use std::{
 };
 
 use lockkit_core::{
-    Error, FileBackend, FileConfig, Kind, LockClient, LockName, LossReason,
+    AcquireOptions, Error, FileBackend, FileConfig, Kind, LockClient, LockName, LossReason,
     spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, chain},
 };
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -635,6 +635,29 @@ fn work_that_is_never_begun_frees_nothing() {
         holder.release().await.unwrap();
         granted(&mut rival).await;
     });
+}
+
+/// It was polled while nobody held the lock, and then it was forgotten.
+#[tokio::test]
+async fn a_grant_that_nobody_takes_lapses() {
+    let dir = TempDir::new().unwrap();
+    let lock = |backend| {
+        let options = AcquireOptions::new().ttl(Duration::from_millis(300));
+        LockClient::new(backend).lock("n").unwrap().with_options(options)
+    };
+    let (one, two) = (lock(open(dir.path()).await), lock(open(dir.path()).await));
+    for wait in [LIMIT, 2 * LIMIT] {
+        let mut forgotten = Box::pin(one.acquire_timeout(wait));
+        assert!(polled(1, &mut forgotten).await.is_none());
+        // It is granted by then.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let guard = two.acquire_timeout(LIMIT).await.unwrap();
+        guard.release().await.unwrap();
+        let guard = forgotten.await.unwrap();
+        assert!(guard.is_held());
+        assert!(two.try_acquire().await.unwrap().is_none());
+        guard.release().await.unwrap();
+    }
 }
 
 #[tokio::test]
