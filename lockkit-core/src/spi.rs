@@ -57,6 +57,15 @@ impl Lease {
     }
 }
 
+/// For how long this machine has been suspended since it was booted, where the operating system tells (Linux), else zero.
+///
+/// Of a lease the driver takes off what is slept after [`since`](Lease::since). A backend that knows what proves a lease from
+/// before the request that tells of it takes off by itself what was slept in between. A difference of less than a
+/// millisecond is two clocks' not being read in the same instant.
+pub fn asleep() -> Duration {
+    crate::driver::moment::asleep()
+}
+
 /// A successful attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {

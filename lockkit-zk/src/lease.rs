@@ -108,6 +108,14 @@ impl Proof {
         self.writes.push_back((sent, acknowledged));
     }
 
+    /// The machine was suspended for so long, and the clock stood still: what was sent before was sent so much earlier.
+    pub(crate) fn slept(&mut self, slept: Duration) {
+        let sent = self.writes.iter_mut().map(|(sent, _)| sent);
+        for at in sent.chain([&mut self.end, &mut self.attached]) {
+            *at = at.checked_sub(slept).unwrap_or(*at);
+        }
+    }
+
     /// Until when the server cannot have ended the session by itself.
     pub(crate) fn end(&self) -> Instant {
         self.end
@@ -215,6 +223,24 @@ mod tests {
         assert_eq!(clock.end(), 890);
         clock.write(400, 410);
         assert_eq!(clock.end(), 200 + 890);
+    }
+
+    #[test]
+    fn what_was_sent_before_the_machine_slept_was_sent_earlier() {
+        let mut clock = Clock::new();
+        for sent in [100, 200, 300] {
+            clock.write(sent, sent + 1);
+        }
+        assert_eq!(clock.end(), 100 + 890);
+        clock.1.slept(MS(500));
+        assert_eq!(clock.end(), 490);
+        // Written before, acknowledged thereafter.
+        clock.write(0, 401);
+        assert_eq!(clock.end(), 490);
+        for (sent, end) in [(500, 490), (600, 890), (700, 1_390)] {
+            clock.write(sent, sent + 1);
+            assert_eq!(clock.end(), end, "{sent}");
+        }
     }
 
     #[test]

@@ -10,6 +10,10 @@ use std::{
 
 use futures_util::future::join_all;
 use lockkit_core::LossReason;
+#[cfg(not(test))]
+use lockkit_core::spi::asleep;
+#[cfg(test)]
+use tests::asleep;
 use tokio::{
     net::TcpStream,
     runtime::Handle,
@@ -44,6 +48,8 @@ const WATCHES_AT_ONCE: usize = 256;
 const MAX_VANISHED: usize = 8;
 /// How many of its last holds a session names. A waiter asks for one within a round trip or so of its release.
 const MAX_NAMED: usize = 16;
+/// What is less than this is two clocks' not being read in the same instant.
+const LEAST_SLEEP: Duration = Duration::from_millis(1);
 
 /// A session with an ensemble. When it is dropped, it ends, and all its nodes with it.
 pub(crate) struct Session {
@@ -101,6 +107,8 @@ pub(crate) struct Reach {
 #[derive(Clone, Debug)]
 pub(crate) struct News {
     proof: Proof,
+    /// What the machine has slept in all, as far as the proof knows.
+    asleep: Duration,
     /// The server's clock in ms since 1970, and when it was that.
     server_clock: (i64, Instant),
     over: Option<LossReason>,
@@ -214,6 +222,7 @@ impl Session {
     /// Opens a session.
     pub(crate) async fn open(config: &ZkConfig, reach: &Reach, space: &Space) -> Result<Self> {
         let runtime = Handle::try_current().map_err(|_| Fault::NoRuntime)?;
+        let asleep = asleep();
         let (link, sent) = reach.open().await?;
         let timeout = link.timeout();
         check_session_timeout(timeout, config.tick_time, "granted by the server").map_err(Fault::Config)?;
@@ -231,6 +240,7 @@ impl Session {
             link: watch::Sender::new(Some(Arc::new(link))),
             news: watch::Sender::new(News {
                 proof,
+                asleep,
                 server_clock: (0, sent),
                 over: None,
             }),
@@ -262,6 +272,7 @@ impl Session {
 
     /// Until when the server cannot have ended it by itself.
     pub(crate) fn proven_until(&self) -> Instant {
+        self.core.asleep();
         self.core.news.borrow().proof.end()
     }
 
@@ -602,6 +613,26 @@ impl Core {
             .collect()
     }
 
+    /// What the machine has slept so far. It is taken off what is proven.
+    fn asleep(&self) -> Duration {
+        let asleep = asleep();
+        self.news.send_if_modified(|news| {
+            let slept = asleep.saturating_sub(news.asleep);
+            if slept >= LEAST_SLEEP {
+                news.asleep = asleep;
+                news.proof.slept(slept);
+            }
+            slept >= LEAST_SLEEP
+        });
+        self.news.borrow().asleep
+    }
+
+    /// When something was done at `at`, by when the machine had slept so much: what it slept since was time, too.
+    fn done(&self, at: Instant, asleep: Duration) -> Instant {
+        let slept = self.asleep().saturating_sub(asleep);
+        at.checked_sub(slept).unwrap_or(at)
+    }
+
     fn leave_behind(&self, litter: impl IntoIterator<Item = Litter>) {
         lock(&self.litter).extend(litter);
         self.littered.notify_one();
@@ -795,11 +826,11 @@ async fn attach_to(
         }
         Err(_) => return Ok(None),
     }
-    let sent = Instant::now();
+    let (asleep, sent) = (core.asleep(), Instant::now());
     let connector = core.access.connector().with_session(core.info.clone());
     let mut connecting = pin!(within(limit, Link::connect(connector, host)));
     let unanswered = || {
-        let now = Instant::now();
+        let (sent, now) = (core.done(sent, asleep), Instant::now());
         core.news.send_modify(|news| news.proof.unanswered(sent, now));
     };
     // What it may have granted is to be heeded while there is still time.
@@ -825,6 +856,7 @@ async fn attach_to(
         }
     };
     let (granted, number) = (link.timeout(), link.life().number());
+    let sent = core.done(sent, asleep);
     core.news
         .send_modify(|news| news.proof.attached(number, granted, sent));
     *lock(&core.access.granted) = granted;
@@ -837,6 +869,7 @@ async fn attach_to(
     // the connection before is then in what it shows, or was never done.
     match within(limit, core.make_beat_node(&link)).await {
         Ok(Ok(_)) => {
+            core.asleep();
             core.news.send_modify(|news| news.proof.confirmed());
             Ok(Some(link))
         }
@@ -917,7 +950,7 @@ async fn beat(core: &Core) {
         sleep(beat).await;
         let Ok(link) = core.link().await else { return };
         let data = core.beat_data();
-        let sent = Instant::now();
+        let (asleep, sent) = (core.asleep(), Instant::now());
         let acknowledged = match link.client.set_data(&core.beat_path, data.as_bytes(), None).await {
             Ok(stat) => Ok((sent, Some(stat.mtime))),
             // Somebody deleted it.
@@ -926,6 +959,7 @@ async fn beat(core: &Core) {
         };
         match acknowledged {
             Ok((sent, mtime)) => {
+                let sent = core.done(sent, asleep);
                 let now = Instant::now();
                 core.news.send_modify(|news| {
                     news.proof.acknowledged(link.life().number(), sent, now);
@@ -1023,4 +1057,39 @@ fn some<T>(reply: std::result::Result<T, ZkError>) -> std::result::Result<Option
 
 fn listed(reply: std::result::Result<Vec<String>, ZkError>) -> Result<Vec<String>> {
     Ok(some(reply)?.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use lockkit_testbed::zookeeper::{self, ZkServer};
+
+    use super::*;
+
+    static ASLEEP: AtomicU64 = AtomicU64::new(0);
+
+    /// That of a machine that sleeps when it is told to.
+    pub(super) fn asleep() -> Duration {
+        lockkit_core::spi::asleep() + Duration::from_secs(ASLEEP.load(Ordering::SeqCst))
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_is_slept_is_taken_off_what_is_proven() {
+        const SLEPT: Duration = Duration::from_secs(5);
+        if lockkit_testbed::skipped("zk", zookeeper::missing()) {
+            return;
+        }
+        let server = ZkServer::plain().unwrap();
+        let mut config = ZkConfig::new(server.addr().to_string());
+        (config.session_timeout, config.tick_time) = (Duration::from_secs(20), ZkServer::TICK);
+        let reach = Reach::new(&config, &config.check().unwrap());
+        let space = Space::new("", "asleep");
+        let session = Session::open(&config, &reach, &space).await.unwrap();
+        let proven = session.proven_until();
+        ASLEEP.fetch_add(SLEPT.as_secs(), Ordering::SeqCst);
+        assert_eq!(proven - session.proven_until(), SLEPT);
+        let again = within(Duration::from_secs(60), session.proven_beyond(proven)).await;
+        assert!(again.is_ok() && session.over().is_none(), "it lives on");
+    }
 }

@@ -168,7 +168,7 @@ const SEES_SLEEP: bool = false;
 
 /// For how long the machine has been suspended since it was booted.
 #[cfg(target_os = "linux")]
-fn asleep() -> Duration {
+pub(crate) fn asleep() -> Duration {
     use rustix::time::{ClockId, clock_gettime};
 
     fn read(clock: ClockId) -> Duration {
@@ -196,7 +196,7 @@ fn asleep() -> Duration {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn asleep() -> Duration {
+pub(crate) fn asleep() -> Duration {
     Duration::ZERO
 }
 
