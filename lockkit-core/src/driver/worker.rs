@@ -542,6 +542,8 @@ async fn attend(hold: Hold) {
             () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => continue,
             renewal = hold.renew_with(grip, renews) => renewal,
         };
+        // The lease may have turned out to be shorter.
+        let lease = grip.lease.unwrap_or(lease);
         let rested = Instant::now() + timing::renewal_retry(&lease, hold.terms.ttl);
         rests_until = Some(rested);
         retry_at = renewal.err().filter(|err| !err.is_lost()).map(|err| {

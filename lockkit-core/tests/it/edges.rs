@@ -250,6 +250,23 @@ async fn less_that_is_proven_counts_without_renewal_too() {
     }
 }
 
+/// It rests for as long as the lease that there is allows, and not the one before.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_has_become_shorter_is_renewed_in_time() {
+    let probe = Probe {
+        renewed_for: Some(SECOND),
+        ..Probe::default()
+    };
+    let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+    let options = AcquireOptions::new().ttl(30 * SECOND);
+    let guard = lock.acquire_with(&options).await.unwrap();
+    tokio::time::sleep(SECOND).await;
+    probe.hint.notify_one();
+    tokio::time::sleep(10 * SECOND).await;
+    let (_, renewals, _) = probe.counts.calls();
+    assert!(guard.is_held(), "lost after {renewals} renewals");
+}
+
 /// Polls on a thread that has no runtime, as another executor would.
 fn outside<F: Future + Send>(future: F) -> F::Output
 where

@@ -21,6 +21,8 @@ pub(crate) struct Probe {
     pub(crate) counts: Arc<Counts>,
     /// How long before the request a renewal's proof was made.
     pub(crate) proofs_are_old_by: Duration,
+    /// What a renewal proves, if that is not the ttl.
+    pub(crate) renewed_for: Option<Duration>,
     /// Where the next renewal's poll waits, and its thread with it: once when it is there, and once to go on.
     pub(crate) barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
     /// Says to one claim that it should ask.
@@ -69,6 +71,7 @@ impl Backend for Probe {
             claim,
             counts: self.counts.clone(),
             proofs_are_old_by: self.proofs_are_old_by,
+            renewed_for: self.renewed_for,
             barrier: self.barrier.clone(),
             hint: self.hint.clone(),
         }))
@@ -91,6 +94,7 @@ struct Counted {
     claim: Box<dyn Claim>,
     counts: Arc<Counts>,
     proofs_are_old_by: Duration,
+    renewed_for: Option<Duration>,
     barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
     hint: Arc<Notify>,
 }
@@ -113,6 +117,7 @@ impl Claim for Counted {
         let mut renewal = self.claim.renew().await;
         if let Ok(Renewal::Held(lease)) = &mut renewal {
             lease.since -= self.proofs_are_old_by;
+            lease.length = self.renewed_for.or(lease.length);
         }
         renewal
     }
