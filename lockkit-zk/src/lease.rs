@@ -126,9 +126,11 @@ impl Proof {
         self.timeout
     }
 
-    /// How far apart the writes are.
+    /// How far apart the writes are: closer while less is proven than the timeout, which is not to end before they prove more.
     pub(crate) fn beat(&self) -> Duration {
-        (self.timeout / BEATS_PER_TIMEOUT).min(LONGEST_BEAT)
+        let doubtful = self.end < self.lives_on_from(self.doubtful, self.least());
+        let timeout = if doubtful { self.least() } else { self.timeout };
+        (timeout / BEATS_PER_TIMEOUT).min(LONGEST_BEAT)
     }
 
     fn proves(&mut self, told: Instant) {
@@ -294,6 +296,24 @@ mod tests {
         assert_eq!(beat(1_000, 100), MS(100));
         assert_eq!(beat(10_000, 2_000), MS(1_000));
         assert_eq!(beat(40_000, 2_000), MS(2_500));
+    }
+
+    #[test]
+    fn beats_are_closer_while_a_timeout_is_not_known() {
+        let mut clock = Clock::new();
+        let (sent, given_up, again) = (clock.at(100), clock.at(200), clock.at(210));
+        clock.1.unanswered(sent, given_up);
+        assert_eq!(clock.1.beat(), MS(50));
+        clock.1.attached(1, MS(1_000), again);
+        clock.1.confirmed();
+        assert_eq!((clock.end(), clock.1.beat()), (210 + 395, MS(50)));
+        for sent in [260, 310, 360, 410] {
+            clock.write(sent, sent + 1);
+            assert_eq!(clock.1.beat(), MS(50));
+        }
+        // What was sent at 310 is past all doubt.
+        clock.write(460, 461);
+        assert_eq!((clock.end(), clock.1.beat()), (310 + 890, MS(100)));
     }
 
     /// A client, the follower that it is connected to, and their leader; the ways between them are slow now and then, in

@@ -945,9 +945,14 @@ fn reason(state: SessionState) -> Option<LossReason> {
 /// is nothing left to prove.
 async fn beat(core: &Core) {
     let mut refused = false;
+    let mut links = core.link.subscribe();
     loop {
         let beat = core.news.borrow().proof.beat();
-        sleep(beat).await;
+        // Over another connection, nothing that was written before counts.
+        tokio::select! {
+            () = sleep(beat) => {}
+            _ = links.changed() => {}
+        }
         let Ok(link) = core.link().await else { return };
         let data = core.beat_data();
         let (asleep, sent) = (core.asleep(), Instant::now());

@@ -380,6 +380,44 @@ async fn two_silent_servers_of_three_delay_nobody_for_long() {
     }
 }
 
+/// A server that takes connections and says nothing may have granted less. That is not to last longer than what it leaves.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hold_outlives_that_a_silent_server_is_asked() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let (silent, other) = (
+        Proxy::start(server.addr()).unwrap(),
+        Proxy::start(server.addr()).unwrap(),
+    );
+    silent.set(Mode::Refuse);
+    let mut config = server::config(format!("{},{}", silent.addr(), other.addr()));
+    (config.session_timeout, config.tick_time) = (Duration::from_secs(30), Duration::from_secs(1));
+    let ours = server::patiently(config).await;
+    let guard = lock(&ours, &unique("silent")).acquire().await.unwrap();
+    let asked = silent.counts().connections;
+    silent.set(Mode::Blackhole);
+    other.set(Mode::Refuse);
+    other.reset();
+    // Whether it is there, and to attach the session.
+    eventually("the silent one is asked", async || {
+        silent.counts().connections >= asked + 2
+    })
+    .await;
+    other.set(Mode::Pass);
+    let left = || guard.valid_until().map(|end| end - tokio::time::Instant::now());
+    eventually("it is told that less may be left, or lost", async || {
+        !guard.is_held() || left() < Some(Duration::from_secs(5))
+    })
+    .await;
+    eventually("it is proven again, or lost", async || {
+        !guard.is_held() || left() > Some(Duration::from_secs(15))
+    })
+    .await;
+    assert!(guard.is_held(), "attached again within its lease, and lost");
+}
+
 /// A runtime that is shut down under many holds ends quietly.
 #[test]
 fn a_runtime_that_ends_under_a_thousand_holds_is_quiet() {
