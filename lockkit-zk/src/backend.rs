@@ -314,7 +314,7 @@ impl Backend for ZkBackend {
         let session = self.shared.slot().clone();
         if let Some(session) = session {
             // Kept until it is done, so that closing again goes on.
-            session.close().await;
+            session.close().await.map_err(|fault| fault.during("close"))?;
             self.shared.slot().take();
         }
         Ok(())

@@ -38,7 +38,7 @@ pub(crate) enum Fault {
     Closed,
     #[error("this must be awaited within a Tokio runtime")]
     NoRuntime,
-    #[error("the runtime that the client lives on is gone")]
+    #[error("the runtime that this client lives on has ended")]
     RuntimeGone,
     #[error("{0}")]
     Config(Error),

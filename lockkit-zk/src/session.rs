@@ -79,8 +79,8 @@ struct Core {
     blinded: Notify,
     /// It is to be closed at the server.
     closing: watch::Sender<bool>,
-    /// Its task has ended.
-    done: watch::Sender<bool>,
+    /// Its task has ended: by itself, or with its runtime.
+    done: watch::Sender<Option<bool>>,
 }
 
 /// The watches that somebody waits for.
@@ -253,7 +253,7 @@ impl Session {
             watches: Mutex::default(),
             blinded: Notify::new(),
             closing: watch::Sender::new(false),
-            done: watch::Sender::new(false),
+            done: watch::Sender::new(None),
         });
         let link = core.link().await?;
         core.make_beat_node(&link).await?;
@@ -501,10 +501,15 @@ impl Session {
 
     /// Ends the session, and with it all its nodes. Resolves when the server has confirmed it, or nothing of it can be
     /// left.
-    pub(crate) async fn close(&self) {
+    ///
+    /// # Errors
+    /// If its runtime has ended: nobody has told the server.
+    pub(crate) async fn close(&self) -> Result<()> {
         self.begin_closing();
+        let mut done = self.core.done.subscribe();
         // The sender is part of the session.
-        let _ = self.core.done.subscribe().wait_for(|done| *done).await;
+        let done = done.wait_for(Option::is_some).await.ok().and_then(|done| *done);
+        done.filter(|by_itself| *by_itself).map(drop).ok_or(Fault::RuntimeGone)
     }
 
     fn begin_closing(&self) {
@@ -757,7 +762,11 @@ struct Ends(Arc<Core>);
 impl Drop for Ends {
     fn drop(&mut self) {
         self.0.end(LossReason::Disconnected);
-        self.0.done.send_replace(true);
+        self.0.done.send_if_modified(|done| {
+            let first = done.is_none();
+            done.get_or_insert(false);
+            first
+        });
     }
 }
 
@@ -779,6 +788,7 @@ async fn keep(ends: Ends) {
     };
     core.end(reason);
     core.link.send_replace(None);
+    core.done.send_replace(Some(true));
 }
 
 /// Attaches the session again and again, until it has ended.
