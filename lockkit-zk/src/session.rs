@@ -509,7 +509,9 @@ impl Session {
         let mut done = self.core.done.subscribe();
         // The sender is part of the session.
         let done = done.wait_for(Option::is_some).await.ok().and_then(|done| *done);
-        done.filter(|by_itself| *by_itself).map(drop).ok_or(Fault::RuntimeGone)
+        done.filter(|by_itself| *by_itself)
+            .map(drop)
+            .ok_or(Fault::RuntimeGone)
     }
 
     fn begin_closing(&self) {
@@ -630,6 +632,12 @@ impl Core {
             slept >= LEAST_SLEEP
         });
         self.news.borrow().asleep
+    }
+
+    /// Whether the ensemble cannot have ended it, unless somebody asked for that.
+    fn is_proven(&self) -> bool {
+        self.asleep();
+        self.news.borrow().proof.end() > Instant::now()
     }
 
     /// When something was done at `at`, by when the machine had slept so much: what it slept since was time, too.
@@ -812,9 +820,18 @@ async fn stay_attached(core: &Core) -> LossReason {
 /// Attaches the session to a server that the quorum listens to.
 async fn attach(core: &Core) -> std::result::Result<Link, LossReason> {
     for round in 0_u32.. {
-        for host in core.access.shuffled() {
-            if let Some(link) = attach_to(core, &host, core.access.limit(round)).await? {
-                return Ok(link);
+        let hosts = core.access.shuffled();
+        let mut unknown = 0;
+        for host in &hosts {
+            match attach_to(core, host, core.access.limit(round)).await {
+                Ok(Some(link)) => return Ok(link),
+                Ok(None) => {}
+                Err(LossReason::Expired) if core.is_proven() => unknown += 1,
+                Err(reason) => return Err(reason),
+            }
+            // One that was the leader, and does not know that it is none any more, has not heard of younger sessions.
+            if unknown * 2 > hosts.len() {
+                return Err(LossReason::Expired);
             }
         }
         sleep(PAUSE.saturating_mul(1 << round.min(5)).min(LONGEST_PAUSE)).await;

@@ -295,6 +295,53 @@ async fn a_deposed_leader_hides_no_node() {
     eventually("nothing is left", async || children(&raw, &name).await.is_empty()).await;
 }
 
+/// Nor does it end a session that its successor has opened.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_deposed_leader_ends_no_session() {
+    if no_zookeeper() {
+        return;
+    }
+    let ensemble = ZkEnsemble::start().unwrap();
+    for member in ensemble.members() {
+        member.stop().unwrap();
+        member.reconfigure("syncLimit=300").unwrap();
+        member.start().unwrap();
+    }
+    let old = ensemble.leader().unwrap();
+    let (a, b) = ((old + 1) % 3, (old + 2) % 3);
+    ensemble.cut(old);
+    for member in [a, b] {
+        ensemble.member(member).kill().unwrap();
+    }
+    std::thread::scope(|scope| {
+        for member in [a, b] {
+            let ensemble = &ensemble;
+            scope.spawn(move || ensemble.member(member).start().unwrap());
+        }
+    });
+    ensemble.new_leader(old).unwrap();
+    let proxies = [a, old].map(|member| Proxy::start(ensemble.member(member).addr()).unwrap());
+    let [proxy, to_old] = &proxies;
+    to_old.set(Mode::Refuse);
+    let addrs = format!("{},{}", proxy.addr(), to_old.addr());
+    let ours = server::patiently(server::config(addrs)).await;
+    let guard = lock(&ours, &unique("younger")).acquire().await.unwrap();
+    let asked = to_old.counts().connections;
+    to_old.set(Mode::Pass);
+    while guard.is_held() && to_old.counts().connections == asked {
+        proxy.reset();
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+    let says = ensemble.member(old).word("srvr").unwrap();
+    assert!(says.contains("Mode: leader"), "a vacuous pass: it knows");
+    let until = tokio::time::Instant::now() + Duration::from_secs(10);
+    eventually("proven again, or lost", async || {
+        !guard.is_held() || guard.valid_until().is_some_and(|end| end > until)
+    })
+    .await;
+    assert!(guard.is_held(), "lost {:?}", guard.lost().reason());
+}
+
 /// By when a dead holder is followed is what the server has granted, whatever was asked for.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dead_holder_is_followed_within_the_bound() {
