@@ -81,30 +81,25 @@ impl Guard {
         if run_id.is_empty() {
             return refused("it does not tell its run_id, by which a restart shows".to_owned());
         }
-        if self.durable {
-            for (setting, needed) in [
-                ("appendonly", "yes"),
-                ("appendfsync", "always"),
-                ("no-appendfsync-on-rewrite", "no"),
-            ] {
-                let (_, found): (String, String) = redis::cmd("CONFIG")
-                    .arg("GET")
-                    .arg(setting)
-                    .query_async(connection)
-                    .await
-                    .map_err(|error| failed("connect", error))?;
-                if found != needed {
-                    return refused(format!(
-                        "`durable` needs `{setting} {needed}`, and it has `{setting} {found}`"
-                    ));
-                }
-            }
-        }
         let marker: Option<String> = redis::cmd("GET")
             .arg("lockkit#redlock")
             .query_async(connection)
             .await
             .map_err(|error| failed("connect", error))?;
+        if self.durable
+            && let Some(lacks) = lacks_syncs(connection).await?
+        {
+            // One that came back with other settings has come back with other data, too, as a rule: what it last saved,
+            // and not what it logged. That remains so when its settings are right again.
+            let of_before = |marker: &str| !marker.starts_with('-') && !marker.starts_with(run_id);
+            if marker.as_deref().is_some_and(of_before) {
+                let mut call = script::REDLOCK_MARKER.call(b"");
+                call.arg(run_id).arg(self.longest).arg("look");
+                // It is left out all the same.
+                let _ = connection.send_packed_command(&call.command).await;
+            }
+            return refused(lacks);
+        }
         // That of a quarantine may be overcome.
         let votes = marker.as_deref().filter(|marker| !marker.starts_with('-'));
         let longest = votes.and_then(|marker| marker.split(' ').nth(1));
@@ -258,6 +253,28 @@ impl Guard {
             .iter()
             .all(|seat| seat.run_id.is_empty() || matches!(seat.standing, Standing::Votes))
     }
+}
+
+/// What a master lacks to lose nothing that it acknowledged.
+async fn lacks_syncs(connection: &mut MultiplexedConnection) -> Result<Option<String>> {
+    for (setting, needed) in [
+        ("appendonly", "yes"),
+        ("appendfsync", "always"),
+        ("no-appendfsync-on-rewrite", "no"),
+    ] {
+        let (_, found): (String, String) = redis::cmd("CONFIG")
+            .arg("GET")
+            .arg(setting)
+            .query_async(connection)
+            .await
+            .map_err(|error| failed("connect", error))?;
+        if found != needed {
+            return Ok(Some(format!(
+                "`durable` needs `{setting} {needed}`, and it has `{setting} {found}`"
+            )));
+        }
+    }
+    Ok(None)
 }
 
 /// Watches over those that have no vote, for as long as there are masters.

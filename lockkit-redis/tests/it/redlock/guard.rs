@@ -258,6 +258,37 @@ async fn a_durable_master_that_comes_back_without_syncs_is_left_out() {
     granted.unwrap().release().await.unwrap();
 }
 
+/// It was made durable while it ran. After a crash it has what it last saved, and is made durable again.
+#[tokio::test]
+async fn a_master_that_came_back_with_what_it_last_saved_is_not_durable_for_its_settings() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let sync = |master: &RedisServer| {
+        for (setting, value) in [("appendfsync", "always"), ("appendonly", "yes")] {
+            master.cli(&["CONFIG", "SET", setting, value]).unwrap();
+        }
+    };
+    world.masters.iter().for_each(sync);
+    let mut config = guarded(&world);
+    config.durable = true;
+    let client = connect(config).await.unwrap();
+    world.voting(3).await;
+    let master = &world.masters[1];
+    master.cli(&["SAVE"]).unwrap();
+    world.masters[2].kill().unwrap();
+    master.kill().unwrap();
+    let began = Instant::now();
+    master.start().unwrap();
+    try_says(&client, "a", "`appendonly no`").await;
+    sync(master);
+    let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
+    let after = began.elapsed();
+    assert!(after >= MAX_TTL, "a vote {after:?} after it came back with old data");
+    granted.unwrap().release().await.unwrap();
+}
+
 #[tokio::test]
 async fn a_deployment_has_one_max_ttl() {
     if no_server() {
