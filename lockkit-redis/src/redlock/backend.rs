@@ -341,7 +341,7 @@ impl Backend for RedlockBackend {
             call.arg(token);
             call
         });
-        match tally(masters, &mut requests, &mut count, "revoke").await {
+        match tally(masters, &mut requests, &mut count, "revoke", None).await {
             (Outcome::Held { .. }, _) => Ok(true),
             (Outcome::Lost, _) => Ok(false),
             (_, failures) => Err(masters.undecided("revoke", &failures)),

@@ -456,7 +456,9 @@ impl Claim for RedlockClaim {
         let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(since));
         let mut requests = Requests::new(&masters, "renew");
         requests.ask_all(Kind::Report, |marker| self.renewal(marker, &tokens));
-        let (outcome, failures) = tally(&masters, &mut requests, &mut count, "renew").await;
+        // The others are heard for as long as the lease can do without the answer.
+        let enough = since + self.request.ttl / 6;
+        let (outcome, failures) = tally(&masters, &mut requests, &mut count, "renew", Some(enough)).await;
         match outcome {
             Outcome::Held { repair, taken } => {
                 let lease = self.lease(since);
@@ -494,7 +496,7 @@ impl Claim for RedlockClaim {
         let mut count = QuorumCount::of_release(masters.rules, masters.since_origin(Instant::now()));
         let mut requests = Requests::new(&masters, "release");
         requests.ask_all(Kind::Report, |_| self.withdrawal("end"));
-        let (outcome, failures) = tally(&masters, &mut requests, &mut count, "release").await;
+        let (outcome, failures) = tally(&masters, &mut requests, &mut count, "release", None).await;
         drop(requests);
         let held = match outcome {
             Outcome::Held { .. } => true,
@@ -541,17 +543,22 @@ fn lacks(answer: &Answer) -> bool {
     )
 }
 
-/// Hears what the masters have to report until that decides, or time is over.
+/// Hears what the masters have to report until that decides, or time is over: at `enough` if a majority has it.
 pub(super) async fn tally(
     masters: &Masters,
     requests: &mut Requests,
     count: &mut QuorumCount,
     operation: &'static str,
+    enough: Option<Instant>,
 ) -> (Outcome, Failures) {
     let mut answered = vec![false; masters.all.len()];
     let mut failures = Failures::default();
+    let mut held = 0;
     loop {
-        let outcome = match requests.next(masters.at(count.deadline())).await {
+        let deadline = masters.at(count.deadline());
+        let enough = enough.filter(|_| held >= masters.rules.quorum);
+        let deadline = enough.map_or(deadline, |enough| deadline.min(enough));
+        let outcome = match requests.next(deadline).await {
             None => count.tick(count.deadline()),
             Some(Answer { master, reply, .. }) => {
                 let report = match reply {
@@ -572,6 +579,7 @@ pub(super) async fn tally(
                     }
                 };
                 answered[master] = report != Report::Silent;
+                held += usize::from(report == Report::Held);
                 count.reported(master, report)
             }
         };

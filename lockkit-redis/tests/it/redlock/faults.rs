@@ -14,7 +14,7 @@ use lockkit_testbed::{Mode, eventually, redis::Fsync};
 
 use super::world::{World, config, connect};
 use crate::common::{
-    Alone, LONG, MS, RECOVERED, SECOND, granted, lock, no_server, shown, until, waiter, within,
+    Alone, LONG, MS, RECOVERED, SECOND, granted, lock, no_server, renewed, shown, until, waiter, within,
 };
 
 /// What masters have to answer within whose replies are lost, and what a busy machine takes on top of that.
@@ -100,6 +100,25 @@ async fn a_master_that_stands_still_costs_nothing() {
     drop(late);
     world.masters[4].resume().unwrap();
     // What was still on its way there takes effect in order, or not at all.
+    world.nothing_is_left("after a master stood still").await;
+}
+
+/// A renewal hears the others for as long as its lease can do without.
+#[tokio::test]
+async fn a_master_that_stands_still_costs_no_hold_its_lease() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let client = world.client().await;
+    let held = lock(&client, "a", 2 * SECOND).acquire().await.unwrap();
+    world.masters[2].pause().unwrap();
+    for _ in 0..3 {
+        renewed(&held).await;
+    }
+    held.check().unwrap();
+    world.masters[2].resume().unwrap();
+    held.release().await.unwrap();
     world.nothing_is_left("after a master stood still").await;
 }
 
