@@ -1,11 +1,16 @@
 //! What is left of those who wait, and of names that nobody uses.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::{
+    pin::pin,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
 
-use lockkit_testbed::Mode;
+use futures_util::FutureExt as _;
+use lockkit_core::{AcquireOptions, LossReason};
+use lockkit_testbed::{Clock, Mode};
 
 use super::world::World;
-use crate::common::{LONG, SECOND, granted, lock, no_server, waiter};
+use crate::common::{AT_ONCE, LONG, SECOND, granted, lock, no_server, waiter, within};
 
 /// For how long a waiter is believed in that does not ask, and how often those who wait ask again.
 const SILENT: Duration = Duration::from_secs(10);
@@ -124,4 +129,54 @@ async fn counters_go_after_weeks_without_use() {
         .count();
     assert!(raised >= 3, "{:?}", left());
     held.release().await.unwrap();
+}
+
+/// The servers' clocks end the counters, and those had outrun the clocks of the clients.
+#[tokio::test]
+async fn clocks_that_are_weeks_ahead_take_counters_along() {
+    if no_server() {
+        return;
+    }
+    let clock = Clock::new().unwrap();
+    let world = World::built(3, |builder| builder.clock(&clock));
+    let client = world.client().await;
+    let block = AcquireOptions::new().ttl(LONG).local_handoffs(65_535);
+    let ours = client.lock("a").unwrap().with_options(block);
+    let mut last = 0;
+    // Each reserves the tokens of 65 ms.
+    for _ in 0..400 {
+        let held = ours.acquire().await.unwrap();
+        last = held.token().get();
+        held.release().await.unwrap();
+    }
+    for (weeks, goes_on) in [(3, true), (5, false)] {
+        clock.forward(Duration::from_secs(weeks * 7 * 24 * 3_600)).unwrap();
+        // It knows of none of these.
+        let late = world.client().await;
+        let held = lock(&late, "a", LONG).acquire().await.unwrap();
+        assert_eq!(held.token().get() > last, goes_on, "after {weeks} more weeks");
+        held.release().await.unwrap();
+    }
+}
+
+/// Nobody tells the masters which of its tokens a hold goes by.
+#[tokio::test]
+async fn any_token_of_a_block_breaks_the_hold_that_there_is() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let (holder, operator) = (world.client().await, world.client().await);
+    let mine = holder.lock("a").unwrap();
+    let before = mine.acquire().await.unwrap();
+    let mut waiting = pin!(mine.acquire());
+    assert!(waiting.as_mut().now_or_never().is_none());
+    let superseded = before.token();
+    before.release().await.unwrap();
+    let heir = waiting.await.unwrap();
+    assert!(heir.token() > superseded, "passed on");
+    let shown = operator.inspect("a").await.unwrap();
+    assert_eq!(shown.holders[0].token, superseded, "the first of the block");
+    assert!(operator.revoke("a", superseded).await.unwrap());
+    assert_eq!(within(AT_ONCE, "told", heir.lost()).await, LossReason::Revoked);
 }
