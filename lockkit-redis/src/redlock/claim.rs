@@ -400,8 +400,9 @@ impl Claim for RedlockClaim {
             (false, false) => "wait",
             (false, true) => "again",
         };
+        // Also for one that does not wait: what it wins may be ended before anybody looks after it.
+        let place = self.place();
         if !patience.is_zero() {
-            let place = self.place();
             place.begin();
             place.listen();
             self.listed = true;

@@ -159,6 +159,19 @@ async fn clocks_that_are_weeks_ahead_take_counters_along() {
     }
 }
 
+/// Before the background has looked at it for the first time.
+#[tokio::test]
+async fn a_hold_of_a_try_that_is_broken_at_once_is_told_at_once() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let (holder, operator) = (world.client().await, world.client().await);
+    let held = lock(&holder, "a", LONG).try_acquire().await.unwrap().unwrap();
+    assert!(operator.revoke("a", held.token()).await.unwrap());
+    assert_eq!(within(AT_ONCE, "told", held.lost()).await, LossReason::Revoked);
+}
+
 /// Nobody tells the masters which of its tokens a hold goes by.
 #[tokio::test]
 async fn any_token_of_a_block_breaks_the_hold_that_there_is() {
