@@ -159,6 +159,30 @@ async fn clocks_that_are_weeks_ahead_take_counters_along() {
     }
 }
 
+#[tokio::test]
+async fn clocks_that_are_set_back_keep_the_lock_of_a_dead_holder() {
+    if no_server() {
+        return;
+    }
+    let clock = Clock::new().unwrap();
+    let world = World::built(3, |builder| builder.clock(&clock));
+    let (dead, proxies) = world.client_behind_proxies().await;
+    let living = world.client().await;
+    let held = lock(&dead, "a", SECOND).acquire().await.unwrap();
+    for proxy in proxies.iter() {
+        proxy.set(Mode::Blackhole);
+    }
+    clock.back(Duration::from_secs(60)).unwrap();
+    within(LONG, "told by its own clock", held.lost()).await;
+    tokio::time::sleep(SECOND).await;
+    let tried = lock(&living, "a", LONG).try_acquire().await.unwrap();
+    assert!(tried.is_none(), "its lease is over");
+    clock.reset().unwrap();
+    let next = within(LONG, "granted", lock(&living, "a", LONG).acquire()).await.unwrap();
+    assert!(next.token() > held.token());
+    next.release().await.unwrap();
+}
+
 /// Before the background has looked at it for the first time.
 #[tokio::test]
 async fn a_hold_of_a_try_that_is_broken_at_once_is_told_at_once() {
