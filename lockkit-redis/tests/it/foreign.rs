@@ -241,3 +241,25 @@ async fn a_foreign_value_written_over_ours_is_left_alone_and_our_holders_are_tol
         nothing_is_left(&server, "after a foreign value").await;
     }
 }
+
+/// Where a value of ours was, nobody who looks gets more than an error; the holder is told all the same.
+#[tokio::test]
+async fn something_else_than_a_string_written_over_ours_is_told_like_a_string() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let ours = lock(&client, "a", LONG);
+    for ours in [ours.clone(), ours.shared()] {
+        let held = ours.acquire().await.unwrap();
+        server.cli(&["DEL", KEY]).unwrap();
+        server.cli(&["HSET", KEY, "field", "value"]).unwrap();
+        // Not at the end of its lease.
+        assert!(held.renew().await.unwrap_err().is_lost());
+        let reason = within(AT_ONCE, "told", held.lost()).await;
+        assert_eq!(reason, LossReason::Revoked);
+        assert_eq!(server.cli(&["HGET", KEY, "field"]).unwrap(), "value");
+        server.cli(&["DEL", KEY]).unwrap();
+    }
+}
