@@ -25,6 +25,8 @@ const SLEEP: &str = "DO SLEEP(5)";
 pub(crate) struct Alarm {
     raised: watch::Sender<u64>,
     is_watching: AtomicBool,
+    /// Whether the last one that was begun came to nothing.
+    is_missing: AtomicBool,
     watcher: Mutex<Watcher>,
 }
 
@@ -40,6 +42,7 @@ impl Alarm {
         Self {
             raised: watch::Sender::new(0),
             is_watching: AtomicBool::new(false),
+            is_missing: AtomicBool::new(false),
             watcher: Mutex::default(),
         }
     }
@@ -63,7 +66,15 @@ impl Alarm {
         let watching = Watching(Arc::downgrade(self));
         let (options, term) = (options.clone(), term.clone());
         let task = tokio::spawn(async move {
-            let Ok(mut wire) = Wire::open(&options).await else {
+            let opened = Wire::open(&options).await;
+            let alarm = watching.0.upgrade();
+            let was_missing =
+                alarm.is_none_or(|alarm| alarm.is_missing.swap(opened.is_err(), Ordering::Relaxed));
+            let Ok(mut wire) = opened else {
+                // What broke it on its way may have broken the others. Told again and again, they would look again and again.
+                if !was_missing {
+                    watching.end();
+                }
                 return;
             };
             let who = wire.ask(format!("SELECT CONNECTION_ID(), {IDENTITY}")).await.ok();
@@ -79,12 +90,7 @@ impl Alarm {
                     return wire.quit().await;
                 }
             }
-            let alarm = watching.0.upgrade();
-            // Before those who are told look, and have another begun.
-            drop(watching);
-            if let Some(alarm) = alarm {
-                alarm.raise();
-            }
+            watching.end();
         });
         self.watcher().task = Some(task.abort_handle());
     }
@@ -109,6 +115,18 @@ impl Drop for Alarm {
 
 /// However the watcher ends, another may follow.
 struct Watching(Weak<Alarm>);
+
+impl Watching {
+    /// Has every hold look.
+    fn end(self) {
+        let alarm = self.0.upgrade();
+        // Before those who are told look, and have another begun.
+        drop(self);
+        if let Some(alarm) = alarm {
+            alarm.raise();
+        }
+    }
+}
 
 impl Drop for Watching {
     fn drop(&mut self) {

@@ -36,6 +36,7 @@ for_each_flavour! {
     a_release_that_is_asked_again_wakes_the_next_in_line
     connections_that_are_reset_again_and_again
     a_hold_whose_connections_break_is_told_at_once
+    a_break_while_the_watch_is_begun_is_told_at_once
     the_servers_clock_does_not_move_a_row_lock
     the_servers_clock_moves_a_lease
     tokens_go_back_with_a_deleted_counter_and_the_clock
@@ -534,6 +535,29 @@ async fn a_hold_whose_connections_break_is_told_at_once(flavour: Flavour) {
     took.sort_unstable();
     eprintln!("{flavour:?}: told of broken connections after {took:?}");
     assert!(took[5] < Duration::from_millis(100), "{took:?}");
+}
+
+/// The connection that hears of breaks may be on its way when they come.
+async fn a_break_while_the_watch_is_begun_is_told_at_once(flavour: Flavour) {
+    let server = shared(flavour);
+    let (proxy, unlucky) = behind_a_proxy(server, Mode::ForUpdate).await;
+    let lock = unlucky.lock(name("broken")).unwrap();
+    let before = proxy.counts().connections;
+    proxy.set(lockkit_testbed::Mode::Delay {
+        requests: Duration::ZERO,
+        replies: Duration::from_millis(200),
+    });
+    let guard = lock.acquire().await.unwrap();
+    eventually("the watch is begun", async || proxy.counts().connections > before).await;
+    // The hold is shown by then, which takes one reply. The watch takes some more.
+    sleep(Duration::from_millis(300)).await;
+    let broken = Stopwatch::start();
+    proxy.reset();
+    proxy.set(lockkit_testbed::Mode::Pass);
+    let reason = timeout(Duration::from_secs(20), guard.lost()).await.unwrap();
+    assert_eq!(reason, LossReason::Disconnected);
+    let took = broken.elapsed();
+    assert!(took < Duration::from_secs(2), "told after {took:?}");
 }
 
 const HOUR: Duration = Duration::from_hours(1);
