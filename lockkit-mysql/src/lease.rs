@@ -65,6 +65,10 @@ pub(crate) struct LeaseClaim {
     sleeper: Option<u64>,
     /// Whether the latest request was sent more than once, so that its answer may be that to a repetition.
     was_repeated: bool,
+    /// The token that the hold has now.
+    token: u64,
+    /// The one that the row has, which may be that of a hold that it has been passed on from.
+    shown: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -93,6 +97,8 @@ impl LeaseClaim {
             doomed: None,
             sleeper: None,
             was_repeated: false,
+            token: 0,
+            shown: 0,
         }
     }
 
@@ -273,6 +279,7 @@ impl Claim for LeaseClaim {
                 let (first, last): (u64, u64) =
                     (column(row, 1).map_err(during)?, column(row, 2).map_err(during)?);
                 self.stage = Stage::Holding;
+                (self.token, self.shown) = (first, first);
                 self.has_queued = false;
                 self.give_back().await;
                 return Ok(Some(Grant {
@@ -299,7 +306,8 @@ impl Claim for LeaseClaim {
         require_runtime("renew")?;
         self.settle_or_leave().await;
         let reason = self.why_lost();
-        let reply = self.ask("renew", self.sql.renew()).await?;
+        self.shown = self.token;
+        let reply = self.ask("renew", self.sql.renew(self.token)).await?;
         let renewal = if reply.affected(0) == 1 {
             Renewal::Held(self.lease())
         } else {
@@ -353,7 +361,15 @@ impl Claim for LeaseClaim {
         if let (Stage::Waiting, Some(session)) = (self.stage, &mut self.session) {
             return session.settle().await;
         }
+        if matches!(self.stage, Stage::Holding) && self.shown != self.token {
+            // A renewal says whose it is now.
+            return;
+        }
         std::future::pending::<()>().await;
+    }
+
+    fn passed_on(&mut self, token: u64) {
+        self.token = token;
     }
 }
 
@@ -453,12 +469,12 @@ impl Sql {
         )
     }
 
-    fn renew(&self) -> String {
+    fn renew(&self, token: u64) -> String {
         let Self {
             key, owner, micros, ..
         } = self;
         format!(
-            "UPDATE lockkit_lease SET expires={NOW}+{micros} WHERE name={} AND owner={owner} AND expires>{NOW} \
+            "UPDATE lockkit_lease SET expires={NOW}+{micros}, token=GREATEST(token,{token}) WHERE name={} AND owner={owner} AND expires>{NOW} \
              AND token<>0; COMMIT",
             key.as_sql()
         )

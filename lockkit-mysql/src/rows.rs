@@ -38,6 +38,8 @@ pub(crate) struct RowClaim {
     sent: Instant,
     /// Whether the hold is shown to those who look.
     is_shown: bool,
+    /// Whether it is shown with the token of a hold that it has been passed on from.
+    is_outdated: bool,
     /// Rung when connections break.
     alarm: watch::Receiver<u64>,
 }
@@ -87,6 +89,7 @@ impl RowClaim {
             stage: Stage::Out,
             sent: Instant::now(),
             is_shown: false,
+            is_outdated: false,
         }
     }
 
@@ -471,6 +474,7 @@ impl RowClaim {
             return Ok(Step::Again);
         }
         self.stage = Stage::Holding { first, last };
+        self.is_outdated = false;
         if let Some(session) = &self.session {
             self.shared.sessions.watch(&session.term);
         }
@@ -727,13 +731,13 @@ impl Claim for RowClaim {
             Some(_) => session.answer().await.err(),
             None => None,
         };
-        let mut may_fail = failure.is_some() || !self.is_shown;
+        let mut may_fail = failure.is_some() || !self.is_shown || self.is_outdated;
         // That the session answers does not mean that it still has the lock: its transaction may have been rolled back, to
         // end a deadlock, or something in between may have gone on with another session.
-        let mut request = if self.is_shown {
-            sql::still_holds()
-        } else {
-            self.sql.show(session.id, first, self.seconds, &self.request)
+        let mut request = match (self.is_shown, self.is_outdated) {
+            (true, false) => sql::still_holds(),
+            (true, true) => self.sql.show_passed_on(session.id, first),
+            (false, _) => self.sql.show(session.id, first, self.seconds, &self.request),
         };
         let reason = loop {
             let sent = Instant::now();
@@ -742,6 +746,7 @@ impl Claim for RowClaim {
             } else {
                 session.send(self.seconds, std::mem::take(&mut request)).await;
                 self.is_shown = true;
+                self.is_outdated = false;
                 session.answer().await
             };
             match answer {
@@ -792,6 +797,8 @@ impl Claim for RowClaim {
         };
         match self.stage {
             Stage::Waiting | Stage::Pausing => session.settle().await,
+            // A renewal says whose it is now.
+            Stage::Holding { .. } if self.is_shown && self.is_outdated => {}
             Stage::Holding { first, .. } => {
                 if !self.is_shown {
                     let show = self.sql.show(session.id, first, self.seconds, &self.request);
@@ -809,6 +816,13 @@ impl Claim for RowClaim {
                 }
             }
             _ => std::future::pending().await,
+        }
+    }
+
+    fn passed_on(&mut self, token: u64) {
+        if let Stage::Holding { first, .. } = &mut self.stage {
+            *first = token;
+            self.is_outdated = self.is_shown;
         }
     }
 }

@@ -184,6 +184,16 @@ impl Sql {
              VALUES ({key}, {connection}, {token}, {seconds}, {label}); SAVEPOINT held; SELECT {READ_ONLY}"
         )
     }
+
+    /// Shows a hold that was shown before with another token. Fails if its transaction is gone, before anything else.
+    pub(crate) fn show_passed_on(&self, connection: u64, token: u64) -> String {
+        let key = self.key.as_sql();
+        format!(
+            "ROLLBACK TO SAVEPOINT held; \
+             UPDATE lockkit_holder SET token={token} WHERE name={key} AND connection={connection}; \
+             SAVEPOINT held; SELECT {READ_ONLY}"
+        )
+    }
 }
 
 /// Who holds, and for how long they have been silent; and how many statements are under way that wait for it. All in

@@ -24,6 +24,7 @@ use crate::servers::{
 };
 
 for_each_flavour! {
+    what_is_shown_is_the_token_of_the_latest_hand_off
     many_tasks_wait_in_one_connection
     a_waiter_that_gives_up_is_not_queued_and_delays_nobody
     sessions_that_were_ended_meanwhile_are_replaced
@@ -996,4 +997,35 @@ async fn a_waiter_for_a_permit_makes_one_request_per_look(flavour: Flavour) {
     permit.release().await.unwrap();
     waiter.granted().await.0.release().await.unwrap();
     assert!(released.elapsed() < Duration::from_millis(500));
+}
+
+/// A hold that is passed on within a client has a token of its own, by which it is shown and ended.
+async fn what_is_shown_is_the_token_of_the_latest_hand_off(flavour: Flavour) {
+    let server = shared(flavour);
+    for mode in MODES {
+        let (holder, operator) = (
+            client(server.addr(), mode).await,
+            client(server.addr(), mode).await,
+        );
+        let name = name("passed on");
+        let lock = holder.lock(&name).unwrap();
+        let first = lock.acquire().await.unwrap();
+        let shown = async || {
+            let state = operator.inspect(&name).await.unwrap();
+            state.holders.first().map(|holder| holder.token)
+        };
+        let earlier = first.token();
+        eventually("the first is shown", async || shown().await == Some(earlier)).await;
+        let next = Waiter::of(lock.clone());
+        sleep(Duration::from_millis(50)).await;
+        first.release().await.unwrap();
+        let (next, _) = next.granted().await;
+        assert_eq!(next.token().get(), earlier.get() + 1, "it was passed on");
+        sleep(Duration::from_millis(500)).await;
+        assert_eq!(shown().await, Some(next.token()), "{mode:?}: {earlier:?} is over");
+        assert!(!operator.revoke(&name, earlier).await.unwrap(), "{mode:?}");
+        next.renew().await.unwrap();
+        assert!(operator.revoke(&name, next.token()).await.unwrap(), "{mode:?}");
+        assert!(next.renew().await.is_err(), "{mode:?}");
+    }
 }
