@@ -93,6 +93,15 @@ impl Control {
         .map_err(|error| fault::error(operation, error))
     }
 
+    /// The same, and once at most: an error if it was not answered.
+    pub(crate) async fn ask_once(&self, operation: &'static str, sql: String) -> Result<Reply> {
+        let mut link = self.link.lock().await;
+        self.open(&mut link, operation).await?;
+        link.ask(sql)
+            .await
+            .map_err(|error| fault::error(operation, error))
+    }
+
     /// Makes the tables, or looks at them.
     pub(crate) async fn prepare(&self, mode: crate::Mode, schema: crate::Schema) -> Result<()> {
         let mut link = self.link.lock().await;

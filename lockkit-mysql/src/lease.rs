@@ -562,13 +562,16 @@ impl Shared {
     pub(crate) async fn revoke_lease(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
         let key = Key::new(&self.namespace, kind, name);
         let control = &self.sessions.control;
+        // The connection may turn out to have ended, and be replaced by this. What ends the hold is not to be said twice: the
+        // answer to the second time would be that there is none.
+        control.ask("revoke", "DO 0".to_owned()).await?;
         let (term, _) = control.term("revoke").await?;
         // As one transaction; the control connection commits each statement by itself otherwise.
         let request = format!(
             "START TRANSACTION; {}; COMMIT",
             let_go(&key, &bell(&self.database, &key), &format!("token={token}"))
         );
-        let reply = control.ask("revoke", request).await?;
+        let reply = control.ask_once("revoke", request).await?;
         let frees = reply.affected(1) == 1;
         if let Some(sleeper) = sleeper(&reply, 1).filter(|_| frees) {
             // Without it, the sleeper wakes by itself a little later.

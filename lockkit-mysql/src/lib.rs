@@ -199,12 +199,21 @@ impl Backend for MySqlBackend {
         }
         // What it looks over, so that the id means the session that was seen.
         let control = &self.shared.sessions.looks;
-        let (term, _) = control.term("revoke").await?;
-        let (shown, _) = self.shared.shown(name, kind, "revoke").await?;
-        let Some(holder) = shown.iter().find(|shown| shown.token == token) else {
-            return Ok(false);
-        };
-        Ok(control.kill("revoke", holder.connection, &term).await? == Killed::Now)
+        // That connection may turn out to have ended; one that was begun by the look is there.
+        for _ in 0..2 {
+            let (term, _) = control.term("revoke").await?;
+            let (shown, _) = self.shared.shown(name, kind, "revoke").await?;
+            let Some(holder) = shown.iter().find(|shown| shown.token == token) else {
+                return Ok(false);
+            };
+            match control.kill("revoke", holder.connection, &term).await? {
+                Killed::Now => return Ok(true),
+                Killed::Before => return Ok(false),
+                Killed::Unknown => {}
+            }
+        }
+        let cause = "the connection was lost again before the session could be ended";
+        Err(Error::transient(NAME, "revoke", cause))
     }
 
     async fn close(&self) -> Result<()> {

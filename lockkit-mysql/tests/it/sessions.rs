@@ -10,7 +10,7 @@ use lockkit_conformance::machine::{Stopwatch, timeout};
 use lockkit_core::{AcquireOptions, Error, LockClient, LockGuard, LossReason};
 use lockkit_mysql::Mode;
 use lockkit_testbed::{
-    eventually,
+    Proxy, eventually,
     mysql::{Flavour, MySql},
 };
 use tokio::{
@@ -25,6 +25,8 @@ use crate::servers::{
 
 for_each_flavour! {
     what_is_shown_is_the_token_of_the_latest_hand_off
+    a_look_over_a_new_connection_ends_a_hold_as_well
+    whether_a_lease_was_ended_is_not_guessed
     many_tasks_wait_in_one_connection
     a_waiter_that_gives_up_is_not_queued_and_delays_nobody
     sessions_that_were_ended_meanwhile_are_replaced
@@ -1027,5 +1029,57 @@ async fn what_is_shown_is_the_token_of_the_latest_hand_off(flavour: Flavour) {
         next.renew().await.unwrap();
         assert!(operator.revoke(&name, next.token()).await.unwrap(), "{mode:?}");
         assert!(next.renew().await.is_err(), "{mode:?}");
+    }
+}
+
+/// The connection for looks may have ended since the one before.
+async fn a_look_over_a_new_connection_ends_a_hold_as_well(flavour: Flavour) {
+    let server = shared(flavour);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    for mode in MODES {
+        let (holder, operator) = (
+            client(server.addr(), mode).await,
+            client(proxy.addr(), mode).await,
+        );
+        let name = name("looks");
+        let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
+        eventually("it is shown", async || {
+            !operator.inspect(&name).await.unwrap().holders.is_empty()
+        })
+        .await;
+        proxy.reset();
+        let ended = operator.revoke(&name, guard.token()).await.unwrap();
+        assert!(ended, "{mode:?}: there is such a hold");
+    }
+}
+
+/// A request whose answer is lost may have done its work.
+async fn whether_a_lease_was_ended_is_not_guessed(flavour: Flavour) {
+    let server = shared(flavour);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (holder, operator) = (
+        client(server.addr(), Mode::Lease).await,
+        client(proxy.addr(), Mode::Lease).await,
+    );
+    for _ in 0..5 {
+        let name = name("guessed");
+        let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
+        operator.inspect(&name).await.unwrap();
+        proxy.set(lockkit_testbed::Mode::Delay {
+            requests: Duration::ZERO,
+            replies: Duration::from_millis(100),
+        });
+        let ending = tokio::spawn({
+            let (operator, name, token) = (operator.clone(), name.clone(), guard.token());
+            async move { operator.revoke(&name, token).await }
+        });
+        eventually("it is ended", async || {
+            holder.inspect(&name).await.unwrap().holders.is_empty()
+        })
+        .await;
+        proxy.reset();
+        proxy.set(lockkit_testbed::Mode::Pass);
+        let said = ending.await.unwrap();
+        assert!(!matches!(said, Ok(false)), "it was ended, and {said:?} said");
     }
 }
