@@ -434,7 +434,12 @@ impl RowClaim {
             };
             let term = session.term.number;
             let (fence, control) = (&self.shared.fence, &self.shared.sessions.control);
-            match fence.take(self.sql.key(), latest, term, count, self.sent) {
+            // Who shows the hold before it is granted proves it by that, after it has its token.
+            let proven = match self.request.mode {
+                Mode::Exclusive => self.sent,
+                Mode::Shared | Mode::Permits(_) => Instant::now(),
+            };
+            match fence.take(self.sql.key(), latest, term, count, proven) {
                 Taken::From(first) => break first,
                 Taken::Unproven => {
                     if self.prove().await?.is_none() {

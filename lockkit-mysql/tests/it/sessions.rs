@@ -27,6 +27,7 @@ for_each_flavour! {
     what_is_shown_is_the_token_of_the_latest_hand_off
     a_look_over_a_new_connection_ends_a_hold_as_well
     whether_a_lease_was_ended_is_not_guessed
+    readers_that_come_at_once_do_not_wait_for_each_other
     many_tasks_wait_in_one_connection
     a_waiter_that_gives_up_is_not_queued_and_delays_nobody
     sessions_that_were_ended_meanwhile_are_replaced
@@ -1082,4 +1083,35 @@ async fn whether_a_lease_was_ended_is_not_guessed(flavour: Flavour) {
         let said = ending.await.unwrap();
         assert!(!matches!(said, Ok(false)), "it was ended, and {said:?} said");
     }
+}
+
+/// Those whose hold is proven when it is shown need no other proof, whoever of their client was granted meanwhile.
+async fn readers_that_come_at_once_do_not_wait_for_each_other(flavour: Flavour) {
+    const READERS: u64 = 40;
+    let server = shared(flavour);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let client = client(proxy.addr(), Mode::ForUpdate).await;
+    let lock = client.lock(name("readers")).unwrap();
+    for _ in 0..5 {
+        lock.acquire().await.unwrap().release().await.unwrap();
+    }
+    let lock = lock.shared();
+    proxy.set(lockkit_testbed::Mode::Delay {
+        requests: Duration::from_millis(10),
+        replies: Duration::from_millis(10),
+    });
+    let mut asked = 0;
+    // The first time they begin their sessions.
+    for _ in 0..2 {
+        let before = proxy.counts().requests.chunks;
+        let began = Instant::now();
+        let readers = join_all((0..READERS).map(|_| lock.try_acquire())).await;
+        let took = began.elapsed();
+        asked = proxy.counts().requests.chunks - before;
+        eprintln!("{flavour:?}: {asked} requests, {took:?}");
+        for reader in readers {
+            reader.unwrap().unwrap().release().await.unwrap();
+        }
+    }
+    assert!(asked <= READERS * 6, "{asked} requests of {READERS} readers");
 }
