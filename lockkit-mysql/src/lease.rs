@@ -134,8 +134,9 @@ impl LeaseClaim {
                     session.is_proven = true;
                     return Ok(reply);
                 }
-                // Meant for a sleep that was over by then. Nothing has been committed.
+                // Meant for a sleep that was over by then. What was not committed is taken back, and what was is repeated.
                 Err(error) if fault::number(&error) == Some(code::QUERY_INTERRUPTED) => {
+                    self.was_repeated = true;
                     let seconds = if self.has_queued { TURNS_WITHIN } else { SECONDS };
                     if session.ask(seconds, "ROLLBACK".to_owned()).await.is_err() {
                         self.session = None;

@@ -1,6 +1,14 @@
 //! The servers that the tests share.
 
-use std::{io, net::SocketAddr, sync::LazyLock, time::Duration};
+use std::{
+    io,
+    net::SocketAddr,
+    sync::{
+        Arc, LazyLock,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use lockkit_core::{Lock, LockClient, LockGuard, Result};
 use lockkit_mysql::{
@@ -236,10 +244,30 @@ pub(crate) async fn relay(
     what: &'static str,
     instead: &'static str,
 ) -> io::Result<SocketAddr> {
+    relay_times(usize::MAX, upstream, what, instead).await
+}
+
+/// The same for the first of such requests.
+pub(crate) async fn relay_once(
+    upstream: SocketAddr,
+    what: &'static str,
+    instead: &'static str,
+) -> io::Result<SocketAddr> {
+    relay_times(1, upstream, what, instead).await
+}
+
+async fn relay_times(
+    times: usize,
+    upstream: SocketAddr,
+    what: &'static str,
+    instead: &'static str,
+) -> io::Result<SocketAddr> {
+    let left = Arc::new(AtomicUsize::new(times));
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let addr = listener.local_addr()?;
     tokio::spawn(async move {
         while let Ok((client, _)) = listener.accept().await {
+            let left = left.clone();
             tokio::spawn(async move {
                 let (mut from_client, mut to_client) = client.into_split();
                 let (mut from_server, mut to_server) = TcpStream::connect(upstream).await?.into_split();
@@ -254,6 +282,9 @@ pub(crate) async fn relay(
                     if let Some(at) = request
                         .windows(what.len())
                         .position(|part| part == what.as_bytes())
+                        && left
+                            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
+                            .is_ok()
                     {
                         request[at..at + what.len()].copy_from_slice(instead.as_bytes());
                     }

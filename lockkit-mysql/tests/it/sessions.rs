@@ -19,14 +19,15 @@ use tokio::{
 };
 
 use crate::servers::{
-    Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, name, private, relay, row,
-    session_at, shared, waits,
+    Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, name, private, relay, relay_once,
+    row, session_at, shared, waits,
 };
 
 for_each_flavour! {
     what_is_shown_is_the_token_of_the_latest_hand_off
     a_look_over_a_new_connection_ends_a_hold_as_well
     whether_a_lease_was_ended_is_not_guessed
+    a_release_that_is_interrupted_too_late_is_no_loss
     readers_that_come_at_once_do_not_wait_for_each_other
     many_tasks_wait_in_one_connection
     a_waiter_that_gives_up_is_not_queued_and_delays_nobody
@@ -1083,6 +1084,19 @@ async fn whether_a_lease_was_ended_is_not_guessed(flavour: Flavour) {
         let said = ending.await.unwrap();
         assert!(!matches!(said, Ok(false)), "it was ended, and {said:?} said");
     }
+}
+
+/// An interruption that was meant for an earlier statement may come when the lock has been freed already.
+async fn a_release_that_is_interrupted_too_late_is_no_loss(flavour: Flavour) {
+    // How a release ends, and what fails as an interrupted statement does.
+    const LAST: &str =
+        "CONNECTION_ID()); COMMIT; SELECT CAST(@@global.read_only AS CHAR) NOT IN ('0', 'OFF')";
+    const FAILS: &str =
+        "CONNECTION_ID()); COMMIT; SIGNAL SQLSTATE '70100' SET MYSQL_ERRNO=1317               ";
+    let addr = relay_once(shared(flavour).addr(), LAST, FAILS).await.unwrap();
+    let client = client(addr, Mode::Lease).await;
+    let guard = client.lock(name("late")).unwrap().acquire().await.unwrap();
+    guard.release().await.unwrap();
 }
 
 /// Those whose hold is proven when it is shown need no other proof, whoever of their client was granted meanwhile.
