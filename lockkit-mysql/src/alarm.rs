@@ -21,6 +21,9 @@ use crate::{
 /// The server does not look whether a sleeper's client still lives; so not for long at a time.
 const SLEEP: &str = "DO SLEEP(5)";
 
+/// As long as that, also where MariaDB ends statements earlier.
+const UNLIMITED: &str = "SET SESSION lock_wait_timeout=2 /*M!100600 , max_statement_time=0 */";
+
 #[derive(Debug)]
 pub(crate) struct Alarm {
     raised: watch::Sender<u64>,
@@ -77,8 +80,9 @@ impl Alarm {
                 }
                 return;
             };
-            let who = wire.ask(format!("SELECT CONNECTION_ID(), {IDENTITY}")).await.ok();
-            let who = who.as_ref().and_then(|reply| reply.row(0));
+            let question = format!("{UNLIMITED}; SELECT CONNECTION_ID(), {IDENTITY}");
+            let who = wire.ask(question).await.ok();
+            let who = who.as_ref().and_then(|reply| reply.row(1));
             if let (Some(alarm), Some(row)) = (watching.0.upgrade(), who)
                 && let (Ok(id), Ok(server)) = (column::<u64>(row, 0), column::<String>(row, 1))
                 && server == term.server

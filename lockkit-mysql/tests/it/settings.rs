@@ -24,6 +24,7 @@ for_each_flavour! {
     a_server_that_comes_back_with_short_time_outs
     a_server_that_comes_back_read_only
     a_server_that_comes_back_with_few_connections
+    a_server_that_ends_statements_early_is_not_kept_busy
 }
 
 fn lasting(ttl: Duration) -> AcquireOptions {
@@ -318,4 +319,26 @@ async fn a_server_that_comes_back_with_few_connections(flavour: Flavour) {
         }
         waiter.granted().await.0.release().await.unwrap();
     }
+}
+
+/// The statement that hears of breaks lasts for seconds.
+async fn a_server_that_ends_statements_early_is_not_kept_busy(flavour: Flavour) {
+    let limit = match flavour {
+        Flavour::MariaDb => "--max-statement-time=0.1",
+        Flavour::MySql => "--max-execution-time=100",
+    };
+    let server = private(flavour, &[limit]);
+    let mut admin = Admin::of(&server).await;
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    sleep(Duration::from_millis(500)).await;
+    let mut asked = Vec::new();
+    for _ in 0..2 {
+        let questions = admin.run("SHOW GLOBAL STATUS LIKE 'Questions'").await;
+        asked.push(questions[0][1].parse::<u64>().unwrap());
+        sleep(Duration::from_secs(2)).await;
+    }
+    let of_two_seconds = asked[1] - asked[0];
+    assert!(of_two_seconds < 10, "{of_two_seconds} requests of an idle hold");
+    assert!(guard.is_held());
 }
