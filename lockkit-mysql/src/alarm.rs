@@ -5,13 +5,16 @@
 //! crash of the server, a fail-over, a reset of the network, is noticed by its end. A hold whose own connection alone is
 //! ended is told with its next renewal; and if this one is ended alone, every hold looks, and another is begun.
 
-use std::sync::{
-    Arc, Mutex, PoisonError, Weak,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
 use sqlx::mysql::MySqlConnectOptions;
-use tokio::{sync::watch, task::AbortHandle};
+use tokio::{sync::watch, task::AbortHandle, time::timeout};
 
 use crate::{
     control::{IDENTITY, Term},
@@ -20,6 +23,9 @@ use crate::{
 
 /// The server does not look whether a sleeper's client still lives; so not for long at a time.
 const SLEEP: &str = "DO SLEEP(5)";
+
+/// A watch from which nothing is heard for so long never hears of anything.
+const DEAF: Duration = Duration::from_secs(10);
 
 /// As long as that, also where MariaDB ends statements earlier.
 const UNLIMITED: &str = "SET SESSION lock_wait_timeout=2 /*M!100600 , max_statement_time=0 */";
@@ -69,11 +75,14 @@ impl Alarm {
         let watching = Watching(Arc::downgrade(self));
         let (options, term) = (options.clone(), term.clone());
         let task = tokio::spawn(async move {
-            let opened = Wire::open(&options).await;
+            let opened = timeout(DEAF, Wire::open(&options))
+                .await
+                .ok()
+                .and_then(Result::ok);
             let alarm = watching.0.upgrade();
             let was_missing =
-                alarm.is_none_or(|alarm| alarm.is_missing.swap(opened.is_err(), Ordering::Relaxed));
-            let Ok(mut wire) = opened else {
+                alarm.is_none_or(|alarm| alarm.is_missing.swap(opened.is_none(), Ordering::Relaxed));
+            let Some(mut wire) = opened else {
                 // What broke it on its way may have broken the others. Told again and again, they would look again and again.
                 if !was_missing {
                     watching.end();
@@ -81,7 +90,7 @@ impl Alarm {
                 return;
             };
             let question = format!("{UNLIMITED}; SELECT CONNECTION_ID(), {IDENTITY}");
-            let who = wire.ask(question).await.ok();
+            let who = timeout(DEAF, wire.ask(question)).await.ok().and_then(Result::ok);
             let who = who.as_ref().and_then(|reply| reply.row(1));
             if let (Some(alarm), Some(row)) = (watching.0.upgrade(), who)
                 && let (Ok(id), Ok(server)) = (column::<u64>(row, 0), column::<String>(row, 1))
@@ -89,7 +98,7 @@ impl Alarm {
             {
                 alarm.watcher().session = Some((id, term));
             }
-            while wire.ask(SLEEP.to_owned()).await.is_ok() {
+            while let Ok(Ok(_)) = timeout(DEAF, wire.ask(SLEEP.to_owned())).await {
                 if watching.0.strong_count() == 0 {
                     return wire.quit().await;
                 }

@@ -42,6 +42,7 @@ for_each_flavour! {
     tokens_go_back_with_a_deleted_counter_and_the_clock
     a_server_that_lost_its_data
     a_watch_that_has_ended_is_begun_again
+    a_watch_that_fell_silent_is_begun_again
     a_dead_holder_is_followed_within_its_bound
     a_lease_whose_row_is_deleted_is_anothers
 }
@@ -689,6 +690,28 @@ async fn a_watch_that_has_ended_is_begun_again(flavour: Flavour) {
         "{:?}",
         broken.elapsed()
     );
+}
+
+/// Of a connection that a firewall has forgotten, nothing is ever heard, the crash of the server included.
+async fn a_watch_that_fell_silent_is_begun_again(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let (proxy, unlucky) = behind_a_proxy(&server, Mode::ForUpdate).await;
+    let first = unlucky.lock("a").unwrap().acquire().await.unwrap();
+    session_at(&mut admin, "DO SLEEP").await;
+    proxy.set(lockkit_testbed::Mode::HalfOpen);
+    proxy.set(lockkit_testbed::Mode::Pass);
+    drop(first);
+    let lock = brief(&unlucky, "b", Duration::from_mins(1));
+    let guard = timeout(Duration::from_secs(20), lock.acquire())
+        .await
+        .unwrap()
+        .unwrap();
+    sleep(Duration::from_secs(15)).await;
+    let crashed = Stopwatch::start();
+    server.process().kill().unwrap();
+    let told = timeout(Duration::from_secs(3), guard.lost()).await;
+    assert!(told.is_ok(), "not told after {:?}", crashed.elapsed());
 }
 
 /// Whoever was next may have died with it.
