@@ -285,7 +285,10 @@ async fn a_master_that_came_back_with_what_it_last_saved_is_not_durable_for_its_
     sync(master);
     let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
     let after = began.elapsed();
-    assert!(after >= MAX_TTL, "a vote {after:?} after it came back with old data");
+    assert!(
+        after >= MAX_TTL,
+        "a vote {after:?} after it came back with old data"
+    );
     granted.unwrap().release().await.unwrap();
 }
 

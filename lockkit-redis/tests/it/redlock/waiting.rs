@@ -150,7 +150,9 @@ async fn clocks_that_are_weeks_ahead_take_counters_along() {
         held.release().await.unwrap();
     }
     for (weeks, goes_on) in [(3, true), (5, false)] {
-        clock.forward(Duration::from_secs(weeks * 7 * 24 * 3_600)).unwrap();
+        clock
+            .forward(Duration::from_secs(weeks * 7 * 24 * 3_600))
+            .unwrap();
         // It knows of none of these.
         let late = world.client().await;
         let held = lock(&late, "a", LONG).acquire().await.unwrap();
@@ -178,7 +180,9 @@ async fn clocks_that_are_set_back_keep_the_lock_of_a_dead_holder() {
     let tried = lock(&living, "a", LONG).try_acquire().await.unwrap();
     assert!(tried.is_none(), "its lease is over");
     clock.reset().unwrap();
-    let next = within(LONG, "granted", lock(&living, "a", LONG).acquire()).await.unwrap();
+    let next = within(LONG, "granted", lock(&living, "a", LONG).acquire())
+        .await
+        .unwrap();
     assert!(next.token() > held.token());
     next.release().await.unwrap();
 }
