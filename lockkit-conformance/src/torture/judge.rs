@@ -367,10 +367,16 @@ impl Court<'_> {
 
     /// Nobody waits for a lock that is free, and no try is told that such a lock is taken.
     fn waiting(&self, findings: &mut Vec<Finding>) {
-        let allowed = nanos(self.story.bounds.fallback_poll * 3 / 2 + IDLE + self.story.stood_still);
+        let idle = nanos(IDLE + self.story.stood_still);
+        let polled = idle.saturating_add(nanos(self.story.bounds.fallback_poll * 3 / 2));
         for record in &self.records {
             let a = &record.acquisition;
             let end = record.answered();
+            // Whoever waits may have to look again by itself; whoever tries is answered.
+            let allowed = match record.asked {
+                Asked::Tried => idle,
+                _ => polled,
+            };
             let window = match (record.asked, record.fared) {
                 (Asked::Waited, Fared::Granted | Fared::Taken | Fared::Dropped) => (a.asked, end),
                 (Asked::Tried, Fared::Taken) => (a.asked.saturating_sub(allowed + 1), end),
@@ -442,7 +448,11 @@ impl Court<'_> {
                 let (since, until) = self.possibly(other);
                 busy(since, until, 1);
             }
-            let goes_before = !is_exclusive(waiter) && is_exclusive(other);
+            // Whoever tries goes before nobody who waits.
+            let goes_before = match waiter.asked {
+                Asked::Tried => conflict(waiter, other) || size > 1,
+                _ => !is_exclusive(waiter) && is_exclusive(other),
+            };
             if goes_before || other.asked == Asked::Unpolled || other.asked == Asked::Cancelled {
                 let (since, until) = self.waits(other);
                 busy(since, until, size);
@@ -569,7 +579,7 @@ impl Court<'_> {
             self.records.partition_point(before)
         };
         for first in &self.records {
-            let Some(queued) = self.queued(first) else {
+            let Some(queued) = self.queued(first).filter(|_| self.waits_alone(first)) else {
                 continue;
             };
             let until = first.answered().saturating_sub(nanos(APART));
@@ -577,9 +587,7 @@ impl Court<'_> {
             let overtaker = passed.iter().find(|next| {
                 next.acquisition.asked > queued && conflict(first, next) && self.waits_alone(next)
             });
-            if let Some(overtaker) = overtaker
-                && self.waits_alone(first)
-            {
+            if let Some(overtaker) = overtaker {
                 let detail = format!("{} was granted before {}", describe(overtaker), describe(first));
                 findings.push(Finding::new(Law::Order, detail));
                 return;

@@ -193,42 +193,50 @@ impl Schedule {
     pub fn generate(seed: u64, shape: &Shape) -> Self {
         let mut rng = Rng::with_seed(seed);
         let rng = &mut rng;
-        let span = match rng.u8(0..10) {
-            0..6 => rng.u64(2_000..5_000),
-            6..8 => rng.u64(5_000..12_000),
-            _ => rng.u64(18_000..30_000),
-        };
         let processes = if shape.processes > 1 {
             rng.u32(1..=shape.processes)
         } else {
             1
         };
+        let plot = Plot::new(rng, shape, processes);
+        let span = plot.span(rng);
         let mut schedule = Self {
             seed,
             span,
             ..Self::default()
         };
-        if shape.capabilities.permits && rng.u8(0..3) == 0 {
-            schedule.sizes.push(choice(rng, &[1, 2, 3, 5]));
-        }
-        schedule.strikes = strikes(rng, shape, span, processes);
-        let deadly = schedule.strikes.iter().any(|strike| strike.fault == KILL);
-        let mood = Mood::new(rng, shape, &schedule, deadly);
-        for id in 0..rng.u32(2..=if mood.crowd == 1 { 8 } else { 6 }) {
+        schedule.strikes = plot.strikes(rng, shape, span, processes);
+        schedule.strikes.sort_by_key(|strike| strike.at);
+        for id in 0..rng.u32(3..=8) {
             let fate = match rng.u8(0..20) {
                 0 => Some(Fate::Close),
                 1 if shape.runtimes => Some(Fate::Runtime),
                 2 => Some(Fate::Anew),
+                // After a change that lasts, new connections may lead elsewhere than those that there are.
+                3..8 if plot == Plot::Lasting => Some(Fate::Anew),
                 _ => None,
             };
             schedule.clients.push(ClientPlan {
                 id,
-                process: rng.u32(0..processes),
+                // There is somebody in each.
+                process: if id < processes { id } else { rng.u32(0..processes) },
                 fate: fate.map(|fate| (rng.u64(span / 10..span), fate)),
             });
-            for _ in 0..rng.u32(1..=mood.crowd) {
-                let steps = steps(rng, &mood, span);
-                let (id, client) = (u32::try_from(schedule.tasks.len()).unwrap_or(u32::MAX), id);
+        }
+        let mut kinds = vec![plot.mood(rng)];
+        if rng.bool() {
+            kinds.push(Kind::any(rng));
+        }
+        if rng.u8(0..8) > 0 {
+            kinds.push(Kind::Rush);
+        }
+        let mut locks = 0;
+        for kind in kinds {
+            let mood = Mood::new(rng, shape, &mut schedule, kind, locks);
+            // Whoever takes several takes the next ones too.
+            locks += mood.locks + 2;
+            for (client, steps) in mood.tasks(rng, &schedule) {
+                let id = u32::try_from(schedule.tasks.len()).unwrap_or(u32::MAX);
                 schedule.tasks.push(TaskPlan { id, client, steps });
             }
         }
@@ -251,153 +259,566 @@ impl Schedule {
     }
 }
 
-/// What the steps of one schedule have in common.
+/// What befalls the deployment, as a whole: what happens by itself is found by all, and what has to meet by few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Plot {
+    Calm,
+    /// A few kinds, anywhere.
+    Scattered,
+    /// The same again and again, for a short time each.
+    Train,
+    /// A change that lasts, and some of the ways fail long afterwards.
+    Lasting,
+    /// A process of clients stands still for long, or dies, and the others go on for long.
+    Doom,
+    /// A server suffers twice within the longest ttl, while one of the ways is gone.
+    Pile,
+}
+
+impl Plot {
+    fn new(rng: &mut Rng, shape: &Shape, processes: u32) -> Self {
+        let mut plots = vec![Self::Calm];
+        let doom = processes > 1 && (shape.stops || shape.kills);
+        if doom {
+            plots.extend([Self::Scattered, Self::Doom]);
+        }
+        if !shape.faults.is_empty() {
+            plots.extend([Self::Scattered, Self::Train, Self::Pile]);
+        }
+        if shape.faults.iter().any(|fault| fault.lasting) {
+            plots.extend([Self::Lasting, Self::Lasting]);
+        }
+        choice(rng, &plots)
+    }
+
+    fn span(self, rng: &mut Rng) -> Millis {
+        match self {
+            Self::Calm => match rng.u8(0..8) {
+                0 => rng.u64(10_000..20_000),
+                1..4 => rng.u64(5_000..10_000),
+                _ => rng.u64(2_000..5_000),
+            },
+            Self::Scattered => match rng.u8(0..10) {
+                0..6 => rng.u64(2_000..5_000),
+                6..9 => rng.u64(5_000..12_000),
+                _ => rng.u64(18_000..30_000),
+            },
+            Self::Train => rng.u64(4_000..10_000),
+            Self::Lasting => rng.u64(14_000..24_000),
+            Self::Doom => rng.u64(25_000..46_000),
+            Self::Pile => rng.u64(8_000..14_000),
+        }
+    }
+
+    /// The kind of mood that it is most telling for, more often than not.
+    fn mood(self, rng: &mut Rng) -> Kind {
+        let any = Kind::any(rng);
+        if rng.u8(0..4) == 0 {
+            return any;
+        }
+        match self {
+            Self::Calm | Self::Scattered => any,
+            Self::Train => Kind::Queue,
+            Self::Lasting | Self::Pile => Kind::Idle,
+            Self::Doom => Kind::Readers,
+        }
+    }
+
+    fn strikes(self, rng: &mut Rng, shape: &Shape, span: Millis, processes: u32) -> Vec<Strike> {
+        let mut kinds: Vec<(&str, u32)> = Vec::new();
+        for fault in &shape.faults {
+            for _ in 0..fault.weight {
+                kinds.push((fault.name, fault.places));
+            }
+        }
+        let strike = |rng: &mut Rng, at: Millis, (fault, places): (&str, u32), lasts: Millis| Strike {
+            at,
+            fault: fault.to_owned(),
+            place: rng.u32(0..places.max(1)),
+            lasts,
+        };
+        let doomed = |rng: &mut Rng, fault: &str, at: Millis, lasts: Millis| Strike {
+            at,
+            fault: fault.to_owned(),
+            // The process that judges goes on.
+            place: rng.u32(1..processes),
+            lasts,
+        };
+        let mut strikes = Vec::new();
+        match self {
+            Self::Calm => {}
+            Self::Scattered => {
+                if processes > 1 && shape.stops {
+                    kinds.extend([(STOP, 0), (STOP, 0)]);
+                }
+                if processes > 1 && shape.kills {
+                    kinds.push((KILL, 0));
+                }
+                // The same few kinds in a schedule, so that they meet.
+                let kinds: Vec<_> = (0..rng.u32(1..=3)).map(|_| choice(rng, &kinds)).collect();
+                for _ in 0..choice(rng, &[1, 1, 2, 2, 3, 5]) {
+                    let (fault, places) = choice(rng, &kinds);
+                    let at = rng.u64(span / 20..span * 9 / 10);
+                    strikes.push(if fault == STOP || fault == KILL {
+                        let lasts = log_uniform(rng, 20, span);
+                        doomed(rng, fault, at, lasts)
+                    } else {
+                        let lasts = log_uniform(rng, 20, span / 2);
+                        strike(rng, at, (fault, places), lasts)
+                    });
+                }
+            }
+            Self::Train => {
+                let kind = choice(rng, &kinds);
+                let mut at = rng.u64(300..1_500);
+                while at < span && strikes.len() < 12 {
+                    let lasts = log_uniform(rng, 20, 300);
+                    strikes.push(strike(rng, at, kind, lasts));
+                    at += lasts + rng.u64(200..1_200);
+                }
+            }
+            Self::Lasting => {
+                let lasting = shape.faults.iter().filter(|fault| fault.lasting);
+                let lasting: Vec<_> = lasting.map(|fault| (fault.name, fault.places)).collect();
+                let kind = choice(rng, &lasting);
+                let at = rng.u64(span / 20..span / 4);
+                strikes.push(strike(rng, at, kind, 1_000));
+                kinds.retain(|kind| !lasting.contains(kind) && kind.1 > 1);
+                for _ in 0..rng.u32(1..=3) {
+                    if !kinds.is_empty() {
+                        let kind = choice(rng, &kinds);
+                        let at = rng.u64(span / 3..span * 3 / 4);
+                        let lasts = log_uniform(rng, 2_000, 8_000);
+                        strikes.push(strike(rng, at, kind, lasts));
+                    }
+                }
+            }
+            Self::Doom => {
+                let among: &[&str] = match (shape.stops, shape.kills) {
+                    (true, true) => &[STOP, STOP, KILL],
+                    (true, false) => &[STOP],
+                    _ => &[KILL],
+                };
+                let fault = choice(rng, among);
+                let at = rng.u64(span / 25..span / 7);
+                let lasts = rng.u64(span / 2..span * 4 / 5);
+                strikes.push(doomed(rng, fault, at, lasts));
+            }
+            Self::Pile => {
+                let within = shape.max_ttl.min(6_000);
+                let (way, ways) = choice(rng, &kinds);
+                let at = rng.u64(span / 20..span / 8);
+                let lasts = rng.u64(span / 2..span);
+                strikes.push(strike(rng, at, (way, ways), lasts));
+                let place = rng.u32(..);
+                let mut at = rng.u64(span / 5..span / 2);
+                for _ in 0..rng.u32(2..=3) {
+                    let (fault, places) = choice(rng, &kinds);
+                    let lasts = log_uniform(rng, 20, 500);
+                    strikes.push(Strike {
+                        at,
+                        fault: fault.to_owned(),
+                        place: place % places.max(1),
+                        lasts,
+                    });
+                    at += rng.u64(within / 8..within);
+                }
+            }
+        }
+        strikes
+    }
+}
+
+/// What some tasks have in common, which are about the same names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Many short holds, by many tasks.
+    Rush,
+    /// Everything.
+    Mixed,
+    /// One client cancels those with short leases, and holds for long and idly with long ones; others want what it has.
+    Idle,
+    /// Each client has one task, which waits in line, or only tries.
+    Queue,
+    /// Readers, one of which holds for long, and a lone writer that waits, in a process that may be doomed.
+    Readers,
+}
+
+impl Kind {
+    fn any(rng: &mut Rng) -> Self {
+        choice(rng, &[Self::Mixed, Self::Idle, Self::Queue, Self::Readers])
+    }
+}
+
 struct Mood {
+    kind: Kind,
     ttls: Vec<Millis>,
+    /// The number of the first lock, and how many there are.
+    first: u32,
     locks: u32,
-    sizes: u32,
+    /// The numbers of the semaphores.
+    sizes: Vec<u32>,
     /// Of 10, how many ask for a shared hold.
     shared: u8,
     handoffs: Vec<Option<u32>>,
-    /// Many short holds.
-    busy: bool,
     /// How many tasks a client has at most.
     crowd: u32,
     all: bool,
     revokes: bool,
+    /// A guard that is forgotten keeps the name until the end.
+    forgets: bool,
+    span: Millis,
 }
 
 impl Mood {
-    fn new(rng: &mut Rng, shape: &Shape, schedule: &Schedule, deadly: bool) -> Self {
+    fn new(rng: &mut Rng, shape: &Shape, schedule: &mut Schedule, kind: Kind, first: u32) -> Self {
         let most = shape.max_ttl;
-        let short = 0..rng.usize(1..=3);
-        let mut ttls: Vec<_> = short.map(|_| log_uniform(rng, 500, 6_000.min(most))).collect();
-        // A dead holder keeps its name for its ttl, which somebody has to wait for.
-        if !deadly && rng.u8(0..10) < 4 {
-            ttls.push(log_uniform(rng, 8_000.min(most), most));
-        }
+        let calm = schedule.strikes.is_empty();
+        let doom = schedule
+            .strikes
+            .iter()
+            .any(|strike| strike.fault == KILL || strike.fault == STOP);
+        let ttls = match kind {
+            Kind::Idle => {
+                let short = log_uniform(rng, 500, 1_500);
+                // A dead holder keeps its name for its ttl, which somebody has to wait for.
+                let long = if calm { most } else { most.min(9_000) };
+                vec![short, log_uniform(rng, (short * 6).min(long), long)]
+            }
+            _ => {
+                let upto = if doom { 2_500 } else { 6_000 };
+                let short = 0..rng.usize(1..=3);
+                let mut ttls: Vec<_> = short.map(|_| log_uniform(rng, 500, upto.min(most))).collect();
+                if calm && kind == Kind::Mixed && rng.bool() {
+                    ttls.push(log_uniform(rng, 8_000.min(most), most));
+                }
+                ttls
+            }
+        };
         let handoffs = match (shape.capabilities.local_handoffs, rng.u8(0..10)) {
             (false, _) => vec![None],
             (true, 0..6) => vec![Some(0)],
+            (true, _) if kind == Kind::Queue => vec![Some(0)],
             (true, 6..8) => vec![None, Some(32)],
             (true, _) => vec![None, Some(0), Some(1_000)],
         };
+        let mut sizes = Vec::new();
+        if shape.capabilities.permits && matches!(kind, Kind::Rush | Kind::Mixed) && rng.u8(0..3) == 0 {
+            sizes.push(u32::try_from(schedule.sizes.len()).unwrap_or_default());
+            schedule.sizes.push(choice(rng, &[1, 2, 3, 5]));
+        }
+        let (locks, shared): (&[u32], &[u8]) = match kind {
+            Kind::Rush => (&[1, 2, 4, 8], &[0, 0, 2, 5]),
+            Kind::Mixed => (&[1, 1, 1, 2, 3], &[0, 3, 6]),
+            Kind::Idle => (&[1, 1, 2], &[0]),
+            Kind::Queue | Kind::Readers => (&[1], &[0]),
+        };
         Self {
+            kind,
             ttls,
-            locks: choice(rng, &[1, 1, 1, 2, 3]),
-            sizes: u32::try_from(schedule.sizes.len()).unwrap_or_default(),
+            first,
+            locks: choice(rng, locks),
+            sizes,
             shared: if shape.capabilities.shared {
-                choice(rng, &[0, 3, 6])
+                choice(rng, shared)
             } else {
                 0
             },
             handoffs,
-            busy: rng.bool(),
-            crowd: choice(rng, &[1, 1, 2, 3, 6]),
-            all: rng.u8(0..3) == 0,
-            revokes: shape.capabilities.revoke && rng.u8(0..6) == 0,
+            crowd: choice(
+                rng,
+                if kind == Kind::Rush {
+                    &[2, 4, 6, 8]
+                } else {
+                    &[1, 1, 2, 3, 6]
+                },
+            ),
+            all: kind == Kind::Mixed && rng.u8(0..3) == 0,
+            revokes: kind == Kind::Mixed && shape.capabilities.revoke && rng.u8(0..6) == 0,
+            forgets: kind == Kind::Mixed && rng.u8(0..4) == 0,
+            span: schedule.span,
         }
+        .with_readers(shape)
     }
-}
 
-fn steps(rng: &mut Rng, mood: &Mood, span: Millis) -> Vec<Step> {
-    let mut steps = Vec::new();
-    let mut at = rng.u64(0..span / 2);
-    while at < span && steps.len() < if mood.busy { 1_000 } else { 200 } {
-        let permit = mood.sizes > 0 && rng.u8(0..10) < 4;
-        let hold_as = match permit {
-            true => HoldAs::Permit,
-            false if rng.u8(0..10) < mood.shared => HoldAs::Shared,
-            false => HoldAs::Exclusive,
-        };
-        let hold = match rng.u8(0..20) {
-            0..12 if mood.busy => 0,
-            12..19 if mood.busy => rng.u64(0..6),
-            _ if mood.busy => rng.u64(5..300),
-            0..7 => 0,
-            7..14 => rng.u64(1..50),
-            14..18 => rng.u64(50..1_000),
-            _ => rng.u64(1_000..span.max(2_000)),
-        };
-        let ask = match rng.u8(0..100) {
-            0..35 => Ask::Wait,
-            35..52 => Ask::Within(log_uniform(rng, 10, 5_000)),
-            52..66 => Ask::Try,
-            66..72 => Ask::CancelAfter(log_uniform(rng, 1, 3_000)),
-            72..84 => Ask::CancelPolls(rng.u32(1..8)),
-            84..87 => Ask::Unpolled(rng.u32(1..5)),
-            87..91 if mood.all && !permit => Ask::All(log_uniform(rng, 50, 4_000)),
-            91..94 => Ask::Twice,
-            94..97 if mood.revokes => Ask::Revoke,
-            _ => Ask::Inspect,
-        };
-        steps.push(Step {
+    fn with_readers(mut self, shape: &Shape) -> Self {
+        // Where nothing is shared, they are a queue.
+        if self.kind == Kind::Readers && !shape.capabilities.shared {
+            self.kind = Kind::Queue;
+            self.handoffs.truncate(1);
+        }
+        self
+    }
+
+    /// What which clients do.
+    fn tasks(&self, rng: &mut Rng, schedule: &Schedule) -> Vec<(u32, Vec<Step>)> {
+        let mut clients: Vec<_> = schedule.clients.iter().map(|client| client.id).collect();
+        rng.shuffle(&mut clients);
+        let mut tasks = Vec::new();
+        match self.kind {
+            Kind::Rush => {
+                clients.truncate(rng.usize(2..=clients.len()));
+                for client in clients {
+                    for _ in 0..rng.u32(1..=self.crowd) {
+                        tasks.push((client, self.rush(rng)));
+                    }
+                }
+            }
+            Kind::Mixed => {
+                for client in clients {
+                    for _ in 0..rng.u32(1..=self.crowd) {
+                        tasks.push((client, self.mixed(rng)));
+                    }
+                }
+            }
+            Kind::Idle => {
+                for _ in 0..rng.u32(1..=2) {
+                    tasks.push((clients[0], self.idle(rng)));
+                }
+                for client in clients.iter().skip(1).take(3) {
+                    tasks.push((*client, self.contender(rng)));
+                }
+            }
+            Kind::Queue => {
+                let pace = choice(rng, &[(20, 150), (100, 400), (1_001, 2_000)]);
+                clients.truncate(7);
+                for client in clients {
+                    tasks.push((client, self.queue(rng, pace)));
+                }
+            }
+            Kind::Readers => {
+                let doomed = schedule.strikes.iter();
+                let mut doomed = doomed.filter(|strike| strike.fault == STOP || strike.fault == KILL);
+                let doomed = doomed.next().map(|strike| strike.place);
+                let process = |id: &u32| {
+                    schedule
+                        .clients
+                        .iter()
+                        .find(|client| client.id == *id)
+                        .map(|client| client.process)
+                };
+                let at = clients
+                    .iter()
+                    .position(|id| doomed.is_some() && process(id) == doomed);
+                let writer = clients.swap_remove(at.unwrap_or(0));
+                tasks.push((writer, self.writer(rng)));
+                clients.retain(|id| doomed.is_none() || process(id) != doomed);
+                if let Some(anchor) = clients.first() {
+                    tasks.push((*anchor, self.anchor(rng)));
+                }
+                for client in clients.iter().take(4) {
+                    let eager = rng.bool();
+                    tasks.push((*client, self.reader(rng, eager)));
+                }
+            }
+        }
+        tasks
+    }
+
+    fn step(&self, rng: &mut Rng, at: Millis, ask: Ask, hold: Millis) -> Step {
+        Step {
             at,
-            name: rng.u32(0..if permit { mood.sizes } else { mood.locks }),
-            hold_as,
-            ttl: choice(rng, &mood.ttls),
-            handoffs: choice(rng, &mood.handoffs),
-            renew: rng.u8(0..8) > 0,
+            name: self.first + rng.u32(0..self.locks),
+            hold_as: if rng.u8(0..10) < self.shared {
+                HoldAs::Shared
+            } else {
+                HoldAs::Exclusive
+            },
+            ttl: choice(rng, &self.ttls),
+            handoffs: choice(rng, &self.handoffs),
+            renew: true,
             label: rng.u8(0..3) == 0,
             ask,
             hold,
             end: match rng.u8(0..40) {
-                0..26 => End::Release,
-                26..36 => End::Drop,
-                36..39 => End::HalfRelease,
-                _ => End::Forget,
+                0..28 => End::Release,
+                28..38 => End::Drop,
+                _ => End::HalfRelease,
             },
-        });
-        at += match rng.u8(0..10) {
-            0..8 if mood.busy => 0,
-            _ if mood.busy => rng.u64(1..100),
-            0..4 => 0,
-            4..8 => rng.u64(0..50),
-            _ => rng.u64(50..span / 2),
-        };
-        // It is no plan to do more than there is time for.
-        at += hold.min(span / 4);
-    }
-    steps
-}
-
-fn strikes(rng: &mut Rng, shape: &Shape, span: Millis, processes: u32) -> Vec<Strike> {
-    let mut kinds: Vec<(&str, u32)> = Vec::new();
-    for fault in &shape.faults {
-        for _ in 0..fault.weight {
-            kinds.push((fault.name, fault.places));
         }
     }
-    if processes > 1 && shape.stops {
-        kinds.extend([(STOP, processes), (STOP, processes)]);
+
+    fn rush(&self, rng: &mut Rng) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut at = rng.u64(0..self.span / 4);
+        while at < self.span && steps.len() < 1_000 {
+            let ask = match rng.u8(0..100) {
+                0..60 => Ask::Wait,
+                60..75 => Ask::Within(log_uniform(rng, 10, 3_000)),
+                75..90 => Ask::Try,
+                90..93 => Ask::CancelAfter(log_uniform(rng, 1, 1_000)),
+                93..99 => Ask::CancelPolls(rng.u32(1..8)),
+                _ => Ask::Twice,
+            };
+            let hold = match rng.u8(0..200) {
+                0..140 => 0,
+                140..199 => rng.u64(1..6),
+                _ => rng.u64(5..200),
+            };
+            let mut step = self.step(rng, at, ask, hold);
+            if let (Some(number), true) = (self.sizes.first(), rng.u8(0..10) < 4) {
+                (step.name, step.hold_as) = (*number, HoldAs::Permit);
+            }
+            steps.push(step);
+            if rng.u8(0..40) == 0 {
+                at += rng.u64(0..self.span / 10);
+            }
+        }
+        steps
     }
-    if processes > 1 && shape.kills {
-        kinds.push((KILL, processes));
+
+    fn mixed(&self, rng: &mut Rng) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut at = rng.u64(0..self.span / 2);
+        while at < self.span && steps.len() < 200 {
+            let permit = !self.sizes.is_empty() && rng.u8(0..10) < 4;
+            let hold = match rng.u8(0..20) {
+                0..7 => 0,
+                7..14 => rng.u64(1..50),
+                14..18 => rng.u64(50..1_000),
+                _ => rng.u64(1_000..self.span.max(2_000)),
+            };
+            let ask = match rng.u8(0..100) {
+                0..35 => Ask::Wait,
+                35..52 => Ask::Within(log_uniform(rng, 10, 5_000)),
+                52..66 => Ask::Try,
+                66..72 => Ask::CancelAfter(log_uniform(rng, 1, 3_000)),
+                72..84 => Ask::CancelPolls(rng.u32(1..8)),
+                84..87 => Ask::Unpolled(rng.u32(1..5)),
+                87..91 if self.all && !permit => Ask::All(log_uniform(rng, 50, 4_000)),
+                91..94 => Ask::Twice,
+                94..97 if self.revokes => Ask::Revoke,
+                _ => Ask::Inspect,
+            };
+            let mut step = self.step(rng, at, ask, hold);
+            step.renew = rng.u8(0..8) > 0;
+            if let (Some(number), true) = (self.sizes.first(), permit) {
+                (step.name, step.hold_as) = (*number, HoldAs::Permit);
+            }
+            if self.forgets && rng.u8(0..40) == 0 {
+                step.end = End::Forget;
+            }
+            steps.push(step);
+            at += match rng.u8(0..10) {
+                0..4 => 0,
+                4..8 => rng.u64(0..50),
+                _ => rng.u64(50..self.span / 2),
+            };
+            // It is no plan to do more than there is time for.
+            at += hold.min(self.span / 4);
+        }
+        steps
     }
-    if kinds.is_empty() {
-        return Vec::new();
+
+    fn idle(&self, rng: &mut Rng) -> Vec<Step> {
+        let (short, long) = (self.ttls[0], self.ttls[1]);
+        let mut steps = Vec::new();
+        let mut at = rng.u64(0..500);
+        while at < self.span {
+            let (ask, ttl, hold) = match rng.u8(0..10) {
+                0..4 => (Ask::CancelPolls(rng.u32(1..5)), short, 0),
+                4..6 => (Ask::Within(500), choice(rng, &self.ttls), rng.u64(0..20)),
+                6 => (Ask::Try, choice(rng, &self.ttls), 0),
+                7 => (Ask::Wait, short, log_uniform(rng, short, self.span)),
+                _ => (
+                    Ask::Wait,
+                    long,
+                    log_uniform(rng, short + short / 2, (short * 8).min(self.span)),
+                ),
+            };
+            let mut step = self.step(rng, at, ask, hold);
+            step.ttl = ttl;
+            steps.push(step);
+            at += hold + rng.u64(0..100);
+        }
+        steps
     }
-    let mut strikes = Vec::new();
-    // The same few kinds in a schedule, so that they meet.
-    let kinds: Vec<_> = (0..rng.u32(1..=3)).map(|_| choice(rng, &kinds)).collect();
-    for _ in 0..choice(rng, &[0, 0, 1, 1, 2, 2, 3, 5]) {
-        let (fault, places) = choice(rng, &kinds);
-        let of_a_process = fault == STOP || fault == KILL;
-        let most = if of_a_process { span } else { span / 2 };
-        strikes.push(Strike {
-            at: rng.u64(span / 20..span * 9 / 10),
-            fault: fault.to_owned(),
-            // The process that judges goes on.
-            place: if of_a_process {
-                rng.u32(1..places)
+
+    fn contender(&self, rng: &mut Rng) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut at = rng.u64(0..1_000);
+        while at < self.span {
+            let ask = match rng.u8(0..4) {
+                0 => Ask::Wait,
+                1 => Ask::Within(log_uniform(rng, 500, 6_000)),
+                _ => Ask::Try,
+            };
+            let hold = if rng.u8(0..4) == 0 {
+                rng.u64(50..1_000)
             } else {
-                rng.u32(0..places.max(1))
-            },
-            lasts: log_uniform(rng, 20, most),
-        });
+                rng.u64(0..50)
+            };
+            steps.push(self.step(rng, at, ask, hold));
+            at += rng.u64(10..300);
+        }
+        steps
     }
-    strikes.sort_by_key(|strike| strike.at);
-    strikes
+
+    fn queue(&self, rng: &mut Rng, (least, most): (Millis, Millis)) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut at = rng.u64(0..most);
+        while at < self.span {
+            let ask = match rng.u8(0..20) {
+                0..13 => Ask::Wait,
+                13 => Ask::CancelAfter(log_uniform(rng, 1, 1_000)),
+                _ => Ask::Try,
+            };
+            let hold = log_uniform(rng, least, most);
+            let mut step = self.step(rng, at, ask, hold);
+            step.end = End::Release;
+            steps.push(step);
+            at += rng.u64(0..least * 2);
+        }
+        steps
+    }
+
+    fn writer(&self, rng: &mut Rng) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut at = rng.u64(0..1_000);
+        while at < self.span {
+            let hold = rng.u64(0..50);
+            steps.push(self.step(rng, at, Ask::Wait, hold));
+            at += log_uniform(rng, 20, 3_000);
+        }
+        steps
+    }
+
+    /// Holds with others, for long.
+    fn anchor(&self, rng: &mut Rng) -> Vec<Step> {
+        let all_along = rng.bool();
+        let mut steps = Vec::new();
+        let mut at = rng.u64(0..200);
+        while at < self.span {
+            let hold = if all_along {
+                self.span
+            } else {
+                log_uniform(rng, 1_000, (self.span / 3).max(2_000))
+            };
+            let mut step = self.step(rng, at, Ask::Wait, hold);
+            step.hold_as = HoldAs::Shared;
+            steps.push(step);
+            at += hold;
+        }
+        steps
+    }
+
+    fn reader(&self, rng: &mut Rng, eager: bool) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut at = rng.u64(0..1_000);
+        while at < self.span {
+            let ask = match rng.u8(0..10) {
+                0..2 if !eager => Ask::Wait,
+                2..4 if !eager => Ask::Within(log_uniform(rng, 50, 5_000)),
+                _ => Ask::Try,
+            };
+            let hold = rng.u64(0..100);
+            let mut step = self.step(rng, at, ask, hold);
+            step.hold_as = HoldAs::Shared;
+            steps.push(step);
+            at += rng.u64(20..400);
+        }
+        steps
+    }
 }
 
 fn choice<T: Clone>(rng: &mut Rng, among: &[T]) -> T {
