@@ -81,6 +81,8 @@ impl Target for Redlock {
         let mut faults: Vec<_> = self.wires.faults(recovery).into();
         faults.extend([
             Fault::new("pause").places(all).recovery(recovery),
+            // With its data.
+            Fault::new("restart").places(all).recovery(quarantine).weight(2),
             Fault::new("restart-empty")
                 .places(all - 1)
                 .recovery(quarantine)
@@ -104,6 +106,7 @@ impl Target for Redlock {
         self.suffering
             .begin(strike.place, strike, || match strike.fault.as_str() {
                 "pause" => master.pause(),
+                "restart" => master.restart(),
                 "restart-empty" => master.kill(),
                 "empty" => master.cli(&["FLUSHALL"]).map(drop),
                 "delete" => {

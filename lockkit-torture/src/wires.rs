@@ -28,7 +28,7 @@ impl Wires {
     pub(crate) fn faults(&self, recovery: Duration) -> [Fault; 7] {
         let places = u32::try_from(self.0.len()).unwrap_or(u32::MAX);
         ["cut", "reset", "lose", "delay", "requests", "silence", "refuse"]
-            .map(|name| Fault::new(name).places(places).recovery(recovery))
+            .map(|name| Fault::new(name).places(places).recovery(recovery).of_a_way())
     }
 
     /// Whether it was one of theirs.

@@ -21,6 +21,8 @@ pub struct Fault {
     pub weight: u32,
     /// It is healed at the end of the epoch, however long the schedule says that it lasts.
     pub lasting: bool,
+    /// It befalls a way to a server, and not the server.
+    pub way: bool,
     /// Exclusion (**ME ✘**) until the older holder is told.
     pub overlap: Option<Told>,
     /// Tokens may go back (**F ✘**), until the end of the epoch.
@@ -61,6 +63,7 @@ impl Fault {
             places: 1,
             weight: 1,
             lasting: false,
+            way: false,
             overlap: None,
             tokens: false,
             order: true,
@@ -86,6 +89,13 @@ impl Fault {
     #[must_use]
     pub const fn lasting(mut self) -> Self {
         self.lasting = true;
+        self
+    }
+
+    /// It befalls a way to a server.
+    #[must_use]
+    pub const fn of_a_way(mut self) -> Self {
+        self.way = true;
         self
     }
 

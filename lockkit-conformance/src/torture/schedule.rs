@@ -277,7 +277,8 @@ enum Plot {
 
 impl Plot {
     fn new(rng: &mut Rng, shape: &Shape, processes: u32) -> Self {
-        let mut plots = vec![Self::Calm];
+        // What needs no fault must not be excused by one.
+        let mut plots = vec![Self::Calm, Self::Calm];
         let doom = processes > 1 && (shape.stops || shape.kills);
         if doom {
             plots.extend([Self::Scattered, Self::Doom]);
@@ -317,20 +318,26 @@ impl Plot {
             return any;
         }
         match self {
-            Self::Calm | Self::Scattered => any,
+            Self::Scattered => any,
             Self::Train => Kind::Queue,
+            Self::Calm => choice(rng, &[Kind::Idle, Kind::Queue]),
             Self::Lasting | Self::Pile => Kind::Idle,
             Self::Doom => Kind::Readers,
         }
     }
 
     fn strikes(self, rng: &mut Rng, shape: &Shape, span: Millis, processes: u32) -> Vec<Strike> {
-        let mut kinds: Vec<(&str, u32)> = Vec::new();
-        for fault in &shape.faults {
-            for _ in 0..fault.weight {
-                kinds.push((fault.name, fault.places));
+        let kinds_of = |chosen: &dyn Fn(&Fault) -> bool| {
+            let mut kinds: Vec<(&str, u32)> = Vec::new();
+            for fault in shape.faults.iter().filter(|fault| chosen(fault)) {
+                for _ in 0..fault.weight {
+                    kinds.push((fault.name, fault.places));
+                }
             }
-        }
+            kinds
+        };
+        let mut kinds = kinds_of(&|_| true);
+        let ways = kinds_of(&|fault| fault.way);
         let strike = |rng: &mut Rng, at: Millis, (fault, places): (&str, u32), lasts: Millis| Strike {
             at,
             fault: fault.to_owned(),
@@ -378,19 +385,15 @@ impl Plot {
                 }
             }
             Self::Lasting => {
-                let lasting = shape.faults.iter().filter(|fault| fault.lasting);
-                let lasting: Vec<_> = lasting.map(|fault| (fault.name, fault.places)).collect();
-                let kind = choice(rng, &lasting);
+                let kind = choice(rng, &kinds_of(&|fault| fault.lasting));
                 let at = rng.u64(span / 20..span / 4);
                 strikes.push(strike(rng, at, kind, 1_000));
-                kinds.retain(|kind| !lasting.contains(kind) && kind.1 > 1);
+                let kinds = if ways.is_empty() { kinds } else { ways };
                 for _ in 0..rng.u32(1..=3) {
-                    if !kinds.is_empty() {
-                        let kind = choice(rng, &kinds);
-                        let at = rng.u64(span / 3..span * 3 / 4);
-                        let lasts = log_uniform(rng, 2_000, 8_000);
-                        strikes.push(strike(rng, at, kind, lasts));
-                    }
+                    let kind = choice(rng, &kinds);
+                    let at = rng.u64(span / 3..span * 3 / 4);
+                    let lasts = log_uniform(rng, 2_000, 8_000);
+                    strikes.push(strike(rng, at, kind, lasts));
                 }
             }
             Self::Doom => {
@@ -406,10 +409,14 @@ impl Plot {
             }
             Self::Pile => {
                 let within = shape.max_ttl.min(6_000);
-                let (way, ways) = choice(rng, &kinds);
-                let at = rng.u64(span / 20..span / 8);
-                let lasts = rng.u64(span / 2..span);
-                strikes.push(strike(rng, at, (way, ways), lasts));
+                let servers = kinds_of(&|fault| !fault.way && !fault.lasting);
+                let kinds = if servers.is_empty() { kinds } else { servers };
+                if !ways.is_empty() {
+                    let way = choice(rng, &ways);
+                    let at = rng.u64(span / 20..span / 8);
+                    let lasts = rng.u64(span / 2..span);
+                    strikes.push(strike(rng, at, way, lasts));
+                }
                 let place = rng.u32(..);
                 let mut at = rng.u64(span / 5..span / 2);
                 for _ in 0..rng.u32(2..=3) {
