@@ -457,6 +457,7 @@ impl Kind {
     }
 }
 
+#[derive(Clone)]
 struct Mood {
     kind: Kind,
     ttls: Vec<Millis>,
@@ -517,8 +518,8 @@ impl Mood {
         let (locks, shared): (&[u32], &[u8]) = match kind {
             Kind::Rush => (&[1, 2, 4, 8], &[0, 0, 2, 5]),
             Kind::Mixed => (&[1, 1, 1, 2, 3], &[0, 3, 6]),
-            Kind::Idle => (&[1, 1, 2], &[0]),
-            Kind::Queue | Kind::Readers => (&[1], &[0]),
+            Kind::Idle => (&[2, 3, 4, 6], &[0]),
+            Kind::Queue | Kind::Readers => (&[1, 2, 3], &[0]),
         };
         Self {
             kind,
@@ -559,11 +560,10 @@ impl Mood {
 
     /// What which clients do.
     fn tasks(&self, rng: &mut Rng, schedule: &Schedule) -> Vec<(u32, Vec<Step>)> {
-        let mut clients: Vec<_> = schedule.clients.iter().map(|client| client.id).collect();
-        rng.shuffle(&mut clients);
         let mut tasks = Vec::new();
         match self.kind {
             Kind::Rush => {
+                let mut clients = shuffled(rng, schedule);
                 clients.truncate(rng.usize(2..=clients.len()));
                 for client in clients {
                     for _ in 0..rng.u32(1..=self.crowd) {
@@ -572,50 +572,66 @@ impl Mood {
                 }
             }
             Kind::Mixed => {
-                for client in clients {
+                for client in shuffled(rng, schedule) {
                     for _ in 0..rng.u32(1..=self.crowd) {
                         tasks.push((client, self.mixed(rng)));
                     }
                 }
             }
-            Kind::Idle => {
-                for _ in 0..rng.u32(1..=2) {
-                    tasks.push((clients[0], self.idle(rng)));
+            // What has to meet has more chances on several names.
+            Kind::Idle | Kind::Queue | Kind::Readers => {
+                for first in self.first..self.first + self.locks {
+                    let (locks, clients) = (1, shuffled(rng, schedule));
+                    let one = Self {
+                        first,
+                        locks,
+                        ..self.clone()
+                    };
+                    tasks.extend(one.tasks_of_one(rng, schedule, clients));
                 }
+            }
+        }
+        tasks
+    }
+
+    /// What clients do about one lock, each by one task.
+    fn tasks_of_one(
+        &self,
+        rng: &mut Rng,
+        schedule: &Schedule,
+        mut clients: Vec<u32>,
+    ) -> Vec<(u32, Vec<Step>)> {
+        let mut tasks = Vec::new();
+        match self.kind {
+            Kind::Idle => {
+                tasks.push((clients[0], self.idle(rng)));
                 for client in clients.iter().skip(1).take(3) {
                     tasks.push((*client, self.contender(rng)));
                 }
             }
-            Kind::Queue => {
-                let pace = choice(rng, &[(20, 150), (100, 400), (1_001, 2_000)]);
-                clients.truncate(7);
-                for client in clients {
-                    tasks.push((client, self.queue(rng, pace)));
-                }
-            }
             Kind::Readers => {
-                let doomed = schedule.strikes.iter();
-                let mut doomed = doomed.filter(|strike| strike.fault == STOP || strike.fault == KILL);
-                let doomed = doomed.next().map(|strike| strike.place);
-                let process = |id: &u32| {
-                    schedule
-                        .clients
-                        .iter()
-                        .find(|client| client.id == *id)
-                        .map(|client| client.process)
+                let mut doomed = schedule.strikes.iter();
+                let doomed = doomed.find(|strike| strike.fault == STOP || strike.fault == KILL);
+                let is_doomed = |id: &u32| {
+                    let mut clients = schedule.clients.iter();
+                    let plan = clients.find(|client| client.id == *id);
+                    matches!((plan, doomed), (Some(plan), Some(strike)) if plan.process == strike.place)
                 };
-                let at = clients
-                    .iter()
-                    .position(|id| doomed.is_some() && process(id) == doomed);
-                let writer = clients.swap_remove(at.unwrap_or(0));
-                tasks.push((writer, self.writer(rng)));
-                clients.retain(|id| doomed.is_none() || process(id) != doomed);
+                let writer = clients.iter().position(is_doomed).unwrap_or(0);
+                tasks.push((clients.swap_remove(writer), self.writer(rng)));
+                clients.retain(|id| !is_doomed(id));
                 if let Some(anchor) = clients.first() {
                     tasks.push((*anchor, self.anchor(rng)));
                 }
                 for client in clients.iter().take(4) {
                     let eager = rng.bool();
                     tasks.push((*client, self.reader(rng, eager)));
+                }
+            }
+            _ => {
+                let pace = choice(rng, &[(20, 150), (100, 400), (1_001, 2_000)]);
+                for client in clients.into_iter().take(7) {
+                    tasks.push((client, self.queue(rng, pace)));
                 }
             }
         }
@@ -730,7 +746,7 @@ impl Mood {
                 _ => (
                     Ask::Wait,
                     long,
-                    log_uniform(rng, short + short / 2, (short * 8).min(self.span)),
+                    log_uniform(rng, short * 3 / 2, (self.span / 2).max(short * 3)),
                 ),
             };
             let mut step = self.step(rng, at, ask, hold);
@@ -826,6 +842,12 @@ impl Mood {
         }
         steps
     }
+}
+
+fn shuffled(rng: &mut Rng, schedule: &Schedule) -> Vec<u32> {
+    let mut clients: Vec<_> = schedule.clients.iter().map(|client| client.id).collect();
+    rng.shuffle(&mut clients);
+    clients
 }
 
 fn choice<T: Clone>(rng: &mut Rng, among: &[T]) -> T {

@@ -69,6 +69,60 @@ fn schedules_vary_everything() {
 }
 
 #[test]
+fn what_has_to_meet_meets() {
+    let mut shape = shape();
+    shape.faults.extend([
+        Fault::new("settings").lasting(),
+        Fault::new("cut").places(3).of_a_way(),
+        Fault::new("empty").places(3),
+    ]);
+    let schedules: Vec<_> = (0..600).map(|seed| Schedule::generate(seed, &shape)).collect();
+    let some = |what: &str, meets: &dyn Fn(&Schedule) -> bool| {
+        let times = schedules.iter().filter(|schedule| meets(schedule)).count();
+        assert!(times >= 5, "{what} in {times} of {} schedules", schedules.len());
+    };
+    some("a change that lasts, and a long cut after it", &|schedule| {
+        let change = schedule.strikes.iter().find(|strike| strike.fault == "settings");
+        let cut = |strike: &Strike| strike.fault == "cut" && strike.lasts >= 4_000;
+        let cut = schedule.strikes.iter().filter(|strike| cut(strike)).next_back();
+        matches!((change, cut), (Some(change), Some(cut)) if change.at < cut.at)
+    });
+    some(
+        "a server that is emptied twice, while a way is cut",
+        &|schedule| {
+            let empty: Vec<_> = schedule
+                .strikes
+                .iter()
+                .filter(|strike| strike.fault == "empty")
+                .collect();
+            let twice = empty
+                .windows(2)
+                .any(|pair| pair[0].place == pair[1].place && pair[1].at - pair[0].at <= 6_000);
+            twice && schedule.strikes.iter().any(|strike| strike.fault == "cut")
+        },
+    );
+    some("six resets in a row", &|schedule| {
+        schedule
+            .strikes
+            .iter()
+            .filter(|strike| strike.fault == "reset")
+            .count()
+            >= 6
+    });
+    some("a process that stands still for long, and readers", &|schedule| {
+        let long = |strike: &Strike| strike.fault == STOP && strike.lasts > 13_000;
+        schedule.strikes.iter().any(long) && schedule.to_string().contains(" shared ")
+    });
+    some(
+        "several leases on one client, some of which are cancelled",
+        &|schedule| {
+            let text = schedule.to_string();
+            schedule.strikes.is_empty() && text.contains("cancel-polls:")
+        },
+    );
+}
+
+#[test]
 fn a_file_that_is_no_schedule_is_one_clear_error() {
     let error = |text: &str| text.parse::<Schedule>().unwrap_err();
     assert!(error("").contains("no schedule"));

@@ -233,8 +233,45 @@ fn an_answer_that_cannot_be_is_found() {
             refused(1, Asked::Tried, from, from + 0.01),
         ]
     };
-    assert_eq!(found(&story(records(5.0))), []);
-    assert_eq!(found(&story(records(7.0))), [Law::Answer]);
+    assert_eq!(found(&story(records(3.5))), []);
+    assert_eq!(found(&story(records(5.0))), [Law::Answer]);
+    let mut polled = story(records(5.0));
+    polled.bounds.fallback_poll = Duration::from_mins(1);
+    assert_eq!(
+        found(&polled),
+        [Law::Answer],
+        "whoever tries does not wait for a poll"
+    );
+    let mut behind = story(records(5.0));
+    behind.records.push(refused(2, Asked::Waited, 0.5, 5.5));
+    assert_eq!(found(&behind), [], "somebody waits, and may look again by itself");
+}
+
+#[test]
+fn a_try_behind_a_stopped_writer_is_found() {
+    let mut writer = hold(1, X, 1.0, 29.1, 29.2, 2);
+    writer.process = 1;
+    let mut reader = refused(2, Asked::Tried, 20.0, 20.01);
+    reader.acquisition.mode = Mode::Shared;
+    let mut story = story(vec![hold(0, Mode::Shared, 0.0, 0.0, 3.0, 1), writer, reader]);
+    story.schedule.strikes.push(Strike {
+        at: 0,
+        fault: super::super::STOP.to_owned(),
+        place: 1,
+        lasts: 1,
+    });
+    story.pauses = vec![Pause {
+        process: 1,
+        from: at(1.5),
+        to: Some(at(29.0)),
+    }];
+    assert_eq!(found(&story), [Law::Answer]);
+    story.pauses[0].from = at(14.0);
+    assert_eq!(
+        found(&story),
+        [],
+        "its place is its own until it is known to be dead"
+    );
 }
 
 #[test]
