@@ -14,7 +14,7 @@ use super::{
     Fault, Schedule, Told,
     record::{Asked, Fared, Finding, Law, Over, Record},
 };
-use crate::history::{Acquisition, Nanos};
+use crate::history::Nanos;
 
 /// A fault that happened.
 #[derive(Clone, Debug)]
@@ -564,8 +564,7 @@ impl Court<'_> {
             .struck
             .iter()
             .any(|struck| struck.fault.is_some_and(|fault| fault.order));
-        let stood_still = story.stood_still > Duration::from_millis(50);
-        if !story.bounds.fifo || mixed || disordered || stood_still || !story.breaks.is_empty() {
+        if !story.bounds.fifo || mixed || disordered || !story.breaks.is_empty() {
             return;
         }
         // Records are in the order of their grants, those without one before all others.
@@ -582,7 +581,7 @@ impl Court<'_> {
             let Some(queued) = self.queued(first).filter(|_| self.waits_alone(first)) else {
                 continue;
             };
-            let until = first.answered().saturating_sub(nanos(APART));
+            let until = first.answered().saturating_sub(nanos(APART + story.stood_still));
             let passed = self.records.get(from(queued)..from(until)).unwrap_or_default();
             let overtaker = passed.iter().find(|next| {
                 next.acquisition.asked > queued && conflict(first, next) && self.waits_alone(next)
@@ -598,7 +597,7 @@ impl Court<'_> {
     /// When it surely stood in the queue.
     fn queued(&self, record: &Record) -> Option<Nanos> {
         let a = &record.acquisition;
-        let sure = a.asked.saturating_add(nanos(QUEUED));
+        let sure = a.asked.saturating_add(nanos(QUEUED + self.story.stood_still));
         let struck = |struck: &Struck| struck.from <= sure && struck.to >= a.asked;
         let calm = !self.story.struck.iter().any(struck);
         let waits = record.asked == Asked::Waited && !record.lenient;
@@ -609,9 +608,18 @@ impl Court<'_> {
     fn waits_alone(&self, record: &Record) -> bool {
         let a = &record.acquisition;
         let until = record.answered();
-        let end_of = |other: &Acquisition| {
-            let ends = [other.released, other.gave_up].into_iter().flatten().max();
-            ends.unwrap_or(Nanos::MAX).saturating_add(nanos(LINGER))
+        let end_of = |other: &Record| {
+            let ends = [other.acquisition.released, other.acquisition.gave_up]
+                .into_iter()
+                .flatten()
+                .max();
+            // What was confirmed is over.
+            let linger = if other.over == Over::Released {
+                0
+            } else {
+                nanos(LINGER)
+            };
+            ends.unwrap_or(Nanos::MAX).saturating_add(linger)
         };
         let beside = |other: &&Record| {
             let b = &other.acquisition;
@@ -621,7 +629,7 @@ impl Court<'_> {
                 && other.client == record.client
                 && !refused
                 && b.asked <= until
-                && end_of(b) >= a.asked
+                && end_of(other) >= a.asked
         };
         let ends = record.fared == Fared::Granted || record.fared == Fared::Taken;
         record.asked == Asked::Waited

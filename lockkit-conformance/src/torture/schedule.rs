@@ -338,12 +338,6 @@ impl Plot {
         };
         let mut kinds = kinds_of(&|_| true);
         let ways = kinds_of(&|fault| fault.way);
-        let strike = |rng: &mut Rng, at: Millis, (fault, places): (&str, u32), lasts: Millis| Strike {
-            at,
-            fault: fault.to_owned(),
-            place: rng.u32(0..places.max(1)),
-            lasts,
-        };
         let doomed = |rng: &mut Rng, fault: &str, at: Millis, lasts: Millis| Strike {
             at,
             fault: fault.to_owned(),
@@ -376,6 +370,13 @@ impl Plot {
                 }
             }
             Self::Train => {
+                // Where order is kept, it can be seen whether it is.
+                let orderly = kinds_of(&|fault| !fault.order);
+                let kinds = if orderly.is_empty() || rng.bool() {
+                    kinds
+                } else {
+                    orderly
+                };
                 let kind = choice(rng, &kinds);
                 let mut at = rng.u64(300..1_500);
                 while at < span && strikes.len() < 12 {
@@ -408,32 +409,53 @@ impl Plot {
                 strikes.push(doomed(rng, fault, at, lasts));
             }
             Self::Pile => {
-                let within = shape.max_ttl.min(6_000);
                 let servers = kinds_of(&|fault| !fault.way && !fault.lasting);
                 let kinds = if servers.is_empty() { kinds } else { servers };
-                if !ways.is_empty() {
-                    let way = choice(rng, &ways);
-                    let at = rng.u64(span / 20..span / 8);
-                    let lasts = rng.u64(span / 2..span);
-                    strikes.push(strike(rng, at, way, lasts));
-                }
-                let place = rng.u32(..);
-                let mut at = rng.u64(span / 5..span / 2);
-                for _ in 0..rng.u32(2..=3) {
-                    let (fault, places) = choice(rng, &kinds);
-                    let lasts = log_uniform(rng, 20, 500);
-                    strikes.push(Strike {
-                        at,
-                        fault: fault.to_owned(),
-                        place: place % places.max(1),
-                        lasts,
-                    });
-                    at += rng.u64(within / 8..within);
-                }
+                strikes = pile(rng, span, shape.max_ttl.min(6_000), &kinds, &ways);
             }
         }
         strikes
     }
+}
+
+fn strike(rng: &mut Rng, at: Millis, (fault, places): (&str, u32), lasts: Millis) -> Strike {
+    Strike {
+        at,
+        fault: fault.to_owned(),
+        place: rng.u32(0..places.max(1)),
+        lasts,
+    }
+}
+
+/// One of `ways` is struck for long, and one server again and again, each time `within` so long of the last.
+fn pile(
+    rng: &mut Rng,
+    span: Millis,
+    within: Millis,
+    kinds: &[(&str, u32)],
+    ways: &[(&str, u32)],
+) -> Vec<Strike> {
+    let mut strikes = Vec::new();
+    if !ways.is_empty() {
+        let way = choice(rng, ways);
+        let at = rng.u64(span / 20..span / 8);
+        let lasts = rng.u64(span / 2..span);
+        strikes.push(strike(rng, at, way, lasts));
+    }
+    let place = rng.u32(..);
+    let mut at = rng.u64(span / 5..span / 2);
+    for _ in 0..rng.u32(2..=3) {
+        let (fault, places) = choice(rng, kinds);
+        let lasts = log_uniform(rng, 20, 500);
+        strikes.push(Strike {
+            at,
+            fault: fault.to_owned(),
+            place: place % places.max(1),
+            lasts,
+        });
+        at += rng.u64(within / 8..within);
+    }
+    strikes
 }
 
 /// What some tasks have in common, which are about the same names.

@@ -84,7 +84,7 @@ fn what_has_to_meet_meets() {
     some("a change that lasts, and a long cut after it", &|schedule| {
         let change = schedule.strikes.iter().find(|strike| strike.fault == "settings");
         let cut = |strike: &Strike| strike.fault == "cut" && strike.lasts >= 4_000;
-        let cut = schedule.strikes.iter().filter(|strike| cut(strike)).next_back();
+        let cut = schedule.strikes.iter().rfind(|strike| cut(strike));
         matches!((change, cut), (Some(change), Some(cut)) if change.at < cut.at)
     });
     some(

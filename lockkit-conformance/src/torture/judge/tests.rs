@@ -3,7 +3,10 @@
 use std::num::NonZeroU32;
 
 use super::*;
-use crate::torture::{ClientPlan, Strike};
+use crate::{
+    history::Acquisition,
+    torture::{ClientPlan, Strike},
+};
 
 const SECOND: Nanos = 1_000_000_000;
 
@@ -293,6 +296,11 @@ fn who_overtakes_is_found() {
     assert_eq!(found(&excused), []);
     excused.struck = vec![struck(Fault::new("reset").keeps_order(), 1.2, 1.3)];
     assert_eq!(found(&excused), [Law::Order]);
+    let mut still = story(records(1.0));
+    still.stood_still = Duration::from_millis(200);
+    assert_eq!(found(&still), [Law::Order], "it was in the queue all the same");
+    still.stood_still = Duration::from_millis(400);
+    assert_eq!(found(&still), [], "it may have come to the queue too late");
     let mut unpromised = story(records(1.0));
     unpromised.bounds.fifo = false;
     assert_eq!(found(&unpromised), []);
