@@ -212,8 +212,9 @@ impl Schedule {
                 0 => Some(Fate::Close),
                 1 if shape.runtimes => Some(Fate::Runtime),
                 2 => Some(Fate::Anew),
-                // After a change that lasts, new connections may lead elsewhere than those that there are.
-                3..8 if plot == Plot::Lasting => Some(Fate::Anew),
+                // After a change that lasts, new connections may lead elsewhere than those that there are. What a
+                // client has not done yet can be cut short too.
+                3..8 if matches!(plot, Plot::Lasting | Plot::Train) => Some(Fate::Anew),
                 _ => None,
             };
             schedule.clients.push(ClientPlan {
@@ -378,7 +379,8 @@ impl Plot {
                     orderly
                 };
                 let kind = choice(rng, &kinds);
-                let mut at = rng.u64(300..1_500);
+                // The first of them finds clients that have not done much yet.
+                let mut at = rng.u64(250..800);
                 while at < span && strikes.len() < 12 {
                     let lasts = log_uniform(rng, 20, 300);
                     strikes.push(strike(rng, at, kind, lasts));
@@ -801,7 +803,7 @@ impl Mood {
 
     fn queue(&self, rng: &mut Rng, (least, most): (Millis, Millis)) -> Vec<Step> {
         let mut steps = Vec::new();
-        let mut at = rng.u64(0..most);
+        let mut at = rng.u64(0..500);
         while at < self.span {
             let ask = match rng.u8(0..20) {
                 0..13 => Ask::Wait,
