@@ -25,7 +25,7 @@ use crate::family::{self, Relative};
 /// How often it is looked whether processes that were told to end are gone. They say so to nobody, and to look through
 /// all processes of a big host takes its time.
 const LOOK: Duration = Duration::from_millis(20);
-/// The same for processes that were killed.
+/// The pause between looks for processes that were killed.
 const LOOK_KILLED: Duration = Duration::from_millis(1);
 
 /// Signals that end a process that does not handle them, and that one which is stopped handles only once it goes on.
@@ -40,7 +40,7 @@ const ENDING: [Signal; 5] = [
 /// Signals that the terminal sends to all of its foreground group.
 const OF_TERMINAL: [Signal; 4] = [Signal::INT, Signal::QUIT, Signal::TSTP, Signal::WINCH];
 
-/// Where the command belongs.
+/// The place of the command: whose process group and terminal it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     /// In a process group of its own, which signals go to as a whole.

@@ -13,7 +13,7 @@ use crate::{
     failure::{Failure, say},
 };
 
-/// How long the server gets to take note that this client has gone.
+/// The time that the server gets to take note that this client has gone.
 pub(crate) const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
 pub(crate) async fn inspect(args: Inspect) -> Result<u8, Failure> {

@@ -74,8 +74,7 @@ impl Target for Redis {
     }
 
     fn dead_waiter_bound(&self, client: &LockClient, ttl: Duration) -> Duration {
-        // Its place is there until 10 s after the lease that it waits for, by a clock that may be set by as much.
-        client.dead_holder_bound(ttl) + Duration::from_secs(20)
+        client.dead_holder_bound(ttl).max(Duration::from_secs(11))
     }
 
     fn faults(&self) -> Vec<Fault> {

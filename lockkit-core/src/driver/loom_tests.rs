@@ -119,7 +119,7 @@ fn loom_a_loss_is_never_missed_by_a_watcher_that_registers_meanwhile() {
 }
 
 #[test]
-fn loom_an_end_is_never_missed_by_a_watcher_that_registers_meanwhile() {
+fn loom_an_end_is_never_missed_by_a_new_watcher() {
     explore(|| {
         let cell = cell(Phase::Held);
         let releaser = thread::spawn({

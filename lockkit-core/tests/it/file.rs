@@ -578,7 +578,7 @@ async fn a_hold_ends_with_its_runtime_although_its_guard_is_kept() {
 
 #[cfg(target_os = "linux")]
 #[tokio::test]
-async fn a_waiter_moves_on_to_the_permits_that_replaced_those_that_were_moved() {
+async fn a_waiter_moves_on_to_the_permits_that_are_there_now() {
     let dir = TempDir::new().unwrap();
     let (a, b) = (open(dir.path()).await, open(dir.path()).await);
     let mut holder = claim(&a, "n", permits(1)).await;

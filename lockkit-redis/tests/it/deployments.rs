@@ -149,7 +149,7 @@ async fn a_sentinel_that_is_behind_hides_no_other() {
 
 /// After the connection for the locks alone was made anew, and the master is another one.
 #[tokio::test]
-async fn both_connections_of_a_client_with_replicas_lead_to_one_master() {
+async fn both_connections_with_replicas_lead_to_one_master() {
     if no_server() {
         return;
     }
