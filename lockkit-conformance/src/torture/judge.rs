@@ -425,7 +425,7 @@ impl Court<'_> {
         };
         let mut moments = Vec::new();
         let mut busy = |since: Nanos, until: Nanos, weight: i64| {
-            if since < to && until > from {
+            if since < until && since < to && until > from {
                 moments.push((since.max(from), weight));
                 moments.push((until.min(to), -weight));
             }
@@ -454,8 +454,9 @@ impl Court<'_> {
                 _ => !is_exclusive(waiter) && is_exclusive(other),
             };
             if goes_before || other.asked == Asked::Unpolled || other.asked == Asked::Cancelled {
-                let (since, until) = self.waits(other);
-                busy(since, until, size);
+                for (since, until) in self.waits(other) {
+                    busy(since, until, size);
+                }
             }
         }
         moments.sort_unstable();
@@ -511,31 +512,37 @@ impl Court<'_> {
         }
     }
 
-    /// From when to when it may have stood before others without having the lock.
-    fn waits(&self, record: &Record) -> (Nanos, Nanos) {
-        let a = &record.acquisition;
+    /// When it may have stood before others without having the lock, from when to when.
+    fn waits(&self, record: &Record) -> Vec<(Nanos, Nanos)> {
+        let (asked, answered) = (record.acquisition.asked, record.answered());
         let linger = nanos(LINGER);
         let dead = self.story.bounds.dead_waiter(record.ttl).saturating_add(linger);
-        // One that stands still, or is dead, keeps nobody out for longer than its bound.
-        let paused = self.pause_before(record, record.answered());
-        let until = match (paused, record.answered()) {
-            (Some(paused), answered) if answered == Nanos::MAX => paused.saturating_add(dead),
-            (Some(paused), answered) => answered.min(paused.saturating_add(dead)),
-            (None, answered) => answered,
-        };
-        (a.asked, until.saturating_add(linger))
+        let mut pauses: Vec<_> = self.pauses_of(record, answered).collect();
+        pauses.sort_unstable();
+        let mut waits = Vec::with_capacity(1);
+        let mut since = asked;
+        for (from, to) in pauses {
+            // One that stands still, or is dead, keeps nobody out for longer than its bound; one that goes on is back.
+            let until = answered.min(from.saturating_add(dead));
+            waits.push((since, until.saturating_add(linger)));
+            since = to;
+        }
+        waits.push((since, answered.saturating_add(linger)));
+        waits
+    }
+
+    /// When its process did not run while it was under way, from when to when.
+    fn pauses_of(&self, record: &Record, until: Nanos) -> impl Iterator<Item = (Nanos, Nanos)> {
+        let (process, asked) = (record.process, record.acquisition.asked);
+        let pauses = self.story.pauses.iter();
+        let pauses = pauses.filter(move |pause| pause.process == process);
+        let pauses = pauses.map(move |pause| (pause.from.max(asked), pause.to.unwrap_or(Nanos::MAX)));
+        pauses.filter(move |(from, to)| *from <= until && *to >= asked)
     }
 
     /// When its process stopped running for the last time, while it was under way.
     fn pause_before(&self, record: &Record, until: Nanos) -> Option<Nanos> {
-        let asked = record.acquisition.asked;
-        let pauses = self
-            .story
-            .pauses
-            .iter()
-            .filter(|pause| pause.process == record.process);
-        let pauses = pauses.filter(|pause| pause.from <= until && pause.to.is_none_or(|to| to >= asked));
-        pauses.map(|pause| pause.from.max(asked)).max()
+        self.pauses_of(record, until).map(|(from, _)| from).max()
     }
 
     fn died(&self, record: &Record) -> Option<Nanos> {

@@ -275,6 +275,15 @@ fn a_try_behind_a_stopped_writer_is_found() {
         [],
         "its place is its own until it is known to be dead"
     );
+    story.pauses[0].from = at(1.5);
+    story.pauses[0].to = Some(at(19.9));
+    assert_eq!(found(&story), [], "the writer went on, and waits again");
+    story.pauses.push(Pause {
+        process: 1,
+        from: at(3.0),
+        to: None,
+    });
+    assert_eq!(found(&story), [Law::Answer], "it was killed meanwhile");
 }
 
 #[test]
