@@ -79,6 +79,39 @@ async fn a_waiter_whose_process_was_killed_is_skipped_at_once() {
     after.release().await.unwrap();
 }
 
+/// Nobody comes after it who would find it dead; nor does whoever takes a free lock, without a look at the queue.
+#[tokio::test]
+async fn a_dead_waiter_of_a_free_lock_is_not_shown_for_long() {
+    const BELIEVED: Duration = Duration::from_secs(10);
+
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let mut peer = Peer::start(server.url()).await;
+    peer.send("acquire slot exclusive 30000 a");
+    waiters(&server, "a", 1).await;
+    heartbeats(&server, 1).await;
+    let shown = async || other.inspect("a").await.unwrap().waiters;
+    assert_eq!(shown().await, Some(1));
+    peer.process.kill().unwrap();
+    let died = Stopwatch::start();
+    held.release().await.unwrap();
+    // It may be reconnecting.
+    let mut last = died.elapsed();
+    until(LONG, "a dead waiter is shown no more", async || {
+        let gone = shown().await == Some(0);
+        if !gone {
+            last = died.elapsed();
+        }
+        gone
+    })
+    .await;
+    assert!(last < BELIEVED + SECOND, "it was shown {last:?} after its death");
+}
+
 /// Its place is before theirs, and it cannot be served before the holder goes. It is believed to be alive for ten seconds.
 #[tokio::test]
 async fn a_dead_waiter_keeps_out_nobody_whom_it_would_not_fit() {
