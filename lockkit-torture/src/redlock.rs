@@ -9,7 +9,7 @@ use std::{
 
 use async_trait::async_trait;
 use lockkit::{LockClient, Result};
-use lockkit_conformance::torture::{Fault, Strike, Target};
+use lockkit_conformance::torture::{Fault, Strike, Target, Told};
 use lockkit_testbed::{Proxy, redis::RedisServer};
 
 use crate::{
@@ -33,6 +33,10 @@ impl std::fmt::Debug for Redlock {
 
 const MAX_TTL: Duration = Duration::from_secs(5);
 const GROUPS: usize = 2;
+/// After its renewal.
+const TOLD: Told = Told::AtRenewal(Duration::from_secs(1));
+/// 5 ms and two round trips, on a busy machine.
+const REPAIRED: Duration = Duration::from_millis(50);
 
 impl Redlock {
     pub(crate) fn start(masters: usize) -> io::Result<Self> {
@@ -89,7 +93,11 @@ impl Target for Redlock {
                 .weight(2),
             Fault::new("empty").places(all - 1).recovery(quarantine).weight(3),
             // Again and again, at one.
-            Fault::new("delete").places(minority).recovery(recovery).weight(4),
+            Fault::new("delete")
+                .places(minority)
+                .recovery(recovery)
+                .weight(4)
+                .excuses_overlap_of_bare(TOLD, REPAIRED),
             Fault::new("scripts").places(all).recovery(recovery),
         ]);
         faults

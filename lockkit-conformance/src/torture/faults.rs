@@ -26,6 +26,9 @@ pub struct Fault {
     pub way: bool,
     /// Exclusion (**ME ✘**) until the older holder is told.
     pub overlap: Option<Told>,
+    /// That only of holds with nothing to spare: for this time after a grant that others contended for, or for as long as
+    /// those may keep what they took if they have died; and while something else befalls the deployment.
+    pub bare: Option<Duration>,
     /// Tokens may go back (**F ✘**), until the end of the epoch.
     pub tokens: bool,
     /// Waiters may lose their places.
@@ -66,6 +69,7 @@ impl Fault {
             lasting: false,
             way: false,
             overlap: None,
+            bare: None,
             tokens: false,
             order: true,
             recovery: Duration::from_secs(2),
@@ -105,6 +109,14 @@ impl Fault {
     pub const fn excuses_overlap(mut self, until: Told) -> Self {
         self.overlap = Some(until);
         self
+    }
+
+    /// Two may hold until the older one is told, if its hold has nothing to spare, as it has for this time at most after a
+    /// grant that others contended for.
+    #[must_use]
+    pub const fn excuses_overlap_of_bare(mut self, until: Told, within: Duration) -> Self {
+        self.bare = Some(within);
+        self.excuses_overlap(until)
     }
 
     /// Tokens may go back.

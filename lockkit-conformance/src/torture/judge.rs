@@ -237,12 +237,46 @@ impl Court<'_> {
         };
         let by_fault = |struck: &Struck| {
             let told = struck.fault.and_then(|fault| fault.overlap);
-            told.is_some_and(|told| within(struck.from, struck.to, told))
+            told.is_some_and(|told| within(struck.from, struck.to, told)) && self.befalls(struck, old, from)
         };
         let by_break = |(lock, since, to): &(String, Nanos, Nanos)| {
             *lock == old.acquisition.lock && within(*since, *to, REVOKED)
         };
         self.story.struck.iter().any(by_fault) || self.story.breaks.iter().any(by_break)
+    }
+
+    /// Whether what happened befell this hold too, so that another may have been let in by `then`: it is not so if the hold
+    /// had something to spare.
+    fn befalls(&self, struck: &Struck, hold: &Record, then: Nanos) -> bool {
+        let Some(young) = struck.fault.and_then(|fault| fault.bare) else {
+            return true;
+        };
+        let granted = hold.answered();
+        let young = nanos(young + self.story.stood_still);
+        let contends = |other: &&&Record| {
+            !std::ptr::eq(**other, hold)
+                && other.acquisition.asked <= granted
+                && other.answered() >= hold.acquisition.asked
+        };
+        let is_bare_for = |other: &Record| {
+            let alive = self.pause_before(other, granted).is_none();
+            let gone = self.gone_or_dead(other) <= granted.saturating_add(young);
+            if alive && !gone {
+                young
+            } else {
+                young.max(nanos(millis(other.ttl)))
+            }
+        };
+        let contended = self.records.iter().filter(contends);
+        let bare = contended.map(|other| is_bare_for(other)).max();
+        let besides = |other: &Struck| {
+            other.fault.is_some_and(|fault| {
+                fault.bare.is_none()
+                    && other.from <= struck.to
+                    && other.to.saturating_add(nanos(fault.recovery)) >= struck.from
+            })
+        };
+        bare.is_some_and(|bare| then <= granted.saturating_add(bare)) || self.story.struck.iter().any(besides)
     }
 
     /// Whether the server may have dropped the hold before its holder heard of the grant, which then comes late.
@@ -253,6 +287,7 @@ impl Court<'_> {
             asked <= to && granted >= from && granted <= to.saturating_add(told)
         };
         let faults = self.story.struck.iter();
+        let faults = faults.filter(|struck| self.befalls(struck, record, granted));
         let mut faults = faults.filter_map(|struck| Some((struck.from, struck.to, struck.fault?.overlap?)));
         let mut breaks = self
             .story

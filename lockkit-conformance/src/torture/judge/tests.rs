@@ -123,6 +123,50 @@ fn two_inside_are_found_and_excused_until_told() {
 }
 
 #[test]
+fn two_inside_are_excused_where_the_older_had_nothing_to_spare() {
+    let told = Told::AtRenewal(Duration::ZERO);
+    let delete = Fault::new("delete").excuses_overlap_of_bare(told, Duration::from_millis(50));
+    let overlap = |granted: f64| {
+        let records = vec![
+            hold(0, X, 1.0, 1.1, 1.4, 1),
+            hold(1, X, 1.05, granted, 2.0, 2),
+            // Which has something to spare.
+            hold(2, X, 3.0, 3.0, 3.1, 3),
+        ];
+        let mut story = story(records);
+        story.struck = vec![struck(delete, 1.09, 1.3)];
+        story
+    };
+    assert_eq!(found(&overlap(1.12)), [], "just won from another");
+    assert_eq!(found(&overlap(1.2)), [Law::Exclusion], "repaired by then");
+    let mut alone = overlap(1.12);
+    alone.records[1].acquisition.asked = at(1.11);
+    assert_eq!(found(&alone), [Law::Exclusion], "nobody contended for it");
+    let mut late = overlap(1.12);
+    late.records[0].acquisition.until = Some(at(1.9));
+    late.records[0].acquisition.released = Some(at(1.9));
+    assert_eq!(found(&late), [Law::Exclusion], "it ought to have been told");
+    let mut beside = overlap(1.2);
+    beside.struck.push(struck(Fault::new("pause"), 1.0, 1.15));
+    assert_eq!(found(&beside), [], "one of the others stood still");
+    beside.struck[1] = struck(Fault::new("pause"), 1.4, 1.5);
+    assert_eq!(found(&beside), [Law::Exclusion], "it stood still later");
+    // One that died with what it had taken.
+    let mut dead = overlap(1.2);
+    let mut contender = refused(3, Asked::Waited, 1.0, 1.1);
+    (contender.process, contender.fared) = (1, Fared::Pending);
+    contender.acquisition.gave_up = None;
+    dead.records.push(contender);
+    assert_eq!(found(&dead), [Law::Exclusion], "it lives, and gave way");
+    dead.pauses = vec![Pause {
+        process: 1,
+        from: at(1.08),
+        to: None,
+    }];
+    assert_eq!(found(&dead), []);
+}
+
+#[test]
 fn more_permits_than_there_are_are_found() {
     let two = Mode::Permits(NonZeroU32::new(2).unwrap());
     let mut records = vec![hold(0, two, 0.0, 0.0, 1.0, 1), hold(1, two, 0.0, 0.1, 1.0, 2)];
