@@ -377,6 +377,7 @@ struct MemoryClaim {
     notify: Arc<Notify>,
     /// Until when it was last known to hold.
     until: Option<Instant>,
+    /// It waits, or a grant that it does not know of has come of that.
     queued: bool,
 }
 
@@ -481,6 +482,7 @@ impl Claim for MemoryClaim {
         let granted = space.exchange(Operation::Attempt, serve).await?;
         if let Some(grant) = &granted {
             self.until = grant.lease.end();
+            self.queued = false;
         }
         Ok(granted)
     }
@@ -572,10 +574,8 @@ impl Drop for MemoryClaim {
     /// A claim that is dropped without release (its runtime is gone) must not block the queue: nobody would ever ask
     /// on its behalf again. Its hold ends with its lease.
     fn drop(&mut self) {
-        if self.queued
-            && let Some(entry) = self.space.state.lock().locks.get_mut(&self.key)
-        {
-            entry.leave(self.request.owner, Instant::now());
+        if self.queued {
+            leave(&mut self.space.state.lock(), &self.key, self.request.owner);
         }
     }
 }
@@ -585,5 +585,51 @@ impl fmt::Debug for Space {
         f.debug_struct("Space")
             .field("server", &self.server)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(lockkit_loom)))]
+mod tests {
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(1);
+    const TTL: Duration = Duration::from_secs(30);
+
+    async fn claim(backend: &MemoryBackend, owner: u128) -> Box<dyn Claim> {
+        let name = LockName::new("job").unwrap();
+        let request = ClaimRequest::new(name, Mode::Exclusive, TTL, OwnerId::new(owner));
+        backend.claim(&request).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_waiter_that_is_dropped_leaves_nothing() {
+        let backend = MemoryBackend::new();
+        let (mut holder, mut waiter) = (claim(&backend, 1).await, claim(&backend, 2).await);
+        assert!(holder.attempt(PATIENCE).await.unwrap().is_some());
+        assert!(waiter.attempt(PATIENCE).await.unwrap().is_none());
+        holder.release().await.unwrap();
+        drop(waiter);
+        let left = backend.space.state.lock().locks.len();
+        assert_eq!(left, 0, "names that nobody holds or waits for");
+    }
+
+    /// A holder whose runtime has ended may go on without looking.
+    #[tokio::test(start_paused = true)]
+    async fn a_hold_that_was_waited_for_ends_with_its_lease_too() {
+        let backend = MemoryBackend::new();
+        let (mut first, mut waiter) = (claim(&backend, 1).await, claim(&backend, 2).await);
+        assert!(first.attempt(PATIENCE).await.unwrap().is_some());
+        assert!(waiter.attempt(PATIENCE).await.unwrap().is_none());
+        first.release().await.unwrap();
+        assert!(waiter.attempt(PATIENCE).await.unwrap().is_some());
+        drop(waiter);
+        let mut next = claim(&backend, 3).await;
+        tokio::time::advance(TTL - Duration::from_millis(1)).await;
+        assert!(
+            next.attempt(Duration::ZERO).await.unwrap().is_none(),
+            "the lease goes on"
+        );
+        tokio::time::advance(Duration::from_millis(1)).await;
+        assert!(next.attempt(Duration::ZERO).await.unwrap().is_some());
     }
 }
