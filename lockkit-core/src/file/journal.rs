@@ -1,7 +1,8 @@
 //! What a lock file says: the token counter, and who was last granted.
 //!
 //! Two copies take turns, a page apart, each with a checksum; the one with the higher sequence number that is whole
-//! counts. A write that tears leaves the other copy, so the counter never goes back.
+//! counts. A write that tears leaves the other copy, so the counter never goes back. A disk writes whole sectors, so an entry
+//! that fits into one does not tear; a longer one is written when the one before is on disk.
 //!
 //! Holders that do not exclude each other write side by side, each in a lane, which is two copies of its own. So one
 //! that is stopped while it writes is in nobody's way. Tokens go on from the highest of all lanes, and a lane gives
@@ -27,6 +28,8 @@ use crate::spi::{ClaimRequest, Mode};
 const MAGIC: &[u8; 8] = b"lockkit1";
 /// Copies are this far apart, so that no write to one touches a sector or page of the other.
 const STRIDE: u64 = 4_096;
+/// What a disk writes as a whole, at least.
+const SECTOR: usize = 512;
 const SUM_BYTES: usize = 16;
 /// How many may write side by side. Whoever writes alone uses the first lane, so most files have no other.
 const LANES: u64 = 8;
@@ -132,18 +135,30 @@ fn append(files: &Files, file: &File, request: &ClaimRequest, lane: u64, tokens:
         counter: token.checked_add(u64::from(tokens) - 1).ok_or_else(exhausted)?,
         sequence: sequence.checked_add(1).ok_or_else(exhausted)?,
     };
-    write(file, &entry, lane, &path)?;
+    let written = encode(&entry);
+    if written.len() > SECTOR {
+        // Who wrote the other copy may still wait for the disk, or have been killed: the two must not tear together.
+        sync(file, &path)?;
+    }
+    file.write_all_at(&written, place(lane, entry.sequence))
+        .map_err(Fault::io("write to", &path))?;
     Ok(entry)
 }
 
 /// Makes reserved tokens survive a crash of the machine, and the file if they are its first.
 pub(super) fn make_durable(files: &Files, file: &File, entry: &Entry) -> Result<()> {
-    file.sync_data().map_err(Fault::io("sync", &files.main()))?;
+    sync(file, &files.main())?;
     // The second of a lane is the first that is granted, where the first set a semaphore's size.
     if entry.sequence <= 2 {
         files.space().sync()?;
     }
     Ok(())
+}
+
+fn sync(file: &File, path: &Path) -> Result<()> {
+    #[cfg(test)]
+    tests::on_disk(file);
+    file.sync_data().map_err(Fault::io("sync", path))
 }
 
 /// Leaves a copy of a grant, alone in its file, for whoever inspects. The counter is elsewhere, so this need not
@@ -187,10 +202,12 @@ fn read_lane(copies: [Vec<u8>; 2], path: &Path) -> Result<Option<Entry>> {
         return Ok(newest);
     }
     // The second copy is first written after the first one was whole. Without it, what is there can only be a first
-    // write that never finished, and no token came of it. Where a later lane is in use, it is there and blank.
+    // write that never finished, perhaps without its beginning, and no token came of it. Where a later lane is in use, it is
+    // there and blank.
     let blank = |copy: &[u8]| copy.iter().all(|byte| *byte == 0);
     let [first, second] = copies;
-    if blank(&second) && (blank(&first) || first.starts_with(MAGIC)) {
+    let (beginning, _) = first.split_at(SECTOR.min(first.len()));
+    if blank(&second) && (blank(beginning) || first.starts_with(MAGIC)) {
         return Ok(None);
     }
     Err(Fault::Damaged {
@@ -201,11 +218,6 @@ fn read_lane(copies: [Vec<u8>; 2], path: &Path) -> Result<Option<Entry>> {
 /// Where in the file a lane's entry goes. The first has the sequence number 1 and goes to the first copy.
 fn place(lane: u64, sequence: u64) -> u64 {
     (2 * lane + (sequence + 1) % 2) * STRIDE
-}
-
-fn write(file: &File, entry: &Entry, lane: u64, path: &Path) -> Result<()> {
-    file.write_all_at(&encode(entry), place(lane, entry.sequence))
-        .map_err(Fault::io("write to", path))
 }
 
 fn encode(entry: &Entry) -> Vec<u8> {
@@ -316,6 +328,7 @@ fn micros_since_epoch() -> u64 {
 #[cfg(test)]
 mod tests {
     use std::{
+        cell::RefCell,
         num::NonZeroU32,
         sync::{Arc, Mutex},
         thread,
@@ -329,6 +342,45 @@ mod tests {
         *,
     };
     use crate::{Kind, LockName, spi::OwnerId};
+
+    thread_local! {
+        /// The file, as this thread last had it synced.
+        static ON_DISK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+
+    pub(super) fn on_disk(file: &File) {
+        ON_DISK.set(all_of(file));
+    }
+
+    fn all_of(file: &File) -> Vec<u8> {
+        let mut bytes = vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        bytes
+    }
+
+    /// Everything that a crash may leave of a file, some of whose sectors were not synced.
+    fn after_a_crash(synced: &[u8], written: &[u8]) -> Vec<Vec<u8>> {
+        let mut synced = synced.to_vec();
+        synced.resize(written.len(), 0);
+        let sectors = synced.chunks(SECTOR).zip(written.chunks(SECTOR));
+        let dirty: Vec<_> = (0..)
+            .zip(sectors)
+            .filter(|(_, (before, after))| before != after)
+            .map(|(at, _)| at * SECTOR)
+            .collect();
+        (0..1_u32 << dirty.len())
+            .map(|written_back| {
+                let mut left = synced.clone();
+                for (bit, at) in dirty.iter().enumerate() {
+                    if written_back >> bit & 1 == 1 {
+                        let end = (at + SECTOR).min(written.len());
+                        left[*at..end].copy_from_slice(&written[*at..end]);
+                    }
+                }
+                left
+            })
+            .collect()
+    }
 
     fn request(name: &str, mode: Mode) -> ClaimRequest {
         let name = LockName::new(name).unwrap();
@@ -346,9 +398,13 @@ mod tests {
 
     impl Fixture {
         fn new() -> Self {
+            Self::of("n")
+        }
+
+        fn of(name: &str) -> Self {
             let dir = TempDir::new().unwrap();
             let space = Arc::new(Space::open(dir.path(), "").unwrap());
-            let files = space.files(&LockName::new("n").unwrap(), Kind::Lock);
+            let files = space.files(&LockName::new(name).unwrap(), Kind::Lock);
             files.open_or_create(&files.main()).unwrap();
             let file = space::open_writable(&files.main()).unwrap().unwrap();
             Self {
@@ -472,6 +528,42 @@ mod tests {
         assert!(matches!(fixture.mint(), Err(Fault::Damaged { .. })));
     }
 
+    /// Those who mint side by side, or were killed before their sync, leave more than one write that a crash may tear.
+    #[test]
+    fn whatever_a_crash_tears_one_copy_is_whole() {
+        let name = "n".repeat(LockName::MAX_BYTES);
+        for name in ["n", &name] {
+            for mode in [Mode::Shared, Mode::Exclusive] {
+                let fixture = Fixture::of(name);
+                on_disk(&fixture.file);
+                let mut granted = 0;
+                for n in 0..12_usize {
+                    let mut request = request(name, mode);
+                    request.label = Some("l".repeat(n * 37 % 257).into());
+                    let entry = reserve(&fixture.files, &fixture.file, &request).unwrap();
+                    let synced = ON_DISK.with_borrow(Clone::clone);
+                    let states = after_a_crash(&synced, &all_of(&fixture.file));
+                    for left in &states {
+                        let copy = tempfile::tempfile().unwrap();
+                        copy.write_all_at(left, 0).unwrap();
+                        let read = read(&copy, Path::new("left by a crash"));
+                        let counter = read.map(|last| last.map_or(0, |last| last.counter));
+                        assert!(
+                            counter.as_ref().is_ok_and(|counter| *counter >= granted),
+                            "{} bytes, {mode:?}, entry {n}: {counter:?} after {granted}",
+                            name.len()
+                        );
+                    }
+                    // Two in three are stopped or killed before they get that far.
+                    if n % 3 == 2 {
+                        make_durable(&fixture.files, &fixture.file, &entry).unwrap();
+                        granted = entry.counter;
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn a_first_write_that_tore_is_begun_anew() {
         let fixture = Fixture::new();
@@ -515,7 +607,8 @@ mod tests {
         let mut entry = fixture.mint().unwrap();
         entry.counter = u64::MAX - 2;
         entry.sequence += 1;
-        write(&fixture.file, &entry, 0, &fixture.files.main()).unwrap();
+        let at = place(0, entry.sequence);
+        fixture.file.write_all_at(&encode(&entry), at).unwrap();
         assert!(matches!(fixture.mint(), Err(Fault::Exhausted { .. })));
     }
 }
