@@ -80,8 +80,11 @@ impl Target for Redis {
     fn faults(&self) -> Vec<Fault> {
         let mut faults: Vec<_> = self.wires.faults(RECOVERY).into();
         for fault in &mut faults {
-            if fault.name == "reset" {
-                *fault = fault.keeps_order().weight(3);
+            match fault.name {
+                "reset" => *fault = fault.keeps_order().weight(3),
+                // Who is back in ten seconds keeps its place.
+                "refuse" => *fault = fault.keeps_order_until(Duration::from_secs(5)).weight(3),
+                _ => {}
             }
         }
         faults.extend([

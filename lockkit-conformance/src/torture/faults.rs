@@ -31,8 +31,8 @@ pub struct Fault {
     pub bare: Option<Duration>,
     /// Tokens may go back (**F ✘**), until the end of the epoch.
     pub tokens: bool,
-    /// Waiters may lose their places.
-    pub order: bool,
+    /// Waiters may lose their places if it lasts for so long.
+    pub order: Duration,
     /// How long after it has healed nobody can expect to be granted anything.
     pub recovery: Duration,
 }
@@ -71,7 +71,7 @@ impl Fault {
             overlap: None,
             bare: None,
             tokens: false,
-            order: true,
+            order: Duration::ZERO,
             recovery: Duration::from_secs(2),
         }
     }
@@ -128,8 +128,14 @@ impl Fault {
 
     /// Waiters keep their places.
     #[must_use]
-    pub const fn keeps_order(mut self) -> Self {
-        self.order = false;
+    pub const fn keeps_order(self) -> Self {
+        self.keeps_order_until(Duration::MAX)
+    }
+
+    /// Waiters keep their places if it lasts for less than this.
+    #[must_use]
+    pub const fn keeps_order_until(mut self, length: Duration) -> Self {
+        self.order = length;
         self
     }
 

@@ -87,6 +87,8 @@ const IDLE: Duration = Duration::from_secs(3);
 const QUEUED: Duration = Duration::from_millis(200);
 /// Two returns of acquisitions that are further apart are in the order of the grants.
 const APART: Duration = Duration::from_millis(100);
+/// How long a waiter may take to be back in line after its way has healed. What is free meanwhile goes to others.
+const BACK: Duration = Duration::from_secs(1);
 /// An operator's revocation: the holder is told with its next renewal.
 const REVOKED: Told = Told::AtRenewal(Duration::from_secs(2));
 /// Of one epoch.
@@ -602,10 +604,10 @@ impl Court<'_> {
             .any(|record| record.handoffs.is_some_and(|n| n > 0));
         let default = self.records.iter().any(|record| record.handoffs.is_none());
         let mixed = handing_on || (default && self.records.iter().any(|record| record.handoffs.is_some()));
-        let disordered = story
-            .struck
-            .iter()
-            .any(|struck| struck.fault.is_some_and(|fault| fault.order));
+        let disordered = story.struck.iter().any(|struck| {
+            let lasted = Duration::from_nanos(struck.to.saturating_sub(struck.from));
+            struck.fault.is_some_and(|fault| fault.order <= lasted)
+        });
         if !story.bounds.fifo || mixed || disordered || !story.breaks.is_empty() {
             return;
         }
@@ -626,7 +628,10 @@ impl Court<'_> {
             let until = first.answered().saturating_sub(nanos(APART + story.stood_still));
             let passed = self.records.get(from(queued)..from(until)).unwrap_or_default();
             let overtaker = passed.iter().find(|next| {
-                next.acquisition.asked > queued && conflict(first, next) && self.waits_alone(next)
+                next.acquisition.asked > queued
+                    && conflict(first, next)
+                    && !self.somebody_is_away(next.answered())
+                    && self.waits_alone(next)
             });
             if let Some(overtaker) = overtaker {
                 let detail = format!("{} was granted before {}", describe(overtaker), describe(first));
@@ -634,6 +639,13 @@ impl Court<'_> {
                 return;
             }
         }
+    }
+
+    /// Whether somebody who waits may have been off the line then, and have been passed over without losing its place.
+    fn somebody_is_away(&self, at: Nanos) -> bool {
+        let back = nanos(BACK + self.story.stood_still);
+        let mut struck = self.story.struck.iter();
+        struck.any(|struck| (struck.from..=struck.to.saturating_add(back)).contains(&at))
     }
 
     /// When it surely stood in the queue.

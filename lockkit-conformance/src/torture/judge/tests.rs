@@ -347,8 +347,16 @@ fn who_overtakes_is_found() {
     let mut excused = story(records(1.0));
     excused.struck = vec![struck(Fault::new("cut"), 1.2, 1.3)];
     assert_eq!(found(&excused), []);
-    excused.struck = vec![struck(Fault::new("reset").keeps_order(), 1.2, 1.3)];
+    let reset = Fault::new("reset").keeps_order();
+    excused.struck = vec![struck(reset, 0.8, 0.9)];
     assert_eq!(found(&excused), [Law::Order]);
+    excused.struck = vec![struck(reset, 1.2, 1.3)];
+    assert_eq!(found(&excused), [], "it was passed over while it was away");
+    let short = |until| reset.keeps_order_until(Duration::from_millis(until));
+    excused.struck = vec![struck(short(110), 0.8, 0.9)];
+    assert_eq!(found(&excused), [Law::Order]);
+    excused.struck = vec![struck(short(90), 0.8, 0.9)];
+    assert_eq!(found(&excused), [], "it lasted for too long");
     let mut still = story(records(1.0));
     still.stood_still = Duration::from_millis(200);
     assert_eq!(found(&still), [Law::Order], "it was in the queue all the same");
