@@ -286,10 +286,12 @@ impl Seat {
 
     async fn close(&self, stage: &Stage, client: &LockClient) {
         self.gone.store(true, Ordering::SeqCst);
+        // Whoever asks from now on asks the next client, if there is one.
+        let at = now();
         let what = format!("closing client {} within {CLOSING:?}", self.plan.id);
         // What it answers is judged by what is left.
         let _ = stage.bounded(CLOSING + SLACK, &what, client.close(CLOSING)).await;
-        let (client, at) = (self.plan.id, now());
+        let client = self.plan.id;
         stage.note(Note::Gone { client, at });
     }
 
