@@ -1,6 +1,6 @@
 //! What is to happen in one epoch: a value, its text, and how it follows from a seed.
 
-use std::{fmt, num::NonZeroU32, str::FromStr};
+use std::{fmt, num::NonZeroU32, str::FromStr, time::Duration};
 
 use fastrand::Rng;
 use lockkit_core::{Capabilities, spi::Mode};
@@ -212,16 +212,15 @@ impl Schedule {
                 0 => Some(Fate::Close),
                 1 if shape.runtimes => Some(Fate::Runtime),
                 2 => Some(Fate::Anew),
-                // After a change that lasts, new connections may lead elsewhere than those that there are. What a
-                // client has not done yet can be cut short too.
-                3..8 if matches!(plot, Plot::Lasting | Plot::Train) => Some(Fate::Anew),
                 _ => None,
             };
+            let fate = fate.map(|fate| (rng.u64(span / 10..span), fate));
+            let anew = plot.anew(rng, shape, &schedule, id);
             schedule.clients.push(ClientPlan {
                 id,
                 // There is somebody in each.
                 process: if id < processes { id } else { rng.u32(0..processes) },
-                fate: fate.map(|fate| (rng.u64(span / 10..span), fate)),
+                fate: anew.map(|at| (at, Fate::Anew)).or(fate),
             });
         }
         let mut kinds = vec![plot.mood(rng)];
@@ -233,7 +232,8 @@ impl Schedule {
         }
         let mut locks = 0;
         for kind in kinds {
-            let mood = Mood::new(rng, shape, &mut schedule, kind, locks);
+            let mut mood = Mood::new(rng, shape, &mut schedule, kind, locks);
+            mood.lasting = plot == Plot::Lasting;
             // Whoever takes several takes the next ones too.
             locks += mood.locks + 2;
             for (client, steps) in mood.tasks(rng, &schedule) {
@@ -285,7 +285,7 @@ impl Plot {
             plots.extend([Self::Scattered, Self::Doom]);
         }
         if !shape.faults.is_empty() {
-            plots.extend([Self::Scattered, Self::Train, Self::Pile]);
+            plots.extend([Self::Scattered, Self::Train, Self::Train, Self::Pile]);
         }
         if shape.faults.iter().any(|fault| fault.lasting) {
             plots.extend([Self::Lasting, Self::Lasting]);
@@ -324,6 +324,38 @@ impl Plot {
             Self::Calm => choice(rng, &[Kind::Idle, Kind::Queue]),
             Self::Lasting | Self::Pile => Kind::Idle,
             Self::Doom => Kind::Readers,
+        }
+    }
+
+    /// When a client connects anew, if that is telling.
+    fn anew(self, rng: &mut Rng, shape: &Shape, schedule: &Schedule, client: u32) -> Option<Millis> {
+        if rng.bool() {
+            return None;
+        }
+        let strikes = &schedule.strikes;
+        match self {
+            // What it has not done yet when its way breaks can be cut short.
+            Self::Train => {
+                let befalls = |strike: &&Strike| {
+                    let fault = shape.faults.iter().find(|fault| fault.name == strike.fault);
+                    let places = fault
+                        .filter(|fault| fault.way)
+                        .map_or(1, |fault| fault.places.max(1));
+                    strike.at >= 800 && strike.place % places == client % places
+                };
+                let at: Vec<_> = strikes.iter().filter(befalls).map(|strike| strike.at).collect();
+                (!at.is_empty()).then(|| choice(rng, &at) - rng.u64(260..450))
+            }
+            // Its connections may lead elsewhere than those that there are.
+            Self::Lasting => {
+                let lasting = |strike: &&Strike| {
+                    let mut faults = shape.faults.iter();
+                    faults.any(|fault| fault.lasting && fault.name == strike.fault)
+                };
+                let at = strikes.iter().find(lasting)?.at;
+                Some(at + rng.u64(schedule.span / 20..schedule.span / 2))
+            }
+            _ => None,
         }
     }
 
@@ -372,8 +404,9 @@ impl Plot {
             }
             Self::Train => {
                 // Where order is kept, it can be seen whether it is.
-                let orderly = kinds_of(&|fault| !fault.order);
-                let kinds = if orderly.is_empty() || rng.bool() {
+                let most = 300;
+                let orderly = kinds_of(&|fault| fault.order > Duration::from_millis(most));
+                let kinds = if orderly.is_empty() || rng.u8(0..4) == 0 {
                     kinds
                 } else {
                     orderly
@@ -382,7 +415,7 @@ impl Plot {
                 // The first of them finds clients that have not done much yet.
                 let mut at = rng.u64(250..800);
                 while at < span && strikes.len() < 12 {
-                    let lasts = log_uniform(rng, 20, 300);
+                    let lasts = log_uniform(rng, 20, most);
                     strikes.push(strike(rng, at, kind, lasts));
                     at += lasts + rng.u64(200..1_200);
                 }
@@ -499,6 +532,8 @@ struct Mood {
     revokes: bool,
     /// A guard that is forgotten keeps the name until the end.
     forgets: bool,
+    /// Something changes for good, and who held before may be there for long after it.
+    lasting: bool,
     span: Millis,
 }
 
@@ -568,6 +603,7 @@ impl Mood {
             all: kind == Kind::Mixed && rng.u8(0..3) == 0,
             revokes: kind == Kind::Mixed && shape.capabilities.revoke && rng.u8(0..6) == 0,
             forgets: kind == Kind::Mixed && rng.u8(0..4) == 0,
+            lasting: false,
             span: schedule.span,
         }
         .with_readers(shape)
@@ -761,6 +797,13 @@ impl Mood {
         let (short, long) = (self.ttls[0], self.ttls[1]);
         let mut steps = Vec::new();
         let mut at = rng.u64(0..500);
+        if self.lasting && rng.bool() {
+            let hold = rng.u64(self.span / 2..self.span);
+            let mut step = self.step(rng, at, Ask::Wait, hold);
+            step.ttl = long;
+            steps.push(step);
+            at += hold;
+        }
         while at < self.span {
             let (ask, ttl, hold) = match rng.u8(0..10) {
                 0..4 => (Ask::CancelPolls(rng.u32(1..5)), short, 0),
