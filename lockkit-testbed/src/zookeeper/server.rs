@@ -1,5 +1,5 @@
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs,
     io::{self, Write as _},
     net::SocketAddr,
@@ -206,6 +206,27 @@ impl ZkServer {
     /// If the server cannot be reached or does not answer.
     pub fn end_session(&self, id: i64) -> io::Result<bool> {
         wire::end_session(self.addr(), id)
+    }
+
+    /// The paths of all nodes that it shows, but for those that every server has.
+    ///
+    /// # Errors
+    /// If the server cannot be reached, does not answer, or does not let everybody look.
+    pub fn nodes(&self) -> io::Result<Vec<String>> {
+        wire::nodes(self.addr())
+    }
+
+    /// The ids of all sessions that there are; of an ensemble the leader knows them.
+    ///
+    /// # Errors
+    /// As [`word`](Self::word).
+    pub fn sessions(&self) -> io::Result<Vec<i64>> {
+        let dump = self.word("dump")?;
+        // Each once by when it expires, and once more if it has nodes.
+        let ids = dump.lines().filter_map(|line| line.trim().strip_prefix("0x"));
+        let ids = ids.filter_map(|id| u64::from_str_radix(id.trim_end_matches(':'), 16).ok());
+        let ids: BTreeSet<_> = ids.map(u64::cast_signed).collect();
+        Ok(ids.into_iter().collect())
     }
 
     /// Gives it another line of configuration, which counts from its next start on and overrides an earlier one.

@@ -8,6 +8,8 @@ use std::{
 
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 const CLOSE_SESSION: i32 = -11;
+const GET_CHILDREN: i32 = 8;
+const NO_NODE: i32 = -101;
 
 /// The answer to a four-letter word, if it comes within `limit`.
 pub(super) fn word(addr: SocketAddr, word: &str, limit: Duration) -> io::Result<String> {
@@ -29,8 +31,55 @@ pub(super) fn end_session(addr: SocketAddr, id: i64) -> io::Result<bool> {
     Ok(found)
 }
 
-fn close_session(addr: SocketAddr, id: i64) -> io::Result<bool> {
+/// The paths of all nodes, but the root and the server's own.
+pub(super) fn nodes(addr: SocketAddr) -> io::Result<Vec<String>> {
     let mut stream = connect(addr)?;
+    stream.write_all(&packet(&hello(0))?)?;
+    receive(&mut stream)?;
+    let mut nodes = Vec::new();
+    let mut directories = vec![String::new()];
+    while let Some(directory) = directories.pop() {
+        let path = if directory.is_empty() { "/" } else { &directory };
+        let mut request = [1, GET_CHILDREN].map(i32::to_be_bytes).concat();
+        request.extend(packet(path.as_bytes())?);
+        request.push(0); // without a watch
+        stream.write_all(&packet(&request)?)?;
+        let answer = receive(&mut stream)?;
+        for child in children(&answer).ok_or_else(|| io::Error::other(format!("an answer {answer:?}")))? {
+            let path = format!("{directory}/{child}");
+            if path != "/zookeeper" {
+                directories.push(path.clone());
+                nodes.push(path);
+            }
+        }
+    }
+    stream.write_all(&packet(&close())?)?;
+    // Its answer, and the end of the connection.
+    while receive(&mut stream).is_ok() {}
+    nodes.sort();
+    Ok(nodes)
+}
+
+/// The names in an answer; none if the node has gone.
+fn children(answer: &[u8]) -> Option<Vec<String>> {
+    let number = |at: usize| Some(i32::from_be_bytes(*answer.get(at..)?.first_chunk()?));
+    // The number of the request and that of the transaction come first.
+    match number(12)? {
+        0 => {}
+        NO_NODE => return Some(Vec::new()),
+        _ => return None,
+    }
+    let mut at = 20;
+    (0..number(16)?)
+        .map(|_| {
+            let from = at + 4;
+            at = from + usize::try_from(number(at)?).ok()?;
+            Some(String::from_utf8_lossy(answer.get(from..at)?).into_owned())
+        })
+        .collect()
+}
+
+fn hello(id: i64) -> Vec<u8> {
     let mut hello = Vec::new();
     hello.extend(0_i32.to_be_bytes()); // protocol version
     hello.extend(0_i64.to_be_bytes()); // last transaction seen
@@ -39,10 +88,17 @@ fn close_session(addr: SocketAddr, id: i64) -> io::Result<bool> {
     hello.extend(16_i32.to_be_bytes());
     hello.extend(password(id));
     hello.push(0); // not for reading alone
-    let mut close = Vec::new();
-    close.extend(1_i32.to_be_bytes()); // number of the request
-    close.extend(CLOSE_SESSION.to_be_bytes());
-    stream.write_all(&[packet(&hello)?, packet(&close)?].concat())?;
+    hello
+}
+
+fn close() -> Vec<u8> {
+    // After the number of the request.
+    [1, CLOSE_SESSION].map(i32::to_be_bytes).concat()
+}
+
+fn close_session(addr: SocketAddr, id: i64) -> io::Result<bool> {
+    let mut stream = connect(addr)?;
+    stream.write_all(&[packet(&hello(id))?, packet(&close())?].concat())?;
     let joined = match receive(&mut stream) {
         Ok(answer) => answer
             .get(8..16)
