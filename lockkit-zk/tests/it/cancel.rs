@@ -8,7 +8,7 @@ use tokio::time::timeout;
 use zookeeper_client::Client;
 
 use crate::server::{
-    self, config, connect, contend, dir, lock, no_zookeeper, raw, rounds, shared, soon, through, unique,
+    self, config, connect, contend, dir, lock, no_zookeeper, raw, rounds, shared, soon, unique,
 };
 
 /// Polls `work` at most `polls` times, then drops it. `None` if it was not done by then.
@@ -117,7 +117,10 @@ async fn dropped_when_replies_are_lost_a_thousand_times() {
     let proxy = Proxy::start(server.addr()).unwrap();
     let mut lasting = config(server.addr());
     lasting.session_timeout = Duration::from_secs(30);
-    let (client, other) = (through(&proxy).await, server::client(lasting).await.unwrap());
+    let (client, other) = (
+        connect(proxy.addr()).await,
+        server::client(lasting).await.unwrap(),
+    );
     let ours = lock(&client, &name);
     // The directory stays, so that the server's work is one request.
     let held = lock(&other, &name).acquire().await.unwrap();

@@ -9,7 +9,7 @@ use zookeeper_client::Client;
 
 use crate::server::{
     children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon, takes_its_turn,
-    through, unique, waiter,
+    unique, waiter,
 };
 
 /// More than make a crowd.
@@ -189,7 +189,7 @@ async fn releases_are_told_as_they_turn_out() {
         return;
     }
     let proxy = Proxy::start(shared().addr()).unwrap();
-    let client = through(&proxy).await;
+    let client = connect(proxy.addr()).await;
     let mut foreign = Foreign::new(shared(), "outcomes").await;
     let quick = AcquireOptions::new()
         .op_timeout(Duration::from_millis(200))

@@ -6,9 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockkit_conformance::machine::Stopwatch;
 use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard, LossReason, Result};
 use lockkit_testbed::{
-    Proxy, eventually,
+    eventually,
     zookeeper::{self, ZkServer},
 };
 use lockkit_zk::{ZkBackend, ZkConfig};
@@ -20,6 +21,13 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// That of the other tests: long enough not to lapse by itself on a machine that stands still now and then.
 const LASTING: Duration = Duration::from_secs(10);
+
+/// The tick that goes with it, ten times that of the servers. A server that is silent may have granted five ticks, and a
+/// server that is just coming up on a busy machine is silent for half a second.
+pub(crate) const LEISURE: Duration = Duration::from_secs(1);
+
+/// For so long a machine has to stand still to be the reason why there was nothing to see.
+const STILL: Duration = Duration::from_millis(300);
 
 static SERVER: LazyLock<ZkServer> = LazyLock::new(|| ZkServer::plain().expect("a ZooKeeper server"));
 
@@ -33,19 +41,39 @@ pub(crate) fn no_zookeeper() -> bool {
     lockkit_testbed::skipped("zk", zookeeper::missing())
 }
 
-/// A client's configuration for the servers at `addrs`, which tick as those of the test bed do.
+/// A client's configuration for the servers at `addrs`, with sessions that last on a machine that stands still now and
+/// then.
 pub(crate) fn config(addrs: impl Display) -> ZkConfig {
     let mut config = ZkConfig::new(format!("{addrs}"));
-    config.session_timeout = LASTING;
-    config.tick_time = ZkServer::TICK;
+    (config.session_timeout, config.tick_time) = (LASTING, LEISURE);
     config
 }
 
-/// The same, with sessions that lapse after [`TIMEOUT`].
+/// The same, with sessions that lapse after [`TIMEOUT`], and the servers' own tick.
 pub(crate) fn brief(addrs: impl Display) -> ZkConfig {
     let mut config = config(addrs);
-    config.session_timeout = TIMEOUT;
+    (config.session_timeout, config.tick_time) = (TIMEOUT, ZkServer::TICK);
     config
+}
+
+/// What an attempt to see something comes to. If it says why there was nothing to see, it is made again, a few times, as
+/// long as the machine stood still meanwhile.
+pub(crate) async fn unless_still<T>(mut attempt: impl AsyncFnMut() -> std::result::Result<T, String>) -> T {
+    let mut left = 5;
+    loop {
+        let watch = Stopwatch::start();
+        let why = match attempt().await {
+            Ok(seen) => return seen,
+            Err(why) => why,
+        };
+        let still = watch.stood_still();
+        left -= 1;
+        assert!(
+            still >= STILL && left > 0,
+            "{why}; the machine stood still for {still:?}"
+        );
+        eprintln!("once more, since the machine stood still for {still:?}: {why}");
+    }
 }
 
 pub(crate) async fn client(config: ZkConfig) -> Result<LockClient> {
@@ -72,11 +100,6 @@ pub(crate) async fn patiently(config: ZkConfig) -> LockClient {
 /// A client whose session lapses after [`TIMEOUT`] when it is cut off.
 pub(crate) async fn brief_client(addrs: impl Display) -> LockClient {
     patiently(brief(addrs)).await
-}
-
-/// Such a client of the server behind `proxy`.
-pub(crate) async fn through(proxy: &Proxy) -> LockClient {
-    brief_client(proxy.addr()).await
 }
 
 /// The lock `name`, with a ttl that is longer than any session.
