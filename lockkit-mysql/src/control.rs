@@ -112,6 +112,31 @@ impl Control {
         }
     }
 
+    /// Those of these sessions that the server still has: none if this connection has ended, without which their ids mean
+    /// nothing. `None` if it is in use.
+    pub(crate) async fn living(&self, ids: &[u64]) -> Option<Vec<u64>> {
+        let mut link = self.link.try_lock().ok()?;
+        if link.is_hung() {
+            link.wire = None;
+        }
+        if link.wire.is_none() {
+            return Some(Vec::new());
+        }
+        let look = if ids.is_empty() {
+            "DO 0".to_owned()
+        } else {
+            let ids: Vec<_> = ids.iter().map(u64::to_string).collect();
+            format!(
+                "SELECT ID FROM information_schema.PROCESSLIST WHERE ID IN ({})",
+                ids.join(", ")
+            )
+        };
+        let Ok(reply) = link.ask(look).await else {
+            return link.wire.is_none().then(Vec::new);
+        };
+        reply.last().iter().map(|row| column(row, 0).ok()).collect()
+    }
+
     /// Ends the session of this id that was begun in `term`, if that can be said without fear of hitting another.
     pub(crate) async fn kill(&self, operation: &'static str, id: u64, term: &Term) -> Result<Killed> {
         self.end(operation, format!("KILL {id}"), term).await

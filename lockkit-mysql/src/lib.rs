@@ -44,6 +44,8 @@ use lockkit_core::{
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode as Hold},
 };
 
+use tokio::task::JoinSet;
+
 pub use config::{Mode, MySqlConfig, Schema, Tls};
 pub use fenced::{FencedError, FencedTable};
 pub use schema::ddl;
@@ -73,6 +75,8 @@ pub struct MySqlBackend {
     shared: Arc<Shared>,
     mode: Mode,
     url: Arc<str>,
+    /// Looks after the sessions for as long as there is a backend.
+    _tending: JoinSet<()>,
 }
 
 /// What a backend and its claims share.
@@ -118,17 +122,25 @@ impl MySqlBackend {
         // Whether a session keeps its promises shows when there is one.
         let first = sessions.get("connect", lease::SECONDS).await?;
         sessions.keep(first).await;
+        let url = config.server(&target).into();
+        let shared = Arc::new(Shared {
+            sessions,
+            fence: Fence::default(),
+            server,
+            namespace: config.namespace.as_str().into(),
+            database: target.database.into(),
+            token_block: config.token_block,
+        });
+        let mut tending = JoinSet::new();
+        tending.spawn({
+            let shared = shared.clone();
+            async move { shared.sessions.tend().await }
+        });
         Ok(Self {
             mode: config.mode,
-            url: config.server(&target).into(),
-            shared: Arc::new(Shared {
-                sessions,
-                fence: Fence::default(),
-                server,
-                namespace: config.namespace.as_str().into(),
-                database: target.database.into(),
-                token_block: config.token_block,
-            }),
+            url,
+            shared,
+            _tending: tending,
         })
     }
 }

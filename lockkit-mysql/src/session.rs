@@ -12,7 +12,7 @@ use lockkit_core::{Error, Result};
 use sqlx::mysql::MySqlConnectOptions;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
-    time::{Instant, timeout_at},
+    time::{Instant, sleep, timeout, timeout_at},
 };
 
 use crate::{
@@ -27,6 +27,12 @@ use crate::{
 /// How many sessions are kept for the next acquisition: what a burst of tasks has needed the next one needs, too, and to
 /// begin one takes longer than to lock. The server ends those that nobody uses for a ttl, or for a minute if they serve leases.
 const MOST_IDLE: usize = 64;
+
+/// How often sessions that nobody uses are looked after.
+const TENDED_EVERY: Duration = Duration::from_secs(5);
+
+/// What the server would end within this is not used.
+const ENDS_SOON: Duration = Duration::from_millis(200);
 
 /// How long a reply may take before its connection is taken for dead, and is left for another.
 pub(crate) const REPLY_TAKES: Duration = Duration::from_secs(1);
@@ -162,6 +168,37 @@ impl Sessions {
         drop(stale);
     }
 
+    /// Looks after what nobody uses. A connection that the server has ended would keep its socket until somebody wants to
+    /// use it, which may be never.
+    pub(crate) async fn tend(&self) {
+        loop {
+            sleep(TENDED_EVERY).await;
+            // What is not answered meanwhile has not ended.
+            let _ = timeout(TENDED_EVERY, self.tend_once()).await;
+        }
+    }
+
+    async fn tend_once(&self) {
+        let unused = self.unused();
+        let kept: Vec<_> = self.idle().iter().map(|session| session.id).collect();
+        if let Some(living) = self.control.living(&kept).await {
+            let has_ended = |id| kept.contains(&id) && !living.contains(&id);
+            self.idle().retain(|session| !has_ended(session.id));
+        }
+        self.looks.living(&[]).await;
+        for session in unused {
+            session.quit().await;
+        }
+    }
+
+    /// Takes those that have not been used since the last round, and that the server would end before the next.
+    fn unused(&self) -> Vec<Session> {
+        let is_unused = |session: &mut Session| {
+            session.used.elapsed() >= TENDED_EVERY && session.ends_within(TENDED_EVERY)
+        };
+        self.idle().extract_if(.., is_unused).collect()
+    }
+
     /// Something is held by a session of this term, whose connection may break.
     pub(crate) fn watch(&self, term: &Term) {
         self.alarm.watch(&self.options.0, term);
@@ -184,11 +221,7 @@ impl Sessions {
         let mut idle = self.idle();
         // Those that the server is about to end, or has ended, are not worth a try; those of an earlier term could
         // not be ended by their id.
-        idle.retain(|session| {
-            let bears = Duration::from_secs(session.seconds.unwrap_or(0).into());
-            session.used.elapsed() + Duration::from_millis(200) < bears
-                && self.control.is_latest(&session.term)
-        });
+        idle.retain(|session| !session.ends_within(ENDS_SOON) && self.control.is_latest(&session.term));
         let fits = idle.iter().rposition(|session| session.bears(seconds));
         let last = idle.len().checked_sub(1)?;
         Some(idle.swap_remove(fits.unwrap_or(last)))
@@ -276,6 +309,12 @@ impl Session {
     /// True if the server is known to bear its silence for `seconds`.
     pub(crate) fn bears(&self, seconds: u32) -> bool {
         self.seconds == Some(seconds)
+    }
+
+    /// True if the server ends it within `time` unless it is used.
+    fn ends_within(&self, time: Duration) -> bool {
+        let bears = Duration::from_secs(self.seconds.unwrap_or(0).into());
+        self.used.elapsed() + time >= bears
     }
 
     /// Sends `request`, one or more statements, as soon as it is waited for. From its beginning on the server bears the

@@ -58,6 +58,8 @@ for_each_flavour! {
     a_look_at_a_free_lock_delays_nobody
     readers_need_one_durable_write_each
     a_waiter_for_a_permit_makes_one_request_per_look
+    what_the_server_has_ended_keeps_no_socket
+    what_nobody_uses_is_closed_before_the_server_does
 }
 
 async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
@@ -294,7 +296,8 @@ async fn leases_share_what_connections_there_are(flavour: Flavour) {
     let client = connect(config).await.unwrap();
     let waiter = Waiter::of(client.lock(&taken).unwrap());
     waits(&other, &taken).await;
-    let ttl = Duration::from_secs(2);
+    // Longer than it takes to acquire them, one after the other, on a busy machine.
+    let ttl = Duration::from_secs(5);
     let options = AcquireOptions::new().ttl(ttl);
     let acquired = join_all((0..50).map(|index| {
         let lock = client.lock(format!("{own}/{index}")).unwrap();
@@ -1128,4 +1131,88 @@ async fn readers_that_come_at_once_do_not_wait_for_each_other(flavour: Flavour) 
         }
     }
     assert!(asked <= READERS * 6, "{asked} requests of {READERS} readers");
+}
+
+/// How many sockets of this process are left that this server has closed.
+fn half_closed(server: &MySql) -> usize {
+    const CLOSE_WAIT: &str = "08";
+    let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let port = format!(":{:04X}", server.addr().port());
+    let fields = table
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>());
+    fields
+        .filter(|fields| fields[2].ends_with(&port) && fields[3] == CLOSE_WAIT)
+        .count()
+}
+
+/// A client that has nothing to do learns nothing by using its connections.
+async fn what_the_server_has_ended_keeps_no_socket(flavour: Flavour) {
+    for mode in MODES {
+        let server = private(flavour, &[]);
+        let mut admin = Admin::of(&server).await;
+        let client = client(server.addr(), mode).await;
+        let guards = join_all((0..5).map(|index| {
+            let lock = client.lock(index.to_string()).unwrap();
+            async move { lock.acquire().await.unwrap() }
+        }));
+        for guard in guards.await {
+            guard.release().await.unwrap();
+        }
+        client.inspect("0").await.unwrap();
+        let before = admin.sessions().await;
+        for id in &before {
+            admin.run(&format!("KILL {id}")).await;
+        }
+        eventually("they have ended", async || {
+            half_closed(&server) > before.len() / 2
+        })
+        .await;
+        let ended = Stopwatch::start();
+        let mut left = 0;
+        while ended.elapsed() < Duration::from_secs(11) {
+            left = half_closed(&server);
+            if left == 0 {
+                break;
+            }
+            sleep(Duration::from_millis(50)).await;
+        }
+        assert_eq!(
+            left,
+            0,
+            "{mode:?}: of {} after {:?}",
+            before.len(),
+            ended.elapsed()
+        );
+        cycle(&client, "0").await;
+    }
+}
+
+/// Which would count, and log, an aborted connection.
+async fn what_nobody_uses_is_closed_before_the_server_does(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let options = AcquireOptions::new().ttl(Duration::from_secs(12));
+    let guards = join_all((0..5).map(|index| {
+        let lock = client
+            .lock(index.to_string())
+            .unwrap()
+            .with_options(options.clone());
+        async move { lock.acquire().await.unwrap() }
+    }));
+    for guard in guards.await {
+        guard.release().await.unwrap();
+    }
+    let before = admin.sessions().await.len();
+    let aborted = "SHOW GLOBAL STATUS LIKE 'Aborted_clients'";
+    let aborted_before = admin.run(aborted).await;
+    let waited = timeout(Duration::from_secs(20), async {
+        while admin.sessions().await.len() > before - 4 {
+            sleep(Duration::from_millis(100)).await;
+        }
+    });
+    waited.await.unwrap();
+    assert_eq!(admin.run(aborted).await, aborted_before);
+    cycle(&client, "0").await;
 }
