@@ -481,6 +481,7 @@ impl RowClaim {
         self.stage = Stage::Holding { first, last };
         self.is_outdated = false;
         if let Some(session) = &self.session {
+            tracing::trace!(lock = %self.request.name, session = session.id, first, last, "granted in a session");
             self.shared.sessions.watch(&session.term);
         }
         Ok(Step::Granted)
