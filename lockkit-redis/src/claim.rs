@@ -170,6 +170,8 @@ impl RedisClaim {
     }
 
     async fn ask(&mut self, waits: bool) -> Result<Answer> {
+        // What is not sent leaves nothing.
+        let live = self.shared.link.live("acquire")?;
         self.asked |= waits;
         if self.request.tokens < self.most_tokens {
             self.request.tokens = self.most_tokens;
@@ -184,7 +186,7 @@ impl RedisClaim {
         if !waits {
             call.arg("try");
         }
-        let reply = self.shared.link.run("acquire", call).await?;
+        let reply = self.shared.link.run_on(&live, "acquire", call).await?;
         match &reply {
             Value::Int(token) if *token > 0 => Ok(Answer::Granted(token.unsigned_abs())),
             Value::Array(parts) => match &**parts {
@@ -411,8 +413,12 @@ impl Claim for RedisClaim {
 impl Drop for RedisClaim {
     fn drop(&mut self) {
         self.set_queued(false);
+        let (places, owner) = (&self.shared.inbox.places, self.request.owner);
+        if self.asked {
+            places.leave_behind(owner, std::mem::take(&mut self.key));
+        }
         if self.place.is_some() {
-            self.shared.inbox.places.remove(self.request.owner);
+            places.remove(owner);
         }
     }
 }

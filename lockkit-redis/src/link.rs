@@ -439,7 +439,7 @@ impl Drop for HeldUp<'_> {
     }
 }
 
-/// What a claim that is gone was passed, and has to be given back: owner and lock.
+/// What a claim that is gone was passed, or its place in the queue, that has to be given back: owner and lock.
 type Stray = (OwnerId, Vec<u8>);
 
 /// Makes the connections of a link, and watches over them.
@@ -532,7 +532,7 @@ impl Keeper {
                 () = signals.changed.notified() => {}
                 _ = tick.tick() => {}
                 Some((owner, lock)) = self.strays.recv() => {
-                    giving_back.push(give_back(link.clone(), owner, lock));
+                    giving_back.push(give_back(link.clone(), self.inbox.clone(), owner, lock));
                     continue;
                 }
                 Some(()) = giving_back.next(), if !giving_back.is_empty() => continue,
@@ -604,6 +604,9 @@ impl Keeper {
                     }
                     if let Some(inbox) = &self.inbox {
                         inbox.places.wake_all();
+                        for left_behind in inbox.places.left_behind() {
+                            let _ = self.give_back.send(left_behind);
+                        }
                     }
                     tracing::info!(backend = NAME, server = %self.dialler.server(), "connected again");
                     return;
@@ -656,12 +659,15 @@ async fn end_predecessor(live: &Live, broken: &Live) {
     let _ = tokio::time::timeout(PATIENCE, live.send(&kill)).await;
 }
 
-async fn give_back(link: Weak<Link>, owner: OwnerId, lock: Vec<u8>) {
+async fn give_back(link: Weak<Link>, inbox: Option<Inbox>, owner: OwnerId, lock: Vec<u8>) {
     let Some(link) = link.upgrade() else { return };
     let mut release = script::RELEASE.call(&lock);
     release.arg(Record::of(owner));
-    // If this fails, what was passed lapses with its short lease.
-    let _ = tokio::time::timeout(PATIENCE, link.run("release", release)).await;
+    // If this fails, what was passed lapses with its short lease, and a place is given back over the next connection.
+    let given_back = tokio::time::timeout(PATIENCE, link.run("release", release)).await;
+    if let (Ok(Ok(_)), Some(inbox)) = (given_back, inbox) {
+        inbox.places.taken_out(owner);
+    }
 }
 
 /// What caused an error.

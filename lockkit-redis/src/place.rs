@@ -17,6 +17,8 @@ use tokio::{sync::Notify, time::Instant};
 pub(crate) struct Places {
     by_owner: Mutex<HashMap<u128, Arc<Place>>>,
     queued: AtomicUsize,
+    /// Those that are gone and may be in a queue at the server all the same, since it could not be told: in which.
+    left_behind: Mutex<HashMap<u128, Vec<u8>>>,
 }
 
 /// One claim, as far as wake-ups are concerned.
@@ -40,6 +42,28 @@ impl Places {
 
     pub(crate) fn remove(&self, owner: OwnerId) {
         self.map().remove(&owner.get());
+    }
+
+    fn left(&self) -> MutexGuard<'_, HashMap<u128, Vec<u8>>> {
+        self.left_behind.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A claim is gone that may be in this lock's queue, where its client's heartbeat would keep its place.
+    pub(crate) fn leave_behind(&self, owner: OwnerId, lock: Vec<u8>) {
+        self.left().insert(owner.get(), lock);
+    }
+
+    pub(crate) fn left_behind(&self) -> Vec<(OwnerId, Vec<u8>)> {
+        let left = self.left();
+        let pairs = left.iter();
+        pairs
+            .map(|(owner, lock)| (OwnerId::new(*owner), lock.clone()))
+            .collect()
+    }
+
+    /// The server has been told.
+    pub(crate) fn taken_out(&self, owner: OwnerId) {
+        self.left().remove(&owner.get());
     }
 
     /// How many claims stand in a queue at the server.

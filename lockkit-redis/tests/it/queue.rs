@@ -12,8 +12,8 @@ use lockkit_redis::{RedisBackend, RedisConfig};
 use lockkit_testbed::{Clock, Mode, Proxy, eventually, redis::RedisServer};
 
 use crate::common::{
-    AT_ONCE, LONG, MS, Peer, SECOND, client, client_behind_proxy, granted, heartbeats, is_residue, keys,
-    lock, no_server, nothing_is_left, subscribers, until, waiter, waiters, within,
+    AT_ONCE, LONG, MS, Peer, RECOVERED, SECOND, Traces, client, client_behind_proxy, granted, heartbeats,
+    is_residue, keys, lock, no_server, nothing_is_left, subscribers, until, waiter, waiters, within,
 };
 
 #[tokio::test]
@@ -328,6 +328,46 @@ async fn a_waiter_that_is_cancelled_leaves_nothing() {
     other.close(SECOND).await.unwrap();
     holder.close(SECOND).await.unwrap();
     assert_eq!(keys(&server), ["lockkit#fence"]);
+}
+
+/// It could not be told to the server for so long that nobody tries any more. Others of its client wait on, so that the
+/// client is known to be alive, and as a writer among readers its turn does not come.
+#[tokio::test]
+async fn a_waiter_that_is_cancelled_while_its_client_is_cut_off_leaves_nothing() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let (cut_off, proxy) = client_behind_proxy(&server).await;
+    let traces = Traces::default();
+    let _recording = tracing::subscriber::set_default(traces.clone());
+    let held = lock(&holder, "a", LONG).shared().acquire().await.unwrap();
+    let held_on = lock(&holder, "b", LONG).acquire().await.unwrap();
+    let brief = AcquireOptions::new().ttl(200 * MS).op_timeout(200 * MS);
+    let cancelled = waiter(&cut_off.lock("a").unwrap().with_options(brief));
+    let waits_on = waiter(&lock(&cut_off, "b", LONG));
+    waiters(&server, "a", 1).await;
+    waiters(&server, "b", 1).await;
+    proxy.set(Mode::Refuse);
+    proxy.reset();
+    eventually("the server has noticed", async || subscribers(&server) == 2).await;
+    cancelled.abort();
+    eventually("nobody tries any more", async || {
+        traces.text().contains("never confirmed")
+    })
+    .await;
+    waiters(&server, "a", 1).await;
+    proxy.set(Mode::Pass);
+    let reading = waiter(&lock(&other, "a", LONG).shared());
+    let read = granted(RECOVERED, "nobody who waits is before it", reading).await;
+    held.check().unwrap();
+    read.release().await.unwrap();
+    held.release().await.unwrap();
+    held_on.release().await.unwrap();
+    let next = granted(RECOVERED, "its client's other waiter", waits_on).await;
+    next.release().await.unwrap();
+    nothing_is_left(&server, "after a cancelled waiter").await;
 }
 
 /// A heartbeat that nobody repeats goes by itself.
