@@ -177,7 +177,7 @@ impl Link {
     ///
     /// They are not if the counter was at the server's clock a moment ago: a master that was a replica for a time has the
     /// counter of before, on the same connection, and another one has drawn tokens meanwhile. So the clock is looked at
-    /// first, if that is not just done.
+    /// first, if that is not just done, and afterwards again.
     ///
     /// # Cancel safety
     /// They may be sent and take effect all the same.
@@ -198,14 +198,25 @@ impl Link {
         for command in [set, draw, look] {
             commands.add_command(command);
         }
+        if raises {
+            commands.cmd("TIME");
+        }
         let mut connection = live.dialled.connection.clone();
         let replies = pin!(connection.send_packed_commands(&commands, 0, commands.len()));
         let replies = live.reply(replies).await;
         let replies = self.seen(&live, replies);
         let mut replies = replies.map_err(|error| failed(operation, error))?;
         if raises {
-            match replies.drain(..1).next() {
-                Some(Value::Int(_)) => live.note_raised(since),
+            let raised = replies.drain(..1).next();
+            let time = replies.pop();
+            match raised {
+                Some(Value::Int(_)) => {
+                    live.note_raised(since);
+                    // The commands may have been held up between the two.
+                    if !is_at_the_clock(replies.get(1), time) {
+                        return Ok(None);
+                    }
+                }
                 _ => {
                     // The server forgot the script, and is to know it the next time.
                     self.run_on(&live, operation, script::FLOOR.call(b"")).await?;
@@ -305,6 +316,17 @@ impl Drop for Link {
     fn drop(&mut self) {
         self.stop_keeping();
     }
+}
+
+/// Whether this is what the counter of tokens was shortly before it was this time at the server.
+fn is_at_the_clock(counter: Option<&Value>, time: Option<Value>) -> bool {
+    let (Some(Value::Int(counter)), Some(Ok((seconds, micros)))) =
+        (counter, time.map(redis::from_redis_value::<(i64, i64)>))
+    else {
+        return false;
+    };
+    let fresh = i64::try_from(FRESH.as_micros()).unwrap_or(i64::MAX);
+    seconds * 1_000_000 + micros - counter < fresh
 }
 
 pub(crate) fn is_unknown_script(error: &RedisError) -> bool {

@@ -614,3 +614,36 @@ async fn a_lock_that_is_deleted_before_its_tokens_are_drawn_is_granted_in_order(
     first.release().await.unwrap();
     nothing_is_left(&server, "in order").await;
 }
+
+/// The counter was raised before the other server had its time as the master, and is drawn from afterwards.
+#[tokio::test]
+async fn tokens_go_on_when_roles_change_between_the_counter_and_the_draw() {
+    if no_server() {
+        return;
+    }
+    let one = RedisServer::plain().unwrap();
+    let stream = Proxy::start(one.addr()).unwrap();
+    let two = RedisServer::builder().replica_of(stream.addr()).start().unwrap();
+    let nowhere = Port::reserve().unwrap().addr();
+    let (ip, port) = (nowhere.ip().to_string(), nowhere.port().to_string());
+    let (url, stopped, go_on) = stopping_before_the_tokens(&one).await;
+    let mine = client(&url).await;
+    stream.set(Mode::HalfOpen);
+    let waiting = waiter(&lock(&mine, "a", LONG));
+    within(LONG, "it has set the lock", stopped).await.unwrap();
+    let resource = FenceGate::new();
+    two.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    one.cli(&["REPLICAOF", &ip, &port]).unwrap();
+    tokio::time::sleep(50 * MS).await;
+    let other = client(two.url()).await;
+    let held = lock(&other, "a", LONG).acquire().await.unwrap();
+    resource.admit(held.token()).unwrap();
+    held.release().await.unwrap();
+    two.cli(&["REPLICAOF", &ip, &port]).unwrap();
+    one.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    go_on.send(()).unwrap();
+    let held = granted(LONG, "on the connection that stood", waiting).await;
+    let admitted = resource.admit(held.token());
+    admitted.unwrap_or_else(|error| panic!("a rightful holder is refused: {error}"));
+    held.release().await.unwrap();
+}
