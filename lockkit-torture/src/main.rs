@@ -1,22 +1,35 @@
-//! `cargo run -p lockkit-torture -- redis zk --for 15m --seed 4711 --faults cut,reset`
+//! `cargo run --release -p lockkit-torture -- redis zk --for 15m --seed 4711 --faults cut,reset`
+
+mod fleet;
 
 use std::{error::Error, fs, io, path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::Parser;
+use fleet::Fleet;
 use lockkit_conformance::{
     helper::{self, Launch},
-    torture::{Effort, Failure, Schedule, Torture, Verdict},
+    torture::{Campaign, Effort, Failure, Schedule, Torture, Verdict},
 };
+use lockkit_testbed::skipped;
 
 /// Tortures lockkit's backends on private servers: random schedules, faults, and a judge.
 #[derive(Debug, Parser)]
 struct Arguments {
     /// What to torture [default: everything that there is a server for]
     targets: Vec<String>,
-    /// For how long, each
-    #[arg(long = "for", value_name = "TIME", default_value = "1m", value_parser = humantime::parse_duration)]
-    time: Duration,
-    /// The seed of the first schedule [default: a random one]; those that follow have the seeds after it
+    /// For how long, each [default: 1m, or until there are so many `--grants` and `--least-faults`]
+    #[arg(long = "for", value_name = "TIME", value_parser = humantime::parse_duration)]
+    time: Option<Duration>,
+    /// Until there are so many grants of each target; it fails if there is no time for them
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    grants: usize,
+    /// Until there are so many faults of each target that has any; it fails if there is no time for them
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    least_faults: usize,
+    /// How many deployments there are at one time
+    #[arg(long, value_name = "N", default_value_t = fleet::jobs())]
+    jobs: usize,
+    /// The seed of the first schedule of each target [default: a random one]; those that follow have the seeds after it
     #[arg(long)]
     seed: Option<u64>,
     /// No other faults than these, separated by commas; `none` for none
@@ -31,7 +44,7 @@ struct Arguments {
     /// For how long a schedule that fails is shortened
     #[arg(long, value_name = "TIME", default_value = "2m", value_parser = humantime::parse_duration)]
     shorten: Duration,
-    /// Go on until so many schedules have failed
+    /// Go on until so many schedules of a target have failed
     #[arg(long, value_name = "N", default_value_t = 1)]
     failures: usize,
     /// Also say who did what when in an epoch that failed
@@ -56,50 +69,98 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether nothing was found.
+/// Whether nothing was found, and as much was done as was asked for.
 fn torture(arguments: &Arguments) -> Fallible<bool> {
-    let mut targets = arguments.targets.clone();
-    if targets.is_empty() {
-        let there = |target: &&str| lockkit_torture::missing(target).1.is_none();
-        targets = lockkit_torture::TARGETS
-            .into_iter()
-            .filter(there)
-            .map(str::to_owned)
-            .collect();
+    let targets = targets(arguments)?;
+    if let Some(path) = &arguments.schedule {
+        let text = fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let schedule = text
+            .parse::<Schedule>()
+            .map_err(|error| format!("{}: {error}", path.display()))?;
+        let mut good = true;
+        for name in &targets {
+            good &= replay(name, &mut deploy(name, arguments)?, &schedule, arguments)?;
+        }
+        return Ok(good);
     }
-    if let Some(unknown) = targets
+    let seed = arguments.seed.unwrap_or_else(|| fastrand::u64(..1_000_000_000));
+    println!("seed {seed}");
+    let (time, goal) = match (arguments.time, (arguments.grants, arguments.least_faults)) {
+        (Some(time), goal) => (time, goal),
+        (None, (0, 0)) => (Duration::from_mins(1), (0, 0)),
+        (None, goal) => (Duration::MAX, goal),
+    };
+    let mut effort = Effort::new(time);
+    (effort.grants, effort.faults) = goal;
+    effort.shortening = arguments.shorten;
+    effort.failures = arguments.failures;
+    let campaigns = targets
         .iter()
-        .find(|name| !lockkit_torture::TARGETS.contains(&name.as_str()))
+        .map(|name| (name.clone(), Campaign::new(seed, effort)));
+    let fleet = Fleet::new(campaigns, time < Duration::MAX);
+    let outcomes = fleet.run(
+        arguments.jobs,
+        |name| deploy(name, arguments),
+        |name, schedule, verdict| {
+            let findings = verdict.findings.iter().map(|finding| format!("\n  {finding}"));
+            println!(
+                "{}{}",
+                line(name, schedule, verdict),
+                findings.collect::<String>()
+            );
+        },
+    );
+    for outcome in &outcomes {
+        for failure in &outcome.report.failures {
+            print_failure(&outcome.name, failure, arguments)?;
+        }
+    }
+    println!();
+    for outcome in &outcomes {
+        println!("{outcome}");
+    }
+    println!("\n{}", fleet::table(&outcomes));
+    Ok(outcomes.iter().all(fleet::Outcome::is_good))
+}
+
+/// Those that are asked for, or that there are servers for.
+fn targets(arguments: &Arguments) -> Fallible<Vec<String>> {
+    let known = lockkit_torture::TARGETS;
+    if let Some(unknown) = arguments
+        .targets
+        .iter()
+        .find(|name| !known.contains(&name.as_str()))
     {
-        let known = lockkit_torture::TARGETS.join(", ");
+        let known = known.join(", ");
         return Err(io::Error::other(format!("there is no target {unknown:?}; there are {known}")).into());
     }
-    let schedule = arguments.schedule.as_ref().map(|path| {
-        let text = fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
-        text.parse::<Schedule>()
-            .map_err(|error| format!("{}: {error}", path.display()))
-    });
-    let schedule = schedule.transpose()?;
-    let mut good = true;
-    for name in &targets {
+    for name in &arguments.targets {
         if let (_, Some(missing)) = lockkit_torture::missing(name) {
             return Err(io::Error::other(missing).into());
         }
-        let mut torture =
-            Torture::new(lockkit_torture::start(name)?)?.helpers(Launch::this_program([] as [&str; 0])?);
-        if arguments.keep_runtimes {
-            torture = torture.keep_runtimes();
-        }
-        if let Some(faults) = &arguments.faults {
-            let faults: Vec<_> = faults.iter().filter(|fault| *fault != "none").cloned().collect();
-            torture = torture.only(&faults)?;
-        }
-        good &= match &schedule {
-            Some(schedule) => replay(name, &mut torture, schedule, arguments)?,
-            None => run(name, &mut torture, arguments)?,
-        };
     }
-    Ok(good)
+    if !arguments.targets.is_empty() {
+        return Ok(arguments.targets.clone());
+    }
+    let there = |target: &&str| {
+        let (needs, missing) = lockkit_torture::missing(target);
+        !skipped(needs, missing)
+    };
+    Ok(known.into_iter().filter(there).map(str::to_owned).collect())
+}
+
+/// The torture of a new deployment.
+fn deploy(name: &str, arguments: &Arguments) -> Fallible<Torture> {
+    let launch = Launch::this_program([] as [&str; 0])?;
+    let mut torture = Torture::new(lockkit_torture::start(name)?)?.helpers(launch);
+    if arguments.keep_runtimes {
+        torture = torture.keep_runtimes();
+    }
+    if let Some(faults) = &arguments.faults {
+        let faults: Vec<_> = faults.iter().filter(|fault| *fault != "none").cloned().collect();
+        torture = torture.only(&faults)?;
+    }
+    Ok(torture)
 }
 
 fn replay(name: &str, torture: &mut Torture, schedule: &Schedule, arguments: &Arguments) -> Fallible<bool> {
@@ -112,25 +173,6 @@ fn replay(name: &str, torture: &mut Torture, schedule: &Schedule, arguments: &Ar
         println!("{}", verdict.log);
     }
     Ok(verdict.findings.is_empty())
-}
-
-fn run(name: &str, torture: &mut Torture, arguments: &Arguments) -> Fallible<bool> {
-    let seed = arguments.seed.unwrap_or_else(|| fastrand::u64(..1_000_000_000));
-    println!("{name}: seed {seed}");
-    let mut effort = Effort::new(arguments.time);
-    effort.shortening = arguments.shorten;
-    effort.failures = arguments.failures;
-    let report = torture.run(seed, effort, |schedule, verdict| {
-        println!("{}", line(name, schedule, verdict));
-        for finding in &verdict.findings {
-            println!("  {finding}");
-        }
-    })?;
-    println!("{name}: {report}");
-    for failure in &report.failures {
-        print_failure(name, failure, arguments)?;
-    }
-    Ok(report.failures.is_empty())
 }
 
 fn line(name: &str, schedule: &Schedule, verdict: &Verdict) -> String {

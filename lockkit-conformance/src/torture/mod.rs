@@ -17,7 +17,7 @@ use judge::Bounds;
 pub(crate) use play::help;
 pub use record::{Finding, Law};
 pub(crate) use run::read_part;
-pub use run::{Effort, Failure, Report, Torture, Verdict};
+pub use run::{Campaign, Effort, Failure, Report, Torture, Verdict};
 
 pub use schedule::{
     Ask, ClientPlan, End, Fate, HoldAs, KILL, Millis, STOP, Schedule, Shape, Step, Strike, TaskPlan,

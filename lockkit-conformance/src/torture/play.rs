@@ -354,22 +354,28 @@ async fn close_at_the_end(stage: Arc<Stage>, seat: Arc<Seat>) {
 }
 
 async fn perform(stage: Arc<Stage>, seat: Arc<Seat>, task: TaskPlan) {
-    for (index, step) in task.steps.iter().enumerate() {
+    let mut who = u64::from(task.id) * 1_000_000;
+    'steps: for step in &task.steps {
         sleep_until(stage.at(step.at)).await;
-        if Instant::now() >= stage.ends {
-            break;
+        for _ in 0..step.times {
+            if Instant::now() >= stage.ends {
+                break 'steps;
+            }
+            who += 1;
+            let scene = Scene {
+                stage: &stage,
+                seat: &seat,
+                who,
+                step,
+            };
+            if !scene.play().await {
+                // A try that is refused at once must not take the machine for itself.
+                sleep(Duration::from_micros(500)).await;
+                break;
+            }
+            // Nor what is granted at once.
+            tokio::task::yield_now().await;
         }
-        let who = u64::from(task.id) * 10_000 + index as u64;
-        Scene {
-            stage: &stage,
-            seat: &seat,
-            who,
-            step,
-        }
-        .play()
-        .await;
-        // A try that is refused at once must not take the machine for itself.
-        sleep(Duration::from_micros(500)).await;
     }
     seat.tasks.fetch_sub(1, Ordering::SeqCst);
     seat.done.notify_one();
@@ -386,7 +392,8 @@ struct Scene<'a> {
 type Outcome = Option<Result<LockGuard>>;
 
 impl Scene<'_> {
-    async fn play(&self) {
+    /// Whether it held, by a guard of its own.
+    async fn play(&self) -> bool {
         let (stage, step) = (self.stage, self.step);
         let client = self.seat.client();
         let names: Vec<_> = locks_of(step)
@@ -396,8 +403,9 @@ impl Scene<'_> {
             Ask::Inspect => self.inspect(&client, &names[0]).await,
             Ask::Revoke => self.revoke(&client, &names[0]).await,
             Ask::All(wait) => self.all(&client, &names, Duration::from_millis(wait)).await,
-            _ => self.one(&client, &names[0]).await,
+            _ => return self.one(&client, &names[0]).await,
         }
+        false
     }
 
     fn options(&self) -> AcquireOptions {
@@ -452,7 +460,7 @@ impl Scene<'_> {
         self.stage.note(Note::Record(Box::new(record.clone())));
     }
 
-    async fn one(&self, client: &LockClient, name: &str) {
+    async fn one(&self, client: &LockClient, name: &str) -> bool {
         let step = self.step;
         let asked = match step.ask {
             Ask::Try => Asked::Tried,
@@ -461,19 +469,23 @@ impl Scene<'_> {
             _ => Asked::Waited,
         };
         let (Ok(lock), Some(mut record)) = (self.lock(client, name), self.record(name, asked)) else {
-            return self
-                .stage
+            self.stage
                 .find(Law::Failure, format!("no lock {name:?} as {:?}", step.hold_as));
+            return false;
         };
         self.note(&record);
         if step.ask == Ask::Twice {
-            return self.twice(lock, record).await;
+            self.twice(lock, record).await;
+            return false;
         }
         let outcome = self.ask(&lock, &mut record).await;
-        match self.settle(outcome, &mut record) {
+        let guard = self.settle(outcome, &mut record);
+        let held = guard.is_some();
+        match guard {
             Some(guard) => self.hold_and_end(guard, record).await,
             None => self.note(&record),
         }
+        held
     }
 
     async fn ask(&self, lock: &Lock, record: &mut Record) -> Outcome {

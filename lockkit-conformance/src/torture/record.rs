@@ -40,9 +40,11 @@ pub enum Law {
     Hang,
     /// Something is left at the end.
     Residue,
+    /// Nothing is granted, or far less than what could not fail: whatever was judged, it was too little.
+    Vacuity,
 }
 
-const LAWS: [Law; 9] = [
+const LAWS: [Law; 10] = [
     Law::Exclusion,
     Law::Tokens,
     Law::Fencing,
@@ -52,6 +54,7 @@ const LAWS: [Law; 9] = [
     Law::Failure,
     Law::Hang,
     Law::Residue,
+    Law::Vacuity,
 ];
 
 /// Something that must not be.

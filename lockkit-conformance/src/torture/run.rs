@@ -1,12 +1,12 @@
-//! Epochs, one after the other, on one deployment.
+//! Epochs, one after the other on each deployment.
 
 use std::{
     collections::{BTreeSet, HashMap},
     fmt, io,
     path::PathBuf,
     sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -16,7 +16,7 @@ use lockkit_core::{Capabilities, Kind, LockClient, spi::chain};
 use tokio::{runtime, sync::mpsc, task::JoinSet};
 
 use super::{
-    Bounds, Fault, HoldAs, KILL, STOP, Schedule, Shape, Strike, Target,
+    Ask, Bounds, Fault, HoldAs, KILL, STOP, Schedule, Shape, Strike, Target, TaskPlan,
     judge::{Highest, Pause, Story, Struck, judge},
     play::{Notes, OP_TIMEOUT, Part, connect_all, locks_of, name, play},
     record::{Finding, Law, Note, Record},
@@ -64,6 +64,8 @@ pub struct Verdict {
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Report {
+    /// How long they took.
+    pub time: Duration,
     /// How many epochs there were.
     pub epochs: usize,
     /// How many acquisitions were granted.
@@ -91,19 +93,37 @@ pub struct Failure {
 /// One line for a report that is read by people.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let struck: usize = self.faults.values().sum();
         write!(
             f,
-            "{} epochs, {} grants, {} failed",
+            "{} epochs, {} grants, {struck} faults, {} failed, {} s",
             self.epochs,
             self.granted,
-            self.failures.len()
+            self.failures.len(),
+            self.time.as_secs()
         )?;
-        let mut faults: Vec<_> = self.faults.iter().collect();
-        faults.sort();
-        for (fault, times) in faults {
+        for (fault, times) in self.faults() {
             write!(f, ", {fault} {times}")?;
         }
         Ok(())
+    }
+}
+
+impl Report {
+    /// How many of each fault happened, by name.
+    pub fn faults(&self) -> Vec<(&str, usize)> {
+        let faults = self.faults.iter();
+        let mut faults: Vec<_> = faults.map(|(fault, times)| (fault.as_str(), *times)).collect();
+        faults.sort_unstable();
+        faults
+    }
+
+    fn add(&mut self, verdict: &Verdict) {
+        self.epochs += 1;
+        self.granted += verdict.granted;
+        for (fault, times) in &verdict.faults {
+            *self.faults.entry(fault.clone()).or_default() += times;
+        }
     }
 }
 
@@ -113,6 +133,10 @@ impl fmt::Display for Report {
 pub struct Effort {
     /// For how long epochs are begun.
     pub time: Duration,
+    /// It ends before that after so many grants and so many `faults`. Without either it takes all the time.
+    pub grants: usize,
+    /// See `grants`. Nobody waits for faults of what has none.
+    pub faults: usize,
     /// For how long one that failed is shortened.
     pub shortening: Duration,
     /// After how many failures it ends.
@@ -124,9 +148,73 @@ impl Effort {
     pub const fn new(time: Duration) -> Self {
         Self {
             time,
+            grants: 0,
+            faults: 0,
             shortening: Duration::from_secs(120),
             failures: 1,
         }
+    }
+}
+
+/// What several [`Torture`]s do together, each on a deployment of its own.
+#[derive(Debug)]
+pub struct Campaign {
+    effort: Effort,
+    /// Of the next schedule.
+    seed: AtomicU64,
+    began: OnceLock<Instant>,
+    faultless: AtomicBool,
+    report: Mutex<Report>,
+}
+
+impl Campaign {
+    /// Of the schedules that follow from `seed` and the seeds after it.
+    pub fn new(seed: u64, effort: Effort) -> Self {
+        Self {
+            effort,
+            seed: AtomicU64::new(seed),
+            began: OnceLock::new(),
+            faultless: AtomicBool::new(false),
+            report: Mutex::default(),
+        }
+    }
+
+    /// Whether no more epochs are begun.
+    pub fn is_over(&self) -> bool {
+        let Effort {
+            time,
+            grants,
+            faults,
+            failures,
+            ..
+        } = self.effort;
+        let failed = self.lock().failures.len();
+        let has_goal = (grants, faults) != (0, 0);
+        self.elapsed() >= time || failed >= failures || (has_goal && self.is_reached())
+    }
+
+    /// Whether there are as many grants and faults as were asked for.
+    pub fn is_reached(&self) -> bool {
+        let report = self.lock();
+        let faults: usize = report.faults.values().sum();
+        report.granted >= self.effort.grants
+            && (faults >= self.effort.faults || self.faultless.load(Ordering::Relaxed))
+    }
+
+    /// What has come of it so far.
+    pub fn report(&self) -> Report {
+        let mut report = self.lock().clone();
+        report.time = self.elapsed();
+        report
+    }
+
+    /// Since the first epoch began.
+    fn elapsed(&self) -> Duration {
+        self.began.get().map_or(Duration::ZERO, Instant::elapsed)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Report> {
+        self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -220,35 +308,46 @@ impl Torture {
         &mut self,
         seed: u64,
         effort: Effort,
-        mut tell: impl FnMut(&Schedule, &Verdict),
+        tell: impl FnMut(&Schedule, &Verdict),
     ) -> io::Result<Report> {
-        let began = Instant::now();
-        let mut report = Report::default();
-        for seed in seed.. {
-            if began.elapsed() >= effort.time || report.failures.len() >= effort.failures {
-                break;
-            }
-            let schedule = Schedule::generate(seed, &self.shape());
+        let campaign = Campaign::new(seed, effort);
+        self.join(&campaign, tell)?;
+        Ok(campaign.report())
+    }
+
+    /// Runs schedules of `campaign` until it is over. Others may do so at the same time.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn join(&mut self, campaign: &Campaign, mut tell: impl FnMut(&Schedule, &Verdict)) -> io::Result<()> {
+        campaign.began.get_or_init(Instant::now);
+        let shape = self.shape();
+        let faultless = shape.faults.is_empty() && shape.processes == 1;
+        campaign.faultless.store(faultless, Ordering::Relaxed);
+        while !campaign.is_over() {
+            let seed = campaign.seed.fetch_add(1, Ordering::Relaxed);
+            let schedule = Schedule::generate(seed, &shape);
             let verdict = self.epoch(&schedule)?;
             tell(&schedule, &verdict);
-            report.epochs += 1;
-            report.granted += verdict.granted;
-            for (fault, times) in &verdict.faults {
-                *report.faults.entry(fault.clone()).or_default() += times;
-            }
+            campaign.lock().add(&verdict);
             if verdict.findings.is_empty() {
                 continue;
             }
-            let after = began.elapsed();
-            let shortened = self.shorten(&schedule, &verdict.findings, effort.shortening)?;
-            report.failures.push(Failure {
-                schedule: shortened,
+            let after = campaign.elapsed();
+            let shortened = self.shorten(&schedule, &verdict.findings, campaign.effort.shortening);
+            let (schedule, broken) = match shortened {
+                Ok(shortened) => (shortened, None),
+                Err(error) => (schedule, Some(error)),
+            };
+            campaign.lock().failures.push(Failure {
+                schedule,
                 findings: verdict.findings,
                 after,
                 log: verdict.log,
             });
+            broken.map_or(Ok(()), Err)?;
         }
-        Ok(report)
+        Ok(())
     }
 
     /// The schedule with as much left out as still leads to a finding against the same law, within `limit`.
@@ -308,6 +407,7 @@ impl Torture {
         let (story, mut findings) = played?;
         findings.extend(left);
         findings.extend(judge(&story, &mut self.highest));
+        findings.extend(vacuous(&story));
         let lost_tokens = |struck: &Struck| struck.fault.is_some_and(|fault| fault.tokens || fault.lasting);
         if !findings.is_empty() || story.struck.iter().any(lost_tokens) {
             self.prefix = new_prefix();
@@ -327,8 +427,10 @@ impl Torture {
         };
         let granted = |record: &&Record| record.acquisition.granted.is_some();
         verdict.granted = story.records.iter().filter(granted).count();
-        for strike in &schedule.strikes {
-            *verdict.faults.entry(strike.fault.clone()).or_default() += 1;
+        let struck = story.struck.iter().filter_map(|struck| Some(struck.fault?.name));
+        let paused = |pause: &Pause| if pause.to.is_some() { STOP } else { KILL };
+        for name in struck.chain(story.pauses.iter().map(paused)) {
+            *verdict.faults.entry(name.to_owned()).or_default() += 1;
         }
         Ok(verdict)
     }
@@ -569,6 +671,38 @@ fn runtime() -> io::Result<runtime::Runtime> {
 
 fn new_prefix() -> String {
     format!("torture/{:08x}", fastrand::u32(..))
+}
+
+/// An epoch that grants nothing, or far less than what could not fail, proves nothing.
+fn vacuous(story: &Story) -> Option<Finding> {
+    let schedule = &story.schedule;
+    // What surely comes before the first fault, or the end.
+    let calm = schedule
+        .strikes
+        .first()
+        .map_or(schedule.span / 2, |strike| strike.at);
+    let lives = |id: u32| {
+        let mut clients = schedule.clients.iter();
+        clients.any(|client| client.id == id && client.fate.is_none())
+    };
+    let asks = |task: &&TaskPlan| {
+        let first = task.steps.iter().find(|step| step.ask == Ask::Wait);
+        first.is_some_and(|step| step.at < calm) && lives(task.client)
+    };
+    let due = schedule.tasks.iter().filter(asks).count();
+    let granted = story.records.iter();
+    let granted = granted
+        .filter(|record| record.acquisition.granted.is_some())
+        .count();
+    let least = if schedule.is_harmless() {
+        due.div_ceil(2)
+    } else {
+        due.min(1)
+    };
+    (granted < least).then(|| {
+        let detail = format!("{granted} grants, where {due} tasks wait for one before anything happens");
+        Finding::new(Law::Vacuity, detail)
+    })
 }
 
 /// No task may be left when all clients are closed.

@@ -119,6 +119,8 @@ pub struct Step {
     pub hold: Millis,
     /// How the hold ends.
     pub end: End,
+    /// How often it does that, one after the other, for as long as it is granted.
+    pub times: u32,
 }
 
 /// How a name is to be held.
@@ -718,12 +720,13 @@ impl Mood {
                 28..38 => End::Drop,
                 _ => End::HalfRelease,
             },
+            times: 1,
         }
     }
 
     fn rush(&self, rng: &mut Rng) -> Vec<Step> {
         let mut steps = Vec::new();
-        let mut at = rng.u64(0..self.span / 4);
+        let mut at = rng.u64(0..self.span / 8);
         while at < self.span && steps.len() < 1_000 {
             let ask = match rng.u8(0..100) {
                 0..60 => Ask::Wait,
@@ -742,9 +745,16 @@ impl Mood {
             if let (Some(number), true) = (self.sizes.first(), rng.u8(0..10) < 4) {
                 (step.name, step.hold_as) = (*number, HoldAs::Permit);
             }
+            // To the end of the span, since what befalls the deployment is to find it busy.
+            at += hold + rng.u64(0..40);
+            if hold == 0 && rng.bool() {
+                let times = log_uniform(rng, 1, 100);
+                step.times = u32::try_from(times).unwrap_or(1);
+                at += times;
+            }
             steps.push(step);
             if rng.u8(0..40) == 0 {
-                at += rng.u64(0..self.span / 10);
+                at += rng.u64(0..self.span / 20);
             }
         }
         steps
@@ -1044,7 +1054,7 @@ impl Schedule {
     }
 }
 
-/// `at name hold_as ttl handoffs renew label ask hold end`
+/// `at name hold_as ttl handoffs renew label ask hold end`, and `times` if it is more than one.
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let handoffs = self.handoffs.map_or_else(|| "-".to_owned(), |n| n.to_string());
@@ -1073,12 +1083,29 @@ impl fmt::Display for Step {
             End::Forget => "forget",
             End::HalfRelease => "half-release",
         };
-        write!(f, " {} {end}", self.hold)
+        write!(f, " {} {end}", self.hold)?;
+        match self.times {
+            1 => Ok(()),
+            times => write!(f, " {times}"),
+        }
     }
 }
 
 fn parse_step(words: &[&str]) -> Option<Step> {
-    let [at, name, hold_as, ttl, handoffs, renew, label, ask, hold, end] = *words else {
+    let [
+        at,
+        name,
+        hold_as,
+        ttl,
+        handoffs,
+        renew,
+        label,
+        ask,
+        hold,
+        end,
+        ref times @ ..,
+    ] = *words
+    else {
         return None;
     };
     let flag = |word: &str| match word {
@@ -1122,6 +1149,11 @@ fn parse_step(words: &[&str]) -> Option<Step> {
             "drop" => End::Drop,
             "forget" => End::Forget,
             "half-release" => End::HalfRelease,
+            _ => return None,
+        },
+        times: match *times {
+            [] => 1,
+            [times] => times.parse().ok()?,
             _ => return None,
         },
     })

@@ -20,6 +20,7 @@ pub(super) fn shorten(
             Piece::Task,
             Piece::Fate,
             Piece::Step,
+            Piece::Times,
         ] {
             let mut size = part.count(&best).div_ceil(2);
             while size > 0 {
@@ -51,6 +52,8 @@ enum Piece {
     Task,
     Fate,
     Step,
+    /// That a step is done more than once.
+    Times,
 }
 
 impl Piece {
@@ -59,7 +62,7 @@ impl Piece {
             Self::Strike => schedule.strikes.len(),
             Self::Client | Self::Fate => schedule.clients.len(),
             Self::Task => schedule.tasks.len(),
-            Self::Step => schedule.tasks.iter().map(|task| task.steps.len()).sum(),
+            Self::Step | Self::Times => schedule.tasks.iter().map(|task| task.steps.len()).sum(),
         }
     }
 
@@ -85,6 +88,10 @@ impl Piece {
                         !(from..to).contains(&(index - 1))
                     });
                 }
+            }
+            Self::Times => {
+                let steps = less.tasks.iter_mut().flat_map(|task| &mut task.steps);
+                steps.skip(from).take(to - from).for_each(|step| step.times = 1);
             }
         }
         less

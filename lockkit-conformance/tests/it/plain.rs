@@ -45,6 +45,8 @@ pub(crate) enum Fault {
     OutlivesItsHolder,
     LeaksItsSecret,
     TracesItsSecret,
+    GrantsNobody,
+    KeepsItsHolds,
 }
 
 impl Fault {
@@ -272,7 +274,8 @@ impl Claim for PlainClaim {
         let (since, until) = (Instant::now(), from_now(request.ttl));
         let block = u64::from(request.tokens.get());
         let granted = self.backend.entry(&request.name, |entry| {
-            if entry.current().is_some_and(|holder| holder != request.owner) && fault != Fault::GrantsTwice {
+            let taken = entry.current().is_some_and(|holder| holder != request.owner);
+            if (taken && fault != Fault::GrantsTwice) || fault == Fault::GrantsNobody {
                 return None;
             }
             let token = entry.last_token + 1;
@@ -280,10 +283,9 @@ impl Claim for PlainClaim {
                 entry.last_token += block;
             }
             let (owner, label) = (request.owner, request.label.as_ref().map(ToString::to_string));
-            let until = if fault == Fault::OutlivesItsHolder {
-                Nanos::MAX
-            } else {
-                until
+            let until = match fault {
+                Fault::OutlivesItsHolder | Fault::KeepsItsHolds => Nanos::MAX,
+                _ => until,
             };
             entry.holder = Some(Hold {
                 owner,
@@ -330,7 +332,7 @@ impl Claim for PlainClaim {
         let (owner, fault) = (self.request.owner, self.backend.fault);
         self.backend.entry(&self.request.name, |entry| {
             let is_mine = entry.current() == Some(owner) || fault == Fault::ReleasesForOthers;
-            if is_mine && fault != Fault::ForgetsToRelease {
+            if is_mine && !matches!(fault, Fault::ForgetsToRelease | Fault::KeepsItsHolds) {
                 entry.holder = None;
             }
         })

@@ -1,11 +1,14 @@
 //! The torture tested: its schedules, its judge, its shrinker.
 
-use std::sync::Arc;
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use lockkit_conformance::{
     Harness,
-    torture::{Bare, Fault, KILL, Law, STOP, Schedule, Shape, Strike, Torture},
+    torture::{Bare, Campaign, Effort, Fault, KILL, Law, STOP, Schedule, Shape, Strike, Target, Torture},
 };
 use lockkit_core::{Capabilities, LockClient, MemoryBackend, Result};
 
@@ -153,11 +156,18 @@ impl Harness for Mutant {
     }
 }
 
-fn laws(fault: crate::plain::Fault) -> Vec<Law> {
+fn laws(fault: crate::plain::Fault, schedule: &Schedule) -> Vec<Law> {
     let target = Bare(Arc::new(Mutant(Plain::with(fault))));
     let mut torture = Torture::new(Arc::new(target)).unwrap();
-    let verdict = torture.epoch(&busy(1)).unwrap();
+    let verdict = torture.epoch(schedule).unwrap();
     verdict.findings.iter().map(|finding| finding.law).collect()
+}
+
+/// One client asks once.
+fn once(ask: &str) -> Schedule {
+    let step = format!("step 0 0 exclusive 1000 0 1 0 {ask} 3 release");
+    let text = format!("lockkit torture schedule 1\nseed 1\nspan 100\nclient 0 0\ntask 0 0\n{step}\n");
+    text.parse().unwrap()
 }
 
 #[test]
@@ -176,11 +186,94 @@ fn a_good_backend_passes_and_has_been_tried() {
 #[test]
 fn mutant_backends_are_convicted() {
     let convicted = |fault, law| {
-        let laws = laws(fault);
+        let laws = laws(fault, &busy(1));
         assert!(laws.contains(&law), "{fault:?} is found to be {laws:?}");
     };
     convicted(crate::plain::Fault::GrantsTwice, Law::Exclusion);
     convicted(crate::plain::Fault::RepeatsTokens, Law::Tokens);
+}
+
+#[test]
+fn who_waits_for_ever_hangs_and_grants_are_missed() {
+    let laws = laws(crate::plain::Fault::GrantsNobody, &once("wait"));
+    assert_eq!(laws, [Law::Liveness, Law::Hang, Law::Vacuity]);
+}
+
+#[test]
+fn what_stays_held_at_the_end_is_found() {
+    let laws = laws(crate::plain::Fault::KeepsItsHolds, &once("wait"));
+    assert_eq!(laws, [Law::Residue]);
+}
+
+/// It says that something is left.
+#[derive(Debug)]
+struct Littered(Bare);
+
+#[async_trait]
+impl Target for Littered {
+    fn routes(&self) -> Vec<String> {
+        self.0.routes()
+    }
+
+    async fn connect(&self, route: &str) -> Result<LockClient> {
+        self.0.connect(route).await
+    }
+
+    fn is_shared(&self) -> bool {
+        false
+    }
+
+    fn is_clean(&self) -> std::result::Result<(), String> {
+        Err("a session".to_owned())
+    }
+}
+
+#[test]
+fn what_the_deployment_has_left_is_found() {
+    let target = Littered(Bare(Arc::new(Memory::default())));
+    let verdict = Torture::new(Arc::new(target))
+        .unwrap()
+        .epoch(&once("try"))
+        .unwrap();
+    let findings: Vec<_> = verdict.findings.iter().map(ToString::to_string).collect();
+    assert_eq!(findings, ["Residue: a session"]);
+}
+
+#[test]
+fn a_campaign_is_shared_and_ends_with_its_goal() {
+    let mut effort = Effort::new(Duration::MAX);
+    (effort.grants, effort.faults) = (20_000, 500);
+    let campaign = Campaign::new(1, effort);
+    let seeds = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut torture = Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
+                torture
+                    .join(&campaign, |schedule, _| {
+                        seeds.lock().unwrap().push(schedule.seed);
+                    })
+                    .unwrap();
+            });
+        }
+    });
+    let report = campaign.report();
+    assert!(
+        campaign.is_reached() && report.granted >= 20_000,
+        "no faults of what has none: {report}"
+    );
+    let mut seeds = seeds.into_inner().unwrap();
+    seeds.sort_unstable();
+    let all: Vec<_> = (1..).take(report.epochs).collect();
+    assert_eq!(seeds, all);
+}
+
+#[test]
+fn a_campaign_that_had_no_time_says_so() {
+    let mut effort = Effort::new(Duration::ZERO);
+    effort.grants = 1;
+    let campaign = Campaign::new(1, effort);
+    assert!(campaign.is_over() && !campaign.is_reached());
 }
 
 /// Empty at first.
