@@ -409,14 +409,14 @@ impl Court<'_> {
         for record in &self.records {
             let a = &record.acquisition;
             let end = record.answered();
-            // Whoever waits may have to look again by itself; whoever tries is answered.
-            let allowed = match record.asked {
-                Asked::Tried => idle,
-                _ => polled,
-            };
-            let window = match (record.asked, record.fared) {
-                (Asked::Waited, Fared::Granted | Fared::Taken | Fared::Dropped) => (a.asked, end),
-                (Asked::Tried, Fared::Taken) => (a.asked.saturating_sub(allowed + 1), end),
+            let (window, allowed) = match (record.asked, record.fared) {
+                // It may have to look again by itself.
+                (Asked::Waited, Fared::Granted | Fared::Taken | Fared::Dropped) => ((a.asked, end), polled),
+                // It is answered at any moment until then, so that at none it may have been taken.
+                (Asked::Tried, Fared::Taken) => {
+                    let from = a.asked.saturating_sub(idle);
+                    ((from, end), end.saturating_sub(from + 1))
+                }
                 _ => continue,
             };
             if window.1.saturating_sub(window.0) <= allowed || self.is_disturbed(record, window) {

@@ -292,6 +292,16 @@ fn an_answer_that_cannot_be_is_found() {
     let mut behind = story(records(5.0));
     behind.records.push(refused(2, Asked::Waited, 0.5, 5.5));
     assert_eq!(found(&behind), [], "somebody waits, and may look again by itself");
+    let mut slow = story(records(5.0));
+    slow.records[1].acquisition.gave_up = Some(at(6.0));
+    slow.records.push(hold(2, X, 5.5, 5.8, 6.0, 2));
+    assert_eq!(
+        found(&slow),
+        [],
+        "it was taken when the answer was given, perhaps"
+    );
+    slow.records[2] = hold(2, X, 6.2, 6.2, 6.3, 2);
+    assert_eq!(found(&slow), [Law::Answer]);
 }
 
 #[test]
