@@ -11,7 +11,7 @@ use std::{
 use lockkit_core::spi::Mode;
 
 use super::{
-    Fault, Schedule, Told,
+    ClientPlan, Fate, Fault, Schedule, Told,
     record::{Asked, Fared, Finding, Law, Over, Record},
 };
 use crate::history::Nanos;
@@ -520,17 +520,19 @@ impl Court<'_> {
         let a = &record.acquisition;
         let dead = self.story.bounds.dead_holder(record.ttl);
         let linger = nanos(LINGER);
-        let unsure = if self.story.schedule.is_harmless() && self.story.pauses.is_empty() {
-            0
-        } else {
-            dead
+        let unsure = |at: Nanos| {
+            if self.may_have_failed(record, at.saturating_add(linger)) {
+                dead
+            } else {
+                0
+            }
         };
         let died = self.died(record);
         match a.granted {
             Some((granted, _)) => {
                 let until = match (record.over, a.released) {
                     (Over::Released, Some(at)) => at,
-                    (Over::Dropped, Some(at)) => at.saturating_add(linger + unsure),
+                    (Over::Dropped, Some(at)) => at.saturating_add(linger + unsure(at)),
                     (_, Some(at)) => at.saturating_add(linger + dead),
                     // Forgotten, or its process was killed.
                     (_, None) => self.gone_or_dead(record).saturating_add(linger + dead),
@@ -544,9 +546,29 @@ impl Court<'_> {
             None => {
                 let at = a.gave_up.unwrap_or(Nanos::MAX);
                 let since = self.pause_before(record, at).unwrap_or(at);
-                (since.saturating_sub(linger), at.saturating_add(linger + unsure))
+                (
+                    since.saturating_sub(linger),
+                    at.saturating_add(linger + unsure(at)),
+                )
             }
         }
+    }
+
+    /// Whether something kept its client from giving back by `until` what it had, or may have had.
+    fn may_have_failed(&self, record: &Record, until: Nanos) -> bool {
+        let story = self.story;
+        let asked = record.acquisition.asked;
+        let lost_runtime =
+            |plan: &ClientPlan| plan.id == record.client && matches!(plan.fate, Some((_, Fate::Runtime)));
+        let gone = story.gone.get(&record.client).into_iter().flatten();
+        let meanwhile = |struck: &Struck| {
+            let recovery = struck.fault.map_or(Duration::ZERO, |fault| fault.recovery);
+            struck.from <= until && struck.to.saturating_add(nanos(recovery)) >= asked
+        };
+        story.struck.iter().any(meanwhile)
+            || self.pauses_of(record, until).next().is_some()
+            || (gone.into_iter().any(|at| *at >= asked && *at <= until)
+                && story.schedule.clients.iter().any(lost_runtime))
     }
 
     /// When it may have stood before others without having the lock, from when to when.

@@ -305,6 +305,40 @@ fn an_answer_that_cannot_be_is_found() {
 }
 
 #[test]
+fn who_lost_its_runtime_excuses_only_what_it_had() {
+    let mut dropped = hold(0, X, 0.0, 0.0, 1.0, 1);
+    dropped.over = Over::Dropped;
+    let tried = refused(1, Asked::Tried, 6.5, 6.6);
+    let mut story = story(vec![dropped, tried]);
+    story.bounds.dead = [(1_000, (Duration::from_secs(5), Duration::from_secs(2)))].into();
+    assert_eq!(found(&story), [Law::Answer], "the worker has released it");
+    let gone = |story: &mut Story, client: usize, moment: f64| {
+        for plan in &mut story.schedule.clients {
+            plan.fate = None;
+        }
+        story.schedule.clients[client].fate = Some((0, Fate::Runtime));
+        story.gone = [(story.schedule.clients[client].id, vec![at(moment)])].into();
+    };
+    gone(&mut story, 0, 1.5);
+    assert_eq!(found(&story), [], "its lease ends it");
+    gone(&mut story, 0, 4.0);
+    assert_eq!(found(&story), [Law::Answer], "that was later");
+    gone(&mut story, 2, 1.5);
+    assert_eq!(found(&story), [Law::Answer], "that was another client");
+    story.gone.clear();
+    let away = |from: f64, to: f64| Pause {
+        process: 0,
+        from: at(from),
+        to: Some(at(to)),
+    };
+    story.records[1].process = 1;
+    story.pauses = vec![away(1.1, 1.2)];
+    assert_eq!(found(&story), []);
+    story.records[0].process = 2;
+    assert_eq!(found(&story), [Law::Answer], "that was another process");
+}
+
+#[test]
 fn a_try_behind_a_stopped_writer_is_found() {
     let mut writer = hold(1, X, 1.0, 29.1, 29.2, 2);
     writer.process = 1;
