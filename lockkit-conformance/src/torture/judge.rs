@@ -112,9 +112,13 @@ pub(super) fn judge(story: &Story, highest: &mut Highest) -> Vec<Finding> {
     for (lock, mut records) in by_lock {
         records.sort_by_key(|record| (record.acquisition.granted, record.acquisition.asked));
         let court = Court { story, records };
+        let before = findings.len();
         court.exclusion(&mut findings);
         court.tokens(highest.0.entry(lock.to_owned()).or_default(), &mut findings);
-        court.fencing(&mut findings);
+        if findings.len() == before {
+            // It follows from either.
+            court.fencing(&mut findings);
+        }
         court.waiting(&mut findings);
         court.order(&mut findings);
     }
@@ -362,42 +366,37 @@ impl Court<'_> {
         findings.extend(guilty.map(|detail| Finding::new(Law::Tokens, detail)));
     }
 
-    /// A resource that compares tokens refuses who comes with a lower one. It must not be the one whose hold was good in
-    /// the end.
+    /// A resource that compares tokens refuses who comes with a lower one. It must not be one whose release was confirmed,
+    /// and whose hold was good to its end therefore: whoever had a higher token by then, lost or not, had it too early.
     fn fencing(&self, findings: &mut Vec<Finding>) {
-        if self
-            .story
-            .struck
-            .iter()
-            .any(|struck| struck.fault.is_some_and(|fault| fault.tokens))
-        {
+        let tokens_lost = |struck: &Struck| struck.fault.is_some_and(|fault| fault.tokens);
+        if self.story.struck.iter().any(tokens_lost) {
             return;
         }
-        let held: Vec<_> = self
-            .records
-            .iter()
-            .filter(|record| record.sure().is_some())
-            .collect();
-        for (index, rightful) in held.iter().enumerate() {
+        // In the order of their grants, each with the highest token that the resource may have seen by then.
+        let mut seen = Vec::<(Nanos, &Record)>::new();
+        for record in self.records.iter().filter(|record| is_exclusive(record)) {
+            if let Some((from, _)) = record.sure() {
+                let before = seen.last().map(|(_, highest)| *highest);
+                let highest = before.filter(|highest| highest.token() >= record.token());
+                seen.push((from, highest.unwrap_or(record)));
+            }
+        }
+        let good = |record: &&&Record| record.over == Over::Released && is_exclusive(record);
+        for rightful in self.records.iter().filter(good) {
             let Some((_, wrote)) = rightful.sure() else {
                 continue;
             };
-            if rightful.over != Over::Released || !is_exclusive(rightful) {
-                continue;
-            }
-            let near = held[index.saturating_sub(50)..].iter().take(100);
-            for zombie in near {
-                let Some((from, _)) = zombie.sure() else { continue };
-                let was_lost = zombie.over == Over::Lost && zombie.acquisition.lost.is_some();
-                if was_lost && is_exclusive(zombie) && from < wrote && zombie.token() > rightful.token() {
-                    let detail = format!(
-                        "the resource refuses {}, since {} came before, whose hold was not good",
-                        describe(rightful),
-                        describe(zombie)
-                    );
-                    findings.push(Finding::new(Law::Fencing, detail));
-                    return;
-                }
+            let before = seen.partition_point(|(from, _)| *from < wrote);
+            let highest = before.checked_sub(1).map(|last| seen[last].1);
+            if let Some(other) = highest.filter(|highest| highest.token() > rightful.token()) {
+                let detail = format!(
+                    "the resource refuses {}, since {} came before, and only one of them can have held",
+                    describe(rightful),
+                    describe(other)
+                );
+                findings.push(Finding::new(Law::Fencing, detail));
+                return;
             }
         }
     }

@@ -108,6 +108,7 @@ fn two_inside_are_found_and_excused_until_told() {
     // A third of a second after the fault at the latest.
     let fault = Fault::new("empty").excuses_overlap(Told::AtRenewal(Duration::ZERO));
     let mut excused = story(records());
+    excused.records[0].over = Over::Lost;
     excused.struck = vec![struck(fault, 0.8, 0.8)];
     assert_eq!(found(&excused), []);
     excused.struck = vec![struck(fault, 0.5, 0.5)];
@@ -127,12 +128,13 @@ fn two_inside_are_excused_where_the_older_had_nothing_to_spare() {
     let told = Told::AtRenewal(Duration::ZERO);
     let delete = Fault::new("delete").excuses_overlap_of_bare(told, Duration::from_millis(50));
     let overlap = |granted: f64| {
-        let records = vec![
+        let mut records = vec![
             hold(0, X, 1.0, 1.1, 1.4, 1),
             hold(1, X, 1.05, granted, 2.0, 2),
             // Which has something to spare.
             hold(2, X, 3.0, 3.0, 3.1, 3),
         ];
+        records[0].over = Over::Lost;
         let mut story = story(records);
         story.struck = vec![struck(delete, 1.09, 1.3)];
         story
@@ -186,11 +188,18 @@ fn tokens_that_go_back_or_repeat_are_found() {
     assert_eq!(found(&excused), []);
 
     let mut dropped = story(records(6));
+    dropped.records[1].over = Over::Lost;
     dropped.breaks = vec![("a".to_owned(), at(0.9), at(0.9))];
     assert_eq!(
         found(&dropped),
         [],
         "its grant was on the way when its hold was ended"
+    );
+    dropped.records[1].over = Over::Released;
+    assert_eq!(
+        found(&dropped),
+        [Law::Fencing],
+        "which its release must have said"
     );
     dropped.breaks = vec![("a".to_owned(), at(1.2), at(1.2))];
     assert_eq!(found(&dropped), [Law::Tokens]);
@@ -210,6 +219,16 @@ fn a_zombies_higher_token_is_found() {
     let fault = Fault::new("session").excuses_overlap(Told::Within(Duration::from_secs(3)));
     excused.struck = vec![struck(fault, 0.3, 0.6)];
     assert_eq!(found(&excused), [Law::Fencing]);
+    excused.records[1].over = Over::Released;
+    assert_eq!(
+        found(&excused),
+        [Law::Fencing],
+        "both releases were confirmed, and only one of them held"
+    );
+    excused.records[0].over = Over::Lost;
+    assert_eq!(found(&excused), [], "the older one was told");
+    excused.records[0].over = Over::Released;
+    excused.records[1].over = Over::Lost;
     excused.records[1].acquisition.granted = Some((at(0.5), 7));
     assert_eq!(found(&excused), []);
 }
