@@ -15,6 +15,7 @@ mod inspect;
 mod run;
 mod server;
 mod signals;
+mod warnings;
 
 use std::{
     io::{self, Write},

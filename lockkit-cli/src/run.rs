@@ -16,6 +16,7 @@ use crate::{
     failure::{FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
     inspect::CLOSE_WITHIN,
     signals::{Signals, stop_here},
+    warnings,
 };
 
 /// How long connecting may take also for whoever would not wait so long for the lock.
@@ -26,6 +27,7 @@ const KILLED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Answers with the exit status.
 pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
+    warnings::show();
     let mut signals = Signals::listen()?;
     let mut config = args.server.config()?;
     config.ttl = args.ttl.or(config.ttl);

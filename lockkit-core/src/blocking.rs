@@ -284,7 +284,7 @@ impl Lock {
         match guard.release() {
             Err(err @ Error::Lost { .. }) => Err(err),
             Err(err) => {
-                tracing::warn!(lock = %self.id(), error = %err, "release failed");
+                tracing::warn!(lock = %self.id(), error = crate::spi::chain(&err), "release failed");
                 Ok(output)
             }
             Ok(()) => Ok(output),
@@ -433,7 +433,10 @@ impl Drop for Host {
         };
         handle.spawn(async move {
             if let Err(err) = client.close(DRAIN).await {
-                tracing::warn!(error = %err, "the last handle of a blocking client is gone, but not all is released");
+                tracing::warn!(
+                    error = crate::spi::chain(&err),
+                    "the last handle of a blocking client is gone, but not all is released"
+                );
             }
             drop(client);
             drop(runtime);

@@ -169,7 +169,7 @@ pub trait DistributedLockExt: DistributedLock {
             match guard.release().await {
                 Err(err @ Error::Lost { .. }) => Err(err),
                 Err(err) => {
-                    tracing::warn!(lock = %self.id(), error = %err, "release failed");
+                    tracing::warn!(lock = %self.id(), error = crate::spi::chain(&err), "release failed");
                     Ok(output)
                 }
                 Ok(()) => Ok(output),

@@ -164,7 +164,10 @@ impl LockSet {
             None => Ok(Some(releasing.await)),
         };
         if let Err(err) = released.and_then(|released| released.unwrap_or(Ok(()))) {
-            tracing::warn!(error = %err, "releasing a part of a set of locks failed");
+            tracing::warn!(
+                error = crate::spi::chain(&err),
+                "releasing a part of a set of locks failed"
+            );
         }
     }
 }

@@ -7,7 +7,7 @@
 //! | `lockkit_renewal_failures_total` | counter | `backend` | renewals that failed and were tried again |
 //! | `lockkit_release_failures_total` | counter | `backend` | releases that were not confirmed |
 
-use crate::{Error, driver::line::Line};
+use crate::{Error, driver::line::Line, spi::chain};
 
 pub(crate) fn granted(line: &Line) {
     count(line, "lockkit_acquisitions_total", "outcome", "granted");
@@ -24,23 +24,28 @@ pub(crate) fn not_granted(line: &Line, err: &Error) {
     count(line, "lockkit_acquisitions_total", "outcome", outcome);
 }
 
-pub(crate) fn attempt_failed(line: &Line, err: &Error) {
-    tracing::debug!(lock = %line.id, error = %err, "attempt failed; trying again");
+/// A failure that was heard `before` is told again only to whoever wants to know everything.
+pub(crate) fn attempt_failed(line: &Line, why: &str, before: bool) {
+    if before {
+        tracing::debug!(lock = %line.id, error = why, "the attempt failed again; trying on");
+    } else {
+        tracing::warn!(lock = %line.id, error = why, "the attempt failed; trying again");
+    }
 }
 
 pub(crate) fn renewal_failed(line: &Line, err: &Error) {
     count(line, "lockkit_renewal_failures_total", "", "");
-    tracing::warn!(lock = %line.id, error = %err, "renewal failed; trying again until the lease ends");
+    tracing::warn!(lock = %line.id, error = chain(err), "renewal failed; trying again until the lease ends");
 }
 
 pub(crate) fn release_failed(line: &Line, err: &Error) {
     count(line, "lockkit_release_failures_total", "", "");
-    tracing::warn!(lock = %line.id, error = %err, "release of a dropped guard failed");
+    tracing::warn!(lock = %line.id, error = chain(err), "release of a dropped guard failed");
 }
 
 pub(crate) fn release_unconfirmed(line: &Line, err: &Error) {
     count(line, "lockkit_release_failures_total", "", "");
-    tracing::warn!(lock = %line.id, error = %err, "release was never confirmed; the lease is over");
+    tracing::warn!(lock = %line.id, error = chain(err), "release was never confirmed; the lease is over");
 }
 
 pub(crate) fn lost(line: &Line, reason: crate::LossReason) {
@@ -51,7 +56,7 @@ pub(crate) fn lost(line: &Line, reason: crate::LossReason) {
         crate::LossReason::Released => "released",
     };
     count(line, "lockkit_losses_total", "reason", short);
-    tracing::warn!(lock = %line.id, %reason, "lost");
+    tracing::warn!(name: "lost", lock = %line.id, %reason, "lost");
 }
 
 #[cfg(feature = "metrics")]

@@ -1,20 +1,66 @@
 //! What the system does not let it do.
 
-use crate::tool::{Site, outcome};
+use std::process::Command;
+
+use rustix::process::{Pid, Resource, getrlimit, prlimit};
+
+use crate::tool::{Running, Site, outcome};
+
+/// A shell that runs `lockkit run OPTIONS job -- COMMAND` within a limit.
+fn limited(site: &Site, limit: &str, run: &str) -> Command {
+    let lockkit = env!("CARGO_BIN_EXE_lockkit");
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", &format!("ulimit {limit}; exec {lockkit} run {run}")])
+        .env("LOCKKIT_URL", &site.url);
+    shell
+}
 
 #[test]
 fn a_limit_on_file_sizes_is_an_error_and_no_death() {
     let site = Site::new();
-    let lockkit = env!("CARGO_BIN_EXE_lockkit");
-    let mut shell = std::process::Command::new("sh");
-    shell
-        .args(["-c", &format!("ulimit -f 0; exec {lockkit} run job -- true")])
-        .env("LOCKKIT_URL", &site.url);
-    let (status, output, complaint) = outcome(&mut shell);
+    let (status, output, complaint) = outcome(&mut limited(&site, "-f 0", "job -- true"));
     assert_eq!((status, output.as_str()), (125, ""), "{complaint}");
     assert!(
         complaint.starts_with("lockkit: file: acquire failed"),
         "{complaint}"
     );
     assert_eq!(complaint.lines().count(), 1, "{complaint}");
+}
+
+/// It has all that it takes to wait, and nothing to open the lock's file with.
+#[test]
+fn who_waits_for_a_descriptor_says_so() {
+    let site = Site::new();
+    assert_eq!(outcome(&mut site.run(&[], "exit 0")).0, 0);
+    let at_its_limit = |limit: &i32| {
+        let few = format!("-S -n {limit}");
+        let (status, output, complaint) = outcome(&mut limited(&site, &few, "--wait 300ms job -- echo up"));
+        assert_eq!(
+            complaint.is_empty(),
+            status == 0,
+            "{limit}: {status}, {complaint}"
+        );
+        assert_eq!(output.is_empty(), status != 0, "{limit}: {status}, {output}");
+        complaint.contains("the last attempt failed")
+    };
+    let limit = (3..60).find(at_its_limit).expect("such a limit");
+    let mut waiter = Running::spawn(&mut limited(
+        &site,
+        &format!("-S -n {limit}"),
+        "--wait 20s job -- echo up",
+    ));
+    let warning = waiter.complaint();
+    assert!(warning.contains("Too many open files"), "{warning}");
+    assert!(
+        warning
+            .starts_with("lockkit: the attempt failed; trying again: file: acquire failed for lock `job`: ")
+            && warning.contains("Too many open files"),
+        "{warning}"
+    );
+    let pid = Pid::from_raw(waiter.pid());
+    prlimit(pid, Resource::Nofile, getrlimit(Resource::Nofile)).unwrap();
+    assert_eq!(waiter.line(), "up");
+    let (status, more) = waiter.end();
+    assert_eq!((status.code(), more.as_str()), (Some(0), ""), "it was said once");
 }

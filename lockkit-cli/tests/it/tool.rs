@@ -1,7 +1,7 @@
 //! The command, a directory for its locks, and processes that do not outlive a test.
 
 use std::{
-    io::{BufRead, BufReader, Read},
+    io::{self, BufRead, BufReader, Read},
     path::{Path, PathBuf},
     process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio},
     thread,
@@ -108,6 +108,14 @@ impl Running {
         let mut line = String::new();
         self.output.read_line(&mut line).unwrap();
         line.trim_end().to_owned()
+    }
+
+    /// The next line of its complaints.
+    pub(crate) fn complaint(&mut self) -> String {
+        let from = self.child.stderr.as_mut().unwrap();
+        let bytes = from.bytes().map(io::Result::unwrap);
+        let line = bytes.take_while(|byte| *byte != b'\n').collect();
+        String::from_utf8(line).unwrap()
     }
 
     /// Ends its input, for a script that waits with `read`.

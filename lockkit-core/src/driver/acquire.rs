@@ -124,14 +124,17 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
                 true
             }
             Err(err) if err.is_transient() && !once => {
-                crate::observe::attempt_failed(line, &err);
                 if matches!(heard, Answer::Unknown) && grip.has_slot() {
                     // Those before it in this client's queue may have heard more.
                     heard = line.answer();
                 }
-                // An attempt that the caller's deadline cut short says nothing new.
-                if !(clock.is_over() && matches!(heard, Answer::Taken)) {
-                    heard = Answer::Failed(chain(&err).into());
+                let why: Arc<str> = chain(&err).into();
+                let known = matches!(&heard, Answer::Failed(before) if *before == why);
+                // An attempt that the caller's deadline cut short says nothing new, and there is no other.
+                let over = clock.is_over();
+                crate::observe::attempt_failed(line, &why, known || over);
+                if !(over && matches!(heard, Answer::Taken)) {
+                    heard = Answer::Failed(why);
                 }
                 false
             }

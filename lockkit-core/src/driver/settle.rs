@@ -158,7 +158,7 @@ pub(crate) async fn clean_up(mut grip: Grip) {
             crate::observe::release_unconfirmed(&grip.terms.line, &err);
             break;
         }
-        tracing::debug!(lock = %grip.terms.line.id, error = %err, "release not confirmed; trying again");
+        tracing::debug!(lock = %grip.terms.line.id, error = crate::spi::chain(&err), "release not confirmed; trying again");
         tokio::time::sleep(backoff.next()).await;
     }
     grip.settled();

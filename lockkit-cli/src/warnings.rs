@@ -1,0 +1,95 @@
+//! What the library warns of while a command waits or runs, on standard error.
+
+use std::fmt::{Debug, Write};
+
+use tracing::{
+    Event, Level, Metadata, Subscriber,
+    field::{Field, Visit},
+    level_filters::LevelFilter,
+    span,
+};
+
+use crate::failure::say;
+
+/// From now on, each warning is a line. Only what lockkit says itself is shown: a client library may name what it was told.
+pub(crate) fn show() {
+    // It fails where somebody else shows them.
+    let _ = tracing::subscriber::set_global_default(Warnings);
+}
+
+struct Warnings;
+
+impl Subscriber for Warnings {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        let is_ours = metadata.target().starts_with("lockkit");
+        // A loss is what the command ends with, and says.
+        let is_news = metadata.name() != "lost";
+        metadata.is_event() && *metadata.level() <= Level::WARN && is_ours && is_news
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(LevelFilter::WARN)
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        let Line {
+            message,
+            fields,
+            error,
+        } = line;
+        say(&(message + &fields + &error));
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// `message, field value, …: error`.
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+    error: String,
+}
+
+impl Visit for Line {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.record_debug(field, &format_args!("{value}"));
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            "error" => write!(self.error, ": {value:?}"),
+            // There is one.
+            "lock" => Ok(()),
+            other => write!(self.fields, ", {other} {value:?}"),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_lockkit_warns_of_is_shown() {
+        tracing::subscriber::with_default(Warnings, || {
+            let shown = tracing::event_enabled!(target: "lockkit_redis::link", Level::WARN);
+            let others = tracing::event_enabled!(target: "sqlx::query", Level::WARN);
+            let less = tracing::event_enabled!(target: "lockkit_redis::link", Level::INFO);
+            assert_eq!((shown, others, less), (true, false, false));
+        });
+    }
+}
