@@ -1,5 +1,6 @@
 //! On ZooKeeper, where a server's session decides how long a lease is.
 
+use lockkit_conformance::machine::Stopwatch;
 use lockkit_testbed::zookeeper::{self, ZkServer};
 
 use crate::tool::{Running, lockkit, outcome};
@@ -41,22 +42,36 @@ fn healthy_commands_run_to_their_end() {
     }
 }
 
-/// It has less than `op_timeout` for it.
+/// It has less than `op_timeout` for it, by a machine that runs meanwhile: one that stands still takes the command's time.
 #[test]
 fn a_command_is_told_before_a_silent_server_ends_it() {
-    let Some(server) = server(200) else { return };
-    let url = format!("zk://{}?session_timeout=4s&tick_time=200ms", server.addr());
-    let script = "exec 2>/dev/null; trap 'echo told; exit 0' TERM; echo up; while :; do sleep 0.01; done";
-    let mut run = Running::spawn(&mut lockkit(&[
-        "run", "--url", &url, "job", "--", "sh", "-c", script,
-    ]));
-    assert_eq!(run.line(), "up");
-    server.pause().unwrap();
-    assert_eq!(run.line(), "told");
-    let (status, complaint) = run.end();
-    assert_eq!(status.code(), Some(123), "{complaint}");
-    assert!(complaint.contains("could not be renewed"), "{complaint}");
-    server.resume().unwrap();
+    let Some(server) = server(400) else { return };
+    let url = format!("zk://{}?session_timeout=6s&tick_time=400ms", server.addr());
+    // The shell hears of it while it waits, however long it takes to start another program.
+    let script = "exec 2>/dev/null; trap 'echo told; exit 0' TERM; echo up; sleep 60 & wait";
+    for tries_left in (0..3).rev() {
+        let mut run = Running::spawn(&mut lockkit(&[
+            "run", "--url", &url, "job", "--", "sh", "-c", script,
+        ]));
+        assert_eq!(run.line(), "up");
+        let watch = Stopwatch::start();
+        server.pause().unwrap();
+        let told = run.line();
+        let (status, complaint) = run.end();
+        server.resume().unwrap();
+        let stood_still = watch.stood_still();
+        if told.is_empty() && !stood_still.is_zero() && tries_left > 0 {
+            eprintln!("again, since the machine stood still for {stood_still:?}: {complaint}");
+            continue;
+        }
+        assert_eq!(
+            told, "told",
+            "{complaint}, and the machine stood still for {stood_still:?}"
+        );
+        assert_eq!(status.code(), Some(123), "{complaint}");
+        assert!(complaint.contains("could not be renewed"), "{complaint}");
+        return;
+    }
 }
 
 #[test]
