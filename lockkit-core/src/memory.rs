@@ -152,13 +152,20 @@ impl MemoryBackend {
         self.space.state.lock().faults.entry(operation).or_default().delay = reply_takes;
     }
 
+    /// How many locks and semaphores it has something of: those that somebody holds or waits for, and those whose holder's
+    /// lease has ended since somebody last looked.
+    pub fn names(&self) -> usize {
+        self.space.state.lock().locks.len()
+    }
+
     fn key(&self, name: &LockName, kind: Kind) -> Key {
         (self.namespace.clone(), kind, name.clone())
     }
 
     fn evict(&self, name: &LockName, kind: Kind, token: Option<u64>) -> bool {
+        let key = self.key(name, kind);
         let mut state = self.space.state.lock();
-        let Some(entry) = state.locks.get_mut(&self.key(name, kind)) else {
+        let Some(entry) = state.locks.get_mut(&key) else {
             return false;
         };
         entry.drop_ended(Instant::now());
@@ -172,6 +179,9 @@ impl MemoryBackend {
             !hit
         });
         entry.look_whose_turn(Instant::now());
+        if entry.is_unused() {
+            state.locks.remove(&key);
+        }
         found
     }
 }
@@ -344,8 +354,9 @@ impl Backend for MemoryBackend {
 
     async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
         let now = Instant::now();
+        let key = self.key(name, kind);
         let mut state = self.space.state.lock();
-        let Some(entry) = state.locks.get_mut(&self.key(name, kind)) else {
+        let Some(entry) = state.locks.get_mut(&key) else {
             return Ok(LockState::new(Vec::new(), Some(0)));
         };
         entry.drop_ended(now);
@@ -357,7 +368,11 @@ impl Backend for MemoryBackend {
                 Some(holder.until - now),
             )
         });
-        Ok(LockState::new(holders.collect(), Some(entry.queue.len())))
+        let shown = LockState::new(holders.collect(), Some(entry.queue.len()));
+        if entry.is_unused() {
+            state.locks.remove(&key);
+        }
+        Ok(shown)
     }
 
     async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {

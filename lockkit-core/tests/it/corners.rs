@@ -490,3 +490,27 @@ async fn a_dead_holder_is_followed_within_the_bound_that_is_told() {
         assert!(took <= bound + 2 * MS, "{took:?}, more than {bound:?}");
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn memory_keeps_nothing_of_a_name_that_nobody_uses() {
+    let backend = MemoryBackend::new();
+    let options = AcquireOptions::new().ttl(100 * MS).renew(false);
+    let lock = client(&backend).lock("a").unwrap().with_options(options);
+
+    lock.acquire().await.unwrap().release().await.unwrap();
+    assert_eq!(backend.names(), 0, "released");
+
+    let revoked = lock.acquire().await.unwrap();
+    assert!(backend.revoke("a"));
+    assert_eq!(backend.names(), 0, "revoked");
+    drop(revoked);
+
+    // Its release does not arrive.
+    let held = lock.acquire().await.unwrap();
+    backend.fail_next(Operation::Release, u32::MAX);
+    drop(held);
+    tokio::time::sleep(60 * SECOND).await;
+    let shown = client(&backend).inspect("a").await.unwrap();
+    assert!(shown.is_free());
+    assert_eq!(backend.names(), 0, "its lease is over");
+}
