@@ -44,6 +44,8 @@ pub struct Torture {
     /// What names begin with: new after a fault that may cost tokens.
     prefix: String,
     highest: Highest,
+    /// What was left and told of, or is a forgotten guard's.
+    known: BTreeSet<String>,
 }
 
 /// What became of one epoch.
@@ -247,6 +249,7 @@ impl Torture {
             info,
             prefix: new_prefix(),
             highest: Highest::default(),
+            known: BTreeSet::new(),
         })
     }
 
@@ -413,9 +416,7 @@ impl Torture {
             self.prefix = new_prefix();
             self.highest = Highest::default();
         }
-        if let Err(left) = self.target.is_clean() {
-            findings.push(Finding::new(Law::Residue, left));
-        }
+        findings.extend(self.leftovers(&story)?);
         let mut verdict = Verdict {
             log: if findings.is_empty() {
                 String::new()
@@ -589,6 +590,39 @@ impl Torture {
         thread::spawn(move || strike_all(&*target, &part, &processes, &over))
     }
 
+    /// What the deployment itself shows although all clients are closed.
+    fn leftovers(&mut self, story: &Story) -> io::Result<Option<Finding>> {
+        if story.forgot_anything() {
+            // What a forgotten guard keeps is kept.
+            self.known.extend(self.target.left()?);
+            return Ok(None);
+        }
+        let limit = lets_go_within(story);
+        let watch = Stopwatch::start();
+        loop {
+            let asked = self.target.left();
+            let over = watch.elapsed() > limit;
+            match asked {
+                Err(error) if over => return Err(error),
+                Err(_) => {}
+                Ok(mut left) => {
+                    left.retain(|one| !self.known.contains(one));
+                    if left.is_empty() {
+                        return Ok(None);
+                    }
+                    if over {
+                        let shown = left[..left.len().min(8)].join("; ");
+                        let detail =
+                            format!("{limit:?} after the end {} things are left: {shown}", left.len());
+                        self.known.extend(left);
+                        return Ok(Some(Finding::new(Law::Residue, detail)));
+                    }
+                }
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     /// What is still there although all is over.
     async fn residue(&self, story: &Story) -> Option<Finding> {
         let route = self.target.routes().first().cloned().unwrap_or_default();
@@ -599,19 +633,8 @@ impl Torture {
                 return Some(Finding::new(Law::Failure, detail));
             }
         };
-        let dead = story
-            .bounds
-            .dead
-            .values()
-            .map(|(holder, waiter)| *holder.max(waiter))
-            .max();
         let harmless = story.schedule.is_harmless();
-        let dead = if harmless {
-            Duration::ZERO
-        } else {
-            dead.unwrap_or_default()
-        };
-        let limit = dead + OP_TIMEOUT * 2 + Duration::from_secs(8);
+        let limit = lets_go_within(story);
         let watch = Stopwatch::start();
         let mut names = BTreeSet::new();
         for step in story.schedule.tasks.iter().flat_map(|task| &task.steps) {
@@ -660,6 +683,14 @@ impl Torture {
         let _ = client.close(Duration::from_secs(5)).await;
         left
     }
+}
+
+/// By when nothing may be left of an epoch that is over.
+fn lets_go_within(story: &Story) -> Duration {
+    let dead = story.bounds.dead.values();
+    let dead = dead.map(|(holder, waiter)| *holder.max(waiter)).max();
+    let dead = dead.filter(|_| !story.schedule.is_harmless());
+    dead.unwrap_or_default() + OP_TIMEOUT * 2 + Duration::from_secs(8)
 }
 
 fn runtime() -> io::Result<runtime::Runtime> {

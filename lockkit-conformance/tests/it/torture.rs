@@ -1,7 +1,11 @@
 //! The torture tested: its schedules, its judge, its shrinker.
 
 use std::{
-    sync::{Arc, Mutex},
+    io,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -297,6 +301,47 @@ fn a_seed_is_run_and_its_text_again() {
     assert!(verdict.granted > 0, "{:?}", verdict.findings);
     let again: Schedule = schedule.to_string().parse().unwrap();
     assert!(torture.epoch(&again).unwrap().granted > 0);
+}
+
+/// What it keeps, after so many looks.
+#[derive(Debug)]
+struct Keeps(MemoryBackend, AtomicUsize, &'static [&'static str]);
+
+#[async_trait]
+impl Target for Keeps {
+    fn routes(&self) -> Vec<String> {
+        vec![String::new()]
+    }
+
+    async fn connect(&self, _: &str) -> Result<LockClient> {
+        Ok(LockClient::new(self.0.clone()))
+    }
+
+    fn is_shared(&self) -> bool {
+        false
+    }
+
+    fn left(&self) -> io::Result<Vec<String>> {
+        let looks = self.1.fetch_add(1, Ordering::SeqCst);
+        let left = if looks < 3 { &["what goes"] } else { self.2 };
+        Ok(left.iter().map(|one| (*one).to_owned()).collect())
+    }
+}
+
+#[test]
+fn what_is_left_for_good_is_told_once() {
+    let residue = |torture: &mut Torture| {
+        let found = torture.epoch(&busy(1)).unwrap().findings;
+        let residue = found.into_iter().filter(|finding| finding.law == Law::Residue);
+        residue.map(|finding| finding.to_string()).collect::<Vec<_>>()
+    };
+    let keeps = |what| Arc::new(Keeps(MemoryBackend::new(), AtomicUsize::new(0), what));
+    let mut clean = Torture::new(keeps(&[])).unwrap();
+    assert_eq!(residue(&mut clean), [""; 0], "it goes by itself");
+    let mut torture = Torture::new(keeps(&["a key", "a node"])).unwrap();
+    let told = residue(&mut torture).concat();
+    assert!(told.contains("2 things are left: a key; a node"), "{told:?}");
+    assert_eq!(residue(&mut torture), [""; 0], "it was told of");
 }
 
 #[test]
