@@ -1,6 +1,11 @@
 //! What needs no server.
 
-use std::{fs, io, path::PathBuf, time::Duration};
+use std::{
+    fs::{self, TryLockError},
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use lockkit::{LockClient, MemoryBackend, Result};
@@ -9,7 +14,7 @@ use tempfile::TempDir;
 
 /// The memory of this process.
 #[derive(Debug, Default)]
-pub(crate) struct Memory(MemoryBackend);
+pub struct Memory(pub MemoryBackend);
 
 #[async_trait]
 impl Target for Memory {
@@ -24,19 +29,33 @@ impl Target for Memory {
     fn is_shared(&self) -> bool {
         false
     }
+
+    fn left(&self) -> io::Result<Vec<String>> {
+        Ok(match self.0.names() {
+            0 => Vec::new(),
+            names => vec![format!("{names} names in memory")],
+        })
+    }
 }
 
 /// Files in a directory.
 #[derive(Debug)]
-pub(crate) struct Files(TempDir);
+pub struct Files(pub TempDir);
 
 impl Files {
-    pub(crate) fn new() -> io::Result<Self> {
+    /// Of a directory of its own.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn new() -> io::Result<Self> {
         Ok(Self(TempDir::new()?))
     }
 
     /// All files of locks, wherever they are.
-    fn files(&self) -> io::Result<Vec<PathBuf>> {
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn files(&self) -> io::Result<Vec<PathBuf>> {
         let mut found = Vec::new();
         let mut directories = vec![self.0.path().to_owned()];
         while let Some(directory) = directories.pop() {
@@ -78,5 +97,36 @@ impl Target for Files {
             }
         }
         Ok(())
+    }
+
+    /// Files that somebody has locked, and this process's descriptors. Files stay, but those of shared holders.
+    fn left(&self) -> io::Result<Vec<String>> {
+        let mut left = Vec::new();
+        for path in self.files()? {
+            let file = fs::File::open(&path)?;
+            let is_locked = match file.try_lock() {
+                Ok(()) => false,
+                Err(TryLockError::WouldBlock) => true,
+                Err(TryLockError::Error(error)) => return Err(error),
+            };
+            let of_a_reader = path.parent().and_then(Path::extension) == Some("readers".as_ref());
+            let what = match (is_locked, of_a_reader) {
+                (true, _) => "locked",
+                (false, true) => "of a reader",
+                (false, false) => continue,
+            };
+            left.push(format!("{what}, the file {}", path.display()));
+        }
+        // Which Linux alone shows; now that those that looked are closed.
+        for descriptor in fs::read_dir("/proc/self/fd").into_iter().flatten() {
+            // It may be that of this very look.
+            let Ok(path) = fs::read_link(descriptor?.path()) else {
+                continue;
+            };
+            if path.starts_with(self.0.path()) {
+                left.push(format!("open, the file {}", path.display()));
+            }
+        }
+        Ok(left)
     }
 }

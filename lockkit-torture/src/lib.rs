@@ -3,12 +3,15 @@
 //! The machine that makes schedules, plays them and judges them is `lockkit_conformance::torture`; docs/torture.md says
 //! what it varies and what it judges.
 
-mod embedded;
-mod mysql;
-mod redis;
-mod redlock;
+mod deployment;
+pub mod embedded;
+pub mod mysql;
+pub mod redis;
+pub mod redlock;
 mod wires;
-mod zookeeper;
+pub mod zookeeper;
+
+pub use deployment::{Blow, Deployment, Harm, Servers};
 
 use std::{error::Error, io, sync::Arc};
 
@@ -50,20 +53,23 @@ pub fn missing(target: &str) -> (&'static str, Option<String>) {
 /// # Errors
 /// If there is no such target, or its servers do not come up.
 pub fn start(target: &str) -> Result<Arc<dyn Target>, Box<dyn Error + Send + Sync>> {
+    fn of(servers: impl Servers) -> io::Result<Arc<dyn Target>> {
+        Ok(Arc::new(Deployment::of(servers)?))
+    }
     Ok(match target {
         "memory" => Arc::new(embedded::Memory::default()),
         "file" => Arc::new(embedded::Files::new()?),
-        "redis" => Arc::new(redis::Redis::start(servers::program())?),
-        "valkey" => Arc::new(redis::Redis::start(servers::valkey())?),
-        "redlock" => Arc::new(redlock::Redlock::start(5)?),
-        "redlock3" => Arc::new(redlock::Redlock::start(3)?),
-        "zk" => Arc::new(zookeeper::Single::start("mutex")?),
-        "zk-readwrite" => Arc::new(zookeeper::Single::start("readwrite")?),
-        "zk3" => Arc::new(zookeeper::Ensemble::start()?),
-        "mariadb" => Arc::new(mysql::Database::start(Flavour::MariaDb, false)?),
-        "mysql" => Arc::new(mysql::Database::start(Flavour::MySql, false)?),
-        "mariadb-lease" => Arc::new(mysql::Database::start(Flavour::MariaDb, true)?),
-        "mysql-lease" => Arc::new(mysql::Database::start(Flavour::MySql, true)?),
+        "redis" => of(redis::Redis::start(servers::program())?)?,
+        "valkey" => of(redis::Redis::start(servers::valkey())?)?,
+        "redlock" => of(redlock::Redlock::start(5)?)?,
+        "redlock3" => of(redlock::Redlock::start(3)?)?,
+        "zk" => of(zookeeper::Single::start("mutex")?)?,
+        "zk-readwrite" => of(zookeeper::Single::start("readwrite")?)?,
+        "zk3" => of(zookeeper::Ensemble::start()?)?,
+        "mariadb" => of(mysql::Database::start(Flavour::MariaDb, false)?)?,
+        "mysql" => of(mysql::Database::start(Flavour::MySql, false)?)?,
+        "mariadb-lease" => of(mysql::Database::start(Flavour::MariaDb, true)?)?,
+        "mysql-lease" => of(mysql::Database::start(Flavour::MySql, true)?)?,
         _ => {
             let known = TARGETS.join(", ");
             return Err(io::Error::other(format!("there is no target {target:?}; there are {known}")).into());

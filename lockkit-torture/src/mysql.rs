@@ -1,12 +1,10 @@
 //! MariaDB and MySQL, in both modes.
 
-use std::{io, time::Duration};
+use std::{io, net::SocketAddr, time::Duration};
 
-use async_trait::async_trait;
-use lockkit::{LockClient, Result};
-use lockkit_conformance::torture::{Fault, Strike, Target, Told};
+use lockkit_conformance::torture::{Fault, Told};
 use lockkit_testbed::{
-    Clock, Proxy,
+    Clock,
     mysql::{Flavour, MySql},
 };
 use sqlx::{
@@ -14,52 +12,53 @@ use sqlx::{
     mysql::{MySqlConnectOptions, MySqlSslMode},
 };
 
-use crate::wires::{Suffering, Wires, unknown};
+use crate::deployment::{Harm, Servers};
 
+/// A primary, and what takes its place.
 #[derive(Debug)]
-pub(crate) struct Database {
-    primary: MySql,
+pub struct Database {
+    /// The primary.
+    pub primary: MySql,
     /// What becomes the primary in a planned change of roles.
-    successor: MySql,
+    pub successor: MySql,
     lease: bool,
     clock: Clock,
     /// The successor's.
     _ahead: Clock,
-    wires: Wires,
-    suffering: Suffering,
 }
 
-/// Until a client is connected again, and a dead session is ended over another connection.
-const RECOVERY: Duration = Duration::from_secs(10);
 const AT_RENEWAL: Told = Told::AtRenewal(Duration::from_secs(3));
 
 impl Database {
-    pub(crate) fn start(flavour: Flavour, lease: bool) -> io::Result<Self> {
+    /// Starts both.
+    ///
+    /// # Errors
+    /// If one does not come up.
+    pub fn start(flavour: Flavour, lease: bool) -> io::Result<Self> {
         let clock = Clock::new()?;
         let primary = MySql::start_by(Some(&clock), flavour, &[])?;
         // Past whatever the primary's counters may have run ahead of its own clock.
         let ahead = Clock::new()?;
         ahead.forward(Duration::from_hours(1))?;
         let successor = MySql::start_by(Some(&ahead), flavour, &[])?;
-        let wires = Wires::to(&[primary.addr()], 3)?;
-        let suffering = Suffering::default();
         Ok(Self {
             primary,
             successor,
             lease,
             clock,
             _ahead: ahead,
-            wires,
-            suffering,
         })
     }
 }
 
-/// Has the master account run something.
-fn run(server: &MySql, sql: &str) -> io::Result<Vec<Vec<String>>> {
+/// Has the master account run something, and answers with the rows as text.
+///
+/// # Errors
+/// If the server cannot be reached, or does not do it.
+pub fn run(server: SocketAddr, sql: &str) -> io::Result<Vec<Vec<String>>> {
     let options = MySqlConnectOptions::new()
-        .host(&server.addr().ip().to_string())
-        .port(server.addr().port())
+        .host(&server.ip().to_string())
+        .port(server.port())
         .username("root")
         .database(MySql::DATABASE)
         .ssl_mode(MySqlSslMode::Disabled);
@@ -81,118 +80,126 @@ fn run(server: &MySql, sql: &str) -> io::Result<Vec<Vec<String>>> {
     })
 }
 
-#[async_trait]
-impl Target for Database {
-    fn routes(&self) -> Vec<String> {
+/// The ids of the account's connections.
+fn connections(server: &MySql) -> io::Result<Vec<String>> {
+    let user = MySql::USER;
+    let sql = format!(
+        "SELECT CAST(ID AS CHAR) FROM information_schema.PROCESSLIST WHERE USER = '{user}' ORDER BY ID"
+    );
+    Ok(run(server.addr(), &sql)?.concat())
+}
+
+/// Connections, transactions, and rows that say that somebody holds.
+fn left_at(server: &MySql) -> io::Result<Vec<String>> {
+    let (port, mut left) = (server.addr().port(), Vec::new());
+    for id in connections(server)? {
+        left.push(format!("at {port} the connection {id}"));
+    }
+    // They outlive the sessions that are ended.
+    let sql = "SELECT CAST(trx_mysql_thread_id AS CHAR) FROM information_schema.INNODB_TRX \
+               WHERE trx_mysql_thread_id <> CONNECTION_ID()";
+    for id in run(server.addr(), sql)?.concat() {
+        left.push(format!("at {port} a transaction of the connection {id}"));
+    }
+    let tables = run(server.addr(), "SHOW TABLES")?.concat();
+    for table in tables {
+        // The rows of the others are names, which stay.
+        let held = match table.as_str() {
+            "lockkit_gate" | "lockkit_permit" | "lockkit_fence" => continue,
+            "lockkit_holder" => "TRUE",
+            "lockkit_lease" => "token <> 0 AND expires > UNIX_TIMESTAMP(NOW(6)) * 1000000",
+            _ => {
+                left.push(format!("at {port} the table {table}"));
+                continue;
+            }
+        };
+        let sql = format!("SELECT CAST(name AS CHAR), CAST(token AS CHAR) FROM {table} WHERE {held}");
+        for row in run(server.addr(), &sql)? {
+            left.push(format!("at {port} in {table} the hold {}", row.join(" ")));
+        }
+    }
+    Ok(left)
+}
+
+impl Servers for Database {
+    const GROUPS: usize = 3;
+    // And until a dead session is ended over another connection.
+    const RECOVERY: Duration = Duration::from_secs(10);
+
+    fn addrs(&self) -> Vec<SocketAddr> {
+        vec![self.primary.addr()]
+    }
+
+    fn url(&self, addrs: &[SocketAddr]) -> String {
         let parameters = if self.lease { "?mode=lease" } else { "" };
-        let addrs = self.wires.0.iter().map(Proxy::addr);
-        addrs
-            .map(|addr| format!("{}{parameters}", MySql::url_at(addr)))
-            .collect()
+        format!("{}{parameters}", MySql::url_at(addrs[0]))
     }
 
-    async fn connect(&self, route: &str) -> Result<LockClient> {
-        lockkit::connect(route).await
-    }
-
-    fn faults(&self) -> Vec<Fault> {
-        let mut faults: Vec<_> = self.wires.faults(RECOVERY).into();
-        if !self.lease {
-            for fault in &mut faults {
-                *fault = match fault.name {
-                    // The server frees a row at once.
-                    "reset" | "refuse" | "lose" => {
-                        fault.excuses_overlap(Told::Within(Duration::from_secs(2)))
-                    }
-                    "silence" => fault.excuses_overlap(Told::AtLeaseEnd(Duration::from_secs(1))),
-                    _ => *fault,
-                };
-            }
+    fn of_a_way(&self, fault: Fault) -> Fault {
+        match fault.name {
+            _ if self.lease => fault,
+            // The server frees a row at once.
+            "reset" | "refuse" | "lose" => fault.excuses_overlap(Told::Within(Duration::from_secs(2))),
+            "silence" => fault.excuses_overlap(Told::AtLeaseEnd(Duration::from_secs(1))),
+            _ => fault,
         }
-        let restart = Fault::new("restart").recovery(RECOVERY);
-        let session = Fault::new("session").places(8).recovery(RECOVERY).weight(3);
-        faults.extend([
-            Fault::new("pause").recovery(RECOVERY),
-            if self.lease {
-                restart
-            } else {
-                restart.excuses_overlap(Told::Within(Duration::from_secs(3)))
-            },
-            if self.lease {
-                session
-            } else {
-                session.excuses_overlap(AT_RENEWAL)
-            },
-            // A planned change of roles: the old primary is demoted, its connections stay.
-            Fault::new("switch")
-                .recovery(RECOVERY)
-                .excuses_overlap(AT_RENEWAL)
-                .lasting()
-                .weight(4),
-        ]);
+    }
+
+    fn harms(&self) -> Vec<Harm<Self>> {
+        let fault = |name| Fault::new(name).recovery(Self::RECOVERY);
+        let mut restart = fault("restart");
+        let mut session = fault("session").places(8).weight(3);
+        // It counts silence by another clock.
+        let mut clock = fault("clock");
         if self.lease {
-            faults.push(
-                Fault::new("clock")
-                    .places(2)
-                    .excuses_overlap(AT_RENEWAL)
-                    .recovery(Duration::from_secs(20)),
-            );
+            clock = clock
+                .places(2)
+                .excuses_overlap(AT_RENEWAL)
+                .recovery(Duration::from_secs(20));
         } else {
-            // It counts silence by another clock.
-            faults.push(Fault::new("clock").places(1).recovery(RECOVERY));
+            restart = restart.excuses_overlap(Told::Within(Duration::from_secs(3)));
+            session = session.excuses_overlap(AT_RENEWAL);
         }
-        faults
-    }
-
-    fn strike(&self, strike: &Strike, _: &[String]) -> io::Result<()> {
-        if self.wires.strike(strike) {
-            return Ok(());
-        }
-        let step = Duration::from_millis(strike.lasts.min(10_000));
-        self.suffering.begin(0, strike, || match strike.fault.as_str() {
-            "pause" => self.primary.process().pause(),
-            "restart" => self.primary.process().kill().map(drop),
-            "session" => {
-                let sql = format!(
-                    "SELECT CAST(ID AS CHAR) FROM information_schema.PROCESSLIST WHERE USER = '{}' ORDER BY ID",
-                    MySql::USER
-                );
-                let ids = run(&self.primary, &sql)?;
-                if let Some(id) = ids.get(strike.place as usize % ids.len().max(1)) {
+        vec![
+            Harm::<Self>::new(fault("pause"), |it, _| it.primary.process().pause())
+                .healed(|it, _| it.primary.process().resume()),
+            Harm::<Self>::new(restart, |it, _| it.primary.process().kill().map(drop))
+                .healed(|it, _| it.primary.start_again()),
+            Harm::<Self>::new(session, |it, blow| {
+                let ids = connections(&it.primary)?;
+                if let Some(id) = ids.get(blow.place() % ids.len().max(1)) {
                     // It may have ended meanwhile.
-                    let _ = run(&self.primary, &format!("KILL {}", id.concat()));
+                    let _ = run(it.primary.addr(), &format!("KILL {id}"));
                 }
                 Ok(())
-            }
-            "switch" => {
-                run(&self.primary, "SET GLOBAL read_only = 1")?;
-                for proxy in &self.wires.0 {
-                    proxy.set_upstream(self.successor.addr());
+            }),
+            // A planned change of roles: the old primary is demoted, its connections stay.
+            Harm::<Self>::new(
+                fault("switch").excuses_overlap(AT_RENEWAL).lasting().weight(4),
+                |it, blow| {
+                    run(it.primary.addr(), "SET GLOBAL read_only = 1")?;
+                    for way in blow.ways {
+                        way.set_upstream(it.successor.addr());
+                    }
+                    Ok(())
+                },
+            )
+            .healed(|it, blow| {
+                for way in blow.ways {
+                    way.set_upstream(it.primary.addr());
+                    way.reset();
                 }
-                Ok(())
-            }
-            "clock" if strike.place == 0 => self.clock.forward(step),
-            "clock" => self.clock.back(step),
-            _ => Err(unknown(strike)),
-        })
+                run(it.primary.addr(), "SET GLOBAL read_only = 0").map(drop)
+            }),
+            Harm::<Self>::new(clock, |it, blow| match blow.place() {
+                0 => it.clock.forward(blow.step()),
+                _ => it.clock.back(blow.step()),
+            })
+            .healed(|it, _| it.clock.reset()),
+        ]
     }
 
-    fn heal(&self, strike: &Strike) -> io::Result<()> {
-        if self.wires.heal(strike) {
-            return Ok(());
-        }
-        self.suffering.end(0, strike, || match strike.fault.as_str() {
-            "pause" => self.primary.process().resume(),
-            "restart" => self.primary.start_again(),
-            "switch" => {
-                for proxy in &self.wires.0 {
-                    proxy.set_upstream(self.primary.addr());
-                    proxy.reset();
-                }
-                run(&self.primary, "SET GLOBAL read_only = 0").map(drop)
-            }
-            "clock" => self.clock.reset(),
-            _ => Ok(()),
-        })
+    fn left(&self) -> io::Result<Vec<String>> {
+        Ok([left_at(&self.primary)?, left_at(&self.successor)?].concat())
     }
 }

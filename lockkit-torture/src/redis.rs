@@ -1,55 +1,49 @@
 //! One Redis or Valkey server.
 
-use std::{ffi::OsString, io, time::Duration};
+use std::{ffi::OsString, fmt, io, net::SocketAddr, time::Duration};
 
-use async_trait::async_trait;
-use lockkit::{LockClient, Result};
-use lockkit_conformance::torture::{Fault, Strike, Target, Told};
+use lockkit::LockClient;
+use lockkit_conformance::torture::{Fault, Told};
 use lockkit_testbed::{
-    Clock, Proxy,
+    Clock,
     redis::{Fsync, RedisServer},
 };
 
-use crate::wires::{Suffering, Wires, unknown};
+use crate::deployment::{Harm, Servers};
 
-pub(crate) struct Redis {
-    server: RedisServer,
+/// A server that syncs each write, by a clock that can be set.
+pub struct Redis {
+    /// The server.
+    pub server: RedisServer,
     clock: Clock,
-    wires: Wires,
-    suffering: Suffering,
 }
 
-impl std::fmt::Debug for Redis {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Redis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Redis").finish_non_exhaustive()
     }
 }
 
-/// How long a client may take to be connected again, and the head of the queue to be found to be gone.
-const RECOVERY: Duration = Duration::from_secs(8);
 /// After its renewal.
 const TOLD: Told = Told::AtRenewal(Duration::from_secs(3));
 
 impl Redis {
-    pub(crate) fn start(program: OsString) -> io::Result<Self> {
+    /// Starts `program`.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn start(program: OsString) -> io::Result<Self> {
         let clock = Clock::new()?;
         let server = RedisServer::builder()
             .program(program)
             .append_only(Fsync::Always)
             .clock(&clock)
             .start()?;
-        let wires = Wires::to(&[server.addr()], 3)?;
-        let suffering = Suffering::default();
-        Ok(Self {
-            server,
-            clock,
-            wires,
-            suffering,
-        })
+        Ok(Self { server, clock })
     }
 }
 
-/// The keys of the locks of these names, and not the counters.
+/// Deletes the keys of the locks of these names, and not the counters.
 pub(crate) fn delete_keys(server: &RedisServer, names: &[String]) -> io::Result<()> {
     for name in names {
         for key in [
@@ -62,88 +56,100 @@ pub(crate) fn delete_keys(server: &RedisServer, names: &[String]) -> io::Result<
     Ok(())
 }
 
-#[async_trait]
-impl Target for Redis {
-    fn routes(&self) -> Vec<String> {
-        let addrs = self.wires.0.iter().map(Proxy::addr);
-        addrs.map(|addr| format!("redis://{addr}")).collect()
+/// The ids of the connections that locks are told of.
+fn connections(server: &RedisServer) -> io::Result<Vec<String>> {
+    let clients = server.cli(&["CLIENT", "LIST"])?;
+    let ours = clients.lines().filter(|line| line.contains(" sub=1 "));
+    let ids = ours.filter_map(|line| line.strip_prefix("id=")?.split(' ').next());
+    Ok(ids.map(str::to_owned).collect())
+}
+
+/// Connections, channels and keys, but for what `stays`, of which it is told the key and its time to live in ms.
+pub(crate) fn left_at(server: &RedisServer, stays: fn(&str, i64) -> bool) -> io::Result<Vec<String>> {
+    let (port, mut left) = (server.addr().port(), Vec::new());
+    let clients = server.cli(&["CLIENT", "LIST"])?;
+    // But for the one that asks.
+    for client in clients.lines().filter(|line| !line.contains(" cmd=client")) {
+        left.push(format!("at {port} the connection {}", field(client, "addr=")));
+    }
+    for channel in server.cli(&["PUBSUB", "CHANNELS"])?.lines() {
+        left.push(format!("at {port} a subscription to {channel}"));
+    }
+    for key in server.cli(&["KEYS", "*"])?.lines() {
+        let ttl = server.cli(&["PTTL", key])?.parse().map_err(io::Error::other)?;
+        // -2: it has gone meanwhile.
+        if ttl != -2 && !stays(key, ttl) {
+            left.push(format!("at {port} the key {key}"));
+        }
+    }
+    Ok(left)
+}
+
+fn field<'a>(line: &'a str, name: &str) -> &'a str {
+    let value = line.split(' ').find_map(|field| field.strip_prefix(name));
+    value.unwrap_or(line)
+}
+
+impl Servers for Redis {
+    const GROUPS: usize = 3;
+    // And until the head of the queue is found to be gone.
+    const RECOVERY: Duration = Duration::from_secs(8);
+
+    fn addrs(&self) -> Vec<SocketAddr> {
+        vec![self.server.addr()]
     }
 
-    async fn connect(&self, route: &str) -> Result<LockClient> {
-        lockkit::connect(route).await
+    fn url(&self, addrs: &[SocketAddr]) -> String {
+        format!("redis://{}", addrs[0])
     }
 
     fn dead_waiter_bound(&self, client: &LockClient, ttl: Duration) -> Duration {
         client.dead_holder_bound(ttl).max(Duration::from_secs(11))
     }
 
-    fn faults(&self) -> Vec<Fault> {
-        let mut faults: Vec<_> = self.wires.faults(RECOVERY).into();
-        for fault in &mut faults {
-            match fault.name {
-                "reset" => *fault = fault.keeps_order().weight(3),
-                // Who is back in ten seconds keeps its place.
-                "refuse" => *fault = fault.keeps_order_until(Duration::from_secs(5)).weight(3),
-                _ => {}
-            }
+    fn of_a_way(&self, fault: Fault) -> Fault {
+        match fault.name {
+            "reset" => fault.keeps_order().weight(3),
+            // Who is back in ten seconds keeps its place.
+            "refuse" => fault.keeps_order_until(Duration::from_secs(5)).weight(3),
+            _ => fault,
         }
-        faults.extend([
-            Fault::new("pause").recovery(RECOVERY),
-            Fault::new("restart").recovery(RECOVERY).weight(2),
-            Fault::new("session").places(6).recovery(RECOVERY).keeps_order(),
-            Fault::new("scripts").recovery(RECOVERY),
-            Fault::new("empty").excuses_overlap(TOLD).recovery(RECOVERY),
-            Fault::new("restart-empty")
-                .excuses_overlap(TOLD)
-                .recovery(RECOVERY),
-            Fault::new("delete").excuses_overlap(TOLD).recovery(RECOVERY),
-            // A dead holder's lease lasts for so much longer.
-            Fault::new("clock")
-                .places(2)
-                .excuses_overlap(TOLD)
-                .recovery(Duration::from_secs(20)),
-        ]);
-        faults
     }
 
-    fn strike(&self, strike: &Strike, names: &[String]) -> io::Result<()> {
-        if self.wires.strike(strike) {
-            return Ok(());
-        }
-        let step = Duration::from_millis(strike.lasts.min(10_000));
-        self.suffering.begin(0, strike, || match strike.fault.as_str() {
-            "pause" => self.server.pause(),
-            "restart" | "restart-empty" => self.server.kill(),
-            "session" => {
-                let clients = self.server.cli(&["CLIENT", "LIST"])?;
-                let ids = clients.lines().filter(|line| line.contains(" sub=1 "));
-                let ids: Vec<_> = ids
-                    .filter_map(|line| line.strip_prefix("id=")?.split(' ').next())
-                    .collect();
-                if let Some(id) = ids.get(strike.place as usize % ids.len().max(1)) {
-                    self.server.cli(&["CLIENT", "KILL", "ID", id])?;
+    fn harms(&self) -> Vec<Harm<Self>> {
+        let fault = |name| Fault::new(name).recovery(Self::RECOVERY);
+        let costs = |name| fault(name).excuses_overlap(TOLD);
+        vec![
+            Harm::<Self>::new(fault("pause"), |it, _| it.server.pause()).healed(|it, _| it.server.resume()),
+            Harm::<Self>::new(fault("restart").weight(2), |it, _| it.server.kill())
+                .healed(|it, _| it.server.start()),
+            Harm::<Self>::new(fault("session").places(6).keeps_order(), |it, blow| {
+                let ids = connections(&it.server)?;
+                if let Some(id) = ids.get(blow.place() % ids.len().max(1)) {
+                    it.server.cli(&["CLIENT", "KILL", "ID", id])?;
                 }
                 Ok(())
-            }
-            "scripts" => self.server.cli(&["SCRIPT", "FLUSH"]).map(drop),
-            "empty" => self.server.cli(&["FLUSHALL"]).map(drop),
-            "delete" => delete_keys(&self.server, names),
-            "clock" if strike.place == 0 => self.clock.forward(step),
-            "clock" => self.clock.back(step),
-            _ => Err(unknown(strike)),
-        })
+            }),
+            Harm::<Self>::new(fault("scripts"), |it, _| {
+                it.server.cli(&["SCRIPT", "FLUSH"]).map(drop)
+            }),
+            Harm::<Self>::new(costs("empty"), |it, _| it.server.cli(&["FLUSHALL"]).map(drop)),
+            Harm::<Self>::new(costs("restart-empty"), |it, _| it.server.kill())
+                .healed(|it, _| it.server.restart_empty()),
+            Harm::<Self>::new(costs("delete"), |it, blow| delete_keys(&it.server, blow.names)),
+            // A dead holder's lease lasts for so much longer.
+            Harm::<Self>::new(
+                costs("clock").places(2).recovery(Duration::from_secs(20)),
+                |it, blow| match blow.place() {
+                    0 => it.clock.forward(blow.step()),
+                    _ => it.clock.back(blow.step()),
+                },
+            )
+            .healed(|it, _| it.clock.reset()),
+        ]
     }
 
-    fn heal(&self, strike: &Strike) -> io::Result<()> {
-        if self.wires.heal(strike) {
-            return Ok(());
-        }
-        self.suffering.end(0, strike, || match strike.fault.as_str() {
-            "pause" => self.server.resume(),
-            "restart" => self.server.start(),
-            "restart-empty" => self.server.restart_empty(),
-            "clock" => self.clock.reset(),
-            _ => Ok(()),
-        })
+    fn left(&self) -> io::Result<Vec<String>> {
+        left_at(&self.server, |key, _| key == "lockkit#fence")
     }
 }

@@ -1,30 +1,29 @@
 //! Several masters.
 
 use std::{
-    io,
+    fmt, io,
     net::SocketAddr,
     thread,
     time::{Duration, Instant},
 };
 
-use async_trait::async_trait;
-use lockkit::{LockClient, Result};
-use lockkit_conformance::torture::{Fault, Strike, Target, Told};
-use lockkit_testbed::{Proxy, redis::RedisServer};
+use lockkit::LockClient;
+use lockkit_conformance::torture::{Fault, Strike, Told};
+use lockkit_testbed::redis::RedisServer;
 
 use crate::{
-    redis::delete_keys,
-    wires::{Suffering, Wires, unknown},
+    deployment::{Blow, Harm, Servers},
+    redis::{delete_keys, left_at},
 };
 
-pub(crate) struct Redlock {
-    masters: Vec<RedisServer>,
-    wires: Wires,
-    suffering: Suffering,
+/// Masters that know nothing of each other.
+pub struct Redlock {
+    /// Each of them.
+    pub masters: Vec<RedisServer>,
 }
 
-impl std::fmt::Debug for Redlock {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Redlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Redlock")
             .field("masters", &self.masters.len())
             .finish_non_exhaustive()
@@ -34,46 +33,43 @@ impl std::fmt::Debug for Redlock {
 const MAX_TTL: Duration = Duration::from_secs(5);
 /// A busy machine takes longer than the 100 ms of the default, and a master that is late is one without a say.
 const MASTER_TIMEOUT: Duration = Duration::from_millis(400);
-const GROUPS: usize = 2;
 /// After its renewal.
 const TOLD: Told = Told::AtRenewal(Duration::from_secs(1));
 /// 5 ms and two round trips, on a busy machine.
 const REPAIRED: Duration = Duration::from_millis(50);
 
 impl Redlock {
-    pub(crate) fn start(masters: usize) -> io::Result<Self> {
-        let masters: Vec<_> = (0..masters)
-            .map(|_| RedisServer::plain())
-            .collect::<io::Result<_>>()?;
-        let addrs: Vec<_> = masters.iter().map(RedisServer::addr).collect();
-        let wires = Wires::to(&addrs, GROUPS)?;
-        let suffering = Suffering::default();
-        Ok(Self {
-            masters,
-            wires,
-            suffering,
-        })
+    /// Starts so many.
+    ///
+    /// # Errors
+    /// If one does not come up.
+    pub fn start(masters: usize) -> io::Result<Self> {
+        let masters = (0..masters).map(|_| RedisServer::plain());
+        let masters = masters.collect::<io::Result<_>>()?;
+        Ok(Self { masters })
+    }
+
+    fn master(&self, blow: Blow<'_>) -> &RedisServer {
+        &self.masters[blow.place()]
     }
 }
 
-#[async_trait]
-impl Target for Redlock {
-    fn routes(&self) -> Vec<String> {
-        let addrs: Vec<_> = self.wires.0.iter().map(Proxy::addr).collect();
-        let url = |addrs: &[SocketAddr]| {
-            let masters: Vec<_> = addrs.iter().map(ToString::to_string).collect();
-            format!(
-                "redlock://{}?max_ttl={}s&master_timeout={}ms",
-                masters.join(","),
-                MAX_TTL.as_secs(),
-                MASTER_TIMEOUT.as_millis()
-            )
-        };
-        addrs.chunks(self.masters.len()).map(url).collect()
+impl Servers for Redlock {
+    const GROUPS: usize = 2;
+    const RECOVERY: Duration = Duration::from_secs(8);
+
+    fn addrs(&self) -> Vec<SocketAddr> {
+        self.masters.iter().map(RedisServer::addr).collect()
     }
 
-    async fn connect(&self, route: &str) -> Result<LockClient> {
-        lockkit::connect(route).await
+    fn url(&self, addrs: &[SocketAddr]) -> String {
+        let masters: Vec<_> = addrs.iter().map(ToString::to_string).collect();
+        format!(
+            "redlock://{}?max_ttl={}s&master_timeout={}ms",
+            masters.join(","),
+            MAX_TTL.as_secs(),
+            MASTER_TIMEOUT.as_millis()
+        )
     }
 
     fn max_ttl(&self) -> Duration {
@@ -84,72 +80,56 @@ impl Target for Redlock {
         client.dead_holder_bound(ttl).max(Duration::from_secs(11))
     }
 
-    fn faults(&self) -> Vec<Fault> {
-        let recovery = Duration::from_secs(8);
-        let quarantine = MAX_TTL + recovery;
+    fn seat(&self, strike: &Strike) -> u32 {
+        strike.place
+    }
+
+    fn harms(&self) -> Vec<Harm<Self>> {
         let all = u32::try_from(self.masters.len()).unwrap_or(u32::MAX);
-        let minority = (all - 1) / 2;
-        let mut faults: Vec<_> = self.wires.faults(recovery).into();
-        faults.extend([
-            Fault::new("pause").places(all).recovery(recovery),
+        let fault = |name| Fault::new(name).places(all).recovery(Self::RECOVERY);
+        let quarantined = |name| fault(name).recovery(MAX_TTL + Self::RECOVERY);
+        let delete = fault("delete").places((all - 1) / 2).weight(4);
+        let delete = delete.excuses_overlap_of_bare(TOLD, REPAIRED);
+        vec![
+            Harm::<Self>::new(fault("pause"), |it, blow| it.master(blow).pause())
+                .healed(|it, blow| it.master(blow).resume()),
             // With its data.
-            Fault::new("restart").places(all).recovery(quarantine).weight(2),
-            Fault::new("restart-empty")
-                .places(all - 1)
-                .recovery(quarantine)
-                .weight(2),
-            Fault::new("empty").places(all - 1).recovery(quarantine).weight(3),
+            Harm::<Self>::new(quarantined("restart").weight(2), |it, blow| {
+                it.master(blow).restart()
+            }),
+            Harm::<Self>::new(
+                quarantined("restart-empty").places(all - 1).weight(2),
+                |it, blow| it.master(blow).kill(),
+            )
+            .healed(|it, blow| it.master(blow).restart_empty()),
+            Harm::<Self>::new(quarantined("empty").places(all - 1).weight(3), |it, blow| {
+                it.master(blow).cli(&["FLUSHALL"]).map(drop)
+            }),
             // Again and again, at one.
-            Fault::new("delete")
-                .places(minority)
-                .recovery(recovery)
-                .weight(4)
-                .excuses_overlap_of_bare(TOLD, REPAIRED),
-            Fault::new("scripts").places(all).recovery(recovery),
-        ]);
-        faults
-    }
-
-    fn strike(&self, strike: &Strike, names: &[String]) -> io::Result<()> {
-        if self.wires.strike(strike) {
-            return Ok(());
-        }
-        let master = self
-            .masters
-            .get(strike.place as usize)
-            .ok_or_else(|| unknown(strike))?;
-        self.suffering
-            .begin(strike.place, strike, || match strike.fault.as_str() {
-                "pause" => master.pause(),
-                "restart" => master.restart(),
-                "restart-empty" => master.kill(),
-                "empty" => master.cli(&["FLUSHALL"]).map(drop),
-                "delete" => {
-                    let until = Instant::now() + Duration::from_millis(strike.lasts.min(1_000));
-                    while Instant::now() < until {
-                        delete_keys(master, names)?;
-                        thread::sleep(Duration::from_millis(10));
-                    }
-                    Ok(())
+            Harm::<Self>::new(delete, |it, blow| {
+                let until = Instant::now() + Duration::from_millis(blow.strike.lasts.min(1_000));
+                while Instant::now() < until {
+                    delete_keys(it.master(blow), blow.names)?;
+                    thread::sleep(Duration::from_millis(10));
                 }
-                "scripts" => master.cli(&["SCRIPT", "FLUSH"]).map(drop),
-                _ => Err(unknown(strike)),
-            })
+                Ok(())
+            }),
+            Harm::<Self>::new(fault("scripts"), |it, blow| {
+                it.master(blow).cli(&["SCRIPT", "FLUSH"]).map(drop)
+            }),
+        ]
     }
 
-    fn heal(&self, strike: &Strike) -> io::Result<()> {
-        if self.wires.heal(strike) {
-            return Ok(());
+    fn left(&self) -> io::Result<Vec<String>> {
+        let mut left = Vec::new();
+        for master in &self.masters {
+            left.extend(left_at(master, stays)?);
         }
-        let master = self
-            .masters
-            .get(strike.place as usize)
-            .ok_or_else(|| unknown(strike))?;
-        self.suffering
-            .end(strike.place, strike, || match strike.fault.as_str() {
-                "pause" => master.resume(),
-                "restart-empty" => master.restart_empty(),
-                _ => Ok(()),
-            })
+        Ok(left)
     }
+}
+
+/// The marker, and counters, which go when they were not used for weeks.
+fn stays(key: &str, ttl: i64) -> bool {
+    key == "lockkit#redlock" || key.starts_with("lockkit#fence:{") && ttl > 0
 }

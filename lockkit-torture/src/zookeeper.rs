@@ -1,21 +1,14 @@
 //! One ZooKeeper server, and three.
 
-use std::{io, net::SocketAddr, sync::Mutex, sync::PoisonError, time::Duration};
+use std::{io, net::SocketAddr, time::Duration};
 
-use async_trait::async_trait;
-use lockkit::{LockClient, Result};
-use lockkit_conformance::torture::{Fault, Strike, Target, Told};
-use lockkit_testbed::{
-    Proxy,
-    zookeeper::{ZkEnsemble, ZkServer},
-};
+use lockkit_conformance::torture::{Fault, Told};
+use lockkit_testbed::zookeeper::{ZkEnsemble, ZkServer};
 
-use crate::wires::{Suffering, Wires, unknown};
+use crate::deployment::{Blow, Harm, Servers};
 
 /// Long enough for a lease that is worth something, and short enough to be waited for.
 const SESSION: Duration = Duration::from_secs(6);
-/// Until a client is back, and a session that was not is over.
-const RECOVERY: Duration = Duration::from_secs(12);
 /// Of a session that an operator ends.
 const TOLD: Told = Told::Within(Duration::from_secs(3));
 
@@ -30,195 +23,157 @@ fn url(addrs: &[SocketAddr], nodes: &str) -> String {
 }
 
 /// One of the sessions that there are, ended as an operator would.
-fn end_session(server: &ZkServer, place: u32) -> io::Result<()> {
-    let dump = server.word("dump")?;
-    let ids = dump.lines().filter_map(|line| line.trim().strip_prefix("0x"));
-    let ids: Vec<_> = ids
-        .filter_map(|id| u64::from_str_radix(id.trim_end_matches(':'), 16).ok())
-        .map(u64::cast_signed)
-        .collect();
-    if let Some(id) = ids.get(place as usize % ids.len().max(1)) {
+fn end_session(server: &ZkServer, blow: Blow<'_>) -> io::Result<()> {
+    let ids = server.sessions()?;
+    if let Some(id) = ids.get(blow.place() % ids.len().max(1)) {
         server.end_session(*id)?;
     }
     Ok(())
 }
 
+fn session(recovery: Duration) -> Fault {
+    Fault::new("session")
+        .places(6)
+        .recovery(recovery)
+        .excuses_overlap(TOLD)
+}
+
+/// Sessions that `leader` knows, connections to `servers`, and nodes. Nothing stays: directories are containers.
+fn left_at(leader: &ZkServer, servers: &[ZkServer]) -> io::Result<Vec<String>> {
+    let mut left = Vec::new();
+    for id in leader.sessions()? {
+        left.push(format!("the session {id:#x}"));
+    }
+    for server in servers {
+        let connections = server.word("cons")?;
+        // One that has no session is that which asks.
+        for line in connections.lines().filter(|line| line.contains("sid=")) {
+            let (client, _) = line.trim().split_once('[').unwrap_or((line, ""));
+            left.push(format!("at {} the connection {client}", server.addr().port()));
+        }
+    }
+    // Which is a look in a session of its own.
+    if left.is_empty() {
+        left.extend(leader.nodes()?.into_iter().map(|node| format!("the node {node}")));
+    }
+    Ok(left)
+}
+
+/// One server.
 #[derive(Debug)]
-pub(crate) struct Single {
-    server: ZkServer,
+pub struct Single {
+    /// The server.
+    pub server: ZkServer,
     nodes: &'static str,
-    wires: Wires,
-    suffering: Suffering,
 }
 
 impl Single {
-    pub(crate) fn start(nodes: &'static str) -> io::Result<Self> {
+    /// Starts it, for locks with the layout `nodes`.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn start(nodes: &'static str) -> io::Result<Self> {
         let server = ZkServer::plain()?;
-        let wires = Wires::to(&[server.addr()], 3)?;
-        let suffering = Suffering::default();
-        Ok(Self {
-            server,
-            nodes,
-            wires,
-            suffering,
-        })
+        Ok(Self { server, nodes })
+    }
+
+    fn restart_granting(&self, milliseconds: u32) -> io::Result<()> {
+        self.server.kill()?;
+        self.server
+            .reconfigure(&format!("maxSessionTimeout={milliseconds}"))?;
+        self.server.start()
     }
 }
 
-#[async_trait]
-impl Target for Single {
-    fn routes(&self) -> Vec<String> {
-        let addrs = self.wires.0.iter().map(Proxy::addr);
-        addrs.map(|addr| url(&[addr], self.nodes)).collect()
+impl Servers for Single {
+    const GROUPS: usize = 3;
+    // And until a session that was not attached again is over.
+    const RECOVERY: Duration = Duration::from_secs(12);
+
+    fn addrs(&self) -> Vec<SocketAddr> {
+        vec![self.server.addr()]
     }
 
-    async fn connect(&self, route: &str) -> Result<LockClient> {
-        lockkit::connect(route).await
+    fn url(&self, addrs: &[SocketAddr]) -> String {
+        url(addrs, self.nodes)
     }
 
-    fn faults(&self) -> Vec<Fault> {
-        let mut faults: Vec<_> = self.wires.faults(RECOVERY).into();
-        for fault in &mut faults {
-            match fault.name {
-                "cut" => *fault = fault.weight(4),
-                "reset" => *fault = fault.keeps_order().weight(2),
-                _ => {}
-            }
+    fn of_a_way(&self, fault: Fault) -> Fault {
+        match fault.name {
+            "cut" => fault.weight(4),
+            "reset" => fault.keeps_order().weight(2),
+            _ => fault,
         }
-        faults.extend([
-            Fault::new("pause").recovery(RECOVERY),
-            Fault::new("restart").recovery(RECOVERY),
+    }
+
+    fn harms(&self) -> Vec<Harm<Self>> {
+        let fault = |name| Fault::new(name).recovery(Self::RECOVERY);
+        vec![
+            Harm::<Self>::new(fault("pause"), |it, _| it.server.pause()).healed(|it, _| it.server.resume()),
+            Harm::<Self>::new(fault("restart"), |it, _| it.server.kill()).healed(|it, _| it.server.start()),
             // It comes back, and grants sessions of two seconds at most.
-            Fault::new("settings").recovery(RECOVERY).lasting().weight(4),
-            Fault::new("session")
-                .places(6)
-                .recovery(RECOVERY)
-                .excuses_overlap(TOLD),
-        ]);
-        faults
+            Harm::<Self>::new(fault("settings").lasting().weight(4), |it, _| {
+                it.restart_granting(2_000)
+            })
+            .healed(|it, _| it.restart_granting(60_000)),
+            Harm::<Self>::new(session(Self::RECOVERY), |it, blow| end_session(&it.server, blow)),
+        ]
     }
 
-    fn strike(&self, strike: &Strike, _: &[String]) -> io::Result<()> {
-        if self.wires.strike(strike) {
-            return Ok(());
-        }
-        if strike.fault == "session" {
-            return self
-                .suffering
-                .begin(0, strike, || end_session(&self.server, strike.place));
-        }
-        self.suffering.begin(0, strike, || match strike.fault.as_str() {
-            "pause" => self.server.pause(),
-            "restart" => self.server.kill(),
-            "settings" => {
-                self.server.kill()?;
-                self.server.reconfigure("maxSessionTimeout=2000")?;
-                self.server.start()
-            }
-            _ => Err(unknown(strike)),
-        })
-    }
-
-    fn heal(&self, strike: &Strike) -> io::Result<()> {
-        if self.wires.heal(strike) {
-            return Ok(());
-        }
-        self.suffering.end(0, strike, || match strike.fault.as_str() {
-            "pause" => self.server.resume(),
-            "restart" => self.server.start(),
-            "settings" => {
-                self.server.kill()?;
-                self.server.reconfigure("maxSessionTimeout=60000")?;
-                self.server.start()
-            }
-            _ => Ok(()),
-        })
+    fn left(&self) -> io::Result<Vec<String>> {
+        left_at(&self.server, std::slice::from_ref(&self.server))
     }
 }
 
+/// Three servers, one of which may suffer: two are a majority.
 #[derive(Debug)]
-pub(crate) struct Ensemble {
-    servers: ZkEnsemble,
-    wires: Wires,
-    suffering: Mutex<Option<Strike>>,
-}
+pub struct Ensemble(pub ZkEnsemble);
 
 impl Ensemble {
-    pub(crate) fn start() -> io::Result<Self> {
-        let servers = ZkEnsemble::start()?;
-        let wires = Wires::to(&servers.addrs(), 2)?;
-        Ok(Self {
-            servers,
-            wires,
-            suffering: Mutex::default(),
-        })
+    /// Starts them.
+    ///
+    /// # Errors
+    /// If they do not come up.
+    pub fn start() -> io::Result<Self> {
+        ZkEnsemble::start().map(Self)
+    }
+
+    fn member(&self, blow: Blow<'_>) -> &ZkServer {
+        self.0.member(blow.place())
     }
 }
 
-#[async_trait]
-impl Target for Ensemble {
-    fn routes(&self) -> Vec<String> {
-        let addrs: Vec<_> = self.wires.0.iter().map(Proxy::addr).collect();
-        addrs.chunks(3).map(|addrs| url(addrs, "mutex")).collect()
+impl Servers for Ensemble {
+    const GROUPS: usize = 2;
+    const RECOVERY: Duration = Duration::from_secs(20);
+
+    fn addrs(&self) -> Vec<SocketAddr> {
+        self.0.addrs()
     }
 
-    async fn connect(&self, route: &str) -> Result<LockClient> {
-        lockkit::connect(route).await
+    fn url(&self, addrs: &[SocketAddr]) -> String {
+        url(addrs, "mutex")
     }
 
-    fn faults(&self) -> Vec<Fault> {
-        let recovery = RECOVERY + Duration::from_secs(8);
-        let mut faults: Vec<_> = self.wires.faults(recovery).into();
-        faults.extend([
-            Fault::new("pause").places(3).recovery(recovery),
-            Fault::new("restart").places(3).recovery(recovery).weight(2),
-            Fault::new("isolate").places(3).recovery(recovery).weight(3),
-            Fault::new("session")
-                .places(6)
-                .recovery(recovery)
-                .excuses_overlap(TOLD),
-        ]);
-        faults
-    }
-
-    fn strike(&self, strike: &Strike, _: &[String]) -> io::Result<()> {
-        if self.wires.strike(strike) {
-            return Ok(());
-        }
-        // One member at a time: two are a majority.
-        let mut suffering = self.suffering.lock().unwrap_or_else(PoisonError::into_inner);
-        if suffering.is_some() {
-            return Ok(());
-        }
-        *suffering = Some(strike.clone());
-        let member = self.servers.member(strike.place as usize % 3);
-        match strike.fault.as_str() {
-            "pause" => member.pause(),
-            "restart" => member.kill(),
-            "isolate" => {
-                self.servers.cut(strike.place as usize % 3);
+    fn harms(&self) -> Vec<Harm<Self>> {
+        let fault = |name| Fault::new(name).places(3).recovery(Self::RECOVERY);
+        vec![
+            Harm::<Self>::new(fault("pause"), |it, blow| it.member(blow).pause())
+                .healed(|it, blow| it.member(blow).resume()),
+            Harm::<Self>::new(fault("restart").weight(2), |it, blow| it.member(blow).kill())
+                .healed(|it, blow| it.member(blow).start()),
+            Harm::<Self>::new(fault("isolate").weight(3), |it, blow| {
+                it.0.cut(blow.place());
                 Ok(())
-            }
-            "session" => end_session(self.servers.member(self.servers.leader()?), strike.place),
-            _ => Err(unknown(strike)),
-        }
+            })
+            .healed(|it, _| it.0.mend()),
+            Harm::<Self>::new(session(Self::RECOVERY), |it, blow| {
+                end_session(it.0.member(it.0.leader()?), blow)
+            }),
+        ]
     }
 
-    fn heal(&self, strike: &Strike) -> io::Result<()> {
-        if self.wires.heal(strike) {
-            return Ok(());
-        }
-        let mut suffering = self.suffering.lock().unwrap_or_else(PoisonError::into_inner);
-        if suffering.as_ref() != Some(strike) {
-            return Ok(());
-        }
-        *suffering = None;
-        let member = self.servers.member(strike.place as usize % 3);
-        match strike.fault.as_str() {
-            "pause" => member.resume(),
-            "restart" => member.start(),
-            "isolate" => self.servers.mend(),
-            _ => Ok(()),
-        }
+    fn left(&self) -> io::Result<Vec<String>> {
+        left_at(self.0.member(self.0.leader()?), self.0.members())
     }
 }

@@ -1,5 +1,8 @@
 //! Each fault that costs an unprotected hold does cost it: one that did not happen would make every torture above pass.
 
+mod faults;
+mod left;
+
 use std::{
     sync::Arc,
     time::{Duration, Instant},

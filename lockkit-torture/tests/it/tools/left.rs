@@ -1,0 +1,254 @@
+//! What is left is told, whatever it is, and what is documented to stay is not.
+
+use std::{
+    fs,
+    io::Write as _,
+    net::TcpStream,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use lockkit::{AcquireOptions, LockClient, LockGuard, MemoryBackend};
+use lockkit_conformance::torture::Target;
+use lockkit_testbed::{
+    mysql::{Flavour, MySql},
+    redis::{self as servers, RedisServer},
+    skipped,
+    zookeeper::ZkServer,
+};
+use lockkit_torture::{
+    Deployment,
+    embedded::{Files, Memory},
+    mysql::{Database, run},
+    redis::Redis,
+    redlock::Redlock,
+    zookeeper::{Ensemble, Single},
+};
+
+/// Waits until all of `parts` are told, each in one of the things that are left.
+fn told(target: &dyn Target, parts: &[&str]) {
+    until(target, parts, |left| {
+        parts.iter().all(|part| left.iter().any(|one| one.contains(part)))
+    });
+}
+
+fn nothing(target: &dyn Target) {
+    until(target, &["nothing"], <[_]>::is_empty);
+}
+
+fn until(target: &dyn Target, what: &[&str], condition: impl Fn(&[String]) -> bool) {
+    let began = Instant::now();
+    loop {
+        let left = target.left().expect("an answer");
+        if condition(&left) {
+            return;
+        }
+        assert!(began.elapsed() < Duration::from_secs(20), "{what:?} in {left:?}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A client that holds a lock, shared if it can, on a runtime of its own.
+struct Holder {
+    runtime: tokio::runtime::Runtime,
+    client: LockClient,
+    guard: LockGuard,
+}
+
+impl Holder {
+    fn of(target: &dyn Target) -> Self {
+        Self::by(target, &target.routes()[0])
+    }
+
+    fn by(target: &dyn Target, route: &str) -> Self {
+        let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+        let (client, guard) = runtime.block_on(async {
+            let began = Instant::now();
+            let client = loop {
+                match target.connect(route).await {
+                    Ok(client) => break client,
+                    // The machine is busy.
+                    Err(error) => assert!(began.elapsed() < Duration::from_secs(20), "{error:?}"),
+                }
+            };
+            let lock = client.lock("tools").expect("a name");
+            let options = AcquireOptions::new().ttl(Duration::from_secs(5));
+            let guard = lock.acquire_with(&options).await.expect("a hold");
+            (client, guard)
+        });
+        Self {
+            runtime,
+            client,
+            guard,
+        }
+    }
+
+    fn end(self) {
+        self.runtime.block_on(async {
+            self.guard.release().await.expect("released");
+            self.client.close(Duration::from_secs(5)).await.expect("closed");
+        });
+    }
+}
+
+/// What all of them have in common: a hold is told, a released one is not.
+fn tells_of_a_hold(target: &dyn Target, parts: &[&str]) {
+    nothing(target);
+    let holder = Holder::of(target);
+    told(target, parts);
+    holder.end();
+    nothing(target);
+}
+
+/// Connections, channels and keys at a server, of a lock and of something else.
+fn tells_of_a_redis(target: &dyn Target, server: &RedisServer) {
+    let mut line = TcpStream::connect(server.addr()).expect("a connection");
+    let connection = format!("the connection {}", line.local_addr().expect("an address"));
+    told(target, &[&connection]);
+    line.write_all(b"SUBSCRIBE lockkit#client:x\r\n")
+        .expect("written");
+    told(target, &["a subscription to lockkit#client:x"]);
+    drop(line);
+    nothing(target);
+    for key in [
+        "lockkit:x",
+        "lockkit#queue:{lockkit:x}",
+        "lockkit#client:x",
+        "stray",
+    ] {
+        server.cli(&["SET", key, "1"]).expect("planted");
+        told(target, &[&format!("the key {key}")]);
+        server.cli(&["DEL", key]).expect("deleted");
+        nothing(target);
+    }
+}
+
+#[test]
+fn at_redis_is_told() {
+    if skipped("redis", servers::missing()) {
+        return;
+    }
+    let it = Deployment::of(Redis::start(servers::program()).expect("a server")).expect("ways");
+    tells_of_a_hold(
+        &it,
+        &["the connection", "a subscription to", "the key lockkit:tools"],
+    );
+    tells_of_a_redis(&it, &it.servers.server);
+}
+
+#[test]
+fn at_one_of_redlock_s_masters_is_told() {
+    if skipped("redis", servers::missing()) {
+        return;
+    }
+    let it = Deployment::of(Redlock::start(3).expect("masters")).expect("ways");
+    tells_of_a_hold(
+        &it,
+        &["the connection", "a subscription to", "the key lockkit:tools"],
+    );
+    let master = &it.servers.masters[2];
+    tells_of_a_redis(&it, master);
+    // One that goes is documented, one that stays is not.
+    let counter = "lockkit#fence:{lockkit:x}";
+    master.cli(&["SET", counter, "1"]).expect("planted");
+    told(&it, &[counter]);
+    master.cli(&["PEXPIRE", counter, "100000"]).expect("it is to go");
+    nothing(&it);
+}
+
+#[test]
+fn at_zookeeper_is_told() {
+    if skipped("zk", lockkit_testbed::zookeeper::missing()) {
+        return;
+    }
+    let it = Deployment::of(Single::start("mutex").expect("a server")).expect("ways");
+    tells_of_a_hold(&it, &["the session 0x", "the connection /127.0.0.1:"]);
+    tells_of_a_node(&it, &it.servers.server);
+}
+
+#[test]
+fn at_the_ensemble_is_told() {
+    if skipped("zk", lockkit_testbed::zookeeper::missing()) {
+        return;
+    }
+    let it = Deployment::of(Ensemble::start().expect("servers")).expect("ways");
+    tells_of_a_hold(&it, &["the session 0x", "the connection /127.0.0.1:"]);
+    tells_of_a_node(&it, it.servers.0.member(1));
+}
+
+/// Persistent directories, which stay.
+fn tells_of_a_node(target: &dyn Target, server: &ZkServer) {
+    let route = format!("zk://{}?parents=persistent&tick_time=100ms", server.addr());
+    Holder::by(target, &route).end();
+    told(target, &["the node /lockkit/tools"]);
+}
+
+fn at_a_database(flavour: Flavour) {
+    let rows = Deployment::of(Database::start(flavour, false).expect("servers")).expect("ways");
+    tells_of_a_hold(&rows, &["the connection", "a transaction of the connection"]);
+    let (primary, successor) = (rows.servers.primary.addr(), rows.servers.successor.addr());
+    let told_of = |sql: &str, part: &str, undo: &str| {
+        run(primary, sql).expect("planted");
+        told(&rows, &[part]);
+        run(primary, undo).expect("undone");
+        nothing(&rows);
+    };
+    told_of(
+        "INSERT INTO lockkit_holder VALUES ('x', 1, 4711, 5, NULL)",
+        "in lockkit_holder the hold x 4711",
+        "DELETE FROM lockkit_holder",
+    );
+    told_of(
+        "CREATE TABLE stray (a INT)",
+        "the table stray",
+        "DROP TABLE stray",
+    );
+    // The other server, too.
+    let at_successor = MySql::url_at(successor);
+    let holder = Holder::by(&rows, &at_successor);
+    told(&rows, &[&format!("at {} the connection", successor.port())]);
+    holder.end();
+    nothing(&rows);
+}
+
+#[test]
+fn at_mariadb_is_told() {
+    if !skipped("mysql", MySql::missing(Flavour::MariaDb)) {
+        at_a_database(Flavour::MariaDb);
+    }
+}
+
+#[test]
+fn at_mysql_is_told() {
+    if !skipped("mysql-server", MySql::missing(Flavour::MySql)) {
+        at_a_database(Flavour::MySql);
+    }
+}
+
+#[test]
+fn of_a_lease_in_a_row_is_told() {
+    if !skipped("mysql", MySql::missing(Flavour::MariaDb)) {
+        let rows = Deployment::of(Database::start(Flavour::MariaDb, true).expect("servers")).expect("ways");
+        tells_of_a_hold(
+            &rows,
+            &["the connection", "in lockkit_lease the hold lockkit:tools"],
+        );
+    }
+}
+
+#[test]
+fn in_a_directory_is_told() {
+    let files = Files::new().expect("a directory");
+    tells_of_a_hold(&files, &["locked, the file", "open, the file"]);
+    let readers = files.0.path().join("lockkit/tools.readers");
+    fs::create_dir_all(&readers).expect("a directory");
+    fs::write(readers.join("4711"), "").expect("a file");
+    told(&files, &["of a reader, the file"]);
+}
+
+#[test]
+fn in_memory_is_told() {
+    let memory = Arc::new(Memory(MemoryBackend::new()));
+    tells_of_a_hold(&*memory, &["1 names in memory"]);
+}
