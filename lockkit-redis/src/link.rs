@@ -207,9 +207,9 @@ impl Link {
         let replies = self.seen(&live, replies);
         let mut replies = replies.map_err(|error| failed(operation, error))?;
         if raises {
-            let raised = replies.drain(..1).next();
+            let counter = replies.drain(..1).next();
             let time = replies.pop();
-            match raised {
+            match counter {
                 Some(Value::Int(_)) => {
                     live.note_raised(since);
                     // The commands may have been held up between the two.

@@ -50,7 +50,13 @@ impl Places {
 
     /// A claim is gone that may be in this lock's queue, where its client's heartbeat would keep its place.
     pub(crate) fn leave_behind(&self, owner: OwnerId, lock: Vec<u8>) {
-        self.left().insert(owner.get(), lock);
+        /// A server that refuses requests for days must not fill the client's memory.
+        const MOST: usize = 10_000;
+
+        let mut left = self.left();
+        if left.len() < MOST {
+            left.insert(owner.get(), lock);
+        }
     }
 
     pub(crate) fn left_behind(&self) -> Vec<(OwnerId, Vec<u8>)> {
