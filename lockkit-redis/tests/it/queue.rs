@@ -582,3 +582,96 @@ async fn a_server_clock_that_is_set_back_keeps_the_order_of_the_queue() {
     held.release().await.unwrap();
     nothing_is_left(&server, "after the clock went back").await;
 }
+
+/// By its clock nobody who waits has been heard of for long. Whoever does not fit at that moment queues up anew.
+#[tokio::test]
+async fn a_server_clock_that_jumps_forward_has_waiters_queue_anew() {
+    const WAITERS: usize = 4;
+
+    if no_server() {
+        return;
+    }
+    let clock = Clock::new().unwrap();
+    let server = RedisServer::builder().clock(&clock).start().unwrap();
+    let clients = join_all((0..=WAITERS).map(|_| client(server.url()))).await;
+    let held = lock(&clients[0], "a", LONG).acquire().await.unwrap();
+    let (grant, mut grants) = tokio::sync::mpsc::unbounded_channel();
+    for (place, client) in clients.iter().enumerate().skip(1) {
+        let (lock, grant) = (lock(client, "a", LONG), grant.clone());
+        tokio::spawn(async move {
+            let guard = lock.acquire().await.unwrap();
+            grant.send((place, guard.token())).unwrap();
+            guard.release().await.unwrap();
+        });
+        waiters(&server, "a", place).await;
+    }
+    clock.forward(60 * SECOND).unwrap();
+    let mut tokens = vec![held.token()];
+    let mut order = Vec::new();
+    drop(held);
+    for _ in 0..WAITERS {
+        let (place, token) = within(LONG, "a grant", grants.recv()).await.unwrap();
+        order.push(place);
+        tokens.push(token);
+    }
+    assert_eq!(order[0], 1, "{order:?}");
+    assert!(tokens.is_sorted_by(|a, b| a < b), "{tokens:?}");
+    nothing_is_left(&server, "after the clock went forward").await;
+}
+
+/// Its ten seconds are over when the clock is back where it was.
+#[tokio::test]
+async fn a_server_clock_that_is_set_back_keeps_the_place_of_a_dead_waiter() {
+    if no_server() {
+        return;
+    }
+    let clock = Clock::new().unwrap();
+    let server = RedisServer::builder().clock(&clock).start().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&one, "a", LONG).shared().acquire().await.unwrap();
+    let mut writer = Peer::start(server.url()).await;
+    writer.send("acquire slot exclusive 30000 a");
+    waiters(&server, "a", 1).await;
+    clock.back(600 * SECOND).unwrap();
+    writer.process.kill().unwrap();
+    tokio::time::sleep(12 * SECOND).await;
+    let reader = lock(&two, "a", LONG).shared();
+    assert!(
+        reader.try_acquire().await.unwrap().is_none(),
+        "there is nothing to show"
+    );
+    held.check().unwrap();
+    // Which ends the holder's lease as well, by the clock that it was renewed by.
+    clock.reset().unwrap();
+    let read = granted(AT_ONCE, "nobody alive is before it", waiter(&reader)).await;
+    read.release().await.unwrap();
+    drop(held);
+    nothing_is_left(&server, "after the clock went back").await;
+}
+
+/// Nobody who is alive looks when what the first of them was passed lapses: the one behind it would, which is the second.
+#[tokio::test]
+async fn frozen_waiters_in_a_row_keep_the_next_waiting_for_some_seconds_each() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let mut frozen = Vec::new();
+    for place in 1..=2 {
+        let mut peer = Peer::start(server.url()).await;
+        peer.send("acquire slot exclusive 30000 a");
+        waiters(&server, "a", place).await;
+        frozen.push(peer);
+    }
+    let waiting = waiter(&lock(&other, "a", LONG));
+    waiters(&server, "a", 3).await;
+    for peer in &mut frozen {
+        peer.process.stop().unwrap();
+    }
+    held.release().await.unwrap();
+    // It asks 22 s after it came, and then the second lapses.
+    let next = granted(28 * SECOND, "behind two that are frozen", waiting).await;
+    next.release().await.unwrap();
+}
