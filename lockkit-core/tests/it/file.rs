@@ -883,6 +883,24 @@ impl Drop for Mounted {
     }
 }
 
+/// ✘: nobody is told of a mount, so that the holder finds out when it next looks.
+#[tokio::test]
+async fn a_mount_over_the_directory_is_found_at_the_next_check() {
+    let dir = TempDir::new().unwrap();
+    let before = open(dir.path()).await;
+    let mut holder = claim(&before, "n", Mode::Exclusive).await;
+    let held = granted(&mut holder).await;
+    let Some(_mounted) = Mounted::new(dir.path(), "size=64k") else {
+        println!("not shown, for want of the right to mount");
+        return;
+    };
+    let after = open(dir.path()).await;
+    let mut next = claim(&after, "n", Mode::Exclusive).await;
+    assert!(granted(&mut next).await.tokens.start() > held.tokens.end());
+    assert_eq!(holder.renew().await.unwrap(), Renewal::Lost(LossReason::Revoked));
+    assert!(matches!(next.renew().await.unwrap(), Renewal::Held(_)));
+}
+
 #[tokio::test]
 async fn a_read_only_directory_is_one_clear_error() {
     let dir = TempDir::new().unwrap();
