@@ -72,7 +72,7 @@ impl LockConfig {
     }
 }
 
-/// Where there was nothing to connect to, which few causes say by themselves.
+/// The address at which there was nothing to connect to, which few causes say by themselves.
 #[derive(Debug, thiserror::Error)]
 #[error("{at}")]
 struct Unreachable {

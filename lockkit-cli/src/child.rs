@@ -22,7 +22,7 @@ use tokio::{
 
 use crate::family::{self, Relative};
 
-/// How often it is looked whether processes that were told to end are gone. They say so to nobody, and to look through
+/// The pause between looks for processes that were told to end. They say so to nobody, and to look through
 /// all processes of a big host takes its time.
 const LOOK: Duration = Duration::from_millis(20);
 /// The pause between looks for processes that were killed.

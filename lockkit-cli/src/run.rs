@@ -19,9 +19,9 @@ use crate::{
     warnings,
 };
 
-/// How long connecting may take also for whoever would not wait so long for the lock.
+/// The time that connecting may take also for whoever would not wait so long for the lock.
 const CONNECT_AT_LEAST: Duration = Duration::from_secs(1);
-/// How long what the command has started gets to be gone when it has been killed: far longer than that takes, unless
+/// The time that all that the command has started gets to be gone when it has been killed: far longer than that takes, unless
 /// the system is stuck.
 const KILLED_WITHIN: Duration = Duration::from_secs(5);
 
@@ -355,7 +355,7 @@ mod tests {
         });
     }
 
-    /// What does not heed the TERM upon which the command itself exits.
+    /// It does not heed the TERM upon which the command itself exits.
     async fn a_stubborn_child_is_gone(place: Place) {
         let dir = tempfile::tempdir().unwrap();
         let pid = dir.path().join("pid");

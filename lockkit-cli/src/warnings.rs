@@ -1,4 +1,4 @@
-//! What the library warns of while a command waits or runs, on standard error.
+//! The library's warnings while a command waits or runs, on standard error.
 
 use std::fmt::{Debug, Write};
 

@@ -282,7 +282,7 @@ impl Core {
         self.closed.load(Ordering::SeqCst)
     }
 
-    /// Whether anything may be asked of this client.
+    /// Succeeds while something may be asked of this client.
     ///
     /// # Errors
     /// [`Error::Closed`], or that its runtime has ended.

@@ -312,7 +312,7 @@ impl Entry {
     }
 }
 
-/// Whether one more holder fits in beside `holders`.
+/// Says that one more holder fits in beside `holders`.
 fn admits(holders: &[Holding], mode: Mode) -> bool {
     match mode {
         Mode::Exclusive => holders.is_empty(),

@@ -184,7 +184,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
     }
 }
 
-/// What an owner's guards share.
+/// The hold that an owner's guards share.
 #[derive(Debug)]
 struct Seated {
     guard: LockGuard,

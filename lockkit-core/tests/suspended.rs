@@ -124,7 +124,7 @@ mod linux {
         );
     }
 
-    /// How far the boot-time clock is ahead of the monotonic one.
+    /// The time by which the boot-time clock is ahead of the monotonic one.
     fn asleep() -> Duration {
         use rustix::time::{ClockId, clock_gettime};
         let read = |clock| Duration::try_from(clock_gettime(clock)).unwrap();

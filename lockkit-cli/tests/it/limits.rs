@@ -1,4 +1,4 @@
-//! What the system does not let it do.
+//! The system's limits.
 
 use std::process::Command;
 

@@ -147,7 +147,7 @@ fn a_command_that_is_stopped_is_made_to_go_on_to_end() {
     assert_eq!(holder.end().0.code(), Some(7));
 }
 
-/// As process 1 of a container, or as a child of one that reaps nobody.
+/// It may be process 1 of a container, or a child of one that reaps nobody.
 #[test]
 fn what_the_command_leaves_behind_is_reaped() {
     let site = Site::new();

@@ -50,7 +50,7 @@ impl Terminal {
     }
 }
 
-/// As `mysql -p`, `ssh` and `sudo` ask for a password, in a pipeline.
+/// `mysql -p`, `ssh` and `sudo` ask for a password so, in a pipeline.
 #[test]
 fn a_command_that_reads_no_terminal_may_ask_on_it() {
     let site = Site::new();

@@ -41,7 +41,7 @@ pub(crate) struct HoldCell<C> {
 struct State<C> {
     phase: Phase,
     valid_until: Option<Moment>,
-    /// How long the lease was when a renewal last proved it.
+    /// The length of the lease when a renewal last proved it.
     renewed_for: Option<Duration>,
     renewal_failing: bool,
     parked: Option<C>,
@@ -61,7 +61,7 @@ struct Watcher {
     waker: Waker,
 }
 
-/// What a watcher waits for.
+/// An event that a watcher waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
     /// A loss, or a warning of one.
@@ -174,7 +174,7 @@ impl<C> HoldCell<C> {
         self.state.lock().valid_until
     }
 
-    /// How long the lease was when a renewal last proved it; `None` if none has yet.
+    /// The length of the lease when a renewal last proved it; `None` if none has yet.
     pub(crate) fn renewed_for(&self) -> Option<Duration> {
         self.state.lock().renewed_for
     }

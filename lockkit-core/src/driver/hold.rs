@@ -20,14 +20,14 @@ use crate::{
     spi::Renewal,
 };
 
-/// What views keep of a hold: nothing of the client, once it is over.
+/// The part of a hold that views keep: nothing of the client, once it is over.
 #[derive(Debug)]
 pub(crate) struct Record {
     pub(crate) token: FencingToken,
     pub(crate) name: LockName,
     pub(crate) backend: &'static str,
     pub(crate) cell: HoldCell<Grip>,
-    /// How long its first lease is.
+    /// The length of its first lease.
     granted_for: Option<Duration>,
     clock: Clock,
     pub(crate) attendance: Attendance,
@@ -40,7 +40,7 @@ impl Record {
         self.cell.phase(self.now()) == Phase::Held
     }
 
-    /// How long the lease in force was when it was proven.
+    /// The length of the lease in force when it was proven.
     pub(crate) fn lease_length(&self) -> Option<Duration> {
         self.cell.renewed_for().or(self.granted_for)
     }
@@ -121,8 +121,8 @@ impl Hold {
         }
     }
 
-    /// What is left of a lost hold is released by the worker. If there is none any more, it is dropped with the guard,
-    /// and not with the last view.
+    /// Leaves what is left of a lost hold to the worker, which releases it. If there is none any more, it is dropped with the
+    /// guard, and not with the last view.
     pub(crate) fn give_up_what_is_lost(&self) {
         if self.line().core.worker.lives("release").is_err() {
             drop(self.cell.take());

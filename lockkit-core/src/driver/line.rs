@@ -96,7 +96,7 @@ pub(crate) enum SlotUse {
     Holding = 1,
 }
 
-/// Whether a lease has been renewed for the next holder.
+/// Says that a lease has been renewed for the next holder, or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Renewed {
     No,
@@ -174,7 +174,7 @@ impl Line {
         })
     }
 
-    /// Whether a claim that is opened now is likely to have heirs. Only a guess: it decides what is reserved for them.
+    /// Says that a claim which is opened now is likely to have heirs. Only a guess: it decides what is reserved for them.
     pub(crate) fn was_waited_in(&self) -> bool {
         self.waited_in.load(Ordering::Relaxed) && self.waited_in.swap(false, Ordering::Relaxed)
     }
@@ -335,9 +335,9 @@ pub(crate) struct Grip {
     pub(crate) terms: Arc<Terms>,
     /// Tokens that the grant reserved for hand-offs.
     pub(crate) spare: RangeInclusive<u64>,
-    /// How many times it has been passed on.
+    /// The number of times that it has been passed on.
     pub(crate) handoffs: u32,
-    /// How many times it may be, as the least generous of its holders has it.
+    /// The number of times that it may be, as the least generous of its holders has it.
     pub(crate) most_handoffs: u32,
     /// The last proof; `None` before the grant.
     pub(crate) lease: Option<Proof>,
@@ -366,7 +366,7 @@ impl Grip {
         self.slot
     }
 
-    /// Whether turns are left for a hand-off, by the options of both, and it is a hold that can be handed off to this
+    /// Says that turns are left for a hand-off, by the options of both, and it is a hold that can be handed off to this
     /// waiter.
     fn may_be_passed_to(&self, heir: &Terms) -> bool {
         self.slot

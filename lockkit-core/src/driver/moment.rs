@@ -35,7 +35,7 @@ impl Moment {
         end.seen_from(self) <= self.at
     }
 
-    /// When this will be, on the clock that timers run on, as it looks at `now`: what was slept meanwhile is over.
+    /// The instant when this will be, on the clock that timers run on, as it looks at `now`: what was slept meanwhile is over.
     pub(crate) fn seen_from(self, now: Self) -> Instant {
         let slept = now.asleep.saturating_sub(self.asleep);
         self.at.checked_sub(slept).unwrap_or(now.at)
@@ -56,19 +56,19 @@ impl Proof {
         Some(self.after(length))
     }
 
-    /// When it is to be renewed, if nothing goes wrong: after a third of its lease. A hold without a lease is checked as
-    /// often as one of its ttl would be renewed.
+    /// The moment when it is to be renewed, if nothing goes wrong: after a third of its lease. A hold without a lease is
+    /// checked as often as one of its ttl would be renewed.
     pub(crate) fn renewal_due(&self, ttl: Duration) -> Moment {
         self.after(self.length.unwrap_or(ttl) / 3)
     }
 
-    /// Whether a hand-off may pass it on as it is: two thirds are left.
+    /// Says that a hand-off may pass it on as it is: two thirds are left.
     pub(crate) fn is_fresh(&self, now: Moment) -> bool {
         self.length
             .is_none_or(|length| !now.has_reached(self.after(length / 3 + Duration::from_nanos(1))))
     }
 
-    /// When it began, on the clock that timers run on.
+    /// Its beginning, on the clock that timers run on.
     pub(crate) fn since(&self) -> Instant {
         self.since.at
     }
@@ -102,7 +102,7 @@ impl Clock {
         Moment { at, asleep }
     }
 
-    /// What a lease proves. Somebody has to have looked before the request.
+    /// The proof that a lease is. Somebody has to have looked before the request.
     pub(crate) fn proof(&self, lease: &Lease) -> Proof {
         let asleep = match &self.0 {
             Some(sleeps) => sleeps.lock().by(lease.since),
@@ -123,16 +123,16 @@ impl Clock {
 /// The times for which the machine was suspended, as they were noticed.
 #[derive(Debug)]
 struct Sleeps {
-    /// How long it had slept in all when this began.
+    /// The time that it had slept in all when this began.
     first: Duration,
-    /// When more was noticed, and how much it was by then.
+    /// The moments at which more was noticed, and how much it was by then.
     seen: Vec<(Instant, Duration)>,
 }
 
 impl Sleeps {
-    /// What is less than this is the two clocks' not being read in the same instant.
+    /// The least that counts: less is the two clocks' not being read in the same instant.
     const LEAST: Duration = Duration::from_millis(1);
-    /// How many are remembered. A lease from before them seems to have slept through all of them.
+    /// The number that is remembered. A lease from before them seems to have slept through all of them.
     const MOST: usize = 16;
 
     fn new(first: Duration) -> Self {
@@ -153,7 +153,7 @@ impl Sleeps {
         asleep
     }
 
-    /// What had been slept by `then`, at least.
+    /// The time that had been slept by `then`, at least.
     fn by(&self, then: Instant) -> Duration {
         let before = self.seen.iter().rev().find(|(at, _)| *at <= then);
         before.map_or(self.first, |(_, asleep)| *asleep)

@@ -11,8 +11,8 @@ use tokio::time::Instant;
 
 use crate::{Error, Result, driver::moment::Proof};
 
-/// When a renewal that has not been answered counts as failing, although it is still waited for: an eighth of the lease
-/// before its end. A lease that a server session decides may be healthy with less than a quarter of it left.
+/// The instant from which a renewal that has not been answered counts as failing, although it is still waited for: an eighth
+/// of the lease before its end. A lease that a server session decides may be healthy with less than a quarter of it left.
 pub(crate) fn renewal_overdue(end: Instant, length: Option<Duration>) -> Instant {
     length
         .and_then(|length| end.checked_sub(length / 8))
@@ -70,7 +70,7 @@ impl HintBudget {
     /// How long a waiter rests. A lock that others keep taking for less than a millisecond hints as often, and whoever
     /// rests for longer has no chance against them; a hint that comes in the meantime is there afterwards.
     const REST: Duration = Duration::from_millis(10);
-    /// How long a holder rests. A hint may say that its hold is gone, and then another may hold meanwhile.
+    /// The time for which a holder rests. A hint may say that its hold is gone, and then another may hold meanwhile.
     pub(crate) const HOLDERS_REST: Duration = Duration::from_millis(100);
 
     /// How long a waiter sleeps at most until it asks again.

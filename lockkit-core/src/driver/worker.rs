@@ -100,7 +100,7 @@ impl Worker {
         }
     }
 
-    /// Whether the runtime that the client lives on goes on. The first to ask starts the task, whose end tells.
+    /// Succeeds while the runtime that the client lives on goes on. The first to ask starts the task, whose end tells.
     ///
     /// # Errors
     /// One that is the same for every backend, which has to say nothing of its own.

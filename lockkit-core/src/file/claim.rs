@@ -69,7 +69,7 @@ struct Left {
 struct Borrowed {
     state: Option<Contender>,
     place: Place,
-    /// How long a grant may wait for whoever asked for it. One that is not polled any more must not keep others out.
+    /// The time for which a grant may wait for whoever asked for it. One that is not polled any more must not keep others out.
     lapses_in: Duration,
     was_held: bool,
     /// Tells of the end by being dropped.

@@ -23,9 +23,9 @@ use crate::spi::{ClaimRequest, Grant, Lease, Mode};
 
 /// How often a file that is replaced between locking and looking is tried again.
 const MAX_REPLACED: usize = 16;
-/// How often a writer at the gate shows that it is alive.
+/// The pause after which a writer at the gate shows again that it is alive.
 const BEAT: Duration = Duration::from_millis(500);
-/// How long the gate stays closed after its writer last showed that. A stopped one must not keep everyone out.
+/// The time for which the gate stays closed after its writer last showed that. A stopped one must not keep everyone out.
 const GATE_LASTS: Duration = Duration::from_secs(2);
 
 /// What is claimed, and where.
@@ -48,7 +48,7 @@ pub(super) struct Contender {
     pub events: Option<Events>,
     /// The directory of the permits, when the events were begun.
     slots: Option<Inode>,
-    /// When to try again although nothing is told.
+    /// The instant at which to try again although nothing is told.
     pub look_at: Option<Instant>,
     gate: Option<Gate>,
     main: Option<Opened>,

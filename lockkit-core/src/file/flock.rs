@@ -10,7 +10,7 @@ use std::{
 
 use super::fault::{Fault, Result};
 
-/// How long what is locked for moments may stay locked before it counts as "cannot tell". It is not held while the
+/// The time for which what is locked for moments may stay locked before it counts as "cannot tell". It is not held while the
 /// disk is waited for, but by who writes a long entry of a lane whose last one is not on disk yet.
 const PATIENCE: Duration = Duration::from_secs(2);
 const FIRST_POLL: Duration = Duration::from_micros(50);

@@ -28,10 +28,10 @@ use crate::spi::{ClaimRequest, Mode};
 const MAGIC: &[u8; 8] = b"lockkit1";
 /// Copies are this far apart, so that no write to one touches a sector or page of the other.
 const STRIDE: u64 = 4_096;
-/// What a disk writes as a whole, at least.
+/// The least that a disk writes as a whole.
 const SECTOR: usize = 512;
 const SUM_BYTES: usize = 16;
-/// How many may write side by side. Whoever writes alone uses the first lane, so most files have no other.
+/// The number of those who may write side by side. Whoever writes alone uses the first lane, so most files have no other.
 const LANES: u64 = 8;
 
 /// The state after a grant.
@@ -45,7 +45,7 @@ pub(super) struct Entry {
     pub holder: Holding,
     /// The last token that was given out.
     counter: u64,
-    /// How many entries its lane has had.
+    /// The number of entries that its lane has had.
     sequence: u64,
 }
 
@@ -215,7 +215,7 @@ fn read_lane(copies: [Vec<u8>; 2], path: &Path) -> Result<Option<Entry>> {
     })
 }
 
-/// Where in the file a lane's entry goes. The first has the sequence number 1 and goes to the first copy.
+/// The place in the file where a lane's entry goes. The first has the sequence number 1 and goes to the first copy.
 fn place(lane: u64, sequence: u64) -> u64 {
     (2 * lane + (sequence + 1) % 2) * STRIDE
 }

@@ -162,7 +162,7 @@ impl Files {
         })
     }
 
-    /// What tells of a release, and what else must not be replaced.
+    /// The file or directory that tells of a release, and what else must not be replaced.
     pub(super) fn watched(&self) -> Vec<PathBuf> {
         match self.kind {
             Kind::Lock => vec![self.main()],

@@ -1,4 +1,4 @@
-//! What the counters count.
+//! The counters, and what they count.
 
 use std::{
     collections::HashMap,

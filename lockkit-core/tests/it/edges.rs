@@ -230,7 +230,7 @@ async fn a_backend_whose_proofs_are_old_is_not_asked_without_end() {
     assert!(renewals < 60 * 10, "{renewals} renewals within a minute");
 }
 
-/// As when a session turns out to be granted less time than before.
+/// So it is when a session turns out to be granted less time than before.
 #[tokio::test(start_paused = true)]
 async fn less_that_is_proven_counts_without_renewal_too() {
     for renew in [true, false] {

@@ -99,7 +99,7 @@ async fn a_release_forgets_those_who_wait_for_a_loss() {
     assert_eq!(Arc::strong_count(&waits), 2, "their wakers are kept again");
 }
 
-/// How a hold ends.
+/// The ways in which a hold ends.
 type End = fn(lockkit_core::LockGuard, &Probe);
 
 #[tokio::test(start_paused = true)]

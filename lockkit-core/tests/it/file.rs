@@ -85,7 +85,7 @@ async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
         .unwrap_or_else(|_| panic!("never: {what}"));
 }
 
-/// How often a waiter looks by itself, until it does no more. A writer does so for as long as readers are inside.
+/// The number of times that a waiter looks by itself, until it does no more. A writer does so for as long as readers are inside.
 async fn looks(waiter: &mut Box<dyn Claim>) -> u32 {
     let mut looks = 0;
     while looks < 16

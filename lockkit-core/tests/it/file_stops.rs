@@ -62,7 +62,7 @@ const CAST: [Role; 10] = [
 struct Player {
     role: Role,
     child: Child,
-    /// How often it was done.
+    /// The number of times that it was done.
     rounds: Arc<AtomicU64>,
     /// It saw somebody where nobody may be.
     broken: Arc<AtomicBool>,
@@ -112,7 +112,7 @@ impl Player {
         kill_process(self.pid(), Signal::CONT).unwrap();
     }
 
-    /// What it has locked, by the system's word.
+    /// The files that it has locked, by the system's word.
     fn locks(&self) -> Vec<Locked> {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let mut locks = Vec::new();
@@ -201,7 +201,7 @@ async fn player() {
     }
 }
 
-/// What holders leave for each other to see. It is kept by other means than the locks: by names that exist once.
+/// The traces that holders leave for each other to see. They are kept by other means than the locks: by names that exist once.
 struct Board(PathBuf);
 
 impl Board {
@@ -246,7 +246,7 @@ impl Board {
         fs::remove_file(mine).unwrap();
     }
 
-    /// Who is inside, and lives.
+    /// Those who are inside, and live.
     fn inside(&self) -> Vec<(PathBuf, String)> {
         let mut inside = Vec::new();
         for entry in fs::read_dir(&self.0).unwrap() {
@@ -265,7 +265,7 @@ impl Board {
     }
 }
 
-/// Whether the process is there, and is not about to end: one that was killed lets go of its locks first.
+/// Says that the process is there, and is not about to end: one that was killed lets go of its locks first.
 fn lives(pid: &str) -> bool {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else {
         return false;
@@ -285,7 +285,7 @@ fn lives(pid: &str) -> bool {
     !ends && !killed("SigPnd:") && !killed("ShdPnd:") && files > 0
 }
 
-/// Whether `other` must go on although the one that is stopped has these locks.
+/// Says that `other` must go on although the one that is stopped has these locks.
 fn goes_on(other: Role, locks: &[Locked]) -> bool {
     let held = locks.iter().find(|lock| lock.path.ends_with("n.lock"));
     match other {

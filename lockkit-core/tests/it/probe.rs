@@ -21,7 +21,7 @@ pub(crate) struct Probe {
     pub(crate) counts: Arc<Counts>,
     /// How long before the request a renewal's proof was made.
     pub(crate) proofs_are_old_by: Duration,
-    /// What a renewal proves, if that is not the ttl.
+    /// The length that a renewal proves, if that is not the ttl.
     pub(crate) renewed_for: Option<Duration>,
     /// Where the next renewal's poll waits, and its thread with it: once when it is there, and once to go on.
     pub(crate) barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
