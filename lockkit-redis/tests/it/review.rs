@@ -167,10 +167,15 @@ async fn holds_are_renewed_and_released_also_when_memory_is_full() {
     let shared = client.lock("n").unwrap().shared().acquire().await.unwrap();
     let permit = client.semaphore("n", 2).unwrap().acquire().await.unwrap();
     let exclusive = client.lock("waited for").unwrap().acquire().await.unwrap();
+    let unsaid = client.lock("unsaid").unwrap();
     let other = self::client(server.url()).await;
     let waiting = waiter(&other.lock("waited for").unwrap());
     waiters(&server, "waited for", 1).await;
+    // Its token is told with its first renewal.
+    let unsaid = unsaid.acquire().await.unwrap();
     server.cli(&["CONFIG", "SET", "maxmemory", "1"]).unwrap();
+    unsaid.renew().await.unwrap();
+    unsaid.release().await.unwrap();
     let error = client.lock("other").unwrap().try_acquire().await.unwrap_err();
     let cause = std::error::Error::source(&error).unwrap().to_string();
     assert!(cause.contains("maxmemory"), "{cause}");

@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 
 use crate::common::{LONG, MS, SECOND};
 
-/// Of every hold.
+/// Of the longest holds; others of the same client have a half or a third of it.
 pub(crate) const TTL: Duration = SECOND;
 const IN_CI: Duration = Duration::from_secs(40);
 
@@ -155,13 +155,17 @@ async fn contend(
     who: u64,
     mut rng: fastrand::Rng,
 ) -> Vec<Acquisition> {
-    let options = AcquireOptions::new().ttl(TTL).local_handoffs(2);
-    let named = |name: &&str| client.lock(*name).unwrap().with_options(options.clone());
+    let named = |name: &&str| client.lock(*name).unwrap();
     let locks: Vec<_> = shared.names.iter().map(named).collect();
     let mut records = Vec::new();
     while !shared.over.load(Ordering::Relaxed) {
         let index = rng.usize(..locks.len());
-        records.push(one_round(&locks[index], &shared, index, who, &mut rng).await);
+        let mixed = AcquireOptions::new()
+            .ttl(TTL / rng.u32(1..=3))
+            .renew(rng.u8(..8) > 0)
+            .local_handoffs(rng.u32(..4));
+        let lock = locks[index].with_options(mixed);
+        records.push(one_round(&lock, &shared, index, who, &mut rng).await);
     }
     records
 }

@@ -1,6 +1,7 @@
 //! What is left of those who wait, and of names that nobody uses.
 
 use std::{
+    cell::Cell,
     pin::pin,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -10,7 +11,7 @@ use lockkit_core::{AcquireOptions, LossReason};
 use lockkit_testbed::{Clock, Mode};
 
 use super::world::World;
-use crate::common::{AT_ONCE, LONG, SECOND, granted, lock, no_server, waiter, within};
+use crate::common::{AT_ONCE, LONG, SECOND, granted, lock, no_server, until, waiter, within};
 
 /// For how long a waiter is believed in that does not ask, and how often those who wait ask again.
 const SILENT: Duration = Duration::from_secs(10);
@@ -220,4 +221,37 @@ async fn any_token_of_a_block_breaks_the_hold_that_there_is() {
     assert_eq!(shown.holders[0].token, superseded, "the first of the block");
     assert!(operator.revoke("a", superseded).await.unwrap());
     assert_eq!(within(AT_ONCE, "told", heir.lost()).await, LossReason::Revoked);
+}
+
+/// Keys at two of five end early, and the next renewal sets them again.
+#[tokio::test]
+async fn clocks_set_forward_at_a_minority_cost_nothing() {
+    if no_server() {
+        return;
+    }
+    let clock = Clock::new().unwrap();
+    let masters = Cell::new(0);
+    let world = World::built(5, |builder| {
+        let wrong = masters.replace(masters.get() + 1) < 2;
+        if wrong { builder.clock(&clock) } else { builder }
+    });
+    let (holder, other) = (world.client().await, world.client().await);
+    let mut last = 0;
+    for ours in [lock(&holder, "a", LONG), lock(&holder, "a", LONG).shared()] {
+        let held = ours.acquire().await.unwrap();
+        assert!(held.token().get() > last, "tokens went back");
+        last = held.token().get();
+        until(LONG, "held by all", async || world.holding("a") == 5).await;
+        clock.forward(60 * SECOND).unwrap();
+        until(LONG, "at two it is over", async || world.holding("a") == 3).await;
+        let theirs = lock(&other, "a", LONG).try_acquire().await.unwrap();
+        assert!(theirs.is_none(), "an overlap");
+        until(LONG, "repaired", async || {
+            held.renew().await.unwrap();
+            world.holding("a") == 5
+        })
+        .await;
+        held.release().await.unwrap();
+        world.nothing_is_left("after clocks went forward").await;
+    }
 }
