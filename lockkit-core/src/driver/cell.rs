@@ -258,6 +258,11 @@ impl<C> HoldCell<C> {
         })
     }
 
+    /// A renewal was answered, and the lease stays what it was.
+    pub(crate) fn answered(&self) {
+        self.state.lock().renewal_failing = false;
+    }
+
     /// A renewal failed; the lease goes on until it ends. Watchers are told as an early warning.
     pub(crate) fn renewal_failed(&self) {
         self.update(None, |state| {

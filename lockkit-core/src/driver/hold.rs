@@ -170,6 +170,8 @@ impl Hold {
                 if adopt_lease || is_shorter {
                     grip.lease = Some(lease);
                     self.cell.extend(end, now);
+                } else {
+                    self.cell.answered();
                 }
                 self.not_lost()
             }

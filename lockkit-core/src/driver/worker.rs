@@ -501,11 +501,13 @@ async fn attend(hold: Hold) {
         let renews = !offered && (hold.terms.renew || lease.length.is_none());
         let lapses = (offered && lease.length.is_none()).then(|| adopted + hold.terms.ttl);
         let valid_until = hold.valid_until().or(lapses);
-        let due = renews.then(|| {
+        let renewal = renews.then(|| {
             // A proof may be older than its renewal is due: that must not become a busy loop.
             let due = lease.renewal_due(hold.terms.ttl).seen_from(hold.now());
-            retry_at.unwrap_or_else(|| rests_until.map_or(due, |rested| due.max(rested)))
+            rests_until.map_or(due, |rested| due.max(rested))
         });
+        // A question that was not answered is asked again, also where only a hint made it one.
+        let due = retry_at.filter(|_| !offered).or(renewal);
         let end = due.into_iter().chain(valid_until).min();
         // Hints that are not listened to for a while are not forgotten.
         let rest = (!offered && !hints.listens()).then(|| Instant::now() + HintBudget::HOLDERS_REST);

@@ -16,6 +16,8 @@ use lockkit_core::{
 };
 use tokio::time::Instant;
 
+use crate::probe::Probe;
+
 const MS: Duration = Duration::from_millis(1);
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -513,4 +515,30 @@ async fn memory_keeps_nothing_of_a_name_that_nobody_uses() {
     let shown = client(&backend).inspect("a").await.unwrap();
     assert!(shown.is_free());
     assert_eq!(backend.names(), 0, "its lease is over");
+}
+
+/// A hold that nobody renews is asked after all the same when the server hints, and once is not enough.
+#[tokio::test(start_paused = true)]
+async fn a_question_without_an_answer_is_asked_again() {
+    let probe = Probe::default();
+    let options = AcquireOptions::new().ttl(60 * SECOND).renew(false);
+    let lock = LockClient::new(probe.clone())
+        .lock("a")
+        .unwrap()
+        .with_options(options);
+    let guard = lock.acquire().await.unwrap();
+    tokio::time::sleep(SECOND).await;
+    probe.memory.fail_next(Operation::Renew, 1);
+    probe.hint.notify_one();
+    guard.renewal_failing().await;
+    tokio::time::sleep(10 * SECOND).await;
+    let warned = futures_util::FutureExt::now_or_never(guard.renewal_failing());
+    assert_eq!(warned, None, "it was answered");
+    assert_eq!(probe.counts.calls().1, 2);
+
+    probe.memory.fail_next(Operation::Renew, 1);
+    let started = Instant::now();
+    probe.memory.revoke("a");
+    assert_eq!(guard.lost().await, LossReason::Revoked);
+    assert!(started.elapsed() < 10 * SECOND, "{:?}", started.elapsed());
 }
