@@ -152,11 +152,14 @@ impl Control {
         if link.wire.is_none() || link.term != *term || link.is_hung() {
             return Ok(Killed::Unknown);
         }
-        match link.ask(kill).await {
-            Ok(_) => Ok(Killed::Now),
-            Err(error) if fault::number(&error) == Some(fault::code::NO_SUCH_THREAD) => Ok(Killed::Before),
-            Err(error) => Err(fault::error(operation, error)),
-        }
+        link.kill(operation, kill).await
+    }
+
+    /// Ends a session by a request that finds it by itself, once at most: an error if it was not answered.
+    pub(crate) async fn kill_by(&self, operation: &'static str, kill: String) -> Result<Killed> {
+        let mut link = self.link.lock().await;
+        self.open(&mut link, operation).await?;
+        link.kill(operation, kill).await
     }
 
     async fn open(&self, link: &mut Link, operation: &'static str) -> Result<(Term, Server)> {
@@ -207,6 +210,14 @@ impl Link {
         self.server = Some(server);
         self.wire = Some(wire);
         Ok((self.term.clone(), server))
+    }
+
+    async fn kill(&mut self, operation: &'static str, kill: String) -> Result<Killed> {
+        match self.ask(kill).await {
+            Ok(_) => Ok(Killed::Now),
+            Err(error) if fault::number(&error) == Some(fault::code::NO_SUCH_THREAD) => Ok(Killed::Before),
+            Err(error) => Err(fault::error(operation, error)),
+        }
     }
 
     async fn ask(&mut self, sql: String) -> sqlx::Result<Reply> {

@@ -5,7 +5,9 @@ use std::time::Duration;
 use lockkit_core::{FencingToken, Holder, Kind, LockName, LockState, Result, spi::Mode};
 
 use crate::{
-    Shared, fault,
+    Shared,
+    control::Killed,
+    fault,
     key::Key,
     sql,
     wire::{Reply, column},
@@ -16,9 +18,8 @@ const LOOKS: usize = 10;
 const BETWEEN_LOOKS: &str = "DO SLEEP(0.01)";
 
 /// A hold as its session shows it.
-pub(crate) struct Shown {
-    pub(crate) token: u64,
-    pub(crate) connection: u64,
+struct Shown {
+    token: u64,
     label: Option<Vec<u8>>,
     left: Duration,
 }
@@ -35,8 +36,23 @@ impl Shared {
         Ok(LockState::new(holders.collect(), Some(waiters)))
     }
 
+    /// Ends the session that holds with this token. It is found and ended by one request: by the next its client may hold
+    /// something else in it.
+    pub(crate) async fn revoke_row(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+        let (shown, _) = self.shown(name, kind, "revoke").await?;
+        if shown.iter().all(|shown| shown.token != token) {
+            return Ok(false);
+        }
+        let key = Key::new(&self.namespace, kind, name);
+        let killed = self
+            .sessions
+            .looks
+            .kill_by("revoke", sql::kill_holder(&key, token));
+        Ok(killed.await? == Killed::Now)
+    }
+
     /// The holds of a name, and how many wait for it.
-    pub(crate) async fn shown(
+    async fn shown(
         &self,
         name: &LockName,
         kind: Kind,
@@ -69,12 +85,11 @@ fn read(reply: &Reply) -> sqlx::Result<(Vec<Shown>, usize)> {
     for row in reply.before_last() {
         let seconds: u64 = column(row, 2)?;
         // How long it has been silent is not for everybody to see.
-        let silent: Option<i64> = column(row, 4)?;
+        let silent: Option<i64> = column(row, 3)?;
         let silent = silent.and_then(|silent| u64::try_from(silent).ok()).unwrap_or(0);
         shown.push(Shown {
             token: column(row, 0)?,
             label: column(row, 1)?,
-            connection: column(row, 3)?,
             left: Duration::from_secs(seconds.saturating_sub(silent)),
         });
     }

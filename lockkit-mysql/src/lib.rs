@@ -53,14 +53,8 @@ pub use schema::ddl;
 pub use sqlx;
 
 use crate::{
-    control::{Killed, Term},
-    fence::Fence,
-    key::Key,
-    lease::LeaseClaim,
-    rows::RowClaim,
-    server::Server,
-    session::Sessions,
-    sql::Sql,
+    control::Term, fence::Fence, key::Key, lease::LeaseClaim, rows::RowClaim, server::Server,
+    session::Sessions, sql::Sql,
 };
 
 const NAME: &str = "mysql";
@@ -206,26 +200,10 @@ impl Backend for MySqlBackend {
 
     async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
         require_runtime("revoke")?;
-        if self.mode == Mode::Lease {
-            return self.shared.revoke_lease(name, kind, token).await;
+        match self.mode {
+            Mode::ForUpdate => self.shared.revoke_row(name, kind, token).await,
+            Mode::Lease => self.shared.revoke_lease(name, kind, token).await,
         }
-        // What it looks over, so that the id means the session that was seen.
-        let control = &self.shared.sessions.looks;
-        // That connection may turn out to have ended; one that was begun by the look is there.
-        for _ in 0..2 {
-            let (term, _) = control.term("revoke").await?;
-            let (shown, _) = self.shared.shown(name, kind, "revoke").await?;
-            let Some(holder) = shown.iter().find(|shown| shown.token == token) else {
-                return Ok(false);
-            };
-            match control.kill("revoke", holder.connection, &term).await? {
-                Killed::Now => return Ok(true),
-                Killed::Before => return Ok(false),
-                Killed::Unknown => {}
-            }
-        }
-        let cause = "the connection was lost again before the session could be ended";
-        Err(Error::transient(NAME, "revoke", cause))
     }
 
     async fn close(&self) -> Result<()> {

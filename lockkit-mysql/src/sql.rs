@@ -205,11 +205,21 @@ pub(crate) fn holders(key: &Key, flavour: Flavour, modes: &[Mode]) -> String {
         .collect();
     format!(
         "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
-         SELECT h.token, h.label, h.seconds, h.connection, CAST(p.TIME AS SIGNED) FROM lockkit_holder h \
+         SELECT h.token, h.label, h.seconds, CAST(p.TIME AS SIGNED) FROM lockkit_holder h \
          LEFT JOIN information_schema.PROCESSLIST p ON p.ID=h.connection WHERE h.name={} ORDER BY h.token; \
          SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY) IN ({})",
         key.as_sql(),
         waits.join(", ")
+    )
+}
+
+/// Ends the session that holds with this token. Fails as if there were none if there is none.
+pub(crate) fn kill_holder(key: &Key, token: u64) -> String {
+    format!(
+        "SET @lockkit_holder=NULL; SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
+         SELECT connection INTO @lockkit_holder FROM lockkit_holder WHERE name={} AND token={token}; \
+         KILL @lockkit_holder",
+        key.as_sql()
     )
 }
 

@@ -59,6 +59,7 @@ for_each_flavour! {
     readers_need_one_durable_write_each
     a_waiter_for_a_permit_makes_one_request_per_look
     what_the_server_has_ended_keeps_no_socket
+    a_break_hits_no_other_hold_in_the_same_session
     what_nobody_uses_is_closed_before_the_server_does
 }
 
@@ -1215,4 +1216,39 @@ async fn what_nobody_uses_is_closed_before_the_server_does(flavour: Flavour) {
     waited.await.unwrap();
     assert_eq!(admin.run(aborted).await, aborted_before);
     cycle(&client, "0").await;
+}
+
+/// Between the look and the end, the client may hold something else in that session.
+async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (holder, operator) = (
+        client(server.addr(), Mode::ForUpdate).await,
+        client(proxy.addr(), Mode::ForUpdate).await,
+    );
+    cycle(&holder, "b").await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    eventually("it is shown", async || {
+        !operator.inspect("a").await.unwrap().holders.is_empty()
+    })
+    .await;
+    proxy.set(lockkit_testbed::Mode::Delay {
+        requests: Duration::from_millis(400),
+        replies: Duration::ZERO,
+    });
+    let answered = proxy.counts().replies.chunks;
+    let ending = tokio::spawn({
+        let (operator, token) = (operator.clone(), guard.token());
+        async move { operator.revoke("a", token).await }
+    });
+    eventually("it is looked at", async || {
+        proxy.counts().replies.chunks > answered
+    })
+    .await;
+    guard.release().await.unwrap();
+    let other = holder.lock("b").unwrap().acquire().await.unwrap();
+    let said = ending.await.unwrap().unwrap();
+    let kept = other.renew().await;
+    assert!(kept.is_ok(), "to break `a` said {said}, and ended `b`: {kept:?}");
+    assert!(!said, "that hold was over");
 }
