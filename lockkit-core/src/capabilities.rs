@@ -26,7 +26,8 @@ pub struct Capabilities {
     pub shared: bool,
     /// Semaphores.
     pub permits: bool,
-    /// A waiter is woken by the backend, rather than by the fallback poll alone.
+    /// A waiter for a lock is woken by the backend, rather than by the fallback poll alone. One for a permit is too, or looks
+    /// so often that a free permit is its long before that poll: how often, its backend's page says.
     pub notified: bool,
     /// A hold has a lease that lapses unless it is renewed. Without it, a hold lasts as long as its process or
     /// connection.
