@@ -645,7 +645,7 @@ async fn tokens_go_back_with_a_deleted_counter_that_outran_the_clock(flavour: Fl
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let client = client(server.addr(), Mode::ForUpdate).await;
-    let options = AcquireOptions::new().local_handoffs(10_000);
+    let options = AcquireOptions::new().local_handoffs(60_000);
     let lock = client.lock("a").unwrap().with_options(options);
     cycle(&client, "a").await;
     let highest = async || {

@@ -1233,7 +1233,7 @@ async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
     })
     .await;
     proxy.set(lockkit_testbed::Mode::Delay {
-        requests: Duration::from_millis(400),
+        requests: Duration::from_millis(1_500),
         replies: Duration::ZERO,
     });
     let answered = proxy.counts().replies.chunks;
