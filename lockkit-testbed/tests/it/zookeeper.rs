@@ -25,7 +25,11 @@ fn it_answers_is_killed_and_comes_back() {
         server.figures()
     );
     assert_eq!(server.nodes().unwrap(), ["/locks"]);
-    assert_eq!(server.sessions().unwrap(), [], "that look was in a session of its own");
+    assert_eq!(
+        server.sessions().unwrap(),
+        [],
+        "that look was in a session of its own"
+    );
     assert!(server.figure("no such figure").is_err());
     server.kill().unwrap();
     assert!(server.word("srvr").is_err());
