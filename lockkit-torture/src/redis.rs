@@ -150,6 +150,12 @@ impl Servers for Redis {
     }
 
     fn left(&self) -> io::Result<Vec<String>> {
-        left_at(&self.server, |key, _| key == "lockkit#fence")
+        left_at(&self.server, stays)
     }
+}
+
+/// The counter, and for ten idle minutes what says who held and waited.
+fn stays(key: &str, ttl: i64) -> bool {
+    let auxiliary = ["lockkit#holders:{", "lockkit#queue:{", "lockkit#about:{"];
+    key == "lockkit#fence" || ttl > 0 && auxiliary.iter().any(|start| key.starts_with(start))
 }

@@ -135,6 +135,15 @@ fn at_redis_is_told() {
         &["the connection", "a subscription to", "the key lockkit:tools"],
     );
     tells_of_a_redis(&it, &it.servers.server);
+    goes_or_is_told(&it, &it.servers.server, "lockkit#queue:{lockkit:x}");
+}
+
+/// A key that is documented to go is none that is left, unless it does not.
+fn goes_or_is_told(target: &dyn Target, server: &RedisServer, key: &str) {
+    server.cli(&["SET", key, "1"]).expect("planted");
+    told(target, &[key]);
+    server.cli(&["PEXPIRE", key, "100000"]).expect("it is to go");
+    nothing(target);
 }
 
 #[test]
@@ -149,12 +158,7 @@ fn at_one_of_redlock_s_masters_is_told() {
     );
     let master = &it.servers.masters[2];
     tells_of_a_redis(&it, master);
-    // One that goes is documented, one that stays is not.
-    let counter = "lockkit#fence:{lockkit:x}";
-    master.cli(&["SET", counter, "1"]).expect("planted");
-    told(&it, &[counter]);
-    master.cli(&["PEXPIRE", counter, "100000"]).expect("it is to go");
-    nothing(&it);
+    goes_or_is_told(&it, master, "lockkit#fence:{lockkit:x}");
 }
 
 #[test]
