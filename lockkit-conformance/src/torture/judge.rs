@@ -234,19 +234,18 @@ impl Court<'_> {
 
     /// Whether a fault is why both hold, and `old` could not know yet.
     fn excused(&self, old: &Record, new: &Record) -> bool {
-        let (Some((began, believed)), Some((from, _))) = (old.sure(), new.sure()) else {
+        if old.sure().is_none() || new.sure().is_none() {
             return true;
-        };
-        let within = |since: Nanos, to: Nanos, told: Told| {
-            let told = nanos(told.after(millis(old.ttl)));
-            began <= to && from >= since && believed <= to.saturating_add(told)
-        };
+        }
         let by_fault = |struck: &Struck| {
             let told = struck.fault.and_then(|fault| fault.overlap);
-            told.is_some_and(|told| within(struck.from, struck.to, told)) && self.befalls(struck, old, from)
+            told.is_some_and(|told| Self::untold(old, new, (struck.from, struck.to), told))
+                && new
+                    .sure()
+                    .is_some_and(|(from, _)| self.befalls(struck, old, from))
         };
         let by_break = |(lock, since, to): &(String, Nanos, Nanos)| {
-            *lock == old.acquisition.lock && within(*since, *to, REVOKED)
+            *lock == old.acquisition.lock && Self::untold(old, new, (*since, *to), REVOKED)
         };
         self.story.struck.iter().any(by_fault) || self.story.breaks.iter().any(by_break)
     }
@@ -283,6 +282,25 @@ impl Court<'_> {
             })
         };
         bare.is_some_and(|bare| then <= granted.saturating_add(bare)) || self.story.struck.iter().any(besides)
+    }
+
+    /// Whether `old` believed no longer than it may after what happened, and `new` came in then.
+    fn untold(old: &Record, new: &Record, (since, to): (Nanos, Nanos), told: Told) -> bool {
+        let (Some((began, believed)), Some((from, _))) = (old.sure(), new.sure()) else {
+            return false;
+        };
+        let told = nanos(told.after(millis(old.ttl)));
+        began <= to && from >= since && believed <= to.saturating_add(told)
+    }
+
+    /// Whether a change that lasts is why each has a hold that is good where it has it.
+    fn in_two_places(&self, old: &Record, new: &Record) -> bool {
+        let mut struck = self.story.struck.iter();
+        struck.any(|struck| {
+            let told = struck.fault.filter(|fault| fault.lasting);
+            let told = told.and_then(|fault| fault.overlap);
+            told.is_some_and(|told| Self::untold(old, new, (struck.from, struck.to), told))
+        })
     }
 
     /// Whether the server may have dropped the hold before its holder heard of the grant, which then comes late.
@@ -389,7 +407,8 @@ impl Court<'_> {
             };
             let before = seen.partition_point(|(from, _)| *from < wrote);
             let highest = before.checked_sub(1).map(|last| seen[last].1);
-            if let Some(other) = highest.filter(|highest| highest.token() > rightful.token()) {
+            let higher = highest.filter(|highest| highest.token() > rightful.token());
+            if let Some(other) = higher.filter(|higher| !self.in_two_places(rightful, higher)) {
                 let detail = format!(
                     "the resource refuses {}, since {} came before, and only one of them can have held",
                     describe(rightful),
@@ -696,12 +715,17 @@ impl Court<'_> {
             };
             ends.unwrap_or(Nanos::MAX).saturating_add(linger)
         };
+        let gone = self.story.gone.get(&record.client).into_iter().flatten();
+        let anew = gone.copied().filter(|at| *at <= a.asked).max();
         let beside = |other: &&Record| {
             let b = &other.acquisition;
+            // Its client was another, if it has connected anew since.
+            let before = anew.is_some_and(|at| b.asked < at);
             // One that is refused at once was in no queue.
             let refused = other.asked == Asked::Tried && b.granted.is_none();
             b.who != a.who
                 && other.client == record.client
+                && !before
                 && !refused
                 && b.asked <= until
                 && end_of(other) >= a.asked

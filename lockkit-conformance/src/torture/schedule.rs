@@ -212,7 +212,8 @@ impl Schedule {
         for id in 0..rng.u32(3..=8) {
             let fate = match rng.u8(0..20) {
                 0 => Some(Fate::Close),
-                1 if shape.runtimes => Some(Fate::Runtime),
+                // It needs no plot, and is in the way of one.
+                1 if shape.runtimes && matches!(plot, Plot::Calm | Plot::Scattered) => Some(Fate::Runtime),
                 2 => Some(Fate::Anew),
                 _ => None,
             };
@@ -517,6 +518,7 @@ impl Kind {
 }
 
 #[derive(Clone)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a property of its own")]
 struct Mood {
     kind: Kind,
     ttls: Vec<Millis>,

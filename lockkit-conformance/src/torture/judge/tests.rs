@@ -219,6 +219,9 @@ fn a_zombies_higher_token_is_found() {
     let fault = Fault::new("session").excuses_overlap(Told::Within(Duration::from_secs(3)));
     excused.struck = vec![struck(fault, 0.3, 0.6)];
     assert_eq!(found(&excused), [Law::Fencing]);
+    excused.struck = vec![struck(fault.lasting(), 0.3, 0.6)];
+    assert_eq!(found(&excused), [], "each is right where it is");
+    excused.struck = vec![struck(fault, 0.3, 0.6)];
     excused.records[1].over = Over::Released;
     assert_eq!(
         found(&excused),
@@ -420,6 +423,14 @@ fn who_overtakes_is_found() {
     assert_eq!(found(&excused), [Law::Order]);
     excused.struck = vec![struck(short(90), 0.8, 0.9)];
     assert_eq!(found(&excused), [], "it lasted for too long");
+    let mut anew = story(records(1.0));
+    let mut closed = refused(1, Asked::Waited, 0.0, 0.4);
+    closed.fared = Fared::Failed;
+    closed.acquisition.who = 11;
+    anew.records.push(closed);
+    assert_eq!(found(&anew), [], "one that just gave up may still be in line");
+    anew.gone.insert(1, vec![at(0.4)]);
+    assert_eq!(found(&anew), [Law::Order], "its client is another one");
     let mut still = story(records(1.0));
     still.stood_still = Duration::from_millis(200);
     assert_eq!(found(&still), [Law::Order], "it was in the queue all the same");
