@@ -111,7 +111,7 @@ impl Servers for Redis {
         match fault.name {
             "reset" => fault.keeps_order().weight(3),
             // Who is back in ten seconds keeps its place.
-            "refuse" => fault.keeps_order_until(Duration::from_secs(5)).weight(3),
+            "refuse" => fault.keeps_order_until(Duration::from_secs(5)).weight(5),
             _ => fault,
         }
     }

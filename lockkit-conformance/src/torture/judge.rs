@@ -88,7 +88,7 @@ const QUEUED: Duration = Duration::from_millis(200);
 /// Two returns of acquisitions that are further apart are in the order of the grants.
 const APART: Duration = Duration::from_millis(100);
 /// How long a waiter may take to be back in line after its way has healed. What is free meanwhile goes to others.
-const BACK: Duration = Duration::from_secs(1);
+const BACK: Duration = Duration::from_millis(500);
 /// An operator's revocation: the holder is told with its next renewal.
 const REVOKED: Told = Told::AtRenewal(Duration::from_secs(2));
 /// Of one epoch.

@@ -210,11 +210,11 @@ impl Schedule {
         schedule.strikes = plot.strikes(rng, shape, span, processes);
         schedule.strikes.sort_by_key(|strike| strike.at);
         for id in 0..rng.u32(3..=8) {
-            let fate = match rng.u8(0..20) {
-                0 => Some(Fate::Close),
+            let fate = match rng.u8(0..40) {
+                0..2 => Some(Fate::Close),
                 // It needs no plot, and is in the way of one.
-                1 if shape.runtimes && matches!(plot, Plot::Calm | Plot::Scattered) => Some(Fate::Runtime),
-                2 => Some(Fate::Anew),
+                2 if shape.runtimes && matches!(plot, Plot::Calm | Plot::Scattered) => Some(Fate::Runtime),
+                3..5 => Some(Fate::Anew),
                 _ => None,
             };
             let fate = fate.map(|fate| (rng.u64(span / 10..span), fate));
@@ -309,7 +309,7 @@ impl Plot {
                 _ => rng.u64(18_000..30_000),
             },
             Self::Train => rng.u64(4_000..10_000),
-            Self::Lasting => rng.u64(14_000..24_000),
+            Self::Lasting => rng.u64(18_000..26_000),
             Self::Doom => rng.u64(25_000..46_000),
             Self::Pile => rng.u64(8_000..14_000),
         }
@@ -332,7 +332,7 @@ impl Plot {
 
     /// When a client connects anew, if that is telling.
     fn anew(self, rng: &mut Rng, shape: &Shape, schedule: &Schedule, client: u32) -> Option<Millis> {
-        if rng.bool() {
+        if rng.u8(0..4) == 0 {
             return None;
         }
         let strikes = &schedule.strikes;
@@ -418,7 +418,7 @@ impl Plot {
                 // The first of them finds clients that have not done much yet.
                 let mut at = rng.u64(250..800);
                 while at < span && strikes.len() < 12 {
-                    let lasts = log_uniform(rng, 20, most);
+                    let lasts = rng.u64(20..most);
                     strikes.push(strike(rng, at, kind, lasts));
                     at += lasts + rng.u64(200..1_200);
                 }
@@ -693,7 +693,7 @@ impl Mood {
                 }
             }
             _ => {
-                let pace = choice(rng, &[(20, 150), (100, 400), (1_001, 2_000)]);
+                let pace = choice(rng, &[(20, 150), (200, 600), (1_001, 2_000)]);
                 for client in clients.into_iter().take(7) {
                     tasks.push((client, self.queue(rng, pace)));
                 }
@@ -810,7 +810,7 @@ impl Mood {
         let mut steps = Vec::new();
         let mut at = rng.u64(0..500);
         if self.lasting && rng.bool() {
-            let hold = rng.u64(self.span / 2..self.span);
+            let hold = rng.u64(self.span / 2..self.span * 2);
             let mut step = self.step(rng, at, Ask::Wait, hold);
             step.ttl = long;
             steps.push(step);

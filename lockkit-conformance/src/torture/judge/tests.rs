@@ -416,7 +416,7 @@ fn who_overtakes_is_found() {
     let reset = Fault::new("reset").keeps_order();
     excused.struck = vec![struck(reset, 0.8, 0.9)];
     assert_eq!(found(&excused), [Law::Order]);
-    excused.struck = vec![struck(reset, 1.2, 1.3)];
+    excused.struck = vec![struck(reset, 1.7, 1.8)];
     assert_eq!(found(&excused), [], "it was passed over while it was away");
     let short = |until| reset.keeps_order_until(Duration::from_millis(until));
     excused.struck = vec![struck(short(110), 0.8, 0.9)];
