@@ -1250,6 +1250,9 @@ async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
     // A busy machine may look too late, and again and again.
     let said = ending.await.unwrap();
     let kept = other.renew().await;
-    assert!(kept.is_ok(), "to break `a` said {said:?}, and ended `b`: {kept:?}");
+    assert!(
+        kept.is_ok(),
+        "to break `a` said {said:?}, and ended `b`: {kept:?}"
+    );
     assert!(!matches!(said, Ok(true)), "that hold was over");
 }
