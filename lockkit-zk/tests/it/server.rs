@@ -26,7 +26,7 @@ const LASTING: Duration = Duration::from_secs(10);
 /// server that is just coming up on a busy machine is silent for half a second.
 pub(crate) const LEISURE: Duration = Duration::from_secs(1);
 
-/// For so long a machine has to stand still to be the reason why there was nothing to see.
+/// The least time that a machine has to stand still to be the reason why there was nothing to see.
 const STILL: Duration = Duration::from_millis(300);
 
 static SERVER: LazyLock<ZkServer> = LazyLock::new(|| ZkServer::plain().expect("a ZooKeeper server"));
@@ -56,8 +56,8 @@ pub(crate) fn brief(addrs: impl Display) -> ZkConfig {
     config
 }
 
-/// What an attempt to see something comes to. If it says why there was nothing to see, it is made again, a few times, as
-/// long as the machine stood still meanwhile.
+/// Makes an attempt to see something. If that says why there was nothing to see, it is made again, a few times, as long as
+/// the machine stood still meanwhile.
 pub(crate) async fn unless_still<T>(mut attempt: impl AsyncFnMut() -> std::result::Result<T, String>) -> T {
     let mut left = 5;
     loop {

@@ -259,11 +259,11 @@ async fn clocks_set_forward_at_a_minority_cost_nothing() {
 /// Those who are near raise the counters several times while a request of one who is far is on its way.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_far_reader_is_let_in_with_near_ones() {
+    const WAY: Duration = Duration::from_millis(10);
+
     if no_server() {
         return;
     }
-    const WAY: Duration = Duration::from_millis(10);
-
     let world = World::five();
     let (far, proxies) = world.client_behind_proxies().await;
     let near = [world.client().await, world.client().await];
