@@ -1,9 +1,9 @@
 //! The command, a directory for its locks, and processes that do not outlive a test.
 
 use std::{
-    io::{self, BufRead, BufReader, Read},
+    io::{BufRead, BufReader, Read},
     path::{Path, PathBuf},
-    process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio},
+    process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Output, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -90,6 +90,7 @@ pub(crate) fn outcome(command: &mut Command) -> (i32, String, String) {
 pub(crate) struct Running {
     child: Child,
     output: BufReader<ChildStdout>,
+    complaints: BufReader<ChildStderr>,
 }
 
 impl Running {
@@ -100,7 +101,12 @@ impl Running {
             .spawn()
             .unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
-        Self { child, output }
+        let complaints = BufReader::new(child.stderr.take().unwrap());
+        Self {
+            child,
+            output,
+            complaints,
+        }
     }
 
     /// The next line of its output.
@@ -112,10 +118,9 @@ impl Running {
 
     /// The next line of its complaints.
     pub(crate) fn complaint(&mut self) -> String {
-        let from = self.child.stderr.as_mut().unwrap();
-        let bytes = from.bytes().map(io::Result::unwrap);
-        let line = bytes.take_while(|byte| *byte != b'\n').collect();
-        String::from_utf8(line).unwrap()
+        let mut line = String::new();
+        self.complaints.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
     }
 
     /// Ends its input, for a script that waits with `read`.
@@ -135,12 +140,7 @@ impl Running {
     pub(crate) fn end(mut self) -> (ExitStatus, String) {
         let status = eventually("the process ends", || self.child.try_wait().unwrap());
         let mut complaints = String::new();
-        self.child
-            .stderr
-            .take()
-            .unwrap()
-            .read_to_string(&mut complaints)
-            .unwrap();
+        self.complaints.read_to_string(&mut complaints).unwrap();
         (status, complaints)
     }
 
