@@ -45,6 +45,8 @@ struct State<C> {
     renewed_for: Option<Duration>,
     renewal_failing: bool,
     parked: Option<C>,
+    /// Nobody releases the claim any more.
+    discards: bool,
     /// How many wait for the claim; the attendant makes way for them.
     wanting: u32,
     wanting_wakers: Vec<Waker>,
@@ -137,6 +139,7 @@ impl<C> HoldCell<C> {
                 renewed_for: None,
                 renewal_failing: false,
                 parked: Some(claim),
+                discards: false,
                 wanting: 0,
                 wanting_wakers: Vec::new(),
                 attendant: None,
@@ -219,6 +222,13 @@ impl<C> HoldCell<C> {
     /// The claim of a hold that is being released, for good, if it is at hand.
     pub(crate) fn take(&self) -> Option<C> {
         self.state.lock().parked.take()
+    }
+
+    /// The claim of a lost hold that nobody will release, if it is at hand. If not, it is dropped when it comes home.
+    pub(crate) fn discard(&self) -> Option<C> {
+        let mut state = self.state.lock();
+        state.discards = true;
+        state.parked.take()
     }
 
     /// Latches a loss, unless the hold has ended already.
@@ -365,7 +375,10 @@ impl<C> HoldCell<C> {
     }
 
     fn park(&self, claim: C, by_attendant: bool) {
-        self.update(None, |state| {
+        let discarded = self.update(None, |state| {
+            if state.discards {
+                return (Some(claim), Wakes::default());
+            }
             state.parked = Some(claim);
             // The attendant looks again by itself after it has parked.
             let attendant = if by_attendant || state.wanting > 0 {
@@ -379,8 +392,9 @@ impl<C> HoldCell<C> {
                 others,
                 ..Wakes::default()
             };
-            ((), wakes)
+            (None, wakes)
         });
+        drop(discarded);
     }
 }
 

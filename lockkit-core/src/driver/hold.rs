@@ -125,7 +125,7 @@ impl Hold {
     /// guard, and not with the last view.
     pub(crate) fn give_up_what_is_lost(&self) {
         if self.line().core.worker.lives("release").is_err() {
-            drop(self.cell.take());
+            drop(self.cell.discard());
         }
     }
 

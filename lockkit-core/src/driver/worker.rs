@@ -413,7 +413,7 @@ impl Drop for DiesWith {
             // Its guard may be kept, and a hold without a lease ends with its claim alone. One that is being released
             // is waited for by whoever does that.
             if matches!(hold.cell.last_phase(), Phase::Lost(_)) {
-                drop(hold.cell.take());
+                drop(hold.cell.discard());
             }
         }
         jobs.into_iter().for_each(Job::give_up);

@@ -1,6 +1,11 @@
 //! A client whose runtime has ended says so, whatever it is asked.
 
-use std::{future::Future, time::Duration};
+use std::{
+    future::Future,
+    sync::{Arc, Barrier, atomic::Ordering},
+    thread,
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use lockkit_core::{
@@ -9,6 +14,8 @@ use lockkit_core::{
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal, chain},
 };
 use tokio::{runtime::Runtime, time::timeout};
+
+use crate::probe::Probe;
 
 const MS: Duration = Duration::from_millis(1);
 const SECOND: Duration = Duration::from_secs(1);
@@ -128,6 +135,30 @@ fn what_is_under_way_ends_with_the_runtime() {
         assert!(guard.renew().await.unwrap_err().is_lost());
         assert!(guard.release().await.unwrap_err().is_lost());
     });
+}
+
+/// A hold without a lease would stay for as long as its guard is kept.
+#[test]
+fn a_claim_that_is_in_use_elsewhere_ends_with_the_runtime() {
+    let probe = Probe::default();
+    let (own, other) = (current_thread(), current_thread());
+    let guard = own.block_on(async {
+        let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+        lock.acquire().await.unwrap()
+    });
+    let barrier = Arc::new(Barrier::new(2));
+    *probe.barrier.lock().unwrap() = Some(barrier.clone());
+    thread::scope(|scope| {
+        let renewal = scope.spawn(|| other.block_on(guard.renew()));
+        barrier.wait();
+        drop(own);
+        assert!(!guard.is_held());
+        barrier.wait();
+        assert!(renewal.join().unwrap().unwrap_err().is_lost());
+    });
+    let left = probe.counts.claims.load(Ordering::SeqCst);
+    assert_eq!(left, 0, "claims that a lost hold keeps");
+    drop(guard);
 }
 
 #[test]
