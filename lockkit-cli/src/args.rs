@@ -120,7 +120,7 @@ pub(crate) struct Check {
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Option<String>,
     /// Instead, torture the server for so long: random schedules over everything that a client can do, and a judge
-    #[arg(long = "for", value_name = "TIME", value_parser = humantime::parse_duration, conflicts_with = "only")]
+    #[arg(long = "for", value_name = "TIME", value_parser = some_time, conflicts_with = "only")]
     pub(crate) time: Option<Duration>,
     /// The seed of the first schedule of `--for` [default: a random one]
     #[arg(long, value_name = "N", requires = "time")]
@@ -168,6 +168,14 @@ pub(crate) struct Exec {
     pub(crate) parent: i32,
     #[arg(last = true, required = true)]
     pub(crate) command: Vec<OsString>,
+}
+
+/// One in which nothing is tried would pass.
+fn some_time(text: &str) -> Result<Duration, String> {
+    match duration(text)? {
+        Duration::ZERO => Err("in no time nothing is tried".to_owned()),
+        time => Ok(time),
+    }
 }
 
 fn duration(text: &str) -> Result<Duration, String> {

@@ -45,6 +45,21 @@ fn bad_command_lines_get_one_line() {
 }
 
 #[test]
+fn a_torture_that_cannot_be_gets_one_line() {
+    let torture = |options: &[&str], parts: &[&str]| {
+        complains(&[&["check", "--url", "memory:"], options].concat(), parts);
+    };
+    torture(&["--for", "a while"], &["'a while'", "--for"]);
+    torture(&["--for", "0s"], &["'0s'", "--for"]);
+    torture(&["--for", "1s", "--seed", "x"], &["'x'", "--seed"]);
+    torture(&["--for", "1s", "--seed=-1"], &["'-1'", "--seed"]);
+    torture(&["--seed", "1"], &["--for"]);
+    torture(&["--for", "1s", "--only", "second_"], &["--for", "--only"]);
+    // It does nothing to the server.
+    torture(&["--for", "1s", "--faults", "cut"], &["--faults"]);
+}
+
+#[test]
 fn bad_values_get_one_line() {
     let run = |options: &[&str], name: &str, parts: &[&str]| {
         complains(
@@ -87,6 +102,7 @@ fn bad_servers_get_one_line_without_the_password() {
             &["inspect", "--url", url, "job"],
             &["break", "--url", url, "job", "--token", "1"],
             &["check", "--url", url],
+            &["check", "--for", "1s", "--seed", "1", "--url", url],
             &["bench", "--quick", "--url", url],
         ] {
             complains(arguments, &[part]);
