@@ -209,40 +209,6 @@ fn what_stays_held_at_the_end_is_found() {
     assert_eq!(laws, [Law::Residue]);
 }
 
-/// It says that something is left.
-#[derive(Debug)]
-struct Littered(Bare);
-
-#[async_trait]
-impl Target for Littered {
-    fn routes(&self) -> Vec<String> {
-        self.0.routes()
-    }
-
-    async fn connect(&self, route: &str) -> Result<LockClient> {
-        self.0.connect(route).await
-    }
-
-    fn is_shared(&self) -> bool {
-        false
-    }
-
-    fn is_clean(&self) -> std::result::Result<(), String> {
-        Err("a session".to_owned())
-    }
-}
-
-#[test]
-fn what_the_deployment_has_left_is_found() {
-    let target = Littered(Bare(Arc::new(Memory::default())));
-    let verdict = Torture::new(Arc::new(target))
-        .unwrap()
-        .epoch(&once("try"))
-        .unwrap();
-    let findings: Vec<_> = verdict.findings.iter().map(ToString::to_string).collect();
-    assert_eq!(findings, ["Residue: a session"]);
-}
-
 #[test]
 fn a_campaign_is_shared_and_ends_with_its_goal() {
     let mut effort = Effort::new(Duration::MAX);
