@@ -40,7 +40,6 @@ for_each_flavour! {
     the_servers_clock_does_not_move_a_row_lock
     the_servers_clock_moves_a_lease
     tokens_go_back_with_a_deleted_counter_and_the_clock
-    tokens_go_back_with_a_deleted_counter_that_outran_the_clock
     two_primaries_grant_one_lock
     a_server_that_lost_its_data
     a_watch_that_has_ended_is_begun_again
@@ -638,42 +637,6 @@ async fn tokens_go_back_with_a_deleted_counter_and_the_clock(flavour: Flavour) {
     clock.back(HOUR).unwrap();
     admin.run("DELETE FROM lockkit_fence").await;
     assert!(draw().await < after);
-}
-
-/// Each grant that may be passed on reserves as many tokens as it may be passed on with.
-async fn tokens_go_back_with_a_deleted_counter_that_outran_the_clock(flavour: Flavour) {
-    let server = private(flavour, &[]);
-    let mut admin = Admin::of(&server).await;
-    let client = client(server.addr(), Mode::ForUpdate).await;
-    let options = AcquireOptions::new().local_handoffs(60_000);
-    let lock = client.lock("a").unwrap().with_options(options);
-    cycle(&client, "a").await;
-    let highest = async || {
-        let guards = (0..40).map(|_| async {
-            let guard = lock.acquire().await.unwrap();
-            let token = guard.token();
-            guard.release().await.unwrap();
-            token
-        });
-        futures_util::future::join_all(guards).await.into_iter().max()
-    };
-    let ahead = "SELECT token > UNIX_TIMESTAMP(NOW(6)) * 1000000 FROM lockkit_fence";
-    let mut before = None;
-    eventually("the counter is ahead of the clock", async || {
-        before = highest().await;
-        // Those of a block that was drawn are given out one by one.
-        let clock = "SELECT CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS UNSIGNED)";
-        let clock: u64 = admin.value(clock).await.parse().unwrap();
-        admin.value(ahead).await == "1" && before.is_some_and(|token| token.get() > clock)
-    })
-    .await;
-    admin.run("DELETE FROM lockkit_fence").await;
-    let guard = lock.acquire().await.unwrap();
-    assert!(
-        Some(guard.token()) < before,
-        "{:?} after {before:?}",
-        guard.token()
-    );
 }
 
 /// A replica is promoted, the old primary lives on, and nobody has made it read-only or cut its connections.
