@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{
     history::{Acquisition, Nanos, now},
-    machine::timeout,
+    machine::{Stopwatch, timeout},
     trial::poll_at_most,
 };
 
@@ -122,6 +122,7 @@ pub(super) type Notes = Arc<dyn Fn(Note) + Send + Sync>;
 pub(super) async fn play(part: Part, wanted: mpsc::Sender<Wanted>, notes: Notes) {
     let begins = Instant::now() + Duration::from_nanos(part.origin.saturating_sub(now()));
     let stage = Arc::new(Stage {
+        watch: Stopwatch::start(),
         begins,
         ends: begins + Duration::from_millis(part.schedule.span),
         part,
@@ -164,6 +165,7 @@ pub(super) async fn play(part: Part, wanted: mpsc::Sender<Wanted>, notes: Notes)
 }
 
 struct Stage {
+    watch: Stopwatch,
     part: Part,
     begins: Instant,
     ends: Instant,
@@ -775,6 +777,7 @@ impl Scene<'_> {
         if let Some(Err(error)) = self.look_at(client, name).await
             && !self.seat.is_gone()
             && self.stage.part.schedule.strikes.is_empty()
+            && self.stage.watch.stood_still() < Duration::from_millis(100)
         {
             self.stage
                 .find(Law::Failure, format!("inspecting {name}: {}", chain(&error)));
