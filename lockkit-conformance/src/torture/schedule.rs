@@ -568,6 +568,8 @@ impl Mood {
         };
         let handoffs = match (shape.capabilities.local_handoffs, rng.u8(0..10)) {
             (false, _) => vec![None],
+            // What is handed on costs the server nothing, and most of the grants are a rush's.
+            (true, 0..4) if kind == Kind::Rush => vec![None, Some(1_000)],
             (true, 0..6) => vec![Some(0)],
             (true, _) if kind == Kind::Queue => vec![Some(0)],
             (true, 6..8) => vec![None, Some(32)],
