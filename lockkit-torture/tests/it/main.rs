@@ -1,27 +1,16 @@
-//! Every target under random schedules for the time in the environment variable `LOCKKIT_TORTURE`; without it, some under one
-//! that is always the same. And the tools of torture, each shown to break what is not protected.
+//! Some targets under a schedule that is always the same; the tools of torture, each shown to break what is not protected; and
+//! the program. Random schedules are the program's: `scripts/test` runs it.
 
 mod arguments;
 mod tools;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use lockkit_conformance::{
     helper::{self, Launch},
-    torture::{Effort, Target, Torture},
+    torture::{Schedule, Target, Torture},
 };
 use lockkit_testbed::skipped;
-
-/// The first seed and for how long to go on: one epoch, if it is that of a schedule that is always the same. `None` if there
-/// is none of that target.
-fn effort(fixed: Option<u64>) -> Option<(u64, Duration)> {
-    let time = std::env::var("LOCKKIT_TORTURE").unwrap_or_default();
-    if time.is_empty() {
-        return fixed.map(|seed| (seed, Duration::from_millis(1)));
-    }
-    let time = humantime::parse_duration(&time).expect("LOCKKIT_TORTURE is a time, such as 30s");
-    Some((fastrand::u64(..1_000_000_000), time))
-}
 
 /// The target, unless it is to be skipped for want of its servers.
 fn target(name: &str) -> Option<Arc<dyn Target>> {
@@ -45,60 +34,28 @@ fn launch() -> Launch {
     Launch::this_program(arguments).expect("this program")
 }
 
-fn torture(name: &str, fixed: Option<u64>) {
-    let Some((seed, time)) = effort(fixed) else {
-        eprintln!("skipped: {name}: say in LOCKKIT_TORTURE for how long, such as 30s");
-        return;
-    };
+/// The epoch of one seed.
+fn torture(name: &str, seed: u64) {
     let Some(target) = target(name) else {
         return;
     };
-    println!("{name}: seed {seed}");
     let mut torture = Torture::new(target).expect("a client").helpers(launch());
-    let report = torture
-        .run(seed, Effort::new(time), |_, _| {})
-        .expect("a machine that goes on");
-    println!("{name}: {report}");
-    assert!(report.granted > 0, "{name}: a vacuous pass");
-    if let Some(failure) = report.failures.first() {
-        let findings: Vec<_> = failure.findings.iter().map(ToString::to_string).collect();
-        panic!(
-            "{name}: of seed {seed}, the schedule {}\n{}\nshortened:\n{}",
-            failure.schedule.seed,
-            findings.join("\n"),
-            failure.schedule
-        );
-    }
+    let schedule = Schedule::generate(seed, &torture.shape());
+    let verdict = torture.epoch(&schedule).expect("a machine that goes on");
+    assert!(
+        verdict.findings.is_empty(),
+        "{name}: seed {seed}: {:?}\n{}\n{schedule}",
+        verdict.findings,
+        verdict.log
+    );
 }
 
-macro_rules! targets {
-    ($($test:ident: $target:literal $fixed:expr;)*) => {
-        $(
-            #[test]
-            fn $test() {
-                torture($target, $fixed);
-            }
-        )*
-
-        #[test]
-        fn every_target_has_its_test() {
-            assert_eq!(lockkit_torture::TARGETS, [$($target),*]);
-        }
-    };
+#[test]
+fn memory() {
+    torture("memory", 45_029_985);
 }
 
-targets! {
-    memory: "memory" Some(45_029_985);
-    file: "file" Some(491_267_397);
-    redis: "redis" None;
-    valkey: "valkey" None;
-    redlock_of_five: "redlock" None;
-    redlock_of_three: "redlock3" None;
-    zookeeper: "zk" Some(606_423_011);
-    ensemble: "zk3" None;
-    mariadb: "mariadb" None;
-    mysql: "mysql" None;
-    mariadb_lease: "mariadb-lease" None;
-    mysql_lease: "mysql-lease" None;
-    zookeeper_readwrite: "zk-readwrite" None;
+#[test]
+fn file() {
+    torture("file", 491_267_397);
 }
