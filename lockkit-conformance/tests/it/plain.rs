@@ -274,8 +274,8 @@ impl Claim for PlainClaim {
         let (since, until) = (Instant::now(), from_now(request.ttl));
         let block = u64::from(request.tokens.get());
         let granted = self.backend.entry(&request.name, |entry| {
-            let taken = entry.current().is_some_and(|holder| holder != request.owner);
-            if (taken && fault != Fault::GrantsTwice) || fault == Fault::GrantsNobody {
+            let by_other = entry.current().is_some_and(|holder| holder != request.owner);
+            if (by_other && fault != Fault::GrantsTwice) || fault == Fault::GrantsNobody {
                 return None;
             }
             let token = entry.last_token + 1;
