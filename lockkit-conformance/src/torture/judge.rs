@@ -83,8 +83,8 @@ struct Tokens {
 const LINGER: Duration = Duration::from_secs(2);
 /// What a free lock may wait for its next holder, beyond the fallback poll.
 const IDLE: Duration = Duration::from_secs(3);
-/// When a waiter is surely in the queue, if nothing is wrong.
-const QUEUED: Duration = Duration::from_millis(200);
+/// When a waiter is surely in the queue, if nothing is wrong: on a busy machine a request takes its time to get there.
+const QUEUED: Duration = Duration::from_secs(1);
 /// Two returns of acquisitions that are further apart are in the order of the grants.
 const APART: Duration = Duration::from_millis(100);
 /// How long a waiter may take to be back in line after its way has healed. What is free meanwhile goes to others.

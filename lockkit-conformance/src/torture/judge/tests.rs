@@ -400,30 +400,35 @@ fn a_try_behind_a_stopped_writer_is_found() {
 fn who_overtakes_is_found() {
     let records = |second| {
         vec![
-            hold(0, X, 0.0, 0.0, 2.0, 1),
-            hold(1, X, 0.5, 3.0, 3.5, 3),
-            hold(2, X, second, 2.1, 2.9, 2),
+            hold(0, X, 0.0, 0.0, 4.0, 1),
+            hold(1, X, 0.5, 5.0, 5.5, 3),
+            hold(2, X, second, 4.1, 4.9, 2),
         ]
     };
-    assert_eq!(found(&story(records(1.0))), [Law::Order]);
+    assert_eq!(found(&story(records(1.8))), [Law::Order]);
     assert_eq!(found(&story(records(0.4))), []);
-    let mut handing_on = story(records(1.0));
+    assert_eq!(
+        found(&story(records(1.4))),
+        [],
+        "it may have come to the queue first"
+    );
+    let mut handing_on = story(records(1.8));
     handing_on.records[0].handoffs = Some(32);
     assert_eq!(found(&handing_on), [], "hand-offs within a client come first");
-    let mut excused = story(records(1.0));
-    excused.struck = vec![struck(Fault::new("cut"), 1.2, 1.3)];
+    let mut excused = story(records(1.8));
+    excused.struck = vec![struck(Fault::new("cut"), 2.2, 2.3)];
     assert_eq!(found(&excused), []);
     let reset = Fault::new("reset").keeps_order();
-    excused.struck = vec![struck(reset, 0.8, 0.9)];
+    excused.struck = vec![struck(reset, 1.6, 1.7)];
     assert_eq!(found(&excused), [Law::Order]);
-    excused.struck = vec![struck(reset, 1.7, 1.8)];
+    excused.struck = vec![struck(reset, 3.7, 3.8)];
     assert_eq!(found(&excused), [], "it was passed over while it was away");
     let short = |until| reset.keeps_order_until(Duration::from_millis(until));
-    excused.struck = vec![struck(short(110), 0.8, 0.9)];
+    excused.struck = vec![struck(short(110), 1.6, 1.7)];
     assert_eq!(found(&excused), [Law::Order]);
-    excused.struck = vec![struck(short(90), 0.8, 0.9)];
+    excused.struck = vec![struck(short(90), 1.6, 1.7)];
     assert_eq!(found(&excused), [], "it lasted for too long");
-    let mut anew = story(records(1.0));
+    let mut anew = story(records(1.8));
     let mut closed = refused(1, Asked::Waited, 0.0, 0.4);
     closed.fared = Fared::Failed;
     closed.acquisition.who = 11;
@@ -431,12 +436,12 @@ fn who_overtakes_is_found() {
     assert_eq!(found(&anew), [], "one that just gave up may still be in line");
     anew.gone.insert(1, vec![at(0.4)]);
     assert_eq!(found(&anew), [Law::Order], "its client is another one");
-    let mut still = story(records(1.0));
+    let mut still = story(records(1.8));
     still.stood_still = Duration::from_millis(200);
     assert_eq!(found(&still), [Law::Order], "it was in the queue all the same");
     still.stood_still = Duration::from_millis(400);
     assert_eq!(found(&still), [], "it may have come to the queue too late");
-    let mut unpromised = story(records(1.0));
+    let mut unpromised = story(records(1.8));
     unpromised.bounds.fifo = false;
     assert_eq!(found(&unpromised), []);
 }
