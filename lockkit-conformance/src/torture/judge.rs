@@ -215,15 +215,13 @@ impl Court<'_> {
                 continue;
             };
             inside.retain(|old| old.sure().is_some_and(|(_, to)| to >= from));
+            // Who is excused makes room for one, and excuses nobody else.
+            let mut others = inside.iter().copied().filter(|old| !self.excused(old, new));
             let guilty = match new.acquisition.mode {
-                Mode::Permits(size) if inside.len() >= size.get() as usize => inside.first().copied(),
-                Mode::Permits(_) => None,
-                _ => inside.iter().copied().find(|old| conflict(old, new)),
+                Mode::Permits(size) => others.nth(size.get() as usize - 1),
+                _ => others.find(|old| conflict(old, new)),
             };
-            let excused = |old: &Record| self.excused(old, new);
-            if let Some(old) = guilty
-                && !inside.iter().any(|old| excused(old))
-            {
+            if let Some(old) = guilty {
                 let detail = format!("{} was in when {} was let in", describe(old), describe(new));
                 findings.push(Finding::new(Law::Exclusion, detail));
                 return;
@@ -232,20 +230,29 @@ impl Court<'_> {
         }
     }
 
-    /// Whether a fault is why both hold, and `old` could not know yet.
+    /// Whether a fault is why both hold, and one of them could not know yet: `old`, which was dropped, or `new`, which had been
+    /// granted before it and was dropped before it heard of that.
     fn excused(&self, old: &Record, new: &Record) -> bool {
-        if old.sure().is_none() || new.sure().is_none() {
+        let (Some((began, _)), Some((from, believed))) = (old.sure(), new.sure()) else {
             return true;
-        }
+        };
+        let is_late = |(since, to): (Nanos, Nanos), told: Told| {
+            let told = nanos(told.after(millis(new.ttl)));
+            new.token() < old.token()
+                && new.acquisition.asked <= to
+                && began >= since
+                && believed <= to.saturating_add(told)
+        };
         let by_fault = |struck: &Struck| {
-            let told = struck.fault.and_then(|fault| fault.overlap);
-            told.is_some_and(|told| Self::untold(old, new, (struck.from, struck.to), told))
-                && new
-                    .sure()
-                    .is_some_and(|(from, _)| self.befalls(struck, old, from))
+            let span = (struck.from, struck.to);
+            struck.fault.and_then(|fault| fault.overlap).is_some_and(|told| {
+                (Self::untold(old, new, span, told) && self.befalls(struck, old, from))
+                    || (is_late(span, told) && self.befalls(struck, new, from))
+            })
         };
         let by_break = |(lock, since, to): &(String, Nanos, Nanos)| {
-            *lock == old.acquisition.lock && Self::untold(old, new, (*since, *to), REVOKED)
+            let span = (*since, *to);
+            *lock == old.acquisition.lock && (Self::untold(old, new, span, REVOKED) || is_late(span, REVOKED))
         };
         self.story.struck.iter().any(by_fault) || self.story.breaks.iter().any(by_break)
     }

@@ -121,6 +121,26 @@ fn two_inside_are_found_and_excused_until_told() {
     assert_eq!(found(&excused), []);
     excused.breaks = vec![("b".to_owned(), at(0.85), at(0.86))];
     assert_eq!(found(&excused), [Law::Exclusion], "of another lock");
+
+    // The one that returns later was granted first, and dropped before it returned.
+    let mut late = story(records());
+    late.records[0].acquisition.granted = Some((at(0.5), 2));
+    late.records[1].acquisition.granted = Some((at(0.9), 1));
+    late.records[1].acquisition.until = Some(at(0.95));
+    late.records[1].over = Over::Lost;
+    assert_eq!(found(&late), [Law::Exclusion]);
+    late.struck = vec![struck(fault, 0.45, 0.7)];
+    assert_eq!(found(&late), []);
+    late.struck = vec![struck(fault, 0.45, 0.48)];
+    assert_eq!(found(&late), [Law::Exclusion], "it ought to have been told");
+    late.struck = vec![struck(fault, 0.55, 0.6)];
+    assert_eq!(found(&late), [Law::Exclusion], "the other was in before");
+    let slow = Fault::new("slow").excuses_overlap(Told::Within(Duration::from_secs(1)));
+    late.struck = vec![struck(slow, 0.45, 0.48)];
+    assert_eq!(found(&late), []);
+    late.records[0].acquisition.granted = Some((at(0.5), 1));
+    late.records[1].acquisition.granted = Some((at(0.9), 2));
+    assert_eq!(found(&late)[0], Law::Exclusion, "it was granted later");
 }
 
 #[test]
@@ -174,7 +194,16 @@ fn more_permits_than_there_are_are_found() {
     let mut records = vec![hold(0, two, 0.0, 0.0, 1.0, 1), hold(1, two, 0.0, 0.1, 1.0, 2)];
     assert_eq!(found(&story(records.clone())), []);
     records.push(hold(2, two, 0.0, 0.5, 1.0, 3));
-    assert_eq!(found(&story(records)), [Law::Exclusion]);
+    assert_eq!(found(&story(records.clone())), [Law::Exclusion]);
+    let fault = Fault::new("empty").excuses_overlap(Told::Within(Duration::from_millis(600)));
+    let mut excused = story(records);
+    // The second does not know yet, and makes room for one.
+    excused.struck = vec![struck(fault, 0.45, 0.45)];
+    excused.records[0].acquisition.until = Some(at(3.0));
+    excused.records[0].over = Over::Lost;
+    assert_eq!(found(&excused), []);
+    excused.records.push(hold(3, two, 0.5, 0.6, 1.0, 4));
+    assert_eq!(found(&excused), [Law::Exclusion], "and not for two");
 }
 
 #[test]
