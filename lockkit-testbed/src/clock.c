@@ -1,8 +1,11 @@
 /* The time of day, shifted by the microseconds in the file that LOCKKIT_TESTBED_CLOCK names. Every other clock is
  * passed on as it is. The real clock is read by system call: looking up the C library's function could need memory
- * while the program's allocator is still being set up. */
+ * while the program's allocator is still being set up. A thread that waits until a time of day comes later, and the
+ * kernel knows nothing of the shift: it is taken off. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -52,4 +55,31 @@ time_t time(time_t *now) {
     if (now)
         *now = precise.tv_sec;
     return precise.tv_sec;
+}
+
+typedef int timed_wait(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+
+static timed_wait *next_timed_wait(void) {
+    static timed_wait *volatile next;
+    if (!next) {
+        void *found = NULL;
+#ifdef __GLIBC__
+        /* Without a version it may be that of an older kind of condition. */
+        found = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+#endif
+        next = (timed_wait *)(found ? found : dlsym(RTLD_NEXT, "pthread_cond_timedwait"));
+    }
+    return next;
+}
+
+int pthread_cond_timedwait(pthread_cond_t *restrict condition, pthread_mutex_t *restrict mutex,
+                           const struct timespec *restrict until) {
+    struct timespec real = *until;
+    /* Those by the monotonic clock begin with the machine. */
+    if (offset && real.tv_sec > 1000000000) {
+        int64_t nanos = (int64_t)real.tv_sec * 1000000000 + real.tv_nsec - *offset * 1000;
+        real.tv_sec = nanos / 1000000000;
+        real.tv_nsec = nanos % 1000000000;
+    }
+    return next_timed_wait()(condition, mutex, &real);
 }

@@ -1,6 +1,7 @@
 use std::{
+    fs,
     process::Command,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use lockkit_testbed::Clock;
@@ -52,3 +53,49 @@ fn clocks_are_independent() {
     assert_ahead(&other, 0.0);
     assert_ahead(&one.clone(), 60.0);
 }
+
+/// A program works out by its own clock when a wait is over, and the kernel knows another.
+#[test]
+fn a_wait_lasts_as_long_by_a_clock_that_is_ahead() {
+    let directory = tempfile::tempdir().unwrap();
+    let [source, program] = ["wait.c", "wait"].map(|name| directory.path().join(name));
+    fs::write(&source, WAIT).unwrap();
+    let compiled = Command::new("cc")
+        .arg("-pthread")
+        .arg("-o")
+        .args([&program, &source])
+        .status();
+    assert!(compiled.unwrap().success());
+    let clock = Clock::new().unwrap();
+    for forward in [0, 3600] {
+        clock.forward(Duration::from_secs(forward)).unwrap();
+        let mut command = Command::new(&program);
+        clock.apply(&mut command);
+        let began = Instant::now();
+        assert!(command.status().unwrap().success(), "ahead by {forward} s");
+        assert!(began.elapsed() >= Duration::from_millis(100));
+    }
+}
+
+/// Waits for a tenth of a second. It ends by a signal if that takes a minute.
+const WAIT: &str = r"
+#include <pthread.h>
+#include <time.h>
+#include <unistd.h>
+
+int main(void) {
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
+    struct timespec until;
+    int waited = 0;
+    alarm(60);
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 100000000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_mutex_lock(&mutex);
+    while (waited == 0)
+        waited = pthread_cond_timedwait(&condition, &mutex, &until);
+    return 0;
+}
+";
