@@ -23,6 +23,7 @@ for_each_flavour! {
     a_killed_holder_is_followed_within_100_ms
     a_stopped_holder_is_followed_at_the_end_of_its_lease
     a_blackholed_holder_is_told_before_it_is_followed
+    a_killed_writer_keeps_readers_out_for_half_a_minute
     a_waiter_granted_in_the_dark_reports_no_success
     a_waiter_that_is_cut_off_waits_anew
     a_next_in_line_that_is_gone_keeps_a_lease_for_seconds_at_most
@@ -127,6 +128,27 @@ async fn a_stopped_holder_is_followed_at_the_end_of_its_lease(flavour: Flavour) 
     child.process.resume().unwrap();
     sleep(Duration::from_millis(100)).await;
     guard.check().unwrap();
+}
+
+/// The server does not look whether the client is there while its statement waits for a row.
+async fn a_killed_writer_keeps_readers_out_for_half_a_minute(flavour: Flavour) {
+    let server = shared(flavour);
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let name = name("writer");
+    let lock = client.lock(&name).unwrap().shared();
+    let reads = lock.acquire().await.unwrap();
+    let (mut writer, _output) = Child::start(server.addr(), Mode::ForUpdate, &name, Duration::from_secs(1));
+    waits(&client, &name).await;
+    let killed = Stopwatch::start();
+    writer.kill().unwrap();
+    let refused = lock.try_acquire().await.unwrap().is_none();
+    let also_reads = timeout(Duration::from_secs(60), lock.acquire()).await.unwrap();
+    let took = killed.elapsed();
+    eprintln!("{flavour:?}: behind a killed writer a reader is let in after {took:?}");
+    assert!(took < Duration::from_secs(32), "{took:?}");
+    assert!(refused, "a writer that waits is passed over");
+    reads.check().unwrap();
+    also_reads.unwrap().release().await.unwrap();
 }
 
 async fn a_blackholed_holder_is_told_before_it_is_followed(flavour: Flavour) {
