@@ -2,6 +2,10 @@
 
 use std::{io, net::SocketAddr, time::Duration};
 
+use lockkit::{
+    LockClient,
+    mysql::{Mode, ddl},
+};
 use lockkit_conformance::torture::{Fault, Told};
 use lockkit_testbed::{
     Clock,
@@ -41,6 +45,9 @@ impl Database {
         let ahead = Clock::new()?;
         ahead.forward(Duration::from_hours(1))?;
         let successor = MySql::start_by(Some(&ahead), flavour, &[])?;
+        // As a replica would have them.
+        let mode = if lease { Mode::Lease } else { Mode::ForUpdate };
+        run(successor.addr(), &ddl(mode))?;
         Ok(Self {
             primary,
             successor,
@@ -133,6 +140,16 @@ impl Servers for Database {
     fn url(&self, addrs: &[SocketAddr]) -> String {
         let parameters = if self.lease { "?mode=lease" } else { "" };
         format!("{}{parameters}", MySql::url_at(addrs[0]))
+    }
+
+    fn dead_waiter_bound(&self, client: &LockClient, ttl: Duration) -> Duration {
+        let bound = client.dead_holder_bound(ttl);
+        if self.lease {
+            bound
+        } else {
+            // A statement waits for so long, and its client's end goes unnoticed.
+            bound.max(Duration::from_secs(32))
+        }
     }
 
     fn of_a_way(&self, fault: Fault) -> Fault {
