@@ -142,7 +142,7 @@ async fn a_killed_writer_keeps_readers_out_for_half_a_minute(flavour: Flavour) {
     let killed = Stopwatch::start();
     writer.kill().unwrap();
     let refused = lock.try_acquire().await.unwrap().is_none();
-    let also_reads = timeout(Duration::from_secs(60), lock.acquire()).await.unwrap();
+    let also_reads = timeout(Duration::from_mins(1), lock.acquire()).await.unwrap();
     let took = killed.elapsed();
     eprintln!("{flavour:?}: behind a killed writer a reader is let in after {took:?}");
     assert!(took < Duration::from_secs(32), "{took:?}");
