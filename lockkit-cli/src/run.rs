@@ -163,7 +163,7 @@ impl Supervised {
                     // What it has started was told to end, too, and has as long for it.
                     exited = true;
                 }
-                end = due(guard, self.told) => {
+                end = due(guard, self.told, exited) => {
                     if self.told == Some(end) {
                         return self.kill(unrenewed).await;
                     }
@@ -196,15 +196,21 @@ impl Supervised {
 
 /// Resolves to the end of a lease that is not renewed, when it is time for TERM; or for KILL, if `told` says that TERM was
 /// sent for this one. A lease may be far shorter than the ttl that was asked for, and healthy with less than a quarter of it
-/// left; so nothing is done unless a renewal is failing.
-async fn due(guard: &LockGuard, told: Option<Instant>) -> Instant {
+/// left; so nothing is done unless a renewal is failing. If the command has `exited` upon TERM, what it has started is not
+/// spared by a renewal that succeeds after all: nobody would ever tell it again.
+async fn due(guard: &LockGuard, told: Option<Instant>, exited: bool) -> Instant {
+    let before_kill = |lease: Duration| (lease / 16).min(Duration::from_millis(500));
+    if let (true, Some(end), Some(lease)) = (exited, told, guard.lease_length()) {
+        sleep_until(end.checked_sub(before_kill(lease)).unwrap_or(end)).await;
+        return end;
+    }
     loop {
         guard.renewal_failing().await;
         let (Some(end), Some(lease)) = (guard.valid_until(), guard.lease_length()) else {
             return std::future::pending().await;
         };
         let ahead = if told == Some(end) {
-            (lease / 16).min(Duration::from_millis(500))
+            before_kill(lease)
         } else {
             lease / 5
         };
@@ -373,6 +379,38 @@ mod tests {
             stat.as_ref().map_or(true, |stat| stat.contains(") Z ")),
             "it is still there: {stat:?}"
         );
+    }
+
+    /// It was told to end, and ends; the lease goes on, and something of it stays.
+    #[test]
+    fn a_lease_that_recovers_gives_no_more_time() {
+        alone(async {
+            let dir = tempfile::tempdir().unwrap();
+            let pid = dir.path().join("pid");
+            let script = format!(
+                "(trap '' TERM; exec sleep 60 >/dev/null 2>&1) & echo $! > {}; trap 'exit 0' TERM; while :; do sleep 0.01; done",
+                pid.display()
+            );
+            let recover = |memory: &MemoryBackend| {
+                memory.fail_next(Operation::Renew, u32::MAX);
+                let memory = memory.clone();
+                tokio::spawn(async move {
+                    // A fifth before the end it is told.
+                    tokio::time::sleep(TTL * 4 / 5 + Duration::from_millis(50)).await;
+                    memory.fail_next(Operation::Renew, 0);
+                });
+            };
+            let began = Instant::now();
+            let ended = tokio::time::timeout(TTL * 4, under(Place::Apart, &script, recover)).await;
+            let took = began.elapsed();
+            let pid = std::fs::read_to_string(pid).unwrap();
+            let there = std::path::Path::new("/proc").join(pid.trim()).exists();
+            assert!(
+                ended.is_ok() && took < TTL && !there,
+                "ended: {}, after {took:?}, and what it left is there: {there}",
+                ended.is_ok()
+            );
+        });
     }
 
     #[cfg(target_os = "linux")]
