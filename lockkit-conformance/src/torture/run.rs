@@ -501,6 +501,7 @@ impl Torture {
         });
         let done = done.await.map_err(io::Error::other)??;
         let (struck, pauses) = done?;
+        let healed = now();
         // Deaths explain why nothing more was heard of a process.
         findings.retain(|(number, _)| !pauses.iter().any(|pause: &Pause| pause.process == *number));
         let mut findings: Vec<_> = findings.into_iter().map(|(_, finding)| finding).collect();
@@ -518,6 +519,15 @@ impl Torture {
             stood_still: watch.stood_still(),
         };
         findings.extend(self.residue(&story).await);
+        // The next epoch may be one without faults, and is to have nothing to get over.
+        let got_over = story.struck.iter().filter_map(|struck| {
+            let fault = struck.fault?;
+            let healed = if fault.lasting { healed } else { struck.to };
+            Some(Duration::from_nanos(healed) + fault.recovery)
+        });
+        if let Some(got_over) = got_over.max() {
+            tokio::time::sleep(got_over.saturating_sub(Duration::from_nanos(now()))).await;
+        }
         Ok((story, findings))
     }
 
