@@ -43,6 +43,8 @@ pub(crate) const PASSED_OVER_WITHIN: Duration =
 /// How long a session that has been woken may take to say so before it is killed. A second blow while MariaDB deals with
 /// the first can keep both, and with them the turnstile, for two seconds.
 const ANSWERS_WITHIN: Duration = Duration::from_millis(10);
+/// How long a release waits for the answer that the next in line was woken.
+const WAKES_WITHIN: Duration = Duration::from_millis(200);
 /// How long the server bears the silence of a session that is kept for the next request, in seconds.
 pub(crate) const SECONDS: u32 = 60;
 
@@ -190,14 +192,17 @@ impl LeaseClaim {
         }
     }
 
-    /// Ends the sleep of whoever had the bell. Without it, that one wakes by itself a little later.
+    /// Ends the sleep of whoever had the bell. Without it, that one wakes by itself a little later, so nobody waits for a `KILL`
+    /// that waits itself: MariaDB tries for two seconds to reach a session that is about to wake, one after the other.
     async fn wake(&mut self) {
         // Once: it may be at something else by the next time.
         if let (Some(sleeper), Some(session)) = (self.sleeper.take(), &mut self.session) {
             let seconds = if self.has_queued { TURNS_WITHIN } else { SECONDS };
-            let woken = session.ask(seconds, format!("KILL QUERY {sleeper}")).await;
-            if let Err(error) = woken {
-                tracing::debug!(%error, "the next in line was not woken");
+            let woken = session.ask(seconds, format!("KILL QUERY {sleeper}"));
+            match timeout(WAKES_WITHIN, woken).await {
+                Ok(Ok(_)) => {}
+                Ok(Err(error)) => tracing::debug!(%error, "the next in line was not woken"),
+                Err(_) => self.session = None,
             }
         }
     }
