@@ -22,6 +22,9 @@ use crate::{
     script::{self, Call},
 };
 
+/// How many rounds an attempt takes if only its tokens collide with those of others.
+const ROUNDS: usize = 3;
+
 pub(crate) struct RedlockClaim {
     masters: Arc<Masters>,
     request: ClaimRequest,
@@ -140,17 +143,17 @@ impl RedlockClaim {
         call
     }
 
-    /// The tokens to propose: most likely above all others, and the further ahead of the time the longer it has tried.
-    fn proposal(&self, tried: Duration) -> RangeInclusive<u64> {
-        let first = self.masters.guess() + self.masters.rules.lead(tried);
+    /// The tokens to propose: most likely above all others.
+    fn proposal(&self) -> RangeInclusive<u64> {
+        let first = self.masters.guess();
         let last = first + u64::from(self.request.tokens.get()) - 1;
         first..=last
     }
 
     /// One round of voting, and of confirming if need be.
-    async fn round(&mut self, waits: &str, tried: Duration) -> Result<Result<Grant, Lost>> {
+    async fn round(&mut self, waits: &str) -> Result<Result<Grant, Lost>> {
         let masters = self.masters.clone();
-        let proposed = self.proposal(tried);
+        let proposed = self.proposal();
         self.value = self.record.with_token(Some(*proposed.start())).into_owned();
         let since = Instant::now();
         let ttl = Duration::from_millis(self.ttl_ms());
@@ -184,8 +187,8 @@ impl RedlockClaim {
                     drop(requests);
                     self.yield_at(round.may_hold()).await;
                     let reason = format!(
-                        "a counter of this lock's fencing tokens is about to pass {LAST_TOKEN}, the last there is, which \
-                         nobody can have reached: set it right"
+                        "a counter of this lock's fencing tokens stands at {}, which nobody can have reached: set it right",
+                        tokens.start() - 1
                     );
                     return Err(Error::permanent(NAME, "acquire", reason));
                 }
@@ -404,16 +407,18 @@ impl Claim for RedlockClaim {
             place.listen();
             self.listed = true;
         }
-        let began = Instant::now();
-        loop {
-            let lost = match self.round(waits, began.elapsed()).await? {
+        // Every round asks anew for what those before it may have taken.
+        let mut may_hold = Vec::new();
+        for _ in 0..ROUNDS {
+            let lost = match self.round(waits).await? {
                 Ok(grant) => return Ok(Some(grant)),
-                // It may be had, by those who were quicker to raise the counters: theirs are raised by now. Every round asks
-                // anew for what those before it may have taken.
-                Err(lost) if lost.defeat == Defeat::Outrun => continue,
                 Err(lost) => lost,
             };
-            self.yield_at(lost.may_hold).await;
+            may_hold = lost.may_hold;
+            if lost.defeat == Defeat::Outrun {
+                continue;
+            }
+            self.yield_at(may_hold).await;
             return match lost.defeat {
                 Defeat::Taken(left) => {
                     if !patience.is_zero() {
@@ -429,6 +434,9 @@ impl Claim for RedlockClaim {
                 _ => Err(self.masters.undecided("acquire", &lost.failures)),
             };
         }
+        self.yield_at(may_hold).await;
+        let reason = format!("{ROUNDS} times in a row, others were ahead with their tokens");
+        Err(Error::transient(NAME, "acquire", reason))
     }
 
     async fn renew(&mut self) -> Result<Renewal> {

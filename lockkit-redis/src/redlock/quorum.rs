@@ -7,8 +7,7 @@
 //! its counter to them, in one step. If a majority did both, that was all: any earlier acquisition that was confirmed
 //! had raised the counter at one of the same masters, so the tokens are above its own, and no other can ever have the
 //! same ones. Where a counter already stood higher, the lock is held but the tokens are not; a second round then
-//! proposes tokens above every counter seen, and a majority has to raise to those. They are as far above as the counters
-//! may rise while they are on their way: whoever is far from the masters is let in among shared holders who are near.
+//! proposes tokens above every counter seen, and a majority has to raise to those.
 //!
 //! The first round is [Redlock](https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/). What it
 //! lacks without tokens is [Martin Kleppmann's](https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html)
@@ -43,11 +42,6 @@ impl Rules {
     pub(crate) fn lease(&self, ttl: Duration) -> Duration {
         let (ppm, rest) = self.drift;
         ttl.saturating_sub(ttl.mul_f64(f64::from(ppm) / 1e6) + rest)
-    }
-
-    /// By how many tokens, a µs each, to be ahead of what others propose in the meantime.
-    pub(crate) fn lead(&self, meantime: Duration) -> u64 {
-        u64::try_from(meantime.min(self.patience).as_micros()).unwrap_or_default()
     }
 
     /// So many answers of one kind leave no quorum for the other.
@@ -258,16 +252,14 @@ impl QuorumRound {
         }
         let refused = self.count(|seat| matches!(seat, Seat::Answered(Confirmation::Refused(_))));
         if refused > 0 {
-            let is_over = now >= self.until;
-            return Step::Lost(if is_over { Defeat::TooLate } else { Defeat::Outrun });
+            return Step::Lost(Defeat::Outrun);
         }
         self.defeat(open)
     }
 
     fn begin_confirming(&mut self, now: Duration) -> Step {
         let tokens = self.tokens.end() - self.tokens.start();
-        // Others raise the counters meanwhile, with the time, and it is to arrive ahead of them.
-        let first = self.highest() + 1 + self.rules.lead(2 * now.saturating_sub(self.since));
+        let first = self.highest() + 1;
         self.tokens = first..=first + tokens;
         self.confirms = true;
         self.deadline = now + self.rules.patience;
@@ -622,32 +614,6 @@ mod tests {
         assert_eq!(round.confirmed(START, 0, Confirmation::Refused(70)), Step::Wait);
         assert_eq!(round.voted(START, 2, Vote::Silent), Step::Lost(Defeat::Outrun));
         assert_eq!(round.highest(), 70);
-    }
-
-    #[test]
-    fn tokens_to_confirm_are_ahead_by_twice_the_time_it_took() {
-        let confirmed_at = |after: Duration| {
-            let mut round = begin(3);
-            assert_eq!(round.voted(START, 0, Vote::Behind(40)), Step::Wait);
-            match round.voted(START + after, 1, Vote::Granted) {
-                Step::Confirm(tokens, _) => tokens,
-                step => panic!("{step:?}"),
-            }
-        };
-        assert_eq!(confirmed_at(Duration::from_millis(3)), 6_041..=6_043);
-        assert_eq!(confirmed_at(Duration::from_secs(3)), 100_041..=100_043);
-    }
-
-    #[test]
-    fn a_lease_that_ended_before_it_was_confirmed_is_not_called_outrun() {
-        let end = START + Rules::of(3, PATIENCE).lease(TTL);
-        let mut round = begin(3);
-        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
-        assert_eq!(round.confirmed(end, 0, Confirmation::Refused(40)), Step::Wait);
-        assert_eq!(
-            round.confirmed(end, 1, Confirmation::Refused(40)),
-            Step::Lost(Defeat::TooLate)
-        );
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::{
 };
 
 use futures_util::FutureExt as _;
-use lockkit_core::{AcquireOptions, LockClient, LossReason};
+use lockkit_core::{AcquireOptions, LossReason};
 use lockkit_testbed::{Clock, Mode};
 
 use super::world::World;
@@ -254,47 +254,4 @@ async fn clocks_set_forward_at_a_minority_cost_nothing() {
         held.release().await.unwrap();
         world.nothing_is_left("after clocks went forward").await;
     }
-}
-
-/// Those who are near raise the counters several times while a request of one who is far is on its way.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_far_reader_is_let_in_with_near_ones() {
-    const WAY: Duration = Duration::from_millis(10);
-
-    if no_server() {
-        return;
-    }
-    let world = World::five();
-    let (far, proxies) = world.client_behind_proxies().await;
-    let near = [world.client().await, world.client().await];
-    let stay = lock(&near[0], "a", LONG).shared().acquire().await.unwrap();
-    for proxy in proxies.iter() {
-        proxy.set(Mode::Delay {
-            requests: WAY,
-            replies: WAY,
-        });
-    }
-    let come_and_go = |client: &LockClient| {
-        let ours = lock(client, "a", LONG).shared();
-        tokio::spawn(async move {
-            loop {
-                ours.acquire().await.unwrap().release().await.unwrap();
-            }
-        })
-    };
-    let crowd: Vec<_> = near
-        .iter()
-        .flat_map(|client| [come_and_go(client), come_and_go(client)])
-        .collect();
-    let theirs = lock(&far, "a", LONG).shared();
-    for _ in 0..10 {
-        let tried = within(LONG, "an answer", theirs.try_acquire()).await.unwrap();
-        let held = tried.expect("only readers are in");
-        held.release().await.unwrap();
-    }
-    for task in crowd {
-        assert!(!task.is_finished(), "a vacuous pass: {:?}", task.await);
-        task.abort();
-    }
-    stay.release().await.unwrap();
 }
