@@ -199,7 +199,7 @@ pub trait Target: fmt::Debug + Send + Sync + 'static {
         Ok(())
     }
 
-    /// What there is of lockkit's own and is not documented to stay: connections, sessions, entries, as the deployment itself
+    /// Lists what there is of lockkit's own and is not documented to stay: connections, sessions, entries, as the deployment itself
     /// shows them. Each has a name that it keeps. Asked when all clients are closed, until there is nothing or the dead have
     /// had their time. Called from a thread that may block.
     ///

@@ -83,11 +83,11 @@ struct Tokens {
 const LINGER: Duration = Duration::from_secs(2);
 /// What a free lock may wait for its next holder, beyond the fallback poll.
 const IDLE: Duration = Duration::from_secs(3);
-/// When a waiter is surely in the queue, if nothing is wrong: on a busy machine a request takes its time to get there.
+/// The time after which a waiter is surely in the queue, if nothing is wrong: on a busy machine a request takes its time to get there.
 const QUEUED: Duration = Duration::from_secs(1);
 /// Two returns of acquisitions that are further apart are in the order of the grants.
 const APART: Duration = Duration::from_millis(100);
-/// How long a waiter may take to be back in line after its way has healed. What is free meanwhile goes to others.
+/// The time that a waiter may take to be back in line after its way has healed. What is free meanwhile goes to others.
 const BACK: Duration = Duration::from_millis(500);
 /// An operator's revocation: the holder is told with its next renewal.
 const REVOKED: Told = Told::AtRenewal(Duration::from_secs(2));
@@ -230,7 +230,7 @@ impl Court<'_> {
         }
     }
 
-    /// Whether a fault is why both hold, and one of them could not know yet: `old`, which was dropped, or `new`, which had been
+    /// Says whether a fault is why both hold, and one of them could not know yet: `old`, which was dropped, or `new`, which had been
     /// granted before it and was dropped before it heard of that.
     fn excused(&self, old: &Record, new: &Record) -> bool {
         let (Some((began, _)), Some((from, believed))) = (old.sure(), new.sure()) else {
@@ -257,7 +257,7 @@ impl Court<'_> {
         self.story.struck.iter().any(by_fault) || self.story.breaks.iter().any(by_break)
     }
 
-    /// Whether what happened befell this hold too, so that another may have been let in by `then`: it is not so if the hold
+    /// Says whether what happened befell this hold too, so that another may have been let in by `then`: it is not so if the hold
     /// had something to spare.
     fn befalls(&self, struck: &Struck, hold: &Record, then: Nanos) -> bool {
         let Some(young) = struck.fault.and_then(|fault| fault.bare) else {
@@ -291,7 +291,7 @@ impl Court<'_> {
         bare.is_some_and(|bare| then <= granted.saturating_add(bare)) || self.story.struck.iter().any(besides)
     }
 
-    /// Whether `old` believed no longer than it may after what happened, and `new` came in then.
+    /// Says whether `old` believed no longer than it may after what happened, and `new` came in then.
     fn untold(old: &Record, new: &Record, (since, to): (Nanos, Nanos), told: Told) -> bool {
         let (Some((began, believed)), Some((from, _))) = (old.sure(), new.sure()) else {
             return false;
