@@ -832,10 +832,8 @@ async fn a_hold_that_cannot_be_shown_is_no_loss(flavour: Flavour) {
             guard.release().await.unwrap();
         } else {
             // It is proven by what its transaction has, and not by an answer alone.
-            let session = admin
-                .value("SELECT trx_mysql_thread_id FROM information_schema.INNODB_TRX WHERE trx_mysql_thread_id<>0")
-                .await;
-            admin.run(&format!("KILL {session}")).await;
+            let sessions = admin.transactions().await;
+            admin.run(&format!("KILL {}", sessions[0])).await;
             timeout(ttl, guard.lost()).await.unwrap();
             assert!(guard.release().await.unwrap_err().is_lost());
         }

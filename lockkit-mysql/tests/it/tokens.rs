@@ -494,21 +494,19 @@ async fn a_grant_that_is_read_late_outranks_nobody(flavour: Flavour) {
     let lock = client.lock("a").unwrap();
     proxy.set(lockkit_testbed::Mode::Delay {
         requests: Duration::ZERO,
-        replies: Duration::from_millis(100),
+        replies: Duration::from_millis(300),
     });
     let mut late = pin!(lock.acquire());
     assert!(late.as_mut().now_or_never().is_none());
     let mut granted = Vec::new();
     eventually("the server has granted it", async || {
-        granted = admin
-            .run("SELECT trx_mysql_thread_id FROM information_schema.INNODB_TRX WHERE trx_mysql_thread_id<>0")
-            .await;
+        granted = admin.transactions().await;
         !granted.is_empty()
     })
     .await;
-    admin.run(&format!("KILL {}", granted[0][0])).await;
+    admin.run(&format!("KILL {}", granted[0])).await;
     proxy.set(lockkit_testbed::Mode::Pass);
-    sleep(Duration::from_millis(100)).await;
+    sleep(Duration::from_millis(300)).await;
     let mut rightful = None;
     eventually("the next holds", async || {
         rightful = lock.try_acquire().await.unwrap();
