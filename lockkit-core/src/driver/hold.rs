@@ -13,7 +13,7 @@ use crate::{
     driver::{
         attendance::Attendance,
         cell::{HoldCell, Phase},
-        line::{Grip, Line, Terms},
+        line::{Grip, Line, SlotTurn, Terms},
         moment::{Clock, Moment, Proof},
         timing,
     },
@@ -31,6 +31,8 @@ pub(crate) struct Record {
     granted_for: Option<Duration>,
     clock: Clock,
     pub(crate) attendance: Attendance,
+    /// The slot that its claim has. The claim may be on loan when it has to be given up.
+    slot: Option<SlotTurn>,
     /// Its place in the worker's register.
     pub(crate) key: AtomicUsize,
 }
@@ -97,6 +99,7 @@ impl Hold {
             token: FencingToken::new(token),
             name: terms.line.name().clone(),
             backend: terms.line.backend(),
+            slot: grip.slot(),
             cell: HoldCell::new(phase, grip, lease.end()),
             granted_for: lease.length,
             clock: terms.line.core.clock.clone(),
@@ -126,6 +129,13 @@ impl Hold {
     pub(crate) fn give_up_what_is_lost(&self) {
         if self.line().core.worker.lives("release").is_err() {
             drop(self.cell.discard());
+        }
+    }
+
+    /// Lets the next waiter of this client go to the server, wherever the claim is.
+    pub(crate) fn pass_slot(&self) {
+        if let Some(turn) = self.slot {
+            self.line().pass(turn);
         }
     }
 

@@ -77,7 +77,13 @@ pub(crate) struct Line {
 struct LineState {
     queue: Queue<Arc<Terms>, Hold>,
     answer: Answer,
+    turn: SlotTurn,
 }
+
+/// Counts how often the slot has been given up: whoever gives it up says in which turn it had it, so that to do so twice is
+/// to do it once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SlotTurn(u64);
 
 /// The backend's last word to this line, which decides what a waiter is told when its time runs out.
 #[derive(Clone, Debug, Default)]
@@ -148,13 +154,15 @@ impl Line {
 
     /// Takes the slot if nobody has it.
     pub(crate) fn enter(terms: &Arc<Terms>) -> Option<Grip> {
-        let entered = terms.line.state.lock().queue.enter();
-        entered.then(|| Grip::new(terms.clone(), true))
+        let mut state = terms.line.state.lock();
+        let turn = state.queue.enter().then_some(state.turn)?;
+        drop(state);
+        Some(Grip::new(terms.clone(), Some(turn)))
     }
 
     /// Contends beside whoever has the slot.
     pub(crate) fn bypass(terms: &Arc<Terms>) -> Grip {
-        Grip::new(terms.clone(), false)
+        Grip::new(terms.clone(), None)
     }
 
     /// Takes the slot if nobody has it, else queues up for it: in one step, since a slot that is given up in between
@@ -162,8 +170,9 @@ impl Line {
     pub(crate) fn enter_or_join(terms: &Arc<Terms>) -> Result<Grip, InLine<'_>> {
         let mut state = terms.line.state.lock();
         if state.queue.enter() {
+            let turn = state.turn;
             drop(state);
-            return Ok(Grip::new(terms.clone(), true));
+            return Ok(Grip::new(terms.clone(), Some(turn)));
         }
         let ticket = state.queue.join(terms.clone());
         drop(state);
@@ -236,10 +245,14 @@ impl Line {
         drop(withdrawn);
     }
 
-    /// The slot is given up.
-    pub(crate) fn pass(&self) {
-        self.set_slot_use(SlotUse::Other);
+    /// The slot is given up by whoever had it in this `turn`, unless it has been already.
+    pub(crate) fn pass(&self, turn: SlotTurn) {
         let mut state = self.state.lock();
+        if state.turn != turn {
+            return;
+        }
+        state.turn.0 += 1;
+        self.set_slot_use(SlotUse::Other);
         let waker = state.queue.pass();
         if state.queue.is_idle() {
             state.answer = Answer::Unknown;
@@ -294,6 +307,7 @@ impl Future for InLine<'_> {
         let mut state = self.terms.line.state.lock();
         let turn = state.queue.poll(ticket, cx.waker());
         let has_heir = state.queue.first().is_some();
+        let slot = state.turn;
         drop(state);
         let served = match turn {
             Turn::Wait => return Poll::Pending,
@@ -301,7 +315,7 @@ impl Future for InLine<'_> {
                 if has_heir {
                     self.terms.line.waited_in.store(true, Ordering::Relaxed);
                 }
-                Served::Slot(Grip::new(self.terms.clone(), true))
+                Served::Slot(Grip::new(self.terms.clone(), Some(slot)))
             }
             Turn::Offered(Offer::Hold(hold)) => Served::Hold(hold),
             Turn::Lapsed => Served::Lapsed,
@@ -315,10 +329,12 @@ impl Future for InLine<'_> {
 impl Drop for InLine<'_> {
     fn drop(&mut self) {
         let Some(ticket) = self.ticket.take() else { return };
-        let offer = self.terms.line.state.lock().queue.leave(ticket);
+        let mut state = self.terms.line.state.lock();
+        let (offer, slot) = (state.queue.leave(ticket), state.turn);
+        drop(state);
         match offer {
             None => {}
-            Some(Offer::Slot) => self.terms.line.pass(),
+            Some(Offer::Slot) => self.terms.line.pass(slot),
             Some(Offer::Hold(hold)) => hold.abandon(),
         }
     }
@@ -343,13 +359,13 @@ pub(crate) struct Grip {
     pub(crate) lease: Option<Proof>,
     /// Whether the server may know of this claim, so that it has to be released.
     pub(crate) known: bool,
-    slot: bool,
+    slot: Option<SlotTurn>,
 }
 
 const NO_TOKENS: RangeInclusive<u64> = RangeInclusive::new(1, 0);
 
 impl Grip {
-    fn new(terms: Arc<Terms>, slot: bool) -> Self {
+    fn new(terms: Arc<Terms>, slot: Option<SlotTurn>) -> Self {
         Self {
             claim: None,
             terms,
@@ -363,13 +379,17 @@ impl Grip {
     }
 
     pub(crate) fn has_slot(&self) -> bool {
+        self.slot.is_some()
+    }
+
+    pub(crate) fn slot(&self) -> Option<SlotTurn> {
         self.slot
     }
 
     /// Says that turns are left for a hand-off, by the options of both, and it is a hold that can be handed off to this
     /// waiter.
     fn may_be_passed_to(&self, heir: &Terms) -> bool {
-        self.slot
+        self.has_slot()
             && self.terms.line.is_exclusive()
             && self.handoffs < self.most_handoffs.min(heir.local_handoffs)
             && self.terms.fits(heir)
@@ -378,8 +398,8 @@ impl Grip {
 
     /// Lets the next waiter of this client go to the server.
     pub(crate) fn pass_slot(&mut self) {
-        if std::mem::take(&mut self.slot) {
-            self.terms.line.pass();
+        if let Some(turn) = self.slot.take() {
+            self.terms.line.pass(turn);
         }
     }
 
@@ -391,7 +411,7 @@ impl Grip {
 
     /// The same contender with everything moved out, so that dropping the rest does nothing.
     pub(crate) fn take(&mut self) -> Self {
-        let mut taken = Self::new(self.terms.clone(), std::mem::take(&mut self.slot));
+        let mut taken = Self::new(self.terms.clone(), self.slot.take());
         taken.claim = self.claim.take();
         taken.spare = std::mem::replace(&mut self.spare, NO_TOKENS);
         taken.handoffs = self.handoffs;

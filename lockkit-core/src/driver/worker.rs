@@ -371,9 +371,10 @@ impl Job {
                 hold.line().core.worker.unregister(&hold);
                 // If it was on offer, its waiter goes on without it.
                 hold.line().withdraw(&hold);
-                if let Some(mut grip) = hold.cell.reclaim().await.keep() {
-                    // Nobody holds it here any more: whoever asks has to ask the server.
-                    grip.pass_slot();
+                // Nobody holds it here any more: whoever asks has to ask the server.
+                hold.pass_slot();
+                // A renewal that the user neither polls nor drops keeps the claim for as long as it likes.
+                if let Some(grip) = hold.cell.reclaim().await.keep() {
                     settle::clean_up(grip).await;
                 }
             }

@@ -56,6 +56,42 @@ async fn a_loss_is_told_while_a_renewal_by_hand_is_left_unpolled() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn waiters_go_on_while_a_renewal_by_hand_is_left_unpolled() {
+    let probe = Probe::default();
+    let client = LockClient::new(probe.clone());
+    let lock = client.lock("a").unwrap();
+    let guard = lock
+        .acquire_with(&AcquireOptions::new().ttl(SECOND))
+        .await
+        .unwrap();
+    tokio::time::sleep(100 * MS).await;
+    probe.memory.delay(Operation::Renew, 30 * SECOND);
+    let mut renewal = Box::pin(guard.renew());
+    assert!(tokio::time::timeout(10 * MS, renewal.as_mut()).await.is_err());
+    assert_eq!(probe.counts.renewals.load(Ordering::SeqCst), 1);
+    assert_eq!(guard.lost().await, LossReason::Expired);
+    let next = tokio::time::timeout(10 * SECOND, lock.acquire()).await;
+    let next = next.expect("nobody else has it").unwrap();
+    probe.memory.delay(Operation::Renew, Duration::ZERO);
+    // The claim of the hold that was lost comes home late, and takes nothing from those who came after.
+    let third = tokio::spawn({
+        let lock = lock.clone();
+        async move { lock.acquire().await }
+    });
+    tokio::time::sleep(AcquireOptions::DEFAULT_OP_TIMEOUT * 2).await;
+    drop(renewal);
+    tokio::time::sleep(SECOND).await;
+    assert!(next.is_held() && !third.is_finished());
+    let before = probe.counts.attempts.load(Ordering::SeqCst);
+    assert!(lock.try_acquire().await.unwrap().is_none());
+    assert_eq!(probe.counts.attempts.load(Ordering::SeqCst), before + 1);
+    next.release().await.unwrap();
+    third.await.unwrap().unwrap().release().await.unwrap();
+    client.close(SECOND).await.unwrap();
+    assert_eq!(probe.counts.claims_at_close.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_renewal_by_hand_ends_with_the_hold_and_does_not_hold_up_close() {
     let backend = MemoryBackend::new();
     let client = LockClient::new(backend.clone());
