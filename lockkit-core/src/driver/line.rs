@@ -219,6 +219,7 @@ impl Line {
             return PassOn::Stale;
         }
         let mut passed = grip.take();
+        passed.terms = heir.clone();
         passed.spare.next();
         passed.handoffs += 1;
         passed.most_handoffs = passed.most_handoffs.min(heir.local_handoffs);

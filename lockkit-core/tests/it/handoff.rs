@@ -2,7 +2,7 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard};
+use lockkit_core::{AcquireOptions, Instant, Lock, LockClient, LockGuard, Operation};
 
 use crate::probe::Probe;
 
@@ -198,6 +198,19 @@ async fn an_heir_renews_by_its_own_options() {
     let second = second.await.unwrap();
     tokio::time::sleep(5 * SECOND).await;
     assert!(second.is_held());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_heir_is_released_by_its_own_options() {
+    let (probe, lock) = lock(AcquireOptions::new());
+    let first = lock.acquire().await.unwrap();
+    let heir = waiter(&lock.with_options(AcquireOptions::new().op_timeout(100 * MS))).await;
+    first.release().await.unwrap();
+    let heir = heir.await.unwrap();
+    probe.memory.delay(Operation::Release, SECOND);
+    let began = Instant::now();
+    assert!(heir.release().await.unwrap_err().is_transient());
+    assert!(began.elapsed() < 200 * MS, "{:?}", began.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
