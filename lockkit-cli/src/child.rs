@@ -170,11 +170,18 @@ impl Child {
         }
         let status = self.reap()?;
         let deadline = Instant::now() + within;
+        let mut seen_none = false;
         loop {
             // With the command itself reaped, what it left behind is all that can be waited for.
             while let Ok(Some(_)) = waitpgid(self.group(), WaitOptions::NOHANG) {}
             let gone = match self.place {
-                Place::Apart => test_kill_process_group(self.pid).is_err(),
+                Place::Apart if test_kill_process_group(self.pid).is_err() => true,
+                // The group is there for as long as nobody has reaped the last of it, and whoever has to may be of another
+                // session.
+                Place::Apart => {
+                    let none = self.members().is_some_and(|members| members.is_empty());
+                    std::mem::replace(&mut seen_none, none) && none
+                }
                 Place::Foreground { .. } => {
                     let members = self.members().unwrap_or_default();
                     for member in &members {

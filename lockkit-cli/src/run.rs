@@ -413,6 +413,26 @@ mod tests {
         });
     }
 
+    /// Its parent has gone to a session of its own, and does not reap it.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_was_killed_and_not_reaped_is_gone() {
+        alone(async {
+            let dir = tempfile::tempdir().unwrap();
+            let pid = dir.path().join("pid");
+            let script = format!(
+                "sh -c 'sleep 60 & echo $$ > {}; exec setsid sleep 60' >/dev/null 2>&1 & trap '' TERM; while :; do sleep 0.01; done",
+                pid.display()
+            );
+            let (ending, left) = unrenewed(&script).await;
+            let pid = std::fs::read_to_string(pid).unwrap().trim().parse().unwrap();
+            rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), Signal::KILL)
+                .unwrap();
+            assert!(matches!(ending, Ending::Stopped(_)));
+            assert!(left > Duration::ZERO, "the lease was over by then");
+        });
+    }
+
     #[cfg(target_os = "linux")]
     #[test]
     fn nothing_of_a_group_outlives_the_lease() {
