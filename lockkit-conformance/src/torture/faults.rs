@@ -56,6 +56,15 @@ impl Told {
             Self::AtLeaseEnd(time) => ttl + time,
         }
     }
+
+    /// The same for a holder whose renewals are not answered.
+    #[must_use]
+    pub const fn unanswered(self) -> Self {
+        match self {
+            Self::AtRenewal(time) => Self::AtLeaseEnd(time),
+            other => other,
+        }
+    }
 }
 
 impl Fault {

@@ -246,6 +246,7 @@ impl Court<'_> {
         let by_fault = |struck: &Struck| {
             let span = (struck.from, struck.to);
             struck.fault.and_then(|fault| fault.overlap).is_some_and(|told| {
+                let told = self.told(struck, told);
                 (Self::untold(old, new, span, told) && self.befalls(struck, old, from))
                     || (is_late(span, told) && self.befalls(struck, new, from))
             })
@@ -281,14 +282,27 @@ impl Court<'_> {
         };
         let contended = self.records.iter().filter(contends);
         let bare = contended.map(|other| is_bare_for(other)).max();
-        let besides = |other: &Struck| {
+        bare.is_some_and(|bare| then <= granted.saturating_add(bare)) || self.is_beside(struck)
+    }
+
+    /// Says whether something else was the matter at the same time.
+    fn is_beside(&self, struck: &Struck) -> bool {
+        self.story.struck.iter().any(|other| {
             other.fault.is_some_and(|fault| {
                 fault.bare.is_none()
                     && other.from <= struck.to
                     && other.to.saturating_add(nanos(fault.recovery)) >= struck.from
             })
-        };
-        bare.is_some_and(|bare| then <= granted.saturating_add(bare)) || self.story.struck.iter().any(besides)
+        })
+    }
+
+    /// When a holder is told what happened. A renewal that some do not answer tells nothing where those who do are too few.
+    fn told(&self, struck: &Struck, told: Told) -> Told {
+        let is_of_few = struck.fault.is_some_and(|fault| fault.bare.is_some());
+        if is_of_few && self.is_beside(struck) {
+            return told.unanswered();
+        }
+        told
     }
 
     /// Says whether `old` believed no longer than it may after what happened, and `new` came in then.

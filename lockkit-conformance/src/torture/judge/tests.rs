@@ -171,7 +171,15 @@ fn two_inside_are_excused_where_the_older_had_nothing_to_spare() {
     let mut beside = overlap(1.2);
     beside.struck.push(struck(Fault::new("pause"), 1.0, 1.15));
     assert_eq!(found(&beside), [], "one of the others stood still");
-    beside.struck[1] = struck(Fault::new("pause"), 1.4, 1.5);
+    // Its renewals tell it nothing.
+    beside.records[0].acquisition.until = Some(at(1.9));
+    beside.records[0].acquisition.released = Some(at(1.9));
+    assert_eq!(found(&beside), [], "its lease was not over");
+    beside.records[0].acquisition.until = Some(at(2.5));
+    beside.records[0].acquisition.released = Some(at(2.5));
+    assert_eq!(found(&beside), [Law::Exclusion], "its lease was over");
+    let mut beside = overlap(1.2);
+    beside.struck.push(struck(Fault::new("pause"), 1.4, 1.5));
     assert_eq!(found(&beside), [Law::Exclusion], "it stood still later");
     // One that died with what it had taken.
     let mut dead = overlap(1.2);
