@@ -80,8 +80,10 @@ enum Stage {
     Waiting,
     /// It holds, and needs no session.
     Holding,
-    /// It has held, and lets go.
-    LettingGo,
+    /// It lets go: of a hold, or of what an attempt may have taken.
+    LettingGo {
+        held: bool,
+    },
 }
 
 impl LeaseClaim {
@@ -271,6 +273,13 @@ impl Claim for LeaseClaim {
         if matches!(self.stage, Stage::Waiting) && !self.has_waited().await? {
             return Ok(None);
         }
+        if matches!(self.stage, Stage::LettingGo { .. }) {
+            // What is taken from here on is not for that release.
+            match self.release().await {
+                Err(error) if !error.is_lost() => return Err(error),
+                _ => {}
+            }
+        }
         self.settle_or_leave().await;
         self.end_the_doomed("acquire").await?;
         let during = |error| fault::error("acquire", error);
@@ -339,15 +348,17 @@ impl Claim for LeaseClaim {
         self.settle_or_leave().await;
         self.end_the_doomed("release").await?;
         if self.is_known {
-            let is_first = matches!(self.stage, Stage::Holding);
-            if is_first {
-                self.stage = Stage::LettingGo;
-            }
+            let (is_first, has_held) = match self.stage {
+                Stage::LettingGo { held } => (false, held),
+                Stage::Holding => (true, true),
+                Stage::Out | Stage::Waiting => (true, false),
+            };
+            self.stage = Stage::LettingGo { held: has_held };
             let reason = self.why_lost();
             let reply = self.ask("release", self.sql.release()).await?;
-            let has_held = matches!(self.stage, Stage::LettingGo);
             self.stage = Stage::Out;
             self.is_known = false;
+            self.sql.be_another();
             let frees = reply.affected(0) == 1;
             // An earlier one that was not answered may have freed the lock, and has woken nobody.
             let repeats = has_held && (self.was_repeated || !is_first);
@@ -383,6 +394,7 @@ impl Claim for LeaseClaim {
 #[derive(Debug)]
 struct Sql {
     key: Key,
+    id: u128,
     owner: String,
     turnstile: String,
     bell: String,
@@ -393,9 +405,11 @@ struct Sql {
 
 impl Sql {
     fn new(key: &Key, database: &str, request: &ClaimRequest) -> Self {
+        let id = request.owner.get();
         Self {
             key: key.clone(),
-            owner: literal(&request.owner.get().to_be_bytes()),
+            id,
+            owner: literal(&id.to_be_bytes()),
             turnstile: turnstile(database, key),
             bell: bell(database, key),
             label: request
@@ -405,6 +419,13 @@ impl Sql {
             micros: request.ttl.as_micros(),
             tokens: request.tokens.get(),
         }
+    }
+
+    /// Goes on as another owner. Whatever the first one has said may come late, from a connection that was given up, and
+    /// does nothing to what this one takes.
+    fn be_another(&mut self) {
+        self.id = self.id.wrapping_add(1);
+        self.owner = literal(&self.id.to_be_bytes());
     }
 
     /// Takes the lock if it is free, kept for this owner, or this owner's already.
@@ -417,6 +438,7 @@ impl Sql {
             label,
             micros,
             tokens,
+            ..
         } = self;
         let key = key.as_sql();
         // In the order of writing: each assignment sees those before it.

@@ -3,8 +3,11 @@
 use std::time::Duration;
 
 use lockkit_conformance::machine::{Stopwatch, timeout};
-use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LossReason};
-use lockkit_mysql::Mode;
+use lockkit_core::{
+    AcquireOptions, Error, Lock, LockClient, LockName, LossReason,
+    spi::{self, Backend as _, ClaimRequest, OwnerId},
+};
+use lockkit_mysql::{Mode, MySqlBackend};
 use lockkit_testbed::{
     Clock, Proxy, eventually,
     mysql::{Flavour, MySql},
@@ -14,7 +17,8 @@ use tokio::time::{Instant, sleep};
 use crate::{
     child::Child,
     servers::{
-        Admin, MODES, Waiter, client, cycle, for_each_flavour, name, private, session_at, shared, waits,
+        Admin, MODES, Waiter, client, config, cycle, for_each_flavour, hold_back, name, private, session_at,
+        shared, waits,
     },
 };
 
@@ -35,6 +39,7 @@ for_each_flavour! {
     a_try_that_is_not_answered_is_withdrawn_over_another_connection
     a_release_whose_reply_is_lost_is_no_loss
     a_release_that_is_asked_again_wakes_the_next_in_line
+    a_release_that_comes_late_frees_no_later_hold
     connections_that_are_reset_again_and_again
     a_hold_whose_connections_break_is_told_at_once
     a_break_while_the_watch_is_begun_is_told_at_once
@@ -504,6 +509,37 @@ async fn a_release_that_is_asked_again_wakes_the_next_in_line(flavour: Flavour) 
         );
         guard.release().await.unwrap();
     }
+}
+
+/// It was given up on its way, and the claim that it was for has been granted again.
+async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
+    let server = shared(flavour);
+    let (addr, mut release) = hold_back(server.addr(), "token=0, label=NULL").await.unwrap();
+    let mut config = config(addr);
+    config.mode = Mode::Lease;
+    let backend = MySqlBackend::connect(config).await.unwrap();
+    let (name, owner) = (name("late"), OwnerId::new(fastrand::u128(..)));
+    let lock = LockName::new(&name).unwrap();
+    let request = ClaimRequest::new(lock, spi::Mode::Exclusive, Duration::from_secs(30), owner);
+    let mut claim = backend.claim(&request).await.unwrap();
+    let try_it = Duration::ZERO;
+    let first = claim.attempt(try_it).await.unwrap().expect("it is free");
+    tokio::select! {
+        released = claim.release() => panic!("it was not held back: {released:?}"),
+        () = release.came() => {}
+    }
+    // The connection that has it is given up a second later.
+    let again = timeout(Duration::from_secs(20), claim.attempt(try_it))
+        .await
+        .unwrap();
+    let again = again.unwrap().expect("it is its own, or free");
+    assert!(again.tokens.start() > first.tokens.end());
+    release.deliver().await;
+    let other = client(server.addr(), Mode::Lease).await;
+    let second = other.lock(&name).unwrap().try_acquire().await.unwrap();
+    assert!(second.is_none(), "granted beside its holder: {second:?}");
+    claim.release().await.unwrap();
+    cycle(&other, &name).await;
 }
 
 async fn connections_that_are_reset_again_and_again(flavour: Flavour) {

@@ -4,7 +4,7 @@ use std::{
     io,
     net::SocketAddr,
     sync::{
-        Arc, LazyLock,
+        Arc, LazyLock, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -26,6 +26,7 @@ use lockkit_testbed::{
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
+    sync::oneshot,
     task::JoinHandle,
     time::{Instant, sleep, timeout},
 };
@@ -304,4 +305,76 @@ async fn relay_times(
         }
     });
     Ok(addr)
+}
+
+/// A request that is held back.
+pub(crate) struct HeldBack {
+    came: oneshot::Receiver<()>,
+    deliver: oneshot::Sender<()>,
+    done: oneshot::Receiver<()>,
+}
+
+impl HeldBack {
+    /// Returns once it is under way.
+    pub(crate) async fn came(&mut self) {
+        (&mut self.came).await.expect("it comes");
+    }
+
+    /// Delivers it, and returns once the server is done with it.
+    pub(crate) async fn deliver(self) {
+        self.deliver.send(()).expect("it is still held back");
+        self.done.await.expect("it is delivered");
+    }
+}
+
+/// A proxy that holds back the first request that has `what` in it, also if its client goes away meanwhile.
+pub(crate) async fn hold_back(
+    upstream: SocketAddr,
+    what: &'static str,
+) -> io::Result<(SocketAddr, HeldBack)> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let addr = listener.local_addr()?;
+    let (has_come, came) = oneshot::channel();
+    let (deliver, delivery) = oneshot::channel();
+    let (is_done, done) = oneshot::channel();
+    let held = HeldBack { came, deliver, done };
+    let first = Arc::new(Mutex::new(Some((has_come, delivery, is_done))));
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let first = first.clone();
+            tokio::spawn(async move {
+                let (mut from_client, mut to_client) = client.into_split();
+                let (mut from_server, mut to_server) = TcpStream::connect(upstream).await?.into_split();
+                let replies = tokio::spawn(async move {
+                    let mut buffer = vec![0; 64 * 1024];
+                    while let Ok(length @ 1..) = from_server.read(&mut buffer).await {
+                        // The client may have gone.
+                        let _ = to_client.write_all(&buffer[..length]).await;
+                    }
+                });
+                let mut buffer = vec![0; 64 * 1024];
+                loop {
+                    let length = from_client.read(&mut buffer).await?;
+                    if length == 0 {
+                        return Ok::<_, io::Error>(());
+                    }
+                    let request = &buffer[..length];
+                    let has_it = request.windows(what.len()).any(|part| part == what.as_bytes());
+                    let first = first.lock().unwrap().take_if(|_| has_it);
+                    let Some((has_come, delivery, is_done)) = first else {
+                        to_server.write_all(request).await?;
+                        continue;
+                    };
+                    let _ = has_come.send(());
+                    let _ = delivery.await;
+                    to_server.write_all(request).await?;
+                    to_server.shutdown().await?;
+                    let _ = replies.await;
+                    let _ = is_done.send(());
+                    return Ok(());
+                }
+            });
+        }
+    });
+    Ok((addr, held))
 }
