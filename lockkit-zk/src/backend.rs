@@ -212,6 +212,8 @@ impl Shared {
             return Ok(session);
         }
         let mut opening = self.opening.lock().await;
+        // What became of it was for those who had asked by then.
+        opening.take_if(|opened| opened.is_finished());
         if let Some(session) = self.live()? {
             return Ok(session);
         }

@@ -2,7 +2,9 @@
 //! any more.
 
 use std::{
+    future::poll_fn,
     sync::atomic::{AtomicUsize, Ordering},
+    task::Poll,
     time::{Duration, Instant},
 };
 
@@ -559,4 +561,32 @@ async fn an_opening_goes_on_without_its_caller() {
     proxy.set(Mode::Pass);
     ours.close(Duration::from_secs(10)).await.unwrap();
     eventually("and it is closed", async || sessions().await.is_empty()).await;
+}
+
+/// Why a session could not be opened is for those who had asked by then.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_opening_that_failed_is_nobody_elses_error() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (raw, ours) = (raw(server.addr()).await, server::connect(proxy.addr()).await);
+    let sessions = raw.list_children("/lockkit/%sessions").await.unwrap();
+    let name = unique("failed");
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let id = i64::from_str_radix(&sessions[0], 16).unwrap();
+    tokio::task::block_in_place(|| server.end_session(id)).unwrap();
+    soon("told", guard.lost()).await;
+    // Nobody waits for the answer of this one, and it comes soon.
+    proxy.set(Mode::Refuse);
+    let again = lock(&ours, &name);
+    let mut acquire = Box::pin(again.try_acquire());
+    let done = poll_fn(|context| Poll::Ready(acquire.as_mut().poll(context).is_ready())).await;
+    assert!(!done);
+    drop(acquire);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    proxy.set(Mode::Pass);
+    let guard = again.try_acquire().await.expect("the servers are there again");
+    guard.expect("it is free").release().await.unwrap();
 }
