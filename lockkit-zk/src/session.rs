@@ -953,10 +953,10 @@ async fn open_again(link: &Link, watch: &Eye) {
     match link.client.get_and_watch_data(&watch.path).await {
         Ok((_, stat, watcher)) => watch.opens(&stat, watcher, link.life().clone()),
         Err(ZkError::NoNode) => watch.tells(Told::Deleted),
+        // It is set on the next connection.
+        Err(_) if link.life().is_over() => {}
         // Whoever waits for it is to look.
-        Err(error) if is_refusal(&error) => watch.tells(Told::Written),
-        // On the next connection.
-        Err(_) => {}
+        Err(_) => watch.tells(Told::Written),
     }
 }
 

@@ -15,7 +15,7 @@ use lockkit_testbed::{
     zookeeper::{ZkEnsemble, ZkServer},
 };
 use tokio::task::JoinHandle;
-use zookeeper_client::{Acls, Client, CreateMode};
+use zookeeper_client::{Acls, Client, CreateMode, Error as ZkError};
 
 use crate::server::{
     self, LEISURE, children, contend, dir, lock, no_zookeeper, raw, soon, unique, unless_still, waiter,
@@ -589,4 +589,48 @@ async fn an_opening_that_failed_is_nobody_elses_error() {
     proxy.set(Mode::Pass);
     let guard = again.try_acquire().await.expect("the servers are there again");
     guard.expect("it is free").release().await.unwrap();
+}
+
+/// A server that is there and does not answer a read, as one does that has too much to do, leaves no hold unwatched.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watch_that_a_busy_server_refuses_is_set_again() {
+    const MANY: usize = 60;
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let mut config = server::config(server.addr());
+    config.session_timeout = Duration::from_secs(30);
+    let ours = server::patiently(config).await;
+    let (run, mut guards) = (unique("busy"), Vec::new());
+    for i in 0..MANY {
+        guards.push(lock(&ours, &format!("{run}-{i}")).acquire().await.unwrap());
+    }
+    // It carries out one request at a time, and none that has waited for a millisecond.
+    server.kill().unwrap();
+    server.reconfigure("request_throttle_max_requests=1").unwrap();
+    server.reconfigure("throttled_op_wait_time=1").unwrap();
+    server.start().unwrap();
+    let refused = async || server.figure("zk_throttled_ops").unwrap();
+    eventually("it has refused some", async || refused().await > 0).await;
+    let raw = raw(server.addr()).await;
+    for guard in &guards {
+        let dir = dir(guard.name().as_str());
+        eventually("the node is deleted", async || {
+            let children = match raw.list_children(&dir).await {
+                Err(ZkError::NoNode) => Vec::new(),
+                Err(_) => return false,
+                Ok(children) => children,
+            };
+            for node in &children {
+                raw.delete(&format!("{dir}/{node}"), None).await.ok();
+            }
+            children.is_empty()
+        })
+        .await;
+    }
+    for (told, guard) in guards.iter().enumerate() {
+        let reason = soon(&format!("all are told, as {told} of them were"), guard.lost()).await;
+        assert_eq!(reason, LossReason::Revoked);
+    }
 }
