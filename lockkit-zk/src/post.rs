@@ -2,7 +2,8 @@
 //!
 //! A future that is neither polled nor dropped would keep its node in the queue, and everyone behind it waiting. So the
 //! session takes away the node of a contender that does not come when it is its turn, or that began an attempt and
-//! never went on with it. Should the contender be polled again, it queues anew.
+//! never went on with it. Should the contender be polled again, it queues anew: a node that had not been asked for by then
+//! never is.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -12,7 +13,10 @@ use std::{
 
 use tokio::time::Instant;
 
-use crate::session::Litter;
+use crate::{
+    fault::{Fault, Result},
+    session::Litter,
+};
 
 /// How long a waiter may take to come when it is its turn.
 const COMES_WITHIN: Duration = Duration::from_secs(1);
@@ -65,6 +69,17 @@ impl Post {
     /// An attempt begins. `false` if the node was taken away, here and below.
     pub(crate) fn asks(&self) -> bool {
         self.becomes(State::Asking(Instant::now()))
+    }
+
+    /// Has `send` ask the server for the node, unless it was taken away. Whoever takes it away looks for it over the same
+    /// connection, and thereafter, or over a later one.
+    pub(crate) fn asks_by<T>(&self, send: impl FnOnce() -> T) -> Result<T> {
+        let mut inner = self.inner();
+        if inner.state == State::Dismissed {
+            return Err(Fault::Dismissed);
+        }
+        inner.state = State::Asking(Instant::now());
+        Ok(send())
     }
 
     /// An attempt ends without a grant.
@@ -174,6 +189,8 @@ mod tests {
             "there is no way back"
         );
         assert_eq!(post.take_litter(), None);
+        let asked = post.asks_by(|| "for a node that nobody would remove");
+        assert!(matches!(asked, Err(Fault::Dismissed)));
     }
 
     #[test]

@@ -99,6 +99,11 @@ struct Writer {
 /// Where a node's GUID, which is its owner's, tells which of its nodes it is.
 const EARLIER: u32 = 96;
 
+/// The name of the `which`th node that this owner asks for, from 0 on.
+pub(crate) fn guid(owner: u128, which: u32) -> Uuid {
+    Uuid::from_u128(owner ^ (u128::from(which) << EARLIER))
+}
+
 /// A node that this owner has made before `own` and that was believed not to be there. Of the `asked` nodes that it asked
 /// for the last is its own.
 fn earlier_node<'a>(children: &'a [String], own: &str, owner: u128, asked: u32) -> Option<&'a String> {
@@ -213,9 +218,11 @@ impl QueueClaim {
                 _ => None,
             };
             let prefix = self.next_prefix();
-            self.place = Some(Place::asked(session.clone(), prefix.clone(), self.request.ttl));
+            let place = Place::asked(session.clone(), prefix.clone(), self.request.ttl);
+            let post = place.stake.post.clone();
+            self.place = Some(place);
             let label = self.request.label.as_deref().unwrap_or_default();
-            match session.enter(&prefix, label.as_bytes()).await? {
+            match session.enter(&post, &prefix, label.as_bytes()).await? {
                 Ok(Entered {
                     path,
                     sequence,
@@ -252,7 +259,7 @@ impl QueueClaim {
     /// A path that no other request of anyone has had.
     fn next_prefix(&mut self) -> String {
         self.asked += 1;
-        let guid = Uuid::from_u128(self.request.owner.get() ^ (u128::from(self.asked - 1) << EARLIER));
+        let guid = guid(self.request.owner.get(), self.asked - 1);
         let marker = layout::marker(self.request.mode, self.shared.nodes());
         format!("{}/_c_{guid}-{marker}", self.dir)
     }
@@ -562,10 +569,7 @@ mod tests {
     #[test]
     fn an_earlier_node_is_told_from_others() {
         let owner = u128::MAX / 3;
-        let named = |which: u128, number: u32| {
-            let guid = Uuid::from_u128(owner ^ (which << EARLIER));
-            format!("_c_{guid}-lock-{number:010}")
-        };
+        let named = |which: u32, number: u32| format!("_c_{}-lock-{number:010}", guid(owner, which));
         let of_another = format!("_c_{}-lock-0000000001", Uuid::from_u128(owner ^ 1));
         let children = vec![
             of_another,
@@ -574,7 +578,7 @@ mod tests {
             named(1, 4),
             named(2, 5),
         ];
-        let found = |own: u128, number, asked| earlier_node(&children, &named(own, number), owner, asked);
+        let found = |own: u32, number, asked| earlier_node(&children, &named(own, number), owner, asked);
         assert_eq!(found(1, 4, 2), Some(&named(0, 3)));
         assert_eq!(found(0, 3, 1), None, "the others were asked for by nobody");
         assert_eq!(earlier_node(&children[..4], &named(0, 3), owner, 1), None);

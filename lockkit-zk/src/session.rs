@@ -328,6 +328,7 @@ impl Session {
     /// is how the node's name begins, for [whoever comes next](Self::last_entrant).
     pub(crate) async fn enter(
         &self,
+        post: &Post,
         prefix: &str,
         data: &[u8],
     ) -> Result<std::result::Result<Entered, ZkError>> {
@@ -337,9 +338,10 @@ impl Session {
         let options = self.core.options.ephemeral(CreateMode::EphemeralSequential);
         writer.add_create(prefix, data, &options)?;
         writer.add_set_data(parent(prefix), basename(prefix).as_bytes(), None)?;
-        let error = match writer.commit().await {
+        let error = match post.asks_by(|| writer.commit())?.await {
             Ok(results) => match &results[..] {
                 [
+                    ..,
                     MultiWriteResult::Create { path, .. },
                     MultiWriteResult::SetData { stat },
                 ] => {
@@ -354,24 +356,21 @@ impl Session {
                         others: usize::try_from(stat.num_children - 1).ok(),
                     }));
                 }
-                _ => {
-                    ZkError::UnexpectedError("a transaction of two had another number of results".to_owned())
-                }
+                _ => ZkError::UnexpectedError("a transaction had too few results".to_owned()),
             },
             // The directory is not to be written: without it, then, and without knowing who else is there.
             Err(MultiWriteError::OperationFailed {
                 index: 1,
                 source: ZkError::NoAuth,
             }) => {
-                return Ok(client
-                    .create(prefix, data, &options)
-                    .await
-                    .map(|(stat, sequence)| Entered {
+                return Ok(post.asks_by(|| client.create(prefix, data, &options))?.await.map(
+                    |(stat, sequence)| Entered {
                         path: format!("{prefix}{sequence}"),
                         sequence: sequence.into_i64(),
                         czxid: stat.czxid,
                         others: None,
-                    }));
+                    },
+                ));
             }
             Err(
                 MultiWriteError::OperationFailed { source, .. } | MultiWriteError::RequestFailed { source },
@@ -390,11 +389,17 @@ impl Session {
     }
 
     /// Makes an ephemeral node.
-    pub(crate) async fn create(&self, path: &str, data: &[u8]) -> Result<std::result::Result<Stat, ZkError>> {
+    pub(crate) async fn create(
+        &self,
+        post: &Post,
+        path: &str,
+        data: &[u8],
+    ) -> Result<std::result::Result<Stat, ZkError>> {
         let link = self.core.link().await?;
         let client = &link.client;
         let options = self.core.options.ephemeral(CreateMode::Ephemeral);
-        Ok(client.create(path, data, &options).await.map(|(stat, _)| stat))
+        let created = post.asks_by(|| client.create(path, data, &options))?.await;
+        Ok(created.map(|(stat, _)| stat))
     }
 
     /// Makes a directory and those above it.
@@ -551,6 +556,10 @@ impl Options {
     fn ephemeral(&self, mode: CreateMode) -> CreateOptions<'static> {
         mode.with_acls(self.acls)
     }
+
+    fn directory(&self) -> CreateOptions<'static> {
+        self.parents.with_acls(self.acls)
+    }
 }
 
 impl Core {
@@ -657,8 +666,7 @@ impl Core {
     }
 
     async fn make_directory_on(&self, link: &Link, path: &str) -> Result<()> {
-        let options = self.options.parents.with_acls(self.options.acls);
-        link.client.mkdir(path, &options).await?;
+        link.client.mkdir(path, &self.options.directory()).await?;
         Ok(())
     }
 

@@ -15,6 +15,7 @@ use crate::{
     backend::Shared,
     fault::{Fault, Result, is_refusal},
     layout::parent,
+    queue::guid,
     session::{Litter, Session},
     stake::{Spot, Stake},
     watch::Watch,
@@ -30,8 +31,10 @@ pub(crate) struct SimpleClaim {
     request: ClaimRequest,
     /// The lock's node.
     path: String,
-    /// How the data of its own node begin.
+    /// How the data of its own node begin: differently for each that it asks for, so that what removes one spares the next.
     mark: String,
+    /// How many nodes it has asked for.
+    asked: u32,
     place: Option<Place>,
     /// While it waits: the watch of whoever holds.
     other: Option<Watch>,
@@ -63,7 +66,8 @@ impl SimpleClaim {
     pub(crate) fn new(shared: Arc<Shared>, request: ClaimRequest, path: String) -> Self {
         Self {
             shared,
-            mark: Uuid::from_u128(request.owner.get()).to_string(),
+            mark: String::new(),
+            asked: 0,
             request,
             path,
             place: None,
@@ -113,14 +117,15 @@ impl SimpleClaim {
 
     /// Makes the node; `false` if there is one already.
     async fn make(&mut self, session: &Arc<Session>) -> Result<bool> {
-        let label = self.request.label.as_deref().unwrap_or_default();
-        let data = format!("{} {label}", self.mark);
+        let label = self.request.label.clone().unwrap_or_default();
         for _ in 0..MAX_LOOKS {
-            self.place = Some(Place {
-                stake: Stake::new(session.clone(), self.litter(), self.request.ttl),
-                czxid: None,
-            });
-            match session.create(&self.path, data.as_bytes()).await? {
+            self.mark = guid(self.request.owner.get(), self.asked).to_string();
+            self.asked += 1;
+            let data = format!("{} {label}", self.mark);
+            let stake = Stake::new(session.clone(), self.litter(), self.request.ttl);
+            let post = stake.post.clone();
+            self.place = Some(Place { stake, czxid: None });
+            match session.create(&post, &self.path, data.as_bytes()).await? {
                 Ok(stat) => {
                     if let Some(place) = &mut self.place {
                         place.czxid = Some(stat.czxid);

@@ -4,6 +4,7 @@ use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
 
 use lockkit_core::{AcquireOptions, Lock};
 use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
+use lockkit_zk::Nodes;
 use tokio::time::timeout;
 use zookeeper_client::Client;
 
@@ -229,4 +230,59 @@ async fn forgotten_at_every_await() {
             .unwrap();
     };
     futures_util::future::join_all((1..8).map(forget)).await;
+}
+
+/// A future that was forgotten before it could ask for its node asks for none when it is polled again: nobody would remove
+/// it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn forgotten_before_its_node_is_asked_for() {
+    if no_zookeeper() {
+        return;
+    }
+    let forget = async |nodes: Nodes| {
+        let (name, raw) = (unique("late"), raw(shared().addr()).await);
+        let proxy = Proxy::start(shared().addr()).unwrap();
+        let mut config = config(proxy.addr());
+        (config.session_timeout, config.nodes) = (Duration::from_secs(60), nodes);
+        config.namespace = unique("late");
+        let dir = format!("/{}/{name}", config.namespace);
+        let ours = server::patiently(config.clone()).await;
+        config.servers = shared().addr().to_string();
+        let theirs = lock(&server::patiently(config).await, &name);
+        let connections = proxy.counts().connections;
+        proxy.set(Mode::Blackhole);
+        proxy.reset();
+        eventually("it has lost its connection", async || {
+            proxy.counts().connections > connections
+        })
+        .await;
+        let options = AcquireOptions::new().ttl(Duration::from_secs(1));
+        let ours_lock = lock(&ours, &name).with_options(options);
+        let mut acquire = Box::pin(ours_lock.acquire());
+        let polled = timeout(Duration::from_millis(100), acquire.as_mut()).await;
+        assert!(polled.is_err(), "it is cut off");
+        // An attempt may stand still for so long.
+        tokio::time::sleep(Duration::from_millis(10_500)).await;
+        proxy.set(Mode::Pass);
+        for _ in 0..3 {
+            eventually("it is connected again", async || {
+                ours.inspect(&name).await.is_ok()
+            })
+            .await;
+        }
+        assert!(poll_at_most(1, acquire.as_mut()).await.is_none());
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        let contenders = match nodes {
+            Nodes::Simple => usize::from(raw.check_stat(&dir).await.unwrap().is_some()),
+            _ => raw.list_children(&dir).await.map_or(0, |children| children.len()),
+        };
+        assert_eq!(contenders, 0, "{nodes:?}: nobody removes it");
+        let guard = soon("nobody is before it", theirs.acquire()).await.unwrap();
+        let waited = timeout(Duration::from_millis(100), acquire.as_mut()).await;
+        assert!(waited.is_err(), "it is taken");
+        guard.release().await.unwrap();
+        let guard = soon("it goes on", acquire).await.unwrap();
+        guard.release().await.unwrap();
+    };
+    futures_util::future::join_all([Nodes::Mutex, Nodes::Simple].map(forget)).await;
 }

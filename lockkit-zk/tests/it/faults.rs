@@ -12,7 +12,7 @@ use std::{
 use lockkit_conformance::machine::Stopwatch;
 use lockkit_core::{AcquireOptions, Error, LossReason};
 use lockkit_testbed::{Clock, Mode, Proxy, eventually, zookeeper::ZkServer};
-use lockkit_zk::ZkConfig;
+use lockkit_zk::{Nodes, ZkConfig};
 use zookeeper_client::{Acls, CreateMode};
 
 use crate::server::{
@@ -92,6 +92,32 @@ async fn a_node_whose_making_was_not_confirmed_is_found_again() {
         assert!(pair.other().try_acquire().await.unwrap().is_none());
         guard.release().await.unwrap();
     }
+}
+
+/// What is still to be removed of a claim is not taken for what it has made since.
+#[tokio::test]
+async fn a_node_made_again_with_nodes_simple_has_another_mark() {
+    if no_zookeeper() {
+        return;
+    }
+    let (proxy, raw) = (Proxy::start(shared().addr()).unwrap(), raw(shared().addr()).await);
+    let mut config = server::config(proxy.addr());
+    (config.nodes, config.namespace) = (Nodes::Simple, unique("marks"));
+    let path = format!("/{}/n", config.namespace);
+    let ours = server::patiently(config).await;
+    proxy.set(Mode::DropReplies);
+    let waiting = waiter(&lock(&ours, "n"));
+    eventually("it is made", async || {
+        raw.check_stat(&path).await.unwrap().is_some()
+    })
+    .await;
+    let (first, _) = raw.get_data(&path).await.unwrap();
+    raw.delete(&path, None).await.unwrap();
+    proxy.set(Mode::Pass);
+    let (guard, _) = soon("it is made again", waiting).await.unwrap();
+    let (second, _) = raw.get_data(&path).await.unwrap();
+    assert_ne!(first, second);
+    guard.release().await.unwrap();
 }
 
 #[tokio::test]
