@@ -209,6 +209,7 @@ impl QueueClaim {
 
     /// Makes the node. Says whether it is alone in the directory, which makes it a holder.
     async fn enter(&mut self, session: Arc<Session>) -> Result<bool> {
+        let mut missing = 0;
         for _ in 0..MAX_LOOKS {
             // Elsewhere it would be a round trip more.
             let last = match self.request.mode {
@@ -222,7 +223,7 @@ impl QueueClaim {
             let post = place.stake.post.clone();
             self.place = Some(place);
             let label = self.request.label.as_deref().unwrap_or_default();
-            match session.enter(&post, &prefix, label.as_bytes()).await? {
+            match session.enter(&post, &prefix, label.as_bytes(), missing).await? {
                 Ok(Entered {
                     path,
                     sequence,
@@ -241,7 +242,12 @@ impl QueueClaim {
                 }
                 Err(ZkError::NoNode) => {
                     self.clear();
-                    session.make_directory(&self.dir).await?;
+                    missing += 1;
+                }
+                // Somebody else has made it.
+                Err(ZkError::NodeExists) if missing > 0 => {
+                    self.clear();
+                    missing -= 1;
                 }
                 Err(error) => {
                     if is_refusal(&error) {

@@ -3,6 +3,7 @@
 use std::{
     collections::VecDeque,
     fmt::{self, Write as _},
+    iter::successors,
     pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
@@ -325,17 +326,24 @@ impl Session {
     ///
     /// The two go together as a transaction that also writes the directory, whose state comes back: the number of nodes
     /// in it, and, as that of its last change, the transaction's id, which is the new node's `czxid` too. What it writes
-    /// is how the node's name begins, for [whoever comes next](Self::last_entrant).
+    /// is how the node's name begins, for [whoever comes next](Self::last_entrant). So many directories as are `missing` are
+    /// made in it as well: servers do not remove one that never had a child.
     pub(crate) async fn enter(
         &self,
         post: &Post,
         prefix: &str,
         data: &[u8],
+        missing: usize,
     ) -> Result<std::result::Result<Entered, ZkError>> {
         let link = self.core.link().await?;
         let client = &link.client;
         let mut writer = client.new_multi_writer();
         let options = self.core.options.ephemeral(CreateMode::EphemeralSequential);
+        let above = successors(Some(parent(prefix)), |dir| Some(parent(dir)));
+        let missing: Vec<_> = above.take(missing).collect();
+        for dir in missing.iter().rev() {
+            writer.add_create(dir, b"", &self.core.options.directory())?;
+        }
         writer.add_create(prefix, data, &options)?;
         writer.add_set_data(parent(prefix), basename(prefix).as_bytes(), None)?;
         let error = match post.asks_by(|| writer.commit())?.await {
@@ -362,7 +370,7 @@ impl Session {
             Err(MultiWriteError::OperationFailed {
                 index: 1,
                 source: ZkError::NoAuth,
-            }) => {
+            }) if missing.is_empty() => {
                 return Ok(post.asks_by(|| client.create(prefix, data, &options))?.await.map(
                     |(stat, sequence)| Entered {
                         path: format!("{prefix}{sequence}"),

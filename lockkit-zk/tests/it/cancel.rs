@@ -107,6 +107,35 @@ async fn dropped_at_every_await_a_thousand_times() {
     no_watches(&server).await;
 }
 
+/// Servers do not remove a directory that never had a child.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dropped_acquisition_leaves_no_unused_directory() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::builder().reaps_seldom().start().unwrap();
+    let (client, raw) = (connect(server.addr()).await, raw(server.addr()).await);
+    let (rounds, mut used) = (rounds(400), 0);
+    for round in 0..rounds {
+        let name = format!("unused-{round}");
+        let ours = match round % 2 {
+            0 => lock(&client, &name),
+            _ => client.semaphore(&name, 2).unwrap(),
+        };
+        let polled = poll_at_most(1 + round / 2 % 6, ours.acquire());
+        let _ = timeout(Duration::from_secs(5), polled).await;
+    }
+    for dir in ["/lockkit", "/lockkit/%semaphores"] {
+        for name in raw.list_children(dir).await.unwrap() {
+            let path = format!("{dir}/{name}");
+            let stat = raw.check_stat(&path).await.unwrap().expect("it is not reaped");
+            assert!(stat.cversion > 0, "{path} never had a child");
+            used += 1;
+        }
+    }
+    assert!(used > rounds / 4, "{used} directories of {rounds}");
+}
+
 /// The same with a server whose replies are lost from some moment of the acquisition on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_when_replies_are_lost_a_thousand_times() {
