@@ -128,7 +128,7 @@ enum State {
     Acquiring {
         round: QuorumRound,
         mode: Mode,
-        rounds_left: u32,
+        began: Duration,
         confirmed: bool,
     },
     Holding(Hold),
@@ -187,6 +187,14 @@ impl Client {
 
     pub(crate) fn is_renewing(&self) -> bool {
         matches!(&self.state, State::Holding(hold) if hold.renewal.is_some())
+    }
+
+    /// The first of the tokens that it holds with.
+    pub(crate) fn granted(&self) -> Option<u64> {
+        match &self.state {
+            State::Holding(hold) => Some(*hold.granted.start()),
+            _ => None,
+        }
     }
 
     pub(crate) fn is_connected(&self, master: usize) -> bool {
@@ -394,17 +402,17 @@ impl Client {
             let pause = self.pause(Duration::ZERO..Duration::from_millis(60));
             out.push(Effect::Wake(now.monotonic + pause, Alarm::Cancel(self.epoch)));
         }
-        self.propose(now, mode, 3, out);
+        self.propose(now, mode, now.monotonic, out);
     }
 
-    fn propose(&mut self, now: Now, mode: Mode, rounds_left: u32, out: &mut Out) {
+    fn propose(&mut self, now: Now, mode: Mode, began: Duration, out: &mut Out) {
         self.operation += 1;
         if self.mutant != Some(Mutant::RoundsLookAlike) {
             self.claim.round += 1;
         }
-        let tokens = self.proposal(now);
+        let tokens = self.proposal(now, began);
         self.highest = self.highest.max(*tokens.end());
-        let round = QuorumRound::begin(self.rules, now.monotonic, self.habits.ttl, tokens.clone());
+        let round = QuorumRound::begin(self.rules, began, now.monotonic, self.habits.ttl, tokens.clone());
         for master in 0..self.rules.masters {
             let request = Request::Vote(Bid {
                 claim: self.claim,
@@ -418,18 +426,19 @@ impl Client {
         self.state = State::Acquiring {
             round,
             mode,
-            rounds_left,
+            began,
             confirmed: false,
         };
     }
 
-    fn proposal(&self, now: Now) -> RangeInclusive<u64> {
+    fn proposal(&self, now: Now, began: Duration) -> RangeInclusive<u64> {
         if self.mutant == Some(Mutant::NaiveTokens) {
             return 0..=0;
         }
         // A clock set absurdly far ahead must not use up the numbers.
         let wall = if now.wall < 1 << 51 { now.wall } else { 0 };
-        let first = wall.max(self.highest + 1);
+        let tried = now.monotonic.saturating_sub(began);
+        let first = wall.max(self.highest + 1) + self.rules.lead(tried);
         first..=first + self.habits.block - 1
     }
 
@@ -437,7 +446,7 @@ impl Client {
         let State::Acquiring {
             round,
             mode,
-            rounds_left,
+            began,
             confirmed,
         } = &mut self.state
         else {
@@ -446,8 +455,9 @@ impl Client {
         match step {
             Step::Wait => {}
             Step::Confirm(tokens, _) if self.mutant == Some(Mutant::NaiveTokens) => {
-                let _ = tokens;
-                let token = round.highest();
+                // Without the lead, one above the highest that was seen.
+                let tried = now.monotonic.saturating_sub(*began);
+                let token = *tokens.start() - self.rules.lead(tried);
                 self.won(now, token..=token, out);
             }
             Step::Confirm(tokens, masters) => {
@@ -468,11 +478,11 @@ impl Client {
             }
             Step::Won(tokens) => self.won(now, tokens, out),
             Step::Lost(defeat) => {
-                let (mode, rounds_left, may_hold) = (*mode, *rounds_left, round.may_hold());
+                let (mode, began, may_hold) = (*mode, *began, round.may_hold());
                 self.highest = self.highest.max(round.highest());
                 out.push(Effect::Lost(defeat));
-                if defeat == Defeat::Outrun && rounds_left > 1 {
-                    return self.propose(now, mode, rounds_left - 1, out);
+                if defeat == Defeat::Outrun {
+                    return self.propose(now, mode, began, out);
                 }
                 Self::release_at(may_hold, self.claim, out);
                 self.idle(now, self.patience_after(defeat), out);

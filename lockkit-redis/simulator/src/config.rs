@@ -78,8 +78,17 @@ pub struct Features {
     pub cancels: bool,
     /// All masters' clocks fast by 0.3 %, all clients' slow, hardly a delay, and retries when a lease ends.
     pub tight: bool,
+    /// Clients' clocks tick every 4 ms, and agree unless they are wild, so that clients propose the same tokens.
+    pub coarse: bool,
     /// Leases so short that a message may outlive them.
     pub short: bool,
+}
+
+impl Features {
+    /// How many µs pass from one tick of a client's clock to the next.
+    pub(crate) fn tick(&self) -> u64 {
+        if self.coarse { 4_000 } else { 1 }
+    }
 }
 
 /// What is promised about one kind of fault.
@@ -192,6 +201,7 @@ const BASE: Features = Features {
     block: 1,
     cancels: false,
     tight: false,
+    coarse: false,
     short: false,
 };
 
@@ -251,6 +261,17 @@ impl Config {
             features: Features {
                 shared: true,
                 renewal: true,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "coarse",
+            about: "the same, clients' clocks tick every 4 ms and agree",
+            features: Features {
+                shared: true,
+                renewal: true,
+                coarse: true,
                 ..BASE
             },
             ..PLAIN

@@ -89,9 +89,9 @@ enum Marker {
 struct Holder {
     claim: Claim,
     mode: Mode,
-    /// The first token that this round raised the counter to, here.
+    /// The first token that this round raised the counter to, here, or would have.
     token: u64,
-    /// Whether the counter is to be at the holder's tokens by now.
+    /// Whether the counter is to be at these tokens by now.
     carries: bool,
     expires: Micros,
 }
@@ -136,10 +136,12 @@ impl Master {
         }
     }
 
-    /// For how long yet this claim holds, and whether the counter is to be at its tokens.
-    pub(crate) fn holding(&self, now: Micros, claim: Claim) -> Option<(Micros, bool)> {
+    /// For how long yet this claim holds, if the counter is to be at its tokens from `first` on. It may be at those of its
+    /// vote yet, and others were confirmed elsewhere.
+    pub(crate) fn holding(&self, now: Micros, claim: Claim, first: u64) -> Option<Micros> {
         let held = self.data.holders.iter().find(|holder| holder.claim == claim)?;
-        (now < held.expires).then(|| (held.expires - now, held.carries))
+        let counts = now < held.expires && held.carries && held.token == first;
+        counts.then(|| held.expires - now)
     }
 
     pub(crate) fn is_held_besides(&self, now: Micros, claim: Claim) -> bool {

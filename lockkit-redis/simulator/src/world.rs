@@ -295,6 +295,7 @@ fn drawn(features: Features, rng: &mut Rng) -> Features {
         block: if rng.bool() { features.block } else { 1 },
         cancels: features.cancels && rng.bool(),
         tight: features.tight && rng.bool(),
+        coarse: features.coarse && rng.bool(),
         short: features.short && rng.u8(..4) == 0,
     }
 }
@@ -397,6 +398,7 @@ impl World {
         }
         for process in &mut self.clients {
             let range = match self.features.walls {
+                WallClocks::Close if self.features.coarse => 1,
                 WallClocks::Close => 50 * MILLI,
                 WallClocks::Wild => 1_200_000_000 * SECOND,
             };
@@ -633,9 +635,10 @@ impl World {
     fn with_client(&mut self, client: usize, act: impl FnOnce(&mut Client, Now, &mut Vec<Effect>)) {
         let mut effects = std::mem::take(&mut self.effects);
         let process = &mut self.clients[client];
+        let tick = self.features.tick();
         let now = Now {
-            monotonic: Duration::from_micros(process.clock.at(self.now)),
-            wall: process.wall + self.now,
+            monotonic: Duration::from_micros(process.clock.at(self.now) / tick * tick),
+            wall: (process.wall + self.now) / tick * tick,
         };
         act(&mut process.client, now, &mut effects);
         for effect in effects.drain(..) {
@@ -676,7 +679,9 @@ impl World {
                 self.push(at, event);
             }
             Effect::Wake(moment, alarm) => {
-                let at = when(moment).max(self.now);
+                let tick = self.features.tick();
+                let shown = micros(moment).div_ceil(tick) * tick;
+                let at = clock.when(shown).max(self.now);
                 self.push(at, Event::Alarm { client, alarm });
             }
             Effect::Acquired {
@@ -858,10 +863,10 @@ impl World {
         if process.client.is_renewing() {
             return None;
         }
-        let claim = process.claim?;
+        let (claim, first) = (process.claim?, process.client.granted()?);
         let lasts = |server: &&Server| {
-            let found = server.master.holding(server.local(self.now), claim);
-            found.is_some_and(|(left, carries)| carries && self.now + server.clock.when(left) >= hold.until)
+            let left = server.master.holding(server.local(self.now), claim, first);
+            left.is_some_and(|left| self.now + server.clock.when(left) >= hold.until)
         };
         lasts(&&self.masters[master]).then(|| self.masters.iter().filter(lasts).count() - 1)
     }

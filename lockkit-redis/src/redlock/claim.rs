@@ -22,9 +22,6 @@ use crate::{
     script::{self, Call},
 };
 
-/// How many rounds an attempt takes if only its tokens collide with those of others.
-const ROUNDS: usize = 3;
-
 pub(crate) struct RedlockClaim {
     masters: Arc<Masters>,
     request: ClaimRequest,
@@ -143,21 +140,22 @@ impl RedlockClaim {
         call
     }
 
-    /// The tokens to propose: most likely above all others.
-    fn proposal(&self) -> RangeInclusive<u64> {
-        let first = self.masters.guess();
+    /// The tokens to propose: most likely above all others, and the further ahead the longer it has tried.
+    fn proposal(&self, tried: Duration) -> RangeInclusive<u64> {
+        let first = self.masters.guess() + self.masters.rules.lead(tried);
         let last = first + u64::from(self.request.tokens.get()) - 1;
         first..=last
     }
 
-    /// One round of voting, and of confirming if need be.
-    async fn round(&mut self, waits: &str) -> Result<Result<Grant, Lost>> {
+    /// One round of voting, and of confirming if need be, of an attempt that `began` then.
+    async fn round(&mut self, waits: &str, began: Instant) -> Result<Result<Grant, Lost>> {
         let masters = self.masters.clone();
-        let proposed = self.proposal();
+        let proposed = self.proposal(began.elapsed());
         self.value = self.record.with_token(Some(*proposed.start())).into_owned();
         let since = Instant::now();
         let ttl = Duration::from_millis(self.ttl_ms());
-        let mut round = QuorumRound::begin(masters.rules, masters.since_origin(since), ttl, proposed.clone());
+        let [began, now] = [began, since].map(|at| masters.since_origin(at));
+        let mut round = QuorumRound::begin(masters.rules, began, now, ttl, proposed.clone());
         masters.saw(*proposed.end());
 
         let mut requests = Requests::new(&masters, "acquire");
@@ -187,8 +185,8 @@ impl RedlockClaim {
                     drop(requests);
                     self.yield_at(round.may_hold()).await;
                     let reason = format!(
-                        "a counter of this lock's fencing tokens stands at {}, which nobody can have reached: set it right",
-                        tokens.start() - 1
+                        "a counter of this lock's fencing tokens is about to pass {LAST_TOKEN}, the last there is, which \
+                         nobody can have reached: set it right"
                     );
                     return Err(Error::permanent(NAME, "acquire", reason));
                 }
@@ -407,18 +405,15 @@ impl Claim for RedlockClaim {
             place.listen();
             self.listed = true;
         }
-        // Every round asks anew for what those before it may have taken.
-        let mut may_hold = Vec::new();
-        for _ in 0..ROUNDS {
-            let lost = match self.round(waits).await? {
+        let began = Instant::now();
+        loop {
+            let lost = match self.round(waits, began).await? {
                 Ok(grant) => return Ok(Some(grant)),
+                // It is to be had, by tokens that are further ahead. The next round asks anew for what this one may have taken.
+                Err(lost) if lost.defeat == Defeat::Outrun => continue,
                 Err(lost) => lost,
             };
-            may_hold = lost.may_hold;
-            if lost.defeat == Defeat::Outrun {
-                continue;
-            }
-            self.yield_at(may_hold).await;
+            self.yield_at(lost.may_hold).await;
             return match lost.defeat {
                 Defeat::Taken(left) => {
                     if !patience.is_zero() {
@@ -434,9 +429,6 @@ impl Claim for RedlockClaim {
                 _ => Err(self.masters.undecided("acquire", &lost.failures)),
             };
         }
-        self.yield_at(may_hold).await;
-        let reason = format!("{ROUNDS} times in a row, others were ahead with their tokens");
-        Err(Error::transient(NAME, "acquire", reason))
     }
 
     async fn renew(&mut self) -> Result<Renewal> {

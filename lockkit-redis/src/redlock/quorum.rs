@@ -7,7 +7,9 @@
 //! its counter to them, in one step. If a majority did both, that was all: any earlier acquisition that was confirmed
 //! had raised the counter at one of the same masters, so the tokens are above its own, and no other can ever have the
 //! same ones. Where a counter already stood higher, the lock is held but the tokens are not; a second round then
-//! proposes tokens above every counter seen, and a majority has to raise to those.
+//! proposes tokens above every counter seen, and a majority has to raise to those. They are ahead of what was seen by as
+//! much as the counters may have risen when they arrive: whoever is far from the masters is let in with shared holders
+//! who are near.
 //!
 //! The first round is [Redlock](https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/). What it
 //! lacks without tokens is [Martin Kleppmann's](https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html)
@@ -42,6 +44,12 @@ impl Rules {
     pub(crate) fn lease(&self, ttl: Duration) -> Duration {
         let (ppm, rest) = self.drift;
         ttl.saturating_sub(ttl.mul_f64(f64::from(ppm) / 1e6) + rest)
+    }
+
+    /// By how many tokens, one for each µs that it has `tried`, an acquisition keeps ahead of what it has seen: others
+    /// raise the counters with the time, and have done so again when it arrives.
+    pub(crate) fn lead(&self, tried: Duration) -> u64 {
+        u64::try_from(tried.min(self.patience).as_micros()).unwrap_or_default()
     }
 
     /// So many answers of one kind leave no quorum for the other.
@@ -101,10 +109,12 @@ pub(crate) enum Defeat {
     TooLate,
 }
 
-/// One acquisition.
+/// One round of an acquisition, which takes another where it was outrun.
 #[derive(Debug)]
 pub(crate) struct QuorumRound {
     rules: Rules,
+    /// When the acquisition began, with its first round.
+    began: Duration,
     since: Duration,
     /// When a hold that began with it would end.
     until: Duration,
@@ -125,10 +135,18 @@ enum Seat {
 }
 
 impl QuorumRound {
-    /// Begins it `now`: before the first byte of a proposal is sent, which then goes to every master.
-    pub(crate) fn begin(rules: Rules, now: Duration, ttl: Duration, tokens: RangeInclusive<u64>) -> Self {
+    /// Begins it `now`: before the first byte of a proposal is sent, which then goes to every master. The acquisition
+    /// `began` with this round, or with one that was outrun.
+    pub(crate) fn begin(
+        rules: Rules,
+        began: Duration,
+        now: Duration,
+        ttl: Duration,
+        tokens: RangeInclusive<u64>,
+    ) -> Self {
         Self {
             rules,
+            began,
             since: now,
             until: now + rules.lease(ttl),
             tokens,
@@ -252,14 +270,15 @@ impl QuorumRound {
         }
         let refused = self.count(|seat| matches!(seat, Seat::Answered(Confirmation::Refused(_))));
         if refused > 0 {
-            return Step::Lost(Defeat::Outrun);
+            let is_over = now >= self.until;
+            return Step::Lost(if is_over { Defeat::TooLate } else { Defeat::Outrun });
         }
         self.defeat(open)
     }
 
     fn begin_confirming(&mut self, now: Duration) -> Step {
         let tokens = self.tokens.end() - self.tokens.start();
-        let first = self.highest() + 1;
+        let first = self.highest() + 1 + self.rules.lead(now.saturating_sub(self.began));
         self.tokens = first..=first + tokens;
         self.confirms = true;
         self.deadline = now + self.rules.patience;
@@ -428,7 +447,7 @@ mod tests {
     const START: Duration = Duration::from_secs(1000);
 
     fn begin(masters: usize) -> QuorumRound {
-        QuorumRound::begin(Rules::of(masters, PATIENCE), START, TTL, 10..=12)
+        QuorumRound::begin(Rules::of(masters, PATIENCE), START, START, TTL, 10..=12)
     }
 
     /// The last step after these votes of masters 0, 1, …
@@ -617,6 +636,34 @@ mod tests {
     }
 
     #[test]
+    fn tokens_to_confirm_are_ahead_by_the_time_it_took() {
+        let confirmed_at = |began: Duration, after: Duration| {
+            let mut round = QuorumRound::begin(Rules::of(3, PATIENCE), began, START, TTL, 10..=12);
+            assert_eq!(round.voted(START, 0, Vote::Behind(40)), Step::Wait);
+            match round.voted(START + after, 1, Vote::Granted) {
+                Step::Confirm(tokens, _) => tokens,
+                step => panic!("{step:?}"),
+            }
+        };
+        let three = Duration::from_millis(3);
+        assert_eq!(confirmed_at(START, three), 3_041..=3_043);
+        assert_eq!(confirmed_at(START.saturating_sub(three), three), 6_041..=6_043);
+        assert_eq!(confirmed_at(START, Duration::from_secs(3)), 100_041..=100_043);
+    }
+
+    #[test]
+    fn a_lease_that_ended_before_it_was_confirmed_is_not_called_outrun() {
+        let end = START + Rules::of(3, PATIENCE).lease(TTL);
+        let mut round = begin(3);
+        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
+        assert_eq!(round.confirmed(end, 0, Confirmation::Refused(40)), Step::Wait);
+        assert_eq!(
+            round.confirmed(end, 1, Confirmation::Refused(40)),
+            Step::Lost(Defeat::TooLate)
+        );
+    }
+
+    #[test]
     fn whoever_has_enough_to_decide_it_has_it() {
         let step = votes(&mut begin(5), &[taken(30), Vote::Granted, taken(20), taken(40)]);
         assert_eq!(step, Step::Lost(Defeat::Taken(Some(Duration::from_millis(20)))));
@@ -687,7 +734,7 @@ mod tests {
             let mut rng = fastrand::Rng::with_seed(seed);
             let masters = [1, 3, 5, 7][rng.usize(..4)];
             let rules = Rules::of(masters, PATIENCE);
-            let mut round = QuorumRound::begin(rules, START, TTL, 10..=12);
+            let mut round = QuorumRound::begin(rules, START, START, TTL, 10..=12);
             let (mut tokens, mut now) = (10..=12, START);
             let mut raised = vec![false; masters];
             let mut confirming: Vec<usize> = Vec::new();

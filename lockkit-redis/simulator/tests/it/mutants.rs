@@ -46,13 +46,13 @@ fn a_release_is_its_owners() {
 
 #[test]
 fn tokens_need_a_majority() {
-    catches("shared", Mutant::ConfirmsAlone, "duplicate tokens");
+    catches("coarse", Mutant::ConfirmsAlone, "duplicate tokens");
     catches("wild-clocks", Mutant::ConfirmsAlone, "tokens reversed");
 }
 
 #[test]
 fn tokens_that_a_counter_has_passed_are_not_confirmed() {
-    catches("shared", Mutant::ConfirmsAnything, "duplicate tokens");
+    catches("coarse", Mutant::ConfirmsAnything, "duplicate tokens");
 }
 
 #[test]

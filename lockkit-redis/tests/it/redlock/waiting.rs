@@ -3,11 +3,15 @@
 use std::{
     cell::Cell,
     pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use futures_util::FutureExt as _;
-use lockkit_core::{AcquireOptions, LossReason};
+use lockkit_core::{AcquireOptions, LockClient, LossReason};
 use lockkit_testbed::{Clock, Mode};
 
 use super::world::World;
@@ -254,4 +258,56 @@ async fn clocks_set_forward_at_a_minority_cost_nothing() {
         held.release().await.unwrap();
         world.nothing_is_left("after clocks went forward").await;
     }
+}
+
+/// Those who are near raise the counters several times while a request of one who is far is on its way.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_far_reader_is_let_in_with_near_ones() {
+    const WAY: Duration = Duration::from_millis(10);
+
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (far, proxies) = world.client_behind_proxies().await;
+    let near = [world.client().await, world.client().await];
+    let stay = lock(&near[0], "a", LONG).shared().acquire().await.unwrap();
+    for proxy in proxies.iter() {
+        proxy.set(Mode::Delay {
+            requests: WAY,
+            replies: WAY,
+        });
+    }
+    let rounds = Arc::new(AtomicUsize::new(0));
+    let come_and_go = |client: &LockClient| {
+        let (ours, rounds) = (lock(client, "a", LONG).shared(), rounds.clone());
+        tokio::spawn(async move {
+            loop {
+                ours.acquire().await.unwrap().release().await.unwrap();
+                rounds.fetch_add(1, Ordering::Relaxed);
+            }
+        })
+    };
+    let crowd: Vec<_> = near
+        .iter()
+        .flat_map(|client| [come_and_go(client), come_and_go(client)])
+        .collect();
+    let theirs = lock(&far, "a", LONG).shared();
+    for _ in 0..10 {
+        let before = rounds.load(Ordering::Relaxed);
+        let tried = within(LONG, "an answer", theirs.try_acquire()).await.unwrap();
+        let held = tried.expect("only readers are in");
+        // On its way others came, and will while it is released.
+        until(LONG, "others come", async || {
+            rounds.load(Ordering::Relaxed) > before
+        })
+        .await;
+        held.release().await.unwrap();
+    }
+    for task in crowd {
+        assert!(!task.is_finished(), "a vacuous pass: {:?}", task.await);
+        task.abort();
+    }
+    stay.release().await.unwrap();
+    world.nothing_is_left("after a far reader").await;
 }
