@@ -5,48 +5,68 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_core::LossReason;
+use lockkit_core::{AcquireOptions, LossReason};
 use lockkit_testbed::{eventually, zookeeper::ZkEnsemble};
 use tokio::sync::Mutex;
 use zookeeper_client::SessionState;
 
-use crate::server::{self, connect, contend, lock, no_zookeeper, raw, soon, unique, waiter, watcher};
+use crate::server::{self, TIMEOUT, connect, lock, no_zookeeper, soon, unique, waiter, watcher};
 
 /// One after the other: each cuts what the others would need.
 static ENSEMBLE: LazyLock<Mutex<ZkEnsemble>> =
     LazyLock::new(|| Mutex::new(ZkEnsemble::start().expect("three ZooKeeper servers")));
 
-/// How long before the next grant each holder was told.
-async fn cut(ensemble: &ZkEnsemble, cut: usize, safe: usize) -> Duration {
+/// Cuts a member off on which a client has several holds, when that has been idle for so long. How long before the next
+/// grants its holders were told, at least.
+async fn cut(ensemble: &ZkEnsemble, cut: usize, safe: usize, idle: Duration) -> Duration {
     let name = unique("cut");
-    let ours = server::brief_client(ensemble.member(cut).addr()).await;
-    let theirs = connect(ensemble.member(safe).addr()).await;
-    let raw = raw(ensemble.member(safe).addr()).await;
     // Whoever trusts the state of its connection is fooled for a while.
     let trusting = server::raw(ensemble.member(cut).addr()).await;
-    let guard = lock(&ours, &name).acquire().await.unwrap();
-    let told = watcher(&guard);
-    let next = waiter(&lock(&theirs, &name));
-    contend(&raw, &name, 2).await;
-    // Anywhere between two beats.
-    tokio::time::sleep(Duration::from_millis(fastrand::u64(500..1_000))).await;
+    let theirs = connect(ensemble.member(safe).addr()).await;
+    let ours = server::brief_client(ensemble.member(cut).addr()).await;
+    let mut holds = Vec::new();
+    for ttl in [1, 60] {
+        let name = format!("{name}-{ttl}");
+        let options = AcquireOptions::new().ttl(Duration::from_secs(ttl));
+        let guard = lock(&ours, &name).with_options(options).acquire().await.unwrap();
+        holds.push((watcher(&guard), waiter(&lock(&theirs, &name)), guard));
+    }
+    tokio::time::sleep(idle).await;
     ensemble.cut(cut);
-    let (reason, told) = soon("the holder is told", told).await.unwrap();
+    let mut told_at = Vec::new();
+    for (told, next, guard) in holds {
+        let (reason, told) = soon("the holder is told", told).await.unwrap();
+        assert_eq!(reason, LossReason::Expired);
+        told_at.push((told, next, guard));
+    }
     assert_eq!(
         trusting.state(),
         SessionState::SyncConnected,
         "a vacuous pass: its server knows"
     );
-    assert_eq!(reason, LossReason::Expired);
-    let (next, granted) = soon("the next is granted", next).await.unwrap();
-    assert!(next.token() > guard.token());
-    assert!(
-        told < granted,
-        "told {:?} after the next was granted",
-        told - granted
-    );
-    next.release().await.unwrap();
-    granted - told
+    let mut margins = Vec::new();
+    for (told, next, guard) in told_at {
+        let (next, granted) = soon("the next is granted", next).await.unwrap();
+        assert!(next.token() > guard.token());
+        assert!(
+            told < granted,
+            "told {:?} after the next was granted, cut off after {idle:?}",
+            told - granted
+        );
+        next.release().await.unwrap();
+        margins.push(granted - told);
+    }
+    margins.into_iter().min().expect("there were holds")
+}
+
+/// From no time at all to several session timeouts.
+fn idle(round: usize) -> Duration {
+    match round % 3 {
+        0 => Duration::ZERO,
+        // Anywhere between two beats.
+        1 => Duration::from_millis(fastrand::u64(100..1_000)),
+        _ => TIMEOUT * 3,
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -56,10 +76,10 @@ async fn a_holder_on_a_follower_that_is_cut_off_is_told_before_the_next_is_grant
     }
     let ensemble = ENSEMBLE.lock().await;
     let mut margins = Vec::new();
-    for _ in 0..server::rounds(3).min(20) {
+    for round in 0..server::rounds(3).min(20) {
         let leader = ensemble.leader().unwrap();
         let follower = (leader + 1) % 3;
-        margins.push(cut(&ensemble, follower, leader).await);
+        margins.push(cut(&ensemble, follower, leader, idle(round)).await);
         tokio::task::block_in_place(|| ensemble.mend()).unwrap();
     }
     margins.sort_unstable();
@@ -73,10 +93,10 @@ async fn a_holder_on_a_leader_that_is_cut_off_is_told_before_the_next_is_granted
     }
     let ensemble = ENSEMBLE.lock().await;
     let mut margins = Vec::new();
-    for _ in 0..server::rounds(3).min(20) {
+    for round in 0..server::rounds(3).min(20) {
         let leader = ensemble.leader().unwrap();
         let follower = (leader + 1) % 3;
-        margins.push(cut(&ensemble, leader, follower).await);
+        margins.push(cut(&ensemble, leader, follower, idle(round)).await);
         tokio::task::block_in_place(|| ensemble.mend()).unwrap();
     }
     margins.sort_unstable();

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use lockkit_core::LossReason;
-use lockkit_testbed::eventually;
+use lockkit_core::{AcquireOptions, LossReason};
+use lockkit_testbed::{Mode, Proxy, eventually};
 use lockkit_zk::Nodes;
 
 use crate::server::{
@@ -27,7 +27,7 @@ async fn a_session_ended_from_outside_is_told_within_the_bound_and_replaced() {
     let raw = raw(shared().addr()).await;
     let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
     let mut took = Vec::new();
-    for _ in 0..20 {
+    for round in 0..20 {
         let name = unique("ended");
         let guard = lock(&ours, &name).acquire().await.unwrap();
         let told = watcher(&guard);
@@ -36,8 +36,8 @@ async fn a_session_ended_from_outside_is_told_within_the_bound_and_replaced() {
         let mut nodes = children(&raw, &name).await;
         nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
         let session = owner(&raw, &format!("{}/{}", dir(&name), nodes[0])).await;
-        // By then the hold is watched.
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        // Also of a hold that is watched by then, and of one that has been idle for longer than a beat.
+        tokio::time::sleep(Duration::from_millis([0, 50, 0, 1_500][round % 4])).await;
         let ended = Instant::now();
         let by = tokio::task::spawn_blocking(move || shared().end_session(session));
         assert!(by.await.unwrap().unwrap(), "there was such a session");
@@ -85,48 +85,75 @@ async fn all_holds_of_a_session_end_with_it() {
     }
 }
 
-#[tokio::test]
+/// What a hold has been through when its node is deleted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Before {
+    /// Nothing: in its first milliseconds, nobody watches it yet.
+    Nothing,
+    /// It was idle for longer than a beat, and is not renewed.
+    Idle,
+    /// Its client is away from its server.
+    Away,
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_node_deleted_from_outside_is_told_and_the_next_goes_on() {
     if no_zookeeper() {
         return;
     }
     for nodes in [Nodes::Mutex, Nodes::Simple] {
-        let (name, raw) = (unique("deleted"), raw(shared().addr()).await);
-        let mut config = server::config(shared().addr());
-        config.nodes = nodes;
-        config.namespace = if nodes == Nodes::Simple {
-            "simple"
-        } else {
-            "lockkit"
+        for before in [Before::Nothing, Before::Idle, Before::Away] {
+            deleted_from_outside(nodes, before).await;
         }
-        .to_owned();
-        let (ours, theirs) = (
-            server::client(config.clone()).await.unwrap(),
-            server::client(config).await.unwrap(),
-        );
-        let guard = lock(&ours, &name).acquire().await.unwrap();
-        let next = waiter(&lock(&theirs, &name));
-        // Also in the first milliseconds of a hold, in which nobody watches it yet.
-        let node = match nodes {
-            Nodes::Simple => format!("/simple/{name}"),
-            _ => {
-                contend(&raw, &name, 2).await;
-                let mut nodes = children(&raw, &name).await;
-                nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
-                format!("{}/{}", dir(&name), nodes[0])
-            }
-        };
-        raw.delete(&node, None).await.unwrap();
-        assert_eq!(
-            soon("the holder is told", guard.lost()).await,
-            LossReason::Revoked
-        );
-        let (next, _) = soon("the next is granted", next).await.unwrap();
-        assert!(next.token() > guard.token());
-        assert!(guard.release().await.is_err_and(|error| error.is_lost()));
-        assert!(next.is_held(), "a late release is harmless");
-        next.release().await.unwrap();
     }
+}
+
+async fn deleted_from_outside(nodes: Nodes, before: Before) {
+    let (name, raw) = (unique("deleted"), raw(shared().addr()).await);
+    let proxy = Proxy::start(shared().addr()).unwrap();
+    let mut config = server::config(proxy.addr());
+    (config.nodes, config.session_timeout) = (nodes, Duration::from_secs(30));
+    config.namespace = if nodes == Nodes::Simple {
+        "simple"
+    } else {
+        "lockkit"
+    }
+    .to_owned();
+    let ours = server::patiently(config.clone()).await;
+    config.servers = shared().addr().to_string();
+    let theirs = server::patiently(config).await;
+    let options = AcquireOptions::new()
+        .ttl(Duration::from_secs(60))
+        .renew(before != Before::Idle);
+    let ours = lock(&ours, &name).with_options(options);
+    let guard = ours.acquire().await.unwrap();
+    let next = waiter(&lock(&theirs, &name));
+    let node = match nodes {
+        Nodes::Simple => format!("/simple/{name}"),
+        _ => {
+            contend(&raw, &name, 2).await;
+            let mut nodes = children(&raw, &name).await;
+            nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
+            format!("{}/{}", dir(&name), nodes[0])
+        }
+    };
+    match before {
+        Before::Nothing => {}
+        Before::Idle => tokio::time::sleep(Duration::from_secs(4)).await,
+        Before::Away => {
+            proxy.set(Mode::Refuse);
+            proxy.reset();
+        }
+    }
+    raw.delete(&node, None).await.unwrap();
+    let (next, _) = soon("the next is granted", next).await.unwrap();
+    proxy.set(Mode::Pass);
+    let reason = soon("the holder is told", guard.lost()).await;
+    assert_eq!(reason, LossReason::Revoked, "{nodes:?}, {before:?}");
+    assert!(next.token() > guard.token());
+    assert!(guard.release().await.is_err_and(|error| error.is_lost()));
+    assert!(next.is_held(), "a late release is harmless");
+    next.release().await.unwrap();
 }
 
 #[tokio::test]
