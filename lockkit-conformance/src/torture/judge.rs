@@ -311,7 +311,11 @@ impl Court<'_> {
             return false;
         };
         let told = nanos(told.after(millis(old.ttl)));
-        began <= to && from >= since && believed <= to.saturating_add(told)
+        // The answer to what was granted before may come after, by less than the lease.
+        let granted = began
+            .saturating_sub(nanos(millis(old.ttl)))
+            .max(old.acquisition.asked);
+        granted <= to && from >= since && believed <= to.saturating_add(told)
     }
 
     /// Whether a change that lasts is why each has a hold that is good where it has it.

@@ -140,7 +140,27 @@ fn two_inside_are_found_and_excused_until_told() {
     assert_eq!(found(&late), []);
     late.records[0].acquisition.granted = Some((at(0.5), 1));
     late.records[1].acquisition.granted = Some((at(0.9), 2));
+    late.records[0].acquisition.asked = at(0.49);
     assert_eq!(found(&late)[0], Law::Exclusion, "it was granted later");
+}
+
+#[test]
+fn a_grant_is_excused_by_what_happened_on_its_way() {
+    let fault = Fault::new("clock").excuses_overlap(Told::AtRenewal(Duration::ZERO));
+    let mut late = story(vec![hold(0, X, 0.0, 1.6, 1.8, 1), hold(1, X, 1.0, 1.7, 2.0, 2)]);
+    assert_eq!(found(&late), [Law::Exclusion]);
+    late.records[0].over = Over::Lost;
+    late.struck = vec![struck(fault, 1.5, 1.5)];
+    assert_eq!(found(&late), [], "the answer came after it");
+    late.struck = vec![struck(fault, 0.5, 0.5)];
+    assert_eq!(
+        found(&late),
+        [Law::Exclusion],
+        "no answer takes longer than a lease"
+    );
+    late.struck = vec![struck(fault, 1.5, 1.5)];
+    late.records[0].acquisition.asked = at(1.55);
+    assert_eq!(found(&late), [Law::Exclusion], "it was asked for after it");
 }
 
 #[test]
@@ -201,7 +221,7 @@ fn more_permits_than_there_are_are_found() {
     let two = Mode::Permits(NonZeroU32::new(2).unwrap());
     let mut records = vec![hold(0, two, 0.0, 0.0, 1.0, 1), hold(1, two, 0.0, 0.1, 1.0, 2)];
     assert_eq!(found(&story(records.clone())), []);
-    records.push(hold(2, two, 0.0, 0.5, 1.0, 3));
+    records.push(hold(2, two, 0.47, 0.5, 1.0, 3));
     assert_eq!(found(&story(records.clone())), [Law::Exclusion]);
     let fault = Fault::new("empty").excuses_overlap(Told::Within(Duration::from_millis(600)));
     let mut excused = story(records);
