@@ -170,7 +170,10 @@ impl Servers for Database {
         let mut session = fault("session").places(8).weight(3);
         // It counts silence by another clock.
         let mut clock = fault("clock");
+        // The old primary's row locks end with a renewal. Its leases last, and what takes its place has no rows of them.
+        let mut switch = fault("switch").lasting().weight(4).excuses_overlap(AT_RENEWAL);
         if self.lease {
+            switch = switch.excuses_overlap(Told::AtLeaseEnd(Duration::from_secs(1)));
             clock = clock
                 .places(2)
                 .excuses_overlap(AT_RENEWAL)
@@ -193,16 +196,13 @@ impl Servers for Database {
                 Ok(())
             }),
             // A planned change of roles: the old primary is demoted, its connections stay.
-            Harm::<Self>::new(
-                fault("switch").excuses_overlap(AT_RENEWAL).lasting().weight(4),
-                |it, blow| {
-                    run(it.primary.addr(), "SET GLOBAL read_only = 1")?;
-                    for way in blow.ways {
-                        way.set_upstream(it.successor.addr());
-                    }
-                    Ok(())
-                },
-            )
+            Harm::<Self>::new(switch, |it, blow| {
+                run(it.primary.addr(), "SET GLOBAL read_only = 1")?;
+                for way in blow.ways {
+                    way.set_upstream(it.successor.addr());
+                }
+                Ok(())
+            })
             .healed(|it, blow| {
                 for way in blow.ways {
                     way.set_upstream(it.primary.addr());
