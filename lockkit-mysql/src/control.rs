@@ -18,6 +18,10 @@ use crate::{
 /// What says which server answered. Two sessions with different answers do not share row locks.
 pub(crate) const IDENTITY: &str = "CONCAT_WS('/', @@hostname, @@port, @@server_id)";
 
+/// What the name of a lock of the server's own begins with that this connection has on MariaDB, and never gives up: before
+/// its id. Whoever asks for that lock waits for as long as it likes.
+pub(crate) const NIGHT: &str = "lockkit-night:";
+
 /// A statement that has not been answered for so long never will be: all of them are short.
 const HUNG: Duration = Duration::from_secs(5);
 
@@ -45,6 +49,8 @@ struct Link {
 pub(crate) struct Term {
     pub(crate) number: u64,
     pub(crate) server: String,
+    /// The id of the control connection itself.
+    pub(crate) session: u64,
 }
 
 /// What came of ending a session.
@@ -193,19 +199,17 @@ impl Link {
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
              SET SESSION autocommit=1, wait_timeout=86400, innodb_lock_wait_timeout=5, lock_wait_timeout=5; \
-             SELECT {IDENTITY}; {}",
+             SELECT {IDENTITY}, CONNECTION_ID() /*M!100600 , GET_LOCK(CONCAT('{NIGHT}', CONNECTION_ID()), 0) */; {}",
             server::QUESTION
         );
         let reply = wire.ask(setup).await.map_err(during)?;
-        let identity = reply
-            .row(2)
-            .map(|row| column(row, 0))
-            .transpose()
-            .map_err(during)?;
+        let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).map_err(during)?;
+        let (identity, session) = (column(row, 0).map_err(during)?, column(row, 1).map_err(during)?);
         let server = Server::read(&reply)?;
         self.term = Term {
             number: self.term.number + 1,
-            server: identity.unwrap_or_default(),
+            server: identity,
+            session,
         };
         self.server = Some(server);
         self.wire = Some(wire);

@@ -17,10 +17,11 @@ use tokio::time::{Instant, timeout};
 
 use crate::{
     NAME, Shared,
-    control::Term,
+    control::{NIGHT, Term},
     fault::{self, code},
     key::{Key, hexadecimal, literal},
-    require_runtime, server,
+    require_runtime,
+    server::{self, Flavour},
     session::{REPLY_TAKES, Session},
     sql::{CLOCK, READ_ONLY},
     wire::{Reply, column},
@@ -90,7 +91,7 @@ impl LeaseClaim {
     pub(crate) fn new(shared: Arc<Shared>, request: ClaimRequest) -> Self {
         let key = Key::new(&shared.namespace, request.mode.kind(), &request.name);
         Self {
-            sql: Sql::new(&key, &shared.database, &request),
+            sql: Sql::new(&key, &shared, &request),
             shared,
             request,
             session: None,
@@ -195,7 +196,7 @@ impl LeaseClaim {
     }
 
     /// Ends the sleep of whoever had the bell. Without it, that one wakes by itself a little later, so nobody waits for a `KILL`
-    /// that waits itself: MariaDB tries for two seconds to reach a session that is about to wake, one after the other.
+    /// that waits itself: MariaDB may try for two seconds to reach a session that is about to wake.
     async fn wake(&mut self) {
         // Once: it may be at something else by the next time.
         if let (Some(sleeper), Some(session)) = (self.sleeper.take(), &mut self.session) {
@@ -309,7 +310,8 @@ impl Claim for LeaseClaim {
                 self.shared.sessions.wait_in(session)?;
                 self.has_queued = true;
                 self.stage = Stage::Waiting;
-                session.send(TURNS_WITHIN, self.sql.wait()).await;
+                let wait = self.sql.wait(&session.term);
+                session.send(TURNS_WITHIN, wait).await;
                 // The first poll sends it.
                 session.is_settled().await;
             }
@@ -398,20 +400,22 @@ struct Sql {
     owner: String,
     turnstile: String,
     bell: String,
+    flavour: Flavour,
     label: String,
     micros: u128,
     tokens: u32,
 }
 
 impl Sql {
-    fn new(key: &Key, database: &str, request: &ClaimRequest) -> Self {
+    fn new(key: &Key, shared: &Shared, request: &ClaimRequest) -> Self {
         let id = request.owner.get();
         Self {
             key: key.clone(),
             id,
             owner: literal(&id.to_be_bytes()),
-            turnstile: turnstile(database, key),
-            bell: bell(database, key),
+            turnstile: turnstile(&shared.database, key),
+            bell: bell(&shared.database, key),
+            flavour: shared.server.flavour,
             label: request
                 .label
                 .as_ref()
@@ -479,17 +483,22 @@ impl Sql {
     /// taken, and wakes it, or is seen to have released. Nobody is woken who is not about to sleep: after a `KILL QUERY`
     /// that comes between two statements of a request, the server leaves out the rest of them, and its answers. For the same
     /// reason the sleep is the last.
-    fn wait(&self) -> String {
+    fn wait(&self, term: &Term) -> String {
         let Self {
             key,
             owner,
             turnstile,
             bell,
+            flavour,
             ..
         } = self;
-        let (queue, key, sleep) = (queue(turnstile), key.as_sql(), sleep(bell));
+        let (queue, key, sleep) = (queue(turnstile), key.as_sql(), sleep(bell, *flavour));
+        let night = match flavour {
+            Flavour::MariaDb => format!("SET @lockkit_night='{NIGHT}{}'; ", term.session),
+            Flavour::MySql => String::new(),
+        };
         format!(
-            "{queue}; \
+            "{night}{queue}; \
              SELECT IF(owner={owner} OR expires<={NOW} OR IFNULL(IS_USED_LOCK({turnstile})<>CONNECTION_ID(), TRUE), \
              0, {} * LEAST({SLEEPS_FOR}, (expires-{NOW})/1000000)) \
              INTO @lockkit_sleep FROM lockkit_lease WHERE name={key} LOCK IN SHARE MODE; COMMIT; {sleep}",
@@ -555,8 +564,21 @@ fn queue(turnstile: &str) -> String {
     format!("SELECT {}", have(turnstile, QUEUES_FOR))
 }
 
-fn sleep(bell: &str) -> String {
-    format!("SELECT SLEEP(@lockkit_sleep), RELEASE_LOCK({bell})")
+/// Sleeps, with the bell at hand.
+///
+/// On MariaDB it waits for a lock that is never given up. All its `SLEEP`s share one mutex, which a `KILL QUERY` only tries
+/// for, and if another sleeper comes or goes just then, whoever is to be woken wakes with that mutex and stands still, and
+/// all others with it, until the `KILL` has given up after two seconds. Should the one who has the lock be gone, it sleeps
+/// nevertheless.
+fn sleep(bell: &str, flavour: Flavour) -> String {
+    let sleep = match flavour {
+        Flavour::MariaDb => {
+            "IF(GET_LOCK(@lockkit_night, @lockkit_sleep), \
+             RELEASE_LOCK(@lockkit_night)+SLEEP(@lockkit_sleep), 0)"
+        }
+        Flavour::MySql => "SLEEP(@lockkit_sleep)",
+    };
+    format!("SELECT {sleep}, RELEASE_LOCK({bell})")
 }
 
 impl Shared {
@@ -564,7 +586,7 @@ impl Shared {
         let key = Key::new(&self.namespace, kind, name);
         let sql = key.as_sql();
         let queue = queue(&turnstile(&self.database, &key));
-        let sleep = sleep(&bell(&self.database, &key));
+        let sleep = sleep(&bell(&self.database, &key), self.server.flavour);
         let look = format!(
             "SELECT token, label, CAST(expires-{NOW} AS UNSIGNED) FROM lockkit_lease \
              WHERE name={sql} AND token<>0 AND expires>{NOW}; \

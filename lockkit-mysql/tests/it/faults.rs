@@ -12,13 +12,16 @@ use lockkit_testbed::{
     Clock, Proxy, eventually,
     mysql::{Flavour, MySql},
 };
-use tokio::time::{Instant, sleep};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep},
+};
 
 use crate::{
     child::Child,
     servers::{
-        Admin, MODES, Waiter, client, config, cycle, for_each_flavour, hold_back, name, private, session_at,
-        shared, waits,
+        Admin, MODES, Waiter, asleep, client, config, cycle, for_each_flavour, hold_back, name, private,
+        session_at, shared, waits,
     },
 };
 
@@ -40,6 +43,7 @@ for_each_flavour! {
     a_release_whose_reply_is_lost_is_no_loss
     a_release_that_is_asked_again_wakes_the_next_in_line
     a_release_that_comes_late_frees_no_later_hold
+    a_release_wakes_the_next_also_where_many_sleep
     connections_that_are_reset_again_and_again
     a_hold_whose_connections_break_is_told_at_once
     a_break_while_the_watch_is_begun_is_told_at_once
@@ -492,7 +496,7 @@ async fn a_release_that_is_asked_again_wakes_the_next_in_line(flavour: Flavour) 
         let guard = lock.acquire().await.unwrap();
         let waiter = Waiter::of(next.lock("a").unwrap());
         // For a second from here on.
-        session_at(&mut admin, "SELECT SLEEP").await;
+        session_at(&mut admin, asleep(flavour)).await;
         let asked = Stopwatch::start();
         if let Some(after) = dropped_after {
             let _ = timeout(after, guard.release()).await;
@@ -540,6 +544,37 @@ async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
     assert!(second.is_none(), "granted beside its holder: {second:?}");
     claim.release().await.unwrap();
     cycle(&other, &name).await;
+}
+
+/// On MariaDB, who is woken from a `SLEEP` while another sleeper comes or goes stands still for two seconds.
+async fn a_release_wakes_the_next_also_where_many_sleep(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let [holder, next] = [
+        client(server.addr(), Mode::Lease).await,
+        client(server.addr(), Mode::Lease).await,
+    ];
+    let mut sleepers = JoinSet::new();
+    for _ in 0..6 {
+        let mut sleeper = Admin::of(&server).await;
+        sleepers.spawn(async move {
+            let naps = vec!["SLEEP(0.00002)"; 100].join(", ");
+            while sleeper.try_run(&format!("SELECT {naps}")).await.is_ok() {}
+        });
+    }
+    let mut longest = Duration::ZERO;
+    for _ in 0..200 {
+        let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+        let waiter = Waiter::of(next.lock("a").unwrap());
+        session_at(&mut admin, asleep(flavour)).await;
+        let released = Stopwatch::start();
+        guard.release().await.unwrap();
+        let (guard, _) = waiter.granted().await;
+        longest = longest.max(released.elapsed());
+        guard.release().await.unwrap();
+    }
+    eprintln!("{flavour:?}: among many sleepers the next was granted within {longest:?}");
+    assert!(longest < Duration::from_millis(1_500), "{longest:?}");
 }
 
 async fn connections_that_are_reset_again_and_again(flavour: Flavour) {

@@ -223,6 +223,14 @@ pub(crate) async fn session_at(admin: &mut Admin, statement: &str) -> String {
     found.swap_remove(0).swap_remove(0)
 }
 
+/// The statement in which the next in line for a lease sleeps.
+pub(crate) fn asleep(flavour: Flavour) -> &'static str {
+    match flavour {
+        Flavour::MariaDb => "SELECT IF(GET_LOCK(@lockkit_night",
+        Flavour::MySql => "SELECT SLEEP(@lockkit_sleep)",
+    }
+}
+
 /// A task that wants a lock.
 pub(crate) struct Waiter(JoinHandle<(Result<LockGuard>, Instant)>);
 
