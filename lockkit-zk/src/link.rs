@@ -16,7 +16,7 @@ use std::{
 };
 
 use spawns_core::{Spawn, Task};
-use tokio::{runtime::Handle, sync::watch, task::AbortHandle};
+use tokio::{runtime::Handle, sync::watch, task::AbortHandle, time::Instant};
 use zookeeper_client::{Client, Connector, Error as ZkError, SessionState, StateWatcher};
 
 /// A connection. Dropped, it closes its session.
@@ -31,6 +31,7 @@ pub(crate) struct Link {
 pub(crate) struct Life {
     /// Which connection of the process it is.
     number: u64,
+    since: Instant,
     over: RwLock<bool>,
     state: watch::Sender<Option<SessionState>>,
 }
@@ -80,6 +81,11 @@ impl Life {
         self.number
     }
 
+    /// When it began.
+    pub(crate) fn since(&self) -> Instant {
+        self.since
+    }
+
     pub(crate) fn is_over(&self) -> bool {
         *self.look()
     }
@@ -112,6 +118,7 @@ impl Default for Life {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         Self {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            since: Instant::now(),
             over: RwLock::new(false),
             state: watch::Sender::new(None),
         }

@@ -97,15 +97,16 @@ impl Post {
         self.inner().litter.take()
     }
 
-    /// Takes the node away from whoever does not look after it. What is to be removed for that comes back.
-    pub(crate) fn dismiss_if_forsaken(&self, now: Instant) -> Option<Litter> {
+    /// Takes the node away from whoever does not look after it. What is to be removed for that comes back. Nobody could do
+    /// anything before there was a connection, `since` then.
+    pub(crate) fn dismiss_if_forsaken(&self, now: Instant, since: Instant) -> Option<Litter> {
         let mut inner = self.inner();
-        let limit = match inner.state {
-            State::Called(at) => at + COMES_WITHIN,
-            State::Asking(at) => at + inner.patience,
+        let (at, limit) = match inner.state {
+            State::Called(at) => (at, COMES_WITHIN),
+            State::Asking(at) => (at, inner.patience),
             State::Waiting | State::Held | State::Dismissed => return None,
         };
-        if now < limit {
+        if now < at.max(since) + limit {
             return None;
         }
         inner.state = State::Dismissed;
@@ -169,8 +170,14 @@ mod tests {
         Post::new(Litter::At("/n".to_owned()), Duration::from_secs(3))
     }
 
+    /// On a connection that is older than all else.
+    fn dismissed(post: &Post, after: Duration) -> Option<Litter> {
+        let now = Instant::now();
+        post.dismiss_if_forsaken(now + after, now)
+    }
+
     fn is_dismissed(post: &Post, after: Duration) -> bool {
-        post.dismiss_if_forsaken(Instant::now() + after).is_some()
+        dismissed(post, after).is_some()
     }
 
     #[test]
@@ -211,8 +218,11 @@ mod tests {
         let post = post();
         post.is_now(Litter::At("/m".to_owned()));
         assert!(!is_dismissed(&post, GOES_ON_WITHIN / 2));
+        let later = Instant::now() + GOES_ON_WITHIN;
+        let at_once = post.dismiss_if_forsaken(later, later - GOES_ON_WITHIN / 2);
+        assert_eq!(at_once, None, "it may have waited for the connection");
         assert_eq!(
-            post.dismiss_if_forsaken(Instant::now() + GOES_ON_WITHIN),
+            dismissed(&post, GOES_ON_WITHIN),
             Some(Litter::At("/m".to_owned()))
         );
     }

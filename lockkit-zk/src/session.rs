@@ -1066,12 +1066,16 @@ async fn clean_up(core: &Core) {
 async fn dismiss(core: &Core) {
     let mut news = core.news.subscribe();
     while news.changed().await.is_ok() {
+        let life = core.link.borrow().as_ref().map(|link| link.life().clone());
+        let Some(life) = life.filter(|life| !life.is_over()) else {
+            continue;
+        };
         let now = Instant::now();
         let mut litter = Vec::new();
         lock(&core.posts).retain(|post| {
-            let post = post.upgrade();
-            litter.extend(post.as_ref().and_then(|post| post.dismiss_if_forsaken(now)));
-            post.is_some()
+            let Some(post) = post.upgrade() else { return false };
+            litter.extend(post.dismiss_if_forsaken(now, life.since()));
+            true
         });
         core.leave_behind(litter);
     }

@@ -244,6 +244,43 @@ async fn an_interrupted_wait_keeps_its_place() {
     guard.release().await.unwrap();
 }
 
+/// One that asks for as long as the servers are away does not stand still.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_patient_waiter_keeps_its_place_over_an_outage() {
+    if no_zookeeper() {
+        return;
+    }
+    let (proxy, raw) = (Proxy::start(shared().addr()).unwrap(), raw(shared().addr()).await);
+    let (name, theirs) = (unique("patient"), connect(shared().addr()).await);
+    let mut config = server::config(proxy.addr());
+    config.session_timeout = Duration::from_secs(60);
+    let ours = server::patiently(config).await;
+    let options = AcquireOptions::new()
+        .ttl(Duration::from_secs(1))
+        .op_timeout(Duration::from_secs(60));
+    let held = lock(&theirs, &name).acquire().await.unwrap();
+    let waiting = waiter(&lock(&ours, &name).with_options(options));
+    contend(&raw, &name, 2).await;
+    let nodes = children(&raw, &name).await;
+    proxy.set(Mode::Refuse);
+    proxy.reset();
+    // It asks what has become of its place after 5 s, and may stand still for 10.
+    tokio::time::sleep(Duration::from_secs(17)).await;
+    proxy.set(Mode::Pass);
+    eventually("it is connected again", async || {
+        ours.inspect(&name).await.is_ok()
+    })
+    .await;
+    // It would be told to go with one of the next beats.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(children(&raw, &name).await.len(), 2);
+    held.release().await.unwrap();
+    let (guard, _) = soon("it is its turn", waiting).await.unwrap();
+    let node = children(&raw, &name).await.remove(0);
+    assert!(nodes.contains(&node), "{node} is none of {nodes:?}");
+    guard.release().await.unwrap();
+}
+
 #[tokio::test]
 async fn one_before_it_that_goes_between_the_list_and_the_watch_is_not_waited_for() {
     const LATE: Duration = Duration::from_millis(300);
