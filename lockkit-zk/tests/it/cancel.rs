@@ -147,10 +147,7 @@ async fn dropped_when_replies_are_lost_a_thousand_times() {
     let proxy = Proxy::start(server.addr()).unwrap();
     let mut lasting = config(server.addr());
     lasting.session_timeout = Duration::from_secs(30);
-    let (client, other) = (
-        connect(proxy.addr()).await,
-        server::client(lasting).await.unwrap(),
-    );
+    let (client, other) = (connect(proxy.addr()).await, server::patiently(lasting).await);
     let ours = lock(&client, &name);
     // The directory stays, so that the server's work is one request.
     let held = lock(&other, &name).acquire().await.unwrap();

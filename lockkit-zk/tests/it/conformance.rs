@@ -46,7 +46,7 @@ impl Zk {
 #[async_trait]
 impl Harness for Zk {
     async fn client(&self) -> Result<LockClient> {
-        server::client(self.config(&server::shared().addr().to_string())).await
+        Ok(server::patiently(self.config(&server::shared().addr().to_string())).await)
     }
 
     fn missing(&self) -> Option<Missing> {

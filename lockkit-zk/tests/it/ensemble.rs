@@ -113,8 +113,8 @@ async fn a_hold_outlives_its_leader() {
     let name = unique("leader");
     let config = server::config(all.join(","));
     let (ours, theirs) = (
-        server::client(config.clone()).await.unwrap(),
-        server::client(config).await.unwrap(),
+        server::patiently(config.clone()).await,
+        server::patiently(config).await,
     );
     let guard = lock(&ours, &name).acquire().await.unwrap();
     let next = waiter(&lock(&theirs, &name));

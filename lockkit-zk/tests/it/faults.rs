@@ -186,7 +186,7 @@ async fn released_while_cut_off_and_gone_once_the_session_is_back() {
     let mut config = server::config(proxy.addr());
     // Longer than the driver tries to confirm a release.
     config.session_timeout = Duration::from_secs(20);
-    let client = server::client(config).await.unwrap();
+    let client = server::patiently(config).await;
     let (name, raw) = (unique("cut"), raw(shared().addr()).await);
     let options = AcquireOptions::new()
         .ttl(Duration::from_millis(300))
@@ -514,8 +514,8 @@ async fn killed_and_back() -> Result<(), String> {
     let mut config = server::config(server.addr());
     config.session_timeout = Duration::from_secs(20);
     let (ours, theirs) = (
-        server::client(config.clone()).await.unwrap(),
-        server::client(config).await.unwrap(),
+        server::patiently(config.clone()).await,
+        server::patiently(config).await,
     );
     // While idle.
     server.kill().unwrap();

@@ -148,7 +148,7 @@ async fn a_read_write_lock_of_curators_and_ours_exclude_each_other() {
     let (name, raw) = (unique("live-rw"), raw(shared().addr()).await);
     let mut config = server::config(shared().addr());
     config.nodes = Nodes::ReadWrite;
-    let client = server::client(config).await.unwrap();
+    let client = server::patiently(config).await;
     let (writer, reader) = (lock(&client, &name), lock(&client, &name).shared());
     let mut theirs = Theirs {
         peer: curator(),

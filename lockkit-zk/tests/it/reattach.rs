@@ -28,7 +28,7 @@ async fn pair(proxy: &Proxy, server: &ZkServer, timeout: Duration, tick: Duratio
     for addr in [proxy.addr(), server.addr()] {
         let mut config = server::config(addr);
         (config.session_timeout, config.tick_time) = (timeout, tick);
-        clients.push(server::client(config).await.unwrap());
+        clients.push(server::patiently(config).await);
     }
     clients.try_into().expect("two")
 }
@@ -408,7 +408,7 @@ async fn a_fresh_lease_of_a_short_session_is_long() {
     let server = ZkServer::builder().directive("tickTime=800").start().unwrap();
     let mut config = server::config(server.addr());
     (config.session_timeout, config.tick_time) = (Duration::from_secs(4), Duration::from_millis(800));
-    let ours = server::client(config).await.unwrap();
+    let ours = server::patiently(config).await;
     let name = unique("fresh");
     let mut left = Vec::new();
     for _ in 0..100 {
@@ -441,7 +441,7 @@ async fn two_silent_servers_of_three_delay_nobody_for_long() {
         let mut config = server::config(&addrs);
         config.session_timeout = Duration::from_secs(30);
         let began = Instant::now();
-        server::client(config).await.unwrap();
+        server::patiently(config).await;
         let took = began.elapsed();
         assert!(took < AcquireOptions::DEFAULT_OP_TIMEOUT, "{took:?}");
     }

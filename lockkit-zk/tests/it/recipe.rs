@@ -105,7 +105,7 @@ async fn curators_read_write_lock_and_ours_exclude_each_other() {
     let (name, raw) = (unique("curator-rw"), raw(shared().addr()).await);
     let mut config = server::config(shared().addr());
     config.nodes = Nodes::ReadWrite;
-    let client = server::client(config).await.unwrap();
+    let client = server::patiently(config).await;
     let (writer, reader) = (lock(&client, &name), lock(&client, &name).shared());
 
     let their_read = contender(&raw, &dir(&name), &format!("{GUID}-__READ__")).await;
@@ -220,14 +220,14 @@ async fn a_release_wakes_one_waiter_and_no_other() {
     let mut config = server::config(server.addr());
     // Beats are 2.5 s apart.
     config.session_timeout = Duration::from_secs(60);
-    let holder = server::client(config.clone()).await.unwrap();
+    let holder = server::patiently(config.clone()).await;
     let mut held = lock(&holder, &name).acquire().await.unwrap();
     let mut proxies = Vec::new();
     let mut waiters = Vec::new();
     for waiting in 0..WAITERS {
         let proxy = Proxy::start(server.addr()).unwrap();
         config.servers = proxy.addr().to_string();
-        let client = server::client(config.clone()).await.unwrap();
+        let client = server::patiently(config.clone()).await;
         waiters.push(waiter(&lock(&client, &name)));
         contend(&raw, &name, waiting + 2).await;
         proxies.push(proxy);
@@ -297,8 +297,8 @@ async fn sequence_numbers_run_out_and_the_directory_is_begun_anew() {
     let mut config = server::config(server.addr());
     config.namespace = String::new();
     let (client, other) = (
-        server::client(config.clone()).await.unwrap(),
-        server::client(config).await.unwrap(),
+        server::patiently(config.clone()).await,
+        server::patiently(config).await,
     );
     let raw = raw(server.addr()).await;
     let (ours, others) = (lock(&client, "locks"), lock(&other, "locks"));
@@ -349,7 +349,7 @@ async fn numbers_at_their_very_end_let_nobody_in_twice() {
     let mut tasks = Vec::new();
     let inside = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
     for _ in 0..6 {
-        let client = server::client(config.clone()).await.unwrap();
+        let client = server::patiently(config.clone()).await;
         let (lock, inside) = (lock(&client, "locks"), inside.clone());
         tasks.push(tokio::spawn(async move {
             for _ in 0..5 {
@@ -397,7 +397,7 @@ async fn persistent_directories_stay() {
     config.namespace = unique("persistent");
     config.parents = Parents::Persistent;
     let namespace = config.namespace.clone();
-    let client = server::client(config).await.unwrap();
+    let client = server::patiently(config).await;
     lock(&client, &name)
         .acquire()
         .await
@@ -443,7 +443,7 @@ async fn what_is_made_is_its_creators_alone() {
     let mut config = server::config(shared().addr());
     config.namespace = unique("creator");
     config.auth = Some(Digest::new("me", "secret"));
-    let client = server::client(config.clone()).await.unwrap();
+    let client = server::patiently(config.clone()).await;
     let guard = lock(&client, &name).acquire().await.unwrap();
     let namespace = config.namespace.clone();
     let raw = raw(shared().addr()).await;
@@ -536,12 +536,12 @@ async fn a_directory_is_no_simple_lock_and_says_so() {
     }
     let mut config = server::config(shared().addr());
     config.namespace = unique("namespace");
-    let others = server::client(config.clone()).await.unwrap();
+    let others = server::patiently(config.clone()).await;
     let guard = others.lock("n").unwrap().acquire().await.unwrap();
     guard.release().await.unwrap();
     let name = std::mem::take(&mut config.namespace);
     config.nodes = Nodes::Simple;
-    let ours = server::client(config).await.unwrap();
+    let ours = server::patiently(config).await;
     for error in [
         soon("refused", ours.lock(&name).unwrap().try_acquire())
             .await

@@ -248,7 +248,7 @@ async fn a_dropped_client_ends_its_session_at_once() {
     let (name, raw) = (unique("dropped"), raw(shared().addr()).await);
     let mut config = server::config(shared().addr());
     config.session_timeout = Duration::from_secs(60);
-    let ours = server::client(config).await.unwrap();
+    let ours = server::patiently(config).await;
     let guard = lock(&ours, &name).acquire().await.unwrap();
     let node = children(&raw, &name).await.remove(0);
     let session = owner(&raw, &format!("{}/{node}", dir(&name))).await;
