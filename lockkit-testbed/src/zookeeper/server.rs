@@ -103,8 +103,6 @@ impl ZkBuilder {
                     if self.reaps_seldom { 60_000 } else { 300 }
                 ))
                 .arg("-Dznode.container.maxPerMinute=100000")
-                // By default a container that never had a child stays, as one does that somebody made and then left.
-                .arg("-Dznode.container.maxNeverUsedIntervalMs=10000")
                 // How long a member that finds no leader waits at most before it asks again: by default, up to a minute.
                 .arg("-Dzookeeper.fastleader.maxNotificationInterval=400")
                 .arg("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
