@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use futures_util::future::{join, join_all};
 use lockkit_core::{Error, Result};
 use sqlx::mysql::MySqlConnectOptions;
 use tokio::{
@@ -159,7 +160,7 @@ impl Sessions {
             }
             session
         };
-        surplus.wire.quit().await;
+        surplus.quit().await;
     }
 
     /// Those that are kept are no good any more.
@@ -179,16 +180,20 @@ impl Sessions {
     }
 
     async fn tend_once(&self) {
-        let unused = self.unused();
+        join(
+            join_all(self.unused().into_iter().map(Session::quit)),
+            self.look(),
+        )
+        .await;
+    }
+
+    async fn look(&self) {
         let kept: Vec<_> = self.idle().iter().map(|session| session.id).collect();
         if let Some(living) = self.control.living(&kept).await {
             let has_ended = |id| kept.contains(&id) && !living.contains(&id);
             self.idle().retain(|session| !has_ended(session.id));
         }
         self.looks.living(&[]).await;
-        for session in unused {
-            session.quit().await;
-        }
     }
 
     /// Takes those that have not been used since the last round, and that the server would end before the next.
@@ -211,7 +216,7 @@ impl Sessions {
         }
         let kept = std::mem::take(&mut *self.idle());
         for session in kept {
-            session.wire.quit().await;
+            session.quit().await;
         }
         self.looks.close().await;
         self.control.close().await;
@@ -422,13 +427,60 @@ impl Session {
         self.wire.answered()?.as_ref().err()
     }
 
-    /// Says goodbye, so that the server logs no aborted connection.
+    /// Says goodbye, so that the server logs no aborted connection. Another may be begun in its place meanwhile.
     pub(crate) async fn quit(self) {
-        self.wire.quit().await;
+        let Self {
+            wire,
+            turn,
+            place,
+            _slot: slot,
+            ..
+        } = self;
+        drop((turn, place, slot));
+        wire.quit().await;
     }
 }
 
 /// How many of `most` sessions no waiting lease may have, so that others are released and renewed meanwhile.
 fn for_holders(most: u32) -> u32 {
     most.div_ceil(10).min(most - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use lockkit_testbed::{
+        Mode, Proxy,
+        mysql::{Flavour as Kept, MySql},
+        skipped,
+    };
+
+    use super::*;
+
+    /// The only connection that there may be is about to be closed, and the server takes its time to say what it still has.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_nobody_uses_takes_nobodys_place() {
+        for (kept, backend) in [(Kept::MariaDb, "mysql"), (Kept::MySql, "mysql-server")] {
+            if skipped(backend, MySql::missing(kept)) {
+                continue;
+            }
+            let server = MySql::start(kept, &[]).unwrap();
+            let proxy = Proxy::start(server.addr()).unwrap();
+            let sessions = Sessions::new(MySql::url_at(proxy.addr()).parse().unwrap(), 1);
+            let session = sessions.get("acquire", 10).await.unwrap();
+            sessions.keep(session).await;
+            for session in &mut *sessions.idle() {
+                session.used = session.used.checked_sub(TENDED_EVERY).unwrap();
+            }
+            proxy.set(Mode::Blackhole);
+            tokio::select! {
+                biased;
+                () = sessions.tend_once() => panic!("nothing was asked"),
+                got = timeout(Duration::from_millis(200), sessions.get("acquire", 10)) => {
+                    assert!(got.is_err(), "{got:?}");
+                }
+            }
+            proxy.set(Mode::Pass);
+            sessions.get("acquire", 10).await.unwrap();
+        }
+    }
 }
