@@ -319,14 +319,7 @@ impl RowClaim {
                 Err(error) => return self.failed(error),
             };
             if size != wanted.get() {
-                self.give_back().await;
-                return Err(Error::invalid_option(
-                    "permits",
-                    format!(
-                        "semaphore `{}` is in use with {size} permits, not {wanted}",
-                        self.request.name
-                    ),
-                ));
+                return self.refuse(size, wanted.get()).await;
             }
             if !patience.is_zero() {
                 return self.wait(Stage::Pausing).await;
@@ -334,6 +327,29 @@ impl RowClaim {
         }
         self.give_back().await;
         Ok(Step::Taken)
+    }
+
+    /// The semaphore has another size, and some of its permits are locked: whoever holds one shows itself before, and who does
+    /// not is trying, perhaps to change the size as well.
+    async fn refuse(&mut self, size: u32, wanted: u32) -> Result<Step> {
+        // Not taken up again if it is dropped: trying again leads here.
+        self.stage = Stage::Making { repair: true };
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        let is_held = match session.ask(self.seconds, self.sql.is_held()).await {
+            Ok(reply) => reply.row(1).is_some(),
+            Err(error) => return self.failed(error),
+        };
+        self.give_back().await;
+        let name = &self.request.name;
+        Err(if is_held {
+            let why = format!("semaphore `{name}` is in use with {size} permits, not {wanted}");
+            Error::invalid_option("permits", why)
+        } else {
+            let why = format!("semaphore `{name}` has {size} permits, not {wanted}, and others are at it");
+            Error::transient(NAME, "acquire", why)
+        })
     }
 
     async fn waited(&mut self) -> Result<Step> {

@@ -140,6 +140,15 @@ impl Sql {
         }
     }
 
+    /// Whether somebody holds, says its second statement. It sees what is not committed. The session has no transaction open.
+    pub(crate) fn is_held(&self) -> String {
+        let key = self.key.as_sql();
+        format!(
+            "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
+             SELECT 1 FROM lockkit_holder WHERE name={key} LIMIT 1; ROLLBACK"
+        )
+    }
+
     /// Locks every free permit.
     pub(crate) fn lock_all(&self) -> String {
         let key = self.key.as_sql();
@@ -172,7 +181,8 @@ impl Sql {
     }
 
     /// Shows a hold to those who look, within its transaction, and marks that. The mark is made before as well, so that
-    /// it is there also if the hold cannot be shown. Says whether the server is read-only.
+    /// it is there also if the hold cannot be shown. It may be shown already, with the token of a grant that nobody heard of: rows
+    /// of this session alone have its id. Says whether the server is read-only.
     pub(crate) fn show(&self, connection: u64, token: u64, seconds: u32, request: &ClaimRequest) -> String {
         let key = self.key.as_sql();
         let label = request
@@ -181,7 +191,8 @@ impl Sql {
             .map_or_else(|| "NULL".to_owned(), |label| literal(label.as_bytes()));
         format!(
             "SAVEPOINT held; INSERT INTO lockkit_holder (name, connection, token, seconds, label) \
-             VALUES ({key}, {connection}, {token}, {seconds}, {label}); SAVEPOINT held; SELECT {READ_ONLY}"
+             VALUES ({key}, {connection}, {token}, {seconds}, {label}) \
+             ON DUPLICATE KEY UPDATE token={token}, seconds={seconds}, label={label}; SAVEPOINT held; SELECT {READ_ONLY}"
         )
     }
 

@@ -538,7 +538,7 @@ async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
         .unwrap();
     let again = again.unwrap().expect("it is its own, or free");
     assert!(again.tokens.start() > first.tokens.end());
-    release.deliver().await;
+    release.deliver().await.unwrap();
     let other = client(server.addr(), Mode::Lease).await;
     let second = other.lock(&name).unwrap().try_acquire().await.unwrap();
     assert!(second.is_none(), "granted beside its holder: {second:?}");

@@ -328,10 +328,10 @@ impl HeldBack {
         (&mut self.came).await.expect("it comes");
     }
 
-    /// Delivers it, and returns once the server is done with it.
-    pub(crate) async fn deliver(self) {
+    /// Delivers it. What is returned is heard of once its client has gone and the server is done with it.
+    pub(crate) fn deliver(self) -> oneshot::Receiver<()> {
         self.deliver.send(()).expect("it is still held back");
-        self.done.await.expect("it is delivered");
+        self.done
     }
 }
 
@@ -360,27 +360,22 @@ pub(crate) async fn hold_back(
                         let _ = to_client.write_all(&buffer[..length]).await;
                     }
                 });
-                let mut buffer = vec![0; 64 * 1024];
-                loop {
-                    let length = from_client.read(&mut buffer).await?;
-                    if length == 0 {
-                        return Ok::<_, io::Error>(());
-                    }
+                let (mut buffer, mut done) = (vec![0; 64 * 1024], None);
+                while let Ok(length @ 1..) = from_client.read(&mut buffer).await {
                     let request = &buffer[..length];
                     let has_it = request.windows(what.len()).any(|part| part == what.as_bytes());
-                    let first = first.lock().unwrap().take_if(|_| has_it);
-                    let Some((has_come, delivery, is_done)) = first else {
-                        to_server.write_all(request).await?;
-                        continue;
-                    };
-                    let _ = has_come.send(());
-                    let _ = delivery.await;
+                    let held = first.lock().unwrap().take_if(|_| has_it);
+                    if let Some((has_come, delivery, is_done)) = held {
+                        let _ = has_come.send(());
+                        let _ = delivery.await;
+                        done = Some(is_done);
+                    }
                     to_server.write_all(request).await?;
-                    to_server.shutdown().await?;
-                    let _ = replies.await;
-                    let _ = is_done.send(());
-                    return Ok(());
                 }
+                to_server.shutdown().await?;
+                let _ = replies.await;
+                let _ = done.map(|done| done.send(()));
+                Ok::<_, io::Error>(())
             });
         }
     });

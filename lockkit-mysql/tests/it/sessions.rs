@@ -7,8 +7,11 @@ use futures_util::{
     future::{join, join_all},
 };
 use lockkit_conformance::machine::{Stopwatch, timeout};
-use lockkit_core::{AcquireOptions, Error, LockClient, LockGuard, LossReason};
-use lockkit_mysql::Mode;
+use lockkit_core::{
+    AcquireOptions, Error, LockClient, LockGuard, LockName, LossReason,
+    spi::{self, Backend as _, ClaimRequest, OwnerId},
+};
+use lockkit_mysql::{Mode, MySqlBackend};
 use lockkit_testbed::{
     Proxy, eventually,
     mysql::{Flavour, MySql},
@@ -19,8 +22,8 @@ use tokio::{
 };
 
 use crate::servers::{
-    Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, name, private, relay, relay_once,
-    row, session_at, shared, waits,
+    Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, hold_back, name, private, relay,
+    relay_once, row, session_at, shared, waits,
 };
 
 for_each_flavour! {
@@ -61,6 +64,8 @@ for_each_flavour! {
     what_the_server_has_ended_keeps_no_socket
     a_break_hits_no_other_hold_in_the_same_session
     what_nobody_uses_is_closed_before_the_server_does
+    many_change_the_size_of_a_free_semaphore_at_once
+    a_reader_whose_showing_was_not_heard_of_goes_on
 }
 
 async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
@@ -1253,4 +1258,65 @@ async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
         "to break `a` said {said:?}, and ended `b`: {kept:?}"
     );
     assert!(!matches!(said, Ok(true)), "that hold was over");
+}
+
+/// Each has locked one permit or more for a moment, which nobody holds.
+async fn many_change_the_size_of_a_free_semaphore_at_once(flavour: Flavour) {
+    let server = shared(flavour);
+    let mut clients = Vec::new();
+    for _ in 0..6 {
+        clients.push(client(server.addr(), Mode::ForUpdate).await);
+    }
+    let name = name("size");
+    for size in [7, 2, 5, 3, 9, 4] {
+        let mut changing = JoinSet::new();
+        for client in &clients {
+            let permit = client.semaphore(&name, size).unwrap();
+            changing.spawn(async move { permit.acquire().await?.release().await });
+        }
+        while let Some(changed) = timeout(Duration::from_secs(30), changing.join_next())
+            .await
+            .unwrap()
+        {
+            changed.unwrap().unwrap();
+        }
+    }
+    let held = clients[0].semaphore(&name, 4).unwrap().acquire().await.unwrap();
+    let refused = clients[1].semaphore(&name, 5).unwrap().acquire().await;
+    assert!(
+        refused
+            .as_ref()
+            .is_err_and(|error| error.to_string().contains("in use with 4 permits, not 5")),
+        "{refused:?}"
+    );
+    held.release().await.unwrap();
+}
+
+/// It shows itself again within the same transaction, with another token.
+async fn a_reader_whose_showing_was_not_heard_of_goes_on(flavour: Flavour) {
+    let server = shared(flavour);
+    let (addr, mut showing) = hold_back(server.addr(), "INTO lockkit_holder").await.unwrap();
+    let backend = MySqlBackend::connect(config(addr)).await.unwrap();
+    let name = name("shown");
+    let (lock, owner) = (LockName::new(&name).unwrap(), OwnerId::new(fastrand::u128(..)));
+    let request = ClaimRequest::new(lock, spi::Mode::Shared, Duration::from_secs(30), owner);
+    let mut claim = backend.claim(&request).await.unwrap();
+    tokio::select! {
+        attempted = claim.attempt(Duration::ZERO) => panic!("it was not held back: {attempted:?}"),
+        () = showing.came() => {}
+    }
+    let _ = showing.deliver();
+    let grant = claim
+        .attempt(Duration::ZERO)
+        .await
+        .unwrap()
+        .expect("it has the row");
+    let shown = client(server.addr(), Mode::ForUpdate)
+        .await
+        .inspect(&name)
+        .await
+        .unwrap();
+    let tokens: Vec<_> = shown.holders.iter().map(|holder| holder.token.get()).collect();
+    assert_eq!(tokens, [*grant.tokens.start()]);
+    claim.release().await.unwrap();
 }
