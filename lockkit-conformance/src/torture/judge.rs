@@ -12,6 +12,7 @@ use lockkit_core::spi::Mode;
 
 use super::{
     ClientPlan, Fate, Fault, Schedule, Told,
+    play::OP_TIMEOUT,
     record::{Asked, Fared, Finding, Law, Over, Record},
 };
 use crate::history::Nanos;
@@ -83,12 +84,15 @@ struct Tokens {
 const LINGER: Duration = Duration::from_secs(2);
 /// What a free lock may wait for its next holder, beyond the fallback poll.
 const IDLE: Duration = Duration::from_secs(3);
-/// The time after which a waiter is surely in the queue, if nothing is wrong: on a busy machine a request takes its time to get there.
+/// The time after which a waiter is surely in the queue, if nothing is wrong and its client is heard meanwhile: on a busy machine a
+/// request takes its time to get there. One that is not heard may have to ask again, after `OP_TIMEOUT`.
 const QUEUED: Duration = Duration::from_secs(1);
 /// Two returns of acquisitions that are further apart are in the order of the grants.
 const APART: Duration = Duration::from_millis(100);
-/// The time that a waiter may take to be back in line after its way has healed. What is free meanwhile goes to others.
+/// The time that a waiter may take to be back in line after its way has healed. What is free meanwhile goes to others. It tries to
+/// connect ever more seldom, up to once in 1.25 s, if its way is gone for so long.
 const BACK: Duration = Duration::from_millis(500);
+const RETRIED: Duration = Duration::from_millis(1_250);
 /// An operator's revocation: the holder is told with its next renewal.
 const REVOKED: Told = Told::AtRenewal(Duration::from_secs(2));
 /// Of one epoch.
@@ -686,8 +690,9 @@ impl Court<'_> {
             };
             self.records.partition_point(before)
         };
+        let heard = Heard::of(&story.records);
         for first in &self.records {
-            let Some(queued) = self.queued(first).filter(|_| self.waits_alone(first)) else {
+            let Some(queued) = self.queued(first, &heard).filter(|_| self.waits_alone(first)) else {
                 continue;
             };
             let until = first.answered().saturating_sub(nanos(APART + story.stood_still));
@@ -708,15 +713,22 @@ impl Court<'_> {
 
     /// Whether somebody who waits may have been off the line then, and have been passed over without losing its place.
     fn somebody_is_away(&self, at: Nanos) -> bool {
-        let back = nanos(BACK + self.story.stood_still);
         let mut struck = self.story.struck.iter();
-        struck.any(|struck| (struck.from..=struck.to.saturating_add(back)).contains(&at))
+        struck.any(|struck| {
+            let lasted = Duration::from_nanos(struck.to.saturating_sub(struck.from));
+            let back = nanos(BACK + RETRIED.min(2 * lasted) + self.story.stood_still);
+            (struck.from..=struck.to.saturating_add(back)).contains(&at)
+        })
     }
 
     /// When it surely stood in the queue.
-    fn queued(&self, record: &Record) -> Option<Nanos> {
+    fn queued(&self, record: &Record, heard: &Heard) -> Option<Nanos> {
         let a = &record.acquisition;
-        let sure = a.asked.saturating_add(nanos(QUEUED + self.story.stood_still));
+        let soon = a.asked.saturating_add(nanos(QUEUED + self.story.stood_still));
+        let sure = heard
+            .since(record)
+            .max(soon)
+            .min(soon.saturating_add(nanos(OP_TIMEOUT)));
         let struck = |struck: &Struck| struck.from <= sure && struck.to >= a.asked;
         let calm = !self.story.struck.iter().any(struck);
         let waits = record.asked == Asked::Waited && !record.lenient;
@@ -761,6 +773,41 @@ impl Court<'_> {
             && !record.lenient
             && !self.is_disturbed(record, (a.asked, until))
             && !self.records.iter().copied().any(|other| beside(&other))
+    }
+}
+
+/// When the server answered which clients. What they had asked before was there then: requests of a client are in order.
+#[derive(Debug, Default)]
+struct Heard(HashMap<(u32, u32), Vec<(Nanos, Nanos)>>);
+
+impl Heard {
+    /// By tries, which nobody else answers: for each client when it asked, and the first answer to that or to a later one.
+    fn of(records: &[Record]) -> Self {
+        let mut heard = HashMap::<_, Vec<_>>::new();
+        let tried = |record: &&Record| {
+            record.asked == Asked::Tried && matches!(record.fared, Fared::Granted | Fared::Taken)
+        };
+        for record in records.iter().filter(tried) {
+            let answers = heard.entry((record.process, record.client)).or_default();
+            answers.push((record.acquisition.asked, record.answered()));
+        }
+        for answers in heard.values_mut() {
+            answers.sort_unstable();
+            let mut first = Nanos::MAX;
+            for (_, answered) in answers.iter_mut().rev() {
+                first = first.min(*answered);
+                *answered = first;
+            }
+        }
+        Self(heard)
+    }
+
+    /// When its client first had an answer to what it asked after that.
+    fn since(&self, record: &Record) -> Nanos {
+        let answers = self.0.get(&(record.process, record.client));
+        let answers = answers.map_or(&[][..], Vec::as_slice);
+        let later = answers.partition_point(|(asked, _)| *asked <= record.acquisition.asked);
+        answers.get(later).map_or(Nanos::MAX, |(_, answered)| *answered)
     }
 }
 

@@ -455,14 +455,36 @@ fn a_try_behind_a_stopped_writer_is_found() {
 
 #[test]
 fn who_overtakes_is_found() {
+    let try_of = |who, asked, answered, token| {
+        let mut tried = hold(who, X, asked, answered, answered, token);
+        tried.acquisition.lock = "b".to_owned();
+        tried.acquisition.who += 100;
+        tried.asked = Asked::Tried;
+        tried
+    };
     let records = |second| {
         vec![
             hold(0, X, 0.0, 0.0, 4.0, 1),
             hold(1, X, 0.5, 5.0, 5.5, 3),
             hold(2, X, second, 4.1, 4.9, 2),
+            try_of(1, 0.6, 0.7, 1),
         ]
     };
     assert_eq!(found(&story(records(1.8))), [Law::Order]);
+    let mut unheard = story(records(1.8));
+    unheard.records.truncate(3);
+    assert_eq!(
+        found(&unheard),
+        [],
+        "its request may be under way for two seconds more"
+    );
+    unheard.records.push(try_of(1, 0.6, 1.9, 2));
+    assert_eq!(found(&unheard), [], "it was heard of when the other had asked");
+    unheard.records.push(try_of(1, 0.4, 0.6, 1));
+    assert_eq!(found(&unheard), [], "that was before it asked");
+    unheard.records = records(3.6);
+    unheard.records.truncate(3);
+    assert_eq!(found(&unheard), [Law::Order], "it has asked again by then");
     assert_eq!(found(&story(records(0.4))), []);
     assert_eq!(
         found(&story(records(1.4))),
@@ -480,6 +502,8 @@ fn who_overtakes_is_found() {
     assert_eq!(found(&excused), [Law::Order]);
     excused.struck = vec![struck(reset, 3.7, 3.8)];
     assert_eq!(found(&excused), [], "it was passed over while it was away");
+    excused.struck = vec![struck(reset, 1.6, 2.9)];
+    assert_eq!(found(&excused), [], "it had not tried to connect again");
     let short = |until| reset.keeps_order_until(Duration::from_millis(until));
     excused.struck = vec![struck(short(110), 1.6, 1.7)];
     assert_eq!(found(&excused), [Law::Order]);
