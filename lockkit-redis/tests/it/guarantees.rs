@@ -170,11 +170,21 @@ async fn the_last_second_before_a_crash_is_lost_with_an_append_only_file_synced_
         .start()
         .unwrap();
     let (client, proxy) = client_behind_proxy(&server).await;
-    take(&lock(&client, "b", LONG)).await;
     let file = append_only_file(&server);
-    let synced = fs::metadata(&file).unwrap().len();
+    // While the disk is busy, the server keeps what it is to write for two seconds.
+    let write = async || {
+        until(LONG, "written", async || {
+            let state = server.cli(&["INFO", "persistence"]).unwrap();
+            state.lines().any(|line| line.trim() == "aof_buffer_length:0")
+        })
+        .await;
+        fs::metadata(&file).unwrap().len()
+    };
+    take(&lock(&client, "b", LONG)).await;
+    let synced = write().await;
     let held = lock(&client, "a", LONG).acquire().await.unwrap();
     proxy.set(Mode::Blackhole);
+    write().await;
     server.kill().unwrap();
     // What the system had not written to the disk when the machine crashed.
     let written = fs::metadata(&file).unwrap().len();
