@@ -465,16 +465,17 @@ async fn whose_replies_are_lost_is_told_and_keeps_others_waiting() {
         pair.proxy.set(Mode::DropReplies);
         let reason = soon("the holder is told", guard.lost()).await;
         assert!(reason == LossReason::Expired && !guard.is_held());
-        tokio::time::sleep(TIMEOUT * 3).await;
+        // By then a session that nobody hears of has ended.
+        tokio::time::sleep(TIMEOUT * 3 / 2).await;
         let kept_waiting = !next.is_finished();
         pair.proxy.set(Mode::Pass);
         takes_its_turn("what was lost is given back", next).await;
         if kept_waiting {
             return;
         }
-        // Its connection did not seem to be lost yet when it gave back what it had.
+        // On a busy machine it asks for its session too seldom, or gives back what it had over the connection that it lost.
         tries += 1;
-        assert!(tries < 5, "its session has ended after all");
+        assert!(tries < 10, "its session has ended after all");
     }
 }
 

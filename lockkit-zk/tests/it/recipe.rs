@@ -420,7 +420,8 @@ async fn a_directory_that_may_not_be_written_is_good_enough() {
     let acl = [Acl::new(rights, AuthId::anyone())];
     let parents = CreateMode::Persistent.with_acls(Acls::anyone_all());
     let _ = raw.mkdir("/lockkit", &parents).await;
-    let options = CreateMode::Container.with_acls(Acls::new(&acl));
+    // Not a container, which the server deletes when it finds it empty.
+    let options = CreateMode::Persistent.with_acls(Acls::new(&acl));
     raw.create(&dir(&name), b"theirs", &options).await.unwrap();
     let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
     let guard = lock(&ours, &name).acquire().await.unwrap();

@@ -113,12 +113,9 @@ async fn deleted_from_outside(nodes: Nodes, before: Before) {
     let proxy = Proxy::start(shared().addr()).unwrap();
     let mut config = server::config(proxy.addr());
     (config.nodes, config.session_timeout) = (nodes, Duration::from_secs(30));
-    config.namespace = if nodes == Nodes::Simple {
-        "simple"
-    } else {
-        "lockkit"
+    if nodes == Nodes::Simple {
+        config.namespace = "simple".into();
     }
-    .to_owned();
     let ours = server::patiently(config.clone()).await;
     config.servers = shared().addr().to_string();
     let theirs = server::patiently(config).await;
