@@ -10,12 +10,16 @@ use std::{
 };
 
 use async_trait::async_trait;
+use futures_util::{
+    FutureExt as _,
+    future::{self, BoxFuture},
+};
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, LossReason,
     Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
 };
-use tokio::{runtime::Handle, task::JoinHandle};
+use tokio::{runtime::Handle, task::AbortHandle};
 use zookeeper_client::Stat;
 
 use crate::{
@@ -74,9 +78,14 @@ pub(crate) struct Shared {
     reach: Reach,
     current: Mutex<Option<Arc<Session>>>,
     pub(crate) crowds: Crowds,
-    /// A session that is being opened, also if whoever asked for it is gone.
-    opening: tokio::sync::Mutex<Option<JoinHandle<fault::Result<()>>>>,
+    opening: Mutex<Option<Opening>>,
     closed: AtomicBool,
+}
+
+/// A session that is being opened, also if whoever asked for it is gone.
+struct Opening {
+    task: AbortHandle,
+    outcome: future::Shared<BoxFuture<'static, fault::Result<()>>>,
 }
 
 impl ZkBackend {
@@ -101,7 +110,7 @@ impl ZkBackend {
             runtime,
             current: Mutex::default(),
             crowds: Crowds::new(),
-            opening: tokio::sync::Mutex::default(),
+            opening: Mutex::default(),
             closed: AtomicBool::new(false),
         };
         let shared = Arc::new(shared);
@@ -211,21 +220,31 @@ impl Shared {
         if let Some(session) = self.live()? {
             return Ok(session);
         }
-        let mut opening = self.opening.lock().await;
-        // What became of it was for those who had asked by then.
-        opening.take_if(|opened| opened.is_finished());
-        if let Some(session) = self.live()? {
-            return Ok(session);
-        }
-        let opened = opening.get_or_insert_with(|| {
-            let shared = self.clone();
-            // Where it can live on, which need not be where this is awaited.
-            self.runtime.spawn(async move { shared.open().await })
-        });
-        let opened = opened.await;
-        *opening = None;
-        opened.unwrap_or(Err(Fault::RuntimeGone))?;
+        let opened = {
+            let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+            // What became of one that is done was for those who had asked by then.
+            opening.take_if(|opening| opening.task.is_finished());
+            if let Some(session) = self.live()? {
+                return Ok(session);
+            }
+            let opening = opening.get_or_insert_with(|| self.begin_opening());
+            // Each has an end of it: one that is not polled is in nobody's way.
+            opening.outcome.clone()
+        };
+        opened.await?;
         self.live()?.ok_or(Fault::SessionOver(LossReason::Disconnected))
+    }
+
+    fn begin_opening(self: &Arc<Self>) -> Opening {
+        let shared = self.clone();
+        // Where it can live on, which need not be where this is awaited.
+        let opened = self.runtime.spawn(async move { shared.open().await });
+        let task = opened.abort_handle();
+        let outcome = opened.map(|opened| opened.unwrap_or(Err(Fault::RuntimeGone)));
+        Opening {
+            task,
+            outcome: outcome.boxed().shared(),
+        }
     }
 
     async fn open(&self) -> fault::Result<()> {

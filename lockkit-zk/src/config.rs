@@ -137,7 +137,8 @@ impl ZkConfig {
         if self.tick_time < Duration::from_millis(1) {
             return Err(Error::invalid_option("tick_time", "it is shorter than 1 ms"));
         }
-        check_session_timeout(self.session_timeout, self.tick_time, "asked for")?;
+        check_session_timeout(self.session_timeout, self.tick_time, "asked for")
+            .map_err(|reason| Error::invalid_option("session_timeout", reason))?;
         if self.session_timeout > Self::MAX_SESSION_TIMEOUT {
             return Err(Error::invalid_option(
                 "session_timeout",
@@ -166,16 +167,19 @@ impl ZkConfig {
 }
 
 /// Refuses a timeout that leaves no lease. `whose` says where it comes from.
-pub(crate) fn check_session_timeout(timeout: Duration, tick: Duration, whose: &str) -> Result<()> {
+pub(crate) fn check_session_timeout(
+    timeout: Duration,
+    tick: Duration,
+    whose: &str,
+) -> std::result::Result<(), String> {
     let least = ZkConfig::min_session_timeout(tick);
     if timeout >= least {
         return Ok(());
     }
-    let reason = format!(
+    Err(format!(
         "{timeout:?}, as {whose}, is less than {TICKS_PER_TIMEOUT} ticks of {tick:?}; ask for {least:?} or more, or \
          configure servers and `tick_time` for shorter ticks"
-    );
-    Err(Error::invalid_option("session_timeout", reason))
+    ))
 }
 
 /// Where the servers are, in one way of writing it.

@@ -9,7 +9,7 @@ use crate::NAME;
 
 pub(crate) type Result<T> = std::result::Result<T, Fault>;
 
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum Fault {
     #[error("{0}")]
     Server(ZkError),
@@ -41,7 +41,7 @@ pub(crate) enum Fault {
     #[error("the runtime that this client lives on has ended")]
     RuntimeGone,
     #[error("{0}")]
-    Config(Error),
+    ShortSession(String),
 }
 
 impl From<ZkError> for Fault {
@@ -59,7 +59,7 @@ impl From<ZkError> for Fault {
 impl Fault {
     pub(crate) fn during(self, operation: &'static str) -> Error {
         match self {
-            Self::Config(error) => error,
+            Self::ShortSession(reason) => Error::invalid_option("session_timeout", reason),
             Self::Closed => Error::Closed,
             Self::OtherSize { .. } => Error::invalid_option("permits", self.to_string()),
             Self::NoRuntime | Self::RuntimeGone | Self::NoLock { .. } => {

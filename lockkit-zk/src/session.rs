@@ -226,7 +226,8 @@ impl Session {
         let asleep = asleep();
         let (link, sent) = reach.open().await?;
         let timeout = link.timeout();
-        check_session_timeout(timeout, config.tick_time, "granted by the server").map_err(Fault::Config)?;
+        check_session_timeout(timeout, config.tick_time, "granted by the server")
+            .map_err(Fault::ShortSession)?;
         *lock(&reach.granted) = timeout;
         let info = link.client.session().clone();
         let id = info.id().0;

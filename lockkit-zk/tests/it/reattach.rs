@@ -2,7 +2,8 @@
 //! any more.
 
 use std::{
-    future::poll_fn,
+    future::{Future, poll_fn},
+    pin::pin,
     sync::atomic::{AtomicUsize, Ordering},
     task::Poll,
     time::{Duration, Instant},
@@ -561,6 +562,34 @@ async fn an_opening_goes_on_without_its_caller() {
     proxy.set(Mode::Pass);
     ours.close(Duration::from_secs(10)).await.unwrap();
     eventually("and it is closed", async || sessions().await.is_empty()).await;
+}
+
+/// A question that is neither polled nor dropped keeps no other of its client from a session.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_opening_that_somebody_forgot_is_everyones() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (raw, ours) = (raw(server.addr()).await, server::connect(proxy.addr()).await);
+    let sessions = raw.list_children("/lockkit/%sessions").await.unwrap();
+    let guard = lock(&ours, &unique("forgotten")).acquire().await.unwrap();
+    let id = i64::from_str_radix(&sessions[0], 16).unwrap();
+    tokio::task::block_in_place(|| server.end_session(id)).unwrap();
+    soon("told", guard.lost()).await;
+    proxy.set(Mode::Delay {
+        requests: Duration::ZERO,
+        replies: Duration::from_millis(100),
+    });
+    let forgotten = ours.inspect("anything");
+    let mut forgotten = pin!(forgotten);
+    let done = poll_fn(|context| Poll::Ready(forgotten.as_mut().poll(context).is_ready())).await;
+    assert!(!done);
+    let guard = lock(&ours, &unique("other")).try_acquire().await;
+    let guard = guard.expect("there is a session").expect("it is free");
+    guard.release().await.unwrap();
+    soon("it has waited for nothing else", forgotten).await.unwrap();
 }
 
 /// Why a session could not be opened is for those who had asked by then.
