@@ -69,9 +69,9 @@ impl Link {
     }
 
     /// Ends the connection, not the session.
-    pub(crate) async fn cut(self) {
+    pub(crate) async fn cut(&self) {
         self.task.abort();
-        // Not dropped before, which would close the session.
+        // Not to be dropped before, which would close the session.
         self.life.ended().await;
     }
 }

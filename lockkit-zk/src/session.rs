@@ -529,8 +529,8 @@ impl Session {
     }
 
     fn begin_closing(&self) {
-        self.core.end(LossReason::Disconnected);
         self.core.closing.send_replace(true);
+        self.core.end(LossReason::Disconnected);
     }
 }
 
@@ -800,18 +800,19 @@ async fn keep(ends: Ends) {
     let core = &*ends.0;
     let reason = tokio::select! {
         reason = stay_attached(core) => reason,
-        () = asked_to_close(core) => {
-            let left = core.news.borrow().proof.timeout();
-            // There is nothing left of it after that.
-            let _ = within(left, say_goodbye(core)).await;
-            LossReason::Disconnected
-        }
+        () = asked_to_close(core) => LossReason::Disconnected,
         () = beat(core) => LossReason::Disconnected,
         () = watch_again(core) => LossReason::Disconnected,
         () = clean_up(core) => LossReason::Disconnected,
         () = dismiss(core) => LossReason::Disconnected,
     };
     core.end(reason);
+    // Who is asked to close it has ended it here before, which ends each of these.
+    if *core.closing.borrow() && reason != LossReason::Expired {
+        let left = core.news.borrow().proof.timeout();
+        // There is nothing left of it after that.
+        let _ = within(left, say_goodbye(core)).await;
+    }
     core.link.send_replace(None);
     core.done.send_replace(Some(true));
 }
@@ -939,10 +940,23 @@ async fn say_goodbye(core: &Core) {
             Err(_) => return,
         },
     };
-    let life = link.life().clone();
+    let (life, weak) = (link.life().clone(), Arc::downgrade(&link));
     // With the last who waits for an answer on it, it is closed.
     drop(link);
-    life.ended().await;
+    if within(SHORTEST_SILENCE, life.ended()).await.is_ok() {
+        return;
+    }
+    let Some(link) = weak.upgrade() else {
+        life.ended().await;
+        return;
+    };
+    // Whoever that is does not look: it is closed over another connection.
+    link.cut().await;
+    if let Ok(link) = attach(core).await {
+        let life = link.life().clone();
+        drop(link);
+        life.ended().await;
+    }
 }
 
 /// Sets the watches again that were set on connections that are lost.

@@ -592,6 +592,26 @@ async fn an_opening_that_somebody_forgot_is_everyones() {
     soon("it has waited for nothing else", forgotten).await.unwrap();
 }
 
+/// Nor does it keep the session of a client that is closed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_question_that_somebody_forgot_keeps_no_session() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let (raw, ours) = (raw(server.addr()).await, server::connect(server.addr()).await);
+    let sessions = async || raw.list_children("/lockkit/%sessions").await.unwrap_or_default();
+    assert_eq!(sessions().await.len(), 1);
+    let forgotten = ours.inspect("anything");
+    let mut forgotten = pin!(forgotten);
+    let done = poll_fn(|context| Poll::Ready(forgotten.as_mut().poll(context).is_ready())).await;
+    assert!(!done);
+    let closed = soon("closed", ours.close(Duration::from_secs(8))).await;
+    assert!(closed.is_ok(), "{closed:?}");
+    eventually("its session has ended", async || sessions().await.is_empty()).await;
+    assert!(forgotten.await.is_err());
+}
+
 /// Why a session could not be opened is for those who had asked by then.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_opening_that_failed_is_nobody_elses_error() {
@@ -661,5 +681,31 @@ async fn a_watch_that_a_busy_server_refuses_is_set_again() {
     for (told, guard) in guards.iter().enumerate() {
         let reason = soon(&format!("all are told, as {told} of them were"), guard.lost()).await;
         assert_eq!(reason, LossReason::Revoked);
+    }
+}
+
+/// A client that is closed while it is away ends its session as soon as it can.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_is_closed_while_away_comes_back_for_its_session() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let raw = raw(server.addr()).await;
+    let sessions = async || raw.list_children("/lockkit/%sessions").await.unwrap_or_default();
+    for _ in 0..8 {
+        let proxy = Proxy::start(server.addr()).unwrap();
+        let mut config = server::config(proxy.addr());
+        config.session_timeout = Duration::from_secs(60);
+        let ours = server::patiently(config).await;
+        assert_eq!(sessions().await.len(), 1);
+        proxy.set(Mode::Refuse);
+        proxy.reset();
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let closing = tokio::spawn(async move { ours.close(Duration::from_secs(15)).await });
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        proxy.set(Mode::Pass);
+        soon("closed", closing).await.unwrap().unwrap();
+        eventually("its session has ended", async || sessions().await.is_empty()).await;
     }
 }
