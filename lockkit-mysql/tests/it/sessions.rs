@@ -1310,7 +1310,7 @@ async fn a_reader_whose_showing_was_not_heard_of_goes_on(flavour: Flavour) {
         attempted = claim.attempt(Duration::ZERO) => panic!("it was not held back: {attempted:?}"),
         () = showing.came() => {}
     }
-    let _ = showing.deliver();
+    drop(showing.deliver());
     let grant = claim
         .attempt(Duration::ZERO)
         .await
