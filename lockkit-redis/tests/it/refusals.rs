@@ -9,7 +9,7 @@ use lockkit_testbed::{
 
 use crate::common::{
     AT_ONCE, LONG, MS, RECOVERED, SECOND, client, connect, granted, heartbeats, keys, lock, no_server,
-    nothing_is_left, renewed, shown, take, url_of, waiter, waiters, within,
+    nothing_is_left, renewed, shown, take, until, url_of, waiter, waiters, within,
 };
 
 const PASSWORD: &str = "open-sesame";
@@ -367,9 +367,13 @@ async fn a_master_that_was_demoted_is_left_for_the_new_one() {
     let (ip, port) = (after.addr().ip().to_string(), after.addr().port().to_string());
     before.cli(&["REPLICAOF", &ip, &port]).unwrap();
     let connections = proxy.counts().connections;
-    let error = lock.acquire_timeout(100 * MS).await.unwrap_err();
-    let text = shown(&error);
-    assert!(error.is_transient() && text.contains("replica"), "{text}");
+    // At first it is only known that the connection broke.
+    until(LONG, "it says why", async || {
+        let error = lock.acquire_timeout(100 * MS).await.unwrap_err();
+        assert!(error.is_transient(), "{error:?}");
+        shown(&error).contains("replica")
+    })
+    .await;
     proxy.set_upstream(after.addr());
     let guard = granted(RECOVERED, "at the new master", waiter(&lock)).await;
     assert!(guard.token() > token);
