@@ -147,14 +147,14 @@ async fn a_foreign_client_is_excluded_while_shared_holders_are_in_and_excludes_t
     let server = RedisServer::plain().unwrap();
     let (one, two) = (client(server.url()).await, client(server.url()).await);
     let mut foreign = Foreign::new(&server).await;
-    let shared = [lock(&one, "a", SECOND).shared(), lock(&two, "a", SECOND).shared()];
+    let shared = [&one, &two].map(|client| lock(client, "a", 3 * SECOND).shared());
     for _ in 0..2 {
         let readers = [
             shared[0].acquire().await.unwrap(),
             shared[1].acquire().await.unwrap(),
         ];
         // For longer than a lease: the marker is renewed with them.
-        for _ in 0..8 {
+        for _ in 0..17 {
             assert!(!foreign.acquire("theirs").await);
             tokio::time::sleep(200 * MS).await;
         }
