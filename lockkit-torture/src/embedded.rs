@@ -85,7 +85,12 @@ impl Target for Files {
 
     fn faults(&self) -> Vec<Fault> {
         let told = Told::AtRenewal(Duration::from_secs(11));
-        vec![Fault::new("delete").places(4).excuses_overlap(told)]
+        vec![
+            Fault::new("delete")
+                .places(4)
+                .excuses_overlap(told)
+                .restarts_tokens(),
+        ]
     }
 
     fn strike(&self, strike: &Strike, _: &[String]) -> io::Result<()> {

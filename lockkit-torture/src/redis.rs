@@ -133,8 +133,10 @@ impl Servers for Redis {
             Harm::<Self>::new(fault("scripts"), |it, _| {
                 it.server.cli(&["SCRIPT", "FLUSH"]).map(drop)
             }),
-            Harm::<Self>::new(costs("empty"), |it, _| it.server.cli(&["FLUSHALL"]).map(drop)),
-            Harm::<Self>::new(costs("restart-empty"), |it, _| it.server.kill())
+            Harm::<Self>::new(costs("empty").restarts_tokens(), |it, _| {
+                it.server.cli(&["FLUSHALL"]).map(drop)
+            }),
+            Harm::<Self>::new(costs("restart-empty").restarts_tokens(), |it, _| it.server.kill())
                 .healed(|it, _| it.server.restart_empty()),
             Harm::<Self>::new(costs("delete"), |it, blow| delete_keys(&it.server, blow.names)),
             // A dead holder's lease lasts for so much longer.

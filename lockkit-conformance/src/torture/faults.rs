@@ -28,8 +28,8 @@ pub struct Fault {
     /// That only of holds with nothing to spare: for this time after a grant that others contended for, or for as long as
     /// those may keep what they took if they have died; and while something else befalls the deployment.
     pub bare: Option<Duration>,
-    /// Tokens may go back (**F ✘**), until the end of the epoch.
-    pub tokens: bool,
+    /// Counters of tokens begin at the clock anew, so that tokens go back (**F ✘**) where they had outrun it.
+    pub restarts: bool,
     /// Waiters may lose their places if it lasts for so long.
     pub order: Duration,
     /// How long after it has healed nobody can expect to be granted anything.
@@ -78,7 +78,7 @@ impl Fault {
             way: false,
             overlap: None,
             bare: None,
-            tokens: false,
+            restarts: false,
             order: Duration::ZERO,
             recovery: Duration::from_secs(2),
         }
@@ -127,10 +127,10 @@ impl Fault {
         self.excuses_overlap(until)
     }
 
-    /// Tokens may go back.
+    /// Counters of tokens begin anew, at the microseconds since 1970.
     #[must_use]
-    pub const fn excuses_tokens(mut self) -> Self {
-        self.tokens = true;
+    pub const fn restarts_tokens(mut self) -> Self {
+        self.restarts = true;
         self
     }
 

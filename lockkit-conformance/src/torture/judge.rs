@@ -49,6 +49,8 @@ pub(super) struct Story {
     pub(super) bounds: Bounds,
     /// For how long the machine stood still.
     pub(super) stood_still: Duration,
+    /// The wall clock at its moment 0, in µs since 1970.
+    pub(super) clock: u64,
 }
 
 /// What the backend promises in time.
@@ -351,24 +353,34 @@ impl Court<'_> {
             || breaks.any(|(_, from, to)| on_the_way(*from, *to, REVOKED))
     }
 
+    /// When counters of tokens began anew.
+    fn restarts(&self) -> impl Iterator<Item = Nanos> {
+        let struck = self.story.struck.iter();
+        let restarts = struck.filter(|struck| struck.fault.is_some_and(|fault| fault.restarts));
+        restarts.map(|struck| struck.from)
+    }
+
+    /// The wall clock then, in µs since 1970, which is where a counter begins.
+    fn clock(&self, at: Nanos) -> u64 {
+        self.story.clock.saturating_add(at / 1_000)
+    }
+
+    /// Says whether the token is of a counter that had begun anew. One above it had outrun the clock before.
+    fn is_restarted(&self, record: &Record) -> bool {
+        let granted = record.answered();
+        self.restarts()
+            .any(|at| granted >= at && record.token() > self.clock(at))
+    }
+
     fn tokens(&self, carried: &mut Tokens, findings: &mut Vec<Finding>) {
-        let lost = self
-            .story
-            .struck
-            .iter()
-            .filter(|struck| struck.fault.is_some_and(|fault| fault.tokens));
-        let until = lost.map(|struck| struck.from).min().unwrap_or(Nanos::MAX);
         let mut given = HashMap::<u64, &Record>::new();
         let mut ends = Vec::<(Nanos, &Record)>::new();
         let mut guilty = None;
         for new in &self.records {
-            let Some((granted, token)) = new.acquisition.granted else {
+            let Some((_, token)) = new.acquisition.granted else {
                 continue;
             };
-            if granted >= until {
-                break;
-            }
-            if let Some(old) = given.insert(token, new) {
+            if let Some(old) = given.insert(token, new).filter(|_| !self.is_restarted(new)) {
                 guilty = guilty.or(Some(format!(
                     "{} and {} have one token",
                     describe(old),
@@ -393,7 +405,7 @@ impl Court<'_> {
             });
             let other = if is_exclusive(new) { carried.other } else { 0 };
             let highest = carried.exclusive.max(other);
-            if token <= highest && !self.dropped_on_the_way(new) {
+            if token <= highest && !self.dropped_on_the_way(new) && !self.is_restarted(new) {
                 let detail = format!(
                     "{} has a token that is not above {highest}, of a hold before it",
                     describe(new)
@@ -410,16 +422,23 @@ impl Court<'_> {
             };
             *highest = old.token().max(*highest);
         }
+        if let Some(restarted) = self.restarts().min() {
+            // What had outrun the clock is forgotten, but for what was given out since.
+            let later = self
+                .records
+                .iter()
+                .filter(|record| record.answered() >= restarted);
+            let most = later.map(|record| record.token()).max().unwrap_or_default();
+            let most = most.max(self.clock(restarted));
+            carried.exclusive = carried.exclusive.min(most);
+            carried.other = carried.other.min(most);
+        }
         findings.extend(guilty.map(|detail| Finding::new(Law::Tokens, detail)));
     }
 
     /// A resource that compares tokens refuses who comes with a lower one. It must not be one whose release was confirmed,
     /// and whose hold was good to its end therefore: whoever had a higher token by then, lost or not, had it too early.
     fn fencing(&self, findings: &mut Vec<Finding>) {
-        let tokens_lost = |struck: &Struck| struck.fault.is_some_and(|fault| fault.tokens);
-        if self.story.struck.iter().any(tokens_lost) {
-            return;
-        }
         // In the order of their grants, each with the highest token that the resource may have seen by then.
         let mut seen = Vec::<(Nanos, &Record)>::new();
         for record in self.records.iter().filter(|record| is_exclusive(record)) {
@@ -429,7 +448,9 @@ impl Court<'_> {
                 seen.push((from, highest.unwrap_or(record)));
             }
         }
-        let good = |record: &&&Record| record.over == Over::Released && is_exclusive(record);
+        let good = |record: &&&Record| {
+            record.over == Over::Released && is_exclusive(record) && !self.is_restarted(record)
+        };
         for rightful in self.records.iter().filter(good) {
             let Some((_, wrote)) = rightful.sure() else {
                 continue;

@@ -9,7 +9,7 @@ use std::{
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use lockkit_core::{Capabilities, Kind, LockClient, spi::chain};
@@ -411,8 +411,8 @@ impl Torture {
         findings.extend(left);
         findings.extend(judge(&story, &mut self.highest));
         findings.extend(vacuous(&story));
-        let lost_tokens = |struck: &Struck| struck.fault.is_some_and(|fault| fault.tokens || fault.lasting);
-        if !findings.is_empty() || story.struck.iter().any(lost_tokens) {
+        let lasts = |struck: &Struck| struck.fault.is_some_and(|fault| fault.lasting);
+        if !findings.is_empty() || story.struck.iter().any(lasts) {
             self.prefix = new_prefix();
             self.highest = Highest::default();
         }
@@ -517,6 +517,7 @@ impl Torture {
             gone: heard.gone,
             bounds,
             stood_still: watch.stood_still(),
+            clock: wall_clock().saturating_sub(now() / 1_000),
         };
         findings.extend(self.residue(&story).await);
         // The next epoch may be one without faults, and is to have nothing to get over.
@@ -969,4 +970,10 @@ pub(crate) fn read_part(process: &str, origin: &str, path: &str) -> Result<Part,
         routes: routes.split(' ').map(str::to_owned).collect(),
         schedule: line()?.parse()?,
     })
+}
+
+/// In µs since 1970.
+fn wall_clock() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }

@@ -241,8 +241,23 @@ fn tokens_that_go_back_or_repeat_are_found() {
     assert_eq!(found(&story(records(6))), [Law::Tokens]);
     assert_eq!(found(&story(records(7))), [Law::Tokens]);
     let mut excused = story(records(6));
-    excused.struck = vec![struck(Fault::new("lost").excuses_tokens(), 1.0, 1.0)];
+    excused.struck = vec![struck(Fault::new("lost").restarts_tokens(), 1.0, 1.0)];
+    assert_eq!(found(&excused), [Law::Tokens], "it is not the clock's");
+    // The first had outrun the clock by a second and more.
+    let clock = |seconds: f64| at(seconds) / 1_000;
+    excused.records[0].acquisition.granted = Some((at(0.0), clock(2.5)));
+    excused.records[1].acquisition.granted = Some((at(1.1), clock(1.05)));
     assert_eq!(found(&excused), []);
+    let mut highest = Highest::default();
+    judge(&excused, &mut highest);
+    let later = vec![hold(2, X, 2.1, 2.1, 2.2, clock(2.1))];
+    assert_eq!(
+        judge(&story(later), &mut highest).len(),
+        0,
+        "nor does it count later"
+    );
+    excused.struck[0].from = at(1.2);
+    assert_eq!(found(&excused), [Law::Tokens], "it was granted before");
 
     let mut dropped = story(records(6));
     dropped.records[1].over = Over::Lost;
