@@ -16,7 +16,12 @@ use std::{
 };
 
 use spawns_core::{Spawn, Task};
-use tokio::{runtime::Handle, sync::watch, task::AbortHandle, time::Instant};
+use tokio::{
+    runtime::Handle,
+    sync::watch,
+    task::AbortHandle,
+    time::{Instant, timeout},
+};
 use zookeeper_client::{Client, Connector, Error as ZkError, SessionState, StateWatcher};
 
 /// A connection. Dropped, it closes its session.
@@ -70,9 +75,37 @@ impl Link {
 
     /// Ends the connection, not the session.
     pub(crate) async fn cut(&self) {
-        self.task.abort();
         // Not to be dropped before, which would close the session.
-        self.life.ended().await;
+        self.ending().cut().await;
+    }
+
+    /// To await its end with.
+    pub(crate) fn ending(&self) -> Ending {
+        Ending {
+            life: self.life.clone(),
+            task: self.task.clone(),
+        }
+    }
+}
+
+/// The end of a connection, for whoever does not keep it.
+pub(crate) struct Ending {
+    life: Arc<Life>,
+    task: AbortHandle,
+}
+
+impl Ending {
+    /// What the session's state was last. After `limit` the connection is cut.
+    pub(crate) async fn within(self, limit: Duration) -> SessionState {
+        match timeout(limit, self.life.ended()).await {
+            Ok(state) => state,
+            Err(_) => self.cut().await,
+        }
+    }
+
+    async fn cut(&self) -> SessionState {
+        self.task.abort();
+        self.life.ended().await
     }
 }
 

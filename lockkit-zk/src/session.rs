@@ -930,32 +930,24 @@ async fn asked_to_close(core: &Core) {
     let _ = core.closing.subscribe().wait_for(|closing| *closing).await;
 }
 
-/// Closes the session at the server.
+/// Closes the session at the server, over one connection after the other: one that is dead or lost tells nobody, and one may
+/// be kept by whoever waits for an answer on it and does not look.
 async fn say_goodbye(core: &Core) {
     let link = core.link.send_replace(None);
-    let link = match link.filter(|link| !link.life().is_over()) {
-        Some(link) => link,
-        None => match attach(core).await {
-            Ok(link) => Arc::new(link),
-            Err(_) => return,
-        },
-    };
-    let (life, weak) = (link.life().clone(), Arc::downgrade(&link));
-    // With the last who waits for an answer on it, it is closed.
-    drop(link);
-    if within(SHORTEST_SILENCE, life.ended()).await.is_ok() {
-        return;
-    }
-    let Some(link) = weak.upgrade() else {
-        life.ended().await;
-        return;
-    };
-    // Whoever that is does not look: it is closed over another connection.
-    link.cut().await;
-    if let Ok(link) = attach(core).await {
-        let life = link.life().clone();
-        drop(link);
-        life.ended().await;
+    let mut link = link.filter(|link| !link.life().is_over());
+    for round in 0_u32.. {
+        let ending = match link.take() {
+            Some(link) => link.ending(),
+            None => match attach(core).await {
+                Ok(link) => link.ending(),
+                Err(_) => return,
+            },
+        };
+        // With the last who had the connection, the session is closed.
+        if reason(ending.within(core.access.limit(round)).await).is_some() {
+            return;
+        }
+        sleep(PAUSE).await;
     }
 }
 

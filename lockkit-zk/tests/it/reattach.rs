@@ -716,3 +716,31 @@ async fn who_is_closed_while_away_comes_back_for_its_session() {
         eventually("its session has ended", async || sessions().await.is_empty()).await;
     }
 }
+
+/// One whose connection is dead, which it need not know, or dies with the last word on it, ends its session over another.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_is_closed_on_a_dead_connection_ends_its_session_over_another() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let raw = raw(server.addr()).await;
+    let sessions = async || raw.list_children("/lockkit/%sessions").await.unwrap_or_default();
+    for mode in [Mode::HalfOpen, Mode::Blackhole] {
+        let proxy = Proxy::start(server.addr()).unwrap();
+        let mut config = server::config(proxy.addr());
+        config.session_timeout = Duration::from_secs(60);
+        let ours = server::patiently(config).await;
+        assert_eq!(sessions().await.len(), 1);
+        proxy.set(mode);
+        let closing = tokio::spawn(async move { ours.close(Duration::from_secs(15)).await });
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        if mode == Mode::Blackhole {
+            // What was held back is not delivered.
+            proxy.reset();
+        }
+        proxy.set(Mode::Pass);
+        soon("closed", closing).await.unwrap().unwrap();
+        eventually("its session has ended", async || sessions().await.is_empty()).await;
+    }
+}
