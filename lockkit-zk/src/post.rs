@@ -2,8 +2,8 @@
 //!
 //! A future that is neither polled nor dropped would keep its node in the queue, and everyone behind it waiting. So the
 //! session takes away the node of a contender that does not come when it is its turn, or that began an attempt and
-//! never went on with it. Should the contender be polled again, it queues anew: a node that had not been asked for by then
-//! never is.
+//! never went on with it, and that of a holder whose lease has long been over. Should the contender be polled again, it
+//! queues anew: a node that had not been asked for by then never is.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -20,7 +20,7 @@ use crate::{
 
 /// How long a waiter may take to come when it is its turn.
 const COMES_WITHIN: Duration = Duration::from_secs(1);
-/// How long an attempt may stand still, at least.
+/// How long an attempt may stand still, or a hold be over and its node be there, at least.
 const GOES_ON_WITHIN: Duration = Duration::from_secs(10);
 
 /// A node, and when it was last looked after.
@@ -43,8 +43,8 @@ enum State {
     Waiting,
     /// One of those others went, then, and it has not asked yet.
     Called(Instant),
-    /// It is held: whether it is looked after is told by the renewals.
-    Held,
+    /// It is held, and nobody believes so for longer than this, unless it is renewed.
+    Held(Instant),
     /// It was taken away.
     Dismissed,
 }
@@ -87,9 +87,9 @@ impl Post {
         self.becomes(State::Waiting)
     }
 
-    /// It is granted.
-    pub(crate) fn holds(&self) -> bool {
-        self.becomes(State::Held)
+    /// It is granted, or renewed: its lease ends then.
+    pub(crate) fn holds(&self, until: Instant) -> bool {
+        self.becomes(State::Held(until))
     }
 
     /// There is nothing to remove, or somebody else does it.
@@ -103,8 +103,9 @@ impl Post {
         let mut inner = self.inner();
         let (at, limit) = match inner.state {
             State::Called(at) => (at, COMES_WITHIN),
-            State::Asking(at) => (at, inner.patience),
-            State::Waiting | State::Held | State::Dismissed => return None,
+            // Of a hold that is over, a renewal or a release may stand still.
+            State::Asking(at) | State::Held(at) => (at, inner.patience),
+            State::Waiting | State::Dismissed => return None,
         };
         if now < at.max(since) + limit {
             return None;
@@ -192,7 +193,7 @@ mod tests {
         assert!(!is_dismissed(&post, COMES_WITHIN / 2));
         assert!(is_dismissed(&post, COMES_WITHIN));
         assert!(
-            !post.asks() && !post.holds() && !post.waits(),
+            !post.asks() && !post.holds(Instant::now()) && !post.waits(),
             "there is no way back"
         );
         assert_eq!(post.take_litter(), None);
@@ -207,10 +208,22 @@ mod tests {
         Calls::waker(&post, None).wake();
         assert!(post.asks());
         assert!(!is_dismissed(&post, COMES_WITHIN));
-        assert!(post.holds());
+        assert!(post.holds(Instant::now() + Duration::from_secs(1_000)));
         Calls::waker(&post, None).wake();
         assert!(!is_dismissed(&post, Duration::from_secs(1_000)));
         assert_eq!(post.take_litter(), Some(Litter::At("/n".to_owned())));
+    }
+
+    #[test]
+    fn a_hold_is_dismissed_when_it_has_long_been_over() {
+        let post = post();
+        let lease = Duration::from_secs(5);
+        for _ in 0..2 {
+            assert!(post.holds(Instant::now() + lease));
+            assert!(!is_dismissed(&post, lease + GOES_ON_WITHIN / 2));
+        }
+        assert!(is_dismissed(&post, lease + GOES_ON_WITHIN));
+        assert!(!post.holds(Instant::now() + lease), "it is not renewed");
     }
 
     #[test]

@@ -90,10 +90,6 @@ impl Stake {
     /// Makes a hold of it.
     pub(crate) fn grant(&mut self, czxid: i64, ttl: Duration) -> Result<Grant> {
         let lease = self.lease(ttl)?;
-        if !self.post.holds() {
-            self.held = None;
-            return Err(Fault::Dismissed);
-        }
         let token = u64::try_from(czxid).map_err(|_| {
             // The server counts transactions from one.
             ZkError::UnexpectedError(format!("a node was made by transaction {czxid}"))
@@ -112,6 +108,9 @@ impl Stake {
         let end = self.lease_end(now, ttl);
         if end <= now {
             return Err(Fault::NotProven);
+        }
+        if !self.post.holds(end) {
+            return Err(Fault::Dismissed);
         }
         self.held = Some(end);
         Ok(Lease {

@@ -1,15 +1,21 @@
 //! Every await may be the last of its future, with and without the reply to what it has sent.
 
-use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
+use std::{
+    future::poll_fn,
+    pin::{Pin, pin},
+    task::Poll,
+    time::Duration,
+};
 
-use lockkit_core::{AcquireOptions, Lock};
+use lockkit_core::{AcquireOptions, Lock, Result};
 use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
 use lockkit_zk::Nodes;
 use tokio::time::timeout;
 use zookeeper_client::Client;
 
 use crate::server::{
-    self, config, connect, contend, dir, lock, no_zookeeper, raw, rounds, shared, soon, unique,
+    self, brief_client, config, connect, contend, dir, lock, no_zookeeper, raw, rounds, shared, soon, unique,
+    waiter,
 };
 
 /// Polls `work` at most `polls` times, then drops it. `None` if it was not done by then.
@@ -258,6 +264,48 @@ async fn forgotten_at_every_await() {
             .unwrap();
     };
     futures_util::future::join_all((1..8).map(forget)).await;
+}
+
+/// A renewal by hand, or a release, that is neither polled nor dropped keeps the lock until its lease has long been over, and
+/// not for as long as the session lives.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn forgotten_at_its_renewal_or_release() {
+    if no_zookeeper() {
+        return;
+    }
+    let forget = async |renews: bool| {
+        let (name, proxy) = (unique("forgotten"), Proxy::start(shared().addr()).unwrap());
+        let (client, other) = (brief_client(proxy.addr()).await, connect(shared().addr()).await);
+        let options = AcquireOptions::new().ttl(Duration::from_secs(10));
+        let ours = lock(&client, &name).with_options(options);
+        let guard = ours.acquire().await.unwrap();
+        let next = waiter(&lock(&other, &name));
+        let held = guard.held();
+        proxy.set(Mode::Blackhole);
+        proxy.reset();
+        let mut work: Pin<Box<dyn Future<Output = Result<()>>>> = if renews {
+            Box::pin(async move { guard.renew().await })
+        } else {
+            Box::pin(guard.release())
+        };
+        assert!(poll_at_most(1, work.as_mut()).await.is_none(), "it is cut off");
+        proxy.set(Mode::Pass);
+        eventually("it is connected again", async || {
+            client.inspect(&name).await.is_ok()
+        })
+        .await;
+        // Its lease is over in two seconds; for ten more it may be seen to, on one connection.
+        let next = timeout(Duration::from_secs(60), next).await;
+        drop(next.expect("the one before was forgotten").unwrap());
+        assert!(!held.is_held());
+        if renews {
+            assert!(work.await.unwrap_err().is_lost());
+        } else {
+            let _ = work.await;
+        }
+        drop(soon("ours again", ours.acquire()).await.unwrap());
+    };
+    futures_util::future::join(forget(true), forget(false)).await;
 }
 
 /// A future that was forgotten before it could ask for its node asks for none when it is polled again: nobody would remove
