@@ -117,6 +117,44 @@ async fn a_session_that_is_granted_less_is_told_in_time() {
     unless_still(async || comes_back_with(&["tickTime=1000"], "maxSessionTimeout=5000", minute).await).await;
 }
 
+/// Who has the claim for a renewal by hand, and does not look, keeps the holder from being told so.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_is_granted_less_is_told_late_behind_a_renewal_that_somebody_forgot() {
+    if no_zookeeper() {
+        return;
+    }
+    unless_still(behind_a_forgotten_renewal).await;
+}
+
+async fn behind_a_forgotten_renewal() -> Result<(), String> {
+    let server = ZkServer::builder().directive("tickTime=1000").start().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let minute = Duration::from_secs(60);
+    let [ours, theirs] = pair(&proxy, &server, minute, LEISURE).await;
+    let name = unique("forgotten");
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let next = waiter(&lock(&theirs, &name));
+    contend(&raw(server.addr()).await, &name, 2).await;
+    let mut renewal = Box::pin(guard.renew());
+    let done = poll_fn(|context| Poll::Ready(renewal.as_mut().poll(context).is_ready())).await;
+    assert!(!done, "more is proven with the next beat");
+    let before = proxy.counts().connections;
+    proxy.set(Mode::Refuse);
+    server.stop().unwrap();
+    server.reconfigure("maxSessionTimeout=5000").unwrap();
+    server.start().unwrap();
+    proxy.set(Mode::Pass);
+    is_back(&proxy, before).await;
+    goes_on(&guard, &next).await?;
+    proxy.set(Mode::Blackhole);
+    let (next, _) = soon("the next is granted", next).await.unwrap();
+    assert!(guard.is_held(), "told in time, which is not promised");
+    assert!(next.token() > guard.token(), "the resource knows");
+    drop(renewal);
+    assert_eq!(soon("told", guard.lost()).await, LossReason::Expired);
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_on_servers_that_tick_faster_is_told_in_time() {
     if no_zookeeper() {
