@@ -201,7 +201,7 @@ impl LeaseClaim {
         // Once: it may be at something else by the next time.
         if let (Some(sleeper), Some(session)) = (self.sleeper.take(), &mut self.session) {
             let seconds = if self.has_queued { TURNS_WITHIN } else { SECONDS };
-            let woken = session.ask(seconds, format!("KILL QUERY {sleeper}"));
+            let woken = session.ask(seconds, wake(&self.sql.bell, sleeper));
             match timeout(WAKES_WITHIN, woken).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(error)) => tracing::debug!(%error, "the next in line was not woken"),
@@ -538,6 +538,12 @@ fn sleeper(reply: &Reply, update: usize) -> Option<u64> {
     column(reply.row(update + 1)?, 0).ok()?
 }
 
+/// Ends the sleep of the session that had the bell, if it still has that. Fails if it has not: its sleep has ended by itself, and it
+/// may be at anything by now, of which a `KILL QUERY` might have the server leave out the answers.
+fn wake(bell: &str, sleeper: u64) -> String {
+    format!("KILL QUERY IF(IS_USED_LOCK({bell})={sleeper}, {sleeper}, NULL)")
+}
+
 /// What the server's own locks are called: the one that waiters queue for.
 fn turnstile(database: &str, key: &Key) -> String {
     server_lock("lockkit", database, key)
@@ -612,20 +618,20 @@ impl Shared {
     pub(crate) async fn revoke_lease(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
         let key = Key::new(&self.namespace, kind, name);
         let control = &self.sessions.control;
+        let bell = bell(&self.database, &key);
         // The connection may turn out to have ended, and be replaced by this. What ends the hold is not to be said twice: the
         // answer to the second time would be that there is none.
         control.ask("revoke", "DO 0".to_owned()).await?;
-        let (term, _) = control.term("revoke").await?;
         // As one transaction; the control connection commits each statement by itself otherwise.
         let request = format!(
             "START TRANSACTION; {}; COMMIT",
-            let_go(&key, &bell(&self.database, &key), &format!("token={token}"))
+            let_go(&key, &bell, &format!("token={token}"))
         );
         let reply = control.ask_once("revoke", request).await?;
         let frees = reply.affected(1) == 1;
         if let Some(sleeper) = sleeper(&reply, 1).filter(|_| frees) {
             // Without it, the sleeper wakes by itself a little later.
-            let _ = control.interrupt("revoke", sleeper, &term).await;
+            let _ = control.kill_by("revoke", wake(&bell, sleeper)).await;
         }
         Ok(frees)
     }

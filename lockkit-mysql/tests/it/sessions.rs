@@ -22,8 +22,8 @@ use tokio::{
 };
 
 use crate::servers::{
-    Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, hold_back, name, private, relay,
-    relay_once, row, session_at, shared, waits,
+    Admin, MODES, Waiter, asleep, client, config, connect, cycle, for_each_flavour, hold_back, name, private,
+    relay, relay_once, row, session_at, shared, waits,
 };
 
 for_each_flavour! {
@@ -31,6 +31,7 @@ for_each_flavour! {
     a_look_over_a_new_connection_ends_a_hold_as_well
     whether_a_lease_was_ended_is_not_guessed
     a_release_that_is_interrupted_too_late_is_no_loss
+    what_is_woken_too_late_is_not_interrupted_at_something_else
     readers_that_come_at_once_do_not_wait_for_each_other
     many_tasks_wait_in_one_connection
     a_waiter_that_gives_up_is_not_queued_and_delays_nobody
@@ -1109,6 +1110,45 @@ async fn a_release_that_is_interrupted_too_late_is_no_loss(flavour: Flavour) {
     let client = client(addr, Mode::Lease).await;
     let guard = client.lock(name("late")).unwrap().acquire().await.unwrap();
     guard.release().await.unwrap();
+}
+
+/// The sleep that a release ends may have ended by itself, and its session be at another request by then: whose answers the
+/// server may leave out.
+async fn what_is_woken_too_late_is_not_interrupted_at_something_else(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let (mut admin, mut other) = (Admin::of(&server).await, Admin::of(&server).await);
+    let (addr, mut knock) = hold_back(server.addr(), "KILL QUERY").await.unwrap();
+    let holder = client(addr, Mode::Lease).await;
+    let next = client(server.addr(), Mode::Lease).await;
+    let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+    let waiter = Waiter::of(next.lock("a").unwrap());
+    let sleeper = session_at(&mut admin, asleep(flavour)).await;
+    let releasing = tokio::spawn(guard.release());
+    knock.came().await;
+    let (guard, _) = waiter.granted().await;
+    releasing.await.unwrap().unwrap();
+    let locks = format!(
+        "START TRANSACTION; SELECT 1 FROM lockkit_lease WHERE name={} FOR UPDATE",
+        row("a")
+    );
+    other.run(&locks).await;
+    let renewing = tokio::spawn(async move {
+        guard.renew().await.unwrap();
+        guard
+    });
+    let renews = session_at(&mut admin, "UPDATE lockkit_lease SET expires").await;
+    assert_eq!(renews, sleeper, "it is kept for the next request");
+    let before = rollbacks(&mut admin).await;
+    knock.deliver().await.unwrap();
+    sleep(Duration::from_millis(100)).await;
+    other.run("COMMIT").await;
+    renewing.await.unwrap().release().await.unwrap();
+    assert_eq!(rollbacks(&mut admin).await, before, "a renewal was interrupted");
+}
+
+async fn rollbacks(admin: &mut Admin) -> u64 {
+    let rows = admin.run("SHOW GLOBAL STATUS LIKE 'Com_rollback'").await;
+    rows[0][1].parse().expect("a number")
 }
 
 /// Those whose hold is proven when it is shown need no other proof, whoever of their client was granted meanwhile.
