@@ -721,7 +721,7 @@ impl Court<'_> {
             let overtaker = passed.iter().find(|next| {
                 next.acquisition.asked > queued
                     && conflict(first, next)
-                    && !self.somebody_is_away(next.answered())
+                    && !self.somebody_is_away((next.answered(), next.answered()))
                     && self.waits_alone(next)
             });
             if let Some(overtaker) = overtaker {
@@ -733,27 +733,36 @@ impl Court<'_> {
     }
 
     /// Whether somebody who waits may have been off the line then, and have been passed over without losing its place.
-    fn somebody_is_away(&self, at: Nanos) -> bool {
+    fn somebody_is_away(&self, (from, to): (Nanos, Nanos)) -> bool {
         let mut struck = self.story.struck.iter();
         struck.any(|struck| {
             let lasted = Duration::from_nanos(struck.to.saturating_sub(struck.from));
             let back = nanos(BACK + RETRIED.min(2 * lasted) + self.story.stood_still);
-            (struck.from..=struck.to.saturating_add(back)).contains(&at)
+            struck.from <= to && struck.to.saturating_add(back) >= from
         })
     }
 
     /// When it surely stood in the queue.
     fn queued(&self, record: &Record, heard: &Heard) -> Option<Nanos> {
         let a = &record.acquisition;
-        let soon = a.asked.saturating_add(nanos(QUEUED + self.story.stood_still));
-        let sure = heard
-            .since(record)
+        let still = self.story.stood_still;
+        let soon = a.asked.saturating_add(nanos(QUEUED + still));
+        let late = heard
+            .after(record, a.asked)
             .max(soon)
             .min(soon.saturating_add(nanos(OP_TIMEOUT)));
-        let struck = |struck: &Struck| struck.from <= sure && struck.to >= a.asked;
-        let calm = !self.story.struck.iter().any(struck);
+        // Where something strikes before that. An attempt may be two requests, the second of which goes out when the first is
+        // answered: so it had gone when its client, which had an answer since, asked again.
+        let once = heard.after(record, a.queued.unwrap_or(a.asked));
+        let early = heard.after(record, once).saturating_add(nanos(APART + still));
+        let struck = |struck: &Struck| struck.from <= late && struck.to >= a.asked;
+        let sure = if self.story.struck.iter().any(struck) {
+            Some(early).filter(|early| !self.somebody_is_away((a.asked, *early)))
+        } else {
+            Some(late)
+        };
         let waits = record.asked == Asked::Waited && !record.lenient;
-        (waits && sure < record.answered() && calm).then_some(sure)
+        sure.filter(|sure| waits && *sure < record.answered())
     }
 
     /// Whether it waits, and no other of its client is there for that lock at the time, in whose queue it would stand.
@@ -823,11 +832,11 @@ impl Heard {
         Self(heard)
     }
 
-    /// When its client first had an answer to what it asked after that.
-    fn since(&self, record: &Record) -> Nanos {
+    /// When the client of `record` first had an answer to what it asked after `moment`.
+    fn after(&self, record: &Record, moment: Nanos) -> Nanos {
         let answers = self.0.get(&(record.process, record.client));
         let answers = answers.map_or(&[][..], Vec::as_slice);
-        let later = answers.partition_point(|(asked, _)| *asked <= record.acquisition.asked);
+        let later = answers.partition_point(|(asked, _)| *asked <= moment);
         answers.get(later).map_or(Nanos::MAX, |(_, answered)| *answered)
     }
 }

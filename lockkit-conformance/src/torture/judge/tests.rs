@@ -543,6 +543,57 @@ fn who_overtakes_is_found() {
 }
 
 #[test]
+fn who_was_cut_off_when_it_had_just_come_is_in_line() {
+    let try_of = |asked, answered, token| {
+        let mut tried = hold(1, X, asked, answered, answered, token);
+        tried.acquisition.lock = "b".to_owned();
+        tried.acquisition.who += 100 + token;
+        tried.asked = Asked::Tried;
+        tried
+    };
+    let reset = Fault::new("reset").keeps_order();
+    // Its way is gone when the lock is handed on, and is back for a second when it is handed on again.
+    let cut_off = || {
+        let mut story = story(vec![
+            hold(0, X, 0.0, 0.0, 1.0, 1),
+            hold(1, X, 0.5, 4.0, 4.1, 4),
+            hold(2, X, 0.6, 1.0, 3.0, 2),
+            hold(3, X, 0.9, 3.0, 3.9, 3),
+            try_of(0.51, 0.53, 1),
+            try_of(0.54, 0.56, 2),
+        ]);
+        story.struck = vec![struck(reset, 0.8, 1.3)];
+        story
+    };
+    assert_eq!(found(&cut_off()), [Law::Order]);
+    let mut once = cut_off();
+    once.records.pop();
+    assert_eq!(found(&once), [], "its second request may not have gone out");
+    let mut late = cut_off();
+    late.records[5] = try_of(0.54, 0.72, 2);
+    assert_eq!(
+        found(&late),
+        [],
+        "it may have been cut off just before it was there"
+    );
+    late.records[5] = try_of(0.52, 0.56, 2);
+    assert_eq!(found(&late), [], "that was asked before the first answer");
+    let mut first = cut_off();
+    first.records[3].acquisition.asked = at(0.65);
+    assert_eq!(found(&first), [], "the other may have been there first");
+    let mut back = cut_off();
+    back.struck.push(struck(reset, 0.1, 0.2));
+    assert_eq!(found(&back), [], "it may not have been back in time to ask");
+    let mut polled = cut_off();
+    polled.records[1].acquisition.queued = Some(at(0.52));
+    assert_eq!(
+        found(&polled),
+        [],
+        "it had not asked when the first answer was asked for"
+    );
+}
+
+#[test]
 fn a_failure_of_a_healthy_server_is_found() {
     let mut record = refused(0, Asked::Tried, 0.0, 0.1);
     (record.fared, record.error) = (Fared::Failed, "no answer".to_owned());
