@@ -227,11 +227,14 @@ impl Schedule {
             });
         }
         let mut kinds = vec![plot.mood(rng)];
-        if rng.bool() {
-            kinds.push(Kind::any(rng));
-        }
-        if rng.u8(0..8) > 0 {
-            kinds.push(Kind::Rush);
+        // Nobody is to have waited before.
+        if plot != Plot::Arrival {
+            if rng.bool() {
+                kinds.push(Kind::any(rng));
+            }
+            if rng.u8(0..8) > 0 {
+                kinds.push(Kind::Rush);
+            }
         }
         let mut locks = 0;
         for kind in kinds {
@@ -277,7 +280,15 @@ enum Plot {
     Doom,
     /// A server suffers twice within the longest ttl, while one of the ways is gone.
     Pile,
+    /// A way on which places in the queue are kept is gone for a while. Those behind it have just begun to wait for the first time,
+    /// and the others hand the lock on meanwhile.
+    Arrival,
 }
+
+/// The longest time for which each way of a train is gone.
+const SHORT: Millis = 300;
+/// The longest time for which those who have just arrived are gone.
+const AWAY: Millis = 700;
 
 impl Plot {
     fn new(rng: &mut Rng, shape: &Shape, processes: u32) -> Self {
@@ -293,7 +304,14 @@ impl Plot {
         if shape.faults.iter().any(|fault| fault.lasting) {
             plots.extend([Self::Lasting, Self::Lasting]);
         }
+        if shape.faults.iter().any(Self::is_arrivals) {
+            plots.extend([Self::Arrival, Self::Arrival]);
+        }
         choice(rng, &plots)
+    }
+
+    fn is_arrivals(fault: &Fault) -> bool {
+        fault.way && fault.order > Duration::from_millis(AWAY)
     }
 
     fn span(self, rng: &mut Rng) -> Millis {
@@ -312,12 +330,16 @@ impl Plot {
             Self::Lasting => rng.u64(18_000..26_000),
             Self::Doom => rng.u64(25_000..46_000),
             Self::Pile => rng.u64(8_000..14_000),
+            Self::Arrival => rng.u64(9_000..11_000),
         }
     }
 
     /// The kind of mood that it is most telling for, more often than not.
     fn mood(self, rng: &mut Rng) -> Kind {
         let any = Kind::any(rng);
+        if self == Self::Arrival {
+            return Kind::Arrival;
+        }
         if rng.u8(0..4) == 0 {
             return any;
         }
@@ -327,6 +349,7 @@ impl Plot {
             Self::Calm => choice(rng, &[Kind::Idle, Kind::Queue]),
             Self::Lasting | Self::Pile => Kind::Idle,
             Self::Doom => Kind::Readers,
+            Self::Arrival => Kind::Arrival,
         }
     }
 
@@ -407,8 +430,7 @@ impl Plot {
             }
             Self::Train => {
                 // Where order is kept, it can be seen whether it is.
-                let most = 300;
-                let orderly = kinds_of(&|fault| fault.order > Duration::from_millis(most));
+                let orderly = kinds_of(&|fault| fault.order > Duration::from_millis(SHORT));
                 let kinds = if orderly.is_empty() || rng.u8(0..4) == 0 {
                     kinds
                 } else {
@@ -418,7 +440,7 @@ impl Plot {
                 // The first of them finds clients that have not done much yet.
                 let mut at = rng.u64(250..800);
                 while at < span && strikes.len() < 12 {
-                    let lasts = rng.u64(20..most);
+                    let lasts = rng.u64(20..SHORT);
                     strikes.push(strike(rng, at, kind, lasts));
                     at += lasts + rng.u64(200..1_200);
                 }
@@ -450,6 +472,12 @@ impl Plot {
                 let servers = kinds_of(&|fault| !fault.way && !fault.lasting);
                 let kinds = if servers.is_empty() { kinds } else { servers };
                 strikes = pile(rng, span, shape.max_ttl.min(6_000), &kinds, &ways);
+            }
+            Self::Arrival => {
+                let kind = choice(rng, &kinds_of(&Self::is_arrivals));
+                let at = rng.u64(1_000..2_000);
+                let lasts = rng.u64(300..AWAY);
+                strikes.push(strike(rng, at, kind, lasts));
             }
         }
         strikes
@@ -509,6 +537,8 @@ enum Kind {
     Queue,
     /// Readers, one of which holds for long, and a lone writer that waits, in a process that may be doomed.
     Readers,
+    /// Some begin to wait just before their way is gone, others meanwhile, and the lock is handed on among the others.
+    Arrival,
 }
 
 impl Kind {
@@ -538,6 +568,8 @@ struct Mood {
     forgets: bool,
     /// Something changes for good, and who held before may be there for long after it.
     lasting: bool,
+    /// How many ways there are to the deployment.
+    ways: u32,
     span: Millis,
 }
 
@@ -571,7 +603,7 @@ impl Mood {
             // What is handed on costs the server nothing, and most of the grants are a rush's.
             (true, 0..4) if kind == Kind::Rush => vec![None, Some(1_000)],
             (true, 0..6) => vec![Some(0)],
-            (true, _) if kind == Kind::Queue => vec![Some(0)],
+            (true, _) if matches!(kind, Kind::Queue | Kind::Arrival) => vec![Some(0)],
             (true, 6..8) => vec![None, Some(32)],
             (true, _) => vec![None, Some(0), Some(1_000)],
         };
@@ -584,7 +616,7 @@ impl Mood {
             Kind::Rush => (&[1, 2, 4, 8], &[0, 0, 2, 5]),
             Kind::Mixed => (&[1, 1, 1, 2, 3], &[0, 3, 6]),
             Kind::Idle => (&[2, 3, 4, 6], &[0]),
-            Kind::Queue | Kind::Readers => (&[1, 2, 3], &[0]),
+            Kind::Queue | Kind::Readers | Kind::Arrival => (&[1, 2, 3], &[0]),
         };
         Self {
             kind,
@@ -610,6 +642,14 @@ impl Mood {
             revokes: kind == Kind::Mixed && shape.capabilities.revoke && rng.u8(0..6) == 0,
             forgets: kind == Kind::Mixed && rng.u8(0..4) == 0,
             lasting: false,
+            ways: shape
+                .faults
+                .iter()
+                .filter(|fault| fault.way)
+                .map(|fault| fault.places)
+                .max()
+                .unwrap_or_default()
+                .max(1),
             span: schedule.span,
         }
         .with_readers(shape)
@@ -645,7 +685,7 @@ impl Mood {
                 }
             }
             // What has to meet has more chances on several names.
-            Kind::Idle | Kind::Queue | Kind::Readers => {
+            Kind::Idle | Kind::Queue | Kind::Readers | Kind::Arrival => {
                 for first in self.first..self.first + self.locks {
                     let (locks, clients) = (1, shuffled(rng, schedule));
                     let one = Self {
@@ -654,6 +694,11 @@ impl Mood {
                         ..self.clone()
                     };
                     tasks.extend(one.tasks_of_one(rng, schedule, clients));
+                }
+                if let (Kind::Arrival, Some(strike)) = (self.kind, schedule.strikes.first()) {
+                    for client in &schedule.clients {
+                        tasks.push((client.id, self.tries(rng, strike)));
+                    }
                 }
             }
         }
@@ -692,6 +737,11 @@ impl Mood {
                 for client in clients.iter().take(4) {
                     let eager = rng.bool();
                     tasks.push((*client, self.reader(rng, eager)));
+                }
+            }
+            Kind::Arrival => {
+                if let Some(strike) = schedule.strikes.first() {
+                    tasks = self.arrival(rng, strike, clients);
                 }
             }
             _ => {
@@ -872,6 +922,47 @@ impl Mood {
             step.end = End::Release;
             steps.push(step);
             at += rng.u64(0..least * 2);
+        }
+        steps
+    }
+
+    /// The lock is handed on while some are away, and again when they are back.
+    fn arrival(&self, rng: &mut Rng, strike: &Strike, clients: Vec<u32>) -> Vec<(u32, Vec<Step>)> {
+        let (away, stay): (Vec<_>, Vec<_>) = clients
+            .into_iter()
+            .partition(|client| client % self.ways == strike.place % self.ways);
+        // What is cut for a moment is back soon after it.
+        let handed_on = strike.at + log_uniform(rng, 5, strike.lasts);
+        // Who is away is back in line when such a hold is over.
+        let hold = rng.u64(1_500..2_500);
+        let mut step = |at, hold| Step {
+            end: End::Release,
+            ..self.step(rng, at, Ask::Wait, hold)
+        };
+        let mut tasks = Vec::new();
+        for (n, client) in (0..).zip(away.into_iter().take(2)) {
+            tasks.push((client, vec![step(strike.at - 350 + n * 50, 20)]));
+        }
+        for (n, client) in (0..).zip(stay.into_iter().take(3)) {
+            tasks.push((
+                client,
+                match n {
+                    0 => vec![step(0, handed_on), step(handed_on, hold)],
+                    _ => vec![step(strike.at - 150 + n * 50, hold)],
+                },
+            ));
+        }
+        tasks
+    }
+
+    /// Answers, up to when the way is gone, which say that what was asked before is there.
+    fn tries(&self, rng: &mut Rng, strike: &Strike) -> Vec<Step> {
+        let (mut steps, mut at) = (Vec::new(), strike.at - 400);
+        while at < strike.at {
+            let mut step = self.step(rng, at, Ask::Try, 0);
+            step.name = self.first + self.locks;
+            steps.push(step);
+            at += rng.u64(10..40);
         }
         steps
     }

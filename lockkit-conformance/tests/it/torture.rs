@@ -12,7 +12,10 @@ use std::{
 use async_trait::async_trait;
 use lockkit_conformance::{
     Harness,
-    torture::{Bare, Campaign, Effort, Fault, KILL, Law, STOP, Schedule, Shape, Strike, Target, Torture},
+    torture::{
+        Ask, Bare, Campaign, Effort, Fault, KILL, Law, STOP, Schedule, Shape, Strike, Target, TaskPlan,
+        Torture,
+    },
 };
 use lockkit_core::{Capabilities, LockClient, MemoryBackend, Result};
 
@@ -127,6 +130,33 @@ fn what_has_to_meet_meets() {
             schedule.strikes.is_empty() && text.contains("cancel-polls:")
         },
     );
+}
+
+#[test]
+fn some_are_cut_off_when_they_have_just_come() {
+    let mut shape = shape();
+    shape
+        .faults
+        .push(Fault::new("refuse").places(3).of_a_way().keeps_order());
+    let arrives = |schedule: &Schedule| {
+        let [strike] = &schedule.strikes[..] else {
+            return false;
+        };
+        let away = |task: &&TaskPlan| strike.fault == "refuse" && task.client % 3 == strike.place;
+        let waits = |client: u32| {
+            let tasks = schedule.tasks.iter().filter(move |task| task.client == client);
+            let steps = tasks.flat_map(|task| &task.steps);
+            steps.filter(|step| step.ask == Ask::Wait)
+        };
+        let mut away = schedule.tasks.iter().filter(away);
+        away.any(|task| {
+            let first = waits(task.client).map(|step| step.at).min();
+            first.is_some_and(|at| at < strike.at && strike.at - at < 400)
+        })
+    };
+    let schedules = (0..600).map(|seed| Schedule::generate(seed, &shape));
+    let times = schedules.filter(arrives).count();
+    assert!(times >= 30, "{times} of 600");
 }
 
 #[test]
