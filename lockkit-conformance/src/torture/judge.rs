@@ -353,6 +353,21 @@ impl Court<'_> {
             || breaks.any(|(_, from, to)| on_the_way(*from, *to, REVOKED))
     }
 
+    /// Says whether somebody ended the hold from outside, and it was passed on to a waiter of its client all the same: its server
+    /// was not asked at its release.
+    fn is_passed_on_broken(&self, record: &Record) -> bool {
+        let a = &record.acquisition;
+        let broken = |(lock, from, to): &(String, Nanos, Nanos)| {
+            *lock == a.lock && *to >= a.asked && a.released.is_some_and(|released| *from <= released)
+        };
+        let heir = |other: &&Record| {
+            (other.process, other.client) == (record.process, record.client)
+                && other.acquisition.lock == a.lock
+                && other.token() == record.token() + 1
+        };
+        self.story.breaks.iter().any(broken) && self.records.iter().any(|other| heir(&other))
+    }
+
     /// When counters of tokens began anew.
     fn restarts(&self) -> impl Iterator<Item = Nanos> {
         let struck = self.story.struck.iter();
@@ -449,7 +464,10 @@ impl Court<'_> {
             }
         }
         let good = |record: &&&Record| {
-            record.over == Over::Released && is_exclusive(record) && !self.is_restarted(record)
+            record.over == Over::Released
+                && is_exclusive(record)
+                && !self.is_restarted(record)
+                && !self.is_passed_on_broken(record)
         };
         for rightful in self.records.iter().filter(good) {
             let Some((_, wrote)) = rightful.sure() else {

@@ -273,6 +273,14 @@ fn tokens_that_go_back_or_repeat_are_found() {
         [Law::Fencing],
         "which its release must have said"
     );
+    // It was passed on to a waiter of its client, and no server asked.
+    let mut passed_on = dropped.clone();
+    passed_on.records.push(hold(1, X, 0.5, 2.1, 2.2, 7));
+    passed_on.records[2].over = Over::Lost;
+    passed_on.records[0].acquisition.granted = Some((at(0.0), 8));
+    assert_eq!(found(&passed_on), []);
+    passed_on.records[2].client = 2;
+    assert_eq!(found(&passed_on), [Law::Fencing], "to a waiter of another client");
     dropped.breaks = vec![("a".to_owned(), at(1.2), at(1.2))];
     assert_eq!(found(&dropped), [Law::Tokens]);
 
