@@ -763,8 +763,7 @@ impl Court<'_> {
     /// When it surely stood in the queue.
     fn queued(&self, record: &Record, heard: &Heard) -> Option<Nanos> {
         let a = &record.acquisition;
-        let still = self.story.stood_still;
-        let soon = a.asked.saturating_add(nanos(QUEUED + still));
+        let soon = a.asked.saturating_add(nanos(QUEUED + self.story.stood_still));
         let late = heard
             .after(record, a.asked)
             .max(soon)
@@ -772,7 +771,7 @@ impl Court<'_> {
         // Where something strikes before that. An attempt may be two requests, the second of which goes out when the first is
         // answered: so it had gone when its client, which had an answer since, asked again.
         let once = heard.after(record, a.queued.unwrap_or(a.asked));
-        let early = heard.after(record, once).saturating_add(nanos(APART + still));
+        let early = heard.after(record, once).saturating_add(nanos(APART));
         let struck = |struck: &Struck| struck.from <= late && struck.to >= a.asked;
         let sure = if self.story.struck.iter().any(struck) {
             Some(early).filter(|early| !self.somebody_is_away((a.asked, *early)))

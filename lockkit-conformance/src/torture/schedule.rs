@@ -372,6 +372,12 @@ impl Plot {
                 let at: Vec<_> = strikes.iter().filter(befalls).map(|strike| strike.at).collect();
                 (!at.is_empty()).then(|| choice(rng, &at) - rng.u64(260..450))
             }
+            // So it is here, for those who are then to wait.
+            Self::Arrival => {
+                let strike = strikes.first()?;
+                let ways = ways(shape);
+                (client % ways == strike.place % ways).then(|| strike.at - rng.u64(400..450))
+            }
             // Its connections may lead elsewhere than those that there are.
             Self::Lasting => {
                 let lasting = |strike: &&Strike| {
@@ -482,6 +488,12 @@ impl Plot {
         }
         strikes
     }
+}
+
+/// How many ways there are to the deployment.
+fn ways(shape: &Shape) -> u32 {
+    let ways = shape.faults.iter().filter(|fault| fault.way);
+    ways.map(|fault| fault.places).max().unwrap_or_default().max(1)
 }
 
 fn strike(rng: &mut Rng, at: Millis, (fault, places): (&str, u32), lasts: Millis) -> Strike {
@@ -642,14 +654,7 @@ impl Mood {
             revokes: kind == Kind::Mixed && shape.capabilities.revoke && rng.u8(0..6) == 0,
             forgets: kind == Kind::Mixed && rng.u8(0..4) == 0,
             lasting: false,
-            ways: shape
-                .faults
-                .iter()
-                .filter(|fault| fault.way)
-                .map(|fault| fault.places)
-                .max()
-                .unwrap_or_default()
-                .max(1),
+            ways: ways(shape),
             span: schedule.span,
         }
         .with_readers(shape)
@@ -941,7 +946,7 @@ impl Mood {
         };
         let mut tasks = Vec::new();
         for (n, client) in (0..).zip(away.into_iter().take(2)) {
-            tasks.push((client, vec![step(strike.at - 350 + n * 50, 20)]));
+            tasks.push((client, vec![step(strike.at - 330 + n * 30, 20)]));
         }
         for (n, client) in (0..).zip(stay.into_iter().take(3)) {
             tasks.push((
