@@ -365,7 +365,7 @@ impl Court<'_> {
                 && other.acquisition.lock == a.lock
                 && other.token() == record.token() + 1
         };
-        self.story.breaks.iter().any(broken) && self.records.iter().any(|other| heir(&other))
+        self.story.breaks.iter().any(broken) && self.records.iter().any(heir)
     }
 
     /// When counters of tokens began anew.
