@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use zookeeper_client::Client;
 
 use crate::server::{
-    self, brief_client, config, connect, contend, dir, lock, no_zookeeper, raw, rounds, shared, soon, unique,
+    self, config, connect, contend, dir, lock, no_zookeeper, raw, rounds, shared, soon, unique, unless_still,
     waiter,
 };
 
@@ -275,11 +275,11 @@ async fn forgotten_at_its_renewal_or_release() {
     }
     let forget = async |renews: bool| {
         let (name, proxy) = (unique("forgotten"), Proxy::start(shared().addr()).unwrap());
-        let (client, other) = (brief_client(proxy.addr()).await, connect(shared().addr()).await);
+        let (client, other) = (connect(proxy.addr()).await, connect(shared().addr()).await);
         let options = AcquireOptions::new().ttl(Duration::from_secs(10));
         let ours = lock(&client, &name).with_options(options);
         let guard = ours.acquire().await.unwrap();
-        let next = waiter(&lock(&other, &name));
+        let (next, own) = (waiter(&lock(&other, &name)), waiter(&ours));
         let held = guard.held();
         proxy.set(Mode::Blackhole);
         proxy.reset();
@@ -288,23 +288,30 @@ async fn forgotten_at_its_renewal_or_release() {
         } else {
             Box::pin(guard.release())
         };
-        assert!(poll_at_most(1, work.as_mut()).await.is_none(), "it is cut off");
+        if let Some(done) = poll_at_most(1, work.as_mut()).await {
+            return Err(format!("it was not cut off in time, or too early: {done:?}"));
+        }
         proxy.set(Mode::Pass);
         eventually("it is connected again", async || {
             client.inspect(&name).await.is_ok()
         })
         .await;
-        // Its lease is over in two seconds; for ten more it may be seen to, on one connection.
+        // Its lease is over within ten seconds; for ten more it may be seen to, on one connection.
         let next = timeout(Duration::from_secs(60), next).await;
         drop(next.expect("the one before was forgotten").unwrap());
         assert!(!held.is_held());
         if renews {
+            drop(soon("ours again", own).await.unwrap());
             assert!(work.await.unwrap_err().is_lost());
         } else {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            assert!(!own.is_finished(), "the release has its client's turn");
             let _ = work.await;
+            drop(soon("ours again", own).await.unwrap());
         }
-        drop(soon("ours again", ours.acquire()).await.unwrap());
+        Ok(())
     };
+    let forget = async |renews: bool| unless_still(async || forget(renews).await).await;
     futures_util::future::join(forget(true), forget(false)).await;
 }
 
