@@ -8,7 +8,7 @@ use fastrand::Rng;
 use crate::{
     master::{Answer, Bid, Claim, Mode, Request},
     mutant::Mutant,
-    quorum::{Defeat, Outcome, QuorumCount, QuorumRound, Report, Rules, Step, Vote},
+    quorum::{Beginning, Defeat, Outcome, QuorumCount, QuorumRound, Report, Rules, Step, Vote},
 };
 
 /// The client's own clocks.
@@ -128,7 +128,7 @@ enum State {
     Acquiring {
         round: QuorumRound,
         mode: Mode,
-        began: Duration,
+        began: Beginning,
         confirmed: bool,
     },
     Holding(Hold),
@@ -402,10 +402,16 @@ impl Client {
             let pause = self.pause(Duration::ZERO..Duration::from_millis(60));
             out.push(Effect::Wake(now.monotonic + pause, Alarm::Cancel(self.epoch)));
         }
-        self.propose(now, mode, now.monotonic, out);
+        let began = if self.mutant == Some(Mutant::NaiveTokens) {
+            // It goes by nothing but what it sees.
+            Beginning::new(Duration::MAX, 0)
+        } else {
+            Beginning::new(now.monotonic, now.wall)
+        };
+        self.propose(now, mode, began, out);
     }
 
-    fn propose(&mut self, now: Now, mode: Mode, began: Duration, out: &mut Out) {
+    fn propose(&mut self, now: Now, mode: Mode, began: Beginning, out: &mut Out) {
         self.operation += 1;
         if self.mutant != Some(Mutant::RoundsLookAlike) {
             self.claim.round += 1;
@@ -431,14 +437,11 @@ impl Client {
         };
     }
 
-    fn proposal(&self, now: Now, began: Duration) -> RangeInclusive<u64> {
+    fn proposal(&self, now: Now, began: Beginning) -> RangeInclusive<u64> {
         if self.mutant == Some(Mutant::NaiveTokens) {
             return 0..=0;
         }
-        // A clock set absurdly far ahead must not use up the numbers.
-        let wall = if now.wall < 1 << 51 { now.wall } else { 0 };
-        let tried = now.monotonic.saturating_sub(began);
-        let first = wall.max(self.highest + 1) + self.rules.lead(tried);
+        let first = began.first_above(self.highest, now.monotonic);
         first..=first + self.habits.block - 1
     }
 
@@ -455,10 +458,7 @@ impl Client {
         match step {
             Step::Wait => {}
             Step::Confirm(tokens, _) if self.mutant == Some(Mutant::NaiveTokens) => {
-                // Without the lead, one above the highest that was seen.
-                let tried = now.monotonic.saturating_sub(*began);
-                let token = *tokens.start() - self.rules.lead(tried);
-                self.won(now, token..=token, out);
+                self.won(now, tokens, out);
             }
             Step::Confirm(tokens, masters) => {
                 self.highest = self.highest.max(*tokens.end());

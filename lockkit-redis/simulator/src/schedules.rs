@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::{
     master::{Answer, Bid, Claim, Master, Micros, Mode, Request},
     mutant::Mutant,
-    quorum::{Outcome, QuorumCount, QuorumRound, Report, Rules, Step, Vote},
+    quorum::{Beginning, Outcome, QuorumCount, QuorumRound, Report, Rules, Step, Vote},
 };
 
 const TTL: Micros = 160_000;
@@ -62,7 +62,7 @@ fn overlaps(mutant: Option<Mutant>) -> bool {
     let rules = Rules::of(5, PATIENCE);
     let mut masters = masters(mutant);
     let (one, tokens) = (Claim { owner: 1, round: 1 }, 1..=1);
-    let mut round = QuorumRound::begin(rules, at(0), at(0), at(TTL), tokens.clone());
+    let mut round = QuorumRound::begin(rules, Beginning::new(at(0), 0), at(0), at(TTL), tokens.clone());
     let steps: Vec<Step> = (0..3)
         .map(|master| round.voted(at(0), master, voted(masters[master].answer(0, &vote(1, 1)))))
         .collect();
@@ -70,7 +70,7 @@ fn overlaps(mutant: Option<Mutant>) -> bool {
 
     // The other begins when the first one's lease at 2 has less to go than a round may take.
     let began = 90_000;
-    let mut other = QuorumRound::begin(rules, at(began), at(began), at(TTL), 2..=2);
+    let mut other = QuorumRound::begin(rules, Beginning::new(at(began), 0), at(began), at(TTL), 2..=2);
     for master in [3, 4] {
         let granted = voted(masters[master].answer(began, &vote(2, 2)));
         assert_eq!(granted, Vote::Granted);

@@ -17,7 +17,7 @@ use crate::{
     redlock::{
         NAME,
         masters::{Answer, Failures, Kind, LAST_TOKEN, Masters, Requests, micros, require_runtime},
-        quorum::{Confirmation, Defeat, Outcome, QuorumCount, QuorumRound, Report, Step, Vote},
+        quorum::{Beginning, Confirmation, Defeat, Outcome, QuorumCount, QuorumRound, Report, Step, Vote},
     },
     script::{self, Call},
 };
@@ -140,21 +140,20 @@ impl RedlockClaim {
         call
     }
 
-    /// The tokens to propose: most likely above all others, and the further ahead the longer it has tried.
-    fn proposal(&self, tried: Duration) -> RangeInclusive<u64> {
-        let first = self.masters.guess() + self.masters.rules.lead(tried);
+    /// The tokens to propose `now`: most likely above all others. It is a guess that nothing depends on but a round trip.
+    fn proposal(&self, began: Beginning, now: Duration) -> RangeInclusive<u64> {
+        let first = began.first_above(self.masters.highest(), now);
         let last = first + u64::from(self.request.tokens.get()) - 1;
         first..=last
     }
 
     /// One round of voting, and of confirming if need be, of an attempt that `began` then.
-    async fn round(&mut self, waits: &str, began: Instant) -> Result<Result<Grant, Lost>> {
+    async fn round(&mut self, waits: &str, began: Beginning) -> Result<Result<Grant, Lost>> {
         let masters = self.masters.clone();
-        let proposed = self.proposal(began.elapsed());
+        let now = masters.since_origin(Instant::now());
+        let proposed = self.proposal(began, now);
         self.value = self.record.with_token(Some(*proposed.start())).into_owned();
-        let since = Instant::now();
         let ttl = Duration::from_millis(self.ttl_ms());
-        let [began, now] = [began, since].map(|at| masters.since_origin(at));
         let mut round = QuorumRound::begin(masters.rules, began, now, ttl, proposed.clone());
         masters.saw(*proposed.end());
 
@@ -405,7 +404,7 @@ impl Claim for RedlockClaim {
             place.listen();
             self.listed = true;
         }
-        let began = Instant::now();
+        let began = Beginning::new(self.masters.since_origin(Instant::now()), micros());
         loop {
             let lost = match self.round(waits, began).await? {
                 Ok(grant) => return Ok(Some(grant)),

@@ -24,7 +24,11 @@ use tokio::{
 use crate::{
     error::failed,
     link::{Inbox, Link, Live, is_unknown_script, reason},
-    redlock::{NAME, guard::Guard, quorum::Rules},
+    redlock::{
+        NAME,
+        guard::Guard,
+        quorum::{LAST_CLOCK, Rules},
+    },
     script::Call,
 };
 
@@ -90,13 +94,14 @@ impl Masters {
         self.origin + since_origin
     }
 
-    /// A token that is most likely above all others of a lock: a guess that nothing depends on but a round trip.
-    pub(super) fn guess(&self) -> u64 {
-        micros().max(self.highest.load(Ordering::Relaxed) + 1)
+    /// The highest token seen so far, of whatever lock.
+    pub(super) fn highest(&self) -> u64 {
+        self.highest.load(Ordering::Relaxed)
     }
 
+    /// A counter that somebody has set to where no clock gets it does not take those of other locks along.
     pub(super) fn saw(&self, token: u64) {
-        if token < LAST_TOKEN {
+        if token < LAST_CLOCK {
             self.highest.fetch_max(token, Ordering::Relaxed);
         }
     }

@@ -7,9 +7,9 @@
 //! its counter to them, in one step. If a majority did both, that was all: any earlier acquisition that was confirmed
 //! had raised the counter at one of the same masters, so the tokens are above its own, and no other can ever have the
 //! same ones. Where a counter already stood higher, the lock is held but the tokens are not; a second round then
-//! proposes tokens above every counter seen, and a majority has to raise to those. They are ahead of what was seen by as
-//! much as the counters may have risen when they arrive: whoever is far from the masters is let in with shared holders
-//! who are near.
+//! proposes tokens above every counter seen, and a majority has to raise to those. They are ahead of the clock by as much
+//! as the counters may have risen when they arrive: whoever is far from the masters is let in with shared holders who are
+//! near.
 //!
 //! The first round is [Redlock](https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/). What it
 //! lacks without tokens is [Martin Kleppmann's](https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html)
@@ -46,15 +46,41 @@ impl Rules {
         ttl.saturating_sub(ttl.mul_f64(f64::from(ppm) / 1e6) + rest)
     }
 
-    /// By how many tokens, one for each µs that it has `tried`, an acquisition keeps ahead of what it has seen: others
-    /// raise the counters with the time, and have done so again when it arrives.
-    pub(crate) fn lead(&self, tried: Duration) -> u64 {
-        u64::try_from(tried.min(self.patience).as_micros()).unwrap_or_default()
-    }
-
     /// So many answers of one kind leave no quorum for the other.
     fn blocks(&self, answers: usize) -> bool {
         self.masters - answers.min(self.masters) < self.quorum
+    }
+}
+
+/// In µs, about the year 2100: a clock, or a counter, that has been set to more than this must not use up the numbers.
+pub(crate) const LAST_CLOCK: u64 = (1 << 52) - (1 << 48);
+
+/// When an acquisition began, with its first round.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Beginning {
+    pub(crate) at: Duration,
+    /// What the clock of its machine showed then, in µs.
+    clock: u64,
+}
+
+impl Beginning {
+    pub(crate) fn new(at: Duration, clock: u64) -> Self {
+        let clock = if clock < LAST_CLOCK { clock } else { 0 };
+        Self { at, clock }
+    }
+
+    /// The first token to propose `now`, above those that were `seen`.
+    ///
+    /// Others raise the counters with the time, and have done so again when it arrives: it is ahead of the clock by as much
+    /// as it took so far. If it were ahead of what was seen by that, and others of it by theirs, the counters would leave
+    /// the clocks behind. Of those that have done so it is ahead by a thousandth of that.
+    pub(crate) fn first_above(&self, seen: u64, now: Duration) -> u64 {
+        const MOST: Duration = Duration::from_secs(10);
+
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or_default();
+        let tried = now.saturating_sub(self.at);
+        let ahead = micros(tried.min(MOST));
+        (seen + 1 + ahead / 1000).max(self.clock + micros(tried) + ahead)
     }
 }
 
@@ -113,8 +139,7 @@ pub(crate) enum Defeat {
 #[derive(Debug)]
 pub(crate) struct QuorumRound {
     rules: Rules,
-    /// When the acquisition began, with its first round.
-    began: Duration,
+    began: Beginning,
     since: Duration,
     /// When a hold that began with it would end.
     until: Duration,
@@ -139,7 +164,7 @@ impl QuorumRound {
     /// `began` with this round, or with one that was outrun.
     pub(crate) fn begin(
         rules: Rules,
-        began: Duration,
+        began: Beginning,
         now: Duration,
         ttl: Duration,
         tokens: RangeInclusive<u64>,
@@ -278,7 +303,7 @@ impl QuorumRound {
 
     fn begin_confirming(&mut self, now: Duration) -> Step {
         let tokens = self.tokens.end() - self.tokens.start();
-        let first = self.highest() + 1 + self.rules.lead(now.saturating_sub(self.began));
+        let first = self.began.first_above(self.highest(), now);
         self.tokens = first..=first + tokens;
         self.confirms = true;
         self.deadline = now + self.rules.patience;
@@ -447,7 +472,8 @@ mod tests {
     const START: Duration = Duration::from_secs(1000);
 
     fn begin(masters: usize) -> QuorumRound {
-        QuorumRound::begin(Rules::of(masters, PATIENCE), START, START, TTL, 10..=12)
+        let began = Beginning::new(START, 10);
+        QuorumRound::begin(Rules::of(masters, PATIENCE), began, START, TTL, 10..=12)
     }
 
     /// The last step after these votes of masters 0, 1, …
@@ -636,19 +662,26 @@ mod tests {
     }
 
     #[test]
-    fn tokens_to_confirm_are_ahead_by_the_time_it_took() {
-        let confirmed_at = |began: Duration, after: Duration| {
+    fn tokens_to_confirm_are_ahead_of_the_clock_by_the_time_it_took() {
+        let confirmed_at = |at: Duration, after: Duration, seen: u64| {
+            let began = Beginning::new(at, 10);
             let mut round = QuorumRound::begin(Rules::of(3, PATIENCE), began, START, TTL, 10..=12);
-            assert_eq!(round.voted(START, 0, Vote::Behind(40)), Step::Wait);
+            assert_eq!(round.voted(START, 0, Vote::Behind(seen)), Step::Wait);
             match round.voted(START + after, 1, Vote::Granted) {
                 Step::Confirm(tokens, _) => tokens,
                 step => panic!("{step:?}"),
             }
         };
         let three = Duration::from_millis(3);
-        assert_eq!(confirmed_at(START, three), 3_041..=3_043);
-        assert_eq!(confirmed_at(START.saturating_sub(three), three), 6_041..=6_043);
-        assert_eq!(confirmed_at(START, Duration::from_secs(3)), 100_041..=100_043);
+        assert_eq!(confirmed_at(START, three, 40), 6_010..=6_012);
+        assert_eq!(
+            confirmed_at(START.saturating_sub(three), three, 40),
+            12_010..=12_012
+        );
+        let minute = Duration::from_secs(60);
+        assert_eq!(confirmed_at(START, minute, 40), 70_000_010..=70_000_012);
+        // A counter that is ahead of the clock does not get further ahead with everyone who sees it.
+        assert_eq!(confirmed_at(START, three, 9_000), 9_004..=9_006);
     }
 
     #[test]
@@ -734,7 +767,7 @@ mod tests {
             let mut rng = fastrand::Rng::with_seed(seed);
             let masters = [1, 3, 5, 7][rng.usize(..4)];
             let rules = Rules::of(masters, PATIENCE);
-            let mut round = QuorumRound::begin(rules, START, START, TTL, 10..=12);
+            let mut round = QuorumRound::begin(rules, Beginning::new(START, 10), START, TTL, 10..=12);
             let (mut tokens, mut now) = (10..=12, START);
             let mut raised = vec![false; masters];
             let mut confirming: Vec<usize> = Vec::new();

@@ -7,15 +7,16 @@ use std::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use futures_util::FutureExt as _;
 use lockkit_core::{AcquireOptions, LockClient, LossReason};
 use lockkit_testbed::{Clock, Mode};
+use tokio::task::JoinSet;
 
 use super::world::World;
-use crate::common::{AT_ONCE, LONG, SECOND, granted, lock, no_server, until, waiter, within};
+use crate::common::{AT_ONCE, LONG, MS, SECOND, granted, lock, no_server, until, waiter, within};
 
 /// For how long a waiter is believed in that does not ask, and how often those who wait ask again.
 const SILENT: Duration = Duration::from_secs(10);
@@ -310,4 +311,80 @@ async fn a_far_reader_is_let_in_with_near_ones() {
     }
     stay.release().await.unwrap();
     world.nothing_is_left("after a far reader").await;
+}
+
+/// Who was outrun proposes tokens that are ahead. Others who are outrun see those, and are not to be as far ahead of them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn counters_stay_with_the_clocks_while_readers_come_and_go() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let began = Instant::now();
+    let mut crowd = JoinSet::new();
+    for _ in 0..8 {
+        let client = world.client().await;
+        for _ in 0..2 {
+            let ours = lock(&client, "a", LONG).shared();
+            crowd.spawn(async move {
+                let mut longest = Duration::ZERO;
+                let mut times = 0;
+                while began.elapsed() < 3 * SECOND {
+                    let asked = Instant::now();
+                    let held = ours.acquire().await.unwrap();
+                    longest = longest.max(asked.elapsed());
+                    held.release().await.unwrap();
+                    times += 1;
+                }
+                (longest, times)
+            });
+        }
+    }
+    let outcomes = crowd.join_all().await;
+    let longest = outcomes.iter().map(|(longest, _)| *longest).max().unwrap();
+    let times: u32 = outcomes.iter().map(|(_, times)| times).sum();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    for master in &world.masters {
+        let counter = master.cli(&["GET", "lockkit#fence:{lockkit:a}"]).unwrap();
+        let ahead = Duration::from_micros(counter.parse().unwrap()).saturating_sub(now);
+        assert!(
+            ahead <= longest + 100 * MS,
+            "{ahead:?} ahead after {times} holds, none of which took longer than {longest:?}"
+        );
+    }
+    assert!(times > 100, "a vacuous pass: {times}");
+}
+
+/// An operator's mistake at one master.
+#[tokio::test]
+async fn a_counter_that_is_about_to_end_takes_no_other_lock_along() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let client = world.client().await;
+    let last = (1_u64 << 52) - 100;
+    world.masters[0]
+        .cli(&["SET", "lockkit#fence:{lockkit:a}", &last.to_string()])
+        .unwrap();
+    let mut seen = 0;
+    while seen < last {
+        let held = lock(&client, "a", LONG).acquire().await.unwrap();
+        seen = held.token().get();
+        held.release().await.unwrap();
+        if seen < last {
+            // As if another client had been there, so that this one hears what each has.
+            let ahead = (seen + 1_000_000).to_string();
+            world.masters[1]
+                .cli(&["SET", "lockkit#fence:{lockkit:a}", &ahead])
+                .unwrap();
+        }
+    }
+    let other = lock(&client, "b", LONG).acquire().await.unwrap();
+    assert!(
+        other.token().get() < last / 2,
+        "{} goes on above {last}",
+        other.token()
+    );
+    other.release().await.unwrap();
 }
