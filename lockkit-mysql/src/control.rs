@@ -53,6 +53,16 @@ pub(crate) struct Term {
     pub(crate) session: u64,
 }
 
+/// A session that has been given up, and has to be ended.
+#[derive(Clone, Debug)]
+pub(crate) struct GivenUp {
+    pub(crate) id: u64,
+    /// In which that id means it.
+    pub(crate) term: Term,
+    /// The lock of the server's own that it has.
+    pub(crate) mark: String,
+}
+
 /// What came of ending a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Killed {
@@ -151,6 +161,19 @@ impl Control {
     /// Ends what the session of this id is at, on the same terms.
     pub(crate) async fn interrupt(&self, operation: &'static str, id: u64, term: &Term) -> Result<Killed> {
         self.end(operation, format!("KILL QUERY {id}"), term).await
+    }
+
+    /// Ends one that has been given up, by its mark if its id may be another's by now. What is not found so may be at another server.
+    pub(crate) async fn end_given_up(&self, operation: &'static str, session: &GivenUp) -> Result<Killed> {
+        match self.kill(operation, session.id, &session.term).await? {
+            Killed::Unknown => {}
+            known => return Ok(known),
+        }
+        let kill = format!("KILL IS_USED_LOCK('{}')", session.mark);
+        match self.kill_by(operation, kill).await? {
+            Killed::Now => Ok(Killed::Now),
+            _ => Ok(Killed::Unknown),
+        }
     }
 
     async fn end(&self, operation: &'static str, kill: String, term: &Term) -> Result<Killed> {

@@ -17,7 +17,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::{
     NAME, Shared,
-    control::{NIGHT, Term},
+    control::{GivenUp, NIGHT, Term},
     fault::{self, code},
     key::{Key, hexadecimal, literal},
     require_runtime,
@@ -63,7 +63,7 @@ pub(crate) struct LeaseClaim {
     /// Whether the session may have the turnstile.
     has_queued: bool,
     /// A session that has been given up while it waited for the lock, or tried to take it, and has to be ended.
-    doomed: Option<(u64, Term)>,
+    doomed: Option<GivenUp>,
     /// The session that had the bell when this claim let go of the lock.
     sleeper: Option<u64>,
     /// Whether the latest request was sent more than once, so that its answer may be that to a repetition.
@@ -172,13 +172,17 @@ impl LeaseClaim {
         self.shared.sessions.forget();
         let session = self.session.take();
         if matches!(self.stage, Stage::Out) && self.is_known {
-            self.doomed = session.map(|session| (session.id, session.term.clone()));
+            self.doomed = session.map(Session::give_up);
         }
     }
 
     async fn end_the_doomed(&mut self, operation: &'static str) -> Result<()> {
-        if let Some((id, term)) = &self.doomed {
-            self.shared.sessions.control.kill(operation, *id, term).await?;
+        if let Some(doomed) = &self.doomed {
+            self.shared
+                .sessions
+                .control
+                .end_given_up(operation, doomed)
+                .await?;
             self.doomed = None;
         }
         Ok(())
@@ -241,10 +245,7 @@ impl LeaseClaim {
 
     fn give_up_waiting(&mut self) {
         self.stage = Stage::Out;
-        self.doomed = self
-            .session
-            .take()
-            .map(|session| (session.id, session.term.clone()));
+        self.doomed = self.session.take().map(Session::give_up);
     }
 
     fn lease(&self) -> Lease {

@@ -16,7 +16,7 @@ use tokio::{
 
 use crate::{
     NAME, Shared,
-    control::{Killed, Term},
+    control::{GivenUp, Killed},
     fault::{self, code},
     fence::Taken,
     require_runtime, server,
@@ -66,7 +66,7 @@ enum Stage {
     /// It is being rolled back.
     RollingBack { held: bool },
     /// It is to be ended by force.
-    Ending { id: u64, term: Term, held: bool },
+    Ending { session: GivenUp, held: bool },
 }
 
 /// What a step of an attempt came to.
@@ -618,8 +618,7 @@ impl RowClaim {
     fn end(&mut self, held: bool) {
         self.stage = match self.session.take() {
             Some(session) => Stage::Ending {
-                id: session.id,
-                term: session.term.clone(),
+                session: session.give_up(),
                 held,
             },
             None => Stage::Out,
@@ -629,10 +628,11 @@ impl RowClaim {
 
     /// The connection of a hold broke: whether the server ended the session, and still serves others, or not.
     async fn why_it_ended(&mut self) -> LossReason {
-        let Stage::Ending { id, term, .. } = &self.stage else {
+        let Stage::Ending { session, .. } = &self.stage else {
             return LossReason::Disconnected;
         };
-        match self.shared.sessions.control.kill("renew", *id, term).await {
+        let control = &self.shared.sessions.control;
+        match control.kill("renew", session.id, &session.term).await {
             Ok(Killed::Before) => LossReason::Revoked,
             _ => LossReason::Disconnected,
         }
@@ -705,11 +705,18 @@ impl RowClaim {
                 }
             }
         }
-        let Stage::Ending { id, term, held } = &self.stage else {
+        let Stage::Ending { session, held } = &self.stage else {
             return Ok(());
         };
         let held = *held;
-        let killed = self.shared.sessions.control.kill("release", *id, term).await?;
+        let control = &self.shared.sessions.control;
+        let mut killed = control.kill("release", session.id, &session.term).await?;
+        if killed == Killed::Unknown {
+            // It may be that no server is to be reached, and a connection that is closed ends its session by itself, but not while that
+            // waits.
+            let ended = timeout(REPLY_TAKES, control.end_given_up("release", session)).await;
+            killed = ended.map_or(killed, |ended| ended.unwrap_or(killed));
+        }
         self.stage = Stage::Out;
         if was_gone {
             return Err(self.lost(LossReason::Revoked));

@@ -19,7 +19,7 @@ use tokio::{
 use crate::{
     NAME,
     alarm::Alarm,
-    control::{Control, IDENTITY, Options, Term},
+    control::{Control, GivenUp, IDENTITY, Options, Term},
     fault,
     server::Flavour,
     wire::{Reply, Wire, column},
@@ -44,6 +44,8 @@ pub(crate) struct Session {
     pub(crate) id: u64,
     /// That of the control connection when this one was begun.
     pub(crate) term: Term,
+    /// The lock of the server's own that it has, and that no other ever had.
+    mark: String,
     /// The seconds of silence that the server bears. `None` from before it is told until it has said that it was: whoever told
     /// it may be dropped in between.
     seconds: Option<u32>,
@@ -258,15 +260,17 @@ impl Sessions {
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
              SET SESSION autocommit=0, completion_type=0, wait_timeout={seconds}, innodb_lock_wait_timeout=30, \
-             lock_wait_timeout=2, {limits}; \
-             SELECT CONNECTION_ID(), CAST(@@wait_timeout AS UNSIGNED), {IDENTITY}"
+             lock_wait_timeout=2, {limits}, @lockkit_mark=CONCAT('lockkit-session:', UUID()); \
+             SELECT CONNECTION_ID(), CAST(@@wait_timeout AS UNSIGNED), {IDENTITY}, @lockkit_mark, \
+             GET_LOCK(@lockkit_mark, 0)"
         );
         let reply = wire.ask(setup).await.map_err(during)?;
         let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).map_err(during)?;
-        let (id, kept, identity): (u64, u64, String) = (
+        let (id, kept, identity, mark): (u64, u64, String, String) = (
             column(row, 0).map_err(during)?,
             column(row, 1).map_err(during)?,
             column(row, 2).map_err(during)?,
+            column(row, 3).map_err(during)?,
         );
         if kept != u64::from(seconds) {
             return Err(Error::unsupported(
@@ -294,6 +298,7 @@ impl Sessions {
             wire,
             id,
             term,
+            mark,
             seconds: Some(seconds),
             setting: None,
             prepares: true,
@@ -425,6 +430,15 @@ impl Session {
     /// The answer that is here and that nobody has taken, if it is an error.
     pub(crate) fn failure(&mut self) -> Option<&sqlx::Error> {
         self.wire.answered()?.as_ref().err()
+    }
+
+    /// Closes the connection, and says what is to be ended.
+    pub(crate) fn give_up(self) -> GivenUp {
+        GivenUp {
+            id: self.id,
+            term: self.term,
+            mark: self.mark,
+        }
     }
 
     /// Says goodbye, so that the server logs no aborted connection. Another may be begun in its place meanwhile.

@@ -31,6 +31,7 @@ for_each_flavour! {
     a_stopped_holder_is_followed_at_the_end_of_its_lease
     a_blackholed_holder_is_told_before_it_is_followed
     a_killed_writer_keeps_readers_out_for_half_a_minute
+    a_writer_that_gives_up_keeps_no_readers_out
     a_waiter_granted_in_the_dark_reports_no_success
     a_waiter_that_is_cut_off_waits_anew
     a_next_in_line_that_is_gone_keeps_a_lease_for_seconds_at_most
@@ -43,6 +44,7 @@ for_each_flavour! {
     a_release_whose_reply_is_lost_is_no_loss
     a_release_that_is_asked_again_wakes_the_next_in_line
     a_release_that_comes_late_frees_no_later_hold
+    an_attempt_that_comes_late_takes_nothing
     a_release_wakes_the_next_also_where_many_sleep
     connections_that_are_reset_again_and_again
     a_hold_whose_connections_break_is_told_at_once
@@ -173,6 +175,34 @@ async fn a_killed_writer_keeps_readers_out_for_half_a_minute(flavour: Flavour) {
     assert!(refused, "a writer that waits is passed over");
     reads.check().unwrap();
     also_reads.unwrap().release().await.unwrap();
+}
+
+/// Also if the connection that ends sessions has ended since that one's was begun.
+async fn a_writer_that_gives_up_keeps_no_readers_out(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let reader = client(server.addr(), Mode::ForUpdate).await;
+    let lock = reader.lock("a").unwrap().shared();
+    let reads = lock.acquire().await.unwrap();
+    // One for itself, one that holds, one to hear of breaks.
+    eventually("all are there", async || admin.sessions().await.len() == 3).await;
+    let others = admin.sessions().await;
+    let impatient = client(server.addr(), Mode::ForUpdate).await;
+    let sessions = admin.sessions().await;
+    let control = sessions.iter().find(|id| !others.contains(id)).unwrap();
+    let writer = Waiter::of(impatient.lock("a").unwrap());
+    waits(&reader, "a").await;
+    admin.run(&format!("KILL {control}")).await;
+    writer.abort();
+    impatient.close(Duration::from_secs(20)).await.unwrap();
+    let given_up = Stopwatch::start();
+    lock.acquire().await.unwrap().release().await.unwrap();
+    let took = given_up.elapsed();
+    assert!(
+        took < Duration::from_secs(10),
+        "{took:?} behind a writer that has given up"
+    );
+    reads.release().await.unwrap();
 }
 
 async fn a_blackholed_holder_is_told_before_it_is_followed(flavour: Flavour) {
@@ -559,6 +589,30 @@ async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
     assert!(second.is_none(), "granted beside its holder: {second:?}");
     claim.release().await.unwrap();
     cycle(&other, &name).await;
+}
+
+/// It was given up on its way, and the connection that ends sessions has ended since it was begun.
+async fn an_attempt_that_comes_late_takes_nothing(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let other = client(server.addr(), Mode::Lease).await;
+    cycle(&other, "a").await;
+    let others = admin.sessions().await;
+    let (addr, mut attempt) = hold_back(server.addr(), "token=latest+1").await.unwrap();
+    let unlucky = client(addr, Mode::Lease).await;
+    let sessions = admin.sessions().await;
+    let control = sessions.iter().find(|id| !others.contains(id)).unwrap();
+    let options = AcquireOptions::new().op_timeout(Duration::from_millis(200));
+    let lock = unlucky.lock("a").unwrap().with_options(options);
+    let trying = tokio::spawn(async move { lock.try_acquire().await });
+    attempt.came().await;
+    admin.run(&format!("KILL {control}")).await;
+    assert!(trying.await.unwrap().unwrap_err().is_transient());
+    unlucky.close(Duration::from_secs(20)).await.unwrap();
+    attempt.deliver().await.unwrap();
+    let state = other.inspect("a").await.unwrap();
+    assert!(state.holders.is_empty(), "nobody holds: {state:?}");
+    cycle(&other, "a").await;
 }
 
 /// On MariaDB, who is woken from a `SLEEP` while another sleeper comes or goes stands still for two seconds.
