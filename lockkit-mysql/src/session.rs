@@ -86,6 +86,9 @@ pub(crate) struct Sessions {
     /// So many of these may be waiting ones, which leaves some for holders.
     places: Arc<Semaphore>,
     most: u32,
+    /// The longest silence that a server was seen to bear, in seconds, and in which term of the control connection: it may keep less
+    /// of a longer one than it is told.
+    borne: Mutex<(u64, u32)>,
 }
 
 impl Sessions {
@@ -100,6 +103,7 @@ impl Sessions {
             turns: Arc::new(Semaphore::new(most as usize)),
             places: Arc::new(Semaphore::new((most - for_holders(most)) as usize)),
             most,
+            borne: Mutex::default(),
         }
     }
 
@@ -231,6 +235,11 @@ impl Sessions {
         idle.retain(|session| !session.ends_within(ENDS_SOON) && self.control.is_latest(&session.term));
         let fits = idle.iter().rposition(|session| session.bears(seconds));
         let last = idle.len().checked_sub(1)?;
+        if seconds > self.borne().1 {
+            // A new one says whether it is borne, and needs a place.
+            idle.pop();
+            return None;
+        }
         Some(idle.swap_remove(fits.unwrap_or(last)))
     }
 
@@ -294,6 +303,11 @@ impl Sessions {
                 ),
             ));
         }
+        {
+            let mut borne = self.borne();
+            let longest = if borne.0 == term.number { borne.1 } else { 0 };
+            *borne = (term.number, longest.max(seconds));
+        }
         Ok(Session {
             wire,
             id,
@@ -308,6 +322,10 @@ impl Sessions {
             turn: None,
             place: None,
         })
+    }
+
+    fn borne(&self) -> std::sync::MutexGuard<'_, (u64, u32)> {
+        self.borne.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Session>> {

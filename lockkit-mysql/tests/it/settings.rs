@@ -21,6 +21,7 @@ for_each_flavour! {
     a_cancelled_ttl_stays_with_no_session
     a_primary_that_is_demoted_grants_nothing
     a_demoted_primary_lets_waiters_fail
+    a_lease_that_the_server_shortens_is_refused
     a_server_that_comes_back_with_short_time_outs
     a_server_that_comes_back_read_only
     a_server_that_comes_back_with_few_connections
@@ -237,6 +238,20 @@ async fn replaced(flavour: Flavour, mode: Mode, options: &[&str]) -> (Proxy, Loc
     let proxy = Proxy::start(old.addr()).unwrap();
     let client = client(proxy.addr(), mode).await;
     (proxy, client, old, new)
+}
+
+/// It lets no session be silent for longer, whatever that asks for.
+async fn a_lease_that_the_server_shortens_is_refused(flavour: Flavour) {
+    let server = private(flavour, &["--maximum-wait-timeout=61"]);
+    let mut config = config(server.addr());
+    config.max_connections = 1;
+    let client = connect(config).await.unwrap();
+    cycle(&client, "a").await;
+    let options = AcquireOptions::new().ttl(Duration::from_mins(2));
+    let lock = client.lock("a").unwrap().with_options(options);
+    let refused = lock.try_acquire().await.unwrap_err();
+    assert!(matches!(refused, Error::Unsupported { .. }), "{refused:?}");
+    cycle(&client, "a").await;
 }
 
 /// The time-outs of a lock's session are its own.
