@@ -272,10 +272,17 @@ impl Court<'_> {
         };
         let granted = hold.answered();
         let young = nanos(young + self.story.stood_still);
+        // Its release is confirmed when a majority knows of it, and reaches the others a little later.
+        let over = |other: &Record| {
+            let end = other.acquisition.released.or(other.acquisition.until);
+            end.unwrap_or_default()
+                .saturating_add(young)
+                .max(other.answered())
+        };
         let contends = |other: &&&Record| {
             !std::ptr::eq(**other, hold)
                 && other.acquisition.asked <= granted
-                && other.answered() >= hold.acquisition.asked
+                && over(other) >= hold.acquisition.asked
         };
         let is_bare_for = |other: &Record| {
             let alive = self.pause_before(other, granted).is_none();

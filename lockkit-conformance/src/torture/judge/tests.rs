@@ -184,6 +184,13 @@ fn two_inside_are_excused_where_the_older_had_nothing_to_spare() {
     let mut alone = overlap(1.12);
     alone.records[1].acquisition.asked = at(1.11);
     assert_eq!(found(&alone), [Law::Exclusion], "nobody contended for it");
+    for record in &mut alone.records {
+        record.acquisition.granted = record.acquisition.granted.map(|(at, token)| (at, token + 1));
+    }
+    alone.records.insert(0, hold(4, X, 0.5, 0.5, 0.97, 1));
+    assert_eq!(found(&alone), [], "a release was on its way to some");
+    alone.records[0] = hold(4, X, 0.5, 0.5, 0.9, 1);
+    assert_eq!(found(&alone), [Law::Exclusion], "all knew of the release");
     let mut late = overlap(1.12);
     late.records[0].acquisition.until = Some(at(1.9));
     late.records[0].acquisition.released = Some(at(1.9));
