@@ -614,6 +614,10 @@ fn a_failure_of_a_healthy_server_is_found() {
     (record.fared, record.error) = (Fared::Failed, "no answer".to_owned());
     let mut story = story(vec![record]);
     assert_eq!(found(&story), [Law::Failure]);
+    story.records[0].error = "the last attempt failed: no answer in time from the server".to_owned();
+    assert_eq!(found(&story), [], "it had a tenth of a second");
+    story.records[0].acquisition.gave_up = Some(at(2.1));
+    assert_eq!(found(&story), [Law::Failure], "it had its time");
     story.schedule.strikes.push(Strike {
         at: 0,
         fault: "pause".to_owned(),
