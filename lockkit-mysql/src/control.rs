@@ -57,7 +57,7 @@ pub(crate) struct Term {
 #[derive(Clone, Debug)]
 pub(crate) struct GivenUp {
     pub(crate) id: u64,
-    /// In which that id means it.
+    /// The term in which that id means it.
     pub(crate) term: Term,
     /// The lock of the server's own that it has.
     pub(crate) mark: String,

@@ -44,7 +44,7 @@ pub(crate) const PASSED_OVER_WITHIN: Duration =
 /// How long a session that has been woken may take to say so before it is killed. A second blow while MariaDB deals with
 /// the first can keep both, and with them the turnstile, for two seconds.
 const ANSWERS_WITHIN: Duration = Duration::from_millis(10);
-/// How long a release waits for the answer that the next in line was woken.
+/// The time that a release waits for the answer that the next in line was woken.
 const WAKES_WITHIN: Duration = Duration::from_millis(200);
 /// How long the server bears the silence of a session that is kept for the next request, in seconds.
 pub(crate) const SECONDS: u32 = 60;

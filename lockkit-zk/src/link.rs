@@ -114,7 +114,7 @@ impl Life {
         self.number
     }
 
-    /// When it began.
+    /// The moment at which it began.
     pub(crate) fn since(&self) -> Instant {
         self.since
     }

@@ -20,7 +20,7 @@ use crate::{
 
 /// How long a waiter may take to come when it is its turn.
 const COMES_WITHIN: Duration = Duration::from_secs(1);
-/// How long an attempt may stand still, or a hold be over and its node be there, at least.
+/// The time that an attempt may stand still, or a hold be over and its node be there, at least.
 const GOES_ON_WITHIN: Duration = Duration::from_secs(10);
 
 /// A node, and when it was last looked after.

@@ -33,7 +33,7 @@ pub(crate) struct SimpleClaim {
     path: String,
     /// How the data of its own node begin: differently for each that it asks for, so that what removes one spares the next.
     mark: String,
-    /// How many nodes it has asked for.
+    /// The number of nodes that it has asked for.
     asked: u32,
     place: Option<Place>,
     /// While it waits: the watch of whoever holds.

@@ -57,7 +57,7 @@ impl Told {
         }
     }
 
-    /// The same for a holder whose renewals are not answered.
+    /// The time for a holder whose renewals are not answered: the end of its lease instead of its next renewal.
     #[must_use]
     pub const fn unanswered(self) -> Self {
         match self {

@@ -318,7 +318,7 @@ impl Court<'_> {
         })
     }
 
-    /// When a holder is told what happened. A renewal that some do not answer tells nothing where those who do are too few.
+    /// The time within which a holder is told what happened. A renewal that some do not answer tells nothing where those who do are too few.
     fn told(&self, struck: &Struck, told: Told) -> Told {
         let is_of_few = struck.fault.is_some_and(|fault| fault.bare.is_some());
         if is_of_few && self.is_beside(struck) {
@@ -384,7 +384,7 @@ impl Court<'_> {
         self.story.breaks.iter().any(broken) && self.records.iter().any(heir)
     }
 
-    /// When counters of tokens began anew.
+    /// The moments at which counters of tokens began anew.
     fn restarts(&self) -> impl Iterator<Item = Nanos> {
         let struck = self.story.struck.iter();
         let restarts = struck.filter(|struck| struck.fault.is_some_and(|fault| fault.restarts));
@@ -839,7 +839,7 @@ impl Court<'_> {
     }
 }
 
-/// When the server answered which clients. What they had asked before was there then: requests of a client are in order.
+/// The answers of the server to each client. What it had asked before was there then: requests of a client are in order.
 #[derive(Debug, Default)]
 struct Heard(HashMap<(u32, u32), Vec<(Nanos, Nanos)>>);
 
@@ -865,7 +865,7 @@ impl Heard {
         Self(heard)
     }
 
-    /// When the client of `record` first had an answer to what it asked after `moment`.
+    /// The first answer that the client of `record` had to what it asked after `moment`.
     fn after(&self, record: &Record, moment: Nanos) -> Nanos {
         let answers = self.0.get(&(record.process, record.client));
         let answers = answers.map_or(&[][..], Vec::as_slice);

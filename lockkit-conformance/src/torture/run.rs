@@ -972,7 +972,7 @@ pub(crate) fn read_part(process: &str, origin: &str, path: &str) -> Result<Part,
     })
 }
 
-/// In µs since 1970.
+/// The wall clock in µs since 1970.
 fn wall_clock() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)

@@ -490,7 +490,7 @@ impl Plot {
     }
 }
 
-/// How many ways there are to the deployment.
+/// The number of ways to the deployment.
 fn ways(shape: &Shape) -> u32 {
     let ways = shape.faults.iter().filter(|fault| fault.way);
     ways.map(|fault| fault.places).max().unwrap_or_default().max(1)
@@ -580,7 +580,7 @@ struct Mood {
     forgets: bool,
     /// Something changes for good, and who held before may be there for long after it.
     lasting: bool,
-    /// How many ways there are to the deployment.
+    /// The number of ways to the deployment.
     ways: u32,
     span: Millis,
 }

@@ -85,7 +85,7 @@ pub struct Features {
 }
 
 impl Features {
-    /// How many µs pass from one tick of a client's clock to the next.
+    /// The µs from one tick of a client's clock to the next.
     pub(crate) fn tick(&self) -> u64 {
         if self.coarse { 4_000 } else { 1 }
     }

@@ -52,10 +52,10 @@ impl Rules {
     }
 }
 
-/// In µs, about the year 2100: a clock, or a counter, that has been set to more than this must not use up the numbers.
+/// About the year 2100, in µs: a clock, or a counter, that has been set to more than this must not use up the numbers.
 pub(crate) const LAST_CLOCK: u64 = (1 << 52) - (1 << 48);
 
-/// When an acquisition began, with its first round.
+/// The beginning of an acquisition, which is that of its first round.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Beginning {
     pub(crate) at: Duration,

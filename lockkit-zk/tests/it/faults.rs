@@ -348,7 +348,7 @@ async fn contenders_that_keep_losing_their_connection_get_on() {
     contend(&raw, &name, 0).await;
 }
 
-/// When a client is cut off, after its last grant.
+/// The moment at which a client is cut off, after its last grant.
 #[derive(Clone, Copy, Debug)]
 enum Moment {
     After(Duration),

@@ -119,7 +119,7 @@ async fn a_session_that_is_granted_less_is_told_in_time() {
 
 /// Who has the claim for a renewal by hand, and does not look, keeps the holder from being told so.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_session_that_is_granted_less_is_told_late_behind_a_renewal_that_somebody_forgot() {
+async fn a_shorter_session_is_told_late_behind_a_forgotten_renewal() {
     if no_zookeeper() {
         return;
     }
@@ -759,7 +759,7 @@ async fn who_is_closed_while_away_comes_back_for_its_session() {
 
 /// One whose connection is dead, which it need not know, or dies with the last word on it, ends its session over another.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_is_closed_on_a_dead_connection_ends_its_session_over_another() {
+async fn who_is_closed_on_a_dead_connection_ends_its_session() {
     if no_zookeeper() {
         return;
     }
