@@ -369,19 +369,21 @@ impl Court<'_> {
             || breaks.any(|(_, from, to)| on_the_way(*from, *to, REVOKED))
     }
 
-    /// Says whether somebody ended the hold from outside, and it was passed on to a waiter of its client all the same: its server
-    /// was not asked at its release.
-    fn is_passed_on_broken(&self, record: &Record) -> bool {
+    /// Says whether somebody ended the hold from outside before it was released.
+    fn is_broken(&self, record: &Record) -> bool {
         let a = &record.acquisition;
-        let broken = |(lock, from, to): &(String, Nanos, Nanos)| {
+        self.story.breaks.iter().any(|(lock, from, to)| {
             *lock == a.lock && *to >= a.asked && a.released.is_some_and(|released| *from <= released)
-        };
-        let heir = |other: &&Record| {
+        })
+    }
+
+    /// Says whether the hold was passed on to a waiter of its client, so that its server was not asked at its release.
+    fn is_passed_on(&self, record: &Record) -> bool {
+        self.records.iter().any(|other| {
             (other.process, other.client) == (record.process, record.client)
-                && other.acquisition.lock == a.lock
+                && other.acquisition.lock == record.acquisition.lock
                 && other.token() == record.token() + 1
-        };
-        self.story.breaks.iter().any(broken) && self.records.iter().any(heir)
+        })
     }
 
     /// The moments at which counters of tokens began anew.
@@ -483,7 +485,7 @@ impl Court<'_> {
             record.over == Over::Released
                 && is_exclusive(record)
                 && !self.is_restarted(record)
-                && !self.is_passed_on_broken(record)
+                && !(self.is_broken(record) && self.is_passed_on(record))
         };
         for rightful in self.records.iter().filter(good) {
             let Some((_, wrote)) = rightful.sure() else {
@@ -492,7 +494,9 @@ impl Court<'_> {
             let before = seen.partition_point(|(from, _)| *from < wrote);
             let highest = before.checked_sub(1).map(|last| seen[last].1);
             let higher = highest.filter(|highest| highest.token() > rightful.token());
-            if let Some(other) = higher.filter(|higher| !self.in_two_places(rightful, higher)) {
+            let dropped = |higher: &&Record| self.is_passed_on(rightful) && self.excused(rightful, higher);
+            let higher = higher.filter(|higher| !dropped(higher) && !self.in_two_places(rightful, higher));
+            if let Some(other) = higher {
                 let detail = format!(
                     "the resource refuses {}, since {} came before, and only one of them can have held",
                     describe(rightful),

@@ -323,6 +323,23 @@ fn a_zombies_higher_token_is_found() {
     assert_eq!(found(&excused), []);
 }
 
+/// A release that passes a hold on asks no server, and so does not say that the server had dropped it.
+#[test]
+fn a_dropped_hold_that_was_passed_on_was_not_confirmed() {
+    let dropped = hold(1, X, 0.1, 0.1, 1.0, 8);
+    let mut heir = hold(1, X, 0.2, 1.0, 1.1, 9);
+    heir.over = Over::Lost;
+    let mut passed_on = story(vec![dropped, hold(0, X, 0.0, 0.5, 2.0, 10), heir]);
+    let fault = Fault::new("reset").excuses_overlap(Told::Within(Duration::from_secs(3)));
+    passed_on.struck = vec![struck(fault, 0.3, 0.6)];
+    assert_eq!(found(&passed_on), []);
+    passed_on.records[2].client = 2;
+    assert_eq!(found(&passed_on), [Law::Fencing], "to a waiter of another client");
+    passed_on.records[2].client = 1;
+    passed_on.struck.clear();
+    assert_eq!(found(&passed_on), [Law::Exclusion], "there was no fault");
+}
+
 #[test]
 fn a_lock_left_free_under_a_waiter_is_found() {
     let records = |granted| {
