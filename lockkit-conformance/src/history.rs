@@ -602,6 +602,8 @@ fn notice(by_grant: &[&Acquisition], limits: &Limits) -> Result<(), Found> {
             _ if a.died.is_some() => None,
             (Some(broken), Some(lost)) => (lost > broken.saturating_add(nanos(limits.detection)))
                 .then(|| format!("told of its loss at {lost}, but the server dropped it at {broken}")),
+            // What was granted after the break may have been granted anew.
+            (Some(broken), None) if broken <= granted => None,
             (Some(broken), None) => {
                 let released = a
                     .released

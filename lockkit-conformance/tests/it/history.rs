@@ -284,6 +284,11 @@ fn notice() {
     accepts(vec![broken(Some(500 * MS)), next.clone()]);
     rejects(Property::Notice, vec![broken(Some(1_500 * MS)), next.clone()]);
     rejects(Property::Notice, vec![broken(None), next.clone()]);
+    let mut anew = exclusive(1, 1, [0, 11, 2_000 * MS]);
+    anew.broken = Some(10);
+    accepts(vec![anew.clone()]);
+    anew.broken = Some(12);
+    rejects(Property::Notice, vec![anew]);
     let mut dead = broken(None);
     dead.died = Some(15);
     accepts(vec![dead, next]);

@@ -263,8 +263,20 @@ mod file {
         let client = LockClient::new(open(dir.path()).await);
         let lock = client.lock("a").unwrap();
         // Several times the ttl that it asked for.
-        let late = lock.acquire_timeout(300 * MS).await;
-        assert!(late.is_err_and(|err| err.is_timeout()));
+        let mut late = lock.acquire_timeout(300 * MS).await;
+        for _ in 0..50 {
+            // A busy machine may not say in time that it is taken.
+            if late
+                .as_ref()
+                .is_err_and(|err| err.is_transient() && !err.is_timeout())
+            {
+                late = lock.acquire_timeout(300 * MS).await;
+            }
+        }
+        assert!(
+            late.as_ref().is_err_and(lockkit_core::Error::is_timeout),
+            "{late:?}"
+        );
         holder.signal(Signal::KILL);
         lock.acquire_timeout(20 * SECOND)
             .await
