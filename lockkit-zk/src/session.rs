@@ -222,13 +222,25 @@ impl Reach {
 impl Session {
     /// Opens a session.
     pub(crate) async fn open(config: &ZkConfig, reach: &Reach, space: &Space) -> Result<Self> {
-        let runtime = Handle::try_current().map_err(|_| Fault::NoRuntime)?;
         let asleep = asleep();
         let (link, sent) = reach.open().await?;
+        Self::on(link, (sent, asleep), config, reach, space).await
+    }
+
+    /// A session that this connection has opened; it was asked for then, when the machine had slept so much.
+    async fn on(
+        link: Link,
+        (sent, asleep): (Instant, Duration),
+        config: &ZkConfig,
+        reach: &Reach,
+        space: &Space,
+    ) -> Result<Self> {
+        let runtime = Handle::try_current().map_err(|_| Fault::NoRuntime)?;
         let timeout = link.timeout();
         check_session_timeout(timeout, config.tick_time, "granted by the server")
             .map_err(Fault::ShortSession)?;
         *lock(&reach.granted) = timeout;
+        let link = Arc::new(link);
         let info = link.client.session().clone();
         let id = info.id().0;
         let proof = Proof::opened(timeout, config.tick_time, link.life().number(), sent);
@@ -239,7 +251,7 @@ impl Session {
                 timeout,
                 ..reach.clone()
             },
-            link: watch::Sender::new(Some(Arc::new(link))),
+            link: watch::Sender::new(Some(link.clone())),
             news: watch::Sender::new(News {
                 proof,
                 asleep,
@@ -257,7 +269,7 @@ impl Session {
             closing: watch::Sender::new(false),
             done: watch::Sender::new(None),
         });
-        let link = core.link().await?;
+        // With this connection or not at all: so far nobody makes another.
         core.make_beat_node(&link).await?;
         runtime.spawn(keep(Ends(core.clone())));
         Ok(Self { core })
@@ -1150,5 +1162,23 @@ mod tests {
         assert_eq!(proven - session.proven_until(), SLEPT);
         let again = within(Duration::from_secs(60), session.proven_beyond(proven)).await;
         assert!(again.is_ok() && session.over().is_none(), "it lives on");
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn an_opening_whose_connection_is_lost_fails() {
+        if lockkit_testbed::skipped("zk", zookeeper::missing()) {
+            return;
+        }
+        let server = ZkServer::plain().unwrap();
+        let mut config = ZkConfig::new(server.addr().to_string());
+        (config.session_timeout, config.tick_time) = (Duration::from_secs(20), ZkServer::TICK);
+        let reach = Reach::new(&config, &config.check().unwrap());
+        let space = Space::new("", "lost");
+        let (link, sent) = reach.open().await.unwrap();
+        link.cut().await;
+        let opening = Session::on(link, (sent, asleep()), &config, &reach, &space);
+        let opened = within(Duration::from_secs(60), opening).await;
+        let fault = opened.expect("it waits for no other connection").unwrap_err();
+        assert!(fault.during("connect").is_transient());
     }
 }
