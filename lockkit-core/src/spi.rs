@@ -15,7 +15,7 @@
 use std::{fmt, num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 use crate::{Capabilities, Error, Kind, LockName, LockState, LossReason, Result};
 
@@ -56,6 +56,10 @@ impl Lease {
         self.length.and_then(|length| self.since.checked_add(length))
     }
 }
+
+/// Until when a session proves its holds at most, or why it has ended. Whoever has a receiver of it is to be woken when that
+/// becomes earlier, and need not be when it becomes later.
+pub type SessionProof = watch::Receiver<std::result::Result<Instant, LossReason>>;
 
 /// For how long this machine has been suspended since it was booted, where the operating system tells (Linux), else zero.
 ///
@@ -296,6 +300,12 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// # Cancel safety
     /// Remembers events that came since the last `attempt` or `renew` began, so that dropping it loses none.
     async fn notified(&mut self);
+
+    /// The proof of the session that the hold which was granted ends with, where one session proves many. The driver heeds
+    /// it besides the lease, and also while the claim is lent to a renewal that nobody polls.
+    fn session(&self) -> Option<SessionProof> {
+        None
+    }
 
     /// The hold has been passed to another waiter of this client, without a word to the server, and has this one of the
     /// [tokens](Grant::tokens) from now on. For a backend that says at the server which token is in use; it does no I/O

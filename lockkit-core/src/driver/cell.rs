@@ -19,7 +19,9 @@ use std::{
     time::Duration,
 };
 
-use crate::{LossReason, driver::moment::Moment, sync::Mutex};
+use tokio::time::Instant;
+
+use crate::{LossReason, driver::moment::Moment, spi::SessionProof, sync::Mutex};
 
 /// Where a hold is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +43,8 @@ pub(crate) struct HoldCell<C> {
 struct State<C> {
     phase: Phase,
     valid_until: Option<Moment>,
+    /// What it ends with besides, whatever was told last.
+    session: Option<SessionProof>,
     /// The length of the lease when a renewal last proved it.
     renewed_for: Option<Duration>,
     renewal_failing: bool,
@@ -118,10 +122,27 @@ impl<C> State<C> {
     }
 
     fn expire(&mut self, now: Moment) -> Wakes {
-        if self.alive() && self.valid_until.is_some_and(|end| now.has_reached(end)) {
+        if !self.alive() {
+            return Wakes::default();
+        }
+        if let Some(Err(reason)) = self.session_proof() {
+            return self.latch(reason);
+        }
+        if self.end(now).is_some_and(|end| now.has_reached(end)) {
             return self.latch(LossReason::Expired);
         }
         Wakes::default()
+    }
+
+    /// The end of its lease, or of what its session still proves.
+    fn end(&self, now: Moment) -> Option<Moment> {
+        let proven = self.session_proof().and_then(Result::ok);
+        let ends = [self.valid_until, proven.map(|proven| now.end_of_hold(proven))];
+        ends.into_iter().flatten().min_by_key(|end| end.seen_from(now))
+    }
+
+    fn session_proof(&self) -> Option<Result<Instant, LossReason>> {
+        self.session.as_ref().map(|session| *session.borrow())
     }
 
     fn rouse(&mut self) -> Option<Waker> {
@@ -136,6 +157,7 @@ impl<C> HoldCell<C> {
             state: Mutex::new(State {
                 phase,
                 valid_until,
+                session: None,
                 renewed_for: None,
                 renewal_failing: false,
                 parked: Some(claim),
@@ -148,6 +170,17 @@ impl<C> HoldCell<C> {
                 next_watcher: 0,
             }),
         }
+    }
+
+    /// Has it end with what its session proves, too.
+    pub(crate) fn bound_by(self, session: Option<SessionProof>) -> Self {
+        self.state.lock().session = session;
+        self
+    }
+
+    /// What it is bound by besides its lease.
+    pub(crate) fn session(&self) -> Option<SessionProof> {
+        self.state.lock().session.clone()
     }
 
     /// Runs `f` on the state with everything that is due at `now` already done, then wakes whom that concerns.
@@ -173,8 +206,14 @@ impl<C> HoldCell<C> {
         self.state.lock().phase
     }
 
+    /// The end that it was told last.
     pub(crate) fn valid_until(&self) -> Option<Moment> {
         self.state.lock().valid_until
+    }
+
+    /// The end of it, as far as is known at `now`.
+    pub(crate) fn end(&self, now: Moment) -> Option<Moment> {
+        self.state.lock().end(now)
     }
 
     /// The length of the lease when a renewal last proved it; `None` if none has yet.

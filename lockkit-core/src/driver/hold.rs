@@ -62,7 +62,7 @@ impl Record {
     /// The local end of its lease as it is, on the clock that timers run on.
     pub(crate) fn valid_until(&self) -> Option<Instant> {
         let now = self.now();
-        self.cell.valid_until().map(|end| end.seen_from(now))
+        self.cell.end(now).map(|end| end.seen_from(now))
     }
 
     pub(crate) fn not_lost(&self) -> Result<()> {
@@ -95,12 +95,13 @@ impl Deref for Hold {
 impl Hold {
     /// A hold made of `grip`, on a lease that has been proven.
     pub(crate) fn new(phase: Phase, terms: Arc<Terms>, token: u64, grip: Grip, lease: &Proof) -> Self {
+        let session = grip.claim.as_ref().and_then(|claim| claim.session());
         let record = Record {
             token: FencingToken::new(token),
             name: terms.line.name().clone(),
             backend: terms.line.backend(),
             slot: grip.slot(),
-            cell: HoldCell::new(phase, grip, lease.end()),
+            cell: HoldCell::new(phase, grip, lease.end()).bound_by(session),
             granted_for: lease.length,
             clock: terms.line.core.clock.clone(),
             attendance: Attendance::default(),

@@ -35,6 +35,14 @@ impl Moment {
         end.seen_from(self) <= self.at
     }
 
+    /// The end of a hold that is proven until then at most.
+    pub(crate) fn end_of_hold(self, proven: Instant) -> Self {
+        Self {
+            at: proven.checked_sub(TIMER_SLACK).unwrap_or(proven),
+            asleep: self.asleep,
+        }
+    }
+
     /// The instant when this will be, on the clock that timers run on, as it looks at `now`: what was slept meanwhile is over.
     pub(crate) fn seen_from(self, now: Self) -> Instant {
         let slept = now.asleep.saturating_sub(self.asleep);

@@ -31,6 +31,7 @@ use crate::{
         settle,
         timing::{self, HintBudget},
     },
+    spi::SessionProof,
     sync::Mutex,
 };
 
@@ -490,9 +491,10 @@ async fn attend(hold: Hold) {
     let mut retry_at = None;
     let adopted = Instant::now();
     let mut rests_until = None;
+    let mut session = hold.cell.session();
     loop {
         let version = hold.cell.version();
-        let Some(mut loan) = borrow(&hold, timer.as_mut()).await else {
+        let Some(mut loan) = borrow(&hold, timer.as_mut(), &mut session).await else {
             break;
         };
         let Some(grip) = loan.as_mut() else { break };
@@ -521,6 +523,7 @@ async fn attend(hold: Hold) {
             biased;
             () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => Event::Changed,
             () = timer.as_mut(), if wakes.is_some() => Event::Time,
+            () = less_is_proven(&hold, &mut session) => Event::Changed,
             () = hinted(&mut grip.claim), if !offered && hints.listens() => Event::Hint,
         };
         match event {
@@ -556,8 +559,13 @@ async fn attend(hold: Hold) {
     }
 }
 
-/// Waits for the claim, with an eye on the lease: whoever has the claim may sit on it. `None` once the hold is over.
-async fn borrow<'a>(hold: &'a Hold, mut timer: Pin<&mut Sleep>) -> Option<Loan<'a, Grip>> {
+/// Waits for the claim, with an eye on the lease and what else it ends with: whoever has the claim may sit on it. `None` once
+/// the hold is over.
+async fn borrow<'a>(
+    hold: &'a Hold,
+    mut timer: Pin<&mut Sleep>,
+    session: &mut Option<SessionProof>,
+) -> Option<Loan<'a, Grip>> {
     let mut attend = pin!(hold.cell.attend());
     loop {
         if let Poll::Ready(loan) = timing::poll_once(&mut attend).await {
@@ -574,8 +582,20 @@ async fn borrow<'a>(hold: &'a Hold, mut timer: Pin<&mut Sleep>) -> Option<Loan<'
                 // Latches the loss if it is due; then there is nothing to wait for.
                 hold.cell.phase(hold.now());
             }
+            () = less_is_proven(hold, session) => {}
         }
     }
+}
+
+/// Resolves when the session proves less than it did; if it is over, the loss is latched.
+async fn less_is_proven(hold: &Hold, session: &mut Option<SessionProof>) {
+    let Some(session) = session else {
+        return std::future::pending().await;
+    };
+    if session.changed().await.is_err() {
+        return std::future::pending().await;
+    }
+    hold.cell.phase(hold.now());
 }
 
 enum Event {

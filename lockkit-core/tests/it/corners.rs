@@ -1,10 +1,12 @@
 //! Corners in which a deadline, an outage or a missing runtime meets something else.
 
 use std::{
+    future::{Future, poll_fn},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
+    task::Poll,
     time::Duration,
 };
 
@@ -12,9 +14,9 @@ use async_trait::async_trait;
 use lockkit_core::{
     AcquireOptions, DistributedLock, Kind, Lock, LockClient, LockGuard, LockId, LockName, LockState,
     LossReason, MemoryBackend, Operation, Owner, ReentrantLock, Result, acquire_all,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, SessionProof},
 };
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 use crate::probe::Probe;
 
@@ -300,6 +302,94 @@ async fn a_backend_at_the_limits_does_not_make_the_driver_panic() {
         tokens.push(waiter.await.unwrap());
     }
     assert_eq!(tokens, [u64::MAX, u64::MAX - 1], "handed on, then by the server");
+}
+
+/// A backend whose holds end with a session, and which answers no renewal.
+#[derive(Clone, Debug)]
+struct InSession(MemoryBackend, Arc<watch::Sender<Proven>>);
+
+type Proven = std::result::Result<Instant, LossReason>;
+
+#[async_trait]
+impl Backend for InSession {
+    fn info(&self) -> BackendInfo {
+        self.0.info()
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        let claim = self.0.claim(request).await?;
+        Ok(Box::new(InSessionClaim(claim, self.1.clone())))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        self.0.inspect(name, kind).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.0.close().await
+    }
+}
+
+#[derive(Debug)]
+struct InSessionClaim(Box<dyn Claim>, Arc<watch::Sender<Proven>>);
+
+#[async_trait]
+impl Claim for InSessionClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        self.0.attempt(patience).await
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        std::future::pending().await
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        self.0.release().await
+    }
+
+    async fn notified(&mut self) {
+        self.0.notified().await;
+    }
+
+    fn session(&self) -> Option<SessionProof> {
+        Some(self.1.subscribe())
+    }
+}
+
+/// Whoever has the claim: the worker, or a renewal by hand that is neither polled nor dropped.
+#[tokio::test(start_paused = true)]
+async fn a_hold_ends_with_what_its_session_proves() {
+    for forgotten in [false, true] {
+        for ends in [LossReason::Expired, LossReason::Disconnected] {
+            let (now, hour) = (Instant::now(), 3_600 * SECOND);
+            let backend = InSession(MemoryBackend::new(), Arc::new(watch::Sender::new(Ok(now + hour))));
+            let options = AcquireOptions::new().ttl(60 * SECOND).renew(false);
+            let lock = LockClient::new(backend.clone()).lock("a").unwrap();
+            let guard = lock.with_options(options).acquire().await.unwrap();
+            let told = tokio::spawn(guard.lost());
+            // It is watched over by then.
+            tokio::time::sleep(SECOND).await;
+            let mut renewal = forgotten.then(|| Box::pin(guard.renew()));
+            if let Some(renewal) = &mut renewal {
+                let done = poll_fn(|context| Poll::Ready(renewal.as_mut().poll(context).is_ready())).await;
+                assert!(!done);
+            }
+            if ends == LossReason::Expired {
+                backend.1.send(Ok(now + 5 * SECOND)).unwrap();
+                assert!(guard.valid_until().unwrap() <= now + 5 * SECOND);
+                assert!(guard.is_held());
+                // More is proven than was, and so to no end of its lease.
+                backend.1.send(Ok(now + 9 * SECOND)).unwrap();
+                tokio::time::sleep(6 * SECOND).await;
+                assert!(guard.is_held());
+            } else {
+                backend.1.send(Err(ends)).unwrap();
+                assert!(!guard.is_held());
+            }
+            assert_eq!(told.await.unwrap(), ends, "forgotten: {forgotten}");
+            assert!(now.elapsed() < 10 * SECOND, "forgotten: {forgotten}");
+        }
+    }
 }
 
 /// A lock of its own for each acquisition.
