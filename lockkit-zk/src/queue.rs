@@ -20,7 +20,7 @@ use std::{
 use async_trait::async_trait;
 use lockkit_core::{
     Error, LossReason,
-    spi::{Claim, ClaimRequest, Grant, Mode, Renewal},
+    spi::{Claim, ClaimRequest, Grant, Mode, Renewal, SessionProof},
 };
 use uuid::Uuid;
 use zookeeper_client::Error as ZkError;
@@ -543,6 +543,10 @@ impl Claim for QueueClaim {
             None => Ok(()),
             Some(reason) => Err(Error::lost(NAME, self.request.name.clone(), reason)),
         }
+    }
+
+    fn session(&self) -> Option<SessionProof> {
+        self.place.as_ref().map(|place| place.stake.session.proof())
     }
 
     async fn notified(&mut self) {

@@ -10,9 +10,9 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use lockkit_core::LossReason;
 #[cfg(not(test))]
 use lockkit_core::spi::asleep;
+use lockkit_core::{LossReason, spi::SessionProof};
 #[cfg(test)]
 use tests::asleep;
 use tokio::{
@@ -65,6 +65,8 @@ struct Core {
     /// The connection, while there is one that is known to lead to the ensemble.
     link: watch::Sender<Option<Arc<Link>>>,
     news: watch::Sender<News>,
+    /// The end of what is proven, for each hold to heed, or why it is over.
+    proven: watch::Sender<std::result::Result<Instant, LossReason>>,
     /// Where it writes, to prove that it lives.
     beat_path: String,
     /// What it writes there, behind the session timeout: the transactions that made the nodes that it last held and
@@ -252,6 +254,7 @@ impl Session {
                 ..reach.clone()
             },
             link: watch::Sender::new(Some(link.clone())),
+            proven: watch::Sender::new(Ok(proof.end())),
             news: watch::Sender::new(News {
                 proof,
                 asleep,
@@ -288,6 +291,11 @@ impl Session {
     pub(crate) fn proven_until(&self) -> Instant {
         self.core.asleep();
         self.core.news.borrow().proof.end()
+    }
+
+    /// The same, for whoever is to be told when it is less, or over.
+    pub(crate) fn proof(&self) -> SessionProof {
+        self.core.proven.subscribe()
     }
 
     /// When it is [over](Self::over), or turns out not to be proven until then.
@@ -608,8 +616,24 @@ impl Core {
         })
     }
 
+    /// Changes what is known; says whether that is news to anyone. Those who hold something are told before they could ask.
+    fn changes(&self, change: impl FnOnce(&mut News) -> bool) -> bool {
+        self.news.send_if_modified(|news| {
+            let changed = change(news);
+            let proven = news.over.map_or(Ok(news.proof.end()), Err);
+            self.proven.send_if_modified(|known| {
+                let before = std::mem::replace(known, proven);
+                match (before, proven) {
+                    (Ok(before), Ok(now)) => now < before,
+                    (before, now) => before != now,
+                }
+            });
+            changed
+        })
+    }
+
     fn end(&self, reason: LossReason) {
-        let first = self.news.send_if_modified(|news| {
+        let first = self.changes(|news| {
             let first = news.over.is_none();
             news.over.get_or_insert(reason);
             first
@@ -653,7 +677,7 @@ impl Core {
     /// What the machine has slept so far. It is taken off what is proven.
     fn asleep(&self) -> Duration {
         let asleep = asleep();
-        self.news.send_if_modified(|news| {
+        self.changes(|news| {
             let slept = asleep.saturating_sub(news.asleep);
             if slept >= LEAST_SLEEP {
                 news.asleep = asleep;
@@ -888,7 +912,10 @@ async fn attach_to(
     let mut connecting = pin!(within(limit, Link::connect(connector, host)));
     let unanswered = || {
         let (sent, now) = (core.done(sent, asleep), Instant::now());
-        core.news.send_modify(|news| news.proof.unanswered(sent, now));
+        core.changes(|news| {
+            news.proof.unanswered(sent, now);
+            true
+        });
     };
     // What it may have granted is to be heeded while there is still time.
     let doubts = core.news.borrow().proof.doubts_after();
@@ -914,8 +941,10 @@ async fn attach_to(
     };
     let (granted, number) = (link.timeout(), link.life().number());
     let sent = core.done(sent, asleep);
-    core.news
-        .send_modify(|news| news.proof.attached(number, granted, sent));
+    core.changes(|news| {
+        news.proof.attached(number, granted, sent);
+        true
+    });
     *lock(&core.access.granted) = granted;
     if let Err(error) = check_session_timeout(granted, core.access.tick, "granted by the server") {
         tracing::warn!(host, %error, "a session is given up");
@@ -927,7 +956,10 @@ async fn attach_to(
     match within(limit, core.make_beat_node(&link)).await {
         Ok(Ok(_)) => {
             core.asleep();
-            core.news.send_modify(|news| news.proof.confirmed());
+            core.changes(|news| {
+                news.proof.confirmed();
+                true
+            });
             Ok(Some(link))
         }
         Ok(Err(Fault::Server(error))) if is_refusal(&error) => Ok(Some(link)),
@@ -1028,11 +1060,12 @@ async fn beat(core: &Core) {
             Ok((sent, mtime)) => {
                 let sent = core.done(sent, asleep);
                 let now = Instant::now();
-                core.news.send_modify(|news| {
+                core.changes(|news| {
                     news.proof.acknowledged(link.life().number(), sent, now);
                     if let Some(mtime) = mtime {
                         news.server_clock = (mtime, now);
                     }
+                    true
                 });
                 refused = false;
             }

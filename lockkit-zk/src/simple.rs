@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Error, LossReason,
-    spi::{Claim, ClaimRequest, Grant, Renewal},
+    spi::{Claim, ClaimRequest, Grant, Renewal, SessionProof},
 };
 use uuid::Uuid;
 use zookeeper_client::{Error as ZkError, Stat};
@@ -242,6 +242,10 @@ impl Claim for SimpleClaim {
             None => Ok(()),
             Some(reason) => Err(Error::lost(NAME, self.request.name.clone(), reason)),
         }
+    }
+
+    fn session(&self) -> Option<SessionProof> {
+        self.place.as_ref().map(|place| place.stake.session.proof())
     }
 
     async fn notified(&mut self) {
