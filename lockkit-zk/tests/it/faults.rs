@@ -450,6 +450,37 @@ async fn a_client_cut_off_is_told_before_the_next_is_granted() {
     }
 }
 
+/// One that has just opened its session has the longest lease that there is: the servers have heard nothing of it since.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_first_lease_ends_before_the_next_is_granted() {
+    if no_zookeeper() {
+        return;
+    }
+    for nodes in [Nodes::Mutex, Nodes::Simple] {
+        let mut config = server::config(shared().addr());
+        config.nodes = nodes;
+        let theirs = server::patiently(config.clone()).await;
+        let proxy = Proxy::start(shared().addr()).unwrap();
+        config.servers = proxy.addr().to_string();
+        (config.session_timeout, config.tick_time) = (Duration::from_secs(6), ZkServer::TICK);
+        let ours = server::patiently(config).await;
+        let name = unique("first");
+        let guard = lock(&ours, &name).acquire().await.unwrap();
+        proxy.set(Mode::Blackhole);
+        let end = guard.valid_until().unwrap().into_std();
+        // However late it is told on a busy machine, it is granted later.
+        let (next, granted) = soon("the next is granted", waiter(&lock(&theirs, &name)))
+            .await
+            .unwrap();
+        let early = end.saturating_duration_since(granted);
+        assert!(
+            early.is_zero(),
+            "{nodes:?}: granted {early:?} before the lease ended"
+        );
+        assert!(next.token() > guard.token() && !guard.is_held());
+    }
+}
+
 /// Nothing that it asks is answered, and the servers hear of it all the same.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whose_replies_are_lost_is_told_and_keeps_others_waiting() {
