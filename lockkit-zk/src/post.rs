@@ -71,8 +71,8 @@ impl Post {
         self.becomes(State::Asking(Instant::now()))
     }
 
-    /// Has `send` ask the server for the node, unless it was taken away. Whoever takes it away looks for it over the same
-    /// connection, and thereafter, or over a later one.
+    /// Has `send` ask the server for the node, or to delete it, unless it was taken away. Whoever takes it away looks for it
+    /// over the same connection, and thereafter, or over a later one.
     pub(crate) fn asks_by<T>(&self, send: impl FnOnce() -> T) -> Result<T> {
         let mut inner = self.inner();
         if inner.state == State::Dismissed {

@@ -439,12 +439,14 @@ impl Session {
     /// Deletes a node; `false` if there is none.
     pub(crate) async fn delete(&self, path: &str) -> Result<bool> {
         let link = self.core.link().await?;
+        deleted(link.client.delete(path, None).await)
+    }
+
+    /// The same, unless it was taken away: then it may be another's by now.
+    pub(crate) async fn delete_by(&self, post: &Post, path: &str) -> Result<bool> {
+        let link = self.core.link().await?;
         let client = &link.client;
-        match client.delete(path, None).await {
-            Ok(()) => Ok(true),
-            Err(ZkError::NoNode) => Ok(false),
-            Err(error) => Err(error.into()),
-        }
+        deleted(post.asks_by(|| client.delete(path, None))?.await)
     }
 
     /// Deletes a node that was held, and says in the same transaction, for [whoever watches it](Self::has_held), that it
@@ -1157,6 +1159,10 @@ fn some<T>(reply: std::result::Result<T, ZkError>) -> std::result::Result<Option
         Err(ZkError::NoNode) => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+fn deleted(reply: std::result::Result<(), ZkError>) -> Result<bool> {
+    Ok(some(reply)?.is_some())
 }
 
 fn listed(reply: std::result::Result<Vec<String>, ZkError>) -> Result<Vec<String>> {

@@ -232,7 +232,11 @@ impl Stake {
         let again = std::mem::replace(&mut self.leaving, true);
         let deleted = match named.filter(|_| self.is_held()) {
             Some(czxid) => self.session.delete_by_name(path, czxid).await?,
-            None => self.session.delete(path).await?,
+            None => match self.session.delete_by(&self.post, path).await {
+                // Its session has deleted it, or will.
+                Err(Fault::Dismissed) => false,
+                deleted => deleted?,
+            },
         };
         Ok(deleted || again || !self.is_held())
     }

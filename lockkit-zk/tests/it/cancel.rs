@@ -312,6 +312,40 @@ async fn forgotten_at_its_renewal_or_release() {
     futures_util::future::join(forget(true), forget(false)).await;
 }
 
+/// A release that goes on when its node was removed, and another has made one at the same place, spares that one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_forgotten_release_spares_the_next_simple_lock() {
+    if no_zookeeper() {
+        return;
+    }
+    let raw = raw(shared().addr()).await;
+    let forget = async |polls: usize| {
+        let (name, mut config) = (unique("spared"), config(shared().addr()));
+        (config.nodes, config.namespace) = (Nodes::Simple, unique("spared"));
+        let path = format!("/{}/{name}", config.namespace);
+        let ours = server::patiently(config.clone()).await;
+        let theirs = lock(&server::patiently(config).await, &name);
+        let options = AcquireOptions::new().ttl(Duration::from_secs(1));
+        let ours = lock(&ours, &name).with_options(options);
+        let mut release = Box::pin(ours.acquire().await.unwrap().release());
+        if poll_at_most(polls, release.as_mut()).await.is_some() {
+            return;
+        }
+        let next = timeout(Duration::from_secs(60), theirs.acquire()).await;
+        let next = next.expect("the one before was forgotten").unwrap();
+        let released = soon("it goes on", release).await;
+        // Whatever it has sent by then is done.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        let node = raw.check_stat(&path).await.unwrap();
+        assert!(
+            node.is_some(),
+            "polled {polls} times, it has deleted what another holds, and said {released:?}"
+        );
+        next.release().await.unwrap();
+    };
+    futures_util::future::join_all((1..5).map(forget)).await;
+}
+
 /// A future that was forgotten before it could ask for its node asks for none when it is polled again: nobody would remove
 /// it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
