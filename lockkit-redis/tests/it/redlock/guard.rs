@@ -71,6 +71,43 @@ async fn a_master_restarted_empty_has_no_vote_until_its_grants_are_over() {
     }
 }
 
+/// It was won at two of three, and given back before the third could be repaired. The clock of whoever was there before had
+/// been two hours ahead.
+#[tokio::test]
+async fn tokens_of_a_bare_majority_go_back_if_one_of_it_loses_them() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let client = connect(guarded(&world)).await.unwrap();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let ahead = (now + 7200 * SECOND).as_micros();
+    for master in &world.masters[..2] {
+        master
+            .cli(&["SET", "lockkit#fence:{lockkit:a}", &ahead.to_string()])
+            .unwrap();
+    }
+    world.masters[2].cli(&["SET", "lockkit:a", "another"]).unwrap();
+    let held = lock(&client, "a", MAX_TTL).acquire().await.unwrap();
+    let first = held.token().get();
+    held.release().await.unwrap();
+    world.masters[2].cli(&["DEL", "lockkit:a"]).unwrap();
+    world.masters[0].restart_empty().unwrap();
+    within(MAX_TTL + LONG, "admitted", async {
+        while !votes(&world.masters[0]) {
+            tokio::time::sleep(10 * MS).await;
+        }
+    })
+    .await;
+    world.masters[1].kill().unwrap();
+    let other = connect(guarded(&world)).await.unwrap();
+    let held = within(LONG, "granted", lock(&other, "a", MAX_TTL).acquire()).await;
+    let held = held.unwrap();
+    let second = held.token().get();
+    assert!(second < first, "{second} after {first}: the table says otherwise");
+    held.release().await.unwrap();
+}
+
 #[tokio::test]
 async fn a_master_that_was_emptied_in_place_has_no_vote_either() {
     if no_server() {
