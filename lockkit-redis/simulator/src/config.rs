@@ -64,6 +64,8 @@ pub struct Features {
     pub crash: Option<Crash>,
     /// Masters are emptied while they run, most of all in quarantine.
     pub flushes: bool,
+    /// Counters are set to where no clock gets, at so many masters that the others are a majority, always the same.
+    pub counters: bool,
     /// A master that may have lost data keeps out for a time to live.
     pub guard: bool,
     /// Clients' wall clocks.
@@ -194,6 +196,7 @@ const BASE: Features = Features {
     vanishing: None,
     crash: None,
     flushes: false,
+    counters: false,
     guard: true,
     walls: WallClocks::Close,
     renewal: false,
@@ -213,6 +216,7 @@ const ALL_OF_IT: Features = Features {
     block: 8,
     cancels: true,
     short: true,
+    counters: true,
     walls: WallClocks::Wild,
     ..BASE
 };
@@ -293,6 +297,18 @@ impl Config {
             features: Features {
                 walls: WallClocks::Wild,
                 renewal: true,
+                ..BASE
+            },
+            ..PLAIN
+        },
+        Self {
+            name: "counters",
+            about: "the same, readers and writers, and counters set to where no clock gets at two of the five",
+            features: Features {
+                walls: WallClocks::Wild,
+                shared: true,
+                renewal: true,
+                counters: true,
                 ..BASE
             },
             ..PLAIN

@@ -149,6 +149,11 @@ impl Master {
         holders.any(|holder| now < holder.expires && holder.claim.owner != claim.owner)
     }
 
+    /// Somebody sets the counter.
+    pub(crate) fn set_counter(&mut self, to: u64) {
+        self.data.fence = to;
+    }
+
     /// Its keys are deleted.
     pub(crate) fn delete(&mut self) {
         self.data.holders.clear();

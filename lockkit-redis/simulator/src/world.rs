@@ -10,7 +10,7 @@ use crate::{
     history::{Faults, Hold, Resource, judge},
     master::{Answer, Claim, Data, Master, Micros, Request},
     mutant::Mutant,
-    quorum::{Defeat, Rules},
+    quorum::{Defeat, LAST_CLOCK, Rules},
 };
 
 /// What a schedule came to.
@@ -284,6 +284,7 @@ fn drawn(features: Features, rng: &mut Rng) -> Features {
         vanishing: features.vanishing.filter(|_| rng.bool()),
         crash: features.crash.filter(|_| rng.bool()),
         flushes: features.flushes && rng.bool(),
+        counters: features.counters && rng.bool(),
         guard: features.guard && (features.crash != Some(Crash::Kept) || rng.bool()),
         walls: if rng.bool() {
             features.walls
@@ -755,7 +756,7 @@ impl World {
         let next = self.now + self.rng.u64(40 * MILLI..500 * MILLI) / pace;
         self.push(next, Event::Strike);
         let features = self.features;
-        let mut possible: [Option<Strike>; 9] = [None; 9];
+        let mut possible: [Option<Strike>; 10] = [None; 10];
         let mut number = 0;
         let mut add = |there: bool, strike| {
             if there {
@@ -771,6 +772,7 @@ impl World {
         add(features.vanishing.is_some(), Strike::Vanish);
         add(features.crash.is_some(), Strike::Crash);
         add(features.flushes, Strike::Flush);
+        add(features.counters, Strike::SetCounter);
         add(features.crash == Some(Crash::Restored), Strike::Backup);
         if number == 0 {
             return;
@@ -830,6 +832,13 @@ impl World {
                 server.backup = server.master.data.clone();
             }
             Strike::Crash => return self.crash(master),
+            Strike::SetCounter => {
+                // The same throughout.
+                let master = master % (self.masters.len() - self.masters.len() / 2 - 1);
+                let to = LAST_CLOCK + self.rng.u64(..u64::MAX - LAST_CLOCK);
+                say!(self, "the counter of master {master} is set to {to}");
+                self.masters[master].master.set_counter(to);
+            }
             Strike::Flush => {
                 // Most of all one that is in quarantine already.
                 let unmarked = self.masters.iter().position(|server| !server.master.is_marked());
@@ -949,6 +958,7 @@ enum Strike {
     Backup,
     Crash,
     Flush,
+    SetCounter,
 }
 
 fn micros(span: Duration) -> Micros {

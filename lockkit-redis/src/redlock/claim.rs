@@ -22,6 +22,9 @@ use crate::{
     script::{self, Call},
 };
 
+/// For how long one that does not wait goes on while others are ahead with their tokens.
+const MOST_OF_A_TRY: Duration = Duration::from_secs(2);
+
 pub(crate) struct RedlockClaim {
     masters: Arc<Masters>,
     request: ClaimRequest,
@@ -37,6 +40,8 @@ pub(crate) struct RedlockClaim {
     listed: bool,
     /// How many rounds in a row ended with the masters divided.
     divided: u32,
+    /// Where the attempt before began, if others were ahead until its end: the next one is as far ahead as both.
+    outrun_since: Option<Beginning>,
     /// What it holds with.
     tokens: Option<RangeInclusive<u64>>,
     /// Until when it was last known to hold.
@@ -73,6 +78,7 @@ impl RedlockClaim {
             arrival: 0,
             listed: false,
             divided: 0,
+            outrun_since: None,
             tokens: None,
             until: None,
             late: None,
@@ -183,11 +189,7 @@ impl RedlockClaim {
                 Step::Confirm(tokens, _) if *tokens.end() > LAST_TOKEN => {
                     drop(requests);
                     self.yield_at(round.may_hold()).await;
-                    let reason = format!(
-                        "a counter of this lock's fencing tokens is about to pass {LAST_TOKEN}, the last there is, which \
-                         nobody can have reached: set it right"
-                    );
-                    return Err(Error::permanent(NAME, "acquire", reason));
+                    return Err(no_tokens_left());
                 }
                 Step::Confirm(tokens, holding) => {
                     confirmed = self.record.with_token(Some(*tokens.start())).into_owned();
@@ -218,6 +220,7 @@ impl RedlockClaim {
                 if masters.since_origin(Instant::now()) >= round.deadline() {
                     seen.failures.late(&seen.answered, masters.rules.patience);
                 }
+                seen.failures.left_out(round.left_out());
                 return Ok(Err(Lost {
                     defeat,
                     may_hold: round.may_hold(),
@@ -380,6 +383,14 @@ impl Seen {
     }
 }
 
+fn no_tokens_left() -> Error {
+    let reason = format!(
+        "the counters of this lock's fencing tokens are about to pass {LAST_TOKEN}, the last there is, which nobody can have \
+         reached: set them right"
+    );
+    Error::permanent(NAME, "acquire", reason)
+}
+
 fn number(text: &[u8]) -> Option<u64> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
@@ -404,16 +415,32 @@ impl Claim for RedlockClaim {
             place.listen();
             self.listed = true;
         }
-        let began = Beginning::new(self.masters.since_origin(Instant::now()), micros());
+        let asked = Instant::now();
+        let began = self.outrun_since.take();
+        let began = began.unwrap_or_else(|| Beginning::new(self.masters.since_origin(asked), micros()));
+        // If it were cut short, nobody would know that it had been answered.
+        let enough = match patience {
+            Duration::ZERO => MOST_OF_A_TRY,
+            _ => patience / 2,
+        };
         loop {
             let lost = match self.round(waits, began).await? {
                 Ok(grant) => return Ok(Some(grant)),
                 // It is to be had, by tokens that are further ahead. The next round asks anew for what this one may have taken.
-                Err(lost) if lost.defeat == Defeat::Outrun => continue,
+                Err(lost) if lost.defeat == Defeat::Outrun && asked.elapsed() < enough => continue,
                 Err(lost) => lost,
             };
             self.yield_at(lost.may_hold).await;
             return match lost.defeat {
+                // All that is known is that others are after it.
+                Defeat::Outrun => {
+                    self.outrun_since = Some(began);
+                    if !patience.is_zero() {
+                        let after = self.asks_again_in(None, true, false);
+                        self.place().ask_in(after);
+                    }
+                    Ok(None)
+                }
                 Defeat::Taken(left) => {
                     if !patience.is_zero() {
                         let after = self.asks_again_in(left, lost.is_divided, lost.is_foreign);
@@ -425,7 +452,7 @@ impl Claim for RedlockClaim {
                     let reason = "the lease was over when a majority of the masters had granted it";
                     Err(Error::transient(NAME, "acquire", reason))
                 }
-                _ => Err(self.masters.undecided("acquire", &lost.failures)),
+                Defeat::Undecided { .. } => Err(self.masters.undecided("acquire", &lost.failures)),
             };
         }
     }

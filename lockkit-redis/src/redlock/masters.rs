@@ -149,6 +149,18 @@ impl Failures {
         self.0.push((master, why, false));
     }
 
+    /// These masters' counters of tokens stand where no clock has been.
+    pub(super) fn left_out(&mut self, masters: Vec<(usize, u64)>) {
+        for (master, counter) in masters {
+            let why = format!(
+                "its counter of this lock's fencing tokens stands at {counter}, which nobody can have reached: set it to the \
+                 highest that the others have"
+            );
+            self.say(master, why);
+        }
+        self.0.sort_by_key(|(master, ..)| *master);
+    }
+
     /// Every other of `masters` that is not in `answered` took too long.
     pub(super) fn late(&mut self, answered: &[bool], patience: Duration) {
         for (master, answered) in answered.iter().enumerate() {

@@ -11,6 +11,10 @@
 //! as the counters may have risen when they arrive: whoever is far from the masters is let in with shared holders who are
 //! near.
 //!
+//! Counters that no clock has reached are left out if the others are a majority: somebody has set them. What makes a token
+//! new is that a majority has raised to it from below, whatever it was proposed from, so it stays above all that were
+//! confirmed. A counter of those that was confirmed is the counter of a majority, and then the others are none.
+//!
 //! The first round is [Redlock](https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/). What it
 //! lacks without tokens is [Martin Kleppmann's](https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html)
 //! objection.
@@ -52,7 +56,7 @@ impl Rules {
     }
 }
 
-/// About the year 2100, in µs: a clock, or a counter, that has been set to more than this must not use up the numbers.
+/// About the year 2100, in µs: a clock, or a counter, that has been set to this or more must not use up the numbers.
 pub(crate) const LAST_CLOCK: u64 = (1 << 52) - (1 << 48);
 
 /// The beginning of an acquisition, which is that of its first round.
@@ -80,7 +84,8 @@ impl Beginning {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or_default();
         let tried = now.saturating_sub(self.at);
         let ahead = micros(tried.min(MOST));
-        (seen + 1 + ahead / 1000).max(self.clock + micros(tried) + ahead)
+        let above = seen.saturating_add(1 + ahead / 1000);
+        above.max(self.clock + micros(tried) + ahead)
     }
 }
 
@@ -125,9 +130,9 @@ pub(crate) enum Step {
 /// Why an acquisition came to nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Defeat {
-    /// Enough masters to decide it have another holder. The first of those leases to end does so then.
+    /// So many masters have another holder that it is not to be had. The first of those leases to end does so then.
     Taken(Option<Duration>),
-    /// The lock was to be had but not the tokens, which another acquisition was after as well.
+    /// The lock was to be had at a majority but not the tokens, which another acquisition was after as well.
     Outrun,
     /// Too few masters took part to tell.
     Undecided { answered: usize, abstained: usize },
@@ -157,6 +162,25 @@ enum Seat {
     /// Asked to confirm.
     Confirming,
     Answered(Confirmation),
+}
+
+impl Seat {
+    /// Where its counter stands, if it said so.
+    fn counter(&self) -> Option<u64> {
+        match self {
+            Self::Voted(Vote::Behind(fence)) | Self::Answered(Confirmation::Refused(fence)) => Some(*fence),
+            _ => None,
+        }
+    }
+
+    fn is_beyond(&self) -> bool {
+        self.counter().is_some_and(is_beyond)
+    }
+}
+
+/// No clock has reached it.
+fn is_beyond(counter: u64) -> bool {
+    counter >= LAST_CLOCK
 }
 
 impl QuorumRound {
@@ -191,13 +215,30 @@ impl QuorumRound {
         self.deadline
     }
 
-    /// The highest counter that a master named, or the tokens that were proposed.
+    /// The highest counter that a master named and that counts, or the tokens that were proposed.
     pub(crate) fn highest(&self) -> u64 {
-        let seen = self.seats.iter().map(|seat| match seat {
-            Seat::Voted(Vote::Behind(fence)) | Seat::Answered(Confirmation::Refused(fence)) => *fence,
-            _ => 0,
-        });
+        let left_out = self.left_out();
+        let counts = |(master, seat): (usize, &Seat)| {
+            let fence = seat.counter()?;
+            (!left_out.contains(&(master, fence))).then_some(fence)
+        };
+        let seen = self.seats.iter().enumerate().filter_map(counts);
         seen.fold(*self.tokens.end(), u64::max)
+    }
+
+    /// The masters whose counters do not count, and where they stand.
+    pub(crate) fn left_out(&self) -> Vec<(usize, u64)> {
+        let leaves_out = self.leaves_out();
+        let beyond = |(master, seat): (usize, &Seat)| {
+            let fence = seat.counter().filter(|fence| leaves_out && is_beyond(*fence))?;
+            Some((master, fence))
+        };
+        self.seats.iter().enumerate().filter_map(beyond).collect()
+    }
+
+    /// Counters beyond the clocks do not count: so few masters have one that the others may be a majority.
+    fn leaves_out(&self) -> bool {
+        !is_beyond(*self.tokens.start()) && !self.rules.blocks(self.count(Seat::is_beyond))
     }
 
     /// The masters that may have it by now: those that did not answer, too, but not those where somebody else has it.
@@ -273,12 +314,16 @@ impl QuorumRound {
         if granted >= self.rules.quorum {
             return self.won(now);
         }
-        let held = granted + self.count(|seat| matches!(seat, Seat::Voted(Vote::Behind(_))));
-        if held >= self.rules.quorum {
+        let beyond = self.count(Seat::is_beyond);
+        let behind = self.count(|seat| matches!(seat, Seat::Voted(Vote::Behind(_))));
+        // A majority has to raise, and those that are left out do not.
+        let held = |beyond_count: bool| granted + behind - if beyond_count { 0 } else { beyond };
+        if held(!self.leaves_out()) >= self.rules.quorum {
             return self.begin_confirming(now);
         }
         let open = self.count(|seat| *seat == Seat::Asked);
-        if held + open >= self.rules.quorum {
+        // By then so many may be beyond that they count.
+        if held(self.rules.blocks(beyond + open)) + open >= self.rules.quorum {
             return Step::Wait;
         }
         self.defeat(open)
@@ -293,10 +338,17 @@ impl QuorumRound {
         if raised + open >= self.rules.quorum {
             return Step::Wait;
         }
-        let refused = self.count(|seat| matches!(seat, Seat::Answered(Confirmation::Refused(_))));
-        if refused > 0 {
+        let leaves_out = self.leaves_out();
+        let refused = self.count(|seat| {
+            let is_refusal = matches!(seat, Seat::Answered(Confirmation::Refused(_)));
+            is_refusal && !(leaves_out && seat.is_beyond())
+        });
+        if refused > 0 && raised + refused >= self.rules.quorum {
             let is_over = now >= self.until;
             return Step::Lost(if is_over { Defeat::TooLate } else { Defeat::Outrun });
+        }
+        if refused > 0 && raised + refused + open >= self.rules.quorum {
+            return Step::Wait;
         }
         self.defeat(open)
     }
@@ -304,12 +356,13 @@ impl QuorumRound {
     fn begin_confirming(&mut self, now: Duration) -> Step {
         let tokens = self.tokens.end() - self.tokens.start();
         let first = self.began.first_above(self.highest(), now);
-        self.tokens = first..=first + tokens;
+        self.tokens = first..=first.saturating_add(tokens);
         self.confirms = true;
         self.deadline = now + self.rules.patience;
         let mut holding = Vec::new();
+        let below = |seat: &Seat| seat.counter().is_none_or(|fence| fence < first);
         for (master, seat) in self.seats.iter_mut().enumerate() {
-            if matches!(seat, Seat::Voted(Vote::Granted | Vote::Behind(_))) {
+            if matches!(seat, Seat::Voted(Vote::Granted | Vote::Behind(_))) && below(seat) {
                 *seat = Seat::Confirming;
                 holding.push(master);
             }
@@ -328,7 +381,9 @@ impl QuorumRound {
     /// It cannot be won any more. Whether it is taken may yet be to be heard.
     fn defeat(&self, open: usize) -> Step {
         let taken = self.count(|seat| matches!(seat, Seat::Voted(Vote::Taken(_))));
-        if self.rules.blocks(taken) {
+        let held = self.count(|seat| matches!(seat, Seat::Voted(Vote::Granted | Vote::Behind(_))));
+        // A majority that holds and does not count has some that are left out, and others have what it would need instead.
+        if self.rules.blocks(taken) || (taken > 0 && held >= self.rules.quorum) {
             let left = self.seats.iter().filter_map(|seat| match seat {
                 Seat::Voted(Vote::Taken(left)) => *left,
                 _ => None,
@@ -657,8 +712,121 @@ mod tests {
         let mut round = begin(3);
         votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
         assert_eq!(round.confirmed(START, 0, Confirmation::Refused(70)), Step::Wait);
-        assert_eq!(round.voted(START, 2, Vote::Silent), Step::Lost(Defeat::Outrun));
+        assert_eq!(round.voted(START, 2, Vote::Silent), Step::Wait);
+        assert_eq!(
+            round.confirmed(START, 1, Confirmation::Raised),
+            Step::Lost(Defeat::Outrun)
+        );
         assert_eq!(round.highest(), 70);
+    }
+
+    #[test]
+    fn one_that_is_ahead_while_others_are_silent_does_not_tell() {
+        let mut round = begin(3);
+        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
+        assert_eq!(round.confirmed(START, 0, Confirmation::Refused(70)), Step::Wait);
+        assert_eq!(round.voted(START, 2, Vote::Silent), Step::Wait);
+        let defeat = Defeat::Undecided {
+            answered: 1,
+            abstained: 0,
+        };
+        assert_eq!(round.tick(round.deadline()), Step::Lost(defeat));
+    }
+
+    /// Somebody has set it.
+    const BEYOND: Vote = Vote::Behind(u64::MAX);
+
+    #[test]
+    fn counters_beyond_the_clocks_are_left_out_if_a_majority_has_others() {
+        let mut round = begin(3);
+        assert_eq!(votes(&mut round, &[BEYOND, Vote::Behind(40)]), Step::Wait);
+        assert_eq!(
+            round.voted(START, 2, Vote::Granted),
+            Step::Confirm(41..=43, vec![1, 2])
+        );
+        assert_eq!(round.highest(), 43);
+        assert_eq!(round.left_out(), [(0, u64::MAX)]);
+        assert_eq!(round.confirmed(START, 1, Confirmation::Raised), Step::Wait);
+        assert_eq!(
+            round.confirmed(START, 2, Confirmation::Raised),
+            Step::Won(41..=43)
+        );
+        let mut round = begin(5);
+        let step = votes(&mut round, &[BEYOND, BEYOND, Vote::Granted, Vote::Granted]);
+        assert_eq!(step, Step::Wait);
+        assert_eq!(round.voted(START, 4, Vote::Granted), Step::Won(10..=12));
+    }
+
+    #[test]
+    fn a_counter_that_is_set_while_tokens_are_confirmed_is_left_out() {
+        let confirming = || {
+            let mut round = begin(5);
+            votes(&mut round, &[Vote::Granted, Vote::Behind(40), Vote::Granted]);
+            assert_eq!(round.voted(START, 3, BEYOND), Step::Wait);
+            let set = Confirmation::Refused(LAST_CLOCK);
+            assert_eq!(round.confirmed(START, 0, set), Step::Wait);
+            assert_eq!(round.highest(), 43);
+            assert_eq!(round.left_out(), [(0, LAST_CLOCK), (3, u64::MAX)]);
+            assert_eq!(round.confirmed(START, 1, Confirmation::Raised), Step::Wait);
+            assert_eq!(round.confirmed(START, 2, Confirmation::Raised), Step::Wait);
+            round
+        };
+        assert!(matches!(
+            confirming().voted(START, 4, Vote::Silent),
+            Step::Lost(Defeat::Undecided {
+                answered: 4,
+                abstained: 0
+            })
+        ));
+        let mut round = confirming();
+        assert_eq!(
+            round.voted(START, 4, Vote::Granted),
+            Step::Confirm(41..=43, vec![4])
+        );
+        assert_eq!(
+            round.confirmed(START, 4, Confirmation::Raised),
+            Step::Won(41..=43)
+        );
+    }
+
+    #[test]
+    fn counters_beyond_the_clocks_count_if_the_others_are_no_majority() {
+        let real = LAST_CLOCK + 5;
+        let mut round = begin(3);
+        let step = votes(&mut round, &[Vote::Behind(LAST_CLOCK), Vote::Behind(real)]);
+        assert_eq!(step, Step::Confirm(real + 1..=real + 3, vec![0, 1]));
+        assert_eq!(round.left_out(), []);
+        // It may be one of a majority, of which the others are silent.
+        let mut round = begin(5);
+        let step = votes(
+            &mut round,
+            &[
+                Vote::Behind(real),
+                Vote::Behind(real),
+                Vote::Granted,
+                Vote::Granted,
+            ],
+        );
+        assert_eq!(step, Step::Wait);
+        let defeat = Defeat::Undecided {
+            answered: 4,
+            abstained: 0,
+        };
+        assert_eq!(round.voted(START, 4, Vote::Silent), Step::Lost(defeat));
+        assert_eq!(round.left_out(), [(0, real), (1, real)]);
+        // There is no token above this one.
+        let mut round = begin(3);
+        let step = votes(&mut round, &[BEYOND, BEYOND]);
+        assert_eq!(step, Step::Confirm(u64::MAX..=u64::MAX, vec![]));
+    }
+
+    #[test]
+    fn masters_that_would_be_won_without_a_counter_beyond_are_divided() {
+        let step = votes(&mut begin(3), &[BEYOND, taken(30), Vote::Granted]);
+        assert_eq!(step, Step::Lost(Defeat::Taken(Some(Duration::from_millis(30)))));
+        // The silent one may have the same holder.
+        let step = votes(&mut begin(3), &[BEYOND, taken(30), Vote::Silent]);
+        assert!(matches!(step, Step::Lost(Defeat::Undecided { .. })), "{step:?}");
     }
 
     #[test]
@@ -772,7 +940,7 @@ mod tests {
             let mut raised = vec![false; masters];
             let mut confirming: Vec<usize> = Vec::new();
             let mut asked: Vec<usize> = (0..masters).collect();
-            let mut others = 0;
+            let (mut others, mut left_out) = (0, 0);
             let mut step = Step::Wait;
             for _ in 0..4 * masters {
                 now += Duration::from_millis(rng.u64(..5));
@@ -791,11 +959,13 @@ mod tests {
                         0 => Vote::Silent,
                         1 => Vote::Abstains,
                         2 | 3 => taken(5),
+                        4 if rng.u8(..4) == 0 => Vote::Behind(LAST_CLOCK + rng.u64(..50)),
                         4 | 5 => Vote::Behind(10 + rng.u64(..50)),
                         _ => Vote::Granted,
                     };
                     raised[master] = vote == Vote::Granted && *tokens.start() == 10;
                     others += usize::from(vote == taken(5));
+                    left_out += usize::from(matches!(vote, Vote::Behind(fence) if is_beyond(fence)));
                     round.voted(now, master, vote)
                 } else {
                     now = now.max(round.deadline());
@@ -820,7 +990,10 @@ mod tests {
                     let enough = raised.iter().filter(|raised| **raised).count() >= rules.quorum;
                     assert!(enough, "seed {seed}");
                 }
-                Step::Lost(Defeat::Taken(_)) => assert!(others + rules.quorum > masters, "seed {seed}"),
+                Step::Lost(Defeat::Taken(_)) => {
+                    let enough = others + rules.quorum > masters || left_out > 0;
+                    assert!(others > 0 && enough, "seed {seed}");
+                }
                 Step::Lost(_) => {}
                 step => panic!("seed {seed}: still at {step:?}"),
             }

@@ -5,18 +5,19 @@ use std::{
     pin::pin,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use futures_util::FutureExt as _;
+use lockkit_conformance::machine::timeout;
 use lockkit_core::{AcquireOptions, LockClient, LossReason};
-use lockkit_testbed::{Clock, Mode};
+use lockkit_testbed::{Clock, Mode, redis::RedisServer};
 use tokio::task::JoinSet;
 
 use super::world::World;
-use crate::common::{AT_ONCE, LONG, MS, SECOND, granted, lock, no_server, until, waiter, within};
+use crate::common::{AT_ONCE, LONG, MS, SECOND, granted, lock, no_server, shown, until, waiter, within};
 
 /// For how long a waiter is believed in that does not ask, and how often those who wait ask again.
 const SILENT: Duration = Duration::from_secs(10);
@@ -355,7 +356,7 @@ async fn counters_stay_with_the_clocks_while_readers_come_and_go() {
     assert!(times > 100, "a vacuous pass: {times}");
 }
 
-/// An operator's mistake at one master.
+/// An operator's mistake at a majority of the masters.
 #[tokio::test]
 async fn a_counter_that_is_about_to_end_takes_no_other_lock_along() {
     if no_server() {
@@ -363,23 +364,13 @@ async fn a_counter_that_is_about_to_end_takes_no_other_lock_along() {
     }
     let world = World::of(3);
     let client = world.client().await;
-    let last = (1_u64 << 52) - 100;
-    world.masters[0]
-        .cli(&["SET", "lockkit#fence:{lockkit:a}", &last.to_string()])
-        .unwrap();
-    let mut seen = 0;
-    while seen < last {
-        let held = lock(&client, "a", LONG).acquire().await.unwrap();
-        seen = held.token().get();
-        held.release().await.unwrap();
-        if seen < last {
-            // As if another client had been there, so that this one hears what each has.
-            let ahead = (seen + 1_000_000).to_string();
-            world.masters[1]
-                .cli(&["SET", "lockkit#fence:{lockkit:a}", &ahead])
-                .unwrap();
-        }
+    let last = (1_u64 << 52) - 1_000_000;
+    for master in &world.masters[1..] {
+        set_counter(master, last);
     }
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    assert!(held.token().get() > last, "{} is below {last}", held.token());
+    held.release().await.unwrap();
     let other = lock(&client, "b", LONG).acquire().await.unwrap();
     assert!(
         other.token().get() < last / 2,
@@ -387,4 +378,155 @@ async fn a_counter_that_is_about_to_end_takes_no_other_lock_along() {
         other.token()
     );
     other.release().await.unwrap();
+    for master in &world.masters[1..] {
+        set_counter(master, u64::MAX);
+    }
+    let refused = lock(&client, "a", LONG).acquire().await.unwrap_err();
+    assert!(
+        !refused.is_transient() && shown(&refused).contains("are about to pass 4503599627370496"),
+        "{}",
+        shown(&refused)
+    );
+    world.nothing_is_left("after there was no token").await;
+}
+
+/// An operator's mistake at a minority of the masters.
+#[tokio::test]
+async fn a_counter_set_to_its_end_at_a_minority_costs_nothing() {
+    const BEYOND: u64 = (1 << 52) - (1 << 48);
+
+    if no_server() {
+        return;
+    }
+    for (masters, wrong) in [(3, 1), (5, 2)] {
+        let world = World::of(masters);
+        let clients = [world.client().await, world.client().await];
+        let mut last = lock(&clients[0], "a", LONG)
+            .acquire()
+            .await
+            .unwrap()
+            .token()
+            .get();
+        for end in [BEYOND, 1 << 52, (1 << 63) - 1, u64::MAX] {
+            for round in 0..10 {
+                // Set between two grants, again and again.
+                for master in &world.masters[..wrong] {
+                    set_counter(master, end);
+                }
+                for mode in ["alone", "to share", "to share as well"] {
+                    let ours = lock(&clients[round % 2], "a", LONG);
+                    let ours = if mode == "alone" { ours } else { ours.shared() };
+                    let held = within(LONG, "a grant", ours.acquire()).await;
+                    let held =
+                        held.unwrap_or_else(|err| panic!("{mode} of {masters}, at {end}: {}", shown(&err)));
+                    let token = held.token().get();
+                    assert!(last < token && token < BEYOND, "{token} after {last}, at {end}");
+                    last = token;
+                    let theirs = lock(&clients[1 - round % 2], "a", LONG);
+                    assert!(theirs.try_acquire().await.unwrap().is_none(), "an overlap");
+                    held.renew().await.unwrap();
+                    held.release().await.unwrap();
+                }
+            }
+        }
+        world.nothing_is_left("after counters were set").await;
+        // One that is lost as well leaves no majority with a counter that counts.
+        for master in &world.masters[..wrong] {
+            set_counter(master, BEYOND);
+        }
+        world.masters[masters - 1].kill().unwrap();
+        let unknown = lock(&clients[0], "a", LONG).try_acquire().await.unwrap_err();
+        let text = shown(&unknown);
+        let named = format!("{} of {masters} masters did not take part", wrong + 1);
+        assert!(unknown.is_transient() && !unknown.is_timeout(), "{text}");
+        assert!(
+            text.contains(&named) && text.contains("stands at 4222124650659840"),
+            "{text}"
+        );
+    }
+}
+
+/// Where somebody raises the counters faster than tokens come, the masters answer all the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_is_outrun_to_the_end_is_told_that_it_is_taken() {
+    const WAY: Duration = Duration::from_millis(50);
+    const STEP: u64 = 1_000_000_000;
+
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let (far, proxies) = world.client_behind_proxies().await;
+    lock(&far, "a", LONG)
+        .acquire()
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+    for proxy in proxies.iter() {
+        proxy.set(Mode::Delay {
+            requests: WAY,
+            replies: WAY,
+        });
+    }
+    let is_over = Arc::new(AtomicBool::new(false));
+    let raising: Vec<_> = world
+        .masters
+        .iter()
+        .map(|master| {
+            let client = redis::Client::open(master.url()).unwrap();
+            let mut connection = client.get_connection().unwrap();
+            let is_over = is_over.clone();
+            std::thread::spawn(move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    let mut raise = redis::cmd("INCRBY");
+                    raise.arg("lockkit#fence:{lockkit:a}").arg(STEP);
+                    let _: u64 = raise.query(&mut connection).unwrap();
+                    std::thread::sleep(MS);
+                }
+            })
+        })
+        .collect();
+    let ours = lock(&far, "a", LONG).shared();
+    // A machine that stands still may let it in, or keep back an answer.
+    let mut last = String::new();
+    let outcome = timeout(LONG, async {
+        loop {
+            match ours.acquire_timeout(SECOND).await {
+                Ok(held) => held.release().await.unwrap(),
+                Err(error) if error.is_timeout() => return,
+                Err(error) => last = shown(&error),
+            }
+        }
+    });
+    assert!(outcome.await.is_ok(), "who waits: {last}");
+    let outcome = timeout(LONG, async {
+        loop {
+            match ours.try_acquire().await {
+                Ok(Some(held)) => held.release().await.unwrap(),
+                Ok(None) => return,
+                Err(error) => last = shown(&error),
+            }
+        }
+    });
+    assert!(outcome.await.is_ok(), "who tries: {last}");
+    is_over.store(true, Ordering::Relaxed);
+    for thread in raising {
+        thread.join().unwrap();
+    }
+    within(LONG, "it is let in", ours.acquire())
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
+    world.nothing_is_left("after it was outrun").await;
+}
+
+/// Sets the counter of tokens of lock `a` at a master.
+fn set_counter(master: &RedisServer, to: u64) {
+    master
+        .cli(&["SET", "lockkit#fence:{lockkit:a}", &to.to_string()])
+        .unwrap();
 }
