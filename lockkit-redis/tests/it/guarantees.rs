@@ -269,6 +269,58 @@ async fn a_replica_that_is_promoted_without_the_hold_grants_again_with_higher_to
     assert_eq!(within(LONG, "told", held.lost()).await, LossReason::Revoked);
 }
 
+/// ✘ fencing: the new master's counter is what it was told, and not below its own clock, which is an hour behind.
+#[tokio::test]
+async fn a_replica_that_is_promoted_with_a_slow_clock_takes_tokens_back() {
+    if no_server() {
+        return;
+    }
+    let master = RedisServer::plain().unwrap();
+    let stream = Proxy::start(master.addr()).unwrap();
+    let clock = Clock::new().unwrap();
+    clock.back(3600 * SECOND).unwrap();
+    let replica = RedisServer::builder().replica_of(stream.addr()).clock(&clock);
+    let replica = replica.start().unwrap();
+    let (client, proxy) = client_behind_proxy(&master).await;
+    stream.set(Mode::HalfOpen);
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    proxy.set(Mode::Blackhole);
+    master.kill().unwrap();
+    replica.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    let other = self::client(replica.url()).await;
+    assert!(!overlaps(&held, &other).await, "tokens went on");
+}
+
+/// ✘ exclusion, although the new master has the hold: its lease ends by the new master's clock, which is a minute ahead.
+#[tokio::test]
+async fn a_replica_that_is_promoted_with_a_fast_clock_frees_what_is_held() {
+    if no_server() {
+        return;
+    }
+    let master = RedisServer::plain().unwrap();
+    let clock = Clock::new().unwrap();
+    clock.forward(60 * SECOND).unwrap();
+    let replica = RedisServer::builder().replica_of(master.addr()).clock(&clock);
+    let replica = replica.start().unwrap();
+    let (client, proxy) = client_behind_proxy(&master).await;
+    let held = lock(&client, "a", LONG).acquire().await.unwrap();
+    proxy.set(Mode::Blackhole);
+    master.cli(&["SET", "probe", "there"]).unwrap();
+    until(LONG, "the replica has it all", async || {
+        replica.cli(&["GET", "probe"]).unwrap() == "there"
+    })
+    .await;
+    master.kill().unwrap();
+    replica.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    let other = self::client(replica.url()).await;
+    assert!(overlaps(&held, &other).await, "tokens went back");
+    // The holder is told when it is led there.
+    proxy.set_upstream(replica.addr());
+    proxy.set(Mode::Pass);
+    proxy.reset();
+    assert_eq!(within(LONG, "told", held.lost()).await, LossReason::Revoked);
+}
+
 /// Roles are changed by hand, and back again, and connections stand. Neither server has what the other one granted.
 #[tokio::test]
 async fn tokens_go_on_when_a_master_was_a_replica_for_a_while() {
