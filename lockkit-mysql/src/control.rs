@@ -165,9 +165,11 @@ impl Control {
 
     /// Ends one that has been given up, by its mark if its id may be another's by now. What is not found so may be at another server.
     pub(crate) async fn end_given_up(&self, operation: &'static str, session: &GivenUp) -> Result<Killed> {
-        match self.kill(operation, session.id, &session.term).await? {
-            Killed::Unknown => {}
-            known => return Ok(known),
+        match self.kill(operation, session.id, &session.term).await {
+            Ok(Killed::Unknown) => {}
+            // This connection had ended too, and the next does not know whom the id means.
+            Err(error) if error.is_transient() => {}
+            known => return known,
         }
         let kill = format!("KILL IS_USED_LOCK('{}')", session.mark);
         match self.kill_by(operation, kill).await? {

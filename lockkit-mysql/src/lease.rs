@@ -149,6 +149,10 @@ impl LeaseClaim {
                 }
                 Err(error) => {
                     let is_stale = fault::ends_the_session(&error) && !session.is_proven;
+                    if fault::number(&error).is_none() {
+                        // The server may not know that the connection has ended, and answer to nobody.
+                        self.leave();
+                    }
                     self.session = None;
                     if !is_stale {
                         return Err(fault::error(operation, error));
@@ -156,13 +160,13 @@ impl LeaseClaim {
                     // It had been kept for too long. The others have been, too.
                     self.shared.sessions.forget();
                     self.was_repeated = true;
+                    self.end_the_doomed(operation).await?;
                 }
             }
         }
     }
 
-    /// Waits for what a dropped future has left under way. If that takes too long, the connection may be dead, and is left for
-    /// another. What comes late is harmless, but for an attempt, which is to be ended.
+    /// Waits for what a dropped future has left under way. If that takes too long, the connection may be dead.
     async fn settle_or_leave(&mut self) {
         let Some(session) = &mut self.session else { return };
         if session.settle_within(REPLY_TAKES).await {
@@ -170,6 +174,11 @@ impl LeaseClaim {
         }
         // They may be as dead.
         self.shared.sessions.forget();
+        self.leave();
+    }
+
+    /// Leaves the session for another. What comes late is harmless, but for an attempt, which is to be ended.
+    fn leave(&mut self) {
         let session = self.session.take();
         if matches!(self.stage, Stage::Out) && self.is_known {
             self.doomed = session.map(Session::give_up);

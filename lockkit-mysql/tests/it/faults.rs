@@ -45,6 +45,8 @@ for_each_flavour! {
     a_release_that_is_asked_again_wakes_the_next_in_line
     a_release_that_comes_late_frees_no_later_hold
     an_attempt_that_comes_late_takes_nothing
+    an_attempt_that_was_cut_off_takes_nothing
+    an_attempt_of_the_dead_keeps_a_lease_for_a_ttl
     a_release_wakes_the_next_also_where_many_sleep
     connections_that_are_reset_again_and_again
     a_hold_whose_connections_break_is_told_at_once
@@ -613,6 +615,51 @@ async fn an_attempt_that_comes_late_takes_nothing(flavour: Flavour) {
     let state = other.inspect("a").await.unwrap();
     assert!(state.holders.is_empty(), "nobody holds: {state:?}");
     cycle(&other, "a").await;
+}
+
+/// Its client has seen its connection end, and the server has not yet.
+async fn an_attempt_that_was_cut_off_takes_nothing(flavour: Flavour) {
+    let server = shared(flavour);
+    let name = name("cut off");
+    let other = client(server.addr(), Mode::Lease).await;
+    cycle(&other, &name).await;
+    let (addr, mut attempt) = hold_back(server.addr(), "token=latest+1").await.unwrap();
+    let proxy = Proxy::start(addr).unwrap();
+    let unlucky = client(proxy.addr(), Mode::Lease).await;
+    let lock = unlucky.lock(&name).unwrap();
+    let trying = tokio::spawn(async move { lock.try_acquire().await });
+    attempt.came().await;
+    proxy.reset();
+    let tried = trying.await.unwrap();
+    // A connection that was kept for too long ends as well: it may have been tried over another.
+    match tried {
+        Ok(granted) => granted.expect("it is free").release().await.unwrap(),
+        Err(error) => assert!(error.is_transient(), "{error:?}"),
+    }
+    unlucky.close(Duration::from_secs(20)).await.unwrap();
+    attempt.deliver().await.unwrap();
+    let state = other.inspect(&name).await.unwrap();
+    assert!(state.holders.is_empty(), "nobody holds: {state:?}");
+    cycle(&other, &name).await;
+}
+
+/// There is nobody left who could take it back.
+async fn an_attempt_of_the_dead_keeps_a_lease_for_a_ttl(flavour: Flavour) {
+    const TTL: Duration = Duration::from_secs(10);
+    let server = shared(flavour);
+    let name = name("dead");
+    let (addr, mut attempt) = hold_back(server.addr(), "token=latest+1").await.unwrap();
+    let (mut child, _output) = Child::start(addr, Mode::Lease, &name, TTL);
+    attempt.came().await;
+    child.kill().unwrap();
+    let other = client(server.addr(), Mode::Lease).await;
+    // Makes the row as well.
+    cycle(&other, &name).await;
+    attempt.deliver().await.unwrap();
+    let taken = other.inspect(&name).await.unwrap();
+    assert_eq!(taken.holders.len(), 1, "{taken:?}");
+    let next = timeout(TTL * 3, other.lock(&name).unwrap().acquire()).await;
+    next.expect("its lease is over").unwrap().release().await.unwrap();
 }
 
 /// On MariaDB, who is woken from a `SLEEP` while another sleeper comes or goes stands still for two seconds.
