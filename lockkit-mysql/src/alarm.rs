@@ -17,7 +17,7 @@ use sqlx::mysql::MySqlConnectOptions;
 use tokio::{sync::watch, task::AbortHandle, time::timeout};
 
 use crate::{
-    control::{IDENTITY, Term},
+    control::{IDENTITY, Term, UNLIMITED},
     wire::{Wire, column},
 };
 
@@ -26,9 +26,6 @@ const SLEEP: &str = "DO SLEEP(5)";
 
 /// A watch from which nothing is heard for so long never hears of anything.
 const DEAF: Duration = Duration::from_secs(10);
-
-/// As long as that, also where MariaDB ends statements earlier.
-const UNLIMITED: &str = "SET SESSION lock_wait_timeout=2 /*M!100600 , max_statement_time=0 */";
 
 #[derive(Debug)]
 pub(crate) struct Alarm {
@@ -89,7 +86,8 @@ impl Alarm {
                 }
                 return;
             };
-            let question = format!("{UNLIMITED}; SELECT CONNECTION_ID(), {IDENTITY}");
+            let question =
+                format!("SET SESSION lock_wait_timeout=2 {UNLIMITED}; SELECT CONNECTION_ID(), {IDENTITY}");
             let who = timeout(DEAF, wire.ask(question)).await.ok().and_then(Result::ok);
             let who = who.as_ref().and_then(|reply| reply.row(1));
             if let (Some(alarm), Some(row)) = (watching.0.upgrade(), who)

@@ -22,6 +22,9 @@ pub(crate) const IDENTITY: &str = "CONCAT_WS('/', @@hostname, @@port, @@server_i
 /// its id. Whoever asks for that lock waits for as long as it likes.
 pub(crate) const NIGHT: &str = "lockkit-night:";
 
+/// What a `SET SESSION` ends with, so that the server ends no statement early.
+pub(crate) const UNLIMITED: &str = "/*M!100600 , max_statement_time=0 */ /*!80000 , max_execution_time=0 */";
+
 /// A statement that has not been answered for so long never will be: all of them are short.
 const HUNG: Duration = Duration::from_secs(5);
 
@@ -223,7 +226,8 @@ impl Link {
         let mut wire = Wire::open(&options.0).await.map_err(during)?;
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
-             SET SESSION autocommit=1, wait_timeout=86400, innodb_lock_wait_timeout=5, lock_wait_timeout=5; \
+             SET SESSION autocommit=1, completion_type=0, wait_timeout=86400, innodb_lock_wait_timeout=5, \
+             lock_wait_timeout=5 {UNLIMITED}; \
              SELECT {IDENTITY}, CONNECTION_ID() /*M!100600 , GET_LOCK(CONCAT('{NIGHT}', CONNECTION_ID()), 0) */; {}",
             server::QUESTION
         );

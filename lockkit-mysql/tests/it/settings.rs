@@ -26,6 +26,7 @@ for_each_flavour! {
     a_server_that_comes_back_read_only
     a_server_that_comes_back_with_few_connections
     a_server_that_ends_statements_early_is_not_kept_busy
+    a_server_that_ends_statements_early_ends_no_look
 }
 
 fn lasting(ttl: Duration) -> AcquireOptions {
@@ -356,4 +357,22 @@ async fn a_server_that_ends_statements_early_is_not_kept_busy(flavour: Flavour) 
     let of_two_seconds = asked[1] - asked[0];
     assert!(of_two_seconds < 10, "{of_two_seconds} requests of an idle hold");
     assert!(guard.is_held());
+}
+
+/// A look at a free lock takes a tenth of a second.
+async fn a_server_that_ends_statements_early_ends_no_look(flavour: Flavour) {
+    let limit = match flavour {
+        Flavour::MariaDb => "SET GLOBAL max_statement_time=0.001",
+        Flavour::MySql => "SET GLOBAL max_execution_time=1",
+    };
+    let server = private(flavour, &[]);
+    Admin::of(&server).await.run(limit).await;
+    for mode in MODES {
+        let client = client(server.addr(), mode).await;
+        for _ in 0..3 {
+            cycle(&client, "a").await;
+            let state = client.inspect("a").await.unwrap();
+            assert!(state.holders.is_empty(), "{state:?}");
+        }
+    }
 }
