@@ -156,12 +156,14 @@ impl Sessions {
     pub(crate) async fn keep(&self, mut session: Session) {
         session.used = Instant::now();
         session.is_proven = false;
-        // Over as soon as somebody else can have it.
-        let _over = (session.place.take(), session.turn.take());
         let surplus = {
             let mut idle = self.idle();
             if session.seconds.is_some() && idle.len() < MOST_IDLE {
+                let over = (session.place.take(), session.turn.take());
                 idle.push(session);
+                drop(idle);
+                // Now that somebody else can have it.
+                drop(over);
                 return;
             }
             session
@@ -171,8 +173,8 @@ impl Sessions {
 
     /// Those that are kept are no good any more.
     pub(crate) fn forget(&self) {
-        let stale = std::mem::take(&mut *self.idle());
-        drop(stale);
+        // Under the lock: whoever finds none here is not to find them counted.
+        self.idle().clear();
     }
 
     /// Looks after what nobody uses. A connection that the server has ended would keep its socket until somebody wants to
@@ -186,11 +188,7 @@ impl Sessions {
     }
 
     async fn tend_once(&self) {
-        join(
-            join_all(self.unused().into_iter().map(Session::quit)),
-            self.look(),
-        )
-        .await;
+        join(join_all(self.unused().into_iter().map(Wire::quit)), self.look()).await;
     }
 
     async fn look(&self) {
@@ -202,12 +200,14 @@ impl Sessions {
         self.looks.living(&[]).await;
     }
 
-    /// Takes those that have not been used since the last round, and that the server would end before the next.
-    fn unused(&self) -> Vec<Session> {
+    /// Takes those that have not been used since the last round, and that the server would end before the next. They count
+    /// no more from then on.
+    fn unused(&self) -> Vec<Wire> {
         let is_unused = |session: &mut Session| {
             session.used.elapsed() >= TENDED_EVERY && session.ends_within(TENDED_EVERY)
         };
-        self.idle().extract_if(.., is_unused).collect()
+        let mut idle = self.idle();
+        idle.extract_if(.., is_unused).map(Session::into_wire).collect()
     }
 
     /// Something is held by a session of this term, whose connection may break.
@@ -461,6 +461,11 @@ impl Session {
 
     /// Says goodbye, so that the server logs no aborted connection. Another may be begun in its place meanwhile.
     pub(crate) async fn quit(self) {
+        self.into_wire().quit().await;
+    }
+
+    /// Gives up its place.
+    fn into_wire(self) -> Wire {
         let Self {
             wire,
             turn,
@@ -468,8 +473,9 @@ impl Session {
             _slot: slot,
             ..
         } = self;
-        drop((turn, place, slot));
-        wire.quit().await;
+        // In this order: whoever has the turn may begin another session.
+        drop((slot, turn, place));
+        wire
     }
 }
 
@@ -499,6 +505,15 @@ mod tests {
             let proxy = Proxy::start(server.addr()).unwrap();
             let sessions = Sessions::new(MySql::url_at(proxy.addr()).parse().unwrap(), 1);
             let session = sessions.get("acquire", 10).await.unwrap();
+            sessions.keep(session).await;
+            for session in &mut *sessions.idle() {
+                session.used = session.used.checked_sub(TENDED_EVERY).unwrap();
+            }
+            // Also in the instant before it is closed.
+            let unused = sessions.unused();
+            assert_eq!(unused.len(), 1);
+            let session = sessions.get("acquire", 10).await.unwrap();
+            drop(unused);
             sessions.keep(session).await;
             for session in &mut *sessions.idle() {
                 session.used = session.used.checked_sub(TENDED_EVERY).unwrap();
