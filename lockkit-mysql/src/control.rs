@@ -10,7 +10,7 @@ use sqlx::mysql::MySqlConnectOptions;
 use tokio::sync::Mutex;
 
 use crate::{
-    NAME, fault,
+    Mode, NAME, fault,
     server::{self, Server},
     wire::{Reply, Wire, column},
 };
@@ -31,6 +31,8 @@ const HUNG: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Control {
     options: Options,
+    /// What the server has to be relied on for.
+    mode: Mode,
     link: Mutex<Link>,
     /// The number of the latest term.
     latest: AtomicU64,
@@ -78,9 +80,10 @@ pub(crate) enum Killed {
 }
 
 impl Control {
-    pub(crate) fn new(options: MySqlConnectOptions) -> Self {
+    pub(crate) fn new(options: MySqlConnectOptions, mode: Mode) -> Self {
         Self {
             options: Options(options),
+            mode,
             link: Mutex::default(),
             latest: AtomicU64::new(0),
         }
@@ -197,7 +200,7 @@ impl Control {
     }
 
     async fn open(&self, link: &mut Link, operation: &'static str) -> Result<(Term, Server)> {
-        let opened = link.open(&self.options, operation).await?;
+        let opened = link.open(&self.options, self.mode, operation).await?;
         self.latest.store(opened.0.number, Ordering::Relaxed);
         Ok(opened)
     }
@@ -215,7 +218,12 @@ impl Link {
         self.wire.as_ref().is_some_and(|wire| wire.is_overdue(HUNG))
     }
 
-    async fn open(&mut self, options: &Options, operation: &'static str) -> Result<(Term, Server)> {
+    async fn open(
+        &mut self,
+        options: &Options,
+        mode: Mode,
+        operation: &'static str,
+    ) -> Result<(Term, Server)> {
         if self.is_hung() || self.wire.as_ref().is_some_and(Wire::is_closed) {
             self.wire = None;
         }
@@ -234,7 +242,7 @@ impl Link {
         let reply = wire.ask(setup).await.map_err(during)?;
         let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).map_err(during)?;
         let (identity, session) = (column(row, 0).map_err(during)?, column(row, 1).map_err(during)?);
-        let server = Server::read(&reply)?;
+        let server = Server::read(&reply, mode)?;
         self.term = Term {
             number: self.term.number + 1,
             server: identity,

@@ -102,15 +102,17 @@ impl MySqlBackend {
     /// # Errors
     /// [`Error::InvalidOptions`] for a value that cannot be kept; [`Error::Unsupported`] for a server that cannot keep
     /// locks: a Galera cluster, group replication with several primaries, a read-only server, one without
-    /// `SKIP LOCKED`, a proxy that does not pass `wait_timeout` on; [`Error::Backend`] if it cannot be reached, refuses
-    /// the account, or lacks tables that are not to be made here, with the statements that make them.
+    /// `SKIP LOCKED`, with row locks one with a pool of threads, a proxy that does not pass `wait_timeout` on;
+    /// [`Error::Backend`] if it cannot be reached, refuses the account, or lacks tables that are not to be made here, with
+    /// the statements that make them.
     ///
     /// # Cancel safety
     /// May be dropped at any await. Tables that were made stay.
     pub async fn connect(config: MySqlConfig) -> Result<Self> {
         let target = config.target()?;
         require_runtime("connect")?;
-        let sessions = Sessions::new(config.connect_options(&target), config.max_connections);
+        let options = config.connect_options(&target);
+        let sessions = Sessions::new(options, config.mode, config.max_connections);
         let (_, server) = sessions.control.term("connect").await?;
         sessions.control.prepare(config.mode, config.schema).await?;
         // Whether a session keeps its promises shows when there is one.

@@ -6,14 +6,14 @@ use lockkit_core::{Error, FencingDurability, Result};
 use sqlx::{Row, mysql::MySqlRow};
 
 use crate::{
-    NAME, fault,
+    Mode, NAME, fault,
     wire::{Reply, column},
 };
 
 /// Asks for what [`Server::judge`] has to know.
 pub(crate) const QUESTION: &str = "SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'read_only', \
     'super_read_only', 'innodb_read_only', 'innodb_flush_log_at_trx_commit', 'wsrep_on', 'wsrep_provider', \
-    'group_replication_group_name', 'group_replication_single_primary_mode')";
+    'group_replication_group_name', 'group_replication_single_primary_mode', 'thread_handling', 'version_compile_os')";
 
 /// Tells whether the server is read-only from the last column of a row, which is [`READ_ONLY`](crate::sql::READ_ONLY).
 pub(crate) fn is_read_only(row: &MySqlRow) -> bool {
@@ -49,18 +49,18 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    pub(crate) fn read(reply: &Reply) -> Result<Self> {
+    pub(crate) fn read(reply: &Reply, mode: Mode) -> Result<Self> {
         let mut variables = HashMap::new();
         for row in reply.last() {
             let (name, value): (String, String) = (text(row, 0)?, text(row, 1)?);
             variables.insert(name.to_ascii_lowercase(), value);
         }
-        Self::judge(&variables)
+        Self::judge(&variables, mode)
     }
 
     /// # Errors
     /// [`Error::Unsupported`] for a server whose row locks do not exclude, or on which there can be none.
-    fn judge(variables: &HashMap<String, String>) -> Result<Self> {
+    fn judge(variables: &HashMap<String, String>, mode: Mode) -> Result<Self> {
         let value = |name: &str| variables.get(name).map_or("", String::as_str);
         let is_on =
             |name: &str| !matches!(value(name).to_ascii_uppercase().as_str(), "" | "0" | "OFF" | "NO");
@@ -94,6 +94,18 @@ impl Server {
             return refuse(
                 "group replication with several primaries: row locks are local to a member, so that two members would \
                  grant one lock; use single-primary mode"
+                    .to_owned(),
+            );
+        }
+        // On Windows the pool is the system's, and has timers of its own.
+        if mode == Mode::ForUpdate
+            && value("thread_handling") == "pool-of-threads"
+            && !value("version_compile_os").starts_with("Win")
+        {
+            return refuse(
+                "a server with thread_handling=pool-of-threads, which after it stood still ends sessions before their \
+                 wait_timeout is over, so that a lock would be another's before its holder is told; use mode=lease, or a \
+                 server with one-thread-per-connection"
                     .to_owned(),
             );
         }
@@ -133,10 +145,14 @@ mod tests {
     use super::*;
 
     fn judged(variables: &[(&str, &str)]) -> Result<Server> {
+        judged_for(Mode::ForUpdate, variables)
+    }
+
+    fn judged_for(mode: Mode, variables: &[(&str, &str)]) -> Result<Server> {
         let owned = variables
             .iter()
             .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        Server::judge(&owned.collect())
+        Server::judge(&owned.collect(), mode)
     }
 
     const MARIADB: (&str, &str) = ("version", "10.11.14-MariaDB-0+deb12u2");
@@ -163,11 +179,14 @@ mod tests {
             ("group_replication_single_primary_mode", "ON"),
         ];
         assert!(judged(&[MYSQL, single[0], single[1]]).is_ok());
+        let pool = [MARIADB, ("thread_handling", "pool-of-threads")];
+        assert!(judged_for(Mode::Lease, &pool).is_ok());
+        assert!(judged(&[pool[0], pool[1], ("version_compile_os", "Win64")]).is_ok());
     }
 
     #[test]
     fn what_cannot_be_kept_safe_is_refused_and_named() {
-        let refused: [(&[(&str, &str)], &str); 7] = [
+        let refused: [(&[(&str, &str)], &str); 8] = [
             (&[("version", "10.5.9-MariaDB")], "10.6"),
             (&[("version", "5.7.44-log")], "8.0"),
             (
@@ -189,6 +208,7 @@ mod tests {
             (&[MARIADB, ("read_only", "ON")], "read_only"),
             (&[MYSQL, ("super_read_only", "ON")], "super_read_only"),
             (&[MARIADB, ("read_only", "NO_LOCK_NO_ADMIN")], "read_only"),
+            (&[MARIADB, ("thread_handling", "pool-of-threads")], "mode=lease"),
         ];
         for (variables, word) in refused {
             match judged(variables) {

@@ -17,7 +17,7 @@ use tokio::{
 };
 
 use crate::{
-    NAME,
+    Mode, NAME,
     alarm::Alarm,
     control::{Control, GivenUp, IDENTITY, Options, Term},
     fault,
@@ -92,10 +92,10 @@ pub(crate) struct Sessions {
 }
 
 impl Sessions {
-    pub(crate) fn new(options: MySqlConnectOptions, most: u32) -> Self {
+    pub(crate) fn new(options: MySqlConnectOptions, mode: Mode, most: u32) -> Self {
         Self {
-            control: Control::new(options.clone()),
-            looks: Control::new(options.clone()),
+            control: Control::new(options.clone(), mode),
+            looks: Control::new(options.clone(), mode),
             alarm: Arc::new(Alarm::new()),
             options: Options(options),
             idle: Mutex::default(),
@@ -503,7 +503,11 @@ mod tests {
             }
             let server = MySql::start(kept, &[]).unwrap();
             let proxy = Proxy::start(server.addr()).unwrap();
-            let sessions = Sessions::new(MySql::url_at(proxy.addr()).parse().unwrap(), 1);
+            let sessions = Sessions::new(
+                MySql::url_at(proxy.addr()).parse().unwrap(),
+                crate::Mode::ForUpdate,
+                1,
+            );
             let session = sessions.get("acquire", 10).await.unwrap();
             sessions.keep(session).await;
             for session in &mut *sessions.idle() {

@@ -318,6 +318,21 @@ fn galera_is_refused() {
     });
 }
 
+/// After it stood still it counts a session's silence from before that. A lease in a row does not depend on it.
+#[test]
+fn a_pool_of_threads_keeps_no_row_lock() {
+    crate::servers::run(Flavour::MariaDb, |flavour| async move {
+        let server = private(flavour, &["--thread-handling=pool-of-threads"]);
+        let mut config = config(server.addr());
+        match connect(config.clone()).await.unwrap_err() {
+            Error::Unsupported { what, .. } => assert!(what.contains("pool-of-threads"), "{what}"),
+            other => panic!("{other}"),
+        }
+        config.mode = Mode::Lease;
+        cycle(&connect(config).await.unwrap(), "a").await;
+    });
+}
+
 /// The options of one acquisition that is not to take long.
 #[test]
 fn the_limit_of_connections_is_a_clear_error() {
