@@ -22,7 +22,7 @@ pub(crate) const IDENTITY: &str = "CONCAT_WS('/', @@hostname, @@port, @@server_i
 /// its id. Whoever asks for that lock waits for as long as it likes.
 pub(crate) const NIGHT: &str = "lockkit-night:";
 
-/// What a `SET SESSION` ends with, so that the server ends no statement early.
+/// The end of a `SET SESSION` after which the server ends no statement early.
 pub(crate) const UNLIMITED: &str = "/*M!100600 , max_statement_time=0 */ /*!80000 , max_execution_time=0 */";
 
 /// A statement that has not been answered for so long never will be: all of them are short.
@@ -31,7 +31,7 @@ const HUNG: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Control {
     options: Options,
-    /// What the server has to be relied on for.
+    /// The kind of lock, which says what the server is relied on for.
     mode: Mode,
     link: Mutex<Link>,
     /// The number of the latest term.

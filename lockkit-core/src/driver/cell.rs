@@ -43,7 +43,7 @@ pub(crate) struct HoldCell<C> {
 struct State<C> {
     phase: Phase,
     valid_until: Option<Moment>,
-    /// What it ends with besides, whatever was told last.
+    /// The session that it ends with besides, whatever lease was told last.
     session: Option<SessionProof>,
     /// The length of the lease when a renewal last proved it.
     renewed_for: Option<Duration>,
@@ -178,7 +178,7 @@ impl<C> HoldCell<C> {
         self
     }
 
-    /// What it is bound by besides its lease.
+    /// The session that it ends with besides its lease.
     pub(crate) fn session(&self) -> Option<SessionProof> {
         self.state.lock().session.clone()
     }

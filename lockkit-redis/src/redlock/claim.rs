@@ -40,7 +40,7 @@ pub(crate) struct RedlockClaim {
     listed: bool,
     /// How many rounds in a row ended with the masters divided.
     divided: u32,
-    /// Where the attempt before began, if others were ahead until its end: the next one is as far ahead as both.
+    /// The beginning of the attempt before, if others were ahead until its end: the next one is as far ahead as both.
     outrun_since: Option<Beginning>,
     /// What it holds with.
     tokens: Option<RangeInclusive<u64>>,

@@ -130,7 +130,7 @@ pub(crate) enum Step {
 /// Why an acquisition came to nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Defeat {
-    /// So many masters have another holder that it is not to be had. The first of those leases to end does so then.
+    /// Another holder has so many masters that it is not to be had. The first of those leases to end does so then.
     Taken(Option<Duration>),
     /// The lock was to be had at a majority but not the tokens, which another acquisition was after as well.
     Outrun,
@@ -165,7 +165,7 @@ enum Seat {
 }
 
 impl Seat {
-    /// Where its counter stands, if it said so.
+    /// The counter of this master, if it named it.
     fn counter(&self) -> Option<u64> {
         match self {
             Self::Voted(Vote::Behind(fence)) | Self::Answered(Confirmation::Refused(fence)) => Some(*fence),
@@ -737,7 +737,7 @@ mod tests {
     const BEYOND: Vote = Vote::Behind(u64::MAX);
 
     #[test]
-    fn counters_beyond_the_clocks_are_left_out_if_a_majority_has_others() {
+    fn counters_beyond_the_clocks_are_left_out_of_a_majority() {
         let mut round = begin(3);
         assert_eq!(votes(&mut round, &[BEYOND, Vote::Behind(40)]), Step::Wait);
         assert_eq!(
@@ -790,7 +790,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_beyond_the_clocks_count_if_the_others_are_no_majority() {
+    fn counters_beyond_the_clocks_count_if_a_majority_has_them() {
         let real = LAST_CLOCK + 5;
         let mut round = begin(3);
         let step = votes(&mut round, &[Vote::Behind(LAST_CLOCK), Vote::Behind(real)]);
@@ -821,7 +821,7 @@ mod tests {
     }
 
     #[test]
-    fn masters_that_would_be_won_without_a_counter_beyond_are_divided() {
+    fn a_counter_beyond_the_clocks_leaves_masters_divided() {
         let step = votes(&mut begin(3), &[BEYOND, taken(30), Vote::Granted]);
         assert_eq!(step, Step::Lost(Defeat::Taken(Some(Duration::from_millis(30)))));
         // The silent one may have the same holder.

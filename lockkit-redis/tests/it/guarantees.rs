@@ -271,7 +271,7 @@ async fn a_replica_that_is_promoted_without_the_hold_grants_again_with_higher_to
 
 /// ✘ fencing: the new master's counter is what it was told, and not below its own clock, which is an hour behind.
 #[tokio::test]
-async fn a_replica_that_is_promoted_with_a_slow_clock_takes_tokens_back() {
+async fn a_replica_promoted_with_a_slow_clock_takes_tokens_back() {
     if no_server() {
         return;
     }
@@ -293,7 +293,7 @@ async fn a_replica_that_is_promoted_with_a_slow_clock_takes_tokens_back() {
 
 /// ✘ exclusion, although the new master has the hold: its lease ends by the new master's clock, which is a minute ahead.
 #[tokio::test]
-async fn a_replica_that_is_promoted_with_a_fast_clock_frees_what_is_held() {
+async fn a_replica_promoted_with_a_fast_clock_frees_what_is_held() {
     if no_server() {
         return;
     }

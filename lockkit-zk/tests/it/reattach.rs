@@ -128,7 +128,7 @@ async fn forgotten_renewal(guard: &LockGuard) -> Pin<Box<dyn Future<Output = Res
     }
 }
 
-/// Who has the claim for a renewal by hand, and does not look, keeps no holder from being told.
+/// A renewal by hand that nobody polls keeps no holder from being told.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shorter_session_is_told_behind_a_forgotten_renewal() {
     if no_zookeeper() {
