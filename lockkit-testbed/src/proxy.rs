@@ -225,6 +225,9 @@ fn runtime() -> io::Result<tokio::runtime::Runtime> {
         .build()
 }
 
+/// The longest time that a process takes from its beginning to its program.
+const FORKED: Duration = Duration::from_secs(20);
+
 /// The proxy's thread: accepts connections, and does what it is told.
 struct Control {
     port: Arc<Port>,
@@ -266,6 +269,20 @@ impl Control {
         Ok(())
     }
 
+    /// A process that is just being started has the socket that was closed until it runs its program, which may take a busy
+    /// machine a while.
+    async fn listen_again(&mut self) {
+        let deadline = Instant::now() + FORKED;
+        loop {
+            match self.listen() {
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                    sleep(Duration::from_millis(1)).await;
+                }
+                listening => return listening.expect("the port is reserved for this proxy"),
+            }
+        }
+    }
+
     fn begin(&mut self, client: TcpStream) {
         self.connections
             .retain(|_, connection| !connection.task.is_finished());
@@ -286,7 +303,7 @@ impl Control {
         if mode == Mode::Refuse {
             self.listener = None;
         } else if self.listener.is_none() {
-            self.listen().expect("the port is reserved for this proxy");
+            self.listen_again().await;
         }
         if mode == Mode::HalfOpen {
             for connection in self.connections.values_mut() {

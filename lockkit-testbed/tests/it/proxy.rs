@@ -1,6 +1,6 @@
 use std::{
     io::{self, Read, Write},
-    net::{Shutdown, SocketAddr, TcpStream},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
     thread,
     time::{Duration, Instant},
 };
@@ -338,6 +338,21 @@ fn refuse_refuses_new_connections_and_leaves_the_others() {
     proxy.set(Mode::Pass);
     round_trip(&mut connect(&proxy), "c");
     round_trip(&mut client, "d");
+}
+
+/// Whoever was forked while it listened has its socket, too, for some time.
+#[test]
+fn it_listens_again_when_nobody_else_does() {
+    let (_server, proxy, _client) = served();
+    proxy.set(Mode::Refuse);
+    let forked = TcpListener::bind(proxy.addr()).unwrap();
+    let runs_its_program = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(100));
+        drop(forked);
+    });
+    proxy.set(Mode::Pass);
+    runs_its_program.join().unwrap();
+    round_trip(&mut connect(&proxy), "b");
 }
 
 #[test]
