@@ -293,7 +293,7 @@ impl Session {
         self.core.news.borrow().proof.end()
     }
 
-    /// The same, for whoever is to be told when it is less, or over.
+    /// The end of what is proven, for whoever is to be told when it is less, or over.
     pub(crate) fn proof(&self) -> SessionProof {
         self.core.proven.subscribe()
     }
@@ -442,7 +442,7 @@ impl Session {
         deleted(link.client.delete(path, None).await)
     }
 
-    /// The same, unless it was taken away: then it may be another's by now.
+    /// Deletes a node unless it was taken away: then it may be another's by now.
     pub(crate) async fn delete_by(&self, post: &Post, path: &str) -> Result<bool> {
         let link = self.core.link().await?;
         let client = &link.client;

@@ -63,7 +63,7 @@ pub(crate) const LAST_CLOCK: u64 = (1 << 52) - (1 << 48);
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Beginning {
     pub(crate) at: Duration,
-    /// What the clock of its machine showed then, in µs.
+    /// The time that the clock of its machine showed then, in µs.
     clock: u64,
 }
 

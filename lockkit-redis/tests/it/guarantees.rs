@@ -262,8 +262,12 @@ async fn a_replica_that_is_promoted_without_the_hold_grants_again_with_higher_to
     assert_eq!(replica.cli(&["EXISTS", "lockkit:a"]).unwrap(), "0");
     let other = self::client(replica.url()).await;
     assert!(overlaps(&held, &other).await, "tokens went back");
-    // The holder is told when it is led there.
-    proxy.set_upstream(replica.addr());
+    is_told_when_led_to(&replica, &proxy, &held).await;
+}
+
+/// The holder whose client goes through `proxy` is told by the new master.
+async fn is_told_when_led_to(master: &RedisServer, proxy: &Proxy, held: &LockGuard) {
+    proxy.set_upstream(master.addr());
     proxy.set(Mode::Pass);
     proxy.reset();
     assert_eq!(within(LONG, "told", held.lost()).await, LossReason::Revoked);
@@ -314,11 +318,7 @@ async fn a_replica_promoted_with_a_fast_clock_frees_what_is_held() {
     replica.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
     let other = self::client(replica.url()).await;
     assert!(overlaps(&held, &other).await, "tokens went back");
-    // The holder is told when it is led there.
-    proxy.set_upstream(replica.addr());
-    proxy.set(Mode::Pass);
-    proxy.reset();
-    assert_eq!(within(LONG, "told", held.lost()).await, LossReason::Revoked);
+    is_told_when_led_to(&replica, &proxy, &held).await;
 }
 
 /// Roles are changed by hand, and back again, and connections stand. Neither server has what the other one granted.

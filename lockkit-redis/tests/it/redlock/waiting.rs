@@ -314,7 +314,7 @@ async fn a_far_reader_is_let_in_with_near_ones() {
     world.nothing_is_left("after a far reader").await;
 }
 
-/// Who was outrun proposes tokens that are ahead. Others who are outrun see those, and are not to be as far ahead of them.
+/// An acquisition that was outrun proposes tokens that are ahead. Others that are outrun see those, and are not to be as far ahead of them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn counters_stay_with_the_clocks_while_readers_come_and_go() {
     if no_server() {
