@@ -688,7 +688,7 @@ impl RowClaim {
                 }
             }
         }
-        let mut was_gone = false;
+        let mut was_gone = None;
         if let Stage::RollingBack { held } = self.stage {
             let Some(session) = &mut self.session else {
                 self.stage = Stage::Out;
@@ -700,7 +700,14 @@ impl RowClaim {
                     return Ok(());
                 }
                 Err(error) => {
-                    was_gone = fault::number(&error) == Some(code::NO_SUCH_SAVEPOINT);
+                    // A session whose connection has ended is there for a moment yet, and another may have its lock by then: that it
+                    // could be ended says nothing.
+                    was_gone = match fault::number(&error) {
+                        Some(code::NO_SUCH_SAVEPOINT | code::CONNECTION_KILLED | code::SESSION_KILLED) => {
+                            Some(LossReason::Revoked)
+                        }
+                        _ => fault::ends_the_session(&error).then_some(LossReason::Disconnected),
+                    };
                     self.end(held);
                 }
             }
@@ -718,13 +725,12 @@ impl RowClaim {
             killed = ended.map_or(killed, |ended| ended.unwrap_or(killed));
         }
         self.stage = Stage::Out;
-        if was_gone {
-            return Err(self.lost(LossReason::Revoked));
+        match was_gone {
+            _ if !held => Ok(()),
+            Some(reason) => Err(self.lost(reason)),
+            None if killed != Killed::Now => Err(self.lost(LossReason::Disconnected)),
+            None => Ok(()),
         }
-        if held && killed != Killed::Now {
-            return Err(self.lost(LossReason::Disconnected));
-        }
-        Ok(())
     }
 
     fn lost(&self, reason: LossReason) -> Error {

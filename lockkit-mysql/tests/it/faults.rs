@@ -44,6 +44,7 @@ for_each_flavour! {
     a_release_whose_reply_is_lost_is_no_loss
     a_release_that_is_asked_again_wakes_the_next_in_line
     a_release_that_comes_late_frees_no_later_hold
+    a_release_that_is_cut_off_confirms_nothing
     an_attempt_that_comes_late_takes_nothing
     an_attempt_that_was_cut_off_takes_nothing
     an_attempt_of_the_dead_keeps_a_lease_for_a_ttl
@@ -560,6 +561,32 @@ async fn a_release_that_is_asked_again_wakes_the_next_in_line(flavour: Flavour) 
         );
         guard.release().await.unwrap();
     }
+}
+
+/// The server may have heard of the end before, and have let the next in: that the session is still there to be ended says
+/// nothing.
+async fn a_release_that_is_cut_off_confirms_nothing(flavour: Flavour) {
+    let server = shared(flavour);
+    let (addr, mut release) = hold_back(server.addr(), "RELEASE SAVEPOINT held").await.unwrap();
+    let (holder, other) = (
+        client(addr, Mode::ForUpdate).await,
+        client(server.addr(), Mode::ForUpdate).await,
+    );
+    let name = name("cut-off");
+    let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
+    eventually("the hold is shown", async || {
+        !other.inspect(&name).await.unwrap().holders.is_empty()
+    })
+    .await;
+    let releasing = tokio::spawn(guard.release());
+    release.came().await;
+    release.cut_off();
+    let error = releasing.await.unwrap().expect_err("nobody knows");
+    assert_eq!(
+        error.to_string(),
+        format!("mysql: lock `{name}` was lost: {}", LossReason::Disconnected)
+    );
+    cycle(&other, &name).await;
 }
 
 /// It was given up on its way, and the claim that it was for has been granted again.

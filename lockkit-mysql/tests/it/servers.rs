@@ -333,6 +333,11 @@ impl HeldBack {
         self.deliver.send(()).expect("it is still held back");
         self.done
     }
+
+    /// Ends the client's connection instead. The server hears nothing of it.
+    pub(crate) fn cut_off(self) {
+        drop(self.deliver);
+    }
 }
 
 /// A proxy that holds back the first request that has `what` in it, also if its client goes away meanwhile.
@@ -367,7 +372,11 @@ pub(crate) async fn hold_back(
                     let held = first.lock().unwrap().take_if(|_| has_it);
                     if let Some((has_come, delivery, is_done)) = held {
                         let _ = has_come.send(());
-                        let _ = delivery.await;
+                        if delivery.await.is_err() {
+                            replies.abort();
+                            drop(from_client);
+                            return std::future::pending().await;
+                        }
                         done = Some(is_done);
                     }
                     to_server.write_all(request).await?;
