@@ -61,7 +61,7 @@ pub enum Mode {
     /// moment its process dies. One connection per held lock, with a transaction open for as long.
     #[default]
     ForUpdate,
-    /// Owner and expiry in a row, changed by short transactions on the server's clock. For holds of hours and for
+    /// Owner and expiry in a row, changed by single statements on the server's clock. For holds of hours and for
     /// many locks: a held lock costs no connection and no open transaction. Exclusive locks alone.
     Lease,
 }

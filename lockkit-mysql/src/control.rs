@@ -89,6 +89,10 @@ impl Control {
         }
     }
 
+    pub(crate) fn mode(&self) -> Mode {
+        self.mode
+    }
+
     /// Sees to it that the connection is open.
     pub(crate) async fn term(&self, operation: &'static str) -> Result<(Term, Server)> {
         self.open(&mut *self.link.lock().await, operation).await

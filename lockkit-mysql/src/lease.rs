@@ -1,6 +1,6 @@
 //! A claim that holds by owner and expiry in a row, on the server's clock.
 //!
-//! Every change is a short transaction in one request, and between them a holder needs no connection. Nobody polls while
+//! Every change is one statement that commits itself, and between them a holder needs no connection. Nobody polls while
 //! all goes well: whoever waits queues for a turnstile, a lock of the server's own (`GET_LOCK`), and the one who has it
 //! has the server sleep until the lease would be over, with a bell at hand, another such lock, by which a release finds
 //! the sleeper that it interrupts. A lock that is free while somebody has the turnstile is that one's to take.
@@ -29,6 +29,8 @@ use crate::{
 
 /// The server's clock, in microseconds since 1970, as of the beginning of a statement.
 const NOW: &str = CLOCK;
+/// True if the server takes writes once the row is locked, which it may have to wait for: the name's length has it ask so late.
+const IS_WRITABLE: &str = "IF(LENGTH(name), CAST(@@global.read_only AS CHAR) IN ('0', 'OFF'), 0)";
 const NOBODY: &str = "x'00000000000000000000000000000000'";
 /// How long a waiter queues for the turnstile before it looks for itself, in seconds.
 const QUEUES_FOR: u32 = 2;
@@ -107,10 +109,8 @@ impl LeaseClaim {
         }
     }
 
-    /// One request, over the session at hand or another. The owner makes each of them harmless if it is made twice. It is
-    /// an error on a server that is read-only by then, also if the account may write there.
+    /// One request, over the session at hand or another. The owner makes each of them harmless if it is made twice.
     async fn ask(&mut self, operation: &'static str, request: String) -> Result<Reply> {
-        let request = format!("{request}; SELECT {READ_ONLY}");
         self.was_repeated = false;
         loop {
             let session = match &mut self.session {
@@ -124,22 +124,22 @@ impl LeaseClaim {
             if self.has_queued {
                 // Not for longer than who waits is to keep the turnstile, and as any other once it has let go of that.
                 let after = self.sql.bears_after_a_wait();
-                session.send_and_set(TURNS_WITHIN, request.clone(), &after).await;
+                // Should the wait have been interrupted in its transaction.
+                let request = format!("ROLLBACK; {request}");
+                session.send_and_set(TURNS_WITHIN, request, &after).await;
             } else {
                 session.send(SECONDS, request.clone()).await;
             }
             match session.answer().await {
-                Ok(reply) if server::says_read_only(&reply) => {
-                    self.session = None;
-                    self.shared.sessions.forget();
-                    return Err(server::read_only("read_only"));
-                }
-                Ok(reply) => {
+                Ok(mut reply) => {
+                    if self.has_queued {
+                        reply.drop_first();
+                    }
                     self.sent = sent;
                     session.is_proven = true;
                     return Ok(reply);
                 }
-                // Meant for a sleep that was over by then. What was not committed is taken back, and what was is repeated.
+                // Meant for a sleep that was over by then. What was done by then is done again.
                 Err(error) if fault::number(&error) == Some(code::QUERY_INTERRUPTED) => {
                     self.was_repeated = true;
                     let seconds = if self.has_queued { TURNS_WITHIN } else { SECONDS };
@@ -164,6 +164,27 @@ impl LeaseClaim {
                 }
             }
         }
+    }
+
+    /// Looks why a statement has found no row to change.
+    ///
+    /// # Errors
+    /// If the server is read-only by now. Nothing is changed there, also if the account may.
+    async fn look(&mut self, operation: &'static str) -> Result<Look> {
+        let reply = self.ask(operation, self.sql.look()).await?;
+        if server::says_read_only(&reply) {
+            self.session = None;
+            self.shared.sessions.forget();
+            return Err(server::read_only("read_only"));
+        }
+        let row = reply.row(0).ok_or(sqlx::Error::RowNotFound);
+        let look = row.and_then(|row| {
+            Ok(Look {
+                is_there: column::<u64>(row, 0)? > 0,
+                sleeper: column(row, 1)?,
+            })
+        });
+        look.map_err(|error| fault::error(operation, error))
     }
 
     /// Waits for what a dropped future has left under way. If that takes too long, the connection may be dead.
@@ -293,25 +314,23 @@ impl Claim for LeaseClaim {
         }
         self.settle_or_leave().await;
         self.end_the_doomed("acquire").await?;
-        let during = |error| fault::error("acquire", error);
         loop {
             self.is_known = true;
             let reply = self.ask("acquire", self.sql.take(self.has_queued)).await?;
-            let Some(row) = reply.row(1) else {
-                self.ask("acquire", self.sql.make()).await?;
-                continue;
-            };
-            if column::<u8>(row, 0).map_err(during)? == 1 {
-                let (first, last): (u64, u64) =
-                    (column(row, 1).map_err(during)?, column(row, 2).map_err(during)?);
+            if reply.affected(0) == 1 {
+                let first = reply.last_insert_id(0);
                 self.stage = Stage::Holding;
                 (self.token, self.shown) = (first, first);
                 self.has_queued = false;
                 self.give_back().await;
                 return Ok(Some(Grant {
-                    tokens: first..=last,
+                    tokens: first..=first + u64::from(self.request.tokens.get()) - 1,
                     lease: self.lease(),
                 }));
+            }
+            if !self.look("acquire").await?.is_there {
+                self.ask("acquire", self.sql.make()).await?;
+                continue;
             }
             if patience.is_zero() {
                 self.is_known = false;
@@ -338,6 +357,7 @@ impl Claim for LeaseClaim {
         let renewal = if reply.affected(0) == 1 {
             Renewal::Held(self.lease())
         } else {
+            self.look("renew").await?;
             Renewal::Lost(reason)
         };
         self.give_back().await;
@@ -368,18 +388,27 @@ impl Claim for LeaseClaim {
             self.stage = Stage::LettingGo { held: has_held };
             let reason = self.why_lost();
             let reply = self.ask("release", self.sql.release()).await?;
+            // An earlier one that was not answered may have freed the lock, and has woken nobody.
+            let repeats = has_held && (self.was_repeated || !is_first);
+            let is_lost = reply.affected(0) == 0 && has_held && !repeats;
+            let sleeper = if reply.affected(0) == 1 {
+                sleeper(&reply)
+            } else {
+                match self.look("release").await {
+                    Ok(look) => look.sleeper.filter(|_| repeats),
+                    // What is known is not to be forgotten.
+                    Err(error) if is_lost && error.is_transient() => None,
+                    Err(error) => return Err(error),
+                }
+            };
             self.stage = Stage::Out;
             self.is_known = false;
             self.sql.be_another();
-            let frees = reply.affected(0) == 1;
-            // An earlier one that was not answered may have freed the lock, and has woken nobody.
-            let repeats = has_held && (self.was_repeated || !is_first);
-            if frees || repeats {
-                self.sleeper = sleeper(&reply, 0);
-            } else if has_held {
+            if is_lost {
                 self.give_back().await;
                 return Err(Error::lost(NAME, self.request.name.clone(), reason));
             }
+            self.sleeper = sleeper;
         }
         self.wake().await;
         self.give_back().await;
@@ -402,7 +431,16 @@ impl Claim for LeaseClaim {
     }
 }
 
-/// What is said to the server on behalf of one claim.
+/// What there is where a statement has found no row to change.
+#[derive(Debug)]
+struct Look {
+    /// Whether the lock has a row.
+    is_there: bool,
+    /// The session that has the bell.
+    sleeper: Option<u64>,
+}
+
+/// What is said to the server on behalf of one claim. Each statement is a transaction of its own.
 #[derive(Debug)]
 struct Sql {
     key: Key,
@@ -442,7 +480,8 @@ impl Sql {
         self.owner = literal(&self.id.to_be_bytes());
     }
 
-    /// Takes the lock if it is free, kept for this owner, or this owner's already.
+    /// Takes the lock if it is free, kept for this owner, or this owner's already. The first token comes with the acknowledgement
+    /// of the statement, which is the only one, and the only write, unless its session has queued.
     fn take(&self, has_queued: bool) -> String {
         let Self {
             key,
@@ -457,19 +496,28 @@ impl Sql {
         let key = key.as_sql();
         // In the order of writing: each assignment sees those before it.
         let set = format!(
-            "token=latest+1, latest=latest+{tokens}, owner={owner}, expires={NOW}+{micros}, label={label}"
+            "token=LAST_INSERT_ID(latest+1), latest=latest+{tokens}, owner={owner}, expires={NOW}+{micros}, label={label}"
         );
-        let through = if has_queued {
+        let take = format!(
+            "UPDATE lockkit_lease SET {set} WHERE name={key} AND (owner={owner} OR expires<={NOW} \
+             AND IFNULL(IS_USED_LOCK({turnstile})=CONNECTION_ID(), TRUE)) AND {IS_WRITABLE}"
+        );
+        if has_queued {
             format!(
-                ", IF(owner={owner}, RELEASE_LOCK({bell}), NULL), IF(owner={owner}, RELEASE_LOCK({turnstile}), NULL)"
+                "{take}; SELECT IF(ROW_COUNT()=1, RELEASE_LOCK({bell}), NULL), \
+                 IF(ROW_COUNT()=1, RELEASE_LOCK({turnstile}), NULL)"
             )
         } else {
-            String::new()
-        };
+            take
+        }
+    }
+
+    /// How many rows the lock has, who has the bell, and whether the server is read-only.
+    fn look(&self) -> String {
+        let (key, bell) = (self.key.as_sql(), &self.bell);
         format!(
-            "UPDATE lockkit_lease SET {set} WHERE name={key} AND (owner={owner} OR expires<={NOW} \
-             AND IFNULL(IS_USED_LOCK({turnstile})=CONNECTION_ID(), TRUE)); \
-             SELECT owner={owner}, token, latest{through} FROM lockkit_lease WHERE name={key}; COMMIT"
+            "SELECT (SELECT COUNT(*) FROM lockkit_lease WHERE name={key}), \
+             NULLIF(IS_USED_LOCK({bell}), CONNECTION_ID()), {READ_ONLY}"
         )
     }
 
@@ -481,15 +529,15 @@ impl Sql {
 
     fn make(&self) -> String {
         format!(
-            "ROLLBACK; INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) \
-             VALUES ({}, {NOBODY}, 0, 0, {CLOCK}); COMMIT",
+            "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) VALUES ({}, {NOBODY}, 0, 0, {CLOCK})",
             self.key.as_sql()
         )
     }
 
     /// Queues for the turnstile; through it, sleeps while the lock is taken.
     ///
-    /// It looks, and takes the bell, while it keeps the row from being changed. So whoever releases either finds the bell
+    /// It looks, and takes the bell, while it keeps the row from being changed: in a transaction, since the server lets go of a row
+    /// that it has found by its key before it works out what to answer, if the statement is all there is. So whoever releases either finds the bell
     /// taken, and wakes it, or is seen to have released. Nobody is woken who is not about to sleep: after a `KILL QUERY`
     /// that comes between two statements of a request, the server leaves out the rest of them, and its answers. For the same
     /// reason the sleep is the last.
@@ -508,7 +556,7 @@ impl Sql {
             Flavour::MySql => String::new(),
         };
         format!(
-            "{night}{queue}; \
+            "{night}{queue}; START TRANSACTION; \
              SELECT IF(owner={owner} OR expires<={NOW} OR IFNULL(IS_USED_LOCK({turnstile})<>CONNECTION_ID(), TRUE), \
              0, {} * LEAST({SLEEPS_FOR}, (expires-{NOW})/1000000)) \
              INTO @lockkit_sleep FROM lockkit_lease WHERE name={key} LOCK IN SHARE MODE; COMMIT; {sleep}",
@@ -521,31 +569,31 @@ impl Sql {
             key, owner, micros, ..
         } = self;
         format!(
-            "UPDATE lockkit_lease SET expires={NOW}+{micros}, token=GREATEST(token,{token}) WHERE name={} AND owner={owner} AND expires>{NOW} \
-             AND token<>0; COMMIT",
+            "UPDATE lockkit_lease SET expires={NOW}+{micros}, token=GREATEST(token,{token}) WHERE name={} AND owner={owner} \
+             AND expires>{NOW} AND token<>0 AND {IS_WRITABLE}",
             key.as_sql()
         )
     }
 
     fn release(&self) -> String {
-        let whose = format!("owner={}", self.owner);
-        format!("{}; COMMIT", let_go(&self.key, &self.bell, &whose))
+        let whose = format!("owner={} AND {IS_WRITABLE}", self.owner);
+        let_go(&self.key, &self.bell, &whose)
     }
 }
 
-/// Frees the lock and says who has the bell.
+/// Frees the lock. Who has the bell comes with the acknowledgement.
 fn let_go(key: &Key, bell: &str, whose: &str) -> String {
     format!(
-        "UPDATE lockkit_lease SET token=0, label=NULL, owner={NOBODY}, expires=0 \
-         WHERE name={} AND {whose} AND expires>{NOW}; SELECT NULLIF(IS_USED_LOCK({bell}), CONNECTION_ID())",
+        "UPDATE lockkit_lease SET token=0*LAST_INSERT_ID(IFNULL(NULLIF(IS_USED_LOCK({bell}), CONNECTION_ID()), 0)), \
+         label=NULL, owner={NOBODY}, expires=0 WHERE name={} AND {whose} AND expires>{NOW}",
         key.as_sql()
     )
 }
 
-/// Who has the bell, by the answer to [`let_go`], which begins with this statement. To be woken only if the lock was freed:
-/// what changes nothing is committed at once, so that its `KILL QUERY` could come before that session sleeps.
-fn sleeper(reply: &Reply, update: usize) -> Option<u64> {
-    column(reply.row(update + 1)?, 0).ok()?
+/// Who has the bell, by the answer to [`let_go`]. To be woken only if the lock was freed: otherwise the row was not kept from
+/// being changed meanwhile, so that its `KILL QUERY` could come before that session sleeps.
+fn sleeper(reply: &Reply) -> Option<u64> {
+    Some(reply.last_insert_id(0)).filter(|sleeper| *sleeper != 0)
 }
 
 /// Ends the sleep of the session that had the bell, if it still has that. Fails if it has not: its sleep has ended by itself, and it
@@ -632,14 +680,10 @@ impl Shared {
         // The connection may turn out to have ended, and be replaced by this. What ends the hold is not to be said twice: the
         // answer to the second time would be that there is none.
         control.ask("revoke", "DO 0".to_owned()).await?;
-        // As one transaction; the control connection commits each statement by itself otherwise.
-        let request = format!(
-            "START TRANSACTION; {}; COMMIT",
-            let_go(&key, &bell, &format!("token={token}"))
-        );
+        let request = let_go(&key, &bell, &format!("token={token}"));
         let reply = control.ask_once("revoke", request).await?;
-        let frees = reply.affected(1) == 1;
-        if let Some(sleeper) = sleeper(&reply, 1).filter(|_| frees) {
+        let frees = reply.affected(0) == 1;
+        if let Some(sleeper) = sleeper(&reply).filter(|_| frees) {
             // Without it, the sleeper wakes by itself a little later.
             let _ = control.kill_by("revoke", wake(&bell, sleeper)).await;
         }

@@ -266,9 +266,11 @@ impl Sessions {
             }
             Flavour::MySql => "max_execution_time=0",
         };
+        // A row lock is a transaction; a lease is changed by one statement.
+        let autocommit = u8::from(self.control.mode() == Mode::Lease);
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
-             SET SESSION autocommit=0, completion_type=0, wait_timeout={seconds}, innodb_lock_wait_timeout=30, \
+             SET SESSION autocommit={autocommit}, completion_type=0, wait_timeout={seconds}, innodb_lock_wait_timeout=30, \
              lock_wait_timeout=2, {limits}, @lockkit_mark=CONCAT('lockkit-session:', UUID()); \
              SELECT CONNECTION_ID(), CAST(@@wait_timeout AS UNSIGNED), {IDENTITY}, @lockkit_mark, \
              GET_LOCK(@lockkit_mark, 0)"

@@ -34,6 +34,7 @@ pub(crate) struct Reply(Vec<Outcome>);
 struct Outcome {
     rows: Vec<MySqlRow>,
     affected: u64,
+    last_insert_id: u64,
 }
 
 impl Wire {
@@ -185,6 +186,7 @@ async fn read(
             Either::Right(row) => outcome.rows.push(row),
             Either::Left(done) => {
                 outcome.affected = done.rows_affected();
+                outcome.last_insert_id = done.last_insert_id();
                 outcomes.push(std::mem::take(&mut outcome));
             }
         }
@@ -229,6 +231,11 @@ impl Reply {
     /// How many rows a statement matched.
     pub(crate) fn affected(&self, statement: usize) -> u64 {
         self.0.get(statement).map_or(0, |outcome| outcome.affected)
+    }
+
+    /// The value that a statement gave to `LAST_INSERT_ID`, which costs no row; 0 if it gave none.
+    pub(crate) fn last_insert_id(&self, statement: usize) -> u64 {
+        self.0.get(statement).map_or(0, |outcome| outcome.last_insert_id)
     }
 }
 

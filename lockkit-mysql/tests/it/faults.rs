@@ -592,7 +592,7 @@ async fn a_release_that_is_cut_off_confirms_nothing(flavour: Flavour) {
 /// It was given up on its way, and the claim that it was for has been granted again.
 async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
     let server = shared(flavour);
-    let (addr, mut release) = hold_back(server.addr(), "token=0, label=NULL").await.unwrap();
+    let (addr, mut release) = hold_back(server.addr(), "SET token=0*").await.unwrap();
     let mut config = config(addr);
     config.mode = Mode::Lease;
     let backend = MySqlBackend::connect(config).await.unwrap();
@@ -627,7 +627,9 @@ async fn an_attempt_that_comes_late_takes_nothing(flavour: Flavour) {
     let other = client(server.addr(), Mode::Lease).await;
     cycle(&other, "a").await;
     let others = admin.sessions().await;
-    let (addr, mut attempt) = hold_back(server.addr(), "token=latest+1").await.unwrap();
+    let (addr, mut attempt) = hold_back(server.addr(), "LAST_INSERT_ID(latest+1)")
+        .await
+        .unwrap();
     let unlucky = client(addr, Mode::Lease).await;
     let sessions = admin.sessions().await;
     let control = sessions.iter().find(|id| !others.contains(id)).unwrap();
@@ -650,7 +652,9 @@ async fn an_attempt_that_was_cut_off_takes_nothing(flavour: Flavour) {
     let name = name("cut off");
     let other = client(server.addr(), Mode::Lease).await;
     cycle(&other, &name).await;
-    let (addr, mut attempt) = hold_back(server.addr(), "token=latest+1").await.unwrap();
+    let (addr, mut attempt) = hold_back(server.addr(), "LAST_INSERT_ID(latest+1)")
+        .await
+        .unwrap();
     let proxy = Proxy::start(addr).unwrap();
     let unlucky = client(proxy.addr(), Mode::Lease).await;
     let lock = unlucky.lock(&name).unwrap();
@@ -675,7 +679,9 @@ async fn an_attempt_of_the_dead_keeps_a_lease_for_a_ttl(flavour: Flavour) {
     const TTL: Duration = Duration::from_secs(10);
     let server = shared(flavour);
     let name = name("dead");
-    let (addr, mut attempt) = hold_back(server.addr(), "token=latest+1").await.unwrap();
+    let (addr, mut attempt) = hold_back(server.addr(), "LAST_INSERT_ID(latest+1)")
+        .await
+        .unwrap();
     let (mut child, _output) = Child::start(addr, Mode::Lease, &name, TTL);
     attempt.came().await;
     child.kill().unwrap();
