@@ -47,7 +47,7 @@ pub enum FencingDurability {
     /// The life of the process that keeps the counter.
     #[default]
     Process,
-    /// Crashes of every process and of the machine: a token is on disk before it is handed out.
+    /// Crashes of every process and of the machine: a token, or a number above it, is on disk before it is handed out.
     Durable,
 }
 

@@ -210,7 +210,7 @@ impl Contender {
     fn permit(&mut self, permits: NonZeroU32, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
         for _ in 0..MAX_REPLACED {
             let main = self.main()?;
-            if size(&main)? != Some(permits.get()) {
+            if size(&self.spec.files, &main)? != Some(permits.get()) {
                 self.set_size(permits, &main)?;
                 continue;
             }
@@ -219,7 +219,8 @@ impl Contender {
             };
             // Who changes the size has looked at this permit before it was taken, or will find it taken.
             let unchanged = self.spec.files.share_size()?;
-            let agreed = size(&main)? == Some(permits.get()) && space::is_at(&main.path, main.inode)?;
+            let agreed = size(&self.spec.files, &main)? == Some(permits.get())
+                && space::is_at(&main.path, main.inode)?;
             drop(unchanged);
             if agreed {
                 drop(ledger);
@@ -237,7 +238,7 @@ impl Contender {
         let Some(beacon) = main.beacon()? else {
             return Ok(());
         };
-        let in_use = size(main)?;
+        let in_use = size(files, main)?;
         if in_use == Some(permits.get()) {
             return Ok(());
         }
@@ -299,21 +300,18 @@ impl Contender {
         let mut reader = None;
         match request.mode {
             Mode::Exclusive => {
-                entry = journal::reserve(files, taken.lock.file(), request)?;
-                journal::make_durable(files, taken.lock.file(), &entry)?;
+                entry = journal::mint(files, taken.lock.file(), request)?;
             }
             Mode::Shared => {
-                entry = journal::reserve(files, taken.lock.file(), request)?;
+                entry = journal::mint(files, taken.lock.file(), request)?;
                 reader = Some(self.note_reader(&entry)?);
-                journal::make_durable(files, taken.lock.file(), &entry)?;
             }
             Mode::Permits(_) => {
                 let counter = main.writable()?.ok_or_else(|| self.replaced())?;
-                entry = journal::reserve(files, &counter, request)?;
+                entry = journal::mint(files, &counter, request)?;
                 if let Some((slot, _)) = lives_in.last() {
                     journal::note(taken.lock.file(), slot, &entry)?;
                 }
-                journal::make_durable(files, &counter, &entry)?;
             }
         }
         let grant = Grant {
@@ -350,7 +348,7 @@ impl Contender {
     /// Keeps new readers out, if it is readers that this writer waits for. While a writer is inside there is no need
     /// for it, and readers get an even chance when that one leaves.
     fn close_gate(&mut self, main: &Opened) -> Result<()> {
-        let last = journal::read(&main.file, &main.path)?;
+        let last = journal::read(&self.spec.files, &main.file)?;
         if !last.is_some_and(|last| last.is_shared()) {
             self.gate = None;
             return Ok(());
@@ -419,7 +417,7 @@ impl Contender {
         self.events = None;
         let path = self.spec.files.main();
         let file = self.spec.files.open_or_create(&path)?;
-        if let Some(last) = journal::read(&file, &path)? {
+        if let Some(last) = journal::read(&self.spec.files, &file)? {
             last.check_name(self.spec.request.name.as_str(), &path)?;
         }
         Ok(self.main.insert(Opened::new(file, path)?).clone())
@@ -453,8 +451,8 @@ impl Opened {
 }
 
 /// The number of permits that was last asked for.
-fn size(main: &Opened) -> Result<Option<u32>> {
-    Ok(journal::read(&main.file, &main.path)?.map(|last| last.permits))
+fn size(files: &Files, main: &Opened) -> Result<Option<u32>> {
+    Ok(journal::read(files, &main.file)?.map(|last| last.permits))
 }
 
 /// For how long the gate stays closed if its writer shows no life; `None` if it is open by now. A clock that was set

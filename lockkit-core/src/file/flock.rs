@@ -10,8 +10,8 @@ use std::{
 
 use super::fault::{Fault, Result};
 
-/// The time for which what is locked for moments may stay locked before it counts as "cannot tell". It is not held while the
-/// disk is waited for, but by who writes a long entry of a lane whose last one is not on disk yet.
+/// The time for which what is locked for moments may stay locked before it counts as "cannot tell". It is held while the
+/// disk is waited for by who raises the floor of a lane; there are others.
 const PATIENCE: Duration = Duration::from_secs(2);
 const FIRST_POLL: Duration = Duration::from_micros(50);
 const LAST_POLL: Duration = Duration::from_millis(1);

@@ -23,13 +23,13 @@ pub(super) fn holders(files: &Files, name: &LockName, kind: Kind) -> Result<Vec<
     let Some(file) = space::open(&path)?.map(Arc::new) else {
         return Ok(Vec::new());
     };
-    let Some(last) = journal::read(&file, &path)? else {
+    let Some(last) = journal::read(files, &file)? else {
         return Ok(Vec::new());
     };
     last.check_name(name.as_str(), &path)?;
     match kind {
         Kind::Lock => lock_holders(files, &file, &path),
-        Kind::Semaphore => permit_holders(files, &file, &path),
+        Kind::Semaphore => permit_holders(files, &file),
     }
 }
 
@@ -43,7 +43,7 @@ fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<Hold
         readers(files, true)?;
         return Ok(Vec::new());
     }
-    let last = journal::read(file, path)?.map(|last| last.holder);
+    let last = journal::read(files, file)?.map(|last| last.holder);
     if let Some(probe) = Flock::shared(file, path)? {
         drop(probe);
         drop(ledger);
@@ -82,7 +82,7 @@ fn readers(files: &Files, sweep: bool) -> Result<Vec<Holding>> {
                 // Another inspection or an administrator may have been quicker.
                 let _ = fs::remove_file(&path);
             }
-        } else if let Some(note) = journal::read(&file, &path)? {
+        } else if let Some(note) = journal::read_note(&file, &path)? {
             holders.push(note.holder);
         }
     }
@@ -90,8 +90,8 @@ fn readers(files: &Files, sweep: bool) -> Result<Vec<Holding>> {
     Ok(holders)
 }
 
-fn permit_holders(files: &Files, file: &File, path: &Path) -> Result<Vec<Holding>> {
-    let permits = journal::read(file, path)?.map_or(0, |last| last.permits);
+fn permit_holders(files: &Files, file: &File) -> Result<Vec<Holding>> {
+    let permits = journal::read(files, file)?.map_or(0, |last| last.permits);
     let mut holders = Vec::new();
     let mut probed = false;
     for index in 0..permits {
@@ -102,7 +102,7 @@ fn permit_holders(files: &Files, file: &File, path: &Path) -> Result<Vec<Holding
         let _ledger = files.lock_ledger()?;
         if Flock::exclusive(&slot, &path)?.is_some() {
             probed = true;
-        } else if let Some(note) = journal::read(&slot, &path)? {
+        } else if let Some(note) = journal::read_note(&slot, &path)? {
             holders.push(note.holder);
         }
     }

@@ -1,10 +1,18 @@
 //! What a lock file says: the token counter, and who was last granted.
 //!
 //! Two copies take turns, a page apart, each with a checksum; the one with the higher sequence number that is whole
-//! counts. A write that tears leaves the other copy, so the counter never goes back. A disk writes whole sectors, so an entry
-//! that fits into one does not tear; a longer one is written when the one before is on disk.
+//! counts. A writer that is killed leaves the other copy, so the counter never goes back.
 //!
-//! Holders that do not exclude each other write side by side, each in a lane, which is two copies of its own. So one
+//! Nothing but a crash of the host takes back what was written, so a grant waits for no disk. Each entry has a *floor* beside the
+//! last token. Within one life of the host tokens go on from the last one, and in the next life from the highest floor. Before a token is
+//! given out, there is a floor above it on disk: it is raised by many tokens at a time, in the lock's file, and in a second file of the same
+//! layout, which is written for that alone. A crash may tear both copies in the first, which change all the time, and never both in the second, where
+//! one is on disk before the other is written.
+//!
+//! Where the system does not tell its lives apart, each grant is on disk before it is given out. So it was in the versions
+//! that knew of no floor: they have the last token in its place. To them the floor is the last token, so old and new may share files.
+//!
+//! Holders that do not exclude each other write side by side, each in a lane, which is two copies of its own in either file. So one
 //! that is stopped while it writes is in nobody's way. Tokens go on from the highest of all lanes, and a lane gives
 //! out only its own: those that leave its number when they are divided by the number of lanes.
 
@@ -13,7 +21,7 @@ use std::{
     io,
     ops::RangeInclusive,
     os::unix::fs::FileExt,
-    path::Path,
+    path::{Path, PathBuf},
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -21,18 +29,22 @@ use sha2::{Digest, Sha256};
 
 use super::{
     fault::{Fault, Result},
-    space::Files,
+    life::Life,
+    space::{self, Files},
 };
 use crate::spi::{ClaimRequest, Mode};
 
 const MAGIC: &[u8; 8] = b"lockkit1";
 /// Copies are this far apart, so that no write to one touches a sector or page of the other.
-const STRIDE: u64 = 4_096;
+const STRIDE: usize = 4_096;
 /// The least that a disk writes as a whole.
 const SECTOR: usize = 512;
 const SUM_BYTES: usize = 16;
 /// The number of those who may write side by side. Whoever writes alone uses the first lane, so most files have no other.
 const LANES: u64 = 8;
+/// The number of tokens after which the floor is raised again. To begin a life costs as many: a sixtieth of a second of the clock
+/// that new counters start at.
+const STEP: u64 = 1 << 14;
 
 /// The state after a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,7 +56,13 @@ pub(super) struct Entry {
     /// Who was granted.
     pub holder: Holding,
     /// The last token that was given out.
-    counter: u64,
+    last: u64,
+    /// In which life of the host that can be relied on. `None` if it was on disk before it was given out.
+    life: Option<Life>,
+    /// A floor that is on disk, in this life: tokens up to it may be given out.
+    ceiling: u64,
+    /// In another life tokens go on above it. It rises with each entry; without a life, it is the last token.
+    floor: u64,
     /// The number of entries that its lane has had.
     sequence: u64,
 }
@@ -62,7 +80,16 @@ pub(super) struct Holding {
 impl Entry {
     /// The tokens of the grant.
     pub(super) fn tokens(&self) -> RangeInclusive<u64> {
-        self.holder.token..=self.counter
+        self.holder.token..=self.last
+    }
+
+    /// The token above which `life` goes on.
+    fn above(&self, life: Option<Life>) -> u64 {
+        if self.is_of(life) { self.last } else { self.floor }
+    }
+
+    fn is_of(&self, life: Option<Life>) -> bool {
+        self.life.is_some() && self.life == life
     }
 
     /// The last grant was to a shared holder.
@@ -82,17 +109,26 @@ impl Entry {
     }
 }
 
-/// Reserves tokens for a holder: as many as it asks for if it holds alone, else one. The caller cannot be granted
-/// beside one that holds alone, and before it hands out a token it [makes them durable](make_durable).
+/// Gives out tokens to a holder: as many as it asks for if it holds alone, else one. The caller cannot be granted
+/// beside one that holds alone.
 ///
 /// A new file starts at the clock, in microseconds, so that tokens go on rising if the file was deleted.
-pub(super) fn reserve(files: &Files, file: &File, request: &ClaimRequest) -> Result<Entry> {
-    if request.mode == Mode::Exclusive {
+pub(super) fn mint(files: &Files, file: &File, request: &ClaimRequest) -> Result<Entry> {
+    let entry = if request.mode == Mode::Exclusive {
         // There is no reader inside, so nobody writes in any lane.
-        return append(files, file, request, 0, request.tokens.get());
+        append(files, file, request, 0, request.tokens.get())?
+    } else {
+        let (lane, _lock) = files.lock_lane(LANES)?;
+        append(files, file, request, lane, 1)?
+    };
+    if entry.life.is_none() {
+        sync(file, &files.main())?;
+        // The second of a lane is the first that is granted, where the first set a semaphore's size.
+        if entry.sequence <= 2 {
+            files.space().sync()?;
+        }
     }
-    let (lane, _lock) = files.lock_lane(LANES)?;
-    append(files, file, request, lane, 1)
+    Ok(entry)
 }
 
 /// Sets a semaphore's size. The caller has it locked, and nobody has a permit.
@@ -102,24 +138,44 @@ pub(super) fn set_size(files: &Files, file: &File, request: &ClaimRequest) -> Re
 
 fn append(files: &Files, file: &File, request: &ClaimRequest, lane: u64, tokens: u32) -> Result<Entry> {
     let path = files.main();
-    let lanes = read_lanes(file, &path)?;
-    let last = newest(&lanes);
-    if let Some(last) = last {
-        last.check_name(request.name.as_str(), &path)?;
+    let life = files.space().life();
+    let lanes = read_main(files, file)?;
+    let newest = newest(&lanes);
+    if let Some(newest) = newest {
+        newest.check_name(request.name.as_str(), &path)?;
     }
-    let now = micros_since_epoch();
-    let before = last.map_or(now, |last| last.counter);
-    let sequence = usize::try_from(lane)
-        .ok()
-        .and_then(|lane| lanes.get(lane)?.as_ref())
-        .map_or(0, |last| last.sequence);
     let exhausted = || Fault::Exhausted { path: path.clone() };
-    let mut token = before.checked_add(1).ok_or_else(exhausted)?;
-    if request.mode != Mode::Exclusive {
-        let further = (lane + LANES - token % LANES) % LANES;
-        token = token.checked_add(further).ok_or_else(exhausted)?;
-    }
-    let entry = Entry {
+    let next = |above: u64| {
+        let mut token = above.checked_add(1)?;
+        if request.mode != Mode::Exclusive {
+            token = token.checked_add((lane + LANES - token % LANES) % LANES)?;
+        }
+        Some((token, token.checked_add(u64::from(tokens) - 1)?))
+    };
+    let now = micros_since_epoch();
+    let entries = || lanes.iter().flatten();
+    let mut above = entries().map(|entry| entry.above(life)).max().unwrap_or(now);
+    let before = of_lane(&lanes, lane);
+    let of_life = entries().filter(|entry| entry.is_of(life));
+    let ceiling = of_life.map(|entry| entry.ceiling).max().unwrap_or(0);
+    // The first entry of a life raises the floor in each lane, which tells it from what a crash has spoilt.
+    let begun = before.is_some_and(|last| last.is_of(life));
+    let is_covered = begun && next(above).is_some_and(|(_, last)| last <= ceiling);
+    let ceilings = if life.is_none() || is_covered {
+        None
+    } else {
+        // What a crash has left of the main file may be less than what was given out.
+        let ceilings = Ceilings::open(files)?;
+        above = above.max(ceilings.highest());
+        Some(ceilings)
+    };
+    let (token, last) = next(above).ok_or_else(exhausted)?;
+    let floor = match newest {
+        _ if life.is_none() => last,
+        Some(newest) => newest.floor.checked_add(1).ok_or_else(exhausted)?,
+        None => last,
+    };
+    let mut entry = Entry {
         name: request.name.as_str().to_owned(),
         permits: match request.mode {
             Mode::Exclusive => 1,
@@ -132,32 +188,85 @@ fn append(files: &Files, file: &File, request: &ClaimRequest, lane: u64, tokens:
             since: now,
             label: request.label.as_deref().map(str::to_owned),
         },
-        counter: token.checked_add(u64::from(tokens) - 1).ok_or_else(exhausted)?,
-        sequence: sequence.checked_add(1).ok_or_else(exhausted)?,
+        last,
+        life,
+        ceiling,
+        floor,
+        sequence: before.map_or(0, |last| last.sequence),
     };
-    let written = encode(&entry);
-    if written.len() > SECTOR {
-        // Who wrote the other copy may still wait for the disk, or have been killed: the two must not tear together.
-        sync(file, &path)?;
+    if let Some(mut ceilings) = ceilings {
+        entry.floor = floor.max(last.saturating_add(STEP));
+        // Older versions look for it nowhere else.
+        write_through(file, &path, lane, &mut entry)?;
+        ceilings.raise(lane, &entry)?;
+        files.space().sync()?;
+        entry.ceiling = entry.floor;
     }
-    file.write_all_at(&written, place(lane, entry.sequence))
-        .map_err(Fault::io("write to", &path))?;
+    write(file, &path, lane, &mut entry)?;
     Ok(entry)
 }
 
-/// Makes reserved tokens survive a crash of the machine, and the file if they are its first.
-pub(super) fn make_durable(files: &Files, file: &File, entry: &Entry) -> Result<()> {
-    sync(file, &files.main())?;
-    // The second of a lane is the first that is granted, where the first set a semaphore's size.
-    if entry.sequence <= 2 {
-        files.space().sync()?;
+/// The floors that are on disk, the latest of each lane.
+struct Ceilings {
+    file: File,
+    path: PathBuf,
+    lanes: Vec<Option<Entry>>,
+}
+
+impl Ceilings {
+    fn open(files: &Files) -> Result<Self> {
+        let path = files.ceiling();
+        let Some(file) = space::create_writable(&path)? else {
+            return Err(Fault::Replaced { path });
+        };
+        let lanes = read_lanes(&file, &path, |_| Ok(false))?;
+        Ok(Self { file, path, lanes })
     }
-    Ok(())
+
+    fn highest(&self) -> u64 {
+        newest(&self.lanes).map_or(0, |entry| entry.floor)
+    }
+
+    /// Puts the floor of an entry on disk. The caller has the lane to itself.
+    fn raise(&mut self, lane: u64, entry: &Entry) -> Result<()> {
+        let mut entry = entry.clone();
+        entry.sequence = of_lane(&self.lanes, lane).map_or(0, |last| last.sequence);
+        write_through(&self.file, &self.path, lane, &mut entry)
+    }
+}
+
+/// Writes the next entry of a lane to the disk.
+fn write_through(file: &File, path: &Path, lane: u64, entry: &mut Entry) -> Result<()> {
+    // Who wrote the other copy may have been killed before it was on disk: the two must not tear together.
+    sync(file, path)?;
+    write(file, path, lane, entry)?;
+    sync(file, path)
+}
+
+/// Writes the next entry of a lane.
+fn write(file: &File, path: &Path, lane: u64, entry: &mut Entry) -> Result<()> {
+    let next = entry.sequence.checked_add(1);
+    entry.sequence = next.ok_or_else(|| Fault::Exhausted {
+        path: path.to_owned(),
+    })?;
+    let written = encode(entry);
+    if entry.life.is_none() && written.len() > SECTOR {
+        // Who wrote the other copy may still wait for the disk, or have been killed: the two must not tear together.
+        sync(file, path)?;
+    }
+    file.write_all_at(&written, place(lane, entry.sequence))
+        .map_err(Fault::io("write to", path))
 }
 
 fn sync(file: &File, path: &Path) -> Result<()> {
     #[cfg(test)]
-    tests::on_disk(file);
+    if let Some(synced) = tests::sync_to_disk(file, path) {
+        return synced;
+    }
+    #[cfg(test)]
+    if super::crash_tests::sync_to_disk(file, path) {
+        return Ok(());
+    }
     file.sync_data().map_err(Fault::io("sync", path))
 }
 
@@ -169,31 +278,74 @@ pub(super) fn note(file: &File, path: &Path, entry: &Entry) -> Result<()> {
         .map_err(Fault::io("write to", path))
 }
 
-/// What the file says; `None` if nothing was ever granted.
-pub(super) fn read(file: &File, path: &Path) -> Result<Option<Entry>> {
-    Ok(newest(&read_lanes(file, path)?).cloned())
+/// What a [`note`] says; `None` if there is none.
+pub(super) fn read_note(file: &File, path: &Path) -> Result<Option<Entry>> {
+    Ok(newest(&read_lanes(file, path, |_| Ok(false))?).cloned())
+}
+
+/// What the main file says; `None` if nothing was ever granted, or if a crash of the host has spoilt it.
+pub(super) fn read(files: &Files, file: &File) -> Result<Option<Entry>> {
+    Ok(newest(&read_main(files, file)?).cloned())
 }
 
 fn newest(lanes: &[Option<Entry>]) -> Option<&Entry> {
-    lanes.iter().flatten().max_by_key(|entry| entry.counter)
+    lanes.iter().flatten().max_by_key(|entry| entry.floor)
 }
 
-/// The last entry of each lane, as far as the file goes.
-fn read_lanes(file: &File, path: &Path) -> Result<Vec<Option<Entry>>> {
+fn of_lane(lanes: &[Option<Entry>], lane: u64) -> Option<&Entry> {
+    lanes.get(usize::try_from(lane).ok()?)?.as_ref()
+}
+
+fn read_main(files: &Files, file: &File) -> Result<Vec<Option<Entry>>> {
+    read_lanes(file, &files.main(), |lane| outlived(files, lane))
+}
+
+/// Says whether the lane has a floor on disk, and none of this life. Then nothing of this life is in it, and what a crash has spoilt
+/// does not matter: nobody holds from before it.
+fn outlived(files: &Files, lane: u64) -> Result<bool> {
+    let path = files.ceiling();
+    let (Some(life), Some(file)) = (files.space().life(), space::open(&path)?) else {
+        return Ok(false);
+    };
+    let lanes = read_lanes(&file, &path, |_| Ok(false))?;
+    Ok(of_lane(&lanes, lane).is_some_and(|last| !last.is_of(Some(life))))
+}
+
+/// The last entry of each lane, as far as the file goes. Where neither copy is whole and `may_be_spoilt` does not allow for
+/// it, that is an error.
+fn read_lanes(
+    file: &File,
+    path: &Path,
+    may_be_spoilt: impl Fn(u64) -> Result<bool>,
+) -> Result<Vec<Option<Entry>>> {
     let mut lanes = Vec::new();
     for lane in 0..LANES {
-        let at = 2 * lane * STRIDE;
-        let first = read_page(file, at).map_err(Fault::io("read", path))?;
-        if first.is_empty() {
+        let copies = read_at(file, place(lane, 1), 2 * STRIDE).map_err(Fault::io("read", path))?;
+        if copies.is_empty() {
             break;
         }
-        let second = read_page(file, at + STRIDE).map_err(Fault::io("read", path))?;
-        lanes.push(read_lane([first, second], path)?);
+        let (first, second) = copies.split_at(copies.len().min(STRIDE));
+        let entry = match read_lane([first, second]) {
+            Ok(entry) => entry,
+            Err(Spoilt) if may_be_spoilt(lane)? => None,
+            Err(Spoilt) => {
+                return Err(Fault::Damaged {
+                    path: path.to_owned(),
+                });
+            }
+        };
+        lanes.push(entry);
+        if second.len() < STRIDE {
+            break;
+        }
     }
     Ok(lanes)
 }
 
-fn read_lane(copies: [Vec<u8>; 2], path: &Path) -> Result<Option<Entry>> {
+/// Neither copy is whole.
+struct Spoilt;
+
+fn read_lane(copies: [&[u8]; 2]) -> Result<Option<Entry>, Spoilt> {
     let newest = copies
         .iter()
         .filter_map(|copy| decode(copy))
@@ -207,17 +359,15 @@ fn read_lane(copies: [Vec<u8>; 2], path: &Path) -> Result<Option<Entry>> {
     let blank = |copy: &[u8]| copy.iter().all(|byte| *byte == 0);
     let [first, second] = copies;
     let (beginning, _) = first.split_at(SECTOR.min(first.len()));
-    if blank(&second) && (blank(beginning) || first.starts_with(MAGIC)) {
+    if blank(second) && (blank(beginning) || first.starts_with(MAGIC)) {
         return Ok(None);
     }
-    Err(Fault::Damaged {
-        path: path.to_owned(),
-    })
+    Err(Spoilt)
 }
 
 /// The place in the file where a lane's entry goes. The first has the sequence number 1 and goes to the first copy.
 fn place(lane: u64, sequence: u64) -> u64 {
-    (2 * lane + (sequence + 1) % 2) * STRIDE
+    (2 * lane + (sequence + 1) % 2) * STRIDE as u64
 }
 
 fn encode(entry: &Entry) -> Vec<u8> {
@@ -225,13 +375,16 @@ fn encode(entry: &Entry) -> Vec<u8> {
         name,
         permits,
         holder,
-        counter,
+        last,
+        life,
+        ceiling,
+        floor,
         sequence,
     } = entry;
     let label = holder.label.as_deref();
     let mut body = Vec::with_capacity(128 + name.len());
     body.extend(sequence.to_le_bytes());
-    body.extend(counter.to_le_bytes());
+    body.extend(floor.to_le_bytes());
     body.extend(holder.token.to_le_bytes());
     body.extend(holder.since.to_le_bytes());
     body.extend(permits.to_le_bytes());
@@ -241,6 +394,12 @@ fn encode(entry: &Entry) -> Vec<u8> {
         let length = u16::try_from(text.len()).unwrap_or(u16::MAX);
         body.extend(length.to_le_bytes());
         body.extend(&text.as_bytes()[..usize::from(length)]);
+    }
+    if let Some(life) = life {
+        // Versions that know nothing of it read no further than the name.
+        body.extend(life.bytes());
+        body.extend(last.to_le_bytes());
+        body.extend(ceiling.to_le_bytes());
     }
     let mut copy = MAGIC.to_vec();
     copy.extend(u32::try_from(body.len()).unwrap_or(u32::MAX).to_le_bytes());
@@ -259,10 +418,15 @@ fn decode(copy: &[u8]) -> Option<Entry> {
         return None;
     }
     let mut body = Fields(body);
-    let (sequence, counter, token, since) = (body.u64()?, body.u64()?, body.u64()?, body.u64()?);
+    let (sequence, floor, token, since) = (body.u64()?, body.u64()?, body.u64()?, body.u64()?);
     let (permits, pid) = (body.u32()?, body.u32()?);
     let labelled = body.take(1)? == [1];
     let (label, name) = (body.text()?, body.text()?);
+    let life = body.life();
+    let (last, ceiling) = match life {
+        Some(_) => (body.u64()?, body.u64()?),
+        None => (floor, 0),
+    };
     Some(Entry {
         name,
         permits,
@@ -272,7 +436,10 @@ fn decode(copy: &[u8]) -> Option<Entry> {
             since,
             label: labelled.then_some(label),
         },
-        counter,
+        last,
+        life,
+        ceiling,
+        floor,
         sequence,
     })
 }
@@ -294,26 +461,30 @@ impl<'a> Fields<'a> {
         Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
     }
 
+    fn life(&mut self) -> Option<Life> {
+        Life::from_bytes(self.take(Life::BYTES)?.try_into().ok()?)
+    }
+
     fn text(&mut self) -> Option<String> {
         let length = u16::from_le_bytes(self.take(2)?.try_into().ok()?);
         String::from_utf8(self.take(usize::from(length))?.to_vec()).ok()
     }
 }
 
-/// Up to one stride of bytes.
-fn read_page(file: &File, at: u64) -> io::Result<Vec<u8>> {
-    let mut page = vec![0; usize::try_from(STRIDE).unwrap_or(usize::MAX)];
+/// Up to `length` bytes.
+fn read_at(file: &File, at: u64, length: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; length];
     let mut filled = 0;
-    while filled < page.len() {
-        match file.read_at(&mut page[filled..], at + filled as u64) {
+    while filled < bytes.len() {
+        match file.read_at(&mut bytes[filled..], at + filled as u64) {
             Ok(0) => break,
             Ok(read) => filled += read,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
     }
-    page.truncate(filled);
-    Ok(page)
+    bytes.truncate(filled);
+    Ok(bytes)
 }
 
 fn micros_since_epoch() -> u64 {
@@ -329,6 +500,7 @@ fn micros_since_epoch() -> u64 {
 mod tests {
     use std::{
         cell::RefCell,
+        collections::HashMap,
         num::NonZeroU32,
         sync::{Arc, Mutex},
         thread,
@@ -337,19 +509,40 @@ mod tests {
 
     use tempfile::TempDir;
 
-    use super::{
-        super::space::{self, Space},
-        *,
-    };
+    use super::{super::space::Space, *};
     use crate::{Kind, LockName, spi::OwnerId};
 
-    thread_local! {
-        /// The file, as this thread last had it synced.
-        static ON_DISK: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    /// The disk of a host that may crash, in the place of the real one.
+    #[derive(Debug, Default)]
+    struct Disk {
+        /// The files, as they were last synced.
+        synced: HashMap<PathBuf, Vec<u8>>,
+        /// The number of syncs after which the process is killed.
+        killed_after: Option<usize>,
     }
 
-    pub(super) fn on_disk(file: &File) {
-        ON_DISK.set(all_of(file));
+    thread_local! {
+        static DISK: RefCell<Option<Disk>> = const { RefCell::new(None) };
+    }
+
+    /// Syncs the file to the disk of this thread; `None` if it has none.
+    pub(super) fn sync_to_disk(file: &File, path: &Path) -> Option<Result<()>> {
+        DISK.with_borrow_mut(|disk| {
+            let disk = disk.as_mut()?;
+            if let Some(left) = &mut disk.killed_after {
+                let Some(fewer) = left.checked_sub(1) else {
+                    return Some(Err(Fault::Worker));
+                };
+                *left = fewer;
+            }
+            disk.synced.insert(path.to_owned(), all_of(file));
+            Some(Ok(()))
+        })
+    }
+
+    fn synced(path: &Path) -> Vec<u8> {
+        DISK.with_borrow(|disk| disk.as_ref()?.synced.get(path).cloned())
+            .unwrap_or_default()
     }
 
     fn all_of(file: &File) -> Vec<u8> {
@@ -358,28 +551,21 @@ mod tests {
         bytes
     }
 
-    /// Everything that a crash may leave of a file, some of whose sectors were not synced.
-    fn after_a_crash(synced: &[u8], written: &[u8]) -> Vec<Vec<u8>> {
-        let mut synced = synced.to_vec();
-        synced.resize(written.len(), 0);
-        let sectors = synced.chunks(SECTOR).zip(written.chunks(SECTOR));
-        let dirty: Vec<_> = (0..)
-            .zip(sectors)
-            .filter(|(_, (before, after))| before != after)
-            .map(|(at, _)| at * SECTOR)
-            .collect();
-        (0..1_u32 << dirty.len())
-            .map(|written_back| {
-                let mut left = synced.clone();
-                for (bit, at) in dirty.iter().enumerate() {
-                    if written_back >> bit & 1 == 1 {
-                        let end = (at + SECTOR).min(written.len());
-                        left[*at..end].copy_from_slice(&written[*at..end]);
-                    }
-                }
-                left
-            })
-            .collect()
+    /// What a crash may leave of a file: each sector that was not synced as it was, as it is, or, if it `tears`, half of
+    /// each.
+    fn after_a_crash(path: &Path, tears: bool, rng: &mut fastrand::Rng) -> Vec<u8> {
+        let written = std::fs::read(path).unwrap_or_default();
+        let mut left = synced(path);
+        left.resize(written.len(), 0);
+        for (left, written) in left.chunks_mut(SECTOR).zip(written.chunks(SECTOR)) {
+            let kept = match rng.u8(0..if tears { 3 } else { 2 }) {
+                0 => 0,
+                1 => written.len(),
+                _ => written.len().min(64 + rng.usize(0..64)),
+            };
+            left[..kept].copy_from_slice(&written[..kept]);
+        }
+        left
     }
 
     fn request(name: &str, mode: Mode) -> ClaimRequest {
@@ -390,40 +576,48 @@ mod tests {
         request
     }
 
+    fn life(number: u8) -> Option<Life> {
+        Life::from_bytes([number; Life::BYTES])
+    }
+
     struct Fixture {
-        _dir: TempDir,
+        dir: TempDir,
         files: Files,
         file: File,
     }
 
     impl Fixture {
         fn new() -> Self {
-            Self::of("n")
+            Self::of("n", life(1))
         }
 
-        fn of(name: &str) -> Self {
-            let dir = TempDir::new().unwrap();
-            let space = Arc::new(Space::open(dir.path(), "").unwrap());
+        fn of(name: &str, life: Option<Life>) -> Self {
+            Self::at(TempDir::new().unwrap(), name, life)
+        }
+
+        fn at(dir: TempDir, name: &str, life: Option<Life>) -> Self {
+            let space = Arc::new(Space::open_in(life, dir.path(), "").unwrap());
             let files = space.files(&LockName::new(name).unwrap(), Kind::Lock);
             files.open_or_create(&files.main()).unwrap();
             let file = space::open_writable(&files.main()).unwrap().unwrap();
-            Self {
-                _dir: dir,
-                files,
-                file,
-            }
+            Self { dir, files, file }
+        }
+
+        /// The same files in another life.
+        fn in_life(self, name: &str, life: Option<Life>) -> Self {
+            Self::at(self.dir, name, life)
         }
 
         fn mint(&self) -> Result<Entry> {
-            reserve(&self.files, &self.file, &request("n", Mode::Exclusive))
+            mint(&self.files, &self.file, &request("n", Mode::Exclusive))
         }
 
         fn mint_shared(&self) -> Entry {
-            reserve(&self.files, &self.file, &request("n", Mode::Shared)).unwrap()
+            mint(&self.files, &self.file, &request("n", Mode::Shared)).unwrap()
         }
 
         fn read(&self) -> Result<Option<Entry>> {
-            read(&self.file, &self.files.main())
+            read(&self.files, &self.file)
         }
 
         /// Spoils a byte of the copy that the entry is in.
@@ -476,19 +670,16 @@ mod tests {
             for _ in 0..3 {
                 seen.push(fixture.mint_shared().holder.token);
             }
-            assert!(
-                seen[0] > last.counter && seen.is_sorted_by(|a, b| a < b),
-                "{seen:?}"
-            );
+            assert!(seen[0] > last.last && seen.is_sorted_by(|a, b| a < b), "{seen:?}");
             last = fixture.read().unwrap().unwrap();
             let (locked, lock) = fixture.files.lock_lane(LANES).unwrap();
             assert_eq!(locked + lane, LANES - 1);
             stopped.push(lock);
         }
-        let none = reserve(&fixture.files, &fixture.file, &request("n", Mode::Shared));
+        let none = mint(&fixture.files, &fixture.file, &request("n", Mode::Shared));
         assert!(matches!(none, Err(Fault::LedgerBusy { .. })));
         stopped.pop();
-        assert!(fixture.mint_shared().holder.token > last.counter);
+        assert!(fixture.mint_shared().holder.token > last.last);
     }
 
     #[test]
@@ -528,40 +719,229 @@ mod tests {
         assert!(matches!(fixture.mint(), Err(Fault::Damaged { .. })));
     }
 
-    /// Those who mint side by side, or were killed before their sync, leave more than one write that a crash may tear.
+    /// Whoever raises the floor may be killed at any point of it, and a crash may leave any mixture of what was not synced.
+    #[test]
+    fn whatever_a_crash_tears_tokens_rise() {
+        let seed =
+            std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());
+        println!("LOCKKIT_SEED={seed}");
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let long = "n".repeat(LockName::MAX_BYTES);
+        for round in 0..60 {
+            let name = if round % 2 == 0 { "n" } else { &long };
+            DISK.set(Some(Disk::default()));
+            let mut granted = 0;
+            let mut fixture = Fixture::of(name, life(1));
+            for number in 1..12 {
+                for _ in 0..rng.u8(0..9) {
+                    let mode = if rng.bool() { Mode::Shared } else { Mode::Exclusive };
+                    let mut request = request(name, mode);
+                    request.label = Some("l".repeat(rng.usize(0..257)).into());
+                    request.tokens = NonZeroU32::new(rng.u32(1..9_000)).unwrap();
+                    DISK.with_borrow_mut(|disk| {
+                        disk.as_mut().unwrap().killed_after = Some(rng.usize(0..12)).filter(|n| *n < 5);
+                    });
+                    match mint(&fixture.files, &fixture.file, &request) {
+                        Ok(entry) => {
+                            assert!(
+                                *entry.tokens().start() > granted,
+                                "{:?} after {granted}",
+                                entry.tokens()
+                            );
+                            granted = *entry.tokens().end();
+                        }
+                        Err(killed) => assert!(matches!(killed, Fault::Worker), "{killed}"),
+                    }
+                }
+                let (main, ceiling) = (fixture.files.main(), fixture.files.ceiling());
+                let left = [
+                    (&main, after_a_crash(&main, true, &mut rng)),
+                    (&ceiling, after_a_crash(&ceiling, false, &mut rng)),
+                ];
+                for (path, bytes) in left {
+                    std::fs::write(path, &bytes).unwrap();
+                    DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().synced.insert(path.clone(), bytes));
+                }
+                fixture = fixture.in_life(name, life(number + 1));
+            }
+        }
+        DISK.set(None);
+    }
+
+    /// Without lives, there is no second file.
     #[test]
     fn whatever_a_crash_tears_one_copy_is_whole() {
-        let name = "n".repeat(LockName::MAX_BYTES);
-        for name in ["n", &name] {
+        let seed =
+            std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());
+        println!("LOCKKIT_SEED={seed}");
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let long = "n".repeat(LockName::MAX_BYTES);
+        for name in ["n", &long] {
             for mode in [Mode::Shared, Mode::Exclusive] {
-                let fixture = Fixture::of(name);
-                on_disk(&fixture.file);
+                DISK.set(Some(Disk::default()));
+                let fixture = Fixture::of(name, None);
                 let mut granted = 0;
                 for n in 0..12_usize {
                     let mut request = request(name, mode);
                     request.label = Some("l".repeat(n * 37 % 257).into());
-                    let entry = reserve(&fixture.files, &fixture.file, &request).unwrap();
-                    let synced = ON_DISK.with_borrow(Clone::clone);
-                    let states = after_a_crash(&synced, &all_of(&fixture.file));
-                    for left in &states {
+                    // Two in three are killed before they are granted. A long entry takes one sync more.
+                    let syncs = (n % 3 != 2).then_some(usize::from(name.len() > 1));
+                    DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = syncs);
+                    let minted = mint(&fixture.files, &fixture.file, &request);
+                    for _ in 0..64 {
+                        let left = after_a_crash(&fixture.files.main(), false, &mut rng);
                         let copy = tempfile::tempfile().unwrap();
-                        copy.write_all_at(left, 0).unwrap();
-                        let read = read(&copy, Path::new("left by a crash"));
-                        let counter = read.map(|last| last.map_or(0, |last| last.counter));
+                        copy.write_all_at(&left, 0).unwrap();
+                        let read = read_note(&copy, Path::new("left by a crash"));
+                        let last = read.map(|entry| entry.map_or(0, |entry| entry.last));
                         assert!(
-                            counter.as_ref().is_ok_and(|counter| *counter >= granted),
-                            "{} bytes, {mode:?}, entry {n}: {counter:?} after {granted}",
+                            last.as_ref().is_ok_and(|last| *last >= granted),
+                            "{} bytes, {mode:?}, entry {n}: {last:?} after {granted}",
                             name.len()
                         );
                     }
-                    // Two in three are stopped or killed before they get that far.
-                    if n % 3 == 2 {
-                        make_durable(&fixture.files, &fixture.file, &entry).unwrap();
-                        granted = entry.counter;
-                    }
+                    assert_eq!(minted.is_ok(), syncs.is_none());
+                    granted = minted.map_or(granted, |entry| entry.last);
                 }
             }
         }
+        DISK.set(None);
+    }
+
+    /// What the versions do that know of no lives: they go on from the floor and have each token on disk.
+    #[test]
+    fn older_versions_may_take_part() {
+        let seed =
+            std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());
+        println!("LOCKKIT_SEED={seed}");
+        let mut rng = fastrand::Rng::with_seed(seed);
+        for _ in 0..40 {
+            DISK.set(Some(Disk::default()));
+            let mut granted = 0;
+            let mut fixture = Fixture::of("n", None);
+            for number in 1..8 {
+                for _ in 0..rng.u8(0..9) {
+                    let older = rng.bool();
+                    fixture = fixture.in_life("n", if older { None } else { life(number) });
+                    let mut request = request("n", if rng.bool() { Mode::Shared } else { Mode::Exclusive });
+                    request.tokens = NonZeroU32::new(rng.u32(1..9_000)).unwrap();
+                    let entry = mint(&fixture.files, &fixture.file, &request).unwrap();
+                    assert!(
+                        *entry.tokens().start() > granted,
+                        "{:?} after {granted}",
+                        entry.tokens()
+                    );
+                    granted = *entry.tokens().end();
+                    assert_eq!(fixture.read().unwrap(), Some(entry), "the newest to either");
+                }
+                let main = fixture.files.main();
+                // Sectors are not torn here: older versions take that for damage, and give out nothing.
+                let left = after_a_crash(&main, false, &mut rng);
+                std::fs::write(&main, &left).unwrap();
+                std::fs::write(fixture.files.ceiling(), synced(&fixture.files.ceiling())).unwrap();
+                DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().synced.insert(main, left));
+            }
+        }
+        DISK.set(None);
+    }
+
+    #[test]
+    fn a_life_is_begun_above_the_floor_and_waits_for_the_disk_once() {
+        DISK.set(Some(Disk::default()));
+        let mut fixture = Fixture::new();
+        let mut last = 0;
+        for number in 1..4 {
+            fixture = fixture.in_life("n", life(number));
+            let first = fixture.mint().unwrap();
+            assert!(first.holder.token > last);
+            if number > 1 {
+                assert!(
+                    first.holder.token > last + STEP - 1_000,
+                    "{} after {last}",
+                    first.holder.token
+                );
+            }
+            DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = Some(0));
+            for n in 1..300 {
+                assert_eq!(fixture.mint().unwrap().holder.token, first.holder.token + 3 * n);
+            }
+            DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = None);
+            last = first.holder.token + 3 * 299 + 2;
+        }
+        // Whoever comes back from an earlier life, as another host would, begins one of its own.
+        let earlier = fixture.in_life("n", life(1));
+        assert!(earlier.mint().unwrap().holder.token > last + STEP - 1_000);
+        DISK.set(None);
+    }
+
+    #[test]
+    fn the_floor_is_raised_before_it_is_reached() {
+        DISK.set(Some(Disk::default()));
+        let fixture = Fixture::new();
+        let mut last = fixture.mint().unwrap();
+        let mut raised = 0;
+        for _ in 0..2 * STEP / 3 {
+            let next = fixture.mint().unwrap();
+            assert!(next.holder.token > last.last);
+            raised += u64::from(next.ceiling > last.ceiling);
+            let on_disk = fixture.files.ceiling();
+            let synced = synced(&on_disk);
+            let floors = synced.chunks(STRIDE).filter_map(decode).map(|entry| entry.floor);
+            assert!(floors.max() > Some(next.last), "above {}", next.last);
+            last = next;
+        }
+        assert!((1..=2).contains(&raised), "{raised} times");
+        DISK.set(None);
+    }
+
+    /// It may be long until somebody writes in it.
+    #[test]
+    fn a_lane_that_a_crash_spoilt_is_blank() {
+        let fixture = Fixture::new();
+        let entries = [fixture.mint_shared(), fixture.mint_shared()];
+        let (_, lane) = fixture.files.lock_lane(LANES).unwrap();
+        let beside = fixture.mint_shared();
+        drop(lane);
+        for entry in &entries {
+            fixture.spoil(entry);
+        }
+        let fixture = fixture.in_life("n", life(2));
+        let (_, lane) = fixture.files.lock_lane(LANES).unwrap();
+        let mut last = beside.last;
+        for _ in 0..3 {
+            let next = fixture.mint_shared();
+            assert!(next.holder.token > last);
+            last = next.last;
+        }
+        drop(lane);
+        assert!(
+            fixture.mint_shared().holder.token > last,
+            "the lane is used again"
+        );
+    }
+
+    /// ✘: nothing tells that what was written is gone.
+    #[test]
+    fn tokens_repeat_if_the_disk_loses_writes_within_a_life() {
+        let fixture = Fixture::new();
+        fixture.mint().unwrap();
+        let written_back = all_of(&fixture.file);
+        let granted = fixture.mint().unwrap();
+        fixture.file.write_all_at(&written_back, 0).unwrap();
+        assert!(fixture.mint().unwrap().holder.token <= granted.holder.token);
+    }
+
+    #[test]
+    fn damage_is_an_error_until_the_next_life() {
+        let fixture = Fixture::new();
+        let entries = [fixture.mint().unwrap(), fixture.mint().unwrap()];
+        for entry in &entries {
+            fixture.spoil(entry);
+        }
+        assert!(matches!(fixture.read(), Err(Fault::Damaged { .. })));
+        let fixture = fixture.in_life("n", life(2));
+        assert_eq!(fixture.read().unwrap(), None);
+        assert!(fixture.mint().unwrap().holder.token > entries[1].last);
     }
 
     #[test]
@@ -596,7 +976,7 @@ mod tests {
     fn the_file_of_another_name_is_left_alone() {
         let fixture = Fixture::new();
         let entry = fixture.mint().unwrap();
-        let minted = reserve(&fixture.files, &fixture.file, &request("m", Mode::Exclusive));
+        let minted = mint(&fixture.files, &fixture.file, &request("m", Mode::Exclusive));
         assert!(matches!(minted, Err(Fault::OtherName { found, .. }) if found == "n"));
         assert_eq!(fixture.read().unwrap(), Some(entry));
     }
@@ -605,7 +985,7 @@ mod tests {
     fn the_last_token_is_an_error_not_a_wrap() {
         let fixture = Fixture::new();
         let mut entry = fixture.mint().unwrap();
-        entry.counter = u64::MAX - 2;
+        entry.last = u64::MAX - 2;
         entry.sequence += 1;
         let at = place(0, entry.sequence);
         fixture.file.write_all_at(&encode(&entry), at).unwrap();

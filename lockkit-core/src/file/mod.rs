@@ -4,11 +4,14 @@
 
 mod claim;
 mod contender;
+#[cfg(test)]
+mod crash_tests;
 mod fault;
 mod flock;
 mod hold;
 mod inspect;
 mod journal;
+mod life;
 mod space;
 #[cfg(target_os = "linux")]
 mod watch;
@@ -96,8 +99,8 @@ impl FileConfig {
 /// Locks between the processes of one host.
 ///
 /// A hold is an advisory lock of the operating system on a file, so it ends with the process that has it, however that
-/// ends, and needs no lease. A fencing token is on disk before it is handed out. Waiters sleep in the kernel and are
-/// woken by inotify on Linux; elsewhere, and where the system's inotify instances are used up, they poll.
+/// ends, and needs no lease. Fencing tokens go on rising when the host crashes: a number above them is on disk
+/// before they are handed out. Waiters sleep in the kernel and are woken by inotify on Linux; elsewhere, and where the system's inotify instances are used up, they poll.
 ///
 /// What it cannot do: serve more than one host (also through a network file system), grant in the order of waiting,
 /// or end someone else's hold. A holder that is stopped holds on until it is continued or killed. If a lock's file is

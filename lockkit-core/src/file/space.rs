@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 use super::{
     fault::{Fault, Inode, Result},
     flock::Flock,
+    life::Life,
 };
 use crate::{Kind, LockName};
 
@@ -28,6 +29,7 @@ const MAX_ENCODED: usize = 200;
 pub(super) struct Space {
     root: PathBuf,
     namespace: Option<String>,
+    life: Option<Life>,
 }
 
 impl Space {
@@ -37,6 +39,11 @@ impl Space {
     /// Makes the directories that are missing and checks those that are there. `namespace` is already known to be of
     /// the right alphabet.
     pub(super) fn open(dir: &Path, namespace: &str) -> Result<Self> {
+        Self::open_in(Life::present(), dir, namespace)
+    }
+
+    /// The same, in that life of the host.
+    pub(super) fn open_in(life: Option<Life>, dir: &Path, namespace: &str) -> Result<Self> {
         // A trailing slash or dot would make the system look through a symbolic link.
         let dir: PathBuf = dir
             .components()
@@ -51,6 +58,7 @@ impl Space {
         let space = Self {
             root: dir.canonicalize().map_err(Fault::io("find", &dir))?,
             namespace: (!namespace.is_empty()).then(|| escape(namespace.as_bytes(), |c, _| is_plain(c))),
+            life,
         };
         space.ensure()?;
         let dir = space.dir();
@@ -74,6 +82,11 @@ impl Space {
             stem: encode(name.as_str()),
             kind,
         }
+    }
+
+    /// The life of the host that tokens are given out in.
+    pub(super) fn life(&self) -> Option<Life> {
+        self.life
     }
 
     /// Makes a new file's directory entry survive a crash of the machine.
@@ -123,6 +136,14 @@ impl Files {
         self.path(match self.kind {
             Kind::Lock => "lock",
             Kind::Semaphore => "sem",
+        })
+    }
+
+    /// Has the ceilings of the counter, which are on disk.
+    pub(super) fn ceiling(&self) -> PathBuf {
+        self.path(match self.kind {
+            Kind::Lock => "ceiling",
+            Kind::Semaphore => "semceiling",
         })
     }
 

@@ -641,12 +641,15 @@ fn work_that_is_never_begun_frees_nothing() {
 #[tokio::test]
 async fn a_grant_that_nobody_takes_lapses() {
     let dir = TempDir::new().unwrap();
-    let lock = |backend| {
+    let (one, two) = (
+        LockClient::new(open(dir.path()).await),
+        LockClient::new(open(dir.path()).await),
+    );
+    // The first grant of a name waits for the disk.
+    for (name, wait) in [("a", LIMIT), ("b", 2 * LIMIT)] {
         let options = AcquireOptions::new().ttl(Duration::from_millis(300));
-        LockClient::new(backend).lock("n").unwrap().with_options(options)
-    };
-    let (one, two) = (lock(open(dir.path()).await), lock(open(dir.path()).await));
-    for wait in [LIMIT, 2 * LIMIT] {
+        let (one, two) = (one.lock(name).unwrap(), two.lock(name).unwrap());
+        let (one, two) = (one.with_options(options.clone()), two.with_options(options));
         let mut forgotten = Box::pin(one.acquire_timeout(wait));
         assert!(polled(1, &mut forgotten).await.is_none());
         // It is granted by then.
