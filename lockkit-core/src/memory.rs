@@ -8,10 +8,11 @@
 use std::{
     collections::{HashMap, VecDeque},
     fmt,
+    hash::{BuildHasher, BuildHasherDefault, Hash, Hasher, RandomState},
     num::NonZeroU32,
     sync::{
         Arc, LazyLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -32,8 +33,8 @@ const FOLLOWS_WITHIN: Duration = Duration::from_secs(1);
 
 /// A lock server in this process.
 ///
-/// Clones share one space of locks. Of a lock that was never released, nothing stays behind but the counter of fencing
-/// tokens, which all names share.
+/// Clones share one space of locks. Of a lock that was never released, nothing stays behind but a counter of fencing
+/// tokens, which it shares with others.
 ///
 /// ```
 /// use lockkit_core::{LockClient, MemoryBackend};
@@ -49,7 +50,7 @@ const FOLLOWS_WITHIN: Duration = Duration::from_secs(1);
 #[derive(Clone)]
 pub struct MemoryBackend {
     space: Arc<Space>,
-    namespace: Arc<str>,
+    namespace: Namespace,
 }
 
 /// An exchange with the server, for [`MemoryBackend::fail_next`] and its like.
@@ -66,17 +67,75 @@ pub enum Operation {
 
 struct Space {
     server: Arc<str>,
+    namespaces: Mutex<Vec<Arc<str>>>,
+    hashes: RandomState,
+    shards: Box<[Arc<Shard>]>,
+    trouble: Arc<Trouble>,
+}
+
+/// The locks of some of the names, so that others do not have to wait: all that a claim keeps. It begins a line of the
+/// processor's cache.
+#[repr(align(128))]
+struct Shard {
     state: Mutex<State>,
+    trouble: Arc<Trouble>,
+}
+
+/// The faults that are set.
+#[derive(Default)]
+struct Trouble {
+    /// Some have been asked for, at some time.
+    asked_for: AtomicBool,
+    faults: Mutex<HashMap<Operation, Faults>>,
 }
 
 #[derive(Default)]
 struct State {
-    locks: HashMap<Key, Entry>,
+    locks: HashMap<Key, Entry, BuildHasherDefault<AsHashed>>,
     last_token: u64,
-    faults: HashMap<Operation, Faults>,
 }
 
-type Key = (Arc<str>, Kind, LockName);
+/// A namespace by its number in its space: to count references to its text would be something that all names share.
+#[derive(Clone)]
+struct Namespace {
+    number: usize,
+    text: Arc<str>,
+}
+
+/// A lock of a space, with its hash, which is worked out once for each claim.
+#[derive(Clone, PartialEq, Eq)]
+struct Key {
+    hash: u64,
+    namespace: usize,
+    kind: Kind,
+    name: LockName,
+}
+
+impl Hash for Key {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
+    }
+}
+
+/// Takes a key's hash as it is.
+#[derive(Default)]
+struct AsHashed(u64);
+
+impl Hasher for AsHashed {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = self.0 << 8 ^ u64::from(*byte);
+        }
+    }
+
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
 
 #[derive(Default)]
 struct Faults {
@@ -98,7 +157,8 @@ struct Holding {
     tokens: (u64, u64),
     until: Instant,
     label: Option<Arc<str>>,
-    notify: Arc<Notify>,
+    /// There is none before somebody listens.
+    notify: Option<Arc<Notify>>,
 }
 
 struct Waiter {
@@ -114,9 +174,10 @@ impl MemoryBackend {
     pub fn new() -> Self {
         static SPACES: AtomicU64 = AtomicU64::new(1);
         let server = format!("memory:#{}", SPACES.fetch_add(1, Ordering::Relaxed));
+        let space = Space::new(server);
         Self {
-            space: Arc::new(Space::new(server)),
-            namespace: BackendInfo::DEFAULT_NAMESPACE.into(),
+            namespace: space.namespace(BackendInfo::DEFAULT_NAMESPACE),
+            space: Arc::new(space),
         }
     }
 
@@ -124,8 +185,8 @@ impl MemoryBackend {
     pub fn shared(namespace: &str) -> Self {
         static SHARED: LazyLock<Arc<Space>> = LazyLock::new(|| Arc::new(Space::new("memory:".to_owned())));
         Self {
+            namespace: SHARED.namespace(namespace),
             space: SHARED.clone(),
-            namespace: namespace.into(),
         }
     }
 
@@ -139,46 +200,57 @@ impl MemoryBackend {
 
     /// The next `times` exchanges of this kind fail before they reach the server.
     pub fn fail_next(&self, operation: Operation, times: u32) {
-        self.space.state.lock().faults.entry(operation).or_default().fail = times;
+        self.space.trouble.set(operation, |faults| faults.fail = times);
     }
 
     /// The next `times` exchanges of this kind take effect at the server, but the reply is lost.
     pub fn lose_replies(&self, operation: Operation, times: u32) {
-        self.space.state.lock().faults.entry(operation).or_default().lose = times;
+        self.space.trouble.set(operation, |faults| faults.lose = times);
     }
 
     /// From now on, exchanges of this kind take effect at once, but their reply takes this long.
     pub fn delay(&self, operation: Operation, reply_takes: Duration) {
-        self.space.state.lock().faults.entry(operation).or_default().delay = reply_takes;
+        self.space
+            .trouble
+            .set(operation, |faults| faults.delay = reply_takes);
     }
 
     /// How many locks and semaphores it has something of: those that somebody holds or waits for, and those whose holder's
     /// lease has ended since somebody last looked.
     pub fn names(&self) -> usize {
-        self.space.state.lock().locks.len()
+        let shards = self.space.shards.iter();
+        shards.map(|shard| shard.state.lock().locks.len()).sum()
     }
 
     fn key(&self, name: &LockName, kind: Kind) -> Key {
-        (self.namespace.clone(), kind, name.clone())
+        let namespace = self.namespace.number;
+        Key {
+            // Without the kind: the lock and the semaphore of a name are in one shard, and so have no token in common.
+            hash: self.space.hashes.hash_one((namespace, name)),
+            namespace,
+            kind,
+            name: name.clone(),
+        }
     }
 
     fn evict(&self, name: &LockName, kind: Kind, token: Option<u64>) -> bool {
         let key = self.key(name, kind);
-        let mut state = self.space.state.lock();
+        let now = Instant::now();
+        let mut state = self.space.shard(&key).state.lock();
         let Some(entry) = state.locks.get_mut(&key) else {
             return false;
         };
-        entry.drop_ended(Instant::now());
+        entry.drop_ended(now);
         let mut found = false;
         entry.holders.retain(|holder| {
             let hit = token.is_none_or(|t| holder.tokens.0 <= t && t <= holder.tokens.1);
-            if hit {
-                holder.notify.notify_one();
+            if hit && let Some(notify) = &holder.notify {
+                notify.notify_one();
             }
             found |= hit;
             !hit
         });
-        entry.look_whose_turn(Instant::now());
+        entry.look_whose_turn(now);
         if entry.is_unused() {
             state.locks.remove(&key);
         }
@@ -196,16 +268,58 @@ impl fmt::Debug for MemoryBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MemoryBackend")
             .field("server", &self.space.server)
-            .field("namespace", &self.namespace)
+            .field("namespace", &self.namespace.text)
             .finish_non_exhaustive()
     }
 }
 
 impl Space {
+    /// Many more than there are threads, mostly, and few enough to cost nothing where there is one lock.
+    const SHARDS: usize = 32;
+
     fn new(server: String) -> Self {
+        let trouble = Arc::default();
         Self {
             server: server.into(),
+            namespaces: Mutex::default(),
+            hashes: RandomState::new(),
+            shards: (0..Self::SHARDS)
+                .map(|_| Arc::new(Shard::new(&trouble)))
+                .collect(),
+            trouble,
+        }
+    }
+
+    fn namespace(&self, text: &str) -> Namespace {
+        let mut known = self.namespaces.lock();
+        let number = known.iter().position(|known| **known == *text);
+        let number = number.unwrap_or_else(|| {
+            known.push(text.into());
+            known.len() - 1
+        });
+        let text = known[number].clone();
+        Namespace { number, text }
+    }
+
+    fn shard(&self, key: &Key) -> &Arc<Shard> {
+        // Other bits than those by which the map of a shard finds its place.
+        let index = (key.hash >> 40) as usize % self.shards.len();
+        &self.shards[index]
+    }
+}
+
+impl Trouble {
+    fn set(&self, operation: Operation, set: impl FnOnce(&mut Faults)) {
+        set(self.faults.lock().entry(operation).or_default());
+        self.asked_for.store(true, Ordering::Release);
+    }
+}
+
+impl Shard {
+    fn new(trouble: &Arc<Trouble>) -> Self {
+        Self {
             state: Mutex::default(),
+            trouble: trouble.clone(),
         }
     }
 
@@ -213,35 +327,26 @@ impl Space {
     async fn exchange<T>(
         &self,
         operation: Operation,
-        effect: impl FnOnce(&mut State) -> Result<T>,
+        effect: impl FnOnce(&mut State, Instant) -> Result<T>,
     ) -> Result<T> {
-        let (outcome, delay) = {
-            let mut state = self.state.lock();
-            let faults = state.faults.entry(operation).or_default();
-            let delay = faults.delay;
-            let lost = if faults.fail > 0 {
+        let fault = |what| Err(Error::transient(NAME, operation.verb(), what));
+        let (lost, delay) = if self.trouble.asked_for.load(Ordering::Acquire) {
+            let mut faults = self.trouble.faults.lock();
+            let faults = faults.entry(operation).or_default();
+            if faults.fail > 0 {
                 faults.fail -= 1;
-                return Err(Error::transient(
-                    NAME,
-                    operation.verb(),
-                    "the connection failed, as was asked for",
-                ));
-            } else if faults.lose > 0 {
-                faults.lose -= 1;
-                true
-            } else {
-                false
-            };
-            let outcome = effect(&mut state);
-            if lost {
-                return Err(Error::transient(
-                    NAME,
-                    operation.verb(),
-                    "the reply was lost, as was asked for",
-                ));
+                return fault("the connection failed, as was asked for");
             }
-            (outcome, delay)
+            let lost = faults.lose > 0;
+            faults.lose -= u32::from(lost);
+            (lost, faults.delay)
+        } else {
+            (false, Duration::ZERO)
         };
+        let outcome = effect(&mut self.state.lock(), Instant::now());
+        if lost {
+            return fault("the reply was lost, as was asked for");
+        }
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
@@ -262,6 +367,10 @@ impl Operation {
 impl Entry {
     fn drop_ended(&mut self, now: Instant) {
         self.holders.retain(|holder| holder.until > now);
+    }
+
+    fn holder(&mut self, owner: OwnerId) -> Option<&mut Holding> {
+        self.holders.iter_mut().find(|holder| holder.owner == owner)
     }
 
     /// Whether one more holder fits in.
@@ -325,7 +434,7 @@ fn admits(holders: &[Holding], mode: Mode) -> bool {
 impl Backend for MemoryBackend {
     fn info(&self) -> BackendInfo {
         let mut info = BackendInfo::new(NAME, self.space.server.clone());
-        info.namespace = self.namespace.clone();
+        info.namespace = self.namespace.text.clone();
         info.fallback_poll = Duration::from_millis(50);
         info.leases_stand_still = true;
         info.capabilities = Capabilities {
@@ -342,11 +451,18 @@ impl Backend for MemoryBackend {
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        let key = self.key(&request.name, request.mode.kind());
         Ok(Box::new(MemoryClaim {
-            key: self.key(&request.name, request.mode.kind()),
-            space: self.space.clone(),
-            request: request.clone(),
-            notify: Arc::default(),
+            shard: self.space.shard(&key).clone(),
+            asking: Asking {
+                key,
+                mode: request.mode,
+                ttl: request.ttl,
+                owner: request.owner,
+                label: request.label.clone(),
+                tokens: request.tokens,
+                notify: None,
+            },
             until: None,
             queued: false,
         }))
@@ -355,7 +471,7 @@ impl Backend for MemoryBackend {
     async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
         let now = Instant::now();
         let key = self.key(name, kind);
-        let mut state = self.space.state.lock();
+        let mut state = self.space.shard(&key).state.lock();
         let Some(entry) = state.locks.get_mut(&key) else {
             return Ok(LockState::new(Vec::new(), Some(0)));
         };
@@ -386,115 +502,139 @@ impl Backend for MemoryBackend {
 
 #[derive(Debug)]
 struct MemoryClaim {
-    space: Arc<Space>,
-    key: Key,
-    request: ClaimRequest,
-    notify: Arc<Notify>,
+    shard: Arc<Shard>,
+    asking: Asking,
     /// Until when it was last known to hold.
     until: Option<Instant>,
     /// It waits, or a grant that it does not know of has come of that.
     queued: bool,
 }
 
-impl MemoryClaim {
+/// Who asks, and for what.
+struct Asking {
+    key: Key,
+    mode: Mode,
+    ttl: Duration,
+    owner: OwnerId,
+    label: Option<Arc<str>>,
+    tokens: NonZeroU32,
+    /// Made when there is need to listen: most holds end before.
+    notify: Option<Arc<Notify>>,
+}
+
+impl Asking {
     /// The server's side of an attempt.
-    fn serve(
-        state: &mut State,
-        key: &Key,
-        request: &ClaimRequest,
-        notify: &Arc<Notify>,
-        patience: Duration,
-    ) -> Result<Option<Grant>> {
-        let now = Instant::now();
-        let State {
-            locks, last_token, ..
-        } = state;
-        let entry = locks.entry(key.clone()).or_default();
+    fn attempt(&mut self, state: &mut State, now: Instant, patience: Duration) -> Result<Option<Grant>> {
+        let State { locks, last_token } = state;
+        let entry = locks.entry(self.key.clone()).or_default();
         entry.drop_ended(now);
-        check_permits(entry, request)?;
+        self.check_permits(entry)?;
+        let owner = self.owner;
+        let until = now + self.ttl;
         let lease = Lease {
             since: now,
-            length: Some(request.ttl),
+            length: Some(self.ttl),
         };
-        if let Some(mine) = entry
-            .holders
-            .iter_mut()
-            .find(|holder| holder.owner == request.owner)
-        {
+        if let Some(mine) = entry.holder(owner) {
             // The reply to an earlier attempt was lost.
-            mine.until = now + request.ttl;
+            mine.until = until;
             return Ok(Some(Grant {
                 tokens: mine.tokens.0..=mine.tokens.1,
                 lease,
             }));
         }
-        entry.pass_over_sleepers(request.owner, now);
-        let next = entry
-            .queue
-            .front()
-            .is_none_or(|first| first.owner == request.owner);
-        if next && entry.admits(request.mode) {
-            let tokens = (*last_token + 1, *last_token + u64::from(request.tokens.get()));
+        entry.pass_over_sleepers(owner, now);
+        let next = entry.queue.front().is_none_or(|first| first.owner == owner);
+        if next && entry.admits(self.mode) {
+            let tokens = (*last_token + 1, *last_token + u64::from(self.tokens.get()));
             *last_token = tokens.1;
             entry.holders.push(Holding {
-                owner: request.owner,
-                shared: request.mode == Mode::Shared,
+                owner,
+                shared: self.mode == Mode::Shared,
                 tokens,
-                until: now + request.ttl,
-                label: request.label.clone(),
-                notify: notify.clone(),
+                until,
+                label: self.label.clone(),
+                notify: self.notify.clone(),
             });
-            entry.queue.retain(|waiter| waiter.owner != request.owner);
+            entry.queue.retain(|waiter| waiter.owner != owner);
             entry.look_whose_turn(now);
             return Ok(Some(Grant {
                 tokens: tokens.0..=tokens.1,
                 lease,
             }));
         }
-        if !patience.is_zero() && !entry.queue.iter().any(|waiter| waiter.owner == request.owner) {
+        if !patience.is_zero() && !entry.queue.iter().any(|waiter| waiter.owner == owner) {
             entry.queue.push_back(Waiter {
-                owner: request.owner,
-                mode: request.mode,
-                notify: notify.clone(),
+                owner,
+                mode: self.mode,
+                notify: self.notify.get_or_insert_default().clone(),
                 turn: None,
             });
         }
         Ok(None)
     }
+
+    fn check_permits(&self, entry: &mut Entry) -> Result<()> {
+        let Mode::Permits(permits) = self.mode else {
+            return Ok(());
+        };
+        if entry.is_unused() {
+            entry.permits = Some(permits);
+        }
+        match entry.permits {
+            Some(others) if others != permits => Err(Error::invalid_option(
+                "permits",
+                format!(
+                    "semaphore `{}` is in use with {others} permits, not {permits}",
+                    self.key.name
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Has whoever ends the hold say so from now on. `None` if it has ended already.
+    fn listen(&mut self, state: &mut State) -> Option<&Notify> {
+        if self.notify.is_none() {
+            let mine = state.locks.get_mut(&self.key)?.holder(self.owner)?;
+            mine.notify = Some(self.notify.get_or_insert_default().clone());
+        }
+        self.notify.as_deref()
+    }
+
+    /// Takes its owner out of everything. Says that it was a holder.
+    fn leave(&self, state: &mut State, now: Instant) -> bool {
+        let Some(entry) = state.locks.get_mut(&self.key) else {
+            return false;
+        };
+        entry.drop_ended(now);
+        let before = entry.holders.len();
+        entry.leave(self.owner, now);
+        let found = entry.holders.len() < before;
+        if entry.is_unused() {
+            state.locks.remove(&self.key);
+        }
+        found
+    }
 }
 
-fn check_permits(entry: &mut Entry, request: &ClaimRequest) -> Result<()> {
-    let Mode::Permits(permits) = request.mode else {
-        return Ok(());
-    };
-    if entry.is_unused() {
-        entry.permits = Some(permits);
-    }
-    match entry.permits {
-        Some(others) if others != permits => Err(Error::invalid_option(
-            "permits",
-            format!(
-                "semaphore `{}` is in use with {others} permits, not {permits}",
-                request.name
-            ),
-        )),
-        _ => Ok(()),
+impl fmt::Debug for Asking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Asking")
+            .field("name", &self.key.name)
+            .field("mode", &self.mode)
+            .field("owner", &self.owner)
+            .finish_non_exhaustive()
     }
 }
 
 #[async_trait]
 impl Claim for MemoryClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
-        let Self {
-            space,
-            key,
-            request,
-            notify,
-            ..
-        } = self;
         self.queued |= !patience.is_zero();
-        let serve = |state: &mut State| Self::serve(state, key, request, notify, patience);
-        let granted = space.exchange(Operation::Attempt, serve).await?;
+        let Self { shard, asking, .. } = self;
+        let attempt = |state: &mut State, now| asking.attempt(state, now, patience);
+        let granted = shard.exchange(Operation::Attempt, attempt).await?;
         if let Some(grant) = &granted {
             self.until = grant.lease.end();
             self.queued = false;
@@ -504,26 +644,16 @@ impl Claim for MemoryClaim {
 
     async fn renew(&mut self) -> Result<Renewal> {
         let Self {
-            space,
-            key,
-            request,
-            until,
-            ..
+            shard, asking, until, ..
         } = self;
-        let reply = space.exchange(Operation::Renew, |state| {
-            let now = Instant::now();
-            let holder = state.locks.get_mut(key).and_then(|entry| {
-                entry
-                    .holders
-                    .iter_mut()
-                    .find(|holder| holder.owner == request.owner)
-            });
-            Ok(match holder {
+        let reply = shard.exchange(Operation::Renew, |state, now| {
+            let entry = state.locks.get_mut(&asking.key);
+            Ok(match entry.and_then(|entry| entry.holder(asking.owner)) {
                 Some(holder) if holder.until > now => {
-                    holder.until = now + request.ttl;
+                    holder.until = now + asking.ttl;
                     Renewal::Held(Lease {
                         since: now,
-                        length: Some(request.ttl),
+                        length: Some(asking.ttl),
                     })
                 }
                 _ if until.is_some_and(|until| until > now) => Renewal::Lost(LossReason::Revoked),
@@ -539,23 +669,19 @@ impl Claim for MemoryClaim {
 
     async fn release(&mut self) -> Result<()> {
         let Self {
-            space,
-            key,
-            request,
-            until,
-            ..
+            shard, asking, until, ..
         } = self;
-        let reply = space.exchange(Operation::Release, |state| {
+        let reply = shard.exchange(Operation::Release, |state, now| {
             let held = until.take();
-            let found = leave(state, key, request.owner);
+            let found = asking.leave(state, now);
             match held {
                 Some(until) if !found => {
-                    let reason = if until > Instant::now() {
+                    let reason = if until > now {
                         LossReason::Revoked
                     } else {
                         LossReason::Expired
                     };
-                    Err(Error::lost(NAME, request.name.clone(), reason))
+                    Err(Error::lost(NAME, asking.key.name.clone(), reason))
                 }
                 _ => Ok(()),
             }
@@ -566,23 +692,12 @@ impl Claim for MemoryClaim {
     }
 
     async fn notified(&mut self) {
-        self.notify.notified().await;
+        let Self { shard, asking, .. } = self;
+        let listening = asking.listen(&mut shard.state.lock());
+        if let Some(notify) = listening {
+            notify.notified().await;
+        }
     }
-}
-
-/// Takes an owner out of everything. Whether it was a holder.
-fn leave(state: &mut State, key: &Key, owner: OwnerId) -> bool {
-    let Some(entry) = state.locks.get_mut(key) else {
-        return false;
-    };
-    entry.drop_ended(Instant::now());
-    let before = entry.holders.len();
-    entry.leave(owner, Instant::now());
-    let found = entry.holders.len() < before;
-    if entry.is_unused() {
-        state.locks.remove(key);
-    }
-    found
 }
 
 impl Drop for MemoryClaim {
@@ -590,16 +705,15 @@ impl Drop for MemoryClaim {
     /// on its behalf again. Its hold ends with its lease.
     fn drop(&mut self) {
         if self.queued {
-            leave(&mut self.space.state.lock(), &self.key, self.request.owner);
+            let Self { shard, asking, .. } = self;
+            asking.leave(&mut shard.state.lock(), Instant::now());
         }
     }
 }
 
-impl fmt::Debug for Space {
+impl fmt::Debug for Shard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Space")
-            .field("server", &self.server)
-            .finish_non_exhaustive()
+        f.debug_struct("Shard").finish_non_exhaustive()
     }
 }
 
@@ -624,8 +738,7 @@ mod tests {
         assert!(waiter.attempt(PATIENCE).await.unwrap().is_none());
         holder.release().await.unwrap();
         drop(waiter);
-        let left = backend.space.state.lock().locks.len();
-        assert_eq!(left, 0, "names that nobody holds or waits for");
+        assert_eq!(backend.names(), 0, "names that nobody holds or waits for");
     }
 
     /// A holder whose runtime has ended may go on without looking.
