@@ -57,8 +57,6 @@ pub(crate) struct Core {
     /// How many of them had been given up when the client was closed: their leases are over, and nobody's concern.
     unconfirmed_before: AtomicUsize,
     lines: Mutex<HashMap<(LockName, Mode), Weak<Line>>>,
-    /// Acquisitions that are past the local queue, which closing waits for.
-    contending: AtomicUsize,
     closed: AtomicBool,
     /// Told when the client is closed, and when its runtime has ended.
     over: Notify,
@@ -81,7 +79,6 @@ impl LockClient {
                 unconfirmed: AtomicUsize::new(0),
                 unconfirmed_before: AtomicUsize::new(0),
                 lines: Mutex::default(),
-                contending: AtomicUsize::new(0),
                 closed: AtomicBool::new(false),
                 over: Notify::new(),
             }),
@@ -331,20 +328,19 @@ impl Core {
             .transpose()
     }
 
-    /// Begins to contend at the server, which closing then waits for: either this sees that the client is closed, or
-    /// whoever closes sees this.
-    pub(crate) fn contend(&self) -> Result<Contending<'_>> {
-        self.contending.fetch_add(1, Ordering::SeqCst);
-        let contending = Contending(self);
-        self.serves("acquire")?;
-        Ok(contending)
+    /// Resolves when nobody contends, nothing is held and no release is under way. Only for a client that is closed: none
+    /// of that begins again.
+    async fn idle(&self) {
+        // In this order: what ends there has left its traces with the worker before.
+        for line in self.lines() {
+            self.worker.when(|| line.is_idle()).await;
+        }
+        self.worker.when(|| self.worker.is_idle()).await;
     }
 
-    /// Resolves when nobody contends, nothing is held and no release is under way.
-    async fn idle(&self) {
-        self.worker
-            .idle(|| self.contending.load(Ordering::SeqCst) == 0)
-            .await;
+    /// All lines that there are.
+    pub(crate) fn lines(&self) -> Vec<Arc<Line>> {
+        self.lines.lock().values().filter_map(Weak::upgrade).collect()
     }
 
     fn close(&self) {
@@ -353,14 +349,16 @@ impl Core {
                 .store(self.unconfirmed.load(Ordering::SeqCst), Ordering::SeqCst);
         }
         self.turn_away();
-        self.worker.lose_all(LossReason::Disconnected);
+        for hold in self.lines().iter().flat_map(|line| line.holds()) {
+            hold.cell.lose(LossReason::Disconnected);
+        }
+        self.worker.adopt_now();
     }
 
     /// Whoever waits is to see that this client serves nobody any more.
     pub(crate) fn turn_away(&self) {
         self.over.notify_waiters();
-        let lines: Vec<_> = self.lines.lock().values().filter_map(Weak::upgrade).collect();
-        for line in &lines {
+        for line in self.lines() {
             line.close();
         }
     }
@@ -392,18 +390,6 @@ impl Core {
                 ))
             })
             .map_err(|err| err.for_lock(name))
-    }
-}
-
-/// A contender. Its end comes after the worker knows what it came to.
-pub(crate) struct Contending<'a>(&'a Core);
-
-impl Drop for Contending<'_> {
-    fn drop(&mut self) {
-        let before = self.0.contending.fetch_sub(1, Ordering::SeqCst);
-        if before == 1 && self.0.is_closed() {
-            self.0.worker.look_whether_idle();
-        }
     }
 }
 

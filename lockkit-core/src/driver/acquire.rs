@@ -45,7 +45,7 @@ async fn contend_for(terms: &Arc<Terms>) -> Result<LockGuard> {
     match entry {
         Entry::Held(guard) => Ok(guard),
         Entry::Contend(grip) => {
-            let _contending = line.core.contend()?;
+            let _contending = line.contend()?;
             contend(grip, &clock).await
         }
     }
@@ -217,9 +217,10 @@ fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
     } else if grip.has_slot() {
         line.set_slot_use(SlotUse::Holding);
     }
+    // Fails if there is nothing for the client to live on: nobody would ever renew it.
+    line.core.worker.begin("acquire")?;
     let hold = Hold::new(Phase::Held, terms, token, grip, &lease);
-    // Fails if the runtime that the client lives on is gone: nobody would ever renew it.
-    hold.line().core.worker.register(&hold, lease.since())?;
+    hold.terms.line.register(&hold, lease.since());
     if let Err(err) = hold.line().core.serves("acquire") {
         // It may have come too late to be lost with all the others.
         hold.abandon();

@@ -15,6 +15,7 @@ use crate::{
         cell::{HoldCell, Phase},
         line::{Grip, Line, SlotTurn, Terms},
         moment::{Clock, Moment, Proof},
+        register::NOWHERE,
         timing,
     },
     spi::Renewal,
@@ -33,7 +34,7 @@ pub(crate) struct Record {
     pub(crate) attendance: Attendance,
     /// The slot that its claim has. The claim may be on loan when it has to be given up.
     slot: Option<SlotTurn>,
-    /// Its place in the worker's register.
+    /// Its place in its line's register.
     pub(crate) key: AtomicUsize,
 }
 
@@ -105,7 +106,7 @@ impl Hold {
             granted_for: lease.length,
             clock: terms.line.core.clock.clone(),
             attendance: Attendance::default(),
-            key: AtomicUsize::new(usize::MAX),
+            key: AtomicUsize::new(NOWHERE),
         };
         Self {
             record: Arc::new(record),

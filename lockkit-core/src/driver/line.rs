@@ -7,20 +7,23 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU8, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering},
     },
     task::{Context, Poll},
     time::Duration,
 };
 
+use tokio::time::Instant;
+
 use crate::{
-    LockId, LockName, Result,
+    LockId, LockName, LossReason, Result,
     client::Core,
     driver::{
         cell::Phase,
         hold::Hold,
         moment::{Moment, Proof},
         queue::{Offer, Queue, Ticket, Turn},
+        register::Register,
     },
     spi::{Claim, Mode},
     sync::Mutex,
@@ -71,6 +74,8 @@ pub(crate) struct Line {
     slot: AtomicU8,
     /// Somebody has come to wait, or was left behind by whoever got the slot, since a claim was last opened.
     waited_in: AtomicBool,
+    /// Acquisitions that are past the queue, which closing the client waits for.
+    contending: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
@@ -78,6 +83,7 @@ struct LineState {
     queue: Queue<Arc<Terms>, Hold>,
     answer: Answer,
     turn: SlotTurn,
+    register: Register,
 }
 
 /// Counts how often the slot has been given up: whoever gives it up says in which turn it had it, so that to do so twice is
@@ -128,6 +134,7 @@ impl Line {
             state: Mutex::default(),
             slot: AtomicU8::new(SlotUse::Other as u8),
             waited_in: AtomicBool::new(false),
+            contending: AtomicUsize::new(0),
         }
     }
 
@@ -227,13 +234,65 @@ impl Line {
             claim.passed_on(token);
         }
         let passed = Hold::new(Phase::Offered, heir, token, passed, &lease);
-        self.core.worker.replace(ended, &passed, now.at);
-        let waker = state.queue.hand_off(passed);
+        let (before, adopt_at) = state.register.replace(ended, &passed, now.at);
+        let waker = state.queue.hand_off(passed.clone());
         drop(state);
+        drop(before);
+        passed.terms.line.is_entered(&passed, adopt_at);
         if let Some(waker) = waker {
             waker.wake();
         }
         PassOn::Done
+    }
+
+    /// Has the worker watch over a new hold from its time of adoption on.
+    pub(crate) fn register(self: &Arc<Self>, hold: &Hold, now: Instant) {
+        let adopt_at = self.state.lock().register.enter(hold, now);
+        self.is_entered(hold, adopt_at);
+    }
+
+    fn is_entered(self: &Arc<Self>, hold: &Hold, adopt_at: Option<Instant>) {
+        if let Some(at) = adopt_at {
+            self.core.worker.adopt_from(self, at);
+        }
+        // Whoever ends the worker looks into the registers after it has said so, and what was entered later sees that.
+        if self.core.worker.has_died() {
+            hold.cell.lose(LossReason::Disconnected);
+            self.unregister(hold);
+        }
+    }
+
+    /// Forgets a hold that has ended. Twice is once.
+    pub(crate) fn unregister(&self, hold: &Hold) {
+        let left = self.state.lock().register.leave(hold);
+        drop(left);
+        if self.core.is_closed() {
+            self.core.worker.look_whether_idle();
+        }
+    }
+
+    /// The holds that the worker has not seen yet.
+    pub(crate) fn adopt(&self) -> Vec<Hold> {
+        self.state.lock().register.adopt()
+    }
+
+    pub(crate) fn holds(&self) -> Vec<Hold> {
+        self.state.lock().register.holds()
+    }
+
+    /// Says that nobody contends and nothing is held. It stays so if the client is closed.
+    pub(crate) fn is_idle(&self) -> bool {
+        // Asked first: a contender's hold is in the register before it ceases to be one.
+        self.contending.load(Ordering::SeqCst) == 0 && self.state.lock().register.is_empty()
+    }
+
+    /// Begins to contend at the server, which closing then waits for: either this sees that the client is closed, or
+    /// whoever closes sees this.
+    pub(crate) fn contend(&self) -> Result<Contending<'_>> {
+        self.contending.fetch_add(1, Ordering::SeqCst);
+        let contending = Contending(self);
+        self.core.serves("acquire")?;
+        Ok(contending)
     }
 
     /// Takes back a hold that lapsed before its waiter took it.
@@ -268,6 +327,18 @@ impl Line {
     pub(crate) fn close(&self) {
         let wakers = self.state.lock().queue.close();
         wakers.into_iter().for_each(std::task::Waker::wake);
+    }
+}
+
+/// A contender. Its end comes after the register, or the worker, knows what it came to.
+pub(crate) struct Contending<'a>(&'a Line);
+
+impl Drop for Contending<'_> {
+    fn drop(&mut self) {
+        let before = self.0.contending.fetch_sub(1, Ordering::SeqCst);
+        if before == 1 && self.0.core.is_closed() {
+            self.0.core.worker.look_whether_idle();
+        }
     }
 }
 

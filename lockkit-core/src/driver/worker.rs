@@ -1,7 +1,7 @@
 //! One task per client: it renews leases, watches for loss, and releases what was dropped.
 //!
-//! A grant does not wake it. New holds are put into a register, and the worker looks there a few milliseconds later:
-//! a hold that is released before then never costs more than two entries in the register. Those that stay are
+//! A grant does not wake it. New holds are put into the register of their line, and the worker looks there a few
+//! milliseconds later: a hold that is released before then never costs more than two entries there. Those that stay are
 //! *adopted*: a small future each, all of them polled by this one task, so that renewals that are due together go
 //! out together.
 
@@ -27,7 +27,7 @@ use crate::{
     driver::{
         cell::{Loan, Phase},
         hold::Hold,
-        line::{Grip, hinted},
+        line::{Grip, Line, hinted},
         settle,
         timing::{self, HintBudget},
     },
@@ -50,15 +50,12 @@ pub(crate) struct Worker {
 #[derive(Debug, Default)]
 struct State {
     life: Life,
-    register: Vec<Entry>,
-    free: Vec<usize>,
-    unadopted: Vec<usize>,
+    /// The lines in whose registers are holds to adopt. They may be gone by then.
+    unadopted: Vec<Weak<Line>>,
     adopt_at: Option<Instant>,
     jobs: Vec<Job>,
     /// Jobs taken up and not done yet.
     running: usize,
-    /// Somebody waits for there to be nothing to do.
-    drained: bool,
     /// No handle is left: end when there is nothing to do.
     orphaned: bool,
 }
@@ -71,13 +68,6 @@ enum Life {
     Running = 1,
     /// Its runtime has ended.
     Dead = 2,
-}
-
-#[derive(Debug, Default)]
-struct Entry {
-    hold: Option<Hold>,
-    /// Whether its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
-    queued: bool,
 }
 
 #[derive(Debug)]
@@ -106,17 +96,30 @@ impl Worker {
     /// # Errors
     /// One that is the same for every backend, which has to say nothing of its own.
     pub(crate) fn lives(self: &Arc<Self>, operation: &'static str) -> Result<()> {
-        if self.life.load(Ordering::Acquire) == Life::Unborn as u8 {
-            let mut state = self.state.lock();
-            let unborn = self.runtime_to_start_on(&mut state, operation);
-            drop(state);
-            // Where there is no runtime at all, none can have ended.
-            self.start(unborn.ok().flatten());
-        }
-        if self.life.load(Ordering::Acquire) == Life::Dead as u8 {
+        // Where there is no runtime at all, none can have ended.
+        let _ = self.begin(operation);
+        if self.has_died() {
             return Err(self.has_ended(operation));
         }
         Ok(())
+    }
+
+    /// Has the task started, unless it has been.
+    ///
+    /// # Errors
+    /// If there is no runtime to start it on.
+    pub(crate) fn begin(self: &Arc<Self>, operation: &'static str) -> Result<()> {
+        if self.life.load(Ordering::Acquire) == Life::Unborn as u8 {
+            let mut state = self.state.lock();
+            let unborn = self.runtime_to_start_on(&mut state, operation)?;
+            drop(state);
+            self.start(unborn);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn has_died(&self) -> bool {
+        self.life.load(Ordering::Acquire) == Life::Dead as u8
     }
 
     fn has_ended(&self, operation: &'static str) -> Error {
@@ -124,63 +127,18 @@ impl Worker {
         Error::permanent(self.backend, operation, cause)
     }
 
-    /// Watches over a new hold from `adopt_after` on.
-    ///
-    /// # Errors
-    /// If the runtime that the client lives on has ended.
-    pub(crate) fn register(self: &Arc<Self>, hold: &Hold, now: Instant) -> Result<()> {
+    /// Looks into the register of `line` at this time.
+    pub(crate) fn adopt_from(&self, line: &Arc<Line>, at: Instant) {
         let mut state = self.state.lock();
-        let unborn = self.runtime_to_start_on(&mut state, "acquire")?;
-        let key = state.place();
-        state.register[key].hold = Some(hold.clone());
-        hold.key.store(key, Ordering::Relaxed);
-        let sooner = state.queue_for_adoption(key, hold, now);
+        state.unadopted.push(Arc::downgrade(line));
+        let sooner = state.adopt_at.is_none_or(|known| at < known);
+        if sooner {
+            state.adopt_at = Some(at);
+        }
         drop(state);
-        self.start(unborn);
+        // Else it wakes in time by itself.
         if sooner {
             self.work.notify_one();
-        }
-        Ok(())
-    }
-
-    /// Watches over a hold in the place of one that has been passed on.
-    pub(crate) fn replace(&self, ended: &Hold, next: &Hold, now: Instant) {
-        let mut state = self.state.lock();
-        if state.life == Life::Dead {
-            // Nobody renews this one either.
-            drop(state);
-            next.cell.lose(LossReason::Disconnected);
-            return;
-        }
-        let mut key = ended.key.swap(usize::MAX, Ordering::Relaxed);
-        if key >= state.register.len() {
-            // Its release was dropped half-way, and went on as a job.
-            key = state.place();
-        }
-        let before = state.register[key].hold.replace(next.clone());
-        next.key.store(key, Ordering::Relaxed);
-        let sooner = state.queue_for_adoption(key, next, now);
-        drop(state);
-        drop(before);
-        if sooner {
-            self.work.notify_one();
-        }
-    }
-
-    /// Forgets a hold that has ended. Twice is once.
-    pub(crate) fn unregister(&self, hold: &Hold) {
-        let mut state = self.state.lock();
-        let key = hold.key.load(Ordering::Relaxed);
-        hold.key.store(usize::MAX, Ordering::Relaxed);
-        let entry = state.register.get_mut(key).and_then(|entry| entry.hold.take());
-        if entry.is_some() {
-            state.free.push(key);
-        }
-        let idle = state.drained && state.is_idle();
-        drop(state);
-        drop(entry);
-        if idle {
-            self.idle.notify_waiters();
         }
     }
 
@@ -239,41 +197,28 @@ impl Worker {
         }
     }
 
-    /// Every live hold is lost, and will be released.
-    pub(crate) fn lose_all(&self, reason: LossReason) {
-        let mut state = self.state.lock();
-        let holds: Vec<_> = state
-            .register
-            .iter()
-            .filter_map(|entry| entry.hold.clone())
-            .collect();
-        if !state.unadopted.is_empty() {
-            state.adopt_at = Some(Instant::now());
-        }
-        drop(state);
-        for hold in holds {
-            hold.cell.lose(reason);
-        }
+    /// Adopts what there is at once.
+    pub(crate) fn adopt_now(&self) {
+        self.state.lock().adopt_at = Some(Instant::now());
         self.work.notify_one();
     }
 
-    /// Resolves when nothing is held, no release is under way, and `no_more` says that nothing will be added.
-    pub(crate) async fn idle(&self, no_more: impl Fn() -> bool) {
+    /// Resolves when `good`, of which whoever makes it so has it [looked](Self::look_whether_idle) at.
+    pub(crate) async fn when(&self, good: impl Fn() -> bool) {
         loop {
             let mut notified = pin!(self.idle.notified());
             notified.as_mut().enable();
-            // Asked first: what comes to its end meanwhile has left its traces with the worker before.
-            if no_more() && self.is_idle() {
+            if good() {
                 return;
             }
             notified.await;
         }
     }
 
-    fn is_idle(&self) -> bool {
-        let mut state = self.state.lock();
-        state.drained = true;
-        state.is_idle()
+    /// Says that it has nothing to do, and never will if it is not asked to.
+    pub(crate) fn is_idle(&self) -> bool {
+        let state = self.state.lock();
+        state.life == Life::Dead || (state.jobs.is_empty() && state.running == 0)
     }
 
     /// Whoever waits for there to be nothing to do is to look again.
@@ -291,65 +236,28 @@ impl Worker {
         let mut state = self.state.lock();
         let jobs = std::mem::take(&mut state.jobs);
         state.running += jobs.len();
-        let mut adopted = Vec::new();
+        let mut lines = Vec::new();
         if state.adopt_at.is_some_and(|at| at <= now) {
             state.adopt_at = None;
-            for key in std::mem::take(&mut state.unadopted) {
-                let entry = &mut state.register[key];
-                entry.queued = false;
-                adopted.extend(entry.hold.clone());
-            }
+            lines = std::mem::take(&mut state.unadopted);
         }
         Work {
             jobs,
-            adopted,
+            lines,
             adopt_at: state.adopt_at,
             orphaned: state.orphaned,
         }
     }
 
     fn job_done(&self) {
-        let mut state = self.state.lock();
-        state.running -= 1;
-        let idle = state.drained && state.is_idle();
-        drop(state);
-        if idle {
-            self.idle.notify_waiters();
-        }
-    }
-}
-
-impl State {
-    /// A free place in the register.
-    fn place(&mut self) -> usize {
-        self.free.pop().unwrap_or_else(|| {
-            self.register.push(Entry::default());
-            self.register.len() - 1
-        })
-    }
-
-    /// Whether the worker has to be woken, since it would sleep for too long.
-    fn queue_for_adoption(&mut self, key: usize, hold: &Hold, now: Instant) -> bool {
-        let adopt_at = now + hold.terms.adopt_after;
-        if !std::mem::replace(&mut self.register[key].queued, true) {
-            self.unadopted.push(key);
-        }
-        let sooner = self.adopt_at.is_none_or(|at| adopt_at < at);
-        if sooner {
-            self.adopt_at = Some(adopt_at);
-        }
-        sooner
-    }
-
-    fn is_idle(&self) -> bool {
-        self.life == Life::Dead
-            || (self.jobs.is_empty() && self.running == 0 && self.free.len() == self.register.len())
+        self.state.lock().running -= 1;
+        self.look_whether_idle();
     }
 }
 
 struct Work {
     jobs: Vec<Job>,
-    adopted: Vec<Hold>,
+    lines: Vec<Weak<Line>>,
     adopt_at: Option<Instant>,
     orphaned: bool,
 }
@@ -369,7 +277,7 @@ impl Job {
                 if let Phase::Lost(reason) = hold.cell.last_phase() {
                     crate::observe::lost(hold.line(), reason);
                 }
-                hold.line().core.worker.unregister(&hold);
+                hold.line().unregister(&hold);
                 // If it was on offer, its waiter goes on without it.
                 hold.line().withdraw(&hold);
                 // Nobody holds it here any more: whoever asks has to ask the server.
@@ -393,7 +301,9 @@ impl Job {
         if let Some(mut grip) = grip {
             grip.settled();
         }
-        drop(hold);
+        if let Some(hold) = hold {
+            hold.line().unregister(&hold);
+        }
     }
 }
 
@@ -406,11 +316,12 @@ impl Drop for DiesWith {
         let mut state = self.0.state.lock();
         self.0.live(&mut state, Life::Dead);
         let jobs = std::mem::take(&mut state.jobs);
-        let register = std::mem::take(&mut state.register);
-        state.free.clear();
         state.unadopted.clear();
         drop(state);
-        for hold in register.into_iter().filter_map(|entry| entry.hold) {
+        let core = self.0.core.upgrade();
+        let lines = core.iter().flat_map(|core| core.lines());
+        for hold in lines.flat_map(|line| line.holds()) {
+            hold.line().unregister(&hold);
             hold.cell.lose(LossReason::Disconnected);
             // Its guard may be kept, and a hold without a lease ends with its claim alone. One that is being released
             // is waited for by whoever does that.
@@ -420,7 +331,7 @@ impl Drop for DiesWith {
         }
         jobs.into_iter().for_each(Job::give_up);
         self.0.idle.notify_waiters();
-        if let Some(core) = self.0.core.upgrade() {
+        if let Some(core) = core {
             core.turn_away();
         }
     }
@@ -432,7 +343,9 @@ async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
     loop {
         let work = worker.take_work(Instant::now());
         jobs.extend(work.jobs.into_iter().map(Job::run));
-        attending.extend(work.adopted.into_iter().map(Attending::begin));
+        // Without the lock on the state, since such a line may be the last handle of the client.
+        let lines = work.lines.iter().filter_map(Weak::upgrade);
+        attending.extend(lines.flat_map(|line| line.adopt()).map(Attending::begin));
         if work.orphaned && jobs.is_empty() && attending.is_empty() {
             return;
         }

@@ -1,0 +1,111 @@
+//! The holds of one line, and which of them the worker has yet to look after. Sans-IO.
+//!
+//! It is the line's, and not the client's, since the line is locked anyway where a hold begins and ends: locks of different
+//! names have nothing to wait for each other for.
+
+use std::sync::atomic::Ordering;
+
+use tokio::time::Instant;
+
+use crate::driver::hold::Hold;
+
+#[derive(Debug, Default)]
+pub(crate) struct Register {
+    entries: Vec<Entry>,
+    free: Vec<usize>,
+    unadopted: Vec<usize>,
+    /// The moment for which the worker has been told to look.
+    adopt_at: Option<Instant>,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    hold: Option<Hold>,
+    /// Whether its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
+    queued: bool,
+}
+
+/// No place in a register.
+pub(crate) const NOWHERE: usize = usize::MAX;
+
+impl Register {
+    /// Enters a new hold. If the worker has to be told to look at this line, since it would come too late by itself:
+    /// for when.
+    #[must_use]
+    pub(crate) fn enter(&mut self, hold: &Hold, now: Instant) -> Option<Instant> {
+        let key = self.free.pop().unwrap_or_else(|| {
+            self.entries.push(Entry::default());
+            self.entries.len() - 1
+        });
+        self.put(key, hold, now)
+    }
+
+    /// Enters a hold in the place of one that has been passed on.
+    #[must_use]
+    pub(crate) fn replace(
+        &mut self,
+        ended: &Hold,
+        next: &Hold,
+        now: Instant,
+    ) -> (Option<Hold>, Option<Instant>) {
+        let key = ended.key.swap(NOWHERE, Ordering::Relaxed);
+        match self.entries.get_mut(key) {
+            Some(entry) => {
+                let before = entry.hold.take();
+                (before, self.put(key, next, now))
+            }
+            // Its release was dropped half-way, and went on as a job.
+            None => (None, self.enter(next, now)),
+        }
+    }
+
+    fn put(&mut self, key: usize, hold: &Hold, now: Instant) -> Option<Instant> {
+        let entry = &mut self.entries[key];
+        entry.hold = Some(hold.clone());
+        hold.key.store(key, Ordering::Relaxed);
+        if !std::mem::replace(&mut entry.queued, true) {
+            self.unadopted.push(key);
+        }
+        let adopt_at = now + hold.terms.adopt_after;
+        let sooner = self.adopt_at.is_none_or(|at| adopt_at < at);
+        if sooner {
+            self.adopt_at = Some(adopt_at);
+        }
+        sooner.then_some(adopt_at)
+    }
+
+    /// Forgets a hold that has ended. Twice is once.
+    #[must_use]
+    pub(crate) fn leave(&mut self, hold: &Hold) -> Option<Hold> {
+        let key = hold.key.swap(NOWHERE, Ordering::Relaxed);
+        let left = self.entries.get_mut(key)?.hold.take();
+        if left.is_some() {
+            self.free.push(key);
+        }
+        left
+    }
+
+    /// The holds that the worker has not seen yet.
+    pub(crate) fn adopt(&mut self) -> Vec<Hold> {
+        self.adopt_at = None;
+        let mut adopted = Vec::new();
+        for key in std::mem::take(&mut self.unadopted) {
+            let entry = &mut self.entries[key];
+            entry.queued = false;
+            adopted.extend(entry.hold.clone());
+        }
+        adopted
+    }
+
+    /// All holds.
+    pub(crate) fn holds(&self) -> Vec<Hold> {
+        self.entries
+            .iter()
+            .filter_map(|entry| entry.hold.clone())
+            .collect()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.free.len() == self.entries.len()
+    }
+}
