@@ -171,9 +171,9 @@ async fn step(grip: &mut Grip, clock: &Clock, heard: &Answer) -> Result<Option<u
         unopened => unopened.insert(open(line, terms, clock, heard).await?),
     };
     grip.known = true;
-    // What was slept before the request is not taken off its lease.
-    line.core.clock.now();
-    let patience = clock.patience(line.core.info.max_patience);
+    // Also so that what was slept before the request is not taken off its lease.
+    let now = line.core.clock.now().at;
+    let patience = clock.patience(line.core.info.max_patience, now);
     let limit = clock.limit(patience, terms, heard);
     let Some(grant) = exchange(line, claim.attempt(patience), limit).await? else {
         return Ok(None);
@@ -353,13 +353,11 @@ impl Clock {
     }
 
     /// How long an attempt may block at the server. Zero only for a single attempt.
-    fn patience(&self, most: Duration) -> Duration {
+    fn patience(&self, most: Duration, now: Instant) -> Duration {
         if self.wait == Some(Duration::ZERO) {
             return Duration::ZERO;
         }
-        let left = self
-            .at()
-            .map_or(most, |at| at.saturating_duration_since(Instant::now()));
+        let left = self.at().map_or(most, |at| at.saturating_duration_since(now));
         left.min(most).max(Duration::from_millis(1))
     }
 

@@ -136,8 +136,10 @@ impl<C> State<C> {
 
     /// The end of its lease, or of what its session still proves.
     fn end(&self, now: Moment) -> Option<Moment> {
-        let proven = self.session_proof().and_then(Result::ok);
-        let ends = [self.valid_until, proven.map(|proven| now.end_of_hold(proven))];
+        let Some(Ok(proven)) = self.session_proof() else {
+            return self.valid_until;
+        };
+        let ends = [self.valid_until, Some(now.end_of_hold(proven))];
         ends.into_iter().flatten().min_by_key(|end| end.seen_from(now))
     }
 
@@ -152,12 +154,18 @@ impl<C> State<C> {
 }
 
 impl<C> HoldCell<C> {
-    pub(crate) fn new(phase: Phase, claim: C, valid_until: Option<Moment>) -> Self {
+    /// A hold with a lease until then, which ends with what its session proves, too.
+    pub(crate) fn new(
+        phase: Phase,
+        claim: C,
+        valid_until: Option<Moment>,
+        session: Option<SessionProof>,
+    ) -> Self {
         Self {
             state: Mutex::new(State {
                 phase,
                 valid_until,
-                session: None,
+                session,
                 renewed_for: None,
                 renewal_failing: false,
                 parked: Some(claim),
@@ -170,12 +178,6 @@ impl<C> HoldCell<C> {
                 next_watcher: 0,
             }),
         }
-    }
-
-    /// Has it end with what its session proves, too.
-    pub(crate) fn bound_by(self, session: Option<SessionProof>) -> Self {
-        self.state.lock().session = session;
-        self
     }
 
     /// The session that it ends with besides its lease.

@@ -102,7 +102,7 @@ impl Hold {
             name: terms.line.name().clone(),
             backend: terms.line.backend(),
             slot: grip.slot(),
-            cell: HoldCell::new(phase, grip, lease.end()).bound_by(session),
+            cell: HoldCell::new(phase, grip, lease.end(), session),
             granted_for: lease.length,
             clock: terms.line.core.clock.clone(),
             attendance: Attendance::default(),

@@ -265,6 +265,10 @@ impl Line {
     /// Forgets a hold that has ended. Twice is once.
     pub(crate) fn unregister(&self, hold: &Hold) {
         let left = self.state.lock().register.leave(hold);
+        if !matches!(left, Some((_, true))) {
+            // Whoever looks after it has nothing left to look after.
+            hold.cell.dismiss();
+        }
         drop(left);
         if self.core.is_closed() {
             self.core.worker.look_whether_idle();

@@ -52,6 +52,7 @@ fn cell(phase: Phase) -> Arc<HoldCell<&'static str>> {
         phase,
         "claim",
         Some(Moment::plain(Instant::now() + Duration::from_secs(3_600))),
+        None,
     ))
 }
 

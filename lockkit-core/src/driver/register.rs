@@ -74,15 +74,14 @@ impl Register {
         sooner.then_some(adopt_at)
     }
 
-    /// Forgets a hold that has ended. Twice is once.
+    /// Forgets a hold that has ended, and says whether the worker has never seen it. Twice is once.
     #[must_use]
-    pub(crate) fn leave(&mut self, hold: &Hold) -> Option<Hold> {
+    pub(crate) fn leave(&mut self, hold: &Hold) -> Option<(Hold, bool)> {
         let key = hold.key.swap(NOWHERE, Ordering::Relaxed);
-        let left = self.entries.get_mut(key)?.hold.take();
-        if left.is_some() {
-            self.free.push(key);
-        }
-        left
+        let entry = self.entries.get_mut(key)?;
+        let left = entry.hold.take()?;
+        self.free.push(key);
+        Some((left, entry.queued))
     }
 
     /// The holds that the worker has not seen yet.

@@ -37,7 +37,6 @@ struct UntilSettled<'a>(&'a Hold);
 impl Drop for UntilSettled<'_> {
     fn drop(&mut self) {
         self.0.line().unregister(self.0);
-        self.0.cell.dismiss();
     }
 }
 
