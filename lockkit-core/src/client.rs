@@ -18,7 +18,7 @@ use crate::{
     AcquireOptions, Capabilities, Error, FencingToken, Kind, Lock, LockId, LockName, LockState, LossReason,
     Result,
     driver::{line::Line, moment::Clock, timing, worker::Worker},
-    spi::{Backend, BackendInfo, Mode, OwnerId},
+    spi::{Backend, BackendInfo, Mode},
     sync::Mutex,
 };
 
@@ -343,7 +343,7 @@ impl Core {
         self.lines.lock().values().filter_map(Weak::upgrade).collect()
     }
 
-    fn close(&self) {
+    pub(crate) fn close(&self) {
         if !self.closed.swap(true, Ordering::SeqCst) {
             self.unconfirmed_before
                 .store(self.unconfirmed.load(Ordering::SeqCst), Ordering::SeqCst);
@@ -418,19 +418,18 @@ pub(crate) struct Owners {
 impl Owners {
     const FETCHED_AT_ONCE: usize = 64;
 
-    pub(crate) fn draw(&self, backend: &'static str) -> Result<OwnerId> {
+    /// Moves so many or fewer, and one at least, into `to`.
+    pub(crate) fn draw(&self, backend: &'static str, many: usize, to: &mut Vec<u128>) -> Result<()> {
         let mut stock = self.stock.lock();
-        if let Some(id) = stock.pop() {
-            return Ok(OwnerId::new(id));
+        if stock.is_empty() {
+            let mut bytes = [0_u8; 16 * Self::FETCHED_AT_ONCE];
+            getrandom::fill(&mut bytes)
+                .map_err(|err| Error::permanent(backend, "acquire", format!("no random numbers: {err}")))?;
+            let (ids, _) = bytes.as_chunks::<16>();
+            stock.extend(ids.iter().map(|id| u128::from_ne_bytes(*id)));
         }
-        let mut bytes = [0_u8; 16 * Self::FETCHED_AT_ONCE];
-        getrandom::fill(&mut bytes)
-            .map_err(|err| Error::permanent(backend, "acquire", format!("no random numbers: {err}")))?;
-        let (ids, _) = bytes.as_chunks::<16>();
-        stock.extend(ids.iter().map(|id| u128::from_ne_bytes(*id)));
-        match stock.pop() {
-            Some(id) => Ok(OwnerId::new(id)),
-            None => Err(Error::permanent(backend, "acquire", "no random numbers")),
-        }
+        let rest = stock.len().saturating_sub(many);
+        to.extend(stock.drain(rest..));
+        Ok(())
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     driver::{
         cell::Phase,
         hold::Hold,
-        line::{Answer, Grip, Line, Served, SlotUse, Terms, hinted},
+        line::{Answer, Grip, InLine, Line, Served, SlotUse, Terms, hinted},
         moment::Proof,
         settle,
         timing::{self, Backoff, HintBudget},
@@ -36,19 +36,22 @@ async fn contend_for(terms: &Arc<Terms>) -> Result<LockGuard> {
     let line = &terms.line;
     line.core.serves("acquire")?;
     let clock = Clock::start(terms);
-    let entry = if terms.once() {
+    let entered = if terms.once() {
         // Always the server's own word: a hold of this client may have been lost a moment ago.
-        Entry::Contend(Line::enter(terms).unwrap_or_else(|| Line::bypass(terms)))
+        Ok(Line::enter(terms).unwrap_or_else(|| Line::bypass(terms)))
     } else {
-        queue(terms, &clock).await?
+        Line::enter_or_join(terms)
     };
-    match entry {
-        Entry::Held(guard) => Ok(guard),
-        Entry::Contend(grip) => {
-            let _contending = line.contend()?;
-            contend(grip, &clock).await
-        }
-    }
+    let (grip, now) = match entered {
+        Ok(grip) => (grip, clock.started),
+        Err(in_line) => match queue(terms, &clock, in_line).await? {
+            Entry::Contend(grip) => (grip, line.core.clock.now().at),
+            Entry::Held(guard) => return Ok(guard),
+        },
+    };
+    // Either this sees that the client is closed, or whoever closes it sees the grip.
+    line.core.serves("acquire")?;
+    contend(grip, &clock, now).await
 }
 
 /// How a caller gets past the local queue.
@@ -58,13 +61,9 @@ enum Entry {
 }
 
 /// Waits in line for the slot, or for a hold that is passed on.
-async fn queue(terms: &Arc<Terms>, clock: &Clock) -> Result<Entry> {
+async fn queue<'a>(terms: &'a Arc<Terms>, clock: &Clock, mut in_line: InLine<'a>) -> Result<Entry> {
     let line = &terms.line;
     loop {
-        let in_line = match Line::enter_or_join(terms) {
-            Ok(grip) => return Ok(Entry::Contend(grip)),
-            Err(in_line) => in_line,
-        };
         timing::require_runtime(line.backend(), "acquire")?;
         let served = match clock.at() {
             None => in_line.await,
@@ -83,6 +82,10 @@ async fn queue(terms: &Arc<Terms>, clock: &Clock) -> Result<Entry> {
             Served::Lapsed => {}
             Served::Closed => return Err(line.core.over("acquire").await),
         }
+        in_line = match Line::enter_or_join(terms) {
+            Ok(grip) => return Ok(Entry::Contend(grip)),
+            Err(in_line) => in_line,
+        };
     }
 }
 
@@ -95,8 +98,8 @@ fn accept(hold: Hold) -> Option<LockGuard> {
 }
 
 /// Goes to the server until it grants, the caller's time is over, or it says something that no repeating will change.
-async fn contend(mut grip: Grip, clock: &Clock) -> Result<LockGuard> {
-    match step(&mut grip, clock, &Answer::Unknown).await {
+async fn contend(mut grip: Grip, clock: &Clock, now: Instant) -> Result<LockGuard> {
+    match step(&mut grip, clock, now, &Answer::Unknown).await {
         Ok(Some(token)) => hold(grip, token),
         // What it takes to wait is made when there is need to wait.
         not_yet => Box::pin(keep_contending(grip, not_yet, clock)).await,
@@ -157,22 +160,22 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
             () = clock.deadline() => return Err(give_up(grip, clock.verdict(line, &heard)).await),
             () = tokio::time::sleep(pause) => hints.rested(),
         }
-        last = step(&mut grip, clock, &heard).await;
+        let now = line.core.clock.now().at;
+        last = step(&mut grip, clock, now, &heard).await;
     }
 }
 
 /// One exchange with the server: opens the claim if there is none, then attempts. A grant's token comes back; the rest
-/// of the grant is kept in the grip.
-async fn step(grip: &mut Grip, clock: &Clock, heard: &Answer) -> Result<Option<u64>> {
+/// of the grant is kept in the grip. Somebody has looked at the client's clock `now`, so that what was slept before the
+/// request is not taken off its lease.
+async fn step(grip: &mut Grip, clock: &Clock, mut now: Instant, heard: &Answer) -> Result<Option<u64>> {
     let Grip { terms, claim, .. } = grip;
     let line = &terms.line;
     let claim = match claim {
         Some(claim) => claim,
-        unopened => unopened.insert(open(line, terms, clock, heard).await?),
+        unopened => unopened.insert(open(line, terms, clock, &mut now, heard).await?),
     };
     grip.known = true;
-    // Also so that what was slept before the request is not taken off its lease.
-    let now = line.core.clock.now().at;
     let patience = clock.patience(line.core.info.max_patience, now);
     let limit = clock.limit(patience, terms, heard);
     let Some(grant) = exchange(line, claim.attempt(patience), limit).await? else {
@@ -219,6 +222,7 @@ fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
     }
     // Fails if there is nothing for the client to live on: nobody would ever renew it.
     line.core.worker.begin("acquire")?;
+    grip.becomes_hold();
     let hold = Hold::new(Phase::Held, terms, token, grip, &lease);
     hold.terms.line.register(&hold, lease.since());
     if let Err(err) = hold.line().core.serves("acquire") {
@@ -230,10 +234,23 @@ fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
     Ok(LockGuard::new(hold))
 }
 
-async fn open(line: &Line, terms: &Terms, clock: &Clock, heard: &Answer) -> Result<Box<dyn Claim>> {
+/// Opens a claim. If that takes a while, it is another `now` afterwards.
+async fn open(
+    line: &Line,
+    terms: &Terms,
+    clock: &Clock,
+    now: &mut Instant,
+    heard: &Answer,
+) -> Result<Box<dyn Claim>> {
     let request = request(line, terms)?;
+    let mut opening = line.core.backend.claim(&request);
+    if let Poll::Ready(opened) = timing::poll_once(&mut opening).await {
+        return opened.map_err(|err| err.for_lock(line.name()));
+    }
     let limit = clock.limit(Duration::ZERO, terms, heard);
-    exchange(line, line.core.backend.claim(&request), limit).await
+    let opened = exchange(line, opening, limit).await?;
+    *now = line.core.clock.now().at;
+    Ok(opened)
 }
 
 /// One exchange, until `limit` and for as long as the client is open.
@@ -262,7 +279,7 @@ async fn exchange<T>(
 }
 
 fn request(line: &Line, terms: &Terms) -> Result<ClaimRequest> {
-    let owner = line.core.owners.draw(line.backend())?;
+    let owner = line.owner()?;
     let mut request = ClaimRequest::new(line.name().clone(), line.mode, terms.ttl, owner);
     request.label.clone_from(&terms.label);
     if line.mode == Mode::Exclusive {
@@ -306,24 +323,22 @@ async fn give_up(mut grip: Grip, err: Error) -> Error {
 
 /// The caller's time.
 struct Clock {
-    started: Option<Instant>,
+    started: Instant,
     wait: Option<Duration>,
 }
 
 impl Clock {
     fn start(terms: &Terms) -> Self {
         Self {
-            started: terms.wait.map(|_| Instant::now()),
+            started: terms.line.core.clock.now().at,
             wait: terms.wait,
         }
     }
 
     /// When the caller's time is over. A single attempt has no deadline: it is bounded by `op_timeout`.
     fn at(&self) -> Option<Instant> {
-        match (self.started, self.wait) {
-            (Some(started), Some(wait)) if !wait.is_zero() => Some(started + wait),
-            _ => None,
-        }
+        let wait = self.wait.filter(|wait| !wait.is_zero())?;
+        Some(self.started + wait)
     }
 
     fn is_over(&self) -> bool {
@@ -365,7 +380,7 @@ impl Clock {
         Error::Timeout {
             backend: line.backend(),
             name: line.name().clone(),
-            waited: self.started.map_or(Duration::ZERO, |started| started.elapsed()),
+            waited: self.started.elapsed(),
         }
     }
 

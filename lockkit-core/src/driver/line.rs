@@ -7,16 +7,16 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU8, Ordering},
     },
-    task::{Context, Poll},
+    task::{Context, Poll, Waker},
     time::Duration,
 };
 
 use tokio::time::Instant;
 
 use crate::{
-    LockId, LockName, LossReason, Result,
+    Error, LockId, LockName, LossReason, Result,
     client::Core,
     driver::{
         cell::Phase,
@@ -25,7 +25,7 @@ use crate::{
         queue::{Offer, Queue, Ticket, Turn},
         register::Register,
     },
-    spi::{Claim, Mode},
+    spi::{Claim, Mode, OwnerId},
     sync::Mutex,
 };
 
@@ -74,8 +74,6 @@ pub(crate) struct Line {
     slot: AtomicU8,
     /// Somebody has come to wait, or was left behind by whoever got the slot, since a claim was last opened.
     waited_in: AtomicBool,
-    /// Acquisitions that are past the queue, which closing the client waits for.
-    contending: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
@@ -83,7 +81,11 @@ struct LineState {
     queue: Queue<Arc<Terms>, Hold>,
     answer: Answer,
     turn: SlotTurn,
+    /// The number of those who are past the queue and hold nothing yet, which closing the client waits for.
+    contending: usize,
     register: Register,
+    /// Ids for the next claims.
+    owners: Vec<u128>,
 }
 
 /// Counts how often the slot has been given up: whoever gives it up says in which turn it had it, so that to do so twice is
@@ -134,7 +136,6 @@ impl Line {
             state: Mutex::default(),
             slot: AtomicU8::new(SlotUse::Other as u8),
             waited_in: AtomicBool::new(false),
-            contending: AtomicUsize::new(0),
         }
     }
 
@@ -163,13 +164,15 @@ impl Line {
     pub(crate) fn enter(terms: &Arc<Terms>) -> Option<Grip> {
         let mut state = terms.line.state.lock();
         let turn = state.queue.enter().then_some(state.turn)?;
+        state.contending += 1;
         drop(state);
-        Some(Grip::new(terms.clone(), Some(turn)))
+        Some(Grip::contending(terms, Some(turn)))
     }
 
     /// Contends beside whoever has the slot.
     pub(crate) fn bypass(terms: &Arc<Terms>) -> Grip {
-        Grip::new(terms.clone(), None)
+        terms.line.state.lock().contending += 1;
+        Grip::contending(terms, None)
     }
 
     /// Takes the slot if nobody has it, else queues up for it: in one step, since a slot that is given up in between
@@ -178,8 +181,9 @@ impl Line {
         let mut state = terms.line.state.lock();
         if state.queue.enter() {
             let turn = state.turn;
+            state.contending += 1;
             drop(state);
-            return Ok(Grip::new(terms.clone(), Some(turn)));
+            return Ok(Grip::contending(terms, Some(turn)));
         }
         let ticket = state.queue.join(terms.clone());
         drop(state);
@@ -193,6 +197,20 @@ impl Line {
     /// Says that a claim which is opened now is likely to have heirs. Only a guess: it decides what is reserved for them.
     pub(crate) fn was_waited_in(&self) -> bool {
         self.waited_in.load(Ordering::Relaxed) && self.waited_in.swap(false, Ordering::Relaxed)
+    }
+
+    /// An id for a new claim. A line that is used again takes several at once from the client's stock, which all share.
+    pub(crate) fn owner(&self) -> Result<OwnerId> {
+        const AT_ONCE: usize = 8;
+
+        let mut state = self.state.lock();
+        if state.owners.is_empty() {
+            let first = state.turn == SlotTurn::default();
+            let many = if first { 1 } else { AT_ONCE };
+            self.core.owners.draw(self.backend(), many, &mut state.owners)?;
+        }
+        let owner = state.owners.pop().map(OwnerId::new);
+        owner.ok_or_else(|| Error::permanent(self.backend(), "acquire", "no random numbers"))
     }
 
     /// What the backend last said.
@@ -245,10 +263,26 @@ impl Line {
         PassOn::Done
     }
 
-    /// Has the worker watch over a new hold from its time of adoption on.
+    /// Has the worker watch over a contender's new hold from its time of adoption on.
     pub(crate) fn register(self: &Arc<Self>, hold: &Hold, now: Instant) {
-        let adopt_at = self.state.lock().register.enter(hold, now);
+        let mut state = self.state.lock();
+        state.contending -= 1;
+        let adopt_at = state.register.enter(hold, now);
+        drop(state);
         self.is_entered(hold, adopt_at);
+    }
+
+    /// A contender gives up.
+    fn retreat(&self) {
+        self.state.lock().contending -= 1;
+        self.look_if_closed();
+    }
+
+    /// Whoever closes the client waits for there to be nothing here.
+    fn look_if_closed(&self) {
+        if self.core.is_closed() {
+            self.core.worker.look_whether_idle();
+        }
     }
 
     fn is_entered(self: &Arc<Self>, hold: &Hold, adopt_at: Option<Instant>) {
@@ -264,15 +298,24 @@ impl Line {
 
     /// Forgets a hold that has ended. Twice is once.
     pub(crate) fn unregister(&self, hold: &Hold) {
-        let left = self.state.lock().register.leave(hold);
+        self.end(hold, None);
+    }
+
+    /// The same, and the slot is given up that the hold had in this `turn`.
+    pub(crate) fn end(&self, hold: &Hold, turn: Option<SlotTurn>) {
+        let mut state = self.state.lock();
+        let left = state.register.leave(hold);
+        let waker = turn.and_then(|turn| self.pass_in(&mut state, turn));
+        drop(state);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
         if !matches!(left, Some((_, true))) {
             // Whoever looks after it has nothing left to look after.
             hold.cell.dismiss();
         }
         drop(left);
-        if self.core.is_closed() {
-            self.core.worker.look_whether_idle();
-        }
+        self.look_if_closed();
     }
 
     /// The holds that the worker has not seen yet.
@@ -286,17 +329,8 @@ impl Line {
 
     /// Says that nobody contends and nothing is held. It stays so if the client is closed.
     pub(crate) fn is_idle(&self) -> bool {
-        // Asked first: a contender's hold is in the register before it ceases to be one.
-        self.contending.load(Ordering::SeqCst) == 0 && self.state.lock().register.is_empty()
-    }
-
-    /// Begins to contend at the server, which closing then waits for: either this sees that the client is closed, or
-    /// whoever closes sees this.
-    pub(crate) fn contend(&self) -> Result<Contending<'_>> {
-        self.contending.fetch_add(1, Ordering::SeqCst);
-        let contending = Contending(self);
-        self.core.serves("acquire")?;
-        Ok(contending)
+        let state = self.state.lock();
+        state.contending == 0 && state.register.is_empty()
     }
 
     /// Takes back a hold that lapsed before its waiter took it.
@@ -311,9 +345,16 @@ impl Line {
 
     /// The slot is given up by whoever had it in this `turn`, unless it has been already.
     pub(crate) fn pass(&self, turn: SlotTurn) {
-        let mut state = self.state.lock();
+        let waker = self.pass_in(&mut self.state.lock(), turn);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    #[must_use]
+    fn pass_in(&self, state: &mut LineState, turn: SlotTurn) -> Option<Waker> {
         if state.turn != turn {
-            return;
+            return None;
         }
         state.turn.0 += 1;
         self.set_slot_use(SlotUse::Other);
@@ -321,28 +362,13 @@ impl Line {
         if state.queue.is_idle() {
             state.answer = Answer::Unknown;
         }
-        drop(state);
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+        waker
     }
 
     /// Turns all waiters away.
     pub(crate) fn close(&self) {
         let wakers = self.state.lock().queue.close();
         wakers.into_iter().for_each(std::task::Waker::wake);
-    }
-}
-
-/// A contender. Its end comes after the register, or the worker, knows what it came to.
-pub(crate) struct Contending<'a>(&'a Line);
-
-impl Drop for Contending<'_> {
-    fn drop(&mut self) {
-        let before = self.0.contending.fetch_sub(1, Ordering::SeqCst);
-        if before == 1 && self.0.core.is_closed() {
-            self.0.core.worker.look_whether_idle();
-        }
     }
 }
 
@@ -384,6 +410,7 @@ impl Future for InLine<'_> {
         let turn = state.queue.poll(ticket, cx.waker());
         let has_heir = state.queue.first().is_some();
         let slot = state.turn;
+        state.contending += usize::from(matches!(turn, Turn::Offered(Offer::Slot)));
         drop(state);
         let served = match turn {
             Turn::Wait => return Poll::Pending,
@@ -391,7 +418,7 @@ impl Future for InLine<'_> {
                 if has_heir {
                     self.terms.line.waited_in.store(true, Ordering::Relaxed);
                 }
-                Served::Slot(Grip::new(self.terms.clone(), Some(slot)))
+                Served::Slot(Grip::contending(self.terms, Some(slot)))
             }
             Turn::Offered(Offer::Hold(hold)) => Served::Hold(hold),
             Turn::Lapsed => Served::Lapsed,
@@ -436,11 +463,19 @@ pub(crate) struct Grip {
     /// Whether the server may know of this claim, so that it has to be released.
     pub(crate) known: bool,
     slot: Option<SlotTurn>,
+    /// It is counted among those who contend.
+    contends: bool,
 }
 
 const NO_TOKENS: RangeInclusive<u64> = RangeInclusive::new(1, 0);
 
 impl Grip {
+    fn contending(terms: &Arc<Terms>, slot: Option<SlotTurn>) -> Self {
+        let mut grip = Self::new(terms.clone(), slot);
+        grip.contends = true;
+        grip
+    }
+
     fn new(terms: Arc<Terms>, slot: Option<SlotTurn>) -> Self {
         Self {
             claim: None,
@@ -451,7 +486,13 @@ impl Grip {
             lease: None,
             known: false,
             slot,
+            contends: false,
         }
+    }
+
+    /// It contends no more, for it is to be registered.
+    pub(crate) fn becomes_hold(&mut self) {
+        self.contends = false;
     }
 
     pub(crate) fn has_slot(&self) -> bool {
@@ -460,6 +501,11 @@ impl Grip {
 
     pub(crate) fn slot(&self) -> Option<SlotTurn> {
         self.slot
+    }
+
+    /// The slot, for whoever gives it up together with something else.
+    pub(crate) fn take_slot(&mut self) -> Option<SlotTurn> {
+        self.slot.take()
     }
 
     /// Says that turns are left for a hand-off, by the options of both, and it is a hold that can be handed off to this
@@ -505,6 +551,10 @@ impl Drop for Grip {
             self.terms.line.core.worker.clean_up(abandoned);
         } else {
             self.pass_slot();
+        }
+        if self.contends {
+            // After the worker knows what it came to.
+            self.terms.line.retreat();
         }
     }
 }

@@ -20,11 +20,12 @@ use crate::{
     driver::{
         attendance::Attendance,
         cell::{Event, HoldCell, Phase},
+        hold::Hold,
         line::{Line, Served, Terms},
-        moment::Moment,
+        moment::{Clock, Moment},
         queue::{Offer, Queue, Turn},
     },
-    spi::Mode,
+    spi::{Lease, Mode},
     sync::Mutex,
 };
 
@@ -251,6 +252,61 @@ fn loom_the_slot_is_never_forgotten() {
         other.join().unwrap();
         assert!(Line::enter(&terms).is_some(), "free again");
     });
+}
+
+#[test]
+fn loom_whoever_closes_sees_a_contender_that_goes_on() {
+    explore(|| {
+        let terms = terms();
+        // In this order, since loom does not see the flag of the client: only a thread that is yet to run can set it late.
+        let closer = thread::spawn({
+            let line = terms.line.clone();
+            move || {
+                line.core.close();
+                line.is_idle()
+            }
+        });
+        let grip = Line::enter(&terms);
+        let goes_on = grip.is_some() && !terms.line.core.is_closed();
+        let is_idle = closer.join().unwrap();
+        assert!(!(goes_on && is_idle), "it was not waited for");
+        drop(grip);
+        assert!(terms.line.is_idle(), "and is forgotten");
+    });
+}
+
+#[test]
+fn loom_the_worker_is_told_of_every_hold() {
+    explore(|| {
+        let terms = terms();
+        let begun = Instant::now();
+        let other = thread::spawn({
+            let terms = terms.clone();
+            move || hold(&terms, begun)
+        });
+        let mine = hold(&terms, begun);
+        let adopted = terms.line.adopt();
+        let others = other.join().unwrap();
+        let later = terms.line.adopt();
+        assert_eq!(adopted.len() + later.len(), 2, "each is adopted once");
+        terms.line.unregister(&mine);
+        terms.line.unregister(&others);
+        terms.line.unregister(&mine);
+        assert!(terms.line.is_idle() && terms.line.holds().is_empty());
+    });
+}
+
+/// A hold of the line, in its register.
+fn hold(terms: &Arc<Terms>, now: Instant) -> Hold {
+    let mut grip = Line::bypass(terms);
+    grip.becomes_hold();
+    let lease = Clock::new(true).proof(&Lease {
+        since: now,
+        length: Some(terms.ttl),
+    });
+    let hold = Hold::new(Phase::Held, terms.clone(), 1, grip, &lease);
+    terms.line.register(&hold, now);
+    hold
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::{
     Error, Result,
     driver::{
         hold::Hold,
-        line::{Grip, PassOn, Renewed},
+        line::{Grip, PassOn, Renewed, SlotTurn},
         moment::Moment,
         timing::Backoff,
     },
@@ -19,7 +19,7 @@ use crate::{
 /// Runs in the caller's future for `release().await` and in the worker for a dropped guard. Dropped half-way, what is
 /// left of it goes to the worker.
 pub(crate) async fn settle(hold: &Hold, grip: Option<Grip>, now: Moment) -> Result<()> {
-    let _registered = UntilSettled(hold);
+    let mut registered = UntilSettled { hold, turn: None };
     let mut grip = match grip.or_else(|| hold.recall()) {
         Some(grip) => grip,
         None => Box::pin(reclaim(hold.clone())).await?,
@@ -27,16 +27,22 @@ pub(crate) async fn settle(hold: &Hold, grip: Option<Grip>, now: Moment) -> Resu
     if hand_off(hold, &mut grip, now).await {
         return Ok(());
     }
-    release(&mut grip).await
+    let released = release(&mut grip).await;
+    registered.turn = grip.take_slot();
+    released
 }
 
 /// A hold stays in the register until its release is confirmed or has gone to the worker, so that closing the client
 /// waits for it. Then the worker may forget it.
-struct UntilSettled<'a>(&'a Hold);
+struct UntilSettled<'a> {
+    hold: &'a Hold,
+    /// The slot that goes to the next waiter with that.
+    turn: Option<SlotTurn>,
+}
 
 impl Drop for UntilSettled<'_> {
     fn drop(&mut self) {
-        self.0.line().unregister(self.0);
+        self.hold.line().end(self.hold, self.turn);
     }
 }
 
