@@ -124,8 +124,7 @@ impl RedisBackend {
         }
         let dialler = Dialler::new(&config)?;
         let inbox = Inbox {
-            // With the process in it: after a fork, both sides draw the same numbers.
-            client: format!("{:x}-{:016x}", std::process::id(), fastrand::u64(..)).into(),
+            client: layout::new_client().into(),
             places: Arc::default(),
             master: None,
         };

@@ -342,7 +342,12 @@ impl Claim for RedisClaim {
                 if waits {
                     self.set_queued(true);
                     let after = Self::asks_again_in(place, left, foreign);
-                    self.place().ask_in(after);
+                    let key = self.key.clone();
+                    let own = self.place();
+                    own.ask_in(after);
+                    if place.is_some_and(|place| place > 0) {
+                        own.waits_behind(&key);
+                    }
                 }
                 Ok(None)
             }

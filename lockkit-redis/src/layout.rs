@@ -35,6 +35,17 @@ pub(crate) fn key(namespace: &str, name: &LockName, kind: Kind) -> Vec<u8> {
     }
 }
 
+/// A name for a client, with the process in it: after a fork, both sides draw the same numbers. The dot says to the scripts
+/// that it looks by itself which of its waiters have become the first in their queue.
+pub(crate) fn new_client() -> String {
+    format!("{:x}.{:016x}", std::process::id(), fastrand::u64(..))
+}
+
+/// Who waits for a lock.
+pub(crate) fn queue(lock: &[u8]) -> Vec<u8> {
+    [b"lockkit#queue:{", lock, b"}"].concat()
+}
+
 /// The channel of a client's wake-ups, and the key that says that it is alive.
 pub(crate) fn client(id: &str) -> String {
     format!("{OWN}client:{id}")

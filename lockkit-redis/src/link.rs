@@ -39,8 +39,9 @@ use crate::{
 const TICK: Duration = Duration::from_millis(500);
 /// How long the server may take to answer a ping.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How often a client says that its waiters are alive, and for how long it is believed.
-const HEARTBEAT: Duration = Duration::from_secs(3);
+/// How often a client says that its waiters are alive, and looks which of them have become the first in their queue; and
+/// for how long it is believed. With a tick of the keeper it is no longer than a hold that was passed on and is not taken up.
+const HEARTBEAT: Duration = Duration::from_millis(2_500);
 pub(crate) const BELIEVED: Duration = Duration::from_secs(10);
 /// For how long a counter of tokens that was seen to be at the server's clock counts as being there.
 const FRESH: Duration = Duration::from_millis(20);
@@ -201,9 +202,7 @@ impl Link {
         if raises {
             commands.cmd("TIME");
         }
-        let mut connection = live.dialled.connection.clone();
-        let replies = pin!(connection.send_packed_commands(&commands, 0, commands.len()));
-        let replies = live.reply(replies).await;
+        let replies = live.send_all(&commands).await;
         let replies = self.seen(&live, replies);
         let mut replies = replies.map_err(|error| failed(operation, error))?;
         if raises {
@@ -343,6 +342,13 @@ impl Live {
         let mut connection = self.dialled.connection.clone();
         let request = pin!(connection.send_packed_command(command));
         self.reply(request).await?.extract_error()
+    }
+
+    /// Several as one. Each of the replies may be an error.
+    async fn send_all(&self, commands: &Pipeline) -> RedisResult<Vec<Value>> {
+        let mut connection = self.dialled.connection.clone();
+        let request = pin!(connection.send_packed_commands(commands, 0, commands.len()));
+        self.reply(request).await
     }
 
     /// What comes of a request, unless the connection is replaced before.
@@ -575,7 +581,8 @@ impl Keeper {
         }
     }
 
-    /// Says that this client's waiters are alive, if there are any and it is time. Whether that got through.
+    /// Says that this client's waiters are alive, if there are any and it is time, and has those ask that have become the
+    /// first in their queue. Whether that got through.
     async fn beat(&self, live: &Live, beaten: &mut Option<Instant>) -> bool {
         let Some(inbox) = &self.inbox else {
             return true;
@@ -585,14 +592,30 @@ impl Keeper {
             return true;
         }
         *beaten = Some(Instant::now());
-        let mut beat = redis::cmd("SET");
-        beat.arg(layout::client(&inbox.client))
+        let behind = inbox.places.behind();
+        let mut commands = Pipeline::with_capacity(1 + behind.len());
+        commands
+            .cmd("SET")
+            .arg(layout::client(&inbox.client))
             .arg(1)
             .arg("PX")
             .arg(u64::try_from(BELIEVED.as_millis()).unwrap_or(u64::MAX));
-        let answer = tokio::time::timeout(PATIENCE, live.send(&beat)).await;
-        // A server that refuses is there all the same.
-        answer.is_ok_and(|answer| !answer.as_ref().is_err_and(breaks_connection))
+        for (.., lock) in &behind {
+            commands.cmd("ZRANGE").arg(layout::queue(lock)).arg(0).arg(0);
+        }
+        let answers = match tokio::time::timeout(PATIENCE, live.send_all(&commands)).await {
+            Ok(Ok(answers)) => answers,
+            // A server that refuses is there all the same.
+            Ok(Err(error)) => return !breaks_connection(&error),
+            Err(_) => return false,
+        };
+        for ((owner, place, _), first) in behind.into_iter().zip(answers.into_iter().skip(1)) {
+            let first = redis::from_redis_value::<Vec<String>>(first).unwrap_or_default();
+            if first.first().is_some_and(|first| *first == owner.to_string()) {
+                place.is_first();
+            }
+        }
+        true
     }
 
     /// Replaces a broken connection, or makes the first, for as long as it takes.

@@ -27,6 +27,8 @@ pub(crate) struct Place {
     changed: Notify,
     woken: AtomicBool,
     ask_at: Mutex<Option<Instant>>,
+    /// The lock for which it waits behind others at the server, which do not tell it when it has become the first.
+    behind: Mutex<Option<Vec<u8>>>,
     /// Which of several masters have told it since it asked last, while it waits.
     told_by: Mutex<Option<Vec<usize>>>,
 }
@@ -112,6 +114,16 @@ impl Places {
         }
     }
 
+    /// Those who wait behind others, and for which lock.
+    pub(crate) fn behind(&self) -> Vec<(OwnerId, Arc<Place>, Vec<u8>)> {
+        let map = self.map();
+        let behind = map.iter().filter_map(|(owner, place)| {
+            let lock = place.lock_behind().clone()?;
+            Some((OwnerId::new(*owner), place.clone(), lock))
+        });
+        behind.collect()
+    }
+
     /// After a new connection: any push may have been missed.
     pub(crate) fn wake_all(&self) {
         let places: Vec<_> = self.map().values().cloned().collect();
@@ -131,9 +143,14 @@ impl Place {
         self.ask_at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn lock_behind(&self) -> MutexGuard<'_, Option<Vec<u8>>> {
+        self.behind.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// What has been heard so far is dealt with by what begins now.
     pub(crate) fn begin(&self) {
         *self.ask_at() = None;
+        *self.lock_behind() = None;
         self.woken.store(false, Ordering::Relaxed);
     }
 
@@ -147,9 +164,22 @@ impl Place {
         self.changed.notify_one();
     }
 
+    /// It waits for this lock, and is not the first.
+    pub(crate) fn waits_behind(&self, lock: &[u8]) {
+        *self.lock_behind() = Some(lock.to_vec());
+    }
+
+    /// It has become the first: it asks for how long the lease before it lasts.
+    pub(crate) fn is_first(&self) {
+        if self.lock_behind().take().is_some() {
+            self.wake();
+        }
+    }
+
     /// It does not wait any more.
     pub(crate) fn settled(&self) {
         *self.ask_at() = None;
+        *self.lock_behind() = None;
         *self.told_by() = None;
     }
 

@@ -9,7 +9,8 @@
 --   lockkit#holders:{<lock>}   shared holders and permits: owner -> end of the lease in ms of the server's clock
 --   lockkit#queue:{<lock>}     waiters: owner -> arrival in us, made unique
 --   lockkit#about:{<lock>}     waiters, shared holders and permits: owner -> "<mode> <ttl> <value>"
---   lockkit#client:<client>    there while a client with waiters is alive; the channel of its wake-ups has this name too
+--   lockkit#client:<client>    there while a client with waiters is alive; the channel of its wake-ups has this name too.
+--                              One with a dot in its name looks by itself whose turn is next, every LOOKED ms
 --   lockkit#fence              the last fencing token of this database
 --
 -- <value> is "<owner> <tokens> <first token> <client> <label>". In the entry of a waiter the token is still "%d". In
@@ -20,6 +21,7 @@ local HOLDERS, QUEUE, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue
 local CLIENT, FENCE = 'lockkit#client:', 'lockkit#fence'
 local CLAIM = 3000 -- for how long a hold that was passed on waits for its new holder to take it, in ms
 local GRACE = 10000 -- by how much a lock that somebody waits for outlives its lease, in ms
+local LOOKED = 2500 -- how often a client looks which of its waiters have become the first in the queue, in ms
 local BELIEVED = 10000 -- for how long a waiter counts as alive that has come, or whose client has said so, in ms
 local IDLE = 600000 -- what nobody has touched for so long is forgotten, in ms
 
@@ -126,6 +128,9 @@ end
 
 local function first() return call('ZRANGE', QUEUE, 0, 0)[1] end
 
+-- Clients of the version before are told, and do not look.
+local function looks(client) return string.find(client, '.', 1, true) end
+
 local function is_alive(client, came)
   return micros - came < BELIEVED * 1000 or call('EXISTS', CLIENT .. client) == 1
 end
@@ -133,10 +138,12 @@ end
 -- Grants from the head of the queue for as long as it fits, to `me` in full and to others for them to take up.
 -- Whoever is dead goes, also if it does not fit: nobody is to wait behind it.
 -- Whoever is the head then and was not before (`head`, if it has left the queue already) is told for how long it has
--- to wait. Returns the first token of `me`, and whether anyone is left who is not just reconnecting.
+-- to wait, unless others were granted and it finds out in time: most wait for less than until their next look.
+-- Returns the first token of `me`, and whether anyone is left who is not just reconnecting.
 local function serve(me, head)
   head = head or first()
   local mine
+  local passed = false
   local blocked = false
   local at = 0
   while not blocked do
@@ -151,6 +158,7 @@ local function serve(me, head)
     elseif fit and wake(owner, client_of(text), 0) > 0 then
       call('ZREM', QUEUE, owner)
       grant(owner, mode, ttl, math.min(ttl, CLAIM), text)
+      passed = true
     elseif mode and (owner == me or is_alive(client_of(text), came)) then
       blocked = not fit
       at = at + 1 -- if it fits, it is reconnecting: it keeps its place and is passed over
@@ -165,8 +173,11 @@ local function serve(me, head)
   local next = first()
   if next and next ~= head and next ~= me and value then
     local _, _, text = about(next)
-    -- A foreign client's release has to be looked out for from now on.
-    if text then wake(next, client_of(text), is_foreign() and 1 or math.max(1, left())) end
+    local ms = text and left()
+    if ms and not (passed and looks(client_of(text)) and ms >= LOOKED) then
+      -- A foreign client's release has to be looked out for from now on.
+      wake(next, client_of(text), is_foreign() and 1 or math.max(1, ms))
+    end
   end
   return mine, blocked
 end

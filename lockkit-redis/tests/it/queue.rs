@@ -214,13 +214,13 @@ async fn a_grant_to_a_frozen_waiter_lapses_and_the_next_gets_it() {
     let waiting = waiter(&lock(&other, "a", LONG));
     waiters(&server, "a", 2).await;
     peer.process.stop().unwrap();
-    let released = Instant::now();
+    let (released, of_all) = (Stopwatch::start(), Instant::now());
     held.release().await.unwrap();
-    let next = granted(6 * SECOND, "the next, after the claim's short lease", waiting).await;
-    assert!(
-        released.elapsed() > 2 * SECOND,
-        "the frozen one was not passed the lock"
-    );
+    let next = granted(LONG, "the next, after the claim's short lease", waiting).await;
+    let (waited, of_all) = (released.elapsed(), of_all.elapsed());
+    assert!(of_all > 2 * SECOND, "the frozen one was not passed the lock");
+    // By then it has looked, and knows when the three seconds are over.
+    assert!(waited < 3 * SECOND + 500 * MS + AT_ONCE, "{waited:?}");
     peer.process.resume().unwrap();
     // It has waited all the while, and gets its turn.
     waiters(&server, "a", 1).await;
@@ -230,6 +230,78 @@ async fn a_grant_to_a_frozen_waiter_lapses_and_the_next_gets_it() {
     peer.send("release slot");
     assert_eq!(peer.reply().await, "released");
     nothing_is_left(&server, "after a frozen waiter").await;
+}
+
+/// Whoever is the first then is not told that it is, unless it would be too late when it looks.
+#[tokio::test]
+async fn whoever_has_become_the_first_watches_over_short_and_long_leases() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    for ttl in [SECOND, 4 * SECOND] {
+        let (holder, other) = (client(server.url()).await, client(server.url()).await);
+        let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+        let mut peer = Peer::start(server.url()).await;
+        peer.send(&format!("acquire slot exclusive {} a", ttl.as_millis()));
+        waiters(&server, "a", 1).await;
+        let waiting = waiter(&lock(&other, "a", LONG));
+        waiters(&server, "a", 2).await;
+        heartbeats(&server, 2).await;
+        held.release().await.unwrap();
+        peer.granted().await;
+        peer.process.kill().unwrap();
+        let died = Stopwatch::start();
+        let next = granted(LONG, "when the lease is over", waiting).await;
+        let waited = died.elapsed();
+        assert!(waited < ttl + AT_ONCE, "{waited:?} with a lease of {ttl:?}");
+        next.release().await.unwrap();
+        holder.close(SECOND).await.unwrap();
+        other.close(SECOND).await.unwrap();
+    }
+}
+
+/// It does not look by itself. Its record is what a client of that version leaves.
+#[tokio::test]
+async fn a_waiter_of_the_version_before_is_told_that_it_is_first() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&other, "a", LONG));
+    waiters(&server, "a", 1).await;
+    let owner = format!("{:032x}", 7);
+    let now = server.cli(&["TIME"]).unwrap().replace('\n', "");
+    let about = format!("x 30000 {owner} 1 %d 1f-00a7 old");
+    server
+        .cli(&["ZADD", "lockkit#queue:{lockkit:a}", &now, &owner])
+        .unwrap();
+    server
+        .cli(&["HSET", "lockkit#about:{lockkit:a}", &owner, &about])
+        .unwrap();
+    let monitor = server.monitor().unwrap();
+    held.release().await.unwrap();
+    let next = granted(AT_ONCE, "the first", waiting).await;
+    let lines = monitor.lines().unwrap();
+    let told: Vec<_> = lines
+        .iter()
+        .filter_map(|line| line.split_once("\"PUBLISH\" \"lockkit#client:1f-00a7\" "))
+        .collect();
+    let [(_, told)] = told[..] else {
+        panic!("told {} times: {lines:?}", told.len());
+    };
+    let words: Vec<_> = told.trim_matches('"').split(' ').collect();
+    let [who, ms, lock] = words[..] else {
+        panic!("{told}");
+    };
+    let ms: u64 = ms.parse().unwrap();
+    assert!(
+        who == owner && lock == "lockkit:a" && (2_000..=3_000).contains(&ms),
+        "{told}"
+    );
+    next.release().await.unwrap();
 }
 
 /// Also one that has only just come, and whose client has not said yet that it is alive.
