@@ -10,11 +10,11 @@ macro_rules! script {
     };
 }
 
-pub(crate) static ACQUIRE: Script = script!("common", "acquire");
+pub(crate) static ACQUIRE: Script = script!("value", "common", "acquire");
 pub(crate) static RENEW: Script = script!("renew_fast", "common", "renew");
-pub(crate) static RELEASE: Script = script!("release_fast", "common", "release");
-pub(crate) static REVOKE: Script = script!("common", "revoke");
-pub(crate) static INSPECT: Script = script!("common", "inspect");
+pub(crate) static RELEASE: Script = script!("value", "release_fast", "common", "release");
+pub(crate) static REVOKE: Script = script!("value", "common", "revoke");
+pub(crate) static INSPECT: Script = script!("value", "common", "inspect");
 pub(crate) static FLOOR: Script = script!("floor");
 
 /// What a connection makes known to its server before it is used.

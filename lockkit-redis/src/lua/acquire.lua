@@ -9,21 +9,43 @@ local text = string.sub(ARGV[1], 9)
 local me = string.sub(text, 1, 32)
 drop_ended()
 
+-- Behind the one that came last, also when the clock went back. Whether it has not been in the queue.
+local function queue_up(last)
+  local is_new = call('ZADD', QUEUE, 'NX', string.format('%d', math.max((last or 0) + 1, micros)), me) == 1
+  if is_new then call('HSET', ABOUT, me, mode .. ' ' .. ttl .. ' ' .. text) end
+  return is_new
+end
+
 -- The reply to an earlier request was lost, or the hold was passed on. A server without memory refuses to set and to
 -- add, but not to a script that has begun to write.
 if holder() == me then
-  call('PEXPIRE', LOCK, ttl)
   local tokens, first = string.match(value, '^%S+ (%d+) (%d+) ')
-  first = tonumber(first)
-  -- One that was taken without a script has not said its token, or has reserved fewer.
-  if not first or tokens ~= ARGV[2] then
-    first = draw(ARGV[2])
-    value = 'lockkit:' .. string.format(text, first)
+  if first and tokens == ARGV[2] then
+    call('PEXPIRE', LOCK, ttl + (is_waited_for() and GRACE or 0))
+    return tonumber(first)
   end
-  settle(ttl)
+  -- One that was taken without a script has not said its token, or has reserved fewer.
+  call('PEXPIRE', LOCK, ttl)
+  first = draw(ARGV[2])
+  value = 'lockkit:' .. string.format(text, first)
+  lease = tonumber(ttl)
+  settle()
   return first
 end
-if call('ZSCORE', HOLDERS, me) then
+
+-- Somebody holds it alone: whoever comes is the last. To ask again is to look as well who before it has died.
+if holder() and not ARGV[5] then
+  local last = call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2]
+  if is_waited_for() == (last ~= nil) and queue_up(last) then
+    -- There is no group that needs it for longer.
+    call('PEXPIRE', QUEUE, IDLE)
+    call('PEXPIRE', ABOUT, IDLE)
+    if not last then settle(true) end
+    return { last and call('ZCARD', QUEUE) - 1 or 0, left(), 0 }
+  end
+end
+
+if shares(me) then
   local _, _, mine = about(me)
   call('PEXPIRE', LOCK, ttl)
   call('ZADD', HOLDERS, now + ttl, me)
@@ -39,15 +61,14 @@ if blocked and ARGV[5] then
   local _
   _, blocked = serve()
 end
-if not blocked and fits(mode) then return grant(me, mode, ttl, ttl, text) end
+if not blocked and fits(mode) then
+  local first = grant(me, mode, ttl, ttl, text)
+  settle()
+  return first
+end
 if ARGV[5] then return { -1, left(), is_foreign() and 1 or 0 } end
 
-if not call('ZSCORE', QUEUE, me) then
-  -- After all others, also when the clock went back.
-  local last = call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2] or 0
-  call('ZADD', QUEUE, math.max(last + 1, micros), me)
-  call('HSET', ABOUT, me, mode .. ' ' .. ttl .. ' ' .. text)
-end
+queue_up(call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2])
 expire(QUEUE, IDLE)
 expire(ABOUT, IDLE)
 local mine = serve(me)

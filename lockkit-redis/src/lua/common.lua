@@ -1,4 +1,4 @@
--- What every script that does not end on its fast path begins with.
+-- What every script goes on with that did not end on its fast path. `value` is what was found at the key.
 --
 --   <lock>                     lockkit:<value> one exclusive holder, nobody waits
 --                              lockkit+<value> one exclusive holder, somebody waits
@@ -15,8 +15,6 @@
 --
 -- <value> is "<owner> <tokens> <first token> <client> <label>". In the entry of a waiter the token is still "%d". In
 -- that of an uncontended grant it is "-": SET and INCRBY went out together, and the one does not know the other's reply. The holder's first renewal, a few milliseconds later, fills it in.
-local call = redis.call
-local LOCK = KEYS[1]
 local HOLDERS, QUEUE, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
 local CLIENT, FENCE = 'lockkit#client:', 'lockkit#fence'
 local CLAIM = 3000 -- for how long a hold that was passed on waits for its new holder to take it, in ms
@@ -28,11 +26,13 @@ local IDLE = 600000 -- what nobody has touched for so long is forgotten, in ms
 local time = call('TIME')
 local micros = time[1] * 1000000 + time[2]
 local now = math.floor(micros / 1000)
-local value = call('GET', LOCK)
+-- What is left of the lease of one that holds alone, once it is known.
+local lease
 
 local function is_group() return value and string.sub(value, 1, 8) == 'lockkit#' end
 local function holder() return value and string.match(value, '^lockkit[:+](%x+) ') end
 local function is_foreign() return value and not is_group() and not holder() end
+local function is_waited_for() return string.sub(value, 8, 8) == '+' end
 local function token_of(text) return tonumber(string.match(text, '^%S+ %d+ (%d+) ')) end
 local function client_of(text) return string.match(text, '^%S+ %S+ %S+ (%S+)') end
 
@@ -61,31 +61,34 @@ local function longest() return call('ZREVRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2
 -- What is left of the lease; of the first to end, if there are several. -1 if it has no end.
 local function left()
   if is_group() then return call('ZRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now end
-  local ms = call('PTTL', LOCK)
-  if holder() and string.sub(value, 8, 8) == '+' then return ms - GRACE end
-  return ms
+  if not holder() then return call('PTTL', LOCK) end
+  lease = lease or call('PTTL', LOCK) - (is_waited_for() and GRACE or 0)
+  return lease
 end
 
--- Makes the key say whether somebody waits, and last accordingly. `lease` is what is left of an exclusive one.
-local function settle(lease)
+-- Makes the key say whether somebody waits, and last accordingly. If it is not known, the queue tells.
+local function settle(waited_for)
   if not value or is_foreign() then return end
-  local waited_for = call('EXISTS', QUEUE) == 1
+  if waited_for == nil then waited_for = call('EXISTS', QUEUE) == 1 end
+  local ms
   if is_group() then
-    lease = longest()
-    expire(HOLDERS, lease + IDLE)
-    expire(ABOUT, lease + IDLE)
+    ms = longest()
+    expire(HOLDERS, ms + IDLE)
+    expire(ABOUT, ms + IDLE)
   else
+    ms = left()
     value = (waited_for and 'lockkit+' or 'lockkit:') .. string.sub(value, 9)
   end
-  call('SET', LOCK, value, 'PX', math.max(1, lease + (waited_for and GRACE or 0)))
+  call('SET', LOCK, value, 'PX', math.max(1, ms + (waited_for and GRACE or 0)))
 end
 
--- Forgets holders whose lease is over, and all of a group if the key no longer says that they hold.
-local function drop_ended()
-  if holder() and left() <= 0 then
-    call('DEL', LOCK)
-    value = false
-  end
+local is_swept = false
+
+-- Forgets shared holders and permits whose lease is over, and all of them if the key no longer says that they hold. To be
+-- done before any of them counts for anything.
+local function sweep()
+  if is_swept then return end
+  is_swept = true
   local ended = call('ZRANGEBYSCORE', HOLDERS, '-inf', is_group() and now or '+inf')
   for _, owner in ipairs(ended) do
     call('ZREM', HOLDERS, owner)
@@ -95,6 +98,22 @@ local function drop_ended()
     call('DEL', LOCK)
     value = false
   end
+end
+
+-- Forgets holders whose lease is over.
+local function drop_ended()
+  if holder() then
+    -- As long as it holds alone, nobody else does.
+    if left() > 0 then return end
+    call('DEL', LOCK)
+    value = false
+  end
+  sweep()
+end
+
+local function shares(owner)
+  sweep()
+  return call('ZSCORE', HOLDERS, owner)
 end
 
 local function group_of(mode)
@@ -108,17 +127,19 @@ local function fits(mode)
   return mode == 's' or call('ZCARD', HOLDERS) < tonumber(string.sub(mode, 2))
 end
 
-local function grant(owner, mode, ttl, lease, text)
+-- To be settled by the caller.
+local function grant(owner, mode, ttl, ms, text)
   local first = draw(string.match(text, '^%S+ (%d+) '))
   if mode == 'x' then
     call('HDEL', ABOUT, owner)
     value = 'lockkit:' .. string.format(text, first)
+    lease = tonumber(ms)
   else
+    sweep()
     value = group_of(mode)
-    call('ZADD', HOLDERS, now + lease, owner)
+    call('ZADD', HOLDERS, now + ms, owner)
     call('HSET', ABOUT, owner, mode .. ' ' .. ttl .. ' ' .. string.format(text, first))
   end
-  settle(lease)
   return first
 end
 
@@ -141,26 +162,29 @@ end
 -- to wait, unless others were granted and it finds out in time: most wait for less than until their next look.
 -- Returns the first token of `me`, and whether anyone is left who is not just reconnecting.
 local function serve(me, head)
-  head = head or first()
-  local mine
-  local passed = false
-  local blocked = false
+  local mine, next, next_text
+  local granted, passed, blocked = false, false, false
   local at = 0
   while not blocked do
     local entry = call('ZRANGE', QUEUE, at, at, 'WITHSCORES')
     local owner, came = entry[1], entry[2]
     if not owner then break end
+    head = head or owner
     local mode, ttl, text = about(owner)
     local fit = mode and fits(mode)
     if fit and owner == me then
       call('ZREM', QUEUE, owner)
       mine = grant(owner, mode, ttl, ttl, text)
+      granted = true
     elseif fit and wake(owner, client_of(text), 0) > 0 then
       call('ZREM', QUEUE, owner)
       grant(owner, mode, ttl, math.min(ttl, CLAIM), text)
-      passed = true
+      granted, passed = true, true
     elseif mode and (owner == me or is_alive(client_of(text), came)) then
       blocked = not fit
+      if at == 0 then
+        next, next_text = owner, text
+      end
       at = at + 1 -- if it fits, it is reconnecting: it keeps its place and is passed over
     else
       call('ZREM', QUEUE, owner)
@@ -169,14 +193,14 @@ local function serve(me, head)
       if mode and not fit then wake(owner, client_of(text), 1) end
     end
   end
-  if value then settle(left()) end
-  local next = first()
+  local waited_for = next ~= nil
+  -- How long a group's key lasts does not show whether it has been waited for.
+  if granted or is_group() or (holder() and is_waited_for() ~= waited_for) then settle(waited_for) end
   if next and next ~= head and next ~= me and value then
-    local _, _, text = about(next)
-    local ms = text and left()
-    if ms and not (passed and looks(client_of(text)) and ms >= LOOKED) then
+    local client, ms = client_of(next_text), left()
+    if not (passed and looks(client) and ms >= LOOKED) then
       -- A foreign client's release has to be looked out for from now on.
-      wake(next, client_of(text), is_foreign() and 1 or math.max(1, ms))
+      wake(next, client, is_foreign() and 1 or math.max(1, ms))
     end
   end
   return mine, blocked

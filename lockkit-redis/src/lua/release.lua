@@ -4,18 +4,22 @@
 local me = string.sub(ARGV[1], 9, 40)
 local held = 0
 drop_ended()
+local head
 if holder() == me then
-  held = call('DEL', LOCK)
-  value = false
-elseif call('ZREM', HOLDERS, me) == 1 then
   held = 1
-  if call('EXISTS', HOLDERS) == 0 then
-    call('DEL', LOCK)
-    value = false
+  value = false
+  -- It may have been granted to a try, which has left its place.
+  call('ZREM', QUEUE, me)
+else
+  sweep()
+  if call('ZREM', HOLDERS, me) == 1 then
+    held = 1
+    if call('EXISTS', HOLDERS) == 0 then value = false end
   end
+  head = first()
+  call('ZREM', QUEUE, me)
+  call('HDEL', ABOUT, me)
 end
-local head = first()
-call('ZREM', QUEUE, me)
-call('HDEL', ABOUT, me)
 serve(nil, head)
+if held == 1 and not value then call('DEL', LOCK) end
 return value and 2 * held or held

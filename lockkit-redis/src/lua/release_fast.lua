@@ -1,5 +1,3 @@
 -- Held, and nobody waits.
 -- ARGV: 1 the value
-if redis.call('GET', KEYS[1]) == ARGV[1] then
-  return redis.call('DEL', KEYS[1])
-end
+if value == ARGV[1] then return call('DEL', LOCK) end

@@ -3,7 +3,7 @@
 local me = string.sub(ARGV[1], 9, 40)
 drop_ended()
 local alone = holder() == me
-if not alone and not call('ZSCORE', HOLDERS, me) then
+if not alone and not shares(me) then
   serve()
   return 0
 end
@@ -15,6 +15,7 @@ else
   -- With its token from now on, which only rises: a request on another connection may be a late one.
   local token, said = token_of(ARGV[1]), token_of(value)
   if token and (not said or said < token) then value = ARGV[1] end
+  lease = tonumber(ARGV[2])
 end
-settle(ARGV[2])
+settle()
 return 1

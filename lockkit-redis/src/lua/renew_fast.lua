@@ -1,7 +1,10 @@
 -- ARGV: 1 the value   2 ttl in ms
-local found = redis.pcall('GET', KEYS[1])
-if found == ARGV[1] then
-  return redis.call('PEXPIRE', KEYS[1], ARGV[2])
-end
+local call = redis.call
+local LOCK = KEYS[1]
+local value = redis.pcall('GET', LOCK)
+if value == ARGV[1] then return call('PEXPIRE', LOCK, ARGV[2]) end
 -- Somebody keeps something else at the key than a string: it is not held any more.
-if type(found) == 'table' and string.find(found.err, 'WRONGTYPE', 1, true) then return 0 end
+if type(value) == 'table' then
+  if string.find(value.err, 'WRONGTYPE', 1, true) then return 0 end
+  return value
+end

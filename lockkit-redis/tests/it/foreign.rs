@@ -263,3 +263,37 @@ async fn whatever_is_written_over_our_key_is_told() {
         server.cli(&["DEL", KEY]).unwrap();
     }
 }
+
+/// What is left of them is not looked at for as long as somebody holds alone.
+#[tokio::test]
+async fn shared_holders_of_a_deleted_key_do_not_come_back() {
+    if no_server() {
+        return;
+    }
+    for renews in [true, false] {
+        let server = RedisServer::plain().unwrap();
+        let (reader, writer, other) = (
+            client(server.url()).await,
+            client(server.url()).await,
+            client(server.url()).await,
+        );
+        let shared = lock(&reader, "a", LONG).shared().acquire().await.unwrap();
+        server.cli(&["DEL", KEY]).unwrap();
+        let alone = lock(&writer, "a", LONG).acquire().await.unwrap();
+        let waiting = waiter(&lock(&other, "a", LONG).shared());
+        waiters(&server, "a", 1).await;
+        if renews {
+            assert!(shared.renew().await.unwrap_err().is_lost());
+            alone.check().unwrap();
+        }
+        alone.renew().await.unwrap();
+        alone.release().await.unwrap();
+        let next = granted(AT_ONCE, "the next reader", waiting).await;
+        let holders = other.inspect("a").await.unwrap().holders;
+        assert_eq!(holders.len(), 1, "{holders:?}");
+        assert_eq!(holders[0].token, next.token());
+        assert!(shared.release().await.unwrap_err().is_lost());
+        next.release().await.unwrap();
+        nothing_is_left(&server, "after the key was deleted").await;
+    }
+}
