@@ -588,7 +588,8 @@ impl Keeper {
             return true;
         };
         let waits = inbox.places.queued().load(Ordering::Relaxed) > 0;
-        if !waits || beaten.is_some_and(|last| last.elapsed() < HEARTBEAT) {
+        // At the tick that is nearest.
+        if !waits || beaten.is_some_and(|last| last.elapsed() + TICK / 2 < HEARTBEAT) {
             return true;
         }
         *beaten = Some(Instant::now());
