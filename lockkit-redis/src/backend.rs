@@ -15,6 +15,7 @@ use lockkit_core::{
     spi::{Backend, BackendInfo, Claim, ClaimRequest},
 };
 use redis::Value;
+use tokio::time::Instant;
 
 use crate::{
     RedisConfig,
@@ -62,35 +63,64 @@ pub(crate) struct Shared {
     pub(crate) namespace: Arc<str>,
 }
 
-/// Locks that were found taken lately, or were left to somebody else. To these, asking in full at once saves the round
-/// trip that finds out. It is only a guess: two locks may share a place.
-#[derive(Default)]
+/// Locks that are contended for, or were a moment ago. To these, asking in full at once saves the round trip that finds
+/// out. It is only a guess: two locks may share a place.
 pub(crate) struct Contended {
-    places: [AtomicU64; 32],
+    since: Instant,
+    places: [Contest; 32],
+}
+
+#[derive(Default)]
+struct Contest {
+    /// Of the lock.
+    hash: AtomicU64,
+    /// Until when it is one, in ms.
+    until: AtomicU64,
 }
 
 impl Contended {
-    fn place(&self, key: &[u8]) -> (&AtomicU64, u64) {
+    /// Among clients that contend, it is free for less.
+    const LATELY: Duration = Duration::from_millis(100);
+
+    fn new() -> Self {
+        Self {
+            since: Instant::now(),
+            places: Default::default(),
+        }
+    }
+
+    fn place(&self, key: &[u8]) -> (&Contest, u64) {
         // FNV-1a: who makes keys collide costs their users a round trip.
         let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
         let hash = key.iter().fold(0xcbf2_9ce4_8422_2325, step) | 1;
         (&self.places[(hash >> 32) as usize % self.places.len()], hash)
     }
 
+    fn ms(&self, after: Duration) -> u64 {
+        u64::try_from((self.since.elapsed() + after).as_millis()).unwrap_or(u64::MAX)
+    }
+
     pub(crate) fn is_quiet(&self, key: &[u8]) -> bool {
         let (place, hash) = self.place(key);
-        place.load(Ordering::Relaxed) != hash
+        place.hash.load(Ordering::Relaxed) != hash
+            || place.until.load(Ordering::Relaxed) <= self.ms(Duration::ZERO)
     }
 
+    /// It was found taken, or left to somebody else.
     pub(crate) fn note(&self, key: &[u8]) {
         let (place, hash) = self.place(key);
-        place.store(hash, Ordering::Relaxed);
+        place.hash.store(hash, Ordering::Relaxed);
+        place.until.store(u64::MAX, Ordering::Relaxed);
     }
 
-    pub(crate) fn forget(&self, key: &[u8]) {
+    /// It was left, and nobody waited.
+    pub(crate) fn left_free(&self, key: &[u8]) {
         let (place, hash) = self.place(key);
-        // If another lock has it by now, that one stays.
-        let _ = place.compare_exchange(hash, 0, Ordering::Relaxed, Ordering::Relaxed);
+        // If another lock has the place by now, that one stays.
+        if place.hash.load(Ordering::Relaxed) == hash {
+            let until = self.ms(Self::LATELY);
+            place.until.fetch_min(until, Ordering::Relaxed);
+        }
     }
 }
 
@@ -143,7 +173,7 @@ impl RedisBackend {
                 link,
                 replicas,
                 inbox,
-                contended: Contended::default(),
+                contended: Contended::new(),
                 namespace: config.namespace.into(),
             }),
             server: server.into(),

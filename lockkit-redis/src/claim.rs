@@ -221,7 +221,7 @@ impl RedisClaim {
         match self.shared.link.run("release", call).await? {
             Value::Int(0) => Ok(false),
             Value::Int(1) => {
-                self.shared.contended.forget(&self.key);
+                self.shared.contended.left_free(&self.key);
                 Ok(true)
             }
             Value::Int(2) => {

@@ -5,7 +5,8 @@ use lockkit_core::{AcquireOptions, DistributedLock};
 use lockkit_testbed::redis::{Monitor, RedisServer};
 
 use crate::common::{
-    LONG, SECOND, client, client_behind_proxy, lock, no_server, nothing_is_left, take, waiter,
+    LONG, SECOND, client, client_behind_proxy, granted, lock, no_server, nothing_is_left, take, until,
+    waiter, waiters,
 };
 
 /// What clients have asked for, and with which script; what a script does is part of that. Without the pings by which
@@ -157,6 +158,39 @@ async fn a_lock_that_is_passed_among_16_clients_takes_three_requests_each_time()
         requests * 20 <= 3 * 21 * locks,
         "{requests} requests for {locks} locks"
     );
+    nothing_is_left(&server, "released").await;
+}
+
+/// Among two clients it is free now and then, and one would ask in vain to have it at once.
+#[tokio::test]
+async fn a_lock_that_was_contended_a_moment_ago_takes_no_try() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let (one, two) = (lock(&one, "a", LONG), lock(&two, "a", LONG));
+    let tries = async || {
+        let monitor = server.monitor().unwrap();
+        let held = two.acquire().await.unwrap();
+        let asked = requests(&monitor);
+        held.release().await.unwrap();
+        asked.iter().filter(|request| *request == "INCRBY").count()
+    };
+    // On a busy machine the moment may be over.
+    for round in 1.. {
+        let held = one.acquire().await.unwrap();
+        let waiting = waiter(&two);
+        waiters(&server, "a", 1).await;
+        held.release().await.unwrap();
+        let held = granted(LONG, "it waited", waiting).await;
+        held.release().await.unwrap();
+        if tries().await == 0 {
+            break;
+        }
+        assert!(round < 10, "always a try");
+    }
+    until(LONG, "a try again", async || tries().await == 1).await;
     nothing_is_left(&server, "released").await;
 }
 
