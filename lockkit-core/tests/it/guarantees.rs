@@ -188,7 +188,7 @@ mod file {
 
     /// ✘: a new counter starts at the clock, which the old one had overtaken; a clock that was set back does the same.
     #[tokio::test]
-    async fn tokens_go_back_if_the_files_are_deleted_and_the_counter_was_ahead_of_the_clock() {
+    async fn deleting_the_files_takes_back_a_counter_ahead_of_the_clock() {
         let dir = tempfile::tempdir().unwrap();
         let client = LockClient::new(open(dir.path()).await);
         let options = AcquireOptions::new().local_handoffs(AcquireOptions::MAX_LOCAL_HANDOFFS);
