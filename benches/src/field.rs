@@ -145,8 +145,9 @@ impl Field {
         let locks = locks.helpers(self.launch.clone());
         let ours = Contestant::new("file", "lockkit", Role::Ours, locks);
         self.contestants.push(ours.sitting_out(|scenario| {
-            (scenario == Scenario::Held(10_000))
-                .then_some("each grant waits for the disk, which takes half a minute for so many")
+            (scenario == Scenario::Held(10_000)).then_some(
+                "the first grant of a name waits for the disk, which takes half a minute for so many",
+            )
         }));
         let peer = DistributedFileLock { dir: under("peer") };
         self.peer("file", "distributed-lock", Peer::DistributedLock(peer));
