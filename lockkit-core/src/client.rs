@@ -429,6 +429,8 @@ impl Owners {
             stock.extend(ids.iter().map(|id| u128::from_ne_bytes(*id)));
         }
         let rest = stock.len().saturating_sub(many);
+        // A line that is used once keeps no room for more.
+        to.reserve_exact(many);
         to.extend(stock.drain(rest..));
         Ok(())
     }

@@ -34,6 +34,11 @@ impl Register {
     #[must_use]
     pub(crate) fn enter(&mut self, hold: &Hold, now: Instant) -> Option<Instant> {
         let key = self.free.pop().unwrap_or_else(|| {
+            if self.entries.is_empty() {
+                // Most lines never have another.
+                self.entries.reserve_exact(1);
+                self.unadopted.reserve_exact(1);
+            }
             self.entries.push(Entry::default());
             self.entries.len() - 1
         });
