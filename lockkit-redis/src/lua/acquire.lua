@@ -35,6 +35,8 @@ end
 
 -- Somebody holds it alone: whoever comes is the last. To ask again is to look as well who before it has died.
 if holder() and not ARGV[5] then
+  -- It may be among shared holders that no longer count: who forgets them later would forget that it waits.
+  if mode ~= 'x' then sweep() end
   local last = call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2]
   if is_waited_for() == (last ~= nil) and queue_up(last) then
     -- There is no group that needs it for longer.

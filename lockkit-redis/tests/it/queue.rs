@@ -630,6 +630,42 @@ async fn a_dead_holder_is_followed_in_time_if_the_head_died_too() {
     }
 }
 
+/// It queues up anew behind somebody who holds alone, and is still in the list of shared holders.
+#[tokio::test]
+async fn a_reader_that_lost_a_grant_which_it_never_heard_of_keeps_its_new_place() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (writer, other) = (client(server.url()).await, client(server.url()).await);
+    for (name, tries) in [("a", true), ("b", false)] {
+        let (reader, proxy) = client_behind_proxy(&server).await;
+        proxy.set(Mode::DropReplies);
+        let waiting = waiter(&lock(&reader, name, SECOND).shared());
+        let key = format!("lockkit:{name}");
+        for there in ["1", "0"] {
+            let what = format!("EXISTS {there}: granted, and its lease over");
+            eventually(&what, async || server.cli(&["EXISTS", &key]).unwrap() == there).await;
+        }
+        let ttl = if tries { LONG } else { 2 * SECOND };
+        let held = lock(&writer, name, ttl).acquire().await.unwrap();
+        proxy.set(Mode::Pass);
+        waiters(&server, name, 1).await;
+        if tries {
+            assert!(lock(&other, name, LONG).try_acquire().await.unwrap().is_none());
+        } else {
+            // It asks again when the lease before it would be over, had it not been renewed.
+            tokio::time::sleep(4 * SECOND).await;
+            held.check().unwrap();
+            assert!(!waiting.is_finished(), "{:?}", waiting.await);
+        }
+        held.release().await.unwrap();
+        let next = granted(AT_ONCE, "it is the only one that waits", waiting).await;
+        next.release().await.unwrap();
+        nothing_is_left(&server, name).await;
+    }
+}
+
 #[tokio::test]
 async fn a_server_clock_that_is_set_back_keeps_the_order_of_the_queue() {
     if no_server() {
