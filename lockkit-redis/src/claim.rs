@@ -346,7 +346,7 @@ impl Claim for RedisClaim {
                     let own = self.place();
                     own.ask_in(after);
                     if place.is_some_and(|place| place > 0) {
-                        own.waits_behind(&key);
+                        own.waits_behind(&key, foreign);
                     }
                 }
                 Ok(None)

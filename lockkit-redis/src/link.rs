@@ -28,6 +28,7 @@ use tokio::{
 };
 
 use crate::{
+    claim::BEHIND,
     dial::{Dialled, Dialler, OnPush},
     error::{NAME, breaks_connection, disconnected, failed},
     layout::{self, Record},
@@ -43,6 +44,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// for how long it is believed. With a tick of the keeper it is no longer than a hold that was passed on and is not taken up.
 const HEARTBEAT: Duration = Duration::from_millis(2_500);
 pub(crate) const BELIEVED: Duration = Duration::from_secs(10);
+/// By how much a lock that somebody waits for outlives its lease: `GRACE` of the scripts.
+const GRACE: Duration = Duration::from_secs(10);
 /// For how long a counter of tokens that was seen to be at the server's clock counts as being there.
 const FRESH: Duration = Duration::from_millis(20);
 /// The longest pause between attempts to connect.
@@ -581,8 +584,8 @@ impl Keeper {
         }
     }
 
-    /// Says that this client's waiters are alive, if there are any and it is time, and has those ask that have become the
-    /// first in their queue. Whether that got through.
+    /// Says that this client's waiters are alive, if there are any and it is time, has those ask that have become the first
+    /// in their queue, and the others in time for the lease of whoever holds. Whether that got through.
     async fn beat(&self, live: &Live, beaten: &mut Option<Instant>) -> bool {
         let Some(inbox) = &self.inbox else {
             return true;
@@ -594,7 +597,7 @@ impl Keeper {
         }
         *beaten = Some(Instant::now());
         let behind = inbox.places.behind();
-        let mut commands = Pipeline::with_capacity(1 + behind.len());
+        let mut commands = Pipeline::with_capacity(1 + 2 * behind.len());
         commands
             .cmd("SET")
             .arg(layout::client(&inbox.client))
@@ -603,6 +606,7 @@ impl Keeper {
             .arg(u64::try_from(BELIEVED.as_millis()).unwrap_or(u64::MAX));
         for (.., lock) in &behind {
             commands.cmd("ZRANGE").arg(layout::queue(lock)).arg(0).arg(0);
+            commands.cmd("PTTL").arg(lock);
         }
         let answers = match tokio::time::timeout(PATIENCE, live.send_all(&commands)).await {
             Ok(Ok(answers)) => answers,
@@ -610,10 +614,18 @@ impl Keeper {
             Ok(Err(error)) => return !breaks_connection(&error),
             Err(_) => return false,
         };
-        for ((owner, place, _), first) in behind.into_iter().zip(answers.into_iter().skip(1)) {
+        let mut answers = answers.into_iter().skip(1);
+        for (owner, place, _) in behind {
+            let (Some(first), Some(left)) = (answers.next(), answers.next()) else {
+                break;
+            };
             let first = redis::from_redis_value::<Vec<String>>(first).unwrap_or_default();
             if first.first().is_some_and(|first| *first == owner.to_string()) {
                 place.is_first();
+            } else if let Value::Int(left) = left {
+                // Whoever holds it now may have a shorter lease than the one of whom this waiter was told.
+                let left = u64::try_from(left).map_or(GRACE, Duration::from_millis);
+                place.is_behind((left + BEHIND).saturating_sub(GRACE));
             }
         }
         true

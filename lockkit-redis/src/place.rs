@@ -27,8 +27,9 @@ pub(crate) struct Place {
     changed: Notify,
     woken: AtomicBool,
     ask_at: Mutex<Option<Instant>>,
-    /// The lock for which it waits behind others at the server, which do not tell it when it has become the first.
-    behind: Mutex<Option<Vec<u8>>>,
+    /// The lock for which it waits behind others at the server, which do not tell it when it has become the first; and
+    /// whether a foreign client holds it.
+    behind: Mutex<Option<(Vec<u8>, bool)>>,
     /// Which of several masters have told it since it asked last, while it waits.
     told_by: Mutex<Option<Vec<usize>>>,
 }
@@ -118,7 +119,7 @@ impl Places {
     pub(crate) fn behind(&self) -> Vec<(OwnerId, Arc<Place>, Vec<u8>)> {
         let map = self.map();
         let behind = map.iter().filter_map(|(owner, place)| {
-            let lock = place.lock_behind().clone()?;
+            let (lock, _) = place.lock_behind().clone()?;
             Some((OwnerId::new(*owner), place.clone(), lock))
         });
         behind.collect()
@@ -143,7 +144,7 @@ impl Place {
         self.ask_at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock_behind(&self) -> MutexGuard<'_, Option<Vec<u8>>> {
+    fn lock_behind(&self) -> MutexGuard<'_, Option<(Vec<u8>, bool)>> {
         self.behind.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -165,14 +166,23 @@ impl Place {
     }
 
     /// It waits for this lock, and is not the first.
-    pub(crate) fn waits_behind(&self, lock: &[u8]) {
-        *self.lock_behind() = Some(lock.to_vec());
+    pub(crate) fn waits_behind(&self, lock: &[u8], foreign: bool) {
+        *self.lock_behind() = Some((lock.to_vec(), foreign));
     }
 
     /// It has become the first: it asks for how long the lease before it lasts.
     pub(crate) fn is_first(&self) {
         if self.lock_behind().take().is_some() {
             self.wake();
+        }
+    }
+
+    /// It is not the first yet: it asks by then at the latest, if it does not just ask. How long a foreign hold lasts says
+    /// nothing.
+    pub(crate) fn is_behind(&self, after: Duration) {
+        let asks = matches!(&*self.lock_behind(), Some((_, false)));
+        if asks {
+            self.ask_in(after);
         }
     }
 

@@ -630,6 +630,34 @@ async fn a_dead_holder_is_followed_in_time_if_the_head_died_too() {
     }
 }
 
+/// The last in the queue was told of a lease that was longer than that of whoever died holding.
+#[tokio::test]
+async fn a_dead_holder_with_a_shorter_lease_is_followed_in_time_if_the_head_died_too() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (first, last) = (client(server.url()).await, client(server.url()).await);
+    let before = lock(&first, "a", LONG).acquire().await.unwrap();
+    let mut peers = [Peer::start(server.url()).await, Peer::start(server.url()).await];
+    for (place, (peer, ttl)) in peers.iter_mut().zip([1_000, 30_000]).enumerate() {
+        peer.send(&format!("acquire slot exclusive {ttl} a"));
+        waiters(&server, "a", place + 1).await;
+    }
+    let waiting = waiter(&lock(&last, "a", LONG));
+    waiters(&server, "a", 3).await;
+    before.release().await.unwrap();
+    let [holder, head] = &mut peers;
+    holder.granted().await;
+    head.process.kill().unwrap();
+    holder.process.kill().unwrap();
+    let died = Stopwatch::start();
+    let next = granted(LONG, "with the holder and the head dead", waiting).await;
+    let (waited, bound) = (died.elapsed(), last.dead_holder_bound(SECOND));
+    assert!(waited < bound + SECOND, "{waited:?}, and said were {bound:?}");
+    next.release().await.unwrap();
+}
+
 /// It queues up anew behind somebody who holds alone, and is still in the list of shared holders.
 #[tokio::test]
 async fn a_reader_that_lost_a_grant_which_it_never_heard_of_keeps_its_new_place() {
