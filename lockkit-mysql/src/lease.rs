@@ -86,6 +86,8 @@ enum Stage {
     /// It lets go: of a hold, or of what an attempt may have taken.
     LettingGo {
         held: bool,
+        /// Whether an earlier request may have freed the lock.
+        repeats: bool,
     },
 }
 
@@ -179,8 +181,11 @@ impl LeaseClaim {
         }
         let row = reply.row(0).ok_or(sqlx::Error::RowNotFound);
         let look = row.and_then(|row| {
+            let found: Option<u64> = column(row, 0)?;
             Ok(Look {
-                is_there: column::<u64>(row, 0)? > 0,
+                is_there: found.is_some(),
+                is_ours: found == Some(1),
+                is_free: found == Some(2),
                 sleeper: column(row, 1)?,
             })
         });
@@ -328,8 +333,11 @@ impl Claim for LeaseClaim {
                     lease: self.lease(),
                 }));
             }
-            if !self.look("acquire").await?.is_there {
+            let look = self.look("acquire").await?;
+            if !look.is_there {
                 self.ask("acquire", self.sql.make()).await?;
+            }
+            if !look.is_there || look.is_ours || look.is_free {
                 continue;
             }
             if patience.is_zero() {
@@ -353,12 +361,14 @@ impl Claim for LeaseClaim {
         self.settle_or_leave().await;
         let reason = self.why_lost();
         self.shown = self.token;
-        let reply = self.ask("renew", self.sql.renew(self.token)).await?;
-        let renewal = if reply.affected(0) == 1 {
-            Renewal::Held(self.lease())
-        } else {
-            self.look("renew").await?;
-            Renewal::Lost(reason)
+        let renewal = loop {
+            let reply = self.ask("renew", self.sql.renew(self.token)).await?;
+            if reply.affected(0) == 1 {
+                break Renewal::Held(self.lease());
+            }
+            if !self.look("renew").await?.is_ours {
+                break Renewal::Lost(reason);
+            }
         };
         self.give_back().await;
         Ok(renewal)
@@ -380,25 +390,23 @@ impl Claim for LeaseClaim {
         self.settle_or_leave().await;
         self.end_the_doomed("release").await?;
         if self.is_known {
-            let (is_first, has_held) = match self.stage {
-                Stage::LettingGo { held } => (false, held),
-                Stage::Holding => (true, true),
-                Stage::Out | Stage::Waiting => (true, false),
+            let (held, mut repeats) = match self.stage {
+                Stage::LettingGo { held, repeats } => (held, repeats),
+                stage => (matches!(stage, Stage::Holding), false),
             };
-            self.stage = Stage::LettingGo { held: has_held };
             let reason = self.why_lost();
-            let reply = self.ask("release", self.sql.release()).await?;
-            // An earlier one that was not answered may have freed the lock, and has woken nobody.
-            let repeats = has_held && (self.was_repeated || !is_first);
-            let is_lost = reply.affected(0) == 0 && has_held && !repeats;
-            let sleeper = if reply.affected(0) == 1 {
-                sleeper(&reply)
-            } else {
-                match self.look("release").await {
-                    Ok(look) => look.sleeper.filter(|_| repeats),
-                    // What is known is not to be forgotten.
-                    Err(error) if is_lost && error.is_transient() => None,
-                    Err(error) => return Err(error),
+            let (is_lost, sleeper) = loop {
+                self.stage = Stage::LettingGo { held, repeats: true };
+                let reply = self.ask("release", self.sql.release()).await?;
+                if reply.affected(0) == 1 {
+                    break (false, sleeper(&reply));
+                }
+                // An earlier one that was not answered may have freed the lock, and has woken nobody. This one has not.
+                repeats |= self.was_repeated;
+                self.stage = Stage::LettingGo { held, repeats };
+                let look = self.look("release").await?;
+                if !look.is_ours {
+                    break (held && !repeats, look.sleeper.filter(|_| held && repeats));
                 }
             };
             self.stage = Stage::Out;
@@ -436,6 +444,10 @@ impl Claim for LeaseClaim {
 struct Look {
     /// Whether the lock has a row.
     is_there: bool,
+    /// Whether this owner has it. Until just now the server took no writes.
+    is_ours: bool,
+    /// Whether this owner could have it.
+    is_free: bool,
     /// The session that has the bell.
     sleeper: Option<u64>,
 }
@@ -512,11 +524,20 @@ impl Sql {
         }
     }
 
-    /// How many rows the lock has, who has the bell, and whether the server is read-only.
+    /// What the row says, `NULL` if there is none; who has the bell, and whether the server is read-only.
     fn look(&self) -> String {
-        let (key, bell) = (self.key.as_sql(), &self.bell);
+        let Self {
+            key,
+            owner,
+            turnstile,
+            bell,
+            ..
+        } = self;
+        let key = key.as_sql();
         format!(
-            "SELECT (SELECT COUNT(*) FROM lockkit_lease WHERE name={key}), \
+            "SELECT (SELECT CASE WHEN owner={owner} AND token<>0 AND expires>{NOW} THEN 1 \
+             WHEN expires<={NOW} AND IFNULL(IS_USED_LOCK({turnstile})=CONNECTION_ID(), TRUE) THEN 2 ELSE 0 END \
+             FROM lockkit_lease WHERE name={key}), \
              NULLIF(IS_USED_LOCK({bell}), CONNECTION_ID()), {READ_ONLY}"
         )
     }
@@ -680,9 +701,12 @@ impl Shared {
         // The connection may turn out to have ended, and be replaced by this. What ends the hold is not to be said twice: the
         // answer to the second time would be that there is none.
         control.ask("revoke", "DO 0".to_owned()).await?;
-        let request = let_go(&key, &bell, &format!("token={token}"));
+        let request = let_go(&key, &bell, &format!("token={token} AND {IS_WRITABLE}"));
         let reply = control.ask_once("revoke", request).await?;
         let frees = reply.affected(0) == 1;
+        if !frees && server::says_read_only(&control.ask("revoke", format!("SELECT {READ_ONLY}")).await?) {
+            return Err(server::read_only("read_only"));
+        }
         if let Some(sleeper) = sleeper(&reply).filter(|_| frees) {
             // Without it, the sleeper wakes by itself a little later.
             let _ = control.kill_by("revoke", wake(&bell, sleeper)).await;

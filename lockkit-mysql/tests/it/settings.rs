@@ -1,6 +1,6 @@
 //! Settings: those of sessions that are used again, and those of a server, which may change under them.
 
-use std::time::Duration;
+use std::{net::SocketAddr, time::Duration};
 
 use lockkit_conformance::machine::{Stopwatch, timeout};
 use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Result, spi::chain};
@@ -13,7 +13,10 @@ use tokio::time::{Instant, sleep};
 
 use crate::{
     mixed::polled,
-    servers::{Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, private, waits},
+    servers::{
+        Admin, HeldBack, MODES, Waiter, client, config, connect, cycle, for_each_flavour, hold_back, private,
+        waits,
+    },
     tokens::seed,
 };
 
@@ -21,6 +24,9 @@ for_each_flavour! {
     a_cancelled_ttl_stays_with_no_session
     a_primary_that_is_demoted_grants_nothing
     a_demoted_primary_lets_waiters_fail
+    a_demotion_that_is_taken_back_ends_no_lease
+    a_lease_that_was_let_go_of_before_a_fail_over_is_free_after_it
+    a_demoted_primary_breaks_no_lease
     a_lease_that_the_server_shortens_is_refused
     a_server_that_comes_back_with_short_time_outs
     a_server_that_comes_back_read_only
@@ -85,8 +91,12 @@ async fn a_cancelled_ttl_stays_with_no_session(flavour: Flavour) {
 
 /// The locks' own account, and one that may write to a server that is read-only.
 fn accounts(server: &MySql) -> [MySqlConfig; 2] {
-    let root = format!("mysql://root@{}/{}", server.addr(), MySql::DATABASE);
-    [config(server.addr()), MySqlConfig::new(root)]
+    accounts_at(server.addr())
+}
+
+fn accounts_at(addr: SocketAddr) -> [MySqlConfig; 2] {
+    let root = format!("mysql://root@{addr}/{}", MySql::DATABASE);
+    [config(addr), MySqlConfig::new(root)]
 }
 
 fn read_only(flavour: Flavour) -> &'static [&'static str] {
@@ -223,6 +233,91 @@ async fn a_demoted_primary_lets_waiters_fail(flavour: Flavour) {
                 .is_ok_and(|granted| granted.is_some())
         })
         .await;
+    }
+}
+
+/// Of a lease that could not be changed, as an account that may write all the same.
+const LOOK: &str = "SELECT (SELECT CASE WHEN owner=";
+
+/// A client, and another one whose first look at why a lease could not be changed is held back.
+async fn held_back(server: &MySql) -> (LockClient, LockClient, HeldBack) {
+    let (addr, look) = hold_back(server.addr(), LOOK).await.unwrap();
+    let mut config = accounts_at(addr)[1].clone();
+    config.mode = Mode::Lease;
+    let other = client(server.addr(), Mode::Lease).await;
+    cycle(&other, "n").await;
+    (other, connect(config).await.unwrap(), look)
+}
+
+/// It is, between a request that has changed nothing and the look that is to say why.
+async fn a_demotion_that_is_taken_back_ends_no_lease(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    for step in ["try", "renew", "release"] {
+        let (other, client, mut why) = held_back(&server).await;
+        let lock = client.lock("n").unwrap();
+        let held = match step {
+            "try" => None,
+            _ => Some(lock.acquire().await.unwrap()),
+        };
+        admin.run("SET GLOBAL read_only=1").await;
+        let asking = tokio::spawn(async move {
+            match held {
+                None => lock.try_acquire().await.map(|tried| tried.expect("it is free")),
+                Some(guard) if step == "renew" => guard.renew().await.map(|()| guard),
+                Some(guard) => {
+                    guard.release().await?;
+                    lock.acquire().await
+                }
+            }
+        });
+        why.came().await;
+        admin.run("SET GLOBAL read_only=0").await;
+        drop(why.deliver());
+        let guard = timeout(Duration::from_secs(10), asking).await.unwrap().unwrap();
+        let guard = guard.unwrap_or_else(|error| panic!("{step}: {}", chain(&error)));
+        assert!(guard.is_held(), "{step}");
+        guard.release().await.unwrap();
+        cycle(&other, "n").await;
+    }
+}
+
+/// The old primary took no more writes, and ended its connections before it had said so.
+async fn a_lease_that_was_let_go_of_before_a_fail_over_is_free_after_it(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let (other, holder, mut why) = held_back(&server).await;
+    let guard = holder.lock("n").unwrap().acquire().await.unwrap();
+    admin.run("SET GLOBAL read_only=1").await;
+    let releasing = tokio::spawn(guard.release());
+    why.came().await;
+    why.cut_off();
+    let error = releasing.await.unwrap().expect_err("nobody knows");
+    assert!(!error.is_lost(), "{error}");
+    admin.run("SET GLOBAL read_only=0").await;
+    eventually("it is let go of", async || {
+        let tried = other.lock("n").unwrap().try_acquire().await;
+        tried.unwrap().is_some()
+    })
+    .await;
+}
+
+/// Its row is not the one that counts any more, and a write of its own would part it from the new primary.
+async fn a_demoted_primary_breaks_no_lease(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    for mut config in accounts(&server) {
+        config.mode = Mode::Lease;
+        let client = connect(config).await.unwrap();
+        let guard = client.lock("n").unwrap().acquire().await.unwrap();
+        admin.run("SET GLOBAL read_only=1").await;
+        let broken = client.revoke("n", guard.token()).await;
+        let text = chain(&broken.expect_err("it takes no writes"));
+        assert!(text.contains("read_only") || text.contains("read-only"), "{text}");
+        admin.run("SET GLOBAL read_only=0").await;
+        guard.renew().await.unwrap();
+        assert!(client.revoke("n", guard.token()).await.unwrap());
+        assert!(!client.revoke("n", guard.token()).await.unwrap());
     }
 }
 
