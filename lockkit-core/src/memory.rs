@@ -510,7 +510,7 @@ struct MemoryClaim {
     queued: bool,
 }
 
-/// Who asks, and for what.
+/// An owner, and what it asks for.
 struct Asking {
     key: Key,
     mode: Mode,

@@ -86,7 +86,7 @@ enum Stage {
     /// It lets go: of a hold, or of what an attempt may have taken.
     LettingGo {
         held: bool,
-        /// Whether an earlier request may have freed the lock.
+        /// True if an earlier request may have freed the lock.
         repeats: bool,
     },
 }
@@ -439,20 +439,20 @@ impl Claim for LeaseClaim {
     }
 }
 
-/// What there is where a statement has found no row to change.
+/// The state of a lock of which a statement has found no row to change.
 #[derive(Debug)]
 struct Look {
-    /// Whether the lock has a row.
+    /// True if the lock has a row.
     is_there: bool,
-    /// Whether this owner has it. Until just now the server took no writes.
+    /// True if this owner has it. Until just now the server took no writes.
     is_ours: bool,
-    /// Whether this owner could have it.
+    /// True if this owner could have it.
     is_free: bool,
     /// The session that has the bell.
     sleeper: Option<u64>,
 }
 
-/// What is said to the server on behalf of one claim. Each statement is a transaction of its own.
+/// The statements of one claim. Each statement is a transaction of its own.
 #[derive(Debug)]
 struct Sql {
     key: Key,
@@ -524,7 +524,7 @@ impl Sql {
         }
     }
 
-    /// What the row says, `NULL` if there is none; who has the bell, and whether the server is read-only.
+    /// Asks for the state of the row, `NULL` if there is none; who has the bell, and whether the server is read-only.
     fn look(&self) -> String {
         let Self {
             key,
@@ -611,7 +611,7 @@ fn let_go(key: &Key, bell: &str, whose: &str) -> String {
     )
 }
 
-/// Who has the bell, by the answer to [`let_go`]. To be woken only if the lock was freed: otherwise the row was not kept from
+/// The session that has the bell, by the answer to [`let_go`]. To be woken only if the lock was freed: otherwise the row was not kept from
 /// being changed meanwhile, so that its `KILL QUERY` could come before that session sleeps.
 fn sleeper(reply: &Reply) -> Option<u64> {
     Some(reply.last_insert_id(0)).filter(|sleeper| *sleeper != 0)

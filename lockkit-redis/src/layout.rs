@@ -41,7 +41,7 @@ pub(crate) fn new_client() -> String {
     format!("{:x}.{:016x}", std::process::id(), fastrand::u64(..))
 }
 
-/// Who waits for a lock.
+/// The key of those who wait for a lock.
 pub(crate) fn queue(lock: &[u8]) -> Vec<u8> {
     [b"lockkit#queue:{", lock, b"}"].concat()
 }

@@ -40,7 +40,7 @@ use crate::{
 const TICK: Duration = Duration::from_millis(500);
 /// How long the server may take to answer a ping.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How often a client says that its waiters are alive, and looks which of them have become the first in their queue; and
+/// The time after which a client says again that its waiters are alive, and looks which have become the first in their queue; and
 /// for how long it is believed. With a tick of the keeper it is no longer than a hold that was passed on and is not taken up.
 const HEARTBEAT: Duration = Duration::from_millis(2_500);
 pub(crate) const BELIEVED: Duration = Duration::from_secs(10);

@@ -21,7 +21,7 @@ pub(crate) struct Register {
 #[derive(Debug, Default)]
 struct Entry {
     hold: Option<Hold>,
-    /// Whether its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
+    /// True if its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
     queued: bool,
 }
 

@@ -29,7 +29,7 @@ const DIR: &str = "LOCKKIT_FILE_CRASH_DIR";
 const LIFE: &str = "LOCKKIT_FILE_CRASH_LIFE";
 const SECTOR: usize = 512;
 
-/// Where a host keeps what is on its disk, and what was granted.
+/// A host's directories: its files, what of them is on its disk, and a list of what was granted.
 struct Host(PathBuf);
 
 impl Host {

@@ -281,12 +281,12 @@ pub(super) fn note(file: &File, path: &Path, entry: &Entry) -> Result<()> {
         .map_err(Fault::io("write to", path))
 }
 
-/// What a [`note`] says; `None` if there is none.
+/// Reads a [`note`]; `None` if there is none.
 pub(super) fn read_note(file: &File, path: &Path) -> Result<Option<Entry>> {
     Ok(newest(&read_lanes(file, path, |_| Ok(false))?).cloned())
 }
 
-/// What the main file says; `None` if nothing was ever granted, or if a crash of the host has spoilt it.
+/// Reads the main file; `None` if nothing was ever granted, or if a crash of the host has spoilt it.
 pub(super) fn read(files: &Files, file: &File) -> Result<Option<Entry>> {
     Ok(newest(&read_main(files, file)?).cloned())
 }
@@ -554,7 +554,7 @@ mod tests {
         bytes
     }
 
-    /// What a crash may leave of a file: each sector that was not synced as it was, as it is, or, if it `tears`, half of
+    /// A file as a crash may leave it: each sector that was not synced as it was, as it is, or, if it `tears`, half of
     /// each.
     fn after_a_crash(path: &Path, tears: bool, rng: &mut fastrand::Rng) -> Vec<u8> {
         let written = std::fs::read(path).unwrap_or_default();
@@ -606,7 +606,7 @@ mod tests {
             Self { dir, files, file }
         }
 
-        /// The same files in another life.
+        /// These files in another life.
         fn in_life(self, name: &str, life: Option<Life>) -> Self {
             Self::at(self.dir, name, life)
         }
@@ -816,7 +816,7 @@ mod tests {
         DISK.set(None);
     }
 
-    /// What the versions do that know of no lives: they go on from the floor and have each token on disk.
+    /// Mints as the versions do that know of no lives: they go on from the floor and have each token on disk.
     #[test]
     fn older_versions_may_take_part() {
         let seed =

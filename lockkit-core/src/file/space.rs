@@ -42,7 +42,7 @@ impl Space {
         Self::open_in(Life::present(), dir, namespace)
     }
 
-    /// The same, in that life of the host.
+    /// Opens it in that life of the host.
     pub(super) fn open_in(life: Option<Life>, dir: &Path, namespace: &str) -> Result<Self> {
         // A trailing slash or dot would make the system look through a symbolic link.
         let dir: PathBuf = dir

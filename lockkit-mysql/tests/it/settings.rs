@@ -25,7 +25,7 @@ for_each_flavour! {
     a_primary_that_is_demoted_grants_nothing
     a_demoted_primary_lets_waiters_fail
     a_demotion_that_is_taken_back_ends_no_lease
-    a_lease_that_was_let_go_of_before_a_fail_over_is_free_after_it
+    a_lease_released_before_a_fail_over_is_free_after_it
     a_demoted_primary_breaks_no_lease
     a_lease_that_the_server_shortens_is_refused
     a_server_that_comes_back_with_short_time_outs
@@ -283,7 +283,7 @@ async fn a_demotion_that_is_taken_back_ends_no_lease(flavour: Flavour) {
 }
 
 /// The old primary took no more writes, and ended its connections before it had said so.
-async fn a_lease_that_was_let_go_of_before_a_fail_over_is_free_after_it(flavour: Flavour) {
+async fn a_lease_released_before_a_fail_over_is_free_after_it(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let (other, holder, mut why) = held_back(&server).await;

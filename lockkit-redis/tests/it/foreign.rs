@@ -264,7 +264,7 @@ async fn whatever_is_written_over_our_key_is_told() {
     }
 }
 
-/// What is left of them is not looked at for as long as somebody holds alone.
+/// Nobody looks at what is left of them for as long as somebody holds alone.
 #[tokio::test]
 async fn shared_holders_of_a_deleted_key_do_not_come_back() {
     if no_server() {

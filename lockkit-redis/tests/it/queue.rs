@@ -234,7 +234,7 @@ async fn a_grant_to_a_frozen_waiter_lapses_and_the_next_gets_it() {
 
 /// Whoever is the first then is not told that it is, unless it would be too late when it looks.
 #[tokio::test]
-async fn whoever_has_become_the_first_watches_over_short_and_long_leases() {
+async fn the_new_first_watches_over_short_and_long_leases() {
     if no_server() {
         return;
     }
@@ -632,7 +632,7 @@ async fn a_dead_holder_is_followed_in_time_if_the_head_died_too() {
 
 /// The last in the queue was told of a lease that was longer than that of whoever died holding.
 #[tokio::test]
-async fn a_dead_holder_with_a_shorter_lease_is_followed_in_time_if_the_head_died_too() {
+async fn a_shorter_lease_is_followed_in_time_if_the_head_died_too() {
     if no_server() {
         return;
     }
@@ -660,7 +660,7 @@ async fn a_dead_holder_with_a_shorter_lease_is_followed_in_time_if_the_head_died
 
 /// It queues up anew behind somebody who holds alone, and is still in the list of shared holders.
 #[tokio::test]
-async fn a_reader_that_lost_a_grant_which_it_never_heard_of_keeps_its_new_place() {
+async fn a_reader_that_never_heard_of_its_grant_keeps_its_new_place() {
     if no_server() {
         return;
     }
