@@ -327,7 +327,7 @@ impl Shard {
     async fn exchange<T>(
         &self,
         operation: Operation,
-        effect: impl FnOnce(&mut State, Instant) -> Result<T>,
+        effect: impl FnOnce(&mut State) -> Result<T>,
     ) -> Result<T> {
         let fault = |what| Err(Error::transient(NAME, operation.verb(), what));
         let (lost, delay) = if self.trouble.asked_for.load(Ordering::Acquire) {
@@ -343,7 +343,7 @@ impl Shard {
         } else {
             (false, Duration::ZERO)
         };
-        let outcome = effect(&mut self.state.lock(), Instant::now());
+        let outcome = effect(&mut self.state.lock());
         if lost {
             return fault("the reply was lost, as was asked for");
         }
@@ -408,12 +408,6 @@ impl Entry {
                 sleeper.turn = None;
             }
         }
-    }
-
-    fn leave(&mut self, owner: OwnerId, now: Instant) {
-        self.holders.retain(|holder| holder.owner != owner);
-        self.queue.retain(|waiter| waiter.owner != owner);
-        self.look_whose_turn(now);
     }
 
     fn is_unused(&self) -> bool {
@@ -524,7 +518,8 @@ struct Asking {
 
 impl Asking {
     /// The server's side of an attempt.
-    fn attempt(&mut self, state: &mut State, now: Instant, patience: Duration) -> Result<Option<Grant>> {
+    fn attempt(&mut self, state: &mut State, patience: Duration) -> Result<Option<Grant>> {
+        let now = Instant::now();
         let State { locks, last_token } = state;
         let entry = locks.entry(self.key.clone()).or_default();
         entry.drop_ended(now);
@@ -602,15 +597,21 @@ impl Asking {
         self.notify.as_deref()
     }
 
-    /// Takes its owner out of everything. Says that it was a holder.
-    fn leave(&self, state: &mut State, now: Instant) -> bool {
+    /// Takes its owner out of everything. Says that it was a holder: nobody else has been granted anything since, even if its
+    /// lease is over by now.
+    fn leave(&self, state: &mut State) -> bool {
         let Some(entry) = state.locks.get_mut(&self.key) else {
             return false;
         };
-        entry.drop_ended(now);
         let before = entry.holders.len();
-        entry.leave(self.owner, now);
+        entry.holders.retain(|holder| holder.owner != self.owner);
         let found = entry.holders.len() < before;
+        if !entry.queue.is_empty() {
+            let now = Instant::now();
+            entry.queue.retain(|waiter| waiter.owner != self.owner);
+            entry.drop_ended(now);
+            entry.look_whose_turn(now);
+        }
         if entry.is_unused() {
             state.locks.remove(&self.key);
         }
@@ -633,7 +634,7 @@ impl Claim for MemoryClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
         self.queued |= !patience.is_zero();
         let Self { shard, asking, .. } = self;
-        let attempt = |state: &mut State, now| asking.attempt(state, now, patience);
+        let attempt = |state: &mut State| asking.attempt(state, patience);
         let granted = shard.exchange(Operation::Attempt, attempt).await?;
         if let Some(grant) = &granted {
             self.until = grant.lease.end();
@@ -646,7 +647,8 @@ impl Claim for MemoryClaim {
         let Self {
             shard, asking, until, ..
         } = self;
-        let reply = shard.exchange(Operation::Renew, |state, now| {
+        let reply = shard.exchange(Operation::Renew, |state| {
+            let now = Instant::now();
             let entry = state.locks.get_mut(&asking.key);
             Ok(match entry.and_then(|entry| entry.holder(asking.owner)) {
                 Some(holder) if holder.until > now => {
@@ -671,12 +673,12 @@ impl Claim for MemoryClaim {
         let Self {
             shard, asking, until, ..
         } = self;
-        let reply = shard.exchange(Operation::Release, |state, now| {
+        let reply = shard.exchange(Operation::Release, |state| {
             let held = until.take();
-            let found = asking.leave(state, now);
+            let found = asking.leave(state);
             match held {
                 Some(until) if !found => {
-                    let reason = if until > now {
+                    let reason = if until > Instant::now() {
                         LossReason::Revoked
                     } else {
                         LossReason::Expired
@@ -706,7 +708,7 @@ impl Drop for MemoryClaim {
     fn drop(&mut self) {
         if self.queued {
             let Self { shard, asking, .. } = self;
-            asking.leave(&mut shard.state.lock(), Instant::now());
+            asking.leave(&mut shard.state.lock());
         }
     }
 }

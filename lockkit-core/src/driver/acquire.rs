@@ -1,6 +1,10 @@
 //! From the call to the grant, in the caller's own future: nothing is spawned, and dropping it is the cancellation.
 
-use std::{sync::Arc, task::Poll, time::Duration};
+use std::{
+    sync::{Arc, OnceLock},
+    task::Poll,
+    time::Duration,
+};
 
 use tokio::time::Instant;
 
@@ -43,9 +47,9 @@ async fn contend_for(terms: &Arc<Terms>) -> Result<LockGuard> {
         Line::enter_or_join(terms)
     };
     let (grip, now) = match entered {
-        Ok(grip) => (grip, clock.started),
+        Ok(grip) => (grip, None),
         Err(in_line) => match queue(terms, &clock, in_line).await? {
-            Entry::Contend(grip) => (grip, line.core.clock.now().at),
+            Entry::Contend(grip) => (grip, Some(line.core.clock.now().at)),
             Entry::Held(guard) => return Ok(guard),
         },
     };
@@ -98,7 +102,7 @@ fn accept(hold: Hold) -> Option<LockGuard> {
 }
 
 /// Goes to the server until it grants, the caller's time is over, or it says something that no repeating will change.
-async fn contend(mut grip: Grip, clock: &Clock, now: Instant) -> Result<LockGuard> {
+async fn contend(mut grip: Grip, clock: &Clock, now: Option<Instant>) -> Result<LockGuard> {
     match step(&mut grip, clock, now, &Answer::Unknown).await {
         Ok(Some(token)) => hold(grip, token),
         // What it takes to wait is made when there is need to wait.
@@ -161,14 +165,19 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
             () = tokio::time::sleep(pause) => hints.rested(),
         }
         let now = line.core.clock.now().at;
-        last = step(&mut grip, clock, now, &heard).await;
+        last = step(&mut grip, clock, Some(now), &heard).await;
     }
 }
 
 /// One exchange with the server: opens the claim if there is none, then attempts. A grant's token comes back; the rest
-/// of the grant is kept in the grip. Somebody has looked at the client's clock `now`, so that what was slept before the
-/// request is not taken off its lease.
-async fn step(grip: &mut Grip, clock: &Clock, mut now: Instant, heard: &Answer) -> Result<Option<u64>> {
+/// of the grant is kept in the grip. Somebody has looked at the client's clock `now`, or when the caller's time began, so
+/// that what was slept before the request is not taken off its lease.
+async fn step(
+    grip: &mut Grip,
+    clock: &Clock,
+    mut now: Option<Instant>,
+    heard: &Answer,
+) -> Result<Option<u64>> {
     let Grip { terms, claim, .. } = grip;
     let line = &terms.line;
     let claim = match claim {
@@ -239,7 +248,7 @@ async fn open(
     line: &Line,
     terms: &Terms,
     clock: &Clock,
-    now: &mut Instant,
+    now: &mut Option<Instant>,
     heard: &Answer,
 ) -> Result<Box<dyn Claim>> {
     let request = request(line, terms)?;
@@ -249,7 +258,7 @@ async fn open(
     }
     let limit = clock.limit(Duration::ZERO, terms, heard);
     let opened = exchange(line, opening, limit).await?;
-    *now = line.core.clock.now().at;
+    *now = Some(line.core.clock.now().at);
     Ok(opened)
 }
 
@@ -323,22 +332,28 @@ async fn give_up(mut grip: Grip, err: Error) -> Error {
 
 /// The caller's time.
 struct Clock {
-    started: Instant,
+    /// Read when something is first waited for: what is granted at once needs none.
+    started: OnceLock<Instant>,
     wait: Option<Duration>,
 }
 
 impl Clock {
     fn start(terms: &Terms) -> Self {
+        let looked = terms.line.core.clock.look();
         Self {
-            started: terms.line.core.clock.now().at,
+            started: looked.map_or_else(OnceLock::new, OnceLock::from),
             wait: terms.wait,
         }
+    }
+
+    fn started(&self) -> Instant {
+        *self.started.get_or_init(Instant::now)
     }
 
     /// When the caller's time is over. A single attempt has no deadline: it is bounded by `op_timeout`.
     fn at(&self) -> Option<Instant> {
         let wait = self.wait.filter(|wait| !wait.is_zero())?;
-        Some(self.started + wait)
+        Some(self.started() + wait)
     }
 
     fn is_over(&self) -> bool {
@@ -367,20 +382,24 @@ impl Clock {
         }
     }
 
-    /// How long an attempt may block at the server. Zero only for a single attempt.
-    fn patience(&self, most: Duration, now: Instant) -> Duration {
+    /// How long an attempt may block at the server, from `now` on or from the beginning. Zero only for a single attempt.
+    fn patience(&self, most: Duration, now: Option<Instant>) -> Duration {
         if self.wait == Some(Duration::ZERO) {
             return Duration::ZERO;
         }
-        let left = self.at().map_or(most, |at| at.saturating_duration_since(now));
-        left.min(most).max(Duration::from_millis(1))
+        let left = match now {
+            Some(now) => self.at().map(|at| at.saturating_duration_since(now)),
+            None => self.wait,
+        };
+        left.map_or(most, |left| left.min(most))
+            .max(Duration::from_millis(1))
     }
 
     fn taken(&self, line: &Line) -> Error {
         Error::Timeout {
             backend: line.backend(),
             name: line.name().clone(),
-            waited: self.started.elapsed(),
+            waited: self.started().elapsed(),
         }
     }
 

@@ -74,6 +74,9 @@ pub(crate) struct Line {
     slot: AtomicU8,
     /// Somebody has come to wait, or was left behind by whoever got the slot, since a claim was last opened.
     waited_in: AtomicBool,
+    /// Somebody may be in the queue. Only changed under the state's lock, and read without it by whoever ends a hold: one who
+    /// comes later than that look waits for the slot.
+    is_queued_in: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -102,12 +105,15 @@ pub(crate) enum Answer {
     Failed(Arc<str>),
 }
 
-/// What the slot is used for, for those who ask whether the lock is held here.
+/// What the slot is used for: while this client has a hold, or releases one, those behind it need no server to know that the
+/// lock is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum SlotUse {
     Other = 0,
     Holding = 1,
+    /// For a hold that nobody here waited for, and that is being released.
+    Releasing = 2,
 }
 
 /// Says that a lease has been renewed for the next holder, or not.
@@ -136,6 +142,7 @@ impl Line {
             state: Mutex::default(),
             slot: AtomicU8::new(SlotUse::Other as u8),
             waited_in: AtomicBool::new(false),
+            is_queued_in: AtomicBool::new(false),
         }
     }
 
@@ -149,11 +156,6 @@ impl Line {
 
     pub(crate) fn is_exclusive(&self) -> bool {
         self.mode == Mode::Exclusive
-    }
-
-    /// Whether a live hold of this client keeps the slot: then a try needs no server to know that it is taken.
-    pub(crate) fn is_held_here(&self) -> bool {
-        self.slot.load(Ordering::Acquire) == SlotUse::Holding as u8
     }
 
     pub(crate) fn set_slot_use(&self, to: SlotUse) {
@@ -186,6 +188,7 @@ impl Line {
             return Ok(Grip::contending(terms, Some(turn)));
         }
         let ticket = state.queue.join(terms.clone());
+        terms.line.is_queued_in.store(true, Ordering::Relaxed);
         drop(state);
         terms.line.waited_in.store(true, Ordering::Relaxed);
         Err(InLine {
@@ -215,7 +218,7 @@ impl Line {
 
     /// What the backend last said.
     pub(crate) fn answer(&self) -> Answer {
-        if self.is_held_here() {
+        if self.slot.load(Ordering::Acquire) != SlotUse::Other as u8 {
             return Answer::Taken;
         }
         self.state.lock().answer.clone()
@@ -230,13 +233,15 @@ impl Line {
     ///
     /// A lease that has `just` been renewed does for anyone. Otherwise a waiter that will not renew it gets it fresh.
     pub(crate) fn pass_on(&self, ended: &Hold, grip: &mut Grip, now: Moment, just: Renewed) -> PassOn {
+        if !self.is_queued_in.load(Ordering::Relaxed) {
+            self.set_slot_use(SlotUse::Releasing);
+            return PassOn::NoHeir;
+        }
         let mut state = self.state.lock();
         let heir = state.queue.first().filter(|heir| grip.may_be_passed_to(heir));
         let (Some(heir), Some(lease), Some(token)) = (heir.cloned(), grip.lease, grip.spare.clone().next())
         else {
-            self.set_slot_use(SlotUse::Other);
-            // For those behind it, "taken" is the last that was heard.
-            state.answer = Answer::Taken;
+            self.set_slot_use(SlotUse::Releasing);
             return PassOn::NoHeir;
         };
         let lasts = heir.renew || lease.length.is_none() || just == Renewed::Yes;
@@ -357,11 +362,16 @@ impl Line {
             return None;
         }
         state.turn.0 += 1;
-        self.set_slot_use(SlotUse::Other);
+        let released = self.slot.load(Ordering::Relaxed) == SlotUse::Releasing as u8;
         let waker = state.queue.pass();
         if state.queue.is_idle() {
             state.answer = Answer::Unknown;
+            self.is_queued_in.store(false, Ordering::Relaxed);
+        } else if released {
+            // For those behind it, "taken" is the last that was heard.
+            state.answer = Answer::Taken;
         }
+        self.set_slot_use(SlotUse::Other);
         waker
     }
 

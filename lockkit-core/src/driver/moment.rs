@@ -110,6 +110,11 @@ impl Clock {
         Moment { at, asleep }
     }
 
+    /// Looks for what has been slept, if anything can escape this clock, and returns when that was.
+    pub(crate) fn look(&self) -> Option<Instant> {
+        self.0.is_some().then(|| self.now().at)
+    }
+
     /// The proof that a lease is. Somebody has to have looked before the request.
     pub(crate) fn proof(&self, lease: &Lease) -> Proof {
         let asleep = match &self.0 {

@@ -28,6 +28,13 @@ struct Entry {
 /// No place in a register.
 pub(crate) const NOWHERE: usize = usize::MAX;
 
+/// Takes a hold's place from it. Only the register's line does so, under its lock: there is nobody to race with.
+fn take_key(hold: &Hold) -> usize {
+    let key = hold.key.load(Ordering::Relaxed);
+    hold.key.store(NOWHERE, Ordering::Relaxed);
+    key
+}
+
 impl Register {
     /// Enters a new hold. If the worker has to be told to look at this line, since it would come too late by itself:
     /// for when.
@@ -53,7 +60,7 @@ impl Register {
         next: &Hold,
         now: Instant,
     ) -> (Option<Hold>, Option<Instant>) {
-        let key = ended.key.swap(NOWHERE, Ordering::Relaxed);
+        let key = take_key(ended);
         match self.entries.get_mut(key) {
             Some(entry) => {
                 let before = entry.hold.take();
@@ -82,7 +89,7 @@ impl Register {
     /// Forgets a hold that has ended, and says whether the worker has never seen it. Twice is once.
     #[must_use]
     pub(crate) fn leave(&mut self, hold: &Hold) -> Option<(Hold, bool)> {
-        let key = hold.key.swap(NOWHERE, Ordering::Relaxed);
+        let key = take_key(hold);
         let entry = self.entries.get_mut(key)?;
         let left = entry.hold.take()?;
         self.free.push(key);

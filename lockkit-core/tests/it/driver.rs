@@ -435,3 +435,30 @@ fn a_guard_may_be_dropped_outside_of_a_runtime_and_after_it() {
     drop(two);
     assert!(format!("{backend:?}").contains("memory"));
 }
+
+/// Nobody waits when the release begins, so that the queue is not looked into.
+#[tokio::test(start_paused = true)]
+async fn who_comes_during_a_release_hears_that_it_was_taken() {
+    let backend = MemoryBackend::new();
+    let lock = LockClient::new(backend.clone()).lock("job").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    backend.delay(Operation::Release, SECOND);
+    let release = tokio::spawn(guard.release());
+    tokio::task::yield_now().await;
+    let before_its_answer = lock.acquire_timeout(100 * MS).await.unwrap_err();
+    assert!(before_its_answer.is_timeout(), "{before_its_answer}");
+    // The first gets the slot when the release is over, and no answer; the second is behind it all the time.
+    let waiting = |wait| {
+        let lock = lock.clone();
+        tokio::spawn(async move { lock.acquire_timeout(wait).await })
+    };
+    let first = waiting(60 * SECOND);
+    tokio::task::yield_now().await;
+    let second = waiting(3 * SECOND);
+    tokio::task::yield_now().await;
+    backend.delay(Operation::Attempt, 20 * SECOND);
+    release.await.unwrap().unwrap();
+    let behind = second.await.unwrap().unwrap_err();
+    assert!(behind.is_timeout(), "{behind}");
+    first.abort();
+}
