@@ -18,12 +18,16 @@ use crate::{
 /// Blocks. Answers with the exit status.
 pub(crate) fn bench(args: &Bench) -> Result<u8, Failure> {
     let only = args.only.as_deref().unwrap_or_default();
-    let scenarios: Vec<_> = Scenario::ALL
-        .into_iter()
+    // Whoever waits behind a client is no waiter of the server.
+    let all = Scenario::ALL.into_iter();
+    let all = all.filter(|scenario| !matches!(scenario, Scenario::Waiters(_)));
+    let scenarios: Vec<_> = all
+        .clone()
         .filter(|scenario| scenario.to_string().contains(only))
         .collect();
     if scenarios.is_empty() {
-        let names = Scenario::ALL.map(|scenario| scenario.to_string()).join(", ");
+        let names: Vec<_> = all.map(|scenario| scenario.to_string()).collect();
+        let names = names.join(", ");
         return Err(Failure::new(
             FAILED,
             format!("no scenario has `{only}` in its name: {names}"),
@@ -80,16 +84,13 @@ fn table(rows: &[Row], scenarios: &[Scenario]) -> String {
     let mut lines = vec![vec![String::new()]];
     lines[0].extend(of(scenarios[0]).map(server_of));
     for scenario in scenarios {
-        for figure in scenario.figures() {
-            let measured = |row: &&Row| row.value(*figure).is_some();
-            if !of(*scenario).any(|row| measured(&row)) {
-                continue;
-            }
-            let first = *figure == scenario.figure();
-            let title = if first {
-                scenario.title()
-            } else {
-                format!("  {}", figure.title())
+        let measured = |figure: &&Figure| of(*scenario).any(|row| row.value(**figure).is_some());
+        for (index, figure) in scenario.figures().iter().filter(measured).enumerate() {
+            let title = match index {
+                0 if *figure == scenario.figure() => scenario.title(),
+                // The figure that counts is not known here.
+                0 => format!("{}: {}", scenario.title(), figure.title()),
+                _ => format!("  {}", figure.title()),
             };
             let cells = of(*scenario).map(|row| cell(row, *figure).unwrap_or_else(|| "–".to_owned()));
             lines.push(std::iter::once(title).chain(cells).collect());

@@ -30,7 +30,7 @@ use crate::{
     Harness,
     cases::contention::{Plan, contend},
     history::now,
-    measure::{Client, Contender, Crowd, Subject, write_rush},
+    measure::{Client, Contender, Crowd, Subject, processor_time, read_hold, write_rush},
     process::Process,
     torture,
 };
@@ -343,12 +343,12 @@ where
             self.client = Some((self.connect)(self.url.clone()).await?);
         }
         match words[..] {
-            ["crowd", clients, name] => {
+            ["crowd", clients, tasks, name] => {
                 let clients = (0..clients.parse()?).map(|_: u32| (self.connect)(self.url.clone()));
-                self.crowd = Some(Crowd::of(try_join_all(clients).await?, name).await?);
+                self.crowd = Some(Crowd::of(try_join_all(clients).await?, tasks.parse()?, name).await?);
                 Ok("gathered".to_owned())
             }
-            ["rush", nanos] => rush(self.crowd.as_mut(), nanos).await,
+            ["rush", stretch, hold] => rush(self.crowd.as_mut(), stretch, hold).await,
             ["hold", locks, ttl, name] => {
                 self.hold(locks.parse()?, ttl, name).await?;
                 Ok("held".to_owned())
@@ -477,12 +477,12 @@ impl<S: Subject> Obey for Outsider<S> {
     async fn obey(&mut self, command: &str) -> Result<String, BoxError> {
         let words: Vec<_> = command.split(' ').collect();
         match words[..] {
-            ["crowd", clients, name] => {
+            ["crowd", clients, tasks, name] => {
                 let clients = (0..clients.parse()?).map(|_: u32| self.subject.client());
-                self.crowd = Some(Crowd::of(try_join_all(clients).await?, name).await?);
+                self.crowd = Some(Crowd::of(try_join_all(clients).await?, tasks.parse()?, name).await?);
                 Ok("gathered".to_owned())
             }
-            ["rush", nanos] => rush(self.crowd.as_mut(), nanos).await,
+            ["rush", stretch, hold] => rush(self.crowd.as_mut(), stretch, hold).await,
             ["acquire", _, _, _, name] => {
                 self.acquire(name).await?;
                 // Without a token.
@@ -522,22 +522,20 @@ impl<S: Subject> Outsider<S> {
     }
 }
 
-async fn rush<C: Client>(crowd: Option<&mut Crowd<C>>, nanos: &str) -> Result<String, BoxError> {
+async fn rush<C: Client>(
+    crowd: Option<&mut Crowd<C>>,
+    stretch: &str,
+    hold: &str,
+) -> Result<String, BoxError> {
     let crowd = crowd.ok_or("there is no crowd")?;
-    let (elapsed, shares) = crowd.rush(Duration::from_nanos(nanos.parse()?)).await?;
-    Ok(write_rush(elapsed, &shares))
+    let hold = read_hold(hold).ok_or("it is not told how long to hold")?;
+    let rush = crowd.rush(Duration::from_nanos(stretch.parse()?), hold).await?;
+    Ok(write_rush(&rush))
 }
 
 /// What this process has used: processor time in ns, and bytes of memory where the system tells.
 fn usage() -> String {
-    #[cfg(unix)]
-    let processor = {
-        use rustix::time::{ClockId, clock_gettime};
-        let time = clock_gettime(ClockId::ProcessCPUTime);
-        i128::from(time.tv_sec) * 1_000_000_000 + i128::from(time.tv_nsec)
-    };
-    #[cfg(not(unix))]
-    let processor = "unknown";
+    let processor = processor_time().map_or_else(|| "unknown".to_owned(), |time| time.as_nanos().to_string());
     let memory = resident().map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
     format!("usage {processor} {memory}")
 }

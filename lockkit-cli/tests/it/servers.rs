@@ -72,10 +72,11 @@ fn the_bench_measures_each_server_or_says_why_not() {
         for row in pair {
             let rounds_of_it = match scenario {
                 _ if scenario.starts_with("held") || scenario == "recovery" => 1,
-                _ if scenario.ends_with("-100") => 2,
+                _ if scenario.ends_with("-100") || scenario.starts_with("holding") => 2,
                 _ => 3,
             };
-            let with_processes = rounds_of_it == 1 || scenario.starts_with("clients");
+            let rivals = ["clients", "processes", "holding"];
+            let with_processes = rounds_of_it == 1 || rivals.iter().any(|it| scenario.starts_with(it));
             if scenario == "held-10000" || with_processes && row["backend"] == "memory" {
                 let why = row["outcome"]["skipped"].as_str().unwrap();
                 assert!(
@@ -112,6 +113,11 @@ fn the_bench_prints_a_table() {
     assert!(lines[1].ends_with('%') && lines[1].contains('±'), "{table}");
     assert!(lines[2].starts_with("  p99  "), "{table}");
     assert_eq!(lines.len(), 3, "{table}");
+
+    let (status, table, _) = outcome(&mut site.lockkit(&["bench", "--quick", "--only", "holding-1ms"]));
+    assert_eq!(status, 0, "{table}");
+    let title = "16 clients of four processes on one name, held for 1 ms: clients' processor time per lock  ";
+    assert!(table.lines().nth(1).unwrap().starts_with(title), "{table}");
 
     let (status, table, _) = outcome(&mut lockkit(&[
         "bench", "--quick", "--only", "recovery", "--url", "memory:",

@@ -16,12 +16,14 @@ pub struct Effort {
     /// How often all scenarios are gone through, with new clients each time: what the machine does for a minute, or a
     /// connection for as long as it lives, then is a part of a figure and not the whole of it.
     pub passes: u32,
-    /// How many of these passes go through the scenarios in which each turn starts processes, with one turn each.
+    /// How many of these passes go through the scenarios in which each turn starts processes, or has all contenders come
+    /// first, with one turn each.
     pub slow_passes: u32,
     /// How often the contestants take turns in each pass, after one shorter turn that does not count. With 100
-    /// contenders it is half as often.
+    /// contenders or with long holds it is half as often.
     pub rounds: u32,
-    /// How long a measurement of one contestant in one round takes. With 100 contenders it is four times as long.
+    /// How long a measurement of one contestant in one round takes. With 100 contenders or with long holds it is four times
+    /// as long, and 20 times with a line that has to come first.
     pub stretch: Duration,
     /// How many hand-offs there are in a round.
     pub hand_offs: u32,
@@ -227,7 +229,9 @@ impl Effort {
     /// How many turns a contestant has in a pass. The first of several does not count.
     fn turns(&self, scenario: Scenario, pass: u32) -> u32 {
         match scenario {
-            Scenario::Held(_) | Scenario::Recovery => u32::from(pass < self.slow_passes),
+            Scenario::Waiters(_) | Scenario::Held(_) | Scenario::Recovery => {
+                u32::from(pass < self.slow_passes)
+            }
             // Each ends long after its stretch, when the last of them has been served.
             crowded if crowded.is_crowded() => self.rounds.div_ceil(2) + 1,
             _ => self.rounds + 1,

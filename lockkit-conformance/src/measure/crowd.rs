@@ -8,14 +8,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures_util::future::try_join_all;
+use futures_util::future::{ready, try_join_all};
 use lockkit_core::{BoxError, spi::Mode};
 use tokio::{
     task::{AbortHandle, JoinHandle, consume_budget, yield_now},
     time::{sleep, timeout},
 };
 
-use super::{Client, Contender};
+use super::{Client, Contender, process::processor_time};
 
 /// A waiter that is not served for so long is given up, and its contestant with it.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
@@ -24,6 +24,18 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) struct Crowd<C: Client> {
     pub(super) clients: Vec<C>,
     pub(super) tasks: Vec<Task<C::Contender>>,
+}
+
+/// How long a lock is kept that was granted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hold {
+    /// Not at all: acquisition and release are timed as one.
+    Nothing,
+    /// Across one yield. Without, a task would rarely be interrupted while it holds, and those of one thread would never
+    /// meet.
+    AYield,
+    /// For so long, to the next millisecond of the runtime's clock.
+    For(Duration),
 }
 
 /// One task: how it asks most of the time, and how else.
@@ -42,6 +54,18 @@ pub(crate) struct Share {
     pub(crate) grants: u64,
     /// Of all waits.
     pub(crate) longest: Duration,
+    /// All waits.
+    pub(crate) waited: Duration,
+}
+
+/// How all of them fared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Rush {
+    /// How long they were asked to contend.
+    pub(crate) elapsed: Duration,
+    /// What the process has used from the first acquisition to the last release, where the system tells.
+    pub(crate) processor: Option<Duration>,
+    pub(crate) shares: Vec<Share>,
 }
 
 /// How long one of them took each time, and how often within the stretch: the first so many.
@@ -57,42 +81,47 @@ impl Times {
             in_time: self.in_time,
             grants: self.all.len() as u64,
             longest: self.all.iter().max().copied().unwrap_or_default(),
+            waited: self.all.iter().sum(),
         }
     }
 }
 
 impl<C: Client> Crowd<C> {
-    /// Clients who all want `name`, a task each.
-    pub(crate) async fn of(clients: Vec<C>, name: &str) -> Result<Self, BoxError> {
+    /// Clients who all want `name`, with so many tasks each.
+    pub(crate) async fn of(clients: Vec<C>, tasks_each: u32, name: &str) -> Result<Self, BoxError> {
         let mut tasks = Vec::new();
         for client in &clients {
-            let usual = client.contender(name, Mode::Exclusive).await?;
-            tasks.push(Task { usual, other: None });
+            for _ in 0..tasks_each {
+                let usual = client.contender(name, Mode::Exclusive).await?;
+                tasks.push(Task { usual, other: None });
+            }
         }
         Ok(Self { clients, tasks })
     }
 
     /// All tasks at once, for so long; answers with how long it took to stop asking, and each task's times. Whoever waits
     /// by then is waited for, and its grant is no part of what was done in that time: of a hundred it would be a hundred
-    /// more. Where the lock is contended, it is held across one yield: without, a task would rarely be interrupted while it
-    /// holds, and those of one thread would never meet.
+    /// more. The time begins when `gate` is done, which may keep the lock from them until they are in line.
     pub(super) async fn contend(
         &mut self,
         stretch: Duration,
-        across_a_yield: bool,
+        hold: Hold,
+        gate: impl Future<Output = Result<(), BoxError>>,
     ) -> Result<(Duration, Vec<Times>), BoxError> {
         let stop = Arc::new(AtomicBool::new(false));
-        let began = Instant::now();
         let running: Vec<JoinHandle<_>> = (1..)
             .zip(self.tasks.drain(..))
-            .map(|(seed, task)| tokio::spawn(task.contend(seed, stop.clone(), across_a_yield)))
+            .map(|(seed, task)| tokio::spawn(task.contend(seed, stop.clone(), hold)))
             .collect();
-        sleep(stretch).await;
-        stop.store(true, Ordering::Relaxed);
-        let elapsed = began.elapsed();
+        let mut elapsed = Duration::ZERO;
         let mut all_times = Vec::new();
         let aborts: Vec<_> = running.iter().map(JoinHandle::abort_handle).collect();
-        let ended = timeout(PATIENCE, async {
+        let ended = timeout(PATIENCE + stretch, async {
+            gate.await?;
+            let began = Instant::now();
+            sleep(stretch).await;
+            stop.store(true, Ordering::Relaxed);
+            elapsed = began.elapsed();
             for task in running {
                 let (task, times) = task.await??;
                 self.tasks.push(task);
@@ -109,9 +138,17 @@ impl<C: Client> Crowd<C> {
     }
 
     /// The same for a contended lock, summed up.
-    pub(crate) async fn rush(&mut self, stretch: Duration) -> Result<(Duration, Vec<Share>), BoxError> {
-        let (elapsed, times) = self.contend(stretch, true).await?;
-        Ok((elapsed, times.iter().map(Times::share).collect()))
+    pub(crate) async fn rush(&mut self, stretch: Duration, hold: Hold) -> Result<Rush, BoxError> {
+        let before = processor_time();
+        let (elapsed, times) = self.contend(stretch, hold, ready(Ok(()))).await?;
+        let after = processor_time();
+        Ok(Rush {
+            elapsed,
+            processor: after
+                .zip(before)
+                .map(|(after, before)| after.saturating_sub(before)),
+            shares: times.iter().map(Times::share).collect(),
+        })
     }
 
     pub(crate) async fn close(self) -> Result<(), BoxError> {
@@ -126,7 +163,7 @@ impl<C: Contender> Task<C> {
         mut self,
         seed: u64,
         stop: Arc<AtomicBool>,
-        across_a_yield: bool,
+        how_long: Hold,
     ) -> Result<(Self, Times), BoxError> {
         // The same in every run: which of them ask otherwise is no source of differences.
         let mut random = fastrand::Rng::with_seed(seed);
@@ -139,14 +176,17 @@ impl<C: Contender> Task<C> {
             };
             let asked = Instant::now();
             let held = contender.acquire().await?;
-            if across_a_yield {
+            if how_long == Hold::Nothing {
+                contender.release(held).await?;
+                times.all.push(asked.elapsed());
+            } else {
                 // A wait is what is measured.
                 times.all.push(asked.elapsed());
-                yield_now().await;
+                match how_long {
+                    Hold::For(time) => sleep(time).await,
+                    _ => yield_now().await,
+                }
                 contender.release(held).await?;
-            } else {
-                contender.release(held).await?;
-                times.all.push(asked.elapsed());
             }
             if stop.load(Ordering::Relaxed) {
                 return Ok((self, times));

@@ -4,7 +4,7 @@ use std::{fmt, sync::Arc, time::Duration};
 
 use lockkit_core::{AcquireOptions, BoxError, Lock, LockClient, LockGuard, spi::Mode};
 
-use super::{Client, Contender, Processes, Scenario, Subject};
+use super::{Client, Clock, Contender, Processes, Scenario, Subject};
 use crate::{Harness, helper::Launch};
 
 /// Longer than any healthy server takes to confirm what is still under way.
@@ -18,6 +18,7 @@ pub struct Locks {
     harness: Arc<dyn Harness>,
     launch: Option<Launch>,
     counted: Option<(String, Counter)>,
+    server: Option<Clock>,
 }
 
 impl Locks {
@@ -27,6 +28,7 @@ impl Locks {
             harness: Arc::new(harness),
             launch: None,
             counted: None,
+            server: None,
         }
     }
 
@@ -41,6 +43,12 @@ impl Locks {
     /// pieces that were sent there so far: a proxy can tell.
     pub fn counted(mut self, url: impl Into<String>, counter: Counter) -> Self {
         self.counted = Some((url.into(), counter));
+        self
+    }
+
+    /// Says how much processor time the server has used so far.
+    pub fn served_by(mut self, server: Clock) -> Self {
+        self.server = Some(server);
         self
     }
 }
@@ -63,6 +71,9 @@ impl Subject for Locks {
     async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
         let needs_shared = matches!(scenario, Scenario::Shared(_));
         let needs_permits = scenario == Scenario::Permits;
+        if matches!(scenario, Scenario::Waiters(_)) {
+            return Ok(Some("most waiters of a client wait within it".to_owned()));
+        }
         if !needs_shared && !needs_permits {
             return Ok(None);
         }
@@ -81,7 +92,11 @@ impl Subject for Locks {
     fn processes(&self) -> Result<Processes, String> {
         let url = self.harness.url().ok_or("no other process reaches it")?;
         let launch = self.launch.clone().ok_or("there are no helper processes")?;
-        Ok(Processes::new(launch, url).counted(self.counted.clone()))
+        let mut processes = Processes::new(launch, url).counted(self.counted.clone());
+        if let Some(server) = &self.server {
+            processes = processes.served_by(server.clone());
+        }
+        Ok(processes)
     }
 }
 

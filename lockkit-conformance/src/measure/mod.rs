@@ -45,8 +45,8 @@ pub use contest::{Contestant, Effort, Progress, Role, contest};
 pub(crate) use crowd::Crowd;
 use lockkit_core::{BoxError, spi::Mode};
 pub use locks::{Counter, Locks};
-pub use process::Processes;
-pub(crate) use process::write_rush;
+pub use process::{Clock, Processes};
+pub(crate) use process::{processor_time, read_hold, write_rush};
 pub use row::{Outcome, Row};
 pub use scenario::{Figure, Scenario, UnknownScenario};
 

@@ -1,12 +1,12 @@
 //! Other processes, which hold and contend, and what that takes of their machine.
 
-use std::{io, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
 use lockkit_core::{BoxError, spi::Mode};
 
 use super::{
     Counter,
-    crowd::{PATIENCE, Share},
+    crowd::{Hold, PATIENCE, Rush, Share},
 };
 use crate::helper::{Helper, Launch, Request};
 
@@ -19,7 +19,11 @@ pub struct Processes {
     launch: Launch,
     url: String,
     counted: Option<(String, Counter)>,
+    server: Option<Clock>,
 }
+
+/// Tells how much processor time something has used so far: see [`Processes::served_by`].
+pub type Clock = Arc<dyn Fn() -> io::Result<Duration> + Send + Sync>;
 
 impl Processes {
     /// Started in this way, and told this URL.
@@ -28,7 +32,14 @@ impl Processes {
             launch,
             url: url.into(),
             counted: None,
+            server: None,
         }
+    }
+
+    /// Says how much processor time the server has used so far, which its process can tell where it is on this machine.
+    pub fn served_by(mut self, server: Clock) -> Self {
+        self.server = Some(server);
+        self
     }
 
     /// With a URL at which their traffic is counted: see [`Locks::counted`](super::Locks::counted).
@@ -130,37 +141,84 @@ fn unlike(answer: &str) -> io::Error {
 }
 
 /// Processes with clients who all want the same lock.
-pub(super) struct Rivals(Vec<Helper>);
+pub(super) struct Rivals {
+    helpers: Vec<Helper>,
+    server: Option<Clock>,
+}
+
+/// What came of a rush of all of them.
+pub(super) struct Rushed {
+    /// Grants per second.
+    pub(super) rate: f64,
+    /// How each client fared.
+    pub(super) shares: Vec<Share>,
+    /// What the server has used, and what the clients have, from the first acquisition to the last release.
+    pub(super) server: Option<Duration>,
+    pub(super) clients: Option<Duration>,
+}
 
 impl Rivals {
-    pub(super) async fn start(processes: &Processes, clients: u32, name: &str) -> io::Result<Self> {
-        let mut rivals = Vec::new();
-        for clients in divided(clients) {
-            let mut rival = Helper::start(&processes.launch, Some(&processes.url)).await?;
-            told(&mut rival, &format!("crowd {clients} {name}"), "gathered").await?;
-            rivals.push(rival);
-        }
-        Ok(Self(rivals))
+    /// So many clients, in up to four processes, a task each.
+    pub(super) async fn clients(processes: &Processes, clients: u32, name: &str) -> io::Result<Self> {
+        Self::start(processes, divided(clients).map(|clients| (clients, 1)), name).await
     }
 
-    /// All of them, for so long. Answers with their grants per second, and how each client fared.
-    pub(super) async fn rush(&mut self, stretch: Duration) -> Result<(f64, Vec<Share>), BoxError> {
-        for rival in &mut self.0 {
-            rival.send(&format!("rush {}", stretch.as_nanos()))?;
+    /// So many tasks in each of four processes, of one client each.
+    pub(super) async fn tasks(processes: &Processes, tasks: u32, name: &str) -> io::Result<Self> {
+        Self::start(processes, (0..MOST_RIVALS).map(|_| (1, tasks)), name).await
+    }
+
+    async fn start(
+        processes: &Processes,
+        crowds: impl Iterator<Item = (u32, u32)>,
+        name: &str,
+    ) -> io::Result<Self> {
+        let mut helpers = Vec::new();
+        for (clients, tasks) in crowds {
+            let mut helper = Helper::start(&processes.launch, Some(&processes.url)).await?;
+            told(
+                &mut helper,
+                &format!("crowd {clients} {tasks} {name}"),
+                "gathered",
+            )
+            .await?;
+            helpers.push(helper);
         }
-        let (mut rate, mut all) = (0.0, Vec::new());
-        for rival in &mut self.0 {
+        let server = processes.server.clone();
+        Ok(Self { helpers, server })
+    }
+
+    /// All of them, for so long.
+    pub(super) async fn rush(&mut self, stretch: Duration, hold: Hold) -> Result<Rushed, BoxError> {
+        let server_time = || self.server.as_ref().map(|server| server()).transpose();
+        let before = server_time()?;
+        for helper in &mut self.helpers {
+            helper.send(&format!("rush {} {}", stretch.as_nanos(), write_hold(hold)))?;
+        }
+        let mut rushed = Rushed {
+            rate: 0.0,
+            shares: Vec::new(),
+            server: None,
+            clients: Some(Duration::ZERO),
+        };
+        for helper in &mut self.helpers {
             // Each is at it for so long, and then waits for its last grant.
-            let answer = rival.reply_within(stretch + PATIENCE * 2).await?;
-            let (elapsed, shares) = read_rush(&answer).ok_or_else(|| unlike(&answer))?;
-            rate += super::rounds::rate(&shares, elapsed);
-            all.extend(shares);
+            let answer = helper.reply_within(stretch + PATIENCE * 2).await?;
+            let rush = read_rush(&answer).ok_or_else(|| unlike(&answer))?;
+            rushed.rate += super::rounds::rate(&rush.shares, rush.elapsed);
+            let clients = rushed.clients.zip(rush.processor);
+            rushed.clients = clients.map(|(all, one)| all + one);
+            rushed.shares.extend(rush.shares);
         }
-        Ok((rate, all))
+        let after = server_time()?;
+        rushed.server = after
+            .zip(before)
+            .map(|(after, before)| after.saturating_sub(before));
+        Ok(rushed)
     }
 
     pub(super) async fn close(self) -> io::Result<()> {
-        for mut rival in self.0 {
+        for mut rival in self.helpers {
             told(&mut rival, "close", "closed").await?;
         }
         Ok(())
@@ -173,33 +231,85 @@ fn divided(clients: u32) -> impl Iterator<Item = u32> {
     (0..many).map(move |index| clients / many + u32::from(index < clients % many))
 }
 
-/// What a helper answers after a rush: how long it took, then of each client how many grants within
-/// that time, how many in all, and the longest wait;
-/// all times in ns.
-pub(crate) fn write_rush(elapsed: Duration, shares: &[Share]) -> String {
-    let shares = shares
-        .iter()
-        .map(|share| format!(" {} {} {}", share.in_time, share.grants, share.longest.as_nanos()));
-    format!("rushed {}{}", elapsed.as_nanos(), shares.collect::<String>())
+/// What this process has used, where the system tells.
+pub(crate) fn processor_time() -> Option<Duration> {
+    #[cfg(unix)]
+    {
+        use rustix::time::{ClockId, clock_gettime};
+        let time = clock_gettime(ClockId::ProcessCPUTime);
+        Some(Duration::new(
+            time.tv_sec.try_into().ok()?,
+            time.tv_nsec.try_into().ok()?,
+        ))
+    }
+    #[cfg(not(unix))]
+    None
 }
 
-fn read_rush(answer: &str) -> Option<(Duration, Vec<Share>)> {
-    let numbers = answer.strip_prefix("rushed ")?.split(' ');
-    let numbers: Vec<u64> = numbers.map(str::parse).collect::<Result<_, _>>().ok()?;
-    let (elapsed, shares) = numbers.split_first()?;
-    let shares = shares.chunks_exact(3).map(|share| Share {
+/// How a helper is told how long to hold: in ns, where it is for a time.
+fn write_hold(hold: Hold) -> String {
+    match hold {
+        Hold::Nothing => "nothing".to_owned(),
+        Hold::AYield => "yield".to_owned(),
+        Hold::For(time) => time.as_nanos().to_string(),
+    }
+}
+
+pub(crate) fn read_hold(word: &str) -> Option<Hold> {
+    match word {
+        "nothing" => Some(Hold::Nothing),
+        "yield" => Some(Hold::AYield),
+        nanos => nanos.parse().ok().map(Duration::from_nanos).map(Hold::For),
+    }
+}
+
+/// What a helper answers after a rush: how long it took and how much processor time, then of each client how many grants
+/// within that time, how many in all, the longest wait and all waits; all times in ns.
+pub(crate) fn write_rush(rush: &Rush) -> String {
+    let processor = rush
+        .processor
+        .map_or_else(|| UNKNOWN.to_owned(), |time| time.as_nanos().to_string());
+    let shares = rush.shares.iter().map(|share| {
+        let (longest, waited) = (share.longest.as_nanos(), share.waited.as_nanos());
+        format!(" {} {} {longest} {waited}", share.in_time, share.grants)
+    });
+    format!(
+        "rushed {} {processor}{}",
+        rush.elapsed.as_nanos(),
+        shares.collect::<String>()
+    )
+}
+
+/// What the system does not tell.
+const UNKNOWN: &str = "unknown";
+
+fn read_rush(answer: &str) -> Option<Rush> {
+    let mut words = answer.strip_prefix("rushed ")?.split(' ');
+    let nanos = |word: &str| word.parse().ok().map(Duration::from_nanos);
+    let elapsed = nanos(words.next()?)?;
+    let processor = match words.next()? {
+        UNKNOWN => None,
+        known => Some(nanos(known)?),
+    };
+    let numbers: Vec<u64> = words.map(str::parse).collect::<Result<_, _>>().ok()?;
+    let shares = numbers.chunks_exact(4).map(|share| Share {
         in_time: share[0],
         grants: share[1],
         longest: Duration::from_nanos(share[2]),
+        waited: Duration::from_nanos(share[3]),
     });
-    Some((Duration::from_nanos(*elapsed), shares.collect()))
+    Some(Rush {
+        elapsed,
+        processor,
+        shares: shares.collect(),
+    })
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
-    use super::{Share, divided, read_rush, write_rush};
+    use super::{Hold, Rush, Share, divided, processor_time, read_hold, read_rush, write_hold, write_rush};
 
     #[test]
     fn clients_are_divided_among_up_to_four_processes() {
@@ -217,14 +327,42 @@ mod tests {
             in_time,
             grants,
             longest: Duration::from_nanos(nanos),
+            waited: Duration::from_nanos(nanos * 2),
         };
-        let shares = [share(6, 7, 1_500), share(0, 1, 3_000_000_000)];
-        let written = write_rush(Duration::from_millis(40), &shares);
-        let (elapsed, read) = read_rush(&written).unwrap();
-        assert_eq!(elapsed, Duration::from_millis(40));
-        assert_eq!(read, shares);
-        for other in ["", "rushed", "rushed x", "error it has broken"] {
+        for processor in [None, Some(Duration::from_micros(17))] {
+            let rush = Rush {
+                elapsed: Duration::from_millis(40),
+                processor,
+                shares: vec![share(6, 7, 1_500), share(0, 1, 3_000_000_000)],
+            };
+            assert_eq!(read_rush(&write_rush(&rush)), Some(rush));
+        }
+        for other in [
+            "",
+            "rushed",
+            "rushed x",
+            "rushed 1",
+            "rushed 1 x",
+            "error it has broken",
+        ] {
             assert!(read_rush(other).is_none(), "{other}");
+        }
+    }
+
+    #[test]
+    fn how_long_to_hold_is_read_as_it_was_written() {
+        for hold in [Hold::Nothing, Hold::AYield, Hold::For(Duration::from_millis(10))] {
+            assert_eq!(read_hold(&write_hold(hold)), Some(hold));
+        }
+        assert_eq!(read_hold("long"), None);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn processor_time_grows_by_what_this_process_works() {
+        let (began, before) = (Instant::now(), processor_time().unwrap());
+        while processor_time().unwrap() < before + Duration::from_millis(20) {
+            assert!(began.elapsed() < Duration::from_secs(20), "it stands still");
         }
     }
 }

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures_util::future::try_join_all;
+use futures_util::future::{ready, try_join_all};
 use lockkit_core::{BoxError, spi::Mode};
 use tokio::{
     task::JoinHandle,
@@ -15,12 +15,15 @@ use tokio::{
 use super::{
     Client as _, Contender as _, Effort, Figure, Processes, Scenario, Subject,
     contest::Sample,
-    crowd::{Crowd, PATIENCE, Share, Task, Times},
-    process::{Keeper, Rivals},
+    crowd::{Crowd, Hold, PATIENCE, Share, Task, Times},
+    process::{Keeper, Rivals, Rushed},
 };
 
 /// For how long a waiter has slept when the lock is handed to it.
 const ASLEEP: Duration = Duration::from_millis(35);
+/// So many connections share the waiters in a long line, and so long each of them takes to come there.
+const CONNECTIONS: u32 = 10;
+const TO_COME: Duration = Duration::from_millis(2);
 /// The size of the semaphore.
 const PERMITS: NonZeroU32 = NonZeroU32::new(4).unwrap();
 
@@ -63,9 +66,11 @@ impl<S: Subject> Stage<S> {
         // since two may be the same server with other options.
         let name = format!("lockkit-bench/{index}/{scenario}");
         let processes = match scenario {
-            Scenario::Clients(_) | Scenario::Held(_) | Scenario::Recovery => {
-                Some(subject.processes().map_err(Unfit::Declines)?)
-            }
+            Scenario::Clients(_)
+            | Scenario::Processes(_)
+            | Scenario::Holding(_)
+            | Scenario::Held(_)
+            | Scenario::Recovery => Some(subject.processes().map_err(Unfit::Declines)?),
             _ => None,
         };
         if matches!(scenario, Scenario::Held(locks) if locks > effort.most_held) {
@@ -77,11 +82,19 @@ impl<S: Subject> Stage<S> {
             Scenario::Beside(tasks) => (2, tasks + 1),
             Scenario::HandOff => (2, 2),
             Scenario::Shared(_) | Scenario::Permits => (4, 16),
-            Scenario::Clients(_) | Scenario::Held(_) => (0, 0),
+            // One of them holds until the others are in line.
+            Scenario::Waiters(waiters) => (CONNECTIONS, waiters + 1),
+            Scenario::Clients(_) | Scenario::Processes(_) | Scenario::Holding(_) | Scenario::Held(_) => {
+                (0, 0)
+            }
         };
         let rivals = match (scenario, &processes) {
             (Scenario::Clients(clients), Some(processes)) => {
-                Some(Rivals::start(processes, clients, &name).await?)
+                Some(Rivals::clients(processes, clients, &name).await?)
+            }
+            (Scenario::Holding(_), Some(processes)) => Some(Rivals::clients(processes, 16, &name).await?),
+            (Scenario::Processes(tasks), Some(processes)) => {
+                Some(Rivals::tasks(processes, tasks, &name).await?)
             }
             _ => None,
         };
@@ -129,12 +142,15 @@ impl<S: Subject> Stage<S> {
         if self.scenario.is_crowded() {
             stretch *= 4;
         }
+        if matches!(self.scenario, Scenario::Waiters(_)) {
+            stretch *= 20;
+        }
         if warming_up {
             stretch /= 4;
         }
         match self.scenario {
             Scenario::Uncontended => {
-                let (_, mut times) = self.crowd.contend(stretch, false).await?;
+                let (_, mut times) = self.crowd.contend(stretch, Hold::Nothing, no_gate()).await?;
                 let mut times = times.pop().unwrap_or_default().all;
                 times.sort_unstable();
                 Ok(vec![
@@ -143,28 +159,32 @@ impl<S: Subject> Stage<S> {
                 ])
             }
             Scenario::OwnNames(_) => {
-                let (elapsed, times) = self.crowd.contend(stretch, false).await?;
+                let (elapsed, times) = self.crowd.contend(stretch, Hold::Nothing, no_gate()).await?;
                 let shares: Vec<_> = times.iter().map(Times::share).collect();
                 Ok(vec![(Figure::Rate, rate(&shares, elapsed))])
             }
             Scenario::Tasks(_) => {
-                let (elapsed, shares) = self.crowd.rush(stretch).await?;
-                Ok(shared_out(rate(&shares, elapsed), &shares))
+                let rush = self.crowd.rush(stretch, Hold::AYield).await?;
+                Ok(shared_out(rate(&rush.shares, rush.elapsed), &rush.shares))
             }
-            Scenario::Clients(_) => {
+            Scenario::Clients(_) | Scenario::Processes(_) | Scenario::Holding(_) => {
+                let hold = match self.scenario {
+                    Scenario::Holding(ms) => Hold::For(Duration::from_millis(ms.into())),
+                    _ => Hold::AYield,
+                };
                 let rivals = self.rivals.as_mut().ok_or("no rivals")?;
-                let (rate, shares) = rivals.rush(stretch).await?;
-                Ok(shared_out(rate, &shares))
+                Ok(used_up(&rivals.rush(stretch, hold).await?))
             }
+            Scenario::Waiters(_) => Ok(self.waiters(stretch).await?),
             Scenario::Shared(_) | Scenario::Permits => {
-                let (elapsed, shares) = self.crowd.rush(stretch).await?;
+                let rush = self.crowd.rush(stretch, Hold::AYield).await?;
                 Ok(vec![
-                    (Figure::Rate, rate(&shares, elapsed)),
-                    (Figure::Longest, longest(&shares)),
+                    (Figure::Rate, rate(&rush.shares, rush.elapsed)),
+                    (Figure::Longest, longest(&rush.shares)),
                 ])
             }
             Scenario::Beside(_) => {
-                let (_, mut times) = self.crowd.contend(stretch, true).await?;
+                let (_, mut times) = self.crowd.contend(stretch, Hold::AYield, no_gate()).await?;
                 let mut times = times.pop().unwrap_or_default().all;
                 times.sort_unstable();
                 Ok(vec![
@@ -183,6 +203,21 @@ impl<S: Subject> Stage<S> {
             rivals.close().await?;
         }
         self.crowd.close().await
+    }
+
+    /// How fast a long line moves. It does so from the moment when all are in it.
+    async fn waiters(&mut self, stretch: Duration) -> Result<Sample, BoxError> {
+        let mut gate = self.crowd.tasks.pop().ok_or("nobody to wait for")?;
+        let held = gate.usual.acquire().await?;
+        let waiters = u32::try_from(self.crowd.tasks.len())?;
+        let opening = async {
+            sleep(ASLEEP + TO_COME * waiters).await;
+            gate.usual.release(held).await
+        };
+        let (elapsed, times) = self.crowd.contend(stretch, Hold::AYield, opening).await?;
+        self.crowd.tasks.push(gate);
+        let shares: Vec<_> = times.iter().map(Times::share).collect();
+        Ok(vec![(Figure::Rate, rate(&shares, elapsed))])
     }
 
     async fn hand_offs(&mut self, many: u32) -> Result<Sample, BoxError> {
@@ -305,6 +340,20 @@ pub(super) fn rate(shares: &[Share], elapsed: Duration) -> f64 {
     float(grants) / elapsed.as_secs_f64()
 }
 
+fn no_gate() -> impl Future<Output = Result<(), BoxError>> {
+    ready(Ok(()))
+}
+
+/// All waits over all grants.
+fn mean(shares: &[Share]) -> f64 {
+    let waited: Duration = shares.iter().map(|share| share.waited).sum();
+    micros(waited) / grants(shares)
+}
+
+fn grants(shares: &[Share]) -> f64 {
+    float(shares.iter().map(|share| share.grants).sum())
+}
+
 fn fairness(shares: &[Share]) -> f64 {
     let grants = shares.iter().map(|share| float(share.grants));
     let sum: f64 = grants.clone().sum();
@@ -317,6 +366,21 @@ fn shared_out(rate: f64, shares: &[Share]) -> Sample {
     vec![
         (Figure::Rate, rate),
         (Figure::Longest, longest(shares)),
+        (Figure::Mean, mean(shares)),
         (Figure::Fairness, fairness(shares)),
     ]
+}
+
+/// The same with what each lock took of the processors.
+fn used_up(rushed: &Rushed) -> Sample {
+    let mut sample = shared_out(rushed.rate, &rushed.shares);
+    for (figure, used) in [
+        (Figure::ServerTime, rushed.server),
+        (Figure::ClientTime, rushed.clients),
+    ] {
+        if let Some(used) = used {
+            sample.push((figure, micros(used) / grants(&rushed.shares)));
+        }
+    }
+    sample
 }

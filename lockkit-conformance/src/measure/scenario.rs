@@ -16,6 +16,12 @@ pub enum Scenario {
     Tasks(u32),
     /// So many clients in up to four processes, all on one name.
     Clients(u32),
+    /// Four processes of one client each, so many tasks in each of them, all on one name.
+    Processes(u32),
+    /// 16 clients in four processes, all on one name, who hold it for so many ms.
+    Holding(u32),
+    /// So many waiters in line on one name, all of them at the server, over ten connections.
+    Waiters(u32),
     /// One more client, on a name that so many tasks of another client contend for.
     Beside(u32),
     /// From the release by one client to the grant of another that has slept for 35 ms.
@@ -32,7 +38,7 @@ pub enum Scenario {
 
 impl Scenario {
     /// Every scenario, in the order in which they are shown.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 26] = [
         Self::Uncontended,
         Self::OwnNames(1),
         Self::OwnNames(4),
@@ -44,6 +50,11 @@ impl Scenario {
         Self::Clients(2),
         Self::Clients(16),
         Self::Clients(100),
+        Self::Processes(4),
+        Self::Holding(1),
+        Self::Holding(10),
+        Self::Waiters(10),
+        Self::Waiters(1_000),
         Self::Beside(16),
         Self::HandOff,
         Self::Shared(0),
@@ -64,6 +75,9 @@ impl Scenario {
             Self::OwnNames(n) => format!("throughput of {n} tasks, each on a name of its own"),
             Self::Tasks(n) => format!("{n} tasks of one client on one name"),
             Self::Clients(n) => format!("{n} clients of up to four processes on one name"),
+            Self::Processes(n) => format!("four processes of {n} tasks each on one name"),
+            Self::Holding(n) => format!("16 clients of four processes on one name, held for {n} ms"),
+            Self::Waiters(n) => format!("{n} waiters in line on one name"),
             Self::Beside(n) => format!("what a second client waits, beside {n} tasks of the first"),
             Self::HandOff => "hand-off to a client that has slept for 35 ms".to_owned(),
             Self::Shared(n) => format!("16 shared holders on one name, {n} % of them exclusive"),
@@ -77,8 +91,25 @@ impl Scenario {
     pub fn figures(self) -> &'static [Figure] {
         match self {
             Self::Uncontended => &[Figure::P50, Figure::P99],
-            Self::OwnNames(_) => &[Figure::Rate],
-            Self::Tasks(_) | Self::Clients(_) => &[Figure::Rate, Figure::Longest, Figure::Fairness],
+            Self::OwnNames(_) | Self::Waiters(_) => &[Figure::Rate],
+            Self::Tasks(_) => &[Figure::Rate, Figure::Longest, Figure::Mean, Figure::Fairness],
+            Self::Clients(_) | Self::Processes(_) => &[
+                Figure::Rate,
+                Figure::Longest,
+                Figure::Mean,
+                Figure::Fairness,
+                Figure::ServerTime,
+                Figure::ClientTime,
+            ],
+            // How often they get it says little: most of the time somebody holds.
+            Self::Holding(_) => &[
+                Figure::ServerTime,
+                Figure::ClientTime,
+                Figure::Rate,
+                Figure::Longest,
+                Figure::Mean,
+                Figure::Fairness,
+            ],
             Self::Beside(_) | Self::HandOff => &[Figure::P50, Figure::Longest],
             Self::Shared(_) | Self::Permits => &[Figure::Rate, Figure::Longest],
             Self::Held(_) => &[Figure::Processor, Figure::Memory, Figure::Packets],
@@ -86,9 +117,14 @@ impl Scenario {
         }
     }
 
-    /// Whether there are so many contenders that most of a measurement is to wait for the last of them.
+    /// Whether there are so many contenders, or they hold for so long, that most of a measurement is to wait for the last of
+    /// them.
     pub(super) fn is_crowded(self) -> bool {
-        matches!(self, Self::Tasks(n) | Self::Clients(n) if n >= 100)
+        match self {
+            Self::Tasks(n) | Self::Clients(n) => n >= 100,
+            Self::Holding(_) => true,
+            _ => false,
+        }
     }
 
     /// The figure that counts.
@@ -105,6 +141,9 @@ impl fmt::Display for Scenario {
             Self::OwnNames(n) => write!(f, "own-names-{n}"),
             Self::Tasks(n) => write!(f, "tasks-{n}"),
             Self::Clients(n) => write!(f, "clients-{n}"),
+            Self::Processes(n) => write!(f, "processes-{n}"),
+            Self::Holding(n) => write!(f, "holding-{n}ms"),
+            Self::Waiters(n) => write!(f, "waiters-{n}"),
             Self::Beside(n) => write!(f, "beside-{n}"),
             Self::HandOff => f.write_str("hand-off"),
             Self::Shared(n) => write!(f, "shared-{n}"),
@@ -164,8 +203,14 @@ pub enum Figure {
     Rate,
     /// The longest wait, in µs.
     Longest,
+    /// The mean wait, in µs.
+    Mean,
     /// Jain's index of how evenly the acquisitions were shared out: 1 is evenly, 1/n is all to one of n.
     Fairness,
+    /// What each lock takes of the server's processor time, in µs.
+    ServerTime,
+    /// What each lock takes of the clients' processor time, in µs.
+    ClientTime,
     /// What keeping the locks takes of one processor core with a ttl of 30 s, in per cent.
     Processor,
     /// What each lock takes of the process's resident memory, in bytes.
@@ -185,7 +230,10 @@ impl Figure {
             Self::P99 => "p99",
             Self::Rate => "locks/s",
             Self::Longest => "longest wait",
+            Self::Mean => "mean wait",
             Self::Fairness => "Jain",
+            Self::ServerTime => "server's processor time per lock",
+            Self::ClientTime => "clients' processor time per lock",
             Self::Processor => "% of a core",
             Self::Memory => "bytes per lock",
             Self::Packets => "round trips per renewal of all",
@@ -195,7 +243,16 @@ impl Figure {
 
     /// Whether it is a time, in µs.
     pub fn is_time(self) -> bool {
-        matches!(self, Self::P50 | Self::P99 | Self::Longest | Self::Recovery)
+        match self {
+            Self::P50
+            | Self::P99
+            | Self::Longest
+            | Self::Mean
+            | Self::ServerTime
+            | Self::ClientTime
+            | Self::Recovery => true,
+            Self::Rate | Self::Fairness | Self::Processor | Self::Memory | Self::Packets => false,
+        }
     }
 
     /// Whether more is better.

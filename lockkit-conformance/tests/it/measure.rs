@@ -1,18 +1,23 @@
 //! What `measure` measures, of subjects whose costs are known.
 
 use std::{
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
     time::Duration,
 };
 
 use async_trait::async_trait;
 use lockkit_conformance::{
     Harness,
+    helper::{self, Launch},
     measure::{
-        Client, Contender, Contestant, Effort, Figure, Locks, Outcome, Role, Row, Scenario, Subject, contest,
+        Client, Contender, Contestant, Effort, Figure, Locks, Outcome, Processes, Role, Row, Scenario,
+        Subject, contest,
     },
 };
-use lockkit_core::{BoxError, LockClient, MemoryBackend, Result, spi::Mode};
+use lockkit_core::{AcquireOptions, BoxError, Lock, LockClient, LockGuard, MemoryBackend, Result, spi::Mode};
 use tokio::runtime::{self, Runtime};
 
 /// As little as can be: most of these tests are about turns and not about time.
@@ -125,13 +130,18 @@ fn every_scenario_of_one_process_is_measured_in_all_its_figures() {
         assert_eq!(row.scenario, scenario);
         if matches!(
             scenario,
-            Scenario::Clients(_) | Scenario::Held(_) | Scenario::Recovery
+            Scenario::Clients(_)
+                | Scenario::Processes(_)
+                | Scenario::Holding(_)
+                | Scenario::Waiters(_)
+                | Scenario::Held(_)
+                | Scenario::Recovery
         ) {
             let Outcome::Skipped(why) = &row.outcome else {
                 panic!("without other processes: {row:?}");
             };
             assert!(
-                why.contains("no other process") || why.contains("quick run"),
+                why.contains("no other process") || why.contains("quick run") || why.contains("within it"),
                 "{why}"
             );
             continue;
@@ -149,6 +159,116 @@ fn every_scenario_of_one_process_is_measured_in_all_its_figures() {
             );
         }
     }
+}
+
+/// Takes no time to acquire, in as many processes as there are.
+struct Abroad;
+
+impl Subject for Abroad {
+    type Client = Known;
+
+    async fn client(&self) -> std::result::Result<Known, BoxError> {
+        Ok(Known::named("abroad", &Arc::default()))
+    }
+
+    fn processes(&self) -> std::result::Result<Processes, String> {
+        let test = ["--exact", "measure::helper_of_this_module", "--nocapture"];
+        let launch = Launch::this_program(test).map_err(|error| error.to_string())?;
+        // Looked at twice in a round.
+        let looks = AtomicU32::new(0);
+        let clock = move || Ok(Duration::from_millis(100) * looks.fetch_add(1, Ordering::Relaxed));
+        Ok(Processes::new(launch, "abroad").served_by(Arc::new(clock)))
+    }
+}
+
+/// As which this program runs itself again.
+#[test]
+fn helper_of_this_module() {
+    if helper::is_helper() {
+        helper::rival(Abroad).unwrap();
+    }
+}
+
+#[test]
+fn those_of_several_processes_are_told_by_what_they_use() {
+    let mut contestants = [Contestant::new("x", "abroad", Role::Peer, Abroad)];
+    let scenarios = [Scenario::Processes(4), Scenario::Holding(10)];
+    let effort = Effort {
+        rounds: 2,
+        stretch: Duration::from_millis(50),
+        ..BRIEF
+    };
+    let rows = measure_with(&effort, &mut contestants, &scenarios);
+    for (row, rounds) in rows.iter().zip([2, 1]) {
+        for figure in row.scenario.figures() {
+            assert_eq!(row.rounds(*figure).len(), rounds, "{figure:?}: {row:?}");
+        }
+        let even = row.value(Figure::Fairness).unwrap();
+        assert!(even > 0.5, "{even} of sixteen that are served alike");
+        let (mean, longest) = (
+            row.value(Figure::Mean).unwrap(),
+            row.value(Figure::Longest).unwrap(),
+        );
+        assert!(mean <= longest, "{mean} of up to {longest}");
+        assert!(row.value(Figure::ClientTime).unwrap() > 0.0);
+    }
+    // Each release takes 1 ms, and each hold 10 ms more: 16 locks are taken once at least in 50 ms and four times in
+    // 200 ms, and no more often than that allows.
+    let short = rows[0].value(Figure::ServerTime).unwrap();
+    assert!((100e3 / (16.0 * 51.0)..=100e3 / 16.0).contains(&short), "{short}");
+    let long = rows[1].value(Figure::ServerTime).unwrap();
+    assert!((100e3 / (16.0 * 20.0)..=100e3 / 16.0).contains(&long), "{long}");
+    let rate = rows[1].value(Figure::Rate).unwrap();
+    assert!(rate <= 16.0 * 91.0, "{rate} of holds of 10 ms");
+}
+
+/// A client for each contender, so that each waits at the server.
+#[derive(Clone)]
+struct InLine(MemoryBackend);
+
+impl Subject for InLine {
+    type Client = Self;
+
+    async fn client(&self) -> std::result::Result<Self, BoxError> {
+        Ok(self.clone())
+    }
+}
+
+impl Client for InLine {
+    type Contender = Slow;
+
+    async fn contender(&self, name: &str, _: Mode) -> std::result::Result<Slow, BoxError> {
+        let lock = LockClient::new(self.0.clone()).lock(name)?;
+        let wait = AcquireOptions::new().wait(Duration::from_secs(60));
+        Ok(Slow(lock.with_options(wait)))
+    }
+}
+
+/// Keeps the lock for 2 ms.
+struct Slow(Lock);
+
+impl Contender for Slow {
+    type Held = LockGuard;
+
+    async fn acquire(&mut self) -> std::result::Result<LockGuard, BoxError> {
+        Ok(self.0.acquire().await?)
+    }
+
+    async fn release(&mut self, held: LockGuard) -> std::result::Result<(), BoxError> {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+        Ok(held.release().await?)
+    }
+}
+
+#[test]
+fn a_line_of_waiters_is_timed_from_when_all_are_in_it() {
+    let line = InLine(MemoryBackend::default());
+    let mut contestants = [Contestant::new("memory", "a client each", Role::Ours, line)];
+    // They come for 435 ms, and a stretch is 80 ms.
+    let rows = measure(&mut contestants, &[Scenario::Waiters(200)]);
+    let rate = rows[0].value(Figure::Rate).unwrap();
+    assert!(rate > 0.0, "nobody, without the time that they take to come");
+    assert!(rate <= 500.0, "{rate} per second of 2 ms each");
 }
 
 #[test]

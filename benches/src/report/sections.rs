@@ -1,0 +1,176 @@
+//! What is told, and in which order.
+
+use lockkit_conformance::measure::Scenario;
+
+use super::chart;
+use crate::results::Results;
+
+/// One question, the scenarios that answer it, and the one that is drawn.
+pub(super) struct Section {
+    pub(super) id: &'static str,
+    pub(super) title: &'static str,
+    pub(super) about: &'static str,
+    pub(super) scenarios: Vec<Scenario>,
+    pub(super) picture: Picture,
+}
+
+pub(super) enum Picture {
+    /// A bar per contestant.
+    Bars(Scenario),
+    /// A line per lockkit backend, over the number of tasks.
+    Lines(Vec<(f64, Scenario)>),
+}
+
+impl Section {
+    pub(super) fn draw(&self, results: &Results) -> Result<String, chart::CannotDraw> {
+        match &self.picture {
+            Picture::Bars(scenario) => chart::bars(results, *scenario),
+            Picture::Lines(points) => chart::lines(results, points),
+        }
+    }
+}
+
+/// What is told, in the order in which it is told; without what nobody was measured in.
+pub(super) fn sections(results: &Results) -> Vec<Section> {
+    let measured = |scenario: Scenario| {
+        let mut rows = results.of(scenario);
+        rows.any(|row| row.value(scenario.figure()).is_some())
+    };
+    let most_held = [10_000, 1_000, 10]
+        .map(Scenario::Held)
+        .into_iter()
+        .find(|it| measured(*it));
+    let most_held = most_held.unwrap_or(Scenario::Held(10));
+    let all = alone()
+        .into_iter()
+        .chain(contended())
+        .chain(one_after_another(most_held));
+    all.filter(|section| section.scenarios.iter().any(|it| measured(*it)))
+        .collect()
+}
+
+fn bars(scenario: Scenario) -> Picture {
+    Picture::Bars(scenario)
+}
+
+/// Of locks that nobody else wants.
+fn alone() -> Vec<Section> {
+    let tasks = [1, 4, 16, 64];
+    vec![
+        Section {
+            id: "uncontended",
+            title: "A lock that nobody else wants",
+            about: "One task acquires and releases. What a lock costs when there is no conflict.",
+            scenarios: vec![Scenario::Uncontended],
+            picture: bars(Scenario::Uncontended),
+        },
+        Section {
+            id: "own-names",
+            title: "Many locks at once",
+            about: "So many tasks of one client, each on a name of its own: how far one client goes.",
+            scenarios: tasks.map(Scenario::OwnNames).to_vec(),
+            picture: Picture::Lines(tasks.map(|n| (f64::from(n), Scenario::OwnNames(n))).to_vec()),
+        },
+    ]
+}
+
+/// Of a lock that many want.
+fn contended() -> Vec<Section> {
+    vec![
+        Section {
+            id: "tasks",
+            title: "One lock, many tasks of one process",
+            about: "So many tasks of one client on one name. lockkit hands the lock on within the process up to 32 times in a \
+                    row, each time with a fresh fencing token, and then lets other processes in; where `local_handoffs` says so, \
+                    up to 1,000 times. What others wait for that is below. ZooKeeper's strict order rules it out.",
+            scenarios: [2, 16, 100].map(Scenario::Tasks).to_vec(),
+            picture: bars(Scenario::Tasks(16)),
+        },
+        Section {
+            id: "clients",
+            title: "One lock, many clients",
+            about: "So many clients on one name, in two processes or in four. A client that polls takes the lock again and \
+                    again, and looks fast: see the longest wait, and Jain's index, which is 1 if all had equal shares and 1/n if \
+                    one had everything. What is done by hand, `GET_LOCK` and ZooKeeper's plain recipe have no tokens and no lease \
+                    to keep. Processor time is that of all processes of each side, to the last release.",
+            scenarios: [2, 16, 100].map(Scenario::Clients).to_vec(),
+            picture: bars(Scenario::Clients(16)),
+        },
+        Section {
+            id: "processes",
+            title: "One lock, some tasks in some processes",
+            about: "Four processes of four tasks each on one name, one client in each process: what contention looks like in \
+                    most services. Local hand-off counts, and so does whoever waits meanwhile.",
+            scenarios: vec![Scenario::Processes(4)],
+            picture: bars(Scenario::Processes(4)),
+        },
+        Section {
+            id: "holding",
+            title: "What waiting costs",
+            about: "16 clients of four processes on one name, each of whom holds it for so many milliseconds: most of the time, 15 \
+                    wait. The picture shows what each lock takes of the server's processor time, with holds of 10 ms.",
+            scenarios: [1, 10].map(Scenario::Holding).to_vec(),
+            picture: bars(Scenario::Holding(10)),
+        },
+        Section {
+            id: "waiters",
+            title: "A long line",
+            about: "So many waiters on one name, over ten ZooKeeper sessions, each with a place in the line at the server. What others \
+                    wait for behind one client is above.",
+            scenarios: [10, 1_000].map(Scenario::Waiters).to_vec(),
+            picture: bars(Scenario::Waiters(1_000)),
+        },
+        Section {
+            id: "beside",
+            title: "What a second process waits",
+            about: "One more client, on the name that 16 tasks of another client contend for: what local hand-off costs others.",
+            scenarios: vec![Scenario::Beside(16)],
+            picture: bars(Scenario::Beside(16)),
+        },
+    ]
+}
+
+/// Of a lock that goes from one to the next, or stays.
+fn one_after_another(most_held: Scenario) -> Vec<Section> {
+    vec![
+        Section {
+            id: "hand-off",
+            title: "Hand-off",
+            about: "From the call that releases to the grant of another client, which has slept for 35 ms.",
+            scenarios: vec![Scenario::HandOff],
+            picture: bars(Scenario::HandOff),
+        },
+        Section {
+            id: "shared",
+            title: "Shared mode",
+            about: "16 tasks of four clients on one name, of which so many per cent ask for it exclusively.",
+            scenarios: [0, 5, 50].map(Scenario::Shared).to_vec(),
+            picture: bars(Scenario::Shared(5)),
+        },
+        Section {
+            id: "permits",
+            title: "Semaphores",
+            about: "16 tasks of four clients on a semaphore of four permits.",
+            scenarios: vec![Scenario::Permits],
+            picture: bars(Scenario::Permits),
+        },
+        Section {
+            id: "held",
+            title: "Locks that are kept",
+            about: "One client, in a process of its own, holds so many locks and does nothing but renew them. Processor time is \
+                    given for a ttl of 30 s, of which a third passes between renewals. Round trips are the pieces of \
+                    traffic that left the client while every lock was renewed once.",
+            scenarios: [10, 1_000, 10_000].map(Scenario::Held).to_vec(),
+            picture: bars(most_held),
+        },
+        Section {
+            id: "recovery",
+            title: "When the holder dies",
+            about: "A process that holds the lock with a ttl of 4 s is killed (−9) right after its grant: how long until \
+                    a client that waits is granted. Where a lease has to run out, that is the lease; a connection or a file \
+                    ends with its process.",
+            scenarios: vec![Scenario::Recovery],
+            picture: bars(Scenario::Recovery),
+        },
+    ]
+}
