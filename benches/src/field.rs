@@ -3,11 +3,17 @@
 use std::{any::Any, collections::BTreeMap, fmt, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use lockkit::{BoxError, LockClient, spi::chain};
+use lockkit::{
+    BoxError, Lock, LockClient,
+    spi::{Mode, chain},
+    zk::{ZkBackend, ZkConfig},
+};
 use lockkit_conformance::{
     Harness,
     helper::Launch,
-    measure::{Contestant, Counter, Effort, Locks, Processes, Role, Scenario, Subject, contest},
+    measure::{
+        Client, Clock, Contestant, Counter, Effort, Locks, Processes, Role, Scenario, Subject, contest,
+    },
 };
 use lockkit_testbed::{
     Proxy,
@@ -18,9 +24,10 @@ use lockkit_testbed::{
 
 use crate::{
     peers::{
-        Curator, DistributedFileLock, EphemeralNode, ForUpdate, GetLock, ListElement, LockedFile, Peer,
-        Rslock, SetNx, TokioSync,
+        Curator, DistributedFileLock, EphemeralNode, Flock, ForUpdate, GetLock, LockedFile, Peer, Rslock,
+        SetNx, TokenRing, TokioSync,
     },
+    processor::processor_time,
     results::Skipped,
 };
 
@@ -96,24 +103,50 @@ impl Field {
             .push(Contestant::new(backend, name, role, subject));
     }
 
-    /// A peer, which helper processes are as well.
-    fn peer(&mut self, backend: &str, name: &str, peer: Peer) {
-        let processes = Processes::new(self.launch.clone(), peer.to_string());
+    /// What helper processes are as well, served by these.
+    fn peer(&mut self, backend: &str, name: &str, role: Role, peer: Peer, servers: &[u32]) {
+        let mut processes = Processes::new(self.launch.clone(), peer.to_string());
+        if let Some(clock) = clock(servers) {
+            processes = processes.served_by(clock);
+        }
         match peer {
-            Peer::DistributedLock(it) => self.add(backend, name, Role::Peer, Abroad(it, processes)),
-            Peer::Rslock(it) => self.add(backend, name, Role::Peer, Abroad(it, processes)),
-            Peer::Curator(it) => self.add(backend, name, Role::Peer, Abroad(it, processes)),
-            Peer::GetLock(it) => self.add(backend, name, Role::Peer, Abroad(it, processes)),
+            Peer::Flock(it) => self.add(backend, name, role, Abroad(it, processes)),
+            Peer::TokenRing(it) => {
+                let ring = Contestant::new(backend, name, role, Abroad(it, processes));
+                self.contestants.push(
+                    ring.only(|scenario| !matches!(scenario, Scenario::Uncontended | Scenario::OwnNames(_))),
+                );
+            }
+            Peer::ForUpdate(it) => self.add(backend, name, role, Abroad(it, processes)),
+            Peer::DistributedLock(it) => self.add(backend, name, role, Abroad(it, processes)),
+            Peer::Rslock(it) => self.add(backend, name, role, Abroad(it, processes)),
+            Peer::Curator(it) => self.add(backend, name, role, Abroad(it, processes)),
+            Peer::GetLock(it) => self.add(backend, name, role, Abroad(it, processes)),
         }
     }
 
-    /// lockkit at `url`; processes whose traffic is counted are behind `proxies`, at `counted`.
-    fn ours(&mut self, backend: &str, name: &str, url: String, counted: String, proxies: Arc<[Proxy]>) {
+    /// lockkit at `url`, served by these; processes whose traffic is counted are behind `proxies`, at `counted`.
+    fn ours(
+        &mut self,
+        backend: &str,
+        name: &str,
+        (url, servers): (String, &[u32]),
+        (counted, proxies): (String, Arc<[Proxy]>),
+    ) {
         let sent = move || proxies.iter().map(|proxy| proxy.counts().requests.chunks).sum();
-        let locks = Locks::new(At(url))
+        let mut locks = Locks::new(At(url))
             .helpers(self.launch.clone())
             .counted(counted, Arc::new(sent) as Counter);
-        self.add(backend, name, Role::Ours, locks);
+        if let Some(clock) = clock(servers) {
+            locks = locks.served_by(clock);
+        }
+        self.add_ours(Contestant::new(backend, name, Role::Ours, locks));
+    }
+
+    /// In what it has no answer to it has no row.
+    fn add_ours(&mut self, contestant: Contestant) {
+        self.contestants
+            .push(contestant.only(|scenario| !matches!(scenario, Scenario::Waiters(_))));
     }
 
     /// lockkit at `url` with more local hand-offs than by default, where they count.
@@ -127,12 +160,8 @@ impl Field {
     }
 
     fn memory(&mut self) {
-        self.add(
-            "memory",
-            "lockkit",
-            Role::Ours,
-            Locks::new(At("memory:".to_owned())),
-        );
+        let locks = Locks::new(At("memory:".to_owned()));
+        self.add_ours(Contestant::new("memory", "lockkit", Role::Ours, locks));
         self.add("memory", "tokio::sync", Role::Peer, TokioSync::default());
     }
 
@@ -141,16 +170,24 @@ impl Field {
         let under = |name: &str| dir.0.join(name);
         let floor = LockedFile { dir: under("floor") };
         self.add("file", "flock, write, fdatasync", Role::Floor, floor);
+        let flock = Peer::Flock(Flock { dir: under("flock") });
+        self.peer("file", "flock, by hand", Role::Floor, flock, &[]);
         let locks = Locks::new(At(format!("file://{}", under("lockkit").display())));
         let locks = locks.helpers(self.launch.clone());
         let ours = Contestant::new("file", "lockkit", Role::Ours, locks);
-        self.contestants.push(ours.sitting_out(|scenario| {
+        self.add_ours(ours.sitting_out(|scenario| {
             (scenario == Scenario::Held(10_000)).then_some(
                 "the first grant of a name waits for the disk, which takes half a minute for so many",
             )
         }));
         let peer = DistributedFileLock { dir: under("peer") };
-        self.peer("file", "distributed-lock", Peer::DistributedLock(peer));
+        self.peer(
+            "file",
+            "distributed-lock",
+            Role::Peer,
+            Peer::DistributedLock(peer),
+            &[],
+        );
         self.servers.push(Box::new(dir));
         Ok(())
     }
@@ -169,13 +206,18 @@ impl Field {
             Role::Floor,
             SetNx { url: url.clone() },
         );
-        let element = ListElement { url: url.clone() };
-        let element = Contestant::new("redis", "BLPOP, by hand", Role::Floor, element);
-        self.contestants
-            .push(element.only(|scenario| scenario == Scenario::HandOff));
-        self.ours("redis", "lockkit", url.clone(), counted, Arc::new([proxy]));
+        let pids = pids([server.pid()]);
+        let ring = Peer::TokenRing(TokenRing { url: url.clone() });
+        self.peer("redis", "BLPOP, by hand", Role::Floor, ring, &pids);
+        self.ours(
+            "redis",
+            "lockkit",
+            (url.clone(), &pids),
+            (counted, Arc::new([proxy])),
+        );
         self.ours_handing_on("redis", &url);
-        self.peer("redis", "rslock", Peer::Rslock(Rslock { urls: vec![url] }));
+        let rslock = Peer::Rslock(Rslock { urls: vec![url] });
+        self.peer("redis", "rslock", Role::Peer, rslock, &pids);
         self.servers.push(Box::new(server));
         Ok(())
     }
@@ -189,20 +231,19 @@ impl Field {
             .collect::<Result<_, _>>()?;
         let addrs = masters.iter().map(RedisServer::addr);
         let url = redlock(addrs.clone());
-        lockkit::connect(&url)
-            .await?
-            .close(Duration::from_secs(5))
-            .await?;
+        Client::close(lockkit::connect(&url).await?).await?;
         let proxies: Arc<[Proxy]> = addrs.map(Proxy::start).collect::<Result<_, _>>()?;
         let counted = redlock(proxies.iter().map(Proxy::addr));
         self.versions.insert(
             "redlock".to_owned(),
             format!("{MASTERS} × {}", version(&masters[0])?),
         );
-        self.ours("redlock", "lockkit", url.clone(), counted, proxies);
+        let pids = pids(masters.iter().map(RedisServer::pid));
+        self.ours("redlock", "lockkit", (url.clone(), &pids), (counted, proxies));
         self.ours_handing_on("redlock", &url);
         let urls: Vec<_> = masters.iter().map(|master| master.url().to_owned()).collect();
-        self.peer("redlock", "rslock", Peer::Rslock(Rslock { urls }));
+        let rslock = Peer::Rslock(Rslock { urls });
+        self.peer("redlock", "rslock", Role::Peer, rslock, &pids);
         self.servers.push(Box::new(masters));
         Ok(())
     }
@@ -231,9 +272,20 @@ impl Field {
         let parameters = format!("tick_time={}ms&session_timeout=4s", ZkServer::TICK.as_millis());
         let at = |addr: &dyn fmt::Display| format!("zk://{addr}?{parameters}");
         let (url, counted) = (at(&addr), at(&proxy.addr()));
-        self.ours("zookeeper", "lockkit", url, counted, Arc::new([proxy]));
+        let pids = pids([server.pid()]);
+        self.ours("zookeeper", "lockkit", (url, &pids), (counted, Arc::new([proxy])));
+        let line = ClientEach { addr: addr.clone() };
+        let line = Contestant::new("zookeeper", "lockkit, a client each", Role::Ours, line);
+        self.contestants
+            .push(line.only(|scenario| matches!(scenario, Scenario::Waiters(_))));
         let name = "zookeeper-client's recipe";
-        self.peer("zookeeper", name, Peer::Curator(Curator { addr }));
+        self.peer(
+            "zookeeper",
+            name,
+            Role::Peer,
+            Peer::Curator(Curator { addr }),
+            &pids,
+        );
         self.servers.push(Box::new(server));
         // A virtual machine that has just started interprets what it will have compiled after some seconds of work, and
         // is several times slower until then.
@@ -257,7 +309,9 @@ impl Field {
         let floor = ForUpdate { url: url.clone() };
         let version = floor.version().await?;
         self.versions.insert(backend.to_owned(), version);
-        self.add(backend, "FOR UPDATE, by hand", Role::Floor, floor);
+        let pids = pids([server.process().pid()]);
+        let floor = Peer::ForUpdate(floor);
+        self.peer(backend, "FOR UPDATE, by hand", Role::Floor, floor, &pids);
         for (name, parameters) in [
             ("lockkit", ""),
             ("lockkit, mode=lease", "?mode=lease&namespace=lease"),
@@ -265,13 +319,25 @@ impl Field {
             let proxy = Proxy::start(server.addr())?;
             let counted = format!("{}{parameters}", MySql::url_at(proxy.addr()));
             let url = format!("{url}{parameters}");
-            self.ours(backend, name, url, counted, Arc::new([proxy]));
+            self.ours(backend, name, (url, &pids), (counted, Arc::new([proxy])));
         }
         self.ours_handing_on(backend, &url);
-        self.peer(backend, "GET_LOCK", Peer::GetLock(GetLock { url }));
+        let get_lock = Peer::GetLock(GetLock { url });
+        self.peer(backend, "GET_LOCK", Role::Peer, get_lock, &pids);
         self.servers.push(Box::new(server));
         Ok(())
     }
+}
+
+fn pids(servers: impl IntoIterator<Item = Option<u32>>) -> Vec<u32> {
+    servers.into_iter().flatten().collect()
+}
+
+/// The processor time of these servers together, if there are any.
+fn clock(servers: &[u32]) -> Option<Clock> {
+    let servers = servers.to_vec();
+    (!servers.is_empty())
+        .then(|| Arc::new(move || servers.iter().copied().map(processor_time).sum()) as Clock)
 }
 
 fn redlock(masters: impl Iterator<Item = SocketAddr>) -> String {
@@ -307,6 +373,33 @@ impl Harness for At {
 
     async fn connect(&self, url: &str) -> lockkit::Result<LockClient> {
         lockkit::connect(url).await
+    }
+}
+
+/// lockkit on ZooKeeper with sessions that many clients share, each with one waiter: those of one client would wait in
+/// their client.
+struct ClientEach {
+    addr: String,
+}
+
+impl Subject for ClientEach {
+    type Client = Session;
+
+    async fn client(&self) -> Result<Session, BoxError> {
+        let mut config = ZkConfig::new(&self.addr);
+        config.tick_time = ZkServer::TICK;
+        Ok(Session(ZkBackend::connect(config).await?))
+    }
+}
+
+/// A session.
+struct Session(ZkBackend);
+
+impl Client for Session {
+    type Contender = Lock;
+
+    async fn contender(&self, name: &str, mode: Mode) -> Result<Lock, BoxError> {
+        LockClient::new(self.0.clone()).contender(name, mode).await
     }
 }
 

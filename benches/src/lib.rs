@@ -3,6 +3,7 @@
 
 pub mod field;
 pub mod peers;
+pub mod processor;
 pub mod report;
 pub mod results;
 pub mod turns;

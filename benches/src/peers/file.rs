@@ -1,9 +1,10 @@
 //! Beside the file backend.
 
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{self, File, OpenOptions, TryLockError},
     io::{Seek, Write},
     path::PathBuf,
+    sync::Arc,
 };
 
 use distributed_lock_core::traits::{DistributedLock, LockHandle as _, LockProvider};
@@ -70,6 +71,74 @@ impl Contender for OneFile {
         // It blocks its thread for milliseconds: the runtime's own work comes in between.
         tokio::task::yield_now().await;
         Ok(())
+    }
+}
+
+/// A file lock by hand: `flock`. No token, nothing written, no order among those who wait.
+#[derive(Clone, Debug)]
+pub struct Flock {
+    /// Where the files are.
+    pub dir: PathBuf,
+}
+
+impl Subject for Flock {
+    type Client = Self;
+
+    async fn client(&self) -> Result<Self, BoxError> {
+        fs::create_dir_all(&self.dir)?;
+        Ok(self.clone())
+    }
+
+    async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        Ok(match scenario {
+            Scenario::Shared(_) => None,
+            other => exclusive_alone(other),
+        })
+    }
+}
+
+impl Client for Flock {
+    type Contender = OpenFile;
+
+    async fn contender(&self, name: &str, mode: Mode) -> Result<OpenFile, BoxError> {
+        let path = self.dir.join(name.replace('/', "-"));
+        let file = OpenOptions::new().append(true).create(true).open(path)?;
+        Ok(OpenFile {
+            file: Arc::new(file),
+            shared: mode == Mode::Shared,
+        })
+    }
+}
+
+/// An open file of its own, by which the kernel tells it from others of its process.
+#[derive(Debug)]
+pub struct OpenFile {
+    file: Arc<File>,
+    shared: bool,
+}
+
+impl Contender for OpenFile {
+    type Held = ();
+
+    async fn acquire(&mut self) -> Result<(), BoxError> {
+        let tried = if self.shared {
+            self.file.try_lock_shared()
+        } else {
+            self.file.try_lock()
+        };
+        match tried {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Error(error)) => return Err(error.into()),
+        }
+        // Whoever holds it may need this thread.
+        let (file, shared) = (self.file.clone(), self.shared);
+        let waiting = move || if shared { file.lock_shared() } else { file.lock() };
+        Ok(tokio::task::spawn_blocking(waiting).await??)
+    }
+
+    async fn release(&mut self, (): ()) -> Result<(), BoxError> {
+        Ok(self.file.unlock()?)
     }
 }
 

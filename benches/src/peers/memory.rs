@@ -9,6 +9,8 @@ use lockkit::{BoxError, spi::Mode};
 use lockkit_conformance::measure::{Client, Contender, Scenario, Subject};
 use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit, Semaphore};
 
+use super::exclusive_alone;
+
 /// `tokio::sync::Mutex` and `Semaphore`, by name: no fencing token, no lease, one process.
 #[derive(Clone, Debug, Default)]
 pub struct TokioSync {
@@ -24,8 +26,10 @@ impl Subject for TokioSync {
     }
 
     async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
-        let other = matches!(scenario, Scenario::Shared(_));
-        Ok(other.then(|| "a mutex has no shared mode".to_owned()))
+        Ok(match scenario {
+            Scenario::Permits => None,
+            other => exclusive_alone(other),
+        })
     }
 }
 

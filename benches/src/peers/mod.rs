@@ -12,10 +12,10 @@ use lockkit::BoxError;
 use lockkit_conformance::{helper, measure::Scenario};
 
 pub use self::{
-    file::{DistributedFileLock, LockedFile},
+    file::{DistributedFileLock, Flock, LockedFile},
     memory::TokioSync,
     mysql::{ForUpdate, GetLock},
-    redis::{ListElement, PoppedElement, Rslock, RslockKey, SetNx, SetNxClient, SetNxKey},
+    redis::{PoppedToken, Rslock, RslockKey, SetNx, SetNxClient, SetNxKey, TokenRing},
     zookeeper::{Curator, CuratorLock, EphemeralNode},
 };
 
@@ -24,18 +24,25 @@ fn exclusive_alone(scenario: Scenario) -> Option<String> {
     match scenario {
         Scenario::Shared(_) | Scenario::Permits => Some("it is measured in exclusive mode alone".to_owned()),
         Scenario::Held(_) => Some("it renews nothing".to_owned()),
+        Scenario::Waiters(_) => Some("each would need a connection".to_owned()),
         _ => None,
     }
 }
 
-/// The least that can be done does not wait for anybody.
+/// What does not wait for anybody.
 fn uncontended_alone(scenario: Scenario) -> Option<String> {
     let fits = matches!(scenario, Scenario::Uncontended | Scenario::OwnNames(_));
     (!fits).then(|| "it cannot wait".to_owned())
 }
 
-/// Another library, as it is told to the processes that contend by means of it.
+/// What lockkit is measured beside, as it is told to the processes that contend by means of it.
 pub enum Peer {
+    /// `flock` by hand.
+    Flock(Flock),
+    /// `BLPOP` by hand.
+    TokenRing(TokenRing),
+    /// A row lock by hand.
+    ForUpdate(ForUpdate),
     /// `distributed-lock`.
     DistributedLock(DistributedFileLock),
     /// `rslock`.
@@ -50,6 +57,9 @@ pub enum Peer {
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Flock(it) => write!(f, "flock {}", it.dir.display()),
+            Self::TokenRing(it) => write!(f, "token-ring {}", it.url),
+            Self::ForUpdate(it) => write!(f, "for-update {}", it.url),
             Self::DistributedLock(it) => write!(f, "distributed-lock {}", it.dir.display()),
             Self::Rslock(it) => write!(f, "rslock {}", it.urls.join(",")),
             Self::Curator(it) => write!(f, "curator {}", it.addr),
@@ -59,13 +69,18 @@ impl fmt::Display for Peer {
 }
 
 impl Peer {
-    /// Serves as a helper process of this library, or of lockkit if `told` is none's name but a URL.
+    /// Serves as a helper process of this one, or of lockkit if `told` is none's name but a URL.
     ///
     /// # Errors
     /// If this process was not started as a helper, or has no runtime.
     pub fn serve(told: &str) -> Result<(), BoxError> {
         let at = |at: &str| at.to_owned();
         match told.split_once(' ') {
+            Some(("flock", dir)) => helper::rival(Flock {
+                dir: PathBuf::from(dir),
+            }),
+            Some(("token-ring", url)) => helper::rival(TokenRing { url: at(url) }),
+            Some(("for-update", url)) => helper::rival(ForUpdate { url: at(url) }),
             Some(("distributed-lock", dir)) => helper::rival(DistributedFileLock {
                 dir: PathBuf::from(dir),
             }),

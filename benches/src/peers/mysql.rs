@@ -58,23 +58,31 @@ impl Subject for ForUpdate {
     }
 
     async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
-        Ok(exclusive_alone(scenario))
+        Ok(match scenario {
+            Scenario::Shared(_) => None,
+            other => exclusive_alone(other),
+        })
     }
 }
 
 impl Client for ForUpdate {
     type Contender = LockedRow;
 
-    async fn contender(&self, name: &str, _: Mode) -> Result<LockedRow, BoxError> {
+    async fn contender(&self, name: &str, mode: Mode) -> Result<LockedRow, BoxError> {
         let mut connection = connect(&self.url).await?;
         let setup = format!(
             "CREATE TABLE IF NOT EXISTS floor (name VARBINARY(255) PRIMARY KEY) ENGINE=InnoDB; \
              INSERT IGNORE INTO floor VALUES ('{name}'); SET SESSION autocommit=0"
         );
         say(&mut connection, setup).await?;
+        // As both flavours say it.
+        let how = match mode {
+            Mode::Shared => "LOCK IN SHARE MODE",
+            _ => "FOR UPDATE",
+        };
         Ok(LockedRow {
             connection,
-            name: name.to_owned(),
+            select: format!("SELECT 0 FROM floor WHERE name='{name}' {how}"),
         })
     }
 }
@@ -82,15 +90,14 @@ impl Client for ForUpdate {
 /// A row, in a connection.
 pub struct LockedRow {
     connection: MySqlConnection,
-    name: String,
+    select: String,
 }
 
 impl Contender for LockedRow {
     type Held = ();
 
     async fn acquire(&mut self) -> Result<(), BoxError> {
-        let sql = format!("SELECT 0 FROM floor WHERE name='{}' FOR UPDATE", self.name);
-        say(&mut self.connection, sql).await
+        say(&mut self.connection, self.select.clone()).await
     }
 
     async fn release(&mut self, (): ()) -> Result<(), BoxError> {

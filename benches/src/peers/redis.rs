@@ -115,63 +115,75 @@ impl Contender for SetNxKey {
     }
 }
 
-/// The least that hands something from one client to another who waits: `RPUSH` to `BLPOP`. Nobody owns what is in the
-/// list, and it is gone for ever with a client that dies.
+/// The least that hands a lock from one client to another who waits: a list with one token in it, which `BLPOP` takes and
+/// `LPUSH` gives back. No fencing token, no lease: what a client has taken that dies is gone for ever.
 #[derive(Clone, Debug)]
-pub struct ListElement {
+pub struct TokenRing {
     /// The server.
     pub url: String,
 }
 
-impl Subject for ListElement {
+impl Subject for TokenRing {
     type Client = Self;
 
     async fn client(&self) -> Result<Self, BoxError> {
         Ok(self.clone())
     }
-}
 
-impl Client for ListElement {
-    type Contender = PoppedElement;
-
-    async fn contender(&self, name: &str, _: Mode) -> Result<PoppedElement, BoxError> {
-        let mut connection = connect(&self.url).await?;
-        let key = format!("element:{name}");
-        // Each begins anew, before anybody asks for it.
-        redis::pipe()
-            .del(&key)
-            .rpush(&key, MINE)
-            .exec_async(&mut connection)
-            .await?;
-        Ok(PoppedElement { connection, key })
+    async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        Ok(match scenario {
+            Scenario::Permits => None,
+            Scenario::Recovery => Some("what a dead client has taken is gone for ever".to_owned()),
+            other => exclusive_alone(other),
+        })
     }
 }
 
+impl Client for TokenRing {
+    type Contender = PoppedToken;
+
+    async fn contender(&self, name: &str, mode: Mode) -> Result<PoppedToken, BoxError> {
+        let mut connection = connect(&self.url).await?;
+        let tokens = match mode {
+            Mode::Permits(permits) => permits.get(),
+            _ => 1,
+        };
+        let key = format!("tokens:{name}");
+        // Whoever is the first, in whatever process, puts them there.
+        let mut put = redis::cmd("EVAL");
+        put.arg(PUT_TOKENS)
+            .arg(2)
+            .arg(&key)
+            .arg(format!("{key}:put"))
+            .arg(tokens)
+            .exec_async(&mut connection)
+            .await?;
+        Ok(PoppedToken { connection, key })
+    }
+}
+
+const PUT_TOKENS: &str = "if redis.call('SETNX', KEYS[2], 1) == 1 then for token = 1, ARGV[1] do redis.call('LPUSH', KEYS[1], token) end end";
+
 /// A list, in a connection that waits for nobody else.
-pub struct PoppedElement {
+pub struct PoppedToken {
     connection: MultiplexedConnection,
     key: String,
 }
 
-impl Contender for PoppedElement {
-    type Held = ();
+impl Contender for PoppedToken {
+    type Held = String;
 
-    async fn acquire(&mut self) -> Result<(), BoxError> {
+    async fn acquire(&mut self) -> Result<String, BoxError> {
         let mut pop = redis::cmd("BLPOP");
-        let (_, _): (String, String) = pop
-            .arg(&self.key)
-            .arg(0)
-            .query_async(&mut self.connection)
-            .await?;
-        Ok(())
+        let pop = pop.arg(&self.key).arg(0);
+        let (_, token): (String, String) = pop.query_async(&mut self.connection).await?;
+        Ok(token)
     }
 
-    async fn release(&mut self, (): ()) -> Result<(), BoxError> {
-        let mut push = redis::cmd("RPUSH");
-        push.arg(&self.key)
-            .arg(MINE)
-            .exec_async(&mut self.connection)
-            .await?;
+    async fn release(&mut self, token: String) -> Result<(), BoxError> {
+        let mut push = redis::cmd("LPUSH");
+        let push = push.arg(&self.key).arg(token);
+        push.exec_async(&mut self.connection).await?;
         Ok(())
     }
 }

@@ -31,7 +31,10 @@ impl Subject for Curator {
     }
 
     async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
-        Ok(exclusive_alone(scenario))
+        Ok(match scenario {
+            Scenario::Waiters(_) => None,
+            other => exclusive_alone(other),
+        })
     }
 }
 

@@ -3,10 +3,10 @@
 use std::{
     io::{BufRead, BufReader},
     process::{Child, ChildStdout, Command, Stdio},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use nix::{time::clock_getcpuclockid, unistd::Pid};
+use lockkit_benches::processor::processor_time;
 
 const PROCESSES: usize = 100;
 
@@ -31,14 +31,6 @@ impl Waiter {
         let mut line = String::new();
         self.output.read_line(&mut line).unwrap();
         assert_eq!(line.trim_end(), word);
-    }
-
-    /// How long it has been on a processor, all its threads together and to the nanosecond. `/proc` tells it in
-    /// hundredths of a second only: processes that are alike then step from one to the next together, and a second of
-    /// processor time appears that nobody has used.
-    fn processor_time(&self) -> Duration {
-        let clock = clock_getcpuclockid(Pid::from_raw(self.child.id().try_into().unwrap())).unwrap();
-        clock.now().unwrap().into()
     }
 }
 
@@ -71,7 +63,12 @@ async fn a_hundred_waiting_processes() {
     for waiter in &mut waiters {
         waiter.expect("waiting");
     }
-    let processor_time = || waiters.iter().map(Waiter::processor_time).sum::<Duration>();
+    let processor_time = || {
+        let each = waiters
+            .iter()
+            .map(|waiter| processor_time(waiter.child.id()).unwrap());
+        each.sum::<Duration>()
+    };
     // Their start takes more, and for a second they look often. The least counts: a busy machine can only add to it.
     let mut least = Duration::MAX;
     for _ in 0..3 {
@@ -91,4 +88,32 @@ async fn a_hundred_waiting_processes() {
     }
     drop(waiters);
     std::fs::remove_dir_all(dir).unwrap();
+}
+
+#[test]
+fn the_processor_time_of_a_busy_process_is_told() {
+    let mut idle = Command::new("sleep").arg("60").spawn().unwrap();
+    let busy = Command::new("sh").args(["-c", "while :; do :; done"]).spawn();
+    let mut busy = busy.unwrap();
+    let began = Instant::now();
+    while processor_time(busy.id()).unwrap() < Duration::from_millis(50) {
+        assert!(
+            began.elapsed() < Duration::from_secs(30),
+            "it has not worked for 50 ms"
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let took = began.elapsed();
+    let worked = processor_time(busy.id()).unwrap();
+    assert!(
+        worked <= began.elapsed() + Duration::from_millis(1),
+        "{worked:?} in {took:?} by one thread"
+    );
+    let slept = processor_time(idle.id()).unwrap();
+    assert!(slept < Duration::from_millis(50), "{slept:?} by who sleeps");
+    for child in [&mut busy, &mut idle] {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    processor_time(busy.id()).expect_err("it is gone");
 }
