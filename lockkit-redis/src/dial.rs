@@ -3,7 +3,7 @@
 use std::{
     io,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -24,9 +24,10 @@ use tokio::net::{TcpStream, lookup_host};
 
 use crate::{
     config::{Address, RedisConfig, shown},
+    drivers::{Driven, Drivers},
     error::{NAME, failed, unexpected},
     layout,
-    redlock::{Driven, Drivers, Guard},
+    redlock::Guard,
     script,
 };
 
@@ -49,7 +50,7 @@ pub(crate) struct Dialled {
     /// The marker beside its data with which it then has a vote.
     pub(crate) marker: String,
     /// What runs the connection, if it is not a task of its own.
-    _driven: Option<Driven>,
+    pub(crate) driven: Option<Driven>,
 }
 
 /// A server's own command to delete a string that has a certain value.
@@ -101,7 +102,7 @@ pub(crate) struct Dialler {
     /// If it is one of several.
     guard: Option<(Arc<Guard>, usize)>,
     /// What is to run the connections.
-    drivers: Option<Drivers>,
+    drivers: OnceLock<Drivers>,
     #[cfg(feature = "tls")]
     ca: Option<Vec<u8>>,
 }
@@ -128,7 +129,7 @@ impl Dialler {
             sentinel: config.sentinel.clone(),
             right: Arc::default(),
             guard: None,
-            drivers: None,
+            drivers: OnceLock::new(),
             #[cfg(feature = "tls")]
             ca,
         })
@@ -137,7 +138,7 @@ impl Dialler {
     /// One of several masters, by its number among them.
     pub(crate) fn guarded(mut self, guard: &Arc<Guard>, master: usize, drivers: &Drivers) -> Self {
         self.guard = Some((guard.clone(), master));
-        self.drivers = Some(drivers.clone());
+        self.drivers = OnceLock::from(drivers.clone());
         self
     }
 
@@ -281,7 +282,7 @@ impl Dialler {
             native,
             votes: self.guard.is_some(),
             marker,
-            _driven: driven,
+            driven,
         })
     }
 
@@ -333,14 +334,17 @@ impl Dialler {
                 Ok(())
             });
         // A connection that the library encrypts has a task of its own.
-        if let Some(drivers) = self.drivers.as_ref().filter(|_| !self.address.tls) {
+        if !self.address.tls {
             let stream = stream_to(host, port, &tcp)
                 .await
                 .map_err(|error| connecting(error.into()))?;
             let (connection, driver) = MultiplexedConnection::new_with_config(&settings, stream, config)
                 .await
                 .map_err(greeted)?;
-            return Ok((connection, Some(drivers.run(driver))));
+            return Ok((
+                connection,
+                Some(self.drivers.get_or_init(Drivers::start).run(driver)),
+            ));
         }
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
         #[cfg(feature = "tls")]

@@ -12,6 +12,7 @@ mod backend;
 mod claim;
 mod config;
 mod dial;
+mod drivers;
 mod error;
 mod layout;
 mod link;

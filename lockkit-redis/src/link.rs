@@ -99,7 +99,7 @@ pub(crate) struct Live {
     answered: AtomicU64,
     /// Somebody stopped waiting for a reply, who would not have done so otherwise.
     doubted: AtomicBool,
-    /// There is another in its place: replies that have not come will not.
+    /// There is another in its place: replies that have not come will not. Of one that the library runs; others are ended.
     replaced: AtomicBool,
     on_replaced: Notify,
     /// For how long requests that are under way may keep the server from answering others, in ms.
@@ -355,18 +355,26 @@ impl Live {
     }
 
     /// What comes of a request, unless the connection is replaced before.
-    async fn reply<T>(&self, request: Pin<&mut impl Future<Output = RedisResult<T>>>) -> RedisResult<T> {
-        // Made first, so that a replacement from now on is not missed.
-        let replaced = self.on_replaced.notified();
-        if self.replaced.load(Ordering::Acquire) {
-            return Err(was_replaced());
-        }
+    async fn reply<T>(&self, mut request: Pin<&mut impl Future<Output = RedisResult<T>>>) -> RedisResult<T> {
         let number = self.sent.fetch_add(1, Ordering::Relaxed) + 1;
         let waiting = Waiting(self);
-        let reply = tokio::select! {
-            biased;
-            reply = request => reply,
-            () = replaced => Err(was_replaced()),
+        let reply = match &self.dialled.driven {
+            // One task for all masters reads what comes from them at a time, and wakes whoever asked them once.
+            Some(_) if self.dialled.votes => request.await,
+            Some(driven) => driven.drive(request).await,
+            None => {
+                // Made first, so that a replacement from now on is not missed.
+                let replaced = self.on_replaced.notified();
+                if self.replaced.load(Ordering::Acquire) {
+                    Err(was_replaced())
+                } else {
+                    tokio::select! {
+                        biased;
+                        reply = request.as_mut() => reply,
+                        () = replaced => Err(was_replaced()),
+                    }
+                }
+            }
         };
         waiting.answered(number);
         reply
@@ -374,8 +382,13 @@ impl Live {
 
     /// Nobody waits any longer for replies on it: its peer may be gone without a word.
     fn replace(&self) {
-        self.replaced.store(true, Ordering::Release);
-        self.on_replaced.notify_waiters();
+        match &self.dialled.driven {
+            Some(driven) => driven.end(),
+            None => {
+                self.replaced.store(true, Ordering::Release);
+                self.on_replaced.notify_waiters();
+            }
+        }
     }
 
     fn note_raised(&self, at: Instant) {

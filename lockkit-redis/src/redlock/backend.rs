@@ -14,13 +14,13 @@ use tokio::time::Instant;
 use crate::{
     config::RedisConfig,
     dial::Dialler,
+    drivers::Drivers,
     error::unexpected,
     layout,
     link::{Inbox, Keeper, Live, reason},
     redlock::{
         NAME, RedlockConfig,
         claim::{RedlockClaim, tally},
-        drivers::Drivers,
         guard::{self, Guard},
         masters::{Answer, Failures, Kind as Asked, Master, Masters, Requests, require_runtime},
         quorum::{Outcome, QuorumCount, Rules},
