@@ -1,13 +1,6 @@
 //! The backend: one client of one master.
 
-use std::{
-    fmt,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Duration,
-};
+use std::{fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_core::{
@@ -15,7 +8,6 @@ use lockkit_core::{
     spi::{Backend, BackendInfo, Claim, ClaimRequest},
 };
 use redis::Value;
-use tokio::time::Instant;
 
 use crate::{
     RedisConfig,
@@ -34,8 +26,8 @@ const FALLBACK_POLL: Duration = Duration::from_secs(60);
 /// For how long a lock that was passed on waits for its new holder: `CLAIM` of the scripts.
 const PASSED_ON: Duration = Duration::from_secs(3);
 
-/// A holder says its token to the server within a few milliseconds. How long an inspection waits for that, and how often
-/// it looks.
+/// A hold that is passed on within its client has another token, which the server is told within a few milliseconds. How long
+/// a revocation waits for that, and how often it looks.
 const SAID_WITHIN: Duration = Duration::from_millis(200);
 const LOOKS: u32 = 20;
 
@@ -59,69 +51,7 @@ pub(crate) struct Shared {
     /// follow, and within which time.
     pub(crate) replicas: Option<(Arc<Link>, u32, Duration)>,
     pub(crate) inbox: Inbox,
-    pub(crate) contended: Contended,
     pub(crate) namespace: Arc<str>,
-}
-
-/// Locks that are contended for, or were a moment ago. To these, asking in full at once saves the round trip that finds
-/// out. It is only a guess: two locks may share a place.
-pub(crate) struct Contended {
-    since: Instant,
-    places: [Contest; 32],
-}
-
-#[derive(Default)]
-struct Contest {
-    /// Of the lock.
-    hash: AtomicU64,
-    /// Until when it is one, in ms.
-    until: AtomicU64,
-}
-
-impl Contended {
-    /// Among clients that contend, it is free for less.
-    const LATELY: Duration = Duration::from_millis(100);
-
-    fn new() -> Self {
-        Self {
-            since: Instant::now(),
-            places: Default::default(),
-        }
-    }
-
-    fn place(&self, key: &[u8]) -> (&Contest, u64) {
-        // FNV-1a: who makes keys collide costs their users a round trip.
-        let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
-        let hash = key.iter().fold(0xcbf2_9ce4_8422_2325, step) | 1;
-        (&self.places[(hash >> 32) as usize % self.places.len()], hash)
-    }
-
-    fn ms(&self, after: Duration) -> u64 {
-        u64::try_from((self.since.elapsed() + after).as_millis()).unwrap_or(u64::MAX)
-    }
-
-    pub(crate) fn is_quiet(&self, key: &[u8]) -> bool {
-        let (place, hash) = self.place(key);
-        place.hash.load(Ordering::Relaxed) != hash
-            || place.until.load(Ordering::Relaxed) <= self.ms(Duration::ZERO)
-    }
-
-    /// It was found taken, or left to somebody else.
-    pub(crate) fn note(&self, key: &[u8]) {
-        let (place, hash) = self.place(key);
-        place.hash.store(hash, Ordering::Relaxed);
-        place.until.store(u64::MAX, Ordering::Relaxed);
-    }
-
-    /// It was left, and nobody waited.
-    pub(crate) fn left_free(&self, key: &[u8]) {
-        let (place, hash) = self.place(key);
-        // If another lock has the place by now, that one stays.
-        if place.hash.load(Ordering::Relaxed) == hash {
-            let until = self.ms(Self::LATELY);
-            place.until.fetch_min(until, Ordering::Relaxed);
-        }
-    }
 }
 
 impl RedisBackend {
@@ -173,7 +103,6 @@ impl RedisBackend {
                 link,
                 replicas,
                 inbox,
-                contended: Contended::new(),
                 namespace: config.namespace.into(),
             }),
             server: server.into(),
@@ -226,17 +155,12 @@ impl Backend for RedisBackend {
 
     async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
         let key = layout::key(&self.shared.namespace, name, kind);
-        let mut looks = 0;
-        loop {
-            let call = script::INSPECT.call(&key);
-            let reply = self.shared.link.run("inspect", call).await?;
-            let (state, complete) = state(&reply).ok_or_else(|| unexpected("inspect", &reply))?;
-            looks += 1;
-            if complete || looks == LOOKS {
-                return Ok(state);
-            }
-            tokio::time::sleep(SAID_WITHIN / LOOKS).await;
-        }
+        let reply = self
+            .shared
+            .link
+            .run("inspect", script::INSPECT.call(&key))
+            .await?;
+        state(&reply).ok_or_else(|| unexpected("inspect", &reply))
     }
 
     async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
@@ -269,8 +193,8 @@ impl Backend for RedisBackend {
     }
 }
 
-/// What the inspection script found, and whether that is all: a holder's token may not have been said yet.
-fn state(reply: &Value) -> Option<(LockState, bool)> {
+/// What the inspection script found.
+fn state(reply: &Value) -> Option<LockState> {
     let Value::Array(parts) = reply else { return None };
     let [Value::Int(waiters), value, Value::Int(left), entries @ ..] = &**parts else {
         return None;
@@ -281,7 +205,6 @@ fn state(reply: &Value) -> Option<(LockState, bool)> {
     };
     let after = |left: i64| u64::try_from(left).ok().map(Duration::from_millis);
     let mut holders = Vec::new();
-    let mut is_foreign = false;
     match text(value) {
         None => {}
         Some(value) if layout::is_group(&value) => {
@@ -294,13 +217,11 @@ fn state(reply: &Value) -> Option<(LockState, bool)> {
         }
         Some(value) => {
             let holder = layout::record_in(&value).and_then(|record| layout::holder(record, after(*left)));
-            is_foreign = holder.is_none();
             // A foreign client's hold has no token.
             holders.push(holder.unwrap_or_else(|| Holder::new(FencingToken::new(0), None, after(*left))));
         }
     }
-    let complete = is_foreign || holders.iter().all(|holder| holder.token.get() > 0);
-    Some((LockState::new(holders, usize::try_from(*waiters).ok()), complete))
+    Some(LockState::new(holders, usize::try_from(*waiters).ok()))
 }
 
 impl fmt::Debug for RedisBackend {

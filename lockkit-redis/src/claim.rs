@@ -1,7 +1,6 @@
 //! One contender for one lock.
 
 use std::{
-    borrow::Cow,
     fmt,
     num::NonZeroU32,
     sync::{Arc, atomic::Ordering},
@@ -13,7 +12,7 @@ use lockkit_core::{
     Error, LossReason, Result,
     spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
 };
-use redis::{Cmd, Value};
+use redis::Value;
 use tokio::time::Instant;
 
 use crate::{
@@ -45,15 +44,18 @@ pub(crate) struct RedisClaim {
     until: Option<Instant>,
     /// The token of its hold, while it holds.
     token: Option<u64>,
-    /// Which one the server has been told.
+    /// The one that the server has been told.
     said: Option<u64>,
     /// Its token has changed since it was last renewed, or tried to be.
     is_to_say: bool,
+    /// When it was asked for, if it was had at once and has not been renewed since.
+    taken: Option<Instant>,
 }
 
 /// The answer to an attempt.
 enum Answer {
-    Granted(u64),
+    /// The first token, and how many.
+    Granted(u64, NonZeroU32),
     Taken {
         /// In the queue.
         place: Option<u64>,
@@ -87,6 +89,7 @@ impl RedisClaim {
             token: None,
             said: None,
             is_to_say: false,
+            taken: None,
         }
     }
 
@@ -116,8 +119,8 @@ impl RedisClaim {
     }
 
     /// What the server knows the hold by, as far as this client knows.
-    fn value(&self) -> Cow<'_, str> {
-        self.record.with_token(self.said)
+    fn value(&self) -> String {
+        self.record.with_token(self.said.unwrap_or_default())
     }
 
     fn set_queued(&mut self, queued: bool) {
@@ -132,64 +135,36 @@ impl RedisClaim {
         }
     }
 
-    /// An exclusive lock that is most likely free: `SET NX`, the tokens, and a look, sent as one. The first token, or
-    /// `None` if it was not free, or the script has to see to it.
-    ///
-    /// It costs the server half of what the script does, and is all that a lock needs that nobody contends for. While
-    /// somebody waits for it, the key is there, so it goes before nobody.
-    ///
-    /// Others may come in between. The look says that it was held all the while, so that no token which was drawn for
-    /// this lock before is above these, even if the lock is deleted by force the moment that it is set. What was drawn at
-    /// another master is not, since the link sees to the counter.
-    async fn take(&self) -> Result<Option<u64>> {
-        let mine = self.value();
-        let mut set = Cmd::with_capacity(6, 32 + self.key.len() + mine.len());
-        set.arg("SET")
-            .arg(&self.key)
-            .arg(&*mine)
-            .arg("NX")
-            .arg("PX")
-            .arg(self.ttl_ms());
-        let mut draw = Cmd::with_capacity(3, 32);
-        draw.arg("INCRBY")
-            .arg(layout::FENCE)
-            .arg(self.request.tokens.get());
-        let mut look = Cmd::with_capacity(2, 4 + self.key.len());
-        look.arg("GET").arg(&self.key);
-        match self.shared.link.take("acquire", set, draw, look).await? {
-            Some([Value::Okay, Value::Int(last), Value::BulkString(found)]) if found == mine.as_bytes() => {
-                let before = last - i64::from(self.request.tokens.get());
-                // If the counter was lost, the script finds the hold, and begins the counter anew.
-                Ok(u64::try_from(before + 1)
-                    .ok()
-                    .filter(|first| *first > layout::LEAST_TOKEN))
-            }
-            // What was refused is refused to the script too, and told.
-            _ => Ok(None),
-        }
-    }
-
     async fn ask(&mut self, waits: bool) -> Result<Answer> {
         // What is not sent leaves nothing.
         let live = self.shared.link.live("acquire")?;
+        let alone = self.request.mode == Mode::Exclusive && !self.asked;
         self.asked |= waits;
-        if self.request.tokens < self.most_tokens {
-            self.request.tokens = self.most_tokens;
-            self.record = Record::new(&self.request, &self.shared.inbox.client);
-        }
         self.place().begin();
         let mut call = script::ACQUIRE.call(&self.key);
-        call.arg(self.record.template())
+        call.arg(&*self.record.template())
             .arg(self.request.tokens.get())
             .arg(self.ttl_ms())
-            .arg(layout::mode(self.request.mode));
-        if !waits {
-            call.arg("try");
+            .arg(&*layout::mode(self.request.mode))
+            .arg(self.most_tokens.get())
+            .arg(if waits { "wait" } else { "try" });
+        if alone {
+            call.arg("alone");
         }
+        let since = Instant::now();
         let reply = self.shared.link.run_on(&live, "acquire", call).await?;
         match &reply {
-            Value::Int(token) if *token > 0 => Ok(Answer::Granted(token.unsigned_abs())),
+            Value::Int(token) if *token > 0 => {
+                self.asked = false;
+                self.taken = Some(since);
+                Ok(Answer::Granted(token.unsigned_abs(), self.request.tokens))
+            }
             Value::Array(parts) => match &**parts {
+                [Value::Int(first), Value::Int(tokens)] if *first > 0 => {
+                    let tokens = u32::try_from(*tokens).ok().and_then(NonZeroU32::new);
+                    let tokens = tokens.ok_or_else(|| unexpected("acquire", &reply))?;
+                    Ok(Answer::Granted(first.unsigned_abs(), tokens))
+                }
                 [Value::Int(place), Value::Int(left), Value::Int(foreign)] => Ok(Answer::Taken {
                     place: u64::try_from(*place).ok(),
                     left: u64::try_from(*left).ok().map(Duration::from_millis),
@@ -204,11 +179,13 @@ impl RedisClaim {
         }
     }
 
-    /// The opposite of [`take`](Self::take), for a hold too short to have been renewed: most likely, nobody has come since,
-    /// and the server can do without a script. `false` if that is not enough: somebody waits, it is gone, or the server
-    /// has no such command.
+    /// Gives up a short hold that was had at once: most likely, nobody has come since, and the server can do without a
+    /// script. `false` if that is not enough: somebody waits, it is gone, or the server has no such command.
     async fn untake(&self) -> Result<bool> {
-        if self.token.is_none() || self.said.is_some() {
+        /// For one that lasts, to look for waiters is worth what it costs: asked for in vain, this makes them wait longer.
+        const SHORT: Duration = Duration::from_millis(5);
+
+        if self.taken.is_none_or(|taken| taken.elapsed() > SHORT) {
             return Ok(false);
         }
         self.shared.link.delete("release", &self.key, &self.value()).await
@@ -217,40 +194,37 @@ impl RedisClaim {
     /// Whether it was held.
     async fn leave(&self) -> Result<bool> {
         let mut call = script::RELEASE.call(&self.key);
-        call.arg(&*self.value());
+        call.arg(self.value());
         match self.shared.link.run("release", call).await? {
-            Value::Int(0) => Ok(false),
-            Value::Int(1) => {
-                self.shared.contended.left_free(&self.key);
-                Ok(true)
-            }
-            Value::Int(2) => {
-                self.shared.contended.note(&self.key);
-                Ok(true)
-            }
+            Value::Int(held) => Ok(held == 1),
             reply => Err(unexpected("release", &reply)),
         }
     }
 
     fn renewal(&self) -> Call {
         let mut call = script::RENEW.call(&self.key);
-        call.arg(&*self.record.with_token(self.token)).arg(self.ttl_ms());
+        call.arg(self.record.with_token(self.token.unwrap_or_default()))
+            .arg(self.ttl_ms());
         call
     }
 
-    async fn granted(&mut self, first: u64, said: bool, since: Instant) -> Result<Option<Grant>> {
+    async fn granted(&mut self, first: u64, tokens: NonZeroU32, since: Instant) -> Result<Option<Grant>> {
         self.set_queued(false);
+        if self.request.tokens != tokens {
+            self.request.tokens = tokens;
+            self.record = Record::new(&self.request, &self.shared.inbox.client);
+        }
         if let Some(place) = &self.place {
             place.settled();
         }
         let lease = self.lease(since);
         self.until = lease.end();
         self.token = Some(first);
-        self.said = said.then_some(first);
-        self.is_to_say = !said;
+        self.said = Some(first);
+        self.is_to_say = false;
         self.replicate().await?;
         Ok(Some(Grant {
-            tokens: first..=first + u64::from(self.request.tokens.get()) - 1,
+            tokens: first..=first + u64::from(tokens.get()) - 1,
             lease,
         }))
     }
@@ -266,11 +240,8 @@ impl RedisClaim {
             let (held, reached) = link
                 .run_replicated("acquire", self.renewal(), replicas, within)
                 .await?;
-            if held == Value::Int(1) {
-                self.said = self.token;
-                if reached >= i64::from(replicas) {
-                    return Ok(());
-                }
+            if held == Value::Int(1) && reached >= i64::from(replicas) {
+                return Ok(());
             }
             format!("{reached} of {replicas} replicas acknowledged the grant within {within:?}")
         } else {
@@ -330,15 +301,9 @@ impl Claim for RedisClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
         let waits = !patience.is_zero();
         let since = Instant::now();
-        let contended = &self.shared.contended;
-        let alone = self.request.mode == Mode::Exclusive && !self.asked && contended.is_quiet(&self.key);
-        if alone && let Some(first) = self.take().await? {
-            return self.granted(first, false, since).await;
-        }
-        match Box::pin(self.ask(waits)).await? {
-            Answer::Granted(first) => self.granted(first, true, since).await,
+        match self.ask(waits).await? {
+            Answer::Granted(first, tokens) => self.granted(first, tokens, since).await,
             Answer::Taken { place, left, foreign } => {
-                self.shared.contended.note(&self.key);
                 if waits {
                     self.set_queued(true);
                     let after = Self::asks_again_in(place, left, foreign);
@@ -372,6 +337,7 @@ impl Claim for RedisClaim {
         self.place().begin();
         // Also if it fails: what is to be done then is not to try again at once.
         self.is_to_say = false;
+        self.taken = None;
         let since = Instant::now();
         let reply = self.shared.link.run("renew", self.renewal()).await?;
         match reply {
@@ -394,6 +360,7 @@ impl Claim for RedisClaim {
         let was_held = self.token.take().is_some();
         self.said = None;
         self.is_to_say = false;
+        self.taken = None;
         self.until = None;
         if was_held && !held {
             return Err(Error::lost(NAME, self.request.name.clone(), loss));
@@ -403,7 +370,7 @@ impl Claim for RedisClaim {
 
     async fn notified(&mut self) {
         if self.is_to_say {
-            // It is held for long enough to be looked at: a renewal tells the server its token.
+            // It was passed on, and is held for long enough to be looked at: a renewal tells the server its token.
             return;
         }
         self.place().clone().notified().await;

@@ -8,11 +8,6 @@ use lockkit_core::{
     spi::{ClaimRequest, Mode, OwnerId},
 };
 
-/// The last fencing token of the database.
-pub(crate) const FENCE: &str = "lockkit#fence";
-/// Tokens begin at the server's clock in microseconds. Any that is not above this comes from a counter that was lost.
-pub(crate) const LEAST_TOKEN: u64 = 1_000_000_000_000;
-
 /// A key that is never there.
 pub(crate) const NOWHERE: &[u8] = b"lockkit#nowhere";
 
@@ -52,25 +47,27 @@ pub(crate) fn client(id: &str) -> String {
 }
 
 /// The mode as the scripts spell it.
-pub(crate) fn mode(mode: Mode) -> String {
+pub(crate) fn mode(mode: Mode) -> Cow<'static, str> {
     match mode {
-        Mode::Exclusive => "x".to_owned(),
-        Mode::Shared => "s".to_owned(),
-        Mode::Permits(permits) => format!("p{permits}"),
+        Mode::Exclusive => "x".into(),
+        Mode::Shared => "s".into(),
+        Mode::Permits(permits) => format!("p{permits}").into(),
     }
 }
 
-/// Stands for a token that its holder has not told the server yet.
-const UNSAID: &str = "-";
+/// Where the server fills in the token.
+const TOKEN: &str = "%d";
 
 /// What a holder is recorded as: `lockkit:<owner> <tokens> <first token> <client> <label>`. Whoever asks passes it
 /// with `%d` in the place of the token, which the server fills in.
 #[derive(Debug)]
 pub(crate) struct Record {
-    /// As long as its token has not been said.
-    unsaid: String,
-    /// Where in it the token belongs.
+    /// With `%d` for the token.
+    text: String,
+    /// Where in it that is.
     token_at: usize,
+    /// The label has a `%` of its own.
+    escapes: bool,
 }
 
 impl Record {
@@ -81,34 +78,34 @@ impl Record {
         push_hex(&mut text, request.owner);
         let _ = write!(text, " {} ", request.tokens);
         let token_at = text.len();
-        for part in [UNSAID, " ", client, " ", label] {
+        for part in [TOKEN, " ", client, " ", label] {
             text.push_str(part);
         }
         Self {
-            unsaid: text,
+            text,
             token_at,
+            escapes: label.contains('%'),
         }
     }
 
     /// With a place for the token.
-    pub(crate) fn template(&self) -> String {
+    pub(crate) fn template(&self) -> Cow<'_, str> {
+        if !self.escapes {
+            return (&self.text).into();
+        }
         let (before, after) = self.around_token();
-        // The label alone can have one.
-        format!("{before}%d{}", after.replace('%', "%%"))
+        format!("{before}{TOKEN}{}", after.replace('%', "%%")).into()
     }
 
-    /// As it stands at the server after a grant of tokens from `first` on, or of tokens that have not been said yet.
-    pub(crate) fn with_token(&self, first: Option<u64>) -> Cow<'_, str> {
-        let Some(first) = first else {
-            return (&self.unsaid).into();
-        };
+    /// As it stands at the server with this token. No token is 0, which stands for one that is not known.
+    pub(crate) fn with_token(&self, token: u64) -> String {
         let (before, after) = self.around_token();
-        format!("{before}{first}{after}").into()
+        format!("{before}{token}{after}")
     }
 
     fn around_token(&self) -> (&str, &str) {
-        let (before, token) = self.unsaid.split_at(self.token_at);
-        (before, &token[UNSAID.len()..])
+        let (before, token) = self.text.split_at(self.token_at);
+        (before, &token[TOKEN.len()..])
     }
 
     /// What stands for an owner whose claim is gone.
@@ -127,18 +124,14 @@ fn push_hex(text: &mut String, owner: OwnerId) {
     }
 }
 
-/// A holder as it is recorded, without the prefix; `None` if it is no record of ours. The token is 0 if it has not been
-/// said.
+/// A holder as it is recorded, without the prefix; `None` if it is no record of ours.
 pub(crate) fn holder(text: &str, left: Option<Duration>) -> Option<Holder> {
     let mut parts = text.splitn(5, ' ');
     let owner = parts.next()?;
     if owner.len() != 32 || !owner.bytes().all(|b| b.is_ascii_hexdigit()) {
         return None;
     }
-    let token = match parts.nth(1)? {
-        UNSAID => 0,
-        token => token.parse().ok()?,
-    };
+    let token = parts.nth(1)?.parse().ok()?;
     let label = parts.nth(1)?;
     let label = (!label.is_empty()).then(|| label.to_owned());
     Some(Holder::new(FencingToken::new(token), label, left))
@@ -204,8 +197,8 @@ mod tests {
             );
             request.label = Some(label.into());
             let record = Record::new(&request, "client");
-            assert!(record.with_token(None).starts_with(&Record::of(request.owner)));
-            let value = record.with_token(Some(41));
+            let value = record.with_token(41);
+            assert!(value.starts_with(&Record::of(request.owner)));
             assert_eq!(
                 record.template().replacen("%d", "41", 1).replace("%%", "%"),
                 value

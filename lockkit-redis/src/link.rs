@@ -46,8 +46,6 @@ const HEARTBEAT: Duration = Duration::from_millis(2_500);
 pub(crate) const BELIEVED: Duration = Duration::from_secs(10);
 /// By how much a lock that somebody waits for outlives its lease: `GRACE` of the scripts.
 const GRACE: Duration = Duration::from_secs(10);
-/// For how long a counter of tokens that was seen to be at the server's clock counts as being there.
-const FRESH: Duration = Duration::from_millis(20);
 /// The longest pause between attempts to connect.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
@@ -104,9 +102,6 @@ pub(crate) struct Live {
     on_replaced: Notify,
     /// For how long requests that are under way may keep the server from answering others, in ms.
     held_up: AtomicU64,
-    began: Instant,
-    /// When the counter of tokens was last known to be at the server's clock, in µs since then.
-    raised: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -174,61 +169,6 @@ impl Link {
             reply = self.send(live, &call.in_full()).await;
         }
         reply.map_err(|error| failed(operation, error))
-    }
-
-    /// Takes a free lock and draws tokens for it, by commands that go out as one and others may come in between. The
-    /// replies, of which each may be an error; `None` if the tokens may be below those of another hold.
-    ///
-    /// They are not if the counter was at the server's clock a moment ago: a master that was a replica for a time has the
-    /// counter of before, on the same connection, and another one has drawn tokens meanwhile. So the clock is looked at
-    /// first, if that is not just done, and afterwards again.
-    ///
-    /// # Cancel safety
-    /// They may be sent and take effect all the same.
-    pub(crate) async fn take(
-        &self,
-        operation: &'static str,
-        set: Cmd,
-        draw: Cmd,
-        look: Cmd,
-    ) -> Result<Option<[Value; 3]>> {
-        let live = self.live(operation)?;
-        let since = Instant::now();
-        let raises = !live.is_raised(since, FRESH / 2);
-        let mut commands = Pipeline::with_capacity(4);
-        if raises {
-            commands.add_command(script::FLOOR.call(b"").command);
-        }
-        for command in [set, draw, look] {
-            commands.add_command(command);
-        }
-        if raises {
-            commands.cmd("TIME");
-        }
-        let replies = live.send_all(&commands).await;
-        let replies = self.seen(&live, replies);
-        let mut replies = replies.map_err(|error| failed(operation, error))?;
-        if raises {
-            let counter = replies.drain(..1).next();
-            let time = replies.pop();
-            match counter {
-                Some(Value::Int(_)) => {
-                    live.note_raised(since);
-                    // The commands may have been held up between the two.
-                    if !is_at_the_clock(replies.get(1), time) {
-                        return Ok(None);
-                    }
-                }
-                _ => {
-                    // The server forgot the script, and is to know it the next time.
-                    self.run_on(&live, operation, script::FLOOR.call(b"")).await?;
-                    return Ok(None);
-                }
-            }
-        } else if !live.is_raised(Instant::now(), FRESH) {
-            return Ok(None);
-        }
-        Ok(replies.try_into().ok())
     }
 
     /// Deletes a key that has this value, by a command of the server's own. `false` if it has another, or the server has
@@ -320,17 +260,6 @@ impl Drop for Link {
     }
 }
 
-/// Whether this is what the counter of tokens was shortly before it was this time at the server.
-fn is_at_the_clock(counter: Option<&Value>, time: Option<Value>) -> bool {
-    let (Some(Value::Int(counter)), Some(Ok((seconds, micros)))) =
-        (counter, time.map(redis::from_redis_value::<(i64, i64)>))
-    else {
-        return false;
-    };
-    let fresh = i64::try_from(FRESH.as_micros()).unwrap_or(i64::MAX);
-    seconds * 1_000_000 + micros - counter < fresh
-}
-
 pub(crate) fn is_unknown_script(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
 }
@@ -389,21 +318,6 @@ impl Live {
                 self.on_replaced.notify_waiters();
             }
         }
-    }
-
-    fn note_raised(&self, at: Instant) {
-        self.raised.fetch_max(self.micros(at), Ordering::Relaxed);
-    }
-
-    /// Whether the counter of tokens was at the server's clock a moment ago.
-    fn is_raised(&self, now: Instant, fresh: Duration) -> bool {
-        let raised = Duration::from_micros(self.raised.load(Ordering::Relaxed));
-        now.saturating_duration_since(self.began + raised) < fresh
-    }
-
-    fn micros(&self, at: Instant) -> u64 {
-        let since = at.saturating_duration_since(self.began).as_micros();
-        u64::try_from(since).unwrap_or(u64::MAX)
     }
 
     fn hold_up(&self, within: Duration) -> HeldUp<'_> {
@@ -539,7 +453,6 @@ impl Keeper {
             ..
         } = self;
         let channel = inbox.as_ref().map(|inbox| layout::client(&inbox.client));
-        let began = Instant::now();
         // Each try has a number of its own: the end of one that came to nothing is not that of the next.
         let dialling = dialler.dial(channel.as_deref(), || {
             *number += 1;
@@ -555,8 +468,6 @@ impl Keeper {
             replaced: AtomicBool::new(false),
             on_replaced: Notify::new(),
             held_up: AtomicU64::new(0),
-            began,
-            raised: AtomicU64::new(0),
         })
     }
 

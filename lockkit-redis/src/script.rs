@@ -10,11 +10,11 @@ macro_rules! script {
     };
 }
 
-pub(crate) static ACQUIRE: Script = script!("value", "common", "acquire");
-pub(crate) static RENEW: Script = script!("renew_fast", "common", "renew");
-pub(crate) static RELEASE: Script = script!("value", "release_fast", "common", "release");
-pub(crate) static REVOKE: Script = script!("value", "common", "revoke");
-pub(crate) static INSPECT: Script = script!("value", "common", "inspect");
+pub(crate) static ACQUIRE: Script = script!("value", "draw", "acquire_fast", "common", "acquire");
+pub(crate) static RENEW: Script = script!("renew_fast", "draw", "common", "renew");
+pub(crate) static RELEASE: Script = script!("value", "release_fast", "draw", "common", "release");
+pub(crate) static REVOKE: Script = script!("value", "draw", "common", "revoke");
+pub(crate) static INSPECT: Script = script!("value", "draw", "common", "inspect");
 pub(crate) static FLOOR: Script = script!("floor");
 
 /// What a connection makes known to its server before it is used.
@@ -96,7 +96,7 @@ impl Script {
     /// A call on one lock, to which its arguments are to be added.
     pub(crate) fn call(&'static self, key: &[u8]) -> Call {
         let digest = self.digest.get();
-        let mut command = Cmd::with_capacity(8, 256);
+        let mut command = Cmd::with_capacity(12, 256);
         match digest {
             Some(digest) => command.arg("EVALSHA").arg(digest),
             None => command.arg("EVAL").arg(self.source),

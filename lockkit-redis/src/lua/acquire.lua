@@ -1,12 +1,10 @@
 -- An acquisition that is asked for twice is granted once: it is known by its owner.
--- ARGV: 1 the value, with %d for the token   2 how many tokens   3 ttl in ms   4 mode: x, s, p<permits>
---       5 there if it is a try, which keeps out of the queue
--- Returns the first token, or {place in the queue or -1, ms left of the lease or -1, 1 if held by a foreign client},
--- or a text: the number of permits that the semaphore has instead.
-local mode = ARGV[4]
-local ttl = ARGV[3]
-local text = string.sub(ARGV[1], 9)
-local me = string.sub(text, 1, 32)
+-- Returns {first token, how many}, or {place in the queue or -1, ms left of the lease or -1, 1 if held by a foreign
+-- client}, or a text: the number of permits that the semaphore has instead.
+local mode, ttl, tokens = ARGV[4], ARGV[3], tonumber(ARGV[5])
+local is_try = ARGV[6] == 'try'
+local me = string.sub(ARGV[1], 9, 40)
+local text = me .. ' ' .. tokens .. string.match(ARGV[1], '^%S+ %d+(.*)$')
 drop_ended()
 
 -- Behind the one that came last, also when the clock went back. Whether it has not been in the queue.
@@ -19,22 +17,13 @@ end
 -- The reply to an earlier request was lost, or the hold was passed on. A server without memory refuses to set and to
 -- add, but not to a script that has begun to write.
 if holder() == me then
-  local tokens, first = string.match(value, '^%S+ (%d+) (%d+) ')
-  if first and tokens == ARGV[2] then
-    call('PEXPIRE', LOCK, ttl + (is_waited_for() and GRACE or 0))
-    return tonumber(first)
-  end
-  -- One that was taken without a script has not said its token, or has reserved fewer.
-  call('PEXPIRE', LOCK, ttl)
-  first = draw(ARGV[2])
-  value = 'lockkit:' .. string.format(text, first)
-  lease = tonumber(ttl)
-  settle()
-  return first
+  local reserved, first = string.match(value, '^%S+ (%d+) (%d+) ')
+  call('PEXPIRE', LOCK, ttl + (is_waited_for() and GRACE or 0))
+  return { tonumber(first), tonumber(reserved) }
 end
 
 -- Somebody holds it alone: whoever comes is the last. To ask again is to look as well who before it has died.
-if holder() and not ARGV[5] then
+if holder() and not is_try then
   -- It may be among shared holders that no longer count: who forgets them later would forget that it waits.
   if mode ~= 'x' then sweep() end
   local last = call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2]
@@ -52,27 +41,27 @@ if shares(me) then
   call('PEXPIRE', LOCK, ttl)
   call('ZADD', HOLDERS, now + ttl, me)
   settle()
-  return tonumber(string.match(mine, '^%S+ %S+ (%d+) '))
+  return { tonumber(string.match(mine, '^%S+ %S+ (%d+) ')), tokens }
 end
 
 local permits = value and string.match(value, '^lockkit#permits (%d+)$')
 if permits and permits ~= string.sub(mode, 2) then return permits end
 
 local blocked = call('EXISTS', QUEUE) == 1
-if blocked and ARGV[5] then
+if blocked and is_try then
   local _
   _, blocked = serve()
 end
 if not blocked and fits(mode) then
   local first = grant(me, mode, ttl, ttl, text)
   settle()
-  return first
+  return { first, tokens }
 end
-if ARGV[5] then return { -1, left(), is_foreign() and 1 or 0 } end
+if is_try then return { -1, left(), is_foreign() and 1 or 0 } end
 
 queue_up(call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2])
 expire(QUEUE, IDLE)
 expire(ABOUT, IDLE)
 local mine = serve(me)
-if mine then return mine end
+if mine then return { mine, tokens } end
 return { call('ZRANK', QUEUE, me), left(), is_foreign() and 1 or 0 }

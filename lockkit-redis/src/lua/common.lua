@@ -13,10 +13,10 @@
 --                              One with a dot in its name looks by itself whose turn is next, every LOOKED ms
 --   lockkit#fence              the last fencing token of this database
 --
--- <value> is "<owner> <tokens> <first token> <client> <label>". In the entry of a waiter the token is still "%d". In
--- that of an uncontended grant it is "-": SET and INCRBY went out together, and the one does not know the other's reply. The holder's first renewal, a few milliseconds later, fills it in.
+-- <value> is "<owner> <tokens> <first token> <client> <label>". In the entry of a waiter the token is still "%d". The
+-- version before has "-" in the first milliseconds of a hold.
 local HOLDERS, QUEUE, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
-local CLIENT, FENCE = 'lockkit#client:', 'lockkit#fence'
+local CLIENT = 'lockkit#client:'
 local CLAIM = 3000 -- for how long a hold that was passed on waits for its new holder to take it, in ms
 local GRACE = 10000 -- by how much a lock that somebody waits for outlives its lease, in ms
 local LOOKED = 2500 -- how often a client looks which of its waiters have become the first in the queue, in ms
@@ -39,17 +39,6 @@ local function client_of(text) return string.match(text, '^%S+ %S+ %S+ (%S+)') e
 local function about(owner)
   local entry = call('HGET', ABOUT, owner)
   if entry then return string.match(entry, '^(%S+) (%d+) (.*)$') end
-end
-
--- A block of tokens above all others, those of another master in whose place this one is again included: the counter
--- is not behind the clock.
-local function draw(tokens)
-  local last = call('INCRBY', FENCE, tokens)
-  if last - tokens < micros then
-    last = micros + tokens
-    call('SET', FENCE, string.format('%d', last))
-  end
-  return last - tokens + 1
 end
 
 local function expire(key, ms)
@@ -129,7 +118,7 @@ end
 
 -- To be settled by the caller.
 local function grant(owner, mode, ttl, ms, text)
-  local first = draw(string.match(text, '^%S+ (%d+) '))
+  local first = draw(string.match(text, '^%S+ (%d+) '), micros)
   if mode == 'x' then
     call('HDEL', ABOUT, owner)
     value = 'lockkit:' .. string.format(text, first)

@@ -1,5 +1,4 @@
--- Afterwards the owner neither holds nor waits, and whoever is next has been told. Returns 0 if it did not hold, 1 if
--- it did and nobody does now, 2 if somebody else does.
+-- Afterwards the owner neither holds nor waits, and whoever is next has been told. Returns 1 if it held.
 -- ARGV: 1 the value, known up to the owner at least
 local me = string.sub(ARGV[1], 9, 40)
 local held = 0
@@ -22,4 +21,4 @@ else
 end
 serve(nil, head)
 if held == 1 and not value then call('DEL', LOCK) end
-return value and 2 * held or held
+return held

@@ -12,9 +12,8 @@ call('PEXPIRE', LOCK, ARGV[2])
 if not alone then
   call('ZADD', HOLDERS, now + ARGV[2], me)
 else
-  -- With its token from now on, which only rises: a request on another connection may be a late one.
-  local token, said = token_of(ARGV[1]), token_of(value)
-  if token and (not said or said < token) then value = ARGV[1] end
+  -- With the token in use from now on, which only rises: a request on another connection may be a late one.
+  if token_of(value) < token_of(ARGV[1]) then value = ARGV[1] end
   lease = tonumber(ARGV[2])
 end
 settle()

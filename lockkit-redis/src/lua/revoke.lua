@@ -1,12 +1,12 @@
 -- Ends the hold that has this token, and tells its holder. Returns 1 if there was one, -1 if the
--- holder has not said its token yet.
--- ARGV: 1 the token   2 there if it is not to be waited for that a holder says another one
+-- holder may have another by now and not have said so yet.
+-- ARGV: 1 the token   2 there if that is not to be waited for
 local token = tonumber(ARGV[1])
 local ended
 drop_ended()
 if holder() then
-  local said = token_of(value)
-  if not said then return -1 end
+  -- That of a client of the version before is not known in the first milliseconds of a hold.
+  local said = token_of(value) or 0
   -- It may have been passed on within its client, which says so a few milliseconds later, if it is of this version.
   local later = said < token and token < said + string.match(value, '^%S+ (%d+) ')
   if later and not ARGV[2] then return -1 end

@@ -70,7 +70,7 @@ impl RedlockClaim {
         let record = Record::new(request, &masters.inbox.client);
         Self {
             key: layout::key(&masters.namespace, &request.name, request.mode.kind()),
-            value: record.with_token(None).into_owned(),
+            value: record.with_token(0),
             record,
             request: request.clone(),
             masters,
@@ -158,7 +158,7 @@ impl RedlockClaim {
         let masters = self.masters.clone();
         let now = masters.since_origin(Instant::now());
         let proposed = self.proposal(began, now);
-        self.value = self.record.with_token(Some(*proposed.start())).into_owned();
+        self.value = self.record.with_token(*proposed.start());
         let ttl = Duration::from_millis(self.ttl_ms());
         let mut round = QuorumRound::begin(masters.rules, began, now, ttl, proposed.clone());
         masters.saw(*proposed.end());
@@ -192,7 +192,7 @@ impl RedlockClaim {
                     return Err(no_tokens_left());
                 }
                 Step::Confirm(tokens, holding) => {
-                    confirmed = self.record.with_token(Some(*tokens.start())).into_owned();
+                    confirmed = self.record.with_token(*tokens.start());
                     for master in holding {
                         requests.ask(master, Kind::Confirmation, |marker| {
                             let mut call = script::REDLOCK_CONFIRM.call(&self.key);

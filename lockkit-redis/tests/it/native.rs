@@ -64,7 +64,7 @@ async fn what_somebody_else_has_set_meanwhile_is_not_deleted() {
     let client = client(server.url()).await;
     let lock = lock(&client, "a", LONG);
     // Another client's value, and one like our own.
-    let like_ours = format!("lockkit:{:032x} 33 - x ", 7);
+    let like_ours = format!("lockkit:{:032x} 33 5 x ", 7);
     for theirs in ["theirs", &like_ours] {
         let held = lock.acquire().await.unwrap();
         server.cli(&["SET", KEY, theirs, "PX", "60000"]).unwrap();

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use lockkit_core::{AcquireOptions, Error};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
@@ -167,12 +168,19 @@ async fn holds_are_renewed_and_released_also_when_memory_is_full() {
     let shared = client.lock("n").unwrap().shared().acquire().await.unwrap();
     let permit = client.semaphore("n", 2).unwrap().acquire().await.unwrap();
     let exclusive = client.lock("waited for").unwrap().acquire().await.unwrap();
-    let unsaid = client.lock("unsaid").unwrap();
     let other = self::client(server.url()).await;
     let waiting = waiter(&other.lock("waited for").unwrap());
     waiters(&server, "waited for", 1).await;
-    // Its token is told with its first renewal.
-    let unsaid = unsaid.acquire().await.unwrap();
+    // The next holder within the client has a token of its own, which it tells with its first renewal.
+    let passed = client.lock("passed on").unwrap();
+    let first = passed.acquire().await.unwrap();
+    assert!(passed.acquire().now_or_never().is_none());
+    first.release().await.unwrap();
+    let before = passed.acquire().await.unwrap();
+    let heir = waiter(&passed);
+    tokio::task::yield_now().await;
+    before.release().await.unwrap();
+    let unsaid = granted(LONG, "passed on", heir).await;
     server.cli(&["CONFIG", "SET", "maxmemory", "1"]).unwrap();
     unsaid.renew().await.unwrap();
     unsaid.release().await.unwrap();
