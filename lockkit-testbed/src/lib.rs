@@ -16,6 +16,7 @@
 //! Whatever starts or ends a process blocks for some milliseconds up to some seconds and may be called from anywhere,
 //! an async test included: the proxy runs on a thread of its own.
 
+mod alarm;
 mod certificates;
 mod clock;
 mod directory;

@@ -15,10 +15,10 @@ use tokio::{
     net::{TcpListener, TcpSocket, TcpStream},
     sync::{mpsc, watch},
     task::JoinHandle,
-    time::{Instant, sleep, sleep_until},
+    time::{Instant, sleep},
 };
 
-use crate::Port;
+use crate::{Port, alarm::Alarm};
 
 /// A TCP proxy between a client and its server that misbehaves on command.
 ///
@@ -44,8 +44,8 @@ pub enum Mode {
     ///
     /// A connection that has lost bytes can never be in step again: it is reset as soon as the mode lets replies pass.
     DropReplies,
-    /// Everything passes later, in order and however much of it there is: a longer way, not a narrower one. To the
-    /// millisecond.
+    /// Everything passes later, in order and however much of it there is: a longer way, not a narrower one. To some tens
+    /// of microseconds.
     Delay {
         /// From the client to the server.
         requests: Duration,
@@ -76,6 +76,9 @@ pub struct Counts {
     pub requests: Traffic,
     /// What was handed on to the clients.
     pub replies: Traffic,
+    /// Round trips, as far as they can be told from outside: how often a client sent something after the proxy had handed a
+    /// reply to one, whichever connections these were. What several send at once is one.
+    pub round_trips: u64,
     /// What was lost: replies under [`Mode::DropReplies`], and all that a client sent into a half-open connection.
     pub lost: Traffic,
 }
@@ -106,6 +109,7 @@ impl Proxy {
             mode: watch::Sender::new(Mode::Pass),
             upstream: Mutex::new(upstream),
             counts: Mutex::default(),
+            replied: AtomicBool::new(true),
             edit,
         });
         let (orders, incoming) = mpsc::unbounded_channel();
@@ -211,6 +215,8 @@ struct Shared {
     mode: watch::Sender<Mode>,
     upstream: Mutex<SocketAddr>,
     counts: Mutex<Counts>,
+    /// Nobody has sent anything since.
+    replied: AtomicBool,
     edit: fn(&mut Vec<u8>),
 }
 
@@ -468,6 +474,8 @@ struct Flow<'a> {
     at_start: bool,
     /// `from` will send no more.
     at_end: bool,
+    /// Made when it is needed first.
+    alarm: Option<Alarm>,
 }
 
 struct Arrival {
@@ -504,6 +512,7 @@ impl<'a> Flow<'a> {
             held_bytes: 0,
             at_start: true,
             at_end: false,
+            alarm: None,
         }
     }
 
@@ -517,10 +526,13 @@ impl<'a> Flow<'a> {
             let due = delay.and_then(|delay| Some(self.held.front()?.at + delay));
             // A socket that nothing is read from holds back all by itself.
             let may_read = delay.is_some() && !self.at_end && self.held_bytes < Self::MOST_HELD;
+            if self.alarm.is_none() && due.is_some_and(|due| due > Instant::now()) {
+                self.alarm = Some(Alarm::new()?);
+            }
             tokio::select! {
                 biased;
                 changed = mode.changed() => changed.map_err(io::Error::other)?,
-                room = writable(self.to, due) => {
+                room = writable(self.to, due, self.alarm.as_ref()) => {
                     room?;
                     if self.hand_on(now)? {
                         return Ok(());
@@ -541,6 +553,9 @@ impl<'a> Flow<'a> {
             Err(_) => What::Failure,
             Ok(0) => What::End,
             Ok(length) => {
+                if self.way == Way::Request && self.shared.replied.swap(false, Ordering::Relaxed) {
+                    lock(&self.shared.counts).round_trips += 1;
+                }
                 let mut bytes = self.buffer[..length].to_vec();
                 if mem::take(&mut self.at_start) && self.way == Way::Request {
                     (self.shared.edit)(&mut bytes);
@@ -582,7 +597,10 @@ impl<'a> Flow<'a> {
                 }
                 match self.way {
                     Way::Request => count(&mut counts.requests, bytes.len()),
-                    Way::Reply => count(&mut counts.replies, bytes.len()),
+                    Way::Reply => {
+                        count(&mut counts.replies, bytes.len());
+                        self.shared.replied.store(true, Ordering::Relaxed);
+                    }
                 }
             }
             What::End => {
@@ -603,13 +621,13 @@ impl<'a> Flow<'a> {
 }
 
 /// Once it is `due` and `socket` takes more. Never if nothing is due.
-async fn writable(socket: &Socket, due: Option<Instant>) -> io::Result<()> {
+async fn writable(socket: &Socket, due: Option<Instant>, alarm: Option<&Alarm>) -> io::Result<()> {
     let Some(due) = due else {
         return std::future::pending().await;
     };
-    // A timer, even one that is over, may take until the next millisecond.
-    if due > Instant::now() {
-        sleep_until(due).await;
+    // What is due already needs none.
+    if let Some(alarm) = alarm {
+        alarm.until(due).await?;
     }
     socket.stream.writable().await
 }

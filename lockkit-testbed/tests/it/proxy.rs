@@ -123,9 +123,40 @@ fn counts_tell_round_trips() {
             connections: 2,
             requests: traffic,
             replies: traffic,
+            round_trips: 11,
             lost: Traffic::default(),
         }
     );
+}
+
+#[test]
+fn what_is_sent_at_once_is_one_round_trip() {
+    let (_server, proxy, mut client) = served();
+    let mut second = connect(&proxy);
+    let way = Duration::from_millis(200);
+    proxy.set(Mode::Delay {
+        requests: way,
+        replies: way,
+    });
+    let before = proxy.counts().round_trips;
+    for round in 1..=3 {
+        send(&mut client, "b");
+        send(&mut second, "c");
+        until("all requests arrive", || {
+            proxy.counts().requests.bytes == 1 + round * 3 - 1
+        });
+        send(&mut client, "d");
+        expect(&mut second, "c");
+        expect(&mut client, "b");
+        expect(&mut client, "d");
+        // The third was sent before any reply had come back.
+        assert_eq!(proxy.counts().round_trips - before, round, "{:?}", proxy.counts());
+    }
+    send(&mut client, "e");
+    expect(&mut client, "e");
+    send(&mut client, "f");
+    expect(&mut client, "f");
+    assert_eq!(proxy.counts().round_trips - before, 5);
 }
 
 #[test]
@@ -201,6 +232,51 @@ fn delay_holds_each_way_for_its_time() {
     send(&mut client, "d");
     proxy.set(Mode::Pass);
     expect(&mut client, "d");
+}
+
+/// The least of many counts, since a busy machine only adds to it.
+#[test]
+fn a_delay_of_half_a_millisecond_is_no_longer() {
+    let (_server, proxy, mut client) = served();
+    let way = Duration::from_micros(500);
+    proxy.set(Mode::Delay {
+        requests: way,
+        replies: way,
+    });
+    let least = (0..200).map(|_| {
+        let began = Instant::now();
+        round_trip(&mut client, "b");
+        began.elapsed()
+    });
+    let least = least.min().unwrap();
+    assert!(least >= 2 * way, "{least:?}");
+    assert!(least < 3 * way, "{least:?}");
+}
+
+#[test]
+fn a_delay_is_the_same_for_many_at_once() {
+    const CLIENTS: u32 = 20;
+    const TRIPS: u32 = 20;
+    let (_server, proxy, _client) = served();
+    let way = Duration::from_millis(5);
+    proxy.set(Mode::Delay {
+        requests: way,
+        replies: way,
+    });
+    let began = Instant::now();
+    thread::scope(|scope| {
+        for _ in 0..CLIENTS {
+            scope.spawn(|| {
+                let mut client = connect(&proxy);
+                for _ in 0..TRIPS {
+                    round_trip(&mut client, "b");
+                }
+            });
+        }
+    });
+    let took = began.elapsed();
+    assert!(took >= TRIPS * 2 * way, "{took:?}");
+    assert!(took < CLIENTS * TRIPS * way, "{took:?}: one after the other");
 }
 
 #[test]
