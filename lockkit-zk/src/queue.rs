@@ -417,7 +417,7 @@ impl Place {
         let (Some(waits), Node::Made { path, .. }) = (&mut self.waits, &self.node) else {
             return Ok(false);
         };
-        if !self.stake.is_quiet() || waits.watches.iter_mut().any(|watch| watch.look().is_some()) {
+        if !self.stake.is_undisturbed() || waits.watches.iter_mut().any(|watch| watch.look().is_some()) {
             return Ok(false);
         }
         let mut paths = waits.paths.clone();
@@ -457,7 +457,8 @@ impl Place {
         self.watch(shared, dir, before).await
     }
 
-    /// Begins to watch those before it, and itself. `false` if one of them has gone meanwhile.
+    /// Begins to watch those before it, and itself if nothing else will show that it is still there when they have gone.
+    /// `false` if one of them has gone meanwhile.
     async fn watch(&mut self, shared: &Shared, dir: &str, before: Before) -> Result<bool> {
         let Node::Made { path, .. } = &self.node else {
             return Ok(false);
@@ -465,7 +466,9 @@ impl Place {
         let connection = self.stake.session.connection();
         let mut paths: Vec<_> = before.watch.iter().map(|name| format!("{dir}/{name}")).collect();
         let others = paths.len();
-        if !self.stake.is_quiet() {
+        // Elsewhere it lists at its turn.
+        let guarded = before.one_to_go || self.crowded || self.stake.own().is_some();
+        if guarded && !self.stake.is_quiet() {
             paths.push(path.clone());
         }
         let replies = self.stake.session.watch_all(&paths).await?;
@@ -485,7 +488,7 @@ impl Place {
         }
         paths.truncate(others);
         let all: Option<Vec<_>> = watches.into_iter().collect();
-        let (Some(watches), true) = (all, self.stake.is_quiet()) else {
+        let (Some(watches), true) = (all, !guarded || self.stake.is_quiet()) else {
             return Ok(false);
         };
         self.waits = Some(Waits {
@@ -500,7 +503,7 @@ impl Place {
 }
 
 impl Waits {
-    /// Ready once one of the watches, its own included, has told something.
+    /// Ready once one of the watches, that of its own node included if there is one, has told something.
     fn poll(&mut self, own: Option<&mut Watch>, cx: &mut Context<'_>) -> Poll<()> {
         let mut all = self.watches.iter_mut().chain(own);
         if all.any(|watch| watch.poll(cx).is_ready()) {

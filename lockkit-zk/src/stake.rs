@@ -75,6 +75,11 @@ impl Stake {
         self.own.as_mut().is_some_and(Watch::is_quiet)
     }
 
+    /// Its watch is [quiet](Self::is_quiet), or there is none.
+    pub(crate) fn is_undisturbed(&mut self) -> bool {
+        self.own.as_mut().is_none_or(Watch::is_quiet)
+    }
+
     pub(crate) fn own(&mut self) -> Option<&mut Watch> {
         self.own.as_mut()
     }

@@ -5,6 +5,7 @@ mod conformance;
 mod crowd;
 mod ensemble;
 mod faults;
+mod packets;
 mod peers;
 mod reattach;
 mod recipe;

@@ -2,12 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use lockkit_core::{AcquireOptions, LossReason};
 use lockkit_testbed::{Mode, Proxy, eventually};
 use lockkit_zk::Nodes;
 
 use crate::server::{
-    self, children, connect, contend, dir, lock, no_zookeeper, raw, shared, soon, unique, waiter, watcher,
+    self, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon, unique, waiter,
+    watcher,
 };
 
 /// Who made the node.
@@ -101,14 +103,16 @@ async fn a_node_deleted_from_outside_is_told_and_the_next_goes_on() {
     if no_zookeeper() {
         return;
     }
-    for nodes in [Nodes::Mutex, Nodes::Simple] {
-        for before in [Before::Nothing, Before::Idle, Before::Away] {
-            deleted_from_outside(nodes, before).await;
+    for before in [Before::Nothing, Before::Idle, Before::Away] {
+        deleted_from_outside(Nodes::Simple, before, 0).await;
+        for waited in 0..=2 {
+            deleted_from_outside(Nodes::Mutex, before, waited).await;
         }
     }
 }
 
-async fn deleted_from_outside(nodes: Nodes, before: Before) {
+/// The holder had `waited` for so many when it was granted.
+async fn deleted_from_outside(nodes: Nodes, before: Before, waited: usize) {
     let (name, raw) = (unique("deleted"), raw(shared().addr()).await);
     let proxy = Proxy::start(shared().addr()).unwrap();
     let mut config = server::config(proxy.addr());
@@ -123,15 +127,21 @@ async fn deleted_from_outside(nodes: Nodes, before: Before) {
         .ttl(Duration::from_secs(60))
         .renew(before != Before::Idle);
     let ours = lock(&ours, &name).with_options(options);
-    let guard = ours.acquire().await.unwrap();
+    let foreign = queue_up(&raw, &name, waited).await;
+    let waiting = waiter(&ours);
+    if waited > 0 {
+        contend(&raw, &name, waited + 1).await;
+    }
+    for path in foreign {
+        raw.delete(&path, None).await.unwrap();
+    }
+    let (guard, _) = soon("it is its turn", waiting).await.unwrap();
     let next = waiter(&lock(&theirs, &name));
     let node = match nodes {
         Nodes::Simple => format!("/simple/{name}"),
         _ => {
             contend(&raw, &name, 2).await;
-            let mut nodes = children(&raw, &name).await;
-            nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
-            format!("{}/{}", dir(&name), nodes[0])
+            in_order(&raw, &name).await.remove(0)
         }
     };
     match before {
@@ -146,72 +156,90 @@ async fn deleted_from_outside(nodes: Nodes, before: Before) {
     let (next, _) = soon("the next is granted", next).await.unwrap();
     proxy.set(Mode::Pass);
     let reason = soon("the holder is told", guard.lost()).await;
-    assert_eq!(reason, LossReason::Revoked, "{nodes:?}, {before:?}");
+    assert_eq!(reason, LossReason::Revoked, "{nodes:?}, {before:?}, {waited}");
     assert!(next.token() > guard.token());
     assert!(guard.release().await.is_err_and(|error| error.is_lost()));
     assert!(next.is_held(), "a late release is harmless");
     next.release().await.unwrap();
 }
 
+/// Nodes of another client, so many.
+async fn queue_up(raw: &zookeeper_client::Client, name: &str, many: usize) -> Vec<String> {
+    let mut paths = Vec::new();
+    for i in 0..many {
+        let prefix = format!("_c_0b1fdd6a-8b6c-4d0e-9f43-{i:012}-lock-");
+        paths.push(contender(raw, &dir(name), &prefix).await);
+    }
+    paths
+}
+
+/// The paths of the contenders, the first in the queue first.
+async fn in_order(raw: &zookeeper_client::Client, name: &str) -> Vec<String> {
+    let mut nodes = children(raw, name).await;
+    nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
+    nodes.iter().map(|node| format!("{}/{node}", dir(name))).collect()
+}
+
+/// Also one that was far behind, and looks after itself with the fallback poll alone.
 #[tokio::test]
 async fn a_waiters_node_deleted_from_outside_queues_anew() {
     if no_zookeeper() {
         return;
     }
-    let (name, raw) = (unique("evicted"), raw(shared().addr()).await);
-    let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
-    let held = lock(&theirs, &name).acquire().await.unwrap();
-    let waiting = waiter(&lock(&ours, &name));
-    contend(&raw, &name, 2).await;
-    let mut nodes = children(&raw, &name).await;
-    nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
-    let (first, second) = (nodes[0].clone(), nodes[1].clone());
-    raw.delete(&format!("{}/{second}", dir(&name)), None)
-        .await
-        .unwrap();
-    eventually("it queues anew", async || {
-        let nodes = children(&raw, &name).await;
-        nodes.len() == 2 && nodes.contains(&first) && !nodes.contains(&second)
-    })
-    .await;
-    assert!(held.is_held() && !waiting.is_finished());
-    // The node and the holder's go at once: what is granted has a node.
-    held.release().await.unwrap();
-    let (guard, _) = soon("granted", waiting).await.unwrap();
-    assert_eq!(children(&raw, &name).await.len(), 1);
-    guard.release().await.unwrap();
+    for before in 1..=3 {
+        let (name, raw) = (unique("evicted"), raw(shared().addr()).await);
+        let ours = connect(shared().addr()).await;
+        let foreign = queue_up(&raw, &name, before).await;
+        let waiting = waiter(&lock(&ours, &name));
+        contend(&raw, &name, before + 1).await;
+        let own = in_order(&raw, &name).await.remove(before);
+        raw.delete(&own, None).await.unwrap();
+        let again = async || {
+            let nodes = in_order(&raw, &name).await;
+            nodes.len() == before + 1 && nodes[..before] == foreign && nodes[before] != own
+        };
+        eventually("it queues anew", again).await;
+        assert!(!waiting.is_finished());
+        for path in foreign {
+            raw.delete(&path, None).await.unwrap();
+        }
+        let (guard, _) = soon("granted", waiting).await.unwrap();
+        assert_eq!(children(&raw, &name).await.len(), 1, "what is granted has a node");
+        guard.release().await.unwrap();
+    }
 }
 
-/// A waiter that is granted without another look at the directory must not be if its own node has just gone.
+/// A waiter must not be granted if its own node has gone just before the last of those before it, whether it looks at the
+/// directory again or not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_lost_its_place_is_not_granted_when_the_one_before_it_leaves() {
     if no_zookeeper() {
         return;
     }
     let (name, raw) = (unique("race"), raw(shared().addr()).await);
-    let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
-    for _ in 0..50 {
-        let held = lock(&theirs, &name).acquire().await.unwrap();
+    let ours = connect(shared().addr()).await;
+    for round in 0..90 {
+        let before = 1 + round % 3;
+        let mut gone = queue_up(&raw, &name, before).await;
         let waiting = waiter(&lock(&ours, &name));
-        contend(&raw, &name, 2).await;
-        let mut nodes = children(&raw, &name).await;
-        nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
-        // In one go: first the waiter's, then the holder's.
-        let (second, first) = (
-            format!("{}/{}", dir(&name), nodes[1]),
-            format!("{}/{}", dir(&name), nodes[0]),
-        );
-        let (one, other) = (raw.delete(&second, None), raw.delete(&first, None));
-        let (one, other) = tokio::join!(one, other);
+        contend(&raw, &name, before + 1).await;
+        let own = in_order(&raw, &name).await.remove(before);
+        // In one go: the waiter's, and those before it, the first or the last of them first.
+        if round % 2 == 0 {
+            gone.reverse();
+        }
+        gone.insert(0, own.clone());
+        for deleted in join_all(gone.iter().map(|path| raw.delete(path, None))).await {
+            deleted.unwrap();
+        }
         let (guard, _) = soon("granted", waiting).await.unwrap();
         // Whoever holds has a node: nobody else can come in.
-        if one.is_ok() && other.is_ok() && guard.is_held() {
-            let nodes = children(&raw, &name).await;
-            assert_eq!(nodes.len(), 1, "granted without a node: {nodes:?}");
-            assert!(!second.ends_with(&nodes[0]));
-        }
-        let _ = guard.release().await;
-        let _ = held.release().await;
+        let nodes = in_order(&raw, &name).await;
+        assert!(
+            nodes.len() == 1 && nodes[0] != own,
+            "granted without a node, round {round}: {nodes:?}"
+        );
+        guard.release().await.unwrap();
         contend(&raw, &name, 0).await;
     }
 }

@@ -1,0 +1,71 @@
+//! What a contended lock costs, by the server's own count.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use lockkit_testbed::{eventually, zookeeper::ZkServer};
+use tokio::task::JoinSet;
+
+use crate::server::{self, lock, no_zookeeper, unique, unless_still};
+
+/// How many locks are counted.
+const LOCKS: u64 = 1_500;
+
+/// The packets that the server got and sent per lock, between so many clients that come back at once.
+async fn per_lock(clients: usize) -> (f64, f64) {
+    let server = ZkServer::plain().unwrap();
+    let name = unique("packets");
+    let granted = Arc::<AtomicU64>::default();
+    let mut contenders = JoinSet::new();
+    for _ in 0..clients {
+        let mut config = server::config(server.addr());
+        // Beats are 2.5 s apart.
+        config.session_timeout = Duration::from_secs(60);
+        let lock = lock(&server::patiently(config).await, &name);
+        let granted = granted.clone();
+        contenders.spawn(async move {
+            loop {
+                let guard = lock.acquire().await.unwrap();
+                granted.fetch_add(1, Ordering::Relaxed);
+                tokio::task::yield_now().await;
+                guard.release().await.unwrap();
+            }
+        });
+    }
+    let counted = async |locks: u64| {
+        eventually(&format!("{locks} locks"), async || {
+            granted.load(Ordering::Relaxed) >= locks
+        })
+        .await;
+        let figures = server.figures().unwrap();
+        let figure = |name: &str| figures[name].parse::<f64>().unwrap();
+        #[expect(clippy::cast_precision_loss, reason = "they are few")]
+        let locks = granted.load(Ordering::Relaxed) as f64;
+        (locks, figure("zk_packets_received"), figure("zk_packets_sent"))
+    };
+    // Until all have seen each other.
+    let before = counted(20 * clients as u64).await;
+    let after = counted(20 * clients as u64 + LOCKS).await;
+    contenders.shutdown().await;
+    let locks = after.0 - before.0;
+    ((after.1 - before.1) / locks, (after.2 - before.2) / locks)
+}
+
+/// A node, a list, a watch, a list, a deletion; an answer to each, and word of one deletion.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_contended_lock_costs_five_requests_and_six_packets_back() {
+    if no_zookeeper() {
+        return;
+    }
+    let seen = unless_still(async || match per_lock(16).await {
+        (got, sent) if got <= 5.1 && sent <= 6.1 => Ok((got, sent)),
+        (got, sent) => Err(format!("{got:.2} packets got and {sent:.2} sent per lock")),
+    });
+    let (got, sent) = seen.await;
+    println!("{got:.2} packets got and {sent:.2} sent per lock");
+}
