@@ -1,15 +1,25 @@
-//! Which directories are crowded.
+//! How many contend for a lock.
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// With so many others in a directory, its list is dearer than what spares it.
+/// With so many others in a directory, a newcomer has to read its list.
+const SEVERAL: usize = 2;
+/// With so many, the list is dearer than what spares it.
 const CROWD: usize = 64;
 const SLOTS: usize = 64;
 
-/// The directories that were crowded when this client was last in them. It forgets, and mistakes one for another, now and
+/// How many others there were in a directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Others {
+    Few,
+    Several,
+    Crowd,
+}
+
+/// How many there were in directories when this client was last in them. It forgets, and mistakes one for another, now and
 /// then: what is made of it may only be a matter of speed.
 #[derive(Debug)]
 pub(crate) struct Crowds([AtomicU64; SLOTS]);
@@ -19,27 +29,52 @@ impl Crowds {
         Self([const { AtomicU64::new(0) }; SLOTS])
     }
 
-    /// So many others were seen in `dir`. Says whether they are a crowd.
-    pub(crate) fn seen(&self, dir: &str, others: usize) -> bool {
-        let crowded = others >= CROWD;
-        if crowded || self.has(dir) {
+    /// So many others were seen in `dir`.
+    pub(crate) fn seen(&self, dir: &str, others: usize) -> Others {
+        let seen = Others::of(others);
+        if seen != self.last_seen(dir) {
             let (slot, mark) = self.slot(dir);
-            slot.store(if crowded { mark } else { 0 }, Ordering::Relaxed);
+            slot.store(mark | seen.bits(), Ordering::Relaxed);
         }
-        crowded
+        seen
     }
 
-    pub(crate) fn has(&self, dir: &str) -> bool {
+    /// What was seen in `dir` last.
+    pub(crate) fn last_seen(&self, dir: &str) -> Others {
         let (slot, mark) = self.slot(dir);
-        slot.load(Ordering::Relaxed) == mark
+        let found = slot.load(Ordering::Relaxed);
+        let all = [Others::Several, Others::Crowd];
+        let is_found = |others: &Others| found == mark | others.bits();
+        all.into_iter().find(is_found).unwrap_or(Others::Few)
     }
 
+    /// Where a directory's is, and how it begins.
     fn slot(&self, dir: &str) -> (&AtomicU64, u64) {
         let mut hasher = DefaultHasher::new();
         dir.hash(&mut hasher);
-        // Zero is nobody's.
-        let mark = hasher.finish() | 1;
-        (&self.0[usize::try_from(mark >> 32).unwrap_or(0) % SLOTS], mark)
+        let hash = hasher.finish();
+        let slot = usize::try_from(hash >> 32).unwrap_or(0) % SLOTS;
+        (&self.0[slot], hash & !Others::BITS)
+    }
+}
+
+impl Others {
+    const BITS: u64 = 3;
+
+    fn of(others: usize) -> Self {
+        match others {
+            ..SEVERAL => Self::Few,
+            SEVERAL..CROWD => Self::Several,
+            CROWD.. => Self::Crowd,
+        }
+    }
+
+    fn bits(self) -> u64 {
+        match self {
+            Self::Few => 0,
+            Self::Several => 1,
+            Self::Crowd => 2,
+        }
     }
 }
 
@@ -50,10 +85,19 @@ mod tests {
     #[test]
     fn what_was_seen_last_counts() {
         let crowds = Crowds::new();
-        assert!(!crowds.has("/a"));
-        assert!(!crowds.seen("/a", CROWD - 1) && !crowds.has("/a"));
-        assert!(crowds.seen("/a", CROWD) && crowds.has("/a"));
-        assert!(!crowds.has("/b"));
-        assert!(!crowds.seen("/a", 0) && !crowds.has("/a"));
+        assert_eq!(crowds.last_seen("/a"), Others::Few);
+        let steps = [
+            (CROWD - 1, Others::Several),
+            (CROWD, Others::Crowd),
+            (SEVERAL, Others::Several),
+            (SEVERAL - 1, Others::Few),
+            (CROWD, Others::Crowd),
+            (0, Others::Few),
+        ];
+        for (others, is) in steps {
+            assert_eq!(crowds.seen("/a", others), is);
+            assert_eq!(crowds.last_seen("/a"), is);
+            assert_eq!(crowds.last_seen("/b"), Others::Few);
+        }
     }
 }

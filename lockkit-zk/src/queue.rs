@@ -28,6 +28,7 @@ use zookeeper_client::Error as ZkError;
 use crate::{
     NAME,
     backend::Shared,
+    crowds::Others,
     fault::{Fault, Result, is_refusal},
     layout::{self, basename, is_used_up},
     post::Calls,
@@ -62,6 +63,15 @@ struct Place {
     /// Who is probably the one right before it.
     nearest: Option<String>,
     waits: Option<Waits>,
+}
+
+/// What whoever has made its node has been told besides.
+enum Seen {
+    /// It is alone, which makes it a holder.
+    Alone,
+    /// These are in the directory.
+    All(Vec<String>),
+    Nothing,
 }
 
 #[derive(Debug)]
@@ -141,13 +151,16 @@ impl QueueClaim {
             return self.grant().map(Some);
         }
         for _ in 0..MAX_LOOKS {
+            let mut listed = None;
             if self.place.is_none() {
                 let session = self.shared.session().await?;
                 if !waits && is_busy(&session.list_latest(&self.dir).await?, mode) {
                     return Ok(None);
                 }
-                if self.enter(session).await? {
-                    return self.grant().map(Some);
+                match self.enter(session).await? {
+                    Seen::Alone => return self.grant().map(Some),
+                    Seen::All(children) => listed = Some(children),
+                    Seen::Nothing => {}
                 }
             }
             let Some(place) = &mut self.place else { continue };
@@ -173,7 +186,10 @@ impl QueueClaim {
             }
             let session = place.stake.session.clone();
             let own = basename(path).to_owned();
-            let children = session.list(&self.dir).await?;
+            let children = match listed {
+                Some(children) => children,
+                None => session.list(&self.dir).await?,
+            };
             if let Some(earlier) = earlier_node(&children, &own, self.request.owner.get(), self.asked) {
                 session.delete(&format!("{}/{earlier}", self.dir)).await?;
                 continue;
@@ -207,13 +223,14 @@ impl QueueClaim {
         })
     }
 
-    /// Makes the node. Says whether it is alone in the directory, which makes it a holder.
-    async fn enter(&mut self, session: Arc<Session>) -> Result<bool> {
+    /// Makes the node.
+    async fn enter(&mut self, session: Arc<Session>) -> Result<Seen> {
         let mut missing = 0;
         for _ in 0..MAX_LOOKS {
+            let last_seen = self.shared.crowds.last_seen(&self.dir);
             // Elsewhere it would be a round trip more.
             let last = match self.request.mode {
-                Mode::Exclusive | Mode::Shared if self.shared.crowds.has(&self.dir) => {
+                Mode::Exclusive | Mode::Shared if last_seen == Others::Crowd => {
                     session.last_entrant(&self.dir).await?
                 }
                 _ => None,
@@ -222,23 +239,35 @@ impl QueueClaim {
             let place = Place::asked(session.clone(), prefix.clone(), self.request.ttl);
             let post = place.stake.post.clone();
             self.place = Some(place);
-            let label = self.request.label.as_deref().unwrap_or_default();
-            match session.enter(&post, &prefix, label.as_bytes(), missing).await? {
+            let label = self.request.label.as_deref().unwrap_or_default().as_bytes();
+            let (entered, listed) = if last_seen == Others::Several && missing == 0 {
+                let (entered, listed) = session.enter_and_list(&post, &prefix, label).await?;
+                (entered, Some(listed))
+            } else {
+                (session.enter(&post, &prefix, label, missing).await?, None)
+            };
+            match entered {
                 Ok(Entered {
                     path,
                     sequence,
                     czxid,
                     others,
                 }) => {
-                    if let Some(place) = &mut self.place {
-                        place.made(path, sequence, czxid);
-                        place.crowded =
-                            others.is_some_and(|others| self.shared.crowds.seen(&self.dir, others));
-                        if !is_used_up(sequence) {
-                            place.nearest = last.map(|last| format!("{last}{:010}", sequence - 1));
-                        }
+                    let Some(place) = &mut self.place else { break };
+                    place.made(path, sequence, czxid);
+                    if !is_used_up(sequence) {
+                        place.nearest = last.map(|last| format!("{last}{:010}", sequence - 1));
                     }
-                    return Ok(others == Some(0) && !is_used_up(sequence));
+                    let listed = listed.transpose()?;
+                    let listed_others = listed.as_ref().map(|children| children.len().saturating_sub(1));
+                    if let Some(others) = others.or(listed_others) {
+                        place.crowded = self.shared.crowds.seen(&self.dir, others) == Others::Crowd;
+                    }
+                    return Ok(match listed {
+                        Some(children) => Seen::All(children),
+                        None if others == Some(0) && !is_used_up(sequence) => Seen::Alone,
+                        None => Seen::Nothing,
+                    });
                 }
                 Err(ZkError::NoNode) => {
                     self.clear();

@@ -22,8 +22,8 @@ use tokio::{
     time::{Instant, sleep, timeout as within},
 };
 use zookeeper_client::{
-    Acls, Client, Connector, CreateMode, CreateOptions, Error as ZkError, MultiWriteError, MultiWriteResult,
-    SessionInfo, SessionState, Stat,
+    Acls, Client, Connector, CreateMode, CreateOptions, CreateSequence, Error as ZkError, MultiWriteError,
+    MultiWriteResult, SessionInfo, SessionState, Stat,
 };
 
 use crate::{
@@ -150,6 +150,18 @@ pub(crate) struct Entered {
 pub(crate) struct Found {
     pub(crate) path: String,
     pub(crate) czxid: i64,
+}
+
+impl Entered {
+    /// It was made without a look at the others.
+    fn by_itself(prefix: &str, (stat, sequence): (Stat, CreateSequence)) -> Self {
+        Self {
+            path: format!("{prefix}{sequence}"),
+            sequence: sequence.into_i64(),
+            czxid: stat.czxid,
+            others: None,
+        }
+    }
 }
 
 impl Reach {
@@ -392,20 +404,32 @@ impl Session {
                 index: 1,
                 source: ZkError::NoAuth,
             }) if missing.is_empty() => {
-                return Ok(post.asks_by(|| client.create(prefix, data, &options))?.await.map(
-                    |(stat, sequence)| Entered {
-                        path: format!("{prefix}{sequence}"),
-                        sequence: sequence.into_i64(),
-                        czxid: stat.czxid,
-                        others: None,
-                    },
-                ));
+                let made = post.asks_by(|| client.create(prefix, data, &options))?.await;
+                return Ok(made.map(|made| Entered::by_itself(prefix, made)));
             }
             Err(
                 MultiWriteError::OperationFailed { source, .. } | MultiWriteError::RequestFailed { source },
             ) => source,
         };
         Ok(Err(error))
+    }
+
+    /// Makes a sequential node and lists the directory, which are sent together.
+    pub(crate) async fn enter_and_list(
+        &self,
+        post: &Post,
+        prefix: &str,
+        data: &[u8],
+    ) -> Result<(std::result::Result<Entered, ZkError>, Result<Vec<String>>)> {
+        let link = self.core.link().await?;
+        let client = &link.client;
+        let options = self.core.options.ephemeral(CreateMode::EphemeralSequential);
+        let made = post.asks_by(|| client.create(prefix, data, &options))?;
+        let (made, children) = tokio::join!(made, client.list_children(parent(prefix)));
+        Ok((
+            made.map(|made| Entered::by_itself(prefix, made)),
+            listed(children),
+        ))
     }
 
     /// How the name begins of the node that was made last in a directory, unless others made it.

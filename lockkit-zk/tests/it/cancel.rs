@@ -14,7 +14,8 @@ use tokio::time::timeout;
 use zookeeper_client::Client;
 
 use crate::server::{
-    self, config, connect, contend, dir, lock, no_zookeeper, raw, rounds, shared, soon, unique, waiter,
+    self, config, connect, contend, dir, lock, no_zookeeper, queue_up, raw, rounds, shared, soon, unique,
+    waiter,
 };
 
 /// Polls `work` at most `polls` times, then drops it. `None` if it was not done by then.
@@ -76,6 +77,9 @@ async fn dropped_at_every_await_a_thousand_times() {
             0 => None,
             _ => Some(theirs.acquire().await.unwrap()),
         };
+        // Behind the holder there is nobody, or others are.
+        let more = if held.is_some() { round / 12 % 2 * 2 } else { 0 };
+        let several = queue_up(&raw, &name, more).await;
         let options = AcquireOptions::new().ttl(Duration::from_secs(60));
         let acquire = async { ours.acquire_with(&options).await.map(drop) };
         let (done, held) = if round % 3 == 2 {
@@ -83,6 +87,9 @@ async fn dropped_at_every_await_a_thousand_times() {
             let release = async {
                 tokio::time::sleep(Duration::from_micros(round as u64 * 37 % 3_000)).await;
                 held.release().await.unwrap();
+                for path in &several {
+                    raw.delete(path, None).await.unwrap();
+                }
             };
             let limit = Duration::from_millis(20);
             let bounded = timeout(limit, poll_at_most(polls, acquire));
@@ -105,6 +112,10 @@ async fn dropped_at_every_await_a_thousand_times() {
         {
             // A server that is kept from answering for two seconds. It is tried again.
             assert!(error.is_transient(), "{error:?}");
+        }
+        for path in &several {
+            // Unless that is done.
+            let _ = raw.delete(path, None).await;
         }
         round += 1;
     }
@@ -159,7 +170,15 @@ async fn dropped_when_replies_are_lost_a_thousand_times() {
     // The directory stays, so that the server's work is one request.
     let held = lock(&other, &name).acquire().await.unwrap();
     let (mut awaited, mut made) = (0, 0);
-    for round in 0..rounds(1_000) {
+    let rounds = rounds(1_000);
+    let mut several = Vec::new();
+    for round in 0..rounds {
+        if round == rounds / 2 {
+            several = queue_up(&raw, &name, 2).await;
+            let waited = timeout(Duration::from_millis(100), ours.acquire()).await;
+            assert!(waited.is_err(), "it expects several from now on");
+            left_are(&raw, &name, 3).await;
+        }
         proxy.set(Mode::DropReplies);
         let before = raw.check_stat(&dir(&name)).await.unwrap().unwrap().cversion;
         let mut acquire = Box::pin(ours.acquire());
@@ -185,7 +204,7 @@ async fn dropped_when_replies_are_lost_a_thousand_times() {
         }
         drop(acquire);
         proxy.set(Mode::Pass);
-        left_are(&raw, &name, 1).await;
+        left_are(&raw, &name, 1 + several.len()).await;
         eventually("it is connected again", async || {
             client.inspect(&name).await.is_ok()
         })
@@ -193,6 +212,9 @@ async fn dropped_when_replies_are_lost_a_thousand_times() {
     }
     assert!(made > awaited * 3 / 4, "{made} of {awaited}");
     held.release().await.unwrap();
+    for path in several {
+        raw.delete(&path, None).await.unwrap();
+    }
     let guard = soon("the lock is free", ours.acquire()).await.unwrap();
     guard.release().await.unwrap();
     left_are(&raw, &name, 0).await;

@@ -8,8 +8,8 @@ use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
 use zookeeper_client::Client;
 
 use crate::server::{
-    children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon, takes_its_turn,
-    unique, unless_still, waiter,
+    children, connect, contend, contender, dir, expects_several, in_order, lock, no_zookeeper, raw, shared,
+    soon, takes_its_turn, unique, unless_still, waiter,
 };
 
 /// More than make a crowd.
@@ -152,6 +152,30 @@ async fn who_gives_up_or_dies_lets_nobody_in() {
         foreign.go().await;
         let (second, _) = soon("all before it have gone", second).await.unwrap();
         second.release().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn who_expects_several_finds_nobody_and_no_directory() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("gone"), raw(shared().addr()).await);
+    let ours = lock(&connect(shared().addr()).await, &name);
+    for directory in [true, false] {
+        expects_several(&raw, &ours, &name).await;
+        if !directory {
+            eventually("the directory is gone", async || {
+                raw.check_stat(&dir(&name)).await.unwrap().is_none()
+            })
+            .await;
+        }
+        let held = soon("nobody is there", ours.acquire()).await.unwrap();
+        let paths = in_order(&raw, &name).await;
+        let stat = raw.check_stat(&paths[0]).await.unwrap().unwrap();
+        assert_eq!(u64::try_from(stat.czxid).unwrap(), held.token().get());
+        assert_eq!(paths.len(), 1);
+        held.release().await.unwrap();
     }
 }
 

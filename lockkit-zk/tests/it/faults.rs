@@ -16,8 +16,8 @@ use lockkit_zk::{Nodes, ZkConfig};
 use zookeeper_client::{Acls, CreateMode};
 
 use crate::server::{
-    self, TIMEOUT, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon,
-    takes_its_turn, unique, unless_still, waiter, watcher,
+    self, TIMEOUT, children, connect, contend, contender, dir, expects_several, lock, no_zookeeper, raw,
+    shared, soon, takes_its_turn, unique, unless_still, waiter, watcher,
 };
 
 /// A client, what it goes through, and one that goes straight.
@@ -71,7 +71,10 @@ async fn a_node_whose_making_was_not_confirmed_is_found_again() {
         return;
     }
     let pair = Pair::new("unconfirmed").await;
-    for _ in 0..20 {
+    for round in 0..20 {
+        if round % 2 == 1 {
+            expects_several(&pair.raw, &pair.lock(), &pair.name).await;
+        }
         pair.proxy.set(Mode::DropReplies);
         let waiting = waiter(&pair.lock());
         contend(&pair.raw, &pair.name, 1).await;
@@ -125,8 +128,17 @@ async fn a_try_whose_reply_is_lost_is_an_error_and_leaves_nothing() {
     if no_zookeeper() {
         return;
     }
+    for several in [false, true] {
+        try_without_a_reply(several).await;
+    }
+}
+
+async fn try_without_a_reply(several: bool) {
     let pair = Pair::new("try").await;
     let quick = AcquireOptions::new().op_timeout(Duration::from_millis(200));
+    if several {
+        expects_several(&pair.raw, &pair.lock(), &pair.name).await;
+    }
     pair.proxy.set(Mode::DropReplies);
     let error = pair
         .lock()
@@ -515,7 +527,16 @@ async fn a_dying_sessions_node_is_never_adopted() {
     if no_zookeeper() {
         return;
     }
+    for several in [false, true] {
+        dies_with_its_node(several).await;
+    }
+}
+
+async fn dies_with_its_node(several: bool) {
     let pair = Pair::brief("dying").await;
+    if several {
+        expects_several(&pair.raw, &pair.lock(), &pair.name).await;
+    }
     pair.other().acquire().await.unwrap().release().await.unwrap();
     pair.proxy.set(Mode::DropReplies);
     let waiting = waiter(&pair.lock());

@@ -19,8 +19,8 @@ use tokio::task::JoinHandle;
 use zookeeper_client::{Acls, Client, CreateMode, Error as ZkError};
 
 use crate::server::{
-    self, LEISURE, children, contend, dir, lock, no_zookeeper, raw, soon, unique, unless_still, waiter,
-    watcher,
+    self, LEISURE, children, contend, dir, expects_several, lock, no_zookeeper, raw, soon, unique,
+    unless_still, waiter, watcher,
 };
 
 /// Two clients that ask for so much: one behind a proxy, and one that is not.
@@ -321,6 +321,12 @@ async fn a_deposed_leader_hides_no_node() {
     if no_zookeeper() {
         return;
     }
+    for several in [false, true] {
+        hidden_by_a_deposed_leader(several).await;
+    }
+}
+
+async fn hidden_by_a_deposed_leader(several: bool) {
     let ensemble = ZkEnsemble::start().unwrap();
     for member in ensemble.members() {
         // In ticks: for so long a leader that is cut off does not know it.
@@ -338,6 +344,9 @@ async fn a_deposed_leader_hides_no_node() {
     let mut config = server::config(proxy.addr());
     config.session_timeout = Duration::from_secs(40);
     let ours = server::patiently(config).await;
+    if several {
+        expects_several(&early, &lock(&ours, &name), &name).await;
+    }
     ensemble.cut(old);
     proxy.set(Mode::Refuse);
     proxy.reset();

@@ -152,6 +152,35 @@ pub(crate) async fn contend(raw: &Client, name: &str, many: usize) {
     .await;
 }
 
+/// Makes so many nodes of another client in the queue for `name`.
+pub(crate) async fn queue_up(raw: &Client, name: &str, many: usize) -> Vec<String> {
+    let mut paths = Vec::new();
+    for i in 0..many {
+        let prefix = format!("_c_0b1fdd6a-8b6c-4d0e-9f43-{i:012}-lock-");
+        paths.push(contender(raw, &dir(name), &prefix).await);
+    }
+    paths
+}
+
+/// The paths of the contenders for `name`, the first in the queue first.
+pub(crate) async fn in_order(raw: &Client, name: &str) -> Vec<String> {
+    let mut nodes = children(raw, name).await;
+    nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
+    nodes.iter().map(|node| format!("{}/{node}", dir(name))).collect()
+}
+
+/// Has a client find several before it at its lock `name`, which nobody else uses. It expects as many the next time.
+pub(crate) async fn expects_several(raw: &Client, lock: &Lock, name: &str) {
+    let several = queue_up(raw, name, 2).await;
+    let waiting = waiter(lock);
+    contend(raw, name, 3).await;
+    for path in several {
+        raw.delete(&path, None).await.expect("it is there");
+    }
+    takes_its_turn("they have gone", waiting).await;
+    contend(raw, name, 0).await;
+}
+
 /// Acquires in a task of its own.
 pub(crate) fn waiter(lock: &Lock) -> JoinHandle<(LockGuard, Instant)> {
     let lock = lock.clone();

@@ -8,8 +8,8 @@ use lockkit_testbed::{Mode, Proxy, eventually};
 use lockkit_zk::Nodes;
 
 use crate::server::{
-    self, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon, unique, waiter,
-    watcher,
+    self, children, connect, contend, dir, in_order, lock, no_zookeeper, queue_up, raw, shared, soon, unique,
+    waiter, watcher,
 };
 
 /// Who made the node.
@@ -161,23 +161,6 @@ async fn deleted_from_outside(nodes: Nodes, before: Before, waited: usize) {
     assert!(guard.release().await.is_err_and(|error| error.is_lost()));
     assert!(next.is_held(), "a late release is harmless");
     next.release().await.unwrap();
-}
-
-/// Nodes of another client, so many.
-async fn queue_up(raw: &zookeeper_client::Client, name: &str, many: usize) -> Vec<String> {
-    let mut paths = Vec::new();
-    for i in 0..many {
-        let prefix = format!("_c_0b1fdd6a-8b6c-4d0e-9f43-{i:012}-lock-");
-        paths.push(contender(raw, &dir(name), &prefix).await);
-    }
-    paths
-}
-
-/// The paths of the contenders, the first in the queue first.
-async fn in_order(raw: &zookeeper_client::Client, name: &str) -> Vec<String> {
-    let mut nodes = children(raw, name).await;
-    nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
-    nodes.iter().map(|node| format!("{}/{node}", dir(name))).collect()
 }
 
 /// Also one that was far behind, and looks after itself with the fallback poll alone.
