@@ -1,9 +1,8 @@
 -- A block of tokens above all others, those of another master in whose place this one is again included: the counter is not
--- behind the clock by more than NEAR, and roles do not change there and back within that. Returns the first.
+-- behind the clock. Returns the first.
 local function draw(tokens, micros)
-  local NEAR = 10000 -- in us
   local last = call('INCRBY', 'lockkit#fence', tokens)
-  if last - tokens < micros - NEAR then
+  if last - tokens < micros then
     last = micros + tokens
     call('SET', 'lockkit#fence', string.format('%d', last))
   end

@@ -316,6 +316,40 @@ async fn a_replica_promoted_with_a_fast_clock_frees_what_is_held() {
     is_told_when_led_to(&replica, &proxy, &held).await;
 }
 
+/// Roles are changed back, and for a moment both are masters. What the one grants then is not known to the other, whose
+/// counter is that of a moment before.
+#[tokio::test]
+async fn tokens_go_on_where_two_masters_grant_in_turn() {
+    if no_server() {
+        return;
+    }
+    let (one, two) = (RedisServer::plain().unwrap(), RedisServer::plain().unwrap());
+    let (ip, port) = (two.addr().ip().to_string(), two.addr().port().to_string());
+    let counter = |server: &RedisServer| server.cli(&["GET", "lockkit#fence"]).unwrap();
+    let (client, other) = (client(one.url()).await, self::client(two.url()).await);
+    let (mine, theirs) = (lock(&client, "a", LONG), lock(&other, "a", LONG));
+    take(&mine).await;
+    for _ in 0..5 {
+        one.cli(&["REPLICAOF", &ip, &port]).unwrap();
+        eventually("it is a replica", async || {
+            let state = one.cli(&["INFO", "replication"]).unwrap();
+            state.contains("master_link_status:up")
+        })
+        .await;
+        // Its last grant but one has reached the replica, some milliseconds ago.
+        take(&theirs).await;
+        while counter(&one) != counter(&two) {
+            take(&theirs).await;
+        }
+        one.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
+        let before = theirs.acquire().await.unwrap();
+        let held = mine.acquire().await.unwrap();
+        assert!(held.token() > before.token(), "{} and {}", before.token(), held.token());
+        before.release().await.unwrap();
+        held.release().await.unwrap();
+    }
+}
+
 /// Roles are changed by hand, and back again, and connections stand. Neither server has what the other one granted.
 #[tokio::test]
 async fn tokens_go_on_when_a_master_was_a_replica_for_a_while() {
