@@ -6,9 +6,9 @@ local ended
 drop_ended()
 if holder() then
   -- That of a client of the version before is not known in the first milliseconds of a hold.
-  local said = token_of(value) or 0
+  local said = token_of(value)
   -- It may have been passed on within its client, which says so a few milliseconds later, if it is of this version.
-  local later = said < token and token < said + string.match(value, '^%S+ (%d+) ')
+  local later = said and said < token and token < said + string.match(value, '^%S+ (%d+) ')
   if later and not ARGV[2] then return -1 end
   if said == token or later then
     ended = string.sub(value, 9)
