@@ -57,7 +57,11 @@ if not blocked and fits(mode) then
   settle()
   return { first, tokens }
 end
-if is_try then return { -1, left(), is_foreign() and 1 or 0 } end
+if is_try then
+  -- A server that was demoted refuses to write, and is not to be believed for as long as the lease lasts.
+  call('DEL', 'lockkit#nowhere')
+  return { -1, left(), is_foreign() and 1 or 0 }
+end
 
 queue_up(call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2])
 expire(QUEUE, IDLE)

@@ -350,6 +350,36 @@ async fn a_server_that_is_not_there_or_does_not_answer_is_an_outage() {
 }
 
 /// The connection stands and its server is a replica now.
+/// Nobody waits there, holds or releases. What it was told before is not the last word on who holds.
+#[tokio::test]
+async fn a_try_is_not_answered_by_a_master_that_was_demoted() {
+    if no_server() {
+        return;
+    }
+    let (before, after) = (RedisServer::plain().unwrap(), RedisServer::plain().unwrap());
+    let proxy = Proxy::start(before.addr()).unwrap();
+    let (client, other) = (client(&url_of(&proxy)).await, client(before.url()).await);
+    let lock = lock(&client, "a", LONG);
+    let tries = [lock.clone(), lock.shared()];
+    let held = other.lock("a").unwrap().acquire().await.unwrap();
+    for lock in &tries {
+        assert!(lock.try_acquire().await.unwrap().is_none());
+    }
+    let nowhere = Port::reserve().unwrap().addr();
+    let (ip, port) = (nowhere.ip().to_string(), nowhere.port().to_string());
+    before.cli(&["REPLICAOF", &ip, &port]).unwrap();
+    for lock in &tries {
+        let error = lock.try_acquire().await.unwrap_err();
+        assert!(error.is_transient(), "{error:?}");
+    }
+    proxy.set_upstream(after.addr());
+    until(RECOVERED, "at the new master", async || {
+        matches!(lock.try_acquire().await, Ok(Some(_)))
+    })
+    .await;
+    drop(held);
+}
+
 #[tokio::test]
 async fn a_master_that_was_demoted_is_left_for_the_new_one() {
     if no_server() {
