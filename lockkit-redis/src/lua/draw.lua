@@ -5,6 +5,9 @@ local function draw(tokens, micros)
   if last - tokens < micros then
     last = micros + tokens
     call('SET', 'lockkit#fence', string.format('%d', last))
+  elseif last >= 2 ^ 53 then
+    -- Lua cannot tell it from the next.
+    error('no fencing tokens are left: lockkit#fence is at its end')
   end
   return last - tokens + 1
 end

@@ -350,6 +350,40 @@ async fn a_server_that_is_not_there_or_does_not_answer_is_an_outage() {
 }
 
 /// The connection stands and its server is a replica now.
+/// Scripts count as far as a float does exactly, which the clock in microseconds reaches in the year 2255.
+#[tokio::test]
+async fn a_counter_at_its_end_grants_no_token_twice() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let lock = lock(&client, "a", LONG);
+    let last = (1_u64 << 53) - 1;
+    let before = (last - 2).to_string();
+    server.cli(&["SET", "lockkit#fence", &before]).unwrap();
+    let mut tokens = Vec::new();
+    let error = loop {
+        match lock.try_acquire().await {
+            Ok(held) => {
+                let held = held.unwrap();
+                assert!(
+                    !tokens.contains(&held.token().get()),
+                    "{tokens:?} and {}",
+                    held.token()
+                );
+                tokens.push(held.token().get());
+                held.release().await.unwrap();
+            }
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(tokens, [last - 1, last]);
+    assert!(!error.is_transient(), "{error:?}");
+    assert!(shown(&error).contains("no fencing tokens are left"), "{error:?}");
+    nothing_is_left(&server, "refused").await;
+}
+
 /// Nobody waits there, holds or releases. What it was told before is not the last word on who holds.
 #[tokio::test]
 async fn a_try_is_not_answered_by_a_master_that_was_demoted() {
