@@ -1,20 +1,21 @@
 //! Every scenario on every backend, beside the least that can be done on the same server and beside other libraries.
 //!
 //! `cargo bench -p lockkit-benches --bench matrix [-- --quick] [TEXT…]` starts private servers of whatever is installed
-//! and says what it goes without. A TEXT picks the backends or the scenarios with it in their names. The contestants
-//! take turns in short rounds, all of them in each, which a harness that measures one after the other could not do.
+//! and says what it goes without. A TEXT picks the backends or the scenarios with it in their names; `network` picks what
+//! is measured over a network with a round trip of 1 ms, which a run without a TEXT does at its end. The contestants take
+//! turns in short rounds, all of them in each, which a harness that measures one after the other could not do.
 //! A run of everything is kept for the report: `cargo run -p lockkit-benches --bin report`.
 
 use std::time::Instant;
 
 use lockkit_benches::{
-    field::Field,
+    field::{FAR, Field},
     peers::Peer,
     results::{self, Machine, Results, table},
 };
 use lockkit_conformance::{
     helper::{self, Launch},
-    measure::{Effort, Outcome, Scenario, contest},
+    measure::{Contestant, Effort, Outcome, Row, Scenario, contest},
 };
 
 const BACKENDS: [&str; 7] = [
@@ -26,6 +27,35 @@ const BACKENDS: [&str; 7] = [
     "mariadb",
     "mysql",
 ];
+
+/// What picks the network.
+const NETWORK: &str = "network";
+
+/// The rows of these scenarios, which are also printed.
+async fn play(
+    contestants: &mut [Contestant],
+    scenarios: &[Scenario],
+    effort: &Effort,
+    began: Instant,
+) -> Vec<Row> {
+    let mut current = None;
+    let rows = contest(contestants, scenarios, effort, |progress| {
+        if current.replace(progress.scenario) != Some(progress.scenario) {
+            let percent = progress.done * 100 / progress.total;
+            println!(
+                "{:>4} s  {percent:>2} %  {}",
+                began.elapsed().as_secs(),
+                progress.scenario.title()
+            );
+        }
+    })
+    .await;
+    for scenario in scenarios {
+        let of_it = rows.iter().filter(|row| row.scenario == *scenario);
+        println!("\n{}", table(*scenario, of_it));
+    }
+    rows
+}
 
 fn main() {
     if let Ok(told) = helper::url() {
@@ -39,16 +69,29 @@ fn main() {
         .map(String::as_str)
         .filter(|argument| !argument.starts_with("--"))
         .collect();
+    let over_the_network = texts.contains(&NETWORK);
     let (backends, names): (Vec<&str>, Vec<&str>) = texts
         .iter()
         .copied()
+        .filter(|text| *text != NETWORK)
         .partition(|text| BACKENDS.iter().any(|backend| backend.contains(text)));
     let picked =
         |texts: &[&str], name: &str| texts.is_empty() || texts.iter().any(|text| name.contains(text));
-    let scenarios: Vec<_> = Scenario::ALL
-        .into_iter()
-        .filter(|scenario| picked(&names, &scenario.to_string()))
-        .collect();
+    let chosen = |all: &[Scenario]| -> Vec<_> {
+        let all = all.iter().copied();
+        all.filter(|scenario| picked(&names, &scenario.to_string()))
+            .collect()
+    };
+    let near = if over_the_network {
+        Vec::new()
+    } else {
+        chosen(&Scenario::ALL)
+    };
+    let far = if over_the_network || texts.is_empty() {
+        chosen(&FAR)
+    } else {
+        Vec::new()
+    };
 
     let began = Instant::now();
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -63,22 +106,15 @@ fn main() {
             println!("skipped: {}: {}", skipped.backend, skipped.why);
         }
         let effort = if quick { Effort::QUICK } else { Effort::FULL };
-        let mut current = None;
-        let rows = contest(&mut field.contestants, &scenarios, &effort, |progress| {
-            if current.replace(progress.scenario) != Some(progress.scenario) {
-                let percent = progress.done * 100 / progress.total;
-                println!(
-                    "{:>4} s  {percent:>2} %  {}",
-                    began.elapsed().as_secs(),
-                    progress.scenario.title()
-                );
-            }
-        })
-        .await;
-        for scenario in scenarios {
-            let of_it = rows.iter().filter(|row| row.scenario == scenario);
-            println!("\n{}", table(scenario, of_it));
+        let rows = play(&mut field.contestants, &near, &effort, began).await;
+        let there = Effort {
+            passes: effort.passes.min(2),
+            ..effort
+        };
+        if !far.is_empty() {
+            println!("\nover a network with a round trip of 1 ms");
         }
+        let far = play(&mut field.far, &far, &there, began).await;
         let mut versions = results::versions();
         versions.append(&mut field.versions);
         Results {
@@ -89,6 +125,7 @@ fn main() {
             versions,
             skipped: std::mem::take(&mut field.skipped),
             rows,
+            far,
         }
     });
     println!("{} s in all", results.seconds);
@@ -100,6 +137,7 @@ fn main() {
     let failed = results
         .rows
         .iter()
+        .chain(&results.far)
         .filter(|row| matches!(row.outcome, Outcome::Failed(_)));
     let failed = failed.count();
     assert!(failed == 0, "{failed} of the measurements above have failed");

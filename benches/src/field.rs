@@ -1,11 +1,13 @@
 //! Everyone who takes part in the comparison: each backend on private servers, and what it is measured beside.
 
-use std::{any::Any, collections::BTreeMap, fmt, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    any::Any, collections::BTreeMap, fmt, io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration,
+};
 
 use async_trait::async_trait;
 use lockkit::{
     BoxError, Lock, LockClient,
-    spi::{Mode, chain},
+    spi::{self, chain},
     zk::{ZkBackend, ZkConfig},
 };
 use lockkit_conformance::{
@@ -16,7 +18,7 @@ use lockkit_conformance::{
     },
 };
 use lockkit_testbed::{
-    Proxy,
+    Mode, Proxy,
     mysql::{Flavour, MySql},
     redis::{self, RedisServer},
     zookeeper::{self, ZkServer},
@@ -33,6 +35,17 @@ use crate::{
 
 /// How many masters Redlock is measured on.
 const MASTERS: usize = 5;
+/// What it takes over the network from a client to a server and back.
+const ROUND_TRIP: Duration = Duration::from_millis(1);
+/// What is measured over the network.
+pub const FAR: [Scenario; 6] = [
+    Scenario::Uncontended,
+    Scenario::OwnNames(64),
+    Scenario::Clients(2),
+    Scenario::Clients(16),
+    Scenario::Processes(4),
+    Scenario::HandOff,
+];
 /// So many local hand-offs a program allows itself that contends with itself alone most of the time.
 const MANY_HANDOFFS: u32 = 1_000;
 
@@ -40,6 +53,8 @@ const MANY_HANDOFFS: u32 = 1_000;
 pub struct Field {
     /// Backend by backend, first the floor, then lockkit, then the peers.
     pub contestants: Vec<Contestant>,
+    /// Those of them that reach their servers over a network, in the same order.
+    pub far: Vec<Contestant>,
     /// The backends that are not among them, and why.
     pub skipped: Vec<Skipped>,
     /// What each server calls its version.
@@ -59,6 +74,7 @@ impl Field {
     pub async fn gather(launch: Launch, wanted: impl Fn(&str) -> bool) -> Self {
         let mut field = Self {
             contestants: Vec::new(),
+            far: Vec::new(),
             skipped: Vec::new(),
             versions: BTreeMap::new(),
             launch,
@@ -98,55 +114,66 @@ impl Field {
         field
     }
 
-    fn add(&mut self, backend: &str, name: &str, role: Role, subject: impl Subject) {
-        self.contestants
-            .push(Contestant::new(backend, name, role, subject));
+    /// A contestant on each way to the servers, which helper processes are as well.
+    fn peers(
+        &mut self,
+        (backend, name, role): (&str, &str, Role),
+        servers: &Servers,
+        peer: impl Fn(&[SocketAddr]) -> Peer,
+    ) -> Result<(), Absent> {
+        for way in servers.ways()? {
+            self.peer((backend, name, role), peer(&way.addrs), way);
+        }
+        Ok(())
     }
 
-    /// What helper processes are as well, served by these.
-    fn peer(&mut self, backend: &str, name: &str, role: Role, peer: Peer, servers: &[u32]) {
+    fn peer(&mut self, who: (&str, &str, Role), peer: Peer, way: Way) {
         let mut processes = Processes::new(self.launch.clone(), peer.to_string());
-        if let Some(clock) = clock(servers) {
+        if let Some(clock) = way.clock {
             processes = processes.served_by(clock);
         }
+        let there = (processes, way.round_trips);
         match peer {
-            Peer::Flock(it) => self.add(backend, name, role, Abroad(it, processes)),
-            Peer::TokenRing(it) => {
-                let ring = Contestant::new(backend, name, role, Abroad(it, processes));
-                self.contestants.push(
-                    ring.only(|scenario| !matches!(scenario, Scenario::Uncontended | Scenario::OwnNames(_))),
-                );
-            }
-            Peer::ForUpdate(it) => self.add(backend, name, role, Abroad(it, processes)),
-            Peer::DistributedLock(it) => self.add(backend, name, role, Abroad(it, processes)),
-            Peer::Rslock(it) => self.add(backend, name, role, Abroad(it, processes)),
-            Peer::Curator(it) => self.add(backend, name, role, Abroad(it, processes)),
-            Peer::GetLock(it) => self.add(backend, name, role, Abroad(it, processes)),
+            Peer::SetNx(it) => self.enter(who, Abroad(it, there), |_| true),
+            Peer::EphemeralNode(it) => self.enter(who, Abroad(it, there), |_| true),
+            Peer::Flock(it) => self.enter(who, Abroad(it, there), |_| true),
+            // There is another floor for what is not contended.
+            Peer::TokenRing(it) => self.enter(who, Abroad(it, there), |scenario| {
+                !matches!(scenario, Scenario::Uncontended | Scenario::OwnNames(_))
+            }),
+            Peer::ForUpdate(it) => self.enter(who, Abroad(it, there), |_| true),
+            Peer::DistributedLock(it) => self.enter(who, Abroad(it, there), |_| true),
+            Peer::Rslock(it) => self.enter(who, Abroad(it, there), |_| true),
+            Peer::Curator(it) => self.enter(who, Abroad(it, there), |_| true),
+            Peer::GetLock(it) => self.enter(who, Abroad(it, there), |_| true),
         }
     }
 
-    /// lockkit at `url`, served by these; processes whose traffic is counted are behind `proxies`, at `counted`.
+    /// lockkit on each way to the servers, at the URL that `url` makes of their addresses.
     fn ours(
         &mut self,
-        backend: &str,
-        name: &str,
-        (url, servers): (String, &[u32]),
-        (counted, proxies): (String, Arc<[Proxy]>),
-    ) {
-        let sent = move || proxies.iter().map(|proxy| proxy.counts().requests.chunks).sum();
-        let mut locks = Locks::new(At(url))
-            .helpers(self.launch.clone())
-            .counted(counted, Arc::new(sent) as Counter);
-        if let Some(clock) = clock(servers) {
-            locks = locks.served_by(clock);
+        (backend, name): (&str, &str),
+        servers: &Servers,
+        url: impl Fn(&[SocketAddr]) -> String,
+    ) -> Result<(), Absent> {
+        for way in servers.ways()? {
+            let mut locks = Locks::new(At(url(&way.addrs))).helpers(self.launch.clone());
+            if let Some(counter) = way.round_trips {
+                locks = locks.counting_round_trips(counter);
+            } else {
+                let proxies = servers.proxies()?;
+                let addrs: Vec<_> = proxies.iter().map(Proxy::addr).collect();
+                let sent = move || proxies.iter().map(|proxy| proxy.counts().requests.chunks).sum();
+                locks = locks.counted(url(&addrs), Arc::new(sent));
+            }
+            if let Some(clock) = way.clock {
+                locks = locks.served_by(clock);
+            }
+            self.enter((backend, name, Role::Ours), locks, |scenario| {
+                !matches!(scenario, Scenario::Waiters(_))
+            });
         }
-        self.add_ours(Contestant::new(backend, name, Role::Ours, locks));
-    }
-
-    /// In what it has no answer to it has no row.
-    fn add_ours(&mut self, contestant: Contestant) {
-        self.contestants
-            .push(contestant.only(|scenario| !matches!(scenario, Scenario::Waiters(_))));
+        Ok(())
     }
 
     /// lockkit at `url` with more local hand-offs than by default, where they count.
@@ -154,40 +181,56 @@ impl Field {
         let between = if url.contains('?') { '&' } else { '?' };
         let locks = Locks::new(At(format!("{url}{between}local_handoffs={MANY_HANDOFFS}")));
         let name = format!("lockkit, local_handoffs={MANY_HANDOFFS}");
-        let contestant = Contestant::new(backend, name, Role::Ours, locks);
-        self.contestants
-            .push(contestant.only(|scenario| matches!(scenario, Scenario::Tasks(_) | Scenario::Beside(_))));
+        self.enter((backend, &name, Role::Ours), locks, |scenario| {
+            matches!(scenario, Scenario::Tasks(_) | Scenario::Beside(_))
+        });
+    }
+
+    fn enter(
+        &mut self,
+        (backend, name, role): (&str, &str, Role),
+        subject: impl Subject,
+        enters: fn(Scenario) -> bool,
+    ) {
+        let there = if subject.round_trips().is_some() {
+            &mut self.far
+        } else {
+            &mut self.contestants
+        };
+        there.push(Contestant::new(backend, name, role, subject).only(enters));
     }
 
     fn memory(&mut self) {
         let locks = Locks::new(At("memory:".to_owned()));
-        self.add_ours(Contestant::new("memory", "lockkit", Role::Ours, locks));
-        self.add("memory", "tokio::sync", Role::Peer, TokioSync::default());
+        self.enter(("memory", "lockkit", Role::Ours), locks, |scenario| {
+            !matches!(scenario, Scenario::Waiters(_))
+        });
+        self.enter(
+            ("memory", "tokio::sync", Role::Peer),
+            TokioSync::default(),
+            |_| true,
+        );
     }
 
     fn file(&mut self) -> Result<(), Absent> {
         let dir = Directory::new()?;
         let under = |name: &str| dir.0.join(name);
-        let floor = LockedFile { dir: under("floor") };
-        self.add("file", "flock, write, fdatasync", Role::Floor, floor);
+        let durable = LockedFile { dir: under("floor") };
+        self.enter(("file", "flock, write, fdatasync", Role::Floor), durable, |_| {
+            true
+        });
         let flock = Peer::Flock(Flock { dir: under("flock") });
-        self.peer("file", "flock, by hand", Role::Floor, flock, &[]);
+        self.peer(("file", "flock, by hand", Role::Floor), flock, Way::default());
         let locks = Locks::new(At(format!("file://{}", under("lockkit").display())));
-        let locks = locks.helpers(self.launch.clone());
-        let ours = Contestant::new("file", "lockkit", Role::Ours, locks);
-        self.add_ours(ours.sitting_out(|scenario| {
+        let ours = Contestant::new("file", "lockkit", Role::Ours, locks.helpers(self.launch.clone()));
+        let ours = ours.only(|scenario| !matches!(scenario, Scenario::Waiters(_)));
+        self.contestants.push(ours.sitting_out(|scenario| {
             (scenario == Scenario::Held(10_000)).then_some(
                 "the first grant of a name waits for the disk, which takes half a minute for so many",
             )
         }));
-        let peer = DistributedFileLock { dir: under("peer") };
-        self.peer(
-            "file",
-            "distributed-lock",
-            Role::Peer,
-            Peer::DistributedLock(peer),
-            &[],
-        );
+        let peer = Peer::DistributedLock(DistributedFileLock { dir: under("peer") });
+        self.peer(("file", "distributed-lock", Role::Peer), peer, Way::default());
         self.servers.push(Box::new(dir));
         Ok(())
     }
@@ -197,27 +240,22 @@ impl Field {
             return Err(missing.into());
         }
         let server = RedisServer::plain()?;
-        let proxy = Proxy::start(server.addr())?;
-        let (url, counted) = (server.url().to_owned(), format!("redis://{}", proxy.addr()));
         self.versions.insert("redis".to_owned(), version(&server)?);
-        self.add(
-            "redis",
-            "SET NX, by hand",
-            Role::Floor,
-            SetNx { url: url.clone() },
-        );
-        let pids = pids([server.pid()]);
-        let ring = Peer::TokenRing(TokenRing { url: url.clone() });
-        self.peer("redis", "BLPOP, by hand", Role::Floor, ring, &pids);
-        self.ours(
-            "redis",
-            "lockkit",
-            (url.clone(), &pids),
-            (counted, Arc::new([proxy])),
-        );
-        self.ours_handing_on("redis", &url);
-        let rslock = Peer::Rslock(Rslock { urls: vec![url] });
-        self.peer("redis", "rslock", Role::Peer, rslock, &pids);
+        let servers = Servers::new([server.addr()], [server.pid()]);
+        let url = |addrs: &[SocketAddr]| format!("redis://{}", addrs[0]);
+        self.peers(("redis", "SET NX, by hand", Role::Floor), &servers, |addrs| {
+            Peer::SetNx(SetNx { url: url(addrs) })
+        })?;
+        self.peers(("redis", "BLPOP, by hand", Role::Floor), &servers, |addrs| {
+            Peer::TokenRing(TokenRing { url: url(addrs) })
+        })?;
+        self.ours(("redis", "lockkit"), &servers, url)?;
+        self.ours_handing_on("redis", &url(&servers.addrs));
+        self.peers(("redis", "rslock", Role::Peer), &servers, |addrs| {
+            Peer::Rslock(Rslock {
+                urls: vec![url(addrs)],
+            })
+        })?;
         self.servers.push(Box::new(server));
         Ok(())
     }
@@ -229,21 +267,22 @@ impl Field {
         let masters: Vec<_> = (0..MASTERS)
             .map(|_| RedisServer::plain())
             .collect::<Result<_, _>>()?;
-        let addrs = masters.iter().map(RedisServer::addr);
-        let url = redlock(addrs.clone());
+        let servers = Servers::new(
+            masters.iter().map(RedisServer::addr),
+            masters.iter().map(RedisServer::pid),
+        );
+        let url = redlock(&servers.addrs);
         Client::close(lockkit::connect(&url).await?).await?;
-        let proxies: Arc<[Proxy]> = addrs.map(Proxy::start).collect::<Result<_, _>>()?;
-        let counted = redlock(proxies.iter().map(Proxy::addr));
         self.versions.insert(
             "redlock".to_owned(),
             format!("{MASTERS} × {}", version(&masters[0])?),
         );
-        let pids = pids(masters.iter().map(RedisServer::pid));
-        self.ours("redlock", "lockkit", (url.clone(), &pids), (counted, proxies));
+        self.ours(("redlock", "lockkit"), &servers, redlock)?;
         self.ours_handing_on("redlock", &url);
-        let urls: Vec<_> = masters.iter().map(|master| master.url().to_owned()).collect();
-        let rslock = Peer::Rslock(Rslock { urls });
-        self.peer("redlock", "rslock", Role::Peer, rslock, &pids);
+        self.peers(("redlock", "rslock", Role::Peer), &servers, |addrs| {
+            let urls = addrs.iter().map(|addr| format!("redis://{addr}"));
+            Peer::Rslock(Rslock { urls: urls.collect() })
+        })?;
         self.servers.push(Box::new(masters));
         Ok(())
     }
@@ -253,39 +292,33 @@ impl Field {
             return Err(missing.into());
         }
         let server = ZkServer::builder().reaps_seldom().start()?;
-        let proxy = Proxy::start(server.addr())?;
+        let servers = Servers::new([server.addr()], [server.pid()]);
         let first = self.contestants.len();
-        let addr = server.addr().to_string();
         let version = server.word("srvr")?;
         let version = version.lines().next().and_then(|line| line.split(": ").nth(1));
         let version = version
             .and_then(|text| text.split('-').next())
             .unwrap_or_default();
         self.versions.insert("zookeeper".to_owned(), version.to_owned());
-        self.add(
-            "zookeeper",
-            "create, delete",
-            Role::Floor,
-            EphemeralNode { addr: addr.clone() },
-        );
+        self.peers(("zookeeper", "create, delete", Role::Floor), &servers, |addrs| {
+            let addr = addrs[0].to_string();
+            Peer::EphemeralNode(EphemeralNode { addr })
+        })?;
         // A session is what outlives a process that dies; the holds that are left behind ask for a ttl of 4 s.
         let parameters = format!("tick_time={}ms&session_timeout=4s", ZkServer::TICK.as_millis());
-        let at = |addr: &dyn fmt::Display| format!("zk://{addr}?{parameters}");
-        let (url, counted) = (at(&addr), at(&proxy.addr()));
-        let pids = pids([server.pid()]);
-        self.ours("zookeeper", "lockkit", (url, &pids), (counted, Arc::new([proxy])));
-        let line = ClientEach { addr: addr.clone() };
-        let line = Contestant::new("zookeeper", "lockkit, a client each", Role::Ours, line);
-        self.contestants
-            .push(line.only(|scenario| matches!(scenario, Scenario::Waiters(_))));
-        let name = "zookeeper-client's recipe";
-        self.peer(
-            "zookeeper",
-            name,
-            Role::Peer,
-            Peer::Curator(Curator { addr }),
-            &pids,
-        );
+        self.ours(("zookeeper", "lockkit"), &servers, |addrs| {
+            format!("zk://{}?{parameters}", addrs[0])
+        })?;
+        let line = ClientEach {
+            addr: server.addr().to_string(),
+        };
+        let who = ("zookeeper", "lockkit, a client each", Role::Ours);
+        self.enter(who, line, |scenario| matches!(scenario, Scenario::Waiters(_)));
+        let who = ("zookeeper", "zookeeper-client's recipe", Role::Peer);
+        self.peers(who, &servers, |addrs| {
+            let addr = addrs[0].to_string();
+            Peer::Curator(Curator { addr })
+        })?;
         self.servers.push(Box::new(server));
         // A virtual machine that has just started interprets what it will have compiled after some seconds of work, and
         // is several times slower until then.
@@ -305,43 +338,89 @@ impl Field {
         }
         // For 100 clients of each contestant.
         let server = MySql::start(flavour, &["--max-connections=4000"])?;
-        let url = server.url();
-        let floor = ForUpdate { url: url.clone() };
-        let version = floor.version().await?;
+        let servers = Servers::new([server.addr()], [server.process().pid()]);
+        let url = |addrs: &[SocketAddr]| MySql::url_at(addrs[0]);
+        let version = ForUpdate { url: server.url() }.version().await?;
         self.versions.insert(backend.to_owned(), version);
-        let pids = pids([server.process().pid()]);
-        let floor = Peer::ForUpdate(floor);
-        self.peer(backend, "FOR UPDATE, by hand", Role::Floor, floor, &pids);
-        for (name, parameters) in [
-            ("lockkit", ""),
-            ("lockkit, mode=lease", "?mode=lease&namespace=lease"),
-        ] {
-            let proxy = Proxy::start(server.addr())?;
-            let counted = format!("{}{parameters}", MySql::url_at(proxy.addr()));
-            let url = format!("{url}{parameters}");
-            self.ours(backend, name, (url, &pids), (counted, Arc::new([proxy])));
-        }
-        self.ours_handing_on(backend, &url);
-        let get_lock = Peer::GetLock(GetLock { url });
-        self.peer(backend, "GET_LOCK", Role::Peer, get_lock, &pids);
+        self.peers((backend, "FOR UPDATE, by hand", Role::Floor), &servers, |addrs| {
+            Peer::ForUpdate(ForUpdate { url: url(addrs) })
+        })?;
+        self.ours((backend, "lockkit"), &servers, url)?;
+        self.ours((backend, "lockkit, mode=lease"), &servers, |addrs| {
+            format!("{}?mode=lease&namespace=lease", url(addrs))
+        })?;
+        self.ours_handing_on(backend, &server.url());
+        self.peers((backend, "GET_LOCK", Role::Peer), &servers, |addrs| {
+            Peer::GetLock(GetLock { url: url(addrs) })
+        })?;
         self.servers.push(Box::new(server));
         Ok(())
     }
 }
 
-fn pids(servers: impl IntoIterator<Item = Option<u32>>) -> Vec<u32> {
-    servers.into_iter().flatten().collect()
+/// The servers of a backend.
+struct Servers {
+    addrs: Vec<SocketAddr>,
+    pids: Vec<u32>,
 }
 
-/// The processor time of these servers together, if there are any.
-fn clock(servers: &[u32]) -> Option<Clock> {
-    let servers = servers.to_vec();
-    (!servers.is_empty())
-        .then(|| Arc::new(move || servers.iter().copied().map(processor_time).sum()) as Clock)
+/// How a contestant gets to its servers.
+#[derive(Default)]
+struct Way {
+    addrs: Vec<SocketAddr>,
+    /// The servers' processor time.
+    clock: Option<Clock>,
+    /// Of the contestant, on a long way.
+    round_trips: Option<Counter>,
 }
 
-fn redlock(masters: impl Iterator<Item = SocketAddr>) -> String {
-    let masters: Vec<_> = masters.map(|addr| addr.to_string()).collect();
+impl Servers {
+    fn new(addrs: impl IntoIterator<Item = SocketAddr>, pids: impl IntoIterator<Item = Option<u32>>) -> Self {
+        Self {
+            addrs: addrs.into_iter().collect(),
+            pids: pids.into_iter().flatten().collect(),
+        }
+    }
+
+    /// The short way over loopback, and one that takes a millisecond there and back.
+    fn ways(&self) -> io::Result<[Way; 2]> {
+        let near = Way {
+            addrs: self.addrs.clone(),
+            clock: Some(self.clock()),
+            round_trips: None,
+        };
+        let proxies = self.proxies()?;
+        for proxy in &*proxies {
+            proxy.set(Mode::Delay {
+                requests: ROUND_TRIP / 2,
+                replies: ROUND_TRIP / 2,
+            });
+        }
+        let far = Way {
+            addrs: proxies.iter().map(Proxy::addr).collect(),
+            clock: Some(self.clock()),
+            // Several servers are asked at once.
+            round_trips: Some(Arc::new(move || {
+                let each = proxies.iter().map(|proxy| proxy.counts().round_trips);
+                each.max().unwrap_or_default()
+            })),
+        };
+        Ok([near, far])
+    }
+
+    fn proxies(&self) -> io::Result<Arc<[Proxy]>> {
+        self.addrs.iter().copied().map(Proxy::start).collect()
+    }
+
+    /// The processor time of all of them.
+    fn clock(&self) -> Clock {
+        let pids = self.pids.clone();
+        Arc::new(move || pids.iter().copied().map(processor_time).sum())
+    }
+}
+
+fn redlock(masters: &[SocketAddr]) -> String {
+    let masters: Vec<_> = masters.iter().map(ToString::to_string).collect();
     format!("redlock://{}", masters.join(","))
 }
 
@@ -398,13 +477,13 @@ struct Session(ZkBackend);
 impl Client for Session {
     type Contender = Lock;
 
-    async fn contender(&self, name: &str, mode: Mode) -> Result<Lock, BoxError> {
+    async fn contender(&self, name: &str, mode: spi::Mode) -> Result<Lock, BoxError> {
         LockClient::new(self.0.clone()).contender(name, mode).await
     }
 }
 
-/// A subject with helper processes.
-struct Abroad<S>(S, Processes);
+/// A subject with helper processes, and what counts its round trips.
+struct Abroad<S>(S, (Processes, Option<Counter>));
 
 impl<S: Subject> Subject for Abroad<S> {
     type Client = S::Client;
@@ -417,8 +496,12 @@ impl<S: Subject> Subject for Abroad<S> {
         self.0.declines(scenario)
     }
 
+    fn round_trips(&self) -> Option<Counter> {
+        self.1.1.clone()
+    }
+
     fn processes(&self) -> Result<Processes, String> {
-        Ok(self.1.clone())
+        Ok(self.1.0.clone())
     }
 }
 

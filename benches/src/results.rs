@@ -29,6 +29,9 @@ pub struct Results {
     pub skipped: Vec<Skipped>,
     /// The figures.
     pub rows: Vec<Row>,
+    /// The figures of those who reach their servers over a network.
+    #[serde(default)]
+    pub far: Vec<Row>,
 }
 
 /// A backend that took no part.
@@ -105,6 +108,15 @@ impl Results {
             fs::rename(path, Self::kept(path))?;
         }
         fs::write(path, serde_json::to_vec_pretty(self)?)
+    }
+
+    /// What was measured over the network, as a run of its own.
+    pub fn over_the_network(&self) -> Self {
+        Self {
+            rows: self.far.clone(),
+            far: Vec::new(),
+            ..self.clone()
+        }
     }
 
     /// The rows of a scenario.

@@ -37,6 +37,10 @@ fn uncontended_alone(scenario: Scenario) -> Option<String> {
 
 /// What lockkit is measured beside, as it is told to the processes that contend by means of it.
 pub enum Peer {
+    /// `SET NX` by hand.
+    SetNx(SetNx),
+    /// An ephemeral node by hand.
+    EphemeralNode(EphemeralNode),
     /// `flock` by hand.
     Flock(Flock),
     /// `BLPOP` by hand.
@@ -57,6 +61,8 @@ pub enum Peer {
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::SetNx(it) => write!(f, "set-nx {}", it.url),
+            Self::EphemeralNode(it) => write!(f, "ephemeral-node {}", it.addr),
             Self::Flock(it) => write!(f, "flock {}", it.dir.display()),
             Self::TokenRing(it) => write!(f, "token-ring {}", it.url),
             Self::ForUpdate(it) => write!(f, "for-update {}", it.url),
@@ -76,6 +82,8 @@ impl Peer {
     pub fn serve(told: &str) -> Result<(), BoxError> {
         let at = |at: &str| at.to_owned();
         match told.split_once(' ') {
+            Some(("set-nx", url)) => helper::rival(SetNx { url: at(url) }),
+            Some(("ephemeral-node", addr)) => helper::rival(EphemeralNode { addr: at(addr) }),
             Some(("flock", dir)) => helper::rival(Flock {
                 dir: PathBuf::from(dir),
             }),

@@ -17,6 +17,8 @@ const BAR: u32 = 22;
 /// What is above and below the bars: the axis with its numbers and what they are.
 const MARGIN: u32 = 56;
 const LABELS: i32 = 330;
+/// With a second figure in each label.
+const WIDER: u32 = 250;
 const FONT: &str = "sans-serif";
 /// Of text and axes. The page has it replaced by the colour of its own text.
 pub(super) const INK: RGBColor = RGBColor(0x24, 0x29, 0x2f);
@@ -70,54 +72,76 @@ pub(super) fn colour(backend: &str, role: Role) -> RGBColor {
     RGBColor(paler(r), paler(g), paler(b))
 }
 
-/// A bar per contestant, on a logarithmic scale, with the middle half of its rounds.
-pub(super) fn bars(results: &Results, scenario: Scenario) -> Result<String, CannotDraw> {
-    let figure = scenario.figure();
-    let rows: Vec<(&Row, f64)> = results
-        .of(scenario)
-        .filter_map(|row| Some((row, row.value(figure)?)))
-        .collect();
-    let height = MARGIN + BAR * u32::try_from(rows.len()).unwrap_or(u32::MAX);
-    let range = decades(rows.iter().map(|(_, value)| *value));
+/// A bar per contestant and figure, on logarithmic scales, with the middle half of its rounds.
+pub(super) fn bars(results: &Results, scenario: Scenario, figures: &[Figure]) -> Result<String, CannotDraw> {
+    let measured = |row: &&Row| figures.iter().any(|figure| row.value(*figure).is_some());
+    let rows: Vec<&Row> = results.of(scenario).filter(measured).collect();
+    let more = u32::try_from(figures.len().saturating_sub(1)).unwrap_or_default();
+    let count = u32::try_from(rows.len()).unwrap_or(u32::MAX);
+    let labels = LABELS + i32::try_from(more * WIDER / 3).unwrap_or_default();
+    let size = (WIDTH + more * WIDER, MARGIN + BAR * count);
     let mut svg = String::new();
     {
-        let root = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
+        let root = SVGBackend::with_string(&mut svg, size).into_drawing_area();
         root.fill(&PAPER)?;
-        let count = f64::from(u32::try_from(rows.len()).unwrap_or(u32::MAX));
-        let mut chart = ChartBuilder::on(&root)
-            .margin_right(24)
-            .set_label_area_size(LabelAreaPosition::Left, LABELS)
-            .set_label_area_size(LabelAreaPosition::Bottom, 44)
-            .build_cartesian_2d(range.clone().log_scale(), count..0.0)?;
-        chart
-            .configure_mesh()
-            .disable_y_mesh()
-            .disable_y_axis()
-            .x_labels(8)
-            .x_desc(axis(figure))
-            .x_label_formatter(&|value| mark(figure, *value))
-            .axis_style(GRID.mix(0.6))
-            .bold_line_style(GRID.mix(0.5))
-            .max_light_lines(0)
-            .label_style((FONT, 12).into_font().color(&INK))
-            .draw()?;
-        for (place, (row, value)) in (0_u32..).zip(&rows) {
+        let mut panels = Vec::new();
+        let mut rest = root.clone();
+        for (index, figure) in figures.iter().enumerate() {
+            let left = if index == 0 { labels } else { 24 };
+            let others = i32::try_from(figures.len() - index).unwrap_or(1);
+            let (width, _) = rest.dim_in_pixel();
+            let width = i32::try_from(width).unwrap_or(i32::MAX);
+            let (panel, after) = rest.split_horizontally(left + (width - left) / others);
+            rest = after;
+            let values = rows.iter().filter_map(|row| row.value(*figure));
+            let range = decades(values);
+            let mut chart = ChartBuilder::on(&panel)
+                .margin_right(24)
+                .set_label_area_size(LabelAreaPosition::Left, left)
+                .set_label_area_size(LabelAreaPosition::Bottom, 44)
+                .build_cartesian_2d(range.clone().log_scale(), f64::from(count)..0.0)?;
+            chart
+                .configure_mesh()
+                .disable_y_mesh()
+                .disable_y_axis()
+                .x_labels(if more > 0 { 5 } else { 8 })
+                .x_desc(axis(*figure))
+                .x_label_formatter(&|value| mark(*figure, *value))
+                .axis_style(GRID.mix(0.6))
+                .bold_line_style(GRID.mix(0.5))
+                .max_light_lines(0)
+                .label_style((FONT, 12).into_font().color(&INK))
+                .draw()?;
+            panels.push((*figure, range, chart));
+        }
+        // After all axes, which belong to nobody.
+        for (place, row) in (0_u32..).zip(&rows) {
             let top = f64::from(place);
             let (bar_top, bar_bottom, middle) = (top + 0.18, top + 0.82, top + 0.5);
             let shade = colour(&row.backend, row.role);
-            let value = value.max(range.start);
-            chart.draw_series([Rectangle::new(
-                [(range.start, bar_top), (value, bar_bottom)],
-                shade.filled(),
-            )])?;
-            if let Some(spread) = row.spread(figure) {
-                let ends = [value * (1.0 - spread).max(0.01), value * (1.0 + spread)];
-                let ends = ends.map(|end| (end.clamp(range.start, range.end), middle));
-                chart.draw_series([PathElement::new(ends, INK.stroke_width(1))])?;
+            for (figure, range, chart) in &mut panels {
+                let Some(value) = row.value(*figure) else { continue };
+                let value = value.max(range.start);
+                chart.draw_series([Rectangle::new(
+                    [(range.start, bar_top), (value, bar_bottom)],
+                    shade.filled(),
+                )])?;
+                if let Some(spread) = row.spread(*figure) {
+                    let ends = [value * (1.0 - spread).max(0.01), value * (1.0 + spread)];
+                    let ends = ends.map(|end| (end.clamp(range.start, range.end), middle));
+                    chart.draw_series([PathElement::new(ends, INK.stroke_width(1))])?;
+                }
             }
-            let (x, y) = chart.backend_coord(&(range.start, middle));
-            let text = format!("{}: {}", who(row), figure.show(value));
-            label(&root, (x - 8, y), HPos::Right, text, row.role)?;
+            if let Some((_, range, chart)) = panels.first() {
+                let (x, y) = chart.backend_coord(&(range.start, middle));
+                let values = figures.iter().map(|figure| {
+                    row.value(*figure)
+                        .map_or_else(|| "–".to_owned(), |value| figure.show(value))
+                });
+                let values: Vec<_> = values.collect();
+                let text = format!("{}: {}", who(row), values.join(", "));
+                label(&root, (x - 8, y), HPos::Right, text, row.role)?;
+            }
         }
         root.present()?;
     }
@@ -220,6 +244,8 @@ fn axis(figure: Figure) -> &'static str {
         Figure::P50 | Figure::P99 => "median time, less is better",
         Figure::Rate => "locks per second, more is better",
         Figure::Longest => "longest wait, less is better",
+        Figure::ServerTime => "server's processor time per lock, less is better",
+        Figure::ClientTime => "clients' processor time per lock, less is better",
         Figure::Processor => "% of a core, less is better",
         Figure::Recovery => "time until the next grant, less is better",
         other => other.title(),

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use lockkit_conformance::measure::{Figure, Role, Row, Scenario};
 
-use super::{Ratios, Section, absence, cell, who};
+use super::{Ratios, Section, absence, cell, figures, who};
 use crate::results::Results;
 
 pub(super) fn render(results: &Results, sections: &[Section]) -> String {
@@ -14,8 +14,9 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
          other libraries. These pages are drawn from a run by commands of this repository; run them on your own machine, \
          for yours is another:\n\n\
          ```sh\n\
-         cargo bench -p lockkit-benches --bench matrix     # a quarter of an hour; -- --quick: three minutes\n\
+         cargo bench -p lockkit-benches --bench matrix     # some 25 minutes; -- --quick: six\n\
          cargo run -p lockkit-benches --bin report         # this page, and target/lockkit-report/index.html\n\
+         cargo bench -p lockkit-benches --bench scenarios  # the same by criterion, see below; -- redis: Redis alone\n\
          lockkit bench --url redis://… --url zk://…        # the same situations on your own servers\n\
          ```\n\n",
     );
@@ -119,8 +120,9 @@ fn summary(text: &mut String, results: &Results) {
 }
 
 fn table(text: &mut String, results: &Results, section: &Section) {
+    let results = &*section.of(results);
     for scenario in &section.scenarios {
-        let figures = scenario.figures();
+        let figures = figures(results, *scenario);
         if section.scenarios.len() > 1 {
             let _ = writeln!(text, "**{}**\n", scenario.title());
         }

@@ -3,18 +3,20 @@
 mod chart;
 mod document;
 mod page;
+mod ratios;
 mod sections;
 mod steady;
 
 use std::{fs, io, path::Path};
 
-use lockkit_conformance::measure::{Figure, Outcome, Role, Row};
+use lockkit_conformance::measure::{Figure, Outcome, Role, Row, Scenario};
 
 use self::sections::{Section, sections};
 pub use self::steady::compare;
 use crate::results::Results;
 
-/// Writes `benchmarks.md` into `docs`, with its pictures in `docs/benchmarks`, and the page to `page`.
+/// Writes `benchmarks.md` into `docs`, with its pictures in `docs/benchmarks`, the page to `page`, and beside it `ratios.tsv`:
+/// every figure of everybody, and how often it is that of each other contestant of the same backend.
 ///
 /// # Errors
 /// If something cannot be drawn or written.
@@ -30,6 +32,7 @@ pub fn write(results: &Results, docs: &Path, page: &Path) -> io::Result<()> {
     if let Some(dir) = page.parent() {
         fs::create_dir_all(dir)?;
     }
+    fs::write(page.with_file_name("ratios.tsv"), ratios::table(results))?;
     let rendered = page::render(results, &sections).map_err(io::Error::other)?;
     fs::write(page, rendered)
 }
@@ -46,6 +49,12 @@ fn cell(row: &Row, figure: Figure) -> String {
         (Some(value), None) => figure.show(value),
         _ => String::new(),
     }
+}
+
+/// The figures of a scenario that somebody was measured in.
+fn figures(results: &Results, scenario: Scenario) -> Vec<Figure> {
+    let known = |figure: &Figure| results.of(scenario).any(|row| row.value(*figure).is_some());
+    scenario.figures().iter().copied().filter(known).collect()
 }
 
 /// How often the row's figure is that of the floor, and of the best peer, of the same backend.

@@ -6,7 +6,7 @@ use lockkit_conformance::measure::Role;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use plotters::style::RGBColor;
 
-use super::{Ratios, Section, absence, cell, chart, document::times};
+use super::{Ratios, Section, absence, cell, chart, document::times, figures};
 use crate::results::Results;
 
 /// Forbids the browser to fetch anything at all.
@@ -87,8 +87,10 @@ fn provenance(results: &Results) -> Markup {
 }
 
 fn table(results: &Results, section: &Section) -> Markup {
+    let results = &*section.of(results);
     html! {
         @for scenario in &section.scenarios {
+            @let figures = figures(results, *scenario);
             div.scroll {
                 table {
                     caption { (scenario.title()) }
@@ -96,7 +98,7 @@ fn table(results: &Results, section: &Section) -> Markup {
                         tr {
                             th { "backend" }
                             th { "contestant" }
-                            @for figure in scenario.figures() { th { (figure.title()) } }
+                            @for figure in &figures { th { (figure.title()) } }
                             th { "× by hand" }
                             th { "× best peer" }
                         }
@@ -107,9 +109,9 @@ fn table(results: &Results, section: &Section) -> Markup {
                                 td { (row.backend) }
                                 td { (row.contestant) }
                                 @if let Some(why) = absence(row) {
-                                    td.why colspan=(scenario.figures().len() + 2) { (why) }
+                                    td.why colspan=(figures.len() + 2) { (why) }
                                 } @else {
-                                    @for figure in scenario.figures() { td.figure { (cell(row, *figure)) } }
+                                    @for figure in &figures { td.figure { (cell(row, *figure)) } }
                                     @let ratios = (row.role == Role::Ours).then(|| Ratios::of(results, row));
                                     @for ratio in ratios.map_or([None, None], |it| [it.floor, it.peer]) {
                                         td.figure { (ratio.map_or_else(String::new, |(_, ratio)| times(ratio))) }

@@ -1,9 +1,11 @@
 //! What is told, and in which order.
 
-use lockkit_conformance::measure::Scenario;
+use std::borrow::Cow;
 
-use super::chart;
-use crate::results::Results;
+use lockkit_conformance::measure::{Figure, Row, Scenario};
+
+use super::{absence, chart};
+use crate::{field::FAR, results::Results};
 
 /// One question, the scenarios that answer it, and the one that is drawn.
 pub(super) struct Section {
@@ -12,20 +14,32 @@ pub(super) struct Section {
     pub(super) about: &'static str,
     pub(super) scenarios: Vec<Scenario>,
     pub(super) picture: Picture,
+    /// Over the network.
+    pub(super) far: bool,
 }
 
 pub(super) enum Picture {
-    /// A bar per contestant.
-    Bars(Scenario),
+    /// A bar per contestant and figure, the figures side by side.
+    Bars(Scenario, &'static [Figure]),
     /// A line per lockkit backend, over the number of tasks.
     Lines(Vec<(f64, Scenario)>),
 }
 
 impl Section {
+    /// What of the results it tells.
+    pub(super) fn of<'a>(&self, results: &'a Results) -> Cow<'a, Results> {
+        if self.far {
+            Cow::Owned(results.over_the_network())
+        } else {
+            Cow::Borrowed(results)
+        }
+    }
+
     pub(super) fn draw(&self, results: &Results) -> Result<String, chart::CannotDraw> {
+        let results = self.of(results);
         match &self.picture {
-            Picture::Bars(scenario) => chart::bars(results, *scenario),
-            Picture::Lines(points) => chart::lines(results, points),
+            Picture::Bars(scenario, figures) => chart::bars(&results, *scenario, figures),
+            Picture::Lines(points) => chart::lines(&results, points),
         }
     }
 }
@@ -44,13 +58,26 @@ pub(super) fn sections(results: &Results) -> Vec<Section> {
     let all = alone()
         .into_iter()
         .chain(contended())
-        .chain(one_after_another(most_held));
-    all.filter(|section| section.scenarios.iter().any(|it| measured(*it)))
-        .collect()
+        .chain(one_after_another(most_held))
+        .chain([network()]);
+    all.filter(|section| {
+        let results = section.of(results);
+        let told = |row: &Row| section.scenarios.contains(&row.scenario) && absence(row).is_none();
+        results.rows.iter().any(told)
+    })
+    .collect()
 }
 
+/// The figure that counts.
 fn bars(scenario: Scenario) -> Picture {
-    Picture::Bars(scenario)
+    Picture::Bars(scenario, &scenario.figures()[..1])
+}
+
+/// A lock that is taken often by a few, while the others wait, looks fast: the one without the other misleads.
+const CONTENTION: &[Figure] = &[Figure::Rate, Figure::Longest];
+
+fn side_by_side(scenario: Scenario, figures: &'static [Figure]) -> Picture {
+    Picture::Bars(scenario, figures)
 }
 
 /// Of locks that nobody else wants.
@@ -63,6 +90,7 @@ fn alone() -> Vec<Section> {
             about: "One task acquires and releases. What a lock costs when there is no conflict.",
             scenarios: vec![Scenario::Uncontended],
             picture: bars(Scenario::Uncontended),
+            far: false,
         },
         Section {
             id: "own-names",
@@ -70,6 +98,7 @@ fn alone() -> Vec<Section> {
             about: "So many tasks of one client, each on a name of its own: how far one client goes.",
             scenarios: tasks.map(Scenario::OwnNames).to_vec(),
             picture: Picture::Lines(tasks.map(|n| (f64::from(n), Scenario::OwnNames(n))).to_vec()),
+            far: false,
         },
     ]
 }
@@ -84,7 +113,8 @@ fn contended() -> Vec<Section> {
                     row, each time with a fresh fencing token, and then lets other processes in; where `local_handoffs` says so, \
                     up to 1,000 times. What others wait for that is below. ZooKeeper's strict order rules it out.",
             scenarios: [2, 16, 100].map(Scenario::Tasks).to_vec(),
-            picture: bars(Scenario::Tasks(16)),
+            picture: side_by_side(Scenario::Tasks(16), CONTENTION),
+            far: false,
         },
         Section {
             id: "clients",
@@ -94,7 +124,8 @@ fn contended() -> Vec<Section> {
                     one had everything. What is done by hand, `GET_LOCK` and ZooKeeper's plain recipe have no tokens and no lease \
                     to keep. Processor time is that of all processes of each side, to the last release.",
             scenarios: [2, 16, 100].map(Scenario::Clients).to_vec(),
-            picture: bars(Scenario::Clients(16)),
+            picture: side_by_side(Scenario::Clients(16), CONTENTION),
+            far: false,
         },
         Section {
             id: "processes",
@@ -102,15 +133,17 @@ fn contended() -> Vec<Section> {
             about: "Four processes of four tasks each on one name, one client in each process: what contention looks like in \
                     most services. Local hand-off counts, and so does whoever waits meanwhile.",
             scenarios: vec![Scenario::Processes(4)],
-            picture: bars(Scenario::Processes(4)),
+            picture: side_by_side(Scenario::Processes(4), CONTENTION),
+            far: false,
         },
         Section {
             id: "holding",
             title: "What waiting costs",
             about: "16 clients of four processes on one name, each of whom holds it for so many milliseconds: most of the time, 15 \
-                    wait. The picture shows what each lock takes of the server's processor time, with holds of 10 ms.",
+                    wait. The picture shows what each lock takes of the server's processor time, and of the clients', with holds of 10 ms.",
             scenarios: [1, 10].map(Scenario::Holding).to_vec(),
-            picture: bars(Scenario::Holding(10)),
+            picture: side_by_side(Scenario::Holding(10), &[Figure::ServerTime, Figure::ClientTime]),
+            far: false,
         },
         Section {
             id: "waiters",
@@ -119,6 +152,7 @@ fn contended() -> Vec<Section> {
                     wait for behind one client is above.",
             scenarios: [10, 1_000].map(Scenario::Waiters).to_vec(),
             picture: bars(Scenario::Waiters(1_000)),
+            far: false,
         },
         Section {
             id: "beside",
@@ -126,6 +160,7 @@ fn contended() -> Vec<Section> {
             about: "One more client, on the name that 16 tasks of another client contend for: what local hand-off costs others.",
             scenarios: vec![Scenario::Beside(16)],
             picture: bars(Scenario::Beside(16)),
+            far: false,
         },
     ]
 }
@@ -139,20 +174,23 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
             about: "From the call that releases to the grant of another client, which has slept for 35 ms.",
             scenarios: vec![Scenario::HandOff],
             picture: bars(Scenario::HandOff),
+            far: false,
         },
         Section {
             id: "shared",
             title: "Shared mode",
             about: "16 tasks of four clients on one name, of which so many per cent ask for it exclusively.",
             scenarios: [0, 5, 50].map(Scenario::Shared).to_vec(),
-            picture: bars(Scenario::Shared(5)),
+            picture: side_by_side(Scenario::Shared(5), CONTENTION),
+            far: false,
         },
         Section {
             id: "permits",
             title: "Semaphores",
             about: "16 tasks of four clients on a semaphore of four permits.",
             scenarios: vec![Scenario::Permits],
-            picture: bars(Scenario::Permits),
+            picture: side_by_side(Scenario::Permits, CONTENTION),
+            far: false,
         },
         Section {
             id: "held",
@@ -162,6 +200,7 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
                     traffic that left the client while every lock was renewed once.",
             scenarios: [10, 1_000, 10_000].map(Scenario::Held).to_vec(),
             picture: bars(most_held),
+            far: false,
         },
         Section {
             id: "recovery",
@@ -171,6 +210,21 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
                     ends with its process.",
             scenarios: vec![Scenario::Recovery],
             picture: bars(Scenario::Recovery),
+            far: false,
         },
     ]
+}
+
+/// What is left when a way takes a while.
+fn network() -> Section {
+    Section {
+        id: "network",
+        title: "Over a network",
+        about: "The same over a way that takes 1 ms there and back: a proxy delays what is sent by half a millisecond each way, and \
+                counts how often something is sent after a reply, by whomever: round trips, also those that nobody waits for. \
+                What costs processor time matters little there, and each round trip much.",
+        scenarios: FAR.to_vec(),
+        picture: Picture::Bars(Scenario::Clients(16), CONTENTION),
+        far: true,
+    }
 }

@@ -15,7 +15,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use super::{Client, Contender, process::processor_time};
+use super::{Client, Contender, Counter, process::processor_time};
 
 /// A waiter that is not served for so long is given up, and its contestant with it.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
@@ -197,11 +197,12 @@ impl<C: Contender> Task<C> {
         }
     }
 
-    /// Waits for one grant; answers with when it came.
-    pub(super) async fn wait(mut self) -> Result<(Self, Instant), BoxError> {
+    /// Waits for one grant; answers with when it came, and with what was counted by then.
+    pub(super) async fn wait(mut self, counter: Option<Counter>) -> Result<(Self, Instant, u64), BoxError> {
         let held = self.usual.acquire().await?;
         let granted_at = Instant::now();
+        let by_then = counter.map_or(0, |count| count());
         self.usual.release(held).await?;
-        Ok((self, granted_at))
+        Ok((self, granted_at, by_then))
     }
 }

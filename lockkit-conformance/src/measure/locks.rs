@@ -10,7 +10,7 @@ use crate::{Harness, helper::Launch};
 /// Longer than any healthy server takes to confirm what is still under way.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Counts pieces of traffic: see [`Locks::counted`].
+/// Counts what goes to a server: see [`Locks::counted`] and [`Subject::round_trips`].
 pub type Counter = Arc<dyn Fn() -> u64 + Send + Sync>;
 
 /// The backend that a [`Harness`] reaches.
@@ -19,6 +19,7 @@ pub struct Locks {
     launch: Option<Launch>,
     counted: Option<(String, Counter)>,
     server: Option<Clock>,
+    round_trips: Option<Counter>,
 }
 
 impl Locks {
@@ -29,6 +30,7 @@ impl Locks {
             launch: None,
             counted: None,
             server: None,
+            round_trips: None,
         }
     }
 
@@ -43,6 +45,12 @@ impl Locks {
     /// pieces that were sent there so far: a proxy can tell.
     pub fn counted(mut self, url: impl Into<String>, counter: Counter) -> Self {
         self.counted = Some((url.into(), counter));
+        self
+    }
+
+    /// Says what counts the round trips of all clients, which a proxy can tell that is on the way to the server.
+    pub fn counting_round_trips(mut self, counter: Counter) -> Self {
+        self.round_trips = Some(counter);
         self
     }
 
@@ -87,6 +95,10 @@ impl Subject for Locks {
         } else {
             None
         })
+    }
+
+    fn round_trips(&self) -> Option<Counter> {
+        self.round_trips.clone()
     }
 
     fn processes(&self) -> Result<Processes, String> {

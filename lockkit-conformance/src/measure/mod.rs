@@ -70,6 +70,11 @@ pub trait Subject: Send + Sync + 'static {
         async { Ok(None) }
     }
 
+    /// What counts the round trips that its clients make, where something does.
+    fn round_trips(&self) -> Option<Counter> {
+        None
+    }
+
     /// How other processes take its locks.
     ///
     /// # Errors

@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    Client as _, Contender as _, Effort, Figure, Processes, Scenario, Subject,
+    Client as _, Contender as _, Counter, Effort, Figure, Processes, Scenario, Subject,
     contest::Sample,
     crowd::{Crowd, Hold, PATIENCE, Share, Task, Times},
     process::{Keeper, Rivals, Rushed},
@@ -24,6 +24,8 @@ const ASLEEP: Duration = Duration::from_millis(35);
 /// So many connections share the waiters in a long line, and so long each of them takes to come there.
 const CONNECTIONS: u32 = 10;
 const TO_COME: Duration = Duration::from_millis(2);
+/// The cycles in a round whose round trips are counted.
+const COUNTED: u32 = 4;
 /// The size of the semaphore.
 const PERMITS: NonZeroU32 = NonZeroU32::new(4).unwrap();
 
@@ -50,6 +52,7 @@ pub(super) struct Stage<S: Subject> {
     processes: Option<Processes>,
     /// Where they contend in all of them.
     rivals: Option<Rivals>,
+    round_trips: Option<Counter>,
 }
 
 impl<S: Subject> Stage<S> {
@@ -134,6 +137,7 @@ impl<S: Subject> Stage<S> {
             crowd: Crowd { clients, tasks },
             processes,
             rivals,
+            round_trips: subject.round_trips(),
         })
     }
 
@@ -153,10 +157,14 @@ impl<S: Subject> Stage<S> {
                 let (_, mut times) = self.crowd.contend(stretch, Hold::Nothing, no_gate()).await?;
                 let mut times = times.pop().unwrap_or_default().all;
                 times.sort_unstable();
-                Ok(vec![
+                let mut sample = vec![
                     (Figure::P50, quantile(&times, 50)),
                     (Figure::P99, quantile(&times, 99)),
-                ])
+                ];
+                if let Some(count) = self.round_trips.clone() {
+                    sample.extend(self.count_cycles(&count).await?);
+                }
+                Ok(sample)
             }
             Scenario::OwnNames(_) => {
                 let (elapsed, times) = self.crowd.contend(stretch, Hold::Nothing, no_gate()).await?;
@@ -220,33 +228,59 @@ impl<S: Subject> Stage<S> {
         Ok(vec![(Figure::Rate, rate(&shares, elapsed))])
     }
 
+    /// The round trips of each of some cycles.
+    async fn count_cycles(&mut self, count: &Counter) -> Result<Sample, BoxError> {
+        let task = self.crowd.tasks.first_mut().ok_or("nobody to count")?;
+        let (mut acquiring, mut releasing) = (0, 0);
+        for _ in 0..COUNTED {
+            let before = count();
+            let held = task.usual.acquire().await?;
+            let between = count();
+            task.usual.release(held).await?;
+            acquiring += between - before;
+            releasing += count() - between;
+        }
+        Ok(vec![
+            (Figure::AcquireTrips, float(acquiring) / f64::from(COUNTED)),
+            (Figure::ReleaseTrips, float(releasing) / f64::from(COUNTED)),
+        ])
+    }
+
     async fn hand_offs(&mut self, many: u32) -> Result<Sample, BoxError> {
-        let mut times = Vec::new();
+        let (mut times, mut trips) = (Vec::new(), 0);
+        let counter = self.round_trips.clone();
+        let count = || counter.as_ref().map_or(0, |count| count());
         for _ in 0..many {
             let [near, _] = &mut self.crowd.tasks[..] else {
                 return Err("a hand-off is between two".into());
             };
             let held = near.usual.acquire().await?;
             let (waiting, mut near) = match (self.crowd.tasks.pop(), self.crowd.tasks.pop()) {
-                (Some(far), Some(near)) => (tokio::spawn(far.wait()), near),
+                (Some(far), Some(near)) => (tokio::spawn(far.wait(counter.clone())), near),
                 _ => return Err("a hand-off is between two".into()),
             };
             sleep(ASLEEP).await;
+            let before = count();
             // In a task, as a holder is, and not on a thread that is none of the runtime's.
             let releasing = tokio::spawn(async move {
                 let released_at = Instant::now();
                 near.usual.release(held).await.map(|()| (near, released_at))
             });
-            let (far, granted_at) = served(waiting).await?;
+            let (far, granted_at, by_then) = served(waiting).await?;
+            trips += by_then - before;
             let (near, released_at) = releasing.await??;
             times.push(granted_at.saturating_duration_since(released_at));
             self.crowd.tasks = vec![near, far];
         }
         times.sort_unstable();
-        Ok(vec![
+        let mut sample = vec![
             (Figure::P50, quantile(&times, 50)),
             (Figure::Longest, quantile(&times, 100)),
-        ])
+        ];
+        if counter.is_some() {
+            sample.push((Figure::HandOffTrips, float(trips) / f64::from(many)));
+        }
+        Ok(sample)
     }
 
     async fn held(&mut self, locks: u32, ttl: Duration) -> Result<Sample, Unfit> {
@@ -290,20 +324,22 @@ impl<S: Subject> Stage<S> {
         let mut keeper = Keeper::start(processes).await?;
         keeper.acquire(ttl, &self.name).await?;
         let waiter = self.crowd.tasks.pop().ok_or("nobody to wait")?;
-        let waiting = tokio::spawn(waiter.wait());
+        let waiting = tokio::spawn(waiter.wait(None));
         sleep(ASLEEP).await;
         let killed_at = Instant::now();
         keeper.kill()?;
-        let (waiter, granted_at) = served(waiting).await?;
+        let (waiter, granted_at, _) = served(waiting).await?;
         self.crowd.tasks.push(waiter);
         let took = granted_at.saturating_duration_since(killed_at);
         Ok(vec![(Figure::Recovery, micros(took))])
     }
 }
 
-type Waiting<C> = JoinHandle<Result<(Task<C>, Instant), BoxError>>;
+/// What a task's [`wait`](Task::wait) answers with.
+type Granted<C> = (Task<C>, Instant, u64);
+type Waiting<C> = JoinHandle<Result<Granted<C>, BoxError>>;
 
-async fn served<C>(mut waiting: Waiting<C>) -> Result<(Task<C>, Instant), BoxError> {
+async fn served<C>(mut waiting: Waiting<C>) -> Result<Granted<C>, BoxError> {
     match timeout(PATIENCE, &mut waiting).await {
         Ok(done) => done?,
         Err(_) => {

@@ -90,7 +90,12 @@ impl Scenario {
     /// What is measured in it, the figure that counts first.
     pub fn figures(self) -> &'static [Figure] {
         match self {
-            Self::Uncontended => &[Figure::P50, Figure::P99],
+            Self::Uncontended => &[
+                Figure::P50,
+                Figure::P99,
+                Figure::AcquireTrips,
+                Figure::ReleaseTrips,
+            ],
             Self::OwnNames(_) | Self::Waiters(_) => &[Figure::Rate],
             Self::Tasks(_) => &[Figure::Rate, Figure::Longest, Figure::Mean, Figure::Fairness],
             Self::Clients(_) | Self::Processes(_) => &[
@@ -110,7 +115,8 @@ impl Scenario {
                 Figure::Mean,
                 Figure::Fairness,
             ],
-            Self::Beside(_) | Self::HandOff => &[Figure::P50, Figure::Longest],
+            Self::Beside(_) => &[Figure::P50, Figure::Longest],
+            Self::HandOff => &[Figure::P50, Figure::Longest, Figure::HandOffTrips],
             Self::Shared(_) | Self::Permits => &[Figure::Rate, Figure::Longest],
             Self::Held(_) => &[Figure::Processor, Figure::Memory, Figure::Packets],
             Self::Recovery => &[Figure::Recovery],
@@ -218,6 +224,12 @@ pub enum Figure {
     /// The pieces of traffic that the client sent while every lock was renewed once: round trips, as far as they can
     /// be told from outside.
     Packets,
+    /// The round trips of an acquisition, where something on the way [counts](super::Subject::round_trips) them.
+    AcquireTrips,
+    /// The round trips of a release, likewise.
+    ReleaseTrips,
+    /// The round trips from the call that releases to the next grant, by whomever they are, likewise.
+    HandOffTrips,
     /// The time until the next grant, in µs.
     Recovery,
 }
@@ -237,22 +249,25 @@ impl Figure {
             Self::Processor => "% of a core",
             Self::Memory => "bytes per lock",
             Self::Packets => "round trips per renewal of all",
+            Self::AcquireTrips => "round trips per acquisition",
+            Self::ReleaseTrips => "round trips per release",
+            Self::HandOffTrips => "round trips per hand-off",
             Self::Recovery => "time",
         }
     }
 
     /// Whether it is a time, in µs.
     pub fn is_time(self) -> bool {
-        match self {
+        matches!(
+            self,
             Self::P50
-            | Self::P99
-            | Self::Longest
-            | Self::Mean
-            | Self::ServerTime
-            | Self::ClientTime
-            | Self::Recovery => true,
-            Self::Rate | Self::Fairness | Self::Processor | Self::Memory | Self::Packets => false,
-        }
+                | Self::P99
+                | Self::Longest
+                | Self::Mean
+                | Self::ServerTime
+                | Self::ClientTime
+                | Self::Recovery
+        )
     }
 
     /// Whether more is better.

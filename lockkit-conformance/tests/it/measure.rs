@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -13,8 +13,8 @@ use lockkit_conformance::{
     Harness,
     helper::{self, Launch},
     measure::{
-        Client, Contender, Contestant, Effort, Figure, Locks, Outcome, Processes, Role, Row, Scenario,
-        Subject, contest,
+        Client, Contender, Contestant, Counter, Effort, Figure, Locks, Outcome, Processes, Role, Row,
+        Scenario, Subject, contest,
     },
 };
 use lockkit_core::{AcquireOptions, BoxError, Lock, LockClient, LockGuard, MemoryBackend, Result, spi::Mode};
@@ -146,7 +146,9 @@ fn every_scenario_of_one_process_is_measured_in_all_its_figures() {
             );
             continue;
         }
-        for figure in scenario.figures() {
+        let trips = [Figure::AcquireTrips, Figure::ReleaseTrips, Figure::HandOffTrips];
+        let figures = scenario.figures().iter().filter(|figure| !trips.contains(figure));
+        for figure in figures {
             let rounds = if scenario == Scenario::Tasks(100) { 2 } else { 3 };
             assert_eq!(
                 row.rounds(*figure).len(),
@@ -159,6 +161,62 @@ fn every_scenario_of_one_process_is_measured_in_all_its_figures() {
             );
         }
     }
+}
+
+/// An acquisition takes two round trips, a release one, and they are counted.
+#[derive(Clone, Default)]
+struct Counted {
+    mutex: Arc<tokio::sync::Mutex<()>>,
+    trips: Arc<AtomicU64>,
+}
+
+impl Subject for Counted {
+    type Client = Self;
+
+    async fn client(&self) -> std::result::Result<Self, BoxError> {
+        Ok(self.clone())
+    }
+
+    fn round_trips(&self) -> Option<Counter> {
+        let trips = self.trips.clone();
+        Some(Arc::new(move || trips.load(Ordering::Relaxed)))
+    }
+}
+
+impl Client for Counted {
+    type Contender = Self;
+
+    async fn contender(&self, _: &str, _: Mode) -> std::result::Result<Self, BoxError> {
+        Ok(self.clone())
+    }
+}
+
+impl Contender for Counted {
+    type Held = tokio::sync::OwnedMutexGuard<()>;
+
+    async fn acquire(&mut self) -> std::result::Result<Self::Held, BoxError> {
+        self.trips.fetch_add(2, Ordering::Relaxed);
+        let held = self.mutex.clone().lock_owned().await;
+        // So that both see it and not the other's.
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        Ok(held)
+    }
+
+    async fn release(&mut self, held: Self::Held) -> std::result::Result<(), BoxError> {
+        self.trips.fetch_add(1, Ordering::Relaxed);
+        drop(held);
+        Ok(())
+    }
+}
+
+#[test]
+fn round_trips_are_counted_per_acquisition_release_and_hand_off() {
+    let mut contestants = [Contestant::new("x", "x", Role::Ours, Counted::default())];
+    let rows = measure(&mut contestants, &[Scenario::Uncontended, Scenario::HandOff]);
+    assert_eq!(rows[0].rounds(Figure::AcquireTrips), [2.0; 3]);
+    assert_eq!(rows[0].rounds(Figure::ReleaseTrips), [1.0; 3]);
+    // What the waiter has done before is none of it.
+    assert_eq!(rows[1].rounds(Figure::HandOffTrips), [1.0; 3]);
 }
 
 /// Takes no time to acquire, in as many processes as there are.
