@@ -228,13 +228,6 @@ impl QueueClaim {
         let mut missing = 0;
         for _ in 0..MAX_LOOKS {
             let last_seen = self.shared.crowds.last_seen(&self.dir);
-            // Elsewhere it would be a round trip more.
-            let last = match self.request.mode {
-                Mode::Exclusive | Mode::Shared if last_seen == Others::Crowd => {
-                    session.last_entrant(&self.dir).await?
-                }
-                _ => None,
-            };
             let prefix = self.next_prefix();
             let place = Place::asked(session.clone(), prefix.clone(), self.request.ttl);
             let post = place.stake.post.clone();
@@ -244,7 +237,11 @@ impl QueueClaim {
                 let (entered, listed) = session.enter_and_list(&post, &prefix, label).await?;
                 (entered, Some(listed))
             } else {
-                (session.enter(&post, &prefix, label, missing).await?, None)
+                // Elsewhere it would be a request more.
+                let follows =
+                    last_seen == Others::Crowd && matches!(self.request.mode, Mode::Exclusive | Mode::Shared);
+                let entered = session.enter(&post, &prefix, label, missing, follows).await?;
+                (entered, None)
             };
             match entered {
                 Ok(Entered {
@@ -252,6 +249,7 @@ impl QueueClaim {
                     sequence,
                     czxid,
                     others,
+                    last,
                 }) => {
                     let Some(place) = &mut self.place else { break };
                     place.made(path, sequence, czxid);
@@ -416,28 +414,31 @@ impl Place {
             return Ok(false);
         }
         match &self.waits {
-            Some(Waits { one_to_go: true, .. }) => Ok(true),
+            Some(Waits { one_to_go: true, .. }) => Ok(self.is_there_still()),
             Some(Waits {
                 writer: Some(Writer { beat_path, czxid }),
                 ..
-            }) => Ok(self.stake.session.has_held(beat_path, *czxid).await? && self.has_seen_one_go()),
+            }) => {
+                let Node::Made { path, .. } = &self.node else {
+                    return Ok(false);
+                };
+                self.stake.session.has_held(beat_path, *czxid, path).await
+            }
             _ => Ok(false),
         }
     }
 
-    /// Whether one of those it watches has gone, and its own node had not, then.
+    /// Whether one of those it watches has gone.
     fn has_seen_one_go(&mut self) -> bool {
-        let Some(waits) = &mut self.waits else {
-            return false;
-        };
-        waits
-            .watches
-            .iter_mut()
-            .any(|watch| watch.look() == Some(Told::Deleted))
-            // What happened first is told first, but for what happened during an interruption.
-            && self.stake.is_quiet()
-            && waits.connection.is_some()
-            && waits.connection == self.stake.session.connection()
+        let watches = self.waits.iter_mut().flat_map(|waits| &mut waits.watches);
+        watches.map(Watch::look).any(|told| told == Some(Told::Deleted))
+    }
+
+    /// Whether its own node had not gone before what its watches have told.
+    fn is_there_still(&mut self) -> bool {
+        let connection = self.waits.as_ref().and_then(|waits| waits.connection);
+        // What happened first is told first, but for what happened during an interruption.
+        self.stake.is_quiet() && connection.is_some() && connection == self.stake.session.connection()
     }
 
     /// Whether it waits as before: no watch has told anything, and, in case that a notification got lost, its node and
@@ -496,7 +497,7 @@ impl Place {
         let mut paths: Vec<_> = before.watch.iter().map(|name| format!("{dir}/{name}")).collect();
         let others = paths.len();
         // Elsewhere it lists at its turn.
-        let guarded = before.one_to_go || self.crowded || self.stake.own().is_some();
+        let guarded = before.one_to_go || self.stake.own().is_some();
         if guarded && !self.stake.is_quiet() {
             paths.push(path.clone());
         }

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use futures_util::future::join_all;
+use futures_util::future::{OptionFuture, join_all};
 #[cfg(not(test))]
 use lockkit_core::spi::asleep;
 use lockkit_core::{LossReason, spi::SessionProof};
@@ -22,8 +22,8 @@ use tokio::{
     time::{Instant, sleep, timeout as within},
 };
 use zookeeper_client::{
-    Acls, Client, Connector, CreateMode, CreateOptions, CreateSequence, Error as ZkError, MultiWriteError,
-    MultiWriteResult, SessionInfo, SessionState, Stat,
+    Acls, Client, Connector, CreateMode, CreateOptions, CreateSequence, Error as ZkError, MultiReadResult,
+    MultiWriteError, MultiWriteResult, SessionInfo, SessionState, Stat,
 };
 
 use crate::{
@@ -143,6 +143,8 @@ pub(crate) struct Entered {
     pub(crate) czxid: i64,
     /// How many others are in the directory, all of them before it; `None` if that was not to be asked.
     pub(crate) others: Option<usize>,
+    /// How the name begins of the node that was made there before it, unless others made that.
+    pub(crate) last: Option<String>,
 }
 
 /// A node that was looked for.
@@ -160,6 +162,7 @@ impl Entered {
             sequence: sequence.into_i64(),
             czxid: stat.czxid,
             others: None,
+            last: None,
         }
     }
 }
@@ -359,14 +362,16 @@ impl Session {
     ///
     /// The two go together as a transaction that also writes the directory, whose state comes back: the number of nodes
     /// in it, and, as that of its last change, the transaction's id, which is the new node's `czxid` too. What it writes
-    /// is how the node's name begins, for [whoever comes next](Self::last_entrant). So many directories as are `missing` are
-    /// made in it as well: servers do not remove one that never had a child.
+    /// is how the node's name begins, for whoever comes next and [follows](Entered::last): that one reads it, sent before and
+    /// together with all this. So many directories as are `missing` are made as well: servers do not remove one that
+    /// never had a child.
     pub(crate) async fn enter(
         &self,
         post: &Post,
         prefix: &str,
         data: &[u8],
         missing: usize,
+        follows: bool,
     ) -> Result<std::result::Result<Entered, ZkError>> {
         let link = self.core.link().await?;
         let client = &link.client;
@@ -379,7 +384,10 @@ impl Session {
         }
         writer.add_create(prefix, data, &options)?;
         writer.add_set_data(parent(prefix), basename(prefix).as_bytes(), None)?;
-        let error = match post.asks_by(|| writer.commit())?.await {
+        let last = follows.then(|| client.get_data(parent(prefix)));
+        let committed = post.asks_by(|| writer.commit())?;
+        let (last, committed) = tokio::join!(OptionFuture::from(last), committed);
+        let error = match committed {
             Ok(results) => match &results[..] {
                 [
                     ..,
@@ -395,6 +403,7 @@ impl Session {
                         sequence,
                         czxid: stat.mzxid,
                         others: usize::try_from(stat.num_children - 1).ok(),
+                        last: last.and_then(|last| entrant(last.ok()?.0)),
                     }));
                 }
                 _ => ZkError::UnexpectedError("a transaction had too few results".to_owned()),
@@ -430,15 +439,6 @@ impl Session {
             made.map(|made| Entered::by_itself(prefix, made)),
             listed(children),
         ))
-    }
-
-    /// How the name begins of the node that was made last in a directory, unless others made it.
-    pub(crate) async fn last_entrant(&self, dir: &str) -> Result<Option<String>> {
-        let read = some(self.core.link().await?.client.get_data(dir).await)?;
-        let name = read.and_then(|(name, _)| String::from_utf8(name).ok());
-        // Anything may be written there.
-        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
-        Ok(name.filter(|name| name.bytes().all(is_plain)))
     }
 
     /// Makes an ephemeral node.
@@ -494,15 +494,25 @@ impl Session {
         }
     }
 
-    /// Whether the session that writes to `beat_path` says that it held the node that transaction `czxid` made. If not,
-    /// it may have held it all the same.
-    pub(crate) async fn has_held(&self, beat_path: &str, czxid: i64) -> Result<bool> {
-        let read = match self.core.link().await?.client.get_data(beat_path).await {
-            // Another user's.
-            Err(ZkError::NoAuth) => None,
-            read => some(read)?,
+    /// Whether the session that writes to `beat_path` says that it held the node that transaction `czxid` made, and the node
+    /// at `own` is there. If not, both may be so all the same.
+    pub(crate) async fn has_held(&self, beat_path: &str, czxid: i64, own: &str) -> Result<bool> {
+        let link = self.core.link().await?;
+        let mut reader = link.client.new_multi_reader();
+        reader.add_get_data(beat_path)?;
+        reader.add_get_data(own)?;
+        let read = match reader.commit().await {
+            // It is older than such requests.
+            Err(ZkError::Unimplemented) => return Ok(false),
+            read => read?,
         };
-        Ok(read.is_some_and(|(data, _)| names(&data).any(|name| name == czxid)))
+        Ok(match &read[..] {
+            [MultiReadResult::Data { data, .. }, MultiReadResult::Data { .. }] => {
+                names(data).any(|name| name == czxid)
+            }
+            // Another user's, or gone.
+            _ => false,
+        })
     }
 
     /// The nodes in a directory, as far as the connected server knows. None if there is no directory.
@@ -1163,6 +1173,15 @@ async fn dismiss(core: &Core) {
 pub(crate) fn timeout(beat_data: &[u8]) -> Option<Duration> {
     let timeout = std::str::from_utf8(beat_data).ok()?.split(' ').next()?;
     Some(Duration::from_millis(timeout.parse().ok()?))
+}
+
+/// How a node's name begins, if a directory's data say that.
+fn entrant(data: Vec<u8>) -> Option<String> {
+    // Anything may be written there.
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
+    String::from_utf8(data)
+        .ok()
+        .filter(|name| name.bytes().all(is_plain))
 }
 
 /// The nodes that it names.

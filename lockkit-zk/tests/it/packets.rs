@@ -69,3 +69,17 @@ async fn a_contended_lock_costs_five_requests_and_six_packets_back() {
     let (got, sent) = seen.await;
     println!("{got:.2} packets got and {sent:.2} sent per lock");
 }
+
+/// Word of the one that came before, a node, a watch, a word of the one that held, a deletion.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_in_a_crowd_costs_as_much() {
+    if no_zookeeper() {
+        return;
+    }
+    let seen = unless_still(async || match per_lock(100).await {
+        (got, sent) if got <= 5.5 && sent <= 6.5 => Ok((got, sent)),
+        (got, sent) => Err(format!("{got:.2} packets got and {sent:.2} sent per lock")),
+    });
+    let (got, sent) = seen.await;
+    println!("{got:.2} packets got and {sent:.2} sent per lock in a crowd");
+}
