@@ -216,6 +216,13 @@ impl RedlockClaim {
         let tokens = match outcome {
             Ok(tokens) => tokens,
             Err(defeat) => {
+                // Whoever has said by now that somebody else has it has nothing to be given back.
+                while let Some(Answer { master, kind, reply }) = requests.at_hand().await {
+                    if kind == Kind::Vote {
+                        let vote = seen.vote(&masters, master, reply);
+                        round.voted(masters.since_origin(Instant::now()), master, vote);
+                    }
+                }
                 drop(requests);
                 if masters.since_origin(Instant::now()) >= round.deadline() {
                     seen.failures.late(&seen.answered, masters.rules.patience);

@@ -318,6 +318,14 @@ impl Requests {
         .await
     }
 
+    /// The next answer, if there is one by now.
+    pub(super) async fn at_hand(&mut self) -> Option<Answer> {
+        if self.answers.is_empty() {
+            self.hand_over().await;
+        }
+        self.answers.pop_front()
+    }
+
     /// Hands over what was asked, and waits for none of it.
     pub(super) async fn hand_over(&mut self) {
         poll_fn(|cx| {

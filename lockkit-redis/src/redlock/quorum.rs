@@ -705,6 +705,14 @@ mod tests {
         let mut round = begin(5);
         assert!(matches!(votes(&mut round, &[taken(5); 3]), Step::Lost(_)));
         assert_eq!(round.may_hold(), [3, 4], "they did not answer");
+        for vote in [taken(5), Vote::Granted] {
+            let master = if vote == Vote::Granted { 4 } else { 3 };
+            assert!(
+                !matches!(round.voted(START, master, vote), Step::Won(_)),
+                "{vote:?}"
+            );
+        }
+        assert_eq!(round.may_hold(), [4], "they did by now");
     }
 
     #[test]
