@@ -23,7 +23,7 @@ local WAITED = 10000 -- for how long a waiter is believed in that does not ask a
 
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local value = call('GET', LOCK)
+if value == nil then value = call('GET', LOCK) end
 
 local function owner_of(text) return string.sub(text, 9, 40) end
 local function holder() return value and string.match(value, '^lockkit:(%x+) ') end
@@ -34,7 +34,8 @@ local function waiter(text)
   return owner .. ' ' .. client
 end
 
--- Forgets shared holders whose lease is over, and all of them if the key no longer says that they hold.
+-- Forgets shared holders whose lease is over, and all of them if the key no longer says that they hold. Nothing is shared
+-- that was not before, unless this has been done.
 local function drop_ended()
   if not value and call('EXISTS', HOLDERS) == 0 then return end
   for _, owner in ipairs(call('ZRANGEBYSCORE', HOLDERS, '-inf', is_shared() and now or '+inf')) do
@@ -104,22 +105,31 @@ local function unshare(owner)
 end
 
 -- The lock is free: whoever came first is told to ask, or all readers that came before the first writer, and it is kept
--- for them. It is a hint: who is told leaves the list, and is back in it if it asks in vain.
+-- for them. It is a hint: who is told leaves the list, and is back in it if it asks in vain. Returns whether it is kept.
 local function tell_next()
-  drop_silent()
   local kept
+  local is_swept = false
   while true do
     local writer = call('ZRANGE', WRITERS, 0, 0, 'WITHSCORES')
     local reader = call('ZRANGE', READERS, 0, 0, 'WITHSCORES')
     local reads = reader[1] and (not writer[1] or tonumber(reader[2]) < tonumber(writer[2]))
     local next = reads and reader[1] or writer[1]
     if not next or (kept and not reads) then break end
-    forget_waiter(next)
-    local owner, client = string.match(next, '^(%S+) (%S+)$')
-    if call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 1 ' .. LOCK) > 0 then
-      kept = reads and 's' or owner
-      if not reads then break end
+    -- Among writers it is enough that the first one is believed in.
+    local asked = not is_swept and not reader[1] and call('ZSCORE', ASKED, next)
+    if not is_swept and not (asked and tonumber(asked) > now - WAITED) then
+      drop_silent()
+      is_swept = true
+    else
+      call('ZREM', reads and READERS or WRITERS, next)
+      call('ZREM', ASKED, next)
+      local owner, client = string.match(next, '^(%S+) (%S+)$')
+      if call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 1 ' .. LOCK) > 0 then
+        kept = reads and 's' or owner
+        if not reads then break end
+      end
     end
   end
   if kept then call('SET', LOCK, 'lockkit#next ' .. kept, 'PX', KEPT) end
+  return kept
 end

@@ -2,6 +2,7 @@
 local call = redis.call
 local LOCK = KEYS[1]
 local FENCE = 'lockkit#fence:{' .. LOCK .. '}'
+local value -- of the lock, if it has been looked at
 
 -- Whether this process has a vote: the marker names it, and the longest ttl that the caller goes by. A process that was
 -- started since may have lost what the one before it granted, and one that was kept out for less, what was granted for more.

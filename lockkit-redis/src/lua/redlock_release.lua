@@ -1,5 +1,12 @@
 -- Afterwards the owner does not hold, and does not wait unless it yields. Returns 1 if it held.
 local me = owner_of(ARGV[1])
+if held == 1 then
+  -- It held alone, and the key goes to whoever is next.
+  value = false
+  if call('ZREM', WRITERS, waiter(ARGV[1])) == 1 then call('ZREM', ASKED, waiter(ARGV[1])) end
+  if not tell_next() then call('DEL', LOCK) end
+  return held
+end
 drop_ended()
 if holder() == me then
   held = call('DEL', LOCK)

@@ -1,7 +1,9 @@
 -- ARGV: 1 the value, as far as is known   2 `end`, or `yield` if it goes on waiting
 local held = 0
-if call('GET', LOCK) == ARGV[1] then
-  held = call('DEL', LOCK)
-  local waited_for = call('EXISTS', 'lockkit#writers:{' .. LOCK .. '}', 'lockkit#readers:{' .. LOCK .. '}') > 0
-  if not waited_for or ARGV[2] == 'yield' then return held end
+value = call('GET', LOCK)
+if value == ARGV[1] then
+  if ARGV[2] == 'yield' or call('EXISTS', 'lockkit#writers:{' .. LOCK .. '}', 'lockkit#readers:{' .. LOCK .. '}') == 0 then
+    return call('DEL', LOCK)
+  end
+  held = 1
 end

@@ -1,10 +1,9 @@
 -- Returns 1: granted, with these tokens; the counter, as a text: held, but it stands at that; 0: no vote;
 -- {ms left of the lease or -1, who has it: an owner, `others` or `foreign`}.
-local me = owner_of(ARGV[2])
 local alone = ARGV[6] == 'x'
 local list = alone and WRITERS or READERS
-drop_ended()
 local repairs = ARGV[8] == 'repair'
+if not is_behind then drop_ended() end
 local fits = not value or (repairs and kept_for())
 if alone then
   fits = fits or holder() == me or kept_for() == me
@@ -21,7 +20,7 @@ if fits then
   if ARGV[8] == 'again' then forget_waiter(waiter(ARGV[2])) end
   return raise(ARGV[4], ARGV[5], call('GET', FENCE))
 end
-if ARGV[8] == 'wait' or ARGV[8] == 'again' then
+if waits then
   call('ZADD', list, ARGV[7], waiter(ARGV[2]))
   call('ZADD', ASKED, now, waiter(ARGV[2]))
   call('PEXPIRE', list, WAITED)

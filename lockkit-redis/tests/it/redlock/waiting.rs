@@ -194,6 +194,46 @@ async fn clocks_that_are_set_back_keep_the_lock_of_a_dead_holder() {
     next.release().await.unwrap();
 }
 
+/// Commands at a master, those in scripts among them. It is the third of five: less have not heard of it yet, more have been
+/// asked again.
+#[tokio::test]
+async fn a_try_in_vain_and_a_hand_off_cost_few_commands() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (one, other) = (world.client().await, world.client().await);
+    let (one, other) = (lock(&one, "a", LONG), lock(&other, "a", LONG));
+    let counts = || -> Vec<_> {
+        let masters = world.masters.iter();
+        masters.map(|master| master.command_count().unwrap()).collect()
+    };
+    let third_since = |before: &[u64]| {
+        let now = counts();
+        let mut each: Vec<_> = now.iter().zip(before).map(|(now, before)| now - before).collect();
+        each.sort_unstable();
+        each[2]
+    };
+    let (mut of_try, mut of_hand_off) = (u64::MAX, u64::MAX);
+    // Whoever waits may just ask again by itself.
+    for _ in 0..3 {
+        let held = one.acquire().await.unwrap();
+        until(LONG, "held by all", async || world.holding("a") == 5).await;
+        let before = counts();
+        assert!(other.try_acquire().await.unwrap().is_none());
+        of_try = of_try.min(third_since(&before));
+        let waiting = waiter(&other);
+        world.waiters("a", 1).await;
+        let before = counts();
+        held.release().await.unwrap();
+        let next = granted(LONG, "the waiter", waiting).await;
+        of_hand_off = of_hand_off.min(third_since(&before));
+        next.release().await.unwrap();
+    }
+    assert!(of_try <= 4, "{of_try}");
+    assert!(of_hand_off <= 17, "{of_hand_off}");
+}
+
 /// Before the background has looked at it for the first time.
 #[tokio::test]
 async fn a_hold_of_a_try_that_is_broken_at_once_is_told_at_once() {
