@@ -77,7 +77,8 @@ pub struct Counts {
     /// What was handed on to the clients.
     pub replies: Traffic,
     /// Round trips, as far as they can be told from outside: how often a client sent something after the proxy had handed a
-    /// reply to one, whichever connections these were. What several send at once is one.
+    /// reply to one, whichever connections these were. What several send at once is one. Under [`Mode::Delay`] something is
+    /// also sent anew when a reply to the last that was would have been back: a request that waits at the server has none.
     pub round_trips: u64,
     /// What was lost: replies under [`Mode::DropReplies`], and all that a client sent into a half-open connection.
     pub lost: Traffic,
@@ -109,7 +110,7 @@ impl Proxy {
             mode: watch::Sender::new(Mode::Pass),
             upstream: Mutex::new(upstream),
             counts: Mutex::default(),
-            replied: AtomicBool::new(true),
+            turn: Mutex::default(),
             edit,
         });
         let (orders, incoming) = mpsc::unbounded_channel();
@@ -215,9 +216,16 @@ struct Shared {
     mode: watch::Sender<Mode>,
     upstream: Mutex<SocketAddr>,
     counts: Mutex<Counts>,
-    /// Nobody has sent anything since.
-    replied: AtomicBool,
+    turn: Mutex<Turn>,
     edit: fn(&mut Vec<u8>),
+}
+
+/// The round trip that is under way.
+#[derive(Clone, Copy, Debug, Default)]
+enum Turn {
+    #[default]
+    Nobodys,
+    Since(Instant),
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -553,8 +561,8 @@ impl<'a> Flow<'a> {
             Err(_) => What::Failure,
             Ok(0) => What::End,
             Ok(length) => {
-                if self.way == Way::Request && self.shared.replied.swap(false, Ordering::Relaxed) {
-                    lock(&self.shared.counts).round_trips += 1;
+                if self.way == Way::Request {
+                    self.ask();
                 }
                 let mut bytes = self.buffer[..length].to_vec();
                 if mem::take(&mut self.at_start) && self.way == Way::Request {
@@ -569,6 +577,21 @@ impl<'a> Flow<'a> {
         }
         let at = Instant::now();
         self.held.push_back(Arrival { at, what });
+    }
+
+    /// Counts a round trip if this is the beginning of one.
+    fn ask(&self) {
+        let mut turn = lock(&self.shared.turn);
+        let now = Instant::now();
+        let goes_on = match (*turn, *self.shared.mode.borrow()) {
+            (Turn::Nobodys, _) => false,
+            (Turn::Since(began), Mode::Delay { requests, replies }) => now < began + requests + replies,
+            (Turn::Since(_), _) => true,
+        };
+        if !goes_on {
+            *turn = Turn::Since(now);
+            lock(&self.shared.counts).round_trips += 1;
+        }
     }
 
     /// Hands on what arrived first, or as much of it as goes; true if that was the end.
@@ -599,7 +622,7 @@ impl<'a> Flow<'a> {
                     Way::Request => count(&mut counts.requests, bytes.len()),
                     Way::Reply => {
                         count(&mut counts.replies, bytes.len());
-                        self.shared.replied.store(true, Ordering::Relaxed);
+                        *lock(&self.shared.turn) = Turn::Nobodys;
                     }
                 }
             }

@@ -61,6 +61,10 @@ fn answer(mut stream: TcpStream, seen: &Mutex<Seen>) {
             Ok(length) => {
                 let bytes = &buffer[..length];
                 seen.lock().unwrap().bytes.extend(bytes);
+                // 'W' waits for an answer, which never comes.
+                if bytes == b"W" {
+                    continue;
+                }
                 // 'Q' ends the connection from here, 'H' this direction alone.
                 if bytes.contains(&b'Q') {
                     return;

@@ -160,6 +160,23 @@ fn what_is_sent_at_once_is_one_round_trip() {
 }
 
 #[test]
+fn beside_one_that_waits_another_makes_round_trips() {
+    let (_server, proxy, mut client) = served();
+    let mut waiter = connect(&proxy);
+    let way = Duration::from_millis(5);
+    proxy.set(Mode::Delay {
+        requests: way,
+        replies: way,
+    });
+    send(&mut waiter, "W");
+    until("it waits", || proxy.counts().requests.bytes == 2);
+    thread::sleep(2 * way);
+    let before = proxy.counts().round_trips;
+    round_trip(&mut client, "b");
+    assert_eq!(proxy.counts().round_trips - before, 1);
+}
+
+#[test]
 fn dropped_replies_are_lost_and_their_requests_are_not() {
     let (server, proxy, mut client) = served();
     let mut idle = connect(&proxy);
