@@ -9,7 +9,7 @@
 use std::time::Instant;
 
 use lockkit_benches::{
-    field::{FAR, Field},
+    field::{BACKENDS, FAR, Field},
     peers::Peer,
     results::{self, Machine, Results, table},
 };
@@ -17,16 +17,6 @@ use lockkit_conformance::{
     helper::{self, Launch},
     measure::{Contestant, Effort, Outcome, Row, Scenario, contest},
 };
-
-const BACKENDS: [&str; 7] = [
-    "memory",
-    "file",
-    "redis",
-    "redlock",
-    "zookeeper",
-    "mariadb",
-    "mysql",
-];
 
 /// What picks the network.
 const NETWORK: &str = "network";

@@ -33,6 +33,16 @@ use crate::{
     results::Skipped,
 };
 
+/// All that may take part, by name.
+pub const BACKENDS: [&str; 7] = [
+    "memory",
+    "file",
+    "redis",
+    "redlock",
+    "zookeeper",
+    "mariadb",
+    "mysql",
+];
 /// How many masters Redlock is measured on.
 const MASTERS: usize = 5;
 /// What it takes over the network from a client to a server and back.
@@ -80,15 +90,7 @@ impl Field {
             launch,
             servers: Vec::new(),
         };
-        for backend in [
-            "memory",
-            "file",
-            "redis",
-            "redlock",
-            "zookeeper",
-            "mariadb",
-            "mysql",
-        ] {
+        for backend in BACKENDS {
             if !wanted(backend) {
                 continue;
             }

@@ -6,7 +6,6 @@ pub mod peers;
 pub mod processor;
 pub mod report;
 pub mod results;
-pub mod turns;
 
 use std::{
     hint::black_box,

@@ -28,7 +28,12 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
          machine did meets both sides; above 1 is good for rates and bad for times, and there is none where there is nothing to \
          compare with. Clients, servers and disks share the one machine, over loopback, and the servers have their default \
          durability but for ZooKeeper, which does not wait for its disk and has a tick of 100 ms, for sessions of 4 s: ratios \
-         within a backend say more than those between backends.\n\n",
+         within a backend say more than those between backends.\n\n\
+         What [criterion](https://bheisler.github.io/criterion.rs/book/) measures, one after the other, is for comparing a change with \
+         what was before, by its own `--save-baseline` and `--baseline` and its report in `target/criterion`; what compares \
+         backends is the matrix, in which all take turns. `--bench scenarios` takes about ten minutes for everything and one \
+         for a backend; `held-*`, `waiters-*` and `recovery` are the matrix's alone. `--bench driver` measures what is above \
+         all backends, on one that costs nothing.\n\n",
     );
     summary(&mut text, results);
     for section in sections {

@@ -7,7 +7,7 @@ use lockkit_core::{BoxError, spi::chain};
 
 use super::{
     Figure, Outcome, Row, Scenario, Subject,
-    rounds::{Stage, Unfit},
+    rounds::{Stage, Unfit, fit},
 };
 
 /// How much is measured.
@@ -109,6 +109,55 @@ impl Contestant {
         self
     }
 
+    /// The backend that it is, or is to be compared with.
+    pub fn backend(&self) -> &str {
+        &self.backend
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Why it takes no part in a scenario, if it does not.
+    ///
+    /// # Errors
+    /// If that cannot be told.
+    ///
+    /// # Cancel safety
+    /// Nothing changes if it is dropped.
+    pub async fn declines(&mut self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        if !(self.enters)(scenario) {
+            return Ok(Some("it is measured elsewhere".to_owned()));
+        }
+        match (self.sits_out)(scenario) {
+            Some(why) => Ok(Some(why.to_owned())),
+            None => self.run.declines(scenario).await,
+        }
+    }
+
+    /// Prepares it for a scenario, for those who measure otherwise than in a [`contest`]. `index` tells the names that it
+    /// locks from those of other contestants.
+    ///
+    /// # Errors
+    /// If it declines or fails.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, clients are dropped.
+    pub async fn trial(
+        &mut self,
+        scenario: Scenario,
+        index: usize,
+        effort: &Effort,
+    ) -> Result<Trial<'_>, BoxError> {
+        let prepared = self.run.prepare(scenario, index, effort).await;
+        prepared.map_err(Unfit::into_error)?;
+        Ok(Trial {
+            run: &mut *self.run,
+            effort: *effort,
+        })
+    }
+
     fn row(&self, scenario: Scenario) -> Row {
         let outcome = match (self.sits_out)(scenario) {
             Some(why) => Outcome::Skipped(why.to_owned()),
@@ -127,6 +176,47 @@ impl Contestant {
 impl fmt::Debug for Contestant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Contestant({}, {})", self.backend, self.name)
+    }
+}
+
+/// One contestant in one scenario, round by round.
+pub struct Trial<'a> {
+    run: &'a mut dyn Run,
+    effort: Effort,
+}
+
+impl Trial<'_> {
+    /// One round.
+    ///
+    /// # Errors
+    /// If it fails.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, holds are released in the background, as far as the contestant does so, and no other round can
+    /// follow.
+    pub async fn round(&mut self) -> Result<BTreeMap<Figure, f64>, BoxError> {
+        let sample = self.run.round(&self.effort, false).await;
+        let sample = sample.map_err(Unfit::into_error)?;
+        Ok(sample.into_iter().collect())
+    }
+
+    /// Lets go of the clients.
+    ///
+    /// # Errors
+    /// If something is left at the server.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, clients are dropped.
+    pub async fn end(self) -> Result<(), BoxError> {
+        self.run.end().await
+    }
+}
+
+impl fmt::Debug for Trial<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trial")
+            .field("effort", &self.effort)
+            .finish_non_exhaustive()
     }
 }
 
@@ -254,6 +344,7 @@ pub(super) type Sample = Vec<(Figure, f64)>;
 /// A contestant, whatever its subject is.
 #[async_trait]
 trait Run: Send {
+    async fn declines(&mut self, scenario: Scenario) -> Result<Option<String>, BoxError>;
     async fn prepare(&mut self, scenario: Scenario, index: usize, effort: &Effort) -> Result<(), Unfit>;
     async fn round(&mut self, effort: &Effort, warming_up: bool) -> Result<Sample, Unfit>;
     async fn end(&mut self) -> Result<(), BoxError>;
@@ -266,6 +357,14 @@ struct Running<S: Subject> {
 
 #[async_trait]
 impl<S: Subject> Run for Running<S> {
+    async fn declines(&mut self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        match fit(&self.subject, scenario).await {
+            Ok(_) => Ok(None),
+            Err(Unfit::Declines(why)) => Ok(Some(why)),
+            Err(Unfit::Fails(error)) => Err(error),
+        }
+    }
+
     async fn prepare(&mut self, scenario: Scenario, index: usize, effort: &Effort) -> Result<(), Unfit> {
         self.stage = Some(Stage::set(&self.subject, scenario, index, effort).await?);
         Ok(())

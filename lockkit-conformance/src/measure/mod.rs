@@ -41,7 +41,7 @@ mod rounds;
 mod row;
 mod scenario;
 
-pub use contest::{Contestant, Effort, Progress, Role, contest};
+pub use contest::{Contestant, Effort, Progress, Role, Trial, contest};
 pub(crate) use crowd::Crowd;
 use lockkit_core::{BoxError, spi::Mode};
 pub use locks::{Counter, Locks};

@@ -37,10 +37,34 @@ pub(super) enum Unfit {
     Fails(BoxError),
 }
 
+impl Unfit {
+    pub(super) fn into_error(self) -> BoxError {
+        match self {
+            Self::Declines(why) => why.into(),
+            Self::Fails(error) => error,
+        }
+    }
+}
+
 impl<E: Into<BoxError>> From<E> for Unfit {
     fn from(error: E) -> Self {
         Self::Fails(error.into())
     }
+}
+
+/// Whether a subject takes part in a scenario, and the processes that it needs there.
+pub(super) async fn fit(subject: &impl Subject, scenario: Scenario) -> Result<Option<Processes>, Unfit> {
+    if let Some(why) = subject.declines(scenario).await? {
+        return Err(Unfit::Declines(why));
+    }
+    Ok(match scenario {
+        Scenario::Clients(_)
+        | Scenario::Processes(_)
+        | Scenario::Holding(_)
+        | Scenario::Held(_)
+        | Scenario::Recovery => Some(subject.processes().map_err(Unfit::Declines)?),
+        _ => None,
+    })
 }
 
 /// What a scenario needs, from its first round to its last.
@@ -62,20 +86,10 @@ impl<S: Subject> Stage<S> {
         index: usize,
         effort: &Effort,
     ) -> Result<Self, Unfit> {
-        if let Some(why) = subject.declines(scenario).await? {
-            return Err(Unfit::Declines(why));
-        }
+        let processes = fit(subject, scenario).await?;
         // The same in every run, since some servers keep something for each name for ever. A contestant has its own,
         // since two may be the same server with other options.
         let name = format!("lockkit-bench/{index}/{scenario}");
-        let processes = match scenario {
-            Scenario::Clients(_)
-            | Scenario::Processes(_)
-            | Scenario::Holding(_)
-            | Scenario::Held(_)
-            | Scenario::Recovery => Some(subject.processes().map_err(Unfit::Declines)?),
-            _ => None,
-        };
         if matches!(scenario, Scenario::Held(locks) if locks > effort.most_held) {
             return Err(Unfit::Declines("it takes too long for a quick run".to_owned()));
         }
