@@ -137,10 +137,13 @@ pub struct ClaimRequest {
     /// Others of this client wait behind the claim, or have waited since the one before it was opened: it is likely that
     /// they will be passed the hold. A backend to which reserving tokens is dear need not do so otherwise.
     pub locally_contended: bool,
+    /// The hold will be renewed, and as soon as its claim [hints](Claim::notified) at it: so it may begin with a lease that
+    /// is shorter than the ttl.
+    pub renews: bool,
 }
 
 impl ClaimRequest {
-    /// A request for one token, without a label and with nobody behind it.
+    /// A request for one token, without a label, with nobody behind it and nobody to renew it.
     pub fn new(name: LockName, mode: Mode, ttl: Duration, owner: OwnerId) -> Self {
         Self {
             name,
@@ -150,6 +153,7 @@ impl ClaimRequest {
             label: None,
             tokens: NonZeroU32::MIN,
             locally_contended: false,
+            renews: false,
         }
     }
 }
@@ -265,7 +269,9 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// up to `patience`, if it can; a backend that cannot block answers at once.
     ///
     /// A grant that was pushed, or that came after blocking, has its lease from the last request that was sent before
-    /// it; if that leaves less than half of the ttl, the backend proves it again before it returns.
+    /// it, and was answered before it if it was pushed. If that leaves less than half of the ttl, the backend proves it
+    /// again before it returns; or, if the hold [will be renewed](ClaimRequest::renews) and a second is left, it
+    /// [hints](Self::notified) at once that there is more to be had.
     ///
     /// # Errors
     /// [`Error::Backend`] if the outcome is not known or the server refuses.

@@ -104,13 +104,17 @@ fn accept(hold: Hold) -> Option<LockGuard> {
 /// Goes to the server until it grants, the caller's time is over, or it says something that no repeating will change.
 async fn contend(mut grip: Grip, clock: &Clock, now: Option<Instant>) -> Result<LockGuard> {
     match step(&mut grip, clock, now, &Answer::Unknown).await {
-        Ok(Some(token)) => hold(grip, token),
+        Ok(Some(granted)) => hold(grip, granted),
         // What it takes to wait is made when there is need to wait.
         not_yet => Box::pin(keep_contending(grip, not_yet, clock)).await,
     }
 }
 
-async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &Clock) -> Result<LockGuard> {
+async fn keep_contending(
+    mut grip: Grip,
+    mut last: Result<Option<Granted>>,
+    clock: &Clock,
+) -> Result<LockGuard> {
     let terms = grip.terms.clone();
     let line = &terms.line;
     let once = terms.once();
@@ -119,7 +123,7 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
     let mut hints = HintBudget::default();
     loop {
         let taken = match last {
-            Ok(Some(token)) => return hold(grip, token),
+            Ok(Some(granted)) => return hold(grip, granted),
             Ok(None) if once => {
                 // An attempt without patience stays out of every queue: there is nothing to withdraw.
                 grip.settled();
@@ -169,6 +173,14 @@ async fn keep_contending(mut grip: Grip, mut last: Result<Option<u64>>, clock: &
     }
 }
 
+/// What a grant's holder gets of it.
+#[derive(Clone, Copy)]
+struct Granted {
+    token: u64,
+    /// The moment when it was found to be good. Its lease may have begun long before.
+    at: Instant,
+}
+
 /// One exchange with the server: opens the claim if there is none, then attempts. A grant's token comes back; the rest
 /// of the grant is kept in the grip. Somebody has looked at the client's clock `now`, or when the caller's time began, so
 /// that what was slept before the request is not taken off its lease.
@@ -177,7 +189,7 @@ async fn step(
     clock: &Clock,
     mut now: Option<Instant>,
     heard: &Answer,
-) -> Result<Option<u64>> {
+) -> Result<Option<Granted>> {
     let Grip { terms, claim, .. } = grip;
     let line = &terms.line;
     let claim = match claim {
@@ -191,35 +203,34 @@ async fn step(
         return Ok(None);
     };
     let proof = line.core.clock.proof(&grant.lease);
-    if let Err(err) = check(line, &grant, &proof) {
-        return Box::pin(withdraw(grip, err)).await;
-    }
-    let first = *grant.tokens.start();
+    let at = match check(line, &grant, &proof) {
+        Ok(at) => at,
+        Err(err) => return Box::pin(withdraw(grip, err)).await,
+    };
+    let token = *grant.tokens.start();
     grip.spare = grant.tokens;
     grip.spare.next();
     grip.most_handoffs = terms.local_handoffs;
     grip.lease = Some(proof);
-    Ok(Some(first))
+    Ok(Some(Granted { token, at }))
 }
 
-/// Whether a grant can be used.
-fn check(line: &Line, grant: &Grant, proof: &Proof) -> Result<()> {
+/// The moment when a grant can be used, if it can.
+fn check(line: &Line, grant: &Grant, proof: &Proof) -> Result<Instant> {
     let backend = line.backend();
+    let now = line.core.clock.now();
     let err = if grant.tokens.is_empty() {
         Error::permanent(backend, "acquire", "the grant came without a fencing token")
-    } else if proof
-        .end()
-        .is_some_and(|end| line.core.clock.now().has_reached(end))
-    {
+    } else if proof.end().is_some_and(|end| now.has_reached(end)) {
         Error::transient(backend, "acquire", "the lease was over when the grant arrived")
     } else {
-        return Ok(());
+        return Ok(now.at);
     };
     Err(err.for_lock(line.name()))
 }
 
 /// Makes a hold of what has been granted.
-fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
+fn hold(mut grip: Grip, granted: Granted) -> Result<LockGuard> {
     let terms = grip.terms.clone();
     let line = &terms.line;
     let lease = grip.lease.ok_or(Error::Closed)?;
@@ -232,8 +243,8 @@ fn hold(mut grip: Grip, token: u64) -> Result<LockGuard> {
     // Fails if there is nothing for the client to live on: nobody would ever renew it.
     line.core.worker.begin("acquire")?;
     grip.becomes_hold();
-    let hold = Hold::new(Phase::Held, terms, token, grip, &lease);
-    hold.terms.line.register(&hold, lease.since());
+    let hold = Hold::new(Phase::Held, terms, granted.token, grip, &lease);
+    hold.terms.line.register(&hold, granted.at);
     if let Err(err) = hold.line().core.serves("acquire") {
         // It may have come too late to be lost with all the others.
         hold.abandon();
@@ -291,6 +302,7 @@ fn request(line: &Line, terms: &Terms) -> Result<ClaimRequest> {
     let owner = line.owner()?;
     let mut request = ClaimRequest::new(line.name().clone(), line.mode, terms.ttl, owner);
     request.label.clone_from(&terms.label);
+    request.renews = terms.renew;
     if line.mode == Mode::Exclusive {
         request.tokens = request.tokens.saturating_add(terms.local_handoffs);
         request.locally_contended = line.was_waited_in();
@@ -299,7 +311,7 @@ fn request(line: &Line, terms: &Terms) -> Result<ClaimRequest> {
 }
 
 /// Gives up what a grant that cannot be used may have left at the server; the same claim may go on contending.
-async fn withdraw(grip: &mut Grip, err: Error) -> Result<Option<u64>> {
+async fn withdraw(grip: &mut Grip, err: Error) -> Result<Option<Granted>> {
     if let Some(claim) = &mut grip.claim {
         let limit = || Instant::now() + grip.terms.op_timeout;
         // If this fails as well, the claim stays known to the server and is cleaned up in the end.

@@ -76,11 +76,6 @@ impl Proof {
             .is_none_or(|length| !now.has_reached(self.after(length / 3 + Duration::from_nanos(1))))
     }
 
-    /// Its beginning, on the clock that timers run on.
-    pub(crate) fn since(&self) -> Instant {
-        self.since.at
-    }
-
     fn after(&self, length: Duration) -> Moment {
         Moment {
             at: self.since.at + length,

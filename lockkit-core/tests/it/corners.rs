@@ -392,6 +392,112 @@ async fn a_hold_ends_with_what_its_session_proves() {
     }
 }
 
+/// Memory that pushes what it grants: the lease begins long before, is short if the hold is renewed, and each claim hints
+/// until it has been.
+#[derive(Clone, Debug)]
+struct Pushing(MemoryBackend, Arc<AtomicUsize>);
+
+impl Pushing {
+    const LEASE: Duration = Duration::from_secs(3);
+    const AGO: Duration = Duration::from_secs(1);
+}
+
+#[async_trait]
+impl Backend for Pushing {
+    fn info(&self) -> BackendInfo {
+        self.0.info()
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        let claim = self.0.claim(request).await?;
+        let waits = AtomicBool::new(true);
+        Ok(Box::new(PushingClaim(
+            claim,
+            request.renews,
+            waits,
+            self.1.clone(),
+        )))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        self.0.inspect(name, kind).await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.0.close().await
+    }
+}
+
+#[derive(Debug)]
+struct PushingClaim(Box<dyn Claim>, bool, AtomicBool, Arc<AtomicUsize>);
+
+#[async_trait]
+impl Claim for PushingClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        if self.2.swap(false, Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let grant = self.0.attempt(patience).await?;
+        Ok(grant.map(|mut grant| {
+            grant.lease.since = grant.lease.since.checked_sub(Pushing::AGO).unwrap();
+            if self.1 {
+                grant.lease.length = Some(Pushing::LEASE);
+            }
+            grant
+        }))
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        self.1 = false;
+        self.3.fetch_add(1, Ordering::Relaxed);
+        self.0.renew().await
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        self.0.release().await
+    }
+
+    /// While it waits, it is told at once; and while it holds, until it has been renewed.
+    async fn notified(&mut self) {
+        if !self.1 {
+            self.0.notified().await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pushed_hold_has_all_of_its_lease_soon() {
+    let renewals = Arc::new(AtomicUsize::new(0));
+    let backend = Pushing(MemoryBackend::new(), renewals.clone());
+    let client = LockClient::new(backend);
+    let options = AcquireOptions::new().ttl(60 * SECOND);
+    let lock = |name: &str| client.lock(name).unwrap().with_options(options.clone());
+    let left = |guard: &LockGuard| {
+        let end = guard.valid_until().unwrap();
+        end.saturating_duration_since(Instant::now())
+    };
+    for name in ["a", "b"] {
+        let guard = lock(name).acquire().await.unwrap();
+        assert!(left(&guard) <= 2 * SECOND, "{:?}", left(&guard));
+        tokio::time::sleep(2 * MS).await;
+        guard.release().await.unwrap();
+    }
+    assert_eq!(renewals.load(Ordering::Relaxed), 0, "they were short");
+
+    let guard = lock("c").acquire().await.unwrap();
+    tokio::time::sleep(20 * MS).await;
+    assert!(left(&guard) > 50 * SECOND, "{:?}", left(&guard));
+    assert_eq!(renewals.load(Ordering::Relaxed), 1);
+    guard.release().await.unwrap();
+
+    // One that nobody renews has it from the beginning.
+    let leased = options.clone().renew(false);
+    let guard = lock("d").acquire_with(&leased).await.unwrap();
+    assert!(left(&guard) > 50 * SECOND, "{:?}", left(&guard));
+    guard.release().await.unwrap();
+    assert_eq!(renewals.load(Ordering::Relaxed), 1);
+}
+
 /// A lock of its own for each acquisition.
 #[derive(Debug)]
 struct Many(Lock, LockClient, AtomicUsize);
