@@ -24,7 +24,7 @@ use crate::{
 const FALLBACK_POLL: Duration = Duration::from_secs(60);
 
 /// For how long a lock that was passed on waits for its new holder: `CLAIM` of the scripts.
-const PASSED_ON: Duration = Duration::from_secs(3);
+pub(crate) const PASSED_ON: Duration = Duration::from_secs(3);
 
 /// A hold that is passed on within its client has another token, which the server is told within a few milliseconds. How long
 /// a revocation waits for that, and how often it looks.

@@ -16,7 +16,7 @@ use redis::Value;
 use tokio::time::Instant;
 
 use crate::{
-    backend::Shared,
+    backend::{PASSED_ON, Shared},
     error::{NAME, unexpected},
     layout::{self, Record},
     link::BELIEVED,
@@ -46,8 +46,8 @@ pub(crate) struct RedisClaim {
     token: Option<u64>,
     /// The one that the server has been told.
     said: Option<u64>,
-    /// Its token has changed since it was last renewed, or tried to be.
-    is_to_say: bool,
+    /// Since it was last renewed, or tried to be, its token has changed, or it was passed a lease that is short.
+    is_to_renew: bool,
     /// When it was asked for, if it was had at once and has not been renewed since.
     taken: Option<Instant>,
 }
@@ -88,7 +88,7 @@ impl RedisClaim {
             until: None,
             token: None,
             said: None,
-            is_to_say: false,
+            is_to_renew: false,
             taken: None,
         }
     }
@@ -103,10 +103,13 @@ impl RedisClaim {
         place.get_or_insert_with(|| shared.inbox.places.add(request.owner))
     }
 
-    /// The lease that a reply to a request sent at `since` proves: all of it on the server's clock, less what two
-    /// clocks may drift apart meanwhile.
+    /// The lease that a reply to a request sent at `since` proves.
     fn lease(&self, since: Instant) -> Lease {
-        let ttl = Duration::from_millis(self.ttl_ms());
+        Self::lease_of(Duration::from_millis(self.ttl_ms()), since)
+    }
+
+    /// All of it on the server's clock, less what two clocks may drift apart meanwhile.
+    fn lease_of(ttl: Duration, since: Instant) -> Lease {
         Lease {
             since,
             length: Some(ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))),
@@ -133,6 +136,30 @@ impl RedisClaim {
                 count.fetch_sub(1, Ordering::Relaxed);
             }
         }
+    }
+
+    /// What it was passed, if that can be used as it is: enough is left of its lease, and the driver renews it soon.
+    ///
+    /// The lease counts from when the last request was sent that was answered before the push. The server has passed it on
+    /// later than it answered that, since one connection keeps their order. What came on the connection before says nothing
+    /// any more: this claim may have asked again on the one there is now.
+    fn take_up(&mut self) -> Option<Grant> {
+        /// For its first renewal.
+        const ENOUGH: Duration = Duration::from_secs(1);
+
+        let passed = self.place.as_ref()?.take_up()?;
+        if !self.request.renews || self.shared.replicas.is_some() {
+            return None;
+        }
+        let ttl = Duration::from_millis(self.ttl_ms()).min(PASSED_ON);
+        let lease = Self::lease_of(ttl, passed.heard.since);
+        let left = lease.end()?.saturating_duration_since(Instant::now());
+        if left < ENOUGH || self.shared.link.number() != Some(passed.heard.on) {
+            return None;
+        }
+        let grant = self.holds(passed.token, self.most_tokens, lease);
+        self.is_to_renew = true;
+        Some(grant)
     }
 
     async fn ask(&mut self, waits: bool) -> Result<Answer> {
@@ -209,6 +236,13 @@ impl RedisClaim {
     }
 
     async fn granted(&mut self, first: u64, tokens: NonZeroU32, since: Instant) -> Result<Option<Grant>> {
+        let grant = self.holds(first, tokens, self.lease(since));
+        self.replicate().await?;
+        Ok(Some(grant))
+    }
+
+    /// From now on.
+    fn holds(&mut self, first: u64, tokens: NonZeroU32, lease: Lease) -> Grant {
         self.set_queued(false);
         if self.request.tokens != tokens {
             self.request.tokens = tokens;
@@ -217,16 +251,14 @@ impl RedisClaim {
         if let Some(place) = &self.place {
             place.settled();
         }
-        let lease = self.lease(since);
         self.until = lease.end();
         self.token = Some(first);
         self.said = Some(first);
-        self.is_to_say = false;
-        self.replicate().await?;
-        Ok(Some(Grant {
+        self.is_to_renew = false;
+        Grant {
             tokens: first..=first + u64::from(tokens.get()) - 1,
             lease,
-        }))
+        }
     }
 
     /// Has the grant reach as many replicas as were asked for. It is given up otherwise.
@@ -299,6 +331,9 @@ impl RedisClaim {
 #[async_trait]
 impl Claim for RedisClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        if let Some(grant) = self.take_up() {
+            return Ok(Some(grant));
+        }
         let waits = !patience.is_zero();
         let since = Instant::now();
         match self.ask(waits).await? {
@@ -336,7 +371,7 @@ impl Claim for RedisClaim {
     async fn renew(&mut self) -> Result<Renewal> {
         self.place().begin();
         // Also if it fails: what is to be done then is not to try again at once.
-        self.is_to_say = false;
+        self.is_to_renew = false;
         self.taken = None;
         let since = Instant::now();
         let reply = self.shared.link.run("renew", self.renewal()).await?;
@@ -359,7 +394,7 @@ impl Claim for RedisClaim {
         let loss = self.loss();
         let was_held = self.token.take().is_some();
         self.said = None;
-        self.is_to_say = false;
+        self.is_to_renew = false;
         self.taken = None;
         self.until = None;
         if was_held && !held {
@@ -369,8 +404,8 @@ impl Claim for RedisClaim {
     }
 
     async fn notified(&mut self) {
-        if self.is_to_say {
-            // It was passed on, and is held for long enough to be looked at: a renewal tells the server its token.
+        if self.is_to_renew {
+            // It is held for long enough to be looked at: a renewal tells the server its token, and prolongs its lease.
             return;
         }
         self.place().clone().notified().await;
@@ -378,7 +413,7 @@ impl Claim for RedisClaim {
 
     fn passed_on(&mut self, token: u64) {
         self.token = Some(token);
-        self.is_to_say = true;
+        self.is_to_renew = true;
     }
 }
 

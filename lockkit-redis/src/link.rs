@@ -32,7 +32,7 @@ use crate::{
     dial::{Dialled, Dialler, OnPush},
     error::{NAME, breaks_connection, disconnected, failed},
     layout::{self, Record},
-    place::Places,
+    place::{Heard, Places},
     script::{self, Call},
 };
 
@@ -44,6 +44,9 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// for how long it is believed. With a tick of the keeper it is no longer than a hold that was passed on and is not taken up.
 const HEARTBEAT: Duration = Duration::from_millis(2_500);
 pub(crate) const BELIEVED: Duration = Duration::from_secs(10);
+/// The age from which on it is known too badly, while somebody waits, how long ago a push was sent: whoever is passed a lock then
+/// would have to ask.
+const HEARD: Duration = Duration::from_secs(1);
 /// By how much a lock that somebody waits for outlives its lease: `GRACE` of the scripts.
 const GRACE: Duration = Duration::from_secs(10);
 /// The longest pause between attempts to connect.
@@ -77,12 +80,12 @@ pub(crate) struct Inbox {
 
 impl Inbox {
     /// What a claim that is gone was passed, if it was.
-    fn push(&self, message: &[u8]) -> Option<Stray> {
+    fn push(&self, message: &[u8], heard: Option<Heard>) -> Option<Stray> {
         if let Some((master, majority)) = self.master {
             self.places.hint(master, majority, message);
             return None;
         }
-        let (owner, lock) = self.places.push(message)?;
+        let (owner, lock) = self.places.push(message, heard)?;
         Some((owner, lock.to_vec()))
     }
 }
@@ -91,6 +94,7 @@ impl Inbox {
 pub(crate) struct Live {
     dialled: Dialled,
     number: u64,
+    heard: Arc<Hearing>,
     /// How many requests there were so far.
     sent: AtomicU64,
     /// Up to which of them replies are known to have come: they come in the order of the requests.
@@ -102,6 +106,33 @@ pub(crate) struct Live {
     on_replaced: Notify,
     /// For how long requests that are under way may keep the server from answering others, in ms.
     held_up: AtomicU64,
+}
+
+/// What is known of how long ago a push was sent, at the most. Whoever reads a push has read the replies before it.
+struct Hearing {
+    began: Instant,
+    /// When the last request was sent that has been answered, in µs since then. 0 if there is none.
+    since: AtomicU64,
+}
+
+impl Hearing {
+    fn new() -> Self {
+        Self {
+            began: Instant::now(),
+            since: AtomicU64::new(0),
+        }
+    }
+
+    fn answered(&self, sent: Instant) {
+        let since = sent.saturating_duration_since(self.began).as_micros();
+        self.since
+            .fetch_max(u64::try_from(since).unwrap_or(0), Ordering::Relaxed);
+    }
+
+    fn since(&self) -> Option<Instant> {
+        let since = self.since.load(Ordering::Relaxed);
+        (since > 0).then(|| self.began + Duration::from_micros(since))
+    }
 }
 
 #[derive(Debug, Default)]
@@ -225,6 +256,14 @@ impl Link {
         }
     }
 
+    /// The number of the connection, if there is one.
+    pub(crate) fn number(&self) -> Option<u64> {
+        match &*self.state() {
+            State::Up(live) => Some(live.number),
+            State::Down(_) | State::Closed => None,
+        }
+    }
+
     /// Sends a request on this connection, once.
     pub(crate) async fn send(&self, live: &Live, command: &Cmd) -> RedisResult<Value> {
         let reply = live.send(command).await;
@@ -286,6 +325,7 @@ impl Live {
     /// What comes of a request, unless the connection is replaced before.
     async fn reply<T>(&self, mut request: Pin<&mut impl Future<Output = RedisResult<T>>>) -> RedisResult<T> {
         let number = self.sent.fetch_add(1, Ordering::Relaxed) + 1;
+        let since = Instant::now();
         let waiting = Waiting(self);
         let reply = match &self.dialled.driven {
             // One task for all masters reads what comes from them at a time, and wakes whoever asked them once.
@@ -305,6 +345,9 @@ impl Live {
                 }
             }
         };
+        if reply.is_ok() {
+            self.heard.answered(since);
+        }
         waiting.answered(number);
         reply
     }
@@ -453,15 +496,17 @@ impl Keeper {
             ..
         } = self;
         let channel = inbox.as_ref().map(|inbox| layout::client(&inbox.client));
+        let heard = Arc::new(Hearing::new());
         // Each try has a number of its own: the end of one that came to nothing is not that of the next.
         let dialling = dialler.dial(channel.as_deref(), || {
             *number += 1;
-            on_push(*number, signals, inbox.as_ref(), give_back)
+            on_push(*number, &heard, signals, inbox.as_ref(), give_back)
         });
         let dialled = dialling.await?;
         Ok(Live {
             dialled,
             number: *number,
+            heard,
             sent: AtomicU64::new(0),
             answered: AtomicU64::new(0),
             doubted: AtomicBool::new(false),
@@ -515,9 +560,17 @@ impl Keeper {
             return true;
         };
         let waits = inbox.places.queued().load(Ordering::Relaxed) > 0;
-        // At the tick that is nearest.
-        if !waits || beaten.is_some_and(|last| last.elapsed() + TICK / 2 < HEARTBEAT) {
+        if !waits {
             return true;
+        }
+        // At the tick that is nearest.
+        if beaten.is_some_and(|last| last.elapsed() + TICK / 2 < HEARTBEAT) {
+            let heard = live.heard.since();
+            if heard.is_some_and(|since| since.elapsed() + TICK / 2 < HEARD) {
+                return true;
+            }
+            let answer = tokio::time::timeout(PATIENCE, live.send(&redis::cmd("PING"))).await;
+            return answer.is_ok_and(|answer| !answer.is_err_and(|error| breaks_connection(&error)));
         }
         *beaten = Some(Instant::now());
         let behind = inbox.places.behind();
@@ -612,15 +665,18 @@ impl Keeper {
 /// What becomes of the pushes that come on the connection of this number.
 fn on_push(
     number: u64,
+    hearing: &Arc<Hearing>,
     signals: &Arc<Signals>,
     inbox: Option<&Inbox>,
     give_back: &mpsc::UnboundedSender<Stray>,
 ) -> OnPush {
     let (signals, inbox, give_back) = (signals.clone(), inbox.cloned(), give_back.clone());
+    let hearing = hearing.clone();
     Arc::new(move |push: PushInfo| match (&push.kind, &*push.data) {
         (PushKind::Disconnection, _) => signals.break_off(number),
         (PushKind::Message, [_, Value::BulkString(message)]) => {
-            if let Some(stray) = inbox.as_ref().and_then(|inbox| inbox.push(message)) {
+            let heard = hearing.since().map(|since| Heard { on: number, since });
+            if let Some(stray) = inbox.as_ref().and_then(|inbox| inbox.push(message, heard)) {
                 let _ = give_back.send(stray);
             }
         }

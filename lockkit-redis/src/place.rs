@@ -32,6 +32,25 @@ pub(crate) struct Place {
     behind: Mutex<Option<(Vec<u8>, bool)>>,
     /// Which of several masters have told it since it asked last, while it waits.
     told_by: Mutex<Option<Vec<usize>>>,
+    /// What it was passed since it asked last.
+    passed: Mutex<Option<Passed>>,
+}
+
+/// A hold that a push has brought.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Passed {
+    /// The first.
+    pub(crate) token: u64,
+    pub(crate) heard: Heard,
+}
+
+/// How a push was heard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Heard {
+    /// The number of the connection.
+    pub(crate) on: u64,
+    /// When the last request was sent there that was answered before it.
+    pub(crate) since: Instant,
 }
 
 impl Places {
@@ -80,18 +99,24 @@ impl Places {
         &self.queued
     }
 
-    /// A push: `<owner> <ms> <lock>`. Zero: the lock was passed to the owner, or its hold was ended. Otherwise it is
-    /// the first in the queue now, and the lease before it lasts for so long. Returns owner and lock if the claim is
-    /// not here any more but was passed something.
-    pub(crate) fn push<'a>(&self, message: &'a [u8]) -> Option<(OwnerId, &'a [u8])> {
+    /// A push: `<owner> <ms>[:<token>] <lock>`. Zero: the lock was passed to the owner, with this token if it is told, or its
+    /// hold was ended. Otherwise it is the first in the queue now, and the lease before it lasts for so long. Returns owner
+    /// and lock if the claim is not here any more but was passed something.
+    pub(crate) fn push<'a>(&self, message: &'a [u8], heard: Option<Heard>) -> Option<(OwnerId, &'a [u8])> {
         let mut parts = message.splitn(3, |b| *b == b' ');
         let owner = std::str::from_utf8(parts.next()?).ok()?;
         let owner = OwnerId::new(u128::from_str_radix(owner, 16).ok()?);
-        let ms: u64 = std::str::from_utf8(parts.next()?).ok()?.parse().ok()?;
+        let what = std::str::from_utf8(parts.next()?).ok()?;
+        let (ms, token) = what.split_once(':').unwrap_or((what, ""));
+        let ms: u64 = ms.parse().ok()?;
         let lock = parts.next()?;
         let place = self.map().get(&owner.get()).cloned();
         match place {
-            Some(place) if ms == 0 => place.wake(),
+            Some(place) if ms == 0 => {
+                let token = token.parse().ok();
+                *place.passed() = token.zip(heard).map(|(token, heard)| Passed { token, heard });
+                place.wake();
+            }
             Some(place) => place.ask_in(Duration::from_millis(ms)),
             None if ms == 0 => return Some((owner, lock)),
             None => {}
@@ -152,6 +177,7 @@ impl Place {
     pub(crate) fn begin(&self) {
         *self.ask_at() = None;
         *self.lock_behind() = None;
+        *self.passed() = None;
         self.woken.store(false, Ordering::Relaxed);
     }
 
@@ -191,6 +217,16 @@ impl Place {
         *self.ask_at() = None;
         *self.lock_behind() = None;
         *self.told_by() = None;
+        *self.passed() = None;
+    }
+
+    /// What it was passed since it asked last. Twice is once.
+    pub(crate) fn take_up(&self) -> Option<Passed> {
+        self.passed().take()
+    }
+
+    fn passed(&self) -> MutexGuard<'_, Option<Passed>> {
+        self.passed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// It waits from now on to be told by a majority of several masters.
@@ -251,7 +287,7 @@ mod tests {
         let place = places.add(owner);
         place.begin();
         // At the server first the reply, "25 s left", and then this.
-        assert!(places.push(format!("{owner} 3000 n").as_bytes()).is_none());
+        assert!(places.push(format!("{owner} 3000 n").as_bytes(), None).is_none());
         place.ask_in(Duration::from_secs(25));
         let asked = Instant::now();
         place.notified().await;

@@ -10,7 +10,8 @@
 --   lockkit#queue:{<lock>}     waiters: owner -> arrival in us, made unique
 --   lockkit#about:{<lock>}     waiters, shared holders and permits: owner -> "<mode> <ttl> <value>"
 --   lockkit#client:<client>    there while a client with waiters is alive; the channel of its wake-ups has this name too.
---                              One with a dot in its name looks by itself whose turn is next, every LOOKED ms
+--                              One with a dot in its name looks by itself whose turn is next, every LOOKED ms; one
+--                              with a `t` in it takes up what it is passed without asking, and is told its token
 --   lockkit#fence              the last fencing token of this database
 --
 -- <value> is "<owner> <tokens> <first token> <client> <label>". In the entry of a waiter the token is still "%d". The
@@ -116,9 +117,14 @@ local function fits(mode)
   return mode == 's' or call('ZCARD', HOLDERS) < tonumber(string.sub(mode, 2))
 end
 
--- To be settled by the caller.
-local function grant(owner, mode, ttl, ms, text)
-  local first = draw(string.match(text, '^%S+ (%d+) '), micros)
+-- To be settled by the caller. The tokens from `first` on if they are not to be drawn anew.
+local function grant(owner, mode, ttl, ms, text, first)
+  local tokens = string.match(text, '^%S+ (%d+) ')
+  if first then
+    call('SET', 'lockkit#fence', string.format('%d', first + tokens - 1))
+  else
+    first = draw(tokens, micros)
+  end
   if mode == 'x' then
     call('HDEL', ABOUT, owner)
     value = 'lockkit:' .. string.format(text, first)
@@ -140,6 +146,18 @@ local function first() return call('ZRANGE', QUEUE, 0, 0)[1] end
 
 -- Clients of the version before are told, and do not look.
 local function looks(client) return string.find(client, '.', 1, true) end
+
+-- Grants to another, if its client is told. To tell it is no write, which a server without memory might refuse; so it comes
+-- before any, and the token is known before it is drawn.
+local function pass(owner, mode, ttl, text)
+  local client = client_of(text)
+  local first = math.max(micros, tonumber(call('GET', 'lockkit#fence') or 0)) + 1
+  local takes_up = string.find(client, 't', 1, true)
+  if wake(owner, client, takes_up and string.format('0:%d', first) or 0) == 0 then return false end
+  call('ZREM', QUEUE, owner)
+  grant(owner, mode, ttl, math.min(ttl, CLAIM), text, first)
+  return true
+end
 
 local function is_alive(client, came)
   return micros - came < BELIEVED * 1000 or call('EXISTS', CLIENT .. client) == 1
@@ -165,9 +183,7 @@ local function serve(me, head)
       call('ZREM', QUEUE, owner)
       mine = grant(owner, mode, ttl, ttl, text)
       granted = true
-    elseif fit and wake(owner, client_of(text), 0) > 0 then
-      call('ZREM', QUEUE, owner)
-      grant(owner, mode, ttl, math.min(ttl, CLAIM), text)
+    elseif fit and pass(owner, mode, ttl, text) then
       granted, passed = true, true
     elseif mode and (owner == me or is_alive(client_of(text), came)) then
       blocked = not fit

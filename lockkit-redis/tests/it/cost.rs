@@ -113,9 +113,9 @@ async fn a_thousand_sleeping_waiters_cost_the_server_less_than_50_commands_a_sec
     nothing_is_left(&server, "released").await;
 }
 
-/// To queue, to take up what was passed, and to pass it on. The winner alone is told.
+/// To queue, and to pass it on. The winner alone is told, and has it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lock_that_is_passed_among_16_clients_takes_three_requests_each_time() {
+async fn a_lock_passed_among_16_clients_takes_two_requests_each_time() {
     const ROUNDS: u64 = 60;
 
     if no_server() {
@@ -142,13 +142,13 @@ async fn a_lock_that_is_passed_among_16_clients_takes_three_requests_each_time()
     let requests = requests.filter(|request| !["SET", "ZRANGE", "PTTL"].contains(&request.as_str()));
     let (locks, requests) = (16 * ROUNDS, requests.count() as u64);
     eprintln!("{requests} requests, {calls} calls and {told} pushes for {locks} locks");
-    // 27 calls out of scripts, and the requests themselves.
-    assert!(calls <= 33 * locks, "{calls} calls for {locks} locks");
+    // 23 calls out of scripts, and the requests themselves.
+    assert!(calls <= 27 * locks, "{calls} calls for {locks} locks");
     assert!(told * 20 <= 21 * locks, "{told} pushes for {locks} locks");
     assert!(requests >= 2 * locks, "they were counted");
-    // A hand-off that comes while its waiter is just asking takes one more.
+    // A hand-off that comes while its waiter is just asking takes one more, and so does a hold that lasts for some time.
     assert!(
-        requests * 20 <= 3 * 21 * locks,
+        requests * 20 <= 2 * 22 * locks,
         "{requests} requests for {locks} locks"
     );
     nothing_is_left(&server, "released").await;

@@ -9,6 +9,7 @@ mod faults;
 mod foreign;
 mod guarantees;
 mod native;
+mod passed;
 mod peers;
 mod queue;
 mod redlock;

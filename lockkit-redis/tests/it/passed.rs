@@ -1,0 +1,325 @@
+//! What is passed on with its token: the push is the grant, its lease begins with what was answered before it, and whatever
+//! may be wrong with that is asked for.
+
+use std::time::Duration;
+
+use lockkit_core::{
+    Kind, Lock, LockName,
+    spi::{Backend, Claim, ClaimRequest, Grant, Mode as LockMode, OwnerId, Renewal},
+};
+use lockkit_redis::{RedisBackend, RedisConfig};
+use lockkit_testbed::{
+    Mode, eventually,
+    redis::{Monitor, RedisServer},
+};
+use tokio::time::Instant;
+
+use crate::common::{
+    AT_ONCE, LONG, MS, SECOND, client, client_behind_proxy, connect, granted, lock, no_server,
+    nothing_is_left, waiter, waiters, within,
+};
+
+/// By how much the server's own lease of what it has passed on may be longer than what is left of it here.
+const PASSED: Duration = Duration::from_secs(3);
+
+/// How many have asked for a lock.
+fn asked(monitor: &Monitor) -> usize {
+    let lines = monitor.lines().unwrap();
+    let asks = |line: &&String| line.contains("EVALSHA") && line.contains("\"wait\"");
+    lines.iter().filter(asks).count()
+}
+
+#[tokio::test]
+async fn a_hand_off_is_one_request_of_whoever_releases() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let pairs: [(Lock, Lock); 3] = [
+        (lock(&one, "a", LONG), lock(&two, "a", LONG)),
+        (lock(&one, "a", LONG), lock(&two, "a", LONG).shared()),
+        (one.semaphore("a", 1).unwrap(), two.semaphore("a", 1).unwrap()),
+    ];
+    for (mine, theirs) in pairs {
+        let held = mine.acquire().await.unwrap();
+        let monitor = server.monitor().unwrap();
+        let waiting = waiter(&theirs);
+        eventually("it waits", async || asked(&monitor) == 1).await;
+        let token = held.token();
+        held.release().await.unwrap();
+        let next = granted(AT_ONCE, "passed on", waiting).await;
+        assert_eq!(asked(&monitor), 1, "{:?}", monitor.lines());
+        assert!(next.token() > token);
+        // What it has is the server's own word.
+        let shown = theirs.inspect().await.unwrap().holders;
+        assert_eq!(
+            shown.iter().map(|holder| holder.token).collect::<Vec<_>>(),
+            [next.token()]
+        );
+        // And soon all that it has asked for.
+        eventually("its whole lease", async || {
+            next.check().unwrap();
+            let end = next.valid_until().unwrap();
+            end.saturating_duration_since(Instant::now()) > LONG / 2
+        })
+        .await;
+        next.release().await.unwrap();
+        nothing_is_left(&server, "passed on").await;
+    }
+}
+
+/// One that waits for `a`, and what it was asked for.
+struct Waiter {
+    backend: RedisBackend,
+    claim: Box<dyn Claim>,
+    /// Before its request, and after the answer.
+    asked: [Instant; 2],
+}
+
+impl Waiter {
+    async fn begin(server: &RedisServer, ttl: Duration, renews: bool) -> Self {
+        let backend = RedisBackend::connect(RedisConfig::new(server.url()))
+            .await
+            .unwrap();
+        let name = LockName::new("a").unwrap();
+        let mut request = ClaimRequest::new(name, LockMode::Exclusive, ttl, OwnerId::new(7));
+        request.renews = renews;
+        let mut claim = backend.claim(&request).await.unwrap();
+        let before = Instant::now();
+        assert!(claim.attempt(SECOND).await.unwrap().is_none());
+        let asked = [before, Instant::now()];
+        Self {
+            backend,
+            claim,
+            asked,
+        }
+    }
+
+    /// What it has after it was told.
+    async fn grant(&mut self) -> Grant {
+        let grant = self.claim.attempt(SECOND).await.unwrap();
+        grant.expect("it was passed the lock")
+    }
+
+    async fn end(mut self) {
+        self.claim.release().await.unwrap();
+        self.backend.close().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_is_passed_on_lasts_from_the_answer_before_it() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let holder = client(server.url()).await;
+    for (ttl, renews) in [(LONG, true), (2 * SECOND, true), (LONG, false)] {
+        let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+        let mut waiting = Waiter::begin(&server, ttl, renews).await;
+        tokio::time::sleep(200 * MS).await;
+        let released = Instant::now();
+        held.release().await.unwrap();
+        within(AT_ONCE, "told", waiting.claim.notified()).await;
+        let lease = waiting.grant().await.lease;
+        let length = lease.length.unwrap();
+        if renews {
+            // Its own request, or the heartbeat since.
+            assert!((waiting.asked[0]..released).contains(&lease.since), "{lease:?}");
+            assert!(length <= ttl.min(PASSED), "{lease:?}");
+            // It hints at once that there is more to be had, until that has been asked for.
+            within(AT_ONCE, "a hint", waiting.claim.notified()).await;
+            let Renewal::Held(lease) = waiting.claim.renew().await.unwrap() else {
+                panic!("it is lost");
+            };
+            assert!(lease.length.unwrap() > ttl * 9 / 10, "{lease:?}");
+        } else {
+            assert!(lease.since >= released && length > ttl * 9 / 10, "{lease:?}");
+        }
+        let hint = tokio::time::timeout(20 * MS, waiting.claim.notified()).await;
+        assert!(hint.is_err(), "it has all of it");
+        waiting.end().await;
+        nothing_is_left(&server, "passed on").await;
+    }
+}
+
+/// Its program stood still, or its connection is another one by now.
+#[tokio::test]
+async fn a_push_that_is_late_or_of_an_old_connection_is_a_hint() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, other) = (client(server.url()).await, client(server.url()).await);
+    for late in [true, false] {
+        let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+        let mut waiting = Waiter::begin(&server, LONG, true).await;
+        held.release().await.unwrap();
+        within(AT_ONCE, "told", waiting.claim.notified()).await;
+        let told = Instant::now();
+        if late {
+            tokio::time::sleep(2_100 * MS).await;
+        } else {
+            server.cli(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
+            // Nothing is answered any more on the one before.
+            let name = LockName::new("a").unwrap();
+            eventually("connected again", async || {
+                waiting.backend.inspect(&name, Kind::Lock).await.is_ok()
+            })
+            .await;
+        }
+        let grant = waiting.grant().await;
+        assert!(grant.lease.since > told, "{late}: {grant:?}");
+        assert!(grant.lease.length.unwrap() > LONG / 2, "{late}: {grant:?}");
+        waiting.end().await;
+        nothing_is_left(&server, "asked for").await;
+    }
+
+    // So late that the next has it.
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let mut waiting = Waiter::begin(&server, LONG, true).await;
+    let next = waiter(&lock(&other, "a", LONG));
+    waiters(&server, "a", 2).await;
+    held.release().await.unwrap();
+    within(AT_ONCE, "told", waiting.claim.notified()).await;
+    let next = granted(PASSED + 3 * SECOND, "the next", next).await;
+    assert!(
+        waiting.claim.attempt(SECOND).await.unwrap().is_none(),
+        "an overlap"
+    );
+    next.release().await.unwrap();
+    within(AT_ONCE, "told again", waiting.claim.notified()).await;
+    waiting.grant().await;
+    waiting.end().await;
+    nothing_is_left(&server, "late").await;
+}
+
+/// The push comes through, and nothing else any more.
+#[tokio::test]
+async fn who_is_cut_off_when_passed_a_lock_is_told_before_another() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (holder, third) = (client(server.url()).await, client(server.url()).await);
+    let (second, proxy) = client_behind_proxy(&server).await;
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&second, "a", LONG));
+    waiters(&server, "a", 1).await;
+    let next = waiter(&lock(&third, "a", LONG));
+    waiters(&server, "a", 2).await;
+    proxy.set(Mode::Delay {
+        requests: 2 * LONG,
+        replies: Duration::ZERO,
+    });
+    held.release().await.unwrap();
+    let passed = granted(AT_ONCE, "passed on", waiting).await;
+    within(PASSED + AT_ONCE, "told", passed.lost()).await;
+    assert!(!next.is_finished(), "an overlap");
+    let next = granted(PASSED + SECOND, "the next", next).await;
+    assert!(next.token() > passed.token());
+    assert!(passed.release().await.unwrap_err().is_lost());
+    proxy.set(Mode::Pass);
+    proxy.reset();
+    next.renew().await.unwrap();
+    next.release().await.unwrap();
+    nothing_is_left(&server, "after a cut").await;
+}
+
+/// To its holder, who holds it and no longer, and when it has gone on.
+#[tokio::test]
+async fn a_push_that_is_repeated_changes_nothing() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&one, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", LONG));
+    waiters(&server, "a", 1).await;
+    let monitor = server.monitor().unwrap();
+    held.release().await.unwrap();
+    let held = granted(AT_ONCE, "passed on", waiting).await;
+    let lines = monitor.lines().unwrap();
+    let push = lines.iter().find(|line| line.contains("\"PUBLISH\"")).unwrap();
+    let words: Vec<_> = push.split('"').skip(1).step_by(2).collect();
+    let token = held.token().to_string();
+    assert!(words[2].contains(&token), "{words:?}");
+    let again = || assert_eq!(server.cli(&words).unwrap(), "1");
+    again();
+    held.renew().await.unwrap();
+    held.check().unwrap();
+    held.release().await.unwrap();
+    again();
+    let next = lock(&one, "a", LONG).acquire().await.unwrap();
+    again();
+    let waiting = waiter(&lock(&two, "a", LONG));
+    waiters(&server, "a", 1).await;
+    again();
+    next.renew().await.unwrap();
+    assert!(!waiting.is_finished(), "an overlap");
+    next.release().await.unwrap();
+    let last = granted(AT_ONCE, "passed on", waiting).await;
+    assert!(last.token().to_string() > token);
+    last.release().await.unwrap();
+    nothing_is_left(&server, "repeated").await;
+}
+
+/// A client of the version before does not know what to make of a token.
+#[tokio::test]
+async fn a_waiter_of_the_version_before_is_told_no_token() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let holder = client(server.url()).await;
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let waiting = Waiter::begin(&server, LONG, true).await;
+    // As if it had a name of theirs.
+    let owner = format!("{:032x}", 7);
+    let about = "lockkit#about:{lockkit:a}";
+    let entry = server.cli(&["HGET", about, &owner]).unwrap();
+    let id = entry.split(' ').nth(5).unwrap();
+    let theirs = id.trim_end_matches('t');
+    assert!(theirs != id && theirs.contains('.'), "{entry}");
+    server
+        .cli(&["HSET", about, &owner, &entry.replace(id, theirs)])
+        .unwrap();
+    let monitor = server.monitor().unwrap();
+    held.release().await.unwrap();
+    let lines = monitor.lines().unwrap();
+    let told = format!("\"PUBLISH\" \"lockkit#client:{theirs}\" \"{owner} 0 lockkit:a\"");
+    assert!(lines.iter().any(|line| line.contains(&told)), "{lines:?}");
+    waiting.end().await;
+    nothing_is_left(&server, "told").await;
+}
+
+/// It is what keeps it known how old a push can be.
+#[tokio::test]
+async fn who_waits_hears_of_the_server_each_second() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let holder = client(server.url()).await;
+    let other = connect(RedisConfig::new(server.url())).await.unwrap();
+    let held = lock(&holder, "a", 20 * LONG).acquire().await.unwrap();
+    let heard = async |during: Duration| {
+        let monitor = server.monitor().unwrap();
+        tokio::time::sleep(during).await;
+        let lines = monitor.lines().unwrap();
+        let signs = |line: &&String| line.contains("\"PING\"") || line.contains("\"lockkit#client:");
+        lines.iter().filter(signs).count()
+    };
+    let waiting = waiter(&lock(&other, "a", 20 * LONG));
+    waiters(&server, "a", 1).await;
+    let waits = heard(6 * SECOND).await;
+    assert!((4..=8).contains(&waits), "{waits} in 6 s");
+    held.release().await.unwrap();
+    let held = granted(AT_ONCE, "passed on", waiting).await;
+    held.renew().await.unwrap();
+    held.release().await.unwrap();
+    tokio::time::sleep(SECOND).await;
+    assert_eq!(heard(2 * SECOND).await, 0, "nobody waits");
+}
