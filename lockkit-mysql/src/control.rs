@@ -1,4 +1,4 @@
-//! The one connection of a backend that holds no lock: it commits tokens, ends sessions, and looks.
+//! The one connection of a backend that holds no lock: it reserves tokens, ends sessions, and looks.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -12,6 +12,7 @@ use tokio::sync::Mutex;
 use crate::{
     Mode, NAME, fault,
     server::{self, Server},
+    sql,
     wire::{Reply, Wire, column},
 };
 
@@ -128,6 +129,32 @@ impl Control {
             .map_err(|error| fault::error(operation, error))
     }
 
+    /// The same, once at most and if this is still the connection of `term`: `None` if it is not, or has ended.
+    pub(crate) async fn ask_in(
+        &self,
+        operation: &'static str,
+        sql: String,
+        term: &Term,
+    ) -> Result<Option<Reply>> {
+        let mut link = self.link.lock().await;
+        if !link.is_of(term) {
+            return Ok(None);
+        }
+        match link.ask(sql).await {
+            Ok(reply) => Ok(Some(reply)),
+            Err(_) if link.wire.is_none() => Ok(None),
+            Err(error) => Err(fault::error(operation, error)),
+        }
+    }
+
+    /// Numbers the life that the server is in, for as long as this connection lasts.
+    pub(crate) async fn begin_life(&self, operation: &'static str) -> Result<u64> {
+        let reply = self.ask(operation, sql::begin_life()).await?;
+        let row = reply.last().first().ok_or(sqlx::Error::RowNotFound);
+        row.and_then(|row| column(row, 0))
+            .map_err(|error| fault::error(operation, error))
+    }
+
     /// Makes the tables, or looks at them.
     pub(crate) async fn prepare(&self, mode: crate::Mode, schema: crate::Schema) -> Result<()> {
         let mut link = self.link.lock().await;
@@ -190,7 +217,7 @@ impl Control {
 
     async fn end(&self, operation: &'static str, kill: String, term: &Term) -> Result<Killed> {
         let mut link = self.link.lock().await;
-        if link.wire.is_none() || link.term != *term || link.is_hung() {
+        if !link.is_of(term) {
             return Ok(Killed::Unknown);
         }
         link.kill(operation, kill).await
@@ -218,6 +245,10 @@ impl Control {
 }
 
 impl Link {
+    fn is_of(&self, term: &Term) -> bool {
+        self.wire.is_some() && self.term == *term && !self.is_hung()
+    }
+
     fn is_hung(&self) -> bool {
         self.wire.as_ref().is_some_and(|wire| wire.is_overdue(HUNG))
     }

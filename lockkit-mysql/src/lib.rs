@@ -3,8 +3,8 @@
 //! A lock is a row that a session of its own keeps locked (`SELECT … FOR UPDATE`), so it is as exclusive as the server's
 //! row locks are, also against programs that know nothing of this library and lock that row themselves. The session's
 //! `wait_timeout` is the lease: the server itself ends a holder that falls silent, in the middle of its transaction. A
-//! holder's death frees the lock at once. Fencing tokens are committed apart from the transaction that holds, so that no
-//! rollback takes them back.
+//! holder's death frees the lock at once. Fencing tokens are reserved in blocks, apart from the transaction that holds, so
+//! that no rollback takes them back; within a block they follow a counter of the server's that costs no write.
 //!
 //! ```no_run
 //! use lockkit_core::LockClient;
@@ -24,16 +24,17 @@ mod alarm;
 mod config;
 mod control;
 mod fault;
-mod fence;
 mod fenced;
 mod inspect;
 mod key;
 mod lease;
+mod names;
 mod rows;
 mod schema;
 mod server;
 mod session;
 mod sql;
+mod tokens;
 mod wire;
 
 use std::{fmt, sync::Arc, time::Duration};
@@ -53,7 +54,7 @@ pub use schema::ddl;
 pub use sqlx;
 
 use crate::{
-    control::Term, fence::Fence, key::Key, lease::LeaseClaim, rows::RowClaim, server::Server,
+    control::Term, key::Key, lease::LeaseClaim, names::Names, rows::RowClaim, server::Server,
     session::Sessions, sql::Sql,
 };
 
@@ -77,11 +78,10 @@ pub struct MySqlBackend {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) sessions: Sessions,
-    pub(crate) fence: Fence,
+    pub(crate) names: Names,
     pub(crate) server: Server,
     pub(crate) namespace: Arc<str>,
     pub(crate) database: Arc<str>,
-    pub(crate) token_block: u32,
 }
 
 impl Shared {
@@ -121,11 +121,10 @@ impl MySqlBackend {
         let url = config.server(&target).into();
         let shared = Arc::new(Shared {
             sessions,
-            fence: Fence::default(),
+            names: Names::default(),
             server,
             namespace: config.namespace.as_str().into(),
             database: target.database.into(),
-            token_block: config.token_block,
         });
         let mut tending = JoinSet::new();
         tending.spawn({

@@ -18,10 +18,10 @@ use crate::{
     NAME, Shared,
     control::{GivenUp, Killed},
     fault::{self, code},
-    fence::Taken,
     require_runtime, server,
     session::{REPLY_TAKES, Session},
     sql::{self, Sql},
+    tokens::Mapping,
     wire::column,
 };
 
@@ -59,8 +59,10 @@ enum Stage {
     Pausing,
     /// It makes the rows.
     Making { repair: bool },
-    /// It has the row, and the counter stood here. There is no token yet.
-    Locked { latest: u64 },
+    /// It has the row, and looked at the counter. There is no token yet.
+    Locked { look: u64, mapping: Mapping },
+    /// It commits another mapping of looks to tokens, which ends the transaction.
+    Mapping,
     /// It has the row, and these tokens.
     Holding { first: u64, last: u64 },
     /// It is being rolled back.
@@ -122,13 +124,11 @@ impl RowClaim {
                 let repair = *repair;
                 self.made(repair).await
             }
-            Stage::Locked { latest } => {
-                let latest = *latest;
-                self.draw(latest).await
-            }
+            &Stage::Locked { look, mapping } => self.number(look, mapping).await,
+            Stage::Mapping => self.mapped().await,
             Stage::Holding { .. } => {
                 // An earlier grant that nobody saw.
-                Ok(if self.prove().await?.is_some() {
+                Ok(if self.prove().await? {
                     Step::Granted
                 } else {
                     Step::Again
@@ -149,7 +149,7 @@ impl RowClaim {
 
     /// Sends the try. What is answered to it is for the next step.
     async fn try_to_lock(&mut self) {
-        let looks = !self.shared.fence.knows(self.sql.key());
+        let looks = !self.shared.names.knows(self.sql.key());
         let seconds = self.seconds;
         let Some(session) = &mut self.session else { return };
         let lock = self.sql.lock_or_skip();
@@ -197,31 +197,7 @@ impl RowClaim {
         if patience.is_zero() || self.sql.is_permit() {
             return self.leave().await;
         }
-        self.wait(Stage::Waiting).await?;
-        self.draw_ahead().await;
-        Ok(Step::Taken)
-    }
-
-    /// Whoever has to wait for another client will need a block of its own, and has the time to draw it now. If a third
-    /// one draws another before the grant, it was in vain.
-    async fn draw_ahead(&mut self) {
-        let Some(session) = &self.session else { return };
-        if !self.shared.fence.draws_ahead(self.sql.key()) {
-            return;
-        }
-        let term = session.term.number;
-        let block = u64::from(self.request.tokens.get());
-        let control = &self.shared.sessions.control;
-        // Without it, it is drawn after the grant.
-        let Ok(reply) = control.ask("acquire", self.sql.draw(block)).await else {
-            return;
-        };
-        let end: Option<u64> = reply.row(1).and_then(|row| column(row, 0).ok());
-        if let (1, Some(end)) = (reply.affected(0), end) {
-            self.shared
-                .fence
-                .drawn(self.sql.key(), (end - block, end), 1, term);
-        }
+        self.wait(Stage::Waiting).await
     }
 
     /// Has the server wait. Returns once that is under way; its end is what [`notified`](Claim::notified) waits for.
@@ -246,14 +222,8 @@ impl RowClaim {
         if server::is_read_only(row) {
             return Err(self.demoted());
         }
-        let read = |row| {
-            Ok((
-                column(row, 0)?,
-                if self.sql.is_permit() { column(row, 1)? } else { 0 },
-            ))
-        };
-        let (latest, size): (Option<u64>, u32) = match read(row) {
-            Ok(read) => read,
+        let (look, mapping, size) = match self.looked(row) {
+            Ok(looked) => looked,
             Err(error) => return self.failed(error),
         };
         if let Mode::Permits(wanted) = self.request.mode
@@ -261,12 +231,21 @@ impl RowClaim {
         {
             return self.resize(size, wanted.get()).await;
         }
-        match latest {
-            Some(latest) => self.stage = Stage::Locked { latest },
+        match mapping {
+            Some(mapping) => self.stage = Stage::Locked { look, mapping },
             // A foreign client has made the row, and knows nothing of tokens.
             None => return self.make(false).await,
         }
         Ok(Step::Again)
+    }
+
+    /// What a row says that came back: the look at the counter, the mapping, and the size of a semaphore.
+    fn looked(&self, row: &MySqlRow) -> sqlx::Result<(u64, Option<Mapping>, u32)> {
+        let mapping: Option<String> = column(row, 1)?;
+        let mapping = mapping.map(|mapping| mapping.parse()).transpose();
+        let mapping = mapping.map_err(sqlx::Error::Decode)?;
+        let size = if self.sql.is_permit() { column(row, 2)? } else { 0 };
+        Ok((column(row, 0)?, mapping, size))
     }
 
     /// The semaphore has another size. If nobody uses it, it gets the new one.
@@ -441,59 +420,33 @@ impl RowClaim {
         Ok(Step::Again)
     }
 
-    /// Gets tokens for the row that is locked.
-    async fn draw(&mut self, latest: u64) -> Result<Step> {
+    /// Takes the tokens that the look stands for, or has a mapping made by which another look stands for some.
+    async fn number(&mut self, look: u64, mapping: Mapping) -> Result<Step> {
+        let Some(session) = &self.session else {
+            return self.start_over();
+        };
         let count = u64::from(self.request.tokens.get());
-        let first = loop {
-            let Some(session) = &self.session else {
-                return self.start_over();
-            };
-            let term = session.term.number;
-            let (fence, control) = (&self.shared.fence, &self.shared.sessions.control);
-            // Who shows the hold before it is granted proves it by that, after it has its token.
-            let proven = match self.request.mode {
-                Mode::Exclusive => self.sent,
-                Mode::Shared | Mode::Permits(_) => Instant::now(),
-            };
-            match fence.take(self.sql.key(), latest, term, count, proven) {
-                Taken::From(first) => break first,
-                Taken::Unproven => {
-                    if self.prove().await?.is_none() {
-                        return Ok(Step::Again);
-                    }
-                }
-                Taken::Nothing => {
-                    let grants = fence.grants(self.sql.key(), latest, self.shared.token_block);
-                    let block = count * u64::from(grants);
-                    let drawn = control.ask("acquire", self.sql.draw(block)).await?;
-                    let end: Option<u64> = drawn.row(1).and_then(|row| column(row, 0).ok());
-                    // It was this client's to draw, and proves nothing: this process may have been paused since it
-                    // had the row, its lease may be over, and others may have gone on. That this session still lives
-                    // proves it, and that the counter which it sees has been moved.
-                    let Some(now) = self.prove().await? else {
-                        return Ok(Step::Again);
-                    };
-                    let Some(end) = end.filter(|end| drawn.affected(0) == 1 && now >= *end) else {
-                        // Deleted and made again meanwhile, or moved at another server.
-                        self.end(false);
-                        return Ok(Step::Again);
-                    };
-                    let before = end - block;
-                    let rest = (before + count, end);
-                    self.shared.fence.drawn(self.sql.key(), rest, grants, term);
-                    break before + 1;
+        let Some(first) = mapping.first(look, session.life, count) else {
+            return self.reserve(look, mapping).await;
+        };
+        if self.request.mode == Mode::Exclusive {
+            if self.sent.elapsed() > self.length() / 3 && !self.prove().await? {
+                return Ok(Step::Again);
+            }
+            // Whoever reads late that it has the row may have lost it since.
+            while !self.shared.names.grant(self.sql.key(), self.sent) {
+                if !self.prove().await? {
+                    return Ok(Step::Again);
                 }
             }
-        };
-        let last = first + count - 1;
-        if self.request.mode != Mode::Exclusive {
-            // How many hold together is to be seen at once.
+        } else {
+            // How many hold together is to be seen at once. It proves the hold as well.
             if !self.show(first).await? {
                 return Ok(Step::Again);
             }
-        } else if self.sent.elapsed() > self.length() / 3 && self.prove().await?.is_none() {
-            return Ok(Step::Again);
+            self.shared.names.share(self.sql.key());
         }
+        let last = first + count - 1;
         self.stage = Stage::Holding { first, last };
         self.is_outdated = false;
         if let Some(session) = &self.session {
@@ -503,36 +456,68 @@ impl RowClaim {
         Ok(Step::Granted)
     }
 
-    /// Proves that the session lives, and with it the lock, and reads the counter. `None` if it is dead.
-    async fn prove(&mut self) -> Result<Option<u64>> {
+    /// Reserves a block, and has its tokens mapped: durable before anybody can see them. The row stays locked until that is
+    /// committed, which ends the transaction.
+    async fn reserve(&mut self, look: u64, old: Mapping) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        let (size, step) = old.next(session.life, u64::from(self.request.tokens.get()));
+        let control = &self.shared.sessions.control;
+        let reserve = self.sql.reserve(old.last, size);
+        let Some(reply) = control.ask_in("acquire", reserve, &session.term).await? else {
+            // The control connection may be with another server by now, or with this one in another life.
+            self.end(false);
+            return Ok(Step::Again);
+        };
+        let last: Option<u64> = reply.row(1).and_then(|row| column(row, 0).ok());
+        let (1, Some(last)) = (reply.affected(0), last) else {
+            // Somebody deleted the counter's row.
+            return self.make(false).await;
+        };
+        let mapping = Mapping {
+            life: session.life,
+            base: last - size + 1,
+            since: look,
+            last,
+            step,
+        };
+        session.send(self.seconds, self.sql.map(&mapping)).await;
+        self.stage = Stage::Mapping;
+        Ok(Step::Again)
+    }
+
+    async fn mapped(&mut self) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        match session.answer().await {
+            Ok(_) => self.try_to_lock().await,
+            Err(error) => return self.failed(error),
+        }
+        Ok(Step::Again)
+    }
+
+    /// Proves that the session lives, and with it the lock. `false` if it is dead.
+    async fn prove(&mut self) -> Result<bool> {
         let Some(session) = &mut self.session else {
             self.stage = Stage::Out;
-            return Ok(None);
+            return Ok(false);
         };
         let sent = Instant::now();
-        match session.ask(self.seconds, self.sql.counter()).await {
+        match session.ask(self.seconds, sql::proof()).await {
             Ok(reply) => {
-                let row = reply.last().first();
-                if row.is_some_and(server::is_read_only) {
+                if server::says_read_only(&reply) {
                     return Err(self.demoted());
                 }
                 self.sent = sent;
-                let latest = row.map(|row| column(row, 0)).transpose();
-                match latest {
-                    // Somebody deleted the counter's row. There is no telling what comes after.
-                    Ok(None) => {
-                        self.end(false);
-                        Ok(None)
-                    }
-                    Ok(latest) => Ok(latest),
-                    Err(error) => self.failed(error).map(|_| None),
-                }
+                Ok(true)
             }
             Err(error) if fault::ends_the_session(&error) => {
                 self.end(false);
-                Ok(None)
+                Ok(false)
             }
-            Err(error) => self.failed(error).map(|_| None),
+            Err(error) => self.failed(error).map(|_| false),
         }
     }
 

@@ -13,11 +13,23 @@ CREATE TABLE IF NOT EXISTS lockkit_gate (
     name VARBINARY(255) NOT NULL PRIMARY KEY
 ) ENGINE=InnoDB";
 
-/// The counter of tokens, apart from the row that is locked, since it has to be committed while that one is held.
+/// The last token that was reserved. The row without a name has the number of the latest life of the server.
 const FENCE: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_fence (
     name VARBINARY(255) NOT NULL PRIMARY KEY,
     token BIGINT UNSIGNED NOT NULL DEFAULT 0
+) ENGINE=InnoDB";
+
+/// Which tokens the looks of one life of the server at its counter stand for: `base` is the token of the look `since`,
+/// `last` the last of the block. Apart from the row that is locked, since it is committed while others share that one.
+const MAP: &str = "\
+CREATE TABLE IF NOT EXISTS lockkit_map (
+    name VARBINARY(255) NOT NULL PRIMARY KEY,
+    life BIGINT UNSIGNED NOT NULL DEFAULT 0,
+    base BIGINT UNSIGNED NOT NULL DEFAULT 0,
+    since BIGINT UNSIGNED NOT NULL DEFAULT 0,
+    last BIGINT UNSIGNED NOT NULL DEFAULT 0,
+    step BIGINT UNSIGNED NOT NULL DEFAULT 0
 ) ENGINE=InnoDB";
 
 /// One row per permit of a semaphore.
@@ -57,6 +69,7 @@ fn tables(mode: Mode) -> &'static [(&'static str, &'static str)] {
         Mode::ForUpdate => &[
             ("lockkit_gate", GATE),
             ("lockkit_fence", FENCE),
+            ("lockkit_map", MAP),
             ("lockkit_permit", PERMIT),
             ("lockkit_holder", HOLDER),
         ],

@@ -22,6 +22,7 @@ use crate::{
     control::{Control, GivenUp, IDENTITY, Options, Term},
     fault,
     server::Flavour,
+    sql,
     wire::{Reply, Wire, column},
 };
 
@@ -44,6 +45,8 @@ pub(crate) struct Session {
     pub(crate) id: u64,
     /// That of the control connection when this one was begun.
     pub(crate) term: Term,
+    /// The number of the life that the server is in; 0 for leases, which do without.
+    pub(crate) life: u64,
     /// The lock of the server's own that it has, and that no other ever had.
     mark: String,
     /// The seconds of silence that the server bears. `None` from before it is told until it has said that it was: whoever told
@@ -75,9 +78,10 @@ enum Setting {
 #[derive(Debug)]
 pub(crate) struct Sessions {
     pub(crate) control: Control,
-    /// The same for looks that take their time, behind which no draw is to wait.
+    /// The same for looks that take their time, behind which no reservation is to wait.
     pub(crate) looks: Control,
     pub(crate) alarm: Arc<Alarm>,
+    mode: Mode,
     options: Options,
     idle: Mutex<Vec<Session>>,
     slots: Arc<Semaphore>,
@@ -97,6 +101,7 @@ impl Sessions {
             control: Control::new(options.clone(), mode),
             looks: Control::new(options.clone(), mode),
             alarm: Arc::new(Alarm::new()),
+            mode,
             options: Options(options),
             idle: Mutex::default(),
             slots: Arc::new(Semaphore::new(most as usize)),
@@ -305,6 +310,10 @@ impl Sessions {
                 ),
             ));
         }
+        let life = match self.mode {
+            Mode::ForUpdate => self.life(operation, &mut wire).await?,
+            Mode::Lease => 0,
+        };
         {
             let mut borne = self.borne();
             let longest = if borne.0 == term.number { borne.1 } else { 0 };
@@ -314,6 +323,7 @@ impl Sessions {
             wire,
             id,
             term,
+            life,
             mark,
             seconds: Some(seconds),
             setting: None,
@@ -324,6 +334,22 @@ impl Sessions {
             turn: None,
             place: None,
         })
+    }
+
+    /// The number of the life that the server is in, as a session of its own sees it. If there is none, it gets one.
+    async fn life(&self, operation: &'static str, wire: &mut Wire) -> Result<u64> {
+        let during = |error| fault::error(operation, error);
+        let reply = wire.ask(format!("{}; ROLLBACK", sql::life())).await;
+        if let Some(row) = reply.map_err(during)?.row(0) {
+            return column(row, 0).map_err(during);
+        }
+        let life = self.control.begin_life(operation).await?;
+        let reply = wire.ask(format!("{}; ROLLBACK", sql::lives(life))).await;
+        if reply.map_err(during)?.row(0).is_none() {
+            let what = "connections of one client reach a server before and after it came back";
+            return Err(Error::transient(NAME, operation, what));
+        }
+        Ok(life)
     }
 
     fn borne(&self) -> std::sync::MutexGuard<'_, (u64, u32)> {
@@ -510,6 +536,10 @@ mod tests {
                 crate::Mode::ForUpdate,
                 1,
             );
+            let tables = sessions
+                .control
+                .prepare(crate::Mode::ForUpdate, crate::Schema::Auto);
+            tables.await.unwrap();
             let session = sessions.get("acquire", 10).await.unwrap();
             sessions.keep(session).await;
             for session in &mut *sessions.idle() {

@@ -5,6 +5,7 @@ use lockkit_core::spi::{ClaimRequest, Mode};
 use crate::{
     key::{Key, literal},
     server::Flavour,
+    tokens::Mapping,
 };
 
 /// How long a waiter for a permit lets the server pause before it looks again, in seconds.
@@ -30,21 +31,22 @@ macro_rules! read_only {
 
 pub(crate) const READ_ONLY: &str = read_only!();
 
-/// Locks a row, and reads the counter: `NULL` if there is none. `?` is the name.
+/// Locks a row, looks at the server's counter, and reads the mapping of looks to tokens: `NULL` if there is none. `?` is
+/// the name.
 ///
-/// The counter is read after the row is locked, by a consistent read that is this statement's only one and that
-/// needs the locked row's name, in disguise lest the optimizer see that it is known beforehand. Two statements
-/// would say the same at the cost of half a round trip. Last comes whether the server is read-only, which it may have
-/// become while the statement waited: in the same disguise.
+/// The look is made after the row is locked, so that looks come in the order of grants. So is the mapping read, by a
+/// consistent read that is this statement's only one and that needs the locked row's name, in disguise lest the optimizer
+/// see that it is known beforehand: those who share the row lock nothing that keeps others from making another mapping.
+/// Last comes whether the server is read-only, which it may have become while the statement waited: in the same disguise.
 macro_rules! lock {
     ($columns:literal, $table:literal, $how:literal) => {
         concat!(
-            "SELECT (SELECT token FROM lockkit_fence WHERE name=CONCAT(r.name)) token, ",
+            "SELECT UUID_SHORT() look, (SELECT CONCAT_WS('/', life, base, since, last, step) \
+             FROM lockkit_map WHERE name=CONCAT(r.name)) map, ",
             $columns,
             "IF(LENGTH(r.name), ",
             read_only!(),
-            ", 1)",
-            " FROM ",
+            ", 1) ro FROM ",
             $table,
             " r WHERE r.name=? ",
             $how
@@ -58,10 +60,42 @@ pub(crate) fn still_holds() -> String {
     format!("ROLLBACK TO SAVEPOINT held; SELECT {READ_ONLY}")
 }
 
+/// What the name of a lock of the server's own begins with that says that the life of this number goes on: whoever gave
+/// it that number has the lock, and the server forgets it when it ends.
+const LIFE: &str = "lockkit-life:";
+
+/// The number of the life that the server is in. No row if nobody has given it one who is still there.
+pub(crate) fn life() -> String {
+    format!(
+        "SELECT token FROM lockkit_fence WHERE name='' AND IS_USED_LOCK(CONCAT('{LIFE}', token)) IS NOT NULL"
+    )
+}
+
+/// Gives the life that the server is in a number, above all that there were, and says it. The lock is this session's until it
+/// ends.
+pub(crate) fn begin_life() -> String {
+    format!(
+        "INSERT IGNORE INTO lockkit_fence (name, token) VALUES ('', 0); \
+         UPDATE lockkit_fence SET token=LAST_INSERT_ID(GREATEST(token + 1, {CLOCK})) WHERE name=''; \
+         SELECT LAST_INSERT_ID(), GET_LOCK(CONCAT('{LIFE}', LAST_INSERT_ID()), 0)"
+    )
+}
+
+/// A row if the server is in the life of this number.
+pub(crate) fn lives(life: u64) -> String {
+    format!("SELECT 1 FROM DUAL WHERE IS_USED_LOCK('{LIFE}{life}') IS NOT NULL")
+}
+
+/// Whether the server is read-only, and, by answering, that the session lives.
+pub(crate) fn proof() -> String {
+    format!("SELECT {READ_ONLY}")
+}
+
 /// Ends a transaction that was shown. Fails if it is gone.
 pub(crate) const LET_GO: &str = "RELEASE SAVEPOINT held; ROLLBACK";
 
-/// When the counter starts: at the clock, so that a row that was deleted does not start over below its tokens.
+/// When a counter starts, and where its blocks begin if it is behind: at the clock, so that a row that was deleted does not
+/// start over below its tokens.
 pub(crate) const CLOCK: &str = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS UNSIGNED)";
 
 impl Sql {
@@ -86,7 +120,7 @@ impl Sql {
         }
     }
 
-    /// Locks the row if nobody has it, and reads the counter. To be prepared, or [named](Self::named).
+    /// Locks the row if nobody has it, and looks at the counter. To be prepared, or [named](Self::named).
     pub(crate) fn lock_or_skip(&self) -> &'static str {
         match (self.mode, self.flavour) {
             (Mode::Exclusive, _) => lock!("", "lockkit_gate", "FOR UPDATE SKIP LOCKED"),
@@ -119,13 +153,15 @@ impl Sql {
 
     /// Makes the rows of a name, whoever comes first.
     ///
-    /// Only who makes the counter makes the others, so that nobody waits for a row that somebody has locked already;
-    /// with `repair`, if somebody deleted them.
+    /// Only who makes the counter makes those that are locked, so that nobody waits for a row that somebody has locked
+    /// already; with `repair`, if somebody deleted them.
     pub(crate) fn create(&self, repair: bool) -> String {
         let key = self.key.as_sql();
         let first = if repair { "1=1" } else { "ROW_COUNT()=1" };
-        let fence =
-            format!("ROLLBACK; INSERT IGNORE INTO lockkit_fence (name, token) VALUES ({key}, {CLOCK})");
+        let fence = format!(
+            "ROLLBACK; INSERT IGNORE INTO lockkit_map (name) VALUES ({key}); \
+             INSERT IGNORE INTO lockkit_fence (name, token) VALUES ({key}, {CLOCK})"
+        );
         match self.mode {
             Mode::Exclusive | Mode::Shared => format!(
                 "{fence}; INSERT IGNORE INTO lockkit_gate (name) SELECT {key} FROM DUAL \
@@ -166,18 +202,29 @@ impl Sql {
         )
     }
 
-    /// Moves the counter on from wherever it stands, and says where it stands then.
-    pub(crate) fn draw(&self, count: u64) -> String {
+    /// Reserves a block of `size` tokens above `last` and above all that were reserved before, and says the last of them.
+    pub(crate) fn reserve(&self, last: u64, size: u64) -> String {
         let key = self.key.as_sql();
         format!(
-            "UPDATE lockkit_fence SET token=LAST_INSERT_ID(token+{count}) WHERE name={key}; SELECT LAST_INSERT_ID()"
+            "UPDATE lockkit_fence SET token=LAST_INSERT_ID(GREATEST(token, CAST({last} AS UNSIGNED), {CLOCK}) + {size}) \
+             WHERE name={key}; SELECT LAST_INSERT_ID()"
         )
     }
 
-    /// The counter, and whether the server is read-only.
-    pub(crate) fn counter(&self) -> String {
+    /// Makes this mapping the name's, unless there is one with higher tokens, and ends the transaction.
+    pub(crate) fn map(&self, mapping: &Mapping) -> String {
         let key = self.key.as_sql();
-        format!("SELECT token, {READ_ONLY} FROM lockkit_fence WHERE name={key}")
+        let Mapping {
+            life,
+            base,
+            since,
+            last,
+            step,
+        } = mapping;
+        format!(
+            "UPDATE lockkit_map SET life={life}, base={base}, since={since}, last={last}, step={step} \
+             WHERE name={key} AND last < {base}; COMMIT"
+        )
     }
 
     /// Shows a hold to those who look, within its transaction, and marks that. The mark is made before as well, so that
@@ -254,8 +301,8 @@ mod tests {
         rows.unwrap_or_else(|error| panic!("{sql}: {error}"))
     }
 
-    /// A statement that waits for the row has to see what was committed while it waited: a counter from before the grant
-    /// would repeat tokens.
+    /// A statement that waits for the row has to look at the server's counter after the grant, and to see the mapping that was
+    /// committed while it waited: others from before would repeat tokens.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn the_counter_is_read_after_the_row_is_locked() {
         for (kept, flavour, backend) in [
@@ -284,7 +331,10 @@ mod tests {
                     let key = sql.key.as_sql();
                     run(
                         &mut other,
-                        &format!("INSERT INTO lockkit_gate VALUES ({key}); INSERT INTO lockkit_fence VALUES ({key}, 1)"),
+                        &format!(
+                            "INSERT INTO lockkit_gate VALUES ({key}); \
+                             INSERT INTO lockkit_map (name, life) VALUES ({key}, 1)"
+                        ),
                     )
                     .await;
                     run(
@@ -297,7 +347,7 @@ mod tests {
                         &mut waiting,
                         &format!(
                             "SET SESSION TRANSACTION ISOLATION LEVEL {isolation}; SET SESSION autocommit=0; \
-                             SELECT COUNT(*) FROM lockkit_fence"
+                             SELECT COUNT(*) FROM lockkit_map"
                         ),
                     )
                     .await;
@@ -312,21 +362,24 @@ mod tests {
                         } else {
                             run(&mut waiting, &wait).await
                         };
-                        rows[0].try_get_unchecked::<u64, _>(0).unwrap()
+                        let mapping: String = rows[0].try_get_unchecked(1).unwrap();
+                        let mapping: Mapping = mapping.parse().unwrap();
+                        (rows[0].try_get_unchecked::<u64, _>(0).unwrap(), mapping.life)
                     });
-                    let look = "SELECT 1 FROM information_schema.PROCESSLIST WHERE INFO LIKE 'SELECT (SELECT token%'";
-                    eventually("it waits", async || !run(&mut other, look).await.is_empty()).await;
+                    let looks = "SELECT 1 FROM information_schema.PROCESSLIST WHERE INFO LIKE 'SELECT UUID_SHORT() look%'";
+                    eventually("it waits", async || !run(&mut other, looks).await.is_empty()).await;
                     run(
                         &mut other,
-                        &format!("UPDATE lockkit_fence SET token=2 WHERE name={key}"),
+                        &format!("UPDATE lockkit_map SET life=2 WHERE name={key}"),
                     )
                     .await;
+                    let before = &run(&mut holder, "SELECT UUID_SHORT()").await[0];
+                    let before: u64 = before.try_get_unchecked(0).unwrap();
                     run(&mut holder, "ROLLBACK").await;
-                    assert_eq!(
-                        waiter.await.unwrap(),
-                        expected,
-                        "{kept:?} {mode:?} {isolation} {prepares}"
-                    );
+                    let (look, life) = waiter.await.unwrap();
+                    let what = format!("{kept:?} {mode:?} {isolation} {prepares}");
+                    assert!(look > before, "{what}: it looked before it had the row");
+                    assert_eq!(life, expected, "{what}");
                 }
             }
         }

@@ -12,7 +12,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use futures_util::FutureExt;
@@ -22,19 +22,30 @@ use lockkit_conformance::{
 };
 use lockkit_core::{AcquireOptions, Error, Lock, LockGuard, spi::Mode as Hold};
 use lockkit_mysql::Mode;
-use lockkit_testbed::{Proxy, eventually, mysql::Flavour};
+use lockkit_testbed::{
+    Clock, Proxy, eventually,
+    mysql::{Flavour, MySql},
+};
 use tokio::{
     task::JoinSet,
     time::{Instant, sleep, timeout},
 };
 
-use crate::servers::{Admin, client, config, connect, cycle, for_each_flavour, name, private, run, shared};
+use crate::servers::{
+    Admin, MODES, client, config, connect, cycle, for_each_flavour, name, private, run, shared,
+};
 
 for_each_flavour! {
     tokens_rise_over_processes_and_cancels
     tokens_rise_over_crashes_of_the_server_and_of_holders
     holds_exclude_each_other_under_faults
     a_grant_that_is_read_late_outranks_nobody
+    tokens_rise_though_a_life_begins_as_the_last_one_did
+    tokens_rise_over_a_fail_over_to_a_clock_that_is_slow
+    tokens_rise_where_blocks_are_used_up
+    turns_cost_no_durable_write
+    a_life_has_one_number_while_somebody_is_there
+    clients_with_two_numbers_of_one_life_take_turns
 }
 
 const ORDER: &str = "LOCKKIT_MYSQL_SOAK";
@@ -61,7 +72,6 @@ pub(crate) fn seed() -> u64 {
 struct Order {
     addr: SocketAddr,
     mode: Mode,
-    block: u32,
     ttl: Duration,
     rounds: u64,
     seed: u64,
@@ -73,7 +83,6 @@ impl Order {
     fn write(&self) -> String {
         let Self {
             addr,
-            block,
             rounds,
             seed,
             who,
@@ -81,7 +90,7 @@ impl Order {
             ..
         } = self;
         let (mode, ttl) = (u8::from(self.mode == Mode::Lease), self.ttl.as_millis());
-        format!("{addr} {mode} {block} {ttl} {rounds} {seed} {who} {name}")
+        format!("{addr} {mode} {ttl} {rounds} {seed} {who} {name}")
     }
 
     fn read(text: &str) -> Option<Self> {
@@ -93,7 +102,6 @@ impl Order {
             } else {
                 Mode::ForUpdate
             },
-            block: words.next()?.parse().ok()?,
             ttl: Duration::from_millis(words.next()?.parse().ok()?),
             rounds: words.next()?.parse().ok()?,
             seed: words.next()?.parse().ok()?,
@@ -144,7 +152,6 @@ fn works() {
             let order = Order {
                 addr: shared(flavour).addr(),
                 mode: Mode::ForUpdate,
-                block: 1,
                 ttl: Duration::from_secs(5),
                 rounds: 5,
                 seed: 1,
@@ -162,7 +169,7 @@ fn works() {
         .unwrap();
     runtime.block_on(async {
         let mut config = config(order.addr);
-        (config.mode, config.token_block) = (order.mode, order.block);
+        config.mode = order.mode;
         // The server may be down just then.
         let client = loop {
             match connect(config.clone()).await {
@@ -238,7 +245,7 @@ async fn hold(guard: LockGuard, record: &mut Acquisition, rng: &mut fastrand::Rn
 
 async fn tokens_rise_over_processes_and_cancels(flavour: Flavour) {
     let seed = seed();
-    for (mode, block) in [(Mode::ForUpdate, 1), (Mode::ForUpdate, 1_024), (Mode::Lease, 1)] {
+    for mode in MODES {
         let began = Instant::now();
         let (addr, name) = (shared(flavour).addr(), name("soak"));
         let rounds = requests().div_ceil(PROCESSES * TASKS);
@@ -249,7 +256,6 @@ async fn tokens_rise_over_processes_and_cancels(flavour: Flavour) {
                 Order {
                     addr,
                     mode,
-                    block,
                     ttl,
                     rounds,
                     seed,
@@ -270,10 +276,7 @@ async fn tokens_rise_over_processes_and_cancels(flavour: Flavour) {
         let summary = history
             .check(&limits)
             .unwrap_or_else(|violation| panic!("{violation}"));
-        eprintln!(
-            "{flavour:?} {mode:?} block {block}: {summary:?} in {:?}",
-            began.elapsed()
-        );
+        eprintln!("{flavour:?} {mode:?}: {summary:?} in {:?}", began.elapsed());
         assert!(
             summary.granted as u64 > requests() / 2,
             "a vacuous pass: {summary:?}"
@@ -283,7 +286,7 @@ async fn tokens_rise_over_processes_and_cancels(flavour: Flavour) {
 
 async fn tokens_rise_over_crashes_of_the_server_and_of_holders(flavour: Flavour) {
     let seed = seed();
-    for (mode, block) in [(Mode::ForUpdate, 1), (Mode::ForUpdate, 1_024), (Mode::Lease, 1)] {
+    for mode in MODES {
         let server = private(flavour, &[]);
         let (addr, name) = (server.addr(), name("crash"));
         let order = |who| {
@@ -292,7 +295,6 @@ async fn tokens_rise_over_crashes_of_the_server_and_of_holders(flavour: Flavour)
             Order {
                 addr,
                 mode,
-                block,
                 ttl,
                 rounds,
                 seed,
@@ -330,7 +332,7 @@ async fn tokens_rise_over_crashes_of_the_server_and_of_holders(flavour: Flavour)
             };
             assert!(
                 lock != same || before < after,
-                "{mode:?} {block}: {after} after {before} on {lock}"
+                "{mode:?}: {after} after {before} on {lock}"
             );
         }
         assert!(
@@ -339,7 +341,7 @@ async fn tokens_rise_over_crashes_of_the_server_and_of_holders(flavour: Flavour)
             tokens.len()
         );
         eprintln!(
-            "{flavour:?} {mode:?} block {block}: {} grants over {crashes} crashes",
+            "{flavour:?} {mode:?}: {} grants over {crashes} crashes",
             tokens.len()
         );
     }
@@ -528,4 +530,204 @@ async fn a_grant_that_is_read_late_outranks_nobody(flavour: Flavour) {
     rightful.release().await.unwrap();
     let next = timeout(Duration::from_secs(20), late).await.unwrap().unwrap();
     assert!(next.token() > token);
+}
+
+/// Acquires and releases in turn: the tokens.
+async fn draw(locks: &[Lock]) -> Vec<u64> {
+    let mut tokens = Vec::new();
+    for lock in locks {
+        let guard = lock.acquire().await.unwrap();
+        tokens.push(guard.token().get());
+        guard.release().await.unwrap();
+    }
+    tokens
+}
+
+fn rise(tokens: &[u64]) -> bool {
+    tokens.is_sorted_by(|before, after| before < after)
+}
+
+async fn look(admin: &mut Admin) -> u64 {
+    admin.value("SELECT UUID_SHORT()").await.parse().unwrap()
+}
+
+/// The server's own counter begins with the second in which it starts.
+async fn tokens_rise_though_a_life_begins_as_the_last_one_did(flavour: Flavour) {
+    let second = |look: u64| look >> 24;
+    let clock = Clock::new().unwrap();
+    let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
+    let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let mut tokens = draw(&vec![lock; 20]).await;
+    let last = look(&mut Admin::of(&server).await).await;
+    let began = Duration::from_secs(second(last) & 0xffff_ffff);
+    let mut admin = None;
+    for _ in 0..10 {
+        server.process().kill().unwrap();
+        clock.reset().unwrap();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        clock.back(now.saturating_sub(began)).unwrap();
+        server.start_again().unwrap();
+        let mut again = Admin::of(&server).await;
+        if second(look(&mut again).await) == second(last) {
+            admin = Some(again);
+            break;
+        }
+    }
+    let mut admin = admin.expect("it starts in the same second, as it sees it");
+    let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    for _ in 0..20 {
+        tokens.extend(draw(std::slice::from_ref(&lock)).await);
+        assert!(rise(&tokens), "{tokens:?}");
+    }
+    assert!(
+        look(&mut admin).await.abs_diff(last) < 500,
+        "the looks are others"
+    );
+}
+
+/// The replica has the rows, and another clock.
+async fn tokens_rise_over_a_fail_over_to_a_clock_that_is_slow(flavour: Flavour) {
+    let clock = Clock::new().unwrap();
+    let new = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
+    let old = private(flavour, &[]);
+    clock.back(Duration::from_hours(1)).unwrap();
+    let (mut from, mut to) = (Admin::of(&old).await, Admin::of(&new).await);
+    let locks = |client: &lockkit_core::LockClient| {
+        let lock = client.lock("a").unwrap();
+        [
+            lock.clone(),
+            lock.clone().shared(),
+            client.semaphore("s", 2).unwrap(),
+            lock,
+        ]
+    };
+    let mut before = Vec::new();
+    for _ in 0..3 {
+        before = draw(&locks(&client(old.addr(), Mode::ForUpdate).await)).await;
+    }
+    to.run(&lockkit_mysql::ddl(Mode::ForUpdate)).await;
+    for table in ["lockkit_gate", "lockkit_permit", "lockkit_fence", "lockkit_map"] {
+        for row in from.run(&format!("SELECT * FROM {table}")).await {
+            to.run(&format!("INSERT INTO {table} VALUES ('{}')", row.join("', '")))
+                .await;
+        }
+    }
+    let after = draw(&locks(&client(new.addr(), Mode::ForUpdate).await)).await;
+    for (before, after) in before.iter().zip(&after) {
+        assert!(before < after, "{after} after {before}");
+    }
+}
+
+async fn tokens_rise_where_blocks_are_used_up(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let one = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let other = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let mut tokens = Vec::new();
+    for round in 0..6 {
+        tokens.extend(draw(&[one.clone(), other.clone()]).await);
+        let reading = one.clone().shared().acquire().await.unwrap();
+        tokens.push(reading.token().get());
+        let last = "SELECT last FROM lockkit_map";
+        let before = admin.value(last).await;
+        // Somebody else's.
+        admin.run("DO BENCHMARK(200000, UUID_SHORT())").await;
+        // Nobody waits for readers to make a mapping.
+        for reader in [&one, &other, &other] {
+            let reader = reader.clone().shared();
+            let also = timeout(Duration::from_secs(5), reader.acquire()).await;
+            let also = also.unwrap().unwrap();
+            tokens.push(also.token().get());
+            also.release().await.unwrap();
+        }
+        assert_ne!(
+            admin.value(last).await,
+            before,
+            "the block was not used up in round {round}"
+        );
+        assert!(other.try_acquire().await.unwrap().is_none());
+        reading.release().await.unwrap();
+        assert!(rise(&tokens), "{tokens:?}");
+    }
+}
+
+async fn turns_cost_no_durable_write(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let mut locks = Vec::new();
+    for number in 0..4 {
+        let client = client(server.addr(), Mode::ForUpdate).await;
+        let lock = client.lock("a").unwrap();
+        locks.extend([
+            lock.clone(),
+            lock.shared(),
+            client.lock(format!("own/{number}")).unwrap(),
+        ]);
+        locks.push(client.semaphore("s", 2).unwrap());
+    }
+    draw(&locks).await;
+    // What is committed, and not rolled back.
+    let written = "SHOW GLOBAL STATUS WHERE Variable_name IN ('Com_update', 'Com_commit')";
+    let before = admin.run(written).await;
+    let tasks: Vec<_> = locks
+        .chunks(4)
+        .map(<[Lock]>::to_vec)
+        .map(|locks| {
+            tokio::spawn(async move {
+                for _ in 0..15 {
+                    draw(&locks).await;
+                }
+            })
+        })
+        .collect();
+    for task in tasks {
+        task.await.unwrap();
+    }
+    assert_eq!(admin.run(written).await, before);
+}
+
+async fn a_life_has_one_number_while_somebody_is_there(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let number = "SELECT token FROM lockkit_fence WHERE name=''";
+    let one = client(server.addr(), Mode::ForUpdate).await;
+    let first: u64 = admin.value(number).await.parse().unwrap();
+    let other = client(server.addr(), Mode::ForUpdate).await;
+    assert_eq!(admin.value(number).await, first.to_string());
+    for client in [one, other] {
+        client.close(Duration::from_secs(5)).await.unwrap();
+    }
+    eventually("nobody is there", async || admin.sessions().await.is_empty()).await;
+    client(server.addr(), Mode::ForUpdate).await;
+    assert!(admin.value(number).await.parse::<u64>().unwrap() > first);
+}
+
+/// Who numbered it first has left, and who knows that number goes on with it.
+async fn clients_with_two_numbers_of_one_life_take_turns(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let first = client(server.addr(), Mode::ForUpdate).await;
+    let one = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let mut tokens = draw(std::slice::from_ref(&one)).await;
+    let there_were = admin.sessions().await.len();
+    first.close(Duration::from_secs(5)).await.unwrap();
+    eventually("it has left", async || admin.sessions().await.len() < there_were).await;
+    let number = "SELECT life FROM lockkit_map";
+    let before = admin.value(number).await;
+    let other = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    for _ in 0..3 {
+        for lock in [&one, &other, &one, &other] {
+            tokens.extend(draw(std::slice::from_ref(lock)).await);
+        }
+        assert_ne!(admin.value(number).await, before);
+        admin.run("DO BENCHMARK(200000, UUID_SHORT())").await;
+    }
+    tokens.extend(draw(std::slice::from_ref(&one)).await);
+    assert_eq!(
+        admin.value(number).await,
+        before,
+        "it knows the number that was before"
+    );
+    tokens.extend(draw(&[one, other]).await);
+    assert!(rise(&tokens), "{tokens:?}");
 }
