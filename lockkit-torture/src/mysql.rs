@@ -114,7 +114,7 @@ fn left_at(server: &MySql) -> io::Result<Vec<String>> {
     for table in tables {
         // The rows of the others are names, which stay.
         let held = match table.as_str() {
-            "lockkit_gate" | "lockkit_permit" | "lockkit_fence" => continue,
+            "lockkit_gate" | "lockkit_permit" | "lockkit_fence" | "lockkit_map" => continue,
             "lockkit_holder" => "TRUE",
             "lockkit_lease" => "token <> 0 AND expires > UNIX_TIMESTAMP(NOW(6)) * 1000000",
             _ => {
