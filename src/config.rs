@@ -219,9 +219,6 @@ pub struct MysqlSection {
         serde(default, deserialize_with = "named::max_connections")
     )]
     pub max_connections: Option<u32>,
-    /// How many grants of one name in a row may at most share one durable write of the token counter. Default: 1,024.
-    #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::token_block"))]
-    pub token_block: Option<u32>,
 }
 
 impl LockConfig {
@@ -314,7 +311,6 @@ impl LockConfig {
             "tls" => self.mysql.tls = Some(value.to_owned()),
             "socket" => self.mysql.socket = Some(value.into()),
             "max_connections" => self.mysql.max_connections = Some(count(value)?),
-            "token_block" => self.mysql.token_block = Some(count(value)?),
             _ => return Err("it is unknown".to_owned()),
         }
         Ok(())
@@ -362,7 +358,6 @@ impl LockConfig {
                 ca: self.mysql.ca.clone().or(of_url.mysql.ca),
                 socket: self.mysql.socket.clone().or(of_url.mysql.socket),
                 max_connections: self.mysql.max_connections.or(of_url.mysql.max_connections),
-                token_block: self.mysql.token_block.or(of_url.mysql.token_block),
             },
         };
         config.validate()?;
@@ -567,7 +562,7 @@ mod named {
 
     durations!(ttl wait op_timeout connect_timeout poll replicas_timeout max_ttl master_timeout session_timeout tick_time);
     texts!(namespace label sentinel nodes access parents mode schema tls);
-    counts!(local_handoffs replicas max_connections token_block);
+    counts!(local_handoffs replicas max_connections);
     paths!(ca socket);
     flags!(durable "durable" over_tls "tls");
 

@@ -264,15 +264,7 @@ impl Target {
             #[cfg(feature = "zk")]
             Self::Zk { .. } => &["nodes", "session_timeout", "tick_time", "access", "parents"],
             #[cfg(feature = "mysql")]
-            Self::Mysql { .. } => &[
-                "mode",
-                "schema",
-                "tls",
-                "ca",
-                "socket",
-                "max_connections",
-                "token_block",
-            ],
+            Self::Mysql { .. } => &["mode", "schema", "tls", "ca", "socket", "max_connections"],
         }
     }
 }
@@ -394,7 +386,6 @@ fn mysql(url: &str, config: &LockConfig) -> Result<lockkit_mysql::MySqlConfig> {
     mysql.ca.clone_from(&section.ca);
     mysql.socket.clone_from(&section.socket);
     mysql.max_connections = section.max_connections.unwrap_or(mysql.max_connections);
-    mysql.token_block = section.token_block.unwrap_or(mysql.token_block);
     Ok(mysql)
 }
 

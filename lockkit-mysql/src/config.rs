@@ -48,9 +48,6 @@ pub struct MySqlConfig {
     /// and with [`Mode::ForUpdate`], from the first hold on, one that notices when the server is gone, and from the first
     /// inspection on, one for inspections. [`Mode::Lease`] needs two at least.
     pub max_connections: u32,
-    /// How many grants of one name in a row may at most share one durable write of the token counter; 1,024 by
-    /// default.
-    pub token_block: u32,
 }
 
 /// How a lock is held.
@@ -126,7 +123,6 @@ impl MySqlConfig {
             tls: Tls::default(),
             ca: None,
             max_connections: 100,
-            token_block: 1_024,
         }
     }
 
@@ -162,12 +158,6 @@ impl MySqlConfig {
             return Err(Error::invalid_option(
                 "max_connections",
                 "mode=lease needs two at least: one for who waits, and one to renew what is held meanwhile",
-            ));
-        }
-        if !(1..=1_000_000).contains(&self.token_block) {
-            return Err(Error::invalid_option(
-                "token_block",
-                "it is not between 1 and 1,000,000",
             ));
         }
         if self.tls != Tls::Off && !cfg!(feature = "tls") {
@@ -244,7 +234,6 @@ impl fmt::Debug for MySqlConfig {
             tls,
             ca,
             max_connections,
-            token_block,
         } = self;
         f.debug_struct("MySqlConfig")
             .field("url", &redacted_url(url))
@@ -255,7 +244,6 @@ impl fmt::Debug for MySqlConfig {
             .field("tls", tls)
             .field("ca", ca)
             .field("max_connections", max_connections)
-            .field("token_block", token_block)
             .finish()
     }
 }
@@ -377,7 +365,6 @@ mod tests {
             refused(|config| (config.mode, config.max_connections) = (Mode::Lease, 1)),
             "max_connections"
         );
-        assert_eq!(refused(|config| config.token_block = 0), "token_block");
         assert_eq!(refused(|config| config.ca = Some("ca.pem".into())), "ca");
         #[cfg(not(feature = "tls"))]
         assert_eq!(refused(|config| config.tls = Tls::Verify), "tls");

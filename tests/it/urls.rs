@@ -358,7 +358,7 @@ async fn a_zk_url_connects_with_its_options() {
 fn mysql_urls_name_a_database() {
     taken(&[
         "mysql://db.example/app",
-        "mysql://user:p%40ss@host:3307/app?mode=lease&schema=manual&max_connections=5&token_block=1",
+        "mysql://user:p%40ss@host:3307/app?mode=lease&schema=manual&max_connections=5",
         "mysql://user:canary@[::1]/app?ttl=5s&mode=for_update&socket=/run/mysqld.sock&tls=off",
     ]);
     refused_for(&[
@@ -375,6 +375,7 @@ fn mysql_urls_name_a_database() {
             "max_connections",
         ),
         ("mysql://user:canary@host/app?poll=1s", "`poll`"),
+        ("mysql://user:canary@host/app?token_block=1", "`token_block`"),
         #[cfg(not(feature = "tls"))]
         ("mysql://user:canary@host/app?tls=verify", "cargo feature `tls`"),
     ]);
