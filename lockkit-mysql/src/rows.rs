@@ -40,6 +40,8 @@ pub(crate) struct RowClaim {
     is_shown: bool,
     /// Whether it is shown with the token of a hold that it has been passed on from.
     is_outdated: bool,
+    /// Whether the rows have just been made: what is missing then was deleted.
+    has_made: bool,
     /// Rung when connections break.
     alarm: watch::Receiver<u64>,
 }
@@ -92,6 +94,7 @@ impl RowClaim {
             sent: Instant::now(),
             is_shown: false,
             is_outdated: false,
+            has_made: false,
         }
     }
 
@@ -192,7 +195,9 @@ impl RowClaim {
             return self.locked(row).await;
         }
         if looks && reply.rows(0).is_empty() {
-            return self.make(false).await;
+            // The counter was there, and they are not: somebody deleted them.
+            let repair = std::mem::take(&mut self.has_made);
+            return self.make(repair).await;
         }
         if patience.is_zero() || self.sql.is_permit() {
             return self.leave().await;
@@ -222,6 +227,7 @@ impl RowClaim {
         if server::is_read_only(row) {
             return Err(self.demoted());
         }
+        self.has_made = false;
         let (look, mapping, size) = match self.looked(row) {
             Ok(looked) => looked,
             Err(error) => return self.failed(error),
@@ -410,7 +416,10 @@ impl RowClaim {
             return self.start_over();
         };
         match session.answer().await {
-            Ok(_) => self.try_to_lock().await,
+            Ok(_) => {
+                self.has_made = true;
+                self.try_to_lock().await;
+            }
             Err(error) => match fault::number(&error) {
                 // Beaten to it. It begins with a rollback.
                 Some(code::LOCK_WAIT_TIMEOUT | code::DEADLOCK) => return self.make(repair).await,

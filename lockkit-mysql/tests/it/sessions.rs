@@ -475,7 +475,7 @@ async fn a_row_that_was_deleted_is_made_again(flavour: Flavour) {
         &["lockkit_gate", "lockkit_map"],
         &["lockkit_gate", "lockkit_fence", "lockkit_map"],
     ] {
-        for waits in [false, true] {
+        for (waits, is_known) in [(false, true), (true, true), (false, false), (true, false)] {
             for _ in 0..3 {
                 let guard = lock.acquire().await.unwrap();
                 assert!(Some(guard.token()) > last, "{tables:?}");
@@ -494,12 +494,21 @@ async fn a_row_that_was_deleted_is_made_again(flavour: Flavour) {
             for table in tables {
                 admin.run(&format!("DELETE FROM {table} WHERE name={row}")).await;
             }
-            let guard = if waits {
-                Some(lock.acquire().await.unwrap())
+            let other = connect(config(server.addr())).await.unwrap();
+            let lock = if is_known {
+                lock.clone()
             } else {
-                lock.try_acquire().await.unwrap()
+                other.lock(&name).unwrap()
             };
-            let guard = guard.expect("it is free");
+            let granted = async {
+                if waits {
+                    Some(lock.acquire().await.unwrap())
+                } else {
+                    lock.try_acquire().await.unwrap()
+                }
+            };
+            let guard = timeout(Duration::from_secs(20), granted).await;
+            let guard = guard.expect("the rows are made").expect("it is free");
             assert!(
                 Some(guard.token()) > last,
                 "{tables:?}: {:?} after {last:?}",
