@@ -36,10 +36,9 @@ pub(crate) struct RowClaim {
     stage: Stage,
     /// Before the latest request was sent whose answer proves that the session lives.
     sent: Instant,
-    /// Whether the hold is shown to those who look.
-    is_shown: bool,
-    /// Whether it is shown with the token of a hold that it has been passed on from.
-    is_outdated: bool,
+    shown: Shown,
+    /// Whether the latest answer within the hold says that its transaction is there: it was no error.
+    is_intact: bool,
     /// Whether the rows have just been made: what is missing then was deleted.
     has_made: bool,
     /// Rung when connections break.
@@ -73,6 +72,15 @@ enum Stage {
     Ending { session: GivenUp, held: bool },
 }
 
+/// How the hold is shown to those who look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shown {
+    Not,
+    AsItIs,
+    /// With the token of a hold that it has been passed on from.
+    Outdated,
+}
+
 /// What a step of an attempt came to.
 enum Step {
     Again,
@@ -92,8 +100,8 @@ impl RowClaim {
             session: None,
             stage: Stage::Out,
             sent: Instant::now(),
-            is_shown: false,
-            is_outdated: false,
+            shown: Shown::Not,
+            is_intact: false,
             has_made: false,
         }
     }
@@ -457,7 +465,7 @@ impl RowClaim {
         }
         let last = first + count - 1;
         self.stage = Stage::Holding { first, last };
-        self.is_outdated = false;
+        self.is_intact = true;
         if let Some(session) = &self.session {
             tracing::trace!(lock = %self.request.name, session = session.id, first, last, "granted in a session");
             self.shared.sessions.watch(&session.term);
@@ -544,7 +552,7 @@ impl RowClaim {
                     return Err(self.demoted());
                 }
                 self.sent = sent;
-                self.is_shown = true;
+                self.shown = Shown::AsItIs;
                 Ok(true)
             }
             Err(error) if fault::ends_the_session(&error) => {
@@ -617,7 +625,7 @@ impl RowClaim {
             },
             None => Stage::Out,
         };
-        self.is_shown = false;
+        self.shown = Shown::Not;
     }
 
     /// The connection of a hold broke: whether the server ended the session, and still serves others, or not.
@@ -635,7 +643,7 @@ impl RowClaim {
     /// The session is idle and its transaction is over.
     async fn give_back(&mut self) {
         self.stage = Stage::Out;
-        self.is_shown = false;
+        self.shown = Shown::Not;
         if let Some(session) = self.session.take() {
             self.shared.sessions.keep(session).await;
         }
@@ -671,8 +679,9 @@ impl RowClaim {
                     // The connection may be dead. The transaction ends with the session, over another.
                     self.end(held);
                 } else if !matches!(stage, Stage::RollingBack { .. }) {
-                    // The transaction may have ended, and the session not.
-                    let request = if held && self.is_shown {
+                    // What showed the hold may have ended its transaction, and not the session. Nothing else can.
+                    let is_intact = self.is_intact && session.failure().is_none();
+                    let request = if held && self.shown != Shown::Not && !is_intact {
                         sql::LET_GO
                     } else {
                         "ROLLBACK"
@@ -760,13 +769,13 @@ impl Claim for RowClaim {
             Some(_) => session.answer().await.err(),
             None => None,
         };
-        let mut may_fail = failure.is_some() || !self.is_shown || self.is_outdated;
+        let mut may_fail = failure.is_some() || self.shown != Shown::AsItIs;
         // That the session answers does not mean that it still has the lock: its transaction may have been rolled back, to
         // end a deadlock, or something in between may have gone on with another session.
-        let mut request = match (self.is_shown, self.is_outdated) {
-            (true, false) => sql::still_holds(),
-            (true, true) => self.sql.show_passed_on(session.id, first),
-            (false, _) => self.sql.show(session.id, first, self.seconds, &self.request),
+        let mut request = match self.shown {
+            Shown::AsItIs => sql::still_holds(),
+            Shown::Outdated => self.sql.show_passed_on(session.id, first),
+            Shown::Not => self.sql.show(session.id, first, self.seconds, &self.request),
         };
         let reason = loop {
             let sent = Instant::now();
@@ -774,10 +783,10 @@ impl Claim for RowClaim {
                 Err(error)
             } else {
                 session.send(self.seconds, std::mem::take(&mut request)).await;
-                self.is_shown = true;
-                self.is_outdated = false;
+                self.shown = Shown::AsItIs;
                 session.answer().await
             };
+            self.is_intact = answer.is_ok();
             match answer {
                 Ok(reply) if server::says_read_only(&reply) => {
                     // Another is the primary by now, or will be soon, and knows nothing of this hold.
@@ -827,12 +836,12 @@ impl Claim for RowClaim {
         match self.stage {
             Stage::Waiting | Stage::Pausing => session.settle().await,
             // A renewal says whose it is now.
-            Stage::Holding { .. } if self.is_shown && self.is_outdated => {}
+            Stage::Holding { .. } if self.shown == Shown::Outdated => {}
             Stage::Holding { first, .. } => {
-                if !self.is_shown {
+                if self.shown == Shown::Not {
                     let show = self.sql.show(session.id, first, self.seconds, &self.request);
                     session.send(self.seconds, show).await;
-                    self.is_shown = true;
+                    self.shown = Shown::AsItIs;
                 }
                 let is_rung = {
                     let (shown, rung) = (pin!(session.settle()), pin!(self.alarm.changed()));
@@ -851,7 +860,9 @@ impl Claim for RowClaim {
     fn passed_on(&mut self, token: u64) {
         if let Stage::Holding { first, .. } = &mut self.stage {
             *first = token;
-            self.is_outdated = self.is_shown;
+            if self.shown == Shown::AsItIs {
+                self.shown = Shown::Outdated;
+            }
         }
     }
 }

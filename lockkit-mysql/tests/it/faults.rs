@@ -567,7 +567,9 @@ async fn a_release_that_is_asked_again_wakes_the_next_in_line(flavour: Flavour) 
 /// nothing.
 async fn a_release_that_is_cut_off_confirms_nothing(flavour: Flavour) {
     let server = shared(flavour);
-    let (addr, mut release) = hold_back(server.addr(), "RELEASE SAVEPOINT held").await.unwrap();
+    // A request that is this and nothing else.
+    let release = "\t\0\0\0\u{3}ROLLBACK";
+    let (addr, mut release) = hold_back(server.addr(), release).await.unwrap();
     let (holder, other) = (
         client(addr, Mode::ForUpdate).await,
         client(server.addr(), Mode::ForUpdate).await,
