@@ -3,6 +3,7 @@
 use std::{
     collections::HashMap,
     sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use tokio::time::Instant;
@@ -12,38 +13,60 @@ use crate::key::Key;
 /// Of more names than this one is forgotten for each that comes, whose next try looks again if it has rows.
 const MOST_NAMES: usize = 10_000;
 
+/// A name that was taken within this is likely to be taken again.
+const LATELY: Duration = Duration::from_secs(1);
+
 #[derive(Debug, Default)]
 pub(crate) struct Names(Mutex<Known>);
 
 #[derive(Debug, Default)]
 struct Known {
-    /// The time of each name's latest grant.
-    granted: HashMap<Key, Instant>,
-    /// The latest of those that were forgotten.
+    names: HashMap<Key, Seen>,
+    /// The latest grant of those that were forgotten.
     forgotten: Option<Instant>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    /// The time of its latest grant, if not later than this.
+    granted: Option<Instant>,
+    /// The time at which the server last said that it is taken.
+    taken: Option<Instant>,
 }
 
 impl Names {
     /// True if this name's rows have been seen.
     pub(crate) fn knows(&self, key: &Key) -> bool {
-        self.known().granted.contains_key(key)
+        self.known().names.contains_key(key)
+    }
+
+    /// Notes that the server has said that it is taken.
+    pub(crate) fn take(&self, key: &Key) {
+        self.known().see(key).taken = Some(Instant::now());
+    }
+
+    /// True if it was taken lately.
+    pub(crate) fn was_taken(&self, key: &Key) -> bool {
+        let known = self.known();
+        let taken = known.names.get(key).and_then(|seen| seen.taken);
+        taken.is_some_and(|taken| taken.elapsed() < LATELY)
     }
 
     /// Notes a grant, unless this client was granted the name after `proven`: one of the two has lost the row since, and
     /// this one may be it. `true` if it is noted.
     pub(crate) fn grant(&self, key: &Key, proven: Instant) -> bool {
         let mut known = self.known();
-        let latest = known.granted.get(key).copied().or(known.forgotten);
-        let is_certain = latest.is_none_or(|latest| latest < proven);
+        let seen = known.see(key);
+        let is_certain = seen.granted.is_none_or(|latest| latest < proven);
         if is_certain {
-            known.note(key);
+            seen.granted = Some(Instant::now());
         }
         is_certain
     }
 
     /// Notes a grant beside which there may be others.
     pub(crate) fn share(&self, key: &Key) {
-        self.known().note(key);
+        self.known().see(key).granted = Some(Instant::now());
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -52,14 +75,18 @@ impl Names {
 }
 
 impl Known {
-    fn note(&mut self, key: &Key) {
-        let Self { granted, forgotten } = self;
-        if granted.len() >= MOST_NAMES && !granted.contains_key(key) {
+    fn see(&mut self, key: &Key) -> &mut Seen {
+        let Self { names, forgotten } = self;
+        if names.len() >= MOST_NAMES && !names.contains_key(key) {
             // Whichever comes first: names that are used in turn are not all forgotten before their next turn.
-            let any = granted.keys().next().cloned();
-            *forgotten = any.and_then(|any| granted.remove(&any)).max(*forgotten);
+            let any = names.keys().next().cloned();
+            let seen = any.and_then(|any| names.remove(&any));
+            *forgotten = seen.and_then(|seen| seen.granted).max(*forgotten);
         }
-        granted.insert(key.clone(), Instant::now());
+        names.entry(key.clone()).or_insert(Seen {
+            granted: *forgotten,
+            taken: None,
+        })
     }
 }
 
@@ -88,6 +115,15 @@ mod tests {
     }
 
     #[test]
+    fn a_name_is_taken_for_a_second() {
+        let names = Names::default();
+        names.take(&key(0));
+        assert!(names.knows(&key(0)) && names.was_taken(&key(0)) && !names.was_taken(&key(1)));
+        names.known().see(&key(0)).taken = Instant::now().checked_sub(LATELY);
+        assert!(!names.was_taken(&key(0)));
+    }
+
+    #[test]
     fn what_is_forgotten_makes_no_grant_certain() {
         let names = Names::default();
         let (asked, later) = (Instant::now(), Instant::now() + Duration::from_secs(9));
@@ -97,7 +133,7 @@ mod tests {
             assert!(names.grant(&key(name), later));
         }
         assert!(cold < MOST_NAMES + MOST_NAMES / 10, "{cold} were cold");
-        assert_eq!(names.known().granted.len(), MOST_NAMES);
+        assert_eq!(names.known().names.len(), MOST_NAMES);
         for name in 0..=MOST_NAMES {
             assert!(!names.grant(&key(name), asked), "{name}");
         }

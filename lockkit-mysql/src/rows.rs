@@ -25,6 +25,9 @@ use crate::{
     wire::column,
 };
 
+/// For how long an attempt waits at once before it asks whether it waits. Most holds that are worth that are shorter.
+const WAITS_UNASKED: Duration = Duration::from_millis(50);
+
 #[derive(Debug)]
 pub(crate) struct RowClaim {
     shared: Arc<Shared>,
@@ -54,6 +57,8 @@ enum Stage {
     Trying { looks: bool },
     /// It found the row locked, or missing, and leaves its transaction.
     Leaving,
+    /// It was sent to wait for the row, and the server has not said that anybody has it.
+    Queueing,
     /// It waits for the row.
     Waiting,
     /// It waits a moment before the next look for a permit.
@@ -109,7 +114,10 @@ impl RowClaim {
     /// Waits for what a dropped attempt has left under way. If that takes too long, the connection may be dead, and is left
     /// for another. A wait is looked after in its own way, and a rollback too.
     async fn settle_or_leave(&mut self) {
-        if matches!(self.stage, Stage::Waiting | Stage::RollingBack { .. }) {
+        if matches!(
+            self.stage,
+            Stage::Queueing | Stage::Waiting | Stage::RollingBack { .. }
+        ) {
             return;
         }
         let Some(session) = &mut self.session else { return };
@@ -123,12 +131,13 @@ impl RowClaim {
     /// One step towards the lock.
     async fn step(&mut self, patience: Duration) -> Result<Step> {
         match &self.stage {
-            Stage::Out => self.enter().await,
+            Stage::Out => self.enter(patience).await,
             Stage::Trying { looks } => {
                 let looks = *looks;
                 self.tried(looks, patience).await
             }
             Stage::Leaving => self.left(patience).await,
+            Stage::Queueing => self.queued(patience).await,
             Stage::Waiting => self.waited().await,
             Stage::Pausing => self.paused(patience).await,
             Stage::Making { repair } => {
@@ -152,9 +161,15 @@ impl RowClaim {
         }
     }
 
-    async fn enter(&mut self) -> Result<Step> {
+    async fn enter(&mut self, patience: Duration) -> Result<Step> {
         self.session = Some(self.shared.sessions.get("acquire", self.seconds).await?);
-        self.try_to_lock().await;
+        let is_likely_taken = self.shared.names.was_taken(self.sql.key());
+        if is_likely_taken && !patience.is_zero() && !self.sql.is_permit() {
+            // Without a try that would be in vain.
+            self.wait(Stage::Queueing).await?;
+        } else {
+            self.try_to_lock().await;
+        }
         Ok(Step::Again)
     }
 
@@ -210,7 +225,31 @@ impl RowClaim {
         if patience.is_zero() || self.sql.is_permit() {
             return self.leave().await;
         }
+        self.shared.names.take(self.sql.key());
         self.wait(Stage::Waiting).await
+    }
+
+    /// Waits a moment for the row, and asks then whether the server has the session wait: that it is taken is for the
+    /// server to say.
+    async fn queued(&mut self, patience: Duration) -> Result<Step> {
+        let Some(session) = &mut self.session else {
+            return self.start_over();
+        };
+        if !session.settle_within(patience.min(WAITS_UNASKED)).await {
+            let taken = self.still_waits().await?;
+            if let Step::Taken = taken {
+                self.shared.names.take(self.sql.key());
+                self.stage = Stage::Waiting;
+            }
+            return Ok(taken);
+        }
+        if session.failure().is_some_and(fault::ends_the_session) && !session.is_proven {
+            // It had been kept for too long. The others have been, too.
+            self.shared.sessions.forget();
+            return self.start_over();
+        }
+        session.is_proven = true;
+        self.waited().await
     }
 
     /// Has the server wait. Returns once that is under way; its end is what [`notified`](Claim::notified) waits for.
@@ -662,7 +701,7 @@ impl RowClaim {
                 return Ok(());
             }
             // What waits for a lock would wait on. Interrupted, its session can be kept.
-            (Stage::Waiting, Some(session)) if session.is_running() => {
+            (Stage::Queueing | Stage::Waiting, Some(session)) if session.is_running() => {
                 let control = &self.shared.sessions.control;
                 let interrupted = control.interrupt("release", session.id, &session.term).await;
                 let is_over = matches!(interrupted, Ok(Killed::Now))
@@ -834,7 +873,7 @@ impl Claim for RowClaim {
             return std::future::pending().await;
         };
         match self.stage {
-            Stage::Waiting | Stage::Pausing => session.settle().await,
+            Stage::Queueing | Stage::Waiting | Stage::Pausing => session.settle().await,
             // A renewal says whose it is now.
             Stage::Holding { .. } if self.shown == Shown::Outdated => {}
             Stage::Holding { first, .. } => {

@@ -61,6 +61,7 @@ for_each_flavour! {
     a_watch_that_fell_silent_is_begun_again
     a_dead_holder_is_followed_within_its_bound
     a_lease_whose_row_is_deleted_is_anothers
+    a_wait_that_nobody_hears_of_is_not_taken_for_taken
 }
 
 /// A client through a proxy of its own.
@@ -1056,4 +1057,23 @@ async fn a_lease_whose_row_is_deleted_is_anothers(flavour: Flavour) {
     let reason = timeout(Duration::from_secs(3), guard.lost()).await.unwrap();
     assert_eq!(reason, LossReason::Revoked);
     next.check().unwrap();
+}
+
+/// The name was taken a moment ago, so that the request which got lost was one to wait.
+async fn a_wait_that_nobody_hears_of_is_not_taken_for_taken(flavour: Flavour) {
+    let server = shared(flavour);
+    let (proxy, unlucky) = behind_a_proxy(server, Mode::ForUpdate).await;
+    let name = name("unheard");
+    let holder = client(server.addr(), Mode::ForUpdate).await;
+    let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
+    let lock = unlucky.lock(&name).unwrap();
+    let short = Duration::from_millis(200);
+    let said = lock.acquire_timeout(short).await.unwrap_err();
+    assert!(said.is_timeout(), "{said}");
+    proxy.set(lockkit_testbed::Mode::Blackhole);
+    let said = lock.acquire_timeout(short).await.unwrap_err();
+    assert!(!said.is_timeout(), "{said}");
+    proxy.set(lockkit_testbed::Mode::Pass);
+    guard.release().await.unwrap();
+    cycle(&unlucky, &name).await;
 }

@@ -66,6 +66,7 @@ for_each_flavour! {
     what_nobody_uses_is_closed_before_the_server_does
     many_change_the_size_of_a_free_semaphore_at_once
     a_reader_whose_showing_was_not_heard_of_goes_on
+    who_found_it_taken_lately_tries_no_more
 }
 
 async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
@@ -1364,4 +1365,30 @@ async fn a_reader_whose_showing_was_not_heard_of_goes_on(flavour: Flavour) {
     let tokens: Vec<_> = shown.holders.iter().map(|holder| holder.token.get()).collect();
     assert_eq!(tokens, [*grant.tokens.start()]);
     claim.release().await.unwrap();
+}
+
+/// A wait and a rollback are all that an acquisition sends which comes in turn.
+async fn who_found_it_taken_lately_tries_no_more(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (holder, waiting) = (
+        client(server.addr(), Mode::ForUpdate).await,
+        client(proxy.addr(), Mode::ForUpdate).await,
+    );
+    cycle(&waiting, "a").await;
+    let mut requests = Vec::new();
+    for _ in 0..10 {
+        let guard = holder.lock("a").unwrap().acquire().await.unwrap();
+        let before = proxy.counts().requests.chunks;
+        let lock = waiting.lock("a").unwrap();
+        let turn = tokio::spawn(async move { lock.acquire().await.unwrap().release().await.unwrap() });
+        session_at(&mut admin, "SELECT UUID_SHORT() look").await;
+        guard.release().await.unwrap();
+        turn.await.unwrap();
+        requests.push(proxy.counts().requests.chunks - before);
+    }
+    // Beside those of the connection that hears of breaks, and of a wait that lasts.
+    let fewest = requests.iter().skip(1).min();
+    assert!(requests[0] > 2 && fewest == Some(&2), "{requests:?}");
 }
