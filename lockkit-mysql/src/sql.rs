@@ -1,5 +1,7 @@
 //! What is said to the server on behalf of one claim with a row lock.
 
+use std::fmt::Display;
+
 use lockkit_core::spi::{ClaimRequest, Mode};
 
 use crate::{
@@ -60,30 +62,35 @@ pub(crate) fn still_holds() -> String {
     format!("ROLLBACK TO SAVEPOINT held; SELECT {READ_ONLY}")
 }
 
-/// What the name of a lock of the server's own begins with that says that the life of this number goes on: whoever gave
-/// it that number has the lock, and the server forgets it when it ends.
-const LIFE: &str = "lockkit-life:";
+/// An expression: the name of the lock of the server's own that says that the life of this number goes on. Whoever gave it
+/// that number has the lock, and the server forgets it when it ends. Other databases of the server have numbers of their own.
+fn life_lock(number: impl Display) -> String {
+    format!("CONCAT('lockkit-life:', LEFT(SHA2(DATABASE(), 256), 16), ':', {number})")
+}
 
 /// The number of the life that the server is in. No row if nobody has given it one who is still there.
 pub(crate) fn life() -> String {
-    format!(
-        "SELECT token FROM lockkit_fence WHERE name='' AND IS_USED_LOCK(CONCAT('{LIFE}', token)) IS NOT NULL"
-    )
+    let lock = life_lock("token");
+    format!("SELECT token FROM lockkit_fence WHERE name='' AND IS_USED_LOCK({lock}) IS NOT NULL")
 }
 
 /// Gives the life that the server is in a number, above all that there were, and says it. The lock is this session's until it
 /// ends.
 pub(crate) fn begin_life() -> String {
+    let lock = life_lock("LAST_INSERT_ID()");
     format!(
         "INSERT IGNORE INTO lockkit_fence (name, token) VALUES ('', 0); \
          UPDATE lockkit_fence SET token=LAST_INSERT_ID(GREATEST(token + 1, {CLOCK})) WHERE name=''; \
-         SELECT LAST_INSERT_ID(), GET_LOCK(CONCAT('{LIFE}', LAST_INSERT_ID()), 0)"
+         SELECT LAST_INSERT_ID(), GET_LOCK({lock}, 0)"
     )
 }
 
 /// A row if the server is in the life of this number.
 pub(crate) fn lives(life: u64) -> String {
-    format!("SELECT 1 FROM DUAL WHERE IS_USED_LOCK('{LIFE}{life}') IS NOT NULL")
+    format!(
+        "SELECT 1 FROM DUAL WHERE IS_USED_LOCK({}) IS NOT NULL",
+        life_lock(life)
+    )
 }
 
 /// Whether the server is read-only, and, by answering, that the session lives.

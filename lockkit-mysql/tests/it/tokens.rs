@@ -46,6 +46,7 @@ for_each_flavour! {
     turns_cost_no_durable_write
     a_life_has_one_number_while_somebody_is_there
     clients_with_two_numbers_of_one_life_take_turns
+    a_number_is_of_one_database_alone
 }
 
 const ORDER: &str = "LOCKKIT_MYSQL_SOAK";
@@ -730,4 +731,32 @@ async fn clients_with_two_numbers_of_one_life_take_turns(flavour: Flavour) {
     );
     tokens.extend(draw(&[one, other]).await);
     assert!(rise(&tokens), "{tokens:?}");
+}
+
+/// Of a copy from before the server restarted, for instance.
+async fn a_number_is_of_one_database_alone(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let _one = client(server.addr(), Mode::ForUpdate).await;
+    let number: u64 = admin
+        .value("SELECT token FROM lockkit_fence WHERE name=''")
+        .await
+        .parse()
+        .unwrap();
+    admin
+        .run(&format!(
+            "CREATE DATABASE beside; GRANT ALL ON beside.* TO '{}'@'%'; USE beside; {} \
+             INSERT INTO lockkit_fence VALUES ('', {number})",
+            MySql::USER,
+            lockkit_mysql::ddl(Mode::ForUpdate)
+        ))
+        .await;
+    let mut config = config(server.addr());
+    let server = config.url.strip_suffix(MySql::DATABASE).unwrap();
+    config.url = format!("{server}beside");
+    connect(config).await.unwrap();
+    let given = admin
+        .value("SELECT token FROM beside.lockkit_fence WHERE name=''")
+        .await;
+    assert!(given.parse::<u64>().unwrap() > number, "{given}");
 }
