@@ -67,8 +67,6 @@ enum Stage {
     Making { repair: bool },
     /// It has the row, and looked at the counter. There is no token yet.
     Locked { look: u64, mapping: Mapping },
-    /// It commits another mapping of looks to tokens, which ends the transaction.
-    Mapping,
     /// It has the row, and these tokens.
     Holding { first: u64, last: u64 },
     /// It is being rolled back.
@@ -145,7 +143,6 @@ impl RowClaim {
                 self.made(repair).await
             }
             &Stage::Locked { look, mapping } => self.number(look, mapping).await,
-            Stage::Mapping => self.mapped().await,
             Stage::Holding { .. } => {
                 // An earlier grant that nobody saw.
                 Ok(if self.prove().await? {
@@ -512,44 +509,37 @@ impl RowClaim {
         Ok(Step::Granted)
     }
 
-    /// Reserves a block, and has its tokens mapped: durable before anybody can see them. The row stays locked until that is
-    /// committed, which ends the transaction.
+    /// Reserves a block, and has its tokens mapped: durable before anybody can see them. The row stays locked meanwhile, and the
+    /// first of those tokens are this claim's, however many looks there were since. Nobody else is given them, whether the
+    /// mapping is this one or one that is higher.
     async fn reserve(&mut self, look: u64, old: Mapping) -> Result<Step> {
-        let Some(session) = &mut self.session else {
+        let Some(session) = &self.session else {
             return self.start_over();
         };
-        let (size, step) = old.next(session.life, u64::from(self.request.tokens.get()));
+        let (life, term) = (session.life, session.term.clone());
+        let (size, step) = old.next(life, u64::from(self.request.tokens.get()));
         let control = &self.shared.sessions.control;
-        let reserve = self.sql.reserve(old.last, size);
-        let Some(reply) = control.ask_in("acquire", reserve, &session.term).await? else {
+        let reserve = self.sql.reserve(old.last, size, life, look, step);
+        let Some(reply) = control.ask_in("acquire", reserve, &term).await? else {
             // The control connection may be with another server by now, or with this one in another life.
             self.end(false);
             return Ok(Step::Again);
         };
-        let last: Option<u64> = reply.row(1).and_then(|row| column(row, 0).ok());
-        let (1, Some(last)) = (reply.affected(0), last) else {
-            // Somebody deleted the counter's row.
+        let last: Option<u64> = reply.last().first().and_then(|row| column(row, 0).ok());
+        let Some(last) = last.filter(|last| *last >= size) else {
+            // Somebody deleted the row of the counter, or of the mapping.
             return self.make(false).await;
         };
-        let mapping = Mapping {
-            life: session.life,
-            base: last - size + 1,
-            since: look,
-            last,
-            step,
-        };
-        session.send(self.seconds, self.sql.map(&mapping)).await;
-        self.stage = Stage::Mapping;
-        Ok(Step::Again)
-    }
-
-    async fn mapped(&mut self) -> Result<Step> {
-        let Some(session) = &mut self.session else {
-            return self.start_over();
-        };
-        match session.answer().await {
-            Ok(_) => self.try_to_lock().await,
-            Err(error) => return self.failed(error),
+        // If this session had ended, somebody else might have had the row since, with lower tokens.
+        if self.prove().await? {
+            let mapping = Mapping {
+                life,
+                base: last - size + 1,
+                since: look,
+                last,
+                step,
+            };
+            self.stage = Stage::Locked { look, mapping };
         }
         Ok(Step::Again)
     }

@@ -7,7 +7,6 @@ use lockkit_core::spi::{ClaimRequest, Mode};
 use crate::{
     key::{Key, literal},
     server::Flavour,
-    tokens::Mapping,
 };
 
 /// How long a waiter for a permit lets the server pause before it looks again, in seconds.
@@ -209,28 +208,18 @@ impl Sql {
         )
     }
 
-    /// Reserves a block of `size` tokens above `last` and above all that were reserved before, and says the last of them.
-    pub(crate) fn reserve(&self, last: u64, size: u64) -> String {
+    /// Reserves a block of `size` tokens above `last` and above all that were reserved before, and has the name's looks from
+    /// this one on mapped to it, unless there is a mapping with higher tokens: two durable writes, one after the other. Says the last of
+    /// its tokens, or 0 if the counter is missing; no row if the mapping is.
+    pub(crate) fn reserve(&self, last: u64, size: u64, life: u64, look: u64, step: u64) -> String {
         let key = self.key.as_sql();
         format!(
-            "UPDATE lockkit_fence SET token=LAST_INSERT_ID(GREATEST(token, CAST({last} AS UNSIGNED), {CLOCK}) + {size}) \
-             WHERE name={key}; SELECT LAST_INSERT_ID()"
-        )
-    }
-
-    /// Makes this mapping the name's, unless there is one with higher tokens, and ends the transaction.
-    pub(crate) fn map(&self, mapping: &Mapping) -> String {
-        let key = self.key.as_sql();
-        let Mapping {
-            life,
-            base,
-            since,
-            last,
-            step,
-        } = mapping;
-        format!(
-            "UPDATE lockkit_map SET life={life}, base={base}, since={since}, last={last}, step={step} \
-             WHERE name={key} AND last < {base}; COMMIT"
+            "DO LAST_INSERT_ID(0); \
+             UPDATE lockkit_fence SET token=LAST_INSERT_ID(GREATEST(token, CAST({last} AS UNSIGNED), {CLOCK}) + {size}) \
+             WHERE name={key}; \
+             UPDATE lockkit_map SET life={life}, base=LAST_INSERT_ID() - {size} + 1, since={look}, last=LAST_INSERT_ID(), \
+             step={step} WHERE name={key} AND last + {size} <= LAST_INSERT_ID(); \
+             SELECT LAST_INSERT_ID() FROM lockkit_map WHERE name={key}"
         )
     }
 
@@ -302,6 +291,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::tokens::Mapping;
 
     async fn run(connection: &mut MySqlConnection, sql: &str) -> Vec<sqlx::mysql::MySqlRow> {
         let rows = sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(connection).await;

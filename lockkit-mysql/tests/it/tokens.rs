@@ -32,7 +32,8 @@ use tokio::{
 };
 
 use crate::servers::{
-    Admin, MODES, client, config, connect, cycle, for_each_flavour, name, private, run, shared,
+    Admin, MODES, client, config, connect, cycle, for_each_flavour, name, private, row, run, session_at,
+    shared,
 };
 
 for_each_flavour! {
@@ -43,6 +44,9 @@ for_each_flavour! {
     tokens_rise_though_a_life_begins_as_the_last_one_did
     tokens_rise_over_a_fail_over_to_a_clock_that_is_slow
     tokens_rise_where_blocks_are_used_up
+    who_makes_a_mapping_keeps_the_row
+    who_makes_a_mapping_is_granted_by_it
+    a_block_that_comes_late_outranks_nobody
     turns_cost_no_durable_write
     a_life_has_one_number_while_somebody_is_there
     clients_with_two_numbers_of_one_life_take_turns
@@ -650,6 +654,105 @@ async fn tokens_rise_where_blocks_are_used_up(flavour: Flavour) {
         reading.release().await.unwrap();
         assert!(rise(&tokens), "{tokens:?}");
     }
+}
+
+/// Clients in turn, and a block that is used up in each hold. Whoever gave the row away to make another would be passed over each
+/// time, by who waits next.
+async fn who_makes_a_mapping_keeps_the_row(flavour: Flavour) {
+    const GRANTS: usize = 20;
+    let server = private(flavour, &[]);
+    let grants = Arc::new([const { AtomicUsize::new(0) }; 4]);
+    let mut tasks = JoinSet::new();
+    for who in 0..grants.len() {
+        let options = AcquireOptions::new().local_handoffs(MOST_HANDOFFS);
+        let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+        let lock = lock.with_options(options);
+        let (mut admin, grants) = (Admin::of(&server).await, grants.clone());
+        tasks.spawn(async move {
+            while grants.iter().all(|count| count.load(Ordering::Relaxed) < GRANTS) {
+                let guard = lock.acquire().await.unwrap();
+                grants[who].fetch_add(1, Ordering::Relaxed);
+                admin.run("DO BENCHMARK(5000, UUID_SHORT())").await;
+                // The others wait.
+                sleep(Duration::from_millis(50)).await;
+                guard.release().await.unwrap();
+            }
+        });
+    }
+    timeout(Duration::from_mins(1), tasks.join_all()).await.unwrap();
+    let least = grants.iter().map(|count| count.load(Ordering::Relaxed)).min();
+    assert!(least >= Some(GRANTS / 4), "{grants:?}");
+}
+
+/// With so many tokens per look a block is for 1,024.
+const MOST_HANDOFFS: u32 = 65_535;
+
+/// Others use up each block before whoever made it could look again.
+async fn who_makes_a_mapping_is_granted_by_it(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let lock = client.lock("a").unwrap();
+    let locks = [lock.clone(), lock.shared(), client.semaphore("s", 2).unwrap()];
+    let options = AcquireOptions::new().local_handoffs(MOST_HANDOFFS);
+    let locks = locks.map(|lock| lock.with_options(options.clone()));
+    draw(&locks).await;
+    let mut others = Admin::of(&server).await;
+    let id = others.value("SELECT CONNECTION_ID()").await;
+    let bulk = tokio::spawn(async move { others.try_run("DO BENCHMARK(100000000000, UUID_SHORT())").await });
+    let mut tokens = Vec::new();
+    for _ in 0..10 {
+        let last = look(&mut admin).await;
+        eventually("others look", async || look(&mut admin).await > last + 2_000).await;
+        let updates = "SHOW GLOBAL STATUS LIKE 'Com_update'";
+        let before: u64 = admin.run(updates).await[0][1].parse().unwrap();
+        tokens.push(draw(&locks).await);
+        let after: u64 = admin.run(updates).await[0][1].parse().unwrap();
+        // Of the counter and the mapping: for each hold of the lock, and for the permit, which needs one token, now and then.
+        assert!((4..=6).contains(&(after - before)), "{} updates", after - before);
+    }
+    for which in 0..locks.len() {
+        assert!(
+            tokens.is_sorted_by(|before, after| before[which] < after[which]),
+            "{tokens:?}"
+        );
+    }
+    admin.run(&format!("KILL {id}")).await;
+    assert!(bulk.await.unwrap().is_err());
+}
+
+/// A session is ended while its block is being reserved, and another client holds by the mapping there was.
+async fn a_block_that_comes_late_outranks_nobody(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let one = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let other = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    draw(&[one.clone(), other.clone()]).await;
+    let mut blocker = Admin::of(&server).await;
+    let blocker_is = blocker.value("SELECT CONNECTION_ID()").await;
+    let counter = format!("SELECT 1 FROM lockkit_fence WHERE name={} FOR UPDATE", row("a"));
+    blocker.run(&format!("START TRANSACTION; {counter}")).await;
+    let options = AcquireOptions::new().local_handoffs(MOST_HANDOFFS);
+    let late = one.with_options(options);
+    let mut late = pin!(tokio::spawn(async move { late.acquire().await }));
+    let control_is = session_at(&mut admin, "UPDATE lockkit_fence").await;
+    let mut holding = admin.transactions().await;
+    holding.retain(|it| *it != blocker_is && *it != control_is);
+    assert_eq!(holding.len(), 1);
+    admin.run(&format!("KILL {}", holding[0])).await;
+    let rightful = other.acquire().await.unwrap();
+    blocker.run("ROLLBACK").await;
+    let step = "SELECT step FROM lockkit_map";
+    let wide = (MOST_HANDOFFS + 1).to_string();
+    eventually("the block is there", async || admin.value(step).await == wide).await;
+    if let Ok(zombie) = timeout(Duration::from_millis(500), late.as_mut()).await {
+        let zombie = zombie.unwrap().unwrap();
+        panic!("{:?} was granted beside {:?}", zombie.token(), rightful.token());
+    }
+    let token = rightful.token();
+    rightful.release().await.unwrap();
+    let next = timeout(Duration::from_secs(20), late).await.unwrap().unwrap();
+    assert!(next.unwrap().token() > token);
 }
 
 async fn turns_cost_no_durable_write(flavour: Flavour) {
