@@ -74,11 +74,12 @@ pub(crate) fn life() -> String {
 }
 
 /// Gives the life that the server is in a number, above all that there were, and says it. The lock is this session's until it
-/// ends.
+/// ends. If the last number was deleted, it is above those that mappings have.
 pub(crate) fn begin_life() -> String {
     let lock = life_lock("LAST_INSERT_ID()");
     format!(
-        "INSERT IGNORE INTO lockkit_fence (name, token) VALUES ('', 0); \
+        "INSERT IGNORE INTO lockkit_fence (name, token) SELECT '', COALESCE(MAX(life), 0) FROM lockkit_map \
+         WHERE NOT EXISTS (SELECT 1 FROM lockkit_fence WHERE name=''); \
          UPDATE lockkit_fence SET token=LAST_INSERT_ID(GREATEST(token + 1, {CLOCK})) WHERE name=''; \
          SELECT LAST_INSERT_ID(), GET_LOCK({lock}, 0)"
     )

@@ -21,7 +21,7 @@ use lockkit_conformance::{
     process::Process,
 };
 use lockkit_core::{AcquireOptions, Error, Lock, LockGuard, spi::Mode as Hold};
-use lockkit_mysql::Mode;
+use lockkit_mysql::{Mode, MySqlConfig};
 use lockkit_testbed::{
     Clock, Proxy, eventually,
     mysql::{Flavour, MySql},
@@ -42,6 +42,8 @@ for_each_flavour! {
     holds_exclude_each_other_under_faults
     a_grant_that_is_read_late_outranks_nobody
     tokens_rise_though_a_life_begins_as_the_last_one_did
+    tokens_rise_though_the_number_of_a_life_was_deleted
+    tokens_rise_though_another_database_has_the_number
     tokens_rise_over_a_fail_over_to_a_clock_that_is_slow
     tokens_rise_where_blocks_are_used_up
     who_makes_a_mapping_keeps_the_row
@@ -50,7 +52,6 @@ for_each_flavour! {
     turns_cost_no_durable_write
     a_life_has_one_number_while_somebody_is_there
     clients_with_two_numbers_of_one_life_take_turns
-    a_number_is_of_one_database_alone
 }
 
 const ORDER: &str = "LOCKKIT_MYSQL_SOAK";
@@ -556,29 +557,36 @@ async fn look(admin: &mut Admin) -> u64 {
     admin.value("SELECT UUID_SHORT()").await.parse().unwrap()
 }
 
-/// The server's own counter begins with the second in which it starts.
-async fn tokens_rise_though_a_life_begins_as_the_last_one_did(flavour: Flavour) {
-    let second = |look: u64| look >> 24;
-    let clock = Clock::new().unwrap();
-    let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
-    let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
-    let mut tokens = draw(&vec![lock; 20]).await;
-    let last = look(&mut Admin::of(&server).await).await;
+/// Kills the server and starts it again until its counter begins with the same second as the one that had `last`.
+async fn begin_again(server: &MySql, clock: &Clock, last: u64) -> Admin {
     let began = Duration::from_secs(second(last) & 0xffff_ffff);
-    let mut admin = None;
     for _ in 0..10 {
         server.process().kill().unwrap();
         clock.reset().unwrap();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         clock.back(now.saturating_sub(began)).unwrap();
         server.start_again().unwrap();
-        let mut again = Admin::of(&server).await;
+        let mut again = Admin::of(server).await;
         if second(look(&mut again).await) == second(last) {
-            admin = Some(again);
-            break;
+            return again;
         }
     }
-    let mut admin = admin.expect("it starts in the same second, as it sees it");
+    panic!("it does not start in the same second, as it sees it");
+}
+
+/// That with which the server's own counter begins.
+fn second(look: u64) -> u64 {
+    look >> 24
+}
+
+/// The server's own counter begins with the second in which it starts.
+async fn tokens_rise_though_a_life_begins_as_the_last_one_did(flavour: Flavour) {
+    let clock = Clock::new().unwrap();
+    let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
+    let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let mut tokens = draw(&vec![lock; 20]).await;
+    let last = look(&mut Admin::of(&server).await).await;
+    let mut admin = begin_again(&server, &clock, last).await;
     let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
     for _ in 0..20 {
         tokens.extend(draw(std::slice::from_ref(&lock)).await);
@@ -588,6 +596,59 @@ async fn tokens_rise_though_a_life_begins_as_the_last_one_did(flavour: Flavour) 
         look(&mut admin).await.abs_diff(last) < 500,
         "the looks are others"
     );
+}
+
+/// A number that began anew at the clock would be below that of the mapping, whose life would be taken for this one.
+async fn tokens_rise_though_the_number_of_a_life_was_deleted(flavour: Flavour) {
+    let clock = Clock::new().unwrap();
+    let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
+    // The number is the clock's, and the next will be given sooner after the start.
+    clock.forward(Duration::from_mins(1)).unwrap();
+    let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let mut tokens = draw(&vec![lock; 20]).await;
+    let mut admin = Admin::of(&server).await;
+    let last = look(&mut admin).await;
+    admin.run("DELETE FROM lockkit_fence").await;
+    begin_again(&server, &clock, last).await;
+    let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    tokens.extend(draw(&vec![lock; 20]).await);
+    assert!(rise(&tokens), "{tokens:?}");
+}
+
+/// A database and its copy count on from the same number if the clock is behind it. What one gives is not the other's.
+async fn tokens_rise_though_another_database_has_the_number(flavour: Flavour) {
+    let clock = Clock::new().unwrap();
+    let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
+    clock.forward(Duration::from_mins(1)).unwrap();
+    let url = server.url();
+    let url = format!("{}/twin", url.rsplit_once('/').unwrap().0);
+    let twin = async || {
+        connect(MySqlConfig::new(url.clone()))
+            .await
+            .unwrap()
+            .lock("a")
+            .unwrap()
+    };
+    let mut admin = Admin::of(&server).await;
+    let last = look(&mut admin).await;
+    client(server.addr(), Mode::ForUpdate).await;
+    let number = admin.value("SELECT token FROM lockkit_fence WHERE name=''").await;
+    let make = format!(
+        "CREATE DATABASE twin; GRANT ALL ON twin.* TO '{}'@'%'; USE twin",
+        MySql::USER
+    );
+    admin.run(&make).await;
+    admin.run(&lockkit_mysql::ddl(Mode::ForUpdate)).await;
+    admin
+        .run(&format!("INSERT INTO lockkit_fence VALUES ('', {number})"))
+        .await;
+    let mut admin = begin_again(&server, &clock, last).await;
+    let mut tokens = draw(&vec![twin().await; 20]).await;
+    let last = look(&mut admin).await;
+    begin_again(&server, &clock, last).await;
+    let _first = client(server.addr(), Mode::ForUpdate).await;
+    tokens.extend(draw(&vec![twin().await; 20]).await);
+    assert!(rise(&tokens), "{tokens:?}");
 }
 
 /// The replica has the rows, and another clock.
@@ -834,32 +895,4 @@ async fn clients_with_two_numbers_of_one_life_take_turns(flavour: Flavour) {
     );
     tokens.extend(draw(&[one, other]).await);
     assert!(rise(&tokens), "{tokens:?}");
-}
-
-/// Of a copy from before the server restarted, for instance.
-async fn a_number_is_of_one_database_alone(flavour: Flavour) {
-    let server = private(flavour, &[]);
-    let mut admin = Admin::of(&server).await;
-    let _one = client(server.addr(), Mode::ForUpdate).await;
-    let number: u64 = admin
-        .value("SELECT token FROM lockkit_fence WHERE name=''")
-        .await
-        .parse()
-        .unwrap();
-    admin
-        .run(&format!(
-            "CREATE DATABASE beside; GRANT ALL ON beside.* TO '{}'@'%'; USE beside; {} \
-             INSERT INTO lockkit_fence VALUES ('', {number})",
-            MySql::USER,
-            lockkit_mysql::ddl(Mode::ForUpdate)
-        ))
-        .await;
-    let mut config = config(server.addr());
-    let server = config.url.strip_suffix(MySql::DATABASE).unwrap();
-    config.url = format!("{server}beside");
-    connect(config).await.unwrap();
-    let given = admin
-        .value("SELECT token FROM beside.lockkit_fence WHERE name=''")
-        .await;
-    assert!(given.parse::<u64>().unwrap() > number, "{given}");
 }
