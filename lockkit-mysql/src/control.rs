@@ -150,9 +150,18 @@ impl Control {
     /// Numbers the life that the server is in, for as long as this connection lasts.
     pub(crate) async fn begin_life(&self, operation: &'static str) -> Result<u64> {
         let reply = self.ask(operation, sql::begin_life()).await?;
+        let during = |error| fault::error(operation, error);
         let row = reply.last().first().ok_or(sqlx::Error::RowNotFound);
-        row.and_then(|row| column(row, 0))
-            .map_err(|error| fault::error(operation, error))
+        let row = row.map_err(during)?;
+        let (life, is_marked): (u64, Option<u64>) =
+            (column(row, 0).map_err(during)?, column(row, 1).map_err(during)?);
+        if reply.affected(1) == 1 && is_marked == Some(1) {
+            return Ok(life);
+        }
+        // Any number would be taken for one that was given.
+        let what = "this life of the server has no number: the row without a name is missing in lockkit_fence, or was deleted \
+                    just now";
+        Err(Error::transient(NAME, operation, what))
     }
 
     /// Makes the tables, or looks at them.

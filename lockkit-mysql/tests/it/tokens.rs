@@ -52,6 +52,7 @@ for_each_flavour! {
     turns_cost_no_durable_write
     a_life_has_one_number_while_somebody_is_there
     clients_with_two_numbers_of_one_life_take_turns
+    a_life_that_was_given_no_number_grants_nothing
 }
 
 const ORDER: &str = "LOCKKIT_MYSQL_SOAK";
@@ -895,4 +896,24 @@ async fn clients_with_two_numbers_of_one_life_take_turns(flavour: Flavour) {
     );
     tokens.extend(draw(&[one, other]).await);
     assert!(rise(&tokens), "{tokens:?}");
+}
+
+/// The row that numbers the lives goes as soon as it is made. A number that nobody gave would be below that of every mapping.
+async fn a_life_that_was_given_no_number_grants_nothing(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let one = client(server.addr(), Mode::ForUpdate).await;
+    one.close(Duration::from_secs(5)).await.unwrap();
+    eventually("nobody is there", async || admin.sessions().await.is_empty()).await;
+    admin
+        .run(
+            "DELETE FROM lockkit_fence; CREATE TRIGGER goes BEFORE INSERT ON lockkit_fence \
+             FOR EACH ROW SET NEW.name=IF(NEW.name='', 'elsewhere', NEW.name)",
+        )
+        .await;
+    let refused = connect(config(server.addr())).await.unwrap_err();
+    assert!(refused.is_transient(), "{refused:?}");
+    assert!(format!("{refused:?}").contains("no number"), "{refused:?}");
+    admin.run("DROP TRIGGER goes").await;
+    cycle(&client(server.addr(), Mode::ForUpdate).await, "a").await;
 }
