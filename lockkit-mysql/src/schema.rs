@@ -17,8 +17,12 @@ CREATE TABLE IF NOT EXISTS lockkit_gate (
 const FENCE: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_fence (
     name VARBINARY(255) NOT NULL PRIMARY KEY,
-    token BIGINT UNSIGNED NOT NULL DEFAULT 0
+    reserved BIGINT UNSIGNED NOT NULL DEFAULT 0
 ) ENGINE=InnoDB";
+
+/// The column was called `token` when clients drew their tokens from it: they and later ones would issue lower tokens after
+/// higher ones, and so each fails on the other's table.
+const RENAME: &str = "ALTER TABLE lockkit_fence CHANGE token reserved BIGINT UNSIGNED NOT NULL DEFAULT 0";
 
 /// Which tokens the looks of one life of the server at its counter stand for: `base` is the token of the look `since`,
 /// `last` the last of the block. Apart from the row that is locked, since it is committed while others share that one.
@@ -129,9 +133,11 @@ fn question(mode: Mode) -> String {
     let names: Vec<_> = tables(mode).iter().map(|(name, _)| format!("'{name}'")).collect();
     let names = names.join(", ");
     format!(
-        "SELECT t.TABLE_NAME, t.ENGINE, c.DATA_TYPE, c.CHARACTER_MAXIMUM_LENGTH FROM information_schema.TABLES t \
+        "SELECT t.TABLE_NAME, t.ENGINE, c.DATA_TYPE, c.CHARACTER_MAXIMUM_LENGTH, o.COLUMN_NAME FROM information_schema.TABLES t \
          LEFT JOIN information_schema.COLUMNS c ON c.TABLE_SCHEMA = t.TABLE_SCHEMA AND c.TABLE_NAME = t.TABLE_NAME \
-         AND c.COLUMN_NAME = 'name' WHERE t.TABLE_SCHEMA = DATABASE() AND t.TABLE_NAME IN ({names})"
+         AND c.COLUMN_NAME = 'name' \
+         LEFT JOIN information_schema.COLUMNS o ON o.TABLE_SCHEMA = t.TABLE_SCHEMA AND o.TABLE_NAME = t.TABLE_NAME \
+         AND t.TABLE_NAME = 'lockkit_fence' AND o.COLUMN_NAME = 'token' WHERE t.TABLE_SCHEMA = DATABASE() AND t.TABLE_NAME IN ({names})"
     )
 }
 
@@ -160,6 +166,16 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
                 NAME,
                 format!(
                     "table `{table}` whose column `name` is not VARBINARY(255): other types take names for equal that are not"
+                ),
+            ));
+        }
+        let old: Option<String> = column(row, 4).map_err(during)?;
+        if old.is_some() {
+            return Err(Error::unsupported(
+                NAME,
+                format!(
+                    "table `{table}` of an earlier version, whose clients do not share tokens with this one; \
+                     once they have stopped, run: {RENAME}"
                 ),
             ));
         }

@@ -69,8 +69,8 @@ fn life_lock(number: impl Display) -> String {
 
 /// The number of the life that the server is in. No row if nobody has given it one who is still there.
 pub(crate) fn life() -> String {
-    let lock = life_lock("token");
-    format!("SELECT token FROM lockkit_fence WHERE name='' AND IS_USED_LOCK({lock}) IS NOT NULL")
+    let lock = life_lock("reserved");
+    format!("SELECT reserved FROM lockkit_fence WHERE name='' AND IS_USED_LOCK({lock}) IS NOT NULL")
 }
 
 /// Gives the life that the server is in a number, above all that there were, and says it. The lock is this session's until it
@@ -78,9 +78,9 @@ pub(crate) fn life() -> String {
 pub(crate) fn begin_life() -> String {
     let lock = life_lock("LAST_INSERT_ID()");
     format!(
-        "INSERT IGNORE INTO lockkit_fence (name, token) SELECT '', COALESCE(MAX(life), 0) FROM lockkit_map \
+        "INSERT IGNORE INTO lockkit_fence (name, reserved) SELECT '', COALESCE(MAX(life), 0) FROM lockkit_map \
          WHERE NOT EXISTS (SELECT 1 FROM lockkit_fence WHERE name=''); \
-         UPDATE lockkit_fence SET token=LAST_INSERT_ID(GREATEST(token + 1, {CLOCK})) WHERE name=''; \
+         UPDATE lockkit_fence SET reserved=LAST_INSERT_ID(GREATEST(reserved + 1, {CLOCK})) WHERE name=''; \
          SELECT LAST_INSERT_ID(), GET_LOCK({lock}, 0)"
     )
 }
@@ -167,7 +167,7 @@ impl Sql {
         let first = if repair { "1=1" } else { "ROW_COUNT()=1" };
         let fence = format!(
             "ROLLBACK; INSERT IGNORE INTO lockkit_map (name) VALUES ({key}); \
-             INSERT IGNORE INTO lockkit_fence (name, token) VALUES ({key}, {CLOCK})"
+             INSERT IGNORE INTO lockkit_fence (name, reserved) VALUES ({key}, {CLOCK})"
         );
         match self.mode {
             Mode::Exclusive | Mode::Shared => format!(
@@ -216,7 +216,7 @@ impl Sql {
         let key = self.key.as_sql();
         format!(
             "DO LAST_INSERT_ID(0); \
-             UPDATE lockkit_fence SET token=LAST_INSERT_ID(GREATEST(token, CAST({last} AS UNSIGNED), {CLOCK}) + {size}) \
+             UPDATE lockkit_fence SET reserved=LAST_INSERT_ID(GREATEST(reserved, CAST({last} AS UNSIGNED), {CLOCK}) + {size}) \
              WHERE name={key}; \
              UPDATE lockkit_map SET life={life}, base=LAST_INSERT_ID() - {size} + 1, since={look}, last=LAST_INSERT_ID(), \
              step={step} WHERE name={key} AND last + {size} <= LAST_INSERT_ID(); \

@@ -16,6 +16,7 @@ for_each_flavour! {
     tables_that_are_missing_are_printed_and_not_made
     the_rights_on_the_tables_are_enough
     tables_that_cannot_exclude_are_refused
+    an_earlier_version_shares_no_counter
     many_may_make_the_tables_at_once
     a_read_only_server_is_refused
     a_proxy_that_swallows_the_lease_is_refused
@@ -108,6 +109,32 @@ async fn the_rights_on_the_tables_are_enough(flavour: Flavour) {
             "its own account's sessions may be ended"
         );
     }
+}
+
+/// Clients that draw from the counter and those that map looks to its blocks would not see each other's tokens.
+async fn an_earlier_version_shares_no_counter(flavour: Flavour) {
+    let (mut admin, config) = database(flavour, "ALL ON HERE.*").await;
+    let earlier = "CREATE TABLE lockkit_fence (name VARBINARY(255) NOT NULL PRIMARY KEY, \
+                   token BIGINT UNSIGNED NOT NULL DEFAULT 0) ENGINE=InnoDB";
+    admin.run(earlier).await;
+    admin
+        .run("INSERT INTO lockkit_fence VALUES ('lockkit:a', 1 << 62)")
+        .await;
+    let Error::Unsupported { what, .. } = connect(config.clone()).await.unwrap_err() else {
+        panic!("it is no table of this version")
+    };
+    let (_, rename) = what.split_once("run: ").unwrap();
+    admin.run(rename).await;
+    let lock = connect(config).await.unwrap().lock("a").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    assert!(
+        guard.token().get() > 1 << 62,
+        "tokens go on above the earlier ones"
+    );
+    // What the earlier version asks first.
+    let take = "SELECT (SELECT token FROM lockkit_fence WHERE name=CONCAT(r.name)) FROM lockkit_gate r";
+    let refused = admin.try_run(take).await.unwrap_err();
+    assert!(refused.to_string().contains("token"), "{refused}");
 }
 
 async fn tables_that_cannot_exclude_are_refused(flavour: Flavour) {

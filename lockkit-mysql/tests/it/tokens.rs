@@ -633,7 +633,9 @@ async fn tokens_rise_though_another_database_has_the_number(flavour: Flavour) {
     let mut admin = Admin::of(&server).await;
     let last = look(&mut admin).await;
     client(server.addr(), Mode::ForUpdate).await;
-    let number = admin.value("SELECT token FROM lockkit_fence WHERE name=''").await;
+    let number = admin
+        .value("SELECT reserved FROM lockkit_fence WHERE name=''")
+        .await;
     let make = format!(
         "CREATE DATABASE twin; GRANT ALL ON twin.* TO '{}'@'%'; USE twin",
         MySql::USER
@@ -855,7 +857,7 @@ async fn turns_cost_no_durable_write(flavour: Flavour) {
 async fn a_life_has_one_number_while_somebody_is_there(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
-    let number = "SELECT token FROM lockkit_fence WHERE name=''";
+    let number = "SELECT reserved FROM lockkit_fence WHERE name=''";
     let one = client(server.addr(), Mode::ForUpdate).await;
     let first: u64 = admin.value(number).await.parse().unwrap();
     let other = client(server.addr(), Mode::ForUpdate).await;
