@@ -278,8 +278,8 @@ impl Link {
         let mut wire = Wire::open(&options.0).await.map_err(during)?;
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
-             SET SESSION autocommit=1, completion_type=0, wait_timeout=86400, innodb_lock_wait_timeout=5, \
-             lock_wait_timeout=5 {UNLIMITED}; \
+             SET SESSION autocommit=1, completion_type=0, wait_timeout=86400, innodb_lock_wait_timeout=2, \
+             lock_wait_timeout=2 {UNLIMITED}; \
              SELECT {IDENTITY}, CONNECTION_ID() /*M!100600 , GET_LOCK(CONCAT('{NIGHT}', CONNECTION_ID()), 0) */; {}",
             server::QUESTION
         );

@@ -46,6 +46,7 @@ for_each_flavour! {
     a_foreign_session_and_a_lock_exclude_each_other
     a_row_that_was_deleted_is_made_again
     a_table_that_is_locked_is_no_answer
+    tables_that_are_locked_are_an_error_in_time
     a_wait_that_the_server_ends_goes_on
     a_hold_that_ends_in_a_deadlock_is_lost
     a_release_that_meets_a_deadlock_says_that_the_hold_was_lost
@@ -541,6 +542,57 @@ async fn a_table_that_is_locked_is_no_answer(flavour: Flavour) {
     assert!(!waiter.is_finished());
     admin.run("UNLOCK TABLES").await;
     waiter.granted().await.0.release().await.unwrap();
+}
+
+/// Also where tokens have to be reserved, for which another table is written while the row is locked.
+async fn tables_that_are_locked_are_an_error_in_time(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let client = connect(config(server.addr())).await.unwrap();
+    let (lock, other) = (client.lock("a").unwrap(), client.lock("b").unwrap());
+    let (mut admin, mut looks) = (Admin::of(&server).await, Admin::of(&server).await);
+    let mut last = 0;
+    for (table, how, stops_all) in [
+        ("lockkit_gate", "WRITE", true),
+        ("lockkit_map", "WRITE", true),
+        ("lockkit_map", "READ", false),
+        ("lockkit_fence", "WRITE", false),
+    ] {
+        let what = format!("{table} {how}");
+        cycle(&client, "a").await;
+        // More than there are in a block.
+        looks.run("DO BENCHMARK(3000000, UUID_SHORT())").await;
+        cycle(&client, "b").await;
+        admin.run(&format!("LOCK TABLES {table} {how}")).await;
+        for waits in [false, true] {
+            let asked = Stopwatch::start();
+            let refused = if waits {
+                lock.acquire_timeout(Duration::from_secs(3)).await.map(Some)
+            } else {
+                lock.try_acquire().await
+            };
+            let refused = refused.unwrap_err();
+            assert!(refused.is_transient(), "{what}: {refused:?}");
+            let says = if waits { "no grant in time" } else { "1205" };
+            assert!(format!("{refused:?}").contains(says), "{what}: {refused:?}");
+            let took = asked.elapsed();
+            assert!(took < AcquireOptions::DEFAULT_OP_TIMEOUT, "{what}: {took:?}");
+        }
+        if !stops_all {
+            // What needs no block goes on.
+            let asked = Stopwatch::start();
+            other.acquire().await.unwrap().release().await.unwrap();
+            let took = asked.elapsed();
+            assert!(took < Duration::from_secs(1), "{what}: {took:?}");
+        }
+        admin.run("UNLOCK TABLES").await;
+        let guard = timeout(Duration::from_secs(20), lock.acquire())
+            .await
+            .unwrap()
+            .unwrap();
+        assert!(guard.token().get() > last, "{what}");
+        last = guard.token().get();
+        guard.release().await.unwrap();
+    }
 }
 
 /// The server says 1205 to whoever has waited for a row for as long as a statement may: every second here.
