@@ -39,7 +39,7 @@ impl Mapping {
         (first.checked_add(count)? <= self.last.checked_add(1)?).then_some(first)
     }
 
-    /// The size of the block for the mapping that is to replace this one, and its step. It is eight times as large as one that
+    /// The size of the block for the mapping that is to replace this one, and its step. It is 64 times as large as one that
     /// was used up in the same life.
     pub(crate) fn next(&self, life: u64, count: u64) -> (u64, u64) {
         let (step, size) = if self.life < life {
@@ -50,7 +50,7 @@ impl Mapping {
                 self.last.saturating_sub(self.base).saturating_add(1),
             )
         };
-        let size = size.saturating_mul(8).min(MOST);
+        let size = size.saturating_mul(64).min(MOST);
         (size.max(step.saturating_mul(FIRST_LOOKS)), step)
     }
 }
@@ -116,10 +116,10 @@ mod tests {
             last: MAPPING.base + 40_959,
             ..MAPPING
         };
-        assert_eq!(grown.next(7, 1), (327_680, 10));
+        assert_eq!(grown.next(7, 1), (2_621_440, 10));
         assert_eq!(
-            grown.next(7, 1_000),
-            (1_024_000, 1_000),
+            grown.next(7, 10_000),
+            (10_240_000, 10_000),
             "for as many looks as at first"
         );
         assert_eq!(grown.next(8, 1), (1_024, 1), "another life");
