@@ -770,7 +770,7 @@ async fn who_makes_a_mapping_is_granted_by_it(flavour: Flavour) {
     let mut others = Admin::of(&server).await;
     let id = others.value("SELECT CONNECTION_ID()").await;
     let bulk = tokio::spawn(async move { others.try_run("DO BENCHMARK(100000000000, UUID_SHORT())").await });
-    let mut tokens = Vec::new();
+    let (mut tokens, mut all) = (Vec::new(), 0);
     for _ in 0..10 {
         let last = look(&mut admin).await;
         eventually("others look", async || look(&mut admin).await > last + 2_000).await;
@@ -778,9 +778,12 @@ async fn who_makes_a_mapping_is_granted_by_it(flavour: Flavour) {
         let before: u64 = admin.run(updates).await[0][1].parse().unwrap();
         tokens.push(draw(&locks).await);
         let after: u64 = admin.run(updates).await[0][1].parse().unwrap();
-        // Of the counter and the mapping: for each hold of the lock, and for the permit, which needs one token, now and then.
-        assert!((4..=6).contains(&(after - before)), "{} updates", after - before);
+        // Of the counter and the mapping, for each of them at most.
+        let written = after - before;
+        assert!(written <= 2 * locks.len() as u64, "{written} updates");
+        all += written;
     }
+    assert!(all >= 10, "blocks lasted: {all} updates");
     for which in 0..locks.len() {
         assert!(
             tokens.is_sorted_by(|before, after| before[which] < after[which]),
