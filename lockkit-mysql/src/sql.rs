@@ -67,10 +67,11 @@ fn life_lock(number: impl Display) -> String {
     format!("CONCAT('lockkit-life:', LEFT(SHA2(DATABASE(), 256), 16), ':', {number})")
 }
 
-/// The number of the life that the server is in. No row if nobody has given it one who is still there.
+/// The number of the life that the server is in. No row if nobody has given it one who is still there. `''` is no name with
+/// MariaDB's `sql_mode=EMPTY_STRING_IS_NULL`.
 pub(crate) fn life() -> String {
     let lock = life_lock("reserved");
-    format!("SELECT reserved FROM lockkit_fence WHERE name='' AND IS_USED_LOCK({lock}) IS NOT NULL")
+    format!("SELECT reserved FROM lockkit_fence WHERE name=x'' AND IS_USED_LOCK({lock}) IS NOT NULL")
 }
 
 /// Gives the life that the server is in a number, above all that there were, and says it. The lock is this session's until it
@@ -78,9 +79,9 @@ pub(crate) fn life() -> String {
 pub(crate) fn begin_life() -> String {
     let lock = life_lock("LAST_INSERT_ID()");
     format!(
-        "INSERT IGNORE INTO lockkit_fence (name, reserved) SELECT '', COALESCE(MAX(life), 0) FROM lockkit_map \
-         WHERE NOT EXISTS (SELECT 1 FROM lockkit_fence WHERE name=''); \
-         UPDATE lockkit_fence SET reserved=LAST_INSERT_ID(GREATEST(reserved + 1, {CLOCK})) WHERE name=''; \
+        "INSERT IGNORE INTO lockkit_fence (name, reserved) SELECT x'', COALESCE(MAX(life), 0) FROM lockkit_map \
+         WHERE NOT EXISTS (SELECT 1 FROM lockkit_fence WHERE name=x''); \
+         UPDATE lockkit_fence SET reserved=LAST_INSERT_ID(GREATEST(reserved + 1, {CLOCK})) WHERE name=x''; \
          SELECT LAST_INSERT_ID(), GET_LOCK({lock}, 0)"
     )
 }

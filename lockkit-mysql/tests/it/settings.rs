@@ -471,3 +471,13 @@ async fn a_server_that_ends_statements_early_ends_no_look(flavour: Flavour) {
         }
     }
 }
+
+/// The row that numbers the lives of the server has the empty name.
+#[test]
+fn an_empty_string_that_is_null_names_a_row() {
+    crate::servers::run(Flavour::MariaDb, |flavour| async move {
+        let server = private(flavour, &["--sql-mode=EMPTY_STRING_IS_NULL"]);
+        let client = connect(config(server.addr())).await.unwrap();
+        cycle(&client, "a").await;
+    });
+}
