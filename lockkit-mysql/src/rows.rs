@@ -520,10 +520,18 @@ impl RowClaim {
         let (size, step) = old.next(life, u64::from(self.request.tokens.get()));
         let control = &self.shared.sessions.control;
         let reserve = self.sql.reserve(old.last, size, life, look, step);
-        let Some(reply) = control.ask_in("acquire", reserve, &term).await? else {
-            // The control connection may be with another server by now, or with this one in another life.
-            self.end(false);
-            return Ok(Step::Again);
+        let reply = match control.ask_in("acquire", reserve, &term).await {
+            Ok(Some(reply)) => reply,
+            Ok(None) => {
+                // The control connection may be with another server by now, or with this one in another life.
+                self.end(false);
+                return Ok(Step::Again);
+            }
+            Err(error) => {
+                // What keeps the block from being reserved may wait for this transaction.
+                let _ = self.withdraw().await;
+                return Err(error);
+            }
         };
         let last: Option<u64> = reply.last().first().and_then(|row| column(row, 0).ok());
         let Some(last) = last.filter(|last| *last >= size) else {

@@ -47,6 +47,7 @@ for_each_flavour! {
     a_row_that_was_deleted_is_made_again
     a_table_that_is_locked_is_no_answer
     tables_that_are_locked_are_an_error_in_time
+    who_gets_no_tokens_keeps_no_table
     a_wait_that_the_server_ends_goes_on
     a_hold_that_ends_in_a_deadlock_is_lost
     a_release_that_meets_a_deadlock_says_that_the_hold_was_lost
@@ -596,6 +597,31 @@ async fn tables_that_are_locked_are_an_error_in_time(flavour: Flavour) {
 }
 
 /// The server says 1205 to whoever has waited for a row for as long as a statement may: every second here.
+async fn who_gets_no_tokens_keeps_no_table(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let (mut admin, mut others) = (Admin::of(&server).await, Admin::of(&server).await);
+    let one = client(server.addr(), Mode::ForUpdate).await;
+    let held = one.lock("a").unwrap().acquire().await.unwrap();
+    // More than there are in a block: the waiter will need another.
+    others.run("DO BENCHMARK(3000000, UUID_SHORT())").await;
+    let other = client(server.addr(), Mode::ForUpdate).await;
+    let waiter = Waiter::of(other.lock("a").unwrap());
+    session_at(&mut others, "SELECT UUID_SHORT() look").await;
+    let altering = tokio::spawn(async move { admin.run("ALTER TABLE lockkit_map COMMENT='altered'").await });
+    eventually("the table is about to be altered", async || {
+        let look =
+            "SELECT 1 FROM information_schema.PROCESSLIST WHERE STATE LIKE 'Waiting for table metadata lock'";
+        !others.run(look).await.is_empty()
+    })
+    .await;
+    held.release().await.unwrap();
+    let released = Stopwatch::start();
+    altering.await.unwrap();
+    waiter.granted().await.0.release().await.unwrap();
+    let took = released.elapsed();
+    assert!(took < Duration::from_secs(8), "{took:?}");
+}
+
 async fn a_wait_that_the_server_ends_goes_on(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
