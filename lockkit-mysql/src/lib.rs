@@ -55,7 +55,7 @@ pub use sqlx;
 
 use crate::{
     control::Term, key::Key, lease::LeaseClaim, names::Names, rows::RowClaim, server::Server,
-    session::Sessions, sql::Sql,
+    session::Sessions, sql::Sql, wire::column,
 };
 
 const NAME: &str = "mysql";
@@ -87,12 +87,24 @@ pub(crate) struct Shared {
 impl Shared {
     /// Whether the server still has a session that waits: of a connection that went dead nothing is ever heard.
     pub(crate) async fn still_waits(&self, session: u64, term: &Term) -> Result<bool> {
+        Ok(self.stage(session, term).await?.is_some())
+    }
+
+    /// The server's word for what it does for a session. `None` if that is idle or gone.
+    pub(crate) async fn stage(&self, session: u64, term: &Term) -> Result<Option<String>> {
         let control = &self.sessions.control;
         let look = format!(
-            "SELECT 1 FROM information_schema.PROCESSLIST WHERE ID={session} AND COMMAND NOT IN ('Sleep', 'Killed')"
+            "SELECT COALESCE(STATE, x'') FROM information_schema.PROCESSLIST \
+             WHERE ID={session} AND COMMAND NOT IN ('Sleep', 'Killed')"
         );
-        let is_there = !control.ask("acquire", look).await?.last().is_empty();
-        Ok(is_there && control.is_latest(term))
+        let reply = control.ask("acquire", look).await?;
+        let stage = reply.last().first().map(|row| column::<Vec<u8>>(row, 0));
+        let stage = stage
+            .transpose()
+            .map_err(|error| fault::error("acquire", error))?;
+        Ok(stage
+            .filter(|_| control.is_latest(term))
+            .map(|stage| String::from_utf8_lossy(&stage).into_owned()))
     }
 }
 

@@ -28,6 +28,10 @@ use crate::{
 /// For how long an attempt waits at once before it asks whether it waits. Most holds that are worth that are shorter.
 const WAITS_UNASKED: Duration = Duration::from_millis(50);
 
+/// The beginning of what a statement is at that waits for a table, or for all of them, as both flavours say it. They say
+/// nothing like it of one that waits for a row.
+const WAITS_FOR_ELSE: &str = "Waiting for ";
+
 #[derive(Debug)]
 pub(crate) struct RowClaim {
     shared: Arc<Shared>,
@@ -410,8 +414,13 @@ impl RowClaim {
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
-        if self.shared.still_waits(session.id, &session.term).await? {
-            return Ok(Step::Taken);
+        if let Some(stage) = self.shared.stage(session.id, &session.term).await? {
+            if !matches!(self.stage, Stage::Queueing) || !stage.starts_with(WAITS_FOR_ELSE) {
+                return Ok(Step::Taken);
+            }
+            // That the row is taken shows when it comes to that.
+            let _ = timeout(WAITS_UNASKED, session.settle()).await;
+            return Ok(Step::Again);
         }
         if session.is_settled().await {
             // The answer was on its way.

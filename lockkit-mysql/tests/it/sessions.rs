@@ -47,6 +47,7 @@ for_each_flavour! {
     a_row_that_was_deleted_is_made_again
     a_table_that_is_locked_is_no_answer
     tables_that_are_locked_are_an_error_in_time
+    a_wait_for_a_table_is_not_taken_for_one_for_a_row
     who_gets_no_tokens_keeps_no_table
     a_wait_that_the_server_ends_goes_on
     a_hold_that_ends_in_a_deadlock_is_lost
@@ -597,6 +598,36 @@ async fn tables_that_are_locked_are_an_error_in_time(flavour: Flavour) {
 }
 
 /// The server says 1205 to whoever has waited for a row for as long as a statement may: every second here.
+async fn a_wait_for_a_table_is_not_taken_for_one_for_a_row(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let one = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let other = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    for how in [
+        "LOCK TABLES lockkit_gate WRITE",
+        "LOCK TABLES lockkit_map WRITE",
+        "FLUSH TABLES WITH READ LOCK",
+    ] {
+        for wait in [Duration::from_millis(300), Duration::from_secs(3)] {
+            let held = one.acquire().await.unwrap();
+            let refused = other
+                .acquire_timeout(Duration::from_millis(100))
+                .await
+                .unwrap_err();
+            // From now on it waits first.
+            assert!(matches!(refused, Error::Timeout { .. }), "{refused:?}");
+            held.release().await.unwrap();
+            admin.run(how).await;
+            let refused = other.acquire_timeout(wait).await.unwrap_err();
+            let is_said = !matches!(refused, Error::Timeout { .. }) && refused.is_transient();
+            assert!(is_said, "{how}, {wait:?}: {refused:?}");
+            admin.run("UNLOCK TABLES").await;
+            let granted = timeout(Duration::from_secs(20), other.acquire()).await;
+            granted.unwrap().unwrap().release().await.unwrap();
+        }
+    }
+}
+
 async fn who_gets_no_tokens_keeps_no_table(flavour: Flavour) {
     let server = private(flavour, &[]);
     let (mut admin, mut others) = (Admin::of(&server).await, Admin::of(&server).await);
