@@ -45,6 +45,7 @@ for_each_flavour! {
     tokens_rise_though_the_number_of_a_life_was_deleted
     tokens_rise_though_another_database_has_the_number
     tokens_rise_over_a_fail_over_to_a_clock_that_is_slow
+    tokens_go_back_with_a_backup_that_is_brought_back
     tokens_rise_where_blocks_are_used_up
     who_makes_a_mapping_keeps_the_row
     who_makes_a_mapping_is_granted_by_it
@@ -691,6 +692,35 @@ async fn tokens_rise_over_a_fail_over_to_a_clock_that_is_slow(flavour: Flavour) 
     for (before, after) in before.iter().zip(&after) {
         assert!(before < after, "{after} after {before}");
     }
+}
+
+/// Within a life of the server: what its mappings were is not to be told from what they are.
+async fn tokens_go_back_with_a_backup_that_is_brought_back(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let lock = client.lock("a").unwrap();
+    let reading = lock.clone().shared();
+    draw(std::slice::from_ref(&reading)).await;
+    admin.run("CREATE TABLE fence AS SELECT * FROM lockkit_fence; CREATE TABLE map AS SELECT * FROM lockkit_map").await;
+    // With more tokens for each look: another block.
+    let last = draw(&[lock]).await;
+    for table in ["fence", "map"] {
+        let restore =
+            format!("DELETE FROM lockkit_{table}; INSERT INTO lockkit_{table} SELECT * FROM {table}");
+        admin.run(&restore).await;
+    }
+    let past = format!("SELECT {} < UNIX_TIMESTAMP(NOW(6)) * 1000000", last[0]);
+    eventually("the clock is past the tokens", async || {
+        admin.value(&past).await == "1"
+    })
+    .await;
+    let restored = draw(std::slice::from_ref(&reading)).await;
+    assert!(restored[0] < last[0], "{restored:?} after {last:?}");
+    // Without the mappings they begin at the clock.
+    admin.run("DELETE FROM lockkit_map").await;
+    let begun = draw(&[reading]).await;
+    assert!(begun[0] > last[0], "{begun:?} after {last:?}");
 }
 
 async fn tokens_rise_where_blocks_are_used_up(flavour: Flavour) {
