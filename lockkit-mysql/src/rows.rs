@@ -414,16 +414,20 @@ impl RowClaim {
         let Some(session) = &mut self.session else {
             return self.start_over();
         };
-        if let Some(stage) = self.shared.stage(session.id, &session.term).await? {
-            if !matches!(self.stage, Stage::Queueing) || !stage.starts_with(WAITS_FOR_ELSE) {
-                return Ok(Step::Taken);
-            }
-            // That the row is taken shows when it comes to that.
-            let _ = timeout(WAITS_UNASKED, session.settle()).await;
-            return Ok(Step::Again);
+        let stage = self.shared.stage(session.id, &session.term).await?;
+        let is_queueing = matches!(self.stage, Stage::Queueing);
+        if let Some(stage) = &stage
+            && !(is_queueing && stage.starts_with(WAITS_FOR_ELSE))
+        {
+            return Ok(Step::Taken);
         }
         if session.is_settled().await {
             // The answer was on its way.
+            return Ok(Step::Again);
+        }
+        // The request may be on its way yet. If it has come and waits for a table, it shows in time if the row is taken.
+        if stage.is_some() || is_queueing && self.sent.elapsed() < REPLY_TAKES {
+            let _ = timeout(WAITS_UNASKED, session.settle()).await;
             return Ok(Step::Again);
         }
         self.end(false);

@@ -49,6 +49,7 @@ for_each_flavour! {
     tables_that_are_locked_are_an_error_in_time
     a_wait_for_a_table_is_not_taken_for_one_for_a_row
     who_gets_no_tokens_keeps_no_table
+    a_wait_that_is_heard_of_late_goes_on
     a_wait_that_the_server_ends_goes_on
     a_hold_that_ends_in_a_deadlock_is_lost
     a_release_that_meets_a_deadlock_says_that_the_hold_was_lost
@@ -651,6 +652,30 @@ async fn who_gets_no_tokens_keeps_no_table(flavour: Flavour) {
     waiter.granted().await.0.release().await.unwrap();
     let took = released.elapsed();
     assert!(took < Duration::from_secs(8), "{took:?}");
+}
+
+/// A segment that is lost is sent again after a fifth of a second.
+async fn a_wait_that_is_heard_of_late_goes_on(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let other = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
+    let (proxy, mut held) = hold_back(server.addr(), "LOCK IN SHARE MODE").await.unwrap();
+    let one = client(proxy, Mode::ForUpdate).await.lock("a").unwrap();
+    let holding = other.acquire().await.unwrap();
+    one.acquire_timeout(Duration::from_millis(100)).await.unwrap_err();
+    holding.release().await.unwrap();
+    let before = admin.sessions().await;
+    let waiter = Waiter::of(one.shared());
+    held.came().await;
+    sleep(Duration::from_millis(200)).await;
+    held.deliver();
+    let (guard, _) = waiter.granted().await;
+    let after = admin.sessions().await;
+    assert!(
+        before.iter().all(|id| after.contains(id)),
+        "{before:?}, {after:?}"
+    );
+    guard.release().await.unwrap();
 }
 
 async fn a_wait_that_the_server_ends_goes_on(flavour: Flavour) {
