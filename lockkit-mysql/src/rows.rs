@@ -529,7 +529,8 @@ impl RowClaim {
         let Some(session) = &self.session else {
             return self.start_over();
         };
-        let (life, term) = (session.life, session.term.clone());
+        // One with a higher number is of this life as well. Whoever knows that number is to go on by the new mapping.
+        let (life, term) = (session.life.max(old.life), session.term.clone());
         let (size, step) = old.next(life, u64::from(self.request.tokens.get()));
         let control = &self.shared.sessions.control;
         let reserve = self.sql.reserve(old.last, size, life, look, step);
