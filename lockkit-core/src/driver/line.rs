@@ -323,9 +323,15 @@ impl Line {
         self.look_if_closed();
     }
 
-    /// The holds that the worker has not seen yet.
-    pub(crate) fn adopt(&self) -> Vec<Hold> {
-        self.state.lock().register.adopt()
+    /// The holds that the worker has not seen yet and that have lasted long enough by `now`, or all if the client is closed. It
+    /// looks at the others in time.
+    pub(crate) fn adopt(self: &Arc<Self>, now: Instant) -> Vec<Hold> {
+        let by = (!self.core.is_closed()).then_some(now);
+        let (adopted, next) = self.state.lock().register.adopt(by);
+        if let Some(at) = next {
+            self.core.worker.adopt_from(self, at);
+        }
+        adopted
     }
 
     pub(crate) fn holds(&self) -> Vec<Hold> {

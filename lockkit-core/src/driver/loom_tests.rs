@@ -285,9 +285,9 @@ fn loom_the_worker_is_told_of_every_hold() {
             move || hold(&terms, begun)
         });
         let mine = hold(&terms, begun);
-        let adopted = terms.line.adopt();
+        let adopted = terms.line.adopt(begun + terms.adopt_after);
         let others = other.join().unwrap();
-        let later = terms.line.adopt();
+        let later = terms.line.adopt(begun + terms.adopt_after);
         assert_eq!(adopted.len() + later.len(), 2, "each is adopted once");
         terms.line.unregister(&mine);
         terms.line.unregister(&others);

@@ -21,6 +21,8 @@ pub(crate) struct Register {
 #[derive(Debug, Default)]
 struct Entry {
     hold: Option<Hold>,
+    /// The moment from which the worker watches over it.
+    adopt_at: Option<Instant>,
     /// True if its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
     queued: bool,
 }
@@ -79,6 +81,7 @@ impl Register {
             self.unadopted.push(key);
         }
         let adopt_at = now + hold.terms.adopt_after;
+        entry.adopt_at = Some(adopt_at);
         let sooner = self.adopt_at.is_none_or(|at| adopt_at < at);
         if sooner {
             self.adopt_at = Some(adopt_at);
@@ -96,16 +99,27 @@ impl Register {
         Some((left, entry.queued))
     }
 
-    /// The holds that the worker has not seen yet.
-    pub(crate) fn adopt(&mut self) -> Vec<Hold> {
-        self.adopt_at = None;
+    /// The holds that the worker has not seen yet and that have lasted long enough by then, or all, and when to look again for
+    /// the others.
+    pub(crate) fn adopt(&mut self, by: Option<Instant>) -> (Vec<Hold>, Option<Instant>) {
         let mut adopted = Vec::new();
-        for key in std::mem::take(&mut self.unadopted) {
-            let entry = &mut self.entries[key];
+        let mut next: Option<Instant> = None;
+        let entries = &mut self.entries;
+        self.unadopted.retain(|key| {
+            let entry = &mut entries[*key];
+            if entry.hold.is_some()
+                && let (Some(by), Some(at)) = (by, entry.adopt_at)
+                && at > by
+            {
+                next = Some(next.map_or(at, |next| next.min(at)));
+                return true;
+            }
             entry.queued = false;
             adopted.extend(entry.hold.clone());
-        }
-        adopted
+            false
+        });
+        self.adopt_at = next;
+        (adopted, next)
     }
 
     /// All holds.

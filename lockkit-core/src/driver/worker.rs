@@ -341,11 +341,12 @@ async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
     let mut attending = FuturesUnordered::new();
     let mut jobs = FuturesUnordered::new();
     loop {
-        let work = worker.take_work(Instant::now());
+        let now = Instant::now();
+        let work = worker.take_work(now);
         jobs.extend(work.jobs.into_iter().map(Job::run));
         // Without the lock on the state, since such a line may be the last handle of the client.
         let lines = work.lines.iter().filter_map(Weak::upgrade);
-        attending.extend(lines.flat_map(|line| line.adopt()).map(Attending::begin));
+        attending.extend(lines.flat_map(|line| line.adopt(now)).map(Attending::begin));
         if work.orphaned && jobs.is_empty() && attending.is_empty() {
             return;
         }

@@ -738,3 +738,23 @@ async fn a_question_without_an_answer_is_asked_again() {
     assert_eq!(guard.lost().await, LossReason::Revoked);
     assert!(started.elapsed() < 10 * SECOND, "{:?}", started.elapsed());
 }
+
+/// The worker looks every few milliseconds while holds begin, and finds one that has just begun mostly. What it hears for that
+/// one is to be asked for by the next that lasts.
+#[tokio::test(start_paused = true)]
+async fn a_short_hold_is_never_looked_after() {
+    let probe = Probe::default();
+    let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+    let renewals = || probe.counts.calls().1;
+    probe.hint.notify_one();
+    for _ in 0..50 {
+        let guard = lock.acquire().await.unwrap();
+        tokio::time::sleep(3 * MS).await;
+        guard.release().await.unwrap();
+    }
+    assert_eq!(renewals(), 0, "a hold of 3 ms was looked after");
+    let guard = lock.acquire().await.unwrap();
+    tokio::time::sleep(20 * MS).await;
+    assert_eq!(renewals(), 1, "a hold of 20 ms was not");
+    guard.release().await.unwrap();
+}
