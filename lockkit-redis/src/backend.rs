@@ -8,6 +8,7 @@ use lockkit_core::{
     spi::{Backend, BackendInfo, Claim, ClaimRequest},
 };
 use redis::Value;
+use tokio::runtime::{Handle, RuntimeFlavor};
 
 use crate::{
     RedisConfig,
@@ -22,6 +23,12 @@ use crate::{
 /// A waiter is woken by a push, asks when the lease before it runs out, and asks anew after a reconnection. This is
 /// for what none of them covers.
 const FALLBACK_POLL: Duration = Duration::from_secs(60);
+
+/// Says that a hold can be renewed while its holder is at work without an await. On a runtime of one thread, the short lease of
+/// what a push has brought would be over before the hold is renewed, and only where the lock is contended.
+fn renews_meanwhile(runtime: &Handle) -> bool {
+    runtime.runtime_flavor() != RuntimeFlavor::CurrentThread
+}
 
 /// For how long a lock that was passed on waits for its new holder: `CLAIM` of the scripts.
 pub(crate) const PASSED_ON: Duration = Duration::from_secs(3);
@@ -78,13 +85,13 @@ impl RedisBackend {
     /// Dropping the future drops the connection.
     pub async fn connect(config: RedisConfig) -> Result<Self> {
         let server = config.address()?.server(config.sentinel.as_deref());
-        if tokio::runtime::Handle::try_current().is_err() {
+        let Ok(runtime) = Handle::try_current() else {
             let reason = "this must be awaited within a Tokio runtime";
             return Err(Error::permanent(NAME, "connect", reason));
-        }
+        };
         let dialler = Dialler::new(&config)?;
         let inbox = Inbox {
-            client: layout::new_client().into(),
+            client: layout::new_client(renews_meanwhile(&runtime)).into(),
             places: Arc::default(),
             master: None,
         };

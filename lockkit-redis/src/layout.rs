@@ -33,8 +33,9 @@ pub(crate) fn key(namespace: &str, name: &LockName, kind: Kind) -> Vec<u8> {
 /// A name for a client, with the process in it: after a fork, both sides draw the same numbers. The dot says to the scripts
 /// that it looks by itself which of its waiters have become the first in their queue, and the `t` that these take up what
 /// they are passed with its token.
-pub(crate) fn new_client() -> String {
-    format!("{:x}.{:016x}t", std::process::id(), fastrand::u64(..))
+pub(crate) fn new_client(takes_up: bool) -> String {
+    let takes_up = if takes_up { "t" } else { "" };
+    format!("{:x}.{:016x}{takes_up}", std::process::id(), fastrand::u64(..))
 }
 
 /// The key of those who wait for a lock.

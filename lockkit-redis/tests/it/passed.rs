@@ -29,7 +29,26 @@ fn asked(monitor: &Monitor) -> usize {
     lines.iter().filter(asks).count()
 }
 
+/// On the one thread that there is, nobody can renew what is short.
 #[tokio::test]
+async fn a_holder_on_a_runtime_of_one_thread_may_block_it() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&one, "a", LONG).acquire().await.unwrap();
+    let monitor = server.monitor().unwrap();
+    let waiting = waiter(&lock(&two, "a", LONG));
+    eventually("it waits", async || asked(&monitor) == 1).await;
+    held.release().await.unwrap();
+    let next = granted(AT_ONCE, "passed on", waiting).await;
+    std::thread::sleep(PASSED + Duration::from_millis(500));
+    assert!(next.is_held(), "it has blocked its runtime for 3.5 s of its ttl");
+    next.release().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hand_off_is_one_request_of_whoever_releases() {
     if no_server() {
         return;
@@ -108,7 +127,7 @@ impl Waiter {
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_passed_on_lasts_from_the_answer_before_it() {
     if no_server() {
         return;
@@ -145,7 +164,7 @@ async fn what_is_passed_on_lasts_from_the_answer_before_it() {
 }
 
 /// Its program stood still, or its connection is another one by now.
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_push_that_is_late_or_of_an_old_connection_is_a_hint() {
     if no_server() {
         return;
@@ -196,7 +215,7 @@ async fn a_push_that_is_late_or_of_an_old_connection_is_a_hint() {
 }
 
 /// The push comes through, and nothing else any more.
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_is_cut_off_when_passed_a_lock_is_told_before_another() {
     if no_server() {
         return;
@@ -228,7 +247,7 @@ async fn who_is_cut_off_when_passed_a_lock_is_told_before_another() {
 }
 
 /// To its holder, who holds it and no longer, and when it has gone on.
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_push_that_is_repeated_changes_nothing() {
     if no_server() {
         return;
@@ -267,7 +286,7 @@ async fn a_push_that_is_repeated_changes_nothing() {
 }
 
 /// A client of the version before does not know what to make of a token.
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_waiter_of_the_version_before_is_told_no_token() {
     if no_server() {
         return;
@@ -296,7 +315,7 @@ async fn a_waiter_of_the_version_before_is_told_no_token() {
 }
 
 /// It is what keeps it known how old a push can be.
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_waits_hears_of_the_server_each_second() {
     if no_server() {
         return;
