@@ -18,13 +18,13 @@ use tokio::{
 
 use super::{
     NAME,
-    contender::{Contender, Spec},
+    contender::{Contender, Pace, Spec},
     fault::{Fault, Result},
     watch::Events,
 };
 use crate::{
     Error, LossReason,
-    spi::{Claim, Grant, Lease, Renewal},
+    spi::{Claim, Grant, Lease, Mode, Renewal},
     sync::Mutex,
 };
 
@@ -133,12 +133,31 @@ impl FileClaim {
             .get_or_insert_with(|| Contender::new(Arc::clone(&self.spec)))
     }
 
-    /// Does `work` on a worker thread. If this future is dropped, it is done all the same.
+    /// Does `work` at once, unless the disk has been slow of late or it has to wait. Then a worker thread does all of it.
     async fn run<T: Send + 'static>(
         &mut self,
-        work: impl FnOnce(&mut Contender) -> T + Send + 'static,
+        mut work: impl FnMut(&mut Contender) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         Fault::unless_in_a_runtime()?;
+        let pace = Arc::clone(&self.spec.pace);
+        let state = self.settle().await;
+        if let Some(done) = pace.at_once(|| {
+            state.in_place = true;
+            let done = work(state);
+            state.in_place = false;
+            done
+        }) && !matches!(done, Err(Fault::Waits))
+        {
+            return done;
+        }
+        self.on_a_worker(work).await?
+    }
+
+    /// Does `work` on a worker thread. If this future is dropped, it is done all the same.
+    async fn on_a_worker<T: Send + 'static>(
+        &mut self,
+        mut work: impl FnMut(&mut Contender) -> T + Send + 'static,
+    ) -> Result<T> {
         self.settle().await;
         let state = self.idle.take().ok_or(Fault::Worker)?;
         let (sender, mut answer) = oneshot::channel();
@@ -173,6 +192,18 @@ impl FileClaim {
         woken
     }
 
+    /// Has a waiter show that it is alive. Says that it is worth while to try.
+    fn beat(&mut self) -> bool {
+        let Some(state) = &mut self.idle else {
+            return true;
+        };
+        let now = Instant::now();
+        self.spec.pace.at_once(|| state.beat()).unwrap_or_else(|| {
+            state.look_at = Some(now + Pace::MOST_SPARED);
+            false
+        })
+    }
+
     fn error(&self, fault: Fault, operation: &'static str) -> Error {
         fault.during(operation, Some(&self.spec.request.name))
     }
@@ -187,16 +218,25 @@ impl Claim for FileClaim {
                 self.burst = Burst::default();
             }
             let since = Instant::now();
-            let tried =
+            let attempt =
                 move |state: &mut Contender| state.attempt(waits, since).map(|()| state.hold.is_some());
-            let tried = self.run(tried).await;
-            let granted = tried.flatten().map_err(|fault| self.error(fault, "acquire"))?;
+            // Others make more files, or look at more of them.
+            let tried = if self.spec.request.mode == Mode::Exclusive {
+                self.run(attempt).await
+            } else {
+                self.on_a_worker(attempt).await.flatten()
+            };
+            let granted = tried.map_err(|fault| self.error(fault, "acquire"))?;
             if granted && self.settle().await.hold.is_none() {
                 return Err(self.error(Fault::Untaken, "acquire"));
             }
         }
         let Some(hold) = self.idle.as_ref().and_then(|state| state.hold.as_ref()) else {
-            self.burst.schedule();
+            if self.idle.as_ref().is_some_and(|state| state.is_stuck) {
+                self.burst.schedule();
+            } else {
+                self.burst = Burst::default();
+            }
             return Ok(None);
         };
         self.held = Some(Arc::clone(hold.file()));
@@ -210,7 +250,7 @@ impl Claim for FileClaim {
         self.take_events();
         let since = Instant::now();
         let stands = self.run(|state| state.stands()).await;
-        if stands.flatten().map_err(|fault| self.error(fault, "renew"))? {
+        if stands.map_err(|fault| self.error(fault, "renew"))? {
             Ok(Renewal::Held(Lease { since, length: None }))
         } else {
             Ok(Renewal::Lost(LossReason::Revoked))
@@ -221,10 +261,14 @@ impl Claim for FileClaim {
         if self.idle.is_none() && self.busy.is_none() {
             return Ok(());
         }
-        self.run(Contender::release)
-            .await
-            .map_err(|fault| self.error(fault, "release"))?;
+        // The last descriptor is to be closed with the hold.
         self.held = None;
+        self.run(|state| {
+            state.release();
+            Ok(())
+        })
+        .await
+        .map_err(|fault| self.error(fault, "release"))?;
         self.woken = false;
         self.burst = Burst::default();
         let lost = self
@@ -248,30 +292,40 @@ impl Claim for FileClaim {
         if self.woken || (granted && !holds) {
             return;
         }
-        let Self {
-            idle, woken, burst, ..
-        } = self;
-        let look_at = idle.as_ref().and_then(|state| state.look_at);
-        let events = idle.as_mut().and_then(|state| state.events.as_mut());
-        let event = async {
-            match events {
-                Some(events) => {
-                    events.next().await;
-                    true
+        if let Some(state) = self.idle.as_mut().filter(|_| holds)
+            && state.watch_hold()
+        {
+            self.woken = true;
+            return;
+        }
+        let unwatched = Instant::now() + poll;
+        loop {
+            let look_at = self.idle.as_ref().and_then(|state| state.look_at);
+            let events = self.idle.as_mut().and_then(|state| state.events.as_mut());
+            let event = async {
+                match events {
+                    Some(events) => {
+                        events.next().await;
+                        true
+                    }
+                    None if holds => std::future::pending().await,
+                    None => {
+                        sleep_until(unwatched).await;
+                        false
+                    }
                 }
-                None if holds => std::future::pending().await,
-                None => {
-                    sleep(poll).await;
-                    false
+            };
+            tokio::select! {
+                happened = event => {
+                    self.woken = happened;
+                    return;
                 }
+                () = self.burst.due(), if !holds => return,
+                () = sleep_until(look_at.unwrap_or(unwatched)), if !holds && look_at.is_some() => {}
             }
-        };
-        tokio::select! {
-            happened = event => {
-                *woken = happened;
+            if self.beat() {
+                return;
             }
-            () = burst.due(), if !holds => {}
-            () = sleep_until(look_at.unwrap_or_else(Instant::now)), if !holds && look_at.is_some() => {}
         }
     }
 

@@ -6,7 +6,7 @@ use std::{
     num::NonZeroU32,
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, SystemTime},
+    time::Duration,
 };
 
 use tokio::time::Instant;
@@ -14,20 +14,19 @@ use tokio::time::Instant;
 use super::{
     fault::{Fault, Inode, Result},
     flock::Flock,
-    hold::{Beacon, Hold, ReaderNote, Taken, touch},
+    hold::{Hold, ReaderNote, Taken},
     journal::{self, Entry},
+    queue::{self, BEAT, Before, Place},
     space::{self, Files},
     watch::{Events, Watcher},
 };
-use crate::spi::{ClaimRequest, Grant, Lease, Mode};
+use crate::{
+    spi::{ClaimRequest, Grant, Lease, Mode},
+    sync::Mutex,
+};
 
 /// How often a file that is replaced between locking and looking is tried again.
 const MAX_REPLACED: usize = 16;
-/// The pause after which a writer at the gate shows again that it is alive.
-const BEAT: Duration = Duration::from_millis(500);
-/// The time for which the gate stays closed after its writer last showed that. A stopped one must not keep everyone out.
-const GATE_LASTS: Duration = Duration::from_secs(2);
-
 /// What is claimed, and where.
 #[derive(Debug)]
 pub(super) struct Spec {
@@ -36,79 +35,276 @@ pub(super) struct Spec {
     pub watcher: Option<Arc<Watcher>>,
     /// How often to try again without a watcher.
     pub poll: Duration,
+    pub pace: Arc<Pace>,
+}
+
+/// How fast the disk answers. A busy one may keep even a step that does not wait for it.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    /// Until when nothing is done where it would keep others.
+    spared: Mutex<Option<Instant>>,
+}
+
+impl Pace {
+    /// A step that takes longer would keep others who share its thread.
+    const SLOW: Duration = Duration::from_millis(1);
+    /// How many times as long as it took its thread is spared then, so that others have nine tenths of it.
+    const SPARED: u32 = 10;
+    pub(super) const MOST_SPARED: Duration = Duration::from_millis(100);
+
+    /// Does a step, unless one was slow of late.
+    pub(super) fn at_once<T>(&self, step: impl FnOnce() -> T) -> Option<T> {
+        let began = Instant::now();
+        if self.is_spared(began) {
+            return None;
+        }
+        let done = step();
+        self.took(began, Instant::now());
+        Some(done)
+    }
+
+    pub(super) fn is_spared(&self, now: Instant) -> bool {
+        self.spared.lock().is_some_and(|until| now < until)
+    }
+
+    pub(super) fn took(&self, began: Instant, ended: Instant) {
+        let took = ended - began;
+        if took > Self::SLOW {
+            *self.spared.lock() = Some(ended + (took * Self::SPARED).min(Self::MOST_SPARED));
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn spare(&self) {
+        *self.spared.lock() = Some(Instant::now() + Duration::from_secs(3_600));
+    }
 }
 
 /// The state of one claim. Dropping it leaves nothing locked.
 #[derive(Debug)]
 pub(super) struct Contender {
     spec: Arc<Spec>,
+    /// What has to wait is a fault, for another thread to repeat it.
+    pub in_place: bool,
     pub hold: Option<Hold>,
     /// A release found the hold gone, and its caller has not been told yet.
     pub lost: bool,
     pub events: Option<Events>,
     /// The directory of the permits, when the events were begun.
     slots: Option<Inode>,
-    /// The instant at which to try again although nothing is told.
+    /// It was the first in the queue, or has still the same waiter before it, after the last attempt. Who wakes it may be about to go.
+    pub is_stuck: bool,
+    /// The instant of the next [`beat`](Self::beat).
     pub look_at: Option<Instant>,
-    gate: Option<Gate>,
+    /// The place in the queue, while it waits.
+    place: Option<Place>,
+    /// The waiter before it, if it is not the first.
+    before: Option<PathBuf>,
+    /// Of which the events are, if they are not the main file's.
+    watched: Option<PathBuf>,
     main: Option<Opened>,
 }
 
-/// Keeps new readers out while a writer waits for those inside.
-#[derive(Debug)]
-struct Gate {
-    lock: Flock,
-    inode: Inode,
-    /// Wakes the readers when the writer gives up or is killed.
-    beacon: Beacon,
-}
-
-/// The main file, open from one attempt to the next.
+/// A file that is to be locked; the main one is open from one attempt to the next.
 #[derive(Clone, Debug)]
 struct Opened {
     file: Arc<File>,
+    /// Closing it wakes others, so only who waits for it anyway opens it for writing before it is locked.
+    writes: bool,
     path: PathBuf,
     inode: Inode,
+}
+
+/// What came of locking a file.
+enum Locking {
+    Locked(Taken),
+    Taken,
+    /// The path does not lead to it any more.
+    Replaced,
 }
 
 impl Contender {
     pub(super) fn new(spec: Arc<Spec>) -> Self {
         Self {
             spec,
+            in_place: false,
             hold: None,
             lost: false,
             events: None,
             slots: None,
+            is_stuck: false,
             look_at: None,
-            gate: None,
+            place: None,
+            before: None,
+            watched: None,
             main: None,
         }
     }
 
-    /// Tries to be granted, once. One that `waits` keeps its place at the gate and is told of releases from now on.
+    /// Tries to be granted, once. One that `waits` has its place in the queue and is told when to try again from now on.
     pub(super) fn attempt(&mut self, waits: bool, since: Instant) -> Result<()> {
-        self.look_at = None;
-        if !waits {
-            self.gate = None;
-        }
-        let mut hold = self.contend(waits, since, None)?;
-        if hold.is_none() && waits && self.begin_to_watch() {
-            // It may have been released before the watch was there.
-            hold = self.contend(waits, since, None)?;
-        }
-        if hold.is_none() && !waits {
-            // An inspection may have been probing. It does so with the ledger to itself, so now it does not.
-            let ledger = self.spec.files.share_ledger()?;
-            hold = self.contend(waits, since, Some(ledger))?;
-        }
-        if let Some(hold) = &hold {
-            self.gate = None;
-            // What happened to its files before the watch was there, nobody tells.
-            if self.begin_to_watch() && !hold.stands()? {
-                return Err(self.replaced());
-            }
+        let before = self.before.clone();
+        let hold = if waits {
+            self.in_turn(since)?
+        } else {
+            self.leave_queue();
+            self.out_of_turn(since)?
+        };
+        self.is_stuck = self.place.is_some() && (self.before.is_none() || self.before == before);
+        if hold.is_some() {
+            self.place = None;
+            self.before = None;
+            // What tells of the end of the hold by being closed is to be open nowhere else. A semaphore's main file stays open,
+            // so that no other that takes its place has its inode.
+            self.main = self.main.take().filter(|main| !main.writes);
+        } else {
+            self.check_name()?;
+            self.beat();
         }
         self.hold = hold;
+        Ok(())
+    }
+
+    fn in_turn(&mut self, since: Instant) -> Result<Option<Hold>> {
+        if self.place.is_some() {
+            self.find_before()?;
+        } else {
+            if self.spec.files.queue().is_empty()? {
+                if let Some(hold) = self.contend(true, since, None)? {
+                    return Ok(Some(hold));
+                }
+            } else if let Mode::Permits(permits) = self.spec.request.mode {
+                // It is told of another size at once, and not when it is its turn.
+                let main = self.main(false)?;
+                if size(&self.spec.files, &main)? != Some(permits.get()) {
+                    self.set_size(permits, &main)?;
+                }
+            }
+            self.join_queue()?;
+        }
+        if !self.is_first()? {
+            return Ok(None);
+        }
+        self.begin_to_watch();
+        let mut hold = self.contend(true, since, None)?;
+        if hold.is_none() && self.begin_to_watch() {
+            // The file is another one now. It may have been released before the watch was there.
+            hold = self.contend(true, since, None)?;
+        }
+        Ok(hold)
+    }
+
+    /// Tries without a place in the queue. What is free is free to it, but readers that come one after the other must not keep a
+    /// writer out.
+    fn out_of_turn(&mut self, since: Instant) -> Result<Option<Hold>> {
+        if self.spec.request.mode == Mode::Shared && self.spec.files.queue().is_waited_in()? {
+            return Ok(None);
+        }
+        let mut hold = self.contend(false, since, None)?;
+        if hold.is_none() {
+            self.may_wait()?;
+            // An inspection may have been probing. It does so with the ledger to itself, so now it does not.
+            let ledger = self.spec.files.share_ledger()?;
+            hold = self.contend(false, since, Some(ledger))?;
+        }
+        Ok(hold)
+    }
+
+    fn join_queue(&mut self) -> Result<()> {
+        let (place, before) = Place::take(&self.spec.files.queue(), self.spec.request.owner)?;
+        self.place = Some(place);
+        self.before = match before {
+            Before::Waiter(ticket) => Some(ticket),
+            Before::Nobody | Before::Unlisted => None,
+        };
+        Ok(())
+    }
+
+    fn leave_queue(&mut self) {
+        self.place = None;
+        self.before = None;
+        self.look_at = None;
+        if self.watched.take().is_some() {
+            self.events = None;
+        }
+    }
+
+    /// Finds out who is before it now. A place that was lost is taken again, behind all.
+    fn find_before(&mut self) -> Result<()> {
+        let before = match &mut self.place {
+            Some(place) => {
+                place.show();
+                place.before()?
+            }
+            None => Before::Unlisted,
+        };
+        match before {
+            Before::Nobody => self.before = None,
+            Before::Waiter(ticket) => self.before = Some(ticket),
+            Before::Unlisted => {
+                self.leave_queue();
+                self.join_queue()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Says whether it is its turn. If not, it is told when the waiter before it has gone.
+    fn is_first(&mut self) -> Result<bool> {
+        for _ in 0..MAX_REPLACED {
+            let Some(before) = &self.before else {
+                if self.watched.take().is_some() {
+                    self.events = None;
+                }
+                return Ok(true);
+            };
+            if self.watched.as_ref() == Some(before) {
+                return Ok(false);
+            }
+            self.watched = Some(before.clone());
+            let watcher = self.spec.watcher.as_deref();
+            self.events = watcher.and_then(|watcher| watcher.watch(&[before]).ok());
+            if queue::counts(before)? {
+                return Ok(false);
+            }
+            // It left before the watch was there.
+            self.find_before()?;
+        }
+        Ok(false)
+    }
+
+    /// Shows that it is alive, and looks whether the waiter before it is. Says that it is worth while to try; if not, it sets the
+    /// time of the next look.
+    pub(super) fn beat(&mut self) -> bool {
+        let Some(place) = &mut self.place else {
+            self.look_at = None;
+            return false;
+        };
+        place.show();
+        let is_listed = place.is_listed();
+        self.look_in(Duration::ZERO);
+        if !is_listed {
+            return true;
+        }
+        let lasts = match &self.before {
+            Some(before) => queue::lasts(before).ok().flatten(),
+            None => Some(BEAT),
+        };
+        let Some(lasts) = lasts else { return true };
+        self.look_in(BEAT.min(lasts + Duration::from_millis(1)));
+        false
+    }
+
+    /// Hears of what happens to a hold's files from now on. Says whether something did before.
+    pub(super) fn watch_hold(&mut self) -> bool {
+        let begins = self.begin_to_watch() || self.events.is_none();
+        begins && matches!(self.stands(), Ok(false))
+    }
+
+    fn may_wait(&self) -> Result<()> {
+        if self.in_place {
+            return Err(Fault::Waits);
+        }
         Ok(())
     }
 
@@ -119,7 +315,8 @@ impl Contender {
 
     /// Gives everything up.
     pub(super) fn release(&mut self) {
-        self.gate = None;
+        self.leave_queue();
+        self.main = None;
         if let Some(hold) = self.hold.take() {
             // If it cannot tell, the release succeeds all the same.
             self.lost = matches!(hold.stands(), Ok(false));
@@ -148,60 +345,26 @@ impl Contender {
     /// With the ledger, nobody probes meanwhile. It is let go before the disk is waited for.
     fn contend(&mut self, waits: bool, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
         match self.spec.request.mode {
-            Mode::Exclusive => self.exclusive(waits, since, ledger),
-            Mode::Shared => self.shared(since, ledger),
+            Mode::Exclusive | Mode::Shared => self.whole(waits, since, ledger),
             Mode::Permits(permits) => self.permit(permits, since, ledger),
         }
     }
 
-    fn exclusive(&mut self, waits: bool, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
+    fn whole(&mut self, waits: bool, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
+        let how = match self.spec.request.mode {
+            Mode::Shared => Flock::shared,
+            Mode::Exclusive | Mode::Permits(_) => Flock::exclusive,
+        };
         for _ in 0..MAX_REPLACED {
-            let main = self.main()?;
-            let Some(probe) = Flock::exclusive(&main.file, &main.path)? else {
-                if waits {
-                    self.close_gate(&main)?;
+            let main = self.main(waits)?;
+            match main.lock(how, &self.spec.files)? {
+                Locking::Locked(taken) => {
+                    drop(ledger);
+                    let lives_in = vec![(main.path.clone(), main.inode)];
+                    return self.enter(&main, taken, lives_in, since).map(Some);
                 }
-                return Ok(None);
-            };
-            let beacon = match self.gate.take() {
-                Some(gate) => Some(gate.beacon),
-                None => main.beacon()?,
-            };
-            let Some(beacon) = beacon else { continue };
-            // Another may get in between the two, and then it is taken.
-            drop(probe);
-            let Some(taken) = beacon.lock(Flock::exclusive, &main.path)? else {
-                return Ok(None);
-            };
-            if space::is_at(&main.path, main.inode)? {
-                drop(ledger);
-                return self
-                    .enter(&main, taken, vec![(main.path.clone(), main.inode)], since)
-                    .map(Some);
-            }
-        }
-        Err(self.replaced())
-    }
-
-    fn shared(&mut self, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
-        for _ in 0..MAX_REPLACED {
-            let main = self.main()?;
-            if self.gate_is_closed()? {
-                return Ok(None);
-            }
-            let Some(probe) = Flock::shared(&main.file, &main.path)? else {
-                return Ok(None);
-            };
-            let Some(beacon) = main.beacon()? else { continue };
-            let taken = beacon.lock(Flock::shared, &main.path)?;
-            drop(probe);
-            if let Some(taken) = taken
-                && space::is_at(&main.path, main.inode)?
-            {
-                drop(ledger);
-                return self
-                    .enter(&main, taken, vec![(main.path.clone(), main.inode)], since)
-                    .map(Some);
+                Locking::Taken => return Ok(None),
+                Locking::Replaced => {}
             }
         }
         Err(self.replaced())
@@ -209,7 +372,7 @@ impl Contender {
 
     fn permit(&mut self, permits: NonZeroU32, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
         for _ in 0..MAX_REPLACED {
-            let main = self.main()?;
+            let main = self.main(false)?;
             if size(&self.spec.files, &main)? != Some(permits.get()) {
                 self.set_size(permits, &main)?;
                 continue;
@@ -235,7 +398,7 @@ impl Contender {
     fn set_size(&self, permits: NonZeroU32, main: &Opened) -> Result<()> {
         let Spec { request, files, .. } = &*self.spec;
         let _size = files.lock_size()?;
-        let Some(beacon) = main.beacon()? else {
+        let Some(file) = main.writable()? else {
             return Ok(());
         };
         let in_use = size(files, main)?;
@@ -259,7 +422,7 @@ impl Contender {
                 return Err(Fault::Permits { reason });
             }
         }
-        journal::set_size(files, &beacon.0, request)
+        journal::set_size(files, &file, request)
     }
 
     /// Locks a permit that is free. Beginning at one of its own saves looking at those that others began at.
@@ -271,16 +434,8 @@ impl Contender {
                 continue;
             };
             let path = self.spec.files.permit(index);
-            let slot = Opened::new(self.spec.files.open_or_create(&path)?, path)?;
-            let Some(probe) = Flock::exclusive(&slot.file, &slot.path)? else {
-                continue;
-            };
-            let Some(beacon) = slot.beacon()? else { continue };
-            drop(probe);
-            let taken = beacon.lock(Flock::exclusive, &slot.path)?;
-            if let Some(taken) = taken
-                && space::is_at(&slot.path, slot.inode)?
-            {
+            let slot = Opened::new(self.spec.files.open_or_create(&path)?, false, path);
+            if let Locking::Locked(taken) = slot.lock(Flock::exclusive, &self.spec.files)? {
                 return Ok(Some((taken, (slot.path, slot.inode))));
             }
         }
@@ -300,15 +455,15 @@ impl Contender {
         let mut reader = None;
         match request.mode {
             Mode::Exclusive => {
-                entry = journal::mint(files, taken.lock.file(), request)?;
+                entry = journal::mint(files, taken.lock.file(), request, || self.may_wait())?;
             }
             Mode::Shared => {
-                entry = journal::mint(files, taken.lock.file(), request)?;
+                entry = journal::mint(files, taken.lock.file(), request, || self.may_wait())?;
                 reader = Some(self.note_reader(&entry)?);
             }
             Mode::Permits(_) => {
                 let counter = main.writable()?.ok_or_else(|| self.replaced())?;
-                entry = journal::mint(files, &counter, request)?;
+                entry = journal::mint(files, &counter, request, || self.may_wait())?;
                 if let Some((slot, _)) = lives_in.last() {
                     journal::note(taken.lock.file(), slot, &entry)?;
                 }
@@ -328,9 +483,10 @@ impl Contender {
         let path = dir.join(request.owner.to_string());
         let unlisted = dir.join(format!(".{}", request.owner));
         for _ in 0..MAX_REPLACED {
-            let Some(file) = space::create_writable(&unlisted)?.map(Arc::new) else {
+            let Some((file, _)) = space::create_writable(&unlisted)? else {
                 continue;
             };
+            let file = Arc::new(file);
             // An inspection that takes it for a dead reader's may have it, and removes it.
             let Some(lock) = Flock::exclusive(&file, &unlisted)? else {
                 continue;
@@ -345,82 +501,37 @@ impl Contender {
         Err(Fault::Replaced { path })
     }
 
-    /// Keeps new readers out, if it is readers that this writer waits for. While a writer is inside there is no need
-    /// for it, and readers get an even chance when that one leaves.
-    fn close_gate(&mut self, main: &Opened) -> Result<()> {
-        let last = journal::read(&self.spec.files, &main.file)?;
-        if !last.is_some_and(|last| last.is_shared()) {
-            self.gate = None;
-            return Ok(());
-        }
-        let path = self.spec.files.gate();
-        match &self.gate {
-            Some(gate) if space::is_at(&path, gate.inode)? => {}
-            _ => self.gate = self.take_gate(&path, main)?,
-        }
-        if let Some(gate) = &self.gate {
-            touch(gate.lock.file());
-            self.look_in(BEAT);
-        }
-        Ok(())
-    }
-
-    /// Locks the gate, unless another writer has it. That of a writer that shows no life any more is replaced.
-    fn take_gate(&mut self, path: &Path, main: &Opened) -> Result<Option<Gate>> {
-        for _ in 0..MAX_REPLACED {
-            let file = Arc::new(self.spec.files.open_or_create(path)?);
-            let inode = space::inode(&file, path)?;
-            let Some(lock) = Flock::exclusive(&file, path)? else {
-                if let Some(left) = gate_lasts(&file, path)? {
-                    self.look_in(left);
-                    return Ok(None);
-                }
-                // Another may have done so before, and then its writer takes the gate again.
-                let _ = fs::remove_file(path);
-                continue;
-            };
-            if space::is_at(path, inode)? {
-                return Ok(main.beacon()?.map(|beacon| Gate { lock, inode, beacon }));
-            }
-        }
-        Ok(None)
-    }
-
-    fn gate_is_closed(&mut self) -> Result<bool> {
-        let path = self.spec.files.gate();
-        let Some(gate) = space::open(&path)?.map(Arc::new) else {
-            return Ok(false);
-        };
-        let Some(left) = gate_lasts(&gate, &path)? else {
-            return Ok(false);
-        };
-        if Flock::shared(&gate, &path)?.is_some() {
-            return Ok(false);
-        }
-        self.look_in(left);
-        Ok(true)
-    }
-
     fn look_in(&mut self, after: Duration) {
         self.look_at = Some(Instant::now() + after);
     }
 
     /// The main file as it is now. One that was replaced is left, together with what was in hand on it.
-    fn main(&mut self) -> Result<Opened> {
+    fn main(&mut self, writes: bool) -> Result<Opened> {
         if let Some(main) = &self.main
             && space::is_at(&main.path, main.inode)?
         {
             return Ok(main.clone());
         }
-        self.main = None;
-        self.gate = None;
-        self.events = None;
-        let path = self.spec.files.main();
-        let file = self.spec.files.open_or_create(&path)?;
-        if let Some(last) = journal::read(&self.spec.files, &file)? {
-            last.check_name(self.spec.request.name.as_str(), &path)?;
+        if self.main.take().is_some() {
+            self.events = None;
         }
-        Ok(self.main.insert(Opened::new(file, path)?).clone())
+        let files = &self.spec.files;
+        let path = files.main();
+        let opened = if writes {
+            files.open_or_create_writable(&path)?
+        } else {
+            files.open_or_create(&path)?
+        };
+        Ok(self.main.insert(Opened::new(opened, writes, path)).clone())
+    }
+
+    /// Checks that what was taken is the name that is claimed.
+    fn check_name(&self) -> Result<()> {
+        let Some(main) = &self.main else { return Ok(()) };
+        let last = journal::read(&self.spec.files, &main.file)?;
+        last.map_or(Ok(()), |last| {
+            last.check_name(self.spec.request.name.as_str(), &main.path)
+        })
     }
 
     fn replaced(&self) -> Fault {
@@ -431,37 +542,54 @@ impl Contender {
 }
 
 impl Opened {
-    fn new(file: File, path: PathBuf) -> Result<Self> {
-        let inode = space::inode(&file, &path)?;
+    fn new((file, inode): (File, Inode), writes: bool, path: PathBuf) -> Self {
         let file = Arc::new(file);
-        Ok(Self { file, path, inode })
+        Self {
+            file,
+            writes,
+            path,
+            inode,
+        }
+    }
+
+    /// Locks it through a writable descriptor.
+    fn lock(
+        &self,
+        how: impl Fn(&Arc<File>, &Path) -> Result<Option<Flock>>,
+        files: &Files,
+    ) -> Result<Locking> {
+        let mut file = Arc::clone(&self.file);
+        if !self.writes {
+            let Some(probe) = how(&file, &self.path)? else {
+                return Ok(Locking::Taken);
+            };
+            let Some(writable) = self.writable()? else {
+                return Ok(Locking::Replaced);
+            };
+            file = Arc::new(writable);
+            // Another may get in between the two, and then it is taken.
+            drop(probe);
+        }
+        let Some(lock) = how(&file, &self.path)? else {
+            return Ok(Locking::Taken);
+        };
+        if !space::is_at(&self.path, self.inode)? {
+            return Ok(Locking::Replaced);
+        }
+        let queue = files.queue();
+        Ok(Locking::Locked(Taken { lock, queue }))
     }
 
     /// The same file, open for writing; `None` if it was replaced.
     fn writable(&self) -> Result<Option<File>> {
-        let Some(file) = space::open_writable(&self.path)? else {
-            return Ok(None);
-        };
-        Ok((space::inode(&file, &self.path)? == self.inode).then_some(file))
-    }
-
-    fn beacon(&self) -> Result<Option<Beacon>> {
-        Ok(self.writable()?.map(|file| Beacon(Arc::new(file))))
+        let opened = space::open_writable(&self.path)?;
+        Ok(opened.and_then(|(file, inode)| (inode == self.inode).then_some(file)))
     }
 }
 
 /// The number of permits that was last asked for.
 fn size(files: &Files, main: &Opened) -> Result<Option<u32>> {
     Ok(journal::read(files, &main.file)?.map(|last| last.permits))
-}
-
-/// For how long the gate stays closed if its writer shows no life; `None` if it is open by now. A clock that was set
-/// opens it, until its writer shows life again.
-fn gate_lasts(gate: &File, path: &Path) -> Result<Option<Duration>> {
-    let shown = gate.metadata().and_then(|metadata| metadata.modified());
-    let shown = shown.map_err(Fault::io("look at", path))?;
-    let age = SystemTime::now().duration_since(shown).ok();
-    Ok(age.and_then(|age| GATE_LASTS.checked_sub(age)))
 }
 
 #[cfg(test)]
@@ -481,13 +609,14 @@ mod tests {
             files: files.clone(),
             watcher: None,
             poll: Duration::from_secs(1),
+            pace: Arc::default(),
         }));
-        let main = contender.main().unwrap();
+        let main = contender.main(false).unwrap();
         assert!(main.writable().unwrap().is_some());
         fs::remove_file(files.main()).unwrap();
         assert!(main.writable().unwrap().is_none(), "deleted");
         fs::write(files.main(), "").unwrap();
         assert!(main.writable().unwrap().is_none(), "replaced");
-        assert_ne!(contender.main().unwrap().inode, main.inode);
+        assert_ne!(contender.main(false).unwrap().inode, main.inode);
     }
 }

@@ -103,6 +103,7 @@ fn holder() {
             files: space.files(&name, Kind::Lock),
             watcher: None,
             poll: Duration::from_secs(1),
+            pace: Arc::default(),
         }));
         contender.attempt(false, Instant::now().into()).unwrap();
         let Some(hold) = &contender.hold else { continue };

@@ -41,6 +41,8 @@ pub(super) enum Fault {
     Replaced { path: PathBuf },
     #[error("{} stayed locked by another process for over {waited_ms} ms; it may be stopped", .path.display())]
     LedgerBusy { path: PathBuf, waited_ms: u64 },
+    #[error("it has to wait, which it may not where it runs")]
+    Waits,
     #[error("the worker thread ended before it was done")]
     Worker,
     #[error("it was granted, and given up when nobody had taken it for as long as its ttl")]

@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File, FileTimes},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
     time::SystemTime,
 };
@@ -10,6 +10,7 @@ use std::{
 use super::{
     fault::{Inode, Result},
     flock::Flock,
+    queue::Queue,
     space,
 };
 use crate::spi::Grant;
@@ -56,43 +57,21 @@ impl Hold {
     }
 }
 
-/// A lock that is taken through the very descriptor whose last close wakes the waiters, in whichever process that is.
+/// A lock that is taken through a writable descriptor, whose last close wakes the first in the queue, in whichever process that is.
 #[derive(Debug)]
 pub(super) struct Taken {
-    /// Goes first: the waiters are woken when it is gone.
     pub lock: Flock,
-    beacon: Beacon,
+    pub queue: Queue,
 }
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        // Stopped between the unlocking and the beacon, a process would leave a free lock that nobody hears of. Who is
-        // woken now looks again soon, and in most cases it is free by then.
-        touch(&self.beacon.0);
-    }
-}
-
-/// A writable descriptor of a watched file. The system tells the watchers when it is closed, also when its process is
-/// killed.
-#[derive(Debug)]
-pub(super) struct Beacon(pub Arc<File>);
-
-impl Beacon {
-    /// Locks the file through it, unless it is taken.
-    pub(super) fn lock(
-        self,
-        lock: impl FnOnce(&Arc<File>, &Path) -> Result<Option<Flock>>,
-        path: &Path,
-    ) -> Result<Option<Taken>> {
-        let locked = lock(&self.0, path)?;
-        Ok(locked.map(|lock| Taken { lock, beacon: self }))
-    }
-}
-
-impl Drop for Beacon {
-    fn drop(&mut self) {
-        // While a forked child has the descriptor too, closing it tells nobody.
-        touch(&self.0);
+        // Stopped between the unlocking and the closing, a process would leave a free lock that nobody hears of; and while a forked
+        // child has the descriptor too, closing it tells nobody. Who is woken now looks again soon, and in most cases it
+        // is free by then.
+        if self.queue.was_ever_waited_in() {
+            touch(self.lock.file());
+        }
     }
 }
 
@@ -121,17 +100,25 @@ impl Drop for ReaderNote {
 mod tests {
     use std::time::Duration;
 
-    use super::{super::watch::Watcher, *};
+    use super::{
+        super::{queue::Place, watch::Watcher},
+        *,
+    };
+    use crate::spi::OwnerId;
 
     #[tokio::test]
     async fn waiters_are_told_although_a_forked_child_has_the_descriptor() {
         let dir = tempfile::TempDir::new().unwrap();
         let path = dir.path().join("lock");
-        let beacon = Beacon(Arc::new(File::create(&path).unwrap()));
-        let _childs = beacon.0.try_clone().unwrap();
+        let file = Arc::new(File::create(&path).unwrap());
+        let _childs = file.try_clone().unwrap();
+        let queue = Queue::new(dir.path().join("queue"));
+        let _waiter = Place::take(&queue, OwnerId::new(1)).unwrap();
+        let lock = Flock::exclusive(&file, &path).unwrap().unwrap();
+        drop(file);
         let watcher = Watcher::new(Vec::new()).unwrap();
         let mut events = watcher.watch(&[&path]).unwrap();
-        drop(beacon);
+        drop(Taken { lock, queue });
         tokio::time::timeout(Duration::from_secs(20), events.next())
             .await
             .expect("told in time");

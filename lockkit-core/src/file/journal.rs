@@ -92,11 +92,6 @@ impl Entry {
         self.life.is_some() && self.life == life
     }
 
-    /// The last grant was to a shared holder.
-    pub(super) fn is_shared(&self) -> bool {
-        self.permits == 0
-    }
-
     /// Checks that the file is about this name.
     pub(super) fn check_name(&self, name: &str, path: &Path) -> Result<()> {
         if self.name == name {
@@ -112,14 +107,20 @@ impl Entry {
 /// Gives out tokens to a holder: as many as it asks for if it holds alone, else one. The caller cannot be granted
 /// beside one that holds alone.
 ///
-/// A new file starts at the clock, in microseconds, so that tokens go on rising if the file was deleted.
-pub(super) fn mint(files: &Files, file: &File, request: &ClaimRequest) -> Result<Entry> {
+/// A new file starts at the clock, in microseconds, so that tokens go on rising if the file was deleted. Before it waits for the
+/// disk, and before it has written anything, it asks whether it `may_wait`.
+pub(super) fn mint(
+    files: &Files,
+    file: &File,
+    request: &ClaimRequest,
+    may_wait: impl FnOnce() -> Result<()>,
+) -> Result<Entry> {
     let entry = if request.mode == Mode::Exclusive {
         // There is no reader inside, so nobody writes in any lane.
-        append(files, file, request, 0, request.tokens.get())?
+        append(files, file, request, (0, request.tokens.get()), may_wait)?
     } else {
         let (lane, _lock) = files.lock_lane(LANES)?;
-        append(files, file, request, lane, 1)?
+        append(files, file, request, (lane, 1), may_wait)?
     };
     if entry.life.is_none() {
         sync(file, &files.main())?;
@@ -133,10 +134,16 @@ pub(super) fn mint(files: &Files, file: &File, request: &ClaimRequest) -> Result
 
 /// Sets a semaphore's size. The caller has it locked, and nobody has a permit.
 pub(super) fn set_size(files: &Files, file: &File, request: &ClaimRequest) -> Result<()> {
-    append(files, file, request, 0, 1).map(drop)
+    append(files, file, request, (0, 1), || Ok(())).map(drop)
 }
 
-fn append(files: &Files, file: &File, request: &ClaimRequest, lane: u64, tokens: u32) -> Result<Entry> {
+fn append(
+    files: &Files,
+    file: &File,
+    request: &ClaimRequest,
+    (lane, tokens): (u64, u32),
+    may_wait: impl FnOnce() -> Result<()>,
+) -> Result<Entry> {
     let path = files.main();
     let life = files.space().life();
     let lanes = read_main(files, file)?;
@@ -162,6 +169,9 @@ fn append(files: &Files, file: &File, request: &ClaimRequest, lane: u64, tokens:
     // meanwhile has left no ceiling.
     let begun = before.is_some_and(|last| last.is_of(life) && last.ceiling > 0);
     let is_covered = begun && next(above).is_some_and(|(_, last)| last <= ceiling);
+    if !is_covered {
+        may_wait()?;
+    }
     let ceilings = if life.is_none() || is_covered {
         None
     } else {
@@ -219,7 +229,7 @@ struct Ceilings {
 impl Ceilings {
     fn open(files: &Files) -> Result<Self> {
         let path = files.ceiling();
-        let Some(file) = space::create_writable(&path)? else {
+        let Some((file, _)) = space::create_writable(&path)? else {
             return Err(Fault::Replaced { path });
         };
         let lanes = read_lanes(&file, &path, |_| Ok(false))?;
@@ -602,7 +612,7 @@ mod tests {
             let space = Arc::new(Space::open_in(life, dir.path(), "").unwrap());
             let files = space.files(&LockName::new(name).unwrap(), Kind::Lock);
             files.open_or_create(&files.main()).unwrap();
-            let file = space::open_writable(&files.main()).unwrap().unwrap();
+            let (file, _) = space::open_writable(&files.main()).unwrap().unwrap();
             Self { dir, files, file }
         }
 
@@ -611,12 +621,16 @@ mod tests {
             Self::at(self.dir, name, life)
         }
 
+        fn mint_for(&self, request: &ClaimRequest) -> Result<Entry> {
+            mint(&self.files, &self.file, request, || Ok(()))
+        }
+
         fn mint(&self) -> Result<Entry> {
-            mint(&self.files, &self.file, &request("n", Mode::Exclusive))
+            self.mint_for(&request("n", Mode::Exclusive))
         }
 
         fn mint_shared(&self) -> Entry {
-            mint(&self.files, &self.file, &request("n", Mode::Shared)).unwrap()
+            self.mint_for(&request("n", Mode::Shared)).unwrap()
         }
 
         fn read(&self) -> Result<Option<Entry>> {
@@ -679,7 +693,7 @@ mod tests {
             assert_eq!(locked + lane, LANES - 1);
             stopped.push(lock);
         }
-        let none = mint(&fixture.files, &fixture.file, &request("n", Mode::Shared));
+        let none = fixture.mint_for(&request("n", Mode::Shared));
         assert!(matches!(none, Err(Fault::LedgerBusy { .. })));
         stopped.pop();
         assert!(fixture.mint_shared().holder.token > last.last);
@@ -749,7 +763,7 @@ mod tests {
                     let _lanes: Vec<_> = (0..busy)
                         .map(|_| fixture.files.lock_lane(LANES).unwrap())
                         .collect();
-                    match mint(&fixture.files, &fixture.file, &request) {
+                    match fixture.mint_for(&request) {
                         Ok(entry) => {
                             assert!(
                                 *entry.tokens().start() > granted,
@@ -795,7 +809,7 @@ mod tests {
                     // Two in three are killed before they are granted. A long entry takes one sync more.
                     let syncs = (n % 3 != 2).then_some(usize::from(name.len() > 1));
                     DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = syncs);
-                    let minted = mint(&fixture.files, &fixture.file, &request);
+                    let minted = fixture.mint_for(&request);
                     for _ in 0..64 {
                         let left = after_a_crash(&fixture.files.main(), false, &mut rng);
                         let copy = tempfile::tempfile().unwrap();
@@ -835,7 +849,7 @@ mod tests {
                     fixture = fixture.in_life(name, if older { None } else { life(number) });
                     let mut request = request(name, if rng.bool() { Mode::Shared } else { Mode::Exclusive });
                     request.tokens = NonZeroU32::new(rng.u32(1..9_000)).unwrap();
-                    let entry = match mint(&fixture.files, &fixture.file, &request) {
+                    let entry = match fixture.mint_for(&request) {
                         // What is longer than a sector may be torn.
                         Err(Fault::Damaged { .. }) if older && round % 2 == 1 => continue,
                         minted => minted.unwrap(),
@@ -915,7 +929,7 @@ mod tests {
         fixture.mint_shared();
         let (_, first) = fixture.files.lock_lane(LANES).unwrap();
         DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = Some(2));
-        let killed = mint(&fixture.files, &fixture.file, &request("n", Mode::Shared));
+        let killed = fixture.mint_for(&request("n", Mode::Shared));
         assert!(matches!(killed, Err(Fault::Worker)));
         DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = None);
         drop(first);
@@ -1017,7 +1031,7 @@ mod tests {
     fn the_file_of_another_name_is_left_alone() {
         let fixture = Fixture::new();
         let entry = fixture.mint().unwrap();
-        let minted = mint(&fixture.files, &fixture.file, &request("m", Mode::Exclusive));
+        let minted = fixture.mint_for(&request("m", Mode::Exclusive));
         assert!(matches!(minted, Err(Fault::OtherName { found, .. }) if found == "n"));
         assert_eq!(fixture.read().unwrap(), Some(entry));
     }

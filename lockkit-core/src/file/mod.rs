@@ -12,6 +12,7 @@ mod hold;
 mod inspect;
 mod journal;
 mod life;
+mod queue;
 mod space;
 #[cfg(target_os = "linux")]
 mod watch;
@@ -29,7 +30,14 @@ use std::{
 use async_trait::async_trait;
 use tokio::task::spawn_blocking;
 
-use self::{claim::FileClaim, contender::Spec, fault::Fault, journal::Holding, space::Space, watch::Watcher};
+use self::{
+    claim::FileClaim,
+    contender::{Pace, Spec},
+    fault::Fault,
+    journal::Holding,
+    space::Space,
+    watch::Watcher,
+};
 use crate::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
@@ -100,16 +108,18 @@ impl FileConfig {
 ///
 /// A hold is an advisory lock of the operating system on a file, so it ends with the process that has it, however that
 /// ends, and needs no lease. Fencing tokens go on rising when the host crashes: a number above them is on disk
-/// before they are handed out. Waiters sleep in the kernel and are woken by inotify on Linux; elsewhere, and where the system's inotify instances are used up, they poll.
+/// before they are handed out. Waiters are granted in turn. They are woken by inotify on Linux; elsewhere, and where the system's
+/// inotify instances are used up, they poll.
 ///
-/// What it cannot do: serve more than one host (also through a network file system), grant in the order of waiting,
-/// or end someone else's hold. A holder that is stopped holds on until it is continued or killed. If a lock's file is
-/// deleted while the lock is held, the holder is told that it is lost, but not before another may be granted.
+/// What it cannot do: serve more than one host (also through a network file system), or end someone else's hold. A holder
+/// that is stopped holds on until it is continued or killed. If a lock's file is deleted while the lock is held, the holder is
+/// told that it is lost, but not before another may be granted.
 pub struct FileBackend {
     space: Arc<Space>,
     namespace: Arc<str>,
     poll: Option<Duration>,
     watcher: Mutex<Option<Arc<Watcher>>>,
+    pace: Arc<Pace>,
     watched: bool,
 }
 
@@ -139,6 +149,7 @@ impl FileBackend {
             poll,
             watched: watcher.is_some(),
             watcher: Mutex::new(watcher.map(Arc::new)),
+            pace: Arc::default(),
         })
     }
 
@@ -193,6 +204,7 @@ impl Backend for FileBackend {
             files: self.space.files(&request.name, request.mode.kind()),
             watcher,
             poll: self.poll.unwrap_or(POLL_UNWATCHED),
+            pace: Arc::clone(&self.pace),
         })))
     }
 
@@ -245,7 +257,75 @@ async fn blocking<T: Send + 'static>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spi::OwnerId;
+    use crate::spi::{OwnerId, Renewal};
+
+    async fn claim(backend: &FileBackend, owner: u128) -> Box<dyn Claim> {
+        let request = ClaimRequest::new(
+            LockName::new("n").unwrap(),
+            Mode::Exclusive,
+            Duration::from_secs(30),
+            OwnerId::new(owner),
+        );
+        backend.claim(&request).await.unwrap()
+    }
+
+    /// A holder does not lose its lock before it is told, also where its runtime does no work any more.
+    #[test]
+    fn work_that_is_never_begun_frees_nothing() {
+        let runtime = || {
+            tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .unwrap()
+        };
+        let (first, second) = (runtime(), runtime());
+        let ended = first.handle().clone();
+        let dir = tempfile::TempDir::new().unwrap();
+        second.block_on(async {
+            let backend = FileBackend::open(FileConfig::new(dir.path())).await.unwrap();
+            backend.pace.spare();
+            let mut holder = claim(&backend, 1).await;
+            assert!(holder.attempt(Duration::ZERO).await.unwrap().is_some());
+            first.shutdown_background();
+            let within = ended.enter();
+            holder.renew().await.unwrap_err();
+            drop(within);
+            let mut rival = claim(&backend, 2).await;
+            let tried = rival.attempt(Duration::ZERO).await.unwrap();
+            assert_eq!(tried, None, "nobody has told the holder");
+            assert!(matches!(holder.renew().await.unwrap(), Renewal::Held(_)));
+            holder.release().await.unwrap();
+            assert!(rival.attempt(Duration::ZERO).await.unwrap().is_some());
+        });
+    }
+
+    #[test]
+    fn whoever_shares_a_thread_has_most_of_it_however_slow_the_disk() {
+        let pace = Pace::default();
+        let (mut now, mut kept) = (tokio::time::Instant::now(), Duration::ZERO);
+        let began = now;
+        for tenths in [1, 9, 11, 20, 100, 70, 5, 40] {
+            while pace.is_spared(now) {
+                now += Duration::from_micros(100);
+            }
+            let took = Duration::from_micros(100 * tenths);
+            if tenths >= 10 {
+                kept += took;
+            }
+            pace.took(now, now + took);
+            now += took;
+            assert_eq!(pace.is_spared(now), tenths > 10, "{took:?}");
+        }
+        while pace.is_spared(now) {
+            now += Duration::from_micros(100);
+        }
+        assert!(kept * 10 <= now - began, "{kept:?} of {:?}", now - began);
+        pace.took(now, now + Duration::from_secs(10));
+        assert!(
+            !pace.is_spared(now + Duration::from_millis(10_101)),
+            "for a while only"
+        );
+    }
 
     #[tokio::test]
     async fn without_inotify_a_waiter_polls() {
@@ -257,20 +337,8 @@ mod tests {
         assert!(!info.capabilities.notified);
         assert_eq!(info.fallback_poll, POLL_UNWATCHED);
 
-        let name = LockName::new("n").unwrap();
-        let mut claims = Vec::new();
-        for owner in 0..2 {
-            let request = ClaimRequest::new(
-                name.clone(),
-                Mode::Exclusive,
-                Duration::from_secs(30),
-                OwnerId::new(owner),
-            );
-            claims.push(backend.claim(&request).await.unwrap());
-        }
-        let [holder, waiter] = &mut claims[..] else {
-            panic!("two claims")
-        };
+        let mut claims = [claim(&backend, 1).await, claim(&backend, 2).await];
+        let [holder, waiter] = &mut claims;
         assert!(holder.attempt(Duration::ZERO).await.unwrap().is_some());
         let started = std::time::Instant::now();
         let mut denied = 0;

@@ -18,6 +18,7 @@ use super::{
     fault::{Fault, Inode, Result},
     flock::Flock,
     life::Life,
+    queue::Queue,
 };
 use crate::{Kind, LockName};
 
@@ -155,9 +156,12 @@ impl Files {
         })
     }
 
-    /// Locked by a writer that waits for readers to leave.
-    pub(super) fn gate(&self) -> PathBuf {
-        self.path("gate")
+    /// Has a ticket for each that waits.
+    pub(super) fn queue(&self) -> Queue {
+        Queue::new(self.path(match self.kind {
+            Kind::Lock => "queue",
+            Kind::Semaphore => "semqueue",
+        }))
     }
 
     /// Has a file for each shared holder.
@@ -192,17 +196,33 @@ impl Files {
     }
 
     /// Opens for reading, so that closing it again wakes nobody; makes it, and its directory, if missing.
-    pub(super) fn open_or_create(&self, path: &Path) -> Result<File> {
-        match create(path) {
-            Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-                self.space.ensure()?;
-                if self.kind == Kind::Semaphore {
-                    ensure_dir(&self.permits())?;
-                }
-                create(path)
-            }
-            other => other,
+    pub(super) fn open_or_create(&self, path: &Path) -> Result<(File, Inode)> {
+        if let Some(opened) = if_there(create(path))? {
+            return Ok(opened);
         }
+        self.ensure()?;
+        create(path)
+    }
+
+    /// Opens for writing, so that closing it again wakes whoever watches the file; makes it, and its directory, if missing.
+    pub(super) fn open_or_create_writable(&self, path: &Path) -> Result<(File, Inode)> {
+        for _ in 0..2 {
+            if let Some(opened) = create_writable(path)? {
+                return Ok(opened);
+            }
+            self.ensure()?;
+        }
+        Err(Fault::Replaced {
+            path: path.to_owned(),
+        })
+    }
+
+    fn ensure(&self) -> Result<()> {
+        self.space.ensure()?;
+        if self.kind == Kind::Semaphore {
+            ensure_dir(&self.permits())?;
+        }
+        Ok(())
     }
 
     /// Makes the directory of the shared holders.
@@ -254,9 +274,8 @@ impl Files {
         path: &Path,
         lock: impl Fn(&Arc<File>, &Path) -> Result<Option<Flock>>,
     ) -> Result<Option<Flock>> {
-        let file = Arc::new(self.open_or_create(path)?);
-        let inode = inode(&file, path)?;
-        match lock(&file, path)? {
+        let (file, inode) = self.open_or_create(path)?;
+        match lock(&Arc::new(file), path)? {
             Some(locked) if is_at(path, inode)? => Ok(Some(locked)),
             _ => Ok(None),
         }
@@ -269,27 +288,20 @@ impl Files {
 
 /// Opens an existing file for reading.
 pub(super) fn open(path: &Path) -> Result<Option<File>> {
-    match regular(OpenOptions::new().read(true), path) {
-        Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
-        other => other.map(Some),
-    }
+    let opened = if_there(regular(OpenOptions::new().read(true), 0, path))?;
+    Ok(opened.map(|(file, _)| file))
 }
 
 /// Opens an existing file for writing. Closing it wakes whoever watches the file.
-pub(super) fn open_writable(path: &Path) -> Result<Option<File>> {
-    match regular(OpenOptions::new().read(true).write(true), path) {
-        Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
-        other => other.map(Some),
-    }
+pub(super) fn open_writable(path: &Path) -> Result<Option<(File, Inode)>> {
+    if_there(regular(OpenOptions::new().read(true).write(true), 0, path))
 }
 
 /// Opens a file for writing that is made if it is missing; `None` if its directory is missing.
-pub(super) fn create_writable(path: &Path) -> Result<Option<File>> {
+pub(super) fn create_writable(path: &Path) -> Result<Option<(File, Inode)>> {
     let mut options = OpenOptions::new();
-    match regular(options.read(true).write(true).create(true).mode(0o600), path) {
-        Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
-        other => other.map(Some),
-    }
+    let options = options.read(true).write(true).create(true).mode(0o600);
+    if_there(regular(options, 0, path))
 }
 
 /// The inode of an open file.
@@ -312,17 +324,20 @@ pub(super) fn inode_at(path: &Path) -> Result<Option<Inode>> {
     }
 }
 
-fn create(path: &Path) -> Result<File> {
+fn create(path: &Path) -> Result<(File, Inode)> {
     // Opened read-only, which std does not offer together with creating.
     let create = OFlags::CREATE.bits().cast_signed();
-    regular_with(OpenOptions::new().read(true).mode(0o600), create, path)
+    regular(OpenOptions::new().read(true).mode(0o600), create, path)
 }
 
-fn regular(options: &mut OpenOptions, path: &Path) -> Result<File> {
-    regular_with(options, 0, path)
+fn if_there<T>(opened: Result<T>) -> Result<Option<T>> {
+    match opened {
+        Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
 }
 
-fn regular_with(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<File> {
+fn regular(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<(File, Inode)> {
     // NONBLOCK: opening a FIFO that lies in the way must not hang.
     let safe = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let file = options.custom_flags(flags | safe).open(path).map_err(|error| {
@@ -335,10 +350,11 @@ fn regular_with(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<Fi
     if !metadata.is_file() {
         return Err(not_ours(path, "something else", "a regular file"));
     }
-    Ok(file)
+    Ok((file, Inode::of(&metadata)))
 }
 
-fn ensure_dir(dir: &Path) -> Result<()> {
+/// Makes a directory for its owner alone, unless it is there.
+pub(super) fn ensure_dir(dir: &Path) -> Result<()> {
     let metadata = match dir.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             DirBuilder::new()
@@ -360,7 +376,8 @@ fn ensure_dir(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-fn not_ours(path: &Path, found: &'static str, wanted: &'static str) -> Fault {
+/// Says that something else is in the way.
+pub(super) fn not_ours(path: &Path, found: &'static str, wanted: &'static str) -> Fault {
     Fault::NotOurs {
         path: path.to_owned(),
         found,

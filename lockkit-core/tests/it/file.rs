@@ -18,6 +18,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use lockkit_conformance::machine::Stopwatch;
 use lockkit_core::{
     AcquireOptions, Error, FileBackend, FileConfig, Kind, LockClient, LockName, LossReason,
     spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, chain},
@@ -85,7 +86,13 @@ async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
         .unwrap_or_else(|_| panic!("never: {what}"));
 }
 
-/// The number of times that a waiter looks by itself, until it does no more. A writer does so for as long as readers are inside.
+/// The tickets of those who wait for `n`.
+fn tickets(dir: &Path) -> Vec<PathBuf> {
+    let queue = dir.join("lockkit/n.queue");
+    if queue.exists() { files(&queue) } else { Vec::new() }
+}
+
+/// The number of times that a waiter looks by itself, until it does no more.
 async fn looks(waiter: &mut Box<dyn Claim>) -> u32 {
     let mut looks = 0;
     while looks < 16
@@ -468,7 +475,7 @@ async fn whatever_of_the_files_is_moved_the_holder_is_told() {
         (permits(1), "at/locks/lockkit/n.sem"),
         (permits(1), "at/locks"),
     ] {
-        for deleted in [false, true] {
+        for (deleted, watched) in [(false, false), (false, true), (true, false), (true, true)] {
             let dir = TempDir::new().unwrap();
             let locks = dir.path().join("at/locks");
             let (a, b) = (open(&locks).await, open(&locks).await);
@@ -481,6 +488,9 @@ async fn whatever_of_the_files_is_moved_the_holder_is_told() {
             };
             let mut waiter = claim(&b, "n", rival).await;
             assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+            if watched {
+                assert!(polled(1, holder.notified()).await.is_none());
+            }
             let what = dir.path().join(what);
             if !deleted {
                 fs::rename(&what, dir.path().join("moved")).unwrap();
@@ -489,7 +499,10 @@ async fn whatever_of_the_files_is_moved_the_holder_is_told() {
             } else {
                 fs::remove_file(&what).unwrap();
             }
-            let what = format!("{mode:?}: {}, deleted: {deleted}", what.display());
+            let what = format!(
+                "{mode:?}: {}, deleted: {deleted}, watched: {watched}",
+                what.display()
+            );
             let told = tokio::time::timeout(LIMIT, holder.notified()).await;
             assert!(told.is_ok(), "nobody told the holder: {what}");
             assert_eq!(
@@ -520,6 +533,7 @@ async fn a_directory_that_is_moved_again_is_told_again() {
     for round in 0..3 {
         let mut holder = claim(&backend, "n", Mode::Exclusive).await;
         granted(&mut holder).await;
+        assert!(polled(1, holder.notified()).await.is_none());
         fs::rename(&locks, dir.path().join(round.to_string())).unwrap();
         if cfg!(target_os = "linux") {
             let told = tokio::time::timeout(LIMIT, holder.notified()).await;
@@ -603,38 +617,6 @@ async fn a_waiter_moves_on_to_the_permits_that_are_there_now() {
     let told = tokio::time::timeout(LIMIT, waiter.notified()).await;
     assert!(told.is_ok(), "nobody told the holder");
     assert_eq!(waiter.renew().await.unwrap(), Renewal::Lost(LossReason::Revoked));
-}
-
-/// A holder does not lose its lock before it is told, also where its runtime does no work any more.
-#[test]
-fn work_that_is_never_begun_frees_nothing() {
-    let runtime = || {
-        tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .unwrap()
-    };
-    let (first, second) = (runtime(), runtime());
-    let ended = first.handle().clone();
-    let dir = TempDir::new().unwrap();
-    second.block_on(async {
-        let backend = open(dir.path()).await;
-        let mut holder = claim(&backend, "n", Mode::Exclusive).await;
-        granted(&mut holder).await;
-        first.shutdown_background();
-        let within = ended.enter();
-        holder.renew().await.unwrap_err();
-        drop(within);
-        let mut rival = claim(&backend, "n", Mode::Exclusive).await;
-        assert_eq!(
-            rival.attempt(TRY).await.unwrap(),
-            None,
-            "nobody has told the holder"
-        );
-        assert!(matches!(holder.renew().await.unwrap(), Renewal::Held(_)));
-        holder.release().await.unwrap();
-        granted(&mut rival).await;
-    });
 }
 
 /// It was polled while nobody held the lock, and then it was forgotten.
@@ -1100,6 +1082,277 @@ async fn an_attempt_dropped_at_any_poll_leaves_nothing_locked() {
     }
 }
 
+/// Three other processes that wait, in this order, for what `holder` has.
+async fn three_wait(dir: &Path, holder: &mut Box<dyn Claim>) -> Vec<Killed> {
+    granted(holder).await;
+    (0..3).map(|_| other("wait", dir).0).collect()
+}
+
+async fn ended(waiter: &mut Killed) {
+    until("a waiter is granted", async || {
+        waiter.0.try_wait().unwrap().is_some()
+    })
+    .await;
+    assert!(waiter.0.wait().unwrap().success());
+}
+
+fn is_waiting(waiter: &mut Killed) -> bool {
+    waiter.0.try_wait().unwrap().is_none()
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn a_killed_waiter_is_in_nobodys_way() {
+    for killed in 0..3 {
+        let dir = TempDir::new().unwrap();
+        let backend = open(dir.path()).await;
+        let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+        let mut waiters = three_wait(dir.path(), &mut holder).await;
+        waiters[killed].0.kill().unwrap();
+        waiters[killed].0.wait().unwrap();
+        waiters.remove(killed);
+        let watch = Stopwatch::start();
+        holder.release().await.unwrap();
+        for mut waiter in waiters {
+            ended(&mut waiter).await;
+        }
+        let took = watch.elapsed();
+        assert!(
+            took < Duration::from_millis(1_500),
+            "it is not waited for: {took:?}"
+        );
+        granted(&mut holder).await;
+        assert_eq!(tickets(dir.path()), Vec::<PathBuf>::new(), "{killed}");
+    }
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn a_waiter_is_told_when_the_one_before_it_leaves() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+    granted(&mut holder).await;
+    let mut quickest = LIMIT;
+    for _ in 0..5 {
+        let mut before = claim(&backend, "n", Mode::Exclusive).await;
+        let mut behind = claim(&backend, "n", Mode::Exclusive).await;
+        assert_eq!(before.attempt(PATIENCE).await.unwrap(), None);
+        assert_eq!(behind.attempt(PATIENCE).await.unwrap(), None);
+        let watch = Stopwatch::start();
+        before.release().await.unwrap();
+        behind.notified().await;
+        quickest = quickest.min(watch.elapsed());
+        behind.release().await.unwrap();
+    }
+    // Without a word it looks after a second.
+    assert!(quickest < Duration::from_millis(500), "{quickest:?}");
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn a_stopped_waiter_is_passed_over_after_two_seconds() {
+    for stopped in [&[0][..], &[1], &[0, 1]] {
+        let dir = TempDir::new().unwrap();
+        let backend = open(dir.path()).await;
+        let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+        let mut waiters = three_wait(dir.path(), &mut holder).await;
+        for stopped in stopped {
+            waiters[*stopped].stop();
+        }
+        let watch = Stopwatch::start();
+        holder.release().await.unwrap();
+        let mut last = waiters.pop().unwrap();
+        ended(&mut last).await;
+        let took = watch.elapsed();
+        assert!(took < Duration::from_secs(5), "{stopped:?}: {took:?}");
+        if stopped.len() == 2 {
+            assert!(took > Duration::from_millis(500), "not before: {took:?}");
+        }
+        // They have lost their places, and are granted all the same.
+        for (at, mut waiter) in waiters.into_iter().enumerate() {
+            if stopped.contains(&at) {
+                assert!(is_waiting(&mut waiter));
+                waiter.signal(Signal::CONT);
+            }
+            ended(&mut waiter).await;
+        }
+    }
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn a_stopped_holder_keeps_the_order_of_those_who_wait() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let (mut stopped, _) = other("hold", dir.path());
+    let mut first = claim(&backend, "n", Mode::Exclusive).await;
+    assert_eq!(first.attempt(PATIENCE).await.unwrap(), None);
+    let (mut second, _) = other("wait", dir.path());
+    stopped.stop();
+    // For longer than a ticket counts whose waiter shows no life.
+    let waited = tokio::time::timeout(Duration::from_secs(5), async {
+        loop {
+            first.notified().await;
+            assert_eq!(first.attempt(PATIENCE).await.unwrap(), None);
+        }
+    });
+    waited.await.unwrap_err();
+    stopped.0.kill().unwrap();
+    granted(&mut first).await;
+    assert!(is_waiting(&mut second));
+    first.release().await.unwrap();
+    ended(&mut second).await;
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn waiters_that_go_at_any_time_leave_no_ticket_and_no_gap() {
+    let seed = std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());
+    println!("LOCKKIT_SEED={seed}");
+    let mut rng = fastrand::Rng::with_seed(seed);
+    for round in 0..60 {
+        let dir = TempDir::new().unwrap();
+        let backend = open(dir.path()).await;
+        let mode = [Mode::Exclusive, permits(1), Mode::Shared][round % 3];
+        let holds = if mode == Mode::Shared {
+            Mode::Exclusive
+        } else {
+            mode
+        };
+        let mut holder = claim(&backend, "n", holds).await;
+        granted(&mut holder).await;
+        let mut waiters = Vec::new();
+        for _ in 0..6 {
+            let mut waiter = claim(&backend, "n", mode).await;
+            polled(rng.usize(1..8), waiter.attempt(PATIENCE)).await;
+            waiters.push(waiter);
+        }
+        let mut released = rng.bool();
+        for _ in 0..rng.usize(1..6) {
+            if rng.u8(..3) == 0 && !released {
+                holder.release().await.unwrap();
+                released = true;
+            }
+            let mut going = waiters.remove(rng.usize(..waiters.len()));
+            match rng.u8(..4) {
+                0 => drop(going),
+                1 => {
+                    polled(rng.usize(1..4), going.release()).await;
+                    going.release().await.unwrap();
+                }
+                2 => {
+                    polled(rng.usize(1..4), going.notified()).await;
+                    drop(going);
+                }
+                _ => {
+                    polled(rng.usize(1..8), going.attempt(PATIENCE)).await;
+                    going.release().await.unwrap();
+                }
+            }
+        }
+        holder.release().await.unwrap();
+        // All who are left at once, as they would wait.
+        let left = waiters.into_iter().map(|mut waiter| async move {
+            granted(&mut waiter).await;
+            waiter.release().await.unwrap();
+        });
+        futures_util::future::join_all(left).await;
+        let queue = if mode == permits(1) { "semqueue" } else { "queue" };
+        let queue = dir.path().join(format!("lockkit/n.{queue}"));
+        until(&format!("seed {seed}, round {round}: no ticket"), async || {
+            files(&queue).is_empty()
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn tickets_that_were_left_behind_are_removed() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let queue = dir.path().join("lockkit/n.queue");
+    for mode in [Mode::Exclusive, Mode::Shared] {
+        for patience in [PATIENCE, TRY] {
+            fs::create_dir_all(&queue).unwrap();
+            let hex = "0".repeat(32);
+            for number in [1_u64, 7, u64::MAX - 1] {
+                fs::write(queue.join(format!("{number:020}.{hex}")), "").unwrap();
+            }
+            fs::write(queue.join("notes"), "").unwrap();
+            let mut claim = claim(&backend, "n", mode).await;
+            let granted = claim.attempt(patience).await.unwrap();
+            assert!(granted.is_some(), "{mode:?} {patience:?}");
+            claim.release().await.unwrap();
+            if patience == PATIENCE || mode == Mode::Shared {
+                assert_eq!(tickets(dir.path()), [queue.join("notes")]);
+            }
+        }
+    }
+    fs::remove_dir_all(&queue).unwrap();
+    symlink("/", &queue).unwrap();
+    let mut refused = claim(&backend, "n", Mode::Exclusive).await;
+    let error = refused.attempt(PATIENCE).await.unwrap_err();
+    assert!(chain(&error).contains("n.queue"), "{}", chain(&error));
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn a_queue_that_is_taken_away_is_joined_anew() {
+    for moved in [false, true] {
+        let dir = TempDir::new().unwrap();
+        let backend = open(dir.path()).await;
+        let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+        let mut waiters = three_wait(dir.path(), &mut holder).await;
+        let queue = dir.path().join("lockkit/n.queue");
+        if moved {
+            fs::rename(&queue, dir.path().join("moved")).unwrap();
+        } else {
+            fs::remove_dir_all(&queue).unwrap();
+        }
+        until("all have joined", async || tickets(dir.path()).len() == 3).await;
+        holder.release().await.unwrap();
+        for waiter in &mut waiters {
+            ended(waiter).await;
+        }
+    }
+}
+
+/// Versions before this one know of no tickets: they lock the file whenever it is free.
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn an_older_version_excludes_and_may_overtake() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+    granted(&mut holder).await;
+    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
+    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    let lock = dir.path().join("lockkit/n.lock");
+    let older = || fs::File::options().write(true).open(&lock).unwrap();
+    let file = older();
+    file.try_lock().unwrap_err();
+    holder.release().await.unwrap();
+    file.try_lock().expect("it overtakes who waits");
+    for patience in [PATIENCE, TRY] {
+        assert_eq!(waiter.attempt(patience).await.unwrap(), None);
+        assert_eq!(holder.attempt(patience).await.unwrap(), None);
+    }
+    holder.release().await.unwrap();
+    looks(&mut waiter).await;
+    drop(file);
+    granted(&mut waiter).await;
+    // One that waits is told as it always was.
+    let mut inotify = inotify::Inotify::init().unwrap();
+    inotify
+        .watches()
+        .add(&lock, inotify::WatchMask::CLOSE_WRITE)
+        .unwrap();
+    waiter.release().await.unwrap();
+    assert!(inotify.read_events(&mut [0; 4_096]).unwrap().next().is_some());
+    older().try_lock().unwrap();
+}
+
 #[tokio::test]
 async fn a_waiting_writer_stops_new_readers_until_it_is_gone() {
     let dir = TempDir::new().unwrap();
@@ -1185,7 +1438,7 @@ async fn a_stopped_writer_keeps_no_reader_out_though_one_is_inside() {
 }
 
 #[tokio::test]
-async fn a_stopped_writer_leaves_the_gate_to_the_next() {
+async fn a_stopped_writer_leaves_its_place_to_the_next() {
     let dir = TempDir::new().unwrap();
     let backend = open(dir.path()).await;
     let mut inside = claim(&backend, "n", Mode::Shared).await;
@@ -1210,7 +1463,7 @@ async fn a_stopped_writer_leaves_the_gate_to_the_next() {
 }
 
 #[tokio::test]
-async fn the_clock_opens_the_gate_only_until_its_writer_looks() {
+async fn the_clock_takes_a_waiters_place_only_until_it_looks() {
     let dir = TempDir::new().unwrap();
     let backend = open(dir.path()).await;
     let mut inside = claim(&backend, "n", Mode::Shared).await;
@@ -1221,8 +1474,8 @@ async fn the_clock_opens_the_gate_only_until_its_writer_looks() {
     for set in [SystemTime::now() - hour, SystemTime::now() + hour] {
         assert_eq!(writer.attempt(PATIENCE).await.unwrap(), None);
         assert_eq!(reader.attempt(TRY).await.unwrap(), None);
-        let gate = fs::File::open(dir.path().join("lockkit/n.gate")).unwrap();
-        gate.set_modified(set).unwrap();
+        let ticket = fs::File::open(tickets(dir.path()).remove(0)).unwrap();
+        ticket.set_modified(set).unwrap();
         assert!(reader.attempt(TRY).await.unwrap().is_some(), "{set:?}");
         reader.release().await.unwrap();
         // It shows that it lives without anything to wake it.

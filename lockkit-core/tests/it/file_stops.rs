@@ -21,7 +21,7 @@ use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use tempfile::TempDir;
 
 const PERMITS: u32 = 3;
-/// Whoever is stopped, the others go on within this: a stopped writer's gate stays closed for two seconds.
+/// Whoever is stopped, the others go on within this: a stopped waiter keeps its place for two seconds.
 const LIMIT: Duration = Duration::from_secs(20);
 
 const ROLE: &str = "LOCKKIT_FILE_STOPS_ROLE";
