@@ -158,6 +158,7 @@ impl FileClaim {
         &mut self,
         mut work: impl FnMut(&mut Contender) -> T + Send + 'static,
     ) -> Result<T> {
+        Fault::unless_in_a_runtime()?;
         self.settle().await;
         let state = self.idle.take().ok_or(Fault::Worker)?;
         let (sender, mut answer) = oneshot::channel();
@@ -263,12 +264,17 @@ impl Claim for FileClaim {
         }
         // The last descriptor is to be closed with the hold.
         self.held = None;
-        self.run(|state| {
+        let release = |state: &mut Contender| {
             state.release();
             Ok(())
-        })
-        .await
-        .map_err(|fault| self.error(fault, "release"))?;
+        };
+        // Others delete files.
+        let released = if self.spec.request.mode == Mode::Exclusive {
+            self.run(release).await
+        } else {
+            self.on_a_worker(release).await.flatten()
+        };
+        released.map_err(|fault| self.error(fault, "release"))?;
         self.woken = false;
         self.burst = Burst::default();
         let lost = self

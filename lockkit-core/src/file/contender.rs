@@ -211,6 +211,8 @@ impl Contender {
     }
 
     fn join_queue(&mut self) -> Result<()> {
+        // A file is made, for which a file system that commits its journal may wait for the disk.
+        self.may_wait()?;
         let (place, before) = Place::take(&self.spec.files.queue(), self.spec.request.owner)?;
         self.place = Some(place);
         self.before = match before {

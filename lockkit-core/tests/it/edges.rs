@@ -352,6 +352,8 @@ fn awaiting_outside_of_a_runtime_is_an_error_and_no_panic() {
         let lock = client.lock("a").unwrap();
         assert!(outside(lock.acquire()).is_err());
         assert!(outside(lock.try_acquire()).is_err());
+        assert!(outside(lock.shared().acquire()).is_err());
+        assert!(outside(client.semaphore("a", 1).unwrap().acquire()).is_err());
         assert!(outside(client.inspect("a")).is_err());
     }
 }
