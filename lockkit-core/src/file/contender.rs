@@ -159,6 +159,7 @@ impl Contender {
             self.main = self.main.take().filter(|main| !main.writes);
         } else {
             self.check_name()?;
+            // An attempt that fails with an error does not show life: a waiter that cannot be granted must not keep others out.
             self.beat();
         }
         self.hold = hold;
@@ -233,11 +234,8 @@ impl Contender {
 
     /// Finds out who is before it now. A place that was lost is taken again, behind all.
     fn find_before(&mut self) -> Result<()> {
-        let before = match &mut self.place {
-            Some(place) => {
-                place.show();
-                place.before()?
-            }
+        let before = match &self.place {
+            Some(place) => place.before()?,
             None => Before::Unlisted,
         };
         match before {

@@ -207,6 +207,13 @@ async fn other_process() {
         granted(&mut claim).await;
         return;
     }
+    if role == "wait with a client" {
+        println!("ready");
+        let client = LockClient::new(backend);
+        let guard = client.lock("n").unwrap().acquire().await.unwrap();
+        guard.release().await.unwrap();
+        return;
+    }
     if role == "look for one of 300" {
         println!("ready");
         while claim.attempt(PATIENCE).await.unwrap().is_none() {}
@@ -1178,6 +1185,36 @@ async fn a_stopped_waiter_is_passed_over_after_two_seconds() {
             ended(&mut waiter).await;
         }
     }
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn a_waiter_out_of_descriptors_is_passed_over() {
+    use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
+
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
+    granted(&mut holder).await;
+    let (mut first, _) = other("wait with a client", dir.path());
+    until("it waits", async || tickets(dir.path()).len() == 1).await;
+    let mut second = claim(&backend, "n", Mode::Exclusive).await;
+    assert_eq!(second.attempt(PATIENCE).await.unwrap(), None);
+    let limit = |current| {
+        let process = Some(Pid::from_child(&first.0));
+        let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+        let limit = Rlimit { current, maximum };
+        prlimit(process, Resource::Nofile, limit).unwrap().current
+    };
+    let usual = limit(Some(3));
+    let watch = Stopwatch::start();
+    holder.release().await.unwrap();
+    granted(&mut second).await;
+    let took = watch.elapsed();
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    limit(usual);
+    second.release().await.unwrap();
+    ended(&mut first).await;
 }
 
 #[tokio::test]
