@@ -18,7 +18,7 @@ use tokio::{
 
 use super::{
     NAME,
-    contender::{Contender, Pace, Spec},
+    contender::{Contender, Spec},
     fault::{Fault, Result},
     watch::Events,
 };
@@ -194,15 +194,15 @@ impl FileClaim {
     }
 
     /// Has a waiter show that it is alive. Says that it is worth while to try.
-    fn beat(&mut self) -> bool {
+    async fn beat(&mut self) -> bool {
         let Some(state) = &mut self.idle else {
             return true;
         };
-        let now = Instant::now();
-        self.spec.pace.at_once(|| state.beat()).unwrap_or_else(|| {
-            state.look_at = Some(now + Pace::MOST_SPARED);
-            false
-        })
+        match self.spec.pace.at_once(|| state.beat()) {
+            Some(worth_while) => worth_while,
+            // What goes wrong, an attempt finds out.
+            None => self.on_a_worker(Contender::beat).await.unwrap_or(true),
+        }
     }
 
     fn error(&self, fault: Fault, operation: &'static str) -> Error {
@@ -329,7 +329,7 @@ impl Claim for FileClaim {
                 () = self.burst.due(), if !holds => return,
                 () = sleep_until(look_at.unwrap_or(unwatched)), if !holds && look_at.is_some() => {}
             }
-            if self.beat() {
+            if self.beat().await {
                 return;
             }
         }

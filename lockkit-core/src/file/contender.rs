@@ -50,7 +50,7 @@ impl Pace {
     const SLOW: Duration = Duration::from_millis(1);
     /// How many times as long as it took its thread is spared then, so that others have nine tenths of it.
     const SPARED: u32 = 10;
-    pub(super) const MOST_SPARED: Duration = Duration::from_millis(100);
+    const MOST_SPARED: Duration = Duration::from_millis(100);
 
     /// Does a step, unless one was slow of late.
     pub(super) fn at_once<T>(&self, step: impl FnOnce() -> T) -> Option<T> {

@@ -299,6 +299,33 @@ mod tests {
         });
     }
 
+    #[tokio::test]
+    async fn a_waiter_keeps_its_place_however_slow_the_disk() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let backend = FileBackend::open(FileConfig::new(dir.path())).await.unwrap();
+        let mut claims = [claim(&backend, 1).await, claim(&backend, 2).await];
+        let [holder, waiter] = &mut claims;
+        assert!(holder.attempt(Duration::ZERO).await.unwrap().is_some());
+        backend.pace.spare();
+        assert!(waiter.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+        let tickets = || {
+            let entries = std::fs::read_dir(dir.path().join("lockkit/n.queue")).unwrap();
+            entries.map(|entry| entry.unwrap().path()).collect::<Vec<_>>()
+        };
+        let [ticket] = &tickets()[..] else {
+            panic!("one waits")
+        };
+        // For longer than it counts if it shows no life.
+        let looks = tokio::time::timeout(Duration::from_secs(5), async {
+            loop {
+                waiter.notified().await;
+                assert!(waiter.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+            }
+        });
+        looks.await.unwrap_err();
+        assert!(queue::counts(ticket).unwrap());
+    }
+
     #[test]
     fn whoever_shares_a_thread_has_most_of_it_however_slow_the_disk() {
         let pace = Pace::default();
