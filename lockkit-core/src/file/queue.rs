@@ -9,7 +9,7 @@ use std::{
     os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, SystemTime},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use rustix::{
@@ -208,15 +208,24 @@ impl Drop for Place {
 /// does not until its waiter next shows life.
 pub(super) fn lasts(ticket: &Path) -> Result<Option<Duration>> {
     match ticket.symlink_metadata().and_then(|metadata| metadata.modified()) {
-        Ok(shown) => Ok(left(shown)),
+        Ok(shown) => Ok(left(shown, SystemTime::now())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Fault::io("look at", ticket)(error)),
     }
 }
 
-fn left(shown: SystemTime) -> Option<Duration> {
-    match SystemTime::now().duration_since(shown) {
-        Ok(age) => LASTS.checked_sub(age),
+fn left(shown: SystemTime, now: SystemTime) -> Option<Duration> {
+    // Some file systems keep whole seconds, and round down.
+    let is_rounded = shown
+        .duration_since(UNIX_EPOCH)
+        .is_ok_and(|shown| shown.subsec_nanos() == 0);
+    let lasts = if is_rounded {
+        LASTS + Duration::from_secs(1)
+    } else {
+        LASTS
+    };
+    match now.duration_since(shown) {
+        Ok(age) => lasts.checked_sub(age),
         // The two are read from the same clock, if not with the same precision.
         Err(ahead) => (ahead.duration() < LASTS).then_some(LASTS),
     }
@@ -240,4 +249,22 @@ pub(super) fn counts(ticket: &Path) -> Result<bool> {
     let _ = fs::remove_file(ticket);
     drop(probe);
     Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ticket_counts_where_times_are_whole_seconds() {
+        let whole = UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        let after = |millis| Duration::from_millis(millis);
+        // It was written to at 0.9 s, and would be again a second later.
+        let looked = whole + after(2_100);
+        assert_eq!(left(whole + after(900), looked), Some(after(800)));
+        assert_eq!(left(whole, looked), Some(after(900)));
+        assert_eq!(left(whole + after(900), whole + after(3_000)), None);
+        assert_eq!(left(whole, whole + after(3_100)), None);
+        assert_eq!(left(whole, whole - LASTS), None);
+    }
 }
