@@ -5,7 +5,10 @@ use std::{
     fmt::{self, Write as _},
     iter::successors,
     pin::pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -77,6 +80,8 @@ struct Core {
     littered: Notify,
     /// Of the nodes that somebody has asked for. Those that nobody looks after any more are removed.
     posts: Mutex<Vec<Weak<Post>>>,
+    /// A server does not know multi-reads.
+    old: AtomicBool,
     watches: Mutex<Watches>,
     /// There is a watch that was set on a connection that is lost.
     blinded: Notify,
@@ -282,6 +287,7 @@ impl Session {
             litter: Mutex::default(),
             littered: Notify::new(),
             posts: Mutex::default(),
+            old: AtomicBool::new(false),
             watches: Mutex::default(),
             blinded: Notify::new(),
             closing: watch::Sender::new(false),
@@ -497,13 +503,19 @@ impl Session {
     /// Whether the session that writes to `beat_path` says that it held the node that transaction `czxid` made, and the node
     /// at `own` is there. If not, both may be so all the same.
     pub(crate) async fn has_held(&self, beat_path: &str, czxid: i64, own: &str) -> Result<bool> {
+        if self.core.old.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
         let link = self.core.link().await?;
         let mut reader = link.client.new_multi_reader();
         reader.add_get_data(beat_path)?;
         reader.add_get_data(own)?;
         let read = match reader.commit().await {
-            // It is older than such requests.
-            Err(ZkError::Unimplemented) => return Ok(false),
+            // It is older than such requests, and closes the connection: not again.
+            Err(ZkError::Unimplemented) => {
+                self.core.old.store(true, Ordering::Relaxed);
+                return Ok(false);
+            }
             read => read?,
         };
         Ok(match &read[..] {
@@ -1214,7 +1226,7 @@ fn listed(reply: std::result::Result<Vec<String>, ZkError>) -> Result<Vec<String
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::AtomicU64;
 
     use lockkit_testbed::zookeeper::{self, ZkServer};
 

@@ -1,6 +1,15 @@
 //! A directory that is crowded: nobody reads its list who can do without, and nobody is let in for that who should not.
 
-use std::time::Duration;
+use std::{
+    io::{Read, Write},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
 
 use futures_util::future::join_all;
 use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LossReason};
@@ -300,4 +309,90 @@ async fn releases_are_told_as_they_turn_out() {
     let (guard, node) = held().await;
     guard.release().await.unwrap();
     assert_eq!(is_there(&node).await, None);
+}
+
+/// A way to the server at `to` that makes it one without multi-reads: they are answered as unknown, which closes the
+/// connection. Says how many there were.
+fn without_multi_reads(to: SocketAddr) -> (SocketAddr, Arc<AtomicU64>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (addr, asked) = (listener.local_addr().unwrap(), Arc::<AtomicU64>::default());
+    let count = asked.clone();
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let (client, server) = (client.unwrap(), TcpStream::connect(to).unwrap());
+            client.set_nodelay(true).unwrap();
+            server.set_nodelay(true).unwrap();
+            let (answers, mut back) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+            let out = Arc::new(Mutex::new(client.try_clone().unwrap()));
+            let (replies, count) = (out.clone(), count.clone());
+            thread::spawn(move || {
+                let _ = pass(answers, &mut |reply| {
+                    replies.lock().unwrap().write_all(reply).is_ok()
+                });
+                let _ = back.flush();
+                let _ = back.shutdown(Shutdown::Both);
+            });
+            thread::spawn(move || {
+                let mut to = server.try_clone().unwrap();
+                let _ = pass(client, &mut |request| {
+                    // Of an opening this is a part of the highest transaction seen.
+                    if request.get(8..12) != Some(&MULTI_READ.to_be_bytes()) {
+                        return to.write_all(request).is_ok();
+                    }
+                    count.fetch_add(1, Ordering::SeqCst);
+                    let mut reply = [0; 20];
+                    reply[..4].copy_from_slice(&16_u32.to_be_bytes());
+                    reply[4..8].copy_from_slice(&request[4..8]);
+                    reply[16..].copy_from_slice(&UNIMPLEMENTED.to_be_bytes());
+                    let mut out = out.lock().unwrap();
+                    let _ = out.write_all(&reply);
+                    let _ = out.shutdown(Shutdown::Write);
+                    false
+                });
+                let _ = server.shutdown(Shutdown::Both);
+            });
+        }
+    });
+    (addr, asked)
+}
+
+const MULTI_READ: i32 = 22;
+const UNIMPLEMENTED: i32 = -6;
+
+/// Hands over one packet after the other, with its length, for as long as that goes on.
+fn pass(mut from: TcpStream, on: &mut dyn FnMut(&[u8]) -> bool) -> std::io::Result<()> {
+    loop {
+        let mut packet = vec![0; 4];
+        from.read_exact(&mut packet)?;
+        let mut rest = vec![0; u32::from_be_bytes([packet[0], packet[1], packet[2], packet[3]]) as usize];
+        from.read_exact(&mut rest)?;
+        packet.append(&mut rest);
+        if !on(&packet) {
+            return Ok(());
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_server_without_multi_reads_is_asked_for_one_once() {
+    if no_zookeeper() {
+        return;
+    }
+    let server = ZkServer::plain().unwrap();
+    let (addr, asked) = without_multi_reads(server.addr());
+    let (before, after) = (connect(server.addr()).await, connect(addr).await);
+    let mut foreign = Foreign::new(&server, "old").await;
+    for _ in 0..3 {
+        let first = waiter(&foreign.lock(&before));
+        foreign.contend(1).await;
+        let second = waiter(&foreign.lock(&after));
+        foreign.contend(2).await;
+        watch(&server, 2).await;
+        foreign.come("g").await;
+        foreign.go().await;
+        takes_its_turn("whoever was before it has gone", first).await;
+        takes_its_turn("it is next", second).await;
+        watch(&server, 0).await;
+    }
+    assert_eq!(asked.load(Ordering::SeqCst), 1, "each costs a connection");
 }
