@@ -253,6 +253,12 @@ impl QueueClaim {
                 }) => {
                     let Some(place) = &mut self.place else { break };
                     place.made(path, sequence, czxid);
+                    if matches!(listed, Some(Err(Fault::Server(ZkError::NoAuth)))) {
+                        // Whoever may not list can still be told that it is alone.
+                        self.shared.crowds.seen(&self.dir, 0);
+                        self.leave().await?;
+                        continue;
+                    }
                     if !is_used_up(sequence) {
                         place.nearest = last.map(|last| format!("{last}{:010}", sequence - 1));
                     }

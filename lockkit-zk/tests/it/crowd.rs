@@ -14,7 +14,7 @@ use std::{
 use futures_util::future::join_all;
 use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LossReason};
 use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
-use zookeeper_client::Client;
+use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 
 use crate::server::{
     children, connect, contend, contender, dir, expects_several, in_order, lock, no_zookeeper, raw, shared,
@@ -213,6 +213,30 @@ async fn who_expects_several_finds_nobody_and_no_directory() {
         let stat = raw.check_stat(&paths[0]).await.unwrap().unwrap();
         assert_eq!(u64::try_from(stat.czxid).unwrap(), held.token().get());
         assert_eq!(paths.len(), 1);
+        held.release().await.unwrap();
+    }
+}
+
+/// Only whoever is alone can be told so without the list.
+#[tokio::test]
+async fn who_expects_several_and_may_not_list_finds_nobody() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("unlisted"), raw(shared().addr()).await);
+    let ours = lock(&connect(shared().addr()).await, &name);
+    let everyone = Acls::anyone_all();
+    raw.mkdir(&dir(&name), &CreateMode::Persistent.with_acls(everyone))
+        .await
+        .unwrap();
+    expects_several(&raw, &ours, &name).await;
+    let rights = Permission::CREATE | Permission::WRITE | Permission::DELETE;
+    let acl = [Acl::new(rights, AuthId::anyone())];
+    raw.set_acl(&dir(&name), &acl, None).await.unwrap();
+    for _ in 0..2 {
+        let held = soon("nobody is there", ours.acquire()).await.unwrap();
+        let others = raw.check_stat(&dir(&name)).await.unwrap().unwrap().num_children - 1;
+        assert_eq!(others, 0);
         held.release().await.unwrap();
     }
 }
