@@ -583,3 +583,31 @@ async fn counters_that_are_ahead_cost_a_second_round_and_tokens_rise_above_them(
     let held = lock(&client, "b", LONG).try_acquire().await.unwrap();
     assert!(held.is_some(), "other locks go on");
 }
+
+/// Each of three releases is lost at one master, and each time at another: what is left of them is a majority, of nobody.
+#[tokio::test]
+async fn releases_lost_at_one_master_after_another_add_up() {
+    if no_server() {
+        return;
+    }
+    let ttl = 30 * SECOND;
+    let world = World::five();
+    let (ours, proxies) = world.client_behind_proxies().await;
+    let theirs = world.client().await;
+    let mine = lock(&ours, "a", ttl);
+    for (n, proxy) in proxies[..3].iter().enumerate() {
+        let held = within(LONG, "granted", mine.acquire()).await.unwrap();
+        eventually("all others have voted", async || world.holding("a") == 5).await;
+        proxy.set(Mode::HalfOpen);
+        // An error if a majority can no longer be sure of it.
+        let _ = held.release().await;
+        proxy.set(Mode::Pass);
+        eventually("the others have let it go", async || world.holding("a") == n + 1).await;
+    }
+    let began = Instant::now();
+    let taken = lock(&theirs, "a", ttl).acquire_timeout(2 * SECOND).await;
+    assert!(taken.unwrap_err().is_timeout());
+    let next = waiter(&lock(&theirs, "a", ttl));
+    drop(granted(ttl, "the first of the leases is over", next).await);
+    assert!(began.elapsed() < ttl, "{:?}", began.elapsed());
+}
