@@ -42,7 +42,7 @@ impl Drop for Waiter {
 }
 
 #[test]
-fn a_hundred_waiting_processes_use_less_than_two_hundredths_of_a_core() {
+fn a_hundred_waiting_processes_use_less_than_a_25th_of_a_core() {
     let _processors = crate::PROCESSORS.lock();
     crate::current_thread().block_on(a_hundred_waiting_processes());
 }
@@ -69,7 +69,7 @@ async fn a_hundred_waiting_processes() {
             .map(|waiter| processor_time(waiter.child.id()).unwrap());
         each.sum::<Duration>()
     };
-    // Their start takes more, and for a second they look often. The least counts: a busy machine can only add to it.
+    // A wake-up each second is what it costs to show life. The least counts: a busy machine can only add to it.
     let mut least = Duration::MAX;
     for _ in 0..3 {
         let before = processor_time();
@@ -77,11 +77,11 @@ async fn a_hundred_waiting_processes() {
         let used = processor_time().checked_sub(before).unwrap();
         println!("{used:?} of processor time in {STRETCH:?} for {PROCESSES} processes");
         least = least.min(used);
-        if least < STRETCH / 50 {
+        if least < STRETCH / 25 {
             break;
         }
     }
-    assert!(least < STRETCH / 50, "{least:?} in {STRETCH:?}");
+    assert!(least < STRETCH / 25, "{least:?} in {STRETCH:?}");
     guard.release().await.unwrap();
     for waiter in &mut waiters {
         waiter.expect("granted");
