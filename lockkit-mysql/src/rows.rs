@@ -371,7 +371,11 @@ impl RowClaim {
             return self.start_over();
         };
         let is_held = match session.ask(self.seconds, self.sql.is_held()).await {
-            Ok(reply) => reply.row(1).is_some(),
+            // Whoever holds may have changed the size before.
+            Ok(reply) => {
+                let now = reply.row(3).map(|row| column::<u32>(row, 0));
+                reply.row(1).is_some() && matches!(now, Some(Ok(now)) if now == size)
+            }
             Err(error) => return self.failed(error),
         };
         self.give_back().await;

@@ -184,12 +184,14 @@ impl Sql {
         }
     }
 
-    /// Whether somebody holds, says its second statement. It sees what is not committed. The session has no transaction open.
+    /// Whether somebody holds, says its second statement, and of what size the semaphore is after that look, its last one. The
+    /// look sees what is not committed. The session has no transaction open, before and after.
     pub(crate) fn is_held(&self) -> String {
         let key = self.key.as_sql();
         format!(
             "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
-             SELECT 1 FROM lockkit_holder WHERE name={key} LIMIT 1; ROLLBACK"
+             SELECT 1 FROM lockkit_holder WHERE name={key} LIMIT 1; ROLLBACK; {}; ROLLBACK",
+            self.exists()
         )
     }
 

@@ -69,6 +69,7 @@ for_each_flavour! {
     a_break_hits_no_other_hold_in_the_same_session
     what_nobody_uses_is_closed_before_the_server_does
     many_change_the_size_of_a_free_semaphore_at_once
+    a_size_that_has_changed_meanwhile_refuses_nobody
     a_reader_whose_showing_was_not_heard_of_goes_on
     who_found_it_taken_lately_tries_no_more
 }
@@ -1438,6 +1439,42 @@ async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
         "to break `a` said {said:?}, and ended `b`: {kept:?}"
     );
     assert!(!matches!(said, Ok(true)), "that hold was over");
+}
+
+/// Between the look at the size and that at the holders, another client gives it the size that was asked for, and holds it.
+async fn a_size_that_has_changed_meanwhile_refuses_nobody(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (before, after, slow) = (
+        client(server.addr(), Mode::ForUpdate).await,
+        client(server.addr(), Mode::ForUpdate).await,
+        client(proxy.addr(), Mode::ForUpdate).await,
+    );
+    let permit = |client: &LockClient, size| client.semaphore("s", size).unwrap();
+    // Its session is there.
+    let warm = permit(&slow, 7).acquire().await.unwrap();
+    warm.release().await.unwrap();
+    let held = permit(&before, 7).acquire().await.unwrap();
+    proxy.set(lockkit_testbed::Mode::Delay {
+        requests: Duration::from_millis(300),
+        replies: Duration::ZERO,
+    });
+    let answered = proxy.counts().replies.chunks;
+    let asking = tokio::spawn({
+        let permit = permit(&slow, 2);
+        async move { permit.acquire().await }
+    });
+    // It has tried a permit, tried them all, and looked at the size.
+    eventually("the size is looked at", async || {
+        proxy.counts().replies.chunks >= answered + 3
+    })
+    .await;
+    held.release().await.unwrap();
+    let held = permit(&after, 2).acquire().await.unwrap();
+    proxy.set(lockkit_testbed::Mode::Pass);
+    let granted = asking.await.unwrap().unwrap();
+    granted.release().await.unwrap();
+    held.release().await.unwrap();
 }
 
 /// Each has locked one permit or more for a moment, which nobody holds.
