@@ -197,7 +197,7 @@ impl Lock {
         Self { line, options, terms }
     }
 
-    #[cfg(all(test, lockkit_loom))]
+    #[cfg(test)]
     pub(crate) fn line(&self) -> &Arc<Line> {
         &self.line
     }

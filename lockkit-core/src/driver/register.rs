@@ -100,9 +100,15 @@ impl Register {
     }
 
     /// The holds that the worker has not seen yet and that have lasted long enough by then, or all, and when to look again for
-    /// the others.
+    /// the others, if the worker has yet to be told.
     pub(crate) fn adopt(&mut self, by: Option<Instant>) -> (Vec<Hold>, Option<Instant>) {
         let mut adopted = Vec::new();
+        if let Some(by) = by
+            && self.adopt_at.is_none_or(|at| at > by)
+        {
+            // It had been told of a moment before, and of one that is to come.
+            return (adopted, None);
+        }
         let mut next: Option<Instant> = None;
         let entries = &mut self.entries;
         self.unadopted.retain(|key| {

@@ -50,8 +50,8 @@ pub(crate) struct Worker {
 #[derive(Debug, Default)]
 struct State {
     life: Life,
-    /// The lines in whose registers are holds to adopt. They may be gone by then.
-    unadopted: Vec<Weak<Line>>,
+    /// The lines in whose registers are holds to adopt, and from when on. They may be gone by then.
+    unadopted: Vec<(Instant, Weak<Line>)>,
     adopt_at: Option<Instant>,
     jobs: Vec<Job>,
     /// Jobs taken up and not done yet.
@@ -130,7 +130,7 @@ impl Worker {
     /// Looks into the register of `line` at this time.
     pub(crate) fn adopt_from(&self, line: &Arc<Line>, at: Instant) {
         let mut state = self.state.lock();
-        state.unadopted.push(Arc::downgrade(line));
+        state.unadopted.push((at, Arc::downgrade(line)));
         let sooner = state.adopt_at.is_none_or(|known| at < known);
         if sooner {
             state.adopt_at = Some(at);
@@ -199,7 +199,11 @@ impl Worker {
 
     /// Adopts what there is at once.
     pub(crate) fn adopt_now(&self) {
-        self.state.lock().adopt_at = Some(Instant::now());
+        let now = Instant::now();
+        let mut state = self.state.lock();
+        state.unadopted.iter_mut().for_each(|(at, _)| *at = now);
+        state.adopt_at = Some(now);
+        drop(state);
         self.work.notify_one();
     }
 
@@ -238,8 +242,9 @@ impl Worker {
         state.running += jobs.len();
         let mut lines = Vec::new();
         if state.adopt_at.is_some_and(|at| at <= now) {
-            state.adopt_at = None;
-            lines = std::mem::take(&mut state.unadopted);
+            let due = state.unadopted.extract_if(.., |(at, _)| *at <= now);
+            lines = due.map(|(_, line)| line).collect();
+            state.adopt_at = state.unadopted.iter().map(|(at, _)| *at).min();
         }
         Work {
             jobs,
@@ -516,4 +521,39 @@ enum Event {
     Changed,
     Time,
     Hint,
+}
+
+#[cfg(all(test, not(lockkit_loom)))]
+mod tests {
+    use std::{collections::VecDeque, time::Duration};
+
+    use crate::{AcquireOptions, LockClient, MemoryBackend};
+
+    /// There is always a hold that it has to look at later, and now and then one that it has to look at before.
+    #[tokio::test(start_paused = true)]
+    async fn a_line_is_not_listed_again_and_again() {
+        const MS: Duration = Duration::from_millis(1);
+        let client = LockClient::new(MemoryBackend::new());
+        let semaphore = client.semaphore("a", 9).unwrap();
+        let worker = &semaphore.line().core.worker;
+        let short = AcquireOptions::new().ttl(10 * MS);
+        let mut held = VecDeque::new();
+        let mut most = 0;
+        for _ in 0..500 {
+            held.push_back(semaphore.acquire().await.unwrap());
+            semaphore
+                .acquire_with(&short)
+                .await
+                .unwrap()
+                .release()
+                .await
+                .unwrap();
+            tokio::time::sleep(MS).await;
+            if held.len() > 2 {
+                held.pop_front().unwrap().release().await.unwrap();
+            }
+            most = most.max(worker.state.lock().unadopted.len());
+        }
+        assert!(most < 10, "a line was listed {most} times");
+    }
 }
