@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use tokio::time::Instant;
 
-use crate::driver::hold::Hold;
+use crate::driver::{hold::Hold, timing};
 
 #[derive(Debug, Default)]
 pub(crate) struct Register {
@@ -23,6 +23,8 @@ struct Entry {
     hold: Option<Hold>,
     /// The moment from which the worker watches over it.
     adopt_at: Option<Instant>,
+    /// Since when its claim has been passed from hold to hold without one that the worker has seen.
+    unseen_since: Option<Instant>,
     /// True if its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
     queued: bool,
 }
@@ -51,6 +53,7 @@ impl Register {
             self.entries.push(Entry::default());
             self.entries.len() - 1
         });
+        self.entries[key].unseen_since = Some(now);
         self.put(key, hold, now)
     }
 
@@ -66,6 +69,9 @@ impl Register {
         match self.entries.get_mut(key) {
             Some(entry) => {
                 let before = entry.hold.take();
+                if !entry.queued {
+                    entry.unseen_since = Some(now);
+                }
                 (before, self.put(key, next, now))
             }
             // Its release was dropped half-way, and went on as a job.
@@ -80,7 +86,9 @@ impl Register {
         if !std::mem::replace(&mut entry.queued, true) {
             self.unadopted.push(key);
         }
-        let adopt_at = now + hold.terms.adopt_after;
+        let adopt_after = hold.terms.adopt_after;
+        let since = entry.unseen_since.unwrap_or(now);
+        let adopt_at = (now + adopt_after).min(timing::adopt_at_last(since, adopt_after));
         entry.adopt_at = Some(adopt_at);
         let sooner = self.adopt_at.is_none_or(|at| adopt_at < at);
         if sooner {

@@ -758,3 +758,34 @@ async fn a_short_hold_is_never_looked_after() {
     assert_eq!(renewals(), 1, "a hold of 20 ms was not");
     guard.release().await.unwrap();
 }
+
+/// Each of them is too short to be looked after, and nobody asks the server: what they share is looked after all the same.
+#[tokio::test(start_paused = true)]
+async fn a_hold_that_is_passed_on_and_on_is_looked_after() {
+    for (ttl, soon) in [(60 * SECOND, 110 * MS), (20 * MS, 20 * MS)] {
+        let backend = MemoryBackend::new();
+        let options = AcquireOptions::new().ttl(ttl).local_handoffs(65_535);
+        let lock = client(&backend).lock("a").unwrap().with_options(options);
+        let tasks: Vec<_> = (0..2)
+            .map(|_| {
+                let lock = lock.clone();
+                tokio::spawn(async move {
+                    loop {
+                        let guard = lock.acquire().await.unwrap();
+                        tokio::time::sleep(MS).await;
+                        if guard.release().await.is_err() {
+                            return Instant::now();
+                        }
+                    }
+                })
+            })
+            .collect();
+        tokio::time::sleep(250 * MS).await;
+        assert!(backend.revoke("a"));
+        let revoked = Instant::now();
+        let _theirs = client(&backend).lock("a").unwrap().acquire().await.unwrap();
+        let (told, ..) = futures_util::future::select_all(tasks).await;
+        let took = told.unwrap() - revoked;
+        assert!(took <= soon, "told after {took:?}");
+    }
+}
