@@ -172,6 +172,7 @@ impl Hold {
         }
         match answer {
             Some(Ok(Renewal::Held(lease))) => {
+                grip.is_doubted = false;
                 let lease = self.clock.proof(&lease);
                 let (end, now) = (lease.end(), self.now());
                 // What the backend has turned out not to prove ends earlier, whoever renews.

@@ -129,7 +129,7 @@ pub(crate) enum PassOn {
     Done,
     /// Nobody waits here whom it fits.
     NoHeir,
-    /// Somebody does, but too little is left of the lease.
+    /// Somebody does, but too little is left of the lease, or it may be gone.
     Stale,
 }
 
@@ -231,7 +231,8 @@ impl Line {
     /// Passes what `ended` was made of to the first waiter, as a hold of its own with the next token, on the lease as
     /// it is, and leaves `grip` empty. If there is no waiter that it fits, the slot counts as being given up.
     ///
-    /// A lease that has `just` been renewed does for anyone. Otherwise a waiter that will not renew it gets it fresh.
+    /// A lease that has `just` been renewed does for anyone. Otherwise a waiter that will not renew it gets it fresh, and nobody
+    /// gets one that is in doubt.
     pub(crate) fn pass_on(&self, ended: &Hold, grip: &mut Grip, now: Moment, just: Renewed) -> PassOn {
         if !self.is_queued_in.load(Ordering::Relaxed) {
             self.set_slot_use(SlotUse::Releasing);
@@ -245,7 +246,7 @@ impl Line {
             return PassOn::NoHeir;
         };
         let lasts = heir.renew || lease.length.is_none() || just == Renewed::Yes;
-        if !lasts || !lease.is_fresh(now) {
+        if !lasts || grip.is_doubted || !lease.is_fresh(now) {
             return PassOn::Stale;
         }
         let mut passed = grip.take();
@@ -476,6 +477,8 @@ pub(crate) struct Grip {
     pub(crate) most_handoffs: u32,
     /// The last proof; `None` before the grant.
     pub(crate) lease: Option<Proof>,
+    /// The server has hinted since then that the hold may be gone, and no renewal has been answered.
+    pub(crate) is_doubted: bool,
     /// Whether the server may know of this claim, so that it has to be released.
     pub(crate) known: bool,
     slot: Option<SlotTurn>,
@@ -500,6 +503,7 @@ impl Grip {
             handoffs: 0,
             most_handoffs: 0,
             lease: None,
+            is_doubted: false,
             known: false,
             slot,
             contends: false,
@@ -555,6 +559,7 @@ impl Grip {
         taken.handoffs = self.handoffs;
         taken.most_handoffs = self.most_handoffs;
         taken.lease = self.lease;
+        taken.is_doubted = self.is_doubted;
         taken.known = std::mem::take(&mut self.known);
         taken
     }

@@ -86,7 +86,7 @@ async fn renew_and_pass_on(ended: &Hold, grip: &mut Grip) -> bool {
     line.pass_on(ended, grip, ended.now(), Renewed::No) == PassOn::Done
 }
 
-/// Renews a lease of which too little is left to be passed on.
+/// Renews a lease that cannot be passed on as it is.
 async fn prove(grip: &mut Grip) -> bool {
     let Some(claim) = &mut grip.claim else {
         return false;
@@ -102,6 +102,7 @@ async fn prove(grip: &mut Grip) -> bool {
     match core.within("renew", claim.renew(), limit).await {
         Ok(Some(Ok(crate::spi::Renewal::Held(lease)))) => {
             grip.lease = Some(core.clock.proof(&lease));
+            grip.is_doubted = false;
             true
         }
         _ => false,

@@ -429,7 +429,8 @@ async fn attend(hold: Hold) {
             rests_until.map_or(due, |rested| due.max(rested))
         });
         // A question that was not answered is asked again, also where only a hint made it one.
-        let due = retry_at.filter(|_| !offered).or(renewal);
+        let again = retry_at.or_else(|| grip.is_doubted.then(Instant::now));
+        let due = again.filter(|_| !offered).or(renewal);
         let end = due.into_iter().chain(valid_until).min();
         // Hints that are not listened to for a while are not forgotten.
         let rest = (!offered && !hints.listens()).then(|| Instant::now() + HintBudget::HOLDERS_REST);
@@ -453,7 +454,10 @@ async fn attend(hold: Hold) {
                     continue;
                 }
             }
-            Event::Hint => hints.hinted(listening.elapsed()),
+            Event::Hint => {
+                grip.is_doubted = true;
+                hints.hinted(listening.elapsed());
+            }
         }
         if offered {
             hold.cell.lapse();

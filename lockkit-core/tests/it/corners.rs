@@ -789,3 +789,39 @@ async fn a_hold_that_is_passed_on_and_on_is_looked_after() {
         assert!(took <= soon, "told after {took:?}");
     }
 }
+
+/// Its holder has heard that it may be gone, and has asked: there is no answer yet.
+#[tokio::test(start_paused = true)]
+async fn what_is_in_doubt_is_not_passed_on() {
+    for revoked in [false, true] {
+        let probe = Probe::default();
+        let options = AcquireOptions::new().ttl(60 * SECOND);
+        let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+        let lock = lock.with_options(options);
+        let first = lock.acquire().await.unwrap();
+        let next = tokio::spawn(async move { lock.acquire().await });
+        tokio::time::sleep(SECOND).await;
+        probe.memory.delay(Operation::Renew, 100 * MS);
+        let theirs = if revoked {
+            assert!(probe.memory.revoke("a"));
+            Some(client(&probe.memory).lock("a").unwrap().acquire().await.unwrap())
+        } else {
+            probe.hint.notify_one();
+            None
+        };
+        tokio::time::sleep(50 * MS).await;
+        let token = first.token();
+        let released = first.release().await;
+        assert_eq!(
+            released.is_err_and(|err| err.is_lost()),
+            revoked,
+            "what its release says"
+        );
+        tokio::time::sleep(SECOND).await;
+        assert_eq!(next.is_finished(), !revoked, "another has it");
+        drop(theirs);
+        let next = next.await.unwrap().unwrap();
+        let passed_on = next.token().get() == token.get() + 1;
+        assert_eq!(passed_on, !revoked);
+    }
+}
