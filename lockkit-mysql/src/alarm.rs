@@ -13,11 +13,10 @@ use std::{
     time::Duration,
 };
 
-use sqlx::mysql::MySqlConnectOptions;
 use tokio::{sync::watch, task::AbortHandle, time::timeout};
 
 use crate::{
-    control::{IDENTITY, Term, UNLIMITED},
+    control::{IDENTITY, Options, Term, UNLIMITED},
     wire::{Wire, column},
 };
 
@@ -65,13 +64,14 @@ impl Alarm {
 
     /// Sees to it that a connection is watched while there is something to hold. Called again with each renewal, since
     /// that connection may have ended alone.
-    pub(crate) fn watch(self: &Arc<Self>, options: &MySqlConnectOptions, term: &Term) {
+    pub(crate) fn watch(self: &Arc<Self>, options: &Options, term: &Term) {
         if self.is_watching.swap(true, Ordering::Acquire) {
             return;
         }
         let watching = Watching(Arc::downgrade(self));
         let (options, term) = (options.clone(), term.clone());
-        let task = tokio::spawn(async move {
+        let runtime = options.runtime.clone();
+        let task = runtime.spawn(async move {
             let opened = timeout(DEAF, Wire::open(&options))
                 .await
                 .ok()

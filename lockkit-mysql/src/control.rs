@@ -7,7 +7,7 @@ use std::{
 
 use lockkit_core::{Error, Result};
 use sqlx::mysql::MySqlConnectOptions;
-use tokio::sync::Mutex;
+use tokio::{runtime::Handle, sync::Mutex};
 
 use crate::{
     Mode, NAME, fault,
@@ -39,8 +39,12 @@ pub(crate) struct Control {
     latest: AtomicU64,
 }
 
-/// Without the password in its `Debug` form.
-pub(crate) struct Options(pub(crate) MySqlConnectOptions);
+/// How to connect, and the runtime that connections live on. Without the password in its `Debug` form.
+#[derive(Clone)]
+pub(crate) struct Options {
+    pub(crate) connect: MySqlConnectOptions,
+    pub(crate) runtime: Handle,
+}
 
 #[derive(Debug, Default)]
 struct Link {
@@ -81,9 +85,9 @@ pub(crate) enum Killed {
 }
 
 impl Control {
-    pub(crate) fn new(options: MySqlConnectOptions, mode: Mode) -> Self {
+    pub(crate) fn new(options: Options, mode: Mode) -> Self {
         Self {
-            options: Options(options),
+            options,
             mode,
             link: Mutex::default(),
             latest: AtomicU64::new(0),
@@ -275,7 +279,7 @@ impl Link {
             return Ok((self.term.clone(), server));
         }
         let during = |error| fault::error(operation, error);
-        let mut wire = Wire::open(&options.0).await.map_err(during)?;
+        let mut wire = Wire::open(options).await.map_err(during)?;
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
              SET SESSION autocommit=1, completion_type=0, wait_timeout=86400, innodb_lock_wait_timeout=2, \
@@ -319,6 +323,7 @@ impl Link {
 
 impl std::fmt::Debug for Options {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Options({}:{})", self.0.get_host(), self.0.get_port())
+        let options = &self.connect;
+        write!(f, "Options({}:{})", options.get_host(), options.get_port())
     }
 }

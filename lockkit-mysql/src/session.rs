@@ -12,6 +12,7 @@ use futures_util::future::{join, join_all};
 use lockkit_core::{Error, Result};
 use sqlx::mysql::MySqlConnectOptions;
 use tokio::{
+    runtime::Handle,
     sync::{OwnedSemaphorePermit, Semaphore},
     time::{Instant, sleep, timeout, timeout_at},
 };
@@ -96,13 +97,16 @@ pub(crate) struct Sessions {
 }
 
 impl Sessions {
-    pub(crate) fn new(options: MySqlConnectOptions, mode: Mode, most: u32) -> Self {
+    /// Within the Tokio runtime that the client is to live on.
+    pub(crate) fn new(connect: MySqlConnectOptions, mode: Mode, most: u32) -> Self {
+        let runtime = Handle::current();
+        let options = Options { connect, runtime };
         Self {
             control: Control::new(options.clone(), mode),
             looks: Control::new(options.clone(), mode),
             alarm: Arc::new(Alarm::new()),
             mode,
-            options: Options(options),
+            options,
             idle: Mutex::default(),
             slots: Arc::new(Semaphore::new(most as usize)),
             turns: Arc::new(Semaphore::new(most as usize)),
@@ -217,7 +221,7 @@ impl Sessions {
 
     /// Something is held by a session of this term, whose connection may break.
     pub(crate) fn watch(&self, term: &Term) {
-        self.alarm.watch(&self.options.0, term);
+        self.alarm.watch(&self.options, term);
     }
 
     pub(crate) async fn close(&self) {
@@ -263,7 +267,7 @@ impl Sessions {
         // First, so that the session cannot be older than the term that vouches for its id.
         let (term, server) = self.control.term(operation).await?;
         let during = |error| fault::error(operation, error);
-        let mut wire = Wire::open(&self.options.0).await.map_err(during)?;
+        let mut wire = Wire::open(&self.options).await.map_err(during)?;
         let limits = match server.flavour {
             Flavour::MariaDb => {
                 "max_statement_time=0, idle_transaction_timeout=0, idle_write_transaction_timeout=0, \

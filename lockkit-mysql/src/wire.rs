@@ -9,11 +9,11 @@ use std::{fmt, future::Future, pin::Pin, time::Duration};
 use futures_util::TryStreamExt;
 use sqlx::{
     AssertSqlSafe, ConnectOptions, Connection, Decode, Either, Execute, Executor, MySql, Row,
-    mysql::{MySqlConnectOptions, MySqlConnection, MySqlRow},
+    mysql::{MySqlConnection, MySqlRow},
 };
-use tokio::time::Instant;
+use tokio::{task::JoinSet, time::Instant};
 
-use crate::fault;
+use crate::{control::Options, fault};
 
 type Running = Pin<Box<dyn Future<Output = (MySqlConnection, sqlx::Result<Reply>)> + Send>>;
 
@@ -38,8 +38,15 @@ struct Outcome {
 }
 
 impl Wire {
-    pub(crate) async fn open(options: &MySqlConnectOptions) -> sqlx::Result<Self> {
-        Ok(Self(State::Idle(options.connect().await?)))
+    /// Connects, on the runtime that the client lives on: one that it is used on may end before.
+    pub(crate) async fn open(options: &Options) -> sqlx::Result<Self> {
+        let connect = options.connect.clone();
+        let mut connecting = JoinSet::new();
+        connecting.spawn_on(async move { connect.connect().await }, &options.runtime);
+        match connecting.join_next().await {
+            Some(Ok(connected)) => Ok(Self(State::Idle(connected?))),
+            _ => Err(closed()),
+        }
     }
 
     pub(crate) fn is_closed(&self) -> bool {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use lockkit_conformance::machine::{Stopwatch, timeout};
 use lockkit_core::{
     AcquireOptions, Error, Lock, LockClient, LockName, LossReason,
@@ -52,6 +53,7 @@ for_each_flavour! {
     connections_that_are_reset_again_and_again
     a_hold_whose_connections_break_is_told_at_once
     a_break_while_the_watch_is_begun_is_told_at_once
+    another_runtime_that_ends_takes_no_connection_along
     the_servers_clock_does_not_move_a_row_lock
     the_servers_clock_moves_a_lease
     tokens_go_back_with_a_deleted_counter_and_the_clock
@@ -805,6 +807,50 @@ async fn a_break_while_the_watch_is_begun_is_told_at_once(flavour: Flavour) {
     assert_eq!(reason, LossReason::Disconnected);
     let took = broken.elapsed();
     assert!(took < Duration::from_secs(2), "told after {took:?}");
+}
+
+/// A client that was used on a runtime besides its own: sessions were begun there, and the watch.
+async fn another_runtime_that_ends_takes_no_connection_along(flavour: Flavour) {
+    let server = shared(flavour);
+    for resets in [true, false] {
+        let (proxy, client) = behind_a_proxy(server, Mode::ForUpdate).await;
+        let elsewhere = client.clone();
+        let runtime = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Runtime::new().unwrap();
+            runtime.block_on(async {
+                let guards = [name("b"), name("c")].map(|name| {
+                    let lock = elsewhere.lock(name).unwrap();
+                    async move { lock.acquire().await.unwrap() }
+                });
+                let guards = join_all(guards).await;
+                sleep(Duration::from_millis(100)).await;
+                for guard in guards {
+                    guard.release().await.unwrap();
+                }
+            });
+            runtime
+        });
+        let runtime = runtime.join().unwrap();
+        let mut guards = Vec::new();
+        for held in ["d", "e"] {
+            guards.push(client.lock(name(held)).unwrap().acquire().await.unwrap());
+        }
+        runtime.shutdown_background();
+        sleep(Duration::from_millis(100)).await;
+        if resets {
+            let began = Stopwatch::start();
+            proxy.reset();
+            for guard in &guards {
+                let told = timeout(Duration::from_secs(5), guard.lost()).await;
+                assert_eq!(told.ok(), Some(LossReason::Disconnected), "with its next renewal");
+            }
+            eprintln!("{flavour:?}: told after {:?}", began.elapsed());
+        } else {
+            for guard in &guards {
+                guard.renew().await.unwrap();
+            }
+        }
+    }
 }
 
 const HOUR: Duration = Duration::from_hours(1);
