@@ -138,8 +138,12 @@ local function grant(owner, mode, ttl, ms, text, first)
   return first
 end
 
+-- At this server alone: who listens at a replica, as a client does whose master was demoted, is not told what is granted here.
 local function wake(owner, client, ms)
-  return call('PUBLISH', CLIENT .. client, owner .. ' ' .. ms .. ' ' .. LOCK)
+  redis.set_repl(redis.REPL_NONE)
+  local told = call('PUBLISH', CLIENT .. client, owner .. ' ' .. ms .. ' ' .. LOCK)
+  redis.set_repl(redis.REPL_ALL)
+  return told
 end
 
 local function first() return call('ZRANGE', QUEUE, 0, 0)[1] end

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use crate::common::{
     AT_ONCE, LONG, MS, SECOND, client, client_behind_proxy, connect, granted, lock, no_server,
-    nothing_is_left, waiter, waiters, within,
+    nothing_is_left, until, waiter, waiters, within,
 };
 
 /// By how much the server's own lease of what it has passed on may be longer than what is left of it here.
@@ -341,4 +341,44 @@ async fn who_waits_hears_of_the_server_each_second() {
     held.release().await.unwrap();
     tokio::time::sleep(SECOND).await;
     assert_eq!(heard(2 * SECOND).await, 0, "nobody waits");
+}
+
+/// Its connection stands, and its master follows another by now.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_listens_at_a_master_of_before_is_passed_nothing() {
+    if no_server() {
+        return;
+    }
+    let before = RedisServer::plain().unwrap();
+    let after = RedisServer::builder().replica_of(before.addr()).start().unwrap();
+    let (holder, proxy) = client_behind_proxy(&before).await;
+    let stays = client(before.url()).await;
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let first = waiter(&lock(&stays, "a", LONG));
+    waiters(&after, "a", 1).await;
+    after.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    let (ip, port) = (after.addr().ip().to_string(), after.addr().port().to_string());
+    before.cli(&["REPLICAOF", &ip, &port]).unwrap();
+    proxy.set_upstream(after.addr());
+    proxy.reset();
+    let other = client(after.url()).await;
+    let second = waiter(&lock(&other, "a", LONG));
+    waiters(&after, "a", 2).await;
+    until(LONG, "it follows", async || {
+        let shown = before.cli(&["INFO", "replication"]);
+        shown.is_ok_and(|shown| shown.contains("master_link_status:up"))
+    })
+    .await;
+    until(LONG, "released", async || held.renew().await.is_ok()).await;
+    held.release().await.unwrap();
+    let next = granted(AT_ONCE, "at the new master", second).await;
+    tokio::time::sleep(100 * MS).await;
+    assert!(
+        !first.is_finished(),
+        "two are told the token {}: {:?}",
+        next.token(),
+        first.await
+    );
+    next.release().await.unwrap();
+    first.abort();
 }
