@@ -49,6 +49,7 @@ if permits and permits ~= string.sub(mode, 2) then return permits end
 
 local blocked = call('EXISTS', QUEUE) == 1
 if blocked and is_try then
+  may_write()
   local _
   _, blocked = serve()
 end
@@ -59,7 +60,7 @@ if not blocked and fits(mode) then
 end
 if is_try then
   -- A server that was demoted refuses to write, and is not to be believed for as long as the lease lasts.
-  call('DEL', 'lockkit#nowhere')
+  may_write()
   return { -1, left(), is_foreign() and 1 or 0 }
 end
 

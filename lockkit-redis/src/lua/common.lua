@@ -146,13 +146,16 @@ local function wake(owner, client, ms)
   return told
 end
 
+-- A server that refuses to write says so now. To be done before `serve` by whoever has not written yet: nobody is to be told
+-- that he holds what cannot be written.
+local function may_write() call('DEL', 'lockkit#nowhere') end
+
 local function first() return call('ZRANGE', QUEUE, 0, 0)[1] end
 
 -- Clients of the version before are told, and do not look.
 local function looks(client) return string.find(client, '.', 1, true) end
 
--- Grants to another, if its client is told. To tell it is no write, which a server without memory might refuse; so it comes
--- before any, and the token is known before it is drawn.
+-- Grants to another, if its client is told. That is done first, when the token is known and not drawn yet.
 local function pass(owner, mode, ttl, text)
   local client = client_of(text)
   local first = math.max(micros, tonumber(call('GET', 'lockkit#fence') or 0)) + 1

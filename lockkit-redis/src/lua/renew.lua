@@ -4,6 +4,7 @@ local me = string.sub(ARGV[1], 9, 40)
 drop_ended()
 local alone = holder() == me
 if not alone and not shares(me) then
+  may_write()
   serve()
   return 0
 end

@@ -30,6 +30,10 @@ elseif is_group() then
     end
   end
 end
-if ended then wake(string.sub(ended, 1, 32), client_of(ended), 0) end
+if ended then
+  wake(string.sub(ended, 1, 32), client_of(ended), 0)
+else
+  may_write()
+end
 serve()
 return ended and 1 or 0

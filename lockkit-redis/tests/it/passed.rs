@@ -343,6 +343,45 @@ async fn who_waits_hears_of_the_server_each_second() {
     assert_eq!(heard(2 * SECOND).await, 0, "nobody waits");
 }
 
+/// Whoever is told has what was written. Its key was deleted, and what asks next is refused after that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_refuses_to_write_passes_nothing_on() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let mine = lock(&one, "a", LONG);
+    for asks in ["a try", "a renewal", "a break"] {
+        let held = mine.acquire().await.unwrap();
+        let waiting = waiter(&lock(&two, "a", LONG));
+        waiters(&server, "a", 1).await;
+        server.cli(&["DEL", "lockkit:a"]).unwrap();
+        let replicas = |count| {
+            server
+                .cli(&["CONFIG", "SET", "min-replicas-to-write", count])
+                .unwrap()
+        };
+        replicas("1");
+        let refused = match asks {
+            "a try" => mine.shared().try_acquire().await.map(drop),
+            "a renewal" => held.renew().await,
+            _ => one.revoke("a", held.token()).await.map(drop),
+        };
+        assert!(refused.unwrap_err().is_transient(), "{asks}");
+        tokio::time::sleep(200 * MS).await;
+        assert!(
+            !waiting.is_finished(),
+            "{asks}: it was told of what is not at the server"
+        );
+        replicas("0");
+        drop(held);
+        let next = granted(LONG, "the server writes again", waiting).await;
+        next.release().await.unwrap();
+        nothing_is_left(&server, asks).await;
+    }
+}
+
 /// Its connection stands, and its master follows another by now.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_listens_at_a_master_of_before_is_passed_nothing() {
