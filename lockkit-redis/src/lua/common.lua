@@ -155,10 +155,15 @@ local function first() return call('ZRANGE', QUEUE, 0, 0)[1] end
 -- Clients of the version before are told, and do not look.
 local function looks(client) return string.find(client, '.', 1, true) end
 
--- Grants to another, if its client is told. That is done first, when the token is known and not drawn yet.
+-- Grants to another, if its client is told. That is done first, when the token is known and not drawn yet. Where there is none
+-- left, it asks, and is told so.
 local function pass(owner, mode, ttl, text)
   local client = client_of(text)
   local first = math.max(micros, tonumber(call('GET', 'lockkit#fence') or 0)) + 1
+  if first > 2 ^ 53 - string.match(text, '^%S+ (%d+) ') then
+    wake(owner, client, 1)
+    return false
+  end
   local takes_up = string.find(client, 't', 1, true)
   if wake(owner, client, takes_up and string.format('0:%d', first) or 0) == 0 then return false end
   call('ZREM', QUEUE, owner)

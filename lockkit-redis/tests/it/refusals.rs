@@ -379,8 +379,29 @@ async fn a_counter_at_its_end_grants_no_token_twice() {
         }
     };
     assert_eq!(tokens, [last - 1, last]);
-    assert!(!error.is_transient(), "{error:?}");
-    assert!(shown(&error).contains("no fencing tokens are left"), "{error:?}");
+    let says_so = |error: &Error| {
+        assert!(!error.is_transient(), "{error:?}");
+        assert!(shown(error).contains("no fencing tokens are left"), "{error:?}");
+    };
+    says_so(&error);
+    nothing_is_left(&server, "refused").await;
+
+    // And passes none on twice.
+    server.cli(&["SET", "lockkit#fence", &before]).unwrap();
+    let held = lock.acquire().await.unwrap();
+    let others = [self::client(server.url()).await, self::client(server.url()).await];
+    let mut waiting = Vec::new();
+    for other in &others {
+        waiting.push(waiter(&self::lock(other, "a", LONG)));
+        waiters(&server, "a", waiting.len()).await;
+    }
+    held.release().await.unwrap();
+    let mut waiting = waiting.into_iter();
+    let held = granted(AT_ONCE, "the last", waiting.next().unwrap()).await;
+    assert_eq!(held.token().get(), last);
+    held.release().await.unwrap();
+    let refused = within(AT_ONCE, "told", waiting.next().unwrap()).await;
+    says_so(&refused.unwrap().expect_err("a token is there twice"));
     nothing_is_left(&server, "refused").await;
 }
 
