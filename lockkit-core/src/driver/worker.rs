@@ -16,7 +16,7 @@ use std::{
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::{
-    runtime::Handle,
+    runtime::{Handle, RuntimeFlavor},
     sync::Notify,
     time::{Instant, Sleep},
 };
@@ -138,7 +138,19 @@ impl Worker {
         drop(state);
         // Else it wakes in time by itself.
         if sooner {
-            self.work.notify_one();
+            self.look_elsewhere();
+        }
+    }
+
+    /// Has it look, on another thread than this where there are several. What a thread of the runtime wakes last, it keeps to
+    /// itself until the task that it runs has to wait; and whoever has just been granted a lock may work for seconds before.
+    /// What it wakes before that is anyone's, and another thread is roused for it.
+    fn look_elsewhere(&self) {
+        self.work.notify_one();
+        if let Ok(handle) = Handle::try_current()
+            && handle.runtime_flavor() == RuntimeFlavor::MultiThread
+        {
+            drop(handle.spawn(std::future::ready(())));
         }
     }
 

@@ -48,6 +48,46 @@ async fn a_holder_on_a_runtime_of_one_thread_may_block_it() {
     next.release().await.unwrap();
 }
 
+/// Its own hold is renewed by another, and so are those of its client.
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn a_holder_may_block_one_of_several_threads() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    for blocks in ["a", "b"] {
+        let held = lock(&one, "a", LONG).acquire().await.unwrap();
+        let locks = [lock(&two, "a", LONG), lock(&two, blocks, LONG)];
+        let blocking = move |lock: Lock| async move {
+            let held = lock.acquire().await.unwrap();
+            std::thread::sleep(PASSED + 500 * MS);
+            let is_held = held.is_held();
+            drop(held);
+            is_held
+        };
+        let [passed, other] = locks;
+        let other = (blocks != "a").then(|| tokio::spawn(blocking(other)));
+        tokio::time::sleep(100 * MS).await;
+        let waiting = if other.is_some() {
+            tokio::spawn(async move {
+                let held = passed.acquire().await.unwrap();
+                tokio::time::sleep(PASSED + 200 * MS).await;
+                held.is_held()
+            })
+        } else {
+            tokio::spawn(blocking(passed))
+        };
+        waiters(&server, "a", 1).await;
+        held.release().await.unwrap();
+        assert!(waiting.await.unwrap(), "lost, though {blocks} blocks one thread");
+        if let Some(other) = other {
+            assert!(other.await.unwrap(), "the one that blocks");
+        }
+        nothing_is_left(&server, blocks).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hand_off_is_one_request_of_whoever_releases() {
     if no_server() {
