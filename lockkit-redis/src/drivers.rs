@@ -175,7 +175,7 @@ struct Seat {
 impl Seat {
     fn begin(self: &Arc<Self>) -> Option<Turn<'_>> {
         let before = self.state.fetch_or(POLLED, Ordering::AcqRel);
-        (before & POLLED == 0).then_some(Turn(self))
+        (before & POLLED == 0).then(|| Turn(self))
     }
 
     fn driver(&self) -> MutexGuard<'_, Option<Driver>> {
@@ -633,6 +633,21 @@ mod tests {
         let _caller = caller_on(&connection);
         let took = takes(&Notify::new(), || {}, answer).await;
         assert!(took.is_zero(), "{took:?}");
+    }
+
+    #[tokio::test]
+    async fn who_finds_it_polled_leaves_it_to_whoever_polls_it() {
+        let drivers = Drivers::start();
+        let (driver, _pings) = echo();
+        let connection = drivers.run(driver);
+        settle().await;
+        let turn = connection.0.begin();
+        assert!(turn.is_some());
+        for _ in 0..2 {
+            assert!(connection.0.begin().is_none(), "two poll it");
+        }
+        drop(turn);
+        assert!(connection.0.begin().is_some());
     }
 
     #[tokio::test]
