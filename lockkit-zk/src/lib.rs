@@ -22,6 +22,7 @@
 mod backend;
 mod config;
 mod crowds;
+mod distance;
 mod fault;
 mod layout;
 mod lease;

@@ -168,7 +168,7 @@ impl QueueClaim {
                 self.wait()?;
                 return Ok(None);
             }
-            place.waits = None;
+            let so_far = place.waits.take();
             if !place.was_made().await? {
                 self.clear();
                 continue;
@@ -211,7 +211,7 @@ impl QueueClaim {
                     return Ok(None);
                 }
                 Turn::After(before) => {
-                    if place.watch(&self.shared, &self.dir, before).await? {
+                    if place.watch(&self.shared, &self.dir, before, so_far).await? {
                         self.wait()?;
                         return Ok(None);
                     }
@@ -489,21 +489,42 @@ impl Place {
         let before = Before {
             watch: vec![nearest],
             one_to_go: false,
+            ahead: None,
         };
-        self.watch(shared, dir, before).await
+        self.watch(shared, dir, before, None).await
     }
 
-    /// Begins to watch those before it, and itself if nothing else will show that it is still there when they have gone.
-    /// `false` if one of them has gone meanwhile.
-    async fn watch(&mut self, shared: &Shared, dir: &str, before: Before) -> Result<bool> {
+    /// Begins to watch those before it, and itself if nothing else will show that it is still there when they have gone. What
+    /// it waited for `so_far` is watched already. `false` if one of them has gone meanwhile.
+    async fn watch(
+        &mut self,
+        shared: &Shared,
+        dir: &str,
+        before: Before,
+        so_far: Option<Waits>,
+    ) -> Result<bool> {
         let Node::Made { path, .. } = &self.node else {
             return Ok(false);
         };
         let connection = self.stake.session.connection();
         let mut paths: Vec<_> = before.watch.iter().map(|name| format!("{dir}/{name}")).collect();
-        let others = paths.len();
+        if before.one_to_go
+            && let Some(mut waits) = so_far.filter(|waits| waits.begin_with(&paths, connection))
+            && self.stake.is_quiet()
+        {
+            // It has gone on being watched while the list was asked for.
+            let is_quiet = waits.is_left_with_one();
+            self.waits = Some(waits);
+            return Ok(is_quiet);
+        }
+        // Of a crowd, those before it are told by what they have held.
+        let ahead = before
+            .ahead
+            .filter(|_| !self.crowded && self.stake.session.is_far());
         // Elsewhere it lists at its turn.
-        let guarded = before.one_to_go || self.stake.own().is_some();
+        let guarded = before.one_to_go || ahead.is_some() || self.stake.own().is_some();
+        paths.extend(ahead.map(|ahead| format!("{dir}/{ahead}")));
+        let others = paths.len();
         if guarded && !self.stake.is_quiet() {
             paths.push(path.clone());
         }
@@ -539,6 +560,22 @@ impl Place {
 }
 
 impl Waits {
+    /// Whether the one of `paths` is the nearest of those it watches, and has been on this connection.
+    fn begin_with(&self, paths: &[String], connection: Option<u64>) -> bool {
+        paths.len() == 1
+            && self.paths.first() == paths.first()
+            && connection.is_some()
+            && self.connection == connection
+    }
+
+    /// Of those before it the nearest is left. `false` if that has gone, too.
+    fn is_left_with_one(&mut self) -> bool {
+        self.paths.truncate(1);
+        self.watches.truncate(1);
+        self.one_to_go = true;
+        self.watches.iter_mut().all(Watch::is_quiet)
+    }
+
     /// Ready once one of the watches, that of its own node included if there is one, has told something.
     fn poll(&mut self, own: Option<&mut Watch>, cx: &mut Context<'_>) -> Poll<()> {
         let mut all = self.watches.iter_mut().chain(own);

@@ -32,6 +32,7 @@ use zookeeper_client::{
 use crate::{
     Access, Parents, ZkConfig,
     config::{Address, check_session_timeout},
+    distance::Distance,
     fault::{Fault, Result, is_refusal},
     layout::{Space, basename, parent},
     lease::Proof,
@@ -80,6 +81,7 @@ struct Core {
     littered: Notify,
     /// Of the nodes that somebody has asked for. Those that nobody looks after any more are removed.
     posts: Mutex<Vec<Weak<Post>>>,
+    distance: Distance,
     /// A server does not know multi-reads.
     old: AtomicBool,
     watches: Mutex<Watches>,
@@ -287,6 +289,7 @@ impl Session {
             litter: Mutex::default(),
             littered: Notify::new(),
             posts: Mutex::default(),
+            distance: Distance::default(),
             old: AtomicBool::new(false),
             watches: Mutex::default(),
             blinded: Notify::new(),
@@ -346,6 +349,11 @@ impl Session {
         let link = self.core.link.borrow();
         let life = link.as_ref().map(|link| link.life());
         life.filter(|life| !life.is_over()).map(|life| life.number())
+    }
+
+    /// The server is so far that a request more is cheaper than to wait for one.
+    pub(crate) fn is_far(&self) -> bool {
+        self.core.distance.is_far()
     }
 
     /// The server's clock, in ms since 1970; `None` before the first beat.
@@ -529,7 +537,8 @@ impl Session {
 
     /// The nodes in a directory, as far as the connected server knows. None if there is no directory.
     pub(crate) async fn list(&self, dir: &str) -> Result<Vec<String>> {
-        listed(self.core.link().await?.client.list_children(dir).await)
+        let link = self.core.link().await?;
+        listed(self.core.distance.of(link.client.list_children(dir)).await)
     }
 
     /// The nodes in a directory, with everything that was done before the call.
@@ -564,7 +573,8 @@ impl Session {
     /// Watches several nodes for their deletion; `None` for one that is not there.
     pub(crate) async fn watch_all(&self, paths: &[String]) -> Result<Vec<Option<(Vec<u8>, Stat, Watch)>>> {
         let link = self.core.link().await?;
-        let replies = join_all(paths.iter().map(|path| link.client.get_and_watch_data(path))).await;
+        let asked = join_all(paths.iter().map(|path| link.client.get_and_watch_data(path)));
+        let replies = self.core.distance.of(asked).await;
         let watched = |(path, reply): (&String, _)| {
             let found = some(reply)?;
             Ok(found.map(|(data, stat, watcher)| {

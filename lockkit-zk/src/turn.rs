@@ -26,6 +26,8 @@ pub(crate) struct Before {
     pub(crate) watch: Vec<String>,
     /// It is the waiter's turn as soon as one of them is.
     pub(crate) one_to_go: bool,
+    /// Right before the only one to watch. When it has gone there may be one to go.
+    pub(crate) ahead: Option<String>,
 }
 
 /// Whether `own` may have the lock that `children` contend for.
@@ -121,11 +123,14 @@ fn after<'a>(before: impl Iterator<Item = Contender<'a>>, capacity: usize) -> Tu
     if farther > 0 {
         before.select_nth_unstable_by(farther, Contender::order);
     }
+    let ahead = before[..farther].iter().max_by(|a, b| a.order(b));
+    let ahead = ahead.filter(|_| capacity == 1).map(|one| one.name.to_owned());
     let mut watch: Vec<_> = before[farther..].to_vec();
     watch.sort_unstable_by(|a, b| b.order(a));
     Turn::After(Before {
         watch: watch.iter().map(|one| one.name.to_owned()).collect(),
         one_to_go,
+        ahead,
     })
 }
 
@@ -149,6 +154,7 @@ mod tests {
         Turn::After(Before {
             watch: names(watch),
             one_to_go,
+            ahead: None,
         })
     }
 
@@ -167,7 +173,11 @@ mod tests {
         );
         assert_eq!(
             turn(&all, "a-lock-0000000010", Mode::Exclusive),
-            after(&["b-lock-0000000009"], false)
+            Turn::After(Before {
+                watch: names(&["b-lock-0000000009"]),
+                one_to_go: false,
+                ahead: Some("c-__READ__-lock-0000000008".to_owned()),
+            })
         );
         assert_eq!(turn(&all, "d-lock-0000000011", Mode::Exclusive), Turn::Gone);
         assert_eq!(holders(&all, Kind::Lock), (vec!["c-__READ__-lock-0000000008"], 2));
@@ -298,6 +308,13 @@ mod tests {
                         let watched: BTreeSet<_> = before.watch.iter().collect();
                         let rest: Vec<_> = all.iter().filter(|n| watched.contains(n) || **n == own).cloned().collect();
                         prop_assert!(!reference(&rest, &own, mode));
+                        let alone = capacity(mode) == 1;
+                        prop_assert_eq!(before.ahead.is_some(), alone && !before.one_to_go);
+                        if let Some(ahead) = &before.ahead {
+                            let rest: Vec<_> = all.iter().filter(|name| **name != before.watch[0]).cloned().collect();
+                            let next = turn(&rest, &own, mode);
+                            prop_assert!(matches!(&next, Turn::After(next) if next.watch == [ahead.clone()]), "{:?}", next);
+                        }
                         for gone in &before.watch {
                             let rest: Vec<_> = all.iter().filter(|name| *name != gone).cloned().collect();
                             prop_assert_eq!(reference(&rest, &own, mode), before.one_to_go);
