@@ -14,7 +14,7 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
          other libraries. These pages are drawn from a run by commands of this repository; run them on your own machine, \
          for yours is another:\n\n\
          ```sh\n\
-         cargo bench -p lockkit-benches --bench matrix     # some 25 minutes; -- --quick: six\n\
+         cargo bench -p lockkit-benches --bench matrix     # some 20 minutes; -- --quick: four\n\
          cargo run -p lockkit-benches --bin report         # this page, and target/lockkit-report/index.html\n\
          cargo bench -p lockkit-benches --bench scenarios  # the same by criterion, see below; -- redis: Redis alone\n\
          lockkit bench --url redis://… --url zk://…        # the same situations on your own servers\n\
