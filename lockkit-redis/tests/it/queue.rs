@@ -273,7 +273,10 @@ async fn a_waiter_of_the_version_before_is_told_that_it_is_first() {
     let waiting = waiter(&lock(&other, "a", LONG));
     waiters(&server, "a", 1).await;
     let owner = format!("{:032x}", 7);
-    let now = server.cli(&["TIME"]).unwrap().replace('\n', "");
+    let now = server.cli(&["TIME"]).unwrap();
+    let (seconds, micros) = now.split_once('\n').unwrap();
+    // It is not padded.
+    let now = format!("{seconds}{:0>6}", micros.trim());
     let about = format!("x 30000 {owner} 1 %d 1f-00a7 old");
     server
         .cli(&["ZADD", "lockkit#queue:{lockkit:a}", &now, &owner])
