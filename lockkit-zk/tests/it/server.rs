@@ -137,11 +137,17 @@ pub(crate) async fn children(raw: &Client, name: &str) -> Vec<String> {
 pub(crate) async fn contender(raw: &Client, dir: &str, prefix: &str) -> String {
     let everyone = Acls::anyone_all();
     let container = CreateMode::Container.with_acls(everyone);
-    raw.mkdir(dir, &container).await.expect("a directory");
     let prefix = format!("{dir}/{prefix}");
     let options = CreateMode::EphemeralSequential.with_acls(everyone);
-    let (_, sequence) = raw.create(&prefix, b"10.0.0.7", &options).await.expect("a node");
-    format!("{prefix}{sequence}")
+    loop {
+        raw.mkdir(dir, &container).await.expect("a directory");
+        match raw.create(&prefix, b"10.0.0.7", &options).await {
+            Ok((_, sequence)) => return format!("{prefix}{sequence}"),
+            // The server has removed the container in between, since it was empty.
+            Err(ZkError::NoNode) => {}
+            Err(error) => panic!("a node: {error}"),
+        }
+    }
 }
 
 /// Waits until so many contend for `name`.
