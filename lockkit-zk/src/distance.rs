@@ -10,7 +10,7 @@ use tokio::time::Instant;
 /// With so long a way there and back, to wait for a reply costs more than to ask for one more.
 const FAR: Duration = Duration::from_millis(1);
 /// So many answers tell: on a busy machine most are late, and hardly all.
-const MANY: u32 = 32;
+const MANY: u32 = 64;
 
 /// The fastest of the latest answers. A slow one tells more of the work of others than of the way.
 #[derive(Debug, Default)]
