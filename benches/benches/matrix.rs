@@ -18,7 +18,7 @@ use lockkit_conformance::{
     measure::{Contestant, Effort, Outcome, Row, Scenario, contest},
 };
 
-/// What picks the network.
+/// The text that picks the network.
 const NETWORK: &str = "network";
 
 /// The rows of these scenarios, which are also printed.

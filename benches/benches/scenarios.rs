@@ -123,7 +123,7 @@ fn measure(criterion: &mut Criterion, runtime: &Runtime, scenario: Scenario, con
     group.finish();
 }
 
-/// What one lock takes: where many are at it, of all the time; else as long as one waits.
+/// The time of one lock: where many are at it, of all the time; else as long as one waits.
 async fn per_lock(trial: &mut Trial<'_>) -> Duration {
     // A stretch may end before the first of many is through.
     for _ in 0..20 {

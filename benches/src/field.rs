@@ -45,9 +45,9 @@ pub const BACKENDS: [&str; 7] = [
 ];
 /// How many masters Redlock is measured on.
 const MASTERS: usize = 5;
-/// What it takes over the network from a client to a server and back.
+/// The time it takes over the network from a client to a server and back.
 const ROUND_TRIP: Duration = Duration::from_millis(1);
-/// What is measured over the network.
+/// The scenarios that are measured over the network.
 pub const FAR: [Scenario; 6] = [
     Scenario::Uncontended,
     Scenario::OwnNames(64),
@@ -366,7 +366,7 @@ struct Servers {
     pids: Vec<u32>,
 }
 
-/// How a contestant gets to its servers.
+/// The way of a contestant to its servers.
 #[derive(Default)]
 struct Way {
     addrs: Vec<SocketAddr>,

@@ -1,4 +1,4 @@
-//! What other processes take of the processors, by the kernel's own accounts.
+//! Processor time and wake-ups of other processes, by the kernel's own accounts.
 
 use std::{fs, io, time::Duration};
 
