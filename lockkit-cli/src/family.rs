@@ -116,17 +116,51 @@ mod linux {
     }
 
     pub(super) fn process(pid: Pid) -> Option<Process> {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
+        parse(
+            pid,
+            &fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?,
+        )
+    }
+
+    /// Parses what the system says of a process. `None` if its group is not in sight, which is of another namespace, or gone:
+    /// a process that is just being reaped has the group -1.
+    fn parse(pid: Pid, stat: &str) -> Option<Process> {
         // The program's name, in parentheses before it, may have anything in it.
         let mut fields = stat.rsplit_once(") ")?.1.split(' ');
         let state = fields.next()?;
-        let mut id = || Pid::from_raw(fields.next()?.parse().ok()?);
+        let mut id = || {
+            let id = fields.next()?.parse().ok()?;
+            if id > 0 { Pid::from_raw(id) } else { None }
+        };
         Some(Process {
             pid,
             parent: id(),
-            // One whose group is not in sight belongs to another namespace.
             group: id()?,
             has_ended: matches!(state, "Z" | "X" | "x"),
         })
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        fn parsed(stat: &str) -> Option<(Option<i32>, i32, bool)> {
+            let process = parse(Pid::INIT, stat)?;
+            let raw = |pid: Pid| pid.as_raw_nonzero().get();
+            Some((process.parent.map(raw), raw(process.group), process.has_ended))
+        }
+
+        #[test]
+        fn the_name_of_a_program_may_look_like_fields() {
+            let stat = "7 (a) Z 1 2 (b) S 3 4 5 0 -1 4194304";
+            assert_eq!(parsed(stat), Some((Some(3), 4, false)));
+            assert_eq!(parsed("7 (sh) Z 3 4 5 0 -1"), Some((Some(3), 4, true)));
+        }
+
+        #[test]
+        fn a_process_that_is_being_reaped_is_not_there() {
+            assert_eq!(parsed("7 (sleep) X 0 -1 -1 0 -1 4227084"), None);
+            assert_eq!(parsed("7 (sh) S 0 0 0 0 -1"), None, "of another namespace");
+        }
     }
 }
