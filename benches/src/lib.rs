@@ -20,7 +20,7 @@ use std::{
 use async_trait::async_trait;
 use criterion::{BenchmarkGroup, measurement::WallTime};
 use lockkit::{
-    Capabilities, Kind, LockName, LockState, Result,
+    Capabilities, LockKind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Renewal},
 };
 
@@ -68,7 +68,7 @@ impl Backend for Noop {
         }))
     }
 
-    async fn inspect(&self, _: &LockName, _: Kind) -> Result<LockState> {
+    async fn inspect(&self, _: &LockName, _: LockKind) -> Result<LockState> {
         Ok(LockState::default())
     }
 

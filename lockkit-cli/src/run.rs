@@ -257,7 +257,7 @@ fn default_label() -> String {
 mod tests {
     use std::sync::{Mutex, PoisonError};
 
-    use lockkit::{MemoryBackend, Operation};
+    use lockkit::{MemoryBackend, memory::FaultPoint};
 
     use super::*;
 
@@ -293,7 +293,7 @@ mod tests {
 
     /// With renewals that are never answered.
     async fn unrenewed(script: &str) -> (Ending, Duration) {
-        let hang = |memory: &MemoryBackend| memory.delay(Operation::Renew, Duration::from_mins(1));
+        let hang = |memory: &MemoryBackend| memory.delay(FaultPoint::Renew, Duration::from_mins(1));
         under(Place::Apart, script, hang).await
     }
 
@@ -335,7 +335,7 @@ mod tests {
             let (ending, left) = under(
                 Place::Apart,
                 "trap 'exit 0' TERM; while :; do sleep 0.01; done",
-                |memory| memory.fail_next(Operation::Renew, u32::MAX),
+                |memory| memory.fail_next(FaultPoint::Renew, u32::MAX),
             )
             .await;
             assert!(matches!(ending, Ending::Stopped(_)));
@@ -348,12 +348,12 @@ mod tests {
     fn a_late_renewal_ends_nothing() {
         alone(async {
             let late = |memory: &MemoryBackend| {
-                memory.delay(Operation::Renew, TTL * 45 / 100);
+                memory.delay(FaultPoint::Renew, TTL * 45 / 100);
                 let memory = memory.clone();
                 tokio::spawn(async move {
                     // The first one is under way.
                     tokio::time::sleep(TTL / 2).await;
-                    memory.delay(Operation::Renew, Duration::ZERO);
+                    memory.delay(FaultPoint::Renew, Duration::ZERO);
                 });
             };
             let (ending, _) = under(Place::Apart, "sleep 4.5", late).await;
@@ -369,7 +369,7 @@ mod tests {
             "(trap '' TERM; exec sleep 60 >/dev/null 2>&1) & echo $! > {}; trap 'exit 0' TERM; while :; do sleep 0.01; done",
             pid.display()
         );
-        let hang = |memory: &MemoryBackend| memory.delay(Operation::Renew, Duration::from_mins(1));
+        let hang = |memory: &MemoryBackend| memory.delay(FaultPoint::Renew, Duration::from_mins(1));
         let (ending, left) = under(place, &script, hang).await;
         assert!(matches!(ending, Ending::Stopped(_)));
         assert!(left > Duration::ZERO, "the lease was over by then");
@@ -392,12 +392,12 @@ mod tests {
                 pid.display()
             );
             let recover = |memory: &MemoryBackend| {
-                memory.fail_next(Operation::Renew, u32::MAX);
+                memory.fail_next(FaultPoint::Renew, u32::MAX);
                 let memory = memory.clone();
                 tokio::spawn(async move {
                     // A fifth before the end it is told.
                     tokio::time::sleep(TTL * 4 / 5 + Duration::from_millis(50)).await;
-                    memory.fail_next(Operation::Renew, 0);
+                    memory.fail_next(FaultPoint::Renew, 0);
                 });
             };
             let began = Instant::now();

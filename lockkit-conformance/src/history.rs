@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{Kind, spi::Mode};
+use lockkit_core::{LockKind, spi::Mode};
 
 /// A moment in nanoseconds of the machine's monotonic clock: the same for all processes of one machine since its
 /// start, unlike `Instant`, which says nothing outside its process.
@@ -141,7 +141,7 @@ pub struct Sight {
     /// The lock's name.
     pub lock: String,
     /// A lock or a semaphore.
-    pub kind: Kind,
+    pub kind: LockKind,
     /// When it was asked for.
     pub at: Nanos,
     /// The tokens of the holders.
@@ -338,7 +338,7 @@ fn involved_until(a: &Acquisition) -> Nanos {
     }
 }
 
-type ByLock<'a> = HashMap<(Kind, &'a str), Vec<&'a Acquisition>>;
+type ByLock<'a> = HashMap<(LockKind, &'a str), Vec<&'a Acquisition>>;
 
 fn by_lock(acquisitions: &[Acquisition]) -> ByLock<'_> {
     let mut locks = ByLock::new();

@@ -3,7 +3,7 @@
 use std::{fmt, future::Future, panic::Location, pin::pin, sync::Arc, task::Poll, time::Duration};
 
 use lockkit_core::{
-    AcquireOptions, Error, Kind, Lock, LockClient, LockGuard, LockState,
+    AcquireOptions, Error, Lock, LockClient, LockGuard, LockKind, LockState,
     spi::{BackendInfo, chain},
 };
 use tokio::time::{Instant, sleep, timeout};
@@ -249,10 +249,10 @@ pub(crate) fn taken(what: &str, lock: &Lock) -> impl Future<Output = Outcome> {
 }
 
 /// What the server shows of a lock or semaphore.
-pub(crate) async fn look(client: &LockClient, name: &str, kind: Kind) -> Result<LockState, Error> {
+pub(crate) async fn look(client: &LockClient, name: &str, kind: LockKind) -> Result<LockState, Error> {
     match kind {
-        Kind::Lock => client.inspect(name).await,
-        Kind::Semaphore => client.inspect_semaphore(name).await,
+        LockKind::Lock => client.inspect(name).await,
+        LockKind::Semaphore => client.inspect_semaphore(name).await,
     }
 }
 
@@ -262,7 +262,7 @@ pub(crate) async fn is_clean(
     after: &str,
     client: &LockClient,
     name: &str,
-    kind: Kind,
+    kind: LockKind,
 ) -> Outcome {
     let deadline = Instant::now() + limit;
     loop {

@@ -28,7 +28,8 @@ use tokio::{
 };
 
 use crate::{
-    AcquireOptions, Capabilities, Error, FencingToken, Held, LockId, LockName, LockState, LossReason, Result,
+    AcquireOptions, Capabilities, Error, FencingToken, HoldView, LockId, LockName, LockState, LossReason,
+    Result,
     spi::{Backend, BackendInfo, Mode},
 };
 
@@ -264,7 +265,7 @@ impl Lock {
 
     /// Acquires the lock, runs `work` while it is held, and releases it, also if `work` panics.
     ///
-    /// Nothing can stop `work` from outside when the lock is lost: in long work, ask [`Held::check`] between steps.
+    /// Nothing can stop `work` from outside when the lock is lost: in long work, ask [`HoldView::check`] between steps.
     ///
     /// ```
     /// use lockkit_core::{MemoryBackend, blocking::LockClient};
@@ -278,9 +279,9 @@ impl Lock {
     /// # Errors
     /// As [`acquire_with`](Self::acquire_with) while acquiring. [`Error::Lost`] if the lock was lost before `work` was
     /// done. Any other failure of the release is logged.
-    pub fn with_lock<T>(&self, work: impl FnOnce(Held) -> T) -> Result<T> {
+    pub fn with_lock<T>(&self, work: impl FnOnce(HoldView) -> T) -> Result<T> {
         let guard = self.acquire()?;
-        let output = work(guard.held());
+        let output = work(guard.view());
         match guard.release() {
             Err(err @ Error::Lost { .. }) => Err(err),
             Err(err) => {
@@ -362,8 +363,8 @@ impl LockGuard {
     }
 
     /// A view of this hold that can be cloned and given away, to other threads too. It keeps nothing held.
-    pub fn held(&self) -> Held {
-        self.guard.held()
+    pub fn view(&self) -> HoldView {
+        self.guard.view()
     }
 
     /// Why the hold was lost, if it was. It stays lost for good.

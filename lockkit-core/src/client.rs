@@ -15,8 +15,8 @@ use std::{
 use tokio::sync::Notify;
 
 use crate::{
-    AcquireOptions, Capabilities, Error, FencingToken, Kind, Lock, LockId, LockName, LockState, LossReason,
-    Result,
+    AcquireOptions, Capabilities, Error, FencingToken, Lock, LockId, LockKind, LockName, LockState,
+    LossReason, Result,
     driver::{line::Line, moment::Clock, timing, worker::Worker},
     spi::{Backend, BackendInfo, Mode},
     sync::Mutex,
@@ -131,7 +131,7 @@ impl LockClient {
     /// # Cancel safety
     /// Nothing changes if it is dropped.
     pub async fn inspect(&self, name: impl AsRef<str>) -> Result<LockState> {
-        self.core.inspect(&LockName::new(name)?, Kind::Lock).await
+        self.core.inspect(&LockName::new(name)?, LockKind::Lock).await
     }
 
     /// Who holds permits of the semaphore of this name.
@@ -142,7 +142,9 @@ impl LockClient {
     /// # Cancel safety
     /// Nothing changes if it is dropped.
     pub async fn inspect_semaphore(&self, name: impl AsRef<str>) -> Result<LockState> {
-        self.core.inspect(&LockName::new(name)?, Kind::Semaphore).await
+        self.core
+            .inspect(&LockName::new(name)?, LockKind::Semaphore)
+            .await
     }
 
     /// Ends by force the hold of this name that has `token`, whoever has it: for operators. `false` if there is none.
@@ -154,7 +156,9 @@ impl LockClient {
     /// # Cancel safety
     /// Dropped half-way, it may or may not have happened.
     pub async fn revoke(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
-        self.core.revoke(&LockName::new(name)?, Kind::Lock, token).await
+        self.core
+            .revoke(&LockName::new(name)?, LockKind::Lock, token)
+            .await
     }
 
     /// As [`revoke`](Self::revoke), for a permit of the semaphore of this name.
@@ -166,7 +170,7 @@ impl LockClient {
     /// Dropped half-way, it may or may not have happened.
     pub async fn revoke_permit(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
         self.core
-            .revoke(&LockName::new(name)?, Kind::Semaphore, token)
+            .revoke(&LockName::new(name)?, LockKind::Semaphore, token)
             .await
     }
 
@@ -363,12 +367,12 @@ impl Core {
         }
     }
 
-    pub(crate) async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    pub(crate) async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         self.ask("inspect", name, self.backend.inspect(name, kind)).await
     }
 
-    async fn revoke(&self, name: &LockName, kind: Kind, token: FencingToken) -> Result<bool> {
-        self.ask("revoke", name, self.backend.revoke(name, kind, token.get()))
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+        self.ask("revoke", name, self.backend.revoke(name, kind, token))
             .await
     }
 

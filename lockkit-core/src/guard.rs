@@ -107,8 +107,8 @@ impl LockGuard {
     }
 
     /// A view of this hold that can be cloned and given away. It keeps nothing held.
-    pub fn held(&self) -> Held {
-        Held {
+    pub fn view(&self) -> HoldView {
+        HoldView {
             record: self.hold.record.clone(),
         }
     }
@@ -147,7 +147,7 @@ impl LockGuard {
     /// # Cancel safety
     /// Dropping it drops `work`. The lock stays held by the guard.
     pub async fn run<F: Future>(&self, work: F) -> Result<F::Output> {
-        self.held().run(work).await
+        self.view().run(work).await
     }
 
     /// Releases the lock and says what came of it.
@@ -191,11 +191,11 @@ impl Drop for LockGuard {
 /// A read-only view of a hold. Cloning is cheap; it neither keeps the lock nor releases it, and once the hold is over it
 /// keeps nothing of the client.
 #[derive(Clone, Debug)]
-pub struct Held {
+pub struct HoldView {
     record: Arc<Record>,
 }
 
-impl Held {
+impl HoldView {
     /// The lock's name.
     pub fn name(&self) -> &LockName {
         &self.record.name

@@ -5,7 +5,7 @@ use std::{fmt, future::Future, sync::Arc, time::Duration};
 use async_trait::async_trait;
 
 use crate::{
-    AcquireOptions, Error, Held, LockGuard, LockId, LockName, LockState, Result,
+    AcquireOptions, Error, HoldView, LockGuard, LockId, LockName, LockState, Result,
     driver::{
         acquire,
         line::{Line, Terms},
@@ -160,12 +160,12 @@ pub trait DistributedLockExt: DistributedLock {
     fn with_lock<T, F, Fut>(&self, f: F) -> impl Future<Output = Result<T>> + Send
     where
         T: Send,
-        F: FnOnce(Held) -> Fut + Send,
+        F: FnOnce(HoldView) -> Fut + Send,
         Fut: Future<Output = T> + Send,
     {
         async move {
             let guard = self.acquire().await?;
-            let output = guard.run(f(guard.held())).await?;
+            let output = guard.run(f(guard.view())).await?;
             match guard.release().await {
                 Err(err @ Error::Lost { .. }) => Err(err),
                 Err(err) => {

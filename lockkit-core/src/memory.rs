@@ -21,7 +21,7 @@ use async_trait::async_trait;
 use tokio::{sync::Notify, time::Instant};
 
 use crate::{
-    Capabilities, Error, FencingToken, Holder, Kind, LockName, LockState, LossReason, Result,
+    Capabilities, Error, FencingToken, Holder, LockKind, LockName, LockState, LossReason, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Mode, OwnerId, Renewal},
     sync::Mutex,
 };
@@ -56,7 +56,7 @@ pub struct MemoryBackend {
 /// An exchange with the server, for [`MemoryBackend::fail_next`] and its like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Operation {
+pub enum FaultPoint {
     /// [`Claim::attempt`].
     Attempt,
     /// [`Claim::renew`].
@@ -86,7 +86,7 @@ struct Shard {
 struct Trouble {
     /// Some have been asked for, at some time.
     asked_for: AtomicBool,
-    faults: Mutex<HashMap<Operation, Faults>>,
+    faults: Mutex<HashMap<FaultPoint, Faults>>,
 }
 
 #[derive(Default)]
@@ -107,7 +107,7 @@ struct Namespace {
 struct Key {
     hash: u64,
     namespace: usize,
-    kind: Kind,
+    kind: LockKind,
     name: LockName,
 }
 
@@ -195,21 +195,21 @@ impl MemoryBackend {
         let Ok(name) = LockName::new(name) else {
             return false;
         };
-        self.evict(&name, Kind::Lock, None)
+        self.evict(&name, LockKind::Lock, None)
     }
 
     /// The next `times` exchanges of this kind fail before they reach the server.
-    pub fn fail_next(&self, operation: Operation, times: u32) {
+    pub fn fail_next(&self, operation: FaultPoint, times: u32) {
         self.space.trouble.set(operation, |faults| faults.fail = times);
     }
 
     /// The next `times` exchanges of this kind take effect at the server, but the reply is lost.
-    pub fn lose_replies(&self, operation: Operation, times: u32) {
+    pub fn lose_replies(&self, operation: FaultPoint, times: u32) {
         self.space.trouble.set(operation, |faults| faults.lose = times);
     }
 
     /// From now on, exchanges of this kind take effect at once, but their reply takes this long.
-    pub fn delay(&self, operation: Operation, reply_takes: Duration) {
+    pub fn delay(&self, operation: FaultPoint, reply_takes: Duration) {
         self.space
             .trouble
             .set(operation, |faults| faults.delay = reply_takes);
@@ -222,7 +222,7 @@ impl MemoryBackend {
         shards.map(|shard| shard.state.lock().locks.len()).sum()
     }
 
-    fn key(&self, name: &LockName, kind: Kind) -> Key {
+    fn key(&self, name: &LockName, kind: LockKind) -> Key {
         let namespace = self.namespace.number;
         Key {
             // Without the kind: the lock and the semaphore of a name are in one shard, and so have no token in common.
@@ -233,7 +233,7 @@ impl MemoryBackend {
         }
     }
 
-    fn evict(&self, name: &LockName, kind: Kind, token: Option<u64>) -> bool {
+    fn evict(&self, name: &LockName, kind: LockKind, token: Option<u64>) -> bool {
         let key = self.key(name, kind);
         let now = Instant::now();
         let mut state = self.space.shard(&key).state.lock();
@@ -309,7 +309,7 @@ impl Space {
 }
 
 impl Trouble {
-    fn set(&self, operation: Operation, set: impl FnOnce(&mut Faults)) {
+    fn set(&self, operation: FaultPoint, set: impl FnOnce(&mut Faults)) {
         set(self.faults.lock().entry(operation).or_default());
         self.asked_for.store(true, Ordering::Release);
     }
@@ -326,7 +326,7 @@ impl Shard {
     /// Runs one exchange with the faults that are set for it.
     async fn exchange<T>(
         &self,
-        operation: Operation,
+        operation: FaultPoint,
         effect: impl FnOnce(&mut State) -> Result<T>,
     ) -> Result<T> {
         let fault = |what| Err(Error::transient(NAME, operation.verb(), what));
@@ -354,7 +354,7 @@ impl Shard {
     }
 }
 
-impl Operation {
+impl FaultPoint {
     fn verb(self) -> &'static str {
         match self {
             Self::Attempt => "acquire",
@@ -462,7 +462,7 @@ impl Backend for MemoryBackend {
         }))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let now = Instant::now();
         let key = self.key(name, kind);
         let mut state = self.space.shard(&key).state.lock();
@@ -485,8 +485,8 @@ impl Backend for MemoryBackend {
         Ok(shown)
     }
 
-    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
-        Ok(self.evict(name, kind, Some(token)))
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+        Ok(self.evict(name, kind, Some(token.get())))
     }
 
     async fn close(&self) -> Result<()> {
@@ -635,7 +635,7 @@ impl Claim for MemoryClaim {
         self.queued |= !patience.is_zero();
         let Self { shard, asking, .. } = self;
         let attempt = |state: &mut State| asking.attempt(state, patience);
-        let granted = shard.exchange(Operation::Attempt, attempt).await?;
+        let granted = shard.exchange(FaultPoint::Attempt, attempt).await?;
         if let Some(grant) = &granted {
             self.until = grant.lease.end();
             self.queued = false;
@@ -647,7 +647,7 @@ impl Claim for MemoryClaim {
         let Self {
             shard, asking, until, ..
         } = self;
-        let reply = shard.exchange(Operation::Renew, |state| {
+        let reply = shard.exchange(FaultPoint::Renew, |state| {
             let now = Instant::now();
             let entry = state.locks.get_mut(&asking.key);
             Ok(match entry.and_then(|entry| entry.holder(asking.owner)) {
@@ -673,7 +673,7 @@ impl Claim for MemoryClaim {
         let Self {
             shard, asking, until, ..
         } = self;
-        let reply = shard.exchange(Operation::Release, |state| {
+        let reply = shard.exchange(FaultPoint::Release, |state| {
             let held = until.take();
             let found = asking.leave(state);
             match held {

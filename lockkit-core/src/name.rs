@@ -100,7 +100,7 @@ impl std::str::FromStr for LockName {
 
 /// The two things that one name can stand for. They live apart: a semaphore never excludes a lock of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Kind {
+pub enum LockKind {
     /// A lock, with its exclusive and its shared mode.
     Lock,
     /// A semaphore, with a number of permits.
@@ -118,14 +118,14 @@ pub struct LockId(Arc<Parts>);
 struct Parts {
     server: Arc<str>,
     namespace: Arc<str>,
-    kind: Kind,
+    kind: LockKind,
     name: LockName,
 }
 
 impl LockId {
     /// Puts an identity together. `server` is the server's address as its backend canonicalises it, without
     /// credentials.
-    pub fn new(server: Arc<str>, namespace: Arc<str>, kind: Kind, name: LockName) -> Self {
+    pub fn new(server: Arc<str>, namespace: Arc<str>, kind: LockKind, name: LockName) -> Self {
         Self(Arc::new(Parts {
             server,
             namespace,
@@ -145,7 +145,7 @@ impl LockId {
     }
 
     /// Whether it is a lock or a semaphore.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> LockKind {
         self.0.kind
     }
 
@@ -164,8 +164,8 @@ impl fmt::Display for LockId {
             name,
         } = &*self.0;
         let kind = match kind {
-            Kind::Lock => "lock",
-            Kind::Semaphore => "semaphore",
+            LockKind::Lock => "lock",
+            LockKind::Semaphore => "semaphore",
         };
         let (namespace, name, server) = (Shown(namespace), Shown(name.as_str()), Shown(server));
         write!(f, "{kind} `{namespace}:{name}` on {server}")
@@ -214,7 +214,7 @@ mod tests {
         ] {
             assert_eq!(Shown(name).to_string(), shown);
             let lock = LockName::new(name).unwrap();
-            let id = LockId::new(name.into(), name.into(), Kind::Lock, lock.clone());
+            let id = LockId::new(name.into(), name.into(), LockKind::Lock, lock.clone());
             let timeout = Error::Timeout {
                 backend: "memory",
                 name: lock.clone(),
@@ -252,10 +252,10 @@ mod tests {
             LockId::new(server.into(), "ns".into(), kind, LockName::new(name).unwrap())
         };
         let mut ids = [
-            id("b", Kind::Lock, "a"),
-            id("a", Kind::Semaphore, "a"),
-            id("a", Kind::Lock, "b"),
-            id("a", Kind::Lock, "a"),
+            id("b", LockKind::Lock, "a"),
+            id("a", LockKind::Semaphore, "a"),
+            id("a", LockKind::Lock, "b"),
+            id("a", LockKind::Lock, "a"),
         ];
         ids.sort();
         let shown: Vec<_> = ids.iter().map(ToString::to_string).collect();

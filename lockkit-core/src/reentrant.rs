@@ -17,23 +17,23 @@ use tokio::{sync::Mutex as AsyncMutex, time::Instant};
 use crate::{AcquireOptions, DistributedLock, Error, LockGuard, Result, driver::timing, sync::Mutex};
 
 tokio::task_local! {
-    static CURRENT: Owner;
+    static CURRENT: ReentrantOwner;
 }
 
 /// Who acquires a [`ReentrantLock`]: an identity that the program hands around, since a task may move between threads
 /// and a unit of work may span several tasks.
 ///
 /// ```
-/// use lockkit_core::Owner;
+/// use lockkit_core::ReentrantOwner;
 ///
-/// let owner = Owner::new();
-/// assert_ne!(owner, Owner::new());
-/// assert_eq!(Owner::current(), None);
+/// let owner = ReentrantOwner::new();
+/// assert_ne!(owner, ReentrantOwner::new());
+/// assert_eq!(ReentrantOwner::current(), None);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Owner(u64);
+pub struct ReentrantOwner(u64);
 
-impl Owner {
+impl ReentrantOwner {
     /// An owner like no other in this process.
     #[expect(
         clippy::new_without_default,
@@ -59,21 +59,21 @@ impl Owner {
     }
 }
 
-/// A lock with a hold count: the [`Owner`] that holds it acquires it again at no cost and without waiting; all others
+/// A lock with a hold count: the [`ReentrantOwner`] that holds it acquires it again at no cost and without waiting; all others
 /// wait. It is released when the last guard is.
 ///
 /// Clones share the count. Another `ReentrantLock` around the same lock does not.
 ///
 /// ```
-/// use lockkit_core::{LockClient, MemoryBackend, Owner, ReentrantLock};
+/// use lockkit_core::{LockClient, MemoryBackend, ReentrantOwner, ReentrantLock};
 ///
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
 /// let lock = ReentrantLock::new(LockClient::new(MemoryBackend::new()).lock("tree")?);
-/// let owner = Owner::new();
+/// let owner = ReentrantOwner::new();
 /// let outer = lock.acquire(&owner).await?;
 /// let inner = lock.acquire(&owner).await?;
 /// assert_eq!((inner.hold_count(), inner.token()), (2, outer.token()));
-/// assert!(lock.try_acquire(&Owner::new()).await?.is_none());
+/// assert!(lock.try_acquire(&ReentrantOwner::new()).await?.is_none());
 /// inner.release().await?;
 /// outer.release().await?;
 /// # Ok::<(), lockkit_core::Error>(())
@@ -89,7 +89,7 @@ struct Shared<L> {
 }
 
 /// One seat per owner that holds or is acquiring. Its mutex makes two tasks of one owner take one hold.
-type Seats = Mutex<HashMap<Owner, Arc<Seat>>>;
+type Seats = Mutex<HashMap<ReentrantOwner, Arc<Seat>>>;
 
 type Seat = AsyncMutex<Weak<Seated>>;
 
@@ -117,7 +117,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
     ///
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
-    pub async fn acquire(&self, owner: &Owner) -> Result<ReentrantGuard> {
+    pub async fn acquire(&self, owner: &ReentrantOwner) -> Result<ReentrantGuard> {
         self.acquire_with(owner, &AcquireOptions::new()).await
     }
 
@@ -128,7 +128,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
     ///
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
-    pub async fn try_acquire(&self, owner: &Owner) -> Result<Option<ReentrantGuard>> {
+    pub async fn try_acquire(&self, owner: &ReentrantOwner) -> Result<Option<ReentrantGuard>> {
         match self
             .acquire_with(owner, &AcquireOptions::new().wait(Duration::ZERO))
             .await
@@ -146,7 +146,11 @@ impl<L: DistributedLock> ReentrantLock<L> {
     ///
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
-    pub async fn acquire_with(&self, owner: &Owner, options: &AcquireOptions) -> Result<ReentrantGuard> {
+    pub async fn acquire_with(
+        &self,
+        owner: &ReentrantOwner,
+        options: &AcquireOptions,
+    ) -> Result<ReentrantGuard> {
         let mut options = options.or(self.shared.lock.options());
         options.validate()?;
         let started = Instant::now();
@@ -194,12 +198,12 @@ struct Seated {
 /// Keeps an owner's seat for one who acquires or holds. The last one clears it.
 struct Place {
     seats: Arc<Seats>,
-    owner: Owner,
+    owner: ReentrantOwner,
     seat: Arc<Seat>,
 }
 
 impl Place {
-    fn take(seats: &Arc<Seats>, owner: Owner) -> Self {
+    fn take(seats: &Arc<Seats>, owner: ReentrantOwner) -> Self {
         let seat = seats.lock().entry(owner).or_default().clone();
         Self {
             seats: seats.clone(),
@@ -267,7 +271,7 @@ impl ReentrantGuard {
     /// # Cancel safety
     /// As [`LockGuard::release`].
     pub async fn release(self) -> Result<()> {
-        let held = self.seated.guard.held();
+        let held = self.seated.guard.view();
         match Arc::into_inner(self.seated) {
             Some(Seated { guard, place }) => {
                 let released = guard.release().await;
@@ -296,11 +300,11 @@ mod tests {
     async fn no_seat_is_left_behind() {
         let lock = ReentrantLock::new(LockClient::new(MemoryBackend::new()).lock("a").unwrap());
         let seats = || lock.shared.seats.lock().len();
-        let owner = Owner::new();
+        let owner = ReentrantOwner::new();
         let outer = lock.acquire(&owner).await.unwrap();
         let inner = lock.acquire(&owner).await.unwrap();
         for _ in 0..100 {
-            assert!(lock.try_acquire(&Owner::new()).await.unwrap().is_none());
+            assert!(lock.try_acquire(&ReentrantOwner::new()).await.unwrap().is_none());
         }
         assert_eq!(seats(), 1);
         drop(outer);
@@ -309,7 +313,7 @@ mod tests {
         inner.release().await.unwrap();
         assert_eq!(seats(), 0);
         // Two of one owner, of whom one gives up.
-        let taken = lock.acquire(&Owner::new()).await.unwrap();
+        let taken = lock.acquire(&ReentrantOwner::new()).await.unwrap();
         let mut first = Box::pin(lock.acquire(&owner));
         let mut second = Box::pin(lock.acquire(&owner));
         for waiting in [&mut first, &mut second] {

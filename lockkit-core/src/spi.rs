@@ -17,7 +17,7 @@ use std::{fmt, num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use tokio::{sync::watch, time::Instant};
 
-use crate::{Capabilities, Error, Kind, LockName, LockState, LossReason, Result};
+use crate::{Capabilities, Error, FencingToken, LockKind, LockName, LockState, LossReason, Result};
 
 /// How a claim wants to hold its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -32,10 +32,10 @@ pub enum Mode {
 
 impl Mode {
     /// Whether this is a mode of a lock or of a semaphore.
-    pub fn kind(self) -> Kind {
+    pub fn kind(self) -> LockKind {
         match self {
-            Self::Exclusive | Self::Shared => Kind::Lock,
-            Self::Permits(_) => Kind::Semaphore,
+            Self::Exclusive | Self::Shared => LockKind::Lock,
+            Self::Permits(_) => LockKind::Semaphore,
         }
     }
 }
@@ -236,14 +236,14 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`Error::Backend`] if the server cannot tell.
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState>;
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState>;
 
     /// Ends the hold of `name` that has `token`, whoever has it. `false` if there is none. Its holder is told
     /// [`LossReason::Revoked`] within the backend's detection bound.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where a hold cannot be ended from outside, [`Error::Backend`] if the server cannot tell.
-    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let _ = (name, kind, token);
         Err(Error::unsupported(
             self.info().name,
@@ -316,7 +316,7 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// The hold has been passed to another waiter of this client, without a word to the server, and has this one of the
     /// [tokens](Grant::tokens) from now on. For a backend that says at the server which token is in use; it does no I/O
     /// here, and may resolve [`notified`](Self::notified) to be renewed.
-    fn passed_on(&mut self, token: u64) {
+    fn passed_on(&mut self, token: FencingToken) {
         let _ = token;
     }
 

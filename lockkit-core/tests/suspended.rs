@@ -32,8 +32,9 @@ mod linux {
 
     use async_trait::async_trait;
     use lockkit_core::{
-        AcquireOptions, Error, Kind, Lock, LockClient, LockGuard, LockName, LockState, LossReason,
-        MemoryBackend, Operation, Result,
+        AcquireOptions, Error, Lock, LockClient, LockGuard, LockKind, LockName, LockState, LossReason,
+        MemoryBackend, Result,
+        memory::FaultPoint,
         spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
     };
     use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
@@ -170,10 +171,10 @@ mod linux {
             ("check", |guard| Box::pin(async move { guard.check() })),
             ("a view", |guard| {
                 Box::pin(async move {
-                    if guard.held().is_held() {
+                    if guard.view().is_held() {
                         Ok(())
                     } else {
-                        guard.held().check()
+                        guard.view().check()
                     }
                 })
             }),
@@ -273,7 +274,7 @@ mod linux {
 
     async fn a_grant_that_was_slept_through_is_none() {
         let elsewhere = Elsewhere::default();
-        elsewhere.memory.delay(Operation::Attempt, SECOND);
+        elsewhere.memory.delay(FaultPoint::Attempt, SECOND);
         let lock = elsewhere.lock("a");
         let asleep = async {
             sleep(SECOND / 2).await;
@@ -350,7 +351,7 @@ mod linux {
             Ok(Box::new(ElsewhereClaim { claim, elsewhere }))
         }
 
-        async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+        async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
             self.memory.inspect(name, kind).await
         }
 

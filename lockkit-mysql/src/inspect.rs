@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lockkit_core::{FencingToken, Holder, Kind, LockName, LockState, Result, spi::Mode};
+use lockkit_core::{FencingToken, Holder, LockKind, LockName, LockState, Result, spi::Mode};
 
 use crate::{
     Shared,
@@ -25,7 +25,7 @@ struct Shown {
 }
 
 impl Shared {
-    pub(crate) async fn look(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    pub(crate) async fn look(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let (shown, waiters) = self.shown(name, kind, "inspect").await?;
         let holders = shown.into_iter().map(|shown| {
             let label = shown
@@ -38,7 +38,7 @@ impl Shared {
 
     /// Ends the session that holds with this token. It is found and ended by one request: by the next its client may hold
     /// something else in it.
-    pub(crate) async fn revoke_row(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+    pub(crate) async fn revoke_row(&self, name: &LockName, kind: LockKind, token: u64) -> Result<bool> {
         let (shown, _) = self.shown(name, kind, "revoke").await?;
         if shown.iter().all(|shown| shown.token != token) {
             return Ok(false);
@@ -55,13 +55,13 @@ impl Shared {
     async fn shown(
         &self,
         name: &LockName,
-        kind: Kind,
+        kind: LockKind,
         operation: &'static str,
     ) -> Result<(Vec<Shown>, usize)> {
         let key = Key::new(&self.namespace, kind, name);
         let modes: &[Mode] = match kind {
-            Kind::Lock => &[Mode::Exclusive, Mode::Shared],
-            Kind::Semaphore => &[Mode::Permits(std::num::NonZeroU32::MIN)],
+            LockKind::Lock => &[Mode::Exclusive, Mode::Shared],
+            LockKind::Semaphore => &[Mode::Permits(std::num::NonZeroU32::MIN)],
         };
         let question = sql::holders(&key, self.server.flavour, modes);
         let control = &self.sessions.looks;

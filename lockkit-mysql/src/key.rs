@@ -1,6 +1,6 @@
 //! The names of rows.
 
-use lockkit_core::{Kind, LockName};
+use lockkit_core::{LockKind, LockName};
 use sha2::{Digest, Sha256};
 
 /// The column's width.
@@ -15,10 +15,10 @@ const MAX: usize = 255;
 pub(crate) struct Key(Box<[u8]>);
 
 impl Key {
-    pub(crate) fn new(namespace: &str, kind: Kind, name: &LockName) -> Self {
+    pub(crate) fn new(namespace: &str, kind: LockKind, name: &LockName) -> Self {
         let mark = match kind {
-            Kind::Lock => ":",
-            Kind::Semaphore => "#",
+            LockKind::Lock => ":",
+            LockKind::Semaphore => "#",
         };
         let mut bytes = [namespace, mark, name.as_str()].concat().into_bytes();
         if bytes.len() >= MAX {
@@ -61,14 +61,14 @@ mod tests {
 
     use super::*;
 
-    fn key(namespace: &str, kind: Kind, name: &str) -> Key {
+    fn key(namespace: &str, kind: LockKind, name: &str) -> Key {
         Key::new(namespace, kind, &LockName::new(name).unwrap())
     }
 
     #[test]
     fn what_differs_has_different_keys() {
         let long = "x".repeat(LockName::MAX_BYTES - 1);
-        let hash = key("ns", Kind::Lock, &format!("{long}1"));
+        let hash = key("ns", LockKind::Lock, &format!("{long}1"));
         // A name that looks as the hash of another does.
         let spelled = String::from_utf8(hash.0.into()).unwrap();
         let lookalike = spelled.strip_prefix("ns:").unwrap().to_owned();
@@ -93,7 +93,11 @@ mod tests {
         .map(str::to_owned);
         let mut keys = HashSet::new();
         for name in &names {
-            for (namespace, kind) in [("", Kind::Lock), ("ns", Kind::Lock), ("ns", Kind::Semaphore)] {
+            for (namespace, kind) in [
+                ("", LockKind::Lock),
+                ("ns", LockKind::Lock),
+                ("ns", LockKind::Semaphore),
+            ] {
                 let key = key(namespace, kind, name);
                 assert!(key.0.len() <= MAX, "{key:?}");
                 assert!(keys.insert(key), "{namespace} {kind:?} {name}");
@@ -103,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_short_name_is_the_row_that_others_lock() {
-        assert_eq!(key("lockkit", Kind::Lock, "a").as_bytes(), b"lockkit:a");
-        assert_eq!(key("", Kind::Lock, "é").as_sql(), "x'3ac3a9'");
+        assert_eq!(key("lockkit", LockKind::Lock, "a").as_bytes(), b"lockkit:a");
+        assert_eq!(key("", LockKind::Lock, "é").as_sql(), "x'3ac3a9'");
     }
 }

@@ -9,7 +9,7 @@ use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_core::{
-    Error, FencingToken, Holder, Kind, LockName, LockState, LossReason, Result,
+    Error, FencingToken, Holder, LockKind, LockName, LockState, LossReason, Result,
     spi::{Claim, ClaimRequest, Grant, Lease, Renewal},
 };
 use sha2::{Digest, Sha256};
@@ -434,8 +434,8 @@ impl Claim for LeaseClaim {
         std::future::pending::<()>().await;
     }
 
-    fn passed_on(&mut self, token: u64) {
-        self.token = token;
+    fn passed_on(&mut self, token: FencingToken) {
+        self.token = token.get();
     }
 }
 
@@ -667,7 +667,7 @@ fn sleep(bell: &str, flavour: Flavour) -> String {
 }
 
 impl Shared {
-    pub(crate) async fn look_at_lease(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    pub(crate) async fn look_at_lease(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let key = Key::new(&self.namespace, kind, name);
         let sql = key.as_sql();
         let queue = queue(&turnstile(&self.database, &key));
@@ -694,7 +694,7 @@ impl Shared {
         Ok(LockState::new(holders, usize::try_from(waiters).ok()))
     }
 
-    pub(crate) async fn revoke_lease(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+    pub(crate) async fn revoke_lease(&self, name: &LockName, kind: LockKind, token: u64) -> Result<bool> {
         let key = Key::new(&self.namespace, kind, name);
         let control = &self.sessions.control;
         let bell = bell(&self.database, &key);

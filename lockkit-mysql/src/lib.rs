@@ -41,7 +41,7 @@ use std::{fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_core::{
-    Capabilities, Error, Kind, LockName, LockState, Result,
+    Capabilities, Error, FencingToken, LockKind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode as Hold},
 };
 
@@ -203,7 +203,7 @@ impl Backend for MySqlBackend {
         Ok(Box::new(RowClaim::new(self.shared.clone(), request.clone(), sql)))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         require_runtime("inspect")?;
         match self.mode {
             Mode::ForUpdate => self.shared.look(name, kind).await,
@@ -211,11 +211,11 @@ impl Backend for MySqlBackend {
         }
     }
 
-    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         require_runtime("revoke")?;
         match self.mode {
-            Mode::ForUpdate => self.shared.revoke_row(name, kind, token).await,
-            Mode::Lease => self.shared.revoke_lease(name, kind, token).await,
+            Mode::ForUpdate => self.shared.revoke_row(name, kind, token.get()).await,
+            Mode::Lease => self.shared.revoke_lease(name, kind, token.get()).await,
         }
     }
 

@@ -94,12 +94,12 @@ impl Known {
 mod tests {
     use std::time::Duration;
 
-    use lockkit_core::{Kind, LockName};
+    use lockkit_core::{LockKind, LockName};
 
     use super::*;
 
     fn key(name: usize) -> Key {
-        Key::new("ns", Kind::Lock, &LockName::new(name.to_string()).unwrap())
+        Key::new("ns", LockKind::Lock, &LockName::new(name.to_string()).unwrap())
     }
 
     #[test]

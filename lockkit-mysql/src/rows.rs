@@ -5,7 +5,7 @@ use std::{ops::RangeInclusive, pin::pin, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use futures_util::future::{Either, select};
 use lockkit_core::{
-    Error, LossReason, Result,
+    Error, FencingToken, LossReason, Result,
     spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
 };
 use sqlx::mysql::MySqlRow;
@@ -912,9 +912,9 @@ impl Claim for RowClaim {
         }
     }
 
-    fn passed_on(&mut self, token: u64) {
+    fn passed_on(&mut self, token: FencingToken) {
         if let Stage::Holding { first, .. } = &mut self.stage {
-            *first = token;
+            *first = token.get();
             if self.shown == Shown::AsItIs {
                 self.shown = Shown::Outdated;
             }

@@ -283,7 +283,7 @@ pub(crate) fn kill_holder(key: &Key, token: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use lockkit_core::{Kind, LockName};
+    use lockkit_core::{LockKind, LockName};
     use lockkit_testbed::{
         eventually,
         mysql::{Flavour as Kept, MySql},
@@ -328,7 +328,7 @@ mod tests {
                     ("REPEATABLE READ", true, 1),
                 ] {
                     let name = LockName::new(format!("{mode:?} {isolation} {prepares}")).unwrap();
-                    let sql = Sql::new(Key::new("lockkit", Kind::Lock, &name), mode, flavour);
+                    let sql = Sql::new(Key::new("lockkit", LockKind::Lock, &name), mode, flavour);
                     let key = sql.key.as_sql();
                     run(
                         &mut other,

@@ -4,7 +4,7 @@ use std::{fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_core::{
-    Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, Result,
+    Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest},
 };
 use redis::Value;
@@ -160,7 +160,7 @@ impl Backend for RedisBackend {
         Ok(Box::new(RedisClaim::new(self.shared.clone(), request)))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let key = layout::key(&self.shared.namespace, name, kind);
         let reply = self
             .shared
@@ -170,14 +170,14 @@ impl Backend for RedisBackend {
         state(&reply).ok_or_else(|| unexpected("inspect", &reply))
     }
 
-    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let key = layout::key(&self.shared.namespace, name, kind);
         for look in 0..LOOKS {
             if look > 0 {
                 tokio::time::sleep(SAID_WITHIN / LOOKS).await;
             }
             let mut call = script::REVOKE.call(&key);
-            call.arg(token);
+            call.arg(token.get());
             if look + 1 == LOOKS {
                 call.arg("at last");
             }

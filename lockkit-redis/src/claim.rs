@@ -9,7 +9,7 @@ use std::{
 
 use async_trait::async_trait;
 use lockkit_core::{
-    Error, LossReason, Result,
+    Error, FencingToken, LossReason, Result,
     spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
 };
 use redis::Value;
@@ -411,8 +411,8 @@ impl Claim for RedisClaim {
         self.place().clone().notified().await;
     }
 
-    fn passed_on(&mut self, token: u64) {
-        self.token = Some(token);
+    fn passed_on(&mut self, token: FencingToken) {
+        self.token = Some(token.get());
         self.is_to_renew = true;
     }
 }

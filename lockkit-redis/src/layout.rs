@@ -4,7 +4,7 @@
 use std::{borrow::Cow, fmt::Write as _, time::Duration};
 
 use lockkit_core::{
-    FencingToken, Holder, Kind, LockName,
+    FencingToken, Holder, LockKind, LockName,
     spi::{ClaimRequest, Mode, OwnerId},
 };
 
@@ -15,7 +15,7 @@ pub(crate) const NOWHERE: &[u8] = b"lockkit#nowhere";
 const OWN: &str = "lockkit#";
 
 /// The key of a lock or semaphore.
-pub(crate) fn key(namespace: &str, name: &LockName, kind: Kind) -> Vec<u8> {
+pub(crate) fn key(namespace: &str, name: &LockName, kind: LockKind) -> Vec<u8> {
     let name = name.as_str();
     let lock = if namespace.is_empty() {
         // Kept apart from our own keys; a name that looks as if it had been is kept apart from those.
@@ -25,8 +25,8 @@ pub(crate) fn key(namespace: &str, name: &LockName, kind: Kind) -> Vec<u8> {
         [namespace, ":", name].concat()
     };
     match kind {
-        Kind::Semaphore => format!("{OWN}semaphore:{{{lock}}}").into_bytes(),
-        Kind::Lock => lock.into_bytes(),
+        LockKind::Semaphore => format!("{OWN}semaphore:{{{lock}}}").into_bytes(),
+        LockKind::Lock => lock.into_bytes(),
     }
 }
 
@@ -159,16 +159,16 @@ mod tests {
         LockName::new(text).unwrap()
     }
 
-    fn text(namespace: &str, lock: &str, kind: Kind) -> String {
+    fn text(namespace: &str, lock: &str, kind: LockKind) -> String {
         String::from_utf8(key(namespace, &name(lock), kind)).unwrap()
     }
 
     #[test]
     fn keys_are_what_is_documented() {
-        assert_eq!(text("lockkit", "orders/42", Kind::Lock), "lockkit:orders/42");
-        assert_eq!(text("", "orders/42", Kind::Lock), "orders/42");
-        assert_eq!(text("a", "lockkit#fence", Kind::Lock), "a:lockkit#fence");
-        assert_eq!(text("a", "gpu", Kind::Semaphore), "lockkit#semaphore:{a:gpu}");
+        assert_eq!(text("lockkit", "orders/42", LockKind::Lock), "lockkit:orders/42");
+        assert_eq!(text("", "orders/42", LockKind::Lock), "orders/42");
+        assert_eq!(text("a", "lockkit#fence", LockKind::Lock), "a:lockkit#fence");
+        assert_eq!(text("a", "gpu", LockKind::Semaphore), "lockkit#semaphore:{a:gpu}");
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
             "%lock",
             "lockkit",
         ] {
-            let key = text("", lock, Kind::Lock);
+            let key = text("", lock, LockKind::Lock);
             assert!(!key.starts_with(OWN), "{key}");
             assert!(seen.insert(key), "{lock}");
         }

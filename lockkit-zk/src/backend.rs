@@ -15,7 +15,7 @@ use futures_util::{
     future::{self, BoxFuture},
 };
 use lockkit_core::{
-    Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, LossReason,
+    Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, LossReason,
     Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
 };
@@ -118,7 +118,7 @@ impl ZkBackend {
         Ok(Self { shared })
     }
 
-    async fn look(&self, name: &LockName, kind: Kind) -> fault::Result<LockState> {
+    async fn look(&self, name: &LockName, kind: LockKind) -> fault::Result<LockState> {
         let path = self.shared.space.of(name, kind);
         let session = self.shared.session().await?;
         if self.shared.nodes() == Nodes::Simple {
@@ -148,7 +148,7 @@ impl ZkBackend {
         Err(Fault::Restless { path })
     }
 
-    async fn end(&self, name: &LockName, kind: Kind, token: u64) -> fault::Result<bool> {
+    async fn end(&self, name: &LockName, kind: LockKind, token: u64) -> fault::Result<bool> {
         let path = self.shared.space.of(name, kind);
         let session = self.shared.session().await?;
         let is_meant = |stat: &Stat| u64::try_from(stat.czxid) == Ok(token);
@@ -320,13 +320,13 @@ impl Backend for ZkBackend {
         }
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let looked = self.look(name, kind).await;
         looked.map_err(|fault| fault.during("inspect"))
     }
 
-    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
-        let ended = self.end(name, kind, token).await;
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+        let ended = self.end(name, kind, token.get()).await;
         ended.map_err(|fault| fault.during("revoke"))
     }
 

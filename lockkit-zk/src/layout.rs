@@ -2,7 +2,7 @@
 
 use std::{cmp::Ordering, fmt::Write as _, num::NonZeroU32};
 
-use lockkit_core::{Kind, LockName, spi::Mode};
+use lockkit_core::{LockKind, LockName, spi::Mode};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 use crate::Nodes;
@@ -35,11 +35,11 @@ impl Space {
     }
 
     /// The directory in which the contenders for `name` queue; with [`Nodes::Simple`], the one node.
-    pub(crate) fn of(&self, name: &LockName, kind: Kind) -> String {
+    pub(crate) fn of(&self, name: &LockName, kind: LockKind) -> String {
         let name = component(name.as_str());
         match kind {
-            Kind::Lock => format!("{}/{name}", self.root),
-            Kind::Semaphore => format!("{}/{SEMAPHORES}/{name}", self.root),
+            LockKind::Lock => format!("{}/{name}", self.root),
+            LockKind::Semaphore => format!("{}/{SEMAPHORES}/{name}", self.root),
         }
     }
 
@@ -121,10 +121,10 @@ impl<'a> Contender<'a> {
         })
     }
 
-    pub(crate) fn kind(&self) -> Kind {
+    pub(crate) fn kind(&self) -> LockKind {
         match self.role {
-            Role::Writer | Role::Reader => Kind::Lock,
-            Role::Permit(_) => Kind::Semaphore,
+            Role::Writer | Role::Reader => LockKind::Lock,
+            Role::Permit(_) => LockKind::Semaphore,
         }
     }
 
@@ -225,7 +225,7 @@ mod tests {
     #[test]
     fn reserved_names_are_escaped_and_nothing_else_becomes_one() {
         let space = Space::new("/chroot/", "");
-        let path = |name: &str| space.of(&LockName::new(name).unwrap(), Kind::Lock);
+        let path = |name: &str| space.of(&LockName::new(name).unwrap(), LockKind::Lock);
         assert_eq!(path("."), "/chroot/%2E");
         assert_eq!(path(".."), "/chroot/%2E%2E");
         assert_eq!(path("zookeeper"), "/chroot/%7A%6F%6F%6B%65%65%70%65%72");
@@ -233,7 +233,7 @@ mod tests {
         assert_eq!(path("%2E"), "/chroot/%252E");
         assert_eq!(path("é\0"), "/chroot/%C3%A9%00");
         assert_eq!(
-            Space::new("", "zookeeper").of(&LockName::new("n").unwrap(), Kind::Semaphore),
+            Space::new("", "zookeeper").of(&LockName::new("n").unwrap(), LockKind::Semaphore),
             "/%7A%6F%6F%6B%65%65%70%65%72/%semaphores/n"
         );
         assert_eq!(Space::new("", "").session(0x10), "/%sessions/0000000000000010");
@@ -252,7 +252,7 @@ mod tests {
         #[test]
         fn names_are_encoded_injectively(a in "\\PC{1,20}", b in "\\PC{1,20}") {
             let space = Space::new("", "ns");
-            let path = |name: &str| space.of(&LockName::new(name).unwrap(), Kind::Lock);
+            let path = |name: &str| space.of(&LockName::new(name).unwrap(), LockKind::Lock);
             prop_assert_eq!(a == b, path(&a) == path(&b));
             prop_assert!(!path(&a).contains("/%s"), "{} is where semaphores and sessions are", path(&a));
             prop_assert_eq!(path(&a).matches('/').count(), 2);

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use lockkit_core::{Kind, spi::Mode};
+use lockkit_core::{LockKind, spi::Mode};
 
 use crate::layout::{Contender, Role};
 
@@ -71,7 +71,7 @@ pub(crate) fn is_writer(name: &str) -> bool {
 }
 
 /// The holders, in the order of their grants, and how many wait.
-pub(crate) fn holders(children: &[String], kind: Kind) -> (Vec<&str>, usize) {
+pub(crate) fn holders(children: &[String], kind: LockKind) -> (Vec<&str>, usize) {
     let mut all: Vec<_> = contenders(children, kind).collect();
     all.sort_unstable_by(Contender::order);
     let held = match all.first().map(|first| first.role) {
@@ -84,7 +84,7 @@ pub(crate) fn holders(children: &[String], kind: Kind) -> (Vec<&str>, usize) {
     (all.into_iter().take(held).map(|one| one.name).collect(), waiting)
 }
 
-fn contenders(children: &[String], kind: Kind) -> impl Iterator<Item = Contender<'_>> {
+fn contenders(children: &[String], kind: LockKind) -> impl Iterator<Item = Contender<'_>> {
     children
         .iter()
         .filter_map(|child| Contender::parse(child))
@@ -180,7 +180,10 @@ mod tests {
             })
         );
         assert_eq!(turn(&all, "d-lock-0000000011", Mode::Exclusive), Turn::Gone);
-        assert_eq!(holders(&all, Kind::Lock), (vec!["c-__READ__-lock-0000000008"], 2));
+        assert_eq!(
+            holders(&all, LockKind::Lock),
+            (vec!["c-__READ__-lock-0000000008"], 2)
+        );
     }
 
     #[test]
@@ -199,7 +202,10 @@ mod tests {
         assert!(is_busy(&all, Mode::Shared));
         assert!(!is_busy(&all[..1], Mode::Shared));
         assert!(is_busy(&all[..1], Mode::Exclusive));
-        assert_eq!(holders(&all[..1], Kind::Lock), (vec!["a-__READ__0000000001"], 0));
+        assert_eq!(
+            holders(&all[..1], LockKind::Lock),
+            (vec!["a-__READ__0000000001"], 0)
+        );
     }
 
     #[test]
@@ -209,7 +215,7 @@ mod tests {
         assert_eq!(turn(&all, &all[2], permits(2)), after(&[&all[1], &all[0]], true));
         assert_eq!(turn(&all, &all[4], permits(2)), after(&[&all[3], &all[2]], false));
         assert_eq!(
-            holders(&all, Kind::Semaphore),
+            holders(&all, LockKind::Semaphore),
             (vec![all[0].as_str(), all[1].as_str()], 3)
         );
         let mut mixed = all.clone();

@@ -14,7 +14,7 @@ use std::{
 
 use async_trait::async_trait;
 use lockkit::{
-    AcquireOptions, Kind, LockClient, LockGuard, LockName, LockState, Result,
+    AcquireOptions, LockClient, LockGuard, LockKind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
 };
 use lockkit_benches::Noop;
@@ -130,7 +130,7 @@ impl Backend for Watching {
         }))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         self.inner.inspect(name, kind).await
     }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use futures_util::future::try_join;
-use lockkit_core::{AcquireOptions, Error, FencingToken, Kind, LockClient, LossReason, spi::chain};
+use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, LockKind, LossReason, spi::chain};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::trial::{
@@ -173,7 +173,7 @@ pub(crate) async fn bad_options_are_refused(trial: &Trial) -> Outcome {
         "only bad options were used",
         &client,
         &trial.name("a"),
-        Kind::Lock,
+        LockKind::Lock,
     )
     .await
 }
@@ -212,7 +212,14 @@ pub(crate) async fn inspection_shows_the_holder(trial: &Trial) -> Outcome {
         );
     }
     guard.release().await?;
-    is_clean(Duration::ZERO, "the lock was released", &other, &name, Kind::Lock).await
+    is_clean(
+        Duration::ZERO,
+        "the lock was released",
+        &other,
+        &name,
+        LockKind::Lock,
+    )
+    .await
 }
 
 pub(crate) async fn dropped_outside_a_runtime(trial: &Trial) -> Outcome {

@@ -31,7 +31,7 @@ pub(crate) async fn told_when_broken(trial: &Trial) -> Outcome {
     let client = trial.client().await?;
     let lock = trial.short_lock_of(&client, "a")?;
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
-    let (early, held) = (guard.lost(), guard.held());
+    let (early, held) = (guard.lost(), guard.view());
     let early = tokio::spawn(early);
     trial.break_hold(&client, "a").await?;
     let detection = trial.detection(client.info());
@@ -82,7 +82,7 @@ pub(crate) async fn not_told_by_release(trial: &Trial) -> Outcome {
     let lock = trial.lock("a").await?;
     for is_dropped in [false, true] {
         let guard = granted_within(PROMPT, "a lock that is free", &lock).await?;
-        let (before, held) = (guard.lost(), guard.held());
+        let (before, held) = (guard.lost(), guard.view());
         if is_dropped {
             drop(guard);
         } else {

@@ -156,7 +156,7 @@ async fn whatever_is_shown(harness: &dyn Harness, name: &str) -> Result<Vec<Stri
     let mut shown = vec![
         format!("{client:?} {client:#?} {:?}", client.info()),
         format!("{lock:?} {lock:#?} {} {:?}", lock.id(), lock.id()),
-        format!("{guard:?} {guard:#?} {:?}", guard.held()),
+        format!("{guard:?} {guard:#?} {:?}", guard.view()),
         format!("{timeout:?} {}", chain(&timeout)),
         format!("{:?}", client.inspect(name).await?),
     ];

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{Error, Kind, spi::Mode};
+use lockkit_core::{Error, LockKind, spi::Mode};
 use tokio::{
     task::JoinSet,
     time::{sleep, timeout},
@@ -60,7 +60,7 @@ pub(crate) async fn never_more_than_the_size(trial: &Trial) -> Outcome {
         "all permits were released",
         &clients[0],
         &trial.name("a"),
-        Kind::Semaphore,
+        LockKind::Semaphore,
     )
     .await
 }

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{AcquireOptions, Error, Kind, Lock, LockClient, spi::Mode};
+use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LockKind, spi::Mode};
 use tokio::{
     task::JoinSet,
     time::{Instant, sleep, timeout},
@@ -74,7 +74,7 @@ pub(crate) async fn cancelled_wait_is_prompt(trial: &Trial) -> Outcome {
         "waits were cancelled, the lock released",
         &client,
         &trial.name("a"),
-        Kind::Lock,
+        LockKind::Lock,
     )
     .await?;
     comes_free(PROMPT, "those before have given up", &theirs).await?;
@@ -137,7 +137,7 @@ pub(crate) async fn nothing_is_left_behind(trial: &Trial) -> Outcome {
         "1,000 requests were given up",
         &holder_client,
         &trial.name("a"),
-        Kind::Lock,
+        LockKind::Lock,
     )
     .await?;
     comes_free(PROMPT, "1,000 requests were given up", &trial.lock("a").await?).await?;
@@ -199,7 +199,7 @@ pub(crate) async fn dropped_after_each_poll(trial: &Trial) -> Outcome {
         "all waits were dropped",
         &client,
         &trial.name("a"),
-        Kind::Lock,
+        LockKind::Lock,
     )
     .await
 }
@@ -280,7 +280,14 @@ pub(crate) async fn flood_is_bounded(trial: &Trial) -> Outcome {
     tokens.sort_unstable();
     tokens.dedup();
     ensure!(tokens.len() == 500, "a token was granted twice");
-    is_clean(PROMPT, "the flood is over", &client, &trial.name("a"), Kind::Lock).await
+    is_clean(
+        PROMPT,
+        "the flood is over",
+        &client,
+        &trial.name("a"),
+        LockKind::Lock,
+    )
+    .await
 }
 
 pub(crate) async fn grants_follow_the_queue(trial: &Trial) -> Outcome {

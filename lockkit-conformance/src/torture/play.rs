@@ -14,8 +14,8 @@ use std::{
 
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use lockkit_core::{
-    AcquireOptions, Error, Held, Kind, Lock, LockClient, LockGuard, Owner, ReentrantLock, Result,
-    acquire_all, spi::chain,
+    AcquireOptions, Error, HoldView, Lock, LockClient, LockGuard, LockKind, ReentrantLock, ReentrantOwner,
+    Result, acquire_all, spi::chain,
 };
 use tokio::{
     runtime::{self, Handle, Runtime},
@@ -573,7 +573,7 @@ impl Scene<'_> {
     }
 
     async fn hold_and_end(&self, guard: LockGuard, mut record: Record) {
-        let view = guard.held();
+        let view = guard.view();
         look(&view, &mut record);
         self.note(&record);
         self.hold(&view, &mut record).await;
@@ -581,7 +581,7 @@ impl Scene<'_> {
         self.note(&record);
     }
 
-    async fn hold(&self, view: &Held, record: &mut Record) {
+    async fn hold(&self, view: &HoldView, record: &mut Record) {
         let until = (Instant::now() + Duration::from_millis(self.step.hold)).min(self.stage.ends);
         while look(view, record) {
             let left = until.saturating_duration_since(Instant::now());
@@ -648,7 +648,7 @@ impl Scene<'_> {
     /// Two guards of one owner are one hold.
     async fn twice(&self, lock: Lock, mut record: Record) {
         let lock = ReentrantLock::new(lock);
-        let owner = Owner::new();
+        let owner = ReentrantOwner::new();
         let what = format!("the first of two by {} on {}", self.who, record.acquisition.lock);
         let first = self
             .stage
@@ -657,7 +657,7 @@ impl Scene<'_> {
         let Some(first) = self.settle(first, &mut record) else {
             return self.note(&record);
         };
-        let view = first.held();
+        let view = first.view();
         look(&view, &mut record);
         self.note(&record);
         let what = format!("the second of two by {} on {}", self.who, record.acquisition.lock);
@@ -727,7 +727,7 @@ impl Scene<'_> {
             }
         };
         let at = now();
-        let views: Vec<_> = set.guards().iter().map(LockGuard::held).collect();
+        let views: Vec<_> = set.guards().iter().map(LockGuard::view).collect();
         for view in &views {
             for record in &mut records {
                 if record.acquisition.lock == view.name().as_str() {
@@ -795,15 +795,15 @@ impl Scene<'_> {
             let what = format!("revoking {token} of {name}");
             let limit = AcquireOptions::DEFAULT_OP_TIMEOUT + SLACK;
             let kind = match self.step.hold_as {
-                HoldAs::Permit => Kind::Semaphore,
-                _ => Kind::Lock,
+                HoldAs::Permit => LockKind::Semaphore,
+                _ => LockKind::Lock,
             };
             let _ = match kind {
-                Kind::Semaphore => {
+                LockKind::Semaphore => {
                     let revoking = client.revoke_permit(name, token);
                     self.stage.bounded(limit, &what, revoking).await
                 }
-                Kind::Lock => self.stage.bounded(limit, &what, client.revoke(name, token)).await,
+                LockKind::Lock => self.stage.bounded(limit, &what, client.revoke(name, token)).await,
             };
             let (lock, to) = (name.to_owned(), now());
             self.stage.note(Note::Break { lock, from, to });
@@ -812,7 +812,7 @@ impl Scene<'_> {
 }
 
 /// Whether it holds, by itself.
-fn look(view: &Held, record: &mut Record) -> bool {
+fn look(view: &HoldView, record: &mut Record) -> bool {
     let before = now();
     if view.is_held() {
         record.acquisition.until = Some(before);

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use lockkit_core::{Capabilities, Kind, LockClient, spi::chain};
+use lockkit_core::{Capabilities, LockClient, LockKind, spi::chain};
 use tokio::{runtime, sync::mpsc, task::JoinSet};
 
 use super::{
@@ -651,9 +651,9 @@ impl Torture {
         for step in story.schedule.tasks.iter().flat_map(|task| &task.steps) {
             for number in locks_of(step) {
                 let kind = if step.hold_as == HoldAs::Permit {
-                    Kind::Semaphore
+                    LockKind::Semaphore
                 } else {
-                    Kind::Lock
+                    LockKind::Lock
                 };
                 let size = story.schedule.sizes.get(number as usize).copied();
                 names.insert((kind as u8, name(&self.prefix, step.hold_as, number), kind, size));
@@ -663,8 +663,8 @@ impl Torture {
         for (_, name, kind, size) in names {
             loop {
                 let looked = match kind {
-                    Kind::Semaphore => client.inspect_semaphore(&name).await,
-                    Kind::Lock => client.inspect(&name).await,
+                    LockKind::Semaphore => client.inspect_semaphore(&name).await,
+                    LockKind::Lock => client.inspect(&name).await,
                 };
                 let shown = match looked {
                     Ok(state) if state.is_free() && state.waiters.unwrap_or(0) == 0 => break,
@@ -680,8 +680,8 @@ impl Torture {
                 }
                 // Those who died could not leave the queue; whoever comes next finds them gone.
                 let lock = match kind {
-                    Kind::Lock => client.lock(&name),
-                    Kind::Semaphore => client.semaphore(&name, size.unwrap_or(1)),
+                    LockKind::Lock => client.lock(&name),
+                    LockKind::Semaphore => client.semaphore(&name, size.unwrap_or(1)),
                 };
                 if let (false, Ok(lock)) = (harmless, lock)
                     && let Ok(Some(guard)) = lock.try_acquire().await

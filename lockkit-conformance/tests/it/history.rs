@@ -4,7 +4,7 @@
 use std::{num::NonZeroU32, time::Instant};
 
 use lockkit_conformance::history::{Acquisition, History, Limits, Property, Sight, Write};
-use lockkit_core::{Kind, spi::Mode};
+use lockkit_core::{LockKind, spi::Mode};
 use todc_utils::{Action, History as Actions, Specification, WGLChecker};
 
 const MS: u64 = 1_000_000;
@@ -229,7 +229,7 @@ fn fifo() {
 fn residue() {
     let sight = |at, holders: &[u64], waiters| Sight {
         lock: "a".into(),
-        kind: Kind::Lock,
+        kind: LockKind::Lock,
         at,
         holders: holders.to_vec(),
         waiters,

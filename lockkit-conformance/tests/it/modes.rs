@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 use lockkit_conformance::{Harness, Missing, Suite, Verdict, cases};
 use lockkit_core::{
-    Kind, LockClient, LockName, LockState, MemoryBackend, Result,
+    LockClient, LockKind, LockName, LockState, MemoryBackend, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
 };
 
@@ -48,7 +48,7 @@ impl Backend for Layer {
         self.inner.claim(&request).await
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         self.inner.inspect(name, kind).await
     }
 

@@ -14,7 +14,7 @@ use lockkit_conformance::{
     history::{Nanos, now},
 };
 use lockkit_core::{
-    Error, FencingToken, Holder, Kind, LockClient, LockName, LockState, LossReason, Result,
+    Error, FencingToken, Holder, LockClient, LockKind, LockName, LockState, LossReason, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Mode, OwnerId, Renewal},
 };
 use tempfile::TempDir;
@@ -242,10 +242,10 @@ impl Backend for Plain {
         Ok(Box::new(PlainClaim { backend, request }))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let shows_label = self.fault != Fault::HidesTheLabel;
         let holder = self.entry(name, |entry| entry.current().and(entry.holder.clone()))?;
-        let holders = holder.filter(|_| kind == Kind::Lock).map(|hold| {
+        let holders = holder.filter(|_| kind == LockKind::Lock).map(|hold| {
             let left = Duration::from_nanos(hold.until.saturating_sub(now()));
             Holder::new(
                 FencingToken::new(hold.token),
@@ -256,9 +256,9 @@ impl Backend for Plain {
         Ok(LockState::new(holders.into_iter().collect(), None))
     }
 
-    async fn revoke(&self, name: &LockName, _: Kind, token: u64) -> Result<bool> {
+    async fn revoke(&self, name: &LockName, _: LockKind, token: FencingToken) -> Result<bool> {
         self.entry(name, |entry| {
-            entry.holder.take_if(|hold| hold.token == token).is_some()
+            entry.holder.take_if(|hold| hold.token == token.get()).is_some()
         })
     }
 

@@ -16,7 +16,7 @@ use std::{
 use tokio::time::Instant;
 
 use crate::{
-    Error, LockId, LockName, LossReason, Result,
+    Error, FencingToken, LockId, LockName, LossReason, Result,
     client::Core,
     driver::{
         cell::Phase,
@@ -255,7 +255,7 @@ impl Line {
         passed.handoffs += 1;
         passed.most_handoffs = passed.most_handoffs.min(heir.local_handoffs);
         if let Some(claim) = &mut passed.claim {
-            claim.passed_on(token);
+            claim.passed_on(FencingToken::new(token));
         }
         let passed = Hold::new(Phase::Offered, heir, token, passed, &lease);
         let (before, adopt_at) = state.register.replace(ended, &passed, now.at);

@@ -597,13 +597,13 @@ mod tests {
     use tempfile::TempDir;
 
     use super::{super::space::Space, *};
-    use crate::{Kind, LockName, spi::OwnerId};
+    use crate::{LockKind, LockName, spi::OwnerId};
 
     #[test]
     fn a_file_replaced_after_it_was_opened_is_not_locked() {
         let dir = TempDir::new().unwrap();
         let name = LockName::new("n").unwrap();
-        let files = Arc::new(Space::open(dir.path(), "").unwrap()).files(&name, Kind::Lock);
+        let files = Arc::new(Space::open(dir.path(), "").unwrap()).files(&name, LockKind::Lock);
         let mut contender = Contender::new(Arc::new(Spec {
             request: ClaimRequest::new(name, Mode::Exclusive, Duration::from_secs(30), OwnerId::new(1)),
             files: files.clone(),

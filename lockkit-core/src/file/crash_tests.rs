@@ -21,7 +21,7 @@ use super::{
     space::Space,
 };
 use crate::{
-    Kind, LockName,
+    LockKind, LockName,
     spi::{ClaimRequest, Mode, OwnerId},
 };
 
@@ -100,7 +100,7 @@ fn holder() {
         request.tokens = NonZeroU32::new(rng.u32(1..9_000)).unwrap();
         let mut contender = Contender::new(Arc::new(Spec {
             request,
-            files: space.files(&name, Kind::Lock),
+            files: space.files(&name, LockKind::Lock),
             watcher: None,
             poll: Duration::from_secs(1),
             pace: Arc::default(),

@@ -14,11 +14,11 @@ use super::{
     journal::{self, Holding},
     space::{self, Files},
 };
-use crate::{Kind, LockName};
+use crate::{LockKind, LockName};
 
 /// The holders of `name`. It probes with the ledger to itself, so that no attempt gives up because of it, and for
 /// moments only: stopped in one of them, it is in everybody's way.
-pub(super) fn holders(files: &Files, name: &LockName, kind: Kind) -> Result<Vec<Holding>> {
+pub(super) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<Vec<Holding>> {
     let path = files.main();
     let Some(file) = space::open(&path)?.map(Arc::new) else {
         return Ok(Vec::new());
@@ -28,8 +28,8 @@ pub(super) fn holders(files: &Files, name: &LockName, kind: Kind) -> Result<Vec<
     };
     last.check_name(name.as_str(), &path)?;
     match kind {
-        Kind::Lock => lock_holders(files, &file, &path),
-        Kind::Semaphore => permit_holders(files, &file),
+        LockKind::Lock => lock_holders(files, &file, &path),
+        LockKind::Semaphore => permit_holders(files, &file),
     }
 }
 

@@ -523,7 +523,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::{super::space::Space, *};
-    use crate::{Kind, LockName, spi::OwnerId};
+    use crate::{LockKind, LockName, spi::OwnerId};
 
     /// The disk of a host that may crash, in the place of the real one.
     #[derive(Debug, Default)]
@@ -610,7 +610,7 @@ mod tests {
 
         fn at(dir: TempDir, name: &str, life: Option<Life>) -> Self {
             let space = Arc::new(Space::open_in(life, dir.path(), "").unwrap());
-            let files = space.files(&LockName::new(name).unwrap(), Kind::Lock);
+            let files = space.files(&LockName::new(name).unwrap(), LockKind::Lock);
             files.open_or_create(&files.main()).unwrap();
             let (file, _) = space::open_writable(&files.main()).unwrap().unwrap();
             Self { dir, files, file }

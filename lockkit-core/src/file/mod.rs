@@ -39,7 +39,7 @@ use self::{
     watch::Watcher,
 };
 use crate::{
-    Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, Result,
+    Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
 };
 
@@ -153,7 +153,7 @@ impl FileBackend {
         })
     }
 
-    async fn holders(&self, name: &LockName, kind: Kind) -> Result<Vec<Holding>> {
+    async fn holders(&self, name: &LockName, kind: LockKind) -> Result<Vec<Holding>> {
         let files = self.space.files(name, kind);
         let asked = name.clone();
         blocking(move || inspect::holders(&files, &asked, kind))
@@ -208,7 +208,7 @@ impl Backend for FileBackend {
         })))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let holders = self.holders(name, kind).await?;
         let holders = holders
             .into_iter()
@@ -217,9 +217,9 @@ impl Backend for FileBackend {
         Ok(LockState::new(holders, None))
     }
 
-    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let holders = self.holders(name, kind).await?;
-        let Some(holder) = holders.iter().find(|holder| holder.token == token) else {
+        let Some(holder) = holders.iter().find(|holder| holder.token == token.get()) else {
             return Ok(false);
         };
         Err(Error::unsupported(

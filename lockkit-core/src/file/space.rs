@@ -20,7 +20,7 @@ use super::{
     life::Life,
     queue::Queue,
 };
-use crate::{Kind, LockName};
+use crate::{LockKind, LockName};
 
 /// The longest encoded name. What is longer is hashed; the rest of the 255 bytes is for the suffix.
 const MAX_ENCODED: usize = 200;
@@ -77,7 +77,7 @@ impl Space {
     }
 
     /// The files of `name`.
-    pub(super) fn files(self: &Arc<Self>, name: &LockName, kind: Kind) -> Files {
+    pub(super) fn files(self: &Arc<Self>, name: &LockName, kind: LockKind) -> Files {
         Files {
             space: Arc::clone(self),
             stem: encode(name.as_str()),
@@ -124,7 +124,7 @@ impl Space {
 pub(super) struct Files {
     space: Arc<Space>,
     stem: String,
-    kind: Kind,
+    kind: LockKind,
 }
 
 impl Files {
@@ -135,32 +135,32 @@ impl Files {
     /// Has the token counter, and is what waiters watch. For a lock it is also the one that is locked.
     pub(super) fn main(&self) -> PathBuf {
         self.path(match self.kind {
-            Kind::Lock => "lock",
-            Kind::Semaphore => "sem",
+            LockKind::Lock => "lock",
+            LockKind::Semaphore => "sem",
         })
     }
 
     /// Has the ceilings of the counter, which are on disk.
     pub(super) fn ceiling(&self) -> PathBuf {
         self.path(match self.kind {
-            Kind::Lock => "ceiling",
-            Kind::Semaphore => "semceiling",
+            LockKind::Lock => "ceiling",
+            LockKind::Semaphore => "semceiling",
         })
     }
 
     /// Locked for moments: together by those whom a probe must not mislead, and alone around probes.
     pub(super) fn ledger(&self) -> PathBuf {
         self.path(match self.kind {
-            Kind::Lock => "ledger",
-            Kind::Semaphore => "semledger",
+            LockKind::Lock => "ledger",
+            LockKind::Semaphore => "semledger",
         })
     }
 
     /// Has a ticket for each that waits.
     pub(super) fn queue(&self) -> Queue {
         Queue::new(self.path(match self.kind {
-            Kind::Lock => "queue",
-            Kind::Semaphore => "semqueue",
+            LockKind::Lock => "queue",
+            LockKind::Semaphore => "semqueue",
         }))
     }
 
@@ -182,16 +182,16 @@ impl Files {
     /// Locked for moments by whoever writes in that lane of the counter.
     pub(super) fn lane(&self, lane: u64) -> PathBuf {
         self.path(&match self.kind {
-            Kind::Lock => format!("{lane}.lane"),
-            Kind::Semaphore => format!("{lane}.semlane"),
+            LockKind::Lock => format!("{lane}.lane"),
+            LockKind::Semaphore => format!("{lane}.semlane"),
         })
     }
 
     /// The file or directory that tells of a release, and what else must not be replaced.
     pub(super) fn watched(&self) -> Vec<PathBuf> {
         match self.kind {
-            Kind::Lock => vec![self.main()],
-            Kind::Semaphore => vec![self.permits(), self.main()],
+            LockKind::Lock => vec![self.main()],
+            LockKind::Semaphore => vec![self.permits(), self.main()],
         }
     }
 
@@ -219,7 +219,7 @@ impl Files {
 
     fn ensure(&self) -> Result<()> {
         self.space.ensure()?;
-        if self.kind == Kind::Semaphore {
+        if self.kind == LockKind::Semaphore {
             ensure_dir(&self.permits())?;
         }
         Ok(())
@@ -481,7 +481,7 @@ mod tests {
         let dir = tempfile::TempDir::new().unwrap();
         let space = Arc::new(Space::open(dir.path(), &"A".repeat(Space::MAX_NAMESPACE)).unwrap());
         let name = LockName::new("a".repeat(MAX_ENCODED)).unwrap();
-        let files = space.files(&name, Kind::Semaphore);
+        let files = space.files(&name, LockKind::Semaphore);
         let longest = files.permit(u32::MAX);
         files.open_or_create(&longest).unwrap();
         let longest = files.lane(u64::from(u32::MAX));

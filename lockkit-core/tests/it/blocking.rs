@@ -11,8 +11,9 @@ use std::{
 };
 
 use lockkit_core::{
-    AcquireOptions, Error, LossReason, MemoryBackend, Operation,
+    AcquireOptions, Error, LossReason, MemoryBackend,
     blocking::{Lock, LockClient},
+    memory::FaultPoint,
 };
 
 const MS: Duration = Duration::from_millis(1);
@@ -44,7 +45,7 @@ fn every_call_of_the_async_api_has_its_like() {
     let client = client.with_defaults(AcquireOptions::new().label("me")).unwrap();
     let lock = client.lock("a").unwrap();
     let guard = lock.acquire().unwrap();
-    assert!(guard.is_held() && guard.held().is_held());
+    assert!(guard.is_held() && guard.view().is_held());
     guard.check().unwrap();
     assert_eq!(guard.name().as_str(), "a");
     assert_eq!(lock.inspect().unwrap().holders[0].label.as_deref(), Some("me"));
@@ -189,7 +190,7 @@ fn handles_may_be_dropped_within_an_async_runtime() {
 fn what_the_last_handle_leaves_behind_is_still_released() {
     let backend = MemoryBackend::new();
     let observer = LockClient::new(backend.clone()).unwrap();
-    backend.fail_next(Operation::Release, 3);
+    backend.fail_next(FaultPoint::Release, 3);
     let guard = {
         let client = LockClient::new(backend.clone()).unwrap();
         client.lock("a").unwrap().acquire().unwrap()
@@ -220,7 +221,7 @@ fn the_background_thread_ends_with_the_last_handle() {
     .unwrap();
     let lock: Lock = client.clone().lock("a").unwrap();
     let guard = lock.acquire().unwrap();
-    let held = guard.held();
+    let held = guard.view();
     drop((client, lock));
     assert!(ended.recv_timeout(50 * MS).is_err(), "a guard still needs it");
     drop(guard);

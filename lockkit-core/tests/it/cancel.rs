@@ -9,8 +9,8 @@ use std::{
 };
 
 use lockkit_core::{
-    AcquireOptions, DistributedLockExt, Lock, LockClient, MemoryBackend, Operation, Owner, ReentrantLock,
-    acquire_all,
+    AcquireOptions, DistributedLockExt, Lock, LockClient, MemoryBackend, ReentrantLock, ReentrantOwner,
+    acquire_all, memory::FaultPoint,
 };
 
 const MS: Duration = Duration::from_millis(1);
@@ -65,7 +65,7 @@ impl World {
 
     /// Nothing stays held or queued, and both clients acquire promptly.
     async fn nothing_is_left(&self, case: &str) {
-        for operation in [Operation::Attempt, Operation::Renew, Operation::Release] {
+        for operation in [FaultPoint::Attempt, FaultPoint::Renew, FaultPoint::Release] {
             self.backend.delay(operation, Duration::ZERO);
         }
         let within = tokio::time::Instant::now() + SECOND;
@@ -109,12 +109,12 @@ async fn at_every_poll<Fut: Future<Output = bool>>(name: &str, path: impl Fn(Arc
 #[tokio::test(start_paused = true)]
 async fn an_uncontended_acquisition_whose_reply_takes_its_time() {
     at_every_poll("acquire", async |world: Arc<World>, polls| {
-        world.backend.delay(Operation::Attempt, 100 * MS);
+        world.backend.delay(FaultPoint::Attempt, 100 * MS);
         cancel_after(polls, world.lock().acquire()).await.is_some()
     })
     .await;
     at_every_poll("try_acquire", async |world: Arc<World>, polls| {
-        world.backend.delay(Operation::Attempt, 100 * MS);
+        world.backend.delay(FaultPoint::Attempt, 100 * MS);
         cancel_after(polls, world.lock().try_acquire()).await.is_some()
     })
     .await;
@@ -123,9 +123,9 @@ async fn an_uncontended_acquisition_whose_reply_takes_its_time() {
 #[tokio::test(start_paused = true)]
 async fn an_acquisition_whose_replies_are_lost() {
     at_every_poll("lost replies", async |world: Arc<World>, polls| {
-        world.backend.lose_replies(Operation::Attempt, 3);
+        world.backend.lose_replies(FaultPoint::Attempt, 3);
         let done = cancel_after(polls, world.lock().acquire()).await.is_some();
-        world.backend.lose_replies(Operation::Attempt, 0);
+        world.backend.lose_replies(FaultPoint::Attempt, 0);
         done
     })
     .await;
@@ -138,8 +138,8 @@ async fn a_waiter_in_the_local_queue_that_is_handed_the_hold() {
             let options = AcquireOptions::new().local_handoffs(handoffs);
             let lock = world.lock().with_options(options);
             let guard = lock.acquire().await.unwrap();
-            world.backend.delay(Operation::Attempt, 10 * MS);
-            world.backend.delay(Operation::Release, 10 * MS);
+            world.backend.delay(FaultPoint::Attempt, 10 * MS);
+            world.backend.delay(FaultPoint::Release, 10 * MS);
             let holder = tokio::spawn(async move {
                 tokio::time::sleep(50 * MS).await;
                 guard.release().await.unwrap();
@@ -180,7 +180,7 @@ async fn a_waiter_that_leaves_with_an_offer_in_its_hands_passes_it_on() {
 async fn a_waiter_at_the_server() {
     at_every_poll("waiting at the server", async |world: Arc<World>, polls| {
         let guard = world.their_lock().acquire().await.unwrap();
-        world.backend.delay(Operation::Attempt, 5 * MS);
+        world.backend.delay(FaultPoint::Attempt, 5 * MS);
         let holder = tokio::spawn(async move {
             tokio::time::sleep(200 * MS).await;
             guard.release().await.unwrap();
@@ -196,7 +196,7 @@ async fn a_waiter_at_the_server() {
 async fn a_waiter_at_its_deadline() {
     at_every_poll("at the deadline", async |world: Arc<World>, polls| {
         let guard = world.their_lock().acquire().await.unwrap();
-        world.backend.delay(Operation::Release, 20 * MS);
+        world.backend.delay(FaultPoint::Release, 20 * MS);
         let outcome = cancel_after(polls, world.lock().acquire_timeout(120 * MS)).await;
         guard.release().await.unwrap();
         outcome.is_some_and(|outcome| outcome.unwrap_err().is_timeout())
@@ -210,15 +210,15 @@ async fn a_release() {
         let guard = world.lock().acquire().await.unwrap();
         // The worker watches over it by now.
         tokio::time::sleep(SECOND).await;
-        world.backend.delay(Operation::Release, 100 * MS);
+        world.backend.delay(FaultPoint::Release, 100 * MS);
         cancel_after(polls, guard.release()).await.is_some()
     })
     .await;
     let world = World::new();
     let guard = world.lock().acquire().await.unwrap();
     tokio::time::sleep(SECOND).await;
-    world.backend.fail_next(Operation::Release, 1);
-    world.backend.delay(Operation::Release, 100 * MS);
+    world.backend.fail_next(FaultPoint::Release, 1);
+    world.backend.delay(FaultPoint::Release, 100 * MS);
     assert!(guard.release().await.unwrap_err().is_transient());
     world.nothing_is_left("release, failed").await;
 }
@@ -231,7 +231,7 @@ async fn a_release_that_proves_the_hold_before_it_passes_it_on() {
         let guard = lock.acquire().await.unwrap();
         let heir = tokio::spawn(async move { lock.acquire().await.unwrap() });
         tokio::time::sleep(4 * SECOND).await;
-        world.backend.delay(Operation::Renew, 20 * MS);
+        world.backend.delay(FaultPoint::Renew, 20 * MS);
         let done = cancel_after(polls, guard.release()).await.is_some();
         let heir = tokio::time::timeout(SECOND, heir)
             .await
@@ -248,9 +248,9 @@ async fn a_renewal_by_hand() {
     at_every_poll("renew", async |world: Arc<World>, polls| {
         let guard = world.lock().acquire().await.unwrap();
         tokio::time::sleep(SECOND).await;
-        world.backend.delay(Operation::Renew, 100 * MS);
+        world.backend.delay(FaultPoint::Renew, 100 * MS);
         let done = cancel_after(polls, guard.renew()).await.is_some();
-        world.backend.delay(Operation::Renew, Duration::ZERO);
+        world.backend.delay(FaultPoint::Renew, Duration::ZERO);
         tokio::time::sleep(3 * TTL).await;
         assert!(guard.is_held(), "the worker renews it as before");
         guard.release().await.unwrap();
@@ -268,7 +268,7 @@ async fn a_close() {
             async move { lock.acquire().await }
         });
         tokio::time::sleep(SECOND).await;
-        world.backend.delay(Operation::Release, 100 * MS);
+        world.backend.delay(FaultPoint::Release, 100 * MS);
         let done = cancel_after(polls, world.ours.close(SECOND)).await.is_some();
         assert!(!guard.is_held(), "closed from the first poll on");
         assert!(matches!(waiter.await.unwrap(), Err(lockkit_core::Error::Closed)));
@@ -280,8 +280,8 @@ async fn a_close() {
 #[tokio::test(start_paused = true)]
 async fn a_with_lock() {
     at_every_poll("with_lock", async |world: Arc<World>, polls| {
-        world.backend.delay(Operation::Attempt, 10 * MS);
-        world.backend.delay(Operation::Release, 10 * MS);
+        world.backend.delay(FaultPoint::Attempt, 10 * MS);
+        world.backend.delay(FaultPoint::Release, 10 * MS);
         let lock = world.lock();
         let work = lock.with_lock(async |_| tokio::time::sleep(100 * MS).await);
         cancel_after(polls, work).await.is_some()
@@ -292,7 +292,7 @@ async fn a_with_lock() {
 #[tokio::test(start_paused = true)]
 async fn a_set_of_locks() {
     at_every_poll("acquire_all", async |world: Arc<World>, polls| {
-        world.backend.delay(Operation::Attempt, 10 * MS);
+        world.backend.delay(FaultPoint::Attempt, 10 * MS);
         let (a, b) = (world.lock(), world.ours.lock("b").unwrap());
         let options = AcquireOptions::new();
         let set = async {
@@ -310,9 +310,9 @@ async fn a_set_of_locks() {
 #[tokio::test(start_paused = true)]
 async fn a_nested_acquisition() {
     at_every_poll("reentrant", async |world: Arc<World>, polls| {
-        world.backend.delay(Operation::Attempt, 10 * MS);
+        world.backend.delay(FaultPoint::Attempt, 10 * MS);
         let lock = ReentrantLock::new(world.lock());
-        let owner = Owner::new();
+        let owner = ReentrantOwner::new();
         // Two tasks of one owner: whoever is second waits for what comes of the first.
         let second = tokio::spawn({
             let lock = lock.clone();

@@ -12,8 +12,9 @@ use std::{
 
 use async_trait::async_trait;
 use lockkit_core::{
-    AcquireOptions, DistributedLock, Kind, Lock, LockClient, LockGuard, LockId, LockName, LockState,
-    LossReason, MemoryBackend, Operation, Owner, ReentrantLock, Result, acquire_all,
+    AcquireOptions, DistributedLock, Lock, LockClient, LockGuard, LockId, LockKind, LockName, LockState,
+    LossReason, MemoryBackend, ReentrantLock, ReentrantOwner, Result, acquire_all,
+    memory::FaultPoint,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, SessionProof},
 };
 use tokio::{sync::watch, time::Instant};
@@ -33,7 +34,7 @@ async fn a_hold_that_was_lost_is_no_answer_to_a_try() {
     let options = AcquireOptions::new().ttl(100 * MS).renew(false);
     let lock = client(&backend).lock("a").unwrap().with_options(options);
     let lost = lock.acquire().await.unwrap();
-    backend.delay(Operation::Release, 60 * SECOND);
+    backend.delay(FaultPoint::Release, 60 * SECOND);
     lost.lost().await;
     // Longer than the lease, and much shorter than the release is given.
     tokio::time::sleep(200 * MS).await;
@@ -52,7 +53,7 @@ async fn a_hand_off_does_not_wait_for_a_renewal_beyond_the_lease() {
         async move { lock.acquire().await }
     });
     tokio::time::sleep(60 * MS).await;
-    backend.delay(Operation::Renew, 60 * SECOND);
+    backend.delay(FaultPoint::Renew, 60 * SECOND);
     let started = Instant::now();
     drop(first);
     let _next = next.await.unwrap().unwrap();
@@ -64,7 +65,7 @@ fn a_reentrant_lock_with_a_deadline_needs_no_runtime_where_the_lock_needs_none()
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let lock = runtime.block_on(async { client(&MemoryBackend::new()).lock("a").unwrap() });
     let reentrant = ReentrantLock::new(lock);
-    let owner = Owner::new();
+    let owner = ReentrantOwner::new();
     let tried = futures_util::FutureExt::now_or_never(reentrant.try_acquire(&owner));
     assert!(tried.unwrap().unwrap().is_some());
 }
@@ -76,7 +77,7 @@ async fn a_reentrant_lock_waits_once_for_as_long_as_its_lock_says() {
     let options = AcquireOptions::new().wait(400 * MS);
     let lock = client(&backend).lock("a").unwrap().with_options(options);
     let reentrant = ReentrantLock::new(lock);
-    let owner = Owner::new();
+    let owner = ReentrantOwner::new();
     let first = AcquireOptions::new().wait(300 * MS);
     let started = Instant::now();
     let (first, second) = tokio::join!(reentrant.acquire_with(&owner, &first), reentrant.acquire(&owner));
@@ -89,14 +90,14 @@ async fn a_reentrant_lock_waits_once_for_as_long_as_its_lock_says() {
 async fn nesting_never_fails_because_another_owner_tries() {
     let lock = client(&MemoryBackend::new()).lock("a").unwrap();
     let reentrant = ReentrantLock::new(lock);
-    let owner = Owner::new();
+    let owner = ReentrantOwner::new();
     let _outer = reentrant.acquire(&owner).await.unwrap();
     let done = Arc::new(AtomicBool::new(false));
     let others: Vec<_> = (0..2)
         .map(|_| {
             let (reentrant, done) = (reentrant.clone(), done.clone());
             tokio::spawn(async move {
-                let other = Owner::new();
+                let other = ReentrantOwner::new();
                 while !done.load(Ordering::Relaxed) {
                     assert!(reentrant.try_acquire(&other).await.unwrap().is_none());
                     tokio::task::yield_now().await;
@@ -120,12 +121,12 @@ async fn a_set_whose_time_is_over_does_not_go_on_for_another_op_timeout() {
     let backend = MemoryBackend::new();
     let client = client(&backend);
     let (a, b) = (client.lock("a").unwrap(), client.lock("b").unwrap());
-    backend.delay(Operation::Attempt, 250 * MS);
+    backend.delay(FaultPoint::Attempt, 250 * MS);
     let started = Instant::now();
     let turn = async {
         tokio::time::sleep(240 * MS).await;
         // The reply to the first attempt is on its way.
-        backend.delay(Operation::Attempt, 60 * SECOND);
+        backend.delay(FaultPoint::Attempt, 60 * SECOND);
     };
     let options = AcquireOptions::new().wait(200 * MS);
     let locks = [&a, &b];
@@ -149,7 +150,7 @@ async fn a_set_is_given_back_within_its_time() {
         .acquire()
         .await
         .unwrap();
-    backend.delay(Operation::Release, SLOW);
+    backend.delay(FaultPoint::Release, SLOW);
     for (wait, most) in [
         (Duration::ZERO, 200 * MS),
         (200 * MS, 500 * MS),
@@ -198,7 +199,7 @@ impl Backend for Patient {
         self.0.claim(request).await
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         self.0.inspect(name, kind).await
     }
 
@@ -211,7 +212,7 @@ impl Backend for Patient {
 async fn a_backend_without_bounds_does_not_make_the_driver_panic() {
     let backend = MemoryBackend::new();
     let lock = LockClient::new(Patient(backend.clone())).lock("a").unwrap();
-    backend.delay(Operation::Attempt, MS);
+    backend.delay(FaultPoint::Attempt, MS);
     let held = lock.acquire().await.unwrap();
     let lock = LockClient::new(Patient(backend.clone())).lock("a").unwrap();
     let wait = tokio::spawn(async move { lock.acquire().await });
@@ -234,7 +235,7 @@ impl Backend for Boundless {
         Ok(Box::new(BoundlessClaim(self.0.claim(request).await?)))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         self.0.inspect(name, kind).await
     }
 
@@ -321,7 +322,7 @@ impl Backend for InSession {
         Ok(Box::new(InSessionClaim(claim, self.1.clone())))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         self.0.inspect(name, kind).await
     }
 
@@ -419,7 +420,7 @@ impl Backend for Pushing {
         )))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         self.0.inspect(name, kind).await
     }
 
@@ -531,7 +532,7 @@ async fn an_owner_does_not_pay_for_the_others() {
     let (mut guards, mut times) = (Vec::new(), Vec::new());
     for _ in 0..OWNERS {
         let started = std::time::Instant::now();
-        guards.push(reentrant.acquire(&Owner::new()).await.unwrap());
+        guards.push(reentrant.acquire(&ReentrantOwner::new()).await.unwrap());
         times.push(started.elapsed());
     }
     // The median, since the machine may pause.
@@ -601,7 +602,7 @@ impl Backend for Overtaken {
         }))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         self.memory.inspect(name, kind).await
     }
 
@@ -705,7 +706,7 @@ async fn memory_keeps_nothing_of_a_name_that_nobody_uses() {
 
     // Its release does not arrive.
     let held = lock.acquire().await.unwrap();
-    backend.fail_next(Operation::Release, u32::MAX);
+    backend.fail_next(FaultPoint::Release, u32::MAX);
     drop(held);
     tokio::time::sleep(60 * SECOND).await;
     let shown = client(&backend).inspect("a").await.unwrap();
@@ -724,7 +725,7 @@ async fn a_question_without_an_answer_is_asked_again() {
         .with_options(options);
     let guard = lock.acquire().await.unwrap();
     tokio::time::sleep(SECOND).await;
-    probe.memory.fail_next(Operation::Renew, 1);
+    probe.memory.fail_next(FaultPoint::Renew, 1);
     probe.hint.notify_one();
     guard.renewal_failing().await;
     tokio::time::sleep(10 * SECOND).await;
@@ -732,7 +733,7 @@ async fn a_question_without_an_answer_is_asked_again() {
     assert_eq!(warned, None, "it was answered");
     assert_eq!(probe.counts.calls().1, 2);
 
-    probe.memory.fail_next(Operation::Renew, 1);
+    probe.memory.fail_next(FaultPoint::Renew, 1);
     let started = Instant::now();
     probe.memory.revoke("a");
     assert_eq!(guard.lost().await, LossReason::Revoked);
@@ -801,7 +802,7 @@ async fn what_is_in_doubt_is_not_passed_on() {
         let first = lock.acquire().await.unwrap();
         let next = tokio::spawn(async move { lock.acquire().await });
         tokio::time::sleep(SECOND).await;
-        probe.memory.delay(Operation::Renew, 100 * MS);
+        probe.memory.delay(FaultPoint::Renew, 100 * MS);
         let theirs = if revoked {
             assert!(probe.memory.revoke("a"));
             Some(client(&probe.memory).lock("a").unwrap().acquire().await.unwrap())

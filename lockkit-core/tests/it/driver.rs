@@ -4,7 +4,7 @@ use std::{sync::Arc, task::Poll, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, DistributedLock, DistributedLockExt, Error, Instant, LockClient, LossReason,
-    MemoryBackend, Operation, Owner, ReentrantLock, acquire_all,
+    MemoryBackend, ReentrantLock, ReentrantOwner, acquire_all, memory::FaultPoint,
 };
 
 const MS: Duration = Duration::from_millis(1);
@@ -112,7 +112,7 @@ async fn a_hanging_renewal_does_not_keep_the_loss_from_being_told_and_a_late_rep
         .unwrap()
         .with_options(AcquireOptions::new().ttl(SECOND));
     let guard = lock.acquire().await.unwrap();
-    backend.delay(Operation::Renew, 3 * SECOND);
+    backend.delay(FaultPoint::Renew, 3 * SECOND);
     let started = Instant::now();
     assert_eq!(guard.lost().await, LossReason::Expired);
     assert!(started.elapsed() <= SECOND, "{:?}", started.elapsed());
@@ -128,7 +128,7 @@ async fn failing_renewals_warn_first_and_recover() {
         .unwrap()
         .with_options(AcquireOptions::new().ttl(3 * SECOND));
     let guard = lock.acquire().await.unwrap();
-    backend.fail_next(Operation::Renew, 3);
+    backend.fail_next(FaultPoint::Renew, 3);
     let left = guard.renewal_failing().await;
     assert!(left > SECOND && left < 2 * SECOND + 10 * MS, "{left:?}");
     tokio::time::sleep(60 * SECOND).await;
@@ -137,7 +137,7 @@ async fn failing_renewals_warn_first_and_recover() {
         poll_once(guard.renewal_failing()).is_pending(),
         "the warning was taken back"
     );
-    backend.fail_next(Operation::Renew, u32::MAX);
+    backend.fail_next(FaultPoint::Renew, u32::MAX);
     assert_eq!(guard.lost().await, LossReason::Expired);
 }
 
@@ -151,7 +151,7 @@ async fn a_renewal_without_an_answer_warns_before_the_end() {
     let guard = lock.acquire().await.unwrap();
     assert_eq!(guard.lease_length(), Some(SECOND));
     // Its op_timeout is longer than the lease.
-    backend.delay(Operation::Renew, 800 * MS);
+    backend.delay(FaultPoint::Renew, 800 * MS);
     let granted_until = guard.valid_until().unwrap();
     let left = guard.renewal_failing().await;
     assert!(left > 110 * MS && left <= SECOND / 8, "{left:?}");
@@ -160,7 +160,7 @@ async fn a_renewal_without_an_answer_warns_before_the_end() {
         Some(granted_until),
         "the lease is the first one"
     );
-    backend.delay(Operation::Renew, 400 * MS);
+    backend.delay(FaultPoint::Renew, 400 * MS);
     assert_eq!(guard.lost().await, LossReason::Expired);
 
     let guard = lock.acquire().await.unwrap();
@@ -310,10 +310,10 @@ async fn all_or_none_in_one_order_within_one_deadline() {
 async fn one_owner_nests_and_others_wait() {
     let (_, client) = client();
     let lock = ReentrantLock::new(client.lock("a").unwrap());
-    let (me, you) = (Owner::new(), Owner::new());
+    let (me, you) = (ReentrantOwner::new(), ReentrantOwner::new());
     let outer = lock.acquire(&me).await.unwrap();
     let inner = me
-        .scope(async { lock.acquire(&Owner::current().unwrap()).await.unwrap() })
+        .scope(async { lock.acquire(&ReentrantOwner::current().unwrap()).await.unwrap() })
         .await;
     assert_eq!(outer.hold_count(), 2);
     assert!(lock.try_acquire(&you).await.unwrap().is_none());
@@ -341,7 +341,10 @@ async fn a_locks_own_absurd_options_are_refused_wherever_they_are_used() {
             acquire_all(&[&lock], &AcquireOptions::new()).await.map(drop)
         ));
         assert!(refused(
-            ReentrantLock::new(lock).acquire(&Owner::new()).await.map(drop)
+            ReentrantLock::new(lock)
+                .acquire(&ReentrantOwner::new())
+                .await
+                .map(drop)
         ));
     }
 }
@@ -350,13 +353,13 @@ async fn a_locks_own_absurd_options_are_refused_wherever_they_are_used() {
 async fn an_outage_is_an_error_and_never_none() {
     let (backend, client) = client();
     let lock = client.lock("a").unwrap();
-    backend.fail_next(Operation::Attempt, u32::MAX);
+    backend.fail_next(FaultPoint::Attempt, u32::MAX);
     assert!(lock.try_acquire().await.unwrap_err().is_transient());
     let err = lock.acquire_timeout(SECOND).await.unwrap_err();
     assert!(err.is_transient() && !err.is_timeout(), "{err}");
-    backend.fail_next(Operation::Attempt, 3);
+    backend.fail_next(FaultPoint::Attempt, 3);
     lock.acquire().await.unwrap().release().await.unwrap();
-    backend.lose_replies(Operation::Attempt, 1);
+    backend.lose_replies(FaultPoint::Attempt, 1);
     let guard = lock.acquire().await.unwrap();
     assert!(
         guard.is_held(),
@@ -387,7 +390,7 @@ async fn close_releases_what_is_held_and_turns_waiters_away() {
 async fn close_says_when_a_release_was_not_confirmed() {
     let (backend, client) = client();
     let _guard = client.lock("a").unwrap().acquire().await.unwrap();
-    backend.fail_next(Operation::Release, u32::MAX);
+    backend.fail_next(FaultPoint::Release, u32::MAX);
     let err = client.close(SECOND).await.unwrap_err();
     assert!(err.is_transient(), "{err}");
 }
@@ -400,10 +403,10 @@ async fn close_does_not_mind_what_was_given_up_long_before() {
         .unwrap()
         .with_options(AcquireOptions::new().ttl(SECOND).op_timeout(SECOND));
     let guard = lock.acquire().await.unwrap();
-    backend.fail_next(Operation::Release, u32::MAX);
+    backend.fail_next(FaultPoint::Release, u32::MAX);
     assert!(guard.release().await.unwrap_err().is_transient());
     tokio::time::sleep(10 * SECOND).await;
-    backend.fail_next(Operation::Release, 0);
+    backend.fail_next(FaultPoint::Release, 0);
     client.close(SECOND).await.unwrap();
 }
 
@@ -442,7 +445,7 @@ async fn who_comes_during_a_release_hears_that_it_was_taken() {
     let backend = MemoryBackend::new();
     let lock = LockClient::new(backend.clone()).lock("job").unwrap();
     let guard = lock.acquire().await.unwrap();
-    backend.delay(Operation::Release, SECOND);
+    backend.delay(FaultPoint::Release, SECOND);
     let release = tokio::spawn(guard.release());
     tokio::task::yield_now().await;
     let before_its_answer = lock.acquire_timeout(100 * MS).await.unwrap_err();
@@ -456,7 +459,7 @@ async fn who_comes_during_a_release_hears_that_it_was_taken() {
     tokio::task::yield_now().await;
     let second = waiting(3 * SECOND);
     tokio::task::yield_now().await;
-    backend.delay(Operation::Attempt, 20 * SECOND);
+    backend.delay(FaultPoint::Attempt, 20 * SECOND);
     release.await.unwrap().unwrap();
     let behind = second.await.unwrap().unwrap_err();
     assert!(behind.is_timeout(), "{behind}");

@@ -6,8 +6,8 @@ use std::{
 };
 
 use lockkit_core::{
-    AcquireOptions, Error, Instant, LockClient, LossReason, MemoryBackend, Operation, Owner, ReentrantLock,
-    acquire_all,
+    AcquireOptions, Error, Instant, LockClient, LossReason, MemoryBackend, ReentrantLock, ReentrantOwner,
+    acquire_all, memory::FaultPoint,
 };
 
 use crate::{cancel::cancel_after, probe::Probe};
@@ -22,7 +22,7 @@ async fn a_try_whose_grant_comes_after_its_lease_is_one_attempt_and_an_error() {
         .lock("a")
         .unwrap()
         .with_options(AcquireOptions::new().ttl(100 * MS));
-    probe.memory.delay(Operation::Attempt, 200 * MS);
+    probe.memory.delay(FaultPoint::Attempt, 200 * MS);
     let outcome = tokio::time::timeout(SECOND, lock.try_acquire())
         .await
         .expect("it comes to an end");
@@ -42,7 +42,7 @@ async fn a_loss_is_told_while_a_renewal_by_hand_is_left_unpolled() {
             .await
             .unwrap();
         tokio::time::sleep(100 * MS).await;
-        backend.delay(Operation::Renew, 30 * SECOND);
+        backend.delay(FaultPoint::Renew, 30 * SECOND);
         let mut renewal = Box::pin(guard.renew());
         if polled_at_all {
             assert!(cancel_after(1, renewal.as_mut()).await.is_none());
@@ -65,14 +65,14 @@ async fn waiters_go_on_while_a_renewal_by_hand_is_left_unpolled() {
         .await
         .unwrap();
     tokio::time::sleep(100 * MS).await;
-    probe.memory.delay(Operation::Renew, 30 * SECOND);
+    probe.memory.delay(FaultPoint::Renew, 30 * SECOND);
     let mut renewal = Box::pin(guard.renew());
     assert!(tokio::time::timeout(10 * MS, renewal.as_mut()).await.is_err());
     assert_eq!(probe.counts.renewals.load(Ordering::SeqCst), 1);
     assert_eq!(guard.lost().await, LossReason::Expired);
     let next = tokio::time::timeout(10 * SECOND, lock.acquire()).await;
     let next = next.expect("nobody else has it").unwrap();
-    probe.memory.delay(Operation::Renew, Duration::ZERO);
+    probe.memory.delay(FaultPoint::Renew, Duration::ZERO);
     // The claim of the hold that was lost comes home late, and takes nothing from those who came after.
     let third = tokio::spawn({
         let lock = lock.clone();
@@ -96,7 +96,7 @@ async fn a_renewal_by_hand_ends_with_the_hold_and_does_not_hold_up_close() {
     let backend = MemoryBackend::new();
     let client = LockClient::new(backend.clone());
     let guard = Arc::new(client.lock("a").unwrap().acquire().await.unwrap());
-    backend.delay(Operation::Renew, 3 * SECOND);
+    backend.delay(FaultPoint::Renew, 3 * SECOND);
     let renewal = tokio::spawn({
         let guard = guard.clone();
         async move { guard.renew().await }
@@ -120,7 +120,7 @@ async fn close_withdraws_those_who_wait_before_it_closes_the_backend() {
     });
     tokio::time::sleep(SECOND).await;
     assert_eq!(others.inspect("a").await.unwrap().waiters, Some(1));
-    probe.memory.delay(Operation::Release, 50 * MS);
+    probe.memory.delay(FaultPoint::Release, 50 * MS);
     client.close(SECOND).await.unwrap();
     assert_eq!(others.inspect("a").await.unwrap().waiters, Some(0));
     assert_eq!(probe.counts.claims_at_close.load(Ordering::SeqCst), 0);
@@ -133,7 +133,7 @@ async fn close_waits_for_a_release_that_is_under_way() {
     let probe = Probe::default();
     let client = LockClient::new(probe.clone());
     let guard = client.lock("a").unwrap().acquire().await.unwrap();
-    probe.memory.delay(Operation::Release, 500 * MS);
+    probe.memory.delay(FaultPoint::Release, 500 * MS);
     let release = tokio::spawn(guard.release());
     tokio::time::sleep(10 * MS).await;
     client.close(SECOND).await.unwrap();
@@ -148,7 +148,7 @@ async fn close_ends_the_connection_also_when_a_release_was_given_up() {
     let options = AcquireOptions::new().ttl(SECOND).op_timeout(SECOND);
     let lock = client.lock("a").unwrap().with_options(options);
     let _guard = lock.acquire().await.unwrap();
-    probe.memory.fail_next(Operation::Release, u32::MAX);
+    probe.memory.fail_next(FaultPoint::Release, u32::MAX);
     let err = client.close(10 * SECOND).await.unwrap_err();
     assert!(err.is_transient(), "{err}");
     assert_eq!(probe.counts.closes.load(Ordering::SeqCst), 1);
@@ -158,7 +158,7 @@ async fn close_ends_the_connection_also_when_a_release_was_given_up() {
 async fn a_view_that_outlives_the_release_is_nothing_to_go_on_with() {
     let client = LockClient::new(MemoryBackend::new());
     let guard = client.lock("a").unwrap().acquire().await.unwrap();
-    let view = guard.held();
+    let view = guard.view();
     view.check().unwrap();
     guard.release().await.unwrap();
     assert!(!view.is_held());
@@ -177,7 +177,7 @@ async fn nothing_is_granted_by_a_client_that_is_closed() {
     for close_after in [99 * MS, 100 * MS, 101 * MS] {
         let probe = Probe::default();
         let client = LockClient::new(probe.clone());
-        probe.memory.delay(Operation::Attempt, 100 * MS);
+        probe.memory.delay(FaultPoint::Attempt, 100 * MS);
         let acquisition = tokio::spawn({
             let lock = client.lock("a").unwrap();
             async move { lock.acquire().await }
@@ -339,7 +339,7 @@ fn awaiting_outside_of_a_runtime_is_an_error_and_no_panic() {
     assert!(outside(lock.acquire_timeout(SECOND)).is_err());
     let nested = ReentrantLock::new(lock.clone());
     let wait = AcquireOptions::new().wait(10 * MS);
-    assert!(outside(nested.acquire_with(&Owner::new(), &wait)).is_err());
+    assert!(outside(nested.acquire_with(&ReentrantOwner::new(), &wait)).is_err());
     assert!(outside(acquire_all(&[&lock], &wait)).is_err());
     outside(held.renew()).unwrap();
     outside(held.release()).unwrap();

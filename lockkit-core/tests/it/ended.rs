@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{Held, LockClient, LossReason, LostSignal, MemoryBackend, RenewalFailing};
+use lockkit_core::{HoldView, LockClient, LossReason, LostSignal, MemoryBackend, RenewalFailing};
 
 use crate::probe::Probe;
 
@@ -20,7 +20,7 @@ async fn an_end_is_told_with_its_reason() {
     for reason in [LossReason::Released, LossReason::Revoked] {
         for at_once in [true, false] {
             let guard = lock.acquire().await.unwrap();
-            let held = guard.held();
+            let held = guard.view();
             let told = tokio::spawn(guard.ended());
             let told_too = tokio::spawn(held.ended());
             let by_now = tokio::time::timeout(SECOND, guard.ended()).await;
@@ -47,7 +47,7 @@ async fn an_end_is_told_with_its_reason() {
 async fn a_hand_off_is_an_end() {
     let lock = LockClient::new(MemoryBackend::new()).lock("a").unwrap();
     let guard = lock.acquire().await.unwrap();
-    let (first, ended) = (guard.held(), tokio::spawn(guard.ended()));
+    let (first, ended) = (guard.view(), tokio::spawn(guard.ended()));
     let heir = tokio::spawn(async move { lock.acquire().await.unwrap() });
     tokio::task::yield_now().await;
     guard.release().await.unwrap();
@@ -118,7 +118,7 @@ async fn a_view_keeps_nothing_of_the_client() {
         let probe = Probe::default();
         let lock = LockClient::new(probe.clone()).lock("a").unwrap();
         let guard = lock.acquire().await.unwrap();
-        let (held, lost, ended) = (guard.held(), guard.lost(), guard.ended());
+        let (held, lost, ended) = (guard.view(), guard.lost(), guard.ended());
         tokio::time::sleep(SECOND).await;
         end(guard, &probe);
         drop(lock);
@@ -129,7 +129,7 @@ async fn a_view_keeps_nothing_of_the_client() {
     }
 }
 
-fn is_over(held: &Held) {
+fn is_over(held: &HoldView) {
     assert!(!held.is_held());
     assert!(held.check().unwrap_err().is_lost());
     assert_eq!(held.name().as_str(), "a");
@@ -148,7 +148,7 @@ fn a_guard_that_outlives_its_runtime_keeps_nothing_held() {
         guard
     });
     drop(runtime);
-    let held = guard.held();
+    let held = guard.view();
     assert!(!held.is_held());
     let claims = || probe.counts.claims.load(Ordering::SeqCst);
     assert_eq!(claims(), 0);

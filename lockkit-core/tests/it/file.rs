@@ -20,7 +20,7 @@ use std::{
 
 use lockkit_conformance::machine::Stopwatch;
 use lockkit_core::{
-    AcquireOptions, Error, FileBackend, FileConfig, Kind, LockClient, LockName, LossReason,
+    AcquireOptions, Error, FencingToken, FileBackend, FileConfig, LockClient, LockKind, LockName, LossReason,
     spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, chain},
 };
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -376,9 +376,9 @@ async fn a_waiter_looks_again_soon_after_an_event_and_then_no_more() {
 #[tokio::test]
 async fn a_killed_holder_lets_the_waiter_in_and_is_not_shown() {
     for (role, mode, kind) in [
-        ("hold", Mode::Exclusive, Kind::Lock),
-        ("share", Mode::Exclusive, Kind::Lock),
-        ("permit", permits(1), Kind::Semaphore),
+        ("hold", Mode::Exclusive, LockKind::Lock),
+        ("share", Mode::Exclusive, LockKind::Lock),
+        ("permit", permits(1), LockKind::Semaphore),
     ] {
         let dir = TempDir::new().unwrap();
         let (mut process, _) = other(role, dir.path());
@@ -417,9 +417,21 @@ async fn a_killed_holder_that_nobody_follows_is_not_shown() {
     let dir = TempDir::new().unwrap();
     let (mut process, _) = other("hold", dir.path());
     let backend = open(dir.path()).await;
-    assert!(!backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    assert!(
+        !backend
+            .inspect(&name("n"), LockKind::Lock)
+            .await
+            .unwrap()
+            .is_free()
+    );
     process.kill();
-    assert!(backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    assert!(
+        backend
+            .inspect(&name("n"), LockKind::Lock)
+            .await
+            .unwrap()
+            .is_free()
+    );
 }
 
 #[tokio::test]
@@ -945,7 +957,13 @@ async fn no_room_for_the_token_is_an_error_and_no_hold() {
         "{said}"
     );
     let backend = open(dir.path()).await;
-    assert!(backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    assert!(
+        backend
+            .inspect(&name("n"), LockKind::Lock)
+            .await
+            .unwrap()
+            .is_free()
+    );
     granted(&mut claim(&backend, "n", Mode::Exclusive).await).await;
 }
 
@@ -1668,7 +1686,7 @@ async fn permits_are_all_given_and_never_exceeded() {
     assert_eq!(fourth.attempt(TRY).await.unwrap(), None);
     assert_eq!(
         backend
-            .inspect(&name("n"), Kind::Semaphore)
+            .inspect(&name("n"), LockKind::Semaphore)
             .await
             .unwrap()
             .holders
@@ -1718,7 +1736,13 @@ async fn two_sizes_of_a_semaphore_are_an_error_while_one_is_held() {
 async fn inspection_shows_labels_and_tokens_of_all_holders() {
     let dir = TempDir::new().unwrap();
     let backend = open(dir.path()).await;
-    assert!(backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    assert!(
+        backend
+            .inspect(&name("n"), LockKind::Lock)
+            .await
+            .unwrap()
+            .is_free()
+    );
     assert_eq!(files(dir.path()), Vec::<PathBuf>::new(), "looking makes no files");
     for (mode, count) in [(Mode::Exclusive, 1), (Mode::Shared, 3), (permits(3), 3)] {
         let (mut held, mut expected) = (Vec::new(), Vec::new());
@@ -1739,7 +1763,10 @@ async fn inspection_shows_labels_and_tokens_of_all_holders() {
         assert!(state.waiters.is_none() && state.holders.iter().all(|holder| holder.left.is_none()));
 
         let token = expected[0].1;
-        let error = backend.revoke(&name("n"), mode.kind(), token).await.unwrap_err();
+        let error = backend
+            .revoke(&name("n"), mode.kind(), FencingToken::new(token))
+            .await
+            .unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
         assert!(
             error
@@ -1748,7 +1775,10 @@ async fn inspection_shows_labels_and_tokens_of_all_holders() {
             "{error}"
         );
         assert!(
-            !backend.revoke(&name("n"), mode.kind(), 1).await.unwrap(),
+            !backend
+                .revoke(&name("n"), mode.kind(), FencingToken::new(1))
+                .await
+                .unwrap(),
             "nobody has that token"
         );
         for mut claim in held {
@@ -1768,7 +1798,7 @@ async fn inspection_makes_no_attempt_fail() {
         let (backend, stop, looked) = (backend.clone(), stop.clone(), looked.clone());
         async move {
             while !stop.load(Ordering::SeqCst) {
-                for kind in [Kind::Lock, Kind::Semaphore] {
+                for kind in [LockKind::Lock, LockKind::Semaphore] {
                     backend.inspect(&name("n"), kind).await.unwrap();
                 }
                 looked.fetch_add(1, Ordering::SeqCst);
@@ -1836,7 +1866,7 @@ async fn an_inspection_probes_with_the_ledger_in_hand() {
     let ledger = fs::File::create(dir.path().join("lockkit/n.ledger")).unwrap();
     ledger.try_lock().unwrap();
     let lock = name("n");
-    let mut inspection = pin!(backend.inspect(&lock, Kind::Lock));
+    let mut inspection = pin!(backend.inspect(&lock, LockKind::Lock));
     let early = tokio::time::timeout(Duration::from_millis(100), &mut inspection).await;
     assert!(early.is_err(), "{early:?}");
     ledger.unlock().unwrap();
@@ -1922,7 +1952,13 @@ async fn an_inspection_wakes_who_was_refused_because_of_it() {
         assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
     }
     probe.unlock().unwrap();
-    assert!(backend.inspect(&name("n"), Kind::Lock).await.unwrap().is_free());
+    assert!(
+        backend
+            .inspect(&name("n"), LockKind::Lock)
+            .await
+            .unwrap()
+            .is_free()
+    );
     tokio::time::timeout(LIMIT, waiter.notified())
         .await
         .expect("told in time");

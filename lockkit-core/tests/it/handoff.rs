@@ -2,7 +2,7 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use lockkit_core::{AcquireOptions, Instant, Lock, LockClient, LockGuard, Operation};
+use lockkit_core::{AcquireOptions, Instant, Lock, LockClient, LockGuard, memory::FaultPoint};
 
 use crate::probe::Probe;
 
@@ -159,7 +159,7 @@ async fn a_hold_that_cannot_be_proven_is_not_passed_on() {
     let first = lock.acquire().await.unwrap();
     let heir = waiter(&lock).await;
     tokio::time::sleep(4 * SECOND).await;
-    probe.memory.fail_next(lockkit_core::Operation::Renew, 1);
+    probe.memory.fail_next(lockkit_core::memory::FaultPoint::Renew, 1);
     first.release().await.unwrap();
     let heir = heir.await.unwrap();
     assert_eq!(probe.counts.calls(), (2, 1, 1), "it went by the server");
@@ -207,7 +207,7 @@ async fn an_heir_is_released_by_its_own_options() {
     let heir = waiter(&lock.with_options(AcquireOptions::new().op_timeout(100 * MS))).await;
     first.release().await.unwrap();
     let heir = heir.await.unwrap();
-    probe.memory.delay(Operation::Release, SECOND);
+    probe.memory.delay(FaultPoint::Release, SECOND);
     let began = Instant::now();
     assert!(heir.release().await.unwrap_err().is_transient());
     assert!(began.elapsed() < 200 * MS, "{:?}", began.elapsed());

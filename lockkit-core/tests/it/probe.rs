@@ -10,7 +10,7 @@ use std::{
 
 use async_trait::async_trait;
 use lockkit_core::{
-    Kind, LockName, LockState, MemoryBackend, Result,
+    FencingToken, LockKind, LockName, LockState, MemoryBackend, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
 };
 use tokio::sync::Notify;
@@ -77,7 +77,7 @@ impl Backend for Probe {
         }))
     }
 
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         self.memory.inspect(name, kind).await
     }
 
@@ -134,8 +134,8 @@ impl Claim for Counted {
         }
     }
 
-    fn passed_on(&mut self, token: u64) {
-        self.counts.passed_on.lock().unwrap().push(token);
+    fn passed_on(&mut self, token: FencingToken) {
+        self.counts.passed_on.lock().unwrap().push(token.get());
     }
 }
 

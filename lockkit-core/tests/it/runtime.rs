@@ -9,8 +9,8 @@ use std::{
 
 use async_trait::async_trait;
 use lockkit_core::{
-    AcquireOptions, Error, FencingToken, Kind, LockClient, LockName, LockState, LossReason, MemoryBackend,
-    Result,
+    AcquireOptions, Error, FencingToken, LockClient, LockKind, LockName, LockState, LossReason,
+    MemoryBackend, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal, chain},
 };
 use tokio::{runtime::Runtime, time::timeout};
@@ -203,11 +203,11 @@ impl Backend for Hanging {
         Ok(Box::new(HangingClaim(claim, self.grants)))
     }
 
-    async fn inspect(&self, _: &LockName, _: Kind) -> Result<LockState> {
+    async fn inspect(&self, _: &LockName, _: LockKind) -> Result<LockState> {
         std::future::pending().await
     }
 
-    async fn revoke(&self, _: &LockName, _: Kind, _: u64) -> Result<bool> {
+    async fn revoke(&self, _: &LockName, _: LockKind, _: FencingToken) -> Result<bool> {
         std::future::pending().await
     }
 

@@ -14,7 +14,8 @@ use std::{
 
 use fastrand::Rng;
 use lockkit_core::{
-    AcquireOptions, Error, Held, Instant, Lock, LockClient, LockGuard, MemoryBackend, Operation, spi::Mode,
+    AcquireOptions, Error, HoldView, Instant, Lock, LockClient, LockGuard, MemoryBackend, memory::FaultPoint,
+    spi::Mode,
 };
 
 use crate::{cancel::cancel_after, probe::Probe};
@@ -22,7 +23,7 @@ use crate::{cancel::cancel_after, probe::Probe};
 const MS: Duration = Duration::from_millis(1);
 /// What tasks do falls onto ticks, so that much of it happens in the same instant.
 const TICK: Duration = Duration::from_millis(10);
-const OPERATIONS: [Operation; 3] = [Operation::Attempt, Operation::Renew, Operation::Release];
+const OPERATIONS: [FaultPoint; 3] = [FaultPoint::Attempt, FaultPoint::Renew, FaultPoint::Release];
 const NAMES: [&str; 3] = ["a", "b", "c"];
 const PERMITS: u32 = 3;
 const SCHEDULES: u64 = 400;
@@ -103,9 +104,9 @@ impl Tally {
 #[derive(Default)]
 struct Ledger {
     /// Every hold there ever was, with its mode and token.
-    holds: HashMap<&'static str, Vec<(Mode, u64, Held)>>,
+    holds: HashMap<&'static str, Vec<(Mode, u64, HoldView)>>,
     /// Holds that were seen lost.
-    lost: Vec<Held>,
+    lost: Vec<HoldView>,
     /// The first tokens of grants that were revoked. Their holders find out within a bound; until then another may
     /// have been granted the lock beside them.
     revoked: HashSet<u64>,
@@ -119,7 +120,7 @@ struct Ledger {
 impl Ledger {
     fn granted(&mut self, name: &'static str, mode: Mode, guard: &LockGuard, waiting_since: Instant) {
         let now = Instant::now();
-        let (token, held) = (guard.token().get(), guard.held());
+        let (token, held) = (guard.token().get(), guard.view());
         let before = self.holds.entry(name).or_default();
         let is_revoked = |mode: Mode, token: u64| {
             let block = match mode {
@@ -169,7 +170,7 @@ impl Ledger {
         self.tally.waited += u64::from(now > waiting_since);
     }
 
-    fn ended(&mut self, name: &'static str, held: &Held) {
+    fn ended(&mut self, name: &'static str, held: &HoldView) {
         self.last_event.insert(name, Instant::now());
         if held.check().is_err_and(|err| err.is_lost()) {
             self.lost.push(held.clone());
@@ -293,7 +294,7 @@ async fn worker(
         ledger
             .borrow_mut()
             .granted(name, lock.mode(), &guard, waiting_since);
-        let held = guard.held();
+        let held = guard.view();
         hold(&mut rng, &guard).await;
         give_up(&mut rng, guard, || ledger.borrow_mut().ended(name, &held)).await;
         ledger.borrow().check_that_lost_is_latched();

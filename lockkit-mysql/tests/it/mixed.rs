@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{AcquireOptions, Error, Held, LockClient, LockGuard};
+use lockkit_core::{AcquireOptions, Error, HoldView, LockClient, LockGuard};
 use lockkit_testbed::mysql::Flavour;
 use tokio::{
     task::JoinSet,
@@ -80,7 +80,7 @@ struct Seen {
 struct Seat {
     token: u64,
     ttl: u64,
-    held: Held,
+    held: HoldView,
 }
 
 /// In which session each token was granted, as the backend itself says: by name and the first token.
@@ -191,7 +191,7 @@ impl Seen {
                 )),
             }
         }
-        let held = guard.held();
+        let held = guard.view();
         holds.push(Seat { token, ttl, held });
         self.holds.insert(name.to_owned(), holds);
         let highest = self.highest.entry(name.to_owned()).or_default();

@@ -5,7 +5,7 @@ use std::{collections::HashMap, fmt, future::poll_fn, pin::Pin, sync::Arc, task:
 use async_trait::async_trait;
 use futures_util::FutureExt as _;
 use lockkit_core::{
-    Capabilities, Error, FencingDurability, FencingToken, Holder, Kind, LockName, LockState, Result,
+    Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
 };
 use redis::Value;
@@ -300,9 +300,9 @@ impl Backend for RedlockBackend {
     }
 
     /// What a majority agrees on, and the longest line of waiters that any master has.
-    async fn inspect(&self, name: &LockName, kind: Kind) -> Result<LockState> {
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         require_runtime("inspect")?;
-        if kind == Kind::Semaphore {
+        if kind == LockKind::Semaphore {
             return Err(permits());
         }
         let masters = &self.masters;
@@ -326,9 +326,9 @@ impl Backend for RedlockBackend {
         Ok(views.agreed(masters.rules.quorum))
     }
 
-    async fn revoke(&self, name: &LockName, kind: Kind, token: u64) -> Result<bool> {
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         require_runtime("revoke")?;
-        if kind == Kind::Semaphore {
+        if kind == LockKind::Semaphore {
             return Err(permits());
         }
         let masters = &self.masters;
@@ -338,7 +338,7 @@ impl Backend for RedlockBackend {
         let mut requests = Requests::new(masters, "revoke");
         requests.ask_all(Asked::Report, |_| {
             let mut call = script::REDLOCK_REVOKE.call(&key);
-            call.arg(token);
+            call.arg(token.get());
             call
         });
         match tally(masters, &mut requests, &mut count, "revoke", None).await {

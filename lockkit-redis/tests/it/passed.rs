@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use lockkit_core::{
-    Kind, Lock, LockName,
+    Lock, LockKind, LockName,
     spi::{Backend, Claim, ClaimRequest, Grant, Mode as LockMode, OwnerId, Renewal},
 };
 use lockkit_redis::{RedisBackend, RedisConfig};
@@ -224,7 +224,7 @@ async fn a_push_that_is_late_or_of_an_old_connection_is_a_hint() {
             // Nothing is answered any more on the one before.
             let name = LockName::new("a").unwrap();
             eventually("connected again", async || {
-                waiting.backend.inspect(&name, Kind::Lock).await.is_ok()
+                waiting.backend.inspect(&name, LockKind::Lock).await.is_ok()
             })
             .await;
         }

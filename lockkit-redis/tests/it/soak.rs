@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use lockkit_conformance::history::{Limits, Sight, now};
-use lockkit_core::Kind;
+use lockkit_core::LockKind;
 use lockkit_testbed::{
     Mode as Fault, Proxy,
     redis::{Fsync, RedisServer},
@@ -51,7 +51,7 @@ async fn a_soak_under_faults_has_no_overlap_and_no_token_goes_back() {
         let state = clients[0].inspect(name).await.unwrap();
         history.sights.push(Sight {
             lock: name.to_owned(),
-            kind: Kind::Lock,
+            kind: LockKind::Lock,
             at,
             holders: state.holders.iter().map(|holder| holder.token.get()).collect(),
             waiters: state.waiters,

@@ -301,7 +301,7 @@ async fn forgotten_at_its_renewal_or_release() {
         let ours = lock(&client, &name).with_options(options);
         let guard = ours.acquire().await.unwrap();
         let (next, own) = (waiter(&lock(&other, &name)), waiter(&ours));
-        let held = guard.held();
+        let held = guard.view();
         // Its request reaches nobody, and what it hears of that finds nobody who polls it.
         proxy.set(Mode::Blackhole);
         let mut work: Pin<Box<dyn Future<Output = Result<()>>>> = if renews {
