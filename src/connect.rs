@@ -226,10 +226,10 @@ impl Target {
             Self::Memory => LockClient::new(MemoryBackend::shared(namespace)),
             #[cfg(all(feature = "file", unix))]
             Self::File { dir } => {
-                let mut file = lockkit_core::FileConfig::new(dir);
+                let mut file = lockkit_file::FileConfig::new(dir);
                 namespace.clone_into(&mut file.namespace);
                 file.poll = config.file.poll;
-                LockClient::new(lockkit_core::FileBackend::open(file).await?)
+                LockClient::new(lockkit_file::FileBackend::open(file).await?)
             }
             #[cfg(feature = "redis")]
             Self::Redis { url } => {

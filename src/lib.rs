@@ -86,6 +86,9 @@ pub use config::{FileSection, LockConfig, MysqlSection, RedisSection, RedlockSec
 pub use connect::connect;
 #[doc(inline)]
 pub use lockkit_core::*;
+#[cfg(all(feature = "file", unix))]
+#[doc(inline)]
+pub use lockkit_file::{FileBackend, FileConfig};
 #[cfg(feature = "mysql")]
 pub use lockkit_mysql as mysql;
 #[cfg(feature = "mysql")]

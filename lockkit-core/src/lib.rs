@@ -1,4 +1,4 @@
-//! The core of lockkit: values, the [backend contract](spi), the one driver, and the embedded backends.
+//! The core of lockkit: values, the [backend contract](spi), the one driver, and the memory backend.
 //!
 //! Applications use the facade, `lockkit`, which re-exports all of this. Authors of backends depend on this crate
 //! alone: implement [`spi::Backend`] and hand it to [`LockClient::new`].
@@ -9,8 +9,6 @@ mod capabilities;
 mod client;
 mod driver;
 mod error;
-#[cfg(all(feature = "file", unix))]
-mod file;
 mod guard;
 mod lock;
 pub mod memory;
@@ -26,8 +24,6 @@ mod token;
 pub use capabilities::{Capabilities, FencingDurability, Holder, LockState};
 pub use client::LockClient;
 pub use error::{BoxError, Error, LossReason, Result};
-#[cfg(all(feature = "file", unix))]
-pub use file::{FileBackend, FileConfig};
 pub use guard::{EndedSignal, HoldView, LockGuard, LostSignal, RenewalFailing};
 pub use lock::{DistributedLock, DistributedLockExt, Lock};
 pub use memory::MemoryBackend;

@@ -343,17 +343,4 @@ fn awaiting_outside_of_a_runtime_is_an_error_and_no_panic() {
     assert!(outside(acquire_all(&[&lock], &wait)).is_err());
     outside(held.renew()).unwrap();
     outside(held.release()).unwrap();
-    #[cfg(all(feature = "file", unix))]
-    {
-        let dir = tempfile::tempdir().unwrap();
-        let config = lockkit_core::FileConfig::new(dir.path().join("locks"));
-        let backend = runtime.block_on(lockkit_core::FileBackend::open(config)).unwrap();
-        let client = runtime.block_on(async { LockClient::new(backend) });
-        let lock = client.lock("a").unwrap();
-        assert!(outside(lock.acquire()).is_err());
-        assert!(outside(lock.try_acquire()).is_err());
-        assert!(outside(lock.shared().acquire()).is_err());
-        assert!(outside(client.semaphore("a", 1).unwrap().acquire()).is_err());
-        assert!(outside(client.inspect("a")).is_err());
-    }
 }

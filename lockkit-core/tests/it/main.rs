@@ -10,10 +10,6 @@ mod counters;
 mod driver;
 mod edges;
 mod ended;
-#[cfg(all(feature = "file", unix))]
-mod file;
-#[cfg(all(feature = "file", target_os = "linux"))]
-mod file_stops;
 mod guarantees;
 mod handoff;
 mod probe;

@@ -5,16 +5,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use lockkit_core::Error;
 use rustix::io::Errno;
 
-use super::NAME;
-use crate::{Error, LockName};
+use crate::NAME;
 
-pub(super) type Result<T, E = Fault> = std::result::Result<T, E>;
+pub(crate) type Result<T, E = Fault> = std::result::Result<T, E>;
 
 /// A failure that does not know yet which operation it made fail.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     #[error("cannot {doing} {}", .path.display())]
     Io {
         doing: &'static str,
@@ -55,7 +55,7 @@ pub(super) enum Fault {
 
 impl Fault {
     /// For `map_err`: what was being done to which path.
-    pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+    pub(crate) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io {
             doing,
             path: path.to_owned(),
@@ -64,25 +64,21 @@ impl Fault {
     }
 
     /// Without a runtime there are no worker threads, and asking for one would panic.
-    pub(super) fn unless_in_a_runtime() -> Result<()> {
+    pub(crate) fn unless_in_a_runtime() -> Result<()> {
         tokio::runtime::Handle::try_current()
             .map(drop)
             .map_err(|_| Self::NoRuntime)
     }
 
     /// As the caller of `operation` is told.
-    pub(super) fn during(self, operation: &'static str, name: Option<&LockName>) -> Error {
+    pub(crate) fn during(self, operation: &'static str) -> Error {
         if let Self::Permits { reason } = self {
             return Error::invalid_option("permits", reason);
         }
-        let error = if self.may_pass() {
+        if self.may_pass() {
             Error::transient(NAME, operation, self)
         } else {
             Error::permanent(NAME, operation, self)
-        };
-        match name {
-            Some(name) => error.for_lock(name),
-            None => error,
         }
     }
 
@@ -108,13 +104,13 @@ impl Fault {
 
 /// Which file system object a path or a descriptor stands for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Inode {
+pub(crate) struct Inode {
     device: u64,
     number: u64,
 }
 
 impl Inode {
-    pub(super) fn of(metadata: &std::fs::Metadata) -> Self {
+    pub(crate) fn of(metadata: &std::fs::Metadata) -> Self {
         use std::os::unix::fs::MetadataExt;
         Self {
             device: metadata.dev(),

@@ -2,26 +2,26 @@
 
 /// One life of the host. Within it every process reads what any other has written, whether or not it is on disk yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Life(u128);
+pub(crate) struct Life(u128);
 
 impl Life {
-    pub(super) const BYTES: usize = 16;
+    pub(crate) const BYTES: usize = 16;
 
     /// The present one; `None` if the system does not tell one boot from another.
     ///
     /// A container may have an id of its own, which ends with the container and so no later than the host's life.
-    pub(super) fn present() -> Option<Self> {
+    pub(crate) fn present() -> Option<Self> {
         if !cfg!(target_os = "linux") {
             return None;
         }
         Self::parse(&std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?)
     }
 
-    pub(super) fn from_bytes(bytes: [u8; Self::BYTES]) -> Option<Self> {
+    pub(crate) fn from_bytes(bytes: [u8; Self::BYTES]) -> Option<Self> {
         Some(u128::from_be_bytes(bytes)).filter(|id| *id != 0).map(Self)
     }
 
-    pub(super) fn bytes(self) -> [u8; Self::BYTES] {
+    pub(crate) fn bytes(self) -> [u8; Self::BYTES] {
         self.0.to_be_bytes()
     }
 

@@ -9,27 +9,25 @@ use std::{
     time::Duration,
 };
 
+use lockkit_core::spi::{ClaimRequest, Grant, Lease, Mode};
 use tokio::time::Instant;
 
-use super::{
+use crate::{
     fault::{Fault, Inode, Result},
     flock::Flock,
     hold::{Hold, ReaderNote, Taken},
     journal::{self, Entry},
+    mutex::Mutex,
     queue::{self, BEAT, Before, Place},
     space::{self, Files},
     watch::{Events, Watcher},
-};
-use crate::{
-    spi::{ClaimRequest, Grant, Lease, Mode},
-    sync::Mutex,
 };
 
 /// How often a file that is replaced between locking and looking is tried again.
 const MAX_REPLACED: usize = 16;
 /// What is claimed, and where.
 #[derive(Debug)]
-pub(super) struct Spec {
+pub(crate) struct Spec {
     pub request: ClaimRequest,
     pub files: Files,
     pub watcher: Option<Arc<Watcher>>,
@@ -40,7 +38,7 @@ pub(super) struct Spec {
 
 /// How fast the disk answers. A busy one may keep even a step that does not wait for it.
 #[derive(Debug, Default)]
-pub(super) struct Pace {
+pub(crate) struct Pace {
     /// Until when nothing is done where it would keep others.
     spared: Mutex<Option<Instant>>,
 }
@@ -53,7 +51,7 @@ impl Pace {
     const MOST_SPARED: Duration = Duration::from_millis(100);
 
     /// Does a step, unless one was slow of late.
-    pub(super) fn at_once<T>(&self, step: impl FnOnce() -> T) -> Option<T> {
+    pub(crate) fn at_once<T>(&self, step: impl FnOnce() -> T) -> Option<T> {
         let began = Instant::now();
         if self.is_spared(began) {
             return None;
@@ -63,11 +61,11 @@ impl Pace {
         Some(done)
     }
 
-    pub(super) fn is_spared(&self, now: Instant) -> bool {
+    pub(crate) fn is_spared(&self, now: Instant) -> bool {
         self.spared.lock().is_some_and(|until| now < until)
     }
 
-    pub(super) fn took(&self, began: Instant, ended: Instant) {
+    pub(crate) fn took(&self, began: Instant, ended: Instant) {
         let took = ended - began;
         if took > Self::SLOW {
             *self.spared.lock() = Some(ended + (took * Self::SPARED).min(Self::MOST_SPARED));
@@ -75,14 +73,14 @@ impl Pace {
     }
 
     #[cfg(test)]
-    pub(super) fn spare(&self) {
+    pub(crate) fn spare(&self) {
         *self.spared.lock() = Some(Instant::now() + Duration::from_secs(3_600));
     }
 }
 
 /// The state of one claim. Dropping it leaves nothing locked.
 #[derive(Debug)]
-pub(super) struct Contender {
+pub(crate) struct Contender {
     spec: Arc<Spec>,
     /// What has to wait is a fault, for another thread to repeat it.
     pub in_place: bool,
@@ -124,7 +122,7 @@ enum Locking {
 }
 
 impl Contender {
-    pub(super) fn new(spec: Arc<Spec>) -> Self {
+    pub(crate) fn new(spec: Arc<Spec>) -> Self {
         Self {
             spec,
             in_place: false,
@@ -142,7 +140,7 @@ impl Contender {
     }
 
     /// Tries to be granted, once. One that `waits` has its place in the queue and is told when to try again from now on.
-    pub(super) fn attempt(&mut self, waits: bool, since: Instant) -> Result<()> {
+    pub(crate) fn attempt(&mut self, waits: bool, since: Instant) -> Result<()> {
         let before = self.before.clone();
         let hold = if waits {
             self.in_turn(since)?
@@ -275,7 +273,7 @@ impl Contender {
 
     /// Shows that it is alive, and looks whether the waiter before it is. Says that it is worth while to try; if not, it sets the
     /// time of the next look.
-    pub(super) fn beat(&mut self) -> bool {
+    pub(crate) fn beat(&mut self) -> bool {
         let Some(place) = &mut self.place else {
             self.look_at = None;
             return false;
@@ -296,7 +294,7 @@ impl Contender {
     }
 
     /// Hears of what happens to a hold's files from now on. Says whether something did before.
-    pub(super) fn watch_hold(&mut self) -> bool {
+    pub(crate) fn watch_hold(&mut self) -> bool {
         let begins = self.begin_to_watch() || self.events.is_none();
         begins && matches!(self.stands(), Ok(false))
     }
@@ -309,12 +307,12 @@ impl Contender {
     }
 
     /// Whether the hold is still there for others to see.
-    pub(super) fn stands(&self) -> Result<bool> {
+    pub(crate) fn stands(&self) -> Result<bool> {
         self.hold.as_ref().map_or(Ok(false), Hold::stands)
     }
 
     /// Gives everything up.
-    pub(super) fn release(&mut self) {
+    pub(crate) fn release(&mut self) {
         self.leave_queue();
         self.main = None;
         if let Some(hold) = self.hold.take() {
@@ -596,8 +594,9 @@ fn size(files: &Files, main: &Opened) -> Result<Option<u32>> {
 mod tests {
     use tempfile::TempDir;
 
-    use super::{super::space::Space, *};
-    use crate::{LockKind, LockName, spi::OwnerId};
+    use super::*;
+    use crate::space::Space;
+    use lockkit_core::{LockKind, LockName, spi::OwnerId};
 
     #[test]
     fn a_file_replaced_after_it_was_opened_is_not_locked() {

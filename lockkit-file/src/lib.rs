@@ -1,6 +1,21 @@
-//! The file backend: locks between the processes of one host, by the operating system's advisory file locks.
+//! lockkit's file backend: locks between the processes of one host, by the operating system's advisory file locks.
 //!
-//! `docs/adr/0003-file-backend.md` says why it is built the way it is.
+//! Applications use the facade, `lockkit`, with its feature `file` and a URL such as `file:///var/lib/app/locks`.
+//! Systems other than Unix have no such backend: there, this crate is empty.
+//!
+//! ```no_run
+//! use lockkit_core::LockClient;
+//! use lockkit_file::{FileBackend, FileConfig};
+//!
+//! # async fn example() -> lockkit_core::Result<()> {
+//! let backend = FileBackend::open(FileConfig::new("/var/lib/app/locks")).await?;
+//! let client = LockClient::new(backend);
+//! let guard = client.lock("orders/42")?.acquire().await?;
+//! guard.release().await?;
+//! # Ok(())
+//! # }
+//! ```
+#![cfg(unix)]
 
 mod claim;
 mod contender;
@@ -12,6 +27,7 @@ mod hold;
 mod inspect;
 mod journal;
 mod life;
+mod mutex;
 mod queue;
 mod space;
 #[cfg(target_os = "linux")]
@@ -20,27 +36,23 @@ mod watch;
 #[path = "unwatched.rs"]
 mod watch;
 
-use std::{
-    fmt,
-    path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
+use lockkit_core::{
+    Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
+};
 use tokio::task::spawn_blocking;
 
-use self::{
+use crate::{
     claim::FileClaim,
     contender::{Pace, Spec},
     fault::Fault,
     journal::Holding,
+    mutex::Mutex,
     space::Space,
     watch::Watcher,
-};
-use crate::{
-    Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
 };
 
 const NAME: &str = "file";
@@ -53,7 +65,7 @@ const POLL_UNWATCHED: Duration = Duration::from_millis(25);
 /// Where a [`FileBackend`] keeps its files.
 ///
 /// ```
-/// use lockkit_core::FileConfig;
+/// use lockkit_file::FileConfig;
 ///
 /// let mut config = FileConfig::new("/var/lib/app/locks");
 /// config.namespace = "billing".into();
@@ -139,7 +151,7 @@ impl FileBackend {
         let inner = Arc::clone(&namespace);
         let space = blocking(move || Space::open(&dir, &inner))
             .await
-            .map_err(|fault| fault.during("connect", None))?;
+            .map_err(|fault| fault.during("connect"))?;
         let watcher = Watcher::new(space.way())
             .inspect_err(|error| tracing::debug!(%error, "no inotify; waiters poll"))
             .ok();
@@ -158,21 +170,19 @@ impl FileBackend {
         let asked = name.clone();
         blocking(move || inspect::holders(&files, &asked, kind))
             .await
-            .map_err(|fault| fault.during("inspect", Some(name)))
+            .map_err(|fault| fault.during("inspect"))
     }
 }
 
 #[async_trait]
 impl Backend for FileBackend {
     fn info(&self) -> BackendInfo {
-        let capabilities = Capabilities {
-            shared: true,
-            permits: true,
-            notified: self.watched,
-            local_handoffs: true,
-            fencing: FencingDurability::Durable,
-            ..Capabilities::default()
-        };
+        let mut capabilities = Capabilities::default();
+        capabilities.shared = true;
+        capabilities.permits = true;
+        capabilities.notified = self.watched;
+        capabilities.local_handoffs = true;
+        capabilities.fencing = FencingDurability::Durable;
         let mut info = BackendInfo::new(NAME, self.space.url());
         info.namespace = Arc::clone(&self.namespace);
         info.capabilities = capabilities;
@@ -194,15 +204,10 @@ impl Backend for FileBackend {
                 format!("{permits} is more than the {MAX_PERMITS} that a file semaphore can have"),
             ));
         }
-        let watcher = self
-            .watcher
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
         Ok(Box::new(FileClaim::new(Spec {
             request: request.clone(),
             files: self.space.files(&request.name, request.mode.kind()),
-            watcher,
+            watcher: self.watcher.lock().clone(),
             poll: self.poll.unwrap_or(POLL_UNWATCHED),
             pace: Arc::clone(&self.pace),
         })))
@@ -232,7 +237,7 @@ impl Backend for FileBackend {
     }
 
     async fn close(&self) -> Result<()> {
-        *self.watcher.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.watcher.lock() = None;
         Ok(())
     }
 }
@@ -257,7 +262,7 @@ async fn blocking<T: Send + 'static>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spi::{OwnerId, Renewal};
+    use lockkit_core::spi::{OwnerId, Renewal};
 
     async fn claim(backend: &FileBackend, owner: u128) -> Box<dyn Claim> {
         let request = ClaimRequest::new(

@@ -1,5 +1,6 @@
 //! Who holds a name. The operating system's locks say whether someone does, the files only say who.
 
+use lockkit_core::{LockKind, LockName};
 use std::{
     fs::{self, File},
     io,
@@ -7,18 +8,17 @@ use std::{
     sync::Arc,
 };
 
-use super::{
+use crate::{
     fault::{Fault, Result},
     flock::Flock,
     hold::touch,
     journal::{self, Holding},
     space::{self, Files},
 };
-use crate::{LockKind, LockName};
 
 /// The holders of `name`. It probes with the ledger to itself, so that no attempt gives up because of it, and for
 /// moments only: stopped in one of them, it is in everybody's way.
-pub(super) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<Vec<Holding>> {
+pub(crate) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<Vec<Holding>> {
     let path = files.main();
     let Some(file) = space::open(&path)?.map(Arc::new) else {
         return Ok(Vec::new());

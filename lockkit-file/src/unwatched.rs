@@ -8,32 +8,32 @@ use std::{
 
 /// There is none.
 #[derive(Debug)]
-pub(super) struct Watcher(Infallible);
+pub(crate) struct Watcher(Infallible);
 
 impl Watcher {
-    pub(super) fn new(_: Vec<PathBuf>) -> io::Result<Self> {
+    pub(crate) fn new(_: Vec<PathBuf>) -> io::Result<Self> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    pub(super) fn watch(&self, _: &[impl AsRef<Path>]) -> io::Result<Events> {
+    pub(crate) fn watch(&self, _: &[impl AsRef<Path>]) -> io::Result<Events> {
         match self.0 {}
     }
 }
 
 /// There are none.
 #[derive(Debug)]
-pub(super) struct Events(Infallible);
+pub(crate) struct Events(Infallible);
 
 impl Events {
-    pub(super) fn ended(&self) -> bool {
+    pub(crate) fn ended(&self) -> bool {
         match self.0 {}
     }
 
-    pub(super) fn seen(&mut self) -> bool {
+    pub(crate) fn seen(&mut self) -> bool {
         match self.0 {}
     }
 
-    pub(super) async fn next(&mut self) {
+    pub(crate) async fn next(&mut self) {
         match self.0 {}
     }
 }

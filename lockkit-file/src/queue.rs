@@ -12,22 +12,22 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+use lockkit_core::spi::OwnerId;
 use rustix::{
     fs::{CWD, Dir, Mode, OFlags, openat},
     io::Errno,
 };
 use tokio::time::Instant;
 
-use super::{
+use crate::{
     fault::{Fault, Result},
     flock::Flock,
     hold::touch,
     space,
 };
-use crate::spi::OwnerId;
 
 /// The pause after which a waiter shows again that it is alive. Each such look wakes a process that is asleep.
-pub(super) const BEAT: Duration = Duration::from_secs(1);
+pub(crate) const BEAT: Duration = Duration::from_secs(1);
 /// The time for which a ticket counts after its waiter last showed that. A stopped one must not keep the others out.
 const LASTS: Duration = Duration::from_secs(2);
 /// How often a ticket is drawn again that somebody took for a dead one's before it was locked.
@@ -35,7 +35,7 @@ const MAX_DRAWN: usize = 64;
 
 /// The queue for one name.
 #[derive(Clone, Debug)]
-pub(super) struct Queue {
+pub(crate) struct Queue {
     dir: PathBuf,
 }
 
@@ -47,22 +47,22 @@ struct Ticket {
 }
 
 impl Queue {
-    pub(super) fn new(dir: PathBuf) -> Self {
+    pub(crate) fn new(dir: PathBuf) -> Self {
         Self { dir }
     }
 
     /// Says that there is no ticket, not even a dead one's.
-    pub(super) fn is_empty(&self) -> Result<bool> {
+    pub(crate) fn is_empty(&self) -> Result<bool> {
         Ok(self.tickets()?.is_empty())
     }
 
     /// Says that somebody may wait. Of a name that nobody ever waited for, it costs nothing else.
-    pub(super) fn was_ever_waited_in(&self) -> bool {
+    pub(crate) fn was_ever_waited_in(&self) -> bool {
         self.dir.symlink_metadata().is_ok()
     }
 
     /// Says that somebody waits.
-    pub(super) fn is_waited_in(&self) -> Result<bool> {
+    pub(crate) fn is_waited_in(&self) -> Result<bool> {
         for ticket in self.tickets()? {
             if counts(&self.dir.join(ticket.name))? {
                 return Ok(true);
@@ -98,7 +98,7 @@ impl Queue {
 
 /// A waiter's place in the queue. Dropping it leaves the queue, and wakes the waiter behind.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(crate) struct Place {
     queue: Queue,
     ticket: Ticket,
     path: PathBuf,
@@ -108,7 +108,7 @@ pub(super) struct Place {
 
 /// Who is before a place.
 #[derive(Debug)]
-pub(super) enum Before {
+pub(crate) enum Before {
     Nobody,
     /// The waiter with this ticket.
     Waiter(PathBuf),
@@ -118,7 +118,7 @@ pub(super) enum Before {
 
 impl Place {
     /// Draws a ticket behind all that are there, and says who is before it.
-    pub(super) fn take(queue: &Queue, owner: OwnerId) -> Result<(Self, Before)> {
+    pub(crate) fn take(queue: &Queue, owner: OwnerId) -> Result<(Self, Before)> {
         for _ in 0..MAX_DRAWN {
             space::ensure_dir(&queue.dir)?;
             let tickets = queue.tickets()?;
@@ -154,7 +154,7 @@ impl Place {
     }
 
     /// Says who is before it now.
-    pub(super) fn before(&self) -> Result<Before> {
+    pub(crate) fn before(&self) -> Result<Before> {
         let tickets = self.queue.tickets()?;
         if !tickets.contains(&self.ticket) || !self.is_listed() {
             return Ok(Before::Unlisted);
@@ -175,12 +175,12 @@ impl Place {
     }
 
     /// Says that nobody has removed the ticket.
-    pub(super) fn is_listed(&self) -> bool {
+    pub(crate) fn is_listed(&self) -> bool {
         self.file().metadata().is_ok_and(|ticket| ticket.nlink() > 0)
     }
 
     /// Shows that the waiter is alive, if it is time to. It tells nobody: the waiter behind sees it when it looks.
-    pub(super) fn show(&mut self) {
+    pub(crate) fn show(&mut self) {
         if self.shown.elapsed() < BEAT / 2 {
             return;
         }
@@ -206,7 +206,7 @@ impl Drop for Place {
 
 /// For how long the ticket counts if its waiter shows no life; `None` if it does not count any more. When the clock is set, it
 /// does not until its waiter next shows life.
-pub(super) fn lasts(ticket: &Path) -> Result<Option<Duration>> {
+pub(crate) fn lasts(ticket: &Path) -> Result<Option<Duration>> {
     match ticket.symlink_metadata().and_then(|metadata| metadata.modified()) {
         Ok(shown) => Ok(left(shown, SystemTime::now())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -232,7 +232,7 @@ fn left(shown: SystemTime, now: SystemTime) -> Option<Duration> {
 }
 
 /// Says that somebody waits with that ticket. One that is nobody's any more is removed.
-pub(super) fn counts(ticket: &Path) -> Result<bool> {
+pub(crate) fn counts(ticket: &Path) -> Result<bool> {
     let Some(file) = space::open(ticket)?.map(Arc::new) else {
         return Ok(false);
     };

@@ -9,6 +9,10 @@ use std::{
 };
 
 use async_trait::async_trait;
+use lockkit_core::{
+    Error, LossReason,
+    spi::{Claim, Grant, Lease, Mode, Renewal},
+};
 use tokio::{
     runtime::Handle,
     sync::oneshot,
@@ -16,16 +20,12 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-use super::{
+use crate::{
     NAME,
     contender::{Contender, Spec},
     fault::{Fault, Result},
+    mutex::Mutex,
     watch::Events,
-};
-use crate::{
-    Error, LossReason,
-    spi::{Claim, Grant, Lease, Mode, Renewal},
-    sync::Mutex,
 };
 
 /// When to try again after an event, unless another comes: after the first of these, after twice that, and so on until
@@ -34,7 +34,7 @@ use crate::{
 const BURST: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(512);
 
 #[derive(Debug)]
-pub(super) struct FileClaim {
+pub(crate) struct FileClaim {
     spec: Arc<Spec>,
     /// The state, unless a worker has it.
     idle: Option<Contender>,
@@ -106,7 +106,7 @@ struct Burst {
 }
 
 impl FileClaim {
-    pub(super) fn new(spec: Spec) -> Self {
+    pub(crate) fn new(spec: Spec) -> Self {
         Self {
             spec: Arc::new(spec),
             idle: None,
@@ -204,15 +204,11 @@ impl FileClaim {
             None => self.on_a_worker(Contender::beat).await.unwrap_or(true),
         }
     }
-
-    fn error(&self, fault: Fault, operation: &'static str) -> Error {
-        fault.during(operation, Some(&self.spec.request.name))
-    }
 }
 
 #[async_trait]
 impl Claim for FileClaim {
-    async fn attempt(&mut self, patience: Duration) -> crate::Result<Option<Grant>> {
+    async fn attempt(&mut self, patience: Duration) -> lockkit_core::Result<Option<Grant>> {
         let waits = !patience.is_zero();
         if self.settle().await.hold.is_none() {
             if self.take_events() || !waits {
@@ -227,9 +223,9 @@ impl Claim for FileClaim {
             } else {
                 self.on_a_worker(attempt).await.flatten()
             };
-            let granted = tried.map_err(|fault| self.error(fault, "acquire"))?;
+            let granted = tried.map_err(|fault| fault.during("acquire"))?;
             if granted && self.settle().await.hold.is_none() {
-                return Err(self.error(Fault::Untaken, "acquire"));
+                return Err(Fault::Untaken.during("acquire"));
             }
         }
         let Some(hold) = self.idle.as_ref().and_then(|state| state.hold.as_ref()) else {
@@ -244,21 +240,21 @@ impl Claim for FileClaim {
         Ok(Some(hold.grant.clone()))
     }
 
-    async fn renew(&mut self) -> crate::Result<Renewal> {
+    async fn renew(&mut self) -> lockkit_core::Result<Renewal> {
         if self.settle().await.hold.is_none() {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         }
         self.take_events();
         let since = Instant::now();
         let stands = self.run(|state| state.stands()).await;
-        if stands.map_err(|fault| self.error(fault, "renew"))? {
+        if stands.map_err(|fault| fault.during("renew"))? {
             Ok(Renewal::Held(Lease { since, length: None }))
         } else {
             Ok(Renewal::Lost(LossReason::Revoked))
         }
     }
 
-    async fn release(&mut self) -> crate::Result<()> {
+    async fn release(&mut self) -> lockkit_core::Result<()> {
         if self.idle.is_none() && self.busy.is_none() {
             return Ok(());
         }
@@ -274,7 +270,7 @@ impl Claim for FileClaim {
         } else {
             self.on_a_worker(release).await.flatten()
         };
-        released.map_err(|fault| self.error(fault, "release"))?;
+        released.map_err(|fault| fault.during("release"))?;
         self.woken = false;
         self.burst = Burst::default();
         let lost = self

@@ -7,17 +7,18 @@ use std::{
     time::SystemTime,
 };
 
-use super::{
+use lockkit_core::spi::Grant;
+
+use crate::{
     fault::{Inode, Result},
     flock::Flock,
     queue::Queue,
     space,
 };
-use crate::spi::Grant;
 
 /// A hold. Dropping it gives it up and wakes the waiters, in the order of its fields.
 #[derive(Debug)]
-pub(super) struct Hold {
+pub(crate) struct Hold {
     pub grant: Grant,
     /// Goes first, so that no inspection shows a holder whose lock is free already.
     _reader: Option<ReaderNote>,
@@ -27,7 +28,7 @@ pub(super) struct Hold {
 }
 
 impl Hold {
-    pub(super) fn new(
+    pub(crate) fn new(
         reader: Option<ReaderNote>,
         taken: Taken,
         lives_in: Vec<(PathBuf, Inode)>,
@@ -42,12 +43,12 @@ impl Hold {
     }
 
     /// The file whose lock is the hold.
-    pub(super) fn file(&self) -> &Arc<File> {
+    pub(crate) fn file(&self) -> &Arc<File> {
         self.taken.lock.file()
     }
 
     /// Whether others can still see it.
-    pub(super) fn stands(&self) -> Result<bool> {
+    pub(crate) fn stands(&self) -> Result<bool> {
         for (path, inode) in &self.lives_in {
             if !space::is_at(path, *inode)? {
                 return Ok(false);
@@ -59,7 +60,7 @@ impl Hold {
 
 /// A lock that is taken through a writable descriptor, whose last close wakes the first in the queue, in whichever process that is.
 #[derive(Debug)]
-pub(super) struct Taken {
+pub(crate) struct Taken {
     pub lock: Flock,
     pub queue: Queue,
 }
@@ -76,7 +77,7 @@ impl Drop for Taken {
 }
 
 /// Wakes whoever watches `file`.
-pub(super) fn touch(file: &File) {
+pub(crate) fn touch(file: &File) {
     let now = SystemTime::now();
     // Both times, or inotify would report a mere modification. Should it fail, the fallback poll is left.
     let _ = file.set_times(FileTimes::new().set_accessed(now).set_modified(now));
@@ -84,7 +85,7 @@ pub(super) fn touch(file: &File) {
 
 /// A shared holder's file, locked while it holds.
 #[derive(Debug)]
-pub(super) struct ReaderNote {
+pub(crate) struct ReaderNote {
     pub path: PathBuf,
     pub _lock: Flock,
 }
@@ -100,11 +101,9 @@ impl Drop for ReaderNote {
 mod tests {
     use std::time::Duration;
 
-    use super::{
-        super::{queue::Place, watch::Watcher},
-        *,
-    };
-    use crate::spi::OwnerId;
+    use super::*;
+    use crate::{queue::Place, watch::Watcher};
+    use lockkit_core::spi::OwnerId;
 
     #[tokio::test]
     async fn waiters_are_told_although_a_forked_child_has_the_descriptor() {

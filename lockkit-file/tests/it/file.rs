@@ -14,15 +14,16 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    task::Poll,
+    task::{Context, Poll, Waker},
     time::{Duration, SystemTime},
 };
 
 use lockkit_conformance::machine::Stopwatch;
 use lockkit_core::{
-    AcquireOptions, Error, FencingToken, FileBackend, FileConfig, LockClient, LockKind, LockName, LossReason,
+    AcquireOptions, Error, FencingToken, LockClient, LockKind, LockName, LossReason,
     spi::{Backend, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, chain},
 };
+use lockkit_file::{FileBackend, FileConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use tempfile::TempDir;
 
@@ -84,6 +85,26 @@ async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     tokio::time::timeout(LIMIT, wait)
         .await
         .unwrap_or_else(|_| panic!("never: {what}"));
+}
+
+/// Polls on a thread that has no runtime, as another executor would.
+fn outside<F: Future + Send>(future: F) -> F::Output
+where
+    F::Output: Send,
+{
+    std::thread::scope(|scope| {
+        let polling = scope.spawn(|| {
+            let mut future = pin!(future);
+            let mut cx = Context::from_waker(Waker::noop());
+            loop {
+                if let Poll::Ready(output) = future.as_mut().poll(&mut cx) {
+                    return output;
+                }
+                std::thread::yield_now();
+            }
+        });
+        polling.join().expect("no panic outside of a runtime")
+    })
 }
 
 /// The tickets of those who wait for `n`.
@@ -185,6 +206,24 @@ fn other(role: &str, dir: &Path) -> (Killed, String) {
     // Whatever it says later must not fail.
     std::thread::spawn(move || lines.for_each(drop));
     (child, said)
+}
+
+#[test]
+fn outside_of_a_runtime_everything_is_an_error() {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let dir = TempDir::new().unwrap();
+    let backend = runtime.block_on(open(dir.path()));
+    let client = runtime.block_on(async { LockClient::new(backend) });
+    let lock = client.lock("a").unwrap();
+    assert!(outside(lock.acquire()).is_err());
+    assert!(outside(lock.try_acquire()).is_err());
+    assert!(outside(lock.shared().acquire()).is_err());
+    assert!(outside(client.semaphore("a", 1).unwrap().acquire()).is_err());
+    assert!(outside(client.inspect("a")).is_err());
 }
 
 /// Not a test of its own: what [`other`] runs. Without a role there is nothing to do.

@@ -7,7 +7,7 @@ use std::{
     collections::HashMap,
     io::{self, PipeReader, PipeWriter},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, MutexGuard},
     thread,
 };
 
@@ -15,9 +15,11 @@ use inotify::{EventMask, Inotify, WatchDescriptor, WatchMask, Watches};
 use rustix::event::{PollFd, PollFlags};
 use tokio::sync::watch;
 
+use crate::mutex::Mutex;
+
 /// Tells about changes of files. Dropping it ends its thread.
 #[derive(Debug)]
-pub(super) struct Watcher {
+pub(crate) struct Watcher {
     registry: Arc<Registry>,
     _stop: PipeWriter,
 }
@@ -25,7 +27,7 @@ pub(super) struct Watcher {
 impl Watcher {
     /// Watches the directories on the `way` to the files, too: if one is moved, everyone is told. Fails if the system
     /// has no inotify instance left for this user.
-    pub(super) fn new(way: Vec<PathBuf>) -> io::Result<Self> {
+    pub(crate) fn new(way: Vec<PathBuf>) -> io::Result<Self> {
         let inotify = Inotify::init()?;
         let (stopped, stop) = io::pipe()?;
         let registry = Arc::new(Registry(Mutex::new(Watched {
@@ -49,7 +51,7 @@ impl Watcher {
 
     /// Begins to watch what is at `paths`, from now on: a file or the files of a directory. All tell of deletion and
     /// of renaming, and the first of releases too. None tells of a grant or a failed attempt.
-    pub(super) fn watch(&self, paths: &[impl AsRef<Path>]) -> io::Result<Events> {
+    pub(crate) fn watch(&self, paths: &[impl AsRef<Path>]) -> io::Result<Events> {
         let mut watched = self.registry.lock();
         if watched.dead {
             return Err(io::ErrorKind::BrokenPipe.into());
@@ -80,7 +82,7 @@ impl Watcher {
 
 /// The changes of what is watched for one claim. Those that were not asked for yet are remembered.
 #[derive(Debug)]
-pub(super) struct Events {
+pub(crate) struct Events {
     changed: watch::Receiver<()>,
     listener: u64,
     watches: Vec<i32>,
@@ -89,19 +91,19 @@ pub(super) struct Events {
 
 impl Events {
     /// Nothing more will be told: the file is gone, or inotify failed.
-    pub(super) fn ended(&self) -> bool {
+    pub(crate) fn ended(&self) -> bool {
         self.changed.has_changed().is_err()
     }
 
     /// Whether something happened since this or [`next`](Self::next) last said so.
-    pub(super) fn seen(&mut self) -> bool {
+    pub(crate) fn seen(&mut self) -> bool {
         let seen = self.changed.has_changed().unwrap_or(true);
         self.changed.mark_unchanged();
         seen
     }
 
     /// Waits for something to happen. Cancel safe.
-    pub(super) async fn next(&mut self) {
+    pub(crate) async fn next(&mut self) {
         if self.changed.changed().await.is_err() {
             // Whoever tries again now finds that out; here, waking would only spin.
             std::future::pending::<()>().await;
@@ -152,7 +154,7 @@ struct Signal {
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, Watched> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Passes events on until the other end of `stopped` is closed.

@@ -25,14 +25,14 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use lockkit_core::spi::{ClaimRequest, Mode};
 use sha2::{Digest, Sha256};
 
-use super::{
+use crate::{
     fault::{Fault, Result},
     life::Life,
     space::{self, Files},
 };
-use crate::spi::{ClaimRequest, Mode};
 
 const MAGIC: &[u8; 8] = b"lockkit1";
 /// Copies are this far apart, so that no write to one touches a sector or page of the other.
@@ -48,7 +48,7 @@ const STEP: u64 = 1 << 14;
 
 /// The state after a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(crate) struct Entry {
     /// The lock's name, in full.
     pub name: String,
     /// How many permits there are: 1 for a lock held alone, 0 for one that is shared.
@@ -69,7 +69,7 @@ pub(super) struct Entry {
 
 /// Who was granted. Whether it still holds, only the operating system's lock can tell.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Holding {
+pub(crate) struct Holding {
     pub token: u64,
     pub pid: u32,
     /// Microseconds since 1970.
@@ -79,7 +79,7 @@ pub(super) struct Holding {
 
 impl Entry {
     /// The tokens of the grant.
-    pub(super) fn tokens(&self) -> RangeInclusive<u64> {
+    pub(crate) fn tokens(&self) -> RangeInclusive<u64> {
         self.holder.token..=self.last
     }
 
@@ -93,7 +93,7 @@ impl Entry {
     }
 
     /// Checks that the file is about this name.
-    pub(super) fn check_name(&self, name: &str, path: &Path) -> Result<()> {
+    pub(crate) fn check_name(&self, name: &str, path: &Path) -> Result<()> {
         if self.name == name {
             return Ok(());
         }
@@ -109,7 +109,7 @@ impl Entry {
 ///
 /// A new file starts at the clock, in microseconds, so that tokens go on rising if the file was deleted. Before it waits for the
 /// disk, and before it has written anything, it asks whether it `may_wait`.
-pub(super) fn mint(
+pub(crate) fn mint(
     files: &Files,
     file: &File,
     request: &ClaimRequest,
@@ -133,7 +133,7 @@ pub(super) fn mint(
 }
 
 /// Sets a semaphore's size. The caller has it locked, and nobody has a permit.
-pub(super) fn set_size(files: &Files, file: &File, request: &ClaimRequest) -> Result<()> {
+pub(crate) fn set_size(files: &Files, file: &File, request: &ClaimRequest) -> Result<()> {
     append(files, file, request, (0, 1), || Ok(())).map(drop)
 }
 
@@ -277,7 +277,7 @@ fn sync(file: &File, path: &Path) -> Result<()> {
         return synced;
     }
     #[cfg(test)]
-    if super::crash_tests::sync_to_disk(file, path) {
+    if crate::crash_tests::sync_to_disk(file, path) {
         return Ok(());
     }
     file.sync_data().map_err(Fault::io("sync", path))
@@ -285,19 +285,19 @@ fn sync(file: &File, path: &Path) -> Result<()> {
 
 /// Leaves a copy of a grant, alone in its file, for whoever inspects. The counter is elsewhere, so this need not
 /// survive a crash.
-pub(super) fn note(file: &File, path: &Path, entry: &Entry) -> Result<()> {
+pub(crate) fn note(file: &File, path: &Path, entry: &Entry) -> Result<()> {
     file.set_len(0)
         .and_then(|()| file.write_all_at(&encode(entry), 0))
         .map_err(Fault::io("write to", path))
 }
 
 /// Reads a [`note`]; `None` if there is none.
-pub(super) fn read_note(file: &File, path: &Path) -> Result<Option<Entry>> {
+pub(crate) fn read_note(file: &File, path: &Path) -> Result<Option<Entry>> {
     Ok(newest(&read_lanes(file, path, |_| Ok(false))?).cloned())
 }
 
 /// Reads the main file; `None` if nothing was ever granted, or if a crash of the host has spoilt it.
-pub(super) fn read(files: &Files, file: &File) -> Result<Option<Entry>> {
+pub(crate) fn read(files: &Files, file: &File) -> Result<Option<Entry>> {
     Ok(newest(&read_main(files, file)?).cloned())
 }
 
@@ -522,8 +522,9 @@ mod tests {
 
     use tempfile::TempDir;
 
-    use super::{super::space::Space, *};
-    use crate::{LockKind, LockName, spi::OwnerId};
+    use super::*;
+    use crate::space::Space;
+    use lockkit_core::{LockKind, LockName, spi::OwnerId};
 
     /// The disk of a host that may crash, in the place of the real one.
     #[derive(Debug, Default)]
@@ -539,7 +540,7 @@ mod tests {
     }
 
     /// Syncs the file to the disk of this thread; `None` if it has none.
-    pub(super) fn sync_to_disk(file: &File, path: &Path) -> Option<Result<()>> {
+    pub(crate) fn sync_to_disk(file: &File, path: &Path) -> Option<Result<()>> {
         DISK.with_borrow_mut(|disk| {
             let disk = disk.as_mut()?;
             if let Some(left) = &mut disk.killed_after {

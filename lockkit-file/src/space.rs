@@ -11,23 +11,23 @@ use std::{
     sync::Arc,
 };
 
+use lockkit_core::{LockKind, LockName};
 use rustix::fs::{Access, OFlags};
 use sha2::{Digest, Sha256};
 
-use super::{
+use crate::{
     fault::{Fault, Inode, Result},
     flock::Flock,
     life::Life,
     queue::Queue,
 };
-use crate::{LockKind, LockName};
 
 /// The longest encoded name. What is longer is hashed; the rest of the 255 bytes is for the suffix.
 const MAX_ENCODED: usize = 200;
 
 /// The directory that holds the files of one namespace.
 #[derive(Debug)]
-pub(super) struct Space {
+pub(crate) struct Space {
     root: PathBuf,
     namespace: Option<String>,
     life: Option<Life>,
@@ -35,16 +35,16 @@ pub(super) struct Space {
 
 impl Space {
     /// The longest namespace: escaped, each of its bytes may take three.
-    pub(super) const MAX_NAMESPACE: usize = 80;
+    pub(crate) const MAX_NAMESPACE: usize = 80;
 
     /// Makes the directories that are missing and checks those that are there. `namespace` is already known to be of
     /// the right alphabet.
-    pub(super) fn open(dir: &Path, namespace: &str) -> Result<Self> {
+    pub(crate) fn open(dir: &Path, namespace: &str) -> Result<Self> {
         Self::open_in(Life::present(), dir, namespace)
     }
 
     /// Opens it in that life of the host.
-    pub(super) fn open_in(life: Option<Life>, dir: &Path, namespace: &str) -> Result<Self> {
+    pub(crate) fn open_in(life: Option<Life>, dir: &Path, namespace: &str) -> Result<Self> {
         // A trailing slash or dot would make the system look through a symbolic link.
         let dir: PathBuf = dir
             .components()
@@ -69,7 +69,7 @@ impl Space {
     }
 
     /// The canonical directory, as a URL.
-    pub(super) fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         let path = escape(self.root.as_os_str().as_bytes(), |c, _| {
             is_plain(c) || c.is_ascii_uppercase() || matches!(c, b'/' | b'.' | b'~')
         });
@@ -77,7 +77,7 @@ impl Space {
     }
 
     /// The files of `name`.
-    pub(super) fn files(self: &Arc<Self>, name: &LockName, kind: LockKind) -> Files {
+    pub(crate) fn files(self: &Arc<Self>, name: &LockName, kind: LockKind) -> Files {
         Files {
             space: Arc::clone(self),
             stem: encode(name.as_str()),
@@ -86,12 +86,12 @@ impl Space {
     }
 
     /// The life of the host that tokens are given out in.
-    pub(super) fn life(&self) -> Option<Life> {
+    pub(crate) fn life(&self) -> Option<Life> {
         self.life
     }
 
     /// Makes a new file's directory entry survive a crash of the machine.
-    pub(super) fn sync(&self) -> Result<()> {
+    pub(crate) fn sync(&self) -> Result<()> {
         let dir = self.dir();
         File::open(&dir)
             .and_then(|open| open.sync_all())
@@ -99,7 +99,7 @@ impl Space {
     }
 
     /// The directory and all above it: whichever is moved, its files are no longer where others look for them.
-    pub(super) fn way(&self) -> Vec<PathBuf> {
+    pub(crate) fn way(&self) -> Vec<PathBuf> {
         self.dir().ancestors().map(Path::to_owned).collect()
     }
 
@@ -121,19 +121,19 @@ impl Space {
 
 /// The files of one name. Suffixes tell kinds apart, and a namespace's directory has no dot, so none can collide.
 #[derive(Clone, Debug)]
-pub(super) struct Files {
+pub(crate) struct Files {
     space: Arc<Space>,
     stem: String,
     kind: LockKind,
 }
 
 impl Files {
-    pub(super) fn space(&self) -> &Space {
+    pub(crate) fn space(&self) -> &Space {
         &self.space
     }
 
     /// Has the token counter, and is what waiters watch. For a lock it is also the one that is locked.
-    pub(super) fn main(&self) -> PathBuf {
+    pub(crate) fn main(&self) -> PathBuf {
         self.path(match self.kind {
             LockKind::Lock => "lock",
             LockKind::Semaphore => "sem",
@@ -141,7 +141,7 @@ impl Files {
     }
 
     /// Has the ceilings of the counter, which are on disk.
-    pub(super) fn ceiling(&self) -> PathBuf {
+    pub(crate) fn ceiling(&self) -> PathBuf {
         self.path(match self.kind {
             LockKind::Lock => "ceiling",
             LockKind::Semaphore => "semceiling",
@@ -149,7 +149,7 @@ impl Files {
     }
 
     /// Locked for moments: together by those whom a probe must not mislead, and alone around probes.
-    pub(super) fn ledger(&self) -> PathBuf {
+    pub(crate) fn ledger(&self) -> PathBuf {
         self.path(match self.kind {
             LockKind::Lock => "ledger",
             LockKind::Semaphore => "semledger",
@@ -157,7 +157,7 @@ impl Files {
     }
 
     /// Has a ticket for each that waits.
-    pub(super) fn queue(&self) -> Queue {
+    pub(crate) fn queue(&self) -> Queue {
         Queue::new(self.path(match self.kind {
             LockKind::Lock => "queue",
             LockKind::Semaphore => "semqueue",
@@ -165,22 +165,22 @@ impl Files {
     }
 
     /// Has a file for each shared holder.
-    pub(super) fn readers(&self) -> PathBuf {
+    pub(crate) fn readers(&self) -> PathBuf {
         self.path("readers")
     }
 
     /// Has a file for each permit of a semaphore.
-    pub(super) fn permits(&self) -> PathBuf {
+    pub(crate) fn permits(&self) -> PathBuf {
         self.path("permits")
     }
 
     /// One of a semaphore's permits.
-    pub(super) fn permit(&self, index: u32) -> PathBuf {
+    pub(crate) fn permit(&self, index: u32) -> PathBuf {
         self.permits().join(index.to_string())
     }
 
     /// Locked for moments by whoever writes in that lane of the counter.
-    pub(super) fn lane(&self, lane: u64) -> PathBuf {
+    pub(crate) fn lane(&self, lane: u64) -> PathBuf {
         self.path(&match self.kind {
             LockKind::Lock => format!("{lane}.lane"),
             LockKind::Semaphore => format!("{lane}.semlane"),
@@ -188,7 +188,7 @@ impl Files {
     }
 
     /// The file or directory that tells of a release, and what else must not be replaced.
-    pub(super) fn watched(&self) -> Vec<PathBuf> {
+    pub(crate) fn watched(&self) -> Vec<PathBuf> {
         match self.kind {
             LockKind::Lock => vec![self.main()],
             LockKind::Semaphore => vec![self.permits(), self.main()],
@@ -196,7 +196,7 @@ impl Files {
     }
 
     /// Opens for reading, so that closing it again wakes nobody; makes it, and its directory, if missing.
-    pub(super) fn open_or_create(&self, path: &Path) -> Result<(File, Inode)> {
+    pub(crate) fn open_or_create(&self, path: &Path) -> Result<(File, Inode)> {
         if let Some(opened) = if_there(create(path))? {
             return Ok(opened);
         }
@@ -205,7 +205,7 @@ impl Files {
     }
 
     /// Opens for writing, so that closing it again wakes whoever watches the file; makes it, and its directory, if missing.
-    pub(super) fn open_or_create_writable(&self, path: &Path) -> Result<(File, Inode)> {
+    pub(crate) fn open_or_create_writable(&self, path: &Path) -> Result<(File, Inode)> {
         for _ in 0..2 {
             if let Some(opened) = create_writable(path)? {
                 return Ok(opened);
@@ -226,38 +226,38 @@ impl Files {
     }
 
     /// Makes the directory of the shared holders.
-    pub(super) fn ensure_readers(&self) -> Result<PathBuf> {
+    pub(crate) fn ensure_readers(&self) -> Result<PathBuf> {
         let dir = self.readers();
         ensure_dir(&dir)?;
         Ok(dir)
     }
 
     /// Locks the ledger alone, for moments only.
-    pub(super) fn lock_ledger(&self) -> Result<Flock> {
+    pub(crate) fn lock_ledger(&self) -> Result<Flock> {
         let path = self.ledger();
         Flock::briefly(&path, || self.lock_at(&path, Flock::exclusive))
     }
 
     /// Locks the ledger together with others: for so long nobody probes.
-    pub(super) fn share_ledger(&self) -> Result<Flock> {
+    pub(crate) fn share_ledger(&self) -> Result<Flock> {
         let path = self.ledger();
         Flock::briefly(&path, || self.lock_at(&path, Flock::shared))
     }
 
     /// Locks a semaphore's size alone, to change it.
-    pub(super) fn lock_size(&self) -> Result<Flock> {
+    pub(crate) fn lock_size(&self) -> Result<Flock> {
         let path = self.main();
         Flock::briefly(&path, || self.lock_at(&path, Flock::exclusive))
     }
 
     /// Locks a semaphore's size together with others: for so long nobody changes it.
-    pub(super) fn share_size(&self) -> Result<Flock> {
+    pub(crate) fn share_size(&self) -> Result<Flock> {
         let path = self.main();
         Flock::briefly(&path, || self.lock_at(&path, Flock::shared))
     }
 
     /// Locks a lane that nobody writes in.
-    pub(super) fn lock_lane(&self, lanes: u64) -> Result<(u64, Flock)> {
+    pub(crate) fn lock_lane(&self, lanes: u64) -> Result<(u64, Flock)> {
         Flock::briefly(&self.lane(0), || {
             for lane in 0..lanes {
                 if let Some(lock) = self.lock_at(&self.lane(lane), Flock::exclusive)? {
@@ -287,36 +287,36 @@ impl Files {
 }
 
 /// Opens an existing file for reading.
-pub(super) fn open(path: &Path) -> Result<Option<File>> {
+pub(crate) fn open(path: &Path) -> Result<Option<File>> {
     let opened = if_there(regular(OpenOptions::new().read(true), 0, path))?;
     Ok(opened.map(|(file, _)| file))
 }
 
 /// Opens an existing file for writing. Closing it wakes whoever watches the file.
-pub(super) fn open_writable(path: &Path) -> Result<Option<(File, Inode)>> {
+pub(crate) fn open_writable(path: &Path) -> Result<Option<(File, Inode)>> {
     if_there(regular(OpenOptions::new().read(true).write(true), 0, path))
 }
 
 /// Opens a file for writing that is made if it is missing; `None` if its directory is missing.
-pub(super) fn create_writable(path: &Path) -> Result<Option<(File, Inode)>> {
+pub(crate) fn create_writable(path: &Path) -> Result<Option<(File, Inode)>> {
     let mut options = OpenOptions::new();
     let options = options.read(true).write(true).create(true).mode(0o600);
     if_there(regular(options, 0, path))
 }
 
 /// The inode of an open file.
-pub(super) fn inode(file: &File, path: &Path) -> Result<Inode> {
+pub(crate) fn inode(file: &File, path: &Path) -> Result<Inode> {
     let metadata = file.metadata().map_err(Fault::io("look at", path))?;
     Ok(Inode::of(&metadata))
 }
 
 /// Whether `path` still leads to that inode.
-pub(super) fn is_at(path: &Path, inode: Inode) -> Result<bool> {
+pub(crate) fn is_at(path: &Path, inode: Inode) -> Result<bool> {
     Ok(inode_at(path)? == Some(inode))
 }
 
 /// The inode that `path` leads to.
-pub(super) fn inode_at(path: &Path) -> Result<Option<Inode>> {
+pub(crate) fn inode_at(path: &Path) -> Result<Option<Inode>> {
     match path.symlink_metadata() {
         Ok(metadata) => Ok(Some(Inode::of(&metadata))),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -354,7 +354,7 @@ fn regular(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<(File, 
 }
 
 /// Makes a directory for its owner alone, unless it is there.
-pub(super) fn ensure_dir(dir: &Path) -> Result<()> {
+pub(crate) fn ensure_dir(dir: &Path) -> Result<()> {
     let metadata = match dir.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             DirBuilder::new()
@@ -377,7 +377,7 @@ pub(super) fn ensure_dir(dir: &Path) -> Result<()> {
 }
 
 /// Says that something else is in the way.
-pub(super) fn not_ours(path: &Path, found: &'static str, wanted: &'static str) -> Fault {
+pub(crate) fn not_ours(path: &Path, found: &'static str, wanted: &'static str) -> Fault {
     Fault::NotOurs {
         path: path.to_owned(),
         found,

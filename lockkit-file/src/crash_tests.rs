@@ -13,16 +13,16 @@ use std::{
 };
 
 use fastrand::Rng;
+use lockkit_core::{
+    LockKind, LockName,
+    spi::{ClaimRequest, Mode, OwnerId},
+};
 use tempfile::TempDir;
 
-use super::{
+use crate::{
     contender::{Contender, Spec},
     life::Life,
     space::Space,
-};
-use crate::{
-    LockKind, LockName,
-    spi::{ClaimRequest, Mode, OwnerId},
 };
 
 const DIR: &str = "LOCKKIT_FILE_CRASH_DIR";
@@ -52,7 +52,7 @@ impl Host {
 }
 
 /// Syncs the file to the disk of the host that this process is on, if it is on one that may crash.
-pub(super) fn sync_to_disk(file: &File, path: &Path) -> bool {
+pub(crate) fn sync_to_disk(file: &File, path: &Path) -> bool {
     let Some(dir) = std::env::var_os(DIR) else {
         return false;
     };
@@ -128,7 +128,7 @@ impl Drop for Killed {
 
 fn start(host: &Host, life: u8) -> Killed {
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "file::crash_tests::holder", "--nocapture"])
+        .args(["--exact", "crash_tests::holder", "--nocapture"])
         .env(DIR, &host.0)
         .env(LIFE, life.to_string())
         .stdout(Stdio::null())

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::fault::{Fault, Result};
+use crate::fault::{Fault, Result};
 
 /// The time for which what is locked for moments may stay locked before it counts as "cannot tell". It is held while the
 /// disk is waited for by who raises the floor of a lane; there are others.
@@ -18,21 +18,21 @@ const LAST_POLL: Duration = Duration::from_millis(1);
 
 /// A held `flock`. Dropping it unlocks rather than closes: a forked child may have the same descriptor.
 #[derive(Debug)]
-pub(super) struct Flock(Arc<File>);
+pub(crate) struct Flock(Arc<File>);
 
 impl Flock {
     /// Locks `file` alone; `None` if it is locked already.
-    pub(super) fn exclusive(file: &Arc<File>, path: &Path) -> Result<Option<Self>> {
+    pub(crate) fn exclusive(file: &Arc<File>, path: &Path) -> Result<Option<Self>> {
         Self::answer(file.try_lock(), file, path)
     }
 
     /// Locks `file` together with others; `None` if someone has it alone.
-    pub(super) fn shared(file: &Arc<File>, path: &Path) -> Result<Option<Self>> {
+    pub(crate) fn shared(file: &Arc<File>, path: &Path) -> Result<Option<Self>> {
         Self::answer(file.try_lock_shared(), file, path)
     }
 
     /// Locks what others lock only for moments: asks `lock` again and again until it has an answer.
-    pub(super) fn briefly<T>(path: &Path, mut lock: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    pub(crate) fn briefly<T>(path: &Path, mut lock: impl FnMut() -> Result<Option<T>>) -> Result<T> {
         let began = Instant::now();
         let mut pause = FIRST_POLL;
         loop {
@@ -51,7 +51,7 @@ impl Flock {
     }
 
     /// What is locked.
-    pub(super) fn file(&self) -> &Arc<File> {
+    pub(crate) fn file(&self) -> &Arc<File> {
         &self.0
     }
 

@@ -16,7 +16,8 @@ use std::{
 
 use fastrand::Rng;
 use lockkit_conformance::machine::Stopwatch;
-use lockkit_core::{FileBackend, FileConfig, Lock, LockClient};
+use lockkit_core::{Lock, LockClient};
+use lockkit_file::{FileBackend, FileConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use tempfile::TempDir;
 
@@ -71,7 +72,7 @@ struct Player {
 impl Player {
     fn start(role: Role, dir: &Path) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "file_stops::player", "--nocapture"])
+            .args(["--exact", "stops::player", "--nocapture"])
             .env(ROLE, format!("{role:?}"))
             .env(DIR, dir)
             .stdout(Stdio::piped())

@@ -1,0 +1,8 @@
+//! Integration tests of the file backend.
+#![cfg(unix)]
+
+mod conformance;
+mod file;
+mod guarantees;
+#[cfg(target_os = "linux")]
+mod stops;
