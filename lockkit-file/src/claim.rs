@@ -1,5 +1,4 @@
-//! A claim, as the driver sees it: blocking work goes to a worker thread and is picked up again wherever the future
-//! that waited for it was dropped.
+//! `spi::Claim`: sends blocking work to a worker thread, and resumes it after a future that waited for it was dropped.
 
 use std::{
     fs::File,
@@ -22,83 +21,83 @@ use tokio::{
 
 use crate::{
     NAME,
-    contender::{Contender, Spec},
-    fault::{Fault, Result},
+    blocking_claim::{BlockingClaim, ClaimSpec},
+    error::{FileError, Result},
     mutex::Mutex,
     watch::Events,
 };
 
-/// When to try again after an event, unless another comes: after the first of these, after twice that, and so on until
-/// the last has passed. A killed holder's descriptors are closed one after the other, and each tells of itself before
-/// its lock is gone.
+/// The pauses between retries after an event: the first of these, then twice as long each time, up to the last. A killed
+/// holder's descriptors are closed one after the other, and each event comes before the lock is free.
 const BURST: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(512);
 
 #[derive(Debug)]
 pub(crate) struct FileClaim {
-    spec: Arc<Spec>,
+    spec: Arc<ClaimSpec>,
     /// The state, unless a worker has it.
-    idle: Option<Contender>,
-    /// The worker that has it.
-    busy: Option<Busy>,
-    /// The file of the hold that the caller knows of.
+    idle: Option<BlockingClaim>,
+    /// The worker that has the state.
+    worker: Option<Worker>,
+    /// The file of the hold that was returned to the caller.
     held: Option<Arc<File>>,
     /// An event came since the last attempt or renewal began.
     woken: bool,
     burst: Burst,
 }
 
-/// A worker, and where it leaves the state when it is done.
+/// A worker at work, and the slot to which it returns the state.
 #[derive(Debug)]
-struct Busy {
-    worker: JoinHandle<()>,
+struct Worker {
+    task: JoinHandle<()>,
     done: oneshot::Receiver<()>,
-    place: Place,
+    slot: ReturnSlot,
 }
 
-type Place = Arc<Mutex<Option<Left>>>;
+type ReturnSlot = Arc<Mutex<Option<Returned>>>;
 
-/// The state that a worker has left, and what gives up a hold that nobody takes.
+/// The returned state, and the task that gives up a grant that nobody takes.
 #[derive(Debug)]
-struct Left {
-    state: Contender,
-    lapse: Option<AbortHandle>,
+struct Returned {
+    state: BlockingClaim,
+    expiry: Option<AbortHandle>,
 }
 
-/// The state in a worker's hands. It is left behind also if the runtime never starts the work: it may be a hold, which
-/// others must not get before its holder is told.
-struct Borrowed {
-    state: Option<Contender>,
-    place: Place,
-    /// The time for which a grant may wait for whoever asked for it. One that is not polled any more must not keep others out.
-    lapses_in: Duration,
+/// The state in a worker's hands. It is returned also if the runtime never starts the work: it may be a hold, and others
+/// must not be granted before its holder knows that it is lost.
+struct Loan {
+    state: Option<BlockingClaim>,
+    slot: ReturnSlot,
+    /// How long a grant waits for its claim. A claim that is no longer polled must not keep others out.
+    expires_in: Duration,
     was_held: bool,
-    /// Tells of the end by being dropped.
+    /// Dropped to signal the end.
     done: Option<oneshot::Sender<()>>,
 }
 
-impl Drop for Borrowed {
+impl Drop for Loan {
     fn drop(&mut self) {
         let Some(state) = self.state.take().filter(|_| !std::thread::panicking()) else {
             return;
         };
         let is_granted = state.hold.is_some() && !self.was_held;
         let runtime = is_granted.then(|| Handle::try_current().ok()).flatten();
-        let lapse = runtime.map(|runtime| {
-            let lapse = lapse(Arc::downgrade(&self.place), self.lapses_in);
-            runtime.spawn(lapse).abort_handle()
+        let expiry = runtime.map(|runtime| {
+            let expiry = expire(Arc::downgrade(&self.slot), self.expires_in);
+            runtime.spawn(expiry).abort_handle()
         });
-        *self.place.lock() = Some(Left { state, lapse });
+        *self.slot.lock() = Some(Returned { state, expiry });
         self.done = None;
     }
 }
 
-async fn lapse(place: Weak<Mutex<Option<Left>>>, after: Duration) {
+/// Gives up a grant that nobody has taken in time.
+async fn expire(slot: Weak<Mutex<Option<Returned>>>, after: Duration) {
     sleep(after).await;
-    let untaken = place.upgrade().and_then(|place| place.lock().take());
+    let untaken = slot.upgrade().and_then(|slot| slot.lock().take());
     spawn_blocking(|| drop(untaken));
 }
 
-/// Where in [`BURST`] a waiter is.
+/// A waiter's position in [`BURST`].
 #[derive(Debug)]
 struct Burst {
     next: Duration,
@@ -106,85 +105,85 @@ struct Burst {
 }
 
 impl FileClaim {
-    pub(crate) fn new(spec: Spec) -> Self {
+    pub(crate) fn new(spec: ClaimSpec) -> Self {
         Self {
             spec: Arc::new(spec),
             idle: None,
-            busy: None,
+            worker: None,
             held: None,
             woken: false,
             burst: Burst::default(),
         }
     }
 
-    /// Waits until no worker is busy.
-    async fn settle(&mut self) -> &mut Contender {
-        if let Some(busy) = &mut self.busy {
-            // A worker that panicked has dropped the state, and so freed it all.
-            let _ = (&mut busy.done).await;
-            let left = busy.place.lock().take();
-            self.busy = None;
-            self.idle = left.map(|Left { state, lapse }| {
-                lapse.inspect(AbortHandle::abort);
+    /// Waits for the worker, if there is one, and returns the state.
+    async fn state(&mut self) -> &mut BlockingClaim {
+        if let Some(worker) = &mut self.worker {
+            // A worker that panicked has dropped the state, which released everything.
+            let _ = (&mut worker.done).await;
+            let returned = worker.slot.lock().take();
+            self.worker = None;
+            self.idle = returned.map(|Returned { state, expiry }| {
+                expiry.inspect(AbortHandle::abort);
                 state
             });
         }
         self.idle
-            .get_or_insert_with(|| Contender::new(Arc::clone(&self.spec)))
+            .get_or_insert_with(|| BlockingClaim::new(Arc::clone(&self.spec)))
     }
 
-    /// Does `work` at once, unless the disk has been slow of late or it has to wait. Then a worker thread does all of it.
+    /// Does `work` on this thread. If the disk was slow recently, or the work has to wait, a worker thread does all of it.
     async fn run<T: Send + 'static>(
         &mut self,
-        mut work: impl FnMut(&mut Contender) -> Result<T> + Send + 'static,
+        mut work: impl FnMut(&mut BlockingClaim) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        Fault::unless_in_a_runtime()?;
+        FileError::require_runtime()?;
         let pace = Arc::clone(&self.spec.pace);
-        let state = self.settle().await;
-        if let Some(done) = pace.at_once(|| {
-            state.in_place = true;
+        let state = self.state().await;
+        if let Some(done) = pace.run_inline(|| {
+            state.inline = true;
             let done = work(state);
-            state.in_place = false;
+            state.inline = false;
             done
-        }) && !matches!(done, Err(Fault::Waits))
+        }) && !matches!(done, Err(FileError::NeedsWorker))
         {
             return done;
         }
-        self.on_a_worker(work).await?
+        self.run_on_worker(work).await?
     }
 
-    /// Does `work` on a worker thread. If this future is dropped, it is done all the same.
-    async fn on_a_worker<T: Send + 'static>(
+    /// Does `work` on a worker thread, also if this future is dropped meanwhile.
+    async fn run_on_worker<T: Send + 'static>(
         &mut self,
-        mut work: impl FnMut(&mut Contender) -> T + Send + 'static,
+        mut work: impl FnMut(&mut BlockingClaim) -> T + Send + 'static,
     ) -> Result<T> {
-        Fault::unless_in_a_runtime()?;
-        self.settle().await;
-        let state = self.idle.take().ok_or(Fault::Worker)?;
-        let (sender, mut answer) = oneshot::channel();
+        FileError::require_runtime()?;
+        self.state().await;
+        let state = self.idle.take().ok_or(FileError::WorkerDied)?;
+        let (sender, mut result) = oneshot::channel();
         let (ends, done) = oneshot::channel();
-        let place = Place::default();
-        let mut borrowed = Borrowed {
+        let slot = ReturnSlot::default();
+        let mut loan = Loan {
             was_held: state.hold.is_some(),
             state: Some(state),
-            place: Arc::clone(&place),
-            lapses_in: self.spec.request.ttl,
+            slot: Arc::clone(&slot),
+            expires_in: self.spec.request.ttl,
             done: Some(ends),
         };
-        let worker = spawn_blocking(move || {
-            if let Some(state) = &mut borrowed.state {
-                // Nobody listens if the future was dropped.
+        let task = spawn_blocking(move || {
+            if let Some(state) = &mut loan.state {
+                // Nobody receives it if the future was dropped.
                 let _ = sender.send(work(state));
             }
-            // As a whole, so that it is captured as a whole.
-            drop(borrowed);
+            // The closure has to capture the loan as a whole.
+            drop(loan);
         });
-        self.busy = Some(Busy { worker, done, place });
-        self.settle().await;
-        answer.try_recv().map_err(|_| Fault::Worker)
+        self.worker = Some(Worker { task, done, slot });
+        self.state().await;
+        result.try_recv().map_err(|_| FileError::WorkerDied)
     }
 
-    /// Takes note of events, at the beginning of an attempt or a renewal. Says whether there were any.
+    /// Takes the events so far, at the beginning of an attempt or a renewal. Returns whether there were any.
     fn take_events(&mut self) -> bool {
         let mut woken = std::mem::take(&mut self.woken);
         if let Some(state) = &mut self.idle {
@@ -193,15 +192,15 @@ impl FileClaim {
         woken
     }
 
-    /// Has a waiter show that it is alive. Says that it is worth while to try.
-    async fn beat(&mut self) -> bool {
+    /// Has a waiter write its heartbeat. Returns whether an attempt is worth while.
+    async fn heartbeat(&mut self) -> bool {
         let Some(state) = &mut self.idle else {
             return true;
         };
-        match self.spec.pace.at_once(|| state.beat()) {
+        match self.spec.pace.run_inline(|| state.heartbeat()) {
             Some(worth_while) => worth_while,
-            // What goes wrong, an attempt finds out.
-            None => self.on_a_worker(Contender::beat).await.unwrap_or(true),
+            // After a failure, an attempt finds out why.
+            None => self.run_on_worker(BlockingClaim::heartbeat).await.unwrap_or(true),
         }
     }
 }
@@ -210,26 +209,26 @@ impl FileClaim {
 impl Claim for FileClaim {
     async fn attempt(&mut self, patience: Duration) -> lockkit_core::Result<Option<Grant>> {
         let waits = !patience.is_zero();
-        if self.settle().await.hold.is_none() {
+        if self.state().await.hold.is_none() {
             if self.take_events() || !waits {
                 self.burst = Burst::default();
             }
             let since = Instant::now();
             let attempt =
-                move |state: &mut Contender| state.attempt(waits, since).map(|()| state.hold.is_some());
-            // Others make more files, or look at more of them.
+                move |state: &mut BlockingClaim| state.attempt(waits, since).map(|()| state.hold.is_some());
+            // Other modes create more files, or look at more.
             let tried = if self.spec.request.mode == Mode::Exclusive {
                 self.run(attempt).await
             } else {
-                self.on_a_worker(attempt).await.flatten()
+                self.run_on_worker(attempt).await.flatten()
             };
-            let granted = tried.map_err(|fault| fault.during("acquire"))?;
-            if granted && self.settle().await.hold.is_none() {
-                return Err(Fault::Untaken.during("acquire"));
+            let granted = tried.map_err(|error| error.into_error("acquire"))?;
+            if granted && self.state().await.hold.is_none() {
+                return Err(FileError::GrantExpired.into_error("acquire"));
             }
         }
         let Some(hold) = self.idle.as_ref().and_then(|state| state.hold.as_ref()) else {
-            if self.idle.as_ref().is_some_and(|state| state.is_stuck) {
+            if self.idle.as_ref().is_some_and(|state| state.retry_soon) {
                 self.burst.schedule();
             } else {
                 self.burst = Burst::default();
@@ -241,13 +240,13 @@ impl Claim for FileClaim {
     }
 
     async fn renew(&mut self) -> lockkit_core::Result<Renewal> {
-        if self.settle().await.hold.is_none() {
+        if self.state().await.hold.is_none() {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         }
         self.take_events();
         let since = Instant::now();
-        let stands = self.run(|state| state.stands()).await;
-        if stands.map_err(|fault| fault.during("renew"))? {
+        let is_intact = self.run(|state| state.is_intact()).await;
+        if is_intact.map_err(|error| error.into_error("renew"))? {
             Ok(Renewal::Held(Lease { since, length: None }))
         } else {
             Ok(Renewal::Lost(LossReason::Revoked))
@@ -255,22 +254,22 @@ impl Claim for FileClaim {
     }
 
     async fn release(&mut self) -> lockkit_core::Result<()> {
-        if self.idle.is_none() && self.busy.is_none() {
+        if self.idle.is_none() && self.worker.is_none() {
             return Ok(());
         }
-        // The last descriptor is to be closed with the hold.
+        // The hold has to close the last descriptor.
         self.held = None;
-        let release = |state: &mut Contender| {
+        let release = |state: &mut BlockingClaim| {
             state.release();
             Ok(())
         };
-        // Others delete files.
+        // Other modes delete files.
         let released = if self.spec.request.mode == Mode::Exclusive {
             self.run(release).await
         } else {
-            self.on_a_worker(release).await.flatten()
+            self.run_on_worker(release).await.flatten()
         };
-        released.map_err(|fault| fault.during("release"))?;
+        released.map_err(|error| error.into_error("release"))?;
         self.woken = false;
         self.burst = Burst::default();
         let lost = self
@@ -290,7 +289,7 @@ impl Claim for FileClaim {
     async fn notified(&mut self) {
         let holds = self.held.is_some();
         let poll = self.spec.poll;
-        let granted = self.settle().await.hold.is_some();
+        let granted = self.state().await.hold.is_some();
         if self.woken || (granted && !holds) {
             return;
         }
@@ -300,9 +299,9 @@ impl Claim for FileClaim {
             self.woken = true;
             return;
         }
-        let unwatched = Instant::now() + poll;
+        let next_poll = Instant::now() + poll;
         loop {
-            let look_at = self.idle.as_ref().and_then(|state| state.look_at);
+            let next_heartbeat = self.idle.as_ref().and_then(|state| state.next_heartbeat);
             let events = self.idle.as_mut().and_then(|state| state.events.as_mut());
             let event = async {
                 match events {
@@ -312,7 +311,7 @@ impl Claim for FileClaim {
                     }
                     None if holds => std::future::pending().await,
                     None => {
-                        sleep_until(unwatched).await;
+                        sleep_until(next_poll).await;
                         false
                     }
                 }
@@ -323,9 +322,9 @@ impl Claim for FileClaim {
                     return;
                 }
                 () = self.burst.due(), if !holds => return,
-                () = sleep_until(look_at.unwrap_or(unwatched)), if !holds && look_at.is_some() => {}
+                () = sleep_until(next_heartbeat.unwrap_or(next_poll)), if !holds && next_heartbeat.is_some() => {}
             }
-            if self.beat().await {
+            if self.heartbeat().await {
                 return;
             }
         }
@@ -338,9 +337,9 @@ impl Claim for FileClaim {
 
 impl Drop for FileClaim {
     fn drop(&mut self) {
-        // Work that has not begun is dropped with the state in it; what has begun ends by itself and then is.
-        if let Some(busy) = &self.busy {
-            busy.worker.abort();
+        // Work that has not begun is dropped, and the state with it. Work that has begun ends by itself first.
+        if let Some(worker) = &self.worker {
+            worker.task.abort();
         }
     }
 }
@@ -355,13 +354,13 @@ impl Default for Burst {
 }
 
 impl Burst {
-    /// After a failed attempt.
+    /// Schedules the next retry, after a failed attempt.
     fn schedule(&mut self) {
         self.at = BURST.contains(&self.next).then(|| Instant::now() + self.next);
         self.next = self.next.saturating_mul(2);
     }
 
-    /// When it is time to try again.
+    /// Resolves when it is time to retry.
     async fn due(&mut self) {
         match self.at {
             Some(at) => {

@@ -1,5 +1,7 @@
-//! Tokens over kills and crashes of the host: processes are killed at random, and now and then all of them are, the files
-//! are cut back to what was synced, and the host has another life. Prints its seed; `LOCKKIT_SEED=<seed>` sets it.
+//! Fencing tokens over kills and crashes of the host.
+//!
+//! Processes are killed at random. Now and then all of them are: the files are cut back to what was synced, and the next boot
+//! begins. Prints its seed; `LOCKKIT_SEED=<seed>` sets it.
 
 use std::{
     fs::{self, File},
@@ -20,16 +22,16 @@ use lockkit_core::{
 use tempfile::TempDir;
 
 use crate::{
-    contender::{Contender, Spec},
-    life::Life,
-    space::Space,
+    blocking_claim::{BlockingClaim, ClaimSpec},
+    boot::BootId,
+    layout::Layout,
 };
 
 const DIR: &str = "LOCKKIT_FILE_CRASH_DIR";
-const LIFE: &str = "LOCKKIT_FILE_CRASH_LIFE";
+const BOOT: &str = "LOCKKIT_FILE_CRASH_BOOT";
 const SECTOR: usize = 512;
 
-/// A host's directories: its files, what of them is on its disk, and a list of what was granted.
+/// A host's directories: its files, the synced part of them, and a list of the grants.
 struct Host(PathBuf);
 
 impl Host {
@@ -41,7 +43,7 @@ impl Host {
         self.0.join("disk")
     }
 
-    /// A line for each grant, written while it was held: whether it was exclusive, and its last token.
+    /// A line for each grant, written while it was held: whether it was exclusive, its first and its last token.
     fn grants(&self) -> PathBuf {
         self.0.join("grants")
     }
@@ -51,13 +53,13 @@ impl Host {
     }
 }
 
-/// Syncs the file to the disk of the host that this process is on, if it is on one that may crash.
+/// Syncs the file to the disk of this process's host, if that may crash. Returns whether it does.
 pub(crate) fn sync_to_disk(file: &File, path: &Path) -> bool {
     let Some(dir) = std::env::var_os(DIR) else {
         return false;
     };
     let disk = Host(dir.into()).disk();
-    // The last one to be there has all that was written before.
+    // One at a time, so that the last sync has all that was written before.
     let turn = File::create(disk.join("turn")).unwrap();
     turn.lock().unwrap();
     let now = disk.join("now");
@@ -76,12 +78,12 @@ fn read_all(file: &File) -> Vec<u8> {
 /// Runs in a process of its own.
 #[test]
 fn holder() {
-    let (Some(dir), Ok(number)) = (std::env::var_os(DIR), std::env::var(LIFE)) else {
+    let (Some(dir), Ok(number)) = (std::env::var_os(DIR), std::env::var(BOOT)) else {
         return;
     };
     let host = Host(dir.into());
-    let life = Life::from_bytes([number.parse().unwrap(); Life::BYTES]);
-    let space = Arc::new(Space::open_in(life, &host.files(), "").unwrap());
+    let boot = BootId::from_bytes([number.parse().unwrap(); BootId::BYTES]);
+    let layout = Arc::new(Layout::open_in(boot, &host.files(), "").unwrap());
     let mut grants = File::options()
         .append(true)
         .create(true)
@@ -98,15 +100,15 @@ fn holder() {
             OwnerId::new(rng.u128(..)),
         );
         request.tokens = NonZeroU32::new(rng.u32(1..9_000)).unwrap();
-        let mut contender = Contender::new(Arc::new(Spec {
+        let mut state = BlockingClaim::new(Arc::new(ClaimSpec {
             request,
-            files: space.files(&name, LockKind::Lock),
+            files: layout.files(&name, LockKind::Lock),
             watcher: None,
             poll: Duration::from_secs(1),
             pace: Arc::default(),
         }));
-        contender.attempt(false, Instant::now().into()).unwrap();
-        let Some(hold) = &contender.hold else { continue };
+        state.attempt(false, Instant::now().into()).unwrap();
+        let Some(hold) = &state.hold else { continue };
         let grant = format!(
             "{} {} {}\n",
             mode == Mode::Exclusive,
@@ -126,17 +128,17 @@ impl Drop for Killed {
     }
 }
 
-fn start(host: &Host, life: u8) -> Killed {
+fn start(host: &Host, boot: u8) -> Killed {
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "crash_tests::holder", "--nocapture"])
         .env(DIR, &host.0)
-        .env(LIFE, life.to_string())
+        .env(BOOT, boot.to_string())
         .stdout(Stdio::null())
         .spawn();
     Killed(child.unwrap())
 }
 
-/// Cuts the files back: of what was not synced, some sectors are there, some not, and of the main file some torn.
+/// Cuts the files back: of the unsynced sectors some are there, some are not, and some of the main file are torn.
 fn crash(host: &Host, rng: &mut Rng) {
     for entry in fs::read_dir(host.files()).unwrap() {
         let path = entry.unwrap().path();
@@ -167,9 +169,9 @@ fn tokens_rise_over_kills_and_crashes_of_the_host() {
     let dir = TempDir::new().unwrap();
     let host = Host(dir.path().to_owned());
     fs::create_dir(host.disk()).unwrap();
-    let mut lives = Vec::new();
-    for life in 1..9 {
-        let mut holders: Vec<_> = (0..3).map(|_| start(&host, life)).collect();
+    let mut boots_end_at = Vec::new();
+    for boot in 1..9 {
+        let mut holders: Vec<_> = (0..3).map(|_| start(&host, boot)).collect();
         for _ in 0..rng.u8(2..5) {
             let enough = host.count() + rng.usize(5..60);
             let began = Instant::now();
@@ -178,17 +180,17 @@ fn tokens_rise_over_kills_and_crashes_of_the_host() {
                 thread::sleep(Duration::from_millis(1));
             }
             let killed = rng.usize(0..holders.len());
-            holders[killed] = start(&host, life);
+            holders[killed] = start(&host, boot);
         }
         drop(holders);
-        lives.push(host.count());
+        boots_end_at.push(host.count());
         crash(&host, &mut rng);
     }
     let grants = fs::read_to_string(host.grants()).unwrap();
     let (mut highest, mut exclusive) = (0, 0);
     let mut before = 0;
     for (at, line) in grants.lines().enumerate() {
-        if lives.contains(&at) {
+        if boots_end_at.contains(&at) {
             before = highest;
         }
         let fields: Vec<_> = line.split(' ').collect();
@@ -203,7 +205,7 @@ fn tokens_rise_over_kills_and_crashes_of_the_host() {
         };
         assert!(
             first > above,
-            "grant {at}: {first} after {above}, lives end at {lives:?}"
+            "grant {at}: {first} after {above}, boots end at {boots_end_at:?}"
         );
         highest = highest.max(last);
         if alone == "true" {

@@ -1,4 +1,4 @@
-//! The operating system's advisory lock, held for as long as a value lives.
+//! The operating system's advisory lock, held while a value lives.
 
 use std::{
     fs::{File, TryLockError},
@@ -8,10 +8,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::fault::{Fault, Result};
+use crate::error::{FileError, Result};
 
-/// The time for which what is locked for moments may stay locked before it counts as "cannot tell". It is held while the
-/// disk is waited for by who raises the floor of a lane; there are others.
+/// How long a file that is only ever locked for moments may stay locked before the result is "cannot tell". The holder of
+/// one lane waits for the disk while it raises the floor; there are other lanes.
 const PATIENCE: Duration = Duration::from_secs(2);
 const FIRST_POLL: Duration = Duration::from_micros(50);
 const LAST_POLL: Duration = Duration::from_millis(1);
@@ -21,18 +21,18 @@ const LAST_POLL: Duration = Duration::from_millis(1);
 pub(crate) struct Flock(Arc<File>);
 
 impl Flock {
-    /// Locks `file` alone; `None` if it is locked already.
+    /// Locks `file` exclusively; `None` if it is locked.
     pub(crate) fn exclusive(file: &Arc<File>, path: &Path) -> Result<Option<Self>> {
-        Self::answer(file.try_lock(), file, path)
+        Self::of(file.try_lock(), file, path)
     }
 
-    /// Locks `file` together with others; `None` if someone has it alone.
+    /// Locks `file` shared; `None` if it is locked exclusively.
     pub(crate) fn shared(file: &Arc<File>, path: &Path) -> Result<Option<Self>> {
-        Self::answer(file.try_lock_shared(), file, path)
+        Self::of(file.try_lock_shared(), file, path)
     }
 
-    /// Locks what others lock only for moments: asks `lock` again and again until it has an answer.
-    pub(crate) fn briefly<T>(path: &Path, mut lock: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    /// Polls `lock` until it locks a file that others lock for moments only.
+    pub(crate) fn poll<T>(path: &Path, mut lock: impl FnMut() -> Result<Option<T>>) -> Result<T> {
         let began = Instant::now();
         let mut pause = FIRST_POLL;
         loop {
@@ -40,7 +40,7 @@ impl Flock {
                 return Ok(locked);
             }
             if began.elapsed() >= PATIENCE {
-                return Err(Fault::LedgerBusy {
+                return Err(FileError::StillLocked {
                     path: path.to_owned(),
                     waited_ms: PATIENCE.as_secs() * 1_000,
                 });
@@ -50,23 +50,23 @@ impl Flock {
         }
     }
 
-    /// What is locked.
+    /// Returns the locked file.
     pub(crate) fn file(&self) -> &Arc<File> {
         &self.0
     }
 
-    fn answer(answer: Result<(), TryLockError>, file: &Arc<File>, path: &Path) -> Result<Option<Self>> {
-        match answer {
+    fn of(outcome: Result<(), TryLockError>, file: &Arc<File>, path: &Path) -> Result<Option<Self>> {
+        match outcome {
             Ok(()) => Ok(Some(Self(Arc::clone(file)))),
             Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(error)) => Err(Fault::io("lock", path)(error)),
+            Err(TryLockError::Error(error)) => Err(FileError::io("lock", path)(error)),
         }
     }
 }
 
 impl Drop for Flock {
     fn drop(&mut self) {
-        // It fails only on a descriptor that is not one; closing it would have unlocked it.
+        // It fails only on an invalid descriptor.
         let _ = self.0.unlock();
     }
 }

@@ -1,4 +1,4 @@
-//! What a granted claim keeps.
+//! What a granted claim keeps: the lock, and the notes about it.
 
 use std::{
     fs::{self, File, FileTimes},
@@ -10,47 +10,47 @@ use std::{
 use lockkit_core::spi::Grant;
 
 use crate::{
-    fault::{Inode, Result},
+    error::Result,
     flock::Flock,
+    layout::{self, Inode},
     queue::Queue,
-    space,
 };
 
-/// A hold. Dropping it gives it up and wakes the waiters, in the order of its fields.
+/// A hold. Dropping it releases it and wakes the waiters, in the order of its fields.
 #[derive(Debug)]
 pub(crate) struct Hold {
     pub grant: Grant,
-    /// Goes first, so that no inspection shows a holder whose lock is free already.
+    /// Dropped first, so that no inspection shows a holder whose lock is free already.
     _reader: Option<ReaderNote>,
-    taken: Taken,
-    /// The files that the hold lives in. If one was deleted or replaced, others no longer see the hold.
-    lives_in: Vec<(PathBuf, Inode)>,
+    lock: WakingLock,
+    /// The files that the hold depends on. Others no longer see the hold if one is deleted or replaced.
+    backing: Vec<(PathBuf, Inode)>,
 }
 
 impl Hold {
     pub(crate) fn new(
         reader: Option<ReaderNote>,
-        taken: Taken,
-        lives_in: Vec<(PathBuf, Inode)>,
+        lock: WakingLock,
+        backing: Vec<(PathBuf, Inode)>,
         grant: Grant,
     ) -> Self {
         Self {
             grant,
             _reader: reader,
-            taken,
-            lives_in,
+            lock,
+            backing,
         }
     }
 
-    /// The file whose lock is the hold.
+    /// Returns the file whose lock is the hold.
     pub(crate) fn file(&self) -> &Arc<File> {
-        self.taken.lock.file()
+        self.lock.flock.file()
     }
 
-    /// Whether others can still see it.
-    pub(crate) fn stands(&self) -> Result<bool> {
-        for (path, inode) in &self.lives_in {
-            if !space::is_at(path, *inode)? {
+    /// Returns whether others still see it.
+    pub(crate) fn is_intact(&self) -> Result<bool> {
+        for (path, inode) in &self.backing {
+            if !layout::is_at(path, *inode)? {
                 return Ok(false);
             }
         }
@@ -58,28 +58,28 @@ impl Hold {
     }
 }
 
-/// A lock that is taken through a writable descriptor, whose last close wakes the first in the queue, in whichever process that is.
+/// A lock that wakes the first in the queue when it ends, in any process: its descriptor is writable, and the last close
+/// of such a descriptor is an event.
 #[derive(Debug)]
-pub(crate) struct Taken {
-    pub lock: Flock,
+pub(crate) struct WakingLock {
+    pub flock: Flock,
     pub queue: Queue,
 }
 
-impl Drop for Taken {
+impl Drop for WakingLock {
     fn drop(&mut self) {
-        // Stopped between the unlocking and the closing, a process would leave a free lock that nobody hears of; and while a forked
-        // child has the descriptor too, closing it tells nobody. Who is woken now looks again soon, and in most cases it
-        // is free by then.
-        if self.queue.was_ever_waited_in() {
-            touch(self.lock.file());
+        // Closing alone wakes nobody if the process is stopped between unlocking and closing, or while a forked child has
+        // the descriptor, too. A waiter that is woken now looks again soon, and mostly finds the lock free by then.
+        if self.queue.may_have_waiters() {
+            wake_watchers(self.flock.file());
         }
     }
 }
 
-/// Wakes whoever watches `file`.
-pub(crate) fn touch(file: &File) {
+/// Wakes all that watch `file`.
+pub(crate) fn wake_watchers(file: &File) {
     let now = SystemTime::now();
-    // Both times, or inotify would report a mere modification. Should it fail, the fallback poll is left.
+    // Both times, or inotify would report a mere modification. If it fails, the fallback poll is left.
     let _ = file.set_times(FileTimes::new().set_accessed(now).set_modified(now));
 }
 
@@ -92,7 +92,7 @@ pub(crate) struct ReaderNote {
 
 impl Drop for ReaderNote {
     fn drop(&mut self) {
-        // An inspection removes what stays behind.
+        // An inspection removes a file that stays behind.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -101,25 +101,26 @@ impl Drop for ReaderNote {
 mod tests {
     use std::time::Duration;
 
-    use super::*;
-    use crate::{queue::Place, watch::Watcher};
     use lockkit_core::spi::OwnerId;
 
+    use super::*;
+    use crate::{queue::Ticket, watch::Watcher};
+
     #[tokio::test]
-    async fn waiters_are_told_although_a_forked_child_has_the_descriptor() {
+    async fn waiters_are_woken_while_a_child_has_the_descriptor() {
         let dir = tempfile::TempDir::new().unwrap();
         let path = dir.path().join("lock");
         let file = Arc::new(File::create(&path).unwrap());
         let _childs = file.try_clone().unwrap();
         let queue = Queue::new(dir.path().join("queue"));
-        let _waiter = Place::take(&queue, OwnerId::new(1)).unwrap();
-        let lock = Flock::exclusive(&file, &path).unwrap().unwrap();
+        let _waiter = Ticket::draw(&queue, OwnerId::new(1)).unwrap();
+        let flock = Flock::exclusive(&file, &path).unwrap().unwrap();
         drop(file);
         let watcher = Watcher::new(Vec::new()).unwrap();
         let mut events = watcher.watch(&[&path]).unwrap();
-        drop(Taken { lock, queue });
+        drop(WakingLock { flock, queue });
         tokio::time::timeout(Duration::from_secs(20), events.next())
             .await
-            .expect("told in time");
+            .expect("woken in time");
     }
 }

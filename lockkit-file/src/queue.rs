@@ -1,7 +1,7 @@
-//! Waiters in turn: each has a ticket, which is a file in the queue's directory that it has locked for as long as it waits.
+//! The queue of a name: each waiter has a ticket, a file in the queue's directory that it keeps locked while it waits.
 //!
-//! The system unlocks the ticket of a process that ends, and a waiter that is stopped shows no life any more. Neither counts, and
-//! whoever comes upon such a ticket removes it. So nobody waits for one that does not come.
+//! The system unlocks the ticket of a process that ends, and a stopped waiter sends no heartbeat. Neither ticket is live
+//! any more, and the next process that looks removes it. So nobody waits for a waiter that cannot come.
 
 use std::{
     fs::{self, File},
@@ -20,30 +20,23 @@ use rustix::{
 use tokio::time::Instant;
 
 use crate::{
-    fault::{Fault, Result},
+    error::{FileError, Result},
     flock::Flock,
-    hold::touch,
-    space,
+    hold::wake_watchers,
+    layout,
 };
 
-/// The pause after which a waiter shows again that it is alive. Each such look wakes a process that is asleep.
-pub(crate) const BEAT: Duration = Duration::from_secs(1);
-/// The time for which a ticket counts after its waiter last showed that. A stopped one must not keep the others out.
-const LASTS: Duration = Duration::from_secs(2);
-/// How often a ticket is drawn again that somebody took for a dead one's before it was locked.
-const MAX_DRAWN: usize = 64;
+/// The interval of a waiter's heartbeats. Each wakes a sleeping process.
+pub(crate) const HEARTBEAT: Duration = Duration::from_secs(1);
+/// How long a ticket stays live after its last heartbeat. A stopped waiter keeps others out for no longer.
+const LIVE_FOR: Duration = Duration::from_secs(2);
+/// Limits the draws of a waiter whose new tickets are taken for a dead waiter's before they are locked.
+const MAX_DRAWS: usize = 64;
 
-/// The queue for one name.
+/// The queue of one name.
 #[derive(Clone, Debug)]
 pub(crate) struct Queue {
     dir: PathBuf,
-}
-
-/// What a ticket's file is called. Of two that are drawn at once, which may have the same number, either may be the first.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Ticket {
-    number: u64,
-    name: String,
 }
 
 impl Queue {
@@ -51,144 +44,154 @@ impl Queue {
         Self { dir }
     }
 
-    /// Says that there is no ticket, not even a dead one's.
+    /// Returns whether there is no ticket, live or not.
     pub(crate) fn is_empty(&self) -> Result<bool> {
         Ok(self.tickets()?.is_empty())
     }
 
-    /// Says that somebody may wait. Of a name that nobody ever waited for, it costs nothing else.
-    pub(crate) fn was_ever_waited_in(&self) -> bool {
+    /// Returns whether anybody ever waited, by one system call.
+    pub(crate) fn may_have_waiters(&self) -> bool {
         self.dir.symlink_metadata().is_ok()
     }
 
-    /// Says that somebody waits.
-    pub(crate) fn is_waited_in(&self) -> Result<bool> {
+    /// Returns whether somebody waits.
+    pub(crate) fn has_waiters(&self) -> Result<bool> {
         for ticket in self.tickets()? {
-            if counts(&self.dir.join(ticket.name))? {
+            if is_live(&self.dir.join(ticket.file_name))? {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    fn tickets(&self) -> Result<Vec<Ticket>> {
+    fn tickets(&self) -> Result<Vec<TicketName>> {
         let mut tickets = Vec::new();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let entries = match openat(CWD, &self.dir, flags, Mode::empty()) {
             Ok(dir) => Dir::new(dir),
             Err(Errno::NOENT) => return Ok(tickets),
             Err(Errno::LOOP | Errno::NOTDIR) => {
-                return Err(space::not_ours(&self.dir, "something else", "a directory"));
+                return Err(layout::wrong_type(&self.dir, "something else", "a directory"));
             }
             Err(errno) => Err(errno),
         };
-        let failed = |errno: Errno| Fault::io("read the directory", &self.dir)(errno.into());
+        let failed = |errno: Errno| FileError::io("read the directory", &self.dir)(errno.into());
         for entry in entries.map_err(failed)? {
             let entry = entry.map_err(failed)?;
-            let name = entry.file_name().to_str().unwrap_or_default();
-            let number = name.split_once('.').and_then(|(number, _)| number.parse().ok());
+            let file_name = entry.file_name().to_str().unwrap_or_default();
+            let number = file_name
+                .split_once('.')
+                .and_then(|(number, _)| number.parse().ok());
             if let Some(number) = number {
-                let name = name.to_owned();
-                tickets.push(Ticket { number, name });
+                let file_name = file_name.to_owned();
+                tickets.push(TicketName { number, file_name });
             }
         }
         Ok(tickets)
     }
 }
 
-/// A waiter's place in the queue. Dropping it leaves the queue, and wakes the waiter behind.
-#[derive(Debug)]
-pub(crate) struct Place {
-    queue: Queue,
-    ticket: Ticket,
-    path: PathBuf,
-    lock: Flock,
-    shown: Instant,
+/// A ticket's rank in the queue: its number, then its file's name, as two that are drawn at once may have one number.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct TicketName {
+    number: u64,
+    file_name: String,
 }
 
-/// Who is before a place.
+/// A waiter's ticket. Dropping it leaves the queue and wakes the waiter behind.
 #[derive(Debug)]
-pub(crate) enum Before {
+pub(crate) struct Ticket {
+    queue: Queue,
+    name: TicketName,
+    path: PathBuf,
+    lock: Flock,
+    last_heartbeat: Instant,
+}
+
+/// The waiter before a ticket.
+#[derive(Debug)]
+pub(crate) enum Predecessor {
+    /// None: the ticket is the first.
     Nobody,
     /// The waiter with this ticket.
     Waiter(PathBuf),
-    /// The ticket is no longer in the queue: the waiter showed no life for a while, or the directory was replaced.
+    /// Unknown, as the ticket is no longer in the queue: it was not live for a while, or the directory was replaced.
     Unlisted,
 }
 
-impl Place {
-    /// Draws a ticket behind all that are there, and says who is before it.
-    pub(crate) fn take(queue: &Queue, owner: OwnerId) -> Result<(Self, Before)> {
-        for _ in 0..MAX_DRAWN {
-            space::ensure_dir(&queue.dir)?;
+impl Ticket {
+    /// Draws a ticket behind all others, and returns it with its predecessor.
+    pub(crate) fn draw(queue: &Queue, owner: OwnerId) -> Result<(Self, Predecessor)> {
+        for _ in 0..MAX_DRAWS {
+            layout::ensure_dir(&queue.dir)?;
             let tickets = queue.tickets()?;
             let last = tickets.iter().map(|ticket| ticket.number).max().unwrap_or(0);
-            let number = last.checked_add(1).ok_or_else(|| Fault::Exhausted {
+            let number = last.checked_add(1).ok_or_else(|| FileError::Exhausted {
                 path: queue.dir.clone(),
             })?;
-            // The owner makes it a name that there never was, but for a ticket that this owner had before.
-            let name = format!("{number:020}.{owner}");
-            let path = queue.dir.join(&name);
-            let Some((file, inode)) = space::create_writable(&path)? else {
+            // No other owner ever has a file of this name.
+            let file_name = format!("{number:020}.{owner}");
+            let path = queue.dir.join(&file_name);
+            let Some((file, inode)) = layout::create_writable(&path)? else {
                 continue;
             };
-            // Whoever finds it unlocked takes it for a dead one's, and removes it.
+            // Until it is locked, others take it for a dead waiter's and remove it.
             let Some(lock) = Flock::exclusive(&Arc::new(file), &path)? else {
                 continue;
             };
-            if space::is_at(&path, inode)? {
-                let place = Self {
+            if layout::is_at(&path, inode)? {
+                let ticket = Self {
                     queue: queue.clone(),
-                    ticket: Ticket { number, name },
+                    name: TicketName { number, file_name },
                     path,
                     lock,
-                    shown: Instant::now(),
+                    last_heartbeat: Instant::now(),
                 };
-                let before = place.last_before(tickets)?;
-                return Ok((place, before));
+                let predecessor = ticket.last_live_before(tickets)?;
+                return Ok((ticket, predecessor));
             }
         }
-        Err(Fault::Replaced {
+        Err(FileError::Replaced {
             path: queue.dir.clone(),
         })
     }
 
-    /// Says who is before it now.
-    pub(crate) fn before(&self) -> Result<Before> {
+    /// Returns the waiter before it now.
+    pub(crate) fn predecessor(&self) -> Result<Predecessor> {
         let tickets = self.queue.tickets()?;
-        if !tickets.contains(&self.ticket) || !self.is_listed() {
-            return Ok(Before::Unlisted);
+        if !tickets.contains(&self.name) || !self.is_listed() {
+            return Ok(Predecessor::Unlisted);
         }
-        self.last_before(tickets)
+        self.last_live_before(tickets)
     }
 
-    fn last_before(&self, mut tickets: Vec<Ticket>) -> Result<Before> {
-        tickets.retain(|ticket| *ticket < self.ticket);
+    fn last_live_before(&self, mut tickets: Vec<TicketName>) -> Result<Predecessor> {
+        tickets.retain(|ticket| *ticket < self.name);
         tickets.sort_unstable();
         for ticket in tickets.iter().rev() {
-            let path = self.queue.dir.join(&ticket.name);
-            if counts(&path)? {
-                return Ok(Before::Waiter(path));
+            let path = self.queue.dir.join(&ticket.file_name);
+            if is_live(&path)? {
+                return Ok(Predecessor::Waiter(path));
             }
         }
-        Ok(Before::Nobody)
+        Ok(Predecessor::Nobody)
     }
 
-    /// Says that nobody has removed the ticket.
+    /// Returns whether its file is still there.
     pub(crate) fn is_listed(&self) -> bool {
         self.file().metadata().is_ok_and(|ticket| ticket.nlink() > 0)
     }
 
-    /// Shows that the waiter is alive, if it is time to. It tells nobody: the waiter behind sees it when it looks.
-    pub(crate) fn show(&mut self) {
-        if self.shown.elapsed() < BEAT / 2 {
+    /// Writes a heartbeat if one is due. It wakes nobody: the waiter behind sees it when it next looks.
+    pub(crate) fn heartbeat(&mut self) {
+        if self.last_heartbeat.elapsed() < HEARTBEAT / 2 {
             return;
         }
-        self.shown = Instant::now();
+        self.last_heartbeat = Instant::now();
         let pid = format!("{}\n", std::process::id());
         if self.file().write_all_at(pid.as_bytes(), 0).is_err() {
-            // A full disk has room for this.
-            touch(self.file());
+            // Setting the file's times works on a full disk, too.
+            wake_watchers(self.file());
         }
     }
 
@@ -197,46 +200,46 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Ticket {
     fn drop(&mut self) {
-        // Before it is unlocked. Whoever finds it unlocked removes what stays behind.
+        // Before it is unlocked. If this fails, the next process that finds it unlocked removes it.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// For how long the ticket counts if its waiter shows no life; `None` if it does not count any more. When the clock is set, it
-/// does not until its waiter next shows life.
-pub(crate) fn lasts(ticket: &Path) -> Result<Option<Duration>> {
+/// Returns for how long the ticket stays live without another heartbeat; `None` if it is not live. After the wall clock
+/// is set, it may not be until the next heartbeat.
+pub(crate) fn time_left(ticket: &Path) -> Result<Option<Duration>> {
     match ticket.symlink_metadata().and_then(|metadata| metadata.modified()) {
-        Ok(shown) => Ok(left(shown, SystemTime::now())),
+        Ok(last_heartbeat) => Ok(time_left_at(last_heartbeat, SystemTime::now())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Fault::io("look at", ticket)(error)),
+        Err(error) => Err(FileError::io("look at", ticket)(error)),
     }
 }
 
-fn left(shown: SystemTime, now: SystemTime) -> Option<Duration> {
+fn time_left_at(last_heartbeat: SystemTime, now: SystemTime) -> Option<Duration> {
     // Some file systems keep whole seconds, and round down.
-    let is_rounded = shown
+    let is_rounded = last_heartbeat
         .duration_since(UNIX_EPOCH)
-        .is_ok_and(|shown| shown.subsec_nanos() == 0);
-    let lasts = if is_rounded {
-        LASTS + Duration::from_secs(1)
+        .is_ok_and(|since_epoch| since_epoch.subsec_nanos() == 0);
+    let live_for = if is_rounded {
+        LIVE_FOR + Duration::from_secs(1)
     } else {
-        LASTS
+        LIVE_FOR
     };
-    match now.duration_since(shown) {
-        Ok(age) => lasts.checked_sub(age),
-        // The two are read from the same clock, if not with the same precision.
-        Err(ahead) => (ahead.duration() < LASTS).then_some(LASTS),
+    match now.duration_since(last_heartbeat) {
+        Ok(age) => live_for.checked_sub(age),
+        // Both come from one clock, but not with the same precision.
+        Err(ahead) => (ahead.duration() < LIVE_FOR).then_some(LIVE_FOR),
     }
 }
 
-/// Says that somebody waits with that ticket. One that is nobody's any more is removed.
-pub(crate) fn counts(ticket: &Path) -> Result<bool> {
-    let Some(file) = space::open(ticket)?.map(Arc::new) else {
+/// Returns whether the ticket's waiter lives, and removes the ticket if not.
+pub(crate) fn is_live(ticket: &Path) -> Result<bool> {
+    let Some(file) = layout::open(ticket)?.map(Arc::new) else {
         return Ok(false);
     };
-    let probe = if lasts(ticket)?.is_some() {
+    let probe = if time_left(ticket)?.is_some() {
         let probe = Flock::shared(&file, ticket)?;
         if probe.is_none() {
             return Ok(true);
@@ -245,7 +248,7 @@ pub(crate) fn counts(ticket: &Path) -> Result<bool> {
     } else {
         None
     };
-    // Another may have been quicker.
+    // Another process may have removed it first.
     let _ = fs::remove_file(ticket);
     drop(probe);
     Ok(false)
@@ -256,15 +259,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ticket_counts_where_times_are_whole_seconds() {
+    fn a_ticket_is_live_where_times_are_whole_seconds() {
         let whole = UNIX_EPOCH + Duration::from_secs(1_000_000_000);
         let after = |millis| Duration::from_millis(millis);
-        // It was written to at 0.9 s, and would be again a second later.
+        // Its heartbeats were at 0.9 s and are at 1.9 s.
         let looked = whole + after(2_100);
-        assert_eq!(left(whole + after(900), looked), Some(after(800)));
-        assert_eq!(left(whole, looked), Some(after(900)));
-        assert_eq!(left(whole + after(900), whole + after(3_000)), None);
-        assert_eq!(left(whole, whole + after(3_100)), None);
-        assert_eq!(left(whole, whole - LASTS), None);
+        assert_eq!(time_left_at(whole + after(900), looked), Some(after(800)));
+        assert_eq!(time_left_at(whole, looked), Some(after(900)));
+        assert_eq!(time_left_at(whole + after(900), whole + after(3_000)), None);
+        assert_eq!(time_left_at(whole, whole + after(3_100)), None);
+        assert_eq!(time_left_at(whole, whole - LIVE_FOR), None);
     }
 }

@@ -1,4 +1,4 @@
-//! Where there is no inotify, waiters poll.
+//! The watcher of systems without inotify: there is none, and waiters poll.
 
 use std::{
     convert::Infallible,
@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// There is none.
+/// A watcher that cannot be made.
 #[derive(Debug)]
 pub(crate) struct Watcher(Infallible);
 
@@ -20,7 +20,7 @@ impl Watcher {
     }
 }
 
-/// There are none.
+/// Events that never come.
 #[derive(Debug)]
 pub(crate) struct Events(Infallible);
 

@@ -1,7 +1,6 @@
-//! Wake-ups by inotify: one instance and one thread per backend, one watch per file that someone cares about.
+//! Wake-ups by inotify: one instance and one thread per backend, one watch per file that somebody listens to.
 //!
-//! A thread of its own, and not a task, because it needs nothing from the runtime: a runtime without I/O is good
-//! enough, and a busy one does not delay it.
+//! It is a thread, not a task: so a runtime without I/O is enough, and a busy runtime does not delay it.
 
 use std::{
     collections::HashMap,
@@ -17,7 +16,7 @@ use tokio::sync::watch;
 
 use crate::mutex::Mutex;
 
-/// Tells about changes of files. Dropping it ends its thread.
+/// Reports changes of files. Dropping it ends its thread.
 #[derive(Debug)]
 pub(crate) struct Watcher {
     registry: Arc<Registry>,
@@ -25,19 +24,19 @@ pub(crate) struct Watcher {
 }
 
 impl Watcher {
-    /// Watches the directories on the `way` to the files, too: if one is moved, everyone is told. Fails if the system
-    /// has no inotify instance left for this user.
-    pub(crate) fn new(way: Vec<PathBuf>) -> io::Result<Self> {
+    /// Starts the thread. It also watches the `ancestors` of the files: if one is moved, it wakes everybody. Fails if this
+    /// user has no inotify instance left.
+    pub(crate) fn new(ancestors: Vec<PathBuf>) -> io::Result<Self> {
         let inotify = Inotify::init()?;
         let (stopped, stop) = io::pipe()?;
-        let registry = Arc::new(Registry(Mutex::new(Watched {
+        let registry = Arc::new(Registry(Mutex::new(WatchTable {
             watches: inotify.watches(),
-            signals: HashMap::new(),
-            way,
-            on_the_way: HashMap::new(),
-            astray: true,
+            by_id: HashMap::new(),
+            ancestors,
+            watched_ancestors: HashMap::new(),
+            ancestors_stale: true,
             next: 0,
-            dead: false,
+            failed: false,
         })));
         let reader = Arc::clone(&registry);
         thread::Builder::new()
@@ -49,19 +48,19 @@ impl Watcher {
         })
     }
 
-    /// Begins to watch what is at `paths`, from now on: a file or the files of a directory. All tell of deletion and
-    /// of renaming, and the first of releases too. None tells of a grant or a failed attempt.
+    /// Watches `paths`, files or directories of files, from now on. All report deletion and renaming, and the first path
+    /// also releases. None reports a grant or a failed attempt.
     pub(crate) fn watch(&self, paths: &[impl AsRef<Path>]) -> io::Result<Events> {
         let mut watched = self.registry.lock();
-        if watched.dead {
+        if watched.failed {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
-        watched.find_way();
+        watched.watch_ancestors();
         let listener = watched.next;
         watched.next += 1;
         let (sender, changed) = watch::channel(());
         let sender = Arc::new(sender);
-        // Should one of the paths be refused, its drop ends the watches before it.
+        // If a path is refused, dropping this ends the watches before it.
         let mut events = Events {
             changed,
             listener,
@@ -80,7 +79,7 @@ impl Watcher {
     }
 }
 
-/// The changes of what is watched for one claim. Those that were not asked for yet are remembered.
+/// The events for one claim. It remembers those that were not taken yet.
 #[derive(Debug)]
 pub(crate) struct Events {
     changed: watch::Receiver<()>,
@@ -90,22 +89,22 @@ pub(crate) struct Events {
 }
 
 impl Events {
-    /// Nothing more will be told: the file is gone, or inotify failed.
+    /// Returns whether no event can come any more: the file is gone, or inotify failed.
     pub(crate) fn ended(&self) -> bool {
         self.changed.has_changed().is_err()
     }
 
-    /// Whether something happened since this or [`next`](Self::next) last said so.
+    /// Returns whether an event came since this or [`next`](Self::next) last reported one.
     pub(crate) fn seen(&mut self) -> bool {
         let seen = self.changed.has_changed().unwrap_or(true);
         self.changed.mark_unchanged();
         seen
     }
 
-    /// Waits for something to happen. Cancel safe.
+    /// Waits for an event. Cancel safe.
     pub(crate) async fn next(&mut self) {
         if self.changed.changed().await.is_err() {
-            // Whoever tries again now finds that out; here, waking would only spin.
+            // The next attempt finds that out. Waking here would only spin.
             std::future::pending::<()>().await;
         }
     }
@@ -115,49 +114,49 @@ impl Drop for Events {
     fn drop(&mut self) {
         let mut watched = self.registry.lock();
         for id in &self.watches {
-            let Some(signal) = watched.signals.get_mut(id) else {
+            let Some(watch) = watched.by_id.get_mut(id) else {
                 continue;
             };
-            signal.listeners.remove(&self.listener);
-            if signal.listeners.is_empty()
-                && let Some(signal) = watched.signals.remove(id)
+            watch.listeners.remove(&self.listener);
+            if watch.listeners.is_empty()
+                && let Some(watch) = watched.by_id.remove(id)
             {
-                // It fails if the file was deleted meanwhile, and its watch with it.
-                let _ = watched.watches.remove(signal.descriptor);
+                // It fails if the file was deleted, and its watch with it.
+                let _ = watched.watches.remove(watch.descriptor);
             }
         }
     }
 }
 
 #[derive(Debug)]
-struct Registry(Mutex<Watched>);
+struct Registry(Mutex<WatchTable>);
 
 #[derive(Debug)]
-struct Watched {
+struct WatchTable {
     watches: Watches,
-    signals: HashMap<i32, Signal>,
-    /// The directories that lead to the files.
-    way: Vec<PathBuf>,
-    on_the_way: HashMap<i32, WatchDescriptor>,
-    /// One of them may no longer be what is watched.
-    astray: bool,
+    by_id: HashMap<i32, Watch>,
+    /// The directories above the files.
+    ancestors: Vec<PathBuf>,
+    watched_ancestors: HashMap<i32, WatchDescriptor>,
+    /// Another directory may be at one of these paths than the one that is watched.
+    ancestors_stale: bool,
     /// The next listener's number.
     next: u64,
-    dead: bool,
+    failed: bool,
 }
 
 #[derive(Debug)]
-struct Signal {
+struct Watch {
     descriptor: WatchDescriptor,
     listeners: HashMap<u64, Arc<watch::Sender<()>>>,
 }
 
 impl Registry {
-    fn lock(&self) -> MutexGuard<'_, Watched> {
+    fn lock(&self) -> MutexGuard<'_, WatchTable> {
         self.0.lock()
     }
 
-    /// Passes events on until the other end of `stopped` is closed.
+    /// Passes on events until the other end of `stopped` is closed.
     fn read(&self, mut inotify: Inotify, stopped: &PipeReader) {
         let mut buffer = [0; 4_096];
         loop {
@@ -168,31 +167,31 @@ impl Registry {
             match rustix::event::poll(&mut ready, None) {
                 Ok(_) if !ready[1].revents().is_empty() => return,
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return self.give_up(&errno.into()),
+                Err(errno) => return self.fail(&errno.into()),
             }
             match inotify.read_events(&mut buffer) {
                 Ok(events) => {
                     let mut watched = self.lock();
                     for event in events {
-                        watched.tell(event.wd.get_watch_descriptor_id(), event.mask);
+                        watched.notify(event.wd.get_watch_descriptor_id(), event.mask);
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return self.give_up(&error),
+                Err(error) => return self.fail(&error),
             }
         }
     }
 
-    fn give_up(&self, error: &io::Error) {
+    fn fail(&self, error: &io::Error) {
         tracing::warn!(%error, "inotify failed; waiters poll from now on");
         let mut watched = self.lock();
-        watched.dead = true;
-        watched.signals.clear();
+        watched.failed = true;
+        watched.by_id.clear();
     }
 }
 
-impl Watched {
+impl WatchTable {
     fn listen(
         &mut self,
         path: &Path,
@@ -209,27 +208,27 @@ impl Watched {
         mask.set(WatchMask::CLOSE_WRITE, releases);
         let descriptor = self.watches.add(path, mask)?;
         let id = descriptor.get_watch_descriptor_id();
-        let signal = self.signals.entry(id).or_insert_with(|| Signal {
+        let watch = self.by_id.entry(id).or_insert_with(|| Watch {
             descriptor,
             listeners: HashMap::new(),
         });
-        signal.listeners.insert(listener, Arc::clone(sender));
+        watch.listeners.insert(listener, Arc::clone(sender));
         Ok(id)
     }
 
-    /// Watches the directories that are on the way now. One that may not be read cannot be watched; its move is then
-    /// found at the next look.
-    fn find_way(&mut self) {
-        if !std::mem::take(&mut self.astray) {
+    /// Watches the directories that are above the files now. A directory that may not be read cannot be watched; the next
+    /// check finds its move.
+    fn watch_ancestors(&mut self) {
+        if !std::mem::take(&mut self.ancestors_stale) {
             return;
         }
-        let mut before = std::mem::take(&mut self.on_the_way);
-        for dir in &self.way {
+        let mut before = std::mem::take(&mut self.watched_ancestors);
+        for dir in &self.ancestors {
             let mask = WatchMask::MOVE_SELF | WatchMask::DELETE_SELF | WatchMask::ONLYDIR;
             if let Ok(descriptor) = self.watches.add(dir, mask) {
                 let id = descriptor.get_watch_descriptor_id();
                 before.remove(&id);
-                self.on_the_way.insert(id, descriptor);
+                self.watched_ancestors.insert(id, descriptor);
             }
         }
         for old in before.into_values() {
@@ -238,24 +237,23 @@ impl Watched {
         }
     }
 
-    fn tell(&mut self, id: i32, mask: EventMask) {
-        let way = self.on_the_way.contains_key(&id);
-        if way || mask.contains(EventMask::Q_OVERFLOW) {
-            self.astray = true;
-            for signal in self.signals.values() {
-                signal.tell();
+    fn notify(&mut self, id: i32, mask: EventMask) {
+        if self.watched_ancestors.contains_key(&id) || mask.contains(EventMask::Q_OVERFLOW) {
+            self.ancestors_stale = true;
+            for watch in self.by_id.values() {
+                watch.notify();
             }
             return;
         }
-        if let Some(signal) = self.signals.get(&id) {
-            signal.tell();
+        if let Some(watch) = self.by_id.get(&id) {
+            watch.notify();
         }
         if mask.contains(EventMask::IGNORED)
-            && let Some(gone) = self.signals.remove(&id)
+            && let Some(gone) = self.by_id.remove(&id)
         {
-            // What else they listen to is of no use to them any more: they have to begin anew.
-            for signal in self.signals.values_mut() {
-                signal
+            // These listeners have to start again, so their other watches are of no use.
+            for watch in self.by_id.values_mut() {
+                watch
                     .listeners
                     .retain(|listener, _| !gone.listeners.contains_key(listener));
             }
@@ -263,8 +261,8 @@ impl Watched {
     }
 }
 
-impl Signal {
-    fn tell(&self) {
+impl Watch {
+    fn notify(&self) {
         for listener in self.listeners.values() {
             listener.send_replace(());
         }
@@ -284,14 +282,14 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(20);
 
-    async fn told(events: &mut Events) {
+    async fn woken(events: &mut Events) {
         tokio::time::timeout(LIMIT, events.next())
             .await
-            .expect("told in time");
+            .expect("woken in time");
     }
 
     #[tokio::test]
-    async fn a_failed_attempt_tells_nobody() {
+    async fn a_failed_attempt_wakes_nobody() {
         let dir = TempDir::new().unwrap();
         let (lock, other) = (dir.path().join("lock"), dir.path().join("other"));
         let _holder = File::create(&lock).unwrap();
@@ -304,47 +302,47 @@ mod tests {
         assert!(file.try_lock_shared().is_ok());
         drop(file);
         fs::write(&other, "later").unwrap();
-        // Events come in order, so one about the first file would be here by now.
-        told(&mut others).await;
+        // Events come in order, so one of the first file would be here by now.
+        woken(&mut others).await;
         assert!(!events.seen());
 
         drop(File::options().write(true).open(&lock).unwrap());
-        told(&mut events).await;
+        woken(&mut events).await;
     }
 
     #[tokio::test]
-    async fn all_who_watch_a_file_are_told_and_the_last_one_ends_it() {
+    async fn all_watchers_are_woken_and_the_last_ends_the_watch() {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("lock");
         fs::write(&path, "").unwrap();
         let watcher = Watcher::new(Vec::new()).unwrap();
         let (mut one, mut two) = (watcher.watch(&[&path]).unwrap(), watcher.watch(&[&path]).unwrap());
         fs::write(&path, "").unwrap();
-        told(&mut one).await;
-        told(&mut two).await;
+        woken(&mut one).await;
+        woken(&mut two).await;
         drop(one);
         fs::write(&path, "").unwrap();
-        told(&mut two).await;
+        woken(&mut two).await;
         drop(two);
-        assert!(watcher.registry.lock().signals.is_empty());
+        assert!(watcher.registry.lock().by_id.is_empty());
     }
 
     #[tokio::test]
-    async fn deletion_is_told_and_then_there_is_no_more() {
+    async fn a_deletion_is_the_last_event() {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("lock");
         fs::write(&path, "").unwrap();
         let watcher = Watcher::new(Vec::new()).unwrap();
         let mut events = watcher.watch(&[&path]).unwrap();
         fs::remove_file(&path).unwrap();
-        told(&mut events).await;
+        woken(&mut events).await;
         let wait = async {
             while !events.ended() {
                 tokio::task::yield_now().await;
             }
         };
         tokio::time::timeout(LIMIT, wait).await.expect("ended in time");
-        assert!(watcher.registry.lock().signals.is_empty());
+        assert!(watcher.registry.lock().by_id.is_empty());
     }
 
     #[tokio::test]

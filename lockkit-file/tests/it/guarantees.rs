@@ -24,8 +24,10 @@ async fn open(dir: &Path) -> FileBackend {
     FileBackend::open(config).await.unwrap()
 }
 
-/// Two contend for what a third holds. When it is free, the second asks before the first does.
-async fn second_overtakes(backend: impl Backend) -> bool {
+#[tokio::test]
+async fn waiters_are_granted_in_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let backend = open(dir.path()).await;
     let mut claims = Vec::<Box<dyn Claim>>::new();
     for owner in 1..=3 {
         let name = LockName::new("a").unwrap();
@@ -36,17 +38,9 @@ async fn second_overtakes(backend: impl Backend) -> bool {
         claims.push(claim);
     }
     claims[0].release().await.unwrap();
-    let overtook = claims[2].attempt(MS).await.unwrap().is_some();
-    for mut claim in claims {
-        claim.release().await.unwrap();
-    }
-    overtook
-}
-
-#[tokio::test]
-async fn waiters_are_granted_in_order() {
-    let dir = tempfile::tempdir().unwrap();
-    assert!(!second_overtakes(open(dir.path()).await).await);
+    // The second waiter asks before the first does.
+    let second = claims[2].attempt(MS).await.unwrap();
+    assert!(second.is_none(), "it overtook the first");
 }
 
 /// ✘: a new counter starts at the clock, which the old one had overtaken; a clock that was set back does the same.
@@ -76,7 +70,7 @@ async fn deleting_the_files_takes_back_a_counter_ahead_of_the_clock() {
     );
 }
 
-/// A file backend's holder in another process; killed at the end of the test, however that ends.
+/// A holder in another process, killed at the end of the test, however the test ends.
 struct Holder(Child);
 
 impl Holder {
@@ -106,7 +100,7 @@ impl Drop for Holder {
     }
 }
 
-/// Not a test of its own: what [`Holder`] runs.
+/// Not a test of its own: a [`Holder`] runs it.
 #[tokio::test]
 async fn holder_process() {
     let Some(dir) = std::env::var_os("LOCKKIT_GUARANTEES_DIR") else {
@@ -119,7 +113,7 @@ async fn holder_process() {
     std::future::pending::<()>().await;
 }
 
-/// A ✘, nobody gets in, and the reason why there is no other: the lock is held for as long as the process is there.
+/// ✘ in A, which is why there is none in ME: the process holds the lock for as long as it is there.
 #[tokio::test]
 async fn a_stopped_holder_keeps_the_lock_until_it_is_killed() {
     let dir = tempfile::tempdir().unwrap();
@@ -127,7 +121,7 @@ async fn a_stopped_holder_keeps_the_lock_until_it_is_killed() {
     holder.signal(Signal::STOP);
     let client = LockClient::new(open(dir.path()).await);
     let lock = client.lock("a").unwrap();
-    // Several times the ttl that it asked for.
+    // Several times its ttl.
     let mut late = lock.acquire_timeout(300 * MS).await;
     for _ in 0..50 {
         // A busy machine may not say in time that it is taken.

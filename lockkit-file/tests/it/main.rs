@@ -2,7 +2,13 @@
 #![cfg(unix)]
 
 mod conformance;
-mod file;
+mod directory;
+mod fixture;
 mod guarantees;
+mod holds;
+mod inspection;
+mod moved_files;
+mod semaphores;
 #[cfg(target_os = "linux")]
 mod stops;
+mod waiters;

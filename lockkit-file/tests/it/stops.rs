@@ -1,5 +1,5 @@
-//! Processes that share files are stopped at random, and killed. Prints the seed if it fails; `LOCKKIT_SEED=<seed>` runs
-//! that one alone, and `LOCKKIT_STOPS` says how often processes are stopped.
+//! Processes that share files are stopped at random, and killed. A failure prints the seed; `LOCKKIT_SEED=<seed>` runs that
+//! seed again, and `LOCKKIT_STOPS` sets the number of stops.
 
 use std::{
     fs,
@@ -22,7 +22,7 @@ use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use tempfile::TempDir;
 
 const PERMITS: u32 = 3;
-/// Whoever is stopped, the others go on within this: a stopped waiter keeps its place for two seconds.
+/// The others continue within this time of a stop: a stopped waiter keeps its turn for two seconds.
 const LIMIT: Duration = Duration::from_secs(20);
 
 const ROLE: &str = "LOCKKIT_FILE_STOPS_ROLE";
@@ -45,7 +45,7 @@ const ROLES: [Role; 5] = [
     Role::Inspector,
 ];
 
-/// Those who take part. The inspector is never stopped.
+/// The players. The inspector is never stopped.
 const CAST: [Role; 10] = [
     Role::Writer,
     Role::Writer,
@@ -59,13 +59,13 @@ const CAST: [Role; 10] = [
     Role::Inspector,
 ];
 
-/// A process that plays a role over and over.
+/// A process that repeats a role.
 struct Player {
     role: Role,
     child: Child,
-    /// The number of times that it was done.
+    /// The number of completed rounds.
     rounds: Arc<AtomicU64>,
-    /// It saw somebody where nobody may be.
+    /// It saw another inside that must not be.
     broken: Arc<AtomicBool>,
 }
 
@@ -109,11 +109,11 @@ impl Player {
         waitpid(Some(self.pid()), WaitOptions::UNTRACED).unwrap();
     }
 
-    fn go_on(&self) {
+    fn resume(&self) {
         kill_process(self.pid(), Signal::CONT).unwrap();
     }
 
-    /// The files that it has locked, by the system's word.
+    /// Returns the files that it has locked, as the system shows them.
     fn locks(&self) -> Vec<Locked> {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let mut locks = Vec::new();
@@ -145,14 +145,14 @@ impl Drop for Player {
 #[derive(Debug)]
 struct Locked {
     path: PathBuf,
-    /// It is about to hold, or finds that it does not.
+    /// Locked read-only: it is about to hold, or is about to unlock it again.
     probe: bool,
 }
 
 async fn lock_of(role: Role, dir: &Path) -> (LockClient, Lock) {
     let mut config = FileConfig::new(dir);
     config.namespace = String::new();
-    // Nobody is saved by polling.
+    // No waiter polls.
     config.poll = Some(Duration::from_secs(3_600));
     let client = LockClient::new(FileBackend::open(config).await.unwrap());
     let lock = match role {
@@ -163,7 +163,7 @@ async fn lock_of(role: Role, dir: &Path) -> (LockClient, Lock) {
     (client, lock.unwrap())
 }
 
-/// Not a test of its own: what a [`Player`] runs.
+/// Not a test of its own: a [`Player`] runs it.
 #[tokio::test]
 async fn player() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -177,7 +177,7 @@ async fn player() {
     loop {
         match role {
             Role::Inspector => {
-                // Whoever is stopped within a try keeps it waiting; it disturbs the others, that is all.
+                // It is there to disturb the others. It may fail, as a try that is stopped keeps it waiting.
                 let _ = lock.inspect().await;
                 let _ = client.inspect_semaphore("n").await;
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -202,7 +202,7 @@ async fn player() {
     }
 }
 
-/// The traces that holders leave for each other to see. They are kept by other means than the locks: by names that exist once.
+/// The holders' traces, for the other holders to see. They do not depend on the locks, but on names that exist once.
 struct Board(PathBuf);
 
 impl Board {
@@ -234,7 +234,7 @@ impl Board {
             if token <= last {
                 println!("broken: token {token} after {last}");
             }
-            // As a whole, also if it is killed.
+            // Atomically, also if it is killed.
             let new = self.0.join("token.new");
             fs::write(&new, token.to_string()).unwrap();
             fs::rename(new, path).unwrap();
@@ -247,7 +247,7 @@ impl Board {
         fs::remove_file(mine).unwrap();
     }
 
-    /// Those who are inside, and live.
+    /// Returns the live holders.
     fn inside(&self) -> Vec<(PathBuf, String)> {
         let mut inside = Vec::new();
         for entry in fs::read_dir(&self.0).unwrap() {
@@ -266,7 +266,7 @@ impl Board {
     }
 }
 
-/// Says that the process is there, and is not about to end: one that was killed lets go of its locks first.
+/// Returns whether the process is there and is not about to end: a killed process unlocks its files before it is gone.
 fn lives(pid: &str) -> bool {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else {
         return false;
@@ -281,25 +281,25 @@ fn lives(pid: &str) -> bool {
     let ends = ["State:\tZ", "State:\tX"]
         .iter()
         .any(|state| status.contains(state));
-    // Without files, it is on its way out.
+    // Without files, it is about to end.
     let files = fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count);
     !ends && !killed("SigPnd:") && !killed("ShdPnd:") && files > 0
 }
 
-/// Says that `other` must go on although the one that is stopped has these locks.
-fn goes_on(other: Role, locks: &[Locked]) -> bool {
+/// Returns whether `other` must continue while a stopped process has these locks.
+fn continues(other: Role, locks: &[Locked]) -> bool {
     let held = locks.iter().find(|lock| lock.path.ends_with("n.lock"));
     match other {
         Role::Inspector => false,
-        // One permit less is enough for the others, and a try is answered either way.
+        // The others need one permit less, and a try returns in any case.
         Role::Permit | Role::Trier => true,
-        // A stopped reader is inside, and readers that come wait for the writer that waits for it.
+        // New readers wait for the writer that waits for a stopped reader.
         Role::Writer | Role::Reader => held.is_none(),
     }
 }
 
 #[test]
-fn who_is_stopped_anywhere_keeps_out_only_whom_it_may() {
+fn a_process_stopped_anywhere_blocks_only_what_it_may() {
     let number = |name| Some(std::env::var(name).ok()?.parse().unwrap());
     let seed = number("LOCKKIT_SEED").unwrap_or_else(|| fastrand::u64(..));
     let stops: u64 = number("LOCKKIT_STOPS").unwrap_or(40);
@@ -310,11 +310,7 @@ fn who_is_stopped_anywhere_keeps_out_only_whom_it_may() {
         .into_iter()
         .map(|role| Player::start(role, dir.path()))
         .collect();
-    wait_for(
-        &players,
-        &[true; CAST.len()],
-        &format!("seed {seed}: to begin with"),
-    );
+    wait_for(&players, &[true; CAST.len()], &format!("seed {seed}: at first"));
     let (mut inside, mut outside, mut killed) = (0, 0, 0);
     for stop in 0..stops {
         thread::sleep(Duration::from_micros(rng.u64(..20_000)));
@@ -333,20 +329,20 @@ fn who_is_stopped_anywhere_keeps_out_only_whom_it_may() {
         let expected: Vec<_> = players
             .iter()
             .enumerate()
-            .map(|(other, player)| other != at && goes_on(player.role, &locks))
+            .map(|(other, player)| other != at && continues(player.role, &locks))
             .collect();
         let what = format!(
             "seed {seed}: stop {stop}: a {:?} that is stopped with {locks:?}",
             victim.role
         );
         wait_for(&players, &expected, &what);
-        // Within a probe it holds nothing that anyone is told of, until the next look.
+        // Not within a probe: the end of that lock wakes nobody, until the next look.
         if rng.u8(..4) == 0 && !locks.iter().any(|lock| holds(lock) && lock.probe) {
             let role = victim.role;
             players[at] = Player::start(role, dir.path());
             killed += 1;
         } else {
-            victim.go_on();
+            victim.resume();
         }
         let broken = players.iter().any(|player| player.broken.load(Ordering::SeqCst));
         assert!(!broken, "seed {seed}: stop {stop}");
@@ -355,7 +351,7 @@ fn who_is_stopped_anywhere_keeps_out_only_whom_it_may() {
     wait_for(&players, &[true; CAST.len()], &format!("seed {seed}: at last"));
 }
 
-/// Waits until all who are expected to have gone on.
+/// Waits until all that are expected to continue have done so.
 fn wait_for(players: &[Player], expected: &[bool], what: &str) {
     let before: Vec<_> = players
         .iter()
@@ -368,7 +364,7 @@ fn wait_for(players: &[Player], expected: &[bool], what: &str) {
             .zip(&before)
             .zip(expected)
             .filter(|((player, before), expected)| {
-                // The first may have been under way before.
+                // The first round may have been under way before.
                 **expected
                     && player.role != Role::Inspector
                     && player.rounds.load(Ordering::SeqCst) < *before + 2
@@ -380,7 +376,7 @@ fn wait_for(players: &[Player], expected: &[bool], what: &str) {
         }
         if watch.elapsed() > LIMIT {
             let stuck: Vec<_> = stuck.iter().map(|player| (player.role, player.locks())).collect();
-            panic!("{what}: these do not go on: {stuck:?}");
+            panic!("{what}: these do not continue: {stuck:?}");
         }
         thread::sleep(Duration::from_millis(2));
     }

@@ -1,16 +1,16 @@
-//! Lives of the host, from one boot to the next.
+//! The host's boots, told apart by the kernel's boot id.
 
-/// One life of the host. Within it every process reads what any other has written, whether or not it is on disk yet.
+/// One boot of the host. While it lasts, every process reads what any other has written, whether or not it is on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Life(u128);
+pub(crate) struct BootId(u128);
 
-impl Life {
+impl BootId {
     pub(crate) const BYTES: usize = 16;
 
-    /// The present one; `None` if the system does not tell one boot from another.
+    /// Returns the id of the current boot; `None` if the system does not tell.
     ///
-    /// A container may have an id of its own, which ends with the container and so no later than the host's life.
-    pub(crate) fn present() -> Option<Self> {
+    /// A container may have an id of its own. That id ends with the container, so it does not outlast the host's boot.
+    pub(crate) fn current() -> Option<Self> {
         if !cfg!(target_os = "linux") {
             return None;
         }
@@ -40,10 +40,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_boot_id_is_one_life_and_nothing_else_is_any() {
-        let life = Life::parse("1e858eb5-3614-49c1-a7f0-8dd135b5e7eb\n");
-        assert_eq!(life, Some(Life(0x1e85_8eb5_3614_49c1_a7f0_8dd1_35b5_e7eb)));
-        assert_eq!(life.and_then(|life| Life::from_bytes(life.bytes())), life);
+    fn a_uuid_is_a_boot_id_and_nothing_else_is() {
+        let boot = BootId::parse("1e858eb5-3614-49c1-a7f0-8dd135b5e7eb\n");
+        assert_eq!(boot, Some(BootId(0x1e85_8eb5_3614_49c1_a7f0_8dd1_35b5_e7eb)));
+        assert_eq!(boot.and_then(|boot| BootId::from_bytes(boot.bytes())), boot);
         for none in [
             "",
             "unknown",
@@ -51,9 +51,9 @@ mod tests {
             "1e858eb5-3614-49c1-a7f0-8dd135b5e7e",
             "1e858eb5-3614-49c1-a7f0-8dd135b5e7eg",
         ] {
-            assert_eq!(Life::parse(none), None, "{none:?}");
+            assert_eq!(BootId::parse(none), None, "{none:?}");
         }
-        assert_eq!(Life::present().is_some(), cfg!(target_os = "linux"));
-        assert_eq!(Life::present(), Life::present());
+        assert_eq!(BootId::current().is_some(), cfg!(target_os = "linux"));
+        assert_eq!(BootId::current(), BootId::current());
     }
 }

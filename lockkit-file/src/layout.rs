@@ -1,11 +1,12 @@
-//! Where things are on disk: the directory, the file of each name, and how they are opened.
+//! The layout on disk: the directory, the files of each name, and how they are opened.
 
 use std::{
-    fs::{DirBuilder, File, OpenOptions},
+    fmt,
+    fs::{DirBuilder, File, Metadata, OpenOptions},
     io,
     os::unix::{
         ffi::OsStrExt,
-        fs::{DirBuilderExt, OpenOptionsExt},
+        fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     },
     path::{Component, Path, PathBuf},
     sync::Arc,
@@ -16,36 +17,35 @@ use rustix::fs::{Access, OFlags};
 use sha2::{Digest, Sha256};
 
 use crate::{
-    fault::{Fault, Inode, Result},
+    boot::BootId,
+    error::{FileError, Result},
     flock::Flock,
-    life::Life,
     queue::Queue,
 };
 
-/// The longest encoded name. What is longer is hashed; the rest of the 255 bytes is for the suffix.
+/// The longest encoded name, in bytes. A longer one is hashed. The rest of the 255 bytes is for the suffix.
 const MAX_ENCODED: usize = 200;
 
 /// The directory that holds the files of one namespace.
 #[derive(Debug)]
-pub(crate) struct Space {
+pub(crate) struct Layout {
     root: PathBuf,
     namespace: Option<String>,
-    life: Option<Life>,
+    boot: Option<BootId>,
 }
 
-impl Space {
+impl Layout {
     /// The longest namespace: escaped, each of its bytes may take three.
     pub(crate) const MAX_NAMESPACE: usize = 80;
 
-    /// Makes the directories that are missing and checks those that are there. `namespace` is already known to be of
-    /// the right alphabet.
+    /// Creates missing directories and checks existing ones. `namespace` must have passed the config's check.
     pub(crate) fn open(dir: &Path, namespace: &str) -> Result<Self> {
-        Self::open_in(Life::present(), dir, namespace)
+        Self::open_in(BootId::current(), dir, namespace)
     }
 
-    /// Opens it in that life of the host.
-    pub(crate) fn open_in(life: Option<Life>, dir: &Path, namespace: &str) -> Result<Self> {
-        // A trailing slash or dot would make the system look through a symbolic link.
+    /// Opens it in a given boot of the host.
+    pub(crate) fn open_in(boot: Option<BootId>, dir: &Path, namespace: &str) -> Result<Self> {
+        // The system would follow a symbolic link before a trailing slash or dot.
         let dir: PathBuf = dir
             .components()
             .filter(|part| *part != Component::CurDir)
@@ -56,19 +56,19 @@ impl Space {
             dir
         };
         ensure_dir(&dir)?;
-        let space = Self {
-            root: dir.canonicalize().map_err(Fault::io("find", &dir))?,
+        let layout = Self {
+            root: dir.canonicalize().map_err(FileError::io("find", &dir))?,
             namespace: (!namespace.is_empty()).then(|| escape(namespace.as_bytes(), |c, _| is_plain(c))),
-            life,
+            boot,
         };
-        space.ensure()?;
-        let dir = space.dir();
+        layout.ensure()?;
+        let dir = layout.dir();
         rustix::fs::access(&dir, Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK)
-            .map_err(|errno| Fault::io("read and write the directory", &dir)(errno.into()))?;
-        Ok(space)
+            .map_err(|errno| FileError::io("read and write the directory", &dir)(errno.into()))?;
+        Ok(layout)
     }
 
-    /// The canonical directory, as a URL.
+    /// Returns the canonical directory, as a URL.
     pub(crate) fn url(&self) -> String {
         let path = escape(self.root.as_os_str().as_bytes(), |c, _| {
             is_plain(c) || c.is_ascii_uppercase() || matches!(c, b'/' | b'.' | b'~')
@@ -76,30 +76,30 @@ impl Space {
         format!("file://{path}")
     }
 
-    /// The files of `name`.
+    /// Returns the files of `name`.
     pub(crate) fn files(self: &Arc<Self>, name: &LockName, kind: LockKind) -> Files {
         Files {
-            space: Arc::clone(self),
+            layout: Arc::clone(self),
             stem: encode(name.as_str()),
             kind,
         }
     }
 
-    /// The life of the host that tokens are given out in.
-    pub(crate) fn life(&self) -> Option<Life> {
-        self.life
+    /// Returns the boot in which tokens are minted.
+    pub(crate) fn boot(&self) -> Option<BootId> {
+        self.boot
     }
 
-    /// Makes a new file's directory entry survive a crash of the machine.
+    /// Makes a new file's directory entry survive a crash of the host.
     pub(crate) fn sync(&self) -> Result<()> {
         let dir = self.dir();
         File::open(&dir)
             .and_then(|open| open.sync_all())
-            .map_err(Fault::io("sync the directory", &dir))
+            .map_err(FileError::io("sync the directory", &dir))
     }
 
-    /// The directory and all above it: whichever is moved, its files are no longer where others look for them.
-    pub(crate) fn way(&self) -> Vec<PathBuf> {
+    /// Returns the directory and all above it. If one is moved, others no longer find the files.
+    pub(crate) fn ancestors(&self) -> Vec<PathBuf> {
         self.dir().ancestors().map(Path::to_owned).collect()
     }
 
@@ -119,20 +119,20 @@ impl Space {
     }
 }
 
-/// The files of one name. Suffixes tell kinds apart, and a namespace's directory has no dot, so none can collide.
+/// The files of one name. They have suffixes, one for each purpose, and a namespace's directory has no dot: none collide.
 #[derive(Clone, Debug)]
 pub(crate) struct Files {
-    space: Arc<Space>,
+    layout: Arc<Layout>,
     stem: String,
     kind: LockKind,
 }
 
 impl Files {
-    pub(crate) fn space(&self) -> &Space {
-        &self.space
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
     }
 
-    /// Has the token counter, and is what waiters watch. For a lock it is also the one that is locked.
+    /// The main file: it has the token counter, and waiters watch it. A lock's main file is also what is locked.
     pub(crate) fn main(&self) -> PathBuf {
         self.path(match self.kind {
             LockKind::Lock => "lock",
@@ -140,54 +140,42 @@ impl Files {
         })
     }
 
-    /// Has the ceilings of the counter, which are on disk.
+    /// The floors of the counter, as they are on disk.
     pub(crate) fn ceiling(&self) -> PathBuf {
-        self.path(match self.kind {
-            LockKind::Lock => "ceiling",
-            LockKind::Semaphore => "semceiling",
-        })
+        self.path(&format!("{}ceiling", self.prefix()))
     }
 
-    /// Locked for moments: together by those whom a probe must not mislead, and alone around probes.
-    pub(crate) fn ledger(&self) -> PathBuf {
-        self.path(match self.kind {
-            LockKind::Lock => "ledger",
-            LockKind::Semaphore => "semledger",
-        })
+    /// The ledger, locked for moments: shared by attempts that a probe must not mislead, exclusively around probes.
+    fn ledger(&self) -> PathBuf {
+        self.path(&format!("{}ledger", self.prefix()))
     }
 
-    /// Has a ticket for each that waits.
+    /// The queue of the waiters.
     pub(crate) fn queue(&self) -> Queue {
-        Queue::new(self.path(match self.kind {
-            LockKind::Lock => "queue",
-            LockKind::Semaphore => "semqueue",
-        }))
+        Queue::new(self.path(&format!("{}queue", self.prefix())))
     }
 
-    /// Has a file for each shared holder.
+    /// The directory of the shared holders' notes.
     pub(crate) fn readers(&self) -> PathBuf {
         self.path("readers")
     }
 
-    /// Has a file for each permit of a semaphore.
+    /// The directory of a semaphore's permits.
     pub(crate) fn permits(&self) -> PathBuf {
         self.path("permits")
     }
 
-    /// One of a semaphore's permits.
+    /// One permit of a semaphore.
     pub(crate) fn permit(&self, index: u32) -> PathBuf {
         self.permits().join(index.to_string())
     }
 
-    /// Locked for moments by whoever writes in that lane of the counter.
-    pub(crate) fn lane(&self, lane: u64) -> PathBuf {
-        self.path(&match self.kind {
-            LockKind::Lock => format!("{lane}.lane"),
-            LockKind::Semaphore => format!("{lane}.semlane"),
-        })
+    /// The lock of one lane of the counter, held for moments by its writer.
+    fn lane(&self, lane: u64) -> PathBuf {
+        self.path(&format!("{lane}.{}lane", self.prefix()))
     }
 
-    /// The file or directory that tells of a release, and what else must not be replaced.
+    /// Returns what a waiter watches: first what shows a release, then what must not be replaced.
     pub(crate) fn watched(&self) -> Vec<PathBuf> {
         match self.kind {
             LockKind::Lock => vec![self.main()],
@@ -195,16 +183,16 @@ impl Files {
         }
     }
 
-    /// Opens for reading, so that closing it again wakes nobody; makes it, and its directory, if missing.
+    /// Opens a file for reading, so that closing it wakes nobody. Creates it, and its directory, if missing.
     pub(crate) fn open_or_create(&self, path: &Path) -> Result<(File, Inode)> {
-        if let Some(opened) = if_there(create(path))? {
+        if let Some(opened) = none_if_missing(create(path))? {
             return Ok(opened);
         }
         self.ensure()?;
         create(path)
     }
 
-    /// Opens for writing, so that closing it again wakes whoever watches the file; makes it, and its directory, if missing.
+    /// Opens a file for writing, so that closing it wakes its watchers. Creates it, and its directory, if missing.
     pub(crate) fn open_or_create_writable(&self, path: &Path) -> Result<(File, Inode)> {
         for _ in 0..2 {
             if let Some(opened) = create_writable(path)? {
@@ -212,53 +200,49 @@ impl Files {
             }
             self.ensure()?;
         }
-        Err(Fault::Replaced {
+        Err(FileError::Replaced {
             path: path.to_owned(),
         })
     }
 
     fn ensure(&self) -> Result<()> {
-        self.space.ensure()?;
+        self.layout.ensure()?;
         if self.kind == LockKind::Semaphore {
             ensure_dir(&self.permits())?;
         }
         Ok(())
     }
 
-    /// Makes the directory of the shared holders.
+    /// Creates the directory of the shared holders' notes, unless it is there.
     pub(crate) fn ensure_readers(&self) -> Result<PathBuf> {
         let dir = self.readers();
         ensure_dir(&dir)?;
         Ok(dir)
     }
 
-    /// Locks the ledger alone, for moments only.
+    /// Locks the ledger exclusively, for moments only.
     pub(crate) fn lock_ledger(&self) -> Result<Flock> {
-        let path = self.ledger();
-        Flock::briefly(&path, || self.lock_at(&path, Flock::exclusive))
+        self.lock_soon(&self.ledger(), Flock::exclusive)
     }
 
-    /// Locks the ledger together with others: for so long nobody probes.
+    /// Locks the ledger shared: nobody probes meanwhile.
     pub(crate) fn share_ledger(&self) -> Result<Flock> {
-        let path = self.ledger();
-        Flock::briefly(&path, || self.lock_at(&path, Flock::shared))
+        self.lock_soon(&self.ledger(), Flock::shared)
     }
 
-    /// Locks a semaphore's size alone, to change it.
+    /// Locks a semaphore's size exclusively, to change it.
     pub(crate) fn lock_size(&self) -> Result<Flock> {
-        let path = self.main();
-        Flock::briefly(&path, || self.lock_at(&path, Flock::exclusive))
+        self.lock_soon(&self.main(), Flock::exclusive)
     }
 
-    /// Locks a semaphore's size together with others: for so long nobody changes it.
+    /// Locks a semaphore's size shared: nobody changes it meanwhile.
     pub(crate) fn share_size(&self) -> Result<Flock> {
-        let path = self.main();
-        Flock::briefly(&path, || self.lock_at(&path, Flock::shared))
+        self.lock_soon(&self.main(), Flock::shared)
     }
 
-    /// Locks a lane that nobody writes in.
+    /// Locks a free lane, and returns its number.
     pub(crate) fn lock_lane(&self, lanes: u64) -> Result<(u64, Flock)> {
-        Flock::briefly(&self.lane(0), || {
+        Flock::poll(&self.lane(0), || {
             for lane in 0..lanes {
                 if let Some(lock) = self.lock_at(&self.lane(lane), Flock::exclusive)? {
                     return Ok(Some((lane, lock)));
@@ -268,7 +252,15 @@ impl Files {
         })
     }
 
-    /// Locks the file that `path` leads to, if that can be done at once.
+    fn lock_soon(
+        &self,
+        path: &Path,
+        lock: impl Fn(&Arc<File>, &Path) -> Result<Option<Flock>>,
+    ) -> Result<Flock> {
+        Flock::poll(path, || self.lock_at(path, &lock))
+    }
+
+    /// Locks the file at `path`; `None` if it is locked or was just replaced.
     fn lock_at(
         &self,
         path: &Path,
@@ -281,79 +273,108 @@ impl Files {
         }
     }
 
+    fn prefix(&self) -> &'static str {
+        match self.kind {
+            LockKind::Lock => "",
+            LockKind::Semaphore => "sem",
+        }
+    }
+
     fn path(&self, suffix: &str) -> PathBuf {
-        self.space.dir().join(format!("{}.{suffix}", self.stem))
+        self.layout.dir().join(format!("{}.{suffix}", self.stem))
+    }
+}
+
+/// The identity of a file system object.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Inode {
+    device: u64,
+    number: u64,
+}
+
+impl Inode {
+    fn of(metadata: &Metadata) -> Self {
+        Self {
+            device: metadata.dev(),
+            number: metadata.ino(),
+        }
+    }
+}
+
+impl fmt::Debug for Inode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.device, self.number)
     }
 }
 
 /// Opens an existing file for reading.
 pub(crate) fn open(path: &Path) -> Result<Option<File>> {
-    let opened = if_there(regular(OpenOptions::new().read(true), 0, path))?;
+    let opened = none_if_missing(open_regular(OpenOptions::new().read(true), 0, path))?;
     Ok(opened.map(|(file, _)| file))
 }
 
-/// Opens an existing file for writing. Closing it wakes whoever watches the file.
+/// Opens an existing file for writing. Closing it wakes its watchers.
 pub(crate) fn open_writable(path: &Path) -> Result<Option<(File, Inode)>> {
-    if_there(regular(OpenOptions::new().read(true).write(true), 0, path))
+    none_if_missing(open_regular(OpenOptions::new().read(true).write(true), 0, path))
 }
 
-/// Opens a file for writing that is made if it is missing; `None` if its directory is missing.
+/// Opens a file for writing, and creates it if missing; `None` if its directory is missing.
 pub(crate) fn create_writable(path: &Path) -> Result<Option<(File, Inode)>> {
     let mut options = OpenOptions::new();
     let options = options.read(true).write(true).create(true).mode(0o600);
-    if_there(regular(options, 0, path))
+    none_if_missing(open_regular(options, 0, path))
 }
 
-/// The inode of an open file.
+/// Returns the inode of an open file.
 pub(crate) fn inode(file: &File, path: &Path) -> Result<Inode> {
-    let metadata = file.metadata().map_err(Fault::io("look at", path))?;
+    let metadata = file.metadata().map_err(FileError::io("look at", path))?;
     Ok(Inode::of(&metadata))
 }
 
-/// Whether `path` still leads to that inode.
+/// Returns whether `path` still leads to `inode`.
 pub(crate) fn is_at(path: &Path, inode: Inode) -> Result<bool> {
     Ok(inode_at(path)? == Some(inode))
 }
 
-/// The inode that `path` leads to.
+/// Returns the inode that `path` leads to.
 pub(crate) fn inode_at(path: &Path) -> Result<Option<Inode>> {
     match path.symlink_metadata() {
         Ok(metadata) => Ok(Some(Inode::of(&metadata))),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Fault::io("look at", path)(error)),
+        Err(error) => Err(FileError::io("look at", path)(error)),
     }
 }
 
 fn create(path: &Path) -> Result<(File, Inode)> {
-    // Opened read-only, which std does not offer together with creating.
+    // std cannot create a file and open it read-only.
     let create = OFlags::CREATE.bits().cast_signed();
-    regular(OpenOptions::new().read(true).mode(0o600), create, path)
+    open_regular(OpenOptions::new().read(true).mode(0o600), create, path)
 }
 
-fn if_there<T>(opened: Result<T>) -> Result<Option<T>> {
+fn none_if_missing<T>(opened: Result<T>) -> Result<Option<T>> {
     match opened {
-        Err(Fault::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(FileError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
         other => other.map(Some),
     }
 }
 
-fn regular(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<(File, Inode)> {
-    // NONBLOCK: opening a FIFO that lies in the way must not hang.
+fn open_regular(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<(File, Inode)> {
+    // NONBLOCK: opening a FIFO of that name must not hang.
     let safe = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let file = options.custom_flags(flags | safe).open(path).map_err(|error| {
         if path.is_symlink() {
-            return not_ours(path, "a symbolic link", "a file");
+            return wrong_type(path, "a symbolic link", "a file");
         }
-        Fault::io("open", path)(error)
+        FileError::io("open", path)(error)
     })?;
-    let metadata = file.metadata().map_err(Fault::io("look at", path))?;
+    let metadata = file.metadata().map_err(FileError::io("look at", path))?;
     if !metadata.is_file() {
-        return Err(not_ours(path, "something else", "a regular file"));
+        return Err(wrong_type(path, "something else", "a regular file"));
     }
     Ok((file, Inode::of(&metadata)))
 }
 
-/// Makes a directory for its owner alone, unless it is there.
+/// Creates a directory for its owner alone, unless it is there.
 pub(crate) fn ensure_dir(dir: &Path) -> Result<()> {
     let metadata = match dir.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -361,33 +382,33 @@ pub(crate) fn ensure_dir(dir: &Path) -> Result<()> {
                 .recursive(true)
                 .mode(0o700)
                 .create(dir)
-                .map_err(Fault::io("create the directory", dir))?;
+                .map_err(FileError::io("create the directory", dir))?;
             dir.symlink_metadata()
         }
         other => other,
     }
-    .map_err(Fault::io("look at", dir))?;
+    .map_err(FileError::io("look at", dir))?;
     if metadata.is_symlink() {
-        return Err(not_ours(dir, "a symbolic link", "a directory"));
+        return Err(wrong_type(dir, "a symbolic link", "a directory"));
     }
     if !metadata.is_dir() {
-        return Err(not_ours(dir, "a file", "a directory"));
+        return Err(wrong_type(dir, "a file", "a directory"));
     }
     Ok(())
 }
 
-/// Says that something else is in the way.
-pub(crate) fn not_ours(path: &Path, found: &'static str, wanted: &'static str) -> Fault {
-    Fault::NotOurs {
+/// Returns the error for a path that leads to something else.
+pub(crate) fn wrong_type(path: &Path, found: &'static str, wanted: &'static str) -> FileError {
+    FileError::WrongType {
         path: path.to_owned(),
         found,
         wanted,
     }
 }
 
-/// A file name for `name`, different for each, also where the file system folds case or normalises Unicode.
+/// Returns the file name for `name`. No two names share one, also where the file system folds case or normalises Unicode.
 ///
-/// A hashed name begins with `%h`, which no escaped one does: `h` is not a hexadecimal digit.
+/// A hashed name begins with `%h`. No escaped one does, as `h` is no hexadecimal digit.
 fn encode(name: &str) -> String {
     let plain = escape(name.as_bytes(), |c, at| is_plain(c) || (c == b'.' && at > 0));
     if plain.len() <= MAX_ENCODED {
@@ -431,7 +452,7 @@ mod tests {
 
     use super::*;
 
-    /// What a file system that folds case sees.
+    /// The name as a file system that folds case sees it.
     fn folded(name: &str) -> String {
         encode(name).to_lowercase()
     }
@@ -479,9 +500,9 @@ mod tests {
     #[test]
     fn the_longest_file_name_fits() {
         let dir = tempfile::TempDir::new().unwrap();
-        let space = Arc::new(Space::open(dir.path(), &"A".repeat(Space::MAX_NAMESPACE)).unwrap());
+        let layout = Arc::new(Layout::open(dir.path(), &"A".repeat(Layout::MAX_NAMESPACE)).unwrap());
         let name = LockName::new("a".repeat(MAX_ENCODED)).unwrap();
-        let files = space.files(&name, LockKind::Semaphore);
+        let files = layout.files(&name, LockKind::Semaphore);
         let longest = files.permit(u32::MAX);
         files.open_or_create(&longest).unwrap();
         let longest = files.lane(u64::from(u32::MAX));

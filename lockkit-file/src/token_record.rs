@@ -1,20 +1,22 @@
-//! What a lock file says: the token counter, and who was last granted.
+//! The record in a lock's file: the token counter, and the last grant.
 //!
-//! Two copies take turns, a page apart, each with a checksum; the one with the higher sequence number that is whole
-//! counts. A writer that is killed leaves the other copy, so the counter never goes back.
+//! There are two copies, a page apart, each with a checksum. Writes alternate between them, and the whole copy with the
+//! higher sequence number is valid. A killed writer leaves the other copy, so the counter never goes back.
 //!
-//! Nothing but a crash of the host takes back what was written, so a grant waits for no disk. Each entry has a *floor* beside the
-//! last token. Within one life of the host tokens go on from the last one, and in the next life from the highest floor. Before a token is
-//! given out, there is a floor above it on disk: it is raised by many tokens at a time, in the lock's file, and in a second file of the same
-//! layout, which is written for that alone. A crash may tear both copies in the first, which change all the time, and never both in the second, where
-//! one is on disk before the other is written.
+//! Only a crash of the host takes back what was written, so a grant does not wait for the disk. Each record has a *floor*
+//! above its last token. Within one boot of the host, tokens continue from the last one; in the next boot, from the highest
+//! floor. A floor above a token is on disk before the token is granted. The floor is raised by many tokens at a time, in
+//! the lock's file and in a second file of the same layout, which is written for nothing else. A crash may tear both copies
+//! in the first file, which change all the time. It never tears both in the second, where one is on disk before the other
+//! is written.
 //!
-//! Where the system does not tell its lives apart, each grant is on disk before it is given out. So it was in the versions
-//! that knew of no floor: they have the last token in its place. To them the floor is the last token, so old and new may share files.
+//! Where the system does not tell its boots apart, each grant is on disk before it is returned. So it was in the versions
+//! before the floor, which have the last token in its place. They take the floor for the last token, so old and new
+//! versions may share files.
 //!
-//! Holders that do not exclude each other write side by side, each in a lane, which is two copies of its own in either file. So one
-//! that is stopped while it writes is in nobody's way. Tokens go on from the highest of all lanes, and a lane gives
-//! out only its own: those that leave its number when they are divided by the number of lanes.
+//! Holders that do not exclude each other write side by side, each in a lane: two copies of its own in either file. So a
+//! writer that is stopped blocks nobody. Tokens continue from the highest of all lanes. Each lane mints only those tokens
+//! that leave its number when divided by the number of lanes.
 
 use std::{
     fs::File,
@@ -29,47 +31,46 @@ use lockkit_core::spi::{ClaimRequest, Mode};
 use sha2::{Digest, Sha256};
 
 use crate::{
-    fault::{Fault, Result},
-    life::Life,
-    space::{self, Files},
+    boot::BootId,
+    error::{FileError, Result},
+    layout::{self, Files},
 };
 
 const MAGIC: &[u8; 8] = b"lockkit1";
-/// Copies are this far apart, so that no write to one touches a sector or page of the other.
+/// The distance between copies: no write to one touches a sector or a page of the other.
 const STRIDE: usize = 4_096;
-/// The least that a disk writes as a whole.
+/// The least that a disk writes as a whole, in bytes.
 const SECTOR: usize = 512;
 const SUM_BYTES: usize = 16;
-/// The number of those who may write side by side. Whoever writes alone uses the first lane, so most files have no other.
+/// The number of writers side by side. An exclusive holder uses the first lane, so most files have no other.
 const LANES: u64 = 8;
-/// The number of tokens after which the floor is raised again. To begin a life costs as many: a sixtieth of a second of the clock
-/// that new counters start at.
+/// The number of tokens by which the floor is raised. A new boot skips as many: a sixtieth of a second of the clock at
+/// which new counters start.
 const STEP: u64 = 1 << 14;
 
 /// The state after a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
-    /// The lock's name, in full.
+pub(crate) struct TokenRecord {
+    /// The lock's full name.
     pub name: String,
-    /// How many permits there are: 1 for a lock held alone, 0 for one that is shared.
+    /// The semaphore's size; 1 for an exclusive grant, 0 for a shared one.
     pub permits: u32,
-    /// Who was granted.
-    pub holder: Holding,
-    /// The last token that was given out.
+    pub grantee: Grantee,
+    /// The last minted token.
     last: u64,
-    /// In which life of the host that can be relied on. `None` if it was on disk before it was given out.
-    life: Option<Life>,
-    /// A floor that is on disk, in this life: tokens up to it may be given out. 0 until there is one.
+    /// The boot in which `last` is valid; `None` if it was on disk before the grant.
+    boot: Option<BootId>,
+    /// A floor that is on disk: in this boot, tokens up to it may be granted. 0 until there is one.
     ceiling: u64,
-    /// In another life tokens go on above it. It rises with each entry; without a life, it is the last token.
+    /// In any other boot, tokens continue above it. It rises with each record; without a boot id, it is the last token.
     floor: u64,
-    /// The number of entries that its lane has had.
+    /// The number of records so far in its lane.
     sequence: u64,
 }
 
-/// Who was granted. Whether it still holds, only the operating system's lock can tell.
+/// The process that was last granted. Only the operating system's lock tells whether it still holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Holding {
+pub(crate) struct Grantee {
     pub token: u64,
     pub pid: u32,
     /// Microseconds since 1970.
@@ -77,81 +78,81 @@ pub(crate) struct Holding {
     pub label: Option<String>,
 }
 
-impl Entry {
-    /// The tokens of the grant.
+impl TokenRecord {
+    /// Returns the tokens of the grant.
     pub(crate) fn tokens(&self) -> RangeInclusive<u64> {
-        self.holder.token..=self.last
+        self.grantee.token..=self.last
     }
 
-    /// The token above which `life` goes on.
-    fn above(&self, life: Option<Life>) -> u64 {
-        if self.is_of(life) { self.last } else { self.floor }
+    /// Returns the token above which `boot` continues.
+    fn above(&self, boot: Option<BootId>) -> u64 {
+        if self.is_of(boot) { self.last } else { self.floor }
     }
 
-    fn is_of(&self, life: Option<Life>) -> bool {
-        self.life.is_some() && self.life == life
+    fn is_of(&self, boot: Option<BootId>) -> bool {
+        self.boot.is_some() && self.boot == boot
     }
 
-    /// Checks that the file is about this name.
+    /// Checks that the file belongs to this name.
     pub(crate) fn check_name(&self, name: &str, path: &Path) -> Result<()> {
         if self.name == name {
             return Ok(());
         }
-        Err(Fault::OtherName {
+        Err(FileError::OtherName {
             path: path.to_owned(),
             found: self.name.clone(),
         })
     }
 }
 
-/// Gives out tokens to a holder: as many as it asks for if it holds alone, else one. The caller cannot be granted
-/// beside one that holds alone.
+/// Mints tokens for a holder that has its lock: as many as it asks for if it is exclusive, else one.
 ///
-/// A new file starts at the clock, in microseconds, so that tokens go on rising if the file was deleted. Before it waits for the
-/// disk, and before it has written anything, it asks whether it `may_wait`.
+/// A new file starts at the clock, in microseconds, so that tokens keep rising if the file was deleted. It calls
+/// `require_worker` before it waits for the disk, and before it has written anything.
 pub(crate) fn mint(
     files: &Files,
     file: &File,
     request: &ClaimRequest,
-    may_wait: impl FnOnce() -> Result<()>,
-) -> Result<Entry> {
-    let entry = if request.mode == Mode::Exclusive {
-        // There is no reader inside, so nobody writes in any lane.
-        append(files, file, request, (0, request.tokens.get()), may_wait)?
+    require_worker: impl FnOnce() -> Result<()>,
+) -> Result<TokenRecord> {
+    let record = if request.mode == Mode::Exclusive {
+        // There is no other holder, so nobody writes in any lane.
+        append(files, file, request, (0, request.tokens.get()), require_worker)?
     } else {
         let (lane, _lock) = files.lock_lane(LANES)?;
-        append(files, file, request, (lane, 1), may_wait)?
+        append(files, file, request, (lane, 1), require_worker)?
     };
-    if entry.life.is_none() {
+    if record.boot.is_none() {
         sync(file, &files.main())?;
-        // The second of a lane is the first that is granted, where the first set a semaphore's size.
-        if entry.sequence <= 2 {
-            files.space().sync()?;
+        // A lane's first record may have set a semaphore's size; its second is then the first grant.
+        if record.sequence <= 2 {
+            files.layout().sync()?;
         }
     }
-    Ok(entry)
+    Ok(record)
 }
 
-/// Sets a semaphore's size. The caller has it locked, and nobody has a permit.
+/// Sets a semaphore's size. The caller has the size locked, and nobody holds a permit.
 pub(crate) fn set_size(files: &Files, file: &File, request: &ClaimRequest) -> Result<()> {
     append(files, file, request, (0, 1), || Ok(())).map(drop)
 }
 
+/// Appends a record to a lane, with so many tokens.
 fn append(
     files: &Files,
     file: &File,
     request: &ClaimRequest,
     (lane, tokens): (u64, u32),
-    may_wait: impl FnOnce() -> Result<()>,
-) -> Result<Entry> {
+    require_worker: impl FnOnce() -> Result<()>,
+) -> Result<TokenRecord> {
     let path = files.main();
-    let life = files.space().life();
+    let boot = files.layout().boot();
     let lanes = read_main(files, file)?;
     let newest = newest(&lanes);
     if let Some(newest) = newest {
         newest.check_name(request.name.as_str(), &path)?;
     }
-    let exhausted = || Fault::Exhausted { path: path.clone() };
+    let exhausted = || FileError::Exhausted { path: path.clone() };
     let next = |above: u64| {
         let mut token = above.checked_add(1)?;
         if request.mode != Mode::Exclusive {
@@ -160,115 +161,115 @@ fn append(
         Some((token, token.checked_add(u64::from(tokens) - 1)?))
     };
     let now = micros_since_epoch();
-    let entries = || lanes.iter().flatten();
-    let mut above = entries().map(|entry| entry.above(life)).max().unwrap_or(now);
-    let before = of_lane(&lanes, lane);
-    let of_life = entries().filter(|entry| entry.is_of(life));
-    let ceiling = of_life.map(|entry| entry.ceiling).max().unwrap_or(0);
-    // The first entry of a life raises the floor in each lane, which tells it from what a crash has spoilt. Who was killed
-    // meanwhile has left no ceiling.
-    let begun = before.is_some_and(|last| last.is_of(life) && last.ceiling > 0);
-    let is_covered = begun && next(above).is_some_and(|(_, last)| last <= ceiling);
+    let records = || lanes.iter().flatten();
+    let mut above = records().map(|record| record.above(boot)).max().unwrap_or(now);
+    let previous = of_lane(&lanes, lane);
+    let of_this_boot = records().filter(|record| record.is_of(boot));
+    let ceiling = of_this_boot.map(|record| record.ceiling).max().unwrap_or(0);
+    // The first record of a boot raises the floor in each lane, which tells a lane of this boot from one that a crash tore.
+    // A writer that was killed meanwhile has left no ceiling.
+    let is_begun = previous.is_some_and(|previous| previous.is_of(boot) && previous.ceiling > 0);
+    let is_covered = is_begun && next(above).is_some_and(|(_, last)| last <= ceiling);
     if !is_covered {
-        may_wait()?;
+        require_worker()?;
     }
-    let ceilings = if life.is_none() || is_covered {
+    let ceilings = if boot.is_none() || is_covered {
         None
     } else {
-        // What a crash has left of the main file may be less than what was given out.
-        let ceilings = Ceilings::open(files)?;
+        // After a crash, the main file may be behind what was granted.
+        let ceilings = CeilingFile::open(files)?;
         above = above.max(ceilings.highest());
         Some(ceilings)
     };
     let (token, last) = next(above).ok_or_else(exhausted)?;
     let floor = match newest {
-        _ if life.is_none() => last,
+        _ if boot.is_none() => last,
         Some(newest) => newest.floor.checked_add(1).ok_or_else(exhausted)?,
         None => last,
     };
-    let mut entry = Entry {
+    let mut record = TokenRecord {
         name: request.name.as_str().to_owned(),
         permits: match request.mode {
             Mode::Exclusive => 1,
             Mode::Shared => 0,
             Mode::Permits(permits) => permits.get(),
         },
-        holder: Holding {
+        grantee: Grantee {
             token,
             pid: std::process::id(),
             since: now,
             label: request.label.as_deref().map(str::to_owned),
         },
         last,
-        life,
+        boot,
         ceiling: if is_covered { ceiling } else { 0 },
         floor,
-        sequence: before.map_or(0, |last| last.sequence),
+        sequence: previous.map_or(0, |previous| previous.sequence),
     };
     if let Some(mut ceilings) = ceilings {
-        entry.floor = floor.max(last.saturating_add(STEP));
-        // Older versions look for it nowhere else, and it may be either copy that a crash tears.
+        record.floor = floor.max(last.saturating_add(STEP));
+        // Older versions find the floor nowhere else, and a crash may tear either copy.
         for _ in 0..2 {
-            write_through(file, &path, lane, &mut entry)?;
+            write_through(file, &path, lane, &mut record)?;
         }
-        ceilings.raise(lane, &entry)?;
-        files.space().sync()?;
-        entry.ceiling = entry.floor;
+        ceilings.raise(lane, &record)?;
+        files.layout().sync()?;
+        record.ceiling = record.floor;
     }
-    write(file, &path, lane, &mut entry)?;
-    Ok(entry)
+    write(file, &path, lane, &mut record)?;
+    Ok(record)
 }
 
-/// The floors that are on disk, the latest of each lane.
-struct Ceilings {
+/// The floors that are on disk, as the latest record of each lane.
+struct CeilingFile {
     file: File,
     path: PathBuf,
-    lanes: Vec<Option<Entry>>,
+    lanes: Vec<Option<TokenRecord>>,
 }
 
-impl Ceilings {
+impl CeilingFile {
     fn open(files: &Files) -> Result<Self> {
         let path = files.ceiling();
-        let Some((file, _)) = space::create_writable(&path)? else {
-            return Err(Fault::Replaced { path });
+        let Some((file, _)) = layout::create_writable(&path)? else {
+            return Err(FileError::Replaced { path });
         };
         let lanes = read_lanes(&file, &path, |_| Ok(false))?;
         Ok(Self { file, path, lanes })
     }
 
     fn highest(&self) -> u64 {
-        newest(&self.lanes).map_or(0, |entry| entry.floor)
+        newest(&self.lanes).map_or(0, |record| record.floor)
     }
 
-    /// Puts the floor of an entry on disk. The caller has the lane to itself.
-    fn raise(&mut self, lane: u64, entry: &Entry) -> Result<()> {
-        let mut entry = entry.clone();
-        entry.sequence = of_lane(&self.lanes, lane).map_or(0, |last| last.sequence);
-        write_through(&self.file, &self.path, lane, &mut entry)
+    /// Puts the floor of a record on disk. The caller has the lane locked.
+    fn raise(&mut self, lane: u64, record: &TokenRecord) -> Result<()> {
+        let mut record = record.clone();
+        record.sequence = of_lane(&self.lanes, lane).map_or(0, |last| last.sequence);
+        write_through(&self.file, &self.path, lane, &mut record)
     }
 }
 
-/// Writes the next entry of a lane to the disk.
-fn write_through(file: &File, path: &Path, lane: u64, entry: &mut Entry) -> Result<()> {
-    // Who wrote the other copy may have been killed before it was on disk: the two must not tear together.
+/// Writes the next record of a lane, and waits until it is on disk.
+fn write_through(file: &File, path: &Path, lane: u64, record: &mut TokenRecord) -> Result<()> {
+    // The writer of the other copy may have been killed before that was on disk: the two must not tear together.
     sync(file, path)?;
-    write(file, path, lane, entry)?;
+    write(file, path, lane, record)?;
     sync(file, path)
 }
 
-/// Writes the next entry of a lane.
-fn write(file: &File, path: &Path, lane: u64, entry: &mut Entry) -> Result<()> {
-    let next = entry.sequence.checked_add(1);
-    entry.sequence = next.ok_or_else(|| Fault::Exhausted {
+/// Writes the next record of a lane.
+fn write(file: &File, path: &Path, lane: u64, record: &mut TokenRecord) -> Result<()> {
+    let next = record.sequence.checked_add(1);
+    record.sequence = next.ok_or_else(|| FileError::Exhausted {
         path: path.to_owned(),
     })?;
-    let written = encode(entry);
-    if entry.life.is_none() && written.len() > SECTOR {
-        // Who wrote the other copy may still wait for the disk, or have been killed: the two must not tear together.
+    let written = encode(record);
+    if record.boot.is_none() && written.len() > SECTOR {
+        // As above; or its writer still waits for the disk.
         sync(file, path)?;
     }
-    file.write_all_at(&written, place(lane, entry.sequence))
-        .map_err(Fault::io("write to", path))
+    file.write_all_at(&written, offset(lane, record.sequence))
+        .map_err(FileError::io("write to", path))
 }
 
 fn sync(file: &File, path: &Path) -> Result<()> {
@@ -280,74 +281,73 @@ fn sync(file: &File, path: &Path) -> Result<()> {
     if crate::crash_tests::sync_to_disk(file, path) {
         return Ok(());
     }
-    file.sync_data().map_err(Fault::io("sync", path))
+    file.sync_data().map_err(FileError::io("sync", path))
 }
 
-/// Leaves a copy of a grant, alone in its file, for whoever inspects. The counter is elsewhere, so this need not
-/// survive a crash.
-pub(crate) fn note(file: &File, path: &Path, entry: &Entry) -> Result<()> {
+/// Writes a grant to a file of its own, for inspections. The counter is elsewhere, so this need not survive a crash.
+pub(crate) fn write_note(file: &File, path: &Path, record: &TokenRecord) -> Result<()> {
     file.set_len(0)
-        .and_then(|()| file.write_all_at(&encode(entry), 0))
-        .map_err(Fault::io("write to", path))
+        .and_then(|()| file.write_all_at(&encode(record), 0))
+        .map_err(FileError::io("write to", path))
 }
 
-/// Reads a [`note`]; `None` if there is none.
-pub(crate) fn read_note(file: &File, path: &Path) -> Result<Option<Entry>> {
+/// Reads what [`write_note`] wrote; `None` if there is nothing.
+pub(crate) fn read_note(file: &File, path: &Path) -> Result<Option<TokenRecord>> {
     Ok(newest(&read_lanes(file, path, |_| Ok(false))?).cloned())
 }
 
-/// Reads the main file; `None` if nothing was ever granted, or if a crash of the host has spoilt it.
-pub(crate) fn read(files: &Files, file: &File) -> Result<Option<Entry>> {
+/// Reads the main file; `None` if nothing was ever granted, or a crash of the host tore it.
+pub(crate) fn read(files: &Files, file: &File) -> Result<Option<TokenRecord>> {
     Ok(newest(&read_main(files, file)?).cloned())
 }
 
-fn newest(lanes: &[Option<Entry>]) -> Option<&Entry> {
-    lanes.iter().flatten().max_by_key(|entry| entry.floor)
+fn newest(lanes: &[Option<TokenRecord>]) -> Option<&TokenRecord> {
+    lanes.iter().flatten().max_by_key(|record| record.floor)
 }
 
-fn of_lane(lanes: &[Option<Entry>], lane: u64) -> Option<&Entry> {
+fn of_lane(lanes: &[Option<TokenRecord>], lane: u64) -> Option<&TokenRecord> {
     lanes.get(usize::try_from(lane).ok()?)?.as_ref()
 }
 
-fn read_main(files: &Files, file: &File) -> Result<Vec<Option<Entry>>> {
-    read_lanes(file, &files.main(), |lane| outlived(files, lane))
+fn read_main(files: &Files, file: &File) -> Result<Vec<Option<TokenRecord>>> {
+    read_lanes(file, &files.main(), |lane| is_from_earlier_boot(files, lane))
 }
 
-/// Says whether the lane has a floor on disk, and none of this life. Then nothing of this life is in it, and what a crash has spoilt
-/// does not matter: nobody holds from before it.
-fn outlived(files: &Files, lane: u64) -> Result<bool> {
+/// Returns whether the lane has a floor on disk, and none of this boot. Then nothing in it is of this boot, and if a crash
+/// tore it that does not matter: nobody holds from before the crash.
+fn is_from_earlier_boot(files: &Files, lane: u64) -> Result<bool> {
     let path = files.ceiling();
-    let (Some(life), Some(file)) = (files.space().life(), space::open(&path)?) else {
+    let (Some(boot), Some(file)) = (files.layout().boot(), layout::open(&path)?) else {
         return Ok(false);
     };
     let lanes = read_lanes(&file, &path, |_| Ok(false))?;
-    Ok(of_lane(&lanes, lane).is_some_and(|last| !last.is_of(Some(life))))
+    Ok(of_lane(&lanes, lane).is_some_and(|last| !last.is_of(Some(boot))))
 }
 
-/// The last entry of each lane, as far as the file goes. Where neither copy is whole and `may_be_spoilt` does not allow for
-/// it, that is an error.
+/// Returns the last record of each lane, as far as the file goes. A lane without a whole copy is an error, unless it
+/// `may_be_torn`; then it is blank.
 fn read_lanes(
     file: &File,
     path: &Path,
-    may_be_spoilt: impl Fn(u64) -> Result<bool>,
-) -> Result<Vec<Option<Entry>>> {
+    may_be_torn: impl Fn(u64) -> Result<bool>,
+) -> Result<Vec<Option<TokenRecord>>> {
     let mut lanes = Vec::new();
     for lane in 0..LANES {
-        let copies = read_at(file, place(lane, 1), 2 * STRIDE).map_err(Fault::io("read", path))?;
+        let copies = read_at(file, offset(lane, 1), 2 * STRIDE).map_err(FileError::io("read", path))?;
         if copies.is_empty() {
             break;
         }
         let (first, second) = copies.split_at(copies.len().min(STRIDE));
-        let entry = match read_lane([first, second]) {
-            Ok(entry) => entry,
-            Err(Spoilt) if may_be_spoilt(lane)? => None,
-            Err(Spoilt) => {
-                return Err(Fault::Damaged {
+        let record = match read_lane([first, second]) {
+            Ok(record) => record,
+            Err(BothTorn) if may_be_torn(lane)? => None,
+            Err(BothTorn) => {
+                return Err(FileError::Damaged {
                     path: path.to_owned(),
                 });
             }
         };
-        lanes.push(entry);
+        lanes.push(record);
         if second.len() < STRIDE {
             break;
         }
@@ -355,62 +355,62 @@ fn read_lanes(
     Ok(lanes)
 }
 
-/// Neither copy is whole.
-struct Spoilt;
+/// A lane without a whole copy.
+struct BothTorn;
 
-fn read_lane(copies: [&[u8]; 2]) -> Result<Option<Entry>, Spoilt> {
+fn read_lane(copies: [&[u8]; 2]) -> Result<Option<TokenRecord>, BothTorn> {
     let newest = copies
         .iter()
         .filter_map(|copy| decode(copy))
-        .max_by_key(|entry| entry.sequence);
+        .max_by_key(|record| record.sequence);
     if newest.is_some() {
         return Ok(newest);
     }
-    // The second copy is first written after the first one was whole. Without it, what is there can only be a first
-    // write that never finished, perhaps without its beginning, and no token came of it. Where a later lane is in use, it is
-    // there and blank.
+    // The second copy is first written when the first is whole. Without it, the first can only be a write that never
+    // finished, perhaps without its beginning, and granted no token. If a later lane is in use, the second is there and
+    // blank.
     let blank = |copy: &[u8]| copy.iter().all(|byte| *byte == 0);
     let [first, second] = copies;
     let (beginning, _) = first.split_at(SECTOR.min(first.len()));
     if blank(second) && (blank(beginning) || first.starts_with(MAGIC)) {
         return Ok(None);
     }
-    Err(Spoilt)
+    Err(BothTorn)
 }
 
-/// The place in the file where a lane's entry goes. The first has the sequence number 1 and goes to the first copy.
-fn place(lane: u64, sequence: u64) -> u64 {
+/// Returns the offset of a lane's record in the file. The first has the sequence number 1 and is the first copy.
+fn offset(lane: u64, sequence: u64) -> u64 {
     (2 * lane + (sequence + 1) % 2) * STRIDE as u64
 }
 
-fn encode(entry: &Entry) -> Vec<u8> {
-    let Entry {
+fn encode(record: &TokenRecord) -> Vec<u8> {
+    let TokenRecord {
         name,
         permits,
-        holder,
+        grantee,
         last,
-        life,
+        boot,
         ceiling,
         floor,
         sequence,
-    } = entry;
-    let label = holder.label.as_deref();
+    } = record;
+    let label = grantee.label.as_deref();
     let mut body = Vec::with_capacity(128 + name.len());
     body.extend(sequence.to_le_bytes());
     body.extend(floor.to_le_bytes());
-    body.extend(holder.token.to_le_bytes());
-    body.extend(holder.since.to_le_bytes());
+    body.extend(grantee.token.to_le_bytes());
+    body.extend(grantee.since.to_le_bytes());
     body.extend(permits.to_le_bytes());
-    body.extend(holder.pid.to_le_bytes());
+    body.extend(grantee.pid.to_le_bytes());
     body.push(u8::from(label.is_some()));
     for text in [label.unwrap_or_default(), name] {
         let length = u16::try_from(text.len()).unwrap_or(u16::MAX);
         body.extend(length.to_le_bytes());
         body.extend(&text.as_bytes()[..usize::from(length)]);
     }
-    if let Some(life) = life {
-        // Versions that know nothing of it read no further than the name.
-        body.extend(life.bytes());
+    if let Some(boot) = boot {
+        // Older versions read no further than the name.
+        body.extend(boot.bytes());
         body.extend(last.to_le_bytes());
         body.extend(ceiling.to_le_bytes());
     }
@@ -421,8 +421,8 @@ fn encode(entry: &Entry) -> Vec<u8> {
     copy
 }
 
-/// `None` if it is not whole.
-fn decode(copy: &[u8]) -> Option<Entry> {
+/// Decodes a copy; `None` if it is not whole.
+fn decode(copy: &[u8]) -> Option<TokenRecord> {
     let mut head = Fields(copy.strip_prefix(MAGIC)?);
     let length = usize::try_from(head.u32()?).ok()?;
     let sum = head.take(SUM_BYTES)?;
@@ -435,22 +435,22 @@ fn decode(copy: &[u8]) -> Option<Entry> {
     let (permits, pid) = (body.u32()?, body.u32()?);
     let labelled = body.take(1)? == [1];
     let (label, name) = (body.text()?, body.text()?);
-    let life = body.life();
-    let (last, ceiling) = match life {
+    let boot = body.boot();
+    let (last, ceiling) = match boot {
         Some(_) => (body.u64()?, body.u64()?),
         None => (floor, 0),
     };
-    Some(Entry {
+    Some(TokenRecord {
         name,
         permits,
-        holder: Holding {
+        grantee: Grantee {
             token,
             pid,
             since,
             label: labelled.then_some(label),
         },
         last,
-        life,
+        boot,
         ceiling,
         floor,
         sequence,
@@ -474,8 +474,8 @@ impl<'a> Fields<'a> {
         Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
     }
 
-    fn life(&mut self) -> Option<Life> {
-        Life::from_bytes(self.take(Life::BYTES)?.try_into().ok()?)
+    fn boot(&mut self) -> Option<BootId> {
+        BootId::from_bytes(self.take(BootId::BYTES)?.try_into().ok()?)
     }
 
     fn text(&mut self) -> Option<String> {
@@ -484,7 +484,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Up to `length` bytes.
+/// Reads up to `length` bytes.
 fn read_at(file: &File, at: u64, length: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; length];
     let mut filled = 0;
@@ -501,7 +501,7 @@ fn read_at(file: &File, at: u64, length: usize) -> io::Result<Vec<u8>> {
 }
 
 fn micros_since_epoch() -> u64 {
-    // A clock before 1970 or after the year 584,000 is no seed worth having.
+    // A clock before 1970, or after the year 584,000, is no use.
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .ok()
@@ -523,10 +523,10 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::space::Space;
+    use crate::layout::Layout;
     use lockkit_core::{LockKind, LockName, spi::OwnerId};
 
-    /// The disk of a host that may crash, in the place of the real one.
+    /// The disk of a host that may crash, instead of the real one.
     #[derive(Debug, Default)]
     struct Disk {
         /// The files, as they were last synced.
@@ -545,7 +545,7 @@ mod tests {
             let disk = disk.as_mut()?;
             if let Some(left) = &mut disk.killed_after {
                 let Some(fewer) = left.checked_sub(1) else {
-                    return Some(Err(Fault::Worker));
+                    return Some(Err(FileError::WorkerDied));
                 };
                 *left = fewer;
             }
@@ -565,8 +565,7 @@ mod tests {
         bytes
     }
 
-    /// A file as a crash may leave it: each sector that was not synced as it was, as it is, or, if it `tears`, half of
-    /// each.
+    /// Returns a file as a crash may leave it: each sector that was not synced is old, new or, if it `tears`, half of each.
     fn after_a_crash(path: &Path, tears: bool, rng: &mut fastrand::Rng) -> Vec<u8> {
         let written = std::fs::read(path).unwrap_or_default();
         let mut left = synced(path);
@@ -590,8 +589,8 @@ mod tests {
         request
     }
 
-    fn life(number: u8) -> Option<Life> {
-        Life::from_bytes([number; Life::BYTES])
+    fn boot(number: u8) -> Option<BootId> {
+        BootId::from_bytes([number; BootId::BYTES])
     }
 
     struct Fixture {
@@ -602,45 +601,45 @@ mod tests {
 
     impl Fixture {
         fn new() -> Self {
-            Self::of("n", life(1))
+            Self::of("n", boot(1))
         }
 
-        fn of(name: &str, life: Option<Life>) -> Self {
-            Self::at(TempDir::new().unwrap(), name, life)
+        fn of(name: &str, boot: Option<BootId>) -> Self {
+            Self::at(TempDir::new().unwrap(), name, boot)
         }
 
-        fn at(dir: TempDir, name: &str, life: Option<Life>) -> Self {
-            let space = Arc::new(Space::open_in(life, dir.path(), "").unwrap());
-            let files = space.files(&LockName::new(name).unwrap(), LockKind::Lock);
+        fn at(dir: TempDir, name: &str, boot: Option<BootId>) -> Self {
+            let layout = Arc::new(Layout::open_in(boot, dir.path(), "").unwrap());
+            let files = layout.files(&LockName::new(name).unwrap(), LockKind::Lock);
             files.open_or_create(&files.main()).unwrap();
-            let (file, _) = space::open_writable(&files.main()).unwrap().unwrap();
+            let (file, _) = layout::open_writable(&files.main()).unwrap().unwrap();
             Self { dir, files, file }
         }
 
-        /// These files in another life.
-        fn in_life(self, name: &str, life: Option<Life>) -> Self {
-            Self::at(self.dir, name, life)
+        /// Returns the same files in another boot.
+        fn in_boot(self, name: &str, boot: Option<BootId>) -> Self {
+            Self::at(self.dir, name, boot)
         }
 
-        fn mint_for(&self, request: &ClaimRequest) -> Result<Entry> {
+        fn mint_for(&self, request: &ClaimRequest) -> Result<TokenRecord> {
             mint(&self.files, &self.file, request, || Ok(()))
         }
 
-        fn mint(&self) -> Result<Entry> {
+        fn mint(&self) -> Result<TokenRecord> {
             self.mint_for(&request("n", Mode::Exclusive))
         }
 
-        fn mint_shared(&self) -> Entry {
+        fn mint_shared(&self) -> TokenRecord {
             self.mint_for(&request("n", Mode::Shared)).unwrap()
         }
 
-        fn read(&self) -> Result<Option<Entry>> {
+        fn read(&self) -> Result<Option<TokenRecord>> {
             read(&self.files, &self.file)
         }
 
-        /// Spoils a byte of the copy that the entry is in.
-        fn spoil(&self, entry: &Entry) {
-            let at = place(0, entry.sequence) + 40;
+        /// Spoils a byte of the copy that the record is in.
+        fn spoil(&self, record: &TokenRecord) {
+            let at = offset(0, record.sequence) + 40;
             let mut byte = [0];
             self.file.read_exact_at(&mut byte, at).unwrap();
             self.file.write_all_at(&[!byte[0]], at).unwrap();
@@ -648,12 +647,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_tokens_go_on() {
+    fn what_is_written_is_read_and_tokens_continue() {
         let fixture = Fixture::new();
         assert_eq!(fixture.read().unwrap(), None);
         let began = micros_since_epoch();
         let mut last = fixture.mint().unwrap();
-        assert!(last.holder.token >= began, "a new counter starts at the clock");
+        assert!(last.grantee.token >= began, "a new counter starts at the clock");
         for _ in 0..5 {
             assert_eq!(fixture.read().unwrap().as_ref(), Some(&last));
             let next = fixture.mint().unwrap();
@@ -671,22 +670,22 @@ mod tests {
             let torn = fixture.mint().unwrap();
             fixture.spoil(&torn);
             assert_eq!(fixture.read().unwrap(), Some(before));
-            // As the write did not finish, its tokens were never given out.
+            // The write did not finish, so its tokens were never granted.
             before = fixture.mint().unwrap();
             assert_eq!(before.sequence, torn.sequence);
         }
     }
 
     #[test]
-    fn who_is_stopped_in_its_lane_keeps_no_other_from_a_token() {
+    fn a_writer_stopped_in_its_lane_blocks_nobody() {
         let fixture = Fixture::new();
         let mut last = fixture.mint().unwrap();
         let mut stopped = Vec::new();
         for lane in (0..LANES).rev() {
-            // Whoever comes last finds the only lane that is left.
-            let mut seen = vec![fixture.mint_shared().holder.token];
+            // The last one finds the only lane that is left.
+            let mut seen = vec![fixture.mint_shared().grantee.token];
             for _ in 0..3 {
-                seen.push(fixture.mint_shared().holder.token);
+                seen.push(fixture.mint_shared().grantee.token);
             }
             assert!(seen[0] > last.last && seen.is_sorted_by(|a, b| a < b), "{seen:?}");
             last = fixture.read().unwrap().unwrap();
@@ -695,13 +694,13 @@ mod tests {
             stopped.push(lock);
         }
         let none = fixture.mint_for(&request("n", Mode::Shared));
-        assert!(matches!(none, Err(Fault::LedgerBusy { .. })));
+        assert!(matches!(none, Err(FileError::StillLocked { .. })));
         stopped.pop();
-        assert!(fixture.mint_shared().holder.token > last.last);
+        assert!(fixture.mint_shared().grantee.token > last.last);
     }
 
     #[test]
-    fn who_writes_side_by_side_shares_no_token() {
+    fn writers_side_by_side_share_no_token() {
         let fixture = Fixture::new();
         let threads = 2 * usize::try_from(LANES).unwrap();
         let tokens = Mutex::new(Vec::new());
@@ -710,7 +709,7 @@ mod tests {
                 scope.spawn(|| {
                     let mut last = 0;
                     for _ in 0..50 {
-                        let token = fixture.mint_shared().holder.token;
+                        let token = fixture.mint_shared().grantee.token;
                         assert!(token > last, "{token} after {last}");
                         last = token;
                         tokens.lock().unwrap().push(token);
@@ -730,16 +729,16 @@ mod tests {
     #[test]
     fn with_both_copies_damaged_there_are_no_tokens() {
         let fixture = Fixture::new();
-        for entry in [fixture.mint().unwrap(), fixture.mint().unwrap()] {
-            fixture.spoil(&entry);
+        for record in [fixture.mint().unwrap(), fixture.mint().unwrap()] {
+            fixture.spoil(&record);
         }
-        assert!(matches!(fixture.read(), Err(Fault::Damaged { .. })));
-        assert!(matches!(fixture.mint(), Err(Fault::Damaged { .. })));
+        assert!(matches!(fixture.read(), Err(FileError::Damaged { .. })));
+        assert!(matches!(fixture.mint(), Err(FileError::Damaged { .. })));
     }
 
-    /// Whoever raises the floor may be killed at any point of it, and a crash may leave any mixture of what was not synced.
+    /// A writer may be killed at any point while it raises the floor, and a crash may leave any mixture of unsynced sectors.
     #[test]
-    fn whatever_a_crash_tears_tokens_rise() {
+    fn tokens_rise_whatever_a_crash_tears() {
         let seed =
             std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());
         println!("LOCKKIT_SEED={seed}");
@@ -749,7 +748,7 @@ mod tests {
             let name = if round % 2 == 0 { "n" } else { &long };
             DISK.set(Some(Disk::default()));
             let mut granted = 0;
-            let mut fixture = Fixture::of(name, life(1));
+            let mut fixture = Fixture::of(name, boot(1));
             for number in 1..12 {
                 for _ in 0..rng.u8(0..9) {
                     let mode = if rng.bool() { Mode::Shared } else { Mode::Exclusive };
@@ -765,15 +764,15 @@ mod tests {
                         .map(|_| fixture.files.lock_lane(LANES).unwrap())
                         .collect();
                     match fixture.mint_for(&request) {
-                        Ok(entry) => {
+                        Ok(record) => {
                             assert!(
-                                *entry.tokens().start() > granted,
+                                *record.tokens().start() > granted,
                                 "{:?} after {granted}",
-                                entry.tokens()
+                                record.tokens()
                             );
-                            granted = *entry.tokens().end();
+                            granted = *record.tokens().end();
                         }
-                        Err(killed) => assert!(matches!(killed, Fault::Worker), "{killed}"),
+                        Err(killed) => assert!(matches!(killed, FileError::WorkerDied), "{killed}"),
                     }
                 }
                 let (main, ceiling) = (fixture.files.main(), fixture.files.ceiling());
@@ -785,15 +784,15 @@ mod tests {
                     std::fs::write(path, &bytes).unwrap();
                     DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().synced.insert(path.clone(), bytes));
                 }
-                fixture = fixture.in_life(name, life(number + 1));
+                fixture = fixture.in_boot(name, boot(number + 1));
             }
         }
         DISK.set(None);
     }
 
-    /// Without lives, there is no second file.
+    /// Without boot ids, there is no second file.
     #[test]
-    fn whatever_a_crash_tears_one_copy_is_whole() {
+    fn one_copy_is_whole_whatever_a_crash_tears() {
         let seed =
             std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());
         println!("LOCKKIT_SEED={seed}");
@@ -807,7 +806,7 @@ mod tests {
                 for n in 0..12_usize {
                     let mut request = request(name, mode);
                     request.label = Some("l".repeat(n * 37 % 257).into());
-                    // Two in three are killed before they are granted. A long entry takes one sync more.
+                    // Two in three are killed before they are granted. A long record takes one sync more.
                     let syncs = (n % 3 != 2).then_some(usize::from(name.len() > 1));
                     DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = syncs);
                     let minted = fixture.mint_for(&request);
@@ -816,22 +815,22 @@ mod tests {
                         let copy = tempfile::tempfile().unwrap();
                         copy.write_all_at(&left, 0).unwrap();
                         let read = read_note(&copy, Path::new("left by a crash"));
-                        let last = read.map(|entry| entry.map_or(0, |entry| entry.last));
+                        let last = read.map(|record| record.map_or(0, |record| record.last));
                         assert!(
                             last.as_ref().is_ok_and(|last| *last >= granted),
-                            "{} bytes, {mode:?}, entry {n}: {last:?} after {granted}",
+                            "{} bytes, {mode:?}, record {n}: {last:?} after {granted}",
                             name.len()
                         );
                     }
                     assert_eq!(minted.is_ok(), syncs.is_none());
-                    granted = minted.map_or(granted, |entry| entry.last);
+                    granted = minted.map_or(granted, |record| record.last);
                 }
             }
         }
         DISK.set(None);
     }
 
-    /// Mints as the versions do that know of no lives: they go on from the floor and have each token on disk.
+    /// Mints as older versions do, which know no boots: they continue from the floor and sync each token.
     #[test]
     fn older_versions_may_take_part() {
         let seed =
@@ -847,21 +846,21 @@ mod tests {
             for number in 1..8 {
                 for _ in 0..rng.u8(0..9) {
                     let older = rng.bool();
-                    fixture = fixture.in_life(name, if older { None } else { life(number) });
+                    fixture = fixture.in_boot(name, if older { None } else { boot(number) });
                     let mut request = request(name, if rng.bool() { Mode::Shared } else { Mode::Exclusive });
                     request.tokens = NonZeroU32::new(rng.u32(1..9_000)).unwrap();
-                    let entry = match fixture.mint_for(&request) {
-                        // What is longer than a sector may be torn.
-                        Err(Fault::Damaged { .. }) if older && round % 2 == 1 => continue,
+                    let record = match fixture.mint_for(&request) {
+                        // A record longer than a sector may be torn.
+                        Err(FileError::Damaged { .. }) if older && round % 2 == 1 => continue,
                         minted => minted.unwrap(),
                     };
                     assert!(
-                        *entry.tokens().start() > granted,
+                        *record.tokens().start() > granted,
                         "{:?} after {granted}",
-                        entry.tokens()
+                        record.tokens()
                     );
-                    granted = *entry.tokens().end();
-                    assert_eq!(fixture.read().unwrap(), Some(entry), "the newest to either");
+                    granted = *record.tokens().end();
+                    assert_eq!(fixture.read().unwrap(), Some(record), "the newest to either");
                 }
                 let main = fixture.files.main();
                 // Sectors are not torn here.
@@ -875,31 +874,31 @@ mod tests {
     }
 
     #[test]
-    fn a_life_is_begun_above_the_floor_and_waits_for_the_disk_once() {
+    fn a_boot_begins_above_the_floor_and_syncs_once() {
         DISK.set(Some(Disk::default()));
         let mut fixture = Fixture::new();
         let mut last = 0;
         for number in 1..4 {
-            fixture = fixture.in_life("n", life(number));
+            fixture = fixture.in_boot("n", boot(number));
             let first = fixture.mint().unwrap();
-            assert!(first.holder.token > last);
+            assert!(first.grantee.token > last);
             if number > 1 {
                 assert!(
-                    first.holder.token > last + STEP - 1_000,
+                    first.grantee.token > last + STEP - 1_000,
                     "{} after {last}",
-                    first.holder.token
+                    first.grantee.token
                 );
             }
             DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = Some(0));
             for n in 1..300 {
-                assert_eq!(fixture.mint().unwrap().holder.token, first.holder.token + 3 * n);
+                assert_eq!(fixture.mint().unwrap().grantee.token, first.grantee.token + 3 * n);
             }
             DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = None);
-            last = first.holder.token + 3 * 299 + 2;
+            last = first.grantee.token + 3 * 299 + 2;
         }
-        // Whoever comes back from an earlier life, as another host would, begins one of its own.
-        let earlier = fixture.in_life("n", life(1));
-        assert!(earlier.mint().unwrap().holder.token > last + STEP - 1_000);
+        // A process of an earlier boot, as on another host, begins a boot of its own.
+        let earlier = fixture.in_boot("n", boot(1));
+        assert!(earlier.mint().unwrap().grantee.token > last + STEP - 1_000);
         DISK.set(None);
     }
 
@@ -911,11 +910,14 @@ mod tests {
         let mut raised = 0;
         for _ in 0..2 * STEP / 3 {
             let next = fixture.mint().unwrap();
-            assert!(next.holder.token > last.last);
+            assert!(next.grantee.token > last.last);
             raised += u64::from(next.ceiling > last.ceiling);
             let on_disk = fixture.files.ceiling();
             let synced = synced(&on_disk);
-            let floors = synced.chunks(STRIDE).filter_map(decode).map(|entry| entry.floor);
+            let floors = synced
+                .chunks(STRIDE)
+                .filter_map(decode)
+                .map(|record| record.floor);
             assert!(floors.max() > Some(next.last), "above {}", next.last);
             last = next;
         }
@@ -924,84 +926,84 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_whose_first_was_killed_is_blank_after_a_crash() {
+    fn a_lane_whose_first_writer_died_is_blank_after_a_crash() {
         DISK.set(Some(Disk::default()));
         let fixture = Fixture::new();
         fixture.mint_shared();
         let (_, first) = fixture.files.lock_lane(LANES).unwrap();
         DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = Some(2));
         let killed = fixture.mint_for(&request("n", Mode::Shared));
-        assert!(matches!(killed, Err(Fault::Worker)));
+        assert!(matches!(killed, Err(FileError::WorkerDied)));
         DISK.with_borrow_mut(|disk| disk.as_mut().unwrap().killed_after = None);
         drop(first);
         // The floor is raised for the first lane, and high enough for both.
         fixture.mint_shared();
         let (_, first) = fixture.files.lock_lane(LANES).unwrap();
-        let entries = [fixture.mint_shared(), fixture.mint_shared()];
+        let records = [fixture.mint_shared(), fixture.mint_shared()];
         drop(first);
-        for entry in &entries {
+        for record in &records {
             fixture
                 .file
-                .write_all_at(&[!0], place(1, entry.sequence) + 40)
+                .write_all_at(&[!0], offset(1, record.sequence) + 40)
                 .unwrap();
         }
-        let next = fixture.in_life("n", life(2)).mint().unwrap();
-        assert!(next.holder.token > entries[1].last);
+        let next = fixture.in_boot("n", boot(2)).mint().unwrap();
+        assert!(next.grantee.token > records[1].last);
         DISK.set(None);
     }
 
-    /// It may be long until somebody writes in it.
+    /// It may be long until the lane is written again.
     #[test]
-    fn a_lane_that_a_crash_spoilt_is_blank() {
+    fn a_lane_that_a_crash_tore_is_blank() {
         let fixture = Fixture::new();
-        let entries = [fixture.mint_shared(), fixture.mint_shared()];
+        let records = [fixture.mint_shared(), fixture.mint_shared()];
         let (_, lane) = fixture.files.lock_lane(LANES).unwrap();
         let beside = fixture.mint_shared();
         drop(lane);
-        for entry in &entries {
-            fixture.spoil(entry);
+        for record in &records {
+            fixture.spoil(record);
         }
-        let fixture = fixture.in_life("n", life(2));
+        let fixture = fixture.in_boot("n", boot(2));
         let (_, lane) = fixture.files.lock_lane(LANES).unwrap();
         let mut last = beside.last;
         for _ in 0..3 {
             let next = fixture.mint_shared();
-            assert!(next.holder.token > last);
+            assert!(next.grantee.token > last);
             last = next.last;
         }
         drop(lane);
         assert!(
-            fixture.mint_shared().holder.token > last,
+            fixture.mint_shared().grantee.token > last,
             "the lane is used again"
         );
     }
 
-    /// ✘: nothing tells that what was written is gone.
+    /// ✘: nothing shows that writes were lost.
     #[test]
-    fn tokens_repeat_if_the_disk_loses_writes_within_a_life() {
+    fn tokens_repeat_if_the_disk_loses_writes_within_a_boot() {
         let fixture = Fixture::new();
         fixture.mint().unwrap();
         let written_back = all_of(&fixture.file);
         let granted = fixture.mint().unwrap();
         fixture.file.write_all_at(&written_back, 0).unwrap();
-        assert!(fixture.mint().unwrap().holder.token <= granted.holder.token);
+        assert!(fixture.mint().unwrap().grantee.token <= granted.grantee.token);
     }
 
     #[test]
-    fn damage_is_an_error_until_the_next_life() {
+    fn damage_is_an_error_until_the_next_boot() {
         let fixture = Fixture::new();
-        let entries = [fixture.mint().unwrap(), fixture.mint().unwrap()];
-        for entry in &entries {
-            fixture.spoil(entry);
+        let records = [fixture.mint().unwrap(), fixture.mint().unwrap()];
+        for record in &records {
+            fixture.spoil(record);
         }
-        assert!(matches!(fixture.read(), Err(Fault::Damaged { .. })));
-        let fixture = fixture.in_life("n", life(2));
+        assert!(matches!(fixture.read(), Err(FileError::Damaged { .. })));
+        let fixture = fixture.in_boot("n", boot(2));
         assert_eq!(fixture.read().unwrap(), None);
-        assert!(fixture.mint().unwrap().holder.token > entries[1].last);
+        assert!(fixture.mint().unwrap().grantee.token > records[1].last);
     }
 
     #[test]
-    fn a_first_write_that_tore_is_begun_anew() {
+    fn a_torn_first_write_is_started_again() {
         let fixture = Fixture::new();
         let first = fixture.mint().unwrap();
         let whole = encode(&first);
@@ -1009,7 +1011,7 @@ mod tests {
             fixture.file.set_len(0).unwrap();
             fixture.file.write_all_at(&whole[..length], 0).unwrap();
             assert_eq!(fixture.read().unwrap(), None, "{length} bytes");
-            assert!(fixture.mint().unwrap().holder.token > first.holder.token);
+            assert!(fixture.mint().unwrap().grantee.token > first.grantee.token);
         }
         fixture.file.set_len(0).unwrap();
         fixture.file.set_len(512).unwrap();
@@ -1031,20 +1033,20 @@ mod tests {
     #[test]
     fn the_file_of_another_name_is_left_alone() {
         let fixture = Fixture::new();
-        let entry = fixture.mint().unwrap();
+        let record = fixture.mint().unwrap();
         let minted = fixture.mint_for(&request("m", Mode::Exclusive));
-        assert!(matches!(minted, Err(Fault::OtherName { found, .. }) if found == "n"));
-        assert_eq!(fixture.read().unwrap(), Some(entry));
+        assert!(matches!(minted, Err(FileError::OtherName { found, .. }) if found == "n"));
+        assert_eq!(fixture.read().unwrap(), Some(record));
     }
 
     #[test]
     fn the_last_token_is_an_error_not_a_wrap() {
         let fixture = Fixture::new();
-        let mut entry = fixture.mint().unwrap();
-        entry.last = u64::MAX - 2;
-        entry.sequence += 1;
-        let at = place(0, entry.sequence);
-        fixture.file.write_all_at(&encode(&entry), at).unwrap();
-        assert!(matches!(fixture.mint(), Err(Fault::Exhausted { .. })));
+        let mut record = fixture.mint().unwrap();
+        record.last = u64::MAX - 2;
+        record.sequence += 1;
+        let at = offset(0, record.sequence);
+        fixture.file.write_all_at(&encode(&record), at).unwrap();
+        assert!(matches!(fixture.mint(), Err(FileError::Exhausted { .. })));
     }
 }

@@ -1,20 +1,21 @@
-//! What goes wrong on disk, with the path it went wrong at.
+//! The backend's failures, each with the path that it is about.
 
 use std::{
-    fmt, io,
+    io,
     path::{Path, PathBuf},
 };
 
 use lockkit_core::Error;
 use rustix::io::Errno;
+use tokio::runtime::Handle;
 
 use crate::NAME;
 
-pub(crate) type Result<T, E = Fault> = std::result::Result<T, E>;
+pub(crate) type Result<T, E = FileError> = std::result::Result<T, E>;
 
-/// A failure that does not know yet which operation it made fail.
+/// A failure, before it is known which operation it made fail.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Fault {
+pub(crate) enum FileError {
     #[error("cannot {doing} {}", .path.display())]
     Io {
         doing: &'static str,
@@ -22,7 +23,7 @@ pub(crate) enum Fault {
         source: io::Error,
     },
     #[error("{} is {found}, not {wanted}; choose another directory, or remove it", .path.display())]
-    NotOurs {
+    WrongType {
         path: PathBuf,
         found: &'static str,
         wanted: &'static str,
@@ -40,21 +41,21 @@ pub(crate) enum Fault {
     #[error("{} was replaced again and again while it was being locked", .path.display())]
     Replaced { path: PathBuf },
     #[error("{} stayed locked by another process for over {waited_ms} ms; it may be stopped", .path.display())]
-    LedgerBusy { path: PathBuf, waited_ms: u64 },
+    StillLocked { path: PathBuf, waited_ms: u64 },
     #[error("it has to wait, which it may not where it runs")]
-    Waits,
+    NeedsWorker,
     #[error("the worker thread ended before it was done")]
-    Worker,
+    WorkerDied,
     #[error("it was granted, and given up when nobody had taken it for as long as its ttl")]
-    Untaken,
+    GrantExpired,
     #[error("this must be awaited within a Tokio runtime")]
     NoRuntime,
     #[error("{reason}")]
-    Permits { reason: String },
+    PermitsInUse { reason: String },
 }
 
-impl Fault {
-    /// For `map_err`: what was being done to which path.
+impl FileError {
+    /// Returns what `map_err` needs for a failure of `doing` something to `path`.
     pub(crate) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io {
             doing,
@@ -63,29 +64,27 @@ impl Fault {
         }
     }
 
-    /// Without a runtime there are no worker threads, and asking for one would panic.
-    pub(crate) fn unless_in_a_runtime() -> Result<()> {
-        tokio::runtime::Handle::try_current()
-            .map(drop)
-            .map_err(|_| Self::NoRuntime)
+    /// Fails outside of a runtime, where asking for a worker thread would panic.
+    pub(crate) fn require_runtime() -> Result<()> {
+        Handle::try_current().map(drop).map_err(|_| Self::NoRuntime)
     }
 
-    /// As the caller of `operation` is told.
-    pub(crate) fn during(self, operation: &'static str) -> Error {
-        if let Self::Permits { reason } = self {
+    /// Converts it to the error that `operation` returns.
+    pub(crate) fn into_error(self, operation: &'static str) -> Error {
+        if let Self::PermitsInUse { reason } = self {
             return Error::invalid_option("permits", reason);
         }
-        if self.may_pass() {
+        if self.is_transient() {
             Error::transient(NAME, operation, self)
         } else {
             Error::permanent(NAME, operation, self)
         }
     }
 
-    /// A full disk does not count as passing: whoever waits should hear of it rather than wait for a clean-up.
-    fn may_pass(&self) -> bool {
+    /// A full disk is not transient: a waiter should hear of it rather than wait for a clean-up.
+    fn is_transient(&self) -> bool {
         match self {
-            Self::Replaced { .. } | Self::LedgerBusy { .. } | Self::Worker | Self::Untaken => true,
+            Self::Replaced { .. } | Self::StillLocked { .. } | Self::WorkerDied | Self::GrantExpired => true,
             Self::Io { source, .. } => {
                 matches!(
                     source.kind(),
@@ -99,28 +98,5 @@ impl Fault {
             }
             _ => false,
         }
-    }
-}
-
-/// Which file system object a path or a descriptor stands for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Inode {
-    device: u64,
-    number: u64,
-}
-
-impl Inode {
-    pub(crate) fn of(metadata: &std::fs::Metadata) -> Self {
-        use std::os::unix::fs::MetadataExt;
-        Self {
-            device: metadata.dev(),
-            number: metadata.ino(),
-        }
-    }
-}
-
-impl fmt::Debug for Inode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.device, self.number)
     }
 }

@@ -1,0 +1,271 @@
+//! `spi::Backend`: the locks of one directory.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use lockkit_core::{
+    Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
+};
+use tokio::task::spawn_blocking;
+
+use crate::{
+    NAME, blocking_claim::ClaimSpec, claim::FileClaim, config::FileConfig, disk_pace::DiskPace,
+    error::FileError, inspect, layout::Layout, mutex::Mutex, token_record::Grantee, watch::Watcher,
+};
+
+/// The largest semaphore: finding a free permit means trying each.
+const MAX_PERMITS: u32 = 10_000;
+/// Long, as each retry wakes two threads of a sleeping process, and a hundred processes may wait.
+const POLL_WATCHED: Duration = Duration::from_secs(10);
+const POLL_UNWATCHED: Duration = Duration::from_millis(25);
+
+/// Locks between the processes of one host.
+///
+/// A hold is an advisory lock of the operating system on a file. It ends with its process, however the process ends, and
+/// needs no lease. Fencing tokens keep rising after a crash of the host: a number above them is on disk before they are
+/// granted. Waiters are granted in turn. On Linux, inotify wakes them. On other systems, and where the user has no inotify
+/// instance left, they poll.
+///
+/// It serves one host only, also on a network file system, and cannot end another process's hold. A stopped holder keeps
+/// its lock until it is continued or killed. If the file of a held lock is deleted, the holder learns that the lock is lost,
+/// but another may be granted first.
+pub struct FileBackend {
+    layout: Arc<Layout>,
+    namespace: Arc<str>,
+    poll: Option<Duration>,
+    watcher: Mutex<Option<Arc<Watcher>>>,
+    pace: Arc<DiskPace>,
+    watched: bool,
+}
+
+impl FileBackend {
+    /// Opens the directory, or creates it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a value that cannot be kept. [`Error::Backend`], naming the path, if the directory
+    /// cannot be created, read or written, or if it or the namespace in it is a symbolic link or no directory.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await. A created directory stays.
+    pub async fn open(config: FileConfig) -> Result<Self> {
+        config.check()?;
+        let FileConfig { dir, namespace, poll } = config;
+        let namespace: Arc<str> = namespace.into();
+        let inner = Arc::clone(&namespace);
+        let layout = blocking(move || Layout::open(&dir, &inner))
+            .await
+            .map_err(|error| error.into_error("connect"))?;
+        let watcher = Watcher::new(layout.ancestors())
+            .inspect_err(|error| tracing::debug!(%error, "no inotify; waiters poll"))
+            .ok();
+        Ok(Self {
+            layout: Arc::new(layout),
+            namespace,
+            poll,
+            watched: watcher.is_some(),
+            watcher: Mutex::new(watcher.map(Arc::new)),
+            pace: Arc::default(),
+        })
+    }
+
+    async fn holders(&self, name: &LockName, kind: LockKind) -> Result<Vec<Grantee>> {
+        let files = self.layout.files(name, kind);
+        let asked = name.clone();
+        blocking(move || inspect::holders(&files, &asked, kind))
+            .await
+            .map_err(|error| error.into_error("inspect"))
+    }
+}
+
+#[async_trait]
+impl Backend for FileBackend {
+    fn info(&self) -> BackendInfo {
+        let mut capabilities = Capabilities::default();
+        capabilities.shared = true;
+        capabilities.permits = true;
+        capabilities.notified = self.watched;
+        capabilities.local_handoffs = true;
+        capabilities.fencing = FencingDurability::Durable;
+        let mut info = BackendInfo::new(NAME, self.layout.url());
+        info.namespace = Arc::clone(&self.namespace);
+        info.capabilities = capabilities;
+        let poll = if self.watched {
+            POLL_WATCHED
+        } else {
+            POLL_UNWATCHED
+        };
+        info.fallback_poll = self.poll.unwrap_or(poll);
+        info
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        if let Mode::Permits(permits) = request.mode
+            && permits.get() > MAX_PERMITS
+        {
+            return Err(Error::invalid_option(
+                "permits",
+                format!("{permits} is more than the {MAX_PERMITS} that a file semaphore can have"),
+            ));
+        }
+        Ok(Box::new(FileClaim::new(ClaimSpec {
+            request: request.clone(),
+            files: self.layout.files(&request.name, request.mode.kind()),
+            watcher: self.watcher.lock().clone(),
+            poll: self.poll.unwrap_or(POLL_UNWATCHED),
+            pace: Arc::clone(&self.pace),
+        })))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+        let holders = self.holders(name, kind).await?;
+        let holders = holders
+            .into_iter()
+            .map(|holder| Holder::new(FencingToken::new(holder.token), holder.label, None))
+            .collect();
+        Ok(LockState::new(holders, None))
+    }
+
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+        let holders = self.holders(name, kind).await?;
+        let Some(holder) = holders.iter().find(|holder| holder.token == token.get()) else {
+            return Ok(false);
+        };
+        Err(Error::unsupported(
+            NAME,
+            format!(
+                "ending another process's hold of `{name}`; end process {}, or what it started",
+                holder.pid
+            ),
+        ))
+    }
+
+    async fn close(&self) -> Result<()> {
+        *self.watcher.lock() = None;
+        Ok(())
+    }
+}
+
+impl fmt::Debug for FileBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileBackend")
+            .field("server", &self.layout.url())
+            .field("namespace", &self.namespace)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Runs `work` on a worker thread.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, FileError> + Send + 'static,
+) -> Result<T, FileError> {
+    FileError::require_runtime()?;
+    spawn_blocking(work).await.unwrap_or(Err(FileError::WorkerDied))
+}
+
+#[cfg(test)]
+mod tests {
+    use lockkit_core::spi::{OwnerId, Renewal};
+
+    use super::*;
+    use crate::queue;
+
+    async fn claim(backend: &FileBackend, owner: u128) -> Box<dyn Claim> {
+        let request = ClaimRequest::new(
+            LockName::new("n").unwrap(),
+            Mode::Exclusive,
+            Duration::from_secs(30),
+            OwnerId::new(owner),
+        );
+        backend.claim(&request).await.unwrap()
+    }
+
+    /// A holder whose runtime has ended keeps its lock until it learns that it is lost.
+    #[test]
+    fn work_that_never_begins_frees_nothing() {
+        let runtime = || {
+            tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .unwrap()
+        };
+        let (first, second) = (runtime(), runtime());
+        let ended = first.handle().clone();
+        let dir = tempfile::TempDir::new().unwrap();
+        second.block_on(async {
+            let backend = FileBackend::open(FileConfig::new(dir.path())).await.unwrap();
+            backend.pace.offload_all();
+            let mut holder = claim(&backend, 1).await;
+            assert!(holder.attempt(Duration::ZERO).await.unwrap().is_some());
+            first.shutdown_background();
+            let within = ended.enter();
+            holder.renew().await.unwrap_err();
+            drop(within);
+            let mut rival = claim(&backend, 2).await;
+            let tried = rival.attempt(Duration::ZERO).await.unwrap();
+            assert_eq!(tried, None, "the holder has not learnt of it");
+            assert!(matches!(holder.renew().await.unwrap(), Renewal::Held(_)));
+            holder.release().await.unwrap();
+            assert!(rival.attempt(Duration::ZERO).await.unwrap().is_some());
+        });
+    }
+
+    #[tokio::test]
+    async fn a_waiter_keeps_its_turn_on_a_slow_disk() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let backend = FileBackend::open(FileConfig::new(dir.path())).await.unwrap();
+        let mut claims = [claim(&backend, 1).await, claim(&backend, 2).await];
+        let [holder, waiter] = &mut claims;
+        assert!(holder.attempt(Duration::ZERO).await.unwrap().is_some());
+        backend.pace.offload_all();
+        assert!(waiter.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+        let tickets = || {
+            let entries = std::fs::read_dir(dir.path().join("lockkit/n.queue")).unwrap();
+            entries.map(|entry| entry.unwrap().path()).collect::<Vec<_>>()
+        };
+        let [ticket] = &tickets()[..] else {
+            panic!("one waits")
+        };
+        // For longer than a ticket without heartbeats stays live.
+        let looks = tokio::time::timeout(Duration::from_secs(5), async {
+            loop {
+                waiter.notified().await;
+                assert!(waiter.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+            }
+        });
+        looks.await.unwrap_err();
+        assert!(queue::is_live(ticket).unwrap());
+    }
+
+    #[tokio::test]
+    async fn without_inotify_a_waiter_polls() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let mut backend = FileBackend::open(FileConfig::new(dir.path())).await.unwrap();
+        backend.watched = false;
+        backend.watcher = Mutex::new(None);
+        let info = backend.info();
+        assert!(!info.capabilities.notified);
+        assert_eq!(info.fallback_poll, POLL_UNWATCHED);
+
+        let mut claims = [claim(&backend, 1).await, claim(&backend, 2).await];
+        let [holder, waiter] = &mut claims;
+        assert!(holder.attempt(Duration::ZERO).await.unwrap().is_some());
+        let started = std::time::Instant::now();
+        let mut denied = 0;
+        // Beyond the burst, only the poll is left.
+        while denied < 12 {
+            assert!(waiter.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+            waiter.notified().await;
+            denied += 1;
+        }
+        let looked = started.elapsed();
+        assert!(looked > 6 * POLL_UNWATCHED, "a poll is no event: {looked:?}");
+        holder.release().await.unwrap();
+        let wait = async {
+            while waiter.attempt(Duration::from_secs(1)).await.unwrap().is_none() {
+                waiter.notified().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), wait).await.unwrap();
+    }
+}

@@ -1,0 +1,291 @@
+//! The directory: what is created there, and what may be wrong with it.
+
+use std::{
+    ffi::OsStr,
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use lockkit_core::{
+    Error, LockKind,
+    spi::{Backend, Mode, chain},
+};
+use lockkit_file::{FileBackend, FileConfig};
+use tempfile::TempDir;
+
+use crate::fixture::{DIR, Mounted, PATIENCE, ROLE, TRY, claim, files, granted, name, open, permits};
+
+async fn refusal(dir: impl Into<PathBuf>) -> Error {
+    FileBackend::open(FileConfig::new(dir)).await.unwrap_err()
+}
+
+#[tokio::test]
+async fn symbolic_links_and_foreign_files_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let real = dir.path().join("real");
+    fs::create_dir(&real).unwrap();
+    let link = dir.path().join("link");
+    symlink(&real, &link).unwrap();
+    for path in [
+        link.clone(),
+        link.join("."),
+        PathBuf::from(format!("{}/", link.display())),
+    ] {
+        let error = chain(&refusal(&path).await);
+        assert!(error.contains("link is a symbolic link"), "{error}");
+    }
+    symlink(dir.path(), real.join("lockkit")).unwrap();
+    let error = chain(&refusal(&real).await);
+    assert!(error.contains("lockkit is a symbolic link"), "{error}");
+    fs::remove_file(real.join("lockkit")).unwrap();
+
+    let backend = open(&real).await;
+    let target = dir.path().join("target");
+    fs::write(&target, "precious").unwrap();
+    symlink(&target, real.join("lockkit/linked.lock")).unwrap();
+    let error = claim(&backend, "linked", Mode::Exclusive)
+        .await
+        .attempt(TRY)
+        .await
+        .unwrap_err();
+    assert!(
+        chain(&error).contains("linked.lock is a symbolic link"),
+        "{}",
+        chain(&error)
+    );
+    assert!(!error.is_transient());
+    assert_eq!(fs::read_to_string(&target).unwrap(), "precious");
+
+    fs::create_dir(real.join("lockkit/dir.lock")).unwrap();
+    let error = claim(&backend, "dir", Mode::Exclusive)
+        .await
+        .attempt(TRY)
+        .await
+        .unwrap_err();
+    assert!(chain(&error).contains("dir.lock"), "{}", chain(&error));
+
+    fs::write(real.join("lockkit/foreign.lock"), "not ours").unwrap();
+    let error = claim(&backend, "foreign", Mode::Exclusive)
+        .await
+        .attempt(TRY)
+        .await
+        .unwrap_err();
+    assert!(
+        chain(&error).contains("foreign.lock is damaged"),
+        "{}",
+        chain(&error)
+    );
+    assert_eq!(
+        fs::read_to_string(real.join("lockkit/foreign.lock")).unwrap(),
+        "not ours"
+    );
+}
+
+#[tokio::test]
+async fn bad_directories_and_namespaces_are_one_clear_error() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    let error = refusal(&file).await;
+    assert!(
+        chain(&error).contains("file is a file, not a directory"),
+        "{}",
+        chain(&error)
+    );
+    let error = refusal(file.join("below")).await;
+    assert!(
+        chain(&error).contains(file.join("below").to_str().unwrap()),
+        "{}",
+        chain(&error)
+    );
+    for namespace in ["a/b", "a b", "é", "a:b", &"x".repeat(81)] {
+        let mut config = FileConfig::new(dir.path());
+        config.namespace = namespace.to_owned();
+        let error = FileBackend::open(config).await.unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::InvalidOptions {
+                    option: "namespace",
+                    ..
+                }
+            ),
+            "{namespace}: {error}"
+        );
+    }
+    for namespace in [".", "..", "CON", "A"] {
+        let mut config = FileConfig::new(dir.path().join("sub"));
+        config.namespace = namespace.to_owned();
+        let backend = FileBackend::open(config).await.unwrap();
+        granted(&mut claim(&backend, "n", Mode::Exclusive).await).await;
+    }
+    assert_eq!(
+        fs::read_dir(dir.path()).unwrap().count(),
+        2,
+        "nothing beside the directory"
+    );
+    assert_eq!(fs::read_dir(dir.path().join("sub")).unwrap().count(), 4);
+}
+
+#[tokio::test]
+async fn created_files_are_for_their_owner_alone() {
+    let parent = TempDir::new().unwrap();
+    let dir = parent.path().join("made/here");
+    let backend = open(&dir).await;
+    granted(&mut claim(&backend, "n", Mode::Shared).await).await;
+    granted(&mut claim(&backend, "n", permits(2)).await).await;
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    for path in [&dir, &dir.join("lockkit"), &dir.join("lockkit/n.readers")] {
+        assert_eq!(mode(path), 0o700, "{}", path.display());
+    }
+    for path in files(&dir) {
+        assert_eq!(mode(&path), 0o600, "{}", path.display());
+    }
+    let real = dir.canonicalize().unwrap();
+    let server = format!("file://{}", real.display());
+    assert!(
+        backend.info().server.eq_ignore_ascii_case(&server),
+        "{} {server}",
+        backend.info().server
+    );
+
+    let there = parent.path().join("there");
+    fs::create_dir(&there).unwrap();
+    fs::set_permissions(&there, fs::Permissions::from_mode(0o750)).unwrap();
+    open(&there).await;
+    assert_eq!(mode(&there), 0o750, "an existing directory is left as it was");
+}
+
+#[tokio::test]
+async fn a_read_only_directory_is_one_clear_error() {
+    let dir = TempDir::new().unwrap();
+    // Root may write anywhere but on a read-only file system.
+    let _mounted = if rustix::process::getuid().is_root() {
+        let Some(mounted) = Mounted::new(dir.path(), "size=64k") else {
+            let error = refusal("/proc/lockkit").await;
+            println!("root without the right to mount: tried /proc in place of a read-only file system");
+            assert!(chain(&error).contains("/proc/lockkit"), "{}", chain(&error));
+            return;
+        };
+        open(dir.path()).await;
+        mounted.again("remount,ro");
+        Some(mounted)
+    } else {
+        open(dir.path()).await;
+        for path in [dir.path().join("lockkit"), dir.path().to_owned()] {
+            fs::set_permissions(path, fs::Permissions::from_mode(0o500)).unwrap();
+        }
+        None
+    };
+    let error = refusal(dir.path()).await;
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o700)).ok();
+    assert!(!error.is_transient());
+    assert!(
+        chain(&error).contains(dir.path().to_str().unwrap()),
+        "{}",
+        chain(&error)
+    );
+}
+
+#[tokio::test]
+async fn no_room_for_the_token_is_an_error_and_no_hold() {
+    let dir = TempDir::new().unwrap();
+    // A limit of no bytes per file fails like a full disk, and needs no privilege.
+    let done = Command::new("sh")
+        .args([
+            "-c",
+            "trap '' XFSZ; ulimit -f 0; exec \"$0\" --exact fixture::other_process --nocapture",
+        ])
+        .arg(std::env::current_exe().unwrap())
+        .envs([(ROLE, OsStr::new("full")), (DIR, dir.path().as_os_str())])
+        .stderr(Stdio::inherit())
+        .stdout(Stdio::piped())
+        .output()
+        .unwrap();
+    let said = String::from_utf8(done.stdout).unwrap();
+    assert!(
+        said.contains("cannot write to") && said.contains("n.lock"),
+        "{said}"
+    );
+    let backend = open(dir.path()).await;
+    assert!(
+        backend
+            .inspect(&name("n"), LockKind::Lock)
+            .await
+            .unwrap()
+            .is_free()
+    );
+    granted(&mut claim(&backend, "n", Mode::Exclusive).await).await;
+}
+
+#[tokio::test]
+async fn a_full_disk_is_an_error_and_no_hold() {
+    let dir = TempDir::new().unwrap();
+    let Some(_mounted) = Mounted::new(dir.path(), "size=64k") else {
+        println!("cannot mount: left to no_room_for_the_token_is_an_error_and_no_hold");
+        return;
+    };
+    let backend = open(dir.path()).await;
+    let filler = dir.path().join("filler");
+    for mode in [Mode::Exclusive, Mode::Shared, permits(2)] {
+        assert!(fs::write(&filler, vec![1; 1 << 20]).is_err(), "the disk is full");
+        let mut denied = claim(&backend, "n", mode).await;
+        let error = denied.attempt(PATIENCE).await.unwrap_err();
+        assert!(!error.is_transient());
+        assert!(chain(&error).contains("o space left"), "{}", chain(&error));
+        let kind = mode.kind();
+        assert!(backend.inspect(&name("n"), kind).await.unwrap().is_free());
+        fs::remove_file(&filler).unwrap();
+        let mut next = claim(&backend, "n", mode).await;
+        assert!(
+            next.attempt(TRY).await.unwrap().is_some(),
+            "the one that failed holds nothing"
+        );
+        next.release().await.unwrap();
+        denied.release().await.unwrap();
+        for file in files(dir.path()) {
+            fs::remove_file(file).unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn names_with_one_hash_are_told_apart() {
+    let dir = TempDir::new().unwrap();
+    let backend = open(dir.path()).await;
+    let [one, other] = ["a".repeat(1_000), "b".repeat(1_000)];
+    for (name, mode) in [(&one, Mode::Exclusive), (&one, permits(1))] {
+        let mut claim = claim(&backend, name, mode).await;
+        granted(&mut claim).await;
+        claim.release().await.unwrap();
+    }
+    let taken = files(dir.path());
+    for mode in [Mode::Exclusive, permits(1)] {
+        let mut claim = claim(&backend, &other, mode).await;
+        granted(&mut claim).await;
+        claim.release().await.unwrap();
+    }
+    let extension = |path: &PathBuf| path.extension().map(OsStr::to_owned);
+    for path in files(dir.path()) {
+        if !taken.contains(&path) && extension(&path).is_some() {
+            let forged = taken
+                .iter()
+                .find(|old| extension(old) == extension(&path))
+                .unwrap();
+            fs::copy(forged, path).unwrap();
+        }
+    }
+    for mode in [Mode::Exclusive, Mode::Shared, permits(1)] {
+        let error = claim(&backend, &other, mode)
+            .await
+            .attempt(TRY)
+            .await
+            .unwrap_err();
+        assert!(!error.is_transient());
+        assert!(chain(&error).contains("belongs to the lock"), "{}", chain(&error));
+        let error = backend.inspect(&name(&other), mode.kind()).await.unwrap_err();
+        assert!(chain(&error).contains("belongs to the lock"), "{}", chain(&error));
+    }
+}
