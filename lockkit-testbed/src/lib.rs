@@ -11,7 +11,7 @@
 //! - [`Proxy`]: a TCP proxy that loses replies, delays, cuts and resets on command.
 //! - [`Peer`]: a program that holds locks by another library.
 //! - [`eventually`]: waits for a condition, so that no test waits for time to pass.
-//! - [`skipped`]: whether to go without a test for want of its server.
+//! - [`skipped`]: skips a test whose server is missing.
 //!
 //! Whatever starts or ends a process blocks for some milliseconds up to some seconds and may be called from anywhere,
 //! an async test included: the proxy runs on a thread of its own.
@@ -20,21 +20,21 @@ mod alarm;
 mod certificates;
 mod clock;
 mod directory;
-mod gate;
 pub mod mysql;
 mod peer;
 mod port;
 mod process;
 mod proxy;
 pub mod redis;
+mod skip;
 mod wait;
 pub mod zookeeper;
 
 pub use certificates::Certificates;
 pub use clock::Clock;
-pub use gate::skipped;
 pub use peer::{Peer, missing_python};
 pub use port::Port;
 pub use process::Process;
 pub use proxy::{Counts, Mode, Proxy, Traffic};
+pub use skip::skipped;
 pub use wait::eventually;

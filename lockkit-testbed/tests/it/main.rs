@@ -2,11 +2,11 @@
 
 mod clock;
 mod echo;
-mod gate;
 mod mysql;
 mod port;
 mod process;
 mod proxy;
 mod redis;
+mod skip;
 mod until;
 mod zookeeper;

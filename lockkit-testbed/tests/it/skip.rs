@@ -2,9 +2,9 @@ use std::process::Command;
 
 use lockkit_testbed::{redis, skipped};
 
-const HELPER: &str = "LOCKKIT_TESTBED_GATE";
+const HELPER: &str = "LOCKKIT_TESTBED_SKIP";
 
-/// Started again by the test below, with another environment.
+/// Run again by the tests below, with another environment.
 #[test]
 fn helper_without_a_server() {
     if std::env::var_os(HELPER).is_none() {
@@ -13,10 +13,10 @@ fn helper_without_a_server() {
     assert!(skipped("redis", redis::missing()));
 }
 
-/// What becomes of a test on a machine without servers, and what it says.
+/// Runs the test above on a machine without servers. Returns whether it passed, and its output.
 fn without_servers(required: &str) -> (bool, String) {
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "gate::helper_without_a_server"])
+        .args(["--exact", "skip::helper_without_a_server"])
         .env(HELPER, "1")
         .env("PATH", "/nonexistent")
         .env("LOCKKIT_REQUIRE", required)
@@ -32,7 +32,7 @@ fn a_missing_server_skips_aloud_unless_it_is_required() {
         let (passed, said) = without_servers(required);
         assert!(passed, "{said}");
         assert!(
-            said.contains("skipped: gate::helper_without_a_server: redis-server"),
+            said.contains("skipped: skip::helper_without_a_server: redis-server"),
             "{said}"
         );
         assert!(said.contains("apt-get install redis-server"), "{said}");

@@ -1,7 +1,7 @@
 use std::io::Write;
 
-/// Whether a test is to be skipped because the server it needs is missing, for the reason given: `true` after saying
-/// so on standard error.
+/// Returns whether a test has to be skipped because its server is missing, and then says so on standard error, with the
+/// given reason.
 ///
 /// ```
 /// # use lockkit_testbed::{redis, skipped};
@@ -23,7 +23,7 @@ pub fn skipped(backend: &str, missing: Option<String>) -> bool {
         .map(str::trim)
         .any(|name| name == backend || name == "all");
     assert!(!required, "LOCKKIT_REQUIRE names {backend}: {missing}");
-    // Past libtest's capture, which hides what a test that passes prints.
+    // Not captured by libtest, which hides the output of a test that passes.
     let test = std::thread::current().name().unwrap_or("a test").to_owned();
     let _ = writeln!(std::io::stderr(), "skipped: {test}: {missing}");
     true
