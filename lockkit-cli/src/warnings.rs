@@ -86,9 +86,9 @@ mod tests {
     #[test]
     fn only_what_lockkit_warns_of_is_shown() {
         tracing::subscriber::with_default(Warnings, || {
-            let shown = tracing::event_enabled!(target: "lockkit_redis::link", Level::WARN);
+            let shown = tracing::event_enabled!(target: "lockkit_redis::connection", Level::WARN);
             let others = tracing::event_enabled!(target: "sqlx::query", Level::WARN);
-            let less = tracing::event_enabled!(target: "lockkit_redis::link", Level::INFO);
+            let less = tracing::event_enabled!(target: "lockkit_redis::connection", Level::INFO);
             assert_eq!((shown, others, less), (true, false, false));
         });
     }

@@ -12,12 +12,11 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 
 use crate::{
     RedisConfig,
-    claim::{BEHIND, RedisClaim},
-    dial::Dialler,
+    claim::{FOLLOWER_DELAY, RedisClaim},
+    connect::Connector,
+    connection::{Inbox, ManagedConnection},
     error::{NAME, unexpected},
-    layout,
-    link::{Inbox, Link},
-    script,
+    layout, script,
 };
 
 /// A waiter is woken by a push, asks when the lease before it runs out, and asks anew after a reconnection. This is
@@ -31,7 +30,7 @@ fn renews_meanwhile(runtime: &Handle) -> bool {
 }
 
 /// For how long a lock that was passed on waits for its new holder: `CLAIM` of the scripts.
-pub(crate) const PASSED_ON: Duration = Duration::from_secs(3);
+pub(crate) const HANDOFF_TTL: Duration = Duration::from_secs(3);
 
 /// A hold that is passed on within its client has another token, which the server is told within a few milliseconds. How long
 /// a revocation waits for that, and how often it looks.
@@ -53,10 +52,10 @@ pub struct RedisBackend {
 
 /// What the claims of a client share.
 pub(crate) struct Shared {
-    pub(crate) link: Arc<Link>,
+    pub(crate) link: Arc<ManagedConnection>,
     /// A connection to wait for replicas on, since that keeps everything behind it waiting, too; how many have to
     /// follow, and within which time.
-    pub(crate) replicas: Option<(Arc<Link>, u32, Duration)>,
+    pub(crate) replicas: Option<(Arc<ManagedConnection>, u32, Duration)>,
     pub(crate) inbox: Inbox,
     pub(crate) namespace: Arc<str>,
 }
@@ -89,17 +88,17 @@ impl RedisBackend {
             let reason = "this must be awaited within a Tokio runtime";
             return Err(Error::permanent(NAME, "connect", reason));
         };
-        let dialler = Dialler::new(&config)?;
+        let connector = Connector::new(&config)?;
         let inbox = Inbox {
             client: layout::new_client(renews_meanwhile(&runtime)).into(),
-            places: Arc::default(),
+            wakeups: Arc::default(),
             master: None,
         };
-        let link = Link::open(dialler.clone(), Some(inbox.clone())).await?;
+        let link = ManagedConnection::open(connector.clone(), Some(inbox.clone())).await?;
         let replicas = match config.replicas {
             0 => None,
             replicas => Some((
-                Link::open(dialler, None).await?,
+                ManagedConnection::open(connector, None).await?,
                 replicas,
                 config.replicas_timeout,
             )),
@@ -117,9 +116,9 @@ impl RedisBackend {
     }
 }
 
-fn warn_of_eviction(link: &Link) -> Result<()> {
-    let live = link.live("connect")?;
-    let policy = &live.dialled().eviction;
+fn warn_of_eviction(link: &ManagedConnection) -> Result<()> {
+    let live = link.current("connect")?;
+    let policy = &live.server().eviction;
     if !policy.is_empty() && policy != "noeviction" {
         tracing::warn!(
             backend = NAME,
@@ -153,7 +152,7 @@ impl Backend for RedisBackend {
     /// died as well, those behind it ask 5 s later; and if the server has not noticed that, as when a host crashes, what
     /// is passed to the dead lapses after another 3 s.
     fn dead_holder_bound(&self, ttl: Duration) -> Duration {
-        ttl.saturating_add(ttl / 100 + BEHIND + PASSED_ON)
+        ttl.saturating_add(ttl / 100 + FOLLOWER_DELAY + HANDOFF_TTL)
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {

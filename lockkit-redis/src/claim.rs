@@ -16,17 +16,17 @@ use redis::Value;
 use tokio::time::Instant;
 
 use crate::{
-    backend::{PASSED_ON, Shared},
+    backend::{HANDOFF_TTL, Shared},
+    connection::ALIVE_FOR,
     error::{NAME, unexpected},
     layout::{self, Record},
-    link::BELIEVED,
-    place::Place,
     script::{self, Call},
+    wakeup::Wakeup,
 };
 
 /// Those behind the head are told when they become it. This is by how much later they ask than it, if that was lost, or if
 /// it has died.
-pub(crate) const BEHIND: Duration = Duration::from_secs(5);
+pub(crate) const FOLLOWER_DELAY: Duration = Duration::from_secs(5);
 
 pub(crate) struct RedisClaim {
     shared: Arc<Shared>,
@@ -36,20 +36,20 @@ pub(crate) struct RedisClaim {
     /// How many tokens to reserve from when the lock is known to be contended.
     most_tokens: NonZeroU32,
     /// Where pushes for it arrive, from when it first may get one.
-    place: Option<Arc<Place>>,
+    wakeup: Option<Arc<Wakeup>>,
     queued: bool,
     /// It may have a place in the queue at the server, for it has been asking for one.
-    asked: bool,
+    may_be_queued: bool,
     /// Until when it was last known to hold.
-    until: Option<Instant>,
+    held_until: Option<Instant>,
     /// The token of its hold, while it holds.
     token: Option<u64>,
     /// The one that the server has been told.
-    said: Option<u64>,
+    token_published: Option<u64>,
     /// Since it was last renewed, or tried to be, its token has changed, or it was passed a lease that is short.
-    is_to_renew: bool,
+    renew_soon: bool,
     /// When it was asked for, if it was had at once and has not been renewed since.
-    taken: Option<Instant>,
+    granted_at_once: Option<Instant>,
 }
 
 /// The answer to an attempt.
@@ -58,7 +58,7 @@ enum Answer {
     Granted(u64, NonZeroU32),
     Taken {
         /// In the queue.
-        place: Option<u64>,
+        position: Option<u64>,
         /// Of the lease of whoever holds it.
         left: Option<Duration>,
         foreign: bool,
@@ -82,25 +82,25 @@ impl RedisClaim {
             most_tokens,
             request,
             shared,
-            place: None,
+            wakeup: None,
             queued: false,
-            asked: false,
-            until: None,
+            may_be_queued: false,
+            held_until: None,
             token: None,
-            said: None,
-            is_to_renew: false,
-            taken: None,
+            token_published: None,
+            renew_soon: false,
+            granted_at_once: None,
         }
     }
 
-    fn place(&mut self) -> &Arc<Place> {
+    fn wakeup(&mut self) -> &Arc<Wakeup> {
         let Self {
             shared,
             request,
-            place,
+            wakeup,
             ..
         } = self;
-        place.get_or_insert_with(|| shared.inbox.places.add(request.owner))
+        wakeup.get_or_insert_with(|| shared.inbox.wakeups.add(request.owner))
     }
 
     /// The lease that a reply to a request sent at `since` proves.
@@ -123,13 +123,13 @@ impl RedisClaim {
 
     /// What the server knows the hold by, as far as this client knows.
     fn value(&self) -> String {
-        self.record.with_token(self.said.unwrap_or_default())
+        self.record.with_token(self.token_published.unwrap_or_default())
     }
 
     fn set_queued(&mut self, queued: bool) {
         if self.queued != queued {
             self.queued = queued;
-            let count = self.shared.inbox.places.queued();
+            let count = self.shared.inbox.wakeups.queued();
             if queued {
                 count.fetch_add(1, Ordering::Relaxed);
             } else {
@@ -143,31 +143,31 @@ impl RedisClaim {
     /// The lease counts from when the last request was sent that was answered before the push. The server has passed it on
     /// later than it answered that, since one connection keeps their order. What came on the connection before says nothing
     /// any more: this claim may have asked again on the one there is now.
-    fn take_up(&mut self) -> Option<Grant> {
+    fn grant_from_push(&mut self) -> Option<Grant> {
         /// For its first renewal.
         const ENOUGH: Duration = Duration::from_secs(1);
 
-        let passed = self.place.as_ref()?.take_up()?;
+        let passed = self.wakeup.as_ref()?.take_push()?;
         if !self.request.renews || self.shared.replicas.is_some() {
             return None;
         }
-        let ttl = Duration::from_millis(self.ttl_ms()).min(PASSED_ON);
+        let ttl = Duration::from_millis(self.ttl_ms()).min(HANDOFF_TTL);
         let lease = Self::lease_of(ttl, passed.heard.since);
         let left = lease.end()?.saturating_duration_since(Instant::now());
         if left < ENOUGH || self.shared.link.number() != Some(passed.heard.on) {
             return None;
         }
-        let grant = self.holds(passed.token, self.most_tokens, lease);
-        self.is_to_renew = true;
+        let grant = self.begin_hold(passed.token, self.most_tokens, lease);
+        self.renew_soon = true;
         Some(grant)
     }
 
-    async fn ask(&mut self, waits: bool) -> Result<Answer> {
+    async fn request_lock(&mut self, waits: bool) -> Result<Answer> {
         // What is not sent leaves nothing.
-        let live = self.shared.link.live("acquire")?;
-        let alone = self.request.mode == Mode::Exclusive && !self.asked;
-        self.asked |= waits;
-        self.place().begin();
+        let live = self.shared.link.current("acquire")?;
+        let alone = self.request.mode == Mode::Exclusive && !self.may_be_queued;
+        self.may_be_queued |= waits;
+        self.wakeup().begin();
         let mut call = script::ACQUIRE.call(&self.key);
         call.arg(&*self.record.template())
             .arg(self.request.tokens.get())
@@ -182,8 +182,8 @@ impl RedisClaim {
         let reply = self.shared.link.run_on(&live, "acquire", call).await?;
         match &reply {
             Value::Int(token) if *token > 0 => {
-                self.asked = false;
-                self.taken = Some(since);
+                self.may_be_queued = false;
+                self.granted_at_once = Some(since);
                 Ok(Answer::Granted(token.unsigned_abs(), self.request.tokens))
             }
             Value::Array(parts) => match &**parts {
@@ -192,8 +192,8 @@ impl RedisClaim {
                     let tokens = tokens.ok_or_else(|| unexpected("acquire", &reply))?;
                     Ok(Answer::Granted(first.unsigned_abs(), tokens))
                 }
-                [Value::Int(place), Value::Int(left), Value::Int(foreign)] => Ok(Answer::Taken {
-                    place: u64::try_from(*place).ok(),
+                [Value::Int(position), Value::Int(left), Value::Int(foreign)] => Ok(Answer::Taken {
+                    position: u64::try_from(*position).ok(),
                     left: u64::try_from(*left).ok().map(Duration::from_millis),
                     foreign: *foreign == 1,
                 }),
@@ -208,18 +208,21 @@ impl RedisClaim {
 
     /// Gives up a short hold that was had at once: most likely, nobody has come since, and the server can do without a
     /// script. `false` if that is not enough: somebody waits, it is gone, or the server has no such command.
-    async fn untake(&self) -> Result<bool> {
+    async fn delete_short_hold(&self) -> Result<bool> {
         /// For one that lasts, to look for waiters is worth what it costs: asked for in vain, this makes them wait longer.
         const SHORT: Duration = Duration::from_millis(5);
 
-        if self.taken.is_none_or(|taken| taken.elapsed() > SHORT) {
+        if self
+            .granted_at_once
+            .is_none_or(|asked_at| asked_at.elapsed() > SHORT)
+        {
             return Ok(false);
         }
         self.shared.link.delete("release", &self.key, &self.value()).await
     }
 
     /// Whether it was held.
-    async fn leave(&self) -> Result<bool> {
+    async fn run_release(&self) -> Result<bool> {
         let mut call = script::RELEASE.call(&self.key);
         call.arg(self.value());
         match self.shared.link.run("release", call).await? {
@@ -236,25 +239,25 @@ impl RedisClaim {
     }
 
     async fn granted(&mut self, first: u64, tokens: NonZeroU32, since: Instant) -> Result<Option<Grant>> {
-        let grant = self.holds(first, tokens, self.lease(since));
+        let grant = self.begin_hold(first, tokens, self.lease(since));
         self.replicate().await?;
         Ok(Some(grant))
     }
 
     /// From now on.
-    fn holds(&mut self, first: u64, tokens: NonZeroU32, lease: Lease) -> Grant {
+    fn begin_hold(&mut self, first: u64, tokens: NonZeroU32, lease: Lease) -> Grant {
         self.set_queued(false);
         if self.request.tokens != tokens {
             self.request.tokens = tokens;
             self.record = Record::new(&self.request, &self.shared.inbox.client);
         }
-        if let Some(place) = &self.place {
-            place.settled();
+        if let Some(wakeup) = &self.wakeup {
+            wakeup.stop();
         }
-        self.until = lease.end();
+        self.held_until = lease.end();
         self.token = Some(first);
-        self.said = Some(first);
-        self.is_to_renew = false;
+        self.token_published = Some(first);
+        self.renew_soon = false;
         Grant {
             tokens: first..=first + u64::from(tokens.get()) - 1,
             lease,
@@ -293,34 +296,34 @@ impl RedisClaim {
     }
 
     /// How long to wait before it asks again although nothing woke it: when the lease before it has run out.
-    fn asks_again_in(place: Option<u64>, left: Option<Duration>, foreign: bool) -> Duration {
+    fn asks_again_in(position: Option<u64>, left: Option<Duration>, foreign: bool) -> Duration {
         /// Foreign clients wake nobody.
         const FOREIGN: Duration = Duration::from_millis(50);
         /// A head that is dead, and would not fit, keeps those behind it waiting who would: until one of them asks when
         /// it is not believed any more.
-        const WATCH: Duration = BELIEVED.saturating_add(Duration::from_secs(1));
+        const WATCH: Duration = ALIVE_FOR.saturating_add(Duration::from_secs(1));
 
         if foreign {
             // Those behind do so for when the head has died.
-            return if place == Some(0) {
+            return if position == Some(0) {
                 FOREIGN.mul_f64(1.0 + fastrand::f64())
             } else {
-                BEHIND
+                FOLLOWER_DELAY
             };
         }
-        let left = left.unwrap_or(BEHIND) + Duration::from_millis(1);
-        match place {
+        let left = left.unwrap_or(FOLLOWER_DELAY) + Duration::from_millis(1);
+        match position {
             Some(0) => left,
             // However many there are, they are not to ask all the time.
-            Some(place) => {
-                (left + BEHIND).min(WATCH.saturating_mul(u32::try_from(place).unwrap_or(u32::MAX)))
+            Some(position) => {
+                (left + FOLLOWER_DELAY).min(WATCH.saturating_mul(u32::try_from(position).unwrap_or(u32::MAX)))
             }
-            None => left + BEHIND,
+            None => left + FOLLOWER_DELAY,
         }
     }
 
     fn loss(&self) -> LossReason {
-        if self.until.is_some_and(|until| until > Instant::now()) {
+        if self.held_until.is_some_and(|end| end > Instant::now()) {
             LossReason::Revoked
         } else {
             LossReason::Expired
@@ -331,21 +334,25 @@ impl RedisClaim {
 #[async_trait]
 impl Claim for RedisClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
-        if let Some(grant) = self.take_up() {
+        if let Some(grant) = self.grant_from_push() {
             return Ok(Some(grant));
         }
         let waits = !patience.is_zero();
         let since = Instant::now();
-        match self.ask(waits).await? {
+        match self.request_lock(waits).await? {
             Answer::Granted(first, tokens) => self.granted(first, tokens, since).await,
-            Answer::Taken { place, left, foreign } => {
+            Answer::Taken {
+                position,
+                left,
+                foreign,
+            } => {
                 if waits {
                     self.set_queued(true);
-                    let after = Self::asks_again_in(place, left, foreign);
+                    let after = Self::asks_again_in(position, left, foreign);
                     let key = self.key.clone();
-                    let own = self.place();
+                    let own = self.wakeup();
                     own.ask_in(after);
-                    if place.is_some_and(|place| place > 0) {
+                    if position.is_some_and(|position| position > 0) {
                         own.waits_behind(&key, foreign);
                     }
                 }
@@ -369,17 +376,17 @@ impl Claim for RedisClaim {
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
-        self.place().begin();
+        self.wakeup().begin();
         // Also if it fails: what is to be done then is not to try again at once.
-        self.is_to_renew = false;
-        self.taken = None;
+        self.renew_soon = false;
+        self.granted_at_once = None;
         let since = Instant::now();
         let reply = self.shared.link.run("renew", self.renewal()).await?;
         match reply {
             Value::Int(1) => {
-                self.said = self.token;
+                self.token_published = self.token;
                 let lease = self.lease(since);
-                self.until = lease.end();
+                self.held_until = lease.end();
                 Ok(Renewal::Held(lease))
             }
             Value::Int(0) => Ok(Renewal::Lost(self.loss())),
@@ -388,15 +395,15 @@ impl Claim for RedisClaim {
     }
 
     async fn release(&mut self) -> Result<()> {
-        let held = self.untake().await? || self.leave().await?;
+        let held = self.delete_short_hold().await? || self.run_release().await?;
         self.set_queued(false);
-        self.asked = false;
+        self.may_be_queued = false;
         let loss = self.loss();
         let was_held = self.token.take().is_some();
-        self.said = None;
-        self.is_to_renew = false;
-        self.taken = None;
-        self.until = None;
+        self.token_published = None;
+        self.renew_soon = false;
+        self.granted_at_once = None;
+        self.held_until = None;
         if was_held && !held {
             return Err(Error::lost(NAME, self.request.name.clone(), loss));
         }
@@ -404,28 +411,28 @@ impl Claim for RedisClaim {
     }
 
     async fn notified(&mut self) {
-        if self.is_to_renew {
+        if self.renew_soon {
             // It is held for long enough to be looked at: a renewal tells the server its token, and prolongs its lease.
             return;
         }
-        self.place().clone().notified().await;
+        self.wakeup().clone().notified().await;
     }
 
     fn passed_on(&mut self, token: FencingToken) {
         self.token = Some(token.get());
-        self.is_to_renew = true;
+        self.renew_soon = true;
     }
 }
 
 impl Drop for RedisClaim {
     fn drop(&mut self) {
         self.set_queued(false);
-        let (places, owner) = (&self.shared.inbox.places, self.request.owner);
-        if self.asked {
-            places.leave_behind(owner, std::mem::take(&mut self.key));
+        let (wakeups, owner) = (&self.shared.inbox.wakeups, self.request.owner);
+        if self.may_be_queued {
+            wakeups.leave_behind(owner, std::mem::take(&mut self.key));
         }
-        if self.place.is_some() {
-            places.remove(owner);
+        if self.wakeup.is_some() {
+            wakeups.remove(owner);
         }
     }
 }

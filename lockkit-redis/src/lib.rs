@@ -11,14 +11,14 @@
 mod backend;
 mod claim;
 mod config;
-mod dial;
-mod drivers;
+mod connect;
+mod connection;
+mod connection_io;
 mod error;
 mod layout;
-mod link;
-mod place;
 mod redlock;
 mod script;
+mod wakeup;
 
 pub use backend::RedisBackend;
 pub use config::RedisConfig;

@@ -13,11 +13,11 @@ use tokio::time::Instant;
 
 use crate::{
     config::RedisConfig,
-    dial::Dialler,
-    drivers::Drivers,
+    connect::Connector,
+    connection::{Connection, Inbox, Supervisor, reason},
+    connection_io::ConnectionIo,
     error::unexpected,
     layout,
-    link::{Inbox, Keeper, Live, reason},
     redlock::{
         NAME, RedlockConfig,
         claim::{RedlockClaim, tally},
@@ -79,7 +79,7 @@ impl RedlockBackend {
         let guard = Arc::new(Guard::new(each.len(), config.max_ttl, config.durable));
         let inbox = Inbox {
             client: format!("{:x}-{:016x}", std::process::id(), fastrand::u64(..)).into(),
-            places: Arc::default(),
+            wakeups: Arc::default(),
             master: None,
         };
         let masters = open(&each, rules, &guard, &inbox).await?;
@@ -132,15 +132,15 @@ async fn look_at_all(guard: &Guard, masters: &Masters, are_new: bool) -> Result<
 
 /// Connects to the masters, all at once. Those that cannot be reached are tried again in the background.
 async fn open(each: &[RedisConfig], rules: Rules, guard: &Arc<Guard>, inbox: &Inbox) -> Result<Vec<Master>> {
-    let drivers = Drivers::start();
+    let drivers = ConnectionIo::start();
     let mut keepers = Vec::new();
     for (n, config) in each.iter().enumerate() {
-        let dialler = Dialler::new(config)?.guarded(guard, n, &drivers);
+        let dialler = Connector::new(config)?.voter(guard, n, &drivers);
         let inbox = Inbox {
             master: Some((n, rules.quorum)),
             ..inbox.clone()
         };
-        keepers.push(Keeper::new(dialler, Some(inbox)));
+        keepers.push(Supervisor::new(dialler, Some(inbox)));
     }
     let dialled = dial_all(&mut keepers, rules, guard).await;
     let mut failures = Failures::default();
@@ -155,7 +155,7 @@ async fn open(each: &[RedisConfig], rules: Rules, guard: &Arc<Guard>, inbox: &In
             Ok(_) => {}
         }
         if let Ok(live) = outcome {
-            warn_of_eviction(&names[n], &live.dialled().eviction);
+            warn_of_eviction(&names[n], &live.server().eviction);
         }
     }
     let reached = dialled.iter().filter(|outcome| outcome.is_ok()).count();
@@ -164,18 +164,18 @@ async fn open(each: &[RedisConfig], rules: Rules, guard: &Arc<Guard>, inbox: &In
     }
     let keepers = keepers.into_iter().zip(dialled).zip(names);
     Ok(keepers
-        .map(|((keeper, first), name)| Master::new(keeper.begin(first), name))
+        .map(|((keeper, first), name)| Master::new(keeper.start(first), name))
         .collect())
 }
 
 /// What came of dialling each. Once there is a quorum, and it is one that has been here before, the others get no more
 /// than another round's time.
-async fn dial_all(keepers: &mut [Keeper], rules: Rules, guard: &Guard) -> Vec<Result<Live>> {
+async fn dial_all(keepers: &mut [Supervisor], rules: Rules, guard: &Guard) -> Vec<Result<Connection>> {
     let mut dialling: Vec<_> = keepers
         .iter_mut()
-        .map(|keeper| Some(Box::pin(keeper.dial())))
+        .map(|keeper| Some(Box::pin(keeper.connect())))
         .collect();
-    let mut outcomes: Vec<Option<Result<Live>>> = dialling.iter().map(|_| None).collect();
+    let mut outcomes: Vec<Option<Result<Connection>>> = dialling.iter().map(|_| None).collect();
     let mut grace: Option<Pin<Box<tokio::time::Sleep>>> = None;
     poll_fn(|cx| {
         for (dial, outcome) in dialling.iter_mut().zip(&mut outcomes) {

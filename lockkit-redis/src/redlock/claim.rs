@@ -13,13 +13,13 @@ use tokio::time::Instant;
 use crate::{
     error::unexpected,
     layout::{self, Record},
-    place::Place,
     redlock::{
         NAME,
         masters::{Answer, Failures, Kind, LAST_TOKEN, Masters, Requests, micros, require_runtime},
         quorum::{Beginning, Confirmation, Defeat, Outcome, QuorumCount, QuorumRound, Report, Step, Vote},
     },
     script::{self, Call},
+    wakeup::Wakeup,
 };
 
 /// For how long one that does not wait goes on while others are ahead with their tokens.
@@ -33,7 +33,7 @@ pub(crate) struct RedlockClaim {
     /// What it says at the masters, as far as is known.
     value: String,
     /// Where hints for it arrive, from when it first may get one.
-    place: Option<Arc<Place>>,
+    place: Option<Arc<Wakeup>>,
     /// From when it asks, in µs of this machine's clock.
     arrival: u64,
     /// It may be listed as waiting.
@@ -87,14 +87,14 @@ impl RedlockClaim {
         }
     }
 
-    fn place(&mut self) -> &Arc<Place> {
+    fn place(&mut self) -> &Arc<Wakeup> {
         let Self {
             masters,
             request,
             place,
             ..
         } = self;
-        place.get_or_insert_with(|| masters.inbox.places.add(request.owner))
+        place.get_or_insert_with(|| masters.inbox.wakeups.add(request.owner))
     }
 
     fn ttl_ms(&self) -> u64 {
@@ -243,7 +243,7 @@ impl RedlockClaim {
         self.listed = false;
         self.divided = 0;
         if let Some(place) = &self.place {
-            place.settled();
+            place.stop();
         }
         self.late = Some(requests);
         self.repairs = 0;
@@ -490,7 +490,7 @@ impl Claim for RedlockClaim {
                 let lease = self.lease(since);
                 self.until = lease.end();
                 if let Some(place) = &self.place {
-                    place.settled();
+                    place.stop();
                 }
                 self.is_short = false;
                 if taken {
@@ -621,7 +621,7 @@ pub(super) async fn tally(
 impl Drop for RedlockClaim {
     fn drop(&mut self) {
         if self.place.is_some() {
-            self.masters.inbox.places.remove(self.request.owner);
+            self.masters.inbox.wakeups.remove(self.request.owner);
         }
     }
 }

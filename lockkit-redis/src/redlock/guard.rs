@@ -185,8 +185,8 @@ impl Guard {
     /// Finds out whether a master has a vote, and gives it one when it is time, or if what it is kept out for `is_nothing`.
     pub(crate) async fn look(&self, masters: &Masters, master: usize, is_nothing: bool) -> Result<()> {
         let link = &masters.all[master].link;
-        let live = link.live("connect")?;
-        let run_id = &live.dialled().run_id;
+        let live = link.current("connect")?;
+        let run_id = &live.server().run_id;
         let Some(seat) = self.seats().get(master).cloned() else {
             return Ok(());
         };

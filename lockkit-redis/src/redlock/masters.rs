@@ -22,8 +22,8 @@ use tokio::{
 };
 
 use crate::{
+    connection::{Connection, Inbox, ManagedConnection, is_unknown_script, reason},
     error::failed,
-    link::{Inbox, Link, Live, is_unknown_script, reason},
     redlock::{
         NAME,
         guard::Guard,
@@ -52,7 +52,7 @@ pub(crate) struct Masters {
 }
 
 pub(crate) struct Master {
-    pub(super) link: Arc<Link>,
+    pub(super) link: Arc<ManagedConnection>,
     /// Host and port.
     pub(super) name: String,
     /// Requests without a reply that nobody waits for any more.
@@ -213,7 +213,7 @@ pub(super) struct Answer {
 pub(super) struct Pending {
     master: usize,
     kind: Kind,
-    live: Arc<Live>,
+    live: Arc<Connection>,
     is_in_full: bool,
     /// It has been handed to the connection.
     is_sent: bool,
@@ -249,9 +249,9 @@ impl Requests {
 
     /// Asks `master`, by what `call` makes for the marker with which it has a vote.
     pub(super) fn ask(&mut self, master: usize, kind: Kind, call: impl FnOnce(&str) -> Call) {
-        match self.masters.all[master].link.live(self.operation) {
+        match self.masters.all[master].link.current(self.operation) {
             Ok(live) => {
-                let call = call(&live.dialled().marker);
+                let call = call(live.server().marker());
                 self.send(master, kind, live, call, false);
             }
             Err(err) => self.answers.push_back(Answer {
@@ -268,7 +268,7 @@ impl Requests {
         }
     }
 
-    fn send(&mut self, master: usize, kind: Kind, live: Arc<Live>, call: Call, is_in_full: bool) {
+    fn send(&mut self, master: usize, kind: Kind, live: Arc<Connection>, call: Call, is_in_full: bool) {
         let (link, on) = (self.masters.all[master].link.clone(), live.clone());
         // A task that has used up its turn is refused the room in the queue to the connection, even if there is some.
         let reply = tokio::task::unconstrained(async move {
@@ -375,7 +375,7 @@ impl Master {
     /// that hangs.
     const MOST: usize = 256;
 
-    pub(super) fn new(link: Arc<Link>, name: String) -> Self {
+    pub(super) fn new(link: Arc<ManagedConnection>, name: String) -> Self {
         Self {
             link,
             name,

@@ -14,8 +14,8 @@ use tokio::{sync::Notify, time::Instant};
 
 /// The claims of one client that a push may be for.
 #[derive(Debug, Default)]
-pub(crate) struct Places {
-    by_owner: Mutex<HashMap<u128, Arc<Place>>>,
+pub(crate) struct Wakeups {
+    by_owner: Mutex<HashMap<u128, Arc<Wakeup>>>,
     queued: AtomicUsize,
     /// Those that are gone and may be in a queue at the server all the same, since it could not be told: in which.
     left_behind: Mutex<HashMap<u128, Vec<u8>>>,
@@ -23,7 +23,7 @@ pub(crate) struct Places {
 
 /// One claim, as far as wake-ups are concerned.
 #[derive(Debug, Default)]
-pub(crate) struct Place {
+pub(crate) struct Wakeup {
     changed: Notify,
     woken: AtomicBool,
     ask_at: Mutex<Option<Instant>>,
@@ -53,12 +53,12 @@ pub(crate) struct Heard {
     pub(crate) since: Instant,
 }
 
-impl Places {
-    fn map(&self) -> MutexGuard<'_, HashMap<u128, Arc<Place>>> {
+impl Wakeups {
+    fn map(&self) -> MutexGuard<'_, HashMap<u128, Arc<Wakeup>>> {
         self.by_owner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn add(&self, owner: OwnerId) -> Arc<Place> {
+    pub(crate) fn add(&self, owner: OwnerId) -> Arc<Wakeup> {
         self.map().entry(owner.get()).or_default().clone()
     }
 
@@ -110,14 +110,14 @@ impl Places {
         let (ms, token) = what.split_once(':').unwrap_or((what, ""));
         let ms: u64 = ms.parse().ok()?;
         let lock = parts.next()?;
-        let place = self.map().get(&owner.get()).cloned();
-        match place {
-            Some(place) if ms == 0 => {
+        let wakeup = self.map().get(&owner.get()).cloned();
+        match wakeup {
+            Some(wakeup) if ms == 0 => {
                 let token = token.parse().ok();
-                *place.passed() = token.zip(heard).map(|(token, heard)| Passed { token, heard });
-                place.wake();
+                *wakeup.passed() = token.zip(heard).map(|(token, heard)| Passed { token, heard });
+                wakeup.wake();
             }
-            Some(place) => place.ask_in(Duration::from_millis(ms)),
+            Some(wakeup) => wakeup.ask_in(Duration::from_millis(ms)),
             None if ms == 0 => return Some((owner, lock)),
             None => {}
         }
@@ -130,36 +130,36 @@ impl Places {
         let mut parts = message.splitn(3, |b| *b == b' ');
         let owner = parts.next().and_then(|owner| std::str::from_utf8(owner).ok());
         let owner = owner.and_then(|owner| u128::from_str_radix(owner, 16).ok());
-        let Some(place) = owner.and_then(|owner| self.map().get(&owner).cloned()) else {
+        let Some(wakeup) = owner.and_then(|owner| self.map().get(&owner).cloned()) else {
             return;
         };
         match parts.next() {
-            Some(b"0") => place.wake(),
-            Some(b"1") => place.told(master, majority),
+            Some(b"0") => wakeup.wake(),
+            Some(b"1") => wakeup.told(master, majority),
             _ => {}
         }
     }
 
     /// Those who wait behind others, and for which lock.
-    pub(crate) fn behind(&self) -> Vec<(OwnerId, Arc<Place>, Vec<u8>)> {
+    pub(crate) fn behind(&self) -> Vec<(OwnerId, Arc<Wakeup>, Vec<u8>)> {
         let map = self.map();
-        let behind = map.iter().filter_map(|(owner, place)| {
-            let (lock, _) = place.lock_behind().clone()?;
-            Some((OwnerId::new(*owner), place.clone(), lock))
+        let behind = map.iter().filter_map(|(owner, wakeup)| {
+            let (lock, _) = wakeup.lock_behind().clone()?;
+            Some((OwnerId::new(*owner), wakeup.clone(), lock))
         });
         behind.collect()
     }
 
     /// After a new connection: any push may have been missed.
     pub(crate) fn wake_all(&self) {
-        let places: Vec<_> = self.map().values().cloned().collect();
-        for place in places {
-            place.wake();
+        let wakeups: Vec<_> = self.map().values().cloned().collect();
+        for wakeup in wakeups {
+            wakeup.wake();
         }
     }
 }
 
-impl Place {
+impl Wakeup {
     fn wake(&self) {
         self.woken.store(true, Ordering::Release);
         self.changed.notify_one();
@@ -213,7 +213,7 @@ impl Place {
     }
 
     /// It does not wait any more.
-    pub(crate) fn settled(&self) {
+    pub(crate) fn stop(&self) {
         *self.ask_at() = None;
         *self.lock_behind() = None;
         *self.told_by() = None;
@@ -221,7 +221,7 @@ impl Place {
     }
 
     /// What it was passed since it asked last. Twice is once.
-    pub(crate) fn take_up(&self) -> Option<Passed> {
+    pub(crate) fn take_push(&self) -> Option<Passed> {
         self.passed().take()
     }
 
@@ -282,53 +282,53 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_push_that_overtakes_the_reply_before_it_is_not_forgotten() {
-        let places = Places::default();
+        let wakeups = Wakeups::default();
         let owner = OwnerId::new(7);
-        let place = places.add(owner);
-        place.begin();
+        let wakeup = wakeups.add(owner);
+        wakeup.begin();
         // At the server first the reply, "25 s left", and then this.
-        assert!(places.push(format!("{owner} 3000 n").as_bytes(), None).is_none());
-        place.ask_in(Duration::from_secs(25));
+        assert!(wakeups.push(format!("{owner} 3000 n").as_bytes(), None).is_none());
+        wakeup.ask_in(Duration::from_secs(25));
         let asked = Instant::now();
-        place.notified().await;
+        wakeup.notified().await;
         assert_eq!(asked.elapsed().as_secs(), 3);
-        place.begin();
-        place.ask_in(Duration::from_secs(25));
-        place.notified().await;
+        wakeup.begin();
+        wakeup.ask_in(Duration::from_secs(25));
+        wakeup.notified().await;
         assert_eq!(asked.elapsed().as_secs(), 28, "what was heard before is over");
     }
 
     #[tokio::test(start_paused = true)]
     async fn whoever_is_told_by_a_majority_asks_at_once_and_by_fewer_a_moment_later() {
-        let places = Places::default();
+        let wakeups = Wakeups::default();
         let owner = OwnerId::new(7);
-        let place = places.add(owner);
+        let wakeup = wakeups.add(owner);
         let free = format!("{owner} 1 n");
-        let tell = |master| places.hint(master, 3, free.as_bytes());
+        let tell = |master| wakeups.hint(master, 3, free.as_bytes());
         let asked = Instant::now();
-        let is_woken = || place.woken.load(Ordering::Relaxed);
+        let is_woken = || wakeup.woken.load(Ordering::Relaxed);
         tell(0);
-        assert!(place.ask_at().is_none(), "it does not wait");
-        place.begin();
-        place.listen();
+        assert!(wakeup.ask_at().is_none(), "it does not wait");
+        wakeup.begin();
+        wakeup.listen();
         for master in [0, 1, 1, 0] {
             tell(master);
             assert!(!is_woken(), "by two masters");
         }
         tell(4);
-        place.notified().await;
+        wakeup.notified().await;
         assert_eq!(asked.elapsed(), Duration::ZERO);
 
-        place.begin();
-        place.listen();
+        wakeup.begin();
+        wakeup.listen();
         tell(0);
-        place.notified().await;
+        wakeup.notified().await;
         assert_eq!(asked.elapsed().as_millis(), 1);
 
-        place.settled();
+        wakeup.stop();
         (0..5).for_each(tell);
-        assert!(!is_woken() && place.ask_at().is_none(), "it holds");
-        places.hint(0, 3, format!("{owner} 0 n").as_bytes());
+        assert!(!is_woken() && wakeup.ask_at().is_none(), "it holds");
+        wakeups.hint(0, 3, format!("{owner} 0 n").as_bytes());
         assert!(is_woken(), "its hold was ended");
     }
 }

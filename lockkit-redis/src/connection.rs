@@ -28,12 +28,12 @@ use tokio::{
 };
 
 use crate::{
-    claim::BEHIND,
-    dial::{Dialled, Dialler, OnPush},
+    claim::FOLLOWER_DELAY,
+    connect::{Connector, Established, OnPush},
     error::{NAME, breaks_connection, disconnected, failed},
     layout::{self, Record},
-    place::{Heard, Places},
     script::{self, Call},
+    wakeup::{Heard, Wakeups},
 };
 
 /// How often the connection is looked at.
@@ -41,9 +41,9 @@ const TICK: Duration = Duration::from_millis(500);
 /// How long the server may take to answer a ping.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// The time after which a client says again that its waiters are alive, and looks which have become the first in their queue; and
-/// for how long it is believed. With a tick of the keeper it is no longer than a hold that was passed on and is not taken up.
+/// for how long it is believed. With a tick of the supervisor it is no longer than a hold that was passed on and is not taken up.
 const HEARTBEAT: Duration = Duration::from_millis(2_500);
-pub(crate) const BELIEVED: Duration = Duration::from_secs(10);
+pub(crate) const ALIVE_FOR: Duration = Duration::from_secs(10);
 /// The age from which on it is known too badly, while somebody waits, how long ago a push was sent: whoever is passed a lock then
 /// would have to ask.
 const HEARD: Duration = Duration::from_secs(1);
@@ -54,16 +54,16 @@ const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 /// A link to one master.
 #[derive(Debug)]
-pub(crate) struct Link {
+pub(crate) struct ManagedConnection {
     state: Mutex<State>,
     signals: Arc<Signals>,
     /// The task that watches it.
-    keeper: OnceLock<AbortHandle>,
+    supervisor: OnceLock<AbortHandle>,
 }
 
 #[derive(Debug)]
 enum State {
-    Up(Arc<Live>),
+    Up(Arc<Connection>),
     /// And why.
     Down(String),
     Closed,
@@ -73,7 +73,7 @@ enum State {
 #[derive(Clone, Debug)]
 pub(crate) struct Inbox {
     pub(crate) client: Arc<str>,
-    pub(crate) places: Arc<Places>,
+    pub(crate) wakeups: Arc<Wakeups>,
     /// If it is that of one of several masters: which, and how many are a majority.
     pub(crate) master: Option<(usize, usize)>,
 }
@@ -82,17 +82,17 @@ impl Inbox {
     /// What a claim that is gone was passed, if it was.
     fn push(&self, message: &[u8], heard: Option<Heard>) -> Option<Stray> {
         if let Some((master, majority)) = self.master {
-            self.places.hint(master, majority, message);
+            self.wakeups.hint(master, majority, message);
             return None;
         }
-        let (owner, lock) = self.places.push(message, heard)?;
+        let (owner, lock) = self.wakeups.push(message, heard)?;
         Some((owner, lock.to_vec()))
     }
 }
 
 /// One connection.
-pub(crate) struct Live {
-    dialled: Dialled,
+pub(crate) struct Connection {
+    dialled: Established,
     number: u64,
     heard: Arc<Hearing>,
     /// How many requests there were so far.
@@ -153,29 +153,29 @@ impl Signals {
     }
 }
 
-impl Link {
+impl ManagedConnection {
     /// Connects, and stays connected from then on.
     ///
     /// # Cancel safety
     /// Dropping the future drops the connection.
-    pub(crate) async fn open(dialler: Dialler, inbox: Option<Inbox>) -> Result<Arc<Self>> {
-        let mut keeper = Keeper::new(dialler, inbox);
-        let first = keeper.dial().await?;
-        Ok(keeper.begin(Ok(first)))
+    pub(crate) async fn open(connector: Connector, inbox: Option<Inbox>) -> Result<Arc<Self>> {
+        let mut supervisor = Supervisor::new(connector, inbox);
+        let first = supervisor.connect().await?;
+        Ok(supervisor.start(Ok(first)))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn stop_keeping(&self) {
-        if let Some(keeper) = self.keeper.get() {
-            keeper.abort();
+    fn stop_supervisor(&self) {
+        if let Some(supervisor) = self.supervisor.get() {
+            supervisor.abort();
         }
     }
 
     /// The connection there is.
-    pub(crate) fn live(&self, operation: &'static str) -> Result<Arc<Live>> {
+    pub(crate) fn current(&self, operation: &'static str) -> Result<Arc<Connection>> {
         match &*self.state() {
             State::Up(live) => Ok(live.clone()),
             State::Down(why) => Err(disconnected(operation, why)),
@@ -188,12 +188,17 @@ impl Link {
     /// # Cancel safety
     /// The request may be sent and take effect all the same.
     pub(crate) async fn run(&self, operation: &'static str, call: Call) -> Result<Value> {
-        let live = self.live(operation)?;
+        let live = self.current(operation)?;
         self.run_on(&live, operation, call).await
     }
 
     /// The same on this connection, which may have been replaced meanwhile.
-    pub(crate) async fn run_on(&self, live: &Live, operation: &'static str, call: Call) -> Result<Value> {
+    pub(crate) async fn run_on(
+        &self,
+        live: &Connection,
+        operation: &'static str,
+        call: Call,
+    ) -> Result<Value> {
         let mut reply = self.send(live, &call.command).await;
         if reply.as_ref().is_err_and(is_unknown_script) {
             // The server forgot it: after SCRIPT FLUSH, or as a replica that was promoted.
@@ -208,7 +213,7 @@ impl Link {
     /// # Cancel safety
     /// The request may be sent and take effect all the same.
     pub(crate) async fn delete(&self, operation: &'static str, key: &[u8], value: &str) -> Result<bool> {
-        let live = self.live(operation)?;
+        let live = self.current(operation)?;
         let Some(native) = live.dialled.native else {
             return Ok(false);
         };
@@ -229,7 +234,7 @@ impl Link {
         within: Duration,
     ) -> Result<(Value, i64)> {
         // On one connection: WAIT knows of no other's writes.
-        let live = self.live(operation)?;
+        let live = self.current(operation)?;
         let reply = self.run_on(&live, operation, call).await?;
         let mut wait = redis::cmd("WAIT");
         wait.arg(replicas)
@@ -245,7 +250,7 @@ impl Link {
     /// Whether both lead to the same process, as far as that is known: each is made anew by itself, and the master may be
     /// another one by then.
     pub(crate) fn leads_where(&self, operation: &'static str, other: &Self) -> Result<bool> {
-        let (one, two) = (self.live(operation)?, other.live(operation)?);
+        let (one, two) = (self.current(operation)?, other.current(operation)?);
         Ok(one.dialled.run_id == two.dialled.run_id)
     }
 
@@ -265,12 +270,12 @@ impl Link {
     }
 
     /// Sends a request on this connection, once.
-    pub(crate) async fn send(&self, live: &Live, command: &Cmd) -> RedisResult<Value> {
+    pub(crate) async fn send(&self, live: &Connection, command: &Cmd) -> RedisResult<Value> {
         let reply = live.send(command).await;
         self.seen(live, reply)
     }
 
-    fn seen<T>(&self, live: &Live, reply: RedisResult<T>) -> RedisResult<T> {
+    fn seen<T>(&self, live: &Connection, reply: RedisResult<T>) -> RedisResult<T> {
         if reply.as_ref().is_err_and(breaks_connection) {
             self.signals.break_off(live.number);
         }
@@ -282,7 +287,7 @@ impl Link {
     /// # Cancel safety
     /// The connection ends all the same.
     pub(crate) async fn close(&self, inbox: Option<&Inbox>) {
-        self.stop_keeping();
+        self.stop_supervisor();
         let before = std::mem::replace(&mut *self.state(), State::Closed);
         if let (State::Up(live), Some(inbox)) = (before, inbox) {
             let mut gone = redis::cmd("DEL");
@@ -293,9 +298,9 @@ impl Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for ManagedConnection {
     fn drop(&mut self) {
-        self.stop_keeping();
+        self.stop_supervisor();
     }
 }
 
@@ -303,9 +308,9 @@ pub(crate) fn is_unknown_script(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
 }
 
-impl Live {
+impl Connection {
     /// What the server said of itself.
-    pub(crate) fn dialled(&self) -> &Dialled {
+    pub(crate) fn server(&self) -> &Established {
         &self.dialled
     }
 
@@ -404,16 +409,16 @@ fn was_replaced() -> RedisError {
     io::Error::new(io::ErrorKind::ConnectionReset, "the connection was replaced").into()
 }
 
-impl fmt::Debug for Live {
+impl fmt::Debug for Connection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Live")
+        f.debug_struct("Connection")
             .field("number", &self.number)
             .finish_non_exhaustive()
     }
 }
 
 /// A request that waits for its reply.
-struct Waiting<'a>(&'a Live);
+struct Waiting<'a>(&'a Connection);
 
 impl Waiting<'_> {
     fn answered(self, number: u64) {
@@ -432,7 +437,7 @@ impl Drop for Waiting<'_> {
 }
 
 /// A request that the server is to answer late, and nothing behind it before.
-struct HeldUp<'a>(&'a Live, u64);
+struct HeldUp<'a>(&'a Connection, u64);
 
 impl Drop for HeldUp<'_> {
     fn drop(&mut self) {
@@ -444,8 +449,8 @@ impl Drop for HeldUp<'_> {
 type Stray = (OwnerId, Vec<u8>);
 
 /// Makes the connections of a link, and watches over them.
-pub(crate) struct Keeper {
-    dialler: Dialler,
+pub(crate) struct Supervisor {
+    connector: Connector,
     inbox: Option<Inbox>,
     signals: Arc<Signals>,
     give_back: mpsc::UnboundedSender<Stray>,
@@ -454,11 +459,11 @@ pub(crate) struct Keeper {
     number: u64,
 }
 
-impl Keeper {
-    pub(crate) fn new(dialler: Dialler, inbox: Option<Inbox>) -> Self {
+impl Supervisor {
+    pub(crate) fn new(connector: Connector, inbox: Option<Inbox>) -> Self {
         let (give_back, strays) = mpsc::unbounded_channel();
         Self {
-            dialler,
+            connector,
             inbox,
             signals: Arc::default(),
             give_back,
@@ -468,17 +473,17 @@ impl Keeper {
     }
 
     /// The link that begins with this connection, or by making one.
-    pub(crate) fn begin(self, first: Result<Live>) -> Arc<Link> {
-        let link = Arc::new(Link {
+    pub(crate) fn start(self, first: Result<Connection>) -> Arc<ManagedConnection> {
+        let link = Arc::new(ManagedConnection {
             state: Mutex::new(match first {
                 Ok(first) => State::Up(Arc::new(first)),
                 Err(err) => State::Down(reason(&err)),
             }),
             signals: self.signals.clone(),
-            keeper: OnceLock::new(),
+            supervisor: OnceLock::new(),
         });
-        let keeping = tokio::spawn(self.keep(Arc::downgrade(&link)));
-        let _ = link.keeper.set(keeping.abort_handle());
+        let keeping = tokio::spawn(self.supervise(Arc::downgrade(&link)));
+        let _ = link.supervisor.set(keeping.abort_handle());
         link
     }
 
@@ -486,9 +491,9 @@ impl Keeper {
     ///
     /// # Cancel safety
     /// Dropping the future drops the connection.
-    pub(crate) async fn dial(&mut self) -> Result<Live> {
+    pub(crate) async fn connect(&mut self) -> Result<Connection> {
         let Self {
-            dialler,
+            connector,
             inbox,
             signals,
             give_back,
@@ -498,12 +503,12 @@ impl Keeper {
         let channel = inbox.as_ref().map(|inbox| layout::client(&inbox.client));
         let heard = Arc::new(Hearing::new());
         // Each try has a number of its own: the end of one that came to nothing is not that of the next.
-        let dialling = dialler.dial(channel.as_deref(), || {
+        let dialling = connector.dial(channel.as_deref(), || {
             *number += 1;
             on_push(*number, &heard, signals, inbox.as_ref(), give_back)
         });
         let dialled = dialling.await?;
-        Ok(Live {
+        Ok(Connection {
             dialled,
             number: *number,
             heard,
@@ -516,7 +521,7 @@ impl Keeper {
         })
     }
 
-    async fn keep(mut self, link: Weak<Link>) {
+    async fn supervise(mut self, link: Weak<ManagedConnection>) {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let signals = self.signals.clone();
@@ -524,8 +529,11 @@ impl Keeper {
         let mut beaten = None;
         // Beside all else: each may wait for a reply, and the connection is to be looked at meanwhile.
         let mut giving_back = FuturesUnordered::new();
-        if link.upgrade().is_some_and(|link| link.live("connect").is_err()) {
-            self.redial(&link, None).await;
+        if link
+            .upgrade()
+            .is_some_and(|link| link.current("connect").is_err())
+        {
+            self.reconnect(&link, None).await;
         }
         loop {
             tokio::select! {
@@ -537,16 +545,16 @@ impl Keeper {
                 }
                 Some(()) = giving_back.next(), if !giving_back.is_empty() => continue,
             }
-            let Some(live) = link.upgrade().and_then(|link| link.live("connect").ok()) else {
+            let Some(live) = link.upgrade().and_then(|link| link.current("connect").ok()) else {
                 return;
             };
             if signals.is_broken(live.number)
                 || (live.is_silent(&mut sent) && !live.answers().await)
-                || !self.beat(&live, &mut beaten).await
+                || !self.heartbeat(&live, &mut beaten).await
             {
                 // They would keep the link alive for as long as there is no server. What was passed lapses.
                 giving_back.clear();
-                self.redial(&link, Some(&live)).await;
+                self.reconnect(&link, Some(&live)).await;
                 beaten = None;
                 sent = 0;
             }
@@ -555,11 +563,11 @@ impl Keeper {
 
     /// Says that this client's waiters are alive, if there are any and it is time, has those ask that have become the first
     /// in their queue, and the others in time for the lease of whoever holds. Whether that got through.
-    async fn beat(&self, live: &Live, beaten: &mut Option<Instant>) -> bool {
+    async fn heartbeat(&self, live: &Connection, beaten: &mut Option<Instant>) -> bool {
         let Some(inbox) = &self.inbox else {
             return true;
         };
-        let waits = inbox.places.queued().load(Ordering::Relaxed) > 0;
+        let waits = inbox.wakeups.queued().load(Ordering::Relaxed) > 0;
         if !waits {
             return true;
         }
@@ -573,14 +581,14 @@ impl Keeper {
             return answer.is_ok_and(|answer| !answer.is_err_and(|error| breaks_connection(&error)));
         }
         *beaten = Some(Instant::now());
-        let behind = inbox.places.behind();
+        let behind = inbox.wakeups.behind();
         let mut commands = Pipeline::with_capacity(1 + 2 * behind.len());
         commands
             .cmd("SET")
             .arg(layout::client(&inbox.client))
             .arg(1)
             .arg("PX")
-            .arg(u64::try_from(BELIEVED.as_millis()).unwrap_or(u64::MAX));
+            .arg(u64::try_from(ALIVE_FOR.as_millis()).unwrap_or(u64::MAX));
         for (.., lock) in &behind {
             commands.cmd("ZRANGE").arg(layout::queue(lock)).arg(0).arg(0);
             commands.cmd("PTTL").arg(lock);
@@ -592,24 +600,24 @@ impl Keeper {
             Err(_) => return false,
         };
         let mut answers = answers.into_iter().skip(1);
-        for (owner, place, _) in behind {
+        for (owner, wakeup, _) in behind {
             let (Some(first), Some(left)) = (answers.next(), answers.next()) else {
                 break;
             };
             let first = redis::from_redis_value::<Vec<String>>(first).unwrap_or_default();
             if first.first().is_some_and(|first| *first == owner.to_string()) {
-                place.is_first();
+                wakeup.is_first();
             } else if let Value::Int(left) = left {
                 // Whoever holds it now may have a shorter lease than the one of whom this waiter was told.
                 let left = u64::try_from(left).map_or(GRACE, Duration::from_millis);
-                place.is_behind((left + BEHIND).saturating_sub(GRACE));
+                wakeup.is_behind((left + FOLLOWER_DELAY).saturating_sub(GRACE));
             }
         }
         true
     }
 
     /// Replaces a broken connection, or makes the first, for as long as it takes.
-    async fn redial(&mut self, link: &Weak<Link>, broken: Option<&Live>) {
+    async fn reconnect(&mut self, link: &Weak<ManagedConnection>, broken: Option<&Connection>) {
         let mut why = broken.map(|_| "it broke, and is being made anew".to_owned());
         let mut pause = Duration::from_millis(10);
         loop {
@@ -622,7 +630,7 @@ impl Keeper {
                     _ => {}
                 }
             }
-            match self.dial().await {
+            match self.connect().await {
                 Ok(live) => {
                     if let Some(broken) = broken {
                         end_predecessor(&live, broken).await;
@@ -633,24 +641,24 @@ impl Keeper {
                         *state = State::Up(Arc::new(live));
                     }
                     drop(state);
-                    self.dialler.connected();
+                    self.connector.connected();
                     if let Some(broken) = broken {
                         broken.replace();
                     }
                     if let Some(inbox) = &self.inbox {
-                        inbox.places.wake_all();
-                        for left_behind in inbox.places.left_behind() {
+                        inbox.wakeups.wake_all();
+                        for left_behind in inbox.wakeups.left_behind() {
                             let _ = self.give_back.send(left_behind);
                         }
                     }
-                    tracing::info!(backend = NAME, server = %self.dialler.server(), "connected again");
+                    tracing::info!(backend = NAME, server = %self.connector.server(), "connected again");
                     return;
                 }
                 Err(err) => {
                     let reason = reason(&err);
                     // Once for each reason: a server may be away for days.
                     if why.as_ref() != Some(&reason) {
-                        let server = self.dialler.server();
+                        let server = self.connector.server();
                         tracing::warn!(backend = NAME, %server, error = %reason, "cannot connect, trying again");
                     }
                     why = Some(reason);
@@ -686,7 +694,7 @@ fn on_push(
 
 /// Whatever is still on its way to the server on the connection before must not take effect after this. It is for
 /// the server that it was made to only: another one has given its number to somebody else's connection.
-async fn end_predecessor(live: &Live, broken: &Live) {
+async fn end_predecessor(live: &Connection, broken: &Connection) {
     let Some(id) = broken.dialled.id else { return };
     if live.dialled.run_id.is_empty() || live.dialled.run_id != broken.dialled.run_id {
         return;
@@ -697,14 +705,14 @@ async fn end_predecessor(live: &Live, broken: &Live) {
     let _ = tokio::time::timeout(PATIENCE, live.send(&kill)).await;
 }
 
-async fn give_back(link: Weak<Link>, inbox: Option<Inbox>, owner: OwnerId, lock: Vec<u8>) {
+async fn give_back(link: Weak<ManagedConnection>, inbox: Option<Inbox>, owner: OwnerId, lock: Vec<u8>) {
     let Some(link) = link.upgrade() else { return };
     let mut release = script::RELEASE.call(&lock);
     release.arg(Record::of(owner));
     // If this fails, what was passed lapses with its short lease, and a place is given back over the next connection.
     let given_back = tokio::time::timeout(PATIENCE, link.run("release", release)).await;
     if let (Ok(Ok(_)), Some(inbox)) = (given_back, inbox) {
-        inbox.places.taken_out(owner);
+        inbox.wakeups.taken_out(owner);
     }
 }
 

@@ -34,12 +34,12 @@ type Driver = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Runs what connections do. Its task ends when this is gone and they are.
 #[derive(Clone, Debug)]
-pub(crate) struct Drivers {
+pub(crate) struct ConnectionIo {
     add: mpsc::UnboundedSender<Arc<Seat>>,
     watch: Arc<Watch>,
 }
 
-impl Drivers {
+impl ConnectionIo {
     /// On the current runtime.
     pub(crate) fn start() -> Self {
         let (add, added) = mpsc::unbounded_channel();
@@ -56,7 +56,7 @@ impl Drivers {
     }
 
     /// Runs this one, too, for as long as what is returned is kept.
-    pub(crate) fn run(&self, driver: impl Future<Output = ()> + Send + 'static) -> Driven {
+    pub(crate) fn run(&self, driver: impl Future<Output = ()> + Send + 'static) -> IoHandle {
         // A panic ends the connection, and is no matter of who happens to poll it.
         let driver = AssertUnwindSafe(driver).catch_unwind().map(drop);
         let seat = Arc::new(Seat {
@@ -71,15 +71,15 @@ impl Drivers {
             // The runtime is gone, and so is the connection: requests find it closed.
             seat.end();
         }
-        Driven(seat)
+        IoHandle(seat)
     }
 }
 
 /// A connection that is run. Dropping this ends it.
 #[derive(Debug)]
-pub(crate) struct Driven(Arc<Seat>);
+pub(crate) struct IoHandle(Arc<Seat>);
 
-impl Driven {
+impl IoHandle {
     /// Ends the connection: there are no more replies.
     pub(crate) fn end(&self) {
         self.0.end();
@@ -95,7 +95,7 @@ impl Driven {
     }
 }
 
-impl Drop for Driven {
+impl Drop for IoHandle {
     fn drop(&mut self) {
         self.0.end();
     }
@@ -109,7 +109,7 @@ pub(crate) struct Caller {
 }
 
 impl Caller {
-    pub(crate) fn new(driven: &Driven) -> Self {
+    pub(crate) fn new(driven: &IoHandle) -> Self {
         let seat = driven.0.clone();
         seat.callers.fetch_add(1, Ordering::AcqRel);
         let ticket = seat.tickets.fetch_add(1, Ordering::Relaxed);
@@ -452,7 +452,7 @@ mod tests {
     }
 
     /// The same by one that runs the connection.
-    async fn answers_driven(connection: &Driven, pings: &Pings) -> bool {
+    async fn answers_driven(connection: &IoHandle, pings: &Pings) -> bool {
         connection.drive(pin!(answers(pings))).await
     }
 
@@ -464,7 +464,7 @@ mod tests {
     }
 
     /// One that is polled now, and may never be again.
-    fn caller_on(connection: &Driven) -> Caller {
+    fn caller_on(connection: &IoHandle) -> Caller {
         let mut caller = Caller::new(connection);
         let mut cx = Context::from_waker(Waker::noop());
         assert!(caller.poll(&mut cx, |_| Poll::<()>::Pending).is_pending());
@@ -483,7 +483,7 @@ mod tests {
 
     #[tokio::test]
     async fn each_is_run_for_as_long_as_it_is_kept_and_the_task_for_as_long_as_any() {
-        let drivers = Drivers::start();
+        let drivers = ConnectionIo::start();
         let task = Arc::downgrade(&drivers.watch);
         let ((first, to_first), (second, to_second)) = (echo(), echo());
         let kept = drivers.run(first);
@@ -504,7 +504,7 @@ mod tests {
 
     #[tokio::test]
     async fn one_that_ends_by_itself_leaves_the_others() {
-        let drivers = Drivers::start();
+        let drivers = ConnectionIo::start();
         let ((first, to_first), (second, to_second)) = (echo(), echo());
         let (_ends, _kept) = (drivers.run(first), drivers.run(second));
         assert!(answers(&to_first).await);
@@ -522,7 +522,7 @@ mod tests {
         let (driver, pings) = echo();
         let (drivers, connection) = {
             let _there = asleep.enter();
-            let drivers = Drivers::start();
+            let drivers = ConnectionIo::start();
             let connection = drivers.run(driver);
             (drivers, connection)
         };
@@ -547,7 +547,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_starved_caller_holds_up_others_for_a_tick_at_most() {
         let a_tick = Duration::ZERO..=TICK + Duration::from_millis(1);
-        let drivers = Drivers::start();
+        let drivers = ConnectionIo::start();
         for leaks in [false, true] {
             let (driver, pings, may) = late();
             let connection = drivers.run(driver);
@@ -569,7 +569,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_starved_caller_does_not_hold_up_another_caller() {
-        let drivers = Drivers::start();
+        let drivers = ConnectionIo::start();
         let (driver, pings) = echo();
         let connection = drivers.run(driver);
         let _starved = caller_on(&connection);
@@ -583,7 +583,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn after_a_caller_the_task_goes_on_at_once() {
-        let drivers = Drivers::start();
+        let drivers = ConnectionIo::start();
         let (driver, pings, may) = late();
         let connection = drivers.run(driver);
         let ask = || {
@@ -612,7 +612,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn what_a_caller_leaves_undone_the_task_does_at_once() {
-        let drivers = Drivers::start();
+        let drivers = ConnectionIo::start();
         let (ping, answer) = oneshot::channel();
         let connection = drivers.run(async move {
             for _ in 0..10 * ROUNDS {
@@ -637,7 +637,7 @@ mod tests {
 
     #[tokio::test]
     async fn who_finds_it_polled_leaves_it_to_whoever_polls_it() {
-        let drivers = Drivers::start();
+        let drivers = ConnectionIo::start();
         let (driver, _pings) = echo();
         let connection = drivers.run(driver);
         settle().await;
@@ -652,7 +652,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_ends_the_connection_and_nothing_else() {
-        let drivers = Drivers::start();
+        let drivers = ConnectionIo::start();
         let (pings, mut pinged) = mpsc::unbounded_channel::<oneshot::Sender<()>>();
         let panics = drivers.run(async move {
             pinged.recv().await;
@@ -670,7 +670,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
     async fn nobody_is_forgotten_among_callers_that_come_and_go() {
         let seed = fastrand::u64(..);
-        let drivers = Drivers::start();
+        let drivers = ConnectionIo::start();
         let (driver, pings) = echo();
         let connection = Arc::new(drivers.run(driver));
         let tasks: Vec<_> = (0..4)

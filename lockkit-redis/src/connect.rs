@@ -24,7 +24,7 @@ use tokio::net::{TcpStream, lookup_host};
 
 use crate::{
     config::{Address, RedisConfig, shown},
-    drivers::{Driven, Drivers},
+    connection_io::{ConnectionIo, IoHandle},
     error::{NAME, failed, unexpected},
     layout,
     redlock::Guard,
@@ -35,7 +35,7 @@ use crate::{
 pub(crate) type OnPush = Arc<dyn Fn(PushInfo) + Send + Sync>;
 
 /// A connection, and what is known about where it leads.
-pub(crate) struct Dialled {
+pub(crate) struct Established {
     pub(crate) connection: MultiplexedConnection,
     /// Which process it leads to.
     pub(crate) run_id: String,
@@ -48,9 +48,15 @@ pub(crate) struct Dialled {
     /// It is one of several masters.
     pub(crate) votes: bool,
     /// The marker beside its data with which it then has a vote.
-    pub(crate) marker: String,
+    marker: String,
     /// What runs the connection, if it is not a task of its own.
-    pub(crate) driven: Option<Driven>,
+    pub(crate) driven: Option<IoHandle>,
+}
+
+impl Established {
+    pub(crate) fn marker(&self) -> &str {
+        &self.marker
+    }
 }
 
 /// A server's own command to delete a string that has a certain value.
@@ -94,7 +100,7 @@ const SENTINEL_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Makes connections to one master.
 #[derive(Clone)]
-pub(crate) struct Dialler {
+pub(crate) struct Connector {
     address: Address,
     sentinel: Option<String>,
     /// Which of the sentinels last named a master that is one.
@@ -102,12 +108,12 @@ pub(crate) struct Dialler {
     /// If it is one of several.
     guard: Option<(Arc<Guard>, usize)>,
     /// What is to run the connections.
-    drivers: OnceLock<Drivers>,
+    connection_io: OnceLock<ConnectionIo>,
     #[cfg(feature = "tls")]
     ca: Option<Vec<u8>>,
 }
 
-impl Dialler {
+impl Connector {
     /// Without I/O except for reading certificates.
     pub(crate) fn new(config: &RedisConfig) -> Result<Self> {
         let address = config.address()?;
@@ -129,16 +135,16 @@ impl Dialler {
             sentinel: config.sentinel.clone(),
             right: Arc::default(),
             guard: None,
-            drivers: OnceLock::new(),
+            connection_io: OnceLock::new(),
             #[cfg(feature = "tls")]
             ca,
         })
     }
 
     /// One of several masters, by its number among them.
-    pub(crate) fn guarded(mut self, guard: &Arc<Guard>, master: usize, drivers: &Drivers) -> Self {
+    pub(crate) fn voter(mut self, guard: &Arc<Guard>, master: usize, connection_io: &ConnectionIo) -> Self {
         self.guard = Some((guard.clone(), master));
-        self.drivers = OnceLock::from(drivers.clone());
+        self.connection_io = OnceLock::from(connection_io.clone());
         self
     }
 
@@ -167,7 +173,7 @@ impl Dialler {
         &self,
         channel: Option<&str>,
         mut on_push: impl FnMut() -> OnPush + Send,
-    ) -> Result<Dialled> {
+    ) -> Result<Established> {
         let hosts = &self.address.hosts;
         let Some(master) = &self.sentinel else {
             return self.dial_server(&hosts[0], channel, &on_push()).await;
@@ -201,7 +207,7 @@ impl Dialler {
         server: &(String, u16),
         channel: Option<&str>,
         on_push: &OnPush,
-    ) -> Result<Dialled> {
+    ) -> Result<Established> {
         let dialled = tokio::time::timeout(READY_WITHIN, self.greet(server, channel, on_push)).await;
         dialled.unwrap_or_else(|_| Err(Error::transient(NAME, "connect", "the server does not answer")))
     }
@@ -211,7 +217,7 @@ impl Dialler {
         (host, port): &(String, u16),
         channel: Option<&str>,
         on_push: &OnPush,
-    ) -> Result<Dialled> {
+    ) -> Result<Established> {
         let port = *port;
         let (mut connection, driven) = self.open(host, port, self.address.db, true, on_push).await?;
         let connecting = |error| failed("connect", error);
@@ -274,7 +280,7 @@ impl Dialler {
                 None
             }
         };
-        Ok(Dialled {
+        Ok(Established {
             run_id,
             eviction: field("maxmemory_policy"),
             connection,
@@ -293,7 +299,7 @@ impl Dialler {
         db: i64,
         as_user: bool,
         on_push: &OnPush,
-    ) -> Result<(MultiplexedConnection, Option<Driven>)> {
+    ) -> Result<(MultiplexedConnection, Option<IoHandle>)> {
         let address = if self.address.tls {
             ConnectionAddr::TcpTls {
                 host: host.to_owned(),
@@ -343,7 +349,7 @@ impl Dialler {
                 .map_err(greeted)?;
             return Ok((
                 connection,
-                Some(self.drivers.get_or_init(Drivers::start).run(driver)),
+                Some(self.connection_io.get_or_init(ConnectionIo::start).run(driver)),
             ));
         }
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
