@@ -22,4 +22,7 @@ mod wakeup;
 
 pub use backend::RedisBackend;
 pub use config::RedisConfig;
+/// Redlock's decisions, for the simulator. Not part of the public API: they may change with any release.
+#[doc(hidden)]
+pub use redlock::quorum as redlock_quorum;
 pub use redlock::{RedlockBackend, RedlockConfig};

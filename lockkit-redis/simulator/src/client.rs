@@ -1,15 +1,20 @@
-//! One client: what a driver does around [`QuorumRound`], without I/O. It hears of time, answers and alarms, and says what
-//! to send, when to wake it and what it holds.
+//! A client: what the driver and the claim do around an [`Attempt`] and a [`QuorumCount`], without I/O. Time, replies and
+//! alarms go in. What to send, when to wake it and what it holds come out.
 
 use std::{ops::RangeInclusive, time::Duration};
 
 use fastrand::Rng;
+use lockkit_redis::redlock_quorum::{
+    Attempt, AttemptConfig, Beginning, Defeat, Outcome, QuorumCount, Report, Rules, Step, Vote,
+};
 
 use crate::{
     master::{Answer, Bid, Claim, Mode, Request},
     mutant::Mutant,
-    quorum::{Beginning, Defeat, Outcome, QuorumCount, QuorumRound, Report, Rules, Step, Vote},
 };
+
+/// The time for which an attempt retries while its tokens are outrun, as of a claim that does not wait.
+const LONGEST_TRY: Duration = Duration::from_secs(2);
 
 /// The client's own clocks.
 #[derive(Clone, Copy, Debug)]
@@ -92,6 +97,8 @@ pub(crate) struct Client {
     /// Owners that this client may still become.
     next_owner: u32,
     highest: u64,
+    /// The beginning of the attempt before, if that was outrun to its end.
+    outrun_since: Option<Beginning>,
     operation: u32,
     /// Alarms of earlier states are void.
     epoch: u32,
@@ -126,9 +133,8 @@ enum Watch {
 enum State {
     Idle,
     Acquiring {
-        round: QuorumRound,
+        attempt: Attempt,
         mode: Mode,
-        began: Beginning,
         confirmed: bool,
     },
     Holding(Hold),
@@ -172,6 +178,7 @@ impl Client {
             },
             next_owner: number * 1000 + 1,
             highest: 0,
+            outrun_since: None,
             operation: 0,
             epoch: 0,
             renewals: 0,
@@ -341,14 +348,14 @@ impl Client {
             self.watch(now, master, out);
         }
         match (&mut self.state, answer) {
-            (State::Acquiring { round, .. }, Answer::Vote(vote))
+            (State::Acquiring { attempt, .. }, Answer::Vote(vote))
                 if current || self.mutant == Some(Mutant::OldVotesCount) =>
             {
-                let step = round.voted(now.monotonic, master, vote);
+                let step = attempt.voted(now.monotonic, master, vote);
                 self.step(now, step, out);
             }
-            (State::Acquiring { round, .. }, Answer::Confirmation(answer)) if current => {
-                let step = round.confirmed(now.monotonic, master, answer);
+            (State::Acquiring { attempt, .. }, Answer::Confirmation(answer)) if current => {
+                let step = attempt.confirmed(now.monotonic, master, answer);
                 self.step(now, step, out);
             }
             (State::Holding(hold), Answer::Report(report)) if current => {
@@ -373,8 +380,8 @@ impl Client {
 
     fn deadline(&mut self, now: Now, out: &mut Out) {
         match &mut self.state {
-            State::Acquiring { round, .. } => {
-                let step = round.tick(now.monotonic);
+            State::Acquiring { attempt, .. } => {
+                let step = attempt.tick(now.monotonic);
                 self.step(now, step, out);
             }
             State::Holding(hold) => {
@@ -406,62 +413,68 @@ impl Client {
             // It goes by nothing but what it sees.
             Beginning::new(Duration::MAX, 0)
         } else {
-            Beginning::new(now.monotonic, now.wall)
+            let before = self.outrun_since.take();
+            before.unwrap_or_else(|| Beginning::new(now.monotonic, now.wall))
         };
-        self.propose(now, mode, began, out);
+        let config = AttemptConfig {
+            rules: self.rules,
+            began,
+            ttl: self.habits.ttl,
+            tokens: self.habits.block,
+            retry_until: now.monotonic + LONGEST_TRY,
+        };
+        let attempt = Attempt::begin(config, now.monotonic, self.highest);
+        self.propose(attempt, mode, out);
     }
 
-    fn propose(&mut self, now: Now, mode: Mode, began: Beginning, out: &mut Out) {
+    fn propose(&mut self, attempt: Attempt, mode: Mode, out: &mut Out) {
         self.operation += 1;
         if self.mutant != Some(Mutant::RoundsLookAlike) {
             self.claim.round += 1;
         }
-        let tokens = self.proposal(now, began);
-        self.highest = self.highest.max(*tokens.end());
-        let round = QuorumRound::begin(self.rules, began, now.monotonic, self.habits.ttl, tokens.clone());
+        self.saw(&attempt);
         for master in 0..self.rules.masters {
             let request = Request::Vote(Bid {
                 claim: self.claim,
                 mode,
                 ttl: micros(self.habits.ttl),
-                tokens: tokens.clone(),
+                tokens: attempt.tokens().clone(),
             });
             out.push(Effect::Send(master, self.operation, request));
         }
-        out.push(Effect::Wake(round.deadline(), Alarm::Deadline(self.operation)));
+        out.push(Effect::Wake(attempt.deadline(), Alarm::Deadline(self.operation)));
         self.state = State::Acquiring {
-            round,
+            attempt,
             mode,
-            began,
             confirmed: false,
         };
     }
 
-    fn proposal(&self, now: Now, began: Beginning) -> RangeInclusive<u64> {
-        if self.mutant == Some(Mutant::NaiveTokens) {
-            return 0..=0;
+    fn saw(&mut self, attempt: &Attempt) {
+        if self.mutant != Some(Mutant::NaiveTokens) {
+            self.highest = self.highest.max(attempt.seen());
         }
-        let first = began.first_above(self.highest, now.monotonic);
-        first..=first + self.habits.block - 1
     }
 
     fn step(&mut self, now: Now, step: Step, out: &mut Out) {
+        if step == Step::Wait {
+            return;
+        }
         let State::Acquiring {
-            round,
+            mut attempt,
             mode,
-            began,
             confirmed,
-        } = &mut self.state
+        } = std::mem::replace(&mut self.state, State::Idle)
         else {
             return;
         };
+        self.saw(&attempt);
         match step {
             Step::Wait => {}
             Step::Confirm(tokens, _) if self.mutant == Some(Mutant::NaiveTokens) => {
-                self.won(now, tokens, out);
+                self.won(now, &attempt, mode, tokens, true, out);
             }
             Step::Confirm(tokens, masters) => {
-                self.highest = self.highest.max(*tokens.end());
                 for master in masters {
                     let request = Request::Confirm {
                         claim: self.claim,
@@ -469,22 +482,30 @@ impl Client {
                     };
                     out.push(Effect::Send(master, self.operation, request));
                 }
-                if !std::mem::replace(confirmed, true) {
-                    out.push(Effect::Wake(round.deadline(), Alarm::Deadline(self.operation)));
+                if !confirmed {
+                    out.push(Effect::Wake(attempt.deadline(), Alarm::Deadline(self.operation)));
                 }
                 if self.mutant == Some(Mutant::ConfirmsAlone) {
-                    self.won(now, tokens, out);
+                    return self.won(now, &attempt, mode, tokens, false, out);
                 }
+                self.state = State::Acquiring {
+                    attempt,
+                    mode,
+                    confirmed: true,
+                };
             }
-            Step::Won(tokens) => self.won(now, tokens, out),
+            Step::Won(tokens) => self.won(now, &attempt, mode, tokens, !confirmed, out),
+            Step::Retry => {
+                out.push(Effect::Lost(Defeat::Outrun));
+                attempt.retry(now.monotonic, self.highest);
+                self.propose(attempt, mode, out);
+            }
             Step::Lost(defeat) => {
-                let (mode, began, may_hold) = (*mode, *began, round.may_hold());
-                self.highest = self.highest.max(round.highest());
                 out.push(Effect::Lost(defeat));
                 if defeat == Defeat::Outrun {
-                    return self.propose(now, mode, began, out);
+                    self.outrun_since = Some(attempt.began());
                 }
-                Self::release_at(may_hold, self.claim, out);
+                Self::release_at(attempt.may_hold(), self.claim, out);
                 self.idle(now, self.patience_after(defeat), out);
             }
         }
@@ -502,18 +523,16 @@ impl Client {
         }
     }
 
-    fn won(&mut self, now: Now, tokens: RangeInclusive<u64>, out: &mut Out) {
-        let State::Acquiring {
-            round,
-            mode,
-            confirmed,
-            ..
-        } = &self.state
-        else {
-            return;
-        };
-        let (mode, since, at_once) = (*mode, round.since(), !confirmed);
-        let is_short = round.is_short();
+    fn won(
+        &mut self,
+        now: Now,
+        attempt: &Attempt,
+        mode: Mode,
+        tokens: RangeInclusive<u64>,
+        at_once: bool,
+        out: &mut Out,
+    ) {
+        let since = attempt.since();
         let since_when = if self.mutant == Some(Mutant::LeaseFromTheWin) {
             now.monotonic
         } else {
@@ -531,7 +550,7 @@ impl Client {
         self.hold(now, hold, at_once, out);
         self.repairs = 0;
         self.renew_at(now.monotonic + self.habits.ttl / 3, out);
-        if is_short {
+        if attempt.is_short() {
             self.repair_soon(now, out);
         }
     }

@@ -10,8 +10,6 @@ mod config;
 mod history;
 mod master;
 mod mutant;
-#[path = "../../src/redlock/quorum.rs"]
-mod quorum;
 #[cfg(test)]
 mod schedules;
 mod table;

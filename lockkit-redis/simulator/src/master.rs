@@ -1,10 +1,10 @@
 //! One master: what the scripts do to one lock's keys, in one step each.
 
-use crate::{
-    mutant::Mutant,
-    quorum::{Confirmation, Report, Vote},
-};
 use std::{ops::RangeInclusive, time::Duration};
+
+use lockkit_redis::redlock_quorum::{Confirmation, Report, Vote};
+
+use crate::mutant::Mutant;
 
 /// Microseconds, of whichever clock.
 pub(crate) type Micros = u64;

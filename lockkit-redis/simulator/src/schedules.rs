@@ -2,10 +2,13 @@
 
 use std::time::Duration;
 
+use lockkit_redis::redlock_quorum::{
+    Attempt, AttemptConfig, Beginning, Outcome, QuorumCount, Report, Rules, Step, Vote,
+};
+
 use crate::{
     master::{Answer, Bid, Claim, Master, Micros, Mode, Request},
     mutant::Mutant,
-    quorum::{Beginning, Outcome, QuorumCount, QuorumRound, Report, Rules, Step, Vote},
 };
 
 const TTL: Micros = 160_000;
@@ -27,6 +30,19 @@ fn masters(mutant: Option<Mutant>) -> Vec<Master> {
 
 fn at(time: Micros) -> Duration {
     Duration::from_micros(time)
+}
+
+/// An attempt that proposes this one token.
+fn begin(rules: Rules, began: Micros, token: u64) -> Attempt {
+    let began = at(began);
+    let config = AttemptConfig {
+        rules,
+        began: Beginning::new(began, token),
+        ttl: at(TTL),
+        tokens: 1,
+        retry_until: began,
+    };
+    Attempt::begin(config, began, 0)
 }
 
 fn vote(owner: u32, first: u64) -> Request {
@@ -62,15 +78,15 @@ fn overlaps(mutant: Option<Mutant>) -> bool {
     let rules = Rules::of(5, PATIENCE);
     let mut masters = masters(mutant);
     let (one, tokens) = (Claim { owner: 1, round: 1 }, 1..=1);
-    let mut round = QuorumRound::begin(rules, Beginning::new(at(0), 0), at(0), at(TTL), tokens.clone());
+    let mut attempt = begin(rules, 0, 1);
     let steps: Vec<Step> = (0..3)
-        .map(|master| round.voted(at(0), master, voted(masters[master].answer(0, &vote(1, 1)))))
+        .map(|master| attempt.voted(at(0), master, voted(masters[master].answer(0, &vote(1, 1)))))
         .collect();
     assert_eq!(steps[2], Step::Won(1..=1));
 
     // The other begins when the first one's lease at 2 has less to go than a round may take.
     let began = 90_000;
-    let mut other = QuorumRound::begin(rules, Beginning::new(at(began), 0), at(began), at(TTL), 2..=2);
+    let mut other = begin(rules, began, 2);
     for master in [3, 4] {
         let granted = voted(masters[master].answer(began, &vote(2, 2)));
         assert_eq!(granted, Vote::Granted);

@@ -3,6 +3,7 @@
 use std::{cmp::Reverse, collections::BinaryHeap, fmt::Write as _, time::Duration};
 
 use fastrand::Rng;
+use lockkit_redis::redlock_quorum::{Defeat, LAST_CLOCK, Rules};
 
 use crate::{
     client::{Alarm, Client, Effect, Habits, Now},
@@ -10,7 +11,6 @@ use crate::{
     history::{Faults, Hold, Resource, judge},
     master::{Answer, Claim, Data, Master, Micros, Request},
     mutant::Mutant,
-    quorum::{Defeat, LAST_CLOCK, Rules},
 };
 
 /// What a schedule came to.
@@ -34,6 +34,7 @@ pub struct Tally {
     pub outrun: u64,
     pub undecided: u64,
     pub too_late: u64,
+    pub out_of_tokens: u64,
     pub renewed: u64,
     /// Holds whose lease ended, or which were found to be lost, before they were released.
     pub cut_short: u64,
@@ -56,6 +57,7 @@ impl Tally {
             outrun,
             undecided,
             too_late,
+            out_of_tokens,
             renewed,
             cut_short,
             refused,
@@ -69,6 +71,7 @@ impl Tally {
         self.outrun += outrun;
         self.undecided += undecided;
         self.too_late += too_late;
+        self.out_of_tokens += out_of_tokens;
         self.renewed += renewed;
         self.cut_short += cut_short;
         self.refused += refused;
@@ -742,6 +745,7 @@ impl World {
                     Defeat::Outrun => self.tally.outrun += 1,
                     Defeat::Undecided { .. } => self.tally.undecided += 1,
                     Defeat::TooLate => self.tally.too_late += 1,
+                    Defeat::OutOfTokens => self.tally.out_of_tokens += 1,
                 }
             }
         }

@@ -334,7 +334,7 @@ impl Backend for RedlockBackend {
         let masters = &self.masters;
         let key = layout::key(&masters.namespace, name, kind);
         // All are to have ended it, as far as they can be reached.
-        let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(Instant::now()));
+        let mut count = QuorumCount::of_renewal(masters.rules, masters.now());
         let mut requests = Requests::new(masters, "revoke");
         requests.ask_all(Asked::Report, |_| {
             let mut call = script::REDLOCK_REVOKE.call(&key);

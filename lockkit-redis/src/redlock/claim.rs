@@ -15,15 +15,18 @@ use crate::{
     layout::{self, Record},
     redlock::{
         NAME,
-        masters::{Answer, Failures, Kind, LAST_TOKEN, Masters, Requests, micros, require_runtime},
-        quorum::{Beginning, Confirmation, Defeat, Outcome, QuorumCount, QuorumRound, Report, Step, Vote},
+        masters::{Answer, Failures, Kind, Masters, Requests, micros, require_runtime},
+        quorum::{
+            Attempt, AttemptConfig, Beginning, Confirmation, Defeat, LAST_TOKEN, Outcome, QuorumCount,
+            Report, Step, Vote,
+        },
     },
     script::{self, Call},
     wakeup::Wakeup,
 };
 
-/// For how long one that does not wait goes on while others are ahead with their tokens.
-const MOST_OF_A_TRY: Duration = Duration::from_secs(2);
+/// The time for which an attempt that does not wait retries while its tokens are outrun.
+const LONGEST_TRY: Duration = Duration::from_secs(2);
 
 pub(crate) struct RedlockClaim {
     masters: Arc<Masters>,
@@ -52,17 +55,6 @@ pub(crate) struct RedlockClaim {
     is_short: bool,
     /// How often it has asked early for that since.
     repairs: u32,
-}
-
-/// What a round came to, unless it was won.
-struct Lost {
-    defeat: Defeat,
-    failures: Failures,
-    /// Who may have granted it all the same.
-    may_hold: Vec<usize>,
-    /// Nobody is known to have a majority.
-    is_divided: bool,
-    is_foreign: bool,
 }
 
 impl RedlockClaim {
@@ -140,104 +132,77 @@ impl RedlockClaim {
         call
     }
 
+    fn confirmation(&self, marker: &str, value: &str, tokens: &RangeInclusive<u64>) -> Call {
+        let mut call = script::REDLOCK_CONFIRM.call(&self.key);
+        call.arg(marker)
+            .arg(&self.value)
+            .arg(value)
+            .arg(*tokens.start())
+            .arg(*tokens.end())
+            .arg(self.mode());
+        call
+    }
+
     fn withdrawal(&self, how: &str) -> Call {
         let mut call = script::REDLOCK_RELEASE.call(&self.key);
         call.arg(&self.value).arg(how);
         call
     }
 
-    /// The tokens to propose `now`: most likely above all others. It is a guess that nothing depends on but a round trip.
-    fn proposal(&self, began: Beginning, now: Duration) -> RangeInclusive<u64> {
-        let first = began.first_above(self.masters.highest(), now);
-        let last = first + u64::from(self.request.tokens.get()) - 1;
-        first..=last
+    /// Proposes the attempt's tokens to every master: a new round.
+    fn propose(&mut self, attempt: &Attempt, waits: &str) -> (Requests, RoundReplies) {
+        let tokens = attempt.tokens();
+        self.value = self.record.with_token(*tokens.start());
+        self.masters.saw(attempt.seen());
+        let mut requests = Requests::new(&self.masters, "acquire");
+        requests.ask_all(Kind::Vote, |marker| self.vote(marker, tokens, waits));
+        (requests, RoundReplies::new(self.masters.all.len()))
     }
 
-    /// One round of voting, and of confirming if need be, of an attempt that `began` then.
-    async fn round(&mut self, waits: &str, began: Beginning) -> Result<Result<Grant, Lost>> {
+    /// Does what `attempt` says until that is decided. Returns the last round.
+    async fn run(
+        &mut self,
+        attempt: &mut Attempt,
+        waits: &str,
+    ) -> (Result<RangeInclusive<u64>, Defeat>, Requests, RoundReplies) {
         let masters = self.masters.clone();
-        let now = masters.since_origin(Instant::now());
-        let proposed = self.proposal(began, now);
-        self.value = self.record.with_token(*proposed.start());
-        let ttl = Duration::from_millis(self.ttl_ms());
-        let mut round = QuorumRound::begin(masters.rules, began, now, ttl, proposed.clone());
-        masters.saw(*proposed.end());
-
-        let mut requests = Requests::new(&masters, "acquire");
-        requests.ask_all(Kind::Vote, |marker| self.vote(marker, &proposed, waits));
-        let mut seen = Seen::new(masters.all.len());
+        let (mut requests, mut replies) = self.propose(attempt, waits);
         let mut confirmed = self.value.clone();
         let outcome = loop {
-            let step = match requests.next(masters.at(round.deadline())).await {
-                None => round.tick(masters.since_origin(Instant::now()).max(round.deadline())),
-                Some(Answer { master, kind, reply }) => {
-                    let now = masters.since_origin(Instant::now());
-                    match kind {
-                        Kind::Vote => {
-                            let vote = seen.vote(&masters, master, reply);
-                            round.voted(now, master, vote)
-                        }
-                        _ => {
-                            let answer = seen.confirmation(master, reply);
-                            round.confirmed(now, master, answer)
-                        }
-                    }
-                }
+            let step = match requests.next(masters.at(attempt.deadline())).await {
+                None => attempt.tick(masters.now().max(attempt.deadline())),
+                Some(answer) => replies.add(&masters, attempt, answer),
             };
+            if step == Step::Wait {
+                continue;
+            }
+            masters.saw(attempt.seen());
             match step {
                 Step::Wait => {}
-                Step::Confirm(tokens, _) if *tokens.end() > LAST_TOKEN => {
-                    drop(requests);
-                    self.yield_at(round.may_hold()).await;
-                    return Err(no_tokens_left());
-                }
                 Step::Confirm(tokens, holding) => {
                     confirmed = self.record.with_token(*tokens.start());
                     for master in holding {
                         requests.ask(master, Kind::Confirmation, |marker| {
-                            let mut call = script::REDLOCK_CONFIRM.call(&self.key);
-                            call.arg(marker)
-                                .arg(&self.value)
-                                .arg(&confirmed)
-                                .arg(*tokens.start())
-                                .arg(*tokens.end())
-                                .arg(self.mode());
-                            call
+                            self.confirmation(marker, &confirmed, &tokens)
                         });
                     }
+                }
+                Step::Retry => {
+                    attempt.retry(masters.now(), masters.highest());
+                    (requests, replies) = self.propose(attempt, waits);
+                    confirmed.clone_from(&self.value);
                 }
                 Step::Won(tokens) => break Ok(tokens),
                 Step::Lost(defeat) => break Err(defeat),
             }
         };
-        masters.saw(round.highest());
-        // What the masters say by now, unless it was confirmed at too few of them.
+        // The masters have this value by now, unless too few of them confirmed it.
         self.value = confirmed;
-        let tokens = match outcome {
-            Ok(tokens) => tokens,
-            Err(defeat) => {
-                // Whoever has said by now that somebody else has it has nothing to be given back.
-                while let Some(Answer { master, kind, reply }) = requests.at_hand().await {
-                    if kind == Kind::Vote {
-                        let vote = seen.vote(&masters, master, reply);
-                        round.voted(masters.since_origin(Instant::now()), master, vote);
-                    }
-                }
-                drop(requests);
-                if masters.since_origin(Instant::now()) >= round.deadline() {
-                    seen.failures.late(&seen.answered, masters.rules.patience);
-                }
-                seen.failures.left_out(round.left_out());
-                return Ok(Err(Lost {
-                    defeat,
-                    may_hold: round.may_hold(),
-                    is_divided: seen.is_divided(masters.rules.quorum),
-                    is_foreign: seen.is_foreign,
-                    failures: seen.failures,
-                }));
-            }
-        };
-        let lease = self.lease(masters.at(round.since()));
+        (outcome, requests, replies)
+    }
+
+    fn won(&mut self, attempt: &Attempt, tokens: RangeInclusive<u64>, requests: Requests) -> Grant {
+        let lease = self.lease(self.masters.at(attempt.since()));
         self.until = lease.end();
         self.tokens = Some(tokens.clone());
         self.listed = false;
@@ -247,15 +212,15 @@ impl RedlockClaim {
         }
         self.late = Some(requests);
         self.repairs = 0;
-        self.is_short = round.is_short();
+        self.is_short = attempt.is_short();
         if self.is_short {
             self.repair_soon();
         }
-        Ok(Ok(Grant { tokens, lease }))
+        Grant { tokens, lease }
     }
 
-    /// Gives back what a round that was lost may have taken, without waiting for it: requests are dealt with in their order.
-    async fn yield_at(&mut self, masters: impl IntoIterator<Item = usize>) {
+    /// Gives the lock back at `masters`. It does not wait for replies, since a master handles requests in their order.
+    async fn give_back(&mut self, masters: impl IntoIterator<Item = usize>) {
         let mut requests = Requests::new(&self.masters, "release");
         for master in masters {
             requests.ask(master, Kind::Report, |_| self.withdrawal("yield"));
@@ -309,8 +274,8 @@ impl RedlockClaim {
     }
 }
 
-/// What the masters said in a round.
-struct Seen {
+/// The masters' replies in a round, as far as they matter for errors and for when to ask again.
+struct RoundReplies {
     answered: Vec<bool>,
     failures: Failures,
     /// Who has it, at how many masters.
@@ -318,13 +283,22 @@ struct Seen {
     is_foreign: bool,
 }
 
-impl Seen {
+impl RoundReplies {
     fn new(masters: usize) -> Self {
         Self {
             answered: vec![false; masters],
             failures: Failures::default(),
             holders: Vec::new(),
             is_foreign: false,
+        }
+    }
+
+    fn add(&mut self, masters: &Masters, attempt: &mut Attempt, answer: Answer) -> Step {
+        let now = masters.now();
+        let Answer { master, kind, reply } = answer;
+        match kind {
+            Kind::Vote => attempt.voted(now, master, self.vote(masters, master, reply)),
+            _ => attempt.confirmed(now, master, self.confirmation(master, reply)),
         }
     }
 
@@ -384,9 +358,19 @@ impl Seen {
         }
     }
 
-    /// Nobody is known to have a majority.
+    /// Returns whether nobody is known to have a majority.
     fn is_divided(&self, quorum: usize) -> bool {
         self.holders.iter().all(|(_, masters)| *masters < quorum)
+    }
+
+    /// Returns why each master that took no part did not.
+    fn failures(&mut self, masters: &Masters, attempt: &Attempt) -> Failures {
+        let mut failures = std::mem::take(&mut self.failures);
+        if masters.now() >= attempt.deadline() {
+            failures.late(&self.answered, masters.rules.patience);
+        }
+        failures.left_out(attempt.left_out());
+        failures
     }
 }
 
@@ -422,46 +406,57 @@ impl Claim for RedlockClaim {
             place.listen();
             self.listed = true;
         }
-        let asked = Instant::now();
-        let began = self.outrun_since.take();
-        let began = began.unwrap_or_else(|| Beginning::new(self.masters.since_origin(asked), micros()));
-        // If it were cut short, nobody would know that it had been answered.
-        let enough = match patience {
-            Duration::ZERO => MOST_OF_A_TRY,
+        let masters = self.masters.clone();
+        let now = masters.now();
+        // If the driver cut the attempt short, it would not know that the masters had replied.
+        let longest = match patience {
+            Duration::ZERO => LONGEST_TRY,
             _ => patience / 2,
         };
-        loop {
-            let lost = match self.round(waits, began).await? {
-                Ok(grant) => return Ok(Some(grant)),
-                // It is to be had, by tokens that are further ahead. The next round asks anew for what this one may have taken.
-                Err(lost) if lost.defeat == Defeat::Outrun && asked.elapsed() < enough => continue,
-                Err(lost) => lost,
-            };
-            self.yield_at(lost.may_hold).await;
-            return match lost.defeat {
-                // All that is known is that others are after it.
-                Defeat::Outrun => {
-                    self.outrun_since = Some(began);
-                    if !patience.is_zero() {
-                        let after = self.asks_again_in(None, true, false);
-                        self.place().ask_in(after);
-                    }
-                    Ok(None)
-                }
-                Defeat::Taken(left) => {
-                    if !patience.is_zero() {
-                        let after = self.asks_again_in(left, lost.is_divided, lost.is_foreign);
-                        self.place().ask_in(after);
-                    }
-                    Ok(None)
-                }
-                Defeat::TooLate => {
-                    let reason = "the lease was over when a majority of the masters had granted it";
-                    Err(Error::transient(NAME, "acquire", reason))
-                }
-                Defeat::Undecided { .. } => Err(self.masters.undecided("acquire", &lost.failures)),
-            };
+        let config = AttemptConfig {
+            rules: masters.rules,
+            began: self
+                .outrun_since
+                .take()
+                .unwrap_or_else(|| Beginning::new(now, micros())),
+            ttl: Duration::from_millis(self.ttl_ms()),
+            tokens: self.request.tokens.get().into(),
+            retry_until: now + longest,
+        };
+        let mut attempt = Attempt::begin(config, now, masters.highest());
+        let (outcome, mut requests, mut replies) = self.run(&mut attempt, waits).await;
+        let defeat = match outcome {
+            Ok(tokens) => return Ok(Some(self.won(&attempt, tokens, requests))),
+            Err(defeat) => defeat,
+        };
+        // A master that has reported another holder by now has nothing to give back.
+        while let Some(answer) = requests.at_hand().await {
+            if answer.kind == Kind::Vote {
+                replies.add(&masters, &mut attempt, answer);
+            }
         }
+        drop(requests);
+        let failures = replies.failures(&masters, &attempt);
+        self.give_back(attempt.may_hold()).await;
+        let left = match defeat {
+            Defeat::Taken(left) => left,
+            Defeat::Outrun => {
+                self.outrun_since = Some(attempt.began());
+                None
+            }
+            Defeat::TooLate => {
+                let reason = "the lease was over when a majority of the masters had granted it";
+                return Err(Error::transient(NAME, "acquire", reason));
+            }
+            Defeat::OutOfTokens => return Err(no_tokens_left()),
+            Defeat::Undecided { .. } => return Err(masters.undecided("acquire", &failures)),
+        };
+        if !patience.is_zero() {
+            let is_foreign = replies.is_foreign && defeat != Defeat::Outrun;
+            let after = self.asks_again_in(left, replies.is_divided(masters.rules.quorum), is_foreign);
+            self.place().ask_in(after);
+        }
+        Ok(None)
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
@@ -519,7 +514,7 @@ impl Claim for RedlockClaim {
         self.late = None;
         self.is_short = false;
         let masters = self.masters.clone();
-        let mut count = QuorumCount::of_release(masters.rules, masters.since_origin(Instant::now()));
+        let mut count = QuorumCount::of_release(masters.rules, masters.now());
         let mut requests = Requests::new(&masters, "release");
         requests.ask_all(Kind::Report, |_| self.withdrawal("end"));
         let (outcome, failures) = tally(&masters, &mut requests, &mut count, "release", None).await;

@@ -24,16 +24,9 @@ use tokio::{
 use crate::{
     connection::{Connection, Inbox, ManagedConnection, is_unknown_script, reason},
     error::failed,
-    redlock::{
-        NAME,
-        guard::Guard,
-        quorum::{LAST_CLOCK, Rules},
-    },
+    redlock::{NAME, guard::Guard, quorum::Rules},
     script::Call,
 };
-
-/// Beyond this, the scripts' numbers are not exact.
-pub(super) const LAST_TOKEN: u64 = 1 << 52;
 
 /// What the claims of a client share.
 #[derive(Debug)]
@@ -85,7 +78,11 @@ impl Masters {
         }
     }
 
-    /// A moment as the rounds count it.
+    pub(super) fn now(&self) -> Duration {
+        self.since_origin(Instant::now())
+    }
+
+    /// Returns a moment as `quorum` counts it.
     pub(super) fn since_origin(&self, at: Instant) -> Duration {
         at.saturating_duration_since(self.origin)
     }
@@ -99,11 +96,8 @@ impl Masters {
         self.highest.load(Ordering::Relaxed)
     }
 
-    /// A counter that somebody has set to where no clock gets it does not take those of other locks along.
     pub(super) fn saw(&self, token: u64) {
-        if token < LAST_CLOCK {
-            self.highest.fetch_max(token, Ordering::Relaxed);
-        }
+        self.highest.fetch_max(token, Ordering::Relaxed);
     }
 
     /// Waits for the answers that nobody waits for, as long as for those of a round, and gives up the rest. A request

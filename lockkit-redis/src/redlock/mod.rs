@@ -7,7 +7,8 @@ mod claim;
 mod config;
 mod guard;
 mod masters;
-mod quorum;
+#[doc(hidden)]
+pub mod quorum;
 
 pub use backend::RedlockBackend;
 pub use config::RedlockConfig;
