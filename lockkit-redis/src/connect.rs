@@ -27,7 +27,7 @@ use crate::{
     connection_io::{ConnectionIo, IoHandle},
     error::{NAME, failed, unexpected},
     layout,
-    redlock::Guard,
+    redlock::RestartQuarantine,
     script,
 };
 
@@ -106,7 +106,7 @@ pub(crate) struct Connector {
     /// Which of the sentinels last named a master that is one.
     right: Arc<AtomicUsize>,
     /// If it is one of several.
-    guard: Option<(Arc<Guard>, usize)>,
+    guard: Option<(Arc<RestartQuarantine>, usize)>,
     /// What is to run the connections.
     connection_io: OnceLock<ConnectionIo>,
     #[cfg(feature = "tls")]
@@ -142,7 +142,12 @@ impl Connector {
     }
 
     /// One of several masters, by its number among them.
-    pub(crate) fn voter(mut self, guard: &Arc<Guard>, master: usize, connection_io: &ConnectionIo) -> Self {
+    pub(crate) fn guarded(
+        mut self,
+        guard: &Arc<RestartQuarantine>,
+        master: usize,
+        connection_io: &ConnectionIo,
+    ) -> Self {
         self.guard = Some((guard.clone(), master));
         self.connection_io = OnceLock::from(connection_io.clone());
         self

@@ -550,7 +550,7 @@ impl Client {
         self.hold(now, hold, at_once, out);
         self.repairs = 0;
         self.renew_at(now.monotonic + self.habits.ttl / 3, out);
-        if attempt.is_short() {
+        if attempt.lacks_masters() {
             self.repair_soon(now, out);
         }
     }

@@ -67,7 +67,7 @@ pub struct Features {
     /// Counters are set to where no clock gets, at so many masters that the others are a majority, always the same.
     pub counters: bool,
     /// A master that may have lost data keeps out for a time to live.
-    pub guard: bool,
+    pub quarantine: bool,
     /// Clients' wall clocks.
     pub walls: WallClocks,
     /// Holds are renewed, and masters that lack them repaired.
@@ -197,7 +197,7 @@ const BASE: Features = Features {
     crash: None,
     flushes: false,
     counters: false,
-    guard: true,
+    quarantine: true,
     walls: WallClocks::Close,
     renewal: false,
     shared: false,
@@ -414,18 +414,18 @@ impl Config {
         },
         Self {
             name: "kept",
-            about: "crashes that keep the data, no restart guard",
+            about: "crashes that keep the data, no restart quarantine",
             features: Features {
                 crash: Some(Crash::Kept),
-                guard: false,
+                quarantine: false,
                 renewal: true,
                 ..BASE
             },
             ..PLAIN
         },
         Self {
-            name: "kept-guard",
-            about: "crashes that keep the data, restart guard",
+            name: "kept-quarantine",
+            about: "crashes that keep the data, restart quarantine",
             features: Features {
                 crash: Some(Crash::Kept),
                 network: Network::Connections,
@@ -436,18 +436,18 @@ impl Config {
         },
         Self {
             name: "lost",
-            about: "crashes that lose the data, no restart guard",
+            about: "crashes that lose the data, no restart quarantine",
             features: Features {
                 crash: Some(Crash::Lost),
-                guard: false,
+                quarantine: false,
                 ..BASE
             },
             expected: Expected::NOTHING,
             ..PLAIN
         },
         Self {
-            name: "lost-guard",
-            about: "crashes that lose the data, restart guard",
+            name: "lost-quarantine",
+            about: "crashes that lose the data, restart quarantine",
             features: Features {
                 crash: Some(Crash::Lost),
                 renewal: true,
@@ -457,7 +457,7 @@ impl Config {
             ..PLAIN
         },
         Self {
-            name: "lost-guard-late",
+            name: "lost-quarantine-late",
             about: "the same, leases so short that messages outlive them",
             features: Features {
                 crash: Some(Crash::Lost),
@@ -470,7 +470,7 @@ impl Config {
             ..PLAIN
         },
         Self {
-            name: "lost-guard-wild",
+            name: "lost-quarantine-wild",
             about: "the same, clients' wall clocks years apart",
             features: Features {
                 crash: Some(Crash::Lost),
@@ -487,7 +487,7 @@ impl Config {
         Self {
             name: "flushed",
             about: "three masters; crashes that keep the data, and masters emptied while they run, also in quarantine; \
-                    restart guard",
+                    restart quarantine",
             features: Features {
                 crash: Some(Crash::Kept),
                 flushes: true,
@@ -515,18 +515,18 @@ impl Config {
         },
         Self {
             name: "restored",
-            about: "crashes that bring old data back, no restart guard",
+            about: "crashes that bring old data back, no restart quarantine",
             features: Features {
                 crash: Some(Crash::Restored),
-                guard: false,
+                quarantine: false,
                 ..BASE
             },
             expected: Expected::NOTHING,
             ..PLAIN
         },
         Self {
-            name: "restored-guard",
-            about: "crashes that bring old data back, restart guard",
+            name: "restored-quarantine",
+            about: "crashes that bring old data back, restart quarantine",
             features: Features {
                 crash: Some(Crash::Restored),
                 renewal: true,
@@ -544,7 +544,7 @@ impl Config {
         },
         Self {
             name: "swarm-lost",
-            about: "each schedule with some of all that, and crashes and flushes that lose data, restart guard",
+            about: "each schedule with some of all that, and crashes and flushes that lose data, restart quarantine",
             features: Features {
                 crash: Some(Crash::Lost),
                 flushes: true,

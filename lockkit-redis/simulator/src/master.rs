@@ -102,7 +102,7 @@ pub(crate) struct Master {
     /// Which life of the server this is.
     pub(crate) life: u32,
     /// Whether a master that may have lost data keeps out.
-    pub(crate) guarded: bool,
+    pub(crate) quarantines: bool,
     pub(crate) mutant: Option<Mutant>,
 }
 
@@ -192,7 +192,7 @@ impl Master {
     }
 
     fn keeps_out(&self) -> bool {
-        self.guarded && !self.is_marked()
+        self.quarantines && !self.is_marked()
     }
 
     /// Those whom the bid would have to wait for.

@@ -18,7 +18,7 @@ fn masters(mutant: Option<Mutant>) -> Vec<Master> {
     let mut masters = vec![
         Master {
             life: 1,
-            guarded: true,
+            quarantines: true,
             mutant,
             ..Master::default()
         };

@@ -288,7 +288,7 @@ fn drawn(features: Features, rng: &mut Rng) -> Features {
         crash: features.crash.filter(|_| rng.bool()),
         flushes: features.flushes && rng.bool(),
         counters: features.counters && rng.bool(),
-        guard: features.guard && (features.crash != Some(Crash::Kept) || rng.bool()),
+        quarantine: features.quarantine && (features.crash != Some(Crash::Kept) || rng.bool()),
         walls: if rng.bool() {
             features.walls
         } else {
@@ -350,7 +350,7 @@ impl World {
                 .map(|_| Server {
                     master: Master {
                         life: 1,
-                        guarded: features.guard,
+                        quarantines: features.quarantine,
                         mutant,
                         ..Master::default()
                     },

@@ -1,15 +1,15 @@
-//! The backend: one client of several masters.
+//! `spi::Backend` on a majority of masters.
 
-use std::{collections::HashMap, fmt, future::poll_fn, pin::Pin, sync::Arc, task::Poll, time::Duration};
+use std::{collections::HashMap, fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use futures_util::FutureExt as _;
+use futures_util::{FutureExt as _, StreamExt as _, future::join_all, stream::FuturesUnordered};
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
 };
 use redis::Value;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use crate::{
     config::RedisConfig,
@@ -20,26 +20,25 @@ use crate::{
     layout,
     redlock::{
         NAME, RedlockConfig,
-        claim::{RedlockClaim, tally},
-        guard::{self, Guard},
-        masters::{Answer, Failures, Kind as Asked, Master, Masters, Requests, require_runtime},
+        claim::{RedlockClaim, count_reports},
+        masters::{Failures, Master, Masters, RequestKind, Requests, Response, require_runtime},
         quorum::{Outcome, QuorumCount, Rules},
+        restart_quarantine::{self, RestartQuarantine},
     },
     script,
 };
 
-/// A waiter is told when the lock is free, and asks when the lease before it runs out. This is for what neither covers: a
-/// client that was told and died.
+/// Wake-ups and the end of the lease before make a waiter ask. This poll is for the rest: a client that was woken and died.
 const FALLBACK_POLL: Duration = Duration::from_secs(1);
 
 /// Locks on a majority of independent Redis masters.
 ///
-/// A lock is held by whoever has it at more than half of the masters, so it outlives the loss of any minority of them
-/// without a pause. Grants, renewals and releases go to all masters at once and are over when a majority has answered.
-/// Each grant has a fencing token that a majority has raised its counter to, in the same step in which it granted.
+/// The holder has the lock at more than half of the masters. So the lock survives the loss of any minority of them, without
+/// a pause. Grants, renewals and releases go to all masters at once and return when a majority has decided. Each grant has a
+/// fencing token: a majority has raised its counter to it, in the step in which it granted the lock.
 ///
-/// What it cannot do: keep exclusion when the clocks of a majority jump, or when a majority loses its data; permits; the
-/// order of waiters. `docs/guarantees.md` has the table, and `docs/redlock.md` the protocol.
+/// It has no semaphores and does not order waiters. It does not keep exclusion when the clocks of a majority jump or a
+/// majority loses its data. `docs/guarantees.md` has the table, and `docs/redlock.md` the protocol.
 pub struct RedlockBackend {
     masters: Arc<Masters>,
     server: Arc<str>,
@@ -48,8 +47,8 @@ pub struct RedlockBackend {
 }
 
 impl RedlockBackend {
-    /// Connects to the masters. Connections are watched and replaced by a task for each on the current runtime, which is
-    /// the one that the client then lives on. A minority of the masters may be down.
+    /// Connects to the masters, of which a minority may be down. A task for each master watches and replaces its connection.
+    /// The tasks, and so the client, live on the current runtime.
     ///
     /// ```no_run
     /// # async fn example() -> lockkit_core::Result<()> {
@@ -64,10 +63,9 @@ impl RedlockBackend {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidUrl`], [`Error::InvalidOptions`] or [`Error::FeatureDisabled`] for a config that cannot be, or that
-    /// differs from what other clients of these masters have; [`Error::Backend`] if a majority does not answer, or one
-    /// that does cannot be used: it is a replica, it is older than Redis 6, it refuses the user, it is another of the
-    /// masters.
+    /// [`Error::InvalidUrl`], [`Error::InvalidOptions`] or [`Error::FeatureDisabled`] if the config is invalid, or if other
+    /// clients of these masters have another `max_ttl`. [`Error::Backend`] if no majority replies, or if a master cannot be
+    /// used: it is a replica, it is older than Redis 6, it refuses the user, or it is the same server as another master.
     ///
     /// # Cancel safety
     /// Dropping the future drops the connections.
@@ -76,30 +74,30 @@ impl RedlockBackend {
         let server = RedlockConfig::server(&each)?;
         require_runtime("connect")?;
         let rules = Rules::of(each.len(), config.master_timeout);
-        let guard = Arc::new(Guard::new(each.len(), config.max_ttl, config.durable));
+        let quarantine = Arc::new(RestartQuarantine::new(each.len(), config.max_ttl, config.durable));
         let inbox = Inbox {
             client: format!("{:x}-{:016x}", std::process::id(), fastrand::u64(..)).into(),
             wakeups: Arc::default(),
             master: None,
         };
-        let masters = open(&each, rules, &guard, &inbox).await?;
+        let masters = open(&each, rules, &quarantine, &inbox).await?;
         let masters = Arc::new(Masters::new(
             masters,
             rules,
-            guard.clone(),
+            quarantine.clone(),
             inbox,
             &config.namespace,
         ));
-        look_at_all(&guard, &masters, false).await?;
-        // What is the same before and after the same moment was all there at that moment: then none had a vote, and who
-        // lets them in from now on does so only if none has been emptied since.
-        if let Some(quarantines) = guard.blank() {
-            look_at_all(&guard, &masters, false).await?;
-            if guard.blank() == Some(quarantines) {
-                look_at_all(&guard, &masters, true).await?;
+        check_all(&quarantine, &masters, false).await?;
+        // If all masters are in the same quarantines before and after a moment, none had a vote at that moment: the
+        // deployment is new. A quarantine is ended by its beginning, so a master that is emptied later stays in its next one.
+        if let Some(quarantines) = quarantine.blank_masters() {
+            check_all(&quarantine, &masters, false).await?;
+            if quarantine.blank_masters() == Some(quarantines) {
+                check_all(&quarantine, &masters, true).await?;
             }
         }
-        let watch = tokio::spawn(guard::watch(guard, Arc::downgrade(&masters)));
+        let watch = tokio::spawn(restart_quarantine::watch(quarantine, Arc::downgrade(&masters)));
         let _ = masters.watch.set(watch.abort_handle());
         Ok(Self {
             masters,
@@ -110,17 +108,17 @@ impl RedlockBackend {
     }
 }
 
-/// Finds out which masters have a vote.
+/// Finds out which masters have a vote, and gives them one if the deployment `is_new`.
 ///
 /// # Errors
-/// If clients with another longest ttl have been there. What else fails is tried again later.
-async fn look_at_all(guard: &Guard, masters: &Masters, are_new: bool) -> Result<()> {
-    let looks = (0..masters.all.len()).map(|master| guard.look(masters, master, are_new));
-    for (master, looked) in join(looks).await.into_iter().enumerate() {
+/// If a master has another `max_ttl`. Other failures are tried again later.
+async fn check_all(quarantine: &RestartQuarantine, masters: &Masters, is_new: bool) -> Result<()> {
+    let checks = (0..masters.all.len()).map(|master| quarantine.check(masters, master, is_new));
+    for (master, outcome) in join_all(checks).await.into_iter().enumerate() {
         let server = &masters.all[master].name;
-        match looked {
+        match outcome {
             Err(err @ Error::InvalidOptions { .. }) => return Err(unusable(server, &err)),
-            // It is without a vote until the next look.
+            // It has no vote until the next check.
             Err(err) => {
                 tracing::debug!(backend = NAME, %server, error = %err, "cannot tell whether it votes");
             }
@@ -130,19 +128,24 @@ async fn look_at_all(guard: &Guard, masters: &Masters, are_new: bool) -> Result<
     Ok(())
 }
 
-/// Connects to the masters, all at once. Those that cannot be reached are tried again in the background.
-async fn open(each: &[RedisConfig], rules: Rules, guard: &Arc<Guard>, inbox: &Inbox) -> Result<Vec<Master>> {
+/// Connects to all masters at once. Those out of reach are tried again in the background.
+async fn open(
+    each: &[RedisConfig],
+    rules: Rules,
+    quarantine: &Arc<RestartQuarantine>,
+    inbox: &Inbox,
+) -> Result<Vec<Master>> {
     let drivers = ConnectionIo::start();
     let mut keepers = Vec::new();
     for (n, config) in each.iter().enumerate() {
-        let dialler = Connector::new(config)?.voter(guard, n, &drivers);
+        let dialler = Connector::new(config)?.guarded(quarantine, n, &drivers);
         let inbox = Inbox {
             master: Some((n, rules.quorum)),
             ..inbox.clone()
         };
         keepers.push(Supervisor::new(dialler, Some(inbox)));
     }
-    let dialled = dial_all(&mut keepers, rules, guard).await;
+    let dialled = dial_all(&mut keepers, rules, quarantine).await;
     let mut failures = Failures::default();
     let names: Vec<_> = each
         .iter()
@@ -168,78 +171,41 @@ async fn open(each: &[RedisConfig], rules: Rules, guard: &Arc<Guard>, inbox: &In
         .collect())
 }
 
-/// What came of dialling each. Once there is a quorum, and it is one that has been here before, the others get no more
-/// than another round's time.
-async fn dial_all(keepers: &mut [Supervisor], rules: Rules, guard: &Guard) -> Vec<Result<Connection>> {
-    let mut dialling: Vec<_> = keepers
-        .iter_mut()
-        .map(|keeper| Some(Box::pin(keeper.connect())))
-        .collect();
-    let mut outcomes: Vec<Option<Result<Connection>>> = dialling.iter().map(|_| None).collect();
-    let mut grace: Option<Pin<Box<tokio::time::Sleep>>> = None;
-    poll_fn(|cx| {
-        for (dial, outcome) in dialling.iter_mut().zip(&mut outcomes) {
-            if let Some(future) = dial
-                && let Poll::Ready(dialled) = future.as_mut().poll(cx)
-            {
-                *outcome = Some(dialled);
-                *dial = None;
-            }
+/// Dials all masters at once, and returns what came of each. Once a quorum is connected, and some master was in use before,
+/// the others get no longer than a round.
+async fn dial_all(
+    keepers: &mut [Supervisor],
+    rules: Rules,
+    quarantine: &RestartQuarantine,
+) -> Vec<Result<Connection>> {
+    let not_yet = || {
+        Err(Error::transient(
+            NAME,
+            "connect",
+            "it is still being connected to",
+        ))
+    };
+    let mut outcomes: Vec<_> = keepers.iter().map(|_| not_yet()).collect();
+    let dial = |(master, keeper): (usize, _)| async move { (master, Supervisor::connect(keeper).await) };
+    let mut dialling: FuturesUnordered<_> = keepers.iter_mut().enumerate().map(dial).collect();
+    let (mut reached, mut deadline) = (0, None);
+    loop {
+        let dialled = match deadline {
+            None => dialling.next().await,
+            Some(deadline) => timeout_at(deadline, dialling.next()).await.unwrap_or(None),
+        };
+        let Some((master, outcome)) = dialled else {
+            return outcomes;
+        };
+        reached += usize::from(outcome.is_ok());
+        outcomes[master] = outcome;
+        if reached >= rules.quorum && quarantine.is_known_deployment() {
+            deadline.get_or_insert_with(|| Instant::now() + rules.patience);
         }
-        if outcomes.iter().all(Option::is_some) {
-            return Poll::Ready(());
-        }
-        let reached = outcomes
-            .iter()
-            .filter(|outcome| matches!(outcome, Some(Ok(_))))
-            .count();
-        if reached < rules.quorum || !guard.is_known() {
-            return Poll::Pending;
-        }
-        grace
-            .get_or_insert_with(|| Box::pin(tokio::time::sleep(rules.patience)))
-            .as_mut()
-            .poll(cx)
-    })
-    .await;
-    drop(dialling);
-    outcomes
-        .into_iter()
-        .map(|outcome| {
-            outcome.unwrap_or_else(|| {
-                Err(Error::transient(
-                    NAME,
-                    "connect",
-                    "it is still being connected to",
-                ))
-            })
-        })
-        .collect()
+    }
 }
 
-/// What each of `futures` comes to, running together.
-async fn join<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
-    let mut running: Vec<_> = futures.map(Box::pin).collect();
-    let mut outputs: Vec<Option<F::Output>> = running.iter().map(|_| None).collect();
-    poll_fn(|cx| {
-        for (future, output) in running.iter_mut().zip(&mut outputs) {
-            if output.is_none()
-                && let Poll::Ready(done) = future.as_mut().poll(cx)
-            {
-                *output = Some(done);
-            }
-        }
-        if outputs.iter().all(Option::is_some) {
-            Poll::Ready(())
-        } else {
-            Poll::Pending
-        }
-    })
-    .await;
-    outputs.into_iter().flatten().collect()
-}
-
-/// A master is there, and no good. That is for the operator to know now, and not when others are down.
+/// Returns the error of a master that is up but cannot be used. The operator learns it now, and not when others are down.
 fn unusable(name: &str, err: &Error) -> Error {
     match err {
         Error::InvalidOptions { option, reason, .. } => {
@@ -299,7 +265,7 @@ impl Backend for RedlockBackend {
         Ok(Box::new(RedlockClaim::new(self.masters.clone(), request)))
     }
 
-    /// What a majority agrees on, and the longest line of waiters that any master has.
+    /// Returns the holders that a majority agrees on, and the longest queue of any master.
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         require_runtime("inspect")?;
         if kind == LockKind::Semaphore {
@@ -309,19 +275,19 @@ impl Backend for RedlockBackend {
         let key = layout::key(&masters.namespace, name, kind);
         let deadline = Instant::now() + masters.rules.patience;
         let mut requests = Requests::new(masters, "inspect");
-        requests.ask_all(Asked::Report, |_| script::REDLOCK_INSPECT.call(&key));
+        requests.ask_all(RequestKind::Report, |_| script::REDLOCK_INSPECT.call(&key));
         let mut failures = Failures::default();
         let mut answered = vec![false; masters.all.len()];
-        let mut views = Views::default();
-        while let Some(Answer { master, reply, .. }) = requests.next(deadline).await {
+        let mut views = MasterViews::default();
+        while let Some(Response { master, reply, .. }) = requests.next(deadline).await {
             match reply.and_then(|reply| views.add(&reply).ok_or_else(|| unexpected("inspect", &reply))) {
                 Ok(()) => answered[master] = true,
                 Err(err) => failures.note(master, &err),
             }
         }
         if answered.iter().filter(|answered| **answered).count() < masters.rules.quorum {
-            failures.late(&answered, masters.rules.patience);
-            return Err(masters.undecided("inspect", &failures));
+            failures.note_late(&answered, masters.rules.patience);
+            return Err(masters.no_quorum("inspect", &failures));
         }
         Ok(views.agreed(masters.rules.quorum))
     }
@@ -333,18 +299,18 @@ impl Backend for RedlockBackend {
         }
         let masters = &self.masters;
         let key = layout::key(&masters.namespace, name, kind);
-        // All are to have ended it, as far as they can be reached.
+        // It waits for all masters, so that it is ended at each one within reach.
         let mut count = QuorumCount::of_renewal(masters.rules, masters.now());
         let mut requests = Requests::new(masters, "revoke");
-        requests.ask_all(Asked::Report, |_| {
+        requests.ask_all(RequestKind::Report, |_| {
             let mut call = script::REDLOCK_REVOKE.call(&key);
             call.arg(token.get());
             call
         });
-        match tally(masters, &mut requests, &mut count, "revoke", None).await {
+        match count_reports(masters, &mut requests, &mut count, "revoke", None).await {
             (Outcome::Held { .. }, _) => Ok(true),
             (Outcome::Lost, _) => Ok(false),
-            (_, failures) => Err(masters.undecided("revoke", &failures)),
+            (_, failures) => Err(masters.no_quorum("revoke", &failures)),
         }
     }
 
@@ -352,20 +318,20 @@ impl Backend for RedlockBackend {
         if let Some(watch) = self.masters.watch.get() {
             watch.abort();
         }
-        // Also if whoever closes does not wait for answers.
-        let _ending = Ending(&self.masters);
-        self.masters.settle().await;
+        // Also if this future is dropped while it waits for replies.
+        let _close = CloseOnDrop(&self.masters);
+        self.masters.drain_stragglers().await;
         Ok(())
     }
 }
 
-/// Ends the connections when it is dropped.
-struct Ending<'a>(&'a Masters);
+/// Closes the connections when it is dropped.
+struct CloseOnDrop<'a>(&'a Masters);
 
-impl Drop for Ending<'_> {
+impl Drop for CloseOnDrop<'_> {
     fn drop(&mut self) {
         for master in &self.0.all {
-            // Without an inbox there is nothing to be said before, and so nothing to wait for.
+            // Without an inbox, `close` sends nothing, so it does not wait.
             let _ = master.link.close(None).now_or_never();
         }
     }
@@ -379,15 +345,15 @@ fn permits() -> Error {
     )
 }
 
-/// What the masters say of a lock.
+/// The masters' reports on one lock.
 #[derive(Default)]
-struct Views {
-    /// By what tells one holder from another.
+struct MasterViews {
+    /// By owner, or by value for foreign clients: the hold as each master reports it.
     holders: HashMap<String, Vec<Holder>>,
     waiters: usize,
 }
 
-impl Views {
+impl MasterViews {
     fn add(&mut self, reply: &Value) -> Option<()> {
         let Value::Array(parts) = reply else { return None };
         let [Value::Int(waiters), value, Value::Int(left), entries @ ..] = &**parts else {
@@ -422,7 +388,7 @@ impl Views {
         self.holders.entry(who.to_owned()).or_default().push(holder);
     }
 
-    /// Whoever holds at a majority, for as long as it does.
+    /// Returns the holders with a majority, each with the time that it keeps one.
     fn agreed(self, quorum: usize) -> LockState {
         let mut holders: Vec<_> = self
             .holders
@@ -430,7 +396,7 @@ impl Views {
             .filter_map(|mut seen| {
                 seen.sort_by_key(|holder| std::cmp::Reverse(holder.left));
                 let left = seen.get(quorum - 1)?.left;
-                // One that was outrun at first has older tokens where it was not confirmed.
+                // Masters that did not confirm its tokens report older ones.
                 let mut holder = seen.into_iter().max_by_key(|holder| holder.token)?;
                 holder.left = left;
                 Some(holder)

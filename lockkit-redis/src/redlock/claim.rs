@@ -1,4 +1,4 @@
-//! One contender for one lock.
+//! `spi::Claim` on a majority of masters: one contender for one lock.
 
 use std::{fmt, ops::RangeInclusive, sync::Arc, time::Duration};
 
@@ -15,7 +15,7 @@ use crate::{
     layout::{self, Record},
     redlock::{
         NAME,
-        masters::{Answer, Failures, Kind, Masters, Requests, micros, require_runtime},
+        masters::{Failures, Masters, RequestKind, Requests, Response, require_runtime, wall_clock_micros},
         quorum::{
             Attempt, AttemptConfig, Beginning, Confirmation, Defeat, LAST_TOKEN, Outcome, QuorumCount,
             Report, Step, Vote,
@@ -33,28 +33,28 @@ pub(crate) struct RedlockClaim {
     request: ClaimRequest,
     key: Vec<u8>,
     record: Record,
-    /// What it says at the masters, as far as is known.
+    /// The lock's value at the masters, as far as is known.
     value: String,
-    /// Where hints for it arrive, from when it first may get one.
+    /// Receives wake-ups, once there may be one.
     place: Option<Arc<Wakeup>>,
-    /// From when it asks, in µs of this machine's clock.
-    arrival: u64,
-    /// It may be listed as waiting.
-    listed: bool,
-    /// How many rounds in a row ended with the masters divided.
-    divided: u32,
-    /// The beginning of the attempt before, if others were ahead until its end: the next one is as far ahead as both.
+    /// When it began to ask, in µs of this machine's clock. 0 before.
+    waiting_since: u64,
+    /// The masters may list it as a waiter.
+    may_be_listed: bool,
+    /// How many rounds in a row left the masters divided.
+    divided_rounds: u32,
+    /// The beginning of the attempt before, if that was outrun to its end. The next one is as far ahead of the clock as both.
     outrun_since: Option<Beginning>,
-    /// What it holds with.
+    /// The tokens that it holds with.
     tokens: Option<RangeInclusive<u64>>,
-    /// Until when it was last known to hold.
+    /// The end of its last proven lease.
     until: Option<Instant>,
-    /// What masters have yet to say that were not waited for, or are being repaired.
+    /// Requests of the last win or renewal whose replies were not awaited, repairs among them.
     late: Option<Requests>,
-    /// Some master lacks the hold, or may, that can soon be repaired.
-    is_short: bool,
-    /// How often it has asked early for that since.
-    repairs: u32,
+    /// Some master lacks the hold, or may, and can soon be repaired.
+    lacks_masters: bool,
+    /// How many early renewals it has asked for since the last win or complete renewal.
+    early_renewals: u32,
 }
 
 impl RedlockClaim {
@@ -67,15 +67,15 @@ impl RedlockClaim {
             request: request.clone(),
             masters,
             place: None,
-            arrival: 0,
-            listed: false,
-            divided: 0,
+            waiting_since: 0,
+            may_be_listed: false,
+            divided_rounds: 0,
             outrun_since: None,
             tokens: None,
             until: None,
             late: None,
-            is_short: false,
-            repairs: 0,
+            lacks_masters: false,
+            early_renewals: 0,
         }
     }
 
@@ -116,7 +116,7 @@ impl RedlockClaim {
             .arg(*tokens.start())
             .arg(*tokens.end())
             .arg(self.mode())
-            .arg(self.arrival)
+            .arg(self.waiting_since)
             .arg(waits);
         call
     }
@@ -149,17 +149,17 @@ impl RedlockClaim {
         call
     }
 
-    /// Proposes the attempt's tokens to every master: a new round.
+    /// Begins a round: proposes the attempt's tokens to every master.
     fn propose(&mut self, attempt: &Attempt, waits: &str) -> (Requests, RoundReplies) {
         let tokens = attempt.tokens();
         self.value = self.record.with_token(*tokens.start());
         self.masters.saw(attempt.seen());
         let mut requests = Requests::new(&self.masters, "acquire");
-        requests.ask_all(Kind::Vote, |marker| self.vote(marker, tokens, waits));
+        requests.ask_all(RequestKind::Vote, |marker| self.vote(marker, tokens, waits));
         (requests, RoundReplies::new(self.masters.all.len()))
     }
 
-    /// Does what `attempt` says until that is decided. Returns the last round.
+    /// Does what `attempt` says until it is decided. Returns the last round's requests and replies as well.
     async fn run(
         &mut self,
         attempt: &mut Attempt,
@@ -171,24 +171,21 @@ impl RedlockClaim {
         let outcome = loop {
             let step = match requests.next(masters.at(attempt.deadline())).await {
                 None => attempt.tick(masters.now().max(attempt.deadline())),
-                Some(answer) => replies.add(&masters, attempt, answer),
+                Some(response) => replies.add(&masters, attempt, response),
             };
-            if step == Step::Wait {
-                continue;
-            }
             masters.saw(attempt.seen());
             match step {
                 Step::Wait => {}
                 Step::Confirm(tokens, holding) => {
                     confirmed = self.record.with_token(*tokens.start());
                     for master in holding {
-                        requests.ask(master, Kind::Confirmation, |marker| {
+                        requests.ask(master, RequestKind::Confirmation, |marker| {
                             self.confirmation(marker, &confirmed, &tokens)
                         });
                     }
                 }
                 Step::Retry => {
-                    attempt.retry(masters.now(), masters.highest());
+                    attempt.retry(masters.now(), masters.highest_token());
                     (requests, replies) = self.propose(attempt, waits);
                     confirmed.clone_from(&self.value);
                 }
@@ -205,15 +202,15 @@ impl RedlockClaim {
         let lease = self.lease(self.masters.at(attempt.since()));
         self.until = lease.end();
         self.tokens = Some(tokens.clone());
-        self.listed = false;
-        self.divided = 0;
+        self.may_be_listed = false;
+        self.divided_rounds = 0;
         if let Some(place) = &self.place {
             place.stop();
         }
         self.late = Some(requests);
-        self.repairs = 0;
-        self.is_short = attempt.is_short();
-        if self.is_short {
+        self.early_renewals = 0;
+        self.lacks_masters = attempt.lacks_masters();
+        if self.lacks_masters {
             self.repair_soon();
         }
         Grant { tokens, lease }
@@ -223,34 +220,34 @@ impl RedlockClaim {
     async fn give_back(&mut self, masters: impl IntoIterator<Item = usize>) {
         let mut requests = Requests::new(&self.masters, "release");
         for master in masters {
-            requests.ask(master, Kind::Report, |_| self.withdrawal("yield"));
+            requests.ask(master, RequestKind::Report, |_| self.withdrawal("yield"));
         }
-        requests.hand_over().await;
+        requests.send_all().await;
     }
 
-    /// Has the hold renewed before that is due, since masters that lack it are repaired with that: at once at first, as
-    /// those who lost to it give way, and then later and later.
+    /// Asks for an early renewal, which repairs the masters that lack the hold. The first one is due at once, when those who
+    /// lost to this claim give way. The pauses then double.
     fn repair_soon(&mut self) {
         const PAUSE: Duration = Duration::from_millis(5);
 
-        self.is_short = true;
-        let after = match self.repairs {
+        self.lacks_masters = true;
+        let after = match self.early_renewals {
             0 => Duration::ZERO,
             n => PAUSE * (1 << n.min(16)),
         };
-        // By then it is due.
+        // After a third of the ttl, the driver renews anyway.
         if after < self.request.ttl / 3 {
             self.place().ask_in(after);
         }
     }
 
-    /// How long to wait before it asks again although nothing woke it.
-    fn asks_again_in(&mut self, left: Option<Duration>, is_divided: bool, is_foreign: bool) -> Duration {
-        /// Foreign clients wake nobody.
+    /// Returns the pause before it asks again if nothing wakes it.
+    fn pause_before_retry(&mut self, left: Option<Duration>, is_divided: bool, is_foreign: bool) -> Duration {
+        /// Foreign clients send no wake-ups.
         const FOREIGN: Duration = Duration::from_millis(50);
-        /// Whoever draws the shortest finds the masters undivided.
+        /// The contender with the shortest pause finds the masters undivided.
         const DIVIDED: Duration = Duration::from_millis(20);
-        /// Those who wait are not to ask all at once when a lease runs out.
+        /// Spreads the requests of waiters when a lease ends.
         const SPREAD: Duration = Duration::from_millis(50);
         const LONGEST: Duration = Duration::from_secs(60);
 
@@ -258,10 +255,10 @@ impl RedlockClaim {
             return FOREIGN.mul_f64(1.0 + fastrand::f64());
         }
         if is_divided {
-            self.divided = (self.divided + 1).min(4);
-            return DIVIDED.mul_f64(fastrand::f64() * f64::from(1_u32 << self.divided));
+            self.divided_rounds = (self.divided_rounds + 1).min(4);
+            return DIVIDED.mul_f64(fastrand::f64() * f64::from(1_u32 << self.divided_rounds));
         }
-        self.divided = 0;
+        self.divided_rounds = 0;
         left.unwrap_or(LONGEST) + SPREAD.mul_f64(fastrand::f64())
     }
 
@@ -278,7 +275,7 @@ impl RedlockClaim {
 struct RoundReplies {
     answered: Vec<bool>,
     failures: Failures,
-    /// Who has it, at how many masters.
+    /// The holders, each with its number of masters.
     holders: Vec<(Vec<u8>, usize)>,
     is_foreign: bool,
 }
@@ -293,11 +290,11 @@ impl RoundReplies {
         }
     }
 
-    fn add(&mut self, masters: &Masters, attempt: &mut Attempt, answer: Answer) -> Step {
+    fn add(&mut self, masters: &Masters, attempt: &mut Attempt, response: Response) -> Step {
         let now = masters.now();
-        let Answer { master, kind, reply } = answer;
+        let Response { master, kind, reply } = response;
         match kind {
-            Kind::Vote => attempt.voted(now, master, self.vote(masters, master, reply)),
+            RequestKind::Vote => attempt.voted(now, master, self.vote(masters, master, reply)),
             _ => attempt.confirmed(now, master, self.confirmation(master, reply)),
         }
     }
@@ -310,8 +307,9 @@ impl RoundReplies {
             }
             Ok(Value::Int(0)) => {
                 self.answered[master] = true;
-                masters.guard.abstained(master);
-                self.failures.say(master, masters.guard.why_no_vote(master));
+                masters.quarantine.abstained(master);
+                self.failures
+                    .note_reason(master, masters.quarantine.why_no_vote(master));
                 Vote::Abstains
             }
             Ok(Value::BulkString(fence)) => {
@@ -363,13 +361,13 @@ impl RoundReplies {
         self.holders.iter().all(|(_, masters)| *masters < quorum)
     }
 
-    /// Returns why each master that took no part did not.
+    /// Returns why masters took no part.
     fn failures(&mut self, masters: &Masters, attempt: &Attempt) -> Failures {
         let mut failures = std::mem::take(&mut self.failures);
         if masters.now() >= attempt.deadline() {
-            failures.late(&self.answered, masters.rules.patience);
+            failures.note_late(&self.answered, masters.rules.patience);
         }
-        failures.left_out(attempt.left_out());
+        failures.note_left_out(attempt.left_out());
         failures
     }
 }
@@ -391,20 +389,20 @@ impl Claim for RedlockClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
         require_runtime("acquire")?;
         self.late = None;
-        if self.arrival == 0 {
-            self.arrival = micros();
+        if self.waiting_since == 0 {
+            self.waiting_since = wall_clock_micros();
         }
-        let waits = match (patience.is_zero(), self.listed) {
+        let waits = match (patience.is_zero(), self.may_be_listed) {
             (true, _) => "try",
             (false, false) => "wait",
             (false, true) => "again",
         };
-        // Also for one that does not wait: what it wins may be ended before anybody looks after it.
+        // Also without waiting: the hold that it wins may be revoked before `notified` is called.
         let place = self.place();
         if !patience.is_zero() {
             place.begin();
             place.listen();
-            self.listed = true;
+            self.may_be_listed = true;
         }
         let masters = self.masters.clone();
         let now = masters.now();
@@ -418,21 +416,21 @@ impl Claim for RedlockClaim {
             began: self
                 .outrun_since
                 .take()
-                .unwrap_or_else(|| Beginning::new(now, micros())),
+                .unwrap_or_else(|| Beginning::new(now, wall_clock_micros())),
             ttl: Duration::from_millis(self.ttl_ms()),
             tokens: self.request.tokens.get().into(),
             retry_until: now + longest,
         };
-        let mut attempt = Attempt::begin(config, now, masters.highest());
+        let mut attempt = Attempt::begin(config, now, masters.highest_token());
         let (outcome, mut requests, mut replies) = self.run(&mut attempt, waits).await;
         let defeat = match outcome {
             Ok(tokens) => return Ok(Some(self.won(&attempt, tokens, requests))),
             Err(defeat) => defeat,
         };
         // A master that has reported another holder by now has nothing to give back.
-        while let Some(answer) = requests.at_hand().await {
-            if answer.kind == Kind::Vote {
-                replies.add(&masters, &mut attempt, answer);
+        while let Some(response) = requests.try_next().await {
+            if response.kind == RequestKind::Vote {
+                replies.add(&masters, &mut attempt, response);
             }
         }
         drop(requests);
@@ -449,11 +447,11 @@ impl Claim for RedlockClaim {
                 return Err(Error::transient(NAME, "acquire", reason));
             }
             Defeat::OutOfTokens => return Err(no_tokens_left()),
-            Defeat::Undecided { .. } => return Err(masters.undecided("acquire", &failures)),
+            Defeat::Undecided { .. } => return Err(masters.no_quorum("acquire", &failures)),
         };
         if !patience.is_zero() {
             let is_foreign = replies.is_foreign && defeat != Defeat::Outrun;
-            let after = self.asks_again_in(left, replies.is_divided(masters.rules.quorum), is_foreign);
+            let after = self.pause_before_retry(left, replies.is_divided(masters.rules.quorum), is_foreign);
             self.place().ask_in(after);
         }
         Ok(None)
@@ -467,19 +465,20 @@ impl Claim for RedlockClaim {
         let Some(tokens) = self.tokens.clone() else {
             return Ok(Renewal::Lost(self.loss()));
         };
-        // If this one does not come to an end, there is to be another.
-        if self.late.take().is_some() || self.is_short {
+        // In case this renewal is dropped.
+        if self.late.take().is_some() || self.lacks_masters {
             self.repair_soon();
-            self.repairs = self.repairs.saturating_add(1);
+            self.early_renewals = self.early_renewals.saturating_add(1);
         }
         let masters = self.masters.clone();
         let since = Instant::now();
         let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(since));
         let mut requests = Requests::new(&masters, "renew");
-        requests.ask_all(Kind::Report, |marker| self.renewal(marker, &tokens));
-        // The others are heard for as long as the lease can do without the answer.
+        requests.ask_all(RequestKind::Report, |marker| self.renewal(marker, &tokens));
+        // With a majority, waiting for the others must not cost too much of the lease.
         let enough = since + self.request.ttl / 6;
-        let (outcome, failures) = tally(&masters, &mut requests, &mut count, "renew", Some(enough)).await;
+        let (outcome, failures) =
+            count_reports(&masters, &mut requests, &mut count, "renew", Some(enough)).await;
         match outcome {
             Outcome::Held { repair, taken } => {
                 let lease = self.lease(since);
@@ -487,44 +486,46 @@ impl Claim for RedlockClaim {
                 if let Some(place) = &self.place {
                     place.stop();
                 }
-                self.is_short = false;
+                self.lacks_masters = false;
                 if taken {
                     self.repair_soon();
                 } else if repair.is_empty() {
-                    self.repairs = 0;
+                    self.early_renewals = 0;
                 }
                 if self.until.is_some_and(|until| Instant::now() < until) {
-                    // The counter may stand between the first and the last by now: it is to reach the last all the same.
+                    // The counter may stand between the first and the last token by now, and has to reach the last.
                     let last = *tokens.end()..=*tokens.end();
                     for master in repair {
-                        requests.ask(master, Kind::Vote, |marker| self.vote(marker, &last, "repair"));
+                        requests.ask(master, RequestKind::Vote, |marker| {
+                            self.vote(marker, &last, "repair")
+                        });
                     }
-                    requests.hand_over().await;
+                    requests.send_all().await;
                 }
                 self.late = Some(requests);
                 Ok(Renewal::Held(lease))
             }
             Outcome::Lost => Ok(Renewal::Lost(self.loss())),
-            _ => Err(masters.undecided("renew", &failures)),
+            _ => Err(masters.no_quorum("renew", &failures)),
         }
     }
 
     async fn release(&mut self) -> Result<()> {
         require_runtime("release")?;
         self.late = None;
-        self.is_short = false;
+        self.lacks_masters = false;
         let masters = self.masters.clone();
         let mut count = QuorumCount::of_release(masters.rules, masters.now());
         let mut requests = Requests::new(&masters, "release");
-        requests.ask_all(Kind::Report, |_| self.withdrawal("end"));
-        let (outcome, failures) = tally(&masters, &mut requests, &mut count, "release", None).await;
+        requests.ask_all(RequestKind::Report, |_| self.withdrawal("end"));
+        let (outcome, failures) = count_reports(&masters, &mut requests, &mut count, "release", None).await;
         drop(requests);
         let held = match outcome {
             Outcome::Held { .. } => true,
             Outcome::Lost => false,
-            _ => return Err(masters.undecided("release", &failures)),
+            _ => return Err(masters.no_quorum("release", &failures)),
         };
-        self.listed = false;
+        self.may_be_listed = false;
         let loss = self.loss();
         let was_held = self.tokens.take().is_some();
         self.until = None;
@@ -543,8 +544,8 @@ impl Claim for RedlockClaim {
             tokio::select! {
                 biased;
                 () = place.notified() => return,
-                answer = late.late() => match answer {
-                    Some(answer) if lacks(&answer) => self.repair_soon(),
+                response = late.next_unbounded() => match response {
+                    Some(response) if reports_lack(&response) => self.repair_soon(),
                     Some(_) => {}
                     None => self.late = None,
                 }
@@ -553,19 +554,19 @@ impl Claim for RedlockClaim {
     }
 }
 
-/// A master that was not waited for says that somebody else has what is held, or that nobody has. One without a vote is
-/// repaired when it has one.
-fn lacks(answer: &Answer) -> bool {
+/// Returns whether a late reply says that its master has another holder or none. A master without a vote is repaired when it
+/// has one again.
+fn reports_lack(response: &Response) -> bool {
     matches!(
-        (answer.kind, &answer.reply),
-        (Kind::Vote, Ok(Value::Array(_)))
-            | (Kind::Confirmation, Ok(Value::BulkString(_)))
-            | (Kind::Report, Ok(Value::Int(0 | 2)))
+        (response.kind, &response.reply),
+        (RequestKind::Vote, Ok(Value::Array(_)))
+            | (RequestKind::Confirmation, Ok(Value::BulkString(_)))
+            | (RequestKind::Report, Ok(Value::Int(0 | 2)))
     )
 }
 
-/// Hears what the masters have to report until that decides, or time is over: at `enough` if a majority has it.
-pub(super) async fn tally(
+/// Counts the masters' reports until they decide, or time is over. Once a majority has the lock, that is at `enough`.
+pub(super) async fn count_reports(
     masters: &Masters,
     requests: &mut Requests,
     count: &mut QuorumCount,
@@ -581,13 +582,13 @@ pub(super) async fn tally(
         let deadline = enough.map_or(deadline, |enough| deadline.min(enough));
         let outcome = match requests.next(deadline).await {
             None => count.tick(count.deadline()),
-            Some(Answer { master, reply, .. }) => {
+            Some(Response { master, reply, .. }) => {
                 let report = match reply {
                     Ok(Value::Int(1)) => Report::Held,
                     Ok(Value::Int(0)) => Report::Free,
                     Ok(Value::Int(2)) => Report::Other,
                     Ok(Value::Int(3)) => {
-                        masters.guard.abstained(master);
+                        masters.quarantine.abstained(master);
                         Report::Abstains
                     }
                     Ok(other) => {
@@ -606,7 +607,7 @@ pub(super) async fn tally(
         };
         if outcome != Outcome::Wait {
             if masters.at(count.deadline()) <= Instant::now() {
-                failures.late(&answered, masters.rules.patience);
+                failures.note_late(&answered, masters.rules.patience);
             }
             return (outcome, failures);
         }

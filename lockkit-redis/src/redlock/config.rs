@@ -1,4 +1,4 @@
-//! Which masters vote on locks, and how they are used.
+//! Options of the Redlock backend.
 
 use std::{collections::HashMap, fmt, path::PathBuf, time::Duration};
 
@@ -9,7 +9,7 @@ use lockkit_core::{
 
 use crate::config::RedisConfig;
 
-/// Which independent Redis masters keep the locks, and how.
+/// Configuration of [`RedlockBackend`](crate::RedlockBackend).
 ///
 /// ```
 /// use std::time::Duration;
@@ -22,30 +22,29 @@ use crate::config::RedisConfig;
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RedlockConfig {
-    /// `redlock://[user[:password]@]host[:port][/db],…`: an odd number of masters, three at least, each with credentials
-    /// and a database of its own. User and password are percent-encoded; the port is 6379 and the database 0 unless
-    /// given.
+    /// `redlock://[user[:password]@]host[:port][/db],…`: an odd number of masters, at least three, each with its own
+    /// credentials and database. User and password are percent-encoded. Default port: 6379. Default database: 0.
     pub url: String,
-    /// Keeps applications that share the masters apart. Of `[A-Za-z0-9._-]`; may be empty.
+    /// Separates applications that share the masters. Consists of `[A-Za-z0-9._-]`, and may be empty.
     pub namespace: String,
-    /// The longest `ttl` that any client of these masters asks for. Default: 60 s.
+    /// The longest `ttl` of any client of these masters. Default: 60 s.
     ///
-    /// A master that may have lost what it granted stays out of votes for so long. The masters store it, and clients that
-    /// differ are refused.
+    /// A master that may have lost its grants has no vote for this time. The masters store it, and refuse clients that have
+    /// another one.
     pub max_ttl: Duration,
-    /// The masters lose nothing that they have acknowledged, so that one which was restarted votes at once. It is
-    /// refused unless each of them has `appendonly yes` and `appendfsync always`. Default: `false`.
+    /// Trusts the masters to lose nothing that they acknowledged, so that one votes at once after a restart. Connecting
+    /// fails unless each has `appendonly yes`, `appendfsync always` and `no-appendfsync-on-rewrite no`. Default: `false`.
     pub durable: bool,
-    /// How long a master may take to answer before the others decide without it. Default: 100 ms.
+    /// The time that a master has to reply before the others decide without it. Default: 100 ms.
     pub master_timeout: Duration,
     /// Connects over TLS, which needs the cargo feature `tls`. Default: `false`.
     pub tls: bool,
-    /// A file of PEM certificates to trust instead of those of the system, with [`tls`](Self::tls).
+    /// A file of PEM certificates that replace the system's. Needs [`tls`](Self::tls).
     pub ca: Option<PathBuf>,
 }
 
 impl RedlockConfig {
-    /// The masters at `url`, the default namespace and nothing else. The URL is looked at when they are connected to.
+    /// Returns the defaults for the masters at `url`. The URL is checked by [`validate`](Self::validate) and when connecting.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -58,15 +57,15 @@ impl RedlockConfig {
         }
     }
 
-    /// Whether it can be connected to, as far as can be told without I/O.
+    /// Checks the config without I/O.
     ///
     /// # Errors
-    /// [`Error::InvalidUrl`], [`Error::InvalidOptions`] or [`Error::FeatureDisabled`] say what cannot be.
+    /// [`Error::InvalidUrl`], [`Error::InvalidOptions`] or [`Error::FeatureDisabled`].
     pub fn validate(&self) -> Result<()> {
         self.masters().map(drop)
     }
 
-    /// Each master as if it were the only one.
+    /// Returns the config of each master as if it were the only one.
     pub(super) fn masters(&self) -> Result<Vec<RedisConfig>> {
         between("max_ttl", self.max_ttl, AcquireOptions::MAX_DURATION)?;
         between("master_timeout", self.master_timeout, Duration::from_secs(60))?;
@@ -94,13 +93,13 @@ impl RedlockConfig {
             config.namespace.clone_from(&self.namespace);
             config.ca.clone_from(&self.ca);
             let address = match config.address() {
-                // Of this URL, and not of the part of it that is wrong.
+                // The error names this URL instead of the master's.
                 Err(Error::InvalidUrl { reason, .. }) => {
                     return Err(invalid(format!("master {}: {reason}", n + 1)));
                 }
                 address => address?,
             };
-            // By their numbers: a password that should have been percent-encoded may look like a host.
+            // Masters are named by their numbers: a password that is not percent-encoded may look like a host.
             if let Some(first) = seen.insert(address.name(), n) {
                 return Err(invalid(format!(
                     "masters {} and {} are the same server, which has one vote whatever the database",
@@ -112,18 +111,17 @@ impl RedlockConfig {
         }
         match masters.len() {
             1 => Err(invalid(
-                "one master is no majority of several: use redis:// for it".to_owned(),
+                "one master has no majority: use redis:// for it".to_owned(),
             )),
             even if even % 2 == 0 => Err(invalid(format!(
-                "it names {even} masters, which survive the loss of no more of them than {} do: leave one out, or add \
-                 one",
+                "it names {even} masters, which tolerate no more failures than {}: use an odd number",
                 even - 1
             ))),
             _ => Ok(masters),
         }
     }
 
-    /// The identity of the deployment: canonical, without credentials.
+    /// Returns the canonical name of the deployment, without credentials.
     pub(super) fn server(masters: &[RedisConfig]) -> Result<String> {
         let mut names = Vec::new();
         for master in masters {
@@ -199,10 +197,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_odd_number_of_masters_is_refused_with_the_reason() {
+    fn other_than_an_odd_number_of_masters_is_refused() {
         assert!(refusal("redlock://a").contains("redis://"));
         assert!(refusal("redlock://a,b").contains("it names 2 masters"));
-        assert!(refusal("redlock://a,b,c,d").contains("no more of them than 3 do"));
+        assert!(refusal("redlock://a,b,c,d").contains("no more failures than 3"));
         assert!(refusal("redlock://a,b,A:6379").contains("masters 1 and 3"));
         assert!(refusal("redlock://a/1,b,a/2").contains("masters 1 and 3"));
         assert!(refusal("redlock://a,,c").contains("master 2"));

@@ -24,23 +24,23 @@ use tokio::{
 use crate::{
     connection::{Connection, Inbox, ManagedConnection, is_unknown_script, reason},
     error::failed,
-    redlock::{NAME, guard::Guard, quorum::Rules},
+    redlock::{NAME, quorum::Rules, restart_quarantine::RestartQuarantine},
     script::Call,
 };
 
-/// What the claims of a client share.
+/// The part of a client that its claims share.
 #[derive(Debug)]
 pub(crate) struct Masters {
     pub(super) all: Vec<Master>,
     pub(super) rules: Rules,
-    pub(super) guard: Arc<Guard>,
+    pub(super) quarantine: Arc<RestartQuarantine>,
     pub(super) inbox: Inbox,
     pub(super) namespace: Arc<str>,
-    /// Where the clock of the rounds begins.
+    /// The moment from which `quorum` counts time.
     origin: Instant,
-    /// The highest token seen so far.
-    highest: AtomicU64,
-    /// The task that watches over those without a vote.
+    /// See [`highest_token`](Self::highest_token).
+    highest_token: AtomicU64,
+    /// The task that watches the masters without a vote.
     pub(super) watch: OnceLock<AbortHandle>,
 }
 
@@ -48,8 +48,8 @@ pub(crate) struct Master {
     pub(super) link: Arc<ManagedConnection>,
     /// Host and port.
     pub(super) name: String,
-    /// Requests without a reply that nobody waits for any more.
-    stragglers: Mutex<VecDeque<Reply>>,
+    /// Requests without a reply that nobody awaits any more, in their order.
+    stragglers: Mutex<VecDeque<PendingReply>>,
 }
 
 impl fmt::Debug for Master {
@@ -62,18 +62,18 @@ impl Masters {
     pub(super) fn new(
         all: Vec<Master>,
         rules: Rules,
-        guard: Arc<Guard>,
+        quarantine: Arc<RestartQuarantine>,
         inbox: Inbox,
         namespace: &str,
     ) -> Self {
         Self {
             all,
             rules,
-            guard,
+            quarantine,
             inbox,
             namespace: namespace.into(),
             origin: Instant::now(),
-            highest: AtomicU64::new(0),
+            highest_token: AtomicU64::new(0),
             watch: OnceLock::new(),
         }
     }
@@ -91,26 +91,26 @@ impl Masters {
         self.origin + since_origin
     }
 
-    /// The highest token seen so far, of whatever lock.
-    pub(super) fn highest(&self) -> u64 {
-        self.highest.load(Ordering::Relaxed)
+    /// Returns the highest token that this client has seen, of any lock.
+    pub(super) fn highest_token(&self) -> u64 {
+        self.highest_token.load(Ordering::Relaxed)
     }
 
     pub(super) fn saw(&self, token: u64) {
-        self.highest.fetch_max(token, Ordering::Relaxed);
+        self.highest_token.fetch_max(token, Ordering::Relaxed);
     }
 
-    /// Waits for the answers that nobody waits for, as long as for those of a round, and gives up the rest. A request
-    /// without an answer keeps its connection open.
-    pub(super) async fn settle(&self) {
+    /// Awaits the stragglers, as long as a round's replies, and drops the rest. A request without a reply keeps its connection
+    /// open.
+    pub(super) async fn drain_stragglers(&self) {
         let stragglers: Vec<_> = self.all.iter().flat_map(Master::take_stragglers).collect();
         if !stragglers.is_empty() && require_runtime("close").is_ok() {
             let _ = tokio::time::timeout(self.rules.patience, join_all(stragglers)).await;
         }
     }
 
-    /// Why too few masters took part.
-    pub(super) fn undecided(&self, operation: &'static str, failures: &Failures) -> Error {
+    /// Returns the error that too few masters took part.
+    pub(super) fn no_quorum(&self, operation: &'static str, failures: &Failures) -> Error {
         let names: Vec<_> = self.all.iter().map(|master| &*master.name).collect();
         failures.to_error(operation, &names, self.rules)
     }
@@ -124,13 +124,13 @@ impl Drop for Masters {
     }
 }
 
-/// The time of this machine in µs, with which tokens and places in a line begin.
-pub(super) fn micros() -> u64 {
+/// Returns the wall clock of this machine in µs. Tokens and the order of waiters go by it.
+pub(super) fn wall_clock_micros() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// What went wrong: at which master, why, and whether asking again is of no use.
+/// Failures: at which master, why, and whether they are permanent.
 #[derive(Debug, Default)]
 pub(super) struct Failures(Vec<(usize, String, bool)>);
 
@@ -139,34 +139,34 @@ impl Failures {
         self.0.push((master, reason(error), !error.is_transient()));
     }
 
-    pub(super) fn say(&mut self, master: usize, why: String) {
+    pub(super) fn note_reason(&mut self, master: usize, why: String) {
         self.0.push((master, why, false));
     }
 
-    /// These masters' counters of tokens stand where no clock has been.
-    pub(super) fn left_out(&mut self, masters: Vec<(usize, u64)>) {
+    /// Notes masters whose counters are beyond every clock.
+    pub(super) fn note_left_out(&mut self, masters: Vec<(usize, u64)>) {
         for (master, counter) in masters {
             let why = format!(
                 "its counter of this lock's fencing tokens stands at {counter}, which nobody can have reached: set it to the \
                  highest that the others have"
             );
-            self.say(master, why);
+            self.note_reason(master, why);
         }
         self.0.sort_by_key(|(master, ..)| *master);
     }
 
-    /// Every other of `masters` that is not in `answered` took too long.
-    pub(super) fn late(&mut self, answered: &[bool], patience: Duration) {
+    /// Notes that masters without a reply, and without a failure so far, took too long.
+    pub(super) fn note_late(&mut self, answered: &[bool], patience: Duration) {
         for (master, answered) in answered.iter().enumerate() {
             if !answered && !self.0.iter().any(|(failed, ..)| *failed == master) {
                 self.0
-                    .push((master, format!("no answer within {patience:?}"), false));
+                    .push((master, format!("no reply within {patience:?}"), false));
             }
         }
         self.0.sort_by_key(|(master, ..)| *master);
     }
 
-    /// Too few of the masters of these names took part.
+    /// Returns the error that too few of the masters of these names took part.
     pub(super) fn to_error(&self, operation: &'static str, names: &[impl AsRef<str>], rules: Rules) -> Error {
         let mut text = format!(
             "{} of {} masters did not take part: ",
@@ -188,45 +188,45 @@ impl Failures {
     }
 }
 
-/// What a request asks for.
+/// The kind of reply that a request gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum RequestKind {
     Vote,
     Confirmation,
     Report,
 }
 
-/// The answer of a master.
-pub(super) struct Answer {
+/// A master's reply to a request.
+pub(super) struct Response {
     pub(super) master: usize,
-    pub(super) kind: Kind,
+    pub(super) kind: RequestKind,
     pub(super) reply: Result<Value>,
 }
 
-/// A request on its way.
-pub(super) struct Pending {
+/// A request without a reply so far.
+pub(super) struct PendingRequest {
     master: usize,
-    kind: Kind,
+    kind: RequestKind,
     live: Arc<Connection>,
-    is_in_full: bool,
-    /// It has been handed to the connection.
+    is_full_script: bool,
+    /// Handed to the connection.
     is_sent: bool,
-    reply: Reply,
+    reply: PendingReply,
 }
 
-/// With what was asked.
-type Reply = Pin<Box<dyn Future<Output = (Call, RedisResult<Value>)> + Send>>;
+/// Resolves to the request and its reply.
+type PendingReply = Pin<Box<dyn Future<Output = (Call, RedisResult<Value>)> + Send>>;
 
-/// Requests that are under way, on the connections of several masters at once.
+/// Requests to several masters at once.
 ///
-/// Those that nobody waits for any longer take effect all the same. A request is handed to its connection when it is first
-/// polled, and [`next`](Self::next) polls all of them before it returns anything. The connection's own task writes it a
-/// moment later, unless whoever asked is gone by then; so those without a reply are kept by the [`Masters`] for a while.
+/// A request takes effect even if nobody awaits its reply any longer. It is handed to its connection when it is first
+/// polled, and [`next`](Self::next) polls all requests before it returns. The connection's task writes it a moment later, but
+/// drops it if nobody awaits it by then. So each [`Master`] keeps the requests without a reply for a while.
 pub(super) struct Requests {
     masters: Arc<Masters>,
     operation: &'static str,
-    pending: Vec<Pending>,
-    answers: VecDeque<Answer>,
+    pending: Vec<PendingRequest>,
+    responses: VecDeque<Response>,
     timer: Option<Pin<Box<Sleep>>>,
 }
 
@@ -236,19 +236,19 @@ impl Requests {
             masters: masters.clone(),
             operation,
             pending: Vec::with_capacity(masters.all.len()),
-            answers: VecDeque::new(),
+            responses: VecDeque::new(),
             timer: None,
         }
     }
 
-    /// Asks `master`, by what `call` makes for the marker with which it has a vote.
-    pub(super) fn ask(&mut self, master: usize, kind: Kind, call: impl FnOnce(&str) -> Call) {
+    /// Sends a request to `master`. `call` makes it, from the marker with which that master has a vote.
+    pub(super) fn ask(&mut self, master: usize, kind: RequestKind, call: impl FnOnce(&str) -> Call) {
         match self.masters.all[master].link.current(self.operation) {
             Ok(live) => {
                 let call = call(live.server().marker());
                 self.send(master, kind, live, call, false);
             }
-            Err(err) => self.answers.push_back(Answer {
+            Err(err) => self.responses.push_back(Response {
                 master,
                 kind,
                 reply: Err(err),
@@ -256,35 +256,42 @@ impl Requests {
         }
     }
 
-    pub(super) fn ask_all(&mut self, kind: Kind, call: impl Fn(&str) -> Call) {
+    pub(super) fn ask_all(&mut self, kind: RequestKind, call: impl Fn(&str) -> Call) {
         for master in 0..self.masters.all.len() {
             self.ask(master, kind, &call);
         }
     }
 
-    fn send(&mut self, master: usize, kind: Kind, live: Arc<Connection>, call: Call, is_in_full: bool) {
+    fn send(
+        &mut self,
+        master: usize,
+        kind: RequestKind,
+        live: Arc<Connection>,
+        call: Call,
+        is_full_script: bool,
+    ) {
         let (link, on) = (self.masters.all[master].link.clone(), live.clone());
-        // A task that has used up its turn is refused the room in the queue to the connection, even if there is some.
+        // Tokio refuses a task that has used up its budget room in the connection's queue, even if there is some.
         let reply = tokio::task::unconstrained(async move {
             let reply = link.send(&on, &call.command).await;
             (call, reply)
         });
-        self.pending.push(Pending {
+        self.pending.push(PendingRequest {
             master,
             kind,
             live,
-            is_in_full,
+            is_full_script,
             is_sent: false,
             reply: Box::pin(reply),
         });
     }
 
-    /// The next answer, or `None` if there is none before `deadline`.
-    pub(super) async fn next(&mut self, deadline: Instant) -> Option<Answer> {
+    /// Returns the next response, or `None` if there is none before `deadline`.
+    pub(super) async fn next(&mut self, deadline: Instant) -> Option<Response> {
         poll_fn(|cx| {
             self.poll_all(cx);
-            if let Some(answer) = self.answers.pop_front() {
-                return Poll::Ready(Some(answer));
+            if let Some(response) = self.responses.pop_front() {
+                return Poll::Ready(Some(response));
             }
             if self.pending.is_empty() {
                 return Poll::Ready(None);
@@ -300,28 +307,28 @@ impl Requests {
         .await
     }
 
-    /// The next answer, however long it takes; `None` if there is none to come.
-    pub(super) async fn late(&mut self) -> Option<Answer> {
+    /// Returns the next response, however long it takes, or `None` if no request is left.
+    pub(super) async fn next_unbounded(&mut self) -> Option<Response> {
         poll_fn(|cx| {
             self.poll_all(cx);
-            match self.answers.pop_front() {
+            match self.responses.pop_front() {
                 None if !self.pending.is_empty() => Poll::Pending,
-                answer => Poll::Ready(answer),
+                response => Poll::Ready(response),
             }
         })
         .await
     }
 
-    /// The next answer, if there is one by now.
-    pub(super) async fn at_hand(&mut self) -> Option<Answer> {
-        if self.answers.is_empty() {
-            self.hand_over().await;
+    /// Returns the next response that is there already.
+    pub(super) async fn try_next(&mut self) -> Option<Response> {
+        if self.responses.is_empty() {
+            self.send_all().await;
         }
-        self.answers.pop_front()
+        self.responses.pop_front()
     }
 
-    /// Hands over what was asked, and waits for none of it.
-    pub(super) async fn hand_over(&mut self) {
+    /// Hands all requests to their connections, and waits for no reply.
+    pub(super) async fn send_all(&mut self) {
         poll_fn(|cx| {
             self.poll_all(cx);
             Poll::Ready(())
@@ -338,20 +345,20 @@ impl Requests {
                 at += 1;
                 continue;
             };
-            let Pending {
+            let PendingRequest {
                 master,
                 kind,
                 live,
-                is_in_full,
+                is_full_script,
                 ..
             } = self.pending.remove(at);
-            if reply.as_ref().is_err_and(is_unknown_script) && !is_in_full {
-                // The server forgot it.
+            if reply.as_ref().is_err_and(is_unknown_script) && !is_full_script {
+                // The server forgot the script.
                 self.send(master, kind, live, call.into_full(), true);
                 continue;
             }
             let reply = reply.map_err(|error| failed(self.operation, error));
-            self.answers.push_back(Answer { master, kind, reply });
+            self.responses.push_back(Response { master, kind, reply });
         }
     }
 }
@@ -359,15 +366,14 @@ impl Requests {
 impl Drop for Requests {
     fn drop(&mut self) {
         for request in self.pending.drain(..).filter(|request| request.is_sent) {
-            self.masters.all[request.master].keep(request.reply);
+            self.masters.all[request.master].keep_straggler(request.reply);
         }
     }
 }
 
 impl Master {
-    /// The most replies to be kept track of that nobody waits for. A connection that is so far behind leads to a master
-    /// that hangs.
-    const MOST: usize = 256;
+    /// The most stragglers to keep. A master that is so far behind hangs.
+    const MAX_STRAGGLERS: usize = 256;
 
     pub(super) fn new(link: Arc<ManagedConnection>, name: String) -> Self {
         Self {
@@ -377,16 +383,16 @@ impl Master {
         }
     }
 
-    fn stragglers(&self) -> MutexGuard<'_, VecDeque<Reply>> {
+    fn stragglers(&self) -> MutexGuard<'_, VecDeque<PendingReply>> {
         self.stragglers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take_stragglers(&self) -> VecDeque<Reply> {
+    fn take_stragglers(&self) -> VecDeque<PendingReply> {
         std::mem::take(&mut *self.stragglers())
     }
 
-    /// Keeps a request until it is answered, so that it is sent. They are answered in their order.
-    fn keep(&self, request: Reply) {
+    /// Keeps a request until its reply is there, so that it is sent. Replies come in the order of their requests.
+    fn keep_straggler(&self, request: PendingReply) {
         let mut stragglers = self.stragglers();
         let mut cx = Context::from_waker(Waker::noop());
         while let Some(first) = stragglers.front_mut() {
@@ -395,14 +401,14 @@ impl Master {
             }
             stragglers.pop_front();
         }
-        if stragglers.len() >= Self::MOST {
+        if stragglers.len() >= Self::MAX_STRAGGLERS {
             stragglers.pop_front();
         }
         stragglers.push_back(request);
     }
 }
 
-/// Timers need one.
+/// Returns an error outside of a Tokio runtime, which timers need.
 pub(super) fn require_runtime(operation: &'static str) -> Result<()> {
     match tokio::runtime::Handle::try_current() {
         Ok(_) => Ok(()),

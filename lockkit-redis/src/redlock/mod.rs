@@ -1,17 +1,18 @@
-//! Redlock: a lock is held by whoever has a majority of several independent masters.
+//! Redlock: a majority of independent masters grants the lock.
 //!
-//! What the answers of the masters add up to is in `quorum`, without I/O. `masters` asks them, all at once; `claim` is one contender; `guard` keeps those out of votes that may have lost what they granted.
+//! `quorum` decides what the masters' replies add up to, without I/O. `masters` sends requests to all of them at once.
+//! `claim` is one contender. `restart_quarantine` takes the vote from masters that may have lost their grants.
 
 mod backend;
 mod claim;
 mod config;
-mod guard;
 mod masters;
 #[doc(hidden)]
 pub mod quorum;
+mod restart_quarantine;
 
 pub use backend::RedlockBackend;
 pub use config::RedlockConfig;
-pub(crate) use guard::Guard;
+pub(crate) use restart_quarantine::RestartQuarantine;
 
 const NAME: &str = "redlock";

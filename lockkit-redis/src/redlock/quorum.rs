@@ -294,7 +294,7 @@ impl Attempt {
     }
 
     /// Returns whether some master is known to lack the hold that was won. Masters without a reply may yet say so.
-    pub fn is_short(&self) -> bool {
+    pub fn lacks_masters(&self) -> bool {
         let lacks = |ballot: &Ballot| {
             matches!(
                 ballot,
@@ -1143,19 +1143,19 @@ mod tests {
     fn who_won_hears_of_those_that_lack_it() {
         let mut round = begin(5);
         assert!(matches!(votes(&mut round, &[Vote::Granted; 3]), Step::Won(_)));
-        assert!(!round.is_short());
+        assert!(!round.lacks_masters());
         for vote in [Vote::Silent, taken(5)] {
-            assert!(!round.is_short(), "{vote:?}");
+            assert!(!round.lacks_masters(), "{vote:?}");
             let master = if vote == Vote::Silent { 3 } else { 4 };
             round.voted(START, master, vote);
         }
-        assert!(round.is_short());
+        assert!(round.lacks_masters());
         let mut round = begin(5);
         let step = votes(
             &mut round,
             &[taken(5), Vote::Granted, Vote::Granted, Vote::Granted],
         );
-        assert!(matches!(step, Step::Won(_)) && round.is_short());
+        assert!(matches!(step, Step::Won(_)) && round.lacks_masters());
     }
 
     #[test]

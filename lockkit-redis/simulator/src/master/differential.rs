@@ -303,7 +303,7 @@ fn compare(both: &mut Both, seed: u64, kinds: &mut [u32; 10]) {
     let _: () = cmd("FLUSHALL").query(&mut both.connection).expect("an answer");
     both.simulated = Master {
         life: 1,
-        guarded: true,
+        quarantines: true,
         ..Master::default()
     };
     both.trail = String::new();

@@ -97,7 +97,7 @@ fn a_hold_is_repaired_before_its_lease_is_due() {
 #[test]
 fn a_round_is_told_from_the_others_unless_requests_are_in_order() {
     catches("base", Mutant::RoundsLookAlike, "overlapping holds");
-    for config in ["connections", "vanishing", "kept-guard"] {
+    for config in ["connections", "vanishing", "kept-quarantine"] {
         let config = Config::named(config).expect("a configuration of this name");
         let summary = campaign(config, Some(Mutant::RoundsLookAlike), 0..SCHEDULES / 4);
         for finding in summary.findings {

@@ -1,4 +1,4 @@
-//! The restart guard: a master that may have lost what it granted has no vote until that is over, whoever asks.
+//! The restart quarantine: a master that may have lost what it granted has no vote until that is over, whoever asks.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
