@@ -13,21 +13,21 @@ use crate::{
     world::{self, Tally},
 };
 
-/// One kind of fault over many schedules.
+/// A kind of fault, over many schedules.
 #[derive(Clone, Copy, Debug)]
 pub struct Finding {
-    /// Which it is.
+    /// Its name.
     pub what: &'static str,
-    /// What the algorithm promises about it.
+    /// The algorithm's promise about it.
     pub promise: Promise,
-    /// In how many schedules it happened.
+    /// The number of schedules that showed it.
     pub schedules: u64,
-    /// The lowest seed with which it did.
+    /// The lowest seed that showed it.
     pub seed: Option<u64>,
 }
 
 impl Finding {
-    /// Whether the promise was kept; a fault that has to be found was found.
+    /// Returns whether the promise was kept, or a fault that has to be found was found.
     pub fn is_as_promised(&self) -> bool {
         match self.promise {
             Promise::Never => self.schedules == 0,
@@ -47,14 +47,14 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What many schedules came to.
+/// The outcome of many schedules.
 #[derive(Clone, Debug)]
 pub struct Summary {
-    /// How many there were.
+    /// Their number.
     pub schedules: u64,
-    /// One per kind of fault.
+    /// The findings, by kind of fault.
     pub findings: [Finding; 7],
-    /// What went on in all of them.
+    /// The sum of their counts.
     pub tally: Tally,
 }
 

@@ -21,7 +21,7 @@ const LONGEST_TRY: Duration = Duration::from_secs(2);
 pub(crate) struct Now {
     /// Since some moment, and never back.
     pub(crate) monotonic: Duration,
-    /// Microseconds since 1970, if somebody has set it right.
+    /// Microseconds since 1970, if it is set right.
     pub(crate) wall: u64,
 }
 
@@ -29,19 +29,20 @@ pub(crate) struct Now {
 #[derive(Clone, Debug)]
 pub(crate) struct Habits {
     pub(crate) ttl: Duration,
-    /// For how long a master that may have lost data keeps out.
+    /// The length of a restart quarantine.
     pub(crate) quarantine: Duration,
     pub(crate) renews: bool,
     pub(crate) shares: bool,
     pub(crate) cancels: bool,
-    /// Tries again within a millisecond of when a lease is said to end.
+    /// Retries within a millisecond of the reported end of a lease.
     pub(crate) hurries: bool,
-    /// So many tokens per grant, for hand-offs without a request.
+    /// Tokens per grant, for hand-offs without a request.
     pub(crate) block: u64,
-    /// So many holds, and it is done.
+    /// The number of holds after which it is finished.
     pub(crate) goal: u32,
-    /// How long its user holds, and how often far beyond the lease.
+    /// How long its user holds.
     pub(crate) hold: std::ops::Range<Duration>,
+    /// The share of holds that last far beyond the lease.
     pub(crate) overstays: f64,
 }
 
@@ -51,21 +52,21 @@ pub(crate) enum Alarm {
     Deadline(u32),
     Retry(u32),
     Cancel(u32),
-    /// The latest that was set.
+    /// A renewal is due, unless a later alarm replaced this one.
     Renew(u32, u32),
     LeaseEnd(u32),
     UserDone(u32),
-    /// The worker gets round to a cancelled claim.
+    /// The worker releases a cancelled claim.
     LateRelease(Claim),
     Reconnect(usize, u32),
-    /// Does this master have a vote by now?
+    /// Checks whether this master has a vote by now.
     Look(usize),
 }
 
 #[derive(Clone, Debug)]
 pub(crate) enum Effect {
     Send(usize, u32, Request),
-    /// On a new connection, which ends the one before.
+    /// Opens a new connection, which ends the one before.
     Connect(usize, u32),
     Wake(Duration, Alarm),
     Acquired {
@@ -74,14 +75,14 @@ pub(crate) enum Effect {
         token: u64,
         mode: Mode,
         at_once: bool,
-        /// When its user means to be done.
+        /// The planned end of its use.
         done: Duration,
     },
-    /// By a renewal begun at the first moment, to the second.
+    /// Extends the hold to the second moment, by a renewal begun at the first.
     Extended(Duration, Duration),
-    /// Released, or found to be lost.
+    /// The hold was released or lost.
     Over,
-    /// It was lost.
+    /// The hold was lost.
     CutShort,
     Lost(Defeat),
 }
@@ -94,17 +95,17 @@ pub(crate) struct Client {
     rng: Rng,
     links: Vec<Link>,
     claim: Claim,
-    /// Owners that this client may still become.
+    /// The owner of the next claim.
     next_owner: u32,
     highest: u64,
     /// The beginning of the attempt before, if that was outrun to its end.
     outrun_since: Option<Beginning>,
     operation: u32,
-    /// Alarms of earlier states are void.
+    /// The number of the present state. Alarms of earlier states are void.
     epoch: u32,
-    /// Of the alarms for renewals, the latest counts.
+    /// The number of the latest alarm for a renewal. Earlier ones are void.
     renewals: u32,
-    /// How often it has renewed early, as masters lacked what it held.
+    /// How many early renewals it has asked for, since masters lacked the hold.
     repairs: u32,
     state: State,
     pub(crate) done: u32,
@@ -114,18 +115,18 @@ pub(crate) struct Client {
 struct Link {
     connection: u32,
     up: bool,
-    /// The life that it leads to.
+    /// The life of the master's process.
     life: u32,
     watch: Watch,
 }
 
-/// Over whether a master has a vote.
+/// Knowledge of whether a master has a vote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Watch {
     Off,
-    /// To be found out.
+    /// Unknown, and being checked.
     Looking,
-    /// In the quarantine that began when its clock showed this, known since this moment.
+    /// In quarantine: known since the first moment, begun at the second by the master's clock.
     Quarantined(Duration, u64),
 }
 
@@ -147,9 +148,9 @@ struct Hold {
     mode: Mode,
     began: Duration,
     until: Duration,
-    /// Those it was granted with.
+    /// The tokens of the grant.
     granted: RangeInclusive<u64>,
-    /// The first of them that is not used yet.
+    /// The first unused token.
     next: u64,
     renewal: Option<(QuorumCount, Duration)>,
 }
@@ -196,7 +197,7 @@ impl Client {
         matches!(&self.state, State::Holding(hold) if hold.renewal.is_some())
     }
 
-    /// The first of the tokens that it holds with.
+    /// Returns the first token of the present grant.
     pub(crate) fn granted(&self) -> Option<u64> {
         match &self.state {
             State::Holding(hold) => Some(*hold.granted.start()),
@@ -237,11 +238,11 @@ impl Client {
         }
     }
 
-    /// The connection to a master broke.
+    /// Handles the end of the connection to a master.
     pub(crate) fn broken(&mut self, now: Now, master: usize, out: &mut Out) {
         let link = &mut self.links[master];
         link.up = false;
-        // Whatever is still said on it counts no more.
+        // Replies on the old connection no longer count.
         link.connection += 1;
         let connection = link.connection;
         let pause = self.pause(Duration::from_millis(1)..Duration::from_millis(40));
@@ -260,7 +261,7 @@ impl Client {
         out.push(Effect::Wake(again, Alarm::Reconnect(master, connection)));
     }
 
-    /// A new connection is there.
+    /// Handles a new connection.
     pub(crate) fn connected(
         &mut self,
         now: Now,
@@ -282,13 +283,13 @@ impl Client {
         if !marked {
             self.watch(now, master, out);
         }
-        // What it said on the one before may have been lost.
+        // Replies on the connection before may be lost.
         if matches!(&self.state, State::Holding(hold) if hold.renewal.is_none()) {
             self.repair_soon(now, out);
         }
     }
 
-    /// A master is said to have no vote.
+    /// Watches a master that has no vote.
     fn watch(&mut self, now: Now, master: usize, out: &mut Out) {
         let link = &mut self.links[master];
         if link.watch == Watch::Off {
@@ -315,7 +316,7 @@ impl Client {
         out.push(Effect::Wake(now.monotonic + pause, Alarm::Look(master)));
     }
 
-    /// What a master said of itself.
+    /// Handles a master's report of its quarantine.
     fn looked(&mut self, now: Now, master: usize, life: u32, since: Option<u64>) {
         let link = &mut self.links[master];
         if life != link.life || link.watch == Watch::Off {
@@ -366,7 +367,7 @@ impl Client {
                     self.repair_soon(now, out);
                 }
             }
-            // After the others had decided.
+            // A late vote, after the others had decided.
             (State::Holding(hold), Answer::Vote(Vote::Taken(_))) if current && hold.renewal.is_none() => {
                 self.repair_soon(now, out);
             }
@@ -410,7 +411,7 @@ impl Client {
             out.push(Effect::Wake(now.monotonic + pause, Alarm::Cancel(self.epoch)));
         }
         let began = if self.mutant == Some(Mutant::NaiveTokens) {
-            // It goes by nothing but what it sees.
+            // Its tokens follow from the counters alone.
             Beginning::new(Duration::MAX, 0)
         } else {
             let before = self.outrun_since.take();
@@ -562,8 +563,8 @@ impl Client {
         }
     }
 
-    /// Masters that lack what it holds are repaired with a renewal: as soon as the worker has taken notice of the hold, and
-    /// then later and later.
+    /// Asks for an early renewal, which repairs masters that lack the hold: at first as soon as the worker has adopted the
+    /// hold, then after pauses that double.
     fn repair_soon(&mut self, now: Now, out: &mut Out) {
         if !self.habits.renews || self.mutant == Some(Mutant::RepairsLate) {
             return;
@@ -579,7 +580,7 @@ impl Client {
         }
     }
 
-    /// Somebody of this process has it from now on, with its next token.
+    /// Hands the lock to a user of this process, with the next token.
     fn hold(&mut self, now: Now, mut hold: Hold, at_once: bool, out: &mut Out) {
         self.epoch += 1;
         let longest = if self.rng.f64() < self.habits.overstays {
@@ -629,7 +630,7 @@ impl Client {
         let State::Holding(hold) = &mut self.state else {
             return;
         };
-        // Whatever a master says by now, it revives nothing.
+        // A late reply revives nothing.
         if now.monotonic >= hold.until {
             return self.lease_end(now, out);
         }
@@ -677,7 +678,7 @@ impl Client {
         self.give_up(now, out);
     }
 
-    /// It is lost. Whoever has it goes on writing if he does not look.
+    /// Ends a lost hold. A user that does not check it goes on writing.
     fn give_up(&mut self, now: Now, out: &mut Out) {
         out.push(Effect::Over);
         out.push(Effect::CutShort);
@@ -731,7 +732,7 @@ impl Client {
         self.idle(now, Duration::ZERO..Duration::from_millis(60), out);
     }
 
-    /// The future that acquires is dropped. The worker releases its claim, now or in a while, and others come.
+    /// Drops the acquiring future. The worker releases its claim, at once or later.
     fn cancel(&mut self, now: Now, out: &mut Out) {
         if !matches!(self.state, State::Acquiring { .. }) {
             return;

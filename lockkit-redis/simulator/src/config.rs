@@ -1,41 +1,41 @@
-//! The schedules to be tried: which faults they have, and what the algorithm promises under those.
+//! Kinds of schedules: their faults, and the algorithm's promises under these.
 
 use crate::history::Faults;
 
-/// How messages travel.
+/// The behaviour of the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Network {
-    /// In order on each connection, late at times; a connection may break with all that is on its way.
+    /// Delivers in order on each connection, late at times. A connection may break and lose what is under way.
     Connections,
-    /// Each on its own: late, lost, twice, or after one that was sent later.
+    /// Delivers each message on its own: late, never, twice, or out of order.
     Datagrams,
 }
 
-/// What a master's crash does to its data.
+/// The effect of a crash on a master's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Crash {
-    /// Kept, up to the last answer.
+    /// Kept, up to the last reply.
     Kept,
     /// Lost.
     Lost,
-    /// As it was at some moment before.
+    /// Set back to an earlier moment.
     Restored,
     /// Lost, but only at masters without which a majority still has what the present holder has confirmed.
     Spared,
 }
 
-/// Where keys vanish.
+/// Masters at which keys vanish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vanishing {
-    /// At masters without which a majority still has them for as long as the lease lasts.
+    /// Those without which a majority still has the key for as long as the lease lasts.
     Spare,
-    /// At so many that the others are a majority, always the same, and whether or not a hold needs them.
+    /// Always the same minority, even if a hold needs it.
     Minority,
-    /// Anywhere.
+    /// All.
     Anywhere,
 }
 
-/// Clients' wall clocks, which tokens are proposed from.
+/// Clients' wall clocks, from which tokens are proposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WallClocks {
     /// Within 50 ms of each other.
@@ -44,15 +44,15 @@ pub enum WallClocks {
     Wild,
 }
 
-/// What a schedule consists of.
+/// The ingredients of a schedule.
 #[expect(clippy::struct_excessive_bools, reason = "each is there or not, on its own")]
 #[derive(Clone, Copy, Debug)]
 pub struct Features {
-    /// Masters.
+    /// The number of masters.
     pub masters: usize,
-    /// How messages travel.
+    /// The behaviour of the network.
     pub network: Network,
-    /// How many in a thousand are very late.
+    /// Messages in a thousand that are very late.
     pub late: u32,
     /// Clients and masters stop for a while, connections break.
     pub stops: bool,
@@ -64,9 +64,9 @@ pub struct Features {
     pub crash: Option<Crash>,
     /// Masters are emptied while they run, most of all in quarantine.
     pub flushes: bool,
-    /// Counters are set to where no clock gets, at so many masters that the others are a majority, always the same.
+    /// Counters are set beyond every clock, always at the same minority of masters.
     pub counters: bool,
-    /// A master that may have lost data keeps out for a time to live.
+    /// A master that may have lost data has no vote for a ttl.
     pub quarantine: bool,
     /// Clients' wall clocks.
     pub walls: WallClocks,
@@ -78,7 +78,7 @@ pub struct Features {
     pub block: u64,
     /// Acquisitions are abandoned on their way.
     pub cancels: bool,
-    /// All masters' clocks fast by 0.3 %, all clients' slow, hardly a delay, and retries when a lease ends.
+    /// All masters' clocks are fast by 0.3 %, all clients' slow, delays are short, and retries come when a lease ends.
     pub tight: bool,
     /// Clients' clocks tick every 4 ms, and agree unless they are wild, so that clients propose the same tokens.
     pub coarse: bool,
@@ -87,24 +87,24 @@ pub struct Features {
 }
 
 impl Features {
-    /// The µs from one tick of a client's clock to the next.
+    /// Returns the µs between two ticks of a client's clock.
     pub(crate) fn tick(&self) -> u64 {
         if self.coarse { 4_000 } else { 1 }
     }
 }
 
-/// What is promised about one kind of fault.
+/// A promise about one kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Promise {
     /// It never happens.
     Never,
-    /// It happens, and the simulator has to find it.
+    /// It may happen, and the simulator has to find it.
     Happens,
-    /// Nothing: it may happen.
+    /// It may happen.
     None,
 }
 
-/// What is promised about each.
+/// The promises about each kind of fault.
 #[derive(Clone, Copy, Debug)]
 pub struct Expected {
     /// See [`Faults::overlaps`].
@@ -156,7 +156,7 @@ impl Expected {
         ..Self::NOTHING_WRONG
     };
 
-    /// Each with its name and the count of it.
+    /// Returns each kind of fault, with its name, promise and count.
     pub fn columns(self, faults: &Faults) -> [(&'static str, Promise, u32); 7] {
         [
             ("overlapping holds", self.overlaps, faults.overlaps),
@@ -173,17 +173,17 @@ impl Expected {
 /// A kind of schedule.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// What to call it.
+    /// Its name.
     pub name: &'static str,
-    /// What happens in it, for the table.
+    /// Its description, for the table.
     pub about: &'static str,
-    /// What it consists of; for a swarm, what each schedule draws from.
+    /// Its ingredients. Each schedule of a swarm draws from them.
     pub features: Features,
-    /// Each schedule has some of the features, drawn from its seed.
+    /// Each schedule draws some of the features from its seed.
     pub swarm: bool,
-    /// The tokens that are often proposed, instead of ours.
+    /// Uses [naive tokens](crate::Mutant::NaiveTokens).
     pub naive_tokens: bool,
-    /// What the algorithm promises.
+    /// The algorithm's promises.
     pub expected: Expected,
 }
 
@@ -208,7 +208,7 @@ const BASE: Features = Features {
     short: false,
 };
 
-/// That which loses nothing.
+/// All features that lose no data.
 const ALL_OF_IT: Features = Features {
     crash: Some(Crash::Kept),
     renewal: true,
@@ -231,7 +231,7 @@ const PLAIN: Config = Config {
 };
 
 impl Config {
-    /// All of them, in the order of the table.
+    /// All configurations, in the order of the table.
     pub const ALL: &[Self] = &[
         PLAIN,
         Self {
@@ -556,7 +556,7 @@ impl Config {
         },
     ];
 
-    /// The one of this name.
+    /// Returns the configuration of this name.
     pub fn named(name: &str) -> Option<&'static Self> {
         Self::ALL.iter().find(|config| config.name == name)
     }

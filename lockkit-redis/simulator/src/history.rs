@@ -1,23 +1,23 @@
-//! What happened, and what of it must not have.
+//! The holds and writes of a schedule, and the faults in them.
 
 use crate::master::{Micros, Mode};
 
-/// What can go wrong in a schedule. Each counts the pairs of holds, or the writes, that show it.
+/// Faults of a schedule. Each field counts the pairs of holds, or the writes, that show it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Conflicting holds at the same time.
     pub overlaps: u32,
-    /// The same token twice.
+    /// Holds with the same token.
     pub duplicates: u32,
-    /// A token that is not above that of a conflicting hold which was acquired before.
+    /// Tokens that are not above that of a conflicting hold acquired before.
     pub disorder: u32,
-    /// The same, and the earlier hold was acquired before the later one was even asked for.
+    /// Such tokens where the earlier hold was acquired before the later request began.
     pub reversals: u32,
-    /// Writes of one holder that a resource, which refuses tokens below the highest it has seen, took after another's.
+    /// Writes of one holder that the resource accepted after another's. It refuses tokens below the highest it has seen.
     pub interleaved: u32,
-    /// Holds that were renewed although somebody else had asked for the lock and been granted it meanwhile.
+    /// Holds that were renewed although another client had asked for the lock and acquired it meanwhile.
     pub revived: u32,
-    /// Clients that were not served although all faults were over.
+    /// Clients that were not served after the end of all faults.
     pub starved: u32,
 }
 
@@ -27,15 +27,15 @@ pub(crate) struct Hold {
     pub(crate) client: usize,
     pub(crate) mode: Mode,
     pub(crate) token: u64,
-    /// When its (last) round was begun.
+    /// The beginning of its last round.
     pub(crate) asked: Micros,
     pub(crate) from: Micros,
     pub(crate) until: Micros,
-    /// When the last renewal that succeeded was begun.
+    /// The beginning of its last successful renewal.
     pub(crate) renewed: Option<Micros>,
 }
 
-/// Takes writes with a token that is not below the highest it has seen.
+/// A resource that refuses tokens below the highest it has seen.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Resource {
     highest: u64,
@@ -62,7 +62,7 @@ impl Resource {
     }
 }
 
-/// Looks at every pair of holds.
+/// Compares every pair of holds.
 pub(crate) fn judge(holds: &[Hold], faults: &mut Faults) {
     for (index, one) in holds.iter().enumerate() {
         for other in &holds[index + 1..] {

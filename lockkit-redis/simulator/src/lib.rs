@@ -1,8 +1,8 @@
 //! Redlock's decisions on simulated masters, clocks and networks.
 //!
-//! The file that decides, `quorum.rs` of `lockkit-redis`, is compiled into this package as it is. Around it are clients
-//! that do what the driver does, without I/O, and masters that do what the scripts do, all on one virtual clock. A
-//! schedule follows from a [`Config`] and a seed; its holds are compared with each other afterwards.
+//! The decisions are those of the backend: `lockkit_redis::redlock_quorum`, with the very `Attempt` that a claim runs.
+//! Around them are clients that do what the driver does, and masters that do what the scripts do, all without I/O and on
+//! one virtual clock. A schedule follows from a [`Config`] and a seed. Afterwards its holds are compared with each other.
 
 mod campaign;
 mod client;

@@ -14,14 +14,14 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Names the configurations.
+    /// Lists the configurations.
     List,
     /// Runs many schedules of one configuration, or of each, and fails if a promise is broken.
     Run {
-        /// The configuration; each if none is named.
+        /// The configuration. Default: each.
         #[arg(long)]
         config: Option<String>,
-        /// How many schedules.
+        /// The number of schedules.
         #[arg(long, default_value_t = 20_000)]
         seeds: u64,
         /// The first seed.
@@ -31,16 +31,16 @@ enum Command {
         #[arg(long)]
         mutant: Option<String>,
     },
-    /// Runs every configuration and writes what was found into the documentation.
+    /// Runs every configuration and writes the findings into the documentation.
     Table {
-        /// How many schedules each.
+        /// The number of schedules of each.
         #[arg(long, default_value_t = 20_000)]
         seeds: u64,
-        /// The page, which has a place for it.
+        /// The page with the table.
         #[arg(long, default_value = "docs/redlock.md")]
         page: PathBuf,
     },
-    /// Runs one schedule and prints what happens in it.
+    /// Runs one schedule and prints its trace.
     Replay {
         /// The configuration.
         #[arg(long)]
@@ -65,7 +65,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether all promises were kept.
+/// Returns whether all promises were kept.
 fn dispatch(command: Command) -> Result<bool, String> {
     match command {
         Command::List => {
@@ -133,8 +133,7 @@ fn print(config: &Config, summary: &Summary, seconds: f64) {
 }
 
 fn config_named(name: &str) -> Result<&'static Config, String> {
-    Config::named(name)
-        .ok_or_else(|| format!("no configuration is called '{name}'; `redlock-sim list` names them"))
+    Config::named(name).ok_or_else(|| format!("no configuration is called '{name}'; see `redlock-sim list`"))
 }
 
 fn mutant_named(name: &str) -> Result<Mutant, String> {

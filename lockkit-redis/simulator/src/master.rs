@@ -1,4 +1,4 @@
-//! One master: what the scripts do to one lock's keys, in one step each.
+//! A master: the effect of each script on one lock's keys, in one step.
 
 use std::{ops::RangeInclusive, time::Duration};
 
@@ -9,7 +9,7 @@ use crate::mutant::Mutant;
 /// Microseconds, of whichever clock.
 pub(crate) type Micros = u64;
 
-/// One round of one owner: what a key's value says.
+/// An owner and its round, as in a key's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Claim {
     pub(crate) owner: u32,
@@ -29,7 +29,7 @@ pub(crate) enum Mode {
     Shared,
 }
 
-/// What a round asks a master to hold for it.
+/// A hold that a round asks of a master.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bid {
     pub(crate) claim: Claim,
@@ -38,7 +38,7 @@ pub(crate) struct Bid {
     pub(crate) tokens: RangeInclusive<u64>,
 }
 
-/// What a client asks of a master about the lock.
+/// A client's request to a master.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Request {
     Vote(Bid),
@@ -51,7 +51,7 @@ pub(crate) enum Request {
     Release {
         claim: Claim,
     },
-    /// Asks this life whether it has a vote. The quarantine that began then is over, and they last for so long.
+    /// Asks this life whether it has a vote. `over` is the beginning of a quarantine that the client knows to be over.
     Look {
         life: u32,
         over: Option<Micros>,
@@ -64,11 +64,11 @@ pub(crate) enum Answer {
     Vote(Vote),
     Confirmation(Confirmation),
     Report(Report),
-    /// This life has a vote, unless it is in a quarantine that began then by its clock.
+    /// This life has a vote, unless it is in a quarantine, which began then by its clock.
     Standing(u32, Option<Micros>),
 }
 
-/// What a crash may keep, lose, or bring back.
+/// The data that a crash may keep, lose or set back.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Data {
     holders: Vec<Holder>,
@@ -76,12 +76,12 @@ pub(crate) struct Data {
     marker: Option<Marker>,
 }
 
-/// What a life of the server is to the others.
+/// The state of a life of the server, as written beside its data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Marker {
-    /// Its data was whole.
+    /// Votes: its data was complete.
     Votes(u32),
-    /// It may have lost some, before this moment of its clock.
+    /// Has no vote since this moment of its clock: it may have lost data.
     Quarantined(u32, Micros),
 }
 
@@ -91,7 +91,7 @@ struct Holder {
     mode: Mode,
     /// The first token that this round raised the counter to, here, or would have.
     token: u64,
-    /// Whether the counter is to be at these tokens by now.
+    /// The counter has to be at these tokens by now.
     carries: bool,
     expires: Micros,
 }
@@ -99,9 +99,9 @@ struct Holder {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Master {
     pub(crate) data: Data,
-    /// Which life of the server this is.
+    /// The number of this life of the server. It grows with each crash.
     pub(crate) life: u32,
-    /// Whether a master that may have lost data keeps out.
+    /// It has no vote after it may have lost data.
     pub(crate) quarantines: bool,
     pub(crate) mutant: Option<Mutant>,
 }
@@ -111,12 +111,12 @@ impl Master {
         self.data.marker == Some(Marker::Votes(self.life))
     }
 
-    /// Its data counts as whole from now on, in this life.
+    /// Gives this life a vote.
     pub(crate) fn mark(&mut self) {
         self.data.marker = Some(Marker::Votes(self.life));
     }
 
-    /// A client looks at the marker, and changes it if it is time. When its quarantine began, if it is in one.
+    /// Checks the marker, and ends a quarantine that is over. Returns when the present quarantine began.
     fn look(&mut self, now: Micros, over: Option<Micros>, quarantine: Micros) -> Option<Micros> {
         if self.is_marked() {
             return None;
@@ -136,8 +136,8 @@ impl Master {
         }
     }
 
-    /// For how long yet this claim holds, if the counter is to be at its tokens from `first` on. It may be at those of its
-    /// vote yet, and others were confirmed elsewhere.
+    /// Returns the rest of this claim's hold, if that carries the tokens from `first` on. It may still have those of its vote,
+    /// while others were confirmed elsewhere.
     pub(crate) fn holding(&self, now: Micros, claim: Claim, first: u64) -> Option<Micros> {
         let held = self.data.holders.iter().find(|holder| holder.claim == claim)?;
         let counts = now < held.expires && held.carries && held.token == first;
@@ -149,12 +149,12 @@ impl Master {
         holders.any(|holder| now < holder.expires && holder.claim.owner != claim.owner)
     }
 
-    /// Somebody sets the counter.
+    /// Sets the counter, as an operator may.
     pub(crate) fn set_counter(&mut self, to: u64) {
         self.data.fence = to;
     }
 
-    /// Its keys are deleted.
+    /// Deletes the lock's key.
     pub(crate) fn delete(&mut self) {
         self.data.holders.clear();
     }
@@ -178,7 +178,7 @@ impl Master {
                 over,
                 quarantine,
             } => {
-                // A request to an earlier life came on a connection that is gone.
+                // A request to an earlier life comes from a connection that has ended.
                 if *life != self.life {
                     return Answer::Standing(*life, Some(now));
                 }
@@ -195,7 +195,7 @@ impl Master {
         self.quarantines && !self.is_marked()
     }
 
-    /// Those whom the bid would have to wait for.
+    /// Returns the holders that the bid would have to wait for.
     fn in_the_way(&self, bid: &Bid) -> impl Iterator<Item = &Holder> {
         let (claim, mode) = (bid.claim, bid.mode);
         self.data.holders.iter().filter(move |holder| {
@@ -205,7 +205,7 @@ impl Master {
         })
     }
 
-    /// It takes the place of whatever its owner had.
+    /// Sets the hold, which replaces its owner's earlier one.
     fn hold(&mut self, now: Micros, bid: &Bid, carries: bool) {
         self.data
             .holders
@@ -267,7 +267,7 @@ impl Master {
     fn renew(&mut self, now: Micros, bid: &Bid) -> Report {
         let claim = bid.claim;
         let keeps_out = self.keeps_out();
-        // One that it set in the other mode, in a round that was lost, excludes others than this one.
+        // A hold in the other mode, of a lost round, does not exclude the same others.
         let is_its = |held: &&mut Holder| {
             held.mode == bid.mode && (held.claim == claim || held.claim.is_before(claim))
         };
@@ -279,12 +279,12 @@ impl Master {
             };
         };
         let is_known = held.claim == claim && held.token == *bid.tokens.start();
-        // Of an earlier round, it may have come back with old data, after others had voted here.
+        // The key of an earlier round may have come back with old data, after votes for others.
         if keeps_out && !is_known {
             return Report::Abstains;
         }
         held.expires = now + bid.ttl;
-        // In one look, what this very round set is prolonged as it is.
+        // The fast path prolongs the key of this round as it is.
         if !is_known || held.mode == Mode::Shared {
             held.claim = claim;
             held.token = *bid.tokens.start();
@@ -318,7 +318,7 @@ impl Master {
             return Report::Held;
         }
         let before = self.data.holders.len();
-        // An earlier round's key as well, which a request overtaken by its release left behind.
+        // Also the key of an earlier round, if a vote overtook its release.
         self.data
             .holders
             .retain(|holder| holder.claim != claim && !holder.claim.is_before(claim));
@@ -329,7 +329,7 @@ impl Master {
         }
     }
 
-    /// What one hears that does not hold, and would like to in this mode.
+    /// Reports to an owner without a hold whether it could have one in this mode.
     fn lacking(&self, mode: Mode) -> Report {
         if self.data.holders.iter().all(|holder| admits(holder.mode, mode)) {
             Report::Free

@@ -1,42 +1,42 @@
-//! The algorithm with one thing wrong.
+//! The algorithm with one mistake.
 
-/// One mistake. The simulator has to find it out.
+/// A mistake that the simulator has to find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mutant {
-    /// Tokens as they are often proposed: each master that grants counts, and the highest of their numbers is the token.
+    /// Takes tokens as they are often proposed: each master counts its grants, and the highest count is the token.
     NaiveTokens,
-    /// Two masters of five decide.
+    /// Lets two masters of five decide.
     TwoOfFive,
-    /// The lease counts from the answer that made the majority.
+    /// Counts the lease from the reply that made the majority.
     LeaseFromTheWin,
-    /// All clocks are taken to run alike.
+    /// Takes all clocks to run alike.
     NoDriftAllowance,
-    /// A release deletes the key, whoever's it is.
+    /// Deletes the key on release, even if it is another owner's.
     ReleasesAnyone,
-    /// Tokens are used as soon as they are to be confirmed.
+    /// Uses tokens before a majority confirmed them.
     ConfirmsAlone,
-    /// A master confirms tokens that its counter has passed.
+    /// Has a master confirm tokens that its counter has passed.
     ConfirmsAnything,
-    /// A master sets the lock anew when it is to be renewed, and counts.
+    /// Has a renewal set a missing key anew, and counts that master.
     RepairCounts,
-    /// A master that may have lost data lets itself be repaired, and counts from then on.
+    /// Repairs a master in quarantine, and counts it from then on.
     RepairsUnmarked,
-    /// Renewal and repair set the key and not the counter.
+    /// Has renewal and repair set the key but not the counter.
     RepairForgetsTokens,
-    /// A vote for an earlier round counts for the present one.
+    /// Counts a vote for an earlier round in the present one.
     OldVotesCount,
-    /// A master grants tokens and does not raise its counter.
+    /// Has a master grant tokens without raising its counter.
     VoteRaisesNothing,
-    /// A key says who holds it, not since which round.
+    /// Leaves the round out of a key's value.
     RoundsLookAlike,
-    /// A master that was emptied in quarantine goes on with it.
+    /// Goes on with the quarantine of a master that was emptied meanwhile.
     QuarantineGoesOn,
-    /// What a majority holds is not repaired before it is renewed for its lease's sake.
+    /// Repairs no earlier than the lease has to be renewed.
     RepairsLate,
 }
 
 impl Mutant {
-    /// All of them.
+    /// All mutants.
     pub const ALL: [Self; 15] = [
         Self::NaiveTokens,
         Self::TwoOfFive,

@@ -1,4 +1,4 @@
-//! Schedules made by hand, for what chance hardly ever finds.
+//! Handmade schedules, for faults that random ones hardly ever show.
 
 use std::time::Duration;
 
@@ -68,12 +68,11 @@ fn reported(answer: Answer) -> Report {
     }
 }
 
-/// Whether two hold at once.
+/// Returns whether two clients hold at once in this schedule.
 ///
-/// One holds at masters 0, 1 and 2. Another has the votes of 3 and 4, and its request to 2 is late. Master 3 loses its
-/// data, that vote among them; it is repaired for the first holder by a request that was on its way meanwhile, and
-/// renewed there, when the first holder's renewal does not reach 2. That one's lease ends at 2, and the other's vote
-/// comes in.
+/// The first holds at masters 0, 1 and 2. The other has the votes of 3 and 4, and its request to 2 is late. Master 3 loses its
+/// data, and with it that vote. A repair of the first one's, under way meanwhile, reaches it. The first one's renewal reaches
+/// all masters but 2. Its lease ends at 2, and there the other's vote arrives.
 fn overlaps(mutant: Option<Mutant>) -> bool {
     let rules = Rules::of(5, PATIENCE);
     let mut masters = masters(mutant);
@@ -84,7 +83,7 @@ fn overlaps(mutant: Option<Mutant>) -> bool {
         .collect();
     assert_eq!(steps[2], Step::Won(1..=1));
 
-    // The other begins when the first one's lease at 2 has less to go than a round may take.
+    // The other begins when the rest of the first one's lease at 2 is shorter than a round may take.
     let began = 90_000;
     let mut other = begin(rules, began, 2);
     for master in [3, 4] {
@@ -126,8 +125,8 @@ fn a_master_without_a_vote_is_not_repaired() {
     assert!(overlaps(Some(Mutant::RepairsUnmarked)));
 }
 
-/// An owner was granted a shared hold in a round that it lost, and holds exclusively since. Others share what is left of
-/// the first, so it is no part of the second.
+/// An owner has a shared key of a round that it lost, and now holds exclusively. Others may share that key, so it does not
+/// count for the exclusive hold.
 #[test]
 fn a_renewal_does_not_count_a_hold_in_the_other_mode() {
     let mut master = masters(None).swap_remove(0);

@@ -1,4 +1,4 @@
-//! What the simulator found, as a table for the documentation.
+//! The simulator's findings as a table for the documentation.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ const BEGIN: &str =
     "<!-- The simulator's table: `cargo run --release -p lockkit-redlock-simulator -- table` writes it. -->";
 const END: &str = "<!-- The end of the simulator's table. -->";
 
-/// A row for each configuration: in how many of its schedules each fault was found.
+/// Returns the table. Its rows are the configurations, its cells the numbers of schedules that showed a fault.
 pub fn table(summaries: &[(&Config, Summary)]) -> String {
     let mut table = String::new();
     let schedules = summaries.first().map_or(0, |(_, summary)| summary.schedules);
@@ -34,7 +34,7 @@ pub fn table(summaries: &[(&Config, Summary)]) -> String {
     table
 }
 
-/// The text with this table in the place of the one that it had. `None` if there is none.
+/// Returns the text with its table replaced by this one. `None` if it has no table.
 pub fn replaced(text: &str, table: &str) -> Option<String> {
     let (before, rest) = text.split_once(BEGIN)?;
     let (_, after) = rest.split_once(END)?;

@@ -1,4 +1,4 @@
-//! Masters, clients and what lies between them, on one virtual clock. Everything follows from one seed.
+//! Masters, clients and the network between them, on one virtual clock. Everything follows from one seed.
 
 use std::{cmp::Reverse, collections::BinaryHeap, fmt::Write as _, time::Duration};
 
@@ -13,16 +13,16 @@ use crate::{
     mutant::Mutant,
 };
 
-/// What a schedule came to.
+/// The outcome of a schedule.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// What went wrong.
+    /// Faults found.
     pub faults: Faults,
-    /// What went on.
+    /// Events counted.
     pub tally: Tally,
 }
 
-/// How often what happened.
+/// Counts of events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "they say what they are")]
 pub struct Tally {
@@ -36,18 +36,18 @@ pub struct Tally {
     pub too_late: u64,
     pub out_of_tokens: u64,
     pub renewed: u64,
-    /// Holds whose lease ended, or which were found to be lost, before they were released.
+    /// Holds that expired or were lost before their release.
     pub cut_short: u64,
     /// Writes that the resource refused.
     pub refused: u64,
     /// Stops, jumps, crashes and the like.
     pub strikes: u64,
-    /// Those while somebody held, or tried to.
+    /// Strikes while somebody held the lock, or tried to.
     pub hits: u64,
 }
 
 impl Tally {
-    /// Adds another schedule's.
+    /// Adds the counts of another schedule.
     pub fn add(&mut self, other: &Self) {
         let Self {
             events,
@@ -85,12 +85,12 @@ pub fn run(config: &Config, mutant: Option<Mutant>, seed: u64) -> Report {
     World::new(config, mutant, seed, None).run().0
 }
 
-/// Runs one schedule, and tells what happens in it.
+/// Runs one schedule, and returns its trace.
 pub fn trace(config: &Config, mutant: Option<Mutant>, seed: u64) -> (Report, String) {
     World::new(config, mutant, seed, Some(String::new())).run()
 }
 
-/// A line of the trace, if there is one.
+/// Writes a line of the trace, if there is one.
 macro_rules! say {
     ($world:expr, $($what:tt)*) => {
         if $world.trace.is_some() {
@@ -102,9 +102,9 @@ macro_rules! say {
 
 const MILLI: Micros = 1000;
 const SECOND: Micros = 1000 * MILLI;
-/// Faults end here.
+/// The end of the faults.
 const QUIET: Micros = 5 * SECOND;
-/// By then everybody has been served.
+/// The time by which every client has to be served.
 const END: Micros = QUIET + 60 * SECOND;
 
 struct World {
@@ -126,15 +126,15 @@ struct World {
 struct Server {
     master: Master,
     clock: Clock,
-    /// Local time is so much ahead of what the clock's rate makes of it.
+    /// The wall clock, less the time that the clock's rate gives.
     offset: i64,
     up: bool,
     stopped_until: Micros,
-    /// The data at some moment.
+    /// The data at an earlier moment.
     backup: Data,
     /// Per client, the connection below which requests are no longer heard.
     oldest: Vec<u32>,
-    /// Per client, when its last request comes in, and the last answer there.
+    /// Per client, the arrival of its last request, and that of the last reply to it.
     order: Vec<(Micros, Micros)>,
 }
 
@@ -145,7 +145,7 @@ struct Process {
     /// Its wall clock when everything began.
     wall: u64,
     stopped_until: Micros,
-    /// What it holds now.
+    /// The index of its present hold.
     hold: Option<usize>,
     claim: Option<Claim>,
 }
@@ -166,7 +166,7 @@ impl Clock {
         (time as f64 * self.rate) as Micros
     }
 
-    /// When the clock shows this.
+    /// Returns the moment at which the clock shows this.
     fn when(self, shown: Micros) -> Micros {
         (shown as f64 / self.rate).ceil() as Micros
     }
@@ -198,7 +198,7 @@ impl Ord for Entry {
 
 #[derive(Clone, Debug)]
 enum Event {
-    /// A request comes in at a master.
+    /// A request arrives at a master.
     Request {
         client: usize,
         master: usize,
@@ -206,7 +206,7 @@ enum Event {
         operation: u32,
         request: Request,
     },
-    /// An answer comes in at a client.
+    /// A reply arrives at a client.
     Answer {
         client: usize,
         master: usize,
@@ -214,7 +214,7 @@ enum Event {
         operation: u32,
         answer: Answer,
     },
-    /// A client asks for a new connection, and says which life it found, on the way back.
+    /// A client asks for a new connection.
     Connect {
         client: usize,
         master: usize,
@@ -241,7 +241,7 @@ enum Event {
         client: usize,
         hold: usize,
     },
-    /// That comes in at the resource.
+    /// The write arrives at the resource.
     Written {
         hold: usize,
     },
@@ -252,7 +252,7 @@ enum Event {
 }
 
 impl Event {
-    /// The client, or the master, that has to be running for it.
+    /// Returns the client or the master that has to be running for this event.
     fn actor(&self) -> Actor {
         match *self {
             Self::Answer { client, .. }
@@ -272,7 +272,7 @@ enum Actor {
     Nobody,
 }
 
-/// Each feature of a swarm is there or not.
+/// Draws some of a swarm's features.
 fn drawn(features: Features, rng: &mut Rng) -> Features {
     Features {
         masters: [3, 5, 5, 7][rng.usize(..4)],
@@ -321,7 +321,7 @@ impl World {
             _ => {}
         }
         let clients = 2 + rng.usize(..3);
-        // Longer than any message takes, where a hold that was given away must not come back unnoticed.
+        // Longer than any message takes, so that a hold that was given away does not come back unnoticed.
         let shortest = match features.vanishing {
             Some(Vanishing::Anywhere | Vanishing::Minority) => Duration::from_millis(20),
             _ => Duration::ZERO,
@@ -551,7 +551,7 @@ impl World {
         }
     }
 
-    /// Of datagrams, none belongs to a connection.
+    /// Returns whether the message belongs to the present connection. Datagrams have none.
     fn is_current(&self, client: usize, master: usize, connection: u32) -> bool {
         self.features.network == Network::Datagrams
             || self.clients[client].client.connection(master) == connection
@@ -603,7 +603,7 @@ impl World {
         self.push(at, event);
     }
 
-    /// Sends it, or its copies, or nothing.
+    /// Sends a message: once, twice, or not at all.
     fn travel(&mut self, client: usize, master: usize, request: bool, event: Event) {
         let mut at = self.now + self.delay();
         if self.features.network == Network::Connections {
@@ -635,7 +635,7 @@ impl World {
         }
     }
 
-    /// Lets a client do something, and does what it asks for.
+    /// Has a client act, and applies the effects.
     fn with_client(&mut self, client: usize, act: impl FnOnce(&mut Client, Now, &mut Vec<Effect>)) {
         let mut effects = std::mem::take(&mut self.effects);
         let process = &mut self.clients[client];
@@ -751,7 +751,7 @@ impl World {
         }
     }
 
-    /// Something goes wrong.
+    /// Injects a fault.
     fn strike(&mut self) {
         if self.now > QUIET {
             return;
@@ -801,7 +801,7 @@ impl World {
 
     fn struck(&mut self, strike: Strike, master: usize, client: usize) -> bool {
         match strike {
-            // One that is stopped stays so for as long as was said: what waits for it stays in order.
+            // A second stop would reorder the events that wait for the end of the first.
             Strike::StopClient if self.clients[client].stopped_until > self.now => return false,
             Strike::StopMaster if self.masters[master].stopped_until > self.now => return false,
             Strike::StopClient => {
@@ -837,14 +837,14 @@ impl World {
             }
             Strike::Crash => return self.crash(master),
             Strike::SetCounter => {
-                // The same throughout.
+                // Always the same masters, less than a majority.
                 let master = master % (self.masters.len() - self.masters.len() / 2 - 1);
                 let to = LAST_CLOCK + self.rng.u64(..u64::MAX - LAST_CLOCK);
                 say!(self, "the counter of master {master} is set to {to}");
                 self.masters[master].master.set_counter(to);
             }
             Strike::Flush => {
-                // Most of all one that is in quarantine already.
+                // Often one that is in quarantine already.
                 let unmarked = self.masters.iter().position(|server| !server.master.is_marked());
                 let master = unmarked.filter(|_| self.rng.bool()).unwrap_or(master);
                 say!(self, "master {master} is emptied");
@@ -865,14 +865,14 @@ impl World {
         self.push(at, event);
     }
 
-    /// At how many masters but this one the present holder's key lasts for as long as its lease, and is to carry its
-    /// tokens. `None` if this master has none of that.
+    /// Returns the number of other masters at which the present holder's key carries its tokens and lasts as long as its
+    /// lease. `None` if this master has no such key.
     fn others_holding(&self, master: usize) -> Option<usize> {
         let (process, hold) = self.clients.iter().find_map(|process| {
             let hold = &self.holds[process.hold?];
             (self.now < hold.until).then_some((process, hold))
         })?;
-        // What a master has said of a renewal and the client has not heard, the client counts on all the same.
+        // The client counts on renewals whose replies it has not received yet.
         if process.client.is_renewing() {
             return None;
         }
@@ -884,7 +884,7 @@ impl World {
         lasts(&&self.masters[master]).then(|| self.masters.iter().filter(lasts).count() - 1)
     }
 
-    /// A master at which somebody has the key who is still after the lock that another holds.
+    /// Returns a master whose key belongs to a contender while another client holds the lock.
     fn contended(&self) -> Option<usize> {
         let holder = self
             .clients
@@ -902,7 +902,7 @@ impl World {
             Some(Vanishing::Spare) if self.others_holding(master).is_none_or(|others| others < quorum) => {
                 return false;
             }
-            // The same throughout, whoever needs it.
+            // Always the same masters, even if a hold needs them.
             Some(Vanishing::Minority) => master % (masters - quorum),
             _ => master,
         };
@@ -936,7 +936,7 @@ impl World {
         self.push(back, Event::Restart { master });
         for client in 0..self.clients.len() {
             let connection = self.clients[client].client.connection(master);
-            // No connection outlives it.
+            // No connection survives the crash.
             self.masters[master].oldest[client] = connection + 1;
             self.break_connection(client, master);
         }
@@ -945,7 +945,7 @@ impl World {
 }
 
 impl Server {
-    /// What its wall clock shows.
+    /// Returns its wall clock.
     fn local(&self, now: Micros) -> Micros {
         self.clock.at(now).saturating_add_signed(self.offset)
     }

@@ -111,7 +111,7 @@ impl RedlockBackend {
 /// Finds out which masters have a vote, and gives them one if the deployment `is_new`.
 ///
 /// # Errors
-/// If a master has another `max_ttl`. Other failures are tried again later.
+/// A master that has another `max_ttl`. Other failures are tried again later.
 async fn check_all(quarantine: &RestartQuarantine, masters: &Masters, is_new: bool) -> Result<()> {
     let checks = (0..masters.all.len()).map(|master| quarantine.check(masters, master, is_new));
     for (master, outcome) in join_all(checks).await.into_iter().enumerate() {

@@ -37,11 +37,11 @@ pub(crate) struct RedlockClaim {
     value: String,
     /// Receives wake-ups, once there may be one.
     place: Option<Arc<Wakeup>>,
-    /// When it began to ask, in µs of this machine's clock. 0 before.
+    /// The time of its first request, in µs of this machine's clock. 0 before.
     waiting_since: u64,
     /// The masters may list it as a waiter.
     may_be_listed: bool,
-    /// How many rounds in a row left the masters divided.
+    /// The number of rounds in a row that left the masters divided.
     divided_rounds: u32,
     /// The beginning of the attempt before, if that was outrun to its end. The next one is as far ahead of the clock as both.
     outrun_since: Option<Beginning>,
@@ -53,7 +53,7 @@ pub(crate) struct RedlockClaim {
     late: Option<Requests>,
     /// Some master lacks the hold, or may, and can soon be repaired.
     lacks_masters: bool,
-    /// How many early renewals it has asked for since the last win or complete renewal.
+    /// The number of early renewals since the last win or complete renewal.
     early_renewals: u32,
 }
 

@@ -127,7 +127,7 @@ pub enum Confirmation {
     Silent,
 }
 
-/// What to do next in an attempt.
+/// The next step of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Wait for replies, until [`deadline`](Attempt::deadline).
@@ -161,7 +161,7 @@ pub enum Defeat {
 #[derive(Clone, Copy, Debug)]
 pub struct AttemptConfig {
     pub rules: Rules,
-    /// When this attempt began, or the one before if that was outrun to its end.
+    /// The beginning of this attempt, or of the one before if that was outrun to its end.
     pub began: Beginning,
     /// The time to live that is set at the masters.
     pub ttl: Duration,
@@ -177,16 +177,16 @@ pub struct Attempt {
     config: AttemptConfig,
     /// The beginning of this round.
     since: Duration,
-    /// When a hold won by this round ends.
+    /// The end of a hold won by this round.
     until: Duration,
     tokens: RangeInclusive<u64>,
     is_confirming: bool,
     deadline: Duration,
-    /// One for each master.
+    /// The ballots, by master.
     ballots: Vec<Ballot>,
 }
 
-/// What is known from one master in a round.
+/// The state of one master in a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ballot {
     /// Asked for its vote.
@@ -473,7 +473,7 @@ pub enum Report {
     Silent,
 }
 
-/// What the replies to a renewal or a release add up to.
+/// The outcome of a renewal or a release.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// Wait for replies, until [`deadline`](QuorumCount::deadline).
@@ -481,13 +481,13 @@ pub enum Outcome {
     /// A majority had it. A renewal may set it anew at the masters to `repair`, while the lease lasts; they count from the
     /// next renewal on. `taken` says whether another master had another holder.
     Held { repair: Vec<usize>, taken: bool },
-    /// So many masters lack it that somebody else may hold it.
+    /// Somebody else may hold it, since so many masters lack it.
     Lost,
     /// Too few masters replied to decide.
     Undecided { answered: usize },
 }
 
-/// One renewal or release of a hold.
+/// A renewal or a release of a hold.
 #[derive(Debug)]
 pub struct QuorumCount {
     rules: Rules,
@@ -574,7 +574,7 @@ mod tests {
 
     const TTL: Duration = Duration::from_secs(30);
     const PATIENCE: Duration = Duration::from_millis(100);
-    /// When everybody begins.
+    /// The beginning of every attempt.
     const START: Duration = Duration::from_secs(1000);
 
     /// An attempt that proposes the tokens 10 to 12 and does not retry.
@@ -1026,9 +1026,8 @@ mod tests {
         assert_eq!(round.voted(just, 1, Vote::Granted), Step::Won(10..=12));
     }
 
-    /// Whatever the masters say, in whichever order, and however long it takes: a round ends; it is won only by a
-    /// majority that holds and has raised its counter to these very tokens; it is called taken only if others may have
-    /// decided it.
+    /// For any replies, in any order, after any time: a round ends. It is won only by a majority that holds the lock and raised
+    /// its counter to these very tokens. It is taken only if others' holds may have decided it.
     #[test]
     fn no_order_of_answers_wins_without_a_majority() {
         for seed in 0..20_000 {
@@ -1100,8 +1099,8 @@ mod tests {
         }
     }
 
-    /// Each master is with one of two; whichever way they are split, and in whatever order they say so, not both win, and
-    /// the verdict is that of their number.
+    /// Each master votes for one of two. However they are split, and in any order of replies, one of the two wins: that with
+    /// more masters.
     #[test]
     fn of_two_at_most_one_wins() {
         for seed in 0..5_000 {

@@ -1,4 +1,4 @@
-//! The simulated master beside a real one that runs the scripts: the same requests, the same answers, the same state.
+//! Compares the simulated master with a real one that runs the scripts: same requests, same replies, same state.
 
 use std::{fmt::Write as _, fs, ops::RangeInclusive, path::Path};
 
@@ -9,11 +9,11 @@ use redis::{Connection, Value, cmd};
 use super::*;
 
 const LOCK: &str = "lockkit:differential";
-/// Longer than any of this takes.
+/// Longer than the test takes.
 const TTL: Micros = 600_000_000;
 const OWNERS: u32 = 3;
 
-/// Each with what its text is made of.
+/// The texts of the scripts.
 struct Scripts {
     vote: String,
     confirm: String,
@@ -42,13 +42,13 @@ impl Scripts {
     }
 }
 
-/// What the driver knows of an owner's last round at this master.
+/// The driver's view of an owner's last round at this master.
 #[derive(Clone)]
 struct Owner {
     claim: Claim,
     mode: Mode,
     tokens: RangeInclusive<u64>,
-    /// What it proposed for confirmation in this round.
+    /// The tokens that it proposed for confirmation in this round.
     confirming: Option<RangeInclusive<u64>>,
 }
 
@@ -57,7 +57,7 @@ impl Owner {
         format!("lockkit:{:032x} 4 {} client ", self.claim.owner, tokens.start())
     }
 
-    /// As it stands at the masters as far as is known.
+    /// Returns the lock's value and tokens at the masters, as far as the owner knows.
     fn known(&self) -> (String, RangeInclusive<u64>) {
         let tokens = self.confirming.as_ref().unwrap_or(&self.tokens).clone();
         (self.value(&tokens), tokens)
@@ -89,8 +89,8 @@ impl Both {
         eval.query(&mut self.connection).expect("an answer")
     }
 
-    /// Has it vote on these tokens, or renew, or repair. A repair has only to see to it that the counter is not below the
-    /// last of them.
+    /// Asks the real master to vote on these tokens, to renew or to repair. A repair only has to raise the counter to the last
+    /// of them.
     fn ask_real(
         &mut self,
         owner: &Owner,
@@ -166,7 +166,7 @@ impl Both {
         (self.simulated.answer(0, &request), Answer::Report(real))
     }
 
-    /// Whether it was held is all that the real one says.
+    /// Compares whether the lock was held, which is all that the real master reports.
     fn release(&mut self, owner: &Owner) -> (Answer, Answer) {
         let (value, _) = owner.known();
         let real = match self.eval(|scripts| &scripts.release, &[value, "yield".to_owned()]) {
@@ -182,7 +182,7 @@ impl Both {
         (simulated, Answer::Report(real))
     }
 
-    /// The key goes, as it does when its time has come.
+    /// Deletes the key, as its expiry does.
     fn delete(&mut self) {
         let _: () = cmd("DEL")
             .arg(LOCK)
@@ -191,8 +191,7 @@ impl Both {
         self.simulated.delete();
     }
 
-    /// A reader's lease ends, others' go on. The scripts forget it when next they look at who holds, which a
-    /// confirmation does not.
+    /// Ends one reader's lease. The scripts forget it when they next look at the holders, which a confirmation does not.
     fn end_share(&mut self, owner: &Owner) {
         let holders = format!("lockkit#holders:{{{LOCK}}}");
         let mut end = cmd("ZADD");
@@ -207,12 +206,12 @@ impl Both {
         self.simulated.data.holders.retain(|holder| !its(holder));
     }
 
-    /// With which the real one has a vote.
+    /// Returns the marker with which the real master has a vote.
     fn marker(&self) -> String {
         format!("{} {}", self.real_life, TTL / 1000)
     }
 
-    /// It may have lost data, or is known to have it all.
+    /// Marks both masters as having all their data, or as having perhaps lost some.
     fn mark(&mut self, whole: bool) {
         let marker = if whole {
             self.marker()
@@ -225,7 +224,7 @@ impl Both {
         self.simulated.data.marker = Some(Marker::Votes(if whole { self.simulated.life } else { 0 }));
     }
 
-    /// Who holds, and the counter.
+    /// Returns the holders and the counter of both masters.
     fn states(&mut self) -> [(Vec<u32>, u64); 2] {
         let mut get = |key: String| -> Option<String> {
             cmd("GET")
@@ -294,7 +293,7 @@ fn a_simulated_master_does_what_a_real_one_does() {
     for seed in 0..400 {
         compare(&mut both, seed, &mut kinds);
     }
-    // Each kind of answer came up often.
+    // Each kind of reply came up often.
     assert!(kinds.iter().all(|times| *times > 200), "{kinds:?}");
 }
 

@@ -1,14 +1,14 @@
-//! The algorithm with one thing wrong each time, and where that shows.
+//! The algorithm with one mistake at a time, each of which shows.
 
 use lockkit_redlock_simulator::{Config, Mutant, Promise, campaign};
 
 const SCHEDULES: u64 = 20_000;
 
-/// That configuration, in which the algorithm as it is never does this, catches the mutant at it.
+/// Asserts that the mutant shows this fault in this configuration, in which the algorithm never shows it.
 #[track_caller]
 fn catches(config: &str, mutant: Mutant, fault: &str) {
     let config = Config::named(config).expect("a configuration of this name");
-    // In steps, as most are caught soon.
+    // In steps, since most mutants show soon.
     for step in 0..20 {
         let seeds = step * SCHEDULES / 20..(step + 1) * SCHEDULES / 20;
         let findings = campaign(config, Some(mutant), seeds).findings;
@@ -81,7 +81,7 @@ fn a_quarantine_begins_anew_with_each_loss() {
     catches("flushed", Mutant::QuarantineGoesOn, "overlapping holds");
 }
 
-/// Until then, a hold may be one of a bare majority.
+/// Before that, a hold may have a bare majority.
 #[test]
 fn a_hold_is_repaired_before_its_lease_is_due() {
     let config = Config::named("minority").expect("a configuration of this name");
@@ -93,7 +93,7 @@ fn a_hold_is_repaired_before_its_lease_is_due() {
     );
 }
 
-/// On a connection, requests are in order, and then nobody takes a round for another.
+/// On a connection requests are in order, so that rounds cannot be confused.
 #[test]
 fn a_round_is_told_from_the_others_unless_requests_are_in_order() {
     catches("base", Mutant::RoundsLookAlike, "overlapping holds");

@@ -22,7 +22,7 @@ fn every_configuration_keeps_its_promises() {
     }
 }
 
-/// Nothing goes wrong, either, where nobody acquires anything and no fault hits.
+/// Asserts that clients acquire and that faults hit: otherwise promises are kept for nothing.
 fn assert_not_vacuous(config: &Config, summary: &Summary) {
     let (name, tally) = (config.name, &summary.tally);
     let enough = |what, number: u64, per_hundred: u64| {
