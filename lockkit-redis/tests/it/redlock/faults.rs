@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_millis(300);
 const MORE: Duration = Duration::from_millis(700);
 
 #[tokio::test]
-async fn two_dead_masters_cost_nothing_and_three_are_an_error_that_names_them() {
+async fn two_dead_masters_cost_nothing_three_are_a_named_error() {
     if no_server() {
         return;
     }
@@ -126,7 +126,7 @@ async fn a_master_that_stands_still_costs_no_hold_its_lease() {
 }
 
 #[tokio::test]
-async fn masters_killed_and_restarted_with_their_data_keep_holds_and_waiters() {
+async fn masters_restarted_with_their_data_keep_holds_and_waiters() {
     if no_server() {
         return;
     }
@@ -175,7 +175,7 @@ async fn masters_killed_and_restarted_with_their_data_keep_holds_and_waiters() {
 }
 
 #[tokio::test]
-async fn replies_lost_by_a_minority_cost_nothing_and_by_a_majority_leave_nothing() {
+async fn lost_replies_cost_nothing_and_of_a_majority_leave_nothing() {
     if no_server() {
         return;
     }
@@ -221,7 +221,7 @@ async fn replies_lost_by_a_minority_cost_nothing_and_by_a_majority_leave_nothing
 }
 
 #[tokio::test]
-async fn a_holder_cut_off_from_a_majority_is_told_before_the_next_is_granted() {
+async fn a_holder_cut_off_is_told_before_the_next_is_granted() {
     if no_server() {
         return;
     }
@@ -406,7 +406,7 @@ async fn forgotten_scripts_are_made_known_again() {
 
 /// What a clock that jumps ahead, an eviction and a careless admin have in common.
 #[tokio::test]
-async fn keys_expired_at_a_majority_let_two_in_and_the_token_tells_them_apart() {
+async fn keys_expired_at_a_majority_let_two_in_with_rising_tokens() {
     if no_server() {
         return;
     }
@@ -512,7 +512,7 @@ async fn a_divided_vote_is_repeated_until_somebody_wins() {
 }
 
 #[tokio::test]
-async fn a_master_that_keeps_something_else_at_the_key_is_one_without_a_say() {
+async fn a_master_with_something_else_at_the_key_has_no_say() {
     if no_server() {
         return;
     }
@@ -539,7 +539,7 @@ async fn a_master_that_keeps_something_else_at_the_key_is_one_without_a_say() {
 
 /// After clocks went back, or beside a client whose clock is ahead.
 #[tokio::test]
-async fn counters_that_are_ahead_cost_a_second_round_and_tokens_rise_above_them() {
+async fn counters_ahead_cost_a_second_round_and_tokens_rise() {
     if no_server() {
         return;
     }

@@ -16,7 +16,7 @@ const MAX_TTL: Duration = Duration::from_secs(4);
 /// More than the half second with which clients look is left of it then.
 const ALMOST: Duration = Duration::from_millis(3_300);
 
-fn guarded(world: &World) -> RedlockConfig {
+fn with_max_ttl(world: &World) -> RedlockConfig {
     let mut config = world.config();
     config.max_ttl = MAX_TTL;
     config
@@ -34,12 +34,12 @@ async fn try_says(client: &LockClient, name: &str, part: &str) {
 }
 
 #[tokio::test]
-async fn a_master_restarted_empty_has_no_vote_until_its_grants_are_over() {
+async fn a_master_restarted_empty_has_no_vote_while_grants_last() {
     if no_server() {
         return;
     }
     let world = World::five();
-    let client = connect(guarded(&world)).await.unwrap();
+    let client = connect(with_max_ttl(&world)).await.unwrap();
     assert_eq!(client.capabilities().fencing, FencingDurability::Process);
     let held = lock(&client, "a", MAX_TTL).acquire().await.unwrap();
     world.voting(5).await;
@@ -51,7 +51,7 @@ async fn a_master_restarted_empty_has_no_vote_until_its_grants_are_over() {
     world.masters[0].restart_empty().unwrap();
     // Neither for those who knew it before, nor for those who come now.
     try_says(&client, "b", "was restarted or emptied").await;
-    let late = connect(guarded(&world)).await.unwrap();
+    let late = connect(with_max_ttl(&world)).await.unwrap();
     try_says(&late, "b", "was restarted or emptied").await;
     assert!(!votes(&world.masters[0]));
     // Its former grant is held by two more, which is all that is left of a majority.
@@ -79,7 +79,7 @@ async fn tokens_of_a_bare_majority_go_back_if_one_of_it_loses_them() {
         return;
     }
     let world = World::of(3);
-    let client = connect(guarded(&world)).await.unwrap();
+    let client = connect(with_max_ttl(&world)).await.unwrap();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let ahead = (now + 7200 * SECOND).as_micros();
     for master in &world.masters[..2] {
@@ -100,7 +100,7 @@ async fn tokens_of_a_bare_majority_go_back_if_one_of_it_loses_them() {
     })
     .await;
     world.masters[1].kill().unwrap();
-    let other = connect(guarded(&world)).await.unwrap();
+    let other = connect(with_max_ttl(&world)).await.unwrap();
     let held = within(LONG, "granted", lock(&other, "a", MAX_TTL).acquire()).await;
     let held = held.unwrap();
     let second = held.token().get();
@@ -115,7 +115,7 @@ async fn a_master_that_was_emptied_in_place_has_no_vote_either() {
     }
     for command in ["FLUSHALL", "FLUSHDB"] {
         let world = World::of(3);
-        let client = connect(guarded(&world)).await.unwrap();
+        let client = connect(with_max_ttl(&world)).await.unwrap();
         world.masters[2].kill().unwrap();
         let began = Instant::now();
         world.masters[1].cli(&[command]).unwrap();
@@ -134,7 +134,7 @@ async fn emptied_in_quarantine_a_master_begins_it_anew() {
     }
     for seen_by_another in [false, true] {
         let world = World::of(3);
-        let client = connect(guarded(&world)).await.unwrap();
+        let client = connect(with_max_ttl(&world)).await.unwrap();
         world.masters[2].kill().unwrap();
         let began = Instant::now();
         let master = &world.masters[1];
@@ -174,13 +174,13 @@ async fn clients_that_come_and_go_admit_a_master_in_the_end() {
         return;
     }
     let world = World::of(3);
-    let client = connect(guarded(&world)).await.unwrap();
+    let client = connect(with_max_ttl(&world)).await.unwrap();
     client.close(SECOND).await.unwrap();
     world.masters[2].kill().unwrap();
     world.masters[1].restart_empty().unwrap();
     let began = Instant::now();
     eventually("admitted", async || {
-        let client = connect(guarded(&world)).await.unwrap();
+        let client = connect(with_max_ttl(&world)).await.unwrap();
         let granted = lock(&client, "a", SECOND).try_acquire().await;
         client.close(SECOND).await.unwrap();
         matches!(granted, Ok(Some(_)))
@@ -195,7 +195,7 @@ async fn restored_data_are_older_than_they_say() {
         return;
     }
     let world = World::of(3);
-    let client = connect(guarded(&world)).await.unwrap();
+    let client = connect(with_max_ttl(&world)).await.unwrap();
     world.masters[2].kill().unwrap();
     // With all its data, the marker among them: nobody can tell how old they are.
     world.masters[1].restart().unwrap();
@@ -206,7 +206,7 @@ async fn restored_data_are_older_than_they_say() {
             .is_empty()
     );
     try_says(&client, "a", "was restarted or emptied").await;
-    let late = connect(guarded(&world)).await.unwrap();
+    let late = connect(with_max_ttl(&world)).await.unwrap();
     try_says(&late, "a", "was restarted or emptied").await;
     let granted = within(MAX_TTL + LONG, "granted", lock(&late, "a", SECOND).acquire()).await;
     granted.unwrap().release().await.unwrap();
@@ -218,7 +218,7 @@ async fn a_durable_master_votes_as_soon_as_it_is_back() {
         return;
     }
     let world = World::built(3, |builder| builder.append_only(Fsync::Always));
-    let mut config = guarded(&world);
+    let mut config = with_max_ttl(&world);
     config.durable = true;
     config.max_ttl = Duration::from_secs(3_600);
     let client = connect(config.clone()).await.unwrap();
@@ -278,7 +278,7 @@ async fn a_durable_master_that_comes_back_without_syncs_is_left_out() {
         return;
     }
     let world = World::built(3, |builder| builder.append_only(Fsync::Always));
-    let mut config = guarded(&world);
+    let mut config = with_max_ttl(&world);
     config.durable = true;
     let client = connect(config).await.unwrap();
     world.masters[2].kill().unwrap();
@@ -297,7 +297,7 @@ async fn a_durable_master_that_comes_back_without_syncs_is_left_out() {
 
 /// It was made durable while it ran. After a crash it has what it last saved, and is made durable again.
 #[tokio::test]
-async fn a_master_that_came_back_with_what_it_last_saved_is_not_durable_for_its_settings() {
+async fn a_master_back_with_an_old_snapshot_is_not_durable() {
     if no_server() {
         return;
     }
@@ -308,7 +308,7 @@ async fn a_master_that_came_back_with_what_it_last_saved_is_not_durable_for_its_
         }
     };
     world.masters.iter().for_each(sync);
-    let mut config = guarded(&world);
+    let mut config = with_max_ttl(&world);
     config.durable = true;
     let client = connect(config).await.unwrap();
     world.voting(3).await;
@@ -335,7 +335,7 @@ async fn a_deployment_has_one_max_ttl() {
         return;
     }
     let world = World::of(3);
-    let client = connect(guarded(&world)).await.unwrap();
+    let client = connect(with_max_ttl(&world)).await.unwrap();
     let error = connect(world.config()).await.unwrap_err().to_string();
     assert!(
         error.contains("`max_ttl`") && error.contains("60s") && error.contains("4s"),
@@ -384,7 +384,7 @@ async fn new_masters_vote_at_once_and_only_if_all_of_them_are_here() {
     let world = World::of(3);
     world.masters[2].kill().unwrap();
     // Whether the third knows of grants cannot be told.
-    let client = connect(guarded(&world)).await.unwrap();
+    let client = connect(with_max_ttl(&world)).await.unwrap();
     let error = lock(&client, "a", SECOND).try_acquire().await.unwrap_err();
     assert!(shown(&error).contains("was restarted or emptied"), "{error:?}");
     let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
@@ -426,7 +426,7 @@ async fn a_master_emptied_before_a_first_client_is_done_is_not_new() {
             .all(|proxy| proxy.counts().replies.bytes > 5_000)
     })
     .await;
-    let first = connect(guarded(&world)).await.unwrap();
+    let first = connect(with_max_ttl(&world)).await.unwrap();
     let held = lock(&first, "a", MAX_TTL).acquire().await.unwrap();
     world.voting(3).await;
     world.masters[2].cli(&["FLUSHALL"]).unwrap();
@@ -454,16 +454,16 @@ async fn first_clients_that_differ_in_max_ttl_agree_on_the_longest() {
     }
     for round in 0..10 {
         let world = World::five();
-        let mut shorter = guarded(&world);
+        let mut shorter = with_max_ttl(&world);
         shorter.max_ttl = MAX_TTL / 2;
-        let (one, other) = tokio::join!(connect(shorter.clone()), connect(guarded(&world)));
+        let (one, other) = tokio::join!(connect(shorter.clone()), connect(with_max_ttl(&world)));
         // Whoever was there first may have kept the other out. But if none is in, the longer one gets in.
         let kept_out = matches!((&one, &other), (Ok(_), Err(_)));
         if kept_out {
             continue;
         }
         drop((one, other));
-        let longer = within(LONG, "connected", connect(guarded(&world))).await;
+        let longer = within(LONG, "connected", connect(with_max_ttl(&world))).await;
         let longer = longer.unwrap_or_else(|error| panic!("round {round}: {}", shown(&error)));
         let granted = within(MAX_TTL + LONG, "granted", lock(&longer, "a", SECOND).acquire()).await;
         granted.unwrap().release().await.unwrap();
@@ -485,7 +485,7 @@ async fn markers_of_a_client_that_is_gone_are_overcome() {
     for master in &world.masters[1..] {
         write_marker(master, "-", MAX_TTL);
     }
-    let mut config = guarded(&world);
+    let mut config = with_max_ttl(&world);
     config.max_ttl = MAX_TTL / 2;
     let began = Instant::now();
     let text = shown(&connect(config.clone()).await.unwrap_err());
@@ -510,7 +510,7 @@ async fn a_marker_of_another_max_ttl_is_no_vote() {
         return;
     }
     let world = World::of(3);
-    let client = connect(guarded(&world)).await.unwrap();
+    let client = connect(with_max_ttl(&world)).await.unwrap();
     world.masters[2].kill().unwrap();
     write_marker(&world.masters[1], "", MAX_TTL / 4);
     try_says(&client, "a", "`max_ttl`").await;
