@@ -1,16 +1,16 @@
--- What a script goes on with that did not end on its fast path.
+-- The prelude of every slow path.
 --
---   <lock>                     lockkit:<record> one exclusive holder
---                              lockkit#shared: whoever is in `holders`
---                              lockkit#next <owner>, lockkit#next s: nobody, but for a moment it is kept for a waiter
---                              that has been told, or for readers
+--   <lock>                     lockkit:<record>: one exclusive holder
+--                              lockkit#shared: the holders in `holders`
+--                              lockkit#next <owner>, lockkit#next s: free, but kept for a moment for a waiter that was
+--                              woken, or for readers
 --                              anything else: a foreign client's hold
 --   lockkit#holders:{<lock>}   shared holders: owner -> end of the lease in ms of the server's clock
 --   lockkit#about:{<lock>}     shared holders: owner -> lockkit:<record>
 --   lockkit#writers:{<lock>}, lockkit#readers:{<lock>}
---                              who waits for it: "<owner> <client>" -> since when, in us of its own clock
+--                              waiters: "<owner> <client>" -> since when, in us of the client's clock
 --   lockkit#asked:{<lock>}     the same waiters -> when they asked last, in ms of the server's clock
---   lockkit#fence:{<lock>}     the last fencing token, for weeks after it was used
+--   lockkit#fence:{<lock>}     the last fencing token, for weeks after its last use
 --   lockkit#redlock            the marker: "<run id> <max ttl>", or "-<run id> <max ttl> <since>" in quarantine
 --   lockkit#client:<client>    the channel of a client's wake-ups
 --
@@ -18,8 +18,8 @@
 local HOLDERS, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
 local WRITERS, READERS = 'lockkit#writers:{' .. LOCK .. '}', 'lockkit#readers:{' .. LOCK .. '}'
 local ASKED = 'lockkit#asked:{' .. LOCK .. '}'
-local KEPT = 100 -- for how long a lock is kept for whoever has been told that it is free, in ms
-local WAITED = 10000 -- for how long a waiter is believed in that does not ask again, in ms
+local KEPT = 100 -- how long a free lock is kept for a waiter that was woken, in ms
+local WAITED = 10000 -- how long a waiter counts after it asked last, in ms
 
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -34,8 +34,8 @@ local function waiter(text)
   return owner .. ' ' .. client
 end
 
--- Forgets shared holders whose lease is over, and all of them if the key no longer says that they hold. Nothing is shared
--- that was not before, unless this has been done.
+-- Forgets shared holders whose lease is over, and all of them if the key no longer says that they hold. It has to run before
+-- a lock becomes shared.
 local function drop_ended()
   if not value and call('EXISTS', HOLDERS) == 0 then return end
   for _, owner in ipairs(call('ZRANGEBYSCORE', HOLDERS, '-inf', is_shared() and now or '+inf')) do
@@ -48,7 +48,7 @@ local function drop_ended()
   end
 end
 
--- What is left of the lease, of the first to end if there are several. -1 if it has no end.
+-- Returns the rest of the lease in ms, of the first to end if there are several. -1 if it has no end.
 local function left()
   if is_shared() then return call('ZRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now end
   return call('PTTL', LOCK)
@@ -60,12 +60,12 @@ local function forget_waiter(who)
   call('ZREM', ASKED, who)
 end
 
--- Forgets who has not asked for too long.
+-- Forgets waiters that have not asked for too long.
 local function drop_silent()
   local waiting = call('ZCARD', WRITERS) + call('ZCARD', READERS)
   if waiting == 0 then return end
   if waiting > call('ZCARD', ASKED) then
-    -- Clients of the version before do not say when they ask: they are believed for as long from now on.
+    -- Clients of the version before do not write when they ask. Their waiters count for as long from now on.
     for _, list in ipairs({ WRITERS, READERS }) do
       for _, who in ipairs(call('ZRANGE', list, 0, -1)) do call('ZADD', ASKED, 'NX', now, who) end
     end
@@ -74,7 +74,7 @@ local function drop_silent()
   for _, who in ipairs(call('ZRANGEBYSCORE', ASKED, '-inf', now - WAITED)) do forget_waiter(who) end
 end
 
--- Whether somebody waits to hold it alone who came before `arrival`.
+-- Returns whether a writer waits that came before `arrival`.
 local function is_writer_before(arrival)
   drop_silent()
   local first = call('ZRANGE', WRITERS, 0, 0, 'WITHSCORES')
@@ -83,7 +83,7 @@ end
 
 -- Adds or prolongs a shared hold.
 local function share(owner, text, ttl)
-  -- A server without memory refuses to set and to add, but not to a script that has begun to write.
+  -- A server out of memory refuses SET and ZADD, unless the script has written before.
   if is_shared() then call('PEXPIRE', LOCK, ttl) end
   call('ZADD', HOLDERS, now + ttl, owner)
   call('HSET', ABOUT, owner, text)
@@ -104,8 +104,8 @@ local function unshare(owner)
   return true
 end
 
--- The lock is free: whoever came first is told to ask, or all readers that came before the first writer, and it is kept
--- for them. It is a hint: who is told leaves the list, and is back in it if it asks in vain. Returns whether it is kept.
+-- Wakes the first waiter of a free lock, or all readers that came before the first writer, and keeps the lock for them. A
+-- wake-up is a hint: the waiter leaves the list, and returns to it if it asks in vain. Returns whether the lock is kept.
 local function tell_next()
   local kept
   local is_swept = false
@@ -115,7 +115,7 @@ local function tell_next()
     local reads = reader[1] and (not writer[1] or tonumber(reader[2]) < tonumber(writer[2]))
     local next = reads and reader[1] or writer[1]
     if not next or (kept and not reads) then break end
-    -- Among writers it is enough that the first one is believed in.
+    -- Without readers, only the first writer has to count.
     local asked = not is_swept and not reader[1] and call('ZSCORE', ASKED, next)
     if not is_swept and not (asked and tonumber(asked) > now - WAITED) then
       drop_silent()

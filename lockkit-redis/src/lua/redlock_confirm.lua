@@ -1,7 +1,7 @@
--- What a vote took is given higher tokens. A repeat of the vote since would have set another value.
+-- Gives higher tokens to the hold that a vote set. A later vote of the same owner has set another value.
 -- ARGV: 1 the marker with which it has a vote   2 the value that was set   3 the value with the new tokens   4 the first token
 --       5 the last   6 mode: x or s
--- Returns 1, or the counter, as a text.
+-- Returns 1, or the counter as a text.
 local ABOUT = 'lockkit#about:{' .. LOCK .. '}'
 local me = string.sub(ARGV[2], 9, 40)
 local alone = ARGV[6] == 'x'

@@ -1,6 +1,6 @@
--- Looks, and changes nothing.
--- Returns how many wait, the value or nil, what is left of it in ms, and for each shared holder what is left of its
--- lease and its value.
+-- Reads the lock, and changes nothing.
+-- Returns the number of waiters, the value or nil, the rest of its ttl in ms, and for each shared holder the rest of its lease
+-- and its value.
 local silent = #call('ZRANGEBYSCORE', ASKED, '-inf', now - WAITED)
 local waiting = math.max(0, call('ZCARD', WRITERS) + call('ZCARD', READERS) - silent)
 local shown = { waiting, value, value and call('PTTL', LOCK) or -2 }

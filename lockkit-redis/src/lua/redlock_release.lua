@@ -1,7 +1,7 @@
--- Afterwards the owner does not hold, and does not wait unless it yields. Returns 1 if it held.
+-- Ends the owner's hold, and its wait unless it yields. Returns 1 if it held.
 local me = owner_of(ARGV[1])
 if held == 1 then
-  -- It held alone, and the key goes to whoever is next.
+  -- It held exclusively: the key goes to the next waiter.
   value = false
   if call('ZREM', WRITERS, waiter(ARGV[1])) == 1 then call('ZREM', ASKED, waiter(ARGV[1])) end
   if not tell_next() then call('DEL', LOCK) end

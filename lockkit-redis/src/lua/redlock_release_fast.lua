@@ -1,4 +1,4 @@
--- ARGV: 1 the value, as far as is known   2 `end`, or `yield` if it goes on waiting
+-- ARGV: 1 the value, as far as is known   2 `end`, or `yield` if the owner goes on waiting
 local held = 0
 value = call('GET', LOCK)
 if value == ARGV[1] then

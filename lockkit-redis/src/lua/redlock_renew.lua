@@ -1,8 +1,8 @@
--- Returns 1: held; 0: not held, but to be had; 2: somebody else has it; 3: not held, and this process has no vote. What is
--- gone is not made anew here: only a majority can tell whether it may be.
+-- Returns 1: held; 0: not held, and free; 2: another holder; 3: not held, and this process has no vote. It does not set a
+-- missing key anew: only a majority can tell whether that is allowed.
 local me = owner_of(ARGV[2])
 drop_ended()
--- One that it set to hold otherwise, in a round that was lost, excludes others than this one.
+-- A hold in the other mode, of a lost round, does not exclude the same others.
 local mine
 if ARGV[6] == 'x' then
   mine = holder() == me and value
@@ -10,9 +10,9 @@ else
   mine = is_shared() and call('ZSCORE', HOLDERS, me) and call('HGET', ABOUT, me)
 end
 if mine then
-  -- Of an earlier round: it may have come back with old data, after others had voted here.
+  -- The key of an earlier round may have come back with old data, after votes for others.
   if mine ~= ARGV[2] and not has_vote(ARGV[1]) then return 3 end
-  -- It was held with tokens that no majority had. From now on it has those that count.
+  -- The hold may have tokens that no majority confirmed. It gets those that count.
   if is_shared() then
     share(me, ARGV[2], ARGV[3])
   else

@@ -1,4 +1,4 @@
--- Ends the hold that has this token, and tells its holder. Returns 1 if there was one.
+-- Ends the hold with this token, and tells its holder. Returns 1 if there was one.
 -- ARGV: 1 the token
 local token = tonumber(ARGV[1])
 local function has(text)

@@ -1,5 +1,5 @@
--- Returns 1: granted, with these tokens; the counter, as a text: held, but it stands at that; 0: no vote;
--- {ms left of the lease or -1, who has it: an owner, `others` or `foreign`}.
+-- Returns 1: granted, with these tokens; the counter as a text: granted, but without the tokens; 0: no vote; or
+-- {ms left of the lease or -1, the holder: an owner, `others` or `foreign`}.
 local alone = ARGV[6] == 'x'
 local list = alone and WRITERS or READERS
 local repairs = ARGV[8] == 'repair'

@@ -1,11 +1,11 @@
 -- ARGV: 1 the marker with which it has a vote   2 the value   3 ttl in ms   4 the first token   5 the last   6 mode: x or s
---       7 since when it asks, in us of its clock   8 `try`; `wait`; `again` if it may be listed as waiting; or `repair` if a
---       majority holds for it, so that whoever waits has to wait for that
+--       7 since when it asks, in us of its clock   8 `try`; `wait`; `again`, if it may be listed as a waiter; or `repair`, if it
+--       holds a majority, so that it goes before waiters
 local me = string.sub(ARGV[2], 9, 40)
 local waits = ARGV[8] == 'wait' or ARGV[8] == 'again'
 local is_behind
 if ARGV[6] == 'x' then
-  -- As few calls as can be: this is what a lock costs that nobody contends for, and each that goes round among writers.
+  -- As few calls as possible: an uncontended lock ends here, and so does each hand-off among writers.
   local known = call('MGET', 'lockkit#redlock', FENCE, LOCK)
   if known[1] ~= ARGV[1] then return 0 end
   local found = known[3]
@@ -13,13 +13,13 @@ if ARGV[6] == 'x' then
     return raise(ARGV[4], ARGV[5], known[2])
   end
   if found == 'lockkit#next ' .. me then
-    -- It was told, and has left the list.
+    -- It was woken, and has left the list.
     call('SET', LOCK, ARGV[2], 'PX', ARGV[3])
     return raise(ARGV[4], ARGV[5], known[2])
   end
   local other = found and string.match(found, '^lockkit:(%x+) ')
   is_behind = other and other ~= me
-  -- What is not a string is no value here.
+  -- MGET shows a key that is not a string as missing, so the slow path reads it again.
   value = found or nil
 elseif not has_vote(ARGV[1]) then
   return 0
