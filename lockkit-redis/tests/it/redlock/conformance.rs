@@ -16,7 +16,7 @@ mod five_masters {
     lockkit_conformance::tests!(super::Masters);
 }
 
-/// Five masters for all cases; they end with the test program.
+/// Five masters for all cases. They end with the test program.
 static MASTERS: LazyLock<World> = LazyLock::new(|| World::built(5, |builder| builder.password(PASSWORD)));
 
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl Harness for Masters {
 
     async fn connect(&self, url: &str) -> Result<LockClient> {
         let mut config = world::config(url);
-        // All masters answer, at once or when the machine lets them.
+        // All masters reply, even if a busy machine delays them.
         config.master_timeout = LONG;
         world::connect(config).await
     }

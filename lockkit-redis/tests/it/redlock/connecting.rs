@@ -5,7 +5,7 @@ use crate::common::{LONG, SECOND, granted, lock, no_server, shown, until, waiter
 
 const PASSWORD: &str = "open-sesame";
 
-/// As in `docs/redlock.md`, for the default namespace.
+/// The rights named in `docs/redlock.md`, for the default namespace.
 const MINIMAL_RIGHTS: &str = "~lockkit:* ~lockkit#* resetchannels &lockkit#client:* \
      +ping +info +select +subscribe +client|id +client|kill +eval +evalsha +script|load \
      +time +get +mget +set +del +exists +pexpire +pttl +publish \
@@ -35,7 +35,7 @@ async fn the_documented_rights_are_enough() {
         assert!(next.release().await.unwrap_err().is_lost());
     }
     for master in &world.masters {
-        // Older clients' greeting apart, which Redis 7.0 does not know.
+        // Except for the greeting of the client library, which Redis 7.0 does not know.
         let denied = master.cli(&["ACL", "LOG"]).unwrap();
         assert_eq!(denied, "", "something was asked for and denied");
     }
@@ -53,7 +53,7 @@ async fn credentials_are_each_masters_own() {
     let connected = connect(config(&url([first, second, open.masters[0].url()].into_iter())));
     connected.await.unwrap();
 
-    // That of one does not go to another.
+    // A master's password is not sent to another one.
     let bare = format!("redis://{}", guarded.masters[1].addr());
     let connected = connect(config(&url([first, &bare, open.masters[0].url()].into_iter())));
     let error = connected.await.unwrap_err();
@@ -62,7 +62,7 @@ async fn credentials_are_each_masters_own() {
     assert!(text.contains(&guarded.masters[1].addr().to_string()), "{text}");
 }
 
-/// Also those on which something is still to be said.
+/// Connections with requests under way end as well.
 #[tokio::test]
 async fn closed_a_client_has_no_connections() {
     if no_server() {
@@ -79,7 +79,7 @@ async fn closed_a_client_has_no_connections() {
     world.masters[4].resume().unwrap();
     for (n, master) in world.masters.iter().enumerate() {
         until(3 * SECOND, &format!("no connection to master {n}"), async || {
-            // But the one that asks.
+            // All but the connection of this query.
             master.cli(&["CLIENT", "LIST"]).unwrap().lines().count() == 1
         })
         .await;

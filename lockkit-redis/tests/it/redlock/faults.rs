@@ -1,5 +1,5 @@
-//! Masters die, stop and come back; replies are lost, connections break, hang and are cut; keys go by themselves. A
-//! minority costs nothing, a majority is an error, and neither lets two in, but for what the guarantees say.
+//! Faults of masters and connections, and keys that vanish. At a minority they cost nothing, at a majority they are an error.
+//! Neither lets two hold at once, except where the guarantees say so.
 
 use std::{
     future::poll_fn,
@@ -17,7 +17,7 @@ use crate::common::{
     Alone, LONG, MS, RECOVERED, SECOND, granted, lock, no_server, renewed, shown, until, waiter, within,
 };
 
-/// What masters have to answer within whose replies are lost, and what a busy machine takes on top of that.
+/// The `master_timeout` where replies are lost, and the time that a busy machine may take on top.
 const PATIENCE: Duration = Duration::from_millis(300);
 const MORE: Duration = Duration::from_millis(700);
 
@@ -27,7 +27,7 @@ async fn two_dead_masters_cost_nothing_three_are_a_named_error() {
         return;
     }
     let world = World::five();
-    // The dead refuse at once; the others answer when the machine lets them.
+    // Dead masters refuse at once. A busy machine may delay the others.
     let mut config = world.config();
     config.master_timeout = LONG;
     let client = connect(config.clone()).await.unwrap();
@@ -39,7 +39,7 @@ async fn two_dead_masters_cost_nothing_three_are_a_named_error() {
     held.renew().await.unwrap();
     let mut last = held.token();
     held.release().await.unwrap();
-    // Also by a client that has never seen them.
+    // Also for a client that has never been connected to them.
     let late = connect(config.clone()).await.unwrap();
     for lock in [lock.clone(), self::lock(&late, "a", LONG), lock.shared()] {
         for _ in 0..10 {
@@ -95,18 +95,18 @@ async fn a_master_that_stands_still_costs_nothing() {
         took.push(began.elapsed());
     }
     took.sort_unstable();
-    // Before and after its connection counts as broken: it is never waited for.
+    // The client never waits for it, before and after its connection counts as broken.
     assert!(took[25] < PATIENCE / 3, "{took:?}");
     let late = within(LONG, "connected beside it", world.client()).await;
     drop(late);
     for master in &world.masters[3..] {
         master.resume().unwrap();
     }
-    // What was still on its way there takes effect in order, or not at all.
+    // Requests under way to it take effect in order, or not at all.
     world.nothing_is_left("after masters stood still").await;
 }
 
-/// A renewal hears the others for as long as its lease can do without.
+/// A renewal waits for the last masters for a sixth of the ttl at most.
 #[tokio::test]
 async fn a_master_that_stands_still_costs_no_hold_its_lease() {
     if no_server() {
@@ -208,7 +208,7 @@ async fn lost_replies_cost_nothing_and_of_a_majority_leave_nothing() {
             proxy.set(Mode::Pass);
         }
         world.nothing_is_left(&format!("{mode:?}")).await;
-        // Connections that nothing went through for a while are found out and replaced.
+        // Silent connections are detected and replaced.
         until(RECOVERED, "granted by all", async || {
             let Ok(held) = ours.acquire().await else {
                 return false;
@@ -271,7 +271,7 @@ async fn a_storm_of_resets_costs_nobody_a_hold() {
     let storm = Instant::now();
     let began = held.valid_until();
     let mut rng = fastrand::Rng::with_seed(7);
-    // It is renewed in the midst of it, which is due after three seconds.
+    // Its renewal is due after three seconds, in the midst of the resets.
     while storm.elapsed() < 4 * SECOND || held.valid_until() == began {
         if rng.u8(..10) == 0 {
             proxies.iter().for_each(Proxy::reset);
@@ -281,7 +281,7 @@ async fn a_storm_of_resets_costs_nobody_a_hold() {
         tokio::time::sleep(20 * MS).await;
         held.check().expect("held throughout");
         assert!(!waiting.is_finished(), "an overlap");
-        // On a busy machine it takes longer to connect than from one reset to the next.
+        // On a busy machine, connecting takes longer than the time between two resets.
         let soon = tokio::time::Instant::now() + 5 * SECOND;
         if held.valid_until().is_some_and(|end| end < soon) {
             renewed(&held).await;
@@ -299,7 +299,7 @@ async fn a_storm_of_resets_costs_nobody_a_hold() {
     world.nothing_is_left("after resets").await;
 }
 
-/// Runs `future`, and drops it when it is still not done after `polls` polls; whether it was done.
+/// Runs `future`, and drops it after `polls` polls. Returns whether it was done.
 async fn cancel_after<F: Future>(polls: u32, future: F) -> bool {
     let mut future = pin!(future);
     let mut polled = 0;
@@ -321,7 +321,7 @@ async fn dropped_at_every_await_nothing_is_left_at_any_master() {
     }
     let world = World::five();
     let (client, proxies) = world.client_behind_proxies().await;
-    // What a broken connection took along is gone with its lease, at one master.
+    // A release lost with its connection leaves the key at one master, until its lease ends.
     let (ours, other) = (lock(&client, "a", SECOND), world.client().await);
     let theirs = lock(&other, "a", SECOND);
     let mut rng = fastrand::Rng::with_seed(7);
@@ -393,7 +393,7 @@ async fn forgotten_scripts_are_made_known_again() {
         held.release().await.unwrap();
         assert!(client.inspect("a").await.unwrap().is_free());
     }
-    // Where nobody waited for long enough to hear that a release was not known, the lease ends it.
+    // A release of an unknown script is not repeated if nobody awaits its reply. The lease ends that key.
     world.nothing_is_left("after forgotten scripts").await;
     until(RECOVERED, "all take part again", async || {
         let held = lock.acquire().await.unwrap();
@@ -404,7 +404,7 @@ async fn forgotten_scripts_are_made_known_again() {
     .await;
 }
 
-/// What a clock that jumps ahead, an eviction and a careless admin have in common.
+/// A clock that jumps ahead, an eviction and a careless admin all do this.
 #[tokio::test]
 async fn keys_expired_at_a_majority_let_two_in_with_rising_tokens() {
     if no_server() {
@@ -435,7 +435,7 @@ async fn keys_expired_at_a_majority_let_two_in_with_rising_tokens() {
     let gate = FenceGate::new();
     gate.admit(fresh.token()).unwrap();
     assert!(gate.admit(stale.token()).is_err(), "a stale write is refused");
-    // The first to ask is told.
+    // The next renewal reports it.
     assert!(stale.renew().await.unwrap_err().is_lost());
     let reason = within(SECOND, "told", stale.lost()).await;
     assert_eq!(reason, LossReason::Revoked);
@@ -467,7 +467,7 @@ async fn keys_expired_at_a_minority_are_set_again_by_the_next_renewal() {
             world.holding("a") == 3
         })
         .await;
-        // As after an acquisition by somebody else that proposed less and was not confirmed.
+        // An unconfirmed acquisition with lower tokens leaves this.
         for master in &world.masters[3..] {
             master.cli(&["SET", COUNTER, &held.token().to_string()]).unwrap();
         }
@@ -537,7 +537,7 @@ async fn a_master_with_something_else_at_the_key_has_no_say() {
     assert!(error.is_transient(), "{error:?}");
 }
 
-/// After clocks went back, or beside a client whose clock is ahead.
+/// Counters are ahead after clocks were set back, or beside a client whose clock is ahead.
 #[tokio::test]
 async fn counters_ahead_cost_a_second_round_and_tokens_rise() {
     if no_server() {
@@ -549,7 +549,7 @@ async fn counters_ahead_cost_a_second_round_and_tokens_rise() {
     let mut ahead = 1 << 51;
     for ours in [lock(&client, "a", LONG), lock(&client, "a", LONG).shared()] {
         for round in 0..5_u64 {
-            // Each time at others, and not the same at any two.
+            // Each time at other masters, and with different values.
             for (n, master) in (0_u64..).zip(&world.masters) {
                 if (n + round) % 5 < 3 {
                     master.cli(&["SET", fence, &(ahead + n * 7).to_string()]).unwrap();
@@ -584,7 +584,7 @@ async fn counters_ahead_cost_a_second_round_and_tokens_rise() {
     assert!(held.is_some(), "other locks go on");
 }
 
-/// Each of three releases is lost at one master, and each time at another: what is left of them is a majority, of nobody.
+/// Three releases are each lost at another master. The keys left behind are a majority, of nobody.
 #[tokio::test]
 async fn releases_lost_at_one_master_after_another_add_up() {
     if no_server() {
@@ -599,7 +599,7 @@ async fn releases_lost_at_one_master_after_another_add_up() {
         let held = within(LONG, "granted", mine.acquire()).await.unwrap();
         eventually("all others have voted", async || world.holding("a") == 5).await;
         proxy.set(Mode::HalfOpen);
-        // An error if a majority can no longer be sure of it.
+        // An error, once a majority can no longer confirm the release.
         let _ = held.release().await;
         proxy.set(Mode::Pass);
         eventually("the others have let it go", async || world.holding("a") == n + 1).await;

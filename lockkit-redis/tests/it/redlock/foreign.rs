@@ -1,4 +1,4 @@
-//! Other Redlock clients on the same masters and key: they exclude us and we exclude them.
+//! Other Redlock clients on the same masters and key: they and lockkit exclude each other.
 
 use std::{
     fmt::Write as _,
@@ -93,7 +93,7 @@ async fn node_redlock_and_ours_exclude_each_other() {
         let ours = if shared { ours.shared() } else { ours.clone() };
         let held = ours.acquire().await.unwrap();
         assert_eq!(theirs.says(&format!("acquire {KEY} 30000")), "refused");
-        // What they took of us in vain they give back, and no more than that.
+        // A failed attempt of theirs gives back its own keys, and no more.
         held.renew().await.unwrap();
         held.release().await.unwrap();
         world.nothing_is_left("before theirs").await;
@@ -116,7 +116,7 @@ async fn node_redlock_and_ours_exclude_each_other() {
     }
 }
 
-/// What every Redlock client does, by hand.
+/// Does by hand what every Redlock client does.
 #[tokio::test]
 async fn a_plain_key_at_a_majority_excludes_ours() {
     if no_server() {

@@ -1,4 +1,4 @@
-//! Masters that lack a hold are given it as soon as they can be. Until then it has none, or not as many, to spare.
+//! Masters that lack a hold are repaired as soon as possible. Until then the hold has fewer masters to spare, or none.
 
 use lockkit_core::{FenceGate, LossReason};
 use lockkit_testbed::Mode;
@@ -6,7 +6,7 @@ use lockkit_testbed::Mode;
 use super::world::World;
 use crate::common::{LONG, RECOVERED, SECOND, lock, no_server, until, within};
 
-/// Another contender has the last two of five.
+/// Gives the last two masters of five to another contender.
 fn divide(world: &World) {
     for master in &world.masters[3..] {
         let set = ["SET", "lockkit:a", "somebody", "PX", "600000"];
@@ -14,14 +14,14 @@ fn divide(world: &World) {
     }
 }
 
-/// It gives them back.
+/// Has the contender give its two masters back.
 fn give_way(world: &World) {
     for master in &world.masters[3..] {
         master.cli(&["DEL", "lockkit:a"]).unwrap();
     }
 }
 
-/// Long before it is renewed for its lease's sake.
+/// The repair comes long before the lease has to be renewed.
 async fn held_by_all(world: &World) {
     until(4 * SECOND, "held by all", async || world.holding("a") == 5).await;
 }
@@ -50,7 +50,7 @@ async fn what_was_won_from_others_is_soon_held_by_all() {
     }
 }
 
-/// The first three decide; what the others say is of interest all the same.
+/// The first three decide. The late votes show who lacks the hold.
 #[tokio::test]
 async fn votes_that_come_after_the_win_are_heard() {
     if no_server() {
@@ -65,7 +65,7 @@ async fn votes_that_come_after_the_win_are_heard() {
     let held = lock(&client, "a", LONG).acquire().await.unwrap();
     for master in &world.masters[3..] {
         master.resume().unwrap();
-        // By its answer, it has dealt with what came before.
+        // After this reply, it has handled all earlier requests.
         master.cli(&["PING"]).unwrap();
     }
     give_way(&world);
@@ -73,7 +73,7 @@ async fn votes_that_come_after_the_win_are_heard() {
     held.release().await.unwrap();
 }
 
-/// A contender that died on its way, or a lock that was kept for somebody who did not come.
+/// The master keeps the lock for a waiter that does not come, or for a contender that died.
 #[tokio::test]
 async fn a_master_that_keeps_it_for_a_waiter_is_repaired() {
     if no_server() {
@@ -113,7 +113,7 @@ async fn a_master_that_keeps_it_for_a_waiter_is_repaired() {
     }
 }
 
-/// With a bare majority, before the others have been repaired, one master is enough.
+/// A bare majority has no master to spare, before the others are repaired.
 #[tokio::test]
 async fn a_key_lost_at_a_bare_majority_lets_two_in() {
     if no_server() {
@@ -125,7 +125,7 @@ async fn a_key_lost_at_a_bare_majority_lets_two_in() {
     divide(&world);
     let stale = lock(&first, "a", LONG).try_acquire().await.unwrap();
     let stale = stale.expect("three are a majority");
-    // Before it can repair anything.
+    // Before the first repair.
     for proxy in proxies.iter() {
         proxy.set(Mode::Blackhole);
     }
@@ -137,7 +137,7 @@ async fn a_key_lost_at_a_bare_majority_lets_two_in() {
     let gate = FenceGate::new();
     gate.admit(fresh.token()).unwrap();
     assert!(gate.admit(stale.token()).is_err(), "a stale write is refused");
-    // Who has a bare majority asks early, and is told.
+    // With a bare majority it renews early, and that reports the loss.
     for proxy in proxies.iter() {
         proxy.set(Mode::Pass);
     }

@@ -1,4 +1,4 @@
-//! The restart quarantine: a master that may have lost what it granted has no vote until that is over, whoever asks.
+//! The restart quarantine: a master that may have lost its grants has no vote until these are over, for any client.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -13,7 +13,7 @@ use super::world::{World, config, connect, url, votes};
 use crate::common::{LONG, MS, SECOND, lock, no_server, shown, until, within};
 
 const MAX_TTL: Duration = Duration::from_secs(4);
-/// More than the half second with which clients look is left of it then.
+/// Leaves more of the quarantine than the half second between two checks.
 const ALMOST: Duration = Duration::from_millis(3_300);
 
 fn with_max_ttl(world: &World) -> RedlockConfig {
@@ -22,7 +22,7 @@ fn with_max_ttl(world: &World) -> RedlockConfig {
     config
 }
 
-/// What a try says, once it says the same for a while: masters are found to be back within some of these.
+/// Waits until tries return an error with `part`: it takes a few before masters are back.
 async fn try_says(client: &LockClient, name: &str, part: &str) {
     eventually(&format!("a try says `{part}`"), async || {
         match lock(client, name, SECOND).try_acquire().await {
@@ -43,18 +43,18 @@ async fn a_master_restarted_empty_has_no_vote_while_grants_last() {
     assert_eq!(client.capabilities().fencing, FencingDurability::Process);
     let held = lock(&client, "a", MAX_TTL).acquire().await.unwrap();
     world.voting(5).await;
-    // Two are gone for good, so that every vote counts.
+    // Two stay down, so that every vote counts.
     for master in &world.masters[3..] {
         master.kill().unwrap();
     }
     let began = Instant::now();
     world.masters[0].restart_empty().unwrap();
-    // Neither for those who knew it before, nor for those who come now.
+    // For clients that knew it before and for new ones.
     try_says(&client, "b", "was restarted or emptied").await;
     let late = connect(with_max_ttl(&world)).await.unwrap();
     try_says(&late, "b", "was restarted or emptied").await;
     assert!(!votes(&world.masters[0]));
-    // Its former grant is held by two more, which is all that is left of a majority.
+    // Two more masters hold its former grant, all that is left of a majority.
     assert!(lock(&late, "a", SECOND).try_acquire().await.is_err());
     drop(held);
 
@@ -71,8 +71,8 @@ async fn a_master_restarted_empty_has_no_vote_while_grants_last() {
     }
 }
 
-/// It was won at two of three, and given back before the third could be repaired. The clock of whoever was there before had
-/// been two hours ahead.
+/// The lock was won at two of three masters, and released before the third was repaired. The winner's clock was two hours
+/// ahead.
 #[tokio::test]
 async fn tokens_of_a_bare_majority_go_back_if_one_of_it_loses_them() {
     if no_server() {
@@ -126,7 +126,7 @@ async fn a_master_that_was_emptied_in_place_has_no_vote_either() {
     }
 }
 
-/// Whichever client notices, shortly before it would have been over.
+/// The master is emptied shortly before the end of its quarantine. Any client may notice.
 #[tokio::test]
 async fn emptied_in_quarantine_a_master_begins_it_anew() {
     if no_server() {
@@ -153,7 +153,7 @@ async fn emptied_in_quarantine_a_master_begins_it_anew() {
     }
 }
 
-/// As a client that goes by `max_ttl` would, that has looked just now: with a vote, or with `-` for none.
+/// Writes the marker of a client with this `max_ttl`, beginning now: of a vote, or with `-` of a quarantine.
 fn write_marker(master: &RedisServer, sign: &str, max_ttl: Duration) {
     let info = master.cli(&["INFO", "server"]).unwrap();
     let run_id = info.lines().find_map(|line| line.strip_prefix("run_id:"));
@@ -167,7 +167,7 @@ fn write_marker(master: &RedisServer, sign: &str, max_ttl: Duration) {
     master.cli(&["SET", "lockkit#redlock", &marker]).unwrap();
 }
 
-/// Each of them knows only what its predecessors left at the master.
+/// Each client knows only what earlier ones left at the master.
 #[tokio::test]
 async fn clients_that_come_and_go_admit_a_master_in_the_end() {
     if no_server() {
@@ -197,7 +197,7 @@ async fn restored_data_are_older_than_they_say() {
     let world = World::of(3);
     let client = connect(with_max_ttl(&world)).await.unwrap();
     world.masters[2].kill().unwrap();
-    // With all its data, the marker among them: nobody can tell how old they are.
+    // All its data are there, marker included, but nobody can tell how old they are.
     world.masters[1].restart().unwrap();
     assert!(
         !world.masters[1]
@@ -230,7 +230,7 @@ async fn a_durable_master_votes_as_soon_as_it_is_back() {
         assert!(held.token().get() > last, "tokens went back");
         last = held.token().get();
         held.release().await.unwrap();
-        // All of them, one of them or two: the counters are there again, too.
+        // All masters, one or two. The counters come back as well.
         for master in &world.masters[round..] {
             master.kill().unwrap();
         }
@@ -238,7 +238,7 @@ async fn a_durable_master_votes_as_soon_as_it_is_back() {
             master.start().unwrap();
         }
     }
-    // Without its data it is as good as any other.
+    // Without its data it is like any other master.
     world.masters[0].restart_empty().unwrap();
     world.masters[1].kill().unwrap();
     try_says(&client, "a", "was restarted or emptied").await;
@@ -271,7 +271,7 @@ async fn durable_masters_have_to_be() {
     }
 }
 
-/// A server that comes back with other settings is not let in.
+/// A server that comes back with other settings is refused.
 #[tokio::test]
 async fn a_durable_master_that_comes_back_without_syncs_is_left_out() {
     if no_server() {
@@ -284,7 +284,7 @@ async fn a_durable_master_that_comes_back_without_syncs_is_left_out() {
     world.masters[2].kill().unwrap();
     let set = ["CONFIG", "SET", "no-appendfsync-on-rewrite", "yes"];
     world.masters[1].cli(&set).unwrap();
-    // It is the connection that is made anew here, and looked at again.
+    // Settings are checked on each new connection.
     world.masters[1]
         .cli(&["CLIENT", "KILL", "TYPE", "pubsub"])
         .unwrap();
@@ -295,7 +295,7 @@ async fn a_durable_master_that_comes_back_without_syncs_is_left_out() {
     granted.unwrap().release().await.unwrap();
 }
 
-/// It was made durable while it ran. After a crash it has what it last saved, and is made durable again.
+/// It was made durable while it ran. After a crash it has its last snapshot, and is made durable again.
 #[tokio::test]
 async fn a_master_back_with_an_old_snapshot_is_not_durable() {
     if no_server() {
@@ -364,7 +364,7 @@ async fn a_replica_and_a_master_that_is_there_twice_are_refused() {
     let text = shown(&error);
     assert!(!error.is_transient() && text.contains("is a replica"), "{text}");
 
-    // By another name.
+    // The same server by another name.
     let again = world.masters[0].url().replace("127.0.0.1", "localhost");
     let error = connect(config(&url(masters().chain([again.as_str()]))))
         .await
@@ -383,7 +383,7 @@ async fn new_masters_vote_at_once_and_only_if_all_of_them_are_here() {
     }
     let world = World::of(3);
     world.masters[2].kill().unwrap();
-    // Whether the third knows of grants cannot be told.
+    // Nobody can tell whether the third has grants.
     let client = connect(with_max_ttl(&world)).await.unwrap();
     let error = lock(&client, "a", SECOND).try_acquire().await.unwrap_err();
     assert!(shown(&error).contains("was restarted or emptied"), "{error:?}");
@@ -401,14 +401,14 @@ async fn first_clients_that_come_at_once_vote_at_once() {
         let connecting = (0..6).map(|_| tokio::spawn(connect(world.config())));
         for connecting in connecting.collect::<Vec<_>>() {
             let client = within(LONG, "connected", connecting).await.unwrap().unwrap();
-            // Its quarantine would be of a minute.
+            // Its quarantine would last a minute.
             let granted = within(LONG, "granted", lock(&client, "a", SECOND).acquire()).await;
             granted.unwrap().release().await.unwrap();
         }
     }
 }
 
-/// Whoever found none of them in use may be late: they have been used since, and one has been emptied.
+/// A client that found none of the masters in use may be late: others have used them since, and one was emptied.
 #[tokio::test]
 async fn a_master_emptied_before_a_first_client_is_done_is_not_new() {
     if no_server() {
@@ -417,7 +417,7 @@ async fn a_master_emptied_before_a_first_client_is_done_is_not_new() {
     let world = World::of(3);
     let (mut late, proxies) = world.behind_proxies();
     late.max_ttl = MAX_TTL;
-    // It has seen the others when it gets to this one.
+    // It has checked the others when it comes to this one.
     proxies[2].set(Mode::Blackhole);
     let late = tokio::spawn(connect(late));
     eventually("the late one sees the others", async || {
@@ -446,7 +446,7 @@ async fn a_master_emptied_before_a_first_client_is_done_is_not_new() {
     );
 }
 
-/// Whatever is written first where, those with the longest get in, and the others are told what to do.
+/// Clients with the longest `max_ttl` get in, in any order of writes. The others are told what to do.
 #[tokio::test]
 async fn first_clients_that_differ_in_max_ttl_agree_on_the_longest() {
     if no_server() {
@@ -457,7 +457,7 @@ async fn first_clients_that_differ_in_max_ttl_agree_on_the_longest() {
         let mut shorter = with_max_ttl(&world);
         shorter.max_ttl = MAX_TTL / 2;
         let (one, other) = tokio::join!(connect(shorter.clone()), connect(with_max_ttl(&world)));
-        // Whoever was there first may have kept the other out. But if none is in, the longer one gets in.
+        // The first client may refuse the other. If none is in, the one with the longer `max_ttl` gets in.
         let kept_out = matches!((&one, &other), (Ok(_), Err(_)));
         if kept_out {
             continue;
@@ -475,7 +475,7 @@ async fn first_clients_that_differ_in_max_ttl_agree_on_the_longest() {
     }
 }
 
-/// A client with a longer one began to set them up, or to put them in quarantine, and went away.
+/// A client with a longer `max_ttl` began to use the masters, or put them in quarantine, and went away.
 #[tokio::test]
 async fn markers_of_a_client_that_is_gone_are_overcome() {
     if no_server() {
@@ -503,7 +503,7 @@ async fn markers_of_a_client_that_is_gone_are_overcome() {
     granted.unwrap().release().await.unwrap();
 }
 
-/// What a client that goes by less has let in again may have been used by others for longer.
+/// A master that votes for clients with a shorter `max_ttl` may have granted for longer before.
 #[tokio::test]
 async fn a_marker_of_another_max_ttl_is_no_vote() {
     if no_server() {
@@ -514,7 +514,7 @@ async fn a_marker_of_another_max_ttl_is_no_vote() {
     world.masters[2].kill().unwrap();
     write_marker(&world.masters[1], "", MAX_TTL / 4);
     try_says(&client, "a", "`max_ttl`").await;
-    // Nor is it one of a quarantine, which begins anew with the longest that anybody goes by.
+    // A marker of a quarantine begins anew, with the longest `max_ttl` of all clients.
     write_marker(&world.masters[1], "-", MAX_TTL / 4);
     let began = Instant::now();
     let granted = within(MAX_TTL + LONG, "granted", lock(&client, "a", SECOND).acquire()).await;

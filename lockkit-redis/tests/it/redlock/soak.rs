@@ -1,5 +1,5 @@
-//! A soak: contenders on five masters, each client behind proxies of its own, with a fault every other second. The
-//! history has every property.
+//! A soak: contenders on five masters, each client behind its own proxies, with a fault every other second. The history has
+//! every property.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::{
 
 const CLIENTS: usize = 3;
 const WORKERS: usize = 2;
-/// Acquisitions, 20 a second on a machine that has nothing else to do.
+/// The least number of acquisitions. An idle machine makes 20 a second.
 const LEAST: usize = 800;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -32,7 +32,7 @@ async fn a_soak_under_faults_has_no_overlap_and_no_token_goes_back() {
     let mut all = Vec::new();
     for _ in 0..CLIENTS {
         let (mut config, proxies) = world.behind_proxies();
-        // They keep what they granted, and are back before anything of it could be over.
+        // They keep their grants, and are back before any of them expires.
         config.durable = true;
         workers.add(&connect(config).await.unwrap(), WORKERS);
         all.push(proxies);
@@ -44,15 +44,15 @@ async fn a_soak_under_faults_has_no_overlap_and_no_token_goes_back() {
     world.nothing_is_left("after the soak").await;
 
     let mut limits = Limits::default();
-    // The longest fault, finding out and connecting again, and what it left at a minority.
+    // The longest fault, its detection, reconnecting, and the leases left at a minority.
     limits.idle = 3 * SECOND + 8 * SECOND + 2 * TTL;
     limits.detection = TTL + SECOND;
     workers.check(&history, &limits, LEAST);
 }
 
-/// One fault, from its beginning to its end; what it was.
+/// Runs one fault from beginning to end, and returns its name.
 async fn fault(world: &World, proxies: &[Arc<Vec<Proxy>>], rng: &mut fastrand::Rng) -> &'static str {
-    // A minority, more often than not.
+    // Usually a minority.
     let mut which: Vec<_> = (0..5).collect();
     rng.shuffle(&mut which);
     which.truncate(rng.usize(1..4));
@@ -72,7 +72,7 @@ async fn fault(world: &World, proxies: &[Arc<Vec<Proxy>>], rng: &mut fastrand::R
             for master in &which {
                 world.masters[*master].pause().unwrap();
             }
-            // Now and then for longer than a lease.
+            // Sometimes for longer than a lease.
             let longest = if rng.u8(..4) == 0 { 2_500 } else { 500 };
             tokio::time::sleep(MS * rng.u32(..longest)).await;
             for master in &which {

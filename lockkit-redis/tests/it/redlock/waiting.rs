@@ -1,4 +1,4 @@
-//! What is left of those who wait, and of names that nobody uses.
+//! Waiters, the counters of unused names, and clients whose tokens are outrun.
 
 use std::{
     cell::Cell,
@@ -19,7 +19,7 @@ use tokio::task::JoinSet;
 use super::world::World;
 use crate::common::{AT_ONCE, LONG, MS, SECOND, granted, lock, no_server, shown, until, waiter, within};
 
-/// For how long a waiter is believed in that does not ask, and how often those who wait ask again.
+/// How long a waiter counts after it asked last, and the pause before waiters ask again.
 const SILENT: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_secs(2);
 
@@ -40,7 +40,7 @@ async fn a_dead_writer_keeps_readers_out_for_ten_seconds() {
     }
     let reading = waiter(&lock(&reader, "a", LONG).shared());
     world.waiters("a", 2).await;
-    // Somebody who goes on asking, behind both of them.
+    // A waiter behind both of them, which goes on asking.
     let writing = waiter(&lock(&living, "a", LONG));
     world.waiters("a", 3).await;
     let read = granted(SILENT + POLL + 3 * SECOND, "the reader", reading).await;
@@ -56,7 +56,7 @@ async fn a_dead_writer_keeps_readers_out_for_ten_seconds() {
     world.nothing_is_left("after a dead writer").await;
 }
 
-/// Waiters of the version before do not say when they asked last.
+/// Waiters of the version before do not write when they asked last.
 #[tokio::test]
 async fn a_writer_of_the_version_before_is_believed_for_as_long() {
     if no_server() {
@@ -118,14 +118,14 @@ async fn counters_go_after_weeks_without_use() {
         every(&["PEXPIRE", COUNTER, "600000"]);
         ours.acquire().await.unwrap().release().await.unwrap();
         assert!(is_new(&left()), "used again: {:?}", left());
-        // As after weeks.
+        // The state after weeks.
         every(&["DEL", COUNTER]);
         let held = ours.acquire().await.unwrap();
         assert!(held.token().get() > last, "tokens went back");
         last = held.token().get();
         held.release().await.unwrap();
     }
-    // One that is ahead of the clocks stays until they are there.
+    // A counter ahead of the clocks stays until they have reached it.
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let year = Duration::from_secs(365 * 24 * 3600);
     every(&["SET", COUNTER, &(now + year).as_micros().to_string()]);
@@ -138,7 +138,7 @@ async fn counters_go_after_weeks_without_use() {
     held.release().await.unwrap();
 }
 
-/// The servers' clocks end the counters, and those had outrun the clocks of the clients.
+/// The servers' clocks expire the counters, which had outrun the clients' clocks.
 #[tokio::test]
 async fn clocks_that_are_weeks_ahead_take_counters_along() {
     if no_server() {
@@ -150,7 +150,7 @@ async fn clocks_that_are_weeks_ahead_take_counters_along() {
     let block = AcquireOptions::new().ttl(LONG).local_handoffs(65_535);
     let ours = client.lock("a").unwrap().with_options(block);
     let mut last = 0;
-    // Each reserves the tokens of 65 ms.
+    // Each grant reserves the tokens of 65 ms.
     for _ in 0..400 {
         let held = ours.acquire().await.unwrap();
         last = held.token().get();
@@ -160,7 +160,7 @@ async fn clocks_that_are_weeks_ahead_take_counters_along() {
         clock
             .forward(Duration::from_secs(weeks * 7 * 24 * 3_600))
             .unwrap();
-        // It knows of none of these.
+        // It has seen none of these tokens.
         let late = world.client().await;
         let held = lock(&late, "a", LONG).acquire().await.unwrap();
         assert_eq!(held.token().get() > last, goes_on, "after {weeks} more weeks");
@@ -194,8 +194,8 @@ async fn clocks_that_are_set_back_keep_the_lock_of_a_dead_holder() {
     next.release().await.unwrap();
 }
 
-/// Commands at a master, those in scripts among them. It is the third of five: less have not heard of it yet, more have been
-/// asked again.
+/// Counts commands at a master, those in scripts included. Takes the median of the five masters: slower ones have not got all
+/// requests yet, others have got repeated ones.
 #[tokio::test]
 async fn a_try_in_vain_and_a_hand_off_cost_few_commands() {
     if no_server() {
@@ -215,7 +215,7 @@ async fn a_try_in_vain_and_a_hand_off_cost_few_commands() {
         each[2]
     };
     let (mut of_try, mut of_hand_off) = (u64::MAX, u64::MAX);
-    // Whoever waits may just ask again by itself.
+    // A waiter may happen to ask again by itself.
     for _ in 0..3 {
         let held = one.acquire().await.unwrap();
         until(LONG, "held by all", async || world.holding("a") == 5).await;
@@ -234,7 +234,7 @@ async fn a_try_in_vain_and_a_hand_off_cost_few_commands() {
     assert!(of_hand_off <= 17, "{of_hand_off}");
 }
 
-/// Before the background has looked at it for the first time.
+/// The hold is broken before the worker has adopted it.
 #[tokio::test]
 async fn a_hold_of_a_try_that_is_broken_at_once_is_told_at_once() {
     if no_server() {
@@ -247,7 +247,7 @@ async fn a_hold_of_a_try_that_is_broken_at_once_is_told_at_once() {
     assert_eq!(within(AT_ONCE, "told", held.lost()).await, LossReason::Revoked);
 }
 
-/// Nobody tells the masters which of its tokens a hold goes by.
+/// The masters do not know which token of its block a hold uses.
 #[tokio::test]
 async fn any_token_of_a_block_breaks_the_hold_that_there_is() {
     if no_server() {
@@ -269,7 +269,7 @@ async fn any_token_of_a_block_breaks_the_hold_that_there_is() {
     assert_eq!(within(AT_ONCE, "told", heir.lost()).await, LossReason::Revoked);
 }
 
-/// Keys at two of five end early, and the next renewal sets them again.
+/// Keys at two of five expire early, and the next renewal sets them again.
 #[tokio::test]
 async fn clocks_set_forward_at_a_minority_cost_nothing() {
     if no_server() {
@@ -302,7 +302,7 @@ async fn clocks_set_forward_at_a_minority_cost_nothing() {
     }
 }
 
-/// Those who are near raise the counters several times while a request of one who is far is on its way.
+/// Near readers raise the counters several times while a far one's request is under way.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_far_reader_is_let_in_with_near_ones() {
     const WAY: Duration = Duration::from_millis(10);
@@ -339,7 +339,7 @@ async fn a_far_reader_is_let_in_with_near_ones() {
         let before = rounds.load(Ordering::Relaxed);
         let tried = within(LONG, "an answer", theirs.try_acquire()).await.unwrap();
         let held = tried.expect("only readers are in");
-        // On its way others came, and will while it is released.
+        // Others came while its request was under way, and come while it is released.
         until(LONG, "others come", async || {
             rounds.load(Ordering::Relaxed) > before
         })
@@ -354,7 +354,8 @@ async fn a_far_reader_is_let_in_with_near_ones() {
     world.nothing_is_left("after a far reader").await;
 }
 
-/// An acquisition that was outrun proposes tokens that are ahead. Others that are outrun see those, and are not to be as far ahead of them.
+/// An outrun acquisition proposes tokens ahead of the clock. Others that are outrun see these, but stay ahead of the clock
+/// alone.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn counters_stay_with_the_clocks_while_readers_come_and_go() {
     if no_server() {
@@ -449,7 +450,7 @@ async fn a_counter_set_to_its_end_at_a_minority_costs_nothing() {
             .get();
         for end in [BEYOND, 1 << 52, (1 << 63) - 1, u64::MAX] {
             for round in 0..10 {
-                // Set between two grants, again and again.
+                // Sets it between two grants, again and again.
                 for master in &world.masters[..wrong] {
                     set_counter(master, end);
                 }
@@ -470,7 +471,7 @@ async fn a_counter_set_to_its_end_at_a_minority_costs_nothing() {
             }
         }
         world.nothing_is_left("after counters were set").await;
-        // One that is lost as well leaves no majority with a counter that counts.
+        // If one more is lost, no majority has a counter that counts.
         for master in &world.masters[..wrong] {
             set_counter(master, BEYOND);
         }
@@ -486,8 +487,8 @@ async fn a_counter_set_to_its_end_at_a_minority_costs_nothing() {
     }
 }
 
-/// ✘ availability: readers who are near, and whose clocks are two hours ahead, raise the counters further than the tokens of
-/// one who is far and goes by its own. The masters answer all the same.
+/// ✘ availability: near readers, whose clocks are two hours ahead, raise the counters further than the tokens of a far one.
+/// The masters still reply.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_is_outrun_to_the_end_is_told_that_it_is_taken() {
     const WAY: Duration = Duration::from_millis(50);
@@ -532,7 +533,7 @@ async fn who_is_outrun_to_the_end_is_told_that_it_is_taken() {
         })
         .collect();
     let ours = lock(&far, "a", LONG).shared();
-    // A machine that stands still may let it in, or keep back an answer.
+    // A machine that stalls may let it in, or delay a reply.
     let mut last = String::new();
     let outcome = timeout(LONG, async {
         loop {

@@ -11,7 +11,7 @@ use lockkit_testbed::{
 
 use crate::common::{LONG, MS, SECOND};
 
-/// Masters on ports of their own.
+/// Masters, each on its own port.
 #[derive(Debug)]
 pub(crate) struct World {
     pub(crate) masters: Vec<RedisServer>,
@@ -45,13 +45,13 @@ impl World {
         connect(self.config()).await.unwrap()
     }
 
-    /// A client whose connections go through proxies of its own, one for each master.
+    /// Connects a client through its own proxies, one for each master.
     pub(crate) async fn client_behind_proxies(&self) -> (LockClient, Arc<Vec<Proxy>>) {
         let (config, proxies) = self.behind_proxies();
         (connect(config).await.unwrap(), proxies)
     }
 
-    /// How to connect through new proxies, one for each master.
+    /// Returns a config for new proxies, one for each master, and the proxies.
     pub(crate) fn behind_proxies(&self) -> (RedlockConfig, Arc<Vec<Proxy>>) {
         let proxies: Vec<_> = self
             .masters
@@ -66,7 +66,7 @@ impl World {
         (config(&url), Arc::new(proxies))
     }
 
-    /// The keys of each master but those that are always there.
+    /// Returns the keys of each master, except for those that are always there.
     pub(crate) fn left(&self) -> Vec<BTreeSet<String>> {
         self.masters.iter().map(left_at).collect()
     }
@@ -87,14 +87,14 @@ impl World {
         }
     }
 
-    /// At how many masters the key of lock `name` is there.
+    /// Returns the number of masters with a key of lock `name`.
     pub(crate) fn holding(&self, name: &str) -> usize {
         let key = format!("lockkit:{name}");
         let there = |master: &&RedisServer| master.cli(&["EXISTS", &key]).is_ok_and(|there| there == "1");
         self.masters.iter().filter(there).count()
     }
 
-    /// As many masters have a vote as they see it themselves.
+    /// Waits until this many masters vote, by their own markers.
     pub(crate) async fn voting(&self, count: usize) {
         eventually(&format!("{count} masters with a vote"), async || {
             self.masters.iter().filter(|master| votes(master)).count() == count
@@ -102,7 +102,7 @@ impl World {
         .await;
     }
 
-    /// Someone waits at a majority of the masters.
+    /// Waits until a majority of the masters lists `count` waiters.
     pub(crate) async fn waiters(&self, name: &str, count: usize) {
         let keys = ["writers", "readers"].map(|list| format!("lockkit#{list}:{{lockkit:{name}}}"));
         let waiting = |master: &RedisServer| {
@@ -121,7 +121,7 @@ impl World {
     }
 }
 
-/// Whether its marker names the process that it is.
+/// Returns whether the master's marker names its process.
 pub(crate) fn votes(master: &RedisServer) -> bool {
     let (Ok(marker), Ok(info)) = (
         master.cli(&["GET", "lockkit#redlock"]),
@@ -150,7 +150,7 @@ pub(crate) fn url<'a>(masters: impl Iterator<Item = &'a str>) -> String {
     format!("redlock://{}", masters.join(","))
 }
 
-/// Where no master is silent, it is the machine's doing if one takes long.
+/// Lets masters take long, for tests in which none is silent: then only the machine is slow.
 pub(crate) fn config(url: &str) -> RedlockConfig {
     let mut config = RedlockConfig::new(url);
     config.master_timeout = 2 * SECOND;
