@@ -25,11 +25,11 @@ use zookeeper_client::Stat;
 use crate::{
     NAME, Nodes, ZkConfig,
     config::Address,
-    crowds::Crowds,
-    fault::{self, Fault},
-    layout::Space,
+    crowded_dirs::CrowdedDirs,
+    error::{self, Failure},
+    layout::Layout,
     queue::QueueClaim,
-    session::{self, Reach, Session},
+    session::{self, Servers, Session},
     simple::{self, SimpleClaim},
     turn,
 };
@@ -72,12 +72,12 @@ pub struct ZkBackend {
 pub(crate) struct Shared {
     config: ZkConfig,
     address: Address,
-    space: Space,
+    layout: Layout,
     /// Where sessions live.
     runtime: Handle,
-    reach: Reach,
+    servers: Servers,
     current: Mutex<Option<Arc<Session>>>,
-    pub(crate) crowds: Crowds,
+    pub(crate) crowded_dirs: CrowdedDirs,
     opening: Mutex<Option<Opening>>,
     closed: AtomicBool,
 }
@@ -85,7 +85,7 @@ pub(crate) struct Shared {
 /// A session that is being opened, also if whoever asked for it is gone.
 struct Opening {
     task: AbortHandle,
-    outcome: future::Shared<BoxFuture<'static, fault::Result<()>>>,
+    outcome: future::Shared<BoxFuture<'static, error::Result<()>>>,
 }
 
 impl ZkBackend {
@@ -100,26 +100,26 @@ impl ZkBackend {
     /// it or stay, as [`parents`](ZkConfig#structfield.parents) says.
     pub async fn connect(config: ZkConfig) -> Result<Self> {
         let address = config.check()?;
-        let space = Space::new(&address.chroot, &config.namespace);
-        let runtime = Handle::try_current().map_err(|_| Fault::NoRuntime.during("connect"))?;
+        let layout = Layout::new(&address.chroot, &config.namespace);
+        let runtime = Handle::try_current().map_err(|_| Failure::NoRuntime.during("connect"))?;
         let shared = Shared {
-            reach: Reach::new(&config, &address),
+            servers: Servers::new(&config, &address),
             config,
             address,
-            space,
+            layout,
             runtime,
             current: Mutex::default(),
-            crowds: Crowds::new(),
+            crowded_dirs: CrowdedDirs::new(),
             opening: Mutex::default(),
             closed: AtomicBool::new(false),
         };
         let shared = Arc::new(shared);
-        shared.session().await.map_err(|fault| fault.during("connect"))?;
+        shared.session().await.map_err(|error| error.during("connect"))?;
         Ok(Self { shared })
     }
 
-    async fn look(&self, name: &LockName, kind: LockKind) -> fault::Result<LockState> {
-        let path = self.shared.space.of(name, kind);
+    async fn look(&self, name: &LockName, kind: LockKind) -> error::Result<LockState> {
+        let path = self.shared.layout.of(name, kind);
         let session = self.shared.session().await?;
         if self.shared.nodes() == Nodes::Simple {
             let found = session.read_latest(&path).await?;
@@ -145,11 +145,11 @@ impl ZkBackend {
                 Some(waiting),
             ));
         }
-        Err(Fault::Restless { path })
+        Err(Failure::Restless { path })
     }
 
-    async fn end(&self, name: &LockName, kind: LockKind, token: u64) -> fault::Result<bool> {
-        let path = self.shared.space.of(name, kind);
+    async fn end(&self, name: &LockName, kind: LockKind, token: u64) -> error::Result<bool> {
+        let path = self.shared.layout.of(name, kind);
         let session = self.shared.session().await?;
         let is_meant = |stat: &Stat| u64::try_from(stat.czxid) == Ok(token);
         if self.shared.nodes() == Nodes::Simple {
@@ -178,10 +178,10 @@ async fn holders(
     shared: &Shared,
     session: &Session,
     nodes: Vec<(Vec<u8>, Stat)>,
-) -> fault::Result<Vec<Holder>> {
+) -> error::Result<Vec<Holder>> {
     let beats: Vec<_> = nodes
         .iter()
-        .map(|(_, stat)| shared.space.session(stat.ephemeral_owner))
+        .map(|(_, stat)| shared.layout.session(stat.ephemeral_owner))
         .collect();
     let beats = session.read_all(&beats).await?;
     let holders = nodes.iter().zip(beats).filter_map(|((data, stat), beat)| {
@@ -211,12 +211,12 @@ impl Shared {
     }
 
     /// What the session of this id writes to.
-    pub(crate) fn beat_path(&self, session: i64) -> String {
-        self.space.session(session)
+    pub(crate) fn heartbeat_path(&self, session: i64) -> String {
+        self.layout.session(session)
     }
 
     /// The session, or a new one if it has ended.
-    pub(crate) async fn session(self: &Arc<Self>) -> fault::Result<Arc<Session>> {
+    pub(crate) async fn session(self: &Arc<Self>) -> error::Result<Arc<Session>> {
         if let Some(session) = self.live()? {
             return Ok(session);
         }
@@ -232,7 +232,7 @@ impl Shared {
             opening.outcome.clone()
         };
         opened.await?;
-        self.live()?.ok_or(Fault::SessionOver(LossReason::Disconnected))
+        self.live()?.ok_or(Failure::SessionOver(LossReason::Disconnected))
     }
 
     fn begin_opening(self: &Arc<Self>) -> Opening {
@@ -240,27 +240,27 @@ impl Shared {
         // Where it can live on, which need not be where this is awaited.
         let opened = self.runtime.spawn(async move { shared.open().await });
         let task = opened.abort_handle();
-        let outcome = opened.map(|opened| opened.unwrap_or(Err(Fault::RuntimeGone)));
+        let outcome = opened.map(|opened| opened.unwrap_or(Err(Failure::RuntimeGone)));
         Opening {
             task,
             outcome: outcome.boxed().shared(),
         }
     }
 
-    async fn open(&self) -> fault::Result<()> {
-        let session = Session::open(&self.config, &self.reach, &self.space).await?;
+    async fn open(&self) -> error::Result<()> {
+        let session = Session::open(&self.config, &self.servers, &self.layout).await?;
         *self.slot() = Some(Arc::new(session));
         // Whoever closed it meanwhile found none to close.
         if self.is_closed() {
             self.slot().take();
-            return Err(Fault::Closed);
+            return Err(Failure::Closed);
         }
         Ok(())
     }
 
-    fn live(&self) -> fault::Result<Option<Arc<Session>>> {
+    fn live(&self) -> error::Result<Option<Arc<Session>>> {
         if self.is_closed() {
-            return Err(Fault::Closed);
+            return Err(Failure::Closed);
         }
         Ok(self.slot().clone().filter(|session| session.over().is_none()))
     }
@@ -298,12 +298,12 @@ impl Backend for ZkBackend {
     /// The session timeout that was granted last, whatever the `ttl`. The servers round it up to a tick, and count from
     /// when they were told of the session last, which is half a tick late.
     fn dead_holder_bound(&self, _ttl: Duration) -> Duration {
-        self.shared.reach.granted() + self.shared.config.tick_time * 2
+        self.shared.servers.granted() + self.shared.config.tick_time * 2
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         let shared = self.shared.clone();
-        let path = shared.space.of(&request.name, request.mode.kind());
+        let path = shared.layout.of(&request.name, request.mode.kind());
         match request.mode {
             Mode::Shared | Mode::Permits(_) if shared.nodes() == Nodes::Simple => {
                 Err(Error::unsupported(NAME, QUEUE_INSTEAD))
@@ -322,12 +322,12 @@ impl Backend for ZkBackend {
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let looked = self.look(name, kind).await;
-        looked.map_err(|fault| fault.during("inspect"))
+        looked.map_err(|error| error.during("inspect"))
     }
 
     async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let ended = self.end(name, kind, token.get()).await;
-        ended.map_err(|fault| fault.during("revoke"))
+        ended.map_err(|error| error.during("revoke"))
     }
 
     async fn close(&self) -> Result<()> {
@@ -335,7 +335,7 @@ impl Backend for ZkBackend {
         let session = self.shared.slot().clone();
         if let Some(session) = session {
             // Kept until it is done, so that closing again goes on.
-            session.close().await.map_err(|fault| fault.during("close"))?;
+            session.close().await.map_err(|error| error.during("close"))?;
             self.shared.slot().take();
         }
         Ok(())

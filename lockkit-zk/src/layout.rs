@@ -20,12 +20,12 @@ const LAST_SEQUENCE: i64 = (1 << 31) - (1 << 20);
 
 /// The part of the tree that a client uses.
 #[derive(Clone, Debug)]
-pub(crate) struct Space {
+pub(crate) struct Layout {
     /// Chroot and namespace, without a slash at the end.
     root: String,
 }
 
-impl Space {
+impl Layout {
     pub(crate) fn new(chroot: &str, namespace: &str) -> Self {
         let mut root = chroot.trim_end_matches('/').to_owned();
         if !namespace.is_empty() {
@@ -224,8 +224,8 @@ mod tests {
 
     #[test]
     fn reserved_names_are_escaped_and_nothing_else_becomes_one() {
-        let space = Space::new("/chroot/", "");
-        let path = |name: &str| space.of(&LockName::new(name).unwrap(), LockKind::Lock);
+        let layout = Layout::new("/chroot/", "");
+        let path = |name: &str| layout.of(&LockName::new(name).unwrap(), LockKind::Lock);
         assert_eq!(path("."), "/chroot/%2E");
         assert_eq!(path(".."), "/chroot/%2E%2E");
         assert_eq!(path("zookeeper"), "/chroot/%7A%6F%6F%6B%65%65%70%65%72");
@@ -233,10 +233,10 @@ mod tests {
         assert_eq!(path("%2E"), "/chroot/%252E");
         assert_eq!(path("é\0"), "/chroot/%C3%A9%00");
         assert_eq!(
-            Space::new("", "zookeeper").of(&LockName::new("n").unwrap(), LockKind::Semaphore),
+            Layout::new("", "zookeeper").of(&LockName::new("n").unwrap(), LockKind::Semaphore),
             "/%7A%6F%6F%6B%65%65%70%65%72/%semaphores/n"
         );
-        assert_eq!(Space::new("", "").session(0x10), "/%sessions/0000000000000010");
+        assert_eq!(Layout::new("", "").session(0x10), "/%sessions/0000000000000010");
     }
 
     #[test]
@@ -251,8 +251,8 @@ mod tests {
     proptest! {
         #[test]
         fn names_are_encoded_injectively(a in "\\PC{1,20}", b in "\\PC{1,20}") {
-            let space = Space::new("", "ns");
-            let path = |name: &str| space.of(&LockName::new(name).unwrap(), LockKind::Lock);
+            let layout = Layout::new("", "ns");
+            let path = |name: &str| layout.of(&LockName::new(name).unwrap(), LockKind::Lock);
             prop_assert_eq!(a == b, path(&a) == path(&b));
             prop_assert!(!path(&a).contains("/%s"), "{} is where semaphores and sessions are", path(&a));
             prop_assert_eq!(path(&a).matches('/').count(), 2);

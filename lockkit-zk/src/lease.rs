@@ -36,7 +36,7 @@ pub(crate) struct Proof {
     timeout: Duration,
     tick: Duration,
     /// The connection that the writes were acknowledged on.
-    link: u64,
+    connection: u64,
     /// When the session was attached by it.
     attached: Instant,
     /// When they were sent and acknowledged, the oldest first.
@@ -48,11 +48,11 @@ pub(crate) struct Proof {
 
 impl Proof {
     /// A session that a request sent at `sent` has opened: the leader itself has counted from then.
-    pub(crate) fn opened(timeout: Duration, tick: Duration, link: u64, sent: Instant) -> Self {
+    pub(crate) fn opened(timeout: Duration, tick: Duration, connection: u64, sent: Instant) -> Self {
         let mut proof = Self {
             timeout,
             tick,
-            link,
+            connection,
             attached: sent,
             writes: VecDeque::new(),
             end: sent,
@@ -75,12 +75,12 @@ impl Proof {
     }
 
     /// It has been attached, by a request sent at `sent`, with this timeout.
-    pub(crate) fn attached(&mut self, link: u64, timeout: Duration, sent: Instant) {
+    pub(crate) fn attached(&mut self, connection: u64, timeout: Duration, sent: Instant) {
         if timeout < self.timeout {
             self.timeout = timeout;
             self.end = self.end.min(self.lives_on_from(sent, timeout));
         }
-        self.link = link;
+        self.connection = connection;
         self.attached = sent;
         self.writes.clear();
     }
@@ -91,8 +91,8 @@ impl Proof {
     }
 
     /// The write that was sent on this connection at `sent` was acknowledged at `acknowledged`.
-    pub(crate) fn acknowledged(&mut self, link: u64, sent: Instant, acknowledged: Instant) {
-        if link != self.link {
+    pub(crate) fn acknowledged(&mut self, connection: u64, sent: Instant, acknowledged: Instant) {
+        if connection != self.connection {
             return;
         }
         let apart = self.tick * 3 / 4;

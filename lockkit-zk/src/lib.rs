@@ -19,19 +19,19 @@
 //! # }
 //! ```
 
+mod abandon_watch;
 mod backend;
 mod config;
-mod crowds;
+mod connection;
+mod crowded_dirs;
 mod distance;
-mod fault;
+mod error;
 mod layout;
 mod lease;
-mod link;
-mod post;
+mod own_node;
 mod queue;
 mod session;
 mod simple;
-mod stake;
 mod turn;
 mod watch;
 

@@ -27,15 +27,15 @@ use zookeeper_client::Error as ZkError;
 
 use crate::{
     NAME,
+    abandon_watch::NotifiedWaker,
     backend::Shared,
-    crowds::Others,
-    fault::{Fault, Result, is_refusal},
+    crowded_dirs::Crowding,
+    error::{Failure, Result, is_refusal},
     layout::{self, basename, is_used_up},
-    post::Calls,
-    session::{Entered, Found, Litter, Session},
-    stake::{Spot, Stake},
+    own_node::{NodeRef, OwnNode},
+    session::{Enqueued, Found, PendingDelete, Session},
     turn::{Before, Turn, excludes, is_busy, is_writer, turn},
-    watch::{Told, Watch},
+    watch::{Watch, WatchEvent},
 };
 
 /// How often a directory is looked at anew within one attempt, because it changed meanwhile.
@@ -56,7 +56,7 @@ pub(crate) struct QueueClaim {
 /// A node that there is, or may be.
 #[derive(Debug)]
 struct Place {
-    stake: Stake,
+    own_node: OwnNode,
     node: Node,
     /// There were many in the directory when it came.
     crowded: bool,
@@ -95,14 +95,14 @@ struct Waits {
     /// In a crowd, if it waits for a writer: so is nobody if that one has held the lock.
     writer: Option<Writer>,
     /// The connection on which it began to.
-    connection: Option<u64>,
+    connection_id: Option<u64>,
 }
 
 /// A node whose holder is alone.
 #[derive(Debug)]
 struct Writer {
     /// Where its session says what it has held.
-    beat_path: String,
+    heartbeat_path: String,
     czxid: i64,
 }
 
@@ -157,7 +157,7 @@ impl QueueClaim {
                 if !waits && is_busy(&session.list_latest(&self.dir).await?, mode) {
                     return Ok(None);
                 }
-                match self.enter(session).await? {
+                match self.enqueue(session).await? {
                     Seen::Alone => return self.grant().map(Some),
                     Seen::All(children) => listed = Some(children),
                     Seen::Nothing => {}
@@ -184,7 +184,7 @@ impl QueueClaim {
                 self.begin_directory_anew().await?;
                 continue;
             }
-            let session = place.stake.session.clone();
+            let session = place.own_node.session.clone();
             let own = basename(path).to_owned();
             let children = match listed {
                 Some(children) => children,
@@ -204,7 +204,7 @@ impl QueueClaim {
                         Mode::Permits(wanted) => wanted,
                         Mode::Exclusive | Mode::Shared => size,
                     };
-                    return Err(Fault::OtherSize { name, size, wanted });
+                    return Err(Failure::OtherSize { name, size, wanted });
                 }
                 Turn::After(_) if !waits => {
                     self.leave().await?;
@@ -218,33 +218,35 @@ impl QueueClaim {
                 }
             }
         }
-        Err(Fault::Restless {
+        Err(Failure::Restless {
             path: self.dir.clone(),
         })
     }
 
     /// Makes the node.
-    async fn enter(&mut self, session: Arc<Session>) -> Result<Seen> {
+    async fn enqueue(&mut self, session: Arc<Session>) -> Result<Seen> {
         let mut missing = 0;
         for _ in 0..MAX_LOOKS {
-            let last_seen = self.shared.crowds.last_seen(&self.dir);
+            let last_seen = self.shared.crowded_dirs.last_seen(&self.dir);
             let prefix = self.next_prefix();
             let place = Place::asked(session.clone(), prefix.clone(), self.request.ttl);
-            let post = place.stake.post.clone();
+            let abandon_watch = place.own_node.abandon_watch.clone();
             self.place = Some(place);
             let label = self.request.label.as_deref().unwrap_or_default().as_bytes();
-            let (entered, listed) = if last_seen == Others::Several && missing == 0 {
-                let (entered, listed) = session.enter_and_list(&post, &prefix, label).await?;
+            let (entered, listed) = if last_seen == Crowding::Several && missing == 0 {
+                let (entered, listed) = session.enqueue_and_list(&abandon_watch, &prefix, label).await?;
                 (entered, Some(listed))
             } else {
                 // Elsewhere it would be a request more.
-                let follows =
-                    last_seen == Others::Crowd && matches!(self.request.mode, Mode::Exclusive | Mode::Shared);
-                let entered = session.enter(&post, &prefix, label, missing, follows).await?;
+                let follows = last_seen == Crowding::Crowd
+                    && matches!(self.request.mode, Mode::Exclusive | Mode::Shared);
+                let entered = session
+                    .enqueue(&abandon_watch, &prefix, label, missing, follows)
+                    .await?;
                 (entered, None)
             };
             match entered {
-                Ok(Entered {
+                Ok(Enqueued {
                     path,
                     sequence,
                     czxid,
@@ -253,9 +255,9 @@ impl QueueClaim {
                 }) => {
                     let Some(place) = &mut self.place else { break };
                     place.made(path, sequence, czxid);
-                    if matches!(listed, Some(Err(Fault::Server(ZkError::NoAuth)))) {
+                    if matches!(listed, Some(Err(Failure::Server(ZkError::NoAuth)))) {
                         // Whoever may not list can still be told that it is alone.
-                        self.shared.crowds.seen(&self.dir, 0);
+                        self.shared.crowded_dirs.seen(&self.dir, 0);
                         self.leave().await?;
                         continue;
                     }
@@ -265,7 +267,7 @@ impl QueueClaim {
                     let listed = listed.transpose()?;
                     let listed_others = listed.as_ref().map(|children| children.len().saturating_sub(1));
                     if let Some(others) = others.or(listed_others) {
-                        place.crowded = self.shared.crowds.seen(&self.dir, others) == Others::Crowd;
+                        place.crowded = self.shared.crowded_dirs.seen(&self.dir, others) == Crowding::Crowd;
                     }
                     return Ok(match listed {
                         Some(children) => Seen::All(children),
@@ -290,7 +292,7 @@ impl QueueClaim {
                 }
             }
         }
-        Err(Fault::Restless {
+        Err(Failure::Restless {
             path: self.dir.clone(),
         })
     }
@@ -306,15 +308,15 @@ impl QueueClaim {
     /// Begins a directory anew whose sequence numbers are used up, if nobody else is in it. The token goes on rising:
     /// it is not made of them.
     async fn begin_directory_anew(&mut self) -> Result<()> {
-        let Some(session) = self.place.as_ref().map(|place| place.stake.session.clone()) else {
+        let Some(session) = self.place.as_ref().map(|place| place.own_node.session.clone()) else {
             return Ok(());
         };
         self.leave().await?;
         match session.delete(&self.dir).await {
-            Err(Fault::Server(ZkError::NotEmpty)) => Err(Fault::UsedUp {
+            Err(Failure::Server(ZkError::NotEmpty)) => Err(Failure::UsedUp {
                 dir: self.dir.clone(),
             }),
-            Err(fault) => Err(fault),
+            Err(error) => Err(error),
             Ok(_) => Ok(()),
         }
     }
@@ -322,16 +324,16 @@ impl QueueClaim {
     fn grant(&mut self) -> Result<Grant> {
         match &mut self.place {
             Some(Place {
-                stake,
+                own_node,
                 node: Node::Made { czxid, .. },
                 waits,
                 ..
             }) => {
-                let grant = stake.grant(*czxid, self.request.ttl)?;
+                let grant = own_node.grant(*czxid, self.request.ttl)?;
                 *waits = None;
                 Ok(grant)
             }
-            _ => Err(Fault::NotProven),
+            _ => Err(Failure::NotProven),
         }
     }
 
@@ -341,13 +343,18 @@ impl QueueClaim {
             return Ok(true);
         };
         let mut kept = true;
-        if place.stake.session.over().is_none() && place.was_made().await? {
+        if place.own_node.session.over().is_none() && place.was_made().await? {
             let Place {
-                stake, node, crowded, ..
+                own_node,
+                node,
+                crowded,
+                ..
             } = place;
             if let Node::Made { path, czxid, .. } = node {
                 let alone = self.request.mode == Mode::Exclusive;
-                kept = stake.delete(path, (*crowded && alone).then_some(*czxid)).await?;
+                kept = own_node
+                    .delete(path, (*crowded && alone).then_some(*czxid))
+                    .await?;
             }
         }
         self.clear();
@@ -357,14 +364,16 @@ impl QueueClaim {
     /// There is no node, or no more.
     fn clear(&mut self) {
         if let Some(place) = self.place.take() {
-            place.stake.clear();
+            place.own_node.clear();
         }
     }
 
     /// Begins an attempt. A place in a session that has ended is no place, nor is one that was taken away.
     fn begin(&mut self) {
         let is_gone = |place: &mut Place| {
-            place.stake.session.over().is_some() || place.stake.is_gone() || !place.stake.post.asks()
+            place.own_node.session.over().is_some()
+                || place.own_node.is_gone()
+                || !place.own_node.abandon_watch.asks()
         };
         if self.place.as_mut().is_some_and(is_gone) {
             self.clear();
@@ -374,14 +383,14 @@ impl QueueClaim {
     /// Ends an attempt without a grant.
     fn wait(&mut self) -> Result<()> {
         let waiting = self.place.as_mut().is_some_and(Place::listen);
-        waiting.then_some(()).ok_or(Fault::Dismissed)
+        waiting.then_some(()).ok_or(Failure::Abandoned)
     }
 }
 
 impl Place {
     fn asked(session: Arc<Session>, prefix: String, ttl: Duration) -> Self {
         Self {
-            stake: Stake::new(session, Litter::Begins(prefix.clone()), ttl),
+            own_node: OwnNode::new(session, PendingDelete::Begins(prefix.clone()), ttl),
             node: Node::Asked(prefix),
             crowded: false,
             nearest: None,
@@ -394,7 +403,7 @@ impl Place {
         let Node::Asked(prefix) = &self.node else {
             return Ok(true);
         };
-        let Some(Found { path, czxid }) = self.stake.session.find(prefix).await? else {
+        let Some(Found { path, czxid }) = self.own_node.session.find(prefix).await? else {
             return Ok(false);
         };
         let sequence = path.get(prefix.len()..).and_then(|number| number.parse().ok());
@@ -406,7 +415,9 @@ impl Place {
     }
 
     fn made(&mut self, path: String, sequence: i64, czxid: i64) {
-        self.stake.post.is_now(Litter::At(path.clone()));
+        self.own_node
+            .abandon_watch
+            .is_now(PendingDelete::At(path.clone()));
         self.node = Node::Made {
             path,
             sequence,
@@ -422,13 +433,17 @@ impl Place {
         match &self.waits {
             Some(Waits { one_to_go: true, .. }) => Ok(self.is_there_still()),
             Some(Waits {
-                writer: Some(Writer { beat_path, czxid }),
+                writer:
+                    Some(Writer {
+                        heartbeat_path,
+                        czxid,
+                    }),
                 ..
             }) => {
                 let Node::Made { path, .. } = &self.node else {
                     return Ok(false);
                 };
-                self.stake.session.has_held(beat_path, *czxid, path).await
+                self.own_node.session.has_held(heartbeat_path, *czxid, path).await
             }
             _ => Ok(false),
         }
@@ -437,14 +452,18 @@ impl Place {
     /// Whether one of those it watches has gone.
     fn has_seen_one_go(&mut self) -> bool {
         let watches = self.waits.iter_mut().flat_map(|waits| &mut waits.watches);
-        watches.map(Watch::look).any(|told| told == Some(Told::Deleted))
+        watches
+            .map(Watch::look)
+            .any(|told| told == Some(WatchEvent::Deleted))
     }
 
     /// Whether its own node had not gone before what its watches have told.
     fn is_there_still(&mut self) -> bool {
-        let connection = self.waits.as_ref().and_then(|waits| waits.connection);
+        let connection_id = self.waits.as_ref().and_then(|waits| waits.connection_id);
         // What happened first is told first, but for what happened during an interruption.
-        self.stake.is_quiet() && connection.is_some() && connection == self.stake.session.connection()
+        self.own_node.is_quiet()
+            && connection_id.is_some()
+            && connection_id == self.own_node.session.connection_id()
     }
 
     /// Whether it waits as before: no watch has told anything, and, in case that a notification got lost, its node and
@@ -453,23 +472,23 @@ impl Place {
         let (Some(waits), Node::Made { path, .. }) = (&mut self.waits, &self.node) else {
             return Ok(false);
         };
-        if !self.stake.is_undisturbed() || waits.watches.iter_mut().any(|watch| watch.look().is_some()) {
+        if !self.own_node.is_undisturbed() || waits.watches.iter_mut().any(|watch| watch.look().is_some()) {
             return Ok(false);
         }
         let mut paths = waits.paths.clone();
         paths.push(path.clone());
-        let there = self.stake.session.are_there(&paths).await?;
+        let there = self.own_node.session.are_there(&paths).await?;
         Ok(there.iter().all(|there| *there))
     }
 
     /// Has it noted when one of its watches tells something, also if nobody listens.
     fn listen(&mut self) -> bool {
-        let Self { stake, waits, .. } = self;
-        let waiting = stake.post.waits();
+        let Self { own_node, waits, .. } = self;
+        let waiting = own_node.abandon_watch.waits();
         if let Some(waits) = waits {
-            let calls = Calls::waker(&stake.post, None);
+            let calls = NotifiedWaker::waker(&own_node.abandon_watch, None);
             if waits
-                .poll(stake.own(), &mut Context::from_waker(&calls))
+                .poll(own_node.own(), &mut Context::from_waker(&calls))
                 .is_ready()
             {
                 calls.wake();
@@ -506,11 +525,11 @@ impl Place {
         let Node::Made { path, .. } = &self.node else {
             return Ok(false);
         };
-        let connection = self.stake.session.connection();
+        let connection_id = self.own_node.session.connection_id();
         let mut paths: Vec<_> = before.watch.iter().map(|name| format!("{dir}/{name}")).collect();
         if before.one_to_go
-            && let Some(mut waits) = so_far.filter(|waits| waits.begin_with(&paths, connection))
-            && self.stake.is_quiet()
+            && let Some(mut waits) = so_far.filter(|waits| waits.begin_with(&paths, connection_id))
+            && self.own_node.is_quiet()
         {
             // It has gone on being watched while the list was asked for.
             let is_quiet = waits.is_left_with_one();
@@ -520,18 +539,18 @@ impl Place {
         // Of a crowd, those before it are told by what they have held.
         let ahead = before
             .ahead
-            .filter(|_| !self.crowded && self.stake.session.is_far());
+            .filter(|_| !self.crowded && self.own_node.session.is_far());
         // Elsewhere it lists at its turn.
-        let guarded = before.one_to_go || ahead.is_some() || self.stake.own().is_some();
+        let guarded = before.one_to_go || ahead.is_some() || self.own_node.own().is_some();
         paths.extend(ahead.map(|ahead| format!("{dir}/{ahead}")));
         let others = paths.len();
-        if guarded && !self.stake.is_quiet() {
+        if guarded && !self.own_node.is_quiet() {
             paths.push(path.clone());
         }
-        let replies = self.stake.session.watch_all(&paths).await?;
+        let replies = self.own_node.session.watch_all(&paths).await?;
         let writer = match (&replies[..], &before.watch[..]) {
             ([Some((_, stat, _)), ..], [name]) if self.crowded && is_writer(name) => Some(Writer {
-                beat_path: shared.beat_path(stat.ephemeral_owner),
+                heartbeat_path: shared.heartbeat_path(stat.ephemeral_owner),
                 czxid: stat.czxid,
             }),
             _ => None,
@@ -541,11 +560,11 @@ impl Place {
             .map(|reply| reply.map(|(_, _, watch)| watch))
             .collect();
         for own in watches.drain(others..) {
-            self.stake.watched_by(own);
+            self.own_node.watched_by(own);
         }
         paths.truncate(others);
         let all: Option<Vec<_>> = watches.into_iter().collect();
-        let (Some(watches), true) = (all, !guarded || self.stake.is_quiet()) else {
+        let (Some(watches), true) = (all, !guarded || self.own_node.is_quiet()) else {
             return Ok(false);
         };
         self.waits = Some(Waits {
@@ -553,7 +572,7 @@ impl Place {
             watches,
             one_to_go: before.one_to_go,
             writer,
-            connection,
+            connection_id,
         });
         Ok(true)
     }
@@ -561,11 +580,11 @@ impl Place {
 
 impl Waits {
     /// Whether the one of `paths` is the nearest of those it watches, and has been on this connection.
-    fn begin_with(&self, paths: &[String], connection: Option<u64>) -> bool {
+    fn begin_with(&self, paths: &[String], connection_id: Option<u64>) -> bool {
         paths.len() == 1
             && self.paths.first() == paths.first()
-            && connection.is_some()
-            && self.connection == connection
+            && connection_id.is_some()
+            && self.connection_id == connection_id
     }
 
     /// Of those before it the nearest is left. `false` if that has gone, too.
@@ -591,29 +610,29 @@ impl Waits {
 impl Claim for QueueClaim {
     async fn attempt(&mut self, patience: Duration) -> lockkit_core::Result<Option<Grant>> {
         let granted = self.try_once(!patience.is_zero()).await;
-        granted.map_err(|fault| fault.during("acquire"))
+        granted.map_err(|error| error.during("acquire"))
     }
 
     async fn renew(&mut self) -> lockkit_core::Result<Renewal> {
         let ttl = self.request.ttl;
         let renewed = match &mut self.place {
             Some(Place {
-                stake,
+                own_node,
                 node: Node::Made { path, .. },
                 ..
-            }) => stake.prove(Spot { path, mark: "" }, ttl).await,
+            }) => own_node.prove(NodeRef { path, mark: "" }, ttl).await,
             _ => Ok(Renewal::Lost(LossReason::Disconnected)),
         };
-        renewed.map_err(|fault| fault.during("renew"))
+        renewed.map_err(|error| error.during("renew"))
     }
 
     async fn release(&mut self) -> lockkit_core::Result<()> {
-        let held = self.place.as_ref().filter(|place| place.stake.is_held());
-        let over = held.and_then(|place| place.stake.session.over());
+        let held = self.place.as_ref().filter(|place| place.own_node.is_held());
+        let over = held.and_then(|place| place.own_node.session.over());
         let kept = self.leave().await;
         let reason = match kept {
             Ok(kept) => over.or((!kept).then_some(LossReason::Revoked)),
-            Err(fault) => return Err(fault.during("release")),
+            Err(error) => return Err(error.during("release")),
         };
         match reason {
             None => Ok(()),
@@ -622,27 +641,30 @@ impl Claim for QueueClaim {
     }
 
     fn session(&self) -> Option<SessionProof> {
-        self.place.as_ref().map(|place| place.stake.session.proof())
+        self.place.as_ref().map(|place| place.own_node.session.proof())
     }
 
     async fn notified(&mut self) {
         let Some(Place {
-            stake, node, waits, ..
+            own_node,
+            node,
+            waits,
+            ..
         }) = &mut self.place
         else {
             return std::future::pending().await;
         };
         if let Node::Made { path, .. } = node
-            && stake.is_held()
+            && own_node.is_held()
         {
-            return stake.disturbed(Spot { path, mark: "" }).await;
+            return own_node.disturbed(NodeRef { path, mark: "" }).await;
         }
         let Some(waits) = waits else {
             return std::future::pending().await;
         };
         poll_fn(|cx| {
-            let waker = Calls::waker(&stake.post, Some(cx.waker()));
-            waits.poll(stake.own(), &mut Context::from_waker(&waker))
+            let waker = NotifiedWaker::waker(&own_node.abandon_watch, Some(cx.waker()));
+            waits.poll(own_node.own(), &mut Context::from_waker(&waker))
         })
         .await;
     }

@@ -31,14 +31,14 @@ use zookeeper_client::{
 
 use crate::{
     Access, Parents, ZkConfig,
+    abandon_watch::AbandonWatch,
     config::{Address, check_session_timeout},
+    connection::Connection,
     distance::Distance,
-    fault::{Fault, Result, is_refusal},
-    layout::{Space, basename, parent},
+    error::{Failure, Result, is_refusal},
+    layout::{Layout, basename, parent},
     lease::Proof,
-    link::Link,
-    post::Post,
-    watch::{Eye, Told, Watch},
+    watch::{Watch, WatchEvent, WatchState},
 };
 
 /// How long a server may be silent, or take to let a client in, before another one is tried, at least. It is long against
@@ -65,22 +65,22 @@ struct Core {
     id: i64,
     /// To attach it again.
     info: SessionInfo,
-    access: Reach,
+    access: Servers,
     /// The connection, while there is one that is known to lead to the ensemble.
-    link: watch::Sender<Option<Arc<Link>>>,
-    news: watch::Sender<News>,
+    connection: watch::Sender<Option<Arc<Connection>>>,
+    status: watch::Sender<Status>,
     /// The end of what is proven, for each hold to heed, or why it is over.
     proven: watch::Sender<std::result::Result<Instant, LossReason>>,
     /// Where it writes, to prove that it lives.
-    beat_path: String,
+    heartbeat_path: String,
     /// What it writes there, behind the session timeout: the transactions that made the nodes that it last held and
     /// [let go by name](Session::delete_by_name).
     named: Mutex<VecDeque<i64>>,
-    options: Options,
-    litter: Mutex<Vec<Litter>>,
-    littered: Notify,
+    options: NodeOptions,
+    pending_delete: Mutex<Vec<PendingDelete>>,
+    delete_pending: Notify,
     /// Of the nodes that somebody has asked for. Those that nobody looks after any more are removed.
-    posts: Mutex<Vec<Weak<Post>>>,
+    abandon_watches: Mutex<Vec<Weak<AbandonWatch>>>,
     distance: Distance,
     /// A server does not know multi-reads.
     old: AtomicBool,
@@ -96,14 +96,14 @@ struct Core {
 /// The watches that somebody waits for.
 #[derive(Default)]
 struct Watches {
-    all: Vec<Weak<Eye>>,
+    all: Vec<Weak<WatchState>>,
     /// With so many, those are forgotten that nobody waits for any more.
     many: usize,
 }
 
 /// How to reach the servers.
 #[derive(Clone)]
-pub(crate) struct Reach {
+pub(crate) struct Servers {
     hosts: Vec<String>,
     credentials: Option<String>,
     /// The session timeout to ask for.
@@ -115,7 +115,7 @@ pub(crate) struct Reach {
 
 /// What is known of a session.
 #[derive(Clone, Debug)]
-pub(crate) struct News {
+pub(crate) struct Status {
     proof: Proof,
     /// What the machine has slept in all, as far as the proof knows.
     asleep: Duration,
@@ -126,14 +126,14 @@ pub(crate) struct News {
 
 /// How nodes are made.
 #[derive(Clone, Copy, Debug)]
-struct Options {
+struct NodeOptions {
     acls: Acls<'static>,
     parents: CreateMode,
 }
 
 /// A node that nobody has a use for any more, and that may be there.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Litter {
+pub(crate) enum PendingDelete {
     /// At this path.
     At(String),
     /// With this path and some sequence number behind it, if it was created at all.
@@ -144,7 +144,7 @@ pub(crate) enum Litter {
 
 /// A sequential node that has been made.
 #[derive(Debug)]
-pub(crate) struct Entered {
+pub(crate) struct Enqueued {
     pub(crate) path: String,
     pub(crate) sequence: i64,
     pub(crate) czxid: i64,
@@ -161,7 +161,7 @@ pub(crate) struct Found {
     pub(crate) czxid: i64,
 }
 
-impl Entered {
+impl Enqueued {
     /// It was made without a look at the others.
     fn by_itself(prefix: &str, (stat, sequence): (Stat, CreateSequence)) -> Self {
         Self {
@@ -174,7 +174,7 @@ impl Entered {
     }
 }
 
-impl Reach {
+impl Servers {
     pub(crate) fn new(config: &ZkConfig, address: &Address) -> Self {
         Self {
             hosts: address.hosts.split(',').map(str::to_owned).collect(),
@@ -223,14 +223,14 @@ impl Reach {
     }
 
     /// Opens a session; says when it was asked for. Servers that are silent are tried once more, for longer.
-    async fn open(&self) -> Result<(Link, Instant)> {
+    async fn open(&self) -> Result<(Connection, Instant)> {
         let mut last = ZkError::NoHosts;
         for round in [0, u32::MAX] {
             let mut silent = false;
             for host in self.shuffled() {
                 let sent = Instant::now();
-                match within(self.limit(round), Link::connect(self.connector(), &host)).await {
-                    Ok(Ok(link)) => return Ok((link, sent)),
+                match within(self.limit(round), Connection::connect(self.connector(), &host)).await {
+                    Ok(Ok(connection)) => return Ok((connection, sent)),
                     Ok(Err(error)) => last = error,
                     Err(_) => silent = true,
                 }
@@ -245,50 +245,50 @@ impl Reach {
 
 impl Session {
     /// Opens a session.
-    pub(crate) async fn open(config: &ZkConfig, reach: &Reach, space: &Space) -> Result<Self> {
+    pub(crate) async fn open(config: &ZkConfig, servers: &Servers, layout: &Layout) -> Result<Self> {
         let asleep = asleep();
-        let (link, sent) = reach.open().await?;
-        Self::on(link, (sent, asleep), config, reach, space).await
+        let (connection, sent) = servers.open().await?;
+        Self::on(connection, (sent, asleep), config, servers, layout).await
     }
 
     /// A session that this connection has opened; it was asked for then, when the machine had slept so much.
     async fn on(
-        link: Link,
+        connection: Connection,
         (sent, asleep): (Instant, Duration),
         config: &ZkConfig,
-        reach: &Reach,
-        space: &Space,
+        servers: &Servers,
+        layout: &Layout,
     ) -> Result<Self> {
-        let runtime = Handle::try_current().map_err(|_| Fault::NoRuntime)?;
-        let timeout = link.timeout();
+        let runtime = Handle::try_current().map_err(|_| Failure::NoRuntime)?;
+        let timeout = connection.timeout();
         check_session_timeout(timeout, config.tick_time, "granted by the server")
-            .map_err(Fault::ShortSession)?;
-        *lock(&reach.granted) = timeout;
-        let link = Arc::new(link);
-        let info = link.client.session().clone();
+            .map_err(Failure::ShortSession)?;
+        *lock(&servers.granted) = timeout;
+        let connection = Arc::new(connection);
+        let info = connection.client.session().clone();
         let id = info.id().0;
-        let proof = Proof::opened(timeout, config.tick_time, link.life().number(), sent);
+        let proof = Proof::opened(timeout, config.tick_time, connection.liveness().number(), sent);
         let core = Arc::new(Core {
             id,
             info,
-            access: Reach {
+            access: Servers {
                 timeout,
-                ..reach.clone()
+                ..servers.clone()
             },
-            link: watch::Sender::new(Some(link.clone())),
+            connection: watch::Sender::new(Some(connection.clone())),
             proven: watch::Sender::new(Ok(proof.end())),
-            news: watch::Sender::new(News {
+            status: watch::Sender::new(Status {
                 proof,
                 asleep,
                 server_clock: (0, sent),
                 over: None,
             }),
-            beat_path: space.session(id),
+            heartbeat_path: layout.session(id),
             named: Mutex::default(),
-            options: Options::of(config),
-            litter: Mutex::default(),
-            littered: Notify::new(),
-            posts: Mutex::default(),
+            options: NodeOptions::of(config),
+            pending_delete: Mutex::default(),
+            delete_pending: Notify::new(),
+            abandon_watches: Mutex::default(),
             distance: Distance::default(),
             old: AtomicBool::new(false),
             watches: Mutex::default(),
@@ -297,8 +297,8 @@ impl Session {
             done: watch::Sender::new(None),
         });
         // With this connection or not at all: so far nobody makes another.
-        core.make_beat_node(&link).await?;
-        runtime.spawn(keep(Ends(core.clone())));
+        core.make_heartbeat_node(&connection).await?;
+        runtime.spawn(keep(EndOnDrop(core.clone())));
         Ok(Self { core })
     }
 
@@ -314,7 +314,7 @@ impl Session {
     /// Until when the server cannot have ended it by itself.
     pub(crate) fn proven_until(&self) -> Instant {
         self.core.asleep();
-        self.core.news.borrow().proof.end()
+        self.core.status.borrow().proof.end()
     }
 
     /// The end of what is proven, for whoever is to be told when it is less, or over.
@@ -324,31 +324,33 @@ impl Session {
 
     /// When it is [over](Self::over), or turns out not to be proven until then.
     pub(crate) async fn proven_less_than(&self, until: Instant) {
-        let mut news = self.core.news.subscribe();
-        let _ = news
-            .wait_for(|news| news.over.is_some() || news.proof.end() < until)
+        let mut status = self.core.status.subscribe();
+        let _ = status
+            .wait_for(|status| status.over.is_some() || status.proof.end() < until)
             .await;
     }
 
     /// When it is [over](Self::over), or proven for longer than `until`.
     pub(crate) async fn proven_beyond(&self, until: Instant) {
-        let mut news = self.core.news.subscribe();
+        let mut status = self.core.status.subscribe();
         // The sender lives as long as the session.
-        let _ = news
-            .wait_for(|news| news.over.is_some() || news.proof.end() > until)
+        let _ = status
+            .wait_for(|status| status.over.is_some() || status.proof.end() > until)
             .await;
     }
 
     /// The next beat or the end, whichever comes first.
     pub(crate) async fn next_news(&self) {
-        let _ = self.core.news.subscribe().changed().await;
+        let _ = self.core.status.subscribe().changed().await;
     }
 
     /// The number of the connection, if there is one: another one means that it was interrupted.
-    pub(crate) fn connection(&self) -> Option<u64> {
-        let link = self.core.link.borrow();
-        let life = link.as_ref().map(|link| link.life());
-        life.filter(|life| !life.is_over()).map(|life| life.number())
+    pub(crate) fn connection_id(&self) -> Option<u64> {
+        let connection = self.core.connection.borrow();
+        let liveness = connection.as_ref().map(|connection| connection.liveness());
+        liveness
+            .filter(|liveness| !liveness.is_over())
+            .map(|liveness| liveness.number())
     }
 
     /// The server is so far that a request more is cheaper than to wait for one.
@@ -358,18 +360,18 @@ impl Session {
 
     /// The server's clock, in ms since 1970; `None` before the first beat.
     pub(crate) fn server_clock(&self) -> Option<i64> {
-        let (then, at) = self.core.news.borrow().server_clock;
+        let (then, at) = self.core.status.borrow().server_clock;
         (then > 0).then(|| then.saturating_add(i64::try_from(at.elapsed().as_millis()).unwrap_or(i64::MAX)))
     }
 
     /// Has it cleaned up, for as long as that takes.
-    pub(crate) fn leave_behind(&self, litter: Litter) {
-        self.core.leave_behind([litter]);
+    pub(crate) fn leave_behind(&self, pending_delete: PendingDelete) {
+        self.core.leave_behind([pending_delete]);
     }
 
     /// Has it removed if it is forsaken.
-    pub(crate) fn watch_over(&self, post: &Arc<Post>) {
-        lock(&self.core.posts).push(Arc::downgrade(post));
+    pub(crate) fn watch_over(&self, abandon_watch: &Arc<AbandonWatch>) {
+        lock(&self.core.abandon_watches).push(Arc::downgrade(abandon_watch));
     }
 
     /// Makes a sequential node and asks, in the same request, whether it is alone.
@@ -379,16 +381,16 @@ impl Session {
     /// is how the node's name begins, for whoever comes next and [follows](Entered::last): that one reads it, sent before and
     /// together with all this. So many directories as are `missing` are made as well: servers do not remove one that
     /// never had a child.
-    pub(crate) async fn enter(
+    pub(crate) async fn enqueue(
         &self,
-        post: &Post,
+        abandon_watch: &AbandonWatch,
         prefix: &str,
         data: &[u8],
         missing: usize,
         follows: bool,
-    ) -> Result<std::result::Result<Entered, ZkError>> {
-        let link = self.core.link().await?;
-        let client = &link.client;
+    ) -> Result<std::result::Result<Enqueued, ZkError>> {
+        let connection = self.core.connection().await?;
+        let client = &connection.client;
         let mut writer = client.new_multi_writer();
         let options = self.core.options.ephemeral(CreateMode::EphemeralSequential);
         let above = successors(Some(parent(prefix)), |dir| Some(parent(dir)));
@@ -399,7 +401,7 @@ impl Session {
         writer.add_create(prefix, data, &options)?;
         writer.add_set_data(parent(prefix), basename(prefix).as_bytes(), None)?;
         let last = follows.then(|| client.get_data(parent(prefix)));
-        let committed = post.asks_by(|| writer.commit())?;
+        let committed = abandon_watch.asks_by(|| writer.commit())?;
         let (last, committed) = tokio::join!(OptionFuture::from(last), committed);
         let error = match committed {
             Ok(results) => match &results[..] {
@@ -412,7 +414,7 @@ impl Session {
                     let sequence = sequence.ok_or_else(|| {
                         ZkError::UnexpectedError(format!("a sequential node came out as {path}"))
                     })?;
-                    return Ok(Ok(Entered {
+                    return Ok(Ok(Enqueued {
                         path: path.clone(),
                         sequence,
                         czxid: stat.mzxid,
@@ -427,8 +429,10 @@ impl Session {
                 index: 1,
                 source: ZkError::NoAuth,
             }) if missing.is_empty() => {
-                let made = post.asks_by(|| client.create(prefix, data, &options))?.await;
-                return Ok(made.map(|made| Entered::by_itself(prefix, made)));
+                let made = abandon_watch
+                    .asks_by(|| client.create(prefix, data, &options))?
+                    .await;
+                return Ok(made.map(|made| Enqueued::by_itself(prefix, made)));
             }
             Err(
                 MultiWriteError::OperationFailed { source, .. } | MultiWriteError::RequestFailed { source },
@@ -438,19 +442,19 @@ impl Session {
     }
 
     /// Makes a sequential node and lists the directory, which are sent together.
-    pub(crate) async fn enter_and_list(
+    pub(crate) async fn enqueue_and_list(
         &self,
-        post: &Post,
+        abandon_watch: &AbandonWatch,
         prefix: &str,
         data: &[u8],
-    ) -> Result<(std::result::Result<Entered, ZkError>, Result<Vec<String>>)> {
-        let link = self.core.link().await?;
-        let client = &link.client;
+    ) -> Result<(std::result::Result<Enqueued, ZkError>, Result<Vec<String>>)> {
+        let connection = self.core.connection().await?;
+        let client = &connection.client;
         let options = self.core.options.ephemeral(CreateMode::EphemeralSequential);
-        let made = post.asks_by(|| client.create(prefix, data, &options))?;
+        let made = abandon_watch.asks_by(|| client.create(prefix, data, &options))?;
         let (made, children) = tokio::join!(made, client.list_children(parent(prefix)));
         Ok((
-            made.map(|made| Entered::by_itself(prefix, made)),
+            made.map(|made| Enqueued::by_itself(prefix, made)),
             listed(children),
         ))
     }
@@ -458,14 +462,16 @@ impl Session {
     /// Makes an ephemeral node.
     pub(crate) async fn create(
         &self,
-        post: &Post,
+        abandon_watch: &AbandonWatch,
         path: &str,
         data: &[u8],
     ) -> Result<std::result::Result<Stat, ZkError>> {
-        let link = self.core.link().await?;
-        let client = &link.client;
+        let connection = self.core.connection().await?;
+        let client = &connection.client;
         let options = self.core.options.ephemeral(CreateMode::Ephemeral);
-        let created = post.asks_by(|| client.create(path, data, &options))?.await;
+        let created = abandon_watch
+            .asks_by(|| client.create(path, data, &options))?
+            .await;
         Ok(created.map(|(stat, _)| stat))
     }
 
@@ -476,25 +482,25 @@ impl Session {
 
     /// Deletes a node; `false` if there is none.
     pub(crate) async fn delete(&self, path: &str) -> Result<bool> {
-        let link = self.core.link().await?;
-        deleted(link.client.delete(path, None).await)
+        let connection = self.core.connection().await?;
+        deleted(connection.client.delete(path, None).await)
     }
 
     /// Deletes a node unless it was taken away: then it may be another's by now.
-    pub(crate) async fn delete_by(&self, post: &Post, path: &str) -> Result<bool> {
-        let link = self.core.link().await?;
-        let client = &link.client;
-        deleted(post.asks_by(|| client.delete(path, None))?.await)
+    pub(crate) async fn delete_by(&self, abandon_watch: &AbandonWatch, path: &str) -> Result<bool> {
+        let connection = self.core.connection().await?;
+        let client = &connection.client;
+        deleted(abandon_watch.asks_by(|| client.delete(path, None))?.await)
     }
 
     /// Deletes a node that was held, and says in the same transaction, for [whoever watches it](Self::has_held), that it
     /// was; `false` if there is none.
     pub(crate) async fn delete_by_name(&self, path: &str, czxid: i64) -> Result<bool> {
         let data = self.core.names(czxid);
-        let link = self.core.link().await?;
-        let client = &link.client;
+        let connection = self.core.connection().await?;
+        let client = &connection.client;
         let mut writer = client.new_multi_writer();
-        writer.add_set_data(&self.core.beat_path, data.as_bytes(), None)?;
+        writer.add_set_data(&self.core.heartbeat_path, data.as_bytes(), None)?;
         writer.add_delete(path, None)?;
         match writer.commit().await {
             Ok(_) => Ok(true),
@@ -508,15 +514,15 @@ impl Session {
         }
     }
 
-    /// Whether the session that writes to `beat_path` says that it held the node that transaction `czxid` made, and the node
+    /// Whether the session that writes to `heartbeat_path` says that it held the node that transaction `czxid` made, and the node
     /// at `own` is there. If not, both may be so all the same.
-    pub(crate) async fn has_held(&self, beat_path: &str, czxid: i64, own: &str) -> Result<bool> {
+    pub(crate) async fn has_held(&self, heartbeat_path: &str, czxid: i64, own: &str) -> Result<bool> {
         if self.core.old.load(Ordering::Relaxed) {
             return Ok(false);
         }
-        let link = self.core.link().await?;
-        let mut reader = link.client.new_multi_reader();
-        reader.add_get_data(beat_path)?;
+        let connection = self.core.connection().await?;
+        let mut reader = connection.client.new_multi_reader();
+        reader.add_get_data(heartbeat_path)?;
         reader.add_get_data(own)?;
         let read = match reader.commit().await {
             // It is older than such requests, and closes the connection: not again.
@@ -537,8 +543,8 @@ impl Session {
 
     /// The nodes in a directory, as far as the connected server knows. None if there is no directory.
     pub(crate) async fn list(&self, dir: &str) -> Result<Vec<String>> {
-        let link = self.core.link().await?;
-        listed(self.core.distance.of(link.client.list_children(dir)).await)
+        let connection = self.core.connection().await?;
+        listed(self.core.distance.of(connection.client.list_children(dir)).await)
     }
 
     /// The nodes in a directory, with everything that was done before the call.
@@ -553,32 +559,36 @@ impl Session {
 
     /// The data and states of several nodes; `None` for one that is not there.
     pub(crate) async fn read_all(&self, paths: &[String]) -> Result<Vec<Option<(Vec<u8>, Stat)>>> {
-        let link = self.core.link().await?;
-        let client = &link.client;
+        let connection = self.core.connection().await?;
+        let client = &connection.client;
         let replies = join_all(paths.iter().map(|path| client.get_data(path))).await;
         replies
             .into_iter()
-            .map(|reply| some(reply).map_err(Fault::from))
+            .map(|reply| some(reply).map_err(Failure::from))
             .collect()
     }
 
     /// Which of several nodes are there.
     pub(crate) async fn are_there(&self, paths: &[String]) -> Result<Vec<bool>> {
-        let link = self.core.link().await?;
-        let client = &link.client;
+        let connection = self.core.connection().await?;
+        let client = &connection.client;
         let replies = join_all(paths.iter().map(|path| client.check_stat(path))).await;
         replies.into_iter().map(|reply| Ok(reply?.is_some())).collect()
     }
 
     /// Watches several nodes for their deletion; `None` for one that is not there.
     pub(crate) async fn watch_all(&self, paths: &[String]) -> Result<Vec<Option<(Vec<u8>, Stat, Watch)>>> {
-        let link = self.core.link().await?;
-        let asked = join_all(paths.iter().map(|path| link.client.get_and_watch_data(path)));
+        let connection = self.core.connection().await?;
+        let asked = join_all(
+            paths
+                .iter()
+                .map(|path| connection.client.get_and_watch_data(path)),
+        );
         let replies = self.core.distance.of(asked).await;
         let watched = |(path, reply): (&String, _)| {
             let found = some(reply)?;
             Ok(found.map(|(data, stat, watcher)| {
-                let watch = Watch::new(path.clone(), &stat, watcher, link.life());
+                let watch = Watch::new(path.clone(), &stat, watcher, connection.liveness());
                 self.core.keeps(watch.eye());
                 (data, stat, watch)
             }))
@@ -603,7 +613,7 @@ impl Session {
         let done = done.wait_for(Option::is_some).await.ok().and_then(|done| *done);
         done.filter(|by_itself| *by_itself)
             .map(drop)
-            .ok_or(Fault::RuntimeGone)
+            .ok_or(Failure::RuntimeGone)
     }
 
     fn begin_closing(&self) {
@@ -626,7 +636,7 @@ impl fmt::Debug for Session {
     }
 }
 
-impl Options {
+impl NodeOptions {
     fn of(config: &ZkConfig) -> Self {
         Self {
             acls: match config.access() {
@@ -651,34 +661,36 @@ impl Options {
 
 impl Core {
     /// The connection, as soon as there is one.
-    async fn link(&self) -> Result<Arc<Link>> {
-        let mut links = self.link.subscribe();
+    async fn connection(&self) -> Result<Arc<Connection>> {
+        let mut connections = self.connection.subscribe();
         loop {
             if let Some(reason) = self.over() {
-                return Err(Fault::SessionOver(reason));
+                return Err(Failure::SessionOver(reason));
             }
-            let link = links.borrow_and_update().clone();
-            if let Some(link) = link.filter(|link| !link.life().is_over()) {
-                return Ok(link);
+            let connection = connections.borrow_and_update().clone();
+            if let Some(connection) = connection.filter(|connection| !connection.liveness().is_over()) {
+                return Ok(connection);
             }
             // The sender is part of this.
-            let _ = links.changed().await;
+            let _ = connections.changed().await;
         }
     }
 
     fn over(&self) -> Option<LossReason> {
-        let known = self.news.borrow().over;
+        let known = self.status.borrow().over;
         known.or_else(|| {
-            let link = self.link.borrow();
-            link.as_ref().and_then(|link| reason(link.client.state()))
+            let connection = self.connection.borrow();
+            connection
+                .as_ref()
+                .and_then(|connection| reason(connection.client.state()))
         })
     }
 
     /// Changes what is known; says whether that is news to anyone. Those who hold something are told before they could ask.
-    fn changes(&self, change: impl FnOnce(&mut News) -> bool) -> bool {
-        self.news.send_if_modified(|news| {
-            let changed = change(news);
-            let proven = news.over.map_or(Ok(news.proof.end()), Err);
+    fn changes(&self, change: impl FnOnce(&mut Status) -> bool) -> bool {
+        self.status.send_if_modified(|status| {
+            let changed = change(status);
+            let proven = status.over.map_or(Ok(status.proof.end()), Err);
             self.proven.send_if_modified(|known| {
                 let before = std::mem::replace(known, proven);
                 match (before, proven) {
@@ -691,22 +703,22 @@ impl Core {
     }
 
     fn end(&self, reason: LossReason) {
-        let first = self.changes(|news| {
-            let first = news.over.is_none();
-            news.over.get_or_insert(reason);
+        let first = self.changes(|status| {
+            let first = status.over.is_none();
+            status.over.get_or_insert(reason);
             first
         });
         if first {
             // For those who wait for it.
-            self.link.send_modify(|_| {});
+            self.connection.send_modify(|_| {});
             for watch in self.watches(|_| true) {
-                watch.tells(Told::Over);
+                watch.tells(WatchEvent::Over);
             }
         }
     }
 
     /// Sets this watch again on each connection.
-    fn keeps(&self, watch: &Arc<Eye>) {
+    fn keeps(&self, watch: &Arc<WatchState>) {
         {
             let mut watches = lock(&self.watches);
             if watches.all.len() >= watches.many {
@@ -715,14 +727,14 @@ impl Core {
             }
             watches.all.push(Arc::downgrade(watch));
         }
-        if self.news.borrow().over.is_some() {
-            watch.tells(Told::Over);
+        if self.status.borrow().over.is_some() {
+            watch.tells(WatchEvent::Over);
         } else if watch.is_shut() {
             self.blinded.notify_one();
         }
     }
 
-    fn watches(&self, which: impl Fn(&Eye) -> bool) -> Vec<Arc<Eye>> {
+    fn watches(&self, which: impl Fn(&WatchState) -> bool) -> Vec<Arc<WatchState>> {
         let watches = lock(&self.watches);
         watches
             .all
@@ -735,21 +747,21 @@ impl Core {
     /// What the machine has slept so far. It is taken off what is proven.
     fn asleep(&self) -> Duration {
         let asleep = asleep();
-        self.changes(|news| {
-            let slept = asleep.saturating_sub(news.asleep);
+        self.changes(|status| {
+            let slept = asleep.saturating_sub(status.asleep);
             if slept >= LEAST_SLEEP {
-                news.asleep = asleep;
-                news.proof.slept(slept);
+                status.asleep = asleep;
+                status.proof.slept(slept);
             }
             slept >= LEAST_SLEEP
         });
-        self.news.borrow().asleep
+        self.status.borrow().asleep
     }
 
     /// Whether the ensemble cannot have ended it, unless somebody asked for that.
     fn is_proven(&self) -> bool {
         self.asleep();
-        self.news.borrow().proof.end() > Instant::now()
+        self.status.borrow().proof.end() > Instant::now()
     }
 
     /// When something was done at `at`, by when the machine had slept so much: what it slept since was time, too.
@@ -758,18 +770,18 @@ impl Core {
         at.checked_sub(slept).unwrap_or(at)
     }
 
-    fn leave_behind(&self, litter: impl IntoIterator<Item = Litter>) {
-        lock(&self.litter).extend(litter);
-        self.littered.notify_one();
+    fn leave_behind(&self, pending_delete: impl IntoIterator<Item = PendingDelete>) {
+        lock(&self.pending_delete).extend(pending_delete);
+        self.delete_pending.notify_one();
     }
 
     async fn make_directory(&self, path: &str) -> Result<()> {
-        let link = self.link().await?;
-        self.make_directory_on(&link, path).await
+        let connection = self.connection().await?;
+        self.make_directory_on(&connection, path).await
     }
 
-    async fn make_directory_on(&self, link: &Link, path: &str) -> Result<()> {
-        link.client.mkdir(path, &self.options.directory()).await?;
+    async fn make_directory_on(&self, connection: &Connection, path: &str) -> Result<()> {
+        connection.client.mkdir(path, &self.options.directory()).await?;
         Ok(())
     }
 
@@ -781,11 +793,11 @@ impl Core {
             named.push_front(czxid);
             named.truncate(MAX_NAMED);
         }
-        self.beat_data()
+        self.heartbeat_data()
     }
 
-    fn beat_data(&self) -> String {
-        let mut data = self.news.borrow().proof.timeout().as_millis().to_string();
+    fn heartbeat_data(&self) -> String {
+        let mut data = self.status.borrow().proof.timeout().as_millis().to_string();
         for czxid in &*lock(&self.named) {
             // Writing to a string does not fail.
             let _ = write!(data, " {czxid:x}");
@@ -794,30 +806,33 @@ impl Core {
     }
 
     /// Makes the node that it writes to. An answer is the quorum's.
-    async fn make_beat_node(&self, link: &Link) -> Result<Instant> {
+    async fn make_heartbeat_node(&self, connection: &Connection) -> Result<Instant> {
         let options = self.options.ephemeral(CreateMode::Ephemeral);
-        let data = self.beat_data();
+        let data = self.heartbeat_data();
         for _ in 0..MAX_VANISHED {
             let sent = Instant::now();
-            match link
+            match connection
                 .client
-                .create(&self.beat_path, data.as_bytes(), &options)
+                .create(&self.heartbeat_path, data.as_bytes(), &options)
                 .await
             {
                 // It exists if the reply to an earlier attempt was lost: no other session has this id.
                 Ok(_) | Err(ZkError::NodeExists) => return Ok(sent),
-                Err(ZkError::NoNode) => self.make_directory_on(link, parent(&self.beat_path)).await?,
+                Err(ZkError::NoNode) => {
+                    self.make_directory_on(connection, parent(&self.heartbeat_path))
+                        .await?
+                }
                 Err(error) => return Err(error.into()),
             }
         }
-        Err(Fault::Restless {
-            path: self.beat_path.clone(),
+        Err(Failure::Restless {
+            path: self.heartbeat_path.clone(),
         })
     }
 
     async fn list_latest(&self, dir: &str) -> Result<Vec<String>> {
-        let link = self.link().await?;
-        let client = &link.client;
+        let connection = self.connection().await?;
+        let client = &connection.client;
         // Sent together: they are served in order.
         let (synced, children) = (client.sync(dir), client.list_children(dir));
         let (synced, children) = tokio::join!(synced, children);
@@ -826,8 +841,8 @@ impl Core {
     }
 
     async fn read_latest(&self, path: &str) -> Result<Option<(Vec<u8>, Stat)>> {
-        let link = self.link().await?;
-        let client = &link.client;
+        let connection = self.connection().await?;
+        let client = &connection.client;
         let (synced, read) = (client.sync(path), client.get_data(path));
         let (synced, read) = tokio::join!(synced, read);
         synced?;
@@ -841,7 +856,7 @@ impl Core {
             return Ok(None);
         };
         let path = format!("{dir}/{name}");
-        let Some((_, stat)) = some(self.link().await?.client.get_data(&path).await)? else {
+        let Some((_, stat)) = some(self.connection().await?.client.get_data(&path).await)? else {
             return Ok(None);
         };
         // One of another session ends with that session, and is nobody's to hold.
@@ -852,14 +867,14 @@ impl Core {
     }
 
     /// Removes one piece of litter. An error means that it may still be there.
-    async fn remove(&self, litter: &Litter) -> Result<()> {
-        let path = match litter {
-            Litter::At(path) => path.clone(),
-            Litter::Begins(prefix) => match self.find(prefix).await? {
+    async fn remove(&self, pending_delete: &PendingDelete) -> Result<()> {
+        let path = match pending_delete {
+            PendingDelete::At(path) => path.clone(),
+            PendingDelete::Begins(prefix) => match self.find(prefix).await? {
                 Some(found) => found.path,
                 None => return Ok(()),
             },
-            Litter::Marked { path, mark } => match self.read_latest(path).await? {
+            PendingDelete::Marked { path, mark } => match self.read_latest(path).await? {
                 Some((data, stat))
                     if stat.ephemeral_owner == self.id && data.starts_with(mark.as_bytes()) =>
                 {
@@ -868,7 +883,7 @@ impl Core {
                 _ => return Ok(()),
             },
         };
-        match self.link().await?.client.delete(&path, None).await {
+        match self.connection().await?.client.delete(&path, None).await {
             Err(error) if error != ZkError::NoNode => Err(error.into()),
             _ => Ok(()),
         }
@@ -876,9 +891,9 @@ impl Core {
 }
 
 /// Ends a session with its task, also if its runtime is shut down.
-struct Ends(Arc<Core>);
+struct EndOnDrop(Arc<Core>);
 
-impl Drop for Ends {
+impl Drop for EndOnDrop {
     fn drop(&mut self) {
         self.0.end(LossReason::Disconnected);
         self.0.done.send_if_modified(|done| {
@@ -890,7 +905,7 @@ impl Drop for Ends {
 }
 
 /// What a session does by itself, until it ends.
-async fn keep(ends: Ends) {
+async fn keep(ends: EndOnDrop) {
     let core = &*ends.0;
     let reason = tokio::select! {
         reason = stay_attached(core) => reason,
@@ -903,40 +918,40 @@ async fn keep(ends: Ends) {
     core.end(reason);
     // Who is asked to close it has ended it here before, which ends each of these.
     if *core.closing.borrow() && reason != LossReason::Expired {
-        let left = core.news.borrow().proof.timeout();
+        let left = core.status.borrow().proof.timeout();
         // There is nothing left of it after that.
         let _ = within(left, say_goodbye(core)).await;
     }
-    core.link.send_replace(None);
+    core.connection.send_replace(None);
     core.done.send_replace(Some(true));
 }
 
 /// Attaches the session again and again, until it has ended.
 async fn stay_attached(core: &Core) -> LossReason {
     loop {
-        let link = core.link.borrow().clone();
-        if let Some(link) = link {
-            let state = link.life().ended().await;
+        let connection = core.connection.borrow().clone();
+        if let Some(connection) = connection {
+            let state = connection.liveness().ended().await;
             if let Some(reason) = reason(state) {
                 return reason;
             }
-            core.link.send_replace(None);
+            core.connection.send_replace(None);
         }
         match attach(core).await {
-            Ok(link) => core.link.send_replace(Some(Arc::new(link))),
+            Ok(connection) => core.connection.send_replace(Some(Arc::new(connection))),
             Err(reason) => return reason,
         };
     }
 }
 
 /// Attaches the session to a server that the quorum listens to.
-async fn attach(core: &Core) -> std::result::Result<Link, LossReason> {
+async fn attach(core: &Core) -> std::result::Result<Connection, LossReason> {
     for round in 0_u32.. {
         let hosts = core.access.shuffled();
         let mut unknown = 0;
         for host in &hosts {
             match attach_to(core, host, core.access.limit(round)).await {
-                Ok(Some(link)) => return Ok(link),
+                Ok(Some(connection)) => return Ok(connection),
                 Ok(None) => {}
                 Err(LossReason::Expired) if core.is_proven() => unknown += 1,
                 Err(reason) => return Err(reason),
@@ -955,7 +970,7 @@ async fn attach_to(
     core: &Core,
     host: &str,
     limit: Duration,
-) -> std::result::Result<Option<Link>, LossReason> {
+) -> std::result::Result<Option<Connection>, LossReason> {
     // Whoever cannot be reached cannot have changed the session's timeout, either.
     match within(limit, TcpStream::connect(host)).await {
         Ok(Ok(_)) => {}
@@ -967,24 +982,24 @@ async fn attach_to(
     }
     let (asleep, sent) = (core.asleep(), Instant::now());
     let connector = core.access.connector().with_session(core.info.clone());
-    let mut connecting = pin!(within(limit, Link::connect(connector, host)));
+    let mut connecting = pin!(within(limit, Connection::connect(connector, host)));
     let unanswered = || {
         let (sent, now) = (core.done(sent, asleep), Instant::now());
-        core.changes(|news| {
-            news.proof.unanswered(sent, now);
+        core.changes(|status| {
+            status.proof.unanswered(sent, now);
             true
         });
     };
     // What it may have granted is to be heeded while there is still time.
-    let doubts = core.news.borrow().proof.doubts_after();
+    let doubts = core.status.borrow().proof.doubts_after();
     let answer = if let Ok(answer) = within(doubts, &mut connecting).await {
         answer
     } else {
         unanswered();
         connecting.await
     };
-    let link = match answer {
-        Ok(Ok(link)) => link,
+    let connection = match answer {
+        Ok(Ok(connection)) => connection,
         Ok(Err(ZkError::SessionExpired | ZkError::SessionMoved)) => return Err(LossReason::Expired),
         Ok(Err(ZkError::AuthFailed)) => return Err(LossReason::Disconnected),
         // It has closed the connection instead, as one does that has no leader.
@@ -997,32 +1012,32 @@ async fn attach_to(
             return Ok(None);
         }
     };
-    let (granted, number) = (link.timeout(), link.life().number());
+    let (granted, number) = (connection.timeout(), connection.liveness().number());
     let sent = core.done(sent, asleep);
-    core.changes(|news| {
-        news.proof.attached(number, granted, sent);
+    core.changes(|status| {
+        status.proof.attached(number, granted, sent);
         true
     });
     *lock(&core.access.granted) = granted;
     if let Err(error) = check_session_timeout(granted, core.access.tick, "granted by the server") {
         tracing::warn!(host, %error, "a session is given up");
-        link.cut().await;
+        connection.cut().await;
         return Err(LossReason::Disconnected);
     }
     // Nothing is read from this server before it has had a write of this session from the quorum: what was asked for over
     // the connection before is then in what it shows, or was never done.
-    match within(limit, core.make_beat_node(&link)).await {
+    match within(limit, core.make_heartbeat_node(&connection)).await {
         Ok(Ok(_)) => {
             core.asleep();
-            core.changes(|news| {
-                news.proof.confirmed();
+            core.changes(|status| {
+                status.proof.confirmed();
                 true
             });
-            Ok(Some(link))
+            Ok(Some(connection))
         }
-        Ok(Err(Fault::Server(error))) if is_refusal(&error) => Ok(Some(link)),
+        Ok(Err(Failure::Server(error))) if is_refusal(&error) => Ok(Some(connection)),
         Ok(Err(_)) | Err(_) => {
-            link.cut().await;
+            connection.cut().await;
             Ok(None)
         }
     }
@@ -1035,13 +1050,13 @@ async fn asked_to_close(core: &Core) {
 /// Closes the session at the server, over one connection after the other: one that is dead or lost tells nobody, and one may
 /// be kept by whoever waits for an answer on it and does not look.
 async fn say_goodbye(core: &Core) {
-    let link = core.link.send_replace(None);
-    let mut link = link.filter(|link| !link.life().is_over());
+    let connection = core.connection.send_replace(None);
+    let mut connection = connection.filter(|connection| !connection.liveness().is_over());
     for round in 0_u32.. {
-        let ending = match link.take() {
-            Some(link) => link.ending(),
+        let ending = match connection.take() {
+            Some(connection) => connection.ending(),
             None => match attach(core).await {
-                Ok(link) => link.ending(),
+                Ok(connection) => connection.ending(),
                 Err(_) => return,
             },
         };
@@ -1055,33 +1070,33 @@ async fn say_goodbye(core: &Core) {
 
 /// Sets the watches again that were set on connections that are lost.
 async fn watch_again(core: &Core) {
-    let mut links = core.link.subscribe();
+    let mut connections = core.connection.subscribe();
     loop {
-        let link = links.borrow_and_update().clone();
-        if let Some(link) = link {
-            let shut = core.watches(Eye::is_shut);
+        let connection = connections.borrow_and_update().clone();
+        if let Some(connection) = connection {
+            let shut = core.watches(WatchState::is_shut);
             for some in shut.chunks(WATCHES_AT_ONCE) {
-                if link.life().is_over() {
+                if connection.liveness().is_over() {
                     break;
                 }
-                join_all(some.iter().map(|watch| open_again(&link, watch))).await;
+                join_all(some.iter().map(|watch| open_again(&connection, watch))).await;
             }
         }
         tokio::select! {
-            _ = links.changed() => {}
+            _ = connections.changed() => {}
             () = core.blinded.notified() => {}
         }
     }
 }
 
-async fn open_again(link: &Link, watch: &Eye) {
-    match link.client.get_and_watch_data(&watch.path).await {
-        Ok((_, stat, watcher)) => watch.opens(&stat, watcher, link.life().clone()),
-        Err(ZkError::NoNode) => watch.tells(Told::Deleted),
+async fn open_again(connection: &Connection, watch: &WatchState) {
+    match connection.client.get_and_watch_data(&watch.path).await {
+        Ok((_, stat, watcher)) => watch.opens(&stat, watcher, connection.liveness().clone()),
+        Err(ZkError::NoNode) => watch.tells(WatchEvent::Deleted),
         // It is set on the next connection.
-        Err(_) if link.life().is_over() => {}
+        Err(_) if connection.liveness().is_over() => {}
         // Whoever waits for it is to look.
-        Err(_) => watch.tells(Told::Written),
+        Err(_) => watch.tells(WatchEvent::Written),
     }
 }
 
@@ -1097,40 +1112,51 @@ fn reason(state: SessionState) -> Option<LossReason> {
 /// is nothing left to prove.
 async fn beat(core: &Core) {
     let mut refused = false;
-    let mut links = core.link.subscribe();
+    let mut connections = core.connection.subscribe();
     loop {
-        let beat = core.news.borrow().proof.beat();
+        let beat = core.status.borrow().proof.beat();
         // Over another connection, nothing that was written before counts.
         tokio::select! {
             () = sleep(beat) => {}
-            _ = links.changed() => {}
+            _ = connections.changed() => {}
         }
-        let Ok(link) = core.link().await else { return };
-        let data = core.beat_data();
+        let Ok(connection) = core.connection().await else {
+            return;
+        };
+        let data = core.heartbeat_data();
         let (asleep, sent) = (core.asleep(), Instant::now());
-        let acknowledged = match link.client.set_data(&core.beat_path, data.as_bytes(), None).await {
+        let acknowledged = match connection
+            .client
+            .set_data(&core.heartbeat_path, data.as_bytes(), None)
+            .await
+        {
             Ok(stat) => Ok((sent, Some(stat.mtime))),
             // Somebody deleted it.
-            Err(ZkError::NoNode) => core.make_beat_node(&link).await.map(|sent| (sent, None)),
+            Err(ZkError::NoNode) => core
+                .make_heartbeat_node(&connection)
+                .await
+                .map(|sent| (sent, None)),
             Err(error) => Err(error.into()),
         };
         match acknowledged {
             Ok((sent, mtime)) => {
                 let sent = core.done(sent, asleep);
                 let now = Instant::now();
-                core.changes(|news| {
-                    news.proof.acknowledged(link.life().number(), sent, now);
+                core.changes(|status| {
+                    status
+                        .proof
+                        .acknowledged(connection.liveness().number(), sent, now);
                     if let Some(mtime) = mtime {
-                        news.server_clock = (mtime, now);
+                        status.server_clock = (mtime, now);
                     }
                     true
                 });
                 refused = false;
             }
             Err(error) => {
-                let refusal = matches!(&error, Fault::Server(error) if is_refusal(error));
+                let refusal = matches!(&error, Failure::Server(error) if is_refusal(error));
                 if refusal && !std::mem::replace(&mut refused, true) {
-                    let path = &core.beat_path;
+                    let path = &core.heartbeat_path;
                     tracing::warn!(%error, path, "a session may not write its node; it holds nothing until it may");
                 } else {
                     tracing::debug!(%error, "a session could not be proven to live");
@@ -1142,19 +1168,19 @@ async fn beat(core: &Core) {
 
 /// Removes litter until none is left, again and again where it fails.
 async fn clean_up(core: &Core) {
-    let mut news = core.news.subscribe();
+    let mut status = core.status.subscribe();
     loop {
-        let litter = std::mem::take(&mut *lock(&core.litter));
-        if litter.is_empty() {
-            core.littered.notified().await;
+        let pending_delete = std::mem::take(&mut *lock(&core.pending_delete));
+        if pending_delete.is_empty() {
+            core.delete_pending.notified().await;
             continue;
         }
-        let outcomes = join_all(litter.iter().map(|piece| core.remove(piece))).await;
+        let outcomes = join_all(pending_delete.iter().map(|piece| core.remove(piece))).await;
         let mut left = Vec::new();
-        for (piece, outcome) in litter.into_iter().zip(outcomes) {
+        for (piece, outcome) in pending_delete.into_iter().zip(outcomes) {
             match outcome {
                 Ok(()) => {}
-                Err(Fault::Server(error)) if is_refusal(&error) => {
+                Err(Failure::Server(error)) if is_refusal(&error) => {
                     tracing::warn!(?piece, %error, "a node stays until its session ends");
                 }
                 Err(error) => {
@@ -1164,36 +1190,42 @@ async fn clean_up(core: &Core) {
             }
         }
         if !left.is_empty() {
-            lock(&core.litter).extend(left);
+            lock(&core.pending_delete).extend(left);
             // The next beat says that the connection is back.
-            news.mark_unchanged();
-            let _ = news.changed().await;
+            status.mark_unchanged();
+            let _ = status.changed().await;
         }
     }
 }
 
 /// Looks with each beat for nodes that are forsaken.
 async fn dismiss(core: &Core) {
-    let mut news = core.news.subscribe();
-    while news.changed().await.is_ok() {
-        let life = core.link.borrow().as_ref().map(|link| link.life().clone());
-        let Some(life) = life.filter(|life| !life.is_over()) else {
+    let mut status = core.status.subscribe();
+    while status.changed().await.is_ok() {
+        let liveness = core
+            .connection
+            .borrow()
+            .as_ref()
+            .map(|connection| connection.liveness().clone());
+        let Some(liveness) = liveness.filter(|liveness| !liveness.is_over()) else {
             continue;
         };
         let now = Instant::now();
-        let mut litter = Vec::new();
-        lock(&core.posts).retain(|post| {
-            let Some(post) = post.upgrade() else { return false };
-            litter.extend(post.dismiss_if_forsaken(now, life.since()));
+        let mut pending_delete = Vec::new();
+        lock(&core.abandon_watches).retain(|abandon_watch| {
+            let Some(abandon_watch) = abandon_watch.upgrade() else {
+                return false;
+            };
+            pending_delete.extend(abandon_watch.take_if_abandoned(now, liveness.since()));
             true
         });
-        core.leave_behind(litter);
+        core.leave_behind(pending_delete);
     }
 }
 
 /// The session timeout that a session's node tells.
-pub(crate) fn timeout(beat_data: &[u8]) -> Option<Duration> {
-    let timeout = std::str::from_utf8(beat_data).ok()?.split(' ').next()?;
+pub(crate) fn timeout(heartbeat_data: &[u8]) -> Option<Duration> {
+    let timeout = std::str::from_utf8(heartbeat_data).ok()?.split(' ').next()?;
     Some(Duration::from_millis(timeout.parse().ok()?))
 }
 
@@ -1207,8 +1239,8 @@ fn entrant(data: Vec<u8>) -> Option<String> {
 }
 
 /// The nodes that it names.
-fn names(beat_data: &[u8]) -> impl Iterator<Item = i64> {
-    let data = std::str::from_utf8(beat_data).unwrap_or_default();
+fn names(heartbeat_data: &[u8]) -> impl Iterator<Item = i64> {
+    let data = std::str::from_utf8(heartbeat_data).unwrap_or_default();
     data.split(' ')
         .skip(1)
         .filter_map(|name| i64::from_str_radix(name, 16).ok())
@@ -1258,9 +1290,9 @@ mod tests {
         let server = ZkServer::plain().unwrap();
         let mut config = ZkConfig::new(server.addr().to_string());
         (config.session_timeout, config.tick_time) = (Duration::from_secs(20), ZkServer::TICK);
-        let reach = Reach::new(&config, &config.check().unwrap());
-        let space = Space::new("", "asleep");
-        let session = Session::open(&config, &reach, &space).await.unwrap();
+        let servers = Servers::new(&config, &config.check().unwrap());
+        let layout = Layout::new("", "asleep");
+        let session = Session::open(&config, &servers, &layout).await.unwrap();
         let proven = session.proven_until();
         ASLEEP.fetch_add(SLEPT.as_secs(), Ordering::SeqCst);
         assert_eq!(proven - session.proven_until(), SLEPT);
@@ -1276,13 +1308,13 @@ mod tests {
         let server = ZkServer::plain().unwrap();
         let mut config = ZkConfig::new(server.addr().to_string());
         (config.session_timeout, config.tick_time) = (Duration::from_secs(20), ZkServer::TICK);
-        let reach = Reach::new(&config, &config.check().unwrap());
-        let space = Space::new("", "lost");
-        let (link, sent) = reach.open().await.unwrap();
-        link.cut().await;
-        let opening = Session::on(link, (sent, asleep()), &config, &reach, &space);
+        let servers = Servers::new(&config, &config.check().unwrap());
+        let layout = Layout::new("", "lost");
+        let (connection, sent) = servers.open().await.unwrap();
+        connection.cut().await;
+        let opening = Session::on(connection, (sent, asleep()), &config, &servers, &layout);
         let opened = within(Duration::from_secs(60), opening).await;
-        let fault = opened.expect("it waits for no other connection").unwrap_err();
-        assert!(fault.during("connect").is_transient());
+        let error = opened.expect("it waits for no other connection").unwrap_err();
+        assert!(error.during("connect").is_transient());
     }
 }

@@ -13,11 +13,11 @@ use zookeeper_client::{Error as ZkError, Stat};
 use crate::{
     NAME,
     backend::Shared,
-    fault::{Fault, Result, is_refusal},
+    error::{Failure, Result, is_refusal},
     layout::parent,
+    own_node::{NodeRef, OwnNode},
     queue::guid,
-    session::{Litter, Session},
-    stake::{Spot, Stake},
+    session::{PendingDelete, Session},
     watch::Watch,
 };
 
@@ -43,7 +43,7 @@ pub(crate) struct SimpleClaim {
 /// A node that there is, or may be.
 #[derive(Debug)]
 struct Place {
-    stake: Stake,
+    own_node: OwnNode,
     /// The transaction that made it; `None` while it is not known whether it was made.
     czxid: Option<i64>,
 }
@@ -77,7 +77,11 @@ impl SimpleClaim {
 
     async fn try_once(&mut self, waits: bool) -> Result<Option<Grant>> {
         self.other = None;
-        if self.place.as_ref().is_some_and(|place| !place.stake.post.asks()) {
+        if self
+            .place
+            .as_ref()
+            .is_some_and(|place| !place.own_node.abandon_watch.asks())
+        {
             self.clear();
         }
         for _ in 0..MAX_LOOKS {
@@ -100,7 +104,7 @@ impl SimpleClaim {
                 return Ok(None);
             }
         }
-        Err(Fault::Restless {
+        Err(Failure::Restless {
             path: self.path.clone(),
         })
     }
@@ -110,7 +114,7 @@ impl SimpleClaim {
         if is_holders(stat) {
             return Ok(None);
         }
-        Err(Fault::NoLock {
+        Err(Failure::NoLock {
             path: self.path.clone(),
         })
     }
@@ -122,10 +126,16 @@ impl SimpleClaim {
             self.mark = guid(self.request.owner.get(), self.asked).to_string();
             self.asked += 1;
             let data = format!("{} {label}", self.mark);
-            let stake = Stake::new(session.clone(), self.litter(), self.request.ttl);
-            let post = stake.post.clone();
-            self.place = Some(Place { stake, czxid: None });
-            match session.create(&post, &self.path, data.as_bytes()).await? {
+            let own_node = OwnNode::new(session.clone(), self.pending_delete(), self.request.ttl);
+            let abandon_watch = own_node.abandon_watch.clone();
+            self.place = Some(Place {
+                own_node,
+                czxid: None,
+            });
+            match session
+                .create(&abandon_watch, &self.path, data.as_bytes())
+                .await?
+            {
                 Ok(stat) => {
                     if let Some(place) = &mut self.place {
                         place.czxid = Some(stat.czxid);
@@ -148,7 +158,7 @@ impl SimpleClaim {
                 }
             }
         }
-        Err(Fault::Restless {
+        Err(Failure::Restless {
             path: self.path.clone(),
         })
     }
@@ -158,9 +168,9 @@ impl SimpleClaim {
         let Some(place) = &mut self.place else {
             return Ok(false);
         };
-        place.czxid = match place.stake.session.over() {
+        place.czxid = match place.own_node.session.over() {
             Some(_) => None,
-            None => place.stake.find(spot(&self.path, &self.mark)).await?,
+            None => place.own_node.find(node_ref(&self.path, &self.mark)).await?,
         };
         if place.czxid.is_none() {
             self.clear();
@@ -171,24 +181,24 @@ impl SimpleClaim {
     fn grant(&mut self) -> Result<Grant> {
         match &mut self.place {
             Some(Place {
-                stake,
+                own_node,
                 czxid: Some(czxid),
-            }) => stake.grant(*czxid, self.request.ttl),
-            _ => Err(Fault::NotProven),
+            }) => own_node.grant(*czxid, self.request.ttl),
+            _ => Err(Failure::NotProven),
         }
     }
 
     /// Deletes the node, if it is there and its own. `false` if it was held and turned out to be gone.
     async fn leave(&mut self) -> Result<bool> {
-        let Some(Place { stake, .. }) = &mut self.place else {
+        let Some(Place { own_node, .. }) = &mut self.place else {
             return Ok(true);
         };
         let mut kept = true;
-        if stake.session.over().is_none() {
+        if own_node.session.over().is_none() {
             // Deleting goes by the path, which is everyone's: it has to be seen to be its own first.
-            kept = match stake.find(spot(&self.path, &self.mark)).await? {
-                Some(_) => stake.delete(&self.path, None).await?,
-                None => stake.is_leaving() || !stake.is_held(),
+            kept = match own_node.find(node_ref(&self.path, &self.mark)).await? {
+                Some(_) => own_node.delete(&self.path, None).await?,
+                None => own_node.is_leaving() || !own_node.is_held(),
             };
         }
         self.clear();
@@ -198,45 +208,45 @@ impl SimpleClaim {
     /// There is no node, or no more.
     fn clear(&mut self) {
         if let Some(place) = self.place.take() {
-            place.stake.clear();
+            place.own_node.clear();
         }
     }
 
-    fn litter(&self) -> Litter {
-        Litter::Marked {
+    fn pending_delete(&self) -> PendingDelete {
+        PendingDelete::Marked {
             path: self.path.clone(),
             mark: self.mark.clone(),
         }
     }
 }
 
-fn spot<'a>(path: &'a str, mark: &'a str) -> Spot<'a> {
-    Spot { path, mark }
+fn node_ref<'a>(path: &'a str, mark: &'a str) -> NodeRef<'a> {
+    NodeRef { path, mark }
 }
 
 #[async_trait]
 impl Claim for SimpleClaim {
     async fn attempt(&mut self, patience: Duration) -> lockkit_core::Result<Option<Grant>> {
         let granted = self.try_once(!patience.is_zero()).await;
-        granted.map_err(|fault| fault.during("acquire"))
+        granted.map_err(|error| error.during("acquire"))
     }
 
     async fn renew(&mut self) -> lockkit_core::Result<Renewal> {
-        let spot = spot(&self.path, &self.mark);
+        let node_ref = node_ref(&self.path, &self.mark);
         let renewed = match &mut self.place {
-            Some(Place { stake, .. }) => stake.prove(spot, self.request.ttl).await,
+            Some(Place { own_node, .. }) => own_node.prove(node_ref, self.request.ttl).await,
             None => Ok(Renewal::Lost(LossReason::Disconnected)),
         };
-        renewed.map_err(|fault| fault.during("renew"))
+        renewed.map_err(|error| error.during("renew"))
     }
 
     async fn release(&mut self) -> lockkit_core::Result<()> {
-        let held = self.place.as_ref().filter(|place| place.stake.is_held());
-        let over = held.and_then(|place| place.stake.session.over());
+        let held = self.place.as_ref().filter(|place| place.own_node.is_held());
+        let over = held.and_then(|place| place.own_node.session.over());
         let kept = self.leave().await;
         let reason = match kept {
             Ok(kept) => over.or((!kept).then_some(LossReason::Revoked)),
-            Err(fault) => return Err(fault.during("release")),
+            Err(error) => return Err(error.during("release")),
         };
         match reason {
             None => Ok(()),
@@ -245,14 +255,14 @@ impl Claim for SimpleClaim {
     }
 
     fn session(&self) -> Option<SessionProof> {
-        self.place.as_ref().map(|place| place.stake.session.proof())
+        self.place.as_ref().map(|place| place.own_node.session.proof())
     }
 
     async fn notified(&mut self) {
-        if let Some(Place { stake, .. }) = &mut self.place
-            && stake.is_held()
+        if let Some(Place { own_node, .. }) = &mut self.place
+            && own_node.is_held()
         {
-            return stake.disturbed(spot(&self.path, &self.mark)).await;
+            return own_node.disturbed(node_ref(&self.path, &self.mark)).await;
         }
         match &mut self.other {
             Some(other) => {

@@ -10,13 +10,13 @@ use std::{
 use futures_util::{FutureExt, future::BoxFuture, task::AtomicWaker};
 use zookeeper_client::{EventType, OneshotWatcher, Stat};
 
-use crate::link::Life;
+use crate::connection::Liveness;
 
 /// The watch of one node, for whoever waits for it.
-pub(crate) struct Watch(Arc<Eye>);
+pub(crate) struct Watch(Arc<WatchState>);
 
 /// The watch of one node, for its session, which sets it again on each connection.
-pub(crate) struct Eye {
+pub(crate) struct WatchState {
     pub(crate) path: String,
     /// The transactions that made the node and that wrote it last.
     czxid: i64,
@@ -26,17 +26,17 @@ pub(crate) struct Eye {
 }
 
 struct Inner {
-    event: Option<BoxFuture<'static, Told>>,
+    event: Option<BoxFuture<'static, WatchEvent>>,
     /// Of the connection that it was set on.
-    life: Arc<Life>,
-    told: Option<Told>,
+    liveness: Arc<Liveness>,
+    told: Option<WatchEvent>,
     /// What the client library wakes.
     relay: Waker,
 }
 
 /// What a watch has told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Told {
+pub(crate) enum WatchEvent {
     Deleted,
     /// Somebody wrote to the node.
     Written,
@@ -45,14 +45,14 @@ pub(crate) enum Told {
 }
 
 impl Watch {
-    pub(crate) fn new(path: String, stat: &Stat, watcher: OneshotWatcher, life: &Arc<Life>) -> Self {
-        Self(Arc::new_cyclic(|eye| Eye {
+    pub(crate) fn new(path: String, stat: &Stat, watcher: OneshotWatcher, liveness: &Arc<Liveness>) -> Self {
+        Self(Arc::new_cyclic(|eye| WatchState {
             path,
             czxid: stat.czxid,
             mzxid: stat.mzxid,
             inner: Mutex::new(Inner {
                 event: Some(event(watcher)),
-                life: life.clone(),
+                liveness: liveness.clone(),
                 told: None,
                 relay: Waker::from(Arc::new(Relay { eye: eye.clone() })),
             }),
@@ -60,18 +60,18 @@ impl Watch {
         }))
     }
 
-    pub(crate) fn eye(&self) -> &Arc<Eye> {
+    pub(crate) fn eye(&self) -> &Arc<WatchState> {
         &self.0
     }
 
-    pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Told> {
+    pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<WatchEvent> {
         // Before it is looked at, so that nothing is told unheard.
         self.0.waker.register(cx.waker());
         self.0.inner().look().map_or(Poll::Pending, Poll::Ready)
     }
 
     /// What it has told so far.
-    pub(crate) fn look(&mut self) -> Option<Told> {
+    pub(crate) fn look(&mut self) -> Option<WatchEvent> {
         self.0.inner().look()
     }
 
@@ -81,29 +81,29 @@ impl Watch {
         inner.look().is_none() && inner.event.is_some()
     }
 
-    pub(crate) async fn told(&mut self) -> Told {
+    pub(crate) async fn told(&mut self) -> WatchEvent {
         poll_fn(|cx| self.poll(cx)).await
     }
 }
 
-impl Eye {
+impl WatchState {
     /// It is to be set again, on another connection than the one that it was set on.
     pub(crate) fn is_shut(&self) -> bool {
         let inner = self.inner();
-        inner.told.is_none() && inner.life.is_over()
+        inner.told.is_none() && inner.liveness.is_over()
     }
 
     /// It has been set again, and the node was found so.
-    pub(crate) fn opens(&self, stat: &Stat, watcher: OneshotWatcher, life: Arc<Life>) {
+    pub(crate) fn opens(&self, stat: &Stat, watcher: OneshotWatcher, liveness: Arc<Liveness>) {
         if stat.czxid != self.czxid {
-            return self.tells(Told::Deleted);
+            return self.tells(WatchEvent::Deleted);
         }
         if stat.mzxid != self.mzxid {
-            return self.tells(Told::Written);
+            return self.tells(WatchEvent::Written);
         }
         let mut inner = self.inner();
         inner.event = Some(event(watcher));
-        inner.life = life;
+        inner.liveness = liveness;
         let told = inner.look().is_some();
         drop(inner);
         if told {
@@ -111,7 +111,7 @@ impl Eye {
         }
     }
 
-    pub(crate) fn tells(&self, told: Told) {
+    pub(crate) fn tells(&self, told: WatchEvent) {
         let mut inner = self.inner();
         inner.told.get_or_insert(told);
         let event = inner.event.take();
@@ -126,8 +126,8 @@ impl Eye {
 }
 
 impl Inner {
-    fn look(&mut self) -> Option<Told> {
-        let over = self.life.look();
+    fn look(&mut self) -> Option<WatchEvent> {
+        let over = self.liveness.look();
         if *over {
             // The session tells what became of the node.
             self.event = None;
@@ -143,7 +143,7 @@ impl Inner {
 
 /// Wakes whoever waits for a watch when it has told something, not when its connection is lost.
 struct Relay {
-    eye: Weak<Eye>,
+    eye: Weak<WatchState>,
 }
 
 impl Wake for Relay {
@@ -153,18 +153,18 @@ impl Wake for Relay {
 
     fn wake_by_ref(self: &Arc<Self>) {
         if let Some(eye) = self.eye.upgrade()
-            && !eye.inner().life.is_over()
+            && !eye.inner().liveness.is_over()
         {
             eye.waker.wake();
         }
     }
 }
 
-fn event(watcher: OneshotWatcher) -> BoxFuture<'static, Told> {
+fn event(watcher: OneshotWatcher) -> BoxFuture<'static, WatchEvent> {
     let told = |event_type| match event_type {
-        EventType::NodeDeleted => Told::Deleted,
-        EventType::Session => Told::Over,
-        _ => Told::Written,
+        EventType::NodeDeleted => WatchEvent::Deleted,
+        EventType::Session => WatchEvent::Over,
+        _ => WatchEvent::Written,
     };
     watcher.changed().map(move |event| told(event.event_type)).boxed()
 }

@@ -13,7 +13,7 @@ const SLOTS: usize = 64;
 
 /// How many others there were in a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Others {
+pub(crate) enum Crowding {
     Few,
     Several,
     Crowd,
@@ -22,16 +22,16 @@ pub(crate) enum Others {
 /// How many there were in directories when this client was last in them. It forgets, and mistakes one for another, now and
 /// then: what is made of it may only be a matter of speed.
 #[derive(Debug)]
-pub(crate) struct Crowds([AtomicU64; SLOTS]);
+pub(crate) struct CrowdedDirs([AtomicU64; SLOTS]);
 
-impl Crowds {
+impl CrowdedDirs {
     pub(crate) fn new() -> Self {
         Self([const { AtomicU64::new(0) }; SLOTS])
     }
 
     /// So many others were seen in `dir`.
-    pub(crate) fn seen(&self, dir: &str, others: usize) -> Others {
-        let seen = Others::of(others);
+    pub(crate) fn seen(&self, dir: &str, others: usize) -> Crowding {
+        let seen = Crowding::of(others);
         if seen != self.last_seen(dir) {
             let (slot, mark) = self.slot(dir);
             slot.store(mark | seen.bits(), Ordering::Relaxed);
@@ -40,12 +40,12 @@ impl Crowds {
     }
 
     /// What was seen in `dir` last.
-    pub(crate) fn last_seen(&self, dir: &str) -> Others {
+    pub(crate) fn last_seen(&self, dir: &str) -> Crowding {
         let (slot, mark) = self.slot(dir);
         let found = slot.load(Ordering::Relaxed);
-        let all = [Others::Several, Others::Crowd];
-        let is_found = |others: &Others| found == mark | others.bits();
-        all.into_iter().find(is_found).unwrap_or(Others::Few)
+        let all = [Crowding::Several, Crowding::Crowd];
+        let is_found = |others: &Crowding| found == mark | others.bits();
+        all.into_iter().find(is_found).unwrap_or(Crowding::Few)
     }
 
     /// Where a directory's is, and how it begins.
@@ -54,11 +54,11 @@ impl Crowds {
         dir.hash(&mut hasher);
         let hash = hasher.finish();
         let slot = usize::try_from(hash >> 32).unwrap_or(0) % SLOTS;
-        (&self.0[slot], hash & !Others::BITS)
+        (&self.0[slot], hash & !Crowding::BITS)
     }
 }
 
-impl Others {
+impl Crowding {
     const BITS: u64 = 3;
 
     fn of(others: usize) -> Self {
@@ -84,20 +84,20 @@ mod tests {
 
     #[test]
     fn what_was_seen_last_counts() {
-        let crowds = Crowds::new();
-        assert_eq!(crowds.last_seen("/a"), Others::Few);
+        let crowded_dirs = CrowdedDirs::new();
+        assert_eq!(crowded_dirs.last_seen("/a"), Crowding::Few);
         let steps = [
-            (CROWD - 1, Others::Several),
-            (CROWD, Others::Crowd),
-            (SEVERAL, Others::Several),
-            (SEVERAL - 1, Others::Few),
-            (CROWD, Others::Crowd),
-            (0, Others::Few),
+            (CROWD - 1, Crowding::Several),
+            (CROWD, Crowding::Crowd),
+            (SEVERAL, Crowding::Several),
+            (SEVERAL - 1, Crowding::Few),
+            (CROWD, Crowding::Crowd),
+            (0, Crowding::Few),
         ];
         for (others, is) in steps {
-            assert_eq!(crowds.seen("/a", others), is);
-            assert_eq!(crowds.last_seen("/a"), is);
-            assert_eq!(crowds.last_seen("/b"), Others::Few);
+            assert_eq!(crowded_dirs.seen("/a", others), is);
+            assert_eq!(crowded_dirs.last_seen("/a"), is);
+            assert_eq!(crowded_dirs.last_seen("/b"), Crowding::Few);
         }
     }
 }

@@ -7,10 +7,10 @@ use zookeeper_client::Error as ZkError;
 
 use crate::NAME;
 
-pub(crate) type Result<T> = std::result::Result<T, Fault>;
+pub(crate) type Result<T> = std::result::Result<T, Failure>;
 
 #[derive(Clone, Debug, thiserror::Error)]
-pub(crate) enum Fault {
+pub(crate) enum Failure {
     #[error("{0}")]
     Server(ZkError),
     #[error("the session has ended: {0}")]
@@ -18,7 +18,7 @@ pub(crate) enum Fault {
     #[error("the session is not proven to live just now; nothing is granted on it")]
     NotProven,
     #[error("it did not come when it was its turn; it queues anew")]
-    Dismissed,
+    Abandoned,
     #[error(
         "its directory {dir} has (nearly) run out of sequence numbers; it is begun anew as soon as nobody holds or waits, \
          and until then nobody is let in"
@@ -44,7 +44,7 @@ pub(crate) enum Fault {
     ShortSession(String),
 }
 
-impl From<ZkError> for Fault {
+impl From<ZkError> for Failure {
     fn from(error: ZkError) -> Self {
         match error {
             // What the client library says of a request whose connection has been given up.
@@ -56,7 +56,7 @@ impl From<ZkError> for Fault {
     }
 }
 
-impl Fault {
+impl Failure {
     pub(crate) fn during(self, operation: &'static str) -> Error {
         match self {
             Self::ShortSession(reason) => Error::invalid_option("session_timeout", reason),

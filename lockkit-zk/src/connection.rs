@@ -25,15 +25,15 @@ use tokio::{
 use zookeeper_client::{Client, Connector, Error as ZkError, SessionState, StateWatcher};
 
 /// A connection. Dropped, it closes its session.
-pub(crate) struct Link {
+pub(crate) struct Connection {
     pub(crate) client: Client,
-    life: Arc<Life>,
+    liveness: Arc<Liveness>,
     task: AbortHandle,
 }
 
 /// Whether a connection stands. It outlives the connection.
 #[derive(Debug)]
-pub(crate) struct Life {
+pub(crate) struct Liveness {
     /// Which connection of the process it is.
     number: u64,
     since: Instant,
@@ -41,7 +41,7 @@ pub(crate) struct Life {
     state: watch::Sender<Option<SessionState>>,
 }
 
-impl Link {
+impl Connection {
     /// Connects to one server, and stays with it. Within a Tokio runtime: the connection's task lives there.
     pub(crate) async fn connect(connector: Connector, host: &str) -> Result<Self, ZkError> {
         let spawned = Spawned::default();
@@ -54,14 +54,18 @@ impl Link {
         let (Some(serve), Ok(runtime)) = (spawned.take(), Handle::try_current()) else {
             return Err(ZkError::ClientClosed);
         };
-        let life = Arc::new(Life::default());
+        let liveness = Arc::new(Liveness::default());
         let run = Run {
             serve: Some(serve),
             states: client.state_watcher(),
-            life: life.clone(),
+            liveness: liveness.clone(),
         };
         let task = runtime.spawn(run).abort_handle();
-        Ok(Self { client, life, task })
+        Ok(Self {
+            client,
+            liveness,
+            task,
+        })
     }
 
     /// The session timeout that this server has granted.
@@ -69,8 +73,8 @@ impl Link {
         self.client.session_timeout()
     }
 
-    pub(crate) fn life(&self) -> &Arc<Life> {
-        &self.life
+    pub(crate) fn liveness(&self) -> &Arc<Liveness> {
+        &self.liveness
     }
 
     /// Ends the connection, not the session.
@@ -82,7 +86,7 @@ impl Link {
     /// To await its end with.
     pub(crate) fn ending(&self) -> Ending {
         Ending {
-            life: self.life.clone(),
+            liveness: self.liveness.clone(),
             task: self.task.clone(),
         }
     }
@@ -90,14 +94,14 @@ impl Link {
 
 /// The end of a connection, for whoever does not keep it.
 pub(crate) struct Ending {
-    life: Arc<Life>,
+    liveness: Arc<Liveness>,
     task: AbortHandle,
 }
 
 impl Ending {
     /// What the session's state was last. After `limit` the connection is cut.
     pub(crate) async fn within(self, limit: Duration) -> SessionState {
-        match timeout(limit, self.life.ended()).await {
+        match timeout(limit, self.liveness.ended()).await {
             Ok(state) => state,
             Err(_) => self.cut().await,
         }
@@ -105,11 +109,11 @@ impl Ending {
 
     async fn cut(&self) -> SessionState {
         self.task.abort();
-        self.life.ended().await
+        self.liveness.ended().await
     }
 }
 
-impl Life {
+impl Liveness {
     pub(crate) fn number(&self) -> u64 {
         self.number
     }
@@ -146,7 +150,7 @@ impl Life {
     }
 }
 
-impl Default for Life {
+impl Default for Liveness {
     fn default() -> Self {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         Self {
@@ -162,16 +166,16 @@ impl Default for Life {
 struct Run {
     serve: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
     states: StateWatcher,
-    life: Arc<Life>,
+    liveness: Arc<Liveness>,
 }
 
 impl Run {
     fn end(&mut self) {
         let Some(serve) = self.serve.take() else { return };
         // Before the library drops its end of the watches: whoever polled one after that would panic.
-        *self.life.over.write().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.liveness.over.write().unwrap_or_else(PoisonError::into_inner) = true;
         drop(serve);
-        self.life.end(self.states.peek_state());
+        self.liveness.end(self.states.peek_state());
     }
 }
 

@@ -10,18 +10,18 @@ use tokio::time::Instant;
 use zookeeper_client::{Error as ZkError, Stat};
 
 use crate::{
-    fault::{Fault, Result},
-    post::Post,
-    session::{Litter, Session},
-    watch::{Told, Watch},
+    abandon_watch::AbandonWatch,
+    error::{Failure, Result},
+    session::{PendingDelete, Session},
+    watch::{Watch, WatchEvent},
 };
 
 /// A node of one's own that there is, or may be. When it is dropped without having been [cleared](Stake::clear), its
 /// session removes the node.
 #[derive(Debug)]
-pub(crate) struct Stake {
+pub(crate) struct OwnNode {
     pub(crate) session: Arc<Session>,
-    pub(crate) post: Arc<Post>,
+    pub(crate) abandon_watch: Arc<AbandonWatch>,
     /// The watch of the node.
     own: Option<Watch>,
     /// Once it is held: when the lease ends that was last told.
@@ -32,19 +32,19 @@ pub(crate) struct Stake {
 
 /// Where the node is, and how its data begin if it is one's own.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Spot<'a> {
+pub(crate) struct NodeRef<'a> {
     pub(crate) path: &'a str,
     pub(crate) mark: &'a str,
 }
 
-impl Stake {
-    /// `litter` is what is to be removed once nobody looks after it.
-    pub(crate) fn new(session: Arc<Session>, litter: Litter, ttl: Duration) -> Self {
-        let post = Arc::new(Post::new(litter, ttl));
-        session.watch_over(&post);
+impl OwnNode {
+    /// `pending_delete` is what is to be removed once nobody looks after it.
+    pub(crate) fn new(session: Arc<Session>, pending_delete: PendingDelete, ttl: Duration) -> Self {
+        let abandon_watch = Arc::new(AbandonWatch::new(pending_delete, ttl));
+        session.watch_over(&abandon_watch);
         Self {
             session,
-            post,
+            abandon_watch,
             own: None,
             held: None,
             leaving: false,
@@ -53,7 +53,7 @@ impl Stake {
 
     /// There is no node, or no more.
     pub(crate) fn clear(self) {
-        self.post.take_litter();
+        self.abandon_watch.take_pending_delete();
     }
 
     pub(crate) fn is_held(&self) -> bool {
@@ -67,7 +67,7 @@ impl Stake {
 
     /// The node has been seen to be deleted.
     pub(crate) fn is_gone(&mut self) -> bool {
-        self.own_so_far() == Some(Told::Deleted)
+        self.own_so_far() == Some(WatchEvent::Deleted)
     }
 
     /// It is watched just now, and the watch has told nothing.
@@ -88,7 +88,7 @@ impl Stake {
         self.own = own;
     }
 
-    fn own_so_far(&mut self) -> Option<Told> {
+    fn own_so_far(&mut self) -> Option<WatchEvent> {
         self.own.as_mut().and_then(Watch::look)
     }
 
@@ -107,15 +107,15 @@ impl Stake {
 
     fn lease(&mut self, ttl: Duration) -> Result<Lease> {
         if let Some(reason) = self.session.over() {
-            return Err(Fault::SessionOver(reason));
+            return Err(Failure::SessionOver(reason));
         }
         let now = Instant::now();
         let end = self.lease_end(now, ttl);
         if end <= now {
-            return Err(Fault::NotProven);
+            return Err(Failure::NotProven);
         }
-        if !self.post.holds(end) {
-            return Err(Fault::Dismissed);
+        if !self.abandon_watch.holds(end) {
+            return Err(Failure::Abandoned);
         }
         self.held = Some(end);
         Ok(Lease {
@@ -130,7 +130,7 @@ impl Stake {
     }
 
     /// Waits until a longer lease is proven than was told before.
-    pub(crate) async fn prove(&mut self, spot: Spot<'_>, ttl: Duration) -> Result<Renewal> {
+    pub(crate) async fn prove(&mut self, node_ref: NodeRef<'_>, ttl: Duration) -> Result<Renewal> {
         let Some(told) = self.held else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
@@ -143,7 +143,7 @@ impl Stake {
                 return self.shortened(ttl);
             }
             let watched = tokio::select! {
-                watched = self.watch(spot) => watched?,
+                watched = self.watch(node_ref) => watched?,
                 () = session.proven_less_than(told) => continue,
             };
             if !watched {
@@ -164,13 +164,13 @@ impl Stake {
     fn shortened(&mut self, ttl: Duration) -> Result<Renewal> {
         match self.lease(ttl) {
             Ok(lease) => Ok(Renewal::Held(lease)),
-            Err(Fault::NotProven) => Ok(Renewal::Lost(LossReason::Expired)),
-            Err(fault) => Err(fault),
+            Err(Failure::NotProven) => Ok(Renewal::Lost(LossReason::Expired)),
+            Err(error) => Err(error),
         }
     }
 
     /// Resolves when the hold should be looked after.
-    pub(crate) async fn disturbed(&mut self, spot: Spot<'_>) {
+    pub(crate) async fn disturbed(&mut self, node_ref: NodeRef<'_>) {
         let session = self.session.clone();
         let held = self.held;
         let shorter = async {
@@ -181,14 +181,14 @@ impl Stake {
         };
         tokio::select! {
             () = shorter => {}
-            () = self.told_or_over(spot) => {}
+            () = self.told_or_over(node_ref) => {}
         }
     }
 
-    async fn told_or_over(&mut self, spot: Spot<'_>) {
+    async fn told_or_over(&mut self, node_ref: NodeRef<'_>) {
         loop {
-            match self.watch(spot).await {
-                Ok(true) if self.own_told().await == Told::Written => {}
+            match self.watch(node_ref).await {
+                Ok(true) if self.own_told().await == WatchEvent::Written => {}
                 Ok(_) => return,
                 Err(_) if self.session.over().is_some() => return,
                 // The next beat says that the connection is back.
@@ -198,21 +198,21 @@ impl Stake {
     }
 
     /// Makes sure that the node's deletion will be told; `false` if it is gone.
-    async fn watch(&mut self, spot: Spot<'_>) -> Result<bool> {
+    async fn watch(&mut self, node_ref: NodeRef<'_>) -> Result<bool> {
         match self.own.as_mut().map(Watch::look) {
             Some(None) => return Ok(true),
-            Some(Some(Told::Deleted)) => return Ok(false),
-            Some(Some(Told::Over)) => return Err(Fault::NotProven),
-            Some(Some(Told::Written)) | None => {}
+            Some(Some(WatchEvent::Deleted)) => return Ok(false),
+            Some(Some(WatchEvent::Over)) => return Err(Failure::NotProven),
+            Some(Some(WatchEvent::Written)) | None => {}
         }
-        let reply = self.session.watch_all(&[spot.path.to_owned()]).await?;
+        let reply = self.session.watch_all(&[node_ref.path.to_owned()]).await?;
         let own = reply.into_iter().flatten().next();
-        let own = own.filter(|(data, stat, _)| self.is_own(spot, data, stat));
+        let own = own.filter(|(data, stat, _)| self.is_own(node_ref, data, stat));
         self.own = own.map(|(_, _, watch)| watch);
         Ok(self.own.is_some())
     }
 
-    async fn own_told(&mut self) -> Told {
+    async fn own_told(&mut self) -> WatchEvent {
         match &mut self.own {
             Some(own) => own.told().await,
             None => std::future::pending().await,
@@ -220,15 +220,15 @@ impl Stake {
     }
 
     /// The transaction that made the node, if it is there and one's own.
-    pub(crate) async fn find(&mut self, spot: Spot<'_>) -> Result<Option<i64>> {
-        let found = self.session.read_latest(spot.path).await?;
+    pub(crate) async fn find(&mut self, node_ref: NodeRef<'_>) -> Result<Option<i64>> {
+        let found = self.session.read_latest(node_ref.path).await?;
         Ok(found
-            .filter(|(data, stat)| self.is_own(spot, data, stat))
+            .filter(|(data, stat)| self.is_own(node_ref, data, stat))
             .map(|(_, stat)| stat.czxid))
     }
 
-    fn is_own(&self, spot: Spot<'_>, data: &[u8], stat: &Stat) -> bool {
-        stat.ephemeral_owner == self.session.id() && data.starts_with(spot.mark.as_bytes())
+    fn is_own(&self, node_ref: NodeRef<'_>, data: &[u8], stat: &Stat) -> bool {
+        stat.ephemeral_owner == self.session.id() && data.starts_with(node_ref.mark.as_bytes())
     }
 
     /// Deletes the node; of a hold that transaction `named` began, and says so. `false` if it was held and turned out to
@@ -237,9 +237,9 @@ impl Stake {
         let again = std::mem::replace(&mut self.leaving, true);
         let deleted = match named.filter(|_| self.is_held()) {
             Some(czxid) => self.session.delete_by_name(path, czxid).await?,
-            None => match self.session.delete_by(&self.post, path).await {
+            None => match self.session.delete_by(&self.abandon_watch, path).await {
                 // Its session has deleted it, or will.
-                Err(Fault::Dismissed) => false,
+                Err(Failure::Abandoned) => false,
                 deleted => deleted?,
             },
         };
@@ -247,13 +247,13 @@ impl Stake {
     }
 }
 
-impl Drop for Stake {
+impl Drop for OwnNode {
     fn drop(&mut self) {
-        let litter = self.post.take_litter();
-        if let Some(litter) = litter
+        let pending_delete = self.abandon_watch.take_pending_delete();
+        if let Some(pending_delete) = pending_delete
             && self.session.over().is_none()
         {
-            self.session.leave_behind(litter);
+            self.session.leave_behind(pending_delete);
         }
     }
 }

@@ -14,8 +14,8 @@ use std::{
 use tokio::time::Instant;
 
 use crate::{
-    fault::{Fault, Result},
-    session::Litter,
+    error::{Failure, Result},
+    session::PendingDelete,
 };
 
 /// How long a waiter may take to come when it is its turn.
@@ -25,13 +25,13 @@ const GOES_ON_WITHIN: Duration = Duration::from_secs(10);
 
 /// A node, and when it was last looked after.
 #[derive(Debug)]
-pub(crate) struct Post(Mutex<Inner>);
+pub(crate) struct AbandonWatch(Mutex<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     state: State,
     /// What to remove if nobody looks after it any more; `None` once nothing is left to remove.
-    litter: Option<Litter>,
+    pending_delete: Option<PendingDelete>,
     patience: Duration,
 }
 
@@ -46,23 +46,23 @@ enum State {
     /// It is held, and nobody believes so for longer than this, unless it is renewed.
     Held(Instant),
     /// It was taken away.
-    Dismissed,
+    Abandoned,
 }
 
-impl Post {
-    pub(crate) fn new(litter: Litter, ttl: Duration) -> Self {
+impl AbandonWatch {
+    pub(crate) fn new(pending_delete: PendingDelete, ttl: Duration) -> Self {
         Self(Mutex::new(Inner {
             state: State::Asking(Instant::now()),
-            litter: Some(litter),
+            pending_delete: Some(pending_delete),
             patience: ttl.max(GOES_ON_WITHIN),
         }))
     }
 
     /// From now on this is to be removed.
-    pub(crate) fn is_now(&self, litter: Litter) {
+    pub(crate) fn is_now(&self, pending_delete: PendingDelete) {
         let mut inner = self.inner();
-        if inner.litter.is_some() {
-            inner.litter = Some(litter);
+        if inner.pending_delete.is_some() {
+            inner.pending_delete = Some(pending_delete);
         }
     }
 
@@ -75,8 +75,8 @@ impl Post {
     /// over the same connection, and thereafter, or over a later one.
     pub(crate) fn asks_by<T>(&self, send: impl FnOnce() -> T) -> Result<T> {
         let mut inner = self.inner();
-        if inner.state == State::Dismissed {
-            return Err(Fault::Dismissed);
+        if inner.state == State::Abandoned {
+            return Err(Failure::Abandoned);
         }
         inner.state = State::Asking(Instant::now());
         Ok(send())
@@ -93,25 +93,25 @@ impl Post {
     }
 
     /// There is nothing to remove, or somebody else does it.
-    pub(crate) fn take_litter(&self) -> Option<Litter> {
-        self.inner().litter.take()
+    pub(crate) fn take_pending_delete(&self) -> Option<PendingDelete> {
+        self.inner().pending_delete.take()
     }
 
     /// Takes the node away from whoever does not look after it. What is to be removed for that comes back. Nobody could do
     /// anything before there was a connection, `since` then.
-    pub(crate) fn dismiss_if_forsaken(&self, now: Instant, since: Instant) -> Option<Litter> {
+    pub(crate) fn take_if_abandoned(&self, now: Instant, since: Instant) -> Option<PendingDelete> {
         let mut inner = self.inner();
         let (at, limit) = match inner.state {
             State::Called(at) => (at, COMES_WITHIN),
             // Of a hold that is over, a renewal or a release may stand still.
             State::Asking(at) | State::Held(at) => (at, inner.patience),
-            State::Waiting | State::Dismissed => return None,
+            State::Waiting | State::Abandoned => return None,
         };
         if now < at.max(since) + limit {
             return None;
         }
-        inner.state = State::Dismissed;
-        inner.litter.take()
+        inner.state = State::Abandoned;
+        inner.pending_delete.take()
     }
 
     fn called(&self) {
@@ -123,7 +123,7 @@ impl Post {
 
     fn becomes(&self, state: State) -> bool {
         let mut inner = self.inner();
-        if inner.state == State::Dismissed {
+        if inner.state == State::Abandoned {
             return false;
         }
         inner.state = state;
@@ -136,27 +136,27 @@ impl Post {
 }
 
 /// Wakes whoever waits for a watch, and notes that it was told.
-pub(crate) struct Calls {
-    post: Arc<Post>,
+pub(crate) struct NotifiedWaker {
+    abandon_watch: Arc<AbandonWatch>,
     waker: Option<Waker>,
 }
 
-impl Calls {
-    pub(crate) fn waker(post: &Arc<Post>, waker: Option<&Waker>) -> Waker {
+impl NotifiedWaker {
+    pub(crate) fn waker(abandon_watch: &Arc<AbandonWatch>, waker: Option<&Waker>) -> Waker {
         Waker::from(Arc::new(Self {
-            post: post.clone(),
+            abandon_watch: abandon_watch.clone(),
             waker: waker.cloned(),
         }))
     }
 }
 
-impl Wake for Calls {
+impl Wake for NotifiedWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.post.called();
+        self.abandon_watch.called();
         if let Some(waker) = &self.waker {
             waker.wake_by_ref();
         }
@@ -167,76 +167,79 @@ impl Wake for Calls {
 mod tests {
     use super::*;
 
-    fn post() -> Post {
-        Post::new(Litter::At("/n".to_owned()), Duration::from_secs(3))
+    fn abandon_watch() -> AbandonWatch {
+        AbandonWatch::new(PendingDelete::At("/n".to_owned()), Duration::from_secs(3))
     }
 
     /// On a connection that is older than all else.
-    fn dismissed(post: &Post, after: Duration) -> Option<Litter> {
+    fn dismissed(abandon_watch: &AbandonWatch, after: Duration) -> Option<PendingDelete> {
         let now = Instant::now();
-        post.dismiss_if_forsaken(now + after, now)
+        abandon_watch.take_if_abandoned(now + after, now)
     }
 
-    fn is_dismissed(post: &Post, after: Duration) -> bool {
-        dismissed(post, after).is_some()
+    fn is_dismissed(abandon_watch: &AbandonWatch, after: Duration) -> bool {
+        dismissed(abandon_watch, after).is_some()
     }
 
     #[test]
     fn who_is_called_and_does_not_come_is_dismissed() {
-        let post = Arc::new(post());
-        assert!(post.waits());
+        let abandon_watch = Arc::new(abandon_watch());
+        assert!(abandon_watch.waits());
         assert!(
-            !is_dismissed(&post, Duration::from_secs(1_000)),
+            !is_dismissed(&abandon_watch, Duration::from_secs(1_000)),
             "it may wait for ever"
         );
-        Calls::waker(&post, None).wake();
-        assert!(!is_dismissed(&post, COMES_WITHIN / 2));
-        assert!(is_dismissed(&post, COMES_WITHIN));
+        NotifiedWaker::waker(&abandon_watch, None).wake();
+        assert!(!is_dismissed(&abandon_watch, COMES_WITHIN / 2));
+        assert!(is_dismissed(&abandon_watch, COMES_WITHIN));
         assert!(
-            !post.asks() && !post.holds(Instant::now()) && !post.waits(),
+            !abandon_watch.asks() && !abandon_watch.holds(Instant::now()) && !abandon_watch.waits(),
             "there is no way back"
         );
-        assert_eq!(post.take_litter(), None);
-        let asked = post.asks_by(|| "for a node that nobody would remove");
-        assert!(matches!(asked, Err(Fault::Dismissed)));
+        assert_eq!(abandon_watch.take_pending_delete(), None);
+        let asked = abandon_watch.asks_by(|| "for a node that nobody would remove");
+        assert!(matches!(asked, Err(Failure::Abandoned)));
     }
 
     #[test]
     fn who_comes_in_time_or_holds_is_not() {
-        let post = Arc::new(post());
-        assert!(post.waits());
-        Calls::waker(&post, None).wake();
-        assert!(post.asks());
-        assert!(!is_dismissed(&post, COMES_WITHIN));
-        assert!(post.holds(Instant::now() + Duration::from_secs(1_000)));
-        Calls::waker(&post, None).wake();
-        assert!(!is_dismissed(&post, Duration::from_secs(1_000)));
-        assert_eq!(post.take_litter(), Some(Litter::At("/n".to_owned())));
+        let abandon_watch = Arc::new(abandon_watch());
+        assert!(abandon_watch.waits());
+        NotifiedWaker::waker(&abandon_watch, None).wake();
+        assert!(abandon_watch.asks());
+        assert!(!is_dismissed(&abandon_watch, COMES_WITHIN));
+        assert!(abandon_watch.holds(Instant::now() + Duration::from_secs(1_000)));
+        NotifiedWaker::waker(&abandon_watch, None).wake();
+        assert!(!is_dismissed(&abandon_watch, Duration::from_secs(1_000)));
+        assert_eq!(
+            abandon_watch.take_pending_delete(),
+            Some(PendingDelete::At("/n".to_owned()))
+        );
     }
 
     #[test]
     fn a_hold_is_dismissed_when_it_has_long_been_over() {
-        let post = post();
+        let abandon_watch = abandon_watch();
         let lease = Duration::from_secs(5);
         for _ in 0..2 {
-            assert!(post.holds(Instant::now() + lease));
-            assert!(!is_dismissed(&post, lease + GOES_ON_WITHIN / 2));
+            assert!(abandon_watch.holds(Instant::now() + lease));
+            assert!(!is_dismissed(&abandon_watch, lease + GOES_ON_WITHIN / 2));
         }
-        assert!(is_dismissed(&post, lease + GOES_ON_WITHIN));
-        assert!(!post.holds(Instant::now() + lease), "it is not renewed");
+        assert!(is_dismissed(&abandon_watch, lease + GOES_ON_WITHIN));
+        assert!(!abandon_watch.holds(Instant::now() + lease), "it is not renewed");
     }
 
     #[test]
     fn an_attempt_that_stands_still_is_dismissed() {
-        let post = post();
-        post.is_now(Litter::At("/m".to_owned()));
-        assert!(!is_dismissed(&post, GOES_ON_WITHIN / 2));
+        let abandon_watch = abandon_watch();
+        abandon_watch.is_now(PendingDelete::At("/m".to_owned()));
+        assert!(!is_dismissed(&abandon_watch, GOES_ON_WITHIN / 2));
         let later = Instant::now() + GOES_ON_WITHIN;
-        let at_once = post.dismiss_if_forsaken(later, later - GOES_ON_WITHIN / 2);
+        let at_once = abandon_watch.take_if_abandoned(later, later - GOES_ON_WITHIN / 2);
         assert_eq!(at_once, None, "it may have waited for the connection");
         assert_eq!(
-            dismissed(&post, GOES_ON_WITHIN),
-            Some(Litter::At("/m".to_owned()))
+            dismissed(&abandon_watch, GOES_ON_WITHIN),
+            Some(PendingDelete::At("/m".to_owned()))
         );
     }
 }
