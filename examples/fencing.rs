@@ -1,4 +1,4 @@
-//! A holder is paused past its lease and then writes as if nothing had happened. The resource refuses it by its token.
+//! A holder is paused past its lease and then writes without a look. The resource refuses the write by its token.
 //!
 //! `cargo run --example fencing [URL]`, with a backend that has leases. Default: `memory:`.
 
@@ -22,7 +22,7 @@ fn main() -> Result<()> {
     let (holds, is_held) = mpsc::channel();
     let (resume, resumed) = mpsc::channel();
 
-    // Each has a thread, a runtime and a client of its own, and knows as little of the other as in another process.
+    // Each has a thread, a runtime and a client of its own, as if the other were in another process.
     let (refusal, token) = thread::scope(|scope| {
         let paused = scope.spawn(|| on_a_runtime(withdraw_after_a_pause(&url, &account, holds, resumed)));
         let other = scope.spawn(|| on_a_runtime(deposit(&url, &account, is_held, resume)));
@@ -38,7 +38,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// What the lock is for. It takes no write of a holder that has been superseded.
+/// The resource that the lock protects. It refuses the writes of a holder that has been superseded.
 struct Account {
     balance: Mutex<i64>,
     gate: FenceGate,
@@ -58,7 +58,7 @@ impl Account {
     }
 }
 
-/// Reads the balance, stands still, and writes without looking whether the lock is still held.
+/// Reads the balance, is paused, and writes without checking that the lock is still held.
 async fn withdraw_after_a_pause(
     url: &str,
     account: &Account,
@@ -71,7 +71,7 @@ async fn withdraw_after_a_pause(
     println!("one reads {balance} with {:?}, and is paused", guard.token());
     holds.send(())?;
 
-    // Blocks the whole runtime, renewal included, as a stopped process or a suspended machine would.
+    // Blocks the whole runtime, renewal included, like a stopped process or a suspended machine.
     resumed.recv()?;
     let written = account.set(balance - 30, guard.token());
     assert!(
@@ -81,7 +81,7 @@ async fn withdraw_after_a_pause(
     written.err().ok_or_else(|| "a stale write went through".into())
 }
 
-/// Is granted once the lease of the other has run out.
+/// Waits until the lease of the other has run out, and writes.
 async fn deposit(
     url: &str,
     account: &Account,
@@ -102,7 +102,7 @@ async fn deposit(
 async fn connect(url: &str) -> Result<LockClient> {
     let client = lockkit::connect(url).await?;
     if !client.capabilities().lease {
-        // Then there is no stale holder to show: whoever is paused goes on holding.
+        // Without a lease no holder goes stale: one that is paused keeps the lock.
         return Err(format!("holds of the {} backend have no lease", client.info().name).into());
     }
     Ok(client.with_defaults(AcquireOptions::new().ttl(Duration::from_millis(200)))?)

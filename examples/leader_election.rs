@@ -1,8 +1,8 @@
-//! Three nodes of which one leads at a time. A leader steps down, or its node is shut down under it, and the next takes
-//! over.
+//! Three nodes, of which one leads at a time. When a leader steps down, or its node is shut down under it, the next one
+//! takes over.
 //!
-//! `cargo run --example leader_election [URL]`. Default: `memory:`. Each node has a client of its own, as it would in
-//! a process of its own.
+//! `cargo run --example leader_election [URL]`. Default: `memory:`. Each node has a client of its own, as if it were a
+//! process of its own.
 
 use std::{
     error::Error,
@@ -13,7 +13,7 @@ use std::{
 use lockkit::{AcquireOptions, FenceGate, FencingToken, LockClient};
 use tokio::sync::Notify;
 
-/// How many entries a leader writes before it steps down.
+/// The number of entries that a leader writes before it steps down.
 const TERM: usize = 3;
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -43,7 +43,7 @@ async fn main() -> Result<()> {
             async move |journal, name, token| {
                 lead_a_term(journal.clone(), name, token).await?;
                 busy.notify_one();
-                // It would lead for ever.
+                // Leads for ever, unless its node is shut down.
                 std::future::pending().await
             },
         ))
@@ -79,7 +79,7 @@ enum Ending {
     Lost,
 }
 
-/// Waits to be elected, and leads until the work is done or leadership is lost.
+/// Waits to be elected, then leads until the work is done or the lock is lost.
 async fn stand<F, Fut>(name: &'static str, node: LockClient, journal: Arc<Journal>, lead: F) -> Result<Ending>
 where
     F: FnOnce(Arc<Journal>, &'static str, FencingToken) -> Fut,
@@ -112,7 +112,7 @@ async fn lead_a_term(journal: Arc<Journal>, name: &'static str, token: FencingTo
     Ok(())
 }
 
-/// What the leader is needed for. It takes no entry of a leader that has been superseded.
+/// The resource that only the leader may write. It refuses the entries of a leader that has been superseded.
 #[derive(Debug, Default)]
 struct Journal {
     gate: FenceGate,

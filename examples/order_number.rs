@@ -1,4 +1,4 @@
-//! Ten tasks draw order numbers from a counter in a file that nothing protects: first as it is, then under a lock.
+//! Ten tasks draw order numbers from a counter in a file: first without any protection, then under a lock.
 //!
 //! `cargo run --example order_number [URL]`. Default: `memory:`. It fails if there are no duplicates without the lock,
 //! or if there are any with it.
@@ -20,7 +20,7 @@ const DRAWS: usize = 10;
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-// One thread, so that it is the pause between reading and writing that does the harm, and does it each time.
+// With one thread, the pause between reading and writing does the harm, and does it each time.
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
     let url = std::env::args().nth(1).unwrap_or_else(|| "memory:".to_owned());
@@ -67,7 +67,7 @@ struct Draw {
     token: Option<FencingToken>,
 }
 
-/// Has every task draw its numbers, all of them beginning together.
+/// Lets every task draw its numbers. All of them begin together.
 async fn draw_all(counter: &Path, lock: Option<Lock>) -> Result<Vec<Draw>> {
     let start = Arc::new(Barrier::new(TASKS));
     let mut tasks = JoinSet::new();
@@ -92,7 +92,7 @@ async fn draw(counter: &PathBuf, lock: Option<&Lock>) -> Result<Draw> {
         None => None,
     };
     let number = fs::read_to_string(counter)?.parse::<u64>()? + 1;
-    // Whatever takes time between reading and writing.
+    // Stands for anything that takes time between reading and writing.
     tokio::time::sleep(Duration::from_millis(1)).await;
     fs::write(counter, number.to_string())?;
     let token = guard.as_ref().map(lockkit::LockGuard::token);

@@ -16,13 +16,13 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("holding `{}` with {:?}", guard.name(), guard.token());
     assert!(lock.try_acquire().await?.is_none(), "one at a time");
 
-    // Stopped with `Error::Lost` if the lock is lost before it is done.
+    // Stops with `Error::Lost` if the lock is lost before the work is done.
     let parcels = guard.run(pack()).await?;
     println!("packed {parcels} parcels");
     let first = guard.token();
     guard.release().await?;
 
-    // The same in one go; a later holder has a higher token.
+    // The same in one step. A later holder has a higher token.
     let second = lock.with_lock(|held| async move { held.token() }).await?;
     assert!(second > first);
     println!("held it again with {second:?}");
