@@ -1,40 +1,51 @@
 //! One distributed-lock API with interchangeable backends.
 //!
 //! Application code holds a [`Lock`], or an `Arc<dyn` [`DistributedLock`]`>`, and never learns which backend serves
-//! it. The backend is compiled in by a cargo feature and picked by a URL in a config file.
+//! it. A cargo feature compiles a backend in, and a URL in a config file picks it: see [`connect`].
 //!
 //! ```
 //! use std::time::Duration;
-//! use lockkit::prelude::*;
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let ledger = lockkit::FenceGate::new();
 //! # let work = || async { Ok::<(), lockkit::Error>(()) };
 //! let client = lockkit::connect("memory:").await?; // or file:///var/lib/app/locks: nothing else changes
-//! let lock = client.lock("orders/42")?;
+//! let lock = client.lock("orders/42")?; // no I/O
 //!
-//! let guard = lock.acquire().await?; // waits for as long as it takes
+//! let guard = lock.acquire().await?; // waits until the lock is free; drop the future to cancel
 //! assert!(lock.try_acquire().await?.is_none(), "taken; an outage would be an error, never `None`");
 //! let busy = lock.acquire_timeout(Duration::from_millis(10)).await.unwrap_err();
 //! assert!(busy.is_timeout());
 //!
 //! ledger.admit(guard.token())?; // a fencing token: the resource refuses a holder that has been superseded
-//! tokio::select! {
+//! guard.run(work()).await??; // stops the work if the lock is lost
+//! guard.check()?; // `Error::Lost` once the lock is lost
+//! tokio::select! { // or watch for the loss yourself
 //!     reason = guard.lost() => return Err(format!("stop: {reason}").into()),
 //!     done = work() => done?,
 //! }
-//! guard.check()?; // `Error::Lost` once the lock is lost
-//! guard.run(work()).await??; // stops the future if the lock is lost
-//! guard.release().await?; // dropping it releases too; this way you learn the outcome
+//! guard.release().await?; // confirms the release; dropping the guard releases too
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! More of it, each with its own page: [`Lock::shared`] for readers, [`LockClient::semaphore`] for up to *n* holders,
-//! [`Lock::with_options`] and [`AcquireOptions`], [`DistributedLockExt::with_lock`], [`acquire_all`] for several locks
-//! at once, [`ReentrantLock`], [`LockClient::inspect`], [`LockClient::close`], and [`LockClient::new`] with the
-//! [`spi`] for backends of your own.
+//! # Where to go from here
+//!
+//! | to | use |
+//! |---|---|
+//! | let readers in together | [`Lock::shared`] |
+//! | let up to *n* holders in | [`LockClient::semaphore`] |
+//! | take several locks at once | [`acquire_all`] |
+//! | acquire again within a hold | [`ReentrantLock`] |
+//! | run a closure under a lock | [`DistributedLockExt::with_lock`], from the [`prelude`] |
+//! | set options | [`AcquireOptions`], [`Lock::with_options`], [`LockConfig`] |
+//! | see who holds | [`LockClient::inspect`] |
+//! | end a program cleanly | [`LockClient::close`] |
+//! | write a backend of your own | the [`spi`], then [`LockClient::new`] |
+//!
+//! The [guide](https://github.com/lockkit/lockkit/blob/main/docs/guide.md) is a tutorial with diagrams. Beside it are
+//! pages on choosing a backend, on every option, and on what each backend guarantees.
 //!
 //! ```
 //! use std::{sync::Arc, time::Duration};
@@ -63,20 +74,20 @@
 //!
 //! # Features
 //!
-//! | feature | what it brings |
+//! | feature | adds |
 //! |---|---|
 //! | `file` (default) | the file backend, `file:`: locks between the processes of one host |
 //! | `redis` | the Redis backend: one master, `redis:`, or a majority of several, `redlock:` |
 //! | `zk` | the ZooKeeper backend, `zk:` |
 //! | `mysql` | the MySQL and MariaDB backend, `mysql:`. Needs Rust 1.94 |
-//! | `tls` | connections over TLS for Redis, Redlock, MySQL and MariaDB, if they are there |
+//! | `tls` | connections over TLS for those of Redis, Redlock, MySQL and MariaDB that are compiled in |
 //! | `full` | every backend; not `tls`, `serde`, `metrics` and `blocking` |
 //! | `serde` | `Deserialize` for [`LockConfig`] |
 //! | `metrics` | counters through the `metrics` facade |
 //! | `blocking` | an API for programs without an async runtime |
 //!
-//! A feature never changes what another one does. Without any there is the memory backend alone, and no client crate
-//! is compiled.
+//! A feature never changes what another one does. Without any feature there is only the memory backend, and no client
+//! crate is compiled.
 
 mod config;
 mod connect;
@@ -108,7 +119,7 @@ pub mod prelude {
     pub use lockkit_core::{DistributedLock, DistributedLockExt};
 }
 
-/// The Rust in the README and the guide, compiled and run.
+/// The Rust in the documents, compiled and run.
 #[cfg(doctest)]
 mod documents {
     #[doc = include_str!("../README.md")]
@@ -116,4 +127,10 @@ mod documents {
 
     #[doc = include_str!("../docs/guide.md")]
     struct Guide;
+
+    #[doc = include_str!("../docs/choosing.md")]
+    struct Choosing;
+
+    #[doc = include_str!("../docs/options.md")]
+    struct Options;
 }
