@@ -9,11 +9,11 @@ use lockkit_core::{
 
 use crate::{connect::Target, url::Url};
 
-/// Which lock server to use, and how: what an application keeps in its config file.
+/// A lock server and the options to use it with: the part of an application's config file that is about locks.
 ///
-/// With the feature `serde` it is `Deserialize`, with durations written `"500ms"`, `"30s"` or `"1m 30s"`. An unknown
-/// key and a bad value are errors that name the key. Apart from the tables of the backends, each key is also a
-/// parameter of the URL; **a key that is set here wins over the parameter**, whichever is more convenient to change.
+/// With the feature `serde` it is `Deserialize`. Durations are written `"500ms"`, `"30s"` or `"1m 30s"`. An unknown key and a
+/// bad value are errors that name the key. Apart from the tables of the backends, each key is also a parameter of the
+/// URL. **A key that is set here wins over the parameter.**
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -56,60 +56,61 @@ use crate::{connect::Target, url::Url};
 pub struct LockConfig {
     /// The server, as [`connect`](crate::connect) takes it.
     pub url: String,
-    /// How long a hold outlives the last word from its holder, 10 ms to a year. Default: 30 s.
+    /// The time for which a hold outlives its last renewal, 10 ms to a year. Default: 30 s.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::ttl"))]
     pub ttl: Option<Duration>,
-    /// How long to wait for a lock that is taken. Default: for ever.
+    /// The time to wait for a lock that is taken. Default: for ever.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::wait"))]
     pub wait: Option<Duration>,
-    /// How long one exchange with the server may take before it counts as failed. Default: 5 s.
+    /// The time after which one exchange with the server counts as failed. Default: 5 s.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::op_timeout"))]
     pub op_timeout: Option<Duration>,
-    /// How long [`connect`](Self::connect) may take. Default: 5 s.
+    /// The time that [`connect`](Self::connect) may take. Default: 5 s.
     #[cfg_attr(
         feature = "serde",
         serde(default, deserialize_with = "named::connect_timeout")
     )]
     pub connect_timeout: Option<Duration>,
-    /// Keeps applications that share a server apart: any of `A-Z a-z 0-9 . _ -`. Default: `lockkit`. May be empty.
+    /// A prefix that keeps applications apart that share a server: any of `A-Z a-z 0-9 . _ -`. Default: `lockkit`. May be empty.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::namespace"))]
     pub namespace: Option<String>,
-    /// Who is holding, for whoever inspects the lock; at most 256 bytes.
+    /// A name for the holder, for anyone who inspects the lock; at most 256 bytes.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::label"))]
     pub label: Option<String>,
-    /// How many times in a row a release may pass an exclusive hold to the next waiter of this client before the lock
-    /// goes back to the server; at most 65,535. Default: 32, or 0 on a backend whose order is strict.
+    /// The number of times in a row that a release may pass an exclusive hold to the next waiter of this client, before
+    /// the lock goes back to the server; at most 65,535. Default: 32, or 0 on a backend whose order is strict.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::local_handoffs"))]
     pub local_handoffs: Option<u32>,
-    /// What only the file backend has. Ignored while the URL names another.
+    /// The options of the file backend. Ignored while the URL names another backend.
     #[cfg_attr(feature = "serde", serde(default))]
     pub file: FileSection,
-    /// What only the Redis backend has. Ignored while the URL names another.
+    /// The options of the Redis backend. Ignored while the URL names another backend.
     #[cfg_attr(feature = "serde", serde(default))]
     pub redis: RedisSection,
-    /// What only Redlock has. Ignored while the URL names another.
+    /// The options of Redlock. Ignored while the URL names another backend.
     #[cfg_attr(feature = "serde", serde(default))]
     pub redlock: RedlockSection,
-    /// What only the ZooKeeper backend has. Ignored while the URL names another.
+    /// The options of the ZooKeeper backend. Ignored while the URL names another backend.
     #[cfg_attr(feature = "serde", serde(default))]
     pub zk: ZkSection,
-    /// What only the MySQL backend has. Ignored while the URL names another.
+    /// The options of the MySQL backend. Ignored while the URL names another backend.
     #[cfg_attr(feature = "serde", serde(default))]
     pub mysql: MysqlSection,
 }
 
-/// The part of a [`LockConfig`] that only the file backend has.
+/// The part of a [`LockConfig`] for the file backend.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[non_exhaustive]
 pub struct FileSection {
-    /// How often a waiter looks again although nothing woke it, 1 ms to a minute. Default: what suits the platform.
+    /// The interval at which a waiter looks again although nothing woke it, 1 ms to a minute. Default: 10 s with inotify
+    /// (Linux), else 25 ms.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::poll"))]
     pub poll: Option<Duration>,
 }
 
-/// The part of a [`LockConfig`] that only the Redis backend has. Each key is also a parameter of `redis:` URLs.
+/// The part of a [`LockConfig`] for the Redis backend. Each key is also a parameter of `redis:` URLs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
@@ -118,11 +119,11 @@ pub struct RedisSection {
     /// The name of the master, where the URL names sentinels, separated by commas, rather than the server.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::sentinel"))]
     pub sentinel: Option<String>,
-    /// How many replicas have to have acknowledged a grant before it counts. It narrows the window in which a
+    /// The number of replicas that must have acknowledged a grant before it counts. It narrows the window in which a
     /// fail-over loses a lock, and does not close it. Default: 0.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::replicas"))]
     pub replicas: Option<u32>,
-    /// How long to wait for these replicas. Default: 1 s.
+    /// The time to wait for these replicas. Default: 1 s.
     #[cfg_attr(
         feature = "serde",
         serde(default, deserialize_with = "named::replicas_timeout")
@@ -133,21 +134,21 @@ pub struct RedisSection {
     pub ca: Option<PathBuf>,
 }
 
-/// The part of a [`LockConfig`] that only Redlock has. Each key is also a parameter of `redlock:` URLs.
+/// The part of a [`LockConfig`] for Redlock. Each key is also a parameter of `redlock:` URLs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[non_exhaustive]
 pub struct RedlockSection {
-    /// The longest `ttl` that any client of these masters asks for, and for how long one that was restarted stays out of
-    /// votes. All clients have to agree on it. Default: 60 s.
+    /// The longest `ttl` that any client of these masters asks for, and the time for which a restarted master has no
+    /// vote. All clients have to agree on it. Default: 60 s.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::max_ttl"))]
     pub max_ttl: Option<Duration>,
-    /// The masters lose nothing that they have acknowledged (`appendonly yes`, `appendfsync always`, which is
-    /// verified), so that one which was restarted votes at once. Default: `false`.
+    /// States that the masters lose nothing that they have acknowledged, so that a restarted one votes at once. The
+    /// client verifies `appendonly yes` and `appendfsync always`. Default: `false`.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::durable"))]
     pub durable: Option<bool>,
-    /// How long a master may take to answer before the others decide without it, 1 ms to a minute. Default: 100 ms.
+    /// The time after which the other masters decide without a silent one, 1 ms to a minute. Default: 100 ms.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::master_timeout"))]
     pub master_timeout: Option<Duration>,
     /// Connects to the masters over TLS, which needs the feature `tls`. Default: `false`.
@@ -158,19 +159,19 @@ pub struct RedlockSection {
     pub ca: Option<PathBuf>,
 }
 
-/// The part of a [`LockConfig`] that only the ZooKeeper backend has. Each key is also a parameter of `zk:` URLs.
+/// The part of a [`LockConfig`] for the ZooKeeper backend. Each key is also a parameter of `zk:` URLs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[non_exhaustive]
 pub struct ZkSection {
-    /// How the nodes of a lock are laid out, which all of its clients have to agree on: `mutex` as Curator's
+    /// The layout of a lock's nodes, on which all of its clients have to agree: `mutex` as Curator's
     /// `InterProcessMutex`, `readwrite` as its `InterProcessReadWriteLock`, `simple` for one node that everyone watches.
     /// Default: `mutex`.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::nodes"))]
     pub nodes: Option<String>,
-    /// How long the server keeps what this client holds after it last heard of it, at least five ticks. The server may
-    /// have narrower limits. Default: the `ttl`, or five ticks if that is longer.
+    /// The time for which the server keeps what this client holds after it last heard from it, at least five ticks. The
+    /// server may have narrower limits. Default: the `ttl`, or five ticks if that is longer.
     #[cfg_attr(
         feature = "serde",
         serde(default, deserialize_with = "named::session_timeout")
@@ -179,30 +180,30 @@ pub struct ZkSection {
     /// The servers' `tickTime`, or more. Default: 2 s.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::tick_time"))]
     pub tick_time: Option<Duration>,
-    /// Who may touch the nodes that are made: `everyone`, or `creator` for the user in the URL alone. Default: `creator`
+    /// The right to touch the nodes that are created: `everyone`, or `creator` for the user in the URL alone. Default: `creator`
     /// if there is a user.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::access"))]
     pub access: Option<String>,
-    /// What becomes of the directories of locks that nobody uses: `container` if the server is to remove them,
-    /// `persistent` if they are to stay. Default: `container`.
+    /// The fate of the directories of locks that nobody uses: with `container` the server removes them, with `persistent`
+    /// they stay. Default: `container`.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::parents"))]
     pub parents: Option<String>,
 }
 
-/// The part of a [`LockConfig`] that only the MySQL backend has. Each key is also a parameter of `mysql:` URLs.
+/// The part of a [`LockConfig`] for the MySQL backend. Each key is also a parameter of `mysql:` URLs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[non_exhaustive]
 pub struct MysqlSection {
-    /// How a lock is held: `for_update`, by a row lock and a connection of its own, or `lease`, by owner and expiry in a
+    /// The way to hold a lock: `for_update`, by a row lock and a connection of its own, or `lease`, by owner and expiry in a
     /// row, which has neither shared mode nor semaphores. Default: `for_update`.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::mode"))]
     pub mode: Option<String>,
-    /// Who makes the tables: `auto`, the backend, or `manual`, you. Default: `auto`.
+    /// The creator of the tables: `auto`, the backend, or `manual`, you. Default: `auto`.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::schema"))]
     pub schema: Option<String>,
-    /// `off`, `unverified` (encrypted, whoever answers) or `verify` (encrypted, and the certificate has to be trusted
+    /// `off`, `unverified` (encrypted, the server proves nothing) or `verify` (encrypted, and the certificate has to be trusted
     /// and for that host). All but `off` need the feature `tls`. Default: `off`.
     #[cfg_attr(feature = "serde", serde(default, deserialize_with = "named::tls"))]
     pub tls: Option<String>,
@@ -236,7 +237,7 @@ impl LockConfig {
         "local_handoffs",
     ];
 
-    /// A config with this URL and nothing else set. The URL is looked at when it is [connected](Self::connect) to.
+    /// Returns a config with this URL and nothing else set. [`connect`](Self::connect) reads the URL.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -316,7 +317,7 @@ impl LockConfig {
         Ok(())
     }
 
-    /// This config with the URL's parameters in the fields that are unset.
+    /// Returns this config with the URL's parameters in the fields that are unset.
     pub(crate) fn resolved(&self) -> Result<Self> {
         let of_url = Self::from_url(&self.url)?;
         let config = Self {
@@ -382,7 +383,7 @@ impl LockConfig {
         }
     }
 
-    /// What an acquisition takes from the config where neither the call nor the lock says otherwise.
+    /// Returns the client's defaults for options that neither the call nor the lock sets.
     pub(crate) fn acquire_options(&self) -> AcquireOptions {
         let mut options = AcquireOptions::new();
         options.ttl = self.ttl;
@@ -512,7 +513,7 @@ fn count(text: &str) -> Result<u32, String> {
         .map_err(|error| format!("{text:?} is not a whole number ({error})"))
 }
 
-/// How serde reads each option. Not every format's errors say where they happened, so these name the key themselves.
+/// Reads each option with serde. Not every format's errors say where they happened, so these name the key themselves.
 #[cfg(feature = "serde")]
 mod named {
     use std::{fmt::Display, path::PathBuf, time::Duration};

@@ -18,11 +18,10 @@ use crate::{LockConfig, url::Url};
 /// | `mysql://user:pass@host:3306/database` | MySQL or MariaDB | `mysql`, and `tls` for `?tls=verify` |
 ///
 /// Every URL takes the parameters `ttl`, `wait`, `op_timeout`, `connect_timeout`, `namespace`, `label` and
-/// `local_handoffs`, which are described at [`LockConfig`]; `file:` URLs also take `poll`, `redis:` ones what is
-/// described at [`RedisSection`](crate::RedisSection), `redlock:` ones what is described at
-/// [`RedlockSection`](crate::RedlockSection), `zk:` ones what is described at [`ZkSection`](crate::ZkSection), `mysql:` ones
-/// what is described at [`MysqlSection`](crate::MysqlSection). Durations are written `500ms`, `30s` or `1m 30s` (a space in
-/// a URL is `%20`).
+/// `local_handoffs`, which [`LockConfig`] describes. `file:` URLs also take the fields of
+/// [`FileSection`](crate::FileSection), `redis:` URLs those of [`RedisSection`](crate::RedisSection), `redlock:` URLs those
+/// of [`RedlockSection`](crate::RedlockSection), `zk:` URLs those of [`ZkSection`](crate::ZkSection), and `mysql:` URLs those
+/// of [`MysqlSection`](crate::MysqlSection). Durations are written `500ms`, `30s` or `1m 30s` (a space in a URL is `%20`).
 ///
 /// Make one client per process and server, and clone it.
 ///
@@ -37,10 +36,12 @@ use crate::{LockConfig, url::Url};
 /// ```
 ///
 /// # Errors
-/// [`Error::InvalidUrl`] or [`Error::InvalidOptions`] names the part or parameter that is wrong;
-/// [`Error::UnknownScheme`] lists the schemes there are; [`Error::FeatureDisabled`] names the cargo feature to enable;
-/// [`Error::Backend`] if the server cannot be used, or does not answer within the `connect_timeout` (5 s). No error
-/// contains credentials of the URL.
+/// - [`Error::InvalidUrl`] or [`Error::InvalidOptions`] names the part or parameter that is wrong.
+/// - [`Error::UnknownScheme`] lists the known schemes.
+/// - [`Error::FeatureDisabled`] names the cargo feature to enable.
+/// - [`Error::Backend`] if the server cannot be used, or does not reply within the `connect_timeout` (5 s).
+///
+/// No error contains credentials of the URL.
 ///
 /// # Cancel safety
 /// Dropping the future gives up the connection. Nothing is held.
@@ -72,7 +73,7 @@ impl LockConfig {
     }
 }
 
-/// The address at which there was nothing to connect to, which few causes say by themselves.
+/// The address that could not be reached. Few causes name it.
 #[derive(Debug, thiserror::Error)]
 #[error("{at}")]
 struct Unreachable {
@@ -105,7 +106,7 @@ fn unreachable(error: Error, config: &LockConfig) -> Error {
     }
 }
 
-/// The backend that a URL means, and where its server is.
+/// The backend and the server that a URL names.
 pub(crate) enum Target {
     Memory,
     #[cfg(all(feature = "file", unix))]
@@ -188,7 +189,7 @@ impl Target {
         }
     }
 
-    /// Whether the backend can be opened with this config, as far as can be told without I/O.
+    /// Checks that the backend can be opened with this config, as far as that is possible without I/O.
     #[cfg_attr(
         not(any(feature = "redis", feature = "zk", feature = "mysql")),
         expect(
