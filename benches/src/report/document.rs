@@ -10,9 +10,8 @@ use crate::results::Results;
 pub(super) fn render(results: &Results, sections: &[Section]) -> String {
     let mut text = String::from(
         "# What it costs\n\n\
-         Every backend in the same situations, beside the least that can be done on the same server (\"by hand\") and beside \
-         other libraries. These pages are drawn from a run by commands of this repository; run them on your own machine, \
-         for yours is another:\n\n\
+         Every backend in the same situations, beside the least that can be done on the same server (\"by hand\") and \
+         beside other libraries. Commands of this repository draw these pages from a run. Run them on your own machine:\n\n\
          ```sh\n\
          cargo bench -p lockkit-benches --bench matrix     # some 20 minutes; -- --quick: four\n\
          cargo run -p lockkit-benches --bin report         # this page, and target/lockkit-report/index.html\n\
@@ -22,18 +21,18 @@ pub(super) fn render(results: &Results, sections: &[Section]) -> String {
     );
     provenance(&mut text, results);
     text.push_str(
-        "\nThe contestants take turns in short rounds, and a full run goes through all scenarios several times, each time with \
-         new clients. A figure is the median of the rounds; ± is how far the middle half of them lies to either side of it. The longest wait is the longest of \
-         the whole run. A ratio is the median of the ratios within each round, so that whatever else the \
-         machine did meets both sides; above 1 is good for rates and bad for times, and there is none where there is nothing to \
-         compare with. Clients, servers and disks share the one machine, over loopback, and the servers have their default \
-         durability but for ZooKeeper, which does not wait for its disk and has a tick of 100 ms, for sessions of 4 s: ratios \
-         within a backend say more than those between backends.\n\n\
-         What [criterion](https://bheisler.github.io/criterion.rs/book/) measures, one after the other, is for comparing a change with \
-         what was before, by its own `--save-baseline` and `--baseline` and its report in `target/criterion`; what compares \
-         backends is the matrix, in which all take turns. `--bench scenarios` takes about ten minutes for everything and one \
-         for a backend; `held-*`, `waiters-*` and `recovery` are the matrix's alone. `--bench driver` measures what is above \
-         all backends, on one that costs nothing.\n\n",
+        "\nThe contestants take turns in short rounds, and a full run goes through all scenarios several times, each time \
+         with new clients. A figure is the median of the rounds. ± is how far the middle half of them lies to either side of \
+         it. The longest wait is the longest of the whole run. A ratio is the median of the ratios within each round, so \
+         that other work of the machine meets both sides. Above 1 is good for rates and bad for times. Without anything to \
+         compare with there is no ratio. Clients, servers and disks share the one machine, over loopback. The servers have \
+         their default durability, except ZooKeeper, which does not wait for its disk and has a tick of 100 ms, for sessions \
+         of 4 s. So ratios within a backend say more than those between backends.\n\n\
+         [criterion](https://bheisler.github.io/criterion.rs/book/) measures one contestant after the other. Use it to \
+         compare a change with the state before, by its own `--save-baseline` and `--baseline` and its report in \
+         `target/criterion`. To compare backends use the matrix, in which all take turns. `--bench scenarios` takes about \
+         ten minutes for everything and one for a backend. Only the matrix has `held-*`, `waiters-*` and `recovery`. \
+         `--bench driver` measures the driver above all backends, on a backend that costs nothing.\n\n",
     );
     summary(&mut text, results);
     for section in sections {

@@ -87,7 +87,7 @@ fn alone() -> Vec<Section> {
         Section {
             id: "uncontended",
             title: "A lock that nobody else wants",
-            about: "One task acquires and releases. What a lock costs when there is no conflict.",
+            about: "One task acquires and releases: the cost of a lock without any conflict.",
             scenarios: vec![Scenario::Uncontended],
             picture: bars(Scenario::Uncontended),
             far: false,
@@ -95,7 +95,7 @@ fn alone() -> Vec<Section> {
         Section {
             id: "own-names",
             title: "Many locks at once",
-            about: "So many tasks of one client, each on a name of its own: how far one client goes.",
+            about: "Several tasks of one client, each on a name of its own: how far one client scales.",
             scenarios: tasks.map(Scenario::OwnNames).to_vec(),
             picture: Picture::Lines(tasks.map(|n| (f64::from(n), Scenario::OwnNames(n))).to_vec()),
             far: false,
@@ -109,9 +109,10 @@ fn contended() -> Vec<Section> {
         Section {
             id: "tasks",
             title: "One lock, many tasks of one process",
-            about: "So many tasks of one client on one name. lockkit hands the lock on within the process up to 32 times in a \
-                    row, each time with a fresh fencing token, and then lets other processes in; where `local_handoffs` says so, \
-                    up to 1,000 times. What others wait for that is below. ZooKeeper's strict order rules it out.",
+            about: "Several tasks of one client on one name. lockkit hands the lock on within the process up to 32 \
+                    times in a row, each time with a fresh fencing token, and then lets other processes in. With \
+                    `local_handoffs=1000` it does so up to 1,000 times. The wait of others for that is below. ZooKeeper's \
+                    strict order rules it out.",
             scenarios: [2, 16, 100].map(Scenario::Tasks).to_vec(),
             picture: side_by_side(Scenario::Tasks(16), CONTENTION),
             far: false,
@@ -119,10 +120,11 @@ fn contended() -> Vec<Section> {
         Section {
             id: "clients",
             title: "One lock, many clients",
-            about: "So many clients on one name, in two processes or in four. A client that polls takes the lock again and \
-                    again, and looks fast: see the longest wait, and Jain's index, which is 1 if all had equal shares and 1/n if \
-                    one had everything. What is done by hand, `GET_LOCK` and ZooKeeper's plain recipe have no tokens and no lease \
-                    to keep. Processor time is that of all processes of each side, to the last release.",
+            about: "Several clients on one name, in two processes or in four. A client that polls takes the lock \
+                    again and again, and looks fast: see the longest wait, and Jain's index, which is 1 if all had equal \
+                    shares and 1/n if one had everything. The locks by hand, `GET_LOCK` and ZooKeeper's plain recipe have \
+                    no tokens and no lease to keep. Processor time is that of all processes of each side, to the last \
+                    release.",
             scenarios: [2, 16, 100].map(Scenario::Clients).to_vec(),
             picture: side_by_side(Scenario::Clients(16), CONTENTION),
             far: false,
@@ -130,8 +132,8 @@ fn contended() -> Vec<Section> {
         Section {
             id: "processes",
             title: "One lock, some tasks in some processes",
-            about: "Four processes of four tasks each on one name, one client in each process: what contention looks like in \
-                    most services. Local hand-off counts, and so does whoever waits meanwhile.",
+            about: "Four processes of four tasks each on one name, with one client in each process: contention as \
+                    in most services. Local hand-off counts, and so do those who wait meanwhile.",
             scenarios: vec![Scenario::Processes(4)],
             picture: side_by_side(Scenario::Processes(4), CONTENTION),
             far: false,
@@ -139,8 +141,9 @@ fn contended() -> Vec<Section> {
         Section {
             id: "holding",
             title: "What waiting costs",
-            about: "16 clients of four processes on one name, each of whom holds it for so many milliseconds: most of the time, 15 \
-                    wait. The picture shows what each lock takes of the server's processor time, and of the clients', with holds of 10 ms.",
+            about: "16 clients of four processes on one name. Each holds it for some milliseconds, so most of the \
+                    time 15 wait. The picture shows the processor time of the server and of the clients per lock, with \
+                    holds of 10 ms.",
             scenarios: [1, 10].map(Scenario::Holding).to_vec(),
             picture: side_by_side(Scenario::Holding(10), &[Figure::ServerTime, Figure::ClientTime]),
             far: false,
@@ -148,8 +151,8 @@ fn contended() -> Vec<Section> {
         Section {
             id: "waiters",
             title: "A long line",
-            about: "So many waiters on one name, over ten ZooKeeper sessions, each with a place in the line at the server. What others \
-                    wait for behind one client is above.",
+            about: "Many waiters on one name, over ten ZooKeeper sessions, each with a place in the queue at the \
+                    server. The wait of others behind one client is above.",
             scenarios: [10, 1_000].map(Scenario::Waiters).to_vec(),
             picture: bars(Scenario::Waiters(1_000)),
             far: false,
@@ -157,7 +160,8 @@ fn contended() -> Vec<Section> {
         Section {
             id: "beside",
             title: "What a second process waits",
-            about: "One more client, on the name that 16 tasks of another client contend for: what local hand-off costs others.",
+            about: "One more client on a name that 16 tasks of another client contend for: the cost of local \
+                    hand-off for others.",
             scenarios: vec![Scenario::Beside(16)],
             picture: bars(Scenario::Beside(16)),
             far: false,
@@ -179,7 +183,7 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
         Section {
             id: "shared",
             title: "Shared mode",
-            about: "16 tasks of four clients on one name, of which so many per cent ask for it exclusively.",
+            about: "16 tasks of four clients on one name. The given per cent of them ask for it exclusively.",
             scenarios: [0, 5, 50].map(Scenario::Shared).to_vec(),
             picture: side_by_side(Scenario::Shared(5), CONTENTION),
             far: false,
@@ -195,9 +199,9 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
         Section {
             id: "held",
             title: "Locks that are kept",
-            about: "One client, in a process of its own, holds so many locks and does nothing but renew them. Processor time is \
+            about: "One client, in a process of its own, holds many locks and only renews them. Processor time is \
                     given for a ttl of 30 s, of which a third passes between renewals. Round trips are the pieces of \
-                    traffic that left the client while every lock was renewed once.",
+                    traffic that left the client while it renewed every lock once.",
             scenarios: [10, 1_000, 10_000].map(Scenario::Held).to_vec(),
             picture: bars(most_held),
             far: false,
@@ -205,9 +209,9 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
         Section {
             id: "recovery",
             title: "When the holder dies",
-            about: "A process that holds the lock with a ttl of 4 s is killed (−9) right after its grant: how long until \
-                    a client that waits is granted. Where a lease has to run out, that is the lease; a connection or a file \
-                    ends with its process.",
+            about: "A process that holds the lock with a ttl of 4 s is killed (−9) right after its grant: the time \
+                    until a waiting client is granted. Where a lease has to run out, that is the lease. A connection or a \
+                    file ends with its process.",
             scenarios: vec![Scenario::Recovery],
             picture: bars(Scenario::Recovery),
             far: false,
@@ -220,9 +224,9 @@ fn network() -> Section {
     Section {
         id: "network",
         title: "Over a network",
-        about: "The same over a way that takes 1 ms there and back: a proxy delays what is sent by half a millisecond each way, and \
-                counts how often something is sent after a reply, by whomever: round trips, also those that nobody waits for. \
-                What costs processor time matters little there, and each round trip much.",
+        about: "The same over a network with a round trip of 1 ms. A proxy delays traffic by half a \
+                    millisecond each way. It counts round trips, also those that nobody waits for: how often anyone sends \
+                    something after a reply. Processor time matters little there, and each round trip much.",
         scenarios: FAR.to_vec(),
         picture: Picture::Bars(Scenario::Clients(16), CONTENTION),
         far: true,
