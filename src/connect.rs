@@ -251,23 +251,6 @@ impl Target {
             }
         })
     }
-
-    /// The URL parameters that only this backend has.
-    pub(crate) fn own_parameters(&self) -> &'static [&'static str] {
-        match self {
-            Self::Memory => &[],
-            #[cfg(all(feature = "file", unix))]
-            Self::File { .. } => &["poll"],
-            #[cfg(feature = "redis")]
-            Self::Redis { .. } => &["sentinel", "replicas", "replicas_timeout", "ca"],
-            #[cfg(feature = "redis")]
-            Self::Redlock { .. } => &["max_ttl", "durable", "master_timeout", "tls", "ca"],
-            #[cfg(feature = "zk")]
-            Self::Zk { .. } => &["nodes", "session_timeout", "tick_time", "access", "parents"],
-            #[cfg(feature = "mysql")]
-            Self::Mysql { .. } => &["mode", "schema", "tls", "ca", "socket", "max_connections"],
-        }
-    }
 }
 
 fn memory(url: &Url<'_>) -> Result<Target> {

@@ -91,6 +91,7 @@
 
 mod config;
 mod connect;
+mod options;
 mod url;
 
 pub use config::{FileSection, LockConfig, MysqlSection, RedisSection, RedlockSection, ZkSection};
