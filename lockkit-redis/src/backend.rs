@@ -8,7 +8,10 @@ use lockkit_core::{
     spi::{Backend, BackendInfo, Claim, ClaimRequest},
 };
 use redis::Value;
-use tokio::runtime::{Handle, RuntimeFlavor};
+use tokio::{
+    runtime::{Handle, RuntimeFlavor},
+    time::Instant,
+};
 
 use crate::{
     RedisConfig,
@@ -19,50 +22,44 @@ use crate::{
     layout, script,
 };
 
-/// A waiter is woken by a push, asks when the lease before it runs out, and asks anew after a reconnection. This is
-/// for what none of them covers.
+/// Covers what nothing else does: a waiter is woken by a push, asks when the lease before it ends, and asks after a
+/// reconnection.
 const FALLBACK_POLL: Duration = Duration::from_secs(60);
 
-/// Says that a hold can be renewed while its holder is at work without an await. On a runtime of one thread, the short lease of
-/// what a push has brought would be over before the hold is renewed, and only where the lock is contended.
-fn renews_meanwhile(runtime: &Handle) -> bool {
-    runtime.runtime_flavor() != RuntimeFlavor::CurrentThread
-}
-
-/// For how long a lock that was passed on waits for its new holder: `CLAIM` of the scripts.
+/// The longest lease of a lock that was handed off, until its new holder renews it: `HANDOFF_TTL` of the scripts.
 pub(crate) const HANDOFF_TTL: Duration = Duration::from_secs(3);
 
-/// A hold that is passed on within its client has another token, which the server is told within a few milliseconds. How long
-/// a revocation waits for that, and how often it looks.
-const SAID_WITHIN: Duration = Duration::from_millis(200);
-const LOOKS: u32 = 20;
+/// The time that a revocation gives a holder to publish its token, and the pause between two looks. A hold that was passed on
+/// within its client has a new token, which a renewal publishes within some milliseconds.
+const PUBLISHED_WITHIN: Duration = Duration::from_millis(200);
+const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(10);
 
 /// Locks on one Redis master.
 ///
-/// A hold is a key with a time to live, so it ends unless it is renewed. Grants go through a queue at the server in
-/// the order of arrival; a release passes the lock to the next in line and wakes it with a push, in one round trip.
-/// Every grant draws fencing tokens from one counter per database.
+/// A hold is a key with a time to live, so it ends unless it is renewed. The server grants in the order of arrival, from a
+/// queue. A release hands the lock off to the next in line and wakes it with a push, in one round trip. Every grant draws
+/// fencing tokens from one counter per database.
 ///
-/// What it cannot do: survive the loss of the server's data, which includes a fail-over to a replica; nor a jump of
-/// the server's clock, nor eviction. `docs/guarantees.md` has the table, and `docs/redis.md` the keys.
+/// It cannot survive the loss of the server's data, which includes a fail-over to a replica, nor a jump of the server's clock,
+/// nor eviction. `docs/guarantees.md` has the table, and `docs/redis.md` the keys.
 pub struct RedisBackend {
     shared: Arc<Shared>,
     server: Arc<str>,
 }
 
-/// What the claims of a client share.
+/// Shared by the claims of a client.
 pub(crate) struct Shared {
-    pub(crate) link: Arc<ManagedConnection>,
-    /// A connection to wait for replicas on, since that keeps everything behind it waiting, too; how many have to
-    /// follow, and within which time.
+    pub(crate) connection: Arc<ManagedConnection>,
+    /// A second connection to wait for replicas on, how many there have to be, and for how long to wait. Waiting on the first
+    /// would hold up everything behind it.
     pub(crate) replicas: Option<(Arc<ManagedConnection>, u32, Duration)>,
     pub(crate) inbox: Inbox,
     pub(crate) namespace: Arc<str>,
 }
 
 impl RedisBackend {
-    /// Connects to the master. The connection is watched and replaced by a task on the current runtime, which is the
-    /// one that the client then lives on.
+    /// Connects to the master. A task on the current runtime watches the connection and replaces it when it breaks, so the
+    /// client lives on that runtime.
     ///
     /// ```no_run
     /// # async fn example() -> lockkit_core::Result<()> {
@@ -76,8 +73,8 @@ impl RedisBackend {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidUrl`], [`Error::InvalidOptions`] or [`Error::FeatureDisabled`] for a config that cannot be;
-    /// [`Error::Unsupported`] for a cluster; [`Error::Backend`] if the server cannot be used: it is not there, it is a
+    /// [`Error::InvalidUrl`], [`Error::InvalidOptions`] or [`Error::FeatureDisabled`] if the config is invalid;
+    /// [`Error::Unsupported`] for a cluster; [`Error::Backend`] if the server cannot be used: it cannot be reached, it is a
     /// replica, it is older than Redis 6, or it refuses the user.
     ///
     /// # Cancel safety
@@ -89,12 +86,15 @@ impl RedisBackend {
             return Err(Error::permanent(NAME, "connect", reason));
         };
         let connector = Connector::new(&config)?;
+        // The short lease of a hand-off has to be renewed while its holder works without an await. The only thread of a runtime
+        // cannot do that.
+        let takes_hand_offs = runtime.runtime_flavor() != RuntimeFlavor::CurrentThread;
         let inbox = Inbox {
-            client: layout::new_client(renews_meanwhile(&runtime)).into(),
+            client: layout::new_client(takes_hand_offs).into(),
             wakeups: Arc::default(),
             master: None,
         };
-        let link = ManagedConnection::open(connector.clone(), Some(inbox.clone())).await?;
+        let connection = ManagedConnection::open(connector.clone(), Some(inbox.clone())).await?;
         let replicas = match config.replicas {
             0 => None,
             replicas => Some((
@@ -103,10 +103,10 @@ impl RedisBackend {
                 config.replicas_timeout,
             )),
         };
-        warn_of_eviction(&link)?;
+        warn_of_eviction(&connection)?;
         Ok(Self {
             shared: Arc::new(Shared {
-                link,
+                connection,
                 replicas,
                 inbox,
                 namespace: config.namespace.into(),
@@ -116,9 +116,9 @@ impl RedisBackend {
     }
 }
 
-fn warn_of_eviction(link: &ManagedConnection) -> Result<()> {
-    let live = link.current("connect")?;
-    let policy = &live.server().eviction;
+fn warn_of_eviction(connection: &ManagedConnection) -> Result<()> {
+    let current = connection.current("connect")?;
+    let policy = &current.server().eviction;
     if !policy.is_empty() && policy != "noeviction" {
         tracing::warn!(
             backend = NAME,
@@ -148,9 +148,9 @@ impl Backend for RedisBackend {
         info
     }
 
-    /// The `ttl`, when whoever is first in the queue asks, by a server's clock that is up to 1 % slower. If the first has
-    /// died as well, those behind it ask 5 s later; and if the server has not noticed that, as when a host crashes, what
-    /// is passed to the dead lapses after another 3 s.
+    /// Returns the ttl by a server's clock that is up to 1 % slower, after which the head of the queue asks; 5 s, after which the
+    /// others ask if the head died as well; and 3 s, after which a hand-off to a head expires whose death the server has not
+    /// noticed, as when its host crashed.
     fn dead_holder_bound(&self, ttl: Duration) -> Duration {
         ttl.saturating_add(ttl / 100 + FOLLOWER_DELAY + HANDOFF_TTL)
     }
@@ -160,46 +160,38 @@ impl Backend for RedisBackend {
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
-        let key = layout::key(&self.shared.namespace, name, kind);
-        let reply = self
-            .shared
-            .link
-            .run("inspect", script::INSPECT.call(&key))
-            .await?;
+        let call = script::INSPECT.call(&layout::key(&self.shared.namespace, name, kind));
+        let reply = self.shared.connection.run("inspect", call).await?;
         state(&reply).ok_or_else(|| unexpected("inspect", &reply))
     }
 
     async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let key = layout::key(&self.shared.namespace, name, kind);
-        for look in 0..LOOKS {
-            if look > 0 {
-                tokio::time::sleep(SAID_WITHIN / LOOKS).await;
-            }
+        let give_up = Instant::now() + PUBLISHED_WITHIN;
+        loop {
             let mut call = script::REVOKE.call(&key);
             call.arg(token.get());
-            if look + 1 == LOOKS {
-                call.arg("at last");
+            if Instant::now() >= give_up {
+                call.arg("published or not");
             }
-            match self.shared.link.run("revoke", call).await? {
-                Value::Int(-1) => {}
+            match self.shared.connection.run("revoke", call).await? {
+                Value::Int(-1) => tokio::time::sleep(LOOK_AGAIN_AFTER).await,
                 Value::Int(found) => return Ok(found == 1),
                 other => return Err(unexpected("revoke", &other)),
             }
         }
-        let reason = "the holder has not told its token yet: it has ended, or stands still";
-        Err(Error::transient(NAME, "revoke", reason))
     }
 
     async fn close(&self) -> Result<()> {
-        self.shared.link.close(Some(&self.shared.inbox)).await;
-        if let Some((link, ..)) = &self.shared.replicas {
-            link.close(None).await;
+        self.shared.connection.close(Some(&self.shared.inbox)).await;
+        if let Some((connection, ..)) = &self.shared.replicas {
+            connection.close(None).await;
         }
         Ok(())
     }
 }
 
-/// What the inspection script found.
+/// Converts the inspection script's reply.
 fn state(reply: &Value) -> Option<LockState> {
     let Value::Array(parts) = reply else { return None };
     let [Value::Int(waiters), value, Value::Int(left), entries @ ..] = &**parts else {

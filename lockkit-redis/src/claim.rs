@@ -1,11 +1,6 @@
-//! One contender for one lock.
+//! One contender for one lock: a script of the server for each method of `Claim`.
 
-use std::{
-    fmt,
-    num::NonZeroU32,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{fmt, num::NonZeroU32, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_core::{
@@ -21,11 +16,11 @@ use crate::{
     error::{NAME, unexpected},
     layout::{self, Record},
     script::{self, Call},
-    wakeup::Wakeup,
+    wakeup::{Follows, Wakeup},
 };
 
-/// Those behind the head are told when they become it. This is by how much later they ask than it, if that was lost, or if
-/// it has died.
+/// The time by which the others ask later than the head of the queue. They are told when they become the head; this covers a
+/// push that was lost, and a head that died.
 pub(crate) const FOLLOWER_DELAY: Duration = Duration::from_secs(5);
 
 pub(crate) struct RedisClaim {
@@ -33,44 +28,46 @@ pub(crate) struct RedisClaim {
     request: ClaimRequest,
     key: Vec<u8>,
     record: Record,
-    /// How many tokens to reserve from when the lock is known to be contended.
+    /// The number of tokens to reserve if the lock turns out to be contended.
     most_tokens: NonZeroU32,
-    /// Where pushes for it arrive, from when it first may get one.
+    /// Receives pushes. There from the first request on that one may come for.
     wakeup: Option<Arc<Wakeup>>,
-    queued: bool,
-    /// It may have a place in the queue at the server, for it has been asking for one.
+    /// The server may have it in the queue, since it has asked to wait.
     may_be_queued: bool,
-    /// Until when it was last known to hold.
+    /// The end of its last known lease.
     held_until: Option<Instant>,
     /// The token of its hold, while it holds.
     token: Option<u64>,
-    /// The one that the server has been told.
+    /// The token that the server shows for the hold. It lags behind `token` after a hand-off within the client.
     token_published: Option<u64>,
-    /// Since it was last renewed, or tried to be, its token has changed, or it was passed a lease that is short.
+    /// A renewal is due at once: it publishes the token, or prolongs a lease that a hand-off made short.
     renew_soon: bool,
-    /// When it was asked for, if it was had at once and has not been renewed since.
+    /// The time of its request, if that was granted at once and the hold has not been renewed since.
     granted_at_once: Option<Instant>,
 }
 
-/// The answer to an attempt.
-enum Answer {
-    /// The first token, and how many.
-    Granted(u64, NonZeroU32),
+/// The server's reply to a request for the lock.
+enum Reply {
+    Granted {
+        first: u64,
+        tokens: NonZeroU32,
+    },
     Taken {
-        /// In the queue.
+        /// In the queue, from 0 on.
         position: Option<u64>,
-        /// Of the lease of whoever holds it.
+        /// The rest of the holder's lease.
         left: Option<Duration>,
+        /// A foreign client holds the lock.
         foreign: bool,
     },
-    /// The semaphore has this many.
+    /// The semaphore has this many permits.
     OtherPermits(String),
 }
 
 impl RedisClaim {
     pub(crate) fn new(shared: Arc<Shared>, request: &ClaimRequest) -> Self {
-        // The counter must not run ahead of the clock: a lock that nobody contends for, which may be taken tens of thousands
-        // of times a second, takes one token. That it is contended for at the server is found out.
+        // The counter must not outrun the clock. So a lock that nobody contends for, which may be taken tens of thousands of
+        // times a second, reserves one token. The server says when the lock is contended.
         let most_tokens = request.tokens;
         let mut request = request.clone();
         if !request.locally_contended {
@@ -83,7 +80,6 @@ impl RedisClaim {
             request,
             shared,
             wakeup: None,
-            queued: false,
             may_be_queued: false,
             held_until: None,
             token: None,
@@ -103,12 +99,12 @@ impl RedisClaim {
         wakeup.get_or_insert_with(|| shared.inbox.wakeups.add(request.owner))
     }
 
-    /// The lease that a reply to a request sent at `since` proves.
+    /// Returns the lease that a reply to a request sent at `since` proves.
     fn lease(&self, since: Instant) -> Lease {
         Self::lease_of(Duration::from_millis(self.ttl_ms()), since)
     }
 
-    /// All of it on the server's clock, less what two clocks may drift apart meanwhile.
+    /// Takes off a lease what two clocks may drift apart meanwhile.
     fn lease_of(ttl: Duration, since: Instant) -> Lease {
         Lease {
             since,
@@ -116,55 +112,43 @@ impl RedisClaim {
         }
     }
 
-    /// As the server counts it.
+    /// Returns the ttl as the server counts it.
     fn ttl_ms(&self) -> u64 {
         u64::try_from(self.request.ttl.as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// What the server knows the hold by, as far as this client knows.
+    /// Returns the value that the server has for the hold, as far as this client knows.
     fn value(&self) -> String {
         self.record.with_token(self.token_published.unwrap_or_default())
     }
 
-    fn set_queued(&mut self, queued: bool) {
-        if self.queued != queued {
-            self.queued = queued;
-            let count = self.shared.inbox.wakeups.queued();
-            if queued {
-                count.fetch_add(1, Ordering::Relaxed);
-            } else {
-                count.fetch_sub(1, Ordering::Relaxed);
-            }
-        }
-    }
-
-    /// What it was passed, if that can be used as it is: enough is left of its lease, and the driver renews it soon.
+    /// Returns the hold that a push has brought, if the lease is long enough and the driver renews it soon.
     ///
-    /// The lease counts from when the last request was sent that was answered before the push. The server has passed it on
-    /// later than it answered that, since one connection keeps their order. What came on the connection before says nothing
-    /// any more: this claim may have asked again on the one there is now.
+    /// The lease counts from when the last request was sent that was answered before the push. The server handed the lock off
+    /// after that reply, since a connection keeps their order. A push of an earlier connection proves nothing: this claim may
+    /// have asked again on the present one.
     fn grant_from_push(&mut self) -> Option<Grant> {
-        /// For its first renewal.
+        /// Leaves time for the first renewal.
         const ENOUGH: Duration = Duration::from_secs(1);
 
-        let passed = self.wakeup.as_ref()?.take_push()?;
+        let hand_off = self.wakeup.as_ref()?.take_hand_off()?;
         if !self.request.renews || self.shared.replicas.is_some() {
             return None;
         }
         let ttl = Duration::from_millis(self.ttl_ms()).min(HANDOFF_TTL);
-        let lease = Self::lease_of(ttl, passed.heard.since);
+        let lease = Self::lease_of(ttl, hand_off.origin.since);
         let left = lease.end()?.saturating_duration_since(Instant::now());
-        if left < ENOUGH || self.shared.link.number() != Some(passed.heard.on) {
+        if left < ENOUGH || self.shared.connection.number() != Some(hand_off.origin.connection) {
             return None;
         }
-        let grant = self.begin_hold(passed.token, self.most_tokens, lease);
+        let grant = self.begin_hold(hand_off.token, self.most_tokens, lease);
         self.renew_soon = true;
         Some(grant)
     }
 
-    async fn request_lock(&mut self, waits: bool) -> Result<Answer> {
-        // What is not sent leaves nothing.
-        let live = self.shared.link.current("acquire")?;
+    async fn ask(&mut self, waits: bool) -> Result<Reply> {
+        // A request that is not sent leaves nothing at the server.
+        let connection = self.shared.connection.current("acquire")?;
         let alone = self.request.mode == Mode::Exclusive && !self.may_be_queued;
         self.may_be_queued |= waits;
         self.wakeup().begin();
@@ -179,53 +163,60 @@ impl RedisClaim {
             call.arg("alone");
         }
         let since = Instant::now();
-        let reply = self.shared.link.run_on(&live, "acquire", call).await?;
+        let reply = self
+            .shared
+            .connection
+            .run_on(&connection, "acquire", call)
+            .await?;
         match &reply {
             Value::Int(token) if *token > 0 => {
                 self.may_be_queued = false;
                 self.granted_at_once = Some(since);
-                Ok(Answer::Granted(token.unsigned_abs(), self.request.tokens))
+                Ok(Reply::Granted {
+                    first: token.unsigned_abs(),
+                    tokens: self.request.tokens,
+                })
             }
             Value::Array(parts) => match &**parts {
                 [Value::Int(first), Value::Int(tokens)] if *first > 0 => {
                     let tokens = u32::try_from(*tokens).ok().and_then(NonZeroU32::new);
-                    let tokens = tokens.ok_or_else(|| unexpected("acquire", &reply))?;
-                    Ok(Answer::Granted(first.unsigned_abs(), tokens))
+                    Ok(Reply::Granted {
+                        first: first.unsigned_abs(),
+                        tokens: tokens.ok_or_else(|| unexpected("acquire", &reply))?,
+                    })
                 }
-                [Value::Int(position), Value::Int(left), Value::Int(foreign)] => Ok(Answer::Taken {
+                [Value::Int(position), Value::Int(left), Value::Int(foreign)] => Ok(Reply::Taken {
                     position: u64::try_from(*position).ok(),
                     left: u64::try_from(*left).ok().map(Duration::from_millis),
                     foreign: *foreign == 1,
                 }),
                 _ => Err(unexpected("acquire", &reply)),
             },
-            Value::BulkString(permits) => Ok(Answer::OtherPermits(
-                String::from_utf8_lossy(permits).into_owned(),
-            )),
+            Value::BulkString(permits) => {
+                Ok(Reply::OtherPermits(String::from_utf8_lossy(permits).into_owned()))
+            }
             _ => Err(unexpected("acquire", &reply)),
         }
     }
 
-    /// Gives up a short hold that was had at once: most likely, nobody has come since, and the server can do without a
-    /// script. `false` if that is not enough: somebody waits, it is gone, or the server has no such command.
+    /// Releases a short hold that was granted at once, by the server's own command. Most likely nobody has come since, and no
+    /// script is needed. Returns `false` if one is: somebody waits, the hold is gone, or the server has no such command.
     async fn delete_short_hold(&self) -> Result<bool> {
-        /// For one that lasts, to look for waiters is worth what it costs: asked for in vain, this makes them wait longer.
+        /// A longer hold is likely to have waiters. In vain, the command only makes them wait longer.
         const SHORT: Duration = Duration::from_millis(5);
 
-        if self
-            .granted_at_once
-            .is_none_or(|asked_at| asked_at.elapsed() > SHORT)
-        {
+        if self.granted_at_once.is_none_or(|sent| sent.elapsed() > SHORT) {
             return Ok(false);
         }
-        self.shared.link.delete("release", &self.key, &self.value()).await
+        let value = self.value();
+        self.shared.connection.delete("release", &self.key, &value).await
     }
 
-    /// Whether it was held.
+    /// Releases by the script. Returns `true` if the lock was held.
     async fn run_release(&self) -> Result<bool> {
         let mut call = script::RELEASE.call(&self.key);
         call.arg(self.value());
-        match self.shared.link.run("release", call).await? {
+        match self.shared.connection.run("release", call).await? {
             Value::Int(held) => Ok(held == 1),
             reply => Err(unexpected("release", &reply)),
         }
@@ -238,15 +229,7 @@ impl RedisClaim {
         call
     }
 
-    async fn granted(&mut self, first: u64, tokens: NonZeroU32, since: Instant) -> Result<Option<Grant>> {
-        let grant = self.begin_hold(first, tokens, self.lease(since));
-        self.replicate().await?;
-        Ok(Some(grant))
-    }
-
-    /// From now on.
     fn begin_hold(&mut self, first: u64, tokens: NonZeroU32, lease: Lease) -> Grant {
-        self.set_queued(false);
         if self.request.tokens != tokens {
             self.request.tokens = tokens;
             self.record = Record::new(&self.request, &self.shared.inbox.client);
@@ -264,15 +247,15 @@ impl RedisClaim {
         }
     }
 
-    /// Has the grant reach as many replicas as were asked for. It is given up otherwise.
+    /// Waits until the grant has reached as many replicas as the config asks for. Gives the lock up if it does not.
     async fn replicate(&mut self) -> Result<()> {
-        let Some((link, replicas, within)) = &self.shared.replicas else {
+        let Some((connection, replicas, within)) = &self.shared.replicas else {
             return Ok(());
         };
-        let (link, replicas, within) = (link.clone(), *replicas, *within);
-        let together = self.shared.link.leads_where("acquire", &link)?;
-        let reason = if together {
-            let (held, reached) = link
+        let (connection, replicas, within) = (connection.clone(), *replicas, *within);
+        let same_server = self.shared.connection.is_same_server("acquire", &connection)?;
+        let reason = if same_server {
+            let (held, reached) = connection
                 .run_replicated("acquire", self.renewal(), replicas, within)
                 .await?;
             if held == Value::Int(1) && reached >= i64::from(replicas) {
@@ -283,28 +266,28 @@ impl RedisClaim {
             "the connection that waits for replicas leads to another server than the lock's".to_owned()
         };
         let released = self.release().await;
-        if !together {
-            // Which of them is right is for whoever names the master to say.
-            self.shared.link.make_anew();
-            link.make_anew();
+        if !same_server {
+            // Only the sentinels, or the URL, can say which server is right.
+            self.shared.connection.replace();
+            connection.replace();
         }
         match released {
-            // A lease that was over before the replicas were was never a hold of anybody's.
+            // A lease that ended before the replicas had it was nobody's hold.
             Err(error) if !error.is_lost() => Err(error),
             _ => Err(Error::transient(NAME, "acquire", reason)),
         }
     }
 
-    /// How long to wait before it asks again although nothing woke it: when the lease before it has run out.
+    /// Returns after how long to ask again if nothing wakes the claim: when the lease before it ends.
     fn asks_again_in(position: Option<u64>, left: Option<Duration>, foreign: bool) -> Duration {
         /// Foreign clients wake nobody.
         const FOREIGN: Duration = Duration::from_millis(50);
-        /// A head that is dead, and would not fit, keeps those behind it waiting who would: until one of them asks when
-        /// it is not believed any more.
+        /// A dead head that would not fit keeps out those behind it who would. One of them has to ask once it no longer
+        /// counts as alive.
         const WATCH: Duration = ALIVE_FOR.saturating_add(Duration::from_secs(1));
 
         if foreign {
-            // Those behind do so for when the head has died.
+            // The others only look whether the head has died.
             return if position == Some(0) {
                 FOREIGN.mul_f64(1.0 + fastrand::f64())
             } else {
@@ -314,9 +297,10 @@ impl RedisClaim {
         let left = left.unwrap_or(FOLLOWER_DELAY) + Duration::from_millis(1);
         match position {
             Some(0) => left,
-            // However many there are, they are not to ask all the time.
+            // A long queue must not ask all the time.
             Some(position) => {
-                (left + FOLLOWER_DELAY).min(WATCH.saturating_mul(u32::try_from(position).unwrap_or(u32::MAX)))
+                let watch = WATCH.saturating_mul(u32::try_from(position).unwrap_or(u32::MAX));
+                (left + FOLLOWER_DELAY).min(watch)
             }
             None => left + FOLLOWER_DELAY,
         }
@@ -339,32 +323,31 @@ impl Claim for RedisClaim {
         }
         let waits = !patience.is_zero();
         let since = Instant::now();
-        match self.request_lock(waits).await? {
-            Answer::Granted(first, tokens) => self.granted(first, tokens, since).await,
-            Answer::Taken {
+        match self.ask(waits).await? {
+            Reply::Granted { first, tokens } => {
+                let grant = self.begin_hold(first, tokens, self.lease(since));
+                self.replicate().await?;
+                Ok(Some(grant))
+            }
+            Reply::Taken {
                 position,
                 left,
                 foreign,
             } => {
                 if waits {
-                    self.set_queued(true);
+                    let follows = position.is_some_and(|position| position > 0).then(|| Follows {
+                        lock: self.key.clone(),
+                        foreign,
+                    });
                     let after = Self::asks_again_in(position, left, foreign);
-                    let key = self.key.clone();
-                    let own = self.wakeup();
-                    own.ask_in(after);
-                    if position.is_some_and(|position| position > 0) {
-                        own.waits_behind(&key, foreign);
-                    }
+                    self.wakeup().wait(follows, after);
                 }
                 Ok(None)
             }
-            Answer::OtherPermits(others) => {
+            Reply::OtherPermits(others) => {
                 let Mode::Permits(permits) = self.request.mode else {
-                    return Err(Error::permanent(
-                        NAME,
-                        "acquire",
-                        "the lock's key holds a semaphore",
-                    ));
+                    let reason = "the lock's key holds a semaphore";
+                    return Err(Error::permanent(NAME, "acquire", reason));
                 };
                 let name = &self.request.name;
                 Err(Error::invalid_option(
@@ -377,11 +360,11 @@ impl Claim for RedisClaim {
 
     async fn renew(&mut self) -> Result<Renewal> {
         self.wakeup().begin();
-        // Also if it fails: what is to be done then is not to try again at once.
+        // Not repeated at once if it fails: the driver says when.
         self.renew_soon = false;
         self.granted_at_once = None;
         let since = Instant::now();
-        let reply = self.shared.link.run("renew", self.renewal()).await?;
+        let reply = self.shared.connection.run("renew", self.renewal()).await?;
         match reply {
             Value::Int(1) => {
                 self.token_published = self.token;
@@ -396,7 +379,9 @@ impl Claim for RedisClaim {
 
     async fn release(&mut self) -> Result<()> {
         let held = self.delete_short_hold().await? || self.run_release().await?;
-        self.set_queued(false);
+        if let Some(wakeup) = &self.wakeup {
+            wakeup.stop();
+        }
         self.may_be_queued = false;
         let loss = self.loss();
         let was_held = self.token.take().is_some();
@@ -412,7 +397,6 @@ impl Claim for RedisClaim {
 
     async fn notified(&mut self) {
         if self.renew_soon {
-            // It is held for long enough to be looked at: a renewal tells the server its token, and prolongs its lease.
             return;
         }
         self.wakeup().clone().notified().await;
@@ -426,10 +410,9 @@ impl Claim for RedisClaim {
 
 impl Drop for RedisClaim {
     fn drop(&mut self) {
-        self.set_queued(false);
         let (wakeups, owner) = (&self.shared.inbox.wakeups, self.request.owner);
         if self.may_be_queued {
-            wakeups.leave_behind(owner, std::mem::take(&mut self.key));
+            wakeups.abandon(owner, std::mem::take(&mut self.key));
         }
         if self.wakeup.is_some() {
             wakeups.remove(owner);

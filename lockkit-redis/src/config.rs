@@ -1,4 +1,4 @@
-//! Where the server is, and how it is used.
+//! The options of the Redis backend, and its URL.
 
 use std::{fmt, path::PathBuf, time::Duration};
 
@@ -8,7 +8,7 @@ use lockkit_core::{
 };
 use percent_encoding::percent_decode_str;
 
-/// Which Redis server keeps the locks, and how.
+/// The Redis server to use, and the options for it.
 ///
 /// ```
 /// use lockkit_redis::RedisConfig;
@@ -21,26 +21,26 @@ use percent_encoding::percent_decode_str;
 #[non_exhaustive]
 pub struct RedisConfig {
     /// `redis://[user[:password]@]host[:port][/db]`, or `rediss://` for TLS, which needs the cargo feature `tls`. User
-    /// and password are percent-encoded; the port is 6379 and the database 0 unless given. With
-    /// [`sentinel`](Self::sentinel), a list of sentinels separated by commas, whose port is 26379 unless given.
+    /// and password are percent-encoded. Default port: 6379, default database: 0. With [`sentinel`](Self::sentinel), a list of
+    /// sentinels separated by commas, whose default port is 26379.
     pub url: String,
-    /// Keeps applications that share a database apart. Of `[A-Za-z0-9._-]`; may be empty.
+    /// Separates applications that share a database. Characters: `[A-Za-z0-9._-]`. May be empty.
     pub namespace: String,
-    /// How many replicas have to have acknowledged a grant before it counts. Default: 0.
+    /// The number of replicas that must acknowledge a grant before it counts. Default: 0.
     ///
-    /// It narrows the window in which a fail-over loses a lock that is held. It cannot close it: Redis replicates
-    /// asynchronously, and a replica that acknowledged need not be the one that is promoted.
+    /// This narrows the window in which a fail-over loses a lock that is held. It cannot close it: Redis replicates
+    /// asynchronously, and the replica that is promoted need not be one that acknowledged.
     pub replicas: u32,
-    /// How long to wait for the replicas. Default: 1 s.
+    /// The longest time to wait for the replicas. Default: 1 s.
     pub replicas_timeout: Duration,
-    /// The name of the master, if the URL names sentinels rather than the server itself.
+    /// The name of the master, if the URL lists sentinels.
     pub sentinel: Option<String>,
-    /// A file of PEM certificates to trust instead of those of the system, for `rediss://`.
+    /// A file of PEM certificates to trust instead of the system's, for `rediss://`.
     pub ca: Option<PathBuf>,
 }
 
 impl RedisConfig {
-    /// The server at `url`, the default namespace and nothing else. The URL is looked at when it is connected to.
+    /// Returns the defaults for the server at `url`. The URL is checked when the client connects.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -52,10 +52,10 @@ impl RedisConfig {
         }
     }
 
-    /// Whether it can be connected to, as far as can be told without I/O.
+    /// Checks the URL and the options, without I/O.
     ///
     /// # Errors
-    /// [`Error::InvalidUrl`], [`Error::InvalidOptions`] or [`Error::FeatureDisabled`] say what cannot be.
+    /// [`Error::InvalidUrl`], [`Error::InvalidOptions`] or [`Error::FeatureDisabled`].
     pub fn validate(&self) -> Result<()> {
         self.address().map(drop)
     }
@@ -81,7 +81,7 @@ impl RedisConfig {
         if self.sentinel.as_deref() == Some("") {
             return Err(Error::invalid_option(
                 "sentinel",
-                "it is empty; it is the name that the sentinels know the master by",
+                "it is empty; give the name that the sentinels have for the master",
             ));
         }
         let address = Address::parse(&self.url, self.sentinel.is_some())?;
@@ -113,13 +113,13 @@ impl fmt::Debug for RedisConfig {
     }
 }
 
-/// A URL in its parts.
+/// A parsed URL.
 #[derive(Clone)]
 pub(crate) struct Address {
     pub(crate) tls: bool,
     pub(crate) username: Option<String>,
     pub(crate) password: Option<String>,
-    /// The server, or the sentinels that know it.
+    /// The server, or its sentinels.
     pub(crate) hosts: Vec<(String, u16)>,
     pub(crate) db: i64,
 }
@@ -169,7 +169,7 @@ impl Address {
                 };
                 let given = |text: std::borrow::Cow<'_, str>| (!text.is_empty()).then(|| text.into_owned());
                 let (user, password) = (given(user), given(password));
-                // A user is logged in as, also without a password: never as the default one instead.
+                // A user without a password logs in as that user, never as the default one.
                 let password = password.or_else(|| user.as_ref().map(|_| String::new()));
                 (user, password)
             }
@@ -200,14 +200,14 @@ impl Address {
         })
     }
 
-    /// Host and port of the (first) server.
+    /// Returns host and port of the (first) server.
     pub(crate) fn name(&self) -> String {
         self.hosts
             .first()
             .map_or_else(String::new, |(host, port)| shown(host, *port))
     }
 
-    /// The server's identity: canonical, without credentials.
+    /// Returns the server's identity: canonical, and without credentials.
     pub(crate) fn server(&self, sentinel: Option<&str>) -> String {
         let scheme = if self.tls { "rediss" } else { "redis" };
         let mut hosts: Vec<_> = self.hosts.iter().map(|(host, port)| shown(host, *port)).collect();
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_url_is_taken_apart() {
+    fn a_url_is_parsed() {
         let a = address("redis://locker:p%40ss%2Fword@Redis.example:7000/3");
         assert_eq!(a.username.as_deref(), Some("locker"));
         assert_eq!(a.password.as_deref(), Some("p@ss/word"));
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_without_telling_secrets() {
+    fn invalid_urls_are_refused_without_telling_secrets() {
         for url in [
             "http://host",
             "host",

@@ -25,51 +25,67 @@ use tokio::net::{TcpStream, lookup_host};
 use crate::{
     config::{Address, RedisConfig, shown},
     connection_io::{ConnectionIo, IoHandle},
-    error::{NAME, failed, unexpected},
+    error::{NAME, failed},
     layout,
     redlock::RestartQuarantine,
     script,
 };
 
-/// What to do with each push that comes on a connection.
+/// Handles each push that comes on a connection.
 pub(crate) type OnPush = Arc<dyn Fn(PushInfo) + Send + Sync>;
 
-/// A connection, and what is known about where it leads.
+/// A new connection, ready for use.
 pub(crate) struct Established {
-    pub(crate) connection: MultiplexedConnection,
-    /// Which process it leads to.
-    pub(crate) run_id: String,
-    /// What that process calls the connection, if it tells.
-    pub(crate) id: Option<i64>,
-    /// What becomes of keys when memory runs out.
-    pub(crate) eviction: String,
-    /// If it compares and deletes by itself, and this user may have it do so.
-    pub(crate) native: Option<Native>,
-    /// It is one of several masters.
-    pub(crate) votes: bool,
-    /// The marker beside its data with which it then has a vote.
-    marker: String,
-    /// What runs the connection, if it is not a task of its own.
-    pub(crate) driven: Option<IoHandle>,
+    pub(crate) stream: MultiplexedConnection,
+    /// Runs the I/O of the connection. `None` if the client library has a task for that, as it does over TLS.
+    pub(crate) io: Option<IoHandle>,
+    pub(crate) server: ServerInfo,
 }
 
-impl Established {
+/// Describes the server, in its own words.
+pub(crate) struct ServerInfo {
+    /// Identifies its process.
+    pub(crate) run_id: String,
+    /// The number that it has given the connection, if it tells.
+    pub(crate) client_id: Option<i64>,
+    /// Its `maxmemory-policy`.
+    pub(crate) eviction: String,
+    pub(crate) role: Role,
+}
+
+/// The part that the server plays for its client.
+pub(crate) enum Role {
+    /// The only master, with its own compare-and-delete, if it has one that this user may run.
+    Only(Option<CompareAndDelete>),
+    /// One of several masters, with the marker beside its data with which it has a vote.
+    Voter(String),
+}
+
+impl ServerInfo {
+    /// Returns `true` for one of several masters.
+    pub(crate) fn is_voter(&self) -> bool {
+        matches!(self.role, Role::Voter(_))
+    }
+
     pub(crate) fn marker(&self) -> &str {
-        &self.marker
+        match &self.role {
+            Role::Only(_) => "",
+            Role::Voter(marker) => marker,
+        }
     }
 }
 
 /// A server's own command to delete a string that has a certain value.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Native {
+pub(crate) enum CompareAndDelete {
     /// Valkey's, from 9.0 on.
     DelIfEq,
     /// Redis's, from 8.4 on.
     DelEx,
 }
 
-impl Native {
-    pub(crate) fn delete(self, key: &[u8], value: &str) -> Cmd {
+impl CompareAndDelete {
+    pub(crate) fn command(self, key: &[u8], value: &str) -> Cmd {
         let mut delete = Cmd::with_capacity(4, 192);
         match self {
             Self::DelIfEq => delete.arg("DELIFEQ").arg(key),
@@ -79,23 +95,22 @@ impl Native {
         delete
     }
 
-    /// Which one the server does for this user, found out on a key that is never there.
-    async fn of(connection: &mut MultiplexedConnection) -> RedisResult<Option<Self>> {
+    /// Finds out which one the server runs for this user, by a key that is never there.
+    async fn find(connection: &mut MultiplexedConnection) -> RedisResult<Option<Self>> {
         let all = [Self::DelIfEq, Self::DelEx];
         let mut trial = redis::pipe();
-        for native in all {
-            trial.add_command(native.delete(layout::NOWHERE, ""));
+        for command in all {
+            trial.add_command(command.command(layout::NOWHERE, ""));
         }
-        // A refusal of one is an answer like the other's.
-        let answers = connection.send_packed_commands(&trial, 0, all.len()).await?;
-        let done = answers.iter().position(|answer| matches!(answer, Value::Int(_)));
-        Ok(done.and_then(|at| all.get(at).copied()))
+        let replies = connection.send_packed_commands(&trial, 0, all.len()).await?;
+        let found = replies.iter().position(|reply| matches!(reply, Value::Int(_)));
+        Ok(found.and_then(|at| all.get(at).copied()))
     }
 }
 
-/// How long it may take until a connection to a server can be used.
+/// The longest time until a connection to a server is ready.
 const READY_WITHIN: Duration = Duration::from_secs(2);
-/// How long a sentinel may take to say where the master is.
+/// The longest time for a sentinel to name the master.
 const SENTINEL_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Makes connections to one master.
@@ -103,18 +118,17 @@ const SENTINEL_PATIENCE: Duration = Duration::from_millis(500);
 pub(crate) struct Connector {
     address: Address,
     sentinel: Option<String>,
-    /// Which of the sentinels last named a master that is one.
+    /// The index of the sentinel that last named a server that was a master.
     right: Arc<AtomicUsize>,
-    /// If it is one of several.
-    guard: Option<(Arc<RestartQuarantine>, usize)>,
-    /// What is to run the connections.
+    /// Set for one of several masters, with its number among them.
+    quarantine: Option<(Arc<RestartQuarantine>, usize)>,
     connection_io: OnceLock<ConnectionIo>,
     #[cfg(feature = "tls")]
     ca: Option<Vec<u8>>,
 }
 
 impl Connector {
-    /// Without I/O except for reading certificates.
+    /// Does no I/O but to read certificates.
     pub(crate) fn new(config: &RedisConfig) -> Result<Self> {
         let address = config.address()?;
         #[cfg(feature = "tls")]
@@ -126,62 +140,62 @@ impl Connector {
         };
         #[cfg(feature = "tls")]
         if address.tls {
-            // Without a default, rustls panics where a program's other crates bring several providers. An earlier
-            // choice of the program stays.
+            // Without a default, rustls panics in a program whose crates bring several providers. A default that the program
+            // has set stays.
             let _ = rustls::crypto::ring::default_provider().install_default();
         }
         Ok(Self {
             address,
             sentinel: config.sentinel.clone(),
             right: Arc::default(),
-            guard: None,
+            quarantine: None,
             connection_io: OnceLock::new(),
             #[cfg(feature = "tls")]
             ca,
         })
     }
 
-    /// One of several masters, by its number among them.
-    pub(crate) fn guarded(
+    /// Makes it one of several masters, by its number among them.
+    pub(crate) fn voter(
         mut self,
-        guard: &Arc<RestartQuarantine>,
+        quarantine: &Arc<RestartQuarantine>,
         master: usize,
         connection_io: &ConnectionIo,
     ) -> Self {
-        self.guard = Some((guard.clone(), master));
+        self.quarantine = Some((quarantine.clone(), master));
         self.connection_io = OnceLock::from(connection_io.clone());
         self
     }
 
-    /// The connection that was dialled last is in use.
+    /// Notes that the connection made last is in use.
     pub(crate) fn connected(&self) {
-        if let Some((guard, _)) = &self.guard {
-            guard.connected();
+        if let Some((quarantine, _)) = &self.quarantine {
+            quarantine.connected();
         }
     }
 
-    /// What it leads to, without credentials.
+    /// Returns the server's address, without credentials.
     pub(crate) fn server(&self) -> String {
         self.address.server(self.sentinel.as_deref())
     }
 
-    /// A connection to the master, with every script known to it, and pushes on `channel`, if one is given, going to what
-    /// `on_push` makes for each try. The token counter of the one master is above its clock; one of several has been let
-    /// in by the guard.
+    /// Connects to the master, loads all scripts, and subscribes to `channel`, if one is given. Pushes go to the handler that
+    /// `on_push` makes for each try. The token counter of the only master is above its clock; one of several has been let in by
+    /// its quarantine.
     ///
-    /// A sentinel that was cut off may name a master that is none any more: then the others are asked, too, and whoever
-    /// was right is asked first the next time.
+    /// A sentinel that was cut off may name a server that is no longer the master. Then the other sentinels are asked, too, and
+    /// the one that was right is asked first the next time.
     ///
     /// # Cancel safety
     /// Dropping the future drops the connection.
-    pub(crate) async fn dial(
+    pub(crate) async fn connect(
         &self,
         channel: Option<&str>,
         mut on_push: impl FnMut() -> OnPush + Send,
     ) -> Result<Established> {
         let hosts = &self.address.hosts;
         let Some(master) = &self.sentinel else {
-            return self.dial_server(&hosts[0], channel, &on_push()).await;
+            return self.connect_to(&hosts[0], channel, &on_push()).await;
         };
         let mut tried = Vec::new();
         let (mut silent, mut unusable) = (None, None);
@@ -190,10 +204,10 @@ impl Connector {
             match self.ask_sentinel(&hosts[n], master).await {
                 Err(err) => silent = Some(err),
                 Ok(named) if tried.contains(&named) => {}
-                Ok(named) => match self.dial_server(&named, channel, &on_push()).await {
-                    Ok(dialled) => {
+                Ok(named) => match self.connect_to(&named, channel, &on_push()).await {
+                    Ok(established) => {
                         self.right.store(n, Ordering::Relaxed);
-                        return Ok(dialled);
+                        return Ok(established);
                     }
                     Err(err) => {
                         unusable = Some(err);
@@ -202,29 +216,33 @@ impl Connector {
                 },
             }
         }
-        // What is wrong with a master says more than that a sentinel is silent.
+        // A server's fault says more than a sentinel's silence.
         let err = unusable.or(silent);
         Err(err.unwrap_or_else(|| Error::transient(NAME, "connect", "there is no sentinel to ask")))
     }
 
-    async fn dial_server(
+    async fn connect_to(
         &self,
         server: &(String, u16),
         channel: Option<&str>,
         on_push: &OnPush,
     ) -> Result<Established> {
-        let dialled = tokio::time::timeout(READY_WITHIN, self.greet(server, channel, on_push)).await;
-        dialled.unwrap_or_else(|_| Err(Error::transient(NAME, "connect", "the server does not answer")))
+        let handshake = self.handshake(server, channel, on_push);
+        let established = tokio::time::timeout(READY_WITHIN, handshake).await;
+        established.unwrap_or_else(|_| {
+            let reason = format!("the server does not answer within {READY_WITHIN:?}");
+            Err(Error::transient(NAME, "connect", reason))
+        })
     }
 
-    async fn greet(
+    async fn handshake(
         &self,
         (host, port): &(String, u16),
         channel: Option<&str>,
         on_push: &OnPush,
     ) -> Result<Established> {
         let port = *port;
-        let (mut connection, driven) = self.open(host, port, self.address.db, true, on_push).await?;
+        let (mut connection, io) = self.open(host, port, self.address.db, true, on_push).await?;
         let connecting = |error| failed("connect", error);
         let info: String = redis::cmd("INFO")
             .query_async(&mut connection)
@@ -237,7 +255,7 @@ impl Connector {
                 .trim()
                 .to_owned()
         };
-        // Valkey's name for it, and everyone else's.
+        // Valkey's name of the field, and Redis's.
         if [field("server_mode"), field("redis_mode")].contains(&"sentinel".to_owned()) {
             return Err(Error::permanent(
                 NAME,
@@ -253,13 +271,13 @@ impl Connector {
         }
         if field("role") != "master" {
             let reason = format!("{} is a replica; locks need the master", shown(host, port));
-            return Err(match self.guard {
+            return Err(match self.quarantine {
                 None => Error::transient(NAME, "connect", reason),
-                // Nobody promotes and demotes these.
+                // Nothing promotes or demotes Redlock's masters.
                 Some(_) => Error::permanent(NAME, "connect", reason),
             });
         }
-        let id = redis::cmd("CLIENT")
+        let client_id = redis::cmd("CLIENT")
             .arg("ID")
             .query_async(&mut connection)
             .await
@@ -268,35 +286,36 @@ impl Connector {
             connection.subscribe(channel).await.map_err(connecting)?;
         }
         let run_id = field("run_id");
-        let mut marker = String::new();
-        let native = match &self.guard {
+        let scripts: &[_] = match &self.quarantine {
+            None => &script::ALL,
+            Some(_) => &script::REDLOCK,
+        };
+        script::load(scripts, &mut connection).await.map_err(connecting)?;
+        let role = match &self.quarantine {
             None => {
-                script::load(&script::ALL, &mut connection)
-                    .await
-                    .map_err(connecting)?;
-                prepare_counter(&mut connection).await?;
-                Native::of(&mut connection).await.map_err(connecting)?
+                // Tokens go on above the server's clock.
+                let raise = script::RAISE_COUNTER.call(b"").command;
+                let _: i64 = raise.query_async(&mut connection).await.map_err(connecting)?;
+                let command = CompareAndDelete::find(&mut connection).await;
+                Role::Only(command.map_err(connecting)?)
             }
-            Some((guard, master)) => {
-                script::load(&script::REDLOCK, &mut connection)
-                    .await
-                    .map_err(connecting)?;
-                marker = guard.greet(*master, &run_id, &mut connection).await?;
-                None
+            Some((quarantine, master)) => {
+                Role::Voter(quarantine.greet(*master, &run_id, &mut connection).await?)
             }
         };
         Ok(Established {
-            run_id,
-            eviction: field("maxmemory_policy"),
-            connection,
-            id,
-            native,
-            votes: self.guard.is_some(),
-            marker,
-            driven,
+            stream: connection,
+            io,
+            server: ServerInfo {
+                run_id,
+                client_id,
+                eviction: field("maxmemory_policy"),
+                role,
+            },
         })
     }
 
+    /// Opens a connection and logs in, as the user of the URL if `as_user`.
     async fn open(
         &self,
         host: &str,
@@ -335,7 +354,7 @@ impl Connector {
         #[cfg(target_os = "linux")]
         let tcp = tcp.set_user_timeout(Duration::from_secs(5));
         let on_push = on_push.clone();
-        // How long to wait for an answer is for the driver to say; a silent connection is the link's to find.
+        // The driver bounds each operation, and the supervisor finds a silent connection. So there is no timeout here.
         let config = AsyncConnectionConfig::new()
             .set_response_timeout(None)
             .set_connection_timeout(None)
@@ -344,18 +363,16 @@ impl Connector {
                 on_push(push);
                 Ok(())
             });
-        // A connection that the library encrypts has a task of its own.
+        // Over TLS, the client library runs the connection in a task of its own.
         if !self.address.tls {
             let stream = stream_to(host, port, &tcp)
                 .await
                 .map_err(|error| connecting(error.into()))?;
-            let (connection, driver) = MultiplexedConnection::new_with_config(&settings, stream, config)
+            let (connection, io) = MultiplexedConnection::new_with_config(&settings, stream, config)
                 .await
-                .map_err(greeted)?;
-            return Ok((
-                connection,
-                Some(self.connection_io.get_or_init(ConnectionIo::start).run(driver)),
-            ));
+                .map_err(login_failed)?;
+            let io = self.connection_io.get_or_init(ConnectionIo::start).run(io);
+            return Ok((connection, Some(io)));
         }
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
         #[cfg(feature = "tls")]
@@ -375,16 +392,16 @@ impl Connector {
             .map_err(connecting)?
             .get_multiplexed_async_connection_with_config(&config)
             .await
-            .map_err(greeted)?;
+            .map_err(login_failed)?;
         Ok((connection, None))
     }
 
-    /// The master's address, as this sentinel has it.
+    /// Asks a sentinel for the master's address.
     async fn ask_sentinel(&self, (host, port): &(String, u16), master: &str) -> Result<(String, u16)> {
         let nothing: OnPush = Arc::new(|_| {});
         let asking = async {
-            let (mut connection, _driven) = match self.open(host, *port, 0, true, &nothing).await {
-                // Sentinels have users of their own, or, more often, none.
+            let (mut connection, _io) = match self.open(host, *port, 0, true, &nothing).await {
+                // Sentinels have users of their own, or none, which is more common.
                 Err(err) if !err.is_transient() => self
                     .open(host, *port, 0, false, &nothing)
                     .await
@@ -402,15 +419,15 @@ impl Connector {
                 Error::transient(NAME, "connect", reason)
             })
         };
-        let answer = tokio::time::timeout(SENTINEL_PATIENCE, asking).await;
-        answer.unwrap_or_else(|_| {
+        let named = tokio::time::timeout(SENTINEL_PATIENCE, asking).await;
+        named.unwrap_or_else(|_| {
             let reason = format!("the sentinel {} does not answer", shown(host, *port));
             Err(Error::transient(NAME, "connect", reason))
         })
     }
 }
 
-/// To whichever of the host's addresses answers first.
+/// Connects to all of the host's addresses at once, and keeps the first connection.
 async fn stream_to(host: &str, port: u16, settings: &TcpSettings) -> io::Result<TcpStream> {
     let connecting: Vec<_> = lookup_host((host, port))
         .await?
@@ -430,16 +447,6 @@ async fn stream_to(host: &str, port: u16, settings: &TcpSettings) -> io::Result<
     Ok(stream)
 }
 
-/// Tokens are to go on above the server's clock.
-async fn prepare_counter(connection: &mut MultiplexedConnection) -> Result<()> {
-    let floor = script::FLOOR.call(b"");
-    let reply = connection.send_packed_command(&floor.command).await;
-    match reply.map_err(|error| failed("connect", error))? {
-        Value::Int(_) => Ok(()),
-        other => Err(unexpected("connect", &other)),
-    }
-}
-
 fn cluster() -> Error {
     Error::unsupported(
         NAME,
@@ -447,11 +454,11 @@ fn cluster() -> Error {
     )
 }
 
-/// What the server has against the first words on a connection: version, user and database.
-fn greeted(error: RedisError) -> Error {
+/// Converts an error of the login: the server's version, the user or the database.
+fn login_failed(error: RedisError) -> Error {
     let text = error.to_string();
     if text.contains("unknown command") {
-        // Without its own words: they repeat the request, and with it the password.
+        // The server's own words would repeat the request, and with it the password.
         return Error::permanent(
             NAME,
             "connect",

@@ -1,16 +1,16 @@
-//! The connection of a client: one at a time, replaced when it breaks.
+//! The connection of a client to a master: one at a time, replaced when it breaks.
 //!
-//! A request is sent once. If its connection breaks, its outcome is not known, and whoever made it asks again with
-//! the same owner. A task of the client watches the connection: it finds one that has gone silent, dials anew, and
-//! then has every claim ask again, since a push may have been missed. The new connection first has the server end its
-//! predecessor, so that nothing which is still on its way there takes effect any more.
+//! A request is sent once. If its connection breaks, its outcome is unknown, and the claim asks again as the same owner. The
+//! supervisor, a task of the client, watches the connection. It finds out when the connection falls silent, makes another, and
+//! then has every claim ask again, since a push may have been missed. The new connection first has the server end the old one,
+//! so that nothing which is still on its way there takes effect later.
 
 use std::{
     fmt, io,
     pin::{Pin, pin},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -22,135 +22,117 @@ use lockkit_core::{
 };
 use redis::{Cmd, ErrorKind, Pipeline, PushInfo, PushKind, RedisError, RedisResult, ServerErrorKind, Value};
 use tokio::{
-    sync::{Notify, mpsc},
+    sync::{mpsc, watch},
     task::AbortHandle,
-    time::{Instant, MissedTickBehavior},
+    time::{Instant, MissedTickBehavior, timeout},
 };
 
 use crate::{
     claim::FOLLOWER_DELAY,
-    connect::{Connector, Established, OnPush},
+    connect::{Connector, Established, OnPush, Role, ServerInfo},
     error::{NAME, breaks_connection, disconnected, failed},
     layout::{self, Record},
     script::{self, Call},
-    wakeup::{Heard, Wakeups},
+    wakeup::{PushOrigin, Wakeups},
 };
 
-/// How often the connection is looked at.
+/// The time between two looks of the supervisor at the connection.
 const TICK: Duration = Duration::from_millis(500);
-/// How long the server may take to answer a ping.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// The time after which a client says again that its waiters are alive, and looks which have become the first in their queue; and
-/// for how long it is believed. With a tick of the supervisor it is no longer than a hold that was passed on and is not taken up.
+/// The longest time for the server to answer a ping.
+const PING_TIMEOUT: Duration = Duration::from_secs(1);
+/// The time after which a client says again that its waiters are alive, and looks which have become the first in their queue.
+/// With a tick of the supervisor it is no longer than `HANDOFF_TTL`.
 const HEARTBEAT: Duration = Duration::from_millis(2_500);
+/// The time for which a waiter counts as alive after its client's heartbeat: `ALIVE_FOR` of the scripts.
 pub(crate) const ALIVE_FOR: Duration = Duration::from_secs(10);
-/// The age from which on it is known too badly, while somebody waits, how long ago a push was sent: whoever is passed a lock then
-/// would have to ask.
-const HEARD: Duration = Duration::from_secs(1);
-/// By how much a lock that somebody waits for outlives its lease: `GRACE` of the scripts.
+/// The age of the last reply at which a client with waiters sends a ping. A push after an older reply is not fresh enough to be
+/// a grant.
+const MAX_REPLY_AGE: Duration = Duration::from_secs(1);
+/// The time by which a lock that somebody waits for outlives its lease: `GRACE` of the scripts.
 const GRACE: Duration = Duration::from_secs(10);
 /// The longest pause between attempts to connect.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
-/// A link to one master.
+/// A connection to one master that is replaced when it breaks.
 #[derive(Debug)]
 pub(crate) struct ManagedConnection {
     state: Mutex<State>,
-    signals: Arc<Signals>,
-    /// The task that watches it.
+    last_broken: LastBroken,
     supervisor: OnceLock<AbortHandle>,
 }
 
 #[derive(Debug)]
 enum State {
     Up(Arc<Connection>),
-    /// And why.
+    /// With the reason.
     Down(String),
     Closed,
 }
 
-/// The pushes that a link receives.
+/// Receives the pushes of a connection.
 #[derive(Clone, Debug)]
 pub(crate) struct Inbox {
     pub(crate) client: Arc<str>,
     pub(crate) wakeups: Arc<Wakeups>,
-    /// If it is that of one of several masters: which, and how many are a majority.
+    /// For one of several masters: its number, and how many are a majority.
     pub(crate) master: Option<(usize, usize)>,
 }
 
 impl Inbox {
-    /// What a claim that is gone was passed, if it was.
-    fn push(&self, message: &[u8], heard: Option<Heard>) -> Option<Stray> {
+    /// Delivers a push. Returns what it handed to a claim that is gone.
+    fn push(&self, message: &[u8], origin: Option<PushOrigin>) -> Option<Abandoned> {
         if let Some((master, majority)) = self.master {
             self.wakeups.hint(master, majority, message);
             return None;
         }
-        let (owner, lock) = self.wakeups.push(message, heard)?;
+        let (owner, lock) = self.wakeups.push(message, origin)?;
         Some((owner, lock.to_vec()))
     }
 }
 
+/// A hold, or a place in the queue, that has to be released since its claim is gone: its owner, and the key of the lock.
+type Abandoned = (OwnerId, Vec<u8>);
+
 /// One connection.
 pub(crate) struct Connection {
-    dialled: Established,
+    established: Established,
+    /// From 1 on, for each connection that the client tries to make.
     number: u64,
-    heard: Arc<Hearing>,
-    /// How many requests there were so far.
+    last_answered: Arc<LastAnswered>,
+    /// The number of requests that were sent.
     sent: AtomicU64,
-    /// Up to which of them replies are known to have come: they come in the order of the requests.
+    /// The number of the last request that was answered. Replies come in the order of the requests.
     answered: AtomicU64,
-    /// Somebody stopped waiting for a reply, who would not have done so otherwise.
-    doubted: AtomicBool,
-    /// There is another in its place: replies that have not come will not. Of one that the library runs; others are ended.
-    replaced: AtomicBool,
-    on_replaced: Notify,
-    /// For how long requests that are under way may keep the server from answering others, in ms.
+    /// Another connection has taken its place. Only for one without `io`, which is ended instead.
+    replaced: watch::Sender<bool>,
+    /// The time in ms for which requests under way may keep the server from answering others.
     held_up: AtomicU64,
 }
 
-/// What is known of how long ago a push was sent, at the most. Whoever reads a push has read the replies before it.
-struct Hearing {
-    began: Instant,
-    /// When the last request was sent that has been answered, in µs since then. 0 if there is none.
-    since: AtomicU64,
-}
+/// The time at which the last request was sent that has been answered. The server sends a push that is read later after that.
+#[derive(Default)]
+struct LastAnswered(Mutex<Option<Instant>>);
 
-impl Hearing {
-    fn new() -> Self {
-        Self {
-            began: Instant::now(),
-            since: AtomicU64::new(0),
-        }
+impl LastAnswered {
+    fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn answered(&self, sent: Instant) {
-        let since = sent.saturating_duration_since(self.began).as_micros();
-        self.since
-            .fetch_max(u64::try_from(since).unwrap_or(0), Ordering::Relaxed);
+    fn note(&self, sent: Instant) {
+        let mut last = self.lock();
+        *last = (*last).max(Some(sent));
     }
 
-    fn since(&self) -> Option<Instant> {
-        let since = self.since.load(Ordering::Relaxed);
-        (since > 0).then(|| self.began + Duration::from_micros(since))
+    fn get(&self) -> Option<Instant> {
+        *self.lock()
     }
 }
 
-#[derive(Debug, Default)]
-struct Signals {
-    /// The latest connection that is known to be broken. They are numbered from 1.
-    broken: AtomicU64,
-    changed: Notify,
-}
+/// The number of the last connection that is known to be broken. Tells the supervisor.
+type LastBroken = watch::Sender<u64>;
 
-impl Signals {
-    fn break_off(&self, number: u64) {
-        self.broken.fetch_max(number, Ordering::AcqRel);
-        self.changed.notify_one();
-    }
-
-    fn is_broken(&self, number: u64) -> bool {
-        self.broken.load(Ordering::Acquire) >= number
-    }
+fn report_broken(last: &LastBroken, number: u64) {
+    last.send_modify(|last| *last = number.max(*last));
 }
 
 impl ManagedConnection {
@@ -174,10 +156,10 @@ impl ManagedConnection {
         }
     }
 
-    /// The connection there is.
+    /// Returns the connection that there is now.
     pub(crate) fn current(&self, operation: &'static str) -> Result<Arc<Connection>> {
         match &*self.state() {
-            State::Up(live) => Ok(live.clone()),
+            State::Up(connection) => Ok(connection.clone()),
             State::Down(why) => Err(disconnected(operation, why)),
             State::Closed => Err(Error::Closed),
         }
@@ -188,44 +170,53 @@ impl ManagedConnection {
     /// # Cancel safety
     /// The request may be sent and take effect all the same.
     pub(crate) async fn run(&self, operation: &'static str, call: Call) -> Result<Value> {
-        let live = self.current(operation)?;
-        self.run_on(&live, operation, call).await
+        let connection = self.current(operation)?;
+        self.run_on(&connection, operation, call).await
     }
 
-    /// The same on this connection, which may have been replaced meanwhile.
+    /// Runs a script on this connection, which may have been replaced meanwhile.
+    ///
+    /// # Cancel safety
+    /// The request may be sent and take effect all the same.
     pub(crate) async fn run_on(
         &self,
-        live: &Connection,
+        connection: &Connection,
         operation: &'static str,
         call: Call,
     ) -> Result<Value> {
-        let mut reply = self.send(live, &call.command).await;
+        let mut reply = self.send(connection, &call.command).await;
         if reply.as_ref().is_err_and(is_unknown_script) {
             // The server forgot it: after SCRIPT FLUSH, or as a replica that was promoted.
-            reply = self.send(live, &call.in_full()).await;
+            reply = self.send(connection, &call.in_full()).await;
         }
         reply.map_err(|error| failed(operation, error))
     }
 
-    /// Deletes a key that has this value, by a command of the server's own. `false` if it has another, or the server has
-    /// no such command or refuses it: a script then does what there is to do, or is told why not.
+    /// Deletes a key that has this value, by the server's own command. Returns `false` if the key has another value, or if the
+    /// server has no such command or refuses it. A script then does the work, or reports why it cannot be done.
     ///
     /// # Cancel safety
     /// The request may be sent and take effect all the same.
     pub(crate) async fn delete(&self, operation: &'static str, key: &[u8], value: &str) -> Result<bool> {
-        let live = self.current(operation)?;
-        let Some(native) = live.dialled.native else {
+        let connection = self.current(operation)?;
+        let Role::Only(Some(compare_and_delete)) = connection.server().role else {
             return Ok(false);
         };
-        match self.send(&live, &native.delete(key, value)).await {
+        match self
+            .send(&connection, &compare_and_delete.command(key, value))
+            .await
+        {
             Ok(deleted) => Ok(deleted == Value::Int(1)),
             Err(error) if error.code().is_some() => Ok(false),
             Err(error) => Err(failed(operation, error)),
         }
     }
 
-    /// Runs a script that writes, and then waits for the writes of this connection to reach replicas. The script's
-    /// reply, and how many they reached `within` this time.
+    /// Runs a script that writes, and waits `within` this time for replicas to have the writes of this connection. Returns the
+    /// script's reply, and how many replicas have them.
+    ///
+    /// # Cancel safety
+    /// The request may be sent and take effect all the same.
     pub(crate) async fn run_replicated(
         &self,
         operation: &'static str,
@@ -233,51 +224,46 @@ impl ManagedConnection {
         replicas: u32,
         within: Duration,
     ) -> Result<(Value, i64)> {
-        // On one connection: WAIT knows of no other's writes.
-        let live = self.current(operation)?;
-        let reply = self.run_on(&live, operation, call).await?;
+        // On one connection: WAIT covers no other's writes.
+        let connection = self.current(operation)?;
+        let reply = self.run_on(&connection, operation, call).await?;
         let mut wait = redis::cmd("WAIT");
         wait.arg(replicas)
             .arg(u64::try_from(within.as_millis()).unwrap_or(u64::MAX));
         let reached = {
-            let _held_up = live.hold_up(within);
-            self.send(&live, &wait).await
+            let _held_up = connection.hold_up(within);
+            self.send(&connection, &wait).await
         };
         let reached = reached.and_then(|reached| Ok(redis::from_redis_value(reached)?));
         Ok((reply, reached.map_err(|error| failed(operation, error))?))
     }
 
-    /// Whether both lead to the same process, as far as that is known: each is made anew by itself, and the master may be
-    /// another one by then.
-    pub(crate) fn leads_where(&self, operation: &'static str, other: &Self) -> Result<bool> {
+    /// Returns whether both lead to the same process. Each is replaced by itself, and the master may be another one by then.
+    pub(crate) fn is_same_server(&self, operation: &'static str, other: &Self) -> Result<bool> {
         let (one, two) = (self.current(operation)?, other.current(operation)?);
-        Ok(one.dialled.run_id == two.dialled.run_id)
+        Ok(one.server().run_id == two.server().run_id)
     }
 
-    /// Has the connection made anew, although it stands.
-    pub(crate) fn make_anew(&self) {
-        if let State::Up(live) = &*self.state() {
-            self.signals.break_off(live.number);
+    /// Has the connection replaced although it is not broken.
+    pub(crate) fn replace(&self) {
+        if let Some(number) = self.number() {
+            report_broken(&self.last_broken, number);
         }
     }
 
-    /// The number of the connection, if there is one.
+    /// Returns the number of the connection, if there is one.
     pub(crate) fn number(&self) -> Option<u64> {
         match &*self.state() {
-            State::Up(live) => Some(live.number),
+            State::Up(connection) => Some(connection.number),
             State::Down(_) | State::Closed => None,
         }
     }
 
     /// Sends a request on this connection, once.
-    pub(crate) async fn send(&self, live: &Connection, command: &Cmd) -> RedisResult<Value> {
-        let reply = live.send(command).await;
-        self.seen(live, reply)
-    }
-
-    fn seen<T>(&self, live: &Connection, reply: RedisResult<T>) -> RedisResult<T> {
+    pub(crate) async fn send(&self, connection: &Connection, command: &Cmd) -> RedisResult<Value> {
+        let reply = connection.send(command).await;
         if reply.as_ref().is_err_and(breaks_connection) {
-            self.signals.break_off(live.number);
+            report_broken(&self.last_broken, connection.number);
         }
         reply
     }
@@ -289,11 +275,11 @@ impl ManagedConnection {
     pub(crate) async fn close(&self, inbox: Option<&Inbox>) {
         self.stop_supervisor();
         let before = std::mem::replace(&mut *self.state(), State::Closed);
-        if let (State::Up(live), Some(inbox)) = (before, inbox) {
-            let mut gone = redis::cmd("DEL");
-            gone.arg(layout::client(&inbox.client));
-            // If it does not get there, the key lapses.
-            let _ = tokio::time::timeout(PATIENCE, live.send(&gone)).await;
+        if let (State::Up(connection), Some(inbox)) = (before, inbox) {
+            let mut delete = redis::cmd("DEL");
+            delete.arg(layout::client(&inbox.client));
+            // If it does not get there, the key expires.
+            let _ = timeout(PING_TIMEOUT, connection.send(&delete)).await;
         }
     }
 }
@@ -309,61 +295,57 @@ pub(crate) fn is_unknown_script(error: &RedisError) -> bool {
 }
 
 impl Connection {
-    /// What the server said of itself.
-    pub(crate) fn server(&self) -> &Established {
-        &self.dialled
+    /// Returns what the server has said of itself.
+    pub(crate) fn server(&self) -> &ServerInfo {
+        &self.established.server
     }
 
     async fn send(&self, command: &Cmd) -> RedisResult<Value> {
-        let mut connection = self.dialled.connection.clone();
-        let request = pin!(connection.send_packed_command(command));
+        let mut stream = self.established.stream.clone();
+        let request = pin!(stream.send_packed_command(command));
         self.reply(request).await?.extract_error()
     }
 
-    /// Several as one. Each of the replies may be an error.
+    /// Sends several commands as one request. Each reply may be an error.
     async fn send_all(&self, commands: &Pipeline) -> RedisResult<Vec<Value>> {
-        let mut connection = self.dialled.connection.clone();
-        let request = pin!(connection.send_packed_commands(commands, 0, commands.len()));
+        let mut stream = self.established.stream.clone();
+        let request = pin!(stream.send_packed_commands(commands, 0, commands.len()));
         self.reply(request).await
     }
 
-    /// What comes of a request, unless the connection is replaced before.
-    async fn reply<T>(&self, mut request: Pin<&mut impl Future<Output = RedisResult<T>>>) -> RedisResult<T> {
+    /// Sends a request and returns its reply, or an error if the connection is replaced before.
+    async fn reply<T>(&self, request: Pin<&mut impl Future<Output = RedisResult<T>>>) -> RedisResult<T> {
         let number = self.sent.fetch_add(1, Ordering::Relaxed) + 1;
-        let since = Instant::now();
-        let waiting = Waiting(self);
-        let reply = match &self.dialled.driven {
-            // One task for all masters reads what comes from them at a time, and wakes whoever asked them once.
-            Some(_) if self.dialled.votes => request.await,
-            Some(driven) => driven.drive(request).await,
+        let sent = Instant::now();
+        let reply = match &self.established.io {
+            // One task reads the replies of all masters, and wakes the claim that asked them once.
+            Some(_) if self.server().is_voter() => request.await,
+            Some(io) => io.drive(request).await,
             None => {
-                // Made first, so that a replacement from now on is not missed.
-                let replaced = self.on_replaced.notified();
-                if self.replaced.load(Ordering::Acquire) {
-                    Err(was_replaced())
-                } else {
-                    tokio::select! {
-                        biased;
-                        reply = request.as_mut() => reply,
-                        () = replaced => Err(was_replaced()),
+                let mut replaced = self.replaced.subscribe();
+                tokio::select! {
+                    biased;
+                    _ = replaced.wait_for(|replaced| *replaced) => {
+                        let reason = "the connection was replaced";
+                        Err(io::Error::new(io::ErrorKind::ConnectionReset, reason).into())
                     }
+                    reply = request => reply,
                 }
             }
         };
         if reply.is_ok() {
-            self.heard.answered(since);
+            self.last_answered.note(sent);
         }
-        waiting.answered(number);
+        self.answered.fetch_max(number, Ordering::Relaxed);
         reply
     }
 
-    /// Nobody waits any longer for replies on it: its peer may be gone without a word.
-    fn replace(&self) {
-        match &self.dialled.driven {
-            Some(driven) => driven.end(),
+    /// Ends all requests that wait for a reply. The server may be gone without a word.
+    fn end_requests(&self) {
+        match &self.established.io {
+            Some(io) => io.end(),
             None => {
-                self.replaced.store(true, Ordering::Release);
-                self.on_replaced.notify_waiters();
+                self.replaced.send_replace(true);
             }
         }
     }
@@ -374,39 +356,29 @@ impl Connection {
         HeldUp(self, ms)
     }
 
-    /// Whether the server answers.
-    async fn answers(&self) -> bool {
-        let mut connection = self.dialled.connection.clone();
-        let sent = self.sent.load(Ordering::Relaxed);
-        let patience = PATIENCE + Duration::from_millis(self.held_up.load(Ordering::Relaxed));
-        let answer = async {
-            if self.dialled.votes {
-                // Nobody may have waited for long enough to hear that the server forgot a script.
-                let loaded = script::load(&script::REDLOCK, &mut connection).await;
-                !loaded.is_err_and(|error| breaks_connection(&error))
-            } else {
-                let ping = redis::cmd("PING");
-                connection.send_packed_command(&ping).await.is_ok()
+    /// Sends a ping. Returns whether the server answers in time.
+    async fn ping(&self) -> bool {
+        let patience = PING_TIMEOUT + Duration::from_millis(self.held_up.load(Ordering::Relaxed));
+        let answer = timeout(patience, async {
+            if self.server().is_voter() {
+                // The server may have forgotten a script, and each claim may have stopped waiting before it was told.
+                let mut stream = self.established.stream.clone();
+                script::load(&script::REDLOCK, &mut stream).await?;
             }
-        };
-        let answers = tokio::time::timeout(patience, answer).await.unwrap_or(false);
-        if answers {
-            self.answered.fetch_max(sent, Ordering::Relaxed);
-        }
-        answers
+            self.send(&redis::cmd("PING")).await
+        });
+        answer
+            .await
+            .is_ok_and(|answer| !answer.is_err_and(|error| breaks_connection(&error)))
     }
 
-    /// Whether requests are left without a reply: not all that were sent `before` have one by now. What was sent by now
-    /// takes the place of that.
-    fn is_silent(&self, before: &mut u64) -> bool {
-        let stuck = *before > self.answered.load(Ordering::Relaxed);
-        *before = self.sent.load(Ordering::Relaxed);
-        self.doubted.swap(false, Ordering::Relaxed) || stuck
+    /// Returns whether a request that was sent before the call before this one has no reply. `sent_before` is the number of
+    /// requests at that time, and is brought up to date.
+    fn is_silent(&self, sent_before: &mut u64) -> bool {
+        let silent = *sent_before > self.answered.load(Ordering::Relaxed);
+        *sent_before = self.sent.load(Ordering::Relaxed);
+        silent
     }
-}
-
-fn was_replaced() -> RedisError {
-    io::Error::new(io::ErrorKind::ConnectionReset, "the connection was replaced").into()
 }
 
 impl fmt::Debug for Connection {
@@ -417,26 +389,7 @@ impl fmt::Debug for Connection {
     }
 }
 
-/// A request that waits for its reply.
-struct Waiting<'a>(&'a Connection);
-
-impl Waiting<'_> {
-    fn answered(self, number: u64) {
-        self.0.answered.fetch_max(number, Ordering::Relaxed);
-        std::mem::forget(self);
-    }
-}
-
-impl Drop for Waiting<'_> {
-    /// It may have been a caller that went away, or a server that did. Where others voted first, nothing is amiss.
-    fn drop(&mut self) {
-        if !self.0.dialled.votes {
-            self.0.doubted.store(true, Ordering::Relaxed);
-        }
-    }
-}
-
-/// A request that the server is to answer late, and nothing behind it before.
+/// A request that the server answers late, with everything behind it.
 struct HeldUp<'a>(&'a Connection, u64);
 
 impl Drop for HeldUp<'_> {
@@ -445,49 +398,46 @@ impl Drop for HeldUp<'_> {
     }
 }
 
-/// What a claim that is gone was passed, or its place in the queue, that has to be given back: owner and lock.
-type Stray = (OwnerId, Vec<u8>);
-
-/// Makes the connections of a link, and watches over them.
+/// Makes the connections of a client to one master, and watches over them.
 pub(crate) struct Supervisor {
     connector: Connector,
     inbox: Option<Inbox>,
-    signals: Arc<Signals>,
-    give_back: mpsc::UnboundedSender<Stray>,
-    strays: mpsc::UnboundedReceiver<Stray>,
-    /// Of the latest connection.
+    last_broken: LastBroken,
+    abandon: mpsc::UnboundedSender<Abandoned>,
+    abandoned: mpsc::UnboundedReceiver<Abandoned>,
+    /// The number of the last connection that it tried to make.
     number: u64,
 }
 
 impl Supervisor {
     pub(crate) fn new(connector: Connector, inbox: Option<Inbox>) -> Self {
-        let (give_back, strays) = mpsc::unbounded_channel();
+        let (abandon, abandoned) = mpsc::unbounded_channel();
         Self {
             connector,
             inbox,
-            signals: Arc::default(),
-            give_back,
-            strays,
+            last_broken: watch::Sender::new(0),
+            abandon,
+            abandoned,
             number: 0,
         }
     }
 
-    /// The link that begins with this connection, or by making one.
+    /// Starts to watch over this connection. If there is an error in its place, it first makes one.
     pub(crate) fn start(self, first: Result<Connection>) -> Arc<ManagedConnection> {
-        let link = Arc::new(ManagedConnection {
+        let managed = Arc::new(ManagedConnection {
             state: Mutex::new(match first {
                 Ok(first) => State::Up(Arc::new(first)),
                 Err(err) => State::Down(reason(&err)),
             }),
-            signals: self.signals.clone(),
+            last_broken: self.last_broken.clone(),
             supervisor: OnceLock::new(),
         });
-        let keeping = tokio::spawn(self.supervise(Arc::downgrade(&link)));
-        let _ = link.supervisor.set(keeping.abort_handle());
-        link
+        let supervisor = tokio::spawn(self.supervise(Arc::downgrade(&managed)));
+        let _ = managed.supervisor.set(supervisor.abort_handle());
+        managed
     }
 
-    /// One try to connect.
+    /// Tries once to connect.
     ///
     /// # Cancel safety
     /// Dropping the future drops the connection.
@@ -495,135 +445,133 @@ impl Supervisor {
         let Self {
             connector,
             inbox,
-            signals,
-            give_back,
+            last_broken,
+            abandon,
             number,
             ..
         } = self;
         let channel = inbox.as_ref().map(|inbox| layout::client(&inbox.client));
-        let heard = Arc::new(Hearing::new());
-        // Each try has a number of its own: the end of one that came to nothing is not that of the next.
-        let dialling = connector.dial(channel.as_deref(), || {
+        let last_answered = Arc::<LastAnswered>::default();
+        // A number for each try: the end of one that failed must not be taken for the end of the next.
+        let connecting = connector.connect(channel.as_deref(), || {
             *number += 1;
-            on_push(*number, &heard, signals, inbox.as_ref(), give_back)
+            on_push(*number, &last_answered, last_broken, inbox.as_ref(), abandon)
         });
-        let dialled = dialling.await?;
+        let established = connecting.await?;
         Ok(Connection {
-            dialled,
+            established,
             number: *number,
-            heard,
+            last_answered,
             sent: AtomicU64::new(0),
             answered: AtomicU64::new(0),
-            doubted: AtomicBool::new(false),
-            replaced: AtomicBool::new(false),
-            on_replaced: Notify::new(),
+            replaced: watch::Sender::new(false),
             held_up: AtomicU64::new(0),
         })
     }
 
-    async fn supervise(mut self, link: Weak<ManagedConnection>) {
+    async fn supervise(mut self, managed: Weak<ManagedConnection>) {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let signals = self.signals.clone();
-        let mut sent = 0;
-        let mut beaten = None;
-        // Beside all else: each may wait for a reply, and the connection is to be looked at meanwhile.
-        let mut giving_back = FuturesUnordered::new();
-        if link
+        let mut last_broken = self.last_broken.subscribe();
+        let mut sent_before = 0;
+        let mut last_heartbeat = None;
+        // Beside all else: each may wait for a reply, and the connection has to be watched meanwhile.
+        let mut releases = FuturesUnordered::new();
+        if managed
             .upgrade()
-            .is_some_and(|link| link.current("connect").is_err())
+            .is_some_and(|managed| managed.current("connect").is_err())
         {
-            self.reconnect(&link, None).await;
+            self.reconnect(&managed, None).await;
         }
         loop {
             tokio::select! {
-                () = signals.changed.notified() => {}
+                Ok(()) = last_broken.changed() => {}
                 _ = tick.tick() => {}
-                Some((owner, lock)) = self.strays.recv() => {
-                    giving_back.push(give_back(link.clone(), self.inbox.clone(), owner, lock));
+                Some((owner, lock)) = self.abandoned.recv() => {
+                    releases.push(release_abandoned(managed.clone(), self.inbox.clone(), owner, lock));
                     continue;
                 }
-                Some(()) = giving_back.next(), if !giving_back.is_empty() => continue,
+                Some(()) = releases.next(), if !releases.is_empty() => continue,
             }
-            let Some(live) = link.upgrade().and_then(|link| link.current("connect").ok()) else {
+            let Some(connection) = managed
+                .upgrade()
+                .and_then(|managed| managed.current("connect").ok())
+            else {
                 return;
             };
-            if signals.is_broken(live.number)
-                || (live.is_silent(&mut sent) && !live.answers().await)
-                || !self.heartbeat(&live, &mut beaten).await
+            let is_broken = *last_broken.borrow_and_update() >= connection.number;
+            if is_broken
+                || (connection.is_silent(&mut sent_before) && !connection.ping().await)
+                || !self.heartbeat(&connection, &mut last_heartbeat).await
             {
-                // They would keep the link alive for as long as there is no server. What was passed lapses.
-                giving_back.clear();
-                self.reconnect(&link, Some(&live)).await;
-                beaten = None;
-                sent = 0;
+                // They would keep the client alive for as long as there is no server. What was handed off expires.
+                releases.clear();
+                self.reconnect(&managed, Some(&connection)).await;
+                last_heartbeat = None;
+                sent_before = 0;
             }
         }
     }
 
-    /// Says that this client's waiters are alive, if there are any and it is time, has those ask that have become the first
-    /// in their queue, and the others in time for the lease of whoever holds. Whether that got through.
-    async fn heartbeat(&self, live: &Connection, beaten: &mut Option<Instant>) -> bool {
+    /// Says that this client's waiters are alive, if it has any and it is time. Has those ask that have become the first in their
+    /// queue, and the others in time for the holder's lease. Returns whether the server answers.
+    async fn heartbeat(&self, connection: &Connection, last: &mut Option<Instant>) -> bool {
         let Some(inbox) = &self.inbox else {
             return true;
         };
-        let waits = inbox.wakeups.queued().load(Ordering::Relaxed) > 0;
-        if !waits {
+        if !inbox.wakeups.any_waits() {
             return true;
         }
-        // At the tick that is nearest.
-        if beaten.is_some_and(|last| last.elapsed() + TICK / 2 < HEARTBEAT) {
-            let heard = live.heard.since();
-            if heard.is_some_and(|since| since.elapsed() + TICK / 2 < HEARD) {
-                return true;
-            }
-            let answer = tokio::time::timeout(PATIENCE, live.send(&redis::cmd("PING"))).await;
-            return answer.is_ok_and(|answer| !answer.is_err_and(|error| breaks_connection(&error)));
+        // At the nearest tick.
+        let is_due = |since: Instant, interval| since.elapsed() + TICK / 2 >= interval;
+        if last.is_some_and(|last| !is_due(last, HEARTBEAT)) {
+            let answered = connection.last_answered.get();
+            return answered.is_some_and(|sent| !is_due(sent, MAX_REPLY_AGE)) || connection.ping().await;
         }
-        *beaten = Some(Instant::now());
-        let behind = inbox.wakeups.behind();
-        let mut commands = Pipeline::with_capacity(1 + 2 * behind.len());
+        *last = Some(Instant::now());
+        let followers = inbox.wakeups.followers();
+        let mut commands = Pipeline::with_capacity(1 + 2 * followers.len());
         commands
             .cmd("SET")
             .arg(layout::client(&inbox.client))
             .arg(1)
             .arg("PX")
             .arg(u64::try_from(ALIVE_FOR.as_millis()).unwrap_or(u64::MAX));
-        for (.., lock) in &behind {
+        for (.., lock) in &followers {
             commands.cmd("ZRANGE").arg(layout::queue(lock)).arg(0).arg(0);
             commands.cmd("PTTL").arg(lock);
         }
-        let answers = match tokio::time::timeout(PATIENCE, live.send_all(&commands)).await {
-            Ok(Ok(answers)) => answers,
+        let replies = match timeout(PING_TIMEOUT, connection.send_all(&commands)).await {
+            Ok(Ok(replies)) => replies,
             // A server that refuses is there all the same.
             Ok(Err(error)) => return !breaks_connection(&error),
             Err(_) => return false,
         };
-        let mut answers = answers.into_iter().skip(1);
-        for (owner, wakeup, _) in behind {
-            let (Some(first), Some(left)) = (answers.next(), answers.next()) else {
+        let mut replies = replies.into_iter().skip(1);
+        for (owner, wakeup, _) in followers {
+            let (Some(first), Some(left)) = (replies.next(), replies.next()) else {
                 break;
             };
             let first = redis::from_redis_value::<Vec<String>>(first).unwrap_or_default();
             if first.first().is_some_and(|first| *first == owner.to_string()) {
-                wakeup.is_first();
+                wakeup.became_first();
             } else if let Value::Int(left) = left {
-                // Whoever holds it now may have a shorter lease than the one of whom this waiter was told.
+                // The present holder may have a shorter lease than the one that this waiter was told of.
                 let left = u64::try_from(left).map_or(GRACE, Duration::from_millis);
-                wakeup.is_behind((left + FOLLOWER_DELAY).saturating_sub(GRACE));
+                wakeup.still_follows((left + FOLLOWER_DELAY).saturating_sub(GRACE));
             }
         }
         true
     }
 
-    /// Replaces a broken connection, or makes the first, for as long as it takes.
-    async fn reconnect(&mut self, link: &Weak<ManagedConnection>, broken: Option<&Connection>) {
-        let mut why = broken.map(|_| "it broke, and is being made anew".to_owned());
+    /// Replaces a broken connection, or makes the first one. Tries until there is one.
+    async fn reconnect(&mut self, managed: &Weak<ManagedConnection>, broken: Option<&Connection>) {
+        let mut why = broken.map(|_| "it broke, and is being replaced".to_owned());
         let mut pause = Duration::from_millis(10);
         loop {
             {
-                let Some(link) = link.upgrade() else { return };
-                let mut state = link.state();
+                let Some(managed) = managed.upgrade() else { return };
+                let mut state = managed.state();
                 match (&mut *state, &why) {
                     (State::Closed, _) => return,
                     (state, Some(why)) => *state = State::Down(why.clone()),
@@ -631,24 +579,24 @@ impl Supervisor {
                 }
             }
             match self.connect().await {
-                Ok(live) => {
+                Ok(connection) => {
                     if let Some(broken) = broken {
-                        end_predecessor(&live, broken).await;
+                        end_predecessor(&connection, broken).await;
                     }
-                    let Some(link) = link.upgrade() else { return };
-                    let mut state = link.state();
+                    let Some(managed) = managed.upgrade() else { return };
+                    let mut state = managed.state();
                     if !matches!(*state, State::Closed) {
-                        *state = State::Up(Arc::new(live));
+                        *state = State::Up(Arc::new(connection));
                     }
                     drop(state);
                     self.connector.connected();
                     if let Some(broken) = broken {
-                        broken.replace();
+                        broken.end_requests();
                     }
                     if let Some(inbox) = &self.inbox {
                         inbox.wakeups.wake_all();
-                        for left_behind in inbox.wakeups.left_behind() {
-                            let _ = self.give_back.send(left_behind);
+                        for abandoned in inbox.wakeups.all_abandoned() {
+                            let _ = self.abandon.send(abandoned);
                         }
                     }
                     tracing::info!(backend = NAME, server = %self.connector.server(), "connected again");
@@ -670,53 +618,63 @@ impl Supervisor {
     }
 }
 
-/// What becomes of the pushes that come on the connection of this number.
+/// Makes the handler for pushes on the connection of this number.
 fn on_push(
     number: u64,
-    hearing: &Arc<Hearing>,
-    signals: &Arc<Signals>,
+    last_answered: &Arc<LastAnswered>,
+    last_broken: &LastBroken,
     inbox: Option<&Inbox>,
-    give_back: &mpsc::UnboundedSender<Stray>,
+    abandon: &mpsc::UnboundedSender<Abandoned>,
 ) -> OnPush {
-    let (signals, inbox, give_back) = (signals.clone(), inbox.cloned(), give_back.clone());
-    let hearing = hearing.clone();
+    let (last_broken, inbox, abandon) = (last_broken.clone(), inbox.cloned(), abandon.clone());
+    let last_answered = last_answered.clone();
     Arc::new(move |push: PushInfo| match (&push.kind, &*push.data) {
-        (PushKind::Disconnection, _) => signals.break_off(number),
+        (PushKind::Disconnection, _) => report_broken(&last_broken, number),
         (PushKind::Message, [_, Value::BulkString(message)]) => {
-            let heard = hearing.since().map(|since| Heard { on: number, since });
-            if let Some(stray) = inbox.as_ref().and_then(|inbox| inbox.push(message, heard)) {
-                let _ = give_back.send(stray);
+            let origin = last_answered.get().map(|since| PushOrigin {
+                connection: number,
+                since,
+            });
+            if let Some(abandoned) = inbox.as_ref().and_then(|inbox| inbox.push(message, origin)) {
+                let _ = abandon.send(abandoned);
             }
         }
         _ => {}
     })
 }
 
-/// Whatever is still on its way to the server on the connection before must not take effect after this. It is for
-/// the server that it was made to only: another one has given its number to somebody else's connection.
-async fn end_predecessor(live: &Connection, broken: &Connection) {
-    let Some(id) = broken.dialled.id else { return };
-    if live.dialled.run_id.is_empty() || live.dialled.run_id != broken.dialled.run_id {
+/// Has the server end the connection before this one, so that nothing which is still on its way there takes effect later. Only
+/// the process that it led to is asked: another one has given its number to somebody else's connection.
+async fn end_predecessor(connection: &Connection, broken: &Connection) {
+    let (new, old) = (connection.server(), broken.server());
+    let Some(id) = old.client_id else { return };
+    if new.run_id.is_empty() || new.run_id != old.run_id {
         return;
     }
     let mut kill = redis::cmd("CLIENT");
     kill.arg("KILL").arg("ID").arg(id);
-    // If it may not be done, a late request can hold a lock that nobody knows of, until its lease runs out.
-    let _ = tokio::time::timeout(PATIENCE, live.send(&kill)).await;
+    // If the user may not do that, a late request can hold a lock that nobody knows of, until its lease ends.
+    let _ = timeout(PING_TIMEOUT, connection.send(&kill)).await;
 }
 
-async fn give_back(link: Weak<ManagedConnection>, inbox: Option<Inbox>, owner: OwnerId, lock: Vec<u8>) {
-    let Some(link) = link.upgrade() else { return };
+/// Releases what a claim that is gone has at the server.
+async fn release_abandoned(
+    managed: Weak<ManagedConnection>,
+    inbox: Option<Inbox>,
+    owner: OwnerId,
+    lock: Vec<u8>,
+) {
+    let Some(managed) = managed.upgrade() else { return };
     let mut release = script::RELEASE.call(&lock);
     release.arg(Record::of(owner));
-    // If this fails, what was passed lapses with its short lease, and a place is given back over the next connection.
-    let given_back = tokio::time::timeout(PATIENCE, link.run("release", release)).await;
-    if let (Ok(Ok(_)), Some(inbox)) = (given_back, inbox) {
-        inbox.wakeups.taken_out(owner);
+    // If this fails, a hold expires with its short lease, and a place is given up over the next connection.
+    let released = timeout(PING_TIMEOUT, managed.run("release", release)).await;
+    if let (Ok(Ok(_)), Some(inbox)) = (released, inbox) {
+        inbox.wakeups.forget_abandoned(owner);
     }
 }
 
-/// What caused an error.
+/// Returns the cause of an error, as text.
 pub(crate) fn reason(err: &Error) -> String {
     std::error::Error::source(err).map_or_else(|| err.to_string(), chain)
 }

@@ -1,9 +1,9 @@
-//! Connections are run by whoever waits for a reply, and by a task when nobody does.
+//! Runs the I/O of connections: in the future that waits for a reply, and in a task when no future does.
 //!
-//! A connection that only a task runs costs its users the way to that task and back, which is most often another thread's.
-//! So a future that waits for a reply polls the connection first, within its own poll and never beyond it. When the socket
-//! is ready, the caller that polled it last is woken, and the task if there is none. Nothing depends on that caller: it may
-//! be dropped, which wakes the task, or be leaked, or starved by its owner, and then the task finds out at its next tick.
+//! If only a task ran a connection, each request would have to go to that task and back, which is most often another thread's. So
+//! a future that waits for a reply polls the connection first, within its own poll and never beyond it. When the socket is
+//! ready, the caller that polled last is woken, or the task if there is none. Nothing depends on that caller. If it is dropped,
+//! it wakes the task. If it is leaked or starved, the task finds out at its next tick.
 
 use std::{
     future::poll_fn,
@@ -24,68 +24,69 @@ use tokio::{
     time::{Instant, Sleep},
 };
 
-/// How often the task looks after callers that were woken; for so long, at most, one that does not poll holds up others.
+/// The time after which the task looks for callers that were woken and do not poll. One of them holds up others for that long at
+/// most.
 const TICK: Duration = Duration::from_millis(5);
-/// How often in a row a connection is polled by a caller that may have better things to do.
+/// The number of polls of a connection in one turn. A caller may have better things to do.
 const ROUNDS: usize = 8;
 
-/// What a connection does: it ends when the connection does.
-type Driver = Pin<Box<dyn Future<Output = ()> + Send>>;
+/// Reads and writes a connection. Ends with it.
+type IoFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// Runs what connections do. Its task ends when this is gone and they are.
+/// Runs the I/O of connections. Its task ends when this is dropped and all connections have ended.
 #[derive(Clone, Debug)]
 pub(crate) struct ConnectionIo {
-    add: mpsc::UnboundedSender<Arc<Seat>>,
-    watch: Arc<Watch>,
+    add: mpsc::UnboundedSender<Arc<SharedIo>>,
+    waker: Arc<TaskWaker>,
 }
 
 impl ConnectionIo {
-    /// On the current runtime.
+    /// Starts the task on the current runtime.
     pub(crate) fn start() -> Self {
         let (add, added) = mpsc::unbounded_channel();
-        let watch = Arc::new(Watch::default());
-        let running = Running {
+        let waker = Arc::new(TaskWaker::default());
+        let task = IoTask {
             added,
-            watch: watch.clone(),
-            seats: Vec::new(),
+            waker: waker.clone(),
+            connections: Vec::new(),
             tick: None,
         };
-        // What there is to do at one connection must not use up the turn of the others.
-        tokio::spawn(unconstrained(running.run()));
-        Self { add, watch }
+        // A busy connection must not use up the turn of the others.
+        tokio::spawn(unconstrained(task.run()));
+        Self { add, waker }
     }
 
-    /// Runs this one, too, for as long as what is returned is kept.
-    pub(crate) fn run(&self, driver: impl Future<Output = ()> + Send + 'static) -> IoHandle {
-        // A panic ends the connection, and is no matter of who happens to poll it.
-        let driver = AssertUnwindSafe(driver).catch_unwind().map(drop);
-        let seat = Arc::new(Seat {
+    /// Runs this connection, too, until the handle is dropped.
+    pub(crate) fn run(&self, io: impl Future<Output = ()> + Send + 'static) -> IoHandle {
+        // A panic ends the connection. It must not reach the caller that happens to poll.
+        let io = AssertUnwindSafe(io).catch_unwind().map(drop);
+        let shared = Arc::new(SharedIo {
             state: AtomicU8::new(WOKEN),
-            driver: Mutex::new(Some(Box::pin(driver))),
+            io: Mutex::new(Some(Box::pin(io))),
             caller: Mutex::new(None),
             tickets: AtomicU64::new(1),
             callers: AtomicUsize::new(0),
-            watch: self.watch.clone(),
+            task: self.waker.clone(),
         });
-        if self.add.send(seat.clone()).is_err() {
-            // The runtime is gone, and so is the connection: requests find it closed.
-            seat.end();
+        if self.add.send(shared.clone()).is_err() {
+            // The runtime is gone, and the connection with it: requests find it closed.
+            shared.end();
         }
-        IoHandle(seat)
+        IoHandle(shared)
     }
 }
 
-/// A connection that is run. Dropping this ends it.
+/// The I/O of one connection. Dropping the handle ends the connection.
 #[derive(Debug)]
-pub(crate) struct IoHandle(Arc<Seat>);
+pub(crate) struct IoHandle(Arc<SharedIo>);
 
 impl IoHandle {
-    /// Ends the connection: there are no more replies.
+    /// Ends the connection. There are no more replies.
     pub(crate) fn end(&self) {
         self.0.end();
     }
 
-    /// What comes of a request on this connection, which is run meanwhile.
+    /// Awaits a request on this connection, and runs the connection meanwhile.
     ///
     /// # Cancel safety
     /// That of the request.
@@ -101,36 +102,36 @@ impl Drop for IoHandle {
     }
 }
 
-/// Somebody who waits for a reply, and polls it.
+/// A future that waits for a reply, and runs the connection meanwhile.
 #[derive(Debug)]
 pub(crate) struct Caller {
-    seat: Arc<Seat>,
+    shared: Arc<SharedIo>,
     ticket: u64,
 }
 
 impl Caller {
-    pub(crate) fn new(driven: &IoHandle) -> Self {
-        let seat = driven.0.clone();
-        seat.callers.fetch_add(1, Ordering::AcqRel);
-        let ticket = seat.tickets.fetch_add(1, Ordering::Relaxed);
-        Self { seat, ticket }
+    pub(crate) fn new(handle: &IoHandle) -> Self {
+        let shared = handle.0.clone();
+        shared.callers.fetch_add(1, Ordering::AcqRel);
+        let ticket = shared.tickets.fetch_add(1, Ordering::Relaxed);
+        Self { shared, ticket }
     }
 
-    /// Polls the request, and runs the connection. Several that wait at a time leave that to the task, which writes what
-    /// they ask in one go.
+    /// Polls the request, and runs the connection. Several callers at a time leave the connection to the task, which writes
+    /// their requests together.
     pub(crate) fn poll<T>(
         &mut self,
         cx: &mut Context<'_>,
         mut request: impl FnMut(&mut Context<'_>) -> Poll<T>,
     ) -> Poll<T> {
-        let seat = &self.seat;
-        let is_alone = seat.callers.load(Ordering::Acquire) == 1;
-        let turn = if is_alone { seat.begin() } else { None };
+        let shared = &self.shared;
+        let is_alone = shared.callers.load(Ordering::Acquire) == 1;
+        let turn = if is_alone { shared.begin() } else { None };
         let Some(turn) = turn else {
-            seat.leave_to_task(|_| true);
+            shared.leave_to_task(|_| true);
             return request(cx);
         };
-        // A reply that comes in this turn is to wake nobody.
+        // A reply that comes in this turn needs to wake nobody.
         let polled = request(&mut Context::from_waker(Waker::noop()));
         if polled.is_ready() {
             return polled;
@@ -138,7 +139,7 @@ impl Caller {
         turn.run();
         let polled = request(cx);
         if polled.is_pending() {
-            seat.wait(self.ticket, cx.waker());
+            shared.wait(self.ticket, cx.waker());
         }
         polled
     }
@@ -147,46 +148,46 @@ impl Caller {
 impl Drop for Caller {
     fn drop(&mut self) {
         let ticket = self.ticket;
-        self.seat.callers.fetch_sub(1, Ordering::AcqRel);
-        self.seat.leave_to_task(|caller| caller == ticket);
+        self.shared.callers.fetch_sub(1, Ordering::AcqRel);
+        self.shared.leave_to_task(|caller| caller == ticket);
     }
 }
 
-/// It is being polled.
+/// Somebody polls the connection.
 const POLLED: u8 = 1;
 /// There is something to do.
 const WOKEN: u8 = 2;
-/// There is no more.
+/// The connection has ended.
 const ENDED: u8 = 4;
 
-/// A connection, and whose turn it is.
-struct Seat {
+/// The I/O of one connection, shared by the task and the callers, of whom one polls it at a time.
+struct SharedIo {
     state: AtomicU8,
-    /// For whoever has set `POLLED`.
-    driver: Mutex<Option<Driver>>,
-    /// Who polled it last and waits: it is woken when there is something to do.
+    /// Belongs to the one that has set `POLLED`.
+    io: Mutex<Option<IoFuture>>,
+    /// The caller that polled last and waits. It is woken when there is something to do.
     caller: Mutex<Option<(u64, Waker)>>,
     tickets: AtomicU64,
-    /// How many callers there are.
+    /// The number of callers.
     callers: AtomicUsize,
-    watch: Arc<Watch>,
+    task: Arc<TaskWaker>,
 }
 
-impl Seat {
+impl SharedIo {
     fn begin(self: &Arc<Self>) -> Option<Turn<'_>> {
         let before = self.state.fetch_or(POLLED, Ordering::AcqRel);
         (before & POLLED == 0).then(|| Turn(self))
     }
 
-    fn driver(&self) -> MutexGuard<'_, Option<Driver>> {
-        self.driver.lock().unwrap_or_else(PoisonError::into_inner)
+    fn io(&self) -> MutexGuard<'_, Option<IoFuture>> {
+        self.io.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn caller(&self) -> MutexGuard<'_, Option<(u64, Waker)>> {
         self.caller.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// To be woken from now on, in place of another.
+    /// Has this caller woken from now on, instead of another.
     fn wait(&self, ticket: u64, waker: &Waker) {
         let mut caller = self.caller();
         let before = match &*caller {
@@ -195,10 +196,10 @@ impl Seat {
         };
         drop(caller);
         drop(before);
-        self.watch.used();
+        self.task.note_use();
     }
 
-    /// The caller that is woken is not to be any more, if it is the one that is meant.
+    /// Has the task woken from now on, instead of the caller, if that is the one that is meant.
     fn leave_to_task(&self, is_meant: impl FnOnce(u64) -> bool) {
         let mut caller = self.caller();
         let left = if caller.as_ref().is_some_and(|(ticket, _)| is_meant(*ticket)) {
@@ -208,69 +209,69 @@ impl Seat {
         };
         drop(caller);
         drop(left);
-        // Whoever has just been woken may have been that one.
+        // That caller may have just been woken.
         if self.state.load(Ordering::Acquire) == WOKEN {
-            self.watch.task.wake();
+            self.task.wake();
         }
     }
 
     fn end(self: &Arc<Self>) {
         self.state.fetch_or(ENDED, Ordering::AcqRel);
-        // Whoever polls it ends it.
+        // If somebody polls it, that one drops it.
         drop(self.begin());
-        // The task has nothing left to run.
-        self.watch.task.wake();
+        // The task may have nothing left to run.
+        self.task.wake();
     }
 
-    fn is_over(&self) -> bool {
+    fn has_ended(&self) -> bool {
         self.state.load(Ordering::Acquire) & ENDED != 0
     }
 }
 
-impl Wake for Seat {
+impl Wake for SharedIo {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        // Whoever polls it sees it, and whoever was woken before is still to do so.
+        // Whoever polls it sees the flag. If it was set before, somebody has been woken and will poll.
         if self.state.fetch_or(WOKEN, Ordering::AcqRel) != 0 {
             return;
         }
         let caller = self.caller().take();
         match caller {
             Some((_, waker)) => waker.wake(),
-            None => self.watch.task.wake(),
+            None => self.task.wake(),
         }
     }
 }
 
-impl std::fmt::Debug for Seat {
+impl std::fmt::Debug for SharedIo {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Seat").finish_non_exhaustive()
+        f.debug_struct("SharedIo").finish_non_exhaustive()
     }
 }
 
-/// A turn at a connection. Nobody else polls it before this is dropped.
-struct Turn<'a>(&'a Arc<Seat>);
+/// The right to poll a connection. Nobody else polls it before this is dropped.
+struct Turn<'a>(&'a Arc<SharedIo>);
 
 impl Turn<'_> {
-    /// Does what there is to do.
+    /// Polls the connection while there is something to do, up to [`ROUNDS`] times.
     fn run(&self) {
-        let seat = self.0;
+        let shared = self.0;
         for _ in 0..ROUNDS {
-            if seat.state.fetch_and(!WOKEN, Ordering::AcqRel) & (WOKEN | ENDED) != WOKEN {
+            if shared.state.fetch_and(!WOKEN, Ordering::AcqRel) & (WOKEN | ENDED) != WOKEN {
                 return;
             }
-            let waker = Waker::from(seat.clone());
-            let mut driver = seat.driver();
-            let polled = match &mut *driver {
-                Some(driver) => driver.as_mut().poll(&mut Context::from_waker(&waker)),
+            let waker = Waker::from(shared.clone());
+            let mut io = shared.io();
+            let polled = match &mut *io {
+                Some(io) => io.as_mut().poll(&mut Context::from_waker(&waker)),
                 None => return,
             };
-            drop(driver);
+            drop(io);
             if polled.is_ready() {
-                seat.state.fetch_or(ENDED, Ordering::AcqRel);
+                shared.state.fetch_or(ENDED, Ordering::AcqRel);
             }
         }
     }
@@ -278,16 +279,16 @@ impl Turn<'_> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        let seat = self.0;
+        let shared = self.0;
         self.run();
-        let mut state = seat.state.load(Ordering::Acquire);
+        let mut state = shared.state.load(Ordering::Acquire);
         loop {
             if state & ENDED != 0 {
-                let driver = seat.driver().take();
-                drop(driver);
+                let io = shared.io().take();
+                drop(io);
             }
             let after = state & !POLLED;
-            let given = seat
+            let given = shared
                 .state
                 .compare_exchange(state, after, Ordering::AcqRel, Ordering::Acquire);
             match given {
@@ -295,34 +296,42 @@ impl Drop for Turn<'_> {
                 Err(now) => state = now,
             }
         }
-        // What came up since is the task's.
+        // The task does what came up since.
         if state & (WOKEN | ENDED) == WOKEN {
-            seat.watch.task.wake();
+            shared.task.wake();
         }
     }
 }
 
-/// What callers and the task know of each other.
+/// Wakes the task, and tells it whether to tick.
 #[derive(Debug, Default)]
-struct Watch {
+struct TaskWaker {
     task: AtomicWaker,
-    /// Whether the task ticks, and whether a caller has waited since it did last.
+    /// `ASLEEP`, `UNUSED` or `USED`.
     state: AtomicU8,
 }
 
+/// The task does not tick.
 const ASLEEP: u8 = 0;
+/// The task ticks, and no caller has waited since the last tick.
 const UNUSED: u8 = 1;
+/// The task ticks, and a caller has waited since the last tick.
 const USED: u8 = 2;
 
-impl Watch {
-    fn used(&self) {
+impl TaskWaker {
+    fn wake(&self) {
+        self.task.wake();
+    }
+
+    /// Notes that a caller waits.
+    fn note_use(&self) {
         if self.state.load(Ordering::Acquire) != USED && self.state.swap(USED, Ordering::AcqRel) == ASLEEP {
-            self.task.wake();
+            self.wake();
         }
     }
 
-    /// Whether there is to be another tick: a caller has waited since the last one.
-    fn goes_on(&self) -> bool {
+    /// Returns whether the task ticks again: a caller has waited since the last tick.
+    fn ticks_on(&self) -> bool {
         let change = |from, to| {
             let changed = self
                 .state
@@ -337,57 +346,58 @@ impl Watch {
     }
 }
 
-/// The task.
-struct Running {
-    added: mpsc::UnboundedReceiver<Arc<Seat>>,
-    watch: Arc<Watch>,
-    seats: Vec<Arc<Seat>>,
+struct IoTask {
+    added: mpsc::UnboundedReceiver<Arc<SharedIo>>,
+    waker: Arc<TaskWaker>,
+    connections: Vec<Arc<SharedIo>>,
     tick: Option<Pin<Box<Sleep>>>,
 }
 
-impl Running {
+impl IoTask {
     async fn run(mut self) {
         poll_fn(|cx| self.poll(cx)).await;
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.watch.task.register(cx.waker());
+        self.waker.task.register(cx.waker());
         let is_last = loop {
             match self.added.poll_recv(cx) {
-                Poll::Ready(Some(seat)) => self.seats.push(seat),
+                Poll::Ready(Some(connection)) => self.connections.push(connection),
                 Poll::Ready(None) => break true,
                 Poll::Pending => break false,
             }
         };
-        self.look(cx);
-        self.seats.retain(|seat| {
-            if let Some(turn) = seat.begin() {
+        self.poll_tick(cx);
+        self.connections.retain(|connection| {
+            if let Some(turn) = connection.begin() {
                 turn.run();
             }
-            !seat.is_over()
+            !connection.has_ended()
         });
-        if is_last && self.seats.is_empty() {
+        if is_last && self.connections.is_empty() {
             Poll::Ready(())
         } else {
             Poll::Pending
         }
     }
 
-    /// Ticks while callers wait. Those who have done so for a tick or more are left to wait, and replies come to the task.
-    fn look(&mut self, cx: &mut Context<'_>) {
+    /// Ticks while callers begin to wait. A caller that has waited for a tick or longer just waits: its reply comes to the task.
+    fn poll_tick(&mut self, cx: &mut Context<'_>) {
         loop {
             match &mut self.tick {
-                None if self.watch.is_awake() => self.tick = Some(Box::pin(tokio::time::sleep(TICK))),
+                None if self.waker.is_awake() => self.tick = Some(Box::pin(tokio::time::sleep(TICK))),
                 None => return,
                 Some(tick) => {
                     if tick.as_mut().poll(cx).is_pending() {
                         return;
                     }
-                    if self.watch.goes_on() {
+                    if self.waker.ticks_on() {
                         tick.as_mut().reset(Instant::now() + TICK);
                     } else {
                         self.tick = None;
-                        self.seats.iter().for_each(|seat| seat.leave_to_task(|_| true));
+                        for connection in &self.connections {
+                            connection.leave_to_task(|_| true);
+                        }
                     }
                 }
             }
@@ -395,15 +405,15 @@ impl Running {
     }
 }
 
-impl Drop for Running {
-    /// The runtime is gone, and so are the connections.
+impl Drop for IoTask {
+    /// Ends the connections. The runtime is gone.
     fn drop(&mut self) {
         self.added.close();
-        while let Ok(seat) = self.added.try_recv() {
-            self.seats.push(seat);
+        while let Ok(connection) = self.added.try_recv() {
+            self.connections.push(connection);
         }
-        for seat in self.seats.drain(..) {
-            seat.end();
+        for connection in self.connections.drain(..) {
+            connection.end();
         }
     }
 }
@@ -421,29 +431,29 @@ mod tests {
 
     type Pings = mpsc::UnboundedSender<oneshot::Sender<()>>;
 
-    /// Answers each ping.
+    /// A connection that answers each ping.
     fn echo() -> (impl Future<Output = ()>, Pings) {
         let (pings, mut pinged) = mpsc::unbounded_channel::<oneshot::Sender<()>>();
-        let driver = async move {
+        let echoing = async move {
             while let Some(ping) = pinged.recv().await {
                 let _ = ping.send(());
             }
         };
-        (driver, pings)
+        (echoing, pings)
     }
 
-    /// Answers a ping as soon as it is let, and nothing before.
+    /// A connection that answers a ping when it may, and nothing before.
     fn late() -> (impl Future<Output = ()>, Pings, Arc<Notify>) {
         let (pings, mut pinged) = mpsc::unbounded_channel::<oneshot::Sender<()>>();
         let may = Arc::new(Notify::new());
         let let_go = may.clone();
-        let driver = async move {
+        let echoing = async move {
             while let Some(ping) = pinged.recv().await {
                 may.notified().await;
                 let _ = ping.send(());
             }
         };
-        (driver, pings, let_go)
+        (echoing, pings, let_go)
     }
 
     async fn answers(pings: &Pings) -> bool {
@@ -451,19 +461,19 @@ mod tests {
         pings.send(ping).is_ok() && answer.await.is_ok()
     }
 
-    /// The same by one that runs the connection.
+    /// Pings in a future that runs the connection.
     async fn answers_driven(connection: &IoHandle, pings: &Pings) -> bool {
         connection.drive(pin!(answers(pings))).await
     }
 
-    /// Leaves the task nothing to do.
-    async fn settle() {
+    /// Waits until the task has nothing to do.
+    async fn idle() {
         for _ in 0..20 {
             yield_now().await;
         }
     }
 
-    /// One that is polled now, and may never be again.
+    /// A caller that is polled now, and may never be again.
     fn caller_on(connection: &IoHandle) -> Caller {
         let mut caller = Caller::new(connection);
         let mut cx = Context::from_waker(Waker::noop());
@@ -471,7 +481,7 @@ mod tests {
         caller
     }
 
-    /// How long it takes from when something comes in until it is dealt with.
+    /// Returns how long it takes until something that comes in is dealt with.
     async fn takes(may: &Notify, meanwhile: impl FnOnce(), answer: oneshot::Receiver<()>) -> Duration {
         let since = Instant::now();
         may.notify_one();
@@ -482,49 +492,49 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_is_run_for_as_long_as_it_is_kept_and_the_task_for_as_long_as_any() {
-        let drivers = ConnectionIo::start();
-        let task = Arc::downgrade(&drivers.watch);
+    async fn the_task_runs_for_as_long_as_any_connection_is_kept() {
+        let io = ConnectionIo::start();
+        let task = Arc::downgrade(&io.waker);
         let ((first, to_first), (second, to_second)) = (echo(), echo());
-        let kept = drivers.run(first);
+        let kept = io.run(first);
         assert!(answers(&to_first).await);
-        let dropped = drivers.run(second);
+        let dropped = io.run(second);
         assert!(answers(&to_second).await && answers(&to_first).await);
         drop(dropped);
-        // Its receiver is gone, so its driver is.
+        // The receiver is gone, and so is the future that had it.
         to_second.closed().await;
         assert!(answers(&to_first).await);
-        drop(drivers);
+        drop(io);
         assert!(answers(&to_first).await, "no more are to come");
         drop(kept);
         to_first.closed().await;
-        settle().await;
+        idle().await;
         assert!(task.upgrade().is_none(), "the task is left over");
     }
 
     #[tokio::test]
-    async fn one_that_ends_by_itself_leaves_the_others() {
-        let drivers = ConnectionIo::start();
+    async fn a_connection_that_ends_leaves_the_others() {
+        let io = ConnectionIo::start();
         let ((first, to_first), (second, to_second)) = (echo(), echo());
-        let (_ends, _kept) = (drivers.run(first), drivers.run(second));
+        let (_ends, _kept) = (io.run(first), io.run(second));
         assert!(answers(&to_first).await);
         drop(to_first);
         assert!(answers(&to_second).await);
     }
 
-    /// Its task stands still, as its runtime does.
+    /// The task stands still, as its runtime does.
     #[tokio::test]
     async fn a_caller_runs_the_connection_itself() {
         let asleep = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .build()
             .unwrap();
-        let (driver, pings) = echo();
-        let (drivers, connection) = {
+        let (echoing, pings) = echo();
+        let (io, connection) = {
             let _there = asleep.enter();
-            let drivers = ConnectionIo::start();
-            let connection = drivers.run(driver);
-            (drivers, connection)
+            let io = ConnectionIo::start();
+            let connection = io.run(echoing);
+            (io, connection)
         };
         for _ in 0..3 {
             let answered = tokio::time::timeout(Duration::from_secs(10), answers_driven(&connection, &pings));
@@ -537,7 +547,7 @@ mod tests {
             "of a runtime that is gone"
         );
         let (late, pings) = echo();
-        let connection = drivers.run(late);
+        let connection = io.run(late);
         assert!(
             !answers_driven(&connection, &pings).await,
             "of a runtime that is gone"
@@ -547,10 +557,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_starved_caller_holds_up_others_for_a_tick_at_most() {
         let a_tick = Duration::ZERO..=TICK + Duration::from_millis(1);
-        let drivers = ConnectionIo::start();
+        let io = ConnectionIo::start();
         for leaks in [false, true] {
-            let (driver, pings, may) = late();
-            let connection = drivers.run(driver);
+            let (echoing, pings, may) = late();
+            let connection = io.run(echoing);
             let (ping, answer) = oneshot::channel();
             pings.send(ping).unwrap();
             let starved = caller_on(&connection);
@@ -560,7 +570,7 @@ mod tests {
             } else {
                 Some(starved)
             };
-            settle().await;
+            idle().await;
             let took = takes(&may, || {}, answer).await;
             assert!(a_tick.contains(&took), "{took:?}");
             drop(starved);
@@ -569,11 +579,11 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_starved_caller_does_not_hold_up_another_caller() {
-        let drivers = ConnectionIo::start();
-        let (driver, pings) = echo();
-        let connection = drivers.run(driver);
+        let io = ConnectionIo::start();
+        let (echoing, pings) = echo();
+        let connection = io.run(echoing);
         let _starved = caller_on(&connection);
-        settle().await;
+        idle().await;
         let since = Instant::now();
         for _ in 0..3 {
             assert!(answers_driven(&connection, &pings).await);
@@ -582,27 +592,27 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn after_a_caller_the_task_goes_on_at_once() {
-        let drivers = ConnectionIo::start();
-        let (driver, pings, may) = late();
-        let connection = drivers.run(driver);
+    async fn the_task_takes_over_from_a_caller_at_once() {
+        let io = ConnectionIo::start();
+        let (echoing, pings, may) = late();
+        let connection = io.run(echoing);
         let ask = || {
             let (ping, answer) = oneshot::channel();
             pings.send(ping).unwrap();
             answer
         };
-        // One that is dropped before it could be woken, and one that is dropped since.
+        // A caller that is dropped before it could be woken, and one that is dropped after.
         let answer = ask();
         drop(caller_on(&connection));
-        settle().await;
+        idle().await;
         let took = takes(&may, || {}, answer).await;
         assert!(took.is_zero(), "{took:?}");
         let answer = ask();
         let caller = caller_on(&connection);
-        settle().await;
+        idle().await;
         let took = takes(&may, || drop(caller), answer).await;
         assert!(took.is_zero(), "{took:?}");
-        // One that has waited for long.
+        // A caller that has waited for long.
         let answer = ask();
         let _caller = caller_on(&connection);
         tokio::time::sleep(3 * TICK).await;
@@ -611,10 +621,10 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_a_caller_leaves_undone_the_task_does_at_once() {
-        let drivers = ConnectionIo::start();
+    async fn the_task_does_at_once_what_a_caller_leaves_undone() {
+        let io = ConnectionIo::start();
         let (ping, answer) = oneshot::channel();
-        let connection = drivers.run(async move {
+        let connection = io.run(async move {
             for _ in 0..10 * ROUNDS {
                 let mut is_over = false;
                 poll_fn(|cx| {
@@ -636,11 +646,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_finds_it_polled_leaves_it_to_whoever_polls_it() {
-        let drivers = ConnectionIo::start();
-        let (driver, _pings) = echo();
-        let connection = drivers.run(driver);
-        settle().await;
+    async fn nobody_polls_a_connection_that_is_being_polled() {
+        let io = ConnectionIo::start();
+        let (echoing, _pings) = echo();
+        let connection = io.run(echoing);
+        idle().await;
         let turn = connection.0.begin();
         assert!(turn.is_some());
         for _ in 0..2 {
@@ -652,27 +662,27 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_ends_the_connection_and_nothing_else() {
-        let drivers = ConnectionIo::start();
+        let io = ConnectionIo::start();
         let (pings, mut pinged) = mpsc::unbounded_channel::<oneshot::Sender<()>>();
-        let panics = drivers.run(async move {
+        let panics = io.run(async move {
             pinged.recv().await;
             std::panic::resume_unwind(Box::new("in the library"));
         });
-        let (driver, to_other) = echo();
-        let other = drivers.run(driver);
+        let (echoing, to_other) = echo();
+        let other = io.run(echoing);
         for _ in 0..2 {
             assert!(!answers_driven(&panics, &pings).await);
             assert!(answers_driven(&other, &to_other).await && answers(&to_other).await);
         }
     }
 
-    /// Callers come and go, alone and together, on several threads; each that stays is answered.
+    /// Callers come and go, alone and together, on several threads. Each that stays gets its reply.
     #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-    async fn nobody_is_forgotten_among_callers_that_come_and_go() {
+    async fn no_caller_is_forgotten_among_those_that_come_and_go() {
         let seed = fastrand::u64(..);
-        let drivers = ConnectionIo::start();
-        let (driver, pings) = echo();
-        let connection = Arc::new(drivers.run(driver));
+        let io = ConnectionIo::start();
+        let (echoing, pings) = echo();
+        let connection = Arc::new(io.run(echoing));
         let tasks: Vec<_> = (0..4)
             .map(|n| {
                 let (connection, pings) = (connection.clone(), pings.clone());

@@ -1,4 +1,4 @@
-//! What the client library reports, in lockkit's terms.
+//! Converts errors of the client library.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use redis::{ErrorKind, RedisError, ServerErrorKind};
 
 pub(crate) const NAME: &str = "redis";
 
-/// `operation` failed; whether it took effect is not known unless the server refused it.
+/// Converts an error of `operation`. Unless the server refused it, its outcome is unknown.
 pub(crate) fn failed(operation: &'static str, error: RedisError) -> Error {
     let code = code(&error).to_owned();
     let advice = match (error.kind(), code.as_str()) {
@@ -44,7 +44,7 @@ pub(crate) fn failed(operation: &'static str, error: RedisError) -> Error {
     }
 }
 
-/// There is no connection at the moment.
+/// Returns the error of an operation while there is no connection.
 pub(crate) fn disconnected(operation: &'static str, why: &str) -> Error {
     let reason = format!("no connection to the server: {why}");
     Error::transient(
@@ -54,12 +54,12 @@ pub(crate) fn disconnected(operation: &'static str, why: &str) -> Error {
     )
 }
 
-/// A reply that no script of ours gives.
+/// Returns the error for a reply that none of the scripts gives.
 pub(crate) fn unexpected(operation: &'static str, reply: &redis::Value) -> Error {
     Error::permanent(NAME, operation, format!("the server answered {reply:?}"))
 }
 
-/// What kind of error the server calls it. Before Redis 7, an error within a script is an `ERR` whose text has the kind.
+/// Returns the server's code of an error. Before Redis 7, an error within a script is an `ERR` whose text has the code.
 fn code(error: &RedisError) -> &str {
     const WITHIN: [&str; 8] = [
         "READONLY",
@@ -82,7 +82,7 @@ fn code(error: &RedisError) -> &str {
         .unwrap_or(code)
 }
 
-/// Whether the connection is to be given up: it is gone, or leads to a server that is no master any more.
+/// Returns whether the connection has to be replaced: it is gone, or the server is no longer a master.
 pub(crate) fn breaks_connection(error: &RedisError) -> bool {
     error.is_io_error()
         || error.is_connection_dropped()
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kind_of_an_error_within_a_script_is_known_on_old_servers_too() {
+    fn old_servers_errors_within_scripts_are_recognized() {
         let within = "ERR Error running script (call to f_81fc): @user_script:9: @user_script: 9: ";
         let demoted = "READONLY You can't write against a read only replica.";
         for line in [demoted.to_owned(), format!("{within}-{demoted}")] {

@@ -1,5 +1,5 @@
-//! How locks are laid out on the server. Documented, stable, and shared with other clients on purpose: an exclusive
-//! lock is a plain string at `<namespace>:<name>`, set with `NX PX` and deleted after a comparison.
+//! The layout on the server, documented and stable. Other clients share it: an exclusive lock is a plain string at
+//! `<namespace>:<name>`, set with `NX PX` and deleted after a comparison.
 
 use std::{borrow::Cow, fmt::Write as _, time::Duration};
 
@@ -11,14 +11,14 @@ use lockkit_core::{
 /// A key that is never there.
 pub(crate) const NOWHERE: &[u8] = b"lockkit#nowhere";
 
-/// Keys of our own, which are not locks, begin with this.
+/// The prefix of lockkit's own keys, which are not locks.
 const OWN: &str = "lockkit#";
 
 /// The key of a lock or semaphore.
 pub(crate) fn key(namespace: &str, name: &LockName, kind: LockKind) -> Vec<u8> {
     let name = name.as_str();
     let lock = if namespace.is_empty() {
-        // Kept apart from our own keys; a name that looks as if it had been is kept apart from those.
+        // A name that looks like one of our own keys is escaped, and so is one that looks like an escaped name.
         let escape = name.trim_start_matches('%').starts_with(OWN);
         [if escape { "%" } else { "" }, name].concat()
     } else {
@@ -30,25 +30,24 @@ pub(crate) fn key(namespace: &str, name: &LockName, kind: LockKind) -> Vec<u8> {
     }
 }
 
-/// A name for a client, with the process in it: after a fork, both sides draw the same numbers. The dot says to the scripts
-/// that it looks by itself which of its waiters have become the first in their queue, and the `t` that these take up what
-/// they are passed with its token.
-pub(crate) fn new_client(takes_up: bool) -> String {
-    let takes_up = if takes_up { "t" } else { "" };
-    format!("{:x}.{:016x}{takes_up}", std::process::id(), fastrand::u64(..))
+/// Draws a name for a client. The process id is in it, since both sides of a fork draw the same numbers. The `t` tells the
+/// scripts that the client takes a hand-off from the push, which then names the token.
+pub(crate) fn new_client(takes_hand_offs: bool) -> String {
+    let suffix = if takes_hand_offs { "t" } else { "" };
+    format!("{:x}.{:016x}{suffix}", std::process::id(), fastrand::u64(..))
 }
 
-/// The key of those who wait for a lock.
+/// The key of a lock's queue.
 pub(crate) fn queue(lock: &[u8]) -> Vec<u8> {
     [b"lockkit#queue:{", lock, b"}"].concat()
 }
 
-/// The channel of a client's wake-ups, and the key that says that it is alive.
+/// The channel of a client's wake-ups, and the key that is there while the client is alive.
 pub(crate) fn client(id: &str) -> String {
     format!("{OWN}client:{id}")
 }
 
-/// The mode as the scripts spell it.
+/// Spells the mode as the scripts do.
 pub(crate) fn mode(mode: Mode) -> Cow<'static, str> {
     match mode {
         Mode::Exclusive => "x".into(),
@@ -57,18 +56,18 @@ pub(crate) fn mode(mode: Mode) -> Cow<'static, str> {
     }
 }
 
-/// Where the server fills in the token.
+/// The placeholder that the server replaces by the token.
 const TOKEN: &str = "%d";
 
-/// What a holder is recorded as: `lockkit:<owner> <tokens> <first token> <client> <label>`. Whoever asks passes it
-/// with `%d` in the place of the token, which the server fills in.
+/// The record of a hold: `lockkit:<owner> <tokens> <first token> <client> <label>`. A request passes it with a `%d` for the token,
+/// which the server fills in.
 #[derive(Debug)]
 pub(crate) struct Record {
     /// With `%d` for the token.
     text: String,
-    /// Where in it that is.
+    /// The position of the placeholder.
     token_at: usize,
-    /// The label has a `%` of its own.
+    /// The label has a `%`.
     escapes: bool,
 }
 
@@ -90,7 +89,7 @@ impl Record {
         }
     }
 
-    /// With a place for the token.
+    /// Returns the record with `%d` for the token.
     pub(crate) fn template(&self) -> Cow<'_, str> {
         if !self.escapes {
             return (&self.text).into();
@@ -99,7 +98,7 @@ impl Record {
         format!("{before}{TOKEN}{}", after.replace('%', "%%")).into()
     }
 
-    /// As it stands at the server with this token. No token is 0, which stands for one that is not known.
+    /// Returns the record as the server has it with this token. 0, which is no token, stands for an unknown one.
     pub(crate) fn with_token(&self, token: u64) -> String {
         let (before, after) = self.around_token();
         format!("{before}{token}{after}")
@@ -110,13 +109,13 @@ impl Record {
         (before, &token[TOKEN.len()..])
     }
 
-    /// What stands for an owner whose claim is gone.
+    /// Returns the beginning of an owner's record, which is enough to release what its claim left.
     pub(crate) fn of(owner: OwnerId) -> String {
         format!("lockkit:{owner} ")
     }
 }
 
-/// As it is displayed. Every acquisition needs it, and the formatter would take ten times as long.
+/// Writes an owner as `Display` does, in a tenth of the time. Every acquisition needs it.
 fn push_hex(text: &mut String, owner: OwnerId) {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     for byte in owner.get().to_be_bytes() {
@@ -126,7 +125,7 @@ fn push_hex(text: &mut String, owner: OwnerId) {
     }
 }
 
-/// A holder as it is recorded, without the prefix; `None` if it is no record of ours.
+/// Parses a record without its prefix. `None` if it is not lockkit's.
 pub(crate) fn holder(text: &str, left: Option<Duration>) -> Option<Holder> {
     let mut parts = text.splitn(5, ' ');
     let owner = parts.next()?;
@@ -139,14 +138,14 @@ pub(crate) fn holder(text: &str, left: Option<Duration>) -> Option<Holder> {
     Some(Holder::new(FencingToken::new(token), label, left))
 }
 
-/// The record in the value of an exclusive lock.
+/// Returns the record in the value of an exclusive lock.
 pub(crate) fn record_in(value: &str) -> Option<&str> {
     value
         .strip_prefix("lockkit:")
         .or_else(|| value.strip_prefix("lockkit+"))
 }
 
-/// Whether a value says that shared holders or permits are in.
+/// Returns whether a value names a group: shared holders, or holders of permits.
 pub(crate) fn is_group(value: &str) -> bool {
     value.starts_with(OWN)
 }
@@ -172,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn no_name_is_one_of_our_own_keys_and_no_two_are_one() {
+    fn no_name_is_an_own_key_and_no_two_share_one() {
         let mut seen = std::collections::HashSet::new();
         for lock in [
             "lockkit#fence",

@@ -1,11 +1,11 @@
-//! The Redis backend of lockkit: fenced, fair and notified locks on one master; and Redlock, on a majority of several.
+//! The Redis backend of lockkit: fenced, fair and notified locks on one master, and Redlock on a majority of several masters.
 //!
-//! Most programs use it through the facade `lockkit`, by its feature `redis` and a URL `redis://…` or `redlock://…`.
+//! Most programs use it through the facade `lockkit`, with the feature `redis` and a URL `redis://…` or `redlock://…`.
 //!
 //! An exclusive lock is a plain string that is set with `NX PX` and deleted after a comparison, as in
 //! [Redis's own description](https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/), so that it and
-//! clients in other languages exclude each other. What is added to that lives in keys of its own: a queue, whose head
-//! is handed the lock by the release before it; shared holders and permits with a lease each; and a counter for
+//! clients in other languages exclude each other. Keys of their own hold the rest: a queue, whose head gets the lock from the
+//! release before it; shared holders and permits, with a lease each; and a counter of
 //! [fencing tokens](https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html).
 
 mod backend;

@@ -1,4 +1,4 @@
-//! The scripts, each one atomic step of the protocol at the server.
+//! The Lua scripts. Each is one atomic step of the protocol at the server.
 
 use std::sync::OnceLock;
 
@@ -10,17 +10,16 @@ macro_rules! script {
     };
 }
 
-pub(crate) static ACQUIRE: Script = script!("value", "draw", "acquire_fast", "common", "acquire");
-pub(crate) static RENEW: Script = script!("renew_fast", "draw", "common", "renew");
-pub(crate) static RELEASE: Script = script!("value", "release_fast", "draw", "common", "release");
-pub(crate) static REVOKE: Script = script!("value", "draw", "common", "revoke");
-pub(crate) static INSPECT: Script = script!("value", "draw", "common", "inspect");
-pub(crate) static FLOOR: Script = script!("floor");
+pub(crate) static ACQUIRE: Script = script!("read_key", "draw_tokens", "acquire_fast", "common", "acquire");
+pub(crate) static RENEW: Script = script!("renew_fast", "draw_tokens", "common", "renew");
+pub(crate) static RELEASE: Script = script!("read_key", "release_fast", "draw_tokens", "common", "release");
+pub(crate) static REVOKE: Script = script!("read_key", "draw_tokens", "common", "revoke");
+pub(crate) static INSPECT: Script = script!("read_key", "draw_tokens", "common", "inspect");
+pub(crate) static RAISE_COUNTER: Script = script!("raise_counter");
 
-/// What a connection makes known to its server before it is used.
-pub(crate) static ALL: [&Script; 6] = [&ACQUIRE, &RENEW, &RELEASE, &REVOKE, &INSPECT, &FLOOR];
+/// The scripts that a connection to the only master loads before it is used.
+pub(crate) static ALL: [&Script; 6] = [&ACQUIRE, &RENEW, &RELEASE, &REVOKE, &INSPECT, &RAISE_COUNTER];
 
-/// Those of a Redlock master.
 pub(crate) static REDLOCK_VOTE: Script = script!(
     "redlock_head",
     "redlock_vote_fast",
@@ -44,7 +43,7 @@ pub(crate) static REDLOCK_REVOKE: Script = script!("redlock_head", "redlock_comm
 pub(crate) static REDLOCK_INSPECT: Script = script!("redlock_head", "redlock_common", "redlock_inspect");
 pub(crate) static REDLOCK_MARKER: Script = script!("redlock_marker");
 
-/// What a connection to such a master makes known to it.
+/// The scripts that a connection to a Redlock master loads.
 pub(crate) static REDLOCK: [&Script; 7] = [
     &REDLOCK_VOTE,
     &REDLOCK_CONFIRM,
@@ -55,7 +54,7 @@ pub(crate) static REDLOCK: [&Script; 7] = [
     &REDLOCK_MARKER,
 ];
 
-/// Makes scripts known to a server, in one round trip.
+/// Loads scripts into a server, in one round trip.
 pub(crate) async fn load(scripts: &[&Script], connection: &mut MultiplexedConnection) -> RedisResult<()> {
     let mut load = redis::pipe();
     for script in scripts {
@@ -70,12 +69,12 @@ pub(crate) async fn load(scripts: &[&Script], connection: &mut MultiplexedConnec
 
 /// A Lua script of one lock.
 ///
-/// Scripts name but one key, the lock's; the others are derived from it at the server, and only on the paths that
-/// need them. Each key that is passed costs the server about as much as reading it.
+/// A script names one key, the lock's. It derives the others where it needs them: each key that is passed costs the server about
+/// as much as reading it.
 #[derive(Debug)]
 pub(crate) struct Script {
     source: &'static str,
-    /// Its digest, once a server has said it.
+    /// Known once a server has loaded it.
     digest: OnceLock<String>,
 }
 
@@ -93,7 +92,7 @@ impl Script {
         load
     }
 
-    /// A call on one lock, to which its arguments are to be added.
+    /// Returns a call on one lock, still without its arguments.
     pub(crate) fn call(&'static self, key: &[u8]) -> Call {
         let digest = self.digest.get();
         let mut command = Cmd::with_capacity(12, 256);
@@ -125,7 +124,7 @@ impl Call {
         self
     }
 
-    /// The same call with the whole script, for a server that does not know it.
+    /// Returns this call with the whole script, for a server that does not know it.
     pub(crate) fn in_full(&self) -> Cmd {
         let mut command = Cmd::new();
         command.arg("EVAL").arg(self.script.source);

@@ -1,55 +1,67 @@
-//! Wake-ups: which claim a push from the server is for.
+//! Wake-ups: routes pushes of the server to claims, and tells claims when to ask although no push came.
 
 use std::{
     collections::HashMap,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use lockkit_core::spi::OwnerId;
 use tokio::{sync::Notify, time::Instant};
 
-/// The claims of one client that a push may be for.
+/// The wake-ups of all claims of one client.
 #[derive(Debug, Default)]
 pub(crate) struct Wakeups {
     by_owner: Mutex<HashMap<u128, Arc<Wakeup>>>,
-    queued: AtomicUsize,
-    /// Those that are gone and may be in a queue at the server all the same, since it could not be told: in which.
-    left_behind: Mutex<HashMap<u128, Vec<u8>>>,
+    /// Owners of dropped claims that the server may still have in a queue, each with the key of its lock.
+    abandoned: Mutex<HashMap<u128, Vec<u8>>>,
 }
 
-/// One claim, as far as wake-ups are concerned.
+/// The wake-up of one claim.
 #[derive(Debug, Default)]
 pub(crate) struct Wakeup {
     changed: Notify,
-    woken: AtomicBool,
-    ask_at: Mutex<Option<Instant>>,
-    /// The lock for which it waits behind others at the server, which do not tell it when it has become the first; and
-    /// whether a foreign client holds it.
-    behind: Mutex<Option<(Vec<u8>, bool)>>,
-    /// Which of several masters have told it since it asked last, while it waits.
-    told_by: Mutex<Option<Vec<usize>>>,
-    /// What it was passed since it asked last.
-    passed: Mutex<Option<Passed>>,
+    state: Mutex<State>,
 }
 
-/// A hold that a push has brought.
+#[derive(Debug, Default)]
+struct State {
+    woken: bool,
+    /// The server has the claim in a queue, so its client sends heartbeats.
+    waits: bool,
+    /// The time at which the claim asks although nothing woke it.
+    ask_at: Option<Instant>,
+    /// Set while the claim waits, and is not the first in the queue.
+    follows: Option<Follows>,
+    /// The masters, of several, that told the claim that the lock is free. Set while it listens.
+    free_at: Option<Vec<usize>>,
+    /// The hold that a push brought since the claim asked last.
+    hand_off: Option<HandOff>,
+}
+
+/// A place in a queue behind others. The server does not tell the claim when it becomes the first.
+#[derive(Debug)]
+pub(crate) struct Follows {
+    /// The key of the lock.
+    pub(crate) lock: Vec<u8>,
+    /// A foreign client holds the lock.
+    pub(crate) foreign: bool,
+}
+
+/// A hold that a push brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Passed {
-    /// The first.
+pub(crate) struct HandOff {
+    /// The first token.
     pub(crate) token: u64,
-    pub(crate) heard: Heard,
+    pub(crate) origin: PushOrigin,
 }
 
-/// How a push was heard.
+/// Proves that a push is not too old.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Heard {
-    /// The number of the connection.
-    pub(crate) on: u64,
-    /// When the last request was sent there that was answered before it.
+pub(crate) struct PushOrigin {
+    /// The number of the connection that it came on.
+    pub(crate) connection: u64,
+    /// The time at which the last request was sent there that was answered before the push.
     pub(crate) since: Instant,
 }
 
@@ -62,59 +74,67 @@ impl Wakeups {
         self.map().entry(owner.get()).or_default().clone()
     }
 
+    fn get(&self, owner: OwnerId) -> Option<Arc<Wakeup>> {
+        self.map().get(&owner.get()).cloned()
+    }
+
     pub(crate) fn remove(&self, owner: OwnerId) {
         self.map().remove(&owner.get());
     }
 
-    fn left(&self) -> MutexGuard<'_, HashMap<u128, Vec<u8>>> {
-        self.left_behind.lock().unwrap_or_else(PoisonError::into_inner)
+    fn abandoned(&self) -> MutexGuard<'_, HashMap<u128, Vec<u8>>> {
+        self.abandoned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A claim is gone that may be in this lock's queue, where its client's heartbeat would keep its place.
-    pub(crate) fn leave_behind(&self, owner: OwnerId, lock: Vec<u8>) {
+    /// Notes that a claim was dropped that may be in this lock's queue. The client's heartbeat would keep its place there.
+    pub(crate) fn abandon(&self, owner: OwnerId, lock: Vec<u8>) {
         /// A server that refuses requests for days must not fill the client's memory.
         const MOST: usize = 10_000;
 
-        let mut left = self.left();
-        if left.len() < MOST {
-            left.insert(owner.get(), lock);
+        let mut abandoned = self.abandoned();
+        if abandoned.len() < MOST {
+            abandoned.insert(owner.get(), lock);
         }
     }
 
-    pub(crate) fn left_behind(&self) -> Vec<(OwnerId, Vec<u8>)> {
-        let left = self.left();
-        let pairs = left.iter();
+    /// Returns the dropped claims that the server has not been told of.
+    pub(crate) fn all_abandoned(&self) -> Vec<(OwnerId, Vec<u8>)> {
+        let abandoned = self.abandoned();
+        let pairs = abandoned.iter();
         pairs
             .map(|(owner, lock)| (OwnerId::new(*owner), lock.clone()))
             .collect()
     }
 
-    /// The server has been told.
-    pub(crate) fn taken_out(&self, owner: OwnerId) {
-        self.left().remove(&owner.get());
+    /// Notes that the server has been told of a dropped claim.
+    pub(crate) fn forget_abandoned(&self, owner: OwnerId) {
+        self.abandoned().remove(&owner.get());
     }
 
-    /// How many claims stand in a queue at the server.
-    pub(crate) fn queued(&self) -> &AtomicUsize {
-        &self.queued
+    /// Returns whether any claim is in a queue at the server.
+    pub(crate) fn any_waits(&self) -> bool {
+        self.map().values().any(|wakeup| wakeup.state().waits)
     }
 
-    /// A push: `<owner> <ms>[:<token>] <lock>`. Zero: the lock was passed to the owner, with this token if it is told, or its
-    /// hold was ended. Otherwise it is the first in the queue now, and the lease before it lasts for so long. Returns owner
-    /// and lock if the claim is not here any more but was passed something.
-    pub(crate) fn push<'a>(&self, message: &'a [u8], heard: Option<Heard>) -> Option<(OwnerId, &'a [u8])> {
-        let mut parts = message.splitn(3, |b| *b == b' ');
-        let owner = std::str::from_utf8(parts.next()?).ok()?;
-        let owner = OwnerId::new(u128::from_str_radix(owner, 16).ok()?);
-        let what = std::str::from_utf8(parts.next()?).ok()?;
+    /// Delivers a push of the one master: `<owner> <ms>[:<token>] <lock>`.
+    ///
+    /// Zero `ms`: the lock was handed off to the owner, with this token if there is one; or its hold was ended. Otherwise the
+    /// owner is now the first in the queue, and the lease before it lasts for `ms`.
+    ///
+    /// Returns owner and lock if the claim is gone and was handed something that has to be released.
+    pub(crate) fn push<'a>(
+        &self,
+        message: &'a [u8],
+        origin: Option<PushOrigin>,
+    ) -> Option<(OwnerId, &'a [u8])> {
+        let (owner, what, lock) = parse(message)?;
         let (ms, token) = what.split_once(':').unwrap_or((what, ""));
         let ms: u64 = ms.parse().ok()?;
-        let lock = parts.next()?;
-        let wakeup = self.map().get(&owner.get()).cloned();
-        match wakeup {
+        match self.get(owner) {
             Some(wakeup) if ms == 0 => {
                 let token = token.parse().ok();
-                *wakeup.passed() = token.zip(heard).map(|(token, heard)| Passed { token, heard });
+                let hand_off = token.zip(origin).map(|(token, origin)| HandOff { token, origin });
+                wakeup.state().hand_off = hand_off;
                 wakeup.wake();
             }
             Some(wakeup) => wakeup.ask_in(Duration::from_millis(ms)),
@@ -124,33 +144,33 @@ impl Wakeups {
         None
     }
 
-    /// A push from one of several masters: `<owner> <what> <lock>`. `1`: the lock is free there, and kept for the owner;
-    /// it is asked for when a majority, which is so many, has said so. `0`: its hold was ended there.
+    /// Delivers a push of one of several masters: `<owner> <what> <lock>`.
+    ///
+    /// `1`: the lock is free there and kept for the owner, which asks once `majority` masters have said so. `0`: the owner's
+    /// hold was ended there.
     pub(crate) fn hint(&self, master: usize, majority: usize, message: &[u8]) {
-        let mut parts = message.splitn(3, |b| *b == b' ');
-        let owner = parts.next().and_then(|owner| std::str::from_utf8(owner).ok());
-        let owner = owner.and_then(|owner| u128::from_str_radix(owner, 16).ok());
-        let Some(wakeup) = owner.and_then(|owner| self.map().get(&owner).cloned()) else {
+        let Some((owner, what, _)) = parse(message) else {
             return;
         };
-        match parts.next() {
-            Some(b"0") => wakeup.wake(),
-            Some(b"1") => wakeup.told(master, majority),
+        let Some(wakeup) = self.get(owner) else { return };
+        match what {
+            "0" => wakeup.wake(),
+            "1" => wakeup.is_free_at(master, majority),
             _ => {}
         }
     }
 
-    /// Those who wait behind others, and for which lock.
-    pub(crate) fn behind(&self) -> Vec<(OwnerId, Arc<Wakeup>, Vec<u8>)> {
+    /// Returns the claims that wait behind others, each with the key of its lock.
+    pub(crate) fn followers(&self) -> Vec<(OwnerId, Arc<Wakeup>, Vec<u8>)> {
         let map = self.map();
-        let behind = map.iter().filter_map(|(owner, wakeup)| {
-            let (lock, _) = wakeup.lock_behind().clone()?;
+        let followers = map.iter().filter_map(|(owner, wakeup)| {
+            let lock = wakeup.state().follows.as_ref()?.lock.clone();
             Some((OwnerId::new(*owner), wakeup.clone(), lock))
         });
-        behind.collect()
+        followers.collect()
     }
 
-    /// After a new connection: any push may have been missed.
+    /// Wakes all claims. A new connection may have missed any push.
     pub(crate) fn wake_all(&self) {
         let wakeups: Vec<_> = self.map().values().cloned().collect();
         for wakeup in wakeups {
@@ -159,92 +179,103 @@ impl Wakeups {
     }
 }
 
+/// Splits a push into the owner, what is said to it, and the key of the lock.
+fn parse(message: &[u8]) -> Option<(OwnerId, &str, &[u8])> {
+    let mut parts = message.splitn(3, |b| *b == b' ');
+    let owner = std::str::from_utf8(parts.next()?).ok()?;
+    let owner = OwnerId::new(u128::from_str_radix(owner, 16).ok()?);
+    let what = std::str::from_utf8(parts.next()?).ok()?;
+    Some((owner, what, parts.next()?))
+}
+
 impl Wakeup {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn wake(&self) {
-        self.woken.store(true, Ordering::Release);
+        self.state().woken = true;
         self.changed.notify_one();
     }
 
-    fn ask_at(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.ask_at.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock_behind(&self) -> MutexGuard<'_, Option<(Vec<u8>, bool)>> {
-        self.behind.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// What has been heard so far is dealt with by what begins now.
+    /// Forgets what has been heard so far. The request that follows deals with it.
     pub(crate) fn begin(&self) {
-        *self.ask_at() = None;
-        *self.lock_behind() = None;
-        *self.passed() = None;
-        self.woken.store(false, Ordering::Relaxed);
+        let mut state = self.state();
+        *state = State {
+            waits: state.waits,
+            free_at: state.free_at.take(),
+            ..State::default()
+        };
     }
 
-    /// When to ask although nothing woke it, at the latest. A push may be dealt with before the reply that the server
-    /// gave before it, and knows better.
+    /// Has the claim ask after this time at the latest. An earlier time stays: a push may be handled before the reply that
+    /// the server sent before it, and knows better.
     pub(crate) fn ask_in(&self, after: Duration) {
         let at = Instant::now() + after;
-        let mut ask_at = self.ask_at();
-        *ask_at = Some(ask_at.map_or(at, |before| before.min(at)));
-        drop(ask_at);
+        let mut state = self.state();
+        state.ask_at = Some(state.ask_at.map_or(at, |before| before.min(at)));
+        drop(state);
         self.changed.notify_one();
     }
 
-    /// It waits for this lock, and is not the first.
-    pub(crate) fn waits_behind(&self, lock: &[u8], foreign: bool) {
-        *self.lock_behind() = Some((lock.to_vec(), foreign));
+    /// Notes that the server has the claim in a queue, behind others or as the head. It asks after this time at the latest.
+    pub(crate) fn wait(&self, follows: Option<Follows>, after: Duration) {
+        let mut state = self.state();
+        state.waits = true;
+        state.follows = follows;
+        drop(state);
+        self.ask_in(after);
     }
 
-    /// It has become the first: it asks for how long the lease before it lasts.
-    pub(crate) fn is_first(&self) {
-        if self.lock_behind().take().is_some() {
+    /// Notes that the claim has become the first in the queue. It asks for how long the lease before it lasts.
+    pub(crate) fn became_first(&self) {
+        let followed = self.state().follows.take();
+        if followed.is_some() {
             self.wake();
         }
     }
 
-    /// It is not the first yet: it asks by then at the latest, if it does not just ask. How long a foreign hold lasts says
+    /// Has a claim that still waits behind others ask after this time at the latest. How long a foreign hold lasts says
     /// nothing.
-    pub(crate) fn is_behind(&self, after: Duration) {
-        let asks = matches!(&*self.lock_behind(), Some((_, false)));
+    pub(crate) fn still_follows(&self, after: Duration) {
+        let asks = matches!(&self.state().follows, Some(follows) if !follows.foreign);
         if asks {
             self.ask_in(after);
         }
     }
 
-    /// It does not wait any more.
+    /// Notes that the claim does not wait any more.
     pub(crate) fn stop(&self) {
-        *self.ask_at() = None;
-        *self.lock_behind() = None;
-        *self.told_by() = None;
-        *self.passed() = None;
+        let mut state = self.state();
+        *state = State {
+            woken: state.woken,
+            ..State::default()
+        };
     }
 
-    /// What it was passed since it asked last. Twice is once.
-    pub(crate) fn take_push(&self) -> Option<Passed> {
-        self.passed().take()
+    /// Takes the hold that a push brought since the claim asked last. A repeated push counts once.
+    pub(crate) fn take_hand_off(&self) -> Option<HandOff> {
+        self.state().hand_off.take()
     }
 
-    fn passed(&self) -> MutexGuard<'_, Option<Passed>> {
-        self.passed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// It waits from now on to be told by a majority of several masters.
+    /// Counts from now on the masters, of several, at which the lock is free.
     pub(crate) fn listen(&self) {
-        *self.told_by() = Some(Vec::new());
+        self.state().free_at = Some(Vec::new());
     }
 
-    /// The lock is free at this master. Whoever asked at once might come to the others before the release does; and those
-    /// who are told by none but a minority are not to wait for more.
-    fn told(&self, master: usize, majority: usize) {
+    /// Notes that the lock is free at this master.
+    ///
+    /// With a majority the claim asks at once. With fewer it asks a moment later: at once, it might overtake the release on
+    /// its way to the others; and a minority may be all that it ever hears of.
+    fn is_free_at(&self, master: usize, majority: usize) {
         const SOON: Duration = Duration::from_millis(1);
-        let mut told_by = self.told_by();
-        let Some(masters) = &mut *told_by else { return };
+        let mut state = self.state();
+        let Some(masters) = &mut state.free_at else { return };
         if !masters.contains(&master) {
             masters.push(master);
         }
         let enough = masters.len() >= majority;
-        drop(told_by);
+        drop(state);
         if enough {
             self.wake();
         } else {
@@ -252,25 +283,24 @@ impl Wakeup {
         }
     }
 
-    fn told_by(&self) -> MutexGuard<'_, Option<Vec<usize>>> {
-        self.told_by.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Resolves when it has been woken, or is to ask.
+    /// Resolves when the claim has been woken, or is due to ask.
     pub(crate) async fn notified(&self) {
         loop {
-            if self.woken.swap(false, Ordering::Acquire) {
-                return;
-            }
-            let at = *self.ask_at();
-            let Some(at) = at else {
+            let ask_at = {
+                let mut state = self.state();
+                if std::mem::take(&mut state.woken) {
+                    return;
+                }
+                state.ask_at
+            };
+            let Some(ask_at) = ask_at else {
                 self.changed.notified().await;
                 continue;
             };
             tokio::select! {
                 biased;
                 () = self.changed.notified() => {}
-                () = tokio::time::sleep_until(at) => return,
+                () = tokio::time::sleep_until(ask_at) => return,
             }
         }
     }
@@ -286,7 +316,7 @@ mod tests {
         let owner = OwnerId::new(7);
         let wakeup = wakeups.add(owner);
         wakeup.begin();
-        // At the server first the reply, "25 s left", and then this.
+        // The server sent the reply, "25 s left", before this.
         assert!(wakeups.push(format!("{owner} 3000 n").as_bytes(), None).is_none());
         wakeup.ask_in(Duration::from_secs(25));
         let asked = Instant::now();
@@ -299,16 +329,16 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn whoever_is_told_by_a_majority_asks_at_once_and_by_fewer_a_moment_later() {
+    async fn a_majority_of_hints_wakes_at_once_and_fewer_soon() {
         let wakeups = Wakeups::default();
         let owner = OwnerId::new(7);
         let wakeup = wakeups.add(owner);
         let free = format!("{owner} 1 n");
         let tell = |master| wakeups.hint(master, 3, free.as_bytes());
         let asked = Instant::now();
-        let is_woken = || wakeup.woken.load(Ordering::Relaxed);
+        let is_woken = || wakeup.state().woken;
         tell(0);
-        assert!(wakeup.ask_at().is_none(), "it does not wait");
+        assert!(wakeup.state().ask_at.is_none(), "it does not wait");
         wakeup.begin();
         wakeup.listen();
         for master in [0, 1, 1, 0] {
@@ -327,7 +357,7 @@ mod tests {
 
         wakeup.stop();
         (0..5).for_each(tell);
-        assert!(!is_woken() && wakeup.ask_at().is_none(), "it holds");
+        assert!(!is_woken() && wakeup.state().ask_at.is_none(), "it holds");
         wakeups.hint(0, 3, format!("{owner} 0 n").as_bytes());
         assert!(is_woken(), "its hold was ended");
     }

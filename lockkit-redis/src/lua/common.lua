@@ -1,88 +1,85 @@
--- What every script goes on with that did not end on its fast path. `value` is what was found at the key.
+-- The prelude of every script that did not end on its fast path. `value` is what was found at the key.
 --
---   <lock>                     lockkit:<value> one exclusive holder, nobody waits
---                              lockkit+<value> one exclusive holder, somebody waits
---                              lockkit#shared, lockkit#permits <n>: whoever is in `holders`
+--   <lock>                     lockkit:<record>: one exclusive holder, and nobody waits
+--                              lockkit+<record>: one exclusive holder, and somebody waits
+--                              lockkit#shared, lockkit#permits <n>: a group, whose members are in `holders`
 --                              anything else: a foreign client's hold
---                              It expires with the (longest) lease, or GRACE later while somebody waits: whoever
---                              comes meanwhile finds it and serves the queue, instead of going before it.
---   lockkit#holders:{<lock>}   shared holders and permits: owner -> end of the lease in ms of the server's clock
+--                              Expires with the lease, a group's with the longest; or GRACE later while somebody waits.
+--                              Whoever comes meanwhile finds it and serves the queue first.
+--   lockkit#holders:{<lock>}   members of the group: owner -> end of the lease in ms of the server's clock
 --   lockkit#queue:{<lock>}     waiters: owner -> arrival in us, made unique
---   lockkit#about:{<lock>}     waiters, shared holders and permits: owner -> "<mode> <ttl> <value>"
---   lockkit#client:<client>    there while a client with waiters is alive; the channel of its wake-ups has this name too.
---                              One with a dot in its name looks by itself whose turn is next, every LOOKED ms; one
---                              with a `t` in it takes up what it is passed without asking, and is told its token
+--   lockkit#about:{<lock>}     waiters and members: owner -> "<mode> <ttl> <record>"
+--   lockkit#client:<client>    there while a client with waiters is alive; also the name of the channel of its wake-ups. A client
+--                              with a `t` in its name takes a hand-off from the push, which names the token then
 --   lockkit#fence              the last fencing token of this database
 --
--- <value> is "<owner> <tokens> <first token> <client> <label>". In the entry of a waiter the token is still "%d". The
--- version before has "-" in the first milliseconds of a hold.
-local HOLDERS, QUEUE, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
+-- <record> is "<owner> <tokens> <first token> <client> <label>". A waiter's has %d in the place of the token.
+local HOLDERS, QUEUE, ENTRIES = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
 local CLIENT = 'lockkit#client:'
-local CLAIM = 3000 -- for how long a hold that was passed on waits for its new holder to take it, in ms
+local HANDOFF_TTL = 3000 -- how long a lock that was handed off waits for its new holder, in ms
 local GRACE = 10000 -- by how much a lock that somebody waits for outlives its lease, in ms
-local LOOKED = 2500 -- how often a client looks which of its waiters have become the first in the queue, in ms
-local BELIEVED = 10000 -- for how long a waiter counts as alive that has come, or whose client has said so, in ms
-local IDLE = 600000 -- what nobody has touched for so long is forgotten, in ms
+local HEARTBEAT = 2500 -- how often a client looks which of its waiters have become the head of the queue, in ms
+local ALIVE_FOR = 10000 -- for how long a waiter counts as alive after its arrival or its client's heartbeat, in ms
+local IDLE = 600000 -- after how long unused keys expire, in ms
 
 local time = call('TIME')
 local micros = time[1] * 1000000 + time[2]
 local now = math.floor(micros / 1000)
--- What is left of the lease of one that holds alone, once it is known.
+-- What is left of the exclusive holder's lease, once it is known.
 local lease
 
 local function is_group() return value and string.sub(value, 1, 8) == 'lockkit#' end
-local function holder() return value and string.match(value, '^lockkit[:+](%x+) ') end
-local function is_foreign() return value and not is_group() and not holder() end
-local function is_waited_for() return string.sub(value, 8, 8) == '+' end
-local function token_of(text) return tonumber(string.match(text, '^%S+ %d+ (%d+) ')) end
-local function client_of(text) return string.match(text, '^%S+ %S+ %S+ (%S+)') end
+local function exclusive_holder() return value and string.match(value, '^lockkit[:+](%x+) ') end
+local function is_foreign() return value and not is_group() and not exclusive_holder() end
+local function has_waiters() return string.sub(value, 8, 8) == '+' end
+local function token_of(record) return tonumber(string.match(record, '^%S+ %d+ (%d+) ')) end
+local function client_of(record) return string.match(record, '^%S+ %S+ %S+ (%S+)') end
 
-local function about(owner)
-  local entry = call('HGET', ABOUT, owner)
+-- Returns mode, ttl and record of a waiter or member.
+local function entry_of(owner)
+  local entry = call('HGET', ENTRIES, owner)
   if entry then return string.match(entry, '^(%S+) (%d+) (.*)$') end
 end
 
-local function expire(key, ms)
+local function extend(key, ms)
   if call('PTTL', key) < ms then call('PEXPIRE', key, ms) end
 end
 
-local function longest() return call('ZREVRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now end
-
--- What is left of the lease; of the first to end, if there are several. -1 if it has no end.
-local function left()
+-- Returns what is left of the lease, of a group's first to end. -1 if it has no end.
+local function lease_left()
   if is_group() then return call('ZRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now end
-  if not holder() then return call('PTTL', LOCK) end
-  lease = lease or call('PTTL', LOCK) - (is_waited_for() and GRACE or 0)
+  if not exclusive_holder() then return call('PTTL', LOCK) end
+  lease = lease or call('PTTL', LOCK) - (has_waiters() and GRACE or 0)
   return lease
 end
 
--- Makes the key say whether somebody waits, and last accordingly. If it is not known, the queue tells.
-local function settle(waited_for)
+-- Makes the key say whether somebody waits, and last accordingly. Looks at the queue if the caller does not know.
+local function update_lock_key(waited_for)
   if not value or is_foreign() then return end
   if waited_for == nil then waited_for = call('EXISTS', QUEUE) == 1 end
   local ms
   if is_group() then
-    ms = longest()
-    expire(HOLDERS, ms + IDLE)
-    expire(ABOUT, ms + IDLE)
+    ms = call('ZREVRANGE', HOLDERS, 0, 0, 'WITHSCORES')[2] - now
+    extend(HOLDERS, ms + IDLE)
+    extend(ENTRIES, ms + IDLE)
   else
-    ms = left()
+    ms = lease_left()
     value = (waited_for and 'lockkit+' or 'lockkit:') .. string.sub(value, 9)
   end
   call('SET', LOCK, value, 'PX', math.max(1, ms + (waited_for and GRACE or 0)))
 end
 
-local is_swept = false
+local members_are_current = false
 
--- Forgets shared holders and permits whose lease is over, and all of them if the key no longer says that they hold. To be
--- done before any of them counts for anything.
-local function sweep()
-  if is_swept then return end
-  is_swept = true
+-- Drops members of the group whose lease has ended, or all if the key no longer names a group. Comes before any member counts
+-- for anything.
+local function drop_expired_members()
+  if members_are_current then return end
+  members_are_current = true
   local ended = call('ZRANGEBYSCORE', HOLDERS, '-inf', is_group() and now or '+inf')
   for _, owner in ipairs(ended) do
     call('ZREM', HOLDERS, owner)
-    call('HDEL', ABOUT, owner)
+    call('HDEL', ENTRIES, owner)
   end
   if is_group() and call('EXISTS', HOLDERS) == 0 then
     call('DEL', LOCK)
@@ -90,19 +87,18 @@ local function sweep()
   end
 end
 
--- Forgets holders whose lease is over.
-local function drop_ended()
-  if holder() then
-    -- As long as it holds alone, nobody else does.
-    if left() > 0 then return end
+local function drop_expired_holders()
+  if exclusive_holder() then
+    -- Beside an exclusive holder there are no members that count.
+    if lease_left() > 0 then return end
     call('DEL', LOCK)
     value = false
   end
-  sweep()
+  drop_expired_members()
 end
 
-local function shares(owner)
-  sweep()
+local function is_member(owner)
+  drop_expired_members()
   return call('ZSCORE', HOLDERS, owner)
 end
 
@@ -117,107 +113,105 @@ local function fits(mode)
   return mode == 's' or call('ZCARD', HOLDERS) < tonumber(string.sub(mode, 2))
 end
 
--- To be settled by the caller. The tokens from `first` on if they are not to be drawn anew.
-local function grant(owner, mode, ttl, ms, text, first)
-  local tokens = string.match(text, '^%S+ (%d+) ')
+-- Grants with a lease of `ms`, and the tokens from `first` on if they are known already. The caller updates the key.
+local function grant(owner, mode, ttl, ms, record, first)
+  local tokens = string.match(record, '^%S+ (%d+) ')
   if first then
     call('SET', 'lockkit#fence', string.format('%d', first + tokens - 1))
   else
-    first = draw(tokens, micros)
+    first = draw_tokens(tokens, micros)
   end
   if mode == 'x' then
-    call('HDEL', ABOUT, owner)
-    value = 'lockkit:' .. string.format(text, first)
+    call('HDEL', ENTRIES, owner)
+    value = 'lockkit:' .. string.format(record, first)
     lease = tonumber(ms)
   else
-    sweep()
+    drop_expired_members()
     value = group_of(mode)
     call('ZADD', HOLDERS, now + ms, owner)
-    call('HSET', ABOUT, owner, mode .. ' ' .. ttl .. ' ' .. string.format(text, first))
+    call('HSET', ENTRIES, owner, mode .. ' ' .. ttl .. ' ' .. string.format(record, first))
   end
   return first
 end
 
--- At this server alone: who listens at a replica, as a client does whose master was demoted, is not told what is granted here.
-local function wake(owner, client, ms)
+-- Publishes to a client what has become of its claim. Only at this server: a client whose master was demoted still listens
+-- there, and must not be told what is granted here. Returns how many received it.
+local function publish(owner, client, what)
   redis.set_repl(redis.REPL_NONE)
-  local told = call('PUBLISH', CLIENT .. client, owner .. ' ' .. ms .. ' ' .. LOCK)
+  local receivers = call('PUBLISH', CLIENT .. client, owner .. ' ' .. what .. ' ' .. LOCK)
   redis.set_repl(redis.REPL_ALL)
-  return told
+  return receivers
 end
 
--- A server that refuses to write says so now. To be done before `serve` by whoever has not written yet: nobody is to be told
--- that he holds what cannot be written.
-local function may_write() call('DEL', 'lockkit#nowhere') end
+-- Fails now if the server refuses to write. A script that has not written yet calls this before `grant_from_queue`: nobody may
+-- be told of a hold that cannot be written.
+local function check_writable() call('DEL', 'lockkit#nowhere') end
 
-local function first() return call('ZRANGE', QUEUE, 0, 0)[1] end
+local function queue_head() return call('ZRANGE', QUEUE, 0, 0)[1] end
 
--- Clients of the version before are told, and do not look.
-local function looks(client) return string.find(client, '.', 1, true) end
-
--- Grants to another, if its client is told. That is done first, when the token is known and not drawn yet. Where there is none
--- left, it asks, and is told so.
-local function pass(owner, mode, ttl, text)
-  local client = client_of(text)
+-- Grants to another, if its client receives the push. The push comes first, with tokens that are known and not drawn yet. If
+-- none are left, the waiter is told to ask, and gets the error itself.
+local function hand_off(owner, mode, ttl, record)
+  local client = client_of(record)
   local first = math.max(micros, tonumber(call('GET', 'lockkit#fence') or 0)) + 1
-  if first > 2 ^ 53 - string.match(text, '^%S+ (%d+) ') then
-    wake(owner, client, 1)
+  if first > 2 ^ 53 - string.match(record, '^%S+ (%d+) ') then
+    publish(owner, client, 1)
     return false
   end
-  local takes_up = string.find(client, 't', 1, true)
-  if wake(owner, client, takes_up and string.format('0:%d', first) or 0) == 0 then return false end
+  local takes_hand_offs = string.find(client, 't', 1, true)
+  if publish(owner, client, takes_hand_offs and string.format('0:%d', first) or 0) == 0 then return false end
   call('ZREM', QUEUE, owner)
-  grant(owner, mode, ttl, math.min(ttl, CLAIM), text, first)
+  grant(owner, mode, ttl, math.min(ttl, HANDOFF_TTL), record, first)
   return true
 end
 
 local function is_alive(client, came)
-  return micros - came < BELIEVED * 1000 or call('EXISTS', CLIENT .. client) == 1
+  return micros - came < ALIVE_FOR * 1000 or call('EXISTS', CLIENT .. client) == 1
 end
 
--- Grants from the head of the queue for as long as it fits, to `me` in full and to others for them to take up.
--- Whoever is dead goes, also if it does not fit: nobody is to wait behind it.
--- Whoever is the head then and was not before (`head`, if it has left the queue already) is told for how long it has
--- to wait, unless others were granted and it finds out in time: most wait for less than until their next look.
--- Returns the first token of `me`, and whether anyone is left who is not just reconnecting.
-local function serve(me, head)
-  local mine, next, next_text
-  local granted, passed, blocked = false, false, false
+-- Grants from the head of the queue for as long as the head fits: to `me` in full, to others by a hand-off. Drops the dead, also
+-- those that would not fit, so that nobody waits behind them.
+-- A waiter that is now the head, and was not before (`head`, if that has left the queue already), is told how long the lease
+-- before it lasts. Exception: after a hand-off it finds out in time by itself, unless the lease is shorter than a HEARTBEAT.
+-- Returns the first token of `me`, and whether a waiter is left that is not just reconnecting.
+local function grant_from_queue(me, head)
+  local mine, next, next_record
+  local granted, handed_off, blocked = false, false, false
   local at = 0
   while not blocked do
     local entry = call('ZRANGE', QUEUE, at, at, 'WITHSCORES')
     local owner, came = entry[1], entry[2]
     if not owner then break end
     head = head or owner
-    local mode, ttl, text = about(owner)
+    local mode, ttl, record = entry_of(owner)
     local fit = mode and fits(mode)
     if fit and owner == me then
       call('ZREM', QUEUE, owner)
-      mine = grant(owner, mode, ttl, ttl, text)
+      mine = grant(owner, mode, ttl, ttl, record)
       granted = true
-    elseif fit and pass(owner, mode, ttl, text) then
-      granted, passed = true, true
-    elseif mode and (owner == me or is_alive(client_of(text), came)) then
+    elseif fit and hand_off(owner, mode, ttl, record) then
+      granted, handed_off = true, true
+    elseif mode and (owner == me or is_alive(client_of(record), came)) then
       blocked = not fit
       if at == 0 then
-        next, next_text = owner, text
+        next, next_record = owner, record
       end
-      at = at + 1 -- if it fits, it is reconnecting: it keeps its place and is passed over
+      at = at + 1 -- one that fits is reconnecting: it keeps its place, and is passed over
     else
       call('ZREM', QUEUE, owner)
-      call('HDEL', ABOUT, owner)
-      -- One that stood still for so long and goes on is to queue up anew.
-      if mode and not fit then wake(owner, client_of(text), 1) end
+      call('HDEL', ENTRIES, owner)
+      -- If it only stood still, it joins the queue again.
+      if mode and not fit then publish(owner, client_of(record), 1) end
     end
   end
   local waited_for = next ~= nil
-  -- How long a group's key lasts does not show whether it has been waited for.
-  if granted or is_group() or (holder() and is_waited_for() ~= waited_for) then settle(waited_for) end
+  -- How long a group's key lasts does not show whether anybody waited.
+  if granted or is_group() or (exclusive_holder() and has_waiters() ~= waited_for) then update_lock_key(waited_for) end
   if next and next ~= head and next ~= me and value then
-    local client, ms = client_of(next_text), left()
-    if not (passed and looks(client) and ms >= LOOKED) then
-      -- A foreign client's release has to be looked out for from now on.
-      wake(next, client, is_foreign() and 1 or math.max(1, ms))
+    local ms = lease_left()
+    if not (handed_off and ms >= HEARTBEAT) then
+      -- The head asks again and again while a foreign client holds: nobody will tell it of the release.
+      publish(next, client_of(next_record), is_foreign() and 1 or math.max(1, ms))
     end
   end
   return mine, blocked

@@ -1,24 +1,24 @@
--- Afterwards the owner neither holds nor waits, and whoever is next has been told. Returns 1 if it held.
+-- Ends the owner's hold and its place in the queue, and serves the queue. Returns 1 if the owner held.
 -- ARGV: 1 the value, known up to the owner at least
 local me = string.sub(ARGV[1], 9, 40)
 local held = 0
-drop_ended()
+drop_expired_holders()
 local head
-if holder() == me then
+if exclusive_holder() == me then
   held = 1
   value = false
-  -- It may have been granted to a try, which has left its place.
+  -- A try may have been granted beside the owner's place in the queue.
   call('ZREM', QUEUE, me)
 else
-  sweep()
+  drop_expired_members()
   if call('ZREM', HOLDERS, me) == 1 then
     held = 1
     if call('EXISTS', HOLDERS) == 0 then value = false end
   end
-  head = first()
+  head = queue_head()
   call('ZREM', QUEUE, me)
-  call('HDEL', ABOUT, me)
+  call('HDEL', ENTRIES, me)
 end
-serve(nil, head)
+grant_from_queue(nil, head)
 if held == 1 and not value then call('DEL', LOCK) end
 return held

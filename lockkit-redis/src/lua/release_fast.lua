@@ -1,3 +1,3 @@
--- Held, and nobody waits.
+-- Releases a hold that nobody waits for.
 -- ARGV: 1 the value
 if value == ARGV[1] then return call('DEL', LOCK) end

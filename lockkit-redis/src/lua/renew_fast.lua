@@ -1,9 +1,10 @@
+-- Renews a hold that nobody waits for, and whose token the key has.
 -- ARGV: 1 the value   2 ttl in ms
 local call = redis.call
 local LOCK = KEYS[1]
 local value = redis.pcall('GET', LOCK)
 if value == ARGV[1] then return call('PEXPIRE', LOCK, ARGV[2]) end
--- Somebody keeps something else at the key than a string: it is not held any more.
+-- Somebody keeps something else than a string at the key: the hold is gone.
 if type(value) == 'table' then
   if string.find(value.err, 'WRONGTYPE', 1, true) then return 0 end
   return value

@@ -1,27 +1,26 @@
--- Ends the hold that has this token, and tells its holder. Returns 1 if there was one, -1 if the
--- holder may have another by now and not have said so yet.
--- ARGV: 1 the token   2 there if that is not to be waited for
+-- Ends the hold that has this token, and tells its holder. Returns 1 if there was one. Returns -1 if the holder may have another
+-- token by now and not have published it.
+-- ARGV: 1 the token   2 given if that is not to be waited for
 local token = tonumber(ARGV[1])
 local ended
-drop_ended()
-if holder() then
-  -- That of a client of the version before is not known in the first milliseconds of a hold.
-  local said = token_of(value)
-  -- It may have been passed on within its client, which says so a few milliseconds later, if it is of this version.
-  local later = said and said < token and token < said + string.match(value, '^%S+ (%d+) ')
-  if later and not ARGV[2] then return -1 end
-  if said == token or later then
+drop_expired_holders()
+if exclusive_holder() then
+  local published = token_of(value)
+  -- A hold that was passed on within its client has one of the tokens that were reserved with the first.
+  local passed_on = published and published < token and token < published + string.match(value, '^%S+ (%d+) ')
+  if passed_on and not ARGV[2] then return -1 end
+  if published == token or passed_on then
     ended = string.sub(value, 9)
     call('DEL', LOCK)
     value = false
   end
 elseif is_group() then
   for _, owner in ipairs(call('ZRANGE', HOLDERS, 0, -1)) do
-    local _, _, text = about(owner)
-    if text and token_of(text) == token then
-      ended = text
+    local _, _, record = entry_of(owner)
+    if record and token_of(record) == token then
+      ended = record
       call('ZREM', HOLDERS, owner)
-      call('HDEL', ABOUT, owner)
+      call('HDEL', ENTRIES, owner)
       if call('EXISTS', HOLDERS) == 0 then
         call('DEL', LOCK)
         value = false
@@ -31,9 +30,9 @@ elseif is_group() then
   end
 end
 if ended then
-  wake(string.sub(ended, 1, 32), client_of(ended), 0)
+  publish(string.sub(ended, 1, 32), client_of(ended), 0)
 else
-  may_write()
+  check_writable()
 end
-serve()
+grant_from_queue()
 return ended and 1 or 0

@@ -138,7 +138,7 @@ async fn open(
     let drivers = ConnectionIo::start();
     let mut keepers = Vec::new();
     for (n, config) in each.iter().enumerate() {
-        let dialler = Connector::new(config)?.guarded(quarantine, n, &drivers);
+        let dialler = Connector::new(config)?.voter(quarantine, n, &drivers);
         let inbox = Inbox {
             master: Some((n, rules.quorum)),
             ..inbox.clone()

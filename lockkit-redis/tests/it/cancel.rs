@@ -76,7 +76,7 @@ impl World {
 }
 
 #[tokio::test]
-async fn an_acquisition_whose_replies_are_lost_is_dropped_at_every_poll() {
+async fn acquisitions_with_lost_replies_are_dropped_at_every_poll() {
     if no_server() {
         return;
     }
@@ -97,7 +97,7 @@ async fn an_acquisition_whose_replies_are_lost_is_dropped_at_every_poll() {
 }
 
 #[tokio::test]
-async fn a_waiter_whose_replies_are_lost_is_dropped_at_every_poll() {
+async fn waiters_with_lost_replies_are_dropped_at_every_poll() {
     if no_server() {
         return;
     }
@@ -118,7 +118,7 @@ async fn a_waiter_whose_replies_are_lost_is_dropped_at_every_poll() {
 }
 
 #[tokio::test]
-async fn a_release_whose_reply_is_lost_is_dropped_at_every_poll() {
+async fn releases_with_lost_replies_are_dropped_at_every_poll() {
     if no_server() {
         return;
     }

@@ -1,4 +1,4 @@
-//! What the tests of this program share.
+//! Helpers of the tests of this program.
 
 use std::{
     fmt::{self, Write as _},
@@ -26,7 +26,7 @@ use tracing::{
 pub(crate) const MS: Duration = Duration::from_millis(1);
 pub(crate) const SECOND: Duration = Duration::from_secs(1);
 
-/// Longer than anything takes on the busiest machine; what is bounded by less says so.
+/// Longer than anything takes on the busiest machine. Tighter bounds are said where they are.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 
 /// A hand-off by push or by a head that polls, with room for a busy machine: far below any time after which a waiter asks
@@ -85,13 +85,13 @@ pub(crate) fn waiter(lock: &Lock) -> JoinHandle<Result<LockGuard>> {
     tokio::spawn(async move { lock.acquire().await })
 }
 
-/// What a task comes to, which it does within `limit`.
+/// Returns the outcome of a future, which has to come within `limit`.
 pub(crate) async fn within<T>(limit: Duration, what: &str, future: impl Future<Output = T>) -> T {
     let outcome = machine::timeout(limit, future).await;
     outcome.unwrap_or_else(|_| panic!("not within {limit:?}: {what}"))
 }
 
-/// Waits until `condition` holds, which it does within `limit`.
+/// Waits until `condition` holds, which has to be within `limit`.
 pub(crate) async fn until(limit: Duration, what: &str, mut condition: impl AsyncFnMut() -> bool) {
     within(limit, what, async {
         while !condition().await {
@@ -101,7 +101,7 @@ pub(crate) async fn until(limit: Duration, what: &str, mut condition: impl Async
     .await;
 }
 
-/// The background has renewed it.
+/// Waits until the background has renewed it.
 pub(crate) async fn renewed(guard: &LockGuard) {
     let before = guard.valid_until();
     until(LONG, "renewed", async || guard.valid_until() > before).await;
@@ -117,7 +117,7 @@ pub(crate) async fn granted(limit: Duration, what: &str, waiter: JoinHandle<Resu
     within(limit, what, waiter).await.unwrap().unwrap()
 }
 
-/// As many wait for the lock at the server.
+/// Waits until so many wait for the lock at the server.
 pub(crate) async fn waiters(server: &RedisServer, name: &str, count: usize) {
     let queue = format!("lockkit#queue:{{lockkit:{name}}}");
     let what = format!("{count} in {queue}");
@@ -128,7 +128,7 @@ pub(crate) async fn waiters(server: &RedisServer, name: &str, count: usize) {
     .await;
 }
 
-/// As many clients with waiters are known to be alive, which keeps their places while they reconnect.
+/// Waits until so many clients have sent a heartbeat, which keeps their waiters' places while they reconnect.
 pub(crate) async fn heartbeats(server: &RedisServer, count: usize) {
     eventually(&format!("{count} heartbeats"), async || {
         let alive = server.cli(&["KEYS", "lockkit#client:*"]);
@@ -137,20 +137,20 @@ pub(crate) async fn heartbeats(server: &RedisServer, count: usize) {
     .await;
 }
 
-/// How many clients can be woken.
+/// Counts the clients that can be woken.
 pub(crate) fn subscribers(server: &RedisServer) -> usize {
     let channels = server.cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"]).unwrap();
     channels.lines().count()
 }
 
-/// How many requests clients have had it execute that are a script, or a release without one.
+/// Counts the requests so far that are a script, or a release without one.
 pub(crate) fn requests_executed(server: &RedisServer) -> u64 {
     let counts = server.command_counts().unwrap();
     let requests = ["evalsha", "eval", "delifeq", "delex"];
     requests.iter().filter_map(|command| counts.get(*command)).sum()
 }
 
-/// Every key there is, sorted.
+/// Returns every key, sorted.
 pub(crate) fn keys(server: &RedisServer) -> Vec<String> {
     let keys = server.cli(&["KEYS", "*"]).unwrap();
     let mut keys: Vec<_> = keys.lines().map(str::to_owned).collect();
@@ -158,13 +158,13 @@ pub(crate) fn keys(server: &RedisServer) -> Vec<String> {
     keys
 }
 
-/// What is there when nobody holds or waits: the counter of fencing tokens, and for some seconds the heartbeat of
-/// clients that waited.
+/// Returns `false` for a key that is there when nobody holds or waits: the counter of fencing tokens, and for some seconds the
+/// heartbeat of clients that waited.
 pub(crate) fn is_residue(key: &str) -> bool {
     key != "lockkit#fence" && !key.starts_with("lockkit#client:")
 }
 
-/// Waits until the server has nothing but what is always there.
+/// Waits until the server has no keys but those that are always there.
 pub(crate) async fn nothing_is_left(server: &RedisServer, case: &str) {
     let deadline = std::time::Instant::now() + LONG;
     loop {
@@ -180,7 +180,7 @@ pub(crate) async fn nothing_is_left(server: &RedisServer, case: &str) {
     }
 }
 
-/// Holders who see to it that they are alone, one after the other, with tokens that rise.
+/// Asserts that holders are alone, one after the other, with tokens that rise.
 #[derive(Clone, Default)]
 pub(crate) struct Alone(Arc<Mutex<Inside>>);
 
@@ -206,7 +206,7 @@ impl Alone {
         self.0.lock().unwrap().now -= 1;
     }
 
-    /// How often somebody was inside.
+    /// Counts how often somebody was inside.
     pub(crate) fn entered(&self) -> usize {
         self.0.lock().unwrap().entered
     }

@@ -1,4 +1,4 @@
-//! How many requests things take.
+//! Counts requests and calls at the server.
 
 use futures_util::{FutureExt, future::join_all};
 use lockkit_core::{AcquireOptions, DistributedLock};
@@ -9,8 +9,8 @@ use crate::common::{
     waiters,
 };
 
-/// What clients have asked for, and with which script; what a script does is part of that. Without the pings by which
-/// a client may look after its connection.
+/// Returns the requests of clients: a command, or the digest of a script. Leaves out what scripts do, and pings, with which a
+/// client may check its connection.
 pub(crate) fn requests(monitor: &Monitor) -> Vec<String> {
     let lines = monitor.lines().unwrap();
     let asked = lines.iter().filter(|line| !line.contains(" lua] "));
@@ -37,7 +37,7 @@ async fn an_acquisition_a_renewal_and_a_release_are_one_request_each() {
         client.semaphore("a", 2).unwrap(),
     ];
     for lock in locks {
-        // What each of them is; on a busy machine one more may be due.
+        // The requests of each step. On a busy machine one more renewal may be due.
         let mut seen = Vec::new();
         for _ in 0..5 {
             let monitor = server.monitor().unwrap();
@@ -74,7 +74,7 @@ async fn an_acquisition_a_renewal_and_a_release_are_one_request_each() {
 
 /// One heartbeat for all of them, and nothing else for as long as the leases before them last.
 #[tokio::test]
-async fn a_thousand_sleeping_waiters_cost_the_server_less_than_50_commands_a_second() {
+async fn a_thousand_waiters_cost_less_than_50_commands_a_second() {
     if no_server() {
         return;
     }
@@ -93,7 +93,7 @@ async fn a_thousand_sleeping_waiters_cost_the_server_less_than_50_commands_a_sec
         keys.lines().count() == names.len()
     })
     .await;
-    // What is still under way from their arrival does not count; what comes in as much time as two heartbeats does.
+    // Requests from their arrival do not count. Those in the time of two heartbeats do.
     tokio::time::sleep(SECOND).await;
     let before = server.command_count().unwrap();
     tokio::time::sleep(7 * SECOND).await;
@@ -113,7 +113,7 @@ async fn a_thousand_sleeping_waiters_cost_the_server_less_than_50_commands_a_sec
     nothing_is_left(&server, "released").await;
 }
 
-/// To queue, and to pass it on. The winner alone is told, and has it.
+/// One to queue, and one to hand off. Only the new holder is told, and the push is its grant.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lock_passed_among_16_clients_takes_two_requests_each_time() {
     const ROUNDS: u64 = 60;
@@ -154,7 +154,7 @@ async fn a_lock_passed_among_16_clients_takes_two_requests_each_time() {
     nothing_is_left(&server, "released").await;
 }
 
-/// It is neither renewed before that is due, nor asked for twice.
+/// No renewal comes before it is due, and no second request.
 #[tokio::test]
 async fn a_hold_that_does_some_work_takes_two_requests() {
     if no_server() {
@@ -165,7 +165,7 @@ async fn a_hold_that_does_some_work_takes_two_requests() {
     let lock = lock(&client, "a", LONG);
     let monitor = server.monitor().unwrap();
     let held = lock.acquire().await.unwrap();
-    // What it is known by is there from the first moment.
+    // The value has its token from the first moment.
     let token = held.token().to_string();
     let value = server.cli(&["GET", "lockkit:a"]).unwrap();
     assert_eq!(value.split(' ').nth(2), Some(&*token), "{value}");
@@ -177,7 +177,7 @@ async fn a_hold_that_does_some_work_takes_two_requests() {
     nothing_is_left(&server, "released").await;
 }
 
-/// The first request finds out that it is taken, and has its place in the queue.
+/// The first request finds the lock taken, and joins the queue.
 #[tokio::test]
 async fn a_lock_that_is_taken_is_queued_for_with_one_request() {
     if no_server() {
@@ -203,7 +203,7 @@ async fn a_lock_that_is_taken_is_queued_for_with_one_request() {
     nothing_is_left(&server, "released").await;
 }
 
-/// The waiters of one client are one at the server, and most hand-offs between them are nobody's business.
+/// The waiters of one client are one at the server, which hears of few hand-offs between them.
 #[tokio::test]
 async fn hand_offs_within_a_client_take_no_requests() {
     if no_server() {

@@ -65,7 +65,7 @@ async fn clients_follow_the_master_that_the_sentinels_name() {
 
     group.fail_over().unwrap();
     master_is(&group, group.sentinels(), second).await;
-    // What it holds was replicated in time, and is checked at the new master.
+    // The hold was replicated in time, and is checked at the new master.
     let before = requests_executed(second);
     until(LONG, "renewed at the new master", async || {
         held.check().unwrap();
@@ -155,7 +155,7 @@ async fn a_sentinel_that_is_behind_hides_no_other() {
     held.release().await.unwrap();
 }
 
-/// After the connection for the locks alone was made anew, and the master is another one.
+/// Only the connection for the locks was replaced, and the master is another one.
 #[tokio::test]
 async fn both_connections_with_replicas_lead_to_one_master() {
     if no_server() {
@@ -196,7 +196,7 @@ async fn replicated(master: &RedisServer, timeout: Duration) -> LockClient {
 }
 
 #[tokio::test]
-async fn a_grant_that_too_few_replicas_acknowledge_is_refused_and_given_back() {
+async fn a_grant_that_too_few_replicas_acknowledge_is_refused() {
     if no_server() {
         return;
     }
@@ -212,7 +212,7 @@ async fn a_grant_that_too_few_replicas_acknowledge_is_refused_and_given_back() {
     }
     let shared = lock(&client, "a", LONG).shared();
     take(&shared).await;
-    // Also when it was passed on.
+    // A hand-off does so, too.
     let held = lock(&other, "a", LONG).acquire().await.unwrap();
     let waiting = waiter(&lock(&client, "a", LONG));
     waiters(&master, "a", 1).await;
@@ -276,7 +276,7 @@ async fn a_database_is_a_space_of_its_own() {
     let queued = async || other.inspect("a").await.unwrap().waiters == Some(1);
     eventually("in its queue", queued).await;
     here.release().await.unwrap();
-    // What would have woken it is before the first answer, and its attempt before the second.
+    // Its wake-up would come before the first reply, and its attempt before the second.
     for _ in 0..2 {
         assert!(queued().await);
     }
@@ -289,7 +289,7 @@ async fn a_database_is_a_space_of_its_own() {
 }
 
 #[tokio::test]
-async fn a_password_with_odd_characters_and_a_user_are_taken_from_the_url() {
+async fn user_and_odd_password_are_taken_from_the_url() {
     const PASSWORD: &str = "p@ss/w:rd?#% ü";
 
     if no_server() {

@@ -16,7 +16,7 @@ use crate::common::{
 };
 
 #[tokio::test]
-async fn a_server_killed_and_restarted_with_its_data_keeps_holds_and_the_queue() {
+async fn a_server_killed_with_its_data_keeps_holds_and_queue() {
     if no_server() {
         return;
     }
@@ -34,7 +34,7 @@ async fn a_server_killed_and_restarted_with_its_data_keeps_holds_and_the_queue()
         waiters(&server, "a", 1).await;
         let last = waiter(&lock(&clients[(round + 1) % 3], "a", LONG));
         waiters(&server, "a", 2).await;
-        // Those who have only just come have not said yet that they are alive.
+        // A client whose waiter has just come has sent no heartbeat yet.
         if round > 1 {
             heartbeats(&server, 2).await;
         }
@@ -69,7 +69,7 @@ async fn a_server_killed_and_restarted_with_its_data_keeps_holds_and_the_queue()
 }
 
 #[tokio::test]
-async fn a_server_that_crashes_while_attempts_are_under_way_grants_each_lock_once() {
+async fn a_crash_during_attempts_grants_each_lock_once() {
     if no_server() {
         return;
     }
@@ -105,7 +105,7 @@ async fn a_server_that_crashes_while_attempts_are_under_way_grants_each_lock_onc
 }
 
 #[tokio::test]
-async fn a_server_restarted_empty_has_its_holder_told_and_its_waiter_granted() {
+async fn a_server_restarted_empty_tells_holder_and_grants_waiter() {
     if no_server() {
         return;
     }
@@ -150,7 +150,7 @@ async fn a_server_stopped_for_less_than_a_lease_costs_nobody_a_hold() {
 }
 
 #[tokio::test]
-async fn a_server_stopped_for_longer_than_a_lease_has_its_holder_told_first() {
+async fn a_server_stopped_past_a_lease_has_its_holder_told_first() {
     if no_server() {
         return;
     }
@@ -172,7 +172,7 @@ async fn a_server_stopped_for_longer_than_a_lease_has_its_holder_told_first() {
     nothing_is_left(&server, "after a stop").await;
 }
 
-/// The connection may be just then in the making: what is unconfirmed is tried again.
+/// The client may just be connecting. A request without a reply is repeated.
 async fn release(guard: LockGuard) {
     if let Err(error) = guard.release().await {
         assert!(error.is_transient() && !error.is_lost(), "{error}");
@@ -247,7 +247,7 @@ fn counter(server: &RedisServer) -> u64 {
 
 /// Given up before the reply was known to be lost: what it took is given back.
 #[tokio::test]
-async fn a_lost_reply_to_an_acquisition_that_was_given_up_leaves_no_hold() {
+async fn a_lost_reply_to_an_abandoned_attempt_leaves_no_hold() {
     if no_server() {
         return;
     }
@@ -294,7 +294,7 @@ async fn a_lost_reply_to_a_renewal_costs_nothing() {
 }
 
 #[tokio::test]
-async fn a_lost_reply_to_a_release_is_said_to_be_unknown_and_frees_the_lock() {
+async fn a_release_with_a_lost_reply_is_unknown_and_frees_the_lock() {
     if no_server() {
         return;
     }
@@ -317,7 +317,7 @@ async fn a_lost_reply_to_a_release_is_said_to_be_unknown_and_frees_the_lock() {
         .unwrap()
         .unwrap_err();
     assert!(error.is_transient() && !error.is_lost(), "{error}");
-    // It is tried again, and takes nothing from who holds it now.
+    // The release is repeated, and takes nothing from the present holder.
     eventually("tried again", async || requests_executed(&server) > before).await;
     next.renew().await.unwrap();
     next.release().await.unwrap();
@@ -408,7 +408,7 @@ async fn a_storm_of_resets_costs_nobody_a_hold_or_a_place() {
 /// Cut off for longer than the lease: the holder knows before anyone else is granted, and what it had sent and only
 /// arrives afterwards brings nothing back.
 #[tokio::test]
-async fn a_client_cut_off_is_told_before_another_is_granted_and_late_requests_revive_nothing() {
+async fn a_client_cut_off_is_told_before_another_is_granted() {
     if no_server() {
         return;
     }
@@ -442,7 +442,7 @@ async fn a_client_cut_off_is_told_before_another_is_granted_and_late_requests_re
 /// A request that the network holds up until its client has given up on that connection never takes effect: the new
 /// connection has the server end the old one.
 #[tokio::test]
-async fn a_request_held_up_on_a_connection_that_was_replaced_takes_no_effect() {
+async fn a_late_request_on_a_replaced_connection_has_no_effect() {
     if no_server() {
         return;
     }
@@ -462,7 +462,7 @@ async fn a_request_held_up_on_a_connection_that_was_replaced_takes_no_effect() {
     })
     .await;
     far.set(Mode::Pass);
-    // Nothing can be waited for where nothing is to happen: the request has arrived by then if it ever does.
+    // There is no event to wait for. If the request ever arrives, it has arrived by then.
     tokio::time::sleep(500 * MS).await;
     let mut lines = monitor.lines().unwrap();
     lines.retain(|line| !line.contains("\"LOAD\""));

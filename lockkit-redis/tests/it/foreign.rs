@@ -12,7 +12,7 @@ use crate::common::{
 
 const KEY: &str = "lockkit:a";
 
-/// What redis-py's `Lock` and its like do.
+/// Does what redis-py's `Lock` and its like do.
 struct Foreign(MultiplexedConnection);
 
 impl Foreign {
@@ -72,7 +72,7 @@ async fn a_foreign_client_and_an_exclusive_holder_exclude_each_other() {
 
 /// A foreign release wakes nobody: the first in the queue looks, and only the first.
 #[tokio::test]
-async fn the_head_of_the_queue_polls_every_50_to_100_ms_while_a_foreign_client_holds() {
+async fn the_head_polls_a_foreign_hold_every_50_to_100_ms() {
     if no_server() {
         return;
     }
@@ -98,7 +98,7 @@ async fn the_head_of_the_queue_polls_every_50_to_100_ms_while_a_foreign_client_h
     assert!(gaps[0] > 0.040, "{gaps:?}");
     assert!(gaps[gaps.len() / 2] < 0.120, "{gaps:?}");
 
-    // When the first leaves, the second takes over.
+    // The second takes over from the first.
     first.abort();
     waiters(&server, "a", 1).await;
     assert!(foreign.release("theirs").await);
@@ -140,7 +140,7 @@ async fn a_foreign_value_without_an_end_holds_until_it_is_deleted() {
 }
 
 #[tokio::test]
-async fn a_foreign_client_is_excluded_while_shared_holders_are_in_and_excludes_them() {
+async fn foreign_clients_and_shared_holders_exclude_each_other() {
     if no_server() {
         return;
     }
@@ -178,7 +178,7 @@ async fn a_foreign_client_is_excluded_while_shared_holders_are_in_and_excludes_t
 
 /// A shared holder whose lease ends first does not take the others' protection with it.
 #[tokio::test]
-async fn the_marker_of_shared_holders_lasts_as_long_as_the_longest_of_their_leases() {
+async fn the_key_of_a_group_lasts_as_long_as_its_longest_lease() {
     if no_server() {
         return;
     }
@@ -200,9 +200,9 @@ async fn the_marker_of_shared_holders_lasts_as_long_as_the_longest_of_their_leas
     assert!(foreign.acquire("theirs").await);
 }
 
-/// Someone writes over our value without looking. Whoever held is told, and does no harm to what is there now.
+/// Someone writes over our value without looking. The holder is told, and does no harm to the new value.
 #[tokio::test]
-async fn a_foreign_value_written_over_ours_is_left_alone_and_our_holders_are_told() {
+async fn a_foreign_value_written_over_ours_is_left_alone() {
     if no_server() {
         return;
     }
@@ -242,9 +242,9 @@ async fn a_foreign_value_written_over_ours_is_left_alone_and_our_holders_are_tol
     }
 }
 
-/// Where a value of ours was, nobody who looks gets more than an error; the holder is told all the same.
+/// A look at such a key is an error. The holder is told all the same.
 #[tokio::test]
-async fn whatever_is_written_over_our_key_is_told() {
+async fn any_value_written_over_ours_is_told() {
     if no_server() {
         return;
     }
@@ -264,7 +264,7 @@ async fn whatever_is_written_over_our_key_is_told() {
     }
 }
 
-/// Nobody looks at what is left of them for as long as somebody holds alone.
+/// Under an exclusive holder, nobody looks at shared holders that are left.
 #[tokio::test]
 async fn shared_holders_of_a_deleted_key_do_not_come_back() {
     if no_server() {

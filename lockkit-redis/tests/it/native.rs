@@ -1,4 +1,4 @@
-//! Servers with a compare-and-delete of their own: what a release leaves to it, and when a script goes on from there.
+//! Servers with a compare-and-delete of their own, which release short holds. A script does what they cannot.
 
 use lockkit_core::LossReason;
 use lockkit_testbed::{
@@ -21,7 +21,7 @@ fn valkey() -> RedisBuilder {
     RedisServer::builder().program(redis::valkey())
 }
 
-/// What a short hold's release asks of the server: its own command, or the digest of a script.
+/// Returns the requests of a short hold's release: the server's own command, or the digest of a script.
 async fn release(server: &RedisServer, url: &str) -> Vec<String> {
     let lock = lock(&client(url).await, "a", LONG);
     // On a busy machine one may be held for long enough to be renewed.
@@ -37,7 +37,7 @@ async fn release(server: &RedisServer, url: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_short_hold_is_released_by_the_servers_own_command_in_one_round_trip() {
+async fn a_short_hold_is_released_by_the_servers_own_command() {
     if no_valkey() {
         return;
     }
@@ -56,7 +56,7 @@ async fn a_short_hold_is_released_by_the_servers_own_command_in_one_round_trip()
 }
 
 #[tokio::test]
-async fn what_somebody_else_has_set_meanwhile_is_not_deleted() {
+async fn a_value_set_by_somebody_else_is_not_deleted() {
     if no_valkey() {
         return;
     }
@@ -103,9 +103,9 @@ async fn a_waiter_who_has_come_meanwhile_is_handed_the_lock() {
     nothing_is_left(&server, "handed over").await;
 }
 
-/// Its right may be missing from the start, or be taken away.
+/// The right may be missing from the start, or be taken away.
 #[tokio::test]
-async fn who_may_not_use_the_servers_command_releases_by_a_script() {
+async fn without_the_right_a_script_releases() {
     if no_valkey() {
         return;
     }

@@ -1,4 +1,4 @@
-//! The queue at the server: its order, and what becomes of those in it who die, stop, leave or lose their connection.
+//! The queue at the server: its order, and waiters that die, stop, leave or lose their connection.
 
 use std::time::{Duration, Instant};
 
@@ -71,7 +71,7 @@ async fn a_waiter_whose_process_was_killed_is_skipped_at_once() {
     held.release().await.unwrap();
     let next = granted(AT_ONCE, "the one after the dead", waiting).await;
     next.release().await.unwrap();
-    // It still has its place, for it may be reconnecting; nobody is kept out by that.
+    // The dead waiter keeps its place, since it may be reconnecting. That keeps nobody out.
     let tried = lock(&third, "a", LONG).try_acquire().await.unwrap();
     let tried = tried.expect("nobody holds it, and nobody who waits can take it");
     tried.release().await.unwrap();
@@ -79,7 +79,7 @@ async fn a_waiter_whose_process_was_killed_is_skipped_at_once() {
     after.release().await.unwrap();
 }
 
-/// Nobody comes after it who would find it dead; nor does whoever takes a free lock, without a look at the queue.
+/// Nobody comes after it who would find it dead. Taking a free lock needs no look at the queue.
 #[tokio::test]
 async fn a_dead_waiter_of_a_free_lock_is_not_shown_for_long() {
     const BELIEVED: Duration = Duration::from_secs(10);
@@ -112,7 +112,7 @@ async fn a_dead_waiter_of_a_free_lock_is_not_shown_for_long() {
     assert!(last < BELIEVED + SECOND, "it was shown {last:?} after its death");
 }
 
-/// Its place is before theirs, and it cannot be served before the holder goes. It is believed to be alive for ten seconds.
+/// Its place is before theirs, and it cannot be served before the holder goes. It counts as alive for ten seconds.
 #[tokio::test]
 async fn a_dead_waiter_keeps_out_nobody_whom_it_would_not_fit() {
     const BELIEVED: Duration = Duration::from_secs(10);
@@ -129,7 +129,7 @@ async fn a_dead_waiter_keeps_out_nobody_whom_it_would_not_fit() {
     writer.send("acquire slot exclusive 30000 a");
     waiters(&server, "a", 1).await;
     heartbeats(&server, 1).await;
-    // Those who want one permit of one, and of four: a deployment that changes the number is rolled out.
+    // Some want one permit of one, others of four: a deployment that changes the number is rolled out.
     let permits = |index: usize, count| {
         let semaphore = clients[index].semaphore("s", count).unwrap();
         semaphore.with_options(AcquireOptions::new().ttl(LONG))
@@ -170,7 +170,7 @@ async fn a_dead_waiter_keeps_out_nobody_whom_it_would_not_fit() {
     nothing_is_left(&server, "after dead waiters").await;
 }
 
-/// It stood still for so long that it counted as dead.
+/// The waiter stood still for so long that it counted as dead.
 #[tokio::test]
 async fn a_waiter_that_lost_its_place_while_stopped_queues_anew() {
     if no_server() {
@@ -199,7 +199,7 @@ async fn a_waiter_that_lost_its_place_while_stopped_queues_anew() {
     writer.granted().await;
 }
 
-/// It is passed the lock, since its connection stands, but does not take it up.
+/// It is handed the lock, since its connection stands, and does not renew it.
 #[tokio::test]
 async fn a_grant_to_a_frozen_waiter_lapses_and_the_next_gets_it() {
     if no_server() {
@@ -232,9 +232,9 @@ async fn a_grant_to_a_frozen_waiter_lapses_and_the_next_gets_it() {
     nothing_is_left(&server, "after a frozen waiter").await;
 }
 
-/// Whoever is the first then is not told that it is, unless it would be too late when it looks.
+/// The new head is not told that it is one, unless it would look too late.
 #[tokio::test]
-async fn the_new_first_watches_over_short_and_long_leases() {
+async fn the_new_head_watches_over_short_and_long_leases() {
     if no_server() {
         return;
     }
@@ -261,53 +261,7 @@ async fn the_new_first_watches_over_short_and_long_leases() {
     }
 }
 
-/// It does not look by itself. Its record is what a client of that version leaves.
-#[tokio::test]
-async fn a_waiter_of_the_version_before_is_told_that_it_is_first() {
-    if no_server() {
-        return;
-    }
-    let server = RedisServer::plain().unwrap();
-    let (holder, other) = (client(server.url()).await, client(server.url()).await);
-    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
-    let waiting = waiter(&lock(&other, "a", LONG));
-    waiters(&server, "a", 1).await;
-    let owner = format!("{:032x}", 7);
-    let now = server.cli(&["TIME"]).unwrap();
-    let (seconds, micros) = now.split_once('\n').unwrap();
-    // It is not padded.
-    let now = format!("{seconds}{:0>6}", micros.trim());
-    let about = format!("x 30000 {owner} 1 %d 1f-00a7 old");
-    server
-        .cli(&["ZADD", "lockkit#queue:{lockkit:a}", &now, &owner])
-        .unwrap();
-    server
-        .cli(&["HSET", "lockkit#about:{lockkit:a}", &owner, &about])
-        .unwrap();
-    let monitor = server.monitor().unwrap();
-    held.release().await.unwrap();
-    let next = granted(AT_ONCE, "the first", waiting).await;
-    let lines = monitor.lines().unwrap();
-    let told: Vec<_> = lines
-        .iter()
-        .filter_map(|line| line.split_once("\"PUBLISH\" \"lockkit#client:1f-00a7\" "))
-        .collect();
-    let [(_, told)] = told[..] else {
-        panic!("told {} times: {lines:?}", told.len());
-    };
-    let words: Vec<_> = told.trim_matches('"').split(' ').collect();
-    let [who, ms, lock] = words[..] else {
-        panic!("{told}");
-    };
-    let ms: u64 = ms.parse().unwrap();
-    assert!(
-        who == owner && lock == "lockkit:a" && (2_000..=3_000).contains(&ms),
-        "{told}"
-    );
-    next.release().await.unwrap();
-}
-
-/// Also one that has only just come, and whose client has not said yet that it is alive.
+/// One waiter's client has sent a heartbeat, the other's has not yet.
 #[tokio::test]
 async fn a_waiter_that_reconnects_keeps_its_place() {
     if no_server() {
@@ -405,10 +359,10 @@ async fn a_waiter_that_is_cancelled_leaves_nothing() {
     assert_eq!(keys(&server), ["lockkit#fence"]);
 }
 
-/// It could not be told to the server for so long that nobody tries any more. Others of its client wait on, so that the
+/// The server could not be told for so long that nobody tries any more. Others of its client wait on, so that the
 /// client is known to be alive, and as a writer among readers its turn does not come.
 #[tokio::test]
-async fn a_waiter_that_is_cancelled_while_its_client_is_cut_off_leaves_nothing() {
+async fn a_waiter_cancelled_while_cut_off_leaves_nothing() {
     if no_server() {
         return;
     }
@@ -473,8 +427,8 @@ async fn a_heartbeat_has_an_end() {
     }
 }
 
-/// A claim that is gone without a word is passed the lock: it is given back at once, not when the short lease of what
-/// was passed is over.
+/// A claim that is gone without a word is handed the lock. Its client releases it at once, and not when the short lease
+/// ends.
 #[tokio::test]
 async fn a_grant_to_a_claim_that_is_gone_is_given_back() {
     if no_server() {
@@ -539,7 +493,7 @@ async fn grants_to_many_claims_that_are_gone_are_given_back() {
     for waiting in waiting {
         granted(LONG, "the next", waiting).await.release().await.unwrap();
     }
-    // What is not given back lapses after three seconds.
+    // A hand-off that is not released expires after three seconds.
     let waited = released.elapsed();
     assert!(waited < 2 * SECOND, "the last was granted after {waited:?}");
 }
@@ -575,7 +529,7 @@ async fn readers_behind_a_writer_get_in_when_it_leaves_the_queue() {
 
 /// The head of the queue watches over the lease of a holder that may have died. When it leaves, the next does.
 #[tokio::test]
-async fn whoever_becomes_the_head_of_the_queue_watches_over_the_lease_before_it() {
+async fn the_new_head_watches_over_the_lease_before_it() {
     if no_server() {
         return;
     }
@@ -633,7 +587,7 @@ async fn a_dead_holder_is_followed_in_time_if_the_head_died_too() {
     }
 }
 
-/// The last in the queue was told of a lease that was longer than that of whoever died holding.
+/// The last in the queue was told of a longer lease than that of the holder that died.
 #[tokio::test]
 async fn a_shorter_lease_is_followed_in_time_if_the_head_died_too() {
     if no_server() {
@@ -661,7 +615,7 @@ async fn a_shorter_lease_is_followed_in_time_if_the_head_died_too() {
     next.release().await.unwrap();
 }
 
-/// It queues up anew behind somebody who holds alone, and is still in the list of shared holders.
+/// It queues again behind an exclusive holder, and is still in the list of shared holders.
 #[tokio::test]
 async fn a_reader_that_never_heard_of_its_grant_keeps_its_new_place() {
     if no_server() {
@@ -698,7 +652,7 @@ async fn a_reader_that_never_heard_of_its_grant_keeps_its_new_place() {
 }
 
 #[tokio::test]
-async fn a_server_clock_that_is_set_back_keeps_the_order_of_the_queue() {
+async fn a_clock_set_back_keeps_the_order_of_the_queue() {
     if no_server() {
         return;
     }
@@ -722,9 +676,9 @@ async fn a_server_clock_that_is_set_back_keeps_the_order_of_the_queue() {
     nothing_is_left(&server, "after the clock went back").await;
 }
 
-/// By its clock nobody who waits has been heard of for long. Whoever does not fit at that moment queues up anew.
+/// By the new clock no waiter has been heard of for long. A waiter that does not fit at that moment queues again.
 #[tokio::test]
-async fn a_server_clock_that_jumps_forward_has_waiters_queue_anew() {
+async fn a_clock_set_forward_has_waiters_queue_anew() {
     const WAITERS: usize = 4;
 
     if no_server() {
@@ -760,7 +714,7 @@ async fn a_server_clock_that_jumps_forward_has_waiters_queue_anew() {
 
 /// Its ten seconds are over when the clock is back where it was.
 #[tokio::test]
-async fn a_server_clock_that_is_set_back_keeps_the_place_of_a_dead_waiter() {
+async fn a_clock_set_back_keeps_the_place_of_a_dead_waiter() {
     if no_server() {
         return;
     }
@@ -788,9 +742,9 @@ async fn a_server_clock_that_is_set_back_keeps_the_place_of_a_dead_waiter() {
     nothing_is_left(&server, "after the clock went back").await;
 }
 
-/// Nobody who is alive looks when what the first of them was passed lapses: the one behind it would, which is the second.
+/// No living waiter looks when the first one's hand-off expires. The next in line would, which is the second frozen one.
 #[tokio::test]
-async fn frozen_waiters_in_a_row_keep_the_next_waiting_for_some_seconds_each() {
+async fn frozen_waiters_in_a_row_delay_the_next_by_seconds_each() {
     if no_server() {
         return;
     }

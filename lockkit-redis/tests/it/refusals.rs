@@ -1,4 +1,4 @@
-//! What the server refuses, forgets or turns out to be, and what is said about it: clearly, and without secrets.
+//! Refusals of the server, and servers that cannot be used: errors are clear, and without secrets.
 
 use lockkit_core::{AcquireOptions, Error, LossReason};
 use lockkit_redis::RedisConfig;
@@ -62,7 +62,7 @@ async fn scripts_that_the_server_forgot_are_sent_again() {
 }
 
 #[tokio::test]
-async fn all_keys_flushed_under_holders_and_waiters_is_told_and_waiters_are_granted() {
+async fn a_flush_tells_holders_and_grants_waiters() {
     if no_server() {
         return;
     }
@@ -90,7 +90,7 @@ async fn all_keys_flushed_under_holders_and_waiters_is_told_and_waiters_are_gran
     nothing_is_left(&server, "after FLUSHALL").await;
 }
 
-/// Whatever mode it had, and however it went.
+/// A lost hold of any mode stays lost, however it was lost.
 #[tokio::test]
 async fn a_renewal_never_brings_back_a_hold_that_was_lost() {
     if no_server() {
@@ -183,9 +183,9 @@ async fn a_wrong_password_is_a_clear_error_without_it() {
     }
 }
 
-/// What `docs/redis.md` lists is enough: nothing else is asked for while locks are used in every way.
+/// The list in `docs/redis.md` is enough: locks used in every way need nothing else.
 #[tokio::test]
-async fn a_user_with_no_more_rights_than_documented_can_use_every_mode() {
+async fn the_documented_rights_are_enough_for_every_mode() {
     if no_server() {
         return;
     }
@@ -236,7 +236,7 @@ async fn a_user_with_no_more_rights_than_documented_can_use_every_mode() {
     assert_eq!(keys(&server), ["lockkit#fence"]);
 }
 
-/// As in `docs/redis.md`, for the default namespace.
+/// The rules of `docs/redis.md`, for the default namespace.
 const MINIMAL_RIGHTS: &str = "~lockkit:* ~lockkit#* &lockkit#client:* \
      +info +ping +client|id +client|kill +subscribe +publish +eval +evalsha +script|load \
      +get +set +del +exists +pexpire +pttl +incrby +time \
@@ -319,7 +319,7 @@ async fn a_sentinel_given_as_a_server_is_a_clear_error() {
 
 /// Redis before 6 does not know `HELLO`, and says so by repeating it, with the password in it.
 #[tokio::test]
-async fn a_server_that_is_too_old_is_a_clear_error_without_the_password() {
+async fn a_server_that_is_too_old_is_a_clear_error() {
     if no_server() {
         return;
     }

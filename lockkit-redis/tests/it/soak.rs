@@ -28,7 +28,7 @@ async fn a_soak_under_faults_has_no_overlap_and_no_token_goes_back() {
     }
     let server = RedisServer::builder()
         .append_only(Fsync::Always)
-        // So that it comes back as fast in the end as in the beginning.
+        // Keeps the file short: the server comes back as fast in the end as in the beginning.
         .directive("auto-aof-rewrite-min-size", &["1mb"])
         .start()
         .unwrap();

@@ -1,4 +1,4 @@
-//! What the soaks have in common: workers that contend for locks through a schedule of faults, and what has to be true
+//! Shared by the soaks: workers that contend for locks through a schedule of faults, and what has to be true
 //! of all that they saw.
 //!
 //! `LOCKKIT_SEED` replays a schedule. `LOCKKIT_SOAK_CYCLES` says how many acquisitions to go on for, instead of the
@@ -21,7 +21,7 @@ use crate::common::{LONG, MS, SECOND};
 /// Of the longest holds; others of the same client have a half or a third of it.
 pub(crate) const TTL: Duration = SECOND;
 const IN_CI: Duration = Duration::from_secs(40);
-/// How often as long it may take on a busy machine until there were as many acquisitions as make it a soak.
+/// The factor by which a soak may last longer on a busy machine, until there were enough acquisitions.
 const BUSY: u32 = 6;
 
 /// Workers, and the faults that they have been through.
@@ -35,7 +35,7 @@ pub(crate) struct Workers {
     took: Duration,
 }
 
-/// What the workers share.
+/// Shared by the workers.
 struct Shared {
     over: AtomicBool,
     granted: AtomicUsize,
@@ -69,7 +69,7 @@ impl Workers {
         }
     }
 
-    /// So many more, who share a client.
+    /// The number of further workers, which share a client.
     pub(crate) fn add(&mut self, client: &LockClient, count: usize) {
         for _ in 0..count {
             let who = self.tasks.len() as u64;

@@ -16,7 +16,7 @@ use crate::common::{
 };
 
 #[tokio::test]
-async fn whoever_is_next_is_told_when_the_head_goes_away_under_a_foreign_hold() {
+async fn the_next_is_told_when_the_head_leaves_a_foreign_hold() {
     if no_server() {
         return;
     }
@@ -33,11 +33,11 @@ async fn whoever_is_next_is_told_when_the_head_goes_away_under_a_foreign_hold() 
     waiters(&server, "n", 1).await;
     // Nobody says a word about this.
     server.cli(&["DEL", "lockkit:n"]).unwrap();
-    let _next = granted(AT_ONCE, "whoever is next", second).await;
+    let _next = granted(AT_ONCE, "the next", second).await;
 }
 
 #[tokio::test]
-async fn a_try_takes_a_free_lock_although_somebody_in_the_queue_is_cut_off() {
+async fn a_try_takes_a_free_lock_past_a_waiter_that_is_cut_off() {
     if no_server() {
         return;
     }
@@ -129,7 +129,7 @@ async fn waiting_for_replicas_is_not_taken_for_a_broken_connection() {
 }
 
 #[tokio::test]
-async fn a_lease_that_runs_out_while_replicas_are_waited_for_is_a_failure_and_no_loss() {
+async fn a_lease_that_ends_before_replicas_reply_is_no_loss() {
     if no_server() {
         return;
     }
@@ -138,7 +138,7 @@ async fn a_lease_that_runs_out_while_replicas_are_waited_for_is_a_failure_and_no
 }
 
 #[tokio::test]
-async fn requests_on_a_silent_connection_are_not_waited_for_once_there_is_another() {
+async fn requests_on_a_replaced_silent_connection_end() {
     if no_server() {
         return;
     }

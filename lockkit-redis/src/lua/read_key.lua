@@ -1,4 +1,3 @@
--- What a script begins with.
 local call = redis.call
 local LOCK = KEYS[1]
 local value = call('GET', LOCK)

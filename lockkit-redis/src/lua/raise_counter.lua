@@ -1,4 +1,4 @@
--- Fencing tokens go on above the server's clock, whatever became of the counter. Returns the counter.
+-- Raises the token counter to the server's clock. Returns the counter.
 local time = redis.call('TIME')
 local micros = time[1] * 1000000 + time[2]
 local last = tonumber(redis.call('GET', 'lockkit#fence') or 0)
