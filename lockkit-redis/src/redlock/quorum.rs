@@ -570,7 +570,14 @@ impl QuorumCount {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        Confirmation::{Raised, Refused},
+        Defeat::Outrun,
+        Report::{Free, Other},
+        Step::{Confirm, Lost, Wait, Won},
+        Vote::{Abstains, Behind, Granted},
+        *,
+    };
 
     const TTL: Duration = Duration::from_secs(30);
     const PATIENCE: Duration = Duration::from_millis(100);
@@ -594,9 +601,9 @@ mod tests {
 
     /// The last step after these votes of masters 0, 1, …
     fn votes(round: &mut Attempt, votes: &[Vote]) -> Step {
-        let mut step = Step::Wait;
+        let mut step = Wait;
         for (master, vote) in votes.iter().enumerate() {
-            assert_eq!(step, Step::Wait, "before {vote:?}");
+            assert_eq!(step, Wait, "before {vote:?}");
             step = round.voted(START, master, *vote);
         }
         step
@@ -626,131 +633,88 @@ mod tests {
     #[test]
     fn a_majority_of_grants_wins_at_once_with_the_proposed_tokens() {
         let mut round = begin(5);
-        let step = votes(
-            &mut round,
-            &[Vote::Granted, taken(5), Vote::Granted, Vote::Granted],
-        );
-        assert_eq!(step, Step::Won(10..=12));
+        let step = votes(&mut round, &[Granted, taken(5), Granted, Granted]);
+        assert_eq!(step, Won(10..=12));
         assert_eq!(round.since(), START);
     }
 
     #[test]
     fn a_majority_that_is_behind_confirms_tokens_above_all_counters() {
         let mut round = begin(5);
-        let step = votes(&mut round, &[Vote::Granted, Vote::Behind(40), Vote::Behind(20)]);
-        assert_eq!(step, Step::Confirm(41..=43, vec![0, 1, 2]));
-        assert_eq!(round.confirmed(START, 0, Confirmation::Raised), Step::Wait);
-        assert_eq!(round.confirmed(START, 1, Confirmation::Raised), Step::Wait);
-        assert_eq!(
-            round.confirmed(START, 1, Confirmation::Raised),
-            Step::Wait,
-            "said twice"
-        );
-        assert_eq!(
-            round.confirmed(START, 2, Confirmation::Raised),
-            Step::Won(41..=43)
-        );
+        let step = votes(&mut round, &[Granted, Behind(40), Behind(20)]);
+        assert_eq!(step, Confirm(41..=43, vec![0, 1, 2]));
+        assert_eq!(round.confirmed(START, 0, Raised), Wait);
+        assert_eq!(round.confirmed(START, 1, Raised), Wait);
+        assert_eq!(round.confirmed(START, 1, Raised), Wait, "said twice");
+        assert_eq!(round.confirmed(START, 2, Raised), Won(41..=43));
     }
 
     #[test]
     fn a_vote_while_others_confirm_is_to_be_confirmed_too() {
         let mut round = begin(5);
-        votes(&mut round, &[Vote::Granted, Vote::Behind(40), Vote::Behind(20)]);
-        assert_eq!(
-            round.voted(START, 3, Vote::Granted),
-            Step::Confirm(41..=43, vec![3])
-        );
-        assert_eq!(
-            round.voted(START, 4, Vote::Behind(40)),
-            Step::Confirm(41..=43, vec![4])
-        );
-        assert_eq!(round.confirmed(START, 0, Confirmation::Refused(50)), Step::Wait);
-        assert_eq!(round.confirmed(START, 3, Confirmation::Raised), Step::Wait);
-        assert_eq!(round.confirmed(START, 4, Confirmation::Raised), Step::Wait);
-        assert_eq!(round.confirmed(START, 1, Confirmation::Silent), Step::Wait);
-        assert_eq!(
-            round.confirmed(START, 2, Confirmation::Raised),
-            Step::Won(41..=43)
-        );
+        votes(&mut round, &[Granted, Behind(40), Behind(20)]);
+        assert_eq!(round.voted(START, 3, Granted), Confirm(41..=43, vec![3]));
+        assert_eq!(round.voted(START, 4, Behind(40)), Confirm(41..=43, vec![4]));
+        assert_eq!(round.confirmed(START, 0, Refused(50)), Wait);
+        assert_eq!(round.confirmed(START, 3, Raised), Wait);
+        assert_eq!(round.confirmed(START, 4, Raised), Wait);
+        assert_eq!(round.confirmed(START, 1, Confirmation::Silent), Wait);
+        assert_eq!(round.confirmed(START, 2, Raised), Won(41..=43));
     }
 
     #[test]
     fn a_vote_with_a_counter_past_the_tokens_is_a_refusal() {
         let mut round = begin(3);
-        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
-        assert_eq!(round.voted(START, 2, Vote::Behind(41)), Step::Wait);
+        votes(&mut round, &[Granted, Behind(40)]);
+        assert_eq!(round.voted(START, 2, Behind(41)), Wait);
         assert_eq!(round.highest(), 43);
-        assert_eq!(round.confirmed(START, 0, Confirmation::Raised), Step::Wait);
-        assert_eq!(
-            round.confirmed(START, 1, Confirmation::Silent),
-            Step::Lost(Defeat::Outrun)
-        );
+        assert_eq!(round.confirmed(START, 0, Raised), Wait);
+        assert_eq!(round.confirmed(START, 1, Confirmation::Silent), Lost(Outrun));
     }
 
     #[test]
     fn a_second_vote_of_a_master_does_not_count() {
         let mut round = begin(5);
-        let step = votes(&mut round, &[Vote::Granted, taken(5), Vote::Granted]);
-        assert_eq!(step, Step::Wait);
-        for again in [Vote::Granted, Vote::Behind(40)] {
-            assert_eq!(
-                round.voted(START, 1, again),
-                Step::Wait,
-                "it said that it is taken"
-            );
+        let step = votes(&mut round, &[Granted, taken(5), Granted]);
+        assert_eq!(step, Wait);
+        for again in [Granted, Behind(40)] {
+            assert_eq!(round.voted(START, 1, again), Wait, "it said that it is taken");
         }
-        for again in [taken(5), Vote::Silent, Vote::Abstains, Vote::Behind(40)] {
-            assert_eq!(round.voted(START, 0, again), Step::Wait, "it granted");
+        for again in [taken(5), Vote::Silent, Abstains, Behind(40)] {
+            assert_eq!(round.voted(START, 0, again), Wait, "it granted");
         }
         assert_eq!(round.may_hold(), [0, 2, 3, 4]);
-        assert_eq!(round.voted(START, 3, Vote::Granted), Step::Won(10..=12));
+        assert_eq!(round.voted(START, 3, Granted), Won(10..=12));
     }
 
     #[test]
     fn a_second_vote_of_a_confirming_master_does_not_count() {
         let mut round = begin(3);
-        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
-        assert_eq!(
-            round.voted(START, 0, Vote::Granted),
-            Step::Wait,
-            "it is being asked"
-        );
-        assert_eq!(round.confirmed(START, 0, Confirmation::Raised), Step::Wait);
-        assert_eq!(round.voted(START, 0, Vote::Behind(70)), Step::Wait, "it raised");
-        assert_eq!(
-            round.confirmed(START, 1, Confirmation::Raised),
-            Step::Won(41..=43)
-        );
+        votes(&mut round, &[Granted, Behind(40)]);
+        assert_eq!(round.voted(START, 0, Granted), Wait, "it is being asked");
+        assert_eq!(round.confirmed(START, 0, Raised), Wait);
+        assert_eq!(round.voted(START, 0, Behind(70)), Wait, "it raised");
+        assert_eq!(round.confirmed(START, 1, Raised), Won(41..=43));
     }
 
     #[test]
     fn a_second_confirmation_of_a_master_does_not_count() {
         let mut round = begin(5);
-        votes(&mut round, &[Vote::Granted, Vote::Behind(40), Vote::Granted]);
-        assert_eq!(round.confirmed(START, 0, Confirmation::Raised), Step::Wait);
-        assert_eq!(round.confirmed(START, 1, Confirmation::Refused(50)), Step::Wait);
-        assert_eq!(round.confirmed(START, 2, Confirmation::Raised), Step::Wait);
-        for again in [Confirmation::Refused(50), Confirmation::Silent] {
-            assert_eq!(round.confirmed(START, 0, again), Step::Wait, "it raised");
+        votes(&mut round, &[Granted, Behind(40), Granted]);
+        assert_eq!(round.confirmed(START, 0, Raised), Wait);
+        assert_eq!(round.confirmed(START, 1, Refused(50)), Wait);
+        assert_eq!(round.confirmed(START, 2, Raised), Wait);
+        for again in [Refused(50), Confirmation::Silent] {
+            assert_eq!(round.confirmed(START, 0, again), Wait, "it raised");
         }
+        assert_eq!(round.confirmed(START, 1, Raised), Wait, "it refused");
         assert_eq!(
-            round.confirmed(START, 1, Confirmation::Raised),
-            Step::Wait,
-            "it refused"
-        );
-        assert_eq!(
-            round.confirmed(START, 3, Confirmation::Raised),
-            Step::Wait,
+            round.confirmed(START, 3, Raised),
+            Wait,
             "it has not voted, let alone been asked"
         );
-        assert_eq!(
-            round.voted(START, 4, Vote::Granted),
-            Step::Confirm(41..=43, vec![4])
-        );
-        assert_eq!(
-            round.confirmed(START, 4, Confirmation::Raised),
-            Step::Won(41..=43)
-        );
+        assert_eq!(round.voted(START, 4, Granted), Confirm(41..=43, vec![4]));
+        assert_eq!(round.confirmed(START, 4, Raised), Won(41..=43));
     }
 
     #[test]
@@ -758,20 +722,17 @@ mod tests {
         let mut round = begin(5);
         let step = votes(
             &mut round,
-            &[taken(5), Vote::Abstains, taken(5), Vote::Silent, taken(5)],
+            &[taken(5), Abstains, taken(5), Vote::Silent, taken(5)],
         );
-        assert!(matches!(step, Step::Lost(Defeat::Taken(_))));
+        assert!(matches!(step, Lost(Defeat::Taken(_))));
         // A master that abstains by now may have granted it in a round before.
         assert_eq!(round.may_hold(), [1, 3]);
         let mut round = begin(5);
-        assert!(matches!(votes(&mut round, &[taken(5); 3]), Step::Lost(_)));
+        assert!(matches!(votes(&mut round, &[taken(5); 3]), Lost(_)));
         assert_eq!(round.may_hold(), [3, 4], "they did not answer");
-        for vote in [taken(5), Vote::Granted] {
-            let master = if vote == Vote::Granted { 4 } else { 3 };
-            assert!(
-                !matches!(round.voted(START, master, vote), Step::Won(_)),
-                "{vote:?}"
-            );
+        for vote in [taken(5), Granted] {
+            let master = if vote == Granted { 4 } else { 3 };
+            assert!(!matches!(round.voted(START, master, vote), Won(_)), "{vote:?}");
         }
         assert_eq!(round.may_hold(), [4], "they did by now");
     }
@@ -779,13 +740,10 @@ mod tests {
     #[test]
     fn tokens_that_others_passed_are_proposed_anew_above_theirs() {
         let mut round = begin(3);
-        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
-        assert_eq!(round.confirmed(START, 0, Confirmation::Refused(70)), Step::Wait);
-        assert_eq!(round.voted(START, 2, Vote::Silent), Step::Wait);
-        assert_eq!(
-            round.confirmed(START, 1, Confirmation::Raised),
-            Step::Lost(Defeat::Outrun)
-        );
+        votes(&mut round, &[Granted, Behind(40)]);
+        assert_eq!(round.confirmed(START, 0, Refused(70)), Wait);
+        assert_eq!(round.voted(START, 2, Vote::Silent), Wait);
+        assert_eq!(round.confirmed(START, 1, Raised), Lost(Outrun));
         assert_eq!(round.highest(), 70);
     }
 
@@ -802,12 +760,12 @@ mod tests {
             0,
         );
         let mut outrun = |now| {
-            assert_eq!(attempt.voted(now, 0, Vote::Granted), Step::Wait);
-            let step = attempt.voted(now, 1, Vote::Behind(100_000_000));
-            assert!(matches!(step, Step::Confirm(..)), "{step:?}");
-            assert_eq!(attempt.voted(now, 2, Vote::Silent), Step::Wait);
-            assert_eq!(attempt.confirmed(now, 0, Confirmation::Raised), Step::Wait);
-            let step = attempt.confirmed(now, 1, Confirmation::Refused(200_000_000));
+            assert_eq!(attempt.voted(now, 0, Granted), Wait);
+            let step = attempt.voted(now, 1, Behind(100_000_000));
+            assert!(matches!(step, Confirm(..)), "{step:?}");
+            assert_eq!(attempt.voted(now, 2, Vote::Silent), Wait);
+            assert_eq!(attempt.confirmed(now, 0, Raised), Wait);
+            let step = attempt.confirmed(now, 1, Refused(200_000_000));
             attempt.retry(later, attempt.seen());
             (step, attempt.since(), attempt.tokens().clone())
         };
@@ -815,118 +773,98 @@ mod tests {
         assert_eq!((step, since), (Step::Retry, later));
         // Ahead of what was seen by one, and by a thousandth of the 100 ms that it has tried.
         assert_eq!(tokens, 200_000_101..=200_000_103);
-        assert_eq!(outrun(later).0, Step::Lost(Defeat::Outrun));
+        assert_eq!(outrun(later).0, Lost(Outrun));
     }
 
     #[test]
     fn one_that_is_ahead_while_others_are_silent_does_not_tell() {
         let mut round = begin(3);
-        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
-        assert_eq!(round.confirmed(START, 0, Confirmation::Refused(70)), Step::Wait);
-        assert_eq!(round.voted(START, 2, Vote::Silent), Step::Wait);
+        votes(&mut round, &[Granted, Behind(40)]);
+        assert_eq!(round.confirmed(START, 0, Refused(70)), Wait);
+        assert_eq!(round.voted(START, 2, Vote::Silent), Wait);
         let defeat = Defeat::Undecided {
             answered: 1,
             abstained: 0,
         };
-        assert_eq!(round.tick(round.deadline()), Step::Lost(defeat));
+        assert_eq!(round.tick(round.deadline()), Lost(defeat));
     }
 
     /// Somebody has set it.
-    const BEYOND: Vote = Vote::Behind(u64::MAX);
+    const BEYOND: Vote = Behind(u64::MAX);
 
     #[test]
     fn counters_beyond_the_clocks_are_left_out_of_a_majority() {
         let mut round = begin(3);
-        assert_eq!(votes(&mut round, &[BEYOND, Vote::Behind(40)]), Step::Wait);
-        assert_eq!(
-            round.voted(START, 2, Vote::Granted),
-            Step::Confirm(41..=43, vec![1, 2])
-        );
+        assert_eq!(votes(&mut round, &[BEYOND, Behind(40)]), Wait);
+        assert_eq!(round.voted(START, 2, Granted), Confirm(41..=43, vec![1, 2]));
         assert_eq!(round.highest(), 43);
         assert_eq!(round.left_out(), [(0, u64::MAX)]);
-        assert_eq!(round.confirmed(START, 1, Confirmation::Raised), Step::Wait);
-        assert_eq!(
-            round.confirmed(START, 2, Confirmation::Raised),
-            Step::Won(41..=43)
-        );
+        assert_eq!(round.confirmed(START, 1, Raised), Wait);
+        assert_eq!(round.confirmed(START, 2, Raised), Won(41..=43));
         let mut round = begin(5);
-        let step = votes(&mut round, &[BEYOND, BEYOND, Vote::Granted, Vote::Granted]);
-        assert_eq!(step, Step::Wait);
-        assert_eq!(round.voted(START, 4, Vote::Granted), Step::Won(10..=12));
+        let step = votes(&mut round, &[BEYOND, BEYOND, Granted, Granted]);
+        assert_eq!(step, Wait);
+        assert_eq!(round.voted(START, 4, Granted), Won(10..=12));
     }
 
     #[test]
     fn a_counter_that_is_set_while_tokens_are_confirmed_is_left_out() {
         let confirming = || {
             let mut round = begin(5);
-            votes(&mut round, &[Vote::Granted, Vote::Behind(40), Vote::Granted]);
-            assert_eq!(round.voted(START, 3, BEYOND), Step::Wait);
-            let set = Confirmation::Refused(LAST_CLOCK);
-            assert_eq!(round.confirmed(START, 0, set), Step::Wait);
+            votes(&mut round, &[Granted, Behind(40), Granted]);
+            assert_eq!(round.voted(START, 3, BEYOND), Wait);
+            let set = Refused(LAST_CLOCK);
+            assert_eq!(round.confirmed(START, 0, set), Wait);
             assert_eq!(round.highest(), 43);
             assert_eq!(round.left_out(), [(0, LAST_CLOCK), (3, u64::MAX)]);
-            assert_eq!(round.confirmed(START, 1, Confirmation::Raised), Step::Wait);
-            assert_eq!(round.confirmed(START, 2, Confirmation::Raised), Step::Wait);
+            assert_eq!(round.confirmed(START, 1, Raised), Wait);
+            assert_eq!(round.confirmed(START, 2, Raised), Wait);
             round
         };
         assert!(matches!(
             confirming().voted(START, 4, Vote::Silent),
-            Step::Lost(Defeat::Undecided {
+            Lost(Defeat::Undecided {
                 answered: 4,
                 abstained: 0
             })
         ));
         let mut round = confirming();
-        assert_eq!(
-            round.voted(START, 4, Vote::Granted),
-            Step::Confirm(41..=43, vec![4])
-        );
-        assert_eq!(
-            round.confirmed(START, 4, Confirmation::Raised),
-            Step::Won(41..=43)
-        );
+        assert_eq!(round.voted(START, 4, Granted), Confirm(41..=43, vec![4]));
+        assert_eq!(round.confirmed(START, 4, Raised), Won(41..=43));
     }
 
     #[test]
     fn counters_beyond_the_clocks_count_if_a_majority_has_them() {
         let real = LAST_CLOCK + 5;
         let mut round = begin(3);
-        let step = votes(&mut round, &[Vote::Behind(LAST_CLOCK), Vote::Behind(real)]);
-        assert_eq!(step, Step::Confirm(real + 1..=real + 3, vec![0, 1]));
+        let step = votes(&mut round, &[Behind(LAST_CLOCK), Behind(real)]);
+        assert_eq!(step, Confirm(real + 1..=real + 3, vec![0, 1]));
         assert_eq!(round.left_out(), []);
         // It may be one of a majority, of which the others are silent.
         let mut round = begin(5);
-        let step = votes(
-            &mut round,
-            &[
-                Vote::Behind(real),
-                Vote::Behind(real),
-                Vote::Granted,
-                Vote::Granted,
-            ],
-        );
-        assert_eq!(step, Step::Wait);
+        let step = votes(&mut round, &[Behind(real), Behind(real), Granted, Granted]);
+        assert_eq!(step, Wait);
         let defeat = Defeat::Undecided {
             answered: 4,
             abstained: 0,
         };
-        assert_eq!(round.voted(START, 4, Vote::Silent), Step::Lost(defeat));
+        assert_eq!(round.voted(START, 4, Vote::Silent), Lost(defeat));
         assert_eq!(round.left_out(), [(0, real), (1, real)]);
         // There is no token above this one.
         let mut round = begin(3);
         let step = votes(&mut round, &[BEYOND, BEYOND]);
-        assert_eq!(step, Step::Lost(Defeat::OutOfTokens));
+        assert_eq!(step, Lost(Defeat::OutOfTokens));
         assert_eq!(round.may_hold(), [0, 1, 2]);
         assert_eq!(round.seen(), 0, "it is no minimum for other locks");
     }
 
     #[test]
     fn a_counter_beyond_the_clocks_leaves_masters_divided() {
-        let step = votes(&mut begin(3), &[BEYOND, taken(30), Vote::Granted]);
-        assert_eq!(step, Step::Lost(Defeat::Taken(Some(Duration::from_millis(30)))));
+        let step = votes(&mut begin(3), &[BEYOND, taken(30), Granted]);
+        assert_eq!(step, Lost(Defeat::Taken(Some(Duration::from_millis(30)))));
         // The silent one may have the same holder.
         let step = votes(&mut begin(3), &[BEYOND, taken(30), Vote::Silent]);
-        assert!(matches!(step, Step::Lost(Defeat::Undecided { .. })), "{step:?}");
+        assert!(matches!(step, Lost(Defeat::Undecided { .. })), "{step:?}");
     }
 
     #[test]
@@ -934,9 +872,9 @@ mod tests {
         let confirmed_at = |at: Duration, after: Duration, seen: u64| {
             let began = Beginning::new(at, 10);
             let mut round = Attempt::begin(config(3, began), START, 0);
-            assert_eq!(round.voted(START, 0, Vote::Behind(seen)), Step::Wait);
-            match round.voted(START + after, 1, Vote::Granted) {
-                Step::Confirm(tokens, _) => tokens,
+            assert_eq!(round.voted(START, 0, Behind(seen)), Wait);
+            match round.voted(START + after, 1, Granted) {
+                Confirm(tokens, _) => tokens,
                 step => panic!("{step:?}"),
             }
         };
@@ -956,74 +894,71 @@ mod tests {
     fn a_lease_over_before_confirmation_is_not_outrun() {
         let end = START + Rules::of(3, PATIENCE).lease(TTL);
         let mut round = begin(3);
-        votes(&mut round, &[Vote::Granted, Vote::Behind(40)]);
-        assert_eq!(round.confirmed(end, 0, Confirmation::Refused(40)), Step::Wait);
-        assert_eq!(
-            round.confirmed(end, 1, Confirmation::Refused(40)),
-            Step::Lost(Defeat::TooLate)
-        );
+        votes(&mut round, &[Granted, Behind(40)]);
+        assert_eq!(round.confirmed(end, 0, Refused(40)), Wait);
+        assert_eq!(round.confirmed(end, 1, Refused(40)), Lost(Defeat::TooLate));
     }
 
     #[test]
     fn whoever_has_enough_to_decide_it_has_it() {
-        let step = votes(&mut begin(5), &[taken(30), Vote::Granted, taken(20), taken(40)]);
-        assert_eq!(step, Step::Lost(Defeat::Taken(Some(Duration::from_millis(20)))));
+        let step = votes(&mut begin(5), &[taken(30), Granted, taken(20), taken(40)]);
+        assert_eq!(step, Lost(Defeat::Taken(Some(Duration::from_millis(20)))));
     }
 
     #[test]
     fn a_taken_lock_is_taken_though_a_dead_master_is_quicker() {
         let mut round = begin(3);
-        assert_eq!(votes(&mut round, &[Vote::Silent, taken(30)]), Step::Wait);
+        assert_eq!(votes(&mut round, &[Vote::Silent, taken(30)]), Wait);
         assert_eq!(
             round.voted(START, 2, taken(40)),
-            Step::Lost(Defeat::Taken(Some(Duration::from_millis(30))))
+            Lost(Defeat::Taken(Some(Duration::from_millis(30))))
         );
         let mut round = begin(3);
-        assert_eq!(votes(&mut round, &[Vote::Silent, taken(30)]), Step::Wait);
+        assert_eq!(votes(&mut round, &[Vote::Silent, taken(30)]), Wait);
         let defeat = Defeat::Undecided {
             answered: 1,
             abstained: 0,
         };
-        assert_eq!(round.tick(round.deadline()), Step::Lost(defeat));
+        assert_eq!(round.tick(round.deadline()), Lost(defeat));
     }
 
     #[test]
     fn without_a_majority_nothing_is_waited_for() {
-        let step = votes(&mut begin(5), &[Vote::Silent, Vote::Abstains, Vote::Silent]);
+        let step = votes(&mut begin(5), &[Vote::Silent, Abstains, Vote::Silent]);
         let defeat = Defeat::Undecided {
             answered: 1,
             abstained: 1,
         };
-        assert_eq!(step, Step::Lost(defeat));
+        assert_eq!(step, Lost(defeat));
     }
 
     #[test]
     fn patience_begins_anew_with_the_confirmation() {
         let mut round = begin(3);
         let late = START + PATIENCE / 2;
-        assert_eq!(round.tick(late), Step::Wait);
-        assert_eq!(round.voted(late, 0, Vote::Behind(40)), Step::Wait);
-        assert!(matches!(round.voted(late, 1, Vote::Granted), Step::Confirm(..)));
+        assert_eq!(round.tick(late), Wait);
+        assert_eq!(round.voted(late, 0, Behind(40)), Wait);
+        assert!(matches!(round.voted(late, 1, Granted), Confirm(..)));
         assert_eq!(round.deadline(), late + PATIENCE);
-        assert_eq!(round.tick(START + PATIENCE), Step::Wait);
-        assert_eq!(round.confirmed(late, 0, Confirmation::Raised), Step::Wait);
+        assert_eq!(round.tick(START + PATIENCE), Wait);
+        assert_eq!(round.confirmed(late, 0, Raised), Wait);
         let defeat = Defeat::Undecided {
             answered: 1,
             abstained: 0,
         };
-        assert_eq!(round.tick(late + PATIENCE), Step::Lost(defeat));
+        assert_eq!(round.tick(late + PATIENCE), Lost(defeat));
     }
 
     #[test]
     fn a_lease_that_is_over_is_not_won() {
         let end = START + Rules::of(3, PATIENCE).lease(TTL);
         let mut round = begin(3);
-        assert_eq!(round.voted(START, 0, Vote::Granted), Step::Wait);
-        assert_eq!(round.voted(end, 1, Vote::Granted), Step::Lost(Defeat::TooLate));
+        assert_eq!(round.voted(START, 0, Granted), Wait);
+        assert_eq!(round.voted(end, 1, Granted), Lost(Defeat::TooLate));
         let mut round = begin(3);
-        assert_eq!(round.voted(START, 0, Vote::Granted), Step::Wait);
+        assert_eq!(round.voted(START, 0, Granted), Wait);
         let just = end.saturating_sub(Duration::from_nanos(1));
-        assert_eq!(round.voted(just, 1, Vote::Granted), Step::Won(10..=12));
+        assert_eq!(round.voted(just, 1, Granted), Won(10..=12));
     }
 
     /// For any replies, in any order, after any time: a round ends. It is won only by a majority that holds the lock and raised
@@ -1040,39 +975,39 @@ mod tests {
             let mut confirming: Vec<usize> = Vec::new();
             let mut asked: Vec<usize> = (0..masters).collect();
             let (mut others, mut left_out) = (0, 0);
-            let mut step = Step::Wait;
+            let mut step = Wait;
             for _ in 0..4 * masters {
                 now += Duration::from_millis(rng.u64(..5));
                 step = if !confirming.is_empty() && rng.bool() {
                     let master = confirming.swap_remove(rng.usize(..confirming.len()));
                     let answer = match rng.u8(..4) {
-                        0 => Confirmation::Refused(rng.u64(..100)),
+                        0 => Refused(rng.u64(..100)),
                         1 => Confirmation::Silent,
-                        _ => Confirmation::Raised,
+                        _ => Raised,
                     };
-                    raised[master] = answer == Confirmation::Raised;
+                    raised[master] = answer == Raised;
                     round.confirmed(now, master, answer)
                 } else if !asked.is_empty() {
                     let master = asked.swap_remove(rng.usize(..asked.len()));
                     let vote = match rng.u8(..8) {
                         0 => Vote::Silent,
-                        1 => Vote::Abstains,
+                        1 => Abstains,
                         2 | 3 => taken(5),
-                        4 if rng.u8(..4) == 0 => Vote::Behind(LAST_CLOCK + rng.u64(..50)),
-                        4 | 5 => Vote::Behind(10 + rng.u64(..50)),
-                        _ => Vote::Granted,
+                        4 if rng.u8(..4) == 0 => Behind(LAST_CLOCK + rng.u64(..50)),
+                        4 | 5 => Behind(10 + rng.u64(..50)),
+                        _ => Granted,
                     };
-                    raised[master] = vote == Vote::Granted && *tokens.start() == 10;
+                    raised[master] = vote == Granted && *tokens.start() == 10;
                     others += usize::from(vote == taken(5));
-                    left_out += usize::from(matches!(vote, Vote::Behind(fence) if is_beyond(fence)));
+                    left_out += usize::from(matches!(vote, Behind(fence) if is_beyond(fence)));
                     round.voted(now, master, vote)
                 } else {
                     now = now.max(round.deadline());
                     round.tick(now)
                 };
                 match &step {
-                    Step::Wait => {}
-                    Step::Confirm(proposed, these) => {
+                    Wait => {}
+                    Confirm(proposed, these) => {
                         if tokens != *proposed {
                             assert!(*proposed.start() > *tokens.end(), "seed {seed}");
                             raised.fill(false);
@@ -1080,20 +1015,20 @@ mod tests {
                         }
                         confirming.extend(these);
                     }
-                    Step::Won(_) | Step::Retry | Step::Lost(_) => break,
+                    Won(_) | Step::Retry | Lost(_) => break,
                 }
             }
             match step {
-                Step::Won(won) => {
+                Won(won) => {
                     assert_eq!(won, tokens, "seed {seed}");
                     let enough = raised.iter().filter(|raised| **raised).count() >= rules.quorum;
                     assert!(enough, "seed {seed}");
                 }
-                Step::Lost(Defeat::Taken(_)) => {
+                Lost(Defeat::Taken(_)) => {
                     let enough = others + rules.quorum > masters || left_out > 0;
                     assert!(others > 0 && enough, "seed {seed}");
                 }
-                Step::Lost(_) => {}
+                Lost(_) => {}
                 step => panic!("seed {seed}: still at {step:?}"),
             }
         }
@@ -1112,18 +1047,14 @@ mod tests {
                 rng.shuffle(&mut order);
                 let mut round = begin(masters);
                 let mut steps = order.into_iter().map(|master| {
-                    let vote = if holders[master] == me {
-                        Vote::Granted
-                    } else {
-                        taken(5)
-                    };
+                    let vote = if holders[master] == me { Granted } else { taken(5) };
                     round.voted(START, master, vote)
                 });
-                steps.find(|step| *step != Step::Wait)
+                steps.find(|step| *step != Wait)
             };
             let mine = holders.iter().filter(|holder| **holder).count();
-            let won = |step| matches!(step, Some(Step::Won(_)));
-            let lost = |step| matches!(step, Some(Step::Lost(Defeat::Taken(_))));
+            let won = |step| matches!(step, Some(Won(_)));
+            let lost = |step| matches!(step, Some(Lost(Defeat::Taken(_))));
             let (first, second) = (verdict(true, &mut rng), verdict(false, &mut rng));
             if mine > masters / 2 {
                 assert!(won(first) && lost(second), "seed {seed}");
@@ -1141,7 +1072,7 @@ mod tests {
     #[test]
     fn who_won_hears_of_those_that_lack_it() {
         let mut round = begin(5);
-        assert!(matches!(votes(&mut round, &[Vote::Granted; 3]), Step::Won(_)));
+        assert!(matches!(votes(&mut round, &[Granted; 3]), Won(_)));
         assert!(!round.lacks_masters());
         for vote in [Vote::Silent, taken(5)] {
             assert!(!round.lacks_masters(), "{vote:?}");
@@ -1150,11 +1081,8 @@ mod tests {
         }
         assert!(round.lacks_masters());
         let mut round = begin(5);
-        let step = votes(
-            &mut round,
-            &[taken(5), Vote::Granted, Vote::Granted, Vote::Granted],
-        );
-        assert!(matches!(step, Step::Won(_)) && round.lacks_masters());
+        let step = votes(&mut round, &[taken(5), Granted, Granted, Granted]);
+        assert!(matches!(step, Won(_)) && round.lacks_masters());
     }
 
     #[test]
@@ -1163,14 +1091,14 @@ mod tests {
         for master in 0..4 {
             count.reported(master, Report::Held);
         }
-        count.reported(4, Report::Free);
+        count.reported(4, Free);
         count.reported(5, Report::Abstains);
         let mut other = QuorumCount {
             reports: count.reports.clone(),
             ..QuorumCount::of_renewal(Rules::of(7, PATIENCE), START)
         };
         assert_eq!(count.reported(6, Report::Silent), held(&[4], false));
-        assert_eq!(other.reported(6, Report::Other), held(&[4], true));
+        assert_eq!(other.reported(6, Other), held(&[4], true));
     }
 
     #[test]
@@ -1179,7 +1107,7 @@ mod tests {
         for master in 0..3 {
             assert_eq!(count.reported(master, Report::Held), Outcome::Wait);
         }
-        assert_eq!(count.reported(3, Report::Free), Outcome::Wait);
+        assert_eq!(count.reported(3, Free), Outcome::Wait);
         assert_eq!(count.tick(START), Outcome::Wait);
         assert_eq!(count.tick(count.deadline()), held(&[3], false));
     }
@@ -1187,7 +1115,7 @@ mod tests {
     #[test]
     fn a_release_is_over_when_a_majority_had_it() {
         let mut count = QuorumCount::of_release(Rules::of(5, PATIENCE), START);
-        assert_eq!(count.reported(0, Report::Free), Outcome::Wait);
+        assert_eq!(count.reported(0, Free), Outcome::Wait);
         assert_eq!(count.reported(1, Report::Held), Outcome::Wait);
         assert_eq!(count.reported(2, Report::Held), Outcome::Wait);
         assert_eq!(count.reported(2, Report::Held), Outcome::Wait, "said twice");
@@ -1197,18 +1125,18 @@ mod tests {
     #[test]
     fn a_second_report_of_a_master_does_not_count() {
         let mut count = QuorumCount::of_release(Rules::of(3, PATIENCE), START);
-        assert_eq!(count.reported(0, Report::Free), Outcome::Wait);
+        assert_eq!(count.reported(0, Free), Outcome::Wait);
         assert_eq!(count.reported(0, Report::Held), Outcome::Wait);
         assert_eq!(count.reported(1, Report::Held), Outcome::Wait);
-        assert_eq!(count.reported(1, Report::Free), Outcome::Wait);
+        assert_eq!(count.reported(1, Free), Outcome::Wait);
         assert_eq!(count.reported(2, Report::Held), held(&[0], false));
     }
 
     #[test]
     fn what_a_majority_may_lack_is_lost() {
-        for lacking in [Report::Free, Report::Other, Report::Abstains] {
+        for lacking in [Free, Other, Report::Abstains] {
             let mut count = QuorumCount::of_renewal(Rules::of(3, PATIENCE), START);
-            assert_eq!(count.reported(0, Report::Other), Outcome::Wait);
+            assert_eq!(count.reported(0, Other), Outcome::Wait);
             assert_eq!(count.reported(1, lacking), Outcome::Lost);
             assert_eq!(count.reported(2, Report::Held), Outcome::Lost);
         }
@@ -1219,8 +1147,8 @@ mod tests {
         let mut count = QuorumCount::of_renewal(Rules::of(5, PATIENCE), START);
         count.reported(0, Report::Held);
         count.reported(1, Report::Held);
-        count.reported(2, Report::Free);
-        count.reported(3, Report::Other);
+        count.reported(2, Free);
+        count.reported(3, Other);
         assert_eq!(count.tick(count.deadline()), Outcome::Undecided { answered: 4 });
         assert_eq!(
             count.reported(4, Report::Held),
