@@ -1,6 +1,6 @@
 //! Masters, clients and the network between them, on one virtual clock. Everything follows from one seed.
 
-use std::{cmp::Reverse, collections::BinaryHeap, fmt::Write as _, time::Duration};
+use std::{collections::BTreeMap, fmt::Write as _, time::Duration};
 
 use fastrand::Rng;
 use lockkit_redis::redlock_quorum::{Defeat, LAST_CLOCK, Rules};
@@ -9,7 +9,7 @@ use crate::{
     client::{Alarm, Client, Effect, Habits, Now},
     config::{Config, Crash, Features, Network, Vanishing, WallClocks},
     history::{Faults, Hold, Resource, judge},
-    master::{Answer, Claim, Data, Master, Micros, Request},
+    master::{Answer, Claim, Data, Master, Micros, Mode, Request},
     mutant::Mutant,
 };
 
@@ -22,62 +22,44 @@ pub struct Report {
     pub tally: Tally,
 }
 
-/// Counts of events.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[expect(missing_docs, reason = "they say what they are")]
-pub struct Tally {
-    pub events: u64,
-    pub acquired: u64,
-    /// Acquired in one round trip.
-    pub at_once: u64,
-    pub taken: u64,
-    pub outrun: u64,
-    pub undecided: u64,
-    pub too_late: u64,
-    pub out_of_tokens: u64,
-    pub renewed: u64,
-    /// Holds that expired or were lost before their release.
-    pub cut_short: u64,
-    /// Writes that the resource refused.
-    pub refused: u64,
-    /// Stops, jumps, crashes and the like.
-    pub strikes: u64,
-    /// Strikes while somebody held the lock, or tried to.
-    pub hits: u64,
+/// Declares [`Tally`], all fields of which are added up.
+macro_rules! tally {
+    ($($(#[$doc:meta])* $field:ident,)*) => {
+        /// Counts of events.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[expect(missing_docs, reason = "they say what they are")]
+        pub struct Tally {
+            $($(#[$doc])* pub $field: u64,)*
+        }
+
+        impl Tally {
+            /// Adds the counts of another schedule.
+            pub fn add(&mut self, other: &Self) {
+                $(self.$field += other.$field;)*
+            }
+        }
+    };
 }
 
-impl Tally {
-    /// Adds the counts of another schedule.
-    pub fn add(&mut self, other: &Self) {
-        let Self {
-            events,
-            acquired,
-            at_once,
-            taken,
-            outrun,
-            undecided,
-            too_late,
-            out_of_tokens,
-            renewed,
-            cut_short,
-            refused,
-            strikes,
-            hits,
-        } = other;
-        self.events += events;
-        self.acquired += acquired;
-        self.at_once += at_once;
-        self.taken += taken;
-        self.outrun += outrun;
-        self.undecided += undecided;
-        self.too_late += too_late;
-        self.out_of_tokens += out_of_tokens;
-        self.renewed += renewed;
-        self.cut_short += cut_short;
-        self.refused += refused;
-        self.strikes += strikes;
-        self.hits += hits;
-    }
+tally! {
+    events,
+    acquired,
+    /// Acquired in one round trip.
+    at_once,
+    taken,
+    outrun,
+    undecided,
+    too_late,
+    out_of_tokens,
+    renewed,
+    /// Holds that expired or were lost before their release.
+    cut_short,
+    /// Writes that the resource refused.
+    refused,
+    /// Stops, jumps, crashes and the like.
+    strikes,
+    /// Strikes while somebody held the lock, or tried to.
+    hits,
 }
 
 /// Runs one schedule.
@@ -112,7 +94,8 @@ struct World {
     rng: Rng,
     now: Micros,
     sequence: u64,
-    queue: BinaryHeap<Reverse<Entry>>,
+    /// The events to come, by time and then in the order in which they were pushed.
+    queue: BTreeMap<(Micros, u64), Event>,
     masters: Vec<Server>,
     clients: Vec<Process>,
     holds: Vec<Hold>,
@@ -172,66 +155,28 @@ impl Clock {
     }
 }
 
-#[derive(Debug)]
-struct Entry {
-    at: Micros,
-    sequence: u64,
-    event: Event,
-}
-
-impl PartialEq for Entry {
-    fn eq(&self, other: &Self) -> bool {
-        (self.at, self.sequence) == (other.at, other.sequence)
-    }
-}
-impl Eq for Entry {}
-impl PartialOrd for Entry {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-impl Ord for Entry {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.at, self.sequence).cmp(&(other.at, other.sequence))
-    }
+/// A connection of a client to a master.
+#[derive(Clone, Copy, Debug)]
+struct Route {
+    client: usize,
+    master: usize,
+    connection: u32,
 }
 
 #[derive(Clone, Debug)]
 enum Event {
-    /// A request arrives at a master.
-    Request {
-        client: usize,
-        master: usize,
-        connection: u32,
-        operation: u32,
-        request: Request,
-    },
-    /// A reply arrives at a client.
-    Answer {
-        client: usize,
-        master: usize,
-        connection: u32,
-        operation: u32,
-        answer: Answer,
-    },
+    /// A request, of this operation, arrives at a master.
+    Request(Route, u32, Request),
+    /// The reply to this operation arrives at a client.
+    Answer(Route, u32, Answer),
     /// A client asks for a new connection.
-    Connect {
-        client: usize,
-        master: usize,
-        connection: u32,
-    },
+    Connect(Route),
     Connected {
-        client: usize,
-        master: usize,
-        connection: u32,
+        route: Route,
         life: u32,
         marked: bool,
     },
-    Broken {
-        client: usize,
-        master: usize,
-        connection: u32,
-    },
+    Broken(Route),
     Alarm {
         client: usize,
         alarm: Alarm,
@@ -255,12 +200,11 @@ impl Event {
     /// Returns the client or the master that has to be running for this event.
     fn actor(&self) -> Actor {
         match *self {
-            Self::Answer { client, .. }
-            | Self::Connected { client, .. }
-            | Self::Broken { client, .. }
-            | Self::Alarm { client, .. }
-            | Self::Write { client, .. } => Actor::Client(client),
-            Self::Request { master, .. } | Self::Connect { master, .. } => Actor::Master(master),
+            Self::Answer(route, ..) | Self::Connected { route, .. } | Self::Broken(route) => {
+                Actor::Client(route.client)
+            }
+            Self::Alarm { client, .. } | Self::Write { client, .. } => Actor::Client(client),
+            Self::Request(route, ..) | Self::Connect(route) => Actor::Master(route.master),
             Self::Written { .. } | Self::Restart { .. } | Self::Strike => Actor::Nobody,
         }
     }
@@ -383,7 +327,7 @@ impl World {
             rng,
             now: 0,
             sequence: 0,
-            queue: BinaryHeap::with_capacity(256),
+            queue: BTreeMap::new(),
             holds: Vec::with_capacity(32),
             resource: Resource::default(),
             tally: Tally::default(),
@@ -416,7 +360,7 @@ impl World {
         }
         let first = self.rng.u64(..300 * MILLI);
         self.push(first, Event::Strike);
-        while let Some(Reverse(Entry { at, event, .. })) = self.queue.pop() {
+        while let Some(((at, _), event)) = self.queue.pop_first() {
             if at > END || self.clients.iter().all(|process| process.client.is_finished()) {
                 break;
             }
@@ -457,11 +401,7 @@ impl World {
 
     fn push(&mut self, at: Micros, event: Event) {
         self.sequence += 1;
-        self.queue.push(Reverse(Entry {
-            at,
-            sequence: self.sequence,
-            event,
-        }));
+        self.queue.insert((at, self.sequence), event);
     }
 
     #[cold]
@@ -474,21 +414,11 @@ impl World {
 
     fn happen(&mut self, event: Event) {
         match event {
-            Event::Request {
-                client,
-                master,
-                connection,
-                operation,
-                request,
-            } => self.requested(client, master, connection, operation, &request),
-            Event::Answer {
-                client,
-                master,
-                connection,
-                operation,
-                answer,
-            } => {
-                if self.is_current(client, master, connection) {
+            Event::Request(route, operation, request) => self.requested(route, operation, &request),
+            Event::Answer(route, operation, answer) => {
+                let Route { client, master, .. } = route;
+                // Datagrams belong to no connection.
+                if self.features.network == Network::Datagrams || self.is_current(route) {
                     say!(
                         self,
                         "client {client} hears from {master}: {answer:?} (to operation {operation})"
@@ -498,29 +428,14 @@ impl World {
                     });
                 }
             }
-            Event::Connect {
-                client,
-                master,
-                connection,
-            } => self.connecting(client, master, connection),
-            Event::Connected {
-                client,
-                master,
-                connection,
-                life,
-                marked,
-            } => self.with_client(client, |it, now, out| {
-                it.connected(now, master, connection, life, marked, out);
+            Event::Connect(route) => self.connecting(route),
+            Event::Connected { route, life, marked } => self.with_client(route.client, |it, now, out| {
+                it.connected(now, route.master, route.connection, life, marked, out);
             }),
-            Event::Broken {
-                client,
-                master,
-                connection,
-            } => {
-                if self.clients[client].client.connection(master) == connection {
-                    self.with_client(client, |it, now, out| it.broken(now, master, out));
-                }
+            Event::Broken(route) if self.is_current(route) => {
+                self.with_client(route.client, |it, now, out| it.broken(now, route.master, out));
             }
+            Event::Broken(_) => {}
             Event::Alarm { client, alarm } => {
                 self.with_client(client, |it, now, out| it.alarm(now, alarm, out));
             }
@@ -551,23 +466,24 @@ impl World {
         }
     }
 
-    /// Returns whether the message belongs to the present connection. Datagrams have none.
-    fn is_current(&self, client: usize, master: usize, connection: u32) -> bool {
-        self.features.network == Network::Datagrams
-            || self.clients[client].client.connection(master) == connection
+    fn route(&self, client: usize, master: usize) -> Route {
+        let connection = self.clients[client].client.connection(master);
+        Route {
+            client,
+            master,
+            connection,
+        }
     }
 
-    fn requested(
-        &mut self,
-        client: usize,
-        master: usize,
-        connection: u32,
-        operation: u32,
-        request: &Request,
-    ) {
+    fn is_current(&self, route: Route) -> bool {
+        self.clients[route.client].client.connection(route.master) == route.connection
+    }
+
+    fn requested(&mut self, route: Route, operation: u32, request: &Request) {
+        let Route { client, master, .. } = route;
         let connections = self.features.network == Network::Connections;
         let server = &mut self.masters[master];
-        if !server.up || connections && connection < server.oldest[client] {
+        if !server.up || connections && route.connection < server.oldest[client] {
             return;
         }
         let local = server.local(self.now);
@@ -576,26 +492,17 @@ impl World {
             self,
             "master {master} answers {answer:?} to client {client}: {request:?}"
         );
-        let event = Event::Answer {
-            client,
-            master,
-            connection,
-            operation,
-            answer,
-        };
-        self.travel(client, master, false, event);
+        self.travel(route, false, Event::Answer(route, operation, answer));
     }
 
-    fn connecting(&mut self, client: usize, master: usize, connection: u32) {
-        let server = &mut self.masters[master];
-        if !server.up || connection < server.oldest[client] {
+    fn connecting(&mut self, route: Route) {
+        let server = &mut self.masters[route.master];
+        if !server.up || route.connection < server.oldest[route.client] {
             return;
         }
-        server.oldest[client] = connection;
+        server.oldest[route.client] = route.connection;
         let event = Event::Connected {
-            client,
-            master,
-            connection,
+            route,
             life: server.master.life,
             marked: server.master.is_marked(),
         };
@@ -604,10 +511,10 @@ impl World {
     }
 
     /// Sends a message: once, twice, or not at all.
-    fn travel(&mut self, client: usize, master: usize, request: bool, event: Event) {
+    fn travel(&mut self, route: Route, request: bool, event: Event) {
         let mut at = self.now + self.delay();
         if self.features.network == Network::Connections {
-            let (requests, answers) = &mut self.masters[master].order[client];
+            let (requests, answers) = &mut self.masters[route.master].order[route.client];
             let last = if request { requests } else { answers };
             at = at.max(*last);
             *last = at;
@@ -660,27 +567,19 @@ impl World {
                 if let Request::Vote(bid) = &request {
                     process.claim = Some(bid.claim);
                 }
-                if !process.client.is_connected(master) {
-                    return;
+                if process.client.is_connected(master) {
+                    let route = self.route(client, master);
+                    self.travel(route, true, Event::Request(route, operation, request));
                 }
-                let connection = process.client.connection(master);
-                let event = Event::Request {
-                    client,
-                    master,
-                    connection,
-                    operation,
-                    request,
-                };
-                self.travel(client, master, true, event);
             }
             Effect::Connect(master, connection) => {
                 let at = self.now + self.delay();
-                let event = Event::Connect {
+                let route = Route {
                     client,
                     master,
                     connection,
                 };
-                self.push(at, event);
+                self.push(at, Event::Connect(route));
             }
             Effect::Wake(moment, alarm) => {
                 let tick = self.features.tick();
@@ -700,11 +599,8 @@ impl World {
                 self.tally.at_once += u64::from(at_once);
                 let (until, done) = (when(until), when(done).max(self.now + 1));
                 self.clients[client].hold = Some(self.holds.len());
-                for _ in 0..if mode == crate::master::Mode::Exclusive {
-                    2
-                } else {
-                    0
-                } {
+                let writes = if mode == Mode::Exclusive { 2 } else { 0 };
+                for _ in 0..writes {
                     let at = self.rng.u64(self.now..done);
                     let hold = self.holds.len();
                     self.push(at, Event::Write { client, hold });
@@ -855,14 +751,9 @@ impl World {
     }
 
     fn break_connection(&mut self, client: usize, master: usize) {
-        let connection = self.clients[client].client.connection(master);
+        let route = self.route(client, master);
         let at = self.now + self.rng.u64(..5 * MILLI);
-        let event = Event::Broken {
-            client,
-            master,
-            connection,
-        };
-        self.push(at, event);
+        self.push(at, Event::Broken(route));
     }
 
     /// Returns the number of other masters at which the present holder's key carries its tokens and lasts as long as its
