@@ -16,12 +16,11 @@ use crate::{
     connect::Connector,
     connection::{Connection, Inbox, Supervisor, reason},
     connection_io::ConnectionIo,
-    error::unexpected,
     layout,
     redlock::{
         NAME, RedlockConfig,
         claim::{RedlockClaim, count_reports},
-        masters::{Failures, Master, Masters, RequestKind, Requests, Response, require_runtime},
+        masters::{Failures, Master, Masters, Replies, RequestKind, Requests, Response, require_runtime},
         quorum::{Outcome, QuorumCount, Rules},
         restart_quarantine::{self, RestartQuarantine},
     },
@@ -276,17 +275,13 @@ impl Backend for RedlockBackend {
         let deadline = Instant::now() + masters.rules.patience;
         let mut requests = Requests::new(masters, "inspect");
         requests.ask_all(RequestKind::Report, |_| script::REDLOCK_INSPECT.call(&key));
-        let mut failures = Failures::default();
-        let mut answered = vec![false; masters.all.len()];
+        let mut replies = Replies::new(masters, "inspect");
         let mut views = MasterViews::default();
         while let Some(Response { master, reply, .. }) = requests.next(deadline).await {
-            match reply.and_then(|reply| views.add(&reply).ok_or_else(|| unexpected("inspect", &reply))) {
-                Ok(()) => answered[master] = true,
-                Err(err) => failures.note(master, &err),
-            }
+            replies.read(master, reply, |reply| views.add(reply));
         }
-        if answered.iter().filter(|answered| **answered).count() < masters.rules.quorum {
-            failures.note_late(&answered, masters.rules.patience);
+        if replies.count() < masters.rules.quorum {
+            let failures = replies.failures(masters, Duration::ZERO);
             return Err(masters.no_quorum("inspect", &failures));
         }
         Ok(views.agreed(masters.rules.quorum))

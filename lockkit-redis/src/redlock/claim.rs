@@ -11,11 +11,12 @@ use redis::Value;
 use tokio::time::Instant;
 
 use crate::{
-    error::unexpected,
     layout::{self, Record},
     redlock::{
         NAME,
-        masters::{Failures, Masters, RequestKind, Requests, Response, require_runtime, wall_clock_micros},
+        masters::{
+            Failures, Masters, Replies, RequestKind, Requests, Response, require_runtime, wall_clock_micros,
+        },
         quorum::{
             Attempt, AttemptConfig, Beginning, Confirmation, Defeat, LAST_TOKEN, Outcome, QuorumCount,
             Report, Step, Vote,
@@ -156,7 +157,7 @@ impl RedlockClaim {
         self.masters.saw(attempt.seen());
         let mut requests = Requests::new(&self.masters, "acquire");
         requests.ask_all(RequestKind::Vote, |marker| self.vote(marker, tokens, waits));
-        (requests, RoundReplies::new(self.masters.all.len()))
+        (requests, RoundReplies::new(&self.masters))
     }
 
     /// Does what `attempt` says until it is decided. Returns the last round's requests and replies as well.
@@ -271,20 +272,18 @@ impl RedlockClaim {
     }
 }
 
-/// The masters' replies in a round, as far as they matter for errors and for when to ask again.
+/// The masters' replies in a round.
 struct RoundReplies {
-    answered: Vec<bool>,
-    failures: Failures,
+    replies: Replies,
     /// The holders, each with its number of masters.
     holders: Vec<(Vec<u8>, usize)>,
     is_foreign: bool,
 }
 
 impl RoundReplies {
-    fn new(masters: usize) -> Self {
+    fn new(masters: &Masters) -> Self {
         Self {
-            answered: vec![false; masters],
-            failures: Failures::default(),
+            replies: Replies::new(masters, "acquire"),
             holders: Vec::new(),
             is_foreign: false,
         }
@@ -300,75 +299,48 @@ impl RoundReplies {
     }
 
     fn vote(&mut self, masters: &Masters, master: usize, reply: Result<Value>) -> Vote {
-        match reply {
-            Ok(Value::Int(1)) => {
-                self.answered[master] = true;
-                Vote::Granted
-            }
-            Ok(Value::Int(0)) => {
-                self.answered[master] = true;
-                masters.quarantine.abstained(master);
-                self.failures
-                    .note_reason(master, masters.quarantine.why_no_vote(master));
-                Vote::Abstains
-            }
-            Ok(Value::BulkString(fence)) => {
-                self.answered[master] = true;
-                match number(&fence) {
-                    Some(fence) => Vote::Behind(fence),
-                    None => self.silent(master, &unexpected("acquire", &Value::BulkString(fence))),
+        let Self {
+            replies,
+            holders,
+            is_foreign,
+        } = self;
+        let vote = replies.read(master, reply, |reply| match reply {
+            Value::Int(1) => Some(Vote::Granted),
+            Value::Int(0) => Some(Vote::Abstains),
+            Value::BulkString(fence) => number(fence).map(Vote::Behind),
+            Value::Array(parts) => {
+                let [Value::Int(left), Value::BulkString(who)] = &**parts else {
+                    return None;
+                };
+                *is_foreign |= who == b"foreign";
+                match holders.iter_mut().find(|(holder, _)| holder == who) {
+                    Some((_, masters)) => *masters += 1,
+                    None => holders.push((who.clone(), 1)),
                 }
+                Some(Vote::Taken(u64::try_from(*left).ok().map(Duration::from_millis)))
             }
-            Ok(Value::Array(parts)) => match &*parts {
-                [Value::Int(left), Value::BulkString(who)] => {
-                    self.answered[master] = true;
-                    self.is_foreign |= who == b"foreign";
-                    match self.holders.iter_mut().find(|(holder, _)| holder == who) {
-                        Some((_, masters)) => *masters += 1,
-                        None => self.holders.push((who.clone(), 1)),
-                    }
-                    Vote::Taken(u64::try_from(*left).ok().map(Duration::from_millis))
-                }
-                _ => self.silent(master, &unexpected("acquire", &Value::Array(parts))),
-            },
-            Ok(other) => self.silent(master, &unexpected("acquire", &other)),
-            Err(err) => self.silent(master, &err),
+            _ => None,
+        });
+        if vote == Some(Vote::Abstains) {
+            masters.quarantine.abstained(master);
+            let why = masters.quarantine.why_no_vote(master);
+            replies.failures.note_reason(master, why);
         }
-    }
-
-    fn silent(&mut self, master: usize, err: &Error) -> Vote {
-        self.failures.note(master, err);
-        Vote::Silent
+        vote.unwrap_or(Vote::Silent)
     }
 
     fn confirmation(&mut self, master: usize, reply: Result<Value>) -> Confirmation {
-        match reply {
-            Ok(Value::Int(1)) => Confirmation::Raised,
-            Ok(Value::BulkString(fence)) => Confirmation::Refused(number(&fence).unwrap_or_default()),
-            Ok(other) => {
-                self.failures.note(master, &unexpected("acquire", &other));
-                Confirmation::Silent
-            }
-            Err(err) => {
-                self.failures.note(master, &err);
-                Confirmation::Silent
-            }
-        }
+        let confirmation = self.replies.read(master, reply, |reply| match reply {
+            Value::Int(1) => Some(Confirmation::Raised),
+            Value::BulkString(fence) => Some(Confirmation::Refused(number(fence).unwrap_or_default())),
+            _ => None,
+        });
+        confirmation.unwrap_or(Confirmation::Silent)
     }
 
     /// Returns whether nobody is known to have a majority.
     fn is_divided(&self, quorum: usize) -> bool {
         self.holders.iter().all(|(_, masters)| *masters < quorum)
-    }
-
-    /// Returns why masters took no part.
-    fn failures(&mut self, masters: &Masters, attempt: &Attempt) -> Failures {
-        let mut failures = std::mem::take(&mut self.failures);
-        if masters.now() >= attempt.deadline() {
-            failures.note_late(&self.answered, masters.rules.patience);
-        }
-        failures.note_left_out(attempt.left_out());
-        failures
     }
 }
 
@@ -434,7 +406,10 @@ impl Claim for RedlockClaim {
             }
         }
         drop(requests);
-        let failures = replies.failures(&masters, &attempt);
+        let is_divided = replies.is_divided(masters.rules.quorum);
+        let is_foreign = replies.is_foreign && defeat != Defeat::Outrun;
+        let mut failures = replies.replies.failures(&masters, attempt.deadline());
+        failures.note_left_out(attempt.left_out());
         self.give_back(attempt.may_hold()).await;
         let left = match defeat {
             Defeat::Taken(left) => left,
@@ -450,8 +425,7 @@ impl Claim for RedlockClaim {
             Defeat::Undecided { .. } => return Err(masters.no_quorum("acquire", &failures)),
         };
         if !patience.is_zero() {
-            let is_foreign = replies.is_foreign && defeat != Defeat::Outrun;
-            let after = self.pause_before_retry(left, replies.is_divided(masters.rules.quorum), is_foreign);
+            let after = self.pause_before_retry(left, is_divided, is_foreign);
             self.place().ask_in(after);
         }
         Ok(None)
@@ -573,8 +547,7 @@ pub(super) async fn count_reports(
     operation: &'static str,
     enough: Option<Instant>,
 ) -> (Outcome, Failures) {
-    let mut answered = vec![false; masters.all.len()];
-    let mut failures = Failures::default();
+    let mut replies = Replies::new(masters, operation);
     let mut held = 0;
     loop {
         let deadline = masters.at(count.deadline());
@@ -583,33 +556,22 @@ pub(super) async fn count_reports(
         let outcome = match requests.next(deadline).await {
             None => count.tick(count.deadline()),
             Some(Response { master, reply, .. }) => {
-                let report = match reply {
-                    Ok(Value::Int(1)) => Report::Held,
-                    Ok(Value::Int(0)) => Report::Free,
-                    Ok(Value::Int(2)) => Report::Other,
-                    Ok(Value::Int(3)) => {
-                        masters.quarantine.abstained(master);
-                        Report::Abstains
-                    }
-                    Ok(other) => {
-                        failures.note(master, &unexpected(operation, &other));
-                        Report::Silent
-                    }
-                    Err(err) => {
-                        failures.note(master, &err);
-                        Report::Silent
-                    }
-                };
-                answered[master] = report != Report::Silent;
-                held += usize::from(report == Report::Held);
-                count.reported(master, report)
+                let report = replies.read(master, reply, |reply| match reply {
+                    Value::Int(1) => Some(Report::Held),
+                    Value::Int(0) => Some(Report::Free),
+                    Value::Int(2) => Some(Report::Other),
+                    Value::Int(3) => Some(Report::Abstains),
+                    _ => None,
+                });
+                if report == Some(Report::Abstains) {
+                    masters.quarantine.abstained(master);
+                }
+                held += usize::from(report == Some(Report::Held));
+                count.reported(master, report.unwrap_or(Report::Silent))
             }
         };
         if outcome != Outcome::Wait {
-            if masters.at(count.deadline()) <= Instant::now() {
-                failures.note_late(&answered, masters.rules.patience);
-            }
-            return (outcome, failures);
+            return (outcome, replies.failures(masters, count.deadline()));
         }
     }
 }

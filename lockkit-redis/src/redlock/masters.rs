@@ -23,7 +23,7 @@ use tokio::{
 
 use crate::{
     connection::{Connection, Inbox, ManagedConnection, is_unknown_script, reason},
-    error::failed,
+    error::{failed, unexpected},
     redlock::{NAME, quorum::Rules, restart_quarantine::RestartQuarantine},
     script::Call,
 };
@@ -156,9 +156,9 @@ impl Failures {
     }
 
     /// Notes that masters without a reply, and without a failure so far, took too long.
-    pub(super) fn note_late(&mut self, answered: &[bool], patience: Duration) {
-        for (master, answered) in answered.iter().enumerate() {
-            if !answered && !self.0.iter().any(|(failed, ..)| *failed == master) {
+    fn note_late(&mut self, replied: &[bool], patience: Duration) {
+        for (master, replied) in replied.iter().enumerate() {
+            if !replied && !self.0.iter().any(|(failed, ..)| *failed == master) {
                 self.0
                     .push((master, format!("no reply within {patience:?}"), false));
             }
@@ -185,6 +185,57 @@ impl Failures {
         } else {
             Error::transient(NAME, operation, text)
         }
+    }
+}
+
+/// The masters' replies to a request: which masters have replied, and why others have not.
+pub(super) struct Replies {
+    operation: &'static str,
+    replied: Vec<bool>,
+    pub(super) failures: Failures,
+}
+
+impl Replies {
+    pub(super) fn new(masters: &Masters, operation: &'static str) -> Self {
+        Self {
+            operation,
+            replied: vec![false; masters.all.len()],
+            failures: Failures::default(),
+        }
+    }
+
+    /// Returns what `read` makes of a master's reply, or notes a failure if it is no valid one.
+    pub(super) fn read<T>(
+        &mut self,
+        master: usize,
+        reply: Result<Value>,
+        read: impl FnOnce(&Value) -> Option<T>,
+    ) -> Option<T> {
+        let outcome = reply.and_then(|reply| read(&reply).ok_or_else(|| unexpected(self.operation, &reply)));
+        match outcome {
+            Ok(reply) => {
+                self.replied[master] = true;
+                Some(reply)
+            }
+            Err(err) => {
+                self.failures.note(master, &err);
+                None
+            }
+        }
+    }
+
+    /// Returns the number of masters that have replied.
+    pub(super) fn count(&self) -> usize {
+        self.replied.iter().filter(|replied| **replied).count()
+    }
+
+    /// Returns why masters took no part. After the deadline, those without a reply were too late.
+    pub(super) fn failures(self, masters: &Masters, deadline: Duration) -> Failures {
+        let mut failures = self.failures;
+        if masters.now() >= deadline {
+            failures.note_late(&self.replied, masters.rules.patience);
+        }
+        failures
     }
 }
 
