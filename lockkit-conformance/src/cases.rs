@@ -1,4 +1,4 @@
-//! The cases, by theme. Each takes a [`Trial`](crate::trial::Trial) and says what it expected if it fails.
+//! The cases, by theme. Each takes a [`CaseRun`](crate::case_run::CaseRun) and says what it expected if it fails.
 
 pub(crate) mod basic;
 pub(crate) mod contention;

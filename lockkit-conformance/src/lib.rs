@@ -25,20 +25,20 @@
 //!
 //! Cases that a backend's [`Capabilities`](lockkit_core::Capabilities) rule out are gated, and say so on stderr; each
 //! capability is asserted both ways, so that one denied must really be refused. Random cases print their seed when
-//! they fail and replay it from `LOCKKIT_SEED`. A case that fails while the [`machine`] stands still runs again. A
+//! they fail and replay it from `LOCKKIT_SEED`. A case that fails while the [machine](stall) stands still runs again. A
 //! program runs the suite with [`Suite`].
 
+mod case_run;
 mod cases;
 mod harness;
 pub mod helper;
 pub mod history;
-pub mod machine;
 pub mod measure;
 pub mod process;
+pub mod stall;
 mod suite;
 pub mod torture;
 mod traces;
-mod trial;
 
 pub use harness::{Harness, Missing};
 pub use suite::{Case, Report, Suite, Verdict, cases};

@@ -16,10 +16,10 @@ use tokio::{runtime, time::timeout};
 
 use crate::{
     Harness,
+    case_run::{CaseRun, LIMIT, MOST_DEATHS, Outcome, Stop},
     cases::{basic, contention, loss, names, permits, processes, shared, waiting},
     helper::Launch,
-    machine::Stopwatch,
-    trial::{LIMIT, MOST_DEATHS, Outcome, Stop, Trial},
+    stall::Stopwatch,
 };
 
 /// How often a case runs at most.
@@ -40,7 +40,7 @@ pub struct Case {
     run: Run,
 }
 
-type Run = for<'a> fn(&'a Trial) -> Pin<Box<dyn Future<Output = Outcome> + Send + 'a>>;
+type Run = for<'a> fn(&'a CaseRun) -> Pin<Box<dyn Future<Output = Outcome> + Send + 'a>>;
 
 impl fmt::Debug for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -164,7 +164,7 @@ macro_rules! list {
             name: stringify!($name),
             doc: $doc,
             needs: &[$(Need::$need),*],
-            run: |trial| Box::pin($module::$name(trial)),
+            run: |run| Box::pin($module::$name(run)),
         }),*]
     };
 }
@@ -222,7 +222,7 @@ impl Suite {
 
     /// Runs one case on a runtime of its own, blocking the caller's thread.
     ///
-    /// A case that fails says little if the [machine](crate::machine) stood still meanwhile, for then leases lapse and
+    /// A case that fails says little if the [machine](crate::stall) stood still meanwhile, for then leases lapse and
     /// bounds are missed. It runs again, three times in all at most, and stderr has why. Not so when conflicting holds
     /// overlap in the case's history, tokens go back or a secret shows, since no pause explains that.
     pub fn run_case(&self, case: &Case) -> Verdict {
@@ -349,14 +349,14 @@ impl Suite {
         {
             return Err(Stop::Gated(why.to_owned()));
         }
-        let trial = Trial {
+        let run = CaseRun {
             harness: self.harness.clone(),
             launch: self.launch.clone(),
             case: case.name,
             seed,
             run: fastrand::Rng::new().u64(..),
         };
-        (case.run)(&trial).await
+        (case.run)(&run).await
     }
 }
 

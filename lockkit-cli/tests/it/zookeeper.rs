@@ -1,6 +1,6 @@
 //! On ZooKeeper, where a server's session decides how long a lease is.
 
-use lockkit_conformance::machine::Stopwatch;
+use lockkit_conformance::stall::Stopwatch;
 use lockkit_testbed::zookeeper::{self, ZkServer};
 
 use crate::tool::{Running, lockkit, outcome};

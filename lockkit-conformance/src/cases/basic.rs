@@ -6,14 +6,14 @@ use futures_util::future::try_join;
 use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, LockKind, LossReason, spi::chain};
 use tokio::runtime::{Builder, Runtime};
 
-use crate::trial::{
-    Outcome, PROMPT, Stop, Trial, comes_free, ensure, failed, granted_at_once, granted_within, is_clean,
+use crate::case_run::{
+    CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, failed, granted_at_once, granted_within, is_clean,
     lasting, poll_at_most, taken, within,
 };
 
-pub(crate) async fn second_try_is_none(trial: &Trial) -> Outcome {
-    let mine = trial.lock("a").await?;
-    let theirs = trial.lock("a").await?;
+pub(crate) async fn second_try_is_none(case: &CaseRun) -> Outcome {
+    let mine = case.lock("a").await?;
+    let theirs = case.lock("a").await?;
     let guard = granted_at_once("a lock nobody has used", &mine).await?;
     ensure!(guard.is_held(), "a fresh guard is not held");
     ensure!(
@@ -22,7 +22,7 @@ pub(crate) async fn second_try_is_none(trial: &Trial) -> Outcome {
         guard.check()
     );
     ensure!(
-        guard.name().as_str() == trial.name("a"),
+        guard.name().as_str() == case.name("a"),
         "the guard is of another name: {:?}",
         guard.name()
     );
@@ -32,15 +32,15 @@ pub(crate) async fn second_try_is_none(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn other_names_are_independent(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let a = granted_at_once("the first name", &trial.lock_of(&client, "a")?).await?;
+pub(crate) async fn other_names_are_independent(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let a = granted_at_once("the first name", &case.lock_of(&client, "a")?).await?;
     let b = granted_at_once(
         "the second name, by the same client",
-        &trial.lock_of(&client, "b")?,
+        &case.lock_of(&client, "b")?,
     )
     .await?;
-    let c = granted_at_once("the third name, by another client", &trial.lock("c").await?).await?;
+    let c = granted_at_once("the third name, by another client", &case.lock("c").await?).await?;
     a.release().await?;
     ensure!(
         b.is_held() && c.is_held(),
@@ -51,8 +51,8 @@ pub(crate) async fn other_names_are_independent(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn reacquired_after_release(trial: &Trial) -> Outcome {
-    let (mine, theirs) = (trial.lock("a").await?, trial.lock("a").await?);
+pub(crate) async fn reacquired_after_release(case: &CaseRun) -> Outcome {
+    let (mine, theirs) = (case.lock("a").await?, case.lock("a").await?);
     let mut last = None;
     for lock in [&mine, &mine, &theirs, &mine] {
         let guard = granted_within(PROMPT, "the lock was released", lock).await?;
@@ -67,8 +67,8 @@ pub(crate) async fn reacquired_after_release(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn reacquired_after_drop(trial: &Trial) -> Outcome {
-    let (mine, theirs) = (trial.lock("a").await?, trial.lock("a").await?);
+pub(crate) async fn reacquired_after_drop(case: &CaseRun) -> Outcome {
+    let (mine, theirs) = (case.lock("a").await?, case.lock("a").await?);
     for _ in 0..3 {
         drop(granted_within(PROMPT, "the other's guard was dropped", &mine).await?);
         drop(granted_within(PROMPT, "the other's guard was dropped", &theirs).await?);
@@ -76,8 +76,8 @@ pub(crate) async fn reacquired_after_drop(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn release_dropped_midway(trial: &Trial) -> Outcome {
-    let (mine, theirs) = (trial.lock("a").await?, trial.lock("a").await?);
+pub(crate) async fn release_dropped_midway(case: &CaseRun) -> Outcome {
+    let (mine, theirs) = (case.lock("a").await?, case.lock("a").await?);
     for polls in 1..=4 {
         let guard = granted_within(PROMPT, "the release before was begun", &mine).await?;
         poll_at_most(polls, guard.release()).await.transpose()?;
@@ -95,18 +95,18 @@ pub(crate) async fn release_dropped_midway(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn late_release_harms_nobody(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let lock = trial.short_lock_of(&client, "a")?;
-    let outsider = trial.lock("a").await?;
-    let detection = trial.detection(client.info());
+pub(crate) async fn late_release_harms_nobody(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let lock = case.short_lock_of(&client, "a")?;
+    let outsider = case.lock("a").await?;
+    let detection = case.detection(client.info());
     let released = granted_at_once("a lock nobody has used", &lock).await?;
     let dropped;
     {
-        trial.break_hold(&client, "a").await?;
+        case.break_hold(&client, "a").await?;
         within(detection, "the first holder is told", released.lost()).await?;
         dropped = granted_within(detection, "the first hold was broken", &lock).await?;
-        trial.break_hold(&client, "a").await?;
+        case.break_hold(&client, "a").await?;
         within(detection, "the second holder is told", dropped.lost()).await?;
     }
     let current = granted_within(detection, "the second hold was broken", &lock).await?;
@@ -131,9 +131,9 @@ pub(crate) async fn late_release_harms_nobody(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn bad_options_are_refused(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let lock = trial.lock_of(&client, "a")?;
+pub(crate) async fn bad_options_are_refused(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let lock = case.lock_of(&client, "a")?;
     let bad: [(&str, AcquireOptions); 8] = [
         ("ttl", AcquireOptions::new().ttl(Duration::ZERO)),
         ("ttl", AcquireOptions::new().ttl(Duration::from_nanos(1))),
@@ -172,18 +172,18 @@ pub(crate) async fn bad_options_are_refused(trial: &Trial) -> Outcome {
         Duration::ZERO,
         "only bad options were used",
         &client,
-        &trial.name("a"),
+        &case.name("a"),
         LockKind::Lock,
     )
     .await
 }
 
-pub(crate) async fn inspection_shows_the_holder(trial: &Trial) -> Outcome {
-    let (client, other) = (trial.client().await?, trial.client().await?);
-    let name = trial.name("a");
+pub(crate) async fn inspection_shows_the_holder(case: &CaseRun) -> Outcome {
+    let (client, other) = (case.client().await?, case.client().await?);
+    let name = case.name("a");
     let state = other.inspect(&name).await?;
     ensure!(state.is_free(), "a lock nobody has used is shown as {state:?}");
-    let lock = trial
+    let lock = case
         .lock_of(&client, "a")?
         .with_options(lasting().label("billing@host-7"));
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
@@ -222,33 +222,33 @@ pub(crate) async fn inspection_shows_the_holder(trial: &Trial) -> Outcome {
     .await
 }
 
-pub(crate) async fn dropped_outside_a_runtime(trial: &Trial) -> Outcome {
-    let lock = trial.lock("a").await?;
+pub(crate) async fn dropped_outside_a_runtime(case: &CaseRun) -> Outcome {
+    let lock = case.lock("a").await?;
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     let dropped = std::thread::spawn(move || drop(guard)).join();
     ensure!(dropped.is_ok(), "dropping a guard outside a runtime panicked");
     comes_free(
         PROMPT,
         "the guard was dropped on a plain thread",
-        &trial.lock("a").await?,
+        &case.lock("a").await?,
     )
     .await?;
     Ok(())
 }
 
-pub(crate) async fn dropped_during_shutdown(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
+pub(crate) async fn dropped_during_shutdown(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
     // Beside each other, since nobody may be left to release them: then both are waited for as for the dead.
     try_join(
-        shut_down(trial, &client, "a", false),
-        shut_down(trial, &client, "b", true),
+        shut_down(case, &client, "a", false),
+        shut_down(case, &client, "b", true),
     )
     .await?;
     Ok(())
 }
 
-async fn shut_down(trial: &Trial, client: &LockClient, part: &str, keeps_guard: bool) -> Outcome {
-    let (harness, name, options) = (trial.harness.clone(), trial.name(part), trial.short());
+async fn shut_down(case: &CaseRun, client: &LockClient, part: &str, keeps_guard: bool) -> Outcome {
+    let (harness, name, options) = (case.harness.clone(), case.name(part), case.short());
     let thread = std::thread::spawn(move || -> Result<(), String> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -278,24 +278,24 @@ async fn shut_down(trial: &Trial, client: &LockClient, part: &str, keeps_guard: 
     joined
         .map_err(|_| failed("dropping a guard during a runtime's shutdown panicked"))?
         .map_err(failed)?;
-    let bound = trial.harness.ttl() + trial.freed_after_death(client) + PROMPT;
-    let lock = trial.lock(part).await?;
+    let bound = case.harness.ttl() + case.freed_after_death(client) + PROMPT;
+    let lock = case.lock(part).await?;
     comes_free(bound, "the holder's runtime was shut down", &lock).await
 }
 
-pub(crate) async fn client_outlives_its_runtime(trial: &Trial) -> Outcome {
+pub(crate) async fn client_outlives_its_runtime(case: &CaseRun) -> Outcome {
     let runtime = OtherRuntime::new()?;
     let (unused, holding, waiting) = (
-        runtime.client(trial).await?,
-        runtime.client(trial).await?,
-        runtime.client(trial).await?,
+        runtime.client(case).await?,
+        runtime.client(case).await?,
+        runtime.client(case).await?,
     );
-    let held = granted_at_once("a lock nobody has used", &trial.short_lock_of(&holding, "a")?).await?;
-    let in_the_way = granted_at_once("another", &trial.lock("b").await?.with_options(lasting())).await?;
+    let held = granted_at_once("a lock nobody has used", &case.short_lock_of(&holding, "a")?).await?;
+    let in_the_way = granted_at_once("another", &case.lock("b").await?.with_options(lasting())).await?;
     let waiters: Vec<_> = ["at the server", "behind it in its client"]
         .into_iter()
         .map(|place| {
-            let lock = trial.lock_of(&waiting, "b")?;
+            let lock = case.lock_of(&waiting, "b")?;
             Ok((place, tokio::spawn(async move { lock.acquire().await })))
         })
         .collect::<Result<_, Error>>()?;
@@ -313,14 +313,14 @@ pub(crate) async fn client_outlives_its_runtime(trial: &Trial) -> Outcome {
         "expected Disconnected, got {reason:?}"
     );
     for client in [&unused, &holding, &waiting] {
-        let lock = trial.lock_of(client, "c")?;
+        let lock = case.lock_of(client, "c")?;
         let long = Duration::from_secs(30);
         let answers = async {
             has_ended("acquire", lock.acquire().await)?;
             has_ended("try_acquire", lock.try_acquire().await)?;
             has_ended("acquire_timeout", lock.acquire_timeout(long).await)?;
             has_ended("inspect", lock.inspect().await)?;
-            let revoked = client.revoke(trial.name("c"), FencingToken::new(1)).await;
+            let revoked = client.revoke(case.name("c"), FencingToken::new(1)).await;
             has_ended("revoke", revoked)?;
             has_ended("close", client.close(long).await)
         };
@@ -362,8 +362,8 @@ impl OtherRuntime {
     }
 
     /// A client that lives on it.
-    async fn client(&self, trial: &Trial) -> Result<LockClient, Stop> {
-        let harness = trial.harness.clone();
+    async fn client(&self, case: &CaseRun) -> Result<LockClient, Stop> {
+        let harness = case.harness.clone();
         let runtime = self
             .0
             .as_ref()
@@ -382,10 +382,10 @@ impl Drop for OtherRuntime {
     }
 }
 
-pub(crate) async fn closed_client_refuses(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
+pub(crate) async fn closed_client_refuses(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
     let clone = client.clone();
-    let (held, queued) = (trial.lock_of(&client, "a")?, trial.lock_of(&clone, "a")?);
+    let (held, queued) = (case.lock_of(&client, "a")?, case.lock_of(&clone, "a")?);
     let guard = granted_at_once("a lock nobody has used", &held).await?;
     let waiter = tokio::spawn(async move { queued.acquire().await });
     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -402,13 +402,13 @@ pub(crate) async fn closed_client_refuses(trial: &Trial) -> Outcome {
         reason == LossReason::Disconnected,
         "expected Disconnected, got {reason:?}"
     );
-    for lock in [held, clone.lock(trial.name("b"))?] {
+    for lock in [held, clone.lock(case.name("b"))?] {
         let answer = lock.try_acquire().await;
         ensure!(
             matches!(answer, Err(Error::Closed)),
             "expected Closed from a closed client, got {answer:?}"
         );
     }
-    comes_free(PROMPT, "the holder's client was closed", &trial.lock("a").await?).await?;
+    comes_free(PROMPT, "the holder's client was closed", &case.lock("a").await?).await?;
     Ok(())
 }

@@ -7,44 +7,44 @@ use lockkit_core::{Error, Lock, LockGuard, Result, spi::Mode};
 use tokio::{task::JoinSet, time::timeout};
 
 use crate::{
+    case_run::{CaseRun, Outcome, PROMPT, Stop, ensure, failed, is_clean, look, poll_at_most},
     helper::mode_word,
     history::{Acquisition, History, Sight, Summary, at, now},
-    trial::{Outcome, PROMPT, Stop, Trial, ensure, failed, is_clean, look, poll_at_most},
 };
 
-pub(crate) async fn clients_contend(trial: &Trial) -> Outcome {
+pub(crate) async fn clients_contend(case: &CaseRun) -> Outcome {
     let mut plans = Vec::new();
     for who in 0..4 {
         plans.push(Plan {
-            lock: trial.lock("a").await?,
+            lock: case.lock("a").await?,
             mode: Mode::Exclusive,
             rounds: 40,
             workers: 4,
-            seed: trial.seed.wrapping_add(who),
+            seed: case.seed.wrapping_add(who),
             who: who * 100,
         });
     }
     let history = contend_all(plans).await?;
-    let summary = checked(trial, "a", Mode::Exclusive, history).await?;
+    let summary = checked(case, "a", Mode::Exclusive, history).await?;
     ensure!(summary.granted >= 100, "a vacuous pass: {summary:?}");
     Ok(())
 }
 
-pub(crate) async fn processes_contend(trial: &Trial) -> Outcome {
+pub(crate) async fn processes_contend(case: &CaseRun) -> Outcome {
     let (workers, rounds) = (3, 30);
-    let lock = trial.lock("a").await?;
+    let lock = case.lock("a").await?;
     let mut helpers = Vec::new();
     for who in 1..4_u64 {
-        let mut helper = trial.helper().await?;
-        let (mode, ttl) = (mode_word(Mode::Exclusive), trial.harness.ttl().as_millis());
-        let (seed, name) = (trial.seed.wrapping_add(who), trial.name("a"));
+        let mut helper = case.helper().await?;
+        let (mode, ttl) = (mode_word(Mode::Exclusive), case.harness.ttl().as_millis());
+        let (seed, name) = (case.seed.wrapping_add(who), case.name("a"));
         helper.send(&format!(
             "contend {mode} {ttl} {rounds} {workers} {seed} {} {name}",
             who * 100
         ))?;
         helpers.push(helper);
     }
-    let (mode, seed) = (Mode::Exclusive, trial.seed);
+    let (mode, seed) = (Mode::Exclusive, case.seed);
     let mut history = contend_all(vec![Plan {
         lock,
         mode,
@@ -64,7 +64,7 @@ pub(crate) async fn processes_contend(trial: &Trial) -> Outcome {
             }
         }
     }
-    let summary = checked(trial, "a", mode, history).await?;
+    let summary = checked(case, "a", mode, history).await?;
     ensure!(summary.granted >= 80, "a vacuous pass: {summary:?}");
     Ok(())
 }
@@ -163,13 +163,13 @@ async fn hold(guard: LockGuard, record: &mut Acquisition, rng: &mut fastrand::Rn
 
 /// Waits until the lock is quiet, adds a look at it, and checks the history.
 pub(crate) async fn checked(
-    trial: &Trial,
+    case: &CaseRun,
     part: &str,
     mode: Mode,
     mut history: History,
 ) -> Result<Summary, Stop> {
-    let client = trial.client().await?;
-    let (mut limits, name) = (trial.limits(&client), trial.name(part));
+    let client = case.client().await?;
+    let (mut limits, name) = (case.limits(&client), case.name(part));
     // What it says of holds and tokens does not depend on what follows.
     history.check(&limits)?;
     let limit = PROMPT;

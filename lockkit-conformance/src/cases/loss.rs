@@ -5,36 +5,36 @@ use std::time::Duration;
 use lockkit_core::{Error, FencingToken, LossReason};
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::trial::{
-    Outcome, PROMPT, Trial, comes_free, ensure, eventually, failed, granted_at_once, granted_within, lasting,
-    taken, within,
+use crate::case_run::{
+    CaseRun, Outcome, PROMPT, comes_free, ensure, eventually, failed, granted_at_once, granted_within,
+    lasting, taken, within,
 };
 
-pub(crate) async fn saboteur_breaks_an_unprotected_hold(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
+pub(crate) async fn saboteur_breaks_an_unprotected_hold(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
     // A lease that is not renewed and that would last much longer than this case.
     let options = lasting().ttl(Duration::from_secs(60)).renew(false);
     let guard = granted_at_once(
         "a lock nobody has used",
-        &trial.lock_of(&client, "a")?.with_options(options),
+        &case.lock_of(&client, "a")?.with_options(options),
     )
     .await?;
-    let other = trial.lock("a").await?;
+    let other = case.lock("a").await?;
     taken("by another client, before the hold is broken", &other).await?;
-    trial.break_hold(&client, "a").await?;
-    comes_free(trial.detection(client.info()), "the hold was broken", &other).await?;
+    case.break_hold(&client, "a").await?;
+    comes_free(case.detection(client.info()), "the hold was broken", &other).await?;
     drop(guard);
     Ok(())
 }
 
-pub(crate) async fn told_when_broken(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let lock = trial.short_lock_of(&client, "a")?;
+pub(crate) async fn told_when_broken(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let lock = case.short_lock_of(&client, "a")?;
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     let (early, held) = (guard.lost(), guard.view());
     let early = tokio::spawn(early);
-    trial.break_hold(&client, "a").await?;
-    let detection = trial.detection(client.info());
+    case.break_hold(&client, "a").await?;
+    let detection = case.detection(client.info());
     let told = within(detection, "whoever waited for the loss is told", early)
         .await?
         .map_err(failed)?;
@@ -78,8 +78,8 @@ pub(crate) async fn told_when_broken(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn not_told_by_release(trial: &Trial) -> Outcome {
-    let lock = trial.lock("a").await?;
+pub(crate) async fn not_told_by_release(case: &CaseRun) -> Outcome {
+    let lock = case.lock("a").await?;
     for is_dropped in [false, true] {
         let guard = granted_within(PROMPT, "a lock that is free", &lock).await?;
         let (before, held) = (guard.lost(), guard.view());
@@ -102,8 +102,8 @@ pub(crate) async fn not_told_by_release(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn watched_guard_can_be_dropped(trial: &Trial) -> Outcome {
-    let (lock, other) = (trial.lock("a").await?, trial.lock("a").await?);
+pub(crate) async fn watched_guard_can_be_dropped(case: &CaseRun) -> Outcome {
+    let (lock, other) = (case.lock("a").await?, case.lock("a").await?);
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     let watchers: Vec<_> = (0..8).map(|_| tokio::spawn(guard.lost())).collect();
     sleep(Duration::from_millis(10)).await;
@@ -121,14 +121,14 @@ pub(crate) async fn watched_guard_can_be_dropped(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn running_work_is_stopped(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let guard = granted_at_once("a lock nobody has used", &trial.short_lock_of(&client, "a")?).await?;
+pub(crate) async fn running_work_is_stopped(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let guard = granted_at_once("a lock nobody has used", &case.short_lock_of(&client, "a")?).await?;
     let done = guard.run(async { 7 }).await?;
     ensure!(done == 7, "`run` returned {done} for 7");
-    trial.break_hold(&client, "a").await?;
+    case.break_hold(&client, "a").await?;
     let work = guard.run(std::future::pending::<()>());
-    let stopped = within(trial.detection(client.info()), "`run` stops", work).await?;
+    let stopped = within(case.detection(client.info()), "`run` stops", work).await?;
     ensure!(
         stopped.as_ref().is_err_and(Error::is_lost),
         "expected Lost from `run`, got {stopped:?}"
@@ -136,10 +136,10 @@ pub(crate) async fn running_work_is_stopped(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn revoked_by_token(trial: &Trial) -> Outcome {
-    let (client, other) = (trial.client().await?, trial.client().await?);
-    let name = trial.name("a");
-    let lock = trial.short_lock_of(&client, "a")?;
+pub(crate) async fn revoked_by_token(case: &CaseRun) -> Outcome {
+    let (client, other) = (case.client().await?, case.client().await?);
+    let name = case.name("a");
+    let lock = case.short_lock_of(&client, "a")?;
     ensure!(
         !other.revoke(&name, FencingToken::new(1)).await?,
         "revoking on a lock that is free ended a hold"
@@ -157,16 +157,16 @@ pub(crate) async fn revoked_by_token(trial: &Trial) -> Outcome {
         other.revoke(&name, guard.token()).await?,
         "revoking the holder's token found no hold"
     );
-    let reason = within(trial.detection(client.info()), "the holder is told", guard.lost()).await?;
+    let reason = within(case.detection(client.info()), "the holder is told", guard.lost()).await?;
     ensure!(reason == LossReason::Revoked, "expected Revoked, got {reason:?}");
-    comes_free(PROMPT, "the hold was revoked", &trial.lock("a").await?).await?;
+    comes_free(PROMPT, "the hold was revoked", &case.lock("a").await?).await?;
     Ok(())
 }
 
-pub(crate) async fn revoke_is_unsupported(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let guard = granted_at_once("a lock nobody has used", &trial.lock_of(&client, "a")?).await?;
-    let answer = client.revoke(trial.name("a"), guard.token()).await;
+pub(crate) async fn revoke_is_unsupported(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let guard = granted_at_once("a lock nobody has used", &case.lock_of(&client, "a")?).await?;
+    let answer = client.revoke(case.name("a"), guard.token()).await;
     ensure!(
         matches!(answer, Err(Error::Unsupported { .. })),
         "expected Unsupported, got {answer:?}"
@@ -175,14 +175,14 @@ pub(crate) async fn revoke_is_unsupported(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn unrenewed_lease_lapses_first_here(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let ttl = trial.harness.ttl() / 2;
-    let options = trial.short().ttl(ttl).renew(false);
+pub(crate) async fn unrenewed_lease_lapses_first_here(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let ttl = case.harness.ttl() / 2;
+    let options = case.short().ttl(ttl).renew(false);
     let before = Instant::now();
     let guard = granted_at_once(
         "a lock nobody has used",
-        &trial.lock_of(&client, "a")?.with_options(options),
+        &case.lock_of(&client, "a")?.with_options(options),
     )
     .await?;
     let Some(until) = guard.valid_until() else {
@@ -198,9 +198,9 @@ pub(crate) async fn unrenewed_lease_lapses_first_here(trial: &Trial) -> Outcome 
         async move { (lost.await, Instant::now()) }
     });
     let next = granted_within(
-        ttl + trial.limits(&client).idle,
+        ttl + case.limits(&client).idle,
         "the lease lapsed",
-        &trial.lock("a").await?,
+        &case.lock("a").await?,
     )
     .await?;
     let granted = Instant::now();
@@ -231,15 +231,15 @@ pub(crate) async fn unrenewed_lease_lapses_first_here(trial: &Trial) -> Outcome 
     Ok(())
 }
 
-pub(crate) async fn renewal_keeps_the_hold(trial: &Trial) -> Outcome {
-    let ttl = trial.harness.ttl();
+pub(crate) async fn renewal_keeps_the_hold(case: &CaseRun) -> Outcome {
+    let ttl = case.harness.ttl();
     let guard = granted_at_once(
         "a lock nobody has used",
-        &trial.short_lock_of(&trial.client().await?, "a")?,
+        &case.short_lock_of(&case.client().await?, "a")?,
     )
     .await?;
     let (begin, first) = (Instant::now(), guard.valid_until());
-    let other = trial.lock("a").await?;
+    let other = case.lock("a").await?;
     while begin.elapsed() < ttl * 2 {
         sleep(ttl / 5).await;
         ensure!(
@@ -259,12 +259,12 @@ pub(crate) async fn renewal_keeps_the_hold(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn renewed_by_hand(trial: &Trial) -> Outcome {
-    let ttl = trial.harness.ttl();
-    let lock = trial.lock("a").await?.with_options(trial.short().renew(false));
+pub(crate) async fn renewed_by_hand(case: &CaseRun) -> Outcome {
+    let ttl = case.harness.ttl();
+    let lock = case.lock("a").await?.with_options(case.short().renew(false));
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     let begin = Instant::now();
-    let other = trial.lock("a").await?;
+    let other = case.lock("a").await?;
     while begin.elapsed() < ttl + ttl / 2 {
         sleep(ttl / 4).await;
         let before = guard.valid_until();
@@ -286,9 +286,9 @@ pub(crate) async fn renewed_by_hand(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn hold_without_lease_stays(trial: &Trial) -> Outcome {
+pub(crate) async fn hold_without_lease_stays(case: &CaseRun) -> Outcome {
     let ttl = Duration::from_millis(100);
-    let lock = trial
+    let lock = case
         .lock("a")
         .await?
         .with_options(lasting().ttl(ttl).renew(false));
@@ -298,7 +298,7 @@ pub(crate) async fn hold_without_lease_stays(trial: &Trial) -> Outcome {
         "a hold without a lease has a deadline: {:?}",
         guard.valid_until()
     );
-    let (begin, other) = (Instant::now(), trial.lock("a").await?);
+    let (begin, other) = (Instant::now(), case.lock("a").await?);
     eventually(PROMPT, "three times the ttl have passed", async || {
         taken("by another client", &other).await?;
         ensure!(

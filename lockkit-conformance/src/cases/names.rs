@@ -6,12 +6,12 @@ use lockkit_core::{Error, LockName, spi::chain};
 
 use crate::{
     Harness,
+    case_run::{CaseRun, Outcome, Stop, ensure, failed, granted_at_once, lasting, taken},
     traces::Traces,
-    trial::{Outcome, Stop, Trial, ensure, failed, granted_at_once, lasting, taken},
 };
 
-pub(crate) async fn byte_exact_and_injective(trial: &Trial) -> Outcome {
-    let (mine, theirs) = (trial.client().await?, trial.client().await?);
+pub(crate) async fn byte_exact_and_injective(case: &CaseRun) -> Outcome {
+    let (mine, theirs) = (case.client().await?, case.client().await?);
     let odd = [
         "/",
         "\0",
@@ -50,7 +50,7 @@ pub(crate) async fn byte_exact_and_injective(trial: &Trial) -> Outcome {
         "-rf",
         "~",
     ];
-    let prefix = trial.name("");
+    let prefix = case.name("");
     let mut names: Vec<String> = odd.iter().map(|odd| format!("{prefix}{odd}")).collect();
     let longest = "x".repeat(LockName::MAX_BYTES - prefix.len() - 1);
     names.extend(["1", "2"].map(|end| format!("{prefix}{longest}{end}")));
@@ -85,8 +85,8 @@ pub(crate) async fn byte_exact_and_injective(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn bad_names_are_refused(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
+pub(crate) async fn bad_names_are_refused(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
     for name in [
         String::new(),
         "x".repeat(LockName::MAX_BYTES + 1),
@@ -108,9 +108,9 @@ pub(crate) async fn bad_names_are_refused(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn secrets_stay_secret(trial: &Trial) -> Outcome {
+pub(crate) async fn secrets_stay_secret(case: &CaseRun) -> Outcome {
     const MARK: &str = "whatever is traced is seen";
-    let Some(secret) = trial.harness.secret() else {
+    let Some(secret) = case.harness.secret() else {
         return Ok(());
     };
     ensure!(
@@ -118,7 +118,7 @@ pub(crate) async fn secrets_stay_secret(trial: &Trial) -> Outcome {
         "the harness's secret is empty, which is found anywhere"
     );
     let traces = Traces::default();
-    let (harness, name, capture) = (trial.harness.clone(), trial.name("a"), traces.clone());
+    let (harness, name, capture) = (case.harness.clone(), case.name("a"), traces.clone());
     // A runtime of one thread, since traces are captured thread by thread.
     let thread = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread()

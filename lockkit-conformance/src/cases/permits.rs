@@ -16,18 +16,19 @@ use tokio::{
 };
 
 use crate::{
-    helper::Request,
-    trial::{
-        Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_at_once, granted_within, is_clean, taken,
+    case_run::{
+        CaseRun, Outcome, PROMPT, comes_free, ensure, failed, granted_at_once, granted_within, is_clean,
+        taken,
     },
+    helper::Request,
 };
 
-pub(crate) async fn never_more_than_the_size(trial: &Trial) -> Outcome {
+pub(crate) async fn never_more_than_the_size(case: &CaseRun) -> Outcome {
     let (inside, most) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
-    let clients = [trial.client().await?, trial.client().await?];
+    let clients = [case.client().await?, case.client().await?];
     let mut tasks = JoinSet::new();
     for index in 0..10 {
-        let semaphore = trial.semaphore_of(&clients[index % 2], "a", 3)?;
+        let semaphore = case.semaphore_of(&clients[index % 2], "a", 3)?;
         let (inside, most) = (inside.clone(), most.clone());
         tasks.spawn(async move {
             for _ in 0..25 {
@@ -59,26 +60,26 @@ pub(crate) async fn never_more_than_the_size(trial: &Trial) -> Outcome {
         PROMPT,
         "all permits were released",
         &clients[0],
-        &trial.name("a"),
+        &case.name("a"),
         LockKind::Semaphore,
     )
     .await
 }
 
-pub(crate) async fn drained_permits_come_back(trial: &Trial) -> Outcome {
-    let clients = [trial.client().await?, trial.client().await?];
+pub(crate) async fn drained_permits_come_back(case: &CaseRun) -> Outcome {
+    let clients = [case.client().await?, case.client().await?];
     let mut tokens = Vec::new();
     for round in 0..3 {
         let mut guards = Vec::new();
         for index in 0..4 {
-            let semaphore = trial.semaphore_of(&clients[index % 2], "a", 4)?;
+            let semaphore = case.semaphore_of(&clients[index % 2], "a", 4)?;
             let what = format!("permit {index} of 4 in round {round}");
             guards.push(granted_within(PROMPT, &what, &semaphore).await?);
         }
         for client in &clients {
-            taken("a fifth permit of four", &trial.semaphore_of(client, "a", 4)?).await?;
+            taken("a fifth permit of four", &case.semaphore_of(client, "a", 4)?).await?;
         }
-        let state = clients[1].inspect_semaphore(trial.name("a")).await?;
+        let state = clients[1].inspect_semaphore(case.name("a")).await?;
         ensure!(state.holders.len() == 4, "expected 4 holders, got {state:?}");
         for guard in guards {
             tokens.push(guard.token());
@@ -95,11 +96,11 @@ pub(crate) async fn drained_permits_come_back(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn two_sizes_are_an_error(trial: &Trial) -> Outcome {
-    let (mine, theirs) = (trial.client().await?, trial.client().await?);
-    let guard = granted_at_once("a semaphore nobody has used", &trial.semaphore_of(&mine, "a", 2)?).await?;
+pub(crate) async fn two_sizes_are_an_error(case: &CaseRun) -> Outcome {
+    let (mine, theirs) = (case.client().await?, case.client().await?);
+    let guard = granted_at_once("a semaphore nobody has used", &case.semaphore_of(&mine, "a", 2)?).await?;
     for client in [&mine, &theirs] {
-        let wrong = trial.semaphore_of(client, "a", 3)?;
+        let wrong = case.semaphore_of(client, "a", 3)?;
         match timeout(PROMPT * 5, wrong.acquire()).await {
             Ok(Err(Error::InvalidOptions { reason, .. })) => {
                 ensure!(
@@ -117,24 +118,24 @@ pub(crate) async fn two_sizes_are_an_error(trial: &Trial) -> Outcome {
     }
     guard.release().await?;
     ensure!(
-        mine.semaphore(trial.name("b"), 0).is_err(),
+        mine.semaphore(case.name("b"), 0).is_err(),
         "a semaphore without permits was accepted"
     );
     Ok(())
 }
 
-pub(crate) async fn apart_from_the_lock(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
+pub(crate) async fn apart_from_the_lock(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
     let permit = granted_at_once(
         "a semaphore nobody has used",
-        &trial.semaphore_of(&client, "a", 1)?,
+        &case.semaphore_of(&client, "a", 1)?,
     )
     .await?;
-    let lock = granted_at_once("the lock of a semaphore's name", &trial.lock_of(&client, "a")?).await?;
-    taken("the only permit", &trial.semaphore_of(&client, "a", 1)?).await?;
+    let lock = granted_at_once("the lock of a semaphore's name", &case.lock_of(&client, "a")?).await?;
+    taken("the only permit", &case.semaphore_of(&client, "a", 1)?).await?;
     let (of_lock, of_permit) = (
-        client.inspect(trial.name("a")).await?,
-        client.inspect_semaphore(trial.name("a")).await?,
+        client.inspect(case.name("a")).await?,
+        client.inspect_semaphore(case.name("a")).await?,
     );
     ensure!(
         of_lock.holders.len() == 1 && of_permit.holders.len() == 1,
@@ -149,9 +150,9 @@ pub(crate) async fn apart_from_the_lock(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn semaphores_are_unsupported(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let answer = match trial.semaphore_of(&client, "a", 2) {
+pub(crate) async fn semaphores_are_unsupported(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let answer = match case.semaphore_of(&client, "a", 2) {
         Ok(semaphore) => semaphore.acquire().await.map(drop),
         Err(error) => Err(error),
     };
@@ -162,13 +163,13 @@ pub(crate) async fn semaphores_are_unsupported(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn killed_holder_returns_its_permit(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let semaphore = trial.semaphore_of(&client, "a", 2)?;
+pub(crate) async fn killed_holder_returns_its_permit(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let semaphore = case.semaphore_of(&client, "a", 2)?;
     let mine = granted_at_once("the first permit", &semaphore).await?;
-    let mut helper = trial.helper().await?;
+    let mut helper = case.helper().await?;
     let two = NonZeroU32::MIN.saturating_add(1);
-    let (ttl, name) = (trial.harness.ttl(), trial.name("a"));
+    let (ttl, name) = (case.harness.ttl(), case.name("a"));
     helper
         .hold(&Request {
             slot: "g",
@@ -179,7 +180,7 @@ pub(crate) async fn killed_holder_returns_its_permit(trial: &Trial) -> Outcome {
         .await?;
     taken("a third permit of two", &semaphore).await?;
     helper.process.kill()?;
-    let bound = trial.freed_after_death(&client);
+    let bound = case.freed_after_death(&client);
     comes_free(bound, "the holder of the second permit was killed", &semaphore).await?;
     ensure!(
         mine.is_held(),

@@ -6,25 +6,27 @@ use lockkit_core::spi::Mode;
 use tokio::time::Instant;
 
 use crate::{
+    case_run::{
+        CaseRun, MOST_DEATHS, Outcome, PROMPT, comes_free, ensure, failed, granted_within, taken, within,
+    },
     helper::{Request, fenced_write},
     history::{Acquisition, History, now},
-    trial::{MOST_DEATHS, Outcome, PROMPT, Trial, comes_free, ensure, failed, granted_within, taken, within},
 };
 
-fn exclusive<'a>(trial: &Trial, name: &'a str) -> Request<'a> {
+fn exclusive<'a>(case: &CaseRun, name: &'a str) -> Request<'a> {
     Request {
         slot: "g",
         mode: Mode::Exclusive,
-        ttl: trial.harness.ttl(),
+        ttl: case.harness.ttl(),
         name,
     }
 }
 
-pub(crate) async fn second_process_excludes(trial: &Trial) -> Outcome {
-    let name = trial.name("a");
-    let lock = trial.lock("a").await?;
-    let mut helper = trial.helper().await?;
-    helper.hold(&exclusive(trial, &name)).await?;
+pub(crate) async fn second_process_excludes(case: &CaseRun) -> Outcome {
+    let name = case.name("a");
+    let lock = case.lock("a").await?;
+    let mut helper = case.helper().await?;
+    helper.hold(&exclusive(case, &name)).await?;
     taken("while another process holds", &lock).await?;
     let waiting = lock.clone();
     let waiter = tokio::spawn(async move { waiting.acquire().await });
@@ -36,42 +38,42 @@ pub(crate) async fn second_process_excludes(trial: &Trial) -> Outcome {
     let guard = within(PROMPT, "the other process released", waiter)
         .await?
         .map_err(failed)??;
-    let answer = helper.ask(&format!("try {}", exclusive(trial, &name))).await?;
+    let answer = helper.ask(&format!("try {}", exclusive(case, &name))).await?;
     ensure!(
         answer == "taken",
         "another process tried while this one holds, and was told `{answer}`"
     );
     guard.release().await?;
-    helper.hold(&exclusive(trial, &name)).await?;
+    helper.hold(&exclusive(case, &name)).await?;
     Ok(())
 }
 
-pub(crate) async fn exit_without_release(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let name = trial.name("a");
-    let mut helper = trial.helper().await?;
-    helper.hold(&exclusive(trial, &name)).await?;
+pub(crate) async fn exit_without_release(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let name = case.name("a");
+    let mut helper = case.helper().await?;
+    helper.hold(&exclusive(case, &name)).await?;
     helper.send("exit")?;
     let status = tokio::task::block_in_place(|| helper.process.wait(PROMPT * 5))?;
     ensure!(
         status.is_some_and(|status| status.success()),
         "the helper did not exit: {status:?}"
     );
-    let bound = trial.freed_after_death(&client);
+    let bound = case.freed_after_death(&client);
     comes_free(
         bound,
         "the holder exited without release",
-        &trial.lock_of(&client, "a")?,
+        &case.lock_of(&client, "a")?,
     )
     .await?;
     Ok(())
 }
 
-pub(crate) async fn killed_holder_lets_a_waiter_in(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let (name, lock) = (trial.name("a"), trial.lock_of(&client, "a")?);
-    let mut helper = trial.helper().await?;
-    let (dead, _) = helper.hold(&exclusive(trial, &name)).await?;
+pub(crate) async fn killed_holder_lets_a_waiter_in(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let (name, lock) = (case.name("a"), case.lock_of(&client, "a")?);
+    let mut helper = case.helper().await?;
+    let (dead, _) = helper.hold(&exclusive(case, &name)).await?;
     let waiter = tokio::spawn(async move { lock.acquire().await.map(|guard| (Instant::now(), guard)) });
     let blocked = PROMPT / 10;
     tokio::time::sleep(blocked).await;
@@ -81,7 +83,7 @@ pub(crate) async fn killed_holder_lets_a_waiter_in(trial: &Trial) -> Outcome {
     );
     tokio::task::block_in_place(|| helper.process.kill())?;
     let killed = Instant::now();
-    let bound = trial.freed_after_death(&client);
+    let bound = case.freed_after_death(&client);
     let (granted, guard) = within(bound + PROMPT, "the holder was killed", waiter)
         .await?
         .map_err(failed)??;
@@ -99,17 +101,17 @@ pub(crate) async fn killed_holder_lets_a_waiter_in(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn paused_holder_is_told_and_fenced(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let (name, lock) = (trial.name("a"), trial.lock_of(&client, "a")?);
-    let resource = Scratch::new(trial)?;
+pub(crate) async fn paused_holder_is_told_and_fenced(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let (name, lock) = (case.name("a"), case.lock_of(&client, "a")?);
+    let resource = Scratch::new(case)?;
     let path = resource.0.display().to_string();
-    let mut helper = trial.helper().await?;
-    helper.hold(&exclusive(trial, &name)).await?;
+    let mut helper = case.helper().await?;
+    helper.hold(&exclusive(case, &name)).await?;
     let answer = helper.ask(&format!("write g {path}")).await?;
     ensure!(answer == "written", "the first holder's write was `{answer}`");
     helper.process.stop()?;
-    let bound = trial.freed_after_death(&client);
+    let bound = case.freed_after_death(&client);
     let guard = granted_within(bound, "the holder was stopped past its lease", &lock).await?;
     ensure!(
         fenced_write(&resource.0, guard.token())?,
@@ -146,20 +148,20 @@ pub(crate) async fn paused_holder_is_told_and_fenced(trial: &Trial) -> Outcome {
         released.starts_with("error") && released.contains("lost"),
         "releasing a lost guard said `{released}`"
     );
-    taken("while the second holder holds", &trial.lock("a").await?).await?;
+    taken("while the second holder holds", &case.lock("a").await?).await?;
     guard.release().await?;
     Ok(())
 }
 
-pub(crate) async fn tokens_survive_crashes(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let (name, lock) = (trial.name("a"), trial.lock_of(&client, "a")?);
-    let bound = trial.freed_after_death(&client);
+pub(crate) async fn tokens_survive_crashes(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let (name, lock) = (case.name("a"), case.lock_of(&client, "a")?);
+    let bound = case.freed_after_death(&client);
     let mut history = History::default();
     for who in 1..=u64::from(MOST_DEATHS) {
-        let mut helper = trial.helper().await?;
+        let mut helper = case.helper().await?;
         let mut record = Acquisition::asked(&name, Mode::Exclusive, who, now());
-        let (token, at) = helper.hold_after(bound, &exclusive(trial, &name)).await?;
+        let (token, at) = helper.hold_after(bound, &exclusive(case, &name)).await?;
         record.granted = Some((at, token));
         record.died = Some(now());
         helper.process.kill()?;
@@ -171,7 +173,7 @@ pub(crate) async fn tokens_survive_crashes(trial: &Trial) -> Outcome {
     record.released = Some(now());
     guard.release().await?;
     history.acquisitions.push(record);
-    let mut limits = trial.limits(&client);
+    let mut limits = case.limits(&client);
     limits.idle = bound + PROMPT;
     let summary = history.check(&limits)?;
     let expected = MOST_DEATHS as usize + 1;
@@ -186,8 +188,8 @@ pub(crate) async fn tokens_survive_crashes(trial: &Trial) -> Outcome {
 struct Scratch(PathBuf);
 
 impl Scratch {
-    fn new(trial: &Trial) -> std::io::Result<Self> {
-        let path = std::env::temp_dir().join(format!("lockkit-conformance-{:016x}", trial.run));
+    fn new(case: &CaseRun) -> std::io::Result<Self> {
+        let path = std::env::temp_dir().join(format!("lockkit-conformance-{:016x}", case.run));
         std::fs::File::create_new(&path)?;
         Ok(Self(path))
     }

@@ -12,26 +12,26 @@ use lockkit_core::{Error, Lock, spi::Mode};
 use tokio::{task::JoinSet, time::sleep};
 
 use crate::{
-    cases::contention::{Plan, checked, contend_all},
-    trial::{
-        Outcome, PROMPT, Stop, Trial, comes_free, ensure, eventually, failed, granted_at_once,
+    case_run::{
+        CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, eventually, failed, granted_at_once,
         granted_within, taken, within,
     },
+    cases::contention::{Plan, checked, contend_all},
 };
 
-pub(crate) async fn many_readers_or_one_writer(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let (mine, theirs) = (trial.lock_of(&client, "a")?, trial.lock("a").await?);
+pub(crate) async fn many_readers_or_one_writer(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let (mine, theirs) = (case.lock_of(&client, "a")?, case.lock("a").await?);
     let mut readers = Vec::new();
     for reader in [
         mine.shared(),
         mine.shared(),
         theirs.shared(),
-        trial.lock("a").await?.shared(),
+        case.lock("a").await?.shared(),
     ] {
         readers.push(granted_at_once("only readers are in", &reader).await?);
     }
-    let shown = client.inspect(trial.name("a")).await?;
+    let shown = client.inspect(case.name("a")).await?;
     ensure!(shown.holders.len() == 4, "expected 4 holders, got {shown:?}");
     taken("exclusively, by a client that reads", &mine).await?;
     taken("exclusively, while others read", &theirs).await?;
@@ -58,9 +58,9 @@ pub(crate) async fn many_readers_or_one_writer(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn waiting_writer_goes_before_new_readers(trial: &Trial) -> Outcome {
-    let writer = trial.lock("a").await?;
-    let readers = Crowd::start(trial, "a", true).await?;
+pub(crate) async fn waiting_writer_goes_before_new_readers(case: &CaseRun) -> Outcome {
+    let writer = case.lock("a").await?;
+    let readers = Crowd::start(case, "a", true).await?;
     let bound = Duration::from_secs(10);
     for _ in 0..3 {
         comes_free(bound, "readers kept coming", &writer).await?;
@@ -68,9 +68,9 @@ pub(crate) async fn waiting_writer_goes_before_new_readers(trial: &Trial) -> Out
     readers.stop().await
 }
 
-pub(crate) async fn readers_do_not_starve(trial: &Trial) -> Outcome {
-    let reader = trial.lock("a").await?.shared();
-    let writers = Crowd::start(trial, "a", false).await?;
+pub(crate) async fn readers_do_not_starve(case: &CaseRun) -> Outcome {
+    let reader = case.lock("a").await?.shared();
+    let writers = Crowd::start(case, "a", false).await?;
     let bound = Duration::from_secs(10);
     for _ in 0..3 {
         comes_free(bound, "writers kept coming", &reader).await?;
@@ -78,16 +78,16 @@ pub(crate) async fn readers_do_not_starve(trial: &Trial) -> Outcome {
     writers.stop().await
 }
 
-pub(crate) async fn readers_and_writers_contend(trial: &Trial) -> Outcome {
+pub(crate) async fn readers_and_writers_contend(case: &CaseRun) -> Outcome {
     let mut plans = Vec::new();
     for who in 0..4_u64 {
-        let lock = trial.lock("a").await?;
+        let lock = case.lock("a").await?;
         let (lock, mode) = if who == 0 {
             (lock, Mode::Exclusive)
         } else {
             (lock.shared(), Mode::Shared)
         };
-        let seed = trial.seed.wrapping_add(who);
+        let seed = case.seed.wrapping_add(who);
         plans.push(Plan {
             lock,
             mode,
@@ -97,13 +97,13 @@ pub(crate) async fn readers_and_writers_contend(trial: &Trial) -> Outcome {
             who: who * 100,
         });
     }
-    let summary = checked(trial, "a", Mode::Exclusive, contend_all(plans).await?).await?;
+    let summary = checked(case, "a", Mode::Exclusive, contend_all(plans).await?).await?;
     ensure!(summary.granted >= 80, "a vacuous pass: {summary:?}");
     Ok(())
 }
 
-pub(crate) async fn shared_is_unsupported(trial: &Trial) -> Outcome {
-    let lock = trial.lock("a").await?;
+pub(crate) async fn shared_is_unsupported(case: &CaseRun) -> Outcome {
+    let lock = case.lock("a").await?;
     let answer = lock.shared().acquire().await;
     ensure!(
         matches!(answer, Err(Error::Unsupported { .. })),
@@ -132,14 +132,14 @@ struct Crowd {
 
 impl Crowd {
     /// Returns once they have come often enough to be in full swing.
-    async fn start(trial: &Trial, part: &str, is_shared: bool) -> Result<Self, Stop> {
+    async fn start(case: &CaseRun, part: &str, is_shared: bool) -> Result<Self, Stop> {
         let (stop, rounds, mut tasks) = (
             Arc::<AtomicBool>::default(),
             Arc::<AtomicUsize>::default(),
             JoinSet::new(),
         );
         for index in 0..3 {
-            let lock = trial.lock(part).await?;
+            let lock = case.lock(part).await?;
             let lock = if is_shared { lock.shared() } else { lock };
             for step in 0..2 {
                 let pause = Duration::from_millis(index * 2 + step);

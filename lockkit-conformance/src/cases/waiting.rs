@@ -15,15 +15,15 @@ use tokio::{
 };
 
 use crate::{
-    history::{Acquisition, History, at, now},
-    trial::{
-        Outcome, PROMPT, Stop, Trial, comes_free, ensure, eventually, failed, granted_at_once,
+    case_run::{
+        CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, eventually, failed, granted_at_once,
         granted_within, is_clean, lasting, poll_at_most, within,
     },
+    history::{Acquisition, History, at, now},
 };
 
-pub(crate) async fn short_timeout_is_prompt(trial: &Trial) -> Outcome {
-    let (mine, theirs) = (trial.lock("a").await?, trial.lock("a").await?);
+pub(crate) async fn short_timeout_is_prompt(case: &CaseRun) -> Outcome {
+    let (mine, theirs) = (case.lock("a").await?, case.lock("a").await?);
     let guard = granted_at_once("a lock nobody has used", &mine).await?;
     let wait = Duration::from_millis(200);
     for lock in [&mine, &theirs] {
@@ -48,9 +48,9 @@ pub(crate) async fn short_timeout_is_prompt(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn cancelled_wait_is_prompt(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let (mine, theirs) = (trial.lock_of(&client, "a")?, trial.lock("a").await?);
+pub(crate) async fn cancelled_wait_is_prompt(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let (mine, theirs) = (case.lock_of(&client, "a")?, case.lock("a").await?);
     let guard = granted_at_once("a lock nobody has used", &mine).await?;
     for lock in [&mine, &theirs] {
         let waiting = lock.clone();
@@ -73,7 +73,7 @@ pub(crate) async fn cancelled_wait_is_prompt(trial: &Trial) -> Outcome {
         PROMPT,
         "waits were cancelled, the lock released",
         &client,
-        &trial.name("a"),
+        &case.name("a"),
         LockKind::Lock,
     )
     .await?;
@@ -81,11 +81,11 @@ pub(crate) async fn cancelled_wait_is_prompt(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn counter_is_never_two(trial: &Trial) -> Outcome {
+pub(crate) async fn counter_is_never_two(case: &CaseRun) -> Outcome {
     let inside = Arc::new(AtomicUsize::new(0));
     let mut handles = JoinSet::new();
     for _ in 0..10 {
-        let lock = trial.lock("a").await?;
+        let lock = case.lock("a").await?;
         for _ in 0..10 {
             let (lock, inside) = (lock.clone(), inside.clone());
             handles.spawn(async move {
@@ -108,13 +108,13 @@ pub(crate) async fn counter_is_never_two(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn nothing_is_left_behind(trial: &Trial) -> Outcome {
-    let holder_client = trial.client().await?;
-    let holder = granted_at_once("a lock nobody has used", &trial.lock_of(&holder_client, "a")?).await?;
+pub(crate) async fn nothing_is_left_behind(case: &CaseRun) -> Outcome {
+    let holder_client = case.client().await?;
+    let holder = granted_at_once("a lock nobody has used", &case.lock_of(&holder_client, "a")?).await?;
     let mut workers = JoinSet::new();
     for index in 0..8 {
-        let lock = trial.lock("a").await?;
-        let mut rng = fastrand::Rng::with_seed(trial.seed.wrapping_add(index));
+        let lock = case.lock("a").await?;
+        let mut rng = fastrand::Rng::with_seed(case.seed.wrapping_add(index));
         workers.spawn(async move {
             for _ in 0..125 {
                 give_up(&lock, &mut rng).await?;
@@ -136,11 +136,11 @@ pub(crate) async fn nothing_is_left_behind(trial: &Trial) -> Outcome {
         limit,
         "1,000 requests were given up",
         &holder_client,
-        &trial.name("a"),
+        &case.name("a"),
         LockKind::Lock,
     )
     .await?;
-    comes_free(PROMPT, "1,000 requests were given up", &trial.lock("a").await?).await?;
+    comes_free(PROMPT, "1,000 requests were given up", &case.lock("a").await?).await?;
     Ok(())
 }
 
@@ -164,11 +164,11 @@ async fn give_up(lock: &Lock, rng: &mut fastrand::Rng) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn dropped_after_each_poll(trial: &Trial) -> Outcome {
+pub(crate) async fn dropped_after_each_poll(case: &CaseRun) -> Outcome {
     const MOST: usize = 64;
-    let client = trial.client().await?;
+    let client = case.client().await?;
     let bound = PROMPT;
-    let (mine, theirs) = (trial.lock_of(&client, "a")?, trial.lock("a").await?);
+    let (mine, theirs) = (case.lock_of(&client, "a")?, case.lock("a").await?);
     let mut completed = false;
     for polls in 1..=MOST {
         let done = poll_at_most(polls, mine.acquire()).await.transpose()?;
@@ -198,21 +198,21 @@ pub(crate) async fn dropped_after_each_poll(trial: &Trial) -> Outcome {
         bound,
         "all waits were dropped",
         &client,
-        &trial.name("a"),
+        &case.name("a"),
         LockKind::Lock,
     )
     .await
 }
 
-pub(crate) async fn untaken_grant_lapses(trial: &Trial) -> Outcome {
-    let client = trial.client().await?;
-    let bound = trial.harness.ttl() + trial.limits(&client).idle;
+pub(crate) async fn untaken_grant_lapses(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let bound = case.harness.ttl() + case.limits(&client).idle;
     for part in ["local", "remote"] {
         let holder_lock = match part {
-            "local" => trial.short_lock_of(&client, part)?,
-            _ => trial.short_lock_of(&trial.client().await?, part)?,
+            "local" => case.short_lock_of(&client, part)?,
+            _ => case.short_lock_of(&case.client().await?, part)?,
         };
-        let waiting = trial.short_lock_of(&client, part)?;
+        let waiting = case.short_lock_of(&client, part)?;
         let holder = granted_at_once("a lock nobody has used", &holder_lock).await?;
         let mut untaken = Box::pin(waiting.acquire());
         let early = timeout(Duration::from_millis(50), untaken.as_mut()).await;
@@ -222,7 +222,7 @@ pub(crate) async fn untaken_grant_lapses(trial: &Trial) -> Outcome {
         comes_free(
             bound,
             &format!("the {part} waiter before never took its grant"),
-            &trial.lock(part).await?,
+            &case.lock(part).await?,
         )
         .await?;
         let guard = within(PROMPT + bound, "the forgotten wait goes on", untaken).await??;
@@ -236,12 +236,12 @@ pub(crate) async fn untaken_grant_lapses(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn flood_is_bounded(trial: &Trial) -> Outcome {
-    let (client, holder_client) = (trial.client().await?, trial.client().await?);
-    let holder = granted_at_once("a lock nobody has used", &trial.lock_of(&holder_client, "a")?).await?;
+pub(crate) async fn flood_is_bounded(case: &CaseRun) -> Outcome {
+    let (client, holder_client) = (case.client().await?, case.client().await?);
+    let holder = granted_at_once("a lock nobody has used", &case.lock_of(&holder_client, "a")?).await?;
     let mut waiters = JoinSet::new();
     for index in 0..1_000_u64 {
-        let lock = trial.lock_of(&client, "a")?;
+        let lock = case.lock_of(&client, "a")?;
         // Half give up while the lock is held, the others get it in turn.
         let wait = if index % 2 == 0 {
             Duration::from_millis(300)
@@ -257,7 +257,7 @@ pub(crate) async fn flood_is_bounded(trial: &Trial) -> Outcome {
         });
     }
     sleep(Duration::from_millis(200)).await;
-    let state = holder_client.inspect(trial.name("a")).await?;
+    let state = holder_client.inspect(case.name("a")).await?;
     ensure!(
         state.waiters.is_none_or(|waiters| waiters <= 1),
         "1,000 waiters of one client are {:?} at the server, expected at most one",
@@ -284,23 +284,23 @@ pub(crate) async fn flood_is_bounded(trial: &Trial) -> Outcome {
         PROMPT,
         "the flood is over",
         &client,
-        &trial.name("a"),
+        &case.name("a"),
         LockKind::Lock,
     )
     .await
 }
 
-pub(crate) async fn grants_follow_the_queue(trial: &Trial) -> Outcome {
-    let observer = trial.client().await?;
+pub(crate) async fn grants_follow_the_queue(case: &CaseRun) -> Outcome {
+    let observer = case.client().await?;
     let (mut history, mut waiters) = (History::default(), JoinSet::new());
-    let lock = trial.lock_of(&observer, "a")?.with_options(strict());
-    let mut first = Acquisition::asked(trial.name("a"), Mode::Exclusive, 0, now());
+    let lock = case.lock_of(&observer, "a")?.with_options(strict());
+    let mut first = Acquisition::asked(case.name("a"), Mode::Exclusive, 0, now());
     let guard = granted_at_once("a lock nobody has used", &lock).await?;
     first.granted = Some((now(), guard.token().get()));
     let mut queued = Vec::new();
     for who in 1..=8_u64 {
-        let lock = trial.lock("a").await?.with_options(strict());
-        let mut record = Acquisition::asked(trial.name("a"), Mode::Exclusive, who, now());
+        let lock = case.lock("a").await?.with_options(strict());
+        let mut record = Acquisition::asked(case.name("a"), Mode::Exclusive, who, now());
         waiters.spawn(async move {
             let guard = lock.acquire().await?;
             record.granted = Some((now(), guard.token().get()));
@@ -309,7 +309,7 @@ pub(crate) async fn grants_follow_the_queue(trial: &Trial) -> Outcome {
             guard.release().await?;
             Ok::<_, Error>(record)
         });
-        stands_in_queue(&observer, &trial.name("a"), who).await?;
+        stands_in_queue(&observer, &case.name("a"), who).await?;
         // Whoever asks from now on is behind.
         queued.push((who, now()));
     }
@@ -325,7 +325,7 @@ pub(crate) async fn grants_follow_the_queue(trial: &Trial) -> Outcome {
             .map(|(_, moment)| *moment);
         history.acquisitions.push(record);
     }
-    let mut limits = trial.limits(&observer);
+    let mut limits = case.limits(&observer);
     limits.fifo = true;
     let summary = history.check(&limits)?;
     ensure!(summary.granted == 9, "expected 9 grants, got {summary:?}");
@@ -353,10 +353,10 @@ async fn stands_in_queue(observer: &LockClient, name: &str, waiters: u64) -> Out
     .await
 }
 
-pub(crate) async fn waiter_is_notified(trial: &Trial) -> Outcome {
-    let (mine, theirs) = (trial.client().await?, trial.client().await?);
+pub(crate) async fn waiter_is_notified(case: &CaseRun) -> Outcome {
+    let (mine, theirs) = (case.client().await?, case.client().await?);
     let poll = mine.info().fallback_poll;
-    let (held, queued) = (trial.lock_of(&mine, "a")?, trial.lock_of(&theirs, "a")?);
+    let (held, queued) = (case.lock_of(&mine, "a")?, case.lock_of(&theirs, "a")?);
     let mut took = Vec::new();
     for _ in 0..5 {
         let guard = granted_within(PROMPT, "the round before is over", &held).await?;
@@ -380,8 +380,8 @@ pub(crate) async fn waiter_is_notified(trial: &Trial) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn strict_order_refuses_handoffs(trial: &Trial) -> Outcome {
-    let lock = trial.lock("a").await?;
+pub(crate) async fn strict_order_refuses_handoffs(case: &CaseRun) -> Outcome {
+    let lock = case.lock("a").await?;
     let answer = lock.acquire_with(&lasting().local_handoffs(5)).await;
     ensure!(
         matches!(

@@ -29,9 +29,9 @@ use super::{
     record::{Asked, Fared, Finding, Law, Note, Over, Record},
 };
 use crate::{
+    case_run::poll_at_most,
     history::{Acquisition, Nanos, now},
-    machine::{Stopwatch, timeout},
-    trial::poll_at_most,
+    stall::{Stopwatch, timeout},
 };
 
 /// What every operation asks of its server.

@@ -25,8 +25,8 @@ use super::{
 use crate::{
     helper::{Helper, Launch},
     history::{Nanos, now},
-    machine::Stopwatch,
     process::Process,
+    stall::Stopwatch,
 };
 
 /// What an epoch may take to become quiet, beyond what the dead and the faults take.

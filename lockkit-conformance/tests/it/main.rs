@@ -1,9 +1,9 @@
 //! The suite tested: it passes a good backend, and names what is wrong with a bad one.
 
 mod history;
-mod machine;
 mod measure;
 mod modes;
 mod mutants;
 mod plain;
+mod stall;
 mod torture;

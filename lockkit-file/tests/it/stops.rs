@@ -15,7 +15,7 @@ use std::{
 };
 
 use fastrand::Rng;
-use lockkit_conformance::machine::Stopwatch;
+use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{Lock, LockClient};
 use lockkit_file::{FileBackend, FileConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use lockkit_conformance::machine::Stopwatch;
+use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::spi::{Claim, Mode, chain};
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;

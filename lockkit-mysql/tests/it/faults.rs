@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use lockkit_conformance::machine::{Stopwatch, timeout};
+use lockkit_conformance::stall::{Stopwatch, timeout};
 use lockkit_core::{
     AcquireOptions, Error, Lock, LockClient, LockName, LossReason,
     spi::{self, Backend as _, ClaimRequest, OwnerId},

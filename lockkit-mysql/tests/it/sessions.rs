@@ -6,7 +6,7 @@ use futures_util::{
     FutureExt,
     future::{join, join_all},
 };
-use lockkit_conformance::machine::{Stopwatch, timeout};
+use lockkit_conformance::stall::{Stopwatch, timeout};
 use lockkit_core::{
     AcquireOptions, Error, LockClient, LockGuard, LockName, LossReason,
     spi::{self, Backend as _, ClaimRequest, OwnerId},

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-use lockkit_conformance::machine::{Stopwatch, timeout};
+use lockkit_conformance::stall::{Stopwatch, timeout};
 use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Result, spi::chain};
 use lockkit_mysql::{Mode, MySqlConfig};
 use lockkit_testbed::{

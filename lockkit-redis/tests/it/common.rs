@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit_conformance::{machine, process::Process};
+use lockkit_conformance::{process::Process, stall};
 use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LockGuard, Result, spi::chain};
 use lockkit_redis::{RedisBackend, RedisConfig};
 use lockkit_testbed::{
@@ -54,7 +54,7 @@ pub(crate) async fn connect(config: RedisConfig) -> Result<LockClient> {
 
 /// A client of a server that answers, at once or when the machine lets it.
 pub(crate) async fn client(url: &str) -> LockClient {
-    let watch = machine::Stopwatch::start();
+    let watch = stall::Stopwatch::start();
     loop {
         match connect(RedisConfig::new(url)).await {
             Err(error) if error.is_transient() && watch.elapsed() < LONG => tokio::time::sleep(5 * MS).await,
@@ -87,7 +87,7 @@ pub(crate) fn waiter(lock: &Lock) -> JoinHandle<Result<LockGuard>> {
 
 /// Returns the outcome of a future, which has to come within `limit`.
 pub(crate) async fn within<T>(limit: Duration, what: &str, future: impl Future<Output = T>) -> T {
-    let outcome = machine::timeout(limit, future).await;
+    let outcome = stall::timeout(limit, future).await;
     outcome.unwrap_or_else(|_| panic!("not within {limit:?}: {what}"))
 }
 

@@ -8,7 +8,7 @@ use std::{
 };
 
 use futures_util::{FutureExt, future::join_all};
-use lockkit_conformance::machine::Stopwatch;
+use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{AcquireOptions, FenceGate, FencingToken, Lock, LockClient, LockGuard, LossReason};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{

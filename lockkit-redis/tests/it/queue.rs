@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use lockkit_conformance::machine::Stopwatch;
+use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{
     AcquireOptions, LockClient, LockName,
     spi::{Backend, ClaimRequest, Mode as LockMode, OwnerId},

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_conformance::machine::Stopwatch;
+use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{AcquireOptions, Error, LossReason};
 use lockkit_testbed::{Clock, Mode, Proxy, eventually, zookeeper::ZkServer};
 use lockkit_zk::{Nodes, ZkConfig};

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_conformance::machine::Stopwatch;
+use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard, LossReason, Result};
 use lockkit_testbed::{
     eventually,

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_conformance::machine::Stopwatch;
+use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{AcquireOptions, FenceGate, LossReason};
 use lockkit_testbed::{Mode, Proxy, eventually, redis::Fsync};
 

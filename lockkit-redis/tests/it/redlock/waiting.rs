@@ -11,7 +11,7 @@ use std::{
 };
 
 use futures_util::FutureExt as _;
-use lockkit_conformance::machine::timeout;
+use lockkit_conformance::stall::timeout;
 use lockkit_core::{AcquireOptions, LockClient, LossReason};
 use lockkit_testbed::{Clock, Mode, redis::RedisServer};
 use tokio::task::JoinSet;

@@ -100,7 +100,7 @@ pub(crate) fn failed(what: impl fmt::Display) -> Stop {
 macro_rules! ensure {
     ($condition:expr, $($message:tt)+) => {
         if !$condition {
-            return Err($crate::trial::failed(format!($($message)+)));
+            return Err($crate::case_run::failed(format!($($message)+)));
         }
     };
 }
@@ -108,7 +108,7 @@ pub(crate) use ensure;
 
 /// One run of one case.
 #[derive(Debug)]
-pub(crate) struct Trial {
+pub(crate) struct CaseRun {
     pub(crate) harness: Arc<dyn Harness>,
     pub(crate) launch: Option<Launch>,
     pub(crate) case: &'static str,
@@ -117,7 +117,7 @@ pub(crate) struct Trial {
     pub(crate) run: u64,
 }
 
-impl Trial {
+impl CaseRun {
     pub(crate) async fn client(&self) -> Result<LockClient, Error> {
         self.harness.client().await
     }

@@ -10,7 +10,7 @@ use std::{
 use async_trait::async_trait;
 use lockkit_conformance::{
     Harness, Suite, Verdict, cases,
-    machine::{Stopwatch, timeout},
+    stall::{Stopwatch, timeout},
 };
 use lockkit_core::{Error, LockClient, MemoryBackend, Result};
 
@@ -25,7 +25,7 @@ fn apart(test: &str, body: impl FnOnce()) -> Option<String> {
         return None;
     }
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", &format!("machine::{test}"), "--nocapture"])
+        .args(["--exact", &format!("stall::{test}"), "--nocapture"])
         .env(MARK, "1")
         .output()
         .unwrap();

@@ -1,8 +1,8 @@
-//! Times in which the machine ran.
+//! Stalls of the machine, and time measured without them.
 //!
-//! "Within 100 ms" is said of a machine that runs. One that shares its processors with strangers, is moved to another
-//! host or is suspended stands still for a second now and then, and so does a process that is stopped. What is measured
-//! with a [`Stopwatch`] leaves that out, and the [suite](crate::Suite) runs a case again that failed meanwhile.
+//! "Within 100 ms" holds for a machine that runs. A machine that shares its processors with strangers, is moved to another
+//! host or is suspended stalls for a second now and then, and so does a stopped process. A [`Stopwatch`] leaves stalls out,
+//! and the [suite](crate::Suite) repeats a case that failed during one.
 
 use std::{
     pin::pin,
@@ -13,19 +13,19 @@ use std::{
 
 use tokio::time::error::Elapsed;
 
-/// How often the machine is looked at.
+/// The interval at which each processor is checked.
 const BEAT: Duration = Duration::from_millis(10);
 
-/// How late a beat has to be: a busy machine is late by less.
+/// The delay of a check that counts as a stall. A busy machine delays it by less.
 const LATE: Duration = Duration::from_millis(100);
 
-/// A stopwatch that stands still while this machine, or one of its first eight processors, does so for a tenth of a second
-/// or more. For upper bounds: a lease and a timer go on meanwhile.
+/// A stopwatch that leaves out stalls: times of a tenth of a second or more in which this machine, or one of its first
+/// eight processors, did not run. Use it for upper bounds only, as leases and timers continue during a stall.
 ///
 /// ```
 /// use std::time::Duration;
 ///
-/// use lockkit_conformance::machine::Stopwatch;
+/// use lockkit_conformance::stall::Stopwatch;
 ///
 /// let watch = Stopwatch::start();
 /// std::thread::sleep(Duration::from_millis(20));
@@ -39,32 +39,32 @@ pub struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// From now on.
+    /// Starts it.
     pub fn start() -> Self {
         let (pulse, began) = looked_at();
-        // What may turn out to be a pause has begun before this.
+        // A stall may have begun before this.
         let stood_still = pulse.stood_still + pulse.not_noted(began);
         Self { began, stood_still }
     }
 
-    /// How long the machine has run since the start.
+    /// Returns how long the machine has run since the start.
     pub fn elapsed(self) -> Duration {
         let (pulse, now) = looked_at();
         (now - self.began).saturating_sub(pulse.stood_still.saturating_sub(self.stood_still))
     }
 
-    /// How long it has not.
+    /// Returns how long it has not.
     pub fn stood_still(self) -> Duration {
         looked_at().0.stood_still.saturating_sub(self.stood_still)
     }
 }
 
-/// Awaits `work` for as long as `limit` by a [`Stopwatch`], on a runtime whose clock is real, not one that is paused.
+/// Awaits `work` for up to `limit` of a [`Stopwatch`]. The runtime's clock must not be paused.
 ///
 /// ```
 /// use std::time::Duration;
 ///
-/// use lockkit_conformance::machine::timeout;
+/// use lockkit_conformance::stall::timeout;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() {
@@ -75,7 +75,7 @@ impl Stopwatch {
 /// ```
 ///
 /// # Errors
-/// If that is over first; `work` is dropped.
+/// If `limit` is over first. `work` is then dropped.
 ///
 /// # Cancel safety
 /// Dropping it drops `work`.
@@ -92,7 +92,7 @@ pub async fn timeout<F: Future>(limit: Duration, work: F) -> Result<F::Output, E
     }
 }
 
-/// The state of all processors, as of now.
+/// Returns the state of all processors, as of now.
 fn looked_at() -> (MutexGuard<'static, Pulse>, Instant) {
     let mut pulse = PULSE.lock().unwrap_or_else(PoisonError::into_inner);
     let now = Instant::now();
@@ -112,7 +112,7 @@ static PULSE: LazyLock<Mutex<Pulse>> = LazyLock::new(|| {
                 pulse.beats[index] = now;
             }
         };
-        // Without its thread a processor is taken to run.
+        // A processor without a thread counts as running.
         if thread::Builder::new()
             .name("pulse".to_owned())
             .spawn(beat)
@@ -129,15 +129,15 @@ static PULSE: LazyLock<Mutex<Pulse>> = LazyLock::new(|| {
 });
 
 struct Pulse {
-    /// When each processor was last seen to run.
+    /// The last time at which each processor was seen to run.
     beats: Vec<Instant>,
-    /// Pauses before this are in the sum.
+    /// Stalls before this are in the sum.
     noted: Instant,
     stood_still: Duration,
 }
 
 impl Pulse {
-    /// Adds what of a pause is not yet in the sum.
+    /// Adds the part of a stall that is not yet in the sum.
     fn look(&mut self, now: Instant) {
         let late = self.late(now);
         if late >= LATE {
@@ -146,25 +146,25 @@ impl Pulse {
         }
     }
 
-    /// For how long the processor that was seen least recently ought to have been seen.
+    /// Returns by how much the latest processor is late.
     fn late(&self, now: Instant) -> Duration {
         let oldest = self.beats.iter().min();
         oldest.map_or(Duration::ZERO, |beat| now.saturating_duration_since(*beat + BEAT))
     }
 
-    /// The part of it that is not in the sum.
+    /// Returns the part of that delay that is not in the sum.
     fn not_noted(&self, now: Instant) -> Duration {
         self.late(now).min(now.saturating_duration_since(self.noted))
     }
 }
 
-/// Those that this process may run on.
+/// Returns the processors that this process may run on.
 #[cfg(target_os = "linux")]
 fn processors() -> Vec<usize> {
     use rustix::thread::{CpuSet, sched_getaffinity};
     let allowed = sched_getaffinity(None).unwrap_or_default();
     let allowed = (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor));
-    // Where there are many, one that stands still holds up little.
+    // Where there are many, one that stalls delays little.
     allowed.take(8).collect()
 }
 
@@ -174,7 +174,7 @@ fn stay_on(processor: usize) {
     use rustix::thread::{CpuSet, sched_setaffinity};
     let mut only = CpuSet::new();
     only.set(processor);
-    // Should it be refused, the thread tells of the machine as a whole.
+    // If this is refused, the thread checks the machine as a whole.
     let _ = sched_setaffinity(None, &only);
 }
 
