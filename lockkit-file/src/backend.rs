@@ -22,14 +22,14 @@ const POLL_UNWATCHED: Duration = Duration::from_millis(25);
 
 /// Locks between the processes of one host.
 ///
-/// A hold is an advisory lock of the operating system on a file. It ends with its process, however the process ends, and
-/// needs no lease. Fencing tokens keep rising after a crash of the host: a number above them is on disk before they are
-/// granted. Waiters are granted in turn. On Linux, inotify wakes them. On other systems, and where the user has no inotify
-/// instance left, they poll.
+/// A hold is an advisory lock of the operating system on a file. It ends with its process, however the process ends,
+/// and needs no lease. Fencing tokens keep rising after a crash of the host: a number above them is on disk before
+/// they are granted. Waiters are granted in turn. On Linux, inotify wakes them. On other systems, and where the user
+/// has no inotify instance left, they poll.
 ///
-/// It serves one host only, also on a network file system, and cannot end another process's hold. A stopped holder keeps
-/// its lock until it is continued or killed. If the file of a held lock is deleted, the holder learns that the lock is lost,
-/// but another may be granted first.
+/// It serves one host only, also on a network file system, and cannot end another process's hold. A stopped holder
+/// keeps its lock until it is continued or killed. If the file of a held lock is deleted, the holder learns that the
+/// lock is lost, but another may be granted first.
 pub struct FileBackend {
     layout: Arc<Layout>,
     namespace: Arc<str>,
@@ -43,8 +43,9 @@ impl FileBackend {
     /// Opens the directory, or creates it.
     ///
     /// # Errors
-    /// [`Error::InvalidOptions`] for a value that cannot be kept. [`Error::Backend`], naming the path, if the directory
-    /// cannot be created, read or written, or if it or the namespace in it is a symbolic link or no directory.
+    /// [`Error::InvalidOptions`] for a value that cannot be kept. [`Error::Backend`], naming the path, if the
+    /// directory cannot be created, read or written, or if it or the namespace in it is a symbolic link or no
+    /// directory.
     ///
     /// # Cancel safety
     /// May be dropped at any await. A created directory stays.

@@ -26,7 +26,7 @@ use crate::{
 /// Limits the attempts to lock a file that is replaced each time.
 const MAX_REPLACED: usize = 16;
 
-/// What a claim asks for, and where.
+/// The request of a claim, with its files and what the claims of a backend share.
 #[derive(Debug)]
 pub(crate) struct ClaimSpec {
     pub request: ClaimRequest,
@@ -49,8 +49,8 @@ pub(crate) struct BlockingClaim {
     pub events: Option<Events>,
     /// The directory of the permits that the events are about.
     permits_dir: Option<Inode>,
-    /// After the last attempt it was first in the queue, or its predecessor had not changed: the cause of a wake-up may be
-    /// about to leave.
+    /// After the last attempt it was first in the queue, or its predecessor had not changed: the cause of a wake-up
+    /// may be about to leave.
     pub retry_soon: bool,
     /// The time of the next [`heartbeat`](Self::heartbeat).
     pub next_heartbeat: Option<Instant>,
@@ -112,8 +112,8 @@ impl BlockingClaim {
         if hold.is_some() {
             self.ticket = None;
             self.predecessor = None;
-            // The last close of a writable descriptor shows the end of the hold, so no other stays open. A semaphore's
-            // read-only main file does, so that a file that replaces it cannot have its inode.
+            // The last close of a writable descriptor shows the end of the hold, so no other stays open. A
+            // semaphore's read-only main file does, so that a file that replaces it cannot have its inode.
             self.main = self.main.take().filter(|main| !main.writable);
         } else {
             self.check_name()?;
@@ -153,8 +153,8 @@ impl BlockingClaim {
         Ok(hold)
     }
 
-    /// Attempts without a ticket. It takes a free lock before the waiters, but a reader does not: readers that follow each
-    /// other would keep a writer out.
+    /// Attempts without a ticket. It takes a free lock before the waiters, but a reader does not: readers that follow
+    /// each other would keep a writer out.
     fn attempt_once(&mut self, since: Instant) -> Result<Option<Hold>> {
         if self.spec.request.mode == Mode::Shared && self.spec.files.queue().has_waiters()? {
             return Ok(None);
@@ -231,8 +231,8 @@ impl BlockingClaim {
         Ok(false)
     }
 
-    /// Writes a heartbeat, and checks the predecessor's. Returns whether an attempt is worth while. If not, it sets the time
-    /// of the next heartbeat.
+    /// Writes a heartbeat, and checks the predecessor's. Returns whether an attempt is worth while. If not, it sets
+    /// the time of the next heartbeat.
     pub(crate) fn heartbeat(&mut self) -> bool {
         let Some(ticket) = &mut self.ticket else {
             self.next_heartbeat = None;
@@ -303,7 +303,8 @@ impl BlockingClaim {
         self.events.is_some()
     }
 
-    /// Tries to take what the mode asks for. A shared ledger keeps probes out, and is unlocked before waiting for the disk.
+    /// Tries to take what the mode asks for. A shared ledger keeps probes out, and is unlocked before waiting for the
+    /// disk.
     fn contend(&mut self, waits: bool, since: Instant, ledger: Option<Flock>) -> Result<Option<Hold>> {
         match self.spec.request.mode {
             Mode::Exclusive | Mode::Shared => self.contend_for_lock(waits, since, ledger),

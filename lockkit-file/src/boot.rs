@@ -1,6 +1,7 @@
 //! The host's boots, told apart by the kernel's boot id.
 
-/// One boot of the host. While it lasts, every process reads what any other has written, whether or not it is on disk.
+/// One boot of the host. While it lasts, every process reads what any other has written, whether or not it is on
+/// disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BootId(u128);
 
@@ -9,7 +10,8 @@ impl BootId {
 
     /// Returns the id of the current boot; `None` if the system does not tell.
     ///
-    /// A container may have an id of its own. That id ends with the container, so it does not outlast the host's boot.
+    /// A container may have an id of its own. That id ends with the container, so it does not outlast the host's
+    /// boot.
     pub(crate) fn current() -> Option<Self> {
         if !cfg!(target_os = "linux") {
             return None;

@@ -1,4 +1,5 @@
-//! `spi::Claim`: sends blocking work to a worker thread, and resumes it after a future that waited for it was dropped.
+//! `spi::Claim`: sends blocking work to a worker thread, and resumes it after a future that waited for it was
+//! dropped.
 
 use std::{
     fs::File,
@@ -27,8 +28,8 @@ use crate::{
     watch::Events,
 };
 
-/// The pauses between retries after an event: the first of these, then twice as long each time, up to the last. A killed
-/// holder's descriptors are closed one after the other, and each event comes before the lock is free.
+/// The pauses between retries after an event: the first of these, then twice as long each time, up to the last. A
+/// killed holder's descriptors are closed one after the other, and each event comes before the lock is free.
 const BURST: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(512);
 
 #[derive(Debug)]
@@ -62,12 +63,12 @@ struct Returned {
     expiry: Option<AbortHandle>,
 }
 
-/// The state in a worker's hands. It is returned also if the runtime never starts the work: it may be a hold, and others
-/// must not be granted before its holder knows that it is lost.
+/// The state in a worker's hands. It is returned also if the runtime never starts the work: it may be a hold, and
+/// others must not be granted before its holder knows that it is lost.
 struct Loan {
     state: Option<BlockingClaim>,
     slot: ReturnSlot,
-    /// How long a grant waits for its claim. A claim that is no longer polled must not keep others out.
+    /// The time for which a grant waits for its claim. A claim that is no longer polled must not keep others out.
     expires_in: Duration,
     was_held: bool,
     /// Dropped to signal the end.
@@ -132,7 +133,8 @@ impl FileClaim {
             .get_or_insert_with(|| BlockingClaim::new(Arc::clone(&self.spec)))
     }
 
-    /// Does `work` on this thread. If the disk was slow recently, or the work has to wait, a worker thread does all of it.
+    /// Does `work` on this thread. If the disk was slow recently, or the work has to wait, a worker thread does all
+    /// of it.
     async fn run<T: Send + 'static>(
         &mut self,
         mut work: impl FnMut(&mut BlockingClaim) -> Result<T> + Send + 'static,

@@ -17,8 +17,9 @@ use crate::layout::Layout;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileConfig {
-    /// The directory. If it is missing, it is created for its owner alone, and so are the files: run all processes under
-    /// one account. It has to be on a local file system. Choose one that a boot does not empty: the tokens are in it.
+    /// The directory. If it is missing, it is created for its owner alone, and so are the files: run all processes
+    /// under one account. It has to be on a local file system. Choose one that a boot does not empty: the tokens are
+    /// in it.
     pub dir: PathBuf,
     /// Separates applications that share the directory: a directory in it, or none if empty. Of `[A-Za-z0-9._-]`.
     pub namespace: String,

@@ -1,7 +1,7 @@
 //! Fencing tokens over kills and crashes of the host.
 //!
-//! Processes are killed at random. Now and then all of them are: the files are cut back to what was synced, and the next boot
-//! begins. Prints its seed; `LOCKKIT_SEED=<seed>` sets it.
+//! Processes are killed at random. Now and then all of them are: the files are cut back to what was synced, and the
+//! next boot begins. Prints its seed; `LOCKKIT_SEED=<seed>` sets it.
 
 use std::{
     fs::{self, File},

@@ -16,7 +16,8 @@ pub(crate) struct DiskPace {
 impl DiskPace {
     /// A slower step would delay others on its thread.
     const SLOW: Duration = Duration::from_millis(1);
-    /// The ratio of the time after a slow step in which its thread is spared, to that step: others have nine tenths of it.
+    /// The ratio of the time after a slow step in which its thread is spared, to that step: others have nine tenths
+    /// of it.
     const OFFLOAD_FACTOR: u32 = 10;
     const MAX_OFFLOAD: Duration = Duration::from_millis(100);
 

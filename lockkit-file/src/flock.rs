@@ -10,8 +10,8 @@ use std::{
 
 use crate::error::{FileError, Result};
 
-/// How long a file that is only ever locked for moments may stay locked before the result is "cannot tell". The holder of
-/// one lane waits for the disk while it raises the floor; there are other lanes.
+/// The time for which a file that is only ever locked for moments may stay locked. Then the result is "cannot tell".
+/// The holder of one lane waits for the disk while it raises the floor; there are other lanes.
 const PATIENCE: Duration = Duration::from_secs(2);
 const FIRST_POLL: Duration = Duration::from_micros(50);
 const LAST_POLL: Duration = Duration::from_millis(1);

@@ -1,4 +1,4 @@
-//! What a granted claim keeps: the lock, and the notes about it.
+//! The hold of a granted claim: its lock, and the note about it.
 
 use std::{
     fs::{self, File, FileTimes},
@@ -58,8 +58,8 @@ impl Hold {
     }
 }
 
-/// A lock that wakes the first in the queue when it ends, in any process: its descriptor is writable, and the last close
-/// of such a descriptor is an event.
+/// A lock that wakes the first in the queue when it ends, in any process: its descriptor is writable, and the last
+/// close of such a descriptor is an event.
 #[derive(Debug)]
 pub(crate) struct WakingLock {
     pub flock: Flock,
@@ -68,8 +68,9 @@ pub(crate) struct WakingLock {
 
 impl Drop for WakingLock {
     fn drop(&mut self) {
-        // Closing alone wakes nobody if the process is stopped between unlocking and closing, or while a forked child has
-        // the descriptor, too. A waiter that is woken now looks again soon, and mostly finds the lock free by then.
+        // Closing alone wakes nobody if the process is stopped between unlocking and closing, or while a forked child
+        // has the descriptor, too. A waiter that is woken now looks again soon, and mostly finds the lock free by
+        // then.
         if self.queue.may_have_waiters() {
             wake_watchers(self.flock.file());
         }

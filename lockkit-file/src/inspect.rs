@@ -17,8 +17,8 @@ use crate::{
     token_record::{self, Grantee},
 };
 
-/// Returns the holders of `name`. It probes under the exclusive ledger, so that no attempt fails because of it, and for
-/// moments only: an inspection that is stopped there blocks everybody.
+/// Returns the holders of `name`. It probes under the exclusive ledger, so that no attempt fails because of it, and
+/// for moments only: an inspection that is stopped there blocks everybody.
 pub(crate) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<Vec<Grantee>> {
     let path = files.main();
     let Some(file) = layout::open(&path)?.map(Arc::new) else {

@@ -119,7 +119,8 @@ impl Layout {
     }
 }
 
-/// The files of one name. They have suffixes, one for each purpose, and a namespace's directory has no dot: none collide.
+/// The files of one name. They have suffixes, one for each purpose, and a namespace's directory has no dot: none
+/// collide.
 #[derive(Clone, Debug)]
 pub(crate) struct Files {
     layout: Arc<Layout>,
@@ -406,7 +407,8 @@ pub(crate) fn wrong_type(path: &Path, found: &'static str, wanted: &'static str)
     }
 }
 
-/// Returns the file name for `name`. No two names share one, also where the file system folds case or normalises Unicode.
+/// Returns the file name for `name`. No two names share one, also where the file system folds case or normalises
+/// Unicode.
 ///
 /// A hashed name begins with `%h`. No escaped one does, as `h` is no hexadecimal digit.
 fn encode(name: &str) -> String {

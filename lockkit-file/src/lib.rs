@@ -39,5 +39,5 @@ mod watch;
 pub use backend::FileBackend;
 pub use config::FileConfig;
 
-/// What this backend is called.
+/// The backend's name.
 const NAME: &str = "file";

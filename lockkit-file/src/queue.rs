@@ -1,7 +1,8 @@
-//! The queue of a name: each waiter has a ticket, a file in the queue's directory that it keeps locked while it waits.
+//! The queue of a name: each waiter has a ticket, a file in the queue's directory that it keeps locked while it
+//! waits.
 //!
-//! The system unlocks the ticket of a process that ends, and a stopped waiter sends no heartbeat. Neither ticket is live
-//! any more, and the next process that looks removes it. So nobody waits for a waiter that cannot come.
+//! The system unlocks the ticket of a process that ends, and a stopped waiter sends no heartbeat. Neither ticket is
+//! live any more, and the next process that looks removes it. So nobody waits for a waiter that cannot come.
 
 use std::{
     fs::{self, File},
@@ -28,7 +29,7 @@ use crate::{
 
 /// The interval of a waiter's heartbeats. Each wakes a sleeping process.
 pub(crate) const HEARTBEAT: Duration = Duration::from_secs(1);
-/// How long a ticket stays live after its last heartbeat. A stopped waiter keeps others out for no longer.
+/// The time for which a ticket stays live after its last heartbeat. A stopped waiter keeps others out for no longer.
 const LIVE_FOR: Duration = Duration::from_secs(2);
 /// Limits the draws of a waiter whose new tickets are taken for a dead waiter's before they are locked.
 const MAX_DRAWS: usize = 64;
@@ -207,8 +208,8 @@ impl Drop for Ticket {
     }
 }
 
-/// Returns for how long the ticket stays live without another heartbeat; `None` if it is not live. After the wall clock
-/// is set, it may not be until the next heartbeat.
+/// Returns for how long the ticket stays live without another heartbeat; `None` if it is not live. After the wall
+/// clock is set, it may not be until the next heartbeat.
 pub(crate) fn time_left(ticket: &Path) -> Result<Option<Duration>> {
     match ticket.symlink_metadata().and_then(|metadata| metadata.modified()) {
         Ok(last_heartbeat) => Ok(time_left_at(last_heartbeat, SystemTime::now())),

@@ -1,22 +1,22 @@
 //! The record in a lock's file: the token counter, and the last grant.
 //!
-//! There are two copies, a page apart, each with a checksum. Writes alternate between them, and the whole copy with the
-//! higher sequence number is valid. A killed writer leaves the other copy, so the counter never goes back.
+//! There are two copies, a page apart, each with a checksum. Writes alternate between them, and the whole copy with
+//! the higher sequence number is valid. A killed writer leaves the other copy, so the counter never goes back.
 //!
-//! Only a crash of the host takes back what was written, so a grant does not wait for the disk. Each record has a *floor*
-//! above its last token. Within one boot of the host, tokens continue from the last one; in the next boot, from the highest
-//! floor. A floor above a token is on disk before the token is granted. The floor is raised by many tokens at a time, in
-//! the lock's file and in a second file of the same layout, which is written for nothing else. A crash may tear both copies
-//! in the first file, which change all the time. It never tears both in the second, where one is on disk before the other
-//! is written.
+//! Only a crash of the host takes back what was written, so a grant does not wait for the disk. Each record has a
+//! *floor* above its last token. Within one boot of the host, tokens continue from the last one; in the next boot,
+//! from the highest floor. A floor above a token is on disk before the token is granted. The floor is raised by many
+//! tokens at a time, in the lock's file and in a second file of the same layout, which is written for nothing else. A
+//! crash may tear both copies in the first file, which change all the time. It never tears both in the second, where
+//! one is on disk before the other is written.
 //!
-//! Where the system does not tell its boots apart, each grant is on disk before it is returned. So it was in the versions
-//! before the floor, which have the last token in its place. They take the floor for the last token, so old and new
+//! If the system does not tell its boots apart, each grant is on disk before it is returned. Versions before the
+//! floor do the same, and have the last token in its place. They take the floor for the last token, so old and new
 //! versions may share files.
 //!
-//! Holders that do not exclude each other write side by side, each in a lane: two copies of its own in either file. So a
-//! writer that is stopped blocks nobody. Tokens continue from the highest of all lanes. Each lane mints only those tokens
-//! that leave its number when divided by the number of lanes.
+//! Holders that do not exclude each other write side by side, each in a lane: two copies of its own in either file.
+//! So a writer that is stopped blocks nobody. Tokens continue from the highest of all lanes. Each lane mints only
+//! those tokens that leave its number when divided by the number of lanes.
 
 use std::{
     fs::File,
@@ -44,8 +44,8 @@ const SECTOR: usize = 512;
 const SUM_BYTES: usize = 16;
 /// The number of writers side by side. An exclusive holder uses the first lane, so most files have no other.
 const LANES: u64 = 8;
-/// The number of tokens by which the floor is raised. A new boot skips as many: a sixtieth of a second of the clock at
-/// which new counters start.
+/// The number of tokens by which the floor is raised. A new boot skips as many: a sixtieth of a second of the clock
+/// at which new counters start.
 const STEP: u64 = 1 << 14;
 
 /// The state after a grant.
@@ -62,7 +62,8 @@ pub(crate) struct TokenRecord {
     boot: Option<BootId>,
     /// A floor that is on disk: in this boot, tokens up to it may be granted. 0 until there is one.
     ceiling: u64,
-    /// In any other boot, tokens continue above it. It rises with each record; without a boot id, it is the last token.
+    /// In any other boot, tokens continue above it. It rises with each record; without a boot id, it is the last
+    /// token.
     floor: u64,
     /// The number of records so far in its lane.
     sequence: u64,
@@ -166,8 +167,8 @@ fn append(
     let previous = of_lane(&lanes, lane);
     let of_this_boot = records().filter(|record| record.is_of(boot));
     let ceiling = of_this_boot.map(|record| record.ceiling).max().unwrap_or(0);
-    // The first record of a boot raises the floor in each lane, which tells a lane of this boot from one that a crash tore.
-    // A writer that was killed meanwhile has left no ceiling.
+    // The first record of a boot raises the floor in each lane, which tells a lane of this boot from one that a crash
+    // tore. A writer that was killed meanwhile has left no ceiling.
     let is_begun = previous.is_some_and(|previous| previous.is_of(boot) && previous.ceiling > 0);
     let is_covered = is_begun && next(above).is_some_and(|(_, last)| last <= ceiling);
     if !is_covered {
@@ -313,8 +314,8 @@ fn read_main(files: &Files, file: &File) -> Result<Vec<Option<TokenRecord>>> {
     read_lanes(file, &files.main(), |lane| is_from_earlier_boot(files, lane))
 }
 
-/// Returns whether the lane has a floor on disk, and none of this boot. Then nothing in it is of this boot, and if a crash
-/// tore it that does not matter: nobody holds from before the crash.
+/// Returns whether the lane has a floor on disk, and none of this boot. Then nothing in it is of this boot, and if a
+/// crash tore it that does not matter: nobody holds from before the crash.
 fn is_from_earlier_boot(files: &Files, lane: u64) -> Result<bool> {
     let path = files.ceiling();
     let (Some(boot), Some(file)) = (files.layout().boot(), layout::open(&path)?) else {
@@ -367,8 +368,8 @@ fn read_lane(copies: [&[u8]; 2]) -> Result<Option<TokenRecord>, BothTorn> {
         return Ok(newest);
     }
     // The second copy is first written when the first is whole. Without it, the first can only be a write that never
-    // finished, perhaps without its beginning, and granted no token. If a later lane is in use, the second is there and
-    // blank.
+    // finished, perhaps without its beginning, and granted no token. If a later lane is in use, the second is there
+    // and blank.
     let blank = |copy: &[u8]| copy.iter().all(|byte| *byte == 0);
     let [first, second] = copies;
     let (beginning, _) = first.split_at(SECTOR.min(first.len()));
@@ -565,7 +566,8 @@ mod tests {
         bytes
     }
 
-    /// Returns a file as a crash may leave it: each sector that was not synced is old, new or, if it `tears`, half of each.
+    /// Returns a file as a crash may leave it: each sector that was not synced is old, new or, if it `tears`, half of
+    /// each.
     fn after_a_crash(path: &Path, tears: bool, rng: &mut fastrand::Rng) -> Vec<u8> {
         let written = std::fs::read(path).unwrap_or_default();
         let mut left = synced(path);
@@ -736,7 +738,8 @@ mod tests {
         assert!(matches!(fixture.mint(), Err(FileError::Damaged { .. })));
     }
 
-    /// A writer may be killed at any point while it raises the floor, and a crash may leave any mixture of unsynced sectors.
+    /// A writer may be killed at any point while it raises the floor, and a crash may leave any mixture of unsynced
+    /// sectors.
     #[test]
     fn tokens_rise_whatever_a_crash_tears() {
         let seed =

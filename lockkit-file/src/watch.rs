@@ -24,8 +24,8 @@ pub(crate) struct Watcher {
 }
 
 impl Watcher {
-    /// Starts the thread. It also watches the `ancestors` of the files: if one is moved, it wakes everybody. Fails if this
-    /// user has no inotify instance left.
+    /// Starts the thread. It also watches the `ancestors` of the files: if one is moved, it wakes everybody. Fails if
+    /// this user has no inotify instance left.
     pub(crate) fn new(ancestors: Vec<PathBuf>) -> io::Result<Self> {
         let inotify = Inotify::init()?;
         let (stopped, stop) = io::pipe()?;
@@ -48,8 +48,8 @@ impl Watcher {
         })
     }
 
-    /// Watches `paths`, files or directories of files, from now on. All report deletion and renaming, and the first path
-    /// also releases. None reports a grant or a failed attempt.
+    /// Watches `paths`, files or directories of files, from now on. All report deletion and renaming, and the first
+    /// path also releases. None reports a grant or a failed attempt.
     pub(crate) fn watch(&self, paths: &[impl AsRef<Path>]) -> io::Result<Events> {
         let mut watched = self.registry.lock();
         if watched.failed {
@@ -216,8 +216,8 @@ impl WatchTable {
         Ok(id)
     }
 
-    /// Watches the directories that are above the files now. A directory that may not be read cannot be watched; the next
-    /// check finds its move.
+    /// Watches the directories that are above the files now. A directory that may not be read cannot be watched; the
+    /// next check finds its move.
     fn watch_ancestors(&mut self) {
         if !std::mem::take(&mut self.ancestors_stale) {
             return;

@@ -158,8 +158,8 @@ impl Drop for Orphan {
 pub(crate) const ROLE: &str = "LOCKKIT_FILE_TEST_ROLE";
 pub(crate) const DIR: &str = "LOCKKIT_FILE_TEST_DIR";
 
-/// Starts this test binary again, in one of the roles of [`other_process`], and waits for its line `ready …`. Returns the
-/// rest of that line.
+/// Starts this test binary again, in one of the roles of [`other_process`], and waits for its line `ready …`. Returns
+/// the rest of that line.
 pub(crate) fn other(role: &str, dir: &Path) -> (Killed, String) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "fixture::other_process", "--nocapture"])

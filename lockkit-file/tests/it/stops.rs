@@ -1,5 +1,5 @@
-//! Processes that share files are stopped at random, and killed. A failure prints the seed; `LOCKKIT_SEED=<seed>` runs that
-//! seed again, and `LOCKKIT_STOPS` sets the number of stops.
+//! Processes that share files are stopped at random, and killed. A failure prints the seed; `LOCKKIT_SEED=<seed>`
+//! runs that seed again, and `LOCKKIT_STOPS` sets the number of stops.
 
 use std::{
     fs,
@@ -266,7 +266,8 @@ impl Board {
     }
 }
 
-/// Returns whether the process is there and is not about to end: a killed process unlocks its files before it is gone.
+/// Returns whether the process is there and is not about to end: a killed process unlocks its files before it is
+/// gone.
 fn lives(pid: &str) -> bool {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else {
         return false;
