@@ -445,7 +445,12 @@ impl BlockingClaim {
             tokens: record.tokens(),
             lease: Lease { since, length: None },
         };
-        Ok(Hold::new(reader, lock, backing, grant))
+        Ok(Hold {
+            grant,
+            _reader: reader,
+            lock,
+            backing,
+        })
     }
 
     /// Creates the note under a name that inspections skip, and renames it once it is locked and written.

@@ -21,27 +21,13 @@ use crate::{
 pub(crate) struct Hold {
     pub grant: Grant,
     /// Dropped first, so that no inspection shows a holder whose lock is free already.
-    _reader: Option<ReaderNote>,
-    lock: WakingLock,
+    pub _reader: Option<ReaderNote>,
+    pub lock: WakingLock,
     /// The files that the hold depends on. Others no longer see the hold if one is deleted or replaced.
-    backing: Vec<(PathBuf, Inode)>,
+    pub backing: Vec<(PathBuf, Inode)>,
 }
 
 impl Hold {
-    pub(crate) fn new(
-        reader: Option<ReaderNote>,
-        lock: WakingLock,
-        backing: Vec<(PathBuf, Inode)>,
-        grant: Grant,
-    ) -> Self {
-        Self {
-            grant,
-            _reader: reader,
-            lock,
-            backing,
-        }
-    }
-
     /// Returns the file whose lock is the hold.
     pub(crate) fn file(&self) -> &Arc<File> {
         self.lock.flock.file()
