@@ -1,9 +1,9 @@
-//! Whether whoever asked for a node still looks after it.
+//! Detects abandoned claims, so that their nodes can be deleted.
 //!
 //! A future that is neither polled nor dropped would keep its node in the queue, and everyone behind it waiting. So the
-//! session takes away the node of a contender that does not come when it is its turn, or that began an attempt and
-//! never went on with it, and that of a holder whose lease has long been over. Should the contender be polled again, it
-//! queues anew: a node that had not been asked for by then never is.
+//! session deletes the node of a waiter that does not take its turn, of an attempt that stands still, and of a holder whose
+//! lease ended long ago. A claim that is polled again after that queues anew. If it had not asked for its node by then, it
+//! never asks for that one.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -15,113 +15,114 @@ use tokio::time::Instant;
 
 use crate::{
     error::{Failure, Result},
-    session::PendingDelete,
+    layout::NodeRef,
 };
 
-/// How long a waiter may take to come when it is its turn.
-const COMES_WITHIN: Duration = Duration::from_secs(1);
-/// The time that an attempt may stand still, or a hold be over and its node be there, at least.
-const GOES_ON_WITHIN: Duration = Duration::from_secs(10);
+/// The time within which a waiter has to take its turn.
+const TURN_LIMIT: Duration = Duration::from_secs(1);
+/// The least time that an attempt may stand still, and that a hold's node may outlast its lease.
+const MIN_STALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// A node, and when it was last looked after.
+/// A node, and the last sign that its claim is looked after.
 #[derive(Debug)]
 pub(crate) struct AbandonWatch(Mutex<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     state: State,
-    /// What to remove if nobody looks after it any more; `None` once nothing is left to remove.
-    pending_delete: Option<PendingDelete>,
-    patience: Duration,
+    /// The node to delete if the claim is abandoned; `None` once nothing is left to delete.
+    pending_delete: Option<NodeRef>,
+    stall_limit: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// It is being asked for since then, or it was and that failed.
-    Asking(Instant),
-    /// It waits for others.
+    /// An attempt began then, and goes on or has failed.
+    Attempting(Instant),
+    /// The claim waits for others.
     Waiting,
-    /// One of those others went, then, and it has not asked yet.
-    Called(Instant),
-    /// It is held, and nobody believes so for longer than this, unless it is renewed.
+    /// One of those others went then. No attempt has begun since.
+    Notified(Instant),
+    /// The claim holds. Its lease ends then, unless it is renewed.
     Held(Instant),
-    /// It was taken away.
+    /// The node was taken away. Nothing leads out of this state.
     Abandoned,
 }
 
 impl AbandonWatch {
-    pub(crate) fn new(pending_delete: PendingDelete, ttl: Duration) -> Self {
+    pub(crate) fn new(pending_delete: NodeRef, ttl: Duration) -> Self {
         Self(Mutex::new(Inner {
-            state: State::Asking(Instant::now()),
+            state: State::Attempting(Instant::now()),
             pending_delete: Some(pending_delete),
-            patience: ttl.max(GOES_ON_WITHIN),
+            stall_limit: ttl.max(MIN_STALL_LIMIT),
         }))
     }
 
-    /// From now on this is to be removed.
-    pub(crate) fn is_now(&self, pending_delete: PendingDelete) {
+    /// Replaces the node to delete, unless nothing is left to delete.
+    pub(crate) fn set_pending_delete(&self, node: NodeRef) {
         let mut inner = self.inner();
         if inner.pending_delete.is_some() {
-            inner.pending_delete = Some(pending_delete);
+            inner.pending_delete = Some(node);
         }
     }
 
-    /// An attempt begins. `false` if the node was taken away, here and below.
-    pub(crate) fn asks(&self) -> bool {
-        self.becomes(State::Asking(Instant::now()))
+    /// Notes that an attempt begins. This, [`wait`](Self::wait) and [`hold`](Self::hold) return `false` if the node was
+    /// taken away.
+    pub(crate) fn attempt(&self) -> bool {
+        self.enter(State::Attempting(Instant::now()))
     }
 
-    /// Has `send` ask the server for the node, or to delete it, unless it was taken away. Whoever takes it away looks for it
-    /// over the same connection, and thereafter, or over a later one.
-    pub(crate) fn asks_by<T>(&self, send: impl FnOnce() -> T) -> Result<T> {
+    /// Notes that an attempt ends without a grant.
+    pub(crate) fn wait(&self) -> bool {
+        self.enter(State::Waiting)
+    }
+
+    /// Notes a grant or a renewal, with a lease until then.
+    pub(crate) fn hold(&self, until: Instant) -> bool {
+        self.enter(State::Held(until))
+    }
+
+    /// Sends a request that makes or deletes the node, unless the node was taken away. Both happen under one mutex: whoever
+    /// takes the node away looks for it after that, over the same connection or a later one.
+    pub(crate) fn send<T>(&self, request: impl FnOnce() -> T) -> Result<T> {
         let mut inner = self.inner();
         if inner.state == State::Abandoned {
             return Err(Failure::Abandoned);
         }
-        inner.state = State::Asking(Instant::now());
-        Ok(send())
+        inner.state = State::Attempting(Instant::now());
+        Ok(request())
     }
 
-    /// An attempt ends without a grant.
-    pub(crate) fn waits(&self) -> bool {
-        self.becomes(State::Waiting)
-    }
-
-    /// It is granted, or renewed: its lease ends then.
-    pub(crate) fn holds(&self, until: Instant) -> bool {
-        self.becomes(State::Held(until))
-    }
-
-    /// There is nothing to remove, or somebody else does it.
-    pub(crate) fn take_pending_delete(&self) -> Option<PendingDelete> {
+    /// Takes the duty to delete the node. Call it if there is no node, or if the caller deletes it.
+    pub(crate) fn take_pending_delete(&self) -> Option<NodeRef> {
         self.inner().pending_delete.take()
     }
 
-    /// Takes the node away from whoever does not look after it. What is to be removed for that comes back. Nobody could do
-    /// anything before there was a connection, `since` then.
-    pub(crate) fn take_if_abandoned(&self, now: Instant, since: Instant) -> Option<PendingDelete> {
+    /// Takes the node away if its claim is abandoned, and returns the node to delete. Time counts from `connected` at the
+    /// earliest: without a connection no claim can go on.
+    pub(crate) fn take_if_abandoned(&self, now: Instant, connected: Instant) -> Option<NodeRef> {
         let mut inner = self.inner();
-        let (at, limit) = match inner.state {
-            State::Called(at) => (at, COMES_WITHIN),
-            // Of a hold that is over, a renewal or a release may stand still.
-            State::Asking(at) | State::Held(at) => (at, inner.patience),
+        let (since, limit) = match inner.state {
+            State::Notified(at) => (at, TURN_LIMIT),
+            // After a hold's lease a renewal or a release may stand still.
+            State::Attempting(at) | State::Held(at) => (at, inner.stall_limit),
             State::Waiting | State::Abandoned => return None,
         };
-        if now < at.max(since) + limit {
+        if now < since.max(connected) + limit {
             return None;
         }
         inner.state = State::Abandoned;
         inner.pending_delete.take()
     }
 
-    fn called(&self) {
+    fn notify(&self) {
         let mut inner = self.inner();
         if inner.state == State::Waiting {
-            inner.state = State::Called(Instant::now());
+            inner.state = State::Notified(Instant::now());
         }
     }
 
-    fn becomes(&self, state: State) -> bool {
+    fn enter(&self, state: State) -> bool {
         let mut inner = self.inner();
         if inner.state == State::Abandoned {
             return false;
@@ -135,30 +136,30 @@ impl AbandonWatch {
     }
 }
 
-/// Wakes whoever waits for a watch, and notes that it was told.
-pub(crate) struct NotifiedWaker {
+/// Notes that a watch has told an event, and wakes the waiter if there is one.
+pub(crate) struct NotifyingWaker {
     abandon_watch: Arc<AbandonWatch>,
-    waker: Option<Waker>,
+    waiter: Option<Waker>,
 }
 
-impl NotifiedWaker {
-    pub(crate) fn waker(abandon_watch: &Arc<AbandonWatch>, waker: Option<&Waker>) -> Waker {
+impl NotifyingWaker {
+    pub(crate) fn waker(abandon_watch: &Arc<AbandonWatch>, waiter: Option<&Waker>) -> Waker {
         Waker::from(Arc::new(Self {
             abandon_watch: abandon_watch.clone(),
-            waker: waker.cloned(),
+            waiter: waiter.cloned(),
         }))
     }
 }
 
-impl Wake for NotifiedWaker {
+impl Wake for NotifyingWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.abandon_watch.called();
-        if let Some(waker) = &self.waker {
-            waker.wake_by_ref();
+        self.abandon_watch.notify();
+        if let Some(waiter) = &self.waiter {
+            waiter.wake_by_ref();
         }
     }
 }
@@ -167,79 +168,76 @@ impl Wake for NotifiedWaker {
 mod tests {
     use super::*;
 
-    fn abandon_watch() -> AbandonWatch {
-        AbandonWatch::new(PendingDelete::At("/n".to_owned()), Duration::from_secs(3))
+    fn watched() -> AbandonWatch {
+        AbandonWatch::new(NodeRef::At("/n".to_owned()), Duration::from_secs(3))
     }
 
-    /// On a connection that is older than all else.
-    fn dismissed(abandon_watch: &AbandonWatch, after: Duration) -> Option<PendingDelete> {
+    /// Asks `after` so long, on a connection that is older than all else.
+    fn taken(watched: &AbandonWatch, after: Duration) -> Option<NodeRef> {
         let now = Instant::now();
-        abandon_watch.take_if_abandoned(now + after, now)
+        watched.take_if_abandoned(now + after, now)
     }
 
-    fn is_dismissed(abandon_watch: &AbandonWatch, after: Duration) -> bool {
-        dismissed(abandon_watch, after).is_some()
+    fn is_taken(watched: &AbandonWatch, after: Duration) -> bool {
+        taken(watched, after).is_some()
     }
 
     #[test]
-    fn who_is_called_and_does_not_come_is_dismissed() {
-        let abandon_watch = Arc::new(abandon_watch());
-        assert!(abandon_watch.waits());
+    fn a_waiter_that_misses_its_turn_is_abandoned() {
+        let watched = Arc::new(watched());
+        assert!(watched.wait());
         assert!(
-            !is_dismissed(&abandon_watch, Duration::from_secs(1_000)),
+            !is_taken(&watched, Duration::from_secs(1_000)),
             "it may wait for ever"
         );
-        NotifiedWaker::waker(&abandon_watch, None).wake();
-        assert!(!is_dismissed(&abandon_watch, COMES_WITHIN / 2));
-        assert!(is_dismissed(&abandon_watch, COMES_WITHIN));
+        NotifyingWaker::waker(&watched, None).wake();
+        assert!(!is_taken(&watched, TURN_LIMIT / 2));
+        assert!(is_taken(&watched, TURN_LIMIT));
         assert!(
-            !abandon_watch.asks() && !abandon_watch.holds(Instant::now()) && !abandon_watch.waits(),
+            !watched.attempt() && !watched.hold(Instant::now()) && !watched.wait(),
             "there is no way back"
         );
-        assert_eq!(abandon_watch.take_pending_delete(), None);
-        let asked = abandon_watch.asks_by(|| "for a node that nobody would remove");
-        assert!(matches!(asked, Err(Failure::Abandoned)));
+        assert_eq!(watched.take_pending_delete(), None);
+        let sent = watched.send(|| "a request for a node that nobody would delete");
+        assert!(matches!(sent, Err(Failure::Abandoned)));
     }
 
     #[test]
-    fn who_comes_in_time_or_holds_is_not() {
-        let abandon_watch = Arc::new(abandon_watch());
-        assert!(abandon_watch.waits());
-        NotifiedWaker::waker(&abandon_watch, None).wake();
-        assert!(abandon_watch.asks());
-        assert!(!is_dismissed(&abandon_watch, COMES_WITHIN));
-        assert!(abandon_watch.holds(Instant::now() + Duration::from_secs(1_000)));
-        NotifiedWaker::waker(&abandon_watch, None).wake();
-        assert!(!is_dismissed(&abandon_watch, Duration::from_secs(1_000)));
-        assert_eq!(
-            abandon_watch.take_pending_delete(),
-            Some(PendingDelete::At("/n".to_owned()))
-        );
+    fn a_waiter_in_time_and_a_holder_are_not_abandoned() {
+        let watched = Arc::new(watched());
+        assert!(watched.wait());
+        NotifyingWaker::waker(&watched, None).wake();
+        assert!(watched.attempt());
+        assert!(!is_taken(&watched, TURN_LIMIT));
+        assert!(watched.hold(Instant::now() + Duration::from_secs(1_000)));
+        NotifyingWaker::waker(&watched, None).wake();
+        assert!(!is_taken(&watched, Duration::from_secs(1_000)));
+        assert_eq!(watched.take_pending_delete(), Some(NodeRef::At("/n".to_owned())));
     }
 
     #[test]
-    fn a_hold_is_dismissed_when_it_has_long_been_over() {
-        let abandon_watch = abandon_watch();
+    fn a_hold_is_abandoned_long_after_its_lease() {
+        let watched = watched();
         let lease = Duration::from_secs(5);
         for _ in 0..2 {
-            assert!(abandon_watch.holds(Instant::now() + lease));
-            assert!(!is_dismissed(&abandon_watch, lease + GOES_ON_WITHIN / 2));
+            assert!(watched.hold(Instant::now() + lease));
+            assert!(!is_taken(&watched, lease + MIN_STALL_LIMIT / 2));
         }
-        assert!(is_dismissed(&abandon_watch, lease + GOES_ON_WITHIN));
-        assert!(!abandon_watch.holds(Instant::now() + lease), "it is not renewed");
+        assert!(is_taken(&watched, lease + MIN_STALL_LIMIT));
+        assert!(!watched.hold(Instant::now() + lease), "it is not renewed");
     }
 
     #[test]
-    fn an_attempt_that_stands_still_is_dismissed() {
-        let abandon_watch = abandon_watch();
-        abandon_watch.is_now(PendingDelete::At("/m".to_owned()));
-        assert!(!is_dismissed(&abandon_watch, GOES_ON_WITHIN / 2));
-        let later = Instant::now() + GOES_ON_WITHIN;
-        let at_once = abandon_watch.take_if_abandoned(later, later - GOES_ON_WITHIN / 2);
+    fn an_attempt_that_stands_still_is_abandoned() {
+        let watched = watched();
+        watched.set_pending_delete(NodeRef::At("/m".to_owned()));
+        assert!(!is_taken(&watched, MIN_STALL_LIMIT / 2));
+        let later = Instant::now() + MIN_STALL_LIMIT;
+        let at_once = watched.take_if_abandoned(later, later - MIN_STALL_LIMIT / 2);
         assert_eq!(at_once, None, "it may have waited for the connection");
         assert_eq!(
-            dismissed(&abandon_watch, GOES_ON_WITHIN),
-            Some(PendingDelete::At("/m".to_owned()))
+            taken(&watched, MIN_STALL_LIMIT),
+            Some(NodeRef::At("/m".to_owned()))
         );
     }
 }

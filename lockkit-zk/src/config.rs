@@ -1,4 +1,4 @@
-//! How to reach an ensemble, and what to leave on it.
+//! The configuration: the servers, and how nodes are made on them.
 
 use std::{fmt, str::FromStr, time::Duration};
 
@@ -6,7 +6,7 @@ use lockkit_core::{Error, Result, spi::BackendInfo};
 
 use crate::lease::TICKS_PER_TIMEOUT;
 
-/// How to reach an ensemble, and what to leave on it.
+/// The servers of an ensemble, and how nodes are made on them.
 ///
 /// ```
 /// use std::time::Duration;
@@ -18,31 +18,30 @@ use crate::lease::TICKS_PER_TIMEOUT;
 /// config.nodes = Nodes::ReadWrite;
 /// ```
 ///
-/// Its `Debug` form leaves out the password.
+/// The `Debug` form leaves out the password.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ZkConfig {
-    /// The servers, `host:port` separated by commas, and optionally a path that everything is kept under:
-    /// `zk1:2181,zk2:2181/services`. The port defaults to 2181. The path is made if it is missing.
+    /// The servers, `host:port` separated by commas, and optionally the path of a directory for all nodes:
+    /// `zk1:2181,zk2:2181/services`. The port defaults to 2181. A missing directory is made.
     pub servers: String,
-    /// Keeps applications that share the ensemble apart: a node between that path and the locks, none if empty. Of
-    /// `[A-Za-z0-9._-]`.
+    /// The directory between that path and the locks, which keeps applications that share the ensemble apart. Consists of
+    /// `[A-Za-z0-9._-]`. There is none if it is empty.
     pub namespace: String,
     /// The user to authenticate as. Default: nobody.
     pub auth: Option<Digest>,
-    /// Who may touch the nodes that are made. Default: their creator alone with [`auth`](Self#structfield.auth), else
-    /// everyone.
+    /// The clients that may touch the nodes. Default: their creator alone with [`auth`](Self#structfield.auth), else everyone.
     pub access: Option<Access>,
-    /// How the nodes are laid out, and so which other clients share the locks.
+    /// The layout of the nodes, which decides which other clients share the locks.
     pub nodes: Nodes,
-    /// How long the server keeps what this client holds after it last heard of it: the session timeout to ask for. The
-    /// server may have other limits (2 to 20 ticks unless configured otherwise), and what it says counts. At least five
-    /// [ticks](Self#structfield.tick_time). Default: 30 s.
+    /// The session timeout to ask for: how long the ensemble keeps this client's holds after it last heard of the client. At
+    /// least five [ticks](Self#structfield.tick_time). The server may have other limits (2 to 20 ticks unless configured
+    /// otherwise), and what it grants counts. Default: 30 s.
     pub session_timeout: Duration,
-    /// The servers' `tickTime`, or more. Leases are counted with it: a figure below the servers' could make them outlast
+    /// The servers' `tickTime`, or more. Leases are counted with it: with a figure below the servers', leases could outlast
     /// their sessions. Default: 2 s, which is ZooKeeper's.
     pub tick_time: Duration,
-    /// What becomes of the directories of locks that nobody uses. Default: the server removes them.
+    /// The fate of the directories of locks that nobody uses. Default: the server removes them.
     pub parents: Parents,
 }
 
@@ -56,7 +55,7 @@ pub struct Digest {
     pub password: String,
 }
 
-/// Who may touch the nodes that a client makes.
+/// The clients that may touch a client's nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Access {
@@ -66,23 +65,23 @@ pub enum Access {
     Creator,
 }
 
-/// How the nodes of a lock are laid out. All clients of a lock have to agree.
+/// The layout of a lock's nodes. All clients of a lock have to agree on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Nodes {
-    /// Contenders queue as `_c_<uuid>-lock-<number>`, which Curator's `InterProcessMutex` does too, and shared ones as
-    /// `_c_<uuid>-__READ__-lock-<number>`, behind which it queues.
+    /// Contenders queue as `_c_<uuid>-lock-<number>`, as in Curator's `InterProcessMutex`. Shared ones queue as
+    /// `_c_<uuid>-__READ__-lock-<number>`, and Curator's mutex queues behind those.
     #[default]
     Mutex,
-    /// They queue as `_c_<uuid>-__WRIT__<number>` and `_c_<uuid>-__READ__<number>`, as in Curator's
+    /// Contenders queue as `_c_<uuid>-__WRIT__<number>` and `_c_<uuid>-__READ__<number>`, as in Curator's
     /// `InterProcessReadWriteLock`.
     ReadWrite,
-    /// One ephemeral node that is the lock: whoever makes it holds it, and all others watch it. There is no order, and
-    /// each release wakes everyone. Exclusive mode alone. Only for sharing locks with those who do it so.
+    /// The lock is one ephemeral node: the client that makes it holds the lock, and all others watch it. There is no order,
+    /// and each release wakes everyone. Exclusive mode only. Use it only to share locks with clients that do so.
     Simple,
 }
 
-/// What becomes of the directories of locks that nobody uses.
+/// The fate of the directories of locks that nobody uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Parents {
@@ -94,14 +93,14 @@ pub enum Parents {
 }
 
 impl ZkConfig {
-    /// The session timeout that is asked for by default.
+    /// The default of [`session_timeout`](Self#structfield.session_timeout).
     pub const DEFAULT_SESSION_TIMEOUT: Duration = Duration::from_secs(30);
-    /// The tick that is assumed by default, which is ZooKeeper's own default.
+    /// The default of [`tick_time`](Self#structfield.tick_time), which is ZooKeeper's own.
     pub const DEFAULT_TICK_TIME: Duration = Duration::from_secs(2);
-    /// The longest session timeout that can be asked for.
+    /// The longest [`session_timeout`](Self#structfield.session_timeout).
     pub const MAX_SESSION_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
-    /// An ensemble at these [`servers`](Self#structfield.servers), in the default namespace.
+    /// Configures an ensemble at these [`servers`](Self#structfield.servers), in the default namespace.
     pub fn new(servers: impl Into<String>) -> Self {
         Self {
             servers: servers.into(),
@@ -115,15 +114,15 @@ impl ZkConfig {
         }
     }
 
-    /// The shortest session timeout at this [`tick_time`](Self#structfield.tick_time).
+    /// Returns the shortest session timeout at this [`tick_time`](Self#structfield.tick_time).
     pub const fn min_session_timeout(tick_time: Duration) -> Duration {
         tick_time.saturating_mul(TICKS_PER_TIMEOUT)
     }
 
-    /// Whether a client could be made with it, as far as can be told without I/O.
+    /// Checks the values, without I/O.
     ///
     /// # Errors
-    /// [`Error::InvalidOptions`] names what cannot be kept.
+    /// [`Error::InvalidOptions`] names the option that cannot be kept.
     pub fn validate(&self) -> Result<()> {
         self.check().map(drop)
     }
@@ -142,11 +141,11 @@ impl ZkConfig {
         if self.session_timeout > Self::MAX_SESSION_TIMEOUT {
             return Err(Error::invalid_option(
                 "session_timeout",
-                "it is longer than a day",
+                "it is longer than a day; ask for less",
             ));
         }
         if self.access == Some(Access::Creator) && self.auth.is_none() {
-            let reason = "`creator` needs a user and password to be the creator";
+            let reason = "`creator` needs a user and a password; give them, or use `everyone`";
             return Err(Error::invalid_option("access", reason));
         }
         if let Some(Digest { user, .. }) = &self.auth
@@ -166,23 +165,23 @@ impl ZkConfig {
     }
 }
 
-/// Refuses a timeout that leaves no lease. `whose` says where it comes from.
+/// Refuses a timeout that leaves no lease. `origin` says where it comes from, for the error.
 pub(crate) fn check_session_timeout(
     timeout: Duration,
     tick: Duration,
-    whose: &str,
+    origin: &str,
 ) -> std::result::Result<(), String> {
     let least = ZkConfig::min_session_timeout(tick);
     if timeout >= least {
         return Ok(());
     }
     Err(format!(
-        "{timeout:?}, as {whose}, is less than {TICKS_PER_TIMEOUT} ticks of {tick:?}; ask for {least:?} or more, or \
+        "{timeout:?}, as {origin}, is less than {TICKS_PER_TIMEOUT} ticks of {tick:?}; ask for {least:?} or more, or \
          configure servers and `tick_time` for shorter ticks"
     ))
 }
 
-/// Where the servers are, in one way of writing it.
+/// The servers' address, in one way of writing it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
     /// `host:port`, separated by commas.
@@ -204,7 +203,7 @@ impl Address {
         for host in hosts.split(',') {
             known.push(host_and_port(host)?);
         }
-        // The order is none that means anything: clients begin with any.
+        // The order means nothing: clients begin with any server.
         known.sort_unstable();
         known.dedup();
         Ok(Self {
@@ -254,7 +253,7 @@ named!(Access, "access": "everyone" => Everyone, "creator" => Creator);
 named!(Parents, "parents": "container" => Container, "persistent" => Persistent);
 
 impl Digest {
-    /// This user with this password.
+    /// Makes credentials of this user and password.
     pub fn new(user: impl Into<String>, password: impl Into<String>) -> Self {
         Self {
             user: user.into(),
@@ -310,61 +309,26 @@ mod tests {
 
     #[test]
     fn what_cannot_be_kept_is_refused() {
-        let base = || ZkConfig::new("a:1");
-        let refused = |config: ZkConfig, option: &str| match config.check() {
+        let checked = |set: &dyn Fn(&mut ZkConfig)| {
+            let mut config = ZkConfig::new("a:1");
+            set(&mut config);
+            config.check()
+        };
+        let refused = |option: &str, set: &dyn Fn(&mut ZkConfig)| match checked(set) {
             Err(Error::InvalidOptions { option: named, .. }) => assert_eq!(named, option),
             other => panic!("expected `{option}` to be refused, got {other:?}"),
         };
-        assert!(base().check().is_ok());
-        refused(
-            ZkConfig {
-                namespace: "a/b".into(),
-                ..base()
-            },
-            "namespace",
-        );
-        refused(
-            ZkConfig {
-                servers: "a:b".into(),
-                ..base()
-            },
-            "servers",
-        );
-        refused(
-            ZkConfig {
-                tick_time: Duration::ZERO,
-                ..base()
-            },
-            "tick_time",
-        );
-        refused(
-            ZkConfig {
-                session_timeout: Duration::from_millis(9_999),
-                ..base()
-            },
-            "session_timeout",
-        );
-        refused(
-            ZkConfig {
-                session_timeout: Duration::MAX,
-                ..base()
-            },
-            "session_timeout",
-        );
-        refused(
-            ZkConfig {
-                access: Some(Access::Creator),
-                ..base()
-            },
-            "access",
-        );
-        refused(
-            ZkConfig {
-                auth: Some(Digest::new("a:b", "c")),
-                ..base()
-            },
-            "user",
-        );
+        let too_short = Duration::from_millis(9_999);
+        assert!(checked(&|_| {}).is_ok());
+        refused("namespace", &|config| config.namespace = "a/b".into());
+        refused("servers", &|config| config.servers = "a:b".into());
+        refused("tick_time", &|config| config.tick_time = Duration::ZERO);
+        refused("session_timeout", &|config| config.session_timeout = too_short);
+        refused("session_timeout", &|config| {
+            config.session_timeout = Duration::MAX;
+        });
+        refused("access", &|config| config.access = Some(Access::Creator));
+        refused("user", &|config| config.auth = Some(Digest::new("a:b", "c")));
     }
 
     #[test]

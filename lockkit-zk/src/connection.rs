@@ -1,8 +1,8 @@
-//! One connection of a session, which does not reconnect by itself.
+//! One connection of a session. It does not reconnect by itself.
 //!
-//! The client library reattaches a session silently: whoever holds locks on it is not told what timeout the server granted
-//! this time, nor that the watches could not be set again. So each connection is a client of its own, whose task is ended
-//! as soon as it has lost its server, and [`session`](crate::session) reattaches.
+//! The client library reattaches a session silently: a holder is told neither which timeout the server granted this time,
+//! nor that watches could not be set again. So each connection is a client of its own, whose task is ended as soon as it
+//! has lost its server, and [`session`](crate::session) reattaches.
 
 use std::{
     future::{Future, poll_fn},
@@ -24,34 +24,34 @@ use tokio::{
 };
 use zookeeper_client::{Client, Connector, Error as ZkError, SessionState, StateWatcher};
 
-/// A connection. Dropped, it closes its session.
+/// A connection. Dropping it closes its session.
 pub(crate) struct Connection {
     pub(crate) client: Client,
     liveness: Arc<Liveness>,
     task: AbortHandle,
 }
 
-/// Whether a connection stands. It outlives the connection.
+/// The state of a connection: standing, or ended. It outlives the connection.
 #[derive(Debug)]
 pub(crate) struct Liveness {
-    /// Which connection of the process it is.
-    number: u64,
+    /// The connection's number within the process.
+    id: u64,
     since: Instant,
-    over: RwLock<bool>,
-    state: watch::Sender<Option<SessionState>>,
+    ended: RwLock<bool>,
+    final_state: watch::Sender<Option<SessionState>>,
 }
 
 impl Connection {
-    /// Connects to one server, and stays with it. Within a Tokio runtime: the connection's task lives there.
+    /// Connects to one server, and stays with it. Call it within a Tokio runtime: the connection's task lives there.
     pub(crate) async fn connect(connector: Connector, host: &str) -> Result<Self, ZkError> {
-        let spawned = Spawned::default();
+        let captured = CapturedTask::default();
         let mut connecting = pin!(connector.connect(host));
         let client = poll_fn(|cx| {
-            let _scope = spawns_core::enter(&spawned);
+            let _scope = spawns_core::enter(&captured);
             connecting.as_mut().poll(cx)
         });
         let client = client.await?;
-        let (Some(serve), Ok(runtime)) = (spawned.take(), Handle::try_current()) else {
+        let (Some(serve), Ok(runtime)) = (captured.take(), Handle::try_current()) else {
             return Err(ZkError::ClientClosed);
         };
         let liveness = Arc::new(Liveness::default());
@@ -68,7 +68,7 @@ impl Connection {
         })
     }
 
-    /// The session timeout that this server has granted.
+    /// Returns the session timeout that this server has granted.
     pub(crate) fn timeout(&self) -> Duration {
         self.client.session_timeout()
     }
@@ -78,12 +78,12 @@ impl Connection {
     }
 
     /// Ends the connection, not the session.
-    pub(crate) async fn cut(&self) {
-        // Not to be dropped before, which would close the session.
-        self.ending().cut().await;
+    pub(crate) async fn abort(&self) {
+        // The connection must not be dropped before its task has ended: that would close the session.
+        self.ending().abort().await;
     }
 
-    /// To await its end with.
+    /// Returns a handle on the connection's end that does not keep the connection.
     pub(crate) fn ending(&self) -> Ending {
         Ending {
             liveness: self.liveness.clone(),
@@ -92,77 +92,77 @@ impl Connection {
     }
 }
 
-/// The end of a connection, for whoever does not keep it.
+/// The end of a connection, without the connection.
 pub(crate) struct Ending {
     liveness: Arc<Liveness>,
     task: AbortHandle,
 }
 
 impl Ending {
-    /// What the session's state was last. After `limit` the connection is cut.
+    /// Waits for the end, aborts the connection after `limit`, and returns the session's last known state.
     pub(crate) async fn within(self, limit: Duration) -> SessionState {
         match timeout(limit, self.liveness.ended()).await {
             Ok(state) => state,
-            Err(_) => self.cut().await,
+            Err(_) => self.abort().await,
         }
     }
 
-    async fn cut(&self) -> SessionState {
+    async fn abort(&self) -> SessionState {
         self.task.abort();
         self.liveness.ended().await
     }
 }
 
 impl Liveness {
-    pub(crate) fn number(&self) -> u64 {
-        self.number
+    pub(crate) fn id(&self) -> u64 {
+        self.id
     }
 
-    /// The moment at which it began.
+    /// Returns when the connection began.
     pub(crate) fn since(&self) -> Instant {
         self.since
     }
 
-    pub(crate) fn is_over(&self) -> bool {
-        *self.look()
+    pub(crate) fn has_ended(&self) -> bool {
+        *self.lock()
     }
 
-    /// Whether it is over, and keeps it from ending meanwhile.
-    pub(crate) fn look(&self) -> RwLockReadGuard<'_, bool> {
-        self.over.read().unwrap_or_else(PoisonError::into_inner)
+    /// Returns [`has_ended`](Self::has_ended), under a lock that keeps the connection from ending meanwhile.
+    pub(crate) fn lock(&self) -> RwLockReadGuard<'_, bool> {
+        self.ended.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the session's state was last, as far as this connection knows, once it is over.
+    /// Waits for the end, and returns the session's last state that this connection knows of.
     pub(crate) async fn ended(&self) -> SessionState {
-        let mut state = self.state.subscribe();
+        let mut final_state = self.final_state.subscribe();
         loop {
-            if let Some(state) = *state.borrow_and_update() {
+            if let Some(state) = *final_state.borrow_and_update() {
                 return state;
             }
-            // The sender is part of this.
-            let _ = state.changed().await;
+            // The sender is part of `self`, so that this does not fail.
+            let _ = final_state.changed().await;
         }
     }
 
     fn end(&self, state: SessionState) {
-        self.state
+        self.final_state
             .send_if_modified(|known| known.replace(state).is_none());
     }
 }
 
 impl Default for Liveness {
     fn default() -> Self {
-        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        static IDS: AtomicU64 = AtomicU64::new(1);
         Self {
-            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            id: IDS.fetch_add(1, Ordering::Relaxed),
             since: Instant::now(),
-            over: RwLock::new(false),
-            state: watch::Sender::new(None),
+            ended: RwLock::new(false),
+            final_state: watch::Sender::new(None),
         }
     }
 }
 
-/// The client library's task for one connection, until that is lost.
+/// The client library's task for one connection. It ends when the connection is lost.
 struct Run {
     serve: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
     states: StateWatcher,
@@ -172,8 +172,12 @@ struct Run {
 impl Run {
     fn end(&mut self) {
         let Some(serve) = self.serve.take() else { return };
-        // Before the library drops its end of the watches: whoever polled one after that would panic.
-        *self.liveness.over.write().unwrap_or_else(PoisonError::into_inner) = true;
+        // Set before the library drops its end of the watches: polling a watch after that would panic.
+        *self
+            .liveness
+            .ended
+            .write()
+            .unwrap_or_else(PoisonError::into_inner) = true;
         drop(serve);
         self.liveness.end(self.states.peek_state());
     }
@@ -201,18 +205,18 @@ impl Drop for Run {
     }
 }
 
-/// What the client library has spawned.
+/// The task that the client library spawns while it connects.
 #[derive(Default)]
-struct Spawned(Mutex<Option<Task>>);
+struct CapturedTask(Mutex<Option<Task>>);
 
-impl Spawned {
+impl CapturedTask {
     fn take(&self) -> Option<Pin<Box<dyn Future<Output = ()> + Send>>> {
         let mut task = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         task.take().map(|task| Box::into_pin(task.future))
     }
 }
 
-impl Spawn for Spawned {
+impl Spawn for CapturedTask {
     fn spawn(&self, task: Task) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(task);
     }

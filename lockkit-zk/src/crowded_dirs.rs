@@ -1,17 +1,17 @@
-//! How many contend for a lock.
+//! The crowding of directories, as far as this client remembers.
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// With so many others in a directory, a newcomer has to read its list.
+/// From this many others on, a newcomer has to read the directory's list.
 const SEVERAL: usize = 2;
-/// With so many, the list is dearer than what spares it.
+/// From this many others on, the list costs more than the requests that replace it.
 const CROWD: usize = 64;
 const SLOTS: usize = 64;
 
-/// How many others there were in a directory.
+/// The number of other nodes in a directory, roughly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Crowding {
     Few,
@@ -19,8 +19,8 @@ pub(crate) enum Crowding {
     Crowd,
 }
 
-/// How many there were in directories when this client was last in them. It forgets, and mistakes one for another, now and
-/// then: what is made of it may only be a matter of speed.
+/// The crowding of directories when this client was last in them. It forgets now and then, and takes one directory for another:
+/// use it for speed alone.
 #[derive(Debug)]
 pub(crate) struct CrowdedDirs([AtomicU64; SLOTS]);
 
@@ -29,26 +29,26 @@ impl CrowdedDirs {
         Self([const { AtomicU64::new(0) }; SLOTS])
     }
 
-    /// So many others were seen in `dir`.
-    pub(crate) fn seen(&self, dir: &str, others: usize) -> Crowding {
-        let seen = Crowding::of(others);
-        if seen != self.last_seen(dir) {
+    /// Notes that `dir` has this many others.
+    pub(crate) fn note(&self, dir: &str, others: usize) -> Crowding {
+        let crowding = Crowding::of(others);
+        if crowding != self.last(dir) {
             let (slot, mark) = self.slot(dir);
-            slot.store(mark | seen.bits(), Ordering::Relaxed);
+            slot.store(mark | crowding.bits(), Ordering::Relaxed);
         }
-        seen
+        crowding
     }
 
-    /// What was seen in `dir` last.
-    pub(crate) fn last_seen(&self, dir: &str) -> Crowding {
+    /// Returns what was noted of `dir` last.
+    pub(crate) fn last(&self, dir: &str) -> Crowding {
         let (slot, mark) = self.slot(dir);
-        let found = slot.load(Ordering::Relaxed);
+        let noted = slot.load(Ordering::Relaxed);
         let all = [Crowding::Several, Crowding::Crowd];
-        let is_found = |others: &Crowding| found == mark | others.bits();
-        all.into_iter().find(is_found).unwrap_or(Crowding::Few)
+        let is_noted = |crowding: &Crowding| noted == mark | crowding.bits();
+        all.into_iter().find(is_noted).unwrap_or(Crowding::Few)
     }
 
-    /// Where a directory's is, and how it begins.
+    /// Returns a directory's slot, and the upper bits by which the directory is recognised there.
     fn slot(&self, dir: &str) -> (&AtomicU64, u64) {
         let mut hasher = DefaultHasher::new();
         dir.hash(&mut hasher);
@@ -83,9 +83,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_seen_last_counts() {
-        let crowded_dirs = CrowdedDirs::new();
-        assert_eq!(crowded_dirs.last_seen("/a"), Crowding::Few);
+    fn what_was_noted_last_counts() {
+        let dirs = CrowdedDirs::new();
+        assert_eq!(dirs.last("/a"), Crowding::Few);
         let steps = [
             (CROWD - 1, Crowding::Several),
             (CROWD, Crowding::Crowd),
@@ -94,10 +94,10 @@ mod tests {
             (CROWD, Crowding::Crowd),
             (0, Crowding::Few),
         ];
-        for (others, is) in steps {
-            assert_eq!(crowded_dirs.seen("/a", others), is);
-            assert_eq!(crowded_dirs.last_seen("/a"), is);
-            assert_eq!(crowded_dirs.last_seen("/b"), Crowding::Few);
+        for (others, crowding) in steps {
+            assert_eq!(dirs.note("/a", others), crowding);
+            assert_eq!(dirs.last("/a"), crowding);
+            assert_eq!(dirs.last("/b"), Crowding::Few);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How far the server is.
+//! The distance to the server.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -7,60 +7,59 @@ use std::{
 
 use tokio::time::Instant;
 
-/// With so long a way there and back, to wait for a reply costs more than to ask for one more.
+/// With a round trip of this length, waiting for a reply costs more than one more request.
 const FAR: Duration = Duration::from_millis(1);
-/// So many answers tell: on a busy machine most are late, and hardly all.
-const MANY: u32 = 64;
+/// The number of replies that tell: on a busy machine most are late, but hardly all of this many.
+const SAMPLE: u32 = 64;
 
-/// The fastest of the latest answers. A slow one tells more of the work of others than of the way.
+/// The fastest of the latest replies. A slow one tells more of others' work than of the distance.
 #[derive(Debug, Default)]
-pub(crate) struct Distance(Mutex<Answers>);
+pub(crate) struct Distance(Mutex<Replies>);
 
 #[derive(Debug)]
-struct Answers {
-    /// Of so many, the fastest.
+struct Replies {
+    /// The fastest of the current sample, which has so many replies.
     fastest: Duration,
-    many: u32,
-    /// That of the many before these.
+    count: u32,
+    /// The fastest of the sample before.
     before: Duration,
 }
 
-impl Default for Answers {
+impl Default for Replies {
     fn default() -> Self {
         Self {
             fastest: Duration::MAX,
-            many: 0,
+            count: 0,
             before: Duration::ZERO,
         }
     }
 }
 
 impl Distance {
-    /// What comes of a request that only reads: the server may wait for its disk with any other.
-    pub(crate) async fn of<F: Future>(&self, request: F) -> F::Output {
-        let asked = Instant::now();
-        let answer = request.await;
-        self.answered(asked.elapsed());
-        answer
+    /// Times a request, which has to be one that only reads: with any other the server may wait for its disk.
+    pub(crate) async fn measure<F: Future>(&self, request: F) -> F::Output {
+        let sent = Instant::now();
+        let reply = request.await;
+        self.note(sent.elapsed());
+        reply
     }
 
-    /// An answer has come after so long.
-    fn answered(&self, after: Duration) {
-        let mut answers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        answers.fastest = answers.fastest.min(after);
-        answers.many += 1;
-        if answers.many == MANY {
-            *answers = Answers {
-                before: answers.fastest,
-                ..Answers::default()
+    fn note(&self, took: Duration) {
+        let mut replies = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        replies.fastest = replies.fastest.min(took);
+        replies.count += 1;
+        if replies.count == SAMPLE {
+            *replies = Replies {
+                before: replies.fastest,
+                ..Replies::default()
             };
         }
     }
 
-    /// The way is known to be long.
+    /// The server is known to be far away.
     pub(crate) fn is_far(&self) -> bool {
-        let answers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        answers.before.min(answers.fastest) >= FAR
+        let replies = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        replies.before.min(replies.fastest) >= FAR
     }
 }
 
@@ -69,20 +68,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fastest_of_many_answers_says_how_far_it_is() {
+    fn the_fastest_of_many_replies_tells_the_distance() {
         let distance = Distance::default();
-        let answered = |many: u32, after| {
-            for _ in 0..many {
-                distance.answered(after);
+        let is_far_after = |replies: u32, took| {
+            for _ in 0..replies {
+                distance.note(took);
             }
             distance.is_far()
         };
-        assert!(!answered(MANY - 1, FAR), "it is not known yet");
-        assert!(answered(1, FAR));
-        assert!(answered(3 * MANY, FAR * 5));
-        assert!(!answered(1, FAR / 10), "a busy server");
-        assert!(!answered(MANY, FAR * 5));
-        assert!(answered(MANY, FAR * 5), "a longer way");
-        assert!(!answered(1, Duration::ZERO));
+        assert!(!is_far_after(SAMPLE - 1, FAR), "it is not known yet");
+        assert!(is_far_after(1, FAR));
+        assert!(is_far_after(3 * SAMPLE, FAR * 5));
+        assert!(!is_far_after(1, FAR / 10), "a busy server");
+        assert!(!is_far_after(SAMPLE, FAR * 5));
+        assert!(is_far_after(SAMPLE, FAR * 5), "a longer way");
+        assert!(!is_far_after(1, Duration::ZERO));
     }
 }

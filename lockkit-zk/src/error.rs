@@ -1,4 +1,4 @@
-//! What goes wrong, and what is known after it did.
+//! Failures, and what they say about the state at the server.
 
 use std::num::NonZeroU32;
 
@@ -9,24 +9,29 @@ use crate::NAME;
 
 pub(crate) type Result<T> = std::result::Result<T, Failure>;
 
+/// A failure within this backend. [`during`](Self::during) makes an error of lockkit's of it.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum Failure {
     #[error("{0}")]
     Server(ZkError),
     #[error("the session has ended: {0}")]
-    SessionOver(LossReason),
-    #[error("the session is not proven to live just now; nothing is granted on it")]
+    SessionEnded(LossReason),
+    #[error("the session is not proven to be alive at the moment, so nothing is granted on it")]
     NotProven,
-    #[error("it did not come when it was its turn; it queues anew")]
+    #[error(
+        "its node was deleted because the acquisition was not polled in time; the next attempt queues anew"
+    )]
     Abandoned,
     #[error(
-        "its directory {dir} has (nearly) run out of sequence numbers; it is begun anew as soon as nobody holds or waits, \
-         and until then nobody is let in"
+        "its directory {dir} has (nearly) run out of sequence numbers; newcomers are refused until nobody holds or waits, \
+         and then the directory is begun anew"
     )]
     UsedUp { dir: String },
-    #[error("{path} keeps changing while it is looked at")]
-    Restless { path: String },
-    #[error("{path} is a directory, of a namespace perhaps, and no lock")]
+    #[error("{path} keeps changing while it is read; try again")]
+    Unstable { path: String },
+    #[error(
+        "{path} is a directory, perhaps that of a namespace, and not a lock; use another name or namespace"
+    )]
     NoLock { path: String },
     #[error("semaphore `{name}` is in use with {size} permits, not {wanted}")]
     OtherSize {
@@ -38,7 +43,7 @@ pub(crate) enum Failure {
     Closed,
     #[error("this must be awaited within a Tokio runtime")]
     NoRuntime,
-    #[error("the runtime that this client lives on has ended")]
+    #[error("the runtime that this client lives on has ended; connect again within one that lasts")]
     RuntimeGone,
     #[error("{0}")]
     ShortSession(String),
@@ -47,7 +52,7 @@ pub(crate) enum Failure {
 impl From<ZkError> for Failure {
     fn from(error: ZkError) -> Self {
         match error {
-            // What the client library says of a request whose connection has been given up.
+            // The client library says this of a request whose connection has been aborted.
             ZkError::UnexpectedError(text) if text.starts_with("BUG: ") => {
                 Self::Server(ZkError::ConnectionLoss)
             }
@@ -57,6 +62,7 @@ impl From<ZkError> for Failure {
 }
 
 impl Failure {
+    /// Returns the error for a caller of `operation`.
     pub(crate) fn during(self, operation: &'static str) -> Error {
         match self {
             Self::ShortSession(reason) => Error::invalid_option("session_timeout", reason),
@@ -65,14 +71,19 @@ impl Failure {
             Self::NoRuntime | Self::RuntimeGone | Self::NoLock { .. } => {
                 Error::permanent(NAME, operation, self)
             }
-            Self::Server(ref source) if !may_pass(source) => Error::permanent(NAME, operation, self),
+            Self::Server(ref source) if !is_transient(source) => Error::permanent(NAME, operation, self),
             _ => Error::transient(NAME, operation, self),
         }
     }
+
+    /// The server, or the client library before it sent anything, has [refused](is_refusal) the request.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self, Self::Server(error) if is_refusal(error))
+    }
 }
 
-/// Whether it may go better another time.
-fn may_pass(error: &ZkError) -> bool {
+/// A later attempt may succeed.
+fn is_transient(error: &ZkError) -> bool {
     !matches!(
         error,
         ZkError::NoAuth
@@ -85,8 +96,8 @@ fn may_pass(error: &ZkError) -> bool {
     )
 }
 
-/// Whether the server, or the client before it sent anything, has refused: nothing has been changed. After any other
-/// error the request may have been carried out.
+/// The server, or the client library before it sent anything, has refused: nothing was changed. After any other error the
+/// request may have been applied.
 pub(crate) fn is_refusal(error: &ZkError) -> bool {
     matches!(
         error,

@@ -1,58 +1,57 @@
-//! For how long the session is known to live. Pure: time comes in as an argument.
+//! The lease of a session: until when it is proven to be alive. Pure: time comes in as an argument.
 
 use std::{collections::VecDeque, time::Duration};
 
 use tokio::time::Instant;
 
-/// How many ticks a session lasts, at least.
+/// The least number of ticks that a session lasts.
 pub(crate) const TICKS_PER_TIMEOUT: u32 = 5;
-/// How many times per session timeout the session is proven, at least.
-const BEATS_PER_TIMEOUT: u32 = 10;
-/// How far apart the proofs of a long session are, so that whoever renews by hand need not wait for long.
-const LONGEST_BEAT: Duration = Duration::from_millis(2_500);
+/// The least number of heartbeats per session timeout.
+const HEARTBEATS_PER_TIMEOUT: u32 = 10;
+/// The longest interval of heartbeats, so that a renewal by hand need not wait for long.
+const LONGEST_INTERVAL: Duration = Duration::from_millis(2_500);
 
-/// What the acknowledged writes of a session prove.
+/// The proof that a session is alive, by its acknowledged writes.
 ///
-/// A write that the quorum has acknowledged proves that the session lived when it was processed, and no more: the
-/// leader counts a session's time from when it was last *told* of it. The server that a client is connected to, if it is
-/// not the leader, passes on whom it has heard of with its answer to each of the leader's pings, which are half a tick
-/// apart. All that a server and the leader say to each other is in order. So of three writes *a*, *b* and *c* on one
-/// connection, where *b* was sent three quarters of a tick after *a* was acknowledged, or later, and *c* after *b* was
-/// acknowledged:
+/// A write that the quorum has acknowledged proves that the session was alive when it was processed, and no more: the leader
+/// counts a session's time from when it was last *told* of it. If the client's server is not the leader, it passes on whom it
+/// has heard of with its reply to each of the leader's pings, which are half a tick apart. All messages between a server and
+/// the leader are in order. Take three writes *a*, *b* and *c* on one connection, where *b* was sent three quarters of a tick
+/// or more after *a* was acknowledged, and *c* after *b* was acknowledged:
 ///
 /// - the leader sent a ping in the half tick before it acknowledged *b*, so after the server had heard *a*;
-/// - the server answered that ping before it passed on that *b* is acknowledged, and so before it passed on *c*;
-/// - and the leader had that answer, which tells of *a*, before it processed *c*.
+/// - the server replied to that ping before it passed on the acknowledgement of *b*, and so before it passed on *c*;
+/// - and the leader had that reply, which tells of *a*, before it processed *c*.
 ///
-/// Once *c* is acknowledged, the session lives for a timeout from when *a* was sent. It is the same however late each of
-/// them is, or if the way back to the leader is cut. A ping may be a quarter of a tick late; what makes the leader's own
-/// clock later than that delays what it ends, too. A tick is taken off for the rest, and a hundredth for clocks that drift.
+/// Once *c* is acknowledged, the session lives for a timeout from when *a* was sent. That holds however late each of them is,
+/// and if the way back to the leader is cut. A ping may be a quarter of a tick late. What delays the leader's own clock by more
+/// delays also what the leader ends. A tick is taken off for the rest, and a hundredth for clocks that drift.
 ///
-/// An attachment tells the leader itself, so that one write after it is enough. It also changes the timeout, to what
-/// that server grants; after a change of leaders, it is what was granted first. What counts is the smallest there was. While
-/// it is not known what a server has granted, it is the smallest that any may grant.
+/// An attachment tells the leader itself, so that one write after it is enough. It also changes the timeout to what that server
+/// grants. After a change of leaders the timeout is what was granted first. So the proof counts with the smallest timeout that
+/// there was. While it is not known what a server has granted, that is the smallest that any server may grant.
 #[derive(Clone, Debug)]
 pub(crate) struct Proof {
     timeout: Duration,
     tick: Duration,
     /// The connection that the writes were acknowledged on.
-    connection: u64,
-    /// When the session was attached by it.
+    connection_id: u64,
+    /// The time of the request that attached the session by this connection.
     attached: Instant,
-    /// When they were sent and acknowledged, the oldest first.
+    /// The times at which each write was sent and acknowledged, the oldest first.
     writes: VecDeque<(Instant, Instant)>,
     end: Instant,
-    /// What the leader was told before then may have been followed by a timeout that is not known.
+    /// Before then, a timeout that is not known may have come into force after what the leader was told.
     doubtful: Instant,
 }
 
 impl Proof {
-    /// A session that a request sent at `sent` has opened: the leader itself has counted from then.
-    pub(crate) fn opened(timeout: Duration, tick: Duration, connection: u64, sent: Instant) -> Self {
+    /// The proof of a session that a request sent at `sent` has opened: the leader itself counts from then.
+    pub(crate) fn opened(timeout: Duration, tick: Duration, connection_id: u64, sent: Instant) -> Self {
         let mut proof = Self {
             timeout,
             tick,
-            connection,
+            connection_id,
             attached: sent,
             writes: VecDeque::new(),
             end: sent,
@@ -62,41 +61,41 @@ impl Proof {
         proof
     }
 
-    /// A server that was asked at `sent` to attach the session has not answered yet, and may have done it.
+    /// Notes that a server that was asked at `sent` to attach the session is silent. It may have attached it.
     pub(crate) fn unanswered(&mut self, sent: Instant, now: Instant) {
         self.end = self.end.min(self.lives_on_from(sent, self.least()));
-        // What a server was told it passes on with the next ping, and then no more.
+        // A server passes on what it was told with the next ping, and then no more.
         self.doubtful = self.doubtful.max(now + self.tick);
     }
 
-    /// How long after it was asked a server counts as one that has not answered: half of what may be left by then.
+    /// Returns after how long a server that was asked counts as silent: half of what may be left by then.
     pub(crate) fn doubts_after(&self) -> Duration {
         self.least().saturating_sub(self.margin(self.least())) / 2
     }
 
-    /// It has been attached, by a request sent at `sent`, with this timeout.
-    pub(crate) fn attached(&mut self, connection: u64, timeout: Duration, sent: Instant) {
+    /// Notes that the session was attached with this timeout, by a request sent at `sent`.
+    pub(crate) fn attached(&mut self, connection_id: u64, timeout: Duration, sent: Instant) {
         if timeout < self.timeout {
             self.timeout = timeout;
             self.end = self.end.min(self.lives_on_from(sent, timeout));
         }
-        self.connection = connection;
+        self.connection_id = connection_id;
         self.attached = sent;
         self.writes.clear();
     }
 
-    /// A first write on this connection was acknowledged: it was no deposed leader that attached the session.
+    /// Notes that a first write on this connection was acknowledged: no deposed leader has attached the session.
     pub(crate) fn confirmed(&mut self) {
         self.proves(self.attached);
     }
 
-    /// The write that was sent on this connection at `sent` was acknowledged at `acknowledged`.
-    pub(crate) fn acknowledged(&mut self, connection: u64, sent: Instant, acknowledged: Instant) {
-        if connection != self.connection {
+    /// Notes that a write on this connection, sent at `sent`, was acknowledged at `acknowledged`.
+    pub(crate) fn acknowledged(&mut self, connection_id: u64, sent: Instant, acknowledged: Instant) {
+        if connection_id != self.connection_id {
             return;
         }
         let apart = self.tick * 3 / 4;
-        // The last one but this: everything that the leader was told before it is known to have been told.
+        // This write is *c* and the one before it *b*: the leader is known to have been told of what is far enough before *b*.
         if let Some(&(between, _)) = self.writes.back() {
             let told = |write: &&(Instant, Instant)| write.1 + apart <= between;
             let many = self.writes.iter().take_while(told).count();
@@ -108,7 +107,8 @@ impl Proof {
         self.writes.push_back((sent, acknowledged));
     }
 
-    /// The machine was suspended for so long, and the clock stood still: what was sent before was sent so much earlier.
+    /// Notes that the machine was suspended for so long, while the clock stood still: what was sent before was sent so much
+    /// earlier.
     pub(crate) fn slept(&mut self, slept: Duration) {
         let sent = self.writes.iter_mut().map(|(sent, _)| sent);
         for at in sent.chain([&mut self.end, &mut self.attached]) {
@@ -116,21 +116,22 @@ impl Proof {
         }
     }
 
-    /// Until when the server cannot have ended the session by itself.
+    /// Returns until when the server cannot have ended the session by itself.
     pub(crate) fn end(&self) -> Instant {
         self.end
     }
 
-    /// The session timeout that it counts with.
+    /// Returns the session timeout that it counts with.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// How far apart the writes are: closer while less is proven than the timeout, which is not to end before they prove more.
-    pub(crate) fn beat(&self) -> Duration {
+    /// Returns the interval of the writes. It is shorter while a shorter timeout counts, so that they prove more before that is
+    /// over.
+    pub(crate) fn heartbeat_interval(&self) -> Duration {
         let doubtful = self.end < self.lives_on_from(self.doubtful, self.least());
         let timeout = if doubtful { self.least() } else { self.timeout };
-        (timeout / BEATS_PER_TIMEOUT).min(LONGEST_BEAT)
+        (timeout / HEARTBEATS_PER_TIMEOUT).min(LONGEST_INTERVAL)
     }
 
     fn proves(&mut self, told: Instant) {
@@ -150,7 +151,7 @@ impl Proof {
         self.tick + timeout / 100
     }
 
-    /// What a server grants at least.
+    /// Returns the least that a server grants.
     fn least(&self) -> Duration {
         self.timeout.min(self.tick * TICKS_PER_TIMEOUT)
     }
@@ -164,7 +165,7 @@ mod tests {
 
     const MS: fn(u64) -> Duration = Duration::from_millis;
 
-    /// A session of a second on servers that tick every 100 ms.
+    /// A session with a timeout of a second on servers that tick every 100 ms.
     struct Clock(Instant, Proof);
 
     impl Clock {
@@ -208,7 +209,7 @@ mod tests {
             clock.write(sent, sent);
         }
         assert_eq!(clock.end(), 890);
-        // 75 ms after the first; it takes one more.
+        // That is 75 ms after the first. It takes one more.
         clock.write(175, 175);
         assert_eq!(clock.end(), 890);
         clock.write(176, 176);
@@ -236,7 +237,7 @@ mod tests {
         assert_eq!(clock.end(), 100 + 890);
         clock.1.slept(MS(500));
         assert_eq!(clock.end(), 490);
-        // Written before, acknowledged thereafter.
+        // This was sent before the sleep and acknowledged after it.
         clock.write(0, 401);
         assert_eq!(clock.end(), 490);
         for (sent, end) in [(500, 490), (600, 890), (700, 1_390)] {
@@ -266,7 +267,7 @@ mod tests {
         assert_eq!(clock.end(), 100 + 494);
         clock.1.confirmed();
         assert_eq!(clock.end(), 100 + 494);
-        // It stays so: the next leader may count with it.
+        // The smaller one stays in force: the next leader may count with it.
         let sent = clock.at(300);
         clock.1.attached(3, MS(1_000), sent);
         clock.1.confirmed();
@@ -291,42 +292,43 @@ mod tests {
     }
 
     #[test]
-    fn beats_are_a_tenth_apart_and_not_too_far() {
-        let beat = |timeout, tick| Proof::opened(MS(timeout), MS(tick), 1, Instant::now()).beat();
-        assert_eq!(beat(1_000, 100), MS(100));
-        assert_eq!(beat(10_000, 2_000), MS(1_000));
-        assert_eq!(beat(40_000, 2_000), MS(2_500));
+    fn heartbeats_are_a_tenth_apart_and_not_too_far() {
+        let interval =
+            |timeout, tick| Proof::opened(MS(timeout), MS(tick), 1, Instant::now()).heartbeat_interval();
+        assert_eq!(interval(1_000, 100), MS(100));
+        assert_eq!(interval(10_000, 2_000), MS(1_000));
+        assert_eq!(interval(40_000, 2_000), MS(2_500));
     }
 
     #[test]
-    fn beats_are_closer_while_a_timeout_is_not_known() {
+    fn heartbeats_are_closer_while_a_timeout_is_not_known() {
         let mut clock = Clock::new();
         let (sent, given_up, again) = (clock.at(100), clock.at(200), clock.at(210));
         clock.1.unanswered(sent, given_up);
-        assert_eq!(clock.1.beat(), MS(50));
+        assert_eq!(clock.1.heartbeat_interval(), MS(50));
         clock.1.attached(1, MS(1_000), again);
         clock.1.confirmed();
-        assert_eq!((clock.end(), clock.1.beat()), (210 + 395, MS(50)));
+        assert_eq!((clock.end(), clock.1.heartbeat_interval()), (210 + 395, MS(50)));
         for sent in [260, 310, 360, 410] {
             clock.write(sent, sent + 1);
-            assert_eq!(clock.1.beat(), MS(50));
+            assert_eq!(clock.1.heartbeat_interval(), MS(50));
         }
         // What was sent at 310 is past all doubt.
         clock.write(460, 461);
-        assert_eq!((clock.end(), clock.1.beat()), (310 + 890, MS(100)));
+        assert_eq!((clock.end(), clock.1.heartbeat_interval()), (310 + 890, MS(100)));
     }
 
-    /// A client, the follower that it is connected to, and their leader; the ways between them are slow now and then, in
-    /// one direction or the other, and in order.
+    /// A client, the follower that it is connected to, and their leader. The ways between them keep the order, and are slow
+    /// now and then, in one direction or the other.
     struct Ensemble {
         random: fastrand::Rng,
         now: u64,
         events: BTreeMap<(u64, u64), Event>,
-        /// When the last message arrives on each way.
+        /// The arrival of the last message on each way.
         ways: [u64; 4],
         /// The follower has heard of the session since it last said so.
         heard: bool,
-        /// When the leader was last told.
+        /// The time at which the leader was last told.
         told: u64,
     }
 
@@ -334,7 +336,7 @@ mod tests {
     enum Event {
         Ping,
         PingAtFollower,
-        AnswerAtLeader { heard: bool },
+        ReplyAtLeader { heard: bool },
         Write,
         WriteAtFollower { sent: u64 },
         WriteAtLeader { sent: u64 },
@@ -361,8 +363,9 @@ mod tests {
             self.later(at - self.now, event);
         }
 
-        /// Whatever happens next; if it is the end of a write, when it was sent and what the leader knew when it processed it.
-        fn step(&mut self, beat: u64) -> Option<(u64, u64)> {
+        /// Handles the next event. At the end of a write, returns when it was sent and when the leader had last been told by the
+        /// time it processed the write.
+        fn step(&mut self, interval: u64) -> Option<(u64, u64)> {
             let ((now, _), event) = self.events.pop_first().unwrap();
             self.now = now;
             match event {
@@ -373,10 +376,10 @@ mod tests {
                 }
                 Event::PingAtFollower => {
                     let heard = std::mem::take(&mut self.heard);
-                    self.message(TO_LEADER, Event::AnswerAtLeader { heard });
+                    self.message(TO_LEADER, Event::ReplyAtLeader { heard });
                 }
-                Event::AnswerAtLeader { heard: true } => self.told = now,
-                Event::AnswerAtLeader { heard: false } => {}
+                Event::ReplyAtLeader { heard: true } => self.told = now,
+                Event::ReplyAtLeader { heard: false } => {}
                 Event::Write => self.message(TO_FOLLOWER, Event::WriteAtFollower { sent: now }),
                 Event::WriteAtFollower { sent } => {
                     self.heard = true;
@@ -390,7 +393,7 @@ mod tests {
                     self.message(FROM_FOLLOWER, Event::AcknowledgedAtClient { sent, told });
                 }
                 Event::AcknowledgedAtClient { sent, told } => {
-                    self.later(beat, Event::Write);
+                    self.later(interval, Event::Write);
                     return Some((sent, told));
                 }
             }
@@ -406,7 +409,7 @@ mod tests {
             let timeout = random.u64(5 * TICK..15 * TICK);
             let start = Instant::now();
             let mut proof = Proof::opened(MS(timeout), MS(TICK), 1, start);
-            let beat = u64::try_from(proof.beat().as_millis()).unwrap();
+            let interval = u64::try_from(proof.heartbeat_interval().as_millis()).unwrap();
             let mut ensemble = Ensemble {
                 random,
                 now: 0,
@@ -416,13 +419,13 @@ mod tests {
                 told: 0,
             };
             ensemble.later(7, Event::Ping);
-            ensemble.later(beat, Event::Write);
+            ensemble.later(interval, Event::Write);
             for _ in 0..1_000 {
-                let Some((sent, told)) = ensemble.step(beat) else {
+                let Some((sent, told)) = ensemble.step(interval) else {
                     continue;
                 };
                 proof.acknowledged(1, start + MS(sent), start + MS(ensemble.now));
-                // Were this the last that the leader hears of the session.
+                // This might be the last that the leader hears of the session.
                 let lives_until = proof.lives_on_from(start + MS(told), MS(timeout));
                 assert!(
                     proof.end() <= lives_until,

@@ -2,9 +2,9 @@
 //!
 //! Applications use the facade, `lockkit`, with its feature `zk` and a URL such as `zk://zk1:2181,zk2:2181/services`.
 //!
-//! What is on the server is documented and stable, and shared with others on purpose: see [`Nodes`]. The lock `n` of
-//! the namespace `lockkit` is the directory `/lockkit/n`, with a name percent-encoded outside of `[A-Za-z0-9._-]`;
-//! semaphores are in `/lockkit/%semaphores`, and each session has a node in `/lockkit/%sessions` that it writes to.
+//! The layout on the server is documented and stable, and other clients share it on purpose: see [`Nodes`]. The lock `n` of
+//! the namespace `lockkit` is the directory `/lockkit/n`. Its name is percent-encoded outside of `[A-Za-z0-9._-]`.
+//! Semaphores are in `/lockkit/%semaphores`. Each session writes to a node of its own in `/lockkit/%sessions`.
 //!
 //! ```no_run
 //! use lockkit_core::LockClient;
@@ -21,6 +21,7 @@
 
 mod abandon_watch;
 mod backend;
+mod claim;
 mod config;
 mod connection;
 mod crowded_dirs;
@@ -29,6 +30,7 @@ mod error;
 mod layout;
 mod lease;
 mod own_node;
+mod predecessors;
 mod queue;
 mod session;
 mod simple;
@@ -38,5 +40,5 @@ mod watch;
 pub use backend::ZkBackend;
 pub use config::{Access, Digest, Nodes, Parents, ZkConfig};
 
-/// What this backend is called.
+/// The name of this backend.
 const NAME: &str = "zookeeper";

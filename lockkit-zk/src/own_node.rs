@@ -1,99 +1,227 @@
-//! A node of one's own in a session: what both recipes do with it.
+//! A claim's own node: asked for, queued, waiting, held, deleted.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    future::{pending, poll_fn},
+    mem,
+    sync::Arc,
+    task::Context,
+    time::Duration,
+};
 
 use lockkit_core::{
     LossReason,
     spi::{Grant, Lease, Renewal},
 };
 use tokio::time::Instant;
-use zookeeper_client::{Error as ZkError, Stat};
+use zookeeper_client::Error as ZkError;
 
 use crate::{
-    abandon_watch::AbandonWatch,
+    abandon_watch::{AbandonWatch, NotifyingWaker},
     error::{Failure, Result},
-    session::{PendingDelete, Session},
+    layout::NodeRef,
+    predecessors::Predecessors,
+    session::{FoundNode, Session},
     watch::{Watch, WatchEvent},
 };
 
-/// A node of one's own that there is, or may be. When it is dropped without having been [cleared](Stake::clear), its
-/// session removes the node.
+/// A claim's own node, which may be there. If it is dropped without having been [cleared](OwnNode::clear), its session deletes
+/// the node.
 #[derive(Debug)]
 pub(crate) struct OwnNode {
     pub(crate) session: Arc<Session>,
     pub(crate) abandon_watch: Arc<AbandonWatch>,
-    /// The watch of the node.
-    own: Option<Watch>,
-    /// Once it is held: when the lease ends that was last told.
-    held: Option<Instant>,
-    /// It was asked to be deleted before.
+    /// The directory had a crowd when the node was made.
+    pub(crate) in_crowd: bool,
+    /// The node as it was asked for.
+    asked: NodeRef,
+    stage: Stage,
+    /// The watch of the node itself.
+    watch: Option<Watch>,
+    /// A request to delete it was sent.
     leaving: bool,
 }
 
-/// Where the node is, and how its data begin if it is one's own.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct NodeRef<'a> {
-    pub(crate) path: &'a str,
-    pub(crate) mark: &'a str,
+#[derive(Debug)]
+enum Stage {
+    /// The node was asked for. It is not known whether it was made.
+    Asked,
+    /// The node was made. Nobody is watched.
+    Queued(FoundNode),
+    /// The claim waits for those before it.
+    Waiting(FoundNode, Predecessors),
+    /// The claim holds. The lease that was granted last ends then.
+    Held(FoundNode, Instant),
 }
 
 impl OwnNode {
-    /// `pending_delete` is what is to be removed once nobody looks after it.
-    pub(crate) fn new(session: Arc<Session>, pending_delete: PendingDelete, ttl: Duration) -> Self {
-        let abandon_watch = Arc::new(AbandonWatch::new(pending_delete, ttl));
-        session.watch_over(&abandon_watch);
+    /// Makes the record of a node that is about to be asked for. From now on the session deletes the node if the claim is
+    /// abandoned.
+    pub(crate) fn new(session: Arc<Session>, asked: NodeRef, ttl: Duration) -> Self {
+        let abandon_watch = Arc::new(AbandonWatch::new(asked.clone(), ttl));
+        session.delete_if_abandoned(&abandon_watch);
         Self {
             session,
             abandon_watch,
-            own: None,
-            held: None,
+            in_crowd: false,
+            asked,
+            stage: Stage::Asked,
+            watch: None,
             leaving: false,
         }
     }
 
-    /// There is no node, or no more.
+    /// Forgets the node: it is not there, or no longer.
     pub(crate) fn clear(self) {
         self.abandon_watch.take_pending_delete();
     }
 
+    /// Notes that the node was made.
+    pub(crate) fn made(&mut self, node: FoundNode) {
+        if let NodeRef::Prefix(_) = self.asked {
+            self.abandon_watch
+                .set_pending_delete(NodeRef::At(node.path.clone()));
+        }
+        if matches!(self.stage, Stage::Asked) {
+            self.stage = Stage::Queued(node);
+        }
+    }
+
+    /// Returns whether the node is there, and looks for it unless that is known. A sequential node's path is its own, so that
+    /// it is known once it was made. The path of a marked node may have another's since.
+    pub(crate) async fn look(&mut self) -> Result<bool> {
+        if matches!(self.asked, NodeRef::Prefix(_)) && self.node().is_some() {
+            return Ok(true);
+        }
+        let found = self.session.find(&self.asked).await?;
+        Ok(found.map(|node| self.made(node)).is_some())
+    }
+
+    /// Returns the node, once it is known to have been made.
+    pub(crate) fn node(&self) -> Option<&FoundNode> {
+        match &self.stage {
+            Stage::Asked => None,
+            Stage::Queued(node) | Stage::Waiting(node, _) | Stage::Held(node, _) => Some(node),
+        }
+    }
+
+    /// Changes the stage, unless it is [`Stage::Asked`].
+    fn advance(&mut self, stage: impl FnOnce(FoundNode) -> Stage) {
+        self.stage = match mem::replace(&mut self.stage, Stage::Asked) {
+            Stage::Asked => Stage::Asked,
+            Stage::Queued(node) | Stage::Waiting(node, _) | Stage::Held(node, _) => stage(node),
+        };
+    }
+
     pub(crate) fn is_held(&self) -> bool {
-        self.held.is_some()
+        self.held_until().is_some()
     }
 
-    /// It was asked to be deleted before.
-    pub(crate) fn is_leaving(&self) -> bool {
-        self.leaving
+    fn held_until(&self) -> Option<Instant> {
+        match self.stage {
+            Stage::Held(_, until) => Some(until),
+            _ => None,
+        }
     }
 
-    /// The node has been seen to be deleted.
+    /// The node was seen to be deleted.
     pub(crate) fn is_gone(&mut self) -> bool {
-        self.own_so_far() == Some(WatchEvent::Deleted)
+        self.watch.as_mut().and_then(Watch::look) == Some(WatchEvent::Deleted)
     }
 
-    /// It is watched just now, and the watch has told nothing.
+    /// The node is watched at this moment, and the watch has told nothing.
     pub(crate) fn is_quiet(&mut self) -> bool {
-        self.own.as_mut().is_some_and(Watch::is_quiet)
+        self.watch.as_mut().is_some_and(Watch::is_quiet)
     }
 
-    /// Its watch is [quiet](Self::is_quiet), or there is none.
-    pub(crate) fn is_undisturbed(&mut self) -> bool {
-        self.own.as_mut().is_none_or(Watch::is_quiet)
+    pub(crate) fn is_watched(&self) -> bool {
+        self.watch.is_some()
     }
 
-    pub(crate) fn own(&mut self) -> Option<&mut Watch> {
-        self.own.as_mut()
+    pub(crate) fn set_watch(&mut self, watch: Option<Watch>) {
+        self.watch = watch;
     }
 
-    pub(crate) fn watched_by(&mut self, own: Option<Watch>) {
-        self.own = own;
+    /// Returns those that it waits for.
+    pub(crate) fn predecessors(&mut self) -> Option<&mut Predecessors> {
+        match &mut self.stage {
+            Stage::Waiting(_, predecessors) => Some(predecessors),
+            _ => None,
+        }
     }
 
-    fn own_so_far(&mut self) -> Option<WatchEvent> {
-        self.own.as_mut().and_then(Watch::look)
+    /// Ends the wait, and returns those that it waited for.
+    pub(crate) fn take_predecessors(&mut self) -> Option<Predecessors> {
+        match mem::replace(&mut self.stage, Stage::Asked) {
+            Stage::Waiting(node, predecessors) => {
+                self.stage = Stage::Queued(node);
+                Some(predecessors)
+            }
+            other => {
+                self.stage = other;
+                None
+            }
+        }
+    }
+
+    /// Begins to wait for these.
+    pub(crate) fn wait_for(&mut self, predecessors: Predecessors) {
+        self.advance(|node| Stage::Waiting(node, predecessors));
+    }
+
+    /// Returns whether it waits as before: no watch has told anything, and the nodes are still there, in case that a
+    /// notification got lost.
+    pub(crate) async fn waits_as_before(&mut self) -> Result<bool> {
+        let Stage::Waiting(node, predecessors) = &mut self.stage else {
+            return Ok(false);
+        };
+        let is_undisturbed = self.watch.as_mut().is_none_or(Watch::is_quiet);
+        if !is_undisturbed || !predecessors.is_unchanged() {
+            return Ok(false);
+        }
+        let mut paths = predecessors.paths.clone();
+        paths.push(node.path.clone());
+        self.session.are_there(&paths).await
+    }
+
+    /// Ends an attempt without a grant. From now on the events of its watches are noted, also if nobody listens. Returns
+    /// `false` if the node was taken away.
+    pub(crate) fn wait(&mut self) -> bool {
+        let is_ours = self.abandon_watch.wait();
+        if let Stage::Waiting(_, predecessors) = &mut self.stage {
+            let waker = NotifyingWaker::waker(&self.abandon_watch, None);
+            if predecessors
+                .poll(self.watch.as_mut(), &mut Context::from_waker(&waker))
+                .is_ready()
+            {
+                waker.wake();
+            }
+        }
+        is_ours
+    }
+
+    /// Resolves when an attempt or a renewal is worth while.
+    pub(crate) async fn notified(&mut self) {
+        match &mut self.stage {
+            Stage::Held(_, until) => {
+                let until = *until;
+                self.disturbed(until).await;
+            }
+            Stage::Waiting(_, predecessors) => {
+                poll_fn(|cx| {
+                    let waker = NotifyingWaker::waker(&self.abandon_watch, Some(cx.waker()));
+                    predecessors.poll(self.watch.as_mut(), &mut Context::from_waker(&waker))
+                })
+                .await;
+            }
+            Stage::Asked | Stage::Queued(_) => pending().await,
+        }
     }
 
     /// Makes a hold of it.
-    pub(crate) fn grant(&mut self, czxid: i64, ttl: Duration) -> Result<Grant> {
+    pub(crate) fn grant(&mut self, ttl: Duration) -> Result<Grant> {
+        let Some(czxid) = self.node().map(|node| node.czxid) else {
+            return Err(Failure::NotProven);
+        };
         let lease = self.lease(ttl)?;
         let token = u64::try_from(czxid).map_err(|_| {
             // The server counts transactions from one.
@@ -106,154 +234,150 @@ impl OwnNode {
     }
 
     fn lease(&mut self, ttl: Duration) -> Result<Lease> {
-        if let Some(reason) = self.session.over() {
-            return Err(Failure::SessionOver(reason));
+        if let Some(reason) = self.session.ended() {
+            return Err(Failure::SessionEnded(reason));
         }
         let now = Instant::now();
         let end = self.lease_end(now, ttl);
         if end <= now {
             return Err(Failure::NotProven);
         }
-        if !self.abandon_watch.holds(end) {
+        if !self.abandon_watch.hold(end) {
             return Err(Failure::Abandoned);
         }
-        self.held = Some(end);
+        self.advance(|node| Stage::Held(node, end));
         Ok(Lease {
             since: now,
             length: Some(end - now),
         })
     }
 
-    /// As long as the session is proven to live, and no longer than the ttl, which nobody but the driver counts.
+    /// Returns the end of a lease that lasts as long as the session is proven to be alive, and no longer than the ttl, which
+    /// nobody but the driver counts.
     fn lease_end(&self, now: Instant, ttl: Duration) -> Instant {
         self.session.proven_until().min(now + ttl)
     }
 
-    /// Waits until a longer lease is proven than was told before.
-    pub(crate) async fn prove(&mut self, node_ref: NodeRef<'_>, ttl: Duration) -> Result<Renewal> {
-        let Some(told) = self.held else {
+    /// Waits until a longer lease is proven than was granted last.
+    pub(crate) async fn renew(&mut self, ttl: Duration) -> Result<Renewal> {
+        let Some(granted) = self.held_until() else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
         let session = self.session.clone();
         loop {
-            if let Some(reason) = session.over() {
+            if let Some(reason) = session.ended() {
                 return Ok(Renewal::Lost(reason));
             }
-            if session.proven_until() < told {
-                return self.shortened(ttl);
+            if session.proven_until() < granted {
+                return self.shorten(ttl);
             }
-            let watched = tokio::select! {
-                watched = self.watch(node_ref) => watched?,
-                () = session.proven_less_than(told) => continue,
+            let is_watched = tokio::select! {
+                is_watched = self.ensure_watched() => is_watched?,
+                () = session.proven_less_than(granted) => continue,
             };
-            if !watched {
+            if !is_watched {
                 return Ok(Renewal::Lost(LossReason::Revoked));
             }
-            if self.lease_end(Instant::now(), ttl) > told {
+            if self.lease_end(Instant::now(), ttl) > granted {
                 return Ok(Renewal::Held(self.lease(ttl)?));
             }
             tokio::select! {
-                () = session.proven_beyond(told) => {}
-                () = session.proven_less_than(told) => {}
-                _ = self.own_told() => {}
+                () = session.proven_beyond(granted) => {}
+                () = session.proven_less_than(granted) => {}
+                _ = self.event() => {}
             }
         }
     }
 
-    /// Less is proven than was told before.
-    fn shortened(&mut self, ttl: Duration) -> Result<Renewal> {
+    /// Renews with a shorter lease, since less is proven than was granted.
+    fn shorten(&mut self, ttl: Duration) -> Result<Renewal> {
         match self.lease(ttl) {
             Ok(lease) => Ok(Renewal::Held(lease)),
             Err(Failure::NotProven) => Ok(Renewal::Lost(LossReason::Expired)),
-            Err(error) => Err(error),
+            Err(failure) => Err(failure),
         }
     }
 
-    /// Resolves when the hold should be looked after.
-    pub(crate) async fn disturbed(&mut self, node_ref: NodeRef<'_>) {
+    /// Resolves when a hold with a lease until then should be renewed: less is proven, or the node may have gone.
+    async fn disturbed(&mut self, granted: Instant) {
         let session = self.session.clone();
-        let held = self.held;
-        let shorter = async {
-            match held {
-                Some(told) => session.proven_less_than(told).await,
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
-            () = shorter => {}
-            () = self.told_or_over(node_ref) => {}
+            () = session.proven_less_than(granted) => {}
+            () = self.gone_or_ended() => {}
         }
     }
 
-    async fn told_or_over(&mut self, node_ref: NodeRef<'_>) {
+    async fn gone_or_ended(&mut self) {
         loop {
-            match self.watch(node_ref).await {
-                Ok(true) if self.own_told().await == WatchEvent::Written => {}
+            match self.ensure_watched().await {
+                Ok(true) if self.event().await == WatchEvent::Written => {}
                 Ok(_) => return,
-                Err(_) if self.session.over().is_some() => return,
-                // The next beat says that the connection is back.
-                Err(_) => self.session.next_news().await,
+                Err(_) if self.session.ended().is_some() => return,
+                // The next heartbeat shows that the connection is back.
+                Err(_) => self.session.status_changed().await,
             }
         }
     }
 
-    /// Makes sure that the node's deletion will be told; `false` if it is gone.
-    async fn watch(&mut self, node_ref: NodeRef<'_>) -> Result<bool> {
-        match self.own.as_mut().map(Watch::look) {
+    /// Makes sure that the watch will tell the node's deletion; `false` if the node is gone.
+    async fn ensure_watched(&mut self) -> Result<bool> {
+        match self.watch.as_mut().map(Watch::look) {
             Some(None) => return Ok(true),
             Some(Some(WatchEvent::Deleted)) => return Ok(false),
-            Some(Some(WatchEvent::Over)) => return Err(Failure::NotProven),
+            Some(Some(WatchEvent::SessionEnded)) => return Err(Failure::NotProven),
             Some(Some(WatchEvent::Written)) | None => {}
         }
-        let reply = self.session.watch_all(&[node_ref.path.to_owned()]).await?;
+        let Some(path) = self.node().map(|node| node.path.clone()) else {
+            return Ok(false);
+        };
+        let reply = self.session.watch_all(&[path]).await?;
         let own = reply.into_iter().flatten().next();
-        let own = own.filter(|(data, stat, _)| self.is_own(node_ref, data, stat));
-        self.own = own.map(|(_, _, watch)| watch);
-        Ok(self.own.is_some())
+        let own = own.filter(|(data, stat, _)| self.session.is_own(&self.asked, data, stat));
+        self.watch = own.map(|(_, _, watch)| watch);
+        Ok(self.watch.is_some())
     }
 
-    async fn own_told(&mut self) -> WatchEvent {
-        match &mut self.own {
-            Some(own) => own.told().await,
-            None => std::future::pending().await,
+    async fn event(&mut self) -> WatchEvent {
+        match &mut self.watch {
+            Some(watch) => watch.event().await,
+            None => pending().await,
         }
     }
 
-    /// The transaction that made the node, if it is there and one's own.
-    pub(crate) async fn find(&mut self, node_ref: NodeRef<'_>) -> Result<Option<i64>> {
-        let found = self.session.read_latest(node_ref.path).await?;
-        Ok(found
-            .filter(|(data, stat)| self.is_own(node_ref, data, stat))
-            .map(|(_, stat)| stat.czxid))
-    }
-
-    fn is_own(&self, node_ref: NodeRef<'_>, data: &[u8], stat: &Stat) -> bool {
-        stat.ephemeral_owner == self.session.id() && data.starts_with(node_ref.mark.as_bytes())
-    }
-
-    /// Deletes the node; of a hold that transaction `named` began, and says so. `false` if it was held and turned out to
-    /// be gone.
-    pub(crate) async fn delete(&mut self, path: &str, named: Option<i64>) -> Result<bool> {
-        let again = std::mem::replace(&mut self.leaving, true);
-        let deleted = match named.filter(|_| self.is_held()) {
-            Some(czxid) => self.session.delete_by_name(path, czxid).await?,
-            None => match self.session.delete_by(&self.abandon_watch, path).await {
-                // Its session has deleted it, or will.
+    /// Deletes the node, if it is there. `in_public` says at the server that it was a hold. Returns `false` if it was held and
+    /// turned out to be gone.
+    pub(crate) async fn delete(&mut self, in_public: bool) -> Result<bool> {
+        if self.session.ended().is_some() {
+            // The node ends with it.
+            return Ok(true);
+        }
+        let is_there = self.look().await?;
+        let is_held = self.is_held();
+        let is_again = self.leaving;
+        let Some(FoundNode { path, czxid }) = self.node().filter(|_| is_there).cloned() else {
+            return Ok(is_again || !is_held);
+        };
+        self.leaving = true;
+        let deleted = if in_public && is_held {
+            self.session.delete_held(&path, czxid).await?
+        } else {
+            match self.session.delete_own(&self.abandon_watch, &path).await {
+                // The session has deleted it, or will.
                 Err(Failure::Abandoned) => false,
                 deleted => deleted?,
-            },
+            }
         };
-        Ok(deleted || again || !self.is_held())
+        Ok(deleted || is_again || !is_held)
     }
 }
 
 impl Drop for OwnNode {
     fn drop(&mut self) {
         let pending_delete = self.abandon_watch.take_pending_delete();
-        if let Some(pending_delete) = pending_delete
-            && self.session.over().is_none()
+        if let Some(node) = pending_delete
+            && self.session.ended().is_none()
         {
-            self.session.leave_behind(pending_delete);
+            self.session.delete_later(node);
         }
     }
 }

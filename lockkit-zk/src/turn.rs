@@ -1,4 +1,4 @@
-//! Whose turn it is, from the names of the nodes in a directory. Pure.
+//! The rule of the queue: from the names in a directory to whose turn it is. Pure.
 
 use std::num::NonZeroU32;
 
@@ -6,31 +6,31 @@ use lockkit_core::{LockKind, spi::Mode};
 
 use crate::layout::{Contender, Role};
 
-/// What a look at the directory says to one of those in it.
+/// The outcome of a look at the directory, for one of the contenders.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// It is granted.
+    /// It may hold.
     Mine,
     /// Others are before it.
     After(Before),
     /// Its node is not there.
     Gone,
-    /// Somebody before it uses the semaphore with so many permits.
+    /// A contender before it uses the semaphore with so many permits.
     OtherSize(NonZeroU32),
 }
 
-/// Those before a waiter.
+/// The contenders before a waiter.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Before {
-    /// Whom to watch: it cannot be the waiter's turn before one of these is gone.
+    /// The contenders to watch. It cannot be the waiter's turn before one of these is gone.
     pub(crate) watch: Vec<String>,
-    /// It is the waiter's turn as soon as one of them is.
+    /// It is the waiter's turn as soon as one of them is gone.
     pub(crate) one_to_go: bool,
-    /// Right before the only one to watch. When it has gone there may be one to go.
+    /// The contender right before the only one to watch. When it is gone, there may be one to go.
     pub(crate) ahead: Option<String>,
 }
 
-/// Whether `own` may have the lock that `children` contend for.
+/// Decides whether `own` may hold the lock that `children` contend for.
 pub(crate) fn turn(children: &[String], own: &str, mode: Mode) -> Turn {
     let Some(own) = children
         .iter()
@@ -49,13 +49,13 @@ pub(crate) fn turn(children: &[String], own: &str, mode: Mode) -> Turn {
     )
 }
 
-/// Whether a newcomer would have to wait.
+/// A newcomer would have to wait.
 pub(crate) fn is_busy(children: &[String], mode: Mode) -> bool {
     let others = contenders(children, mode.kind()).filter(|other| conflicts(other.role, mode));
     others.count() >= capacity(mode)
 }
 
-/// Whether a contender with this name, right before the waiter, is whom it waits for. Of a permit's that cannot be said
+/// The waiter waits for a contender with this name, if that is right before it. For a permit the name does not tell that
 /// without the others.
 pub(crate) fn excludes(name: &str, mode: Mode) -> bool {
     let role = Contender::parse(name).map(|contender| contender.role);
@@ -65,12 +65,12 @@ pub(crate) fn excludes(name: &str, mode: Mode) -> bool {
     )
 }
 
-/// Whether nobody else holds while a contender with this name does.
+/// Nobody else holds while a contender with this name does.
 pub(crate) fn is_writer(name: &str) -> bool {
     Contender::parse(name).is_some_and(|contender| contender.role == Role::Writer)
 }
 
-/// The holders, in the order of their grants, and how many wait.
+/// Returns the holders, in the order of their grants, and the number of waiters.
 pub(crate) fn holders(children: &[String], kind: LockKind) -> (Vec<&str>, usize) {
     let mut all: Vec<_> = contenders(children, kind).collect();
     all.sort_unstable_by(Contender::order);
@@ -91,7 +91,7 @@ fn contenders(children: &[String], kind: LockKind) -> impl Iterator<Item = Conte
         .filter(move |contender| contender.kind() == kind)
 }
 
-/// The number of permits that one of these asks for, if it is another one. Any of them may be in by its own.
+/// Returns the number of permits that one of these asks for, if it is not `mode`'s. Any of them may hold by its own number.
 fn other_size<'a>(mut earlier: impl Iterator<Item = Contender<'a>>, mode: Mode) -> Option<NonZeroU32> {
     let Mode::Permits(wanted) = mode else { return None };
     earlier.find_map(|other| match other.role {
@@ -111,8 +111,8 @@ fn capacity(mode: Mode) -> usize {
     }
 }
 
-/// With `capacity` places, whoever has fewer than that before it is in. Of the nearest `capacity` one has to go before
-/// that is so, since otherwise all of them are still before it.
+/// Decides for a contender with these before it. It may hold if they are fewer than `capacity`. Otherwise one of the nearest
+/// `capacity` has to go first: until then all of these are still before it.
 fn after<'a>(before: impl Iterator<Item = Contender<'a>>, capacity: usize) -> Turn {
     let mut before: Vec<_> = before.collect();
     if before.len() < capacity {
@@ -240,7 +240,7 @@ mod tests {
         assert!(!is_busy(&all[..1], permits(2)));
     }
 
-    /// What `turn` ought to say, written as the rule is told.
+    /// The rule as it is told, to compare with `turn`.
     fn reference(all: &[String], own: &str, mode: Mode) -> bool {
         let own = Contender::parse(own).unwrap();
         let earlier = all
@@ -257,9 +257,9 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(4_000))]
 
-        /// Contenders of a semaphore who disagree about its size come, look when they get to it, and go.
+        /// Contenders that disagree about a semaphore's size come, look now and then, and go.
         #[test]
-        fn no_more_are_in_than_any_of_them_allows(
+        fn no_more_hold_than_any_of_them_allows(
             steps in proptest::collection::vec((0..3_u8, 1..4_u32, any::<proptest::sample::Index>()), 1..60),
         ) {
             let mut all: Vec<(String, u32, bool)> = Vec::new();

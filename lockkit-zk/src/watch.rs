@@ -1,4 +1,4 @@
-//! A one-shot watch that outlives its connection, and remembers what it told.
+//! One-shot watches that outlive their connection and remember what they have told.
 
 use std::{
     fmt,
@@ -12,10 +12,10 @@ use zookeeper_client::{EventType, OneshotWatcher, Stat};
 
 use crate::connection::Liveness;
 
-/// The watch of one node, for whoever waits for it.
+/// The watch of one node, for the claim that waits for its event.
 pub(crate) struct Watch(Arc<WatchState>);
 
-/// The watch of one node, for its session, which sets it again on each connection.
+/// The watch of one node, for its session, which arms it again on each connection.
 pub(crate) struct WatchState {
     pub(crate) path: String,
     /// The transactions that made the node and that wrote it last.
@@ -26,97 +26,101 @@ pub(crate) struct WatchState {
 }
 
 struct Inner {
-    event: Option<BoxFuture<'static, WatchEvent>>,
-    /// Of the connection that it was set on.
+    /// The client library's watch, while this one is armed.
+    armed: Option<BoxFuture<'static, WatchEvent>>,
+    /// The connection that it was armed on.
     liveness: Arc<Liveness>,
-    told: Option<WatchEvent>,
-    /// What the client library wakes.
+    event: Option<WatchEvent>,
+    /// The waker for the client library.
     relay: Waker,
 }
 
-/// What a watch has told.
+/// An event of a watch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WatchEvent {
+    /// The node was deleted.
     Deleted,
-    /// Somebody wrote to the node.
+    /// The node was written.
     Written,
-    /// The session, and with it the watch, has ended.
-    Over,
+    /// The session has ended, and the watch with it.
+    SessionEnded,
 }
 
 impl Watch {
     pub(crate) fn new(path: String, stat: &Stat, watcher: OneshotWatcher, liveness: &Arc<Liveness>) -> Self {
-        Self(Arc::new_cyclic(|eye| WatchState {
+        Self(Arc::new_cyclic(|state| WatchState {
             path,
             czxid: stat.czxid,
             mzxid: stat.mzxid,
             inner: Mutex::new(Inner {
-                event: Some(event(watcher)),
+                armed: Some(next_event(watcher)),
                 liveness: liveness.clone(),
-                told: None,
-                relay: Waker::from(Arc::new(Relay { eye: eye.clone() })),
+                event: None,
+                relay: Waker::from(Arc::new(Relay { state: state.clone() })),
             }),
             waker: AtomicWaker::new(),
         }))
     }
 
-    pub(crate) fn eye(&self) -> &Arc<WatchState> {
+    pub(crate) fn state(&self) -> &Arc<WatchState> {
         &self.0
     }
 
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<WatchEvent> {
-        // Before it is looked at, so that nothing is told unheard.
+        // Registered before the look, so that no event is missed.
         self.0.waker.register(cx.waker());
         self.0.inner().look().map_or(Poll::Pending, Poll::Ready)
     }
 
-    /// What it has told so far.
+    /// Returns the event, if there was one so far.
     pub(crate) fn look(&mut self) -> Option<WatchEvent> {
         self.0.inner().look()
     }
 
-    /// It is set on the connection that there is, and has told nothing.
+    /// It is armed on the current connection and has told nothing.
     pub(crate) fn is_quiet(&mut self) -> bool {
         let mut inner = self.0.inner();
-        inner.look().is_none() && inner.event.is_some()
+        inner.look().is_none() && inner.armed.is_some()
     }
 
-    pub(crate) async fn told(&mut self) -> WatchEvent {
+    /// Waits for the event.
+    pub(crate) async fn event(&mut self) -> WatchEvent {
         poll_fn(|cx| self.poll(cx)).await
     }
 }
 
 impl WatchState {
-    /// It is to be set again, on another connection than the one that it was set on.
-    pub(crate) fn is_shut(&self) -> bool {
+    /// The connection that it was armed on has ended, and it has told nothing.
+    pub(crate) fn is_unarmed(&self) -> bool {
         let inner = self.inner();
-        inner.told.is_none() && inner.liveness.is_over()
+        inner.event.is_none() && inner.liveness.has_ended()
     }
 
-    /// It has been set again, and the node was found so.
-    pub(crate) fn opens(&self, stat: &Stat, watcher: OneshotWatcher, liveness: Arc<Liveness>) {
+    /// Arms it again, on another connection. It tells an event if the node has changed meanwhile.
+    pub(crate) fn rearm(&self, stat: &Stat, watcher: OneshotWatcher, liveness: Arc<Liveness>) {
         if stat.czxid != self.czxid {
-            return self.tells(WatchEvent::Deleted);
+            return self.tell(WatchEvent::Deleted);
         }
         if stat.mzxid != self.mzxid {
-            return self.tells(WatchEvent::Written);
+            return self.tell(WatchEvent::Written);
         }
         let mut inner = self.inner();
-        inner.event = Some(event(watcher));
+        inner.armed = Some(next_event(watcher));
         inner.liveness = liveness;
-        let told = inner.look().is_some();
+        let has_event = inner.look().is_some();
         drop(inner);
-        if told {
+        if has_event {
             self.waker.wake();
         }
     }
 
-    pub(crate) fn tells(&self, told: WatchEvent) {
+    /// Tells this event, unless there was another before.
+    pub(crate) fn tell(&self, event: WatchEvent) {
         let mut inner = self.inner();
-        inner.told.get_or_insert(told);
-        let event = inner.event.take();
+        inner.event.get_or_insert(event);
+        let armed = inner.armed.take();
         drop(inner);
-        drop(event);
+        drop(armed);
         self.waker.wake();
     }
 
@@ -127,23 +131,23 @@ impl WatchState {
 
 impl Inner {
     fn look(&mut self) -> Option<WatchEvent> {
-        let over = self.liveness.look();
-        if *over {
-            // The session tells what became of the node.
-            self.event = None;
-        } else if let Some(event) = &mut self.event
-            && let Poll::Ready(told) = event.poll_unpin(&mut Context::from_waker(&self.relay))
+        let ended = self.liveness.lock();
+        if *ended {
+            // The session finds out what became of the node.
+            self.armed = None;
+        } else if let Some(armed) = &mut self.armed
+            && let Poll::Ready(event) = armed.poll_unpin(&mut Context::from_waker(&self.relay))
         {
-            self.event = None;
-            self.told.get_or_insert(told);
+            self.armed = None;
+            self.event.get_or_insert(event);
         }
-        self.told
+        self.event
     }
 }
 
-/// Wakes whoever waits for a watch when it has told something, not when its connection is lost.
+/// Passes the client library's wake-ups on while the connection stands. The loss of a connection is no event.
 struct Relay {
-    eye: Weak<WatchState>,
+    state: Weak<WatchState>,
 }
 
 impl Wake for Relay {
@@ -152,21 +156,24 @@ impl Wake for Relay {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        if let Some(eye) = self.eye.upgrade()
-            && !eye.inner().liveness.is_over()
+        if let Some(state) = self.state.upgrade()
+            && !state.inner().liveness.has_ended()
         {
-            eye.waker.wake();
+            state.waker.wake();
         }
     }
 }
 
-fn event(watcher: OneshotWatcher) -> BoxFuture<'static, WatchEvent> {
-    let told = |event_type| match event_type {
+fn next_event(watcher: OneshotWatcher) -> BoxFuture<'static, WatchEvent> {
+    let event = |event_type| match event_type {
         EventType::NodeDeleted => WatchEvent::Deleted,
-        EventType::Session => WatchEvent::Over,
+        EventType::Session => WatchEvent::SessionEnded,
         _ => WatchEvent::Written,
     };
-    watcher.changed().map(move |event| told(event.event_type)).boxed()
+    watcher
+        .changed()
+        .map(move |watched| event(watched.event_type))
+        .boxed()
 }
 
 impl fmt::Debug for Watch {

@@ -1,4 +1,4 @@
-//! Every await may be the last of its future, with and without the reply to what it has sent.
+//! Futures dropped or forgotten at every await, with and without the reply to their request.
 
 use std::{
     future::poll_fn,
@@ -18,7 +18,7 @@ use crate::server::{
     waiter,
 };
 
-/// Polls `work` at most `polls` times, then drops it. `None` if it was not done by then.
+/// Polls `work` at most `polls` times, then drops it. Returns `None` if it was not done by then.
 async fn poll_at_most<F: Future>(polls: usize, work: F) -> Option<F::Output> {
     let mut work = pin!(work);
     let mut left = polls;
@@ -68,7 +68,7 @@ async fn dropped_at_every_await_a_thousand_times() {
             1 => semaphore.clone(),
             _ => exclusive,
         };
-        // Every third is free, every third taken, and the others come free meanwhile.
+        // A third of the locks are free, a third are taken, and the others come free meanwhile.
         let theirs = match round % 4 {
             1 => other.semaphore(&name, 1).unwrap(),
             _ => lock(&other, &name),
@@ -77,7 +77,7 @@ async fn dropped_at_every_await_a_thousand_times() {
             0 => None,
             _ => Some(theirs.acquire().await.unwrap()),
         };
-        // Behind the holder there is nobody, or others are.
+        // Others queue behind the holder, or nobody does.
         let more = if held.is_some() { round / 12 % 2 * 2 } else { 0 };
         let several = queue_up(&raw, &name, more).await;
         let options = AcquireOptions::new().ttl(Duration::from_secs(60));
@@ -110,11 +110,11 @@ async fn dropped_at_every_await_a_thousand_times() {
         if let Some(held) = held
             && let Err(error) = held.release().await
         {
-            // A server that is kept from answering for two seconds. It is tried again.
+            // The server was kept from replying for two seconds. It is tried again.
             assert!(error.is_transient(), "{error:?}");
         }
         for path in &several {
-            // Unless that is done.
+            // They may be gone already.
             let _ = raw.delete(path, None).await;
         }
         round += 1;
@@ -154,7 +154,7 @@ async fn a_dropped_acquisition_leaves_no_unused_directory() {
     assert!(used > rounds / 4, "{used} directories of {rounds}");
 }
 
-/// The same with a server whose replies are lost from some moment of the acquisition on.
+/// Drops acquisitions whose replies are lost from some moment on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_when_replies_are_lost_a_thousand_times() {
     if no_zookeeper() {
@@ -184,15 +184,15 @@ async fn dropped_when_replies_are_lost_a_thousand_times() {
         let mut acquire = Box::pin(ours.acquire());
         let polled = poll_fn(|context| Poll::Ready(acquire.as_mut().poll(context).is_ready())).await;
         assert!(!polled);
-        // Dropped before the server has it, as soon as it has it, or somewhat later.
+        // It is dropped before the server has the request, as soon as it has it, or somewhat later.
         if round % 3 > 0 {
             awaited += 1;
             let applied = async || {
                 raw.sync("/").await.unwrap();
                 raw.check_stat(&dir(&name)).await.unwrap().unwrap().cversion > before
             };
-            // It is not even asked for if the reply that was lost is that to the clean-up after the round before, which
-            // it waits for.
+            // The node is not even asked for if the lost reply was to the deletion after the round before, which it waits
+            // for.
             let applied = timeout(
                 Duration::from_secs(1),
                 eventually("the server has made the node", applied),
@@ -250,7 +250,7 @@ async fn a_cancelled_wait_for_a_permit_leaves_nothing() {
     .await;
 }
 
-/// A future that is neither polled nor dropped, at whatever await, keeps nobody else waiting for ever.
+/// A future that is neither polled nor dropped, at any await, keeps nobody else waiting for ever.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn forgotten_at_every_await() {
     if no_zookeeper() {
@@ -265,7 +265,7 @@ async fn forgotten_at_every_await() {
         let held = theirs.acquire().await.unwrap();
         let mut acquire = Box::pin(ours.acquire());
         let polled = poll_at_most(polls, acquire.as_mut());
-        // Once it waits, there is nothing to poll it for.
+        // Once it waits, further polls change nothing.
         let polled = timeout(Duration::from_millis(100), polled).await;
         assert!(polled.ok().flatten().is_none(), "it is taken");
         contend(&raw, &name, 2).await;
@@ -273,7 +273,7 @@ async fn forgotten_at_every_await() {
         let guard = soon("the one before was forgotten", theirs.acquire())
             .await
             .unwrap();
-        // It goes on as one who has just come.
+        // It goes on as a newcomer.
         let waited = timeout(Duration::from_millis(100), acquire.as_mut()).await;
         assert!(waited.is_err(), "it is taken");
         guard.release().await.unwrap();
@@ -287,8 +287,8 @@ async fn forgotten_at_every_await() {
     futures_util::future::join_all((1..8).map(forget)).await;
 }
 
-/// A renewal by hand, or a release, that is neither polled nor dropped keeps the lock until its lease has long been over, and
-/// not for as long as the session lives.
+/// A renewal by hand or a release that is neither polled nor dropped keeps the lock until long after its lease, and not for
+/// as long as the session lives.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn forgotten_at_its_renewal_or_release() {
     if no_zookeeper() {
@@ -302,7 +302,7 @@ async fn forgotten_at_its_renewal_or_release() {
         let guard = ours.acquire().await.unwrap();
         let (next, own) = (waiter(&lock(&other, &name)), waiter(&ours));
         let held = guard.view();
-        // Its request reaches nobody, and what it hears of that finds nobody who polls it.
+        // Its request reaches nobody, and nobody polls it to hear of that.
         proxy.set(Mode::Blackhole);
         let mut work: Pin<Box<dyn Future<Output = Result<()>>>> = if renews {
             Box::pin(async move { guard.renew().await })
@@ -317,7 +317,7 @@ async fn forgotten_at_its_renewal_or_release() {
             client.inspect(&name).await.is_ok()
         })
         .await;
-        // Its lease is over within ten seconds; for ten more it may be seen to, on one connection.
+        // Its lease ends within ten seconds. For ten more, on one connection, it may go on.
         let next = timeout(Duration::from_secs(60), next).await;
         drop(next.expect("the one before was forgotten").unwrap());
         assert!(!held.is_held());
@@ -334,7 +334,7 @@ async fn forgotten_at_its_renewal_or_release() {
     futures_util::future::join(forget(true), forget(false)).await;
 }
 
-/// A release that goes on when its node was removed, and another has made one at the same place, spares that one.
+/// A release that goes on after its node was deleted and another was made at the same path spares that one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_forgotten_release_spares_the_next_simple_lock() {
     if no_zookeeper() {
@@ -356,7 +356,7 @@ async fn a_forgotten_release_spares_the_next_simple_lock() {
         let next = timeout(Duration::from_secs(60), theirs.acquire()).await;
         let next = next.expect("the one before was forgotten").unwrap();
         let released = soon("it goes on", release).await;
-        // Whatever it has sent by then is done.
+        // By then the server has done what it was asked.
         tokio::time::sleep(Duration::from_millis(300)).await;
         let node = raw.check_stat(&path).await.unwrap();
         assert!(
@@ -368,7 +368,7 @@ async fn a_forgotten_release_spares_the_next_simple_lock() {
     futures_util::future::join_all((1..5).map(forget)).await;
 }
 
-/// A future that was forgotten before it could ask for its node asks for none when it is polled again: nobody would remove
+/// A future that was forgotten before it could ask for its node asks for none when it is polled again: nobody would delete
 /// it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn forgotten_before_its_node_is_asked_for() {
@@ -401,7 +401,7 @@ async fn forgotten_before_its_node_is_asked_for() {
             ours.inspect(&name).await.is_ok()
         })
         .await;
-        // An attempt may stand still for 10 s, and its session looks with each beat.
+        // An attempt may stand still for 10 s, and its session looks with each heartbeat.
         tokio::time::sleep(Duration::from_millis(12_500)).await;
         assert!(poll_at_most(1, acquire.as_mut()).await.is_none());
         tokio::time::sleep(Duration::from_millis(300)).await;

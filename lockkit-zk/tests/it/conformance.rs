@@ -8,11 +8,11 @@ use lockkit_zk::{Digest, Nodes, Parents, ZkConfig};
 
 use crate::server;
 
-/// How the clients are configured.
+/// The clients' configuration.
 #[derive(Clone, Copy, Debug)]
 enum Variant {
     Mutex,
-    /// With a user, access for the creator alone, under a path that is missing at first, and persistent directories.
+    /// A user, access for the creator alone, a path that is missing at first, and persistent directories.
     ReadWrite,
     Simple,
 }

@@ -1,4 +1,4 @@
-//! A directory that is crowded: nobody reads its list who can do without, and nobody is let in for that who should not.
+//! Crowded directories: clients do without the list where they can, and nobody is granted too early for that.
 
 use std::{
     io::{Read, Write},
@@ -21,9 +21,9 @@ use crate::server::{
     soon, takes_its_turn, unique, unless_still, waiter,
 };
 
-/// More than make a crowd.
+/// More contenders than make a crowd.
 const MANY: usize = 80;
-/// Less than the list of so many, and more than all else that is asked.
+/// Fewer bytes than the list of so many, and more than all other replies.
 const SHORT: u64 = 2_500;
 const GUID: &str = "_c_0b1fdd6a-8b6c-4d0e-9f43-";
 
@@ -35,7 +35,7 @@ struct Foreign {
 }
 
 impl Foreign {
-    /// So many come to a directory of their own.
+    /// Makes so many contenders in a directory of their own.
     async fn new(server: &ZkServer, test: &str) -> Self {
         let mut foreign = Self {
             raw: raw(server.addr()).await,
@@ -53,7 +53,7 @@ impl Foreign {
         self.paths.extend(join_all(made).await);
     }
 
-    /// The first of them go.
+    /// Deletes the first of them.
     async fn go(&mut self) {
         let gone = self.paths.drain(..MANY);
         let gone: Vec<_> = gone.collect();
@@ -66,12 +66,12 @@ impl Foreign {
         lock(client, &self.name)
     }
 
-    /// Waits until ours and theirs are so many.
+    /// Waits until there are theirs and so many of ours.
     async fn contend(&self, ours: usize) {
         contend(&self.raw, &self.name, self.paths.len() + ours).await;
     }
 
-    /// The node of ours that came last.
+    /// Returns the node that came last.
     async fn last(&self) -> String {
         let mut nodes = children(&self.raw, &self.name).await;
         nodes.sort_unstable_by(|a, b| a[a.len() - 10..].cmp(&b[b.len() - 10..]));
@@ -109,14 +109,14 @@ async fn told_without_a_list() -> Result<(), String> {
         foreign.contend(2).await;
         watch(&server, 2).await;
         let coming = told() - listed;
-        // It does not know that there is a crowd before it has been there.
+        // A client does not know of a crowd before it has been there.
         if (coming > SHORT) != (round == 0) {
             return Err(format!("{coming} bytes to come, in round {round}"));
         }
         foreign.come("b").await;
         foreign.go().await;
         let (first, _) = soon("whoever was before it has gone", first).await.unwrap();
-        // The holder watches its own node, and the next one that.
+        // The holder watches its own node, and the next one watches the holder's.
         watch(&server, 2).await;
         let waited = told();
         first.release().await.unwrap();
@@ -152,9 +152,9 @@ async fn who_gives_up_or_dies_lets_nobody_in() {
         }
         first.abort();
         foreign.contend(1).await;
-        // Now it watches one of theirs.
+        // Now the second watches one of theirs.
         watch(&server, 1).await;
-        // The number may be the same for a moment before it has looked; after that nothing is to happen.
+        // The number of watches may be the same for a moment before it has looked. After that nothing is to happen.
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert!(!second.is_finished(), "it was let in beside {MANY} before it");
         foreign.come("c").await;
@@ -164,9 +164,9 @@ async fn who_gives_up_or_dies_lets_nobody_in() {
     }
 }
 
-/// The one before it says that it held; that is not enough.
+/// The predecessor says that it held. That is not enough without an own node.
 #[tokio::test]
-async fn who_lost_its_place_in_a_crowd_is_not_let_in() {
+async fn a_waiter_in_a_crowd_without_its_node_is_not_granted() {
     if no_zookeeper() {
         return;
     }
@@ -183,7 +183,7 @@ async fn who_lost_its_place_in_a_crowd_is_not_let_in() {
         let (first, _) = soon("whoever was before it has gone", first).await.unwrap();
         foreign.raw.delete(&node, None).await.unwrap();
         first.release().await.unwrap();
-        // It may be just about to look.
+        // The second may be just about to look.
         foreign.contend(1).await;
         assert!(!second.is_finished(), "it was let in before {MANY} others");
         foreign.come("f").await;
@@ -217,7 +217,7 @@ async fn who_expects_several_finds_nobody_and_no_directory() {
     }
 }
 
-/// Only whoever is alone can be told so without the list.
+/// Only a client that is alone can be told so without the list.
 #[tokio::test]
 async fn who_expects_several_and_may_not_list_finds_nobody() {
     if no_zookeeper() {
@@ -260,10 +260,10 @@ async fn a_writer_waits_for_all_readers() {
     for reader in readers {
         held.push(soon("readers share", reader).await.unwrap().0);
     }
-    // The one that it watches.
+    // This is the reader that the writer watches.
     held.pop().unwrap().release().await.unwrap();
     foreign.contend(2).await;
-    // It has looked by then, and nothing else is to happen.
+    // The writer has looked by then, and nothing else is to happen.
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert!(!writer.is_finished(), "it was let in beside a reader");
     held.pop().unwrap().release().await.unwrap();
@@ -335,8 +335,8 @@ async fn releases_are_told_as_they_turn_out() {
     assert_eq!(is_there(&node).await, None);
 }
 
-/// A way to the server at `to` that makes it one without multi-reads: they are answered as unknown, which closes the
-/// connection. Says how many there were.
+/// Starts a proxy to the server at `to` that makes it one without multi-reads: it refuses them as unknown and closes the
+/// connection. Returns its address, and a counter of such requests.
 fn without_multi_reads(to: SocketAddr) -> (SocketAddr, Arc<AtomicU64>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (addr, asked) = (listener.local_addr().unwrap(), Arc::<AtomicU64>::default());
@@ -359,7 +359,7 @@ fn without_multi_reads(to: SocketAddr) -> (SocketAddr, Arc<AtomicU64>) {
             thread::spawn(move || {
                 let mut to = server.try_clone().unwrap();
                 let _ = pass(client, &mut |request| {
-                    // Of an opening this is a part of the highest transaction seen.
+                    // In the request that opens a session, these bytes are a part of the highest transaction seen.
                     if request.get(8..12) != Some(&MULTI_READ.to_be_bytes()) {
                         return to.write_all(request).is_ok();
                     }

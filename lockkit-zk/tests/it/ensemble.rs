@@ -1,4 +1,4 @@
-//! Three servers, some of which have lost touch with the others without knowing.
+//! Three servers, of which some have lost touch with the others without knowing.
 
 use std::{
     sync::LazyLock,
@@ -12,15 +12,15 @@ use zookeeper_client::SessionState;
 
 use crate::server::{self, TIMEOUT, connect, lock, no_zookeeper, soon, unique, waiter, watcher};
 
-/// One after the other: each cuts what the others would need.
+/// Serialises the tests: each cuts connections that the others need.
 static ENSEMBLE: LazyLock<Mutex<ZkEnsemble>> =
     LazyLock::new(|| Mutex::new(ZkEnsemble::start().expect("three ZooKeeper servers")));
 
-/// Cuts a member off on which a client has several holds, when that has been idle for so long. How long before the next
-/// grants its holders were told, at least.
+/// Cuts off the member that a client with several holds is connected to, after the client was idle for so long. Returns the
+/// least time between a holder's loss and the next grant.
 async fn cut(ensemble: &ZkEnsemble, cut: usize, safe: usize, idle: Duration) -> Duration {
     let name = unique("cut");
-    // Whoever trusts the state of its connection is fooled for a while.
+    // The state of the connection would fool the client for a while.
     let trusting = server::raw(ensemble.member(cut).addr()).await;
     let theirs = connect(ensemble.member(safe).addr()).await;
     let ours = server::brief_client(ensemble.member(cut).addr()).await;
@@ -63,14 +63,14 @@ async fn cut(ensemble: &ZkEnsemble, cut: usize, safe: usize, idle: Duration) -> 
 fn idle(round: usize) -> Duration {
     match round % 3 {
         0 => Duration::ZERO,
-        // Anywhere between two beats.
+        // This may be anywhere between two heartbeats.
         1 => Duration::from_millis(fastrand::u64(100..1_000)),
         _ => TIMEOUT * 3,
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_holder_on_a_follower_that_is_cut_off_is_told_before_the_next_is_granted() {
+async fn holder_on_cut_off_follower_is_told_before_next_grant() {
     if no_zookeeper() {
         return;
     }
@@ -87,7 +87,7 @@ async fn a_holder_on_a_follower_that_is_cut_off_is_told_before_the_next_is_grant
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_holder_on_a_leader_that_is_cut_off_is_told_before_the_next_is_granted() {
+async fn holder_on_cut_off_leader_is_told_before_next_grant() {
     if no_zookeeper() {
         return;
     }

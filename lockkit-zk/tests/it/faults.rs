@@ -1,4 +1,4 @@
-//! A connection that misbehaves between a client and its server, and a server that does.
+//! Faults of the connection between a client and its server, and of the server.
 
 use std::{
     net::SocketAddr,
@@ -20,7 +20,7 @@ use crate::server::{
     shared, soon, takes_its_turn, unique, unless_still, waiter, watcher,
 };
 
-/// A client, what it goes through, and one that goes straight.
+/// A client behind a proxy, and one that is connected directly.
 struct Pair {
     proxy: Proxy,
     ours: lockkit_core::LockClient,
@@ -34,7 +34,7 @@ impl Pair {
         Self::of(test, server::config).await
     }
 
-    /// One whose client behind the proxy has a session that lapses when it is cut off.
+    /// Makes a pair whose client behind the proxy has a session that expires when it is cut off.
     async fn brief(test: &str) -> Self {
         Self::of(test, server::brief).await
     }
@@ -43,8 +43,8 @@ impl Pair {
         let proxy = Proxy::start(shared().addr()).unwrap();
         let raw = raw(shared().addr()).await;
         let name = unique(test);
-        // Not a container, which the server deletes when it finds it empty. Clients make another one when they are told
-        // that it is missing, and here they are often told nothing.
+        // A server deletes an empty container. Clients make another one when they are told that it is missing, and here they
+        // are often told nothing. So this is no container.
         let directory = CreateMode::Persistent.with_acls(Acls::anyone_all());
         raw.mkdir(&dir(&name), &directory).await.unwrap();
         Self {
@@ -97,7 +97,7 @@ async fn a_node_whose_making_was_not_confirmed_is_found_again() {
     }
 }
 
-/// What is still to be removed of a claim is not taken for what it has made since.
+/// The session deletes the claim's earlier node and spares the one that the claim has made since.
 #[tokio::test]
 async fn a_node_made_again_with_nodes_simple_has_another_mark() {
     if no_zookeeper() {
@@ -150,7 +150,7 @@ async fn try_without_a_reply(several: bool) {
     pair.proxy.set(Mode::Pass);
     contend(&pair.raw, &pair.name, 0).await;
 
-    // While the connection is down, nobody can tell either.
+    // While the connection is down, nobody can tell whether it is taken.
     pair.proxy.set(Mode::Refuse);
     pair.proxy.reset();
     let error = pair.lock().with_options(quick).try_acquire().await.unwrap_err();
@@ -181,7 +181,7 @@ async fn a_release_whose_reply_is_lost_releases_once() {
         .await
         .unwrap();
     pair.proxy.set(Mode::Pass);
-    // Whatever is still tried harms no later holder.
+    // Requests that are still repeated harm no later holder.
     let waiting = waiter(&pair.lock());
     contend(&pair.raw, &pair.name, 2).await;
     assert!(held.is_held() && !waiting.is_finished());
@@ -196,7 +196,7 @@ async fn released_while_cut_off_and_gone_once_the_session_is_back() {
     }
     let proxy = Proxy::start(shared().addr()).unwrap();
     let mut config = server::config(proxy.addr());
-    // Longer than the driver tries to confirm a release.
+    // This is longer than the driver tries to confirm a release.
     config.session_timeout = Duration::from_secs(20);
     let client = server::patiently(config).await;
     let (name, raw) = (unique("cut"), raw(shared().addr()).await);
@@ -206,13 +206,13 @@ async fn released_while_cut_off_and_gone_once_the_session_is_back() {
     let ours = client.lock(&name).unwrap().with_options(options);
     for mode in [Mode::Refuse, Mode::HalfOpen] {
         let guard = soon("it is connected", ours.acquire()).await.unwrap();
-        // Nobody answers; or requests go nowhere, and nobody knows.
+        // Replies are lost, or requests are, and the client cannot tell.
         proxy.set(mode);
         if mode == Mode::Refuse {
             proxy.reset();
         }
         drop(guard);
-        // The driver gives up on it after its ttl and op_timeout.
+        // The driver gives the release up after the ttl and op_timeout.
         tokio::time::sleep(Duration::from_secs(1)).await;
         assert_eq!(
             children(&raw, &name).await.len(),
@@ -245,7 +245,7 @@ async fn an_interrupted_wait_keeps_its_place() {
         pair.ours.inspect(&pair.name).await.ok();
     }
     assert_eq!(children(&pair.raw, &pair.name).await.len(), 2);
-    // Released while it cannot hear of it.
+    // It is released while its client cannot hear of it.
     pair.proxy.set(Mode::Refuse);
     pair.proxy.reset();
     held.release().await.unwrap();
@@ -256,7 +256,7 @@ async fn an_interrupted_wait_keeps_its_place() {
     guard.release().await.unwrap();
 }
 
-/// One that asks for as long as the servers are away does not stand still.
+/// An attempt that goes on while the servers are away does not stand still.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_patient_waiter_keeps_its_place_over_an_outage() {
     if no_zookeeper() {
@@ -276,14 +276,14 @@ async fn a_patient_waiter_keeps_its_place_over_an_outage() {
     let nodes = children(&raw, &name).await;
     proxy.set(Mode::Refuse);
     proxy.reset();
-    // It asks what has become of its place after 5 s, and may stand still for 10.
+    // It looks after its place after 5 s, and may stand still for 10 s.
     tokio::time::sleep(Duration::from_secs(17)).await;
     proxy.set(Mode::Pass);
     eventually("it is connected again", async || {
         ours.inspect(&name).await.is_ok()
     })
     .await;
-    // It would be told to go with one of the next beats.
+    // One of the next heartbeats would take its node away.
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(children(&raw, &name).await.len(), 2);
     held.release().await.unwrap();
@@ -294,7 +294,7 @@ async fn a_patient_waiter_keeps_its_place_over_an_outage() {
 }
 
 #[tokio::test]
-async fn one_before_it_that_goes_between_the_list_and_the_watch_is_not_waited_for() {
+async fn predecessor_gone_before_its_watch_is_not_waited_for() {
     const LATE: Duration = Duration::from_millis(300);
 
     if no_zookeeper() {
@@ -308,7 +308,7 @@ async fn one_before_it_that_goes_between_the_list_and_the_watch_is_not_waited_fo
     });
     let waiting = waiter(&pair.lock());
     contend(&pair.raw, &pair.name, 2).await;
-    // Its list is on the way and will be answered in a while, its watch follows as much later.
+    // The reply to its list takes a while, and its watch follows as much later.
     tokio::time::sleep(LATE * 3 / 2).await;
     pair.raw.delete(&theirs, None).await.unwrap();
     let deleted = Instant::now();
@@ -364,7 +364,7 @@ async fn contenders_that_keep_losing_their_connection_get_on() {
 #[derive(Clone, Copy, Debug)]
 enum Moment {
     After(Duration),
-    /// Between a request of its session and the reply, when it has been idle for so long.
+    /// It is cut off between a request of its session and the reply, after it was idle for so long.
     InARequest(Duration),
 }
 
@@ -396,7 +396,7 @@ impl Moment {
     }
 }
 
-/// Cuts a client off that has several holds. Each has to be told before the next is granted; returns how long before.
+/// Cuts a client off that has several holds. Each has to be told before the next is granted. Returns how long before.
 async fn told_before_the_next_grant(mode: Mode, moment: Moment) -> Result<Duration, String> {
     let pair = Pair::brief("partition").await;
     let mut holds = Vec::new();
@@ -431,7 +431,7 @@ async fn told_before_the_next_grant(mode: Mode, moment: Moment) -> Result<Durati
         margin = margin.min(granted - told);
         left.push((ours, guard, next));
     }
-    // Back again, it is a client as before.
+    // Connected again, it works as before.
     pair.proxy.set(Mode::Pass);
     pair.proxy.reset();
     for (ours, guard, next) in left {
@@ -462,7 +462,7 @@ async fn a_client_cut_off_is_told_before_the_next_is_granted() {
     }
 }
 
-/// One that has just opened its session has the longest lease that there is: the servers have heard nothing of it since.
+/// A client that has just opened its session has the longest lease that there is: the servers have heard nothing of it since.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_first_lease_ends_before_the_next_is_granted() {
     if no_zookeeper() {
@@ -480,7 +480,7 @@ async fn a_first_lease_ends_before_the_next_is_granted() {
         let guard = lock(&ours, &name).acquire().await.unwrap();
         proxy.set(Mode::Blackhole);
         let end = guard.valid_until().unwrap().into_std();
-        // However late it is told on a busy machine, it is granted later.
+        // On a busy machine it is told late. The next is granted later still.
         let (next, granted) = soon("the next is granted", waiter(&lock(&theirs, &name)))
             .await
             .unwrap();
@@ -493,7 +493,7 @@ async fn a_first_lease_ends_before_the_next_is_granted() {
     }
 }
 
-/// Nothing that it asks is answered, and the servers hear of it all the same.
+/// Its replies are lost, and its requests arrive.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whose_replies_are_lost_is_told_and_keeps_others_waiting() {
     if no_zookeeper() {
@@ -508,7 +508,7 @@ async fn whose_replies_are_lost_is_told_and_keeps_others_waiting() {
         pair.proxy.set(Mode::DropReplies);
         let reason = soon("the holder is told", guard.lost()).await;
         assert!(reason == LossReason::Expired && !guard.is_held());
-        // By then a session that nobody hears of has ended.
+        // By then a session that the servers do not hear of has ended.
         tokio::time::sleep(TIMEOUT * 3 / 2).await;
         let kept_waiting = !next.is_finished();
         pair.proxy.set(Mode::Pass);
@@ -516,7 +516,7 @@ async fn whose_replies_are_lost_is_told_and_keeps_others_waiting() {
         if kept_waiting {
             return;
         }
-        // On a busy machine it asks for its session too seldom, or gives back what it had over the connection that it lost.
+        // On a busy machine it asks for its session too seldom, or releases over the connection that it lost.
         tries += 1;
         assert!(tries < 10, "its session has ended after all");
     }
@@ -555,7 +555,7 @@ async fn dies_with_its_node(several: bool) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_server_that_is_killed_and_comes_back_loses_no_hold_and_no_place() {
+async fn a_restarted_server_loses_no_hold_and_no_place() {
     if no_zookeeper() {
         return;
     }
@@ -702,7 +702,7 @@ async fn a_closed_client_fails_at_once_and_leaves_nothing() {
     }
     let pair = Pair::new("closed").await;
     pair.other().acquire().await.unwrap().release().await.unwrap();
-    // Closed with a node whose making is not confirmed.
+    // It is closed while it does not know whether its node was made.
     pair.proxy.set(Mode::DropReplies);
     let waiting = tokio::spawn({
         let lock = pair.lock();

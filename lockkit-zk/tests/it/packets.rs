@@ -1,4 +1,4 @@
-//! What a contended lock costs, by the server's own count.
+//! The cost of a contended lock, by the server's own count.
 
 use std::{
     sync::{
@@ -14,10 +14,10 @@ use zookeeper_client::{Acls, CreateMode};
 
 use crate::server::{self, contend, lock, no_zookeeper, queue_up, raw, unique, unless_still, waiter};
 
-/// How many locks are counted.
+/// The number of locks that are counted.
 const LOCKS: u64 = 1_500;
 
-/// The packets that the server got and sent per lock, between so many clients that come back at once.
+/// Returns the packets that the server got and sent per lock, between so many clients that come back at once.
 async fn per_lock(clients: usize) -> (f64, f64) {
     let server = ZkServer::plain().unwrap();
     let name = unique("packets");
@@ -25,7 +25,7 @@ async fn per_lock(clients: usize) -> (f64, f64) {
     let mut contenders = JoinSet::new();
     for _ in 0..clients {
         let mut config = server::config(server.addr());
-        // Beats are 2.5 s apart.
+        // Heartbeats are 2.5 s apart.
         config.session_timeout = Duration::from_secs(60);
         let lock = lock(&server::patiently(config).await, &name);
         let granted = granted.clone();
@@ -49,7 +49,7 @@ async fn per_lock(clients: usize) -> (f64, f64) {
         let locks = granted.load(Ordering::Relaxed) as f64;
         (locks, figure("zk_packets_received"), figure("zk_packets_sent"))
     };
-    // Until all have seen each other.
+    // By then all have seen each other.
     let before = counted(20 * clients as u64).await;
     let after = counted(20 * clients as u64 + LOCKS).await;
     contenders.shutdown().await;
@@ -57,7 +57,7 @@ async fn per_lock(clients: usize) -> (f64, f64) {
     ((after.1 - before.1) / locks, (after.2 - before.2) / locks)
 }
 
-/// A node, a list, a watch, a list, a deletion; an answer to each, and word of one deletion.
+/// The requests are a node, a list, a watch, a list and a deletion. Each has a reply, and one deletion is notified.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_contended_lock_costs_five_requests_and_six_packets_back() {
     if no_zookeeper() {
@@ -71,7 +71,7 @@ async fn a_contended_lock_costs_five_requests_and_six_packets_back() {
     println!("{got:.2} packets got and {sent:.2} sent per lock");
 }
 
-/// Word of the one that came before, a node, a watch, a word of the one that held, a deletion.
+/// The requests are the name of the last newcomer, a node, a watch, whether the predecessor held, and a deletion.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lock_in_a_crowd_costs_as_much() {
     if no_zookeeper() {
@@ -85,7 +85,7 @@ async fn a_lock_in_a_crowd_costs_as_much() {
     println!("{got:.2} packets got and {sent:.2} sent per lock in a crowd");
 }
 
-/// The one before a waiter that has had another before it goes, by a way of 2 ms there and back.
+/// A waiter's predecessor leaves, which had another before it, with a round trip of 2 ms.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn far_away_a_waiter_is_granted_without_asking() {
     if no_zookeeper() {
@@ -99,7 +99,7 @@ async fn far_away_a_waiter_is_granted_without_asking() {
     });
     let (raw, name) = (raw(server.addr()).await, unique("turn"));
     let mut config = server::config(proxy.addr());
-    // Beats are 2.5 s apart.
+    // Heartbeats are 2.5 s apart.
     config.session_timeout = Duration::from_secs(60);
     let lock = lock(&server::patiently(config).await, &name);
     let watched = async |by: usize| {
@@ -110,7 +110,7 @@ async fn far_away_a_waiter_is_granted_without_asking() {
     // The server removes an empty container.
     let lasting = CreateMode::Persistent.with_acls(Acls::anyone_all());
     raw.mkdir(&server::dir(&name), &lasting).await.unwrap();
-    // It learns how far the server is, by some answers each time.
+    // It learns how far the server is, from some replies each time.
     for round in 0..75 {
         let before = queue_up(&raw, &name, 2).await;
         let waiting = waiter(&lock);
@@ -119,7 +119,7 @@ async fn far_away_a_waiter_is_granted_without_asking() {
         if round < 70 {
             raw.delete(&before[0], None).await.unwrap();
         } else {
-            // Both and its own, and then both that are left.
+            // First it watches both predecessors and its own node, then what is left of them.
             watched(3).await;
             raw.delete(&before[0], None).await.unwrap();
             watched(2).await;

@@ -26,7 +26,7 @@ const JARS: [&str; 6] = [
     "zookeeper",
     "slf4j-nop",
 ];
-/// A waiter is given this long to be granted what it must not be granted.
+/// The time that a waiter is given for a grant that it must not get.
 const A_WHILE: Duration = Duration::from_millis(300);
 
 fn jar(name: &str) -> String {
@@ -78,7 +78,7 @@ fn kazoo() -> Peer {
     Peer::start(&python).unwrap()
 }
 
-/// How a peer is told to acquire, to try, and what it contends for.
+/// The commands by which a peer acquires and tries, and the path that it contends for.
 struct Theirs<'a> {
     peer: Peer,
     verb: &'a str,
@@ -105,7 +105,7 @@ impl Theirs<'_> {
     }
 }
 
-/// That a lock of ours and one of theirs exclude each other and are handed over, in both directions.
+/// Shows that a lock of ours and one of theirs exclude each other and are handed over, in both directions.
 async fn exclude_each_other(raw: &Client, ours: &Lock, theirs: &mut Theirs<'_>) {
     let name = theirs.name.to_owned();
     assert!(theirs.tries());

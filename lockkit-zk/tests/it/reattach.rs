@@ -1,5 +1,4 @@
-//! Sessions that are attached again: to servers that grant another timeout, with many watches, to a leader that is none
-//! any more.
+//! Sessions that are attached again: to servers that grant another timeout, with many watches, to a deposed leader.
 
 use std::{
     future::{Future, poll_fn},
@@ -23,7 +22,7 @@ use crate::server::{
     unless_still, waiter, watcher,
 };
 
-/// Two clients that ask for so much: one behind a proxy, and one that is not.
+/// Makes two clients that ask for this session timeout, one of them behind a proxy.
 async fn pair(proxy: &Proxy, server: &ZkServer, timeout: Duration, tick: Duration) -> [LockClient; 2] {
     let mut clients = Vec::new();
     for addr in [proxy.addr(), server.addr()] {
@@ -34,14 +33,14 @@ async fn pair(proxy: &Proxy, server: &ZkServer, timeout: Duration, tick: Duratio
     clients.try_into().expect("two")
 }
 
-/// There is another connection than the one `before`, and an answer on it.
+/// Waits for a connection after the one `before`, and a reply on it.
 async fn is_back(proxy: &Proxy, before: u64) {
     eventually("connected again", async || proxy.counts().connections > before).await;
     let heard = proxy.counts().replies.bytes;
     eventually("answered again", async || proxy.counts().replies.bytes > heard).await;
 }
 
-/// Cuts off the holder without a word. It has to be told before the next is granted.
+/// Cuts the holder off in silence. It has to be told before the next is granted.
 async fn told_first(proxy: &Proxy, ours: &[LockGuard], next: JoinHandle<(LockGuard, Instant)>) {
     let told: Vec<_> = ours.iter().map(watcher).collect();
     let cut = Instant::now();
@@ -62,7 +61,7 @@ async fn told_first(proxy: &Proxy, ours: &[LockGuard], next: JoinHandle<(LockGua
     );
 }
 
-/// A second later, when the leader was told of it by the shorter timeout alone, nothing is lost.
+/// Checks that nothing is lost a second later, when the leader counts with the shorter timeout alone.
 async fn goes_on(ours: &LockGuard, next: &JoinHandle<(LockGuard, Instant)>) -> Result<(), String> {
     let back = Instant::now();
     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -78,7 +77,7 @@ async fn goes_on(ours: &LockGuard, next: &JoinHandle<(LockGuard, Instant)>) -> R
     ))
 }
 
-/// A holder of a long session; the server comes back with other settings; the holder is cut off.
+/// Restarts the server of a long session's holder with other settings, then cuts the holder off.
 async fn comes_back_with(first: &[&str], then: &str, timeout: Duration) -> Result<(), String> {
     let mut builder = ZkServer::builder();
     for line in first {
@@ -89,14 +88,14 @@ async fn comes_back_with(first: &[&str], then: &str, timeout: Duration) -> Resul
     let [ours, theirs] = pair(&proxy, &server, timeout, LEISURE).await;
     let name = unique("granted-less");
     let renewed = lock(&ours, &name).acquire().await.unwrap();
-    // Nobody asks for a longer lease for this one; a shorter one counts all the same.
+    // Nobody renews this one. A shorter lease counts all the same.
     let left = AcquireOptions::new().ttl(Duration::from_secs(60)).renew(false);
     let left = ours.lock(unique("left")).unwrap().with_options(left);
     let left = left.acquire().await.unwrap();
     let next = waiter(&lock(&theirs, &name));
     contend(&raw(server.addr()).await, &name, 2).await;
     let before = proxy.counts().connections;
-    // Whom it asks to attach it answers: what one that is silent may have granted is another matter.
+    // The server that is asked to attach the session replies. What a silent one may have granted is another test's matter.
     proxy.set(Mode::Refuse);
     server.stop().unwrap();
     server.reconfigure(then).unwrap();
@@ -117,9 +116,9 @@ async fn a_session_that_is_granted_less_is_told_in_time() {
     unless_still(async || comes_back_with(&["tickTime=1000"], "maxSessionTimeout=5000", minute).await).await;
 }
 
-/// Begins to renew by hand, and does not go on with it.
+/// Begins a renewal by hand, and does not go on with it.
 async fn forgotten_renewal(guard: &LockGuard) -> Pin<Box<dyn Future<Output = Result<(), Error>> + '_>> {
-    // One that asks just when more has been proven is done at once.
+    // A renewal that begins just when more has been proven is done at once.
     loop {
         let mut renewal = Box::pin(guard.renew());
         if poll_fn(|context| Poll::Ready(renewal.as_mut().poll(context).is_pending())).await {
@@ -175,7 +174,7 @@ async fn an_ended_session_is_told_behind_a_forgotten_renewal() {
     let renewal = forgotten_renewal(&guard).await;
     let id = i64::from_str_radix(&sessions[0], 16).unwrap();
     tokio::task::block_in_place(|| server.end_session(id)).unwrap();
-    // Long before its lease is over.
+    // This is long before its lease ends.
     assert_eq!(soon("told", guard.lost()).await, LossReason::Expired);
     drop(renewal);
 }
@@ -185,7 +184,7 @@ async fn a_session_on_servers_that_tick_faster_is_told_in_time() {
     if no_zookeeper() {
         return;
     }
-    // Twenty ticks are granted: 20 s, and then 5, which is the least that a client takes.
+    // Twenty ticks are granted: 20 s, and then 5 s, which is the least that a client takes.
     let first = ["tickTime=1000", "maxSessionTimeout=-1"];
     let asked = Duration::from_secs(20);
     unless_still(async || comes_back_with(&first, "tickTime=250", asked).await).await;
@@ -246,7 +245,7 @@ async fn three_thousand_holds_outlive_a_reset() {
     eventually("all holds are watched", all_watched).await;
     let cut = tokio::time::Instant::now();
     proxy.reset();
-    // Longer than the session.
+    // This is longer than the session.
     let until = cut + Duration::from_secs(12);
     eventually("all holds are proven again, or lost", async || {
         let proven = |guard: &LockGuard| guard.valid_until().is_none_or(|end| end > until);
@@ -263,7 +262,7 @@ async fn three_thousand_holds_outlive_a_reset() {
     assert_eq!(soon("it is told", guard.lost()).await, LossReason::Revoked);
 }
 
-/// Waiters of one client keep their places over a reset, and are called as before.
+/// Waiters of one client keep their places over a reset, and are notified as before.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn waiters_keep_their_places_over_a_reset() {
     const MANY: usize = 200;
@@ -290,7 +289,7 @@ async fn waiters_keep_their_places_over_a_reset() {
     let connections = proxy.counts().connections;
     proxy.reset();
     is_back(&proxy, connections).await;
-    // One whose turn came while it was away is told, too.
+    // A waiter whose turn came while it was disconnected is told, too.
     for guard in held {
         guard.release().await.unwrap();
     }
@@ -314,8 +313,7 @@ async fn places(raw: &Client, names: &[String]) -> Vec<Vec<String>> {
     places
 }
 
-/// A node is made by a new leader, its reply is lost, and an old leader, which does not know that it is none, is asked
-/// about it.
+/// A new leader makes a node, the reply is lost, and a deposed leader that does not know it yet is asked about the node.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_deposed_leader_hides_no_node() {
     if no_zookeeper() {
@@ -329,7 +327,7 @@ async fn a_deposed_leader_hides_no_node() {
 async fn hidden_by_a_deposed_leader(several: bool) {
     let ensemble = ZkEnsemble::start().unwrap();
     for member in ensemble.members() {
-        // In ticks: for so long a leader that is cut off does not know it.
+        // For so many ticks a leader that is cut off does not know it.
         member.stop().unwrap();
         member.reconfigure("syncLimit=300").unwrap();
         member.start().unwrap();
@@ -388,7 +386,7 @@ async fn hidden_by_a_deposed_leader(several: bool) {
     eventually("nothing is left", async || children(&raw, &name).await.is_empty()).await;
 }
 
-/// Nor does it end a session that its successor has opened.
+/// A deposed leader does not end a session that its successor has opened.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_deposed_leader_ends_no_session() {
     if no_zookeeper() {
@@ -435,7 +433,7 @@ async fn a_deposed_leader_ends_no_session() {
     assert!(guard.is_held(), "lost {:?}", guard.lost().reason());
 }
 
-/// By when a dead holder is followed is what the server has granted, whatever was asked for.
+/// The bound for a dead holder follows what the server has granted, whatever was asked for.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dead_holder_is_followed_within_the_bound() {
     if no_zookeeper() {
@@ -472,7 +470,7 @@ async fn a_dead_holder_is_followed_within_the_bound() {
     }
 }
 
-/// However short its session is, a fresh lease is not nearly over.
+/// Also of a short session a fresh lease is not nearly over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_fresh_lease_of_a_short_session_is_long() {
     if no_zookeeper() {
@@ -491,11 +489,11 @@ async fn a_fresh_lease_of_a_short_session_is_long() {
         guard.release().await.unwrap();
     }
     left.sort_unstable();
-    // A machine that stands still for a moment makes some of them shorter.
+    // A machine that stands still for a moment shortens some of them.
     assert!(left[50] > Duration::from_millis(1_400), "{left:?}");
 }
 
-/// Whichever is asked first.
+/// The order in which the servers are asked makes no difference.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_silent_servers_of_three_delay_nobody_for_long() {
     if no_zookeeper() {
@@ -520,7 +518,7 @@ async fn two_silent_servers_of_three_delay_nobody_for_long() {
     }
 }
 
-/// A server that takes connections and says nothing may have granted less. That is not to last longer than what it leaves.
+/// A server that takes connections and says nothing may have granted less. That doubt ends before the lease that it would leave.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hold_outlives_that_a_silent_server_is_asked() {
     if no_zookeeper() {
@@ -540,7 +538,7 @@ async fn a_hold_outlives_that_a_silent_server_is_asked() {
     silent.set(Mode::Blackhole);
     other.set(Mode::Refuse);
     other.reset();
-    // Whether it is there, and to attach the session.
+    // One connection finds out whether the server is there, and one attaches the session.
     eventually("the silent one is asked", async || {
         silent.counts().connections >= asked + 2
     })
@@ -595,7 +593,7 @@ fn a_runtime_that_ends_under_a_thousand_holds_is_quiet() {
                 server.figure("zk_watch_count").unwrap() >= 1_000
             })
             .await;
-            // As at the end of `main`.
+            // This is what happens at the end of `main`.
             if dropped_within { Vec::new() } else { guards }
         });
         drop(runtime);
@@ -604,7 +602,7 @@ fn a_runtime_that_ends_under_a_thousand_holds_is_quiet() {
     assert_eq!(PANICS.load(Ordering::SeqCst), 0, "panics");
 }
 
-/// Who asks for a little while only, again and again, is to have a session in the end.
+/// A caller that asks again and again, each time for a little while only, gets a session in the end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_opening_goes_on_without_its_caller() {
     if no_zookeeper() {
@@ -636,7 +634,7 @@ async fn an_opening_goes_on_without_its_caller() {
     eventually("and it is closed", async || sessions().await.is_empty()).await;
 }
 
-/// A question that is neither polled nor dropped keeps no other of its client from a session.
+/// A request that is neither polled nor dropped keeps no other of its client from a session.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_opening_that_somebody_forgot_is_everyones() {
     if no_zookeeper() {
@@ -664,7 +662,7 @@ async fn an_opening_that_somebody_forgot_is_everyones() {
     soon("it has waited for nothing else", forgotten).await.unwrap();
 }
 
-/// Nor does it keep the session of a client that is closed.
+/// A request that is neither polled nor dropped does not keep the session of a client that is closed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_question_that_somebody_forgot_keeps_no_session() {
     if no_zookeeper() {
@@ -684,7 +682,7 @@ async fn a_question_that_somebody_forgot_keeps_no_session() {
     assert!(forgotten.await.is_err());
 }
 
-/// Why a session could not be opened is for those who had asked by then.
+/// The error of an opening is for those who had asked by then.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_opening_that_failed_is_nobody_elses_error() {
     if no_zookeeper() {
@@ -699,10 +697,10 @@ async fn an_opening_that_failed_is_nobody_elses_error() {
     let id = i64::from_str_radix(&sessions[0], 16).unwrap();
     tokio::task::block_in_place(|| server.end_session(id)).unwrap();
     soon("told", guard.lost()).await;
-    // Nobody waits for the answer of this one, and it comes soon.
+    // Nobody waits for the outcome of this one, which comes soon.
     proxy.set(Mode::Refuse);
     let again = lock(&ours, &name);
-    // It may have come by the time it is first asked for.
+    // It may be there by the time it is first asked for.
     eventually("there is one that nobody waits for", async || {
         let mut acquire = Box::pin(again.try_acquire());
         poll_fn(|context| Poll::Ready(acquire.as_mut().poll(context).is_pending())).await
@@ -714,7 +712,7 @@ async fn an_opening_that_failed_is_nobody_elses_error() {
     guard.expect("it is free").release().await.unwrap();
 }
 
-/// A server that is there and does not answer a read, as one does that has too much to do, leaves no hold unwatched.
+/// A busy server that refuses reads leaves no hold unwatched.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_watch_that_a_busy_server_refuses_is_set_again() {
     if no_zookeeper() {
@@ -733,7 +731,7 @@ async fn told_by_a_busy_server() -> Result<(), String> {
     for i in 0..MANY {
         guards.push(lock(&ours, &format!("{run}-{i}")).acquire().await.unwrap());
     }
-    // It carries out one request at a time, and none that has waited for a millisecond.
+    // The server handles one request at a time, and none that has waited for a millisecond.
     server.kill().unwrap();
     server.reconfigure("request_throttle_max_requests=1").unwrap();
     server.reconfigure("throttled_op_wait_time=1").unwrap();
@@ -765,7 +763,7 @@ async fn told_by_a_busy_server() -> Result<(), String> {
     Ok(())
 }
 
-/// A client that is closed while it is away ends its session as soon as it can.
+/// A client that is closed while it is disconnected ends its session as soon as it can.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_is_closed_while_away_comes_back_for_its_session() {
     if no_zookeeper() {
@@ -791,7 +789,7 @@ async fn who_is_closed_while_away_comes_back_for_its_session() {
     }
 }
 
-/// One whose connection is dead, which it need not know, or dies with the last word on it, ends its session over another.
+/// A client whose connection is dead, known or not, or dies with the last request on it, ends its session over another.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_is_closed_on_a_dead_connection_ends_its_session() {
     if no_zookeeper() {
@@ -810,7 +808,7 @@ async fn who_is_closed_on_a_dead_connection_ends_its_session() {
         let closing = tokio::spawn(async move { ours.close(Duration::from_secs(15)).await });
         tokio::time::sleep(Duration::from_millis(100)).await;
         if mode == Mode::Blackhole {
-            // What was held back is not delivered.
+            // The proxy does not deliver what it held back.
             proxy.reset();
         }
         proxy.set(Mode::Pass);

@@ -1,4 +1,4 @@
-//! What is on the server, who else can live with it, and in which order it goes.
+//! The layout on the server, other clients of it, and the order of grants.
 
 use std::time::Duration;
 
@@ -19,8 +19,8 @@ fn sequence(node: &str) -> i64 {
     node[node.len() - 10..].parse().unwrap()
 }
 
-/// Who would be granted next by the rule of Curator's `InterProcessMutex`: the first by what follows `lock-`, and by
-/// the whole name where there is none.
+/// Returns the next holder by the rule of Curator's `InterProcessMutex`: the first by what follows `lock-`, or by the whole
+/// name where there is no `lock-`.
 fn first_by_curators_rule(children: &[String]) -> Option<&String> {
     children.iter().min_by_key(|child| {
         child
@@ -72,7 +72,7 @@ async fn curators_mutex_and_ours_exclude_each_other() {
     let client = connect(shared().addr()).await;
     let (writer, reader) = (lock(&client, &name), lock(&client, &name).shared());
 
-    // Theirs first.
+    // Theirs comes first.
     let theirs = contender(&raw, &dir(&name), &format!("{GUID}-lock-")).await;
     assert!(writer.try_acquire().await.unwrap().is_none());
     assert!(reader.try_acquire().await.unwrap().is_none());
@@ -84,7 +84,7 @@ async fn curators_mutex_and_ours_exclude_each_other() {
     raw.delete(&theirs, None).await.unwrap();
     let (guard, _) = soon("the other client released", waiting).await.unwrap();
 
-    // Ours first, exclusive and shared.
+    // Ours comes first, exclusive and shared.
     let theirs = contender(&raw, &dir(&name), &format!("{GUID}-lock-")).await;
     assert!(!theirs.ends_with(first_by_curators_rule(&children(&raw, &name).await).unwrap()));
     guard.release().await.unwrap();
@@ -162,7 +162,7 @@ async fn clients(many: usize) -> Vec<LockClient> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_hundred_waiters_are_granted_in_the_order_of_their_numbers() {
+async fn two_hundred_waiters_are_granted_in_order_of_numbers() {
     const WAITERS: usize = 200;
 
     if no_zookeeper() {
@@ -218,7 +218,7 @@ async fn a_release_wakes_one_waiter_and_no_other() {
     let server = ZkServer::plain().unwrap();
     let (name, raw) = (unique("one"), raw(server.addr()).await);
     let mut config = server::config(server.addr());
-    // Beats are 2.5 s apart.
+    // Heartbeats are 2.5 s apart.
     config.session_timeout = Duration::from_secs(60);
     let holder = server::patiently(config.clone()).await;
     let mut held = lock(&holder, &name).acquire().await.unwrap();
@@ -235,8 +235,8 @@ async fn a_release_wakes_one_waiter_and_no_other() {
     let mut told = Vec::new();
     let mut packets = Vec::new();
     for waiter in waiters {
-        // Each watches one before it, and the holder its own node, from some milliseconds after the grant on. Who saw
-        // nobody but the first holder watches its own node as well.
+        // Each watches one before it. The holder watches its own node from some milliseconds after the grant on. A waiter
+        // that saw nobody but the first holder watches its own node as well.
         eventually("all watch", async || {
             let watches = 1 + WAITERS - told.len() + usize::from(told.is_empty());
             server.figure("zk_watch_count").unwrap() == watches as u64
@@ -251,7 +251,7 @@ async fn a_release_wakes_one_waiter_and_no_other() {
         (held, _) = soon("the next is granted", waiter).await.unwrap();
         packets.push(server.figure("zk_packets_sent").unwrap() - sent);
         let after = proxies.iter().map(|proxy| proxy.counts().replies.chunks);
-        // The holder that released may be behind a proxy too, and is answered.
+        // The client that released may be behind a proxy too, and gets a reply.
         let woken = after
             .zip(before)
             .skip(told.len())
@@ -259,7 +259,7 @@ async fn a_release_wakes_one_waiter_and_no_other() {
         told.push(woken.count());
     }
     held.release().await.unwrap();
-    // A beat may have come in between, now and then.
+    // A heartbeat may have come in between, now and then.
     let mut sorted = told.clone();
     sorted.sort_unstable();
     assert_eq!(
@@ -267,7 +267,7 @@ async fn a_release_wakes_one_waiter_and_no_other() {
         1,
         "so many waiters were told something, by release: {told:?}"
     );
-    // Releaser and next are told some things each; nobody else is, however many wait.
+    // The releaser and the next each get some packets. Nobody else gets any, however many wait.
     let (many, few) = packets.split_at_mut(WAITERS / 2);
     many.sort_unstable();
     few.sort_unstable();
@@ -308,7 +308,7 @@ async fn sequence_numbers_run_out_and_the_directory_is_begun_anew() {
         tokens.push(guard.token());
         guard.release().await.unwrap();
     }
-    // The numbers are used up. While somebody holds, nobody is let in.
+    // The numbers are used up. While somebody holds, newcomers are refused.
     let theirs = contender(&raw, "/locks", &format!("{GUID}-lock-")).await;
     let error = others.try_acquire().await.map(|guard| guard.is_some());
     assert!(matches!(error, Ok(false)), "it is taken: {error:?}");
@@ -415,7 +415,7 @@ async fn a_directory_that_may_not_be_written_is_good_enough() {
     let acl = [Acl::new(rights, AuthId::anyone())];
     let parents = CreateMode::Persistent.with_acls(Acls::anyone_all());
     let _ = raw.mkdir("/lockkit", &parents).await;
-    // Not a container, which the server deletes when it finds it empty.
+    // A server deletes an empty container, so this is none.
     let options = CreateMode::Persistent.with_acls(Acls::new(&acl));
     raw.create(&dir(&name), b"theirs", &options).await.unwrap();
     let (ours, theirs) = (connect(shared().addr()).await, connect(shared().addr()).await);
@@ -472,7 +472,7 @@ async fn a_reader_waits_behind_a_queued_writer_also_of_its_own_client() {
     assert!(!reader.is_finished(), "a reader came past a writer");
     written.release().await.unwrap();
     let (read, _) = soon("the reader is next", reader).await.unwrap();
-    // Later writers are nothing to a reader.
+    // A reader does not wait for later writers.
     let later = waiter(&lock(&theirs, &name));
     contend(&raw, &name, 2).await;
     assert!(read.is_held() && !later.is_finished());
@@ -510,7 +510,7 @@ async fn options_that_cannot_be_kept_are_refused() {
     );
 }
 
-/// That the rule as it is written above is what keeps a foreign mutex out.
+/// Shows that the rule as written above keeps a foreign mutex out.
 #[test]
 fn curators_rule_sorts_by_what_follows_lock() {
     let list = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
@@ -524,7 +524,7 @@ fn curators_rule_sorts_by_what_follows_lock() {
     );
 }
 
-/// A lock of the empty namespace may be named like a namespace.
+/// A lock of the empty namespace may have a namespace's name.
 #[tokio::test]
 async fn a_directory_is_no_simple_lock_and_says_so() {
     if no_zookeeper() {

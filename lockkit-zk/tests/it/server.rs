@@ -1,4 +1,4 @@
-//! The server that most tests share, and what they do with it.
+//! The server that most tests share, and helpers.
 
 use std::{
     fmt::Display,
@@ -16,48 +16,47 @@ use lockkit_zk::{ZkBackend, ZkConfig};
 use tokio::task::JoinHandle;
 use zookeeper_client::{Acls, Client, CreateMode, Error as ZkError};
 
-/// The session timeout where a session lapses, or could.
+/// The session timeout of tests in which a session expires, or could.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// That of the other tests: long enough not to lapse by itself on a machine that stands still now and then.
+/// The session timeout of the other tests. It is long enough for a machine that stands still now and then.
 const LASTING: Duration = Duration::from_secs(10);
 
-/// The tick that goes with it, ten times that of the servers. A server that is silent may have granted five ticks, and a
-/// server that is just coming up on a busy machine is silent for half a second.
+/// The tick that goes with [`LASTING`], ten times the servers'. A silent server may have granted five ticks, and a server that
+/// is just coming up on a busy machine is silent for half a second.
 pub(crate) const LEISURE: Duration = Duration::from_secs(1);
 
-/// The least time that a machine has to stand still to be the reason why there was nothing to see.
+/// The least time for which the machine has to stand still to excuse an attempt that saw nothing.
 const STILL: Duration = Duration::from_millis(300);
 
 static SERVER: LazyLock<ZkServer> = LazyLock::new(|| ZkServer::plain().expect("a ZooKeeper server"));
 
-/// One that is never killed, paused or cut off.
+/// Returns the server that is never killed, paused or cut off.
 pub(crate) fn shared() -> &'static ZkServer {
     &SERVER
 }
 
-/// Whether the test goes without its server.
+/// There is no server for the test, which is skipped.
 pub(crate) fn no_zookeeper() -> bool {
     lockkit_testbed::skipped("zk", zookeeper::missing())
 }
 
-/// A client's configuration for the servers at `addrs`, with sessions that last on a machine that stands still now and
-/// then.
+/// Configures a client of the servers at `addrs`, with sessions that last on a machine that stands still now and then.
 pub(crate) fn config(addrs: impl Display) -> ZkConfig {
     let mut config = ZkConfig::new(format!("{addrs}"));
     (config.session_timeout, config.tick_time) = (LASTING, LEISURE);
     config
 }
 
-/// The same, with sessions that lapse after [`TIMEOUT`], and the servers' own tick.
+/// Configures a client whose sessions expire after [`TIMEOUT`], with the servers' own tick.
 pub(crate) fn brief(addrs: impl Display) -> ZkConfig {
     let mut config = config(addrs);
     (config.session_timeout, config.tick_time) = (TIMEOUT, ZkServer::TICK);
     config
 }
 
-/// Makes an attempt to see something. If that says why there was nothing to see, it is made again, a few times, as long as
-/// the machine stood still meanwhile.
+/// Makes an attempt to see something. An attempt that says why there was nothing to see is made again, a few times, as long
+/// as the machine stood still meanwhile.
 pub(crate) async fn unless_still<T>(mut attempt: impl AsyncFnMut() -> std::result::Result<T, String>) -> T {
     let mut left = 5;
     loop {
@@ -80,7 +79,7 @@ pub(crate) async fn client(config: ZkConfig) -> Result<LockClient> {
     Ok(LockClient::new(ZkBackend::connect(config).await?))
 }
 
-/// A client of the server at `addrs`, which may be just coming up.
+/// Connects to the server at `addrs`, which may be just coming up.
 pub(crate) async fn connect(addrs: impl Display) -> LockClient {
     patiently(config(addrs)).await
 }
@@ -97,29 +96,29 @@ pub(crate) async fn patiently(config: ZkConfig) -> LockClient {
     }
 }
 
-/// A client whose session lapses after [`TIMEOUT`] when it is cut off.
+/// Connects with a session that expires after [`TIMEOUT`] when it is cut off.
 pub(crate) async fn brief_client(addrs: impl Display) -> LockClient {
     patiently(brief(addrs)).await
 }
 
-/// The lock `name`, with a ttl that is longer than any session.
+/// Returns the lock `name`, with a ttl that is longer than any session.
 pub(crate) fn lock(client: &LockClient, name: &str) -> Lock {
     let options = AcquireOptions::new().ttl(Duration::from_secs(60));
     client.lock(name).expect("a good name").with_options(options)
 }
 
-/// A lock name that no other test uses.
+/// Returns a lock name that no other test uses.
 pub(crate) fn unique(test: &str) -> String {
     format!("{test}-{:016x}", fastrand::u64(..))
 }
 
-/// A client without a recipe, such as anyone else may be.
+/// Connects without lockkit, as any other client may.
 pub(crate) async fn raw(addrs: impl Display) -> Client {
     let connector = Client::connector().with_session_timeout(Duration::from_secs(30));
     connector.connect(&addrs.to_string()).await.expect("a session")
 }
 
-/// The directory of the lock `name`, which needs no escaping.
+/// Returns the directory of the lock `name`, which needs no escaping.
 pub(crate) fn dir(name: &str) -> String {
     format!("/lockkit/{name}")
 }
@@ -143,7 +142,7 @@ pub(crate) async fn contender(raw: &Client, dir: &str, prefix: &str) -> String {
         raw.mkdir(dir, &container).await.expect("a directory");
         match raw.create(&prefix, b"10.0.0.7", &options).await {
             Ok((_, sequence)) => return format!("{prefix}{sequence}"),
-            // The server has removed the container in between, since it was empty.
+            // The server has removed the empty container in between.
             Err(ZkError::NoNode) => {}
             Err(error) => panic!("a node: {error}"),
         }
@@ -168,14 +167,14 @@ pub(crate) async fn queue_up(raw: &Client, name: &str, many: usize) -> Vec<Strin
     paths
 }
 
-/// The paths of the contenders for `name`, the first in the queue first.
+/// Returns the paths of the contenders for `name`, in the order of the queue.
 pub(crate) async fn in_order(raw: &Client, name: &str) -> Vec<String> {
     let mut nodes = children(raw, name).await;
     nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
     nodes.iter().map(|node| format!("{}/{node}", dir(name))).collect()
 }
 
-/// Has a client find several before it at its lock `name`, which nobody else uses. It expects as many the next time.
+/// Has a client find several before it at its lock `name`, which nobody else uses. It then expects as many the next time.
 pub(crate) async fn expects_several(raw: &Client, lock: &Lock, name: &str) {
     let several = queue_up(raw, name, 2).await;
     let waiting = waiter(lock);
@@ -196,7 +195,7 @@ pub(crate) fn waiter(lock: &Lock) -> JoinHandle<(LockGuard, Instant)> {
     })
 }
 
-/// Waits for the grant of a waiter, and gives it back.
+/// Waits for the grant of a waiter, and releases it.
 pub(crate) async fn takes_its_turn(what: &str, waiter: JoinHandle<(LockGuard, Instant)>) {
     let (guard, _) = soon(what, waiter).await.unwrap();
     guard.release().await.unwrap();
@@ -215,7 +214,7 @@ pub(crate) async fn soon<T>(what: &str, work: impl Future<Output = T>) -> T {
     done.unwrap_or_else(|_| panic!("not within {limit:?}: {what}"))
 }
 
-/// How often a test that repeats itself does so: `usually`, or as often as `LOCKKIT_ROUNDS` says.
+/// Returns how often a test repeats itself: `usually`, or as often as `LOCKKIT_ROUNDS` says.
 pub(crate) fn rounds(usually: usize) -> usize {
     let rounds = std::env::var("LOCKKIT_ROUNDS").ok();
     rounds.and_then(|rounds| rounds.parse().ok()).unwrap_or(usually)

@@ -12,7 +12,7 @@ use crate::server::{
     waiter, watcher,
 };
 
-/// Who made the node.
+/// Returns the session that made the node.
 async fn owner(raw: &zookeeper_client::Client, path: &str) -> i64 {
     raw.check_stat(path)
         .await
@@ -22,7 +22,7 @@ async fn owner(raw: &zookeeper_client::Client, path: &str) -> i64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_session_ended_from_outside_is_told_within_the_bound_and_replaced() {
+async fn session_ended_from_outside_is_told_in_time_and_replaced() {
     if no_zookeeper() {
         return;
     }
@@ -38,7 +38,7 @@ async fn a_session_ended_from_outside_is_told_within_the_bound_and_replaced() {
         let mut nodes = children(&raw, &name).await;
         nodes.sort_unstable_by_key(|node| node[node.len() - 10..].to_owned());
         let session = owner(&raw, &format!("{}/{}", dir(&name), nodes[0])).await;
-        // Also of a hold that is watched by then, and of one that has been idle for longer than a beat.
+        // One hold is watched by then, and one has been idle for longer than a heartbeat.
         tokio::time::sleep(Duration::from_millis([0, 50, 0, 1_500][round % 4])).await;
         let ended = Instant::now();
         let by = tokio::task::spawn_blocking(move || shared().end_session(session));
@@ -49,7 +49,7 @@ async fn a_session_ended_from_outside_is_told_within_the_bound_and_replaced() {
         let (next, _) = soon("the next is granted", next).await.unwrap();
         assert!(next.token() > guard.token());
         next.release().await.unwrap();
-        // A later acquisition goes on, in a session of its own.
+        // A later acquisition goes on, in a new session.
         let again = soon("ours again", lock(&ours, &name).acquire()).await.unwrap();
         let nodes = children(&raw, &name).await;
         assert_ne!(
@@ -60,7 +60,7 @@ async fn a_session_ended_from_outside_is_told_within_the_bound_and_replaced() {
     }
     took.sort_unstable();
     eprintln!("session ended from outside: told after {took:?}");
-    // What is documented is the end of the lease; this is how it is meant to be.
+    // The documented bound is the end of the lease. It is meant to be much sooner.
     assert!(took[10] < Duration::from_millis(500), "{took:?}");
 }
 
@@ -87,14 +87,14 @@ async fn all_holds_of_a_session_end_with_it() {
     }
 }
 
-/// What a hold has been through when its node is deleted.
+/// The state of a hold when its node is deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Before {
-    /// Nothing: in its first milliseconds, nobody watches it yet.
+    /// It is in its first milliseconds, and nobody watches it yet.
     Nothing,
-    /// It was idle for longer than a beat, and is not renewed.
+    /// It was idle for longer than a heartbeat, and is not renewed.
     Idle,
-    /// Its client is away from its server.
+    /// Its client has lost its connection.
     Away,
 }
 
@@ -111,7 +111,7 @@ async fn a_node_deleted_from_outside_is_told_and_the_next_goes_on() {
     }
 }
 
-/// The holder had `waited` for so many when it was granted.
+/// Deletes a holder's node. The holder had `waited` for so many when it was granted.
 async fn deleted_from_outside(nodes: Nodes, before: Before, waited: usize) {
     let (name, raw) = (unique("deleted"), raw(shared().addr()).await);
     let proxy = Proxy::start(shared().addr()).unwrap();
@@ -163,7 +163,7 @@ async fn deleted_from_outside(nodes: Nodes, before: Before, waited: usize) {
     next.release().await.unwrap();
 }
 
-/// Also one that was far behind, and looks after itself with the fallback poll alone.
+/// One waiter is far behind, and sees the loss of its node by the fallback poll alone.
 #[tokio::test]
 async fn a_waiters_node_deleted_from_outside_queues_anew() {
     if no_zookeeper() {
@@ -192,10 +192,10 @@ async fn a_waiters_node_deleted_from_outside_queues_anew() {
     }
 }
 
-/// A waiter must not be granted if its own node has gone just before the last of those before it, whether it looks at the
+/// A waiter must not be granted if its own node went just before the last of those before it, whether it looks at the
 /// directory again or not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_lost_its_place_is_not_granted_when_the_one_before_it_leaves() {
+async fn a_waiter_without_its_node_is_not_granted_its_turn() {
     if no_zookeeper() {
         return;
     }
@@ -207,7 +207,7 @@ async fn who_lost_its_place_is_not_granted_when_the_one_before_it_leaves() {
         let waiting = waiter(&lock(&ours, &name));
         contend(&raw, &name, before + 1).await;
         let own = in_order(&raw, &name).await.remove(before);
-        // In one go: the waiter's, and those before it, the first or the last of them first.
+        // One transaction deletes the waiter's node and those before it, beginning with the first or the last of them.
         if round % 2 == 0 {
             gone.reverse();
         }
@@ -216,7 +216,7 @@ async fn who_lost_its_place_is_not_granted_when_the_one_before_it_leaves() {
             deleted.unwrap();
         }
         let (guard, _) = soon("granted", waiting).await.unwrap();
-        // Whoever holds has a node: nobody else can come in.
+        // The holder must have a node that keeps others out.
         let nodes = in_order(&raw, &name).await;
         assert!(
             nodes.len() == 1 && nodes[0] != own,

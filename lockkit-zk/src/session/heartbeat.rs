@@ -1,0 +1,134 @@
+//! The proof that a session is alive: writes to a node of its own, which the quorum acknowledges.
+
+use std::{fmt::Write as _, time::Duration};
+
+use tokio::time::{Instant, sleep};
+use zookeeper_client::{CreateMode, Error as ZkError};
+
+use super::{Core, lock};
+use crate::{
+    connection::Connection,
+    error::{Failure, Result},
+    layout::parent,
+};
+
+/// The number of times that a directory that vanishes at once is made.
+const MAX_VANISHED: usize = 8;
+/// The number of its last holds that a session names. A waiter asks for one within a round trip or so of its release.
+const MAX_NAMED: usize = 16;
+
+impl Core {
+    /// Returns the data of the session's node, from now on with this hold among the recent ones.
+    pub(super) fn heartbeat_data_with(&self, hold: i64) -> String {
+        {
+            let mut recent = lock(&self.recent_holds);
+            recent.retain(|known| *known != hold);
+            recent.push_front(hold);
+            recent.truncate(MAX_NAMED);
+        }
+        self.heartbeat_data()
+    }
+
+    fn heartbeat_data(&self) -> String {
+        let mut data = self.status.borrow().proof.timeout().as_millis().to_string();
+        for czxid in &*lock(&self.recent_holds) {
+            // Writing to a string does not fail.
+            let _ = write!(data, " {czxid:x}");
+        }
+        data
+    }
+
+    /// Makes the node that the session writes to, and returns when the request was sent. A reply is the quorum's.
+    pub(super) async fn make_heartbeat_node(&self, connection: &Connection) -> Result<Instant> {
+        let options = self.node_options.contender(CreateMode::Ephemeral);
+        let data = self.heartbeat_data();
+        for _ in 0..MAX_VANISHED {
+            let sent = Instant::now();
+            match connection
+                .client
+                .create(&self.heartbeat_path, data.as_bytes(), &options)
+                .await
+            {
+                // It exists if the reply to an earlier request was lost: no other session has this id.
+                Ok(_) | Err(ZkError::NodeExists) => return Ok(sent),
+                Err(ZkError::NoNode) => {
+                    self.make_directory_on(connection, parent(&self.heartbeat_path))
+                        .await?;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Err(Failure::Unstable {
+            path: self.heartbeat_path.clone(),
+        })
+    }
+}
+
+/// Proves again and again, by a write that the quorum acknowledges, that the session is alive. Returns when the session has
+/// ended.
+pub(super) async fn heartbeat(core: &Core) {
+    let mut was_refused = false;
+    let mut connections = core.connection.subscribe();
+    loop {
+        let interval = core.status.borrow().proof.heartbeat_interval();
+        // On a new connection, no earlier write counts.
+        tokio::select! {
+            () = sleep(interval) => {}
+            _ = connections.changed() => {}
+        }
+        let Ok(connection) = core.connection().await else {
+            return;
+        };
+        let data = core.heartbeat_data();
+        let (asleep, sent) = (core.note_sleep(), Instant::now());
+        let written = connection
+            .client
+            .set_data(&core.heartbeat_path, data.as_bytes(), None)
+            .await;
+        let acknowledged = match written {
+            Ok(stat) => Ok((sent, Some(stat.mtime))),
+            // Somebody has deleted the node.
+            Err(ZkError::NoNode) => core
+                .make_heartbeat_node(&connection)
+                .await
+                .map(|sent| (sent, None)),
+            Err(error) => Err(error.into()),
+        };
+        match acknowledged {
+            Ok((sent, mtime)) => {
+                let sent = core.before_sleep(sent, asleep);
+                let now = Instant::now();
+                core.update_status(|status| {
+                    status.proof.acknowledged(connection.liveness().id(), sent, now);
+                    if let Some(mtime) = mtime {
+                        status.server_clock = (mtime, now);
+                    }
+                    true
+                });
+                was_refused = false;
+            }
+            Err(error) => {
+                if error.is_refusal() && !std::mem::replace(&mut was_refused, true) {
+                    let path = &core.heartbeat_path;
+                    tracing::warn!(%error, path, "a session may not write its node; it holds nothing until it may");
+                } else {
+                    tracing::debug!(%error, "a session could not be proven to be alive");
+                }
+            }
+        }
+    }
+}
+
+/// Returns the session timeout in the data of a session's node.
+pub(crate) fn session_timeout(heartbeat_data: &[u8]) -> Option<Duration> {
+    let timeout = std::str::from_utf8(heartbeat_data).ok()?.split(' ').next()?;
+    Some(Duration::from_millis(timeout.parse().ok()?))
+}
+
+/// Returns the recent holds in the data of a session's node.
+pub(super) fn recent_holds(heartbeat_data: &[u8]) -> impl Iterator<Item = i64> {
+    let data = std::str::from_utf8(heartbeat_data).unwrap_or_default();
+    data.split(' ')
+        .skip(1)
+        .filter_map(|czxid| i64::from_str_radix(czxid, 16).ok())
+}
