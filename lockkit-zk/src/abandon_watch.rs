@@ -6,7 +6,7 @@
 //! never asks for that one.
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
     task::{Wake, Waker},
     time::Duration,
 };
@@ -16,6 +16,7 @@ use tokio::time::Instant;
 use crate::{
     error::{Failure, Result},
     layout::NodeRef,
+    lock,
 };
 
 /// The time within which a waiter has to take its turn.
@@ -132,7 +133,7 @@ impl AbandonWatch {
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -29,6 +29,7 @@ use crate::{
     crowded_dirs::CrowdedDirs,
     error::{self, Failure},
     layout::Layout,
+    lock,
     session::{NodeState, Servers, Session, session_timeout},
     simple, turn,
 };
@@ -215,7 +216,7 @@ impl Shared {
             return Ok(session);
         }
         let opened = {
-            let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut opening = lock(&self.opening);
             // The outcome of one that is done was for those who had asked by then.
             opening.take_if(|opening| opening.task.is_finished());
             if let Some(session) = self.live()? {
@@ -265,7 +266,7 @@ impl Shared {
     }
 
     fn slot(&self) -> MutexGuard<'_, Option<Arc<Session>>> {
-        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.current)
     }
 }
 

@@ -24,6 +24,8 @@ use tokio::{
 };
 use zookeeper_client::{Client, Connector, Error as ZkError, SessionState, StateWatcher};
 
+use crate::lock;
+
 /// A connection. Dropping it closes its session.
 pub(crate) struct Connection {
     pub(crate) client: Client,
@@ -211,13 +213,13 @@ struct CapturedTask(Mutex<Option<Task>>);
 
 impl CapturedTask {
     fn take(&self) -> Option<Pin<Box<dyn Future<Output = ()> + Send>>> {
-        let mut task = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut task = lock(&self.0);
         task.take().map(|task| Box::into_pin(task.future))
     }
 }
 
 impl Spawn for CapturedTask {
     fn spawn(&self, task: Task) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(task);
+        *lock(&self.0) = Some(task);
     }
 }

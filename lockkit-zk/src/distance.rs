@@ -1,11 +1,10 @@
 //! The distance to the server.
 
-use std::{
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use std::{sync::Mutex, time::Duration};
 
 use tokio::time::Instant;
+
+use crate::lock;
 
 /// With a round trip of this length, waiting for a reply costs more than one more request.
 const FAR: Duration = Duration::from_millis(1);
@@ -45,7 +44,7 @@ impl Distance {
     }
 
     fn note(&self, took: Duration) {
-        let mut replies = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut replies = lock(&self.0);
         replies.fastest = replies.fastest.min(took);
         replies.count += 1;
         if replies.count == SAMPLE {
@@ -58,7 +57,7 @@ impl Distance {
 
     /// The server is known to be far away.
     pub(crate) fn is_far(&self) -> bool {
-        let replies = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let replies = lock(&self.0);
         replies.before.min(replies.fastest) >= FAR
     }
 }

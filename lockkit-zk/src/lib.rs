@@ -37,8 +37,15 @@ mod simple;
 mod turn;
 mod watch;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 pub use backend::ZkBackend;
 pub use config::{Access, Digest, Nodes, Parents, ZkConfig};
 
 /// The name of this backend.
 const NAME: &str = "zookeeper";
+
+/// Locks a mutex, also a poisoned one: no change under one of these mutexes can be left half done.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -344,9 +344,9 @@ impl OwnNode {
         }
     }
 
-    /// Deletes the node, if it is there. `in_public` says at the server that it was a hold. Returns `false` if it was held and
+    /// Deletes the node, if it is there. `announces` says at the server that it was a hold. Returns `false` if it was held and
     /// turned out to be gone.
-    pub(crate) async fn delete(&mut self, in_public: bool) -> Result<bool> {
+    pub(crate) async fn delete(&mut self, announces: bool) -> Result<bool> {
         if self.session.ended().is_some() {
             // The node ends with it.
             return Ok(true);
@@ -358,7 +358,7 @@ impl OwnNode {
             return Ok(is_again || !is_held);
         };
         self.leaving = true;
-        let deleted = if in_public && is_held {
+        let deleted = if announces && is_held {
             self.session.delete_held(&path, czxid).await?
         } else {
             match self.session.delete_own(&self.abandon_watch, &path).await {

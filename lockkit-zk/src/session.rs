@@ -12,7 +12,7 @@ use std::{
     collections::VecDeque,
     fmt,
     ops::Deref,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, atomic::AtomicBool},
+    sync::{Arc, Mutex, Weak, atomic::AtomicBool},
     time::Duration,
 };
 
@@ -67,8 +67,8 @@ pub(crate) struct Core {
     proven: watch::Sender<std::result::Result<Instant, LossReason>>,
     /// The node that it writes to, to prove that it is alive.
     heartbeat_path: String,
-    /// The holds that it [released in public](Core::delete_held) last, by the transactions that made their nodes. It writes
-    /// them to its node, behind the session timeout.
+    /// The holds whose release it [announced](Core::delete_held) last, by the transactions that made their nodes. It writes them
+    /// to its node, behind the session timeout.
     recent_holds: Mutex<VecDeque<i64>>,
     node_options: NodeOptions,
     pending_deletes: Mutex<Vec<NodeRef>>,
@@ -396,10 +396,6 @@ fn end_reason(state: SessionState) -> Option<LossReason> {
         SessionState::Closed | SessionState::AuthFailed => Some(LossReason::Disconnected),
         _ => None,
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -3,14 +3,14 @@
 use std::{
     fmt,
     future::poll_fn,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, Weak},
     task::{Context, Poll, Wake, Waker},
 };
 
 use futures_util::{FutureExt, future::BoxFuture, task::AtomicWaker};
 use zookeeper_client::{EventType, OneshotWatcher, Stat};
 
-use crate::connection::Liveness;
+use crate::{connection::Liveness, lock};
 
 /// The watch of one node, for the claim that waits for its event.
 pub(crate) struct Watch(Arc<WatchState>);
@@ -125,7 +125,7 @@ impl WatchState {
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.inner)
     }
 }
 

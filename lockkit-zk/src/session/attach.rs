@@ -13,12 +13,13 @@ use tokio::{
 };
 use zookeeper_client::{Client, Connector, Error as ZkError};
 
-use super::{Core, end_reason, lock};
+use super::{Core, end_reason};
 use crate::{
     ZkConfig,
     config::{Address, check_session_timeout},
     connection::Connection,
     error::Result,
+    lock,
 };
 
 /// The least time that a server may be silent, or take to let a client in, before another one is tried. It is long against

@@ -5,11 +5,12 @@ use std::{fmt::Write as _, time::Duration};
 use tokio::time::{Instant, sleep};
 use zookeeper_client::{CreateMode, Error as ZkError};
 
-use super::{Core, lock};
+use super::Core;
 use crate::{
     connection::Connection,
     error::{Failure, Result},
     layout::parent,
+    lock,
 };
 
 /// The number of times that a directory that vanishes at once is made.

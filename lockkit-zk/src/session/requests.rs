@@ -207,7 +207,7 @@ impl Core {
         deleted(abandon_watch.send(|| client.delete(path, None))?.await)
     }
 
-    /// Deletes the node of a hold and says in the same transaction, for [its waiter](Self::was_held), that it was a hold;
+    /// Deletes the node of a hold and announces in the same transaction, for [its waiter](Self::was_held), that it was a hold;
     /// `false` if there is none.
     pub(crate) async fn delete_held(&self, path: &str, czxid: i64) -> Result<bool> {
         let data = self.heartbeat_data_with(czxid);

@@ -6,12 +6,13 @@ use futures_util::future::join_all;
 use tokio::time::Instant;
 use zookeeper_client::Error as ZkError;
 
-use super::{Core, lock};
+use super::Core;
 use crate::{
     abandon_watch::AbandonWatch,
     connection::Connection,
     error::Result,
     layout::NodeRef,
+    lock,
     watch::{WatchEvent, WatchState},
 };
 
