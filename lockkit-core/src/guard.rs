@@ -1,4 +1,4 @@
-//! What the user holds while the lock is held.
+//! The guard of a lock that is held, the views of that hold, and the signals of its end.
 
 use std::{
     future::{Future, pending},
@@ -13,21 +13,35 @@ use tokio::time::Instant;
 use crate::{
     Error, FencingToken, LockName, LossReason, Result,
     driver::{
-        acquire,
         cell::{Event, Phase},
+        finish_release,
         hold::{Hold, Record},
     },
 };
 
 /// A lock that is held.
 ///
-/// While it lives, its lease is renewed in the background (unless it was acquired with `renew(false)`). Dropping it
-/// stops renewal at once and hands the release to the client's worker; [`release`](Self::release) is the way to learn
-/// the outcome. Dropping never blocks, does no I/O, and is fine outside of a runtime.
+/// While the guard lives, its lease is renewed in the background (unless it was acquired with `renew(false)`). Dropping the
+/// guard stops renewal at once and leaves the release to the client's worker. Call [`release`](Self::release) to learn the
+/// outcome. Dropping never blocks, does no I/O, and works outside of a runtime.
 ///
-/// A lock can be lost while the guard is there: the process was paused past its lease, the server cannot be reached,
-/// an operator broke it. Watch [`lost`](Self::lost), ask [`check`](Self::check), or let [`run`](Self::run) do it; and
-/// send the [`token`](Self::token) along with every write, so that a resource can refuse one that comes too late.
+/// A lock can be lost while its guard lives: the process was paused past its lease, the server cannot be reached,
+/// or an operator broke the lock. Watch [`lost`](Self::lost), call [`check`](Self::check), or let [`run`](Self::run) do it.
+/// Send the [`token`](Self::token) along with every write, so that a resource can refuse one that comes too late.
+///
+/// ```
+/// use lockkit_core::{FenceGate, LockClient, MemoryBackend};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let resource = FenceGate::new();
+/// let guard = LockClient::new(MemoryBackend::new()).lock("invoice/7")?.acquire().await?;
+/// // Each step runs only while the lock is held, and carries the token.
+/// let written = guard.run(async { resource.admit(guard.token()) }).await?;
+/// assert!(written.is_ok());
+/// guard.release().await?;
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
 #[must_use = "dropping the guard releases the lock"]
 #[derive(Debug)]
 pub struct LockGuard {
@@ -41,38 +55,38 @@ impl LockGuard {
         Self { hold, armed: true }
     }
 
-    /// The lock's name.
+    /// Returns the lock's name.
     pub fn name(&self) -> &LockName {
         &self.hold.name
     }
 
-    /// The fencing token of this hold.
+    /// Returns the fencing token of this hold.
     pub fn token(&self) -> FencingToken {
         self.hold.token
     }
 
-    /// Resolves when the hold is lost, with the reason; never after a normal release. It is for a `select!` with the work
-    /// that the lock protects: a task of its own that awaits this stays for ever once the lock was released. Let such a
-    /// task await [`ended`](Self::ended).
+    /// Resolves when the hold is lost, with the reason. Never resolves after a normal release.
+    ///
+    /// Use it in a `select!` with the work that the lock protects. A task of its own that awaits it stays for ever once the lock
+    /// was released: let such a task await [`ended`](Self::ended).
     ///
     /// # Cancel safety
-    /// Loss is latched: whoever asks late is told at once, and dropping the future loses nothing.
+    /// Loss is latched: a late call resolves at once, and dropping the future loses nothing.
     pub fn lost(&self) -> LostSignal {
         LostSignal::new(&self.hold.record)
     }
 
-    /// Resolves when the hold is over: when it is lost, with the reason, and with [`LossReason::Released`] as soon as its
+    /// Resolves when the hold is over: with the reason when it is lost, and with [`LossReason::Released`] as soon as its
     /// guard is released or dropped.
     ///
     /// # Cancel safety
-    /// The end is latched: whoever asks late is told at once, and dropping the future loses nothing.
+    /// The end is latched: a late call resolves at once, and dropping the future loses nothing.
     pub fn ended(&self) -> EndedSignal {
         EndedSignal(Watch::new(&self.hold.record))
     }
 
-    /// Resolves when a renewal has failed, or has not been answered although no more than an eighth of the lease is left:
-    /// an early warning, with what is left. It also resolves, with zero, when the hold is lost. The lease may yet be
-    /// renewed.
+    /// Resolves as an early warning when a renewal has failed, or has no reply although no more than an eighth of the lease is
+    /// left. Returns what is left of the lease, which may yet be renewed. Returns zero when the hold is lost.
     ///
     /// # Cancel safety
     /// The state is remembered until a renewal succeeds; dropping the future loses nothing.
@@ -80,13 +94,13 @@ impl LockGuard {
         RenewalFailing(Watch::new(&self.hold.record))
     }
 
-    /// Whether the lock is still held, by the clock too: `false` from the moment the lease is over, even if nothing
+    /// Returns `true` while the lock is held. Looks at the clock too: `false` as soon as the lease is over, even if nothing
     /// has noticed yet.
     pub fn is_held(&self) -> bool {
         self.hold.is_held()
     }
 
-    /// Like [`is_held`](Self::is_held), for use with `?`.
+    /// Checks that the lock is held, as [`is_held`](Self::is_held), for use with `?`.
     ///
     /// # Errors
     /// [`Error::Lost`] once the hold is lost.
@@ -94,46 +108,46 @@ impl LockGuard {
         self.hold.check()
     }
 
-    /// Until when the lock is held if no renewal succeeds from now on, on the monotonic clock. `None` if the hold has
-    /// no lease, only a process or connection that it ends with.
+    /// Returns the time until which the lock is held if no renewal succeeds from now on, on the monotonic clock. `None` if the
+    /// hold has no lease, only a process or connection that it ends with.
     pub fn valid_until(&self) -> Option<Instant> {
         self.hold.valid_until()
     }
 
-    /// How long the lease in force was when it was proven; [`valid_until`](Self::valid_until) is its end. At most the
+    /// Returns the length of the present lease when it was proven; [`valid_until`](Self::valid_until) is its end. At most the
     /// ttl, and less where something else decides, such as a server's session. `None` if the hold has no lease.
     pub fn lease_length(&self) -> Option<Duration> {
         self.hold.lease_length()
     }
 
-    /// A view of this hold that can be cloned and given away. It keeps nothing held.
+    /// Returns a view of this hold that can be cloned and given away. It keeps nothing held.
     pub fn view(&self) -> HoldView {
         HoldView {
             record: self.hold.record.clone(),
         }
     }
 
-    /// Extends the lease by hand, to a full ttl from now. For holds acquired with `renew(false)`, and for whoever
-    /// wants certainty before a long step.
+    /// Extends the lease by hand, to a full ttl from now: for holds acquired with `renew(false)`, and for certainty before a
+    /// long step.
     ///
     /// # Errors
-    /// [`Error::Lost`] if the hold is lost; [`Error::Backend`] if no answer came, in which case the lease goes on as
+    /// [`Error::Lost`] if the hold is lost; [`Error::Backend`] if no reply came, in which case the lease goes on as
     /// it was.
     ///
     /// # Cancel safety
-    /// Dropped half-way, the lease is either extended at the server or not; locally it counts as not.
+    /// If the future is dropped half-way, the lease may or may not be extended at the server. Locally it is not.
     pub async fn renew(&self) -> Result<()> {
         self.check()?;
         let hold = &self.hold;
         let renewal = async {
             match hold.cell.reclaim().await.as_mut() {
-                Some(grip) => hold.renew_with(grip, true).await,
+                Some(contender) => hold.renew_with(contender, true).await,
                 None => Err(Error::Closed),
             }
         };
         tokio::select! {
             biased;
-            // Once it is lost, no answer changes that; and the claim is wanted for the release.
+            // Once it is lost, no reply changes that; and the claim is wanted for the release.
             reason = self.lost() => Err(hold.lost(reason)),
             renewed = renewal => renewed,
         }
@@ -142,32 +156,32 @@ impl LockGuard {
     /// Runs `work` for as long as the lock is held.
     ///
     /// # Errors
-    /// [`Error::Lost`] if the hold is lost before `work` is done; `work` is dropped at the await where it is then.
+    /// [`Error::Lost`] if the hold is lost before `work` is done; `work` is then dropped at its await.
     ///
     /// # Cancel safety
-    /// Dropping it drops `work`. The lock stays held by the guard.
+    /// Dropping the future drops `work`. The guard still holds the lock.
     pub async fn run<F: Future>(&self, work: F) -> Result<F::Output> {
         self.view().run(work).await
     }
 
-    /// Releases the lock and says what came of it.
+    /// Releases the lock and returns the outcome.
     ///
     /// # Errors
-    /// [`Error::Lost`] if the hold had been lost before; [`Error::Backend`] if no confirmation came: it is tried
-    /// again in the background, and the lease bounds what may be left.
+    /// [`Error::Lost`] if the hold had been lost before. [`Error::Backend`] if no confirmation came: the release is tried
+    /// again in the background, and the hold ends with its lease at the latest.
     ///
     /// # Cancel safety
-    /// Dropped half-way, the release goes on in the client's worker.
+    /// If the future is dropped half-way, the release goes on in the client's worker.
     pub async fn release(mut self) -> Result<()> {
         self.armed = false;
-        acquire::release(&self.hold).await
+        finish_release::release(&self.hold).await
     }
 
-    /// A duplicate of the operating system's handle that keeps the hold alive, where the backend has one (file). A
+    /// Returns a duplicate of the operating system's handle that keeps the hold alive, where the backend has one (file). A
     /// child process that inherits it keeps the lock until it has exited, even if this process is killed.
     ///
     /// # Cancel safety
-    /// Nothing changes if it is dropped.
+    /// Dropping the future changes nothing.
     #[cfg(unix)]
     pub async fn descriptor(&self) -> Option<std::os::fd::OwnedFd> {
         let hold = &self.hold;
@@ -188,25 +202,38 @@ impl Drop for LockGuard {
     }
 }
 
-/// A read-only view of a hold. Cloning is cheap; it neither keeps the lock nor releases it, and once the hold is over it
-/// keeps nothing of the client.
+/// A read-only view of a hold, for code that may look at the lock and not release it. Cloning is cheap. Once the hold is over,
+/// a view keeps nothing of the client.
+///
+/// ```
+/// use lockkit_core::{LockClient, LossReason, MemoryBackend};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let guard = LockClient::new(MemoryBackend::new()).lock("import")?.acquire().await?;
+/// let view = guard.view();
+/// let watching = tokio::spawn(async move { view.ended().await });
+/// guard.release().await?;
+/// assert_eq!(watching.await.unwrap(), LossReason::Released);
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
 #[derive(Clone, Debug)]
 pub struct HoldView {
     record: Arc<Record>,
 }
 
 impl HoldView {
-    /// The lock's name.
+    /// Returns the lock's name.
     pub fn name(&self) -> &LockName {
         &self.record.name
     }
 
-    /// The fencing token of this hold.
+    /// Returns the fencing token of this hold.
     pub fn token(&self) -> FencingToken {
         self.record.token
     }
 
-    /// As [`LockGuard::lost`].
+    /// Resolves when the hold is lost, as [`LockGuard::lost`].
     ///
     /// # Cancel safety
     /// As [`LockGuard::lost`].
@@ -214,7 +241,7 @@ impl HoldView {
         LostSignal::new(&self.record)
     }
 
-    /// As [`LockGuard::ended`].
+    /// Resolves when the hold is over, as [`LockGuard::ended`].
     ///
     /// # Cancel safety
     /// As [`LockGuard::ended`].
@@ -222,7 +249,7 @@ impl HoldView {
         EndedSignal(Watch::new(&self.record))
     }
 
-    /// As [`LockGuard::renewal_failing`].
+    /// Resolves as an early warning, as [`LockGuard::renewal_failing`].
     ///
     /// # Cancel safety
     /// As [`LockGuard::renewal_failing`].
@@ -230,14 +257,16 @@ impl HoldView {
         RenewalFailing(Watch::new(&self.record))
     }
 
-    /// Whether the lock is still held: neither lost, nor past its lease, nor released.
+    /// Returns `true` while the lock is held: neither lost, nor past its lease, nor released.
     pub fn is_held(&self) -> bool {
         self.record.is_held()
     }
 
+    /// Checks that the lock is held, as [`is_held`](Self::is_held), for use with `?`.
+    ///
     /// # Errors
-    /// [`Error::Lost`] once the hold is lost; with [`LossReason::Released`] once it was released, which is no loss but
-    /// nothing to go on with either.
+    /// [`Error::Lost`] once the hold is lost, and with [`LossReason::Released`] once it is released: that is no loss, but the
+    /// lock is not held any more.
     pub fn check(&self) -> Result<()> {
         self.record.check()
     }
@@ -246,23 +275,23 @@ impl HoldView {
         self.record.not_lost()
     }
 
-    /// As [`LockGuard::valid_until`].
+    /// Returns the end of the present lease, as [`LockGuard::valid_until`].
     pub fn valid_until(&self) -> Option<Instant> {
         self.record.valid_until()
     }
 
-    /// As [`LockGuard::lease_length`].
+    /// Returns the length of the present lease, as [`LockGuard::lease_length`].
     pub fn lease_length(&self) -> Option<Duration> {
         self.record.lease_length()
     }
 
-    /// As [`LockGuard::run`].
+    /// Runs `work` for as long as the lock is held, as [`LockGuard::run`].
     ///
     /// # Errors
     /// [`Error::Lost`] if the hold is lost before `work` is done.
     ///
     /// # Cancel safety
-    /// Dropping it drops `work`.
+    /// Dropping the future drops `work`.
     pub async fn run<F: Future>(&self, work: F) -> Result<F::Output> {
         self.check()?;
         tokio::select! {
@@ -273,7 +302,7 @@ impl HoldView {
     }
 }
 
-/// Resolves to the reason when a hold is lost; pending for ever after a normal release, which [`EndedSignal`] is not.
+/// Resolves with the reason when a hold is lost. Stays pending for ever after a normal release; [`EndedSignal`] does not.
 /// Made by [`LockGuard::lost`].
 #[derive(Clone, Debug)]
 #[must_use = "futures do nothing unless awaited"]
@@ -284,7 +313,7 @@ impl LostSignal {
         Self(Watch::new(record))
     }
 
-    /// The reason, if the hold is lost already.
+    /// Returns the reason if the hold is lost already.
     pub fn reason(&self) -> Option<LossReason> {
         match self.0.record.cell.phase(self.0.record.now()) {
             Phase::Lost(reason) => Some(reason),
@@ -320,7 +349,7 @@ impl Future for EndedSignal {
     }
 }
 
-/// Resolves when a renewal has failed or is overdue, to what is left of the lease. Made by [`LockGuard::renewal_failing`].
+/// Resolves with what is left of the lease when a renewal has failed or is overdue. Made by [`LockGuard::renewal_failing`].
 #[derive(Clone, Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct RenewalFailing(Watch);
@@ -339,24 +368,24 @@ impl Future for RenewalFailing {
     }
 }
 
-/// A place among those who are woken when something happens to a hold.
+/// A registration to be woken when something happens to a hold.
 #[derive(Debug)]
 struct Watch {
     record: Arc<Record>,
-    place: Option<u32>,
+    watcher: Option<u32>,
 }
 
 impl Watch {
     fn new(record: &Arc<Record>) -> Self {
         Self {
             record: record.clone(),
-            place: None,
+            watcher: None,
         }
     }
 
     /// Registers before the state is read, so that no change falls between.
     fn keep(&mut self, cx: &Context<'_>, of: Event) {
-        self.record.cell.watch(&mut self.place, cx.waker(), of);
+        self.record.cell.watch(&mut self.watcher, cx.waker(), of);
     }
 }
 
@@ -368,13 +397,13 @@ impl Clone for Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        if let Some(place) = self.place {
-            self.record.cell.unwatch(place);
+        if let Some(watcher) = self.watcher {
+            self.record.cell.unwatch(watcher);
         }
     }
 }
 
-/// Resolves with the reason and the index when the first of `holds` is lost.
+/// Resolves with the index and the reason when the first of `signals` does. Stays pending for ever if there is none.
 pub(crate) async fn first_lost(mut signals: Vec<LostSignal>) -> (usize, LossReason) {
     if signals.is_empty() {
         return pending().await;

@@ -1,7 +1,7 @@
 //! The core of lockkit: values, the [backend contract](spi), the one driver, and the memory backend.
 //!
-//! Applications use the facade, `lockkit`, which re-exports all of this. Authors of backends depend on this crate
-//! alone: implement [`spi::Backend`] and hand it to [`LockClient::new`].
+//! Applications use the facade, `lockkit`, which re-exports all of this. A backend of your own needs this crate alone:
+//! implement [`spi::Backend`] and pass it to [`LockClient::new`].
 
 #[cfg(feature = "blocking")]
 pub mod blocking;
@@ -14,10 +14,10 @@ mod lock;
 pub mod memory;
 mod multi;
 mod name;
-mod observe;
 mod options;
 mod reentrant;
 pub mod spi;
+mod suspension;
 mod sync;
 mod token;
 

@@ -6,17 +6,13 @@ use async_trait::async_trait;
 
 use crate::{
     AcquireOptions, Error, HoldView, LockGuard, LockId, LockName, LockState, Result,
-    driver::{
-        acquire,
-        line::{Line, Terms},
-        timing,
-    },
+    driver::{acquire::acquire, lock_queue::LockQueue, request::AcquireRequest},
     spi::Mode,
 };
 
-/// A lock, or one mode of it: what application code holds, as `Arc<dyn DistributedLock>`.
+/// A lock in one mode, of any backend. Application code keeps it as `Arc<dyn DistributedLock>`.
 ///
-/// Locks are not re-entrant: a second acquisition by whoever holds it waits, or finds it taken. Wrap it into a
+/// Locks are not re-entrant: a second acquisition by the holder waits, or finds the lock taken. Wrap it in a
 /// [`ReentrantLock`](crate::ReentrantLock) if you need that.
 ///
 /// ```
@@ -37,31 +33,31 @@ use crate::{
 /// ```
 #[async_trait]
 pub trait DistributedLock: fmt::Debug + Send + Sync + 'static {
-    /// What makes it the same lock as another: server, namespace, kind and name.
+    /// Returns its identity: server, namespace, kind and name.
     fn id(&self) -> &LockId;
 
-    /// Its name.
+    /// Returns its name.
     fn name(&self) -> &LockName;
 
-    /// The options that it was made with.
+    /// Returns the options that it was made with.
     fn options(&self) -> &AcquireOptions;
 
-    /// Acquires it with these options; what they leave unset is taken from the lock's own.
+    /// Acquires it with these options. What they leave unset is taken from the lock's own.
     ///
     /// # Errors
     /// - [`Error::Timeout`] if it was taken for as long as `wait` says. A `wait` of zero is one attempt.
-    /// - [`Error::Backend`] if the server did not say. While there is time left, transient failures are tried again;
-    ///   without a `wait` there always is.
+    /// - [`Error::Backend`] if the server did not say. Transient failures are tried again until `wait` is over; without a
+    ///   `wait`, for ever.
     /// - [`Error::InvalidOptions`], [`Error::Unsupported`] before anything is sent; [`Error::Closed`].
     ///
     /// # Cancel safety
-    /// Dropping the future is the way to cancel, at any await: nothing stays held or queued, at the latest when the
-    /// lease of an attempt whose reply was still out has ended. The place in the queue is lost.
+    /// Drop the future to cancel, at any await. It leaves the queue, and nothing stays held. Exception: an attempt whose reply
+    /// was still out may hold the lock until its lease has ended.
     ///
-    /// Keep polling it: a future that is neither polled nor dropped keeps its place, and others behind it waiting.
+    /// Keep polling the future: one that is neither polled nor dropped stays in the queue, and keeps those behind it waiting.
     async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard>;
 
-    /// Acquires it, waiting for as long as the lock's own options say; by default, as long as it takes.
+    /// Acquires it. Waits for as long as the lock's own options say; by default, for ever.
     ///
     /// # Errors
     /// As [`acquire_with`](Self::acquire_with).
@@ -72,10 +68,10 @@ pub trait DistributedLock: fmt::Debug + Send + Sync + 'static {
         self.acquire_with(&AcquireOptions::new()).await
     }
 
-    /// Makes one attempt. `None` means that it is taken.
+    /// Makes one attempt. Returns `None` if it is taken.
     ///
     /// # Errors
-    /// As [`acquire_with`](Self::acquire_with); an outage is an error, never `None`.
+    /// As [`acquire_with`](Self::acquire_with). An outage is an error, never `None`.
     ///
     /// # Cancel safety
     /// As [`acquire_with`](Self::acquire_with).
@@ -86,7 +82,7 @@ pub trait DistributedLock: fmt::Debug + Send + Sync + 'static {
         )
     }
 
-    /// Acquires it, waiting for up to `wait`.
+    /// Acquires it. Waits for up to `wait`.
     ///
     /// # Errors
     /// As [`acquire_with`](Self::acquire_with).
@@ -137,7 +133,7 @@ impl<T: DistributedLock + ?Sized> DistributedLock for Arc<T> {
     }
 }
 
-/// What every lock can do besides.
+/// Methods of every lock that a trait object cannot have.
 pub trait DistributedLockExt: DistributedLock {
     /// Acquires the lock, runs `f` while it is held, and releases it.
     ///
@@ -153,10 +149,10 @@ pub trait DistributedLockExt: DistributedLock {
     ///
     /// # Errors
     /// As [`acquire_with`](DistributedLock::acquire_with) while acquiring. [`Error::Lost`] if the lock is lost before
-    /// `f` is done: it is dropped at the await where it is then. Any other failure of the release is logged.
+    /// `f` is done; `f` is then dropped at its await. Any other failure of the release is logged.
     ///
     /// # Cancel safety
-    /// Dropping it drops what `f` returned and releases the lock in the background.
+    /// If the future is dropped, so is the future of `f`, and the lock is released in the background.
     fn with_lock<T, F, Fut>(&self, f: F) -> impl Future<Output = Result<T>> + Send
     where
         T: Send,
@@ -180,67 +176,71 @@ pub trait DistributedLockExt: DistributedLock {
 
 impl<T: DistributedLock + ?Sized> DistributedLockExt for T {}
 
-/// A lock of a [`LockClient`](crate::LockClient), in one mode. Cloning is cheap; it is not held by being there.
+/// A lock of a [`LockClient`](crate::LockClient), in one mode. Having it holds nothing. Cloning is cheap.
 ///
 /// Its methods are those of [`DistributedLock`], without the allocation that a trait object's futures cost.
 #[derive(Clone)]
 pub struct Lock {
-    line: Arc<Line>,
+    queue: Arc<LockQueue>,
     options: Arc<AcquireOptions>,
-    /// What `options` come to, unless they are invalid: worked out once rather than at each acquisition.
-    terms: Option<Arc<Terms>>,
+    /// The request that `options` make, unless they are invalid. Made once rather than at each acquisition.
+    request: Option<Arc<AcquireRequest>>,
 }
 
 impl Lock {
-    pub(crate) fn new(line: Arc<Line>, options: Arc<AcquireOptions>) -> Self {
-        let terms = terms(&line, &options).ok().map(Arc::new);
-        Self { line, options, terms }
+    pub(crate) fn new(queue: Arc<LockQueue>, options: Arc<AcquireOptions>) -> Self {
+        let request = AcquireRequest::new(&queue, &options).ok().map(Arc::new);
+        Self {
+            queue,
+            options,
+            request,
+        }
     }
 
     #[cfg(test)]
-    pub(crate) fn line(&self) -> &Arc<Line> {
-        &self.line
+    pub(crate) fn queue(&self) -> &Arc<LockQueue> {
+        &self.queue
     }
 
-    /// The same lock in shared mode. Shared holders exclude exclusive ones only. A semaphore stays what it is.
+    /// Returns the same lock in shared mode. Shared holders exclude exclusive ones only. A semaphore stays what it is.
     pub fn shared(&self) -> Self {
-        let mode = match self.line.mode {
+        let mode = match self.queue.mode {
             Mode::Exclusive | Mode::Shared => Mode::Shared,
             permits @ Mode::Permits(_) => permits,
         };
         Self::new(
-            self.line.core.line(self.line.name().clone(), mode),
+            self.queue.core.queue(self.queue.name().clone(), mode),
             self.options.clone(),
         )
     }
 
-    /// The same lock with other defaults. What `options` leaves unset stays as it is.
+    /// Returns the same lock with other default options. What `options` leaves unset stays as it is.
     #[expect(clippy::needless_pass_by_value, reason = "options are built in place")]
     pub fn with_options(&self, options: AcquireOptions) -> Self {
-        Self::new(self.line.clone(), Arc::new(options.or(&self.options)))
+        Self::new(self.queue.clone(), Arc::new(options.or(&self.options)))
     }
 
-    /// What makes it the same lock as another.
+    /// Returns its identity: server, namespace, kind and name.
     pub fn id(&self) -> &LockId {
-        &self.line.id
+        &self.queue.id
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &LockName {
-        self.line.name()
+        self.queue.name()
     }
 
-    /// Whether it is held alone, shared, or by permits.
+    /// Returns its mode: exclusive, shared, or permits.
     pub fn mode(&self) -> Mode {
-        self.line.mode
+        self.queue.mode
     }
 
-    /// The options that it was made with.
+    /// Returns the options that it was made with.
     pub fn options(&self) -> &AcquireOptions {
         &self.options
     }
 
-    /// As [`DistributedLock::acquire_with`].
+    /// Acquires it with these options, as [`DistributedLock::acquire_with`].
     ///
     /// # Errors
     /// As [`DistributedLock::acquire_with`].
@@ -248,10 +248,11 @@ impl Lock {
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
     pub async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
-        acquire::acquire(&Arc::new(terms(&self.line, &options.or(&self.options))?)).await
+        let request = AcquireRequest::new(&self.queue, &options.or(&self.options))?;
+        acquire(&Arc::new(request)).await.map(LockGuard::new)
     }
 
-    /// As [`DistributedLock::acquire`].
+    /// Acquires it, as [`DistributedLock::acquire`].
     ///
     /// # Errors
     /// As [`DistributedLock::acquire_with`].
@@ -259,13 +260,16 @@ impl Lock {
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
     pub async fn acquire(&self) -> Result<LockGuard> {
-        match &self.terms {
-            Some(terms) => acquire::acquire(terms).await,
-            None => Err(terms(&self.line, &self.options).err().unwrap_or(Error::Closed)),
+        match &self.request {
+            Some(request) => acquire(request).await.map(LockGuard::new),
+            None => {
+                let request = AcquireRequest::new(&self.queue, &self.options);
+                Err(request.err().unwrap_or(Error::Closed))
+            }
         }
     }
 
-    /// As [`DistributedLock::try_acquire`].
+    /// Makes one attempt, as [`DistributedLock::try_acquire`].
     ///
     /// # Errors
     /// As [`DistributedLock::try_acquire`].
@@ -276,7 +280,7 @@ impl Lock {
         none_if_taken(self.acquire_timeout(Duration::ZERO).await)
     }
 
-    /// As [`DistributedLock::acquire_timeout`].
+    /// Acquires it within `wait`, as [`DistributedLock::acquire_timeout`].
     ///
     /// # Errors
     /// As [`DistributedLock::acquire_with`].
@@ -287,62 +291,23 @@ impl Lock {
         self.acquire_with(&AcquireOptions::new().wait(wait)).await
     }
 
-    /// Who holds it. Nobody is refused or delayed by it.
+    /// Returns its holders and waiters. Refuses and delays nobody.
     ///
     /// # Errors
     /// As [`LockClient::inspect`](crate::LockClient::inspect).
     ///
     /// # Cancel safety
-    /// Nothing changes if it is dropped.
+    /// Dropping the future changes nothing.
     pub async fn inspect(&self) -> Result<LockState> {
-        self.line.core.inspect(self.name(), self.line.mode.kind()).await
+        self.queue.core.inspect(self.name(), self.queue.mode.kind()).await
     }
-}
-
-/// Fills in the defaults. Checked before anything is sent.
-fn terms(line: &Arc<Line>, options: &AcquireOptions) -> Result<Terms> {
-    options.validate()?;
-    let info = &line.core.info;
-    let missing = match line.mode {
-        Mode::Shared if !info.capabilities.shared => Some("shared mode"),
-        Mode::Permits(_) if !info.capabilities.permits => Some("semaphores"),
-        _ => None,
-    };
-    if let Some(missing) = missing {
-        let instead = info.instead.unwrap_or("use another backend");
-        return Err(Error::unsupported(info.name, format!("{missing}; {instead}")));
-    }
-    let default_handoffs = if info.capabilities.local_handoffs {
-        AcquireOptions::DEFAULT_LOCAL_HANDOFFS
-    } else {
-        0
-    };
-    let local_handoffs = options.local_handoffs.unwrap_or(default_handoffs);
-    if local_handoffs > 0 && !info.capabilities.local_handoffs {
-        let reason = format!(
-            "must be 0 on {}, whose order across processes is strict",
-            info.name
-        );
-        return Err(Error::invalid_option("local_handoffs", reason));
-    }
-    let ttl = options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL);
-    Ok(Terms {
-        line: line.clone(),
-        ttl,
-        adopt_after: timing::adopt_after(ttl),
-        wait: options.wait,
-        renew: options.renew.unwrap_or(true),
-        op_timeout: options.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT),
-        label: options.label.clone(),
-        local_handoffs,
-    })
 }
 
 impl fmt::Debug for Lock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lock")
-            .field("id", &self.line.id)
-            .field("mode", &self.line.mode)
+            .field("id", &self.queue.id)
+            .field("mode", &self.queue.mode)
             .finish_non_exhaustive()
     }
 }
@@ -365,7 +330,7 @@ impl DistributedLock for Lock {
         Lock::acquire_with(self, options).await
     }
 
-    /// One boxed future rather than two.
+    /// Overridden for one boxed future instead of two.
     async fn acquire(&self) -> Result<LockGuard> {
         Lock::acquire(self).await
     }

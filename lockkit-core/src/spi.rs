@@ -5,33 +5,34 @@
 //!
 //! Rules for every [`Claim`]:
 //!
-//! - Any of its futures may be dropped at any await, and every method stays legal afterwards.
-//! - An attempt whose outcome is not known is repeated on the *same* claim: same owner, same place in the queue.
-//! - `Ok(None)` means taken. Anything that is not an answer is an `Err`.
-//! - They may be polled outside of a Tokio runtime, by some other executor: an `Err` then, never a panic.
-//! - Dropping a claim without [`release`](Claim::release) may happen when a runtime goes away; the lease, the session
-//!   or the end of the connection is the backstop then.
+//! - Any of its futures may be dropped at any await. Every method stays legal afterwards.
+//! - An attempt whose outcome is not known is repeated on the *same* claim: same owner, same position in the queue.
+//! - `Ok(None)` means taken. Without the server's word, return an `Err`.
+//! - Outside of a Tokio runtime, under another executor, return an `Err`; never panic.
+//! - A claim may be dropped without [`release`](Claim::release) when a runtime goes away. Its lease, its session or the end of
+//!   its connection then ends the hold.
 
 use std::{fmt, num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use tokio::{sync::watch, time::Instant};
 
+pub use crate::suspension::asleep;
 use crate::{Capabilities, Error, FencingToken, LockKind, LockName, LockState, LossReason, Result};
 
-/// How a claim wants to hold its name.
+/// The mode in which a claim holds its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Mode {
     /// Alone.
     Exclusive,
-    /// Together with other shared holders; excludes exclusive ones.
+    /// Together with other shared holders, without an exclusive one.
     Shared,
-    /// One of this many permits of the semaphore of that name.
+    /// With one of this many permits of the semaphore of that name.
     Permits(NonZeroU32),
 }
 
 impl Mode {
-    /// Whether this is a mode of a lock or of a semaphore.
+    /// Returns the kind of thing that has this mode: a lock or a semaphore.
     pub fn kind(self) -> LockKind {
         match self {
             Self::Exclusive | Self::Shared => LockKind::Lock,
@@ -40,48 +41,39 @@ impl Mode {
     }
 }
 
-/// For how long a hold is proven.
+/// The time for which a hold is proven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lease {
     /// A moment before the request that proves it was sent.
     pub since: Instant,
-    /// How long it lasts from then, the backend's allowance for clock drift already taken off. `None` means that the
-    /// hold is bound to a process or connection and has no end of its own.
+    /// Its length from then, without the backend's allowance for clock drift. `None` means that the hold is bound to a process
+    /// or connection and has no end of its own.
     pub length: Option<Duration>,
 }
 
 impl Lease {
-    /// When it ends, unless that is beyond what the clock can count to.
+    /// Returns its end, unless that is beyond what the clock can count to.
     pub fn end(&self) -> Option<Instant> {
         self.length.and_then(|length| self.since.checked_add(length))
     }
 }
 
-/// Until when a session proves its holds at most, or why it has ended. Whoever has a receiver of it is to be woken when that
-/// becomes earlier, and need not be when it becomes later.
+/// The time until which a session proves its holds at most, or the reason of its end. Wake the receivers when that time becomes
+/// earlier. There is no need to when it becomes later.
 pub type SessionProof = watch::Receiver<std::result::Result<Instant, LossReason>>;
-
-/// For how long this machine has been suspended since it was booted, where the operating system tells (Linux), else zero.
-///
-/// Of a lease the driver takes off what is slept after [`since`](Lease::since). A backend that knows what proves a lease from
-/// before the request that tells of it takes off by itself what was slept in between. A difference of less than a
-/// millisecond is two clocks' not being read in the same instant.
-pub fn asleep() -> Duration {
-    crate::driver::moment::asleep()
-}
 
 /// A successful attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {
     /// Fencing tokens: the first is this hold's, the others are for local hand-offs. They are above every token of an
-    /// earlier conflicting hold, and no one else is ever given them. At least one; no more than were
+    /// earlier conflicting hold, and no one else ever gets them. At least one, and no more than were
     /// [asked for](ClaimRequest::tokens).
     pub tokens: RangeInclusive<u64>,
-    /// For how long the hold is proven.
+    /// The time for which the hold is proven.
     pub lease: Lease,
 }
 
-/// The answer to a renewal.
+/// The result of a renewal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Renewal {
     /// Still held, and proven anew.
@@ -90,7 +82,7 @@ pub enum Renewal {
     Lost(LossReason),
 }
 
-/// 128 random bits from the operating system that say whose claim it is. There is one per claim.
+/// The identity of a claim's owner: 128 random bits from the operating system, new for each claim.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct OwnerId(u128);
 
@@ -118,32 +110,32 @@ impl fmt::Debug for OwnerId {
     }
 }
 
-/// What is claimed.
+/// A claim on a lock: its name, its mode, its owner, and what a grant should bring.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ClaimRequest {
-    /// The lock.
+    /// The lock's name.
     pub name: LockName,
-    /// How it is to be held.
+    /// The mode in which to hold it.
     pub mode: Mode,
     /// The lease that is asked for.
     pub ttl: Duration,
-    /// Whose claim it is.
+    /// The claim's owner.
     pub owner: OwnerId,
-    /// Who is asking, for whoever inspects the lock.
+    /// A description of the holder, shown to those who inspect the lock.
     pub label: Option<Arc<str>>,
-    /// How many fencing tokens a grant should reserve.
+    /// The number of fencing tokens that a grant should reserve.
     pub tokens: NonZeroU32,
-    /// Others of this client wait behind the claim, or have waited since the one before it was opened: it is likely that
-    /// they will be passed the hold. A backend to which reserving tokens is dear need not do so otherwise.
+    /// Others of this client wait behind the claim, or have waited since the claim before it was opened. They are likely to be
+    /// passed the hold. Otherwise a backend need not reserve tokens if that is expensive.
     pub locally_contended: bool,
-    /// The hold will be renewed, and as soon as its claim [hints](Claim::notified) at it: so it may begin with a lease that
-    /// is shorter than the ttl.
+    /// The hold will be renewed, and at once when its claim [hints](Claim::notified). So it may begin with a lease that is
+    /// shorter than the ttl.
     pub renews: bool,
 }
 
 impl ClaimRequest {
-    /// A request for one token, without a label, with nobody behind it and nobody to renew it.
+    /// A request for one token, without a label, not locally contended and not renewed.
     pub fn new(name: LockName, mode: Mode, ttl: Duration, owner: OwnerId) -> Self {
         Self {
             name,
@@ -158,29 +150,28 @@ impl ClaimRequest {
     }
 }
 
-/// What the driver needs to know of a backend.
+/// The description of a backend, for its driver.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct BackendInfo {
     /// Its name, for errors and metrics: `redis`.
     pub name: &'static str,
-    /// The server it speaks to, canonical and without credentials: part of each [`LockId`](crate::LockId).
+    /// Its server's address, canonical and without credentials: part of each [`LockId`](crate::LockId).
     pub server: Arc<str>,
     /// The namespace that keeps applications on one server apart.
     pub namespace: Arc<str>,
-    /// What it can do.
+    /// Its capabilities.
     pub capabilities: Capabilities,
-    /// What to do for a mode that it does not have, for the error: `use mode=for_update`. `None` if there is nothing but
-    /// another backend.
+    /// Advice for the error about a mode that it does not have, such as `use mode=for_update`. `None` if only another backend
+    /// helps.
     pub instead: Option<&'static str>,
-    /// After how long, at most, a waiter asks again although nothing woke it. The driver takes off up to a quarter of it, so
-    /// that waiters drift apart.
+    /// The longest time after which a waiter asks again although nothing woke it. The driver takes off up to a quarter, so that
+    /// waiters drift apart.
     pub fallback_poll: Duration,
     /// The longest time that an [`attempt`](Claim::attempt) should block at the server.
     pub max_patience: Duration,
-    /// Whether its leases stand still with this machine while that is suspended, since they are counted by this machine's
-    /// monotonic clock and nothing else. By default they do not: a server elsewhere goes on counting, and so does the
-    /// driver, where the operating system tells it (Linux).
+    /// Its leases stand still while this machine is suspended, since only this machine's monotonic clock counts them. By default
+    /// they do not: a server elsewhere goes on counting, and so does the driver where the operating system allows (Linux).
     pub leases_stand_still: bool,
 }
 
@@ -188,8 +179,8 @@ impl BackendInfo {
     /// The namespace of clients that ask for none.
     pub const DEFAULT_NAMESPACE: &'static str = "lockkit";
 
-    /// A backend with no capabilities, the default namespace, a fallback poll of 1 s, a patience of 1 s, and leases that do
-    /// not stand still.
+    /// Describes a backend with no capabilities, the default namespace, a fallback poll of 1 s, a patience of 1 s, and leases
+    /// that do not stand still.
     pub fn new(name: &'static str, server: impl Into<Arc<str>>) -> Self {
         Self {
             name,
@@ -205,16 +196,62 @@ impl BackendInfo {
 }
 
 /// A server that can grant locks.
+///
+/// Implement it, and [`Claim`], to add a backend. Often a backend wraps another, here to count its claims:
+///
+/// ```
+/// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
+///
+/// use async_trait::async_trait;
+/// use lockkit_core::{
+///     LockClient, LockKind, LockName, LockState, MemoryBackend, Result,
+///     spi::{Backend, BackendInfo, Claim, ClaimRequest},
+/// };
+///
+/// #[derive(Debug)]
+/// struct Counting {
+///     inner: MemoryBackend,
+///     claims: Arc<AtomicUsize>,
+/// }
+///
+/// #[async_trait]
+/// impl Backend for Counting {
+///     fn info(&self) -> BackendInfo {
+///         self.inner.info()
+///     }
+///
+///     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+///         self.claims.fetch_add(1, Ordering::Relaxed);
+///         self.inner.claim(request).await
+///     }
+///
+///     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+///         self.inner.inspect(name, kind).await
+///     }
+///
+///     async fn close(&self) -> Result<()> {
+///         self.inner.close().await
+///     }
+/// }
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let claims = Arc::new(AtomicUsize::new(0));
+/// let backend = Counting { inner: MemoryBackend::new(), claims: claims.clone() };
+/// let client = LockClient::new(backend);
+/// client.lock("job")?.acquire().await?.release().await?;
+/// assert_eq!(claims.load(Ordering::Relaxed), 1);
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
 #[async_trait]
 pub trait Backend: fmt::Debug + Send + Sync + 'static {
-    /// What the driver needs to know. Asked once, when the client is made.
+    /// Describes the backend to the driver, which calls it once, when the client is made.
     fn info(&self) -> BackendInfo;
 
-    /// The longest time for which a dead holder keeps its name: from its death until a waiter can be granted, on a healthy
-    /// server. `ttl` is what the holder asked for. A backend that counts by something else than the `ttl`, such as a
-    /// session, overrides this.
+    /// Returns the longest time from a holder's death until a waiter can be granted the lock, on a healthy server. `ttl` is what
+    /// the holder asked for. Override it if something else than the `ttl` counts, such as a session.
     ///
-    /// By default the `ttl` and a [`fallback_poll`](BackendInfo::fallback_poll), or the poll alone if a hold has no lease.
+    /// By default the `ttl` plus a [`fallback_poll`](BackendInfo::fallback_poll), or the poll alone if holds have no lease.
     fn dead_holder_bound(&self, ttl: Duration) -> Duration {
         let info = self.info();
         let lease = if info.capabilities.lease {
@@ -228,18 +265,18 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// Opens a claim. Nothing is held or queued yet.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a mode it does not have, [`Error::InvalidOptions`] for an option it cannot keep
+    /// [`Error::Unsupported`] for a mode that it does not have, [`Error::InvalidOptions`] for a value that it cannot keep
     /// (both without I/O), [`Error::Backend`] if it cannot reach its server.
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>>;
 
-    /// Who holds `name`. It takes no part in the contest: nobody is refused or delayed by it.
+    /// Returns the holders and waiters of `name`. Refuses and delays nobody.
     ///
     /// # Errors
     /// [`Error::Backend`] if the server cannot tell.
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState>;
 
-    /// Ends the hold of `name` that has `token`, whoever has it. `false` if there is none. Its holder is told
-    /// [`LossReason::Revoked`] within the backend's detection bound.
+    /// Ends the hold of `name` that has `token`, also another client's. Returns `false` if there is none. Its holder loses it as
+    /// [`LossReason::Revoked`], within the time that the backend needs to notice.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where a hold cannot be ended from outside, [`Error::Backend`] if the server cannot tell.
@@ -251,36 +288,61 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
         ))
     }
 
-    /// Ends connections, after every claim has been released or given up. Idempotent: closing a client again calls it
-    /// again.
+    /// Ends the connections, after every claim has been released or given up. Idempotent: closing a client a second time calls
+    /// it a second time.
     ///
     /// # Errors
     /// [`Error::Backend`] if something may be left on the server.
     async fn close(&self) -> Result<()>;
 }
 
-/// One contender for one name, from its first attempt to its release. Only the driver calls these methods.
+/// One contender for one name, from its first attempt to its release. Only the driver calls these methods, one at a time.
+///
+/// The driver's use of a claim, in short:
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use lockkit_core::{
+///     LockName, MemoryBackend,
+///     spi::{Backend, ClaimRequest, Mode, OwnerId, Renewal},
+/// };
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let ttl = Duration::from_secs(30);
+/// let name = LockName::new("job")?;
+/// let request = ClaimRequest::new(name, Mode::Exclusive, ttl, OwnerId::new(7));
+/// let mut claim = MemoryBackend::new().claim(&request).await?;
+///
+/// let grant = claim.attempt(Duration::from_secs(1)).await?.expect("nobody else is here");
+/// assert_eq!(grant.lease.length, Some(ttl));
+/// let renewal = claim.renew().await?;
+/// assert!(matches!(renewal, Renewal::Held(lease) if lease.since >= grant.lease.since));
+/// claim.release().await?;
+/// claim.release().await?; // a second time does nothing
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
 #[async_trait]
 pub trait Claim: fmt::Debug + Send + 'static {
-    /// Tries to be granted.
+    /// Asks for the lock. Returns `None` if it is taken.
     ///
-    /// `patience` says how long the caller is willing to wait for the answer "taken" to change. Zero: answer at once
-    /// and stay out of any queue. Above zero: keep a place in the queue, if there is one, and block at the server for
-    /// up to `patience`, if it can; a backend that cannot block answers at once.
+    /// With zero `patience`, return at once and stay out of any queue. Above zero, join the queue if there is one, and block at
+    /// the server for up to `patience` if it can block; otherwise return at once.
     ///
-    /// A grant that was pushed, or that came after blocking, has its lease from the last request that was sent before
-    /// it, and was answered before it if it was pushed. If that leaves less than half of the ttl, the backend proves it
-    /// again before it returns; or, if the hold [will be renewed](ClaimRequest::renews) and a second is left, it
-    /// [hints](Self::notified) at once that there is more to be had.
+    /// The lease counts from before the request that proves it. For a grant that came after blocking, that is the last request
+    /// sent before the grant. For a pushed grant, it is the last request that was sent and had its reply before the push. If
+    /// that leaves less than half of the ttl, prove the hold again before returning. Exception: if the hold
+    /// [will be renewed](ClaimRequest::renews) and a second is left, [hint](Self::notified) at once instead.
     ///
     /// # Errors
     /// [`Error::Backend`] if the outcome is not known or the server refuses.
     ///
     /// # Cancel safety
-    /// May be dropped at any await. The next call, or `release`, goes on from whatever the server made of it.
+    /// May be dropped at any await. The next call, or `release`, goes on from what the server made of it.
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>>;
 
-    /// Proves the hold anew.
+    /// Proves the hold anew. Never brings a lost hold back.
     ///
     /// # Errors
     /// An `Err` means unknown, not lost.
@@ -289,46 +351,46 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// May be dropped at any await.
     async fn renew(&mut self) -> Result<Renewal>;
 
-    /// Gives up the hold, the place in the queue, and whatever an attempt of unknown outcome may have taken.
+    /// Gives up the hold, leaves the queue, and takes back what an attempt of unknown outcome may have got.
     /// Idempotent, and harmless to a later holder.
     ///
     /// # Errors
-    /// [`Error::Lost`] if the hold turned out to be gone before; [`Error::Backend`] if it is not known whether it is
-    /// released, in which case the driver tries again.
+    /// [`Error::Lost`] if the hold turned out to be gone before. [`Error::Backend`] if it is not known whether it is
+    /// released: the driver then tries again.
     ///
     /// # Cancel safety
     /// May be dropped at any await; the driver calls it again.
     async fn release(&mut self) -> Result<()>;
 
-    /// Resolves when it is worth while to attempt (while waiting) or to renew (while holding) now. A hint: it may be
-    /// spurious, and a fallback poll makes a lost one harmless.
+    /// Resolves when it is worth while to attempt (while waiting) or to renew (while holding) now. This is a hint: it may be
+    /// spurious, and a fallback poll covers a lost one.
     ///
     /// # Cancel safety
     /// Remembers events that came since the last `attempt` or `renew` began, so that dropping it loses none.
     async fn notified(&mut self);
 
-    /// The proof of the session that the hold which was granted ends with, where one session proves many. The driver heeds
-    /// it besides the lease, and also while the claim is lent to a renewal that nobody polls.
+    /// Returns the proof of the session that the granted hold ends with, where one session proves many holds. The driver
+    /// observes it beside the lease, also while a renewal that nobody polls has the claim.
     fn session(&self) -> Option<SessionProof> {
         None
     }
 
-    /// The hold has been passed to another waiter of this client, without a word to the server, and has this one of the
-    /// [tokens](Grant::tokens) from now on. For a backend that says at the server which token is in use; it does no I/O
-    /// here, and may resolve [`notified`](Self::notified) to be renewed.
+    /// Notes a hand-off: the hold has another user in this client and this one of its [tokens](Grant::tokens) from now on. The
+    /// server has not been told. A backend that shows the token in use at the server may resolve
+    /// [`notified`](Self::notified), to be renewed. Do no I/O here.
     fn passed_on(&mut self, token: FencingToken) {
         let _ = token;
     }
 
-    /// A duplicate of the operating system's handle that keeps the hold alive, where there is one, so that it can be
-    /// passed on to a child process.
+    /// Returns a duplicate of the operating system's handle that keeps the hold alive, where there is one. It can be passed on
+    /// to a child process.
     #[cfg(unix)]
     fn descriptor(&self) -> Option<std::os::fd::OwnedFd> {
         None
     }
 }
 
-/// An error and what caused it, in one line. Some causes say again what stands above them, which is left out.
+/// Returns an error and its causes in one line. Leaves out a cause that only repeats the text before it.
 ///
 /// ```
 /// use std::io::{Error, ErrorKind};
@@ -353,10 +415,10 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// A URL as it may be shown: without user, password and parameters. For errors about it, and for `Debug`.
+/// Returns a URL as it may be shown, in errors and in `Debug`: without user, password and parameters.
 ///
-/// It leans towards hiding: a password that should have been percent-encoded and was not may hold any of `/?#@`, so
-/// everything up to the last `@` goes; and with a `?` before that one, which may be a parameter's, what follows goes too.
+/// It hides rather too much. A password that is not percent-encoded may hold any of `/?#@`, so everything up to the last `@`
+/// goes. After a `?`, that `@` may be part of a parameter: then what follows it goes too.
 ///
 /// ```
 /// use lockkit_core::spi::redacted_url;
@@ -368,7 +430,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 /// ```
 pub fn redacted_url(url: &str) -> String {
     let plain = |text: &str| text.split(['?', '#']).next().unwrap_or_default().to_owned();
-    // Without a slash behind its colon, a scheme may as well be a user.
+    // Without a slash behind its colon, a scheme may as well be a user name.
     let (scheme, rest) = match url.split_once(":/") {
         Some((scheme, rest))
             if scheme

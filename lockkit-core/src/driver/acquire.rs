@@ -9,171 +9,175 @@ use std::{
 use tokio::time::Instant;
 
 use crate::{
-    Error, LockGuard, Result,
+    Error, Result,
     driver::{
         cell::Phase,
+        contender::Contender,
+        core::Core,
         hold::Hold,
-        line::{Answer, Grip, InLine, Line, Served, SlotUse, Terms, hinted},
+        lock_queue::{LastReply, LockQueue, WaitOutcome, Waiter},
         moment::Proof,
-        settle,
+        observe,
+        request::AcquireRequest,
         timing::{self, Backoff, HintBudget},
     },
     spi::{Claim, ClaimRequest, Grant, Mode, chain},
 };
 
-/// How long beyond the caller's deadline an attempt may take to say why it was not granted, if nothing has been heard
-/// from the server yet: without an answer, "taken" cannot be told from "cannot tell".
+const OPERATION: &str = "acquire";
+
+/// The time beyond the caller's deadline that an attempt may take if the server has not replied before. Without a reply,
+/// "taken" cannot be told from "cannot tell".
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
-/// Acquires a lock on `terms`.
-pub(crate) async fn acquire(terms: &Arc<Terms>) -> Result<LockGuard> {
-    let line = &terms.line;
-    let outcome = contend_for(terms).await.map_err(|err| err.for_lock(line.name()));
-    match &outcome {
-        Ok(_) => {}
-        Err(err) => crate::observe::not_granted(line, err),
+/// Acquires a lock. The caller makes a guard of the hold at once: dropping the hold does not release it.
+pub(crate) async fn acquire(request: &Arc<AcquireRequest>) -> Result<Hold> {
+    let queue = &request.queue;
+    let outcome = enter_and_contend(request).await;
+    let outcome = outcome.map_err(|err| err.for_lock(queue.name()));
+    if let Err(err) = &outcome {
+        observe::not_granted(queue, err);
     }
     outcome
 }
 
-async fn contend_for(terms: &Arc<Terms>) -> Result<LockGuard> {
-    let line = &terms.line;
-    line.core.serves("acquire")?;
-    let clock = Clock::start(terms);
-    let entered = if terms.once() {
-        // Always the server's own word: a hold of this client may have been lost a moment ago.
-        Ok(Line::enter(terms).unwrap_or_else(|| Line::bypass(terms)))
+async fn enter_and_contend(request: &Arc<AcquireRequest>) -> Result<Hold> {
+    let core = request.core();
+    core.is_open(OPERATION)?;
+    let deadline = Deadline::new(request);
+    let entered = if request.is_try() {
+        // Always asks the server: a hold of this client may have been lost a moment ago.
+        Ok(LockQueue::enter(request).unwrap_or_else(|| LockQueue::bypass(request)))
     } else {
-        Line::enter_or_join(terms)
+        LockQueue::enter_or_join(request)
     };
-    let (grip, now) = match entered {
-        Ok(grip) => (grip, None),
-        Err(in_line) => match queue(terms, &clock, in_line).await? {
-            Entry::Contend(grip) => (grip, Some(line.core.clock.now().at)),
-            Entry::Held(guard) => return Ok(guard),
+    let (contender, now) = match entered {
+        Ok(contender) => (contender, None),
+        Err(waiter) => match wait_in_queue(request, &deadline, waiter).await? {
+            Entry::Contend(contender) => (contender, Some(core.clock.now().at)),
+            Entry::Held(hold) => return Ok(hold),
         },
     };
-    // Either this sees that the client is closed, or whoever closes it sees the grip.
-    line.core.serves("acquire")?;
-    contend(grip, &clock, now).await
+    // Either this sees that the client is closed, or the one who closes it sees the contender.
+    core.is_open(OPERATION)?;
+    contend(contender, &deadline, now).await
 }
 
-/// How a caller gets past the local queue.
+/// The end of waiting in the local queue.
 enum Entry {
-    Contend(Grip),
-    Held(LockGuard),
+    Contend(Contender),
+    Held(Hold),
 }
 
-/// Waits in line for the slot, or for a hold that is passed on.
-async fn queue<'a>(terms: &'a Arc<Terms>, clock: &Clock, mut in_line: InLine<'a>) -> Result<Entry> {
-    let line = &terms.line;
+/// Waits in the local queue for the slot, or for a hold that is passed on.
+async fn wait_in_queue<'a>(
+    request: &'a Arc<AcquireRequest>,
+    deadline: &Deadline,
+    mut waiter: Waiter<'a>,
+) -> Result<Entry> {
+    let queue = &request.queue;
     loop {
-        timing::require_runtime(line.backend(), "acquire")?;
-        let served = match clock.at() {
-            None => in_line.await,
-            Some(at) => match timing::within(line.backend(), "acquire", in_line, || at).await? {
-                Some(served) => served,
-                None => return Err(clock.verdict(line, &line.answer())),
+        timing::require_runtime(queue.backend(), OPERATION)?;
+        let outcome = match deadline.at() {
+            None => waiter.await,
+            Some(at) => match timing::within(queue.backend(), OPERATION, waiter, || at).await? {
+                Some(outcome) => outcome,
+                None => return Err(deadline.verdict(queue, &queue.last_reply())),
             },
         };
-        match served {
-            Served::Slot(grip) => return Ok(Entry::Contend(grip)),
-            Served::Hold(hold) => {
-                if let Some(guard) = accept(hold) {
-                    return Ok(Entry::Held(guard));
+        match outcome {
+            WaitOutcome::Slot(contender) => return Ok(Entry::Contend(contender)),
+            WaitOutcome::Hold(hold) => {
+                if hold.cell.accept(hold.now()) {
+                    observe::handed_off(queue);
+                    return Ok(Entry::Held(hold));
                 }
             }
-            Served::Lapsed => {}
-            Served::Closed => return Err(line.core.over("acquire").await),
+            WaitOutcome::Lapsed => {}
+            WaitOutcome::Closed => return Err(queue.core.over(OPERATION, Core::is_open).await),
         }
-        in_line = match Line::enter_or_join(terms) {
-            Ok(grip) => return Ok(Entry::Contend(grip)),
-            Err(in_line) => in_line,
+        waiter = match LockQueue::enter_or_join(request) {
+            Ok(contender) => return Ok(Entry::Contend(contender)),
+            Err(waiter) => waiter,
         };
     }
 }
 
-/// Takes a hold that was passed on, unless it was lost on the way.
-fn accept(hold: Hold) -> Option<LockGuard> {
-    hold.cell.accept(hold.now()).then(|| {
-        crate::observe::handed_off(hold.line());
-        LockGuard::new(hold)
-    })
-}
-
-/// Goes to the server until it grants, the caller's time is over, or it says something that no repeating will change.
-async fn contend(mut grip: Grip, clock: &Clock, now: Option<Instant>) -> Result<LockGuard> {
-    match step(&mut grip, clock, now, &Answer::Unknown).await {
-        Ok(Some(granted)) => hold(grip, granted),
-        // What it takes to wait is made when there is need to wait.
-        not_yet => Box::pin(keep_contending(grip, not_yet, clock)).await,
+/// Attempts until the server grants, the caller's time is over, or an error says that no repeating will help.
+async fn contend(mut contender: Contender, deadline: &Deadline, now: Option<Instant>) -> Result<Hold> {
+    match attempt(&mut contender, deadline, now, &LastReply::Unknown).await {
+        Ok(Some(granted)) => make_hold(contender, granted),
+        // What it takes to wait is made only when there is need to wait.
+        not_yet => Box::pin(keep_contending(contender, not_yet, deadline)).await,
     }
 }
 
 async fn keep_contending(
-    mut grip: Grip,
-    mut last: Result<Option<Granted>>,
-    clock: &Clock,
-) -> Result<LockGuard> {
-    let terms = grip.terms.clone();
-    let line = &terms.line;
-    let once = terms.once();
-    let mut heard = Answer::Unknown;
+    mut contender: Contender,
+    mut attempted: Result<Option<Granted>>,
+    deadline: &Deadline,
+) -> Result<Hold> {
+    let request = contender.request.clone();
+    let (queue, core) = (&request.queue, request.core());
+    let is_try = request.is_try();
+    let mut last_reply = LastReply::Unknown;
     let mut backoff = Backoff::default();
     let mut hints = HintBudget::default();
     loop {
-        let taken = match last {
-            Ok(Some(granted)) => return hold(grip, granted),
-            Ok(None) if once => {
+        let taken = match attempted {
+            Ok(Some(granted)) => return make_hold(contender, granted),
+            Ok(None) if is_try => {
                 // An attempt without patience stays out of every queue: there is nothing to withdraw.
-                grip.settled();
-                return Err(clock.taken(line));
+                contender.forget_claim();
+                return Err(deadline.taken(queue));
             }
             Ok(None) => {
                 backoff.reset();
-                heard = Answer::Taken;
+                last_reply = LastReply::Taken;
                 true
             }
-            Err(err) if err.is_transient() && !once => {
-                if matches!(heard, Answer::Unknown) && grip.has_slot() {
-                    // Those before it in this client's queue may have heard more.
-                    heard = line.answer();
+            Err(err) if err.is_transient() && !is_try => {
+                if matches!(last_reply, LastReply::Unknown) && contender.has_slot() {
+                    // Those before it in this client's queue may know more.
+                    last_reply = queue.last_reply();
                 }
                 let why: Arc<str> = chain(&err).into();
-                let known = matches!(&heard, Answer::Failed(before) if *before == why);
+                let known = matches!(&last_reply, LastReply::Failed(before) if *before == why);
                 // An attempt that the caller's deadline cut short says nothing new, and there is no other.
-                let over = clock.is_over();
-                crate::observe::attempt_failed(line, &why, known || over);
-                if !(over && matches!(heard, Answer::Taken)) {
-                    heard = Answer::Failed(why);
+                let over = deadline.is_over();
+                observe::attempt_failed(queue, &why, known || over);
+                if !(over && matches!(last_reply, LastReply::Taken)) {
+                    last_reply = LastReply::Failed(why);
                 }
                 false
             }
-            Err(err) => return Err(give_up(grip, err).await),
+            Err(err) => return Err(give_up(contender, err).await),
         };
-        if grip.has_slot() {
-            line.set_answer(heard.clone());
+        if contender.has_slot() {
+            queue.set_last_reply(last_reply.clone());
         }
-        timing::require_runtime(line.backend(), "acquire")?;
+        timing::require_runtime(queue.backend(), OPERATION)?;
         let pause = if taken {
-            hints.pause(line.core.info.fallback_poll)
+            hints.pause(core.info.fallback_poll)
         } else {
             backoff.next()
         };
         let listening = Instant::now();
         tokio::select! {
             biased;
-            err = line.core.over("acquire") => return Err(give_up(grip, err).await),
-            () = hinted(&mut grip.claim), if taken && hints.listens() => hints.hinted(listening.elapsed()),
-            () = clock.deadline() => return Err(give_up(grip, clock.verdict(line, &heard)).await),
+            err = core.over(OPERATION, Core::is_open) => return Err(give_up(contender, err).await),
+            () = contender.hinted(), if taken && hints.listens() => hints.hinted(listening.elapsed()),
+            () = deadline.passed() => {
+                return Err(give_up(contender, deadline.verdict(queue, &last_reply)).await);
+            }
             () = tokio::time::sleep(pause) => hints.rested(),
         }
-        let now = line.core.clock.now().at;
-        last = step(&mut grip, clock, Some(now), &heard).await;
+        let now = core.clock.now().at;
+        attempted = attempt(&mut contender, deadline, Some(now), &last_reply).await;
     }
 }
 
-/// What a grant's holder gets of it.
+/// The part of a grant that only its holder needs.
 #[derive(Clone, Copy)]
 struct Granted {
     token: u64,
@@ -181,180 +185,160 @@ struct Granted {
     at: Instant,
 }
 
-/// One exchange with the server: opens the claim if there is none, then attempts. A grant's token comes back; the rest
-/// of the grant is kept in the grip. Somebody has looked at the client's clock `now`, or when the caller's time began, so
-/// that what was slept before the request is not taken off its lease.
-async fn step(
-    grip: &mut Grip,
-    clock: &Clock,
+/// Opens the claim if there is none, then makes one attempt. Returns a grant's token, and leaves the rest in the contender.
+///
+/// Somebody has looked at the client's clock `now`, or else when the caller's time began, so that what was slept before the
+/// request is not taken off its lease.
+async fn attempt(
+    contender: &mut Contender,
+    deadline: &Deadline,
     mut now: Option<Instant>,
-    heard: &Answer,
+    last_reply: &LastReply,
 ) -> Result<Option<Granted>> {
-    let Grip { terms, claim, .. } = grip;
-    let line = &terms.line;
+    let Contender { request, claim, .. } = contender;
+    let (queue, core) = (&request.queue, request.core());
     let claim = match claim {
         Some(claim) => claim,
-        unopened => unopened.insert(open(line, terms, clock, &mut now, heard).await?),
+        unopened => unopened.insert(open(request, deadline, &mut now, last_reply).await?),
     };
-    grip.known = true;
-    let patience = clock.patience(line.core.info.max_patience, now);
-    let limit = clock.limit(patience, terms, heard);
-    let Some(grant) = exchange(line, claim.attempt(patience), limit).await? else {
+    contender.is_known = true;
+    let patience = deadline.patience(core.info.max_patience, now);
+    let limit = deadline.limit(patience, request, last_reply);
+    let attempt = claim.attempt(patience);
+    let Some(grant) = queue.exchange(OPERATION, Core::is_open, limit, attempt).await? else {
         return Ok(None);
     };
-    let proof = line.core.clock.proof(&grant.lease);
-    let at = match check(line, &grant, &proof) {
+    let proof = core.clock.proof(&grant.lease);
+    let at = match usable_at(queue, &grant, &proof) {
         Ok(at) => at,
-        Err(err) => return Box::pin(withdraw(grip, err)).await,
+        Err(err) => return Box::pin(withdraw(contender, err)).await,
     };
     let token = *grant.tokens.start();
-    grip.spare = grant.tokens;
-    grip.spare.next();
-    grip.most_handoffs = terms.local_handoffs;
-    grip.lease = Some(proof);
+    contender.most_handoffs = request.local_handoffs;
+    contender.spare_tokens = grant.tokens;
+    contender.spare_tokens.next();
+    contender.lease = Some(proof);
     Ok(Some(Granted { token, at }))
 }
 
-/// The moment when a grant can be used, if it can.
-fn check(line: &Line, grant: &Grant, proof: &Proof) -> Result<Instant> {
-    let backend = line.backend();
-    let now = line.core.clock.now();
-    let err = if grant.tokens.is_empty() {
-        Error::permanent(backend, "acquire", "the grant came without a fencing token")
-    } else if proof.end().is_some_and(|end| now.has_reached(end)) {
-        Error::transient(backend, "acquire", "the lease was over when the grant arrived")
-    } else {
-        return Ok(now.at);
-    };
-    Err(err.for_lock(line.name()))
-}
-
-/// Makes a hold of what has been granted.
-fn hold(mut grip: Grip, granted: Granted) -> Result<LockGuard> {
-    let terms = grip.terms.clone();
-    let line = &terms.line;
-    let lease = grip.lease.ok_or(Error::Closed)?;
-    if !line.is_exclusive() {
-        // Shared holders and permits have a claim each: the next waiter may go to the server.
-        grip.pass_slot();
-    } else if grip.has_slot() {
-        line.set_slot_use(SlotUse::Holding);
-    }
-    // Fails if there is nothing for the client to live on: nobody would ever renew it.
-    line.core.worker.begin("acquire")?;
-    grip.becomes_hold();
-    let hold = Hold::new(Phase::Held, terms, granted.token, grip, &lease);
-    hold.terms.line.register(&hold, granted.at);
-    if let Err(err) = hold.line().core.serves("acquire") {
-        // It may have come too late to be lost with all the others.
-        hold.abandon();
-        return Err(err);
-    }
-    crate::observe::granted(hold.line());
-    Ok(LockGuard::new(hold))
-}
-
-/// Opens a claim. If that takes a while, it is another `now` afterwards.
+/// Opens a claim. Looks at the clock again afterwards if that took a while.
 async fn open(
-    line: &Line,
-    terms: &Terms,
-    clock: &Clock,
+    request: &AcquireRequest,
+    deadline: &Deadline,
     now: &mut Option<Instant>,
-    heard: &Answer,
+    last_reply: &LastReply,
 ) -> Result<Box<dyn Claim>> {
-    let request = request(line, terms)?;
-    let mut opening = line.core.backend.claim(&request);
+    let (queue, core) = (&request.queue, request.core());
+    let claim_request = claim_request(request)?;
+    let mut opening = core.backend.claim(&claim_request);
     if let Poll::Ready(opened) = timing::poll_once(&mut opening).await {
-        return opened.map_err(|err| err.for_lock(line.name()));
+        return opened.map_err(|err| err.for_lock(queue.name()));
     }
-    let limit = clock.limit(Duration::ZERO, terms, heard);
-    let opened = exchange(line, opening, limit).await?;
-    *now = Some(line.core.clock.now().at);
+    let limit = deadline.limit(Duration::ZERO, request, last_reply);
+    let opened = queue.exchange(OPERATION, Core::is_open, limit, opening).await?;
+    *now = Some(core.clock.now().at);
     Ok(opened)
 }
 
-/// One exchange, until `limit` and for as long as the client is open.
-async fn exchange<T>(
-    line: &Line,
-    mut exchange: impl Future<Output = Result<T>> + Unpin,
-    limit: impl FnOnce() -> Instant,
-) -> Result<T> {
-    let backend = line.backend();
-    if let Poll::Ready(done) = timing::poll_once(&mut exchange).await {
-        return done.map_err(|err| err.for_lock(line.name()));
+fn claim_request(request: &AcquireRequest) -> Result<ClaimRequest> {
+    let queue = &request.queue;
+    let owner = queue.owner()?;
+    let mut claim = ClaimRequest::new(queue.name().clone(), queue.mode, request.ttl, owner);
+    claim.label.clone_from(&request.label);
+    claim.renews = request.renew;
+    if queue.mode == Mode::Exclusive {
+        claim.tokens = claim.tokens.saturating_add(request.local_handoffs);
+        claim.locally_contended = queue.take_was_waited_in();
     }
-    timing::require_runtime(backend, "acquire")?;
-    let limit = limit();
-    let waiting = async {
-        tokio::select! {
-            biased;
-            done = exchange => done,
-            err = line.core.over("acquire") => Err(err),
-            () = tokio::time::sleep_until(limit) => {
-                Err(Error::transient(backend, "acquire", "no answer in time from the server"))
-            }
-        }
+    Ok(claim)
+}
+
+/// Returns the present moment if a grant can be used now.
+fn usable_at(queue: &LockQueue, grant: &Grant, proof: &Proof) -> Result<Instant> {
+    let backend = queue.backend();
+    let now = queue.core.clock.now();
+    let err = if grant.tokens.is_empty() {
+        Error::permanent(backend, OPERATION, "the grant came without a fencing token")
+    } else if proof.end().is_some_and(|end| now.has_reached(end)) {
+        Error::transient(backend, OPERATION, "the lease was over when the grant arrived")
+    } else {
+        return Ok(now.at);
     };
-    Box::pin(waiting).await.map_err(|err| err.for_lock(line.name()))
+    Err(err.for_lock(queue.name()))
 }
 
-fn request(line: &Line, terms: &Terms) -> Result<ClaimRequest> {
-    let owner = line.owner()?;
-    let mut request = ClaimRequest::new(line.name().clone(), line.mode, terms.ttl, owner);
-    request.label.clone_from(&terms.label);
-    request.renews = terms.renew;
-    if line.mode == Mode::Exclusive {
-        request.tokens = request.tokens.saturating_add(terms.local_handoffs);
-        request.locally_contended = line.was_waited_in();
-    }
-    Ok(request)
-}
-
-/// Gives up what a grant that cannot be used may have left at the server; the same claim may go on contending.
-async fn withdraw(grip: &mut Grip, err: Error) -> Result<Option<Granted>> {
-    if let Some(claim) = &mut grip.claim {
-        let limit = || Instant::now() + grip.terms.op_timeout;
+/// Releases at the server what a grant that cannot be used may have left there. The same claim may go on contending.
+async fn withdraw(contender: &mut Contender, err: Error) -> Result<Option<Granted>> {
+    let Contender { claim, request, .. } = contender;
+    if let Some(claim) = claim {
+        let limit = || Instant::now() + request.op_timeout;
         // If this fails as well, the claim stays known to the server and is cleaned up in the end.
-        let _ = grip
-            .terms
-            .line
-            .core
-            .within("release", claim.release(), limit)
+        let _ = request
+            .queue
+            .exchange("release", Core::is_alive, limit, claim.release())
             .await;
     }
     Err(err)
 }
 
-/// Withdraws the claim on the caller's time if that is quick, else in the background, and returns `err`.
-async fn give_up(mut grip: Grip, err: Error) -> Error {
-    let core = &grip.terms.line.core;
-    if core.serves("acquire").is_err() {
+/// Makes a hold of a contender that has been granted the lock.
+fn make_hold(mut contender: Contender, granted: Granted) -> Result<Hold> {
+    let request = contender.request.clone();
+    let queue = &request.queue;
+    let lease = contender.lease.ok_or(Error::Closed)?;
+    // Fails if the client has no runtime to live on: nobody would ever renew the hold.
+    queue.core.worker.begin(OPERATION)?;
+    if !queue.is_exclusive() {
+        // Shared holders and permits have a claim each: the next waiter may go to the server.
+        contender.pass_slot();
+    } else if contender.has_slot() {
+        queue.begin_holding();
+    }
+    contender.becomes_hold();
+    let hold = Hold::new(Phase::Held, request, granted.token, contender, &lease);
+    hold.queue().register(&hold, granted.at);
+    if let Err(err) = hold.request.core().is_open(OPERATION) {
+        // It may have come too late to be lost with all the others.
+        hold.abandon();
+        return Err(err);
+    }
+    observe::granted(hold.queue());
+    Ok(hold)
+}
+
+/// Withdraws the claim on the caller's time if that is quick, else in the background. Returns `err`.
+async fn give_up(mut contender: Contender, err: Error) -> Error {
+    let Contender { claim, request, .. } = &mut contender;
+    if request.core().is_open(OPERATION).is_err() {
         return err;
     }
-    if let Some(claim) = &mut grip.claim {
+    if let Some(claim) = claim {
         let limit = || Instant::now() + GRACE;
-        let withdrawn = core.within("release", claim.release(), limit).await;
-        if let Ok(Some(Ok(()))) = withdrawn {
-            grip.settled();
-            return err;
+        let withdrawal = claim.release();
+        let withdrawn = request
+            .queue
+            .exchange("release", Core::is_alive, limit, withdrawal)
+            .await;
+        if withdrawn.is_ok() {
+            contender.forget_claim();
         }
     }
     err
 }
 
-/// The caller's time.
-struct Clock {
-    /// Read when something is first waited for: what is granted at once needs none.
+/// The end of the caller's time.
+struct Deadline {
+    /// Read when something is first waited for: a lock that is granted at once needs no clock.
     started: OnceLock<Instant>,
     wait: Option<Duration>,
 }
 
-impl Clock {
-    fn start(terms: &Terms) -> Self {
-        let looked = terms.line.core.clock.look();
+impl Deadline {
+    fn new(request: &AcquireRequest) -> Self {
+        let looked = request.core().clock.look();
         Self {
             started: looked.map_or_else(OnceLock::new, OnceLock::from),
-            wait: terms.wait,
+            wait: request.wait,
         }
     }
 
@@ -362,7 +346,7 @@ impl Clock {
         *self.started.get_or_init(Instant::now)
     }
 
-    /// When the caller's time is over. A single attempt has no deadline: it is bounded by `op_timeout`.
+    /// Returns the deadline. A single attempt has none: it is bounded by `op_timeout`.
     fn at(&self) -> Option<Instant> {
         let wait = self.wait.filter(|wait| !wait.is_zero())?;
         Some(self.started() + wait)
@@ -372,10 +356,22 @@ impl Clock {
         self.at().is_some_and(|at| Instant::now() >= at)
     }
 
-    /// Until when an exchange may take.
-    fn limit(&self, patience: Duration, terms: &Terms, heard: &Answer) -> impl FnOnce() -> Instant + use<> {
-        let op_timeout = terms.op_timeout;
-        let grace = if matches!(heard, Answer::Taken) {
+    async fn passed(&self) {
+        match self.at() {
+            Some(at) => tokio::time::sleep_until(at).await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// The limit of one exchange that blocks for `patience` at the server.
+    fn limit(
+        &self,
+        patience: Duration,
+        request: &AcquireRequest,
+        last_reply: &LastReply,
+    ) -> impl FnOnce() -> Instant + use<> {
+        let op_timeout = request.op_timeout;
+        let grace = if matches!(last_reply, LastReply::Taken) {
             Duration::ZERO
         } else {
             GRACE
@@ -387,14 +383,8 @@ impl Clock {
         }
     }
 
-    async fn deadline(&self) {
-        match self.at() {
-            Some(at) => tokio::time::sleep_until(at).await,
-            None => std::future::pending().await,
-        }
-    }
-
-    /// How long an attempt may block at the server, from `now` on or from the beginning. Zero only for a single attempt.
+    /// The time for which an attempt may block at the server, from `now` on or from the beginning. Zero only for a single
+    /// attempt.
     fn patience(&self, most: Duration, now: Option<Instant>) -> Duration {
         if self.wait == Some(Duration::ZERO) {
             return Duration::ZERO;
@@ -407,33 +397,24 @@ impl Clock {
             .max(Duration::from_millis(1))
     }
 
-    fn taken(&self, line: &Line) -> Error {
+    fn taken(&self, queue: &LockQueue) -> Error {
         Error::Timeout {
-            backend: line.backend(),
-            name: line.name().clone(),
+            backend: queue.backend(),
+            name: queue.name().clone(),
             waited: self.started().elapsed(),
         }
     }
 
-    /// What to say when the time is over: "taken" only if that was the server's last word.
-    fn verdict(&self, line: &Line, heard: &Answer) -> Error {
-        let cause: crate::BoxError = match heard {
-            Answer::Taken => return self.taken(line),
-            Answer::Failed(why) => format!("no grant in time; the last attempt failed: {why}").into(),
-            Answer::Unknown => "no answer in time from the server".into(),
+    /// The error for when the time is over: "taken" only if that was the server's last word.
+    fn verdict(&self, queue: &LockQueue, last_reply: &LastReply) -> Error {
+        let err = match last_reply {
+            LastReply::Taken => return self.taken(queue),
+            LastReply::Failed(why) => {
+                let cause = format!("no grant in time; the last attempt failed: {why}");
+                Error::transient(queue.backend(), OPERATION, cause)
+            }
+            LastReply::Unknown => queue.core.no_answer(OPERATION),
         };
-        Error::transient(line.backend(), "acquire", cause).for_lock(line.name())
-    }
-}
-
-/// Settles a hold that its guard gives up on the caller's time.
-pub(crate) async fn release(hold: &Hold) -> Result<()> {
-    let now = hold.now();
-    match hold.cell.begin_release(now) {
-        Ok(grip) => settle::settle(hold, grip, now).await,
-        Err(reason) => {
-            hold.give_up_what_is_lost();
-            Err(hold.lost(reason))
-        }
+        err.for_lock(queue.name())
     }
 }

@@ -6,9 +6,9 @@
 //!    └──────lose────────┴──▶ Lost (latched for good)
 //! ```
 //!
-//! The cell also keeps what the hold is made of, a `C` with the backend's claim in it. It is parked here, lent to one
-//! user at a time, and comes back when the loan is dropped, at whatever await that may be. The *attendant* (the
-//! client's worker) borrows it for as long as nobody else wants it; everyone else [reclaims](HoldCell::reclaim) it.
+//! The cell also keeps a `C`, the contender that the hold is made of, with the backend's claim in it. It is parked here and
+//! lent to one user at a time. A loan comes back when it is dropped, at whatever await. The client's worker borrows the
+//! claim for as long as nobody else wants it; everyone else [reclaims](HoldCell::reclaim) it.
 
 use std::{
     fmt,
@@ -23,7 +23,7 @@ use tokio::time::Instant;
 
 use crate::{LossReason, driver::moment::Moment, spi::SessionProof, sync::Mutex};
 
-/// Where a hold is in its life.
+/// The phase of a hold's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
     /// Passed on to a waiter that has not taken it yet.
@@ -43,19 +43,19 @@ pub(crate) struct HoldCell<C> {
 struct State<C> {
     phase: Phase,
     valid_until: Option<Moment>,
-    /// The session that it ends with besides, whatever lease was told last.
+    /// The session that the hold ends with as well, whatever its last lease says.
     session: Option<SessionProof>,
     /// The length of the lease when a renewal last proved it.
     renewed_for: Option<Duration>,
     renewal_failing: bool,
     parked: Option<C>,
-    /// Nobody releases the claim any more.
+    /// Nobody will release the claim: drop it when it comes back.
     discards: bool,
-    /// How many wait for the claim; the attendant makes way for them.
+    /// The number of those who wait for the claim. The worker makes way for them.
     wanting: u32,
     wanting_wakers: Vec<Waker>,
-    attendant: Option<Waker>,
-    /// Grows when the attendant should look again.
+    worker: Option<Waker>,
+    /// Grows when the worker should look again.
     version: u32,
     watchers: Vec<Watcher>,
     next_watcher: u32,
@@ -76,23 +76,12 @@ pub(crate) enum Event {
     End,
 }
 
-/// Wakers are called when the lock on the state has been let go.
+/// Wakers to call, and watchers to drop, once the lock on the state has been let go.
 #[derive(Default)]
 struct Wakes {
-    attendant: Option<Waker>,
-    others: Vec<Waker>,
-    /// Wait for what will never happen any more.
+    wakers: Vec<Waker>,
+    /// Watchers of an event that can no longer happen.
     forgotten: Vec<Watcher>,
-}
-
-impl Wakes {
-    fn wake(self) {
-        if let Some(waker) = self.attendant {
-            waker.wake();
-        }
-        self.others.into_iter().for_each(Waker::wake);
-        drop(self.forgotten);
-    }
 }
 
 impl<C> State<C> {
@@ -101,37 +90,29 @@ impl<C> State<C> {
     }
 
     /// The one way into `Lost`.
-    fn latch(&mut self, reason: LossReason) -> Wakes {
+    fn latch(&mut self, reason: LossReason, wakes: &mut Wakes) {
         self.phase = Phase::Lost(reason);
-        Wakes {
-            attendant: self.rouse(),
-            others: self.watchers.drain(..).map(|watcher| watcher.waker).collect(),
-            forgotten: Vec::new(),
-        }
+        self.rouse_worker(wakes);
+        self.wake_watchers(wakes);
     }
 
     /// The end that is no loss.
-    fn begin_release(&mut self) -> Wakes {
+    fn begin_release(&mut self, wakes: &mut Wakes) {
         self.phase = Phase::Releasing;
         let ended = self.watchers.extract_if(.., |watcher| watcher.of == Event::End);
-        Wakes {
-            attendant: None,
-            others: ended.map(|watcher| watcher.waker).collect(),
-            forgotten: std::mem::take(&mut self.watchers),
-        }
+        wakes.wakers.extend(ended.map(|watcher| watcher.waker));
+        wakes.forgotten = std::mem::take(&mut self.watchers);
     }
 
-    fn expire(&mut self, now: Moment) -> Wakes {
+    fn expire(&mut self, now: Moment, wakes: &mut Wakes) {
         if !self.alive() {
-            return Wakes::default();
+            return;
         }
         if let Some(Err(reason)) = self.session_proof() {
-            return self.latch(reason);
+            self.latch(reason, wakes);
+        } else if self.end(now).is_some_and(|end| now.has_reached(end)) {
+            self.latch(LossReason::Expired, wakes);
         }
-        if self.end(now).is_some_and(|end| now.has_reached(end)) {
-            return self.latch(LossReason::Expired);
-        }
-        Wakes::default()
     }
 
     /// The end of its lease, or of what its session still proves.
@@ -147,14 +128,19 @@ impl<C> State<C> {
         self.session.as_ref().map(|session| *session.borrow())
     }
 
-    fn rouse(&mut self) -> Option<Waker> {
+    fn rouse_worker(&mut self, wakes: &mut Wakes) {
         self.version = self.version.wrapping_add(1);
-        self.attendant.take()
+        wakes.wakers.extend(self.worker.take());
+    }
+
+    fn wake_watchers(&mut self, wakes: &mut Wakes) {
+        let watchers = self.watchers.drain(..);
+        wakes.wakers.extend(watchers.map(|watcher| watcher.waker));
     }
 }
 
 impl<C> HoldCell<C> {
-    /// A hold with a lease until then, which ends with what its session proves, too.
+    /// A hold with a lease until `valid_until`, which also ends when its `session` no longer proves it.
     pub(crate) fn new(
         phase: Phase,
         claim: C,
@@ -172,7 +158,7 @@ impl<C> HoldCell<C> {
                 discards: false,
                 wanting: 0,
                 wanting_wakers: Vec::new(),
-                attendant: None,
+                worker: None,
                 version: 0,
                 watchers: Vec::new(),
                 next_watcher: 0,
@@ -180,40 +166,40 @@ impl<C> HoldCell<C> {
         }
     }
 
-    /// The session that it ends with besides its lease.
+    /// The session that the hold ends with besides its lease.
     pub(crate) fn session(&self) -> Option<SessionProof> {
         self.state.lock().session.clone()
     }
 
-    /// Runs `f` on the state with everything that is due at `now` already done, then wakes whom that concerns.
-    fn update<T>(&self, now: Option<Moment>, f: impl FnOnce(&mut State<C>) -> (T, Wakes)) -> T {
+    /// Runs `f` on the state after everything that is due at `now`, then wakes those whom that concerns.
+    fn update<T>(&self, now: Option<Moment>, f: impl FnOnce(&mut State<C>, &mut Wakes) -> T) -> T {
+        let mut wakes = Wakes::default();
         let mut state = self.state.lock();
-        let expiry = now.map(|now| state.expire(now));
-        let (value, wakes) = f(&mut state);
-        drop(state);
-        if let Some(expiry) = expiry {
-            expiry.wake();
+        if let Some(now) = now {
+            state.expire(now, &mut wakes);
         }
-        wakes.wake();
+        let value = f(&mut state, &mut wakes);
+        drop(state);
+        wakes.wakers.into_iter().for_each(Waker::wake);
         value
     }
 
-    /// Where it is at `now`. A lease that ran out is latched as lost here, whoever asks first.
+    /// Returns the phase at `now`. The first to look after the lease has expired latches the loss.
     pub(crate) fn phase(&self, now: Moment) -> Phase {
-        self.update(Some(now), |state| (state.phase, Wakes::default()))
+        self.update(Some(now), |state, _| state.phase)
     }
 
-    /// Where it was when something last happened to it, whatever the clock says.
+    /// Returns the phase as it was last set, whatever the clock says.
     pub(crate) fn last_phase(&self) -> Phase {
         self.state.lock().phase
     }
 
-    /// The end that it was told last.
+    /// The end of the lease that was proven last.
     pub(crate) fn valid_until(&self) -> Option<Moment> {
         self.state.lock().valid_until
     }
 
-    /// The end of it, as far as is known at `now`.
+    /// The end of the hold, as far as is known at `now`.
     pub(crate) fn end(&self, now: Moment) -> Option<Moment> {
         self.state.lock().end(now)
     }
@@ -223,49 +209,41 @@ impl<C> HoldCell<C> {
         self.state.lock().renewed_for
     }
 
-    /// The waiter to whom it was offered takes it. `false` if it was lost on the way.
+    /// Gives the hold to the waiter to whom it was offered. Returns `false` if it was lost before.
     pub(crate) fn accept(&self, now: Moment) -> bool {
-        self.update(Some(now), |state| {
-            if state.phase != Phase::Offered {
-                return (false, Wakes::default());
+        self.update(Some(now), |state, wakes| {
+            let offered = state.phase == Phase::Offered;
+            if offered {
+                state.phase = Phase::Held;
+                state.rouse_worker(wakes);
             }
-            state.phase = Phase::Held;
-            let attendant = state.rouse();
-            let wakes = Wakes {
-                attendant,
-                ..Wakes::default()
-            };
-            (true, wakes)
+            offered
         })
     }
 
-    /// The guard is given up, which those are told who wait for its end. The claim comes along if it is at hand; otherwise
-    /// it has to be reclaimed. The attendant is not told yet: to wake it would come before the request that the next
-    /// holder waits for.
+    /// Gives up the guard, and wakes those who wait for the hold's end. Returns the claim if it is parked; otherwise
+    /// reclaim it. The worker is not woken yet: that would delay the request that the next holder waits for.
     pub(crate) fn begin_release(&self, now: Moment) -> Result<Option<C>, LossReason> {
-        self.update(Some(now), |state| match state.phase {
-            Phase::Lost(reason) => (Err(reason), Wakes::default()),
+        self.update(Some(now), |state, wakes| match state.phase {
+            Phase::Lost(reason) => Err(reason),
             Phase::Offered | Phase::Held | Phase::Releasing => {
-                let wakes = state.begin_release();
-                (Ok(state.parked.take()), wakes)
+                state.begin_release(wakes);
+                Ok(state.parked.take())
             }
         })
     }
 
-    /// The attendant has nothing left to look after.
-    pub(crate) fn dismiss(&self) {
-        let attendant = self.state.lock().rouse();
-        if let Some(waker) = attendant {
-            waker.wake();
-        }
+    /// Wakes the worker, which then sees that the hold is over.
+    pub(crate) fn dismiss_worker(&self) {
+        self.update(None, State::rouse_worker);
     }
 
-    /// The claim of a hold that is being released, for good, if it is at hand.
+    /// Takes the claim of a hold that is being released for good, if it is parked.
     pub(crate) fn take(&self) -> Option<C> {
         self.state.lock().parked.take()
     }
 
-    /// The claim of a lost hold that nobody will release, if it is at hand. If not, it is dropped when it comes home.
+    /// Takes the claim of a lost hold that nobody will release, if it is parked. Otherwise it is dropped when it comes back.
     pub(crate) fn discard(&self) -> Option<C> {
         let mut state = self.state.lock();
         state.discards = true;
@@ -274,30 +252,27 @@ impl<C> HoldCell<C> {
 
     /// Latches a loss, unless the hold has ended already.
     pub(crate) fn lose(&self, reason: LossReason) -> bool {
-        self.update(None, |state| {
-            if !state.alive() {
-                return (false, Wakes::default());
+        self.update(None, |state, wakes| {
+            let alive = state.alive();
+            if alive {
+                state.latch(reason, wakes);
             }
-            (true, state.latch(reason))
+            alive
         })
     }
 
-    /// A hold that was offered has not been taken in time.
+    /// Ends a hold that was offered and not accepted in time.
     pub(crate) fn lapse(&self) {
-        self.update(None, |state| {
-            let lapsed = state.phase == Phase::Offered;
-            let wakes = if lapsed {
-                state.latch(LossReason::Expired)
-            } else {
-                Wakes::default()
-            };
-            ((), wakes)
+        self.update(None, |state, wakes| {
+            if state.phase == Phase::Offered {
+                state.latch(LossReason::Expired, wakes);
+            }
         });
     }
 
-    /// A renewal was answered. If the lease ran out before the answer came, it revives nothing.
+    /// Adopts a renewed lease. Changes nothing and returns `false` if the old one expired before the reply came.
     pub(crate) fn extend(&self, valid_until: Option<Moment>, now: Moment) -> bool {
-        self.update(Some(now), |state| {
+        self.update(Some(now), |state, _| {
             let alive = state.alive();
             if alive {
                 state.valid_until = valid_until;
@@ -305,33 +280,25 @@ impl<C> HoldCell<C> {
                     valid_until.map(|end| end.seen_from(now).saturating_duration_since(now.at));
                 state.renewal_failing = false;
             }
-            (alive, Wakes::default())
+            alive
         })
     }
 
-    /// A renewal was answered, and the lease stays what it was.
-    pub(crate) fn answered(&self) {
+    /// Notes that a renewal succeeded whose lease is not adopted.
+    pub(crate) fn renewal_succeeded(&self) {
         self.state.lock().renewal_failing = false;
     }
 
-    /// A renewal failed; the lease goes on until it ends. Watchers are told as an early warning.
+    /// Notes that a renewal failed, and wakes the watchers as an early warning. The lease goes on until it ends.
     pub(crate) fn renewal_failed(&self) {
-        self.update(None, |state| {
-            let first = state.alive() && !std::mem::replace(&mut state.renewal_failing, true);
-            let others = if first {
-                state.watchers.drain(..).map(|watcher| watcher.waker).collect()
-            } else {
-                Vec::new()
-            };
-            let wakes = Wakes {
-                others,
-                ..Wakes::default()
-            };
-            ((), wakes)
+        self.update(None, |state, wakes| {
+            if state.alive() && !std::mem::replace(&mut state.renewal_failing, true) {
+                state.wake_watchers(wakes);
+            }
         });
     }
 
-    /// If the last renewal failed: how long the hold lasts all the same.
+    /// Returns what is left of the hold if its last renewal failed.
     pub(crate) fn renewal_failing(&self, now: Moment) -> Option<Duration> {
         let state = self.state.lock();
         let left = || {
@@ -342,7 +309,7 @@ impl<C> HoldCell<C> {
         (state.alive() && state.renewal_failing).then(left)
     }
 
-    /// Keeps `waker` to be called at this event, if that can still happen. `watcher` is the caller's place for it.
+    /// Keeps `waker` to be called at this event, if that can still happen. `watcher` is the caller's registration.
     pub(crate) fn watch(&self, watcher: &mut Option<u32>, waker: &Waker, of: Event) {
         let mut state = self.state.lock();
         if !state.alive() {
@@ -362,12 +329,12 @@ impl<C> HoldCell<C> {
         }
     }
 
-    /// Forgets the waker kept for `watcher`.
+    /// Drops the waker kept for `watcher`.
     pub(crate) fn unwatch(&self, watcher: u32) {
         self.state.lock().watchers.retain(|known| known.id != watcher);
     }
 
-    /// Borrows the claim as soon as it is at hand, ahead of the attendant.
+    /// Borrows the claim as soon as it is parked, ahead of the worker.
     pub(crate) fn reclaim(&self) -> Reclaim<'_, C> {
         Reclaim {
             cell: self,
@@ -375,8 +342,8 @@ impl<C> HoldCell<C> {
         }
     }
 
-    /// Lends the claim to the attendant; `None` once the hold is over.
-    pub(crate) async fn attend(&self) -> Option<Loan<'_, C>> {
+    /// Lends the claim to the worker; `None` once the hold is over.
+    pub(crate) async fn lend_to_worker(&self) -> Option<Loan<'_, C>> {
         poll_fn(|cx| {
             let mut state = self.state.lock();
             if !state.alive() {
@@ -388,52 +355,45 @@ impl<C> HoldCell<C> {
                 return Poll::Ready(Some(Loan {
                     cell: self,
                     claim: Some(claim),
-                    attendant: true,
+                    to_worker: true,
                 }));
             }
-            state.attendant = Some(cx.waker().clone());
+            state.worker = Some(cx.waker().clone());
             Poll::Pending
         })
         .await
     }
 
-    /// What the attendant remembers, to be told of changes since.
+    /// Returns what the worker passes to [`poll_changed`](Self::poll_changed) later.
     pub(crate) fn version(&self) -> u32 {
         self.state.lock().version
     }
 
-    /// Resolves for the attendant when something has changed since `version`, or somebody wants the claim.
+    /// Resolves for the worker when something has changed since `version`, or somebody wants the claim.
     pub(crate) fn poll_changed(&self, version: u32, cx: &Context<'_>) -> Poll<()> {
         let mut state = self.state.lock();
         if state.version != version || state.wanting > 0 {
             return Poll::Ready(());
         }
-        match &mut state.attendant {
+        match &mut state.worker {
             Some(known) => known.clone_from(cx.waker()),
             unset => *unset = Some(cx.waker().clone()),
         }
         Poll::Pending
     }
 
-    fn park(&self, claim: C, by_attendant: bool) {
-        let discarded = self.update(None, |state| {
+    fn park(&self, claim: C, by_worker: bool) {
+        let discarded = self.update(None, |state, wakes| {
             if state.discards {
-                return (Some(claim), Wakes::default());
+                return Some(claim);
             }
             state.parked = Some(claim);
-            // The attendant looks again by itself after it has parked.
-            let attendant = if by_attendant || state.wanting > 0 {
-                None
-            } else {
-                state.attendant.take()
-            };
-            let others = std::mem::take(&mut state.wanting_wakers);
-            let wakes = Wakes {
-                attendant,
-                others,
-                ..Wakes::default()
-            };
-            (None, wakes)
+            // The worker looks again by itself after it has parked.
+            if !by_worker && state.wanting == 0 {
+                wakes.wakers.extend(state.worker.take());
+            }
+            wakes.wakers.append(&mut state.wanting_wakers);
+            None
         });
         drop(discarded);
     }
@@ -449,7 +409,7 @@ impl<C> fmt::Debug for HoldCell<C> {
     }
 }
 
-/// Waits for the claim. Dropping it gives up the place.
+/// Waits for the claim. Dropping it stops waiting.
 #[must_use]
 pub(crate) struct Reclaim<'a, C> {
     cell: &'a HoldCell<C>,
@@ -461,33 +421,25 @@ impl<'a, C> Future for Reclaim<'a, C> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let cell = self.cell;
-        let mut state = cell.state.lock();
-        if let Some(claim) = state.parked.take() {
-            return Poll::Ready(Loan {
-                cell,
-                claim: Some(claim),
-                attendant: false,
-            });
-        }
-        if !state
-            .wanting_wakers
-            .iter()
-            .any(|known| known.will_wake(cx.waker()))
-        {
-            state.wanting_wakers.push(cx.waker().clone());
-        }
-        let attendant = if self.counted {
-            None
-        } else {
-            state.wanting += 1;
-            self.counted = true;
-            state.rouse()
-        };
-        drop(state);
-        if let Some(waker) = attendant {
-            waker.wake();
-        }
-        Poll::Pending
+        cell.update(None, |state, wakes| {
+            if let Some(claim) = state.parked.take() {
+                return Poll::Ready(Loan {
+                    cell,
+                    claim: Some(claim),
+                    to_worker: false,
+                });
+            }
+            let wanting = &mut state.wanting_wakers;
+            if !wanting.iter().any(|known| known.will_wake(cx.waker())) {
+                wanting.push(cx.waker().clone());
+            }
+            if !self.counted {
+                self.counted = true;
+                state.wanting += 1;
+                state.rouse_worker(wakes);
+            }
+            Poll::Pending
+        })
     }
 }
 
@@ -496,14 +448,11 @@ impl<C> Drop for Reclaim<'_, C> {
         if !self.counted {
             return;
         }
-        self.cell.update(None, |state| {
+        self.cell.update(None, |state, wakes| {
             state.wanting -= 1;
-            let attendant = if state.wanting == 0 { state.rouse() } else { None };
-            let wakes = Wakes {
-                attendant,
-                ..Wakes::default()
-            };
-            ((), wakes)
+            if state.wanting == 0 {
+                state.rouse_worker(wakes);
+            }
         });
     }
 }
@@ -512,7 +461,7 @@ impl<C> Drop for Reclaim<'_, C> {
 pub(crate) struct Loan<'a, C> {
     cell: &'a HoldCell<C>,
     claim: Option<C>,
-    attendant: bool,
+    to_worker: bool,
 }
 
 impl<C> Loan<'_, C> {
@@ -539,7 +488,7 @@ impl<C> DerefMut for Loan<'_, C> {
 impl<C> Drop for Loan<'_, C> {
     fn drop(&mut self) {
         if let Some(claim) = self.claim.take() {
-            self.cell.park(claim, self.attendant);
+            self.cell.park(claim, self.to_worker);
         }
     }
 }

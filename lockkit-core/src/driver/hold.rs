@@ -11,30 +11,33 @@ use tokio::time::Instant;
 use crate::{
     Error, FencingToken, LockName, LossReason, Result,
     driver::{
-        attendance::Attendance,
         cell::{HoldCell, Phase},
-        line::{Grip, Line, SlotTurn, Terms},
+        contender::Contender,
+        core::Core,
+        keep_alive::KeepAlive,
+        lock_queue::{LockQueue, SlotGeneration},
         moment::{Clock, Moment, Proof},
-        register::NOWHERE,
+        register::NO_KEY,
+        request::AcquireRequest,
         timing,
     },
     spi::Renewal,
 };
 
-/// The part of a hold that views keep: nothing of the client, once it is over.
+/// The part of a hold that views keep. Once the hold is over, it keeps nothing of the client.
 #[derive(Debug)]
 pub(crate) struct Record {
     pub(crate) token: FencingToken,
     pub(crate) name: LockName,
     pub(crate) backend: &'static str,
-    pub(crate) cell: HoldCell<Grip>,
+    pub(crate) cell: HoldCell<Contender>,
     /// The length of its first lease.
     granted_for: Option<Duration>,
     clock: Clock,
-    pub(crate) attendance: Attendance,
-    /// The slot that its claim has. The claim may be on loan when it has to be given up.
-    slot: Option<SlotTurn>,
-    /// Its place in its line's register.
+    pub(crate) keep_alive: KeepAlive,
+    /// The slot that its contender has. The contender may be on loan when the slot has to be given up.
+    slot: Option<SlotGeneration>,
+    /// Its key in its queue's register.
     pub(crate) key: AtomicUsize,
 }
 
@@ -60,7 +63,7 @@ impl Record {
         self.clock.now()
     }
 
-    /// The local end of its lease as it is, on the clock that timers run on.
+    /// The local end of the present lease, on the clock that timers run on.
     pub(crate) fn valid_until(&self) -> Option<Instant> {
         let now = self.now();
         self.cell.end(now).map(|end| end.seen_from(now))
@@ -78,11 +81,11 @@ impl Record {
     }
 }
 
-/// A hold, for those who can do something with it.
+/// A hold, for its guard and for the worker, which renew and release it.
 #[derive(Clone, Debug)]
 pub(crate) struct Hold {
     pub(crate) record: Arc<Record>,
-    pub(crate) terms: Arc<Terms>,
+    pub(crate) request: Arc<AcquireRequest>,
 }
 
 impl Deref for Hold {
@@ -94,113 +97,131 @@ impl Deref for Hold {
 }
 
 impl Hold {
-    /// A hold made of `grip`, on a lease that has been proven.
-    pub(crate) fn new(phase: Phase, terms: Arc<Terms>, token: u64, grip: Grip, lease: &Proof) -> Self {
-        let session = grip.claim.as_ref().and_then(|claim| claim.session());
+    /// Makes a hold of `contender`, on a lease that has been proven.
+    pub(crate) fn new(
+        phase: Phase,
+        request: Arc<AcquireRequest>,
+        token: u64,
+        contender: Contender,
+        lease: &Proof,
+    ) -> Self {
+        let session = contender.claim.as_ref().and_then(|claim| claim.session());
+        let queue = &request.queue;
         let record = Record {
             token: FencingToken::new(token),
-            name: terms.line.name().clone(),
-            backend: terms.line.backend(),
-            slot: grip.slot(),
-            cell: HoldCell::new(phase, grip, lease.end(), session),
+            name: queue.name().clone(),
+            backend: queue.backend(),
+            slot: contender.slot(),
+            cell: HoldCell::new(phase, contender, lease.end(), session),
             granted_for: lease.length,
-            clock: terms.line.core.clock.clone(),
-            attendance: Attendance::default(),
-            key: AtomicUsize::new(NOWHERE),
+            clock: queue.core.clock.clone(),
+            keep_alive: KeepAlive::default(),
+            key: AtomicUsize::new(NO_KEY),
         };
         Self {
             record: Arc::new(record),
-            terms,
+            request,
         }
     }
 
-    pub(crate) fn line(&self) -> &Line {
-        &self.terms.line
+    pub(crate) fn queue(&self) -> &Arc<LockQueue> {
+        &self.request.queue
     }
 
-    /// Nobody will use it any more: the worker releases it. Does no I/O and cannot block.
+    /// Has the worker release it, since nobody will use it any more. Does no I/O and cannot block.
     pub(crate) fn abandon(&self) {
         match self.cell.begin_release(self.now()) {
-            Ok(grip) => self.line().core.worker.settle(self.clone(), grip),
-            Err(_) => self.give_up_what_is_lost(),
+            Ok(contender) => self.request.core().worker.release(self.clone(), contender),
+            Err(_) => self.give_up_lost(),
         }
     }
 
-    /// Leaves what is left of a lost hold to the worker, which releases it. If there is none any more, it is dropped with the
-    /// guard, and not with the last view.
-    pub(crate) fn give_up_what_is_lost(&self) {
-        if self.line().core.worker.lives("release").is_err() {
+    /// Leaves what is left of a lost hold to the worker, which releases it. If the worker has died, it is dropped here, with
+    /// the guard and not with the last view.
+    pub(crate) fn give_up_lost(&self) {
+        if self.request.core().is_alive("release").is_err() {
             drop(self.cell.discard());
         }
     }
 
-    /// Lets the next waiter of this client go to the server, wherever the claim is.
-    pub(crate) fn pass_slot(&self) {
-        if let Some(turn) = self.slot {
-            self.line().pass(turn);
+    /// Lets the next waiter of this client go to the server after a loss, wherever the claim is.
+    pub(crate) fn pass_slot_after_loss(&self) {
+        if let Some(slot) = self.slot {
+            self.queue().pass_after_loss(slot);
         }
     }
 
     /// Takes the claim of a hold that is being released from the worker, unless that is at work on it at this very
     /// moment.
-    pub(crate) fn recall(&self) -> Option<Grip> {
-        self.attendance.end();
+    pub(crate) fn recall(&self) -> Option<Contender> {
+        self.keep_alive.stop();
         self.cell.take()
     }
 
-    /// Proves the hold anew, once. The caller has the claim on loan as `grip`.
-    pub(crate) async fn renew_with(&self, grip: &mut Grip, adopt_lease: bool) -> Result<()> {
-        let Some(claim) = &mut grip.claim else {
+    /// Renews the hold once. The caller has the `contender` on loan, or for good.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if it is lost; [`Error::Backend`] if the server did not say.
+    pub(crate) async fn renew_with(&self, contender: &mut Contender, adopt_lease: bool) -> Result<()> {
+        const OPERATION: &str = "renew";
+
+        let Some(claim) = &mut contender.claim else {
             return Err(Error::Closed);
         };
-        // Also so that what was slept before the request is not taken off its lease.
+        // This look also keeps what was slept before the request from being taken off its lease.
         let now = self.now();
-        let mut limit = now.at + self.terms.op_timeout;
+        let mut limit = now.at + self.request.op_timeout;
         let mut overdue = limit;
         if let Some(end) = self.cell.valid_until() {
             let end = end.seen_from(now);
             limit = limit.min(end);
             overdue = timing::renewal_overdue(end, self.lease_length()).min(limit);
         }
-        let backend = self.line().backend();
+        let core = self.request.core();
         let mut renewal = claim.renew();
-        let mut answer = timing::within(backend, "renew", &mut renewal, || overdue).await?;
-        if answer.is_none() && overdue < limit {
-            // It is still waited for, but those who have something to bring to an end can wait no longer.
+        let mut reply = core
+            .within(OPERATION, Core::is_alive, || overdue, &mut renewal)
+            .await?;
+        if reply.is_none() && overdue < limit {
+            // It may still succeed, but those who have something to bring to an end can wait no longer.
             self.cell.renewal_failed();
-            answer = timing::within(backend, "renew", &mut renewal, || limit).await?;
+            reply = core
+                .within(OPERATION, Core::is_alive, || limit, &mut renewal)
+                .await?;
         }
-        match answer {
+        match reply {
             Some(Ok(Renewal::Held(lease))) => {
-                grip.is_doubted = false;
+                contender.is_doubted = false;
                 let lease = self.clock.proof(&lease);
                 let (end, now) = (lease.end(), self.now());
-                // What the backend has turned out not to prove ends earlier, whoever renews.
+                // A lease that turns out to be shorter always counts.
                 let is_shorter = end.is_some_and(|end| {
-                    let told = self.cell.valid_until();
-                    told.is_none_or(|told| end.seen_from(now) < told.seen_from(now))
+                    let known = self.cell.valid_until();
+                    known.is_none_or(|known| end.seen_from(now) < known.seen_from(now))
                 });
                 if adopt_lease || is_shorter {
-                    grip.lease = Some(lease);
+                    contender.lease = Some(lease);
                     self.cell.extend(end, now);
                 } else {
-                    self.cell.answered();
+                    self.cell.renewal_succeeded();
                 }
                 self.not_lost()
             }
             Some(Ok(Renewal::Lost(reason))) => {
                 self.cell.lose(reason);
-                self.not_lost()
+                self.not_lost()?;
+                // It is being released, which is no loss to anybody but the next holder.
+                Err(self.lost(reason))
             }
             Some(Err(err)) => {
                 self.cell.renewal_failed();
-                Err(err.for_lock(self.line().name()))
+                Err(err.for_lock(&self.name))
             }
             None => {
                 self.not_lost()?;
                 self.cell.renewal_failed();
-                let cause = format!("no answer within {:?}", self.terms.op_timeout);
-                Err(Error::transient(backend, "renew", cause).for_lock(self.line().name()))
+                let cause = format!("no answer within {:?}", self.request.op_timeout);
+                Err(Error::transient(self.backend, OPERATION, cause).for_lock(&self.name))
             }
         }
     }

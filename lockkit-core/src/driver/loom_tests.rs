@@ -18,12 +18,13 @@ use tokio::time::Instant;
 use crate::{
     LockClient, LossReason, MemoryBackend,
     driver::{
-        attendance::Attendance,
         cell::{Event, HoldCell, Phase},
         hold::Hold,
-        line::{Line, Served, Terms},
+        keep_alive::KeepAlive,
+        lock_queue::{LockQueue, WaitOutcome},
         moment::{Clock, Moment},
-        queue::{Offer, Queue, Turn},
+        request::AcquireRequest,
+        slot_queue::{Offer, SlotQueue, Turn},
     },
     spi::{Lease, Mode},
     sync::Mutex,
@@ -57,23 +58,25 @@ fn cell(phase: Phase) -> Arc<HoldCell<&'static str>> {
     ))
 }
 
-/// What the worker does with a hold, without its renewals.
-async fn attend(cell: Arc<HoldCell<&'static str>>) {
+/// Looks after a hold as the worker does, without its renewals.
+async fn look_after(cell: Arc<HoldCell<&'static str>>) {
     loop {
         let version = cell.version();
-        let Some(loan) = cell.attend().await else { return };
+        let Some(loan) = cell.lend_to_worker().await else {
+            return;
+        };
         std::future::poll_fn(|cx| cell.poll_changed(version, cx)).await;
         drop(loan);
     }
 }
 
 #[test]
-fn loom_a_hold_is_either_released_or_lost_and_watchers_of_a_loss_are_woken() {
+fn loom_a_hold_is_released_or_lost_and_its_watchers_know() {
     explore(|| {
         let cell = cell(Phase::Held);
         let wakes = Arc::new(Counter::default());
-        let mut place = None;
-        cell.watch(&mut place, &Waker::from(wakes.clone()), Event::Loss);
+        let mut watcher = None;
+        cell.watch(&mut watcher, &Waker::from(wakes.clone()), Event::Loss);
         let ends = Arc::new(Counter::default());
         cell.watch(&mut None, &Waker::from(ends.clone()), Event::End);
         let loser = thread::spawn({
@@ -100,16 +103,16 @@ fn loom_a_hold_is_either_released_or_lost_and_watchers_of_a_loss_are_woken() {
 }
 
 #[test]
-fn loom_a_loss_is_never_missed_by_a_watcher_that_registers_meanwhile() {
+fn loom_a_loss_is_never_missed_by_a_new_watcher() {
     explore(|| {
         let cell = cell(Phase::Held);
         let loser = thread::spawn({
             let cell = cell.clone();
             move || cell.lose(LossReason::Expired)
         });
-        let mut place = None;
+        let mut watcher = None;
         let reason = block_on(std::future::poll_fn(|cx| {
-            cell.watch(&mut place, cx.waker(), Event::Loss);
+            cell.watch(&mut watcher, cx.waker(), Event::Loss);
             match cell.last_phase() {
                 Phase::Lost(reason) => Poll::Ready(reason),
                 _ => Poll::Pending,
@@ -128,9 +131,9 @@ fn loom_an_end_is_never_missed_by_a_new_watcher() {
             let cell = cell.clone();
             move || cell.begin_release(now()).is_ok()
         });
-        let mut place = None;
+        let mut watcher = None;
         block_on(std::future::poll_fn(|cx| {
-            cell.watch(&mut place, cx.waker(), Event::End);
+            cell.watch(&mut watcher, cx.waker(), Event::End);
             match cell.last_phase() {
                 Phase::Releasing => Poll::Ready(()),
                 _ => Poll::Pending,
@@ -141,12 +144,12 @@ fn loom_an_end_is_never_missed_by_a_new_watcher() {
 }
 
 #[test]
-fn loom_the_claim_comes_back_from_its_attendant_to_whoever_releases() {
+fn loom_a_release_gets_the_claim_back_from_the_worker() {
     explore(|| {
         let cell = cell(Phase::Held);
-        let attendant = thread::spawn({
+        let worker = thread::spawn({
             let cell = cell.clone();
-            move || block_on(attend(cell))
+            move || block_on(look_after(cell))
         });
         let claim = match cell.begin_release(now()) {
             Ok(Some(claim)) => Some(claim),
@@ -154,46 +157,46 @@ fn loom_the_claim_comes_back_from_its_attendant_to_whoever_releases() {
             Err(reason) => panic!("lost: {reason}"),
         };
         assert_eq!(claim, Some("claim"));
-        cell.dismiss();
-        attendant.join().unwrap();
+        cell.dismiss_worker();
+        worker.join().unwrap();
     });
 }
 
 #[test]
-fn loom_whoever_releases_ends_the_attendance_or_waits_for_the_claim() {
+fn loom_a_release_stops_the_keep_alive_or_waits_for_it() {
     explore(|| {
         let cell = cell(Phase::Held);
-        let attendance = Arc::new(Attendance::default());
-        attendance.begin(attend(cell.clone()));
-        let attendant = thread::spawn({
-            let attendance = attendance.clone();
-            move || block_on(std::future::poll_fn(|cx| attendance.poll(cx)))
+        let keep_alive = Arc::new(KeepAlive::default());
+        keep_alive.start(look_after(cell.clone()));
+        let worker = thread::spawn({
+            let keep_alive = keep_alive.clone();
+            move || block_on(std::future::poll_fn(|cx| keep_alive.poll(cx)))
         });
         let recalled = match cell.begin_release(now()) {
             Ok(Some(claim)) => Some(claim),
             Ok(None) => {
-                attendance.end();
+                keep_alive.stop();
                 cell.take()
             }
             Err(reason) => panic!("lost: {reason}"),
         };
         let claim = recalled.or_else(|| block_on(cell.reclaim()).keep());
         assert_eq!(claim, Some("claim"));
-        cell.dismiss();
-        attendant.join().unwrap();
+        cell.dismiss_worker();
+        worker.join().unwrap();
     });
 }
 
 #[test]
-fn loom_a_renewal_by_hand_and_the_attendant_take_turns() {
+fn loom_a_renewal_by_hand_and_the_worker_take_turns() {
     explore(|| {
         let cell = cell(Phase::Held);
-        let attendant = thread::spawn({
+        let worker = thread::spawn({
             let cell = cell.clone();
             move || {
                 block_on(async {
                     let version = cell.version();
-                    if let Some(loan) = cell.attend().await {
+                    if let Some(loan) = cell.lend_to_worker().await {
                         std::future::poll_fn(|cx| cell.poll_changed(version, cx)).await;
                         drop(loan);
                     }
@@ -204,19 +207,19 @@ fn loom_a_renewal_by_hand_and_the_attendant_take_turns() {
         assert!(loan.is_some());
         drop(loan);
         let _ = cell.begin_release(now());
-        cell.dismiss();
-        attendant.join().unwrap();
+        cell.dismiss_worker();
+        worker.join().unwrap();
     });
 }
 
-fn line() -> Arc<Line> {
+fn queue() -> Arc<LockQueue> {
     let client = LockClient::new(MemoryBackend::new());
-    client.lock("name").unwrap().line().clone()
+    client.lock("name").unwrap().queue().clone()
 }
 
-fn terms() -> Arc<Terms> {
-    Arc::new(Terms {
-        line: line(),
+fn request() -> Arc<AcquireRequest> {
+    Arc::new(AcquireRequest {
+        queue: queue(),
         ttl: Duration::from_secs(30),
         wait: None,
         renew: true,
@@ -228,116 +231,116 @@ fn terms() -> Arc<Terms> {
 }
 
 /// Takes the slot, waiting for it if need be.
-async fn take_slot(terms: &Arc<Terms>) {
-    let grip = match Line::enter_or_join(terms) {
-        Ok(grip) => grip,
-        Err(in_line) => match in_line.await {
-            Served::Slot(grip) => grip,
+async fn take_slot(request: &Arc<AcquireRequest>) {
+    let contender = match LockQueue::enter_or_join(request) {
+        Ok(contender) => contender,
+        Err(waiter) => match waiter.await {
+            WaitOutcome::Slot(contender) => contender,
             other => panic!("{other:?}"),
         },
     };
-    drop(grip);
+    drop(contender);
 }
 
 #[test]
 fn loom_the_slot_is_never_forgotten() {
     explore(|| {
-        let terms = terms();
-        assert_eq!(terms.line.mode, Mode::Exclusive);
+        let request = request();
+        assert_eq!(request.queue.mode, Mode::Exclusive);
         let other = thread::spawn({
-            let terms = terms.clone();
-            move || block_on(take_slot(&terms))
+            let request = request.clone();
+            move || block_on(take_slot(&request))
         });
-        block_on(take_slot(&terms));
+        block_on(take_slot(&request));
         other.join().unwrap();
-        assert!(Line::enter(&terms).is_some(), "free again");
+        assert!(LockQueue::enter(&request).is_some(), "free again");
     });
 }
 
 #[test]
-fn loom_whoever_closes_sees_a_contender_that_goes_on() {
+fn loom_a_close_sees_a_contender_that_goes_on() {
     explore(|| {
-        let terms = terms();
+        let request = request();
         // In this order, since loom does not see the flag of the client: only a thread that is yet to run can set it late.
         let closer = thread::spawn({
-            let line = terms.line.clone();
+            let queue = request.queue.clone();
             move || {
-                line.core.close();
-                line.is_idle()
+                queue.core.begin_close();
+                queue.is_idle()
             }
         });
-        let grip = Line::enter(&terms);
-        let goes_on = grip.is_some() && !terms.line.core.is_closed();
+        let contender = LockQueue::enter(&request);
+        let goes_on = contender.is_some() && !request.queue.core.is_closed();
         let is_idle = closer.join().unwrap();
         assert!(!(goes_on && is_idle), "it was not waited for");
-        drop(grip);
-        assert!(terms.line.is_idle(), "and is forgotten");
+        drop(contender);
+        assert!(request.queue.is_idle(), "and is forgotten");
     });
 }
 
 #[test]
 fn loom_the_worker_is_told_of_every_hold() {
     explore(|| {
-        let terms = terms();
+        let request = request();
         let begun = Instant::now();
         let other = thread::spawn({
-            let terms = terms.clone();
-            move || hold(&terms, begun)
+            let request = request.clone();
+            move || hold(&request, begun)
         });
-        let mine = hold(&terms, begun);
-        let adopted = terms.line.adopt(begun + terms.adopt_after);
+        let mine = hold(&request, begun);
+        let adopted = request.queue.adopt(begun + request.adopt_after);
         let others = other.join().unwrap();
-        let later = terms.line.adopt(begun + terms.adopt_after);
+        let later = request.queue.adopt(begun + request.adopt_after);
         assert_eq!(adopted.len() + later.len(), 2, "each is adopted once");
-        terms.line.unregister(&mine);
-        terms.line.unregister(&others);
-        terms.line.unregister(&mine);
-        assert!(terms.line.is_idle() && terms.line.holds().is_empty());
+        request.queue.unregister(&mine);
+        request.queue.unregister(&others);
+        request.queue.unregister(&mine);
+        assert!(request.queue.is_idle() && request.queue.holds().is_empty());
     });
 }
 
-/// A hold of the line, in its register.
-fn hold(terms: &Arc<Terms>, now: Instant) -> Hold {
-    let mut grip = Line::bypass(terms);
-    grip.becomes_hold();
+/// Makes a hold of the queue, in its register.
+fn hold(request: &Arc<AcquireRequest>, now: Instant) -> Hold {
+    let mut contender = LockQueue::bypass(request);
+    contender.becomes_hold();
     let lease = Clock::new(true).proof(&Lease {
         since: now,
-        length: Some(terms.ttl),
+        length: Some(request.ttl),
     });
-    let hold = Hold::new(Phase::Held, terms.clone(), 1, grip, &lease);
-    terms.line.register(&hold, now);
+    let hold = Hold::new(Phase::Held, request.clone(), 1, contender, &lease);
+    request.queue.register(&hold, now);
     hold
 }
 
 #[test]
 fn loom_a_waiter_that_gives_up_passes_on_what_it_was_offered() {
     explore(|| {
-        let terms = terms();
-        let first = Line::enter(&terms).unwrap();
+        let request = request();
+        let first = LockQueue::enter(&request).unwrap();
         let fickle = thread::spawn({
-            let terms = terms.clone();
+            let request = request.clone();
             move || {
-                if let Err(mut in_line) = Line::enter_or_join(&terms) {
+                if let Err(mut waiter) = LockQueue::enter_or_join(&request) {
                     let mut cx = Context::from_waker(Waker::noop());
-                    drop(pin!(&mut in_line).poll(&mut cx));
+                    drop(pin!(&mut waiter).poll(&mut cx));
                 }
             }
         });
         let patient = thread::spawn({
-            let terms = terms.clone();
-            move || block_on(take_slot(&terms))
+            let request = request.clone();
+            move || block_on(take_slot(&request))
         });
         drop(first);
         fickle.join().unwrap();
         patient.join().unwrap();
-        assert!(Line::enter(&terms).is_some(), "free again");
+        assert!(LockQueue::enter(&request).is_some(), "free again");
     });
 }
 
 #[test]
 fn loom_a_hold_that_is_handed_off_ends_up_in_exactly_one_place() {
     explore(|| {
-        let queue = Arc::new(Mutex::new(Queue::<(), &'static str>::default()));
+        let queue = Arc::new(Mutex::new(SlotQueue::<(), &'static str>::default()));
         assert!(queue.lock().enter());
         let ticket = queue.lock().join(());
         let waiter = thread::spawn({

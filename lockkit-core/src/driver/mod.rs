@@ -1,24 +1,33 @@
-//! The one driver: everything between a user's call and a backend's claim.
+//! The one driver: everything between a user's call and a backend's claim. To read in this order:
 //!
-//! - [`queue`]: who is next within this process (sans-IO).
+//! - [`request`]: one acquisition's request, with every default filled in.
+//! - [`slot_queue`]: the waiters for one slot (sans-IO).
+//! - [`lock_queue`]: the queue of one lock of one client, with its slot and its holds.
+//! - [`contender`]: one contender, and after the grant the substance of its hold.
+//! - [`acquire`](mod@acquire): from the call to the grant, in the caller's own future.
 //! - [`cell`]: the life of one hold: offered, held, released or lost (sans-IO).
-//! - [`moment`]: until when a lease lasts, by which clock.
-//! - [`line`](mod@line): one name and mode of one client: its queue, and the slot that lets one contender go to the server.
-//! - [`register`]: the holds of one line, for the worker to find.
-//! - [`acquire`]: from the call to the grant, in the caller's own future.
-//! - [`settle`]: from the end of a hold to its hand-off or its confirmed release.
-//! - [`attendance`]: how the worker looks after one hold, until whoever releases it ends that.
-//! - [`worker`]: one task per client that renews, watches and cleans up.
+//! - [`hold`]: one grant, shared by its guard, its views and the worker.
+//! - [`register`]: the holds of one queue, for the worker to find (sans-IO).
+//! - [`finish_release`](mod@finish_release): from the end of a hold to its hand-off or its confirmed release.
+//! - [`worker`]: one task per client that renews, notices losses and cleans up.
+//! - [`keep_alive`]: the future by which the worker keeps one hold alive.
+//! - [`core`](mod@core): the state that all handles of a client share.
+//! - [`moment`]: time as leases are counted in. [`timing`]: when to do what.
+//! - [`observe`]: the driver's tracing events and metrics.
 
 pub(crate) mod acquire;
-pub(crate) mod attendance;
 pub(crate) mod cell;
+pub(crate) mod contender;
+pub(crate) mod core;
+pub(crate) mod finish_release;
 pub(crate) mod hold;
-pub(crate) mod line;
+pub(crate) mod keep_alive;
+pub(crate) mod lock_queue;
 pub(crate) mod moment;
-pub(crate) mod queue;
+pub(crate) mod observe;
 pub(crate) mod register;
-pub(crate) mod settle;
+pub(crate) mod request;
+pub(crate) mod slot_queue;
 pub(crate) mod timing;
 pub(crate) mod worker;
 

@@ -1,31 +1,36 @@
-//! Time as leases are counted in: the clock that timers run on, and how long the machine was suspended besides.
+//! Time as leases are counted in: the clock that timers run on, and the time for which the machine was suspended.
 //!
 //! While a machine is suspended, its monotonic clock stands still, and a lease at a server elsewhere goes on. Linux has a
-//! second clock that goes on as well, so that what was slept is the difference of the two. How long that was *since a
-//! lease began* is known only as well as somebody looked: a sleep that was noticed later counts as if it had been later,
-//! which ends a lease early and never late. So the driver looks before each request that may prove a lease.
+//! second clock that goes on as well: the difference of the two is what was slept. A sleep counts from the look that noticed
+//! it. A later look makes a sleep seem later, which ends a lease early and never late. So the driver looks before each request
+//! that may prove a lease.
 
 use std::{sync::Arc, time::Duration};
 
 use tokio::time::Instant;
 
-use crate::{AcquireOptions, spi::Lease, sync::Mutex};
+use crate::{
+    AcquireOptions,
+    spi::Lease,
+    suspension::{self, asleep},
+    sync::Mutex,
+};
 
-/// Timers have a granularity of a millisecond and fire after it. A hold ends this much before its lease, so that its
-/// loss is told before the server can grant to another.
+/// The time before the end of its lease at which a hold ends. Timers have a granularity of a millisecond and fire after it;
+/// the loss has to be latched before the server can grant the lock to another.
 const TIMER_SLACK: Duration = Duration::from_millis(2);
 
-/// A moment.
+/// A moment by both clocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Moment {
     /// By the clock that timers run on.
     pub(crate) at: Instant,
-    /// For how long the machine had been suspended by then, in all.
+    /// The time for which the machine had been suspended by then, in all.
     asleep: Duration,
 }
 
 impl Moment {
-    /// A moment of a clock that nothing escapes.
+    /// A moment for leases that stand still with the machine.
     pub(crate) fn plain(at: Instant) -> Self {
         let asleep = Duration::ZERO;
         Self { at, asleep }
@@ -35,7 +40,7 @@ impl Moment {
         end.seen_from(self) <= self.at
     }
 
-    /// The end of a hold that is proven until then at most.
+    /// The local end of a hold that is `proven` until then at most.
     pub(crate) fn end_of_hold(self, proven: Instant) -> Self {
         Self {
             at: proven.checked_sub(TIMER_SLACK).unwrap_or(proven),
@@ -43,14 +48,15 @@ impl Moment {
         }
     }
 
-    /// The instant when this will be, on the clock that timers run on, as it looks at `now`: what was slept meanwhile is over.
+    /// The instant of this moment on the clock that timers run on, as far as is known at `now`. What was slept meanwhile is
+    /// taken off.
     pub(crate) fn seen_from(self, now: Self) -> Instant {
         let slept = now.asleep.saturating_sub(self.asleep);
         self.at.checked_sub(slept).unwrap_or(now.at)
     }
 }
 
-/// A lease, and when it began by both clocks.
+/// A lease that begins at a moment by both clocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Proof {
     since: Moment,
@@ -64,13 +70,13 @@ impl Proof {
         Some(self.after(length))
     }
 
-    /// The moment when it is to be renewed, if nothing goes wrong: after a third of its lease. A hold without a lease is
-    /// checked as often as one of its ttl would be renewed.
+    /// The moment of the regular renewal: after a third of the lease. A hold without a lease is checked as often as one of its
+    /// ttl would be renewed.
     pub(crate) fn renewal_due(&self, ttl: Duration) -> Moment {
         self.after(self.length.unwrap_or(ttl) / 3)
     }
 
-    /// Says that a hand-off may pass it on as it is: two thirds are left.
+    /// Returns `true` while two thirds are left: then a hand-off may pass it on as it is.
     pub(crate) fn is_fresh(&self, now: Moment) -> bool {
         self.length
             .is_none_or(|length| !now.has_reached(self.after(length / 3 + Duration::from_nanos(1))))
@@ -89,10 +95,10 @@ impl Proof {
 pub(crate) struct Clock(Option<Arc<Mutex<Sleeps>>>);
 
 impl Clock {
-    /// If leases `stand_still` with the machine, nothing escapes the clock that timers run on.
+    /// A clock for leases that `stand_still` with the machine, or go on while it is suspended.
     pub(crate) fn new(stand_still: bool) -> Self {
         let sleeps = || Arc::new(Mutex::new(Sleeps::new(asleep())));
-        Self((!stand_still && SEES_SLEEP).then(sleeps))
+        Self((!stand_still && suspension::IS_KNOWN).then(sleeps))
     }
 
     pub(crate) fn now(&self) -> Moment {
@@ -105,12 +111,12 @@ impl Clock {
         Moment { at, asleep }
     }
 
-    /// Looks for what has been slept, if anything can escape this clock, and returns when that was.
+    /// Looks for what has been slept, if that counts for leases. Returns the time of that look.
     pub(crate) fn look(&self) -> Option<Instant> {
         self.0.is_some().then(|| self.now().at)
     }
 
-    /// The proof that a lease is. Somebody has to have looked before the request.
+    /// The proof that `lease` gives. Somebody has looked before the request.
     pub(crate) fn proof(&self, lease: &Lease) -> Proof {
         let asleep = match &self.0 {
             Some(sleeps) => sleeps.lock().by(lease.since),
@@ -128,19 +134,19 @@ impl Clock {
     }
 }
 
-/// The times for which the machine was suspended, as they were noticed.
+/// The suspensions of the machine, as they were noticed.
 #[derive(Debug)]
 struct Sleeps {
-    /// The time that it had slept in all when this began.
+    /// The sum of its sleeps when this began.
     first: Duration,
-    /// The moments at which more was noticed, and how much it was by then.
+    /// The times at which more was noticed, and what it had slept by then.
     seen: Vec<(Instant, Duration)>,
 }
 
 impl Sleeps {
-    /// The least that counts: less is the two clocks' not being read in the same instant.
+    /// The least that counts: the two clocks are not read in the same instant.
     const LEAST: Duration = Duration::from_millis(1);
-    /// The number that is remembered. A lease from before them seems to have slept through all of them.
+    /// The number of them that is remembered. A lease from before counts as if it had slept through all of them.
     const MOST: usize = 16;
 
     fn new(first: Duration) -> Self {
@@ -148,7 +154,7 @@ impl Sleeps {
         Self { first, seen }
     }
 
-    /// Notes what had been slept at `at`, and says what counts.
+    /// Notes what had been slept at `at`. Returns what counts.
     fn see(&mut self, at: Instant, asleep: Duration) -> Duration {
         let known = self.seen.last().map_or(self.first, |(_, asleep)| *asleep);
         if asleep < known + Self::LEAST {
@@ -161,51 +167,11 @@ impl Sleeps {
         asleep
     }
 
-    /// The time that had been slept by `then`, at least.
+    /// Returns what had been slept by `then`, at least.
     fn by(&self, then: Instant) -> Duration {
         let before = self.seen.iter().rev().find(|(at, _)| *at <= then);
         before.map_or(self.first, |(_, asleep)| *asleep)
     }
-}
-
-#[cfg(target_os = "linux")]
-const SEES_SLEEP: bool = true;
-
-#[cfg(not(target_os = "linux"))]
-const SEES_SLEEP: bool = false;
-
-/// For how long the machine has been suspended since it was booted.
-#[cfg(target_os = "linux")]
-pub(crate) fn asleep() -> Duration {
-    use rustix::time::{ClockId, clock_gettime};
-
-    fn read(clock: ClockId) -> Duration {
-        clock_gettime(clock).try_into().unwrap_or(Duration::ZERO)
-    }
-
-    /// Nobody was held up in between.
-    const AT_ONCE: Duration = Duration::from_micros(250);
-    const TRIES: usize = 16;
-
-    let mut best = (Duration::MAX, Duration::ZERO);
-    for _ in 0..TRIES {
-        let before = read(ClockId::Monotonic);
-        let with_sleep = read(ClockId::Boottime);
-        let after = read(ClockId::Monotonic);
-        let between = after.saturating_sub(before);
-        if between < best.0 {
-            best = (between, with_sleep.saturating_sub(after));
-        }
-        if between < AT_ONCE {
-            break;
-        }
-    }
-    best.1
-}
-
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn asleep() -> Duration {
-    Duration::ZERO
 }
 
 #[cfg(all(test, not(lockkit_loom)))]

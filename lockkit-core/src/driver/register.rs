@@ -1,7 +1,7 @@
-//! The holds of one line, and which of them the worker has yet to look after. Sans-IO.
+//! The holds of one queue, and those of them that the worker has yet to adopt. Sans-IO.
 //!
-//! It is the line's, and not the client's, since the line is locked anyway where a hold begins and ends: locks of different
-//! names have nothing to wait for each other for.
+//! Each queue has a register of its own, since the queue is locked anyway where a hold begins and ends. So locks of different
+//! names never wait for each other.
 
 use std::sync::atomic::Ordering;
 
@@ -14,39 +14,38 @@ pub(crate) struct Register {
     entries: Vec<Entry>,
     free: Vec<usize>,
     unadopted: Vec<usize>,
-    /// The moment for which the worker has been told to look.
+    /// The time for which the worker has been told to look.
     adopt_at: Option<Instant>,
 }
 
 #[derive(Debug, Default)]
 struct Entry {
     hold: Option<Hold>,
-    /// The moment from which the worker watches over it.
+    /// The time from which the worker keeps it alive.
     adopt_at: Option<Instant>,
-    /// Since when its claim has been passed from hold to hold without one that the worker has seen.
+    /// The time since which its claim has been passed from hold to hold, unseen by the worker.
     unseen_since: Option<Instant>,
-    /// True if its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
+    /// Its index is in `unadopted`. It stays there when the hold is released, and serves the next one.
     queued: bool,
 }
 
-/// No place in a register.
-pub(crate) const NOWHERE: usize = usize::MAX;
+/// The key of a hold that is in no register.
+pub(crate) const NO_KEY: usize = usize::MAX;
 
-/// Takes a hold's place from it. Only the register's line does so, under its lock: there is nobody to race with.
+/// Takes a hold's key from it. Only the register's queue does so, under its lock: nobody races with it.
 fn take_key(hold: &Hold) -> usize {
     let key = hold.key.load(Ordering::Relaxed);
-    hold.key.store(NOWHERE, Ordering::Relaxed);
+    hold.key.store(NO_KEY, Ordering::Relaxed);
     key
 }
 
 impl Register {
-    /// Enters a new hold. If the worker has to be told to look at this line, since it would come too late by itself:
-    /// for when.
+    /// Enters a new hold. Returns the time at which the worker has to look at this queue, if it would come too late by itself.
     #[must_use]
     pub(crate) fn enter(&mut self, hold: &Hold, now: Instant) -> Option<Instant> {
         let key = self.free.pop().unwrap_or_else(|| {
             if self.entries.is_empty() {
-                // Most lines never have another.
+                // Most queues never have another.
                 self.entries.reserve_exact(1);
                 self.unadopted.reserve_exact(1);
             }
@@ -57,7 +56,7 @@ impl Register {
         self.put(key, hold, now)
     }
 
-    /// Enters a hold in the place of one that has been passed on.
+    /// Enters a hold in place of the one that has been passed on to it. Returns that one, and the time as [`enter`](Self::enter).
     #[must_use]
     pub(crate) fn replace(
         &mut self,
@@ -86,7 +85,7 @@ impl Register {
         if !std::mem::replace(&mut entry.queued, true) {
             self.unadopted.push(key);
         }
-        let adopt_after = hold.terms.adopt_after;
+        let adopt_after = hold.request.adopt_after;
         let since = entry.unseen_since.unwrap_or(now);
         let adopt_at = (now + adopt_after).min(timing::adopt_at_last(since, adopt_after));
         entry.adopt_at = Some(adopt_at);
@@ -97,7 +96,7 @@ impl Register {
         sooner.then_some(adopt_at)
     }
 
-    /// Forgets a hold that has ended, and says whether the worker has never seen it. Twice is once.
+    /// Forgets a hold that has ended. Returns it, and `true` if the worker has never seen it. A second time does nothing.
     #[must_use]
     pub(crate) fn leave(&mut self, hold: &Hold) -> Option<(Hold, bool)> {
         let key = take_key(hold);
@@ -107,14 +106,14 @@ impl Register {
         Some((left, entry.queued))
     }
 
-    /// The holds that the worker has not seen yet and that have lasted long enough by then, or all, and when to look again for
-    /// the others, if the worker has yet to be told.
+    /// Returns the holds that the worker has not seen yet and that have lasted long enough `by` then, or all of them without
+    /// it; and the time to look again for the others, if the worker has yet to be told.
     pub(crate) fn adopt(&mut self, by: Option<Instant>) -> (Vec<Hold>, Option<Instant>) {
         let mut adopted = Vec::new();
         if let Some(by) = by
             && self.adopt_at.is_none_or(|at| at > by)
         {
-            // It had been told of a moment before, and of one that is to come.
+            // It had been told of an earlier time, and of one that is to come.
             return (adopted, None);
         }
         let mut next: Option<Instant> = None;
@@ -136,7 +135,6 @@ impl Register {
         (adopted, next)
     }
 
-    /// All holds.
     pub(crate) fn holds(&self) -> Vec<Hold> {
         self.entries
             .iter()

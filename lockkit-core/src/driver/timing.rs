@@ -1,4 +1,4 @@
-//! When to do what: pure functions of time, and the one way in which the driver bounds a future.
+//! Times and pauses as pure functions, and the bound on a future.
 
 use std::{
     future::{Future, poll_fn},
@@ -11,37 +11,38 @@ use tokio::time::Instant;
 
 use crate::{Error, Result, driver::moment::Proof};
 
-/// The instant from which a renewal that has not been answered counts as failing, although it is still waited for: an eighth
-/// of the lease before its end. A lease that a server session decides may be healthy with less than a quarter of it left.
+/// The instant from which a renewal without a reply counts as failing: an eighth of the lease before its end. It may still
+/// succeed. Where a server session decides, a lease with less than a quarter left may be healthy.
 pub(crate) fn renewal_overdue(end: Instant, length: Option<Duration>) -> Instant {
     length
         .and_then(|length| end.checked_sub(length / 8))
         .unwrap_or(end)
 }
 
-/// How long to wait before a failed renewal is tried again: there is time for several before the lease ends.
+/// The pause before a failed renewal is tried again. There is time for several before the lease ends.
 pub(crate) fn renewal_retry(lease: &Proof, ttl: Duration) -> Duration {
     jittered(lease.length.unwrap_or(ttl) / 10).clamp(Duration::from_millis(1), Duration::from_secs(5))
 }
 
-/// How long a hold may live before the worker watches over it: long enough for a short one never to be seen, and short
-/// against the time to its first renewal.
+/// The age from which the worker keeps a hold alive: old enough that it never sees a short one, and young against the time to
+/// the first renewal.
 pub(crate) fn adopt_after(ttl: Duration) -> Duration {
     Duration::from_millis(5).min(ttl / 10)
 }
 
-/// When the worker watches over whichever hold there is, if a claim has been passed on `since` then among holds that were too
-/// short for it: nobody else hears what becomes of the claim. With other lengths than the shortest that is a tenth of a second.
+/// The time from which the worker keeps alive whichever hold there is of a claim that has been passed on `since` then, among
+/// holds too short for it: nobody else would notice a loss of that claim. It is a tenth of a second later, and less for a ttl
+/// below 50 ms.
 pub(crate) fn adopt_at_last(since: Instant, adopt_after: Duration) -> Instant {
     since + 20 * adopt_after
 }
 
-/// Between three quarters and five quarters of `period`, so that clients that were started together drift apart.
+/// Returns between three and five quarters of `period`, so that clients which were started together drift apart.
 pub(crate) fn jittered(period: Duration) -> Duration {
     period.mul_f64(0.75 + fastrand::f64() / 2.0)
 }
 
-/// No more than `period` and no less than three quarters of it, for what others count on to happen within it.
+/// Returns between three quarters and all of `period`, for a pause whose length others rely on.
 fn jittered_down(period: Duration) -> Duration {
     period.mul_f64(0.75 + fastrand::f64() / 4.0)
 }
@@ -64,7 +65,7 @@ impl Backoff {
     }
 }
 
-/// Hints that come at once, again and again, must not become a busy loop: after a few of them it is time for a rest.
+/// Keeps hints that come at once, again and again, from becoming a busy loop: after a few of them it is time for a rest.
 #[derive(Debug, Default)]
 pub(crate) struct HintBudget {
     at_once: u32,
@@ -73,13 +74,13 @@ pub(crate) struct HintBudget {
 impl HintBudget {
     const MOST: u32 = 16;
     const AT_ONCE: Duration = Duration::from_millis(1);
-    /// How long a waiter rests. A lock that others keep taking for less than a millisecond hints as often, and whoever
-    /// rests for longer has no chance against them; a hint that comes in the meantime is there afterwards.
+    /// The time for which a waiter rests. A lock that others keep taking for less than a millisecond hints as often, and a waiter
+    /// that rests for longer has no chance against them. A hint that comes in the meantime is there afterwards.
     const REST: Duration = Duration::from_millis(10);
     /// The time for which a holder rests. A hint may say that its hold is gone, and then another may hold meanwhile.
     pub(crate) const HOLDERS_REST: Duration = Duration::from_millis(100);
 
-    /// How long a waiter sleeps at most until it asks again.
+    /// The pause after which a waiter asks again without a hint.
     pub(crate) fn pause(&self, fallback_poll: Duration) -> Duration {
         jittered_down(if self.listens() {
             fallback_poll
@@ -88,12 +89,12 @@ impl HintBudget {
         })
     }
 
-    /// Whether hints are still listened to.
+    /// Returns `true` while hints are listened to.
     pub(crate) fn listens(&self) -> bool {
         self.at_once < Self::MOST
     }
 
-    /// A hint came after this long.
+    /// Notes a hint that came after this long.
     pub(crate) fn hinted(&mut self, after: Duration) {
         self.at_once = if after < Self::AT_ONCE {
             self.at_once + 1
@@ -102,17 +103,17 @@ impl HintBudget {
         };
     }
 
-    /// The pause for which hints were not listened to is over.
+    /// Notes that the pause without hints is over.
     pub(crate) fn rested(&mut self) {
         self.at_once = 0;
     }
 }
 
 /// Runs `future` until `limit()`; `None` if it was not done by then. A future that is ready at once costs no clock, no
-/// timer and no more than its own state; what it takes to wait is made when it has to wait.
+/// timer and no more than its own state. What it takes to wait is made only when it has to wait.
 ///
 /// # Errors
-/// If it has to wait and there is no Tokio runtime with timers to wait on.
+/// As [`require_runtime`], if it has to wait.
 pub(crate) async fn within<F: Future + Unpin>(
     backend: &'static str,
     operation: &'static str,
@@ -139,7 +140,10 @@ pub(crate) async fn poll_once<F: Future + Unpin>(future: &mut F) -> Poll<F::Outp
     poll_fn(|cx| Poll::Ready(Pin::new(&mut *future).poll(cx))).await
 }
 
-/// Without this, a timer made outside of a runtime would panic.
+/// Succeeds within a Tokio runtime. Outside of one, a timer would panic.
+///
+/// # Errors
+/// [`Error::Backend`] outside of a Tokio runtime.
 pub(crate) fn require_runtime(backend: &'static str, operation: &'static str) -> Result<()> {
     if tokio::runtime::Handle::try_current().is_err() {
         return Err(Error::permanent(

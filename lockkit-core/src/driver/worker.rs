@@ -1,9 +1,8 @@
-//! One task per client: it renews leases, watches for loss, and releases what was dropped.
+//! One task per client: it renews leases, notices losses, and releases what was dropped.
 //!
-//! A grant does not wake it. New holds are put into the register of their line, and the worker looks there a few
-//! milliseconds later: a hold that is released before then never costs more than two entries there. Those that stay are
-//! *adopted*: a small future each, all of them polled by this one task, so that renewals that are due together go
-//! out together.
+//! A grant does not wake it. New holds are entered in the register of their queue, and the worker looks there a few
+//! milliseconds later: a hold that is released before then never costs more than two entries there. The worker *adopts* those
+//! that stay: a small future each. This one task polls all of them, so renewals that are due together go out together.
 
 use std::{
     pin::{Pin, pin},
@@ -23,12 +22,14 @@ use tokio::{
 
 use crate::{
     Error, LossReason, Result,
-    client::Core,
     driver::{
         cell::{Loan, Phase},
+        contender::Contender,
+        core::Core,
+        finish_release::{clean_up, finish_release},
         hold::Hold,
-        line::{Grip, Line, hinted},
-        settle,
+        lock_queue::LockQueue,
+        observe,
         timing::{self, HintBudget},
     },
     spi::SessionProof,
@@ -50,11 +51,11 @@ pub(crate) struct Worker {
 #[derive(Debug, Default)]
 struct State {
     life: Life,
-    /// The lines in whose registers are holds to adopt, and from when on. They may be gone by then.
-    unadopted: Vec<(Instant, Weak<Line>)>,
+    /// The queues that have holds to adopt, and from when on. They may be gone by then.
+    unadopted: Vec<(Instant, Weak<LockQueue>)>,
     adopt_at: Option<Instant>,
     jobs: Vec<Job>,
-    /// Jobs taken up and not done yet.
+    /// The number of jobs taken up and not done yet.
     running: usize,
     /// No handle is left: end when there is nothing to do.
     orphaned: bool,
@@ -72,13 +73,13 @@ enum Life {
 
 #[derive(Debug)]
 enum Job {
-    Settle(Hold, Option<Grip>),
+    Release(Hold, Option<Contender>),
     Lost(Hold),
-    CleanUp(Grip),
+    CleanUp(Contender),
 }
 
 impl Worker {
-    /// The worker of `core`, for the runtime that the client lives on, if it is made within one.
+    /// The worker of `core`. It takes the runtime that it is made in, if any, as the one that the client lives on.
     pub(crate) fn new(core: Weak<Core>, backend: &'static str) -> Self {
         Self {
             core,
@@ -91,10 +92,10 @@ impl Worker {
         }
     }
 
-    /// Succeeds while the runtime that the client lives on goes on. The first to ask starts the task, whose end tells.
+    /// Succeeds while the runtime that the client lives on goes on. The first call starts the task, whose end tells.
     ///
     /// # Errors
-    /// One that is the same for every backend, which has to say nothing of its own.
+    /// [`Error::Backend`], the same for every backend, once that runtime has ended.
     pub(crate) fn lives(self: &Arc<Self>, operation: &'static str) -> Result<()> {
         // Where there is no runtime at all, none can have ended.
         let _ = self.begin(operation);
@@ -104,10 +105,10 @@ impl Worker {
         Ok(())
     }
 
-    /// Has the task started, unless it has been.
+    /// Starts the task, unless it has been started.
     ///
     /// # Errors
-    /// If there is no runtime to start it on.
+    /// [`Error::Backend`] if there is no runtime to start it on.
     pub(crate) fn begin(self: &Arc<Self>, operation: &'static str) -> Result<()> {
         if self.life.load(Ordering::Acquire) == Life::Unborn as u8 {
             let mut state = self.state.lock();
@@ -127,10 +128,10 @@ impl Worker {
         Error::permanent(self.backend, operation, cause)
     }
 
-    /// Looks into the register of `line` at this time.
-    pub(crate) fn adopt_from(&self, line: &Arc<Line>, at: Instant) {
+    /// Looks into the register of `queue` at this time.
+    pub(crate) fn adopt_from(&self, queue: &Arc<LockQueue>, at: Instant) {
         let mut state = self.state.lock();
-        state.unadopted.push((at, Arc::downgrade(line)));
+        state.unadopted.push((at, Arc::downgrade(queue)));
         let sooner = state.adopt_at.is_none_or(|known| at < known);
         if sooner {
             state.adopt_at = Some(at);
@@ -142,9 +143,9 @@ impl Worker {
         }
     }
 
-    /// Has it look, on another thread than this where there are several. What a thread of the runtime wakes last, it keeps to
-    /// itself until the task that it runs has to wait; and whoever has just been granted a lock may work for seconds before.
-    /// What it wakes before that is anyone's, and another thread is roused for it.
+    /// Wakes the task, on another thread than this one where there are several. A thread of the runtime keeps the task that it
+    /// woke last to itself until its present task has to wait; and the task that has just been granted a lock may work for
+    /// seconds before. A task that was woken earlier is open to all threads, and another thread is roused for it.
     fn look_elsewhere(&self) {
         self.work.notify_one();
         if let Ok(handle) = Handle::try_current()
@@ -154,14 +155,14 @@ impl Worker {
         }
     }
 
-    /// Settles a hold whose guard was dropped.
-    pub(crate) fn settle(self: &Arc<Self>, hold: Hold, grip: Option<Grip>) {
-        self.submit(Job::Settle(hold, grip));
+    /// Releases a hold whose guard was dropped.
+    pub(crate) fn release(self: &Arc<Self>, hold: Hold, contender: Option<Contender>) {
+        self.submit(Job::Release(hold, contender));
     }
 
     /// Releases a claim that nobody waits for.
-    pub(crate) fn clean_up(self: &Arc<Self>, grip: Grip) {
-        self.submit(Job::CleanUp(grip));
+    pub(crate) fn clean_up(self: &Arc<Self>, contender: Contender) {
+        self.submit(Job::CleanUp(contender));
     }
 
     fn submit(self: &Arc<Self>, job: Job) {
@@ -180,7 +181,7 @@ impl Worker {
         }
     }
 
-    /// `Some` for whoever finds that the task has not been started, and must do so once the lock is let go.
+    /// Returns a runtime if the task has not been started. The caller must start it once the lock is let go.
     fn runtime_to_start_on(&self, state: &mut State, operation: &'static str) -> Result<Option<Handle>> {
         match state.life {
             Life::Running => return Ok(None),
@@ -200,7 +201,7 @@ impl Worker {
         self.life.store(life as u8, Ordering::Release);
     }
 
-    /// A runtime that has been shut down drops the task at once, which takes the lock on the state.
+    /// Starts the task. A runtime that has been shut down drops it at once, which takes the lock on the state.
     fn start(self: &Arc<Self>, unborn: Option<Handle>) {
         if let Some(handle) = unborn {
             let task = run(self.clone(), DiesWith(self.clone()));
@@ -209,7 +210,7 @@ impl Worker {
         }
     }
 
-    /// Adopts what there is at once.
+    /// Adopts all holds at once.
     pub(crate) fn adopt_now(&self) {
         let now = Instant::now();
         let mut state = self.state.lock();
@@ -219,30 +220,30 @@ impl Worker {
         self.work.notify_one();
     }
 
-    /// Resolves when `good`, of which whoever makes it so has it [looked](Self::look_whether_idle) at.
-    pub(crate) async fn when(&self, good: impl Fn() -> bool) {
+    /// Resolves when `condition` is true. Every change that makes it true is followed by [`notify_idle`](Self::notify_idle).
+    pub(crate) async fn when(&self, condition: impl Fn() -> bool) {
         loop {
             let mut notified = pin!(self.idle.notified());
             notified.as_mut().enable();
-            if good() {
+            if condition() {
                 return;
             }
             notified.await;
         }
     }
 
-    /// Says that it has nothing to do, and never will if it is not asked to.
+    /// Says that it has nothing to do, and never will unless it is asked to.
     pub(crate) fn is_idle(&self) -> bool {
         let state = self.state.lock();
         state.life == Life::Dead || (state.jobs.is_empty() && state.running == 0)
     }
 
-    /// Whoever waits for there to be nothing to do is to look again.
-    pub(crate) fn look_whether_idle(&self) {
+    /// Has those who wait until nothing is left to do look again.
+    pub(crate) fn notify_idle(&self) {
         self.idle.notify_waiters();
     }
 
-    /// The last handle is gone.
+    /// Ends the task once there is nothing to do, since the last handle is gone.
     pub(crate) fn orphan(&self) {
         self.state.lock().orphaned = true;
         self.work.notify_one();
@@ -252,15 +253,15 @@ impl Worker {
         let mut state = self.state.lock();
         let jobs = std::mem::take(&mut state.jobs);
         state.running += jobs.len();
-        let mut lines = Vec::new();
+        let mut queues = Vec::new();
         if state.adopt_at.is_some_and(|at| at <= now) {
             let due = state.unadopted.extract_if(.., |(at, _)| *at <= now);
-            lines = due.map(|(_, line)| line).collect();
+            queues = due.map(|(_, queue)| queue).collect();
             state.adopt_at = state.unadopted.iter().map(|(at, _)| *at).min();
         }
         Work {
             jobs,
-            lines,
+            queues,
             adopt_at: state.adopt_at,
             orphaned: state.orphaned,
         }
@@ -268,13 +269,13 @@ impl Worker {
 
     fn job_done(&self) {
         self.state.lock().running -= 1;
-        self.look_whether_idle();
+        self.notify_idle();
     }
 }
 
 struct Work {
     jobs: Vec<Job>,
-    lines: Vec<Weak<Line>>,
+    queues: Vec<Weak<LockQueue>>,
     adopt_at: Option<Instant>,
     orphaned: bool,
 }
@@ -282,50 +283,49 @@ struct Work {
 impl Job {
     async fn run(self) {
         match self {
-            Self::Settle(hold, grip) => {
-                let terms = hold.terms.clone();
-                if let Err(err) = settle::settle(&hold, grip, hold.now()).await
+            Self::Release(hold, contender) => {
+                let request = hold.request.clone();
+                if let Err(err) = finish_release(&hold, contender, hold.now()).await
                     && !err.is_lost()
                 {
-                    crate::observe::release_failed(&terms.line, &err);
+                    observe::release_failed(&request.queue, &err);
                 }
             }
             Self::Lost(hold) => {
                 if let Phase::Lost(reason) = hold.cell.last_phase() {
-                    crate::observe::lost(hold.line(), reason);
+                    observe::lost(hold.queue(), reason);
                 }
-                hold.line().unregister(&hold);
+                hold.queue().unregister(&hold);
                 // If it was on offer, its waiter goes on without it.
-                hold.line().withdraw(&hold);
-                // Nobody holds it here any more: whoever asks has to ask the server.
-                hold.pass_slot();
+                hold.queue().withdraw(&hold);
+                hold.pass_slot_after_loss();
                 // A renewal that the user neither polls nor drops keeps the claim for as long as it likes.
-                if let Some(grip) = hold.cell.reclaim().await.keep() {
-                    settle::clean_up(grip).await;
+                if let Some(contender) = hold.cell.reclaim().await.keep() {
+                    clean_up(contender).await;
                 }
             }
-            Self::CleanUp(grip) => settle::clean_up(grip).await,
+            Self::CleanUp(contender) => clean_up(contender).await,
         }
     }
 
-    /// There is no worker any more: drop the claim where it is. Its lease or connection is the backstop.
+    /// Drops the claim where it is, since the worker has died. Its lease or connection is the backstop.
     fn give_up(self) {
-        let (grip, hold) = match self {
-            Self::Settle(hold, grip) => (grip, Some(hold)),
+        let (contender, hold) = match self {
+            Self::Release(hold, contender) => (contender, Some(hold)),
             Self::Lost(hold) => (None, Some(hold)),
-            Self::CleanUp(grip) => (Some(grip), None),
+            Self::CleanUp(contender) => (Some(contender), None),
         };
-        if let Some(mut grip) = grip {
-            grip.settled();
+        if let Some(mut contender) = contender {
+            contender.forget_claim();
         }
         if let Some(hold) = hold {
-            hold.line().unregister(&hold);
+            hold.queue().unregister(&hold);
         }
     }
 }
 
-/// Whatever ends the task, a shutdown of the runtime included: holds are lost, since nothing renews them any more, and
-/// waiters are told.
+/// Makes the end of the task, also by a shutdown of the runtime, a loss of every hold, since nothing renews them any more.
+/// Waiters get an error.
 struct DiesWith(Arc<Worker>);
 
 impl Drop for DiesWith {
@@ -336,18 +336,18 @@ impl Drop for DiesWith {
         state.unadopted.clear();
         drop(state);
         let core = self.0.core.upgrade();
-        let lines = core.iter().flat_map(|core| core.lines());
-        for hold in lines.flat_map(|line| line.holds()) {
-            hold.line().unregister(&hold);
+        let queues = core.iter().flat_map(|core| core.queues());
+        for hold in queues.flat_map(|queue| queue.holds()) {
+            hold.queue().unregister(&hold);
             hold.cell.lose(LossReason::Disconnected);
-            // Its guard may be kept, and a hold without a lease ends with its claim alone. One that is being released
-            // is waited for by whoever does that.
+            // Its guard may be kept, and a hold without a lease ends with its claim alone. The claim of a hold that is being
+            // released is left to that release.
             if matches!(hold.cell.last_phase(), Phase::Lost(_)) {
                 drop(hold.cell.discard());
             }
         }
         jobs.into_iter().for_each(Job::give_up);
-        self.0.idle.notify_waiters();
+        self.0.notify_idle();
         if let Some(core) = core {
             core.turn_away();
         }
@@ -355,16 +355,16 @@ impl Drop for DiesWith {
 }
 
 async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
-    let mut attending = FuturesUnordered::new();
+    let mut adopted = FuturesUnordered::new();
     let mut jobs = FuturesUnordered::new();
     loop {
         let now = Instant::now();
         let work = worker.take_work(now);
         jobs.extend(work.jobs.into_iter().map(Job::run));
-        // Without the lock on the state, since such a line may be the last handle of the client.
-        let lines = work.lines.iter().filter_map(Weak::upgrade);
-        attending.extend(lines.flat_map(|line| line.adopt(now)).map(Attending::begin));
-        if work.orphaned && jobs.is_empty() && attending.is_empty() {
+        // Without the lock on the state, since such a queue may be the last handle of the client.
+        let queues = work.queues.iter().filter_map(Weak::upgrade);
+        adopted.extend(queues.flat_map(|queue| queue.adopt(now)).map(Adopted::start));
+        if work.orphaned && jobs.is_empty() && adopted.is_empty() {
             return;
         }
         let adoption = async {
@@ -373,11 +373,11 @@ async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
                 None => std::future::pending().await,
             }
         };
-        // Not biased: whoever submits job after job must not keep renewals from being polled.
+        // Not biased: a user who submits job after job must not keep renewals from being polled.
         tokio::select! {
             () = worker.work.notified() => {}
             () = adoption => {}
-            Some(hold) = attending.next(), if !attending.is_empty() => {
+            Some(hold) = adopted.next(), if !adopted.is_empty() => {
                 if matches!(hold.cell.last_phase(), Phase::Lost(_)) {
                     worker.state.lock().running += 1;
                     jobs.push(Job::Lost(hold).run());
@@ -388,86 +388,87 @@ async fn run(worker: Arc<Worker>, _dies_with: DiesWith) {
     }
 }
 
-/// A hold that the worker looks after, until it ends.
-struct Attending(Hold);
+/// A hold that the worker has adopted. Resolves when it ends.
+struct Adopted(Hold);
 
-impl Attending {
-    fn begin(hold: Hold) -> Self {
-        hold.attendance.begin(attend(hold.clone()));
+impl Adopted {
+    fn start(hold: Hold) -> Self {
+        hold.keep_alive.start(keep_alive(hold.clone()));
         Self(hold)
     }
 }
 
-impl Future for Attending {
+impl Future for Adopted {
     type Output = Hold;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Hold> {
-        ready!(self.0.attendance.poll(cx));
+        ready!(self.0.keep_alive.poll(cx));
         Poll::Ready(self.0.clone())
     }
 }
 
-impl Drop for Attending {
+impl Drop for Adopted {
     fn drop(&mut self) {
-        // It keeps its own hold alive.
-        self.0.attendance.end_at_last();
+        // The future has a handle of its own hold.
+        self.0.keep_alive.wait_and_stop();
     }
 }
 
-/// Keeps one hold alive until it ends: renews it when that is due, looks after it when the backend hints, and latches
-/// its loss when the lease runs out. Makes way whenever somebody else wants the claim.
-async fn attend(hold: Hold) {
+/// Keeps one hold alive until it ends. Renews it when that is due, or at once when the backend hints that it may be gone, and
+/// latches its loss when the lease expires. Makes way whenever somebody else wants the claim.
+async fn keep_alive(hold: Hold) {
     let mut timer = pin!(tokio::time::sleep_until(Instant::now()));
     let mut hints = HintBudget::default();
     let mut retry_at = None;
     let adopted = Instant::now();
     let mut rests_until = None;
     let mut session = hold.cell.session();
+    let ttl = hold.request.ttl;
     loop {
         let version = hold.cell.version();
         let Some(mut loan) = borrow(&hold, timer.as_mut(), &mut session).await else {
             break;
         };
-        let Some(grip) = loan.as_mut() else { break };
+        let Some(contender) = loan.as_mut() else { break };
         let offered = hold.cell.last_phase() == Phase::Offered;
-        let Some(lease) = grip.lease else { break };
+        let Some(lease) = contender.lease else { break };
         // A hold that has not been taken yet is left to lapse; one without renewal is left to end.
-        let renews = !offered && (hold.terms.renew || lease.length.is_none());
-        let lapses = (offered && lease.length.is_none()).then(|| adopted + hold.terms.ttl);
+        let renews = !offered && (hold.request.renew || lease.length.is_none());
+        let lapses = (offered && lease.length.is_none()).then(|| adopted + ttl);
         let valid_until = hold.valid_until().or(lapses);
         let renewal = renews.then(|| {
             // A proof may be older than its renewal is due: that must not become a busy loop.
-            let due = lease.renewal_due(hold.terms.ttl).seen_from(hold.now());
+            let due = lease.renewal_due(ttl).seen_from(hold.now());
             rests_until.map_or(due, |rested| due.max(rested))
         });
-        // A question that was not answered is asked again, also where only a hint made it one.
-        let again = retry_at.or_else(|| grip.is_doubted.then(Instant::now));
+        // A failed renewal is tried again, also where only a hint asked for it.
+        let again = retry_at.or_else(|| contender.is_doubted.then(Instant::now));
         let due = again.filter(|_| !offered).or(renewal);
         let end = due.into_iter().chain(valid_until).min();
-        // Hints that are not listened to for a while are not forgotten.
+        // The backend remembers a hint that nobody listens to for a while.
         let rest = (!offered && !hints.listens()).then(|| Instant::now() + HintBudget::HOLDERS_REST);
         let wakes = end.into_iter().chain(rest).min();
         if let Some(at) = wakes {
             timer.as_mut().reset(at);
         }
         let listening = Instant::now();
-        let event = tokio::select! {
+        let woken_by = tokio::select! {
             biased;
-            () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => Event::Changed,
-            () = timer.as_mut(), if wakes.is_some() => Event::Time,
-            () = less_is_proven(&hold, &mut session) => Event::Changed,
-            () = hinted(&mut grip.claim), if !offered && hints.listens() => Event::Hint,
+            () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => WokenBy::Change,
+            () = timer.as_mut(), if wakes.is_some() => WokenBy::Time,
+            () = session_shortened(&hold, &mut session) => WokenBy::Change,
+            () = contender.hinted(), if !offered && hints.listens() => WokenBy::Hint,
         };
-        match event {
-            Event::Changed => continue,
-            Event::Time => {
+        match woken_by {
+            WokenBy::Change => continue,
+            WokenBy::Time => {
                 hints.rested();
                 if rest.is_some() && end.is_none_or(|end| Instant::now() < end) {
                     continue;
                 }
             }
-            Event::Hint => {
-                grip.is_doubted = true;
+            WokenBy::Hint => {
+                contender.is_doubted = true;
                 hints.hinted(listening.elapsed());
             }
         }
@@ -481,29 +482,29 @@ async fn attend(hold: Hold) {
         let renewal = tokio::select! {
             biased;
             () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => continue,
-            renewal = hold.renew_with(grip, renews) => renewal,
+            renewal = hold.renew_with(contender, renews) => renewal,
         };
         // The lease may have turned out to be shorter.
-        let lease = grip.lease.unwrap_or(lease);
-        let rested = Instant::now() + timing::renewal_retry(&lease, hold.terms.ttl);
+        let lease = contender.lease.unwrap_or(lease);
+        let rested = Instant::now() + timing::renewal_retry(&lease, ttl);
         rests_until = Some(rested);
         retry_at = renewal.err().filter(|err| !err.is_lost()).map(|err| {
-            crate::observe::renewal_failed(hold.line(), &err);
+            observe::renewal_failed(hold.queue(), &err);
             rested
         });
     }
 }
 
-/// Waits for the claim, with an eye on the lease and what else it ends with: whoever has the claim may sit on it. `None` once
-/// the hold is over.
+/// Waits for the claim, and watches the lease and the session meanwhile: the user may keep the claim for any time. Returns
+/// `None` once the hold is over.
 async fn borrow<'a>(
     hold: &'a Hold,
     mut timer: Pin<&mut Sleep>,
     session: &mut Option<SessionProof>,
-) -> Option<Loan<'a, Grip>> {
-    let mut attend = pin!(hold.cell.attend());
+) -> Option<Loan<'a, Contender>> {
+    let mut lending = pin!(hold.cell.lend_to_worker());
     loop {
-        if let Poll::Ready(loan) = timing::poll_once(&mut attend).await {
+        if let Poll::Ready(loan) = timing::poll_once(&mut lending).await {
             return loan;
         }
         let valid_until = hold.valid_until();
@@ -512,18 +513,18 @@ async fn borrow<'a>(
         }
         tokio::select! {
             biased;
-            loan = attend.as_mut() => return loan,
+            loan = lending.as_mut() => return loan,
             () = timer.as_mut(), if valid_until.is_some() => {
                 // Latches the loss if it is due; then there is nothing to wait for.
                 hold.cell.phase(hold.now());
             }
-            () = less_is_proven(hold, session) => {}
+            () = session_shortened(hold, session) => {}
         }
     }
 }
 
-/// Resolves when the session proves less than it did; if it is over, the loss is latched.
-async fn less_is_proven(hold: &Hold, session: &mut Option<SessionProof>) {
+/// Resolves when the session proves less than it did. Latches the loss if it is over.
+async fn session_shortened(hold: &Hold, session: &mut Option<SessionProof>) {
     let Some(session) = session else {
         return std::future::pending().await;
     };
@@ -533,8 +534,8 @@ async fn less_is_proven(hold: &Hold, session: &mut Option<SessionProof>) {
     hold.cell.phase(hold.now());
 }
 
-enum Event {
-    Changed,
+enum WokenBy {
+    Change,
     Time,
     Hint,
 }
@@ -545,13 +546,13 @@ mod tests {
 
     use crate::{AcquireOptions, LockClient, MemoryBackend};
 
-    /// There is always a hold that it has to look at later, and now and then one that it has to look at before.
+    /// There is always a hold to look at later, and now and then one to look at before.
     #[tokio::test(start_paused = true)]
-    async fn a_line_is_not_listed_again_and_again() {
+    async fn a_queue_is_not_listed_again_and_again() {
         const MS: Duration = Duration::from_millis(1);
         let client = LockClient::new(MemoryBackend::new());
         let semaphore = client.semaphore("a", 9).unwrap();
-        let worker = &semaphore.line().core.worker;
+        let worker = &semaphore.queue().core.worker;
         let short = AcquireOptions::new().ttl(10 * MS);
         let mut held = VecDeque::new();
         let mut most = 0;
@@ -570,6 +571,6 @@ mod tests {
             }
             most = most.max(worker.state.lock().unadopted.len());
         }
-        assert!(most < 10, "a line was listed {most} times");
+        assert!(most < 10, "a queue was listed {most} times");
     }
 }

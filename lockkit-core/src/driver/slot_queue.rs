@@ -1,40 +1,40 @@
-//! Who is next within this process: a FIFO queue for one slot. Sans-IO: it moves no task, it returns wakers.
+//! A FIFO queue for one slot within this process. Sans-IO: it moves no task, it returns wakers.
 //!
-//! Whoever has the slot may contend at the server, and in exclusive mode keeps it while holding. Giving it up offers
-//! it to the first waiter; a hand-off offers the hold itself instead, and the slot goes with it. At most one offer is
+//! The slot's owner may contend at the server, and in exclusive mode keeps the slot while it holds the lock. Giving the slot up
+//! offers it to the first waiter. A hand-off offers the hold itself instead, and the slot goes with it. At most one offer is
 //! open at a time, since there is one slot.
 
 use std::{collections::BTreeMap, task::Waker};
 
-/// A place in the queue, for as long as its waiter is in it.
+/// The number of a waiter in the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Ticket(u64);
 
-/// What a waiter is given when it is its turn.
+/// An offer to the waiter whose turn it is.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Offer<H> {
     /// The slot: go and contend.
     Slot,
-    /// A hold that the one before has passed on; the slot comes with it.
+    /// A hold that its last owner has passed on; the slot comes with it.
     Hold(H),
 }
 
-/// What a waiter finds when it looks.
+/// The result of a waiter's look.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Turn<H> {
-    /// Not yet. The waker was kept.
+    /// It is not its turn. The waker was kept.
     Wait,
-    /// Now, with this.
+    /// It is its turn, with this offer.
     Offered(Offer<H>),
-    /// An offer was made, was not taken in time and has been withdrawn: queue again.
+    /// An offer was not taken in time and has been withdrawn: queue again.
     Lapsed,
     /// The queue is closed.
     Closed,
 }
 
-/// The queue of waiters of type `W` for a slot that may come with a hold of type `H`.
+/// The queue for a slot that may come with a hold of type `H`. A waiter brings a request of type `W`.
 #[derive(Debug)]
-pub(crate) struct Queue<W, H> {
+pub(crate) struct SlotQueue<W, H> {
     taken: bool,
     offered: Option<(Ticket, Offer<H>)>,
     waiting: BTreeMap<Ticket, Waiting<W>>,
@@ -44,11 +44,11 @@ pub(crate) struct Queue<W, H> {
 
 #[derive(Debug)]
 struct Waiting<W> {
-    terms: W,
+    request: W,
     waker: Option<Waker>,
 }
 
-impl<W, H> Default for Queue<W, H> {
+impl<W, H> Default for SlotQueue<W, H> {
     fn default() -> Self {
         Self {
             taken: false,
@@ -60,23 +60,23 @@ impl<W, H> Default for Queue<W, H> {
     }
 }
 
-impl<W, H> Queue<W, H> {
-    /// Takes the slot if it is free, which it is only while nobody waits.
+impl<W, H> SlotQueue<W, H> {
+    /// Takes the slot if it is free. It is free only while nobody waits.
     pub(crate) fn enter(&mut self) -> bool {
         let free = !self.taken && !self.closed;
         self.taken |= free;
         free
     }
 
-    /// Queues up behind everyone. Only for a slot that is taken, which [`enter`](Self::enter) has just found: nobody
-    /// would be woken for a free one.
-    pub(crate) fn join(&mut self, terms: W) -> Ticket {
+    /// Queues up behind everyone. Only for a slot that [`enter`](Self::enter) has just found to be taken: nobody would be
+    /// woken for a free one.
+    pub(crate) fn join(&mut self, request: W) -> Ticket {
         self.last.0 += 1;
-        self.waiting.insert(self.last, Waiting { terms, waker: None });
+        self.waiting.insert(self.last, Waiting { request, waker: None });
         self.last
     }
 
-    /// Looks whether it is `ticket`'s turn; if not, `waker` is called when it may be.
+    /// Returns `ticket`'s turn. If it has not come, `waker` is called when it may have.
     pub(crate) fn poll(&mut self, ticket: Ticket, waker: &Waker) -> Turn<H> {
         if let Some((_, offer)) = self.offered.take_if(|(to, _)| *to == ticket) {
             return Turn::Offered(offer);
@@ -98,7 +98,7 @@ impl<W, H> Queue<W, H> {
         }
     }
 
-    /// Leaves the queue. What had been offered comes back and must be passed on by the caller.
+    /// Leaves the queue. Returns the offer that had been made, which the caller must pass on.
     pub(crate) fn leave(&mut self, ticket: Ticket) -> Option<Offer<H>> {
         if let Some((_, offer)) = self.offered.take_if(|(to, _)| *to == ticket) {
             return Some(offer);
@@ -107,7 +107,7 @@ impl<W, H> Queue<W, H> {
         None
     }
 
-    /// The slot's owner gives it up: to the first waiter, whom the returned waker wakes, or to nobody.
+    /// Gives up the slot: to the first waiter, whom the returned waker wakes, or to nobody.
     #[must_use]
     pub(crate) fn pass(&mut self) -> Option<Waker> {
         match self.waiting.pop_first() {
@@ -122,12 +122,12 @@ impl<W, H> Queue<W, H> {
         }
     }
 
-    /// What the first waiter asks for.
+    /// Returns the first waiter's request.
     pub(crate) fn first(&self) -> Option<&W> {
-        self.waiting.first_key_value().map(|(_, first)| &first.terms)
+        self.waiting.first_key_value().map(|(_, first)| &first.request)
     }
 
-    /// Passes a hold, and the slot with it, to the [first](Self::first) waiter, which the caller has just seen under the
+    /// Passes a hold, and the slot with it, to the [first](Self::first) waiter. The caller has just seen that waiter, under the
     /// same lock.
     #[must_use]
     pub(crate) fn hand_off(&mut self, hold: H) -> Option<Waker> {
@@ -136,7 +136,7 @@ impl<W, H> Queue<W, H> {
         waiting.waker
     }
 
-    /// Takes back a hold that was offered and not taken.
+    /// Takes back a hold that was offered and not accepted.
     pub(crate) fn withdraw(&mut self, is_it: impl FnOnce(&H) -> bool) -> Option<H> {
         match &self.offered {
             Some((_, Offer::Hold(hold))) if is_it(hold) => match self.offered.take() {
@@ -147,7 +147,7 @@ impl<W, H> Queue<W, H> {
         }
     }
 
-    /// Nobody enters any more, and those who wait are to be woken to find that out.
+    /// Lets nobody enter any more. Returns the wakers of those who wait, for them to find that out.
     #[must_use]
     pub(crate) fn close(&mut self) -> Vec<Waker> {
         self.closed = true;
@@ -155,7 +155,7 @@ impl<W, H> Queue<W, H> {
         waiting.into_values().filter_map(|w| w.waker).collect()
     }
 
-    /// Whether the slot is free and nobody waits.
+    /// Returns `true` if the slot is free, and so nobody waits.
     pub(crate) fn is_idle(&self) -> bool {
         !self.taken
     }
@@ -165,13 +165,13 @@ impl<W, H> Queue<W, H> {
 mod tests {
     use super::*;
 
-    fn look(queue: &mut Queue<u32, char>, ticket: Ticket) -> Turn<char> {
+    fn look(queue: &mut SlotQueue<u32, char>, ticket: Ticket) -> Turn<char> {
         queue.poll(ticket, Waker::noop())
     }
 
     #[test]
-    fn the_slot_goes_round_in_order_and_those_who_left_are_passed_over() {
-        let mut queue = Queue::<u32, char>::default();
+    fn the_slot_goes_round_in_order_past_those_who_left() {
+        let mut queue = SlotQueue::<u32, char>::default();
         assert!(queue.enter());
         assert!(!queue.enter());
         let tickets: Vec<_> = (0..4).map(|n| queue.join(n)).collect();
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn an_offer_that_nobody_takes_comes_back() {
-        let mut queue = Queue::<u32, char>::default();
+        let mut queue = SlotQueue::<u32, char>::default();
         assert!(queue.enter());
         let (a, b) = (queue.join(1), queue.join(2));
         assert_eq!(queue.first(), Some(&1));
@@ -200,13 +200,13 @@ mod tests {
         assert_eq!(
             queue.leave(b),
             Some(Offer::Slot),
-            "whoever leaves with an offer must pass it on"
+            "a waiter that leaves must pass its offer on"
         );
     }
 
     #[test]
     fn those_who_left_leave_nothing_behind() {
-        let mut queue = Queue::<u32, char>::default();
+        let mut queue = SlotQueue::<u32, char>::default();
         assert!(queue.enter());
         let first = queue.join(0);
         let mut overlapping = queue.join(0);
@@ -224,7 +224,7 @@ mod tests {
 
     #[test]
     fn closing_turns_everyone_away_but_keeps_an_offer_already_made() {
-        let mut queue = Queue::<u32, char>::default();
+        let mut queue = SlotQueue::<u32, char>::default();
         assert!(queue.enter());
         let (a, b) = (queue.join(1), queue.join(2));
         let _ = queue.pass();

@@ -1,0 +1,162 @@
+//! From the end of a hold to its hand-off or its confirmed release.
+
+use std::sync::atomic::Ordering;
+
+use tokio::time::Instant;
+
+use crate::{
+    Error, Result,
+    driver::{
+        contender::Contender,
+        core::Core,
+        hold::Hold,
+        lock_queue::{PassOn, Renewed, SlotGeneration},
+        moment::Moment,
+        observe,
+        timing::Backoff,
+    },
+    spi::chain,
+};
+
+/// Releases a hold on the caller's time.
+pub(crate) async fn release(hold: &Hold) -> Result<()> {
+    let now = hold.now();
+    match hold.cell.begin_release(now) {
+        Ok(contender) => finish_release(hold, contender, now).await,
+        Err(reason) => {
+            hold.give_up_lost();
+            Err(hold.lost(reason))
+        }
+    }
+}
+
+/// Passes a hold whose guard has been given up to the next waiter of this client, or releases it at the server.
+///
+/// Runs in the caller's future for `release().await`, and in the worker for a dropped guard. If it is dropped half-way, the
+/// worker does the rest.
+pub(crate) async fn finish_release(hold: &Hold, contender: Option<Contender>, now: Moment) -> Result<()> {
+    let mut registration = Registration { hold, slot: None };
+    let mut contender = match contender.or_else(|| hold.recall()) {
+        Some(contender) => contender,
+        None => Box::pin(reclaim(hold.clone())).await?,
+    };
+    if hand_off(hold, &mut contender, now).await {
+        return Ok(());
+    }
+    let released = release_claim(&mut contender).await;
+    registration.slot = contender.take_slot();
+    released
+}
+
+/// Keeps a hold in the register until its release is confirmed or has gone to the worker, so that closing the client
+/// waits for it. Then the worker may forget it.
+struct Registration<'a> {
+    hold: &'a Hold,
+    /// The slot that goes to the next waiter with that.
+    slot: Option<SlotGeneration>,
+}
+
+impl Drop for Registration<'_> {
+    fn drop(&mut self) {
+        self.hold.queue().end(self.hold, self.slot);
+    }
+}
+
+/// Gets the claim back from the worker that was renewing it. If this is dropped, the worker goes on with the release.
+async fn reclaim(hold: Hold) -> Result<Contender> {
+    struct OrElseWorker(Option<Hold>);
+    impl Drop for OrElseWorker {
+        fn drop(&mut self) {
+            if let Some(hold) = self.0.take() {
+                hold.clone().request.core().worker.release(hold, None);
+            }
+        }
+    }
+    let mut unfinished = OrElseWorker(Some(hold.clone()));
+    let contender = hold.cell.reclaim().await.keep();
+    unfinished.0 = None;
+    contender.ok_or(Error::Closed)
+}
+
+/// Passes an exclusive hold to the next waiter of this client, if there is one that it fits, tokens are left for it,
+/// and it is fresh enough or can be renewed.
+async fn hand_off(ended: &Hold, contender: &mut Contender, now: Moment) -> bool {
+    let queue = ended.queue();
+    if !contender.has_slot() || !queue.is_exclusive() {
+        return false;
+    }
+    match queue.pass_on(ended, contender, now, Renewed::No) {
+        PassOn::Stale => Box::pin(renew_and_pass_on(ended, contender)).await,
+        PassOn::Done => true,
+        PassOn::NoHeir => false,
+    }
+}
+
+async fn renew_and_pass_on(ended: &Hold, contender: &mut Contender) -> bool {
+    let renewed = ended.renew_with(contender, true).await;
+    renewed.is_ok() && ended.queue().pass_on(ended, contender, ended.now(), Renewed::Yes) == PassOn::Done
+}
+
+/// Releases at the server. Unless that is confirmed, the worker goes on trying.
+async fn release_claim(contender: &mut Contender) -> Result<()> {
+    let outcome = try_release(contender).await;
+    match &outcome {
+        Err(err) if !err.is_lost() => {
+            // It is not known whether the server still has it, so a waiter may as well ask.
+            contender.pass_slot();
+            let unconfirmed = contender.take();
+            contender.request.core().worker.clean_up(unconfirmed);
+        }
+        Err(Error::Lost { reason, .. }) => {
+            observe::lost(contender.queue(), *reason);
+            contender.forget_claim();
+        }
+        _ => contender.forget_claim(),
+    }
+    outcome
+}
+
+async fn try_release(contender: &mut Contender) -> Result<()> {
+    let Contender { claim, request, .. } = contender;
+    let Some(claim) = claim else {
+        return Ok(());
+    };
+    let op_timeout = request.op_timeout;
+    let limit = || Instant::now() + op_timeout;
+    let core = request.core();
+    let released = core
+        .within("release", Core::is_alive, limit, claim.release())
+        .await;
+    let released = released.and_then(|released| {
+        released.unwrap_or_else(|| {
+            let cause = format!("no answer within {op_timeout:?}; it is tried again until the lease ends");
+            Err(Error::transient(core.info.name, "release", cause))
+        })
+    });
+    released.map_err(|err| err.for_lock(request.queue.name()))
+}
+
+/// Releases in the background what nobody waits for, again and again until it is confirmed or nothing can be left.
+pub(crate) async fn clean_up(mut contender: Contender) {
+    let request = contender.request.clone();
+    let queue = &request.queue;
+    let mut backoff = Backoff::default();
+    // No request of this claim is under way any more. After this time, none of the past can have any effect left.
+    let over = Instant::now() + request.ttl + request.op_timeout;
+    loop {
+        let err = match try_release(&mut contender).await {
+            Ok(()) => break,
+            Err(err) if err.is_lost() => break,
+            Err(err) => err,
+        };
+        contender.pass_slot();
+        if Instant::now() >= over {
+            queue.core.unconfirmed.fetch_add(1, Ordering::Relaxed);
+            observe::release_unconfirmed(queue, &err);
+            break;
+        }
+        tracing::debug!(lock = %queue.id, error = chain(&err), "release not confirmed; trying again");
+        tokio::time::sleep(backoff.next()).await;
+    }
+    contender.forget_claim();
+}
