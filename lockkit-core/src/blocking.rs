@@ -1,7 +1,7 @@
-//! The same locks for programs without an async runtime: every call blocks its thread until it is done.
+//! The blocking API, for programs without an async runtime: every call blocks its thread until it is done.
 //!
-//! A [`LockClient`] brings its own runtime, one background thread that renews leases and releases what was dropped.
-//! All that was made from one client shares it. Once the last client, lock and guard is gone, the runtime finishes the
+//! A [`LockClient`] brings its own runtime: one background thread, which renews leases and releases what was dropped.
+//! All locks and guards of one client share it. Once the last client, lock and guard is gone, the runtime finishes the
 //! releases that are under way and ends.
 //!
 //! ```
@@ -14,11 +14,11 @@
 //! # Ok::<(), lockkit_core::Error>(())
 //! ```
 //!
-//! Within an async runtime, its threads for blocking work included, these calls answer an error, since they would hold
-//! up other tasks: use [`crate::LockClient`] there. Guards may be dropped anywhere.
+//! Within an async runtime, also on its threads for blocking work, these calls return an error, since they would hold
+//! up other tasks. Use [`crate::LockClient`] there. Guards may be dropped anywhere.
 //!
-//! A process that ends does not wait for background threads: release guards, or [`close`](LockClient::close) the
-//! client, before `main` returns, or what was just dropped may stay held until its lease ends.
+//! A process that ends does not wait for background threads. Release guards, or [`close`](LockClient::close) the
+//! client, before `main` returns. Otherwise a lock whose guard was just dropped may stay held until its lease ends.
 
 use std::{fmt, future::Future, sync::Arc, time::Duration};
 
@@ -33,7 +33,7 @@ use crate::{
     spi::{Backend, BackendInfo, Mode},
 };
 
-/// How long the runtime outlives its last handle to finish the releases that are under way.
+/// The time for which the runtime outlives its last handle, to finish the releases that are under way.
 const DRAIN: Duration = AcquireOptions::DEFAULT_TTL;
 
 /// A blocking client of one lock server. Clone it freely: clones share the connection, the local queues and the
@@ -45,7 +45,7 @@ pub struct LockClient {
 }
 
 impl LockClient {
-    /// A client of `backend`: the entrance for backends of your own. No I/O.
+    /// Makes a client of `backend`, which may be one of your own. Does no I/O.
     ///
     /// # Errors
     /// [`Error::Backend`] if the background thread cannot be started, or within an async runtime.
@@ -53,15 +53,16 @@ impl LockClient {
         Self::connect_with(async move || Ok(crate::LockClient::new(backend)))
     }
 
-    /// The client that `connect` makes. It runs within the client's own runtime, and so lives on it.
+    /// Makes a blocking client of the client that `connect` returns. `connect` runs within the new runtime, on which that client
+    /// then lives.
     ///
-    /// The client belongs to the blocking one from then on: it is closed when the last handle of that is gone.
+    /// That client belongs to the blocking one from then on, and is closed with the blocking one's last handle.
     ///
     /// ```
     /// use lockkit_core::{LockClient, MemoryBackend, blocking};
     ///
     /// let client = blocking::LockClient::connect_with(|| async {
-    ///     // Anything that has to be awaited in order to reach the server.
+    ///     // Await here what it takes to reach the server.
     ///     Ok(LockClient::new(MemoryBackend::new()))
     /// })?;
     /// assert!(client.inspect("job")?.is_free());
@@ -69,8 +70,7 @@ impl LockClient {
     /// ```
     ///
     /// # Errors
-    /// What `connect` answers; [`Error::Backend`] if the background thread cannot be started, or within an async
-    /// runtime.
+    /// The error of `connect`; [`Error::Backend`] if the background thread cannot be started, or within an async runtime.
     pub fn connect_with<F, Fut>(connect: F) -> Result<Self>
     where
         F: FnOnce() -> Fut,
@@ -92,17 +92,17 @@ impl LockClient {
         Ok(Self { client, host })
     }
 
-    /// The same client whose locks start from `defaults`.
+    /// Returns this client with other default options for its locks. What `defaults` leaves unset stays as it is.
     ///
     /// # Errors
-    /// [`Error::InvalidOptions`] if one of them cannot be kept.
+    /// [`Error::InvalidOptions`] if one of them is out of bounds.
     pub fn with_defaults(self, defaults: AcquireOptions) -> Result<Self> {
         let Self { client, host } = self;
         let client = client.with_defaults(defaults)?;
         Ok(Self { client, host })
     }
 
-    /// The lock of this name, in exclusive mode. No I/O; nothing is held.
+    /// Returns the lock of this name, in exclusive mode. Does no I/O and holds nothing.
     ///
     /// # Errors
     /// [`Error::InvalidName`].
@@ -110,7 +110,7 @@ impl LockClient {
         Ok(Lock::new(self.client.lock(name)?, &self.host))
     }
 
-    /// The semaphore of this name, which up to `permits` holders have at once. No I/O; nothing is held.
+    /// Returns the semaphore of this name, which up to `permits` holders have at once. Does no I/O and holds nothing.
     ///
     /// # Errors
     /// [`Error::InvalidName`]; [`Error::InvalidOptions`] for zero permits.
@@ -118,7 +118,7 @@ impl LockClient {
         Ok(Lock::new(self.client.semaphore(name, permits)?, &self.host))
     }
 
-    /// Who holds the lock of this name. Nobody is refused or delayed by it.
+    /// Returns the holders and waiters of the lock of this name. Refuses and delays nobody.
     ///
     /// # Errors
     /// [`Error::InvalidName`]; [`Error::Backend`] if the server cannot tell, or within an async runtime;
@@ -127,7 +127,7 @@ impl LockClient {
         self.host.block_on("inspect", self.client.inspect(name))
     }
 
-    /// Who holds permits of the semaphore of this name.
+    /// Returns the holders and waiters of the semaphore of this name.
     ///
     /// # Errors
     /// As [`inspect`](Self::inspect).
@@ -135,8 +135,9 @@ impl LockClient {
         self.host.block_on("inspect", self.client.inspect_semaphore(name))
     }
 
-    /// Ends by force the hold of this name that has `token`, whoever has it: for operators. `false` if there is none.
-    /// Its holder is told that it was revoked.
+    /// Ends the hold of this name that has `token` by force, also another client's: for operators. Returns `false` if there is
+    /// none.
+    /// Its holder loses it as [`Revoked`](LossReason::Revoked).
     ///
     /// # Errors
     /// [`Error::Unsupported`] where holds cannot be ended from outside; otherwise as [`inspect`](Self::inspect).
@@ -144,7 +145,7 @@ impl LockClient {
         self.host.block_on("revoke", self.client.revoke(name, token))
     }
 
-    /// As [`revoke`](Self::revoke), for a permit of the semaphore of this name.
+    /// Ends a permit of the semaphore of this name by force, as [`revoke`](Self::revoke).
     ///
     /// # Errors
     /// As [`revoke`](Self::revoke).
@@ -153,22 +154,22 @@ impl LockClient {
             .block_on("revoke", self.client.revoke_permit(name, token))
     }
 
-    /// What this client's backend is.
+    /// Describes this client's backend.
     pub fn info(&self) -> &BackendInfo {
         self.client.info()
     }
 
-    /// What this client's backend can do.
+    /// Returns the capabilities of this client's backend.
     pub fn capabilities(&self) -> Capabilities {
         self.client.capabilities()
     }
 
-    /// Closes this client and all its clones: from now on they answer [`Error::Closed`], and so do those who wait.
-    /// What is held is told [`LossReason::Disconnected`] and released. Waits up to `timeout` for every release to be
-    /// confirmed, those of dropped guards included.
+    /// Closes this client and all its clones. From now on every call returns [`Error::Closed`], and so do pending
+    /// acquisitions. Live guards are marked lost ([`LossReason::Disconnected`]), then released. Waits up to `timeout` for every
+    /// release to be confirmed, also those of dropped guards.
     ///
     /// # Errors
-    /// [`Error::Backend`] if a release was not confirmed: its lease or connection is what ends it then. Also within
+    /// [`Error::Backend`] if a release was not confirmed; its lease or connection then ends the hold. Also within
     /// an async runtime, where nothing is closed.
     pub fn close(&self, timeout: Duration) -> Result<()> {
         self.host.block_on("close", self.client.close(timeout))
@@ -181,9 +182,9 @@ impl fmt::Debug for LockClient {
     }
 }
 
-/// A lock, or one mode of it, whose acquisition blocks the thread. Cloning is cheap; it is not held by being there.
+/// A lock in one mode, whose acquisition blocks the thread. Having it holds nothing. Cloning is cheap.
 ///
-/// Locks are not re-entrant: a second acquisition by the thread that holds it waits, or finds it taken.
+/// Locks are not re-entrant: a second acquisition by the holding thread waits, or finds the lock taken.
 #[derive(Clone)]
 pub struct Lock {
     lock: crate::Lock,
@@ -198,37 +199,37 @@ impl Lock {
         }
     }
 
-    /// The same lock in shared mode. Shared holders exclude exclusive ones only. A semaphore stays what it is.
+    /// Returns the same lock in shared mode. Shared holders exclude exclusive ones only. A semaphore stays what it is.
     pub fn shared(&self) -> Self {
         Self::new(self.lock.shared(), &self.host)
     }
 
-    /// The same lock with other defaults. What `options` leaves unset stays as it is.
+    /// Returns the same lock with other default options. What `options` leaves unset stays as it is.
     pub fn with_options(&self, options: AcquireOptions) -> Self {
         Self::new(self.lock.with_options(options), &self.host)
     }
 
-    /// What makes it the same lock as another.
+    /// Returns its identity: server, namespace, kind and name.
     pub fn id(&self) -> &LockId {
         self.lock.id()
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &LockName {
         self.lock.name()
     }
 
-    /// Whether it is held alone, shared, or by permits.
+    /// Returns its mode: exclusive, shared, or permits.
     pub fn mode(&self) -> Mode {
         self.lock.mode()
     }
 
-    /// The options that it was made with.
+    /// Returns the options that it was made with.
     pub fn options(&self) -> &AcquireOptions {
         self.lock.options()
     }
 
-    /// Acquires it with these options; what they leave unset is taken from the lock's own.
+    /// Acquires it with these options. What they leave unset is taken from the lock's own.
     ///
     /// # Errors
     /// As [`DistributedLock::acquire_with`](crate::DistributedLock::acquire_with); [`Error::Backend`] within an async
@@ -238,7 +239,7 @@ impl Lock {
         Ok(LockGuard::new(guard, &self.host))
     }
 
-    /// Acquires it, waiting for as long as the lock's own options say; by default, as long as it takes.
+    /// Acquires it. Waits for as long as the lock's own options say; by default, for ever.
     ///
     /// # Errors
     /// As [`acquire_with`](Self::acquire_with).
@@ -246,16 +247,16 @@ impl Lock {
         self.acquire_with(&AcquireOptions::new())
     }
 
-    /// Makes one attempt. `None` means that it is taken.
+    /// Makes one attempt. Returns `None` if it is taken.
     ///
     /// # Errors
-    /// As [`acquire_with`](Self::acquire_with); an outage is an error, never `None`.
+    /// As [`acquire_with`](Self::acquire_with). An outage is an error, never `None`.
     pub fn try_acquire(&self) -> Result<Option<LockGuard>> {
         let guard = self.host.block_on("acquire", self.lock.try_acquire())?;
         Ok(guard.map(|guard| LockGuard::new(guard, &self.host)))
     }
 
-    /// Acquires it, waiting for up to `wait`.
+    /// Acquires it. Waits for up to `wait`.
     ///
     /// # Errors
     /// As [`acquire_with`](Self::acquire_with).
@@ -265,7 +266,7 @@ impl Lock {
 
     /// Acquires the lock, runs `work` while it is held, and releases it, also if `work` panics.
     ///
-    /// Nothing can stop `work` from outside when the lock is lost: in long work, ask [`HoldView::check`] between steps.
+    /// Nothing stops `work` when the lock is lost. In long work, call [`HoldView::check`] between steps.
     ///
     /// ```
     /// use lockkit_core::{MemoryBackend, blocking::LockClient};
@@ -292,7 +293,7 @@ impl Lock {
         }
     }
 
-    /// Who holds it. Nobody is refused or delayed by it.
+    /// Returns its holders and waiters. Refuses and delays nobody.
     ///
     /// # Errors
     /// As [`LockClient::inspect`].
@@ -309,9 +310,8 @@ impl fmt::Debug for Lock {
 
 /// A lock that is held; the blocking [`LockGuard`](crate::LockGuard).
 ///
-/// While it lives, the client's background thread renews its lease. Dropping it hands the release to that thread:
-/// it never blocks, does no I/O, and is fine within an async runtime. [`release`](Self::release) is the way to learn
-/// the outcome.
+/// While the guard lives, the client's background thread renews its lease. Dropping the guard leaves the release to that thread:
+/// it never blocks, does no I/O, and works within an async runtime. Call [`release`](Self::release) to learn the outcome.
 #[must_use = "dropping the guard releases the lock"]
 pub struct LockGuard {
     guard: crate::LockGuard,
@@ -326,23 +326,23 @@ impl LockGuard {
         }
     }
 
-    /// The lock's name.
+    /// Returns the lock's name.
     pub fn name(&self) -> &LockName {
         self.guard.name()
     }
 
-    /// The fencing token of this hold.
+    /// Returns the fencing token of this hold.
     pub fn token(&self) -> FencingToken {
         self.guard.token()
     }
 
-    /// Whether the lock is still held, by the clock too: `false` from the moment the lease is over, even if nothing
+    /// Returns `true` while the lock is held. Looks at the clock too: `false` as soon as the lease is over, even if nothing
     /// has noticed yet.
     pub fn is_held(&self) -> bool {
         self.guard.is_held()
     }
 
-    /// Like [`is_held`](Self::is_held), for use with `?`.
+    /// Checks that the lock is held, as [`is_held`](Self::is_held), for use with `?`.
     ///
     /// # Errors
     /// [`Error::Lost`] once the hold is lost.
@@ -350,30 +350,30 @@ impl LockGuard {
         self.guard.check()
     }
 
-    /// Until when the lock is held if no renewal succeeds from now on, on the monotonic clock. `None` if the hold has
-    /// no lease, only a process or connection that it ends with.
+    /// Returns the time until which the lock is held if no renewal succeeds from now on, on the monotonic clock. `None` if the
+    /// hold has no lease, only a process or connection that it ends with.
     pub fn valid_until(&self) -> Option<Instant> {
         self.guard.valid_until()
     }
 
-    /// How long the lease in force was when it was proven; [`valid_until`](Self::valid_until) is its end. At most the
+    /// Returns the length of the present lease when it was proven; [`valid_until`](Self::valid_until) is its end. At most the
     /// ttl, and less where something else decides, such as a server's session. `None` if the hold has no lease.
     pub fn lease_length(&self) -> Option<Duration> {
         self.guard.lease_length()
     }
 
-    /// A view of this hold that can be cloned and given away, to other threads too. It keeps nothing held.
+    /// Returns a view of this hold that can be cloned and given away, also to other threads. It keeps nothing held.
     pub fn view(&self) -> HoldView {
         self.guard.view()
     }
 
-    /// Why the hold was lost, if it was. It stays lost for good.
+    /// Returns the reason if the hold is lost. A lost hold stays lost.
     pub fn lost_reason(&self) -> Option<LossReason> {
         self.guard.lost().reason()
     }
 
-    /// Blocks until the hold is lost, for up to `timeout`; `None` if it is still held then. A loss in the past is
-    /// answered at once.
+    /// Blocks until the hold is lost, for up to `timeout`. Returns `None` if it is still held then. Returns at once if it was lost
+    /// before.
     ///
     /// # Errors
     /// [`Error::Backend`] within an async runtime.
@@ -387,18 +387,18 @@ impl LockGuard {
     /// Extends the lease by hand, to a full ttl from now.
     ///
     /// # Errors
-    /// [`Error::Lost`] if the hold is lost; [`Error::Backend`] if no answer came, in which case the lease goes on as
-    /// it was, or within an async runtime.
+    /// [`Error::Lost`] if the hold is lost. [`Error::Backend`] if no reply came, in which case the lease goes on as
+    /// it was; also within an async runtime.
     pub fn renew(&self) -> Result<()> {
         self.host.block_on("renew", self.guard.renew())
     }
 
-    /// Releases the lock and says what came of it.
+    /// Releases the lock and returns the outcome.
     ///
     /// # Errors
-    /// [`Error::Lost`] if the hold had been lost before; [`Error::Backend`] if no confirmation came: it is tried
-    /// again in the background, and the lease bounds what may be left. Within an async runtime it is
-    /// [`Error::Backend`] too: the release then happens in the background, as if the guard had been dropped.
+    /// [`Error::Lost`] if the hold had been lost before. [`Error::Backend`] if no confirmation came: the release is tried
+    /// again in the background, and the hold ends with its lease at the latest. Within an async runtime also
+    /// [`Error::Backend`]: the release then goes on in the background, as if the guard had been dropped.
     pub fn release(self) -> Result<()> {
         let Self { guard, host } = self;
         host.block_on("release", guard.release())
@@ -411,7 +411,7 @@ impl fmt::Debug for LockGuard {
     }
 }
 
-/// What all handles of a client share. Dropped with the last of them.
+/// The runtime and the client that all handles share. Dropped with the last of them.
 struct Host {
     runtime: OwnRuntime,
     client: crate::LockClient,
@@ -425,7 +425,7 @@ impl Host {
 }
 
 impl Drop for Host {
-    /// Blocks nobody: the runtime itself finishes what is under way, and then ends.
+    /// Blocks nobody: the runtime itself finishes the releases that are under way, and then ends.
     fn drop(&mut self) {
         let runtime = OwnRuntime(self.runtime.0.take());
         let client = self.client.clone();
@@ -465,7 +465,7 @@ impl Drop for OwnRuntime {
     }
 }
 
-/// To block here would hold up the tasks of the runtime that runs this thread, or panic.
+/// Refuses to block within an async runtime: it would hold up the tasks of that runtime, or panic.
 fn refuse_in_async(operation: &'static str) -> Result<()> {
     if Handle::try_current().is_err() {
         return Ok(());

@@ -1,10 +1,10 @@
-//! What a backend can do, and what an inspection shows.
+//! The capabilities of a backend, and the result of an inspection.
 
 use std::time::Duration;
 
 use crate::FencingToken;
 
-/// What a backend can do. The conformance suite asserts each one.
+/// The capabilities of a backend. The conformance suite asserts each one.
 ///
 /// ```
 /// use lockkit_core::Capabilities;
@@ -20,54 +20,55 @@ use crate::FencingToken;
     reason = "each is an independent yes or no about a backend"
 )]
 pub struct Capabilities {
-    /// Waiters are granted in the order in which they began to wait, across processes, with `local_handoffs = 0`.
+    /// Waiters are granted the lock in the order in which they began to wait, also across processes, with
+    /// `local_handoffs = 0`.
     pub fifo: bool,
-    /// Shared mode.
+    /// It has shared mode.
     pub shared: bool,
-    /// Semaphores.
+    /// It has semaphores.
     pub permits: bool,
-    /// A waiter for a lock is woken by the backend, rather than by the fallback poll alone. One for a permit is too, or looks
-    /// so often that a free permit is its long before that poll: how often, its backend's page says.
+    /// The backend wakes a waiter for a lock, rather than the fallback poll alone. A waiter for a permit is woken too, or looks
+    /// much more often than that poll; the backend's page says how often.
     pub notified: bool,
-    /// A hold has a lease that lapses unless it is renewed. Without it, a hold lasts as long as its process or
+    /// A hold has a lease that expires unless it is renewed. Without one, a hold lasts as long as its process or
     /// connection.
     pub lease: bool,
-    /// A release may pass the hold on within a client. Off where the order across processes is strict.
+    /// A release may pass the hold on within a client. `false` where the order across processes is strict.
     pub local_handoffs: bool,
     /// [`LockClient::revoke`](crate::LockClient::revoke) can end someone else's hold.
     pub revoke: bool,
-    /// What fencing tokens survive.
+    /// The failures that fencing tokens survive.
     pub fencing: FencingDurability,
 }
 
-/// What the rise of a backend's fencing tokens survives.
+/// The failures after which a backend's fencing tokens still rise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FencingDurability {
-    /// The life of the process that keeps the counter.
+    /// None: they rise during the life of the process that keeps the counter.
     #[default]
     Process,
-    /// Crashes of every process and of the machine: a token, or a number above it, is on disk before it is handed out.
+    /// Crashes of all processes and of the machine. A token, or a number above it, is on disk before it is handed out.
     Durable,
 }
 
-/// Who holds a lock, as far as its backend can tell.
+/// The state of a lock, as far as its backend can tell.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LockState {
     /// The holders; empty if the lock is free.
     pub holders: Vec<Holder>,
-    /// How many wait, where the backend knows.
+    /// The number of waiters, where the backend knows it.
     pub waiters: Option<usize>,
 }
 
 impl LockState {
-    /// A state with these holders and waiters.
+    /// Makes a state with these holders and waiters.
     pub fn new(holders: Vec<Holder>, waiters: Option<usize>) -> Self {
         Self { holders, waiters }
     }
 
-    /// Nobody holds it.
+    /// Returns `true` if nobody holds it.
     pub fn is_free(&self) -> bool {
         self.holders.is_empty()
     }
@@ -81,12 +82,12 @@ pub struct Holder {
     pub label: Option<String>,
     /// Its fencing token. After local hand-offs it is the first of the block that the server granted.
     pub token: FencingToken,
-    /// What is left of its lease; `None` if it has none.
+    /// The rest of its lease; `None` if it has none.
     pub left: Option<Duration>,
 }
 
 impl Holder {
-    /// A holder with this token.
+    /// Makes a holder with this token.
     pub fn new(token: FencingToken, label: Option<String>, left: Option<Duration>) -> Self {
         Self { label, token, left }
     }

@@ -1,4 +1,4 @@
-//! What can go wrong, told apart.
+//! The errors, and the reasons for which a hold is lost.
 
 use std::{fmt, time::Duration};
 
@@ -10,15 +10,34 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync + 'static>;
 /// The result of lockkit's operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What failed, on which backend, for which lock.
+/// An error of lockkit: what failed, on which backend, for which lock.
 ///
-/// "Taken" and "cannot tell" are different answers everywhere: [`Timeout`](Self::Timeout) means that the backend's
-/// last word was that someone else holds the lock; [`Backend`](Self::Backend) means that it gave no word.
+/// "Taken" and "cannot tell" are never mixed up. [`Timeout`](Self::Timeout) means that the backend's last word was that
+/// someone else holds the lock. [`Backend`](Self::Backend) means that it gave no word.
 ///
-/// Names and what else comes from outside are escaped in messages, so that each is one line of a log.
+/// Names and other text from outside are escaped in messages, so that a message is one line of a log.
 ///
-/// A source is never repeated in the message: print the chain (`{:#}` with anyhow, or walk
-/// [`source`](std::error::Error::source)) to see it all.
+/// A message never repeats its source. Print the chain (`{:#}` with anyhow, or walk
+/// [`source`](std::error::Error::source)) to see all of it.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use lockkit_core::{Error, LockClient, MemoryBackend};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let lock = LockClient::new(MemoryBackend::new()).lock("report")?;
+/// let guard = lock.acquire().await?;
+/// match lock.acquire_timeout(Duration::from_millis(10)).await {
+///     Err(Error::Timeout { .. }) => {} // somebody else has it: skip this round
+///     Err(err) if err.is_transient() => println!("the server gave no word; try later: {err}"),
+///     Err(err) => return Err(err), // repeating will not help
+///     Ok(guard) => guard.release().await?,
+/// }
+/// guard.release().await?;
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -28,27 +47,27 @@ pub enum Error {
     InvalidName {
         /// The name, or its beginning.
         name: String,
-        /// What is wrong with it.
+        /// The fault in it.
         reason: &'static str,
     },
 
-    /// An option has a value that cannot be kept. Nothing was sent.
+    /// An option is out of bounds, or the backend cannot keep it. Nothing was sent.
     #[error("invalid option `{option}`: {}", Shown(.reason))]
     #[non_exhaustive]
     InvalidOptions {
         /// The option's name, as in [`AcquireOptions`](crate::AcquireOptions) or the config.
         option: &'static str,
-        /// What is wrong with it, and what would be right.
+        /// The fault in it, and the remedy.
         reason: String,
     },
 
-    /// The URL cannot be understood, or one of its parameters cannot.
+    /// The URL, or one of its parameters, is invalid.
     #[error("invalid lock URL {url:?}: {}", Shown(.reason))]
     #[non_exhaustive]
     InvalidUrl {
         /// The URL without credentials.
         url: String,
-        /// What is wrong with it, and what would be right.
+        /// The fault in it, and the remedy.
         reason: String,
     },
 
@@ -58,7 +77,7 @@ pub enum Error {
     UnknownScheme {
         /// The scheme, or what stood in its place.
         scheme: String,
-        /// The schemes there are.
+        /// The known schemes.
         known: String,
     },
 
@@ -75,7 +94,7 @@ pub enum Error {
         feature: &'static str,
     },
 
-    /// The lock was taken, and still was when the time to wait ran out.
+    /// The lock was taken, and still was when the time to wait was over.
     #[error("{backend}: lock `{}` is taken: not granted within {waited:?}", Shown(.name.as_str()))]
     #[non_exhaustive]
     Timeout {
@@ -83,11 +102,11 @@ pub enum Error {
         backend: &'static str,
         /// The lock.
         name: LockName,
-        /// How long was waited.
+        /// The time that was waited.
         waited: Duration,
     },
 
-    /// The lock was held and is not any more. Stop; what the lock protected may belong to another holder.
+    /// The lock was held and is not any more. Stop: what the lock protects may belong to another holder.
     #[error("{backend}: lock `{}` was lost: {reason}", Shown(.name.as_str()))]
     #[non_exhaustive]
     Lost {
@@ -95,31 +114,31 @@ pub enum Error {
         backend: &'static str,
         /// The lock.
         name: LockName,
-        /// Why.
+        /// The reason.
         reason: LossReason,
     },
 
-    /// The backend cannot do this, now or ever.
+    /// The backend does not have this feature.
     #[error("{backend}: not supported: {}", Shown(.what))]
     #[non_exhaustive]
     Unsupported {
         /// The backend's name.
         backend: &'static str,
-        /// What it cannot do, and what can be done instead.
+        /// The missing feature, and what to do instead.
         what: String,
     },
 
-    /// The backend failed or gave no answer. Whether the operation took effect is not known.
+    /// The backend failed or gave no reply. It is not known whether the operation took effect.
     #[error("{backend}: {operation} failed{}", for_lock(.name.as_ref()))]
     #[non_exhaustive]
     Backend {
         /// The backend's name.
         backend: &'static str,
-        /// What was being done: `connect`, `acquire`, `renew`, `release`, `inspect`, `close`.
+        /// The operation: `connect`, `acquire`, `renew`, `release`, `inspect`, `revoke`, `close`.
         operation: &'static str,
         /// The lock, where there is one.
         name: Option<LockName>,
-        /// Whether the same call may succeed later.
+        /// The same call may succeed later.
         transient: bool,
         /// The cause.
         source: BoxError,
@@ -137,22 +156,22 @@ fn for_lock(name: Option<&LockName>) -> String {
 }
 
 impl Error {
-    /// The lock was taken for as long as the caller would wait.
+    /// Returns `true` for [`Timeout`](Self::Timeout): the lock was taken for as long as the caller would wait.
     pub fn is_timeout(&self) -> bool {
         matches!(self, Self::Timeout { .. })
     }
 
-    /// The lock was held and is not any more.
+    /// Returns `true` for [`Lost`](Self::Lost): the lock was held and is not any more.
     pub fn is_lost(&self) -> bool {
         matches!(self, Self::Lost { .. })
     }
 
-    /// The backend could not tell, and the same call may succeed later.
+    /// Returns `true` for a [`Backend`](Self::Backend) error after which the same call may succeed later.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Backend { transient: true, .. })
     }
 
-    /// For backends: an option that this backend cannot keep.
+    /// An error for backends: an option that this backend cannot keep.
     pub fn invalid_option(option: &'static str, reason: impl Into<String>) -> Self {
         Self::InvalidOptions {
             option,
@@ -160,7 +179,7 @@ impl Error {
         }
     }
 
-    /// For backends: a URL, already without credentials, that cannot be understood.
+    /// An error for backends: an invalid URL, already without credentials.
     pub fn invalid_url(url: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::InvalidUrl {
             url: url.into(),
@@ -168,7 +187,7 @@ impl Error {
         }
     }
 
-    /// For backends: something it cannot do, and what can be done instead.
+    /// An error for backends: a missing feature, and what to do instead.
     pub fn unsupported(backend: &'static str, what: impl Into<String>) -> Self {
         Self::Unsupported {
             backend,
@@ -176,17 +195,17 @@ impl Error {
         }
     }
 
-    /// For backends: a failure that may pass, such as a connection that broke. The driver retries while it may.
+    /// An error for backends: a failure that may pass, such as a broken connection. The driver tries again while it may.
     pub fn transient(backend: &'static str, operation: &'static str, source: impl Into<BoxError>) -> Self {
         Self::backend(backend, operation, true, source.into())
     }
 
-    /// For backends: a failure that repeating will not mend, such as a refused password.
+    /// An error for backends: a failure that repeating will not mend, such as a refused password.
     pub fn permanent(backend: &'static str, operation: &'static str, source: impl Into<BoxError>) -> Self {
         Self::backend(backend, operation, false, source.into())
     }
 
-    /// For backends: a hold of `name` turned out to be gone.
+    /// An error for backends: a hold of `name` turned out to be gone.
     pub fn lost(backend: &'static str, name: LockName, reason: LossReason) -> Self {
         Self::Lost {
             backend,
@@ -195,7 +214,7 @@ impl Error {
         }
     }
 
-    /// A connection that could not be made, as `lockkit::connect` reports it.
+    /// The error of `lockkit::connect` for a scheme that no backend has.
     pub fn unknown_scheme(scheme: impl Into<String>, known: impl Into<String>) -> Self {
         Self::UnknownScheme {
             scheme: scheme.into(),
@@ -203,7 +222,7 @@ impl Error {
         }
     }
 
-    /// A scheme whose backend was left out of the build.
+    /// The error of `lockkit::connect` for a scheme whose backend is not in this build.
     pub fn feature_disabled(scheme: impl Into<String>, feature: &'static str) -> Self {
         Self::FeatureDisabled {
             scheme: scheme.into(),
@@ -221,7 +240,7 @@ impl Error {
         }
     }
 
-    /// Says which lock it was about, where the backend did not.
+    /// Adds the lock's name, if the backend left it out.
     pub(crate) fn for_lock(mut self, lock: &LockName) -> Self {
         if let Self::Backend { name, .. } = &mut self {
             name.get_or_insert_with(|| lock.clone());
@@ -230,18 +249,18 @@ impl Error {
     }
 }
 
-/// Why a hold ended without being released.
+/// The reason for which a hold ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LossReason {
-    /// The lease ran out before it could be renewed.
+    /// The lease expired before it could be renewed.
     Expired,
     /// The server says that the hold is gone: deleted, evicted, or broken by an operator.
     Revoked,
     /// The connection, session or client that the hold was bound to has ended.
     Disconnected,
-    /// It was released, and somebody waits for its [`ended`](crate::LockGuard::ended) or asks a view of it that was kept. No
-    /// [`lost`](crate::LockGuard::lost) ever says so.
+    /// It was released. [`ended`](crate::LockGuard::ended) and the views of the hold say so;
+    /// [`lost`](crate::LockGuard::lost) never does.
     Released,
 }
 

@@ -1,9 +1,8 @@
 //! Locks within one process: for tests, and for programs that are one process today.
 //!
-//! All modes, first come first served, with leases on Tokio's clock, so that tests can run on paused time. It carries
-//! the tools to test your own code against trouble: [`revoke`](MemoryBackend::revoke),
-//! [`fail_next`](MemoryBackend::fail_next), [`lose_replies`](MemoryBackend::lose_replies) and
-//! [`delay`](MemoryBackend::delay).
+//! All modes, first come first served. Its leases are on Tokio's clock, so tests can run on paused time. To test your own code
+//! against faults, use [`revoke`](MemoryBackend::revoke), [`fail_next`](MemoryBackend::fail_next),
+//! [`lose_replies`](MemoryBackend::lose_replies) and [`delay`](MemoryBackend::delay).
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -28,13 +27,12 @@ use crate::{
 
 const NAME: &str = "memory";
 
-/// How long a waiter may take to ask again once it is its turn.
+/// The time in which a waiter has to ask again once it is its turn.
 const FOLLOWS_WITHIN: Duration = Duration::from_secs(1);
 
 /// A lock server in this process.
 ///
-/// Clones share one space of locks. Of a lock that was never released, nothing stays behind but a counter of fencing
-/// tokens, which it shares with others.
+/// Clones share one space of locks. A lock leaves nothing behind but a counter of fencing tokens, which it shares with others.
 ///
 /// ```
 /// use lockkit_core::{LockClient, MemoryBackend};
@@ -53,7 +51,7 @@ pub struct MemoryBackend {
     namespace: Namespace,
 }
 
-/// An exchange with the server, for [`MemoryBackend::fail_next`] and its like.
+/// An exchange with the server at which [`MemoryBackend::fail_next`] and its like set a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FaultPoint {
@@ -70,22 +68,22 @@ struct Space {
     namespaces: Mutex<Vec<Arc<str>>>,
     hashes: RandomState,
     shards: Box<[Arc<Shard>]>,
-    trouble: Arc<Trouble>,
+    fault_plan: Arc<FaultPlan>,
 }
 
-/// The locks of some of the names, so that others do not have to wait: all that a claim keeps. It begins a line of the
-/// processor's cache.
+/// The locks of some of the names, so that the others do not have to wait for its mutex. A claim keeps nothing else of the space.
+/// It begins a line of the processor's cache.
 #[repr(align(128))]
 struct Shard {
     state: Mutex<State>,
-    trouble: Arc<Trouble>,
+    fault_plan: Arc<FaultPlan>,
 }
 
 /// The faults that are set.
 #[derive(Default)]
-struct Trouble {
-    /// Some have been asked for, at some time.
-    asked_for: AtomicBool,
+struct FaultPlan {
+    /// A fault has been set at some time.
+    is_set: AtomicBool,
     faults: Mutex<HashMap<FaultPoint, Faults>>,
 }
 
@@ -95,14 +93,14 @@ struct State {
     last_token: u64,
 }
 
-/// A namespace by its number in its space: to count references to its text would be something that all names share.
+/// A namespace by its number in its space. A reference count of its text would be contended by all names.
 #[derive(Clone)]
 struct Namespace {
     number: usize,
     text: Arc<str>,
 }
 
-/// A lock of a space, with its hash, which is worked out once for each claim.
+/// A lock of a space, with its hash, which is computed once for each claim.
 #[derive(Clone, PartialEq, Eq)]
 struct Key {
     hash: u64,
@@ -117,7 +115,7 @@ impl Hash for Key {
     }
 }
 
-/// Takes a key's hash as it is.
+/// A hasher that takes a key's hash as it is.
 #[derive(Default)]
 struct AsHashed(u64);
 
@@ -157,7 +155,7 @@ struct Holding {
     tokens: (u64, u64),
     until: Instant,
     label: Option<Arc<str>>,
-    /// There is none before somebody listens.
+    /// Unset until somebody listens.
     notify: Option<Arc<Notify>>,
 }
 
@@ -165,12 +163,12 @@ struct Waiter {
     owner: OwnerId,
     mode: Mode,
     notify: Arc<Notify>,
-    /// Since when it could have been granted.
+    /// The time since which it could have been granted the lock.
     turn: Option<Instant>,
 }
 
 impl MemoryBackend {
-    /// A space of its own, apart from every other.
+    /// Makes a space of its own, apart from every other.
     pub fn new() -> Self {
         static SPACES: AtomicU64 = AtomicU64::new(1);
         let server = format!("memory:#{}", SPACES.fetch_add(1, Ordering::Relaxed));
@@ -181,7 +179,7 @@ impl MemoryBackend {
         }
     }
 
-    /// The one space that the whole process shares, which the URL `memory:` means.
+    /// Returns the one space that the whole process shares, as the URL `memory:` does.
     pub fn shared(namespace: &str) -> Self {
         static SHARED: LazyLock<Arc<Space>> = LazyLock::new(|| Arc::new(Space::new("memory:".to_owned())));
         Self {
@@ -190,7 +188,7 @@ impl MemoryBackend {
         }
     }
 
-    /// Ends every hold of the lock of this name, as an operator would. Whether there was one.
+    /// Ends every hold of the lock of this name, as an operator would. Returns `false` if there was none.
     pub fn revoke(&self, name: &str) -> bool {
         let Ok(name) = LockName::new(name) else {
             return false;
@@ -198,25 +196,25 @@ impl MemoryBackend {
         self.evict(&name, LockKind::Lock, None)
     }
 
-    /// The next `times` exchanges of this kind fail before they reach the server.
+    /// Makes the next `times` exchanges of this kind fail before they reach the server.
     pub fn fail_next(&self, operation: FaultPoint, times: u32) {
-        self.space.trouble.set(operation, |faults| faults.fail = times);
+        self.space.fault_plan.set(operation, |faults| faults.fail = times);
     }
 
-    /// The next `times` exchanges of this kind take effect at the server, but the reply is lost.
+    /// Loses the replies to the next `times` exchanges of this kind, which take effect at the server.
     pub fn lose_replies(&self, operation: FaultPoint, times: u32) {
-        self.space.trouble.set(operation, |faults| faults.lose = times);
+        self.space.fault_plan.set(operation, |faults| faults.lose = times);
     }
 
-    /// From now on, exchanges of this kind take effect at once, but their reply takes this long.
+    /// Delays the replies to exchanges of this kind from now on. They take effect at once.
     pub fn delay(&self, operation: FaultPoint, reply_takes: Duration) {
         self.space
-            .trouble
+            .fault_plan
             .set(operation, |faults| faults.delay = reply_takes);
     }
 
-    /// How many locks and semaphores it has something of: those that somebody holds or waits for, and those whose holder's
-    /// lease has ended since somebody last looked.
+    /// Returns the number of locks and semaphores in it: those that somebody holds or waits for, and those whose holder's
+    /// lease has expired since somebody last looked.
     pub fn names(&self) -> usize {
         let shards = self.space.shards.iter();
         shards.map(|shard| shard.state.lock().locks.len()).sum()
@@ -250,7 +248,7 @@ impl MemoryBackend {
             found |= hit;
             !hit
         });
-        entry.look_whose_turn(now);
+        entry.wake_first(now);
         if entry.is_unused() {
             state.locks.remove(&key);
         }
@@ -274,19 +272,19 @@ impl fmt::Debug for MemoryBackend {
 }
 
 impl Space {
-    /// Many more than there are threads, mostly, and few enough to cost nothing where there is one lock.
+    /// Usually many more than there are threads, and few enough to cost nothing where there is one lock.
     const SHARDS: usize = 32;
 
     fn new(server: String) -> Self {
-        let trouble = Arc::default();
+        let fault_plan = Arc::default();
         Self {
             server: server.into(),
             namespaces: Mutex::default(),
             hashes: RandomState::new(),
             shards: (0..Self::SHARDS)
-                .map(|_| Arc::new(Shard::new(&trouble)))
+                .map(|_| Arc::new(Shard::new(&fault_plan)))
                 .collect(),
-            trouble,
+            fault_plan,
         }
     }
 
@@ -302,36 +300,36 @@ impl Space {
     }
 
     fn shard(&self, key: &Key) -> &Arc<Shard> {
-        // Other bits than those by which the map of a shard finds its place.
+        // Other bits than those that a shard's map uses.
         let index = (key.hash >> 40) as usize % self.shards.len();
         &self.shards[index]
     }
 }
 
-impl Trouble {
+impl FaultPlan {
     fn set(&self, operation: FaultPoint, set: impl FnOnce(&mut Faults)) {
         set(self.faults.lock().entry(operation).or_default());
-        self.asked_for.store(true, Ordering::Release);
+        self.is_set.store(true, Ordering::Release);
     }
 }
 
 impl Shard {
-    fn new(trouble: &Arc<Trouble>) -> Self {
+    fn new(fault_plan: &Arc<FaultPlan>) -> Self {
         Self {
             state: Mutex::default(),
-            trouble: trouble.clone(),
+            fault_plan: fault_plan.clone(),
         }
     }
 
-    /// Runs one exchange with the faults that are set for it.
+    /// Runs one exchange, with the faults that are set for it.
     async fn exchange<T>(
         &self,
         operation: FaultPoint,
         effect: impl FnOnce(&mut State) -> Result<T>,
     ) -> Result<T> {
         let fault = |what| Err(Error::transient(NAME, operation.verb(), what));
-        let (lost, delay) = if self.trouble.asked_for.load(Ordering::Acquire) {
-            let mut faults = self.trouble.faults.lock();
+        let (lost, delay) = if self.fault_plan.is_set.load(Ordering::Acquire) {
+            let mut faults = self.fault_plan.faults.lock();
             let faults = faults.entry(operation).or_default();
             if faults.fail > 0 {
                 faults.fail -= 1;
@@ -373,13 +371,13 @@ impl Entry {
         self.holders.iter_mut().find(|holder| holder.owner == owner)
     }
 
-    /// Whether one more holder fits in.
+    /// Returns `true` if one more holder fits in.
     fn admits(&self, mode: Mode) -> bool {
         admits(&self.holders, mode)
     }
 
-    /// Wakes the first waiter if it can be granted from now on. To be called after any change.
-    fn look_whose_turn(&mut self, now: Instant) {
+    /// Wakes the first waiter if it can be granted the lock from now on. Call it after any change.
+    fn wake_first(&mut self, now: Instant) {
         let Self { holders, queue, .. } = self;
         let Some(first) = queue.front_mut() else { return };
         if !admits(holders, first.mode) {
@@ -390,12 +388,11 @@ impl Entry {
         }
     }
 
-    /// Whoever does not follow when it is its turn goes to the end: a future that nobody polls must not block the
-    /// queue.
+    /// Sends a waiter that does not ask when it is its turn to the end: a future that nobody polls must not block the queue.
     fn pass_over_sleepers(&mut self, asking: OwnerId, now: Instant) {
         for _ in 0..self.queue.len() {
             // A lease that has just ended changed something, too.
-            self.look_whose_turn(now);
+            self.wake_first(now);
             let is_asleep = |first: &Waiter| {
                 let waited = first.turn.map(|turn| now.saturating_duration_since(turn));
                 first.owner != asking && waited > Some(FOLLOWS_WITHIN)
@@ -415,7 +412,7 @@ impl Entry {
     }
 }
 
-/// Says that one more holder fits in beside `holders`.
+/// Returns `true` if one more holder fits in beside `holders`.
 fn admits(holders: &[Holding], mode: Mode) -> bool {
     match mode {
         Mode::Exclusive => holders.is_empty(),
@@ -498,13 +495,13 @@ impl Backend for MemoryBackend {
 struct MemoryClaim {
     shard: Arc<Shard>,
     asking: Asking,
-    /// Until when it was last known to hold.
+    /// The end of the last lease that it got.
     until: Option<Instant>,
-    /// It waits, or a grant that it does not know of has come of that.
+    /// It waits, or waited and got a grant that it does not know of.
     queued: bool,
 }
 
-/// An owner, and what it asks for.
+/// An owner and its request.
 struct Asking {
     key: Key,
     mode: Mode,
@@ -512,7 +509,7 @@ struct Asking {
     owner: OwnerId,
     label: Option<Arc<str>>,
     tokens: NonZeroU32,
-    /// Made when there is need to listen: most holds end before.
+    /// Made when somebody listens. Most holds end before.
     notify: Option<Arc<Notify>>,
 }
 
@@ -552,7 +549,7 @@ impl Asking {
                 notify: self.notify.clone(),
             });
             entry.queue.retain(|waiter| waiter.owner != owner);
-            entry.look_whose_turn(now);
+            entry.wake_first(now);
             return Ok(Some(Grant {
                 tokens: tokens.0..=tokens.1,
                 lease,
@@ -588,7 +585,7 @@ impl Asking {
         }
     }
 
-    /// Has whoever ends the hold say so from now on. `None` if it has ended already.
+    /// Returns what is notified of the hold's end from now on; `None` if it has ended already.
     fn listen(&mut self, state: &mut State) -> Option<&Notify> {
         if self.notify.is_none() {
             let mine = state.locks.get_mut(&self.key)?.holder(self.owner)?;
@@ -597,8 +594,8 @@ impl Asking {
         self.notify.as_deref()
     }
 
-    /// Takes its owner out of everything. Says that it was a holder: nobody else has been granted anything since, even if its
-    /// lease is over by now.
+    /// Takes its owner out of everything. Returns `true` if it was a holder. Then nobody else has been granted the lock since, even
+    /// if its lease is over by now.
     fn leave(&self, state: &mut State) -> bool {
         let Some(entry) = state.locks.get_mut(&self.key) else {
             return false;
@@ -610,7 +607,7 @@ impl Asking {
             let now = Instant::now();
             entry.queue.retain(|waiter| waiter.owner != self.owner);
             entry.drop_ended(now);
-            entry.look_whose_turn(now);
+            entry.wake_first(now);
         }
         if entry.is_unused() {
             state.locks.remove(&self.key);
@@ -703,8 +700,8 @@ impl Claim for MemoryClaim {
 }
 
 impl Drop for MemoryClaim {
-    /// A claim that is dropped without release (its runtime is gone) must not block the queue: nobody would ever ask
-    /// on its behalf again. Its hold ends with its lease.
+    /// Leaves the queue. A claim that is dropped without release, since its runtime is gone, never asks again and must not block
+    /// the queue. Its hold ends with its lease.
     fn drop(&mut self) {
         if self.queued {
             let Self { shard, asking, .. } = self;

@@ -11,10 +11,10 @@ use crate::{
     guard::{LostSignal, first_lost},
 };
 
-/// Acquires all of `locks` or none, in the order of their [ids](crate::LockId), so that two callers never wait for
-/// each other, and within one `wait` for all. They may be of different clients and backends.
+/// Acquires all of `locks` or none. They may be of different clients and backends.
 ///
-/// If `options` has no `wait`, the shortest among the locks' own is the one for all.
+/// It takes them in the order of their [ids](crate::LockId), so two callers never wait for each other. One `wait` is for all of
+/// them together: that of `options`, or else the shortest of the locks' own.
 ///
 /// ```
 /// use lockkit_core::{AcquireOptions, LockClient, MemoryBackend, acquire_all};
@@ -30,12 +30,12 @@ use crate::{
 /// ```
 ///
 /// # Errors
-/// [`Error::InvalidOptions`] if one id is there twice; [`Error::Lost`] if one is lost while others are waited for;
-/// otherwise as [`DistributedLock::acquire_with`]. Nothing is held then: what had been acquired is released, in the
-/// background if that takes longer than what is left of `wait`.
+/// [`Error::InvalidOptions`] if one id is there twice. [`Error::Lost`] if one lock is lost while others are waited for.
+/// Otherwise as [`DistributedLock::acquire_with`]. After an error nothing is held: the locks acquired so far are released, in
+/// the background if that takes longer than the rest of `wait`.
 ///
 /// # Cancel safety
-/// Dropped at any await, what had been acquired is released in the background.
+/// If the future is dropped at any await, the locks acquired so far are released in the background.
 pub async fn acquire_all<L>(locks: &[&L], options: &AcquireOptions) -> Result<LockSet>
 where
     L: DistributedLock + ?Sized,
@@ -96,7 +96,8 @@ impl Deadline {
         Some(self.started + wait.min(AcquireOptions::MAX_DURATION))
     }
 
-    /// What is left. Once nothing is, each further lock still gets an attempt, though not the time of a single one.
+    /// Returns the time that is left: at least a millisecond, so that each further lock still gets an attempt. A `wait` of zero
+    /// stays one.
     fn left(&self) -> Option<Duration> {
         self.wait.map(|wait| {
             wait.saturating_sub(self.started.elapsed())
@@ -105,19 +106,19 @@ impl Deadline {
     }
 }
 
-/// Locks that are held together. Dropping it releases them in the background.
+/// Locks that are held together. Dropping the set releases them in the background.
 #[must_use = "dropping the set releases the locks"]
 pub struct LockSet {
     guards: Vec<LockGuard>,
 }
 
 impl LockSet {
-    /// The guards, in the order of their locks' ids.
+    /// Returns the guards, in the order of their locks' ids.
     pub fn guards(&self) -> &[LockGuard] {
         &self.guards
     }
 
-    /// Resolves when the first of them is lost. Pending for ever for an empty set.
+    /// Resolves when the first of them is lost. Stays pending for ever for an empty set.
     ///
     /// # Cancel safety
     /// Loss is latched: dropping the future loses nothing.
@@ -126,10 +127,10 @@ impl LockSet {
         async move { first_lost(signals).await.1 }
     }
 
-    /// Whether all are still held.
+    /// Checks that all are still held.
     ///
     /// # Errors
-    /// [`Error::Lost`] of the first that is not.
+    /// [`Error::Lost`] of the first one that is not.
     pub fn check(&self) -> Result<()> {
         self.guards.iter().try_for_each(LockGuard::check)
     }
@@ -140,7 +141,7 @@ impl LockSet {
     /// The first error, in the reverse order of their ids; the others are released all the same.
     ///
     /// # Cancel safety
-    /// Dropped half-way, what is left is released in the background.
+    /// If the future is dropped half-way, the rest is released in the background.
     pub async fn release(self) -> Result<()> {
         let released = join_all(self.guards.into_iter().rev().map(LockGuard::release)).await;
         released.into_iter().collect()
@@ -152,8 +153,8 @@ impl LockSet {
         self.guards[index].check().err().unwrap_or(Error::Closed)
     }
 
-    /// Undoes a partial acquisition on the caller's time, and what that is too short for in the background. The caller
-    /// gets the error that stopped it; this one is logged.
+    /// Releases a partial acquisition on the caller's time, and in the background if that is too short. The caller gets the
+    /// error that stopped the acquisition; an error of this release is logged.
     async fn give_back(self, deadline: &Deadline) {
         let releasing = pin!(self.release());
         let released = match deadline.at() {

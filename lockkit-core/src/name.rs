@@ -1,4 +1,4 @@
-//! What a lock is called, and what tells two locks apart.
+//! The names and the identities of locks.
 
 use std::{fmt, sync::Arc};
 
@@ -6,8 +6,7 @@ use crate::{Error, Result};
 
 /// The name of a lock: any non-empty UTF-8 text of at most 1,024 bytes, case-sensitive and byte-exact.
 ///
-/// Once you hold a `LockName` it is good; each backend encodes it injectively into whatever its server allows.
-/// Cloning is cheap.
+/// A `LockName` is always valid. Each backend encodes it injectively into what its server allows. Cloning is cheap.
 ///
 /// ```
 /// use lockkit_core::LockName;
@@ -24,7 +23,7 @@ impl LockName {
     /// The longest name, in bytes of UTF-8.
     pub const MAX_BYTES: usize = 1_024;
 
-    /// Takes `name` as it is: no trimming, no case folding, no Unicode normalisation.
+    /// Checks `name`, and takes it as it is: no trimming, no case folding, no Unicode normalisation.
     ///
     /// # Errors
     /// [`Error::InvalidName`] if it is empty or longer than [`MAX_BYTES`](Self::MAX_BYTES).
@@ -41,13 +40,13 @@ impl LockName {
         })
     }
 
-    /// The name as it was given.
+    /// Returns the name as it was given.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
-/// An error message quotes the start of an over-long name, not a megabyte of it.
+/// Returns the start of an over-long name, for an error message.
 fn abbreviated(name: &str) -> String {
     const SHOWN: usize = 64;
     match name.char_indices().nth(SHOWN) {
@@ -56,15 +55,14 @@ fn abbreviated(name: &str) -> String {
     }
 }
 
-/// The name as it was given: not for a log, in which it may be several lines. [`LockId`] and errors escape it.
+/// Shows the name as it was given. It may have several lines: for a log, use [`LockId`] and errors, which escape it.
 impl fmt::Display for LockName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-/// Text from outside as it may stand in a line of a log: what would end the line, or have a terminal do something, is
-/// escaped, and so are backslashes.
+/// Text from outside, escaped for a line of a log: line ends, control sequences of a terminal, and backslashes.
 pub(crate) struct Shown<'a>(pub(crate) &'a str);
 
 impl fmt::Display for Shown<'_> {
@@ -98,7 +96,7 @@ impl std::str::FromStr for LockName {
     }
 }
 
-/// The two things that one name can stand for. They live apart: a semaphore never excludes a lock of its name.
+/// The kind of thing that a name stands for. A semaphore never excludes the lock of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LockKind {
     /// A lock, with its exclusive and its shared mode.
@@ -107,10 +105,9 @@ pub enum LockKind {
     Semaphore,
 }
 
-/// What makes two locks the same lock: server, namespace, kind and name.
+/// The identity of a lock: server, namespace, kind and name. It holds no credentials.
 ///
-/// The order is total and the same in every process, which is what lets [`acquire_all`](crate::acquire_all) take
-/// locks without deadlock. It holds no credentials.
+/// Its order is total and the same in every process. So [`acquire_all`](crate::acquire_all) takes locks without deadlock.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LockId(Arc<Parts>);
 
@@ -123,8 +120,7 @@ struct Parts {
 }
 
 impl LockId {
-    /// Puts an identity together. `server` is the server's address as its backend canonicalises it, without
-    /// credentials.
+    /// Makes an identity. `server` is the server's address as its backend canonicalises it, without credentials.
     pub fn new(server: Arc<str>, namespace: Arc<str>, kind: LockKind, name: LockName) -> Self {
         Self(Arc::new(Parts {
             server,
@@ -134,22 +130,22 @@ impl LockId {
         }))
     }
 
-    /// The server, without credentials, such as `file:///var/lib/app/locks`.
+    /// Returns the server, without credentials, such as `file:///var/lib/app/locks`.
     pub fn server(&self) -> &str {
         &self.0.server
     }
 
-    /// The namespace, which may be empty.
+    /// Returns the namespace, which may be empty.
     pub fn namespace(&self) -> &str {
         &self.0.namespace
     }
 
-    /// Whether it is a lock or a semaphore.
+    /// Returns its kind: a lock or a semaphore.
     pub fn kind(&self) -> LockKind {
         self.0.kind
     }
 
-    /// The name within the namespace.
+    /// Returns the name within the namespace.
     pub fn name(&self) -> &LockName {
         &self.0.name
     }
@@ -200,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_is_one_line_without_commands_to_a_terminal() {
+    fn shown_text_is_one_line_and_commands_no_terminal() {
         for (name, shown) in [
             ("a\nERROR: b\r", "a\\nERROR: b\\r"),
             ("\u{1b}[2J\u{7}\0", "\\u{1b}[2J\\u{7}\\0"),

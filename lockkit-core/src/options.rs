@@ -1,13 +1,13 @@
-//! How to acquire.
+//! The options of an acquisition.
 
 use std::{sync::Arc, time::Duration};
 
 use crate::{Error, Result};
 
-/// How to acquire a lock. Every field is unset at first; what is unset is taken from the next of: the call, the
-/// [`Lock`](crate::Lock)'s own options, the client's, the default.
+/// Options of an acquisition. Every field is unset at first. The first of these that sets a field counts: the call, the
+/// [`Lock`](crate::Lock)'s own options, the client's options, the default.
 ///
-/// Values are checked when they are used: `acquire*` answers [`Error::InvalidOptions`] before it sends anything.
+/// Values are checked when they are used: `acquire*` returns [`Error::InvalidOptions`] before it sends anything.
 ///
 /// ```
 /// use std::time::Duration;
@@ -24,41 +24,41 @@ use crate::{Error, Result};
 #[non_exhaustive]
 #[must_use]
 pub struct AcquireOptions {
-    /// How long a hold outlives the last word from its holder. Default: [`DEFAULT_TTL`](Self::DEFAULT_TTL), 30 s.
+    /// The time for which a hold outlives the last word from its holder. Default: [`DEFAULT_TTL`](Self::DEFAULT_TTL), 30 s.
     pub ttl: Option<Duration>,
-    /// How long to wait for a lock that is taken. Unset: for ever. Zero: one attempt.
+    /// The time to wait for a lock that is taken. Unset: for ever. Zero: one attempt.
     pub wait: Option<Duration>,
-    /// Whether the lease is renewed in the background while the guard lives. Default: yes.
+    /// Renews the lease in the background while the guard lives. Default: yes.
     pub renew: Option<bool>,
-    /// How long one exchange with the server may take before it counts as failed. Default:
+    /// The time after which one exchange with the server counts as failed. Default:
     /// [`DEFAULT_OP_TIMEOUT`](Self::DEFAULT_OP_TIMEOUT), 5 s.
     pub op_timeout: Option<Duration>,
-    /// Who is holding, for whoever inspects the lock. At most 256 bytes.
+    /// A description of the holder, shown to those who inspect the lock. At most 256 bytes.
     pub label: Option<Arc<str>>,
-    /// How many times in a row a release may pass an exclusive hold to the next waiter of this client before the
+    /// The number of times in a row that a release may pass an exclusive hold to the next waiter of this client, before the
     /// lock goes back to the server. Default: [`DEFAULT_LOCAL_HANDOFFS`](Self::DEFAULT_LOCAL_HANDOFFS), 32, or 0 on a
-    /// backend whose order across processes is strict. Among holders with different values the smallest counts, that of
-    /// the next one included.
+    /// backend whose order across processes is strict. The smallest value among the holders in that row counts, the next
+    /// one's included.
     pub local_handoffs: Option<u32>,
 }
 
 impl AcquireOptions {
-    /// The lease where none is asked for.
+    /// The ttl where none is set.
     pub const DEFAULT_TTL: Duration = Duration::from_secs(30);
-    /// The bound on one exchange with the server where none is asked for.
+    /// The bound on one exchange with the server where none is set.
     pub const DEFAULT_OP_TIMEOUT: Duration = Duration::from_secs(5);
-    /// The local hand-offs in a row where none are asked for.
+    /// The number of local hand-offs in a row where none is set.
     pub const DEFAULT_LOCAL_HANDOFFS: u32 = 32;
-    /// The shortest lease. Below it, timers and scheduling eat the lease up.
+    /// The shortest ttl. Below it, timers and scheduling use the lease up.
     pub const MIN_TTL: Duration = Duration::from_millis(10);
-    /// The longest lease and the longest wait: a year.
+    /// The longest ttl and the longest wait: a year.
     pub const MAX_DURATION: Duration = Duration::from_secs(365 * 24 * 60 * 60);
     /// The longest label, in bytes.
     pub const MAX_LABEL_BYTES: usize = 256;
     /// The most local hand-offs in a row: a grant reserves a token for each.
     pub const MAX_LOCAL_HANDOFFS: u32 = 65_535;
 
-    /// Options with nothing set.
+    /// Makes options with nothing set.
     pub const fn new() -> Self {
         Self {
             ttl: None,
@@ -76,7 +76,7 @@ impl AcquireOptions {
         self
     }
 
-    /// Sets [`wait`](#structfield.wait). Leave it unset to wait for as long as it takes.
+    /// Sets [`wait`](#structfield.wait), at most a year. Leave it unset to wait for ever.
     pub const fn wait(mut self, wait: Duration) -> Self {
         self.wait = Some(wait);
         self
@@ -106,7 +106,7 @@ impl AcquireOptions {
         self
     }
 
-    /// These options, with what is unset taken from `defaults`.
+    /// Returns these options, with what is unset taken from `defaults`.
     pub fn or(&self, defaults: &Self) -> Self {
         Self {
             ttl: self.ttl.or(defaults.ttl),
@@ -121,7 +121,7 @@ impl AcquireOptions {
     /// Checks every value that is set.
     ///
     /// # Errors
-    /// [`Error::InvalidOptions`] names the option and says what would be right.
+    /// [`Error::InvalidOptions`] with the option and its bound.
     pub fn validate(&self) -> Result<()> {
         if let Some(ttl) = self.ttl {
             within("ttl", ttl, Self::MIN_TTL)?;

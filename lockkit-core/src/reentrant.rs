@@ -20,8 +20,8 @@ tokio::task_local! {
     static CURRENT: ReentrantOwner;
 }
 
-/// Who acquires a [`ReentrantLock`]: an identity that the program hands around, since a task may move between threads
-/// and a unit of work may span several tasks.
+/// The owner of a [`ReentrantLock`]: an identity that the program hands around. No thread or task can stand for it: a task may
+/// move between threads, and a unit of work may span several tasks.
 ///
 /// ```
 /// use lockkit_core::ReentrantOwner;
@@ -34,7 +34,7 @@ tokio::task_local! {
 pub struct ReentrantOwner(u64);
 
 impl ReentrantOwner {
-    /// An owner like no other in this process.
+    /// Makes an owner that differs from all others in this process.
     #[expect(
         clippy::new_without_default,
         reason = "a default value that differs each time would surprise"
@@ -44,23 +44,22 @@ impl ReentrantOwner {
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Runs `work` with this owner as the [current](Self::current) one of its task. Tasks that it spawns start
-    /// without one.
+    /// Runs `work` with this owner as its task's [current](Self::current) one. Tasks that it spawns start without one.
     ///
     /// # Cancel safety
-    /// Dropping it drops `work`.
+    /// Dropping the future drops `work`.
     pub async fn scope<F: Future>(self, work: F) -> F::Output {
         CURRENT.scope(self, work).await
     }
 
-    /// The owner that the running task is [scoped](Self::scope) to.
+    /// Returns the owner that the running task is [scoped](Self::scope) to.
     pub fn current() -> Option<Self> {
         CURRENT.try_with(|owner| *owner).ok()
     }
 }
 
-/// A lock with a hold count: the [`ReentrantOwner`] that holds it acquires it again at no cost and without waiting; all others
-/// wait. It is released when the last guard is.
+/// A lock with a hold count. The [`ReentrantOwner`] that holds it acquires it again without a request and without waiting. All
+/// others wait. The lock is released when its owner's last guard is.
 ///
 /// Clones share the count. Another `ReentrantLock` around the same lock does not.
 ///
@@ -88,7 +87,7 @@ struct Shared<L> {
     seats: Arc<Seats>,
 }
 
-/// One seat per owner that holds or is acquiring. Its mutex makes two tasks of one owner take one hold.
+/// The seats: one for each owner that holds or is acquiring. A seat's mutex makes two tasks of one owner share one hold.
 type Seats = Mutex<HashMap<ReentrantOwner, Arc<Seat>>>;
 
 type Seat = AsyncMutex<Weak<Seated>>;
@@ -104,7 +103,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
         }
     }
 
-    /// The lock inside.
+    /// Returns the lock inside.
     pub fn inner(&self) -> &L {
         &self.shared.lock
     }
@@ -112,8 +111,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
     /// Acquires it for `owner`, or adds one to the hold count if `owner` holds it already.
     ///
     /// # Errors
-    /// As [`DistributedLock::acquire_with`]. A hold that was lost is not nested into: [`Error::Lost`] until its last
-    /// guard is gone.
+    /// As [`DistributedLock::acquire_with`]. [`Error::Lost`] if the owner's hold was lost, until its last guard is gone.
     ///
     /// # Cancel safety
     /// As [`DistributedLock::acquire_with`].
@@ -121,7 +119,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
         self.acquire_with(owner, &AcquireOptions::new()).await
     }
 
-    /// One attempt for `owner`; `None` if somebody else holds it.
+    /// Makes one attempt for `owner`. Returns `None` if somebody else holds it.
     ///
     /// # Errors
     /// As [`acquire`](Self::acquire).
@@ -139,7 +137,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
         }
     }
 
-    /// As [`acquire`](Self::acquire) with other options. They apply to the first hold of the owner.
+    /// Acquires it for `owner` with other options, which apply to the owner's first hold.
     ///
     /// # Errors
     /// As [`acquire`](Self::acquire).
@@ -154,14 +152,14 @@ impl<L: DistributedLock> ReentrantLock<L> {
         let mut options = options.or(self.shared.lock.options());
         options.validate()?;
         let started = Instant::now();
-        let place = Place::take(&self.shared.seats, *owner);
+        let claimed = ClaimedSeat::new(&self.shared.seats, *owner);
         let seated = match options.wait {
-            // Somebody of this owner is at the server right now; a try does not wait for what comes of it.
+            // Another task of this owner may be at the server right now. A try does not wait for its outcome.
             Some(wait) => {
-                let seat = pin!(place.seat.clone().lock_owned());
+                let seat = pin!(claimed.seat.clone().lock_owned());
                 timing::within("reentrant", "acquire", seat, || started + wait).await?
             }
-            None => Some(place.seat.clone().lock_owned().await),
+            None => Some(claimed.seat.clone().lock_owned().await),
         };
         let Some(mut seat) = seated else {
             return Err(Error::Timeout {
@@ -182,7 +180,7 @@ impl<L: DistributedLock> ReentrantLock<L> {
             );
         }
         let guard = self.shared.lock.acquire_with(&options).await?;
-        let seated = Arc::new(Seated { guard, place });
+        let seated = Arc::new(Seated { guard, claimed });
         *seat = Arc::downgrade(&seated);
         Ok(ReentrantGuard { seated })
     }
@@ -192,18 +190,18 @@ impl<L: DistributedLock> ReentrantLock<L> {
 #[derive(Debug)]
 struct Seated {
     guard: LockGuard,
-    place: Place,
+    claimed: ClaimedSeat,
 }
 
-/// Keeps an owner's seat for one who acquires or holds. The last one clears it.
-struct Place {
+/// A use of an owner's seat, by a task that acquires or by the hold. The last one to go removes the seat.
+struct ClaimedSeat {
     seats: Arc<Seats>,
     owner: ReentrantOwner,
     seat: Arc<Seat>,
 }
 
-impl Place {
-    fn take(seats: &Arc<Seats>, owner: ReentrantOwner) -> Self {
+impl ClaimedSeat {
+    fn new(seats: &Arc<Seats>, owner: ReentrantOwner) -> Self {
         let seat = seats.lock().entry(owner).or_default().clone();
         Self {
             seats: seats.clone(),
@@ -213,10 +211,10 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ClaimedSeat {
     fn drop(&mut self) {
         let mut seats = self.seats.lock();
-        // Given up before the others are counted, or of two that go at once neither would be the last.
+        // Dropped before the others are counted: else of two that go at once neither would be the last.
         drop(std::mem::take(&mut self.seat));
         if seats
             .get(&self.owner)
@@ -227,9 +225,9 @@ impl Drop for Place {
     }
 }
 
-impl fmt::Debug for Place {
+impl fmt::Debug for ClaimedSeat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Place")
+        f.debug_struct("ClaimedSeat")
             .field("owner", &self.owner)
             .finish_non_exhaustive()
     }
@@ -249,8 +247,8 @@ impl<L: fmt::Debug> fmt::Debug for ReentrantLock<L> {
     }
 }
 
-/// One of an owner's nested holds. All of them are one hold of the lock inside, with one fencing token; whatever a
-/// [`LockGuard`] tells, this tells too.
+/// One of an owner's nested holds. All of them are one hold of the lock inside, with one fencing token. It has all methods of a
+/// [`LockGuard`] but the release, which is its own.
 #[must_use = "dropping the guard gives up this hold"]
 #[derive(Debug)]
 pub struct ReentrantGuard {
@@ -258,7 +256,7 @@ pub struct ReentrantGuard {
 }
 
 impl ReentrantGuard {
-    /// How many guards of this owner there are now.
+    /// Returns the number of this owner's guards.
     pub fn hold_count(&self) -> usize {
         Arc::strong_count(&self.seated)
     }
@@ -273,9 +271,9 @@ impl ReentrantGuard {
     pub async fn release(self) -> Result<()> {
         let held = self.seated.guard.view();
         match Arc::into_inner(self.seated) {
-            Some(Seated { guard, place }) => {
+            Some(Seated { guard, claimed }) => {
                 let released = guard.release().await;
-                drop(place);
+                drop(claimed);
                 released
             }
             None => held.not_lost(),
@@ -312,7 +310,7 @@ mod tests {
         assert_eq!(lock.acquire(&owner).await.unwrap().hold_count(), 2);
         inner.release().await.unwrap();
         assert_eq!(seats(), 0);
-        // Two of one owner, of whom one gives up.
+        // One of two tasks of one owner gives up.
         let taken = lock.acquire(&ReentrantOwner::new()).await.unwrap();
         let mut first = Box::pin(lock.acquire(&owner));
         let mut second = Box::pin(lock.acquire(&owner));

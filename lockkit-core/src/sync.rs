@@ -1,7 +1,6 @@
-//! The mutex behind our own state, so that loom can take its place.
+//! The mutex of this crate's own state. Under `--cfg lockkit_loom` it is loom's, which explores every interleaving.
 //!
-//! Under `--cfg lockkit_loom` every interleaving of what is guarded by it is explored. A poisoned mutex is entered all
-//! the same: each critical section leaves its state whole before anything in it could panic.
+//! A poisoned mutex is entered all the same: each critical section leaves its state whole before anything in it could panic.
 
 #[cfg(lockkit_loom)]
 use loom::sync as imp;
@@ -24,7 +23,7 @@ impl<T> Mutex<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `None` if somebody else has it at this moment.
+    /// Locks it unless it is locked at this moment.
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {
             Ok(guard) => Some(guard),

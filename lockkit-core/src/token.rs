@@ -1,15 +1,15 @@
-//! Fencing tokens, and the gate that a resource checks them with.
+//! Fencing tokens, and the gate by which a resource checks them.
 
 use std::{
     fmt,
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// A number that grows with every acquisition of a name, so that a resource can tell a stale holder from the current.
+/// A number that grows with every acquisition of a name. A resource can tell a stale holder from the current one by it.
 ///
 /// Tokens strictly increase in the order of acquisition over *conflicting* holds of a name, across holders, processes
-/// and crashes, as far as the backend's row of the guarantee table says. Tokens of holders that are in together
-/// (shared mode, permits) are unique and not ordered among themselves. They are not consecutive.
+/// and crashes, as far as the backend's row of the guarantee table says. Tokens of simultaneous holders (shared mode, permits)
+/// are unique, and not ordered among themselves. Tokens are not consecutive.
 ///
 /// The idea is described in Martin Kleppmann, *How to do distributed locking* (2016), and as "sequencers" in Burrows,
 /// *The Chubby lock service* (OSDI 2006), section 2.4.
@@ -22,7 +22,7 @@ impl FencingToken {
         Self(value)
     }
 
-    /// The number, to be stored and compared.
+    /// Returns the number, to be stored and compared.
     pub const fn get(self) -> u64 {
         self.0
     }
@@ -46,11 +46,11 @@ impl From<FencingToken> for u64 {
     }
 }
 
-/// Refuses a token below the highest it has seen: the check that a fenced resource makes before each write.
+/// A gate that refuses tokens below the highest one it has seen: the check of a fenced resource before each write.
 ///
-/// For a resource that lives in this process, and as the model of what one elsewhere has to do (a column
-/// `last_token` in the row it protects, updated `WHERE last_token <= $token`). The gate only decides; the write it
-/// admits must be serialised with the decision by the resource, for instance under the resource's own mutex.
+/// Use it for a resource in this process. A resource elsewhere does the same in its own way, such as a column
+/// `last_token` in the protected row, updated `WHERE last_token <= $token`. The gate only decides. The resource must serialise
+/// the write with that decision, for instance under its own mutex.
 ///
 /// ```
 /// use lockkit_core::{FenceGate, FencingToken};
@@ -67,19 +67,19 @@ pub struct FenceGate {
 }
 
 impl FenceGate {
-    /// A gate that has seen nothing and so admits the first token, whatever it is.
+    /// Makes a gate that has seen nothing, and admits any first token.
     pub const fn new() -> Self {
         Self::resume(FencingToken::new(0))
     }
 
-    /// A gate that goes on from the highest token stored with the resource.
+    /// Makes a gate that goes on from the highest token stored with the resource.
     pub const fn resume(highest: FencingToken) -> Self {
         Self {
             highest: AtomicU64::new(highest.get()),
         }
     }
 
-    /// Admits `token` and remembers it, unless a higher one has been here.
+    /// Admits `token` and remembers it, unless a higher one has been admitted.
     ///
     /// # Errors
     /// [`StaleToken`] if a higher token has been admitted: another holder was granted since.
@@ -94,19 +94,19 @@ impl FenceGate {
         Ok(())
     }
 
-    /// The highest token admitted, to be stored with the resource.
+    /// Returns the highest token admitted, to be stored with the resource.
     pub fn highest(&self) -> FencingToken {
         FencingToken::new(self.highest.load(Ordering::SeqCst))
     }
 }
 
-/// A write was refused: its token is below one that the resource has already seen.
+/// The error of a refused write: its token is below one that the resource has already seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("fencing token {token} is stale: {highest} has been seen; the lock has had another holder since")]
 #[non_exhaustive]
 pub struct StaleToken {
     /// The token that was refused.
     pub token: FencingToken,
-    /// The highest one seen.
+    /// The highest token seen.
     pub highest: FencingToken,
 }

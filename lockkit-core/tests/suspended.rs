@@ -1,6 +1,6 @@
-//! Holds on a machine that is suspended, which is what the kernel makes of these processes: a process that moves into a
-//! time namespace with a later boot time sees the same as one whose machine has slept, a monotonic clock that stood
-//! still and a boot-time clock that went on.
+//! Holds on a machine that is suspended, as far as these processes can tell: each moves into a time namespace with a later boot
+//! time. It sees what a process sees whose machine has slept: a monotonic clock that stood still, and a boot-time clock that
+//! went on.
 //!
 //! A test binary of its own, without libtest: the kernel lets a process of one thread alone change its clocks. Each
 //! case runs in a process of its own. It takes Linux 5.6 and `unshare`, and either root or user namespaces.
@@ -44,7 +44,7 @@ mod linux {
     const SECOND: Duration = Duration::from_secs(1);
     const TTL: Duration = Duration::from_secs(30);
 
-    /// Which case this process is.
+    /// The variable that names the case of this process.
     const CASE: &str = "LOCKKIT_SUSPENDED_CASE";
 
     type Case = fn() -> Pin<Box<dyn Future<Output = ()>>>;
@@ -317,7 +317,7 @@ mod linux {
     struct Elsewhere {
         memory: MemoryBackend,
         renewals: Arc<AtomicUsize>,
-        /// In milliseconds: how long before the request a renewal's proof was made.
+        /// The age of a renewal's proof at the time of the request, in milliseconds.
         proofs_are_old_by: Arc<AtomicU64>,
     }
 

@@ -90,7 +90,7 @@ impl World {
     }
 }
 
-/// Runs `path` with a budget of 1, 2, … polls until it is enough. `path` answers whether it was.
+/// Runs `path` with a budget of 1, 2, … polls until it is enough. `path` returns `true` if it was.
 async fn at_every_poll<Fut: Future<Output = bool>>(name: &str, path: impl Fn(Arc<World>, u32) -> Fut) {
     for polls in 1..200 {
         let world = Arc::new(World::new());
@@ -152,7 +152,7 @@ async fn a_waiter_in_the_local_queue_that_is_handed_the_hold() {
     }
 }
 
-/// The offer is made and not looked at yet when the waiter goes: the next one gets it.
+/// The waiter goes after the offer was made and before it has looked: the next one gets it.
 #[tokio::test(start_paused = true)]
 async fn a_waiter_that_leaves_with_an_offer_in_its_hands_passes_it_on() {
     for handoffs in [0, 5] {
@@ -208,7 +208,7 @@ async fn a_waiter_at_its_deadline() {
 async fn a_release() {
     at_every_poll("release", async |world: Arc<World>, polls| {
         let guard = world.lock().acquire().await.unwrap();
-        // The worker watches over it by now.
+        // The worker keeps it alive by now.
         tokio::time::sleep(SECOND).await;
         world.backend.delay(FaultPoint::Release, 100 * MS);
         cancel_after(polls, guard.release()).await.is_some()
@@ -313,7 +313,7 @@ async fn a_nested_acquisition() {
         world.backend.delay(FaultPoint::Attempt, 10 * MS);
         let lock = ReentrantLock::new(world.lock());
         let owner = ReentrantOwner::new();
-        // Two tasks of one owner: whoever is second waits for what comes of the first.
+        // Two tasks of one owner: the second waits for the outcome of the first.
         let second = tokio::spawn({
             let lock = lock.clone();
             async move { lock.acquire(&owner).await.unwrap().release().await.unwrap() }

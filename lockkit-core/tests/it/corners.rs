@@ -61,7 +61,7 @@ async fn a_hand_off_does_not_wait_for_a_renewal_beyond_the_lease() {
 }
 
 #[test]
-fn a_reentrant_lock_with_a_deadline_needs_no_runtime_where_the_lock_needs_none() {
+fn a_reentrant_deadline_needs_a_runtime_only_if_the_lock_does() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let lock = runtime.block_on(async { client(&MemoryBackend::new()).lock("a").unwrap() });
     let reentrant = ReentrantLock::new(lock);
@@ -117,7 +117,7 @@ async fn nesting_never_fails_because_another_owner_tries() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_set_whose_time_is_over_does_not_go_on_for_another_op_timeout() {
+async fn a_set_whose_time_is_over_takes_no_further_op_timeout() {
     let backend = MemoryBackend::new();
     let client = client(&backend);
     let (a, b) = (client.lock("a").unwrap(), client.lock("b").unwrap());
@@ -305,7 +305,7 @@ async fn a_backend_at_the_limits_does_not_make_the_driver_panic() {
     assert_eq!(tokens, [u64::MAX, u64::MAX - 1], "handed on, then by the server");
 }
 
-/// A backend whose holds end with a session, and which answers no renewal.
+/// A backend whose holds end with a session, and which replies to no renewal.
 #[derive(Clone, Debug)]
 struct InSession(MemoryBackend, Arc<watch::Sender<Proven>>);
 
@@ -357,7 +357,7 @@ impl Claim for InSessionClaim {
     }
 }
 
-/// Whoever has the claim: the worker, or a renewal by hand that is neither polled nor dropped.
+/// The worker has the claim, or a renewal by hand that is neither polled nor dropped.
 #[tokio::test(start_paused = true)]
 async fn a_hold_ends_with_what_its_session_proves() {
     for forgotten in [false, true] {
@@ -368,7 +368,7 @@ async fn a_hold_ends_with_what_its_session_proves() {
             let lock = LockClient::new(backend.clone()).lock("a").unwrap();
             let guard = lock.with_options(options).acquire().await.unwrap();
             let told = tokio::spawn(guard.lost());
-            // It is watched over by then.
+            // The worker keeps it alive by then.
             tokio::time::sleep(SECOND).await;
             let mut renewal = forgotten.then(|| Box::pin(guard.renew()));
             if let Some(renewal) = &mut renewal {
@@ -458,7 +458,7 @@ impl Claim for PushingClaim {
         self.0.release().await
     }
 
-    /// While it waits, it is told at once; and while it holds, until it has been renewed.
+    /// Hints at once while it waits, and until it has been renewed while it holds.
     async fn notified(&mut self) {
         if !self.1 {
             self.0.notified().await;
@@ -545,7 +545,7 @@ async fn an_owner_does_not_pay_for_the_others() {
     assert!(last < 5 * first, "the first of them {first:?}, the last {last:?}");
 }
 
-/// A lock that does something of its own with a try.
+/// A lock that treats a try in its own way.
 #[derive(Debug)]
 struct Refusing(Lock);
 
@@ -579,8 +579,7 @@ async fn a_lock_of_ones_own_behaves_the_same_behind_an_arc() {
     assert!(lock.try_acquire().await.unwrap().is_none());
 }
 
-/// Memory, behind a crowd that is always faster: each claim is told "taken" so many times, and each time it is told at
-/// once to ask again.
+/// Memory, behind a crowd that is always faster. Each claim gets "taken" so many times, each time with a hint to ask again.
 #[derive(Debug)]
 struct Overtaken {
     memory: MemoryBackend,
@@ -639,7 +638,7 @@ impl Claim for OvertakenClaim {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_that_is_overtaken_again_and_again_neither_spins_nor_goes_deaf() {
+async fn an_often_overtaken_waiter_neither_spins_nor_goes_deaf() {
     let backend = Overtaken {
         memory: MemoryBackend::new(),
         times: 100,
@@ -652,7 +651,7 @@ async fn a_waiter_that_is_overtaken_again_and_again_neither_spins_nor_goes_deaf(
     assert!(took > 40 * MS, "a hundred attempts in {took:?}");
 }
 
-/// Hints without end are not all followed, and the one that counts comes after them.
+/// The driver does not follow all of endless hints, and the one that counts comes after them.
 #[tokio::test(start_paused = true)]
 async fn a_storm_of_hints_makes_no_holder_deaf() {
     let probe = crate::probe::Probe::default();
@@ -670,7 +669,7 @@ async fn a_storm_of_hints_makes_no_holder_deaf() {
     assert_eq!(told, Ok(LossReason::Revoked), "its next renewal is seconds away");
 }
 
-/// Nothing tells of the end of a lease but the next look.
+/// Only the next look shows the end of a lease.
 #[tokio::test(start_paused = true)]
 async fn a_dead_holder_is_followed_within_the_bound_that_is_told() {
     let ttl = SECOND;
@@ -714,7 +713,7 @@ async fn memory_keeps_nothing_of_a_name_that_nobody_uses() {
     assert_eq!(backend.names(), 0, "its lease is over");
 }
 
-/// A hold that nobody renews is asked after all the same when the server hints, and once is not enough.
+/// A hold that nobody renews is checked when the server hints, and again if that fails.
 #[tokio::test(start_paused = true)]
 async fn a_question_without_an_answer_is_asked_again() {
     let probe = Probe::default();
@@ -740,8 +739,8 @@ async fn a_question_without_an_answer_is_asked_again() {
     assert!(started.elapsed() < 10 * SECOND, "{:?}", started.elapsed());
 }
 
-/// The worker looks every few milliseconds while holds begin, and finds one that has just begun mostly. What it hears for that
-/// one is to be asked for by the next that lasts.
+/// The worker looks every few milliseconds while holds begin, and mostly finds one that has just begun. A hint for that one has to
+/// be followed up by the next one that lasts.
 #[tokio::test(start_paused = true)]
 async fn a_short_hold_is_never_looked_after() {
     let probe = Probe::default();
@@ -760,7 +759,7 @@ async fn a_short_hold_is_never_looked_after() {
     guard.release().await.unwrap();
 }
 
-/// Each of them is too short to be looked after, and nobody asks the server: what they share is looked after all the same.
+/// Each of them is too short to be adopted, and nobody asks the server. The claim that they share is watched all the same.
 #[tokio::test(start_paused = true)]
 async fn a_hold_that_is_passed_on_and_on_is_looked_after() {
     for (ttl, soon) in [(60 * SECOND, 110 * MS), (20 * MS, 20 * MS)] {
@@ -791,7 +790,7 @@ async fn a_hold_that_is_passed_on_and_on_is_looked_after() {
     }
 }
 
-/// Its holder has heard that it may be gone, and has asked: there is no answer yet.
+/// Its holder had a hint that it may be gone, and asks the server, which has not replied yet.
 #[tokio::test(start_paused = true)]
 async fn what_is_in_doubt_is_not_passed_on() {
     for revoked in [false, true] {

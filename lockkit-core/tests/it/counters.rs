@@ -1,4 +1,4 @@
-//! The counters, and what they count.
+//! The metrics' counters.
 
 use std::{
     collections::HashMap,

@@ -1,4 +1,4 @@
-//! What the driver promises, on paused time and the memory backend.
+//! The driver's promises, on paused time and the memory backend.
 
 use std::{sync::Arc, task::Poll, time::Duration};
 
@@ -105,7 +105,7 @@ async fn a_hand_made_renewal_extends_the_lease() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hanging_renewal_does_not_keep_the_loss_from_being_told_and_a_late_reply_revives_nothing() {
+async fn late_renewal_reply_revives_nothing() {
     let (backend, client) = client();
     let lock = client
         .lock("a")
@@ -182,10 +182,10 @@ fn poll_once<F: Future + Unpin>(mut future: F) -> Poll<F::Output> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hold_that_the_worker_looks_after_is_released_without_asking_the_worker() {
+async fn an_adopted_hold_is_released_without_asking_the_worker() {
     let (_, client) = client();
     let guard = client.lock("n").unwrap().acquire().await.unwrap();
-    // The worker has its claim by now, and waits for hints with it.
+    // By now the worker has its claim, and waits for hints.
     tokio::time::sleep(SECOND).await;
     let released = poll_once(Box::pin(guard.release()));
     assert!(matches!(released, Poll::Ready(Ok(()))), "{released:?}");
@@ -326,7 +326,7 @@ async fn one_owner_nests_and_others_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_locks_own_absurd_options_are_refused_wherever_they_are_used() {
+async fn a_locks_own_invalid_options_are_refused_at_every_use() {
     let (_, client) = client();
     for options in [
         AcquireOptions::new().wait(Duration::MAX),
@@ -439,7 +439,7 @@ fn a_guard_may_be_dropped_outside_of_a_runtime_and_after_it() {
     assert!(format!("{backend:?}").contains("memory"));
 }
 
-/// Nobody waits when the release begins, so that the queue is not looked into.
+/// Nobody waits when the release begins, so it does not look into the queue.
 #[tokio::test(start_paused = true)]
 async fn who_comes_during_a_release_hears_that_it_was_taken() {
     let backend = MemoryBackend::new();
@@ -450,7 +450,7 @@ async fn who_comes_during_a_release_hears_that_it_was_taken() {
     tokio::task::yield_now().await;
     let before_its_answer = lock.acquire_timeout(100 * MS).await.unwrap_err();
     assert!(before_its_answer.is_timeout(), "{before_its_answer}");
-    // The first gets the slot when the release is over, and no answer; the second is behind it all the time.
+    // The first gets the slot when the release is over, and no reply. The second is behind it all the time.
     let waiting = |wait| {
         let lock = lock.clone();
         tokio::spawn(async move { lock.acquire_timeout(wait).await })

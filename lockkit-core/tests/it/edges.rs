@@ -1,4 +1,4 @@
-//! Where two things happen at once: closing while acquiring or releasing, losing while renewing, late answers.
+//! Two events at once: a close during an acquisition or a release, a loss during a renewal, late replies.
 
 use std::{
     sync::{Arc, Barrier, atomic::Ordering},
@@ -16,7 +16,7 @@ const MS: Duration = Duration::from_millis(1);
 const SECOND: Duration = Duration::from_secs(1);
 
 #[tokio::test(start_paused = true)]
-async fn a_try_whose_grant_comes_after_its_lease_is_one_attempt_and_an_error() {
+async fn a_try_whose_grant_comes_after_its_lease_is_an_error() {
     let probe = Probe::default();
     let lock = LockClient::new(probe.clone())
         .lock("a")
@@ -73,7 +73,7 @@ async fn waiters_go_on_while_a_renewal_by_hand_is_left_unpolled() {
     let next = tokio::time::timeout(10 * SECOND, lock.acquire()).await;
     let next = next.expect("nobody else has it").unwrap();
     probe.memory.delay(FaultPoint::Renew, Duration::ZERO);
-    // The claim of the hold that was lost comes home late, and takes nothing from those who came after.
+    // The claim of the lost hold comes back late, and takes nothing from later holders.
     let third = tokio::spawn({
         let lock = lock.clone();
         async move { lock.acquire().await }
@@ -92,7 +92,7 @@ async fn waiters_go_on_while_a_renewal_by_hand_is_left_unpolled() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewal_by_hand_ends_with_the_hold_and_does_not_hold_up_close() {
+async fn a_renewal_by_hand_ends_with_the_hold_and_delays_no_close() {
     let backend = MemoryBackend::new();
     let client = LockClient::new(backend.clone());
     let guard = Arc::new(client.lock("a").unwrap().acquire().await.unwrap());
@@ -266,7 +266,7 @@ async fn a_backend_whose_proofs_are_old_is_not_asked_without_end() {
     assert!(renewals < 60 * 10, "{renewals} renewals within a minute");
 }
 
-/// So it is when a session turns out to be granted less time than before.
+/// A session may turn out to be granted less time than before.
 #[tokio::test(start_paused = true)]
 async fn less_that_is_proven_counts_without_renewal_too() {
     for renew in [true, false] {
@@ -286,7 +286,7 @@ async fn less_that_is_proven_counts_without_renewal_too() {
     }
 }
 
-/// It rests for as long as the lease that there is allows, and not the one before.
+/// The present lease decides how long it rests, and not the one before.
 #[tokio::test(start_paused = true)]
 async fn a_lease_that_has_become_shorter_is_renewed_in_time() {
     let probe = Probe {

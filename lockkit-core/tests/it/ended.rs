@@ -1,4 +1,4 @@
-//! The end of a hold, and what is left of it for those who kept a view.
+//! The end of a hold, and what its views show afterwards.
 
 use std::{
     sync::{Arc, atomic::Ordering},

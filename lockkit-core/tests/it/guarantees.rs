@@ -1,4 +1,4 @@
-//! The rows of `docs/guarantees.md` that nothing else shows, those that fail among them.
+//! The rows of `docs/guarantees.md` that no other test shows, also those that fail.
 
 use std::{
     future::Future,
@@ -20,7 +20,7 @@ fn poll_once<F: Future + Unpin>(mut future: F) -> bool {
     Pin::new(&mut future).poll(&mut cx).is_ready()
 }
 
-/// Whose clock stands still loses nothing, and lets nobody else in: everyone involved is on the same clock.
+/// A process whose clock stands still loses nothing, and lets nobody else in: all are on the same clock.
 #[tokio::test(start_paused = true)]
 async fn memory_leases_end_by_the_monotonic_clock_alone() {
     let client = LockClient::new(MemoryBackend::new());
@@ -51,9 +51,9 @@ async fn memory_tokens_begin_anew_with_each_space() {
     }
 }
 
-/// ✘: a place in the queue that is neither polled nor dropped holds up the others of its client, and no longer.
+/// ✘: a waiter that is neither polled nor dropped holds up the others of its client, until it is dropped.
 #[tokio::test(start_paused = true)]
-async fn a_waiter_that_is_never_polled_blocks_those_behind_it_until_it_is_dropped() {
+async fn an_unpolled_waiter_blocks_those_behind_it_until_dropped() {
     let client = LockClient::new(MemoryBackend::new());
     let options = AcquireOptions::new().ttl(SECOND).local_handoffs(0);
     let lock = client.lock("a").unwrap().with_options(options);
@@ -127,7 +127,7 @@ async fn memory_keeps_its_order_over_a_long_hold() {
             );
         }
         assert!(granted(&mut claims[first + 1], MS).await);
-        // Whoever waits is not late: it is nobody's turn.
+        // No waiter is late: it is nobody's turn.
         tokio::time::advance(60 * SECOND).await;
     }
 }

@@ -1,4 +1,4 @@
-//! What a hand-off within one client costs the server, and whom it reaches.
+//! Hand-offs within one client: their requests to the server, and their order.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -15,7 +15,7 @@ fn lock(options: AcquireOptions) -> (Probe, Lock) {
     (probe, lock.with_options(options))
 }
 
-/// A task that waits in line for `lock` by the time this returns.
+/// A task that is in the queue for `lock` by the time this returns.
 async fn waiter(lock: &Lock) -> tokio::task::JoinHandle<LockGuard> {
     let lock = lock.clone();
     let task = tokio::spawn(async move { lock.acquire().await.unwrap() });
@@ -24,7 +24,7 @@ async fn waiter(lock: &Lock) -> tokio::task::JoinHandle<LockGuard> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_attempt_and_one_release_reach_the_server_per_block_of_grants() {
+async fn the_server_sees_one_attempt_and_release_per_block() {
     const TASKS: usize = 16;
     const ROUNDS: usize = 50;
     for handoffs in [0, 1, 7, 31] {
@@ -46,7 +46,7 @@ async fn one_attempt_and_one_release_reach_the_server_per_block_of_grants() {
     }
 }
 
-/// Those that are behind it when it is opened, or came since the one before was.
+/// A claim's heirs: those behind it when it is opened, or that came since the claim before was opened.
 #[tokio::test(start_paused = true)]
 async fn a_claim_says_whether_others_wait_behind_it() {
     let (probe, lock) = lock(AcquireOptions::new().local_handoffs(0));
@@ -90,7 +90,7 @@ async fn a_claim_is_told_with_which_token_it_is_passed_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_is_passed_on_while_two_thirds_are_left_and_renewed_first_afterwards() {
+async fn a_lease_below_two_thirds_is_renewed_before_it_is_passed_on() {
     let options = AcquireOptions::new().ttl(9 * SECOND);
     for (age, renewals) in [(2_990 * MS, 0), (3_010 * MS, 1)] {
         let (probe, lock) = lock(options.clone());
@@ -124,7 +124,7 @@ async fn an_heir_that_does_not_renew_gets_a_full_lease() {
 #[tokio::test(start_paused = true)]
 async fn the_smallest_number_of_hand_offs_counts() {
     for (holder, heirs, by_the_server) in [
-        // For each of the heirs: whether it was granted by the server.
+        // For each of the heirs: `true` if the server granted it the lock.
         (32, [0, 32, 32], [true, true, false]),
         (32, [1, 32, 32], [false, true, false]),
         (1, [32, 32, 32], [false, true, false]),

@@ -19,13 +19,13 @@ use tokio::sync::Notify;
 pub(crate) struct Probe {
     pub(crate) memory: MemoryBackend,
     pub(crate) counts: Arc<Counts>,
-    /// How long before the request a renewal's proof was made.
+    /// The age of a renewal's proof at the time of the request.
     pub(crate) proofs_are_old_by: Duration,
     /// The length that a renewal proves, if that is not the ttl.
     pub(crate) renewed_for: Option<Duration>,
-    /// Where the next renewal's poll waits, and its thread with it: once when it is there, and once to go on.
+    /// The barrier at which the next renewal's poll waits, with its thread: once when it is there, and once to go on.
     pub(crate) barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
-    /// Says to one claim that it should ask.
+    /// Wakes one claim with a hint.
     pub(crate) hint: Arc<Notify>,
 }
 
@@ -34,12 +34,12 @@ pub(crate) struct Counts {
     pub(crate) attempts: AtomicUsize,
     pub(crate) renewals: AtomicUsize,
     pub(crate) releases: AtomicUsize,
-    /// Claims that are there.
+    /// The claims that exist.
     pub(crate) claims: AtomicUsize,
-    /// The claims that were there when the backend was closed.
+    /// The claims that existed when the backend was closed.
     pub(crate) claims_at_close: AtomicUsize,
     pub(crate) closes: AtomicUsize,
-    /// Claims of which it was said that others wait behind them.
+    /// The claims that were opened as locally contended.
     pub(crate) contended: AtomicUsize,
     /// The tokens with which holds were passed on.
     pub(crate) passed_on: Mutex<Vec<u64>>,

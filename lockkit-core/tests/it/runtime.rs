@@ -1,4 +1,4 @@
-//! A client whose runtime has ended says so, whatever it is asked.
+//! A client whose runtime has ended returns an error that says so, from every call.
 
 use std::{
     future::Future,
@@ -49,7 +49,7 @@ async fn soon<T>(what: &str, work: impl Future<Output = T>) -> T {
         .unwrap_or_else(|_| panic!("{what} hangs"))
 }
 
-/// Asks `client` for everything that there is.
+/// Makes every call of `client`.
 async fn is_refused(client: &LockClient) {
     for lock in [
         client.lock("a").unwrap(),
@@ -131,7 +131,7 @@ fn what_is_under_way_ends_with_the_runtime() {
             assert_ended("a waiter", waiter);
         }
         assert_eq!(done.8, LossReason::Disconnected);
-        // The hold is lost, and that is what its guard says.
+        // The hold is lost, and its guard says so.
         assert!(guard.renew().await.unwrap_err().is_lost());
         assert!(guard.release().await.unwrap_err().is_lost());
     });
@@ -185,7 +185,7 @@ fn a_release_under_way_ends_with_the_runtime() {
     });
 }
 
-/// A server that never answers, but for the grants that it may give.
+/// A server that never replies, except with the grants that it may give.
 #[derive(Clone, Debug, Default)]
 struct Hanging {
     memory: MemoryBackend,

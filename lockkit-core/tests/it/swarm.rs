@@ -21,13 +21,13 @@ use lockkit_core::{
 use crate::{cancel::cancel_after, probe::Probe};
 
 const MS: Duration = Duration::from_millis(1);
-/// What tasks do falls onto ticks, so that much of it happens in the same instant.
+/// The tick on which tasks act, so that many events fall into the same instant.
 const TICK: Duration = Duration::from_millis(10);
 const OPERATIONS: [FaultPoint; 3] = [FaultPoint::Attempt, FaultPoint::Renew, FaultPoint::Release];
 const NAMES: [&str; 3] = ["a", "b", "c"];
 const PERMITS: u32 = 3;
 const SCHEDULES: u64 = 400;
-/// For how long there are faults.
+/// The time for which faults are set.
 const TROUBLE_LASTS: Duration = Duration::from_secs(3);
 /// The longest ttl of any task, and the longest time that one keeps a guard.
 const LONGEST_TTL: Duration = Duration::from_secs(1);
@@ -57,7 +57,7 @@ fn schedules() {
     );
 }
 
-/// Says which schedule it was when an assertion fails in it.
+/// Prints the seed of a schedule in which an assertion fails.
 struct Seed(u64);
 
 impl Drop for Seed {
@@ -100,10 +100,10 @@ impl Tally {
     }
 }
 
-/// What all tasks of a schedule write down, and check against.
+/// The record that all tasks of a schedule keep, and check against.
 #[derive(Default)]
 struct Ledger {
-    /// Every hold there ever was, with its mode and token.
+    /// All holds, with their modes and tokens.
     holds: HashMap<&'static str, Vec<(Mode, u64, HoldView)>>,
     /// Holds that were seen lost.
     lost: Vec<HoldView>,
@@ -111,7 +111,7 @@ struct Ledger {
     /// have been granted the lock beside them.
     revoked: HashSet<u64>,
     local_handoffs: u32,
-    /// When a hold of this name last began or ended.
+    /// The time when a hold of this name last began or ended.
     last_event: HashMap<&'static str, Instant>,
     healed_at: Option<Instant>,
     tally: Tally,
@@ -149,7 +149,7 @@ impl Ledger {
         }
         for (other, earlier, _) in before.iter() {
             let conflict = mode == Mode::Exclusive || *other == Mode::Exclusive;
-            // What a resource that sees the tokens is to refuse has a lower one.
+            // A write that a resource has to refuse has a lower token.
             if conflict && other.kind() == mode.kind() && !revoked {
                 assert!(*earlier < token, "{name}: token {token} after {earlier}");
             }
@@ -408,7 +408,7 @@ async fn nothing_is_left(probe: &Probe, observer: LockClient, clients: Vec<LockC
     assert_eq!(Arc::strong_count(&probe.counts), 1, "a backend is never dropped");
 }
 
-/// The same on several threads, where only real races can show: without faults, so that exclusion is what the tasks see.
+/// Real races on several threads. Without faults, so that the tasks see nothing but exclusion.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn on_several_threads() {
     const TASKS: usize = 24;
