@@ -210,7 +210,7 @@ impl Hold {
             Some(Ok(Renewal::Lost(reason))) => {
                 self.cell.lose(reason);
                 self.not_lost()?;
-                // It is being released, which is no loss to anybody but the next holder.
+                // It is being released: no loss to its user, but it cannot be handed off.
                 Err(self.lost(reason))
             }
             Some(Err(err)) => {
