@@ -469,13 +469,13 @@ impl Client {
         else {
             return;
         };
-        self.saw(&attempt);
         match step {
             Step::Wait => {}
             Step::Confirm(tokens, _) if self.mutant == Some(Mutant::NaiveTokens) => {
                 self.won(now, &attempt, mode, tokens, true, out);
             }
             Step::Confirm(tokens, masters) => {
+                self.highest = self.highest.max(*tokens.end());
                 for master in masters {
                     let request = Request::Confirm {
                         claim: self.claim,
@@ -497,11 +497,13 @@ impl Client {
             }
             Step::Won(tokens) => self.won(now, &attempt, mode, tokens, !confirmed, out),
             Step::Retry => {
+                self.saw(&attempt);
                 out.push(Effect::Lost(Defeat::Outrun));
                 attempt.retry(now.monotonic, self.highest);
                 self.propose(attempt, mode, out);
             }
             Step::Lost(defeat) => {
+                self.saw(&attempt);
                 out.push(Effect::Lost(defeat));
                 if defeat == Defeat::Outrun {
                     self.outrun_since = Some(attempt.began());
