@@ -23,6 +23,8 @@
 //! The votes are [Redlock](https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/). That it has no tokens
 //! is [Martin Kleppmann's](https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html) objection to it.
 
+// `#[inline]` has the functions optimized along with the simulator, also in test builds.
+
 use std::{ops::RangeInclusive, time::Duration};
 
 /// The parameters of a deployment's votes.
@@ -49,12 +51,14 @@ impl Rules {
     }
 
     /// Returns the lease that a ttl at the masters is worth to its holder, from before the request was sent.
+    #[inline]
     pub fn lease(&self, ttl: Duration) -> Duration {
         let (ppm, rest) = self.drift;
         ttl.saturating_sub(ttl.mul_f64(f64::from(ppm) / 1e6) + rest)
     }
 
     /// Returns whether so many masters leave no quorum among the others.
+    #[inline]
     fn blocks(&self, masters: usize) -> bool {
         self.masters - masters.min(self.masters) < self.quorum
     }
@@ -67,6 +71,7 @@ pub const LAST_CLOCK: u64 = (1 << 52) - (1 << 48);
 pub const LAST_TOKEN: u64 = 1 << 52;
 
 /// Returns whether no clock has reached this counter.
+#[inline]
 fn is_beyond(counter: u64) -> bool {
     counter >= LAST_CLOCK
 }
@@ -90,6 +95,7 @@ impl Beginning {
     /// Others raise the counters with the time, and will have done so again when the request arrives. So the token is ahead
     /// of the clock by the time that the attempt has taken. It is not ahead of `seen` by that much: if everybody did this,
     /// the counters would leave the clocks behind. Ahead of `seen` it is by a thousandth of that.
+    #[inline]
     fn first_above(&self, seen: u64, now: Duration) -> u64 {
         const MOST: Duration = Duration::from_secs(10);
 
@@ -199,6 +205,7 @@ enum Ballot {
 
 impl Ballot {
     /// Returns the master's counter, if the reply names it.
+    #[inline]
     fn counter(&self) -> Option<u64> {
         match self {
             Self::Voted(Vote::Behind(fence)) | Self::Answered(Confirmation::Refused(fence)) => Some(*fence),
@@ -206,6 +213,7 @@ impl Ballot {
         }
     }
 
+    #[inline]
     fn is_beyond(&self) -> bool {
         self.counter().is_some_and(is_beyond)
     }
@@ -214,6 +222,7 @@ impl Ballot {
 impl Attempt {
     /// Begins the first round `now`, before anything is sent. Its [`tokens`](Self::tokens) are above those that this client
     /// has `seen`; propose them to every master.
+    #[inline]
     pub fn begin(config: AttemptConfig, now: Duration, seen: u64) -> Self {
         let first = config.began.first_above(seen, now);
         Self {
@@ -242,23 +251,27 @@ impl Attempt {
     }
 
     /// Returns the tokens proposed last.
+    #[inline]
     pub fn tokens(&self) -> &RangeInclusive<u64> {
         &self.tokens
     }
 
     /// Returns the moment to call [`tick`](Self::tick) if nothing happens before.
+    #[inline]
     pub fn deadline(&self) -> Duration {
         self.deadline
     }
 
     /// Returns the highest token seen, as the minimum for this client's next proposals. A counter beyond the clocks counts for
     /// its own lock at most, and is none.
+    #[inline]
     pub fn seen(&self) -> u64 {
         let highest = self.highest();
         if is_beyond(highest) { 0 } else { highest }
     }
 
     /// Returns the highest of the tokens proposed and of the counters that count.
+    #[inline]
     fn highest(&self) -> u64 {
         let left_out = self.left_out();
         let counts = |(master, ballot): (usize, &Ballot)| {
@@ -270,6 +283,7 @@ impl Attempt {
     }
 
     /// Returns the masters whose counters do not count, and those counters.
+    #[inline]
     pub fn left_out(&self) -> Vec<(usize, u64)> {
         let leaves_out = self.leaves_out();
         let beyond = |(master, ballot): (usize, &Ballot)| {
@@ -280,11 +294,13 @@ impl Attempt {
     }
 
     /// Returns whether counters beyond the clocks are left out: so few masters have one that the others may be a majority.
+    #[inline]
     fn leaves_out(&self) -> bool {
         !is_beyond(*self.tokens.start()) && !self.config.rules.blocks(self.count(Ballot::is_beyond))
     }
 
     /// Returns the masters that may hold the lock for this attempt: all but those that reported another holder.
+    #[inline]
     pub fn may_hold(&self) -> Vec<usize> {
         let may_hold = |(master, ballot): (usize, &Ballot)| {
             let is_taken = matches!(ballot, Ballot::Voted(Vote::Taken(_)));
@@ -305,6 +321,7 @@ impl Attempt {
     }
 
     /// Takes in a master's vote.
+    #[inline]
     pub fn voted(&mut self, now: Duration, master: usize, vote: Vote) -> Step {
         if self.ballots[master] != Ballot::Asked {
             return Step::Wait;
@@ -322,6 +339,7 @@ impl Attempt {
     }
 
     /// Takes in a master's reply to [`Step::Confirm`].
+    #[inline]
     pub fn confirmed(&mut self, now: Duration, master: usize, answer: Confirmation) -> Step {
         if self.ballots[master] != Ballot::Confirming {
             return Step::Wait;
@@ -331,6 +349,7 @@ impl Attempt {
     }
 
     /// Takes in the time: after the deadline, masters without a reply are silent.
+    #[inline]
     pub fn tick(&mut self, now: Duration) -> Step {
         if now < self.deadline {
             return Step::Wait;
@@ -345,10 +364,12 @@ impl Attempt {
         self.next(now)
     }
 
+    #[inline]
     fn count(&self, counted: impl Fn(&Ballot) -> bool) -> usize {
         self.ballots.iter().filter(|ballot| counted(ballot)).count()
     }
 
+    #[inline]
     fn next(&mut self, now: Duration) -> Step {
         if self.is_confirming {
             return self.next_confirming(now);
@@ -372,6 +393,7 @@ impl Attempt {
         self.defeat(open)
     }
 
+    #[inline]
     fn next_confirming(&self, now: Duration) -> Step {
         let raised = self.count(|ballot| *ballot == Ballot::Answered(Confirmation::Raised));
         if raised >= self.config.rules.quorum {
@@ -401,6 +423,7 @@ impl Attempt {
         self.defeat(open)
     }
 
+    #[inline]
     fn begin_confirming(&mut self, now: Duration) -> Step {
         let first = self.config.began.first_above(self.highest(), now);
         let last = first.saturating_add(self.config.tokens - 1);
@@ -421,6 +444,7 @@ impl Attempt {
         Step::Confirm(self.tokens.clone(), holding)
     }
 
+    #[inline]
     fn won(&self, now: Duration) -> Step {
         if now < self.until {
             Step::Won(self.tokens.clone())
@@ -430,6 +454,7 @@ impl Attempt {
     }
 
     /// Decides why the round failed. A verdict of `Taken` may have to wait for the `open` masters.
+    #[inline]
     fn defeat(&self, open: usize) -> Step {
         let taken = self.count(|ballot| matches!(ballot, Ballot::Voted(Vote::Taken(_))));
         let held = self.count(|ballot| matches!(ballot, Ballot::Voted(Vote::Granted | Vote::Behind(_))));
@@ -508,6 +533,7 @@ impl QuorumCount {
         Self::begin(rules, now, false)
     }
 
+    #[inline]
     fn begin(rules: Rules, now: Duration, hears_all: bool) -> Self {
         Self {
             rules,
@@ -518,17 +544,20 @@ impl QuorumCount {
     }
 
     /// Returns the moment to call [`tick`](Self::tick) if nothing happens before.
+    #[inline]
     pub fn deadline(&self) -> Duration {
         self.deadline
     }
 
     /// Takes in a master's reply. Only its first one counts.
+    #[inline]
     pub fn reported(&mut self, master: usize, report: Report) -> Outcome {
         self.reports[master].get_or_insert(report);
         self.outcome()
     }
 
     /// Takes in the time: after the deadline, masters without a reply are silent.
+    #[inline]
     pub fn tick(&mut self, now: Duration) -> Outcome {
         if now >= self.deadline {
             for report in &mut self.reports {
@@ -538,6 +567,7 @@ impl QuorumCount {
         self.outcome()
     }
 
+    #[inline]
     fn outcome(&self) -> Outcome {
         let count = |which: &[Report]| {
             let counted = self.reports.iter().flatten();
