@@ -1,4 +1,4 @@
-//! What a backend is told: which server, and how to use it.
+//! The server's address, and the options.
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
@@ -13,7 +13,7 @@ use sqlx::{
 };
 use url::{Host, Url};
 
-/// Which server, and how to use it.
+/// The address of a server, and the options for it.
 ///
 /// ```
 /// use lockkit_mysql::{Mode, MySqlConfig};
@@ -23,68 +23,70 @@ use url::{Host, Url};
 /// assert!(!format!("{config:?}").contains("s3cret"));
 /// ```
 ///
-/// Its `Debug` form leaves out the account and its password.
+/// Its `Debug` form leaves out user and password.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MySqlConfig {
-    /// `mysql://[user[:password]@]host[:port]/database`. User and password are percent-encoded. The user is `root` and
-    /// the port 3306 unless given. The database (schema) is where the lock tables are.
+    /// `mysql://[user[:password]@]host[:port]/database`. User and password are percent-encoded. By default, the user is `root`
+    /// and the port 3306. The lock tables are in the database (schema).
     pub url: String,
     /// The Unix socket to use instead of the URL's host and port.
     pub socket: Option<PathBuf>,
-    /// Keeps applications that share the database apart: part of each row's name. Of `[A-Za-z0-9._-]`.
+    /// A prefix of each row's name, which keeps apart applications that share the database. Of `[A-Za-z0-9._-]`, 64 bytes at most.
     pub namespace: String,
-    /// How a lock is held.
+    /// The way in which locks are held.
     pub mode: Mode,
-    /// Who makes the tables.
+    /// The one who creates the tables.
     pub schema: Schema,
-    /// Whether the connections are encrypted, and whom they trust.
+    /// Encryption, and trust in the server's certificate.
     pub tls: Tls,
-    /// A file with the certificates (PEM) to trust instead of the system's.
+    /// A file of certificates (PEM) to trust instead of the system's. Needs [`Tls::Verify`].
     pub ca: Option<PathBuf>,
-    /// The most connections at once for locks, from 1 to 100,000; 100 by default. Each held lock and each name that is
-    /// waited for needs one; with [`Mode::Lease`], each name that is waited for, and each request while it is under way.
-    /// Those that are kept for the next acquisition count, too. Besides, a client has a connection that holds nothing,
-    /// and with [`Mode::ForUpdate`], from the first hold on, one that notices when the server is gone, and from the first
-    /// inspection on, one for inspections. [`Mode::Lease`] needs two at least.
+    /// The most connections for locks at once, from 1 to 100,000; 100 by default; at least 2 with [`Mode::Lease`].
+    ///
+    /// With [`Mode::ForUpdate`], each held lock and each name that is waited for needs one. With [`Mode::Lease`], each name that is
+    /// waited for, and each request while it is under way. Idle connections count, too.
+    ///
+    /// A client has one more connection, which holds no lock. With [`Mode::ForUpdate`] it also has one that notices when the server
+    /// is gone, from the first hold on, and one for inspections, from the first inspection on.
     pub max_connections: u32,
 }
 
-/// How a lock is held.
+/// The way in which locks are held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Mode {
-    /// A row lock, `SELECT … FOR UPDATE`, of a session of its own. As safe as the row lock itself, fast, and freed the
-    /// moment its process dies. One connection per held lock, with a transaction open for as long.
+    /// A row lock, `SELECT … FOR UPDATE`, in a session of its own. As safe as the row lock itself, fast, and free the moment its
+    /// process dies. A held lock costs a connection, with an open transaction.
     #[default]
     ForUpdate,
-    /// Owner and expiry in a row, changed by single statements on the server's clock. For holds of hours and for
-    /// many locks: a held lock costs no connection and no open transaction. Exclusive locks alone.
+    /// Owner and expiry in a row, changed by single statements on the server's clock. For holds of hours, and for many locks: a
+    /// held lock costs no connection and no transaction. Exclusive locks only.
     Lease,
 }
 
-/// Who makes the tables.
+/// The one who creates the tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Schema {
-    /// The backend, when it connects to a database that lacks them.
+    /// The backend creates missing tables when it connects.
     #[default]
     Auto,
-    /// You, from [`ddl`](crate::ddl). The account then needs no right to create tables; if one is missing, the error
-    /// has the statements.
+    /// You create them, with the statements of [`ddl`](crate::ddl). The account needs no right to create tables. If one is missing,
+    /// the error has the statements.
     Manual,
 }
 
-/// Whether connections are encrypted, and whom they trust. Anything but `Off` needs the cargo feature `tls`.
+/// Encryption, and trust in the server's certificate. All but `Off` need the cargo feature `tls`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Tls {
-    /// Not encrypted. The password is never sent in the clear, but everything else is.
+    /// No encryption. The password is never sent in the clear. Everything else is.
     #[default]
     Off,
-    /// Encrypted, without a look at who answers: no help against someone in between.
+    /// Encryption without a check of the certificate. No protection against an active attacker.
     Unverified,
-    /// Encrypted, and the certificate has to be of an authority that is trusted and for the host of that name.
+    /// Encryption with a certificate that a trusted authority has issued for this host name.
     Verify,
 }
 
@@ -93,7 +95,7 @@ macro_rules! words {
         impl FromStr for $kind {
             type Err = String;
 
-            /// Reads the value as it stands in a URL.
+            /// Reads the value as written in a URL.
             fn from_str(word: &str) -> Result<Self, String> {
                 match word {
                     $($word => Ok(Self::$value),)+
@@ -112,7 +114,7 @@ impl MySqlConfig {
     /// The longest namespace, in bytes.
     pub const MAX_NAMESPACE: usize = 64;
 
-    /// The server and database at `url`. The URL is looked at when it is connected to.
+    /// Returns the default options for the server and database at `url`. The URL is checked when connecting.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -126,10 +128,10 @@ impl MySqlConfig {
         }
     }
 
-    /// Whether it can be connected to, as far as can be told without I/O.
+    /// Checks the address and the options, without I/O.
     ///
     /// # Errors
-    /// [`Error::InvalidUrl`] or [`Error::InvalidOptions`] says what cannot be.
+    /// [`Error::InvalidUrl`] or [`Error::InvalidOptions`] for the first that is not valid.
     pub fn validate(&self) -> Result<()> {
         self.target().map(drop)
     }
@@ -157,7 +159,7 @@ impl MySqlConfig {
         if self.mode == Mode::Lease && self.max_connections < 2 {
             return Err(Error::invalid_option(
                 "max_connections",
-                "mode=lease needs two at least: one for who waits, and one to renew what is held meanwhile",
+                "mode=lease needs two at least: one to wait, and one to renew holds meanwhile",
             ));
         }
         if self.tls != Tls::Off && !cfg!(feature = "tls") {
@@ -190,7 +192,7 @@ impl MySqlConfig {
                 Tls::Unverified => MySqlSslMode::Required,
                 Tls::Verify => MySqlSslMode::VerifyIdentity,
             })
-            // One to lock a row in each mode.
+            // A statement per mode, which locks a row.
             .statement_cache_capacity(4)
             .disable_statement_logging();
         if let Some(socket) = &self.socket {
@@ -205,7 +207,7 @@ impl MySqlConfig {
         options
     }
 
-    /// The server and what of it is used, without credentials: what makes two clients' locks the same.
+    /// Returns the server and database without credentials. Two clients share locks if they have the same.
     pub(crate) fn server(&self, target: &Target) -> String {
         let Target {
             host, port, database, ..
@@ -217,7 +219,7 @@ impl MySqlConfig {
         };
         match self.mode {
             Mode::ForUpdate => format!("mysql://{at}/{database}"),
-            // Other tables: other locks.
+            // Leases are in another table, so they are other locks.
             Mode::Lease => format!("mysql://{at}/{database}?mode=lease"),
         }
     }
@@ -248,7 +250,7 @@ impl fmt::Debug for MySqlConfig {
     }
 }
 
-/// A URL in its parts.
+/// The parts of the URL.
 pub(crate) struct Target {
     host: String,
     port: u16,
@@ -311,7 +313,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_url_is_taken_apart() {
+    fn a_url_is_parsed() {
         let target = Target::parse("mysql://locker:p%40ss%2Fword@Db.example:7000/app").unwrap();
         assert_eq!(target.user, "locker");
         assert_eq!(target.password.as_deref(), Some("p@ss/word"));
@@ -327,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_without_telling_secrets() {
+    fn an_invalid_url_is_refused_without_its_secrets() {
         for url in [
             "postgres://host/db",
             "host",
@@ -348,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn options_that_cannot_be_kept_are_named() {
+    fn an_invalid_option_is_named() {
         let refused = |change: fn(&mut MySqlConfig)| {
             let mut config = MySqlConfig::new("mysql://host/db");
             config.validate().unwrap();

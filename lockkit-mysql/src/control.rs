@@ -1,4 +1,4 @@
-//! The one connection of a backend that holds no lock: it reserves tokens, ends sessions, and looks.
+//! A connection that holds no lock: it reserves tokens, kills sessions, and inspects.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -10,36 +10,38 @@ use sqlx::mysql::MySqlConnectOptions;
 use tokio::{runtime::Handle, sync::Mutex};
 
 use crate::{
-    Mode, NAME, fault,
+    Mode, NAME, Schema,
+    connection::{Reply, ResumableConnection, column},
+    error::{self, During, code},
+    row_sql, schema,
     server::{self, Server},
-    sql,
-    wire::{Reply, Wire, column},
 };
 
-/// What says which server answered. Two sessions with different answers do not share row locks.
-pub(crate) const IDENTITY: &str = "CONCAT_WS('/', @@hostname, @@port, @@server_id)";
+/// An expression that identifies the server. Two sessions in which it differs do not share row locks.
+pub(crate) const SERVER_IDENTITY: &str = "CONCAT_WS('/', @@hostname, @@port, @@server_id)";
 
-/// What the name of a lock of the server's own begins with that this connection has on MariaDB, and never gives up: before
-/// its id. Whoever asks for that lock waits for as long as it likes.
-pub(crate) const NIGHT: &str = "lockkit-night:";
+/// The prefix of the server lock that this connection has on MariaDB and never releases; its id follows. A session that asks
+/// for that lock sleeps until its own time-out.
+pub(crate) const TIMER_LOCK: &str = "lockkit-timer:";
 
 /// The end of a `SET SESSION` after which the server ends no statement early.
-pub(crate) const UNLIMITED: &str = "/*M!100600 , max_statement_time=0 */ /*!80000 , max_execution_time=0 */";
+pub(crate) const NO_STATEMENT_LIMIT: &str =
+    "/*M!100600 , max_statement_time=0 */ /*!80000 , max_execution_time=0 */";
 
-/// A statement that has not been answered for so long never will be: all of them are short.
-const HUNG: Duration = Duration::from_secs(5);
+/// A connection is dead if a reply takes longer. All its statements are short.
+const DEAD_AFTER: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
 pub(crate) struct Control {
     options: Options,
-    /// The kind of lock, which says what the server is relied on for.
+    /// The kind of lock, which decides what the server has to be relied on for.
     mode: Mode,
-    link: Mutex<Link>,
-    /// The number of the latest term.
+    state: Mutex<State>,
+    /// The number of the latest epoch.
     latest: AtomicU64,
 }
 
-/// How to connect, and the runtime that connections live on. Without the password in its `Debug` form.
+/// The server's address, and the runtime of all connections. Its `Debug` form leaves out the password.
 #[derive(Clone)]
 pub(crate) struct Options {
     pub(crate) connect: MySqlConnectOptions,
@@ -47,40 +49,41 @@ pub(crate) struct Options {
 }
 
 #[derive(Debug, Default)]
-struct Link {
-    wire: Option<Wire>,
-    term: Term,
+struct State {
+    connection: Option<ResumableConnection>,
+    epoch: Epoch,
     server: Option<Server>,
 }
 
-/// One life of the control connection. While it lasts, the server has not restarted, and an id of a session that was
-/// begun in it means that session and no other.
+/// The life of one control connection. While it lasts, the server has not restarted, and the id of a session that began in it
+/// means that session and no other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Term {
+pub(crate) struct Epoch {
     pub(crate) number: u64,
+    /// The server's identity.
     pub(crate) server: String,
-    /// The id of the control connection itself.
+    /// The id of the control connection's own session.
     pub(crate) session: u64,
 }
 
-/// A session that has been given up, and has to be ended.
+/// A session whose connection was closed, and that has to be killed.
 #[derive(Clone, Debug)]
-pub(crate) struct GivenUp {
+pub(crate) struct AbandonedSession {
     pub(crate) id: u64,
-    /// The term in which that id means it.
-    pub(crate) term: Term,
-    /// The lock of the server's own that it has.
-    pub(crate) mark: String,
+    /// The epoch of the id.
+    pub(crate) epoch: Epoch,
+    /// The server lock that this session alone ever had.
+    pub(crate) marker: String,
 }
 
-/// What came of ending a session.
+/// The outcome of a `KILL`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Killed {
-    /// It was there.
-    Now,
-    /// It had ended before.
-    Before,
-    /// Its id may be another's by now.
+pub(crate) enum KillOutcome {
+    /// The session was there.
+    Killed,
+    /// The session had ended before.
+    NotFound,
+    /// Nothing was sent, or nothing found: the id may be another session's by now.
     Unknown,
 }
 
@@ -89,106 +92,101 @@ impl Control {
         Self {
             options,
             mode,
-            link: Mutex::default(),
+            state: Mutex::default(),
             latest: AtomicU64::new(0),
         }
     }
 
-    pub(crate) fn mode(&self) -> Mode {
-        self.mode
+    /// Connects unless connected.
+    pub(crate) async fn connect(&self, operation: &'static str) -> Result<(Epoch, Server)> {
+        self.open(&mut *self.state.lock().await, operation).await
     }
 
-    /// Sees to it that the connection is open.
-    pub(crate) async fn term(&self, operation: &'static str) -> Result<(Term, Server)> {
-        self.open(&mut *self.link.lock().await, operation).await
+    /// True if `epoch` is the latest.
+    pub(crate) fn is_current(&self, epoch: &Epoch) -> bool {
+        self.latest.load(Ordering::Relaxed) == epoch.number
     }
 
-    /// Whether `term` is the latest there was.
-    pub(crate) fn is_latest(&self, term: &Term) -> bool {
-        self.latest.load(Ordering::Relaxed) == term.number
-    }
-
-    /// Runs `sql`, each of its statements a transaction of its own, on a new connection if the one there was has
-    /// ended. It has to be harmless if run twice.
-    pub(crate) async fn ask(&self, operation: &'static str, sql: String) -> Result<Reply> {
-        let mut link = self.link.lock().await;
-        let kept = link.wire.is_some();
-        self.open(&mut link, operation).await?;
-        match link.ask(sql.clone()).await {
-            Err(error) if kept && fault::ends_the_session(&error) => {
-                self.open(&mut link, operation).await?;
-                link.ask(sql).await
+    /// Runs `sql`, each of its statements in a transaction of its own. Runs it again on a new connection if the existing one
+    /// has ended, so it has to be harmless twice.
+    pub(crate) async fn query(&self, operation: &'static str, sql: String) -> Result<Reply> {
+        let mut state = self.state.lock().await;
+        let was_connected = state.connection.is_some();
+        self.open(&mut state, operation).await?;
+        match state.query(sql.clone()).await {
+            Err(error) if was_connected && error::ends_the_session(&error) => {
+                self.open(&mut state, operation).await?;
+                state.query(sql).await
             }
-            answer => answer,
+            reply => reply,
         }
-        .map_err(|error| fault::error(operation, error))
+        .during(operation)
     }
 
-    /// The same, and once at most: an error if it was not answered.
-    pub(crate) async fn ask_once(&self, operation: &'static str, sql: String) -> Result<Reply> {
-        let mut link = self.link.lock().await;
-        self.open(&mut link, operation).await?;
-        link.ask(sql)
-            .await
-            .map_err(|error| fault::error(operation, error))
+    /// Runs `sql` once at most.
+    ///
+    /// # Errors
+    /// Also if there was no reply.
+    pub(crate) async fn query_once(&self, operation: &'static str, sql: String) -> Result<Reply> {
+        let mut state = self.state.lock().await;
+        self.open(&mut state, operation).await?;
+        state.query(sql).await.during(operation)
     }
 
-    /// The same, once at most and if this is still the connection of `term`: `None` if it is not, or has ended.
-    pub(crate) async fn ask_in(
+    /// Runs `sql` once at most, and only over the connection of `epoch`. Returns `None` if that has ended.
+    pub(crate) async fn query_in(
         &self,
         operation: &'static str,
         sql: String,
-        term: &Term,
+        epoch: &Epoch,
     ) -> Result<Option<Reply>> {
-        let mut link = self.link.lock().await;
-        if !link.is_of(term) {
+        let mut state = self.state.lock().await;
+        if !state.is_in(epoch) {
             return Ok(None);
         }
-        match link.ask(sql).await {
-            Ok(reply) => Ok(Some(reply)),
-            Err(_) if link.wire.is_none() => Ok(None),
-            Err(error) => Err(fault::error(operation, error)),
+        match state.query(sql).await {
+            Err(_) if state.connection.is_none() => Ok(None),
+            reply => reply.map(Some).during(operation),
         }
     }
 
-    /// Numbers the life that the server is in, for as long as this connection lasts.
+    /// Gives the current life of the server a number, which is valid for as long as this connection lasts.
     pub(crate) async fn begin_life(&self, operation: &'static str) -> Result<u64> {
-        let reply = self.ask(operation, sql::begin_life()).await?;
-        let during = |error| fault::error(operation, error);
+        let reply = self.query(operation, row_sql::begin_life()).await?;
         let row = reply.last().first().ok_or(sqlx::Error::RowNotFound);
-        let row = row.map_err(during)?;
-        let (life, is_marked): (u64, Option<u64>) =
-            (column(row, 0).map_err(during)?, column(row, 1).map_err(during)?);
+        let row = row.during(operation)?;
+        let life: u64 = column(row, 0).during(operation)?;
+        let is_marked: Option<u64> = column(row, 1).during(operation)?;
         if reply.affected(1) == 1 && is_marked == Some(1) {
             return Ok(life);
         }
-        // Any number would be taken for one that was given.
+        // Otherwise it would take any number for one that was given.
         let what = "this life of the server has no number: the row without a name is missing in lockkit_fence, or was deleted \
                     just now";
         Err(Error::transient(NAME, operation, what))
     }
 
-    /// Makes the tables, or looks at them.
-    pub(crate) async fn prepare(&self, mode: crate::Mode, schema: crate::Schema) -> Result<()> {
-        let mut link = self.link.lock().await;
-        self.open(&mut link, "connect").await?;
-        match &mut link.wire {
-            Some(wire) => crate::schema::prepare(wire, mode, schema).await,
+    /// Creates or checks the tables.
+    pub(crate) async fn prepare(&self, mode: Mode, schema: Schema) -> Result<()> {
+        let mut state = self.state.lock().await;
+        self.open(&mut state, "connect").await?;
+        match &mut state.connection {
+            Some(connection) => schema::prepare(connection, mode, schema).await,
             None => Err(Error::transient(NAME, "connect", "the connection has ended")),
         }
     }
 
-    /// Those of these sessions that the server still has: none if this connection has ended, without which their ids mean
-    /// nothing. `None` if it is in use.
-    pub(crate) async fn living(&self, ids: &[u64]) -> Option<Vec<u64>> {
-        let mut link = self.link.try_lock().ok()?;
-        if link.is_hung() {
-            link.wire = None;
+    /// Returns those of these sessions that the server still has. Returns none if this connection has ended, since the ids mean
+    /// nothing without it. Returns `None` if it is in use.
+    pub(crate) async fn alive_among(&self, ids: &[u64]) -> Option<Vec<u64>> {
+        let mut state = self.state.try_lock().ok()?;
+        if state.is_dead() {
+            state.connection = None;
         }
-        if link.wire.is_none() {
+        if state.connection.is_none() {
             return Some(Vec::new());
         }
-        let look = if ids.is_empty() {
+        let question = if ids.is_empty() {
             "DO 0".to_owned()
         } else {
             let ids: Vec<_> = ids.iter().map(u64::to_string).collect();
@@ -197,127 +195,137 @@ impl Control {
                 ids.join(", ")
             )
         };
-        let Ok(reply) = link.ask(look).await else {
-            return link.wire.is_none().then(Vec::new);
+        let Ok(reply) = state.query(question).await else {
+            return state.connection.is_none().then(Vec::new);
         };
         reply.last().iter().map(|row| column(row, 0).ok()).collect()
     }
 
-    /// Ends the session of this id that was begun in `term`, if that can be said without fear of hitting another.
-    pub(crate) async fn kill(&self, operation: &'static str, id: u64, term: &Term) -> Result<Killed> {
-        self.end(operation, format!("KILL {id}"), term).await
+    /// Kills the session that has this id in `epoch`, unless the id may be another's.
+    pub(crate) async fn kill(&self, operation: &'static str, id: u64, epoch: &Epoch) -> Result<KillOutcome> {
+        self.kill_in(operation, format!("KILL {id}"), epoch).await
     }
 
-    /// Ends what the session of this id is at, on the same terms.
-    pub(crate) async fn interrupt(&self, operation: &'static str, id: u64, term: &Term) -> Result<Killed> {
-        self.end(operation, format!("KILL QUERY {id}"), term).await
+    /// Interrupts the statement of the session that has this id in `epoch`, unless the id may be another's.
+    pub(crate) async fn interrupt(
+        &self,
+        operation: &'static str,
+        id: u64,
+        epoch: &Epoch,
+    ) -> Result<KillOutcome> {
+        self.kill_in(operation, format!("KILL QUERY {id}"), epoch).await
     }
 
-    /// Ends one that has been given up, by its mark if its id may be another's by now. What is not found so may be at another server.
-    pub(crate) async fn end_given_up(&self, operation: &'static str, session: &GivenUp) -> Result<Killed> {
-        match self.kill(operation, session.id, &session.term).await {
-            Ok(Killed::Unknown) => {}
-            // This connection had ended too, and the next does not know whom the id means.
+    /// Kills an abandoned session: by its id, or by its marker if the id may be another's. A session without that marker may be
+    /// at another server.
+    pub(crate) async fn kill_abandoned(
+        &self,
+        operation: &'static str,
+        session: &AbandonedSession,
+    ) -> Result<KillOutcome> {
+        match self.kill(operation, session.id, &session.epoch).await {
+            Ok(KillOutcome::Unknown) => {}
+            // This connection has ended too, and the next one does not know the id.
             Err(error) if error.is_transient() => {}
             known => return known,
         }
-        let kill = format!("KILL IS_USED_LOCK('{}')", session.mark);
-        match self.kill_by(operation, kill).await? {
-            Killed::Now => Ok(Killed::Now),
-            _ => Ok(Killed::Unknown),
+        let kill = format!("KILL IS_USED_LOCK('{}')", session.marker);
+        match self.kill_matching(operation, kill).await? {
+            KillOutcome::Killed => Ok(KillOutcome::Killed),
+            _ => Ok(KillOutcome::Unknown),
         }
     }
 
-    async fn end(&self, operation: &'static str, kill: String, term: &Term) -> Result<Killed> {
-        let mut link = self.link.lock().await;
-        if !link.is_of(term) {
-            return Ok(Killed::Unknown);
+    async fn kill_in(&self, operation: &'static str, kill: String, epoch: &Epoch) -> Result<KillOutcome> {
+        let mut state = self.state.lock().await;
+        if !state.is_in(epoch) {
+            return Ok(KillOutcome::Unknown);
         }
-        link.kill(operation, kill).await
+        state.kill(operation, kill).await
     }
 
-    /// Ends a session by a request that finds it by itself, once at most: an error if it was not answered.
-    pub(crate) async fn kill_by(&self, operation: &'static str, kill: String) -> Result<Killed> {
-        let mut link = self.link.lock().await;
-        self.open(&mut link, operation).await?;
-        link.kill(operation, kill).await
+    /// Kills by a request that finds the session itself, once at most.
+    ///
+    /// # Errors
+    /// Also if there was no reply.
+    pub(crate) async fn kill_matching(&self, operation: &'static str, kill: String) -> Result<KillOutcome> {
+        let mut state = self.state.lock().await;
+        self.open(&mut state, operation).await?;
+        state.kill(operation, kill).await
     }
 
-    async fn open(&self, link: &mut Link, operation: &'static str) -> Result<(Term, Server)> {
-        let opened = link.open(&self.options, self.mode, operation).await?;
-        self.latest.store(opened.0.number, Ordering::Relaxed);
-        Ok(opened)
+    async fn open(&self, state: &mut State, operation: &'static str) -> Result<(Epoch, Server)> {
+        if state.is_dead()
+            || state
+                .connection
+                .as_ref()
+                .is_some_and(ResumableConnection::is_closed)
+        {
+            state.connection = None;
+        }
+        if let (Some(_), Some(server)) = (&state.connection, state.server) {
+            return Ok((state.epoch.clone(), server));
+        }
+        let mut connection = ResumableConnection::open(&self.options).await.during(operation)?;
+        let setup = format!(
+            "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
+             SET SESSION autocommit=1, completion_type=0, wait_timeout=86400, innodb_lock_wait_timeout=2, \
+             lock_wait_timeout=2 {NO_STATEMENT_LIMIT}; \
+             SELECT {SERVER_IDENTITY}, CONNECTION_ID() /*M!100600 , GET_LOCK(CONCAT('{TIMER_LOCK}', CONNECTION_ID()), 0) */; {}",
+            server::SETTINGS
+        );
+        let reply = connection.query(setup).await.during(operation)?;
+        let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).during(operation)?;
+        let epoch = Epoch {
+            number: state.epoch.number + 1,
+            server: column(row, 0).during(operation)?,
+            session: column(row, 1).during(operation)?,
+        };
+        let server = Server::read(&reply, self.mode)?;
+        self.latest.store(epoch.number, Ordering::Relaxed);
+        *state = State {
+            connection: Some(connection),
+            epoch: epoch.clone(),
+            server: Some(server),
+        };
+        Ok((epoch, server))
     }
 
     pub(crate) async fn close(&self) {
-        let wire = self.link.lock().await.wire.take();
-        if let Some(wire) = wire {
-            wire.quit().await;
+        let connection = self.state.lock().await.connection.take();
+        if let Some(connection) = connection {
+            connection.quit().await;
         }
     }
 }
 
-impl Link {
-    fn is_of(&self, term: &Term) -> bool {
-        self.wire.is_some() && self.term == *term && !self.is_hung()
+impl State {
+    fn is_in(&self, epoch: &Epoch) -> bool {
+        self.connection.is_some() && self.epoch == *epoch && !self.is_dead()
     }
 
-    fn is_hung(&self) -> bool {
-        self.wire.as_ref().is_some_and(|wire| wire.is_overdue(HUNG))
+    fn is_dead(&self) -> bool {
+        self.connection
+            .as_ref()
+            .is_some_and(|connection| connection.is_overdue(DEAD_AFTER))
     }
 
-    async fn open(
-        &mut self,
-        options: &Options,
-        mode: Mode,
-        operation: &'static str,
-    ) -> Result<(Term, Server)> {
-        if self.is_hung() || self.wire.as_ref().is_some_and(Wire::is_closed) {
-            self.wire = None;
-        }
-        if let (Some(_), Some(server)) = (&self.wire, self.server) {
-            return Ok((self.term.clone(), server));
-        }
-        let during = |error| fault::error(operation, error);
-        let mut wire = Wire::open(options).await.map_err(during)?;
-        let setup = format!(
-            "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
-             SET SESSION autocommit=1, completion_type=0, wait_timeout=86400, innodb_lock_wait_timeout=2, \
-             lock_wait_timeout=2 {UNLIMITED}; \
-             SELECT {IDENTITY}, CONNECTION_ID() /*M!100600 , GET_LOCK(CONCAT('{NIGHT}', CONNECTION_ID()), 0) */; {}",
-            server::QUESTION
-        );
-        let reply = wire.ask(setup).await.map_err(during)?;
-        let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).map_err(during)?;
-        let (identity, session) = (column(row, 0).map_err(during)?, column(row, 1).map_err(during)?);
-        let server = Server::read(&reply, mode)?;
-        self.term = Term {
-            number: self.term.number + 1,
-            server: identity,
-            session,
-        };
-        self.server = Some(server);
-        self.wire = Some(wire);
-        Ok((self.term.clone(), server))
-    }
-
-    async fn kill(&mut self, operation: &'static str, kill: String) -> Result<Killed> {
-        match self.ask(kill).await {
-            Ok(_) => Ok(Killed::Now),
-            Err(error) if fault::number(&error) == Some(fault::code::NO_SUCH_THREAD) => Ok(Killed::Before),
-            Err(error) => Err(fault::error(operation, error)),
+    async fn kill(&mut self, operation: &'static str, kill: String) -> Result<KillOutcome> {
+        match self.query(kill).await {
+            Err(error) if error::number(&error) == Some(code::NO_SUCH_THREAD) => Ok(KillOutcome::NotFound),
+            reply => reply.map(|_| KillOutcome::Killed).during(operation),
         }
     }
 
-    async fn ask(&mut self, sql: String) -> sqlx::Result<Reply> {
-        let Some(wire) = &mut self.wire else {
+    async fn query(&mut self, sql: String) -> sqlx::Result<Reply> {
+        let Some(connection) = &mut self.connection else {
             return Err(sqlx::Error::WorkerCrashed);
         };
-        let answer = wire.ask(sql).await;
-        if wire.is_closed() {
-            self.wire = None;
+        let reply = connection.query(sql).await;
+        if connection.is_closed() {
+            self.connection = None;
         }
-        answer
+        reply
     }
 }
 

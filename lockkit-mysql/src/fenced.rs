@@ -1,4 +1,4 @@
-//! Rows that refuse whoever has been superseded.
+//! Rows of the application that refuse a superseded holder.
 
 use std::sync::{
     Arc,
@@ -11,11 +11,10 @@ use sqlx::{
     query_builder::Separated,
 };
 
-/// A table of yours whose rows remember the highest fencing token that has written them, and refuse a lower one.
+/// A table of the application whose rows remember the highest fencing token that wrote them, and refuse lower ones.
 ///
-/// A lock keeps others out for as long as its holder looks at it. It cannot stop a holder that is paused just before a
-/// write and goes on when somebody else holds; the row can. Token and values are compared and written by one statement,
-/// so that nothing falls in between. The table may be in any database, also in another than the locks.
+/// A lock cannot stop a holder that is paused just before a write and goes on when somebody else holds. The row can. One statement
+/// compares the token and writes the values. The table may be in another database than the locks.
 ///
 /// ```no_run
 /// # use lockkit_core::LockGuard;
@@ -28,7 +27,7 @@ use sqlx::{
 ///     set.push("balance = balance - ").push_bind_unseparated(100_i64);
 /// });
 /// match update.await {
-///     Err(FencedError::Stale { highest, .. }) => panic!("stop: {highest} has been here"),
+///     Err(FencedError::Stale { highest, .. }) => panic!("stop: {highest} has written since"),
 ///     done => done,
 /// }
 /// # }
@@ -38,26 +37,26 @@ pub struct FencedTable {
     table: String,
     key: String,
     token: String,
-    is_fit: Found,
+    is_fit: Checked,
 }
 
-/// A mark that the column was found to keep tokens. Clones share it, and it makes no table another one.
+/// True once the token's column was found to have a fitting type. Clones share it, and comparisons ignore it.
 #[derive(Clone, Debug, Default)]
-struct Found(Arc<AtomicBool>);
+struct Checked(Arc<AtomicBool>);
 
-impl PartialEq for Found {
+impl PartialEq for Checked {
     fn eq(&self, _: &Self) -> bool {
         true
     }
 }
 
-impl Eq for Found {}
+impl Eq for Checked {}
 
-/// Why a row was not written.
+/// The reason why a row was not written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FencedError {
-    /// A higher token has written the row: the lock has had another holder since. Stop.
+    /// A higher token has written the row, so the lock has had another holder since. Stop.
     #[error(
         "fencing token {token} is stale: {highest} has written the row; the lock has had another holder since"
     )]
@@ -65,16 +64,16 @@ pub enum FencedError {
     Stale {
         /// The token that was refused.
         token: FencingToken,
-        /// The highest that has written the row.
+        /// The highest token that has written the row.
         highest: FencingToken,
     },
-    /// The row has another version than the one that was read: read it again.
+    /// The row has another version than the caller has read. Read it again.
     #[error("the row has version {found}, not {expected}: it was changed after it was read")]
     #[non_exhaustive]
     Changed {
         /// The version that was read.
         expected: u64,
-        /// The version that it has.
+        /// The row's version.
         found: u64,
     },
     /// There is no row with this key.
@@ -86,34 +85,34 @@ pub enum FencedError {
     Unfit {
         /// The column.
         column: String,
-        /// What it has instead.
+        /// The type, or value, that it has.
         found: String,
     },
-    /// The database failed. Whether the row was written is not known if the connection broke.
+    /// The database failed. If the connection broke, the row may have been written.
     #[error("the row was not written")]
     Database(#[from] sqlx::Error),
 }
 
 impl FencedTable {
-    /// A table by the names of: itself, perhaps with its database (`shop.account`); its unique key's column; the column,
-    /// `BIGINT UNSIGNED NOT NULL`, that has the token of the last writer.
+    /// Describes a table: its name, perhaps with its database (`shop.account`); the column of its unique key; and the column with the
+    /// token of the last writer, which is `BIGINT UNSIGNED NOT NULL`.
     pub fn new(table: &str, key: &str, token: &str) -> Self {
         Self {
             table: table.split('.').map(quoted).collect::<Vec<_>>().join("."),
             key: quoted(key),
             token: quoted(token),
-            is_fit: Found::default(),
+            is_fit: Checked::default(),
         }
     }
 
-    /// Writes what `set` adds, one assignment per `push`, to the row of this key, unless a higher token has. Looks at the
-    /// type of the token's column the first time: one that rounds or cuts off would let a lower token pass.
+    /// Updates the row of this key, unless a higher token has written it. `set` adds one assignment per `push`. The first call checks
+    /// the type of the token's column: one that rounds or truncates would let a lower token pass.
     ///
     /// # Errors
-    /// [`FencedError`] says why the row was not written.
+    /// [`FencedError`] has the reason why the row was not written.
     ///
     /// # Cancel safety
-    /// If it is dropped, the row may have been written or not, and the connection cannot be used any more.
+    /// If the future is dropped, the row may have been written, and the connection cannot be used any more.
     pub async fn update<'a, K>(
         &self,
         connection: &mut MySqlConnection,
@@ -127,11 +126,11 @@ impl FencedTable {
         self.write(connection, key, token, None, set).await
     }
 
-    /// The same if the row still has the version that was read, in a column of that name that this increments: without
-    /// any lock, or under one, against those who write without it.
+    /// Updates the row as [`update`](Self::update) does, if it still has the version that the caller has read. Increments the version,
+    /// which is in the column of that name. Useful without a lock, or under one against writers without it.
     ///
     /// # Errors
-    /// [`FencedError`] says why the row was not written.
+    /// [`FencedError`] has the reason why the row was not written.
     ///
     /// # Cancel safety
     /// As [`update`](Self::update).
@@ -165,10 +164,10 @@ impl FencedTable {
             table,
             key: key_column,
             token: token_column,
-            is_fit: Found(is_fit),
+            is_fit: Checked(is_fit),
         } = self;
         if !is_fit.load(Ordering::Relaxed) {
-            self.look_at_type(connection).await?;
+            self.check_type(connection).await?;
             is_fit.store(true, Ordering::Relaxed);
         }
         let mut update = QueryBuilder::<MySql>::new(format!("UPDATE {table} SET {token_column} = "));
@@ -186,19 +185,19 @@ impl FencedTable {
             update.push(format!(" AND {column} = "));
             update.push_bind(*expected);
         }
-        // Those that were matched, changed or not.
+        // Rows that were matched, changed or not.
         if update.build().execute(&mut *connection).await?.rows_affected() > 0 {
             return Ok(());
         }
         let column = version.as_ref().map_or("0", |(column, _)| column);
-        let mut look = QueryBuilder::<MySql>::new(format!(
+        let mut read = QueryBuilder::<MySql>::new(format!(
             "SELECT CAST({token_column} AS UNSIGNED), CAST({column} AS UNSIGNED) FROM {table} WHERE {key_column} = "
         ));
-        look.push_bind(key);
-        // What is there now, and not in a snapshot from before a newer write.
-        look.push(" LOCK IN SHARE MODE");
+        read.push_bind(key);
+        // The row as it is now, not as in an earlier snapshot.
+        read.push(" LOCK IN SHARE MODE");
         let found: Option<(Option<u64>, u64)> =
-            look.build_query_as().fetch_optional(&mut *connection).await?;
+            read.build_query_as().fetch_optional(&mut *connection).await?;
         Err(match (found, version) {
             (Some((None, _)), _) => self.unfit("NULL"),
             (Some((Some(highest), _)), _) if highest > token.get() => FencedError::Stale {
@@ -206,16 +205,18 @@ impl FencedTable {
                 highest: FencingToken::new(highest),
             },
             (Some((_, found)), Some((_, expected))) => FencedError::Changed { expected, found },
-            // If it is there, it was made in between.
+            // If it is there now, it was inserted in between.
             _ => FencedError::Missing,
         })
     }
 
-    async fn look_at_type(&self, connection: &mut MySqlConnection) -> Result<(), FencedError> {
+    async fn check_type(&self, connection: &mut MySqlConnection) -> Result<(), FencedError> {
         let Self { table, token, .. } = self;
-        // A row without a value, whose column has the type, also of an empty table.
-        let look = format!("SELECT (SELECT {token} FROM {table} LIMIT 0)");
-        let row = sqlx::raw_sql(AssertSqlSafe(look)).fetch_one(connection).await?;
+        // The result has the column's type, also if the table is empty.
+        let question = format!("SELECT (SELECT {token} FROM {table} LIMIT 0)");
+        let row = sqlx::raw_sql(AssertSqlSafe(question))
+            .fetch_one(connection)
+            .await?;
         let found = row
             .columns()
             .first()

@@ -1,23 +1,24 @@
-//! A look at who holds, from outside.
+//! Inspections, which read who holds without taking part, and revocations.
 
 use std::time::Duration;
 
 use lockkit_core::{FencingToken, Holder, LockKind, LockName, LockState, Result, spi::Mode};
+use sqlx::mysql::MySqlRow;
 
 use crate::{
-    Shared,
-    control::Killed,
-    fault,
-    key::Key,
-    sql,
-    wire::{Reply, column},
+    backend::Shared,
+    connection::{Reply, column},
+    control::KillOutcome,
+    error::During,
+    layout::Key,
+    lease_sql, row_sql, server,
 };
 
-/// A hold shows itself some milliseconds after its grant; one that is not shown after these looks is not there.
-const LOOKS: usize = 10;
-const BETWEEN_LOOKS: &str = "DO SLEEP(0.01)";
+/// A hold is shown some milliseconds after its grant. A lock without a hold after so many reads is free.
+const READS: usize = 10;
+const BETWEEN_READS: &str = "DO SLEEP(0.01)";
 
-/// A hold as its session shows it.
+/// A hold as it is shown.
 struct Shown {
     token: u64,
     label: Option<Vec<u8>>,
@@ -25,33 +26,24 @@ struct Shown {
 }
 
 impl Shared {
-    pub(crate) async fn look(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
-        let (shown, waiters) = self.shown(name, kind, "inspect").await?;
-        let holders = shown.into_iter().map(|shown| {
-            let label = shown
-                .label
-                .map(|label| String::from_utf8_lossy(&label).into_owned());
-            Holder::new(FencingToken::new(shown.token), label, Some(shown.left))
-        });
-        Ok(LockState::new(holders.collect(), Some(waiters)))
+    /// Reads who holds a row lock.
+    pub(crate) async fn inspect_rows(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+        Ok(state(self.shown(name, kind, "inspect").await?))
     }
 
-    /// Ends the session that holds with this token. It is found and ended by one request: by the next its client may hold
-    /// something else in it.
+    /// Kills the session that holds with this token. One request finds and kills it: by the next, its client may hold another lock
+    /// in it.
     pub(crate) async fn revoke_row(&self, name: &LockName, kind: LockKind, token: u64) -> Result<bool> {
         let (shown, _) = self.shown(name, kind, "revoke").await?;
         if shown.iter().all(|shown| shown.token != token) {
             return Ok(false);
         }
-        let key = Key::new(&self.namespace, kind, name);
-        let killed = self
-            .sessions
-            .looks
-            .kill_by("revoke", sql::kill_holder(&key, token));
-        Ok(killed.await? == Killed::Now)
+        let kill = row_sql::kill_holder(&Key::new(&self.namespace, kind, name), token);
+        let killed = self.sessions.inspections.kill_matching("revoke", kill).await?;
+        Ok(killed == KillOutcome::Killed)
     }
 
-    /// The holds of a name, and how many wait for it.
+    /// Returns the holds of a name, and the number of its waiters.
     async fn shown(
         &self,
         name: &LockName,
@@ -63,35 +55,82 @@ impl Shared {
             LockKind::Lock => &[Mode::Exclusive, Mode::Shared],
             LockKind::Semaphore => &[Mode::Permits(std::num::NonZeroU32::MIN)],
         };
-        let question = sql::holders(&key, self.server.flavour, modes);
-        let control = &self.sessions.looks;
-        let mut seen = read(&control.ask(operation, question.clone()).await?)
-            .map_err(|error| fault::error(operation, error))?;
-        for _ in 1..LOOKS {
-            if !seen.0.is_empty() {
+        let question = row_sql::holders(&key, self.server.flavour, modes);
+        let control = &self.sessions.inspections;
+        let mut found =
+            read(&control.query(operation, question.clone()).await?, shown_row).during(operation)?;
+        for _ in 1..READS {
+            if !found.0.is_empty() {
                 break;
             }
-            let again = format!("{BETWEEN_LOOKS}; {question}");
-            seen = read(&control.ask(operation, again).await?)
-                .map_err(|error| fault::error(operation, error))?;
+            let again = format!("{BETWEEN_READS}; {question}");
+            found = read(&control.query(operation, again).await?, shown_row).during(operation)?;
         }
-        Ok(seen)
+        Ok(found)
+    }
+
+    /// Reads who holds a lease.
+    pub(crate) async fn inspect_lease(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+        let key = Key::new(&self.namespace, kind, name);
+        let question = lease_sql::holder(&self.database, &key, self.server.flavour);
+        let reply = self.sessions.control.query("inspect", question).await?;
+        Ok(state(read(&reply, lease_row).during("inspect")?))
+    }
+
+    /// Frees the lease that is held with this token, and wakes the head of its queue.
+    pub(crate) async fn revoke_lease(&self, name: &LockName, kind: LockKind, token: u64) -> Result<bool> {
+        let key = Key::new(&self.namespace, kind, name);
+        let control = &self.sessions.control;
+        let (free, wake) = lease_sql::revoke(&self.database, &key, token);
+        // The connection may have ended. This replaces it. The next request is not to be sent twice: its second reply would
+        // be that there is no such hold.
+        control.query("revoke", "DO 0".to_owned()).await?;
+        let reply = control.query_once("revoke", free).await?;
+        let is_freed = reply.affected(0) == 1;
+        if !is_freed && server::says_read_only(&control.query("revoke", row_sql::proof()).await?) {
+            return Err(server::read_only("read_only"));
+        }
+        if let Some(sleeper) = lease_sql::sleeper(&reply).filter(|_| is_freed) {
+            // Without this, the sleeper wakes by itself a little later.
+            let _ = control.kill_matching("revoke", wake(sleeper)).await;
+        }
+        Ok(is_freed)
     }
 }
 
-fn read(reply: &Reply) -> sqlx::Result<(Vec<Shown>, usize)> {
+fn state((shown, waiters): (Vec<Shown>, usize)) -> LockState {
+    let holders = shown.into_iter().map(|shown| {
+        let label = shown
+            .label
+            .map(|label| String::from_utf8_lossy(&label).into_owned());
+        Holder::new(FencingToken::new(shown.token), label, Some(shown.left))
+    });
+    LockState::new(holders.collect(), Some(waiters))
+}
+
+/// Reads the holds of the last result but one, and the number of waiters of the last.
+fn read(reply: &Reply, hold: impl Fn(&MySqlRow) -> sqlx::Result<Shown>) -> sqlx::Result<(Vec<Shown>, usize)> {
     let waiters = reply.last().first().map_or(Ok(0), |row| column::<u64>(row, 0))?;
-    let mut shown = Vec::new();
-    for row in reply.before_last() {
-        let seconds: u64 = column(row, 2)?;
-        // How long it has been silent is not for everybody to see.
-        let silent: Option<i64> = column(row, 3)?;
-        let silent = silent.and_then(|silent| u64::try_from(silent).ok()).unwrap_or(0);
-        shown.push(Shown {
-            token: column(row, 0)?,
-            label: column(row, 1)?,
-            left: Duration::from_secs(seconds.saturating_sub(silent)),
-        });
-    }
-    Ok((shown, usize::try_from(waiters).unwrap_or(usize::MAX)))
+    let holds = reply.before_last().iter().map(hold).collect::<Result<_, _>>()?;
+    Ok((holds, usize::try_from(waiters).unwrap_or(usize::MAX)))
+}
+
+fn shown_row(row: &MySqlRow) -> sqlx::Result<Shown> {
+    let seconds: u64 = column(row, 2)?;
+    // `NULL` for an account that may not see the session.
+    let silent: Option<i64> = column(row, 3)?;
+    let silent = silent.and_then(|silent| u64::try_from(silent).ok()).unwrap_or(0);
+    Ok(Shown {
+        token: column(row, 0)?,
+        label: column(row, 1)?,
+        left: Duration::from_secs(seconds.saturating_sub(silent)),
+    })
+}
+
+fn lease_row(row: &MySqlRow) -> sqlx::Result<Shown> {
+    Ok(Shown {
+        token: column(row, 0)?,
+        label: column(row, 1)?,
+        left: Duration::from_micros(column(row, 2)?),
+    })
 }

@@ -1,31 +1,32 @@
-//! The tables.
+//! The tables, which are created or checked when the client connects.
 
 use lockkit_core::{Error, Result};
 
 use crate::{
-    Mode, NAME, Schema, fault,
-    wire::{Reply, Wire, column},
+    Mode, NAME, Schema,
+    connection::{Reply, ResumableConnection, column},
+    error::During,
 };
 
-/// One row per lock. Whoever has locked the row has the lock, also without this library.
+/// A row per lock. A session that has locked the row has the lock, also without this library.
 const GATE: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_gate (
     name VARBINARY(255) NOT NULL PRIMARY KEY
 ) ENGINE=InnoDB";
 
-/// The last token that was reserved. The row without a name has the number of the latest life of the server.
+/// The last reserved token per name. The row without a name has the number of the server's latest life.
 const FENCE: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_fence (
     name VARBINARY(255) NOT NULL PRIMARY KEY,
     reserved BIGINT UNSIGNED NOT NULL DEFAULT 0
 ) ENGINE=InnoDB";
 
-/// The column was called `token` when clients drew their tokens from it: they and later ones would issue lower tokens after
-/// higher ones, and so each fails on the other's table.
+/// An earlier version drew its tokens from this column and called it `token`. Beside it, a later version would issue lower tokens
+/// after higher ones. So each fails on the other's table.
 const RENAME: &str = "ALTER TABLE lockkit_fence CHANGE token reserved BIGINT UNSIGNED NOT NULL DEFAULT 0";
 
-/// Which tokens the looks of one life of the server at its counter stand for: `base` is the token of the look `since`,
-/// `last` the last of the block. Apart from the row that is locked, since it is committed while others share that one.
+/// The mapping of tickets to tokens per name, see [`Mapping`](crate::tokens::Mapping). Not in the row that is locked, since it is
+/// committed while readers share that one.
 const MAP: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_map (
     name VARBINARY(255) NOT NULL PRIMARY KEY,
@@ -36,7 +37,7 @@ CREATE TABLE IF NOT EXISTS lockkit_map (
     step BIGINT UNSIGNED NOT NULL DEFAULT 0
 ) ENGINE=InnoDB";
 
-/// One row per permit of a semaphore.
+/// A row per permit of a semaphore.
 const PERMIT: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_permit (
     name VARBINARY(255) NOT NULL,
@@ -45,7 +46,7 @@ CREATE TABLE IF NOT EXISTS lockkit_permit (
     PRIMARY KEY (name, slot)
 ) ENGINE=InnoDB";
 
-/// Who holds, for whoever inspects. Its rows are never committed: each lives in the transaction that has the lock.
+/// The holders, for inspections. A row is never committed: it lives in the transaction that has the lock.
 const HOLDER: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_holder (
     name VARBINARY(255) NOT NULL,
@@ -56,8 +57,8 @@ CREATE TABLE IF NOT EXISTS lockkit_holder (
     PRIMARY KEY (name, connection)
 ) ENGINE=InnoDB";
 
-/// The locks of `mode=lease`. `expires` is in microseconds since 1970 on the server's clock; `token` is 0 while nobody
-/// holds; `latest` is the last token that was reserved.
+/// The locks of `mode=lease`. `expires` is in µs since 1970 on the server's clock. `token` is 0 while nobody holds. `latest` is the
+/// last reserved token.
 const LEASE: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_lease (
     name VARBINARY(255) NOT NULL PRIMARY KEY,
@@ -81,8 +82,10 @@ fn tables(mode: Mode) -> &'static [(&'static str, &'static str)] {
     }
 }
 
-/// The statements that make the tables for `mode`, for databases in which the application may not
-/// ([`Schema::Manual`]). Its account then needs `SELECT`, `INSERT`, `UPDATE` and `DELETE` on them and nothing else.
+/// Returns the statements that create the tables for `mode`.
+///
+/// For databases in which the application may not create tables ([`Schema::Manual`]). Its account then needs `SELECT`, `INSERT`,
+/// `UPDATE` and `DELETE` on them, and nothing else.
 ///
 /// ```
 /// use lockkit_mysql::{Mode, ddl};
@@ -97,23 +100,22 @@ fn statements<'a>(tables: impl Iterator<Item = &'a (&'static str, &'static str)>
     tables.flat_map(|(_, table)| [*table, ";\n"]).collect()
 }
 
-/// Makes the tables that are missing, if it may, and looks whether they are what they have to be.
+/// Creates missing tables if `schema` allows, and checks all.
 ///
 /// # Errors
-/// With the statements to run, if tables are missing that it may not make.
-pub(crate) async fn prepare(wire: &mut Wire, mode: Mode, schema: Schema) -> Result<()> {
-    let during = |error| fault::error("connect", error);
-    let mut missing = check(&wire.ask(question(mode)).await.map_err(during)?, mode)?;
+/// With the statements to run, if tables are missing after that. If a table is not as it has to be.
+pub(crate) async fn prepare(connection: &mut ResumableConnection, mode: Mode, schema: Schema) -> Result<()> {
+    let mut missing = check(&connection.query(question(mode)).await.during("connect")?, mode)?;
     if missing.is_empty() {
         return Ok(());
     }
     if schema == Schema::Auto {
         for (name, table) in tables(mode) {
             if missing.contains(name) {
-                wire.ask((*table).to_owned()).await.map_err(during)?;
+                connection.query((*table).to_owned()).await.during("connect")?;
             }
         }
-        missing = check(&wire.ask(question(mode)).await.map_err(during)?, mode)?;
+        missing = check(&connection.query(question(mode)).await.during("connect")?, mode)?;
         if missing.is_empty() {
             return Ok(());
         }
@@ -141,15 +143,17 @@ fn question(mode: Mode) -> String {
     )
 }
 
-/// The names of the tables that are not there.
+/// Returns the names of the missing tables.
+///
+/// # Errors
+/// If one is not as it has to be.
 fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
     let mut missing: Vec<_> = tables(mode).iter().map(|(name, _)| *name).collect();
     for row in reply.last() {
-        let during = |error| fault::error("connect", error);
-        let table: String = column(row, 0).map_err(during)?;
-        let engine: Option<String> = column(row, 1).map_err(during)?;
-        let kind: Option<String> = column(row, 2).map_err(during)?;
-        let width: Option<u64> = column(row, 3).map_err(during)?;
+        let table: String = column(row, 0).during("connect")?;
+        let engine: Option<String> = column(row, 1).during("connect")?;
+        let kind: Option<String> = column(row, 2).during("connect")?;
+        let width: Option<u64> = column(row, 3).during("connect")?;
         missing.retain(|name| !name.eq_ignore_ascii_case(&table));
         let engine = engine.unwrap_or_default();
         if !engine.eq_ignore_ascii_case("InnoDB") {
@@ -169,7 +173,7 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
                 ),
             ));
         }
-        let old: Option<String> = column(row, 4).map_err(during)?;
+        let old: Option<String> = column(row, 4).during("connect")?;
         if old.is_some() {
             return Err(Error::unsupported(
                 NAME,

@@ -1,4 +1,4 @@
-//! Which server it is, and whether its row locks can be relied on.
+//! Checks which server it is, and whether its locks can be relied on.
 
 use std::collections::HashMap;
 
@@ -6,28 +6,29 @@ use lockkit_core::{Error, FencingDurability, Result};
 use sqlx::{Row, mysql::MySqlRow};
 
 use crate::{
-    Mode, NAME, fault,
-    wire::{Reply, column},
+    Mode, NAME,
+    connection::{Reply, column},
+    error::During,
 };
 
-/// Asks for what [`Server::judge`] has to know.
-pub(crate) const QUESTION: &str = "SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'read_only', \
+/// Reads the settings that [`Server::check`] needs.
+pub(crate) const SETTINGS: &str = "SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'read_only', \
     'super_read_only', 'innodb_read_only', 'innodb_flush_log_at_trx_commit', 'wsrep_on', 'wsrep_provider', \
     'group_replication_group_name', 'group_replication_single_primary_mode', 'thread_handling', 'version_compile_os')";
 
-/// Tells whether the server is read-only from the last column of a row, which is [`READ_ONLY`](crate::sql::READ_ONLY).
+/// True if the server is read-only, by the last column of a row, which is [`READ_ONLY`](crate::row_sql::READ_ONLY).
 pub(crate) fn is_read_only(row: &MySqlRow) -> bool {
     let last = row.len().saturating_sub(1);
-    // What cannot be read is not a server that can be relied on.
+    // A server without a readable value is not relied on.
     column::<u8>(row, last).map_or(true, |is_on| is_on != 0)
 }
 
-/// The same of the row that a request ends with.
+/// True if the server is read-only, by the last row of a request.
 pub(crate) fn says_read_only(reply: &Reply) -> bool {
     reply.last().last().is_none_or(is_read_only)
 }
 
-/// The error for such a server.
+/// Returns the error for a read-only server.
 pub(crate) fn read_only(setting: &str) -> Error {
     Error::unsupported(
         NAME,
@@ -41,7 +42,7 @@ pub(crate) enum Flavour {
     MySql,
 }
 
-/// A server that can be relied on.
+/// A server whose locks can be relied on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Server {
     pub(crate) flavour: Flavour,
@@ -55,12 +56,12 @@ impl Server {
             let (name, value): (String, String) = (text(row, 0)?, text(row, 1)?);
             variables.insert(name.to_ascii_lowercase(), value);
         }
-        Self::judge(&variables, mode)
+        Self::check(&variables, mode)
     }
 
     /// # Errors
-    /// [`Error::Unsupported`] for a server whose row locks do not exclude, or on which there can be none.
-    fn judge(variables: &HashMap<String, String>, mode: Mode) -> Result<Self> {
+    /// [`Error::Unsupported`] for a server whose locks do not exclude each other, or that takes no writes.
+    fn check(variables: &HashMap<String, String>, mode: Mode) -> Result<Self> {
         let value = |name: &str| variables.get(name).map_or("", String::as_str);
         let is_on =
             |name: &str| !matches!(value(name).to_ascii_uppercase().as_str(), "" | "0" | "OFF" | "NO");
@@ -97,7 +98,7 @@ impl Server {
                     .to_owned(),
             );
         }
-        // On Windows the pool is the system's, and has timers of its own.
+        // On Windows the pool is the operating system's, with timers of its own.
         if mode == Mode::ForUpdate
             && value("thread_handling") == "pool-of-threads"
             && !value("version_compile_os").starts_with("Win")
@@ -127,11 +128,11 @@ impl Server {
     }
 }
 
-fn text(row: &sqlx::mysql::MySqlRow, index: usize) -> Result<String> {
-    column(row, index).map_err(|error| fault::error("connect", error))
+fn text(row: &MySqlRow, index: usize) -> Result<String> {
+    column(row, index).during("connect")
 }
 
-/// Major and minor, of `10.11.14-MariaDB-…` or `5.5.5-10.6.1-MariaDB`, as old replication set-ups spell it.
+/// Reads major and minor of `10.11.14-MariaDB-…`, or of `5.5.5-10.6.1-MariaDB`, as old replication set-ups have it.
 fn number(version: &str) -> (u32, u32) {
     let version = version.strip_prefix("5.5.5-").unwrap_or(version);
     let mut parts = version
@@ -144,15 +145,15 @@ fn number(version: &str) -> (u32, u32) {
 mod tests {
     use super::*;
 
-    fn judged(variables: &[(&str, &str)]) -> Result<Server> {
-        judged_for(Mode::ForUpdate, variables)
+    fn checked(variables: &[(&str, &str)]) -> Result<Server> {
+        checked_for(Mode::ForUpdate, variables)
     }
 
-    fn judged_for(mode: Mode, variables: &[(&str, &str)]) -> Result<Server> {
+    fn checked_for(mode: Mode, variables: &[(&str, &str)]) -> Result<Server> {
         let owned = variables
             .iter()
             .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        Server::judge(&owned.collect(), mode)
+        Server::check(&owned.collect(), mode)
     }
 
     const MARIADB: (&str, &str) = ("version", "10.11.14-MariaDB-0+deb12u2");
@@ -161,10 +162,10 @@ mod tests {
     #[test]
     fn plain_primaries_are_accepted() {
         let flush = ("innodb_flush_log_at_trx_commit", "1");
-        let maria = judged(&[MARIADB, flush, ("wsrep_on", "OFF"), ("read_only", "OFF")]).unwrap();
+        let maria = checked(&[MARIADB, flush, ("wsrep_on", "OFF"), ("read_only", "OFF")]).unwrap();
         assert_eq!(maria.flavour, Flavour::MariaDb);
         assert_eq!(maria.fencing, FencingDurability::Durable);
-        let mysql = judged(&[
+        let mysql = checked(&[
             MYSQL,
             ("innodb_flush_log_at_trx_commit", "2"),
             ("super_read_only", "OFF"),
@@ -172,20 +173,20 @@ mod tests {
         .unwrap();
         assert_eq!(mysql.flavour, Flavour::MySql);
         assert_eq!(mysql.fencing, FencingDurability::Process);
-        assert!(judged(&[("version", "5.5.5-10.6.1-MariaDB-log"), flush]).is_ok());
-        assert!(judged(&[MARIADB, flush, ("wsrep_on", "ON"), ("wsrep_provider", "none")]).is_ok());
+        assert!(checked(&[("version", "5.5.5-10.6.1-MariaDB-log"), flush]).is_ok());
+        assert!(checked(&[MARIADB, flush, ("wsrep_on", "ON"), ("wsrep_provider", "none")]).is_ok());
         let single = [
             ("group_replication_group_name", "a"),
             ("group_replication_single_primary_mode", "ON"),
         ];
-        assert!(judged(&[MYSQL, single[0], single[1]]).is_ok());
+        assert!(checked(&[MYSQL, single[0], single[1]]).is_ok());
         let pool = [MARIADB, ("thread_handling", "pool-of-threads")];
-        assert!(judged_for(Mode::Lease, &pool).is_ok());
-        assert!(judged(&[pool[0], pool[1], ("version_compile_os", "Win64")]).is_ok());
+        assert!(checked_for(Mode::Lease, &pool).is_ok());
+        assert!(checked(&[pool[0], pool[1], ("version_compile_os", "Win64")]).is_ok());
     }
 
     #[test]
-    fn what_cannot_be_kept_safe_is_refused_and_named() {
+    fn an_unsafe_server_is_refused_with_its_reason() {
         let refused: [(&[(&str, &str)], &str); 8] = [
             (&[("version", "10.5.9-MariaDB")], "10.6"),
             (&[("version", "5.7.44-log")], "8.0"),
@@ -211,7 +212,7 @@ mod tests {
             (&[MARIADB, ("thread_handling", "pool-of-threads")], "mode=lease"),
         ];
         for (variables, word) in refused {
-            match judged(variables) {
+            match checked(variables) {
                 Err(Error::Unsupported { what, .. }) => assert!(what.contains(word), "{what}"),
                 other => panic!("{variables:?}: {other:?}"),
             }

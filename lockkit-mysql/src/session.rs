@@ -1,14 +1,14 @@
-//! Sessions: a connection each, that hold a lock, wait for one, or are kept for the next.
+//! Sessions: connections that hold a lock, wait for one, or are idle until the next acquisition.
 
 use std::{
-    future::{Future, poll_fn},
-    pin::pin,
     sync::{Arc, Mutex, PoisonError},
-    task::Poll,
     time::Duration,
 };
 
-use futures_util::future::{join, join_all};
+use futures_util::{
+    FutureExt,
+    future::{join, join_all},
+};
 use lockkit_core::{Error, Result};
 use sqlx::mysql::MySqlConnectOptions;
 use tokio::{
@@ -19,160 +19,161 @@ use tokio::{
 
 use crate::{
     Mode, NAME,
-    alarm::Alarm,
-    control::{Control, GivenUp, IDENTITY, Options, Term},
-    fault,
+    connection::{Reply, ResumableConnection, column},
+    control::{AbandonedSession, Control, Epoch, Options, SERVER_IDENTITY},
+    disconnect_watch::DisconnectWatch,
+    error::{self, During},
+    row_sql,
     server::Flavour,
-    sql,
-    wire::{Reply, Wire, column},
 };
 
-/// How many sessions are kept for the next acquisition: what a burst of tasks has needed the next one needs, too, and to
-/// begin one takes longer than to lock. The server ends those that nobody uses for a ttl, or for a minute if they serve leases.
-const MOST_IDLE: usize = 64;
+/// The most idle sessions. A burst of tasks needs as many as the burst before, and to open one takes longer than to lock. The
+/// server ends those that nobody uses for a ttl, or for a minute if they serve leases.
+const MAX_IDLE: usize = 64;
 
-/// How often sessions that nobody uses are looked after.
-const TENDED_EVERY: Duration = Duration::from_secs(5);
+/// The time between two checks of the idle sessions.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What the server would end within this is not used.
-const ENDS_SOON: Duration = Duration::from_millis(200);
+/// A session that the server would end within this time is not used.
+const EXPIRY_MARGIN: Duration = Duration::from_millis(200);
 
-/// How long a reply may take before its connection is taken for dead, and is left for another.
-pub(crate) const REPLY_TAKES: Duration = Duration::from_secs(1);
+/// A connection may be dead if a reply takes longer. It is abandoned for another.
+pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(crate) struct Session {
-    wire: Wire,
+    connection: ResumableConnection,
     pub(crate) id: u64,
-    /// That of the control connection when this one was begun.
-    pub(crate) term: Term,
-    /// The number of the life that the server is in; 0 for leases, which do without.
+    /// The epoch of the id.
+    pub(crate) epoch: Epoch,
+    /// The number of the server's life; 0 for leases, which need none.
     pub(crate) life: u64,
-    /// The lock of the server's own that it has, and that no other ever had.
-    mark: String,
-    /// The seconds of silence that the server bears. `None` from before it is told until it has said that it was: whoever told
-    /// it may be dropped in between.
-    seconds: Option<u32>,
-    /// The change of it that the request under way makes.
+    /// The server lock that this session alone ever had.
+    marker: String,
+    /// The session's `wait_timeout` in seconds. `None` from the request that changes it until the server has confirmed the
+    /// change, since the future that waits for the reply may be dropped in between.
+    wait_timeout: Option<u32>,
+    /// The change of `wait_timeout` that the request under way makes.
     setting: Option<Setting>,
-    /// Whether the server prepares statements for it.
+    /// False once the server has refused to prepare a statement.
     pub(crate) prepares: bool,
-    /// Whether the server has answered since this was taken from those that are kept.
+    /// True if the server has replied since the session was taken from the idle ones.
     pub(crate) is_proven: bool,
-    used: Instant,
+    last_used: Instant,
     _slot: OwnedSemaphorePermit,
-    /// That of a lease, which is over when this is kept or dropped.
-    turn: Option<OwnedSemaphorePermit>,
-    /// Among those that wait for a lease, for as long as the turn.
-    place: Option<OwnedSemaphorePermit>,
+    /// The slot of a lease's request. Dropped when the session becomes idle.
+    request_slot: Option<OwnedSemaphorePermit>,
+    /// The slot of a lease's waiter. Dropped together with `request_slot`.
+    waiter_slot: Option<OwnedSemaphorePermit>,
 }
 
-/// A way in which a request sets for how long the server bears the session's silence.
+/// The way in which a request sets `wait_timeout`.
 #[derive(Clone, Copy, Debug)]
 enum Setting {
-    /// By its first statement.
+    /// Its first statement sets this value.
     First(u32),
-    /// By an expression, whose value its last statement says; also by its first one, or not.
+    /// Its last statements set the value of an expression, and return it. The first statement sets another value if
+    /// `also_first`.
     Last { also_first: bool },
 }
 
 #[derive(Debug)]
 pub(crate) struct Sessions {
     pub(crate) control: Control,
-    /// The same for looks that take their time, behind which no reservation is to wait.
-    pub(crate) looks: Control,
-    pub(crate) alarm: Arc<Alarm>,
+    /// A control connection for inspections, which take their time. No reservation of tokens waits behind them.
+    pub(crate) inspections: Control,
+    pub(crate) disconnect_watch: Arc<DisconnectWatch>,
     mode: Mode,
     options: Options,
     idle: Mutex<Vec<Session>>,
     slots: Arc<Semaphore>,
-    /// Leases need a session for as long as a request takes: so many have one.
-    turns: Arc<Semaphore>,
-    /// So many of these may be waiting ones, which leaves some for holders.
-    places: Arc<Semaphore>,
-    most: u32,
-    /// The longest silence that a server was seen to bear, in seconds, and in which term of the control connection: it may keep less
-    /// of a longer one than it is told.
-    borne: Mutex<(u64, u32)>,
+    /// Bounds the leases that have a session at once. A lease has one for the time of a request.
+    request_slots: Arc<Semaphore>,
+    /// Bounds those of them that wait for a lock. The rest is for holders.
+    waiter_slots: Arc<Semaphore>,
+    max_connections: u32,
+    /// The epoch, and the longest `wait_timeout` that the server has confirmed in it. The server may shorten a longer one.
+    longest_timeout: Mutex<(u64, u32)>,
 }
 
 impl Sessions {
-    /// Within the Tokio runtime that the client is to live on.
-    pub(crate) fn new(connect: MySqlConnectOptions, mode: Mode, most: u32) -> Self {
+    /// Creates the sessions of a client that lives on the current Tokio runtime.
+    pub(crate) fn new(connect: MySqlConnectOptions, mode: Mode, max_connections: u32) -> Self {
         let runtime = Handle::current();
         let options = Options { connect, runtime };
+        let slots = |count: u32| Arc::new(Semaphore::new(count as usize));
         Self {
             control: Control::new(options.clone(), mode),
-            looks: Control::new(options.clone(), mode),
-            alarm: Arc::new(Alarm::new()),
+            inspections: Control::new(options.clone(), mode),
+            disconnect_watch: Arc::new(DisconnectWatch::new()),
             mode,
             options,
             idle: Mutex::default(),
-            slots: Arc::new(Semaphore::new(most as usize)),
-            turns: Arc::new(Semaphore::new(most as usize)),
-            places: Arc::new(Semaphore::new((most - for_holders(most)) as usize)),
-            most,
-            borne: Mutex::default(),
+            slots: slots(max_connections),
+            request_slots: slots(max_connections),
+            waiter_slots: slots(max_connections - kept_for_holders(max_connections)),
+            max_connections,
+            longest_timeout: Mutex::default(),
         }
     }
 
-    /// A kept session, preferably one whose silence the server bears for `seconds`, or a new one, which is begun so.
+    /// Returns an idle session, preferably one with this `wait_timeout`, or opens one with it.
     ///
     /// # Errors
-    /// If the server cannot be reached or the limit is, or a new session turns out not to keep its promise.
-    pub(crate) async fn get(&self, operation: &'static str, seconds: u32) -> Result<Session> {
-        match self.kept(seconds) {
+    /// If the server cannot be reached, the limit of connections is reached, or the server does not keep the `wait_timeout`.
+    pub(crate) async fn get(&self, operation: &'static str, wait_timeout: u32) -> Result<Session> {
+        match self.take_idle(wait_timeout) {
             Some(session) => Ok(session),
-            None => self.begin(operation, seconds).await,
+            None => self.open(operation, wait_timeout).await,
         }
     }
 
-    /// The same for a lease, which is about to be done with it and waits until another is.
+    /// Returns a session for a lease's request, and waits for one while the limit of connections is reached.
     ///
     /// # Errors
-    /// If the server cannot be reached, or a new session turns out not to keep its promise.
-    pub(crate) async fn borrow(&self, operation: &'static str, seconds: u32) -> Result<Session> {
+    /// If the server cannot be reached, or does not keep the `wait_timeout`.
+    pub(crate) async fn borrow(&self, operation: &'static str, wait_timeout: u32) -> Result<Session> {
         // Nobody closes the semaphore.
-        let turn = self.turns.clone().acquire_owned().await.ok();
-        let mut session = self.get(operation, seconds).await?;
-        session.turn = turn;
+        let slot = self.request_slots.clone().acquire_owned().await.ok();
+        let mut session = self.get(operation, wait_timeout).await?;
+        session.request_slot = slot;
         Ok(session)
     }
 
-    /// Has a lease wait in its session.
+    /// Lets a lease wait for its lock in this session.
     ///
     /// # Errors
-    /// If too many do.
-    pub(crate) fn wait_in(&self, session: &mut Session) -> Result<()> {
-        if session.place.is_none() {
-            let Ok(place) = self.places.clone().try_acquire_owned() else {
-                let (most, holders) = (self.most, for_holders(self.most));
+    /// If too many wait.
+    pub(crate) fn admit_waiter(&self, session: &mut Session) -> Result<()> {
+        if session.waiter_slot.is_none() {
+            let Ok(slot) = self.waiter_slots.clone().try_acquire_owned() else {
+                let (max, holders) = (self.max_connections, kept_for_holders(self.max_connections));
                 return Err(Error::permanent(
                     NAME,
                     "acquire",
                     format!(
-                        "all but {holders} of the {most} connections that this client may have wait for locks, one per name, \
+                        "all but {holders} of the {max} connections that this client may have wait for locks, one per name, \
                          and the rest are for holders; raise max_connections (and the server's)"
                     ),
                 ));
             };
-            session.place = Some(place);
+            session.waiter_slot = Some(slot);
         }
         Ok(())
     }
 
-    /// Keeps a session that is idle and has no transaction open.
-    pub(crate) async fn keep(&self, mut session: Session) {
-        session.used = Instant::now();
+    /// Puts a session among the idle ones. It has no request under way and no transaction open.
+    pub(crate) async fn put(&self, mut session: Session) {
+        session.last_used = Instant::now();
         session.is_proven = false;
         let surplus = {
             let mut idle = self.idle();
-            if session.seconds.is_some() && idle.len() < MOST_IDLE {
-                let over = (session.place.take(), session.turn.take());
+            if session.wait_timeout.is_some() && idle.len() < MAX_IDLE {
+                let slots = (session.waiter_slot.take(), session.request_slot.take());
                 idle.push(session);
                 drop(idle);
-                // Now that somebody else can have it.
-                drop(over);
+                // Only now, so that the next one to get a slot finds the session.
+                drop(slots);
                 return;
             }
             session
@@ -180,79 +181,87 @@ impl Sessions {
         surplus.quit().await;
     }
 
-    /// Those that are kept are no good any more.
-    pub(crate) fn forget(&self) {
-        // Under the lock: whoever finds none here is not to find them counted.
+    /// Closes all idle sessions: one of them was dead, and the others may be.
+    pub(crate) fn discard_idle(&self) {
+        // Under the lock, so that nobody finds no session here and their slots still taken.
         self.idle().clear();
     }
 
-    /// Looks after what nobody uses. A connection that the server has ended would keep its socket until somebody wants to
-    /// use it, which may be never.
-    pub(crate) async fn tend(&self) {
+    /// Checks the idle sessions for ever. A session that the server has ended would otherwise keep its socket until somebody
+    /// uses it.
+    pub(crate) async fn maintain(&self) {
         loop {
-            sleep(TENDED_EVERY).await;
-            // What is not answered meanwhile has not ended.
-            let _ = timeout(TENDED_EVERY, self.tend_once()).await;
+            sleep(MAINTENANCE_INTERVAL).await;
+            // Without a reply by then, nothing is known to have ended.
+            let _ = timeout(MAINTENANCE_INTERVAL, self.maintain_once()).await;
         }
     }
 
-    async fn tend_once(&self) {
-        join(join_all(self.unused().into_iter().map(Wire::quit)), self.look()).await;
+    async fn maintain_once(&self) {
+        let expiring = self.take_expiring().into_iter();
+        join(
+            join_all(expiring.map(ResumableConnection::quit)),
+            self.drop_ended(),
+        )
+        .await;
     }
 
-    async fn look(&self) {
-        let kept: Vec<_> = self.idle().iter().map(|session| session.id).collect();
-        if let Some(living) = self.control.living(&kept).await {
-            let has_ended = |id| kept.contains(&id) && !living.contains(&id);
+    async fn drop_ended(&self) {
+        let ids: Vec<_> = self.idle().iter().map(|session| session.id).collect();
+        if let Some(alive) = self.control.alive_among(&ids).await {
+            let has_ended = |id| ids.contains(&id) && !alive.contains(&id);
             self.idle().retain(|session| !has_ended(session.id));
         }
-        self.looks.living(&[]).await;
+        self.inspections.alive_among(&[]).await;
     }
 
-    /// Takes those that have not been used since the last round, and that the server would end before the next. They count
-    /// no more from then on.
-    fn unused(&self) -> Vec<Wire> {
-        let is_unused = |session: &mut Session| {
-            session.used.elapsed() >= TENDED_EVERY && session.ends_within(TENDED_EVERY)
+    /// Takes the sessions that were not used since the last check, and that the server would end before the next. Their slots
+    /// are free from then on.
+    fn take_expiring(&self) -> Vec<ResumableConnection> {
+        let is_expiring = |session: &mut Session| {
+            session.last_used.elapsed() >= MAINTENANCE_INTERVAL && session.ends_within(MAINTENANCE_INTERVAL)
         };
         let mut idle = self.idle();
-        idle.extract_if(.., is_unused).map(Session::into_wire).collect()
+        idle.extract_if(.., is_expiring)
+            .map(Session::into_connection)
+            .collect()
     }
 
-    /// Something is held by a session of this term, whose connection may break.
-    pub(crate) fn watch(&self, term: &Term) {
-        self.alarm.watch(&self.options, term);
+    /// Starts the watch for breaks: a session of this epoch holds a lock.
+    pub(crate) fn watch(&self, epoch: &Epoch) {
+        self.disconnect_watch.start(&self.options, epoch);
     }
 
     pub(crate) async fn close(&self) {
-        if let Some((id, term)) = self.alarm.close() {
-            // The server does not notice by itself before its sleep is over.
-            let _ = self.control.kill("close", id, &term).await;
+        if let Some((id, epoch)) = self.disconnect_watch.close() {
+            // The server would not notice before its sleep is over.
+            let _ = self.control.kill("close", id, &epoch).await;
         }
-        let kept = std::mem::take(&mut *self.idle());
-        for session in kept {
+        let idle = std::mem::take(&mut *self.idle());
+        for session in idle {
             session.quit().await;
         }
-        self.looks.close().await;
+        self.inspections.close().await;
         self.control.close().await;
     }
 
-    fn kept(&self, seconds: u32) -> Option<Session> {
+    fn take_idle(&self, wait_timeout: u32) -> Option<Session> {
         let mut idle = self.idle();
-        // Those that the server is about to end, or has ended, are not worth a try; those of an earlier term could
-        // not be ended by their id.
-        idle.retain(|session| !session.ends_within(ENDS_SOON) && self.control.is_latest(&session.term));
-        let fits = idle.iter().rposition(|session| session.bears(seconds));
+        // Drops those that the server is about to end, and those of an earlier epoch, which could not be killed by their id.
+        idle.retain(|session| !session.ends_within(EXPIRY_MARGIN) && self.control.is_current(&session.epoch));
+        let fitting = idle
+            .iter()
+            .rposition(|session| session.wait_timeout == Some(wait_timeout));
         let last = idle.len().checked_sub(1)?;
-        if seconds > self.borne().1 {
-            // A new one says whether it is borne, and needs a place.
+        if wait_timeout > self.longest_timeout().1 {
+            // A new session finds out whether the server keeps it, and needs a slot.
             idle.pop();
             return None;
         }
-        Some(idle.swap_remove(fits.unwrap_or(last)))
+        Some(idle.swap_remove(fitting.unwrap_or(last)))
     }
 
-    async fn begin(&self, operation: &'static str, seconds: u32) -> Result<Session> {
+    async fn open(&self, operation: &'static str, wait_timeout: u32) -> Result<Session> {
         let Ok(slot) = self.slots.clone().try_acquire_owned() else {
             return Err(Error::permanent(
                 NAME,
@@ -260,14 +269,13 @@ impl Sessions {
                 format!(
                     "all {} connections that this client may have are in use, one per held lock and name waited for; \
                      raise max_connections (and the server's), or use mode=lease",
-                    self.most
+                    self.max_connections
                 ),
             ));
         };
-        // First, so that the session cannot be older than the term that vouches for its id.
-        let (term, server) = self.control.term(operation).await?;
-        let during = |error| fault::error(operation, error);
-        let mut wire = Wire::open(&self.options).await.map_err(during)?;
+        // First, so that the session is not older than the epoch of its id.
+        let (epoch, server) = self.control.connect(operation).await?;
+        let mut connection = ResumableConnection::open(&self.options).await.during(operation)?;
         let limits = match server.flavour {
             Flavour::MariaDb => {
                 "max_statement_time=0, idle_transaction_timeout=0, idle_write_transaction_timeout=0, \
@@ -275,34 +283,32 @@ impl Sessions {
             }
             Flavour::MySql => "max_execution_time=0",
         };
-        // A row lock is a transaction; a lease is changed by one statement.
-        let autocommit = u8::from(self.control.mode() == Mode::Lease);
+        // A row lock is a transaction; a lease changes by one statement.
+        let autocommit = u8::from(self.mode == Mode::Lease);
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
-             SET SESSION autocommit={autocommit}, completion_type=0, wait_timeout={seconds}, innodb_lock_wait_timeout=30, \
-             lock_wait_timeout=2, {limits}, @lockkit_mark=CONCAT('lockkit-session:', UUID()); \
-             SELECT CONNECTION_ID(), CAST(@@wait_timeout AS UNSIGNED), {IDENTITY}, @lockkit_mark, \
-             GET_LOCK(@lockkit_mark, 0)"
+             SET SESSION autocommit={autocommit}, completion_type=0, wait_timeout={wait_timeout}, innodb_lock_wait_timeout=30, \
+             lock_wait_timeout=2, {limits}, @lockkit_marker=CONCAT('lockkit-session:', UUID()); \
+             SELECT CONNECTION_ID(), CAST(@@wait_timeout AS UNSIGNED), {SERVER_IDENTITY}, @lockkit_marker, \
+             GET_LOCK(@lockkit_marker, 0)"
         );
-        let reply = wire.ask(setup).await.map_err(during)?;
-        let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).map_err(during)?;
-        let (id, kept, identity, mark): (u64, u64, String, String) = (
-            column(row, 0).map_err(during)?,
-            column(row, 1).map_err(during)?,
-            column(row, 2).map_err(during)?,
-            column(row, 3).map_err(during)?,
-        );
-        if kept != u64::from(seconds) {
+        let reply = connection.query(setup).await.during(operation)?;
+        let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).during(operation)?;
+        let id = column(row, 0).during(operation)?;
+        let confirmed: u64 = column(row, 1).during(operation)?;
+        let identity: String = column(row, 2).during(operation)?;
+        let marker = column(row, 3).during(operation)?;
+        if confirmed != u64::from(wait_timeout) {
             return Err(Error::unsupported(
                 NAME,
                 format!(
-                    "a server or proxy that does not keep a session's wait_timeout: it was set to {seconds} s and is \
-                     {kept} s, so that a silent holder would keep its lock for ever; connect to the server directly"
+                    "a server or proxy that does not keep a session's wait_timeout: it was set to {wait_timeout} s and is \
+                     {confirmed} s, so that a silent holder would keep its lock for ever; connect to the server directly"
                 ),
             ));
         }
-        if identity != term.server {
-            // After a fail-over only one of them is right, and the next look says which.
+        if identity != epoch.server {
+            // After a fail-over only one of them is right. The next epoch decides.
             self.control.close().await;
             return Err(Error::transient(
                 NAME,
@@ -310,54 +316,57 @@ impl Sessions {
                 format!(
                     "connections of one client reach different servers, {identity} and {}, which do not share locks; \
                      connect to one server and not to a balancer",
-                    term.server
+                    epoch.server
                 ),
             ));
         }
         let life = match self.mode {
-            Mode::ForUpdate => self.life(operation, &mut wire).await?,
+            Mode::ForUpdate => self.life(operation, &mut connection).await?,
             Mode::Lease => 0,
         };
         {
-            let mut borne = self.borne();
-            let longest = if borne.0 == term.number { borne.1 } else { 0 };
-            *borne = (term.number, longest.max(seconds));
+            let mut longest = self.longest_timeout();
+            let before = if longest.0 == epoch.number { longest.1 } else { 0 };
+            *longest = (epoch.number, before.max(wait_timeout));
         }
         Ok(Session {
-            wire,
+            connection,
             id,
-            term,
+            epoch,
             life,
-            mark,
-            seconds: Some(seconds),
+            marker,
+            wait_timeout: Some(wait_timeout),
             setting: None,
             prepares: true,
             is_proven: true,
-            used: Instant::now(),
+            last_used: Instant::now(),
             _slot: slot,
-            turn: None,
-            place: None,
+            request_slot: None,
+            waiter_slot: None,
         })
     }
 
-    /// The number of the life that the server is in, as a session of its own sees it. If there is none, it gets one.
-    async fn life(&self, operation: &'static str, wire: &mut Wire) -> Result<u64> {
-        let during = |error| fault::error(operation, error);
-        let reply = wire.ask(format!("{}; ROLLBACK", sql::life())).await;
-        if let Some(row) = reply.map_err(during)?.row(0) {
-            return column(row, 0).map_err(during);
+    /// Returns the number of the server's life as this session sees it. Gives it one if it has none.
+    async fn life(&self, operation: &'static str, connection: &mut ResumableConnection) -> Result<u64> {
+        let reply = connection.query(format!("{}; ROLLBACK", row_sql::life())).await;
+        if let Some(row) = reply.during(operation)?.row(0) {
+            return column(row, 0).during(operation);
         }
         let life = self.control.begin_life(operation).await?;
-        let reply = wire.ask(format!("{}; ROLLBACK", sql::lives(life))).await;
-        if reply.map_err(during)?.row(0).is_none() {
+        let reply = connection
+            .query(format!("{}; ROLLBACK", row_sql::is_in_life(life)))
+            .await;
+        if reply.during(operation)?.row(0).is_none() {
             let what = "connections of one client reach a server before and after it came back";
             return Err(Error::transient(NAME, operation, what));
         }
         Ok(life)
     }
 
-    fn borne(&self) -> std::sync::MutexGuard<'_, (u64, u32)> {
-        self.borne.lock().unwrap_or_else(PoisonError::into_inner)
+    fn longest_timeout(&self) -> std::sync::MutexGuard<'_, (u64, u32)> {
+        self.longest_timeout
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Session>> {
@@ -366,154 +375,158 @@ impl Sessions {
 }
 
 impl Session {
-    /// True if the server is known to bear its silence for `seconds`.
-    pub(crate) fn bears(&self, seconds: u32) -> bool {
-        self.seconds == Some(seconds)
+    /// True if `wait_timeout` is known to be the session's.
+    pub(crate) fn has_timeout(&self, wait_timeout: u32) -> bool {
+        self.wait_timeout == Some(wait_timeout)
     }
 
-    /// True if the server ends it within `time` unless it is used.
+    /// True if the server ends the session within `time` unless it is used.
     fn ends_within(&self, time: Duration) -> bool {
-        let bears = Duration::from_secs(self.seconds.unwrap_or(0).into());
-        self.used.elapsed() + time >= bears
+        let limit = Duration::from_secs(self.wait_timeout.unwrap_or(0).into());
+        self.last_used.elapsed() + time >= limit
     }
 
-    /// Sends `request`, one or more statements, as soon as it is waited for. From its beginning on the server bears the
-    /// session's silence for `seconds`. What is still running is waited for first.
-    pub(crate) async fn send(&mut self, seconds: u32, request: String) {
-        self.settle().await;
-        // No await from here on: what is sent and what is known of it go together.
-        if self.bears(seconds) {
-            self.wire.start(request);
+    /// True if `error` says that the session had ended while it was idle. Other idle ones may have ended with it.
+    pub(crate) fn ended_idle(&self, error: &sqlx::Error) -> bool {
+        error::ends_the_session(error) && !self.is_proven
+    }
+
+    /// Starts a request of one or more statements, with this `wait_timeout` from its beginning. The first wait for its reply
+    /// sends it. If an earlier request still runs, the connection closes.
+    pub(crate) fn send(&mut self, wait_timeout: u32, request: String) {
+        if self.has_timeout(wait_timeout) {
+            self.connection.send(request);
         } else {
-            self.seconds = None;
-            self.setting = Some(Setting::First(seconds));
-            self.wire
-                .start(format!("SET SESSION wait_timeout={seconds}; {request}"));
+            self.wait_timeout = None;
+            self.setting = Some(Setting::First(wait_timeout));
+            self.connection
+                .send(format!("SET SESSION wait_timeout={wait_timeout}; {request}"));
         }
     }
 
-    /// The same, and from the end of `request` on for as many seconds as the expression `after` comes to.
-    pub(crate) async fn send_and_set(&mut self, seconds: u32, request: String, after: &str) {
-        self.settle().await;
-        let also_first = !self.bears(seconds);
+    /// Starts a request as [`send`](Self::send) does. After it, `wait_timeout` is the value of the expression `after`.
+    pub(crate) fn send_and_set(&mut self, wait_timeout: u32, request: &str, after: &str) {
+        let also_first = !self.has_timeout(wait_timeout);
         let first = if also_first {
-            format!("SET SESSION wait_timeout={seconds}; ")
+            format!("SET SESSION wait_timeout={wait_timeout}; ")
         } else {
             String::new()
         };
-        self.seconds = None;
+        self.wait_timeout = None;
         self.setting = Some(Setting::Last { also_first });
-        self.wire.start(format!(
+        self.connection.send(format!(
             "{first}{request}; SET SESSION wait_timeout={after}; SELECT CAST(@@wait_timeout AS UNSIGNED)"
         ));
     }
 
-    /// Sends a statement with one parameter, which the server prepares when it comes for the first time.
-    pub(crate) async fn execute(&mut self, sql: &'static str, parameter: &[u8]) {
-        self.settle().await;
-        self.wire.execute(sql, parameter);
+    /// Starts a statement with one parameter. The server prepares it once per session.
+    pub(crate) fn execute(&mut self, sql: &'static str, parameter: &[u8]) {
+        self.connection.execute(sql, parameter);
     }
 
-    /// True if the reply to the latest request is still owed.
+    /// True if a request is under way.
     pub(crate) fn is_running(&self) -> bool {
-        self.wire.running_since().is_some()
+        self.connection.running_since().is_some()
     }
 
-    /// Waits for the answer and leaves it here. Whoever reads a reply does it here.
-    pub(crate) async fn settle(&mut self) {
-        self.wire.settle().await;
-        let (Some(answer), Some(setting)) = (self.wire.answered(), self.setting) else {
+    /// Waits for the reply, and keeps it here. All replies are read here.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await, and called again.
+    pub(crate) async fn receive(&mut self) {
+        self.connection.receive().await;
+        let (Some(reply), Some(setting)) = (self.connection.received(), self.setting) else {
             return;
         };
         self.setting = None;
-        // After an error nobody knows how far the server got.
-        let Ok(reply) = answer else { return };
-        self.seconds = match setting {
-            Setting::First(seconds) => {
+        // After an error, it is not known which statements the server has run.
+        let Ok(reply) = reply else { return };
+        self.wait_timeout = match setting {
+            Setting::First(wait_timeout) => {
                 reply.drop_first();
-                Some(seconds)
+                Some(wait_timeout)
             }
             Setting::Last { also_first } => {
                 if also_first {
                     reply.drop_first();
                 }
                 let last = reply.pop_last();
-                // That of the setting itself.
+                // The result of `SET`.
                 reply.pop_last();
                 last.and_then(|row| column(&row, 0).ok())
             }
         };
     }
 
-    /// The same until `limit` after it was sent. `false` if it is still owed then.
-    pub(crate) async fn settle_within(&mut self, limit: Duration) -> bool {
-        match self.wire.running_since() {
-            Some(since) => timeout_at(since + limit, self.settle()).await.is_ok(),
+    /// Waits for the reply until `limit` after the request. Returns false if there is none by then.
+    pub(crate) async fn receive_within(&mut self, limit: Duration) -> bool {
+        match self.connection.running_since() {
+            Some(since) => timeout_at(since + limit, self.receive()).await.is_ok(),
             None => true,
         }
     }
 
-    /// True if the answer is here already. Waits for nothing.
-    pub(crate) async fn is_settled(&mut self) -> bool {
-        let mut settle = pin!(self.settle());
-        poll_fn(|cx| Poll::Ready(settle.as_mut().poll(cx).is_ready())).await
+    /// True if no reply is due. Sends the request if that has not happened yet, and waits for nothing.
+    pub(crate) fn has_reply(&mut self) -> bool {
+        self.receive().now_or_never().is_some()
     }
 
-    /// Waits for the answer to what was sent last: without what the session itself had to say and hear.
+    /// Takes the reply that was received, without the results of what the session itself had added to the request.
     ///
     /// # Errors
-    /// As those of the connection.
-    pub(crate) async fn answer(&mut self) -> sqlx::Result<Reply> {
-        self.settle().await;
-        self.wire.answer().await
+    /// The server's error, or an I/O error if the connection has ended.
+    pub(crate) fn take_reply(&mut self) -> sqlx::Result<Reply> {
+        self.connection.take_reply()
     }
 
-    /// Sends and waits for the answer.
+    /// Runs a request: waits for an earlier reply, which it forgets, sends this one, and returns its reply.
     ///
     /// # Errors
-    /// As those of the connection.
-    pub(crate) async fn ask(&mut self, seconds: u32, request: String) -> sqlx::Result<Reply> {
-        self.send(seconds, request).await;
-        self.answer().await
+    /// As [`take_reply`](Self::take_reply).
+    pub(crate) async fn query(&mut self, wait_timeout: u32, request: String) -> sqlx::Result<Reply> {
+        self.receive().await;
+        self.send(wait_timeout, request);
+        self.receive().await;
+        self.take_reply()
     }
 
-    /// The answer that is here and that nobody has taken, if it is an error.
+    /// Returns the error that was received and not yet taken.
     pub(crate) fn failure(&mut self) -> Option<&sqlx::Error> {
-        self.wire.answered()?.as_ref().err()
+        self.connection.received()?.as_ref().err()
     }
 
-    /// Closes the connection, and says what is to be ended.
-    pub(crate) fn give_up(self) -> GivenUp {
-        GivenUp {
+    /// Closes the connection, and returns the session to kill.
+    pub(crate) fn abandon(self) -> AbandonedSession {
+        AbandonedSession {
             id: self.id,
-            term: self.term,
-            mark: self.mark,
+            epoch: self.epoch,
+            marker: self.marker,
         }
     }
 
-    /// Says goodbye, so that the server logs no aborted connection. Another may be begun in its place meanwhile.
+    /// Closes the connection in order, so that the server logs no aborted one. Its slots are free at once.
     pub(crate) async fn quit(self) {
-        self.into_wire().quit().await;
+        self.into_connection().quit().await;
     }
 
-    /// Gives up its place.
-    fn into_wire(self) -> Wire {
+    /// Frees the session's slots.
+    fn into_connection(self) -> ResumableConnection {
         let Self {
-            wire,
-            turn,
-            place,
+            connection,
+            request_slot,
+            waiter_slot,
             _slot: slot,
             ..
         } = self;
-        // In this order: whoever has the turn may begin another session.
-        drop((slot, turn, place));
-        wire
+        // In this order: the next one to get the request slot may open another session.
+        drop((slot, request_slot, waiter_slot));
+        connection
     }
 }
 
-/// How many of `most` sessions no waiting lease may have, so that others are released and renewed meanwhile.
-fn for_holders(most: u32) -> u32 {
-    most.div_ceil(10).min(most - 1)
+/// Returns how many of `max` sessions no waiting lease may have, so that others are released and renewed meanwhile.
+fn kept_for_holders(max: u32) -> u32 {
+    max.div_ceil(10).min(max - 1)
 }
 
 #[cfg(test)]
@@ -526,9 +539,9 @@ mod tests {
 
     use super::*;
 
-    /// The only connection that there may be is about to be closed, and the server takes its time to say what it still has.
+    /// With `max_connections=1`, the one idle session is about to be closed, and the server is slow to list its sessions.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn what_nobody_uses_takes_nobodys_place() {
+    async fn an_idle_session_that_is_closed_frees_its_slot() {
         for (kept, backend) in [(Kept::MariaDb, "mysql"), (Kept::MySql, "mysql-server")] {
             if skipped(backend, MySql::missing(kept)) {
                 continue;
@@ -545,23 +558,23 @@ mod tests {
                 .prepare(crate::Mode::ForUpdate, crate::Schema::Auto);
             tables.await.unwrap();
             let session = sessions.get("acquire", 10).await.unwrap();
-            sessions.keep(session).await;
+            sessions.put(session).await;
             for session in &mut *sessions.idle() {
-                session.used = session.used.checked_sub(TENDED_EVERY).unwrap();
+                session.last_used = session.last_used.checked_sub(MAINTENANCE_INTERVAL).unwrap();
             }
-            // Also in the instant before it is closed.
-            let unused = sessions.unused();
+            // Its slot is free before it is closed.
+            let unused = sessions.take_expiring();
             assert_eq!(unused.len(), 1);
             let session = sessions.get("acquire", 10).await.unwrap();
             drop(unused);
-            sessions.keep(session).await;
+            sessions.put(session).await;
             for session in &mut *sessions.idle() {
-                session.used = session.used.checked_sub(TENDED_EVERY).unwrap();
+                session.last_used = session.last_used.checked_sub(MAINTENANCE_INTERVAL).unwrap();
             }
             proxy.set(Mode::Blackhole);
             tokio::select! {
                 biased;
-                () = sessions.tend_once() => panic!("nothing was asked"),
+                () = sessions.maintain_once() => panic!("nothing was asked"),
                 got = timeout(Duration::from_millis(200), sessions.get("acquire", 10)) => {
                     assert!(got.is_err(), "{got:?}");
                 }

@@ -1,46 +1,49 @@
-//! Fencing tokens, from a counter of the server's that rises with every look and is in no file: `UUID_SHORT()`.
+//! Fencing tokens, from tickets of the server.
 //!
-//! Whoever locks a row looks at that counter in the same statement, so that the order of looks is the order of grants.
-//! What is durable is a mapping per name: it says which token the looks of one life of the server stand for, and all of
-//! its tokens are from a block that was reserved, by a durable write, before it was made. A life of the server has a
-//! number. A mapping from an earlier one, or one that is used up, is replaced by one with tokens above all of its own.
+//! `UUID_SHORT()` draws a *ticket*: the next value of a counter that all sessions of the server share and that no file keeps.
+//! A claim draws one in the statement that locks its row, after the row is locked, so tickets are in the order of the
+//! grants.
+//!
+//! A *mapping* per name turns tickets of one life of the server into tokens. It is durable. All of its tokens are from a block
+//! that was reserved before by another durable write. Each life of the server has a number. A mapping of an earlier life, or one
+//! whose block is used up, is replaced by a mapping with higher tokens.
 
 use std::str::FromStr;
 
-/// For how many looks a name's first mapping in a life of the server lasts, whoever makes them.
-const FIRST_LOOKS: u64 = 1_024;
+/// The number of tickets in a name's first mapping of a life, from all clients.
+const FIRST_TICKETS: u64 = 1_024;
 
-/// The most tokens of a block that is larger than the first: a minute of the clock, which counters are not to outrun,
-/// since one that is deleted begins anew there.
-const MOST: u64 = 1 << 26;
+/// The most tokens of a block that is larger than the first one: a minute of the clock, in µs. A counter that was deleted
+/// starts again at the clock, so counters are not to get far ahead of it.
+const MAX_TOKENS: u64 = 1 << 26;
 
-/// The tokens that looks stand for.
+/// A mapping of tickets to tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Mapping {
     /// The life of the server in which it was made.
     pub(crate) life: u64,
-    /// The first token of the block, which the look `since` stands for.
+    /// The first token of the block, which belongs to the ticket `since`.
     pub(crate) base: u64,
     pub(crate) since: u64,
     /// The last token of the block.
     pub(crate) last: u64,
-    /// How much higher a look's token is than that of the look before.
+    /// The number of tokens per ticket.
     pub(crate) step: u64,
 }
 
 impl Mapping {
-    /// The first of the `count` tokens of a look that was made in `life`. `None` if another mapping is needed.
-    pub(crate) fn first(&self, look: u64, life: u64, count: u64) -> Option<u64> {
+    /// Returns the first of the `count` tokens of a ticket that was drawn in `life`. `None` if it takes another mapping.
+    pub(crate) fn first(&self, ticket: u64, life: u64, count: u64) -> Option<u64> {
         if self.life < life || self.step < count {
             return None;
         }
-        let above = look.checked_sub(self.since)?.checked_mul(self.step)?;
+        let above = ticket.checked_sub(self.since)?.checked_mul(self.step)?;
         let first = self.base.checked_add(above)?;
         (first.checked_add(count)? <= self.last.checked_add(1)?).then_some(first)
     }
 
-    /// The size of the block for the mapping that is to replace this one, and its step. It is 64 times as large as one that
-    /// was used up in the same life.
+    /// Returns the size of the block and the step of the next mapping. A block that was used up in the same life is followed by
+    /// one of 64 times its size.
     pub(crate) fn next(&self, life: u64, count: u64) -> (u64, u64) {
         let (step, size) = if self.life < life {
             (count, 0)
@@ -50,12 +53,12 @@ impl Mapping {
                 self.last.saturating_sub(self.base).saturating_add(1),
             )
         };
-        let size = size.saturating_mul(64).min(MOST);
-        (size.max(step.saturating_mul(FIRST_LOOKS)), step)
+        let size = size.saturating_mul(64).min(MAX_TOKENS);
+        (size.max(step.saturating_mul(FIRST_TICKETS)), step)
     }
 }
 
-/// As the server spells its columns, in their order.
+/// Reads the columns as the server joins them, in this order.
 impl FromStr for Mapping {
     type Err = Box<dyn std::error::Error + Send + Sync>;
 
@@ -87,7 +90,7 @@ mod tests {
     };
 
     #[test]
-    fn a_look_stands_for_tokens_of_its_own() {
+    fn each_ticket_has_tokens_of_its_own() {
         assert_eq!("7/1001/50/1100/10".parse::<Mapping>().unwrap(), MAPPING);
         assert!("7/1001/50/1100".parse::<Mapping>().is_err());
         assert_eq!(MAPPING.first(50, 7, 10), Some(1_001));
@@ -99,19 +102,19 @@ mod tests {
         );
         assert_eq!(MAPPING.first(59, 7, 10), Some(1_091));
         assert_eq!(MAPPING.first(60, 7, 1), None, "the block ends before");
-        assert_eq!(MAPPING.first(49, 7, 1), None, "a look from before it was made");
+        assert_eq!(MAPPING.first(49, 7, 1), None, "a ticket from before it was made");
         assert_eq!(MAPPING.first(51, 8, 1), None, "it is from an earlier life");
         assert_eq!(
             MAPPING.first(51, 7, 11),
             None,
-            "the next look's tokens are among them"
+            "the next ticket's tokens are among them"
         );
         assert_eq!(MAPPING.first(u64::MAX, 7, 1), None);
         assert_eq!(Mapping::default().first(1, 1, 1), None);
     }
 
     #[test]
-    fn blocks_grow_where_they_are_used_up() {
+    fn blocks_grow_when_they_are_used_up() {
         let grown = Mapping {
             last: MAPPING.base + 40_959,
             ..MAPPING
@@ -120,16 +123,16 @@ mod tests {
         assert_eq!(
             grown.next(7, 10_000),
             (10_240_000, 10_000),
-            "for as many looks as at first"
+            "for as many tickets as at first"
         );
         assert_eq!(grown.next(8, 1), (1_024, 1), "another life");
         let most = Mapping {
-            last: MAPPING.base + MOST,
+            last: MAPPING.base + MAX_TOKENS,
             ..MAPPING
         };
-        assert_eq!(most.next(7, 1), (MOST, 10));
+        assert_eq!(most.next(7, 1), (MAX_TOKENS, 10));
         let widest = 65_536;
-        assert_eq!(most.next(7, widest), (widest * FIRST_LOOKS, widest));
+        assert_eq!(most.next(7, widest), (widest * FIRST_TICKETS, widest));
         assert_eq!(Mapping::default().next(1, 65), (65 * 1_024, 65));
     }
 }

@@ -85,7 +85,7 @@ fn holds() {
         let client = client(addr, mode).await;
         let guard = client.lock(&name).unwrap().acquire_with(&options).await.unwrap();
         println!("{MARK}{}", guard.token().get());
-        // Ends with whoever started it.
+        // Ends with its parent process.
         let end = tokio::task::spawn_blocking(|| std::io::stdin().lines().count());
         let _ = end.await;
         std::process::exit(0);

@@ -34,7 +34,7 @@ impl Harness for Server {
         MySql::missing(self.flavour).map(|reason| Missing {
             backend: match self.flavour {
                 Flavour::MariaDb => "mysql",
-                // Not to be had everywhere: asked for by a name of its own.
+                // Not available everywhere, so it has a name of its own in `LOCKKIT_REQUIRE`.
                 Flavour::MySql => "mysql-server",
             }
             .to_owned(),

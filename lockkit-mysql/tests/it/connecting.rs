@@ -1,4 +1,4 @@
-//! What is refused, what is made, and with which rights.
+//! Connecting: refusals, tables, and rights.
 
 use std::{io, time::Duration};
 
@@ -57,7 +57,7 @@ async fn tables_that_are_missing_are_printed_and_not_made(flavour: Flavour) {
         assert!(!error.is_transient() && text.contains(ddl(mode).trim()), "{text}");
         let tables = "SELECT COUNT(*) FROM information_schema.TABLES WHERE TABLE_SCHEMA=DATABASE()";
         assert_eq!(admin.value(tables).await, "0");
-        // What it printed is what it takes.
+        // The statements in the error are sufficient.
         admin.run(&ddl(mode)).await;
         let client = connect(config).await.unwrap();
         cycle(&client, "a").await;
@@ -111,7 +111,7 @@ async fn the_rights_on_the_tables_are_enough(flavour: Flavour) {
     }
 }
 
-/// Clients that draw from the counter and those that map looks to its blocks would not see each other's tokens.
+/// Clients that draw tokens from the counter and those that map tickets to its blocks would not see each other's tokens.
 async fn an_earlier_version_shares_no_counter(flavour: Flavour) {
     let (mut admin, config) = database(flavour, "ALL ON HERE.*").await;
     let earlier = "CREATE TABLE lockkit_fence (name VARBINARY(255) NOT NULL PRIMARY KEY, \
@@ -131,7 +131,7 @@ async fn an_earlier_version_shares_no_counter(flavour: Flavour) {
         guard.token().get() > 1 << 62,
         "tokens go on above the earlier ones"
     );
-    // What the earlier version asks first.
+    // The first request of the earlier version.
     let take = "SELECT (SELECT token FROM lockkit_fence WHERE name=CONCAT(r.name)) FROM lockkit_gate r";
     let refused = admin.try_run(take).await.unwrap_err();
     assert!(refused.to_string().contains("token"), "{refused}");
@@ -180,7 +180,7 @@ async fn a_read_only_server_is_refused(flavour: Flavour) {
         Error::Unsupported { what, .. } => assert!(what.contains("read_only"), "{what}"),
         other => panic!("{other}"),
     }
-    // One that became read-only later is an error, and neither "taken" nor a wait without end.
+    // A server that becomes read-only later returns an error, neither "taken" nor a wait without end.
     let lock = client.lock("new").unwrap();
     for answer in [
         lock.try_acquire().await.map(|_| ()),
@@ -230,7 +230,7 @@ async fn connections_to_different_servers_are_refused(flavour: Flavour) {
 
 async fn a_password_that_needs_a_public_key_is_no_hurdle(flavour: Flavour) {
     if flavour == Flavour::MariaDb {
-        // MariaDB has no caching_sha2_password in this version: the plugin that it has instead is asked for.
+        // This version of MariaDB has no caching_sha2_password, so the test uses its own plugin.
         let (_admin, config) = database(flavour, "ALL ON HERE.*").await;
         connect(config).await.unwrap();
         return;
@@ -242,7 +242,7 @@ async fn a_password_that_needs_a_public_key_is_no_hurdle(flavour: Flavour) {
             "ALTER USER '{user}'@'%' IDENTIFIED WITH caching_sha2_password BY 'pw'"
         ))
         .await;
-    // The first time needs the server's public key, the second is answered from its cache.
+    // The first login needs the server's public key. The second uses the server's cache.
     for _ in 0..2 {
         connect(config.clone()).await.unwrap();
     }
@@ -294,7 +294,7 @@ async fn leases_are_exclusive_and_say_so(flavour: Flavour) {
     }
 }
 
-/// One for who waits, and one by which holds are renewed meanwhile.
+/// One for a waiter, and one to renew holds meanwhile.
 async fn leases_need_two_connections(flavour: Flavour) {
     for (most, is_enough) in [(1, false), (2, true)] {
         let mut config = config(shared(flavour).addr());
@@ -345,7 +345,7 @@ fn galera_is_refused() {
     });
 }
 
-/// After it stood still it counts a session's silence from before that. A lease in a row does not depend on it.
+/// After a standstill it counts a session's silence from before that. A lease in a row does not depend on it.
 #[test]
 fn a_pool_of_threads_keeps_no_row_lock() {
     crate::servers::run(Flavour::MariaDb, |flavour| async move {
@@ -360,7 +360,7 @@ fn a_pool_of_threads_keeps_no_row_lock() {
     });
 }
 
-/// The options of one acquisition that is not to take long.
+/// Options with short time-outs.
 #[test]
 fn the_limit_of_connections_is_a_clear_error() {
     crate::servers::run(Flavour::MariaDb, |flavour| async move {

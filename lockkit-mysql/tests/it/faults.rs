@@ -1,4 +1,4 @@
-//! What breaks, and what then happens.
+//! Faults, and what follows from them.
 
 use std::time::Duration;
 
@@ -35,13 +35,13 @@ for_each_flavour! {
     a_writer_that_gives_up_keeps_no_readers_out
     a_waiter_granted_in_the_dark_reports_no_success
     a_waiter_that_is_cut_off_waits_anew
-    a_next_in_line_that_is_gone_keeps_a_lease_for_seconds_at_most
+    a_dead_head_of_the_queue_keeps_a_lease_for_seconds_at_most
     a_server_that_crashes_while_the_lock_is_held
     a_server_that_stands_still_grants_nothing
     replies_that_are_lost
     nobody_waits_for_a_dead_connection_to_acquire
     a_lease_does_not_wait_for_a_dead_connection
-    a_try_that_is_not_answered_is_withdrawn_over_another_connection
+    a_try_without_a_reply_is_withdrawn_over_another_connection
     a_release_whose_reply_is_lost_is_no_loss
     a_release_that_is_asked_again_wakes_the_next_in_line
     a_release_that_comes_late_frees_no_later_hold
@@ -59,11 +59,11 @@ for_each_flavour! {
     tokens_go_back_with_a_deleted_counter_and_the_clock
     two_primaries_grant_one_lock
     a_server_that_lost_its_data
-    a_watch_that_has_ended_is_begun_again
-    a_watch_that_fell_silent_is_begun_again
+    a_disconnect_watch_that_ended_is_restarted
+    a_disconnect_watch_that_fell_silent_is_restarted
     a_dead_holder_is_followed_within_its_bound
     a_lease_whose_row_is_deleted_is_anothers
-    a_wait_that_nobody_hears_of_is_not_taken_for_taken
+    a_wait_that_the_server_never_heard_of_is_not_taken
 }
 
 /// A client through a proxy of its own.
@@ -78,7 +78,7 @@ fn brief(client: &LockClient, name: &str, ttl: Duration) -> Lock {
     client.lock(name).unwrap().with_options(options)
 }
 
-/// Without a lease there is nothing that ends a silent holder: a plain row lock outlasts every fault here.
+/// The faults break a plain row lock: without a lease, nothing ends a silent holder.
 async fn the_tools_break_an_unprotected_hold(flavour: Flavour) {
     let server = private(flavour, &[]);
     let proxy = Proxy::start(server.addr()).unwrap();
@@ -114,7 +114,7 @@ async fn a_killed_holder_is_followed_within_100_ms(flavour: Flavour) {
     let name = name("killed");
     let (mut took, mut released) = (Vec::new(), Vec::new());
     for _ in 0..10 {
-        // What a busy machine takes for a grant that waits for no death.
+        // The time of a grant on a busy machine.
         let guard = client.lock(&name).unwrap().acquire().await.unwrap();
         let waiter = Waiter::of(other.lock(&name).unwrap());
         waits(&client, &name).await;
@@ -151,7 +151,7 @@ async fn a_stopped_holder_is_followed_at_the_end_of_its_lease(flavour: Flavour) 
     let (stopped, running) = (Instant::now(), Stopwatch::start());
     let guard = lock.acquire().await.unwrap();
     let (took, ran) = (stopped.elapsed(), running.elapsed());
-    // It was renewed a third of the lease before at most.
+    // The latest renewal was a third of the lease before at most.
     assert!(
         took > Duration::from_millis(600) && ran < Duration::from_millis(1_300),
         "{took:?}, {ran:?}"
@@ -162,7 +162,7 @@ async fn a_stopped_holder_is_followed_at_the_end_of_its_lease(flavour: Flavour) 
     guard.check().unwrap();
 }
 
-/// The server does not look whether the client is there while its statement waits for a row.
+/// The server does not notice that a client is gone while its statement waits for a row.
 async fn a_killed_writer_keeps_readers_out_for_half_a_minute(flavour: Flavour) {
     let server = shared(flavour);
     let client = client(server.addr(), Mode::ForUpdate).await;
@@ -183,14 +183,14 @@ async fn a_killed_writer_keeps_readers_out_for_half_a_minute(flavour: Flavour) {
     also_reads.unwrap().release().await.unwrap();
 }
 
-/// Also if the connection that ends sessions has ended since that one's was begun.
+/// Also if the control connection has ended since that session began.
 async fn a_writer_that_gives_up_keeps_no_readers_out(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let reader = client(server.addr(), Mode::ForUpdate).await;
     let lock = reader.lock("a").unwrap().shared();
     let reads = lock.acquire().await.unwrap();
-    // One for itself, one that holds, one to hear of breaks.
+    // The control connection, the holder's, and the disconnect watch.
     eventually("all are there", async || admin.sessions().await.len() == 3).await;
     let others = admin.sessions().await;
     let impatient = client(server.addr(), Mode::ForUpdate).await;
@@ -244,7 +244,7 @@ async fn a_blackholed_holder_is_told_before_it_is_followed(flavour: Flavour) {
     }
 }
 
-/// The server grants to a session whose client does not hear of it.
+/// The server grants to a session whose client does not get the reply.
 async fn a_waiter_granted_in_the_dark_reports_no_success(flavour: Flavour) {
     for mode in MODES {
         let server = shared(flavour);
@@ -256,7 +256,7 @@ async fn a_waiter_granted_in_the_dark_reports_no_success(flavour: Flavour) {
         waits(&other, &name).await;
         proxy.set(lockkit_testbed::Mode::Blackhole);
         holder.release().await.unwrap();
-        // The dark session has it now, for as long as the server bears its silence.
+        // The dark session has the lock now, until its `wait_timeout`.
         let began = Instant::now();
         let third = timeout(Duration::from_secs(5), other.lock(&name).unwrap().acquire())
             .await
@@ -289,7 +289,7 @@ async fn a_waiter_that_is_cut_off_waits_anew(flavour: Flavour) {
         let holder = other.lock(&name).unwrap().acquire().await.unwrap();
         let waiter = Waiter::of(brief(&cut, &name, Duration::from_secs(30)));
         waits(&other, &name).await;
-        // Its connections go silent, and stay so; new ones pass. The server does not notice before it grants.
+        // Its connections go silent for good; new ones pass. The server does not notice before it grants.
         proxy.set(lockkit_testbed::Mode::HalfOpen);
         proxy.set(lockkit_testbed::Mode::Pass);
         let began = Instant::now();
@@ -301,7 +301,7 @@ async fn a_waiter_that_is_cut_off_waits_anew(flavour: Flavour) {
         );
         granted.check().unwrap();
         granted.release().await.unwrap();
-        // Nor does what it left in the queue keep anybody out.
+        // Nor does its request in the queue keep anybody out.
         let next = timeout(Duration::from_secs(5), other.lock(&name).unwrap().acquire())
             .await
             .unwrap();
@@ -309,8 +309,8 @@ async fn a_waiter_that_is_cut_off_waits_anew(flavour: Flavour) {
     }
 }
 
-/// Where a release leaves the lock to whoever is next, that one may have died, or have gone dark.
-async fn a_next_in_line_that_is_gone_keeps_a_lease_for_seconds_at_most(flavour: Flavour) {
+/// A release leaves the lock to the head of the queue, which may have died or gone dark.
+async fn a_dead_head_of_the_queue_keeps_a_lease_for_seconds_at_most(flavour: Flavour) {
     let server = shared(flavour);
     let holder = client(server.addr(), Mode::Lease).await;
     let third = client(server.addr(), Mode::Lease).await;
@@ -369,7 +369,7 @@ async fn a_server_that_crashes_while_the_lock_is_held(flavour: Flavour) {
                 assert!(guard.release().await.unwrap_err().is_lost());
                 last = waiter.granted().await.0.token().get();
             } else {
-                // The row is still there, and so is its owner's right to it.
+                // The row is still there, and its owner's.
                 guard.renew().await.unwrap();
                 guard.check().unwrap();
                 let token = guard.token().get();
@@ -423,7 +423,7 @@ async fn replies_that_are_lost(flavour: Flavour) {
         let (proxy, unlucky) = behind_a_proxy(server, mode).await;
         let other = client(server.addr(), mode).await;
         let ttl = Duration::from_secs(2);
-        // To an attempt: nobody knows, and the lock comes free within the lease.
+        // To an attempt: its outcome is unknown, and the lock is free within the lease.
         let (attempted, renewed, released) = (name("attempt"), name("renew"), name("release"));
         proxy.set(lockkit_testbed::Mode::DropReplies);
         let lock = brief(&unlucky, &attempted, ttl);
@@ -436,7 +436,7 @@ async fn replies_that_are_lost(flavour: Flavour) {
             .unwrap()
             .unwrap();
         guard.release().await.unwrap();
-        // To a renewal: it goes on to the end of its lease, and is told by then.
+        // To a renewal: the hold goes on to the end of its lease, and the holder is told by then.
         let guard = brief(&unlucky, &renewed, ttl).acquire().await.unwrap();
         proxy.set(lockkit_testbed::Mode::DropReplies);
         timeout(ttl + Duration::from_millis(500), guard.lost())
@@ -460,7 +460,7 @@ async fn replies_that_are_lost(flavour: Flavour) {
     }
 }
 
-/// Those that are kept for the next acquisition may all be dead by then, and the server is well.
+/// All idle sessions may be dead while the server is well.
 async fn nobody_waits_for_a_dead_connection_to_acquire(flavour: Flavour) {
     for mode in MODES {
         let (proxy, unlucky) = behind_a_proxy(shared(flavour), mode).await;
@@ -486,7 +486,7 @@ async fn a_lease_does_not_wait_for_a_dead_connection(flavour: Flavour) {
     let options = AcquireOptions::new().op_timeout(Duration::from_millis(100));
     let lock = unlucky.lock(name("dead")).unwrap().with_options(options);
     let guard = lock.acquire().await.unwrap();
-    // Those that there are never say anything again.
+    // The existing connections are dead for good.
     proxy.set(lockkit_testbed::Mode::HalfOpen);
     assert!(guard.renew().await.unwrap_err().is_transient());
     proxy.set(lockkit_testbed::Mode::Pass);
@@ -494,15 +494,15 @@ async fn a_lease_does_not_wait_for_a_dead_connection(flavour: Flavour) {
     guard.release().await.unwrap();
 }
 
-/// The server has locked the row for it, and would keep it so for the ttl.
-async fn a_try_that_is_not_answered_is_withdrawn_over_another_connection(flavour: Flavour) {
+/// The server has locked the row for the try, and would keep it locked for the ttl.
+async fn a_try_without_a_reply_is_withdrawn_over_another_connection(flavour: Flavour) {
     let (proxy, unlucky) = behind_a_proxy(shared(flavour), Mode::ForUpdate).await;
     let name = name("unanswered");
     let options = AcquireOptions::new()
         .ttl(Duration::from_mins(1))
         .op_timeout(Duration::from_millis(100));
     let lock = unlucky.lock(&name).unwrap().with_options(options);
-    // From the second on, the server has the statement prepared.
+    // The server prepares the statement at the second.
     for _ in 0..3 {
         lock.acquire().await.unwrap().release().await.unwrap();
     }
@@ -517,7 +517,7 @@ async fn a_try_that_is_not_answered_is_withdrawn_over_another_connection(flavour
     guard.unwrap().release().await.unwrap();
 }
 
-/// It is made again, and finds that there is nothing left to do.
+/// The repeated release finds nothing left to do.
 async fn a_release_whose_reply_is_lost_is_no_loss(flavour: Flavour) {
     let (proxy, unlucky) = behind_a_proxy(shared(flavour), Mode::Lease).await;
     let name = name("repeated");
@@ -529,12 +529,12 @@ async fn a_release_whose_reply_is_lost_is_no_loss(flavour: Flavour) {
         observer.inspect(&name).await.unwrap().holders.is_empty()
     })
     .await;
-    // Which ends the connection that has lost something.
+    // Ends the connection whose reply was lost.
     proxy.set(lockkit_testbed::Mode::Pass);
     releasing.await.unwrap().unwrap();
 }
 
-/// The first may have freed the lock, and has woken nobody.
+/// The first request may have freed the lock, and has woken nobody.
 async fn a_release_that_is_asked_again_wakes_the_next_in_line(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -566,11 +566,11 @@ async fn a_release_that_is_asked_again_wakes_the_next_in_line(flavour: Flavour) 
     }
 }
 
-/// The server may have heard of the end before, and have let the next in: that the session is still there to be ended says
+/// The server may have noticed the end before, and have granted the lock to the next: that the session is still there means
 /// nothing.
 async fn a_release_that_is_cut_off_confirms_nothing(flavour: Flavour) {
     let server = shared(flavour);
-    // A request that is this and nothing else.
+    // A request with nothing else in it.
     let release = "\t\0\0\0\u{3}ROLLBACK";
     let (addr, mut release) = hold_back(server.addr(), release).await.unwrap();
     let (holder, other) = (
@@ -594,7 +594,7 @@ async fn a_release_that_is_cut_off_confirms_nothing(flavour: Flavour) {
     cycle(&other, &name).await;
 }
 
-/// It was given up on its way, and the claim that it was for has been granted again.
+/// The release was abandoned on its way, and its claim has been granted the lock again.
 async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
     let server = shared(flavour);
     let (addr, mut release) = hold_back(server.addr(), "SET token=0*").await.unwrap();
@@ -611,7 +611,7 @@ async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
         released = claim.release() => panic!("it was not held back: {released:?}"),
         () = release.came() => {}
     }
-    // The connection that has it is given up a second later.
+    // Its connection is given up a second later.
     let again = timeout(Duration::from_secs(20), claim.attempt(try_it))
         .await
         .unwrap();
@@ -625,7 +625,7 @@ async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
     cycle(&other, &name).await;
 }
 
-/// It was given up on its way, and the connection that ends sessions has ended since it was begun.
+/// The attempt was abandoned on its way, and the control connection has ended since.
 async fn an_attempt_that_comes_late_takes_nothing(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -651,7 +651,7 @@ async fn an_attempt_that_comes_late_takes_nothing(flavour: Flavour) {
     cycle(&other, "a").await;
 }
 
-/// Its client has seen its connection end, and the server has not yet.
+/// The client has noticed the end of its connection, the server has not.
 async fn an_attempt_that_was_cut_off_takes_nothing(flavour: Flavour) {
     let server = shared(flavour);
     let name = name("cut off");
@@ -667,7 +667,7 @@ async fn an_attempt_that_was_cut_off_takes_nothing(flavour: Flavour) {
     attempt.came().await;
     proxy.reset();
     let tried = trying.await.unwrap();
-    // A connection that was kept for too long ends as well: it may have been tried over another.
+    // An idle connection may have ended as well, so it may have been tried over another.
     match tried {
         Ok(granted) => granted.expect("it is free").release().await.unwrap(),
         Err(error) => assert!(error.is_transient(), "{error:?}"),
@@ -679,7 +679,7 @@ async fn an_attempt_that_was_cut_off_takes_nothing(flavour: Flavour) {
     cycle(&other, &name).await;
 }
 
-/// There is nobody left who could take it back.
+/// Nobody is left to take it back.
 async fn an_attempt_of_the_dead_keeps_a_lease_for_a_ttl(flavour: Flavour) {
     const TTL: Duration = Duration::from_secs(10);
     let server = shared(flavour);
@@ -700,7 +700,7 @@ async fn an_attempt_of_the_dead_keeps_a_lease_for_a_ttl(flavour: Flavour) {
     next.expect("its lease is over").unwrap().release().await.unwrap();
 }
 
-/// On MariaDB, who is woken from a `SLEEP` while another sleeper comes or goes stands still for two seconds.
+/// On MariaDB, a session that is woken from a `SLEEP` while another sleeper comes or goes stands still for two seconds.
 async fn a_release_wakes_the_next_also_where_many_sleep(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -766,14 +766,14 @@ async fn connections_that_are_reset_again_and_again(flavour: Flavour) {
     }
 }
 
-/// A reset frees the lock at the server at once, so that the next may be in before its holder knows.
+/// A reset frees the lock at the server at once, so another client may hold it before its holder knows.
 async fn a_hold_whose_connections_break_is_told_at_once(flavour: Flavour) {
     let server = shared(flavour);
     let (proxy, unlucky) = behind_a_proxy(server, Mode::ForUpdate).await;
     let mut took = Vec::new();
     for _ in 0..10 {
         let guard = unlucky.lock(name("broken")).unwrap().acquire().await.unwrap();
-        // Until it is watched over, and its watch stands.
+        // Until the worker has it, and the disconnect watch runs.
         sleep(Duration::from_millis(50)).await;
         let began = Stopwatch::start();
         proxy.reset();
@@ -786,7 +786,7 @@ async fn a_hold_whose_connections_break_is_told_at_once(flavour: Flavour) {
     assert!(took[5] < Duration::from_millis(100), "{took:?}");
 }
 
-/// The connection that hears of breaks may be on its way when they come.
+/// The disconnect watch may be connecting when the connections break.
 async fn a_break_while_the_watch_is_begun_is_told_at_once(flavour: Flavour) {
     let server = shared(flavour);
     let (proxy, unlucky) = behind_a_proxy(server, Mode::ForUpdate).await;
@@ -798,7 +798,7 @@ async fn a_break_while_the_watch_is_begun_is_told_at_once(flavour: Flavour) {
     });
     let guard = lock.acquire().await.unwrap();
     eventually("the watch is begun", async || proxy.counts().connections > before).await;
-    // The hold is shown by then, which takes one reply. The watch takes some more.
+    // To show the hold takes one reply. The watch takes some more.
     sleep(Duration::from_millis(300)).await;
     let broken = Stopwatch::start();
     proxy.reset();
@@ -809,7 +809,7 @@ async fn a_break_while_the_watch_is_begun_is_told_at_once(flavour: Flavour) {
     assert!(took < Duration::from_secs(2), "told after {took:?}");
 }
 
-/// A client that was used on a runtime besides its own: sessions were begun there, and the watch.
+/// A client was used on a second runtime, where sessions and the disconnect watch were opened.
 async fn another_runtime_that_ends_takes_no_connection_along(flavour: Flavour) {
     let server = shared(flavour);
     for resets in [true, false] {
@@ -885,7 +885,7 @@ async fn the_servers_clock_moves_a_lease(flavour: Flavour) {
         client(server.addr(), Mode::Lease).await,
     );
     let ttl = Duration::from_secs(3);
-    // Forward: the lease is over before its time. The token is what is left.
+    // Forward: the lease expires before its time. The token still protects.
     let guard = brief(&holder, "a", ttl).acquire().await.unwrap();
     clock.forward(HOUR).unwrap();
     let next = other
@@ -899,7 +899,7 @@ async fn the_servers_clock_moves_a_lease(flavour: Flavour) {
     let reason = timeout(ttl, guard.lost()).await.unwrap();
     assert_eq!(reason, LossReason::Revoked);
     next.release().await.unwrap();
-    // Back: a lease that nobody renews any more lasts for longer.
+    // Back: a lease that nobody renews lasts for longer.
     let (proxy, cut) = behind_a_proxy(&server, Mode::Lease).await;
     let guard = brief(&cut, "b", ttl).acquire().await.unwrap();
     proxy.set(lockkit_testbed::Mode::Blackhole);
@@ -914,7 +914,7 @@ async fn tokens_go_back_with_a_deleted_counter_and_the_clock(flavour: Flavour) {
     let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
     let mut admin = Admin::of(&server).await;
     let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
-    // From the server, and not handed on from a release that is under way.
+    // From the server, not from a hand-off within the client.
     let draw = async || {
         let guard = lock.acquire().await.unwrap();
         let token = guard.token();
@@ -956,7 +956,7 @@ async fn two_primaries_grant_one_lock(flavour: Flavour) {
         // For good.
         sleep(ttl * 3 / 2).await;
         assert!(guard.is_held() && next.is_held(), "{mode:?}: two hold");
-        // Whatever ends the connections tells, unless it is a lease.
+        // The end of the connections tells the holder, unless it is a lease.
         if mode == Mode::ForUpdate {
             proxy.reset();
             timeout(ttl, guard.lost()).await.unwrap();
@@ -964,7 +964,7 @@ async fn two_primaries_grant_one_lock(flavour: Flavour) {
     }
 }
 
-/// As after a fail-over to a replica that had not heard of the lock, or to one at all: row locks are not replicated.
+/// As after a fail-over to a replica without the lock's row, or with row locks to any replica: they are not replicated.
 async fn a_server_that_lost_its_data(flavour: Flavour) {
     for mode in MODES {
         let (old, new) = (private(flavour, &[]), private(flavour, &[]));
@@ -977,7 +977,7 @@ async fn a_server_that_lost_its_data(flavour: Flavour) {
         sleep(Duration::from_millis(50)).await;
         proxy.set_upstream(new.addr());
         old.process().kill().unwrap();
-        // The tables are not there either; whoever connects anew makes them.
+        // The tables are gone, too. The next client to connect creates them.
         client(new.addr(), mode).await;
         let next = timeout(Duration::from_secs(5), other.lock("a").unwrap().acquire())
             .await
@@ -991,8 +991,8 @@ async fn a_server_that_lost_its_data(flavour: Flavour) {
     }
 }
 
-/// The connection that hears of breaks may end alone.
-async fn a_watch_that_has_ended_is_begun_again(flavour: Flavour) {
+/// The disconnect watch may end alone.
+async fn a_disconnect_watch_that_ended_is_restarted(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let (proxy, unlucky) = behind_a_proxy(&server, Mode::ForUpdate).await;
@@ -1018,8 +1018,8 @@ async fn a_watch_that_has_ended_is_begun_again(flavour: Flavour) {
     );
 }
 
-/// Of a connection that a firewall has forgotten, nothing is ever heard, the crash of the server included.
-async fn a_watch_that_fell_silent_is_begun_again(flavour: Flavour) {
+/// A connection that a firewall has dropped never reports anything, not even a crash of the server.
+async fn a_disconnect_watch_that_fell_silent_is_restarted(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let (proxy, unlucky) = behind_a_proxy(&server, Mode::ForUpdate).await;
@@ -1040,7 +1040,7 @@ async fn a_watch_that_fell_silent_is_begun_again(flavour: Flavour) {
     assert!(told.is_ok(), "not told after {:?}", crashed.elapsed());
 }
 
-/// Whoever was next may have died with it.
+/// The head of the queue may have died with the holder.
 async fn a_dead_holder_is_followed_within_its_bound(flavour: Flavour) {
     for (mode, ttl) in [
         (Mode::ForUpdate, Duration::from_millis(1_500)),
@@ -1105,8 +1105,8 @@ async fn a_lease_whose_row_is_deleted_is_anothers(flavour: Flavour) {
     next.check().unwrap();
 }
 
-/// The name was taken a moment ago, so that the request which got lost was one to wait.
-async fn a_wait_that_nobody_hears_of_is_not_taken_for_taken(flavour: Flavour) {
+/// The name was taken a moment ago, so the lost request is one that waits.
+async fn a_wait_that_the_server_never_heard_of_is_not_taken(flavour: Flavour) {
     let server = shared(flavour);
     let (proxy, unlucky) = behind_a_proxy(server, Mode::ForUpdate).await;
     let name = name("unheard");

@@ -1,4 +1,4 @@
-//! Rows that refuse whoever has been superseded.
+//! Rows that refuse a superseded holder.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ async fn a_row_refuses_a_superseded_holder(flavour: Flavour) {
     let (mut rows, accounts, table) = table(flavour).await;
     let client = connect(config(shared(flavour).addr())).await.unwrap();
     let lock = client.lock(name("account")).unwrap();
-    // One who does not look whether it still holds.
+    // This holder does not check that it still holds.
     let brief = AcquireOptions::new().ttl(Duration::from_millis(100)).renew(false);
     let zombie = lock.acquire_with(&brief).await.unwrap();
     let write = async |rows: &mut MySqlConnection, token, by: i64| {
@@ -105,7 +105,7 @@ async fn a_row_refuses_an_older_version(flavour: Flavour) {
     assert_eq!(balance(&mut rows, &table).await, 102);
 }
 
-/// As a transaction has it that began before the newer write.
+/// The snapshot is of a transaction that began before the newer write.
 async fn a_newer_row_is_not_missing_to_an_older_snapshot(flavour: Flavour) {
     let (mut rows, accounts, table) = table(flavour).await;
     let mut admin = Admin::of(shared(flavour)).await;

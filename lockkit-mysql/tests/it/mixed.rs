@@ -1,5 +1,5 @@
-//! Holds of many leases by clients that cancel, in sessions that are used again and that an operator ends, at random. What
-//! is checked is what holders themselves believe: whoever is granted a lock asks all others whether they still hold it.
+//! Random holds of many ttls, by clients that cancel, in sessions that are used again and that an operator kills. The test
+//! checks what the holders believe: a new holder asks all others whether they still hold.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -45,12 +45,12 @@ const NAMES: usize = 3;
 const CLIENTS: usize = 3;
 const TASKS: usize = 4;
 const HANDOFFS: u32 = 8;
-/// The next renewal tells that the session was killed. For how long that may take on a busy machine.
+/// The longest time on a busy machine until a renewal tells that the session was killed.
 const TELLING: Duration = Duration::from_secs(2);
 /// In seconds.
 const TTLS: [u64; 4] = [1, 2, 5, 60];
 
-/// Polls `future` so often at most, each time when there is something to poll it for, and drops it.
+/// Polls `future` so many times at most, each time that it was woken, and drops it.
 pub(crate) async fn polled<F: Future>(times: u32, future: F) -> Option<F::Output> {
     let (mut future, mut left) = (pin!(future), times);
     poll_fn(|cx| {
@@ -70,8 +70,8 @@ struct Seen {
     highest: HashMap<String, u64>,
     killed: HashMap<u64, Instant>,
     granted: usize,
-    /// Where a session had been killed: grants beside a holder, and holds that were passed on with a token below one that was
-    /// known.
+    /// After a kill: grants beside a holder, and holds that were passed on with a token below a known
+    /// one.
     excused: [usize; 2],
     violations: Vec<String>,
 }
@@ -83,14 +83,14 @@ struct Seat {
     held: HoldView,
 }
 
-/// In which session each token was granted, as the backend itself says: by name and the first token.
+/// The session in which each token was granted, as the backend reports: by name and first token.
 #[derive(Clone, Default)]
 struct Granted(Arc<Mutex<BTreeMap<(String, u64), Grant>>>);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Grant {
     first: u64,
-    /// The last of those that the hold can be passed on with.
+    /// The last token with which the hold can be passed on.
     last: u64,
     session: u64,
 }
@@ -152,8 +152,8 @@ impl Visit for Fields {
 }
 
 impl Seen {
-    /// Notes what this grant contradicts. The one excuse there is: the session of whoever has the lower token was killed, and
-    /// its client may not have heard of that yet. Until it does, it may even pass the hold on.
+    /// Notes what this grant contradicts. One excuse is valid: the session with the lower token was killed, and
+    /// its client may not know that yet. Until then it may even pass the hold on.
     fn grant(&mut self, name: &str, before: u64, granted: &Granted, (guard, ttl): (&LockGuard, u64)) {
         let token = guard.token().get();
         self.granted += 1;
@@ -169,7 +169,7 @@ impl Seen {
         };
         if token <= before {
             match excuse(self, token, ttl) {
-                // Whoever asked the server is told what it has given to others before.
+                // A grant by the server has a token above all earlier ones.
                 Ok(grant) if token > grant.first => self.excused[1] += 1,
                 why => self
                     .violations
@@ -178,7 +178,7 @@ impl Seen {
         }
         let mut holds = self.holds.remove(name).unwrap_or_default();
         for other in &holds {
-            // A look at itself latches what has expired.
+            // Its own check latches an expired lease.
             if !other.held.is_held() || !guard.is_held() {
                 continue;
             }
@@ -231,7 +231,7 @@ async fn leases_cancels_and_kills_at_random(flavour: Flavour) {
         while began.elapsed() < LASTS || (!is_enough() && began.elapsed() < LASTS_AT_MOST) {
             sleep(Duration::from_millis(rng.u64(5..30))).await;
             if rng.u8(..5) == 0 {
-                // Whatever it is at, or for: a hold, a wait, the next acquisition, tokens, breaks.
+                // Any session: of a hold, a wait, an idle one, a control connection, the disconnect watch.
                 let ids = admin.sessions().await;
                 if let Some(id) = rng.choice(&ids) {
                     let killed = Instant::now();

@@ -69,7 +69,7 @@ pub(crate) fn run<F: Future<Output = ()>>(flavour: Flavour, test: impl FnOnce(Fl
     runtime.expect("a runtime").block_on(test(flavour));
 }
 
-/// A server that nobody harms.
+/// A server that no test harms.
 pub(crate) fn shared(flavour: Flavour) -> &'static MySql {
     static MARIADB: LazyLock<MySql> = LazyLock::new(|| start(Flavour::MariaDb));
     static MYSQL: LazyLock<MySql> = LazyLock::new(|| start(Flavour::MySql));
@@ -148,7 +148,7 @@ impl Admin {
 
     /// The ids of the sessions that are in a transaction.
     pub(crate) async fn transactions(&mut self) -> Vec<String> {
-        // InnoDB says what it said before to whoever asks within a tenth of a second of the last one.
+        // InnoDB caches the result for a tenth of a second.
         sleep(Duration::from_millis(120)).await;
         let sql =
             "SELECT trx_mysql_thread_id FROM information_schema.INNODB_TRX WHERE trx_mysql_thread_id<>0";
@@ -208,25 +208,25 @@ pub(crate) async fn waits(observer: &LockClient, name: &str) {
     .await;
 }
 
-/// Which session is at a statement that begins so, once one is.
+/// Returns the session that runs a statement with this beginning, once there is one.
 pub(crate) async fn session_at(admin: &mut Admin, statement: &str) -> String {
-    let look = format!(
+    let question = format!(
         "SELECT ID FROM information_schema.PROCESSLIST WHERE USER='{}' AND INFO LIKE '{statement}%'",
         MySql::USER
     );
     let mut found = Vec::new();
     eventually("a session is at it", async || {
-        found = admin.run(&look).await;
+        found = admin.run(&question).await;
         !found.is_empty()
     })
     .await;
     found.swap_remove(0).swap_remove(0)
 }
 
-/// The statement in which the next in line for a lease sleeps.
+/// The statement in which the head of a lease's queue sleeps.
 pub(crate) fn asleep(flavour: Flavour) -> &'static str {
     match flavour {
-        Flavour::MariaDb => "SELECT IF(GET_LOCK(@lockkit_night",
+        Flavour::MariaDb => "SELECT IF(GET_LOCK(@lockkit_timer",
         Flavour::MySql => "SELECT SLEEP(@lockkit_sleep)",
     }
 }
@@ -241,7 +241,7 @@ impl Waiter {
         ))
     }
 
-    /// Its guard, and when it was granted: within 20 s.
+    /// Returns the guard and the time of the grant, within 20 s.
     pub(crate) async fn granted(self) -> (LockGuard, Instant) {
         let waited = timeout(Duration::from_secs(20), self.0).await;
         let (granted, at) = waited.expect("a grant").expect("no panic");
@@ -257,7 +257,7 @@ impl Waiter {
     }
 }
 
-/// A proxy that has its own idea of a setting: where a request has `what`, the server gets `instead`, which is as long.
+/// A proxy that changes requests: instead of `what` the server gets `instead`, which is as long.
 pub(crate) async fn relay(
     upstream: SocketAddr,
     what: &'static str,
@@ -266,7 +266,7 @@ pub(crate) async fn relay(
     relay_times(usize::MAX, upstream, what, instead).await
 }
 
-/// The same for the first of such requests.
+/// A proxy that changes only the first such request.
 pub(crate) async fn relay_once(
     upstream: SocketAddr,
     what: &'static str,
@@ -328,7 +328,7 @@ impl HeldBack {
         (&mut self.came).await.expect("it comes");
     }
 
-    /// Delivers it. What is returned is heard of once its client has gone and the server is done with it.
+    /// Delivers it. The result is notified once its client has gone and the server has run it.
     pub(crate) fn deliver(self) -> oneshot::Receiver<()> {
         self.deliver.send(()).expect("it is still held back");
         self.done
@@ -340,7 +340,7 @@ impl HeldBack {
     }
 }
 
-/// A proxy that holds back the first request that has `what` in it, also if its client goes away meanwhile.
+/// A proxy that holds back the first request with `what` in it, also if its client goes away meanwhile.
 pub(crate) async fn hold_back(
     upstream: SocketAddr,
     what: &'static str,

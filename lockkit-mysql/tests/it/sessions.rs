@@ -1,4 +1,4 @@
-//! What becomes of sessions: how many there are, who waits in them, and what is left behind.
+//! Sessions: their number, the waits in them, and what they leave behind.
 
 use std::{pin::pin, time::Duration};
 
@@ -27,28 +27,28 @@ use crate::servers::{
 };
 
 for_each_flavour! {
-    what_is_shown_is_the_token_of_the_latest_hand_off
-    a_look_over_a_new_connection_ends_a_hold_as_well
-    whether_a_lease_was_ended_is_not_guessed
+    the_shown_token_is_that_of_the_latest_hand_off
+    a_revocation_over_a_new_connection_ends_a_hold
+    a_revocation_without_a_reply_is_not_denied
     a_release_that_is_interrupted_too_late_is_no_loss
-    what_is_woken_too_late_is_not_interrupted_at_something_else
+    a_late_wake_up_interrupts_no_other_request
     readers_that_come_at_once_do_not_wait_for_each_other
     many_tasks_wait_in_one_connection
     a_waiter_that_gives_up_is_not_queued_and_delays_nobody
     sessions_that_were_ended_meanwhile_are_replaced
     a_kept_session_is_used_again_and_for_any_lease
-    who_cancels_costs_no_connection
-    clients_that_take_turns_by_leases_do_not_sleep_through_a_release
+    a_cancelled_attempt_costs_no_connection
+    clients_in_turn_do_not_sleep_through_a_release
     a_waiter_that_gives_up_interrupts_nobody_else
     leases_share_what_connections_there_are
     without_prepared_statements_all_goes_on
     fifty_racers_for_a_new_name
     a_foreign_session_and_a_lock_exclude_each_other
     a_row_that_was_deleted_is_made_again
-    a_table_that_is_locked_is_no_answer
+    a_table_that_is_locked_is_an_error_not_taken
     tables_that_are_locked_are_an_error_in_time
     a_wait_for_a_table_is_not_taken_for_one_for_a_row
-    who_gets_no_tokens_keeps_no_table
+    an_attempt_that_gets_no_tokens_keeps_no_table
     a_wait_that_is_heard_of_late_goes_on
     a_wait_that_the_server_ends_goes_on
     a_hold_that_ends_in_a_deadlock_is_lost
@@ -62,16 +62,16 @@ for_each_flavour! {
     a_hold_that_cannot_be_shown_is_no_loss
     a_failed_try_leaves_no_transaction_open
     a_closed_client_leaves_no_session
-    who_waits_in_vain_costs_no_connection
-    a_look_at_a_free_lock_delays_nobody
-    a_waiter_for_a_permit_makes_one_request_per_look
-    what_the_server_has_ended_keeps_no_socket
+    a_wait_in_vain_costs_no_connection
+    an_inspection_of_a_free_lock_delays_nobody
+    a_waiter_for_a_permit_makes_one_request_per_try
+    a_session_that_the_server_ended_keeps_no_socket
     a_break_hits_no_other_hold_in_the_same_session
-    what_nobody_uses_is_closed_before_the_server_does
+    unused_sessions_are_closed_before_the_server_does_it
     many_change_the_size_of_a_free_semaphore_at_once
     a_size_that_has_changed_meanwhile_refuses_nobody
     a_reader_whose_showing_was_not_heard_of_goes_on
-    who_found_it_taken_lately_tries_no_more
+    a_recently_taken_name_is_waited_for_at_once
 }
 
 async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
@@ -84,7 +84,7 @@ async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
         );
         let guard = holder.lock("a").unwrap().acquire().await.unwrap();
         cycle(&waiting, "b").await;
-        // Each has one for itself, one that holds or has held, which will wait, and one to hear of breaks.
+        // Each client has a control connection, one that holds or has held and will wait, and a disconnect watch.
         let each = if mode == Mode::ForUpdate { 3 } else { 2 };
         eventually("all are there", async || admin.sessions().await.len() == 2 * each).await;
         let waiters: Vec<_> = (0..200)
@@ -94,14 +94,14 @@ async fn many_tasks_wait_in_one_connection(flavour: Flavour) {
             })
             .collect();
         waits(&holder, "a").await;
-        // One more, by which it was looked at a row lock.
-        let looks = usize::from(mode == Mode::ForUpdate);
-        assert_eq!(admin.sessions().await.len(), 2 * each + looks, "{mode:?}");
+        // One more, for inspections of row locks.
+        let inspections = usize::from(mode == Mode::ForUpdate);
+        assert_eq!(admin.sessions().await.len(), 2 * each + inspections, "{mode:?}");
         guard.release().await.unwrap();
         for waiter in join_all(waiters).await {
             waiter.unwrap().unwrap();
         }
-        assert!(admin.sessions().await.len() <= 2 * each + looks, "{mode:?}");
+        assert!(admin.sessions().await.len() <= 2 * each + inspections, "{mode:?}");
     }
 }
 
@@ -182,7 +182,7 @@ async fn sessions_that_were_ended_meanwhile_are_replaced(flavour: Flavour) {
         for _ in 0..3 {
             let guard = brief.try_acquire().await.unwrap().expect("it is free");
             guard.release().await.unwrap();
-            // The one that hears of breaks may still be on its way.
+            // The disconnect watch may still be connecting.
             session_at(&mut admin, "DO SLEEP").await;
             let there_were = admin.sessions().await.len();
             eventually("the server has ended it", async || {
@@ -193,8 +193,8 @@ async fn sessions_that_were_ended_meanwhile_are_replaced(flavour: Flavour) {
     }
 }
 
-/// What a dropped future has left under way is waited for, and the session kept.
-async fn who_cancels_costs_no_connection(flavour: Flavour) {
+/// The reply to a dropped future's request is awaited, and the session kept.
+async fn a_cancelled_attempt_costs_no_connection(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     for mode in MODES {
@@ -207,7 +207,7 @@ async fn who_cancels_costs_no_connection(flavour: Flavour) {
             drop(lock.acquire().now_or_never());
             cycle(&client, "a").await;
         }
-        // The second may be in while the first is cleaned up after.
+        // The second may be granted while the first is cleaned up.
         let more = connections(&mut admin).await - before;
         assert!(more <= 2, "{mode:?}: {more} connections for 20 that cancelled");
     }
@@ -218,8 +218,8 @@ async fn connections(admin: &mut Admin) -> u64 {
     rows[0][1].parse().expect("a number")
 }
 
-/// Whoever is woken when it does not sleep is left without the rest of its answer, until the server ends its session.
-async fn clients_that_take_turns_by_leases_do_not_sleep_through_a_release(flavour: Flavour) {
+/// A session that is woken while it does not sleep misses the rest of its reply, until the server ends it.
+async fn clients_in_turn_do_not_sleep_through_a_release(flavour: Flavour) {
     const LONG: Duration = Duration::from_secs(1);
 
     let name = name("turns");
@@ -242,7 +242,7 @@ async fn clients_that_take_turns_by_leases_do_not_sleep_through_a_release(flavou
             late
         });
     }
-    // A busy disk keeps everybody waiting.
+    // A busy disk delays all.
     let mut admin = Admin::of(shared(flavour)).await;
     admin.run("CREATE TABLE IF NOT EXISTS beside (n INT)").await;
     let mut slow = Vec::new();
@@ -270,7 +270,7 @@ async fn clients_that_take_turns_by_leases_do_not_sleep_through_a_release(flavou
     );
 }
 
-/// It has freed nothing, and the next in line may not sleep yet: see above.
+/// It has freed nothing, and the head of the queue may not sleep yet: see above.
 async fn a_waiter_that_gives_up_interrupts_nobody_else(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -280,7 +280,7 @@ async fn a_waiter_that_gives_up_interrupts_nobody_else(flavour: Flavour) {
     let next = Waiter::of(next.lock("a").unwrap());
     waits(&holder, "a").await;
     let mut killed = Vec::new();
-    // Its own session alone, which queued; on a busy machine also one that does not answer in time.
+    // Only its own session, which queued; on a busy machine also one without a reply in time.
     while killed.last() != Some(&1) {
         assert!(killed.len() < 5, "{killed:?}");
         let impatient = client(server.addr(), Mode::Lease).await;
@@ -298,7 +298,7 @@ async fn a_waiter_that_gives_up_interrupts_nobody_else(flavour: Flavour) {
     guard.release().await.unwrap();
 }
 
-/// They are renewed and released over one, while another waits.
+/// They are renewed and released over one connection, while another waits.
 async fn leases_share_what_connections_there_are(flavour: Flavour) {
     let other = client(shared(flavour).addr(), Mode::Lease).await;
     let (taken, also_taken, own) = (name("taken"), name("taken"), name("own"));
@@ -349,7 +349,7 @@ async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
     let mut admin = Admin::of(&server).await;
     let client = connect(config(server.addr())).await.unwrap();
     cycle(&client, "a").await;
-    // One for itself, one that is kept, one to hear of breaks.
+    // The control connection, an idle one, the disconnect watch.
     eventually("all are there", async || admin.sessions().await.len() == 3).await;
     let before = admin.sessions().await;
     for ttl in [30, 1, 2, 30, 60, 1] {
@@ -380,7 +380,7 @@ async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
     assert!(!guard.is_held() && next.token() > guard.token());
 }
 
-/// The limit is one of the whole server, and others may have used it up.
+/// The limit is the server's, and other clients may have used it up.
 async fn without_prepared_statements_all_goes_on(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -402,7 +402,7 @@ async fn fifty_racers_for_a_new_name(flavour: Flavour) {
     let clients = join_all((0..50).map(|_| connect(config(server.addr())))).await;
     let clients: Vec<_> = clients.into_iter().map(Result::unwrap).collect();
     for round in 0..4 {
-        // Whoever tries is told the truth: one has it, and it is taken for the others.
+        // One is granted, and the others hear "taken".
         let name = format!("tried/{round}");
         let tries = clients.iter().map(|client| {
             let lock = client.lock(&name).unwrap();
@@ -444,7 +444,7 @@ async fn a_foreign_session_and_a_lock_exclude_each_other(flavour: Flavour) {
     let client = connect(config(server.addr())).await.unwrap();
     let name = name("foreign");
     let (mut foreign, row) = (Admin::of(server).await, row(&name));
-    // Somebody who knows nothing of tokens or of this library, and makes the row.
+    // A client without this library makes the row, and no mapping.
     foreign
         .run(&format!(
             "INSERT INTO lockkit_gate VALUES ({row}); START TRANSACTION"
@@ -526,21 +526,21 @@ async fn a_row_that_was_deleted_is_made_again(flavour: Flavour) {
     }
 }
 
-async fn a_table_that_is_locked_is_no_answer(flavour: Flavour) {
+async fn a_table_that_is_locked_is_an_error_not_taken(flavour: Flavour) {
     let server = private(flavour, &[]);
     let client = connect(config(server.addr())).await.unwrap();
     let lock = client.lock("a").unwrap();
     lock.acquire().await.unwrap().release().await.unwrap();
     let mut admin = Admin::of(&server).await;
     admin.run("LOCK TABLES lockkit_gate WRITE").await;
-    // The server says 1205 after two seconds.
+    // The server returns 1205 after two seconds.
     let error = lock.try_acquire().await.unwrap_err();
     assert!(error.is_transient(), "{error}");
     let waiter = Waiter::of(lock.clone());
-    let mut looking = Admin::of(&server).await;
-    let first = session_at(&mut looking, "SELECT UUID_SHORT() look").await;
+    let mut other = Admin::of(&server).await;
+    let first = session_at(&mut other, "SELECT UUID_SHORT() ticket").await;
     eventually("it was told so, too, and tries again", async || {
-        session_at(&mut looking, "SELECT UUID_SHORT() look").await != first
+        session_at(&mut other, "SELECT UUID_SHORT() ticket").await != first
     })
     .await;
     assert!(!waiter.is_finished());
@@ -548,12 +548,12 @@ async fn a_table_that_is_locked_is_no_answer(flavour: Flavour) {
     waiter.granted().await.0.release().await.unwrap();
 }
 
-/// Also where tokens have to be reserved, for which another table is written while the row is locked.
+/// Also if tokens have to be reserved, which writes another table while the row is locked.
 async fn tables_that_are_locked_are_an_error_in_time(flavour: Flavour) {
     let server = private(flavour, &[]);
     let client = connect(config(server.addr())).await.unwrap();
     let (lock, other) = (client.lock("a").unwrap(), client.lock("b").unwrap());
-    let (mut admin, mut looks) = (Admin::of(&server).await, Admin::of(&server).await);
+    let (mut admin, mut drawing) = (Admin::of(&server).await, Admin::of(&server).await);
     let mut last = 0;
     for (table, how, stops_all) in [
         ("lockkit_gate", "WRITE", true),
@@ -564,7 +564,7 @@ async fn tables_that_are_locked_are_an_error_in_time(flavour: Flavour) {
         let what = format!("{table} {how}");
         cycle(&client, "a").await;
         // More than there are in a block.
-        looks.run("DO BENCHMARK(3000000, UUID_SHORT())").await;
+        drawing.run("DO BENCHMARK(3000000, UUID_SHORT())").await;
         cycle(&client, "b").await;
         admin.run(&format!("LOCK TABLES {table} {how}")).await;
         for waits in [false, true] {
@@ -582,7 +582,7 @@ async fn tables_that_are_locked_are_an_error_in_time(flavour: Flavour) {
             assert!(took < AcquireOptions::DEFAULT_OP_TIMEOUT, "{what}: {took:?}");
         }
         if !stops_all {
-            // What needs no block goes on.
+            // A grant that needs no block goes on.
             let asked = Stopwatch::start();
             other.acquire().await.unwrap().release().await.unwrap();
             let took = asked.elapsed();
@@ -599,7 +599,7 @@ async fn tables_that_are_locked_are_an_error_in_time(flavour: Flavour) {
     }
 }
 
-/// The server says 1205 to whoever has waited for a row for as long as a statement may: every second here.
+/// The server returns 1205 to a statement that has waited for a row for too long: a second here.
 async fn a_wait_for_a_table_is_not_taken_for_one_for_a_row(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -630,7 +630,7 @@ async fn a_wait_for_a_table_is_not_taken_for_one_for_a_row(flavour: Flavour) {
     }
 }
 
-async fn who_gets_no_tokens_keeps_no_table(flavour: Flavour) {
+async fn an_attempt_that_gets_no_tokens_keeps_no_table(flavour: Flavour) {
     let server = private(flavour, &[]);
     let (mut admin, mut others) = (Admin::of(&server).await, Admin::of(&server).await);
     let one = client(server.addr(), Mode::ForUpdate).await;
@@ -639,12 +639,12 @@ async fn who_gets_no_tokens_keeps_no_table(flavour: Flavour) {
     others.run("DO BENCHMARK(3000000, UUID_SHORT())").await;
     let other = client(server.addr(), Mode::ForUpdate).await;
     let waiter = Waiter::of(other.lock("a").unwrap());
-    session_at(&mut others, "SELECT UUID_SHORT() look").await;
+    session_at(&mut others, "SELECT UUID_SHORT() ticket").await;
     let altering = tokio::spawn(async move { admin.run("ALTER TABLE lockkit_map COMMENT='altered'").await });
     eventually("the table is about to be altered", async || {
-        let look =
+        let waits =
             "SELECT 1 FROM information_schema.PROCESSLIST WHERE STATE LIKE 'Waiting for table metadata lock'";
-        !others.run(look).await.is_empty()
+        !others.run(waits).await.is_empty()
     })
     .await;
     held.release().await.unwrap();
@@ -692,14 +692,17 @@ async fn a_wait_that_the_server_ends_goes_on(flavour: Flavour) {
     let guard = holder.lock("a").unwrap().acquire().await.unwrap();
     let before = admin.counted("lock_timeouts").await;
     let waiter = Waiter::of(limited.lock("a").unwrap());
-    let session = session_at(&mut admin, "SELECT UUID_SHORT() look").await;
+    let session = session_at(&mut admin, "SELECT UUID_SHORT() ticket").await;
     eventually("two waits have ended", async || {
         admin.counted("lock_timeouts").await >= before + 2
     })
     .await;
     assert!(!waiter.is_finished() && guard.is_held());
     // In the same session.
-    assert_eq!(session_at(&mut admin, "SELECT UUID_SHORT() look").await, session);
+    assert_eq!(
+        session_at(&mut admin, "SELECT UUID_SHORT() ticket").await,
+        session
+    );
     let token = guard.token();
     guard.release().await.unwrap();
     let (granted, _) = waiter.granted().await;
@@ -707,7 +710,7 @@ async fn a_wait_that_the_server_ends_goes_on(flavour: Flavour) {
     granted.release().await.unwrap();
 }
 
-/// A session with so many changes that the server, which ends a deadlock at the expense of whoever has changed less,
+/// A session with so many changes that the server, which rolls back the smaller transaction of a deadlock,
 /// spares it.
 async fn heavy(server: &MySql) -> Admin {
     let mut heavy = Admin::of(server).await;
@@ -760,7 +763,7 @@ impl Doomed {
         session_at(&mut self.admin, "INSERT INTO lockkit_holder").await;
     }
 
-    /// It is ended, and the lock the other's.
+    /// It is rolled back, and the other has the lock.
     async fn end(&mut self) {
         let before = self.admin.counted("lock_deadlocks").await;
         let gate = format!("SELECT 1 FROM lockkit_gate WHERE name={} FOR UPDATE", row("a"));
@@ -789,7 +792,7 @@ async fn a_hold_that_ends_in_a_deadlock_is_lost(flavour: Flavour) {
     doomed.get_over().await;
 }
 
-/// From its first poll on a release is all that the session is used for, so that no renewal can find out before it.
+/// From its first poll on, a release has the session for itself, so no renewal can find out before it.
 async fn a_release_that_meets_a_deadlock_says_that_the_hold_was_lost(flavour: Flavour) {
     let (mut doomed, guard) = Doomed::hold(flavour).await;
     doomed.waits().await;
@@ -801,7 +804,7 @@ async fn a_release_that_meets_a_deadlock_says_that_the_hold_was_lost(flavour: Fl
     doomed.get_over().await;
 }
 
-/// The renewal is what shows the hold.
+/// The renewal shows the hold.
 async fn a_renewal_that_meets_a_deadlock_says_that_the_hold_is_lost(flavour: Flavour) {
     let (mut doomed, guard) = Doomed::hold(flavour).await;
     let ends = async {
@@ -909,7 +912,7 @@ async fn too_many_connections_is_an_error_and_never_taken(flavour: Flavour) {
     let server = private(flavour, &["--max-connections=10"]);
     let client = connect(config(server.addr())).await.unwrap();
     let mut admin = Admin::of(&server).await;
-    // Its kept session is ended, so that it needs a new one; then there is no room.
+    // Its idle session is killed, so it needs a new one, for which there is no room.
     let kept = *admin.sessions().await.last().unwrap();
     let mut crowd = Vec::new();
     while let Ok(one) = Admin::login(server.addr(), "lockkit", MySql::PASSWORD).await {
@@ -946,14 +949,14 @@ async fn a_kill_never_hits_a_stranger(flavour: Flavour) {
     waits(&holder, "a").await;
     server.process().kill().unwrap();
     server.start_again().unwrap();
-    // They have the ids that those of before had.
+    // They have the ids of the earlier sessions.
     let mut strangers = Vec::new();
     for _ in 0..40 {
         strangers.push(Admin::of(&server).await);
     }
     waiter.abort();
     drop(guard);
-    // Each ends what it has left behind before it is closed.
+    // Each kills its abandoned sessions before it closes.
     for client in [client, holder] {
         client.close(Duration::from_secs(20)).await.unwrap();
     }
@@ -966,7 +969,7 @@ async fn a_kill_never_hits_a_stranger(flavour: Flavour) {
     }
 }
 
-/// What inspections see is not what holds.
+/// The shown row does not hold. The row lock does.
 async fn a_hold_that_cannot_be_shown_is_no_loss(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -993,7 +996,7 @@ async fn a_hold_that_cannot_be_shown_is_no_loss(flavour: Flavour) {
         if asks_at_once {
             guard.release().await.unwrap();
         } else {
-            // It is proven by what its transaction has, and not by an answer alone.
+            // Its transaction proves it, not a reply alone.
             let sessions = admin.transactions().await;
             admin.run(&format!("KILL {}", sessions[0])).await;
             timeout(ttl, guard.lost()).await.unwrap();
@@ -1058,7 +1061,7 @@ async fn a_closed_client_leaves_no_session(flavour: Flavour) {
     }
 }
 
-async fn who_waits_in_vain_costs_no_connection(flavour: Flavour) {
+async fn a_wait_in_vain_costs_no_connection(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let (holder, impatient) = (
@@ -1073,7 +1076,7 @@ async fn who_waits_in_vain_costs_no_connection(flavour: Flavour) {
             .await
             .unwrap_err();
         assert!(error.is_timeout() || error.is_transient(), "{error}");
-        // A busy machine may not answer in time, and that connection is given up.
+        // A busy machine may not reply in time, and the connection is given up.
         u64::from(!error.is_timeout())
     };
     in_vain().await;
@@ -1083,7 +1086,7 @@ async fn who_waits_in_vain_costs_no_connection(flavour: Flavour) {
         unanswered += in_vain().await;
     }
     assert!(unanswered < 10, "a vacuous pass: {unanswered}");
-    // One may come before the last is cleaned up after.
+    // One may come before the last is cleaned up.
     let more = connections(&mut admin).await - before;
     assert!(
         more <= 2 + 2 * unanswered,
@@ -1093,8 +1096,8 @@ async fn who_waits_in_vain_costs_no_connection(flavour: Flavour) {
     cycle(&impatient, "a").await;
 }
 
-/// It takes its time, which a reservation of tokens has not: it is made while somebody holds.
-async fn a_look_at_a_free_lock_delays_nobody(flavour: Flavour) {
+/// An inspection takes its time. A reservation of tokens must not wait for it, since a row is locked meanwhile.
+async fn an_inspection_of_a_free_lock_delays_nobody(flavour: Flavour) {
     const RESERVED: u32 = 30;
     let client = connect(config(shared(flavour).addr())).await.unwrap();
     let free = name("free");
@@ -1108,10 +1111,10 @@ async fn a_look_at_a_free_lock_delays_nobody(flavour: Flavour) {
     };
     cycle(&client, &free).await;
     let alone = reserve().await;
-    let mut looks = JoinSet::new();
+    let mut inspections = JoinSet::new();
     for _ in 0..8 {
         let (client, free) = (client.clone(), free.clone());
-        looks.spawn(async move {
+        inspections.spawn(async move {
             loop {
                 client.inspect(&free).await.unwrap();
             }
@@ -1119,15 +1122,15 @@ async fn a_look_at_a_free_lock_delays_nobody(flavour: Flavour) {
     }
     sleep(Duration::from_millis(50)).await;
     let took = reserve().await;
-    looks.shutdown().await;
-    // Behind one look it would wait for a tenth of a second.
+    inspections.shutdown().await;
+    // Behind one inspection it would wait for a tenth of a second.
     assert!(
         took < Duration::from_millis(60) + 2 * alone,
-        "{took:?} for each acquisition beside eight looks, {alone:?} alone"
+        "{took:?} for each acquisition beside eight inspections, {alone:?} alone"
     );
 }
 
-async fn a_waiter_for_a_permit_makes_one_request_per_look(flavour: Flavour) {
+async fn a_waiter_for_a_permit_makes_one_request_per_try(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let proxy = lockkit_testbed::Proxy::start(server.addr()).unwrap();
@@ -1141,10 +1144,10 @@ async fn a_waiter_for_a_permit_makes_one_request_per_look(flavour: Flavour) {
     let (began, before) = (Instant::now(), proxy.counts().requests.chunks);
     sleep(Duration::from_secs(1)).await;
     let (requests, took) = (proxy.counts().requests.chunks - before, began.elapsed());
-    let looks = took.as_millis() / 20;
+    let tries = took.as_millis() / 20;
     assert!(
-        u128::from(requests) <= looks * 3 / 2 && !waiter.is_finished(),
-        "{requests} requests for {looks} looks at most"
+        u128::from(requests) <= tries * 3 / 2 && !waiter.is_finished(),
+        "{requests} requests for {tries} looks at most"
     );
     let released = Stopwatch::start();
     permit.release().await.unwrap();
@@ -1152,8 +1155,8 @@ async fn a_waiter_for_a_permit_makes_one_request_per_look(flavour: Flavour) {
     assert!(released.elapsed() < Duration::from_millis(500));
 }
 
-/// A hold that is passed on within a client has a token of its own, by which it is shown and ended.
-async fn what_is_shown_is_the_token_of_the_latest_hand_off(flavour: Flavour) {
+/// A hold that is passed on within a client has a token of its own, by which it is shown and revoked.
+async fn the_shown_token_is_that_of_the_latest_hand_off(flavour: Flavour) {
     let server = shared(flavour);
     for mode in MODES {
         let (holder, operator) = (
@@ -1183,8 +1186,8 @@ async fn what_is_shown_is_the_token_of_the_latest_hand_off(flavour: Flavour) {
     }
 }
 
-/// The connection for looks may have ended since the one before.
-async fn a_look_over_a_new_connection_ends_a_hold_as_well(flavour: Flavour) {
+/// The connection for inspections may have ended since the latest one.
+async fn a_revocation_over_a_new_connection_ends_a_hold(flavour: Flavour) {
     let server = shared(flavour);
     let proxy = Proxy::start(server.addr()).unwrap();
     for mode in MODES {
@@ -1192,7 +1195,7 @@ async fn a_look_over_a_new_connection_ends_a_hold_as_well(flavour: Flavour) {
             client(server.addr(), mode).await,
             client(proxy.addr(), mode).await,
         );
-        let name = name("looks");
+        let name = name("new-connection");
         let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
         eventually("it is shown", async || {
             !operator.inspect(&name).await.unwrap().holders.is_empty()
@@ -1204,8 +1207,8 @@ async fn a_look_over_a_new_connection_ends_a_hold_as_well(flavour: Flavour) {
     }
 }
 
-/// A request whose answer is lost may have done its work.
-async fn whether_a_lease_was_ended_is_not_guessed(flavour: Flavour) {
+/// A request whose reply is lost may have done its work.
+async fn a_revocation_without_a_reply_is_not_denied(flavour: Flavour) {
     let server = shared(flavour);
     let proxy = Proxy::start(server.addr()).unwrap();
     let (holder, operator) = (
@@ -1237,7 +1240,7 @@ async fn whether_a_lease_was_ended_is_not_guessed(flavour: Flavour) {
 
 /// An interruption that was meant for an earlier statement may come when the lock has been freed already.
 async fn a_release_that_is_interrupted_too_late_is_no_loss(flavour: Flavour) {
-    // How a release ends, and what fails as an interrupted statement does.
+    // The end of a release, replaced by an error as of an interrupted statement.
     const LAST: &str =
         "CONNECTION_ID()); COMMIT; SELECT CAST(@@global.read_only AS CHAR) NOT IN ('0', 'OFF')";
     const FAILS: &str =
@@ -1248,9 +1251,9 @@ async fn a_release_that_is_interrupted_too_late_is_no_loss(flavour: Flavour) {
     guard.release().await.unwrap();
 }
 
-/// The sleep that a release ends may have ended by itself, and its session be at another request by then: whose answers the
+/// The sleep that a release ends may have ended by itself, and its session run another request by then, whose results the
 /// server may leave out.
-async fn what_is_woken_too_late_is_not_interrupted_at_something_else(flavour: Flavour) {
+async fn a_late_wake_up_interrupts_no_other_request(flavour: Flavour) {
     let server = private(flavour, &[]);
     let (mut admin, mut other) = (Admin::of(&server).await, Admin::of(&server).await);
     let (addr, mut knock) = hold_back(server.addr(), "KILL QUERY").await.unwrap();
@@ -1287,7 +1290,7 @@ async fn rollbacks(admin: &mut Admin) -> u64 {
     rows[0][1].parse().expect("a number")
 }
 
-/// Those whose hold is proven when it is shown need no other proof, whoever of their client was granted meanwhile.
+/// To show a hold proves it. It needs no other proof, whoever else of its client was granted meanwhile.
 async fn readers_that_come_at_once_do_not_wait_for_each_other(flavour: Flavour) {
     const READERS: u64 = 40;
     let server = shared(flavour);
@@ -1318,7 +1321,7 @@ async fn readers_that_come_at_once_do_not_wait_for_each_other(flavour: Flavour) 
     assert!(asked <= READERS * 6, "{asked} requests of {READERS} readers");
 }
 
-/// How many sockets of this process are left that this server has closed.
+/// Returns the number of this process's sockets that this server has closed.
 fn half_closed(server: &MySql) -> usize {
     const CLOSE_WAIT: &str = "08";
     let table = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
@@ -1331,8 +1334,8 @@ fn half_closed(server: &MySql) -> usize {
         .count()
 }
 
-/// A client that has nothing to do learns nothing by using its connections.
-async fn what_the_server_has_ended_keeps_no_socket(flavour: Flavour) {
+/// An idle client does not use its connections, and so does not notice that they ended.
+async fn a_session_that_the_server_ended_keeps_no_socket(flavour: Flavour) {
     for mode in MODES {
         let server = private(flavour, &[]);
         let mut admin = Admin::of(&server).await;
@@ -1373,8 +1376,8 @@ async fn what_the_server_has_ended_keeps_no_socket(flavour: Flavour) {
     }
 }
 
-/// Which would count, and log, an aborted connection.
-async fn what_nobody_uses_is_closed_before_the_server_does(flavour: Flavour) {
+/// The server would count, and log, an aborted connection.
+async fn unused_sessions_are_closed_before_the_server_does_it(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let client = client(server.addr(), Mode::ForUpdate).await;
@@ -1402,7 +1405,7 @@ async fn what_nobody_uses_is_closed_before_the_server_does(flavour: Flavour) {
     cycle(&client, "0").await;
 }
 
-/// Between the look and the end, the client may hold something else in that session.
+/// Between the read and the kill, the client may hold another lock in that session.
 async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
     let server = private(flavour, &[]);
     let proxy = Proxy::start(server.addr()).unwrap();
@@ -1431,7 +1434,7 @@ async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
     .await;
     guard.release().await.unwrap();
     let other = holder.lock("b").unwrap().acquire().await.unwrap();
-    // A busy machine may look too late, and again and again.
+    // A busy machine may read too late, several times.
     let said = ending.await.unwrap();
     let kept = other.renew().await;
     assert!(
@@ -1441,7 +1444,7 @@ async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
     assert!(!matches!(said, Ok(true)), "that hold was over");
 }
 
-/// Between the look at the size and that at the holders, another client gives it the size that was asked for, and holds it.
+/// Between the reads of size and holders, another client gives it the requested size, and holds it.
 async fn a_size_that_has_changed_meanwhile_refuses_nobody(flavour: Flavour) {
     let server = private(flavour, &[]);
     let proxy = Proxy::start(server.addr()).unwrap();
@@ -1464,7 +1467,7 @@ async fn a_size_that_has_changed_meanwhile_refuses_nobody(flavour: Flavour) {
         let permit = permit(&slow, 2);
         async move { permit.acquire().await }
     });
-    // It has tried a permit, tried them all, and looked at the size.
+    // It has tried a permit, tried them all, and read the size.
     eventually("the size is looked at", async || {
         proxy.counts().replies.chunks >= answered + 3
     })
@@ -1477,7 +1480,7 @@ async fn a_size_that_has_changed_meanwhile_refuses_nobody(flavour: Flavour) {
     held.release().await.unwrap();
 }
 
-/// Each has locked one permit or more for a moment, which nobody holds.
+/// Each has locked some permits for a moment, which nobody holds.
 async fn many_change_the_size_of_a_free_semaphore_at_once(flavour: Flavour) {
     let server = shared(flavour);
     let mut clients = Vec::new();
@@ -1509,7 +1512,7 @@ async fn many_change_the_size_of_a_free_semaphore_at_once(flavour: Flavour) {
     held.release().await.unwrap();
 }
 
-/// It shows itself again within the same transaction, with another token.
+/// It is shown again within the same transaction, with another token.
 async fn a_reader_whose_showing_was_not_heard_of_goes_on(flavour: Flavour) {
     let server = shared(flavour);
     let (addr, mut showing) = hold_back(server.addr(), "INTO lockkit_holder").await.unwrap();
@@ -1538,8 +1541,8 @@ async fn a_reader_whose_showing_was_not_heard_of_goes_on(flavour: Flavour) {
     claim.release().await.unwrap();
 }
 
-/// A wait and a rollback are all that an acquisition sends which comes in turn.
-async fn who_found_it_taken_lately_tries_no_more(flavour: Flavour) {
+/// An acquisition in turn sends only a wait and a rollback.
+async fn a_recently_taken_name_is_waited_for_at_once(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let proxy = Proxy::start(server.addr()).unwrap();
@@ -1554,12 +1557,12 @@ async fn who_found_it_taken_lately_tries_no_more(flavour: Flavour) {
         let before = proxy.counts().requests.chunks;
         let lock = waiting.lock("a").unwrap();
         let turn = tokio::spawn(async move { lock.acquire().await.unwrap().release().await.unwrap() });
-        session_at(&mut admin, "SELECT UUID_SHORT() look").await;
+        session_at(&mut admin, "SELECT UUID_SHORT() ticket").await;
         guard.release().await.unwrap();
         turn.await.unwrap();
         requests.push(proxy.counts().requests.chunks - before);
     }
-    // Beside those of the connection that hears of breaks, and of a wait that lasts.
+    // Besides those of the disconnect watch, and of a wait that lasts.
     let fewest = requests.iter().skip(1).min();
     assert!(requests[0] > 2 && fewest == Some(&2), "{requests:?}");
 }

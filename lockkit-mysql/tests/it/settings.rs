@@ -1,4 +1,4 @@
-//! Settings: those of sessions that are used again, and those of a server, which may change under them.
+//! Settings of sessions that are used again, and of a server, which may change under them.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -32,7 +32,8 @@ for_each_flavour! {
     a_server_that_comes_back_read_only
     a_server_that_comes_back_with_few_connections
     a_server_that_ends_statements_early_is_not_kept_busy
-    a_server_that_ends_statements_early_ends_no_look
+    a_server_that_ends_statements_early_ends_no_inspection
+    a_statement_based_binary_log_is_an_error
 }
 
 fn lasting(ttl: Duration) -> AcquireOptions {
@@ -89,7 +90,7 @@ async fn a_cancelled_ttl_stays_with_no_session(flavour: Flavour) {
     }
 }
 
-/// The locks' own account, and one that may write to a server that is read-only.
+/// The account of the locks, and one that may write to a read-only server.
 fn accounts(server: &MySql) -> [MySqlConfig; 2] {
     accounts_at(server.addr())
 }
@@ -123,7 +124,7 @@ async fn refuses(client: &LockClient, name: &str) {
     }
 }
 
-/// A planned switch-over begins with this. Whoever is connected stays so.
+/// A planned switch-over begins with this. Connections stay.
 async fn a_primary_that_is_demoted_grants_nothing(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -157,7 +158,7 @@ async fn a_primary_that_is_demoted_grants_nothing(flavour: Flavour) {
                 assert_eq!(reason, LossReason::Revoked);
                 assert!(told < ttl / 3 + Duration::from_secs(1), "told after {told:?}");
             } else {
-                // Nobody else is granted before its lease is over: the row says so, and so does that of a replica.
+                // Nobody else is granted before its lease is over: the row says so, also on a replica.
                 assert_eq!(reason, LossReason::Expired);
                 assert!(Instant::now() < valid + ttl, "it was not prolonged");
             }
@@ -177,7 +178,7 @@ async fn a_primary_that_is_demoted_grants_nothing(flavour: Flavour) {
     }
 }
 
-/// The row may become theirs long after they asked for it.
+/// They may get the row long after they asked for it.
 async fn a_demoted_primary_lets_waiters_fail(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -199,7 +200,7 @@ async fn a_demoted_primary_lets_waiters_fail(flavour: Flavour) {
         let lock = waiting.lock("a").unwrap();
         let waiter = tokio::spawn(async move { lock.acquire().await });
         waits(&holder, "a").await;
-        // Which the server may put off while somebody waits for a row.
+        // The server may delay it while somebody waits for a row.
         let asked = Instant::now();
         let mut demoting = Admin::of(&server).await;
         let demoting = tokio::spawn(async move { demoting.run("SET GLOBAL read_only=1").await });
@@ -216,7 +217,7 @@ async fn a_demoted_primary_lets_waiters_fail(flavour: Flavour) {
             asked.elapsed()
         );
         match outcome {
-            // It was granted before, and is told as any holder.
+            // It was granted before, and is told like any holder.
             Ok(guard) if put_off => {
                 timeout(Duration::from_secs(31), guard.lost()).await.unwrap();
             }
@@ -236,20 +237,20 @@ async fn a_demoted_primary_lets_waiters_fail(flavour: Flavour) {
     }
 }
 
-/// Of a lease that could not be changed, as an account that may write all the same.
-const LOOK: &str = "SELECT (SELECT CASE WHEN owner=";
+/// The read of why a lease could not be changed, by an account that may write all the same.
+const READ_STATE: &str = "SELECT (SELECT CASE WHEN owner=";
 
-/// A client, and another one whose first look at why a lease could not be changed is held back.
+/// A client, and another one whose first read of why a lease could not be changed is held back.
 async fn held_back(server: &MySql) -> (LockClient, LockClient, HeldBack) {
-    let (addr, look) = hold_back(server.addr(), LOOK).await.unwrap();
+    let (addr, read) = hold_back(server.addr(), READ_STATE).await.unwrap();
     let mut config = accounts_at(addr)[1].clone();
     config.mode = Mode::Lease;
     let other = client(server.addr(), Mode::Lease).await;
     cycle(&other, "n").await;
-    (other, connect(config).await.unwrap(), look)
+    (other, connect(config).await.unwrap(), read)
 }
 
-/// It is, between a request that has changed nothing and the look that is to say why.
+/// Between a request that has changed nothing and the read of the reason.
 async fn a_demotion_that_is_taken_back_ends_no_lease(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -302,7 +303,7 @@ async fn a_lease_released_before_a_fail_over_is_free_after_it(flavour: Flavour) 
     .await;
 }
 
-/// Its row is not the one that counts any more, and a write of its own would part it from the new primary.
+/// Its row does not count any more, and a write of its own would part it from the new primary.
 async fn a_demoted_primary_breaks_no_lease(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -336,7 +337,7 @@ async fn replaced(flavour: Flavour, mode: Mode, options: &[&str]) -> (Proxy, Loc
     (proxy, client, old, new)
 }
 
-/// It lets no session be silent for longer, whatever that asks for.
+/// The server shortens each session's `wait_timeout` to its maximum.
 async fn a_lease_that_the_server_shortens_is_refused(flavour: Flavour) {
     let server = private(flavour, &["--maximum-wait-timeout=61"]);
     let mut config = config(server.addr());
@@ -350,7 +351,7 @@ async fn a_lease_that_the_server_shortens_is_refused(flavour: Flavour) {
     cycle(&client, "a").await;
 }
 
-/// The time-outs of a lock's session are its own.
+/// A lock's session sets its own time-outs.
 async fn a_server_that_comes_back_with_short_time_outs(flavour: Flavour) {
     for mode in MODES {
         let options = ["--wait-timeout=1", "--interactive-timeout=1"];
@@ -403,7 +404,7 @@ async fn a_server_that_comes_back_read_only(flavour: Flavour) {
     }
 }
 
-/// Fewer than there are clients: an error that may pass, and no hold that others have is lost.
+/// Fewer than there are clients: a transient error, and no other client's hold is lost.
 async fn a_server_that_comes_back_with_few_connections(flavour: Flavour) {
     for mode in MODES {
         let (proxy, client, old, new) = replaced(flavour, mode, &["--max-connections=10"]).await;
@@ -432,7 +433,7 @@ async fn a_server_that_comes_back_with_few_connections(flavour: Flavour) {
     }
 }
 
-/// The statement that hears of breaks lasts for seconds.
+/// The statement of the disconnect watch lasts for seconds.
 async fn a_server_that_ends_statements_early_is_not_kept_busy(flavour: Flavour) {
     let limit = match flavour {
         Flavour::MariaDb => "--max-statement-time=0.1",
@@ -454,8 +455,8 @@ async fn a_server_that_ends_statements_early_is_not_kept_busy(flavour: Flavour) 
     assert!(guard.is_held());
 }
 
-/// A look at a free lock takes a tenth of a second.
-async fn a_server_that_ends_statements_early_ends_no_look(flavour: Flavour) {
+/// An inspection of a free lock takes a tenth of a second.
+async fn a_server_that_ends_statements_early_ends_no_inspection(flavour: Flavour) {
     let limit = match flavour {
         Flavour::MariaDb => "SET GLOBAL max_statement_time=0.001",
         Flavour::MySql => "SET GLOBAL max_execution_time=1",
@@ -480,4 +481,37 @@ fn an_empty_string_that_is_null_names_a_row() {
         let client = connect(config(server.addr())).await.unwrap();
         cycle(&client, "a").await;
     });
+}
+
+/// Sessions are `READ COMMITTED`, whose changes no server writes to such a log.
+async fn a_statement_based_binary_log_is_an_error(flavour: Flavour) {
+    for format in ["ROW", "MIXED", "STATEMENT"] {
+        let server = private(
+            flavour,
+            &[
+                "--log-bin=binlog",
+                "--server-id=1",
+                &format!("--binlog-format={format}"),
+            ],
+        );
+        for mode in MODES {
+            let mut config = config(server.addr());
+            config.mode = mode;
+            let cycle = async {
+                let client = connect(config).await?;
+                client.lock("a")?.acquire().await?.release().await
+            };
+            match cycle.await {
+                Ok(()) => assert_ne!(format, "STATEMENT", "{mode:?}"),
+                Err(error) => {
+                    assert_eq!(format, "STATEMENT", "{mode:?}: {}", chain(&error));
+                    assert!(
+                        !error.is_transient() && chain(&error).contains("1665"),
+                        "{}",
+                        chain(&error)
+                    );
+                }
+            }
+        }
+    }
 }

@@ -27,7 +27,7 @@ fn server(flavour: Flavour, certificates: &Certificates) -> MySql {
 async fn a_connection_is_encrypted_and_the_server_known(flavour: Flavour) {
     let certificates = Certificates::generate().unwrap();
     let server = server(flavour, &certificates);
-    // From now on nobody gets in without.
+    // From now on nobody connects without.
     Admin::of(&server)
         .await
         .run("ALTER USER 'lockkit'@'%' REQUIRE SSL")

@@ -1,7 +1,7 @@
-//! Tokens rise and holds exclude each other, whatever happens: many requests from several processes, checked by what
-//! they recorded.
+//! Tokens rise and holds exclude each other, whatever happens: many requests from several processes, checked by their
+//! records.
 //!
-//! How many is up to the environment variable `LOCKKIT_SOAK`: the number of requests per case, 3,000 if it is unset.
+//! The environment variable `LOCKKIT_SOAK` sets the number of requests per case: 3,000 by default.
 
 use std::{
     io::{BufRead, BufReader, Write as _},
@@ -47,8 +47,8 @@ for_each_flavour! {
     tokens_rise_over_a_fail_over_to_a_clock_that_is_slow
     tokens_go_back_with_a_backup_that_is_brought_back
     tokens_rise_where_blocks_are_used_up
-    who_makes_a_mapping_keeps_the_row
-    who_makes_a_mapping_is_granted_by_it
+    the_maker_of_a_mapping_keeps_the_row
+    the_maker_of_a_mapping_is_granted_by_it
     a_block_that_comes_late_outranks_nobody
     turns_cost_no_durable_write
     a_life_has_one_number_while_somebody_is_there
@@ -76,7 +76,7 @@ pub(crate) fn seed() -> u64 {
     seed
 }
 
-/// What a worker process is to do.
+/// The task of a worker process.
 struct Order {
     addr: SocketAddr,
     mode: Mode,
@@ -143,11 +143,11 @@ struct Worker {
 }
 
 impl Worker {
-    /// What it has recorded, once it has ended.
+    /// Returns its records, once it has ended.
     fn records(mut self) -> Vec<Acquisition> {
         self.process.wait(Duration::from_secs(1_000)).unwrap();
         let records = self.records.join().unwrap();
-        // The last line of one that was killed may be torn.
+        // The last line of a killed process may be incomplete.
         records.iter().filter_map(|line| line.parse().ok()).collect()
     }
 }
@@ -203,12 +203,12 @@ fn works() {
             });
         }
         tasks.join_all().await;
-        // What was dropped last is released as well: a lease outlives its process.
+        // Dropped holds are released as well: a lease outlives its process.
         client.close(Duration::from_secs(20)).await.unwrap();
     });
 }
 
-/// Asks in one of the ways there are, holds, and ends the hold in one of the ways there are. A hold is recorded when it
+/// Acquires in a random way, holds, and ends the hold in a random way. Records a hold when it
 /// begins, and again when it is over.
 async fn one_round(lock: &Lock, who: u64, rng: &mut fastrand::Rng, report: impl FnOnce(&Acquisition)) {
     let mut record = Acquisition::asked(lock.name().as_str(), Hold::Exclusive, who, now());
@@ -234,7 +234,7 @@ async fn one_round(lock: &Lock, who: u64, rng: &mut fastrand::Rng, report: impl 
 }
 
 async fn hold(guard: LockGuard, record: &mut Acquisition, rng: &mut fastrand::Rng) {
-    // Some for so long that they are watched over.
+    // Some for so long that the worker adopts them.
     let longest = if rng.u8(0..20) == 0 { 20_000 } else { 1_500 };
     let work = Duration::from_micros(rng.u64(0..longest));
     if timeout(work, guard.lost()).await.is_ok() {
@@ -244,7 +244,7 @@ async fn hold(guard: LockGuard, record: &mut Acquisition, rng: &mut fastrand::Rn
     record.until = guard.valid_until().map(at);
     record.released = Some(now());
     if rng.bool() {
-        // What became of it is in what the others see.
+        // The others see its outcome.
         let _ = guard.release().await;
     } else {
         drop(guard);
@@ -325,7 +325,7 @@ async fn tokens_rise_over_crashes_of_the_server_and_of_holders(flavour: Flavour)
                 }
                 server.start_again().unwrap();
             } else {
-                // A holder or waiter dies, whatever it was at, and another comes.
+                // A holder or waiter dies at any moment, and another comes.
                 let mut dead = workers.remove(0);
                 dead.process.kill().unwrap();
                 records.extend(dead.records());
@@ -369,7 +369,7 @@ async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
     const GRANTS: usize = 300;
     /// In nanoseconds.
     const TOLD_WITHIN: u64 = 50_000_000;
-    /// What is granted so long after a reset, in nanoseconds, was waited for over another connection.
+    /// A grant so long after a reset, in nanoseconds, was waited for over another connection.
     const ANEW: u64 = 900_000_000;
     let seed = seed();
     for mode in [Mode::ForUpdate, Mode::Lease] {
@@ -383,7 +383,7 @@ async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
             config.mode = mode;
             let client = connect(config).await.unwrap();
             let options = AcquireOptions::new()
-                // As short as the server can count.
+                // The shortest that the server can count.
                 .ttl(Duration::from_millis(if mode == Mode::Lease {
                     300
                 } else {
@@ -400,7 +400,7 @@ async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
         }
         let mut rng = fastrand::Rng::with_seed(seed);
         let (mut faults, mut hits) = (0, 0);
-        // Which client's connections were reset, and between which moments.
+        // The clients whose connections were reset, and the times before and after.
         let mut resets: Vec<(u64, u64, u64)> = Vec::new();
         let began = Instant::now();
         while began.elapsed() < LASTS || (course.granted() < GRANTS && began.elapsed() < LASTS_AT_MOST) {
@@ -437,7 +437,7 @@ async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
             .expect("everyone gets the lock in the end");
         let mut history = std::mem::take(&mut *course.history.lock().unwrap());
         if mode == Mode::ForUpdate {
-            // A connection that is reset ends its hold at the server at once. Its holder is told soon after.
+            // A reset ends the hold at the server at once. Its holder is told soon after.
             for record in &mut history.acquisitions {
                 let ends = [record.released, record.lost].into_iter().flatten().min();
                 let granted = record.granted.map_or(0, |(at, _)| at);
@@ -469,7 +469,7 @@ async fn holds_exclude_each_other_under_faults(flavour: Flavour) {
     }
 }
 
-/// What the workers of one run share.
+/// The state that the workers of one run share.
 #[derive(Clone, Default)]
 struct Course {
     history: Arc<Mutex<History>>,
@@ -478,7 +478,7 @@ struct Course {
 }
 
 impl Course {
-    /// How many grants there were so far.
+    /// The number of grants so far.
     fn granted(&self) -> usize {
         let history = self.history.lock().unwrap();
         let granted = history.acquisitions.iter().filter(|it| it.granted.is_some());
@@ -498,7 +498,7 @@ impl Course {
     }
 }
 
-/// A task is granted the row, and does not read that before its session is ended and another task of its client holds.
+/// A task is granted the row, and reads that only after its session has ended and another task of its client holds.
 async fn a_grant_that_is_read_late_outranks_nobody(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -546,7 +546,7 @@ async fn a_grant_that_is_read_late_outranks_nobody(flavour: Flavour) {
     assert!(next.token() > token);
 }
 
-/// Acquires and releases in turn: the tokens.
+/// Acquires and releases in turn, and returns the tokens.
 async fn draw(locks: &[Lock]) -> Vec<u64> {
     let mut tokens = Vec::new();
     for lock in locks {
@@ -561,7 +561,7 @@ fn rise(tokens: &[u64]) -> bool {
     tokens.is_sorted_by(|before, after| before < after)
 }
 
-async fn look(admin: &mut Admin) -> u64 {
+async fn ticket(admin: &mut Admin) -> u64 {
     admin.value("SELECT UUID_SHORT()").await.parse().unwrap()
 }
 
@@ -575,16 +575,16 @@ async fn begin_again(server: &MySql, clock: &Clock, last: u64) -> Admin {
         clock.back(now.saturating_sub(began)).unwrap();
         server.start_again().unwrap();
         let mut again = Admin::of(server).await;
-        if second(look(&mut again).await) == second(last) {
+        if second(ticket(&mut again).await) == second(last) {
             return again;
         }
     }
     panic!("it does not start in the same second, as it sees it");
 }
 
-/// That with which the server's own counter begins.
-fn second(look: u64) -> u64 {
-    look >> 24
+/// The second with which the server's counter begins, and the server's id.
+fn second(ticket: u64) -> u64 {
+    ticket >> 24
 }
 
 /// The server's own counter begins with the second in which it starts.
@@ -593,7 +593,7 @@ async fn tokens_rise_though_a_life_begins_as_the_last_one_did(flavour: Flavour) 
     let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
     let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
     let mut tokens = draw(&vec![lock; 20]).await;
-    let last = look(&mut Admin::of(&server).await).await;
+    let last = ticket(&mut Admin::of(&server).await).await;
     let mut admin = begin_again(&server, &clock, last).await;
     let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
     for _ in 0..20 {
@@ -601,12 +601,12 @@ async fn tokens_rise_though_a_life_begins_as_the_last_one_did(flavour: Flavour) 
         assert!(rise(&tokens), "{tokens:?}");
     }
     assert!(
-        look(&mut admin).await.abs_diff(last) < 500,
-        "the looks are others"
+        ticket(&mut admin).await.abs_diff(last) < 500,
+        "the tickets differ"
     );
 }
 
-/// A number that began anew at the clock would be below that of the mapping, whose life would be taken for this one.
+/// A number that began anew at the clock would be below that of the mapping, whose life would pass for this one.
 async fn tokens_rise_though_the_number_of_a_life_was_deleted(flavour: Flavour) {
     let clock = Clock::new().unwrap();
     let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
@@ -615,7 +615,7 @@ async fn tokens_rise_though_the_number_of_a_life_was_deleted(flavour: Flavour) {
     let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
     let mut tokens = draw(&vec![lock; 20]).await;
     let mut admin = Admin::of(&server).await;
-    let last = look(&mut admin).await;
+    let last = ticket(&mut admin).await;
     admin.run("DELETE FROM lockkit_fence").await;
     begin_again(&server, &clock, last).await;
     let lock = client(server.addr(), Mode::ForUpdate).await.lock("a").unwrap();
@@ -623,7 +623,7 @@ async fn tokens_rise_though_the_number_of_a_life_was_deleted(flavour: Flavour) {
     assert!(rise(&tokens), "{tokens:?}");
 }
 
-/// A database and its copy count on from the same number if the clock is behind it. What one gives is not the other's.
+/// A database and its copy count on from the same number if the clock is behind it. Each has its own tokens.
 async fn tokens_rise_though_another_database_has_the_number(flavour: Flavour) {
     let clock = Clock::new().unwrap();
     let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
@@ -638,7 +638,7 @@ async fn tokens_rise_though_another_database_has_the_number(flavour: Flavour) {
             .unwrap()
     };
     let mut admin = Admin::of(&server).await;
-    let last = look(&mut admin).await;
+    let last = ticket(&mut admin).await;
     client(server.addr(), Mode::ForUpdate).await;
     let number = admin
         .value("SELECT reserved FROM lockkit_fence WHERE name=''")
@@ -654,7 +654,7 @@ async fn tokens_rise_though_another_database_has_the_number(flavour: Flavour) {
         .await;
     let mut admin = begin_again(&server, &clock, last).await;
     let mut tokens = draw(&vec![twin().await; 20]).await;
-    let last = look(&mut admin).await;
+    let last = ticket(&mut admin).await;
     begin_again(&server, &clock, last).await;
     let _first = client(server.addr(), Mode::ForUpdate).await;
     tokens.extend(draw(&vec![twin().await; 20]).await);
@@ -694,7 +694,7 @@ async fn tokens_rise_over_a_fail_over_to_a_clock_that_is_slow(flavour: Flavour) 
     }
 }
 
-/// Within a life of the server: what its mappings were is not to be told from what they are.
+/// Within a life of the server, an old mapping cannot be told from the current one.
 async fn tokens_go_back_with_a_backup_that_is_brought_back(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -703,7 +703,7 @@ async fn tokens_go_back_with_a_backup_that_is_brought_back(flavour: Flavour) {
     let reading = lock.clone().shared();
     draw(std::slice::from_ref(&reading)).await;
     admin.run("CREATE TABLE fence AS SELECT * FROM lockkit_fence; CREATE TABLE map AS SELECT * FROM lockkit_map").await;
-    // With more tokens for each look: another block.
+    // With more tokens per ticket: another block.
     let last = draw(&[lock]).await;
     for table in ["fence", "map"] {
         let restore =
@@ -735,7 +735,7 @@ async fn tokens_rise_where_blocks_are_used_up(flavour: Flavour) {
         tokens.push(reading.token().get());
         let last = "SELECT last FROM lockkit_map";
         let before = admin.value(last).await;
-        // Somebody else's, and more than there ever are in a block.
+        // Another client's, and more than there are in any block.
         admin.run("DO BENCHMARK(3000000, UUID_SHORT())").await;
         // Nobody waits for readers to make a mapping.
         for reader in [&one, &other, &other] {
@@ -756,9 +756,9 @@ async fn tokens_rise_where_blocks_are_used_up(flavour: Flavour) {
     }
 }
 
-/// Clients in turn, and a block that is used up in each hold. Whoever gave the row away to make another would be passed over each
-/// time, by who waits next.
-async fn who_makes_a_mapping_keeps_the_row(flavour: Flavour) {
+/// Clients in turn, and a block that is used up in each hold. A client that freed the row to reserve another would be passed over each
+/// time, by the next waiter.
+async fn the_maker_of_a_mapping_keeps_the_row(flavour: Flavour) {
     const GRANTS: usize = 20;
     let server = private(flavour, &[]);
     let grants = Arc::new([const { AtomicUsize::new(0) }; 4]);
@@ -784,11 +784,11 @@ async fn who_makes_a_mapping_keeps_the_row(flavour: Flavour) {
     assert!(least >= Some(GRANTS / 4), "{grants:?}");
 }
 
-/// With so many tokens per look a block is for 1,024.
+/// With so many tokens per ticket, a block is for 1,024 tickets.
 const MOST_HANDOFFS: u32 = 65_535;
 
-/// Others use up each block before whoever made it could look again.
-async fn who_makes_a_mapping_is_granted_by_it(flavour: Flavour) {
+/// Others use up each block before its maker could draw another ticket.
+async fn the_maker_of_a_mapping_is_granted_by_it(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
     let client = client(server.addr(), Mode::ForUpdate).await;
@@ -802,13 +802,13 @@ async fn who_makes_a_mapping_is_granted_by_it(flavour: Flavour) {
     let bulk = tokio::spawn(async move { others.try_run("DO BENCHMARK(100000000000, UUID_SHORT())").await });
     let (mut tokens, mut all) = (Vec::new(), 0);
     for _ in 0..10 {
-        let last = look(&mut admin).await;
-        eventually("others look", async || look(&mut admin).await > last + 2_000).await;
+        let last = ticket(&mut admin).await;
+        eventually("others draw", async || ticket(&mut admin).await > last + 2_000).await;
         let updates = "SHOW GLOBAL STATUS LIKE 'Com_update'";
         let before: u64 = admin.run(updates).await[0][1].parse().unwrap();
         tokens.push(draw(&locks).await);
         let after: u64 = admin.run(updates).await[0][1].parse().unwrap();
-        // Of the counter and the mapping, for each of them at most.
+        // At most one of the counter and one of the mapping for each of them.
         let written = after - before;
         assert!(written <= 2 * locks.len() as u64, "{written} updates");
         all += written;
@@ -824,7 +824,7 @@ async fn who_makes_a_mapping_is_granted_by_it(flavour: Flavour) {
     assert!(bulk.await.unwrap().is_err());
 }
 
-/// A session is ended while its block is being reserved, and another client holds by the mapping there was.
+/// A session is killed while its block is being reserved, and another client holds by the earlier mapping.
 async fn a_block_that_comes_late_outranks_nobody(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -873,7 +873,7 @@ async fn turns_cost_no_durable_write(flavour: Flavour) {
         locks.push(client.semaphore("s", 2).unwrap());
     }
     draw(&locks).await;
-    // What is committed, and not rolled back.
+    // Commits, without rollbacks.
     let written = "SHOW GLOBAL STATUS WHERE Variable_name IN ('Com_update', 'Com_commit')";
     let before = admin.run(written).await;
     let tasks: Vec<_> = locks
@@ -909,7 +909,7 @@ async fn a_life_has_one_number_while_somebody_is_there(flavour: Flavour) {
     assert!(admin.value(number).await.parse::<u64>().unwrap() > first);
 }
 
-/// Who numbered it first has left, and who knows that number goes on with it.
+/// The client that gave the first number has left, and another that knows it goes on with it.
 async fn clients_with_two_numbers_of_one_life_take_turns(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -929,7 +929,7 @@ async fn clients_with_two_numbers_of_one_life_take_turns(flavour: Flavour) {
         assert_ne!(admin.value(number).await, before);
         admin.run("DO BENCHMARK(200000, UUID_SHORT())").await;
     }
-    // A block is as good for the one as for the other.
+    // A block is valid for both.
     let updates = "SHOW GLOBAL STATUS LIKE 'Com_update'";
     let mut before: u64 = admin.run(updates).await[0][1].parse().unwrap();
     for round in 0..20 {
@@ -945,7 +945,7 @@ async fn clients_with_two_numbers_of_one_life_take_turns(flavour: Flavour) {
     assert!(rise(&tokens), "{tokens:?}");
 }
 
-/// The row that numbers the lives goes as soon as it is made. A number that nobody gave would be below that of every mapping.
+/// The row that numbers the lives is deleted as soon as it is made. A number that nobody gave would be below that of every mapping.
 async fn a_life_that_was_given_no_number_grants_nothing(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;

@@ -1,11 +1,11 @@
-//! What the server and the connection to it report, as errors of the core.
+//! Errors of the server and of connections to it, as errors of the core.
 
-use lockkit_core::Error;
+use lockkit_core::{Error, Result};
 use sqlx::mysql::MySqlDatabaseError;
 
 use crate::NAME;
 
-/// The server's error numbers that mean something to a lock.
+/// The server's error numbers that matter to a lock.
 pub(crate) mod code {
     pub(crate) const TOO_MANY_CONNECTIONS: u16 = 1040;
     pub(crate) const SHUTDOWN_IN_PROGRESS: u16 = 1053;
@@ -20,30 +20,29 @@ pub(crate) mod code {
     pub(crate) const QUERY_INTERRUPTED: u16 = 1317;
     pub(crate) const MAX_PREPARED_STMT_COUNT_REACHED: u16 = 1461;
     pub(crate) const NEED_REPREPARE: u16 = 1615;
-    /// MySQL: so is the whole engine.
+    /// MySQL: the storage engine is read-only.
     pub(crate) const READ_ONLY_MODE: u16 = 1836;
     /// MariaDB: the connection was killed.
     pub(crate) const CONNECTION_KILLED: u16 = 1927;
-    /// MySQL: a session that had been killed, closed for another reason.
+    /// MySQL: the session was killed, then closed for another reason.
     pub(crate) const SESSION_KILLED: u16 = 3169;
     /// MySQL: the session was silent for longer than its `wait_timeout`.
     pub(crate) const CLIENT_INTERACTION_TIMEOUT: u16 = 4031;
 }
 
-/// The server's error number; `None` if the error is not the server's.
+/// Returns the server's error number; `None` if the error is not the server's.
 pub(crate) fn number(error: &sqlx::Error) -> Option<u16> {
     let error = error.as_database_error()?;
     Some(error.try_downcast_ref::<MySqlDatabaseError>()?.number())
 }
 
-/// Whether nothing more can, or should, be said over the connection that this came from. One to a server that has become
-/// read-only is left: by now another may be the primary.
+/// True if the connection can not, or should not, be used after this error. A server that has become read-only is left:
+/// another may be the primary by now.
 pub(crate) fn ends_the_session(error: &sqlx::Error) -> bool {
-    number(error).is_none_or(|number| ends_the_session_by_number(number) || is_read_only(number))
-}
-
-fn is_read_only(number: u16) -> bool {
-    matches!(number, code::OPTION_PREVENTS_STATEMENT | code::READ_ONLY_MODE)
+    number(error).is_none_or(|number| {
+        ends_the_session_by_number(number)
+            || matches!(number, code::OPTION_PREVENTS_STATEMENT | code::READ_ONLY_MODE)
+    })
 }
 
 fn ends_the_session_by_number(number: u16) -> bool {
@@ -56,9 +55,24 @@ fn ends_the_session_by_number(number: u16) -> bool {
     )
 }
 
-/// The same as an error of the core. What may pass by itself is transient; what is a matter of configuration, of
-/// rights or of a read-only server is not.
-pub(crate) fn error(operation: &'static str, error: sqlx::Error) -> Error {
+/// Gives an error of the client library the operation that it failed.
+pub(crate) trait During<T> {
+    /// Turns the error into one of the core.
+    ///
+    /// # Errors
+    /// A transient one if it may pass by itself. A permanent one if it is a matter of configuration, of rights, or of a
+    /// read-only server.
+    fn during(self, operation: &'static str) -> Result<T>;
+}
+
+impl<T> During<T> for sqlx::Result<T> {
+    fn during(self, operation: &'static str) -> Result<T> {
+        self.map_err(|error| failed(operation, error))
+    }
+}
+
+/// Returns the core's error for `operation`, which failed with `error`. See [`During`].
+pub(crate) fn failed(operation: &'static str, error: sqlx::Error) -> Error {
     let may_pass = match &error {
         sqlx::Error::Io(_) | sqlx::Error::Protocol(_) | sqlx::Error::WorkerCrashed => true,
         error => number(error).is_some_and(|number| {
@@ -79,4 +93,13 @@ pub(crate) fn error(operation: &'static str, error: sqlx::Error) -> Error {
     } else {
         Error::permanent(NAME, operation, error)
     }
+}
+
+/// The connection of a waiter was lost without a sign.
+pub(crate) fn waiter_went_dead() -> Error {
+    Error::transient(
+        NAME,
+        "acquire",
+        "the connection that waited for the lock went dead",
+    )
 }

@@ -1,29 +1,30 @@
-//! What is said to the server on behalf of one claim with a row lock.
+//! The statements of row locks.
 
 use std::fmt::Display;
 
 use lockkit_core::spi::{ClaimRequest, Mode};
 
 use crate::{
-    key::{Key, literal},
+    layout::{Key, literal, literal_or_null},
     server::Flavour,
 };
 
-/// How long a waiter for a permit lets the server pause before it looks again, in seconds.
+/// The time between two tries of a waiter for a permit, in seconds. The server keeps it.
 const PERMIT_PAUSE: &str = "0.02";
 
-/// The most permits of a semaphore, each of which is a row.
+/// The most permits of a semaphore. Each is a row.
 pub(crate) const MAX_PERMITS: u32 = 1_000;
 
+/// The statements of one claim.
 #[derive(Debug)]
-pub(crate) struct Sql {
+pub(crate) struct RowSql {
     key: Key,
     mode: Mode,
     flavour: Flavour,
 }
 
-/// An expression: 1 if the server is read-only now, else 0. A primary that is being replaced goes on with the connections that it has. MySQL's
-/// `super_read_only` implies this one.
+/// An expression: 1 if the server is read-only now, else 0. A primary that is being replaced keeps the connections that it has.
+/// MySQL's `super_read_only` implies `read_only`.
 macro_rules! read_only {
     () => {
         "CAST(@@global.read_only AS CHAR) NOT IN ('0', 'OFF')"
@@ -32,17 +33,20 @@ macro_rules! read_only {
 
 pub(crate) const READ_ONLY: &str = read_only!();
 
-/// Locks a row, looks at the server's counter, and reads the mapping of looks to tokens: `NULL` if there is none. `?` is
-/// the name.
+/// Locks a row, draws a ticket, and reads the mapping of tickets to tokens, `NULL` if there is none. `?` is the name.
 ///
-/// The look is made after the row is locked, so that looks come in the order of grants. So is the mapping read, by a
-/// consistent read that is this statement's only one and that needs the locked row's name, in disguise lest the optimizer
-/// see that it is known beforehand: those who share the row lock nothing that keeps others from making another mapping.
-/// Last comes whether the server is read-only, which it may have become while the statement waited: in the same disguise.
+/// All but the lock has to happen after the row is locked:
+///
+/// - The ticket is drawn per row, so tickets are in the order of the grants.
+/// - The mapping is read by the statement's only consistent read, whose snapshot is taken when it runs. It needs the name of
+///   the locked row. `CONCAT` hides from the optimizer that the name is known before. It locks nothing, so that readers keep
+///   nobody from making another mapping.
+/// - The last column says whether the server is read-only, as it may have become while the statement waited. `LENGTH` hides
+///   in the same way that the value does not depend on the row.
 macro_rules! lock {
     ($columns:literal, $table:literal, $how:literal) => {
         concat!(
-            "SELECT UUID_SHORT() look, (SELECT CONCAT_WS('/', life, base, since, last, step) \
+            "SELECT UUID_SHORT() ticket, (SELECT CONCAT_WS('/', life, base, since, last, step) \
              FROM lockkit_map WHERE name=CONCAT(r.name)) map, ",
             $columns,
             "IF(LENGTH(r.name), ",
@@ -55,27 +59,27 @@ macro_rules! lock {
     };
 }
 
-/// Fails if the transaction that was shown is gone, whatever has ended it, and changes nothing if it is not. Says as well
-/// whether the server is read-only.
+/// Fails if the transaction of a shown hold is gone, whatever has ended it. Changes nothing if it is there. Returns also whether
+/// the server is read-only.
 pub(crate) fn still_holds() -> String {
     format!("ROLLBACK TO SAVEPOINT held; SELECT {READ_ONLY}")
 }
 
-/// An expression: the name of the lock of the server's own that says that the life of this number goes on. Whoever gave it
-/// that number has the lock, and the server forgets it when it ends. Other databases of the server have numbers of their own.
+/// An expression: the name of the server lock that exists while the life of this number lasts. The session that gave the number
+/// has it, and the server forgets it when it ends. Each database of the server has its own numbers.
 fn life_lock(number: impl Display) -> String {
     format!("CONCAT('lockkit-life:', LEFT(SHA2(DATABASE(), 256), 16), ':', {number})")
 }
 
-/// The number of the life that the server is in. No row if nobody has given it one who is still there. `''` is no name with
-/// MariaDB's `sql_mode=EMPTY_STRING_IS_NULL`.
+/// Returns the number of the server's life. No row if it has none, or if the session that gave it has ended. The name is `x''`,
+/// since `''` is `NULL` with MariaDB's `sql_mode=EMPTY_STRING_IS_NULL`.
 pub(crate) fn life() -> String {
     let lock = life_lock("reserved");
     format!("SELECT reserved FROM lockkit_fence WHERE name=x'' AND IS_USED_LOCK({lock}) IS NOT NULL")
 }
 
-/// Gives the life that the server is in a number, above all that there were, and says it. The lock is this session's until it
-/// ends. If the last number was deleted, it is above those that mappings have.
+/// Gives the server's life a number above all earlier ones, and returns it. This session has the life's lock until it ends. If
+/// the latest number was deleted, the new one is above those of all mappings.
 pub(crate) fn begin_life() -> String {
     let lock = life_lock("LAST_INSERT_ID()");
     format!(
@@ -86,27 +90,27 @@ pub(crate) fn begin_life() -> String {
     )
 }
 
-/// A row if the server is in the life of this number.
-pub(crate) fn lives(life: u64) -> String {
+/// Returns a row if the server is in the life of this number.
+pub(crate) fn is_in_life(life: u64) -> String {
     format!(
         "SELECT 1 FROM DUAL WHERE IS_USED_LOCK({}) IS NOT NULL",
         life_lock(life)
     )
 }
 
-/// Whether the server is read-only, and, by answering, that the session lives.
+/// Returns whether the server is read-only. A reply proves that the session lives.
 pub(crate) fn proof() -> String {
     format!("SELECT {READ_ONLY}")
 }
 
-/// Ends a transaction that was shown. Fails if it is gone.
-pub(crate) const LET_GO: &str = "RELEASE SAVEPOINT held; ROLLBACK";
+/// Ends the transaction of a shown hold. Fails if it is gone.
+pub(crate) const ROLLBACK_IF_INTACT: &str = "RELEASE SAVEPOINT held; ROLLBACK";
 
-/// When a counter starts, and where its blocks begin if it is behind: at the clock, so that a row that was deleted does not
-/// start over below its tokens.
+/// The lowest value of a counter that is made or raised: the clock, in µs since 1970. So a counter that was deleted does not
+/// start again below its tokens.
 pub(crate) const CLOCK: &str = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS UNSIGNED)";
 
-impl Sql {
+impl RowSql {
     pub(crate) fn new(key: Key, mode: Mode, flavour: Flavour) -> Self {
         Self { key, mode, flavour }
     }
@@ -119,7 +123,7 @@ impl Sql {
         matches!(self.mode, Mode::Permits(_))
     }
 
-    /// Whether the rows of this name are there.
+    /// Returns a row if the name has rows; for a semaphore, with its size.
     pub(crate) fn exists(&self) -> String {
         let key = self.key.as_sql();
         match self.mode {
@@ -128,7 +132,7 @@ impl Sql {
         }
     }
 
-    /// Locks the row if nobody has it, and looks at the counter. To be prepared, or [named](Self::named).
+    /// Locks the row if it is free, and draws a ticket. To be prepared, or [named](Self::named).
     pub(crate) fn lock_or_skip(&self) -> &'static str {
         match (self.mode, self.flavour) {
             (Mode::Exclusive, _) => lock!("", "lockkit_gate", "FOR UPDATE SKIP LOCKED"),
@@ -138,31 +142,31 @@ impl Sql {
         }
     }
 
-    /// Waits a moment for a permit, and tries again: whether the rows are there is the answer before the last.
+    /// Waits a moment for a permit, and tries again. The last result but one is that of [`exists`](Self::exists).
     pub(crate) fn pause_and_try(&self) -> String {
         let (pause, exists) = (self.wait(), self.exists());
         format!("ROLLBACK; {pause}; {exists}; {}", self.named(self.lock_or_skip()))
     }
 
-    /// The statement with the name in its place.
+    /// Puts the name into a statement.
     pub(crate) fn named(&self, statement: &str) -> String {
         statement.replacen('?', &self.key.as_sql(), 1)
     }
 
-    /// The same, waiting at the server; for a permit, waiting a moment before the next try.
+    /// Waits at the server for the row. For a permit, only pauses.
     pub(crate) fn wait(&self) -> String {
         match self.mode {
             Mode::Exclusive => self.named(lock!("", "lockkit_gate", "FOR UPDATE")),
             Mode::Shared => self.named(lock!("", "lockkit_gate", "LOCK IN SHARE MODE")),
-            // The name is there for `waiters`.
+            // The name is there for inspections, which count waiters by their statement.
             Mode::Permits(_) => format!("SELECT SLEEP({PERMIT_PAUSE}), {}", self.key.as_sql()),
         }
     }
 
-    /// Makes the rows of a name, whoever comes first.
+    /// Makes the rows of a name.
     ///
-    /// Only who makes the counter makes those that are locked, so that nobody waits for a row that somebody has locked
-    /// already; with `repair`, if somebody deleted them.
+    /// Only the transaction that makes the counter makes the rows that are locked, so that nobody waits for a row that another has
+    /// locked already. With `repair` it makes them also if the counter was there, since somebody deleted them.
     pub(crate) fn create(&self, repair: bool) -> String {
         let key = self.key.as_sql();
         let first = if repair { "1=1" } else { "ROW_COUNT()=1" };
@@ -184,8 +188,8 @@ impl Sql {
         }
     }
 
-    /// Whether somebody holds, says its second statement, and of what size the semaphore is after that look, its last one. The
-    /// look sees what is not committed. The session has no transaction open, before and after.
+    /// Reads whether somebody holds a permit (second result) and then the semaphore's size (fourth result). Holds are shown by
+    /// rows that are not committed. The session has no transaction open, before and after.
     pub(crate) fn is_held(&self) -> String {
         let key = self.key.as_sql();
         format!(
@@ -201,7 +205,7 @@ impl Sql {
         format!("SELECT slot FROM lockkit_permit WHERE name={key} FOR UPDATE SKIP LOCKED")
     }
 
-    /// Gives the semaphore, all of whose permits are locked by this session, the size that is asked for.
+    /// Changes the size of the semaphore. This session has locked all of its permits.
     pub(crate) fn resize(&self, size: u32) -> String {
         let key = self.key.as_sql();
         let slots: Vec<_> = (0..size).map(|slot| format!("({key}, {slot}, {size})")).collect();
@@ -212,30 +216,27 @@ impl Sql {
         )
     }
 
-    /// Reserves a block of `size` tokens above `last` and above all that were reserved before, and has the name's looks from
-    /// this one on mapped to it, unless there is a mapping with higher tokens: two durable writes, one after the other. Says the last of
-    /// its tokens, or 0 if the counter is missing; no row if the mapping is.
-    pub(crate) fn reserve(&self, last: u64, size: u64, life: u64, look: u64, step: u64) -> String {
+    /// Reserves a block of `size` tokens above `last` and above all blocks before it, and maps the tickets from this one on to it,
+    /// unless there is a mapping with higher tokens. Two durable writes, one after the other. Returns the block's last token, 0 if
+    /// the counter is missing, or no row if the mapping is missing.
+    pub(crate) fn reserve(&self, last: u64, size: u64, life: u64, ticket: u64, step: u64) -> String {
         let key = self.key.as_sql();
         format!(
             "DO LAST_INSERT_ID(0); \
              UPDATE lockkit_fence SET reserved=LAST_INSERT_ID(GREATEST(reserved, CAST({last} AS UNSIGNED), {CLOCK}) + {size}) \
              WHERE name={key}; \
-             UPDATE lockkit_map SET life={life}, base=LAST_INSERT_ID() - {size} + 1, since={look}, last=LAST_INSERT_ID(), \
+             UPDATE lockkit_map SET life={life}, base=LAST_INSERT_ID() - {size} + 1, since={ticket}, last=LAST_INSERT_ID(), \
              step={step} WHERE name={key} AND last + {size} <= LAST_INSERT_ID(); \
              SELECT LAST_INSERT_ID() FROM lockkit_map WHERE name={key}"
         )
     }
 
-    /// Shows a hold to those who look, within its transaction, and marks that. The mark is made before as well, so that
-    /// it is there also if the hold cannot be shown. It may be shown already, with the token of a grant that nobody heard of: rows
-    /// of this session alone have its id. Says whether the server is read-only.
+    /// Shows a hold to inspections, within its transaction, and sets a savepoint. There is a savepoint before, too, for a hold that
+    /// cannot be shown. The row may be there already, with the token of a grant whose reply nobody read: only this session's rows
+    /// have its id. Returns whether the server is read-only.
     pub(crate) fn show(&self, connection: u64, token: u64, seconds: u32, request: &ClaimRequest) -> String {
         let key = self.key.as_sql();
-        let label = request
-            .label
-            .as_ref()
-            .map_or_else(|| "NULL".to_owned(), |label| literal(label.as_bytes()));
+        let label = literal_or_null(request.label.as_deref());
         format!(
             "SAVEPOINT held; INSERT INTO lockkit_holder (name, connection, token, seconds, label) \
              VALUES ({key}, {connection}, {token}, {seconds}, {label}) \
@@ -243,7 +244,7 @@ impl Sql {
         )
     }
 
-    /// Shows a hold that was shown before with another token. Fails if its transaction is gone, before anything else.
+    /// Shows a hold with another token than before. Fails if its transaction is gone, and then changes nothing.
     pub(crate) fn show_passed_on(&self, connection: u64, token: u64) -> String {
         let key = self.key.as_sql();
         format!(
@@ -254,12 +255,12 @@ impl Sql {
     }
 }
 
-/// Who holds, and for how long they have been silent; and how many statements are under way that wait for it. All in
-/// one look, which sees what is not committed and locks nothing.
+/// Returns the holders, with the time for which each was silent, and the number of statements that wait. Reads what is not
+/// committed, and locks nothing.
 pub(crate) fn holders(key: &Key, flavour: Flavour, modes: &[Mode]) -> String {
     let waits: Vec<_> = modes
         .iter()
-        .map(|mode| literal(Sql::new(key.clone(), *mode, flavour).wait().as_bytes()))
+        .map(|mode| literal(RowSql::new(key.clone(), *mode, flavour).wait().as_bytes()))
         .collect();
     format!(
         "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
@@ -271,7 +272,7 @@ pub(crate) fn holders(key: &Key, flavour: Flavour, modes: &[Mode]) -> String {
     )
 }
 
-/// Ends the session that holds with this token. Fails as if there were none if there is none.
+/// Kills the session that holds with this token. Fails with `NO_SUCH_THREAD` if there is no such hold.
 pub(crate) fn kill_holder(key: &Key, token: u64) -> String {
     format!(
         "SET @lockkit_holder=NULL; SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
@@ -302,10 +303,10 @@ mod tests {
         rows.unwrap_or_else(|error| panic!("{sql}: {error}"))
     }
 
-    /// A statement that waits for the row has to look at the server's counter after the grant, and to see the mapping that was
-    /// committed while it waited: others from before would repeat tokens.
+    /// A statement that waits for the row has to draw its ticket after the grant, and to see the mapping that was committed while
+    /// it waited. Earlier ones would repeat tokens.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn the_counter_is_read_after_the_row_is_locked() {
+    async fn a_ticket_is_drawn_after_the_row_is_locked() {
         for (kept, flavour, backend) in [
             (Kept::MariaDb, Flavour::MariaDb, "mysql"),
             (Kept::MySql, Flavour::MySql, "mysql-server"),
@@ -319,7 +320,7 @@ mod tests {
                 [options.connect().await.unwrap(), options.connect().await.unwrap()];
             run(&mut other, &crate::ddl(crate::Mode::ForUpdate)).await;
             for mode in [Mode::Exclusive, Mode::Shared] {
-                // As a session has it, as text and prepared; and a snapshot from before, by which the test sees that it
+                // READ COMMITTED is what sessions have. REPEATABLE READ has a snapshot from before, and shows that this test
                 // would notice.
                 for (isolation, prepares, expected) in [
                     ("READ COMMITTED", false, 2),
@@ -328,7 +329,7 @@ mod tests {
                     ("REPEATABLE READ", true, 1),
                 ] {
                     let name = LockName::new(format!("{mode:?} {isolation} {prepares}")).unwrap();
-                    let sql = Sql::new(Key::new("lockkit", LockKind::Lock, &name), mode, flavour);
+                    let sql = RowSql::new(Key::new("lockkit", LockKind::Lock, &name), mode, flavour);
                     let key = sql.key.as_sql();
                     run(
                         &mut other,
@@ -353,7 +354,7 @@ mod tests {
                     )
                     .await;
                     let wait = sql.wait();
-                    // What is prepared skips rows; this one is the same but for that.
+                    // The prepared statement skips locked rows. This one is the same otherwise.
                     let prepared = sql.lock_or_skip().replace(" SKIP LOCKED", "");
                     let name = sql.key.as_bytes().to_owned();
                     let waiter = tokio::spawn(async move {
@@ -367,8 +368,8 @@ mod tests {
                         let mapping: Mapping = mapping.parse().unwrap();
                         (rows[0].try_get_unchecked::<u64, _>(0).unwrap(), mapping.life)
                     });
-                    let looks = "SELECT 1 FROM information_schema.PROCESSLIST WHERE INFO LIKE 'SELECT UUID_SHORT() look%'";
-                    eventually("it waits", async || !run(&mut other, looks).await.is_empty()).await;
+                    let waits = "SELECT 1 FROM information_schema.PROCESSLIST WHERE INFO LIKE 'SELECT UUID_SHORT() ticket%'";
+                    eventually("it waits", async || !run(&mut other, waits).await.is_empty()).await;
                     run(
                         &mut other,
                         &format!("UPDATE lockkit_map SET life=2 WHERE name={key}"),
@@ -377,9 +378,9 @@ mod tests {
                     let before = &run(&mut holder, "SELECT UUID_SHORT()").await[0];
                     let before: u64 = before.try_get_unchecked(0).unwrap();
                     run(&mut holder, "ROLLBACK").await;
-                    let (look, life) = waiter.await.unwrap();
+                    let (ticket, life) = waiter.await.unwrap();
                     let what = format!("{kept:?} {mode:?} {isolation} {prepares}");
-                    assert!(look > before, "{what}: it looked before it had the row");
+                    assert!(ticket > before, "{what}: it was drawn before the row was locked");
                     assert_eq!(life, expected, "{what}");
                 }
             }

@@ -1,16 +1,16 @@
-//! The names of rows.
+//! The names of rows, and how they are written in SQL.
 
 use lockkit_core::{LockKind, LockName};
 use sha2::{Digest, Sha256};
 
-/// The column's width.
-const MAX: usize = 255;
+/// The width of the column, in bytes.
+const MAX_BYTES: usize = 255;
 
 /// The name of a lock's or semaphore's rows: `<namespace>:<name>` or `<namespace>#<name>`.
 ///
-/// No namespace has a `:` or `#` in it, so the first one ends it. A name that would be 255 bytes or longer keeps its
-/// beginning, for whoever reads the table, and ends in the SHA-256 of the whole: 255 bytes exactly, which none of the
-/// others has.
+/// A namespace contains neither `:` nor `#`, so the first of them ends it. A name that would have 255 bytes or more keeps its
+/// beginning, for people who read the table, and ends in the SHA-256 of the whole. It has 255 bytes exactly, as no other name
+/// has.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Key(Box<[u8]>);
 
@@ -21,9 +21,9 @@ impl Key {
             LockKind::Semaphore => "#",
         };
         let mut bytes = [namespace, mark, name.as_str()].concat().into_bytes();
-        if bytes.len() >= MAX {
+        if bytes.len() >= MAX_BYTES {
             let digest = hexadecimal(&Sha256::digest(&bytes));
-            bytes.truncate(MAX - digest.len());
+            bytes.truncate(MAX_BYTES - digest.len());
             bytes.extend(digest.as_bytes());
         }
         Self(bytes.into())
@@ -33,15 +33,20 @@ impl Key {
         &self.0
     }
 
-    /// As a literal for SQL.
+    /// Returns the name as a literal for SQL.
     pub(crate) fn as_sql(&self) -> String {
         literal(&self.0)
     }
 }
 
-/// Any bytes as a literal that nothing can break out of.
+/// Returns any bytes as a literal for SQL. Hexadecimal, so that no byte can end it.
 pub(crate) fn literal(bytes: &[u8]) -> String {
     format!("x'{}'", hexadecimal(bytes))
+}
+
+/// Returns a text as a literal for SQL, or `NULL`.
+pub(crate) fn literal_or_null(text: Option<&str>) -> String {
+    text.map_or_else(|| "NULL".to_owned(), |text| literal(text.as_bytes()))
 }
 
 pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
@@ -66,10 +71,10 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_has_different_keys() {
+    fn different_names_have_different_keys() {
         let long = "x".repeat(LockName::MAX_BYTES - 1);
         let hash = key("ns", LockKind::Lock, &format!("{long}1"));
-        // A name that looks as the hash of another does.
+        // A name that looks like the hash of another one.
         let spelled = String::from_utf8(hash.0.into()).unwrap();
         let lookalike = spelled.strip_prefix("ns:").unwrap().to_owned();
         assert_eq!(spelled.len(), 255);
@@ -99,14 +104,14 @@ mod tests {
                 ("ns", LockKind::Semaphore),
             ] {
                 let key = key(namespace, kind, name);
-                assert!(key.0.len() <= MAX, "{key:?}");
+                assert!(key.0.len() <= MAX_BYTES, "{key:?}");
                 assert!(keys.insert(key), "{namespace} {kind:?} {name}");
             }
         }
     }
 
     #[test]
-    fn a_short_name_is_the_row_that_others_lock() {
+    fn a_short_name_is_readable_in_the_table() {
         assert_eq!(key("lockkit", LockKind::Lock, "a").as_bytes(), b"lockkit:a");
         assert_eq!(key("", LockKind::Lock, "é").as_sql(), "x'3ac3a9'");
     }

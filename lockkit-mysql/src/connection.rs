@@ -1,8 +1,7 @@
-//! A connection whose statements survive the future that waits for them.
+//! A connection whose requests survive the future that waits for them.
 //!
-//! A statement that was sent runs on the server whether its sender waits or not, and a connection whose reply was left
-//! half-read can never be used again. So the reply in progress belongs to the connection, and waiting for it may stop
-//! at any await and go on later.
+//! The server runs a statement whether its sender waits or not, and a connection whose reply was read by half can never be
+//! used again. So the connection owns the reply under way: waiting for it may stop at any await, and go on later.
 
 use std::{fmt, future::Future, pin::Pin, time::Duration};
 
@@ -13,20 +12,20 @@ use sqlx::{
 };
 use tokio::{task::JoinSet, time::Instant};
 
-use crate::{control::Options, fault};
+use crate::{control::Options, error};
 
-type Running = Pin<Box<dyn Future<Output = (MySqlConnection, sqlx::Result<Reply>)> + Send>>;
+type Exchange = Pin<Box<dyn Future<Output = (MySqlConnection, sqlx::Result<Reply>)> + Send>>;
 
-pub(crate) struct Wire(State);
+pub(crate) struct ResumableConnection(State);
 
 enum State {
     Idle(MySqlConnection),
-    Running(Running, Instant),
-    Answered(MySqlConnection, sqlx::Result<Reply>),
+    Running(Exchange, Instant),
+    Received(MySqlConnection, sqlx::Result<Reply>),
     Closed,
 }
 
-/// What each statement of one request came to, in order.
+/// The results of one request, one for each of its statements.
 #[derive(Debug, Default)]
 pub(crate) struct Reply(Vec<Outcome>);
 
@@ -37,8 +36,8 @@ struct Outcome {
     last_insert_id: u64,
 }
 
-impl Wire {
-    /// Connects, on the runtime that the client lives on: one that it is used on may end before.
+impl ResumableConnection {
+    /// Connects on the client's runtime. The runtime of the caller may end before.
     pub(crate) async fn open(options: &Options) -> sqlx::Result<Self> {
         let connect = options.connect.clone();
         let mut connecting = JoinSet::new();
@@ -53,25 +52,19 @@ impl Wire {
         matches!(self.0, State::Closed)
     }
 
-    /// Whether an answer has been owed for longer than `limit`.
+    /// True if a reply has been due for longer than `limit`.
     pub(crate) fn is_overdue(&self, limit: Duration) -> bool {
         matches!(self.0, State::Running(_, since) if since.elapsed() > limit)
     }
 
-    /// Sends `sql`, one or more statements in one request, as soon as it is waited for. Whatever was answered before
-    /// is forgotten; what is still running is waited for first.
-    pub(crate) async fn send(&mut self, sql: String) {
-        self.settle().await;
-        self.start(sql);
-    }
-
-    /// The same at once: what is still running is not waited for, and closes the connection.
-    pub(crate) fn start(&mut self, sql: String) {
+    /// Starts a request of one or more statements. The first wait for its reply sends it. Forgets an earlier reply. If an
+    /// earlier request still runs, the connection closes.
+    pub(crate) fn send(&mut self, sql: String) {
         // Names are in it as hexadecimal literals, and nothing else comes from outside.
         self.run(sqlx::raw_sql(AssertSqlSafe(sql)));
     }
 
-    /// The same for a statement with one parameter, which the server prepares when it comes for the first time.
+    /// Starts a statement with one parameter, in the same way. The server prepares it once per connection.
     pub(crate) fn execute(&mut self, sql: &'static str, parameter: &[u8]) {
         self.run(sqlx::query(sql).bind(parameter));
     }
@@ -79,21 +72,21 @@ impl Wire {
     fn run(&mut self, query: impl Execute<'static, MySql> + 'static) {
         let connection = match std::mem::replace(&mut self.0, State::Closed) {
             State::Idle(connection) => connection,
-            State::Answered(connection, answer) if goes_on(&answer) => connection,
+            State::Received(connection, reply) if is_usable_after(&reply) => connection,
             _ => return,
         };
         self.0 = State::Running(Box::pin(exchange(connection, query)), Instant::now());
     }
 
-    /// Waits for the answer and leaves it here.
-    pub(crate) async fn settle(&mut self) {
-        if let State::Running(running, _) = &mut self.0 {
-            let (connection, answer) = running.await;
-            self.0 = State::Answered(connection, answer);
+    /// Waits for the reply, and keeps it here.
+    pub(crate) async fn receive(&mut self) {
+        if let State::Running(exchange, _) = &mut self.0 {
+            let (connection, reply) = exchange.await;
+            self.0 = State::Received(connection, reply);
         }
     }
 
-    /// The time at which the request was sent whose answer is still owed.
+    /// Returns the time at which the request under way was started.
     pub(crate) fn running_since(&self) -> Option<Instant> {
         match self.0 {
             State::Running(_, since) => Some(since),
@@ -101,26 +94,25 @@ impl Wire {
         }
     }
 
-    /// The answer that is here and that nobody has taken.
-    pub(crate) fn answered(&mut self) -> Option<&mut sqlx::Result<Reply>> {
+    /// Returns the reply that was received and not yet taken.
+    pub(crate) fn received(&mut self) -> Option<&mut sqlx::Result<Reply>> {
         match &mut self.0 {
-            State::Answered(_, answer) => Some(answer),
+            State::Received(_, reply) => Some(reply),
             _ => None,
         }
     }
 
-    /// Waits for the answer to what was sent last.
+    /// Takes the reply that was received.
     ///
     /// # Errors
-    /// What the server said; an I/O error if nothing can be said over this connection any more.
-    pub(crate) async fn answer(&mut self) -> sqlx::Result<Reply> {
-        self.settle().await;
+    /// The server's error, or an I/O error if the connection has ended or no reply was received.
+    pub(crate) fn take_reply(&mut self) -> sqlx::Result<Reply> {
         match std::mem::replace(&mut self.0, State::Closed) {
-            State::Answered(connection, answer) => {
-                if goes_on(&answer) {
+            State::Received(connection, reply) => {
+                if is_usable_after(&reply) {
                     self.0 = State::Idle(connection);
                 }
-                answer
+                reply
             }
             other => {
                 self.0 = other;
@@ -129,16 +121,18 @@ impl Wire {
         }
     }
 
-    /// Sends and waits for the answer.
+    /// Runs a request: waits for an earlier reply, which it forgets, sends `sql`, and returns the reply.
     ///
     /// # Errors
-    /// As [`answer`](Self::answer).
-    pub(crate) async fn ask(&mut self, sql: String) -> sqlx::Result<Reply> {
-        self.send(sql).await;
-        self.answer().await
+    /// As [`take_reply`](Self::take_reply).
+    pub(crate) async fn query(&mut self, sql: String) -> sqlx::Result<Reply> {
+        self.receive().await;
+        self.send(sql);
+        self.receive().await;
+        self.take_reply()
     }
 
-    /// Says goodbye, so that the server logs no aborted connection. Only an idle one can.
+    /// Closes an idle connection in order, so that the server logs no aborted one.
     pub(crate) async fn quit(self) {
         if let State::Idle(connection) = self.0 {
             // An error means that it is closed already.
@@ -147,12 +141,12 @@ impl Wire {
     }
 }
 
-/// Whether the connection outlives this answer.
-fn goes_on(answer: &sqlx::Result<Reply>) -> bool {
-    answer
+/// True if the connection can be used after this reply.
+fn is_usable_after(reply: &sqlx::Result<Reply>) -> bool {
+    reply
         .as_ref()
         .err()
-        .is_none_or(|error| !fault::ends_the_session(error))
+        .is_none_or(|error| !error::ends_the_session(error))
 }
 
 fn closed() -> sqlx::Error {
@@ -162,13 +156,13 @@ fn closed() -> sqlx::Error {
     ))
 }
 
-impl fmt::Debug for Wire {
+impl fmt::Debug for ResumableConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match &self.0 {
-            State::Idle(_) => "Wire(idle)",
-            State::Running(..) => "Wire(running)",
-            State::Answered(..) => "Wire(answered)",
-            State::Closed => "Wire(closed)",
+            State::Idle(_) => "ResumableConnection(idle)",
+            State::Running(..) => "ResumableConnection(running)",
+            State::Received(..) => "ResumableConnection(received)",
+            State::Closed => "ResumableConnection(closed)",
         })
     }
 }
@@ -177,8 +171,8 @@ async fn exchange(
     mut connection: MySqlConnection,
     query: impl Execute<'static, MySql> + 'static,
 ) -> (MySqlConnection, sqlx::Result<Reply>) {
-    let answer = read(&mut connection, query).await;
-    (connection, answer)
+    let reply = read(&mut connection, query).await;
+    (connection, reply)
 }
 
 async fn read(
@@ -202,51 +196,51 @@ async fn read(
 }
 
 impl Reply {
-    /// The rows of one statement.
+    /// Returns the rows of one statement.
     pub(crate) fn rows(&self, statement: usize) -> &[MySqlRow] {
         self.0.get(statement).map_or(&[], |outcome| &outcome.rows)
     }
 
-    /// The first row of one statement.
+    /// Returns the first row of one statement.
     pub(crate) fn row(&self, statement: usize) -> Option<&MySqlRow> {
         self.rows(statement).first()
     }
 
-    /// The rows of the last statement.
+    /// Returns the rows of the last statement.
     pub(crate) fn last(&self) -> &[MySqlRow] {
         self.0.last().map_or(&[], |outcome| &outcome.rows)
     }
 
-    /// Takes off what the first statement came to.
+    /// Returns the rows of the last statement but one.
+    pub(crate) fn before_last(&self) -> &[MySqlRow] {
+        let outcome = self.0.len().checked_sub(2).and_then(|at| self.0.get(at));
+        outcome.map_or(&[], |outcome| &outcome.rows)
+    }
+
+    /// Removes the result of the first statement.
     pub(crate) fn drop_first(&mut self) {
         if !self.0.is_empty() {
             self.0.remove(0);
         }
     }
 
-    /// Takes off what the last statement came to: its first row.
+    /// Removes the result of the last statement, and returns its first row.
     pub(crate) fn pop_last(&mut self) -> Option<MySqlRow> {
         self.0.pop()?.rows.into_iter().next()
     }
 
-    /// The rows of the last statement but one.
-    pub(crate) fn before_last(&self) -> &[MySqlRow] {
-        let outcome = self.0.len().checked_sub(2).and_then(|at| self.0.get(at));
-        outcome.map_or(&[], |outcome| &outcome.rows)
-    }
-
-    /// How many rows a statement matched.
+    /// Returns the number of rows that a statement matched.
     pub(crate) fn affected(&self, statement: usize) -> u64 {
         self.0.get(statement).map_or(0, |outcome| outcome.affected)
     }
 
-    /// The value that a statement gave to `LAST_INSERT_ID`, which costs no row; 0 if it gave none.
+    /// Returns the value that a statement gave to `LAST_INSERT_ID`, or 0. It comes without a row.
     pub(crate) fn last_insert_id(&self, statement: usize) -> u64 {
         self.0.get(statement).map_or(0, |outcome| outcome.last_insert_id)
     }
 }
 
-/// A column of a row, in whatever type the server has chosen for it.
+/// Reads a column of a row, of whatever type the server has chosen for it.
 pub(crate) fn column<'r, T: Decode<'r, MySql>>(row: &'r MySqlRow, index: usize) -> sqlx::Result<T> {
     row.try_get_unchecked(index)
 }

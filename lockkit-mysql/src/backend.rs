@@ -1,0 +1,207 @@
+//! The backend: connecting, and the core's [`Backend`].
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use lockkit_core::{
+    Capabilities, Error, FencingToken, LockKind, LockName, LockState, Result,
+    spi::{self, Backend, BackendInfo, Claim, ClaimRequest},
+};
+use tokio::task::JoinSet;
+
+use crate::{
+    Mode, MySqlConfig, NAME,
+    connection::column,
+    control::Epoch,
+    error::During,
+    layout::Key,
+    lease_claim::{self, LeaseClaim},
+    name_cache::NameCache,
+    row_claim::{self, RowClaim},
+    row_sql::{self, RowSql},
+    server::Server,
+    session::Sessions,
+};
+
+/// The time between two questions of a waiter whether the server still has it wait.
+const FALLBACK_POLL: Duration = Duration::from_secs(2);
+
+const ROW_LOCKS_INSTEAD: &str = "mode=lease has exclusive locks alone, use mode=for_update";
+
+/// Locks in a MySQL or MariaDB database.
+pub struct MySqlBackend {
+    shared: Arc<Shared>,
+    mode: Mode,
+    url: Arc<str>,
+    /// Maintains the idle sessions for as long as there is a backend.
+    _maintenance: JoinSet<()>,
+}
+
+/// The parts that a backend and its claims share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) sessions: Sessions,
+    pub(crate) names: NameCache,
+    pub(crate) server: Server,
+    pub(crate) namespace: Arc<str>,
+    pub(crate) database: Arc<str>,
+}
+
+impl Shared {
+    /// Returns the server's state of a session's statement. `None` if the session is idle or gone, or its id may be another's. Of a
+    /// dead connection nothing else is ever heard.
+    pub(crate) async fn statement_state(&self, session: u64, epoch: &Epoch) -> Result<Option<String>> {
+        let control = &self.sessions.control;
+        let question = format!(
+            "SELECT COALESCE(STATE, x'') FROM information_schema.PROCESSLIST \
+             WHERE ID={session} AND COMMAND NOT IN ('Sleep', 'Killed')"
+        );
+        let reply = control.query("acquire", question).await?;
+        let state = reply.last().first().map(|row| column::<Vec<u8>>(row, 0));
+        let state = state.transpose().during("acquire")?;
+        Ok(state
+            .filter(|_| control.is_current(epoch))
+            .map(|state| String::from_utf8_lossy(&state).into_owned()))
+    }
+}
+
+impl MySqlBackend {
+    /// Connects, checks that the server's locks can be relied on, and creates missing tables.
+    ///
+    /// # Errors
+    /// - [`Error::InvalidOptions`] for an option that cannot be kept.
+    /// - [`Error::Unsupported`] for a server that cannot keep locks: a Galera cluster, group replication with several primaries, a
+    ///   read-only server, a server without `SKIP LOCKED`, with row locks one with a pool of threads, or a proxy that does not
+    ///   forward `wait_timeout`.
+    /// - [`Error::Backend`] if the server cannot be reached or refuses the account; or if tables are missing that are not to be
+    ///   created here, with the statements that create them.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await. Tables that were created stay.
+    pub async fn connect(config: MySqlConfig) -> Result<Self> {
+        let target = config.target()?;
+        require_runtime("connect")?;
+        let options = config.connect_options(&target);
+        let sessions = Sessions::new(options, config.mode, config.max_connections);
+        let (_, server) = sessions.control.connect("connect").await?;
+        sessions.control.prepare(config.mode, config.schema).await?;
+        // Opening a session checks that the server keeps its `wait_timeout`.
+        let first = sessions.get("connect", lease_claim::WAIT_TIMEOUT).await?;
+        sessions.put(first).await;
+        let url = config.server(&target).into();
+        let shared = Arc::new(Shared {
+            sessions,
+            names: NameCache::default(),
+            server,
+            namespace: config.namespace.as_str().into(),
+            database: target.database.into(),
+        });
+        let mut maintenance = JoinSet::new();
+        maintenance.spawn({
+            let shared = shared.clone();
+            async move { shared.sessions.maintain().await }
+        });
+        Ok(Self {
+            mode: config.mode,
+            url,
+            shared,
+            _maintenance: maintenance,
+        })
+    }
+}
+
+#[async_trait]
+impl Backend for MySqlBackend {
+    fn info(&self) -> BackendInfo {
+        let mut info = BackendInfo::new(NAME, self.url.clone());
+        info.namespace = self.shared.namespace.clone();
+        info.fallback_poll = FALLBACK_POLL;
+        let mut capabilities = Capabilities::default();
+        info.instead = (self.mode == Mode::Lease).then_some(ROW_LOCKS_INSTEAD);
+        capabilities.shared = self.mode == Mode::ForUpdate;
+        capabilities.permits = self.mode == Mode::ForUpdate;
+        capabilities.notified = true;
+        capabilities.lease = true;
+        capabilities.local_handoffs = true;
+        capabilities.revoke = true;
+        capabilities.fencing = self.shared.server.fencing;
+        info.capabilities = capabilities;
+        info
+    }
+
+    /// Returns the `ttl`. Row locks: in whole seconds, after which the server ends a silent session. [`Mode::Lease`]: five seconds
+    /// more, since the head of the queue may have died, too.
+    fn dead_holder_bound(&self, ttl: Duration) -> Duration {
+        match self.mode {
+            Mode::ForUpdate => Duration::from_secs(row_claim::seconds(ttl).into()),
+            Mode::Lease => ttl.saturating_add(lease_claim::DEAD_HEAD_BOUND),
+        }
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        if self.mode == Mode::Lease {
+            if request.mode != spi::Mode::Exclusive {
+                return Err(Error::unsupported(NAME, ROW_LOCKS_INSTEAD));
+            }
+            return Ok(Box::new(LeaseClaim::new(self.shared.clone(), request.clone())));
+        }
+        if let spi::Mode::Permits(permits) = request.mode
+            && permits.get() > row_sql::MAX_PERMITS
+        {
+            return Err(Error::invalid_option(
+                "permits",
+                format!(
+                    "{permits} is more than the {} that a semaphore in a database can have",
+                    row_sql::MAX_PERMITS
+                ),
+            ));
+        }
+        let key = Key::new(&self.shared.namespace, request.mode.kind(), &request.name);
+        let sql = RowSql::new(key, request.mode, self.shared.server.flavour);
+        Ok(Box::new(RowClaim::new(self.shared.clone(), request.clone(), sql)))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+        require_runtime("inspect")?;
+        match self.mode {
+            Mode::ForUpdate => self.shared.inspect_rows(name, kind).await,
+            Mode::Lease => self.shared.inspect_lease(name, kind).await,
+        }
+    }
+
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+        require_runtime("revoke")?;
+        match self.mode {
+            Mode::ForUpdate => self.shared.revoke_row(name, kind, token.get()).await,
+            Mode::Lease => self.shared.revoke_lease(name, kind, token.get()).await,
+        }
+    }
+
+    async fn close(&self) -> Result<()> {
+        require_runtime("close")?;
+        self.shared.sessions.close().await;
+        Ok(())
+    }
+}
+
+impl fmt::Debug for MySqlBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MySqlBackend")
+            .field("server", &self.url)
+            .field("namespace", &self.shared.namespace)
+            .finish_non_exhaustive()
+    }
+}
+
+/// # Errors
+/// Outside of a Tokio runtime, which sockets need.
+pub(crate) fn require_runtime(operation: &'static str) -> Result<()> {
+    if tokio::runtime::Handle::try_current().is_err() {
+        return Err(Error::permanent(
+            NAME,
+            operation,
+            "this must be awaited within a Tokio runtime",
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,448 @@
+//! A claim that holds by owner and expiry in a row, on the server's clock.
+//!
+//! One statement makes each change, and commits itself. Between them a holder needs no connection. Waiters do not poll while all
+//! goes well: they queue at the server, and the head of the queue sleeps there until a release wakes it or the lease would expire.
+//! A free lock with a queue goes to the head. See [`LeaseSql`].
+
+use std::{sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use lockkit_core::{
+    Error, FencingToken, LossReason, Result,
+    spi::{Claim, ClaimRequest, Grant, Lease, Renewal},
+};
+use tokio::time::{Instant, timeout};
+
+use crate::{
+    NAME,
+    backend::{Shared, require_runtime},
+    connection::{Reply, column},
+    control::AbandonedSession,
+    error::{self, During, code},
+    layout::Key,
+    lease_sql::{LeaseSql, QUEUES_FOR, SLEEPS_FOR, sleeper},
+    server,
+    session::{REPLY_TIMEOUT, Session},
+};
+
+/// The `wait_timeout` of a session that may be the head of the queue and neither queues nor sleeps, in seconds. For so long a free
+/// lock is kept for a head that is dead.
+const HEAD_TIMEOUT: u32 = 2;
+
+/// The longest time from the death of the head of the queue until it is passed over: it queues, sleeps, and is silent.
+pub(crate) const DEAD_HEAD_BOUND: Duration =
+    Duration::from_secs((QUEUES_FOR + SLEEPS_FOR + HEAD_TIMEOUT) as u64);
+
+/// The time that a release gives its own waiting session, which may have just been woken, before it kills that. MariaDB may need two
+/// seconds for a session that is interrupted twice, and the queue lock is taken meanwhile.
+const WOKEN_WITHIN: Duration = Duration::from_millis(10);
+
+/// The longest time that a release waits until it has woken the head of the queue.
+const WAKES_WITHIN: Duration = Duration::from_millis(200);
+
+/// The `wait_timeout` of any other session, in seconds.
+pub(crate) const WAIT_TIMEOUT: u32 = 60;
+
+#[derive(Debug)]
+pub(crate) struct LeaseClaim {
+    shared: Arc<Shared>,
+    request: ClaimRequest,
+    sql: LeaseSql,
+    session: Option<Session>,
+    stage: Stage,
+    /// A time before the latest request was sent that was replied to and may have taken or renewed the lock.
+    sent: Instant,
+    /// True if the row may be this owner's.
+    may_own: bool,
+    /// True if the session may have the queue lock.
+    has_queued: bool,
+    /// A session that was given up while it waited for the lock, or tried to take it. It is to be killed.
+    abandoned: Option<AbandonedSession>,
+    /// The session that had the sleep lock when this claim released the lock.
+    sleeper: Option<u64>,
+    /// True if the latest request was sent more than once, so that the reply may be to the second.
+    was_repeated: bool,
+    /// The token of the hold.
+    token: u64,
+    /// The token in the row, which may be that of the hold that passed it on.
+    shown: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Stage {
+    Idle,
+    /// Queues at the server, or sleeps as the head of the queue.
+    Waiting,
+    /// Holds. Needs no session.
+    Holding,
+    /// Releases a hold, or what an attempt may have taken.
+    Releasing {
+        held: bool,
+        /// True if an earlier request may have freed the lock.
+        repeats: bool,
+    },
+}
+
+/// The state of a row that a statement has not changed.
+#[derive(Debug)]
+enum RowState {
+    /// There is none.
+    Missing,
+    /// This owner has it. The server was read-only a moment ago.
+    Own,
+    /// This owner could have it. The server was read-only a moment ago.
+    Free,
+    /// Another owner has it.
+    Taken,
+}
+
+impl LeaseClaim {
+    pub(crate) fn new(shared: Arc<Shared>, request: ClaimRequest) -> Self {
+        let key = Key::new(&shared.namespace, request.mode.kind(), &request.name);
+        Self {
+            sql: LeaseSql::new(&key, &shared, &request),
+            shared,
+            request,
+            session: None,
+            stage: Stage::Idle,
+            sent: Instant::now(),
+            may_own: false,
+            has_queued: false,
+            abandoned: None,
+            sleeper: None,
+            was_repeated: false,
+            token: 0,
+            shown: 0,
+        }
+    }
+
+    /// Runs a request, over the session at hand or another. The owner in it makes it harmless to run twice.
+    async fn query(&mut self, operation: &'static str, request: String) -> Result<Reply> {
+        self.was_repeated = false;
+        loop {
+            let session = match &mut self.session {
+                Some(session) => session,
+                none => {
+                    self.has_queued = false;
+                    none.insert(self.shared.sessions.borrow(operation, WAIT_TIMEOUT).await?)
+                }
+            };
+            let sent = Instant::now();
+            if self.has_queued {
+                // Once it has released the queue lock, it is a session like any other.
+                let after = self.sql.if_head(HEAD_TIMEOUT, WAIT_TIMEOUT);
+                // The wait may have been interrupted in its transaction.
+                session.send_and_set(HEAD_TIMEOUT, &format!("ROLLBACK; {request}"), &after);
+            } else {
+                session.send(WAIT_TIMEOUT, request.clone());
+            }
+            session.receive().await;
+            match session.take_reply() {
+                Ok(mut reply) => {
+                    if self.has_queued {
+                        reply.drop_first();
+                    }
+                    self.sent = sent;
+                    session.is_proven = true;
+                    return Ok(reply);
+                }
+                // The interruption was meant for a sleep that was over. The request may have done part of its work.
+                Err(error) if error::number(&error) == Some(code::QUERY_INTERRUPTED) => {
+                    self.was_repeated = true;
+                    let wait_timeout = self.wait_timeout();
+                    if let Some(session) = &mut self.session
+                        && session.query(wait_timeout, "ROLLBACK".to_owned()).await.is_err()
+                    {
+                        self.session = None;
+                    }
+                }
+                Err(error) => {
+                    let ended_idle = session.ended_idle(&error);
+                    if error::number(&error).is_none() {
+                        // The server may not know that the connection has ended, and may still run the request.
+                        self.leave();
+                    }
+                    self.session = None;
+                    if !ended_idle {
+                        return Err(error::failed(operation, error));
+                    }
+                    // The other idle ones may have ended as well.
+                    self.shared.sessions.discard_idle();
+                    self.was_repeated = true;
+                    self.kill_abandoned(operation).await?;
+                }
+            }
+        }
+    }
+
+    /// Returns the `wait_timeout` of the session at hand.
+    fn wait_timeout(&self) -> u32 {
+        if self.has_queued {
+            HEAD_TIMEOUT
+        } else {
+            WAIT_TIMEOUT
+        }
+    }
+
+    /// Returns why a statement has changed no row, and the session that has the sleep lock.
+    ///
+    /// # Errors
+    /// If the server is read-only by now. Nothing is changed there, even if the account may.
+    async fn row_state(&mut self, operation: &'static str) -> Result<(RowState, Option<u64>)> {
+        let reply = self.query(operation, self.sql.state()).await?;
+        if server::says_read_only(&reply) {
+            self.session = None;
+            self.shared.sessions.discard_idle();
+            return Err(server::read_only("read_only"));
+        }
+        let row = reply.row(0).ok_or(sqlx::Error::RowNotFound).during(operation)?;
+        let state: Option<u64> = column(row, 0).during(operation)?;
+        let state = match state {
+            None => RowState::Missing,
+            Some(1) => RowState::Own,
+            Some(2) => RowState::Free,
+            Some(_) => RowState::Taken,
+        };
+        Ok((state, column(row, 1).during(operation)?))
+    }
+
+    /// Waits for the reply to a request of a dropped future. If that takes too long, the connection may be dead, and is given
+    /// up.
+    async fn receive_or_abandon(&mut self) {
+        let Some(session) = &mut self.session else { return };
+        if !session.receive_within(REPLY_TIMEOUT).await {
+            // The idle ones may be as dead.
+            self.shared.sessions.discard_idle();
+            self.leave();
+        }
+    }
+
+    /// Leaves the session for another. A request that comes late is harmless, unless it is an attempt: that is killed.
+    fn leave(&mut self) {
+        let session = self.session.take();
+        if matches!(self.stage, Stage::Idle) && self.may_own {
+            self.abandoned = session.map(Session::abandon);
+        }
+    }
+
+    async fn kill_abandoned(&mut self, operation: &'static str) -> Result<()> {
+        if let Some(session) = &self.abandoned {
+            let control = &self.shared.sessions.control;
+            control.kill_abandoned(operation, session).await?;
+            self.abandoned = None;
+        }
+        Ok(())
+    }
+
+    /// Puts the session, which has no transaction, among the idle ones. One that has queued is closed.
+    async fn put_back(&mut self) {
+        if let Some(session) = self.session.take() {
+            if self.has_queued {
+                session.quit().await;
+            } else {
+                self.shared.sessions.put(session).await;
+            }
+        }
+    }
+
+    /// Ends the sleep of the head of the queue. Without this it wakes by itself a little later. So nobody waits for long: MariaDB
+    /// may try for two seconds to reach a session that is about to wake.
+    async fn wake(&mut self) {
+        let wait_timeout = self.wait_timeout();
+        // Once: the session may do something else by the next time.
+        if let (Some(sleeper), Some(session)) = (self.sleeper.take(), &mut self.session) {
+            let woken = session.query(wait_timeout, self.sql.wake(sleeper));
+            match timeout(WAKES_WITHIN, woken).await {
+                Ok(Ok(_)) => {}
+                Ok(Err(error)) => tracing::debug!(%error, "the next in line was not woken"),
+                Err(_) => self.session = None,
+            }
+        }
+    }
+
+    /// Ends a wait that is over. Returns false if it goes on.
+    async fn has_waited(&mut self) -> Result<bool> {
+        let Some(session) = &mut self.session else {
+            self.stage = Stage::Idle;
+            return Ok(true);
+        };
+        if !session.has_reply() {
+            let state = self.shared.statement_state(session.id, &session.epoch).await?;
+            if state.is_some() {
+                return Ok(false);
+            }
+            if !session.has_reply() {
+                self.abandon_wait();
+                return Err(error::waiter_went_dead());
+            }
+        }
+        match session.take_reply() {
+            Ok(_) => {}
+            // It was woken.
+            Err(error) if error::number(&error) == Some(code::QUERY_INTERRUPTED) => {}
+            Err(_) => self.session = None,
+        }
+        self.stage = Stage::Idle;
+        Ok(true)
+    }
+
+    fn abandon_wait(&mut self) {
+        self.stage = Stage::Idle;
+        self.abandoned = self.session.take().map(Session::abandon);
+    }
+
+    fn lease(&self) -> Lease {
+        let ttl = self.request.ttl;
+        // An allowance for the drift of the server's clock.
+        let length = ttl.saturating_sub(ttl / 100 + Duration::from_millis(2));
+        Lease {
+            since: self.sent,
+            length: Some(length),
+        }
+    }
+
+    fn why_lost(&self) -> LossReason {
+        let is_over = self.lease().end().is_some_and(|end| Instant::now() >= end);
+        if is_over {
+            LossReason::Expired
+        } else {
+            LossReason::Revoked
+        }
+    }
+}
+
+#[async_trait]
+impl Claim for LeaseClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        require_runtime("acquire")?;
+        if matches!(self.stage, Stage::Waiting) && !self.has_waited().await? {
+            return Ok(None);
+        }
+        if matches!(self.stage, Stage::Releasing { .. }) {
+            // It would release what this attempt takes.
+            match self.release().await {
+                Err(error) if !error.is_lost() => return Err(error),
+                _ => {}
+            }
+        }
+        self.receive_or_abandon().await;
+        self.kill_abandoned("acquire").await?;
+        loop {
+            self.may_own = true;
+            let reply = self.query("acquire", self.sql.take(self.has_queued)).await?;
+            if reply.affected(0) == 1 {
+                let first = reply.last_insert_id(0);
+                self.stage = Stage::Holding;
+                (self.token, self.shown) = (first, first);
+                self.has_queued = false;
+                self.put_back().await;
+                return Ok(Some(Grant {
+                    tokens: first..=first + u64::from(self.request.tokens.get()) - 1,
+                    lease: self.lease(),
+                }));
+            }
+            match self.row_state("acquire").await?.0 {
+                RowState::Missing => {
+                    self.query("acquire", self.sql.make()).await?;
+                }
+                RowState::Own | RowState::Free => {}
+                RowState::Taken => break,
+            }
+        }
+        if patience.is_zero() {
+            self.may_own = false;
+            self.put_back().await;
+        } else if let Some(session) = &mut self.session {
+            self.shared.sessions.admit_waiter(session)?;
+            self.has_queued = true;
+            self.stage = Stage::Waiting;
+            let wait = self.sql.wait(&session.epoch);
+            session.send(HEAD_TIMEOUT, wait);
+            // Sends it.
+            session.has_reply();
+        }
+        Ok(None)
+    }
+
+    async fn renew(&mut self) -> Result<Renewal> {
+        require_runtime("renew")?;
+        self.receive_or_abandon().await;
+        let reason = self.why_lost();
+        self.shown = self.token;
+        let renewal = loop {
+            let reply = self.query("renew", self.sql.renew(self.token)).await?;
+            if reply.affected(0) == 1 {
+                break Renewal::Held(self.lease());
+            }
+            if !matches!(self.row_state("renew").await?.0, RowState::Own) {
+                break Renewal::Lost(reason);
+            }
+        };
+        self.put_back().await;
+        Ok(renewal)
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        require_runtime("release")?;
+        if matches!(self.stage, Stage::Waiting) {
+            let is_over = match &mut self.session {
+                Some(session) => timeout(WOKEN_WITHIN, session.receive()).await.is_ok(),
+                None => true,
+            };
+            if is_over {
+                self.has_waited().await?;
+            } else {
+                self.abandon_wait();
+            }
+        }
+        self.receive_or_abandon().await;
+        self.kill_abandoned("release").await?;
+        if self.may_own {
+            let (held, mut repeats) = match self.stage {
+                Stage::Releasing { held, repeats } => (held, repeats),
+                stage => (matches!(stage, Stage::Holding), false),
+            };
+            let reason = self.why_lost();
+            let (is_lost, sleeper) = loop {
+                self.stage = Stage::Releasing { held, repeats: true };
+                let reply = self.query("release", self.sql.release()).await?;
+                if reply.affected(0) == 1 {
+                    break (false, sleeper(&reply));
+                }
+                // An earlier request without a reply may have freed the lock, and has woken nobody. This one has not freed it.
+                repeats |= self.was_repeated;
+                self.stage = Stage::Releasing { held, repeats };
+                let (state, sleeper) = self.row_state("release").await?;
+                if !matches!(state, RowState::Own) {
+                    break (held && !repeats, sleeper.filter(|_| held && repeats));
+                }
+            };
+            self.stage = Stage::Idle;
+            self.may_own = false;
+            self.sql.change_owner();
+            if is_lost {
+                self.put_back().await;
+                return Err(Error::lost(NAME, self.request.name.clone(), reason));
+            }
+            self.sleeper = sleeper;
+        }
+        self.wake().await;
+        self.put_back().await;
+        Ok(())
+    }
+
+    async fn notified(&mut self) {
+        if let (Stage::Waiting, Some(session)) = (self.stage, &mut self.session) {
+            return session.receive().await;
+        }
+        if matches!(self.stage, Stage::Holding) && self.shown != self.token {
+            // A renewal writes its token into the row.
+            return;
+        }
+        std::future::pending::<()>().await;
+    }
+
+    fn passed_on(&mut self, token: FencingToken) {
+        self.token = token.get();
+    }
+}

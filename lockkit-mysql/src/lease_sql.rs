@@ -1,0 +1,267 @@
+//! The statements of leases. Each is a transaction of its own.
+
+use lockkit_core::spi::ClaimRequest;
+use sha2::{Digest, Sha256};
+
+use crate::{
+    backend::Shared,
+    connection::Reply,
+    control::{Epoch, TIMER_LOCK},
+    layout::{Key, hexadecimal, literal, literal_or_null},
+    row_sql::{CLOCK, READ_ONLY},
+    server::Flavour,
+};
+
+/// The server's clock in µs since 1970, at the beginning of the statement.
+const NOW: &str = CLOCK;
+
+/// True if the server takes writes once the row is locked, for which the statement may have to wait. `LENGTH` has it evaluated
+/// that late.
+const IS_WRITABLE: &str = "IF(LENGTH(name), CAST(@@global.read_only AS CHAR) IN ('0', 'OFF'), 0)";
+
+const NOBODY: &str = "x'00000000000000000000000000000000'";
+
+/// The longest wait for the queue lock, in seconds. Then the waiter tries the lock itself.
+pub(crate) const QUEUES_FOR: u32 = 2;
+
+/// The longest sleep of the head of the queue, in seconds.
+pub(crate) const SLEEPS_FOR: u32 = 1;
+
+/// The statements of one claim.
+///
+/// Waiters of a name use two locks of the server itself (`GET_LOCK`). They queue for the *queue lock*. Its holder is the head of the
+/// queue. The head has the *sleep lock* while it sleeps, so that a release finds whom to wake.
+#[derive(Debug)]
+pub(crate) struct LeaseSql {
+    key: Key,
+    owner_id: u128,
+    owner: String,
+    queue_lock: String,
+    sleep_lock: String,
+    flavour: Flavour,
+    label: String,
+    micros: u128,
+    tokens: u32,
+}
+
+impl LeaseSql {
+    pub(crate) fn new(key: &Key, shared: &Shared, request: &ClaimRequest) -> Self {
+        let owner_id = request.owner.get();
+        Self {
+            key: key.clone(),
+            owner_id,
+            owner: literal(&owner_id.to_be_bytes()),
+            queue_lock: queue_lock(&shared.database, key),
+            sleep_lock: sleep_lock(&shared.database, key),
+            flavour: shared.server.flavour,
+            label: literal_or_null(request.label.as_deref()),
+            micros: request.ttl.as_micros(),
+            tokens: request.tokens.get(),
+        }
+    }
+
+    /// Becomes another owner. A request of the former owner that comes late, from a connection that was given up, does nothing to
+    /// a hold of this one.
+    pub(crate) fn change_owner(&mut self) {
+        self.owner_id = self.owner_id.wrapping_add(1);
+        self.owner = literal(&self.owner_id.to_be_bytes());
+    }
+
+    /// Takes the lock if it is free, or is this owner's already. While somebody is the head of the queue, a free lock is only the
+    /// head's. The first token comes with the statement's acknowledgement. There is one statement, unless the session has queued.
+    pub(crate) fn take(&self, has_queued: bool) -> String {
+        let Self {
+            key,
+            owner,
+            queue_lock,
+            sleep_lock,
+            label,
+            micros,
+            tokens,
+            ..
+        } = self;
+        let key = key.as_sql();
+        // In the order of writing: each assignment sees those before it.
+        let set = format!(
+            "token=LAST_INSERT_ID(latest+1), latest=latest+{tokens}, owner={owner}, expires={NOW}+{micros}, label={label}"
+        );
+        let take = format!(
+            "UPDATE lockkit_lease SET {set} WHERE name={key} AND (owner={owner} OR expires<={NOW} \
+             AND IFNULL(IS_USED_LOCK({queue_lock})=CONNECTION_ID(), TRUE)) AND {IS_WRITABLE}"
+        );
+        if has_queued {
+            format!(
+                "{take}; SELECT IF(ROW_COUNT()=1, RELEASE_LOCK({sleep_lock}), NULL), \
+                 IF(ROW_COUNT()=1, RELEASE_LOCK({queue_lock}), NULL)"
+            )
+        } else {
+            take
+        }
+    }
+
+    /// Reads why a statement has changed no row: the row's [`RowState`] in numbers, `NULL` if there is none; the session that has
+    /// the sleep lock; whether the server is read-only.
+    pub(crate) fn state(&self) -> String {
+        let Self {
+            key,
+            owner,
+            queue_lock,
+            sleep_lock,
+            ..
+        } = self;
+        let key = key.as_sql();
+        format!(
+            "SELECT (SELECT CASE WHEN owner={owner} AND token<>0 AND expires>{NOW} THEN 1 \
+             WHEN expires<={NOW} AND IFNULL(IS_USED_LOCK({queue_lock})=CONNECTION_ID(), TRUE) THEN 2 ELSE 0 END \
+             FROM lockkit_lease WHERE name={key}), \
+             NULLIF(IS_USED_LOCK({sleep_lock}), CONNECTION_ID()), {READ_ONLY}"
+        )
+    }
+
+    /// An expression: `as_head` if the session has the queue lock, else `otherwise`.
+    pub(crate) fn if_head(&self, as_head: u32, otherwise: u32) -> String {
+        let queue_lock = &self.queue_lock;
+        format!("IF(IS_USED_LOCK({queue_lock})=CONNECTION_ID(), {as_head}, {otherwise})")
+    }
+
+    pub(crate) fn make(&self) -> String {
+        format!(
+            "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) VALUES ({}, {NOBODY}, 0, 0, {CLOCK})",
+            self.key.as_sql()
+        )
+    }
+
+    /// Queues for the queue lock. With it, sleeps while the lock is taken.
+    ///
+    /// The head reads the row and takes the sleep lock while it keeps the row from being changed. So a release either finds the
+    /// sleep lock taken, and wakes the head, or the head sees that the lock is free. That takes a transaction: a statement by
+    /// itself lets go of a row that it has found by its key before it evaluates its columns.
+    ///
+    /// Only a session that is about to sleep is woken. A `KILL QUERY` between two statements of a request makes the server leave
+    /// out the rest of them, and their results. So the sleep comes last.
+    pub(crate) fn wait(&self, epoch: &Epoch) -> String {
+        let Self {
+            key,
+            owner,
+            queue_lock,
+            sleep_lock,
+            flavour,
+            ..
+        } = self;
+        let (queue, key, sleep) = (queue(queue_lock), key.as_sql(), sleep(sleep_lock, *flavour));
+        let timer = match flavour {
+            Flavour::MariaDb => format!("SET @lockkit_timer='{TIMER_LOCK}{}'; ", epoch.session),
+            Flavour::MySql => String::new(),
+        };
+        format!(
+            "{timer}{queue}; START TRANSACTION; \
+             SELECT IF(owner={owner} OR expires<={NOW} OR IFNULL(IS_USED_LOCK({queue_lock})<>CONNECTION_ID(), TRUE), \
+             0, {} * LEAST({SLEEPS_FOR}, (expires-{NOW})/1000000)) \
+             INTO @lockkit_sleep FROM lockkit_lease WHERE name={key} LOCK IN SHARE MODE; COMMIT; {sleep}",
+            acquire(sleep_lock, 0)
+        )
+    }
+
+    pub(crate) fn renew(&self, token: u64) -> String {
+        let Self {
+            key, owner, micros, ..
+        } = self;
+        format!(
+            "UPDATE lockkit_lease SET expires={NOW}+{micros}, token=GREATEST(token,{token}) WHERE name={} AND owner={owner} \
+             AND expires>{NOW} AND token<>0 AND {IS_WRITABLE}",
+            key.as_sql()
+        )
+    }
+
+    pub(crate) fn release(&self) -> String {
+        free(&self.key, &self.sleep_lock, &format!("owner={}", self.owner))
+    }
+
+    /// Ends the sleep of a session. Fails if that has not the sleep lock any more: its sleep has ended by itself, and a
+    /// `KILL QUERY` might hit any other request, of which the server would leave out results.
+    pub(crate) fn wake(&self, sleeper: u64) -> String {
+        wake(&self.sleep_lock, sleeper)
+    }
+}
+
+/// Returns the statements by which an operator frees the lock that is held with this token, and wakes a session.
+pub(crate) fn revoke(database: &str, key: &Key, token: u64) -> (String, impl Fn(u64) -> String) {
+    let sleep_lock = sleep_lock(database, key);
+    let free = free(key, &sleep_lock, &format!("token={token}"));
+    (free, move |sleeper| wake(&sleep_lock, sleeper))
+}
+
+/// Returns the holder, and the number of statements that wait.
+pub(crate) fn holder(database: &str, key: &Key, flavour: Flavour) -> String {
+    let queue = queue(&queue_lock(database, key));
+    let sleep = sleep(&sleep_lock(database, key), flavour);
+    format!(
+        "SELECT token, label, CAST(expires-{NOW} AS UNSIGNED) FROM lockkit_lease \
+         WHERE name={} AND token<>0 AND expires>{NOW}; \
+         SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY) IN ({}, {})",
+        key.as_sql(),
+        literal(queue.as_bytes()),
+        literal(sleep.as_bytes())
+    )
+}
+
+/// Frees the lock. The acknowledgement says which session has the sleep lock, see [`sleeper`].
+fn free(key: &Key, sleep_lock: &str, whose: &str) -> String {
+    format!(
+        "UPDATE lockkit_lease SET token=0*LAST_INSERT_ID(IFNULL(NULLIF(IS_USED_LOCK({sleep_lock}), CONNECTION_ID()), 0)), \
+         label=NULL, owner={NOBODY}, expires=0 WHERE name={} AND {whose} AND {IS_WRITABLE} AND expires>{NOW}",
+        key.as_sql()
+    )
+}
+
+/// Returns the session that had the sleep lock when the lock was freed. It is woken only if the lock was freed: otherwise the row
+/// could be changed meanwhile, and its `KILL QUERY` could come before that session sleeps.
+pub(crate) fn sleeper(reply: &Reply) -> Option<u64> {
+    Some(reply.last_insert_id(0)).filter(|sleeper| *sleeper != 0)
+}
+
+fn wake(sleep_lock: &str, sleeper: u64) -> String {
+    format!("KILL QUERY IF(IS_USED_LOCK({sleep_lock})={sleeper}, {sleeper}, NULL)")
+}
+
+fn queue_lock(database: &str, key: &Key) -> String {
+    server_lock("lockkit", database, key)
+}
+
+fn sleep_lock(database: &str, key: &Key) -> String {
+    server_lock("lockkit-sleep", database, key)
+}
+
+/// Returns the name of a server lock. It is valid for the whole server, so it contains the database, and has 64 characters at
+/// most.
+fn server_lock(prefix: &str, database: &str, key: &Key) -> String {
+    let digest = hexadecimal(&Sha256::digest(format!("{database}/{}", key.as_sql())));
+    format!("'{prefix}:{}'", &digest[..48])
+}
+
+/// An expression: 1 once the session has this server lock, within so many seconds. It never has it twice, since it would have to
+/// release it twice.
+fn acquire(server_lock: &str, seconds: u32) -> String {
+    format!("IF(IS_USED_LOCK({server_lock})=CONNECTION_ID(), 1, GET_LOCK({server_lock}, {seconds}))")
+}
+
+fn queue(queue_lock: &str) -> String {
+    format!("SELECT {}", acquire(queue_lock, QUEUES_FOR))
+}
+
+/// Sleeps, and then releases the sleep lock.
+///
+/// On MariaDB the session waits for the timer lock, which nobody ever releases. A `SLEEP` would do, but all of them share one mutex.
+/// A `KILL QUERY` only tries for that. If another sleeper comes or goes at that moment, the woken session has the mutex and stands
+/// still, and all sleepers with it, until the `KILL` gives up after two seconds. If the control connection that has the timer lock
+/// has ended, the session sleeps after all.
+fn sleep(sleep_lock: &str, flavour: Flavour) -> String {
+    let sleep = match flavour {
+        Flavour::MariaDb => {
+            "IF(GET_LOCK(@lockkit_timer, @lockkit_sleep), \
+             RELEASE_LOCK(@lockkit_timer)+SLEEP(@lockkit_sleep), 0)"
+        }
+        Flavour::MySql => "SLEEP(@lockkit_sleep)",
+    };
+    format!("SELECT {sleep}, RELEASE_LOCK({sleep_lock})")
+}
