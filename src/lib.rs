@@ -89,6 +89,8 @@
 //! A feature never changes what another one does. Without any feature there is only the memory backend, and no client
 //! crate is compiled.
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 mod config;
 mod connect;
 mod options;

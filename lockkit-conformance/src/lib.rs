@@ -28,6 +28,8 @@
 //! they fail and replay it from `LOCKKIT_SEED`. A case that fails while the [machine](stall) stands still runs again. A
 //! program runs the suite with [`Suite`].
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 mod case_run;
 mod cases;
 mod harness;

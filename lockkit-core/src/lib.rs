@@ -3,6 +3,8 @@
 //! Applications use the facade, `lockkit`, which re-exports all of this. A backend of your own needs this crate alone:
 //! implement [`spi::Backend`] and pass it to [`LockClient::new`].
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 #[cfg(feature = "blocking")]
 pub mod blocking;
 mod capabilities;

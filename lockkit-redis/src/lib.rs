@@ -8,6 +8,8 @@
 //! release before it; shared holders and permits, with a lease each; and a counter of
 //! [fencing tokens](https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html).
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 mod backend;
 mod claim;
 mod config;

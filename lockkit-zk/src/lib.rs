@@ -19,6 +19,8 @@
 //! # }
 //! ```
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 mod abandon_watch;
 mod backend;
 mod claim;
