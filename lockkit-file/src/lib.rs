@@ -15,7 +15,9 @@
 //! # Ok(())
 //! # }
 //! ```
+
 #![cfg(unix)]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod backend;
 mod blocking_claim;
