@@ -78,8 +78,3 @@ macro_rules! __tests {
         )*
     };
 }
-
-/// The Rust in the instructions for backends, compiled.
-#[cfg(doctest)]
-#[doc = include_str!("../../CONTRIBUTING.md")]
-struct Contributing;
