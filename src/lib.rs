@@ -79,7 +79,7 @@
 //! | `file` (default) | the file backend, `file:`: locks between the processes of one host |
 //! | `redis` | the Redis backend: one master, `redis:`, or a majority of several, `redlock:` |
 //! | `zk` | the ZooKeeper backend, `zk:` |
-//! | `mysql` | the MySQL and MariaDB backend, `mysql:`. Needs Rust 1.94 |
+//! | `mysql` | the MySQL and MariaDB backend, `mysql:` |
 //! | `tls` | connections over TLS for those of Redis, Redlock, MySQL and MariaDB that are compiled in |
 //! | `full` | every backend; not `tls`, `serde`, `metrics` and `blocking` |
 //! | `serde` | `Deserialize` for [`LockConfig`] |
