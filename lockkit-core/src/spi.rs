@@ -331,9 +331,10 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// the server for up to `patience` if it can block; otherwise return at once.
     ///
     /// The lease counts from before the request that proves it. For a grant that came after blocking, that is the last request
-    /// sent before the grant. For a pushed grant, it is the last request that was sent and had its reply before the push. If
-    /// that leaves less than half of the ttl, prove the hold again before returning. Exception: if the hold
-    /// [will be renewed](ClaimRequest::renews) and a second is left, [hint](Self::notified) at once instead.
+    /// sent before the grant. For a pushed grant, which the server sends without being asked at that moment, it is the last
+    /// request that was sent and had its reply before the push. If that leaves less than half of the ttl, prove the hold again
+    /// before returning. Exception: if the hold [will be renewed](ClaimRequest::renews) and at least a second is left, return the
+    /// grant as it is, and have [`notified`](Self::notified) resolve at once, so that the driver renews it.
     ///
     /// # Errors
     /// [`Error::Backend`] if the outcome is not known or the server refuses.

@@ -451,8 +451,8 @@ impl RowClaim {
         })
     }
 
-    /// Takes the first tokens of a block that was reserved. They are this claim's, however many tickets were drawn since, and
-    /// whether the mapping is this one or a higher one.
+    /// Takes the first tokens of a block that was reserved. They are this claim's alone, even if other sessions have drawn tickets
+    /// since, or have stored a mapping with higher tokens meanwhile.
     async fn reserved(&mut self, session: Session, last: Result<Option<Reserved>>) -> Result<Step> {
         match last {
             // The session proves itself. If it had ended, another might have held since, with lower tokens.

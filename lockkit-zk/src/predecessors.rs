@@ -11,7 +11,8 @@ pub(crate) struct Predecessors {
     pub(crate) watches: Vec<Watch>,
     /// Once one of them is gone, nobody is before the waiter.
     pub(crate) one_to_go: bool,
-    /// In a crowd, if the waiter waits for a writer: once that is gone and says that it held, nobody is before the waiter.
+    /// The predecessor, if it is exclusive and the directory has a crowd (64 other nodes or more). Once its node is gone, and
+    /// its session's heartbeat node names it among recent holds, nobody is before the waiter, and the waiter needs no list.
     pub(crate) writer: Option<Writer>,
     /// The connection on which the waiter began to watch.
     pub(crate) connection_id: Option<u64>,

@@ -36,10 +36,11 @@ pub(crate) struct LockQueue {
     state: Mutex<QueueState>,
     /// The slot's owner holds the lock or is releasing it: those behind it need no server to know that the lock is taken.
     is_holding: AtomicBool,
-    /// Somebody has come to wait, or was left behind by the one who got the slot, since a claim was last opened.
+    /// Since the last claim was opened, a waiter has joined, or was still queued when another got the slot. A hint only: the
+    /// next claim reserves tokens for hand-offs then.
     was_waited_in: AtomicBool,
-    /// Somebody may be waiting. Changed under the state's lock alone, and read without it where a hold ends: a waiter that
-    /// comes after that look gets the slot instead.
+    /// Somebody may be waiting. Written under the state's lock, read without it at the end of a hold. A waiter that this read
+    /// misses gets no hand-off, but gets the slot.
     has_waiters: AtomicBool,
 }
 

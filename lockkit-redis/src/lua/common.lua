@@ -149,8 +149,8 @@ local function check_writable() call('DEL', 'lockkit#nowhere') end
 
 local function queue_head() return call('ZRANGE', QUEUE, 0, 0)[1] end
 
--- Grants to another, if its client receives the push. The push comes first, with tokens that are known and not drawn yet. If
--- none are left, the waiter is told to ask, and gets the error itself.
+-- Grants to another, if its client receives the push. The push goes first, since its receivers show whether the client is
+-- connected; its tokens are known and not drawn yet. If none are left, the waiter is told to ask, and gets the error itself.
 local function hand_off(owner, mode, ttl, record)
   local client = client_of(record)
   local first = math.max(micros, tonumber(call('GET', 'lockkit#fence') or 0)) + 1
