@@ -190,7 +190,7 @@ impl OwnNode {
         if let Stage::Waiting(_, predecessors) = &mut self.stage {
             let waker = NotifyingWaker::waker(&self.abandon_watch, None);
             if predecessors
-                .poll(self.watch.as_mut(), &mut Context::from_waker(&waker))
+                .poll_near(self.watch.as_mut(), &mut Context::from_waker(&waker))
                 .is_ready()
             {
                 waker.wake();
@@ -209,7 +209,13 @@ impl OwnNode {
             Stage::Waiting(_, predecessors) => {
                 poll_fn(|cx| {
                     let waker = NotifyingWaker::waker(&self.abandon_watch, Some(cx.waker()));
-                    predecessors.poll(self.watch.as_mut(), &mut Context::from_waker(&waker))
+                    let near = predecessors.poll_near(self.watch.as_mut(), &mut Context::from_waker(&waker));
+                    // A waiter that does not come to look ahead is in nobody's way.
+                    if near.is_ready() {
+                        near
+                    } else {
+                        predecessors.poll_ahead(cx)
+                    }
                 })
                 .await;
             }

@@ -9,6 +9,8 @@ use crate::watch::{Watch, WatchEvent};
 pub(crate) struct Predecessors {
     pub(crate) paths: Vec<String>,
     pub(crate) watches: Vec<Watch>,
+    /// The number of watches, from the first on, that may make it the waiter's turn. Another one is to look ahead.
+    pub(crate) near: usize,
     /// Once one of them is gone, nobody is before the waiter.
     pub(crate) one_to_go: bool,
     /// The predecessor, if it is exclusive and the directory has a crowd (64 other nodes or more). Once its node is gone, and
@@ -46,21 +48,31 @@ impl Predecessors {
             && self.connection_id == connection_id
     }
 
-    /// Keeps the nearest alone. Returns `false` if that is gone, too.
+    /// Keeps the nearest alone. Returns `false` if that is gone, too, or was written to.
     pub(crate) fn keep_nearest(&mut self) -> bool {
         self.paths.truncate(1);
         self.watches.truncate(1);
+        self.near = 1;
         self.one_to_go = true;
         self.watches.iter_mut().all(Watch::is_quiet)
     }
 
-    /// Is ready once one of the watches has told something, or that of the waiter's own node, if there is one.
-    pub(crate) fn poll(&mut self, own: Option<&mut Watch>, cx: &mut Context<'_>) -> Poll<()> {
-        let mut all = self.watches.iter_mut().chain(own);
-        if all.any(|watch| watch.poll(cx).is_ready()) {
-            Poll::Ready(())
-        } else {
-            Poll::Pending
-        }
+    /// Is ready once a watch that may make it the waiter's turn has told something, or that of the waiter's own node, if there
+    /// is one.
+    pub(crate) fn poll_near(&mut self, own: Option<&mut Watch>, cx: &mut Context<'_>) -> Poll<()> {
+        any_told(self.watches.iter_mut().take(self.near).chain(own), cx)
+    }
+
+    /// Is ready once the watch that looks ahead has told something.
+    pub(crate) fn poll_ahead(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        any_told(self.watches.iter_mut().skip(self.near), cx)
+    }
+}
+
+fn any_told<'a>(mut watches: impl Iterator<Item = &'a mut Watch>, cx: &mut Context<'_>) -> Poll<()> {
+    if watches.any(|watch| watch.poll(cx).is_ready()) {
+        Poll::Ready(())
+    } else {
+        Poll::Pending
     }
 }

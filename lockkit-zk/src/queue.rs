@@ -240,8 +240,12 @@ impl ZkClaim {
         {
             // It has gone on being watched while the list was on its way.
             let is_quiet = so_far.keep_nearest();
+            let is_gone = so_far.has_one_gone();
             node.wait_for(so_far);
-            return Ok(is_quiet);
+            if is_quiet || is_gone {
+                return Ok(is_quiet);
+            }
+            // A watch that has told of a write tells no more.
         }
         // In a crowd, the holds that predecessors say they had take the place of looking ahead.
         let ahead = before.ahead.filter(|_| !node.in_crowd && node.session.is_far());
@@ -275,6 +279,7 @@ impl ZkClaim {
         node.wait_for(Predecessors {
             paths,
             watches,
+            near: before.watch.len(),
             one_to_go: before.one_to_go,
             writer,
             connection_id,

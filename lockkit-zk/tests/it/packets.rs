@@ -1,6 +1,7 @@
 //! The cost of a contended lock, by the server's own count.
 
 use std::{
+    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -9,10 +10,13 @@ use std::{
 };
 
 use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
-use tokio::task::JoinSet;
+use tokio::{task::JoinSet, time::timeout};
 use zookeeper_client::{Acls, CreateMode};
 
-use crate::server::{self, contend, lock, no_zookeeper, queue_up, raw, unique, unless_still, waiter};
+use crate::server::{
+    self, contend, in_order, lock, no_zookeeper, queue_up, raw, shared, soon, takes_its_turn, unique,
+    unless_still, waiter,
+};
 
 /// The number of locks that are counted.
 const LOCKS: u64 = 1_500;
@@ -135,4 +139,43 @@ async fn far_away_a_waiter_is_granted_without_asking() {
         guard.release().await.unwrap();
     }
     assert_eq!(asked, 0);
+}
+
+/// The waiter is told that the second before it has gone, and is busy with something else at that time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn far_away_an_unpolled_waiter_keeps_its_place() {
+    if no_zookeeper() {
+        return;
+    }
+    let proxy = Proxy::start(shared().addr()).unwrap();
+    proxy.set(Mode::Delay {
+        requests: Duration::from_millis(1),
+        replies: Duration::from_millis(1),
+    });
+    let (raw, name) = (raw(shared().addr()).await, unique("busy"));
+    let lock = lock(&server::connect(proxy.addr()).await, &name);
+    let lasting = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    raw.mkdir(&server::dir(&name), &lasting).await.unwrap();
+    // It learns how far the server is.
+    for _ in 0..70 {
+        let before = queue_up(&raw, &name, 2).await;
+        let waiting = waiter(&lock);
+        contend(&raw, &name, 3).await;
+        for path in before {
+            raw.delete(&path, None).await.unwrap();
+        }
+        takes_its_turn("both have gone", waiting).await;
+    }
+    let before = queue_up(&raw, &name, 2).await;
+    let mut acquiring = pin!(lock.acquire());
+    let polled = timeout(Duration::from_millis(500), &mut acquiring).await;
+    assert!(polled.is_err(), "others are before it");
+    let own = in_order(&raw, &name).await.remove(2);
+    raw.delete(&before[0], None).await.unwrap();
+    // A waiter whose turn it was, and that did not come in a second, would lose its node with the next heartbeat, within a second.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(in_order(&raw, &name).await, [before[1].clone(), own]);
+    raw.delete(&before[1], None).await.unwrap();
+    let guard = soon("it is its turn", acquiring).await.unwrap();
+    guard.release().await.unwrap();
 }

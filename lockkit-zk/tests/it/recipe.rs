@@ -140,6 +140,25 @@ async fn kazoos_lock_is_waited_for() {
     assert!(writer.try_acquire().await.unwrap().is_some());
 }
 
+/// As Curator's `Revoker` does, which asks a holder to make way.
+#[tokio::test]
+async fn a_node_that_somebody_writes_to_is_waited_for() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("written"), raw(shared().addr()).await);
+    let ours = lock(&connect(shared().addr()).await, &name);
+    let theirs = contender(&raw, &dir(&name), &format!("{GUID}-lock-")).await;
+    let waits = tokio::spawn(async move { ours.acquire_timeout(Duration::from_secs(1)).await });
+    contend(&raw, &name, 2).await;
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        raw.set_data(&theirs, b"__REVOKE__", None).await.unwrap();
+    }
+    let waited = soon("it gives up", waits).await.unwrap();
+    assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
+}
+
 #[tokio::test]
 async fn other_nodes_in_the_directory_are_nobody() {
     if no_zookeeper() {

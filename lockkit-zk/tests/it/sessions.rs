@@ -227,6 +227,47 @@ async fn a_waiter_without_its_node_is_not_granted_its_turn() {
     }
 }
 
+/// A transaction is told in the order of its steps: the waiter may hear of the other's node before it hears of its own.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_waiter_deleted_together_with_its_predecessor_is_told() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("together"), raw(shared().addr()).await);
+    let ours = lock(&connect(shared().addr()).await, &name);
+    let theirs = lock(&connect(shared().addr()).await, &name);
+    let mut granted = 0;
+    for _ in 0..30 {
+        let before = queue_up(&raw, &name, 1).await.remove(0);
+        let waiting = waiter(&ours);
+        contend(&raw, &name, 2).await;
+        let own = in_order(&raw, &name).await.remove(1);
+        let next = waiter(&theirs);
+        contend(&raw, &name, 3).await;
+        let mut both = raw.new_multi_writer();
+        both.add_delete(&before, None).unwrap();
+        both.add_delete(&own, None).unwrap();
+        both.commit().await.unwrap();
+        let (next, _) = soon("the next is granted", next).await.unwrap();
+        // Either it is told in time, and queues anew, or it is granted and told at once.
+        let queues = async || waiting.is_finished() || children(&raw, &name).await.len() == 2;
+        eventually("it goes on", queues).await;
+        if waiting.is_finished() {
+            let (guard, _) = waiting.await.unwrap();
+            assert!(guard.token() < next.token());
+            assert_eq!(soon("it is told", guard.lost()).await, LossReason::Revoked);
+            next.release().await.unwrap();
+            granted += 1;
+        } else {
+            next.release().await.unwrap();
+            let (guard, _) = soon("it is its turn", waiting).await.unwrap();
+            guard.release().await.unwrap();
+        }
+        contend(&raw, &name, 0).await;
+    }
+    println!("{granted} of 30 were granted for a moment");
+}
+
 #[tokio::test]
 async fn the_beats_node_deleted_from_outside_is_made_again() {
     if no_zookeeper() {
