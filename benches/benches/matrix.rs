@@ -9,9 +9,9 @@
 use std::time::Instant;
 
 use lockkit_benches::{
-    field::{BACKENDS, FAR, Field},
     peers::Peer,
     results::{self, Machine, Results, table},
+    servers::{BACKENDS, Comparison, FAR},
 };
 use lockkit_conformance::{
     helper::{self, Launch},
@@ -91,12 +91,12 @@ fn main() {
         .expect("a runtime");
     let results = runtime.block_on(async {
         let launch = Launch::this_program([""; 0]).expect("this program");
-        let mut field = Field::gather(launch, |backend| picked(&backends, backend)).await;
-        for skipped in &field.skipped {
+        let mut comparison = Comparison::start(launch, |backend| picked(&backends, backend)).await;
+        for skipped in &comparison.skipped {
             println!("skipped: {}: {}", skipped.backend, skipped.why);
         }
         let effort = if quick { Effort::QUICK } else { Effort::FULL };
-        let rows = play(&mut field.contestants, &near, &effort, began).await;
+        let rows = play(&mut comparison.contestants, &near, &effort, began).await;
         let there = Effort {
             passes: effort.passes.min(2),
             ..effort
@@ -104,16 +104,16 @@ fn main() {
         if !far.is_empty() {
             println!("\nover a network with a round trip of 1 ms");
         }
-        let far = play(&mut field.far, &far, &there, began).await;
+        let far = play(&mut comparison.far, &far, &there, began).await;
         let mut versions = results::versions();
-        versions.append(&mut field.versions);
+        versions.append(&mut comparison.versions);
         Results {
             date: results::now(),
             quick,
             seconds: began.elapsed().as_secs(),
             machine: Machine::here(),
             versions,
-            skipped: std::mem::take(&mut field.skipped),
+            skipped: std::mem::take(&mut comparison.skipped),
             rows,
             far,
         }

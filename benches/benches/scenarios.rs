@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use criterion::{Criterion, SamplingMode, Throughput};
 use lockkit_benches::{
-    field::{BACKENDS, Field},
     peers::Peer,
+    servers::{BACKENDS, Comparison},
 };
 use lockkit_conformance::{
     helper::{self, Launch},
@@ -51,8 +51,8 @@ fn main() {
         .filter(|word| BACKENDS.contains(word))
         .collect();
     let wanted = |backend: &str| named.is_empty() || named.contains(&backend);
-    let mut field = runtime.block_on(Field::gather(launch, wanted));
-    for skipped in &field.skipped {
+    let mut comparison = runtime.block_on(Comparison::start(launch, wanted));
+    for skipped in &comparison.skipped {
         println!("skipped: {}: {}", skipped.backend, skipped.why);
     }
     let scenarios = Scenario::ALL.into_iter().filter(|scenario| {
@@ -62,7 +62,7 @@ fn main() {
         )
     });
     for scenario in scenarios {
-        measure(&mut criterion, &runtime, scenario, &mut field.contestants);
+        measure(&mut criterion, &runtime, scenario, &mut comparison.contestants);
     }
     criterion.final_summary();
 }

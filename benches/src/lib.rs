@@ -1,11 +1,11 @@
 //! What the benchmarks share: a backend that costs nothing, duels, in which two things take turns, tables of medians, and
 //! everyone who takes part in the comparison of the backends.
 
-pub mod field;
 pub mod peers;
 pub mod processor;
 pub mod report;
 pub mod results;
+pub mod servers;
 
 use std::{
     hint::black_box,

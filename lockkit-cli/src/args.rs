@@ -33,7 +33,7 @@ pub(crate) enum Command {
     #[command(name = crate::exec::SUBCOMMAND, hide = true)]
     Exec(Exec),
     /// Holds locks as another process, for `check` and `bench`.
-    #[command(name = crate::helped::HELPER, hide = true)]
+    #[command(name = crate::helper_server::HELPER, hide = true)]
     Helper,
 }
 

@@ -10,7 +10,7 @@ use lockkit_conformance::measure::{
 use crate::{
     args::Bench,
     failure::{FAILED, Failure},
-    helped::{self, Server},
+    helper_server::{self, Server},
     inspect::print,
     server,
 };
@@ -42,7 +42,7 @@ pub(crate) fn bench(args: &Bench) -> Result<u8, Failure> {
     for url in urls {
         let server = Server::reach(url)?;
         let (backend, address) = (server.info.name, server.info.server.to_string());
-        let locks = Locks::new(server).helpers(helped::launch()?);
+        let locks = Locks::new(server).helpers(helper_server::launch()?);
         contestants.push(Contestant::new(backend, address, Role::Ours, locks));
     }
     let effort = if args.quick { Effort::QUICK } else { Effort::FULL };

@@ -16,7 +16,7 @@ use lockkit_conformance::{
 use crate::{
     args::Check,
     failure::{FAILED, Failure},
-    helped::{self, Server},
+    helper_server::{self, Server},
     inspect::print,
     server,
 };
@@ -27,7 +27,7 @@ const MOST_JOBS: usize = 4;
 /// Blocks, for each case has a runtime of its own. Answers with the exit status.
 pub(crate) fn check(args: &Check) -> Result<u8, Failure> {
     let server = Server::reach(server::url(args.server.url.as_deref())?)?;
-    let helpers = helped::launch()?;
+    let helpers = helper_server::launch()?;
     if let Some(time) = args.time {
         let seed = args.seed.unwrap_or_else(random);
         let torture = Torture::new(Arc::new(Bare(Arc::new(server))));
@@ -82,7 +82,7 @@ fn print_case(case: &Case, verdict: &Verdict, took: Duration) {
     let name = case.name;
     print(&match verdict {
         Verdict::Passed => format!("ok      {name} ({} ms)", took.as_millis()),
-        Verdict::Gated(why) => format!("gated   {name}: {why}"),
+        Verdict::Skipped(why) => format!("skipped {name}: {why}"),
         Verdict::Failed(why) => format!("FAILED  {why}"),
     });
 }

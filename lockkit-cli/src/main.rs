@@ -10,7 +10,7 @@ mod child;
 mod exec;
 mod failure;
 mod family;
-mod helped;
+mod helper_server;
 mod inspect;
 mod run;
 mod server;
@@ -55,7 +55,7 @@ fn dispatch(command: Command) -> Result<u8, Failure> {
             let _ = io::stdout().write_all(&script);
             Ok(0)
         }
-        Command::Helper => helped::help(),
+        Command::Helper => helper_server::help(),
         Command::Exec(args) => Err(exec::become_command(&args)),
     }
 }

@@ -35,7 +35,7 @@ pub(crate) type Outcome = Result<(), Stop>;
 #[derive(Debug)]
 pub(crate) enum Stop {
     /// It does not apply, and why.
-    Gated(String),
+    Skipped(String),
     /// What was expected, and what happened.
     Failed(String),
     /// The same, where no pause of the machine is an excuse.
@@ -53,7 +53,7 @@ impl Stop {
 
     pub(crate) fn map_failure(self, text: impl FnOnce(String) -> String) -> Self {
         match self {
-            Self::Gated(why) => Self::Gated(why),
+            Self::Skipped(why) => Self::Skipped(why),
             Self::Failed(why) => Self::Failed(text(why)),
             Self::Broken(why) => Self::Broken(text(why)),
         }
@@ -155,7 +155,9 @@ impl CaseRun {
     pub(crate) async fn helper(&self) -> Result<Helper, Stop> {
         match (&self.launch, self.harness.url()) {
             (Some(launch), Some(url)) => Ok(Helper::start(launch, Some(&url)).await?),
-            _ => Err(Stop::Gated("no helper process can reach this backend".to_owned())),
+            _ => Err(Stop::Skipped(
+                "no helper process can reach this backend".to_owned(),
+            )),
         }
     }
 
@@ -175,11 +177,11 @@ impl CaseRun {
         }
     }
 
-    /// Has the server drop the hold, or gates the case if nothing can.
+    /// Has the server drop the hold, or skips the case if nothing can.
     pub(crate) async fn break_hold(&self, client: &LockClient, part: &str) -> Result<(), Stop> {
         match self.harness.break_hold(&self.name(part)).await {
             Err(Error::Unsupported { what, .. }) if !client.capabilities().revoke => {
-                Err(Stop::Gated(format!("nothing can break a hold: {what}")))
+                Err(Stop::Skipped(format!("nothing can break a hold: {what}")))
             }
             other => Ok(other?),
         }

@@ -14,13 +14,13 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
     /// Whatever connecting reports; it fails the case.
     async fn client(&self) -> Result<LockClient>;
 
-    /// Why there is no server to test, if there is none. Every case is gated then; if the environment variable
+    /// Why there is no server to test, if there is none. Every case is skipped then; if the environment variable
     /// `LOCKKIT_REQUIRE`, a list separated by commas, names the backend (or `all`), every case fails.
     fn missing(&self) -> Option<Missing> {
         None
     }
 
-    /// How another process reaches the same server. `None`, the default, gates the cases with several processes.
+    /// How another process reaches the same server. `None`, the default, skips the cases with several processes.
     /// It is passed to them in an environment variable, so that it may hold a password.
     fn url(&self) -> Option<String> {
         None
@@ -42,7 +42,7 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
     /// [`LockClient::revoke`].
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if nothing can do that, which gates the cases that need it.
+    /// [`Error::Unsupported`] if nothing can do that, which skips the cases that need it.
     async fn break_hold(&self, name: &str) -> Result<()> {
         let client = self.client().await?;
         for holder in client.inspect(name).await?.holders {

@@ -23,7 +23,7 @@
 //! # fn main() {}
 //! ```
 //!
-//! Cases that a backend's [`Capabilities`](lockkit_core::Capabilities) rule out are gated, and say so on stderr; each
+//! Cases that a backend's [`Capabilities`](lockkit_core::Capabilities) rule out are skipped, and say so on stderr; each
 //! capability is asserted both ways, so that one denied must really be refused. Random cases print their seed when
 //! they fail and replay it from `LOCKKIT_SEED`. A case that fails while the [machine](stall) stands still runs again. A
 //! program runs the suite with [`Suite`].

@@ -182,7 +182,7 @@ pub enum Verdict {
     /// The backend does what is required.
     Passed,
     /// The case does not apply, and why.
-    Gated(String),
+    Skipped(String),
     /// What was expected and what happened.
     Failed(String),
 }
@@ -205,7 +205,7 @@ impl Suite {
         }
     }
 
-    /// Says how helper processes are started. Without it the cases with several processes are gated.
+    /// Says how helper processes are started. Without it the cases with several processes are skipped.
     #[must_use]
     pub fn helpers(mut self, launch: Launch) -> Self {
         self.launch = Some(launch);
@@ -231,7 +231,7 @@ impl Suite {
             return if required(&missing.backend) {
                 Verdict::Failed(why)
             } else {
-                Verdict::Gated(why)
+                Verdict::Skipped(why)
             };
         }
         let mut attempts = 1;
@@ -239,7 +239,7 @@ impl Suite {
             let watch = Stopwatch::start();
             match self.attempt(case) {
                 Ok(()) => return Verdict::Passed,
-                Err(Stop::Gated(why)) => return Verdict::Gated(why),
+                Err(Stop::Skipped(why)) => return Verdict::Skipped(why),
                 Err(Stop::Failed(why)) if attempts < ATTEMPTS && watch.stood_still() >= PAUSE => {
                     attempts += 1;
                     let paused = watch.stood_still();
@@ -347,7 +347,7 @@ impl Suite {
             .iter()
             .find_map(|need| need.unmet(probe.capabilities(), self))
         {
-            return Err(Stop::Gated(why.to_owned()));
+            return Err(Stop::Skipped(why.to_owned()));
         }
         let run = CaseRun {
             harness: self.harness.clone(),
@@ -379,19 +379,19 @@ impl Report {
 /// One line in total, for the end of a listing.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (mut passed, mut failed, mut gated) = (0, 0, 0);
+        let (mut passed, mut failed, mut skipped) = (0, 0, 0);
         for (_, verdict) in &self.verdicts {
             match verdict {
                 Verdict::Passed => passed += 1,
-                Verdict::Gated(_) => gated += 1,
+                Verdict::Skipped(_) => skipped += 1,
                 Verdict::Failed(_) => failed += 1,
             }
         }
-        write!(f, "{passed} passed, {failed} failed, {gated} gated")
+        write!(f, "{passed} passed, {failed} failed, {skipped} skipped")
     }
 }
 
-/// What a generated `#[test]` does: panics if the case fails, and says on stderr if it is gated.
+/// What a generated `#[test]` does: panics if the case fails, and says on stderr if it is skipped.
 #[doc(hidden)]
 #[track_caller]
 pub fn run_test(harness: impl Harness, module: &str, name: &str) {
@@ -402,7 +402,7 @@ pub fn run_test(harness: impl Harness, module: &str, name: &str) {
     match suite.run_case(case) {
         Verdict::Passed => {}
         Verdict::Failed(why) => panic!("{why}"),
-        Verdict::Gated(why) => say(&format!("gated: {module}::{name}: {why}")),
+        Verdict::Skipped(why) => say(&format!("skipped: {module}::{name}: {why}")),
     }
 }
 

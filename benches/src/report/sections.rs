@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use lockkit_conformance::measure::{Figure, Row, Scenario};
 
 use super::{absence, chart};
-use crate::{field::FAR, results::Results};
+use crate::{results::Results, servers::FAR};
 
 /// One question, the scenarios that answer it, and the one that is drawn.
 pub(super) struct Section {

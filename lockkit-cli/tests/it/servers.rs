@@ -162,7 +162,7 @@ fn the_check_runs_cases_and_counts_them() {
     );
     assert_eq!(
         shown.lines().last(),
-        Some("2 passed, 0 failed, 0 gated"),
+        Some("2 passed, 0 failed, 0 skipped"),
         "{shown}"
     );
 }

@@ -99,7 +99,7 @@ fn a_check_waits_as_long_as_the_dead_keep_their_names() {
     for (check, passed) in checks.into_iter().zip([2, 1]) {
         let (status, shown) = check.end_with_output();
         assert_eq!(status.code(), Some(0), "{shown}");
-        let count = format!("{passed} passed, 0 failed, 0 gated");
+        let count = format!("{passed} passed, 0 failed, 0 skipped");
         assert_eq!(shown.lines().last(), Some(count.as_str()), "{shown}");
     }
 }

@@ -120,7 +120,7 @@ fn a_missing_server_is_said_and_fails_where_it_is_required() {
         verdict(Fault::NoServer, "second_try_is_none"),
         std::env::var("LOCKKIT_REQUIRE").as_deref(),
     ) {
-        (Verdict::Failed(why), Ok("all" | "layer")) | (Verdict::Gated(why), _) => why,
+        (Verdict::Failed(why), Ok("all" | "layer")) | (Verdict::Skipped(why), _) => why,
         other => panic!("{other:?}"),
     };
     assert_eq!(why, "no server for layer: it was never built");

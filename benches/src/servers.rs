@@ -60,7 +60,7 @@ pub const FAR: [Scenario; 6] = [
 const MANY_HANDOFFS: u32 = 1_000;
 
 /// The contestants, and the servers that they need, which end when this is dropped.
-pub struct Field {
+pub struct Comparison {
     /// Backend by backend, first the floor, then lockkit, then the peers.
     pub contestants: Vec<Contestant>,
     /// Those of them that reach their servers over a network, in the same order.
@@ -70,25 +70,25 @@ pub struct Field {
     /// What each server calls its version.
     pub versions: BTreeMap<String, String>,
     launch: Launch,
-    servers: Vec<Box<dyn Any>>,
+    running: Vec<Box<dyn Any>>,
 }
 
 /// No server, and why.
 type Absent = BoxError;
 
-impl Field {
+impl Comparison {
     /// Starts whatever is installed here. `launch` starts helper processes; `wanted` picks backends by name.
     ///
     /// # Cancel safety
     /// Dropped half-way, the servers so far are ended.
-    pub async fn gather(launch: Launch, wanted: impl Fn(&str) -> bool) -> Self {
-        let mut field = Self {
+    pub async fn start(launch: Launch, wanted: impl Fn(&str) -> bool) -> Self {
+        let mut comparison = Self {
             contestants: Vec::new(),
             far: Vec::new(),
             skipped: Vec::new(),
             versions: BTreeMap::new(),
             launch,
-            servers: Vec::new(),
+            running: Vec::new(),
         };
         for backend in BACKENDS {
             if !wanted(backend) {
@@ -96,24 +96,24 @@ impl Field {
             }
             let there = match backend {
                 "memory" => {
-                    field.memory();
+                    comparison.memory();
                     Ok(())
                 }
-                "file" => field.file(),
-                "redis" => field.redis(),
-                "redlock" => field.redlock().await,
-                "zookeeper" => field.zookeeper().await,
-                "mariadb" => field.mysql(backend, Flavour::MariaDb).await,
-                _ => field.mysql(backend, Flavour::MySql).await,
+                "file" => comparison.file(),
+                "redis" => comparison.redis(),
+                "redlock" => comparison.redlock().await,
+                "zookeeper" => comparison.zookeeper().await,
+                "mariadb" => comparison.mysql(backend, Flavour::MariaDb).await,
+                _ => comparison.mysql(backend, Flavour::MySql).await,
             };
             if let Err(why) = there {
-                field.skipped.push(Skipped {
+                comparison.skipped.push(Skipped {
                     backend: backend.to_owned(),
                     why: chain(&*why),
                 });
             }
         }
-        field
+        comparison
     }
 
     /// A contestant on each way to the servers, which helper processes are as well.
@@ -233,7 +233,7 @@ impl Field {
         }));
         let peer = Peer::DistributedLock(DistributedFileLock { dir: under("peer") });
         self.peer(("file", "distributed-lock", Role::Peer), peer, Way::default());
-        self.servers.push(Box::new(dir));
+        self.running.push(Box::new(dir));
         Ok(())
     }
 
@@ -258,7 +258,7 @@ impl Field {
                 urls: vec![url(addrs)],
             })
         })?;
-        self.servers.push(Box::new(server));
+        self.running.push(Box::new(server));
         Ok(())
     }
 
@@ -285,7 +285,7 @@ impl Field {
             let urls = addrs.iter().map(|addr| format!("redis://{addr}"));
             Peer::Rslock(Rslock { urls: urls.collect() })
         })?;
-        self.servers.push(Box::new(masters));
+        self.running.push(Box::new(masters));
         Ok(())
     }
 
@@ -321,7 +321,7 @@ impl Field {
             let addr = addrs[0].to_string();
             Peer::Curator(Curator { addr })
         })?;
-        self.servers.push(Box::new(server));
+        self.running.push(Box::new(server));
         // A virtual machine that has just started interprets what it will have compiled after some seconds of work, and
         // is several times slower until then.
         let work = Effort {
@@ -355,7 +355,7 @@ impl Field {
         self.peers((backend, "GET_LOCK", Role::Peer), &servers, |addrs| {
             Peer::GetLock(GetLock { url: url(addrs) })
         })?;
-        self.servers.push(Box::new(server));
+        self.running.push(Box::new(server));
         Ok(())
     }
 }
