@@ -1,4 +1,4 @@
-//! What the driver itself costs, on a backend that costs nothing.
+//! The cost of the driver itself, on a backend that costs nothing.
 
 use std::{
     sync::{Arc, atomic::Ordering},

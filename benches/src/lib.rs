@@ -1,5 +1,5 @@
-//! What the benchmarks share: a backend that costs nothing, duels, in which two things take turns, tables of medians, and
-//! everyone who takes part in the comparison of the backends.
+//! Shared by the benchmarks: a backend that costs nothing, duels, in which two things take turns, tables of medians,
+//! and everyone who takes part in the comparison of the backends.
 
 pub mod peers;
 pub mod processor;
@@ -30,7 +30,7 @@ pub struct Noop {
     counts: Arc<Counts>,
 }
 
-/// How often the driver asked.
+/// Counts the driver's calls.
 #[derive(Debug, Default)]
 pub struct Counts {
     tokens: AtomicU64,
@@ -43,7 +43,7 @@ pub struct Counts {
 }
 
 impl Noop {
-    /// What has been counted so far.
+    /// Returns the counts so far.
     pub fn counts(&self) -> &Counts {
         &self.counts
     }

@@ -4,7 +4,7 @@ use std::{fs, io, time::Duration};
 
 use nix::{time::clock_getcpuclockid, unistd::Pid};
 
-/// How long a process has been on a processor, all its threads together and to the nanosecond. `/proc` tells it in
+/// Returns the processor time of a process, all its threads together and to the nanosecond. `/proc` tells it in
 /// hundredths of a second only: processes that are alike then step from one to the next together, and a second of
 /// processor time appears that nobody has used.
 ///
@@ -15,7 +15,7 @@ pub fn processor_time(process: u32) -> io::Result<Duration> {
     Ok(clock_getcpuclockid(process)?.now()?.into())
 }
 
-/// How often a process has waited for something and was woken, all its threads together. Other than the time that it takes,
+/// Counts how often a process has waited and was woken, all its threads together. Unlike the time that it takes,
 /// that is the same on a busy machine.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! What a run of the comparison leaves behind: the figures, and where they were taken.
+//! The results of a run of the comparison: the figures, and where they were taken.
 
 use std::{
     collections::BTreeMap,
@@ -15,13 +15,13 @@ use serde::{Deserialize, Serialize};
 /// One run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Results {
-    /// When it ended, in UTC.
+    /// The time at which it ended, in UTC.
     pub date: String,
-    /// Whether it was a quick one.
+    /// True for a quick run.
     pub quick: bool,
-    /// How long it took, in seconds.
+    /// The duration, in seconds.
     pub seconds: u64,
-    /// Where.
+    /// The machine that it ran on.
     pub machine: Machine,
     /// Versions of lockkit, the peers and the servers, by name.
     pub versions: BTreeMap<String, String>,
@@ -43,12 +43,12 @@ pub struct Skipped {
     pub why: String,
 }
 
-/// Where figures were taken.
+/// A machine on which figures were taken.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// The processor.
     pub processor: String,
-    /// How many of its cores there were.
+    /// The number of its cores.
     pub cores: usize,
     /// Memory, in GiB.
     pub memory_gib: u64,
@@ -78,12 +78,12 @@ impl Machine {
 }
 
 impl Results {
-    /// Where the last run is kept.
+    /// Returns the path at which the last run is kept.
     pub fn default_path() -> PathBuf {
         target_directory().join("lockkit-bench").join("matrix.json")
     }
 
-    /// Where the run is kept that was at `path` before.
+    /// Returns the path for the run that was at `path` before.
     pub fn kept(path: &Path) -> PathBuf {
         path.with_extension("before.json")
     }
@@ -110,7 +110,7 @@ impl Results {
         fs::write(path, serde_json::to_vec_pretty(self)?)
     }
 
-    /// What was measured over the network, as a run of its own.
+    /// Returns the part that was measured over the network, as a run of its own.
     pub fn over_the_network(&self) -> Self {
         Self {
             rows: self.far.clone(),

@@ -43,7 +43,7 @@ pub const BACKENDS: [&str; 7] = [
     "mariadb",
     "mysql",
 ];
-/// How many masters Redlock is measured on.
+/// The number of masters that Redlock is measured on.
 const MASTERS: usize = 5;
 /// The time it takes over the network from a client to a server and back.
 const ROUND_TRIP: Duration = Duration::from_millis(1);
@@ -56,7 +56,7 @@ pub const FAR: [Scenario; 6] = [
     Scenario::Processes(4),
     Scenario::HandOff,
 ];
-/// So many local hand-offs a program allows itself that contends with itself alone most of the time.
+/// The limit of local hand-offs for a program that contends mostly with itself.
 const MANY_HANDOFFS: u32 = 1_000;
 
 /// The contestants, and the servers that they need, which end when this is dropped.
@@ -67,7 +67,7 @@ pub struct Comparison {
     pub far: Vec<Contestant>,
     /// The backends that are not among them, and why.
     pub skipped: Vec<Skipped>,
-    /// What each server calls its version.
+    /// The version that each server reports.
     pub versions: BTreeMap<String, String>,
     launch: Launch,
     running: Vec<Box<dyn Any>>,

@@ -1,4 +1,4 @@
-//! What the command line looks like.
+//! The command line.
 
 #![expect(
     clippy::doc_markdown,
@@ -64,10 +64,11 @@ pub(crate) struct Run {
     /// Hold one of N permits of the semaphore NAME instead of a lock
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) permits: Option<u32>,
-    /// Keep the command in lockkit's process group, as at a terminal, so that it may use the terminal whenever lockkit may
+    /// Keep the command in lockkit's process group, as at a terminal, so that it may use the terminal whenever lockkit
+    /// may
     #[arg(long)]
     pub(crate) foreground: bool,
-    /// Who is holding, for whoever inspects the lock [default: user@host:pid]
+    /// The holder, as shown to those who inspect the lock [default: user@host:pid]
     #[arg(long, value_name = "TEXT")]
     pub(crate) label: Option<String>,
     /// The lock
@@ -129,9 +130,9 @@ pub(crate) struct Check {
 
 /// Compare lock servers, side by side.
 ///
-/// Measures latency, throughput, contention, hand-off, shared mode, semaphores, locks that are kept and the recovery from
-/// a holder's death. The servers take turns, round by round. It uses names of its own, starts helper processes, and
-/// takes a minute or two per server. Exits with status 1 if a measurement failed.
+/// Measures latency, throughput, contention, hand-off, shared mode, semaphores, locks that are kept and the recovery
+/// from a holder's death. The servers take turns, round by round. It uses names of its own, starts helper processes,
+/// and takes a minute or two per server. Exits with status 1 if a measurement failed.
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
     /// A lock server; give the option once for each server to compare [default: as for the other commands]

@@ -1,4 +1,4 @@
-//! How the command fails: one line on standard error, and a status.
+//! The command's failures: one line on standard error, and a status.
 
 use std::{
     error::Error,
@@ -20,7 +20,7 @@ pub(crate) const NOT_EXECUTABLE: u8 = 126;
 /// The command was not found.
 pub(crate) const NOT_FOUND: u8 = 127;
 
-/// What to say, and the status to exit with.
+/// A message, and the status to exit with.
 #[derive(Debug)]
 pub(crate) struct Failure {
     status: u8,

@@ -20,12 +20,12 @@ use crate::{
 /// The hidden subcommand that helper processes are.
 pub(crate) const HELPER: &str = "__helper";
 
-/// How they are started.
+/// Returns the way to start helper processes.
 pub(crate) fn launch() -> Result<Launch, Failure> {
     Launch::this_program([HELPER]).map_err(|error| Failure::because("cannot start helpers", &error))
 }
 
-/// What [`HELPER`] does.
+/// Runs as a helper process: the work of [`HELPER`].
 pub(crate) fn help() -> Result<u8, Failure> {
     helper::main(|url| async move { lockkit::connect(&url).await })
         .map(|()| 0)
@@ -36,11 +36,11 @@ pub(crate) fn help() -> Result<u8, Failure> {
 pub(crate) struct Server {
     config: LockConfig,
     url: String,
-    /// What it is, without credentials.
+    /// Describes the backend, without credentials.
     pub(crate) info: BackendInfo,
 }
 
-/// As its config, which leaves out the credentials.
+/// Shows its config, which leaves out the credentials.
 impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.config.fmt(f)

@@ -21,8 +21,8 @@ use crate::{
 
 /// The time that connecting may take also for whoever would not wait so long for the lock.
 const CONNECT_AT_LEAST: Duration = Duration::from_secs(1);
-/// The time that all that the command has started gets to be gone when it has been killed: far longer than that takes, unless
-/// the system is stuck.
+/// The time that all that the command has started gets to be gone when it has been killed: far longer than that takes,
+/// unless the system is stuck.
 const KILLED_WITHIN: Duration = Duration::from_secs(5);
 
 /// Answers with the exit status.
@@ -110,7 +110,7 @@ struct Supervised {
     told: Option<Instant>,
 }
 
-/// How a command came to its end.
+/// The end of a command.
 enum Ending {
     Exited(ExitStatus),
     /// It had to be stopped because the lock was lost, or about to be.
@@ -194,10 +194,10 @@ impl Supervised {
     }
 }
 
-/// Resolves to the end of a lease that is not renewed, when it is time for TERM; or for KILL, if `told` says that TERM was
-/// sent for this one. A lease may be far shorter than the ttl that was asked for, and healthy with less than a quarter of it
-/// left; so nothing is done unless a renewal is failing. If the command has `exited` upon TERM, what it has started is not
-/// spared by a renewal that succeeds after all: nobody would ever tell it again.
+/// Resolves to the end of a lease that is not renewed, when it is time for TERM; or for KILL, if `told` says that TERM
+/// was sent for this one. A lease may be far shorter than the ttl that was asked for, and healthy with less than a
+/// quarter of it left; so nothing is done unless a renewal is failing. If the command has `exited` upon TERM, what it
+/// has started is not spared by a renewal that succeeds after all: nobody would ever tell it again.
 async fn due(guard: &LockGuard, told: Option<Instant>, exited: bool) -> Instant {
     let before_kill = |lease: Duration| (lease / 16).min(Duration::from_millis(500));
     if let (true, Some(end), Some(lease)) = (exited, told, guard.lease_length()) {

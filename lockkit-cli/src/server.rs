@@ -1,4 +1,4 @@
-//! Which lock server is meant.
+//! Chooses the lock server.
 
 use std::{
     env,
@@ -14,7 +14,7 @@ use crate::{
     failure::{FAILED, Failure},
 };
 
-/// What a path keeps of itself in a URL.
+/// The characters of a path that a URL has to encode.
 const IN_A_PATH: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'/')
     .remove(b'.')

@@ -14,7 +14,7 @@ use crate::{
     history::{Limits, Property, Violation},
 };
 
-/// What is "at once" on a busy machine, for things that ought to take microseconds or one round trip.
+/// The bound for "at once" on a busy machine, for things that ought to take microseconds or one round trip.
 pub(crate) const PROMPT: Duration = Duration::from_secs(1);
 
 /// No case takes longer than this; one that does hangs. What it waits for dead holders is not in it.
@@ -28,7 +28,7 @@ pub(crate) fn lasting() -> AcquireOptions {
     AcquireOptions::new().ttl(LIMIT)
 }
 
-/// How a case ends.
+/// The end of a case.
 pub(crate) type Outcome = Result<(), Stop>;
 
 /// Why a case ends early.
@@ -36,9 +36,9 @@ pub(crate) type Outcome = Result<(), Stop>;
 pub(crate) enum Stop {
     /// It does not apply, and why.
     Skipped(String),
-    /// What was expected, and what happened.
+    /// A failure: what was expected, and what happened.
     Failed(String),
-    /// The same, where no pause of the machine is an excuse.
+    /// A failure that no pause of the machine excuses.
     Broken(String),
 }
 
@@ -141,7 +141,7 @@ impl CaseRun {
         Ok(client.lock(self.name(part))?.with_options(lasting()))
     }
 
-    /// The same with the [short](Self::short) lease.
+    /// Returns that lock with the [short](Self::short) lease.
     pub(crate) fn short_lock_of(&self, client: &LockClient, part: &str) -> Result<Lock, Error> {
         Ok(client.lock(self.name(part))?.with_options(self.short()))
     }
@@ -250,7 +250,7 @@ pub(crate) fn taken(what: &str, lock: &Lock) -> impl Future<Output = Outcome> {
     }
 }
 
-/// What the server shows of a lock or semaphore.
+/// Returns what the server shows of a lock or semaphore.
 pub(crate) async fn look(client: &LockClient, name: &str, kind: LockKind) -> Result<LockState, Error> {
     match kind {
         LockKind::Lock => client.inspect(name).await,

@@ -1,11 +1,11 @@
-//! What a backend's author provides.
+//! The part of the suite that a backend's author provides.
 
 use std::{fmt, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_core::{Error, LockClient, Result, spi::BackendInfo};
 
-/// How the suite reaches the backend under test. Only [`client`](Self::client) has to be written.
+/// Reaches the backend under test. Only [`client`](Self::client) has to be written.
 #[async_trait]
 pub trait Harness: fmt::Debug + Send + Sync + 'static {
     /// A new client of the same server: nothing that lives in a process is shared with the clients before it.
@@ -20,8 +20,8 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// How another process reaches the same server. `None`, the default, skips the cases with several processes.
-    /// It is passed to them in an environment variable, so that it may hold a password.
+    /// Returns the URL by which another process reaches the same server. `None`, the default, skips the cases with
+    /// several processes. It is passed to them in an environment variable, so that it may hold a password.
     fn url(&self) -> Option<String> {
         None
     }
@@ -56,8 +56,8 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
         Duration::from_secs(1)
     }
 
-    /// How long others may have to wait for the hold of a process that died. Default: what the backend says of the lease
-    /// to test with, and a second; or a quarter of a second if a hold has no lease.
+    /// Returns how long others may have to wait for the hold of a process that died. Default: what the backend says of
+    /// the lease to test with, and a second; or a quarter of a second if a hold has no lease.
     fn freed_after_death(&self, client: &LockClient) -> Duration {
         if client.capabilities().lease {
             client.dead_holder_bound(self.ttl()) + Duration::from_secs(1)
@@ -66,7 +66,8 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
         }
     }
 
-    /// How long it may take until a holder is told that the server dropped its hold. Default: the lease and a second.
+    /// Returns the time within which a holder is told that the server dropped its hold. Default: the lease and a
+    /// second.
     fn detection(&self, info: &BackendInfo) -> Duration {
         let _ = info;
         self.ttl() + Duration::from_secs(1)
@@ -83,6 +84,6 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
 pub struct Missing {
     /// The backend's name, as `LOCKKIT_REQUIRE` calls it.
     pub backend: String,
-    /// What is missing, and how to get it.
+    /// The part that is missing, and how to get it.
     pub reason: String,
 }

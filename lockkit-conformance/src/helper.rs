@@ -42,7 +42,7 @@ const MARK: &str = "lockkit-helper: ";
 /// No answer takes longer, unless a dead holder has to be waited for.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How to start this program as a helper.
+/// Starts this program as a helper.
 #[derive(Clone, Debug)]
 pub struct Launch {
     program: PathBuf,
@@ -75,7 +75,7 @@ impl Launch {
     }
 }
 
-/// Whether this process was started as a helper.
+/// Returns whether this process was started as a helper.
 pub fn is_helper() -> bool {
     std::env::var_os(URL).is_some()
 }
@@ -108,8 +108,8 @@ where
     })
 }
 
-/// The same for something that is not a lockkit backend, and that takes part in [`measure`](crate::measure) alone: it
-/// contends, it holds, and it dies.
+/// Serves as a helper for a subject that is not a lockkit backend. It takes part in [`measure`](crate::measure) alone:
+/// it contends, it holds, and it dies.
 ///
 /// # Errors
 /// If this process was not started as a helper, or has no runtime.
@@ -153,7 +153,7 @@ fn serve(mut helper: impl Obey) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// What the generated test `helper_process` does: serves as a helper if started as one, else tests helpers.
+/// Runs the generated test `helper_process`: serves as a helper if started as one, else tests helpers.
 #[doc(hidden)]
 pub fn as_test(harness: &impl Harness, module: &str) {
     let done = if is_helper() {
@@ -250,7 +250,7 @@ impl Helper {
         self.reply_within(PATIENCE).await
     }
 
-    /// The same for what may take longer.
+    /// Waits for a reply that may take longer.
     pub(crate) async fn reply_within(&mut self, patience: Duration) -> io::Result<String> {
         let answer = timeout(patience, self.answers.recv()).await;
         let answer = answer
@@ -268,7 +268,7 @@ impl Helper {
         self.hold_after(Duration::ZERO, request).await
     }
 
-    /// The same where a dead holder keeps the name, for up to `bound`.
+    /// Acquires a name that a dead holder may keep for up to `bound`.
     pub(crate) async fn hold_after(
         &mut self,
         bound: Duration,
@@ -294,7 +294,7 @@ impl Helper {
     }
 }
 
-/// What a helper is to acquire; `slot` is what it calls the guard from then on.
+/// An acquisition for a helper. It calls the guard `slot` from then on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) slot: &'a str,
@@ -533,14 +533,14 @@ async fn rush<C: Client>(
     Ok(write_rush(&rush))
 }
 
-/// What this process has used: processor time in ns, and bytes of memory where the system tells.
+/// Returns what this process has used: processor time in ns, and bytes of memory where the system tells.
 fn usage() -> String {
     let processor = processor_time().map_or_else(|| "unknown".to_owned(), |time| time.as_nanos().to_string());
     let memory = resident().map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
     format!("usage {processor} {memory}")
 }
 
-/// As Linux tells it.
+/// Reads the resident memory from Linux, in bytes.
 fn resident() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;

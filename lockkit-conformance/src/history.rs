@@ -1,4 +1,4 @@
-//! What happened to a lock, recorded by several processes of one machine, and whether that was allowed.
+//! The history of a lock, recorded by several processes of one machine, and the check that it was allowed.
 //!
 //! A hold is the half-open interval from the moment at which acquiring it returned to the first of: its release was
 //! called, its loss could be seen, its local deadline passed, its process died, the server was made to drop it. Over
@@ -51,27 +51,27 @@ fn nanos(duration: Duration) -> Nanos {
 pub struct Acquisition {
     /// The lock's name.
     pub lock: String,
-    /// How it was to be held.
+    /// The mode that was asked for.
     pub mode: Mode,
-    /// Who asked; any number that tells the askers apart.
+    /// The asker; any number that tells the askers apart.
     pub who: u64,
-    /// When the request was made.
+    /// The time of the request.
     pub asked: Nanos,
-    /// When it was known to stand in the queue, where that is known.
+    /// The time at which it was known to stand in the queue, where that is known.
     pub queued: Option<Nanos>,
-    /// When the asker gave up: timed out, was told "taken", or dropped its future.
+    /// The time at which the asker gave up: timed out, was told "taken", or dropped its future.
     pub gave_up: Option<Nanos>,
-    /// When acquiring returned, and the fencing token.
+    /// The time at which acquiring returned, and the fencing token.
     pub granted: Option<(Nanos, u64)>,
     /// The local deadline of the lease, as it was last seen.
     pub until: Option<Nanos>,
-    /// When release was called, or the guard dropped.
+    /// The time at which release was called, or the guard dropped.
     pub released: Option<Nanos>,
-    /// When the loss could be seen by the holder.
+    /// The time from which the holder could see the loss.
     pub lost: Option<Nanos>,
-    /// When the server was made to drop the hold.
+    /// The time at which the server was made to drop the hold.
     pub broken: Option<Nanos>,
-    /// When the holder's process died.
+    /// The time at which the holder's process died.
     pub died: Option<Nanos>,
 }
 
@@ -94,7 +94,7 @@ impl Acquisition {
         }
     }
 
-    /// When the hold began, and when it ended; `None` if it was never granted or was over when acquiring returned.
+    /// Returns when the hold began and ended; `None` if it was never granted or was over when acquiring returned.
     pub fn held(&self) -> Option<(Nanos, Nanos)> {
         let (from, _) = self.granted?;
         let ends = [self.until, self.released, self.lost, self.broken, self.died];
@@ -106,7 +106,7 @@ impl Acquisition {
         self.granted.map_or(0, |(_, token)| token)
     }
 
-    /// Whether holds of these modes exclude each other, seen from a lock or semaphore of one name.
+    /// Returns whether holds of these modes exclude each other, seen from a lock or semaphore of one name.
     fn conflicts(&self, other: &Self) -> bool {
         self.is_exclusive() || other.is_exclusive()
     }
@@ -125,24 +125,24 @@ impl Acquisition {
 pub struct Write {
     /// The lock that protects the resource.
     pub lock: String,
-    /// Who wrote.
+    /// The writer.
     pub who: u64,
     /// With which token.
     pub token: u64,
-    /// When, in the order of the resource itself.
+    /// The time, in the order of the resource itself.
     pub at: Nanos,
-    /// Whether the resource took it.
+    /// True if the resource took it.
     pub admitted: bool,
 }
 
-/// What an inspection of the server showed.
+/// The result of an inspection of the server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sight {
     /// The lock's name.
     pub lock: String,
     /// A lock or a semaphore.
     pub kind: LockKind,
-    /// When it was asked for.
+    /// The time at which it was asked for.
     pub at: Nanos,
     /// The tokens of the holders.
     pub holders: Vec<u64>,
@@ -150,19 +150,19 @@ pub struct Sight {
     pub waiters: Option<usize>,
 }
 
-/// What the properties are measured against.
+/// The bounds against which the properties are checked.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Limits {
-    /// How long a lock with waiters may be held by nobody: the lease, the back-off, and an allowance.
+    /// The time for which nobody may hold a lock with waiters: the lease, the back-off, and an allowance.
     pub idle: Duration,
     /// From when on `idle` counts: the moment at which the last fault had healed.
     pub healed: Nanos,
-    /// How soon a holder is told that the server dropped its hold.
+    /// The time within which a holder is told that the server dropped its hold.
     pub detection: Duration,
-    /// How long something may be left on the server by one who has given up or released.
+    /// The time for which one who has given up or released may leave something on the server.
     pub linger: Duration,
-    /// Whether grants keep the order of the queue.
+    /// True if grants keep the order of the queue.
     pub fifo: bool,
 }
 
@@ -179,7 +179,7 @@ impl Default for Limits {
     }
 }
 
-/// What a history must have.
+/// A property that a history must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Property {
     /// P1: conflicting holds of a name are disjoint, and no more permits are held than there are.
@@ -199,7 +199,7 @@ pub enum Property {
     Notice,
 }
 
-/// What is wrong with a history.
+/// A violation of a property by a history.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Violation {
@@ -207,7 +207,7 @@ pub struct Violation {
     pub property: Property,
     /// On which lock.
     pub lock: String,
-    /// Who did what when.
+    /// A log of who did what when.
     pub detail: String,
 }
 
@@ -223,7 +223,7 @@ impl fmt::Display for Violation {
 
 impl std::error::Error for Violation {}
 
-/// How much a history that passed has shown, for guards against a vacuous pass.
+/// The amount that a history that passed has shown, for guards against a vacuous pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Summary {

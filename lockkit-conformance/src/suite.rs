@@ -22,7 +22,7 @@ use crate::{
     stall::Stopwatch,
 };
 
-/// How often a case runs at most.
+/// The most runs of a case.
 const ATTEMPTS: usize = 3;
 
 /// A pause of the machine that may be why a case failed: what is prompt takes a second, of which most is left over.
@@ -34,7 +34,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 pub struct Case {
     /// Its name, which is also that of the generated `#[test]`.
     pub name: &'static str,
-    /// What is required, in a line.
+    /// The requirement, in a line.
     pub doc: &'static str,
     needs: &'static [Need],
     run: Run,
@@ -48,7 +48,7 @@ impl fmt::Debug for Case {
     }
 }
 
-/// What a backend must have, or must not have, for a case to apply.
+/// A condition on the backend for a case to apply.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Need {
     Fifo,
@@ -176,14 +176,14 @@ pub fn cases() -> &'static [Case] {
 
 static CASES: &[Case] = __for_each_case!([list]);
 
-/// How a case ended.
+/// The result of a case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The backend does what is required.
     Passed,
     /// The case does not apply, and why.
     Skipped(String),
-    /// What was expected and what happened.
+    /// The backend does not do what is required: what was expected and what happened.
     Failed(String),
 }
 
@@ -360,7 +360,7 @@ impl Suite {
     }
 }
 
-/// How the cases of a run ended.
+/// The results of a run's cases.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Report {
@@ -369,7 +369,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether no case failed, and at least one passed.
+    /// Returns whether no case failed, and at least one passed.
     pub fn is_ok(&self) -> bool {
         let failed = self.verdicts.iter().any(|(_, v)| matches!(v, Verdict::Failed(_)));
         !failed && self.verdicts.iter().any(|(_, v)| *v == Verdict::Passed)
@@ -391,7 +391,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// What a generated `#[test]` does: panics if the case fails, and says on stderr if it is skipped.
+/// Runs a generated `#[test]`: panics if the case fails, and says on stderr if it is skipped.
 #[doc(hidden)]
 #[track_caller]
 pub fn run_test(harness: impl Harness, module: &str, name: &str) {
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn every_case_has_a_name_of_its_own_and_a_line_that_says_what_it_is() {
+    fn every_case_has_its_own_name_and_a_line_about_it() {
         let names: HashSet<_> = cases().iter().map(|case| case.name).collect();
         assert_eq!(names.len(), cases().len());
         assert!(

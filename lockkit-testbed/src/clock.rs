@@ -7,8 +7,8 @@ use crate::directory;
 /// The wall clock of one server or more, which can be set forward and back while they run.
 ///
 /// A small library, compiled by the system's C compiler and loaded before the server's own, shifts what the server
-/// reads as the time of day. Its monotonic clock goes on as it is. A wait of its threads until a time of day lasts for as
-/// long as it would have when it began.
+/// reads as the time of day. Its monotonic clock goes on as it is. A wait of its threads until a time of day lasts for
+/// as long as it would have when it began.
 #[derive(Clone, Debug)]
 pub struct Clock {
     shared: Arc<Shared>,
@@ -17,7 +17,7 @@ pub struct Clock {
 #[derive(Debug)]
 struct Shared {
     directory: TempDir,
-    /// How many microseconds the clock is ahead, in the machine's own byte order.
+    /// The microseconds that the clock is ahead, in the machine's own byte order.
     offset: File,
 }
 

@@ -11,7 +11,7 @@ use std::{
 
 use tempfile::TempDir;
 
-/// Where this process keeps all its directories, and who removes them.
+/// The parent of all this process's directories, and the process that removes them.
 struct Home {
     root: TempDir,
     /// Its standard input is the pipe.

@@ -12,7 +12,7 @@ use std::{
 
 use crate::{Clock, Port, Process};
 
-/// Which of the two.
+/// MariaDB or MySQL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Flavour {
     /// `mariadbd`, from the path.
@@ -52,7 +52,7 @@ impl MySql {
         Self::start_by(None, flavour, options)
     }
 
-    /// The same, by a clock that can be set.
+    /// Starts a server by a clock that can be set.
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -111,7 +111,7 @@ impl MySql {
         &self.process
     }
 
-    /// Where it listens.
+    /// Returns the address at which it listens.
     pub fn addr(&self) -> SocketAddr {
         self.port.addr()
     }
@@ -121,7 +121,7 @@ impl MySql {
         Self::url_at(self.addr())
     }
 
-    /// The same for a server that is reached at `addr`, through a proxy.
+    /// Returns the URL of a server that is reached at `addr`, through a proxy.
     pub fn url_at(addr: SocketAddr) -> String {
         format!(
             "mysql://{}:{}@{addr}/{}",

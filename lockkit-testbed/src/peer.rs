@@ -32,7 +32,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// How long an answer may take that does not depend on anybody else.
+    /// The time that an answer may take that does not depend on anybody else.
     const LIMIT: Duration = Duration::from_secs(30);
 
     /// Starts the program. What it says on its standard error goes to that of the test.
@@ -80,7 +80,7 @@ impl Peer {
         answer.map_err(|error| io::Error::other(format!("no answer: {error}")))
     }
 
-    /// Whether it has answered nothing for so long.
+    /// Returns whether it has answered nothing for so long.
     pub fn is_silent_for(&self, while_waiting: Duration) -> bool {
         self.answers.recv_timeout(while_waiting).is_err()
     }

@@ -120,7 +120,7 @@ impl Process {
             .flatten()
     }
 
-    /// Whether it runs. A paused process does.
+    /// Returns whether it runs. A paused process does.
     ///
     /// # Errors
     /// If the system cannot tell.

@@ -34,7 +34,7 @@ pub struct Proxy {
     thread: Option<thread::JoinHandle<()>>,
 }
 
-/// What a [`Proxy`] does with what it is sent.
+/// The way in which a [`Proxy`] treats what it is sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// Everything passes at once. A connection that the server refuses is reset.
@@ -44,8 +44,8 @@ pub enum Mode {
     ///
     /// A connection that has lost bytes can never be in step again: it is reset as soon as the mode lets replies pass.
     DropReplies,
-    /// Everything passes later, in order and however much of it there is: a longer way, not a narrower one. To some tens
-    /// of microseconds.
+    /// Everything passes later, in order and however much of it there is: a longer way, not a narrower one. To some
+    /// tens of microseconds.
     Delay {
         /// From the client to the server.
         requests: Duration,
@@ -67,20 +67,21 @@ pub enum Mode {
     Refuse,
 }
 
-/// What has gone through a [`Proxy`] since its start.
+/// The traffic through a [`Proxy`] since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Connections accepted, also those that then hang.
     pub connections: u64,
-    /// What was handed on to the server.
+    /// The requests that were handed on to the server.
     pub requests: Traffic,
-    /// What was handed on to the clients.
+    /// The replies that were handed on to the clients.
     pub replies: Traffic,
-    /// Round trips, as far as they can be told from outside: how often a client sent something after the proxy had handed a
-    /// reply to one, whichever connections these were. What several send at once is one. Under [`Mode::Delay`] something is
-    /// also sent anew when a reply to the last that was would have been back: a request that waits at the server has none.
+    /// Round trips, as far as they can be told from outside: how often a client sent something after the proxy had
+    /// handed a reply to one, whichever connections these were. What several send at once is one. Under [`Mode::Delay`]
+    /// something is also sent anew when a reply to the last that was would have been back: a request that waits at the
+    /// server has none.
     pub round_trips: u64,
-    /// What was lost: replies under [`Mode::DropReplies`], and all that a client sent into a half-open connection.
+    /// The lost traffic: replies under [`Mode::DropReplies`], and all that a client sent into a half-open connection.
     pub lost: Traffic,
 }
 
@@ -103,7 +104,7 @@ impl Proxy {
         Self::start_and_edit(upstream, |_| {})
     }
 
-    /// As [`start`](Self::start), and has `edit` change the first piece that a client sends on a connection.
+    /// Does as [`start`](Self::start), and has `edit` change the first piece that a client sends on a connection.
     pub(crate) fn start_and_edit(upstream: SocketAddr, edit: fn(&mut Vec<u8>)) -> io::Result<Self> {
         let port = Arc::new(Port::reserve()?);
         let shared = Arc::new(Shared {
@@ -147,7 +148,7 @@ impl Proxy {
         })
     }
 
-    /// Where clients connect to, on 127.0.0.1. It stays the same.
+    /// Returns the address that clients connect to, on 127.0.0.1. It stays the same.
     pub fn addr(&self) -> SocketAddr {
         self.port.addr()
     }
@@ -168,12 +169,13 @@ impl Proxy {
         self.order(Action::Reset);
     }
 
-    /// Where connections begun from now on lead. Existing ones stay where they are; [`reset`](Self::reset) ends them.
+    /// Sets where connections begun from now on lead. Existing ones stay where they are; [`reset`](Self::reset) ends
+    /// them.
     pub fn set_upstream(&self, upstream: SocketAddr) {
         *lock(&self.shared.upstream) = upstream;
     }
 
-    /// What has gone through so far.
+    /// Returns the traffic so far.
     pub fn counts(&self) -> Counts {
         *lock(&self.shared.counts)
     }
@@ -254,7 +256,7 @@ struct Control {
 struct Connection {
     /// Its task has it, so that it is closed when the task ends.
     client: Weak<Socket>,
-    /// Whether bytes to the client were lost.
+    /// True if bytes to the client were lost.
     out_of_step: Arc<AtomicBool>,
     task: JoinHandle<()>,
 }
@@ -283,8 +285,8 @@ impl Control {
         Ok(())
     }
 
-    /// A process that is just being started has the socket that was closed until it runs its program, which may take a busy
-    /// machine a while.
+    /// A process that is just being started has the socket that was closed until it runs its program, which may take a
+    /// busy machine a while.
     async fn listen_again(&mut self) {
         let deadline = Instant::now() + FORKED;
         loop {
@@ -453,7 +455,7 @@ enum Way {
 }
 
 impl Mode {
-    /// How long after its arrival something goes on; `None` while nothing does.
+    /// Returns how long after its arrival something goes on; `None` while nothing does.
     fn delay(self, way: Way) -> Option<Duration> {
         match (self, way) {
             (Self::Blackhole | Self::HalfOpen, _) => None,
@@ -499,7 +501,7 @@ enum What {
 }
 
 impl<'a> Flow<'a> {
-    /// What is held back at most, so that a sender that never waits is held up as by a full pipe.
+    /// The most bytes that are held back, so that a sender that never waits is held up as by a full pipe.
     const MOST_HELD: usize = 16 << 20;
 
     fn new(

@@ -1,6 +1,6 @@
 use std::time::{Duration, Instant};
 
-/// How long a condition may take to come true: far longer than on the busiest machine, since nobody waits for it
+/// The time in which a condition comes true: far longer than on the busiest machine, since nobody waits for it
 /// unless the test fails.
 const PATIENCE: Duration = Duration::from_secs(20);
 

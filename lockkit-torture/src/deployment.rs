@@ -18,7 +18,7 @@ use crate::wires;
 /// A strike, and what it may need to know.
 #[derive(Clone, Copy, Debug)]
 pub struct Blow<'a> {
-    /// Where, and for how long.
+    /// The strike: where, and for how long.
     pub strike: &'a Strike,
     /// The names of the locks of the epoch; none when it is healed.
     pub names: &'a [String],
@@ -27,7 +27,7 @@ pub struct Blow<'a> {
 }
 
 impl Blow<'_> {
-    /// Which server, or which way.
+    /// Returns the number of the server, or of the way.
     pub fn place(self) -> usize {
         self.strike.place as usize
     }
@@ -65,7 +65,7 @@ impl<S> Harm<S> {
 
 /// Private servers.
 pub trait Servers: fmt::Debug + Send + Sync + Sized + 'static {
-    /// How many groups of clients there are, each with ways of its own.
+    /// The number of groups of clients, each with ways of its own.
     const GROUPS: usize;
     /// Until a client is connected again after a way failed.
     const RECOVERY: Duration;
@@ -76,10 +76,10 @@ pub trait Servers: fmt::Debug + Send + Sync + Sized + 'static {
     /// The URL of a client that reaches them there instead.
     fn url(&self, addrs: &[SocketAddr]) -> String;
 
-    /// What may befall them, besides what befalls the ways.
+    /// Returns the faults that may befall them, besides those of the ways.
     fn harms(&self) -> Vec<Harm<Self>>;
 
-    /// What a fault of a way excuses here.
+    /// Returns what a fault of a way excuses here.
     fn of_a_way(&self, fault: Fault) -> Fault {
         fault
     }
@@ -89,18 +89,18 @@ pub trait Servers: fmt::Debug + Send + Sync + Sized + 'static {
         0
     }
 
-    /// As [`Target::left`].
+    /// Does as [`Target::left`].
     ///
     /// # Errors
     /// If they cannot be asked.
     fn left(&self) -> io::Result<Vec<String>>;
 
-    /// As [`Target::max_ttl`].
+    /// Does as [`Target::max_ttl`].
     fn max_ttl(&self) -> Duration {
         Duration::from_mins(1)
     }
 
-    /// As [`Target::dead_waiter_bound`].
+    /// Does as [`Target::dead_waiter_bound`].
     fn dead_waiter_bound(&self, client: &LockClient, ttl: Duration) -> Duration {
         client.dead_holder_bound(ttl)
     }

@@ -1,4 +1,4 @@
-//! What needs no server.
+//! The targets that need no server.
 
 use std::{
     fs::{self, TryLockError},

@@ -25,15 +25,15 @@ struct Work {
 
 #[derive(Clone, Default)]
 struct State {
-    /// How many deployments there are.
+    /// The number of deployments at present.
     now: usize,
-    /// How many there have been.
+    /// The number of deployments so far.
     ever: usize,
     /// Why they ended, if not since all was done.
     errors: Vec<String>,
 }
 
-/// What became of one target.
+/// The result of one target.
 pub(crate) struct Outcome {
     pub(crate) name: String,
     pub(crate) report: Report,
@@ -42,12 +42,12 @@ pub(crate) struct Outcome {
     errors: Vec<String>,
 }
 
-/// How many deployments of one target there are at one time.
+/// The number of deployments of one target at one time.
 const MOST_OF_ONE: usize = 4;
-/// How often a machine that breaks is set up again.
+/// The most times that a deployment that breaks is set up again.
 const MOST_ERRORS: usize = 5;
 
-/// How many deployments this machine bears, which wait for most of the time.
+/// Returns the number of deployments that this machine bears, which wait for most of the time.
 pub(crate) fn jobs() -> usize {
     thread::available_parallelism().map_or(4, |processors| processors.get() * 4)
 }
@@ -135,7 +135,7 @@ impl Fleet {
 }
 
 impl Outcome {
-    /// Whether nothing was found, and as much was done as was asked for.
+    /// Returns whether nothing was found, and as much was done as was asked for.
     pub(crate) fn is_good(&self) -> bool {
         self.report.failures.is_empty() && self.errors.is_empty()
     }

@@ -35,7 +35,7 @@ pub const TARGETS: [&str; 13] = [
     "zk-readwrite",
 ];
 
-/// What a target needs, as `LOCKKIT_REQUIRE` calls it, and why it is not here, if it is not.
+/// Returns what a target needs, as `LOCKKIT_REQUIRE` calls it, and why it is not here, if it is not.
 pub fn missing(target: &str) -> (&'static str, Option<String>) {
     let mysql = lockkit_testbed::mysql::MySql::missing;
     match target {

@@ -22,7 +22,7 @@ use lockkit_testbed::skipped;
 /// Tortures lockkit's backends on private servers: random schedules, faults, and a judge.
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// What to torture [default: everything that there is a server for]
+    /// The targets to torture [default: everything that there is a server for]
     targets: Vec<String>,
     /// For how long, each [default: 1m, or until there are so many `--grants` and `--least-faults`]
     #[arg(long = "for", value_name = "TIME", value_parser = humantime::parse_duration)]
@@ -33,7 +33,7 @@ struct Arguments {
     /// Until there are so many faults of each target that has any; it fails if there is no time for them
     #[arg(long, value_name = "N", default_value_t = 0)]
     least_faults: usize,
-    /// How many deployments there are at one time
+    /// The number of deployments at one time
     #[arg(long, value_name = "N", default_value_t = fleet::jobs())]
     jobs: usize,
     /// The seed of the first schedule of each target [default: a random one]; those that follow have the seeds after it
@@ -81,8 +81,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Has servers write to memory, unless `TMPDIR` says where. They are killed, but nobody cuts their power, and those that wait
-/// for a disk grant a tenth of the locks.
+/// Has servers write to memory, unless `TMPDIR` says where. They are killed, but nobody cuts their power, and those
+/// that wait for a disk grant a tenth of the locks.
 fn in_memory() {
     let memory = Path::new("/dev/shm");
     let free = rustix::fs::statvfs(memory).map_or(0, |room| room.f_bavail.saturating_mul(room.f_frsize));
@@ -92,7 +92,7 @@ fn in_memory() {
     }
 }
 
-/// Whether nothing was found, and as much was done as was asked for.
+/// Returns whether nothing was found, and as much was done as was asked for.
 fn torture(arguments: &Arguments) -> Fallible<bool> {
     let targets = targets(arguments)?;
     if let Some(path) = &arguments.schedule {

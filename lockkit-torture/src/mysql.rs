@@ -23,7 +23,7 @@ use crate::deployment::{Harm, Servers};
 pub struct Database {
     /// The primary.
     pub primary: MySql,
-    /// What becomes the primary in a planned change of roles.
+    /// The server that becomes the primary in a planned change of roles.
     pub successor: MySql,
     lease: bool,
     clock: Clock,

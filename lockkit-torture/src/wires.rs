@@ -1,4 +1,4 @@
-//! What befalls the ways to servers.
+//! The faults of the ways to servers.
 
 use std::{io, time::Duration};
 

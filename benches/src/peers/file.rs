@@ -17,7 +17,7 @@ use super::{exclusive_alone, uncontended_alone};
 /// The system calls that a lock with a durable token cannot do without: lock a file, write a number, sync it.
 #[derive(Clone, Debug)]
 pub struct LockedFile {
-    /// Where the files are.
+    /// The directory of the files.
     pub dir: PathBuf,
 }
 
@@ -77,7 +77,7 @@ impl Contender for OneFile {
 /// A file lock by hand: `flock`. No token, nothing written, no order among those who wait.
 #[derive(Clone, Debug)]
 pub struct Flock {
-    /// Where the files are.
+    /// The directory of the files.
     pub dir: PathBuf,
 }
 
@@ -145,7 +145,7 @@ impl Contender for OpenFile {
 /// The crate `distributed-lock` on files: a lock that is tried again after a pause, without a token.
 #[derive(Clone, Debug)]
 pub struct DistributedFileLock {
-    /// Where the files are.
+    /// The directory of the files.
     pub dir: PathBuf,
 }
 

@@ -64,7 +64,7 @@ pub enum TokioLock {
     Semaphore(Arc<Semaphore>),
 }
 
-/// What it gives.
+/// The hold that it grants.
 #[derive(Debug)]
 pub enum TokioHeld {
     /// Alone.

@@ -1,4 +1,4 @@
-//! What lockkit is measured beside: the least that can be done on each server, and other libraries.
+//! The peers of lockkit: the least that can be done on each server, and other libraries.
 
 mod file;
 mod memory;
@@ -29,13 +29,13 @@ fn exclusive_alone(scenario: Scenario) -> Option<String> {
     }
 }
 
-/// What does not wait for anybody.
+/// Declines every scenario but the uncontended ones, for a peer that cannot wait.
 fn uncontended_alone(scenario: Scenario) -> Option<String> {
     let fits = matches!(scenario, Scenario::Uncontended | Scenario::OwnNames(_));
     (!fits).then(|| "it cannot wait".to_owned())
 }
 
-/// What lockkit is measured beside, as it is told to the processes that contend by means of it.
+/// A peer of lockkit, in the form in which the processes that contend by it are told of it.
 pub enum Peer {
     /// `SET NX` by hand.
     SetNx(SetNx),
@@ -57,7 +57,7 @@ pub enum Peer {
     GetLock(GetLock),
 }
 
-/// As [`Peer::serve`] reads it: which it is, and where.
+/// Writes what [`Peer::serve`] reads: which peer it is, and where.
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -34,7 +34,7 @@ pub struct ForUpdate {
 }
 
 impl ForUpdate {
-    /// What the server calls its version.
+    /// Returns the version that the server reports.
     ///
     /// # Errors
     /// If it cannot be reached.

@@ -12,7 +12,7 @@ use rslock::LockManager;
 
 use super::{exclusive_alone, uncontended_alone};
 
-/// As long as the holds that are left behind by a process that dies.
+/// The ttl: that of the holds that a dying process leaves behind.
 const TTL: Duration = Duration::from_secs(4);
 const DELETE_IF_MINE: &str =
     "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) else return 0 end";
@@ -115,8 +115,8 @@ impl Contender for SetNxKey {
     }
 }
 
-/// The least that hands a lock from one client to another who waits: a list with one token in it, which `BLPOP` takes and
-/// `LPUSH` gives back. No fencing token, no lease: what a client has taken that dies is gone for ever.
+/// The least that hands a lock from one client to another who waits: a list with one token in it, which `BLPOP` takes
+/// and `LPUSH` gives back. No fencing token, no lease: what a client has taken that dies is gone for ever.
 #[derive(Clone, Debug)]
 pub struct TokenRing {
     /// The server.

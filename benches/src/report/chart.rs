@@ -14,7 +14,7 @@ use crate::results::Results;
 
 const WIDTH: u32 = 860;
 const BAR: u32 = 22;
-/// What is above and below the bars: the axis with its numbers and what they are.
+/// The height above and below the bars: the axis with its numbers and what they are.
 const MARGIN: u32 = 56;
 const LABELS: i32 = 330;
 /// With a second figure in each label.

@@ -15,8 +15,8 @@ use self::sections::{Section, sections};
 pub use self::steady::compare;
 use crate::results::Results;
 
-/// Writes `benchmarks.md` into `docs`, with its pictures in `docs/benchmarks`, the page to `page`, and beside it `ratios.tsv`:
-/// every figure of everybody, and how often it is that of each other contestant of the same backend.
+/// Writes `benchmarks.md` into `docs`, with its pictures in `docs/benchmarks`, the page to `page`, and beside it
+/// `ratios.tsv`: every figure of everybody, and how often it is that of each other contestant of the same backend.
 ///
 /// # Errors
 /// If something cannot be drawn or written.
@@ -37,7 +37,7 @@ pub fn write(results: &Results, docs: &Path, page: &Path) -> io::Result<()> {
     fs::write(page, rendered)
 }
 
-/// Who a row is about.
+/// Names the contestant of a row.
 fn who(row: &Row) -> String {
     format!("{} · {}", row.backend, row.contestant)
 }
@@ -57,7 +57,7 @@ fn figures(results: &Results, scenario: Scenario) -> Vec<Figure> {
     scenario.figures().iter().copied().filter(known).collect()
 }
 
-/// How often the row's figure is that of the floor, and of the best peer, of the same backend.
+/// The row's figure as a multiple of the floor's and of the best peer's, of the same backend.
 struct Ratios<'a> {
     floor: Option<(&'a Row, f64)>,
     peer: Option<(&'a Row, f64)>,

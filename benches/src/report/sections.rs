@@ -1,4 +1,4 @@
-//! What is told, and in which order.
+//! The sections of the report, and their order.
 
 use std::borrow::Cow;
 
@@ -26,7 +26,7 @@ pub(super) enum Picture {
 }
 
 impl Section {
-    /// What of the results it tells.
+    /// Returns the part of the results that the section shows.
     pub(super) fn of<'a>(&self, results: &'a Results) -> Cow<'a, Results> {
         if self.far {
             Cow::Owned(results.over_the_network())
@@ -44,7 +44,7 @@ impl Section {
     }
 }
 
-/// What is told, in the order in which it is told; without what nobody was measured in.
+/// Returns the sections in their order, without those that nobody was measured in.
 pub(super) fn sections(results: &Results) -> Vec<Section> {
     let measured = |scenario: Scenario| {
         let mut rows = results.of(scenario);
@@ -219,7 +219,7 @@ fn one_after_another(most_held: Scenario) -> Vec<Section> {
     ]
 }
 
-/// What is left when a way takes a while.
+/// The section about figures over a network.
 fn network() -> Section {
     Section {
         id: "network",

@@ -1,4 +1,4 @@
-//! Whether ratios come out the same from one run to the next.
+//! Compares the ratios of one run with those of the run before.
 
 use std::fmt::Write as _;
 
@@ -7,11 +7,11 @@ use lockkit_conformance::measure::{Figure, Role, Row};
 use super::{Ratios, who};
 use crate::results::Results;
 
-/// So far apart, as a fraction, ratios of two runs are the same.
+/// The difference, as a fraction, up to which ratios of two runs count as equal.
 const SAME: f64 = 0.15;
 
-/// Says how many of lockkit's ratios, to the floor and to the best peer, are the same in both runs, which are not, and how far
-/// apart they may well be if nothing but chance differs, as the rounds of each run differ.
+/// Says how many of lockkit's ratios, to the floor and to the best peer, are the same in both runs, which are not, and
+/// how far apart they may well be if nothing but chance differs, as the rounds of each run differ.
 pub fn compare(results: &Results, before: &Results) -> String {
     let mut apart = Vec::new();
     let (mut same, mut by_chance) = (0, 0);
@@ -61,8 +61,8 @@ pub fn compare(results: &Results, before: &Results) -> String {
     text
 }
 
-/// The standard error of a ratio's logarithm, from how far its rounds are apart: that of a median, of which the middle half
-/// of a normal distribution tells the width.
+/// The standard error of a ratio's logarithm, from how far its rounds are apart: that of a median, of which the middle
+/// half of a normal distribution tells the width.
 fn doubt(row: &Row, beside: &Row, figure: Figure) -> f64 {
     let mut rounds: Vec<_> = row.ratios(beside, figure).map(f64::ln).collect();
     rounds.sort_by(f64::total_cmp);

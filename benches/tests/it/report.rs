@@ -71,7 +71,7 @@ fn results() -> Results {
     }
 }
 
-/// Where a report was written.
+/// A written report.
 struct Written {
     dir: tempfile::TempDir,
 }
@@ -238,12 +238,12 @@ fn the_page_opens_filters_and_asks_nobody() {
 /// A headless Chromium.
 struct Browser(&'static str);
 
-/// What it made of the page.
+/// The browser's view of the page.
 struct Seen {
     /// After its scripts have run.
     document: String,
     complaints: Vec<String>,
-    /// What it asked for, but for the page itself.
+    /// Its requests, except for the page itself.
     requests: Vec<String>,
 }
 
@@ -320,7 +320,7 @@ impl Browser {
     }
 }
 
-/// What the page asked for, by the browser's own log. What the browser itself would like to know is marked as of no
+/// Returns the page's requests, by the browser's own log. The browser's own requests are marked as of no
 /// origin, and does not get out of this machine.
 fn requests(log: &Path) -> Vec<String> {
     let log: serde_json::Value = serde_json::from_slice(&fs::read(log).unwrap()).unwrap();
@@ -334,12 +334,12 @@ fn requests(log: &Path) -> Vec<String> {
 }
 
 impl Seen {
-    /// How many of a backend's rows are shown, and how many are hidden.
+    /// Counts a backend's rows that are shown, and those that are hidden.
     fn rows(&self, backend: &str) -> (usize, usize) {
         self.count("<tr ", backend, |tag| tag.contains("hidden"))
     }
 
-    /// How many of its bars, lines and labels are shown, and how many are faint.
+    /// Counts its bars, lines and labels that are shown, and those that are faint.
     fn pictured(&self, backend: &str) -> (usize, usize) {
         let of = |tag| self.count(tag, backend, |tag| tag.contains("class=\"off\""));
         let (bars, labels) = (of("<rect "), of("<text "));

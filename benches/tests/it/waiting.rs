@@ -1,4 +1,4 @@
-//! What it costs to wait for a file lock, by the kernel's own accounts.
+//! The cost of waiting for a file lock, by the kernel's own accounts.
 
 use std::{
     io::{BufRead, BufReader},

@@ -1,4 +1,4 @@
-//! What is typed, and what is said about what was mistyped.
+//! The command line's syntax, and the messages about mistakes in it.
 
 use std::{fs, os::unix::fs::symlink};
 

@@ -14,7 +14,7 @@ use crate::tool::{PATIENCE, Running, Site, in_this_process, outcome};
 const DRAW: &str =
     r#"n=$(cat counter); sleep 0.005; echo $((n + 1)) > counter; echo "$LOCKKIT_TOKEN" >> tokens"#;
 
-/// What the counter says after 8 processes have each drawn 25 times, and the tokens in the order of the draws.
+/// Returns the counter after 8 processes have each drawn 25 times, and the tokens in the order of the draws.
 fn draw(site: &Site, wrapper: &str) -> (u32, Vec<u64>) {
     fs::write(site.path("counter"), "0\n").unwrap();
     fs::write(site.path("tokens"), "").unwrap();

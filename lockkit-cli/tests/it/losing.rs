@@ -35,7 +35,7 @@ fn a_deleted_lock_file_is_a_lost_lock() {
 
 /// The memory backend is the one here with a lease.
 #[test]
-fn a_lease_that_ran_out_while_lockkit_stood_still_is_a_lost_lock() {
+fn a_lease_that_expired_while_lockkit_stood_still_is_lost() {
     let script = "trap '' TERM; echo up; echo $$; exec sleep 60";
     let mut run = lockkit(&[
         "run", "--url", "memory:", "--ttl", "200ms", "job", "--", "sh", "-c", script,

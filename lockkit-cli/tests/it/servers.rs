@@ -1,4 +1,4 @@
-//! Which server, and the commands that look after it.
+//! The choice of the server, and the commands that look after it.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::tool::{Running, Site, eventually, lockkit, outcome};
 
 #[test]
-fn the_option_wins_over_the_environment_and_that_over_the_users_directory() {
+fn the_option_wins_over_the_environment_and_that_over_home() {
     let site = Site::new();
     let _holder = site.running(&[], "echo up; exec sleep 60");
     let elsewhere = format!("file://{}", site.path("elsewhere").display());

@@ -43,7 +43,7 @@ impl Site {
         self.lockkit(&[&["run"], options, &["job", "--", "sh", "-c", script]].concat())
     }
 
-    /// The same, as a process that has printed its first line.
+    /// Starts it as a process, and waits for its first line.
     pub(crate) fn running(&self, options: &[&str], script: &str) -> Running {
         let mut running = Running::spawn(self.run(options, script).stdin(Stdio::piped()));
         assert_eq!(running.line(), "up", "the script begins with `echo up`");
@@ -184,7 +184,7 @@ pub(crate) fn gone(pid: i32) {
     });
 }
 
-/// As in `ps`.
+/// The state of a process, as `ps` shows it.
 #[cfg(target_os = "linux")]
 pub(crate) fn state(pid: i32) -> Option<char> {
     stat(pid, 0)?.chars().next()
@@ -207,14 +207,14 @@ pub(crate) fn group(pid: i32) -> i32 {
     group.as_raw_nonzero().get()
 }
 
-/// Whether it has a handler for the signal.
+/// Returns whether the process has a handler for the signal.
 #[cfg(target_os = "linux")]
 pub(crate) fn catches(pid: i32, signal: Signal) -> bool {
     in_mask(&pid.to_string(), "SigCgt:", signal)
 }
 
-/// Whether this process was started with the signal ignored, as a shell's `&` does with INT and QUIT. Its children are
-/// then, too.
+/// Returns whether this process was started with the signal ignored, as a shell's `&` does with INT and QUIT. Its
+/// children are then, too.
 #[cfg(target_os = "linux")]
 pub(crate) fn ignored(signal: Signal) -> bool {
     in_mask("self", "SigIgn:", signal)

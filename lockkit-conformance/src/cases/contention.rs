@@ -69,11 +69,11 @@ pub(crate) async fn processes_contend(case: &CaseRun) -> Outcome {
     Ok(())
 }
 
-/// Who contends for what, and for how long.
+/// A contest: who contends for what, and for how long.
 pub(crate) struct Plan {
     pub(crate) lock: Lock,
     pub(crate) mode: Mode,
-    /// How many requests each worker makes.
+    /// The number of requests that each worker makes.
     pub(crate) rounds: u64,
     pub(crate) workers: u64,
     pub(crate) seed: u64,

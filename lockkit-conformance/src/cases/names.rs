@@ -145,7 +145,7 @@ pub(crate) async fn secrets_stay_secret(case: &CaseRun) -> Outcome {
     }
 }
 
-/// What a program that uses the backend may print, in the course of a life.
+/// Collects everything that a program that uses the backend may print.
 async fn whatever_is_shown(harness: &dyn Harness, name: &str) -> Result<Vec<String>, Stop> {
     let client = harness.client().await?;
     let lock = client.lock(name)?.with_options(lasting());

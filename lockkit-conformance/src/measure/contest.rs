@@ -10,26 +10,26 @@ use super::{
     rounds::{Stage, Unfit, fit},
 };
 
-/// How much is measured.
+/// The extent of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Effort {
-    /// How often all scenarios are gone through, with new clients each time: what the machine does for a minute, or a
+    /// The number of passes through all scenarios, with new clients each time: what the machine does for a minute, or a
     /// connection for as long as it lives, then is a part of a figure and not the whole of it.
     pub passes: u32,
-    /// How many of these passes go through the scenarios in which each turn starts processes, or has all contenders come
+    /// The number of passes through the scenarios in which each turn starts processes, or has all contenders come
     /// first, with one turn each.
     pub slow_passes: u32,
-    /// How often the contestants take turns in each pass, after one shorter turn that does not count. With 100
+    /// The number of turns of each contestant in a pass, after one shorter turn that does not count. With 100
     /// contenders or with long holds it is half as often.
     pub rounds: u32,
-    /// How long a measurement of one contestant in one round takes. With 100 contenders or with long holds it is four times
-    /// as long, and 20 times with a line that has to come first.
+    /// The duration of a measurement of one contestant in one round. With 100 contenders or with long holds it is four
+    /// times as long, and 20 times with a line that has to come first.
     pub stretch: Duration,
-    /// How many hand-offs there are in a round.
+    /// The number of hand-offs in a round.
     pub hand_offs: u32,
     /// The ttl of holds that are kept or left behind.
     pub ttl: Duration,
-    /// How many locks are held at most.
+    /// The most locks that are held.
     pub most_held: u32,
 }
 
@@ -56,7 +56,7 @@ impl Effort {
     };
 }
 
-/// What a contestant takes part as.
+/// The part that a contestant plays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -136,8 +136,8 @@ impl Contestant {
         }
     }
 
-    /// Prepares it for a scenario, for those who measure otherwise than in a [`contest`]. `index` tells the names that it
-    /// locks from those of other contestants.
+    /// Prepares it for a scenario, for those who measure otherwise than in a [`contest`]. `index` tells the names that
+    /// it locks from those of other contestants.
     ///
     /// # Errors
     /// If it declines or fails.
@@ -220,13 +220,13 @@ impl fmt::Debug for Trial<'_> {
     }
 }
 
-/// How far a contest has come.
+/// The progress of a contest.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Progress<'a> {
-    /// How many rounds of one contestant are done, or need not be.
+    /// The rounds of one contestant that are done, or need not be.
     pub done: usize,
-    /// How many there are in all.
+    /// The number of rounds in all.
     pub total: usize,
     /// The scenario.
     pub scenario: Scenario,
@@ -235,8 +235,8 @@ pub struct Progress<'a> {
 }
 
 /// Takes the contestants through the scenarios, in turns, and tells `watch` at each turn. There is a row for each
-/// contestant in each scenario that it enters; one that fails is out for that scenario alone, and with it what was measured of it there in earlier rounds. Needs a Tokio
-/// runtime of several threads.
+/// contestant in each scenario that it enters; one that fails is out for that scenario alone, and with it what was
+/// measured of it there in earlier rounds. Needs a Tokio runtime of several threads.
 ///
 /// # Cancel safety
 /// Dropped half-way, holds are released in the background, as far as the contestants do so.
@@ -316,7 +316,7 @@ pub async fn contest(
 }
 
 impl Effort {
-    /// How many turns a contestant has in a pass. The first of several does not count.
+    /// Returns the number of turns that a contestant has in a pass. The first of several does not count.
     fn turns(&self, scenario: Scenario, pass: u32) -> u32 {
         match scenario {
             Scenario::Waiters(_) | Scenario::Held(_) | Scenario::Recovery => {
@@ -338,7 +338,7 @@ impl From<Unfit> for Outcome {
     }
 }
 
-/// What a round ends with.
+/// The figures of one round.
 pub(super) type Sample = Vec<(Figure, f64)>;
 
 /// A contestant, whatever its subject is.

@@ -26,13 +26,13 @@ pub(crate) struct Crowd<C: Client> {
     pub(super) tasks: Vec<Task<C::Contender>>,
 }
 
-/// How long a lock is kept that was granted.
+/// The time for which a granted lock is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hold {
     /// Not at all: acquisition and release are timed as one.
     Nothing,
-    /// Across one yield. Without, a task would rarely be interrupted while it holds, and those of one thread would never
-    /// meet.
+    /// Across one yield. Without, a task would rarely be interrupted while it holds, and those of one thread would
+    /// never meet.
     AYield,
     /// For so long, to the next millisecond of the runtime's clock.
     For(Duration),
@@ -45,7 +45,7 @@ pub(super) struct Task<C> {
     pub(super) other: Option<(C, u32)>,
 }
 
-/// How one of them fared.
+/// The result of one contender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
     /// Within the stretch.
@@ -58,17 +58,17 @@ pub(crate) struct Share {
     pub(crate) waited: Duration,
 }
 
-/// How all of them fared.
+/// The results of all contenders.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Rush {
-    /// How long they were asked to contend.
+    /// The time for which they were asked to contend.
     pub(crate) elapsed: Duration,
-    /// What the process has used from the first acquisition to the last release, where the system tells.
+    /// The processor time of the process from the first acquisition to the last release, where the system tells.
     pub(crate) processor: Option<Duration>,
     pub(crate) shares: Vec<Share>,
 }
 
-/// How long one of them took each time, and how often within the stretch: the first so many.
+/// The times that one contender took, and the number of them that ended within the stretch: the first so many.
 #[derive(Debug, Default)]
 pub(super) struct Times {
     pub(super) all: Vec<Duration>,
@@ -99,9 +99,9 @@ impl<C: Client> Crowd<C> {
         Ok(Self { clients, tasks })
     }
 
-    /// All tasks at once, for so long; answers with how long it took to stop asking, and each task's times. Whoever waits
-    /// by then is waited for, and its grant is no part of what was done in that time: of a hundred it would be a hundred
-    /// more. The time begins when `gate` is done, which may keep the lock from them until they are in line.
+    /// All tasks at once, for so long; answers with how long it took to stop asking, and each task's times. Whoever
+    /// waits by then is waited for, and its grant is no part of what was done in that time: of a hundred it would be a
+    /// hundred more. The time begins when `gate` is done, which may keep the lock from them until they are in line.
     pub(super) async fn contend(
         &mut self,
         stretch: Duration,
@@ -137,7 +137,7 @@ impl<C: Client> Crowd<C> {
         Ok((elapsed, all_times))
     }
 
-    /// The same for a contended lock, summed up.
+    /// Contends for one lock, and sums up the results.
     pub(crate) async fn rush(&mut self, stretch: Duration, hold: Hold) -> Result<Rush, BoxError> {
         let before = processor_time();
         let (elapsed, times) = self.contend(stretch, hold, ready(Ok(()))).await?;

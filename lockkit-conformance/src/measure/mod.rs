@@ -1,4 +1,4 @@
-//! What a backend costs: the same scenarios for every backend, and for whatever it is compared with.
+//! The cost of a backend: the same scenarios for every backend, and for whatever it is compared with.
 //!
 //! A [`contest`] takes [`Contestant`]s through [`Scenario`]s. In each scenario they take turns, round by round, so that
 //! whatever else the machine does meets all alike; figures are kept per round, so that two contestants can be compared
@@ -70,12 +70,12 @@ pub trait Subject: Send + Sync + 'static {
         async { Ok(None) }
     }
 
-    /// What counts the round trips that its clients make, where something does.
+    /// Returns the counter of the round trips that its clients make, where there is one.
     fn round_trips(&self) -> Option<Counter> {
         None
     }
 
-    /// How other processes take its locks.
+    /// Returns the way in which other processes take its locks.
     ///
     /// # Errors
     /// Why there are none, which makes it skip the scenarios that need them.
@@ -86,7 +86,7 @@ pub trait Subject: Send + Sync + 'static {
 
 /// A client of a [`Subject`].
 pub trait Client: Send + Sync + 'static {
-    /// What contends for its locks.
+    /// The contender for its locks.
     type Contender: Contender;
 
     /// Somebody who wants to hold `name` in this mode. Nothing is held yet.
@@ -113,7 +113,7 @@ pub trait Client: Send + Sync + 'static {
 
 /// Somebody who takes a lock and gives it back, again and again.
 pub trait Contender: Send + 'static {
-    /// What it has in hand while it holds.
+    /// The value that it has while it holds.
     type Held: Send + 'static;
 
     /// Takes the lock, for as long as that takes.

@@ -10,10 +10,10 @@ use super::{
 };
 use crate::helper::{Helper, Launch, Request};
 
-/// So many processes contend at most; with more clients than that, each has several.
+/// The most processes that contend; with more clients than that, each has several.
 const MOST_RIVALS: u32 = 4;
 
-/// How other processes take a subject's locks: they are started as [helpers](crate::helper).
+/// The processes that take a subject's locks: they are started as [helpers](crate::helper).
 #[derive(Clone)]
 pub struct Processes {
     launch: Launch,
@@ -48,7 +48,7 @@ impl Processes {
         self
     }
 
-    /// How much was sent to the counted URL.
+    /// Returns how much was sent to the counted URL.
     pub(super) fn packets(&self) -> Option<u64> {
         self.counted.as_ref().map(|(_, count)| count())
     }
@@ -66,10 +66,10 @@ impl std::fmt::Debug for Processes {
 /// A process that holds.
 pub(super) struct Keeper(Helper);
 
-/// What it has used so far.
+/// The processor time and memory that a process has used so far.
 pub(super) struct Usage {
     pub(super) processor: Duration,
-    /// What is resident, in bytes, where the system tells.
+    /// The resident memory, in bytes, where the system tells.
     pub(super) memory: Option<u64>,
 }
 
@@ -146,24 +146,24 @@ pub(super) struct Rivals {
     server: Option<Clock>,
 }
 
-/// What came of a rush of all of them.
+/// The result of a rush of all of them.
 pub(super) struct Rushed {
     /// Grants per second.
     pub(super) rate: f64,
-    /// How each client fared.
+    /// The result of each client.
     pub(super) shares: Vec<Share>,
-    /// What the server has used, and what the clients have, from the first acquisition to the last release.
+    /// The processor time of the server, and then of the clients, from the first acquisition to the last release.
     pub(super) server: Option<Duration>,
     pub(super) clients: Option<Duration>,
 }
 
 impl Rivals {
-    /// So many clients, in up to four processes, a task each.
+    /// Starts the clients, in up to four processes, a task each.
     pub(super) async fn clients(processes: &Processes, clients: u32, name: &str) -> io::Result<Self> {
         Self::start(processes, divided(clients).map(|clients| (clients, 1)), name).await
     }
 
-    /// So many tasks in each of four processes, of one client each.
+    /// Starts four processes of one client each, with the tasks in each of them.
     pub(super) async fn tasks(processes: &Processes, tasks: u32, name: &str) -> io::Result<Self> {
         Self::start(processes, (0..MOST_RIVALS).map(|_| (1, tasks)), name).await
     }
@@ -225,13 +225,13 @@ impl Rivals {
     }
 }
 
-/// How many clients each process has.
+/// Divides the clients among the processes.
 fn divided(clients: u32) -> impl Iterator<Item = u32> {
     let many = clients.min(MOST_RIVALS);
     (0..many).map(move |index| clients / many + u32::from(index < clients % many))
 }
 
-/// What this process has used, where the system tells.
+/// Returns the processor time that this process has used, where the system tells.
 pub(crate) fn processor_time() -> Option<Duration> {
     #[cfg(unix)]
     {
@@ -246,7 +246,7 @@ pub(crate) fn processor_time() -> Option<Duration> {
     None
 }
 
-/// How a helper is told how long to hold: in ns, where it is for a time.
+/// Writes for a helper how long to hold: in ns, where it is for a time.
 fn write_hold(hold: Hold) -> String {
     match hold {
         Hold::Nothing => "nothing".to_owned(),
@@ -263,8 +263,8 @@ pub(crate) fn read_hold(word: &str) -> Option<Hold> {
     }
 }
 
-/// What a helper answers after a rush: how long it took and how much processor time, then of each client how many grants
-/// within that time, how many in all, the longest wait and all waits; all times in ns.
+/// Writes a helper's reply after a rush: how long it took and how much processor time, then of each client how many
+/// grants within that time, how many in all, the longest wait and all waits; all times in ns.
 pub(crate) fn write_rush(rush: &Rush) -> String {
     let processor = rush
         .processor
@@ -280,7 +280,7 @@ pub(crate) fn write_rush(rush: &Rush) -> String {
     )
 }
 
-/// What the system does not tell.
+/// Stands for a figure that the system does not tell.
 const UNKNOWN: &str = "unknown";
 
 fn read_rush(answer: &str) -> Option<Rush> {

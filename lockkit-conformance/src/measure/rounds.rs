@@ -21,7 +21,7 @@ use super::{
 
 /// For how long a waiter has slept when the lock is handed to it.
 const ASLEEP: Duration = Duration::from_millis(35);
-/// So many connections share the waiters in a long line, and so long each of them takes to come there.
+/// The connections that share the waiters in a long line, and the time that each of them takes to come there.
 const CONNECTIONS: u32 = 10;
 const TO_COME: Duration = Duration::from_millis(2);
 /// The cycles in a round whose round trips are counted.
@@ -52,7 +52,7 @@ impl<E: Into<BoxError>> From<E> for Unfit {
     }
 }
 
-/// Whether a subject takes part in a scenario, and the processes that it needs there.
+/// Checks that a subject takes part in a scenario, and returns the processes that it needs there.
 pub(super) async fn fit(subject: &impl Subject, scenario: Scenario) -> Result<Option<Processes>, Unfit> {
     if let Some(why) = subject.declines(scenario).await? {
         return Err(Unfit::Declines(why));
@@ -67,14 +67,14 @@ pub(super) async fn fit(subject: &impl Subject, scenario: Scenario) -> Result<Op
     })
 }
 
-/// What a scenario needs, from its first round to its last.
+/// The resources of a scenario, from its first round to its last.
 pub(super) struct Stage<S: Subject> {
     scenario: Scenario,
     name: String,
     crowd: Crowd<S::Client>,
-    /// Where processes are started in each round.
+    /// The processes, if they are started in each round.
     processes: Option<Processes>,
-    /// Where they contend in all of them.
+    /// The processes, if they contend in all rounds.
     rivals: Option<Rivals>,
     round_trips: Option<Counter>,
 }
@@ -227,7 +227,7 @@ impl<S: Subject> Stage<S> {
         self.crowd.close().await
     }
 
-    /// How fast a long line moves. It does so from the moment when all are in it.
+    /// Measures how fast a long line moves, from the moment when all are in it.
     async fn waiters(&mut self, stretch: Duration) -> Result<Sample, BoxError> {
         let mut gate = self.crowd.tasks.pop().ok_or("nobody to wait for")?;
         let held = gate.usual.acquire().await?;
@@ -349,7 +349,7 @@ impl<S: Subject> Stage<S> {
     }
 }
 
-/// What a task's [`wait`](Task::wait) answers with.
+/// The result of a task's [`wait`](Task::wait).
 type Granted<C> = (Task<C>, Instant, u64);
 type Waiting<C> = JoinHandle<Result<Granted<C>, BoxError>>;
 
@@ -421,7 +421,7 @@ fn shared_out(rate: f64, shares: &[Share]) -> Sample {
     ]
 }
 
-/// The same with what each lock took of the processors.
+/// Returns these figures, and what each lock took of the processors.
 fn used_up(rushed: &Rushed) -> Sample {
     let mut sample = shared_out(rushed.rate, &rushed.shares);
     for (figure, used) in [

@@ -1,4 +1,4 @@
-//! What came of it.
+//! The results of a contest.
 
 use std::collections::BTreeMap;
 
@@ -14,13 +14,13 @@ pub struct Row {
     pub backend: String,
     /// The contestant.
     pub contestant: String,
-    /// What it takes part as.
+    /// The part that it plays.
     pub role: Role,
-    /// What was measured.
+    /// The result.
     pub outcome: Outcome,
 }
 
-/// What came of one contestant in one scenario.
+/// The result of one contestant in one scenario.
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -51,8 +51,8 @@ impl Row {
         }
     }
 
-    /// How far apart the rounds are: the middle half of them is within so much of the median on either side, as a
-    /// fraction of it. 0.1 reads as ±10 %. None of a single round, nor of what is no median.
+    /// Returns how far apart the rounds are: the middle half of them is within so much of the median on either side, as
+    /// a fraction of it. 0.1 reads as ±10 %. None of a single round, nor of what is no median.
     pub fn spread(&self, figure: Figure) -> Option<f64> {
         if figure == Figure::Longest {
             return None;

@@ -1,4 +1,4 @@
-//! What is measured, and in which figures.
+//! The scenarios that are measured, and their figures.
 
 use std::{error::Error, fmt, str::FromStr};
 
@@ -10,17 +10,17 @@ use std::{error::Error, fmt, str::FromStr};
 pub enum Scenario {
     /// One task takes a lock that nobody else wants, and gives it back.
     Uncontended,
-    /// So many tasks of one client, each on a name of its own.
+    /// This many tasks of one client, each on a name of its own.
     OwnNames(u32),
-    /// So many tasks of one client, all on one name.
+    /// This many tasks of one client, all on one name.
     Tasks(u32),
-    /// So many clients in up to four processes, all on one name.
+    /// This many clients in up to four processes, all on one name.
     Clients(u32),
     /// Four processes of one client each, so many tasks in each of them, all on one name.
     Processes(u32),
     /// 16 clients in four processes, all on one name, who hold it for so many ms.
     Holding(u32),
-    /// So many waiters in line on one name, all of them at the server, over ten connections.
+    /// This many waiters in line on one name, all of them at the server, over ten connections.
     Waiters(u32),
     /// One more client, on a name that so many tasks of another client contend for.
     Beside(u32),
@@ -67,7 +67,7 @@ impl Scenario {
         Self::Recovery,
     ];
 
-    /// What happens in it, in a line.
+    /// Returns what happens in it, in a line.
     pub fn title(self) -> String {
         match self {
             Self::Uncontended => "acquire and release, uncontended".to_owned(),
@@ -87,7 +87,7 @@ impl Scenario {
         }
     }
 
-    /// What is measured in it, the figure that counts first.
+    /// Returns its figures, the one that counts first.
     pub fn figures(self) -> &'static [Figure] {
         match self {
             Self::Uncontended => &[
@@ -123,8 +123,8 @@ impl Scenario {
         }
     }
 
-    /// Whether there are so many contenders, or they hold for so long, that most of a measurement is to wait for the last of
-    /// them.
+    /// Returns whether there are so many contenders, or they hold for so long, that most of a measurement is to wait
+    /// for the last of them.
     pub(super) fn is_crowded(self) -> bool {
         match self {
             Self::Tasks(n) | Self::Clients(n) => n >= 100,
@@ -213,13 +213,13 @@ pub enum Figure {
     Mean,
     /// Jain's index of how evenly the acquisitions were shared out: 1 is evenly, 1/n is all to one of n.
     Fairness,
-    /// What each lock takes of the server's processor time, in µs.
+    /// The server's processor time per lock, in µs.
     ServerTime,
-    /// What each lock takes of the clients' processor time, in µs.
+    /// The clients' processor time per lock, in µs.
     ClientTime,
-    /// What keeping the locks takes of one processor core with a ttl of 30 s, in per cent.
+    /// The share of one processor core that keeping the locks takes with a ttl of 30 s, in per cent.
     Processor,
-    /// What each lock takes of the process's resident memory, in bytes.
+    /// The process's resident memory per lock, in bytes.
     Memory,
     /// The pieces of traffic that the client sent while every lock was renewed once: round trips, as far as they can
     /// be told from outside.
@@ -256,7 +256,7 @@ impl Figure {
         }
     }
 
-    /// Whether it is a time, in µs.
+    /// Returns whether it is a time, in µs.
     pub fn is_time(self) -> bool {
         matches!(
             self,
@@ -270,7 +270,7 @@ impl Figure {
         )
     }
 
-    /// Whether more is better.
+    /// Returns whether more is better.
     pub fn more_is_better(self) -> bool {
         matches!(self, Self::Rate | Self::Fairness)
     }

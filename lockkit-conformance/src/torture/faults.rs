@@ -1,4 +1,4 @@
-//! What a deployment is, what befalls it, and what that excuses.
+//! A deployment, the faults that befall it, and what they excuse.
 
 use std::{fmt, io, sync::Arc, time::Duration};
 
@@ -17,7 +17,7 @@ pub struct Fault {
     pub name: &'static str,
     /// In how many places it may strike. A fault that is bearable at a minority has no more places than that.
     pub places: u32,
-    /// How often it is chosen, beside the others.
+    /// Its weight in the choice among all faults.
     pub weight: u32,
     /// It is healed at the end of the epoch, however long the schedule says that it lasts.
     pub lasting: bool,
@@ -25,14 +25,14 @@ pub struct Fault {
     pub way: bool,
     /// Exclusion (**ME ✘**) until the older holder is told.
     pub overlap: Option<Told>,
-    /// That only of holds with nothing to spare: for this time after a grant that others contended for, or for as long as
-    /// those may keep what they took if they have died; and while something else befalls the deployment.
+    /// That only of holds with nothing to spare: for this time after a grant that others contended for, or for as long
+    /// as those may keep what they took if they have died; and while something else befalls the deployment.
     pub bare: Option<Duration>,
     /// Counters of tokens begin at the clock anew, so that tokens go back (**F ✘**) where they had outrun it.
     pub restarts: bool,
     /// Waiters may lose their places if it lasts for so long.
     pub order: Duration,
-    /// How long after it has healed nobody can expect to be granted anything.
+    /// The time after it has healed for which nobody can expect a grant.
     pub recovery: Duration,
 }
 
@@ -43,12 +43,12 @@ pub enum Told {
     Within(Duration),
     /// At its next renewal, a third of its ttl, and this time.
     AtRenewal(Duration),
-    /// When its lease ends, and this time.
+    /// At the end of its lease, and this time later.
     AtLeaseEnd(Duration),
 }
 
 impl Told {
-    /// How long after the fault a holder with `ttl` may still believe.
+    /// Returns how long after the fault a holder with `ttl` may still believe that it holds.
     pub fn after(self, ttl: Duration) -> Duration {
         match self {
             Self::Within(time) => time,
@@ -91,7 +91,7 @@ impl Fault {
         self
     }
 
-    /// How often.
+    /// Sets how often it is chosen.
     #[must_use]
     pub const fn weight(mut self, weight: u32) -> Self {
         self.weight = weight;
@@ -119,8 +119,8 @@ impl Fault {
         self
     }
 
-    /// Two may hold until the older one is told, if its hold has nothing to spare, as it has for this time at most after a
-    /// grant that others contended for.
+    /// Two may hold until the older one is told, if its hold has nothing to spare, as it has for this time at most
+    /// after a grant that others contended for.
     #[must_use]
     pub const fn excuses_overlap_of_bare(mut self, until: Told, within: Duration) -> Self {
         self.bare = Some(within);
@@ -147,7 +147,7 @@ impl Fault {
         self
     }
 
-    /// How long it takes to get over it.
+    /// Sets how long it takes to get over it.
     #[must_use]
     pub const fn recovery(mut self, recovery: Duration) -> Self {
         self.recovery = recovery;
@@ -167,7 +167,7 @@ pub trait Target: fmt::Debug + Send + Sync + 'static {
     /// Whatever connecting reports.
     async fn connect(&self, route: &str) -> Result<LockClient>;
 
-    /// Whether other processes reach it by the same routes.
+    /// Returns whether other processes reach it by the same routes.
     fn is_shared(&self) -> bool {
         true
     }
@@ -182,7 +182,7 @@ pub trait Target: fmt::Debug + Send + Sync + 'static {
         client.dead_holder_bound(ttl)
     }
 
-    /// What may befall it.
+    /// Returns the faults that may befall it.
     fn faults(&self) -> Vec<Fault> {
         Vec::new()
     }
@@ -208,9 +208,9 @@ pub trait Target: fmt::Debug + Send + Sync + 'static {
         Ok(())
     }
 
-    /// Lists what there is of lockkit's own and is not documented to stay: connections, sessions, entries, as the deployment itself
-    /// shows them. Each has a name that it keeps. Asked when all clients are closed, until there is nothing or the dead have
-    /// had their time. Called from a thread that may block.
+    /// Lists what there is of lockkit's own and is not documented to stay: connections, sessions, entries, as the
+    /// deployment itself shows them. Each has a name that it keeps. Asked when all clients are closed, until there is
+    /// nothing or the dead have had their time. Called from a thread that may block.
     ///
     /// # Errors
     /// If the deployment cannot be asked.

@@ -1,7 +1,8 @@
-//! Whether what happened in an epoch was allowed.
+//! Judges whether what happened in an epoch was allowed.
 //!
-//! A hold *certainly* lasted from its grant to the last moment at which its holder saw it held; only that convicts. A hold
-//! *possibly* lasted from its grant until the server must have let go of it; only where nobody possibly held is a lock free.
+//! A hold *certainly* lasted from its grant to the last moment at which its holder saw it held; only that convicts. A
+//! hold *possibly* lasted from its grant until the server must have let go of it; only where nobody possibly held is a
+//! lock free.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -20,7 +21,7 @@ use crate::history::Nanos;
 /// A fault that happened.
 #[derive(Clone, Debug)]
 pub(super) struct Struck {
-    /// What it excuses; `None` for processes of clients, which excuses nothing.
+    /// The fault that excuses; `None` for processes of clients, which excuses nothing.
     pub(super) fault: Option<Fault>,
     pub(super) from: Nanos,
     pub(super) to: Nanos,
@@ -44,7 +45,7 @@ pub(super) struct Story {
     /// Holds that were ended from outside: of which lock, and when.
     pub(super) breaks: Vec<(String, Nanos, Nanos)>,
     pub(super) pauses: Vec<Pause>,
-    /// When clients met their fates, or were closed.
+    /// The times at which clients met their fates, or were closed.
     pub(super) gone: HashMap<u32, Vec<Nanos>>,
     pub(super) bounds: Bounds,
     /// For how long the machine stood still.
@@ -53,7 +54,7 @@ pub(super) struct Story {
     pub(super) clock: u64,
 }
 
-/// What the backend promises in time.
+/// The backend's promises in time.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Bounds {
     /// By the ttl in ms: how long a dead holder, and a dead waiter, may keep the name.
@@ -82,17 +83,17 @@ struct Tokens {
     other: u64,
 }
 
-/// How long the worker may take to release what was dropped.
+/// The time within which the worker releases what was dropped.
 const LINGER: Duration = Duration::from_secs(2);
-/// What a free lock may wait for its next holder, beyond the fallback poll.
+/// The time that a free lock may wait for its next holder, beyond the fallback poll.
 const IDLE: Duration = Duration::from_secs(3);
-/// The time after which a waiter is surely in the queue, if nothing is wrong and its client is heard meanwhile: on a busy machine a
-/// request takes its time to get there. One that is not heard may have to ask again, after `OP_TIMEOUT`.
+/// The time after which a waiter is surely in the queue, if nothing is wrong and its client is heard meanwhile: on a
+/// busy machine a request takes its time to get there. One that is not heard may have to ask again, after `OP_TIMEOUT`.
 const QUEUED: Duration = Duration::from_secs(1);
 /// Two returns of acquisitions that are further apart are in the order of the grants.
 const APART: Duration = Duration::from_millis(100);
-/// The time that a waiter may take to be back in line after its way has healed. What is free meanwhile goes to others. It tries to
-/// connect ever more seldom, up to once in 1.25 s, if its way is gone for so long.
+/// The time that a waiter may take to be back in line after its way has healed. What is free meanwhile goes to others.
+/// It tries to connect ever more seldom, up to once in 1.25 s, if its way is gone for so long.
 const BACK: Duration = Duration::from_millis(500);
 const RETRIED: Duration = Duration::from_millis(1_250);
 /// An operator's revocation: the holder is told with its next renewal.
@@ -245,8 +246,8 @@ impl Court<'_> {
         }
     }
 
-    /// Says whether a fault is why both hold, and one of them could not know yet: `old`, which was dropped, or `new`, which had been
-    /// granted before it and was dropped before it heard of that.
+    /// Says whether a fault is why both hold, and one of them could not know yet: `old`, which was dropped, or `new`,
+    /// which had been granted before it and was dropped before it heard of that.
     fn excused(&self, old: &Record, new: &Record) -> bool {
         let (Some((began, _)), Some((from, believed))) = (old.sure(), new.sure()) else {
             return true;
@@ -273,8 +274,8 @@ impl Court<'_> {
         self.story.struck.iter().any(by_fault) || self.story.breaks.iter().any(by_break)
     }
 
-    /// Says whether what happened befell this hold too, so that another may have been let in by `then`: it is not so if the hold
-    /// had something to spare.
+    /// Says whether what happened befell this hold too, so that another may have been let in by `then`: it is not so if
+    /// the hold had something to spare.
     fn befalls(&self, struck: &Struck, hold: &Record, then: Nanos) -> bool {
         let Some(young) = struck.fault.and_then(|fault| fault.bare) else {
             return true;
@@ -318,7 +319,8 @@ impl Court<'_> {
         })
     }
 
-    /// The time within which a holder is told what happened. A renewal that some do not answer tells nothing where those who do are too few.
+    /// The time within which a holder is told what happened. A renewal that some do not answer tells nothing where
+    /// those who do are too few.
     fn told(&self, struck: &Struck, told: Told) -> Told {
         let is_of_few = struck.fault.is_some_and(|fault| fault.bare.is_some());
         if is_of_few && self.is_beside(struck) {
@@ -340,7 +342,7 @@ impl Court<'_> {
         granted <= to && from >= since && believed <= to.saturating_add(told)
     }
 
-    /// Whether a change that lasts is why each has a hold that is good where it has it.
+    /// Returns whether a change that lasts is why each has a hold that is good where it has it.
     fn in_two_places(&self, old: &Record, new: &Record) -> bool {
         let mut struck = self.story.struck.iter();
         struck.any(|struck| {
@@ -350,7 +352,8 @@ impl Court<'_> {
         })
     }
 
-    /// Whether the server may have dropped the hold before its holder heard of the grant, which then comes late.
+    /// Returns whether the server may have dropped the hold before its holder heard of the grant, which then comes
+    /// late.
     fn dropped_on_the_way(&self, record: &Record) -> bool {
         let (asked, granted) = (record.acquisition.asked, record.answered());
         let on_the_way = |from: Nanos, to: Nanos, told: Told| {
@@ -469,8 +472,9 @@ impl Court<'_> {
         findings.extend(guilty.map(|detail| Finding::new(Law::Tokens, detail)));
     }
 
-    /// A resource that compares tokens refuses who comes with a lower one. It must not be one whose release was confirmed,
-    /// and whose hold was good to its end therefore: whoever had a higher token by then, lost or not, had it too early.
+    /// A resource that compares tokens refuses who comes with a lower one. It must not be one whose release was
+    /// confirmed, and whose hold was good to its end therefore: whoever had a higher token by then, lost or not, had it
+    /// too early.
     fn fencing(&self, findings: &mut Vec<Finding>) {
         // In the order of their grants, each with the highest token that the resource may have seen by then.
         let mut seen = Vec::<(Nanos, &Record)>::new();
@@ -660,7 +664,7 @@ impl Court<'_> {
         }
     }
 
-    /// Whether something kept its client from giving back by `until` what it had, or may have had.
+    /// Returns whether something kept its client from giving back by `until` what it had, or may have had.
     fn may_have_failed(&self, record: &Record, until: Nanos) -> bool {
         let story = self.story;
         let asked = record.acquisition.asked;
@@ -677,7 +681,7 @@ impl Court<'_> {
                 && story.schedule.clients.iter().any(lost_runtime))
     }
 
-    /// When it may have stood before others without having the lock, from when to when.
+    /// Returns the spans in which it may have stood before others without having the lock.
     fn waits(&self, record: &Record) -> Vec<(Nanos, Nanos)> {
         let (asked, answered) = (record.acquisition.asked, record.answered());
         let linger = nanos(LINGER);
@@ -696,7 +700,7 @@ impl Court<'_> {
         waits
     }
 
-    /// When its process did not run while it was under way, from when to when.
+    /// Returns the spans in which its process did not run while it was under way.
     fn pauses_of(&self, record: &Record, until: Nanos) -> impl Iterator<Item = (Nanos, Nanos)> {
         let (process, asked) = (record.process, record.acquisition.asked);
         let pauses = self.story.pauses.iter();
@@ -705,7 +709,7 @@ impl Court<'_> {
         pauses.filter(move |(from, to)| *from <= until && *to >= asked)
     }
 
-    /// When its process stopped running for the last time, while it was under way.
+    /// Returns when its process stopped running for the last time, while it was under way.
     fn pause_before(&self, record: &Record, until: Nanos) -> Option<Nanos> {
         self.pauses_of(record, until).map(|(from, _)| from).max()
     }
@@ -770,7 +774,8 @@ impl Court<'_> {
         }
     }
 
-    /// Whether somebody who waits may have been off the line then, and have been passed over without losing its place.
+    /// Returns whether somebody who waits may have been off the line then, and have been passed over without losing its
+    /// place.
     fn somebody_is_away(&self, (from, to): (Nanos, Nanos)) -> bool {
         let mut struck = self.story.struck.iter();
         struck.any(|struck| {
@@ -780,7 +785,7 @@ impl Court<'_> {
         })
     }
 
-    /// When it surely stood in the queue.
+    /// Returns the time at which it surely stood in the queue.
     fn queued(&self, record: &Record, heard: &Heard) -> Option<Nanos> {
         let a = &record.acquisition;
         let soon = a.asked.saturating_add(nanos(QUEUED + self.story.stood_still));
@@ -802,7 +807,8 @@ impl Court<'_> {
         sure.filter(|sure| waits && *sure < record.answered())
     }
 
-    /// Whether it waits, and no other of its client is there for that lock at the time, in whose queue it would stand.
+    /// Returns whether it waits, and no other of its client is there for that lock at the time, in whose queue it would
+    /// stand.
     fn waits_alone(&self, record: &Record) -> bool {
         let a = &record.acquisition;
         let until = record.answered();
@@ -843,12 +849,14 @@ impl Court<'_> {
     }
 }
 
-/// The answers of the server to each client. What it had asked before was there then: requests of a client are in order.
+/// The answers of the server to each client. What it had asked before was there then: requests of a client are in
+/// order.
 #[derive(Debug, Default)]
 struct Heard(HashMap<(u32, u32), Vec<(Nanos, Nanos)>>);
 
 impl Heard {
-    /// By tries, which nobody else answers: for each client when it asked, and the first answer to that or to a later one.
+    /// By tries, which nobody else answers: for each client when it asked, and the first answer to that or to a later
+    /// one.
     fn of(records: &[Record]) -> Self {
         let mut heard = HashMap::<_, Vec<_>>::new();
         let tried = |record: &&Record| {
@@ -879,13 +887,13 @@ impl Heard {
 }
 
 impl Story {
-    /// Whether somebody never gave up a guard.
+    /// Returns whether somebody never gave up a guard.
     pub(super) fn forgot_anything(&self) -> bool {
         let forgotten = |record: &Record| record.over == Over::Not && record.acquisition.granted.is_some();
         self.records.iter().any(forgotten)
     }
 
-    /// Who did what when.
+    /// A log of who did what when.
     pub(super) fn log(&self) -> String {
         let mut lines: Vec<_> = self
             .records

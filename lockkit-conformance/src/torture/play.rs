@@ -34,14 +34,14 @@ use crate::{
     stall::{Stopwatch, timeout},
 };
 
-/// What every operation asks of its server.
+/// The `op_timeout` of every operation.
 pub(super) const OP_TIMEOUT: Duration = Duration::from_secs(2);
-/// What an operation may take beyond what it was given, on a machine that has other work.
+/// The time that an operation may take beyond what it was given, on a machine that has other work.
 const SLACK: Duration = Duration::from_secs(4);
 /// For how long a client is closed.
 const CLOSING: Duration = Duration::from_secs(5);
 
-/// What a process has to know of its part.
+/// The part of one process.
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
     pub(super) schedule: Schedule,
@@ -50,7 +50,7 @@ pub(crate) struct Part {
     pub(super) origin: Nanos,
     /// Until when, counted from there, whoever waits without an end has to be granted.
     pub(super) patience: Duration,
-    /// What names begin with.
+    /// The prefix of names.
     pub(super) prefix: String,
     pub(super) routes: Vec<String>,
 }
@@ -67,7 +67,7 @@ pub(super) fn name(prefix: &str, hold_as: HoldAs, number: u32) -> String {
     format!("{prefix}/{kind}{number}")
 }
 
-/// How many locks an [`Ask::All`] takes.
+/// The number of locks that an [`Ask::All`] takes.
 const ALL: u32 = 3;
 
 /// The numbers of the locks that a step is about.
@@ -115,7 +115,7 @@ async fn within<F: Future>(runtime: Handle, work: F) -> F::Output {
     .await
 }
 
-/// Where notes go.
+/// The receiver of notes.
 pub(super) type Notes = Arc<dyn Fn(Note) + Send + Sync>;
 
 /// Plays a part, to its end. Clients come from `wanted`.
@@ -186,7 +186,7 @@ impl Stage {
         self.begins + Duration::from_millis(millis)
     }
 
-    /// How long whoever waits without an end may still have to.
+    /// Returns how long a waiter without a time limit may still have to wait.
     fn patience(&self) -> Duration {
         (self.begins + self.part.patience).saturating_duration_since(Instant::now())
     }
@@ -297,7 +297,7 @@ impl Seat {
         stage.note(Note::Gone { client, at });
     }
 
-    /// When it met its fate, if that is one after which its tasks cannot expect anything.
+    /// Returns whether it has met a fate after which its tasks cannot expect anything.
     fn is_gone(&self) -> bool {
         self.gone.load(Ordering::SeqCst)
     }
@@ -335,7 +335,7 @@ async fn meet_fate(stage: Arc<Stage>, seat: Arc<Seat>) {
     }
 }
 
-/// When its tasks have ended; before, if what it has forgotten is in the way of others.
+/// Closes a client when its tasks have ended; before, if what it has forgotten is in the way of others.
 async fn close_at_the_end(stage: Arc<Stage>, seat: Arc<Seat>) {
     sleep_until(stage.ends).await;
     if seat.forgot.load(Ordering::SeqCst) {
@@ -394,7 +394,7 @@ struct Scene<'a> {
 type Outcome = Option<Result<LockGuard>>;
 
 impl Scene<'_> {
-    /// Whether it held, by a guard of its own.
+    /// Plays the step. Returns whether it held, by a guard of its own.
     async fn play(&self) -> bool {
         let (stage, step) = (self.stage, self.step);
         let client = self.seat.client();
@@ -811,7 +811,7 @@ impl Scene<'_> {
     }
 }
 
-/// Whether it holds, by itself.
+/// Returns whether it holds, by itself.
 fn look(view: &HoldView, record: &mut Record) -> bool {
     let before = now();
     if view.is_held() {
@@ -839,7 +839,7 @@ async fn queued<F: Future>(asking: F, queued: &mut Option<Nanos>) -> F::Output {
     .await
 }
 
-/// What has a token.
+/// Something that has a token.
 trait AsGuard {
     fn token(&self) -> u64;
 }

@@ -1,4 +1,4 @@
-//! What a process tells of its part in an epoch.
+//! The notes of a process about its part in an epoch.
 
 use std::{fmt, str::FromStr};
 
@@ -14,11 +14,11 @@ pub(super) enum Note {
     Break { lock: String, from: Nanos, to: Nanos },
     /// A client met its fate, was closed for a forgotten guard, or was closed at the end.
     Gone { client: u32, at: Nanos },
-    /// What is wrong whatever the others did.
+    /// A finding that is wrong whatever the others did.
     Finding(Finding),
 }
 
-/// What the judge judges by.
+/// A rule by which the judge decides. A finding breaks one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Law {
@@ -63,7 +63,7 @@ const LAWS: [Law; 10] = [
 pub struct Finding {
     /// Against which law.
     pub law: Law,
-    /// Who did what when.
+    /// A log of who did what when.
     pub detail: String,
 }
 
@@ -80,7 +80,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// How a request asked, as far as the judge minds.
+/// The manner of a request, as far as the judge minds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
     /// It waited, and looked after its turn.
@@ -93,7 +93,7 @@ pub(super) enum Asked {
     Unpolled,
 }
 
-/// What became of it.
+/// The result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fared {
     /// Not known yet, or never, since its process was killed.
@@ -104,7 +104,7 @@ pub(super) enum Fared {
     Failed,
 }
 
-/// How a hold ended.
+/// The end of a hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Over {
     /// Not yet, or forgotten.
@@ -141,7 +141,7 @@ pub(super) struct Record {
     /// Several locks at once, or a wait so short that its end may come before the first answer.
     pub(super) lenient: bool,
     pub(super) acquisition: Acquisition,
-    /// What an operation failed with.
+    /// The error that an operation failed with.
     pub(super) error: String,
 }
 
@@ -157,7 +157,7 @@ impl Record {
         self.acquisition.granted.map_or(0, |(_, token)| token)
     }
 
-    /// When it was no longer waiting, as far as is known.
+    /// Returns the time from which it no longer waited, as far as is known.
     pub(super) fn answered(&self) -> Nanos {
         let granted = self.acquisition.granted.map(|(at, _)| at);
         granted.or(self.acquisition.gave_up).unwrap_or(Nanos::MAX)

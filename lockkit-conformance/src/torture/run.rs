@@ -29,7 +29,7 @@ use crate::{
     stall::Stopwatch,
 };
 
-/// What an epoch may take to become quiet, beyond what the dead and the faults take.
+/// The time in which an epoch becomes quiet, beyond what the dead and the faults take.
 const QUIET: Duration = Duration::from_secs(15);
 
 /// Tortures one deployment, epoch by epoch. It blocks: call it outside of any runtime.
@@ -41,38 +41,38 @@ pub struct Torture {
     runtimes: bool,
     capabilities: Capabilities,
     info: (Duration, bool),
-    /// What names begin with: new after a fault that may cost tokens.
+    /// The prefix of names: new after a fault that may cost tokens.
     prefix: String,
     highest: Highest,
-    /// What was left and told of, or is a forgotten guard's.
+    /// The leftovers that were told of, or are a forgotten guard's.
     known: BTreeSet<String>,
 }
 
-/// What became of one epoch.
+/// The result of one epoch.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// What must not be.
+    /// The violations found.
     pub findings: Vec<Finding>,
-    /// How many acquisitions were granted.
+    /// The number of granted acquisitions.
     pub granted: usize,
-    /// How many of each fault happened.
+    /// The number of each fault that happened.
     pub faults: HashMap<String, usize>,
-    /// Who did what when, for whoever looks for the cause.
+    /// A log of who did what when, for the search for the cause.
     pub log: String,
 }
 
-/// What became of many.
+/// The result of many epochs.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Report {
-    /// How long they took.
+    /// The time that they took.
     pub time: Duration,
-    /// How many epochs there were.
+    /// The number of epochs.
     pub epochs: usize,
-    /// How many acquisitions were granted.
+    /// The number of granted acquisitions.
     pub granted: usize,
-    /// How many of each fault happened.
+    /// The number of each fault that happened.
     pub faults: HashMap<String, usize>,
     /// The schedules that failed, the shortest that still did, and what was found.
     pub failures: Vec<Failure>,
@@ -84,11 +84,11 @@ pub struct Report {
 pub struct Failure {
     /// The schedule, shortened.
     pub schedule: Schedule,
-    /// What was found.
+    /// The violations found.
     pub findings: Vec<Finding>,
-    /// When, since the start.
+    /// The time since the start.
     pub after: Duration,
-    /// Who did what when, in the epoch that failed first.
+    /// A log of who did what when, in the epoch that failed first.
     pub log: String,
 }
 
@@ -112,7 +112,7 @@ impl fmt::Display for Report {
 }
 
 impl Report {
-    /// How many of each fault happened, by name.
+    /// Returns the number of each fault that happened, by name.
     pub fn faults(&self) -> Vec<(&str, usize)> {
         let faults = self.faults.iter();
         let mut faults: Vec<_> = faults.map(|(fault, times)| (fault.as_str(), *times)).collect();
@@ -129,7 +129,7 @@ impl Report {
     }
 }
 
-/// How long, and how thoroughly.
+/// The extent of a run.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Effort {
@@ -158,7 +158,7 @@ impl Effort {
     }
 }
 
-/// What several [`Torture`]s do together, each on a deployment of its own.
+/// A run of several [`Torture`]s together, each on a deployment of its own.
 #[derive(Debug)]
 pub struct Campaign {
     effort: Effort,
@@ -181,7 +181,7 @@ impl Campaign {
         }
     }
 
-    /// Whether no more epochs are begun.
+    /// Returns whether no more epochs are begun.
     pub fn is_over(&self) -> bool {
         let Effort {
             time,
@@ -195,7 +195,7 @@ impl Campaign {
         self.elapsed() >= time || failed >= failures || (has_goal && self.is_reached())
     }
 
-    /// Whether there are as many grants and faults as were asked for.
+    /// Returns whether there are as many grants and faults as were asked for.
     pub fn is_reached(&self) -> bool {
         let report = self.lock();
         let faults: usize = report.faults.values().sum();
@@ -203,7 +203,7 @@ impl Campaign {
             && (faults >= self.effort.faults || self.faultless.load(Ordering::Relaxed))
     }
 
-    /// What has come of it so far.
+    /// Returns the result so far.
     pub fn report(&self) -> Report {
         let mut report = self.lock().clone();
         report.time = self.elapsed();
@@ -289,7 +289,7 @@ impl Torture {
         Ok(self)
     }
 
-    /// What schedules are made of.
+    /// Returns the shape of schedules.
     pub fn shape(&self) -> Shape {
         let chosen = |fault: &Fault| self.only.as_ref().is_none_or(|only| only.contains(fault.name));
         let mut shape = Shape::new(self.capabilities);
@@ -601,7 +601,7 @@ impl Torture {
         thread::spawn(move || strike_all(&*target, &part, &processes, &over))
     }
 
-    /// What the deployment itself shows although all clients are closed.
+    /// Finds what the deployment itself shows although all clients are closed.
     fn leftovers(&mut self, story: &Story) -> io::Result<Option<Finding>> {
         if story.forgot_anything() {
             // What a forgotten guard keeps is kept.
@@ -634,7 +634,7 @@ impl Torture {
         }
     }
 
-    /// What is still there although all is over.
+    /// Finds what is still there although all is over.
     async fn residue(&self, story: &Story) -> Option<Finding> {
         let route = self.target.routes().first().cloned().unwrap_or_default();
         let client = match self.target.connect(&route).await {
@@ -763,7 +763,7 @@ fn drained(runtime: &runtime::Runtime) -> Option<Finding> {
     }
 }
 
-/// What was heard so far.
+/// The notes heard so far.
 #[derive(Default)]
 struct Heard {
     records: HashMap<(u32, u64, String), Record>,

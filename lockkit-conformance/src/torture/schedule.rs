@@ -1,4 +1,4 @@
-//! What is to happen in one epoch: a value, its text, and how it follows from a seed.
+//! The plan of one epoch: a value, its text, and how it follows from a seed.
 
 use std::{fmt, num::NonZeroU32, str::FromStr, time::Duration};
 
@@ -10,17 +10,17 @@ use super::Fault;
 /// Milliseconds.
 pub type Millis = u64;
 
-/// What a schedule may be made of.
+/// The parts that a schedule may be made of.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Shape {
-    /// What the backend can do.
+    /// The backend's capabilities.
     pub capabilities: Capabilities,
     /// In how many processes clients may be. The first is the one that judges.
     pub processes: u32,
     /// The longest ttl that the deployment takes.
     pub max_ttl: Millis,
-    /// What the deployment may suffer.
+    /// The faults that may befall the deployment.
     pub faults: Vec<Fault>,
     /// Processes of clients are stopped, if there are several.
     pub stops: bool,
@@ -49,7 +49,7 @@ impl Shape {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Schedule {
-    /// What it was made from.
+    /// The seed that it was made from.
     pub seed: u64,
     /// From when on nothing new begins.
     pub span: Millis,
@@ -70,11 +70,11 @@ pub struct ClientPlan {
     pub id: u32,
     /// The process that it is in.
     pub process: u32,
-    /// What becomes of it before the end of the epoch, and when.
+    /// Its fate before the end of the epoch, and when.
     pub fate: Option<(Millis, Fate)>,
 }
 
-/// What becomes of a client.
+/// The fate of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
     /// It is closed while it is used.
@@ -92,7 +92,7 @@ pub struct TaskPlan {
     pub id: u32,
     /// The client's number.
     pub client: u32,
-    /// What it does.
+    /// Its steps.
     pub steps: Vec<Step>,
 }
 
@@ -103,27 +103,27 @@ pub struct Step {
     pub at: Millis,
     /// The number of the lock, or of the semaphore.
     pub name: u32,
-    /// How it is to be held.
+    /// The way to hold it.
     pub hold_as: HoldAs,
     /// The lease.
     pub ttl: Millis,
     /// The local hand-offs; `None` where a backend refuses them.
     pub handoffs: Option<u32>,
-    /// Whether the lease is renewed.
+    /// True if the lease is renewed.
     pub renew: bool,
-    /// Whether it has a label.
+    /// True if it has a label.
     pub label: bool,
-    /// How it asks.
+    /// The way to ask.
     pub ask: Ask,
     /// For how long it holds.
     pub hold: Millis,
-    /// How the hold ends.
+    /// The end of the hold.
     pub end: End,
-    /// How often it does that, one after the other, for as long as it is granted.
+    /// The number of repetitions, one after the other, for as long as it is granted.
     pub times: u32,
 }
 
-/// How a name is to be held.
+/// The way to hold a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HoldAs {
     /// A lock, alone.
@@ -134,7 +134,7 @@ pub enum HoldAs {
     Permit,
 }
 
-/// How a step asks.
+/// The way in which a step asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
     /// For as long as it takes.
@@ -159,7 +159,7 @@ pub enum Ask {
     Revoke,
 }
 
-/// How a hold ends.
+/// The way in which a hold ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// `release` is awaited.
@@ -175,11 +175,11 @@ pub enum End {
 /// A fault: something that befalls the deployment or a process of clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strike {
-    /// When.
+    /// The time.
     pub at: Millis,
-    /// Which fault, by its name: [`STOP`], [`KILL`] or one of the deployment's.
+    /// The fault, by its name: [`STOP`], [`KILL`] or one of the deployment's.
     pub fault: String,
-    /// Where: the number of the process, of the server, or of the way to it.
+    /// The number of the process, of the server, or of the way to it.
     pub place: u32,
     /// Until it is healed.
     pub lasts: Millis,
@@ -250,7 +250,7 @@ impl Schedule {
         schedule
     }
 
-    /// How a step holds, as the backend's contract has it. `None` for a semaphore that the schedule does not have.
+    /// Returns the mode in which a step holds. `None` for a semaphore that the schedule does not have.
     pub(super) fn mode(&self, step: &Step) -> Option<Mode> {
         Some(match step.hold_as {
             HoldAs::Exclusive => Mode::Exclusive,
@@ -259,20 +259,20 @@ impl Schedule {
         })
     }
 
-    /// Whether somebody who holds or waits may vanish without a word.
+    /// Returns whether somebody who holds or waits may vanish without a word.
     pub(super) fn is_harmless(&self) -> bool {
         let lives = |client: &ClientPlan| !matches!(client.fate, Some((_, Fate::Runtime)));
         self.strikes.is_empty() && self.clients.iter().all(lives)
     }
 }
 
-/// What befalls the deployment, as a whole: what happens by itself is found by all, and what has to meet by few.
+/// The pattern of faults in an epoch: what happens by itself is found by all, and what has to meet by few.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Plot {
     Calm,
     /// A few kinds, anywhere.
     Scattered,
-    /// The same again and again, for a short time each.
+    /// One fault again and again, for a short time each.
     Train,
     /// A change that lasts, and some of the ways fail long afterwards.
     Lasting,
@@ -280,8 +280,8 @@ enum Plot {
     Doom,
     /// A server suffers twice within the longest ttl, while one of the ways is gone.
     Pile,
-    /// A way on which places in the queue are kept is gone for a while. Those behind it have just begun to wait for the first time,
-    /// and the others hand the lock on meanwhile.
+    /// A way on which places in the queue are kept is gone for a while. Those behind it have just begun to wait for the
+    /// first time, and the others hand the lock on meanwhile.
     Arrival,
 }
 
@@ -353,7 +353,7 @@ impl Plot {
         }
     }
 
-    /// When a client connects anew, if that is telling.
+    /// Returns when a client connects anew, if that is telling.
     fn anew(self, rng: &mut Rng, shape: &Shape, schedule: &Schedule, client: u32) -> Option<Millis> {
         if rng.u8(0..4) == 0 {
             return None;
@@ -536,7 +536,7 @@ fn pile(
     strikes
 }
 
-/// What some tasks have in common, which are about the same names.
+/// The pattern of some tasks, which are about the same names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     /// Many short holds, by many tasks.
@@ -572,7 +572,7 @@ struct Mood {
     /// Of 10, how many ask for a shared hold.
     shared: u8,
     handoffs: Vec<Option<u32>>,
-    /// How many tasks a client has at most.
+    /// The most tasks of a client.
     crowd: u32,
     all: bool,
     revokes: bool,
@@ -669,7 +669,7 @@ impl Mood {
         self
     }
 
-    /// What which clients do.
+    /// Draws the tasks of each client.
     fn tasks(&self, rng: &mut Rng, schedule: &Schedule) -> Vec<(u32, Vec<Step>)> {
         let mut tasks = Vec::new();
         match self.kind {
@@ -710,7 +710,7 @@ impl Mood {
         tasks
     }
 
-    /// What clients do about one lock, each by one task.
+    /// Draws what clients do about one lock, each by one task.
     fn tasks_of_one(
         &self,
         rng: &mut Rng,
@@ -1031,7 +1031,7 @@ fn choice<T: Clone>(rng: &mut Rng, among: &[T]) -> T {
     among[rng.usize(0..among.len())].clone()
 }
 
-/// As often between 1 and 10 as between 10 and 100.
+/// Draws a number, as often between 1 and 10 as between 10 and 100.
 fn log_uniform(rng: &mut Rng, from: Millis, to: Millis) -> Millis {
     #[expect(clippy::cast_precision_loss, reason = "milliseconds of a minute")]
     let (low, high) = ((from.max(1) as f64).ln(), (to.max(from + 1) as f64).ln());
@@ -1134,7 +1134,7 @@ impl Schedule {
         Some(())
     }
 
-    /// What the parts say of each other.
+    /// Checks what the parts say of each other.
     fn verify(&self) -> Result<(), String> {
         for task in &self.tasks {
             if !self.clients.iter().any(|client| client.id == task.client) {

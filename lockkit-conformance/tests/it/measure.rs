@@ -1,4 +1,4 @@
-//! What `measure` measures, of subjects whose costs are known.
+//! Tests of `measure`, with subjects whose costs are known.
 
 use std::{
     sync::{
@@ -20,7 +20,7 @@ use lockkit_conformance::{
 use lockkit_core::{AcquireOptions, BoxError, Lock, LockClient, LockGuard, MemoryBackend, Result, spi::Mode};
 use tokio::runtime::{self, Runtime};
 
-/// As little as can be: most of these tests are about turns and not about time.
+/// The least effort that there is: most of these tests are about turns and not about time.
 const BRIEF: Effort = Effort {
     rounds: 3,
     stretch: Duration::from_millis(4),
@@ -239,7 +239,7 @@ impl Subject for Abroad {
     }
 }
 
-/// As which this program runs itself again.
+/// The helper as which this program runs itself again.
 #[test]
 fn helper_of_this_module() {
     if helper::is_helper() {
@@ -344,7 +344,7 @@ fn contestants_take_turns_and_the_first_turn_does_not_count() {
 }
 
 #[test]
-fn each_pass_goes_through_all_scenarios_with_whoever_has_not_failed() {
+fn each_pass_goes_through_all_scenarios_without_the_failed() {
     let turns = Arc::default();
     let mut contestants = broken_and_sound(&turns);
     let effort = Effort { passes: 2, ..BRIEF };
@@ -406,7 +406,7 @@ fn times_and_rates_are_those_of_the_subject() {
 
 /// It is waited for, and would be another four beside the four that were in time.
 #[test]
-fn what_is_under_way_when_the_time_is_over_is_no_part_of_the_rate() {
+fn a_grant_after_the_time_is_over_is_no_part_of_the_rate() {
     let turns = Arc::default();
     let mut slow = Known::named("slow", &turns);
     slow.release = Duration::from_millis(50);

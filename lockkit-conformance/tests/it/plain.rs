@@ -24,7 +24,7 @@ mod passes {
     lockkit_conformance::tests!(super::Plain::default());
 }
 
-/// What is wrong with it, if anything.
+/// The defect that it has, if any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Fault {
     #[default]

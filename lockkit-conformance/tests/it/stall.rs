@@ -1,5 +1,5 @@
-//! What happens when the machine stands still: each of these tests stops the process that it runs in, which is one of its
-//! own.
+//! The effects of a machine that stands still: each of these tests stops the process that it runs in, which is one of
+//! its own.
 
 use std::{
     process::Command,

@@ -299,7 +299,7 @@ fn a_seed_is_run_and_its_text_again() {
     assert!(torture.epoch(&again).unwrap().granted > 0);
 }
 
-/// What it keeps, after so many looks.
+/// The leftovers that it keeps, after so many looks.
 #[derive(Debug)]
 struct Keeps(MemoryBackend, AtomicUsize, &'static [&'static str]);
 

@@ -1,4 +1,4 @@
-//! As much of Redis's protocol as an operator needs: one command, one answer.
+//! The part of Redis's protocol that an operator needs: one command, one reply.
 
 use std::{
     fmt,
@@ -7,10 +7,10 @@ use std::{
     time::Duration,
 };
 
-/// How long a server may take to answer. A paused one never does.
+/// The time within which a server answers. A paused one never does.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Where a server is, and how its operator is let in.
+/// The address of a server, and the credentials of its operator.
 #[derive(Clone)]
 pub(super) struct Access {
     pub(super) addr: SocketAddr,
@@ -68,7 +68,7 @@ impl Connection {
         self.value()?.map_err(io::Error::other)
     }
 
-    /// What comes next, or the server's error.
+    /// Reads the next value, or the server's error.
     pub(super) fn value(&mut self) -> io::Result<Result<Value, String>> {
         let line = self.line()?;
         let (kind, rest) = line.split_at_checked(1).ok_or_else(|| strange(&line))?;
@@ -119,7 +119,7 @@ fn strange(line: &str) -> io::Error {
     )
 }
 
-/// As `redis-cli --raw` prints it, but nil is `(nil)`.
+/// Prints it as `redis-cli --raw` does, but nil is `(nil)`.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -123,7 +123,7 @@ fn watching(master: SocketAddr) -> io::Result<RedisServer> {
     Ok(sentinel)
 }
 
-/// Whether it has found the master, the replica and the other Sentinels.
+/// Checks that it has found the master, the replica and the other Sentinels.
 fn knows_all(sentinel: &RedisServer) -> io::Result<()> {
     let master = fields(sentinel.command(&["SENTINEL", "MASTER", RedisSentinels::MASTER_NAME])?);
     expect(&master, "flags", "master")?;

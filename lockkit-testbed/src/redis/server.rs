@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{Certificates, Clock, Port, Process};
 
-/// How long a server may take to come up or to catch up: far longer than on the busiest machine.
+/// The time in which a server comes up or catches up: far longer than on the busiest machine.
 const START_UP: Duration = Duration::from_secs(30);
 
 /// A private `redis-server` on a port of its own, which it keeps over restarts.
@@ -26,7 +26,7 @@ const START_UP: Duration = Duration::from_secs(30);
 /// on a server that does not answer for 5 s.
 pub struct RedisServer {
     process: Process,
-    /// Where its operator reaches it: the port without TLS, as the default user.
+    /// The operator's access: the port without TLS, as the default user.
     access: Access,
     addr: SocketAddr,
     url: String,
@@ -47,7 +47,7 @@ enum Kind {
     Sentinel,
 }
 
-/// When a server with an append-only file has it on disk.
+/// The time at which a server with an append-only file has it on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fsync {
     /// Before it answers.
@@ -56,7 +56,7 @@ pub enum Fsync {
     EverySec,
 }
 
-/// What a [`RedisServer`] is started with. Without anything: no persistence, no password, plain TCP.
+/// The options of a [`RedisServer`]. Without any: no persistence, no password, plain TCP.
 #[derive(Clone, Default)]
 pub struct RedisBuilder {
     program: Option<OsString>,
@@ -284,7 +284,7 @@ impl RedisServer {
         RedisBuilder::default()
     }
 
-    /// Where clients connect to.
+    /// Returns the address that clients connect to.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
@@ -308,7 +308,7 @@ impl RedisServer {
         Ok(self.access.command(command)?.to_string())
     }
 
-    /// How many times each command was executed since the start, by name in small letters; inside of scripts as well.
+    /// Counts how often each command was executed since the start, by name in small letters; inside of scripts as well.
     /// What this very method needs is left out, so that differences are exact.
     ///
     /// # Errors
@@ -328,7 +328,7 @@ impl RedisServer {
         Ok(counts)
     }
 
-    /// How many commands were executed since the start: the sum of [`command_counts`](Self::command_counts).
+    /// Counts the commands executed since the start: the sum of [`command_counts`](Self::command_counts).
     ///
     /// # Errors
     /// As [`cli`](Self::cli).

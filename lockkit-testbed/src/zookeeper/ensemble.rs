@@ -9,7 +9,7 @@ use std::{
 use super::{ZkBuilder, ZkServer, server::START_UP};
 use crate::{Mode, Port, Proxy};
 
-/// How many members it has.
+/// The number of members.
 const SIZE: usize = 3;
 
 /// Three servers that replicate to each other. Members are known by their index.
@@ -23,11 +23,11 @@ pub struct ZkEnsemble {
     _ports: Vec<[Port; 2]>,
 }
 
-/// What one member reaches another one through, which is cut as a whole: a leader that is cut off from its followers but
-/// not from their elections can win those, and it does so time and again if it has the highest number.
+/// The proxies through which one member reaches another. They are cut as a whole: a leader that is cut off from its
+/// followers but not from their elections can win those, and it does so time and again if it has the highest number.
 #[derive(Debug)]
 struct Link {
-    /// If the other one leads.
+    /// The way to the other one's port for followers, in use if it leads.
     quorum: Proxy,
     /// To agree on who does.
     election: Proxy,
@@ -101,12 +101,12 @@ impl ZkEnsemble {
         &self.members
     }
 
-    /// Where clients connect to.
+    /// Returns the addresses that clients connect to.
     pub fn addrs(&self) -> Vec<SocketAddr> {
         self.members.iter().map(ZkServer::addr).collect()
     }
 
-    /// Which member leads.
+    /// Returns the member that leads.
     ///
     /// # Errors
     /// If none does within a minute.
@@ -114,7 +114,7 @@ impl ZkEnsemble {
         self.leader_but(None)
     }
 
-    /// Which member leads, other than `old`, which may still believe that it does.
+    /// Returns the member that leads, other than `old`, which may still believe that it does.
     ///
     /// # Errors
     /// If none does within a minute.
@@ -142,7 +142,7 @@ impl ZkEnsemble {
         }
     }
 
-    /// How often others have set out to follow this member so far, because they believed that it was elected.
+    /// Counts how often others have set out to follow this member so far, because they believed that it was elected.
     pub fn followed(&self, member: usize) -> u64 {
         let links = self.links.iter().filter(|((_, to), _)| *to == member);
         links.map(|(_, link)| link.quorum.counts().connections).sum()
@@ -181,9 +181,9 @@ impl ZkEnsemble {
     }
 }
 
-/// Takes out of what a member says first on a connection for elections where it can be reached itself. Of two members the
-/// one with the higher number connects: called by the other, it hangs up and calls back, there if it was told, else where
-/// its configuration says, which is the link.
+/// Takes out of what a member says first on a connection for elections where it can be reached itself. Of two members
+/// the one with the higher number connects: called by the other, it hangs up and calls back, there if it was told, else
+/// where its configuration says, which is the link.
 fn without_address(greeting: &mut Vec<u8>) {
     // The version of the protocol and the number of the member; then the length of an address, and the address.
     const START: usize = 16;

@@ -10,7 +10,7 @@ use std::{
 use super::{JARS, JAVA, journal, wire};
 use crate::{Clock, Port, Process};
 
-/// How long a server may take to come up, or an ensemble to elect a leader: far longer than on the busiest machine.
+/// The time in which a server comes up, or an ensemble elects a leader: far longer than on the busiest machine.
 pub(super) const START_UP: Duration = Duration::from_secs(60);
 
 /// The servers' tick.
@@ -18,8 +18,9 @@ pub(super) const TICK: Duration = Duration::from_millis(100);
 
 /// A private ZooKeeper server on a port of its own, which it keeps over restarts. Its data stay on disk.
 ///
-/// Its tick is 100 ms, and it grants session timeouts from 200 ms to a minute. Its dropping ends it, and so does the end
-/// of the test process. Everything here blocks until it is done, and gives up on a server that does not answer for 20 s.
+/// Its tick is 100 ms, and it grants session timeouts from 200 ms to a minute. Its dropping ends it, and so does the
+/// end of the test process. Everything here blocks until it is done, and gives up on a server that does not answer for
+/// 20 s.
 #[derive(Debug)]
 pub struct ZkServer {
     process: Process,
@@ -27,7 +28,7 @@ pub struct ZkServer {
     _clock: Option<Clock>,
 }
 
-/// What a [`ZkServer`] is started with.
+/// The options of a [`ZkServer`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 pub struct ZkBuilder {
@@ -159,7 +160,7 @@ impl ZkServer {
         ZkBuilder::default()
     }
 
-    /// Where clients connect to.
+    /// Returns the address that clients connect to.
     pub fn addr(&self) -> SocketAddr {
         self.port.addr()
     }

@@ -15,7 +15,7 @@ fn missing(flavour: Flavour) -> bool {
     skipped(backend, MySql::missing(flavour))
 }
 
-/// What a server says first has its version in it.
+/// Returns the first message of a server, which has its version in it.
 fn greeting(server: &MySql) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(server.addr())?;
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;

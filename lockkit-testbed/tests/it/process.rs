@@ -41,7 +41,7 @@ fn beyond(process: &Process, n: u32) {
         .unwrap();
 }
 
-/// Whether there is such a process that is not just waiting to be reaped.
+/// Returns whether there is such a process that is not just waiting to be reaped.
 fn exists(pid: u32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
         let state = stat.rsplit(") ").next().unwrap_or_default();

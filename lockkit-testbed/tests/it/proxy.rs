@@ -433,7 +433,7 @@ fn refuse_refuses_new_connections_and_leaves_the_others() {
     round_trip(&mut client, "d");
 }
 
-/// Whoever was forked while it listened has its socket, too, for some time.
+/// A process that was forked while it listened has its socket, too, for some time.
 #[test]
 fn it_listens_again_when_nobody_else_does() {
     let (_server, proxy, _client) = served();

@@ -269,7 +269,7 @@ fn ping_over_tls(
 }
 
 #[test]
-fn tls_is_served_with_a_certificate_that_only_its_authority_vouches_for() {
+fn tls_has_a_certificate_that_only_its_authority_vouches_for() {
     if no_redis() {
         return;
     }
@@ -495,7 +495,7 @@ fn a_fail_over_that_was_given_up_is_asked_for_again() {
     assert_eq!(group.master().unwrap().addr(), second.addr());
 }
 
-/// As on a shared machine that is not given its processors for a while.
+/// Stops it as a shared machine does that is not given its processors for a while.
 #[test]
 fn sentinels_are_soon_back_when_the_machine_stood_still() {
     if no_redis() {

@@ -1,4 +1,4 @@
-//! What is asked for and is not there is one clear error, and not success.
+//! Arguments that ask for something that is not there: one clear error, and not success.
 
 use std::process::Command;
 

@@ -24,7 +24,7 @@ fn strike(fault: &str, place: u32) -> Strike {
     }
 }
 
-/// Whether `guard` is lost within `limit`.
+/// Returns whether `guard` is lost within `limit`.
 async fn lost(guard: &LockGuard, limit: Duration) -> bool {
     tokio::time::timeout(limit, guard.lost()).await.is_ok()
 }

@@ -28,7 +28,7 @@ use lockkit_torture::{
     zookeeper::{Ensemble, Single},
 };
 
-/// How long something may take to show.
+/// The time within which something shows.
 const LIMIT: Duration = Duration::from_secs(30);
 /// The key of a lock, and one of none.
 const LOCK: &str = "lockkit:planted";
@@ -52,7 +52,7 @@ fn until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// What shows that a fault happened, and that it was undone. `before` is what [`Table::look`] saw.
+/// The proof that a fault happened, and that it was undone. `before` is what [`Table::look`] saw.
 type Shows<S> = fn(&S, before: &[String]) -> bool;
 
 /// All faults of the servers, but those of the ways.

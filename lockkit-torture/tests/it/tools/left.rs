@@ -1,4 +1,4 @@
-//! What is left is told, whatever it is, and what is documented to stay is not.
+//! Leftovers are told, whatever they are, and what is documented to stay is not.
 
 use std::{
     fs,
@@ -92,7 +92,7 @@ impl Holder {
     }
 }
 
-/// What all of them have in common: a hold is told, a released one is not.
+/// Checks what all of them have in common: a hold is told, a released one is not.
 fn tells_of_a_hold(target: &dyn Target, parts: &[&str]) {
     nothing(target);
     let holder = Holder::of(target);
