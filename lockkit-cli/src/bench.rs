@@ -18,7 +18,7 @@ use crate::{
 /// Blocks. Answers with the exit status.
 pub(crate) fn bench(args: &Bench) -> Result<u8, Failure> {
     let only = args.only.as_deref().unwrap_or_default();
-    // Whoever waits behind a client is no waiter of the server.
+    // A waiter behind a client is no waiter of the server.
     let all = Scenario::ALL.into_iter();
     let all = all.filter(|scenario| !matches!(scenario, Scenario::Waiters(_)));
     let scenarios: Vec<_> = all

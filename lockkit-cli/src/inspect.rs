@@ -102,7 +102,7 @@ fn whole_millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// A line, or several, on standard output. Whoever closed it has read enough.
+/// Prints one line or several on standard output. A reader who closed it has read enough.
 pub(crate) fn print(text: &str) {
     let _ = writeln!(io::stdout(), "{text}");
 }

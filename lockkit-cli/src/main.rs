@@ -1,4 +1,4 @@
-//! The `lockkit` command. What it promises its users is in `docs/command.md`.
+//! The `lockkit` command. Its promises to users are in `docs/command.md`.
 
 #[cfg(not(unix))]
 compile_error!("the lockkit command runs commands under Unix's rules for processes and signals");

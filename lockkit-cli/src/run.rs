@@ -19,7 +19,7 @@ use crate::{
     warnings,
 };
 
-/// The time that connecting may take also for whoever would not wait so long for the lock.
+/// The time that connecting may take, also if the caller would not wait so long for the lock.
 const CONNECT_AT_LEAST: Duration = Duration::from_secs(1);
 /// The time that all that the command has started gets to be gone when it has been killed: far longer than that takes,
 /// unless the system is stuck.

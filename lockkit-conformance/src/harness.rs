@@ -38,7 +38,7 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
         ))
     }
 
-    /// Makes the server drop whoever holds the lock `name`, behind the holder's back. By default through
+    /// Makes the server drop the holder of the lock `name`, behind its back. By default through
     /// [`LockClient::revoke`].
     ///
     /// # Errors

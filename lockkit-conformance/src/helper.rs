@@ -140,7 +140,7 @@ fn serve(mut helper: impl Obey) -> Result<(), BoxError> {
                 return;
             }
         }
-        // Whoever started this is gone.
+        // The parent process is gone.
         std::process::exit(0);
     });
     runtime.block_on(async {

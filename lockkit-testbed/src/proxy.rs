@@ -650,7 +650,7 @@ async fn writable(socket: &Socket, due: Option<Instant>, alarm: Option<&Alarm>) 
     let Some(due) = due else {
         return std::future::pending().await;
     };
-    // What is due already needs none.
+    // A piece that is due already needs none.
     if let Some(alarm) = alarm {
         alarm.until(due).await?;
     }

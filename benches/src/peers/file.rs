@@ -131,7 +131,7 @@ impl Contender for OpenFile {
             Err(TryLockError::WouldBlock) => {}
             Err(TryLockError::Error(error)) => return Err(error.into()),
         }
-        // Whoever holds it may need this thread.
+        // The holder may need this thread.
         let (file, shared) = (self.file.clone(), self.shared);
         let waiting = move || if shared { file.lock_shared() } else { file.lock() };
         Ok(tokio::task::spawn_blocking(waiting).await??)

@@ -149,7 +149,7 @@ impl Client for TokenRing {
             _ => 1,
         };
         let key = format!("tokens:{name}");
-        // Whoever is the first, in whatever process, puts them there.
+        // The first one, in any process, puts them there.
         let mut put = redis::cmd("EVAL");
         put.arg(PUT_TOKENS)
             .arg(2)

@@ -22,7 +22,7 @@ const WIDER: u32 = 250;
 const FONT: &str = "sans-serif";
 /// Of text and axes. The page has it replaced by the colour of its own text.
 pub(super) const INK: RGBColor = RGBColor(0x24, 0x29, 0x2f);
-/// Behind it all, since whoever shows the picture may have a dark page. The lockkit page has its own instead.
+/// Behind it all, since the page that shows the picture may be dark. The lockkit page has its own instead.
 pub(super) const PAPER: RGBColor = WHITE;
 const GRID: RGBColor = RGBColor(0x9a, 0xa3, 0xad);
 

@@ -68,7 +68,7 @@ fn every_signal_that_ends_a_process_is_passed_on() {
     ] {
         let holder = site.running(&[], "ulimit -c 0; echo up; exec sleep 60");
         holder.signal(signal);
-        // What these tests were started with ignored stays so.
+        // A signal that these tests were started with ignored stays so.
         let ended_by = if crate::tool::ignored(signal) {
             Signal::TERM
         } else {

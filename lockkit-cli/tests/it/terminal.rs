@@ -38,7 +38,7 @@ impl Terminal {
         let lockkit = env!("CARGO_BIN_EXE_lockkit");
         let mut shell = Command::new("setsid");
         shell
-            // Whoever runs the tests may have had signals ignored, which a shell cannot undo.
+            // The tests may have been started with signals ignored, which a shell cannot undo.
             .args(["--ctty", "env", "--default-signal=HUP,INT,QUIT", "sh", "-c"])
             .arg(format!("run() {{ {lockkit} run \"$@\"; }}; {script}"))
             .env("LOCKKIT_URL", &site.url)

@@ -154,7 +154,7 @@ async fn hold(guard: LockGuard, record: &mut Acquisition, rng: &mut fastrand::Rn
     }
     record.released = Some(now());
     if rng.bool() {
-        // What became of it is in what the others see.
+        // The others see what became of it.
         let _ = guard.release().await;
     } else {
         drop(guard);

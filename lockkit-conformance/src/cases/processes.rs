@@ -197,7 +197,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Whoever removed it first did the same.
+        // The one who removed it first did the same.
         let _ = std::fs::remove_file(&self.0);
     }
 }

@@ -310,7 +310,7 @@ pub(crate) async fn grants_follow_the_queue(case: &CaseRun) -> Outcome {
             Ok::<_, Error>(record)
         });
         stands_in_queue(&observer, &case.name("a"), who).await?;
-        // Whoever asks from now on is behind.
+        // A request from now on is behind.
         queued.push((who, now()));
     }
     first.until = guard.valid_until().map(at);

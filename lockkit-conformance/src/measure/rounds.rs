@@ -298,7 +298,7 @@ impl<S: Subject> Stage<S> {
     }
 
     async fn held(&mut self, locks: u32, ttl: Duration) -> Result<Sample, Unfit> {
-        // What 10,000 locks need to be renewed in time on a slow disk.
+        // Enough for 10,000 locks to be renewed in time on a slow disk.
         let ttl = ttl.max(Duration::from_micros(1_500) * locks);
         let processes = self.processes.as_ref().ok_or("no processes")?;
         let mut keeper = Keeper::start_counted(processes).await?;

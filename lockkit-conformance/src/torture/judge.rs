@@ -459,7 +459,7 @@ impl Court<'_> {
             *highest = old.token().max(*highest);
         }
         if let Some(restarted) = self.restarts().min() {
-            // What had outrun the clock is forgotten, but for what was given out since.
+            // Tokens ahead of the clock are forgotten, but for those given out since.
             let later = self
                 .records
                 .iter()
@@ -472,9 +472,9 @@ impl Court<'_> {
         findings.extend(guilty.map(|detail| Finding::new(Law::Tokens, detail)));
     }
 
-    /// A resource that compares tokens refuses who comes with a lower one. It must not be one whose release was
-    /// confirmed, and whose hold was good to its end therefore: whoever had a higher token by then, lost or not, had it
-    /// too early.
+    /// A resource that compares tokens refuses a writer with a lower one. It must not refuse one whose release was
+    /// confirmed: that hold was good to its end. So a client that had a higher token by then, lost or not, had it too
+    /// early.
     fn fencing(&self, findings: &mut Vec<Finding>) {
         // In the order of their grants, each with the highest token that the resource may have seen by then.
         let mut seen = Vec::<(Nanos, &Record)>::new();
@@ -595,7 +595,7 @@ impl Court<'_> {
                 let (since, until) = self.possibly(other);
                 busy(since, until, 1);
             }
-            // Whoever tries goes before nobody who waits.
+            // A try goes before nobody who waits.
             let goes_before = match waiter.asked {
                 Asked::Tried => conflict(waiter, other) || size > 1,
                 _ => !is_exclusive(waiter) && is_exclusive(other),
@@ -817,7 +817,7 @@ impl Court<'_> {
                 .into_iter()
                 .flatten()
                 .max();
-            // What was confirmed is over.
+            // A confirmed release is over.
             let linger = if other.over == Over::Released {
                 0
             } else {

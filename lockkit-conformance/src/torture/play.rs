@@ -48,7 +48,7 @@ pub(crate) struct Part {
     pub(super) process: u32,
     /// The moment 0 of the schedule.
     pub(super) origin: Nanos,
-    /// Until when, counted from there, whoever waits without an end has to be granted.
+    /// The time, counted from there, until which a waiter without a time limit has to be granted.
     pub(super) patience: Duration,
     /// The prefix of names.
     pub(super) prefix: String,
@@ -94,7 +94,7 @@ where
                 Some((route, runtime, to)) => {
                     let connected = within(runtime, connect(route));
                     connecting.push(async move {
-                        // Whoever wanted it may be gone.
+                        // The one who wanted it may be gone.
                         let _ = to.send(connected.await);
                     });
                 }
@@ -288,10 +288,10 @@ impl Seat {
 
     async fn close(&self, stage: &Stage, client: &LockClient) {
         self.gone.store(true, Ordering::SeqCst);
-        // Whoever asks from now on asks the next client, if there is one.
+        // A request from now on goes to the next client, if there is one.
         let at = now();
         let what = format!("closing client {} within {CLOSING:?}", self.plan.id);
-        // What it answers is judged by what is left.
+        // Its answer is judged by what is left.
         let _ = stage.bounded(CLOSING + SLACK, &what, client.close(CLOSING)).await;
         let client = self.plan.id;
         stage.note(Note::Gone { client, at });

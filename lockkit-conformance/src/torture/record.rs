@@ -10,7 +10,7 @@ use crate::history::{Acquisition, Nanos};
 pub(super) enum Note {
     /// An acquisition, as far as it has come. A later one of the same step and lock takes its place.
     Record(Box<Record>),
-    /// Somebody ended the hold of whoever held.
+    /// Somebody ended the hold of the holder.
     Break { lock: String, from: Nanos, to: Nanos },
     /// A client met its fate, was closed for a forgotten guard, or was closed at the end.
     Gone { client: u32, at: Nanos },

@@ -399,7 +399,7 @@ impl Torture {
         }
         let runtime = runtime()?;
         let played = runtime.block_on(self.play_epoch(schedule));
-        // What a forgotten guard keeps is kept.
+        // A forgotten guard keeps its hold.
         let forgot = |(story, _): &(Story, _)| story.forgot_anything();
         let left = if played.as_ref().is_ok_and(forgot) {
             None
@@ -604,7 +604,7 @@ impl Torture {
     /// Finds what the deployment itself shows although all clients are closed.
     fn leftovers(&mut self, story: &Story) -> io::Result<Option<Finding>> {
         if story.forgot_anything() {
-            // What a forgotten guard keeps is kept.
+            // A forgotten guard keeps its hold.
             self.known.extend(self.target.left()?);
             return Ok(None);
         }
@@ -718,7 +718,7 @@ fn new_prefix() -> String {
 /// An epoch that grants nothing, or far less than what could not fail, proves nothing.
 fn vacuous(story: &Story) -> Option<Finding> {
     let schedule = &story.schedule;
-    // What surely comes before the first fault, or the end.
+    // The time that surely comes before the first fault, or the end.
     let calm = schedule
         .strikes
         .first()
@@ -845,7 +845,7 @@ fn strike_all(
     let mut stopped = HashMap::new();
     for (at, begins, index) in moments {
         let strike = &strikes[index];
-        // What lasts is healed when all tasks have ended.
+        // A lasting fault is healed when all tasks have ended.
         if at == u64::MAX {
             while !over.load(Ordering::SeqCst) {
                 thread::sleep(Duration::from_millis(5));

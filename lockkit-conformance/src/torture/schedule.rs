@@ -155,7 +155,7 @@ pub enum Ask {
     Twice,
     /// Asks who holds.
     Inspect,
-    /// Ends the hold of whoever holds.
+    /// Ends the hold of the holder.
     Revoke,
 }
 
@@ -240,7 +240,7 @@ impl Schedule {
         for kind in kinds {
             let mut mood = Mood::new(rng, shape, &mut schedule, kind, locks);
             mood.lasting = plot == Plot::Lasting;
-            // Whoever takes several takes the next ones too.
+            // A step that takes several takes the next ones too.
             locks += mood.locks + 2;
             for (client, steps) in mood.tasks(rng, &schedule) {
                 let id = u32::try_from(schedule.tasks.len()).unwrap_or(u32::MAX);
@@ -292,7 +292,7 @@ const AWAY: Millis = 700;
 
 impl Plot {
     fn new(rng: &mut Rng, shape: &Shape, processes: u32) -> Self {
-        // What needs no fault must not be excused by one.
+        // A bug that needs no fault must not be excused by one.
         let mut plots = vec![Self::Calm, Self::Calm];
         let doom = processes > 1 && (shape.stops || shape.kills);
         if doom {
@@ -936,7 +936,7 @@ impl Mood {
         let (away, stay): (Vec<_>, Vec<_>) = clients
             .into_iter()
             .partition(|client| client % self.ways == strike.place % self.ways);
-        // What is cut for a moment is back soon after it.
+        // A client that is cut off for a moment is back soon after it.
         let handed_on = strike.at + log_uniform(rng, 5, strike.lasts);
         // Who is away is back in line when such a hold is over.
         let hold = rng.u64(1_500..2_500);

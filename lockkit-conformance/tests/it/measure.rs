@@ -215,7 +215,7 @@ fn round_trips_are_counted_per_acquisition_release_and_hand_off() {
     let rows = measure(&mut contestants, &[Scenario::Uncontended, Scenario::HandOff]);
     assert_eq!(rows[0].rounds(Figure::AcquireTrips), [2.0; 3]);
     assert_eq!(rows[0].rounds(Figure::ReleaseTrips), [1.0; 3]);
-    // What the waiter has done before is none of it.
+    // The waiter's earlier work does not count.
     assert_eq!(rows[1].rounds(Figure::HandOffTrips), [1.0; 3]);
 }
 

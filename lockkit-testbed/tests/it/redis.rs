@@ -103,7 +103,7 @@ fn a_crash_loses_what_was_not_appended() {
     }
     let plain = RedisServer::plain().unwrap();
     plain.cli(&["SET", "key", "old"]).unwrap();
-    // What it saved for the restart must not come back.
+    // The data that it saved for the restart must not come back.
     plain.restart().unwrap();
     plain.kill().unwrap();
     assert!(plain.cli(&["PING"]).is_err());
@@ -536,7 +536,7 @@ fn sentinels_are_soon_back_when_the_machine_stood_still() {
     });
 }
 
-/// A server that is demoted hangs up on whoever asks at that moment.
+/// A server that is demoted hangs up on a client that asks at that moment.
 fn role(server: &RedisServer) -> String {
     let role = server.cli(&["ROLE"]).unwrap_or_default();
     role.lines().next().unwrap_or_default().to_owned()
