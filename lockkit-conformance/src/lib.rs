@@ -44,6 +44,7 @@ mod traces;
 
 pub use harness::{Harness, Missing};
 pub use suite::{Case, Report, Suite, Verdict, cases};
+pub use traces::Traces;
 
 #[doc(hidden)]
 pub use suite::run_test;

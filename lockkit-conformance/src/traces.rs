@@ -1,4 +1,4 @@
-//! Everything that is traced, as text, so that it can be searched for what must not be in it.
+//! Everything that is traced, as text, to be searched for what must be in it and what must not.
 
 use std::{
     fmt::{self, Write as _},
@@ -12,12 +12,15 @@ use tracing::{
     span::{Attributes, Id, Record},
 };
 
-/// Takes the fields of every span and event, of every level. Clones add to the same text.
+/// A subscriber that keeps the fields of every span and event, of every level, as text. Clones add to the same text.
+///
+/// Each record is a line. That of an event begins with its level.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Traces(Arc<Mutex<String>>);
+pub struct Traces(Arc<Mutex<String>>);
 
 impl Traces {
-    pub(crate) fn text(&self) -> String {
+    /// Returns all that was traced so far.
+    pub fn text(&self) -> String {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -47,7 +50,10 @@ impl Subscriber for Traces {
     fn record_follows_from(&self, _: &Id, _: &Id) {}
 
     fn event(&self, event: &Event<'_>) {
-        self.add(|fields| event.record(fields));
+        self.add(|fields| {
+            fields.0 = format!("{} ", event.metadata().level());
+            event.record(fields);
+        });
     }
 
     fn enter(&self, _: &Id) {}

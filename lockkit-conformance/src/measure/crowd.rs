@@ -99,9 +99,10 @@ impl<C: Client> Crowd<C> {
         Ok(Self { clients, tasks })
     }
 
-    /// Has all tasks contend at once, for so long. Returns how long it took to stop asking, and each task's times. It waits
-    /// for those who still wait by then, but their grants do not count as done in that time: of a hundred tasks it would
-    /// be a hundred more. The time begins when `gate` is done, which may keep the lock from them until they are in line.
+    /// Has all tasks contend at once, for so long. Returns how long it took to stop asking, and each task's times. It
+    /// waits for those who still wait by then, but their grants do not count as done in that time: of a hundred tasks it
+    /// would be a hundred more. The time begins when `gate` is done, which may keep the lock from them until they are in
+    /// line.
     pub(super) async fn contend(
         &mut self,
         stretch: Duration,
