@@ -1,10 +1,9 @@
 //! Helpers of the tests of this program.
 
 use std::{
-    fmt::{self, Write as _},
     io::{BufRead, BufReader, Write as _},
     process::{ChildStdin, Command, Stdio},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -17,11 +16,6 @@ use lockkit_testbed::{
     skipped,
 };
 use tokio::{sync::mpsc, task::JoinHandle};
-use tracing::{
-    Event, Metadata, Subscriber,
-    field::{Field, Visit},
-    span::{Attributes, Id, Record},
-};
 
 pub(crate) const MS: Duration = Duration::from_millis(1);
 pub(crate) const SECOND: Duration = Duration::from_secs(1);
@@ -278,49 +272,5 @@ impl Peer {
         let mut words = answer.split(' ');
         assert_eq!(words.next(), Some("granted"), "{answer}");
         words.next().unwrap().parse().unwrap()
-    }
-}
-
-/// Everything that is traced on this thread, as text.
-#[derive(Clone, Default)]
-pub(crate) struct Traces(Arc<Mutex<String>>);
-
-impl Traces {
-    pub(crate) fn text(&self) -> String {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-}
-
-impl Subscriber for Traces {
-    fn enabled(&self, _: &Metadata<'_>) -> bool {
-        true
-    }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-
-    fn event(&self, event: &Event<'_>) {
-        let mut fields = Fields(format!("{} ", event.metadata().level()));
-        event.record(&mut fields);
-        let mut text = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        text.push_str(&fields.0);
-        text.push('\n');
-    }
-
-    fn enter(&self, _: &Id) {}
-
-    fn exit(&self, _: &Id) {}
-}
-
-struct Fields(String);
-
-impl Visit for Fields {
-    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        let _ = write!(self.0, "{field}={value:?} ");
     }
 }

@@ -3,6 +3,7 @@
 
 use std::time::Instant;
 
+use lockkit_conformance::Traces;
 use lockkit_core::{AcquireOptions, LockGuard, LossReason};
 use lockkit_testbed::{
     Mode, Proxy, eventually,
@@ -10,9 +11,8 @@ use lockkit_testbed::{
 };
 
 use crate::common::{
-    Alone, LONG, MS, RECOVERED, SECOND, Traces, client, client_behind_proxy, granted, heartbeats, lock,
-    no_server, nothing_is_left, renewed, requests_executed, subscribers, until, url_of, waiter, waiters,
-    within,
+    Alone, LONG, MS, RECOVERED, SECOND, client, client_behind_proxy, granted, heartbeats, lock, no_server,
+    nothing_is_left, renewed, requests_executed, subscribers, until, url_of, waiter, waiters, within,
 };
 
 #[tokio::test]

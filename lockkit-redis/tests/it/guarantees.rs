@@ -8,7 +8,7 @@ use std::{
 };
 
 use futures_util::{FutureExt, future::join_all};
-use lockkit_conformance::stall::Stopwatch;
+use lockkit_conformance::{Traces, stall::Stopwatch};
 use lockkit_core::{AcquireOptions, FenceGate, FencingToken, Lock, LockClient, LockGuard, LossReason};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
@@ -17,8 +17,8 @@ use lockkit_testbed::{
 };
 
 use crate::common::{
-    AT_ONCE, LONG, MS, Peer, SECOND, Traces, client, client_behind_proxy, connect, granted, keys, lock,
-    no_server, nothing_is_left, take, until, url_of, waiter, waiters, within,
+    AT_ONCE, LONG, MS, Peer, SECOND, client, client_behind_proxy, connect, granted, keys, lock, no_server,
+    nothing_is_left, take, until, url_of, waiter, waiters, within,
 };
 
 /// A second holder of lock `a` is let in by `client` while the first believes to hold it, which is what must not be;

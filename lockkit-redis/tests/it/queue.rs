@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use lockkit_conformance::stall::Stopwatch;
+use lockkit_conformance::{Traces, stall::Stopwatch};
 use lockkit_core::{
     AcquireOptions, LockClient, LockName,
     spi::{Backend, ClaimRequest, Mode as LockMode, OwnerId},
@@ -12,8 +12,8 @@ use lockkit_redis::{RedisBackend, RedisConfig};
 use lockkit_testbed::{Clock, Mode, Proxy, eventually, redis::RedisServer};
 
 use crate::common::{
-    AT_ONCE, LONG, MS, Peer, RECOVERED, SECOND, Traces, client, client_behind_proxy, granted, heartbeats,
-    is_residue, keys, lock, no_server, nothing_is_left, subscribers, until, waiter, waiters, within,
+    AT_ONCE, LONG, MS, Peer, RECOVERED, SECOND, client, client_behind_proxy, granted, heartbeats, is_residue,
+    keys, lock, no_server, nothing_is_left, subscribers, until, waiter, waiters, within,
 };
 
 #[tokio::test]
