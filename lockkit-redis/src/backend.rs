@@ -167,15 +167,19 @@ impl Backend for RedisBackend {
 
     async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let key = layout::key(&self.shared.namespace, name, kind);
-        let give_up = Instant::now() + PUBLISHED_WITHIN;
+        let mut give_up = None;
         loop {
             let mut call = script::REVOKE.call(&key);
             call.arg(token.get());
-            if Instant::now() >= give_up {
+            if give_up.is_some_and(|at| Instant::now() >= at) {
                 call.arg("published or not");
             }
             match self.shared.connection.run("revoke", call).await? {
-                Value::Int(-1) => tokio::time::sleep(LOOK_AGAIN_AFTER).await,
+                Value::Int(-1) => {
+                    // The holder has that long from the first look on, however late its reply was.
+                    give_up.get_or_insert_with(|| Instant::now() + PUBLISHED_WITHIN);
+                    tokio::time::sleep(LOOK_AGAIN_AFTER).await;
+                }
                 Value::Int(found) => return Ok(found == 1),
                 other => return Err(unexpected("revoke", &other)),
             }

@@ -323,13 +323,17 @@ impl Connection {
             Some(io) => io.drive(request).await,
             None => {
                 let mut replaced = self.replaced.subscribe();
-                tokio::select! {
-                    biased;
-                    _ = replaced.wait_for(|replaced| *replaced) => {
-                        let reason = "the connection was replaced";
-                        Err(io::Error::new(io::ErrorKind::ConnectionReset, reason).into())
+                let error =
+                    || io::Error::new(io::ErrorKind::ConnectionReset, "the connection was replaced").into();
+                // A reply that has come counts, also if the connection is replaced at the same moment.
+                if *replaced.borrow() {
+                    Err(error())
+                } else {
+                    tokio::select! {
+                        biased;
+                        reply = request => reply,
+                        _ = replaced.wait_for(|replaced| *replaced) => Err(error()),
                     }
-                    reply = request => reply,
                 }
             }
         };
@@ -363,7 +367,11 @@ impl Connection {
             if self.server().is_voter() {
                 // The server may have forgotten a script, and each claim may have stopped waiting before it was told.
                 let mut stream = self.established.stream.clone();
-                script::load(&script::REDLOCK, &mut stream).await?;
+                match script::load(&script::REDLOCK, &mut stream).await {
+                    Err(error) if breaks_connection(&error) => return Err(error),
+                    // A server that refuses is there.
+                    _ => {}
+                }
             }
             self.send(&redis::cmd("PING")).await
         });

@@ -2,7 +2,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -15,6 +18,8 @@ pub(crate) struct Wakeups {
     by_owner: Mutex<HashMap<u128, Arc<Wakeup>>>,
     /// Owners of dropped claims that the server may still have in a queue, each with the key of its lock.
     abandoned: Mutex<HashMap<u128, Vec<u8>>>,
+    /// The number of claims that are in a queue at the server.
+    waiting: Arc<AtomicUsize>,
 }
 
 /// The wake-up of one claim.
@@ -22,6 +27,7 @@ pub(crate) struct Wakeups {
 pub(crate) struct Wakeup {
     changed: Notify,
     state: Mutex<State>,
+    waiting: Arc<AtomicUsize>,
 }
 
 #[derive(Debug, Default)]
@@ -71,7 +77,13 @@ impl Wakeups {
     }
 
     pub(crate) fn add(&self, owner: OwnerId) -> Arc<Wakeup> {
-        self.map().entry(owner.get()).or_default().clone()
+        let new = || {
+            Arc::new(Wakeup {
+                waiting: self.waiting.clone(),
+                ..Wakeup::default()
+            })
+        };
+        self.map().entry(owner.get()).or_insert_with(new).clone()
     }
 
     fn get(&self, owner: OwnerId) -> Option<Arc<Wakeup>> {
@@ -79,7 +91,10 @@ impl Wakeups {
     }
 
     pub(crate) fn remove(&self, owner: OwnerId) {
-        self.map().remove(&owner.get());
+        let removed = self.map().remove(&owner.get());
+        if let Some(wakeup) = removed {
+            wakeup.set_waits(&mut wakeup.state(), false);
+        }
     }
 
     fn abandoned(&self) -> MutexGuard<'_, HashMap<u128, Vec<u8>>> {
@@ -113,7 +128,7 @@ impl Wakeups {
 
     /// Returns whether any claim is in a queue at the server.
     pub(crate) fn any_waits(&self) -> bool {
-        self.map().values().any(|wakeup| wakeup.state().waits)
+        self.waiting.load(Ordering::Relaxed) > 0
     }
 
     /// Delivers a push of the one master: `<owner> <ms>[:<token>] <lock>`.
@@ -198,6 +213,14 @@ impl Wakeup {
         self.changed.notify_one();
     }
 
+    fn set_waits(&self, state: &mut State, waits: bool) {
+        match (std::mem::replace(&mut state.waits, waits), waits) {
+            (false, true) => _ = self.waiting.fetch_add(1, Ordering::Relaxed),
+            (true, false) => _ = self.waiting.fetch_sub(1, Ordering::Relaxed),
+            _ => {}
+        }
+    }
+
     /// Forgets what has been heard so far. The request that follows deals with it.
     pub(crate) fn begin(&self) {
         let mut state = self.state();
@@ -221,7 +244,7 @@ impl Wakeup {
     /// Notes that the server has the claim in a queue, behind others or as the head. It asks after this time at the latest.
     pub(crate) fn wait(&self, follows: Option<Follows>, after: Duration) {
         let mut state = self.state();
-        state.waits = true;
+        self.set_waits(&mut state, true);
         state.follows = follows;
         drop(state);
         self.ask_in(after);
@@ -247,6 +270,7 @@ impl Wakeup {
     /// Notes that the claim does not wait any more.
     pub(crate) fn stop(&self) {
         let mut state = self.state();
+        self.set_waits(&mut state, false);
         *state = State {
             woken: state.woken,
             ..State::default()
