@@ -1,6 +1,6 @@
 //! A claim that holds by a row lock, in a session of its own.
 
-use std::{pin::pin, sync::Arc, time::Duration};
+use std::{ops::RangeInclusive, pin::pin, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use futures_util::future::{Either, select};
@@ -42,6 +42,8 @@ pub(crate) struct RowClaim {
     /// The lease as the server keeps it: the session's `wait_timeout`.
     seconds: u32,
     stage: Stage,
+    /// The beginning of the attempt under way, or of the last one.
+    began: Instant,
     /// A time before the latest request was sent whose reply proves that the session lives.
     sent: Instant,
     shown: Shown,
@@ -84,13 +86,13 @@ enum Activity {
     /// Locks all free permits of a semaphore of another size, to change the size.
     Resizing { size: u32, wanted: u32 },
     /// Asks whether a semaphore of another size is in use.
-    Refusing { size: u32, wanted: u32 },
+    Refusing { size: u32, wanted: u32, sent: Instant },
     /// Has the row and a ticket. Reserves tokens for it.
     Reserving { ticket: u64, mapping: Mapping },
     /// Has the row and tokens. Proves that it still has the row.
-    Proving { token: u64, sent: Instant },
-    /// Holds. The token is the first of its tokens.
-    Holding { token: u64 },
+    Proving { token: u64, last: u64, sent: Instant },
+    /// Holds, with the tokens from this one to the last.
+    Holding { token: u64, last: u64 },
     /// Rolls the transaction back.
     RollingBack { held: bool },
 }
@@ -108,7 +110,7 @@ enum Shown {
 enum Step {
     Again,
     Taken,
-    Granted(u64),
+    Granted(RangeInclusive<u64>),
 }
 
 /// The state of a wait for the row.
@@ -133,6 +135,7 @@ impl RowClaim {
             sql,
             seconds,
             stage: Stage::Idle,
+            began: Instant::now(),
             sent: Instant::now(),
             shown: Shown::Not,
             is_intact: false,
@@ -203,11 +206,12 @@ impl RowClaim {
                 Activity::Pausing => self.paused(session, patience),
                 Activity::Making { repair } => self.made(session, repair),
                 Activity::Resizing { size, wanted } => self.resized(session, size, wanted),
-                Activity::Refusing { size, wanted } => self.refused(session, size, wanted).await,
+                Activity::Refusing { sent, .. } if sent < self.began => Ok(self.try_to_lock(session)),
+                Activity::Refusing { size, wanted, .. } => self.refused(session, size, wanted).await,
                 Activity::Reserving { .. } => self.reserved(session, reserved).await,
-                Activity::Proving { token, sent } => self.proved(session, token, sent),
+                Activity::Proving { token, last, sent } => self.proved(session, token, last, sent),
                 // The grant of an attempt whose result nobody read.
-                Activity::Holding { token } => Ok(self.prove(session, token)),
+                Activity::Holding { token, last } => Ok(self.prove(session, token, last)),
                 Activity::RollingBack { .. } => Ok(self.begin(session, activity)),
             },
             stage => {
@@ -334,7 +338,8 @@ impl RowClaim {
             let wanted = wanted.get();
             if size != wanted {
                 session.send(self.seconds, self.sql.is_held());
-                return Ok(self.begin(session, Activity::Refusing { size, wanted }));
+                let sent = Instant::now();
+                return Ok(self.begin(session, Activity::Refusing { size, wanted, sent }));
             }
             if !patience.is_zero() {
                 return Ok(self.wait(session, Activity::Pausing, self.sql.pause_and_try()));
@@ -409,9 +414,9 @@ impl RowClaim {
             && is_recent
             && self.shared.names.note_grant(self.sql.key(), self.sent)
         {
-            return Ok(self.hold(session, token));
+            return Ok(self.hold(session, token, self.last(token)));
         }
-        Ok(self.prove(session, token))
+        Ok(self.prove(session, token, self.last(token)))
     }
 
     /// Reads the ticket, the mapping, and the size of a semaphore.
@@ -456,7 +461,7 @@ impl RowClaim {
     async fn reserved(&mut self, session: Session, last: Result<Option<Reserved>>) -> Result<Step> {
         match last {
             // The session proves itself. If it had ended, another might have held since, with lower tokens.
-            Ok(Some(Reserved::From(token))) => Ok(self.prove(session, token)),
+            Ok(Some(Reserved::From(token))) => Ok(self.prove(session, token, self.last(token))),
             // Somebody deleted the row of the counter, or of the mapping.
             Ok(Some(Reserved::Nothing)) => Ok(self.make(session, false)),
             // The control connection may be with another server by now, or with this one in another life.
@@ -475,7 +480,7 @@ impl RowClaim {
 
     /// Has the session prove that it lives, and with it the lock. A hold that has others beside it is shown, which proves it as
     /// well: how many hold together is to be visible at once.
-    fn prove(&mut self, mut session: Session, token: u64) -> Step {
+    fn prove(&mut self, mut session: Session, token: u64, last: u64) -> Step {
         let request = if self.request.mode == Mode::Exclusive {
             row_sql::proof()
         } else {
@@ -483,12 +488,14 @@ impl RowClaim {
         };
         let sent = Instant::now();
         session.send(self.seconds, request);
-        self.begin(session, Activity::Proving { token, sent })
+        self.begin(session, Activity::Proving { token, last, sent })
     }
 
-    fn proved(&mut self, mut session: Session, token: u64, sent: Instant) -> Result<Step> {
+    fn proved(&mut self, mut session: Session, token: u64, last: u64, sent: Instant) -> Result<Step> {
         match session.take_reply() {
             Ok(reply) if server::says_read_only(&reply) => return Err(self.demoted(session)),
+            // It proves what was so at the time of an attempt that was dropped.
+            Ok(_) if sent < self.began => return Ok(self.prove(session, token, last)),
             Ok(_) => self.sent = sent,
             Err(error) if error::ends_the_session(&error) => {
                 self.abandon(session, false);
@@ -500,17 +507,17 @@ impl RowClaim {
             self.shown = Shown::AsItIs;
             self.shared.names.note_shared_grant(self.sql.key());
         } else if !self.shared.names.note_grant(self.sql.key(), sent) {
-            return Ok(self.prove(session, token));
+            return Ok(self.prove(session, token, last));
         }
-        Ok(self.hold(session, token))
+        Ok(self.hold(session, token, last))
     }
 
-    fn hold(&mut self, session: Session, token: u64) -> Step {
-        tracing::trace!(lock = %self.request.name, session = session.id, first = token, last = self.last(token), "granted in a session");
+    fn hold(&mut self, session: Session, token: u64, last: u64) -> Step {
+        tracing::trace!(lock = %self.request.name, session = session.id, first = token, last, "granted in a session");
         self.shared.sessions.watch(&session.epoch);
         self.is_intact = true;
-        self.stage = Stage::Active(session, Activity::Holding { token });
-        Step::Granted(token)
+        self.stage = Stage::Active(session, Activity::Holding { token, last });
+        Step::Granted(token..=last)
     }
 
     /// Returns the last token of a grant with this first one.
@@ -762,17 +769,16 @@ async fn reserve(
 impl Claim for RowClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
         require_runtime("acquire")?;
+        self.began = Instant::now();
         self.breaks.mark_unchanged();
         self.receive_or_abandon().await;
         loop {
             match self.step(patience).await? {
                 Step::Again => {}
                 Step::Taken => return Ok(None),
-                Step::Granted(first) => {
-                    return Ok(Some(Grant {
-                        tokens: first..=self.last(first),
-                        lease: self.lease(),
-                    }));
+                Step::Granted(tokens) => {
+                    let lease = self.lease();
+                    return Ok(Some(Grant { tokens, lease }));
                 }
             }
         }
@@ -781,7 +787,7 @@ impl Claim for RowClaim {
     async fn renew(&mut self) -> Result<Renewal> {
         require_runtime("renew")?;
         self.breaks.mark_unchanged();
-        let Stage::Active(session, Activity::Holding { token }) = &mut self.stage else {
+        let Stage::Active(session, Activity::Holding { token, .. }) = &mut self.stage else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
         self.shared.sessions.watch(&session.epoch);
@@ -860,7 +866,7 @@ impl Claim for RowClaim {
             Activity::Queueing | Activity::Waiting | Activity::Pausing => session.receive().await,
             // A renewal shows its token.
             Activity::Holding { .. } if self.shown == Shown::Outdated => {}
-            Activity::Holding { token } => {
+            Activity::Holding { token, .. } => {
                 if self.shown == Shown::Not {
                     let show = self.sql.show(session.id, *token, self.seconds, &self.request);
                     session.send(self.seconds, show);
@@ -881,7 +887,7 @@ impl Claim for RowClaim {
     }
 
     fn passed_on(&mut self, token: FencingToken) {
-        if let Stage::Active(_, Activity::Holding { token: first }) = &mut self.stage {
+        if let Stage::Active(_, Activity::Holding { token: first, .. }) = &mut self.stage {
             *first = token.get();
             if self.shown == Shown::AsItIs {
                 self.shown = Shown::Outdated;
