@@ -158,6 +158,18 @@ impl Hold {
         self.cell.take()
     }
 
+    /// Returns the error of a renewal that cannot go on. The end of the client's runtime is a loss, which may not have reached this
+    /// hold yet.
+    fn cannot_go_on(&self, operation: &'static str, err: Error) -> Error {
+        if self.request.core().is_alive(operation).is_err() {
+            self.cell.lose(LossReason::Disconnected);
+            if let Err(lost) = self.not_lost() {
+                return lost;
+            }
+        }
+        err.for_lock(&self.name)
+    }
+
     /// Renews the hold once. The caller has the `contender` on loan, or for good.
     ///
     /// # Errors
@@ -181,13 +193,15 @@ impl Hold {
         let mut renewal = claim.renew();
         let mut reply = core
             .within(OPERATION, Core::is_alive, || overdue, &mut renewal)
-            .await?;
+            .await
+            .map_err(|err| self.cannot_go_on(OPERATION, err))?;
         if reply.is_none() && overdue < limit {
             // It may still succeed, but those who have something to bring to an end can wait no longer.
             self.cell.renewal_failed();
             reply = core
                 .within(OPERATION, Core::is_alive, || limit, &mut renewal)
-                .await?;
+                .await
+                .map_err(|err| self.cannot_go_on(OPERATION, err))?;
         }
         match reply {
             Some(Ok(Renewal::Held(lease))) => {
