@@ -179,6 +179,23 @@ impl BackendInfo {
     /// The namespace of clients that ask for none.
     pub const DEFAULT_NAMESPACE: &'static str = "lockkit";
 
+    /// Checks a namespace: at most `max_bytes` of `A-Z a-z 0-9 . _ -`. It may be empty.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] says what is wrong with it.
+    pub fn check_namespace(namespace: &str, max_bytes: usize) -> Result<()> {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        if !namespace.chars().all(allowed) {
+            let reason = format!("{namespace:?} has characters other than A-Z a-z 0-9 . _ -");
+            return Err(Error::invalid_option("namespace", reason));
+        }
+        if namespace.len() > max_bytes {
+            let reason = format!("it is longer than {max_bytes} bytes");
+            return Err(Error::invalid_option("namespace", reason));
+        }
+        Ok(())
+    }
+
     /// Describes a backend with no capabilities, the default namespace, a fallback poll of 1 s, a patience of 1 s, and leases
     /// that do not stand still.
     pub fn new(name: &'static str, server: impl Into<Arc<str>>) -> Self {

@@ -38,22 +38,7 @@ impl FileConfig {
     }
 
     pub(crate) fn check(&self) -> Result<()> {
-        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-        if !self.namespace.chars().all(allowed) {
-            return Err(Error::invalid_option(
-                "namespace",
-                format!(
-                    "{:?} has other characters than letters, digits, `.`, `_` and `-`",
-                    self.namespace
-                ),
-            ));
-        }
-        if self.namespace.len() > Layout::MAX_NAMESPACE {
-            return Err(Error::invalid_option(
-                "namespace",
-                format!("it is longer than {} bytes", Layout::MAX_NAMESPACE),
-            ));
-        }
+        BackendInfo::check_namespace(&self.namespace, Layout::MAX_NAMESPACE)?;
         if self.poll.is_some_and(|poll| poll < Duration::from_millis(1)) {
             return Err(Error::invalid_option("poll", "it is shorter than 1 ms"));
         }

@@ -137,19 +137,7 @@ impl MySqlConfig {
     }
 
     pub(crate) fn target(&self) -> Result<Target> {
-        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-        if !self.namespace.chars().all(allowed) {
-            return Err(Error::invalid_option(
-                "namespace",
-                format!(
-                    "{:?} has other characters than letters, digits, `.`, `_` and `-`",
-                    self.namespace
-                ),
-            ));
-        }
-        if self.namespace.len() > Self::MAX_NAMESPACE {
-            return Err(Error::invalid_option("namespace", "it is longer than 64 bytes"));
-        }
+        BackendInfo::check_namespace(&self.namespace, Self::MAX_NAMESPACE)?;
         if !(1..=100_000).contains(&self.max_connections) {
             return Err(Error::invalid_option(
                 "max_connections",

@@ -61,13 +61,7 @@ impl RedisConfig {
     }
 
     pub(crate) fn address(&self) -> Result<Address> {
-        let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-        if !self.namespace.chars().all(allowed) {
-            return Err(Error::invalid_option(
-                "namespace",
-                format!("{:?} has characters other than A-Z a-z 0-9 . _ -", self.namespace),
-            ));
-        }
+        BackendInfo::check_namespace(&self.namespace, usize::MAX)?;
         let millisecond = Duration::from_millis(1);
         if !(millisecond..=AcquireOptions::MAX_DURATION).contains(&self.replicas_timeout) {
             return Err(Error::invalid_option(

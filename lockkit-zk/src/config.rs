@@ -128,11 +128,7 @@ impl ZkConfig {
     }
 
     pub(crate) fn check(&self) -> Result<Address> {
-        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-        if !self.namespace.chars().all(allowed) {
-            let reason = format!("{:?} has characters other than A-Z a-z 0-9 . _ -", self.namespace);
-            return Err(Error::invalid_option("namespace", reason));
-        }
+        BackendInfo::check_namespace(&self.namespace, usize::MAX)?;
         if self.tick_time < Duration::from_millis(1) {
             return Err(Error::invalid_option("tick_time", "it is shorter than 1 ms"));
         }
