@@ -262,14 +262,8 @@ impl LockConfig {
         if let Some(poll) = self.file.poll {
             between("poll", poll, Duration::from_secs(60))?;
         }
-        let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-        match &self.namespace {
-            Some(namespace) if !namespace.chars().all(allowed) => Err(Error::invalid_option(
-                "namespace",
-                format!("{namespace:?} has characters other than A-Z a-z 0-9 . _ -"),
-            )),
-            _ => Target::of(&Url::parse(&self.url)?)?.validate(self),
-        }
+        BackendInfo::check_namespace(self.namespace_or_default(), usize::MAX)?;
+        Target::of(&Url::parse(&self.url)?)?.validate(self)
     }
 
     /// Returns the client's defaults for options that neither the call nor the lock sets.
@@ -389,8 +383,23 @@ fn between(option: &'static str, value: Duration, max: Duration) -> Result<()> {
 
 #[cfg(feature = "serde")]
 impl crate::options::Table for LockConfig {
-    const OTHERS: &[&str] = &["url", "file", "redis", "redlock", "zk", "mysql"];
-    const REQUIRED: &[&str] = &["url"];
+    const NAME: &'static str = "LockConfig";
+    const KEYS: &'static [&'static str] = &[
+        "url",
+        "ttl",
+        "wait",
+        "op_timeout",
+        "connect_timeout",
+        "namespace",
+        "label",
+        "local_handoffs",
+        "file",
+        "redis",
+        "redlock",
+        "zk",
+        "mysql",
+    ];
+    const REQUIRED: &'static [&'static str] = &["url"];
 
     fn read<'de, M: serde::de::MapAccess<'de>>(
         &mut self,

@@ -94,6 +94,9 @@ macro_rules! section {
 
         #[cfg(feature = "serde")]
         impl $crate::options::Table for $name {
+            const NAME: &'static str = stringify!($name);
+            const KEYS: &'static [&'static str] = &[$(stringify!($key)),*];
+
             fn read<'de, M: serde::de::MapAccess<'de>>(
                 &mut self,
                 key: &str,
@@ -151,10 +154,11 @@ plain! {
 /// A table of a config file.
 #[cfg(feature = "serde")]
 pub(crate) trait Table: Options + Default {
-    /// The keys that are not options.
-    const OTHERS: &[&str] = &[];
+    const NAME: &'static str;
+    /// Every key.
+    const KEYS: &'static [&'static str];
     /// The keys that have to be there.
-    const REQUIRED: &[&str] = &[];
+    const REQUIRED: &'static [&'static str] = &[];
 
     /// Reads the value of a key that is known.
     fn read<'de, M: MapAccess<'de>>(&mut self, key: &str, map: &mut M) -> Result<(), M::Error>;
@@ -163,7 +167,7 @@ pub(crate) trait Table: Options + Default {
 /// Reads a key. An unknown one is refused here, so that the error shows its line: the first line may have a password.
 #[cfg(feature = "serde")]
 struct Key<'a> {
-    known: &'a [&'static str],
+    known: &'static [&'static str],
     seen: &'a [&'static str],
 }
 
@@ -172,18 +176,34 @@ impl<'de> DeserializeSeed<'de> for Key<'_> {
     type Value = &'static str;
 
     fn deserialize<D: Deserializer<'de>>(self, key: D) -> Result<&'static str, D::Error> {
-        let key = String::deserialize(key)?;
+        key.deserialize_identifier(self)
+    }
+}
+
+#[cfg(feature = "serde")]
+impl Visitor<'_> for Key<'_> {
+    type Value = &'static str;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the key of an option")
+    }
+
+    fn visit_str<E: Error>(self, key: &str) -> Result<&'static str, E> {
         let Some(known) = self.known.iter().find(|known| **known == key) else {
             let known: Vec<_> = self.known.iter().map(|key| format!("`{key}`")).collect();
-            return Err(D::Error::custom(format_args!(
+            return Err(E::custom(format_args!(
                 "unknown key `{key}`; known are {}",
                 known.join(", ")
             )));
         };
         if self.seen.contains(known) {
-            return Err(D::Error::custom(format_args!("`{key}` is there twice")));
+            return Err(E::custom(format_args!("`{key}` is there twice")));
         }
         Ok(known)
+    }
+
+    fn visit_bytes<E: Error>(self, key: &[u8]) -> Result<&'static str, E> {
+        self.visit_str(&String::from_utf8_lossy(key))
     }
 }
 
@@ -201,10 +221,9 @@ pub(crate) fn read_table<'de, D: Deserializer<'de>, T: Table>(from: D) -> Result
 
         fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<T, M::Error> {
             let mut table = T::default();
-            let known: Vec<_> = T::OTHERS.iter().chain(table.keys()).copied().collect();
             let mut seen = Vec::new();
             while let Some(key) = map.next_key_seed(Key {
-                known: &known,
+                known: T::KEYS,
                 seen: &seen,
             })? {
                 table.read(key, &mut map)?;
@@ -217,7 +236,8 @@ pub(crate) fn read_table<'de, D: Deserializer<'de>, T: Table>(from: D) -> Result
         }
     }
 
-    from.deserialize_map(Reader(PhantomData))
+    // As a struct: flattened into another, it is offered its own keys alone.
+    from.deserialize_struct(T::NAME, T::KEYS, Reader(PhantomData))
 }
 
 /// Reads a value, and names its key in errors: not every format's say where they happened.

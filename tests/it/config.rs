@@ -170,4 +170,25 @@ mod files {
         let application: Application = toml::from_str("[lock]\nurl = 'memory:'\nttl = '1s'").unwrap();
         assert_eq!(application.lock.ttl, Some(Duration::from_secs(1)));
     }
+
+    /// The keys of the others are not its own, and it keeps its own from them.
+    #[test]
+    fn a_config_flattened_into_a_bigger_one() {
+        #[derive(serde::Deserialize)]
+        struct Application {
+            name: String,
+            #[serde(flatten)]
+            lock: LockConfig,
+            #[serde(flatten)]
+            rest: std::collections::BTreeMap<String, String>,
+        }
+        let text = format!("name = 'app'\nurl = 'redis://user:{CANARY}@host'\nttl = '1s'\nlevel = 'info'");
+        let application: Application = toml::from_str(&text).unwrap();
+        assert_eq!(application.name, "app");
+        assert_eq!(application.lock.ttl, Some(Duration::from_secs(1)));
+        assert_eq!(
+            application.rest.into_iter().collect::<Vec<_>>(),
+            [("level".to_owned(), "info".to_owned())]
+        );
+    }
 }
