@@ -1,129 +1,113 @@
-//! Three nodes, of which one leads at a time. When a leader steps down, or its node is shut down under it, the next one
-//! takes over.
+//! Three processes, of which one leads at a time. The first leader is killed, the second resigns, and the third leads. The
+//! process that started them observes who leads.
 //!
-//! `cargo run --example leader_election [URL]`. Default: `memory:`. Each node has a client of its own, as if it were a
-//! process of its own.
+//! `cargo run --example leader_election [URL]`, with a backend that several processes can reach. Default: files in a directory
+//! of its own.
 
 use std::{
+    collections::HashMap,
+    env,
     error::Error,
-    sync::{Arc, Mutex, PoisonError},
+    io::Read as _,
+    ops::ControlFlow,
+    process::{Child, Command, Stdio},
     time::Duration,
 };
 
-use lockkit::{AcquireOptions, FenceGate, FencingToken, LockClient};
-use tokio::sync::Notify;
-
-/// The number of entries that a leader writes before it steps down.
-const TERM: usize = 3;
+use lockkit::{Election, LockClient};
+use tokio::sync::oneshot;
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
+/// Set for a node, which is a process of its own: its name, and the URL.
+const NODE: &str = "LEADER_ELECTION_NODE";
+const URL: &str = "LEADER_ELECTION_URL";
+
 #[tokio::main]
 async fn main() -> Result<()> {
-    let url = std::env::args().nth(1).unwrap_or_else(|| "memory:".to_owned());
-    let journal = Arc::new(Journal::default());
-    let clients = [
-        lockkit::connect(&url).await?,
-        lockkit::connect(&url).await?,
-        lockkit::connect(&url).await?,
-    ];
-    let [ada, ben, cleo] = &clients;
-
-    let busy = Arc::new(Notify::new());
-    let nodes = [
-        tokio::spawn(stand("ada", ada.clone(), journal.clone(), lead_a_term)),
-        tokio::spawn(stand("cleo", cleo.clone(), journal.clone(), lead_a_term)),
-    ];
-    let tireless = {
-        let busy = busy.clone();
-        tokio::spawn(stand(
-            "ben",
-            ben.clone(),
-            journal.clone(),
-            async move |journal, name, token| {
-                lead_a_term(journal.clone(), name, token).await?;
-                busy.notify_one();
-                // Leads for ever, unless its node is shut down.
-                std::future::pending().await
-            },
-        ))
-    };
-
-    busy.notified().await;
-    println!("ben's node is shut down");
-    ben.close(Duration::from_secs(5)).await?;
-    let ending = tireless.await??;
-    assert!(matches!(ending, Ending::Lost), "{ending:?}");
-    for node in nodes {
-        let ending = node.await??;
-        assert!(matches!(ending, Ending::SteppedDown), "{ending:?}");
+    if let Ok(name) = env::var(NODE) {
+        return node(&name).await;
     }
+    let directory = env::temp_dir().join(format!("lockkit-leader-election-{}", std::process::id()));
+    let url = env::args().nth(1);
+    let ended = observe(&url.unwrap_or_else(|| format!("file://{}", directory.display()))).await;
+    // Not there if a URL was given.
+    let _ = std::fs::remove_dir_all(directory);
+    ended
+}
 
-    let entries = journal
-        .entries
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .clone();
-    assert_eq!(entries.len(), 3 * TERM, "each has led: {entries:?}");
+/// Leads whenever it can, until its standard input ends.
+async fn node(name: &str) -> Result<()> {
+    let (client, election) = join(&env::var(URL)?).await?;
+    let candidate = election.candidate(name)?;
+    let leading = candidate.lead(|held| async move {
+        println!("{name} leads, with {:?}", held.token());
+        // The work of a leader, for ever. It is stopped if the leadership is lost; each write of it carries the token.
+        std::future::pending::<ControlFlow<()>>().await
+    });
+    let (end, ended) = oneshot::channel();
+    std::thread::spawn(move || end.send(std::io::stdin().read(&mut [0])));
+    tokio::select! {
+        refused = leading => refused?,
+        _ = ended => {}
+    }
+    println!("{name} resigns");
+    Ok(client.close(Duration::from_secs(5)).await?)
+}
+
+/// Starts the nodes, ends each leader as it is elected, and sees who follows.
+async fn observe(url: &str) -> Result<()> {
+    let (client, election) = join(url).await?;
+    let mut nodes = HashMap::new();
+    for name in ["ada", "ben", "cleo"] {
+        nodes.insert(name.to_owned(), Node::start(name, url)?);
+    }
+    let mut observer = election.observe();
+    let mut tokens = Vec::new();
+    while !nodes.is_empty() {
+        let Some(leader) = observer.next().await? else {
+            println!("nobody leads");
+            continue;
+        };
+        println!("{} is seen to lead, with {:?}", leader.id, leader.token);
+        tokens.push(leader.token);
+        let mut node = nodes.remove(&leader.id).ok_or("a stranger leads")?;
+        if tokens.len() == 1 {
+            println!("{} is killed", leader.id);
+            node.0.kill()?;
+        }
+        // To the end of its input. A process that was killed has ended already.
+        drop(node.0.stdin.take());
+        node.0.wait()?;
+    }
     assert!(
-        entries.is_sorted_by_key(|(token, _)| *token),
-        "one after the other: {entries:?}"
+        tokens.is_sorted() && tokens.len() == 3,
+        "one after the other: {tokens:?}"
     );
-    println!("{} entries, written by one leader after the other", entries.len());
-    Ok(())
+    Ok(client.close(Duration::from_secs(5)).await?)
 }
 
-#[derive(Debug)]
-enum Ending {
-    SteppedDown,
-    Lost,
+async fn join(url: &str) -> Result<(LockClient, Election)> {
+    let client = lockkit::connect(url).await?;
+    // As long as others have to wait if the leader is killed, where the backend's holds have a lease.
+    let election = client.election("leader")?.with_ttl(Duration::from_secs(2));
+    Ok((client, election))
 }
 
-/// Waits to be elected, then leads until the work is done or the lock is lost.
-async fn stand<F, Fut>(name: &'static str, node: LockClient, journal: Arc<Journal>, lead: F) -> Result<Ending>
-where
-    F: FnOnce(Arc<Journal>, &'static str, FencingToken) -> Fut,
-    Fut: Future<Output = Result<()>>,
-{
-    let lock = node
-        .lock("leader")?
-        .with_options(AcquireOptions::new().label(name));
-    let guard = lock.acquire().await?;
-    println!("{name} leads with {:?}", guard.token());
-    match guard.run(lead(journal, name, guard.token())).await {
-        Ok(done) => {
-            done?;
-            println!("{name} steps down");
-            guard.release().await?;
-            Ok(Ending::SteppedDown)
-        }
-        Err(lost) => {
-            println!("{name} leads no more: {lost}");
-            Ok(Ending::Lost)
-        }
+/// The process of a node, which ends with this one.
+struct Node(Child);
+
+impl Node {
+    fn start(name: &str, url: &str) -> Result<Self> {
+        let mut command = Command::new(env::current_exe()?);
+        // Not as an argument, which others can read: a URL may have a password.
+        command.env(NODE, name).env(URL, url).stdin(Stdio::piped());
+        Ok(Self(command.spawn()?))
     }
 }
 
-async fn lead_a_term(journal: Arc<Journal>, name: &'static str, token: FencingToken) -> Result<()> {
-    for _ in 0..TERM {
-        journal.write(token, name)?;
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    Ok(())
-}
-
-/// The resource that only the leader may write. It refuses the entries of a leader that has been superseded.
-#[derive(Debug, Default)]
-struct Journal {
-    gate: FenceGate,
-    entries: Mutex<Vec<(FencingToken, &'static str)>>,
-}
-
-impl Journal {
-    fn write(&self, token: FencingToken, who: &'static str) -> Result<()> {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        self.gate.admit(token)?;
-        entries.push((token, who));
-        Ok(())
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
     }
 }

@@ -1,103 +1,103 @@
 //! The configuration of a client.
 
-use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
+use std::{path::PathBuf, str::FromStr, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, Error, Result,
-    spi::{BackendInfo, redacted_url},
+    spi::{BackendInfo, ServerUrl, check_duration},
 };
 
 use crate::{
     connect::Target,
-    options::{Options, options, section},
+    options::{Options, section, table},
     url::Url,
 };
 
-/// A lock server and the options to use it with: the part of an application's config file that is about locks.
-///
-/// With the feature `serde` it is `Deserialize`. Durations are written `"500ms"`, `"30s"` or `"1m 30s"`. An unknown key and a
-/// bad value are errors that name the key. Apart from the tables of the backends, each key is also a parameter of the
-/// URL. **A key that is set here wins over the parameter.**
-///
-/// ```
-/// # #[cfg(feature = "serde")] {
-/// # use std::time::Duration;
-/// let config: lockkit::LockConfig = toml::from_str(
-///     r#"
-///     url = "file:///var/lib/app/locks"   # or redis://…, zk://…, mysql://…: nothing else changes
-///     ttl = "10s"
-///     namespace = "billing"
-///
-///     [file]
-///     poll = "25ms"
-///     "#,
-/// )?;
-/// assert_eq!(config.ttl, Some(Duration::from_secs(10)));
-/// # }
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-///
-/// In plain Rust:
-///
-/// ```
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> lockkit::Result<()> {
-/// use std::time::Duration;
-/// use lockkit::LockConfig;
-///
-/// let client = LockConfig::new("memory:").ttl(Duration::from_secs(10)).label("billing@host-7").connect().await?;
-/// # let _ = client;
-/// # Ok(())
-/// # }
-/// ```
-///
-/// Its `Debug` form leaves out the credentials in the URL.
-#[derive(Clone, Default, PartialEq, Eq)]
-#[non_exhaustive]
-#[must_use]
-pub struct LockConfig {
-    /// The server, as [`connect`](crate::connect) takes it.
-    pub url: String,
-    /// The time for which a hold outlives its last renewal, 10 ms to a year. Default: 30 s.
-    pub ttl: Option<Duration>,
-    /// The time to wait for a lock that is taken. Default: for ever.
-    pub wait: Option<Duration>,
-    /// The time after which one exchange with the server counts as failed. Default: 5 s.
-    pub op_timeout: Option<Duration>,
-    /// The time that [`connect`](Self::connect) may take. Default: 5 s.
-    pub connect_timeout: Option<Duration>,
-    /// A prefix that keeps applications apart that share a server: any of `A-Z a-z 0-9 . _ -`. Default: `lockkit`. May be empty.
-    pub namespace: Option<String>,
-    /// A name for the holder, for anyone who inspects the lock; at most 256 bytes.
-    pub label: Option<String>,
-    /// The number of times in a row that a release may pass an exclusive hold to the next waiter of this client, before
-    /// the lock goes back to the server; at most 65,535. Default: 32, or 0 on a backend whose order is strict.
-    pub local_handoffs: Option<u32>,
-    /// The options of the file backend. Ignored while the URL names another backend.
-    pub file: FileSection,
-    /// The options of the Redis backend. Ignored while the URL names another backend.
-    pub redis: RedisSection,
-    /// The options of Redlock. Ignored while the URL names another backend.
-    pub redlock: RedlockSection,
-    /// The options of the ZooKeeper backend. Ignored while the URL names another backend.
-    pub zk: ZkSection,
-    /// The options of the MySQL backend. Ignored while the URL names another backend.
-    pub mysql: MysqlSection,
+table! {
+    /// A lock server and the options to use it with: the part of an application's config file that is about locks.
+    ///
+    /// With the feature `serde` it is `Deserialize`. Durations are written `"500ms"`, `"30s"` or `"1m 30s"`. An unknown key and a
+    /// bad value are errors that name the key. Apart from the tables of the backends, each key is also a parameter of the
+    /// URL. **A key that is set here wins over the parameter.**
+    ///
+    /// ```
+    /// # #[cfg(feature = "serde")] {
+    /// # use std::time::Duration;
+    /// let config: lockkit::LockConfig = toml::from_str(
+    ///     r#"
+    ///     url = "file:///var/lib/app/locks"   # or redis://…, zk://…, postgres://…: nothing else changes
+    ///     ttl = "10s"
+    ///     namespace = "billing"
+    ///
+    ///     [file]
+    ///     poll = "25ms"
+    ///     "#,
+    /// )?;
+    /// assert_eq!(config.ttl, Some(Duration::from_secs(10)));
+    /// # }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// In plain Rust:
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> lockkit::Result<()> {
+    /// use std::time::Duration;
+    /// use lockkit::LockConfig;
+    ///
+    /// let client = LockConfig::new("memory:").ttl(Duration::from_secs(10)).label("billing@host-7").connect().await?;
+    /// # let _ = client;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Its `Debug` form leaves out the credentials in the URL.
+    #[must_use]
+    pub struct LockConfig {
+        /// The server, as [`connect`](crate::connect) takes it.
+        pub url: ServerUrl,
+    }
+    options {
+        /// The time for which a hold outlives its last renewal, 10 ms to a year. Default: 30 s.
+        pub ttl: Duration,
+        /// The time to wait for a lock that is taken. Default: for ever.
+        pub wait: Duration,
+        /// The time after which a hold is not renewed any more, for tasks that hang; from the ttl to a year. Default: never.
+        pub max_hold: Duration,
+        /// The time after which one exchange with the server counts as failed. Default: 5 s.
+        pub op_timeout: Duration,
+        /// The time that [`connect`](Self::connect) may take. Default: 5 s.
+        pub connect_timeout: Duration,
+        /// A prefix that keeps applications apart that share a server: any of `A-Z a-z 0-9 . _ -`. Default: `lockkit`. May be empty.
+        pub namespace: String,
+        /// A name for the holder, for anyone who inspects the lock; at most 256 bytes.
+        pub label: String,
+        /// The number of times in a row that a release may pass an exclusive hold to the next waiter of this client, before
+        /// the lock goes back to the server; at most 65,535. Default: 32, or 0 on a backend whose order is strict.
+        pub local_handoffs: u32,
+    }
+    sections {
+        /// The options of the file backend. Ignored while the URL names another backend.
+        pub file: FileSection,
+        /// The options of the Redis backend. Ignored while the URL names another backend.
+        pub redis: RedisSection,
+        /// The options of Redlock. Ignored while the URL names another backend.
+        pub redlock: RedlockSection,
+        /// The options of the ZooKeeper backend. Ignored while the URL names another backend.
+        pub zk: ZkSection,
+        /// The options of the MySQL backend. Ignored while the URL names another backend.
+        pub mysql: MysqlSection,
+        /// The options of the etcd backend. Ignored while the URL names another backend.
+        pub etcd: EtcdSection,
+        /// The options of the PostgreSQL backend. Ignored while the URL names another backend.
+        pub postgres: PostgresSection,
+    }
 }
-
-options!(LockConfig {
-    ttl: Duration,
-    wait: Duration,
-    op_timeout: Duration,
-    connect_timeout: Duration,
-    namespace: String,
-    label: String,
-    local_handoffs: u32,
-});
 
 section! {
     /// The part of a [`LockConfig`] for the file backend.
-    pub struct FileSection {
+    pub struct FileSection for lockkit_file::FileConfig, if all(feature = "file", unix) {
         /// The interval at which a waiter looks again although nothing woke it, 1 ms to a minute. Default: 10 s with inotify
         /// (Linux), else 25 ms.
         pub poll: Duration,
@@ -106,7 +106,7 @@ section! {
 
 section! {
     /// The part of a [`LockConfig`] for the Redis backend. Each key is also a parameter of `redis:` URLs.
-    pub struct RedisSection {
+    pub struct RedisSection for lockkit_redis::RedisConfig, if feature = "redis" {
         /// The name of the master, where the URL names sentinels, separated by commas, rather than the server.
         pub sentinel: String,
         /// The number of replicas that must have acknowledged a grant before it counts. It narrows the window in which a
@@ -116,12 +116,16 @@ section! {
         pub replicas_timeout: Duration,
         /// A file of PEM certificates to trust instead of the system's, for `rediss:`.
         pub ca: PathBuf,
+        /// A file with this client's certificate and those of its issuers (PEM), for servers that ask for one. Needs `key` and `rediss:`.
+        pub cert: PathBuf,
+        /// A file with the private key (PEM) of the certificate in `cert`.
+        pub key: PathBuf,
     }
 }
 
 section! {
     /// The part of a [`LockConfig`] for Redlock. Each key is also a parameter of `redlock:` URLs.
-    pub struct RedlockSection {
+    pub struct RedlockSection for lockkit_redis::RedlockConfig, if feature = "redis" {
         /// The longest `ttl` that any client of these masters asks for, and the time for which a restarted master has no
         /// vote. All clients have to agree on it. Default: 60 s.
         pub max_ttl: Duration,
@@ -134,12 +138,16 @@ section! {
         pub tls: bool,
         /// A file of PEM certificates to trust instead of the system's, with `tls`.
         pub ca: PathBuf,
+        /// A file with this client's certificate and those of its issuers (PEM), for servers that ask for one. Needs `key` and `tls`.
+        pub cert: PathBuf,
+        /// A file with the private key (PEM) of the certificate in `cert`.
+        pub key: PathBuf,
     }
 }
 
 section! {
     /// The part of a [`LockConfig`] for the ZooKeeper backend. Each key is also a parameter of `zk:` URLs.
-    pub struct ZkSection {
+    pub struct ZkSection for lockkit_zk::ZkConfig, if feature = "zk" {
         /// The layout of a lock's nodes, on which all of its clients have to agree: `mutex` as Curator's
         /// `InterProcessMutex`, `readwrite` as its `InterProcessReadWriteLock`, `simple` for one node that everyone watches.
         /// Default: `mutex`.
@@ -149,6 +157,15 @@ section! {
         pub session_timeout: Duration,
         /// The servers' `tickTime`, or more. Default: 2 s.
         pub tick_time: Duration,
+        /// `off`, `unverified` (encrypted, the servers prove nothing) or `verify` (encrypted, and the certificates have to be
+        /// trusted and for the hosts). It is the same for all servers. All but `off` need the feature `tls`. Default: `off`.
+        pub tls: String,
+        /// A file of PEM certificates to trust instead of the system's, with `tls = "verify"`.
+        pub ca: PathBuf,
+        /// A file with this client's certificate and those of its issuers (PEM), for servers that ask for one. Needs `key` and `tls`.
+        pub cert: PathBuf,
+        /// A file with the private key (PEM) of the certificate in `cert`.
+        pub key: PathBuf,
         /// The right to touch the nodes that are created: `everyone`, or `creator` for the user in the URL alone. Default: `creator`
         /// if there is a user.
         pub access: String,
@@ -160,7 +177,7 @@ section! {
 
 section! {
     /// The part of a [`LockConfig`] for the MySQL backend. Each key is also a parameter of `mysql:` URLs.
-    pub struct MysqlSection {
+    pub struct MysqlSection for lockkit_mysql::MySqlConfig, if feature = "mysql" {
         /// The way to hold a lock: `for_update`, by a row lock and a connection of its own, or `lease`, by owner and expiry in a
         /// row, which has neither shared mode nor semaphores. Default: `for_update`.
         pub mode: String,
@@ -169,8 +186,12 @@ section! {
         /// `off`, `unverified` (encrypted, the server proves nothing) or `verify` (encrypted, and the certificate has to be trusted
         /// and for that host). All but `off` need the feature `tls`. Default: `off`.
         pub tls: String,
-        /// A file of PEM certificates to trust instead of the system's, with `tls = "verify"`.
+        /// A file of PEM certificates to trust besides the system's, with `tls = "verify"`.
         pub ca: PathBuf,
+        /// A file with this client's certificate and those of its issuers (PEM), for servers that ask for one. Needs `key` and `tls`.
+        pub cert: PathBuf,
+        /// A file with the private key (PEM) of the certificate in `cert`.
+        pub key: PathBuf,
         /// The Unix socket to use instead of the URL's host and port.
         pub socket: PathBuf,
         /// The most connections at once for locks that are held or waited for, besides one or two that the client has for
@@ -179,12 +200,62 @@ section! {
     }
 }
 
+section! {
+    /// The part of a [`LockConfig`] for the etcd backend. Each key is also a parameter of `etcd:` URLs.
+    pub struct EtcdSection for lockkit_etcd::EtcdConfig, if feature = "etcd" {
+        /// `off`, `unverified` (encrypted, the servers prove nothing) or `verify` (encrypted, and the certificates have to be
+        /// trusted and for the hosts). It is the same for all servers. All but `off` need the feature `tls`. Default: `off`.
+        pub tls: String,
+        /// A file of PEM certificates to trust instead of the system's, with `tls = "verify"`.
+        pub ca: PathBuf,
+        /// A file with this client's certificate and those of its issuers (PEM), for servers that ask for one. Needs `key` and `tls`.
+        pub cert: PathBuf,
+        /// A file with the private key (PEM) of the certificate in `cert`.
+        pub key: PathBuf,
+    }
+}
+
+section! {
+    /// The part of a [`LockConfig`] for the PostgreSQL backend. Each key is also a parameter of `postgres:` URLs.
+    pub struct PostgresSection for lockkit_postgres::PostgresConfig, if feature = "postgres" {
+        /// The creator of the schema `lockkit`: `auto`, the backend, or `manual`, you. Default: `auto`.
+        pub schema: String,
+        /// `disable`, `prefer` (encrypted if the server is), `require` (encrypted, the server proves nothing), `verify-ca` (encrypted,
+        /// and the certificate has to be trusted) or `verify-full` (and be for that host). All but `disable` need the feature `tls`.
+        /// Default: `disable`.
+        pub sslmode: String,
+        /// A file of PEM certificates to trust instead of the system's, with `sslmode` as `verify-ca`, `verify-full` or `require`, which
+        /// then is as `verify-ca`.
+        pub sslrootcert: PathBuf,
+        /// A file with this client's certificate and those of its issuers (PEM), for roles that need one. Needs `sslkey`.
+        pub sslcert: PathBuf,
+        /// A file with the private key (PEM) of the certificate in `sslcert`.
+        pub sslkey: PathBuf,
+        /// The directory of the Unix socket to use instead of the URL's host.
+        pub socket: PathBuf,
+        /// The most connections at once for locks that are held or waited for, besides one or two that the client has for
+        /// itself. Default: 50.
+        pub max_connections: u32,
+    }
+}
+
+/// Makes a method for each option, which sets it.
+macro_rules! setters {
+    ($($key:ident: $type:ty,)*) => {$(
+        #[doc = concat!("Sets [`", stringify!($key), "`](#structfield.", stringify!($key), ").")]
+        pub fn $key(mut self, $key: $type) -> Self {
+            self.$key = Some($key.into());
+            self
+        }
+    )*};
+}
+
 impl LockConfig {
     /// The bound on connecting where none is asked for.
     pub const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
     /// Returns a config with this URL and nothing else set. [`connect`](Self::connect) reads the URL.
-    pub fn new(url: impl Into<String>) -> Self {
+    pub fn new(url: impl Into<ServerUrl>) -> Self {
         Self {
             url: url.into(),
             ..Self::default()
@@ -237,6 +308,8 @@ impl LockConfig {
             "redlock" => Some(&mut self.redlock),
             "zookeeper" => Some(&mut self.zk),
             "mysql" => Some(&mut self.mysql),
+            "etcd" => Some(&mut self.etcd),
+            "postgres" => Some(&mut self.postgres),
             _ => None,
         }
     }
@@ -245,22 +318,22 @@ impl LockConfig {
     pub(crate) fn resolved(&self) -> Result<Self> {
         let mut config = Self::from_url(&self.url)?;
         config.override_with(self);
-        config.file.override_with(&self.file);
-        config.redis.override_with(&self.redis);
-        config.redlock.override_with(&self.redlock);
-        config.zk.override_with(&self.zk);
-        config.mysql.override_with(&self.mysql);
         config.validate()?;
         Ok(config)
     }
 
     fn validate(&self) -> Result<()> {
         self.acquire_options().validate()?;
+        let millisecond = Duration::from_millis(1);
         if let Some(timeout) = self.connect_timeout {
-            between("connect_timeout", timeout, AcquireOptions::MAX_DURATION)?;
+            check_duration(
+                "connect_timeout",
+                timeout,
+                millisecond..=AcquireOptions::MAX_DURATION,
+            )?;
         }
         if let Some(poll) = self.file.poll {
-            between("poll", poll, Duration::from_secs(60))?;
+            check_duration("poll", poll, millisecond..=Duration::from_secs(60))?;
         }
         BackendInfo::check_namespace(self.namespace_or_default(), usize::MAX)?;
         Target::of(&Url::parse(&self.url)?)?.validate(self)
@@ -271,6 +344,7 @@ impl LockConfig {
         let mut options = AcquireOptions::new();
         options.ttl = self.ttl;
         options.wait = self.wait;
+        options.max_hold = self.max_hold;
         options.op_timeout = self.op_timeout;
         options.label = self.label.as_deref().map(Into::into);
         options.local_handoffs = self.local_handoffs;
@@ -283,46 +357,15 @@ impl LockConfig {
             .unwrap_or(BackendInfo::DEFAULT_NAMESPACE)
     }
 
-    /// Sets [`ttl`](#structfield.ttl).
-    pub fn ttl(mut self, ttl: Duration) -> Self {
-        self.ttl = Some(ttl);
-        self
-    }
-
-    /// Sets [`wait`](#structfield.wait).
-    pub fn wait(mut self, wait: Duration) -> Self {
-        self.wait = Some(wait);
-        self
-    }
-
-    /// Sets [`op_timeout`](#structfield.op_timeout).
-    pub fn op_timeout(mut self, op_timeout: Duration) -> Self {
-        self.op_timeout = Some(op_timeout);
-        self
-    }
-
-    /// Sets [`connect_timeout`](#structfield.connect_timeout).
-    pub fn connect_timeout(mut self, connect_timeout: Duration) -> Self {
-        self.connect_timeout = Some(connect_timeout);
-        self
-    }
-
-    /// Sets [`namespace`](#structfield.namespace).
-    pub fn namespace(mut self, namespace: impl Into<String>) -> Self {
-        self.namespace = Some(namespace.into());
-        self
-    }
-
-    /// Sets [`label`](#structfield.label).
-    pub fn label(mut self, label: impl Into<String>) -> Self {
-        self.label = Some(label.into());
-        self
-    }
-
-    /// Sets [`local_handoffs`](#structfield.local_handoffs).
-    pub fn local_handoffs(mut self, times: u32) -> Self {
-        self.local_handoffs = Some(times);
-        self
+    setters! {
+        ttl: Duration,
+        wait: Duration,
+        max_hold: Duration,
+        op_timeout: Duration,
+        connect_timeout: Duration,
+        namespace: impl Into<String>,
+        label: impl Into<String>,
+        local_handoffs: u32,
     }
 }
 
@@ -331,97 +374,5 @@ impl FromStr for LockConfig {
 
     fn from_str(url: &str) -> Result<Self> {
         Self::from_url(url)
-    }
-}
-
-impl fmt::Debug for LockConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            url,
-            ttl,
-            wait,
-            op_timeout,
-            connect_timeout,
-            namespace,
-            label,
-            local_handoffs,
-            file,
-            redis,
-            redlock,
-            zk,
-            mysql,
-        } = self;
-        f.debug_struct("LockConfig")
-            .field("url", &redacted_url(url))
-            .field("ttl", ttl)
-            .field("wait", wait)
-            .field("op_timeout", op_timeout)
-            .field("connect_timeout", connect_timeout)
-            .field("namespace", namespace)
-            .field("label", label)
-            .field("local_handoffs", local_handoffs)
-            .field("file", file)
-            .field("redis", redis)
-            .field("redlock", redlock)
-            .field("zk", zk)
-            .field("mysql", mysql)
-            .finish()
-    }
-}
-
-fn between(option: &'static str, value: Duration, max: Duration) -> Result<()> {
-    let min = Duration::from_millis(1);
-    if (min..=max).contains(&value) {
-        return Ok(());
-    }
-    let max = humantime::format_duration(max);
-    Err(Error::invalid_option(
-        option,
-        format!("{value:?} is not between 1ms and {max}"),
-    ))
-}
-
-#[cfg(feature = "serde")]
-impl crate::options::Table for LockConfig {
-    const NAME: &'static str = "LockConfig";
-    const KEYS: &'static [&'static str] = &[
-        "url",
-        "ttl",
-        "wait",
-        "op_timeout",
-        "connect_timeout",
-        "namespace",
-        "label",
-        "local_handoffs",
-        "file",
-        "redis",
-        "redlock",
-        "zk",
-        "mysql",
-    ];
-    const REQUIRED: &'static [&'static str] = &["url"];
-
-    fn read<'de, M: serde::de::MapAccess<'de>>(
-        &mut self,
-        key: &str,
-        map: &mut M,
-    ) -> std::result::Result<(), M::Error> {
-        match key {
-            "url" => self.url = map.next_value()?,
-            "file" => self.file = map.next_value()?,
-            "redis" => self.redis = map.next_value()?,
-            "redlock" => self.redlock = map.next_value()?,
-            "zk" => self.zk = map.next_value()?,
-            "mysql" => self.mysql = map.next_value()?,
-            _ => self.read_option(key, map)?,
-        }
-        Ok(())
-    }
-}
-
-#[cfg(feature = "serde")]
-impl<'de> serde::Deserialize<'de> for LockConfig {
-    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
-        crate::options::read_table(from)
     }
 }

@@ -14,14 +14,16 @@ use crate::{LockConfig, url::Url};
 /// | `file:///var/lib/app/locks` | files in a directory of this host, on Unix | `file` (default) |
 /// | `redis://user:pass@host:6379/0`, `rediss://…` | one Redis master | `redis`, and `tls` for `rediss:` |
 /// | `redlock://user:pass@a:6379,b:6379,c:6379` | a majority of independent Redis masters | `redis`, and `tls` for `?tls=true` |
-/// | `zk://user:pass@zk1:2181,zk2:2181/chroot` | a ZooKeeper ensemble | `zk` |
+/// | `zk://user:pass@zk1:2181,zk2:2181/chroot` | a ZooKeeper ensemble | `zk`, and `tls` for `?tls=verify` |
 /// | `mysql://user:pass@host:3306/database` | MySQL or MariaDB | `mysql`, and `tls` for `?tls=verify` |
+/// | `etcd://user:pass@etcd1:2379,etcd2:2379/prefix` | an etcd cluster | `etcd`, and `tls` for `?tls=verify` |
+/// | `postgres://user:pass@host:5432/database`, `postgresql://…` | PostgreSQL | `postgres`, and `tls` for `?sslmode=verify-full` |
 ///
 /// Every URL takes the parameters `ttl`, `wait`, `op_timeout`, `connect_timeout`, `namespace`, `label` and
 /// `local_handoffs`, which [`LockConfig`] describes. `file:` URLs also take the fields of
 /// [`FileSection`](crate::FileSection), `redis:` URLs those of [`RedisSection`](crate::RedisSection), `redlock:` URLs those
-/// of [`RedlockSection`](crate::RedlockSection), `zk:` URLs those of [`ZkSection`](crate::ZkSection), and `mysql:` URLs those
-/// of [`MysqlSection`](crate::MysqlSection). Durations are written `500ms`, `30s` or `1m 30s` (a space in a URL is `%20`).
+/// of [`RedlockSection`](crate::RedlockSection), `zk:` URLs those of [`ZkSection`](crate::ZkSection), `mysql:` URLs those
+/// of [`MysqlSection`](crate::MysqlSection), `etcd:` URLs those of [`EtcdSection`](crate::EtcdSection), and `postgres:` URLs those of [`PostgresSection`](crate::PostgresSection). Durations are written `500ms`, `30s` or `1m 30s` (a space in a URL is `%20`).
 ///
 /// Make one client per process and server, and clone it.
 ///
@@ -62,7 +64,8 @@ impl LockConfig {
         let target = Target::of(&Url::parse(&config.url)?)?;
         let within = config.connect_timeout.unwrap_or(Self::DEFAULT_CONNECT_TIMEOUT);
         let backend = target.backend();
-        let opened = tokio::time::timeout(within, target.open(&config)).await;
+        // The futures of all backends are large, and a caller's future would contain the largest.
+        let opened = tokio::time::timeout(within, Box::pin(target.open(&config))).await;
         let opened = opened.unwrap_or_else(|_| {
             let reason = format!("no answer within the connect_timeout of {within:?}");
             let cause = io::Error::new(io::ErrorKind::TimedOut, reason);
@@ -92,7 +95,12 @@ fn unreachable(error: Error, config: &LockConfig) -> Error {
             ..
         } => {
             let mut at = redacted_url(&config.url);
-            if let ("mysql", Some(socket)) = (backend, &config.mysql.socket) {
+            let socket = match backend {
+                "mysql" => config.mysql.socket.as_ref(),
+                "postgres" => config.postgres.socket.as_ref(),
+                _ => None,
+            };
+            if let Some(socket) = socket {
                 at = format!("{at}, socket {}", socket.display());
             }
             let source = Unreachable { at, source };
@@ -106,42 +114,37 @@ fn unreachable(error: Error, config: &LockConfig) -> Error {
     }
 }
 
-/// The backend and the server that a URL names.
+/// The backend that a URL names, with its config.
 pub(crate) enum Target {
     Memory,
     #[cfg(all(feature = "file", unix))]
-    File {
-        dir: std::path::PathBuf,
-    },
+    File(lockkit_file::FileConfig),
     #[cfg(feature = "redis")]
-    Redis {
-        url: String,
-    },
+    Redis(lockkit_redis::RedisConfig),
     #[cfg(feature = "redis")]
-    Redlock {
-        url: String,
-    },
+    Redlock(lockkit_redis::RedlockConfig),
     #[cfg(feature = "zk")]
-    Zk {
-        servers: String,
-        auth: Option<lockkit_zk::Digest>,
-    },
+    Zk(Box<lockkit_zk::ZkConfig>),
     #[cfg(feature = "mysql")]
-    Mysql {
-        url: String,
-    },
+    Mysql(lockkit_mysql::MySqlConfig),
+    #[cfg(feature = "etcd")]
+    Etcd(Box<lockkit_etcd::EtcdConfig>),
+    #[cfg(feature = "postgres")]
+    Postgres(lockkit_postgres::PostgresConfig),
 }
 
 impl Target {
-    const KNOWN: &str = "memory, file, redis, rediss, redlock, zk, mysql";
+    const KNOWN: &str = "memory, file, redis, rediss, redlock, zk, mysql, etcd, postgres, postgresql";
 
+    /// Returns the backend with this address, and without options.
+    ///
     /// # Errors
     /// For a scheme that no backend has, one whose backend is not in this build, and an address it cannot be.
     pub(crate) fn of(url: &Url<'_>) -> Result<Self> {
         match url.scheme.as_str() {
             "memory" => memory(url),
             #[cfg(all(feature = "file", unix))]
-            "file" => Ok(Self::File { dir: directory(url)? }),
+            "file" => Ok(Self::File(lockkit_file::FileConfig::new(directory(url)?))),
             #[cfg(all(feature = "file", not(unix)))]
             "file" => Err(Error::unsupported(
                 "file",
@@ -150,25 +153,48 @@ impl Target {
             #[cfg(not(feature = "file"))]
             "file" => Err(Error::feature_disabled("file", "file")),
             #[cfg(feature = "redis")]
-            "redis" | "rediss" => Ok(Self::Redis {
-                url: url.without_parameters().to_owned(),
-            }),
+            "redis" | "rediss" => Ok(Self::Redis(lockkit_redis::RedisConfig::new(
+                url.without_parameters(),
+            ))),
             #[cfg(feature = "redis")]
-            "redlock" => Ok(Self::Redlock {
-                url: url.without_parameters().to_owned(),
-            }),
+            "redlock" => Ok(Self::Redlock(lockkit_redis::RedlockConfig::new(
+                url.without_parameters(),
+            ))),
             #[cfg(not(feature = "redis"))]
             scheme @ ("redis" | "rediss" | "redlock") => Err(Error::feature_disabled(scheme, "redis")),
             #[cfg(feature = "zk")]
-            "zk" => ensemble(url),
+            "zk" => {
+                let (servers, auth) = members(url, "zk://zk1:2181,zk2:2181/services")?;
+                let mut zk = lockkit_zk::ZkConfig::new(servers);
+                zk.auth = auth.map(|(user, password)| lockkit_zk::Digest::new(user, password));
+                Ok(Self::Zk(Box::new(zk)))
+            }
             #[cfg(not(feature = "zk"))]
             "zk" => Err(Error::feature_disabled("zk", "zk")),
             #[cfg(feature = "mysql")]
-            "mysql" => Ok(Self::Mysql {
-                url: url.without_parameters().to_owned(),
-            }),
+            "mysql" => Ok(Self::Mysql(lockkit_mysql::MySqlConfig::new(
+                url.without_parameters(),
+            ))),
             #[cfg(not(feature = "mysql"))]
             "mysql" => Err(Error::feature_disabled("mysql", "mysql")),
+            #[cfg(feature = "etcd")]
+            "etcd" => {
+                let (servers, auth) = members(url, "etcd://etcd1:2379,etcd2:2379/services")?;
+                let mut etcd = lockkit_etcd::EtcdConfig::new(servers);
+                etcd.auth = auth.map(|(user, password)| lockkit_etcd::Credentials::new(user, password));
+                Ok(Self::Etcd(Box::new(etcd)))
+            }
+            #[cfg(not(feature = "etcd"))]
+            "etcd" => Err(Error::feature_disabled("etcd", "etcd")),
+            #[cfg(feature = "postgres")]
+            "postgres" | "postgresql" => Ok(Self::Postgres(lockkit_postgres::PostgresConfig::new(
+                url.without_parameters(),
+            ))),
+            #[cfg(not(feature = "postgres"))]
+            scheme @ ("postgres" | "postgresql") => Err(Error::feature_disabled(scheme, "postgres")),
+            "pg" => {
+                Err(url.invalid("PostgreSQL is `postgres:`, as in postgres://user:password@host/database"))
+            }
             scheme => Err(Error::unknown_scheme(scheme, Self::KNOWN)),
         }
     }
@@ -177,39 +203,82 @@ impl Target {
         match self {
             Self::Memory => "memory",
             #[cfg(all(feature = "file", unix))]
-            Self::File { .. } => "file",
+            Self::File(_) => "file",
             #[cfg(feature = "redis")]
-            Self::Redis { .. } => "redis",
+            Self::Redis(_) => "redis",
             #[cfg(feature = "redis")]
-            Self::Redlock { .. } => "redlock",
+            Self::Redlock(_) => "redlock",
             #[cfg(feature = "zk")]
-            Self::Zk { .. } => "zookeeper",
+            Self::Zk(_) => "zookeeper",
             #[cfg(feature = "mysql")]
-            Self::Mysql { .. } => "mysql",
+            Self::Mysql(_) => "mysql",
+            #[cfg(feature = "etcd")]
+            Self::Etcd(_) => "etcd",
+            #[cfg(feature = "postgres")]
+            Self::Postgres(_) => "postgres",
         }
     }
 
-    /// Checks that the backend can be opened with this config, as far as that is possible without I/O.
+    /// Returns the backend with the options of `config`.
     #[cfg_attr(
-        not(any(feature = "redis", feature = "zk", feature = "mysql")),
-        expect(
-            clippy::unnecessary_wraps,
-            reason = "the backends that are built in take anything"
-        )
+        not(any(
+            all(feature = "file", unix),
+            feature = "redis",
+            feature = "zk",
+            feature = "mysql",
+            feature = "etcd",
+            feature = "postgres"
+        )),
+        expect(clippy::unnecessary_wraps, reason = "memory takes anything")
     )]
-    pub(crate) fn validate(&self, config: &LockConfig) -> Result<()> {
-        match self {
+    fn with_options(mut self, config: &LockConfig) -> Result<Self> {
+        let namespace = config.namespace_or_default();
+        match &mut self {
+            Self::Memory => _ = namespace,
+            #[cfg(all(feature = "file", unix))]
+            Self::File(file) => config.file.apply(file, namespace)?,
             #[cfg(feature = "redis")]
-            Self::Redis { url } => redis(url, config).validate()?,
+            Self::Redis(redis) => config.redis.apply(redis, namespace)?,
             #[cfg(feature = "redis")]
-            Self::Redlock { url } => redlock(url, config).validate()?,
+            Self::Redlock(redlock) => config.redlock.apply(redlock, namespace)?,
             #[cfg(feature = "zk")]
-            Self::Zk { servers, auth } => zookeeper(servers, auth.as_ref(), config)?.validate()?,
+            Self::Zk(zk) => {
+                config.zk.apply(zk, namespace)?;
+                if config.zk.session_timeout.is_none() {
+                    // The time by which a hold outlives its holder.
+                    let ttl = config.ttl.unwrap_or(zk.session_timeout);
+                    zk.session_timeout = ttl
+                        .max(lockkit_zk::ZkConfig::min_session_timeout(zk.tick_time))
+                        .min(lockkit_zk::ZkConfig::MAX_SESSION_TIMEOUT);
+                }
+            }
             #[cfg(feature = "mysql")]
-            Self::Mysql { url } => mysql(url, config)?.validate()?,
-            _ => _ = config,
+            Self::Mysql(mysql) => config.mysql.apply(mysql, namespace)?,
+            #[cfg(feature = "etcd")]
+            Self::Etcd(etcd) => config.etcd.apply(etcd, namespace)?,
+            #[cfg(feature = "postgres")]
+            Self::Postgres(postgres) => config.postgres.apply(postgres, namespace)?,
         }
-        Ok(())
+        Ok(self)
+    }
+
+    /// Checks that the backend can be opened with this config, as far as that is possible without I/O.
+    pub(crate) fn validate(self, config: &LockConfig) -> Result<()> {
+        match self.with_options(config)? {
+            #[cfg(feature = "redis")]
+            Self::Redis(redis) => redis.validate(),
+            #[cfg(feature = "redis")]
+            Self::Redlock(redlock) => redlock.validate(),
+            #[cfg(feature = "zk")]
+            Self::Zk(zk) => zk.validate(),
+            #[cfg(feature = "mysql")]
+            Self::Mysql(mysql) => mysql.validate(),
+            #[cfg(feature = "etcd")]
+            Self::Etcd(etcd) => etcd.validate(),
+            #[cfg(feature = "postgres")]
+            Self::Postgres(postgres) => postgres.validate(),
+            _ => Ok(()),
+        }
     }
 
     #[cfg_attr(
@@ -217,37 +286,30 @@ impl Target {
             all(feature = "file", unix),
             feature = "redis",
             feature = "zk",
-            feature = "mysql"
+            feature = "mysql",
+            feature = "etcd",
+            feature = "postgres"
         )),
         expect(clippy::unused_async, reason = "only memory is opened without I/O")
     )]
     async fn open(self, config: &LockConfig) -> Result<LockClient> {
-        let namespace = config.namespace_or_default();
-        Ok(match self {
-            Self::Memory => LockClient::new(MemoryBackend::shared(namespace)),
+        Ok(match self.with_options(config)? {
+            Self::Memory => LockClient::new(MemoryBackend::shared(config.namespace_or_default())),
             #[cfg(all(feature = "file", unix))]
-            Self::File { dir } => {
-                let mut file = lockkit_file::FileConfig::new(dir);
-                namespace.clone_into(&mut file.namespace);
-                file.poll = config.file.poll;
-                LockClient::new(lockkit_file::FileBackend::open(file).await?)
-            }
+            Self::File(file) => LockClient::new(lockkit_file::FileBackend::open(file).await?),
             #[cfg(feature = "redis")]
-            Self::Redis { url } => {
-                LockClient::new(lockkit_redis::RedisBackend::connect(redis(&url, config)).await?)
-            }
+            Self::Redis(redis) => LockClient::new(lockkit_redis::RedisBackend::connect(redis).await?),
             #[cfg(feature = "redis")]
-            Self::Redlock { url } => {
-                LockClient::new(lockkit_redis::RedlockBackend::connect(redlock(&url, config)).await?)
-            }
+            Self::Redlock(redlock) => LockClient::new(lockkit_redis::RedlockBackend::connect(redlock).await?),
             #[cfg(feature = "zk")]
-            Self::Zk { servers, auth } => {
-                let config = zookeeper(&servers, auth.as_ref(), config)?;
-                LockClient::new(lockkit_zk::ZkBackend::connect(config).await?)
-            }
+            Self::Zk(zk) => LockClient::new(lockkit_zk::ZkBackend::connect(*zk).await?),
             #[cfg(feature = "mysql")]
-            Self::Mysql { url } => {
-                LockClient::new(lockkit_mysql::MySqlBackend::connect(mysql(&url, config)?).await?)
+            Self::Mysql(mysql) => LockClient::new(lockkit_mysql::MySqlBackend::connect(mysql).await?),
+            #[cfg(feature = "etcd")]
+            Self::Etcd(etcd) => LockClient::new(lockkit_etcd::EtcdBackend::connect(*etcd).await?),
+            #[cfg(feature = "postgres")]
+            Self::Postgres(postgres) => {
+                LockClient::new(lockkit_postgres::PostgresBackend::connect(postgres).await?)
             }
         })
     }
@@ -262,33 +324,9 @@ fn memory(url: &Url<'_>) -> Result<Target> {
     ))
 }
 
-#[cfg(feature = "redis")]
-fn redis(url: &str, config: &LockConfig) -> lockkit_redis::RedisConfig {
-    let section = &config.redis;
-    let mut redis = lockkit_redis::RedisConfig::new(url);
-    config.namespace_or_default().clone_into(&mut redis.namespace);
-    redis.sentinel.clone_from(&section.sentinel);
-    redis.replicas = section.replicas.unwrap_or(redis.replicas);
-    redis.replicas_timeout = section.replicas_timeout.unwrap_or(redis.replicas_timeout);
-    redis.ca.clone_from(&section.ca);
-    redis
-}
-
-#[cfg(feature = "redis")]
-fn redlock(url: &str, config: &LockConfig) -> lockkit_redis::RedlockConfig {
-    let section = &config.redlock;
-    let mut redlock = lockkit_redis::RedlockConfig::new(url);
-    config.namespace_or_default().clone_into(&mut redlock.namespace);
-    redlock.max_ttl = section.max_ttl.unwrap_or(redlock.max_ttl);
-    redlock.durable = section.durable.unwrap_or(redlock.durable);
-    redlock.master_timeout = section.master_timeout.unwrap_or(redlock.master_timeout);
-    redlock.tls = section.tls.unwrap_or(redlock.tls);
-    redlock.ca.clone_from(&section.ca);
-    redlock
-}
-
-#[cfg(feature = "zk")]
-fn ensemble(url: &Url<'_>) -> Result<Target> {
+/// Returns the servers that a URL lists, with what follows them, and the user and the password. `example` shows such a URL.
+#[cfg(any(feature = "zk", feature = "etcd"))]
+fn members(url: &Url<'_>, example: &str) -> Result<(String, Option<(String, String)>)> {
     let decoded = |text: &str, what: &str| match percent_encoding::percent_decode_str(text).decode_utf8() {
         Ok(text) => Ok(text.into_owned()),
         Err(_) => Err(url.invalid(format!("the {what} is not UTF-8"))),
@@ -304,73 +342,17 @@ fn ensemble(url: &Url<'_>) -> Result<Target> {
         None => (None, url.authority),
     };
     if hosts.is_empty() {
-        return Err(url.invalid("it names no server, as in zk://zk1:2181,zk2:2181/services"));
+        return Err(url.invalid(format!("it names no server, as in {example}")));
     }
     let auth = match user.map(|user| user.split_once(':')) {
         None => None,
-        Some(Some((user, password))) => Some(lockkit_zk::Digest::new(
-            decoded(user, "user")?,
-            decoded(password, "password")?,
-        )),
-        Some(None) => return Err(url.invalid("a user needs a password: zk://user:password@host")),
+        Some(Some((user, password))) => Some((decoded(user, "user")?, decoded(password, "password")?)),
+        Some(None) => {
+            let scheme = &url.scheme;
+            return Err(url.invalid(format!("a user needs a password: {scheme}://user:password@host")));
+        }
     };
-    let servers = format!("{hosts}{}", decoded(url.path, "path")?);
-    Ok(Target::Zk { servers, auth })
-}
-
-#[cfg(feature = "zk")]
-fn zookeeper(
-    servers: &str,
-    auth: Option<&lockkit_zk::Digest>,
-    config: &LockConfig,
-) -> Result<lockkit_zk::ZkConfig> {
-    use lockkit_zk::ZkConfig;
-
-    let section = &config.zk;
-    let mut zk = ZkConfig::new(servers);
-    config.namespace_or_default().clone_into(&mut zk.namespace);
-    zk.auth = auth.cloned();
-    zk.access = section.access.as_deref().map(str::parse).transpose()?;
-    if let Some(nodes) = &section.nodes {
-        zk.nodes = nodes.parse()?;
-    }
-    if let Some(parents) = &section.parents {
-        zk.parents = parents.parse()?;
-    }
-    zk.tick_time = section.tick_time.unwrap_or(zk.tick_time);
-    zk.session_timeout = section.session_timeout.unwrap_or_else(|| {
-        // What a hold outlives its holder by.
-        let ttl = config.ttl.unwrap_or(zk.session_timeout);
-        ttl.max(ZkConfig::min_session_timeout(zk.tick_time))
-            .min(ZkConfig::MAX_SESSION_TIMEOUT)
-    });
-    Ok(zk)
-}
-
-#[cfg(feature = "mysql")]
-fn mysql(url: &str, config: &LockConfig) -> Result<lockkit_mysql::MySqlConfig> {
-    fn word<T: std::str::FromStr<Err = String> + Default>(
-        option: &'static str,
-        word: Option<&String>,
-    ) -> Result<T> {
-        word.map_or_else(
-            || Ok(T::default()),
-            |word| {
-                word.parse()
-                    .map_err(|reason: String| Error::invalid_option(option, reason))
-            },
-        )
-    }
-    let section = &config.mysql;
-    let mut mysql = lockkit_mysql::MySqlConfig::new(url);
-    config.namespace_or_default().clone_into(&mut mysql.namespace);
-    mysql.mode = word("mode", section.mode.as_ref())?;
-    mysql.schema = word("schema", section.schema.as_ref())?;
-    mysql.tls = word("tls", section.tls.as_ref())?;
-    mysql.ca.clone_from(&section.ca);
-    mysql.socket.clone_from(&section.socket);
-    mysql.max_connections = section.max_connections.unwrap_or(mysql.max_connections);
-    Ok(mysql)
+    Ok((format!("{hosts}{}", decoded(url.path, "path")?), auth))
 }
 
 #[cfg(all(feature = "file", unix))]

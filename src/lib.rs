@@ -36,12 +36,15 @@
 //! |---|---|
 //! | let readers in together | [`Lock::shared`] |
 //! | let up to *n* holders in | [`LockClient::semaphore`] |
-//! | take several locks at once | [`acquire_all`] |
+//! | take several locks at once | [`acquire_all`], [`try_acquire_all`] |
 //! | acquire again within a hold | [`ReentrantLock`] |
+//! | go on with a hold in another process | [`LockGuard::detach`], [`LockClient::adopt`] |
 //! | run a closure under a lock | [`DistributedLockExt::with_lock`], from the [`prelude`] |
+//! | elect a leader, or see who leads | [`LockClient::election`] |
 //! | set options | [`AcquireOptions`], [`Lock::with_options`], [`LockConfig`] |
 //! | see who holds | [`LockClient::inspect`] |
 //! | end a program cleanly | [`LockClient::close`] |
+//! | wrap or mock a lock | [`DistributedLock`] |
 //! | write a backend of your own | the [`spi`], then [`LockClient::new`] |
 //!
 //! The [guide](https://github.com/lockkit/lockkit/blob/main/docs/guide.md) is a tutorial with diagrams. Beside it are
@@ -80,10 +83,12 @@
 //! | `redis` | the Redis backend: one master, `redis:`, or a majority of several, `redlock:` |
 //! | `zk` | the ZooKeeper backend, `zk:` |
 //! | `mysql` | the MySQL and MariaDB backend, `mysql:` |
-//! | `tls` | connections over TLS for those of Redis, Redlock, MySQL and MariaDB that are compiled in |
+//! | `etcd` | the etcd backend, `etcd:` |
+//! | `postgres` | the PostgreSQL backend, `postgres:` |
+//! | `tls` | connections over TLS for those of Redis, Redlock, ZooKeeper, etcd, MySQL, MariaDB and PostgreSQL that are compiled in |
 //! | `full` | every backend; not `tls`, `serde`, `metrics` and `blocking` |
-//! | `serde` | `Deserialize` for [`LockConfig`] |
-//! | `metrics` | counters through the `metrics` facade |
+//! | `serde` | `Deserialize` for [`LockConfig`]; both traits for names, tokens, lock states, holders, detached holds and reasons of a loss |
+//! | `metrics` | metrics through the `metrics` facade: gauges, histograms and counters |
 //! | `blocking` | an API for programs without an async runtime |
 //!
 //! A feature never changes what another one does. Without any feature there is only the memory backend, and no client
@@ -91,15 +96,25 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+#[cfg(feature = "blocking")]
+pub mod blocking;
 mod config;
 mod connect;
 mod options;
 mod url;
 
-pub use config::{FileSection, LockConfig, MysqlSection, RedisSection, RedlockSection, ZkSection};
+pub use config::{
+    EtcdSection, FileSection, LockConfig, MysqlSection, PostgresSection, RedisSection, RedlockSection,
+    ZkSection,
+};
 pub use connect::connect;
 #[doc(inline)]
 pub use lockkit_core::*;
+#[cfg(feature = "etcd")]
+pub use lockkit_etcd as etcd;
+#[cfg(feature = "etcd")]
+#[doc(inline)]
+pub use lockkit_etcd::{EtcdBackend, EtcdConfig};
 #[cfg(all(feature = "file", unix))]
 #[doc(inline)]
 pub use lockkit_file::{FileBackend, FileConfig};
@@ -108,6 +123,11 @@ pub use lockkit_mysql as mysql;
 #[cfg(feature = "mysql")]
 #[doc(inline)]
 pub use lockkit_mysql::{MySqlBackend, MySqlConfig};
+#[cfg(feature = "postgres")]
+pub use lockkit_postgres as postgres;
+#[cfg(feature = "postgres")]
+#[doc(inline)]
+pub use lockkit_postgres::{PostgresBackend, PostgresConfig};
 #[cfg(feature = "redis")]
 #[doc(inline)]
 pub use lockkit_redis::{RedisBackend, RedisConfig, RedlockBackend, RedlockConfig};

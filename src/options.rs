@@ -29,9 +29,93 @@ pub(crate) trait Value: Sized {
     fn read<'de, D: Deserializer<'de>>(value: D) -> Result<Self, D::Error>;
 }
 
-/// Makes [`Options`] of some fields of a struct, each an `Option` of its type.
-macro_rules! options {
-    ($name:ident { $($key:ident: $type:ty,)* }) => {
+/// A field of a backend's config, which takes the value of an option.
+#[cfg_attr(
+    not(any(
+        all(feature = "file", unix),
+        feature = "redis",
+        feature = "zk",
+        feature = "mysql",
+        feature = "etcd",
+        feature = "postgres"
+    )),
+    expect(dead_code, reason = "only memory is there, which has no options")
+)]
+pub(crate) trait Field<T> {
+    /// Sets it. The error names the option.
+    fn set(&mut self, value: &T) -> lockkit_core::Result<()>;
+}
+
+impl<T: Clone> Field<T> for T {
+    fn set(&mut self, value: &T) -> lockkit_core::Result<()> {
+        self.clone_from(value);
+        Ok(())
+    }
+}
+
+impl<T: Clone> Field<T> for Option<T> {
+    fn set(&mut self, value: &T) -> lockkit_core::Result<()> {
+        *self = Some(value.clone());
+        Ok(())
+    }
+}
+
+/// Reads the fields of these types from words.
+macro_rules! words {
+    ($($(#[$built:meta])* $type:ty,)*) => {$(
+        $(#[$built])*
+        impl Field<String> for $type {
+            fn set(&mut self, word: &String) -> lockkit_core::Result<()> {
+                *self = word.parse()?;
+                Ok(())
+            }
+        }
+
+        $(#[$built])*
+        impl Field<String> for Option<$type> {
+            fn set(&mut self, word: &String) -> lockkit_core::Result<()> {
+                *self = Some(word.parse()?);
+                Ok(())
+            }
+        }
+    )*};
+}
+
+words! {
+    lockkit_core::spi::Tls,
+    #[cfg(feature = "mysql")] lockkit_mysql::Mode,
+    #[cfg(feature = "mysql")] lockkit_mysql::Schema,
+    #[cfg(feature = "postgres")] lockkit_postgres::Schema,
+    #[cfg(feature = "postgres")] lockkit_postgres::SslMode,
+    #[cfg(feature = "zk")] lockkit_zk::Access,
+    #[cfg(feature = "zk")] lockkit_zk::Nodes,
+    #[cfg(feature = "zk")] lockkit_zk::Parents,
+}
+
+/// Declares a table of a config file: what has to be there, options, and tables of options. Each option is an `Option` of its
+/// type, and a parameter of the URL.
+macro_rules! table {
+    (
+        $(#[$about:meta])*
+        pub struct $name:ident {
+            $($(#[$required_doc:meta])* pub $required:ident: $required_type:ty,)*
+        }
+        options {
+            $($(#[$doc:meta])* pub $key:ident: $type:ty,)*
+        }
+        sections {
+            $($(#[$section_doc:meta])* pub $section:ident: $section_type:ty,)*
+        }
+    ) => {
+        $(#[$about])*
+        #[derive(Clone, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct $name {
+            $($(#[$required_doc])* pub $required: $required_type,)*
+            $($(#[$doc])* pub $key: Option<$type>,)*
+            $($(#[$section_doc])* pub $section: $section_type,)*
+        }
+
         impl $crate::options::Options for $name {
             fn keys(&self) -> &'static [&'static str] {
                 &[$(stringify!($key)),*]
@@ -54,55 +138,27 @@ macro_rules! options {
                 $(if other.$key.is_some() {
                     self.$key.clone_from(&other.$key);
                 })*
-            }
-
-            /// Reads the value of an option from a config file.
-            #[cfg(feature = "serde")]
-            fn read_option<'de, M: serde::de::MapAccess<'de>>(
-                &mut self,
-                key: &str,
-                map: &mut M,
-            ) -> Result<(), M::Error> {
-                match key {
-                    $(stringify!($key) => {
-                        self.$key = Some(map.next_value_seed($crate::options::Named::new(stringify!($key)))?);
-                    })*
-                    _ => {}
-                }
-                Ok(())
+                $(self.$section.override_with(&other.$section);)*
             }
         }
-    };
-}
-
-/// Declares the options of one backend.
-macro_rules! section {
-    (
-        $(#[$about:meta])*
-        pub struct $name:ident {
-            $($(#[$doc:meta])* pub $key:ident: $type:ty,)*
-        }
-    ) => {
-        $(#[$about])*
-        #[derive(Clone, Debug, Default, PartialEq, Eq)]
-        #[non_exhaustive]
-        pub struct $name {
-            $($(#[$doc])* pub $key: Option<$type>,)*
-        }
-
-        options!($name { $($key: $type,)* });
 
         #[cfg(feature = "serde")]
         impl $crate::options::Table for $name {
             const NAME: &'static str = stringify!($name);
-            const KEYS: &'static [&'static str] = &[$(stringify!($key)),*];
+            const KEYS: &'static [&'static str] =
+                &[$(stringify!($required),)* $(stringify!($key),)* $(stringify!($section),)*];
+            const REQUIRED: &'static [&'static str] = &[$(stringify!($required)),*];
 
-            fn read<'de, M: serde::de::MapAccess<'de>>(
-                &mut self,
-                key: &str,
-                map: &mut M,
-            ) -> Result<(), M::Error> {
-                self.read_option(key, map)
+            fn read<'de, M: serde::de::MapAccess<'de>>(&mut self, key: &str, map: &mut M) -> Result<(), M::Error> {
+                match key {
+                    $(stringify!($required) => self.$required = map.next_value::<String>()?.into(),)*
+                    $(stringify!($key) => {
+                        self.$key = Some(map.next_value_seed($crate::options::Named::new(stringify!($key)))?);
+                    })*
+                    $(stringify!($section) => self.$section = map.next_value()?,)*
+                    _ => {}
+                }
+                Ok(())
             }
         }
 
@@ -115,7 +171,36 @@ macro_rules! section {
     };
 }
 
-pub(crate) use {options, section};
+/// Declares the options of one backend, which the fields of the same names in its config take.
+macro_rules! section {
+    (
+        $(#[$about:meta])*
+        pub struct $name:ident for $config:path, if $built:meta {
+            $($(#[$doc:meta])* pub $key:ident: $type:ty,)*
+        }
+    ) => {
+        $crate::options::table! {
+            $(#[$about])*
+            pub struct $name {}
+            options { $($(#[$doc])* pub $key: $type,)* }
+            sections {}
+        }
+
+        #[cfg($built)]
+        impl $name {
+            /// Sets the options that are set here, and the namespace.
+            pub(crate) fn apply(&self, config: &mut $config, namespace: &str) -> lockkit_core::Result<()> {
+                namespace.clone_into(&mut config.namespace);
+                $(if let Some(value) = &self.$key {
+                    $crate::options::Field::set(&mut config.$key, value)?;
+                })*
+                Ok(())
+            }
+        }
+    };
+}
+
+pub(crate) use {section, table};
 
 impl Value for Duration {
     fn parse(text: &str) -> Result<Self, String> {

@@ -1,6 +1,7 @@
 //! Shared by the benchmarks: a backend that costs nothing, duels, in which two things take turns, tables of medians,
 //! and everyone who takes part in the comparison of the backends.
 
+pub mod listing;
 pub mod peers;
 pub mod processor;
 pub mod report;
@@ -86,10 +87,7 @@ struct NoopClaim {
 
 impl NoopClaim {
     fn lease(&self) -> Lease {
-        Lease {
-            since: lockkit::Instant::now(),
-            length: Some(self.ttl),
-        }
+        Lease::new(lockkit::Instant::now(), Some(self.ttl))
     }
 
     fn tokens(&self) -> RangeInclusive<u64> {
@@ -106,10 +104,7 @@ impl NoopClaim {
 impl Claim for NoopClaim {
     async fn attempt(&mut self, _: Duration) -> Result<Option<Grant>> {
         self.counts.attempts.fetch_add(1, Ordering::Relaxed);
-        Ok(Some(Grant {
-            tokens: self.tokens(),
-            lease: self.lease(),
-        }))
+        Ok(Some(Grant::new(self.tokens(), self.lease())))
     }
 
     async fn renew(&mut self) -> Result<Renewal> {

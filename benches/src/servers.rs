@@ -7,6 +7,7 @@ use std::{
 use async_trait::async_trait;
 use lockkit::{
     BoxError, Lock, LockClient,
+    etcd::{EtcdBackend, EtcdConfig},
     spi::{self, chain},
     zk::{ZkBackend, ZkConfig},
 };
@@ -19,22 +20,24 @@ use lockkit_conformance::{
 };
 use lockkit_testbed::{
     Mode, Proxy,
+    etcd::{self, EtcdServer},
     mysql::{Flavour, MySql},
+    postgres::{self, PgServer},
     redis::{self, RedisServer},
     zookeeper::{self, ZkServer},
 };
 
 use crate::{
     peers::{
-        Curator, DistributedFileLock, EphemeralNode, Flock, ForUpdate, GetLock, LockedFile, Peer, Rslock,
-        SetNx, TokenRing, TokioSync,
+        AdvisoryLock, Curator, DistributedFileLock, EphemeralNode, Flock, ForUpdate, Form, GetLock,
+        LockRequest, LockedFile, Peer, PutKey, Rslock, SetNx, TokenRing, TokioSync,
     },
     processor::processor_time,
     results::Skipped,
 };
 
 /// All that may take part, by name.
-pub const BACKENDS: [&str; 7] = [
+pub const BACKENDS: [&str; 9] = [
     "memory",
     "file",
     "redis",
@@ -42,6 +45,8 @@ pub const BACKENDS: [&str; 7] = [
     "zookeeper",
     "mariadb",
     "mysql",
+    "postgres",
+    "etcd",
 ];
 /// The number of masters that Redlock is measured on.
 const MASTERS: usize = 5;
@@ -104,7 +109,9 @@ impl Comparison {
                 "redlock" => comparison.redlock().await,
                 "zookeeper" => comparison.zookeeper().await,
                 "mariadb" => comparison.mysql(backend, Flavour::MariaDb).await,
-                _ => comparison.mysql(backend, Flavour::MySql).await,
+                "mysql" => comparison.mysql(backend, Flavour::MySql).await,
+                "postgres" => comparison.postgres().await,
+                _ => comparison.etcd(),
             };
             if let Err(why) = there {
                 comparison.skipped.push(Skipped {
@@ -144,6 +151,9 @@ impl Comparison {
                 !matches!(scenario, Scenario::Uncontended | Scenario::OwnNames(_))
             }),
             Peer::ForUpdate(it) => self.enter(who, Abroad(it, there), |_| true),
+            Peer::AdvisoryLock(it) => self.enter(who, Abroad(it, there), |_| true),
+            Peer::PutKey(it) => self.enter(who, Abroad(it, there), |_| true),
+            Peer::LockRequest(it) => self.enter(who, Abroad(it, there), |_| true),
             Peer::DistributedLock(it) => self.enter(who, Abroad(it, there), |_| true),
             Peer::Rslock(it) => self.enter(who, Abroad(it, there), |_| true),
             Peer::Curator(it) => self.enter(who, Abroad(it, there), |_| true),
@@ -358,12 +368,73 @@ impl Comparison {
         self.running.push(Box::new(server));
         Ok(())
     }
+
+    async fn postgres(&mut self) -> Result<(), Absent> {
+        if let Some(missing) = postgres::missing() {
+            return Err(missing.into());
+        }
+        // For 100 clients of each contestant.
+        let server = PgServer::builder().setting("max_connections", "2000").start()?;
+        let server = Arc::new(server);
+        let servers = Servers::of_processes(&server);
+        let url = |addrs: &[SocketAddr]| PgServer::url_at(addrs[0]);
+        let by_hand = |form, addrs: &[SocketAddr]| AdvisoryLock {
+            url: url(addrs),
+            form,
+        };
+        let version = by_hand(Form::Text, &servers.addrs).version().await?;
+        self.versions.insert("postgres".to_owned(), version);
+        for (name, form) in [
+            ("pg_advisory_lock, by hand", Form::Text),
+            ("pg_advisory_lock, prepared", Form::Prepared),
+        ] {
+            self.peers(("postgres", name, Role::Floor), &servers, |addrs| {
+                Peer::AdvisoryLock(by_hand(form, addrs))
+            })?;
+        }
+        // For 64 names.
+        self.ours(("postgres", "lockkit"), &servers, |addrs| {
+            format!("{}?max_connections=100", url(addrs))
+        })?;
+        self.ours_handing_on("postgres", &server.url());
+        self.running.push(Box::new(server));
+        Ok(())
+    }
+
+    fn etcd(&mut self) -> Result<(), Absent> {
+        if let Some(missing) = etcd::missing() {
+            return Err(missing.into());
+        }
+        let server = EtcdServer::plain()?;
+        let servers = Servers::new([server.addr()], [server.pid()]);
+        let version = server.ctl(&["endpoint", "status"])?;
+        // `127.0.0.1:40000, 8e9e05c52164694d, 3.4.23, 20 kB, …`
+        let version = version.split(", ").nth(2).unwrap_or("unknown").to_owned();
+        self.versions.insert("etcd".to_owned(), version);
+        self.peers(("etcd", "put, delete, by hand", Role::Floor), &servers, |addrs| {
+            Peer::PutKey(PutKey { addr: addrs[0] })
+        })?;
+        self.ours(("etcd", "lockkit"), &servers, |addrs| {
+            format!("etcd://{}", addrs[0])
+        })?;
+        let line = EtcdClientEach {
+            addr: server.addr().to_string(),
+        };
+        let who = ("etcd", "lockkit, a client each", Role::Ours);
+        self.enter(who, line, |scenario| matches!(scenario, Scenario::Waiters(_)));
+        self.peers(("etcd", "the server's Lock", Role::Peer), &servers, |addrs| {
+            Peer::LockRequest(LockRequest { addr: addrs[0] })
+        })?;
+        self.running.push(Box::new(server));
+        Ok(())
+    }
 }
 
 /// The servers of a backend.
 struct Servers {
     addrs: Vec<SocketAddr>,
-    pids: Vec<u32>,
+    /// The processor time of all of them.
+    clock: Clock,
 }
 
 /// The way of a contestant to its servers.
@@ -378,9 +449,25 @@ struct Way {
 
 impl Servers {
     fn new(addrs: impl IntoIterator<Item = SocketAddr>, pids: impl IntoIterator<Item = Option<u32>>) -> Self {
+        let pids: Vec<_> = pids.into_iter().flatten().collect();
         Self {
             addrs: addrs.into_iter().collect(),
-            pids: pids.into_iter().flatten().collect(),
+            clock: Arc::new(move || pids.iter().copied().map(processor_time).sum()),
+        }
+    }
+
+    /// One that has a process for each connection.
+    fn of_processes(server: &Arc<PgServer>) -> Self {
+        let addrs = vec![server.addr()];
+        let server = server.clone();
+        let clock = move || {
+            let times = server.processes()?.into_iter().map(processor_time);
+            // One may end meanwhile.
+            Ok(times.filter_map(Result::ok).sum())
+        };
+        Self {
+            addrs,
+            clock: Arc::new(clock),
         }
     }
 
@@ -388,7 +475,7 @@ impl Servers {
     fn ways(&self) -> io::Result<[Way; 2]> {
         let near = Way {
             addrs: self.addrs.clone(),
-            clock: Some(self.clock()),
+            clock: Some(self.clock.clone()),
             round_trips: None,
         };
         let proxies = self.proxies()?;
@@ -400,7 +487,7 @@ impl Servers {
         }
         let far = Way {
             addrs: proxies.iter().map(Proxy::addr).collect(),
-            clock: Some(self.clock()),
+            clock: Some(self.clock.clone()),
             // Several servers are asked at once.
             round_trips: Some(Arc::new(move || {
                 let each = proxies.iter().map(|proxy| proxy.counts().round_trips);
@@ -412,12 +499,6 @@ impl Servers {
 
     fn proxies(&self) -> io::Result<Arc<[Proxy]>> {
         self.addrs.iter().copied().map(Proxy::start).collect()
-    }
-
-    /// The processor time of all of them.
-    fn clock(&self) -> Clock {
-        let pids = self.pids.clone();
-        Arc::new(move || pids.iter().copied().map(processor_time).sum())
     }
 }
 
@@ -464,19 +545,32 @@ struct ClientEach {
 }
 
 impl Subject for ClientEach {
-    type Client = Session;
+    type Client = Session<ZkBackend>;
 
-    async fn client(&self) -> Result<Session, BoxError> {
+    async fn client(&self) -> Result<Session<ZkBackend>, BoxError> {
         let mut config = ZkConfig::new(&self.addr);
         config.tick_time = ZkServer::TICK;
         Ok(Session(ZkBackend::connect(config).await?))
     }
 }
 
-/// A session.
-struct Session(ZkBackend);
+/// Holds of one client on etcd, which share a connection and a lease.
+struct EtcdClientEach {
+    addr: String,
+}
 
-impl Client for Session {
+impl Subject for EtcdClientEach {
+    type Client = Session<EtcdBackend>;
+
+    async fn client(&self) -> Result<Session<EtcdBackend>, BoxError> {
+        Ok(Session(EtcdBackend::connect(EtcdConfig::new(&self.addr)).await?))
+    }
+}
+
+/// A session.
+struct Session<B>(B);
+
+impl<B: spi::Backend + Clone> Client for Session<B> {
     type Contender = Lock;
 
     async fn contender(&self, name: &str, mode: spi::Mode) -> Result<Lock, BoxError> {

@@ -25,10 +25,12 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     Run(Run),
     Inspect(Inspect),
+    List(List),
     Break(Break),
     Check(Check),
     Bench(Bench),
     Completions(Completions),
+    Man(Man),
     /// Becomes the command that `run` runs, tied to the life of its parent.
     #[command(name = crate::exec::SUBCOMMAND, hide = true)]
     Exec(Exec),
@@ -52,6 +54,10 @@ pub(crate) struct Run {
     /// For how long the lock outlives lockkit if it dies or is cut off [default: 30s, or the URL's]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub(crate) ttl: Option<Duration>,
+    /// Stop the command, with status 123, if it still runs when the lock has been held for this long and its lease has
+    /// ended after that [default: never, or the URL's]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) max_hold: Option<Duration>,
     /// Give up, with status 124, if the lock is not granted within this time [default: wait for ever]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub(crate) wait: Option<Duration>,
@@ -86,16 +92,38 @@ pub(crate) struct Inspect {
     /// Show the permits of the semaphore NAME instead of the lock
     #[arg(long)]
     pub(crate) permits: bool,
-    /// Print one JSON object: name, kind, holders (token, label, left_ms), waiters
+    /// Print one JSON object: name, kind, holders (token, label, left_ms, since), waiters
     #[arg(long)]
     pub(crate) json: bool,
     /// The lock
     pub(crate) name: String,
 }
 
-/// End someone else's hold by force.
+/// List the locks and semaphores that somebody holds.
 ///
-/// Its holder is told that it lost the lock. Exits with status 1 if nobody holds the lock with that token.
+/// Takes part in no contest. Prints them as it finds them, in no certain order, and each once.
+#[derive(Debug, Args)]
+pub(crate) struct List {
+    #[command(flatten)]
+    pub(crate) server: Server,
+    /// Print one JSON object per line: name, kind, holders (token, label, left_ms, since), waiters
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Draw a table on the terminal, anew every second, until Ctrl-C
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) watch: bool,
+    /// The beginning of the names to list; no character is a wildcard [default: all names]
+    #[arg(default_value = "", hide_default_value = true)]
+    pub(crate) prefix: String,
+}
+
+/// Ask a holder to give up its hold, and wait until it has.
+///
+/// The holder is told, and its hold is not renewed any more. Nobody else is granted the lock before the holder has let go of it, or
+/// its lease is over.
+///
+/// Exit status: 0 if the hold has ended; 1 if nobody holds the lock with that token; 124 if it is still held after --wait, and
+/// stays asked for; 125 if lockkit failed, and cannot tell.
 #[derive(Debug, Args)]
 pub(crate) struct Break {
     #[command(flatten)]
@@ -103,6 +131,12 @@ pub(crate) struct Break {
     /// The fencing token of the hold to end, as `lockkit inspect` shows it
     #[arg(long, value_name = "N")]
     pub(crate) token: u64,
+    /// For how long to wait for the end of the hold
+    #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "1m")]
+    pub(crate) wait: Duration,
+    /// End the hold at once, by force: another may be granted the lock before the holder knows
+    #[arg(long, conflicts_with = "wait")]
+    pub(crate) force: bool,
     /// End the hold of a permit of the semaphore NAME instead
     #[arg(long)]
     pub(crate) permits: bool,
@@ -154,6 +188,13 @@ pub(crate) struct Bench {
 pub(crate) struct Completions {
     /// The shell
     pub(crate) shell: clap_complete::Shell,
+}
+
+/// Print the manual page.
+#[derive(Debug, Args)]
+pub(crate) struct Man {
+    /// A subcommand, for its own page
+    pub(crate) command: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -1,16 +1,17 @@
 //! `lockkit inspect` and `lockkit break`.
 
 use std::{
+    fmt::Write as _,
     io::{self, Write},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
-use lockkit::{FencingToken, LockClient, LockState};
+use lockkit::{FencingToken, LockClient, LockKind, LockState, Revocation};
 use serde_json::{Value, json};
 
 use crate::{
     args::{Break, Inspect},
-    failure::{Failure, say},
+    failure::{Failure, NOT_GRANTED, say},
 };
 
 /// The time that the server gets to take note that this client has gone.
@@ -26,35 +27,86 @@ pub(crate) async fn inspect(args: Inspect) -> Result<u8, Failure> {
     take_leave(&client).await;
     let state = state?;
     print(&if args.json {
-        as_json(&args, &state).to_string()
+        let kind = if args.permits {
+            LockKind::Semaphore
+        } else {
+            LockKind::Lock
+        };
+        as_json(&args.name, kind, &state).to_string()
     } else {
-        as_text(&args, &state)
+        as_text(&args.name.escape_debug().to_string(), &state)
     });
     Ok(0)
 }
 
 pub(crate) async fn break_hold(args: Break) -> Result<u8, Failure> {
     let client = args.server.config()?.connect().await?;
-    let token = FencingToken::new(args.token);
-    let ended = if args.permits {
-        client.revoke_permit(&args.name, token).await
+    let ended = if args.force {
+        end_by_force(&client, &args).await
     } else {
-        client.revoke(&args.name, token).await
+        ask(&client, &args).await
     };
     take_leave(&client).await;
-    if ended? {
-        return Ok(0);
+    let Break { name, token, .. } = &args;
+    Ok(match ended? {
+        Revocation::NotHeld => {
+            say(&format!("nobody holds `{name}` with token {token}"));
+            1
+        }
+        Revocation::Expired => {
+            say(&format!(
+                "the lease of `{name}` ran out, and its holder may not have confirmed"
+            ));
+            0
+        }
+        Revocation::StillHeld { left } => {
+            let ends = left.map_or_else(
+                || "only its holder can end that".to_owned(),
+                |left| {
+                    let left = Duration::from_millis(whole_millis(left));
+                    format!(
+                        "at most {} are left of its lease",
+                        humantime::format_duration(left)
+                    )
+                },
+            );
+            say(&format!("`{name}` is asked for, and still held: {ends}"));
+            NOT_GRANTED
+        }
+        // That it was confirmed is what was asked for.
+        _ => 0,
+    })
+}
+
+async fn ask(client: &LockClient, args: &Break) -> lockkit::Result<Revocation> {
+    let token = FencingToken::new(args.token);
+    if args.permits {
+        client.revoke_permit(&args.name, token, args.wait).await
+    } else {
+        client.revoke(&args.name, token, args.wait).await
     }
-    say(&format!("nobody holds `{}` with token {}", args.name, args.token));
-    Ok(1)
+}
+
+async fn end_by_force(client: &LockClient, args: &Break) -> lockkit::Result<Revocation> {
+    let token = FencingToken::new(args.token);
+    let ended = if args.permits {
+        client.revoke_permit_by_force(&args.name, token).await
+    } else {
+        client.revoke_by_force(&args.name, token).await
+    };
+    Ok(if ended? {
+        Revocation::Confirmed
+    } else {
+        Revocation::NotHeld
+    })
 }
 
 /// Ends what the server keeps for this client, such as a session. If it does not confirm that, it forgets by itself.
-async fn take_leave(client: &LockClient) {
+pub(crate) async fn take_leave(client: &LockClient) {
     let _ = client.close(CLOSE_WITHIN).await;
 }
 
-fn as_json(args: &Inspect, state: &LockState) -> Value {
+pub(crate) fn as_json(name: &str, kind: LockKind, state: &LockState) -> Value {
     let holders: Vec<Value> = state
         .holders
         .iter()
@@ -63,21 +115,25 @@ fn as_json(args: &Inspect, state: &LockState) -> Value {
                 "token": holder.token.get(),
                 "label": holder.label,
                 "left_ms": holder.left.map(whole_millis),
+                "since": holder.since.and_then(in_utc),
             })
         })
         .collect();
     json!({
-        "name": args.name,
-        "kind": if args.permits { "semaphore" } else { "lock" },
+        "name": name,
+        "kind": match kind {
+            LockKind::Lock => "lock",
+            LockKind::Semaphore => "semaphore",
+        },
         "holders": holders,
         "waiters": state.waiters,
     })
 }
 
-fn as_text(args: &Inspect, state: &LockState) -> String {
-    let name = args.name.escape_debug();
+/// `title` is the name, as a line may have it.
+pub(crate) fn as_text(title: &str, state: &LockState) -> String {
     let mut lines = vec![format!(
-        "{name}: {}",
+        "{title}: {}",
         if state.is_free() { "free" } else { "held" }
     )];
     for holder in &state.holders {
@@ -92,10 +148,23 @@ fn as_text(args: &Inspect, state: &LockState) -> String {
             let left = Duration::from_millis(whole_millis(left));
             format!("{} left", humantime::format_duration(left))
         }));
+        facts.extend(
+            holder
+                .since
+                .and_then(in_utc)
+                .map(|since| format!("since {since}")),
+        );
         lines.push(format!("  {}", facts.join(", ")));
     }
     lines.extend(state.waiters.map(|waiters| format!("  {waiters} waiting")));
     lines.join("\n")
+}
+
+/// Returns a time as it is written, `None` if that is not possible: the holder's clock may be anywhere.
+fn in_utc(time: SystemTime) -> Option<String> {
+    let mut text = String::new();
+    let time = humantime::format_rfc3339_millis(time.max(SystemTime::UNIX_EPOCH));
+    write!(text, "{time}").is_ok().then_some(text)
 }
 
 fn whole_millis(duration: Duration) -> u64 {

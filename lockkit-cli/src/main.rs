@@ -12,10 +12,12 @@ mod failure;
 mod family;
 mod helper_server;
 mod inspect;
+mod list;
 mod run;
 mod server;
 mod signals;
 mod warnings;
+mod watch;
 
 use std::{
     io::{self, Write},
@@ -25,8 +27,8 @@ use std::{
 use clap::{CommandFactory, Parser};
 
 use crate::{
-    args::{Cli, Command},
-    failure::Failure,
+    args::{Cli, Command, Man},
+    failure::{FAILED, Failure},
 };
 
 fn main() -> ExitCode {
@@ -40,11 +42,12 @@ fn main() -> ExitCode {
     }
 }
 
-/// Does as told, and answers with the exit status.
+/// Does what the arguments say, and answers with the exit status.
 fn dispatch(command: Command) -> Result<u8, Failure> {
     match command {
         Command::Run(args) => on_this_thread(run::run(args)),
         Command::Inspect(args) => on_this_thread(inspect::inspect(args)),
+        Command::List(args) => on_this_thread(list::list(args)),
         Command::Break(args) => on_this_thread(inspect::break_hold(args)),
         Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
@@ -55,9 +58,30 @@ fn dispatch(command: Command) -> Result<u8, Failure> {
             let _ = io::stdout().write_all(&script);
             Ok(0)
         }
+        Command::Man(args) => man(&args),
         Command::Helper => helper_server::help(),
         Command::Exec(args) => Err(exec::become_command(&args)),
     }
+}
+
+/// Prints the manual page of the command, or of one of its subcommands.
+fn man(args: &Man) -> Result<u8, Failure> {
+    let mut command = Cli::command();
+    // Gives the subcommands their full names.
+    command.build();
+    if let Some(name) = &args.command {
+        let found = command.find_subcommand(name).filter(|found| !found.is_hide_set());
+        let Some(found) = found.cloned() else {
+            return Err(Failure::new(FAILED, format!("there is no subcommand `{name}`")));
+        };
+        command = found;
+    }
+    let mut page = Vec::new();
+    clap_mangen::Man::new(command)
+        .render(&mut page)
+        .map_err(|error| Failure::because("cannot write the manual page", &error))?;
+    let _ = io::stdout().write_all(&page);
+    Ok(0)
 }
 
 /// The main thread does it all, because a command that `run` spawns is tied to the thread that spawned it.

@@ -2,7 +2,7 @@
 
 use std::{os::unix::process::ExitStatusExt, process::ExitStatus, time::Duration};
 
-use lockkit::{AcquireOptions, Lock, LockClient, LockConfig, LockGuard, LockName, spi::chain};
+use lockkit::{AcquireOptions, Lock, LockClient, LockConfig, LockGuard, LockName, LossReason, spi::chain};
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     process::Signal,
@@ -32,6 +32,7 @@ pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
     let mut config = args.server.config()?;
     config.ttl = args.ttl.or(config.ttl);
     config.wait = args.wait.or(config.wait);
+    config.max_hold = args.max_hold.or(config.max_hold);
     config.label = args
         .label
         .clone()
@@ -49,9 +50,10 @@ pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
         Ok(client) => client?,
         Err(signal) => return Ok(status_of_signal(signal)),
     };
+    let max_hold = config.max_hold;
     let wait = config.wait.map(|wait| wait.saturating_sub(started.elapsed()));
     let status = match signals.unless_ended(acquire(&client, &args, wait)).await {
-        Ok(Ok(guard)) => run_under(guard, &args, &mut signals).await,
+        Ok(Ok(guard)) => run_under(guard, &args, max_hold, &mut signals).await,
         Ok(Err(failure)) => Err(failure),
         Err(signal) => Ok(status_of_signal(signal)),
     };
@@ -81,13 +83,20 @@ fn lock(client: &LockClient, args: &Run) -> lockkit::Result<Lock> {
 }
 
 /// Runs the command, releases the lock as soon as it is done, and answers with the exit status.
-async fn run_under(guard: LockGuard, args: &Run, signals: &mut Signals) -> Result<u8, Failure> {
+async fn run_under(
+    guard: LockGuard,
+    args: &Run,
+    max_hold: Option<Duration>,
+    signals: &mut Signals,
+) -> Result<u8, Failure> {
+    let held_too_long = max_hold.map(|max_hold| (max_hold, Instant::now() + max_hold));
     let mut command = exec::tied_to_this_process(&args.command)?;
     command
         .env("LOCKKIT_NAME", &args.name)
         .env("LOCKKIT_TOKEN", guard.token().to_string());
     let place = Place::choose(args.foreground);
     let mut supervised = Supervised::spawn(&guard, place, command).await?;
+    supervised.held_too_long = held_too_long;
     let ending = supervised.until_end(&guard, signals).await?;
     let released = guard.release().await;
     match (ending, released) {
@@ -108,6 +117,8 @@ struct Supervised {
     name: LockName,
     /// The end of a lease that goes unrenewed, once TERM was sent for it.
     told: Option<Instant>,
+    /// The time for which the lock may be held, and its end.
+    held_too_long: Option<(Duration, Instant)>,
 }
 
 /// The end of a command.
@@ -131,6 +142,7 @@ impl Supervised {
             child,
             name: guard.name().clone(),
             told: None,
+            held_too_long: None,
         })
     }
 
@@ -138,13 +150,14 @@ impl Supervised {
         let mut lost = guard.lost();
         let mut exited = false;
         loop {
-            let unrenewed = format!(
-                "lock `{}` could not be renewed, so its command was stopped before the lease ran out",
-                self.name
-            );
             tokio::select! {
                 biased;
-                reason = &mut lost => return self.kill(format!("lock `{}` was lost: {reason}", self.name)).await,
+                reason = &mut lost => {
+                    if reason == LossReason::Asked {
+                        self.end_in_time(guard).await?;
+                    }
+                    return self.kill(format!("lock `{}` was lost: {reason}", self.name)).await;
+                }
                 ended = async {
                     if exited {
                         self.child.others_gone().await;
@@ -154,7 +167,7 @@ impl Supervised {
                 } => {
                     ended.map_err(|error| cannot_wait(&error))?;
                     if exited {
-                        return self.kill(unrenewed).await;
+                        return self.kill(self.why_unrenewed()).await;
                     }
                     if self.told.is_none() {
                         let status = self.child.reap().map_err(|error| cannot_wait(&error))?;
@@ -165,7 +178,7 @@ impl Supervised {
                 }
                 end = due(guard, self.told, exited) => {
                     if self.told == Some(end) {
-                        return self.kill(unrenewed).await;
+                        return self.kill(self.why_unrenewed()).await;
                     }
                     self.child.signal(Signal::TERM);
                     self.told = Some(end);
@@ -180,6 +193,46 @@ impl Supervised {
                     }
                 }
             }
+        }
+    }
+
+    fn why_unrenewed(&self) -> String {
+        let why = match self.held_too_long {
+            Some((max_hold, over)) if Instant::now() >= over => {
+                format!(
+                    "was held for its max_hold of {}",
+                    humantime::format_duration(max_hold)
+                )
+            }
+            _ => "could not be renewed".to_owned(),
+        };
+        format!(
+            "lock `{}` {why}, so its command was stopped before the lease ran out",
+            self.name
+        )
+    }
+
+    /// Tells the command to end, and waits until it has, for as long as the lease of a hold that was asked for lasts. Nobody else is
+    /// granted the lock meanwhile.
+    async fn end_in_time(&mut self, guard: &LockGuard) -> Result<(), Failure> {
+        self.child.signal(Signal::TERM);
+        let over = async {
+            match (guard.valid_until(), guard.lease_length()) {
+                (Some(end), Some(lease)) => {
+                    sleep_until(end.checked_sub(before_kill(lease)).unwrap_or(end)).await;
+                }
+                // Only this process can end the hold.
+                _ => std::future::pending().await,
+            }
+        };
+        let ended = async {
+            self.child.exited().await?;
+            self.child.others_gone().await;
+            Ok(())
+        };
+        tokio::select! {
+            ended = ended => ended.map_err(|error| cannot_wait(&error)),
+            () = over => Ok(()),
         }
     }
 
@@ -199,7 +252,6 @@ impl Supervised {
 /// quarter of it left; so nothing is done unless a renewal is failing. If the command has `exited` upon TERM, what it
 /// has started is not spared by a renewal that succeeds after all: nobody would ever tell it again.
 async fn due(guard: &LockGuard, told: Option<Instant>, exited: bool) -> Instant {
-    let before_kill = |lease: Duration| (lease / 16).min(Duration::from_millis(500));
     if let (true, Some(end), Some(lease)) = (exited, told, guard.lease_length()) {
         sleep_until(end.checked_sub(before_kill(lease)).unwrap_or(end)).await;
         return end;
@@ -220,6 +272,11 @@ async fn due(guard: &LockGuard, told: Option<Instant>, exited: bool) -> Instant 
             return end;
         }
     }
+}
+
+/// Returns how long before the end of a lease KILL is sent.
+fn before_kill(lease: Duration) -> Duration {
+    (lease / 16).min(Duration::from_millis(500))
 }
 
 fn cannot_wait(error: &std::io::Error) -> Failure {

@@ -3,7 +3,7 @@
 use std::{fmt, future::Future, panic::Location, pin::pin, sync::Arc, task::Poll, time::Duration};
 
 use lockkit_core::{
-    AcquireOptions, Error, Lock, LockClient, LockGuard, LockKind, LockState,
+    AcquireOptions, DowngradeError, Error, Lock, LockClient, LockGuard, LockKind, LockState, RunError,
     spi::{BackendInfo, chain},
 };
 use tokio::time::{Instant, sleep, timeout};
@@ -20,7 +20,7 @@ pub(crate) const PROMPT: Duration = Duration::from_secs(1);
 /// No case takes longer than this; one that does hangs. What it waits for dead holders is not in it.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// For so many dead holders in a row a case waits at most.
+/// The most dead holders that a case waits for, one after the other.
 pub(crate) const MOST_DEATHS: u32 = 3;
 
 /// A lease so long that only a release frees the lock.
@@ -31,7 +31,7 @@ pub(crate) fn lasting() -> AcquireOptions {
 /// The end of a case.
 pub(crate) type Outcome = Result<(), Stop>;
 
-/// Why a case ends early.
+/// A reason for a case to end early.
 #[derive(Debug)]
 pub(crate) enum Stop {
     /// It does not apply, and why.
@@ -79,6 +79,20 @@ impl From<Error> for Stop {
             "an operation that should have worked failed: {}",
             chain(&error)
         ))
+    }
+}
+
+impl<T> From<RunError<T>> for Stop {
+    #[track_caller]
+    fn from(error: RunError<T>) -> Self {
+        Error::from(error).into()
+    }
+}
+
+impl<G> From<DowngradeError<G>> for Stop {
+    #[track_caller]
+    fn from(error: DowngradeError<G>) -> Self {
+        Error::from(error).into()
     }
 }
 
@@ -180,7 +194,7 @@ impl CaseRun {
     /// Has the server drop the hold, or skips the case if nothing can.
     pub(crate) async fn break_hold(&self, client: &LockClient, part: &str) -> Result<(), Stop> {
         match self.harness.break_hold(&self.name(part)).await {
-            Err(Error::Unsupported { what, .. }) if !client.capabilities().revoke => {
+            Err(Error::Unsupported { what, .. }) if !client.capabilities().revoke_by_force => {
                 Err(Stop::Skipped(format!("nothing can break a hold: {what}")))
             }
             other => Ok(other?),

@@ -1,7 +1,12 @@
 //! The cases, by theme. Each takes a [`CaseRun`](crate::case_run::CaseRun) and says what it expected if it fails.
 
+pub(crate) mod asking;
 pub(crate) mod basic;
 pub(crate) mod contention;
+pub(crate) mod detaching;
+pub(crate) mod downgrade;
+pub(crate) mod election;
+pub(crate) mod listing;
 pub(crate) mod loss;
 pub(crate) mod names;
 pub(crate) mod permits;

@@ -14,7 +14,7 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
     /// Whatever connecting reports; it fails the case.
     async fn client(&self) -> Result<LockClient>;
 
-    /// Why there is no server to test, if there is none. Every case is skipped then; if the environment variable
+    /// Returns why there is no server to test, if there is none. Every case is skipped then; if the environment variable
     /// `LOCKKIT_REQUIRE`, a list separated by commas, names the backend (or `all`), every case fails.
     fn missing(&self) -> Option<Missing> {
         None
@@ -39,14 +39,14 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Makes the server drop the holder of the lock `name`, behind its back. By default through
-    /// [`LockClient::revoke`].
+    /// [`LockClient::revoke_by_force`].
     ///
     /// # Errors
     /// [`Error::Unsupported`] if nothing can do that, which skips the cases that need it.
     async fn break_hold(&self, name: &str) -> Result<()> {
         let client = self.client().await?;
         for holder in client.inspect(name).await?.holders {
-            client.revoke(name, holder.token).await?;
+            client.revoke_by_force(name, holder.token).await?;
         }
         Ok(())
     }

@@ -10,6 +10,7 @@ use std::{
     fs::{File, OpenOptions},
     io::{self, BufRead, BufReader, Read as _, Seek as _, Write as _},
     num::NonZeroU32,
+    ops::ControlFlow,
     path::{Path, PathBuf},
     process::{ChildStdin, Command, Stdio},
     time::Duration,
@@ -17,7 +18,8 @@ use std::{
 
 use futures_util::{StreamExt as _, TryStreamExt as _, future::try_join_all, stream};
 use lockkit_core::{
-    AcquireOptions, BoxError, FenceGate, FencingToken, Lock, LockClient, LockGuard,
+    AcquireOptions, BoxError, Candidate, DetachedHold, FenceGate, FencingToken, Lock, LockClient, LockGuard,
+    Observer,
     spi::{Mode, chain},
 };
 use tokio::{
@@ -379,6 +381,15 @@ where
                 guard.release().await?;
                 Ok("released".to_owned())
             }
+            ["detach", slot] => {
+                let guard = self.guards.remove(slot).ok_or("no such guard")?;
+                Ok(format!("detached {}", guard.detach().await?.encode()))
+            }
+            ["adopt", slot, message] => {
+                let client = self.client.as_ref().ok_or("no client")?;
+                let guard = client.adopt(&mut DetachedHold::decode(message)?).await?;
+                Ok(self.keep(slot, guard))
+            }
             ["check", slot] => match self.guard(slot)?.check() {
                 Ok(()) => Ok("held".to_owned()),
                 Err(error) if error.is_lost() => Ok("lost".to_owned()),
@@ -410,6 +421,13 @@ where
                     client.close().await?;
                 }
                 Ok("done".to_owned())
+            }
+            ["elect", id, ttl, name] => {
+                let client = self.client.as_ref().ok_or("no client")?;
+                let ttl = Duration::from_millis(ttl.parse()?);
+                let election = client.election(name)?.with_ttl(ttl);
+                stand(election.candidate(id)?, election.observe());
+                Ok("stands".to_owned())
             }
             ["torture", process, origin, path] => {
                 let part = torture::read_part(process, origin, path)?;
@@ -459,6 +477,39 @@ impl<F> Inside<F> {
     fn guard(&self, slot: &str) -> Result<&LockGuard, BoxError> {
         Ok(self.guards.get(slot).ok_or("no such guard")?)
     }
+}
+
+/// Leads whenever it can and for as long as it can, observes who leads, and answers with what it says and sees.
+fn stand(candidate: Candidate, mut observer: Observer) {
+    /// Says that a term is over.
+    struct Term(FencingToken);
+
+    impl Drop for Term {
+        fn drop(&mut self) {
+            answer(&format!("ends {} {}", self.0, now()));
+        }
+    }
+
+    tokio::spawn(async move {
+        let leading = candidate.lead(|held| async move {
+            let term = Term(held.token());
+            answer(&format!("leads {} {}", term.0, now()));
+            std::future::pending::<ControlFlow<()>>().await
+        });
+        if let Err(error) = leading.await {
+            answer(&format!("error {}", chain(&error)));
+        }
+    });
+    tokio::spawn(async move {
+        loop {
+            match observer.next().await {
+                Ok(Some(leader)) => answer(&format!("saw {} {}", leader.token, leader.id)),
+                Ok(None) => answer("saw 0 nobody"),
+                Err(error) if error.is_transient() => {}
+                Err(error) => return answer(&format!("error {}", chain(&error))),
+            }
+        }
+    });
 }
 
 /// Something else than a lockkit backend.

@@ -127,7 +127,7 @@ pub struct Write {
     pub lock: String,
     /// The writer.
     pub who: u64,
-    /// With which token.
+    /// The token that it came with.
     pub token: u64,
     /// The time, in the order of the resource itself.
     pub at: Nanos,
@@ -229,7 +229,7 @@ impl std::error::Error for Violation {}
 pub struct Summary {
     /// Acquisitions that were granted.
     pub granted: usize,
-    /// Of these, how many had to wait for another's hold to end.
+    /// The granted ones that had to wait for another's hold to end.
     pub contended: usize,
     /// Requests that were given up.
     pub given_up: usize,

@@ -36,6 +36,7 @@ mod harness;
 pub mod helper;
 pub mod history;
 pub mod measure;
+mod order;
 pub mod process;
 pub mod stall;
 mod suite;
@@ -46,6 +47,8 @@ pub use harness::{Harness, Missing};
 pub use suite::{Case, Report, Suite, Verdict, cases};
 pub use traces::Traces;
 
+#[doc(hidden)]
+pub use order::grants_in_order;
 #[doc(hidden)]
 pub use suite::run_test;
 

@@ -17,7 +17,10 @@ use tokio::{runtime, time::timeout};
 use crate::{
     Harness,
     case_run::{CaseRun, LIMIT, MOST_DEATHS, Outcome, Stop},
-    cases::{basic, contention, loss, names, permits, processes, shared, waiting},
+    cases::{
+        asking, basic, contention, detaching, downgrade, election, listing, loss, names, permits, processes,
+        shared, waiting,
+    },
     helper::Launch,
     stall::Stopwatch,
 };
@@ -54,6 +57,8 @@ enum Need {
     Fifo,
     Shared,
     NoShared,
+    Downgrade,
+    NoDowngrade,
     Permits,
     NoPermits,
     Lease,
@@ -61,25 +66,39 @@ enum Need {
     Notified,
     Revoke,
     NoRevoke,
+    RevokeByForce,
+    NoRevokeByForce,
+    List,
+    NoList,
+    Detach,
+    NoDetach,
     NoLocalHandoffs,
     Processes,
     Secret,
 }
 
 impl Need {
-    /// Why the case does not apply, if it does not.
+    /// Returns why the case does not apply, if it does not.
     fn unmet(self, has: Capabilities, suite: &Suite) -> Option<&'static str> {
         let (met, otherwise) = match self {
             Self::Fifo => (has.fifo, "it does not promise the order of the queue"),
             Self::Shared => (has.shared, "it has no shared mode"),
             Self::NoShared => (!has.shared, "it has a shared mode"),
+            Self::Downgrade => (has.downgrade, "it cannot make an exclusive hold a shared one"),
+            Self::NoDowngrade => (!has.downgrade, "it can make an exclusive hold a shared one"),
             Self::Permits => (has.permits, "it has no semaphores"),
             Self::NoPermits => (!has.permits, "it has semaphores"),
             Self::Lease => (has.lease, "its holds have no lease"),
             Self::NoLease => (!has.lease, "its holds have a lease"),
             Self::Notified => (has.notified, "its waiters poll"),
-            Self::Revoke => (has.revoke, "it cannot end another's hold"),
-            Self::NoRevoke => (!has.revoke, "it can end another's hold"),
+            Self::Revoke => (has.revoke, "it cannot ask another's holder"),
+            Self::NoRevoke => (!has.revoke, "it can ask another's holder"),
+            Self::RevokeByForce => (has.revoke_by_force, "it cannot end another's hold"),
+            Self::NoRevokeByForce => (!has.revoke_by_force, "it can end another's hold"),
+            Self::List => (has.list, "it cannot list what is held"),
+            Self::NoList => (!has.list, "it can list what is held"),
+            Self::Detach => (has.detach, "its holds cannot be detached"),
+            Self::NoDetach => (!has.detach, "its holds can be detached"),
             Self::NoLocalHandoffs => (!has.local_handoffs, "it passes holds on within a client"),
             Self::Processes => (
                 suite.launch.is_some() && suite.harness.url().is_some(),
@@ -109,12 +128,14 @@ macro_rules! __for_each_case {
         basic::late_release_harms_nobody [] "releasing or dropping a guard that was lost frees nobody's lock";
         basic::bad_options_are_refused [] "zero and absurd durations, long labels and the like are InvalidOptions";
         basic::inspection_shows_the_holder [] "an inspection shows label and token of the holder, and then that it is free";
+        basic::unpolled_inspection_stops_nobody [] "an inspection that is neither polled nor dropped delays no other, and no grant";
         basic::dropped_outside_a_runtime [] "a guard dropped on a plain thread releases, and does not panic";
         basic::dropped_during_shutdown [] "a guard dropped by a runtime's shutdown does not panic, and the lock comes back";
         basic::client_outlives_its_runtime [] "when a client's runtime has ended, it says so at once, whatever it is asked";
         basic::closed_client_refuses [] "close releases what is held, tells holders and waiters, and refuses more";
         names::byte_exact_and_injective [] "names with odd characters, of 1,024 bytes, or alike but for case are all different locks";
         names::bad_names_are_refused [] "empty and over-long names are InvalidName";
+        names::names_forge_no_line [] "a name with line ends and control sequences shows escaped in every error and trace";
         names::secrets_stay_secret [Secret] "the configuration's secret shows in no Debug output, error or trace";
         waiting::short_timeout_is_prompt [] "a time-out of 200 ms returns in under 500 ms, and says that the lock is taken";
         waiting::cancelled_wait_is_prompt [] "a blocked wait is cancelled in under a second";
@@ -128,22 +149,58 @@ macro_rules! __for_each_case {
         waiting::strict_order_refuses_handoffs [NoLocalHandoffs] "local hand-offs are InvalidOptions where the order is strict";
         loss::saboteur_breaks_an_unprotected_hold [] "the tool that breaks holds breaks one: another client is granted";
         loss::told_when_broken [] "a holder whose hold the server dropped is told, for good, also late subscribers";
-        loss::not_told_by_release [] "a release is no loss";
+        loss::not_told_by_release [] "a release is an end and no loss";
         loss::watched_guard_can_be_dropped [] "a guard can be dropped while its loss is awaited";
         loss::running_work_is_stopped [] "work under guard.run stops with Lost when the hold is lost";
-        loss::revoked_by_token [Revoke] "revoke ends the hold of that token and no other";
-        loss::revoke_is_unsupported [NoRevoke] "revoke is Unsupported where a hold cannot be ended from outside";
+        asking::asked_holder_is_waited_for [Revoke] "a holder that is asked to give up its hold is told, and nobody is granted before it lets go";
+        asking::asked_holder_that_stays_expires [Revoke, Lease] "a holder that was asked and does not let go ends with its lease, renewed or not";
+        asking::asked_by_token [Revoke] "asking hits the hold of that token and no other, also with several askers and waiters";
+        asking::asked_heir [Revoke] "a holder is asked by its own token also where the hold was passed on to it within its client";
+        asking::asked_shared_holder [Revoke, Shared] "one of two shared holders is asked, and the other is not";
+        asking::asked_permit [Revoke, Permits] "the holder of one permit of two is asked, and the other is not";
+        asking::asked_releasing_holder [Revoke] "a request to give up a hold that its holder releases at the same time disturbs nobody";
+        asking::asked_rounds [Revoke] "round after round, the next is granted only after the holder that was asked has let go";
+        asking::asking_is_unsupported [NoRevoke] "asking a holder is Unsupported where that cannot be, and changes nothing";
+        loss::revoked_by_token [RevokeByForce] "revoking by force ends the hold of that token and no other";
+        loss::force_is_unsupported [NoRevokeByForce] "revoking by force is Unsupported where a hold cannot be ended from outside";
         loss::unrenewed_lease_lapses_first_here [Lease] "without renewal a hold lapses, and its holder knows before another is granted";
         loss::renewal_keeps_the_hold [Lease] "a renewed hold outlives its lease, and its deadline advances";
         loss::renewed_by_hand [Lease] "renew extends a hold whose background renewal is off";
         loss::hold_without_lease_stays [NoLease] "a hold without a lease has no deadline and outlasts the ttl";
+        loss::max_hold_ends_a_hold [] "a task that hangs keeps a lock for max_hold and a ttl at most, and is told before another is granted";
+        loss::ttl_of_a_live_hold [Lease] "set_ttl gives a live hold a shorter and a longer lease, here and at the server";
+        loss::ttl_change_dropped_midway [Lease] "a set_ttl dropped after any poll leaves no lease here that is longer than the server's";
+        loss::ttl_without_a_lease_is_unsupported [NoLease] "set_ttl is Unsupported where a hold has no lease";
+        detaching::detached_hold_is_adopted [Detach] "a hold that is detached goes on for whoever adopts it, once, with the same token";
+        detaching::adopted_once [Detach] "of several clients that adopt one hold at once, no two get it";
+        detaching::detached_hold_expires [Detach] "a hold that nobody adopts ends with its lease, and not before, and cannot be adopted then";
+        detaching::detached_holds_lose_nothing [Detach] "a hold goes through many clients, and nobody is granted it on the way";
+        detaching::detach_dropped_midway [Detach] "a detach future dropped after any poll releases the lock";
+        detaching::adoption_dropped_midway [Detach] "an adopt future dropped after any poll, and called again, adopts the hold";
+        detaching::asked_while_detached [Detach, Revoke] "a hold that is asked back while it is detached is not adopted";
+        detaching::shared_hold_is_adopted [Detach, Shared] "one of two shared holds is detached and adopted, beside the other";
+        detaching::permit_is_adopted [Detach, Permits] "one of two permits is detached and adopted, beside the other";
+        detaching::killed_process_has_detached [Detach, Processes] "a process detaches, is killed, and another goes on: nobody is granted in between";
+        detaching::detaching_is_unsupported [NoDetach] "detaching and adopting are Unsupported where a hold ends with its session or process";
+        listing::held_locks_are_listed [List] "a list shows each held lock and semaphore once, with holders and waiters, and no other";
+        listing::list_prefix_is_literal [List] "a list shows the names that begin with its prefix, whatever the characters and the length";
+        listing::lists_refuse_nobody [List] "lists of several pages show all that is held throughout, and no try is refused meanwhile";
+        listing::list_is_unsupported [NoList] "list is Unsupported where names cannot be listed";
         shared::many_readers_or_one_writer [Shared] "shared holders are in together, and exclude an exclusive one and it them";
         shared::waiting_writer_goes_before_new_readers [Shared] "a waiting writer is granted although readers keep coming";
         shared::readers_do_not_starve [Shared] "a waiting reader is granted although writers keep coming";
         shared::readers_and_writers_contend [Shared] "a random history of readers and writers has every property";
         shared::shared_is_unsupported [NoShared] "shared mode is Unsupported where there is none";
+        downgrade::downgraded_holder_reads_with_others [Downgrade] "a downgrade ends the exclusive hold, keeps token and lock, and lets readers in";
+        downgrade::nobody_writes_in_a_downgrade [Downgrade] "no writer that waits is granted between an exclusive hold and the shared one it becomes";
+        downgrade::downgrade_overtakes_no_writer [Downgrade, Fifo] "readers behind a writer that waits stay behind it after a downgrade";
+        downgrade::downgrade_dropped_midway [Downgrade] "a downgrade dropped after its 1st, 2nd, … nth poll leaves the lock free";
+        downgrade::downgrade_revives_no_lost_hold [Downgrade] "a downgrade of a hold that the server has dropped is Lost, and gets nothing back";
+        downgrade::downgrade_is_unsupported [NoDowngrade] "a downgrade is Unsupported where it cannot be, and the hold stays exclusive";
         permits::never_more_than_the_size [Permits] "10 tasks × 25 rounds reach 3 permits and never exceed them";
         permits::drained_permits_come_back [Permits] "all permits taken, released, and taken again";
+        permits::several_permits_or_none [Permits] "several permits at once are all or none, and a try in vain leaves none";
+        permits::who_wants_several_never_locks_up [Permits] "4 clients that want 3 of 4 permits, or one, again and again all get theirs";
         permits::two_sizes_are_an_error [Permits] "using one semaphore with two sizes is a clear error";
         permits::apart_from_the_lock [Permits] "a semaphore and a lock of one name do not exclude each other";
         permits::semaphores_are_unsupported [NoPermits] "semaphores are Unsupported where there are none";
@@ -153,6 +210,12 @@ macro_rules! __for_each_case {
         processes::killed_holder_lets_a_waiter_in [Processes] "a holder is killed: a waiter that was blocked wins within the bound";
         processes::paused_holder_is_told_and_fenced [Processes, Lease] "a holder stopped past its lease is told Lost, and its stale write is refused";
         processes::tokens_survive_crashes [Processes] "tokens rise across processes and the crashes of their holders";
+        election::one_leads_at_a_time [] "a second candidate is denied, waits, and leads once the leader resigns or is dropped";
+        election::observers_see_each_change_once [] "observers see who leads, with token, and each change once and in order";
+        election::leading_ends_with_a_loss [] "work that leads is stopped by a loss, and begun again with a higher token";
+        election::asked_leaders_are_followed [Revoke] "a leader that is asked leads until it lets go, and observers see it and the next once";
+        election::elections_are_apart_from_locks [] "an election and a lock of one name are two; the name of an election's lock is refused";
+        election::killed_leaders_are_followed [Processes] "three processes, the leader killed again and again: one leads at a time, and all see who";
         contention::clients_contend [] "a random history of tries, time-outs, cancels, drops and holds has every property";
         contention::processes_contend [Processes] "the same with several processes";
     } };
@@ -329,7 +392,8 @@ impl Suite {
             .map_err(|_| late(LIMIT))?
             .map_err(|error| Stop::Failed(format!("no client: {}", chain(&error))))?;
         // On top of what a case does comes what it waits for.
-        let limit = LIMIT + self.harness.freed_after_death(&probe) * MOST_DEATHS;
+        let deaths = election::rounds().max(MOST_DEATHS);
+        let limit = LIMIT * deaths.div_ceil(10) + self.harness.freed_after_death(&probe) * deaths;
         let suite = self.clone();
         let task = tokio::spawn(async move { suite.case(&case, seed, probe).await });
         let ended = timeout(limit, task).await.map_err(|_| late(limit))?;

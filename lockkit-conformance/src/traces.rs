@@ -2,21 +2,33 @@
 
 use std::{
     fmt::{self, Write as _},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, LazyLock, Mutex, PoisonError},
 };
 
 use lockkit_core::spi::chain;
 use tracing::{
-    Event, Metadata, Subscriber,
+    Dispatch, Event, Metadata, Subscriber,
     field::{Field, Visit},
     span::{Attributes, Id, Record},
+    subscriber::NoSubscriber,
 };
 
 /// A subscriber that keeps the fields of every span and event, of every level, as text. Clones add to the same text.
 ///
 /// Each record is a line. That of an event begins with its level.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Traces(Arc<Mutex<String>>);
+
+/// Another subscriber. While there is but one, `tracing` decides whether an event is wanted by the subscriber of the thread that first
+/// comes by it, and remembers that for all: a test without any would switch off an event that another test waits for.
+static BESIDE: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSubscriber::default()));
+
+impl Default for Traces {
+    fn default() -> Self {
+        LazyLock::force(&BESIDE);
+        Self(Arc::default())
+    }
+}
 
 impl Traces {
     /// Returns all that was traced so far.

@@ -14,22 +14,63 @@
 //! # Ok::<(), lockkit_core::Error>(())
 //! ```
 //!
-//! Within an async runtime, also on its threads for blocking work, these calls return an error, since they would hold
-//! up other tasks. Use [`crate::LockClient`] there. Guards may be dropped anywhere.
+//! # Beside an async runtime
+//!
+//! These calls work on every thread that may be held up: threads of your own, [`spawn_blocking`](tokio::task::spawn_blocking), and
+//! [`block_in_place`](tokio::task::block_in_place) on a runtime of several threads. In an async task of Tokio they return an error,
+//! since they would hold up the other tasks, the one that holds the lock perhaps among them. Use [`crate::LockClient`] there, or
+//! `spawn_blocking`. Guards may be dropped anywhere.
+//!
+//! An async task of another runtime, or one within [`unconstrained`](tokio::task::unconstrained), cannot be told from a thread that
+//! may be held up. It is held up.
+//!
+//! ```
+//! use lockkit_core::{Error, MemoryBackend, blocking::LockClient};
+//!
+//! # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+//! let in_a_task = LockClient::new(MemoryBackend::new());
+//! assert!(matches!(in_a_task, Err(Error::Backend { .. })));
+//! let work = tokio::task::spawn_blocking(|| {
+//!     let client = LockClient::new(MemoryBackend::new())?;
+//!     client.lock("orders/42")?.acquire()?.release()
+//! });
+//! work.await.unwrap()?;
+//! # Ok::<(), lockkit_core::Error>(())
+//! # }).unwrap();
+//! ```
+//!
+//! # What differs from the async API
+//!
+//! - `guard.lost()` is [`wait_lost`](LockGuard::wait_lost), which takes a time-out, and [`lost_reason`](LockGuard::lost_reason).
+//! - There is no `run`, since nothing can stop a thread: call [`check`](LockGuard::check) between the steps of the work.
+//! - A wait is not cancelled from outside: give it a [`wait`](AcquireOptions::wait), or [`close`](LockClient::close) the client.
+//!
+//! # Before the process ends
 //!
 //! A process that ends does not wait for background threads. Release guards, or [`close`](LockClient::close) the
 //! client, before `main` returns. Otherwise a lock whose guard was just dropped may stay held until its lease ends.
 
+mod multi;
+mod reentrant;
+mod thread;
+
 use std::{fmt, future::Future, sync::Arc, time::Duration};
 
+use futures_util::FutureExt;
 use tokio::{
-    runtime::{Builder, Handle, Runtime},
+    runtime::{Builder, Runtime},
     time::Instant,
 };
 
+pub use self::{
+    multi::{LockSet, acquire_all, try_acquire_all},
+    reentrant::{ReentrantGuard, ReentrantLock},
+};
+use self::{reentrant::Inner, thread::refuse_in_async};
+
 use crate::{
-    AcquireOptions, Capabilities, Error, FencingToken, HoldView, LockId, LockName, LockState, LossReason,
-    Result,
+    AcquireOptions, Capabilities, DetachError, DetachedHold, DowngradeError, Error, FencingToken, HoldView,
+    ListedLock, LockId, LockName, LockState, LossReason, Result, Revocation, RunError,
     spi::{Backend, BackendInfo, Mode},
 };
 
@@ -48,7 +89,7 @@ impl LockClient {
     /// Makes a client of `backend`, which may be one of your own. Does no I/O.
     ///
     /// # Errors
-    /// [`Error::Backend`] if the background thread cannot be started, or within an async runtime.
+    /// [`Error::Backend`] if the background thread cannot be started, or within an async task.
     pub fn new(backend: impl Backend) -> Result<Self> {
         Self::connect_with(async move || Ok(crate::LockClient::new(backend)))
     }
@@ -70,7 +111,7 @@ impl LockClient {
     /// ```
     ///
     /// # Errors
-    /// The error of `connect`; [`Error::Backend`] if the background thread cannot be started, or within an async runtime.
+    /// The error of `connect`; [`Error::Backend`] if the background thread cannot be started, or within an async task.
     pub fn connect_with<F, Fut>(connect: F) -> Result<Self>
     where
         F: FnOnce() -> Fut,
@@ -118,10 +159,19 @@ impl LockClient {
         Ok(Lock::new(self.client.semaphore(name, permits)?, &self.host))
     }
 
+    /// Goes on with a hold that was [detached](LockGuard::detach): as [`adopt`](crate::LockClient::adopt).
+    ///
+    /// # Errors
+    /// As there. Also [`Error::Backend`] within an async task.
+    pub fn adopt(&self, detached: &mut DetachedHold) -> Result<LockGuard> {
+        let guard = self.host.block_on("adopt", self.client.adopt(detached))?;
+        Ok(LockGuard::new(guard, &self.host))
+    }
+
     /// Returns the holders and waiters of the lock of this name. Refuses and delays nobody.
     ///
     /// # Errors
-    /// [`Error::InvalidName`]; [`Error::Backend`] if the server cannot tell, or within an async runtime;
+    /// [`Error::InvalidName`]; [`Error::Backend`] if the server cannot tell, or within an async task;
     /// [`Error::Closed`].
     pub fn inspect(&self, name: impl AsRef<str>) -> Result<LockState> {
         self.host.block_on("inspect", self.client.inspect(name))
@@ -135,23 +185,72 @@ impl LockClient {
         self.host.block_on("inspect", self.client.inspect_semaphore(name))
     }
 
+    /// Asks the holder of this name that has `token` to give up its hold, also another client's, and waits until the hold has ended,
+    /// for up to `within`: as [`revoke`](crate::LockClient::revoke).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where a holder cannot be asked; otherwise as [`inspect`](Self::inspect).
+    pub fn revoke(&self, name: impl AsRef<str>, token: FencingToken, within: Duration) -> Result<Revocation> {
+        self.host
+            .block_on("revoke", self.client.revoke(name, token, within))
+    }
+
+    /// Asks the holder of a permit of the semaphore of this name to give it up, as [`revoke`](Self::revoke).
+    ///
+    /// # Errors
+    /// Those of [`revoke`](Self::revoke).
+    pub fn revoke_permit(
+        &self,
+        name: impl AsRef<str>,
+        token: FencingToken,
+        within: Duration,
+    ) -> Result<Revocation> {
+        self.host
+            .block_on("revoke", self.client.revoke_permit(name, token, within))
+    }
+
+    /// Lists the locks and semaphores of this client's namespace that somebody holds and whose names begin with `prefix`. The
+    /// prefix is literal, and an empty one stands for all names. See [`crate::LockClient::list`].
+    ///
+    /// ```
+    /// use lockkit_core::{MemoryBackend, blocking::LockClient};
+    ///
+    /// let client = LockClient::new(MemoryBackend::new())?;
+    /// let guard = client.lock("orders/42")?.acquire()?;
+    /// for lock in client.list("orders/")? {
+    ///     println!("{}", lock?.name);
+    /// }
+    /// guard.release()?;
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`crate::LockClient::list`]. The iterator has errors of its own.
+    pub fn list(&self, prefix: impl AsRef<str>) -> Result<LockList> {
+        Ok(LockList {
+            list: Some(self.client.list(prefix)?),
+            host: self.host.clone(),
+        })
+    }
+
     /// Ends the hold of this name that has `token` by force, also another client's: for operators. Returns `false` if there is
     /// none.
     /// Its holder loses it as [`Revoked`](LossReason::Revoked).
     ///
     /// # Errors
     /// [`Error::Unsupported`] where holds cannot be ended from outside; otherwise as [`inspect`](Self::inspect).
-    pub fn revoke(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
-        self.host.block_on("revoke", self.client.revoke(name, token))
+    pub fn revoke_by_force(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
+        self.host
+            .block_on("revoke", self.client.revoke_by_force(name, token))
     }
 
-    /// Ends a permit of the semaphore of this name by force, as [`revoke`](Self::revoke).
+    /// Ends a permit of the semaphore of this name by force, as [`revoke_by_force`](Self::revoke_by_force).
     ///
     /// # Errors
-    /// As [`revoke`](Self::revoke).
-    pub fn revoke_permit(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
+    /// As [`revoke_by_force`](Self::revoke_by_force).
+    pub fn revoke_permit_by_force(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
         self.host
-            .block_on("revoke", self.client.revoke_permit(name, token))
+            .block_on("revoke", self.client.revoke_permit_by_force(name, token))
     }
 
     /// Describes this client's backend.
@@ -164,13 +263,19 @@ impl LockClient {
         self.client.capabilities()
     }
 
+    /// Returns the longest time from a holder's death until a waiter can be granted the lock, on a healthy server. `ttl` is what
+    /// the holder asked for.
+    pub fn dead_holder_bound(&self, ttl: Duration) -> Duration {
+        self.client.dead_holder_bound(ttl)
+    }
+
     /// Closes this client and all its clones. From now on every call returns [`Error::Closed`], and so do pending
     /// acquisitions. Live guards are marked lost ([`LossReason::Disconnected`]), then released. Waits up to `timeout` for every
     /// release to be confirmed, also those of dropped guards.
     ///
     /// # Errors
     /// [`Error::Backend`] if a release was not confirmed; its lease or connection then ends the hold. Also within
-    /// an async runtime, where nothing is closed.
+    /// an async task, where nothing is closed.
     pub fn close(&self, timeout: Duration) -> Result<()> {
         self.host.block_on("close", self.client.close(timeout))
     }
@@ -184,7 +289,9 @@ impl fmt::Debug for LockClient {
 
 /// A lock in one mode, whose acquisition blocks the thread. Having it holds nothing. Cloning is cheap.
 ///
-/// Locks are not re-entrant: a second acquisition by the holding thread waits, or finds the lock taken.
+/// Locks are not re-entrant: a second acquisition by the holding thread waits, or finds the lock taken. Wrap it in a
+/// [`ReentrantLock`] if you need that.
+#[must_use = "having a lock holds nothing: call `acquire()` and keep the guard"]
 #[derive(Clone)]
 pub struct Lock {
     lock: crate::Lock,
@@ -233,7 +340,7 @@ impl Lock {
     ///
     /// # Errors
     /// As [`DistributedLock::acquire_with`](crate::DistributedLock::acquire_with); [`Error::Backend`] within an async
-    /// runtime.
+    /// task.
     pub fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
         let guard = self.host.block_on("acquire", self.lock.acquire_with(options))?;
         Ok(LockGuard::new(guard, &self.host))
@@ -264,6 +371,36 @@ impl Lock {
         self.acquire_with(&AcquireOptions::new().wait(wait))
     }
 
+    /// Acquires this many permits of a semaphore, all or none, as [`crate::Lock::acquire_many`].
+    ///
+    /// ```
+    /// use lockkit_core::{MemoryBackend, blocking::LockClient};
+    ///
+    /// let gpus = LockClient::new(MemoryBackend::new())?.semaphore("gpu", 4)?;
+    /// let three = gpus.acquire_many(3)?;
+    /// assert!(gpus.try_acquire_many(2)?.is_none());
+    /// three.release()?;
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`crate::Lock::acquire_many`]; [`Error::Backend`] within an async task.
+    pub fn acquire_many(&self, permits: u32) -> Result<LockSet> {
+        let set = self.host.block_on("acquire", self.lock.acquire_many(permits))?;
+        Ok(LockSet::of_one(set, &self.host))
+    }
+
+    /// Acquires this many permits if so many are free now, as [`crate::Lock::try_acquire_many`]. Returns `None` if they are not.
+    ///
+    /// # Errors
+    /// As [`crate::Lock::try_acquire_many`]; [`Error::Backend`] within an async task. An outage is an error, never `None`.
+    pub fn try_acquire_many(&self, permits: u32) -> Result<Option<LockSet>> {
+        let set = self
+            .host
+            .block_on("acquire", self.lock.try_acquire_many(permits))?;
+        Ok(set.map(|set| LockSet::of_one(set, &self.host)))
+    }
+
     /// Acquires the lock, runs `work` while it is held, and releases it, also if `work` panics.
     ///
     /// Nothing stops `work` when the lock is lost. In long work, call [`HoldView::check`] between steps.
@@ -279,12 +416,12 @@ impl Lock {
     ///
     /// # Errors
     /// As [`acquire_with`](Self::acquire_with) while acquiring. [`Error::Lost`] if the lock was lost before `work` was
-    /// done. Any other failure of the release is logged.
-    pub fn with_lock<T>(&self, work: impl FnOnce(HoldView) -> T) -> Result<T> {
+    /// done: the [`RunError`] has its output as well. `?` turns it into an [`Error`]. Any other failure of the release is logged.
+    pub fn with_lock<T>(&self, work: impl FnOnce(HoldView) -> T) -> Result<T, RunError<T>> {
         let guard = self.acquire()?;
         let output = work(guard.view());
         match guard.release() {
-            Err(err @ Error::Lost { .. }) => Err(err),
+            Err(err @ Error::Lost { .. }) => Err(RunError::done(err, output)),
             Err(err) => {
                 tracing::warn!(lock = %self.id(), error = crate::spi::chain(&err), "release failed");
                 Ok(output)
@@ -311,17 +448,17 @@ impl fmt::Debug for Lock {
 /// A lock that is held; the blocking [`LockGuard`](crate::LockGuard).
 ///
 /// While the guard lives, the client's background thread renews its lease. Dropping the guard leaves the release to that thread:
-/// it never blocks, does no I/O, and works within an async runtime. Call [`release`](Self::release) to learn the outcome.
+/// it never blocks, does no I/O, and works within an async task. Call [`release`](Self::release) to learn the outcome.
 #[must_use = "dropping the guard releases the lock"]
 pub struct LockGuard {
-    guard: crate::LockGuard,
+    guard: Inner,
     host: Arc<Host>,
 }
 
 impl LockGuard {
-    fn new(guard: crate::LockGuard, host: &Arc<Host>) -> Self {
+    fn new(guard: impl Into<Inner>, host: &Arc<Host>) -> Self {
         Self {
-            guard,
+            guard: guard.into(),
             host: host.clone(),
         }
     }
@@ -376,7 +513,7 @@ impl LockGuard {
     /// before.
     ///
     /// # Errors
-    /// [`Error::Backend`] within an async runtime.
+    /// [`Error::Backend`] within an async task.
     pub fn wait_lost(&self, timeout: Duration) -> Result<Option<LossReason>> {
         let timeout = timeout.min(AcquireOptions::MAX_DURATION);
         self.host.block_on("wait_lost", async {
@@ -384,24 +521,116 @@ impl LockGuard {
         })
     }
 
+    /// Returns what is left of the lease if a renewal has failed, or has no reply although no more than an eighth of the lease is
+    /// left. It may yet be renewed. Zero if the hold is lost; `None` if all is well.
+    pub fn renewal_failing(&self) -> Option<Duration> {
+        self.guard.renewal_failing().now_or_never()
+    }
+
     /// Extends the lease by hand, to a full ttl from now.
     ///
     /// # Errors
     /// [`Error::Lost`] if the hold is lost. [`Error::Backend`] if no reply came, in which case the lease goes on as
-    /// it was; also within an async runtime.
+    /// it was; also within an async task.
     pub fn renew(&self) -> Result<()> {
         self.host.block_on("renew", self.guard.renew())
+    }
+
+    /// Returns a duplicate of the operating system's handle that keeps the hold alive, where the backend has one (file). A
+    /// child process that inherits it keeps the lock until it has exited, even if this process is killed.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] within an async task.
+    #[cfg(unix)]
+    pub fn descriptor(&self) -> Result<Option<std::os::fd::OwnedFd>> {
+        self.host.block_on("descriptor", self.guard.descriptor().map(Ok))
+    }
+
+    /// Changes the ttl of this hold, as [`LockGuard::set_ttl`](crate::LockGuard::set_ttl).
+    ///
+    /// # Errors
+    /// As there. Also [`Error::Backend`] within an async task.
+    pub fn set_ttl(&self, ttl: Duration) -> Result<()> {
+        self.host.block_on("set_ttl", self.guard.set_ttl(ttl))
+    }
+
+    /// Turns an exclusive hold into a shared one without a gap, as [`LockGuard::downgrade`](crate::LockGuard::downgrade).
+    ///
+    /// ```
+    /// use lockkit_core::{MemoryBackend, blocking::LockClient};
+    ///
+    /// let table = LockClient::new(MemoryBackend::new())?.lock("prices")?;
+    /// let reading = table.acquire()?.downgrade()?;
+    /// assert!(table.shared().try_acquire()?.is_some() && table.try_acquire()?.is_none());
+    /// reading.release()?;
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As there. Also [`Error::Unsupported`] for a re-entrant hold, and [`Error::Backend`] within an async task: the guard is left as
+    /// it was.
+    pub fn downgrade(self) -> Result<Self, DowngradeError<Self>> {
+        const OPERATION: &str = "downgrade";
+
+        if let Err(error) = refuse_in_async(OPERATION) {
+            return Err(DowngradeError::unchanged(error, self));
+        }
+        let (guard, host) = self.into_parts();
+        let again = |guard: Inner| Self {
+            guard,
+            host: host.clone(),
+        };
+        let own = match guard {
+            Inner::Own(guard) => guard,
+            nested @ Inner::Nested(_) => {
+                let backend = host.client.info().name;
+                let error = Error::unsupported(backend, "a downgrade of a re-entrant hold");
+                return Err(DowngradeError::unchanged(error, again(nested)));
+            }
+        };
+        match host.block_on(OPERATION, own.downgrade().map(Ok)) {
+            Ok(Ok(shared)) => Ok(again(shared.into())),
+            Ok(Err(DowngradeError { error, guard })) => Err(DowngradeError {
+                error,
+                guard: guard.map(|guard| again(guard.into())),
+            }),
+            Err(error) => Err(DowngradeError::over(error)),
+        }
+    }
+
+    /// Ends this guard without releasing the lock: the hold goes on at the server, for whoever [adopts](LockClient::adopt) it, as
+    /// [`LockGuard::detach`](crate::LockGuard::detach).
+    ///
+    /// ```
+    /// use lockkit_core::{DetachedHold, MemoryBackend, blocking::LockClient};
+    ///
+    /// let client = LockClient::new(MemoryBackend::new())?;
+    /// let message = client.lock("invoice/7")?.acquire()?.detach()?.encode();
+    /// let guard = client.adopt(&mut DetachedHold::decode(&message)?)?;
+    /// guard.release()?;
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As there, with the guard. Also [`Error::Backend`] within an async task.
+    pub fn detach(self) -> Result<DetachedHold, DetachError<Self>> {
+        let detached = self.host.block_on("detach", self.guard.detach_in_place());
+        detached.map_err(|error| DetachError::new(error, self))
     }
 
     /// Releases the lock and returns the outcome.
     ///
     /// # Errors
     /// [`Error::Lost`] if the hold had been lost before. [`Error::Backend`] if no confirmation came: the release is tried
-    /// again in the background, and the hold ends with its lease at the latest. Within an async runtime also
+    /// again in the background, and the hold ends with its lease at the latest. Within an async task also
     /// [`Error::Backend`]: the release then goes on in the background, as if the guard had been dropped.
     pub fn release(self) -> Result<()> {
-        let Self { guard, host } = self;
+        let (guard, host) = self.into_parts();
         host.block_on("release", guard.release())
+    }
+
+    fn into_parts(self) -> (Inner, Arc<Host>) {
+        (self.guard, self.host)
     }
 }
 
@@ -412,6 +641,34 @@ impl fmt::Debug for LockGuard {
 }
 
 /// The runtime and the client that all handles share. Dropped with the last of them.
+/// The locks and semaphores that somebody holds; the blocking [`LockList`](crate::LockList). It ends after an error.
+#[must_use = "it asks for nothing until it is iterated over"]
+pub struct LockList {
+    list: Option<crate::LockList>,
+    host: Arc<Host>,
+}
+
+impl Iterator for LockList {
+    type Item = Result<ListedLock>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let list = self.list.as_mut()?;
+        let next = self
+            .host
+            .block_on("list", async { list.next().await.transpose() });
+        if !matches!(next, Ok(Some(_))) {
+            self.list = None;
+        }
+        next.transpose()
+    }
+}
+
+impl fmt::Debug for LockList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("blocking::LockList").field(&self.list).finish()
+    }
+}
+
 struct Host {
     runtime: OwnRuntime,
     client: crate::LockClient,
@@ -451,7 +708,7 @@ struct OwnRuntime(Option<Runtime>);
 impl OwnRuntime {
     fn block_on<T>(&self, operation: &'static str, work: impl Future<Output = Result<T>>) -> Result<T> {
         match &self.0 {
-            Some(runtime) => runtime.block_on(work),
+            Some(runtime) => thread::block_on(runtime.handle(), work),
             None => Err(Error::permanent("lockkit", operation, "the runtime has ended")),
         }
     }
@@ -463,13 +720,4 @@ impl Drop for OwnRuntime {
             runtime.shutdown_background();
         }
     }
-}
-
-/// Refuses to block within an async runtime: it would hold up the tasks of that runtime, or panic.
-fn refuse_in_async(operation: &'static str) -> Result<()> {
-    if Handle::try_current().is_err() {
-        return Ok(());
-    }
-    let cause = "a blocking call within an async runtime; use the async API there, or a thread of your own";
-    Err(Error::permanent("lockkit", operation, cause))
 }

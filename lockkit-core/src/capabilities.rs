@@ -1,8 +1,8 @@
 //! The capabilities of a backend, and the result of an inspection.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use crate::FencingToken;
+use crate::{FencingToken, LockKind, LockName};
 
 /// The capabilities of a backend. The conformance suite asserts each one.
 ///
@@ -35,8 +35,16 @@ pub struct Capabilities {
     pub lease: bool,
     /// A release may pass the hold on within a client. `false` where the order across processes is strict.
     pub local_handoffs: bool,
-    /// [`LockClient::revoke`](crate::LockClient::revoke) can end someone else's hold.
+    /// [`LockGuard::downgrade`](crate::LockGuard::downgrade) turns an exclusive hold into a shared one without a gap.
+    pub downgrade: bool,
+    /// [`LockClient::revoke`](crate::LockClient::revoke) can ask another holder to give up its hold.
     pub revoke: bool,
+    /// [`LockClient::revoke_by_force`](crate::LockClient::revoke_by_force) can end someone else's hold.
+    pub revoke_by_force: bool,
+    /// [`LockClient::list`](crate::LockClient::list) lists what is held.
+    pub list: bool,
+    /// A hold can be [detached](crate::LockGuard::detach), and adopted by another client, in each of the backend's modes.
+    pub detach: bool,
     /// The failures that fencing tokens survive.
     pub fencing: FencingDurability,
 }
@@ -54,6 +62,7 @@ pub enum FencingDurability {
 
 /// The state of a lock, as far as its backend can tell.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct LockState {
     /// The holders; empty if the lock is free.
@@ -76,6 +85,7 @@ impl LockState {
 
 /// One holder of a lock, as an inspection shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Holder {
     /// The label it was acquired with.
@@ -84,11 +94,44 @@ pub struct Holder {
     pub token: FencingToken,
     /// The rest of its lease; `None` if it has none.
     pub left: Option<Duration>,
+    /// The time at which the server granted it, where the backend knows that. A wall clock told it, the server's or the holder's,
+    /// which may be ahead of this machine's. A local hand-off does not change it.
+    pub since: Option<SystemTime>,
 }
 
 impl Holder {
-    /// Makes a holder with this token.
+    /// Makes a holder with this token, of which nobody knows since when it holds.
     pub fn new(token: FencingToken, label: Option<String>, left: Option<Duration>) -> Self {
-        Self { label, token, left }
+        Self {
+            label,
+            token,
+            left,
+            since: None,
+        }
+    }
+
+    /// Returns the same holder, which holds since then.
+    pub fn since(self, since: Option<SystemTime>) -> Self {
+        Self { since, ..self }
+    }
+}
+
+/// A lock or semaphore that somebody holds, as [`LockClient::list`](crate::LockClient::list) shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
+pub struct ListedLock {
+    /// Its name.
+    pub name: LockName,
+    /// A lock or a semaphore. Those of one name are listed apart.
+    pub kind: LockKind,
+    /// Its holders, of which there is one at least, and its waiters.
+    pub state: LockState,
+}
+
+impl ListedLock {
+    /// Makes an entry of a listing.
+    pub fn new(name: LockName, kind: LockKind, state: LockState) -> Self {
+        Self { name, kind, state }
     }
 }

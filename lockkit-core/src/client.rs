@@ -3,8 +3,10 @@
 use std::{fmt, num::NonZeroU32, sync::Arc, time::Duration};
 
 use crate::{
-    AcquireOptions, Capabilities, Error, FencingToken, Lock, LockKind, LockName, LockState, Result,
-    driver::core::Core,
+    AcquireOptions, Capabilities, DetachedHold, Election, Error, FencingToken, Lock, LockGuard, LockKind,
+    LockList, LockName, LockState, Result, Revocation,
+    driver::{core::Core, detach::adopt, request::AcquireRequest, revoke::revoke},
+    election,
     spi::{Backend, BackendInfo, Mode},
 };
 
@@ -56,9 +58,21 @@ impl LockClient {
     /// Returns the lock of this name, in exclusive mode. Does no I/O and holds nothing.
     ///
     /// # Errors
-    /// [`Error::InvalidName`].
+    /// [`Error::InvalidName`], also for a name that begins with `lockkit#election:` or `lockkit#permits:`:
+    /// [elections](Self::election) and [`Lock::acquire_many`] have those.
     pub fn lock(&self, name: impl AsRef<str>) -> Result<Lock> {
-        Ok(self.make(LockName::new(name)?, Mode::Exclusive))
+        let name = election::check_not_reserved(LockName::new(name)?)?;
+        Ok(self.make(name, Mode::Exclusive))
+    }
+
+    /// Returns the election of this name: candidates of which one leads, and observers. Does no I/O.
+    ///
+    /// It has nothing to do with the lock of the same name. Of the client's default options, `ttl` and `op_timeout` count.
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`] for a name that is empty, longer than 1,007 bytes, or the name of an election's lock.
+    pub fn election(&self, name: impl AsRef<str>) -> Result<Election> {
+        Election::new(&self.core, name.as_ref(), &self.defaults)
     }
 
     /// Returns the semaphore of this name, which up to `permits` holders have at once. Does no I/O and holds nothing.
@@ -75,6 +89,59 @@ impl LockClient {
 
     fn make(&self, name: LockName, mode: Mode) -> Lock {
         Lock::new(self.core.queue(name, mode), self.defaults.clone())
+    }
+
+    /// Goes on with a hold that was [detached](LockGuard::detach), by this client or by another one of the same server and namespace,
+    /// in any process. From then on it is a hold of this client, with the same token: the client renews it for the same ttl, and
+    /// releases it with the guard.
+    ///
+    /// In one step, the server finds the hold, renews it and makes this client its owner. So one adopts it, and nobody else does. The
+    /// other options that apply are this client's [defaults](Self::with_defaults), its label among them. A `max_hold` counts from
+    /// the adoption.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use lockkit_core::{DetachedHold, Error, LockClient, MemoryBackend};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// # let server = MemoryBackend::new();
+    /// # let client = LockClient::new(server);
+    /// # let message = client.lock("job")?.acquire().await?.detach().await?.encode();
+    /// let mut detached = DetachedHold::decode(&message)?;
+    /// let guard = loop {
+    ///     match client.adopt(&mut detached).await {
+    ///         Ok(guard) => break guard,
+    ///         Err(Error::Lost { .. }) => return Ok(()), // too late, or another has it: the work is not ours
+    ///         Err(err) if err.is_transient() => tokio::time::sleep(Duration::from_millis(100)).await, // no answer: ask again
+    ///         Err(err) => return Err(err),
+    ///     }
+    /// };
+    /// guard.release().await?;
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Lost`] if the server says that the hold is over ([`Gone`](crate::LossReason::Gone)), or that its holder was asked to
+    /// give it up ([`Asked`](crate::LossReason::Asked)): it ends with its lease at the latest. Also if this very value was adopted
+    /// before.
+    ///
+    /// [`Error::Backend`] if no answer came: the hold may be this client's by now. Call it again with the same value, also on another
+    /// client. A second value of the same hold, decoded once more, competes with the first instead. If nobody asks again, the
+    /// hold ends a ttl after the last request.
+    ///
+    /// [`Error::Unsupported`] where holds cannot be detached; [`Error::InvalidName`]; [`Error::InvalidOptions`] if a default option
+    /// does not go with the ttl; [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// As if no answer came, if the future is dropped half-way: call it again with the same value.
+    pub async fn adopt(&self, detached: &mut DetachedHold) -> Result<LockGuard> {
+        let name = election::check_not_reserved(detached.name().clone())?;
+        let options = AcquireOptions::new().ttl(detached.ttl()).or(&self.defaults);
+        let queue = self.core.queue(name, detached.mode());
+        let request = Arc::new(AcquireRequest::new(&queue, &options)?);
+        Ok(LockGuard::new(adopt(&request, detached).await?))
     }
 
     /// Returns the holders and waiters of the lock of this name. Refuses and delays nobody.
@@ -102,31 +169,132 @@ impl LockClient {
             .await
     }
 
+    /// Asks the holder of this name that has `token` to give up its hold, also another client's: for operators. Then waits until the
+    /// hold has ended, for up to `within`; with [`Duration::ZERO`] it only asks. A request that is under way by then goes on for up
+    /// to [`op_timeout`](AcquireOptions::DEFAULT_OP_TIMEOUT).
+    ///
+    /// Exclusion holds: nobody is granted what the holder has before its guard is released or dropped, or its lease is over. The
+    /// holder's guard is lost as [`Asked`](crate::LossReason::Asked), at once where the server can tell its client, with the next
+    /// renewal otherwise. The hold is not renewed any more: a holder that is cut off, stands still, or does not let go ends with the
+    /// lease that it has. A hold without a lease (file) ends only by its holder.
+    ///
+    /// A hold that is passed on to another user within its client ends with that. The next one has a token of its own and is not
+    /// asked; on Redlock and on files, where all of them have a block of tokens in common, it is.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use lockkit_core::{LockClient, LossReason, MemoryBackend, Revocation};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// let client = LockClient::new(MemoryBackend::new());
+    /// let guard = client.lock("job")?.acquire().await?;
+    /// let token = guard.token();
+    /// let holder = tokio::spawn(async move {
+    ///     assert_eq!(guard.lost().await, LossReason::Asked);
+    ///     // Nobody else holds the lock yet. It ends with the guard.
+    ///     drop(guard);
+    /// });
+    /// let outcome = client.revoke("job", token, Duration::from_secs(10)).await?;
+    /// assert_eq!(outcome, Revocation::Confirmed);
+    /// # holder.await.unwrap();
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where a holder cannot be asked; otherwise as [`inspect`](Self::inspect). Then it is not known whether
+    /// the holder was asked, or still holds: ask again.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the holder may or may not have been asked. If it was, it stays asked: its hold is not renewed any
+    /// more.
+    pub async fn revoke(
+        &self,
+        name: impl AsRef<str>,
+        token: FencingToken,
+        within: Duration,
+    ) -> Result<Revocation> {
+        revoke(&self.core, &LockName::new(name)?, LockKind::Lock, token, within).await
+    }
+
+    /// Asks the holder of a permit of the semaphore of this name to give it up, as [`revoke`](Self::revoke).
+    ///
+    /// # Errors
+    /// Those of [`revoke`](Self::revoke).
+    ///
+    /// # Cancel safety
+    /// That of [`revoke`](Self::revoke).
+    pub async fn revoke_permit(
+        &self,
+        name: impl AsRef<str>,
+        token: FencingToken,
+        within: Duration,
+    ) -> Result<Revocation> {
+        let name = LockName::new(name)?;
+        revoke(&self.core, &name, LockKind::Semaphore, token, within).await
+    }
+
+    /// Lists the locks and semaphores of this client's namespace that somebody holds and whose names begin with `prefix`: a
+    /// [stream](LockList), which asks the server for one page after the other. Refuses and delays nobody. Sends nothing yet.
+    ///
+    /// The prefix is literal: no character of it is a wildcard. An empty one stands for all names. A name that nobody holds is not
+    /// listed, also if somebody waits for it.
+    ///
+    /// ```
+    /// use lockkit_core::{LockClient, MemoryBackend};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// let client = LockClient::new(MemoryBackend::new());
+    /// let guard = client.lock("orders/42")?.acquire().await?;
+    /// let mut held = client.list("orders/")?;
+    /// while let Some(lock) = held.next().await {
+    ///     let lock = lock?;
+    ///     println!("{}: {} holders, {:?} waiters", lock.name, lock.state.holders.len(), lock.state.waiters);
+    /// }
+    /// guard.release().await?;
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`] for a prefix that is longer than a name can be; [`Error::Unsupported`] where names cannot be listed;
+    /// [`Error::Backend`] if the runtime that the client lives on has ended; [`Error::Closed`]. The stream has errors of its own.
+    pub fn list(&self, prefix: impl AsRef<str>) -> Result<LockList> {
+        self.core.is_open("list")?;
+        let prefix = prefix.as_ref();
+        LockName::check_prefix(prefix)?;
+        let lister = self.core.backend.list(prefix)?;
+        Ok(LockList::new(self.core.clone(), lister))
+    }
+
     /// Ends the hold of this name that has `token` by force, also another client's: for operators. Returns `false` if there is
-    /// none.
-    /// Its holder loses it as [`Revoked`](crate::LossReason::Revoked).
+    /// none. Its holder loses it as [`Revoked`](crate::LossReason::Revoked).
+    ///
+    /// Exclusion does not hold: the next is granted at once, while the holder may not have been told yet.
+    /// [`revoke`](Self::revoke) asks instead.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where holds cannot be ended from outside; otherwise as [`inspect`](Self::inspect).
     ///
     /// # Cancel safety
     /// If the future is dropped half-way, the hold may or may not be ended.
-    pub async fn revoke(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
+    pub async fn revoke_by_force(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
         self.core
-            .revoke(&LockName::new(name)?, LockKind::Lock, token)
+            .revoke_by_force(&LockName::new(name)?, LockKind::Lock, token)
             .await
     }
 
-    /// Ends a permit of the semaphore of this name by force, as [`revoke`](Self::revoke).
+    /// Ends a permit of the semaphore of this name by force, as [`revoke_by_force`](Self::revoke_by_force).
     ///
     /// # Errors
-    /// As [`revoke`](Self::revoke).
+    /// As [`revoke_by_force`](Self::revoke_by_force).
     ///
     /// # Cancel safety
-    /// As [`revoke`](Self::revoke).
-    pub async fn revoke_permit(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
+    /// As [`revoke_by_force`](Self::revoke_by_force).
+    pub async fn revoke_permit_by_force(&self, name: impl AsRef<str>, token: FencingToken) -> Result<bool> {
         self.core
-            .revoke(&LockName::new(name)?, LockKind::Semaphore, token)
+            .revoke_by_force(&LockName::new(name)?, LockKind::Semaphore, token)
             .await
     }
 

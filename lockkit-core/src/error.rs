@@ -118,6 +118,17 @@ pub enum Error {
         reason: LossReason,
     },
 
+    /// The lock is not held here any more, since its guard was released, dropped or detached: that is no loss. Only views of a hold
+    /// say so.
+    #[error("{backend}: lock `{}` is not held any more: it was released or detached", Shown(.name.as_str()))]
+    #[non_exhaustive]
+    Released {
+        /// The backend's name.
+        backend: &'static str,
+        /// The lock.
+        name: LockName,
+    },
+
     /// The backend does not have this feature.
     #[error("{backend}: not supported: {}", Shown(.what))]
     #[non_exhaustive]
@@ -134,11 +145,12 @@ pub enum Error {
     Backend {
         /// The backend's name.
         backend: &'static str,
-        /// The operation: `connect`, `acquire`, `renew`, `release`, `inspect`, `revoke`, `close`.
+        /// The operation: `connect`, `acquire`, `renew`, `downgrade`, `release`, `detach`, `adopt`, `inspect`, `watch`, `observe`,
+        /// `revoke`, `close`.
         operation: &'static str,
         /// The lock, where there is one.
         name: Option<LockName>,
-        /// The same call may succeed later.
+        /// True if the same call may succeed later.
         transient: bool,
         /// The cause.
         source: BoxError,
@@ -161,7 +173,7 @@ impl Error {
         matches!(self, Self::Timeout { .. })
     }
 
-    /// Returns `true` for [`Lost`](Self::Lost): the lock was held and is not any more.
+    /// Returns `true` for [`Lost`](Self::Lost): the lock was held and is not any more, although nobody has released it.
     pub fn is_lost(&self) -> bool {
         matches!(self, Self::Lost { .. })
     }
@@ -203,6 +215,16 @@ impl Error {
     /// An error for backends: a failure that repeating will not mend, such as a refused password.
     pub fn permanent(backend: &'static str, operation: &'static str, source: impl Into<BoxError>) -> Self {
         Self::backend(backend, operation, false, source.into())
+    }
+
+    /// An error for decorators and mocks: `name` was taken for as long as the caller would wait. A backend returns
+    /// [`Ok(None)`](crate::spi::Claim::attempt) instead.
+    pub fn timeout(backend: &'static str, name: LockName, waited: Duration) -> Self {
+        Self::Timeout {
+            backend,
+            name,
+            waited,
+        }
     }
 
     /// An error for backends: a hold of `name` turned out to be gone.
@@ -249,19 +271,209 @@ impl Error {
     }
 }
 
-/// The reason for which a hold ended.
+/// The error of [`LockGuard::run`](crate::LockGuard::run) and of `with_lock`, with what the work has returned if it was done by
+/// then.
+///
+/// A loss can come while the last step of the work runs. Nobody may then rely on the lock, but the work is done: its output may
+/// be the only record of what has to be undone, or that there is nothing to undo. So it is not thrown away.
+///
+/// `?` turns it into an [`Error`] where the output does not matter.
+///
+/// ```
+/// use lockkit_core::{LockClient, MemoryBackend};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let backend = MemoryBackend::new();
+/// let guard = LockClient::new(backend.clone()).lock("parcel/7")?.acquire().await?;
+/// match guard.run(async { "shipped as 1Z999" }).await {
+///     Ok(shipment) => println!("{shipment}"),
+///     Err(err) => match err.output {
+///         Some(shipment) => println!("{shipment}, maybe twice: {}", err.error),
+///         None => return Err(err.error), // stopped on the way
+///     },
+/// }
+/// guard.run(async {}).await?;
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
+#[non_exhaustive]
+pub struct RunError<T> {
+    /// The error: the lock was lost or released, or could not be acquired.
+    pub error: Error,
+    /// The output of the work, if it was done all the same. `None` if it was stopped, or never begun.
+    pub output: Option<T>,
+}
+
+impl<T> RunError<T> {
+    /// Makes an error of work that was done all the same.
+    pub(crate) fn done(error: Error, output: T) -> Self {
+        Self {
+            error,
+            output: Some(output),
+        }
+    }
+}
+
+impl<T> From<Error> for RunError<T> {
+    /// Makes an error of work that was stopped, or never begun.
+    fn from(error: Error) -> Self {
+        Self { error, output: None }
+    }
+}
+
+impl<T> From<RunError<T>> for Error {
+    fn from(error: RunError<T>) -> Self {
+        error.error
+    }
+}
+
+impl<T> fmt::Display for RunError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let done = if self.output.is_some() {
+            "; the work under it was done by then"
+        } else {
+            ""
+        };
+        write!(f, "{}{done}", self.error)
+    }
+}
+
+/// Leaves out the output, which need not be printable.
+impl<T> fmt::Debug for RunError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RunError")
+            .field("error", &self.error)
+            .field("is_done", &self.output.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<T> std::error::Error for RunError<T> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        // Its message has that of the error in it.
+        self.error.source()
+    }
+}
+
+/// The error of [`LockGuard::downgrade`](crate::LockGuard::downgrade), with the guard if nothing has changed.
+///
+/// `?` turns it into an [`Error`], which releases a guard that was left.
+#[non_exhaustive]
+pub struct DowngradeError<G> {
+    /// The error.
+    pub error: Error,
+    /// The guard, if nothing was asked of the server: still exclusive, or lost if the error says so. `None` if the hold is over.
+    pub guard: Option<G>,
+}
+
+impl<G> DowngradeError<G> {
+    /// Makes an error of a hold that nothing was done to.
+    pub(crate) fn unchanged(error: Error, guard: G) -> Self {
+        Self {
+            error,
+            guard: Some(guard),
+        }
+    }
+
+    /// Makes an error of a hold that is over.
+    pub(crate) fn over(error: Error) -> Self {
+        Self { error, guard: None }
+    }
+}
+
+impl<G> From<DowngradeError<G>> for Error {
+    fn from(error: DowngradeError<G>) -> Self {
+        error.error
+    }
+}
+
+impl<G> fmt::Display for DowngradeError<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let hold = if self.guard.is_some() {
+            "the hold is as it was before"
+        } else {
+            "the hold is over"
+        };
+        write!(f, "{}; {hold}", self.error)
+    }
+}
+
+impl<G> fmt::Debug for DowngradeError<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DowngradeError")
+            .field("error", &self.error)
+            .field("has_guard", &self.guard.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<G> std::error::Error for DowngradeError<G> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        // Its message has that of the error in it.
+        self.error.source()
+    }
+}
+
+/// The end of a hold: its release, or its loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(rename_all = "snake_case")
+)]
+#[non_exhaustive]
+pub enum HoldEnd {
+    /// Its guard was released or dropped, or [made a shared one](crate::LockGuard::downgrade).
+    Released,
+    /// It was [detached](crate::LockGuard::detach): it goes on at the server, for whoever adopts it.
+    Detached,
+    /// It was lost.
+    Lost(LossReason),
+}
+
+impl HoldEnd {
+    /// Returns the reason of a loss; `None` if it was none.
+    pub fn loss(self) -> Option<LossReason> {
+        match self {
+            Self::Released | Self::Detached => None,
+            Self::Lost(reason) => Some(reason),
+        }
+    }
+}
+
+impl fmt::Display for HoldEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Released => f.write_str("released"),
+            Self::Detached => f.write_str("detached"),
+            Self::Lost(reason) => write!(f, "lost: {reason}"),
+        }
+    }
+}
+
+/// The reason for which a hold was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(rename_all = "snake_case")
+)]
 #[non_exhaustive]
 pub enum LossReason {
     /// The lease expired before it could be renewed.
     Expired,
     /// The server says that the hold is gone: deleted, evicted, or broken by an operator.
     Revoked,
+    /// Its holder was [asked](crate::LockClient::revoke) to give it up. Nobody else is granted it before its guard is released or
+    /// dropped, or its lease is over: there is time to bring the work to an end.
+    Asked,
     /// The connection, session or client that the hold was bound to has ended.
     Disconnected,
-    /// It was released. [`ended`](crate::LockGuard::ended) and the views of the hold say so;
-    /// [`lost`](crate::LockGuard::lost) never does.
-    Released,
+    /// It was held for its [`max_hold`](crate::AcquireOptions#structfield.max_hold), and its lease ended after that.
+    MaxHold,
+    /// It was detached, and was not there to be [adopted](crate::LockClient::adopt) any more: its lease ran out, it was ended, or
+    /// another client has adopted it.
+    Gone,
 }
 
 impl fmt::Display for LossReason {
@@ -269,8 +481,12 @@ impl fmt::Display for LossReason {
         f.write_str(match self {
             Self::Expired => "its lease ran out before it could be renewed",
             Self::Revoked => "the server no longer has it: it was deleted, evicted or broken by force",
+            Self::Asked => "its holder was asked to give it up",
             Self::Disconnected => "the client, session or connection that held it has ended",
-            Self::Released => "it was released before",
+            Self::MaxHold => "its `max_hold` was over, so it was not renewed any more",
+            Self::Gone => {
+                "it cannot be adopted: its lease ran out, it was ended, or another client has adopted it"
+            }
         })
     }
 }

@@ -11,10 +11,12 @@ use std::{
 use tokio::time::Instant;
 
 use crate::{
-    Error, FencingToken, LockName, LossReason, Result,
+    DetachError, DetachedHold, DowngradeError, Error, FencingToken, HoldEnd, LockName, LossReason, Result,
+    RunError,
     driver::{
         cell::{Event, Phase},
-        finish_release,
+        detach::detach,
+        downgrade, finish_release,
         hold::{Hold, Record},
     },
 };
@@ -76,8 +78,9 @@ impl LockGuard {
         LostSignal::new(&self.hold.record)
     }
 
-    /// Resolves when the hold is over: with the reason when it is lost, and with [`LossReason::Released`] as soon as its
-    /// guard is released or dropped.
+    /// Resolves when the hold is over: with [`HoldEnd::Lost`] when it is lost, with [`HoldEnd::Detached`] when it is
+    /// [detached](Self::detach), and with [`HoldEnd::Released`] as soon as its guard is released, dropped, or made a
+    /// [shared](Self::downgrade) one.
     ///
     /// # Cancel safety
     /// The end is latched: a late call resolves at once, and dropping the future loses nothing.
@@ -87,6 +90,9 @@ impl LockGuard {
 
     /// Resolves as an early warning when a renewal has failed, or has no reply although no more than an eighth of the lease is
     /// left. Returns what is left of the lease, which may yet be renewed. Returns zero when the hold is lost.
+    ///
+    /// Also resolves when the hold is not renewed any more, since its [`max_hold`](crate::AcquireOptions#structfield.max_hold) is
+    /// over.
     ///
     /// # Cancel safety
     /// The state is remembered until a renewal succeeds; dropping the future loses nothing.
@@ -109,7 +115,8 @@ impl LockGuard {
     }
 
     /// Returns the time until which the lock is held if no renewal succeeds from now on, on the monotonic clock. `None` if the
-    /// hold has no lease, only a process or connection that it ends with.
+    /// hold has no lease, only a process or connection that it ends with. Such a hold has an end once its
+    /// [`max_hold`](crate::AcquireOptions#structfield.max_hold) is over.
     pub fn valid_until(&self) -> Option<Instant> {
         self.hold.valid_until()
     }
@@ -132,36 +139,144 @@ impl LockGuard {
     ///
     /// # Errors
     /// [`Error::Lost`] if the hold is lost; [`Error::Backend`] if no reply came, in which case the lease goes on as
-    /// it was.
+    /// it was. Also [`Error::Backend`], a permanent one, once its [`max_hold`](crate::AcquireOptions#structfield.max_hold) is over.
     ///
     /// # Cancel safety
     /// If the future is dropped half-way, the lease may or may not be extended at the server. Locally it is not.
     pub async fn renew(&self) -> Result<()> {
         self.check()?;
+        self.hold.may_be_renewed("renew")?;
         let hold = &self.hold;
-        let renewal = async {
+        self.unless_lost(async {
             match hold.cell.reclaim().await.as_mut() {
-                Some(contender) => hold.renew_with(contender, true).await,
+                Some(contender) => {
+                    // It may have waited for the claim.
+                    hold.may_be_renewed("renew")?;
+                    hold.renew_with(contender, true).await
+                }
                 None => Err(Error::Closed),
             }
-        };
+        })
+        .await
+    }
+
+    /// Changes the ttl of this hold, and extends or shortens its lease to a full one from now: a longer one before a step in which
+    /// nothing may be renewed, a shorter one when nobody should wait for long if this process dies. From then on, the hold is
+    /// renewed for this ttl. [`lease_length`](Self::lease_length) is the outcome, which is less than the ttl where something else
+    /// decides.
+    ///
+    /// The server counts with the new ttl when this returns, at the latest, where it counts at all: a server's session has a time of
+    /// its own. A hold that is passed on within the client goes only to a waiter with this ttl.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use lockkit_core::{LockClient, MemoryBackend};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// let guard = LockClient::new(MemoryBackend::new()).lock("import")?.acquire().await?;
+    /// let hour = Duration::from_secs(3_600);
+    /// guard.set_ttl(hour).await?;
+    /// assert!(guard.lease_length() > Some(hour / 2));
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a ttl out of range, above the [`max_hold`](crate::AcquireOptions#structfield.max_hold), or that
+    /// the backend cannot keep; [`Error::Unsupported`] where a hold has no lease: nothing has changed then. [`Error::Lost`] if the
+    /// hold is lost. [`Error::Backend`] if no reply came: either ttl may be in force at the server. The hold counts with the shorter
+    /// lease of both, and its next renewal asks for the new ttl. Also [`Error::Backend`], a permanent one, once its `max_hold` is
+    /// over.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped half-way, either ttl may be in force, as if no reply had come.
+    pub async fn set_ttl(&self, ttl: Duration) -> Result<()> {
+        self.check()?;
+        self.hold.may_have_ttl(ttl)?;
+        let hold = &self.hold;
+        self.unless_lost(async {
+            match hold.cell.reclaim().await.as_mut() {
+                Some(contender) => {
+                    // It may have waited for the claim.
+                    hold.may_be_renewed("set_ttl")?;
+                    hold.set_ttl_with(contender, ttl).await
+                }
+                None => Err(Error::Closed),
+            }
+        })
+        .await
+    }
+
+    async fn unless_lost<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         tokio::select! {
             biased;
             // Once it is lost, no reply changes that; and the claim is wanted for the release.
-            reason = self.lost() => Err(hold.lost(reason)),
-            renewed = renewal => renewed,
+            reason = self.lost() => Err(self.hold.lost(reason)),
+            done = work => done,
         }
     }
 
     /// Runs `work` for as long as the lock is held.
     ///
     /// # Errors
-    /// [`Error::Lost`] if the hold is lost before `work` is done; `work` is then dropped at its await.
+    /// [`Error::Lost`] if the hold is lost before `work` is done; `work` is then dropped at its await. If the hold is lost
+    /// while the last step of `work` runs, the [`RunError`] has its output as well. `?` turns it into an [`Error`].
     ///
     /// # Cancel safety
     /// Dropping the future drops `work`. The guard still holds the lock.
-    pub async fn run<F: Future>(&self, work: F) -> Result<F::Output> {
+    pub async fn run<F: Future>(&self, work: F) -> Result<F::Output, RunError<F::Output>> {
         self.view().run(work).await
+    }
+
+    /// Turns an exclusive hold into a shared one, without a gap: nobody writes in between. Those who wait to share the lock are let in
+    /// and woken, unless the order of the queue has an exclusive waiter before them. That one is let in when all
+    /// shared holders before it have left.
+    ///
+    /// The shared hold is one of its own. The exclusive one ends when this is called: for its views, [`ended`](Self::ended)
+    /// resolves with [`HoldEnd::Released`]. What was acquired goes on: the [`token`](Self::token), the ttl, renewal, `max_hold`.
+    /// A reader that is let in afterwards has a higher token, as has the next writer. A write that was sent with this token
+    /// and comes late is refused by a resource that has seen one of those, and not before. So first await what was sent.
+    ///
+    /// If no reply comes, it is asked for again until the lease or the `max_hold` is over. Until then nobody else writes.
+    ///
+    /// ```
+    /// use lockkit_core::{LockClient, MemoryBackend};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// let table = LockClient::new(MemoryBackend::new()).lock("prices")?;
+    /// let writing = table.acquire().await?;
+    /// let written_with = writing.token();
+    /// // Others may read what was written, and nobody can change it before this one has read it, too.
+    /// let reading = writing.downgrade().await?;
+    /// let other = table.shared().try_acquire().await?;
+    /// assert!(other.is_some() && table.try_acquire().await?.is_none());
+    /// assert_eq!(reading.token(), written_with);
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// The [`DowngradeError`] has the guard, as it was, if nothing was asked of the server:
+    /// - [`Error::Unsupported`] where the backend cannot do this, and for a hold that is not exclusive.
+    /// - [`Error::Lost`] if the hold had been lost before.
+    /// - [`Error::Closed`]; [`Error::Backend`], a permanent one, once its
+    ///   [`max_hold`](crate::AcquireOptions#structfield.max_hold) is over.
+    ///
+    /// Otherwise the hold is over, and released in the background: [`Error::Lost`] if it turned out to be gone or was asked back, or
+    /// if its lease or its `max_hold` ended before a reply came; [`Error::Backend`] if the server refuses; [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the lock is released in the background, as if the guard had been dropped.
+    pub async fn downgrade(mut self) -> Result<Self, DowngradeError<Self>> {
+        let hold = self.hold.clone();
+        let begun = match downgrade::begin(&hold) {
+            Ok(begun) => begun,
+            Err(error) => return Err(DowngradeError::unchanged(error, self)),
+        };
+        // The hold is in `begun` from here on, which releases it if it is dropped.
+        self.armed = false;
+        begun.finish().await.map(Self::new).map_err(DowngradeError::over)
     }
 
     /// Releases the lock and returns the outcome.
@@ -175,6 +290,56 @@ impl LockGuard {
     pub async fn release(mut self) -> Result<()> {
         self.armed = false;
         finish_release::release(&self.hold).await
+    }
+
+    /// Ends this guard without releasing the lock: the hold goes on at the server, and another client
+    /// [adopts](crate::LockClient::adopt) it. That may be in another process, to which the [`DetachedHold`] is passed as a text, such as
+    /// a worker that goes on with the work of a request.
+    ///
+    /// The lease is renewed once more, for a full ttl, and not by this client after that. Nobody else is granted the lock before the
+    /// lease is over or whoever adopted the hold has released it. For more time on the way, call [`set_ttl`](Self::set_ttl) before.
+    ///
+    /// The hold stays the same one, and so does its [token](Self::token): nobody was granted the lock in between, so there is nobody
+    /// to be told apart from. Write nothing more under it here: a resource takes such a write for one of the adopter's.
+    ///
+    /// ```
+    /// use lockkit_core::{DetachedHold, LockClient, MemoryBackend};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// # let server = MemoryBackend::new();
+    /// # let (here, elsewhere) = (LockClient::new(server.clone()), LockClient::new(server));
+    /// let guard = here.lock("invoice/7")?.acquire().await?;
+    /// let token = guard.token();
+    /// let message = guard.detach().await?.encode(); // a secret: it permits to release the lock
+    ///
+    /// // In the worker, which has taken the message from a queue:
+    /// let mut detached = DetachedHold::decode(&message)?;
+    /// let guard = elsewhere.adopt(&mut detached).await?;
+    /// assert_eq!(guard.token(), token);
+    /// guard.release().await?;
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// A [`DetachError`], which has the guard. [`Error::Unsupported`] where a hold ends with a session, a transaction or a process
+    /// ([`capabilities().detach`](crate::Capabilities::detach) is false): nothing has changed. [`Error::Lost`] if the hold is lost.
+    /// [`Error::Backend`] if no reply came: the guard holds on. Also [`Error::Backend`], a permanent one, once its
+    /// [`max_hold`](crate::AcquireOptions#structfield.max_hold) is over.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped half-way, the guard is dropped with it, which releases.
+    pub async fn detach(self) -> Result<DetachedHold, DetachError> {
+        match self.detach_in_place().await {
+            Ok(detached) => Ok(detached),
+            Err(error) => Err(DetachError::new(error, self)),
+        }
+    }
+
+    /// Detaches the hold of a guard that has nothing left to do after that.
+    pub(crate) async fn detach_in_place(&self) -> Result<DetachedHold> {
+        self.check()?;
+        self.unless_lost(detach(&self.hold)).await
     }
 
     /// Returns a duplicate of the operating system's handle that keeps the hold alive, where the backend has one (file). A
@@ -206,14 +371,14 @@ impl Drop for LockGuard {
 /// a view keeps nothing of the client.
 ///
 /// ```
-/// use lockkit_core::{LockClient, LossReason, MemoryBackend};
+/// use lockkit_core::{HoldEnd, LockClient, MemoryBackend};
 ///
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
 /// let guard = LockClient::new(MemoryBackend::new()).lock("import")?.acquire().await?;
 /// let view = guard.view();
 /// let watching = tokio::spawn(async move { view.ended().await });
 /// guard.release().await?;
-/// assert_eq!(watching.await.unwrap(), LossReason::Released);
+/// assert_eq!(watching.await.unwrap(), HoldEnd::Released);
 /// # Ok::<(), lockkit_core::Error>(())
 /// # }).unwrap();
 /// ```
@@ -265,8 +430,7 @@ impl HoldView {
     /// Checks that the lock is held, as [`is_held`](Self::is_held), for use with `?`.
     ///
     /// # Errors
-    /// [`Error::Lost`] once the hold is lost, and with [`LossReason::Released`] once it is released: that is no loss, but the
-    /// lock is not held any more.
+    /// [`Error::Lost`] once the hold is lost; [`Error::Released`] once it is released or detached, which is no loss.
     pub fn check(&self) -> Result<()> {
         self.record.check()
     }
@@ -287,17 +451,23 @@ impl HoldView {
 
     /// Runs `work` for as long as the lock is held, as [`LockGuard::run`].
     ///
+    /// Unlike a loss, a release does not stop `work` on its way.
+    ///
     /// # Errors
-    /// [`Error::Lost`] if the hold is lost before `work` is done.
+    /// As [`LockGuard::run`]. [`Error::Released`] if the hold has been released before `work` began, or before it was done.
     ///
     /// # Cancel safety
     /// Dropping the future drops `work`.
-    pub async fn run<F: Future>(&self, work: F) -> Result<F::Output> {
+    pub async fn run<F: Future>(&self, work: F) -> Result<F::Output, RunError<F::Output>> {
         self.check()?;
         tokio::select! {
             biased;
-            reason = self.lost() => Err(self.record.lost(reason)),
-            output = work => self.check().map(|()| output),
+            // A loss comes first: no step of the work runs after it.
+            reason = self.lost() => Err(self.record.lost(reason).into()),
+            output = work => match self.check() {
+                Ok(()) => Ok(output),
+                Err(err) => Err(RunError::done(err, output)),
+            },
         }
     }
 }
@@ -331,19 +501,20 @@ impl Future for LostSignal {
     }
 }
 
-/// Resolves when a hold is over, lost or released. Made by [`LockGuard::ended`].
+/// Resolves when a hold is over: lost, released or detached. Made by [`LockGuard::ended`].
 #[derive(Clone, Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct EndedSignal(Watch);
 
 impl Future for EndedSignal {
-    type Output = LossReason;
+    type Output = HoldEnd;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<LossReason> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<HoldEnd> {
         self.0.keep(cx, Event::End);
         match self.0.record.cell.phase(self.0.record.now()) {
-            Phase::Lost(reason) => Poll::Ready(reason),
-            Phase::Releasing => Poll::Ready(LossReason::Released),
+            Phase::Lost(reason) => Poll::Ready(HoldEnd::Lost(reason)),
+            Phase::Releasing => Poll::Ready(HoldEnd::Released),
+            Phase::Detached => Poll::Ready(HoldEnd::Detached),
             Phase::Offered | Phase::Held => Poll::Pending,
         }
     }

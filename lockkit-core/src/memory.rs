@@ -13,15 +13,23 @@ use std::{
         Arc, LazyLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use async_trait::async_trait;
-use tokio::{sync::Notify, time::Instant};
+use futures_util::FutureExt;
+use tokio::{
+    sync::{Notify, watch},
+    time::Instant,
+};
 
 use crate::{
-    Capabilities, Error, FencingToken, Holder, LockKind, LockName, LockState, LossReason, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Mode, OwnerId, Renewal},
+    Capabilities, Error, FencingToken, Holder, ListedLock, LockClient, LockGuard, LockKind, LockName,
+    LockState, LossReason, Result,
+    spi::{
+        Backend, BackendInfo, Claim, ClaimRequest, Grant, HolderWatch, Lease, Lister, Mode, OwnerId, Renewal,
+        require_runtime,
+    },
     sync::Mutex,
 };
 
@@ -59,8 +67,14 @@ pub enum FaultPoint {
     Attempt,
     /// [`Claim::renew`].
     Renew,
+    /// [`Claim::downgrade`].
+    Downgrade,
     /// [`Claim::release`].
     Release,
+    /// [`Backend::revoke`].
+    Revoke,
+    /// [`Claim::adopt`].
+    Adopt,
 }
 
 struct Space {
@@ -91,6 +105,8 @@ struct FaultPlan {
 struct State {
     locks: HashMap<Key, Entry, BuildHasherDefault<AsHashed>>,
     last_token: u64,
+    /// Those who watch a lock. Usually nobody does.
+    watched: HashMap<Key, watch::Sender<()>, BuildHasherDefault<AsHashed>>,
 }
 
 /// A namespace by its number in its space. A reference count of its text would be contended by all names.
@@ -153,6 +169,11 @@ struct Holding {
     owner: OwnerId,
     shared: bool,
     tokens: (u64, u64),
+    /// The token in use: a later one of its tokens after each hand-off.
+    token: u64,
+    /// Its holder was asked to give it up, and it is not prolonged any more.
+    asked: bool,
+    since: Instant,
     until: Instant,
     label: Option<Arc<str>>,
     /// Unset until somebody listens.
@@ -186,6 +207,39 @@ impl MemoryBackend {
             namespace: SHARED.namespace(namespace),
             space: SHARED.clone(),
         }
+    }
+
+    /// Returns a guard of the lock of this name, held in exclusive mode in this space: for a mock of a
+    /// [`DistributedLock`](crate::DistributedLock), which may have no way to wait.
+    ///
+    /// It is a hold like any other: it is renewed, [`revoke`](Self::revoke) ends it, faults that are set apply to it, and while
+    /// it lasts the lock is taken.
+    ///
+    /// ```
+    /// use lockkit_core::{LossReason, MemoryBackend};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// let server = MemoryBackend::new();
+    /// let guard = server.guard("job")?;
+    /// assert!(server.guard("job").unwrap_err().is_timeout());
+    /// server.revoke("job");
+    /// assert_eq!(guard.lost().await, LossReason::Revoked);
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] if it is held. [`Error::InvalidName`]. [`Error::Backend`] if replies are [delayed](Self::delay), if a
+    /// fault is set, and outside of a Tokio runtime.
+    pub fn guard(&self, name: impl AsRef<str>) -> Result<LockGuard> {
+        require_runtime(NAME, "acquire")?;
+        let lock = LockClient::new(self.clone()).lock(name)?;
+        // Without a delay, an attempt awaits nothing.
+        let attempt = lock.acquire_timeout(Duration::ZERO);
+        attempt.now_or_never().unwrap_or_else(|| {
+            let cause = "replies are delayed, and this call does not wait";
+            Err(Error::transient(NAME, "acquire", cause))
+        })
     }
 
     /// Ends every hold of the lock of this name, as an operator would. Returns `false` if there was none.
@@ -231,6 +285,26 @@ impl MemoryBackend {
         }
     }
 
+    fn state(&self, key: &Key) -> LockState {
+        let (now, today) = (Instant::now(), SystemTime::now());
+        let mut state = self.space.shard(key).state.lock();
+        let Some(entry) = state.locks.get_mut(key) else {
+            return LockState::new(Vec::new(), Some(0));
+        };
+        entry.drop_ended(now);
+        let holders = entry.holders.iter().map(|holder| {
+            let label = holder.label.as_deref().map(str::to_owned);
+            let left = Some(holder.until - now);
+            let since = today.checked_sub(now.saturating_duration_since(holder.since));
+            Holder::new(FencingToken::new(holder.token), label, left).since(since)
+        });
+        let shown = LockState::new(holders.collect(), Some(entry.queue.len()));
+        if entry.is_unused() {
+            state.locks.remove(key);
+        }
+        shown
+    }
+
     fn evict(&self, name: &LockName, kind: LockKind, token: Option<u64>) -> bool {
         let key = self.key(name, kind);
         let now = Instant::now();
@@ -251,6 +325,9 @@ impl MemoryBackend {
         entry.wake_first(now);
         if entry.is_unused() {
             state.locks.remove(&key);
+        }
+        if found {
+            state.tell(&key);
         }
         found
     }
@@ -352,13 +429,51 @@ impl Shard {
     }
 }
 
+impl State {
+    /// Tells those who watch this lock that its holder has changed.
+    fn tell(&self, key: &Key) {
+        if !self.watched.is_empty()
+            && let Some(watched) = self.watched.get(key)
+        {
+            watched.send_replace(());
+        }
+    }
+
+    fn watch(&mut self, key: Key) -> watch::Receiver<()> {
+        self.watched.retain(|_, watched| watched.receiver_count() > 0);
+        self.watched.entry(key).or_default().subscribe()
+    }
+}
+
 impl FaultPoint {
     fn verb(self) -> &'static str {
         match self {
             Self::Attempt => "acquire",
             Self::Renew => "renew",
+            Self::Downgrade => "downgrade",
             Self::Release => "release",
+            Self::Revoke => "revoke",
+            Self::Adopt => "adopt",
         }
+    }
+}
+
+impl State {
+    /// Asks the holder that has this token to give up its hold. Returns what is left of its lease.
+    fn ask_back(&mut self, key: &Key, token: u64) -> Option<Lease> {
+        let now = Instant::now();
+        let holders = &mut self.locks.get_mut(key)?.holders;
+        let holder = holders
+            .iter_mut()
+            .find(|holder| holder.token == token && holder.until > now)?;
+        holder.asked = true;
+        if let Some(notify) = &holder.notify {
+            notify.notify_one();
+        }
+        Some(Lease {
+            since: now,
+            length: Some(holder.until - now),
+        })
     }
 }
 
@@ -435,7 +550,11 @@ impl Backend for MemoryBackend {
             notified: true,
             lease: true,
             local_handoffs: true,
+            downgrade: true,
             revoke: true,
+            revoke_by_force: true,
+            list: true,
+            detach: true,
             ..Capabilities::default()
         };
         info
@@ -460,34 +579,87 @@ impl Backend for MemoryBackend {
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
-        let now = Instant::now();
-        let key = self.key(name, kind);
-        let mut state = self.space.shard(&key).state.lock();
-        let Some(entry) = state.locks.get_mut(&key) else {
-            return Ok(LockState::new(Vec::new(), Some(0)));
-        };
-        entry.drop_ended(now);
-        let holders = entry.holders.iter().map(|holder| {
-            let label = holder.label.as_deref().map(str::to_owned);
-            Holder::new(
-                FencingToken::new(holder.tokens.0),
-                label,
-                Some(holder.until - now),
-            )
-        });
-        let shown = LockState::new(holders.collect(), Some(entry.queue.len()));
-        if entry.is_unused() {
-            state.locks.remove(&key);
-        }
-        Ok(shown)
+        Ok(self.state(&self.key(name, kind)))
     }
 
-    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+    fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        Ok(Box::new(MemoryLister {
+            backend: self.clone(),
+            prefix: prefix.to_owned(),
+            shards_seen: 0,
+            keys: Vec::new(),
+        }))
+    }
+
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        let key = self.key(name, kind);
+        let ask = |state: &mut State| Ok(state.ask_back(&key, token.get()));
+        self.space.shard(&key).exchange(FaultPoint::Revoke, ask).await
+    }
+
+    async fn watch(&self, name: &LockName, kind: LockKind) -> Result<Option<Box<dyn HolderWatch>>> {
+        let key = self.key(name, kind);
+        let changes = self.space.shard(&key).state.lock().watch(key);
+        Ok(Some(Box::new(MemoryWatch { changes })))
+    }
+
+    async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         Ok(self.evict(name, kind, Some(token.get())))
     }
 
     async fn close(&self) -> Result<()> {
         Ok(())
+    }
+}
+
+/// A listing: the names of one shard after the other, and a page of their states at a time.
+struct MemoryLister {
+    backend: MemoryBackend,
+    prefix: String,
+    shards_seen: usize,
+    /// Those of a shard that are not shown yet.
+    keys: Vec<Key>,
+}
+
+impl MemoryLister {
+    const PAGE: usize = 64;
+}
+
+#[async_trait]
+impl Lister for MemoryLister {
+    async fn page(&mut self) -> Result<Option<Vec<ListedLock>>> {
+        if self.keys.is_empty() {
+            let Some(shard) = self.backend.space.shards.get(self.shards_seen) else {
+                return Ok(None);
+            };
+            self.shards_seen += 1;
+            let namespace = self.backend.namespace.number;
+            let is_meant =
+                |key: &&Key| key.namespace == namespace && key.name.as_str().starts_with(&self.prefix);
+            let state = shard.state.lock();
+            self.keys = state.locks.keys().filter(is_meant).cloned().collect();
+        }
+        let page = self.keys.len().saturating_sub(Self::PAGE)..;
+        let shown = self.keys.drain(page).filter_map(|key| {
+            let state = self.backend.state(&key);
+            (!state.is_free()).then(|| ListedLock::new(key.name, key.kind, state))
+        });
+        Ok(Some(shown.collect()))
+    }
+}
+
+#[derive(Debug)]
+struct MemoryWatch {
+    changes: watch::Receiver<()>,
+}
+
+#[async_trait]
+impl HolderWatch for MemoryWatch {
+    async fn changed(&mut self) {
+        // The sender is there for as long as somebody receives.
+        if self.changes.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
     }
 }
 
@@ -517,7 +689,9 @@ impl Asking {
     /// The server's side of an attempt.
     fn attempt(&mut self, state: &mut State, patience: Duration) -> Result<Option<Grant>> {
         let now = Instant::now();
-        let State { locks, last_token } = state;
+        let State {
+            locks, last_token, ..
+        } = state;
         let entry = locks.entry(self.key.clone()).or_default();
         entry.drop_ended(now);
         self.check_permits(entry)?;
@@ -544,12 +718,16 @@ impl Asking {
                 owner,
                 shared: self.mode == Mode::Shared,
                 tokens,
+                token: tokens.0,
+                asked: false,
+                since: now,
                 until,
                 label: self.label.clone(),
                 notify: self.notify.clone(),
             });
             entry.queue.retain(|waiter| waiter.owner != owner);
             entry.wake_first(now);
+            state.tell(&self.key);
             return Ok(Some(Grant {
                 tokens: tokens.0..=tokens.1,
                 lease,
@@ -585,6 +763,60 @@ impl Asking {
         }
     }
 
+    /// The server's side of a downgrade, for an owner whose last known lease ends then.
+    fn downgrade(&mut self, state: &mut State, known_end: Option<Instant>) -> Result<Lease> {
+        let now = Instant::now();
+        let lost = |reason| Error::lost(NAME, self.key.name.clone(), reason);
+        let gone = || match known_end {
+            Some(end) if end > now => lost(LossReason::Revoked),
+            _ => lost(LossReason::Expired),
+        };
+        let entry = state.locks.get_mut(&self.key).ok_or_else(gone)?;
+        let mine = entry.holder(self.owner).filter(|mine| mine.until > now);
+        let mine = mine.ok_or_else(gone)?;
+        if mine.asked {
+            return Err(lost(LossReason::Asked));
+        }
+        mine.shared = true;
+        mine.tokens = (mine.token, mine.token);
+        mine.until = now + self.ttl;
+        self.mode = Mode::Shared;
+        entry.wake_first(now);
+        state.tell(&self.key);
+        Ok(Lease {
+            since: now,
+            length: Some(self.ttl),
+        })
+    }
+
+    /// The server's side of an adoption.
+    fn adopt(&self, state: &mut State, from: OwnerId, token: u64) -> Renewal {
+        let now = Instant::now();
+        let entry = state.locks.get_mut(&self.key);
+        let mut holders = entry.into_iter().flat_map(|entry| &mut entry.holders);
+        // Its own if the reply to an earlier request was lost.
+        let is_it = |holder: &&mut Holding| {
+            let is_theirs = holder.owner == from || holder.owner == self.owner;
+            let is_shared = self.mode == Mode::Shared;
+            is_theirs && holder.token == token && holder.shared == is_shared && holder.until > now
+        };
+        let Some(holder) = holders.find(is_it) else {
+            return Renewal::Lost(LossReason::Gone);
+        };
+        if holder.asked {
+            return Renewal::Asked;
+        }
+        holder.owner = self.owner;
+        holder.tokens = (token, token);
+        holder.until = holder.until.max(now + self.ttl);
+        holder.label.clone_from(&self.label);
+        holder.notify.clone_from(&self.notify);
+        Renewal::Held(Lease {
+            since: now,
+            length: Some(self.ttl),
+        })
+    }
+
     /// Returns what is notified of the hold's end from now on; `None` if it has ended already.
     fn listen(&mut self, state: &mut State) -> Option<&Notify> {
         if self.notify.is_none() {
@@ -611,6 +843,9 @@ impl Asking {
         }
         if entry.is_unused() {
             state.locks.remove(&self.key);
+        }
+        if found {
+            state.tell(&self.key);
         }
         found
     }
@@ -648,6 +883,7 @@ impl Claim for MemoryClaim {
             let now = Instant::now();
             let entry = state.locks.get_mut(&asking.key);
             Ok(match entry.and_then(|entry| entry.holder(asking.owner)) {
+                Some(holder) if holder.asked && holder.until > now => Renewal::Asked,
                 Some(holder) if holder.until > now => {
                     holder.until = now + asking.ttl;
                     Renewal::Held(Lease {
@@ -664,6 +900,21 @@ impl Claim for MemoryClaim {
             self.until = lease.end();
         }
         Ok(reply)
+    }
+
+    fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
+        self.asking.ttl = ttl;
+        Ok(Some(ttl))
+    }
+
+    async fn downgrade(&mut self) -> Result<Lease> {
+        let Self {
+            shard, asking, until, ..
+        } = self;
+        let downgrade = |state: &mut State| asking.downgrade(state, *until);
+        let lease = shard.exchange(FaultPoint::Downgrade, downgrade).await?;
+        self.until = lease.end();
+        Ok(lease)
     }
 
     async fn release(&mut self) -> Result<()> {
@@ -695,6 +946,31 @@ impl Claim for MemoryClaim {
         let listening = asking.listen(&mut shard.state.lock());
         if let Some(notify) = listening {
             notify.notified().await;
+        }
+    }
+
+    fn detach(&mut self) -> Option<OwnerId> {
+        Some(self.asking.owner)
+    }
+
+    async fn adopt(&mut self, from: OwnerId, token: FencingToken) -> Result<Option<Renewal>> {
+        let Self { shard, asking, .. } = self;
+        let adopt = |state: &mut State| Ok(asking.adopt(state, from, token.get()));
+        let reply = shard.exchange(FaultPoint::Adopt, adopt).await?;
+        if let Renewal::Held(lease) = &reply {
+            self.until = lease.end();
+        }
+        Ok(Some(reply))
+    }
+
+    fn passed_on(&mut self, token: FencingToken) {
+        let Self { shard, asking, .. } = self;
+        let mut state = shard.state.lock();
+        let entry = state.locks.get_mut(&asking.key);
+        if let Some(mine) = entry.and_then(|entry| entry.holder(asking.owner)) {
+            // The hold that was asked back has ended.
+            mine.asked = false;
+            mine.token = token.get();
         }
     }
 }

@@ -6,9 +6,11 @@ use futures_util::future::join_all;
 use tokio::time::Instant;
 
 use crate::{
-    AcquireOptions, DistributedLock, Error, LockGuard, LossReason, Result,
+    AcquireOptions, DistributedLock, Error, Lock, LockGuard, LockName, LossReason, Result,
     driver::{acquire::GRACE, timing},
     guard::{LostSignal, first_lost},
+    lock::none_if_taken,
+    spi::Mode,
 };
 
 /// Acquires all of `locks` or none. They may be of different clients and backends.
@@ -51,10 +53,122 @@ where
     }
     let own_wait = || locks.iter().filter_map(|lock| lock.options().wait).min();
     let deadline = Deadline::new(options.wait.or_else(own_wait));
+    collect(&sorted, options, &deadline).await
+}
+
+/// Several permits of a semaphore.
+impl Lock {
+    /// Acquires this many permits of a semaphore, all or none. Each has a guard and a token of its own.
+    ///
+    /// Those who want several collect them one after the other, and one at a time: whoever collects holds the exclusive lock
+    /// `lockkit#permits:<name>` meanwhile, with this lock's ttl and label. So two that want three of four each never wait for each other,
+    /// and who came first is served first where the backend keeps the order. Those who want one permit wait for no collector, but may get
+    /// one that it would take. The permits that are collected already are held, and nobody uses them.
+    ///
+    /// A task that has a permit should not ask for more: all permits may be with such tasks.
+    ///
+    /// ```
+    /// use lockkit_core::{LockClient, MemoryBackend};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// let gpus = LockClient::new(MemoryBackend::new()).semaphore("gpu", 4)?;
+    /// let three = gpus.acquire_many(3).await?;
+    /// assert_eq!(three.guards().len(), 3);
+    /// assert!(gpus.try_acquire_many(2).await?.is_none());
+    /// assert!(gpus.try_acquire().await?.is_some());
+    /// three.release().await?;
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] if it is no semaphore, for no permits, and for more than the semaphore has. [`Error::InvalidName`] for
+    /// several permits of a semaphore whose name is longer than 1,008 bytes. [`Error::Lost`] if one of the permits is lost while others
+    /// are waited for, or the collector's lock is. Otherwise as [`acquire`](Self::acquire). Its `wait` is for all of them together.
+    /// After an error nothing is held: the permits acquired so far are released, in the background if that takes longer than
+    /// the rest of `wait`.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped at any await, the permits acquired so far are released in the background.
+    pub async fn acquire_many(&self, permits: u32) -> Result<LockSet> {
+        self.collect(permits, self.options().wait).await
+    }
+
+    /// Acquires this many permits if so many are free now, as [`acquire_many`](Self::acquire_many). Returns `None` if they are not, and
+    /// also if another is just collecting several.
+    ///
+    /// # Errors
+    /// As [`acquire_many`](Self::acquire_many), but never [`Error::Timeout`]. An outage is an error, never `None`.
+    ///
+    /// # Cancel safety
+    /// As [`acquire_many`](Self::acquire_many).
+    pub async fn try_acquire_many(&self, permits: u32) -> Result<Option<LockSet>> {
+        none_if_taken(self.collect(permits, Some(Duration::ZERO)).await)
+    }
+
+    async fn collect(&self, permits: u32, wait: Option<Duration>) -> Result<LockSet> {
+        let refused = |reason: String| Err(Error::invalid_option("permits", reason));
+        match self.mode() {
+            Mode::Permits(_) if permits == 0 => return refused("at least one is asked for".to_owned()),
+            Mode::Permits(size) if permits > size.get() => {
+                return refused(format!("the semaphore has {size}, and {permits} are asked for"));
+            }
+            Mode::Permits(_) => {}
+            Mode::Exclusive | Mode::Shared => {
+                return refused(format!("{} is no semaphore", self.id()));
+            }
+        }
+        let collector = if permits == 1 {
+            None
+        } else {
+            Some(self.collector()?)
+        };
+        collect_permits(self, collector.as_ref(), permits, wait).await
+    }
+
+    /// Returns the lock of those who want several permits. However long that takes, it is renewed.
+    fn collector(&self) -> Result<Self> {
+        let name = self.name().as_str();
+        if name.len() > LockName::MAX_BYTES - LockName::OF_COLLECTORS.len() {
+            let reason = "it is longer than 1,008 bytes, the most for several permits at once";
+            return Err(LockName::refused(name, reason));
+        }
+        let name = LockName::new([LockName::OF_COLLECTORS, name].concat())?;
+        let mut options = self.options().clone();
+        (options.renew, options.max_hold) = (None, None);
+        Ok(self.sibling(name, options))
+    }
+}
+
+/// Acquires permits of a semaphore, one after the other, after the `collector`, which keeps out others who do the same.
+async fn collect_permits(
+    semaphore: &Lock,
+    collector: Option<&Lock>,
+    permits: u32,
+    wait: Option<Duration>,
+) -> Result<LockSet> {
+    let deadline = Deadline::new(wait);
+    let locks: Vec<_> = collector
+        .into_iter()
+        .chain((0..permits).map(|_| semaphore))
+        .collect();
+    let mut set = collect(&locks, &AcquireOptions::new(), &deadline).await?;
+    if collector.is_some() {
+        // Released in the background: the caller has all that it wants.
+        drop(set.guards.remove(0));
+    }
+    Ok(set)
+}
+
+/// Acquires all of `locks` or none, in their order.
+async fn collect<L>(locks: &[&L], options: &AcquireOptions, deadline: &Deadline) -> Result<LockSet>
+where
+    L: DistributedLock + ?Sized,
+{
     let mut set = LockSet {
-        guards: Vec::with_capacity(sorted.len()),
+        guards: Vec::with_capacity(locks.len()),
     };
-    for lock in sorted {
+    for lock in locks {
         let mut options = options.clone();
         options.wait = deadline.left();
         let next = tokio::select! {
@@ -65,16 +179,51 @@ where
         match next {
             Ok(guard) => set.guards.push(guard),
             Err(err) => {
-                set.give_back(&deadline).await;
+                set.give_back(deadline).await;
                 return Err(err);
             }
         }
     }
     if let Err(err) = set.check() {
-        set.give_back(&deadline).await;
+        set.give_back(deadline).await;
         return Err(err);
     }
     Ok(set)
+}
+
+/// Acquires all of `locks` if all of them are free now. Returns `None` if one of them is taken.
+///
+/// It makes one attempt for each, in the order of their [ids](crate::LockId), and waits for nobody: a `wait` in `options` or of
+/// a lock's own does not count.
+///
+/// ```
+/// use lockkit_core::{AcquireOptions, LockClient, MemoryBackend, try_acquire_all};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let client = LockClient::new(MemoryBackend::new());
+/// let (from, to) = (client.lock("account/1")?, client.lock("account/2")?);
+/// let in_the_way = to.acquire().await?;
+/// assert!(try_acquire_all(&[&from, &to], &AcquireOptions::new()).await?.is_none());
+/// assert!(from.inspect().await?.is_free(), "nothing stays held");
+/// in_the_way.release().await?;
+/// let both = try_acquire_all(&[&from, &to], &AcquireOptions::new()).await?;
+/// assert!(both.is_some());
+/// # Ok::<(), lockkit_core::Error>(())
+/// # }).unwrap();
+/// ```
+///
+/// # Errors
+/// As [`acquire_all`], but never [`Error::Timeout`]. An outage is an error, never `None`. After `None` and after an error
+/// nothing is held: the locks acquired so far are released, in the background if the server takes more than a tenth of a second
+/// to confirm that.
+///
+/// # Cancel safety
+/// As [`acquire_all`].
+pub async fn try_acquire_all<L>(locks: &[&L], options: &AcquireOptions) -> Result<Option<LockSet>>
+where
+    L: DistributedLock + ?Sized,
+{
+    none_if_taken(acquire_all(locks, &options.clone().wait(Duration::ZERO)).await)
 }
 
 struct Deadline {
@@ -116,6 +265,11 @@ impl LockSet {
     /// Returns the guards, in the order of their locks' ids.
     pub fn guards(&self) -> &[LockGuard] {
         &self.guards
+    }
+
+    #[cfg(feature = "blocking")]
+    pub(crate) fn into_guards(self) -> Vec<LockGuard> {
+        self.guards
     }
 
     /// Resolves when the first of them is lost. Stays pending for ever for an empty set.

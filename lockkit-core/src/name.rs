@@ -17,11 +17,23 @@ use crate::{Error, Result};
 /// # Ok::<(), lockkit_core::Error>(())
 /// ```
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(try_from = "String", into = "String")
+)]
 pub struct LockName(Arc<str>);
 
 impl LockName {
     /// The longest name, in bytes of UTF-8.
     pub const MAX_BYTES: usize = 1_024;
+
+    /// The beginning of the names of the locks that elections are held with. No other lock has such a name.
+    pub(crate) const OF_ELECTIONS: &str = "lockkit#election:";
+
+    /// The beginning of the names of the locks by which one at a time collects several permits of a semaphore. No other lock has such a
+    /// name.
+    pub(crate) const OF_COLLECTORS: &str = "lockkit#permits:";
 
     /// Checks `name`, and takes it as it is: no trimming, no case folding, no Unicode normalisation.
     ///
@@ -34,10 +46,33 @@ impl LockName {
             n if n > Self::MAX_BYTES => "it is longer than 1,024 bytes",
             _ => return Ok(Self(name.into())),
         };
-        Err(Error::InvalidName {
+        Err(Self::refused(name, reason))
+    }
+
+    /// Returns the error for a name that is refused for this reason.
+    pub(crate) fn refused(name: &str, reason: &'static str) -> Error {
+        Error::InvalidName {
             name: abbreviated(name),
             reason,
-        })
+        }
+    }
+
+    /// Checks the beginning of a name, which may be empty.
+    pub(crate) fn check_prefix(prefix: &str) -> Result<()> {
+        if prefix.is_empty() {
+            return Ok(());
+        }
+        Self::new(prefix).map(drop)
+    }
+
+    /// Returns whether an election is held with the lock of this name.
+    pub(crate) fn is_of_election(&self) -> bool {
+        self.0.starts_with(Self::OF_ELECTIONS)
+    }
+
+    /// Returns whether one who holds the lock of this name collects permits.
+    pub(crate) fn is_of_collector(&self) -> bool {
+        self.0.starts_with(Self::OF_COLLECTORS)
     }
 
     /// Returns the name as it was given.
@@ -55,7 +90,7 @@ fn abbreviated(name: &str) -> String {
     }
 }
 
-/// Shows the name as it was given. It may have several lines: for a log, use [`LockId`] and errors, which escape it.
+/// Shows the name as it was given. It may have several lines: for a log, use [`LockId`], errors and `{:?}`, which escape it.
 impl fmt::Display for LockName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
@@ -67,13 +102,26 @@ pub(crate) struct Shown<'a>(pub(crate) &'a str);
 
 impl fmt::Display for Shown<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const QUOTES: [char; 2] = ['\'', '"'];
-        for part in self.0.split_inclusive(QUOTES) {
-            let plain = part.trim_end_matches(QUOTES);
-            write!(f, "{}{}", plain.escape_debug(), &part[plain.len()..])?;
-        }
-        Ok(())
+        write_escaped(f, self.0, &['\'', '"'])
     }
+}
+
+/// Text that may be escaped in part, as one line of a log. What is escaped stays as it is.
+pub(crate) struct OneLine<'a>(pub(crate) &'a str);
+
+impl fmt::Display for OneLine<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_escaped(f, self.0, &['\'', '"', '\\'])
+    }
+}
+
+/// Escapes all but these characters that `escape_debug` would.
+fn write_escaped(f: &mut fmt::Formatter<'_>, text: &str, kept: &[char]) -> fmt::Result {
+    for part in text.split_inclusive(kept) {
+        let plain = part.trim_end_matches(kept);
+        write!(f, "{}{}", plain.escape_debug(), &part[plain.len()..])?;
+    }
+    Ok(())
 }
 
 impl fmt::Debug for LockName {
@@ -96,8 +144,27 @@ impl std::str::FromStr for LockName {
     }
 }
 
+impl TryFrom<String> for LockName {
+    type Error = Error;
+
+    fn try_from(name: String) -> Result<Self> {
+        Self::new(name)
+    }
+}
+
+impl From<LockName> for String {
+    fn from(name: LockName) -> Self {
+        name.as_str().to_owned()
+    }
+}
+
 /// The kind of thing that a name stands for. A semaphore never excludes the lock of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(rename_all = "snake_case")
+)]
 pub enum LockKind {
     /// A lock, with its exclusive and its shared mode.
     Lock,
@@ -229,6 +296,7 @@ mod tests {
                 Error::unsupported("memory", name).to_string(),
                 Error::unknown_scheme(name, "memory").to_string(),
                 Error::feature_disabled(name, "redis").to_string(),
+                crate::spi::chain(&Error::permanent("memory", "acquire", "x").for_lock(&lock)),
             ] {
                 assert!(
                     text.contains(shown) || text.contains(&shown.replace('"', "\\\"")),
@@ -240,6 +308,19 @@ mod tests {
                 );
             }
         }
+    }
+
+    /// A server quotes what it was sent.
+    #[test]
+    fn a_chain_is_one_line_whatever_a_server_says() {
+        let name = "a\nERROR: b\u{1b}[2J";
+        let said = format!("Duplicate entry '{name}' in C:\\x");
+        let error = Error::transient("memory", "acquire", said).for_lock(&LockName::new(name).unwrap());
+        assert_eq!(
+            crate::spi::chain(&error),
+            "memory: acquire failed for lock `a\\nERROR: b\\u{1b}[2J`: \
+             Duplicate entry 'a\\nERROR: b\\u{1b}[2J' in C:\\x"
+        );
     }
 
     #[test]

@@ -30,6 +30,14 @@ pub struct AcquireOptions {
     pub wait: Option<Duration>,
     /// Renews the lease in the background while the guard lives. Default: yes.
     pub renew: Option<bool>,
+    /// The time from the grant after which a hold is not renewed any more, for tasks that hang. The hold then ends with its lease,
+    /// up to a ttl later, as [`LossReason::MaxHold`](crate::LossReason::MaxHold). Unset: it is renewed for as long as its guard
+    /// lives.
+    ///
+    /// [`renewal_failing`](crate::LockGuard::renewal_failing) resolves when this time is over. A hold without a lease ends a ttl
+    /// after that: the client tells its holder, and then releases it. A hold that is passed on within the client begins its own
+    /// time. The time for which the machine is suspended counts, where the operating system tells it (Linux).
+    pub max_hold: Option<Duration>,
     /// The time after which one exchange with the server counts as failed. Default:
     /// [`DEFAULT_OP_TIMEOUT`](Self::DEFAULT_OP_TIMEOUT), 5 s.
     pub op_timeout: Option<Duration>,
@@ -64,6 +72,7 @@ impl AcquireOptions {
             ttl: None,
             wait: None,
             renew: None,
+            max_hold: None,
             op_timeout: None,
             label: None,
             local_handoffs: None,
@@ -85,6 +94,12 @@ impl AcquireOptions {
     /// Sets [`renew`](#structfield.renew).
     pub const fn renew(mut self, renew: bool) -> Self {
         self.renew = Some(renew);
+        self
+    }
+
+    /// Sets [`max_hold`](#structfield.max_hold), from the ttl to a year.
+    pub const fn max_hold(mut self, max_hold: Duration) -> Self {
+        self.max_hold = Some(max_hold);
         self
     }
 
@@ -112,6 +127,7 @@ impl AcquireOptions {
             ttl: self.ttl.or(defaults.ttl),
             wait: self.wait.or(defaults.wait),
             renew: self.renew.or(defaults.renew),
+            max_hold: self.max_hold.or(defaults.max_hold),
             op_timeout: self.op_timeout.or(defaults.op_timeout),
             label: self.label.as_ref().or(defaults.label.as_ref()).cloned(),
             local_handoffs: self.local_handoffs.or(defaults.local_handoffs),
@@ -129,6 +145,12 @@ impl AcquireOptions {
         if let Some(wait) = self.wait {
             within("wait", wait, Duration::ZERO)?;
         }
+        if let Some(max_hold) = self.max_hold {
+            within("max_hold", max_hold, Self::MIN_TTL)?;
+        }
+        if let Some(ttl) = self.ttl {
+            Self::check_max_hold(self.max_hold, ttl)?;
+        }
         if let Some(op_timeout) = self.op_timeout {
             within("op_timeout", op_timeout, Duration::from_millis(1))?;
         }
@@ -143,6 +165,20 @@ impl AcquireOptions {
             return Err(Error::invalid_option("local_handoffs", "it is above 65,535"));
         }
         Ok(())
+    }
+
+    /// Checks that a `max_hold` leaves a hold the lease that it begins with.
+    pub(crate) fn check_max_hold(max_hold: Option<Duration>, ttl: Duration) -> Result<()> {
+        match max_hold {
+            Some(max_hold) if max_hold < ttl => Err(Error::invalid_option(
+                "max_hold",
+                format!(
+                    "{max_hold:?} is shorter than the ttl of {ttl:?}, for which a hold lasts without any renewal: ask for a \
+                     shorter ttl, too"
+                ),
+            )),
+            _ => Ok(()),
+        }
     }
 }
 

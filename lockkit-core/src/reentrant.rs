@@ -78,6 +78,7 @@ impl ReentrantOwner {
 /// # Ok::<(), lockkit_core::Error>(())
 /// # }).unwrap();
 /// ```
+#[must_use = "having a lock holds nothing: call `acquire(&owner)` and keep the guard"]
 pub struct ReentrantLock<L> {
     shared: Arc<Shared<L>>,
 }

@@ -9,16 +9,31 @@
 //! - An attempt whose outcome is not known is repeated on the *same* claim: same owner, same position in the queue.
 //! - `Ok(None)` means taken. Without the server's word, return an `Err`.
 //! - Outside of a Tokio runtime, under another executor, return an `Err`; never panic.
+//! - Types that may get more fields are made with `new`. A [`Mode`] and a [`LockKind`] have no others: a backend has to decide about
+//!   each.
 //! - A claim may be dropped without [`release`](Claim::release) when a runtime goes away. Its lease, its session or the end of
 //!   its connection then ends the hold.
+
+mod config;
+pub mod fenced;
+pub mod queue;
+pub mod resumable;
+#[cfg(feature = "tls")]
+pub mod tls;
 
 use std::{fmt, num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use tokio::{sync::watch, time::Instant};
 
-pub use crate::suspension::asleep;
-use crate::{Capabilities, Error, FencingToken, LockKind, LockName, LockState, LossReason, Result};
+pub use self::config::{ServerUrl, Tls, check_certificates, check_duration};
+#[doc(inline)]
+pub use crate::{__config as config, __words as words};
+use crate::{
+    Capabilities, Error, FencingToken, ListedLock, LockKind, LockName, LockState, LossReason, Result,
+    name::OneLine,
+};
+pub use crate::{suspension::asleep, sync::Mutex};
 
 /// The mode in which a claim holds its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -43,6 +58,7 @@ impl Mode {
 
 /// The time for which a hold is proven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Lease {
     /// A moment before the request that proves it was sent.
     pub since: Instant,
@@ -52,6 +68,11 @@ pub struct Lease {
 }
 
 impl Lease {
+    /// Makes a lease of this `length`, in which the backend has allowed for clock drift, from a moment before its request was sent.
+    pub const fn new(since: Instant, length: Option<Duration>) -> Self {
+        Self { since, length }
+    }
+
     /// Returns its end, unless that is beyond what the clock can count to.
     pub fn end(&self) -> Option<Instant> {
         self.length.and_then(|length| self.since.checked_add(length))
@@ -64,6 +85,7 @@ pub type SessionProof = watch::Receiver<std::result::Result<Instant, LossReason>
 
 /// A successful attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Grant {
     /// Fencing tokens: the first is this hold's, the others are for local hand-offs. They are above every token of an
     /// earlier conflicting hold, and no one else ever gets them. At least one, and no more than were
@@ -73,13 +95,24 @@ pub struct Grant {
     pub lease: Lease,
 }
 
+impl Grant {
+    /// Makes a grant with these tokens, of which there is at least one, for as long as `lease` proves it.
+    pub const fn new(tokens: RangeInclusive<u64>, lease: Lease) -> Self {
+        Self { tokens, lease }
+    }
+}
+
 /// The result of a renewal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Renewal {
     /// Still held, and proven anew.
     Held(Lease),
     /// The server says that the hold is gone.
     Lost(LossReason),
+    /// Still held, and not proven anew: its holder was [asked](Backend::revoke) to give it up. The driver tells its user, and calls
+    /// [`release`](Claim::release) once that has let go.
+    Asked,
 }
 
 /// The identity of a claim's owner: 128 random bits from the operating system, new for each claim.
@@ -126,8 +159,8 @@ pub struct ClaimRequest {
     pub label: Option<Arc<str>>,
     /// The number of fencing tokens that a grant should reserve.
     pub tokens: NonZeroU32,
-    /// Others of this client wait behind the claim, or have waited since the claim before it was opened. They are likely to be
-    /// passed the hold. Otherwise a backend need not reserve tokens if that is expensive.
+    /// A guess that the hold will be passed on within this client: others of it wait now, or have waited since the claim before
+    /// this one was opened. If it is false, a backend need not reserve tokens where that is expensive.
     pub locally_contended: bool,
     /// The hold will be renewed, and at once when its claim [hints](Claim::notified). So it may begin with a lease that is
     /// shorter than the ttl.
@@ -219,9 +252,8 @@ impl BackendInfo {
 /// ```
 /// use std::sync::{Arc, atomic::{AtomicUsize, Ordering}};
 ///
-/// use async_trait::async_trait;
 /// use lockkit_core::{
-///     LockClient, LockKind, LockName, LockState, MemoryBackend, Result,
+///     LockClient, LockKind, LockName, LockState, MemoryBackend, Result, async_trait,
 ///     spi::{Backend, BackendInfo, Claim, ClaimRequest},
 /// };
 ///
@@ -292,12 +324,68 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// [`Error::Backend`] if the server cannot tell.
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState>;
 
+    /// Asks the holder of `name` that has `token` to give up its hold, also another client's. Does not wait for that. Returns what is
+    /// left of the hold's lease; `None` if no hold has that token.
+    ///
+    /// Marks the hold at the server. From then on a [renewal](Claim::renew) does not prolong it, and returns [`Renewal::Asked`]. It
+    /// ends with its holder's [`release`](Claim::release), or with its lease; nobody is granted what it holds before. If the server
+    /// can tell the holder, its claim's [`notified`](Claim::notified) resolves. A renewal finds the mark otherwise.
+    ///
+    /// The mark is on the hold of this token. A hold that was [passed on](Claim::passed_on) has a later one, and is not hit where
+    /// the server knows the token in use. Otherwise each token that was reserved with the first one stands for the present hold.
+    ///
+    /// Idempotent: the driver asks again and again until the hold has ended. So a mark that is lost with the server's memory, or
+    /// that a repeated [`attempt`](Claim::attempt) ignores, is set anew.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where a holder cannot be asked, [`Error::Backend`] if the server cannot tell.
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        let _ = (name, kind, token);
+        Err(Error::unsupported(
+            self.info().name,
+            "asking another holder to give up its hold; end the hold by force, or end the holder",
+        ))
+    }
+
+    /// Begins to watch who holds `name`, for those who observe it. Takes part in no contest. Returns `None`, the default, if the
+    /// server tells nobody of changes: then the driver looks from time to time.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if the server cannot be asked. The driver asks again later.
+    async fn watch(&self, name: &LockName, kind: LockKind) -> Result<Option<Box<dyn HolderWatch>>> {
+        let _ = (name, kind);
+        Ok(None)
+    }
+
+    /// Wakes those who [watch](Self::watch) `name` at other clients, after this client's grant or release. Does nothing by default:
+    /// where the server itself tells of changes, and where nobody can be told.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if they may not have been told. Nobody relies on it.
+    async fn announce(&self, name: &LockName, kind: LockKind) -> Result<()> {
+        let _ = (name, kind);
+        Ok(())
+    }
+
+    /// Begins a listing of the locks and semaphores of this namespace that somebody holds and whose names begin with `prefix`,
+    /// byte by byte: no character of it is a wildcard. An empty prefix stands for all. Sends nothing yet.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where names cannot be listed.
+    fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        let _ = prefix;
+        Err(Error::unsupported(
+            self.info().name,
+            "listing what is held; inspect locks by their names",
+        ))
+    }
+
     /// Ends the hold of `name` that has `token`, also another client's. Returns `false` if there is none. Its holder loses it as
-    /// [`LossReason::Revoked`], within the time that the backend needs to notice.
+    /// [`LossReason::Revoked`], within the time that the backend needs to notice, and others may be granted it before.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where a hold cannot be ended from outside, [`Error::Backend`] if the server cannot tell.
-    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+    async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let _ = (name, kind, token);
         Err(Error::unsupported(
             self.info().name,
@@ -313,7 +401,7 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     async fn close(&self) -> Result<()>;
 }
 
-/// One contender for one name, from its first attempt to its release. Only the driver calls these methods, one at a time.
+/// A claim on one name, from its first attempt to its release. Only the driver calls these methods, one at a time.
 ///
 /// The driver's use of a claim, in short:
 ///
@@ -360,7 +448,7 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// May be dropped at any await. The next call, or `release`, goes on from what the server made of it.
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>>;
 
-    /// Proves the hold anew. Never brings a lost hold back.
+    /// Proves the hold anew. Never brings a lost hold back, and never prolongs one that was [asked back](Backend::revoke).
     ///
     /// # Errors
     /// An `Err` means unknown, not lost.
@@ -368,6 +456,37 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// # Cancel safety
     /// May be dropped at any await.
     async fn renew(&mut self) -> Result<Renewal>;
+
+    /// Changes the ttl that its requests ask for from now on. The driver [renews](Self::renew) the hold next; do no I/O here. Returns
+    /// the length of the lease that the least of these requests leaves the hold, without the allowance for clock drift: the driver
+    /// counts with it before it sends the first one. Returns `None`, the default, where a hold has no lease.
+    ///
+    /// An earlier request may come late, and ask for less. If the server would do it, no lease of this claim may be longer than
+    /// that from now on.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a ttl that it cannot keep. Then the old one goes on.
+    fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
+        let _ = ttl;
+        Ok(None)
+    }
+
+    /// Turns an exclusive hold into a shared one, in one step of the server: at no moment is it neither. Lets in the waiters that may
+    /// share the lock with it, up to the first in the queue that may not, and wakes them. Proves the hold anew. The token in use stays.
+    /// Everyone who waits by now has or will get a higher one: mind this where a waiter has its token before its grant.
+    ///
+    /// Never brings a lost hold back. Idempotent: the driver repeats it for as long as its outcome is not known. Afterwards the
+    /// claim [renews](Self::renew) and [releases](Self::release) the shared hold.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], the default, where this cannot be done, and nothing has changed. [`Error::Lost`] if the hold is gone;
+    /// with [`LossReason::Asked`] if its holder was [asked](Backend::revoke) to give it up. Any other error means unknown.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await. Every method but [`attempt`](Self::attempt) stays legal, whatever the server has made of it.
+    async fn downgrade(&mut self) -> Result<Lease> {
+        Err(Error::unsupported("backend", NO_DOWNGRADE))
+    }
 
     /// Gives up the hold, leaves the queue, and takes back what an attempt of unknown outcome may have got.
     /// Idempotent, and harmless to a later holder.
@@ -400,6 +519,32 @@ pub trait Claim: fmt::Debug + Send + 'static {
         let _ = token;
     }
 
+    /// Returns the owner under whose name the server has the hold, which is about to go on without this claim. From now on, dropping
+    /// this claim leaves the hold as it is; a [`release`](Self::release) still ends it. Returns `None`, the default, where no other
+    /// client can adopt a hold. Do no I/O here: the driver has just [renewed](Self::renew) the hold.
+    fn detach(&mut self) -> Option<OwnerId> {
+        None
+    }
+
+    /// Takes over the hold of the owner `from` that has this token, which was [detached](Self::detach): proves it anew, as
+    /// [`renew`](Self::renew) does, and in the same step makes this claim's owner its owner. From then on nothing that `from` asks for
+    /// has any effect. The hold has this one token. Its lease does not become shorter. Returns [`Renewal::Held`]; [`Renewal::Lost`] if
+    /// the server has no such hold; [`Renewal::Asked`], and changes nothing, if it was [asked](Backend::revoke) back. Returns `None`,
+    /// the default, where a hold cannot be adopted.
+    ///
+    /// Idempotent: a hold that is this owner's already is proven anew. The driver calls it on a new claim, which it drops if this fails,
+    /// without a release; and may then call it on another one with the same owner.
+    ///
+    /// # Errors
+    /// An `Err` means unknown.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await. The claim is then dropped as well.
+    async fn adopt(&mut self, from: OwnerId, token: FencingToken) -> Result<Option<Renewal>> {
+        let _ = (from, token);
+        Ok(None)
+    }
+
     /// Returns a duplicate of the operating system's handle that keeps the hold alive, where there is one. It can be passed on
     /// to a child process.
     #[cfg(unix)]
@@ -408,7 +553,56 @@ pub trait Claim: fmt::Debug + Send + 'static {
     }
 }
 
-/// Returns an error and its causes in one line. Leaves out a cause that only repeats the text before it.
+/// The missing feature where an exclusive hold cannot become a shared one.
+pub(crate) const NO_DOWNGRADE: &str =
+    "an exclusive hold that becomes a shared one; release it, then acquire the lock in shared mode";
+
+/// A listing that is under way. Only the driver calls it, for one page after the other.
+///
+/// It refuses and delays nobody: it takes part in no contest and writes nothing, and a page is small enough for the server to
+/// serve others beside it. Its memory does not grow with the number of locks, except perhaps for their names. It shows every lock
+/// once that is held from the first page to the last. It may show one that is held for a part of that time.
+#[async_trait]
+pub trait Lister: Send + 'static {
+    /// Returns the next page, which may be empty. Returns `None` after the last one. No lock on it is free.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if the server cannot tell. The listing is over then.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the listing is over.
+    async fn page(&mut self) -> Result<Option<Vec<ListedLock>>>;
+}
+
+/// One who watches who holds a lock. Made by [`Backend::watch`]. Dropping it ends the watch; do no I/O there.
+#[async_trait]
+pub trait HolderWatch: fmt::Debug + Send + 'static {
+    /// Resolves when the holder may have changed since it resolved last, or since the watch began. This is a hint: it may be
+    /// spurious, and it may be lost with a connection. The end of a lease need not be told. While it cannot tell, it stays
+    /// pending; the driver drops it and looks by itself from time to time.
+    ///
+    /// # Cancel safety
+    /// Remembers what came meanwhile, so that dropping it loses nothing.
+    async fn changed(&mut self);
+}
+
+/// Succeeds within a Tokio runtime. Outside of one, sockets and timers would panic.
+///
+/// # Errors
+/// [`Error::Backend`] outside of a Tokio runtime.
+pub fn require_runtime(backend: &'static str, operation: &'static str) -> Result<()> {
+    if tokio::runtime::Handle::try_current().is_err() {
+        return Err(Error::permanent(
+            backend,
+            operation,
+            "this must be awaited within a Tokio runtime",
+        ));
+    }
+    Ok(())
+}
+
+/// Returns an error and its causes in one line. Leaves out a cause that only repeats the text before it. Escapes line ends and
+/// control characters, also those that a server has quoted.
 ///
 /// ```
 /// use std::io::{Error, ErrorKind};
@@ -420,10 +614,10 @@ pub trait Claim: fmt::Debug + Send + 'static {
 /// assert_eq!(chain(&error), format!("{error}: nobody listens"));
 /// ```
 pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
+    let mut text = OneLine(&error.to_string()).to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        let words = error.to_string();
+        let words = OneLine(&error.to_string()).to_string();
         if !text.ends_with(&words) {
             text.push_str(": ");
             text.push_str(&words);
@@ -436,7 +630,8 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 /// Returns a URL as it may be shown, in errors and in `Debug`: without user, password and parameters.
 ///
 /// It hides rather too much. A password that is not percent-encoded may hold any of `/?#@`, so everything up to the last `@`
-/// goes. After a `?`, that `@` may be part of a parameter: then what follows it goes too.
+/// goes. After a `?`, that `@` may be part of a parameter: then what follows it goes too. Where the host was forgotten, a password stands
+/// in the place of the port: all that follows the scheme goes, unless that is a number.
 ///
 /// ```
 /// use lockkit_core::spi::redacted_url;
@@ -444,6 +639,8 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 /// assert_eq!(redacted_url("redis://app:s3cret@cache:6379/2?x=y"), "redis://***@cache:6379/2");
 /// assert_eq!(redacted_url("app:s3cret@cache"), "***@cache");
 /// assert_eq!(redacted_url("redis://cache/2?x=s3@cret"), "redis://***");
+/// assert_eq!(redacted_url("redis://app:s3cret"), "redis://***");
+/// assert_eq!(redacted_url("redis://[::1]:6379,cache:6379/2"), "redis://[::1]:6379,cache:6379/2");
 /// assert_eq!(redacted_url("file:///var/lock/a@b"), "file:///var/lock/a@b");
 /// ```
 pub fn redacted_url(url: &str) -> String {
@@ -462,7 +659,18 @@ pub fn redacted_url(url: &str) -> String {
     let is_local_path =
         scheme.eq_ignore_ascii_case("file") && (!rest.starts_with('/') || rest.starts_with("//"));
     let Some(at) = url.rfind('@').filter(|_| !is_local_path) else {
-        return plain(url);
+        let authority = rest
+            .strip_prefix('/')
+            .filter(|_| !scheme.is_empty())
+            .unwrap_or_default();
+        let hosts = authority.split(['/', '?', '#']).next().unwrap_or_default();
+        let is_port = |port: &str| port.ends_with(']') || port.bytes().all(|digit| digit.is_ascii_digit());
+        let mut ports = hosts.split(',').filter_map(|host| host.rsplit_once(':'));
+        return if ports.all(|(_, port)| is_port(port)) {
+            plain(url)
+        } else {
+            format!("{scheme}://***")
+        };
     };
     let host = if url[..at].contains('?') {
         String::new()

@@ -1,6 +1,5 @@
-//! The mutex of this crate's own state. Under `--cfg lockkit_loom` it is loom's, which explores every interleaving.
-//!
-//! A poisoned mutex is entered all the same: each critical section leaves its state whole before anything in it could panic.
+//! The mutex of the state that the driver and the backends keep in memory. Under `--cfg lockkit_loom` it is loom's, which explores
+//! every interleaving.
 
 #[cfg(lockkit_loom)]
 use loom::sync as imp;
@@ -11,15 +10,19 @@ use std::sync::{PoisonError, TryLockError};
 
 pub(crate) use imp::MutexGuard;
 
+/// A mutex that a panicking holder does not spoil. Each critical section has to leave its state whole before anything in it could
+/// panic.
 #[derive(Debug, Default)]
-pub(crate) struct Mutex<T>(imp::Mutex<T>);
+pub struct Mutex<T>(imp::Mutex<T>);
 
 impl<T> Mutex<T> {
-    pub(crate) fn new(value: T) -> Self {
+    /// Makes one that is free.
+    pub fn new(value: T) -> Self {
         Self(imp::Mutex::new(value))
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+    /// Locks it, also after a panic of a holder.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -14,6 +14,11 @@ use std::{
 /// The idea is described in Martin Kleppmann, *How to do distributed locking* (2016), and as "sequencers" in Burrows,
 /// *The Chubby lock service* (OSDI 2006), section 2.4.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(transparent)
+)]
 pub struct FencingToken(u64);
 
 impl FencingToken {
@@ -25,6 +30,23 @@ impl FencingToken {
     /// Returns the number, to be stored and compared.
     pub const fn get(self) -> u64 {
         self.0
+    }
+
+    /// Returns the number as SQL's `BIGINT` has it. `None` if it is above `i64::MAX`: no other number may take its place, since
+    /// tokens are compared.
+    ///
+    /// ```
+    /// use lockkit_core::FencingToken;
+    ///
+    /// assert_eq!(FencingToken::new(34).as_i64(), Some(34));
+    /// assert_eq!(FencingToken::new(u64::MAX).as_i64(), None);
+    /// ```
+    pub const fn as_i64(self) -> Option<i64> {
+        if self.0 <= i64::MAX.unsigned_abs() {
+            Some(self.0.cast_signed())
+        } else {
+            None
+        }
     }
 }
 
@@ -109,4 +131,23 @@ pub struct StaleToken {
     pub token: FencingToken,
     /// The highest token seen.
     pub highest: FencingToken,
+}
+
+#[cfg(all(test, not(lockkit_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_fits_into_a_bigint_or_says_so() {
+        let most = i64::MAX.unsigned_abs();
+        for (token, fits) in [
+            (0, Some(0)),
+            (34, Some(34)),
+            (most, Some(i64::MAX)),
+            (most + 1, None),
+            (u64::MAX, None),
+        ] {
+            assert_eq!(FencingToken::new(token).as_i64(), fits, "{token}");
+        }
+    }
 }

@@ -32,8 +32,8 @@ mod linux {
 
     use async_trait::async_trait;
     use lockkit_core::{
-        AcquireOptions, Error, Lock, LockClient, LockGuard, LockKind, LockName, LockState, LossReason,
-        MemoryBackend, Result,
+        AcquireOptions, Error, HoldEnd, Lock, LockClient, LockGuard, LockKind, LockName, LockState,
+        LossReason, MemoryBackend, Result,
         memory::FaultPoint,
         spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
     };
@@ -64,6 +64,7 @@ mod linux {
             a_grant_that_was_slept_through_is_none,
             a_hold_that_slept_is_renewed_before_it_is_handed_on,
             leases_in_this_process_sleep_along,
+            what_is_slept_counts_for_max_hold_everywhere,
         ];
         if let Ok(name) = std::env::var(CASE) {
             let (_, case) = cases.iter().find(|(case, _)| *case == name).unwrap();
@@ -194,7 +195,7 @@ mod linux {
             }),
             ("ended", |guard| {
                 Box::pin(async move {
-                    assert_eq!(guard.ended().await, LossReason::Expired);
+                    assert_eq!(guard.ended().await, HoldEnd::Lost(LossReason::Expired));
                     guard.check()
                 })
             }),
@@ -205,7 +206,10 @@ mod linux {
                 })
             }),
             ("run", |guard| {
-                Box::pin(async move { guard.run(async { panic!("this is not to be run") }).await })
+                Box::pin(async move {
+                    let work = async { panic!("this is not to be run") };
+                    guard.run(work).await.map_err(Error::from)
+                })
             }),
         ];
         for (what, look) in looks {
@@ -310,6 +314,26 @@ mod linux {
         suspend(3_600 * SECOND);
         assert!(guard.is_held());
         assert!(guard.valid_until().unwrap() - Instant::now() > 29 * SECOND);
+    }
+
+    async fn what_is_slept_counts_for_max_hold_everywhere() {
+        let options = AcquireOptions::new().ttl(TTL).max_hold(60 * SECOND);
+        let here = LockClient::new(MemoryBackend::new()).lock("a").unwrap();
+        for lock in [here, Elsewhere::default().lock("a")] {
+            let guard = lock.acquire_with(&options).await.unwrap();
+            let warned = tokio::spawn(guard.renewal_failing());
+            for _ in 0..2 {
+                sleep(11 * SECOND).await;
+                suspend(15 * SECOND);
+                assert!(guard.is_held());
+            }
+            // That makes 52 s, of which 22 s were awake.
+            assert!(!warned.is_finished());
+            sleep(9 * SECOND).await;
+            assert!(warned.is_finished(), "its time was over by now");
+            guard.renew().await.unwrap_err();
+            assert_eq!(guard.lost().await, LossReason::MaxHold);
+        }
     }
 
     /// Memory, for a server on another machine, which does not sleep.

@@ -1,17 +1,30 @@
 //! `spi::Backend`: the locks of one directory.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    sync::Arc,
+    time::{Duration, UNIX_EPOCH},
+};
 
 use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Mode, Mutex},
 };
-use tokio::task::spawn_blocking;
+use tokio::{task::spawn_blocking, time::Instant};
 
 use crate::{
-    NAME, blocking_claim::ClaimSpec, claim::FileClaim, config::FileConfig, disk_pace::DiskPace,
-    error::FileError, inspect, layout::Layout, mutex::Mutex, token_record::Grantee, watch::Watcher,
+    NAME,
+    blocking_claim::ClaimSpec,
+    claim::FileClaim,
+    config::FileConfig,
+    disk_pace::DiskPace,
+    error::FileError,
+    inspect,
+    layout::Layout,
+    list::FileLister,
+    token_record::{Grantee, TokenRecord},
+    watch::Watcher,
 };
 
 /// The largest semaphore: finding a free permit means trying each.
@@ -70,7 +83,7 @@ impl FileBackend {
         })
     }
 
-    async fn holders(&self, name: &LockName, kind: LockKind) -> Result<Vec<Grantee>> {
+    async fn holders(&self, name: &LockName, kind: LockKind) -> Result<Vec<TokenRecord>> {
         let files = self.layout.files(name, kind);
         let asked = name.clone();
         blocking(move || inspect::holders(&files, &asked, kind))
@@ -87,6 +100,8 @@ impl Backend for FileBackend {
         capabilities.permits = true;
         capabilities.notified = self.watched;
         capabilities.local_handoffs = true;
+        capabilities.revoke = true;
+        capabilities.list = true;
         capabilities.fencing = FencingDurability::Durable;
         let mut info = BackendInfo::new(NAME, self.layout.url());
         info.namespace = Arc::clone(&self.namespace);
@@ -120,23 +135,36 @@ impl Backend for FileBackend {
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let holders = self.holders(name, kind).await?;
-        let holders = holders
-            .into_iter()
-            .map(|holder| Holder::new(FencingToken::new(holder.token), holder.label, None))
-            .collect();
-        Ok(LockState::new(holders, None))
+        Ok(LockState::new(holders.into_iter().map(shown).collect(), None))
     }
 
-    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+    /// Probes each lock that has a file with the prefix, for a moment, as [`inspect`](Self::inspect) does.
+    fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        Ok(Box::new(FileLister::new(Arc::clone(&self.layout), prefix)))
+    }
+
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        let files = self.layout.files(name, kind);
+        let asked = name.clone();
+        let found = blocking(move || inspect::ask_back(&files, &asked, kind, token.get()))
+            .await
+            .map_err(|error| error.into_error("revoke"))?;
+        Ok(found.then(|| Lease::new(Instant::now(), None)))
+    }
+
+    async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let holders = self.holders(name, kind).await?;
-        let Some(holder) = holders.iter().find(|holder| holder.token == token.get()) else {
+        let Some(holder) = holders
+            .iter()
+            .find(|holder| holder.tokens().contains(&token.get()))
+        else {
             return Ok(false);
         };
         Err(Error::unsupported(
             NAME,
             format!(
                 "ending another process's hold of `{name}`; end process {}, or what it started",
-                holder.pid
+                holder.grantee.pid
             ),
         ))
     }
@@ -156,8 +184,17 @@ impl fmt::Debug for FileBackend {
     }
 }
 
+/// Returns a holder as it is shown.
+pub(crate) fn shown(holder: TokenRecord) -> Holder {
+    let Grantee {
+        token, since, label, ..
+    } = holder.grantee;
+    let since = UNIX_EPOCH.checked_add(Duration::from_micros(since));
+    Holder::new(FencingToken::new(token), label, None).since(since)
+}
+
 /// Runs `work` on a worker thread.
-async fn blocking<T: Send + 'static>(
+pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, FileError> + Send + 'static,
 ) -> Result<T, FileError> {
     FileError::require_runtime()?;

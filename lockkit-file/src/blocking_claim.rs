@@ -46,6 +46,8 @@ pub(crate) struct BlockingClaim {
     pub hold: Option<Hold>,
     /// A release found the hold gone, and its caller does not know yet.
     pub lost: bool,
+    /// The mark by which its holder was asked to give up the hold.
+    mark: Option<PathBuf>,
     pub events: Option<Events>,
     /// The directory of the permits that the events are about.
     permits_dir: Option<Inode>,
@@ -88,6 +90,7 @@ impl BlockingClaim {
             inline: false,
             hold: None,
             lost: false,
+            mark: None,
             events: None,
             permits_dir: None,
             retry_soon: false,
@@ -255,10 +258,10 @@ impl BlockingClaim {
         false
     }
 
-    /// Begins to watch a hold's files. Returns whether the hold was already gone.
+    /// Begins to watch a hold's files. Returns whether the hold was already gone, or is asked for.
     pub(crate) fn watch_hold(&mut self) -> bool {
         let begins = self.begin_to_watch() || self.events.is_none();
-        begins && matches!(self.is_intact(), Ok(false))
+        begins && (matches!(self.is_intact(), Ok(false)) || matches!(self.is_revoked(), Ok(true)))
     }
 
     /// Fails on the caller's thread, before work that has to wait.
@@ -274,6 +277,17 @@ impl BlockingClaim {
         self.hold.as_ref().map_or(Ok(false), Hold::is_intact)
     }
 
+    /// Returns whether the holder is asked to give up the hold.
+    pub(crate) fn is_revoked(&mut self) -> Result<bool> {
+        let Some(hold) = &self.hold else { return Ok(false) };
+        let mark = self.spec.files.revocation(*hold.grant.tokens.start());
+        if layout::inode_at(&mark)?.is_none() {
+            return Ok(false);
+        }
+        self.mark = Some(mark);
+        Ok(true)
+    }
+
     /// Releases the hold or leaves the queue.
     pub(crate) fn release(&mut self) {
         self.leave_queue();
@@ -281,6 +295,10 @@ impl BlockingClaim {
         if let Some(hold) = self.hold.take() {
             // If this cannot be told, the release succeeds all the same.
             self.lost = matches!(hold.is_intact(), Ok(false));
+        }
+        if let Some(mark) = self.mark.take() {
+            // If it stays, it names a hold that is over.
+            let _ = fs::remove_file(mark);
         }
         self.events = None;
     }
@@ -441,10 +459,7 @@ impl BlockingClaim {
                 record
             }
         };
-        let grant = Grant {
-            tokens: record.tokens(),
-            lease: Lease { since, length: None },
-        };
+        let grant = Grant::new(record.tokens(), Lease::new(since, None));
         Ok(Hold {
             grant,
             _reader: reader,

@@ -11,7 +11,7 @@ use std::{
 use async_trait::async_trait;
 use lockkit_core::{
     Error, LossReason,
-    spi::{Claim, Grant, Lease, Mode, Renewal},
+    spi::{Claim, Grant, Lease, Mode, Mutex, Renewal},
 };
 use tokio::{
     runtime::Handle,
@@ -24,7 +24,6 @@ use crate::{
     NAME,
     blocking_claim::{BlockingClaim, ClaimSpec},
     error::{FileError, Result},
-    mutex::Mutex,
     watch::Events,
 };
 
@@ -247,12 +246,14 @@ impl Claim for FileClaim {
         }
         self.take_events();
         let since = Instant::now();
-        let is_intact = self.run(|state| state.is_intact()).await;
-        if is_intact.map_err(|error| error.into_error("renew"))? {
-            Ok(Renewal::Held(Lease { since, length: None }))
-        } else {
-            Ok(Renewal::Lost(LossReason::Revoked))
-        }
+        let looked = self
+            .run(|state| Ok((state.is_intact()?, state.is_revoked()?)))
+            .await;
+        Ok(match looked.map_err(|error| error.into_error("renew"))? {
+            (false, _) => Renewal::Lost(LossReason::Revoked),
+            (true, true) => Renewal::Asked,
+            (true, false) => Renewal::Held(Lease::new(since, None)),
+        })
     }
 
     async fn release(&mut self) -> lockkit_core::Result<()> {

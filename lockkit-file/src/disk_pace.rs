@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
+use lockkit_core::spi::Mutex;
 use tokio::time::Instant;
-
-use crate::mutex::Mutex;
 
 /// The recent speed of the disk. A busy disk delays even a step that does not wait for it.
 #[derive(Debug, Default)]

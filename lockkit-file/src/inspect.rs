@@ -14,12 +14,12 @@ use crate::{
     flock::Flock,
     hold::wake_watchers,
     layout::{self, Files},
-    token_record::{self, Grantee},
+    token_record::{self, TokenRecord},
 };
 
 /// Returns the holders of `name`. It probes under the exclusive ledger, so that no attempt fails because of it, and
 /// for moments only: an inspection that is stopped there blocks everybody.
-pub(crate) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<Vec<Grantee>> {
+pub(crate) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<Vec<TokenRecord>> {
     let path = files.main();
     let Some(file) = layout::open(&path)?.map(Arc::new) else {
         return Ok(Vec::new());
@@ -34,7 +34,54 @@ pub(crate) fn holders(files: &Files, name: &LockName, kind: LockKind) -> Result<
     }
 }
 
-fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<Grantee>> {
+/// Marks the hold that has this token, and wakes its holder to see the mark. Returns `false` if there is none, and removes a mark
+/// that it left.
+///
+/// A hold that was passed on within its client has one of the tokens that were reserved with the first. The files do not say which,
+/// so that each of them stands for the present hold. The mark of one that was asked for by a later token, and was killed
+/// before it saw it, stays: it names a hold that is over.
+pub(crate) fn ask_back(files: &Files, name: &LockName, kind: LockKind, token: u64) -> Result<bool> {
+    let holders = holders(files, name, kind)?;
+    let Some(holder) = holders.iter().find(|holder| holder.tokens().contains(&token)) else {
+        let _ = fs::remove_file(files.revocation(token));
+        return Ok(false);
+    };
+    files.open_or_create(&files.revocation(holder.grantee.token))?;
+    if let Some(main) = layout::open(&files.main())? {
+        wake_watchers(&main);
+    }
+    Ok(true)
+}
+
+/// Returns the name of these files, and its holders; `None` if they were never used, or if the name is not meant.
+pub(crate) fn holders_in(
+    files: &Files,
+    is_meant: impl FnOnce(&LockName) -> bool,
+) -> Result<Option<(LockName, Vec<TokenRecord>)>> {
+    let path = files.main();
+    let Some(file) = layout::open(&path)?.map(Arc::new) else {
+        return Ok(None);
+    };
+    let Some(last) = token_record::read(files, &file)? else {
+        return Ok(None);
+    };
+    let name = LockName::new(&last.name).ok().filter(|name| files.are_of(name));
+    let Some(name) = name else {
+        // Somebody has renamed or copied it.
+        let found = last.name;
+        return Err(FileError::OtherName { path, found });
+    };
+    if !is_meant(&name) {
+        return Ok(None);
+    }
+    let holders = match files.kind() {
+        LockKind::Lock => lock_holders(files, &file, &path)?,
+        LockKind::Semaphore => permit_holders(files, &file)?,
+    };
+    Ok(Some((name, holders)))
+}
+
+fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<TokenRecord>> {
     let ledger = files.lock_ledger()?;
     if let Some(probe) = Flock::exclusive(file, path)? {
         drop(probe);
@@ -44,7 +91,7 @@ fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<Gran
         readers(files, true)?;
         return Ok(Vec::new());
     }
-    let last = token_record::read(files, file)?.map(|last| last.grantee);
+    let last = token_record::read(files, file)?;
     if let Some(probe) = Flock::shared(file, path)? {
         drop(probe);
         drop(ledger);
@@ -61,7 +108,7 @@ fn lock_holders(files: &Files, file: &Arc<File>, path: &Path) -> Result<Vec<Gran
 }
 
 /// Returns the live shared holders. With `sweep`, removes the notes of killed ones.
-fn readers(files: &Files, sweep: bool) -> Result<Vec<Grantee>> {
+fn readers(files: &Files, sweep: bool) -> Result<Vec<TokenRecord>> {
     let dir = files.readers();
     let entries = match fs::read_dir(&dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -84,14 +131,14 @@ fn readers(files: &Files, sweep: bool) -> Result<Vec<Grantee>> {
                 let _ = fs::remove_file(&path);
             }
         } else if let Some(note) = token_record::read_note(&file, &path)? {
-            holders.push(note.grantee);
+            holders.push(note);
         }
     }
-    holders.sort_by_key(|holder| holder.token);
+    holders.sort_by_key(|holder| holder.grantee.token);
     Ok(holders)
 }
 
-fn permit_holders(files: &Files, file: &File) -> Result<Vec<Grantee>> {
+fn permit_holders(files: &Files, file: &File) -> Result<Vec<TokenRecord>> {
     let permits = token_record::read(files, file)?.map_or(0, |last| last.permits);
     let mut holders = Vec::new();
     let mut probed = false;
@@ -104,13 +151,13 @@ fn permit_holders(files: &Files, file: &File) -> Result<Vec<Grantee>> {
         if Flock::exclusive(&permit, &path)?.is_some() {
             probed = true;
         } else if let Some(note) = token_record::read_note(&permit, &path)? {
-            holders.push(note.grantee);
+            holders.push(note);
         }
     }
     if probed {
         // As above.
         wake_watchers(file);
     }
-    holders.sort_by_key(|holder| holder.token);
+    holders.sort_by_key(|holder| holder.grantee.token);
     Ok(holders)
 }

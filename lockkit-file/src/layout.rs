@@ -1,6 +1,7 @@
 //! The layout on disk: the directory, the files of each name, and how they are opened.
 
 use std::{
+    ffi::OsStr,
     fmt,
     fs::{DirBuilder, File, Metadata, OpenOptions},
     io,
@@ -25,6 +26,9 @@ use crate::{
 
 /// The longest encoded name, in bytes. A longer one is hashed. The rest of the 255 bytes is for the suffix.
 const MAX_ENCODED: usize = 200;
+
+/// The beginning of a hashed name.
+const HASHED: &str = "%h";
 
 /// The directory that holds the files of one namespace.
 #[derive(Debug)]
@@ -85,6 +89,22 @@ impl Layout {
         }
     }
 
+    /// Returns the files of the name whose main file has this name, if it is one, and if the lock's name may begin with `prefix`.
+    pub(crate) fn files_of(self: &Arc<Self>, main: &OsStr, prefix: &str) -> Option<Files> {
+        let main = main.to_str()?;
+        let (stem, kind) = match main.strip_suffix(".lock") {
+            Some(stem) => (stem, LockKind::Lock),
+            None => (main.strip_suffix(".sem")?, LockKind::Semaphore),
+        };
+        // Byte by byte, so that the beginning of a name leads to that of its file. A hash tells nothing.
+        let may_be_meant = stem.starts_with(HASHED) || stem.starts_with(&escape_name(prefix));
+        may_be_meant.then(|| Files {
+            layout: Arc::clone(self),
+            stem: stem.to_owned(),
+            kind,
+        })
+    }
+
     /// Returns the boot in which tokens are minted.
     pub(crate) fn boot(&self) -> Option<BootId> {
         self.boot
@@ -103,7 +123,7 @@ impl Layout {
         self.dir().ancestors().map(Path::to_owned).collect()
     }
 
-    fn dir(&self) -> PathBuf {
+    pub(crate) fn dir(&self) -> PathBuf {
         match &self.namespace {
             Some(namespace) => self.root.join(namespace),
             None => self.root.clone(),
@@ -131,6 +151,15 @@ pub(crate) struct Files {
 impl Files {
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    pub(crate) fn kind(&self) -> LockKind {
+        self.kind
+    }
+
+    /// Returns whether these are the files of `name`.
+    pub(crate) fn are_of(&self, name: &LockName) -> bool {
+        self.stem == encode(name.as_str())
     }
 
     /// The main file: it has the token counter, and waiters watch it. A lock's main file is also what is locked.
@@ -169,6 +198,11 @@ impl Files {
     /// One permit of a semaphore.
     pub(crate) fn permit(&self, index: u32) -> PathBuf {
         self.permits().join(index.to_string())
+    }
+
+    /// The mark of a hold whose holder is asked to give it up, by the first of its tokens. It says so by being there.
+    pub(crate) fn revocation(&self, token: u64) -> PathBuf {
+        self.path(&format!("{token}.{}revoke", self.prefix()))
     }
 
     /// The lock of one lane of the counter, held for moments by its writer.
@@ -412,15 +446,19 @@ pub(crate) fn wrong_type(path: &Path, found: &'static str, wanted: &'static str)
 ///
 /// A hashed name begins with `%h`. No escaped one does, as `h` is no hexadecimal digit.
 fn encode(name: &str) -> String {
-    let plain = escape(name.as_bytes(), |c, at| is_plain(c) || (c == b'.' && at > 0));
+    let plain = escape_name(name);
     if plain.len() <= MAX_ENCODED {
         return plain;
     }
-    let mut hashed = String::from("%h");
+    let mut hashed = String::from(HASHED);
     for byte in Sha256::digest(name.as_bytes()) {
         push_hex(&mut hashed, byte);
     }
     hashed
+}
+
+fn escape_name(name: &str) -> String {
+    escape(name.as_bytes(), |c, at| is_plain(c) || (c == b'.' && at > 0))
 }
 
 fn is_plain(c: u8) -> bool {

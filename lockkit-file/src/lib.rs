@@ -32,7 +32,7 @@ mod flock;
 mod hold;
 mod inspect;
 mod layout;
-mod mutex;
+mod list;
 mod queue;
 mod token_record;
 #[cfg_attr(not(target_os = "linux"), path = "unwatched.rs")]

@@ -60,10 +60,9 @@ pub(crate) struct TokenRecord {
     last: u64,
     /// The boot in which `last` is valid; `None` if it was on disk before the grant.
     boot: Option<BootId>,
-    /// A floor that is on disk: in this boot, tokens up to it may be granted. 0 until there is one.
+    /// The highest token that this boot may grant without waiting for the disk: a floor at least as high is there. 0 until one is.
     ceiling: u64,
-    /// In any other boot, tokens continue above it. It rises with each record; without a boot id, it is the last
-    /// token.
+    /// The token above which any other boot continues. It rises with each record. Without a boot id, it is the last token.
     floor: u64,
     /// The number of records so far in its lane.
     sequence: u64,
@@ -80,7 +79,7 @@ pub(crate) struct Grantee {
 }
 
 impl TokenRecord {
-    /// Returns the tokens of the grant.
+    /// Returns the tokens of the grant: of the hold, and of those that it is passed on to within its client.
     pub(crate) fn tokens(&self) -> RangeInclusive<u64> {
         self.grantee.token..=self.last
     }

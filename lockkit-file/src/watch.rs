@@ -11,10 +11,9 @@ use std::{
 };
 
 use inotify::{EventMask, Inotify, WatchDescriptor, WatchMask, Watches};
+use lockkit_core::spi::Mutex;
 use rustix::event::{PollFd, PollFlags};
 use tokio::sync::watch;
-
-use crate::mutex::Mutex;
 
 /// Reports changes of files. Dropping it ends its thread.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingToken, LockKind, LockName, LockState, Result,
-    spi::{self, Backend, BackendInfo, Claim, ClaimRequest},
+    spi::{self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, require_runtime},
 };
 use tokio::task::JoinSet;
 
@@ -16,6 +16,7 @@ use crate::{
     error::During,
     layout::Key,
     lease_claim::{self, LeaseClaim},
+    list::MySqlLister,
     name_cache::NameCache,
     row_claim::{self, RowClaim},
     row_sql::{self, RowSql},
@@ -27,6 +28,9 @@ use crate::{
 const FALLBACK_POLL: Duration = Duration::from_secs(2);
 
 const ROW_LOCKS_INSTEAD: &str = "mode=lease has exclusive locks alone, use mode=for_update";
+
+const ONLY_BY_FORCE: &str = "asking the holder of a row lock to give it up, since nobody else can write where it would look; end it by \
+                             force, or use mode=lease";
 
 /// Locks in a MySQL or MariaDB database.
 pub struct MySqlBackend {
@@ -80,7 +84,9 @@ impl MySqlBackend {
     /// May be dropped at any await. Tables that were created stay.
     pub async fn connect(config: MySqlConfig) -> Result<Self> {
         let target = config.target()?;
-        require_runtime("connect")?;
+        require_runtime(NAME, "connect")?;
+        #[cfg(feature = "tls")]
+        crate::certificates::check(&config)?;
         let options = config.connect_options(&target);
         let sessions = Sessions::new(options, config.mode, config.max_connections);
         let (_, server) = sessions.control.connect("connect").await?;
@@ -123,7 +129,10 @@ impl Backend for MySqlBackend {
         capabilities.notified = true;
         capabilities.lease = true;
         capabilities.local_handoffs = true;
-        capabilities.revoke = true;
+        capabilities.revoke = self.mode == Mode::Lease;
+        capabilities.revoke_by_force = true;
+        capabilities.list = true;
+        capabilities.detach = self.mode == Mode::Lease;
         capabilities.fencing = self.shared.server.fencing;
         info.capabilities = capabilities;
         info
@@ -162,15 +171,27 @@ impl Backend for MySqlBackend {
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
-        require_runtime("inspect")?;
+        require_runtime(NAME, "inspect")?;
         match self.mode {
             Mode::ForUpdate => self.shared.inspect_rows(name, kind).await,
             Mode::Lease => self.shared.inspect_lease(name, kind).await,
         }
     }
 
-    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
-        require_runtime("revoke")?;
+    fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        Ok(Box::new(MySqlLister::new(self.shared.clone(), self.mode, prefix)))
+    }
+
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        require_runtime(NAME, "revoke")?;
+        match self.mode {
+            Mode::ForUpdate => Err(Error::unsupported(NAME, ONLY_BY_FORCE)),
+            Mode::Lease => self.shared.ask_lease_back(name, kind, token.get()).await,
+        }
+    }
+
+    async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+        require_runtime(NAME, "revoke")?;
         match self.mode {
             Mode::ForUpdate => self.shared.revoke_row(name, kind, token.get()).await,
             Mode::Lease => self.shared.revoke_lease(name, kind, token.get()).await,
@@ -178,7 +199,7 @@ impl Backend for MySqlBackend {
     }
 
     async fn close(&self) -> Result<()> {
-        require_runtime("close")?;
+        require_runtime(NAME, "close")?;
         self.shared.sessions.close().await;
         Ok(())
     }
@@ -191,17 +212,4 @@ impl fmt::Debug for MySqlBackend {
             .field("namespace", &self.shared.namespace)
             .finish_non_exhaustive()
     }
-}
-
-/// # Errors
-/// Outside of a Tokio runtime, which sockets need.
-pub(crate) fn require_runtime(operation: &'static str) -> Result<()> {
-    if tokio::runtime::Handle::try_current().is_err() {
-        return Err(Error::permanent(
-            NAME,
-            operation,
-            "this must be awaited within a Tokio runtime",
-        ));
-    }
-    Ok(())
 }

@@ -1,10 +1,11 @@
 //! The server's address, and the options.
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::path::PathBuf;
 
+pub use lockkit_core::spi::Tls;
 use lockkit_core::{
     Error, Result,
-    spi::{BackendInfo, redacted_url},
+    spi::{BackendInfo, ServerUrl, redacted_url, words},
 };
 use percent_encoding::percent_decode_str;
 use sqlx::{
@@ -13,43 +14,48 @@ use sqlx::{
 };
 use url::{Host, Url};
 
-/// The address of a server, and the options for it.
-///
-/// ```
-/// use lockkit_mysql::{Mode, MySqlConfig};
-///
-/// let mut config = MySqlConfig::new("mysql://app:s3cret@db.example/app");
-/// config.mode = Mode::Lease;
-/// assert!(!format!("{config:?}").contains("s3cret"));
-/// ```
-///
-/// Its `Debug` form leaves out user and password.
-#[derive(Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MySqlConfig {
-    /// `mysql://[user[:password]@]host[:port]/database`. User and password are percent-encoded. By default, the user is `root`
-    /// and the port 3306. The lock tables are in the database (schema).
-    pub url: String,
-    /// The Unix socket to use instead of the URL's host and port.
-    pub socket: Option<PathBuf>,
-    /// A prefix of each row's name, which keeps apart applications that share the database. Of `[A-Za-z0-9._-]`, 64 bytes at most.
-    pub namespace: String,
-    /// The way in which locks are held.
-    pub mode: Mode,
-    /// The one who creates the tables.
-    pub schema: Schema,
-    /// Encryption, and trust in the server's certificate.
-    pub tls: Tls,
-    /// A file of certificates (PEM) to trust instead of the system's. Needs [`Tls::Verify`].
-    pub ca: Option<PathBuf>,
-    /// The most connections for locks at once, from 1 to 100,000; 100 by default; at least 2 with [`Mode::Lease`].
+lockkit_core::spi::config! {
+    /// The address of a server, and the options for it.
     ///
-    /// With [`Mode::ForUpdate`], each held lock and each name that is waited for needs one. With [`Mode::Lease`], each name that is
-    /// waited for, and each request while it is under way. Idle connections count, too.
+    /// ```
+    /// use lockkit_mysql::{Mode, MySqlConfig};
     ///
-    /// A client has one more connection, which holds no lock. With [`Mode::ForUpdate`] it also has one that notices when the server
-    /// is gone, from the first hold on, and one for inspections, from the first inspection on.
-    pub max_connections: u32,
+    /// let mut config = MySqlConfig::new("mysql://app:s3cret@db.example/app");
+    /// config.mode = Mode::Lease;
+    /// assert!(!format!("{config:?}").contains("s3cret"));
+    /// ```
+    ///
+    /// Its `Debug` form leaves out user and password.
+    pub struct MySqlConfig {
+        /// `mysql://[user[:password]@]host[:port]/database`. User and password are percent-encoded. By default, the user is `root`
+        /// and the port 3306. The lock tables are in the database (schema).
+        pub url: ServerUrl,
+        /// The Unix socket to use instead of the URL's host and port.
+        pub socket: Option<PathBuf> = None,
+        /// A prefix of each row's name, which keeps apart applications that share the database. Of `[A-Za-z0-9._-]`, 64 bytes at most.
+        pub namespace: String = BackendInfo::DEFAULT_NAMESPACE.into(),
+        /// The way in which locks are held. Default: [`Mode::ForUpdate`].
+        pub mode: Mode = Mode::ForUpdate,
+        /// The one who creates the tables. Default: [`Schema::Auto`].
+        pub schema: Schema = Schema::Auto,
+        /// Encryption, and trust in the server's certificate. The password is never sent in the clear. Default: [`Tls::Off`].
+        pub tls: Tls = Tls::Off,
+        /// A file of certificates (PEM) to trust besides the system's. Needs [`Tls::Verify`].
+        pub ca: Option<PathBuf> = None,
+        /// A file with this client's certificate and those of its issuers (PEM), for accounts that need one. Needs
+        /// [`key`](Self::key), and [`tls`](Self::tls) other than [`Tls::Off`].
+        pub cert: Option<PathBuf> = None,
+        /// A file with the private key (PEM) of the certificate in [`cert`](Self::cert).
+        pub key: Option<PathBuf> = None,
+        /// The most connections for locks at once, from 1 to 100,000; 100 by default; at least 2 with [`Mode::Lease`].
+        ///
+        /// With [`Mode::ForUpdate`], each held lock and each name that is waited for needs one. With [`Mode::Lease`], each name that is
+        /// waited for, and each request while it is under way. Idle connections count, too.
+        ///
+        /// A client has one more connection, which holds no lock. With [`Mode::ForUpdate`] it also has one that notices when the server
+        /// is gone, from the first hold on, and one for inspections, from the first inspection on.
+        pub max_connections: u32 = 100,
+    }
 }
 
 /// The way in which locks are held.
@@ -77,56 +83,12 @@ pub enum Schema {
     Manual,
 }
 
-/// Encryption, and trust in the server's certificate. All but `Off` need the cargo feature `tls`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Tls {
-    /// No encryption. The password is never sent in the clear. Everything else is.
-    #[default]
-    Off,
-    /// Encryption without a check of the certificate. No protection against an active attacker.
-    Unverified,
-    /// Encryption with a certificate that a trusted authority has issued for this host name.
-    Verify,
-}
-
-macro_rules! words {
-    ($kind:ident: $($word:literal = $value:ident),+) => {
-        impl FromStr for $kind {
-            type Err = String;
-
-            /// Reads the value as written in a URL.
-            fn from_str(word: &str) -> Result<Self, String> {
-                match word {
-                    $($word => Ok(Self::$value),)+
-                    _ => Err(format!("{word:?} is none of {}", [$($word),+].join(", "))),
-                }
-            }
-        }
-    };
-}
-
-words!(Mode: "for_update" = ForUpdate, "lease" = Lease);
-words!(Schema: "auto" = Auto, "manual" = Manual);
-words!(Tls: "off" = Off, "unverified" = Unverified, "verify" = Verify);
+words!(Mode, "mode": "for_update" = ForUpdate, "lease" = Lease);
+words!(Schema, "schema": "auto" = Auto, "manual" = Manual);
 
 impl MySqlConfig {
     /// The longest namespace, in bytes.
     pub const MAX_NAMESPACE: usize = 64;
-
-    /// Returns the default options for the server and database at `url`. The URL is checked when connecting.
-    pub fn new(url: impl Into<String>) -> Self {
-        Self {
-            url: url.into(),
-            socket: None,
-            namespace: BackendInfo::DEFAULT_NAMESPACE.to_owned(),
-            mode: Mode::default(),
-            schema: Schema::default(),
-            tls: Tls::default(),
-            ca: None,
-            max_connections: 100,
-        }
-    }
 
     /// Checks the address and the options, without I/O.
     ///
@@ -150,15 +112,8 @@ impl MySqlConfig {
                 "mode=lease needs two at least: one to wait, and one to renew holds meanwhile",
             ));
         }
-        if self.tls != Tls::Off && !cfg!(feature = "tls") {
-            return Err(Error::invalid_option(
-                "tls",
-                "encrypted connections need the cargo feature `tls`, which this build does not have",
-            ));
-        }
-        if self.ca.is_some() && self.tls != Tls::Verify {
-            return Err(Error::invalid_option("ca", "it has no effect without tls=verify"));
-        }
+        self.tls
+            .check(cfg!(feature = "tls"), [&self.ca, &self.cert, &self.key])?;
         let target = Target::parse(&self.url)?;
         if target.user.is_empty() {
             return Err(Error::invalid_url(
@@ -192,6 +147,9 @@ impl MySqlConfig {
         if let Some(ca) = &self.ca {
             options = options.ssl_ca(ca);
         }
+        if let (Some(cert), Some(key)) = (&self.cert, &self.key) {
+            options = options.ssl_client_cert(cert).ssl_client_key(key);
+        }
         options
     }
 
@@ -210,31 +168,6 @@ impl MySqlConfig {
             // Leases are in another table, so they are other locks.
             Mode::Lease => format!("mysql://{at}/{database}?mode=lease"),
         }
-    }
-}
-
-impl fmt::Debug for MySqlConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            url,
-            socket,
-            namespace,
-            mode,
-            schema,
-            tls,
-            ca,
-            max_connections,
-        } = self;
-        f.debug_struct("MySqlConfig")
-            .field("url", &redacted_url(url))
-            .field("socket", socket)
-            .field("namespace", namespace)
-            .field("mode", mode)
-            .field("schema", schema)
-            .field("tls", tls)
-            .field("ca", ca)
-            .field("max_connections", max_connections)
-            .finish()
     }
 }
 

@@ -1,29 +1,28 @@
 //! A connection whose requests survive the future that waits for them.
-//!
-//! The server runs a statement whether its sender waits or not, and a connection whose reply was read by half can never be
-//! used again. So the connection owns the reply under way: waiting for it may stop at any await, and go on later.
 
-use std::{fmt, future::Future, pin::Pin, time::Duration};
+use std::{fmt, time::Duration};
 
 use futures_util::TryStreamExt;
+use lockkit_core::{
+    Result,
+    spi::resumable::{self, Resumable},
+};
 use sqlx::{
     AssertSqlSafe, ConnectOptions, Connection, Decode, Either, Execute, Executor, MySql, Row,
     mysql::{MySqlConnection, MySqlRow},
 };
-use tokio::{task::JoinSet, time::Instant};
+use tokio::time::Instant;
 
-use crate::{control::Options, error};
+use crate::{
+    NAME,
+    control::Options,
+    error::{self, During},
+};
 
-type Exchange = Pin<Box<dyn Future<Output = (MySqlConnection, sqlx::Result<Reply>)> + Send>>;
+/// A connection, as sqlx has it.
+pub(crate) struct Wire(MySqlConnection);
 
-pub(crate) struct ResumableConnection(State);
-
-enum State {
-    Idle(MySqlConnection),
-    Running(Exchange, Instant),
-    Received(MySqlConnection, sqlx::Result<Reply>),
-    Closed,
-}
+pub(crate) struct ResumableConnection(Resumable<Wire>);
 
 /// The results of one request, one for each of its statements.
 #[derive(Debug, Default)]
@@ -36,25 +35,38 @@ struct Outcome {
     last_insert_id: u64,
 }
 
+impl resumable::Connection for Wire {
+    type Reply = Reply;
+    type Error = sqlx::Error;
+
+    fn is_ended_by(error: &sqlx::Error) -> bool {
+        error::ends_the_session(error)
+    }
+
+    fn ended() -> sqlx::Error {
+        sqlx::Error::Io(std::io::Error::new(
+            std::io::ErrorKind::NotConnected,
+            "the connection has ended",
+        ))
+    }
+}
+
 impl ResumableConnection {
     /// Connects on the client's runtime. The runtime of the caller may end before.
-    pub(crate) async fn open(options: &Options) -> sqlx::Result<Self> {
+    pub(crate) async fn open(operation: &'static str, options: &Options) -> Result<Self> {
         let connect = options.connect.clone();
-        let mut connecting = JoinSet::new();
-        connecting.spawn_on(async move { connect.connect().await }, &options.runtime);
-        match connecting.join_next().await {
-            Some(Ok(connected)) => Ok(Self(State::Idle(connected?))),
-            _ => Err(closed()),
-        }
+        let connecting = async move { connect.connect().await };
+        let connected = resumable::on_runtime(NAME, operation, connecting, &options.runtime).await?;
+        Ok(Self(Resumable::new(Wire(connected.during(operation)?))))
     }
 
     pub(crate) fn is_closed(&self) -> bool {
-        matches!(self.0, State::Closed)
+        self.0.is_closed()
     }
 
     /// True if a reply has been due for longer than `limit`.
     pub(crate) fn is_overdue(&self, limit: Duration) -> bool {
-        matches!(self.0, State::Running(_, since) if since.elapsed() > limit)
+        self.0.is_overdue(limit)
     }
 
     /// Starts a request of one or more statements. The first wait for its reply sends it. Forgets an earlier reply. If an
@@ -70,36 +82,22 @@ impl ResumableConnection {
     }
 
     fn run(&mut self, query: impl Execute<'static, MySql> + 'static) {
-        let connection = match std::mem::replace(&mut self.0, State::Closed) {
-            State::Idle(connection) => connection,
-            State::Received(connection, reply) if is_usable_after(&reply) => connection,
-            _ => return,
-        };
-        self.0 = State::Running(Box::pin(exchange(connection, query)), Instant::now());
+        self.0.start(|wire| exchange(wire, query));
     }
 
     /// Waits for the reply, and keeps it here.
     pub(crate) async fn receive(&mut self) {
-        if let State::Running(exchange, _) = &mut self.0 {
-            let (connection, reply) = exchange.await;
-            self.0 = State::Received(connection, reply);
-        }
+        self.0.receive().await;
     }
 
     /// Returns the time at which the request under way was started.
     pub(crate) fn running_since(&self) -> Option<Instant> {
-        match self.0 {
-            State::Running(_, since) => Some(since),
-            _ => None,
-        }
+        self.0.running_since()
     }
 
     /// Returns the reply that was received and not yet taken.
     pub(crate) fn received(&mut self) -> Option<&mut sqlx::Result<Reply>> {
-        match &mut self.0 {
-            State::Received(_, reply) => Some(reply),
-            _ => None,
-        }
+        self.0.received()
     }
 
     /// Takes the reply that was received.
@@ -107,18 +105,7 @@ impl ResumableConnection {
     /// # Errors
     /// The server's error, or an I/O error if the connection has ended or no reply was received.
     pub(crate) fn take_reply(&mut self) -> sqlx::Result<Reply> {
-        match std::mem::replace(&mut self.0, State::Closed) {
-            State::Received(connection, reply) => {
-                if is_usable_after(&reply) {
-                    self.0 = State::Idle(connection);
-                }
-                reply
-            }
-            other => {
-                self.0 = other;
-                Err(closed())
-            }
-        }
+        self.0.take_reply()
     }
 
     /// Runs a request: waits for an earlier reply, which it forgets, sends `sql`, and returns the reply.
@@ -134,45 +121,25 @@ impl ResumableConnection {
 
     /// Closes an idle connection in order, so that the server logs no aborted one.
     pub(crate) async fn quit(self) {
-        if let State::Idle(connection) = self.0 {
+        if let Some(Wire(connection)) = self.0.into_idle() {
             // An error means that it is closed already.
             let _ = connection.close().await;
         }
     }
 }
 
-/// True if the connection can be used after this reply.
-fn is_usable_after(reply: &sqlx::Result<Reply>) -> bool {
-    reply
-        .as_ref()
-        .err()
-        .is_none_or(|error| !error::ends_the_session(error))
-}
-
-fn closed() -> sqlx::Error {
-    sqlx::Error::Io(std::io::Error::new(
-        std::io::ErrorKind::NotConnected,
-        "the connection has ended",
-    ))
-}
-
 impl fmt::Debug for ResumableConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match &self.0 {
-            State::Idle(_) => "ResumableConnection(idle)",
-            State::Running(..) => "ResumableConnection(running)",
-            State::Received(..) => "ResumableConnection(received)",
-            State::Closed => "ResumableConnection(closed)",
-        })
+        self.0.fmt(f)
     }
 }
 
 async fn exchange(
-    mut connection: MySqlConnection,
+    mut wire: Wire,
     query: impl Execute<'static, MySql> + 'static,
-) -> (MySqlConnection, sqlx::Result<Reply>) {
-    let reply = read(&mut connection, query).await;
-    (connection, reply)
+) -> (Wire, sqlx::Result<Reply>) {
+    let reply = read(&mut wire.0, query).await;
+    (wire, reply)
 }
 
 async fn read(
@@ -211,10 +178,22 @@ impl Reply {
         self.0.last().map_or(&[], |outcome| &outcome.rows)
     }
 
+    /// Removes the rows of the last statement, and returns them.
+    pub(crate) fn take_last(&mut self) -> Vec<MySqlRow> {
+        let last = self.0.last_mut();
+        last.map(|outcome| std::mem::take(&mut outcome.rows))
+            .unwrap_or_default()
+    }
+
     /// Returns the rows of the last statement but one.
     pub(crate) fn before_last(&self) -> &[MySqlRow] {
         let outcome = self.0.len().checked_sub(2).and_then(|at| self.0.get(at));
         outcome.map_or(&[], |outcome| &outcome.rows)
+    }
+
+    /// Removes the result of the last statement.
+    pub(crate) fn drop_last(&mut self) {
+        self.0.pop();
     }
 
     /// Removes the result of the first statement.

@@ -1,13 +1,19 @@
 //! A connection that holds no lock: it reserves tokens, kills sessions, and inspects.
 
 use std::{
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
-use lockkit_core::{Error, Result};
+use lockkit_core::{Error, Result, spi::resumable};
 use sqlx::mysql::MySqlConnectOptions;
-use tokio::{runtime::Handle, sync::Mutex};
+use tokio::{
+    runtime::Handle,
+    sync::{Mutex, OwnedMutexGuard},
+};
 
 use crate::{
     Mode, NAME, Schema,
@@ -31,14 +37,14 @@ pub(crate) const NO_STATEMENT_LIMIT: &str =
 /// A connection is dead if a reply takes longer. All its statements are short.
 const DEAD_AFTER: Duration = Duration::from_secs(5);
 
+/// All work with the connection is done in tasks of the client's runtime: an inspection that nobody polls for a while would otherwise keep the
+/// connection from all others.
 #[derive(Debug)]
 pub(crate) struct Control {
-    options: Options,
-    /// The kind of lock, which decides what the server has to be relied on for.
-    mode: Mode,
-    state: Mutex<State>,
+    runtime: Handle,
+    state: Arc<Mutex<State>>,
     /// The number of the latest epoch.
-    latest: AtomicU64,
+    latest: Arc<AtomicU64>,
 }
 
 /// The server's address, and the runtime of all connections. Its `Debug` form leaves out the password.
@@ -48,10 +54,14 @@ pub(crate) struct Options {
     pub(crate) runtime: Handle,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
+    options: Options,
+    /// The kind of lock, which decides what the server has to be relied on for.
+    mode: Mode,
     connection: Option<ResumableConnection>,
     epoch: Epoch,
+    latest: Arc<AtomicU64>,
     server: Option<Server>,
 }
 
@@ -89,17 +99,41 @@ pub(crate) enum KillOutcome {
 
 impl Control {
     pub(crate) fn new(options: Options, mode: Mode) -> Self {
-        Self {
+        let (runtime, latest) = (options.runtime.clone(), Arc::<AtomicU64>::default());
+        let state = State {
             options,
             mode,
-            state: Mutex::default(),
-            latest: AtomicU64::new(0),
+            connection: None,
+            epoch: Epoch::default(),
+            latest: latest.clone(),
+            server: None,
+        };
+        Self {
+            runtime,
+            state: Arc::new(Mutex::new(state)),
+            latest,
         }
+    }
+
+    /// Works with the connection in a task. Fails if the client's runtime is gone.
+    async fn with<T, W>(
+        &self,
+        operation: &'static str,
+        work: impl FnOnce(OwnedMutexGuard<State>) -> W + Send + 'static,
+    ) -> Result<T>
+    where
+        T: Send + 'static,
+        W: Future<Output = Result<T>> + Send,
+    {
+        let state = self.state.clone();
+        let work = async move { work(state.lock_owned().await).await };
+        resumable::on_runtime(NAME, operation, work, &self.runtime).await?
     }
 
     /// Connects unless connected.
     pub(crate) async fn connect(&self, operation: &'static str) -> Result<(Epoch, Server)> {
-        self.open(&mut *self.state.lock().await, operation).await
+        self.with(operation, async move |mut state| state.open(operation).await)
+            .await
     }
 
     /// True if `epoch` is the latest.
@@ -110,17 +144,43 @@ impl Control {
     /// Runs `sql`, each of its statements in a transaction of its own. Runs it again on a new connection if the existing one
     /// has ended, so it has to be harmless twice.
     pub(crate) async fn query(&self, operation: &'static str, sql: String) -> Result<Reply> {
-        let mut state = self.state.lock().await;
-        let was_connected = state.connection.is_some();
-        self.open(&mut state, operation).await?;
-        match state.query(sql.clone()).await {
-            Err(error) if was_connected && error::ends_the_session(&error) => {
-                self.open(&mut state, operation).await?;
-                state.query(sql).await
+        let work = async move |mut state: OwnedMutexGuard<State>| {
+            let was_connected = state.connection.is_some();
+            state.open(operation).await?;
+            match state.query(sql.clone()).await {
+                Err(error) if was_connected && error::ends_the_session(&error) => {
+                    state.open(operation).await?;
+                    state.query(sql).await
+                }
+                reply => reply,
             }
-            reply => reply,
-        }
-        .during(operation)
+            .during(operation)
+        };
+        self.with(operation, work).await
+    }
+
+    /// Runs `sql`, which changes nothing, in the same way, and fails at a server that is read-only by then: a primary that was
+    /// demoted keeps its connections, and does not know what is held at the next one. The next request connects anew. That may be to the
+    /// same server for a while, which is no reason to refuse a client for good that had connected to a primary.
+    pub(crate) async fn read(&self, operation: &'static str, sql: String) -> Result<Reply> {
+        let sql = format!("{sql}; {}", row_sql::proof());
+        let refused = match self.query(operation, sql).await {
+            Ok(reply) if server::says_read_only(&reply) => {
+                let disconnect = async move |mut state: OwnedMutexGuard<State>| {
+                    state.connection = None;
+                    Ok(())
+                };
+                self.with(operation, disconnect).await?;
+                server::read_only("read_only")
+            }
+            Ok(mut reply) => {
+                reply.drop_last();
+                return Ok(reply);
+            }
+            Err(refused @ Error::Unsupported { .. }) => refused,
+            Err(error) => return Err(error),
+        };
+        Err(Error::transient(NAME, operation, refused))
     }
 
     /// Runs `sql` once at most.
@@ -128,9 +188,11 @@ impl Control {
     /// # Errors
     /// Also if there was no reply.
     pub(crate) async fn query_once(&self, operation: &'static str, sql: String) -> Result<Reply> {
-        let mut state = self.state.lock().await;
-        self.open(&mut state, operation).await?;
-        state.query(sql).await.during(operation)
+        let work = async move |mut state: OwnedMutexGuard<State>| {
+            state.open(operation).await?;
+            state.query(sql).await.during(operation)
+        };
+        self.with(operation, work).await
     }
 
     /// Runs `sql` once at most, and only over the connection of `epoch`. Returns `None` if that has ended.
@@ -140,14 +202,17 @@ impl Control {
         sql: String,
         epoch: &Epoch,
     ) -> Result<Option<Reply>> {
-        let mut state = self.state.lock().await;
-        if !state.is_in(epoch) {
-            return Ok(None);
-        }
-        match state.query(sql).await {
-            Err(_) if state.connection.is_none() => Ok(None),
-            reply => reply.map(Some).during(operation),
-        }
+        let epoch = epoch.clone();
+        let work = async move |mut state: OwnedMutexGuard<State>| {
+            if !state.is_in(&epoch) {
+                return Ok(None);
+            }
+            match state.query(sql).await {
+                Err(_) if state.connection.is_none() => Ok(None),
+                reply => reply.map(Some).during(operation),
+            }
+        };
+        self.with(operation, work).await
     }
 
     /// Gives the current life of the server a number, which is valid for as long as this connection lasts.
@@ -168,18 +233,20 @@ impl Control {
 
     /// Creates or checks the tables.
     pub(crate) async fn prepare(&self, mode: Mode, schema: Schema) -> Result<()> {
-        let mut state = self.state.lock().await;
-        self.open(&mut state, "connect").await?;
-        match &mut state.connection {
-            Some(connection) => schema::prepare(connection, mode, schema).await,
-            None => Err(Error::transient(NAME, "connect", "the connection has ended")),
-        }
+        let work = async move |mut state: OwnedMutexGuard<State>| {
+            state.open("connect").await?;
+            match &mut state.connection {
+                Some(connection) => schema::prepare(connection, mode, schema).await,
+                None => Err(Error::transient(NAME, "connect", "the connection has ended")),
+            }
+        };
+        self.with("connect", work).await
     }
 
     /// Returns those of these sessions that the server still has. Returns none if this connection has ended, since the ids mean
     /// nothing without it. Returns `None` if it is in use.
     pub(crate) async fn alive_among(&self, ids: &[u64]) -> Option<Vec<u64>> {
-        let mut state = self.state.try_lock().ok()?;
+        let mut state = self.state.clone().try_lock_owned().ok()?;
         if state.is_dead() {
             state.connection = None;
         }
@@ -195,10 +262,15 @@ impl Control {
                 ids.join(", ")
             )
         };
-        let Ok(reply) = state.query(question).await else {
-            return state.connection.is_none().then(Vec::new);
+        let work = async move {
+            let Ok(reply) = state.query(question).await else {
+                return state.connection.is_none().then(Vec::new);
+            };
+            reply.last().iter().map(|row| column(row, 0).ok()).collect()
         };
-        reply.last().iter().map(|row| column(row, 0).ok()).collect()
+        resumable::on_runtime(NAME, "maintain", work, &self.runtime)
+            .await
+            .ok()?
     }
 
     /// Kills the session that has this id in `epoch`, unless the id may be another's.
@@ -237,11 +309,14 @@ impl Control {
     }
 
     async fn kill_in(&self, operation: &'static str, kill: String, epoch: &Epoch) -> Result<KillOutcome> {
-        let mut state = self.state.lock().await;
-        if !state.is_in(epoch) {
-            return Ok(KillOutcome::Unknown);
-        }
-        state.kill(operation, kill).await
+        let epoch = epoch.clone();
+        let work = async move |mut state: OwnedMutexGuard<State>| {
+            if !state.is_in(&epoch) {
+                return Ok(KillOutcome::Unknown);
+            }
+            state.kill(operation, kill).await
+        };
+        self.with(operation, work).await
     }
 
     /// Kills by a request that finds the session itself, once at most.
@@ -249,24 +324,36 @@ impl Control {
     /// # Errors
     /// Also if there was no reply.
     pub(crate) async fn kill_matching(&self, operation: &'static str, kill: String) -> Result<KillOutcome> {
-        let mut state = self.state.lock().await;
-        self.open(&mut state, operation).await?;
-        state.kill(operation, kill).await
+        let work = async move |mut state: OwnedMutexGuard<State>| {
+            state.open(operation).await?;
+            state.kill(operation, kill).await
+        };
+        self.with(operation, work).await
     }
 
-    async fn open(&self, state: &mut State, operation: &'static str) -> Result<(Epoch, Server)> {
-        if state.is_dead()
-            || state
-                .connection
-                .as_ref()
-                .is_some_and(ResumableConnection::is_closed)
-        {
-            state.connection = None;
+    pub(crate) async fn close(&self) {
+        let work = async move |mut state: OwnedMutexGuard<State>| {
+            if let Some(connection) = state.connection.take() {
+                connection.quit().await;
+            }
+            Ok(())
+        };
+        // Without its runtime it has ended.
+        let _ = self.with("close", work).await;
+    }
+}
+
+impl State {
+    /// Connects unless connected.
+    async fn open(&mut self, operation: &'static str) -> Result<(Epoch, Server)> {
+        let is_closed = ResumableConnection::is_closed;
+        if self.is_dead() || self.connection.as_ref().is_some_and(is_closed) {
+            self.connection = None;
         }
-        if let (Some(_), Some(server)) = (&state.connection, state.server) {
-            return Ok((state.epoch.clone(), server));
+        if let (Some(_), Some(server)) = (&self.connection, self.server) {
+            return Ok((self.epoch.clone(), server));
         }
-        let mut connection = ResumableConnection::open(&self.options).await.during(operation)?;
+        let mut connection = ResumableConnection::open(operation, &self.options).await?;
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
              SET SESSION autocommit=1, completion_type=0, wait_timeout=86400, innodb_lock_wait_timeout=2, \
@@ -277,29 +364,18 @@ impl Control {
         let reply = connection.query(setup).await.during(operation)?;
         let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).during(operation)?;
         let epoch = Epoch {
-            number: state.epoch.number + 1,
+            number: self.epoch.number + 1,
             server: column(row, 0).during(operation)?,
             session: column(row, 1).during(operation)?,
         };
         let server = Server::read(&reply, self.mode)?;
         self.latest.store(epoch.number, Ordering::Relaxed);
-        *state = State {
-            connection: Some(connection),
-            epoch: epoch.clone(),
-            server: Some(server),
-        };
+        self.connection = Some(connection);
+        self.epoch = epoch.clone();
+        self.server = Some(server);
         Ok((epoch, server))
     }
 
-    pub(crate) async fn close(&self) {
-        let connection = self.state.lock().await.connection.take();
-        if let Some(connection) = connection {
-            connection.quit().await;
-        }
-    }
-}
-
-impl State {
     fn is_in(&self, epoch: &Epoch) -> bool {
         self.connection.is_some() && self.epoch == *epoch && !self.is_dead()
     }

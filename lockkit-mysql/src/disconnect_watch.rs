@@ -9,12 +9,13 @@
 
 use std::{
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, Weak,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
 };
 
+use lockkit_core::spi::Mutex;
 use tokio::{sync::watch, task::AbortHandle, time::timeout};
 
 use crate::{
@@ -73,7 +74,7 @@ impl DisconnectWatch {
         let (options, epoch) = (options.clone(), epoch.clone());
         let runtime = options.runtime.clone();
         let task = runtime.spawn(async move {
-            let opened = timeout(DEAD_AFTER, ResumableConnection::open(&options))
+            let opened = timeout(DEAD_AFTER, ResumableConnection::open("watch", &options))
                 .await
                 .ok()
                 .and_then(Result::ok);
@@ -99,7 +100,7 @@ impl DisconnectWatch {
                 && let (Ok(id), Ok(server)) = (column::<u64>(row, 0), column::<String>(row, 1))
                 && server == epoch.server
             {
-                watch.task().session = Some((id, epoch));
+                watch.task.lock().session = Some((id, epoch));
             }
             while let Ok(Ok(_)) = timeout(DEAD_AFTER, connection.query(SLEEP.to_owned())).await {
                 if running.0.strong_count() == 0 {
@@ -108,18 +109,14 @@ impl DisconnectWatch {
             }
             running.end();
         });
-        self.task().abort = Some(task.abort_handle());
+        self.task.lock().abort = Some(task.abort_handle());
     }
 
     /// Ends the watch, and returns the session to kill.
     pub(crate) fn close(&self) -> Option<(u64, Epoch)> {
-        let Task { abort, session } = std::mem::take(&mut *self.task());
+        let Task { abort, session } = std::mem::take(&mut *self.task.lock());
         abort?.abort();
         session
-    }
-
-    fn task(&self) -> std::sync::MutexGuard<'_, Task> {
-        self.task.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -147,7 +144,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         if let Some(watch) = self.0.upgrade() {
-            watch.task().session = None;
+            watch.task.lock().session = None;
             watch.is_running.store(false, Ordering::Release);
         }
     }

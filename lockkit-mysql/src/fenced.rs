@@ -1,11 +1,6 @@
 //! Rows of the application that refuse a superseded holder.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
-};
-
-use lockkit_core::FencingToken;
+use lockkit_core::{FencingToken, spi::fenced::FencedColumns};
 use sqlx::{
     AssertSqlSafe, Column, Encode, MySql, QueryBuilder, Row, Type, TypeInfo, mysql::MySqlConnection,
     query_builder::Separated,
@@ -33,76 +28,17 @@ use sqlx::{
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FencedTable {
-    table: String,
-    key: String,
-    token: String,
-    is_fit: Checked,
-}
-
-/// True once the token's column was found to have a fitting type. Clones share it, and comparisons ignore it.
-#[derive(Clone, Debug, Default)]
-struct Checked(Arc<AtomicBool>);
-
-impl PartialEq for Checked {
-    fn eq(&self, _: &Self) -> bool {
-        true
-    }
-}
-
-impl Eq for Checked {}
+pub struct FencedTable(FencedColumns);
 
 /// The reason why a row was not written.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum FencedError {
-    /// A higher token has written the row, so the lock has had another holder since. Stop.
-    #[error(
-        "fencing token {token} is stale: {highest} has written the row; the lock has had another holder since"
-    )]
-    #[non_exhaustive]
-    Stale {
-        /// The token that was refused.
-        token: FencingToken,
-        /// The highest token that has written the row.
-        highest: FencingToken,
-    },
-    /// The row has another version than the caller has read. Read it again.
-    #[error("the row has version {found}, not {expected}: it was changed after it was read")]
-    #[non_exhaustive]
-    Changed {
-        /// The version that was read.
-        expected: u64,
-        /// The row's version.
-        found: u64,
-    },
-    /// There is no row with this key.
-    #[error("there is no row with this key")]
-    Missing,
-    /// The column of tokens cannot tell a higher token from a lower one.
-    #[error("{column} is {found}, which cannot keep a token; make it BIGINT UNSIGNED NOT NULL DEFAULT 0")]
-    #[non_exhaustive]
-    Unfit {
-        /// The column.
-        column: String,
-        /// The type, or value, that it has.
-        found: String,
-    },
-    /// The database failed. If the connection broke, the row may have been written.
-    #[error("the row was not written")]
-    Database(#[from] sqlx::Error),
-}
+pub type FencedError = lockkit_core::spi::fenced::FencedError<sqlx::Error>;
 
 impl FencedTable {
     /// Describes a table: its name, perhaps with its database (`shop.account`); the column of its unique key; and the column with the
     /// token of the last writer, which is `BIGINT UNSIGNED NOT NULL`.
     pub fn new(table: &str, key: &str, token: &str) -> Self {
-        Self {
-            table: table.split('.').map(quoted).collect::<Vec<_>>().join("."),
-            key: quoted(key),
-            token: quoted(token),
-            is_fit: Checked::default(),
-        }
+        let fitting = "BIGINT UNSIGNED NOT NULL DEFAULT 0";
+        Self(FencedColumns::new(table, key, token, quoted, fitting))
     }
 
     /// Updates the row of this key, unless a higher token has written it. `set` adds one assignment per `push`. The first call checks
@@ -139,7 +75,7 @@ impl FencedTable {
         connection: &mut MySqlConnection,
         key: K,
         token: FencingToken,
-        (column, expected): (&str, u64),
+        (column, expected): (&str, i64),
         set: impl FnOnce(&mut Separated<'_, MySql, &'static str>),
     ) -> Result<(), FencedError>
     where
@@ -154,21 +90,21 @@ impl FencedTable {
         connection: &mut MySqlConnection,
         key: K,
         token: FencingToken,
-        version: Option<(String, u64)>,
+        version: Option<(String, i64)>,
         set: impl FnOnce(&mut Separated<'_, MySql, &'static str>),
     ) -> Result<(), FencedError>
     where
         K: Encode<'a, MySql> + Type<MySql> + Clone + Send + 'a,
     {
-        let Self {
+        let FencedColumns {
             table,
             key: key_column,
             token: token_column,
-            is_fit: Checked(is_fit),
-        } = self;
-        if !is_fit.load(Ordering::Relaxed) {
+            ..
+        } = &self.0;
+        if !self.0.is_fit() {
             self.check_type(connection).await?;
-            is_fit.store(true, Ordering::Relaxed);
+            self.0.set_fit();
         }
         let mut update = QueryBuilder::<MySql>::new(format!("UPDATE {table} SET {token_column} = "));
         update.push_bind(token.get());
@@ -191,27 +127,19 @@ impl FencedTable {
         }
         let column = version.as_ref().map_or("0", |(column, _)| column);
         let mut read = QueryBuilder::<MySql>::new(format!(
-            "SELECT CAST({token_column} AS UNSIGNED), CAST({column} AS UNSIGNED) FROM {table} WHERE {key_column} = "
+            "SELECT CAST({token_column} AS UNSIGNED), CAST({column} AS SIGNED) FROM {table} WHERE {key_column} = "
         ));
         read.push_bind(key);
         // The row as it is now, not as in an earlier snapshot.
         read.push(" LOCK IN SHARE MODE");
-        let found: Option<(Option<u64>, u64)> =
-            read.build_query_as().fetch_optional(&mut *connection).await?;
-        Err(match (found, version) {
-            (Some((None, _)), _) => self.unfit("NULL"),
-            (Some((Some(highest), _)), _) if highest > token.get() => FencedError::Stale {
-                token,
-                highest: FencingToken::new(highest),
-            },
-            (Some((_, found)), Some((_, expected))) => FencedError::Changed { expected, found },
-            // If it is there now, it was inserted in between.
-            _ => FencedError::Missing,
-        })
+        let found = read.build_query_as().fetch_optional(&mut *connection).await?;
+        Err(self
+            .0
+            .refused(token, version.map(|(_, expected)| expected), found))
     }
 
     async fn check_type(&self, connection: &mut MySqlConnection) -> Result<(), FencedError> {
-        let Self { table, token, .. } = self;
+        let FencedColumns { table, token, .. } = &self.0;
         // The result has the column's type, also if the table is empty.
         let question = format!("SELECT (SELECT {token} FROM {table} LIMIT 0)");
         let row = sqlx::raw_sql(AssertSqlSafe(question))
@@ -224,14 +152,7 @@ impl FencedTable {
         if found == "BIGINT UNSIGNED" {
             return Ok(());
         }
-        Err(self.unfit(found))
-    }
-
-    fn unfit(&self, found: &str) -> FencedError {
-        FencedError::Unfit {
-            column: format!("{}.{}", self.table, self.token),
-            found: found.to_owned(),
-        }
+        Err(self.0.unfit(found))
     }
 }
 

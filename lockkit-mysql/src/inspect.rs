@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use lockkit_core::{FencingToken, Holder, LockKind, LockName, LockState, Result, spi::Mode};
+use lockkit_core::{FencingToken, Holder, LockKind, LockName, LockState, Result, spi::Lease};
 use sqlx::mysql::MySqlRow;
+use tokio::time::Instant;
 
 use crate::{
     backend::Shared,
@@ -51,20 +52,16 @@ impl Shared {
         operation: &'static str,
     ) -> Result<(Vec<Shown>, usize)> {
         let key = Key::new(&self.namespace, kind, name);
-        let modes: &[Mode] = match kind {
-            LockKind::Lock => &[Mode::Exclusive, Mode::Shared],
-            LockKind::Semaphore => &[Mode::Permits(std::num::NonZeroU32::MIN)],
-        };
-        let question = row_sql::holders(&key, self.server.flavour, modes);
+        let question = row_sql::holders(&key, self.server.flavour, kind);
         let control = &self.sessions.inspections;
         let mut found =
-            read(&control.query(operation, question.clone()).await?, shown_row).during(operation)?;
+            read(&control.read(operation, question.clone()).await?, shown_row).during(operation)?;
         for _ in 1..READS {
             if !found.0.is_empty() {
                 break;
             }
             let again = format!("{BETWEEN_READS}; {question}");
-            found = read(&control.query(operation, again).await?, shown_row).during(operation)?;
+            found = read(&control.read(operation, again).await?, shown_row).during(operation)?;
         }
         Ok(found)
     }
@@ -73,8 +70,30 @@ impl Shared {
     pub(crate) async fn inspect_lease(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let key = Key::new(&self.namespace, kind, name);
         let question = lease_sql::holder(&self.database, &key, self.server.flavour);
-        let reply = self.sessions.control.query("inspect", question).await?;
+        let reply = self.sessions.control.read("inspect", question).await?;
         Ok(state(read(&reply, lease_row).during("inspect")?))
+    }
+
+    /// Asks the holder of the lease with this token to give it up. Its next renewal tells it.
+    pub(crate) async fn ask_lease_back(
+        &self,
+        name: &LockName,
+        kind: LockKind,
+        token: u64,
+    ) -> Result<Option<Lease>> {
+        let key = Key::new(&self.namespace, kind, name);
+        let control = &self.sessions.control;
+        let since = Instant::now();
+        let reply = control.query("revoke", lease_sql::ask_back(&key, token)).await?;
+        let Some(row) = reply.last().first() else {
+            // It may be held, and not have been written.
+            if server::says_read_only(&control.query("revoke", row_sql::proof()).await?) {
+                return Err(server::read_only("read_only"));
+            }
+            return Ok(None);
+        };
+        let left = Duration::from_micros(column(row, 0).during("revoke")?);
+        Ok(Some(Lease::new(since, Some(left))))
     }
 
     /// Frees the lease that is held with this token, and wakes the head of its queue.

@@ -9,13 +9,13 @@ use std::{sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Error, FencingToken, LossReason, Result,
-    spi::{Claim, ClaimRequest, Grant, Lease, Renewal},
+    spi::{Claim, ClaimRequest, Grant, Lease, OwnerId, Renewal, require_runtime},
 };
 use tokio::time::{Instant, timeout};
 
 use crate::{
     NAME,
-    backend::{Shared, require_runtime},
+    backend::Shared,
     connection::{Reply, column},
     control::AbandonedSession,
     error::{self, During, code},
@@ -25,8 +25,8 @@ use crate::{
     session::{REPLY_TIMEOUT, Session},
 };
 
-/// The `wait_timeout` of a session that may be the head of the queue and neither queues nor sleeps, in seconds. For so long a free
-/// lock is kept for a head that is dead.
+/// The `wait_timeout`, in seconds, of a session that is between its statements and may be the head of the queue. If its client has
+/// died, a free lock is kept for it for so long.
 const HEAD_TIMEOUT: u32 = 2;
 
 /// The longest time from the death of the head of the queue until it is passed over: it queues, sleeps, and is silent.
@@ -52,6 +52,12 @@ pub(crate) struct LeaseClaim {
     stage: Stage,
     /// A time before the latest request was sent that was replied to and may have taken or renewed the lock.
     sent: Instant,
+    /// The end of the lease that was proven last.
+    until: Option<Instant>,
+    /// The shortest ttl that it has asked for.
+    shortest_ttl: Duration,
+    /// The shortest ttl that a renewal may ask for which comes late, over a connection that was given up.
+    late_ttl: Option<Duration>,
     /// True if the row may be this owner's.
     may_own: bool,
     /// True if the session may have the queue lock.
@@ -102,10 +108,13 @@ impl LeaseClaim {
         Self {
             sql: LeaseSql::new(&key, &shared, &request),
             shared,
+            shortest_ttl: request.ttl,
             request,
             session: None,
             stage: Stage::Idle,
             sent: Instant::now(),
+            until: None,
+            late_ttl: None,
             may_own: false,
             has_queued: false,
             abandoned: None,
@@ -160,6 +169,7 @@ impl LeaseClaim {
                     let ended_idle = session.ended_idle(&error);
                     if error::number(&error).is_none() {
                         // The server may not know that the connection has ended, and may still run the request.
+                        self.may_renew_late();
                         self.leave();
                     }
                     self.session = None;
@@ -184,17 +194,14 @@ impl LeaseClaim {
         }
     }
 
-    /// Returns why a statement has changed no row, and the session that has the sleep lock.
+    /// Returns why a statement has changed no row, the session that has the sleep lock, and the token of the hold that was last asked
+    /// back.
     ///
     /// # Errors
     /// If the server is read-only by now. Nothing is changed there, even if the account may.
-    async fn row_state(&mut self, operation: &'static str) -> Result<(RowState, Option<u64>)> {
+    async fn row_state(&mut self, operation: &'static str) -> Result<(RowState, Option<u64>, Option<u64>)> {
         let reply = self.query(operation, self.sql.state()).await?;
-        if server::says_read_only(&reply) {
-            self.session = None;
-            self.shared.sessions.discard_idle();
-            return Err(server::read_only("read_only"));
-        }
+        self.refuse_read_only(&reply)?;
         let row = reply.row(0).ok_or(sqlx::Error::RowNotFound).during(operation)?;
         let state: Option<u64> = column(row, 0).during(operation)?;
         let state = match state {
@@ -203,7 +210,18 @@ impl LeaseClaim {
             Some(2) => RowState::Free,
             Some(_) => RowState::Taken,
         };
-        Ok((state, column(row, 1).during(operation)?))
+        let (sleeper, asked) = (column(row, 1), column(row, 2));
+        Ok((state, sleeper.during(operation)?, asked.during(operation)?))
+    }
+
+    /// Checks what the last row of a reply says of the server. From one that is read-only, this claim borrows no session any more.
+    fn refuse_read_only(&mut self, reply: &Reply) -> Result<()> {
+        if server::says_read_only(reply) {
+            self.session = None;
+            self.shared.sessions.discard_idle();
+            return Err(server::read_only("read_only"));
+        }
+        Ok(())
     }
 
     /// Waits for the reply to a request of a dropped future. If that takes too long, the connection may be dead, and is given
@@ -213,7 +231,15 @@ impl LeaseClaim {
         if !session.receive_within(REPLY_TIMEOUT).await {
             // The idle ones may be as dead.
             self.shared.sessions.discard_idle();
+            self.may_renew_late();
             self.leave();
+        }
+    }
+
+    /// Notes that a renewal may run later, and shorten a lease that is longer than its own by then.
+    fn may_renew_late(&mut self) {
+        if matches!(self.stage, Stage::Holding) {
+            self.late_ttl = Some(self.shortest_ttl);
         }
     }
 
@@ -291,18 +317,22 @@ impl LeaseClaim {
         self.abandoned = self.session.take().map(Session::abandon);
     }
 
-    fn lease(&self) -> Lease {
-        let ttl = self.request.ttl;
+    fn lease(&mut self) -> Lease {
+        let lease = Lease::new(self.sent, Some(self.lease_length()));
+        self.until = lease.end();
+        lease
+    }
+
+    fn lease_length(&self) -> Duration {
+        let ttl = self
+            .late_ttl
+            .map_or(self.request.ttl, |late| late.min(self.request.ttl));
         // An allowance for the drift of the server's clock.
-        let length = ttl.saturating_sub(ttl / 100 + Duration::from_millis(2));
-        Lease {
-            since: self.sent,
-            length: Some(length),
-        }
+        ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))
     }
 
     fn why_lost(&self) -> LossReason {
-        let is_over = self.lease().end().is_some_and(|end| Instant::now() >= end);
+        let is_over = self.until.is_some_and(|end| Instant::now() >= end);
         if is_over {
             LossReason::Expired
         } else {
@@ -314,7 +344,7 @@ impl LeaseClaim {
 #[async_trait]
 impl Claim for LeaseClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
-        require_runtime("acquire")?;
+        require_runtime(NAME, "acquire")?;
         if matches!(self.stage, Stage::Waiting) && !self.has_waited().await? {
             return Ok(None);
         }
@@ -336,10 +366,8 @@ impl Claim for LeaseClaim {
                 (self.token, self.shown) = (first, first);
                 self.has_queued = false;
                 self.put_back().await;
-                return Ok(Some(Grant {
-                    tokens: first..=first + u64::from(self.request.tokens.get()) - 1,
-                    lease: self.lease(),
-                }));
+                let tokens = first..=first + u64::from(self.request.tokens.get()) - 1;
+                return Ok(Some(Grant::new(tokens, self.lease())));
             }
             match self.row_state("acquire").await?.0 {
                 RowState::Missing => {
@@ -365,7 +393,7 @@ impl Claim for LeaseClaim {
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
-        require_runtime("renew")?;
+        require_runtime(NAME, "renew")?;
         self.receive_or_abandon().await;
         let reason = self.why_lost();
         self.shown = self.token;
@@ -374,16 +402,54 @@ impl Claim for LeaseClaim {
             if reply.affected(0) == 1 {
                 break Renewal::Held(self.lease());
             }
-            if !matches!(self.row_state("renew").await?.0, RowState::Own) {
-                break Renewal::Lost(reason);
+            match self.row_state("renew").await? {
+                (RowState::Own, _, asked) if asked == Some(self.token) => break Renewal::Asked,
+                (RowState::Own, ..) => {}
+                _ => break Renewal::Lost(reason),
             }
         };
         self.put_back().await;
         Ok(renewal)
     }
 
+    fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
+        self.request.ttl = ttl;
+        self.shortest_ttl = self.shortest_ttl.min(ttl);
+        self.sql.set_ttl(ttl);
+        Ok(Some(self.lease_length()))
+    }
+
+    fn detach(&mut self) -> Option<OwnerId> {
+        Some(self.sql.owner())
+    }
+
+    async fn adopt(&mut self, from: OwnerId, token: FencingToken) -> Result<Option<Renewal>> {
+        require_runtime(NAME, "adopt")?;
+        let token = token.get();
+        let renewal = loop {
+            let reply = self.query("adopt", self.sql.adopt(from, token)).await?;
+            if reply.affected(0) == 1 {
+                self.stage = Stage::Holding;
+                self.may_own = true;
+                (self.token, self.shown) = (token, token);
+                break Renewal::Held(self.lease());
+            }
+            let reply = self.query("adopt", self.sql.adoptable(from, token)).await?;
+            self.refuse_read_only(&reply)?;
+            let row = reply.row(0).ok_or(sqlx::Error::RowNotFound).during("adopt")?;
+            match column::<Option<u64>>(row, 0).during("adopt")? {
+                // The server was read-only a moment ago.
+                Some(1) => {}
+                Some(2) => break Renewal::Asked,
+                _ => break Renewal::Lost(LossReason::Gone),
+            }
+        };
+        self.put_back().await;
+        Ok(Some(renewal))
+    }
+
     async fn release(&mut self) -> Result<()> {
-        require_runtime("release")?;
+        require_runtime(NAME, "release")?;
         if matches!(self.stage, Stage::Waiting) {
             let is_over = match &mut self.session {
                 Some(session) => timeout(WOKEN_WITHIN, session.receive()).await.is_ok(),
@@ -412,7 +478,7 @@ impl Claim for LeaseClaim {
                 // An earlier request without a reply may have freed the lock, and has woken nobody. This one has not freed it.
                 repeats |= self.was_repeated;
                 self.stage = Stage::Releasing { held, repeats };
-                let (state, sleeper) = self.row_state("release").await?;
+                let (state, sleeper, _) = self.row_state("release").await?;
                 if !matches!(state, RowState::Own) {
                     break (held && !repeats, sleeper.filter(|_| held && repeats));
                 }

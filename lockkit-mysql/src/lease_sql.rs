@@ -1,13 +1,15 @@
 //! The statements of leases. Each is a transaction of its own.
 
-use lockkit_core::spi::ClaimRequest;
+use std::time::Duration;
+
+use lockkit_core::spi::{ClaimRequest, OwnerId};
 use sha2::{Digest, Sha256};
 
 use crate::{
     backend::Shared,
     connection::Reply,
     control::{Epoch, TIMER_LOCK},
-    layout::{Key, hexadecimal, literal, literal_or_null},
+    layout::{Key, Range, hexadecimal, literal, literal_or_null},
     row_sql::{CLOCK, READ_ONLY},
     server::Flavour,
 };
@@ -27,10 +29,15 @@ pub(crate) const QUEUES_FOR: u32 = 2;
 /// The longest sleep of the head of the queue, in seconds.
 pub(crate) const SLEEPS_FOR: u32 = 1;
 
+/// The pauses in which a wake-up waits for the head of the queue to fall asleep, in seconds. Together they are shorter than a
+/// release waits for it.
+const WAKES_AFTER: [f64; 4] = [0.001, 0.005, 0.02, 0.1];
+
 /// The statements of one claim.
 ///
-/// Waiters of a name use two locks of the server itself (`GET_LOCK`). They queue for the *queue lock*. Its holder is the head of the
-/// queue. The head has the *sleep lock* while it sleeps, so that a release finds whom to wake.
+/// Waiters of a name use three locks of the server itself (`GET_LOCK`). They queue for the *queue lock*. Its holder is the head of the
+/// queue. The head has the *sleep lock* while it sleeps, and on its way there, so that a release finds whom to wake. It has the
+/// *asleep lock* only in the statement that sleeps, so that no other statement is interrupted.
 #[derive(Debug)]
 pub(crate) struct LeaseSql {
     key: Key,
@@ -38,8 +45,10 @@ pub(crate) struct LeaseSql {
     owner: String,
     queue_lock: String,
     sleep_lock: String,
+    asleep_lock: String,
     flavour: Flavour,
     label: String,
+    full_name: String,
     micros: u128,
     tokens: u32,
 }
@@ -53,11 +62,21 @@ impl LeaseSql {
             owner: literal(&owner_id.to_be_bytes()),
             queue_lock: queue_lock(&shared.database, key),
             sleep_lock: sleep_lock(&shared.database, key),
+            asleep_lock: asleep_lock(&shared.database, key),
             flavour: shared.server.flavour,
             label: literal_or_null(request.label.as_deref()),
+            full_name: literal_or_null(key.full_name(&request.name)),
             micros: request.ttl.as_micros(),
             tokens: request.tokens.get(),
         }
+    }
+
+    pub(crate) fn set_ttl(&mut self, ttl: Duration) {
+        self.micros = ttl.as_micros();
+    }
+
+    pub(crate) fn owner(&self) -> OwnerId {
+        OwnerId::new(self.owner_id)
     }
 
     /// Becomes another owner. A request of the former owner that comes late, from a connection that was given up, does nothing to
@@ -75,6 +94,7 @@ impl LeaseSql {
             owner,
             queue_lock,
             sleep_lock,
+            asleep_lock,
             label,
             micros,
             tokens,
@@ -90,9 +110,10 @@ impl LeaseSql {
              AND IFNULL(IS_USED_LOCK({queue_lock})=CONNECTION_ID(), TRUE)) AND {IS_WRITABLE}"
         );
         if has_queued {
+            // The statement that slept may have been interrupted before it released the locks.
             format!(
                 "{take}; SELECT IF(ROW_COUNT()=1, RELEASE_LOCK({sleep_lock}), NULL), \
-                 IF(ROW_COUNT()=1, RELEASE_LOCK({queue_lock}), NULL)"
+                 IF(ROW_COUNT()=1, RELEASE_LOCK({queue_lock}), NULL), RELEASE_LOCK({asleep_lock})"
             )
         } else {
             take
@@ -100,7 +121,7 @@ impl LeaseSql {
     }
 
     /// Reads why a statement has changed no row: the row's [`RowState`] in numbers, `NULL` if there is none; the session that has
-    /// the sleep lock; whether the server is read-only.
+    /// the sleep lock; the token of the hold that was last asked back; whether the server is read-only.
     pub(crate) fn state(&self) -> String {
         let Self {
             key,
@@ -114,7 +135,8 @@ impl LeaseSql {
             "SELECT (SELECT CASE WHEN owner={owner} AND token<>0 AND expires>{NOW} THEN 1 \
              WHEN expires<={NOW} AND IFNULL(IS_USED_LOCK({queue_lock})=CONNECTION_ID(), TRUE) THEN 2 ELSE 0 END \
              FROM lockkit_lease WHERE name={key}), \
-             NULLIF(IS_USED_LOCK({sleep_lock}), CONNECTION_ID()), {READ_ONLY}"
+             NULLIF(IS_USED_LOCK({sleep_lock}), CONNECTION_ID()), \
+             (SELECT asked FROM lockkit_lease WHERE name={key}), {READ_ONLY}"
         )
     }
 
@@ -126,8 +148,10 @@ impl LeaseSql {
 
     pub(crate) fn make(&self) -> String {
         format!(
-            "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) VALUES ({}, {NOBODY}, 0, 0, {CLOCK})",
-            self.key.as_sql()
+            "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest, full_name) \
+             VALUES ({}, {NOBODY}, 0, 0, {CLOCK}, {})",
+            self.key.as_sql(),
+            self.full_name
         )
     }
 
@@ -137,18 +161,21 @@ impl LeaseSql {
     /// sleep lock taken, and wakes the head, or the head sees that the lock is free. That takes a transaction: a statement by
     /// itself lets go of a row that it has found by its key before it evaluates its columns.
     ///
-    /// Only a session that is about to sleep is woken. A `KILL QUERY` between two statements of a request makes the server leave
-    /// out the rest of them, and their results. So the sleep comes last.
+    /// A `KILL QUERY` between two statements of a request makes the server leave out the rest of them, and their results, for which
+    /// the client then waits. So the sleep comes last, and a session is interrupted only once it has the asleep lock, which that
+    /// statement takes first.
     pub(crate) fn wait(&self, epoch: &Epoch) -> String {
         let Self {
             key,
             owner,
             queue_lock,
             sleep_lock,
+            asleep_lock,
             flavour,
             ..
         } = self;
-        let (queue, key, sleep) = (queue(queue_lock), key.as_sql(), sleep(sleep_lock, *flavour));
+        let (queue, key) = (queue(queue_lock), key.as_sql());
+        let sleep = sleep(sleep_lock, asleep_lock, *flavour);
         let timer = match flavour {
             Flavour::MariaDb => format!("SET @lockkit_timer='{TIMER_LOCK}{}'; ", epoch.session),
             Flavour::MySql => String::new(),
@@ -162,46 +189,100 @@ impl LeaseSql {
         )
     }
 
+    /// Prolongs the lease of the hold of this token, unless its holder was asked to give it up.
     pub(crate) fn renew(&self, token: u64) -> String {
         let Self {
             key, owner, micros, ..
         } = self;
         format!(
             "UPDATE lockkit_lease SET expires={NOW}+{micros}, token=GREATEST(token,{token}) WHERE name={} AND owner={owner} \
-             AND expires>{NOW} AND token<>0 AND {IS_WRITABLE}",
+             AND asked<>{token} AND expires>{NOW} AND token<>0 AND {IS_WRITABLE}",
             key.as_sql()
         )
+    }
+
+    /// Makes this owner that of the hold of this token, unless its holder was asked to give it up. It is this owner's already if the
+    /// acknowledgement of an earlier request was lost. Such a request may come late, and does not shorten the lease.
+    pub(crate) fn adopt(&self, from: OwnerId, token: u64) -> String {
+        let Self {
+            owner, label, micros, ..
+        } = self;
+        // Each request changes the row, so that the acknowledgement says that it was found.
+        format!(
+            "UPDATE lockkit_lease SET owner={owner}, expires=GREATEST(expires+1, {NOW}+{micros}), label={label} \
+             WHERE {} AND asked<>{token} AND {IS_WRITABLE}",
+            self.to_adopt(from, token)
+        )
+    }
+
+    /// Reads why a statement has adopted nothing: 1 if there is such a hold, 2 if its holder was asked to give it up, else `NULL`;
+    /// whether the server is read-only.
+    pub(crate) fn adoptable(&self, from: OwnerId, token: u64) -> String {
+        format!(
+            "SELECT (SELECT IF(asked={token}, 2, 1) FROM lockkit_lease WHERE {}), {READ_ONLY}",
+            self.to_adopt(from, token)
+        )
+    }
+
+    fn to_adopt(&self, from: OwnerId, token: u64) -> String {
+        let (key, owner) = (self.key.as_sql(), &self.owner);
+        let from = literal(&from.get().to_be_bytes());
+        format!("name={key} AND owner IN ({owner}, {from}) AND token={token} AND token<>0 AND expires>{NOW}")
     }
 
     pub(crate) fn release(&self) -> String {
         free(&self.key, &self.sleep_lock, &format!("owner={}", self.owner))
     }
 
-    /// Ends the sleep of a session. Fails if that has not the sleep lock any more: its sleep has ended by itself, and a
-    /// `KILL QUERY` might hit any other request, of which the server would leave out results.
+    /// Ends the sleep of a session, see [`wake`].
     pub(crate) fn wake(&self, sleeper: u64) -> String {
-        wake(&self.sleep_lock, sleeper)
+        wake(&self.sleep_lock, &self.asleep_lock, sleeper)
     }
+}
+
+/// Returns the statements that ask the holder with this token to give up its hold, and then read what is left of the lease, in µs. A
+/// hold that was passed on within its client has one of the tokens from the one in the row to the last reserved one.
+pub(crate) fn ask_back(key: &Key, token: u64) -> String {
+    let key = key.as_sql();
+    let is_it = format!("name={key} AND token<>0 AND token<={token} AND latest>={token} AND expires>{NOW}");
+    format!(
+        "UPDATE lockkit_lease SET asked={token} WHERE {is_it} AND {IS_WRITABLE}; \
+         SELECT CAST(expires-{NOW} AS UNSIGNED) FROM lockkit_lease WHERE {is_it} AND asked={token}"
+    )
 }
 
 /// Returns the statements by which an operator frees the lock that is held with this token, and wakes a session.
 pub(crate) fn revoke(database: &str, key: &Key, token: u64) -> (String, impl Fn(u64) -> String) {
-    let sleep_lock = sleep_lock(database, key);
+    let (sleep_lock, asleep_lock) = (sleep_lock(database, key), asleep_lock(database, key));
     let free = free(key, &sleep_lock, &format!("token={token}"));
-    (free, move |sleeper| wake(&sleep_lock, sleeper))
+    (free, move |sleeper| wake(&sleep_lock, &asleep_lock, sleeper))
 }
 
 /// Returns the holder, and the number of statements that wait.
 pub(crate) fn holder(database: &str, key: &Key, flavour: Flavour) -> String {
-    let queue = queue(&queue_lock(database, key));
-    let sleep = sleep(&sleep_lock(database, key), flavour);
+    let [queue, sleep] = waits(database, key, flavour).map(|wait| literal(wait.as_bytes()));
     format!(
         "SELECT token, label, CAST(expires-{NOW} AS UNSIGNED) FROM lockkit_lease \
          WHERE name={} AND token<>0 AND expires>{NOW}; \
-         SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY) IN ({}, {})",
-        key.as_sql(),
-        literal(queue.as_bytes()),
-        literal(sleep.as_bytes())
+         SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY) IN ({queue}, {sleep})",
+        key.as_sql()
+    )
+}
+
+/// Returns the statements of those who wait for a name.
+pub(crate) fn waits(database: &str, key: &Key, flavour: Flavour) -> [String; 2] {
+    let queue = queue(&queue_lock(database, key));
+    let sleep = sleep(&sleep_lock(database, key), &asleep_lock(database, key), flavour);
+    [queue, sleep]
+}
+
+/// Returns the holders of the next `names` names of a range, in the order of the names: name, full name, token, label, and what is
+/// left of the lease. Locks nothing.
+pub(crate) fn page(range: &Range, names: usize) -> String {
+    let range = range.as_sql();
+    format!(
+        "SELECT name, full_name, token, label, CAST(expires-{NOW} AS UNSIGNED) FROM lockkit_lease \
+         WHERE {range} AND token<>0 AND expires>{NOW} ORDER BY name LIMIT {names}"
     )
 }
 
@@ -220,8 +301,22 @@ pub(crate) fn sleeper(reply: &Reply) -> Option<u64> {
     Some(reply.last_insert_id(0)).filter(|sleeper| *sleeper != 0)
 }
 
-fn wake(sleep_lock: &str, sleeper: u64) -> String {
-    format!("KILL QUERY IF(IS_USED_LOCK({sleep_lock})={sleeper}, {sleeper}, NULL)")
+/// Returns the statement that ends the sleep of a session.
+///
+/// It waits a moment for a session that has the sleep lock and does not sleep yet: one that was held up between two statements. One
+/// that is held up for longer sleeps on until its sleep ends by itself. Fails if the session has not the sleep lock any more: its
+/// sleep has ended by itself, and a `KILL QUERY` might hit any other request, of which the server would leave out results.
+fn wake(sleep_lock: &str, asleep_lock: &str, sleeper: u64) -> String {
+    let woken = WAKES_AFTER
+        .iter()
+        .rev()
+        .fold("NULL".to_owned(), |otherwise, pause| {
+            format!(
+                "IF(IS_USED_LOCK({sleep_lock})={sleeper}, \
+             IF(SLEEP({pause})=0 AND IS_USED_LOCK({asleep_lock})={sleeper}, {sleeper}, {otherwise}), NULL)"
+            )
+        });
+    format!("KILL QUERY IF(IS_USED_LOCK({asleep_lock})={sleeper}, {sleeper}, {woken})")
 }
 
 fn queue_lock(database: &str, key: &Key) -> String {
@@ -230,6 +325,10 @@ fn queue_lock(database: &str, key: &Key) -> String {
 
 fn sleep_lock(database: &str, key: &Key) -> String {
     server_lock("lockkit-sleep", database, key)
+}
+
+fn asleep_lock(database: &str, key: &Key) -> String {
+    server_lock("lockkit-asleep", database, key)
 }
 
 /// Returns the name of a server lock. It is valid for the whole server, so it contains the database, and has 64 characters at
@@ -249,13 +348,13 @@ fn queue(queue_lock: &str) -> String {
     format!("SELECT {}", acquire(queue_lock, QUEUES_FOR))
 }
 
-/// Sleeps, and then releases the sleep lock.
+/// Sleeps with the asleep lock, and then releases that and the sleep lock.
 ///
 /// On MariaDB the session waits for the timer lock, which nobody ever releases. A `SLEEP` would do, but all of them share one mutex.
 /// A `KILL QUERY` only tries for that. If another sleeper comes or goes at that moment, the woken session has the mutex and stands
 /// still, and all sleepers with it, until the `KILL` gives up after two seconds. If the control connection that has the timer lock
 /// has ended, the session sleeps after all.
-fn sleep(sleep_lock: &str, flavour: Flavour) -> String {
+fn sleep(sleep_lock: &str, asleep_lock: &str, flavour: Flavour) -> String {
     let sleep = match flavour {
         Flavour::MariaDb => {
             "IF(GET_LOCK(@lockkit_timer, @lockkit_sleep), \
@@ -263,5 +362,6 @@ fn sleep(sleep_lock: &str, flavour: Flavour) -> String {
         }
         Flavour::MySql => "SLEEP(@lockkit_sleep)",
     };
-    format!("SELECT {sleep}, RELEASE_LOCK({sleep_lock})")
+    let is_asleep = acquire(asleep_lock, 0);
+    format!("SELECT IF({is_asleep}, {sleep}, 0), RELEASE_LOCK({asleep_lock}), RELEASE_LOCK({sleep_lock})")
 }

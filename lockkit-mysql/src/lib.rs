@@ -25,6 +25,8 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod backend;
+#[cfg(feature = "tls")]
+mod certificates;
 mod config;
 mod connection;
 mod control;
@@ -35,6 +37,7 @@ mod inspect;
 mod layout;
 mod lease_claim;
 mod lease_sql;
+mod list;
 mod name_cache;
 mod row_claim;
 mod row_sql;

@@ -1,11 +1,8 @@
 //! The names that this client has used lately.
 
-use std::{
-    collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, time::Duration};
 
+use lockkit_core::spi::Mutex;
 use tokio::time::Instant;
 
 use crate::layout::Key;
@@ -37,17 +34,17 @@ struct Entry {
 impl NameCache {
     /// True if this name has been seen to have rows.
     pub(crate) fn has_rows(&self, key: &Key) -> bool {
-        self.entries().names.contains_key(key)
+        self.0.lock().names.contains_key(key)
     }
 
     /// Notes that the server has said that the name is taken.
     pub(crate) fn note_taken(&self, key: &Key) {
-        self.entries().entry(key).taken = Some(Instant::now());
+        self.0.lock().entry(key).taken = Some(Instant::now());
     }
 
     /// True if the name was taken a moment ago.
     pub(crate) fn was_taken(&self, key: &Key) -> bool {
-        let entries = self.entries();
+        let entries = self.0.lock();
         let taken = entries.names.get(key).and_then(|entry| entry.taken);
         taken.is_some_and(|taken| taken.elapsed() < RECENT)
     }
@@ -55,7 +52,7 @@ impl NameCache {
     /// Notes an exclusive grant, and returns true. Returns false if this client was granted the name after `proven`: one of the
     /// two claims has lost the row since, and it may be this one.
     pub(crate) fn note_grant(&self, key: &Key, proven: Instant) -> bool {
-        let mut entries = self.entries();
+        let mut entries = self.0.lock();
         let entry = entries.entry(key);
         let is_certain = entry.granted.is_none_or(|latest| latest < proven);
         if is_certain {
@@ -66,11 +63,7 @@ impl NameCache {
 
     /// Notes a grant that may have others beside it.
     pub(crate) fn note_shared_grant(&self, key: &Key) {
-        self.entries().entry(key).granted = Some(Instant::now());
-    }
-
-    fn entries(&self) -> MutexGuard<'_, Entries> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().entry(key).granted = Some(Instant::now());
     }
 }
 
@@ -119,7 +112,7 @@ mod tests {
         let names = NameCache::default();
         names.note_taken(&key(0));
         assert!(names.has_rows(&key(0)) && names.was_taken(&key(0)) && !names.was_taken(&key(1)));
-        names.entries().entry(&key(0)).taken = Instant::now().checked_sub(RECENT);
+        names.0.lock().entry(&key(0)).taken = Instant::now().checked_sub(RECENT);
         assert!(!names.was_taken(&key(0)));
     }
 
@@ -133,7 +126,7 @@ mod tests {
             assert!(names.note_grant(&key(name), later));
         }
         assert!(cold < MAX_NAMES + MAX_NAMES / 10, "{cold} were cold");
-        assert_eq!(names.entries().names.len(), MAX_NAMES);
+        assert_eq!(names.0.lock().names.len(), MAX_NAMES);
         for name in 0..=MAX_NAMES {
             assert!(!names.note_grant(&key(name), asked), "{name}");
         }

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use futures_util::future::{Either, select};
 use lockkit_core::{
     Error, FencingToken, LossReason, Result,
-    spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
+    spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal, require_runtime},
 };
 use sqlx::mysql::MySqlRow;
 use tokio::{
@@ -16,7 +16,7 @@ use tokio::{
 
 use crate::{
     NAME,
-    backend::{Shared, require_runtime},
+    backend::Shared,
     connection::{Reply, column},
     control::{AbandonedSession, Control, KillOutcome},
     error::{self, code},
@@ -66,7 +66,19 @@ enum Stage {
     /// A dropped future leaves the request under way as it is, and the next call goes on from there.
     Active(Session, Activity),
     /// The connection was given up. The session is to be killed.
-    Ending { session: AbandonedSession, held: bool },
+    Ending { session: AbandonedSession, had: Had },
+}
+
+/// What a session had whose connection was given up.
+#[derive(Clone, Copy, Debug)]
+enum Had {
+    /// No hold that anybody knows of.
+    Nothing,
+    /// A hold, which ends with the session.
+    Hold,
+    /// A hold that had ended before. A session whose connection has ended is there for a moment yet, and another may have its lock
+    /// by then: that it could be killed means nothing.
+    Lost,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -102,7 +114,7 @@ enum Activity {
 enum Shown {
     Not,
     AsItIs,
-    /// With the token of the hold that passed it on.
+    /// Shown with the token of the hold that passed it on, or with another ttl.
     Outdated,
 }
 
@@ -154,7 +166,7 @@ impl RowClaim {
             Activity::Queueing | Activity::Waiting | Activity::RollingBack { .. }
         ) && !session.receive_within(REPLY_TIMEOUT).await
         {
-            self.abandon_stage(false);
+            self.abandon_stage(Had::Nothing);
             // The idle ones may be as dead.
             self.shared.sessions.discard_idle();
         }
@@ -184,7 +196,7 @@ impl RowClaim {
                     }
                     Wait::Unknown => return Ok(Step::Again),
                     Wait::Dead => {
-                        self.abandon_stage(false);
+                        self.abandon_stage(Had::Nothing);
                         return Err(error::waiter_went_dead());
                     }
                 }
@@ -451,7 +463,7 @@ impl RowClaim {
             let why = format!("semaphore `{name}` is in use with {size} permits, not {wanted}");
             Error::invalid_option("permits", why)
         } else {
-            let why = format!("semaphore `{name}` has {size} permits, not {wanted}, and others are at it");
+            let why = format!("semaphore {name:?} has {size} permits, not {wanted}, and others are at it");
             Error::transient(NAME, "acquire", why)
         })
     }
@@ -466,7 +478,7 @@ impl RowClaim {
             Ok(Some(Reserved::Nothing)) => Ok(self.make(session, false)),
             // The control connection may be with another server by now, or with this one in another life.
             Ok(None) => {
-                self.abandon(session, false);
+                self.abandon(session, Had::Nothing);
                 Ok(Step::Again)
             }
             Err(error) => {
@@ -498,7 +510,7 @@ impl RowClaim {
             Ok(_) if sent < self.began => return Ok(self.prove(session, token, last)),
             Ok(_) => self.sent = sent,
             Err(error) if error::ends_the_session(&error) => {
-                self.abandon(session, false);
+                self.abandon(session, Had::Nothing);
                 return Ok(Step::Again);
             }
             Err(error) => return Err(self.failed(session, error)),
@@ -513,7 +525,7 @@ impl RowClaim {
     }
 
     fn hold(&mut self, session: Session, token: u64, last: u64) -> Step {
-        tracing::trace!(lock = %self.request.name, session = session.id, first = token, last, "granted in a session");
+        tracing::trace!(lock = ?self.request.name, session = session.id, first = token, last, "granted in a session");
         self.shared.sessions.watch(&session.epoch);
         self.is_intact = true;
         self.stage = Stage::Active(session, Activity::Holding { token, last });
@@ -526,10 +538,7 @@ impl RowClaim {
     }
 
     fn lease(&self) -> Lease {
-        Lease {
-            since: self.sent,
-            length: Some(self.length()),
-        }
+        Lease::new(self.sent, Some(self.length()))
     }
 
     /// The lease, less an allowance for the server's clock.
@@ -560,14 +569,14 @@ impl RowClaim {
         if error::ends_the_session(&error) {
             self.shared.sessions.disconnect_watch.notify();
         }
-        self.abandon(session, false);
+        self.abandon(session, Had::Nothing);
         error::failed("acquire", error)
     }
 
     /// Gives up a session of a server that has become read-only. Another one is the primary by now, or will be soon, and knows
     /// nothing of this one's locks.
     fn demoted(&mut self, session: Session) -> Error {
-        self.abandon(session, false);
+        self.abandon(session, Had::Nothing);
         let sessions = &self.shared.sessions;
         sessions.discard_idle();
         // The other holds there are as good as lost.
@@ -577,15 +586,15 @@ impl RowClaim {
 
     /// Closes the connection, and has the session killed: a server does not notice that a client is gone while its statement
     /// waits.
-    fn abandon(&mut self, session: Session, held: bool) {
+    fn abandon(&mut self, session: Session, had: Had) {
         let session = session.abandon();
-        self.stage = Stage::Ending { session, held };
+        self.stage = Stage::Ending { session, had };
         self.shown = Shown::Not;
     }
 
-    fn abandon_stage(&mut self, held: bool) {
+    fn abandon_stage(&mut self, had: Had) {
         match std::mem::take(&mut self.stage) {
-            Stage::Active(session, _) => self.abandon(session, held),
+            Stage::Active(session, _) => self.abandon(session, had),
             stage => self.stage = stage,
         }
     }
@@ -600,9 +609,10 @@ impl RowClaim {
     async fn withdraw(&mut self) -> Result<()> {
         let held = match &self.stage {
             Stage::Active(_, Activity::Holding { .. }) => true,
-            Stage::Active(_, Activity::RollingBack { held }) | Stage::Ending { held, .. } => *held,
+            Stage::Active(_, Activity::RollingBack { held }) => *held,
             _ => false,
         };
+        let had = if held { Had::Hold } else { Had::Nothing };
         if let Stage::Active(session, activity) = &mut self.stage {
             let is_over = match activity {
                 // A wait for a lock would go on. Interrupted, its session can be kept.
@@ -616,7 +626,7 @@ impl RowClaim {
             };
             if !is_over {
                 // The connection may be dead. The transaction ends with the session, which is killed over another.
-                self.abandon_stage(held);
+                self.abandon_stage(had);
             } else if !matches!(activity, Activity::RollingBack { .. }) {
                 // Showing the hold may have failed and ended its transaction, but not the session. Nothing else can.
                 let is_intact = self.is_intact && session.failure().is_none();
@@ -640,15 +650,14 @@ impl RowClaim {
                     return Ok(());
                 }
                 Err(error) => {
-                    self.abandon(session, held);
-                    // A session whose connection has ended is there for a moment yet, and another may have its lock by then:
-                    // that it could be killed means nothing.
-                    match error::number(&error) {
+                    let lost = match error::number(&error) {
                         Some(code::NO_SUCH_SAVEPOINT | code::CONNECTION_KILLED | code::SESSION_KILLED) => {
                             Some(LossReason::Revoked)
                         }
                         _ => error::ends_the_session(&error).then_some(LossReason::Disconnected),
-                    }
+                    };
+                    self.abandon(session, if held && lost.is_some() { Had::Lost } else { had });
+                    lost
                 }
             },
             ending @ Stage::Ending { .. } => {
@@ -656,17 +665,18 @@ impl RowClaim {
                 None
             }
         };
-        self.end(held, lost).await
+        self.end(lost).await
     }
 
     /// Kills the session whose connection was given up.
     ///
     /// # Errors
-    /// [`Error::Lost`] if it was `held` and the lock is known to have been `lost`, or the session was not there.
-    async fn end(&mut self, held: bool, lost: Option<LossReason>) -> Result<()> {
-        let Stage::Ending { session, .. } = &self.stage else {
+    /// [`Error::Lost`] if a hold had ended before, for this reason if that is known.
+    async fn end(&mut self, reason: Option<LossReason>) -> Result<()> {
+        let Stage::Ending { session, had } = &self.stage else {
             return Ok(());
         };
+        let had = *had;
         let control = &self.shared.sessions.control;
         let mut killed = control.kill("release", session.id, &session.epoch).await?;
         if killed == KillOutcome::Unknown {
@@ -675,11 +685,10 @@ impl RowClaim {
             killed = ended.map_or(killed, |ended| ended.unwrap_or(killed));
         }
         self.stage = Stage::Idle;
-        match lost {
-            _ if !held => Ok(()),
-            Some(reason) => Err(self.lost(reason)),
-            None if killed != KillOutcome::Killed => Err(self.lost(LossReason::Disconnected)),
-            None => Ok(()),
+        match had {
+            Had::Nothing => Ok(()),
+            Had::Hold if killed == KillOutcome::Killed => Ok(()),
+            Had::Hold | Had::Lost => Err(self.lost(reason.unwrap_or(LossReason::Disconnected))),
         }
     }
 
@@ -768,7 +777,7 @@ async fn reserve(
 #[async_trait]
 impl Claim for RowClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
-        require_runtime("acquire")?;
+        require_runtime(NAME, "acquire")?;
         self.began = Instant::now();
         self.breaks.mark_unchanged();
         self.receive_or_abandon().await;
@@ -778,14 +787,14 @@ impl Claim for RowClaim {
                 Step::Taken => return Ok(None),
                 Step::Granted(tokens) => {
                     let lease = self.lease();
-                    return Ok(Some(Grant { tokens, lease }));
+                    return Ok(Some(Grant::new(tokens, lease)));
                 }
             }
         }
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
-        require_runtime("renew")?;
+        require_runtime(NAME, "renew")?;
         self.breaks.mark_unchanged();
         let Stage::Active(session, Activity::Holding { token, .. }) = &mut self.stage else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
@@ -802,7 +811,7 @@ impl Claim for RowClaim {
         // may go on with another session.
         let mut request = match self.shown {
             Shown::AsItIs => row_sql::still_holds(),
-            Shown::Outdated => self.sql.show_passed_on(session.id, *token),
+            Shown::Outdated => self.sql.show_changed(session.id, *token, self.seconds),
             Shown::Not => self.sql.show(session.id, *token, self.seconds, &self.request),
         };
         let reason = loop {
@@ -823,6 +832,11 @@ impl Claim for RowClaim {
                 }
                 Ok(_) => {
                     self.sent = sent;
+                    // After a change of the ttl. A server that shortens it does not say so.
+                    if let Some(kept) = session.shorter_timeout(self.seconds) {
+                        self.seconds = kept;
+                        self.shown = Shown::Outdated;
+                    }
                     return Ok(Renewal::Held(self.lease()));
                 }
                 Err(error) => match error::number(&error) {
@@ -838,14 +852,15 @@ impl Claim for RowClaim {
                     _ if error::ends_the_session(&error) => break None,
                     _ if std::mem::take(&mut may_fail) => {
                         // Inspections do not see the hold. Otherwise it is as good as any.
-                        tracing::warn!(lock = %self.request.name, %error, "a hold cannot be shown to inspections");
+                        tracing::warn!(lock = ?self.request.name, %error, "a hold cannot be shown to inspections");
                         request = row_sql::still_holds();
                     }
                     _ => return Err(error::failed("renew", error)),
                 },
             }
         };
-        self.abandon_stage(false);
+        // A release after this future was dropped is to know it, too.
+        self.abandon_stage(Had::Lost);
         let reason = match reason {
             Some(reason) => reason,
             None => self.why_it_ended().await,
@@ -853,14 +868,28 @@ impl Claim for RowClaim {
         Ok(Renewal::Lost(reason))
     }
 
+    /// The session has one connection, which keeps the order of requests. Its next request sets the time that the server waits for
+    /// it, and finds out whether that is a shorter one.
+    fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
+        self.request.ttl = ttl;
+        self.seconds = seconds(ttl);
+        if self.shown == Shown::AsItIs {
+            self.shown = Shown::Outdated;
+        }
+        Ok(Some(self.length()))
+    }
+
     async fn release(&mut self) -> Result<()> {
-        require_runtime("release")?;
+        require_runtime(NAME, "release")?;
         self.withdraw().await
     }
 
     async fn notified(&mut self) {
-        let Stage::Active(session, activity) = &mut self.stage else {
-            return std::future::pending().await;
+        let (session, activity) = match &mut self.stage {
+            Stage::Active(session, activity) => (session, activity),
+            // A renewal that was dropped has found it out, and the next one tells.
+            Stage::Ending { had: Had::Lost, .. } => return,
+            _ => return std::future::pending().await,
         };
         match activity {
             Activity::Queueing | Activity::Waiting | Activity::Pausing => session.receive().await,

@@ -1,11 +1,14 @@
 //! The statements of row locks.
 
-use std::fmt::Display;
+use std::{fmt::Display, num::NonZeroU32};
 
-use lockkit_core::spi::{ClaimRequest, Mode};
+use lockkit_core::{
+    LockKind,
+    spi::{ClaimRequest, Mode},
+};
 
 use crate::{
-    layout::{Key, literal, literal_or_null},
+    layout::{Key, Range, literal, literal_or_null},
     server::Flavour,
 };
 
@@ -237,19 +240,20 @@ impl RowSql {
     pub(crate) fn show(&self, connection: u64, token: u64, seconds: u32, request: &ClaimRequest) -> String {
         let key = self.key.as_sql();
         let label = literal_or_null(request.label.as_deref());
+        let full_name = literal_or_null(self.key.full_name(&request.name));
         format!(
-            "SAVEPOINT held; INSERT INTO lockkit_holder (name, connection, token, seconds, label) \
-             VALUES ({key}, {connection}, {token}, {seconds}, {label}) \
+            "SAVEPOINT held; INSERT INTO lockkit_holder (name, connection, token, seconds, label, full_name) \
+             VALUES ({key}, {connection}, {token}, {seconds}, {label}, {full_name}) \
              ON DUPLICATE KEY UPDATE token={token}, seconds={seconds}, label={label}; SAVEPOINT held; SELECT {READ_ONLY}"
         )
     }
 
-    /// Shows a hold with another token than before. Fails if its transaction is gone, and then changes nothing.
-    pub(crate) fn show_passed_on(&self, connection: u64, token: u64) -> String {
+    /// Shows a hold with another token or ttl than before. Fails if its transaction is gone, and then changes nothing.
+    pub(crate) fn show_changed(&self, connection: u64, token: u64, seconds: u32) -> String {
         let key = self.key.as_sql();
         format!(
             "ROLLBACK TO SAVEPOINT held; \
-             UPDATE lockkit_holder SET token={token} WHERE name={key} AND connection={connection}; \
+             UPDATE lockkit_holder SET token={token}, seconds={seconds} WHERE name={key} AND connection={connection}; \
              SAVEPOINT held; SELECT {READ_ONLY}"
         )
     }
@@ -257,11 +261,9 @@ impl RowSql {
 
 /// Returns the holders, with the time for which each was silent, and the number of statements that wait. Reads what is not
 /// committed, and locks nothing.
-pub(crate) fn holders(key: &Key, flavour: Flavour, modes: &[Mode]) -> String {
-    let waits: Vec<_> = modes
-        .iter()
-        .map(|mode| literal(RowSql::new(key.clone(), *mode, flavour).wait().as_bytes()))
-        .collect();
+pub(crate) fn holders(key: &Key, flavour: Flavour, kind: LockKind) -> String {
+    let waits = waits(key, flavour, kind);
+    let waits: Vec<_> = waits.iter().map(|wait| literal(wait.as_bytes())).collect();
     format!(
         "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
          SELECT h.token, h.label, h.seconds, CAST(p.TIME AS SIGNED) FROM lockkit_holder h \
@@ -269,6 +271,40 @@ pub(crate) fn holders(key: &Key, flavour: Flavour, modes: &[Mode]) -> String {
          SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE CAST(INFO AS BINARY) IN ({})",
         key.as_sql(),
         waits.join(", ")
+    )
+}
+
+/// Returns the holders of the next `names` names of a range, in the order of the names: name, full name, token, label, and the
+/// time for which each is granted and was silent. A name whose holders have gone since it was found has no token, and counts
+/// nevertheless: the range may go on behind it. Reads what is not committed, and locks nothing.
+pub(crate) fn page(range: &Range, names: usize) -> String {
+    let range = range.as_sql();
+    format!(
+        "SET TRANSACTION ISOLATION LEVEL READ UNCOMMITTED; \
+         SELECT n.name, h.full_name, h.token, h.label, h.seconds, CAST(p.TIME AS SIGNED) \
+         FROM (SELECT DISTINCT name FROM lockkit_holder WHERE {range} ORDER BY name LIMIT {names}) n \
+         LEFT JOIN lockkit_holder h ON h.name=n.name \
+         LEFT JOIN information_schema.PROCESSLIST p ON p.ID=h.connection ORDER BY n.name, h.token"
+    )
+}
+
+/// Returns the statements of those who wait for a name.
+pub(crate) fn waits(key: &Key, flavour: Flavour, kind: LockKind) -> Vec<String> {
+    let modes: &[Mode] = match kind {
+        LockKind::Lock => &[Mode::Exclusive, Mode::Shared],
+        LockKind::Semaphore => &[Mode::Permits(NonZeroU32::MIN)],
+    };
+    let wait = |mode: &Mode| RowSql::new(key.clone(), *mode, flavour).wait();
+    modes.iter().map(wait).collect()
+}
+
+/// Counts the sessions that run each of these statements.
+pub(crate) fn count_waits<'a>(statements: impl Iterator<Item = &'a Vec<u8>>) -> String {
+    let statements: Vec<_> = statements.map(|statement| literal(statement)).collect();
+    format!(
+        "SELECT CAST(INFO AS BINARY) statement, COUNT(*) FROM information_schema.PROCESSLIST \
+         WHERE CAST(INFO AS BINARY) IN ({}) GROUP BY statement",
+        statements.join(", ")
     )
 }
 
@@ -284,7 +320,7 @@ pub(crate) fn kill_holder(key: &Key, token: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use lockkit_core::{LockKind, LockName};
+    use lockkit_core::LockName;
     use lockkit_testbed::{
         eventually,
         mysql::{Flavour as Kept, MySql},

@@ -46,7 +46,8 @@ CREATE TABLE IF NOT EXISTS lockkit_permit (
     PRIMARY KEY (name, slot)
 ) ENGINE=InnoDB";
 
-/// The holders, for inspections. A row is never committed: it lives in the transaction that has the lock.
+/// The holders, for inspections. A row is never committed: it lives in the transaction that has the lock. `full_name` is there if
+/// `name` has not the whole of it.
 const HOLDER: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_holder (
     name VARBINARY(255) NOT NULL,
@@ -54,11 +55,13 @@ CREATE TABLE IF NOT EXISTS lockkit_holder (
     token BIGINT UNSIGNED NOT NULL,
     seconds INT UNSIGNED NOT NULL,
     label VARBINARY(256),
+    full_name VARBINARY(1024),
     PRIMARY KEY (name, connection)
 ) ENGINE=InnoDB";
 
 /// The locks of `mode=lease`. `expires` is in µs since 1970 on the server's clock. `token` is 0 while nobody holds. `latest` is the
-/// last reserved token.
+/// last reserved token. `asked` is the token of the hold whose holder was last asked to give it up. `full_name` is there if `name`
+/// has not the whole of it.
 const LEASE: &str = "\
 CREATE TABLE IF NOT EXISTS lockkit_lease (
     name VARBINARY(255) NOT NULL PRIMARY KEY,
@@ -66,8 +69,17 @@ CREATE TABLE IF NOT EXISTS lockkit_lease (
     expires BIGINT UNSIGNED NOT NULL,
     token BIGINT UNSIGNED NOT NULL,
     latest BIGINT UNSIGNED NOT NULL,
-    label VARBINARY(256)
+    asked BIGINT UNSIGNED NOT NULL DEFAULT 0,
+    label VARBINARY(256),
+    full_name VARBINARY(1024)
 ) ENGINE=InnoDB";
+
+/// Columns that a table of an earlier version may lack, and their types.
+const ADDED: [(&str, &str, &str); 3] = [
+    ("lockkit_holder", "full_name", "VARBINARY(1024)"),
+    ("lockkit_lease", "full_name", "VARBINARY(1024)"),
+    ("lockkit_lease", "asked", "BIGINT UNSIGNED NOT NULL DEFAULT 0"),
+];
 
 fn tables(mode: Mode) -> &'static [(&'static str, &'static str)] {
     match mode {
@@ -121,11 +133,13 @@ pub(crate) async fn prepare(connection: &mut ResumableConnection, mode: Mode, sc
         }
     }
     let statements = statements(tables(mode).iter().filter(|(name, _)| missing.contains(name)));
+    // On one line, so that they can be copied from a log.
+    let statements = statements.split_whitespace().collect::<Vec<_>>().join(" ");
     Err(Error::permanent(
         NAME,
         "connect",
         format!(
-            "the tables {} are missing, or not visible to this account; have them made with:\n{statements}",
+            "the tables {} are missing, or not visible to this account; have them made with: {statements}",
             missing.join(", ")
         ),
     ))
@@ -135,11 +149,16 @@ fn question(mode: Mode) -> String {
     let names: Vec<_> = tables(mode).iter().map(|(name, _)| format!("'{name}'")).collect();
     let names = names.join(", ");
     format!(
-        "SELECT t.TABLE_NAME, t.ENGINE, c.DATA_TYPE, c.CHARACTER_MAXIMUM_LENGTH, o.COLUMN_NAME FROM information_schema.TABLES t \
+        "SELECT t.TABLE_NAME, t.ENGINE, c.DATA_TYPE, c.CHARACTER_MAXIMUM_LENGTH, o.COLUMN_NAME, f.COLUMN_NAME, \
+         a.COLUMN_NAME FROM information_schema.TABLES t \
          LEFT JOIN information_schema.COLUMNS c ON c.TABLE_SCHEMA = t.TABLE_SCHEMA AND c.TABLE_NAME = t.TABLE_NAME \
          AND c.COLUMN_NAME = 'name' \
          LEFT JOIN information_schema.COLUMNS o ON o.TABLE_SCHEMA = t.TABLE_SCHEMA AND o.TABLE_NAME = t.TABLE_NAME \
-         AND t.TABLE_NAME = 'lockkit_fence' AND o.COLUMN_NAME = 'token' WHERE t.TABLE_SCHEMA = DATABASE() AND t.TABLE_NAME IN ({names})"
+         AND t.TABLE_NAME = 'lockkit_fence' AND o.COLUMN_NAME = 'token' \
+         LEFT JOIN information_schema.COLUMNS f ON f.TABLE_SCHEMA = t.TABLE_SCHEMA AND f.TABLE_NAME = t.TABLE_NAME \
+         AND f.COLUMN_NAME = 'full_name' \
+         LEFT JOIN information_schema.COLUMNS a ON a.TABLE_SCHEMA = t.TABLE_SCHEMA AND a.TABLE_NAME = t.TABLE_NAME \
+         AND a.COLUMN_NAME = 'asked' WHERE t.TABLE_SCHEMA = DATABASE() AND t.TABLE_NAME IN ({names})"
     )
 }
 
@@ -180,6 +199,25 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
                 format!(
                     "table `{table}` of an earlier version, whose clients do not share tokens with this one; \
                      once they have stopped, run: {RENAME}"
+                ),
+            ));
+        }
+        let full_name: Option<String> = column(row, 5).during("connect")?;
+        let asked: Option<String> = column(row, 6).during("connect")?;
+        let there = [full_name, asked];
+        let lacks = ADDED.iter().find(|(of, added, _)| {
+            let is_there = there
+                .iter()
+                .flatten()
+                .any(|column| column.eq_ignore_ascii_case(added));
+            of.eq_ignore_ascii_case(&table) && !is_there
+        });
+        if let Some((_, added, kind)) = lacks {
+            return Err(Error::unsupported(
+                NAME,
+                format!(
+                    "table `{table}` of an earlier version, without the column `{added}`; run: \
+                     ALTER TABLE {table} ADD {added} {kind}"
                 ),
             ));
         }

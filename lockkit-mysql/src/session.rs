@@ -1,15 +1,12 @@
 //! Sessions: connections that hold a lock, wait for one, or are idle until the next acquisition.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use futures_util::{
     FutureExt,
     future::{join, join_all},
 };
-use lockkit_core::{Error, Result};
+use lockkit_core::{Error, Result, spi::Mutex};
 use sqlx::mysql::MySqlConnectOptions;
 use tokio::{
     runtime::Handle,
@@ -55,6 +52,8 @@ pub(crate) struct Session {
     wait_timeout: Option<u32>,
     /// The change of `wait_timeout` that the request under way makes.
     setting: Option<Setting>,
+    /// The longest `wait_timeout` that the server is known to keep. It may shorten a longer one, and say nothing.
+    kept: u32,
     /// False once the server has refused to prepare a statement.
     pub(crate) prepares: bool,
     /// True if the server has replied since the session was taken from the idle ones.
@@ -72,6 +71,8 @@ pub(crate) struct Session {
 enum Setting {
     /// Its first statement sets this value.
     First(u32),
+    /// Its first statement sets a value, and the second returns what the server has made of it.
+    FirstAndRead,
     /// Its last statements set the value of an expression, and return it. The first statement sets another value if
     /// `also_first`.
     Last { also_first: bool },
@@ -167,7 +168,7 @@ impl Sessions {
         session.last_used = Instant::now();
         session.is_proven = false;
         let surplus = {
-            let mut idle = self.idle();
+            let mut idle = self.idle.lock();
             if session.wait_timeout.is_some() && idle.len() < MAX_IDLE {
                 let slots = (session.waiter_slot.take(), session.request_slot.take());
                 idle.push(session);
@@ -184,7 +185,7 @@ impl Sessions {
     /// Closes all idle sessions: one of them was dead, and the others may be.
     pub(crate) fn discard_idle(&self) {
         // Under the lock, so that nobody finds no session here and their slots still taken.
-        self.idle().clear();
+        self.idle.lock().clear();
     }
 
     /// Checks the idle sessions for ever. A session that the server has ended would otherwise keep its socket until somebody
@@ -207,10 +208,10 @@ impl Sessions {
     }
 
     async fn drop_ended(&self) {
-        let ids: Vec<_> = self.idle().iter().map(|session| session.id).collect();
+        let ids: Vec<_> = self.idle.lock().iter().map(|session| session.id).collect();
         if let Some(alive) = self.control.alive_among(&ids).await {
             let has_ended = |id| ids.contains(&id) && !alive.contains(&id);
-            self.idle().retain(|session| !has_ended(session.id));
+            self.idle.lock().retain(|session| !has_ended(session.id));
         }
         self.inspections.alive_among(&[]).await;
     }
@@ -221,7 +222,7 @@ impl Sessions {
         let is_expiring = |session: &mut Session| {
             session.last_used.elapsed() >= MAINTENANCE_INTERVAL && session.ends_within(MAINTENANCE_INTERVAL)
         };
-        let mut idle = self.idle();
+        let mut idle = self.idle.lock();
         idle.extract_if(.., is_expiring)
             .map(Session::into_connection)
             .collect()
@@ -237,7 +238,7 @@ impl Sessions {
             // The server would not notice before its sleep is over.
             let _ = self.control.kill("close", id, &epoch).await;
         }
-        let idle = std::mem::take(&mut *self.idle());
+        let idle = std::mem::take(&mut *self.idle.lock());
         for session in idle {
             session.quit().await;
         }
@@ -246,19 +247,21 @@ impl Sessions {
     }
 
     fn take_idle(&self, wait_timeout: u32) -> Option<Session> {
-        let mut idle = self.idle();
+        let mut idle = self.idle.lock();
         // Drops those that the server is about to end, and those of an earlier epoch, which could not be killed by their id.
         idle.retain(|session| !session.ends_within(EXPIRY_MARGIN) && self.control.is_current(&session.epoch));
         let fitting = idle
             .iter()
             .rposition(|session| session.wait_timeout == Some(wait_timeout));
         let last = idle.len().checked_sub(1)?;
-        if wait_timeout > self.longest_timeout().1 {
+        if wait_timeout > self.longest_timeout.lock().1 {
             // A new session finds out whether the server keeps it, and needs a slot.
             idle.pop();
             return None;
         }
-        Some(idle.swap_remove(fitting.unwrap_or(last)))
+        let mut session = idle.swap_remove(fitting.unwrap_or(last));
+        session.kept = session.kept.max(self.longest_timeout.lock().1);
+        Some(session)
     }
 
     async fn open(&self, operation: &'static str, wait_timeout: u32) -> Result<Session> {
@@ -275,7 +278,7 @@ impl Sessions {
         };
         // First, so that the session is not older than the epoch of its id.
         let (epoch, server) = self.control.connect(operation).await?;
-        let mut connection = ResumableConnection::open(&self.options).await.during(operation)?;
+        let mut connection = ResumableConnection::open(operation, &self.options).await?;
         let limits = match server.flavour {
             Flavour::MariaDb => {
                 "max_statement_time=0, idle_transaction_timeout=0, idle_write_transaction_timeout=0, \
@@ -325,7 +328,7 @@ impl Sessions {
             Mode::Lease => 0,
         };
         {
-            let mut longest = self.longest_timeout();
+            let mut longest = self.longest_timeout.lock();
             let before = if longest.0 == epoch.number { longest.1 } else { 0 };
             *longest = (epoch.number, before.max(wait_timeout));
         }
@@ -337,6 +340,7 @@ impl Sessions {
             marker,
             wait_timeout: Some(wait_timeout),
             setting: None,
+            kept: wait_timeout,
             prepares: true,
             is_proven: true,
             last_used: Instant::now(),
@@ -362,16 +366,6 @@ impl Sessions {
         }
         Ok(life)
     }
-
-    fn longest_timeout(&self) -> std::sync::MutexGuard<'_, (u64, u32)> {
-        self.longest_timeout
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Session>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Session {
@@ -391,17 +385,30 @@ impl Session {
         error::ends_the_session(error) && !self.is_proven
     }
 
-    /// Starts a request of one or more statements, with this `wait_timeout` from its beginning. The first wait for its reply
-    /// sends it. If an earlier request still runs, the connection closes.
+    /// The session's `wait_timeout`, if that is known to be shorter than this one, which it was set to.
+    pub(crate) fn shorter_timeout(&self, wait_timeout: u32) -> Option<u32> {
+        // What could not be read is relied on for nothing.
+        let actual = self.wait_timeout.unwrap_or(0);
+        (actual < wait_timeout).then_some(actual)
+    }
+
+    /// Starts a request of one or more statements, with this `wait_timeout` from its beginning, or the longest that the server keeps.
+    /// The first wait for its reply sends it. If an earlier request still runs, the connection closes.
     pub(crate) fn send(&mut self, wait_timeout: u32, request: String) {
         if self.has_timeout(wait_timeout) {
             self.connection.send(request);
-        } else {
-            self.wait_timeout = None;
-            self.setting = Some(Setting::First(wait_timeout));
-            self.connection
-                .send(format!("SET SESSION wait_timeout={wait_timeout}; {request}"));
+            return;
         }
+        self.wait_timeout = None;
+        let (setting, read) = if wait_timeout > self.kept {
+            (Setting::FirstAndRead, "SELECT CAST(@@wait_timeout AS UNSIGNED); ")
+        } else {
+            (Setting::First(wait_timeout), "")
+        };
+        self.setting = Some(setting);
+        self.connection.send(format!(
+            "SET SESSION wait_timeout={wait_timeout}; {read}{request}"
+        ));
     }
 
     /// Starts a request as [`send`](Self::send) does. After it, `wait_timeout` is the value of the expression `after`.
@@ -445,6 +452,13 @@ impl Session {
             Setting::First(wait_timeout) => {
                 reply.drop_first();
                 Some(wait_timeout)
+            }
+            Setting::FirstAndRead => {
+                reply.drop_first();
+                let read = reply.row(0).and_then(|row| column(row, 0).ok());
+                reply.drop_first();
+                self.kept = self.kept.max(read.unwrap_or(0));
+                read
             }
             Setting::Last { also_first } => {
                 if also_first {
@@ -559,7 +573,7 @@ mod tests {
             tables.await.unwrap();
             let session = sessions.get("acquire", 10).await.unwrap();
             sessions.put(session).await;
-            for session in &mut *sessions.idle() {
+            for session in &mut *sessions.idle.lock() {
                 session.last_used = session.last_used.checked_sub(MAINTENANCE_INTERVAL).unwrap();
             }
             // Its slot is free before it is closed.
@@ -568,7 +582,7 @@ mod tests {
             let session = sessions.get("acquire", 10).await.unwrap();
             drop(unused);
             sessions.put(session).await;
-            for session in &mut *sessions.idle() {
+            for session in &mut *sessions.idle.lock() {
                 session.last_used = session.last_used.checked_sub(MAINTENANCE_INTERVAL).unwrap();
             }
             proxy.set(Mode::Blackhole);

@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister},
 };
 use redis::Value;
 use tokio::{
@@ -15,11 +15,14 @@ use tokio::{
 
 use crate::{
     RedisConfig,
+    announcement::RedisWatch,
     claim::{FOLLOWER_DELAY, RedisClaim},
     connect::Connector,
     connection::{Inbox, ManagedConnection},
-    error::{NAME, unexpected},
-    layout, script,
+    error::{NAME, failed, unexpected},
+    layout,
+    list::RedisLister,
+    script,
 };
 
 /// Covers what nothing else does: a waiter is woken by a push, asks when the lease before it ends, and asks after a
@@ -92,6 +95,7 @@ impl RedisBackend {
         let inbox = Inbox {
             client: layout::new_client(takes_hand_offs).into(),
             wakeups: Arc::default(),
+            announcements: Arc::default(),
             master: None,
         };
         let connection = ManagedConnection::open(connector.clone(), Some(inbox.clone())).await?;
@@ -142,7 +146,11 @@ impl Backend for RedisBackend {
         capabilities.notified = true;
         capabilities.lease = true;
         capabilities.local_handoffs = true;
+        capabilities.downgrade = true;
         capabilities.revoke = true;
+        capabilities.revoke_by_force = true;
+        capabilities.list = true;
+        capabilities.detach = true;
         capabilities.fencing = FencingDurability::Process;
         info.capabilities = capabilities;
         info
@@ -165,7 +173,49 @@ impl Backend for RedisBackend {
         state(&reply).ok_or_else(|| unexpected("inspect", &reply))
     }
 
-    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+    fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        Ok(Box::new(RedisLister::new(self.shared.clone(), prefix)))
+    }
+
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        let mut call = script::ASK_BACK.call(&layout::key(&self.shared.namespace, name, kind));
+        call.arg(token.get());
+        let since = Instant::now();
+        match self.shared.connection.run("revoke", call).await? {
+            Value::Int(-1) => Ok(None),
+            Value::Int(left) => {
+                let length = u64::try_from(left).ok().map(Duration::from_millis);
+                Ok(Some(Lease::new(since, length)))
+            }
+            other => Err(unexpected("revoke", &other)),
+        }
+    }
+
+    async fn watch(&self, name: &LockName, kind: LockKind) -> Result<Option<Box<dyn HolderWatch>>> {
+        let Shared {
+            connection,
+            inbox,
+            namespace,
+            ..
+        } = &*self.shared;
+        let channel = layout::watch_channel(&layout::key(namespace, name, kind));
+        let watch = RedisWatch::begin(connection, &inbox.announcements, channel).await?;
+        Ok(Some(Box::new(watch)))
+    }
+
+    async fn announce(&self, name: &LockName, kind: LockKind) -> Result<()> {
+        const OPERATION: &str = "announce";
+
+        let channel = layout::watch_channel(&layout::key(&self.shared.namespace, name, kind));
+        let mut publish = redis::cmd("PUBLISH");
+        publish.arg(channel).arg("");
+        let connection = &self.shared.connection;
+        let current = connection.current(OPERATION)?;
+        let published = connection.send(&current, &publish).await;
+        published.map(drop).map_err(|error| failed(OPERATION, error))
+    }
+
+    async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let key = layout::key(&self.shared.namespace, name, kind);
         let mut give_up = None;
         loop {
@@ -196,7 +246,7 @@ impl Backend for RedisBackend {
 }
 
 /// Converts the inspection script's reply.
-fn state(reply: &Value) -> Option<LockState> {
+pub(crate) fn state(reply: &Value) -> Option<LockState> {
     let Value::Array(parts) = reply else { return None };
     let [Value::Int(waiters), value, Value::Int(left), entries @ ..] = &**parts else {
         return None;

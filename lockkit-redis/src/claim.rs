@@ -5,7 +5,7 @@ use std::{fmt, num::NonZeroU32, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Error, FencingToken, LossReason, Result,
-    spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
+    spi::{Claim, ClaimRequest, Grant, Lease, Mode, OwnerId, Renewal},
 };
 use redis::Value;
 use tokio::time::Instant;
@@ -44,6 +44,10 @@ pub(crate) struct RedisClaim {
     renew_soon: bool,
     /// The time of its request, if that was granted at once and the hold has not been renewed since.
     granted_at_once: Option<Instant>,
+    /// It has made its exclusive hold a shared one. A server that lost that is told by the next renewal.
+    is_downgraded: bool,
+    /// The shortest ttl that it has asked for.
+    shortest_ttl: Duration,
 }
 
 /// The server's reply to a request for the lock.
@@ -64,6 +68,13 @@ enum Reply {
     OtherPermits(String),
 }
 
+/// A hold that too few replicas have.
+struct LackOfReplicas {
+    reason: String,
+    /// The connection that waits for replicas leads to the lock's server.
+    same_server: bool,
+}
+
 impl RedisClaim {
     pub(crate) fn new(shared: Arc<Shared>, request: &ClaimRequest) -> Self {
         // The counter must not outrun the clock. So a lock that nobody contends for, which may be taken tens of thousands of
@@ -77,6 +88,7 @@ impl RedisClaim {
             key: layout::key(&shared.namespace, &request.name, request.mode.kind()),
             record: Record::new(&request, &shared.inbox.client),
             most_tokens,
+            shortest_ttl: request.ttl,
             request,
             shared,
             wakeup: None,
@@ -86,6 +98,7 @@ impl RedisClaim {
             token_published: None,
             renew_soon: false,
             granted_at_once: None,
+            is_downgraded: false,
         }
     }
 
@@ -99,17 +112,19 @@ impl RedisClaim {
         wakeup.get_or_insert_with(|| shared.inbox.wakeups.add(request.owner))
     }
 
-    /// Returns the lease that a reply to a request sent at `since` proves.
+    /// Returns the lease that a reply to a request sent at `since` proves. A request that may come late may shorten it.
     fn lease(&self, since: Instant) -> Lease {
-        Self::lease_of(Duration::from_millis(self.ttl_ms()), since)
+        let mut ttl = Duration::from_millis(self.ttl_ms());
+        if self.shared.connection.may_have_late_requests() {
+            ttl = ttl.min(self.shortest_ttl);
+        }
+        Self::lease_of(ttl, since)
     }
 
     /// Takes off a lease what two clocks may drift apart meanwhile.
     fn lease_of(ttl: Duration, since: Instant) -> Lease {
-        Lease {
-            since,
-            length: Some(ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))),
-        }
+        let length = ttl.saturating_sub(ttl / 100 + Duration::from_millis(2));
+        Lease::new(since, Some(length))
     }
 
     /// Returns the ttl as the server counts it.
@@ -223,7 +238,12 @@ impl RedisClaim {
     }
 
     fn renewal(&self) -> Call {
-        let mut call = script::RENEW.call(&self.key);
+        let script = if self.is_downgraded {
+            &script::DOWNGRADE
+        } else {
+            &script::RENEW
+        };
+        let mut call = script.call(&self.key);
         call.arg(self.record.with_token(self.token.unwrap_or_default()))
             .arg(self.ttl_ms());
         call
@@ -241,40 +261,48 @@ impl RedisClaim {
         self.token = Some(first);
         self.token_published = Some(first);
         self.renew_soon = false;
-        Grant {
-            tokens: first..=first + u64::from(tokens.get()) - 1,
-            lease,
-        }
+        Grant::new(first..=first + u64::from(tokens.get()) - 1, lease)
     }
 
     /// Waits until the grant has reached as many replicas as the config asks for. Gives the lock up if it does not.
     async fn replicate(&mut self) -> Result<()> {
-        let Some((connection, replicas, within)) = &self.shared.replicas else {
+        let Some(lack) = self.lacks_replicas("acquire").await? else {
             return Ok(());
         };
-        let (connection, replicas, within) = (connection.clone(), *replicas, *within);
-        let same_server = self.shared.connection.is_same_server("acquire", &connection)?;
+        let released = self.release().await;
+        self.find_the_server_again(&lack);
+        match released {
+            // A lease that ended before the replicas had it was nobody's hold.
+            Err(error) if !error.is_lost() => Err(error),
+            _ => Err(Error::transient(NAME, "acquire", lack.reason)),
+        }
+    }
+
+    /// Waits until the hold has reached as many replicas as the config asks for. Returns why it has not.
+    async fn lacks_replicas(&self, operation: &'static str) -> Result<Option<LackOfReplicas>> {
+        let Some((connection, replicas, within)) = &self.shared.replicas else {
+            return Ok(None);
+        };
+        let same_server = self.shared.connection.is_same_server(operation, connection)?;
         let reason = if same_server {
             let (held, reached) = connection
-                .run_replicated("acquire", self.renewal(), replicas, within)
+                .run_replicated(operation, self.renewal(), *replicas, *within)
                 .await?;
-            if held == Value::Int(1) && reached >= i64::from(replicas) {
-                return Ok(());
+            if held == Value::Int(1) && reached >= i64::from(*replicas) {
+                return Ok(None);
             }
             format!("{reached} of {replicas} replicas acknowledged the grant within {within:?}")
         } else {
             "the connection that waits for replicas leads to another server than the lock's".to_owned()
         };
-        let released = self.release().await;
-        if !same_server {
-            // Only the sentinels, or the URL, can say which server is right.
+        Ok(Some(LackOfReplicas { reason, same_server }))
+    }
+
+    /// Has both connections made anew if they lead to two servers. Only the sentinels, or the URL, can say which one is right.
+    fn find_the_server_again(&self, lack: &LackOfReplicas) {
+        if let Some((connection, ..)) = self.shared.replicas.as_ref().filter(|_| !lack.same_server) {
             self.shared.connection.replace();
             connection.replace();
-        }
-        match released {
-            // A lease that ended before the replicas had it was nobody's hold.
-            Err(error) if !error.is_lost() => Err(error),
-            _ => Err(Error::transient(NAME, "acquire", reason)),
         }
     }
 
@@ -373,8 +401,75 @@ impl Claim for RedisClaim {
                 Ok(Renewal::Held(lease))
             }
             Value::Int(0) => Ok(Renewal::Lost(self.loss())),
+            Value::Int(2) => Ok(Renewal::Asked),
             other => Err(unexpected("renew", &other)),
         }
+    }
+
+    /// An earlier request does not come late: a new connection has the server end the old one, or the [lease](Self::lease) tells.
+    fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
+        self.request.ttl = ttl;
+        self.shortest_ttl = self.shortest_ttl.min(ttl);
+        Ok(self.lease(Instant::now()).length)
+    }
+
+    async fn downgrade(&mut self) -> Result<Lease> {
+        let mut request = self.request.clone();
+        request.mode = Mode::Shared;
+        request.tokens = NonZeroU32::MIN;
+        let record = Record::new(&request, &self.shared.inbox.client);
+        let mut call = script::DOWNGRADE.call(&self.key);
+        call.arg(record.with_token(self.token.unwrap_or_default()))
+            .arg(self.ttl_ms());
+        // The value at the server may be another one from now on.
+        self.granted_at_once = None;
+        self.renew_soon = false;
+        let since = Instant::now();
+        let reply = self.shared.connection.run("downgrade", call).await?;
+        let lost = |reason| Err(Error::lost(NAME, self.request.name.clone(), reason));
+        match reply {
+            Value::Int(1) => {}
+            Value::Int(0) => return lost(self.loss()),
+            Value::Int(2) => return lost(LossReason::Asked),
+            other => return Err(unexpected("downgrade", &other)),
+        }
+        (self.request, self.record) = (request, record);
+        self.is_downgraded = true;
+        self.token_published = self.token;
+        let lease = self.lease(since);
+        self.held_until = lease.end();
+        Ok(lease)
+    }
+
+    /// It is not in the queue any more. So the client must not have it leave that when it is dropped, which would release the hold.
+    fn detach(&mut self) -> Option<OwnerId> {
+        self.may_be_queued = false;
+        Some(self.request.owner)
+    }
+
+    async fn adopt(&mut self, from: OwnerId, token: FencingToken) -> Result<Option<Renewal>> {
+        // From now on, it hears of the end of its hold.
+        self.wakeup().begin();
+        let mut call = script::ADOPT.call(&self.key);
+        call.arg(self.record.with_token(token.get()))
+            .arg(from.to_string())
+            .arg(self.ttl_ms())
+            .arg(&*layout::mode(self.request.mode));
+        let since = Instant::now();
+        match self.shared.connection.run("adopt", call).await? {
+            Value::Int(1) => {}
+            Value::Int(0) => return Ok(Some(Renewal::Lost(LossReason::Gone))),
+            Value::Int(2) => return Ok(Some(Renewal::Asked)),
+            other => return Err(unexpected("adopt", &other)),
+        }
+        let lease = self.lease(since);
+        self.begin_hold(token.get(), NonZeroU32::MIN, lease);
+        // What a replica does not know of is the former owner's there, for anybody to adopt.
+        if let Some(lack) = self.lacks_replicas("adopt").await? {
+            self.find_the_server_again(&lack);
+            return Err(Error::transient(NAME, "adopt", lack.reason));
+        }
+        Ok(Some(Renewal::Held(lease)))
     }
 
     async fn release(&mut self) -> Result<()> {

@@ -1,57 +1,50 @@
 //! The options of the Redis backend, and its URL.
 
-use std::{fmt, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, Error, Result,
-    spi::{BackendInfo, redacted_url},
+    spi::{BackendInfo, ServerUrl, check_certificates, check_duration, redacted_url},
 };
 use percent_encoding::percent_decode_str;
 
-/// The Redis server to use, and the options for it.
-///
-/// ```
-/// use lockkit_redis::RedisConfig;
-///
-/// let mut config = RedisConfig::new("redis://locker:secret@127.0.0.1:6379/2");
-/// config.namespace = "billing".into();
-/// assert!(!format!("{config:?}").contains("secret"));
-/// ```
-#[derive(Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RedisConfig {
-    /// `redis://[user[:password]@]host[:port][/db]`, or `rediss://` for TLS, which needs the cargo feature `tls`. User
-    /// and password are percent-encoded. Default port: 6379, default database: 0. With [`sentinel`](Self::sentinel), a list of
-    /// sentinels separated by commas, whose default port is 26379.
-    pub url: String,
-    /// Separates applications that share a database. Characters: `[A-Za-z0-9._-]`. May be empty.
-    pub namespace: String,
-    /// The number of replicas that must acknowledge a grant before it counts. Default: 0.
+lockkit_core::spi::config! {
+    /// The Redis server to use, and the options for it.
     ///
-    /// This narrows the window in which a fail-over loses a lock that is held. It cannot close it: Redis replicates
-    /// asynchronously, and the replica that is promoted need not be one that acknowledged.
-    pub replicas: u32,
-    /// The longest time to wait for the replicas. Default: 1 s.
-    pub replicas_timeout: Duration,
-    /// The name of the master, if the URL lists sentinels.
-    pub sentinel: Option<String>,
-    /// A file of PEM certificates to trust instead of the system's, for `rediss://`.
-    pub ca: Option<PathBuf>,
+    /// ```
+    /// use lockkit_redis::RedisConfig;
+    ///
+    /// let mut config = RedisConfig::new("redis://locker:secret@127.0.0.1:6379/2");
+    /// config.namespace = "billing".into();
+    /// assert!(!format!("{config:?}").contains("secret"));
+    /// ```
+    pub struct RedisConfig {
+        /// `redis://[user[:password]@]host[:port][/db]`, or `rediss://` for TLS, which needs the cargo feature `tls`. User
+        /// and password are percent-encoded. Default port: 6379, default database: 0. With [`sentinel`](Self::sentinel), a list of
+        /// sentinels separated by commas, whose default port is 26379.
+        pub url: ServerUrl,
+        /// Separates applications that share a database. Characters: `[A-Za-z0-9._-]`. May be empty.
+        pub namespace: String = BackendInfo::DEFAULT_NAMESPACE.into(),
+        /// The number of replicas that must acknowledge a grant before it counts. Default: 0.
+        ///
+        /// This narrows the window in which a fail-over loses a lock that is held. It cannot close it: Redis replicates
+        /// asynchronously, and the replica that is promoted need not be one that acknowledged.
+        pub replicas: u32 = 0,
+        /// The longest time to wait for the replicas. Default: 1 s.
+        pub replicas_timeout: Duration = Duration::from_secs(1),
+        /// The name of the master, if the URL lists sentinels.
+        pub sentinel: Option<String> = None,
+        /// A file of PEM certificates to trust instead of the system's, for `rediss://`.
+        pub ca: Option<PathBuf> = None,
+        /// A file with this client's certificate and those of its issuers (PEM), for a server that asks for one. Needs
+        /// [`key`](Self::key) and `rediss://`.
+        pub cert: Option<PathBuf> = None,
+        /// A file with the private key (PEM) of the certificate in [`cert`](Self::cert).
+        pub key: Option<PathBuf> = None,
+    }
 }
 
 impl RedisConfig {
-    /// Returns the defaults for the server at `url`. The URL is checked when the client connects.
-    pub fn new(url: impl Into<String>) -> Self {
-        Self {
-            url: url.into(),
-            namespace: BackendInfo::DEFAULT_NAMESPACE.to_owned(),
-            replicas: 0,
-            replicas_timeout: Duration::from_secs(1),
-            sentinel: None,
-            ca: None,
-        }
-    }
-
     /// Checks the URL and the options, without I/O.
     ///
     /// # Errors
@@ -62,16 +55,8 @@ impl RedisConfig {
 
     pub(crate) fn address(&self) -> Result<Address> {
         BackendInfo::check_namespace(&self.namespace, usize::MAX)?;
-        let millisecond = Duration::from_millis(1);
-        if !(millisecond..=AcquireOptions::MAX_DURATION).contains(&self.replicas_timeout) {
-            return Err(Error::invalid_option(
-                "replicas_timeout",
-                format!(
-                    "{:?} is shorter than 1 ms or longer than a year",
-                    self.replicas_timeout
-                ),
-            ));
-        }
+        let limits = Duration::from_millis(1)..=AcquireOptions::MAX_DURATION;
+        check_duration("replicas_timeout", self.replicas_timeout, limits)?;
         if self.sentinel.as_deref() == Some("") {
             return Err(Error::invalid_option(
                 "sentinel",
@@ -79,31 +64,8 @@ impl RedisConfig {
             ));
         }
         let address = Address::parse(&self.url, self.sentinel.is_some())?;
-        if self.ca.is_some() && !address.tls {
-            return Err(Error::invalid_option("ca", "only rediss:// has certificates"));
-        }
+        check_certificates(address.tls, "rediss://", [&self.ca, &self.cert, &self.key])?;
         Ok(address)
-    }
-}
-
-impl fmt::Debug for RedisConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            url,
-            namespace,
-            replicas,
-            replicas_timeout,
-            sentinel,
-            ca,
-        } = self;
-        f.debug_struct("RedisConfig")
-            .field("url", &redacted_url(url))
-            .field("namespace", namespace)
-            .field("replicas", replicas)
-            .field("replicas_timeout", replicas_timeout)
-            .field("sentinel", sentinel)
-            .field("ca", ca)
-            .finish()
     }
 }
 

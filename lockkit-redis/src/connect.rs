@@ -22,6 +22,8 @@ use redis::{
 };
 use tokio::net::{TcpStream, lookup_host};
 
+#[cfg(feature = "tls")]
+use crate::certificates;
 use crate::{
     config::{Address, RedisConfig, shown},
     connection_io::{ConnectionIo, IoHandle},
@@ -124,7 +126,7 @@ pub(crate) struct Connector {
     quarantine: Option<(Arc<RestartQuarantine>, usize)>,
     connection_io: OnceLock<ConnectionIo>,
     #[cfg(feature = "tls")]
-    ca: Option<Vec<u8>>,
+    certificates: Option<redis::TlsCertificates>,
 }
 
 impl Connector {
@@ -132,12 +134,7 @@ impl Connector {
     pub(crate) fn new(config: &RedisConfig) -> Result<Self> {
         let address = config.address()?;
         #[cfg(feature = "tls")]
-        let ca = match &config.ca {
-            None => None,
-            Some(path) => Some(std::fs::read(path).map_err(|err| {
-                Error::invalid_option("ca", format!("{} cannot be read: {err}", path.display()))
-            })?),
-        };
+        let certificates = certificates::read(config)?;
         #[cfg(feature = "tls")]
         if address.tls {
             // Without a default, rustls panics in a program whose crates bring several providers. A default that the program
@@ -151,7 +148,7 @@ impl Connector {
             quarantine: None,
             connection_io: OnceLock::new(),
             #[cfg(feature = "tls")]
-            ca,
+            certificates,
         })
     }
 
@@ -376,14 +373,8 @@ impl Connector {
         }
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
         #[cfg(feature = "tls")]
-        let client = match &self.ca {
-            Some(ca) => {
-                let certificates = redis::TlsCertificates {
-                    client_tls: None,
-                    root_cert: Some(ca.clone()),
-                };
-                redis::Client::build_with_tls(info, certificates)
-            }
+        let client = match &self.certificates {
+            Some(certificates) => redis::Client::build_with_tls(info, certificates.clone()),
             None => redis::Client::open(info),
         };
         #[cfg(not(feature = "tls"))]
@@ -454,8 +445,12 @@ fn cluster() -> Error {
     )
 }
 
-/// Converts an error of the login: the server's version, the user or the database.
+/// Converts an error of the login: the server's version, the client's certificate, the user or the database.
 fn login_failed(error: RedisError) -> Error {
+    #[cfg(feature = "tls")]
+    if let Some(reason) = certificates::refusal(&error) {
+        return Error::permanent(NAME, "connect", reason);
+    }
     let text = error.to_string();
     if text.contains("unknown command") {
         // The server's own words would repeat the request, and with it the password.

@@ -9,8 +9,8 @@ use std::{
     fmt, io,
     pin::{Pin, pin},
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
+        Arc, OnceLock, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -18,7 +18,7 @@ use std::{
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use lockkit_core::{
     Error, Result,
-    spi::{OwnerId, chain},
+    spi::{Mutex, OwnerId, chain},
 };
 use redis::{Cmd, ErrorKind, Pipeline, PushInfo, PushKind, RedisError, RedisResult, ServerErrorKind, Value};
 use tokio::{
@@ -28,6 +28,7 @@ use tokio::{
 };
 
 use crate::{
+    announcement::Announcements,
     claim::FOLLOWER_DELAY,
     connect::{Connector, Established, OnPush, Role, ServerInfo},
     error::{NAME, breaks_connection, disconnected, failed},
@@ -58,13 +59,15 @@ const MAX_PAUSE: Duration = Duration::from_secs(1);
 pub(crate) struct ManagedConnection {
     state: Mutex<State>,
     last_broken: LastBroken,
+    /// A former connection to the server's process may still be there.
+    outlived: AtomicBool,
     supervisor: OnceLock<AbortHandle>,
 }
 
 #[derive(Debug)]
 enum State {
     Up(Arc<Connection>),
-    /// With the reason.
+    /// No connection, for this reason.
     Down(String),
     Closed,
 }
@@ -74,7 +77,8 @@ enum State {
 pub(crate) struct Inbox {
     pub(crate) client: Arc<str>,
     pub(crate) wakeups: Arc<Wakeups>,
-    /// For one of several masters: its number, and how many are a majority.
+    pub(crate) announcements: Arc<Announcements>,
+    /// The number of the master, and how many are a majority, if it is one of several.
     pub(crate) master: Option<(usize, usize)>,
 }
 
@@ -103,7 +107,8 @@ pub(crate) struct Connection {
     sent: AtomicU64,
     /// The number of the last request that was answered. Replies come in the order of the requests.
     answered: AtomicU64,
-    /// Another connection has taken its place. Only for one without `io`, which is ended instead.
+    /// True once another connection has taken its place and its requests are to end. Only for a connection without `io`, which is
+    /// one over TLS: [`IoHandle::end`] ends the requests of the others.
     replaced: watch::Sender<bool>,
     /// The time in ms for which requests under way may keep the server from answering others.
     held_up: AtomicU64,
@@ -114,17 +119,13 @@ pub(crate) struct Connection {
 struct LastAnswered(Mutex<Option<Instant>>);
 
 impl LastAnswered {
-    fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn note(&self, sent: Instant) {
-        let mut last = self.lock();
+        let mut last = self.0.lock();
         *last = (*last).max(Some(sent));
     }
 
     fn get(&self) -> Option<Instant> {
-        *self.lock()
+        *self.0.lock()
     }
 }
 
@@ -146,10 +147,6 @@ impl ManagedConnection {
         Ok(supervisor.start(Ok(first)))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn stop_supervisor(&self) {
         if let Some(supervisor) = self.supervisor.get() {
             supervisor.abort();
@@ -158,7 +155,7 @@ impl ManagedConnection {
 
     /// Returns the connection that there is now.
     pub(crate) fn current(&self, operation: &'static str) -> Result<Arc<Connection>> {
-        match &*self.state() {
+        match &*self.state.lock() {
             State::Up(connection) => Ok(connection.clone()),
             State::Down(why) => Err(disconnected(operation, why)),
             State::Closed => Err(Error::Closed),
@@ -244,6 +241,11 @@ impl ManagedConnection {
         Ok(one.server().run_id == two.server().run_id)
     }
 
+    /// Returns whether a request on a former connection may come late, since the server has not ended that.
+    pub(crate) fn may_have_late_requests(&self) -> bool {
+        self.outlived.load(Ordering::Relaxed)
+    }
+
     /// Has the connection replaced although it is not broken.
     pub(crate) fn replace(&self) {
         if let Some(number) = self.number() {
@@ -253,7 +255,7 @@ impl ManagedConnection {
 
     /// Returns the number of the connection, if there is one.
     pub(crate) fn number(&self) -> Option<u64> {
-        match &*self.state() {
+        match &*self.state.lock() {
             State::Up(connection) => Some(connection.number),
             State::Down(_) | State::Closed => None,
         }
@@ -274,7 +276,7 @@ impl ManagedConnection {
     /// The connection ends all the same.
     pub(crate) async fn close(&self, inbox: Option<&Inbox>) {
         self.stop_supervisor();
-        let before = std::mem::replace(&mut *self.state(), State::Closed);
+        let before = std::mem::replace(&mut *self.state.lock(), State::Closed);
         if let (State::Up(connection), Some(inbox)) = (before, inbox) {
             let mut delete = redis::cmd("DEL");
             delete.arg(layout::client(&inbox.client));
@@ -298,6 +300,18 @@ impl Connection {
     /// Returns what the server has said of itself.
     pub(crate) fn server(&self) -> &ServerInfo {
         &self.established.server
+    }
+
+    /// Returns its number, by which it differs from every other of the client.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Subscribes to this channel as well.
+    pub(crate) async fn subscribe(&self, channel: &[u8]) -> RedisResult<()> {
+        let mut stream = self.established.stream.clone();
+        let request = pin!(stream.subscribe(channel));
+        self.reply(request).await
     }
 
     async fn send(&self, command: &Cmd) -> RedisResult<Value> {
@@ -438,6 +452,7 @@ impl Supervisor {
                 Err(err) => State::Down(reason(&err)),
             }),
             last_broken: self.last_broken.clone(),
+            outlived: AtomicBool::new(false),
             supervisor: OnceLock::new(),
         });
         let supervisor = tokio::spawn(self.supervise(Arc::downgrade(&managed)));
@@ -579,7 +594,7 @@ impl Supervisor {
         loop {
             {
                 let Some(managed) = managed.upgrade() else { return };
-                let mut state = managed.state();
+                let mut state = managed.state.lock();
                 match (&mut *state, &why) {
                     (State::Closed, _) => return,
                     (state, Some(why)) => *state = State::Down(why.clone()),
@@ -588,11 +603,18 @@ impl Supervisor {
             }
             match self.connect().await {
                 Ok(connection) => {
-                    if let Some(broken) = broken {
-                        end_predecessor(&connection, broken).await;
-                    }
+                    let outlived = match broken {
+                        Some(broken) => end_predecessor(&connection, broken).await,
+                        None => Predecessor::None,
+                    };
                     let Some(managed) = managed.upgrade() else { return };
-                    let mut state = managed.state();
+                    match outlived {
+                        // Those before it may be there as before.
+                        Predecessor::Ended => {}
+                        Predecessor::None => managed.outlived.store(false, Ordering::Relaxed),
+                        Predecessor::MayBeThere => managed.outlived.store(true, Ordering::Relaxed),
+                    }
+                    let mut state = managed.state.lock();
                     if !matches!(*state, State::Closed) {
                         *state = State::Up(Arc::new(connection));
                     }
@@ -603,6 +625,7 @@ impl Supervisor {
                     }
                     if let Some(inbox) = &self.inbox {
                         inbox.wakeups.wake_all();
+                        inbox.announcements.tell_all();
                         for abandoned in inbox.wakeups.all_abandoned() {
                             let _ = self.abandon.send(abandoned);
                         }
@@ -638,6 +661,11 @@ fn on_push(
     let last_answered = last_answered.clone();
     Arc::new(move |push: PushInfo| match (&push.kind, &*push.data) {
         (PushKind::Disconnection, _) => report_broken(&last_broken, number),
+        (PushKind::Message, [Value::BulkString(channel), _]) if layout::is_watch_channel(channel) => {
+            if let Some(inbox) = &inbox {
+                inbox.announcements.deliver(channel);
+            }
+        }
         (PushKind::Message, [_, Value::BulkString(message)]) => {
             let origin = last_answered.get().map(|since| PushOrigin {
                 connection: number,
@@ -651,18 +679,31 @@ fn on_push(
     })
 }
 
+/// The connection before a new one.
+enum Predecessor {
+    /// None led to the process that the new one leads to.
+    None,
+    Ended,
+    MayBeThere,
+}
+
 /// Has the server end the connection before this one, so that nothing which is still on its way there takes effect later. Only
 /// the process that it led to is asked: another one has given its number to somebody else's connection.
-async fn end_predecessor(connection: &Connection, broken: &Connection) {
+async fn end_predecessor(connection: &Connection, broken: &Connection) -> Predecessor {
     let (new, old) = (connection.server(), broken.server());
-    let Some(id) = old.client_id else { return };
-    if new.run_id.is_empty() || new.run_id != old.run_id {
-        return;
+    if new.run_id != old.run_id {
+        return Predecessor::None;
     }
+    let Some(id) = old.client_id.filter(|_| !new.run_id.is_empty()) else {
+        return Predecessor::MayBeThere;
+    };
     let mut kill = redis::cmd("CLIENT");
     kill.arg("KILL").arg("ID").arg(id);
     // If the user may not do that, a late request can hold a lock that nobody knows of, until its lease ends.
-    let _ = timeout(PING_TIMEOUT, connection.send(&kill)).await;
+    match timeout(PING_TIMEOUT, connection.send(&kill)).await {
+        Ok(Ok(_)) => Predecessor::Ended,
+        _ => Predecessor::MayBeThere,
+    }
 }
 
 /// Releases what a claim that is gone has at the server.

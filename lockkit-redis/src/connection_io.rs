@@ -10,7 +10,7 @@ use std::{
     panic::AssertUnwindSafe,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Wake, Waker},
@@ -18,6 +18,7 @@ use std::{
 };
 
 use futures_util::{FutureExt as _, task::AtomicWaker};
+use lockkit_core::spi::Mutex;
 use tokio::{
     sync::mpsc,
     task::unconstrained,
@@ -179,17 +180,9 @@ impl SharedIo {
         (before & POLLED == 0).then(|| Turn(self))
     }
 
-    fn io(&self) -> MutexGuard<'_, Option<IoFuture>> {
-        self.io.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn caller(&self) -> MutexGuard<'_, Option<(u64, Waker)>> {
-        self.caller.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Has this caller woken from now on, instead of another.
     fn wait(&self, ticket: u64, waker: &Waker) {
-        let mut caller = self.caller();
+        let mut caller = self.caller.lock();
         let before = match &*caller {
             Some((same, its)) if *same == ticket && its.will_wake(waker) => None,
             _ => caller.replace((ticket, waker.clone())),
@@ -201,7 +194,7 @@ impl SharedIo {
 
     /// Has the task woken from now on, instead of the caller, if that is the one that is meant.
     fn leave_to_task(&self, is_meant: impl FnOnce(u64) -> bool) {
-        let mut caller = self.caller();
+        let mut caller = self.caller.lock();
         let left = if caller.as_ref().is_some_and(|(ticket, _)| is_meant(*ticket)) {
             caller.take()
         } else {
@@ -238,7 +231,7 @@ impl Wake for SharedIo {
         if self.state.fetch_or(WOKEN, Ordering::AcqRel) != 0 {
             return;
         }
-        let caller = self.caller().take();
+        let caller = self.caller.lock().take();
         match caller {
             Some((_, waker)) => waker.wake(),
             None => self.task.wake(),
@@ -264,7 +257,7 @@ impl Turn<'_> {
                 return;
             }
             let waker = Waker::from(shared.clone());
-            let mut io = shared.io();
+            let mut io = shared.io.lock();
             let polled = match &mut *io {
                 Some(io) => io.as_mut().poll(&mut Context::from_waker(&waker)),
                 None => return,
@@ -284,7 +277,7 @@ impl Drop for Turn<'_> {
         let mut state = shared.state.load(Ordering::Acquire);
         loop {
             if state & ENDED != 0 {
-                let io = shared.io().take();
+                let io = shared.io.lock().take();
                 drop(io);
             }
             let after = state & !POLLED;

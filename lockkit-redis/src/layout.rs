@@ -1,7 +1,11 @@
 //! The layout on the server, documented and stable. Other clients share it: an exclusive lock is a plain string at
 //! `<namespace>:<name>`, set with `NX PX` and deleted after a comparison.
 
-use std::{borrow::Cow, fmt::Write as _, time::Duration};
+use std::{
+    borrow::Cow,
+    fmt::Write as _,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
 
 use lockkit_core::{
     FencingToken, Holder, LockKind, LockName,
@@ -47,6 +51,19 @@ pub(crate) fn client(id: &str) -> String {
     format!("{OWN}client:{id}")
 }
 
+/// The prefix of the channels that locks are announced on. Clients' own channels have no such names.
+const WATCH: &str = "lockkit#client:watch:";
+
+/// The channel on which clients announce that they have taken or given up this lock.
+pub(crate) fn watch_channel(lock: &[u8]) -> Vec<u8> {
+    [WATCH.as_bytes(), lock].concat()
+}
+
+/// Returns whether locks are announced on this channel.
+pub(crate) fn is_watch_channel(channel: &[u8]) -> bool {
+    channel.starts_with(WATCH.as_bytes())
+}
+
 /// Spells the mode as the scripts do.
 pub(crate) fn mode(mode: Mode) -> Cow<'static, str> {
     match mode {
@@ -63,7 +80,7 @@ const TOKEN: &str = "%d";
 /// which the server fills in.
 #[derive(Debug)]
 pub(crate) struct Record {
-    /// With `%d` for the token.
+    /// The text, with `%d` for the token.
     text: String,
     /// The position of the placeholder.
     token_at: usize,
@@ -135,7 +152,59 @@ pub(crate) fn holder(text: &str, left: Option<Duration>) -> Option<Holder> {
     let token = parts.nth(1)?.parse().ok()?;
     let label = parts.nth(1)?;
     let label = (!label.is_empty()).then(|| label.to_owned());
-    Some(Holder::new(FencingToken::new(token), label, left))
+    Some(Holder::new(FencingToken::new(token), label, left).since(since(token)))
+}
+
+/// Returns when a token was drawn: it begins at the clock, in µs since 1970. A counter that is ahead of the clock does not tell.
+fn since(token: u64) -> Option<SystemTime> {
+    let drawn = UNIX_EPOCH.checked_add(Duration::from_micros(token))?;
+    (drawn <= SystemTime::now()).then_some(drawn)
+}
+
+/// Returns a pattern for `SCAN` that all keys match which are locks of this kind with this prefix. Some others may match, too.
+pub(crate) fn pattern(namespace: &str, prefix: &str, kind: LockKind) -> Vec<u8> {
+    // Without a namespace, a name that begins so may have another beginning as a key.
+    let plain = prefix.trim_start_matches('%');
+    let may_be_escaped = namespace.is_empty() && (OWN.starts_with(plain) || plain.starts_with(OWN));
+    let begin = match (namespace, may_be_escaped) {
+        (_, true) => String::new(),
+        ("", false) => prefix.to_owned(),
+        _ => [namespace, ":", prefix].concat(),
+    };
+    let begin = match kind {
+        LockKind::Lock => begin,
+        LockKind::Semaphore => format!("{OWN}semaphore:{{{begin}"),
+    };
+    let mut pattern = Vec::with_capacity(begin.len() + 1);
+    for byte in begin.bytes() {
+        if b"*?[]\\".contains(&byte) {
+            pattern.push(b'\\');
+        }
+        pattern.push(byte);
+    }
+    pattern.push(b'*');
+    pattern
+}
+
+/// Returns the name of the lock or semaphore with this key; `None` if the key is something else.
+pub(crate) fn name(namespace: &str, found: &[u8], kind: LockKind) -> Option<LockName> {
+    let text = std::str::from_utf8(found).ok()?;
+    let lock = match kind {
+        LockKind::Lock => text,
+        LockKind::Semaphore => text
+            .strip_prefix(OWN)?
+            .strip_prefix("semaphore:{")?
+            .strip_suffix('}')?,
+    };
+    let is_its = |name: &LockName| key(namespace, name, kind) == found;
+    if namespace.is_empty() {
+        let plain = lock.strip_prefix('%').and_then(|plain| LockName::new(plain).ok());
+        return plain
+            .filter(is_its)
+            .or_else(|| LockName::new(lock).ok().filter(is_its));
+    }
+    let name = lock.strip_prefix(namespace)?.strip_prefix(':')?;
+    LockName::new(name).ok().filter(is_its)
 }
 
 /// Returns the record in the value of an exclusive lock.
@@ -185,6 +254,75 @@ mod tests {
             assert!(!key.starts_with(OWN), "{key}");
             assert!(seen.insert(key), "{lock}");
         }
+    }
+
+    #[test]
+    fn every_key_leads_back_to_its_name_and_matches_its_pattern() {
+        let names = [
+            "a",
+            "a*?[]\\^-b",
+            "é",
+            "%",
+            "lockkit#a",
+            "%lockkit#a",
+            "%%lockkit#a",
+            "lockkit#semaphore:{a}",
+            "}",
+            "a:b",
+        ];
+        for (namespace, kind) in [
+            ("ns", LockKind::Lock),
+            ("ns", LockKind::Semaphore),
+            ("", LockKind::Lock),
+            ("", LockKind::Semaphore),
+        ] {
+            for text in names {
+                let lock = name(text);
+                let found = key(namespace, &lock, kind);
+                assert_eq!(
+                    super::name(namespace, &found, kind),
+                    Some(lock),
+                    "{namespace} {text}"
+                );
+                for (end, _) in text.char_indices() {
+                    let pattern = pattern(namespace, &text[..end], kind);
+                    assert!(
+                        matches(&pattern, &found),
+                        "{namespace} {kind:?} {text} {end}: {pattern:?}"
+                    );
+                }
+            }
+            for other in [
+                &b"lockkit#fence"[..],
+                b"other:a",
+                b"\xff",
+                b"ns:",
+                b"lockkit#queue:{ns:a}",
+                b"",
+            ] {
+                let kept = super::name(namespace, other, kind);
+                let is_theirs =
+                    namespace.is_empty() && kind == LockKind::Lock && !other.starts_with(OWN.as_bytes());
+                assert!(
+                    kept.is_none() || is_theirs,
+                    "{namespace} {kind:?} {other:?}: {kept:?}"
+                );
+            }
+        }
+        assert_eq!(pattern("ns", "a*[", LockKind::Lock), b"ns:a\\*\\[*");
+    }
+
+    /// A pattern whose only wildcard is the last character.
+    fn matches(pattern: &[u8], key: &[u8]) -> bool {
+        let mut literal = Vec::new();
+        let mut escaped = false;
+        for byte in &pattern[..pattern.len() - 1] {
+            escaped = !escaped && *byte == b'\\';
+            if !escaped {
+                literal.push(*byte);
+            }
+        }
+        key.starts_with(&literal)
     }
 
     #[test]

@@ -10,7 +10,10 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod announcement;
 mod backend;
+#[cfg(feature = "tls")]
+mod certificates;
 mod claim;
 mod config;
 mod connect;
@@ -18,6 +21,7 @@ mod connection;
 mod connection_io;
 mod error;
 mod layout;
+mod list;
 mod redlock;
 mod script;
 mod wakeup;

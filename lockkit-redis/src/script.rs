@@ -12,13 +12,26 @@ macro_rules! script {
 
 pub(crate) static ACQUIRE: Script = script!("read_key", "draw_tokens", "acquire_fast", "common", "acquire");
 pub(crate) static RENEW: Script = script!("renew_fast", "draw_tokens", "common", "renew");
+pub(crate) static DOWNGRADE: Script = script!("read_key", "draw_tokens", "common", "downgrade");
+pub(crate) static ADOPT: Script = script!("read_key", "draw_tokens", "common", "adopt");
 pub(crate) static RELEASE: Script = script!("read_key", "release_fast", "draw_tokens", "common", "release");
 pub(crate) static REVOKE: Script = script!("read_key", "draw_tokens", "common", "revoke");
+pub(crate) static ASK_BACK: Script = script!("read_key", "draw_tokens", "common", "ask_back");
 pub(crate) static INSPECT: Script = script!("read_key", "draw_tokens", "common", "inspect");
 pub(crate) static RAISE_COUNTER: Script = script!("raise_counter");
 
 /// The scripts that a connection to the only master loads before it is used.
-pub(crate) static ALL: [&Script; 6] = [&ACQUIRE, &RENEW, &RELEASE, &REVOKE, &INSPECT, &RAISE_COUNTER];
+pub(crate) static ALL: [&Script; 9] = [
+    &ACQUIRE,
+    &RENEW,
+    &DOWNGRADE,
+    &ADOPT,
+    &RELEASE,
+    &REVOKE,
+    &ASK_BACK,
+    &INSPECT,
+    &RAISE_COUNTER,
+];
 
 pub(crate) static REDLOCK_VOTE: Script = script!(
     "redlock_head",
@@ -33,6 +46,8 @@ pub(crate) static REDLOCK_RENEW: Script = script!(
     "redlock_common",
     "redlock_renew"
 );
+pub(crate) static REDLOCK_DOWNGRADE: Script = script!("redlock_head", "redlock_common", "redlock_downgrade");
+pub(crate) static REDLOCK_ADOPT: Script = script!("redlock_head", "redlock_common", "redlock_adopt");
 pub(crate) static REDLOCK_RELEASE: Script = script!(
     "redlock_head",
     "redlock_release_fast",
@@ -40,16 +55,20 @@ pub(crate) static REDLOCK_RELEASE: Script = script!(
     "redlock_release"
 );
 pub(crate) static REDLOCK_REVOKE: Script = script!("redlock_head", "redlock_common", "redlock_revoke");
+pub(crate) static REDLOCK_ASK_BACK: Script = script!("redlock_head", "redlock_common", "redlock_ask_back");
 pub(crate) static REDLOCK_INSPECT: Script = script!("redlock_head", "redlock_common", "redlock_inspect");
 pub(crate) static REDLOCK_MARKER: Script = script!("redlock_marker");
 
 /// The scripts that a connection to a Redlock master loads.
-pub(crate) static REDLOCK: [&Script; 7] = [
+pub(crate) static REDLOCK: [&Script; 10] = [
     &REDLOCK_VOTE,
     &REDLOCK_CONFIRM,
     &REDLOCK_RENEW,
+    &REDLOCK_DOWNGRADE,
+    &REDLOCK_ADOPT,
     &REDLOCK_RELEASE,
     &REDLOCK_REVOKE,
+    &REDLOCK_ASK_BACK,
     &REDLOCK_INSPECT,
     &REDLOCK_MARKER,
 ];

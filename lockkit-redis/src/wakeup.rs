@@ -3,13 +3,13 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
 };
 
-use lockkit_core::spi::OwnerId;
+use lockkit_core::spi::{Mutex, OwnerId};
 use tokio::{sync::Notify, time::Instant};
 
 /// The wake-ups of all claims of one client.
@@ -45,7 +45,8 @@ struct State {
     hand_off: Option<HandOff>,
 }
 
-/// A place in a queue behind others. The server does not tell the claim when it becomes the first.
+/// A place in a queue behind others. The server tells the claim when it becomes the first. Exception: after a hand-off whose lease
+/// lasts for a heartbeat or longer it does not, so the supervisor looks at each heartbeat, too.
 #[derive(Debug)]
 pub(crate) struct Follows {
     /// The key of the lock.
@@ -72,10 +73,6 @@ pub(crate) struct PushOrigin {
 }
 
 impl Wakeups {
-    fn map(&self) -> MutexGuard<'_, HashMap<u128, Arc<Wakeup>>> {
-        self.by_owner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(crate) fn add(&self, owner: OwnerId) -> Arc<Wakeup> {
         let new = || {
             Arc::new(Wakeup {
@@ -83,22 +80,22 @@ impl Wakeups {
                 ..Wakeup::default()
             })
         };
-        self.map().entry(owner.get()).or_insert_with(new).clone()
+        self.by_owner
+            .lock()
+            .entry(owner.get())
+            .or_insert_with(new)
+            .clone()
     }
 
     fn get(&self, owner: OwnerId) -> Option<Arc<Wakeup>> {
-        self.map().get(&owner.get()).cloned()
+        self.by_owner.lock().get(&owner.get()).cloned()
     }
 
     pub(crate) fn remove(&self, owner: OwnerId) {
-        let removed = self.map().remove(&owner.get());
+        let removed = self.by_owner.lock().remove(&owner.get());
         if let Some(wakeup) = removed {
-            wakeup.set_waits(&mut wakeup.state(), false);
+            wakeup.set_waits(&mut wakeup.state.lock(), false);
         }
-    }
-
-    fn abandoned(&self) -> MutexGuard<'_, HashMap<u128, Vec<u8>>> {
-        self.abandoned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes that a claim was dropped that may be in this lock's queue. The client's heartbeat would keep its place there.
@@ -106,7 +103,7 @@ impl Wakeups {
         /// A server that refuses requests for days must not fill the client's memory.
         const MOST: usize = 10_000;
 
-        let mut abandoned = self.abandoned();
+        let mut abandoned = self.abandoned.lock();
         if abandoned.len() < MOST {
             abandoned.insert(owner.get(), lock);
         }
@@ -114,7 +111,7 @@ impl Wakeups {
 
     /// Returns the dropped claims that the server has not been told of.
     pub(crate) fn all_abandoned(&self) -> Vec<(OwnerId, Vec<u8>)> {
-        let abandoned = self.abandoned();
+        let abandoned = self.abandoned.lock();
         let pairs = abandoned.iter();
         pairs
             .map(|(owner, lock)| (OwnerId::new(*owner), lock.clone()))
@@ -123,7 +120,7 @@ impl Wakeups {
 
     /// Notes that the server has been told of a dropped claim.
     pub(crate) fn forget_abandoned(&self, owner: OwnerId) {
-        self.abandoned().remove(&owner.get());
+        self.abandoned.lock().remove(&owner.get());
     }
 
     /// Returns whether any claim is in a queue at the server.
@@ -149,7 +146,7 @@ impl Wakeups {
             Some(wakeup) if ms == 0 => {
                 let token = token.parse().ok();
                 let hand_off = token.zip(origin).map(|(token, origin)| HandOff { token, origin });
-                wakeup.state().hand_off = hand_off;
+                wakeup.state.lock().hand_off = hand_off;
                 wakeup.wake();
             }
             Some(wakeup) => wakeup.ask_in(Duration::from_millis(ms)),
@@ -177,9 +174,9 @@ impl Wakeups {
 
     /// Returns the claims that wait behind others, each with the key of its lock.
     pub(crate) fn followers(&self) -> Vec<(OwnerId, Arc<Wakeup>, Vec<u8>)> {
-        let map = self.map();
+        let map = self.by_owner.lock();
         let followers = map.iter().filter_map(|(owner, wakeup)| {
-            let lock = wakeup.state().follows.as_ref()?.lock.clone();
+            let lock = wakeup.state.lock().follows.as_ref()?.lock.clone();
             Some((OwnerId::new(*owner), wakeup.clone(), lock))
         });
         followers.collect()
@@ -187,7 +184,7 @@ impl Wakeups {
 
     /// Wakes all claims. A new connection may have missed any push.
     pub(crate) fn wake_all(&self) {
-        let wakeups: Vec<_> = self.map().values().cloned().collect();
+        let wakeups: Vec<_> = self.by_owner.lock().values().cloned().collect();
         for wakeup in wakeups {
             wakeup.wake();
         }
@@ -204,12 +201,8 @@ fn parse(message: &[u8]) -> Option<(OwnerId, &str, &[u8])> {
 }
 
 impl Wakeup {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn wake(&self) {
-        self.state().woken = true;
+        self.state.lock().woken = true;
         self.changed.notify_one();
     }
 
@@ -223,7 +216,7 @@ impl Wakeup {
 
     /// Forgets what has been heard so far. The request that follows deals with it.
     pub(crate) fn begin(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         *state = State {
             waits: state.waits,
             free_at: state.free_at.take(),
@@ -235,7 +228,7 @@ impl Wakeup {
     /// the server sent before it, and knows better.
     pub(crate) fn ask_in(&self, after: Duration) {
         let at = Instant::now() + after;
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.ask_at = Some(state.ask_at.map_or(at, |before| before.min(at)));
         drop(state);
         self.changed.notify_one();
@@ -243,16 +236,16 @@ impl Wakeup {
 
     /// Notes that the server has the claim in a queue, behind others or as the head. It asks after this time at the latest.
     pub(crate) fn wait(&self, follows: Option<Follows>, after: Duration) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         self.set_waits(&mut state, true);
         state.follows = follows;
         drop(state);
         self.ask_in(after);
     }
 
-    /// Notes that the claim has become the first in the queue. It asks for how long the lease before it lasts.
+    /// Notes that the claim has become the first in the queue. It asks now, to learn for how long the lease before it still lasts.
     pub(crate) fn became_first(&self) {
-        let followed = self.state().follows.take();
+        let followed = self.state.lock().follows.take();
         if followed.is_some() {
             self.wake();
         }
@@ -261,7 +254,7 @@ impl Wakeup {
     /// Has a claim that still waits behind others ask after this time at the latest. How long a foreign hold lasts says
     /// nothing.
     pub(crate) fn still_follows(&self, after: Duration) {
-        let asks = matches!(&self.state().follows, Some(follows) if !follows.foreign);
+        let asks = matches!(&self.state.lock().follows, Some(follows) if !follows.foreign);
         if asks {
             self.ask_in(after);
         }
@@ -269,7 +262,7 @@ impl Wakeup {
 
     /// Notes that the claim does not wait any more.
     pub(crate) fn stop(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         self.set_waits(&mut state, false);
         *state = State {
             woken: state.woken,
@@ -279,12 +272,12 @@ impl Wakeup {
 
     /// Takes the hold that a push brought since the claim asked last. A repeated push counts once.
     pub(crate) fn take_hand_off(&self) -> Option<HandOff> {
-        self.state().hand_off.take()
+        self.state.lock().hand_off.take()
     }
 
     /// Counts from now on the masters, of several, at which the lock is free.
     pub(crate) fn listen(&self) {
-        self.state().free_at = Some(Vec::new());
+        self.state.lock().free_at = Some(Vec::new());
     }
 
     /// Notes that the lock is free at this master.
@@ -293,7 +286,7 @@ impl Wakeup {
     /// its way to the others; and a minority may be all that it ever hears of.
     fn is_free_at(&self, master: usize, majority: usize) {
         const SOON: Duration = Duration::from_millis(1);
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let Some(masters) = &mut state.free_at else { return };
         if !masters.contains(&master) {
             masters.push(master);
@@ -311,7 +304,7 @@ impl Wakeup {
     pub(crate) async fn notified(&self) {
         loop {
             let ask_at = {
-                let mut state = self.state();
+                let mut state = self.state.lock();
                 if std::mem::take(&mut state.woken) {
                     return;
                 }
@@ -332,7 +325,40 @@ impl Wakeup {
 
 #[cfg(test)]
 mod tests {
+    use std::{sync::mpsc, thread};
+
     use super::*;
+
+    /// The supervisor asks this at each tick, and a client may have many claims.
+    #[tokio::test]
+    async fn that_somebody_waits_is_known_without_a_look_at_each_claim() {
+        let wakeups = Wakeups::default();
+        let [one, two] = [7, 8].map(OwnerId::new);
+        let [waits, also_waits] = [one, two].map(|owner| wakeups.add(owner));
+        assert!(!wakeups.any_waits());
+        for wakeup in [&waits, &also_waits, &waits] {
+            wakeup.wait(None, Duration::from_secs(1));
+        }
+        waits.begin();
+        for wakeup in [&waits, &waits] {
+            assert!(wakeups.any_waits());
+            wakeup.stop();
+        }
+        thread::scope(|scope| {
+            let wakeups = &wakeups;
+            let claims = wakeups.by_owner.lock();
+            let (told, telling) = mpsc::channel();
+            scope.spawn(move || told.send(wakeups.any_waits()));
+            let waits = telling.recv_timeout(Duration::from_secs(5));
+            drop(claims);
+            assert_eq!(waits, Ok(true), "it looks at the claims");
+        });
+        wakeups.remove(two);
+        assert!(!wakeups.any_waits(), "the claim is gone");
+        also_waits.stop();
+        waits.wait(None, Duration::from_secs(1));
+        assert!(wakeups.any_waits());
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_push_that_overtakes_the_reply_before_it_is_not_forgotten() {
@@ -360,9 +386,9 @@ mod tests {
         let free = format!("{owner} 1 n");
         let tell = |master| wakeups.hint(master, 3, free.as_bytes());
         let asked = Instant::now();
-        let is_woken = || wakeup.state().woken;
+        let is_woken = || wakeup.state.lock().woken;
         tell(0);
-        assert!(wakeup.state().ask_at.is_none(), "it does not wait");
+        assert!(wakeup.state.lock().ask_at.is_none(), "it does not wait");
         wakeup.begin();
         wakeup.listen();
         for master in [0, 1, 1, 0] {
@@ -381,7 +407,7 @@ mod tests {
 
         wakeup.stop();
         (0..5).for_each(tell);
-        assert!(!is_woken() && wakeup.state().ask_at.is_none(), "it holds");
+        assert!(!is_woken() && wakeup.state.lock().ask_at.is_none(), "it holds");
         wakeups.hint(0, 3, format!("{owner} 0 n").as_bytes());
         assert!(is_woken(), "its hold was ended");
     }

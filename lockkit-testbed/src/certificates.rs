@@ -5,14 +5,14 @@ use std::{
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose,
+    KeyUsagePurpose, date_time_ymd,
 };
 use tempfile::TempDir;
 
 use crate::directory;
 
 /// A certificate authority that nobody else trusts, with a certificate for servers on this machine (`127.0.0.1`,
-/// `localhost`) and one for their clients. All are PEM files, which go with the value.
+/// `localhost`), one for their clients, and some that are not to be accepted. All are PEM files, which go with the value.
 #[derive(Debug)]
 pub struct Certificates {
     directory: TempDir,
@@ -54,9 +54,39 @@ impl Certificates {
         self.path("client.key")
     }
 
+    /// A client's certificate that expired long ago.
+    pub fn expired_client(&self) -> PathBuf {
+        self.path("expired-client.pem")
+    }
+
+    /// The private key of the [`expired_client`](Self::expired_client).
+    pub fn expired_client_key(&self) -> PathBuf {
+        self.path("expired-client.key")
+    }
+
+    /// A server's certificate and its private key in one file, as ZooKeeper reads them.
+    pub fn server_pair(&self, which: ServerPair) -> PathBuf {
+        self.path(match which {
+            ServerPair::Valid => "server.pair.pem",
+            ServerPair::Expired => "expired-server.pair.pem",
+            ServerPair::Elsewhere => "elsewhere.pair.pem",
+        })
+    }
+
     fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
+}
+
+/// The servers' certificates of one authority.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ServerPair {
+    /// For this machine.
+    Valid,
+    /// For this machine, and expired long ago.
+    Expired,
+    /// For a host elsewhere.
+    Elsewhere,
 }
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -72,21 +102,35 @@ fn write_all(directory: &Path) -> Result<(), Failure> {
     )?;
     let issuer = Issuer::new(authority, key);
 
+    let here = &["127.0.0.1", "localhost"][..];
     let leaves = [
-        ("server", ExtendedKeyUsagePurpose::ServerAuth),
-        ("client", ExtendedKeyUsagePurpose::ClientAuth),
+        ("server", ExtendedKeyUsagePurpose::ServerAuth, here),
+        ("expired-server", ExtendedKeyUsagePurpose::ServerAuth, here),
+        (
+            "elsewhere",
+            ExtendedKeyUsagePurpose::ServerAuth,
+            &["elsewhere.example"][..],
+        ),
+        ("client", ExtendedKeyUsagePurpose::ClientAuth, here),
+        ("expired-client", ExtendedKeyUsagePurpose::ClientAuth, here),
     ];
-    for (name, usage) in leaves {
-        let mut leaf = named(&format!("lockkit test {name}"), &["127.0.0.1", "localhost"])?;
+    for (name, usage, subjects) in leaves {
+        let mut leaf = named(&format!("lockkit test {name}"), subjects)?;
+        if name.starts_with("expired") {
+            leaf.not_before = date_time_ymd(2001, 1, 1);
+            leaf.not_after = date_time_ymd(2002, 1, 1);
+        }
         leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         leaf.extended_key_usages = vec![usage];
         leaf.use_authority_key_identifier_extension = true;
         let key = KeyPair::generate()?;
+        let (certificate, key) = (leaf.signed_by(&key, &issuer)?.pem(), key.serialize_pem());
+        fs::write(directory.join(format!("{name}.pem")), &certificate)?;
+        fs::write(directory.join(format!("{name}.key")), &key)?;
         fs::write(
-            directory.join(format!("{name}.pem")),
-            leaf.signed_by(&key, &issuer)?.pem(),
+            directory.join(format!("{name}.pair.pem")),
+            format!("{key}\n{certificate}"),
         )?;
-        fs::write(directory.join(format!("{name}.key")), key.serialize_pem())?;
     }
     Ok(())
 }

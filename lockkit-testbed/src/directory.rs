@@ -20,10 +20,14 @@ struct Home {
 
 static HOME: Mutex<Option<Home>> = Mutex::new(None);
 
-/// A server that is just being killed may still write a file into a directory as it is removed.
+/// Whatever still works in there is killed first: a server's children may be paused, and are told of nothing then. One
+/// that is just being killed may still write a file into a directory as it is removed.
 const JANITOR: &str = r#"
 trap '' HUP INT TERM
 while read -r _; do :; done
+for process in /proc/[0-9]*; do
+    case $(readlink "$process/cwd") in "$1"/*) kill -9 "${process#/proc/}" ;; esac
+done
 for _ in 1 2 3 4 5 6 7 8 9 10; do
     rm -rf "$1" && exit
     sleep 0.1

@@ -6,6 +6,8 @@
 //! - [`redis`]: Redis servers.
 //! - [`zookeeper`]: ZooKeeper servers.
 //! - [`mysql`]: MariaDB and MySQL servers.
+//! - [`postgres`]: PostgreSQL servers.
+//! - [`etcd`]: etcd servers.
 //! - [`Clock`]: a server's wall clock, to set forward and back.
 //! - [`Certificates`]: for servers that speak TLS.
 //! - [`Proxy`]: a TCP proxy that loses replies, delays, cuts and resets on command.
@@ -20,17 +22,20 @@ mod alarm;
 mod certificates;
 mod clock;
 mod directory;
+pub mod etcd;
 pub mod mysql;
 mod peer;
 mod port;
+pub mod postgres;
 mod process;
 mod proxy;
 pub mod redis;
 mod skip;
+mod template;
 mod wait;
 pub mod zookeeper;
 
-pub use certificates::Certificates;
+pub use certificates::{Certificates, ServerPair};
 pub use clock::Clock;
 pub use peer::{Peer, missing_python};
 pub use port::Port;

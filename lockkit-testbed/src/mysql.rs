@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{Clock, Port, Process};
+use crate::{Clock, Port, Process, template};
 
 /// MariaDB or MySQL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,7 +39,7 @@ impl MySql {
     /// Its password.
     pub const PASSWORD: &str = "hush-4711-canary";
 
-    /// Why there can be no such server here, if that is so.
+    /// Returns why there can be no such server here, if that is so.
     pub fn missing(flavour: Flavour) -> Option<String> {
         program(flavour).err().map(|error| error.to_string())
     }
@@ -58,7 +58,7 @@ impl MySql {
     /// As [`start`](Self::start).
     pub fn start_by(clock: Option<&Clock>, flavour: Flavour, options: &[&str]) -> io::Result<Self> {
         let program = program(flavour)?;
-        let template = template(flavour, &program)?;
+        let template = data_of(flavour, &program)?;
         let port = Port::reserve()?;
         let mut copied = Ok(());
         let process = Process::new("mysql", |directory| {
@@ -66,7 +66,7 @@ impl MySql {
             let init = directory.join("init.sql");
             // Of its own, since a server that starts removes what others have left, or so it takes it.
             let temporary = directory.join("tmp");
-            copied = copy(&template, &data)
+            copied = template::copy(Command::new("cp"), &template, &data)
                 .and_then(|()| fs::write(&init, setup()))
                 .and_then(|()| fs::create_dir(&temporary));
             let mut command = Command::new(&program);
@@ -198,7 +198,7 @@ fn version(program: &Path) -> io::Result<String> {
 }
 
 /// A data directory as an installation makes it. Made once per version.
-fn template(flavour: Flavour, program: &Path) -> io::Result<PathBuf> {
+fn data_of(flavour: Flavour, program: &Path) -> io::Result<PathBuf> {
     let version: String = version(program)?
         .split_once("Ver ")
         .map_or("", |(_, version)| version)
@@ -206,15 +206,11 @@ fn template(flavour: Flavour, program: &Path) -> io::Result<PathBuf> {
         .take_while(|c| !c.is_whitespace())
         .filter(|c| c.is_ascii_alphanumeric() || "._-".contains(*c))
         .collect();
-    let home = build_directory().join("testbed");
-    let kept = home.join(format!("{flavour:?}-{version}").to_lowercase());
-    if kept.is_dir() {
-        return Ok(kept);
-    }
-    fs::create_dir_all(&home)?;
-    // Several test processes may be at it.
-    let making = tempfile::Builder::new().prefix("making-").tempdir_in(&home)?;
-    let data = making.path().join("data");
+    let name = format!("{flavour:?}-{version}").to_lowercase();
+    template::kept(&name, |data| initialise(flavour, program, data))
+}
+
+fn initialise(flavour: Flavour, program: &Path, data: &Path) -> io::Result<()> {
     let mut install = match flavour {
         Flavour::MariaDb => {
             let mut install = Command::new("mariadb-install-db");
@@ -231,43 +227,15 @@ fn template(flavour: Flavour, program: &Path) -> io::Result<PathBuf> {
             install
         }
     };
-    let output = install
+    install
         .args(as_whom())
-        .arg(option("datadir", &data))
+        .arg(option("datadir", data))
         .arg(match flavour {
             Flavour::MariaDb => "--innodb-log-file-size=16M",
             Flavour::MySql => "--innodb-redo-log-capacity=16M",
-        })
-        .output()?;
-    if !output.status.success() {
-        return Err(io::Error::other(format!(
-            "a data directory cannot be initialised: {}{}",
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr)
-        )));
-    }
+        });
+    template::printed(&mut install)?;
     // MySQL wants each server to have an id of its own.
     let _ = fs::remove_file(data.join("auto.cnf"));
-    match fs::rename(&data, &kept) {
-        Err(_) if kept.is_dir() => Ok(kept),
-        done => done.map(|()| kept),
-    }
-}
-
-/// `target`, of which the running test is in `<profile>/deps`.
-fn build_directory() -> PathBuf {
-    let test = std::env::current_exe().unwrap_or_default();
-    let deps = test.ancestors().find(|path| path.ends_with("deps"));
-    deps.and_then(|deps| deps.ancestors().nth(2))
-        .map_or_else(std::env::temp_dir, Path::to_path_buf)
-}
-
-fn copy(from: &Path, to: &Path) -> io::Result<()> {
-    let output = Command::new("cp").arg("-R").arg(from).arg(to).output()?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(io::Error::other(
-        String::from_utf8_lossy(&output.stderr).into_owned(),
-    ))
+    Ok(())
 }

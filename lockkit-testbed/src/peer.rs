@@ -3,8 +3,10 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
     sync::mpsc,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
+
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::process::{spawn_for_good, tied};
 
@@ -85,6 +87,25 @@ impl Peer {
         self.answers.recv_timeout(while_waiting).is_err()
     }
 
+    /// Asks it to end (SIGTERM), and waits until it has.
+    ///
+    /// # Errors
+    /// If it does not within half a minute.
+    pub fn end(&mut self) -> io::Result<()> {
+        let deadline = Instant::now() + Self::LIMIT;
+        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+        if self.child.try_wait()?.is_none() {
+            kill_process(pid.ok_or(io::ErrorKind::InvalidInput)?, Signal::TERM)?;
+        }
+        while self.child.try_wait()?.is_none() {
+            if Instant::now() >= deadline {
+                return Err(io::Error::other("it does not end"));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
     /// Tells it what to do, and waits for the answer.
     ///
     /// # Errors
@@ -103,7 +124,7 @@ impl Drop for Peer {
     }
 }
 
-/// Why `python3` lacks a module, and what to do; `None` if it is there.
+/// Returns why `python3` lacks a module, and what to do; `None` if it is there.
 pub fn missing_python(module: &str) -> Option<String> {
     let looked = Command::new("python3")
         .args(["-c", &format!("import {module}")])
@@ -138,6 +159,16 @@ mod tests {
         let pid = peer.child.id();
         drop(peer);
         assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
+    }
+
+    #[test]
+    fn it_is_asked_to_end_and_may_do_something_before() {
+        let script = "trap 'echo done; exit' TERM; echo ready; while :; do sleep 0.01; done";
+        let mut peer = Peer::start(Command::new("sh").args(["-c", script])).unwrap();
+        assert_eq!(peer.hear().unwrap(), "ready");
+        peer.end().unwrap();
+        assert_eq!(peer.hear().unwrap(), "done");
+        peer.end().unwrap();
     }
 
     #[test]

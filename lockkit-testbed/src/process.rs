@@ -14,13 +14,17 @@ use tempfile::TempDir;
 
 use crate::directory;
 
+/// The longest pause between two looks at a server that comes up.
+const LONGEST_PAUSE: Duration = Duration::from_millis(25);
+
 /// A server's process: one program with one directory, which can be started, ended and started again.
 ///
 /// All methods take `&self`, so that a server may be shared by tests through a static. It never outlives the test
 /// process: it is killed on drop, and by the system when the test process dies without dropping it. What it prints
 /// goes to a file, whose end is part of the error when it does not come up.
 ///
-/// On Linux, a program that changes its user id loses the tie to the test process; run it as the user you are.
+/// On Linux, a program that changes its user id loses the tie to the test process, unless it ties itself again. So does
+/// one that makes others in sessions of their own. Both end with the directory at the latest, if they work in it.
 #[derive(Debug)]
 pub struct Process {
     directory: TempDir,
@@ -33,6 +37,51 @@ struct State {
     child: Option<Child>,
     paused: bool,
 }
+
+/// Makes the methods of a server that stop it and let it go on, by its `process`. Takes what there is to say about an orderly end.
+macro_rules! controls {
+    ($(#[$stop:meta])*) => {
+        /// Its process id, `None` if it does not run.
+        pub fn pid(&self) -> Option<u32> {
+            self.process.pid()
+        }
+
+        /// Ends it in order (SIGTERM).
+        $(#[$stop])*
+        ///
+        /// # Errors
+        /// If it does not end within 30 s.
+        pub fn stop(&self) -> std::io::Result<()> {
+            self.process.stop().map(drop)
+        }
+
+        /// Kills it (SIGKILL), as a crash would.
+        ///
+        /// # Errors
+        /// If the system refuses.
+        pub fn kill(&self) -> std::io::Result<()> {
+            self.process.kill().map(drop)
+        }
+
+        /// Pauses it (SIGSTOP): it does nothing until it is resumed. The system still accepts connections for it.
+        ///
+        /// # Errors
+        /// If it does not run.
+        pub fn pause(&self) -> std::io::Result<()> {
+            self.process.pause()
+        }
+
+        /// Lets it go on.
+        ///
+        /// # Errors
+        /// If it does not run.
+        pub fn resume(&self) -> std::io::Result<()> {
+            self.process.resume()
+        }
+    };
+}
+
+pub(crate) use controls;
 
 impl Process {
     /// A process that is not running yet. `command` is called with the new directory that the process is started in
@@ -91,6 +140,8 @@ impl Process {
     /// the process printed.
     pub fn wait_ready(&self, limit: Duration, mut ready: impl FnMut() -> io::Result<()>) -> io::Result<()> {
         let deadline = Instant::now() + limit;
+        // A server that takes long is asked less often: the machine may be busy enough.
+        let mut pause = Duration::from_millis(2);
         loop {
             let Err(error) = ready() else {
                 return Ok(());
@@ -100,13 +151,21 @@ impl Process {
             } else if Instant::now() >= deadline {
                 format!("not within {limit:?}")
             } else {
-                thread::sleep(Duration::from_millis(2));
+                thread::sleep(pause);
+                pause = (pause * 5 / 4).min(LONGEST_PAUSE);
                 continue;
             };
             return Err(io::Error::other(format!(
                 "the server does not come up, {why}: {error}\n{}",
                 self.log_tail()
             )));
+        }
+    }
+
+    /// Sets a variable of its environment, from its next start on.
+    pub(crate) fn set_env(&self, name: &str, value: &str) {
+        if let Some(command) = &mut self.state().command {
+            command.env(name, value);
         }
     }
 
@@ -175,11 +234,16 @@ impl Process {
     /// # Errors
     /// If it still runs after 30 s.
     pub fn stop(&self) -> io::Result<Option<ExitStatus>> {
+        self.stop_by(Signal::TERM)
+    }
+
+    /// As [`stop`](Self::stop), for a program that takes another signal for it.
+    pub(crate) fn stop_by(&self, signal: Signal) -> io::Result<Option<ExitStatus>> {
         let mut state = self.state();
         if !state.running()? {
             return Ok(None);
         }
-        state.signal(Signal::TERM)?;
+        state.signal(signal)?;
         state.signal(Signal::CONT)?;
         state.paused = false;
         let deadline = Instant::now() + Duration::from_secs(30);
@@ -190,7 +254,7 @@ impl Process {
             }
             if Instant::now() >= deadline {
                 return Err(io::Error::other(format!(
-                    "the process does not end on SIGTERM\n{}",
+                    "the process does not end on {signal:?}\n{}",
                     self.log_tail()
                 )));
             }

@@ -1,6 +1,6 @@
 use std::{
     collections::{HashMap, VecDeque},
-    io, mem,
+    fmt, io, mem,
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
@@ -104,14 +104,29 @@ impl Proxy {
         Self::start_and_edit(upstream, |_| {})
     }
 
-    /// Does as [`start`](Self::start), and has `edit` change the first piece that a client sends on a connection.
+    /// Starts a proxy as [`start`](Self::start) does, and has `edit` change the first piece that a client sends on a connection.
     pub(crate) fn start_and_edit(upstream: SocketAddr, edit: fn(&mut Vec<u8>)) -> io::Result<Self> {
+        Self::start_with(upstream, None, edit)
+    }
+
+    /// Starts a proxy of which each connection leads where `route` says, from the address of the client and that of the proxy. One
+    /// that it knows no way for is asked for again for a while, then reset.
+    pub(crate) fn start_and_route(
+        route: impl Fn(SocketAddr, SocketAddr) -> Option<SocketAddr> + Send + Sync + 'static,
+    ) -> io::Result<Self> {
+        let nowhere = SocketAddr::from(([127, 0, 0, 1], 1));
+        Self::start_with(nowhere, Some(Route(Box::new(route))), |_| {})
+    }
+
+    fn start_with(upstream: SocketAddr, route: Option<Route>, edit: fn(&mut Vec<u8>)) -> io::Result<Self> {
         let port = Arc::new(Port::reserve()?);
         let shared = Arc::new(Shared {
             mode: watch::Sender::new(Mode::Pass),
             upstream: Mutex::new(upstream),
             counts: Mutex::default(),
             turn: Mutex::default(),
+            recording: Mutex::default(),
+            route,
             edit,
         });
         let (orders, incoming) = mpsc::unbounded_channel();
@@ -175,6 +190,16 @@ impl Proxy {
         *lock(&self.shared.upstream) = upstream;
     }
 
+    /// Records from now on what comes from either side, of all connections one after the other, as somebody on the network would.
+    pub fn record(&self) {
+        lock(&self.shared.recording).get_or_insert_default();
+    }
+
+    /// Returns the [recording](Self::record) so far.
+    pub fn recording(&self) -> Vec<u8> {
+        lock(&self.shared.recording).clone().unwrap_or_default()
+    }
+
     /// Returns the traffic so far.
     pub fn counts(&self) -> Counts {
         *lock(&self.shared.counts)
@@ -219,7 +244,39 @@ struct Shared {
     upstream: Mutex<SocketAddr>,
     counts: Mutex<Counts>,
     turn: Mutex<Turn>,
+    /// What came from either side since the recording began, if there is one.
+    recording: Mutex<Option<Vec<u8>>>,
+    /// The way of each connection, where that is not the same for all.
+    route: Option<Route>,
     edit: fn(&mut Vec<u8>),
+}
+
+/// Says where a connection leads, from the address of its client and that of the proxy.
+struct Route(Box<RouteFn>);
+
+type RouteFn = dyn Fn(SocketAddr, SocketAddr) -> Option<SocketAddr> + Send + Sync;
+
+impl fmt::Debug for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Route")
+    }
+}
+
+impl Shared {
+    async fn upstream_of(&self, client: &Socket) -> io::Result<SocketAddr> {
+        let Some(Route(route)) = &self.route else {
+            return Ok(*lock(&self.upstream));
+        };
+        let (from, to) = (client.stream.peer_addr()?, client.stream.local_addr()?);
+        let deadline = Instant::now() + Duration::from_secs(2);
+        loop {
+            match route(from, to) {
+                Some(upstream) => return Ok(upstream),
+                None if Instant::now() < deadline => sleep(Duration::from_millis(10)).await,
+                None => return Err(io::ErrorKind::AddrNotAvailable.into()),
+            }
+        }
+    }
 }
 
 /// The round trip that is under way.
@@ -406,7 +463,9 @@ async fn serve(client: Arc<Socket>, shared: Arc<Shared>, out_of_step: Arc<Atomic
     if begun == Mode::HalfOpen {
         return silence(client, shared).await;
     }
-    let upstream = *lock(&shared.upstream);
+    let Ok(upstream) = shared.upstream_of(&client).await else {
+        return;
+    };
     let Ok(server) = TcpStream::connect(upstream).await else {
         return;
     };
@@ -494,7 +553,7 @@ struct Arrival {
 }
 
 enum What {
-    /// With how many of them have been handed on.
+    /// Bytes, and how many of them have been handed on.
     Bytes(Vec<u8>, usize),
     End,
     Failure,
@@ -567,6 +626,9 @@ impl<'a> Flow<'a> {
                     self.ask();
                 }
                 let mut bytes = self.buffer[..length].to_vec();
+                if let Some(recording) = &mut *lock(&self.shared.recording) {
+                    recording.extend_from_slice(&bytes);
+                }
                 if mem::take(&mut self.at_start) && self.way == Way::Request {
                     (self.shared.edit)(&mut bytes);
                 }

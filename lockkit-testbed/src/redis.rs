@@ -41,12 +41,12 @@ pub fn valkey() -> OsString {
     env::var_os("LOCKKIT_VALKEY_SERVER").unwrap_or_else(|| "valkey-server".into())
 }
 
-/// Why there are no Redis servers on this machine, and what to do; `None` if there are.
+/// Returns why there are no Redis servers on this machine, and what to do; `None` if there are.
 pub fn missing() -> Option<String> {
     cannot_run(&program(), "on Debian or Ubuntu: apt-get install redis-server")
 }
 
-/// Why there are no Valkey servers on this machine, and what to do; `None` if there are.
+/// Returns why there are no Valkey servers on this machine, and what to do; `None` if there are.
 pub fn missing_valkey() -> Option<String> {
     cannot_run(
         &valkey(),

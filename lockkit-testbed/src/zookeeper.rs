@@ -31,7 +31,19 @@ const JARS: [&str; 2] = [
     "/usr/share/java/slf4j-simple.jar",
 ];
 
-/// Why there are no ZooKeeper servers on this machine, and what to do; `None` if there are.
+/// The libraries for TLS, which come with the package of ZooKeeper.
+const TLS_JARS: [&str; 8] = [
+    "/usr/share/java/netty-handler.jar",
+    "/usr/share/java/netty-transport.jar",
+    "/usr/share/java/netty-buffer.jar",
+    "/usr/share/java/netty-common.jar",
+    "/usr/share/java/netty-codec.jar",
+    "/usr/share/java/netty-resolver.jar",
+    "/usr/share/java/netty-transport-native-epoll.jar",
+    "/usr/share/java/netty-transport-native-unix-common.jar",
+];
+
+/// Returns why there are no ZooKeeper servers on this machine, and what to do; `None` if there are.
 pub fn missing() -> Option<String> {
     let install = "on Debian or Ubuntu: apt-get install zookeeper default-jre-headless";
     let version = Command::new(JAVA)
@@ -45,6 +57,7 @@ pub fn missing() -> Option<String> {
         Ok(status) => return Some(format!("{JAVA} does not run: {status}; {install}")),
         Err(error) => return Some(format!("{JAVA} cannot be run ({error}); {install}")),
     }
-    let jar = JARS.iter().find(|jar| !Path::new(jar).exists())?;
+    let mut jars = JARS.iter().chain(&TLS_JARS);
+    let jar = jars.find(|jar| !Path::new(jar).exists())?;
     Some(format!("{jar} is not there; {install}"))
 }

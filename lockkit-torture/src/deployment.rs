@@ -89,20 +89,35 @@ pub trait Servers: fmt::Debug + Send + Sync + Sized + 'static {
         0
     }
 
-    /// Does as [`Target::left`].
+    /// Returns what is left at the servers, as [`Target::left`] does.
     ///
     /// # Errors
     /// If they cannot be asked.
     fn left(&self) -> io::Result<Vec<String>>;
 
-    /// Does as [`Target::max_ttl`].
+    /// Returns the shortest ttl, as [`Target::min_ttl`] does.
+    fn min_ttl(&self) -> Duration {
+        Duration::from_millis(500)
+    }
+
+    /// Returns the longest ttl, as [`Target::max_ttl`] does.
     fn max_ttl(&self) -> Duration {
         Duration::from_mins(1)
     }
 
-    /// Does as [`Target::dead_waiter_bound`].
+    /// Returns whether lists may lack a hold whose client cannot show it yet, as [`Target::shows_late`] does.
+    fn shows_late(&self) -> bool {
+        false
+    }
+
+    /// Returns the bound for a dead waiter, as [`Target::dead_waiter_bound`] does.
     fn dead_waiter_bound(&self, client: &LockClient, ttl: Duration) -> Duration {
         client.dead_holder_bound(ttl)
+    }
+
+    /// Returns whether several who adopt one hold at once may split the servers, as [`Target::splits`] does.
+    fn splits(&self) -> bool {
+        false
     }
 }
 
@@ -117,7 +132,7 @@ pub struct Deployment<S> {
 }
 
 impl<S: Servers> Deployment<S> {
-    /// Of `servers`, with new ways.
+    /// A deployment of `servers`, with new ways.
     ///
     /// # Errors
     /// If a proxy does not start.
@@ -167,12 +182,24 @@ impl<S: Servers> Target for Deployment<S> {
         lockkit::connect(route).await
     }
 
+    fn min_ttl(&self) -> Duration {
+        self.servers.min_ttl()
+    }
+
     fn max_ttl(&self) -> Duration {
         self.servers.max_ttl()
     }
 
     fn dead_waiter_bound(&self, client: &LockClient, ttl: Duration) -> Duration {
         self.servers.dead_waiter_bound(client, ttl)
+    }
+
+    fn splits(&self) -> bool {
+        self.servers.splits()
+    }
+
+    fn shows_late(&self) -> bool {
+        self.servers.shows_late()
     }
 
     fn faults(&self) -> Vec<Fault> {

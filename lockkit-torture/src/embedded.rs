@@ -43,7 +43,7 @@ impl Target for Memory {
 pub struct Files(pub TempDir);
 
 impl Files {
-    /// Of a directory of its own.
+    /// A deployment in a directory of its own.
     ///
     /// # Errors
     /// If it cannot be made.

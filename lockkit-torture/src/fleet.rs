@@ -29,7 +29,7 @@ struct State {
     now: usize,
     /// The number of deployments so far.
     ever: usize,
-    /// Why they ended, if not since all was done.
+    /// The reasons for which they ended, if not since all was done.
     errors: Vec<String>,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Outcome {
     pub(crate) name: String,
     pub(crate) report: Report,
     deployments: usize,
-    /// Why it is no success, beside what was found.
+    /// The reasons for which it is no success, beside what was found.
     errors: Vec<String>,
 }
 
@@ -177,7 +177,7 @@ pub(crate) fn table(outcomes: &[Outcome]) -> String {
     outcomes.iter().map(row).collect()
 }
 
-/// With commas.
+/// Writes a number with commas.
 fn thousands(number: usize) -> String {
     let digits = number.to_string();
     let mut text = String::new();

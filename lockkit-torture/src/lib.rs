@@ -5,7 +5,9 @@
 
 mod deployment;
 pub mod embedded;
+pub mod etcd;
 pub mod mysql;
+pub mod postgres;
 pub mod redis;
 pub mod redlock;
 mod wires;
@@ -16,10 +18,10 @@ pub use deployment::{Blow, Deployment, Harm, Servers};
 use std::{error::Error, io, sync::Arc};
 
 use lockkit_conformance::torture::Target;
-use lockkit_testbed::{mysql::Flavour, redis as servers, zookeeper as zk};
+use lockkit_testbed::{etcd as etcds, mysql::Flavour, postgres as pg, redis as servers, zookeeper as zk};
 
 /// The names of all targets.
-pub const TARGETS: [&str; 13] = [
+pub const TARGETS: [&str; 16] = [
     "memory",
     "file",
     "redis",
@@ -33,6 +35,9 @@ pub const TARGETS: [&str; 13] = [
     "mariadb-lease",
     "mysql-lease",
     "zk-readwrite",
+    "postgres",
+    "etcd",
+    "etcd3",
 ];
 
 /// Returns what a target needs, as `LOCKKIT_REQUIRE` calls it, and why it is not here, if it is not.
@@ -44,6 +49,8 @@ pub fn missing(target: &str) -> (&'static str, Option<String>) {
         "zk" | "zk3" | "zk-readwrite" => ("zk", zk::missing()),
         "mariadb" | "mariadb-lease" => ("mysql", mysql(Flavour::MariaDb)),
         "mysql" | "mysql-lease" => ("mysql-server", mysql(Flavour::MySql)),
+        "postgres" => ("postgres", pg::missing()),
+        "etcd" | "etcd3" => ("etcd", etcds::missing()),
         _ => ("memory", None),
     }
 }
@@ -70,6 +77,9 @@ pub fn start(target: &str) -> Result<Arc<dyn Target>, Box<dyn Error + Send + Syn
         "mysql" => of(mysql::Database::start(Flavour::MySql, false)?)?,
         "mariadb-lease" => of(mysql::Database::start(Flavour::MariaDb, true)?)?,
         "mysql-lease" => of(mysql::Database::start(Flavour::MySql, true)?)?,
+        "postgres" => of(postgres::Database::start()?)?,
+        "etcd" => of(etcd::Single::start()?)?,
+        "etcd3" => of(etcd::Cluster::start()?)?,
         _ => {
             let known = TARGETS.join(", ");
             return Err(io::Error::other(format!("there is no target {target:?}; there are {known}")).into());

@@ -59,7 +59,7 @@ struct Arguments {
     log: bool,
 }
 
-/// For the servers of some dozens of deployments.
+/// The bytes of room for the servers of some dozens of deployments.
 const ROOM: u64 = 8 << 30;
 
 type Fallible<T> = Result<T, Box<dyn Error + Send + Sync>>;

@@ -139,6 +139,10 @@ impl Servers for Database {
         vec![self.primary.addr()]
     }
 
+    fn shows_late(&self) -> bool {
+        !self.lease
+    }
+
     fn url(&self, addrs: &[SocketAddr]) -> String {
         let parameters = if self.lease { "?mode=lease" } else { "" };
         format!("{}{parameters}", MySql::url_at(addrs[0]))

@@ -156,8 +156,14 @@ impl Servers for Redis {
     }
 }
 
-/// The counter, and for ten idle minutes what says who held and waited.
+/// The counter, and for ten idle minutes what says who held and waited. What says who was asked to give up a hold lasts a little
+/// longer than the lease that this hold would have had.
 fn stays(key: &str, ttl: i64) -> bool {
-    let auxiliary = ["lockkit#holders:{", "lockkit#queue:{", "lockkit#about:{"];
+    let auxiliary = [
+        "lockkit#holders:{",
+        "lockkit#queue:{",
+        "lockkit#about:{",
+        "lockkit#revoked:{",
+    ];
     key == "lockkit#fence" || ttl > 0 && auxiliary.iter().any(|start| key.starts_with(start))
 }

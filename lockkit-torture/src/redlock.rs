@@ -80,6 +80,10 @@ impl Servers for Redlock {
         client.dead_holder_bound(ttl).max(Duration::from_secs(11))
     }
 
+    fn splits(&self) -> bool {
+        true
+    }
+
     fn seat(&self, strike: &Strike) -> u32 {
         strike.place
     }
@@ -129,7 +133,9 @@ impl Servers for Redlock {
     }
 }
 
-/// The marker, and counters, which go when they were not used for weeks.
+/// The marker, counters, which go when they were not used for weeks, and what says who was asked to give up a hold, or whose hold was
+/// ended, for a little longer than that hold would have had.
 fn stays(key: &str, ttl: i64) -> bool {
-    key == "lockkit#redlock" || key.starts_with("lockkit#fence:{") && ttl > 0
+    let auxiliary = ["lockkit#fence:{", "lockkit#revoked:{"];
+    key == "lockkit#redlock" || ttl > 0 && auxiliary.iter().any(|start| key.starts_with(start))
 }

@@ -9,7 +9,7 @@ use crate::deployment::{Blow, Harm, Servers};
 
 /// Long enough for a lease that is worth something, and short enough to be waited for.
 const SESSION: Duration = Duration::from_secs(6);
-/// Of a session that an operator ends.
+/// The time by which the end of a session by an operator is told.
 const TOLD: Told = Told::Within(Duration::from_secs(3));
 
 fn url(addrs: &[SocketAddr], nodes: &str) -> String {

@@ -3,10 +3,10 @@
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, UNIX_EPOCH},
 };
 
 use async_trait::async_trait;
@@ -17,19 +17,20 @@ use futures_util::{
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, LossReason,
     Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, Mutex},
 };
-use tokio::{runtime::Handle, task::AbortHandle};
+use tokio::{runtime::Handle, task::AbortHandle, time::Instant};
 use zookeeper_client::Stat;
 
 use crate::{
     NAME, Nodes, ZkConfig,
     claim::ZkClaim,
-    config::Address,
+    config::{Address, Tls},
     crowded_dirs::CrowdedDirs,
     error::{self, Failure},
-    layout::Layout,
-    lock,
+    holder_watch::ZkWatch,
+    layout::{Layout, REVOKE, is_revoked, is_writers, token},
+    list::ZkLister,
     session::{NodeState, Servers, Session, session_timeout},
     simple, turn,
 };
@@ -38,11 +39,17 @@ use crate::{
 const MAX_PERMITS: u32 = 1_000;
 /// The number of looks of one inspection. It looks again if all holders that it saw have left meanwhile.
 const MAX_LOOKS: usize = 5;
+/// The number of looks for the node of one hold. A downgrade puts another in its place, which happens once.
+const LOOKS_FOR_A_HOLD: usize = 2;
 /// The last resort of a waiter, since watches are reliable. Each poll of a waiter takes two small reads.
 const FALLBACK_POLL: Duration = Duration::from_secs(5);
 /// The answer to requests that `nodes=simple` cannot serve.
 const QUEUE_INSTEAD: &str =
     "with nodes=simple the lock is one node, which only one client can hold; use another layout";
+
+/// The answer to who asks the holder of such a node. A write that is meant for it could hit the node of the next.
+const ONLY_BY_FORCE: &str =
+    "asking a holder to give up its hold with nodes=simple; end it by force, or use another layout";
 
 /// Locks on a ZooKeeper ensemble.
 ///
@@ -65,7 +72,7 @@ const QUEUE_INSTEAD: &str =
 /// Clones share the session. Closing one closes all.
 #[derive(Clone)]
 pub struct ZkBackend {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
 }
 
 /// The state that the claims and the backend share.
@@ -82,6 +89,15 @@ pub(crate) struct Shared {
     closed: AtomicBool,
 }
 
+/// The outcome of a look for the node of a hold.
+enum Look {
+    /// There is none.
+    None,
+    Found(String, NodeState),
+    /// The node of an exclusive hold has gone since it was listed, and a shared one may be in its place.
+    Outdated,
+}
+
 /// A session that is being opened. It goes on without those who asked for it.
 struct Opening {
     task: AbortHandle,
@@ -92,8 +108,9 @@ impl ZkBackend {
     /// Opens a session. Call it within a Tokio runtime: the session lives there.
     ///
     /// # Errors
-    /// [`Error::InvalidOptions`] for a value that cannot be kept, perhaps because of what the server grants.
-    /// [`Error::Backend`] if no server can be reached, or none lets this client in.
+    /// [`Error::InvalidOptions`] for a value that cannot be kept, perhaps because of what the server grants, and for a file of
+    /// certificates that cannot be used. Files are read once, here. [`Error::Backend`] if no server can be reached, or none lets
+    /// this client in. It is permanent if TLS with every server failed because of a certificate.
     ///
     /// # Cancel safety
     /// May be dropped at any await. A session that has been opened ends. Directories that were made stay or are removed, as
@@ -103,7 +120,7 @@ impl ZkBackend {
         let layout = Layout::new(&address.chroot, &config.namespace);
         let runtime = Handle::try_current().map_err(|_| Failure::NoRuntime.during("connect"))?;
         let shared = Shared {
-            servers: Servers::new(&config, &address),
+            servers: Servers::new(&config, &address)?,
             config,
             address,
             layout,
@@ -114,37 +131,135 @@ impl ZkBackend {
             closed: AtomicBool::new(false),
         };
         let shared = Arc::new(shared);
+        shared.warn_of_open_password();
         shared.session().await.map_err(|error| error.during("connect"))?;
         Ok(Self { shared })
     }
 
     async fn look(&self, name: &LockName, kind: LockKind) -> error::Result<LockState> {
-        let path = self.shared.layout.lock_path(name, kind);
+        self.look_at(&self.shared.layout.lock_path(name, kind), kind)
+            .await
+    }
+
+    /// Returns the state of the lock or semaphore at this path.
+    pub(crate) async fn look_at(&self, path: &str, kind: LockKind) -> error::Result<LockState> {
         let session = self.shared.session().await?;
         for _ in 0..MAX_LOOKS {
-            let (nodes, waiting) = self.holding_nodes(&session, &path, kind).await?;
+            let (nodes, waiting) = self.holding_nodes(&session, path, kind).await?;
             let is_outdated = !nodes.is_empty() && nodes.iter().all(|(_, node)| node.is_none());
             if !is_outdated {
-                let nodes: Vec<_> = nodes.into_iter().filter_map(|(_, node)| node).collect();
-                return Ok(LockState::new(
-                    holders(&self.shared, &session, nodes).await?,
-                    waiting,
-                ));
+                let nodes = nodes.into_iter();
+                let nodes: Vec<_> = nodes.filter_map(|(path, node)| Some((path, node?))).collect();
+                return Ok(LockState::new(self.holders(&session, nodes).await?, waiting));
             }
         }
-        Err(Failure::Unstable { path })
+        Err(Failure::Unstable {
+            path: path.to_owned(),
+        })
+    }
+
+    /// Returns the holders that made these nodes. A holder's lease is what its session has left, as far as its last heartbeat
+    /// shows.
+    async fn holders(
+        &self,
+        session: &Session,
+        nodes: Vec<(String, NodeState)>,
+    ) -> error::Result<Vec<Holder>> {
+        let heartbeats = nodes
+            .iter()
+            .map(|(_, (_, stat))| self.shared.heartbeat_path(stat.ephemeral_owner));
+        let heartbeats: Vec<_> = heartbeats.collect();
+        let heartbeats = session.read_all(&heartbeats).await?;
+        let holders = nodes.iter().zip(&heartbeats);
+        let holders = holders
+            .filter_map(|((path, node), heartbeat)| self.holder(session, path, node, heartbeat.as_ref()));
+        Ok(holders.collect())
+    }
+
+    /// Returns the token of the hold whose node is at this path.
+    fn token(&self, path: &str, stat: &Stat) -> Option<u64> {
+        match self.shared.nodes() {
+            Nodes::Simple => u64::try_from(stat.czxid).ok(),
+            Nodes::Mutex | Nodes::ReadWrite => token(path, stat.czxid),
+        }
+    }
+
+    /// Returns the holder that made this node at `path`, and whose session has this other node.
+    pub(crate) fn holder(
+        &self,
+        session: &Session,
+        path: &str,
+        (data, stat): &NodeState,
+        heartbeat: Option<&NodeState>,
+    ) -> Option<Holder> {
+        let is_simple = self.shared.nodes() == Nodes::Simple;
+        let label = if is_simple {
+            simple::label(data).unwrap_or(data)
+        } else {
+            data
+        };
+        let is_label = |label: &&str| !label.is_empty() && !is_revoked(label.as_bytes(), stat);
+        let label = std::str::from_utf8(label).ok().filter(is_label);
+        let token = FencingToken::new(self.token(path, stat)?);
+        let left = heartbeat.and_then(|(data, stat)| left(session, data, stat));
+        // In a queue, a node is made when its owner begins to wait.
+        let made = u64::try_from(stat.ctime).ok().filter(|_| is_simple);
+        let since = made.and_then(|made| UNIX_EPOCH.checked_add(Duration::from_millis(made)));
+        Some(Holder::new(token, label.map(str::to_owned), left).since(since))
+    }
+
+    /// Asks the holder with this token to make way, as Curator's `Revoker` does, by writing to its node. The number of its node is
+    /// no other's, so that the request hits nobody else.
+    async fn ask_back(&self, name: &LockName, kind: LockKind, token: u64) -> error::Result<Option<Lease>> {
+        let path = self.shared.layout.lock_path(name, kind);
+        let session = self.shared.session().await?;
+        for _ in 0..LOOKS_FOR_A_HOLD {
+            match self.node_of(&session, &path, kind, token).await? {
+                Look::None => return Ok(None),
+                Look::Found(path, node) if session.write(&path, REVOKE).await? => {
+                    let since = Instant::now();
+                    let holder = self.holders(&session, vec![(path, node)]).await?.pop();
+                    return Ok(Some(Lease::new(since, holder.and_then(|holder| holder.left))));
+                }
+                Look::Found(..) | Look::Outdated => {}
+            }
+        }
+        Ok(None)
     }
 
     async fn end(&self, name: &LockName, kind: LockKind, token: u64) -> error::Result<bool> {
         let path = self.shared.layout.lock_path(name, kind);
         let session = self.shared.session().await?;
-        let (nodes, _) = self.holding_nodes(&session, &path, kind).await?;
-        for (path, node) in nodes {
-            if node.is_some_and(|(_, stat)| u64::try_from(stat.czxid) == Ok(token)) {
-                return session.delete(&path).await;
+        for _ in 0..LOOKS_FOR_A_HOLD {
+            match self.node_of(&session, &path, kind, token).await? {
+                Look::None => return Ok(false),
+                Look::Found(path, _) if session.delete(&path).await? => return Ok(true),
+                Look::Found(..) | Look::Outdated => {}
             }
         }
         Ok(false)
+    }
+
+    /// Looks for the node of the hold with this token.
+    async fn node_of(
+        &self,
+        session: &Session,
+        path: &str,
+        kind: LockKind,
+        token: u64,
+    ) -> error::Result<Look> {
+        let (nodes, _) = self.holding_nodes(session, path, kind).await?;
+        let mut look = Look::None;
+        for (path, node) in nodes {
+            match node {
+                Some(node) if self.token(&path, &node.1) == Some(token) => {
+                    return Ok(Look::Found(path, node));
+                }
+                None if is_writers(&path) => look = Look::Outdated,
+                Some(_) | None => {}
+            }
+        }
+        Ok(look)
     }
 
     /// Returns the nodes of the holders, `None` for one that has gone since, and in a queue how many wait.
@@ -168,30 +283,6 @@ impl ZkBackend {
     }
 }
 
-/// Returns the holders that made these nodes. A holder's lease is what its session has left, as far as its last heartbeat
-/// shows.
-async fn holders(shared: &Shared, session: &Session, nodes: Vec<NodeState>) -> error::Result<Vec<Holder>> {
-    let heartbeats: Vec<_> = nodes
-        .iter()
-        .map(|(_, stat)| shared.layout.heartbeat_path(stat.ephemeral_owner))
-        .collect();
-    let heartbeats = session.read_all(&heartbeats).await?;
-    let holders = nodes
-        .iter()
-        .zip(heartbeats)
-        .filter_map(|((data, stat), heartbeat)| {
-            let label = match shared.nodes() {
-                Nodes::Simple => simple::label(data).unwrap_or(data),
-                Nodes::Mutex | Nodes::ReadWrite => data,
-            };
-            let label = std::str::from_utf8(label).ok().filter(|label| !label.is_empty());
-            let token = FencingToken::new(u64::try_from(stat.czxid).ok()?);
-            let left = heartbeat.and_then(|(data, stat)| left(session, &data, &stat));
-            Some(Holder::new(token, label.map(str::to_owned), left))
-        });
-    Ok(holders.collect())
-}
-
 /// Returns how much of a session is left whose node has these data and this state.
 fn left(session: &Session, data: &[u8], heartbeat: &Stat) -> Option<Duration> {
     let timeout = session_timeout(data)?;
@@ -201,6 +292,21 @@ fn left(session: &Session, data: &[u8], heartbeat: &Stat) -> Option<Duration> {
 }
 
 impl Shared {
+    fn warn_of_open_password(&self) {
+        let config = &self.config;
+        if let (Some(digest), Tls::Off) = (&config.auth, config.tls) {
+            let user = digest.user.escape_debug();
+            tracing::warn!(
+                "the password of the user {user} crosses the network in the clear; connect to the servers' \
+                 `secureClientPort` with tls=verify"
+            );
+        }
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
     pub(crate) fn nodes(&self) -> Nodes {
         self.config.nodes
     }
@@ -216,7 +322,7 @@ impl Shared {
             return Ok(session);
         }
         let opened = {
-            let mut opening = lock(&self.opening);
+            let mut opening = self.opening.lock();
             // The outcome of one that is done was for those who had asked by then.
             opening.take_if(|opening| opening.task.is_finished());
             if let Some(session) = self.live()? {
@@ -266,7 +372,7 @@ impl Shared {
     }
 
     fn slot(&self) -> MutexGuard<'_, Option<Arc<Session>>> {
-        lock(&self.current)
+        self.current.lock()
     }
 }
 
@@ -277,10 +383,13 @@ impl Backend for ZkBackend {
         let mut capabilities = Capabilities::default();
         capabilities.fifo = is_queue;
         capabilities.shared = is_queue;
+        capabilities.downgrade = is_queue;
         capabilities.permits = is_queue;
         capabilities.notified = true;
         capabilities.lease = true;
-        capabilities.revoke = true;
+        capabilities.revoke = is_queue;
+        capabilities.revoke_by_force = true;
+        capabilities.list = true;
         capabilities.fencing = FencingDurability::Durable;
         let Address { hosts, chroot } = &self.shared.address;
         let mut info = BackendInfo::new(NAME, format!("zk://{hosts}{chroot}"));
@@ -318,7 +427,25 @@ impl Backend for ZkBackend {
         looked.map_err(|error| error.during("inspect"))
     }
 
-    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+    fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        Ok(Box::new(ZkLister::new(self.clone(), prefix)))
+    }
+
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        if self.shared.nodes() == Nodes::Simple {
+            return Err(Error::unsupported(NAME, ONLY_BY_FORCE));
+        }
+        let asked = self.ask_back(name, kind, token.get()).await;
+        asked.map_err(|error| error.during("revoke"))
+    }
+
+    async fn watch(&self, name: &LockName, kind: LockKind) -> Result<Option<Box<dyn HolderWatch>>> {
+        let path = self.shared.layout.lock_path(name, kind);
+        let watch = ZkWatch::begin(self.shared.clone(), path, kind).await;
+        Ok(Some(Box::new(watch.map_err(|error| error.during("watch"))?)))
+    }
+
+    async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let ended = self.end(name, kind, token.get()).await;
         ended.map_err(|error| error.during("revoke"))
     }

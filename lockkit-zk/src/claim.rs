@@ -7,7 +7,7 @@ use std::{future::pending, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Error, LossReason,
-    spi::{Claim, ClaimRequest, Grant, Mode, Renewal, SessionProof},
+    spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal, SessionProof},
 };
 use uuid::Uuid;
 
@@ -34,6 +34,8 @@ pub(crate) struct ZkClaim {
     /// The number of nodes that the claim has asked for. Each has another name or mark.
     pub(crate) asked: u32,
     pub(crate) node: Option<OwnNode>,
+    /// The shared node that takes the place of the holder's, while it is not known whether it has been made.
+    pub(crate) shared_node: Option<OwnNode>,
     /// The watch of the holder's node, while the claim waits without a node of its own.
     pub(crate) holder: Option<Watch>,
 }
@@ -46,6 +48,7 @@ impl ZkClaim {
             path,
             asked: 0,
             node: None,
+            shared_node: None,
             holder: None,
         }
     }
@@ -91,6 +94,13 @@ impl ZkClaim {
                 .delete(node.in_crowd && self.request.mode == Mode::Exclusive)
                 .await?;
         }
+        if let Some(node) = &mut self.shared_node {
+            kept |= node.look().await?;
+            node.delete(false).await?;
+        }
+        if let Some(node) = self.shared_node.take() {
+            node.clear();
+        }
         self.clear();
         Ok(kept)
     }
@@ -123,6 +133,21 @@ impl Claim for ZkClaim {
         };
         let renewed = node.renew(self.request.ttl).await;
         renewed.map_err(|failure| failure.during("renew"))
+    }
+
+    /// The server knows no ttl.
+    fn set_ttl(&mut self, ttl: Duration) -> lockkit_core::Result<Option<Duration>> {
+        self.request.ttl = ttl;
+        if let Some(node) = &mut self.node {
+            node.forget_lease();
+        }
+        Ok(Some(ttl))
+    }
+
+    async fn downgrade(&mut self) -> lockkit_core::Result<Lease> {
+        let shared = self.make_shared().await;
+        let shared = shared.map_err(|failure| failure.during("downgrade"))?;
+        shared.map_err(|reason| Error::lost(NAME, self.request.name.clone(), reason))
     }
 
     async fn release(&mut self) -> lockkit_core::Result<()> {

@@ -1,48 +1,63 @@
 //! The configuration: the servers, and how nodes are made on them.
 
-use std::{fmt, str::FromStr, time::Duration};
+use std::{fmt, path::PathBuf, time::Duration};
 
-use lockkit_core::{Error, Result, spi::BackendInfo};
+pub use lockkit_core::spi::Tls;
+use lockkit_core::{
+    Error, Result,
+    spi::{BackendInfo, ServerUrl, words},
+};
 
 use crate::lease::TICKS_PER_TIMEOUT;
 
-/// The servers of an ensemble, and how nodes are made on them.
-///
-/// ```
-/// use std::time::Duration;
-/// use lockkit_zk::{Nodes, ZkConfig};
-///
-/// let mut config = ZkConfig::new("zk1:2181,zk2:2181,zk3:2181/services");
-/// config.namespace = "billing".into();
-/// config.session_timeout = Duration::from_secs(12);
-/// config.nodes = Nodes::ReadWrite;
-/// ```
-///
-/// The `Debug` form leaves out the password.
-#[derive(Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ZkConfig {
-    /// The servers, `host:port` separated by commas, and optionally the path of a directory for all nodes:
-    /// `zk1:2181,zk2:2181/services`. The port defaults to 2181. A missing directory is made.
-    pub servers: String,
-    /// The directory between that path and the locks, which keeps applications that share the ensemble apart. Consists of
-    /// `[A-Za-z0-9._-]`. There is none if it is empty.
-    pub namespace: String,
-    /// The user to authenticate as. Default: nobody.
-    pub auth: Option<Digest>,
-    /// The clients that may touch the nodes. Default: their creator alone with [`auth`](Self#structfield.auth), else everyone.
-    pub access: Option<Access>,
-    /// The layout of the nodes, which decides which other clients share the locks.
-    pub nodes: Nodes,
-    /// The session timeout to ask for: how long the ensemble keeps this client's holds after it last heard of the client. At
-    /// least five [ticks](Self#structfield.tick_time). The server may have other limits (2 to 20 ticks unless configured
-    /// otherwise), and what it grants counts. Default: 30 s.
-    pub session_timeout: Duration,
-    /// The servers' `tickTime`, or more. Leases are counted with it: with a figure below the servers', leases could outlast
-    /// their sessions. Default: 2 s, which is ZooKeeper's.
-    pub tick_time: Duration,
-    /// The fate of the directories of locks that nobody uses. Default: the server removes them.
-    pub parents: Parents,
+lockkit_core::spi::config! {
+    /// The servers of an ensemble, and how nodes are made on them.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use lockkit_zk::{Nodes, ZkConfig};
+    ///
+    /// let mut config = ZkConfig::new("zk1:2181,zk2:2181,zk3:2181/services");
+    /// config.namespace = "billing".into();
+    /// config.session_timeout = Duration::from_secs(12);
+    /// config.nodes = Nodes::ReadWrite;
+    /// ```
+    ///
+    /// The `Debug` form leaves out the password.
+    pub struct ZkConfig {
+        /// The servers, `host:port` separated by commas, and optionally the path of a directory for all nodes:
+        /// `zk1:2181,zk2:2181/services`. The port defaults to 2181. A missing directory is made.
+        pub servers: ServerUrl,
+        /// The directory between that path and the locks, which keeps applications that share the ensemble apart. Consists of
+        /// `[A-Za-z0-9._-]`. There is none if it is empty.
+        pub namespace: String = BackendInfo::DEFAULT_NAMESPACE.into(),
+        /// The user to authenticate as. Default: nobody. Without [`tls`](Self#structfield.tls), the password crosses the network in
+        /// the clear.
+        pub auth: Option<Digest> = None,
+        /// Encryption, and trust in the servers' certificates. It is the same for all [`servers`](Self#structfield.servers), whose
+        /// ports have to be their `secureClientPort`s. Default: [`Tls::Off`].
+        pub tls: Tls = Tls::Off,
+        /// A file of PEM certificates to trust instead of the system's. Needs [`Tls::Verify`].
+        pub ca: Option<PathBuf> = None,
+        /// A file with this client's certificate and those of its issuers (PEM), for servers that ask for one. Needs
+        /// [`key`](Self#structfield.key).
+        pub cert: Option<PathBuf> = None,
+        /// A file with the private key (PEM) of the certificate in [`cert`](Self#structfield.cert).
+        pub key: Option<PathBuf> = None,
+        /// The clients that may touch the nodes. Default: their creator alone with [`auth`](Self#structfield.auth), else everyone.
+        pub access: Option<Access> = None,
+        /// The layout of the nodes, which decides which other clients share the locks. Default: [`Nodes::Mutex`].
+        pub nodes: Nodes = Nodes::Mutex,
+        /// The session timeout to ask for: how long the ensemble keeps this client's holds after it last heard of the client. At
+        /// least five [ticks](Self#structfield.tick_time). The server may have other limits (2 to 20 ticks unless configured
+        /// otherwise), and what it grants counts. Default: 30 s.
+        pub session_timeout: Duration = Self::DEFAULT_SESSION_TIMEOUT,
+        /// The servers' `tickTime`, or more. Leases are counted with it: with a figure below the servers', leases could outlast
+        /// their sessions. Default: 2 s, which is ZooKeeper's.
+        pub tick_time: Duration = Self::DEFAULT_TICK_TIME,
+        /// The fate of the directories of locks that nobody uses. Default: the server removes them.
+        pub parents: Parents = Parents::Container,
+    }
 }
 
 /// A user and a password, for the scheme `digest`.
@@ -100,20 +115,6 @@ impl ZkConfig {
     /// The longest [`session_timeout`](Self#structfield.session_timeout).
     pub const MAX_SESSION_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
-    /// Configures an ensemble at these [`servers`](Self#structfield.servers), in the default namespace.
-    pub fn new(servers: impl Into<String>) -> Self {
-        Self {
-            servers: servers.into(),
-            namespace: BackendInfo::DEFAULT_NAMESPACE.to_owned(),
-            auth: None,
-            access: None,
-            nodes: Nodes::default(),
-            session_timeout: Self::DEFAULT_SESSION_TIMEOUT,
-            tick_time: Self::DEFAULT_TICK_TIME,
-            parents: Parents::default(),
-        }
-    }
-
     /// Returns the shortest session timeout at this [`tick_time`](Self#structfield.tick_time).
     pub const fn min_session_timeout(tick_time: Duration) -> Duration {
         tick_time.saturating_mul(TICKS_PER_TIMEOUT)
@@ -149,7 +150,26 @@ impl ZkConfig {
         {
             return Err(Error::invalid_option("user", "it is empty or has a colon in it"));
         }
-        Address::parse(&self.servers).map_err(|reason| Error::invalid_option("servers", reason))
+        let address =
+            Address::parse(&self.servers).map_err(|reason| Error::invalid_option("servers", reason))?;
+        self.check_tls(&address)?;
+        Ok(address)
+    }
+
+    fn check_tls(&self, address: &Address) -> Result<()> {
+        self.tls
+            .check(cfg!(feature = "tls"), [&self.ca, &self.cert, &self.key])?;
+        if self.tls == Tls::Off {
+            return Ok(());
+        }
+        #[cfg(feature = "tls")]
+        for host in address.hosts.split(',') {
+            lockkit_core::spi::tls::server_name(host)
+                .map_err(|reason| Error::invalid_option("servers", reason))?;
+        }
+        #[cfg(not(feature = "tls"))]
+        let _ = address;
+        Ok(())
     }
 
     pub(crate) fn access(&self) -> Access {
@@ -226,27 +246,9 @@ fn host_and_port(server: &str) -> std::result::Result<String, String> {
     }
 }
 
-macro_rules! named {
-    ($kind:ident, $option:literal: $($name:literal => $variant:ident),+) => {
-        impl FromStr for $kind {
-            type Err = Error;
-
-            fn from_str(name: &str) -> Result<Self> {
-                match name {
-                    $($name => Ok(Self::$variant),)+
-                    _ => {
-                        let known = [$($name),+].join(", ");
-                        Err(Error::invalid_option($option, format!("{name:?} is not one of {known}")))
-                    }
-                }
-            }
-        }
-    };
-}
-
-named!(Nodes, "nodes": "mutex" => Mutex, "readwrite" => ReadWrite, "simple" => Simple);
-named!(Access, "access": "everyone" => Everyone, "creator" => Creator);
-named!(Parents, "parents": "container" => Container, "persistent" => Persistent);
+words!(Nodes, "nodes": "mutex" = Mutex, "readwrite" = ReadWrite, "simple" = Simple);
+words!(Access, "access": "everyone" = Everyone, "creator" = Creator);
+words!(Parents, "parents": "container" = Container, "persistent" = Persistent);
 
 impl Digest {
     /// Makes credentials of this user and password.
@@ -263,21 +265,6 @@ impl fmt::Debug for Digest {
         f.debug_struct("Digest")
             .field("user", &self.user)
             .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for ZkConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ZkConfig")
-            .field("servers", &self.servers.rsplit('@').next())
-            .field("namespace", &self.namespace)
-            .field("auth", &self.auth)
-            .field("access", &self.access)
-            .field("nodes", &self.nodes)
-            .field("session_timeout", &self.session_timeout)
-            .field("tick_time", &self.tick_time)
-            .field("parents", &self.parents)
-            .finish()
     }
 }
 
@@ -325,11 +312,55 @@ mod tests {
         });
         refused("access", &|config| config.access = Some(Access::Creator));
         refused("user", &|config| config.auth = Some(Digest::new("a:b", "c")));
+        for option in ["ca", "cert", "key"] {
+            refused(option, &|config| set_file(config, option));
+        }
+        #[cfg(not(feature = "tls"))]
+        refused("tls", &|config| config.tls = Tls::Unverified);
+    }
+
+    fn set_file(config: &mut ZkConfig, option: &str) {
+        let file = match option {
+            "ca" => &mut config.ca,
+            "cert" => &mut config.cert,
+            _ => &mut config.key,
+        };
+        *file = Some("/some/file.pem".into());
+    }
+
+    #[cfg(feature = "tls")]
+    #[test]
+    fn tls_has_what_it_needs_or_is_refused() {
+        let refused = |tls, servers: &str, files: &[&str]| {
+            let mut config = ZkConfig::new(servers);
+            config.tls = tls;
+            for file in files {
+                set_file(&mut config, file);
+            }
+            match config.check() {
+                Ok(_) => "nothing",
+                Err(Error::InvalidOptions { option, .. }) => option,
+                Err(other) => panic!("{other:?}"),
+            }
+        };
+        for tls in [Tls::Verify, Tls::Unverified] {
+            assert_eq!(refused(tls, "a:1,[::1]:2,10.0.0.1,x_y.example", &[]), "nothing");
+            assert_eq!(refused(tls, "a:1", &["cert", "key"]), "nothing");
+            assert_eq!(refused(tls, "a:1", &["cert"]), "cert");
+            assert_eq!(refused(tls, "a:1", &["key"]), "key");
+            // No certificate can be for these.
+            for host in ["a..b", "-", "a%b", "[fe80::1%eth0]", "1.2.3", "ä"] {
+                assert_eq!(refused(tls, &format!("b,{host}:1"), &[]), "servers", "{host}");
+            }
+        }
+        assert_eq!(refused(Tls::Verify, "a:1", &["ca"]), "nothing");
+        assert_eq!(refused(Tls::Unverified, "a:1", &["ca"]), "ca");
     }
 
     #[test]
     fn layouts_have_names() {
         assert_eq!("readwrite".parse::<Nodes>().unwrap(), Nodes::ReadWrite);
+        assert_eq!("unverified".parse::<Tls>().unwrap(), Tls::Unverified);
         assert_eq!("creator".parse::<Access>().unwrap(), Access::Creator);
         assert_eq!("persistent".parse::<Parents>().unwrap(), Parents::Persistent);
         let error = "Simple".parse::<Nodes>().unwrap_err().to_string();

@@ -8,13 +8,15 @@ use std::{
     future::{Future, poll_fn},
     pin::{Pin, pin},
     sync::{
-        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard,
+        Arc, PoisonError, RwLock, RwLockReadGuard,
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll},
     time::Duration,
 };
 
+use futures_util::future::BoxFuture;
+use lockkit_core::spi::Mutex;
 use spawns_core::{Spawn, Task};
 use tokio::{
     runtime::Handle,
@@ -24,7 +26,21 @@ use tokio::{
 };
 use zookeeper_client::{Client, Connector, Error as ZkError, SessionState, StateWatcher};
 
-use crate::lock;
+use crate::error::Result;
+
+/// The way to one server for the client library.
+pub(crate) struct Route {
+    /// `host:port` to connect to.
+    pub(crate) host: String,
+    /// The session timeout to ask for.
+    pub(crate) timeout: Duration,
+    /// `user:password`.
+    pub(crate) credentials: Option<String>,
+    /// Carries the bytes, if they do not go to the server as they are. It is polled for as long as the connection lives.
+    pub(crate) relay: Option<Relaying>,
+}
+
+type Relaying = BoxFuture<'static, Result<()>>;
 
 /// A connection. Dropping it closes its session.
 pub(crate) struct Connection {
@@ -44,21 +60,30 @@ pub(crate) struct Liveness {
 }
 
 impl Connection {
-    /// Connects to one server, and stays with it. Call it within a Tokio runtime: the connection's task lives there.
-    pub(crate) async fn connect(connector: Connector, host: &str) -> Result<Self, ZkError> {
+    /// Connects to the server at `host`, and stays with it. Call it within a Tokio runtime: the connection's task lives there.
+    pub(crate) async fn connect(
+        connector: Connector,
+        host: &str,
+        mut relay: Option<Relaying>,
+    ) -> Result<Self> {
         let captured = CapturedTask::default();
         let mut connecting = pin!(connector.connect(host));
         let client = poll_fn(|cx| {
+            // Its failure says more than the end of the connection, which is what the library sees of it.
+            if let Poll::Ready(Err(failure)) = poll_relay(&mut relay, cx) {
+                return Poll::Ready(Err(failure));
+            }
             let _scope = spawns_core::enter(&captured);
-            connecting.as_mut().poll(cx)
+            connecting.as_mut().poll(cx).map_err(Into::into)
         });
         let client = client.await?;
         let (Some(serve), Ok(runtime)) = (captured.take(), Handle::try_current()) else {
-            return Err(ZkError::ClientClosed);
+            return Err(ZkError::ClientClosed.into());
         };
         let liveness = Arc::new(Liveness::default());
         let run = Run {
             serve: Some(serve),
+            relay,
             states: client.state_watcher(),
             liveness: liveness.clone(),
         };
@@ -167,6 +192,7 @@ impl Default for Liveness {
 /// The client library's task for one connection. It ends when the connection is lost.
 struct Run {
     serve: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    relay: Option<Relaying>,
     states: StateWatcher,
     liveness: Arc<Liveness>,
 }
@@ -189,6 +215,8 @@ impl Future for Run {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        // Once it has ended, the library finds its connection closed.
+        let _ = poll_relay(&mut self.relay, cx);
         let done = self
             .serve
             .as_mut()
@@ -207,19 +235,31 @@ impl Drop for Run {
     }
 }
 
+/// Polls a relay until it is done, and drops it then, which closes the library's connection.
+fn poll_relay(relay: &mut Option<Relaying>, cx: &mut Context<'_>) -> Poll<Result<()>> {
+    let Some(relaying) = relay else {
+        return Poll::Pending;
+    };
+    let done = relaying.as_mut().poll(cx);
+    if done.is_ready() {
+        *relay = None;
+    }
+    done
+}
+
 /// The task that the client library spawns while it connects.
 #[derive(Default)]
 struct CapturedTask(Mutex<Option<Task>>);
 
 impl CapturedTask {
     fn take(&self) -> Option<Pin<Box<dyn Future<Output = ()> + Send>>> {
-        let mut task = lock(&self.0);
+        let mut task = self.0.lock();
         task.take().map(|task| Box::into_pin(task.future))
     }
 }
 
 impl Spawn for CapturedTask {
     fn spawn(&self, task: Task) {
-        *lock(&self.0) = Some(task);
+        *self.0.lock() = Some(task);
     }
 }

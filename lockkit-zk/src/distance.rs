@@ -1,12 +1,11 @@
 //! The distance to the server.
 
-use std::{sync::Mutex, time::Duration};
+use std::time::Duration;
 
+use lockkit_core::spi::Mutex;
 use tokio::time::Instant;
 
-use crate::lock;
-
-/// With a round trip of this length, waiting for a reply costs more than one more request.
+/// The length of a round trip from which on waiting for a reply costs more than one more request.
 const FAR: Duration = Duration::from_millis(1);
 /// The number of replies that tell: on a busy machine most are late, but hardly all of this many.
 const SAMPLE: u32 = 64;
@@ -44,7 +43,7 @@ impl Distance {
     }
 
     fn note(&self, took: Duration) {
-        let mut replies = lock(&self.0);
+        let mut replies = self.0.lock();
         replies.fastest = replies.fastest.min(took);
         replies.count += 1;
         if replies.count == SAMPLE {
@@ -57,7 +56,7 @@ impl Distance {
 
     /// The server is known to be far away.
     pub(crate) fn is_far(&self) -> bool {
-        let replies = lock(&self.0);
+        let replies = self.0.lock();
         replies.before.min(replies.fastest) >= FAR
     }
 }

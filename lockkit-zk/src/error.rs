@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use lockkit_core::{Error, LockName, LossReason};
+use lockkit_core::{Error, LockName, LossReason, spi::queue::Abandoned};
 use zookeeper_client::Error as ZkError;
 
 use crate::NAME;
@@ -18,9 +18,7 @@ pub(crate) enum Failure {
     SessionEnded(LossReason),
     #[error("the session is not proven to be alive at the moment, so nothing is granted on it")]
     NotProven,
-    #[error(
-        "its node was deleted because the acquisition was not polled in time; the next attempt queues anew"
-    )]
+    #[error("{Abandoned}; the next attempt queues anew")]
     Abandoned,
     #[error(
         "its directory {dir} has (nearly) run out of sequence numbers; newcomers are refused until nobody holds or waits, \
@@ -47,6 +45,16 @@ pub(crate) enum Failure {
     RuntimeGone,
     #[error("{0}")]
     ShortSession(String),
+    /// TLS with a server failed, for a reason that may pass or not.
+    #[cfg(feature = "tls")]
+    #[error("{reason}")]
+    Tls { reason: String, permanent: bool },
+}
+
+impl From<Abandoned> for Failure {
+    fn from(Abandoned: Abandoned) -> Self {
+        Self::Abandoned
+    }
 }
 
 impl From<ZkError> for Failure {
@@ -71,8 +79,39 @@ impl Failure {
             Self::NoRuntime | Self::RuntimeGone | Self::NoLock { .. } => {
                 Error::permanent(NAME, operation, self)
             }
+            #[cfg(feature = "tls")]
+            Self::Tls { permanent: true, .. } => Error::permanent(NAME, operation, self),
             Self::Server(ref source) if !is_transient(source) => Error::permanent(NAME, operation, self),
             _ => Error::transient(NAME, operation, self),
+        }
+    }
+
+    #[cfg(feature = "tls")]
+    pub(crate) fn refused(reason: String, permanent: bool) -> Self {
+        Self::Tls { reason, permanent }
+    }
+
+    /// TLS with the server failed, and will fail again until somebody changes something.
+    pub(crate) fn is_distrust(&self) -> bool {
+        match self {
+            #[cfg(feature = "tls")]
+            Self::Tls { permanent, .. } => *permanent,
+            _ => false,
+        }
+    }
+
+    /// Returns the failure to report if two servers did not let the client in, first with `self`.
+    ///
+    /// What is wrong with TLS says more than silence does. It is permanent only if all servers have such a fault.
+    pub(crate) fn or(self, later: Self) -> Self {
+        match (self, later) {
+            (refused @ Self::Server(ZkError::AuthFailed), _)
+            | (_, refused @ Self::Server(ZkError::AuthFailed)) => refused,
+            #[cfg(feature = "tls")]
+            (first @ Self::Tls { permanent: true, .. }, Self::Tls { permanent: true, .. }) => first,
+            #[cfg(feature = "tls")]
+            (Self::Tls { reason, .. }, _) | (_, Self::Tls { reason, .. }) => Self::refused(reason, false),
+            (_, later) => later,
         }
     }
 

@@ -1,15 +1,18 @@
 //! The paths on the server, and the names of nodes.
 
-use std::{cmp::Ordering, fmt::Write as _, num::NonZeroU32};
+use std::fmt::Write as _;
 
-use lockkit_core::{LockKind, LockName, spi::Mode};
-use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use lockkit_core::{
+    LockKind, LockName,
+    spi::{
+        Mode,
+        queue::{self, Contender, Role},
+    },
+};
 use uuid::Uuid;
+use zookeeper_client::Stat;
 
 use crate::Nodes;
-
-/// The characters that a path component escapes.
-const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'.').remove(b'_').remove(b'-');
 
 /// No lock's directory has a name that begins with a `%` that is no escape.
 const SEMAPHORES: &str = "%semaphores";
@@ -18,6 +21,15 @@ const SESSIONS: &str = "%sessions";
 /// The sequence number from which on a directory counts as used up. The number is a signed 32-bit counter of the server's. At
 /// its end it stands still or turns negative. What is left before is room for those that come at once.
 const LAST_SEQUENCE: i64 = (1 << 31) - (1 << 20);
+
+/// The data of a holder's node whose holder is asked to give up its hold. Curator's `Revoker` writes the same.
+pub(crate) const REVOKE: &[u8] = b"__REVOKE__";
+
+/// Returns whether the holder of the node with these data is asked to give up its hold. A node that nobody has written to has its
+/// holder's label, which may be anything.
+pub(crate) fn is_revoked(data: &[u8], stat: &Stat) -> bool {
+    data == REVOKE && stat.version != 0
+}
 
 /// The paths that a client uses.
 #[derive(Clone, Debug)]
@@ -44,6 +56,21 @@ impl Layout {
         }
     }
 
+    /// Returns the directory that has the [paths](Self::lock_path) of all names of this kind. It has others, too.
+    pub(crate) fn locks_path(&self, kind: LockKind) -> String {
+        match kind {
+            LockKind::Lock if self.root.is_empty() => "/".to_owned(),
+            LockKind::Lock => self.root.clone(),
+            LockKind::Semaphore => format!("{}/{SEMAPHORES}", self.root),
+        }
+    }
+
+    /// Returns the name whose path ends in this component; `None` if it is something else's.
+    pub(crate) fn name(&self, found: &str, kind: LockKind) -> Option<LockName> {
+        let name = queue::name_in(found)?;
+        (basename(&self.lock_path(&name, kind)) == found).then_some(name)
+    }
+
     /// Returns the node that the session of this id writes to, to prove that it is alive.
     pub(crate) fn heartbeat_path(&self, id: i64) -> String {
         format!("{}/{SESSIONS}/{id:016x}", self.root)
@@ -59,7 +86,7 @@ fn component(text: &str) -> String {
             encoded
         });
     }
-    utf8_percent_encode(text, ENCODED).to_string()
+    queue::component(text)
 }
 
 /// Returns the directory that a path is in.
@@ -82,6 +109,26 @@ pub(crate) fn marker(mode: Mode, nodes: Nodes) -> String {
         (Mode::Shared, _) => "__READ__-lock-".to_owned(),
         (Mode::Permits(permits), _) => format!("permit-{permits}-"),
     }
+}
+
+/// What precedes the token in the name of a shared node that has taken the place of an exclusive one.
+const TOKEN: &str = "-token-";
+
+/// Returns the path of the shared node that takes the place of the exclusive one at `path`, which the transaction `czxid` has made.
+pub(crate) fn shared_in_place_of(path: &str, guid: Uuid, czxid: i64, nodes: Nodes) -> String {
+    let stem = path.trim_end_matches(|c: char| c.is_ascii_digit());
+    let number = &path[stem.len()..];
+    let marker = marker(Mode::Shared, nodes);
+    format!("{}/_c_{guid}{TOKEN}{czxid}-{marker}{number}", parent(path))
+}
+
+/// Returns the token of the hold whose node in a queue is at this path and was made by this transaction.
+pub(crate) fn token(path: &str, czxid: i64) -> Option<u64> {
+    let kept = basename(path).split_once(TOKEN).and_then(|(_, rest)| {
+        let (token, _) = rest.split_once('-')?;
+        token.parse().ok()
+    });
+    kept.or_else(|| u64::try_from(czxid).ok())
 }
 
 /// A claim's node, which may be there or not.
@@ -135,55 +182,22 @@ pub(crate) fn earlier_node<'a>(
     children.iter().find(|child| *child != own && is_owners(child))
 }
 
-/// A contender in a directory, by the name of its node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Contender<'a> {
-    pub(crate) name: &'a str,
-    pub(crate) sequence: i64,
-    pub(crate) role: Role,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    Writer,
-    Reader,
-    Permit(NonZeroU32),
-}
-
-impl<'a> Contender<'a> {
-    /// Parses a node's name; `None` if it is no contender of lockkit's, Curator's or kazoo's.
-    pub(crate) fn parse(name: &'a str) -> Option<Self> {
-        let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
-        let digits = &name[stem.len()..];
-        if digits.len() < 10 {
-            return None;
-        }
-        // A counter that ran over is written with a sign.
-        let negative = stem
-            .strip_suffix('-')
-            .and_then(|stem| Some((role(stem)?, format!("-{digits}"))));
-        let (role, number) = match negative {
-            Some((role, number)) => (role, number.parse().ok()?),
-            None => (role(stem)?, digits.parse().ok()?),
-        };
-        Some(Self {
-            name,
-            sequence: number,
-            role,
-        })
+/// Parses a node's name; `None` if it is no contender of lockkit's, Curator's or kazoo's.
+pub(crate) fn contender(name: &str) -> Option<Contender<&str>> {
+    let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    let digits = &name[stem.len()..];
+    if digits.len() < 10 {
+        return None;
     }
-
-    pub(crate) fn kind(&self) -> LockKind {
-        match self.role {
-            Role::Writer | Role::Reader => LockKind::Lock,
-            Role::Permit(_) => LockKind::Semaphore,
-        }
-    }
-
-    /// Compares by number. Equal numbers, from a counter that stands still, are compared by name.
-    pub(crate) fn order(&self, other: &Self) -> Ordering {
-        (self.sequence, self.name).cmp(&(other.sequence, other.name))
-    }
+    // A counter that ran over is written with a sign.
+    let negative = stem
+        .strip_suffix('-')
+        .and_then(|stem| Some((role(stem)?, format!("-{digits}"))));
+    let (role, number) = match negative {
+        Some((role, number)) => (role, number.parse().ok()?),
+        None => (role(stem)?, digits.parse().ok()?),
+    };
+    Some(Contender::new(name, number, role))
 }
 
 fn role(stem: &str) -> Option<Role> {
@@ -197,9 +211,14 @@ fn role(stem: &str) -> Option<Role> {
     permits.parse().ok().map(Role::Permit)
 }
 
+/// Returns whether the node at this path is of an exclusive hold, or waits for one.
+pub(crate) fn is_writers(path: &str) -> bool {
+    contender(basename(path)).is_some_and(|contender| contender.role == Role::Writer)
+}
+
 /// Returns the number of the contender at this path.
 pub(crate) fn sequence(path: &str) -> Option<i64> {
-    Contender::parse(basename(path)).map(|contender| contender.sequence)
+    contender(basename(path)).map(|contender| contender.order)
 }
 
 /// The directory has (nearly) no sequence numbers left.
@@ -209,12 +228,14 @@ pub(crate) fn is_used_up(sequence: i64) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU32;
+
     use proptest::prelude::*;
 
     use super::*;
 
     fn parsed(name: &str) -> Option<(i64, Role)> {
-        Contender::parse(name).map(|contender| (contender.sequence, contender.role))
+        contender(name).map(|contender| (contender.order, contender.role))
     }
 
     #[test]
@@ -280,6 +301,19 @@ mod tests {
     }
 
     #[test]
+    fn a_downgraded_node_has_the_number_and_token_it_had() {
+        for nodes in [Nodes::Mutex, Nodes::ReadWrite] {
+            let writer = format!("/ns/a/_c_guid-{}0000000042", marker(Mode::Exclusive, nodes));
+            assert_eq!(token(&writer, 77), Some(77));
+            let reader = shared_in_place_of(&writer, guid(1, 1), 77, nodes);
+            assert_eq!(parsed(basename(&reader)), Some((42, Role::Reader)), "{reader}");
+            assert_eq!(parent(&reader), "/ns/a");
+            assert_eq!(token(&reader, 99), Some(77), "{reader}");
+        }
+        assert_eq!(token("/a/_c_guid-token-x-__READ__0000000001", 5), Some(5));
+    }
+
+    #[test]
     fn reserved_names_are_escaped_and_nothing_else_becomes_one() {
         let layout = Layout::new("/chroot/", "");
         let path = |name: &str| layout.lock_path(&LockName::new(name).unwrap(), LockKind::Lock);
@@ -297,6 +331,17 @@ mod tests {
             Layout::new("", "").heartbeat_path(0x10),
             "/%sessions/0000000000000010"
         );
+    }
+
+    #[test]
+    fn what_is_no_lock_has_no_name() {
+        let layout = Layout::new("", "");
+        for other in ["%semaphores", "%sessions", "zookeeper", "%2f", "a%", "%FF", ""] {
+            assert_eq!(layout.name(other, LockKind::Lock), None, "{other}");
+        }
+        assert_eq!(layout.locks_path(LockKind::Lock), "/");
+        assert_eq!(layout.locks_path(LockKind::Semaphore), "/%semaphores");
+        assert_eq!(Layout::new("/c", "ns").locks_path(LockKind::Lock), "/c/ns");
     }
 
     #[test]
@@ -335,6 +380,8 @@ mod tests {
             prop_assert_eq!(a == b, path(&a) == path(&b));
             prop_assert!(!path(&a).contains("/%s"), "{} is where semaphores and sessions are", path(&a));
             prop_assert_eq!(path(&a).matches('/').count(), 2);
+            let name = layout.name(basename(&path(&a)), LockKind::Lock);
+            prop_assert_eq!(name, LockName::new(&a).ok());
         }
     }
 }

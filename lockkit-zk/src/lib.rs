@@ -21,33 +21,32 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod abandon_watch;
 mod backend;
 mod claim;
 mod config;
 mod connection;
 mod crowded_dirs;
 mod distance;
+mod downgrade;
 mod error;
+mod holder_watch;
 mod layout;
 mod lease;
+mod list;
 mod own_node;
 mod predecessors;
 mod queue;
+#[cfg(feature = "tls")]
+mod relay;
 mod session;
 mod simple;
+#[cfg(feature = "tls")]
+mod tls;
 mod turn;
 mod watch;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 pub use backend::ZkBackend;
-pub use config::{Access, Digest, Nodes, Parents, ZkConfig};
+pub use config::{Access, Digest, Nodes, Parents, Tls, ZkConfig};
 
 /// The name of this backend.
 const NAME: &str = "zookeeper";
-
-/// Locks a mutex, also a poisoned one: no change under one of these mutexes can be left half done.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}

@@ -10,15 +10,17 @@ use std::{
 
 use lockkit_core::{
     LossReason,
-    spi::{Grant, Lease, Renewal},
+    spi::{
+        Grant, Lease, Renewal,
+        queue::{AbandonWatch, NotifyingWaker},
+    },
 };
 use tokio::time::Instant;
 use zookeeper_client::Error as ZkError;
 
 use crate::{
-    abandon_watch::{AbandonWatch, NotifyingWaker},
     error::{Failure, Result},
-    layout::NodeRef,
+    layout::{NodeRef, is_revoked},
     predecessors::Predecessors,
     session::{FoundNode, Session},
     watch::{Watch, WatchEvent},
@@ -29,7 +31,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct OwnNode {
     pub(crate) session: Arc<Session>,
-    pub(crate) abandon_watch: Arc<AbandonWatch>,
+    pub(crate) abandon_watch: Arc<AbandonWatch<NodeRef>>,
     /// The directory had a crowd when the node was made.
     pub(crate) in_crowd: bool,
     /// The node as it was asked for.
@@ -39,6 +41,8 @@ pub(crate) struct OwnNode {
     watch: Option<Watch>,
     /// A request to delete it was sent.
     leaving: bool,
+    /// Somebody has asked its holder to give up the hold.
+    is_revoked: bool,
 }
 
 #[derive(Debug)]
@@ -67,6 +71,7 @@ impl OwnNode {
             stage: Stage::Asked,
             watch: None,
             leaving: false,
+            is_revoked: false,
         }
     }
 
@@ -233,13 +238,11 @@ impl OwnNode {
             // The server counts transactions from one.
             ZkError::UnexpectedError(format!("a node was made by transaction {czxid}"))
         })?;
-        Ok(Grant {
-            tokens: token..=token,
-            lease,
-        })
+        Ok(Grant::new(token..=token, lease))
     }
 
-    fn lease(&mut self, ttl: Duration) -> Result<Lease> {
+    /// Holds for as long as is proven now.
+    pub(crate) fn lease(&mut self, ttl: Duration) -> Result<Lease> {
         if let Some(reason) = self.session.ended() {
             return Err(Failure::SessionEnded(reason));
         }
@@ -252,10 +255,7 @@ impl OwnNode {
             return Err(Failure::Abandoned);
         }
         self.advance(|node| Stage::Held(node, end));
-        Ok(Lease {
-            since: now,
-            length: Some(end - now),
-        })
+        Ok(Lease::new(now, Some(end - now)))
     }
 
     /// Returns the end of a lease that lasts as long as the session is proven to be alive, and no longer than the ttl, which
@@ -284,6 +284,9 @@ impl OwnNode {
             if !is_watched {
                 return Ok(Renewal::Lost(LossReason::Revoked));
             }
+            if self.is_revoked {
+                return Ok(Renewal::Asked);
+            }
             if self.lease_end(Instant::now(), ttl) > granted {
                 return Ok(Renewal::Held(self.lease(ttl)?));
             }
@@ -292,6 +295,13 @@ impl OwnNode {
                 () = session.proven_less_than(granted) => {}
                 _ = self.event() => {}
             }
+        }
+    }
+
+    /// Has the next renewal grant what is proven, also if that is no longer than what was granted last.
+    pub(crate) fn forget_lease(&mut self) {
+        if let Stage::Held(_, until) = &mut self.stage {
+            *until = Instant::now().min(*until);
         }
     }
 
@@ -304,7 +314,8 @@ impl OwnNode {
         }
     }
 
-    /// Resolves when a hold with a lease until then should be renewed: less is proven, or the node may have gone.
+    /// Resolves when a hold with a lease until then should be renewed: less is proven, the node may have gone, or its holder is asked
+    /// to give up the hold.
     async fn disturbed(&mut self, granted: Instant) {
         let session = self.session.clone();
         tokio::select! {
@@ -316,7 +327,7 @@ impl OwnNode {
     async fn gone_or_ended(&mut self) {
         loop {
             match self.ensure_watched().await {
-                Ok(true) if self.event().await == WatchEvent::Written => {}
+                Ok(true) if !self.is_revoked && self.event().await == WatchEvent::Written => {}
                 Ok(_) => return,
                 Err(_) if self.session.ended().is_some() => return,
                 // The next heartbeat shows that the connection is back.
@@ -339,6 +350,7 @@ impl OwnNode {
         let reply = self.session.watch_all(&[path]).await?;
         let own = reply.into_iter().flatten().next();
         let own = own.filter(|(data, stat, _)| self.session.is_own(&self.asked, data, stat));
+        self.is_revoked = own.as_ref().is_some_and(|(data, stat, _)| is_revoked(data, stat));
         self.watch = own.map(|(_, _, watch)| watch);
         Ok(self.watch.is_some())
     }

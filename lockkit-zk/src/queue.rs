@@ -76,7 +76,7 @@ impl ZkClaim {
                 && excludes(nearest, mode)
             {
                 let before = Before {
-                    watch: vec![nearest.clone()],
+                    watch: vec![nearest.as_str()],
                     one_to_go: false,
                     ahead: None,
                 };
@@ -224,7 +224,7 @@ impl ZkClaim {
     /// Begins to watch those before the own node. Watches the own node too, if nothing else will show that it is still there
     /// when they have gone. Those that it waited for `so_far` are watched already. Returns `false` if one of them has gone
     /// meanwhile.
-    async fn watch(&mut self, before: Before, so_far: Option<Predecessors>) -> Result<bool> {
+    async fn watch(&mut self, before: Before<'_>, so_far: Option<Predecessors>) -> Result<bool> {
         let Some(node) = &mut self.node else {
             return Ok(false);
         };
@@ -232,7 +232,7 @@ impl ZkClaim {
             return Ok(false);
         };
         let connection_id = node.session.connection_id();
-        let in_dir = |name: &String| format!("{}/{name}", self.path);
+        let in_dir = |name: &&str| format!("{}/{name}", self.path);
         let mut paths: Vec<_> = before.watch.iter().map(in_dir).collect();
         if before.one_to_go
             && let Some(mut so_far) = so_far.filter(|so_far| so_far.begin_with(&paths, connection_id))

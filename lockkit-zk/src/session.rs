@@ -12,13 +12,16 @@ use std::{
     collections::VecDeque,
     fmt,
     ops::Deref,
-    sync::{Arc, Mutex, Weak, atomic::AtomicBool},
+    sync::{Arc, Weak, atomic::AtomicBool},
     time::Duration,
 };
 
 #[cfg(not(test))]
 use lockkit_core::spi::asleep;
-use lockkit_core::{LossReason, spi::SessionProof};
+use lockkit_core::{
+    LossReason,
+    spi::{Mutex, SessionProof, queue::AbandonWatch},
+};
 #[cfg(test)]
 use tests::asleep;
 use tokio::{
@@ -31,12 +34,11 @@ use zookeeper_client::{SessionInfo, SessionState};
 pub(crate) use self::{
     attach::Servers,
     heartbeat::session_timeout,
-    requests::{Enqueued, FoundNode, NodeState},
+    requests::{Enqueued, FoundNode, NodeState, Watched},
 };
 use self::{requests::NodeOptions, upkeep::Watches};
 use crate::{
     ZkConfig,
-    abandon_watch::AbandonWatch,
     config::check_session_timeout,
     connection::Connection,
     distance::Distance,
@@ -74,7 +76,7 @@ pub(crate) struct Core {
     pending_deletes: Mutex<Vec<NodeRef>>,
     delete_requested: Notify,
     /// Those of the nodes that claims have asked for.
-    abandon_watches: Mutex<Vec<Weak<AbandonWatch>>>,
+    abandon_watches: Mutex<Vec<Weak<AbandonWatch<NodeRef>>>>,
     distance: Distance,
     /// The server does not know multi-reads.
     lacks_multi_read: AtomicBool,
@@ -417,7 +419,7 @@ mod tests {
     fn config(server: &ZkServer) -> (ZkConfig, Servers) {
         let mut config = ZkConfig::new(server.addr().to_string());
         (config.session_timeout, config.tick_time) = (Duration::from_secs(20), ZkServer::TICK);
-        let servers = Servers::new(&config, &config.check().unwrap());
+        let servers = Servers::new(&config, &config.check().unwrap()).unwrap();
         (config, servers)
     }
 

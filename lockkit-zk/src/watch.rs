@@ -3,14 +3,15 @@
 use std::{
     fmt,
     future::poll_fn,
-    sync::{Arc, Mutex, MutexGuard, Weak},
+    sync::{Arc, MutexGuard, Weak},
     task::{Context, Poll, Wake, Waker},
 };
 
 use futures_util::{FutureExt, future::BoxFuture, task::AtomicWaker};
+use lockkit_core::spi::Mutex;
 use zookeeper_client::{EventType, OneshotWatcher, Stat};
 
-use crate::{connection::Liveness, lock};
+use crate::connection::Liveness;
 
 /// The watch of one node, for the claim that waits for its event.
 pub(crate) struct Watch(Arc<WatchState>);
@@ -48,10 +49,20 @@ pub(crate) enum WatchEvent {
 
 impl Watch {
     pub(crate) fn new(path: String, stat: &Stat, watcher: OneshotWatcher, liveness: &Arc<Liveness>) -> Self {
+        Self::of(path, (stat.czxid, stat.mzxid), watcher, liveness)
+    }
+
+    /// Makes the watch of a node that these transactions made and wrote last.
+    pub(crate) fn of(
+        path: String,
+        (czxid, mzxid): (i64, i64),
+        watcher: OneshotWatcher,
+        liveness: &Arc<Liveness>,
+    ) -> Self {
         Self(Arc::new_cyclic(|state| WatchState {
             path,
-            czxid: stat.czxid,
-            mzxid: stat.mzxid,
+            czxid,
+            mzxid,
             inner: Mutex::new(Inner {
                 armed: Some(next_event(watcher)),
                 liveness: liveness.clone(),
@@ -125,7 +136,7 @@ impl WatchState {
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        lock(&self.inner)
+        self.inner.lock()
     }
 }
 

@@ -82,6 +82,7 @@ mod files {
             url = "file:///var/lib/app/locks"
             ttl = "10s"
             wait = "1m 30s"
+            max_hold = "1h"
             op_timeout = "2s"
             connect_timeout = "500ms"
             namespace = ""
@@ -96,6 +97,7 @@ mod files {
         let mut expected = LockConfig::new("file:///var/lib/app/locks")
             .ttl(Duration::from_secs(10))
             .wait(Duration::from_secs(90))
+            .max_hold(Duration::from_secs(3_600))
             .op_timeout(Duration::from_secs(2))
             .connect_timeout(Duration::from_millis(500))
             .namespace("")

@@ -24,13 +24,76 @@ async fn the_default_namespace_is_lockkit() {
 
 #[tokio::test]
 async fn connecting_to_a_bad_url_is_the_error_of_reading_it() {
-    for url in ["", "etcd://h", "memory:?tll=1s", "mysql://h"] {
+    for url in ["", "consul://h", "memory:?tll=1s", "mysql://h"] {
         let of_reading = LockConfig::from_url(url).unwrap_err().to_string();
         assert_eq!(lockkit::connect(url).await.unwrap_err().to_string(), of_reading);
         assert_eq!(
             LockConfig::new(url).connect().await.unwrap_err().to_string(),
             of_reading
         );
+    }
+}
+
+/// They are read before anybody is asked, so that an error shows that the backend has been told of them.
+#[cfg(all(
+    feature = "tls",
+    any(feature = "redis", feature = "zk", feature = "mysql", feature = "etcd")
+))]
+mod certificates {
+    use lockkit::Error;
+
+    /// URLs whose next parameter is `cert`, and the tables of their backends.
+    const URLS: &[(&str, &str)] = &[
+        #[cfg(feature = "redis")]
+        ("rediss://127.0.0.1:1?", "redis"),
+        #[cfg(feature = "redis")]
+        (
+            "redlock://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3?tls=true&",
+            "redlock",
+        ),
+        #[cfg(feature = "zk")]
+        ("zk://127.0.0.1:1?tls=unverified&", "zk"),
+        #[cfg(feature = "etcd")]
+        ("etcd://127.0.0.1:1?tls=unverified&", "etcd"),
+        #[cfg(feature = "mysql")]
+        ("mysql://locker@127.0.0.1:1/app?tls=unverified&", "mysql"),
+    ];
+
+    /// The file that `option` names is none that the backend can use.
+    fn names(error: &Error, expected: &str, file: &str) {
+        match error {
+            Error::InvalidOptions { option, reason, .. } => {
+                assert_eq!(*option, expected, "{reason}");
+                assert!(reason.contains(file), "{reason}");
+            }
+            other => panic!("{other:?} for {expected}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_url_names_their_files() {
+        let certificates = lockkit_testbed::Certificates::generate().unwrap();
+        let cert = certificates.client();
+        let cert = cert.display();
+        for (url, _) in URLS {
+            let connect = async |rest: String| lockkit::connect(&format!("{url}{rest}")).await.unwrap_err();
+            let error = connect("cert=/none/me.pem&key=/none/me.key".into()).await;
+            names(&error, "cert", "/none/me.pem cannot be read");
+            let error = connect(format!("cert={cert}&key=/none/me.key")).await;
+            names(&error, "key", "/none/me.key cannot be read");
+        }
+    }
+
+    #[cfg(feature = "serde")]
+    #[tokio::test]
+    async fn a_config_file_names_their_files() {
+        for (url, table) in URLS {
+            let url = &url[..url.len() - 1];
+            let text = format!("url = '{url}'\n[{table}]\ncert = '/none/me.pem'\nkey = '/none/me.key'\n");
+            let config: lockkit::LockConfig = toml::from_str(&text).unwrap();
+            let error = config.connect().await.unwrap_err();
+            names(&error, "cert", "/none/me.pem cannot be read");
+        }
     }
 }
 

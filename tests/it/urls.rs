@@ -13,7 +13,13 @@ fn refused(url: &str) -> Error {
 }
 
 /// Each of these is, and no config shows its password.
-#[cfg(any(feature = "redis", feature = "zk", feature = "mysql"))]
+#[cfg(any(
+    feature = "redis",
+    feature = "zk",
+    feature = "mysql",
+    feature = "etcd",
+    feature = "postgres"
+))]
 fn taken(urls: &[&str]) {
     for url in urls {
         let config = LockConfig::from_url(url).unwrap_or_else(|error| panic!("{url}: {error}"));
@@ -22,7 +28,13 @@ fn taken(urls: &[&str]) {
 }
 
 /// Each of these is, and what is said names what is wrong and shows no password.
-#[cfg(any(feature = "redis", feature = "zk", feature = "mysql"))]
+#[cfg(any(
+    feature = "redis",
+    feature = "zk",
+    feature = "mysql",
+    feature = "etcd",
+    feature = "postgres"
+))]
 fn refused_for(urls: &[(&str, &str)]) {
     for (url, part) in urls {
         let text = refused(url).to_string();
@@ -32,7 +44,13 @@ fn refused_for(urls: &[(&str, &str)]) {
 }
 
 /// The server does not let it in, and what is said does not show its password, `wrong-one`.
-#[cfg(any(feature = "redis", feature = "zk", feature = "mysql"))]
+#[cfg(any(
+    feature = "redis",
+    feature = "zk",
+    feature = "mysql",
+    feature = "etcd",
+    feature = "postgres"
+))]
 async fn wrong_password(url: &str) {
     let error = lockkit::connect(url).await.unwrap_err();
     assert!(!error.is_transient(), "{error:?}");
@@ -61,11 +79,12 @@ fn reason(url: &str) -> String {
 
 #[test]
 fn parameters_go_to_the_fields_of_their_names() {
-    let url = "memory:?ttl=10s&wait=1m%2030s&op_timeout=2s&connect_timeout=500ms&namespace=a.b_c-1&label=h%C3%A9%26&local_handoffs=7";
+    let url = "memory:?ttl=10s&wait=1m%2030s&max_hold=1h&op_timeout=2s&connect_timeout=500ms&namespace=a.b_c-1&label=h%C3%A9%26&local_handoffs=7";
     let config: LockConfig = url.parse().unwrap();
     let expected = LockConfig::new("memory:")
         .ttl(Duration::from_secs(10))
         .wait(Duration::from_secs(90))
+        .max_hold(Duration::from_secs(3_600))
         .op_timeout(Duration::from_secs(2))
         .connect_timeout(Duration::from_millis(500))
         .namespace("a.b_c-1")
@@ -87,6 +106,7 @@ fn unknown_parameters_are_named_and_the_known_listed() {
         "`tll`",
         "ttl",
         "wait",
+        "max_hold",
         "op_timeout",
         "connect_timeout",
         "namespace",
@@ -130,6 +150,9 @@ fn values_out_of_range_name_the_option() {
         ("memory:?ttl=1ms", "ttl"),
         ("memory:?ttl=2y", "ttl"),
         ("memory:?wait=2y", "wait"),
+        ("memory:?max_hold=2y", "max_hold"),
+        ("memory:?max_hold=0s", "max_hold"),
+        ("memory:?ttl=10s&max_hold=9s", "max_hold"),
         ("memory:?op_timeout=0s", "op_timeout"),
         ("memory:?connect_timeout=0s", "connect_timeout"),
         ("memory:?namespace=a/b", "namespace"),
@@ -158,6 +181,12 @@ fn schemes_without_a_backend_here_name_the_feature() {
         ("zk", "zk"),
         #[cfg(not(feature = "mysql"))]
         ("mysql", "mysql"),
+        #[cfg(not(feature = "etcd"))]
+        ("etcd", "etcd"),
+        #[cfg(not(feature = "postgres"))]
+        ("postgres", "postgres"),
+        #[cfg(not(feature = "postgres"))]
+        ("postgresql", "postgres"),
     ];
     for (scheme, feature) in missing {
         let error = refused(&format!("{scheme}://user:canary@host/1"));
@@ -176,9 +205,19 @@ fn schemes_without_a_backend_here_name_the_feature() {
 
 #[test]
 fn unknown_schemes_list_the_known() {
-    let text = refused("etcd://host").to_string();
+    let text = refused("consul://host").to_string();
     for known in [
-        "etcd", "memory", "file", "redis", "rediss", "redlock", "zk", "mysql",
+        "consul",
+        "etcd",
+        "memory",
+        "file",
+        "redis",
+        "rediss",
+        "redlock",
+        "zk",
+        "mysql",
+        "postgres",
+        "postgresql",
     ] {
         assert!(text.contains(known), "{known} in {text}");
     }
@@ -209,6 +248,11 @@ fn redis_urls_name_a_server() {
         ("redis://user:canary@host?replicas=-1", "`replicas`"),
         ("redis://user:canary@host?replicas_timeout=0s", "replicas_timeout"),
         ("redis://user:canary@host?ca=/ca.pem", "rediss"),
+        ("redis://user:canary@host?cert=/me.pem&key=/me.key", "rediss"),
+        #[cfg(feature = "tls")]
+        ("rediss://user:canary@host?cert=/me.pem", "`key`"),
+        #[cfg(feature = "tls")]
+        ("rediss://user:canary@host?key=/me.key", "`cert`"),
     ]);
 }
 
@@ -251,6 +295,9 @@ fn redlock_urls_name_an_odd_number_of_masters() {
         ("redlock://a,u:canary@b,c?master_timeout=2m", "master_timeout"),
         ("redlock://a,u:canary@b,c?durable=yes", "`true`"),
         ("redlock://a,u:canary@b,c?ca=/ca.pem", "tls"),
+        ("redlock://a,u:canary@b,c?cert=/me.pem&key=/me.key", "tls"),
+        #[cfg(feature = "tls")]
+        ("redlock://a,u:canary@b,c?tls=true&cert=/me.pem", "`key`"),
         ("redlock://a,u:canary@b,c?sentinel=main", "`sentinel`"),
     ]);
     let text = refused("redlock://a,b,c?tls=true&ca=/ca.pem&ttl=0s").to_string();
@@ -320,6 +367,19 @@ fn zk_urls_name_an_ensemble() {
         ("zk://user:canary@host?session_timeout=9s", "session_timeout"),
         ("zk://user:canary@host?tick_time=0s", "tick_time"),
         ("zk://host?access=creator", "access"),
+        ("zk://user:canary@host?tls=maybe", "verify"),
+        ("zk://user:canary@host?ca=/ca.pem", "tls"),
+        ("zk://user:canary@host?cert=/me.pem&key=/me.key", "tls"),
+        #[cfg(not(feature = "tls"))]
+        ("zk://user:canary@host?tls=verify", "cargo feature `tls`"),
+        #[cfg(feature = "tls")]
+        ("zk://user:canary@host?tls=unverified&ca=/ca.pem", "tls=verify"),
+        #[cfg(feature = "tls")]
+        ("zk://user:canary@host?tls=verify&cert=/me.pem", "`key`"),
+        #[cfg(feature = "tls")]
+        ("zk://user:canary@host?tls=verify&key=/me.key", "`cert`"),
+        #[cfg(feature = "tls")]
+        ("zk://user:canary@a..b?tls=verify", "a..b"),
     ]);
 }
 
@@ -370,6 +430,14 @@ fn mysql_urls_name_a_database() {
         ("mysql://user:canary@host/app?schema=none", "auto, manual"),
         ("mysql://user:canary@host/app?tls=maybe", "verify"),
         ("mysql://user:canary@host/app?ca=/ca.pem", "tls=verify"),
+        ("mysql://user:canary@host/app?cert=/me.pem&key=/me.key", "`tls`"),
+        #[cfg(feature = "tls")]
+        ("mysql://user:canary@host/app?tls=verify&cert=/me.pem", "`key`"),
+        #[cfg(feature = "tls")]
+        (
+            "mysql://user:canary@host/app?tls=unverified&key=/me.key",
+            "`cert`",
+        ),
         (
             "mysql://user:canary@host/app?max_connections=0",
             "max_connections",
@@ -403,6 +471,149 @@ async fn a_mysql_url_connects_with_its_options() {
         guard.release().await.unwrap();
     }
     wrong_password(&server.url().replace(MySql::PASSWORD, "wrong-one")).await;
+}
+
+#[test]
+fn a_short_name_for_postgresql_says_how_it_is_written() {
+    let text = refused("pg://user:canary@host/app").to_string();
+    assert!(text.contains("postgres://") && !text.contains("canary"), "{text}");
+}
+
+#[cfg(feature = "etcd")]
+#[test]
+fn etcd_urls_name_a_cluster() {
+    taken(&[
+        "etcd://127.0.0.1",
+        "etcd://user:p%40ss:canary@etcd1:2379,etcd2:2379,etcd3:2379/services/locks",
+        "etcd://[::1]:2380?ttl=1s&namespace=billing",
+    ]);
+    refused_for(&[
+        ("etcd://", "no server"),
+        ("etcd:host", "no server"),
+        ("etcd://user@host", "password"),
+        ("etcd://user:canary@host:x", "servers"),
+        ("etcd://user:canary@host:1,/x", "servers"),
+        ("etcd://user:canary/canary@host", "%2F"),
+        ("etcd://:canary@host", "user"),
+        ("etcd://user:canary@host?poll=1s", "`poll`"),
+        ("etcd://user:canary@host?tls=maybe", "verify"),
+        ("etcd://user:canary@host?ca=/ca.pem", "tls"),
+        ("etcd://user:canary@host?cert=/me.pem&key=/me.key", "tls"),
+        #[cfg(not(feature = "tls"))]
+        ("etcd://user:canary@host?tls=verify", "cargo feature `tls`"),
+        #[cfg(feature = "tls")]
+        ("etcd://user:canary@host?tls=unverified&ca=/ca.pem", "tls=verify"),
+        #[cfg(feature = "tls")]
+        ("etcd://user:canary@host?tls=verify&cert=/me.pem", "`key`"),
+        #[cfg(feature = "tls")]
+        ("etcd://user:canary@host?tls=verify&key=/me.key", "`cert`"),
+        #[cfg(feature = "tls")]
+        ("etcd://user:canary@a..b?tls=verify", "a..b"),
+    ]);
+}
+
+#[cfg(feature = "etcd")]
+#[tokio::test]
+async fn an_etcd_url_connects_with_its_options() {
+    use lockkit_testbed::etcd::{self, EtcdServer};
+
+    if lockkit_testbed::skipped("etcd", etcd::missing()) {
+        return;
+    }
+    let server = EtcdServer::builder()
+        .authorise("services/billing/")
+        .start()
+        .unwrap();
+    let url = format!("{}/services?namespace=billing&ttl=7s&label=me", server.url());
+    let client = lockkit::connect(&url).await.unwrap();
+    let lock = client.lock("orders/42").unwrap();
+    let guard = lock.acquire().await.unwrap();
+    let id = lock.id().to_string();
+    assert!(
+        id.contains("/services") && !id.contains(EtcdServer::PASSWORD),
+        "{id}"
+    );
+    let keys = server.keys("services/billing/orders%2F42/").unwrap();
+    assert_eq!(keys.len(), 1, "{keys:?}");
+    let holder = &lock.inspect().await.unwrap().holders[0];
+    assert_eq!(holder.label.as_deref(), Some("me"));
+    assert!(holder.left.unwrap().as_secs() <= 7);
+    guard.release().await.unwrap();
+    wrong_password(&url.replace(EtcdServer::PASSWORD, "wrong-one")).await;
+}
+
+#[cfg(feature = "postgres")]
+#[test]
+fn postgres_urls_name_a_database() {
+    taken(&[
+        "postgres://db.example/app",
+        "postgresql://user:p%40ss@host:5433/app?schema=manual&max_connections=5",
+        "postgres://user:canary@[::1]/app?ttl=5s&sslmode=disable",
+        "postgres://user:canary@%2Frun%2Fpostgresql/app",
+        "postgres://user:canary@localhost/app?socket=/run/postgresql",
+    ]);
+    refused_for(&[
+        ("postgres://user:canary@host", "/database"),
+        ("postgres:host/app", "/database"),
+        ("postgres://user:canary@host:x/app", "port"),
+        ("postgres://:canary@host/app", "user"),
+        ("postgres://user:canary@host/app?schema=none", "auto, manual"),
+        ("postgres://user:canary@host/app?sslmode=allow", "verify-full"),
+        ("postgres://user:canary@host/app?sslrootcert=/ca.pem", "sslmode"),
+        (
+            "postgres://user:canary@host/app?sslcert=/me.pem&sslkey=/me.key",
+            "sslmode=disable",
+        ),
+        #[cfg(feature = "tls")]
+        (
+            "postgres://user:canary@host/app?sslmode=require&sslcert=/me.pem",
+            "`sslkey`",
+        ),
+        #[cfg(feature = "tls")]
+        (
+            "postgres://user:canary@host/app?sslmode=require&sslkey=/me.key",
+            "`sslcert`",
+        ),
+        (
+            "postgres://user:canary@host/app?max_connections=0",
+            "max_connections",
+        ),
+        ("postgres://user:canary@host/app?mode=lease", "`mode`"),
+        #[cfg(not(feature = "tls"))]
+        (
+            "postgres://user:canary@host/app?sslmode=verify-full",
+            "cargo feature `tls`",
+        ),
+    ]);
+}
+
+#[cfg(feature = "postgres")]
+#[tokio::test]
+async fn a_postgres_url_connects_with_its_options() {
+    use lockkit_testbed::postgres::{self, PgServer};
+
+    if lockkit_testbed::skipped("postgres", postgres::missing()) {
+        return;
+    }
+    let server = PgServer::plain().unwrap();
+    for scheme in ["postgres:", "postgresql:"] {
+        let url = server.url().replace("postgres:", scheme);
+        let client = lockkit::connect(&format!("{url}?namespace=billing&ttl=7s&label=me"))
+            .await
+            .unwrap();
+        let lock = client.lock("orders/42").unwrap();
+        let guard = lock.acquire().await.unwrap();
+        let id = lock.id().to_string();
+        assert!(
+            id.contains("/lockkit") && !id.contains(PgServer::PASSWORD),
+            "{id}"
+        );
+        let state = lock.inspect().await.unwrap();
+        assert_eq!(state.holders[0].label.as_deref(), Some("me"));
+        assert!(state.holders[0].left.unwrap().as_secs() <= 7);
+        guard.release().await.unwrap();
+    }
+    wrong_password(&server.url().replace(PgServer::PASSWORD, "wrong-one")).await;
 }
 
 #[cfg(feature = "file")]
@@ -488,7 +699,7 @@ proptest! {
     /// The password may hold characters that should have been percent-encoded.
     #[test]
     fn passwords_stay_secret(
-        scheme in "memory|file|FILE|redis|rediss|redlock|zk|mysql|etcd|[a-z]{1,6}|",
+        scheme in "memory|file|FILE|redis|rediss|redlock|zk|mysql|postgres|postgresql|pg|etcd|[a-z]{1,6}|",
         slashes in "//|",
         user in "[a-z]{0,5}",
         before in "[A-Za-z0-9/?#@:&=%+ .]{0,8}",
@@ -516,5 +727,45 @@ proptest! {
             .namespace(namespace)
             .ttl(Duration::from_millis(ttl_ms));
         prop_assert_eq!(LockConfig::from_url(&url).unwrap(), expected);
+    }
+}
+
+/// Each parameter of a URL has a row in the reference of options: in the section of its backend, or in that for all of them.
+#[test]
+fn every_option_is_in_the_reference() {
+    let page = include_str!("../../docs/options.md");
+    let section = |title: &str| {
+        page.split("\n## ")
+            .find(|section| section.starts_with(title))
+            .unwrap_or_else(|| panic!("no section {title}"))
+    };
+    let common = section("Every backend");
+    for (url, title) in [
+        ("memory:", "Every backend"),
+        ("file:///x", "File"),
+        ("redis://x", "Redis"),
+        ("redlock://x,y,z", "Redlock"),
+        ("zk://x", "ZooKeeper"),
+        ("mysql://x/y", "MySQL"),
+    ] {
+        let known = match refused(&format!("{url}?unknown=1")) {
+            Error::InvalidUrl { reason, .. } => reason,
+            Error::FeatureDisabled { .. } | Error::Unsupported { .. } => continue,
+            other => panic!("{url}: {other}"),
+        };
+        let (_, known) = known.split_once("known are ").unwrap();
+        let own = section(title);
+        for option in known.split(", ") {
+            let row = |section: &str| {
+                section.lines().any(|line| {
+                    line.starts_with("| `")
+                        && line.split(" | ").next().unwrap().contains(&format!("`{option}`"))
+                })
+            };
+            assert!(
+                row(own) || row(common),
+                "docs/options.md has no `{option}` for {url}"
+            );
+        }
     }
 }

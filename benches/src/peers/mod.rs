@@ -1,8 +1,10 @@
 //! The peers of lockkit: the least that can be done on each server, and other libraries.
 
+mod etcd;
 mod file;
 mod memory;
 mod mysql;
+mod postgres;
 mod redis;
 mod zookeeper;
 
@@ -12,9 +14,11 @@ use lockkit::BoxError;
 use lockkit_conformance::{helper, measure::Scenario};
 
 pub use self::{
+    etcd::{LeasedKey, LockRequest, LockRequestClient, LockedName, PutKey, PutKeyClient},
     file::{DistributedFileLock, Flock, LockedFile},
     memory::TokioSync,
     mysql::{ForUpdate, GetLock},
+    postgres::{AdvisoryLock, Form, LockedKey},
     redis::{PoppedToken, Rslock, RslockKey, SetNx, SetNxClient, SetNxKey, TokenRing},
     zookeeper::{Curator, CuratorLock, EphemeralNode},
 };
@@ -47,6 +51,12 @@ pub enum Peer {
     TokenRing(TokenRing),
     /// A row lock by hand.
     ForUpdate(ForUpdate),
+    /// An advisory lock by hand.
+    AdvisoryLock(AdvisoryLock),
+    /// A key with a lease by hand.
+    PutKey(PutKey),
+    /// The server's own lock.
+    LockRequest(LockRequest),
     /// `distributed-lock`.
     DistributedLock(DistributedFileLock),
     /// `rslock`.
@@ -66,6 +76,12 @@ impl fmt::Display for Peer {
             Self::Flock(it) => write!(f, "flock {}", it.dir.display()),
             Self::TokenRing(it) => write!(f, "token-ring {}", it.url),
             Self::ForUpdate(it) => write!(f, "for-update {}", it.url),
+            Self::AdvisoryLock(it) => match it.form {
+                Form::Text => write!(f, "advisory-text {}", it.url),
+                Form::Prepared => write!(f, "advisory-prepared {}", it.url),
+            },
+            Self::PutKey(it) => write!(f, "put-key {}", it.addr),
+            Self::LockRequest(it) => write!(f, "lock-request {}", it.addr),
             Self::DistributedLock(it) => write!(f, "distributed-lock {}", it.dir.display()),
             Self::Rslock(it) => write!(f, "rslock {}", it.urls.join(",")),
             Self::Curator(it) => write!(f, "curator {}", it.addr),
@@ -89,6 +105,16 @@ impl Peer {
             }),
             Some(("token-ring", url)) => helper::rival(TokenRing { url: at(url) }),
             Some(("for-update", url)) => helper::rival(ForUpdate { url: at(url) }),
+            Some(("advisory-text", url)) => helper::rival(AdvisoryLock {
+                url: at(url),
+                form: Form::Text,
+            }),
+            Some(("advisory-prepared", url)) => helper::rival(AdvisoryLock {
+                url: at(url),
+                form: Form::Prepared,
+            }),
+            Some(("put-key", addr)) => helper::rival(PutKey { addr: addr.parse()? }),
+            Some(("lock-request", addr)) => helper::rival(LockRequest { addr: addr.parse()? }),
             Some(("distributed-lock", dir)) => helper::rival(DistributedFileLock {
                 dir: PathBuf::from(dir),
             }),

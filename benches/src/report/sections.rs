@@ -112,7 +112,7 @@ fn contended() -> Vec<Section> {
             about: "Several tasks of one client on one name. lockkit hands the lock on within the process up to 32 \
                     times in a row, each time with a fresh fencing token, and then lets other processes in. With \
                     `local_handoffs=1000` it does so up to 1,000 times. The wait of others for that is below. ZooKeeper's \
-                    strict order rules it out.",
+                    and etcd's strict order rules it out.",
             scenarios: [2, 16, 100].map(Scenario::Tasks).to_vec(),
             picture: side_by_side(Scenario::Tasks(16), CONTENTION),
             far: false,
@@ -151,7 +151,7 @@ fn contended() -> Vec<Section> {
         Section {
             id: "waiters",
             title: "A long line",
-            about: "Many waiters on one name, over ten ZooKeeper sessions, each with a place in the queue at the \
+            about: "Many waiters on one name, over ten clients of ZooKeeper or of etcd, each with a place in the queue at the \
                     server. The wait of others behind one client is above.",
             scenarios: [10, 1_000].map(Scenario::Waiters).to_vec(),
             picture: bars(Scenario::Waiters(1_000)),

@@ -1,5 +1,7 @@
 //! Costs that are counted rather than timed: allocations, heap, tasks, requests.
 
+#[cfg(target_os = "linux")]
+mod listing;
 mod report;
 #[cfg(target_os = "linux")]
 mod waiting;

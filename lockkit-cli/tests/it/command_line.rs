@@ -42,6 +42,14 @@ fn bad_command_lines_get_one_line() {
     complains(&["break", "job"], &["--token"]);
     complains(&["break", "job", "--token", "x"], &["'x'", "--token"]);
     complains(&["completions", "cmd"], &["'cmd'"]);
+    complains(&["list", "--watch", "--json"], &["--watch", "--json"]);
+    complains(&["list", "a", "b"], &["'b'"]);
+    complains(
+        &["list", "--url", "memory:", &"x".repeat(1_025)],
+        &["1,024 bytes"],
+    );
+    complains(&["man", "rnu"], &["`rnu`"]);
+    complains(&["man", "__helper"], &["`__helper`"]);
 }
 
 #[test]
@@ -71,6 +79,11 @@ fn bad_values_get_one_line() {
     run(&[], &"x".repeat(1_025), &["lock name", "1,024 bytes"]);
     run(&["--ttl", "1ms"], "job", &["`ttl`", "10ms"]);
     run(&["--ttl", "2y"], "job", &["`ttl`", "year"]);
+    run(
+        &["--max-hold", "10s"],
+        "job",
+        &["`max_hold`", "10s", "ttl of 30s"],
+    );
     run(&["--label", &"x".repeat(257)], "job", &["`label`", "256"]);
 }
 
@@ -78,8 +91,10 @@ fn bad_values_get_one_line() {
 fn bad_servers_get_one_line_without_the_password() {
     for (url, part) in [
         ("nonsense", "scheme"),
-        ("etcd://user:canary@host", "file"),
+        ("consul://user:canary@host", "file"),
         ("mysql://user:canary@host", "/database"),
+        ("postgres://user:canary@host", "/database"),
+        ("postgresql://user:canary@127.0.0.1:1/app", "connect failed"),
         ("mysql://user:canary@127.0.0.1:1/app", "connect failed"),
         (
             "redlock://user:canary@127.0.0.1:1,127.0.0.1:2",
@@ -89,7 +104,9 @@ fn bad_servers_get_one_line_without_the_password() {
             "redlock://user:canary@127.0.0.1:1,127.0.0.1:2,127.0.0.1:3",
             "connect failed",
         ),
-        ("zk://user:canary@127.0.0.1:1", "connect failed"),
+        // Without TLS, a line before it would warn of the password.
+        ("zk://user:canary@127.0.0.1:1?tls=unverified", "connect failed"),
+        ("etcd://user:canary@127.0.0.1:1?tls=unverified", "connect failed"),
         ("redis://user:canary@127.0.0.1:1", "connect failed"),
         ("memory:?tll=1s", "`tll`"),
         ("memory:?ttl=x", "`ttl`"),
@@ -100,6 +117,7 @@ fn bad_servers_get_one_line_without_the_password() {
         for arguments in [
             &["run", "--url", url, "job", "--", "true"][..],
             &["inspect", "--url", url, "job"],
+            &["list", "--url", url],
             &["break", "--url", url, "job", "--token", "1"],
             &["check", "--url", url],
             &["check", "--for", "1s", "--seed", "1", "--url", url],
@@ -141,6 +159,8 @@ fn a_closed_pipe_is_no_panic() {
         &["completions", "bash"][..],
         &["--help"],
         &["inspect", "--url", "memory:", "job"],
+        &["list", "--url", "memory:"],
+        &["man"],
     ] {
         let (read, write) = std::io::pipe().unwrap();
         drop(read);
@@ -190,6 +210,39 @@ fn completions_for_every_shell() {
             assert!(script.contains(word), "{shell}: {word}");
         }
     }
+}
+
+/// Returns the page as it is read, without escapes.
+fn manual(arguments: &[&str]) -> String {
+    let (status, page, complaint) = outcome(&mut lockkit(&[&["man"], arguments].concat()));
+    assert_eq!((status, complaint.as_str()), (0, ""), "{arguments:?}");
+    page.replace("\\-", "-").replace("\\fB", "").replace("\\fR", "")
+}
+
+#[test]
+fn every_command_has_a_manual_page() {
+    let (_, help, _) = outcome(&mut lockkit(&["--help"]));
+    let (_, commands) = help.split_once("Commands:\n").unwrap();
+    let commands: Vec<_> = commands
+        .lines()
+        .map_while(|line| line.strip_prefix("  ")?.split_whitespace().next())
+        .filter(|command| *command != "help")
+        .collect();
+    assert!(commands.contains(&"run") && commands.contains(&"list"), "{help}");
+    let whole = manual(&[]);
+    assert!(whole.contains(".TH lockkit 1"), "{whole}");
+    assert!(!whole.contains("__"), "hidden subcommands stay hidden: {whole}");
+    for command in commands {
+        assert!(
+            whole.contains(&format!("lockkit-{command}(1)")),
+            "{command}: {whole}"
+        );
+        let page = manual(&[command]);
+        assert!(page.contains(&format!(".TH lockkit-{command} 1")), "{page}");
+        assert!(page.contains(&format!("lockkit {command}")), "{page}");
+    }
+    let run = manual(&["run"]);
+    assert!(run.contains("--ttl") && run.contains("Exit status"), "{run}");
 }
 
 #[test]

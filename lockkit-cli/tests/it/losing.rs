@@ -1,6 +1,9 @@
 //! A lock that is lost takes its command with it.
 
-use std::{fs, time::Duration};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
 use rustix::process::Signal;
 
@@ -72,4 +75,47 @@ fn a_renewed_lease_does_not_end_the_command() {
     ];
     let (status, output, complaint) = outcome(&mut lockkit(run));
     assert_eq!((status, output.as_str(), complaint.as_str()), (0, "done\n", ""));
+}
+
+/// With a lease that is not renewed any more, and where the command has the lock's file open and nothing ever expires.
+#[test]
+fn a_command_that_hangs_is_stopped_after_max_hold() {
+    let site = Site::new();
+    let file = site.url.clone();
+    for url in ["memory:", &file] {
+        let began = Instant::now();
+        let script = "trap 'echo told; exit 0' TERM; echo up; while :; do sleep 0.05; done";
+        let mut run = lockkit(&[
+            "run",
+            "--url",
+            url,
+            "--ttl",
+            "2s",
+            "--max-hold",
+            "3s",
+            "job",
+            "--",
+            "sh",
+            "-c",
+            script,
+        ]);
+        let (status, output, complaint) = outcome(&mut run);
+        let took = began.elapsed();
+        assert_eq!(
+            (status, output.as_str()),
+            (123, "up\ntold\n"),
+            "{url}: {complaint}"
+        );
+        // The shell may say that what it had started was terminated.
+        assert_eq!(
+            complaint.lines().last(),
+            Some(
+                "lockkit: lock `job` was held for its max_hold of 3s, so its command was stopped before the lease ran out"
+            ),
+            "{url}"
+        );
+        assert!(took > Duration::from_secs(3), "{url}: {took:?}");
+        let (status, ..) = outcome(&mut lockkit(&["run", "--url", url, "--try", "job", "--", "true"]));
+        assert_eq!(status, 0, "{url}: it is free again");
+    }
 }

@@ -1,9 +1,11 @@
 //! The `lockkit` command as its users have it: real processes on a real directory.
 
+mod breaking;
 mod command_line;
 mod connecting;
 mod holding;
 mod limits;
+mod listing;
 mod losing;
 mod servers;
 mod signals;

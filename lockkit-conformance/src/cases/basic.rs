@@ -1,6 +1,6 @@
 //! Holding, releasing, and holding again.
 
-use std::time::Duration;
+use std::{pin::pin, time::Duration};
 
 use futures_util::future::try_join;
 use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, LockKind, LossReason, spi::chain};
@@ -134,11 +134,19 @@ pub(crate) async fn late_release_harms_nobody(case: &CaseRun) -> Outcome {
 pub(crate) async fn bad_options_are_refused(case: &CaseRun) -> Outcome {
     let client = case.client().await?;
     let lock = case.lock_of(&client, "a")?;
-    let bad: [(&str, AcquireOptions); 8] = [
+    let bad: [(&str, AcquireOptions); 11] = [
         ("ttl", AcquireOptions::new().ttl(Duration::ZERO)),
         ("ttl", AcquireOptions::new().ttl(Duration::from_nanos(1))),
         ("ttl", AcquireOptions::new().ttl(Duration::MAX)),
         ("wait", AcquireOptions::new().wait(Duration::MAX)),
+        ("max_hold", AcquireOptions::new().max_hold(Duration::ZERO)),
+        ("max_hold", AcquireOptions::new().max_hold(Duration::MAX)),
+        (
+            "max_hold",
+            AcquireOptions::new()
+                .ttl(Duration::from_secs(2))
+                .max_hold(Duration::from_secs(1)),
+        ),
         ("op_timeout", AcquireOptions::new().op_timeout(Duration::ZERO)),
         ("op_timeout", AcquireOptions::new().op_timeout(Duration::MAX)),
         ("label", AcquireOptions::new().label("x".repeat(257))),
@@ -220,6 +228,29 @@ pub(crate) async fn inspection_shows_the_holder(case: &CaseRun) -> Outcome {
         LockKind::Lock,
     )
     .await
+}
+
+pub(crate) async fn unpolled_inspection_stops_nobody(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let (name, free) = (case.name("held"), case.lock_of(&client, "free")?);
+    let guard = granted_at_once("a lock nobody has used", &case.lock_of(&client, "held")?).await?;
+    for polls in 1..=3 {
+        let mut forgotten = pin!(client.inspect(&name));
+        if poll_at_most(polls, forgotten.as_mut()).await.is_some() {
+            continue;
+        }
+        let state = client.inspect(&name).await?;
+        ensure!(
+            state.holders.len() == 1,
+            "beside an inspection that was polled {polls} times: {state:?}"
+        );
+        granted_at_once("a lock beside an inspection that nobody polls", &free)
+            .await?
+            .release()
+            .await?;
+    }
+    guard.release().await?;
+    Ok(())
 }
 
 pub(crate) async fn dropped_outside_a_runtime(case: &CaseRun) -> Outcome {
@@ -320,7 +351,14 @@ pub(crate) async fn client_outlives_its_runtime(case: &CaseRun) -> Outcome {
             has_ended("try_acquire", lock.try_acquire().await)?;
             has_ended("acquire_timeout", lock.acquire_timeout(long).await)?;
             has_ended("inspect", lock.inspect().await)?;
-            let revoked = client.revoke(case.name("c"), FencingToken::new(1)).await;
+            let listed = match client.list("") {
+                Ok(mut list) => list.next().await.transpose(),
+                Err(error) => Err(error),
+            };
+            if !matches!(listed, Err(Error::Unsupported { .. })) {
+                has_ended("list", listed)?;
+            }
+            let revoked = client.revoke_by_force(case.name("c"), FencingToken::new(1)).await;
             has_ended("revoke", revoked)?;
             has_ended("close", client.close(long).await)
         };

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use lockkit_core::{Error, FencingToken, LossReason};
+use lockkit_core::{Error, FencingToken, HoldEnd, LockClient, LossReason};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::case_run::{
-    CaseRun, Outcome, PROMPT, comes_free, ensure, eventually, failed, granted_at_once, granted_within,
-    lasting, taken, within,
+    CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, eventually, failed, granted_at_once, granted_within,
+    lasting, poll_at_most, taken, within,
 };
 
 pub(crate) async fn saboteur_breaks_an_unprotected_hold(case: &CaseRun) -> Outcome {
@@ -44,6 +44,11 @@ pub(crate) async fn told_when_broken(case: &CaseRun) -> Outcome {
     ensure!(
         told == viewed,
         "told {told:?} by the guard and {viewed:?} by its view"
+    );
+    let ended = within(PROMPT, "a loss is an end", held.ended()).await?;
+    ensure!(
+        ended == HoldEnd::Lost(told),
+        "told {told:?} as the loss and {ended:?} as the end"
     );
     ensure!(
         !guard.is_held() && !held.is_held(),
@@ -82,12 +87,17 @@ pub(crate) async fn not_told_by_release(case: &CaseRun) -> Outcome {
     let lock = case.lock("a").await?;
     for is_dropped in [false, true] {
         let guard = granted_within(PROMPT, "a lock that is free", &lock).await?;
-        let (before, held) = (guard.lost(), guard.view());
+        let (before, held, ended) = (guard.lost(), guard.view(), guard.ended());
         if is_dropped {
             drop(guard);
         } else {
             guard.release().await?;
         }
+        let ended = within(PROMPT, "a release is an end", ended).await?;
+        ensure!(
+            ended == HoldEnd::Released,
+            "a normal release was told as the end {ended:?}"
+        );
         let silence = Duration::from_millis(150);
         for lost in [before, held.lost()] {
             if let Ok(reason) = timeout(silence, lost).await {
@@ -130,7 +140,7 @@ pub(crate) async fn running_work_is_stopped(case: &CaseRun) -> Outcome {
     let work = guard.run(std::future::pending::<()>());
     let stopped = within(case.detection(client.info()), "`run` stops", work).await?;
     ensure!(
-        stopped.as_ref().is_err_and(Error::is_lost),
+        stopped.as_ref().is_err_and(|err| err.error.is_lost()),
         "expected Lost from `run`, got {stopped:?}"
     );
     Ok(())
@@ -141,7 +151,7 @@ pub(crate) async fn revoked_by_token(case: &CaseRun) -> Outcome {
     let name = case.name("a");
     let lock = case.short_lock_of(&client, "a")?;
     ensure!(
-        !other.revoke(&name, FencingToken::new(1)).await?,
+        !other.revoke_by_force(&name, FencingToken::new(1)).await?,
         "revoking on a lock that is free ended a hold"
     );
     let first = granted_at_once("a lock nobody has used", &lock).await?;
@@ -149,12 +159,12 @@ pub(crate) async fn revoked_by_token(case: &CaseRun) -> Outcome {
     first.release().await?;
     let guard = granted_within(PROMPT, "the lock was released", &lock).await?;
     ensure!(
-        !other.revoke(&name, stale).await?,
+        !other.revoke_by_force(&name, stale).await?,
         "revoking an old token ended a hold"
     );
     ensure!(guard.is_held(), "revoking an old token ended the current hold");
     ensure!(
-        other.revoke(&name, guard.token()).await?,
+        other.revoke_by_force(&name, guard.token()).await?,
         "revoking the holder's token found no hold"
     );
     let reason = within(case.detection(client.info()), "the holder is told", guard.lost()).await?;
@@ -163,10 +173,10 @@ pub(crate) async fn revoked_by_token(case: &CaseRun) -> Outcome {
     Ok(())
 }
 
-pub(crate) async fn revoke_is_unsupported(case: &CaseRun) -> Outcome {
+pub(crate) async fn force_is_unsupported(case: &CaseRun) -> Outcome {
     let client = case.client().await?;
     let guard = granted_at_once("a lock nobody has used", &case.lock_of(&client, "a")?).await?;
-    let answer = client.revoke(case.name("a"), guard.token()).await;
+    let answer = client.revoke_by_force(case.name("a"), guard.token()).await;
     ensure!(
         matches!(answer, Err(Error::Unsupported { .. })),
         "expected Unsupported, got {answer:?}"
@@ -309,6 +319,201 @@ pub(crate) async fn hold_without_lease_stays(case: &CaseRun) -> Outcome {
         Ok(begin.elapsed() > ttl * 3)
     })
     .await?;
+    guard.release().await?;
+    Ok(())
+}
+
+pub(crate) async fn max_hold_ends_a_hold(case: &CaseRun) -> Outcome {
+    let (client, other) = (case.client().await?, case.lock("a").await?);
+    let ttl = case.harness.ttl();
+    let max_hold = ttl * 2;
+    let lock = case.short_lock_of(&client, "a")?;
+    let before = Instant::now();
+    // Kept to the end, as by a task that hangs.
+    let guard = granted_at_once(
+        "a lock nobody has used",
+        &lock.with_options(case.short().max_hold(max_hold)),
+    )
+    .await?;
+    let granted = Instant::now();
+    let warned = tokio::spawn(guard.renewal_failing());
+    let told = tokio::spawn(guard.lost());
+    while granted.elapsed() + ttl / 5 < max_hold {
+        ensure!(
+            guard.is_held() && !warned.is_finished(),
+            "not left alone for its max_hold of {max_hold:?}: after {:?}, {:?}",
+            granted.elapsed(),
+            guard.check()
+        );
+        taken("by another client, before max_hold is over", &other).await?;
+        sleep(ttl / 10).await;
+    }
+    let left = within(max_hold + PROMPT, "the end of max_hold is told", warned)
+        .await?
+        .map_err(failed)?;
+    ensure!(
+        before.elapsed() >= max_hold && left <= ttl,
+        "told after {:?} that {left:?} are left",
+        before.elapsed()
+    );
+    let Some(until) = guard.valid_until() else {
+        return Err(failed("a hold past its max_hold has no `valid_until`"));
+    };
+    let next = granted_within(
+        max_hold + ttl + case.limits(&client).idle,
+        "max_hold is over",
+        &other,
+    )
+    .await?;
+    let since = Instant::now();
+    ensure!(
+        !guard.is_held() && until <= since,
+        "another was granted while the first still believed to hold"
+    );
+    let took = granted.elapsed();
+    ensure!(
+        took <= max_hold + ttl + PROMPT,
+        "granted to another after {took:?}, with a max_hold of {max_hold:?} and a ttl of {ttl:?}"
+    );
+    let reason = within(PROMPT, "the loss is told", told).await?.map_err(failed)?;
+    ensure!(reason == LossReason::MaxHold, "expected MaxHold, got {reason:?}");
+    ensure!(
+        next.token() > guard.token(),
+        "{:?} came after {:?}",
+        next.token(),
+        guard.token()
+    );
+    let released = guard.release().await;
+    ensure!(
+        released.as_ref().is_err_and(Error::is_lost) && next.is_held(),
+        "expected Lost from `release`, got {released:?}"
+    );
+    next.release().await?;
+    Ok(())
+}
+
+/// Returns what the server says is left of the lease, where it counts the ttl.
+async fn left_at_the_server(case: &CaseRun, client: &LockClient) -> Result<Option<Duration>, Stop> {
+    let (short, long) = (case.harness.ttl(), lasting().ttl.unwrap_or_default());
+    if client.dead_holder_bound(short) == client.dead_holder_bound(long) {
+        return Ok(None);
+    }
+    let state = client.inspect(case.name("a")).await?;
+    let holder = state
+        .holders
+        .first()
+        .ok_or_else(|| failed("the server shows no holder"))?;
+    Ok(holder.left)
+}
+
+pub(crate) async fn ttl_of_a_live_hold(case: &CaseRun) -> Outcome {
+    let (client, other) = (case.client().await?, case.lock("a").await?);
+    let (ttl, long) = (case.harness.ttl(), lasting().ttl.unwrap_or_default());
+    // Nothing but `set_ttl` renews it.
+    let lock = case.lock_of(&client, "a")?.with_options(lasting().renew(false));
+    let guard = granted_at_once("a lock nobody has used", &lock).await?;
+    for bad in [Duration::ZERO, Duration::from_nanos(1), Duration::MAX] {
+        let refused = guard.set_ttl(bad).await;
+        ensure!(
+            matches!(&refused, Err(Error::InvalidOptions { option: "ttl", .. })) && guard.is_held(),
+            "expected InvalidOptions of `ttl` for {bad:?} and a hold that goes on, got {refused:?}"
+        );
+    }
+    guard.set_ttl(ttl).await?;
+    let short = guard.valid_until();
+    ensure!(
+        short.is_some_and(|end| end <= Instant::now() + ttl),
+        "a shorter ttl left the lease as it was: {short:?}"
+    );
+    let left = left_at_the_server(case, &client).await?;
+    ensure!(
+        left.is_none_or(|left| left <= ttl),
+        "the server still counts {left:?} with a ttl of {ttl:?}"
+    );
+    taken("by another client, with a shorter ttl", &other).await?;
+    guard.set_ttl(long).await?;
+    ensure!(
+        guard.valid_until() > short && guard.is_held(),
+        "a longer ttl left the lease as it was: {short:?}"
+    );
+    let left = left_at_the_server(case, &client).await?;
+    ensure!(
+        left.is_none_or(|left| left > long / 2),
+        "the server counts {left:?} with a ttl of {long:?}"
+    );
+    let token = guard.token();
+    guard.set_ttl(ttl).await?;
+    ensure!(guard.token() == token, "the token is another one: {token:?}");
+    let lost = within(ttl + PROMPT, "the shorter lease lapses", guard.lost()).await?;
+    ensure!(lost == LossReason::Expired, "expected Expired, got {lost:?}");
+    let next = granted_within(ttl + case.limits(&client).idle, "the lease lapsed", &other).await?;
+    let refused = guard.set_ttl(long).await;
+    ensure!(
+        refused.as_ref().is_err_and(Error::is_lost) && next.is_held(),
+        "expected Lost from `set_ttl`, got {refused:?}"
+    );
+    next.release().await?;
+
+    // In the background, it is renewed for the new ttl.
+    let guard = granted_within(PROMPT, "the lock was released", &case.lock_of(&client, "a")?).await?;
+    guard.set_ttl(ttl).await?;
+    let begin = Instant::now();
+    while begin.elapsed() < ttl * 2 {
+        sleep(ttl / 5).await;
+        ensure!(
+            guard.is_held() && guard.lease_length().is_some_and(|length| length <= ttl),
+            "not renewed for the new ttl: {:?}, {:?}",
+            guard.check(),
+            guard.lease_length()
+        );
+    }
+    guard.release().await?;
+    Ok(())
+}
+
+pub(crate) async fn ttl_change_dropped_midway(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let (ttl, long) = (case.harness.ttl() * 4, case.harness.ttl() * 20);
+    let guard = granted_at_once(
+        "a lock nobody has used",
+        &case
+            .lock_of(&client, "a")?
+            .with_options(lasting().ttl(long).renew(false)),
+    )
+    .await?;
+    for polls in 1..12 {
+        for ttl in [ttl, long] {
+            poll_at_most(polls, guard.set_ttl(ttl)).await.transpose()?;
+            let left = left_at_the_server(case, &client).await?;
+            let seen = Instant::now();
+            let (Some(until), true) = (guard.valid_until(), guard.is_held()) else {
+                return Err(failed(format!("lost after {polls} polls: {:?}", guard.check())));
+            };
+            // Some servers count whole seconds.
+            ensure!(
+                left.is_none_or(|left| until <= seen + left + Duration::from_secs(1)),
+                "after {polls} polls, the lease lasts for {:?} here and for {left:?} at the server",
+                until - seen
+            );
+        }
+    }
+    guard.set_ttl(long).await?;
+    guard.release().await?;
+    comes_free(PROMPT, "the hold was released", &case.lock("a").await?).await
+}
+
+pub(crate) async fn ttl_without_a_lease_is_unsupported(case: &CaseRun) -> Outcome {
+    let guard = granted_at_once("a lock nobody has used", &case.lock("a").await?).await?;
+    let refused = guard.set_ttl(case.harness.ttl()).await;
+    ensure!(
+        matches!(refused, Err(Error::Unsupported { .. })) && guard.is_held(),
+        "expected Unsupported and a hold that goes on, got {refused:?}"
+    );
+    ensure!(
+        guard.valid_until().is_none(),
+        "it has an end now: {:?}",
+        guard.valid_until()
+    );
     guard.release().await?;
     Ok(())
 }

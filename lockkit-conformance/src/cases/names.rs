@@ -109,7 +109,6 @@ pub(crate) async fn bad_names_are_refused(case: &CaseRun) -> Outcome {
 }
 
 pub(crate) async fn secrets_stay_secret(case: &CaseRun) -> Outcome {
-    const MARK: &str = "whatever is traced is seen";
     let Some(secret) = case.harness.secret() else {
         return Ok(());
     };
@@ -117,13 +116,45 @@ pub(crate) async fn secrets_stay_secret(case: &CaseRun) -> Outcome {
         !secret.is_empty(),
         "the harness's secret is empty, which is found anywhere"
     );
+    let shown = all_that_is_shown(case, case.name("a")).await?;
+    let leak = shown.iter().find(|text| text.contains(&secret));
+    match leak.map(|text| text.replace(&secret, "<secret>")) {
+        Some(leak) => Err(failed(format!("the secret shows in: {leak}")).whatever_the_machine_did()),
+        None => Ok(()),
+    }
+}
+
+pub(crate) async fn names_forge_no_line(case: &CaseRun) -> Outcome {
+    let name = case.name("a\n\r\u{1b}[31m\u{2028}forged");
+    let shown = all_that_is_shown(case, name).await?;
+    let traced = shown.last().is_some_and(|traces| traces.contains("forged"));
+    ensure!(traced, "a vacuous pass: no trace names the lock");
+    // Without a line end itself: what is shown may have several lines of its own.
+    let raw = ['\r', '\u{1b}', '\u{2028}'];
+    let forged = shown
+        .iter()
+        .flat_map(|text| text.lines())
+        .find(|line| line.contains(raw));
+    match forged {
+        Some(line) => {
+            Err(failed(format!("the lock's name shows unescaped in {line:?}")).whatever_the_machine_did())
+        }
+        None => Ok(()),
+    }
+}
+
+/// Collects everything that a program that uses the backend may print or trace.
+async fn all_that_is_shown(case: &CaseRun, name: String) -> Result<Vec<String>, Stop> {
+    const MARK: &str = "whatever is traced is seen";
     let traces = Traces::default();
-    let (harness, name, capture) = (case.harness.clone(), case.name("a"), traces.clone());
+    let (harness, capture) = (case.harness.clone(), traces.clone());
     // A runtime of one thread, since traces are captured thread by thread.
     let thread = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
+        // With one subscriber alone, `tracing` has whichever thread comes to a trace first decide whether it is captured.
+        let _second = tracing::Dispatch::new(Traces::default());
         tracing::subscriber::with_default(capture, || {
             tracing::trace!("{MARK}");
             runtime.block_on(whatever_is_shown(&*harness, &name))
@@ -138,11 +169,7 @@ pub(crate) async fn secrets_stay_secret(case: &CaseRun) -> Outcome {
         "a vacuous pass: traces are not captured"
     );
     shown.push(traces.text());
-    let leak = shown.iter().find(|text| text.contains(&secret));
-    match leak.map(|text| text.replace(&secret, "<secret>")) {
-        Some(leak) => Err(failed(format!("the secret shows in: {leak}")).whatever_the_machine_did()),
-        None => Ok(()),
-    }
+    Ok(shown)
 }
 
 /// Collects everything that a program that uses the backend may print.

@@ -9,16 +9,16 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{Error, LockKind, spi::Mode};
+use lockkit_core::{AcquireOptions, Error, LockClient, LockGuard, LockKind, spi::Mode};
 use tokio::{
     task::JoinSet,
-    time::{sleep, timeout},
+    time::{Instant, sleep, timeout},
 };
 
 use crate::{
     case_run::{
-        CaseRun, Outcome, PROMPT, comes_free, ensure, failed, granted_at_once, granted_within, is_clean,
-        taken,
+        CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, failed, granted_at_once, granted_within,
+        is_clean, taken, within,
     },
     helper::Request,
 };
@@ -93,6 +93,139 @@ pub(crate) async fn drained_permits_come_back(case: &CaseRun) -> Outcome {
         "12 holds had {} different tokens",
         tokens.len()
     );
+    Ok(())
+}
+
+pub(crate) async fn several_permits_or_none(case: &CaseRun) -> Outcome {
+    let (mine, theirs) = (case.client().await?, case.client().await?);
+    let (ours, other) = (
+        case.semaphore_of(&mine, "a", 4)?,
+        case.semaphore_of(&theirs, "a", 4)?,
+    );
+    let three = within(LOCKED_UP, "three permits of four", ours.acquire_many(3)).await??;
+    let mut tokens: Vec<_> = three.guards().iter().map(LockGuard::token).collect();
+    tokens.sort_unstable();
+    tokens.dedup();
+    ensure!(tokens.len() == 3, "three permits have the tokens {tokens:?}");
+    for semaphore in [&ours, &other] {
+        // Whoever collected before may still be giving back its lock.
+        let none = semaphore.try_acquire_many(2).await?;
+        ensure!(
+            none.is_none(),
+            "two more permits of four were granted beside three"
+        );
+    }
+    held("after a try in vain", &theirs, case, 3).await?;
+    let fourth = granted_within(PROMPT, "the fourth permit", &other).await?;
+    taken("a fifth permit of four", &ours).await?;
+    let short = other.with_options(AcquireOptions::new().wait(Duration::from_millis(50)));
+    let late = short.acquire_many(2).await;
+    ensure!(
+        matches!(&late, Err(error) if error.is_timeout()),
+        "expected a timeout, got {late:?}"
+    );
+    let waiting = tokio::spawn({
+        let other = other.clone();
+        async move { other.acquire_many(4).await }
+    });
+    sleep(Duration::from_millis(50)).await;
+    ensure!(!waiting.is_finished(), "four permits were granted beside four");
+    three.release().await?;
+    fourth.release().await?;
+    let all = within(LOCKED_UP, "all permits", waiting)
+        .await?
+        .map_err(failed)??;
+    ensure!(
+        all.guards().len() == 4 && all.check().is_ok(),
+        "four permits are {all:?}"
+    );
+    taken("a fifth permit of four", &ours).await?;
+    all.release().await?;
+
+    let lock = case.lock_of(&mine, "a")?;
+    for (refused, what) in [
+        (ours.acquire_many(0).await, "no permits"),
+        (ours.acquire_many(5).await, "five permits of four"),
+        (lock.acquire_many(1).await, "permits of a lock"),
+    ] {
+        ensure!(
+            matches!(
+                refused,
+                Err(Error::InvalidOptions {
+                    option: "permits",
+                    ..
+                })
+            ),
+            "expected InvalidOptions for {what}, got {refused:?}"
+        );
+    }
+    nothing_is_held(&mine, case).await
+}
+
+/// Without an order among those who want several, each may have two of four, and waits for the third for ever.
+pub(crate) async fn who_wants_several_never_locks_up(case: &CaseRun) -> Outcome {
+    let inside = Arc::<AtomicUsize>::default();
+    let mut tasks = JoinSet::new();
+    let mut clients = Vec::new();
+    for index in 0..4_u32 {
+        let client = case.client().await?;
+        let semaphore = case.semaphore_of(&client, "a", 4)?;
+        clients.push(client);
+        let inside = inside.clone();
+        tasks.spawn(async move {
+            for round in 0..10 {
+                let wanted = if (index + round) % 4 == 0 { 1 } else { 3 };
+                let set = semaphore.acquire_many(wanted).await?;
+                let with_others = inside.fetch_add(wanted as usize, Ordering::SeqCst) + wanted as usize;
+                sleep(Duration::from_millis(1)).await;
+                inside.fetch_sub(wanted as usize, Ordering::SeqCst);
+                set.release().await?;
+                if with_others > 4 {
+                    return Ok(Some(with_others));
+                }
+            }
+            Ok::<_, Error>(None)
+        });
+    }
+    let all = async {
+        while let Some(task) = tasks.join_next().await {
+            let too_many = task.map_err(failed)??;
+            ensure!(too_many.is_none(), "of 4 permits, {too_many:?} were held at once");
+        }
+        Ok::<_, Stop>(())
+    };
+    within(LOCKED_UP, "40 rounds of those who want several", all).await??;
+    nothing_is_held(&clients[0], case).await
+}
+
+/// Whoever has to wait for longer is locked up.
+const LOCKED_UP: Duration = Duration::from_secs(10);
+
+async fn held(when: &str, client: &LockClient, case: &CaseRun, expected: usize) -> Outcome {
+    let deadline = Instant::now() + PROMPT;
+    loop {
+        let state = client.inspect_semaphore(case.name("a")).await?;
+        if state.holders.len() == expected {
+            return Ok(());
+        }
+        ensure!(
+            Instant::now() < deadline,
+            "{when}, {expected} holders were expected, and there are {state:?}"
+        );
+        sleep(Duration::from_millis(1)).await;
+    }
+}
+
+async fn nothing_is_held(client: &LockClient, case: &CaseRun) -> Outcome {
+    let name = case.name("a");
+    let collector = format!("lockkit#permits:{name}");
+    ensure!(
+        matches!(client.lock(&collector), Err(Error::InvalidName { .. })),
+        "the lock of those who collect permits can be had by its name"
+    );
+    for (name, kind) in [(&*name, LockKind::Semaphore), (&*collector, LockKind::Lock)] {
+        is_clean(PROMPT, "all was released", client, name, kind).await?;
+    }
     Ok(())
 }
 

@@ -119,7 +119,7 @@ impl Contestant {
         &self.name
     }
 
-    /// Why it takes no part in a scenario, if it does not.
+    /// Returns why it takes no part in a scenario, if it does not.
     ///
     /// # Errors
     /// If that cannot be told.

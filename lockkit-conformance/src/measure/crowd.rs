@@ -29,12 +29,12 @@ pub(crate) struct Crowd<C: Client> {
 /// The time for which a granted lock is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hold {
-    /// Not at all: acquisition and release are timed as one.
+    /// No time at all: acquisition and release are timed as one.
     Nothing,
-    /// Across one yield. Without, a task would rarely be interrupted while it holds, and those of one thread would
+    /// One yield. Without, a task would rarely be interrupted while it holds, and those of one thread would
     /// never meet.
     AYield,
-    /// For so long, to the next millisecond of the runtime's clock.
+    /// This long, to the next millisecond of the runtime's clock.
     For(Duration),
 }
 
@@ -48,13 +48,13 @@ pub(super) struct Task<C> {
 /// The result of one contender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
-    /// Within the stretch.
+    /// The grants within the stretch.
     pub(crate) in_time: u64,
-    /// With the one that was waited for when the stretch was over.
+    /// All grants, with the one that was waited for when the stretch was over.
     pub(crate) grants: u64,
-    /// Of all waits.
+    /// The longest wait.
     pub(crate) longest: Duration,
-    /// All waits.
+    /// The time of all waits together.
     pub(crate) waited: Duration,
 }
 

@@ -61,7 +61,7 @@ pub trait Subject: Send + Sync + 'static {
     /// Whatever connecting reports.
     fn client(&self) -> impl Future<Output = Result<Self::Client, BoxError>> + Send;
 
-    /// Why it takes no part in a scenario, if it does not.
+    /// Returns why it takes no part in a scenario, if it does not.
     ///
     /// # Errors
     /// If that cannot be told.

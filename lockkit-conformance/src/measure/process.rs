@@ -42,7 +42,7 @@ impl Processes {
         self
     }
 
-    /// With a URL at which their traffic is counted: see [`Locks::counted`](super::Locks::counted).
+    /// Sets a URL at which their traffic is counted: see [`Locks::counted`](super::Locks::counted).
     pub(super) fn counted(mut self, counted: Option<(String, Counter)>) -> Self {
         self.counted = counted;
         self

@@ -19,7 +19,7 @@ use super::{
     process::{Keeper, Rivals, Rushed},
 };
 
-/// For how long a waiter has slept when the lock is handed to it.
+/// The time for which a waiter has slept when the lock is handed to it.
 const ASLEEP: Duration = Duration::from_millis(35);
 /// The connections that share the waiters in a long line, and the time that each of them takes to come there.
 const CONNECTIONS: u32 = 10;
@@ -29,7 +29,7 @@ const COUNTED: u32 = 4;
 /// The size of the semaphore.
 const PERMITS: NonZeroU32 = NonZeroU32::new(4).unwrap();
 
-/// Why there is nothing to measure.
+/// A reason for there being nothing to measure.
 pub(super) enum Unfit {
     /// It takes no part.
     Declines(String),

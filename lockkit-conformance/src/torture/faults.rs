@@ -172,14 +172,30 @@ pub trait Target: fmt::Debug + Send + Sync + 'static {
         true
     }
 
+    /// The shortest ttl that it takes.
+    fn min_ttl(&self) -> Duration {
+        Duration::from_millis(500)
+    }
+
     /// The longest ttl that it takes.
     fn max_ttl(&self) -> Duration {
         Duration::from_secs(60)
     }
 
-    /// For how long a waiter whose process died or stands still may keep the name from others.
+    /// Returns for how long a waiter whose process died or stands still may keep the name from others.
     fn dead_waiter_bound(&self, client: &LockClient, ttl: Duration) -> Duration {
         client.dead_holder_bound(ttl)
+    }
+
+    /// Returns whether several who adopt one hold at once may split the servers, so that none of them gets it.
+    fn splits(&self) -> bool {
+        false
+    }
+
+    /// Returns whether a client shows its holds by requests of their own, some time after their grants. What keeps it from that keeps them
+    /// off lists.
+    fn shows_late(&self) -> bool {
+        false
     }
 
     /// Returns the faults that may befall it.

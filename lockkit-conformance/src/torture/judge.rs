@@ -11,10 +11,16 @@ use std::{
 
 use lockkit_core::spi::Mode;
 
+mod asking;
+mod election;
+mod listing;
+mod passing;
+mod together;
+
 use super::{
     ClientPlan, Fate, Fault, Schedule, Told,
     play::OP_TIMEOUT,
-    record::{Asked, Fared, Finding, Law, Over, Record},
+    record::{AskBack, Asked, Fared, Finding, Law, Listed, Loss, Over, Record, Sight},
 };
 use crate::history::Nanos;
 
@@ -27,7 +33,7 @@ pub(super) struct Struck {
     pub(super) to: Nanos,
 }
 
-/// For how long a process of clients did not run.
+/// A time for which a process of clients did not run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pause {
     pub(super) process: u32,
@@ -44,11 +50,14 @@ pub(super) struct Story {
     pub(super) struck: Vec<Struck>,
     /// Holds that were ended from outside: of which lock, and when.
     pub(super) breaks: Vec<(String, Nanos, Nanos)>,
+    pub(super) asks: Vec<AskBack>,
+    pub(super) sights: Vec<Sight>,
+    pub(super) lists: Vec<Listed>,
     pub(super) pauses: Vec<Pause>,
     /// The times at which clients met their fates, or were closed.
     pub(super) gone: HashMap<u32, Vec<Nanos>>,
     pub(super) bounds: Bounds,
-    /// For how long the machine stood still.
+    /// The time for which the machine stood still.
     pub(super) stood_still: Duration,
     /// The wall clock at its moment 0, in µs since 1970.
     pub(super) clock: u64,
@@ -56,11 +65,18 @@ pub(super) struct Story {
 
 /// The backend's promises in time.
 #[derive(Clone, Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a promise of its own")]
 pub(super) struct Bounds {
     /// By the ttl in ms: how long a dead holder, and a dead waiter, may keep the name.
     pub(super) dead: BTreeMap<u64, (Duration, Duration)>,
     pub(super) fallback_poll: Duration,
     pub(super) fifo: bool,
+    /// A hold has a lease.
+    pub(super) lease: bool,
+    /// Of several who adopt a hold at once, none may get it.
+    pub(super) splits: bool,
+    /// A hold is on lists some time after its grant.
+    pub(super) shows_late: bool,
 }
 
 impl Bounds {
@@ -98,7 +114,7 @@ const BACK: Duration = Duration::from_millis(500);
 const RETRIED: Duration = Duration::from_millis(1_250);
 /// An operator's revocation: the holder is told with its next renewal.
 const REVOKED: Told = Told::AtRenewal(Duration::from_secs(2));
-/// Of one epoch.
+/// The most findings that are told of one epoch.
 const MOST_FINDINGS: usize = 5;
 
 fn nanos(duration: Duration) -> Nanos {
@@ -111,11 +127,15 @@ fn millis(ttl: u64) -> Duration {
 
 /// Judges an epoch, and remembers its tokens for the next.
 pub(super) fn judge(story: &Story, highest: &mut Highest) -> Vec<Finding> {
+    let settled = passing::settled(story);
     let mut by_lock = BTreeMap::<&str, Vec<&Record>>::new();
     for record in &story.records {
-        by_lock.entry(&record.acquisition.lock).or_default().push(record);
+        let detached = settled.get(&record.acquisition.who);
+        let detached = detached.filter(|_| record.over == Over::Detached);
+        let of_lock = by_lock.entry(&record.acquisition.lock).or_default();
+        of_lock.push(detached.unwrap_or(record));
     }
-    let mut findings = Vec::new();
+    let (mut findings, mut refusals) = (Vec::new(), together::Refusals::default());
     for (lock, mut records) in by_lock {
         records.sort_by_key(|record| (record.acquisition.granted, record.acquisition.asked));
         let court = Court { story, records };
@@ -126,9 +146,16 @@ pub(super) fn judge(story: &Story, highest: &mut Highest) -> Vec<Finding> {
             // It follows from either.
             court.fencing(&mut findings);
         }
+        court.adoptions(&mut findings);
+        court.asking(&mut findings);
+        court.lengths(&mut findings);
+        court.lists(&mut findings);
         court.waiting(&mut findings);
         court.order(&mut findings);
+        refusals.hear(&court);
     }
+    refusals.judge(&mut findings);
+    election::elections(story, &mut findings);
     failures(story, &mut findings);
     findings.sort_by_key(|finding| finding.law);
     findings.truncate(MOST_FINDINGS);
@@ -187,7 +214,7 @@ fn describe(record: &Record) -> String {
     let at = |moment: Option<Nanos>| moment.map_or_else(|| "-".to_owned(), |at| format!("{}", at / 1_000));
     format!(
         "{} on {} ({:?}, client {} in process {}, ttl {} ms, token {}, asked at {} µs, granted {}, seen to hold until {}, lost {}, \
-         over {}, given up {}, {:?})",
+         over {}, given up {}, {:?}{})",
         a.who,
         a.lock,
         a.mode,
@@ -202,7 +229,29 @@ fn describe(record: &Record) -> String {
         at(a.released),
         at(a.gave_up),
         record.fared,
+        additions(record),
     )
+}
+
+/// The parts of a record's description that few records have.
+fn additions(record: &Record) -> String {
+    let ttl = (record.ttl_now != record.ttl).then(|| format!(", ttl now {} ms", record.ttl_now));
+    let max_hold = record
+        .max_hold
+        .map(|max_hold| format!(", max_hold {max_hold} ms"));
+    let loss = (record.loss != Loss::Not).then(|| format!(", lost as {:?}", record.loss));
+    let at = |what: &str, moment: Option<Nanos>| moment.map(|at| format!(", {what} {}", at / 1_000));
+    let kept = at("kept until", record.kept);
+    let downgraded = at("downgraded at", record.downgraded);
+    let shared = at("shared at", record.shared);
+    let detached = at("detached until", record.detached);
+    let adopts = record.adopts.map(|from| format!(", adopts that of {from}"));
+    let (place, of) = record.place;
+    let place = (of > 1).then(|| format!(", {} of {of}", place + 1));
+    let all = [
+        ttl, max_hold, loss, kept, downgraded, shared, detached, adopts, place,
+    ];
+    all.into_iter().flatten().collect()
 }
 
 fn is_exclusive(record: &Record) -> bool {
@@ -210,6 +259,26 @@ fn is_exclusive(record: &Record) -> bool {
         Mode::Exclusive => true,
         Mode::Shared => false,
         Mode::Permits(size) => size.get() == 1,
+    }
+}
+
+/// Returns the number of permits, if it is of a semaphore.
+fn permits(record: &Record) -> Option<i64> {
+    match record.acquisition.mode {
+        Mode::Permits(size) => Some(size.get().into()),
+        _ => None,
+    }
+}
+
+/// The time after its end for which a holder may believe that it holds, keep a hold that it was asked for, or have it detached, since it
+/// is told nothing more.
+fn told_after(record: &Record, told: Told) -> Nanos {
+    let ttl = millis(record.ttl);
+    let told = nanos(told.after(ttl));
+    if record.kept.is_some() || record.detached.is_some() {
+        told.saturating_add(nanos(ttl))
+    } else {
+        told
     }
 }
 
@@ -230,16 +299,27 @@ impl Court<'_> {
             let Some((from, _)) = new.sure() else {
                 continue;
             };
-            inside.retain(|old| old.sure().is_some_and(|(_, to)| to >= from));
+            inside.retain(|old| old.had().is_some_and(|(_, to)| to >= from));
             // Who is excused makes room for one, and excuses nobody else.
             let mut others = inside.iter().copied().filter(|old| !self.excused(old, new));
             let guilty = match new.acquisition.mode {
                 Mode::Permits(size) => others.nth(size.get() as usize - 1),
-                _ => others.find(|old| conflict(old, new)),
+                // From the moment at which it asks for that, a holder may be one of several.
+                _ => others.find(|old| {
+                    let shares = old.downgraded.is_some_and(|at| at <= from);
+                    is_exclusive(new) || is_exclusive(old) && !shares
+                }),
             };
             if let Some(old) = guilty {
-                let detail = format!("{} was in when {} was let in", describe(old), describe(new));
-                findings.push(Finding::new(Law::Exclusion, detail));
+                let (law, why) = if old.sure().is_some_and(|(_, to)| to >= from) {
+                    (Law::Exclusion, "was in")
+                } else if old.over == Over::Detached {
+                    (Law::Detached, "was detached and not over")
+                } else {
+                    (Law::Asked, "was asked for it and had not let go")
+                };
+                let detail = format!("{} {why} when {} was let in", describe(old), describe(new));
+                findings.push(Finding::new(law, detail));
                 return;
             }
             inside.push(new);
@@ -249,7 +329,7 @@ impl Court<'_> {
     /// Says whether a fault is why both hold, and one of them could not know yet: `old`, which was dropped, or `new`,
     /// which had been granted before it and was dropped before it heard of that.
     fn excused(&self, old: &Record, new: &Record) -> bool {
-        let (Some((began, _)), Some((from, believed))) = (old.sure(), new.sure()) else {
+        let (Some((began, _)), Some((from, believed))) = (old.had(), new.sure()) else {
             return true;
         };
         let is_late = |(since, to): (Nanos, Nanos), told: Told| {
@@ -331,10 +411,10 @@ impl Court<'_> {
 
     /// Says whether `old` believed no longer than it may after what happened, and `new` came in then.
     fn untold(old: &Record, new: &Record, (since, to): (Nanos, Nanos), told: Told) -> bool {
-        let (Some((began, believed)), Some((from, _))) = (old.sure(), new.sure()) else {
+        let (Some((began, believed)), Some((from, _))) = (old.had(), new.sure()) else {
             return false;
         };
-        let told = nanos(told.after(millis(old.ttl)));
+        let told = told_after(old, told);
         // The answer to what was granted before may come after, by less than the lease.
         let granted = began
             .saturating_sub(nanos(millis(old.ttl)))
@@ -416,14 +496,15 @@ impl Court<'_> {
             let Some((_, token)) = new.acquisition.granted else {
                 continue;
             };
-            if let Some(old) = given.insert(token, new).filter(|_| !self.is_restarted(new)) {
+            let old = given.insert(token, new).filter(|_| new.adopts.is_none());
+            if let Some(old) = old.filter(|_| !self.is_restarted(new)) {
                 guilty = guilty.or(Some(format!(
                     "{} and {} have one token",
                     describe(old),
                     describe(new)
                 )));
             }
-            let Some((from, to)) = new.sure() else {
+            let Some((from, to)) = new.alone() else {
                 continue;
             };
             // Those that had certainly ended.
@@ -441,7 +522,9 @@ impl Court<'_> {
             });
             let other = if is_exclusive(new) { carried.other } else { 0 };
             let highest = carried.exclusive.max(other);
-            if token <= highest && !self.dropped_on_the_way(new) && !self.is_restarted(new) {
+            // An adopted hold has the token that it had.
+            let is_below = token < highest || token == highest && new.adopts.is_none();
+            if is_below && !self.dropped_on_the_way(new) && !self.is_restarted(new) {
                 let detail = format!(
                     "{} has a token that is not above {highest}, of a hold before it",
                     describe(new)
@@ -492,7 +575,7 @@ impl Court<'_> {
                 && !(self.is_broken(record) && self.is_passed_on(record))
         };
         for rightful in self.records.iter().filter(good) {
-            let Some((_, wrote)) = rightful.sure() else {
+            let Some((_, wrote)) = rightful.alone() else {
                 continue;
             };
             let before = seen.partition_point(|(from, _)| *from < wrote);
@@ -519,22 +602,23 @@ impl Court<'_> {
         for record in &self.records {
             let a = &record.acquisition;
             let end = record.answered();
-            let (window, allowed) = match (record.asked, record.fared) {
+            // Of several permits, the first speaks for all.
+            let is_first = permits(record).is_some() && record.place.0 == 0;
+            let free = match (record.asked, record.fared) {
                 // It may have to look again by itself.
-                (Asked::Waited, Fared::Granted | Fared::Taken | Fared::Dropped) => ((a.asked, end), polled),
-                // It is answered at any moment until then, so that at none it may have been taken.
-                (Asked::Tried, Fared::Taken) => {
-                    let from = a.asked.saturating_sub(idle);
-                    ((from, end), end.saturating_sub(from + 1))
+                (Asked::Waited, Fared::Granted | Fared::Taken | Fared::Dropped) => {
+                    self.was_left(record, (a.asked, end), polled)
                 }
+                (Asked::Together, Fared::Granted | Fared::Taken) if is_first => {
+                    self.was_left(record, (a.asked, end), polled)
+                }
+                (Asked::Tried, Fared::Taken) => self.was_free(record),
+                (Asked::TriedTogether, Fared::Taken) if is_first => self.was_free(record),
                 _ => continue,
             };
-            if window.1.saturating_sub(window.0) <= allowed || self.is_disturbed(record, window) {
-                continue;
-            }
-            if let Some((from, to)) = self.free_for(record, window, allowed) {
+            if let Some((from, to)) = free {
                 let (law, what) = match record.asked {
-                    Asked::Tried => (Law::Answer, "was told that it is taken"),
+                    Asked::Tried | Asked::TriedTogether => (Law::Answer, "was told that it is taken"),
                     _ => (Law::Liveness, "waited"),
                 };
                 let detail = format!(
@@ -548,6 +632,23 @@ impl Court<'_> {
                 return;
             }
         }
+    }
+
+    /// Nobody had it when it was told that it is taken. It is answered at any moment until the end, so that at none it may have been
+    /// taken.
+    fn was_free(&self, record: &Record) -> Option<(Nanos, Nanos)> {
+        let end = record.answered();
+        let idle = nanos(IDLE + self.story.stood_still);
+        let from = record.acquisition.asked.saturating_sub(idle);
+        self.was_left(record, (from, end), end.saturating_sub(from + 1))
+    }
+
+    /// The lock was free within the window for longer than `allowed`.
+    fn was_left(&self, record: &Record, window: (Nanos, Nanos), allowed: Nanos) -> Option<(Nanos, Nanos)> {
+        if window.1.saturating_sub(window.0) <= allowed || self.is_disturbed(record, window) {
+            return None;
+        }
+        self.free_for(record, window, allowed)
     }
 
     /// Its process or client did not go on all the time.
@@ -566,10 +667,9 @@ impl Court<'_> {
         (from, to): (Nanos, Nanos),
         allowed: Nanos,
     ) -> Option<(Nanos, Nanos)> {
-        let size = match waiter.acquisition.mode {
-            Mode::Permits(size) => i64::from(size.get()),
-            _ => 1,
-        };
+        let size = permits(waiter).unwrap_or(1);
+        let wants = i64::from(waiter.place.1);
+        let is_free = |taken: i64| taken + wants <= size;
         let mut moments = Vec::new();
         let mut busy = |since: Nanos, until: Nanos, weight: i64| {
             if since < until && since < to && until > from {
@@ -593,11 +693,17 @@ impl Court<'_> {
             }
             if conflict(waiter, other) || size > 1 {
                 let (since, until) = self.possibly(other);
-                busy(since, until, 1);
+                let shared = other.shared.filter(|_| !is_exclusive(waiter));
+                let shared = shared.map_or(Nanos::MAX, |at| at.saturating_add(nanos(LINGER)));
+                busy(since, until.min(shared), 1);
+            }
+            if wants > 1 && other.place.1 > 1 {
+                let (since, until) = self.collects(other);
+                busy(since, until, size);
             }
             // A try goes before nobody who waits.
             let goes_before = match waiter.asked {
-                Asked::Tried => conflict(waiter, other) || size > 1,
+                Asked::Tried | Asked::TriedTogether => conflict(waiter, other) || size > 1,
                 _ => !is_exclusive(waiter) && is_exclusive(other),
             };
             if goes_before || other.asked == Asked::Unpolled || other.asked == Asked::Cancelled {
@@ -609,14 +715,14 @@ impl Court<'_> {
         moments.sort_unstable();
         let (mut taken, mut free_since) = (0, from);
         for (moment, weight) in moments.into_iter().chain([(to, size)]) {
-            if taken < size && moment.saturating_sub(free_since) > allowed {
+            if is_free(taken) && moment.saturating_sub(free_since) > allowed {
                 return Some((free_since, moment));
             }
             taken += weight;
-            if taken < size {
+            if is_free(taken) {
                 free_since = free_since.max(moment);
             }
-            if taken >= size {
+            if !is_free(taken) {
                 free_since = Nanos::MAX;
             } else if free_since == Nanos::MAX {
                 free_since = moment;
@@ -628,7 +734,7 @@ impl Court<'_> {
     /// From when to when the server may have given the lock to it.
     fn possibly(&self, record: &Record) -> (Nanos, Nanos) {
         let a = &record.acquisition;
-        let dead = self.story.bounds.dead_holder(record.ttl);
+        let dead = self.story.bounds.dead_holder(record.ttl_now);
         let linger = nanos(LINGER);
         let unsure = |at: Nanos| {
             if self.may_have_failed(record, at.saturating_add(linger)) {
@@ -638,26 +744,58 @@ impl Court<'_> {
             }
         };
         let died = self.died(record);
+        // What belongs to several may be held from the first request on, and what is adopted goes on.
+        let is_early = matches!(
+            record.asked,
+            Asked::Together | Asked::TriedTogether | Asked::Adopts
+        );
         match a.granted {
             Some((granted, _)) => {
                 let until = match (record.over, a.released) {
                     (Over::Released, Some(at)) => at,
                     (Over::Dropped, Some(at)) => at.saturating_add(linger + unsure(at)),
-                    (_, Some(at)) => at.saturating_add(linger + dead),
+                    (Over::Detached, Some(at)) => {
+                        let heir = self.passed_to_heir(record);
+                        heir.unwrap_or(at.saturating_add(dead)).saturating_add(linger)
+                    }
+                    _ if self.let_go(record).is_some() => {
+                        let at = self.let_go(record).unwrap_or(Nanos::MAX);
+                        at.saturating_add(linger + unsure(at))
+                    }
+                    // Its guard may have been kept for longer.
+                    (_, Some(at)) => a.lost.unwrap_or(at).saturating_add(linger + dead),
                     // Forgotten, or its process was killed.
                     (_, None) => self.gone_or_dead(record).saturating_add(linger + dead),
                 };
-                (granted.saturating_sub(nanos(APART)), until)
+                let since = granted.saturating_sub(nanos(APART));
+                (if is_early { a.asked } else { since }, until)
             }
             // A dead process may have been granted what it could not tell of any more.
             None if a.gave_up.is_none() => {
                 (a.asked, died.unwrap_or(Nanos::MAX).saturating_add(dead + linger))
             }
+            // The hold is not its own. If it had no answer, it may be.
+            None if record.asked == Asked::Adopts => {
+                let at = a.gave_up.unwrap_or(Nanos::MAX);
+                let until = at.saturating_add(linger + dead);
+                (
+                    a.asked,
+                    if record.fared == Fared::Taken {
+                        a.asked
+                    } else {
+                        until
+                    },
+                )
+            }
             None => {
                 let at = a.gave_up.unwrap_or(Nanos::MAX);
                 let since = self.pause_before(record, at).unwrap_or(at);
                 (
-                    since.saturating_sub(linger),
+                    if is_early {
+                        a.asked
+                    } else {
+                        since.saturating_sub(linger)
+                    },
                     at.saturating_add(linger + unsure(at)),
                 )
             }
@@ -920,6 +1058,15 @@ impl Story {
                 *from,
                 format!("BREAK of {lock} from {} to {}", from / 1_000, to / 1_000),
             ));
+        }
+        for asked in &self.asks {
+            lines.push((asked.from, format!("{asked:?}")));
+        }
+        for sight in &self.sights {
+            lines.push((sight.seen, format!("{sight:?}")));
+        }
+        for listed in &self.lists {
+            lines.push((listed.from, format!("{listed:?}")));
         }
         for (client, at) in &self.gone {
             lines.push((

@@ -1,12 +1,13 @@
 //! One process's part in an epoch.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     future::poll_fn,
+    path::PathBuf,
     pin::{Pin, pin},
     sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::Poll,
     time::Duration,
@@ -14,8 +15,8 @@ use std::{
 
 use futures_util::{StreamExt as _, stream::FuturesUnordered};
 use lockkit_core::{
-    AcquireOptions, Error, HoldView, Lock, LockClient, LockGuard, LockKind, ReentrantLock, ReentrantOwner,
-    Result, acquire_all, spi::chain,
+    AcquireOptions, Error, HoldView, Lock, LockClient, LockGuard, LockKind, LossReason, ReentrantLock,
+    ReentrantOwner, Result, spi::chain,
 };
 use tokio::{
     runtime::{self, Handle, Runtime},
@@ -24,9 +25,17 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
+mod asking;
+mod election;
+mod listing;
+mod passing;
+mod together;
+
+use election::{Contest, Held};
+
 use super::{
     Ask, ClientPlan, End, Fate, HoldAs, Schedule, Step, TaskPlan,
-    record::{Asked, Fared, Finding, Law, Note, Over, Record},
+    record::{Asked, Fared, Finding, Law, Loss, Note, Over, Record},
 };
 use crate::{
     case_run::poll_at_most,
@@ -38,7 +47,7 @@ use crate::{
 pub(super) const OP_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time that an operation may take beyond what it was given, on a machine that has other work.
 const SLACK: Duration = Duration::from_secs(4);
-/// For how long a client is closed.
+/// The longest time that closing a client takes.
 const CLOSING: Duration = Duration::from_secs(5);
 
 /// The part of one process.
@@ -53,6 +62,8 @@ pub(crate) struct Part {
     /// The prefix of names.
     pub(super) prefix: String,
     pub(super) routes: Vec<String>,
+    /// The directory in which holds that are detached wait for those who adopt them, in whatever process.
+    pub(super) messages: PathBuf,
 }
 
 impl Part {
@@ -63,8 +74,19 @@ impl Part {
 }
 
 pub(super) fn name(prefix: &str, hold_as: HoldAs, number: u32) -> String {
-    let kind = if hold_as == HoldAs::Permit { 's' } else { 'l' };
-    format!("{prefix}/{kind}{number}")
+    match hold_as {
+        HoldAs::Exclusive | HoldAs::Shared => format!("{prefix}/l{number}"),
+        HoldAs::Permit => format!("{prefix}/s{number}"),
+        HoldAs::Leader => format!("{ELECTION}{prefix}/e{number}"),
+    }
+}
+
+/// The beginning of the names of the locks that elections are held with.
+pub(super) const ELECTION: &str = "lockkit#election:";
+
+/// Returns the name of the election that is held with this lock, if it is one.
+pub(super) fn election_of(lock: &str) -> Option<&str> {
+    lock.strip_prefix(ELECTION)
 }
 
 /// The number of locks that an [`Ask::All`] takes.
@@ -73,7 +95,7 @@ const ALL: u32 = 3;
 /// The numbers of the locks that a step is about.
 pub(super) fn locks_of(step: &Step) -> std::ops::Range<u32> {
     match step.ask {
-        Ask::All(_) => step.name..step.name + ALL,
+        Ask::All(_) | Ask::AllNow => step.name..step.name + ALL,
         _ => step.name..step.name + 1,
     }
 }
@@ -218,14 +240,18 @@ impl Stage {
 struct Seat {
     plan: ClientPlan,
     client: Mutex<LockClient>,
-    /// Of its own, if it is to lose it.
+    /// A runtime of its own, if it is to lose it.
     runtime: Mutex<Option<Runtime>>,
     /// A guard was forgotten: what it held ends with the client.
     forgot: AtomicBool,
     /// It is closed or without a runtime, or may be at any moment.
     gone: AtomicBool,
+    /// The number of clients that have gone that way.
+    generation: AtomicUsize,
+    /// The detached holds that one of its tasks has had.
+    messages: Mutex<HashSet<String>>,
     done: tokio::sync::Notify,
-    tasks: std::sync::atomic::AtomicUsize,
+    tasks: AtomicUsize,
 }
 
 impl Seat {
@@ -267,8 +293,10 @@ impl Seat {
                 runtime: Mutex::new(own),
                 forgot: AtomicBool::new(false),
                 gone: AtomicBool::new(false),
+                generation: AtomicUsize::new(0),
+                messages: Mutex::default(),
                 done: tokio::sync::Notify::new(),
-                tasks: std::sync::atomic::AtomicUsize::new(tasks.count()),
+                tasks: AtomicUsize::new(tasks.count()),
             }),
             Err(error) => {
                 if let Some(own) = own {
@@ -286,8 +314,12 @@ impl Seat {
         self.client.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    fn messages(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.messages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     async fn close(&self, stage: &Stage, client: &LockClient) {
-        self.gone.store(true, Ordering::SeqCst);
+        self.goes();
         // A request from now on goes to the next client, if there is one.
         let at = now();
         let what = format!("closing client {} within {CLOSING:?}", self.plan.id);
@@ -295,6 +327,11 @@ impl Seat {
         let _ = stage.bounded(CLOSING + SLACK, &what, client.close(CLOSING)).await;
         let client = self.plan.id;
         stage.note(Note::Gone { client, at });
+    }
+
+    fn goes(&self) {
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.gone.store(true, Ordering::SeqCst);
     }
 
     /// Returns whether it has met a fate after which its tasks cannot expect anything.
@@ -312,7 +349,7 @@ async fn meet_fate(stage: Arc<Stage>, seat: Arc<Seat>) {
     match fate {
         Fate::Close => seat.close(&stage, &client).await,
         Fate::Runtime => {
-            seat.gone.store(true, Ordering::SeqCst);
+            seat.goes();
             let own = seat.runtime.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(own) = own {
                 own.shutdown_background();
@@ -366,6 +403,7 @@ async fn perform(stage: Arc<Stage>, seat: Arc<Seat>, task: TaskPlan) {
             who += 1;
             let scene = Scene {
                 stage: &stage,
+                generation: seat.generation.load(Ordering::SeqCst),
                 seat: &seat,
                 who,
                 step,
@@ -387,11 +425,13 @@ async fn perform(stage: Arc<Stage>, seat: Arc<Seat>, task: TaskPlan) {
 struct Scene<'a> {
     stage: &'a Stage,
     seat: &'a Seat,
+    /// That of its client, when it began.
+    generation: usize,
     who: u64,
     step: &'a Step,
 }
 
-type Outcome = Option<Result<LockGuard>>;
+type Outcome = Option<Result<Held>>;
 
 impl Scene<'_> {
     /// Plays the step. Returns whether it held, by a guard of its own.
@@ -404,7 +444,19 @@ impl Scene<'_> {
         match step.ask {
             Ask::Inspect => self.inspect(&client, &names[0]).await,
             Ask::Revoke => self.revoke(&client, &names[0]).await,
-            Ask::All(wait) => self.all(&client, &names, Duration::from_millis(wait)).await,
+            Ask::AskBack(within) => {
+                let within = Duration::from_millis(within);
+                self.ask_back(&client, &names[0], within).await;
+            }
+            Ask::Observe => self.observe(&client, &names[0]).await,
+            Ask::List => self.list(&client).await,
+            Ask::All(_) | Ask::AllNow | Ask::Many(..) | Ask::ManyNow(_) => {
+                self.together(&client, &names).await;
+            }
+            Ask::Adopt(within, polls) => {
+                let within = Duration::from_millis(within);
+                return self.adopt(&client, &names[0], within, polls).await;
+            }
             _ => return self.one(&client, &names[0]).await,
         }
         false
@@ -422,6 +474,7 @@ impl Scene<'_> {
         if step.label {
             options = options.label(format!("torture {}", self.who));
         }
+        options.max_hold = step.max_hold.map(Duration::from_millis);
         options
     }
 
@@ -429,6 +482,7 @@ impl Scene<'_> {
         let lock = match self.step.hold_as {
             HoldAs::Exclusive => client.lock(name)?,
             HoldAs::Shared => client.lock(name)?.shared(),
+            HoldAs::Leader => return Err(Error::invalid_option("torture", "no lock is an election")),
             HoldAs::Permit => {
                 let size = self.stage.part.schedule.sizes.get(self.step.name as usize);
                 client.semaphore(name, size.copied().unwrap_or(1))?
@@ -441,18 +495,28 @@ impl Scene<'_> {
         let mode = self.stage.part.schedule.mode(self.step)?;
         let lenient = match self.step.ask {
             Ask::All(_) => true,
-            Ask::Within(time) => time < 500,
+            Ask::Within(time) | Ask::Many(_, Some(time)) => time < 500,
             _ => false,
         };
         Some(Record {
             process: self.stage.part.process,
             client: self.seat.plan.id,
             ttl: self.step.ttl,
+            ttl_now: self.step.ttl,
+            renew: self.step.renew,
+            max_hold: self.step.max_hold,
             handoffs: self.step.handoffs,
             asked,
             fared: Fared::Pending,
             over: Over::Not,
             lenient,
+            loss: Loss::Not,
+            kept: None,
+            downgraded: None,
+            shared: None,
+            detached: None,
+            adopts: None,
+            place: (0, 1),
             acquisition: Acquisition::asked(name, mode, self.who, now()),
             error: String::new(),
         })
@@ -470,17 +534,17 @@ impl Scene<'_> {
             Ask::Unpolled(_) => Asked::Unpolled,
             _ => Asked::Waited,
         };
-        let (Ok(lock), Some(mut record)) = (self.lock(client, name), self.record(name, asked)) else {
+        let (Ok(contest), Some(mut record)) = (self.contest(client, name), self.record(name, asked)) else {
             self.stage
                 .find(Law::Failure, format!("no lock {name:?} as {:?}", step.hold_as));
             return false;
         };
         self.note(&record);
-        if step.ask == Ask::Twice {
-            self.twice(lock, record).await;
+        if let (Ask::Twice, Contest::Lock(lock)) = (step.ask, &contest) {
+            self.twice(lock.clone(), record).await;
             return false;
         }
-        let outcome = self.ask(&lock, &mut record).await;
+        let outcome = self.ask(&contest, &mut record).await;
         let guard = self.settle(outcome, &mut record);
         let held = guard.is_some();
         match guard {
@@ -490,8 +554,11 @@ impl Scene<'_> {
         held
     }
 
-    async fn ask(&self, lock: &Lock, record: &mut Record) -> Outcome {
-        let what = format!("{:?} of {} on {}", self.step.ask, self.who, lock.name());
+    async fn ask(&self, lock: &Contest, record: &mut Record) -> Outcome {
+        let what = format!(
+            "{:?} of {} on {}",
+            self.step.ask, self.who, record.acquisition.lock
+        );
         let bounded = |limit| (limit, what.as_str());
         match self.step.ask {
             Ask::Within(time) => {
@@ -541,10 +608,13 @@ impl Scene<'_> {
         }
     }
 
-    /// For as long as the hold would take.
+    /// Rests for as long as the hold would take.
     async fn rest(&self) {
-        let until = Instant::now() + Duration::from_millis(self.step.hold);
-        sleep_until(until.min(self.stage.ends)).await;
+        sleep_until(self.rests_until()).await;
+    }
+
+    fn rests_until(&self) -> Instant {
+        (Instant::now() + Duration::from_millis(self.step.hold)).min(self.stage.ends)
     }
 
     /// Notes what came of a request, and returns what there is to hold.
@@ -572,32 +642,58 @@ impl Scene<'_> {
         }
     }
 
-    async fn hold_and_end(&self, guard: LockGuard, mut record: Record) {
-        let view = guard.view();
-        look(&view, &mut record);
+    async fn hold_and_end(&self, mut guard: Held, mut record: Record) {
+        look(&guard.view(), &mut record);
         self.note(&record);
-        self.hold(&view, &mut record).await;
+        let until = self.rests_until();
+        let mut holds = true;
+        if let Some((after, polls)) = self.step.downgrade {
+            let then = until.min(Instant::now() + Duration::from_millis(after));
+            holds = self.hold(&guard, &mut record, then).await;
+            if holds {
+                match self.downgrade(guard, &mut record, polls).await {
+                    Some(left) => guard = left,
+                    None => return self.note(&record),
+                }
+            }
+        }
+        if holds {
+            self.hold(&guard, &mut record, until).await;
+        }
         self.end(guard, &mut record).await;
         self.note(&record);
     }
 
-    async fn hold(&self, view: &HoldView, record: &mut Record) {
-        let until = (Instant::now() + Duration::from_millis(self.step.hold)).min(self.stage.ends);
+    /// Returns whether it held until then.
+    async fn hold(&self, guard: &LockGuard, record: &mut Record, until: Instant) -> bool {
+        let view = &guard.view();
+        let mut retimed = Instant::now();
         while look(view, record) {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return;
+                return true;
             }
-            let pause = left.min(Duration::from_millis(5));
+            let mut pause = left.min(Duration::from_millis(5));
+            if let Some((every, other)) = self.step.retime {
+                let due = (retimed + Duration::from_millis(every)).saturating_duration_since(Instant::now());
+                if due.is_zero() {
+                    self.retime(guard, record, other).await;
+                    retimed = Instant::now();
+                    continue;
+                }
+                pause = pause.min(due);
+            }
             let _ = tokio::time::timeout(pause, view.lost()).await;
         }
         if tokio::time::timeout(SLACK, view.lost()).await.is_err() {
             let what = format!("{} no longer holds, and lost() does not say so", self.who);
             self.stage.find(Law::Hang, what);
         }
+        self.stay(view, record).await;
+        false
     }
 
-    async fn end(&self, guard: LockGuard, record: &mut Record) {
+    async fn end(&self, guard: Held, record: &mut Record) {
         match self.step.end {
             End::Release => {
                 let what = format!("release of {} on {}", self.who, record.acquisition.lock);
@@ -614,6 +710,16 @@ impl Scene<'_> {
             End::HalfRelease => {
                 let _ = poll_at_most(1, guard.release()).await;
                 record.over = Over::Dropped;
+            }
+            End::Detach => self.detach(guard, record).await,
+            End::HalfDetach => {
+                record.over = Over::Dropped;
+                let begun = now();
+                if let Held::Guard(guard) = guard
+                    && let Some(Ok(detached)) = poll_at_most(1, guard.detach()).await
+                {
+                    self.detached(&detached, begun, record);
+                }
             }
             // Nobody would close its client for it before all are done.
             End::Forget if Instant::now() >= self.stage.ends => {
@@ -637,6 +743,15 @@ impl Scene<'_> {
             Some(Ok(())) => record.over = Over::Released,
             Some(Err(error)) => {
                 record.over = Over::Lost;
+                if let Error::Lost {
+                    reason: LossReason::Asked,
+                    ..
+                } = error
+                {
+                    // While it was being released, which is all that was asked for.
+                    record.acquisition.lost.get_or_insert_with(now);
+                    record.loss = Loss::Asked;
+                }
                 if !self.seat.is_gone() {
                     record.error = chain(&error);
                 }
@@ -679,7 +794,7 @@ impl Scene<'_> {
                 ),
             );
         }
-        self.hold(&view, &mut record).await;
+        self.hold(&first, &mut record, self.rests_until()).await;
         drop(second);
         let what = format!("release of both by {} on {}", self.who, record.acquisition.lock);
         let released = self
@@ -689,75 +804,6 @@ impl Scene<'_> {
         self.released(released, &mut record);
         record.acquisition.released = Some(now());
         self.note(&record);
-    }
-
-    async fn all(&self, client: &LockClient, names: &[String], wait: Duration) {
-        let locks: Vec<_> = names
-            .iter()
-            .filter_map(|name| self.lock(client, name).ok())
-            .collect();
-        let records = names.iter().filter_map(|name| self.record(name, Asked::Waited));
-        let mut records: Vec<_> = records.collect();
-        for record in &records {
-            self.note(record);
-        }
-        let what = format!("all of {names:?} by {} within {wait:?}", self.who);
-        let options = self.options().wait(wait);
-        let locks: Vec<_> = locks.iter().collect();
-        let limit = wait + OP_TIMEOUT + SLACK;
-        let set = self
-            .stage
-            .bounded(limit, &what, acquire_all(&locks, &options))
-            .await;
-        let set = match set {
-            Some(Ok(set)) => set,
-            failed => {
-                let at = now();
-                for record in &mut records {
-                    // Which of them was taken is not known, nor which were held meanwhile.
-                    record.asked = Asked::Unpolled;
-                    record.acquisition.gave_up = Some(at);
-                    match &failed {
-                        Some(Err(error)) if !error.is_timeout() => self.failed(record, error),
-                        _ => record.fared = Fared::Dropped,
-                    }
-                    self.note(record);
-                }
-                return;
-            }
-        };
-        let at = now();
-        let views: Vec<_> = set.guards().iter().map(LockGuard::view).collect();
-        for view in &views {
-            for record in &mut records {
-                if record.acquisition.lock == view.name().as_str() {
-                    record.acquisition.granted = Some((at, view.token().get()));
-                    record.fared = Fared::Granted;
-                    look(view, record);
-                    self.note(record);
-                }
-            }
-        }
-        self.rest().await;
-        for view in &views {
-            for record in &mut records {
-                if record.acquisition.lock == view.name().as_str() {
-                    look(view, record);
-                }
-            }
-        }
-        let limit = OP_TIMEOUT * ALL + SLACK;
-        let what = format!("release of all of {names:?} by {}", self.who);
-        let released = self.stage.bounded(limit, &what, set.release()).await;
-        let at = now();
-        for record in &mut records {
-            record.over = match released {
-                Some(Ok(())) => Over::Released,
-                _ => Over::Lost,
-            };
-            record.acquisition.released = Some(at);
-            self.note(record);
-        }
     }
 
     async fn look_at(&self, client: &LockClient, name: &str) -> Option<Result<lockkit_core::LockState>> {
@@ -800,10 +846,14 @@ impl Scene<'_> {
             };
             let _ = match kind {
                 LockKind::Semaphore => {
-                    let revoking = client.revoke_permit(name, token);
+                    let revoking = client.revoke_permit_by_force(name, token);
                     self.stage.bounded(limit, &what, revoking).await
                 }
-                LockKind::Lock => self.stage.bounded(limit, &what, client.revoke(name, token)).await,
+                LockKind::Lock => {
+                    self.stage
+                        .bounded(limit, &what, client.revoke_by_force(name, token))
+                        .await
+                }
             };
             let (lock, to) = (name.to_owned(), now());
             self.stage.note(Note::Break { lock, from, to });
@@ -819,6 +869,9 @@ fn look(view: &HoldView, record: &mut Record) -> bool {
         return true;
     }
     record.acquisition.lost.get_or_insert(before);
+    if let Some(reason) = view.lost().reason() {
+        record.loss = reason.into();
+    }
     false
 }
 
@@ -844,9 +897,9 @@ trait AsGuard {
     fn token(&self) -> u64;
 }
 
-impl AsGuard for LockGuard {
+impl AsGuard for Held {
     fn token(&self) -> u64 {
-        Self::token(self).get()
+        LockGuard::token(self).get()
     }
 }
 

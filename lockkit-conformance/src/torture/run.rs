@@ -18,8 +18,8 @@ use tokio::{runtime, sync::mpsc, task::JoinSet};
 use super::{
     Ask, Bounds, Fault, HoldAs, KILL, STOP, Schedule, Shape, Strike, Target, TaskPlan,
     judge::{Highest, Pause, Story, Struck, judge},
-    play::{Notes, OP_TIMEOUT, Part, connect_all, locks_of, name, play},
-    record::{Finding, Law, Note, Record},
+    play::{Notes, OP_TIMEOUT, Part, connect_all, election_of, locks_of, name, play},
+    record::{AskBack, Finding, Law, Listed, Note, Over, Record, Sight},
     shrink::shorten,
 };
 use crate::{
@@ -133,20 +133,20 @@ impl Report {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Effort {
-    /// For how long epochs are begun.
+    /// The time for which epochs are begun.
     pub time: Duration,
     /// It ends before that after so many grants and so many `faults`. Without either it takes all the time.
     pub grants: usize,
-    /// See `grants`. Nobody waits for faults of what has none.
+    /// The number of faults by which it may end early, see `grants`. Nobody waits for faults of what has none.
     pub faults: usize,
-    /// For how long one that failed is shortened.
+    /// The time for which a schedule that failed is shortened.
     pub shortening: Duration,
-    /// After how many failures it ends.
+    /// The number of failures after which it ends.
     pub failures: usize,
 }
 
 impl Effort {
-    /// For `time`, or until something is found, which is then shortened for up to two minutes.
+    /// An effort for `time`, or until something is found, which is then shortened for up to two minutes.
     pub const fn new(time: Duration) -> Self {
         Self {
             time,
@@ -162,7 +162,7 @@ impl Effort {
 #[derive(Debug)]
 pub struct Campaign {
     effort: Effort,
-    /// Of the next schedule.
+    /// The seed of the next schedule.
     seed: AtomicU64,
     began: OnceLock<Instant>,
     faultless: AtomicBool,
@@ -170,7 +170,7 @@ pub struct Campaign {
 }
 
 impl Campaign {
-    /// Of the schedules that follow from `seed` and the seeds after it.
+    /// A run of the schedules that follow from `seed` and the seeds after it.
     pub fn new(seed: u64, effort: Effort) -> Self {
         Self {
             effort,
@@ -221,7 +221,7 @@ impl Campaign {
 }
 
 impl Torture {
-    /// Of `target`, whose client is made once to learn what it can do.
+    /// A run against `target`, whose client is made once to learn what it can do.
     ///
     /// # Errors
     /// If it cannot be reached.
@@ -253,21 +253,21 @@ impl Torture {
         })
     }
 
-    /// With clients in other processes, which are started so.
+    /// Has clients in other processes, which are started so.
     #[must_use]
     pub fn helpers(mut self, launch: Launch) -> Self {
         self.launch = self.target.is_shared().then_some(launch);
         self
     }
 
-    /// With clients that live no longer than the runtimes they were connected in.
+    /// Has clients that live no longer than the runtimes they were connected in.
     #[must_use]
     pub fn keep_runtimes(mut self) -> Self {
         self.runtimes = false;
         self
     }
 
-    /// With no other faults than these.
+    /// Leaves out all faults but these.
     ///
     /// # Errors
     /// The first of them that the deployment does not have.
@@ -294,6 +294,7 @@ impl Torture {
         let chosen = |fault: &Fault| self.only.as_ref().is_none_or(|only| only.contains(fault.name));
         let mut shape = Shape::new(self.capabilities);
         shape.processes = if self.launch.is_some() { 3 } else { 1 };
+        shape.min_ttl = u64::try_from(self.target.min_ttl().as_millis()).unwrap_or(500);
         shape.max_ttl = u64::try_from(self.target.max_ttl().as_millis()).unwrap_or(60_000);
         shape.faults = self.target.faults().into_iter().filter(chosen).collect();
         let of_processes = |name: &str| self.only.as_ref().is_none_or(|only| only.contains(name));
@@ -447,6 +448,7 @@ impl Torture {
         drop(probe);
 
         let mut helpers = self.helper_processes(schedule).await?;
+        let directory = Directory::make()?;
         let begins = Duration::from_millis(if helpers.is_empty() { 10 } else { 50 });
         let part = Part {
             schedule: schedule.clone(),
@@ -455,21 +457,18 @@ impl Torture {
             patience: self.patience(schedule, &bounds),
             prefix: self.prefix.clone(),
             routes,
+            messages: directory.0.clone(),
         };
         let heard: Arc<Mutex<Heard>> = Arc::default();
         let notes: Notes = {
             let heard = heard.clone();
             Arc::new(move |note| hear(&heard, note))
         };
-        let directory = Script::write(&part)?;
+        let script = directory.script(&part)?;
         let (mut processes, mut inputs) = (HashMap::new(), Vec::new());
         let mut playing = JoinSet::new();
         for (number, mut helper) in helpers.drain(..) {
-            helper.send(&format!(
-                "torture {number} {} {}",
-                part.origin,
-                directory.0.display()
-            ))?;
+            helper.send(&format!("torture {number} {} {}", part.origin, script.display()))?;
             let (process, commands, answers) = helper.parts();
             // A helper ends with its input.
             inputs.push(commands);
@@ -513,6 +512,9 @@ impl Torture {
             records: heard.records.into_values().collect(),
             struck,
             breaks: heard.breaks.into_values().collect(),
+            asks: heard.asks.into_values().collect(),
+            sights: heard.sights,
+            lists: heard.lists,
             pauses,
             gone: heard.gone,
             bounds,
@@ -533,11 +535,9 @@ impl Torture {
     }
 
     fn bounds(&self, schedule: &Schedule, client: &LockClient) -> Bounds {
-        let ttls = schedule
-            .tasks
-            .iter()
-            .flat_map(|task| &task.steps)
-            .map(|step| step.ttl);
+        let steps = schedule.tasks.iter().flat_map(|task| &task.steps);
+        let ttls = steps.flat_map(|step| [Some(step.ttl), step.retime.map(|(_, ttl)| ttl)]);
+        let ttls = ttls.flatten();
         let dead = ttls.map(|ttl| {
             let length = Duration::from_millis(ttl);
             let holder = client.dead_holder_bound(length);
@@ -548,6 +548,9 @@ impl Torture {
             dead: dead.collect(),
             fallback_poll,
             fifo,
+            lease: self.capabilities.lease,
+            splits: self.target.splits(),
+            shows_late: self.target.shows_late(),
         }
     }
 
@@ -569,7 +572,7 @@ impl Torture {
             .map(|fault| fault.recovery)
             .max()
             .unwrap_or_default();
-        let dead = if schedule.is_harmless() {
+        let dead = if schedule.is_harmless() && !schedule.detaches() {
             Duration::ZERO
         } else {
             let bounds = bounds.dead.values().map(|(holder, waiter)| *holder.max(waiter));
@@ -626,6 +629,13 @@ impl Torture {
                         let detail =
                             format!("{limit:?} after the end {} things are left: {shown}", left.len());
                         self.known.extend(left);
+                        // In memory, a hold that was detached and that nobody adopts is there until somebody comes by its name.
+                        // Inspections find out whether it still counts.
+                        if !self.target.is_shared()
+                            && story.records.iter().any(|record| record.over == Over::Detached)
+                        {
+                            return Ok(None);
+                        }
                         return Ok(Some(Finding::new(Law::Residue, detail)));
                     }
                 }
@@ -679,14 +689,8 @@ impl Torture {
                     break;
                 }
                 // Those who died could not leave the queue; whoever comes next finds them gone.
-                let lock = match kind {
-                    LockKind::Lock => client.lock(&name),
-                    LockKind::Semaphore => client.semaphore(&name, size.unwrap_or(1)),
-                };
-                if let (false, Ok(lock)) = (harmless, lock)
-                    && let Ok(Some(guard)) = lock.try_acquire().await
-                {
-                    let _ = guard.release().await;
+                if !harmless {
+                    let _ = come_next(&client, &name, kind, size).await;
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
@@ -696,11 +700,35 @@ impl Torture {
     }
 }
 
+/// Has somebody hold what is free, and give it back.
+async fn come_next(
+    client: &LockClient,
+    name: &str,
+    kind: LockKind,
+    size: Option<u32>,
+) -> lockkit_core::Result<()> {
+    let lock = match (election_of(name), kind) {
+        (Some(election), _) => {
+            let candidate = client.election(election)?.candidate("the last")?;
+            return match candidate.try_campaign().await? {
+                Some(leadership) => leadership.resign().await,
+                None => Ok(()),
+            };
+        }
+        (None, LockKind::Lock) => client.lock(name)?,
+        (None, LockKind::Semaphore) => client.semaphore(name, size.unwrap_or(1))?,
+    };
+    match lock.try_acquire().await? {
+        Some(guard) => guard.release().await,
+        None => Ok(()),
+    }
+}
+
 /// By when nothing may be left of an epoch that is over.
 fn lets_go_within(story: &Story) -> Duration {
     let dead = story.bounds.dead.values();
     let dead = dead.map(|(holder, waiter)| *holder.max(waiter)).max();
-    let dead = dead.filter(|_| !story.schedule.is_harmless());
+    let dead = dead.filter(|_| !story.schedule.is_harmless() || story.schedule.detaches());
     dead.unwrap_or_default() + OP_TIMEOUT * 2 + Duration::from_secs(8)
 }
 
@@ -715,6 +743,9 @@ fn new_prefix() -> String {
     format!("torture/{:08x}", fastrand::u32(..))
 }
 
+/// The time in ms for a first grant: on a busy machine, a client needs it to connect, and again for the first session that locks.
+const CONNECTED: u64 = 1_000;
+
 /// An epoch that grants nothing, or far less than what could not fail, proves nothing.
 fn vacuous(story: &Story) -> Option<Finding> {
     let schedule = &story.schedule;
@@ -722,7 +753,7 @@ fn vacuous(story: &Story) -> Option<Finding> {
     let calm = schedule
         .strikes
         .first()
-        .map_or(schedule.span / 2, |strike| strike.at);
+        .map_or(schedule.span / 2, |strike| strike.at.saturating_sub(CONNECTED));
     let lives = |id: u32| {
         let mut clients = schedule.clients.iter();
         clients.any(|client| client.id == id && client.fate.is_none())
@@ -766,8 +797,11 @@ fn drained(runtime: &runtime::Runtime) -> Option<Finding> {
 /// The notes heard so far.
 #[derive(Default)]
 struct Heard {
-    records: HashMap<(u32, u64, String), Record>,
+    records: HashMap<(u32, u64, String, u32), Record>,
     breaks: HashMap<(Nanos, String), (String, Nanos, Nanos)>,
+    asks: HashMap<(Nanos, String), AskBack>,
+    sights: Vec<Sight>,
+    lists: Vec<Listed>,
     gone: HashMap<u32, Vec<Nanos>>,
     findings: Vec<Finding>,
 }
@@ -777,12 +811,17 @@ fn hear(heard: &Mutex<Heard>, note: Note) {
     match note {
         Note::Record(record) => {
             let a = &record.acquisition;
-            let key = (record.process, a.who, a.lock.clone());
+            let key = (record.process, a.who, a.lock.clone(), record.place.0);
             heard.records.insert(key, *record);
         }
         Note::Break { lock, from, to } => {
             heard.breaks.insert((from, lock.clone()), (lock, from, to));
         }
+        Note::AskBack(asked) => {
+            heard.asks.insert((asked.from, asked.lock.clone()), asked);
+        }
+        Note::Listed(listed) => heard.lists.push(listed),
+        Note::Saw(sight) => heard.sights.push(sight),
         Note::Gone { client, at } => heard.gone.entry(client).or_default().push(at),
         Note::Finding(finding) => heard.findings.push(finding),
     }
@@ -913,45 +952,39 @@ fn strike_all(
     Ok((struck.collect(), pauses))
 }
 
-/// A part, as other processes read it.
-struct Script(PathBuf);
+/// The private directory of an epoch: the part of other processes, and what passes between them. It goes with the epoch.
+struct Directory(PathBuf);
 
-impl Script {
-    fn write(part: &Part) -> io::Result<Self> {
+impl Directory {
+    fn make() -> io::Result<Self> {
         let path = std::env::temp_dir().join(format!(
             "lockkit-torture-{}-{:016x}",
             std::process::id(),
             fastrand::u64(..)
         ));
+        let mut builder = std::fs::DirBuilder::new();
+        #[cfg(unix)]
+        std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+        builder.create(&path)?;
+        Ok(Self(path))
+    }
+
+    /// Writes the part as other processes read it.
+    fn script(&self, part: &Part) -> io::Result<PathBuf> {
+        let path = self.0.join("script");
         let mut text = format!("{}\n{}\n", part.prefix, part.patience.as_millis());
         // Which may hold a password.
         text.push_str(&part.routes.join(" "));
         text.push('\n');
         text.push_str(&part.schedule.to_string());
-        write_privately(&path, &text)?;
-        Ok(Self(path))
+        std::fs::write(&path, text)?;
+        Ok(path)
     }
 }
 
-#[cfg(unix)]
-fn write_privately(path: &std::path::Path, text: &str) -> io::Result<()> {
-    use std::{fs::OpenOptions, io::Write as _, os::unix::fs::OpenOptionsExt as _};
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)?;
-    file.write_all(text.as_bytes())
-}
-
-#[cfg(not(unix))]
-fn write_privately(path: &std::path::Path, text: &str) -> io::Result<()> {
-    std::fs::write(path, text)
-}
-
-impl Drop for Script {
+impl Drop for Directory {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
+        let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
@@ -968,6 +1001,10 @@ pub(crate) fn read_part(process: &str, origin: &str, path: &str) -> Result<Part,
         patience: Duration::from_millis(number(patience)?),
         prefix,
         routes: routes.split(' ').map(str::to_owned).collect(),
+        messages: std::path::Path::new(path)
+            .parent()
+            .map(PathBuf::from)
+            .unwrap_or_default(),
         schedule: line()?.parse()?,
     })
 }

@@ -7,6 +7,8 @@ use lockkit_core::{Capabilities, spi::Mode};
 
 use super::Fault;
 
+mod additions;
+
 /// Milliseconds.
 pub type Millis = u64;
 
@@ -18,6 +20,8 @@ pub struct Shape {
     pub capabilities: Capabilities,
     /// In how many processes clients may be. The first is the one that judges.
     pub processes: u32,
+    /// The shortest ttl that the deployment takes.
+    pub min_ttl: Millis,
     /// The longest ttl that the deployment takes.
     pub max_ttl: Millis,
     /// The faults that may befall the deployment.
@@ -31,11 +35,12 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// One process, a ttl of up to a minute, no faults.
+    /// One process, a ttl of half a second up to a minute, no faults.
     pub fn new(capabilities: Capabilities) -> Self {
         Self {
             capabilities,
             processes: 1,
+            min_ttl: 500,
             max_ttl: 60_000,
             faults: Vec::new(),
             stops: true,
@@ -99,7 +104,7 @@ pub struct TaskPlan {
 /// One acquisition, or a look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Not before this.
+    /// The earliest time for it to begin.
     pub at: Millis,
     /// The number of the lock, or of the semaphore.
     pub name: u32,
@@ -115,12 +120,20 @@ pub struct Step {
     pub label: bool,
     /// The way to ask.
     pub ask: Ask,
-    /// For how long it holds.
+    /// The time for which it holds.
     pub hold: Millis,
     /// The end of the hold.
     pub end: End,
     /// The number of repetitions, one after the other, for as long as it is granted.
     pub times: u32,
+    /// The `max_hold`.
+    pub max_hold: Option<Millis>,
+    /// Every so often while it holds, its ttl is changed to this one, or back.
+    pub retime: Option<(Millis, Millis)>,
+    /// The time for which it keeps its guard after a loss.
+    pub stays: Millis,
+    /// After so long, an exclusive hold is made a shared one. The future is dropped after so many polls, if it has a number.
+    pub downgrade: Option<(Millis, Option<u32>)>,
 }
 
 /// The way to hold a name.
@@ -132,16 +145,18 @@ pub enum HoldAs {
     Shared,
     /// A permit of a semaphore.
     Permit,
+    /// The leadership of an election. Those who wait for it campaign.
+    Leader,
 }
 
 /// The way in which a step asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
-    /// For as long as it takes.
+    /// It waits for as long as it takes.
     Wait,
-    /// For so long.
+    /// It waits for so long.
     Within(Millis),
-    /// Once.
+    /// It asks once.
     Try,
     /// Drops its future after so long.
     CancelAfter(Millis),
@@ -151,12 +166,27 @@ pub enum Ask {
     Unpolled(u32),
     /// This and the next locks, all or none, within so long.
     All(Millis),
+    /// All of the set at once, or none.
+    AllNow,
+    /// Several permits, all or none, within a time if it has a limit.
+    Many(u32, Option<Millis>),
+    /// Several permits at once, or none.
+    ManyNow(u32),
+    /// Adopts a hold of this name that somebody has detached, if there is one within so long. The future is dropped after so many polls,
+    /// if it has a number, and the hold is adopted anew.
+    Adopt(Millis, Option<u32>),
     /// Twice, by the same owner.
     Twice,
     /// Asks who holds.
     Inspect,
     /// Ends the hold of the holder.
     Revoke,
+    /// Asks the holder for its hold, and waits for so long.
+    AskBack(Millis),
+    /// Watches who leads, for as long as it would hold.
+    Observe,
+    /// Lists what is held: of elections, where it would lead one.
+    List,
 }
 
 /// The way in which a hold ends.
@@ -170,6 +200,10 @@ pub enum End {
     Forget,
     /// `release` is polled once and dropped.
     HalfRelease,
+    /// The hold is detached: it goes on, for whoever adopts it.
+    Detach,
+    /// `detach` is polled once and dropped.
+    HalfDetach,
 }
 
 /// A fault: something that befalls the deployment or a process of clients.
@@ -247,13 +281,17 @@ impl Schedule {
                 schedule.tasks.push(TaskPlan { id, client, steps });
             }
         }
+        // Nobody is to have waited before.
+        if plot != Plot::Arrival {
+            schedule.add(shape);
+        }
         schedule
     }
 
     /// Returns the mode in which a step holds. `None` for a semaphore that the schedule does not have.
     pub(super) fn mode(&self, step: &Step) -> Option<Mode> {
         Some(match step.hold_as {
-            HoldAs::Exclusive => Mode::Exclusive,
+            HoldAs::Exclusive | HoldAs::Leader => Mode::Exclusive,
             HoldAs::Shared => Mode::Shared,
             HoldAs::Permit => Mode::Permits(NonZeroU32::new(*self.sizes.get(step.name as usize)?)?),
         })
@@ -263,6 +301,12 @@ impl Schedule {
     pub(super) fn is_harmless(&self) -> bool {
         let lives = |client: &ClientPlan| !matches!(client.fate, Some((_, Fate::Runtime)));
         self.strikes.is_empty() && self.clients.iter().all(lives)
+    }
+
+    /// Returns whether holds may be left to end with their leases, although nothing is wrong.
+    pub(super) fn detaches(&self) -> bool {
+        let mut steps = self.tasks.iter().flat_map(|task| &task.steps);
+        steps.any(|step| matches!(step.end, End::Detach | End::HalfDetach))
     }
 }
 
@@ -569,7 +613,7 @@ struct Mood {
     locks: u32,
     /// The numbers of the semaphores.
     sizes: Vec<u32>,
-    /// Of 10, how many ask for a shared hold.
+    /// The number of steps in 10 that ask for a shared hold.
     shared: u8,
     handoffs: Vec<Option<u32>>,
     /// The most tasks of a client.
@@ -610,6 +654,8 @@ impl Mood {
                 ttls
             }
         };
+        // Here, so that a deployment that takes shorter ones has the schedules that it always had.
+        let ttls = ttls.into_iter().map(|ttl| ttl.max(shape.min_ttl)).collect();
         let handoffs = match (shape.capabilities.local_handoffs, rng.u8(0..10)) {
             (false, _) => vec![None],
             // What is handed on costs the server nothing, and most of the grants are a rush's.
@@ -651,7 +697,7 @@ impl Mood {
                 },
             ),
             all: kind == Kind::Mixed && rng.u8(0..3) == 0,
-            revokes: kind == Kind::Mixed && shape.capabilities.revoke && rng.u8(0..6) == 0,
+            revokes: kind == Kind::Mixed && shape.capabilities.revoke_by_force && rng.u8(0..6) == 0,
             forgets: kind == Kind::Mixed && rng.u8(0..4) == 0,
             lasting: false,
             ways: ways(shape),
@@ -780,6 +826,10 @@ impl Mood {
                 _ => End::HalfRelease,
             },
             times: 1,
+            max_hold: None,
+            retime: None,
+            stays: 0,
+            downgrade: None,
         }
     }
 
@@ -1149,12 +1199,59 @@ impl Schedule {
                     task.id
                 ));
             }
+            if let Some(step) = task.steps.iter().find(|step| !step.makes_sense()) {
+                return Err(format!("task {} wants what there is not: {step}", task.id));
+            }
         }
         Ok(())
     }
 }
 
-/// `at name hold_as ttl handoffs renew label ask hold end`, and `times` if it is more than one.
+impl Step {
+    /// Returns whether there is such a step, for a leader or somebody else.
+    fn makes_sense(&self) -> bool {
+        let asks = match self.ask {
+            Ask::Observe => self.hold_as == HoldAs::Leader,
+            Ask::Within(_) | Ask::Twice | Ask::Revoke | Ask::AskBack(_) | Ask::Adopt(..) => {
+                self.hold_as != HoldAs::Leader
+            }
+            Ask::All(_) | Ask::AllNow => matches!(self.hold_as, HoldAs::Exclusive | HoldAs::Shared),
+            Ask::Many(permits, _) | Ask::ManyNow(permits) => self.hold_as == HoldAs::Permit && permits > 0,
+            _ => true,
+        };
+        let ends = match self.end {
+            End::Detach | End::HalfDetach => self.has_guard() && self.hold_as != HoldAs::Leader,
+            _ => true,
+        };
+        asks && ends && (self.downgrade.is_none() || self.has_guard() && self.hold_as == HoldAs::Exclusive)
+    }
+
+    /// Returns whether it has a guard of one hold if it is granted.
+    pub(super) fn has_guard(&self) -> bool {
+        match self.ask {
+            Ask::Wait
+            | Ask::Within(_)
+            | Ask::Try
+            | Ask::CancelAfter(_)
+            | Ask::CancelPolls(_)
+            | Ask::Unpolled(_)
+            | Ask::Adopt(..) => true,
+            Ask::All(_)
+            | Ask::AllNow
+            | Ask::Many(..)
+            | Ask::ManyNow(_)
+            | Ask::Twice
+            | Ask::Inspect
+            | Ask::Revoke
+            | Ask::AskBack(_)
+            | Ask::Observe
+            | Ask::List => false,
+        }
+    }
+}
+
+/// `at name hold_as ttl handoffs renew label ask hold end`, then `times` if it is more than one, and what else there is:
+/// `max-hold=2000 retime=300:1500 stays=40 downgrade=70`.
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let handoffs = self.handoffs.map_or_else(|| "-".to_owned(), |n| n.to_string());
@@ -1162,6 +1259,7 @@ impl fmt::Display for Step {
             HoldAs::Exclusive => "exclusive",
             HoldAs::Shared => "shared",
             HoldAs::Permit => "permit",
+            HoldAs::Leader => "leader",
         };
         write!(f, "{} {} {hold_as} {} {handoffs} ", self.at, self.name, self.ttl)?;
         write!(f, "{} {} ", u8::from(self.renew), u8::from(self.label))?;
@@ -1173,20 +1271,44 @@ impl fmt::Display for Step {
             Ask::CancelPolls(polls) => write!(f, "cancel-polls:{polls}"),
             Ask::Unpolled(polls) => write!(f, "unpolled:{polls}"),
             Ask::All(time) => write!(f, "all:{time}"),
+            Ask::AllNow => write!(f, "all-now"),
+            Ask::Many(permits, None) => write!(f, "many:{permits}"),
+            Ask::Many(permits, Some(time)) => write!(f, "many:{permits}:{time}"),
+            Ask::ManyNow(permits) => write!(f, "many-now:{permits}"),
+            Ask::Adopt(time, None) => write!(f, "adopt:{time}"),
+            Ask::Adopt(time, Some(polls)) => write!(f, "adopt:{time}:{polls}"),
             Ask::Twice => write!(f, "twice"),
             Ask::Inspect => write!(f, "inspect"),
             Ask::Revoke => write!(f, "revoke"),
+            Ask::AskBack(time) => write!(f, "ask-back:{time}"),
+            Ask::Observe => write!(f, "observe"),
+            Ask::List => write!(f, "list"),
         }?;
         let end = match self.end {
             End::Release => "release",
             End::Drop => "drop",
             End::Forget => "forget",
             End::HalfRelease => "half-release",
+            End::Detach => "detach",
+            End::HalfDetach => "half-detach",
         };
         write!(f, " {} {end}", self.hold)?;
-        match self.times {
-            1 => Ok(()),
-            times => write!(f, " {times}"),
+        if self.times != 1 {
+            write!(f, " {}", self.times)?;
+        }
+        if let Some(max_hold) = self.max_hold {
+            write!(f, " max-hold={max_hold}")?;
+        }
+        if let Some((every, ttl)) = self.retime {
+            write!(f, " retime={every}:{ttl}")?;
+        }
+        if self.stays > 0 {
+            write!(f, " stays={}", self.stays)?;
+        }
+        match self.downgrade {
+            None => Ok(()),
+            Some((after, None)) => write!(f, " downgrade={after}"),
+            Some((after, Some(polls))) => write!(f, " downgrade={after}:{polls}"),
         }
     }
 }
@@ -1203,7 +1325,7 @@ fn parse_step(words: &[&str]) -> Option<Step> {
         ask,
         hold,
         end,
-        ref times @ ..,
+        ref more @ ..,
     ] = *words
     else {
         return None;
@@ -1214,6 +1336,20 @@ fn parse_step(words: &[&str]) -> Option<Step> {
         _ => None,
     };
     let (ask, figure) = ask.split_once(':').unwrap_or((ask, ""));
+    let (mut times, mut max_hold, mut retime, mut stays, mut downgrade) = (1, None, None, 0, None);
+    for word in more {
+        match word.split_once('=') {
+            None => times = word.parse().ok()?,
+            Some(("max-hold", time)) => max_hold = Some(time.parse().ok()?),
+            Some(("retime", how)) => {
+                let (every, ttl) = how.split_once(':')?;
+                retime = Some((every.parse().ok()?, ttl.parse().ok()?));
+            }
+            Some(("stays", time)) => stays = time.parse().ok()?,
+            Some(("downgrade", how)) => downgrade = Some(parse_two(how)?),
+            _ => return None,
+        }
+    }
     Some(Step {
         at: at.parse().ok()?,
         name: name.parse().ok()?,
@@ -1221,6 +1357,7 @@ fn parse_step(words: &[&str]) -> Option<Step> {
             "exclusive" => HoldAs::Exclusive,
             "shared" => HoldAs::Shared,
             "permit" => HoldAs::Permit,
+            "leader" => HoldAs::Leader,
             _ => return None,
         },
         ttl: ttl.parse().ok()?,
@@ -1238,9 +1375,22 @@ fn parse_step(words: &[&str]) -> Option<Step> {
             "cancel-polls" => Ask::CancelPolls(figure.parse().ok()?),
             "unpolled" => Ask::Unpolled(figure.parse().ok()?),
             "all" => Ask::All(figure.parse().ok()?),
+            "all-now" => Ask::AllNow,
+            "many" => {
+                let (permits, within) = parse_two(figure)?;
+                Ask::Many(permits, within)
+            }
+            "many-now" => Ask::ManyNow(figure.parse().ok()?),
+            "adopt" => {
+                let (within, polls) = parse_two(figure)?;
+                Ask::Adopt(within, polls)
+            }
             "twice" => Ask::Twice,
             "inspect" => Ask::Inspect,
             "revoke" => Ask::Revoke,
+            "ask-back" => Ask::AskBack(figure.parse().ok()?),
+            "observe" => Ask::Observe,
+            "list" => Ask::List,
             _ => return None,
         },
         hold: hold.parse().ok()?,
@@ -1249,14 +1399,24 @@ fn parse_step(words: &[&str]) -> Option<Step> {
             "drop" => End::Drop,
             "forget" => End::Forget,
             "half-release" => End::HalfRelease,
+            "detach" => End::Detach,
+            "half-detach" => End::HalfDetach,
             _ => return None,
         },
-        times: match *times {
-            [] => 1,
-            [times] => times.parse().ok()?,
-            _ => return None,
-        },
+        times,
+        max_hold,
+        retime,
+        stays,
+        downgrade,
     })
+}
+
+/// `figure`, or `figure:another`.
+fn parse_two<A: FromStr, B: FromStr>(figures: &str) -> Option<(A, Option<B>)> {
+    let Some((one, other)) = figures.split_once(':') else {
+        return Some((figures.parse().ok()?, None));
+    };
+    Some((one.parse().ok()?, Some(other.parse().ok()?)))
 }
 
 impl fmt::Display for Fate {

@@ -21,6 +21,7 @@ pub(super) fn shorten(
             Piece::Fate,
             Piece::Step,
             Piece::Times,
+            Piece::Extras,
         ] {
             let mut size = part.count(&best).div_ceil(2);
             while size > 0 {
@@ -54,6 +55,8 @@ enum Piece {
     Step,
     /// That a step is done more than once.
     Times,
+    /// That a hold has another length than its ttl and its plan say, or becomes another.
+    Extras,
 }
 
 impl Piece {
@@ -62,7 +65,9 @@ impl Piece {
             Self::Strike => schedule.strikes.len(),
             Self::Client | Self::Fate => schedule.clients.len(),
             Self::Task => schedule.tasks.len(),
-            Self::Step | Self::Times => schedule.tasks.iter().map(|task| task.steps.len()).sum(),
+            Self::Step | Self::Times | Self::Extras => {
+                schedule.tasks.iter().map(|task| task.steps.len()).sum()
+            }
         }
     }
 
@@ -92,6 +97,13 @@ impl Piece {
             Self::Times => {
                 let steps = less.tasks.iter_mut().flat_map(|task| &mut task.steps);
                 steps.skip(from).take(to - from).for_each(|step| step.times = 1);
+            }
+            Self::Extras => {
+                let steps = less.tasks.iter_mut().flat_map(|task| &mut task.steps);
+                steps.skip(from).take(to - from).for_each(|step| {
+                    (step.max_hold, step.retime, step.stays) = (None, None, 0);
+                    step.downgrade = None;
+                });
             }
         }
         less

@@ -91,6 +91,7 @@ fn each_fault_is_caught() {
         (Fault::OnePermitTooMany, "never_more_than_the_size"),
         (Fault::OnePermitTooFew, "never_more_than_the_size"),
         (Fault::OnePermitTooMany, "drained_permits_come_back"),
+        (Fault::OnePermitTooMany, "several_permits_or_none"),
         (Fault::SizesLiveApart, "two_sizes_are_an_error"),
         (Fault::SemaphoreIsTheLock, "apart_from_the_lock"),
     ] {
@@ -107,6 +108,8 @@ fn without_a_fault_the_same_cases_pass() {
     for case in [
         "many_readers_or_one_writer",
         "never_more_than_the_size",
+        "several_permits_or_none",
+        "who_wants_several_never_locks_up",
         "two_sizes_are_an_error",
         "apart_from_the_lock",
     ] {

@@ -43,8 +43,12 @@ caught! {
     denying_its_lease: ClaimsNoLease by hold_without_lease_stays;
     claiming_wake_ups: ClaimsWakeUps by waiter_is_notified;
     never_renewing: NeverRenews by renewal_keeps_the_hold;
+    keeping_its_ttl: KeepsItsTtl by ttl_of_a_live_hold;
     leaking_its_secret: LeaksItsSecret by secrets_stay_secret;
     tracing_its_secret: TracesItsSecret by secrets_stay_secret;
+    electing_two_leaders: GrantsTwice by one_leads_at_a_time;
+    hiding_who_leads: HidesTheLabel by observers_see_each_change_once;
+    repeating_tokens_of_leaders: RepeatsTokens by observers_see_each_change_once, killed_leaders_are_followed;
     granting_twice_between_processes: GrantsTwice by second_process_excludes;
     repeating_tokens_between_processes: RepeatsTokens by tokens_survive_crashes, paused_holder_is_told_and_fenced;
     outliving_its_holder: OutlivesItsHolder by killed_holder_lets_a_waiter_in, exit_without_release;

@@ -1,10 +1,11 @@
 //! A backend as a third party would write it: one file, no queue, no shared mode, no wake-ups.
 
 use std::{
+    collections::HashSet,
     fs::{self, File},
     io,
     path::PathBuf,
-    sync::{Arc, OnceLock},
+    sync::{Arc, Mutex, OnceLock},
     time::Duration,
 };
 
@@ -14,8 +15,8 @@ use lockkit_conformance::{
     history::{Nanos, now},
 };
 use lockkit_core::{
-    Error, FencingToken, Holder, LockClient, LockKind, LockName, LockState, LossReason, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Mode, OwnerId, Renewal},
+    Error, FencingToken, Holder, ListedLock, LockClient, LockKind, LockName, LockState, LossReason, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Lister, Mode, OwnerId, Renewal},
 };
 use tempfile::TempDir;
 use tokio::time::Instant;
@@ -42,11 +43,31 @@ pub(crate) enum Fault {
     ClaimsNoLease,
     ClaimsWakeUps,
     NeverRenews,
+    KeepsItsTtl,
     OutlivesItsHolder,
     LeaksItsSecret,
     TracesItsSecret,
     GrantsNobody,
     KeepsItsHolds,
+    /// A hold that is asked for ends at once.
+    LetsOthersIn,
+    /// It says that it asks, and asks nobody.
+    TellsNobody,
+    AnswersWhatItDenies,
+    /// An inspection shows no holder.
+    HidesItsHolds,
+    /// It lists a name that nobody uses beside those that somebody holds.
+    ListsStrangers,
+    ListsNothing,
+    ListsForEver,
+    /// A hold that is detached ends at once, and is adopted all the same.
+    DetachesWhatEnds,
+    /// A hold that is detached is over for those who adopt it.
+    RefusesAdoption,
+    /// Adopting is unsupported where it is claimed.
+    ClaimsAdoption,
+    /// To make a hold a shared one is unsupported where it is claimed.
+    ClaimsDowngrade,
 }
 
 impl Fault {
@@ -66,6 +87,8 @@ pub(crate) struct Plain {
     /// Made when it is first needed, since a helper is given the path of another's.
     directory: Arc<OnceLock<TempDir>>,
     at: Option<PathBuf>,
+    /// The owners that were asked for their holds.
+    asked: Arc<Mutex<HashSet<OwnerId>>>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -221,7 +244,18 @@ impl Backend for Plain {
         let mut info = BackendInfo::new("plain", server);
         info.fallback_poll = Duration::from_millis(5);
         info.capabilities.lease = self.fault != Fault::ClaimsNoLease;
-        info.capabilities.revoke = true;
+        info.capabilities.revoke_by_force = true;
+        info.capabilities.list = matches!(
+            self.fault,
+            Fault::ListsStrangers | Fault::ListsNothing | Fault::ListsForEver
+        );
+        info.capabilities.detach = matches!(
+            self.fault,
+            Fault::DetachesWhatEnds | Fault::RefusesAdoption | Fault::ClaimsAdoption
+        );
+        info.capabilities.downgrade = self.fault == Fault::ClaimsDowngrade;
+        info.capabilities.shared = self.fault == Fault::ClaimsDowngrade;
+        info.capabilities.revoke = matches!(self.fault, Fault::LetsOthersIn | Fault::TellsNobody);
         info.capabilities.local_handoffs = true;
         info.capabilities.fifo = self.fault == Fault::ClaimsToBeFifo;
         if self.fault == Fault::ClaimsWakeUps {
@@ -245,7 +279,8 @@ impl Backend for Plain {
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let shows_label = self.fault != Fault::HidesTheLabel;
         let holder = self.entry(name, |entry| entry.current().and(entry.holder.clone()))?;
-        let holders = holder.filter(|_| kind == LockKind::Lock).map(|hold| {
+        let shows_it = kind == LockKind::Lock && self.fault != Fault::HidesItsHolds;
+        let holders = holder.filter(|_| shows_it).map(|hold| {
             let left = Duration::from_nanos(hold.until.saturating_sub(now()));
             Holder::new(
                 FencingToken::new(hold.token),
@@ -256,14 +291,71 @@ impl Backend for Plain {
         Ok(LockState::new(holders.into_iter().collect(), None))
     }
 
-    async fn revoke(&self, name: &LockName, _: LockKind, token: FencingToken) -> Result<bool> {
+    async fn revoke_by_force(&self, name: &LockName, _: LockKind, token: FencingToken) -> Result<bool> {
         self.entry(name, |entry| {
             entry.holder.take_if(|hold| hold.token == token.get()).is_some()
         })
     }
 
+    fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        let page = match self.fault {
+            Fault::ListsStrangers => {
+                let mut locks = Vec::new();
+                for name in ["l0", "l999"] {
+                    let name = LockName::new([prefix, name].concat())?;
+                    let state = LockState::new(vec![Holder::new(FencingToken::new(1), None, None)], None);
+                    locks.push(ListedLock::new(name, LockKind::Lock, state));
+                }
+                Some(locks)
+            }
+            Fault::ListsNothing => None,
+            Fault::ListsForEver => Some(Vec::new()),
+            _ => return Err(Error::unsupported("plain", "listing")),
+        };
+        let ends = self.fault != Fault::ListsForEver;
+        Ok(Box::new(PlainLister { page, ends }))
+    }
+
+    async fn revoke(&self, name: &LockName, _: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        if !matches!(
+            self.fault,
+            Fault::LetsOthersIn | Fault::TellsNobody | Fault::AnswersWhatItDenies
+        ) {
+            return Err(Error::unsupported("plain", "asking"));
+        }
+        let hold = self.entry(name, |entry| {
+            let asked = entry.holder.clone().filter(|hold| hold.token == token.get());
+            if asked.is_some() && self.fault == Fault::LetsOthersIn {
+                entry.holder = None;
+            }
+            asked
+        })?;
+        let Some(hold) = hold else { return Ok(None) };
+        if self.fault == Fault::LetsOthersIn {
+            self.asked.lock().unwrap().insert(hold.owner);
+        }
+        let left = Duration::from_nanos(hold.until.saturating_sub(now()));
+        Ok(Some(Lease::new(Instant::now(), Some(left))))
+    }
+
     async fn close(&self) -> Result<()> {
         Ok(())
+    }
+}
+
+struct PlainLister {
+    page: Option<Vec<ListedLock>>,
+    ends: bool,
+}
+
+#[async_trait]
+impl Lister for PlainLister {
+    async fn page(&mut self) -> Result<Option<Vec<ListedLock>>> {
+        if self.ends {
+            return Ok(self.page.take());
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        Ok(Some(Vec::new()))
     }
 }
 
@@ -303,15 +395,15 @@ impl Claim for PlainClaim {
             (None, _) => return Ok(None),
         };
         let length = (fault != Fault::ClaimsNoLease).then_some(request.ttl);
-        Ok(Some(Grant {
-            tokens,
-            lease: Lease { since, length },
-        }))
+        Ok(Some(Grant::new(tokens, Lease::new(since, length))))
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
         let (request, fault) = (&self.request, self.backend.fault);
         let (since, until) = (Instant::now(), from_now(request.ttl));
+        if self.backend.asked.lock().unwrap().contains(&request.owner) {
+            return Ok(Renewal::Asked);
+        }
         let extends = !matches!(fault, Fault::NeverRenews | Fault::ClaimsNoLease);
         let renewed = self.backend.entry(&request.name, |entry| {
             let is_mine = entry.current() == Some(request.owner);
@@ -322,9 +414,37 @@ impl Claim for PlainClaim {
         })?;
         let length = (fault != Fault::ClaimsNoLease).then_some(request.ttl);
         Ok(if renewed {
-            Renewal::Held(Lease { since, length })
+            Renewal::Held(Lease::new(since, length))
         } else {
             Renewal::Lost(LossReason::Revoked)
+        })
+    }
+
+    fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
+        if self.backend.fault != Fault::KeepsItsTtl {
+            self.request.ttl = ttl;
+        }
+        Ok(Some(ttl))
+    }
+
+    fn detach(&mut self) -> Option<OwnerId> {
+        let (owner, fault) = (self.request.owner, self.backend.fault);
+        if fault == Fault::DetachesWhatEnds {
+            let ended = self
+                .backend
+                .entry(&self.request.name, |entry| entry.holder = None);
+            ended.ok()?;
+        }
+        self.backend.info().capabilities.detach.then_some(owner)
+    }
+
+    async fn adopt(&mut self, _: OwnerId, _: FencingToken) -> Result<Option<Renewal>> {
+        Ok(match self.backend.fault {
+            Fault::DetachesWhatEnds => {
+                Some(Renewal::Held(Lease::new(Instant::now(), Some(self.request.ttl))))
+            }
+            Fault::RefusesAdoption => Some(Renewal::Lost(LossReason::Gone)),
+            _ => None,
         })
     }
 

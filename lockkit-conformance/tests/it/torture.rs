@@ -23,7 +23,8 @@ use crate::plain::Plain;
 
 fn shape() -> Shape {
     let mut has = Capabilities::default();
-    (has.shared, has.permits, has.revoke, has.local_handoffs) = (true, true, true, true);
+    (has.shared, has.permits, has.revoke_by_force, has.local_handoffs) = (true, true, true, true);
+    (has.revoke, has.downgrade, has.detach) = (true, true, true);
     let mut shape = Shape::new(has);
     shape.processes = 3;
     shape.faults = vec![Fault::new("reset").places(2), Fault::new("flush").weight(2)];
@@ -37,6 +38,19 @@ fn a_seed_gives_one_schedule_and_its_text_gives_it_back() {
         assert_eq!(schedule, Schedule::generate(seed, &shape()));
         let read: Schedule = schedule.to_string().parse().unwrap();
         assert_eq!(read, schedule, "seed {seed}");
+    }
+}
+
+#[test]
+fn no_ttl_is_below_what_a_deployment_takes() {
+    let mut shape = shape();
+    shape.min_ttl = 2_000;
+    for seed in 0..300 {
+        let schedule = Schedule::generate(seed, &shape);
+        let steps = || schedule.tasks.iter().flat_map(|task| &task.steps);
+        let retimed = steps().filter_map(|step| step.retime).map(|(_, ttl)| ttl);
+        let shortest = steps().map(|step| step.ttl).chain(retimed).min();
+        assert!(shortest >= Some(2_000), "seed {seed}: {shortest:?}");
     }
 }
 
@@ -72,6 +86,20 @@ fn schedules_vary_everything() {
         "reset 1",
         "flush 0",
         "size 5",
+        "ask-back:",
+        "max-hold=",
+        "retime=",
+        "stays=",
+        " leader ",
+        " observe ",
+        " list ",
+        " downgrade=",
+        " detach",
+        " half-detach",
+        " adopt:",
+        " all-now ",
+        " many:",
+        " many-now:",
     ];
     for word in words {
         assert!(text.contains(word), "no schedule has {word:?}");
@@ -167,6 +195,21 @@ fn a_file_that_is_no_schedule_is_one_clear_error() {
     assert!(error(&format!("{text}strike now reset 0 1\n")).contains("strike now reset"));
     assert!(error(&format!("{text}task 99 4711\n")).contains("client 4711"));
     assert!(error(&text.replace("span", "spam")).contains("line 3"));
+    let both = format!("{text}task 99 0\nstep 0 0 leader 1000 0 1 1 twice 5 release\n");
+    assert!(
+        error(&both).contains("task 99 wants what there is not"),
+        "{}",
+        error(&both)
+    );
+    for step in [
+        "exclusive 1000 0 1 1 many:2 5 release",
+        "leader 1000 0 1 1 wait 5 detach",
+        "exclusive 1000 0 1 1 all-now 5 detach",
+        "shared 1000 0 1 1 wait 5 release downgrade=1",
+    ] {
+        let error = error(&format!("{text}task 99 0\nstep 0 0 {step}\n"));
+        assert!(error.contains("task 99 wants what there is not"), "{error}");
+    }
 }
 
 /// A schedule in which much is asked for, and long enough ago.
@@ -225,6 +268,184 @@ fn mutant_backends_are_convicted() {
     };
     convicted(crate::plain::Fault::GrantsTwice, Law::Exclusion);
     convicted(crate::plain::Fault::RepeatsTokens, Law::Tokens);
+}
+
+/// One holds, another waits from 1.2 s on, and a third asks for the hold.
+fn asking(within: u32) -> Schedule {
+    let text = format!(
+        "lockkit torture schedule 1\nseed 1\nspan 5000\nclient 0 0\nclient 1 0\nclient 2 0\n\
+         task 0 0\nstep 0 0 exclusive 3000 0 1 0 wait 4500 release stays=600\n\
+         task 1 1\nstep 1200 0 exclusive 3000 0 1 0 wait 10 release\n\
+         task 2 2\nstep 100 0 exclusive 3000 0 1 0 ask-back:{within} 0 release\n"
+    );
+    text.parse().unwrap()
+}
+
+#[test]
+fn who_is_asked_lets_go_first_and_is_told() {
+    let mut torture = Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
+    let verdict = torture.epoch(&asking(2_000)).unwrap();
+    assert!(verdict.findings.is_empty(), "{:?}", verdict.findings);
+    let convicted = |fault, within, law| {
+        let laws = laws(fault, &asking(within));
+        assert!(laws.contains(&law), "{fault:?} is found to be {laws:?}");
+    };
+    convicted(crate::plain::Fault::LetsOthersIn, 0, Law::Asked);
+    convicted(crate::plain::Fault::LetsOthersIn, 2_000, Law::Asked);
+    convicted(crate::plain::Fault::TellsNobody, 0, Law::Asked);
+}
+
+#[test]
+fn what_is_denied_is_refused() {
+    let none: [Law; 0] = [];
+    assert_eq!(laws(crate::plain::Fault::None, &asking(0)), none);
+    let laws_of = |fault| laws(fault, &asking(0));
+    assert_eq!(laws_of(crate::plain::Fault::AnswersWhatItDenies), [Law::Denial]);
+}
+
+#[test]
+fn a_lease_of_another_length_is_found() {
+    let schedule: Schedule = once("wait")
+        .to_string()
+        .replace("wait 3 release", "wait 90 release retime=10:6000")
+        .parse()
+        .unwrap();
+    let none: [Law; 0] = [];
+    assert_eq!(laws(crate::plain::Fault::None, &schedule), none);
+    let kept = laws(crate::plain::Fault::KeepsItsTtl, &schedule);
+    assert!(kept.contains(&Law::Length), "{kept:?}");
+    let refused = laws(crate::plain::Fault::ClaimsNoLease, &schedule);
+    assert_eq!(refused, none, "where a hold has no lease, another ttl is refused");
+}
+
+/// Two candidates, and one who looks on.
+fn electing() -> Schedule {
+    let text = "lockkit torture schedule 1\nseed 1\nspan 3000\nclient 0 0\nclient 1 0\nclient 2 0\n\
+         task 0 0\nstep 0 0 leader 1000 0 1 1 wait 2500 release\nstep 0 0 leader 1000 0 1 1 wait 800 drop\n\
+         task 1 1\nstep 400 0 leader 1000 0 1 1 wait 200 release\n\
+         task 2 2\nstep 0 0 leader 1000 0 1 1 observe 2900 release\n\
+         task 3 2\nstep 1800 0 leader 1000 0 1 1 observe 1000 release\n";
+    text.parse().unwrap()
+}
+
+#[test]
+fn leaders_and_what_observers_see_are_judged() {
+    let mut torture = Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
+    let verdict = torture.epoch(&electing()).unwrap();
+    assert!(verdict.findings.is_empty(), "{:?}", verdict.findings);
+    assert_eq!(verdict.granted, 3);
+    let convicted = |fault, law| {
+        let laws = laws(fault, &electing());
+        assert!(laws.contains(&law), "{fault:?} is found to be {laws:?}");
+    };
+    convicted(crate::plain::Fault::GrantsTwice, Law::Exclusion);
+    convicted(crate::plain::Fault::RepeatsTokens, Law::Tokens);
+    convicted(crate::plain::Fault::HidesTheLabel, Law::Election);
+    convicted(crate::plain::Fault::HidesItsHolds, Law::Election);
+}
+
+/// One holds, and another lists.
+fn listing() -> Schedule {
+    let text = "lockkit torture schedule 1\nseed 1\nspan 1000\nclient 0 0\nclient 1 0\n\
+         task 0 0\nstep 0 0 exclusive 1000 0 1 0 wait 900 release\n\
+         task 1 1\nstep 300 0 exclusive 1000 0 1 0 list 0 release\nstep 400 0 leader 1000 0 1 0 list 0 release\n";
+    text.parse().unwrap()
+}
+
+#[test]
+fn lists_are_judged() {
+    let mut torture = Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
+    let verdict = torture.epoch(&listing()).unwrap();
+    assert!(verdict.findings.is_empty(), "{:?}", verdict.findings);
+    let laws = |fault| laws(fault, &listing());
+    let none: [Law; 0] = [];
+    assert_eq!(laws(crate::plain::Fault::None), none, "it is refused");
+    let strangers = laws(crate::plain::Fault::ListsStrangers);
+    assert_eq!(
+        strangers,
+        [Law::List; 3],
+        "one among locks, and two among elections"
+    );
+    assert_eq!(laws(crate::plain::Fault::ListsNothing), [Law::List]);
+    assert_eq!(laws(crate::plain::Fault::ListsForEver), [Law::Hang]);
+}
+
+/// A hold is made a shared one beside a reader, and another is detached and adopted twice on its way.
+fn passing() -> Schedule {
+    let text = "lockkit torture schedule 1\nseed 1\nspan 4000\nclient 0 0\nclient 1 0\nclient 2 0\n\
+         task 0 0\nstep 0 0 exclusive 2000 0 1 0 wait 600 release downgrade=200\n\
+         step 700 1 exclusive 2000 0 1 0 wait 100 detach\n\
+         task 1 1\nstep 100 0 shared 2000 0 1 0 wait 100 release\n\
+         step 700 1 exclusive 2000 0 1 0 adopt:1000 300 detach\nstep 2500 1 exclusive 2000 0 1 0 wait 0 release\n\
+         task 2 2\nstep 1800 1 exclusive 2000 0 1 0 adopt:1000:1 300 release\n\
+         step 2600 1 exclusive 2000 0 1 0 wait 10 half-detach\n";
+    text.parse().unwrap()
+}
+
+#[test]
+fn what_passes_from_one_to_another_is_judged() {
+    let mut torture = Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
+    let verdict = torture.epoch(&passing()).unwrap();
+    assert!(
+        verdict.findings.is_empty(),
+        "{:?}\n{}",
+        verdict.findings,
+        verdict.log
+    );
+    assert_eq!(verdict.granted, 7, "with two adoptions");
+    let adopting = passing().to_string().replace(" downgrade=200", "");
+    let adopting: Schedule = adopting.replace("shared", "exclusive").parse().unwrap();
+    let convicted = |fault, law| {
+        let laws = laws(fault, &adopting);
+        assert!(laws.contains(&law), "{fault:?} is found to be {laws:?}");
+    };
+    convicted(crate::plain::Fault::DetachesWhatEnds, Law::Detached);
+    convicted(crate::plain::Fault::RefusesAdoption, Law::Detached);
+    convicted(crate::plain::Fault::ClaimsAdoption, Law::Denial);
+}
+
+#[test]
+fn what_cannot_pass_is_refused() {
+    let schedule: Schedule = passing()
+        .to_string()
+        .replace("shared", "exclusive")
+        .parse()
+        .unwrap();
+    let none: [Law; 0] = [];
+    assert_eq!(laws(crate::plain::Fault::None, &schedule), none);
+    let claims = laws(crate::plain::Fault::ClaimsDowngrade, &schedule);
+    assert_eq!(claims, [Law::Denial]);
+}
+
+/// Sets of locks and of permits, beside others.
+#[test]
+fn several_at_once_are_judged() {
+    let text = "lockkit torture schedule 1\nseed 1\nspan 2000\nsize 3\nclient 0 0\nclient 1 0\nclient 2 0\n\
+         task 0 0\nstep 0 0 exclusive 2000 0 1 0 all-now 300 release\nstep 600 0 permit 2000 0 1 0 many:3 300 release\n\
+         task 1 1\nstep 100 0 exclusive 2000 0 1 0 all-now 10 release\nstep 700 0 permit 2000 0 1 0 many-now:2 10 release\n\
+         step 800 0 permit 2000 0 1 0 many:2 10 drop\n\
+         task 2 2\nstep 200 2 exclusive 2000 0 1 0 wait 10 release\nstep 750 0 permit 2000 0 1 0 many:2:100 10 release\n";
+    let mut torture = Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
+    let verdict = torture.epoch(&text.parse().unwrap()).unwrap();
+    assert!(
+        verdict.findings.is_empty(),
+        "{:?}\n{}",
+        verdict.findings,
+        verdict.log
+    );
+    assert_eq!(
+        verdict.granted, 9,
+        "three locks, three permits, two, and one lock\n{}",
+        verdict.log
+    );
+    // Without its permits.
+    let sets = text.replace("many:3", "all-now").replace("many-now:2", "all-now");
+    let sets = sets
+        .replace("many:2:100", "wait")
+        .replace("many:2", "wait")
+        .replace("permit", "exclusive");
+    let laws = laws(crate::plain::Fault::GrantsTwice, &sets.parse().unwrap());
+    assert!(laws.contains(&Law::Exclusion), "{laws:?}");
 }
 
 #[test]

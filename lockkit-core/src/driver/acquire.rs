@@ -1,6 +1,8 @@
 //! From the call to the grant, in the caller's own future: nothing is spawned, and dropping it is the cancellation.
 
 use std::{
+    future::poll_fn,
+    pin::pin,
     sync::{Arc, OnceLock},
     task::Poll,
     time::Duration,
@@ -17,11 +19,11 @@ use crate::{
         hold::Hold,
         lock_queue::{LastReply, LockQueue, WaitOutcome, Waiter},
         moment::Proof,
-        observe,
+        observe::{self, Acquisition, Outcome},
         request::AcquireRequest,
         timing::{self, Backoff, HintBudget},
     },
-    spi::{Claim, ClaimRequest, Grant, Mode, chain},
+    spi::{Claim, ClaimRequest, Grant, Mode, chain, require_runtime},
 };
 
 const OPERATION: &str = "acquire";
@@ -33,15 +35,28 @@ pub(crate) const GRACE: Duration = Duration::from_millis(100);
 /// Acquires a lock. The caller makes a guard of the hold at once: dropping the hold does not release it.
 pub(crate) async fn acquire(request: &Arc<AcquireRequest>) -> Result<Hold> {
     let queue = &request.queue;
-    let outcome = enter_and_contend(request).await;
-    let outcome = outcome.map_err(|err| err.for_lock(queue.name()));
-    if let Err(err) = &outcome {
-        observe::not_granted(queue, err);
+    // Dropped last: what is left of a cancelled acquisition is on its way before that counts as ended.
+    let acquisition = Acquisition::begin(queue);
+    let mut work = pin!(enter_and_contend(request));
+    match poll_fn(|cx| acquisition.poll(work.as_mut(), cx)).await {
+        Ok((hold, outcome)) => {
+            acquisition.granted(&hold, outcome);
+            Ok(hold)
+        }
+        Err(err) => {
+            let err = err.for_lock(queue.name());
+            acquisition.failed(&err);
+            // A client that can do nothing any more says so at once. Whoever asks again and again would never pause, and a runtime ends
+            // a task only where it pauses.
+            if !err.is_transient() && !err.is_timeout() {
+                timing::pause_once().await;
+            }
+            Err(err)
+        }
     }
-    outcome
 }
 
-async fn enter_and_contend(request: &Arc<AcquireRequest>) -> Result<Hold> {
+async fn enter_and_contend(request: &Arc<AcquireRequest>) -> Result<(Hold, Outcome)> {
     let core = request.core();
     core.is_open(OPERATION)?;
     let deadline = Deadline::new(request);
@@ -55,12 +70,13 @@ async fn enter_and_contend(request: &Arc<AcquireRequest>) -> Result<Hold> {
         Ok(contender) => (contender, None),
         Err(waiter) => match wait_in_queue(request, &deadline, waiter).await? {
             Entry::Contend(contender) => (contender, Some(core.clock.now().at)),
-            Entry::Held(hold) => return Ok(hold),
+            Entry::Held(hold) => return Ok((hold, Outcome::HandedOff)),
         },
     };
     // Either this sees that the client is closed, or the one who closes it sees the contender.
     core.is_open(OPERATION)?;
-    contend(contender, &deadline, now).await
+    let hold = contend(contender, &deadline, now).await?;
+    Ok((hold, Outcome::Granted))
 }
 
 /// The end of waiting in the local queue.
@@ -77,7 +93,7 @@ async fn wait_in_queue<'a>(
 ) -> Result<Entry> {
     let queue = &request.queue;
     loop {
-        timing::require_runtime(queue.backend(), OPERATION)?;
+        require_runtime(queue.backend(), OPERATION)?;
         let outcome = match deadline.at() {
             None => waiter.await,
             Some(at) => match timing::within(queue.backend(), OPERATION, waiter, || at).await? {
@@ -89,7 +105,6 @@ async fn wait_in_queue<'a>(
             WaitOutcome::Slot(contender) => return Ok(Entry::Contend(contender)),
             WaitOutcome::Hold(hold) => {
                 if hold.cell.accept(hold.now()) {
-                    observe::handed_off(queue);
                     return Ok(Entry::Held(hold));
                 }
             }
@@ -156,7 +171,7 @@ async fn keep_contending(
         if contender.has_slot() {
             queue.set_last_reply(last_reply.clone());
         }
-        timing::require_runtime(queue.backend(), OPERATION)?;
+        require_runtime(queue.backend(), OPERATION)?;
         let pause = if taken {
             hints.pause(core.info.fallback_poll)
         } else {
@@ -179,10 +194,10 @@ async fn keep_contending(
 
 /// The part of a grant that only its holder needs.
 #[derive(Clone, Copy)]
-struct Granted {
-    token: u64,
+pub(super) struct Granted {
+    pub(super) token: u64,
     /// The moment when it was found to be good. Its lease may have begun long before.
-    at: Instant,
+    pub(super) at: Instant,
 }
 
 /// Opens the claim if there is none, then makes one attempt. Returns a grant's token, and leaves the rest in the contender.
@@ -204,7 +219,7 @@ async fn attempt(
     contender.is_known = true;
     let patience = deadline.patience(core.info.max_patience, now);
     let limit = deadline.limit(patience, request, last_reply);
-    let attempt = claim.attempt(patience);
+    let attempt = core.meters.request(OPERATION, claim.attempt(patience));
     let Some(grant) = queue.exchange(OPERATION, Core::is_open, limit, attempt).await? else {
         return Ok(None);
     };
@@ -272,17 +287,18 @@ async fn withdraw(contender: &mut Contender, err: Error) -> Result<Option<Grante
     let Contender { claim, request, .. } = contender;
     if let Some(claim) = claim {
         let limit = || Instant::now() + request.op_timeout;
+        let withdrawal = request.core().meters.request("release", claim.release());
         // If this fails as well, the claim stays known to the server and is cleaned up in the end.
         let _ = request
             .queue
-            .exchange("release", Core::is_alive, limit, claim.release())
+            .exchange("release", Core::is_alive, limit, withdrawal)
             .await;
     }
     Err(err)
 }
 
 /// Makes a hold of a contender that has been granted the lock.
-fn make_hold(mut contender: Contender, granted: Granted) -> Result<Hold> {
+pub(super) fn make_hold(mut contender: Contender, granted: Granted) -> Result<Hold> {
     let request = contender.request.clone();
     let queue = &request.queue;
     let lease = contender.lease.ok_or(Error::Closed)?;
@@ -302,7 +318,6 @@ fn make_hold(mut contender: Contender, granted: Granted) -> Result<Hold> {
         hold.abandon();
         return Err(err);
     }
-    observe::granted(hold.queue());
     Ok(hold)
 }
 
@@ -314,7 +329,7 @@ async fn give_up(mut contender: Contender, err: Error) -> Error {
     }
     if let Some(claim) = claim {
         let limit = || Instant::now() + GRACE;
-        let withdrawal = claim.release();
+        let withdrawal = request.core().meters.request("release", claim.release());
         let withdrawn = request
             .queue
             .exchange("release", Core::is_alive, limit, withdrawal)

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! Offered ──accept──▶ Held ──begin_release──▶ Releasing
-//!    │                  │
+//!    │                  ├──────detach───────▶ Detached
 //!    └──────lose────────┴──▶ Lost (latched for good)
 //! ```
 //!
@@ -21,7 +21,12 @@ use std::{
 
 use tokio::time::Instant;
 
-use crate::{LossReason, driver::moment::Moment, spi::SessionProof, sync::Mutex};
+use crate::{
+    LossReason,
+    driver::{max_hold::HoldLimit, moment::Moment, observe::ObservedHold},
+    spi::SessionProof,
+    sync::Mutex,
+};
 
 /// The phase of a hold's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +37,8 @@ pub(crate) enum Phase {
     Held,
     /// Its guard has been released or dropped.
     Releasing,
+    /// It goes on at the server, and not here.
+    Detached,
     /// It was lost. This never changes again.
     Lost(LossReason),
 }
@@ -40,6 +47,10 @@ pub(crate) struct HoldCell<C> {
     state: Mutex<State<C>>,
 }
 
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is an event of its own, and any of them may come with any other"
+)]
 struct State<C> {
     phase: Phase,
     valid_until: Option<Moment>,
@@ -48,6 +59,12 @@ struct State<C> {
     /// The length of the lease when a renewal last proved it.
     renewed_for: Option<Duration>,
     renewal_failing: bool,
+    /// The time from which on it is not renewed. In a box, since few holds have one.
+    limit: Option<Box<HoldLimit>>,
+    /// The watchers have been told that this time is over.
+    limit_told: bool,
+    /// It was asked back, and its user has not let go of the guard yet.
+    lingers: bool,
     parked: Option<C>,
     /// Nobody will release the claim: drop it when it comes back.
     discards: bool,
@@ -59,6 +76,8 @@ struct State<C> {
     version: u32,
     watchers: Vec<Watcher>,
     next_watcher: u32,
+    /// Unset before the user has it, and after its end.
+    observed: Option<ObservedHold>,
 }
 
 struct Watcher {
@@ -76,10 +95,12 @@ pub(crate) enum Event {
     End,
 }
 
-/// Wakers to call, and watchers to drop, once the lock on the state has been let go.
+/// An end to report, wakers to call, and watchers to drop, once the lock on the state has been let go.
 #[derive(Default)]
 struct Wakes {
     wakers: Vec<Waker>,
+    /// A hold that has ended, and the reason if it was lost.
+    ended: Option<(ObservedHold, Option<LossReason>)>,
     /// Watchers of an event that can no longer happen.
     forgotten: Vec<Watcher>,
 }
@@ -92,16 +113,28 @@ impl<C> State<C> {
     /// The one way into `Lost`.
     fn latch(&mut self, reason: LossReason, wakes: &mut Wakes) {
         self.phase = Phase::Lost(reason);
+        self.end_observed(Some(reason), wakes);
         self.rouse_worker(wakes);
         self.wake_watchers(wakes);
     }
 
     /// The end that is no loss.
     fn begin_release(&mut self, wakes: &mut Wakes) {
-        self.phase = Phase::Releasing;
+        self.end_in(Phase::Releasing, wakes);
+    }
+
+    fn end_in(&mut self, phase: Phase, wakes: &mut Wakes) {
+        self.phase = phase;
+        self.end_observed(None, wakes);
         let ended = self.watchers.extract_if(.., |watcher| watcher.of == Event::End);
         wakes.wakers.extend(ended.map(|watcher| watcher.waker));
         wakes.forgotten = std::mem::take(&mut self.watchers);
+    }
+
+    fn end_observed(&mut self, lost: Option<LossReason>, wakes: &mut Wakes) {
+        if let Some(observed) = self.observed.take() {
+            wakes.ended = Some((observed, lost));
+        }
     }
 
     fn expire(&mut self, now: Moment, wakes: &mut Wakes) {
@@ -110,22 +143,44 @@ impl<C> State<C> {
         }
         if let Some(Err(reason)) = self.session_proof() {
             self.latch(reason, wakes);
-        } else if self.end(now).is_some_and(|end| now.has_reached(end)) {
-            self.latch(LossReason::Expired, wakes);
+        } else if let Some(end) = self.end(now).filter(|end| now.has_reached(*end)) {
+            let end = end.seen_from(now);
+            let ran_out = self.limit.as_ref().is_some_and(|limit| end >= limit.over);
+            let reason = if ran_out {
+                LossReason::MaxHold
+            } else {
+                LossReason::Expired
+            };
+            self.latch(reason, wakes);
         }
     }
 
-    /// The end of its lease, or of what its session still proves.
+    fn limit_is_over(&self, now: Moment) -> bool {
+        self.limit.as_ref().is_some_and(|limit| now.at >= limit.over)
+    }
+
+    /// The end of its lease, or of what its session still proves. A hold without a lease has an end from its limit on.
     fn end(&self, now: Moment) -> Option<Moment> {
+        let lease = self.valid_until.or_else(|| {
+            let limit = self.limit.as_ref().filter(|_| self.limit_is_over(now));
+            limit.map(|limit| now.at_instant(limit.end))
+        });
         let Some(Ok(proven)) = self.session_proof() else {
-            return self.valid_until;
+            return lease;
         };
-        let ends = [self.valid_until, Some(now.end_of_hold(proven))];
+        let ends = [lease, Some(now.end_of_hold(proven))];
         ends.into_iter().flatten().min_by_key(|end| end.seen_from(now))
     }
 
     fn session_proof(&self) -> Option<Result<Instant, LossReason>> {
         self.session.as_ref().map(|session| *session.borrow())
+    }
+
+    fn keep_worker(&mut self, cx: &Context<'_>) {
+        match &mut self.worker {
+            Some(known) => known.clone_from(cx.waker()),
+            unset => *unset = Some(cx.waker().clone()),
+        }
     }
 
     fn rouse_worker(&mut self, wakes: &mut Wakes) {
@@ -154,6 +209,9 @@ impl<C> HoldCell<C> {
                 session,
                 renewed_for: None,
                 renewal_failing: false,
+                limit: None,
+                limit_told: false,
+                lingers: false,
                 parked: Some(claim),
                 discards: false,
                 wanting: 0,
@@ -162,6 +220,7 @@ impl<C> HoldCell<C> {
                 version: 0,
                 watchers: Vec::new(),
                 next_watcher: 0,
+                observed: None,
             }),
         }
     }
@@ -180,8 +239,20 @@ impl<C> HoldCell<C> {
         }
         let value = f(&mut state, &mut wakes);
         drop(state);
+        if let Some((observed, lost)) = wakes.ended {
+            observed.end(lost);
+        }
         wakes.wakers.into_iter().for_each(Waker::wake);
         value
+    }
+
+    /// Ends `observed` with the hold, at once if that has been lost already.
+    pub(crate) fn observe(&self, observed: ObservedHold) {
+        self.update(None, |state, wakes| match state.phase {
+            Phase::Lost(reason) => wakes.ended = Some((observed, Some(reason))),
+            Phase::Offered | Phase::Held => state.observed = Some(observed),
+            Phase::Releasing | Phase::Detached => wakes.ended = Some((observed, None)),
+        });
     }
 
     /// Returns the phase at `now`. The first to look after the lease has expired latches the loss.
@@ -192,6 +263,31 @@ impl<C> HoldCell<C> {
     /// Returns the phase as it was last set, whatever the clock says.
     pub(crate) fn last_phase(&self) -> Phase {
         self.state.lock().phase
+    }
+
+    /// Sets the time from which on it is not renewed, as far as is known.
+    pub(crate) fn set_limit(&self, limit: HoldLimit) {
+        match &mut self.state.lock().limit {
+            Some(last) => **last = limit,
+            none => *none = Some(Box::new(limit)),
+        }
+    }
+
+    /// Returns the time from which on it is not renewed, unless that has come.
+    pub(crate) fn limit_to_come(&self, now: Moment) -> Option<Instant> {
+        let over = self.state.lock().limit.as_ref()?.over;
+        (now.at < over).then_some(over)
+    }
+
+    /// Returns whether it is not renewed any more. The first to find out wakes the watchers, as an early warning.
+    pub(crate) fn limit_is_over(&self, now: Moment) -> bool {
+        self.update(Some(now), |state, wakes| {
+            let over = state.limit_is_over(now);
+            if over && state.alive() && !std::mem::replace(&mut state.limit_told, true) {
+                state.wake_watchers(wakes);
+            }
+            over
+        })
     }
 
     /// The end of the lease that was proven last.
@@ -225,10 +321,31 @@ impl<C> HoldCell<C> {
     /// reclaim it. The worker is not woken yet: that would delay the request that the next holder waits for.
     pub(crate) fn begin_release(&self, now: Moment) -> Result<Option<C>, LossReason> {
         self.update(Some(now), |state, wakes| match state.phase {
-            Phase::Lost(reason) => Err(reason),
+            Phase::Lost(reason) => {
+                if std::mem::take(&mut state.lingers) {
+                    state.rouse_worker(wakes);
+                }
+                Err(reason)
+            }
             Phase::Offered | Phase::Held | Phase::Releasing => {
                 state.begin_release(wakes);
                 Ok(state.parked.take())
+            }
+            // The guard is gone, and nothing of the hold is left here.
+            Phase::Detached => Err(LossReason::Gone),
+        })
+    }
+
+    /// Ends the hold here, since it goes on at the server for another client, and wakes those who wait for its end.
+    ///
+    /// # Errors
+    /// The reason, if it was lost before.
+    pub(crate) fn detach(&self, now: Moment) -> Result<(), LossReason> {
+        self.update(Some(now), |state, wakes| match state.phase {
+            Phase::Lost(reason) => Err(reason),
+            _ => {
+                state.end_in(Phase::Detached, wakes);
+                Ok(())
             }
         })
     }
@@ -261,6 +378,27 @@ impl<C> HoldCell<C> {
         })
     }
 
+    /// Latches the loss of a hold that was asked back, unless it has ended already. The server still has it, and its user may
+    /// still rely on it, until the guard is gone.
+    pub(crate) fn lose_asked(&self) {
+        self.update(None, |state, wakes| {
+            if state.alive() {
+                state.lingers = state.phase == Phase::Held;
+                state.latch(LossReason::Asked, wakes);
+            }
+        });
+    }
+
+    /// Resolves for the worker when no user has the guard of a lost hold that was asked back.
+    pub(crate) fn poll_let_go(&self, cx: &Context<'_>) -> Poll<()> {
+        let mut state = self.state.lock();
+        if !state.lingers {
+            return Poll::Ready(());
+        }
+        state.worker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
     /// Ends a hold that was offered and not accepted in time.
     pub(crate) fn lapse(&self) {
         self.update(None, |state, wakes| {
@@ -284,6 +422,32 @@ impl<C> HoldCell<C> {
         })
     }
 
+    /// Brings the end of its lease forward, since a request is about to be sent that may do so at the server. Changes nothing and
+    /// returns `false` if the lease ends before anyway. The worker may be waiting for its present end.
+    pub(crate) fn shorten(&self, valid_until: Moment, now: Moment) -> bool {
+        self.update(Some(now), |state, wakes| {
+            let end = valid_until.seen_from(now);
+            let known = state.valid_until.map(|known| known.seen_from(now));
+            let shortens = state.alive() && known.is_some_and(|known| end < known);
+            if shortens {
+                state.valid_until = Some(valid_until);
+                state.renewed_for = Some(end.saturating_duration_since(now.at));
+                state.rouse_worker(wakes);
+            }
+            shortens
+        })
+    }
+
+    /// Resolves for the worker when the lease that was proven last does not end at `known`.
+    pub(crate) fn poll_moved(&self, known: Option<Moment>, cx: &Context<'_>) -> Poll<()> {
+        let mut state = self.state.lock();
+        if state.valid_until != known {
+            return Poll::Ready(());
+        }
+        state.keep_worker(cx);
+        Poll::Pending
+    }
+
     /// Notes that a renewal succeeded whose lease is not adopted.
     pub(crate) fn renewal_succeeded(&self) {
         self.state.lock().renewal_failing = false;
@@ -298,15 +462,20 @@ impl<C> HoldCell<C> {
         });
     }
 
-    /// Returns what is left of the hold if its last renewal failed.
+    /// Returns what is left of the hold if its last renewal failed, or it is not renewed any more.
     pub(crate) fn renewal_failing(&self, now: Moment) -> Option<Duration> {
         let state = self.state.lock();
-        let left = || {
-            state.valid_until.map_or(Duration::MAX, |end| {
+        let ends = if state.limit_is_over(now) {
+            Some(state.end(now))
+        } else {
+            state.renewal_failing.then_some(state.valid_until)
+        };
+        let left = |end: Option<Moment>| {
+            end.map_or(Duration::MAX, |end| {
                 end.seen_from(now).saturating_duration_since(now.at)
             })
         };
-        (state.alive() && state.renewal_failing).then(left)
+        ends.filter(|_| state.alive()).map(left)
     }
 
     /// Keeps `waker` to be called at this event, if that can still happen. `watcher` is the caller's registration.
@@ -375,10 +544,7 @@ impl<C> HoldCell<C> {
         if state.version != version || state.wanting > 0 {
             return Poll::Ready(());
         }
-        match &mut state.worker {
-            Some(known) => known.clone_from(cx.waker()),
-            unset => *unset = Some(cx.waker().clone()),
-        }
+        state.keep_worker(cx);
         Poll::Pending
     }
 

@@ -1,11 +1,12 @@
 //! One contender for a lock, from the moment that it may go to the server until nothing of its claim is left there.
 
-use std::{future::pending, ops::RangeInclusive, sync::Arc};
+use std::{future::pending, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use crate::{
     driver::{
         lock_queue::{LockQueue, SlotGeneration},
         moment::Proof,
+        observe::Mark,
         request::AcquireRequest,
     },
     spi::Claim,
@@ -20,6 +21,8 @@ use crate::{
 pub(crate) struct Contender {
     pub(crate) claim: Option<Box<dyn Claim>>,
     pub(crate) request: Arc<AcquireRequest>,
+    /// The ttls that its claim has asked for, if they are not the request's. In a box, since few holds have any.
+    other_ttls: Option<Box<Ttls>>,
     /// Tokens that the grant reserved for hand-offs.
     pub(crate) spare_tokens: RangeInclusive<u64>,
     /// The number of hand-offs so far.
@@ -28,13 +31,21 @@ pub(crate) struct Contender {
     pub(crate) most_handoffs: u32,
     /// The last proof; `None` before the grant.
     pub(crate) lease: Option<Proof>,
-    /// The server has hinted since that proof that the hold may be gone, and no renewal has succeeded.
+    /// The server has hinted since that proof that the hold may be gone, or a renewal was begun, and none has succeeded.
     pub(crate) is_doubted: bool,
+    /// The time of the first request of a renewal that has failed since and has yet to succeed.
+    pub(crate) renewing_since: Option<Mark>,
     /// The server may know of this claim, so it has to be released.
     pub(crate) is_known: bool,
     slot: Option<SlotGeneration>,
     /// It is in its queue's count of those who contend.
     is_counted: bool,
+}
+
+#[derive(Debug)]
+struct Ttls {
+    last: Duration,
+    longest: Duration,
 }
 
 impl Contender {
@@ -48,16 +59,38 @@ impl Contender {
     fn new(request: Arc<AcquireRequest>, slot: Option<SlotGeneration>) -> Self {
         Self {
             claim: None,
+            other_ttls: None,
             request,
             spare_tokens: RangeInclusive::new(1, 0),
             handoffs: 0,
             most_handoffs: 0,
             lease: None,
             is_doubted: false,
+            renewing_since: None,
             is_known: false,
             slot,
             is_counted: false,
         }
+    }
+
+    /// The ttl that its claim asks for.
+    pub(crate) fn ttl(&self) -> Duration {
+        self.other_ttls
+            .as_ref()
+            .map_or(self.request.ttl, |ttls| ttls.last)
+    }
+
+    /// The longest ttl that its claim has asked for: the server may still count with it.
+    pub(crate) fn longest_ttl(&self) -> Duration {
+        self.other_ttls
+            .as_ref()
+            .map_or(self.request.ttl, |ttls| ttls.longest)
+    }
+
+    /// Notes that its claim asks for this ttl from now on.
+    pub(crate) fn set_ttl(&mut self, ttl: Duration) {
+        let longest = self.longest_ttl().max(ttl);
+        self.other_ttls = Some(Box::new(Ttls { last: ttl, longest }));
     }
 
     pub(crate) fn queue(&self) -> &Arc<LockQueue> {
@@ -87,6 +120,7 @@ impl Contender {
         self.has_slot()
             && self.queue().is_exclusive()
             && self.handoffs < self.most_handoffs.min(heir.local_handoffs)
+            && self.ttl() == heir.ttl
             && self.request.fits(heir)
             && !self.request.core().is_closed()
     }
@@ -110,6 +144,14 @@ impl Contender {
         let mut taken = std::mem::replace(self, nothing);
         std::mem::swap(&mut self.is_counted, &mut taken.is_counted);
         taken
+    }
+
+    /// Moves the claim of a hold into a contender of the other mode, which has nothing yet. The slot stays, and the tokens in
+    /// reserve are void.
+    pub(crate) fn move_claim(&mut self, into: &mut Self) {
+        into.claim = self.claim.take();
+        into.other_ttls = self.other_ttls.take();
+        into.is_known = std::mem::take(&mut self.is_known);
     }
 
     /// Resolves when the backend hints that something has changed.

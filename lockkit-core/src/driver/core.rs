@@ -16,18 +16,27 @@ use std::{
 use tokio::{sync::Notify, time::Instant};
 
 use crate::{
-    AcquireOptions, Error, FencingToken, LockId, LockKind, LockName, LockState, LossReason, Result,
-    driver::{lock_queue::LockQueue, moment::Clock, timing, worker::Worker},
-    spi::{Backend, BackendInfo, Mode},
+    AcquireOptions, Error, FencingToken, ListedLock, LockId, LockKind, LockName, LockState, LossReason,
+    Result,
+    driver::{lock_queue::LockQueue, moment::Clock, observe::Meters, timing, worker::Worker},
+    name::Shown,
+    spi::{Backend, BackendInfo, HolderWatch, Lister, Mode, chain, require_runtime},
     sync::Mutex,
 };
+
+const ANNOUNCE: &str = "announce";
+/// A server that does not answer must not keep a leader from its work.
+const ANNOUNCES_WITHIN: Duration = Duration::from_millis(250);
 
 pub(crate) struct Core {
     pub(crate) backend: Box<dyn Backend>,
     pub(crate) info: BackendInfo,
     pub(crate) worker: Arc<Worker>,
     pub(crate) clock: Clock,
+    /// The clock of every `max_hold`, which counts what is slept whatever the leases do.
+    pub(crate) max_hold_clock: Clock,
     pub(crate) owners: OwnerStock,
+    pub(crate) meters: Meters,
     /// The number of releases that were given up without a confirmation.
     pub(crate) unconfirmed: AtomicUsize,
     /// That number when the client was closed. Their leases are over, so closing need not report them.
@@ -47,9 +56,12 @@ impl Core {
         // Far beyond any use, and near enough for the clock to count to.
         info.max_patience = info.max_patience.min(AcquireOptions::MAX_DURATION);
         info.fallback_poll = info.fallback_poll.min(AcquireOptions::MAX_DURATION);
+        let clock = Clock::new(info.leases_stand_still || !info.capabilities.lease);
         Arc::new_cyclic(|core| Self {
             worker: Arc::new(Worker::new(core.clone(), info.name)),
-            clock: Clock::new(info.leases_stand_still || !info.capabilities.lease),
+            max_hold_clock: clock.counting_sleep(),
+            clock,
+            meters: Meters::new(info.name),
             info,
             backend: Box::new(backend),
             owners: OwnerStock::default(),
@@ -130,7 +142,7 @@ impl Core {
     /// Bounds `work`: runs it until `limit()`, and for as long as it `goes_on`. Returns `None` at the limit.
     ///
     /// # Errors
-    /// As [`timing::require_runtime`], and the error of `goes_on`.
+    /// As [`require_runtime`], and the error of `goes_on`.
     pub(crate) async fn within<T>(
         &self,
         operation: &'static str,
@@ -141,7 +153,7 @@ impl Core {
         if let Poll::Ready(done) = timing::poll_once(&mut work).await {
             return Ok(Some(done));
         }
-        timing::require_runtime(self.info.name, operation)?;
+        require_runtime(self.info.name, operation)?;
         let limit = limit();
         // What it takes to wait is made only when there is need to wait.
         let waiting = async move {
@@ -163,12 +175,61 @@ impl Core {
         self.ask("inspect", name, self.backend.inspect(name, kind)).await
     }
 
-    pub(crate) async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
-        self.ask("revoke", name, self.backend.revoke(name, kind, token))
-            .await
+    pub(crate) async fn revoke_by_force(
+        &self,
+        name: &LockName,
+        kind: LockKind,
+        token: FencingToken,
+    ) -> Result<bool> {
+        let ended = self
+            .ask("revoke", name, self.backend.revoke_by_force(name, kind, token))
+            .await?;
+        if ended && kind == LockKind::Lock && name.is_of_election() {
+            self.announce(name).await;
+        }
+        Ok(ended)
     }
 
-    async fn ask<T>(
+    /// Has the backend wake an observer of the lock of this name; `None` if it wakes nobody.
+    pub(crate) async fn watch(&self, name: &LockName) -> Result<Option<Box<dyn HolderWatch>>> {
+        let watch = self.backend.watch(name, LockKind::Lock);
+        self.ask("watch", name, watch).await
+    }
+
+    /// Has the backend wake the observers of the lock of this name. They look without it, too, so that a failure changes little.
+    pub(crate) async fn announce(&self, name: &LockName) {
+        let announcing = self.backend.announce(name, LockKind::Lock);
+        let announcing = self.meters.request(ANNOUNCE, announcing);
+        let limit = || Instant::now() + ANNOUNCES_WITHIN;
+        match self.within(ANNOUNCE, Self::is_alive, limit, announcing).await {
+            Ok(Some(Ok(()))) => {}
+            Ok(Some(Err(err))) | Err(err) => {
+                tracing::debug!(lock = %Shown(name.as_str()), error = chain(&err), "observers were not told");
+            }
+            Ok(None) => tracing::debug!(lock = %Shown(name.as_str()), "observers may not have been told"),
+        }
+    }
+
+    /// Does that in the worker, also if this future is dropped. Waits for it only where the worker has come to it in time: the
+    /// runtime that the client lives on may stand still.
+    pub(crate) async fn announce_by_worker(self: &Arc<Self>, name: &LockName) {
+        let told = self.worker.announce(self.clone(), name.clone());
+        let limit = || Instant::now() + ANNOUNCES_WITHIN;
+        let _ = self.within(ANNOUNCE, Self::is_alive, limit, told).await;
+    }
+
+    /// Asks for the next page of a listing.
+    pub(crate) async fn page(&self, lister: &mut dyn Lister) -> Result<Option<Vec<ListedLock>>> {
+        const OPERATION: &str = "list";
+
+        self.is_open(OPERATION)?;
+        let limit = || Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
+        let page = self.meters.request(OPERATION, lister.page());
+        let page = self.within(OPERATION, Self::is_alive, limit, page).await?;
+        page.unwrap_or_else(|| Err(self.no_answer(OPERATION)))
+    }
+
+    pub(crate) async fn ask<T>(
         &self,
         operation: &'static str,
         name: &LockName,
@@ -176,6 +237,7 @@ impl Core {
     ) -> Result<T> {
         self.is_open(operation)?;
         let limit = || Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
+        let question = self.meters.request(operation, question);
         let reply = self.within(operation, Self::is_alive, limit, question).await?;
         reply
             .unwrap_or_else(|| Err(self.no_answer(operation)))

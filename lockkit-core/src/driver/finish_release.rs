@@ -50,10 +50,11 @@ pub(crate) async fn finish_release(hold: &Hold, contender: Option<Contender>, no
 
 /// Keeps a hold in the register until its release is confirmed or has gone to the worker, so that closing the client
 /// waits for it. Then the worker may forget it.
-struct Registration<'a> {
-    hold: &'a Hold,
+#[must_use]
+pub(super) struct Registration<'a> {
+    pub(super) hold: &'a Hold,
     /// The slot that goes to the next waiter with that.
-    slot: Option<SlotGeneration>,
+    pub(super) slot: Option<SlotGeneration>,
 }
 
 impl Drop for Registration<'_> {
@@ -63,7 +64,7 @@ impl Drop for Registration<'_> {
 }
 
 /// Gets the claim back from the worker that was renewing it. If this is dropped, the worker goes on with the release.
-async fn reclaim(hold: Hold) -> Result<Contender> {
+pub(super) async fn reclaim(hold: Hold) -> Result<Contender> {
     struct OrElseWorker(Option<Hold>);
     impl Drop for OrElseWorker {
         fn drop(&mut self) {
@@ -124,9 +125,8 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
     let op_timeout = request.op_timeout;
     let limit = || Instant::now() + op_timeout;
     let core = request.core();
-    let released = core
-        .within("release", Core::is_alive, limit, claim.release())
-        .await;
+    let release = core.meters.request("release", claim.release());
+    let released = core.within("release", Core::is_alive, limit, release).await;
     let released = released.and_then(|released| {
         released.unwrap_or_else(|| {
             let cause = format!("no answer within {op_timeout:?}; it is tried again until the lease ends");
@@ -142,7 +142,7 @@ pub(crate) async fn clean_up(mut contender: Contender) {
     let queue = &request.queue;
     let mut backoff = Backoff::default();
     // No request of this claim is under way any more. After this time, none of the past can have any effect left.
-    let over = Instant::now() + request.ttl + request.op_timeout;
+    let over = Instant::now() + contender.longest_ttl() + request.op_timeout;
     loop {
         let err = match try_release(&mut contender).await {
             Ok(()) => break,

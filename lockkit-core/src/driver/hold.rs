@@ -1,6 +1,7 @@
 //! One grant, shared by its guard, its views and the worker that keeps it alive.
 
 use std::{
+    mem,
     ops::Deref,
     sync::{Arc, atomic::AtomicUsize},
     time::Duration,
@@ -9,19 +10,21 @@ use std::{
 use tokio::time::Instant;
 
 use crate::{
-    Error, FencingToken, LockName, LossReason, Result,
+    AcquireOptions, Error, FencingToken, LockName, LossReason, Result,
     driver::{
         cell::{HoldCell, Phase},
         contender::Contender,
         core::Core,
         keep_alive::KeepAlive,
         lock_queue::{LockQueue, SlotGeneration},
+        max_hold::MaxHold,
         moment::{Clock, Moment, Proof},
+        observe::Mark,
         register::NO_KEY,
         request::AcquireRequest,
         timing,
     },
-    spi::Renewal,
+    spi::{Lease, Renewal},
 };
 
 /// The part of a hold that views keep. Once the hold is over, it keeps nothing of the client.
@@ -34,6 +37,8 @@ pub(crate) struct Record {
     /// The length of its first lease.
     granted_for: Option<Duration>,
     clock: Clock,
+    /// In a box, since few holds have one.
+    max_hold: Option<Box<MaxHold>>,
     pub(crate) keep_alive: KeepAlive,
     /// The slot that its contender has. The contender may be on loan when the slot has to be given up.
     slot: Option<SlotGeneration>,
@@ -48,19 +53,41 @@ impl Record {
 
     /// The length of the lease in force when it was proven.
     pub(crate) fn lease_length(&self) -> Option<Duration> {
-        self.cell.renewed_for().or(self.granted_for)
+        let lease = self.cell.renewed_for().or(self.granted_for);
+        lease.or_else(|| {
+            let max_hold = self.max_hold.as_ref()?;
+            self.is_past_max_hold().then_some(max_hold.grace)
+        })
     }
 
     pub(crate) fn check(&self) -> Result<()> {
         match self.cell.phase(self.now()) {
             Phase::Lost(reason) => Err(self.lost(reason)),
-            Phase::Releasing => Err(self.lost(LossReason::Released)),
+            Phase::Releasing | Phase::Detached => Err(Error::Released {
+                backend: self.backend,
+                name: self.name.clone(),
+            }),
             Phase::Offered | Phase::Held => Ok(()),
         }
     }
 
+    /// Looks at the clocks.
     pub(crate) fn now(&self) -> Moment {
+        if let Some(max_hold) = &self.max_hold {
+            self.cell.set_limit(max_hold.look());
+        }
         self.clock.now()
+    }
+
+    /// Returns whether it is not renewed any more, since its `max_hold` is over.
+    pub(crate) fn is_past_max_hold(&self) -> bool {
+        self.max_hold.is_some() && self.cell.limit_is_over(self.now())
+    }
+
+    /// Returns the time at which its `max_hold` will be over.
+    pub(crate) fn max_hold_to_come(&self) -> Option<Instant> {
+        self.max_hold.as_ref()?;
+        self.cell.limit_to_come(self.now())
     }
 
     /// The local end of the present lease, on the clock that timers run on.
@@ -72,7 +99,7 @@ impl Record {
     pub(crate) fn not_lost(&self) -> Result<()> {
         match self.cell.phase(self.now()) {
             Phase::Lost(reason) => Err(self.lost(reason)),
-            Phase::Offered | Phase::Held | Phase::Releasing => Ok(()),
+            Phase::Offered | Phase::Held | Phase::Releasing | Phase::Detached => Ok(()),
         }
     }
 
@@ -105,6 +132,32 @@ impl Hold {
         contender: Contender,
         lease: &Proof,
     ) -> Self {
+        let max_hold = request.max_hold.map(|length| {
+            let clock = &request.core().max_hold_clock;
+            Box::new(MaxHold::begin(clock, length, request.ttl))
+        });
+        Self::with_max_hold(phase, request, token, contender, lease, max_hold)
+    }
+
+    /// Makes the hold that this one, which has ended, goes on as. It has the same token, and its `max_hold` goes on.
+    pub(crate) fn continued(
+        &self,
+        request: Arc<AcquireRequest>,
+        contender: Contender,
+        lease: &Proof,
+    ) -> Self {
+        let (token, max_hold) = (self.token.get(), self.max_hold.clone());
+        Self::with_max_hold(Phase::Held, request, token, contender, lease, max_hold)
+    }
+
+    fn with_max_hold(
+        phase: Phase,
+        request: Arc<AcquireRequest>,
+        token: u64,
+        contender: Contender,
+        lease: &Proof,
+        max_hold: Option<Box<MaxHold>>,
+    ) -> Self {
         let session = contender.claim.as_ref().and_then(|claim| claim.session());
         let queue = &request.queue;
         let record = Record {
@@ -115,6 +168,7 @@ impl Hold {
             cell: HoldCell::new(phase, contender, lease.end(), session),
             granted_for: lease.length,
             clock: queue.core.clock.clone(),
+            max_hold,
             keep_alive: KeepAlive::default(),
             key: AtomicUsize::new(NO_KEY),
         };
@@ -144,6 +198,33 @@ impl Hold {
         }
     }
 
+    /// Resolves when the user has let go of a lost hold that was asked back: at once if it was lost otherwise. Resolves at the
+    /// end of its lease, too, and when the client is closed. A hold without a lease has an end once its `max_hold` is over.
+    pub(crate) async fn let_go(&self) {
+        let over = async {
+            loop {
+                // Before the end is read: there is one as soon as this is not to come any more.
+                let max_hold = self.max_hold_to_come();
+                if let Some(end) = self.valid_until() {
+                    // By then, a server that counts the lease has ended the hold by itself. So whoever asked can tell that from
+                    // a release.
+                    let length = self.lease_length().unwrap_or(self.request.ttl);
+                    return tokio::time::sleep_until(end + length / 50 + Duration::from_millis(50)).await;
+                }
+                match max_hold {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            () = std::future::poll_fn(|cx| self.cell.poll_let_go(cx)) => {}
+            () = over => {}
+            _ = self.request.core().over("release", Core::is_open) => {}
+        }
+    }
+
     /// Lets the next waiter of this client go to the server after a loss, wherever the claim is.
     pub(crate) fn pass_slot_after_loss(&self) {
         if let Some(slot) = self.slot {
@@ -170,6 +251,96 @@ impl Hold {
         err.for_lock(&self.name)
     }
 
+    /// # Errors
+    /// [`Error::Backend`] once its `max_hold` is over.
+    pub(crate) fn may_be_renewed(&self, operation: &'static str) -> Result<()> {
+        match self.request.max_hold {
+            Some(max_hold) if self.is_past_max_hold() => {
+                let cause =
+                    format!("its `max_hold` of {max_hold:?} is over, so that it is not renewed any more");
+                Err(Error::permanent(self.backend, operation, cause).for_lock(&self.name))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that it may have another ttl, as far as the driver knows.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a ttl out of range or above its `max_hold`; [`Error::Unsupported`] where it has no lease;
+    /// [`Error::Backend`] once its `max_hold` is over.
+    pub(crate) fn may_have_ttl(&self, ttl: Duration) -> Result<()> {
+        let mut options = AcquireOptions::new().ttl(ttl);
+        options.max_hold = self.request.max_hold;
+        options.validate()?;
+        if !self.request.core().info.capabilities.lease {
+            return Err(self.has_one_ttl());
+        }
+        self.may_be_renewed("set_ttl")
+    }
+
+    fn has_one_ttl(&self) -> Error {
+        Error::unsupported(
+            self.backend,
+            "another ttl for a live hold: its holds have no lease",
+        )
+    }
+
+    /// Changes the ttl, and renews the hold once for it.
+    ///
+    /// From the first request on, the server may count with the new ttl, whether or not a reply comes or this future goes on. So a
+    /// shorter lease counts here before that, and a longer one once it is proven.
+    ///
+    /// # Errors
+    /// As [`renew_with`](Self::renew_with). [`Error::InvalidOptions`] or [`Error::Unsupported`] if the backend refuses the ttl, and
+    /// nothing has changed.
+    pub(crate) async fn set_ttl_with(&self, contender: &mut Contender, ttl: Duration) -> Result<()> {
+        let Some(claim) = &mut contender.claim else {
+            return Err(Error::Closed);
+        };
+        let length = claim.set_ttl(ttl).map_err(|err| err.for_lock(&self.name))?;
+        let length = length.ok_or_else(|| self.has_one_ttl())?;
+        contender.set_ttl(ttl);
+        let now = self.now();
+        let lease = self.clock.proof(&Lease {
+            since: now.at,
+            length: Some(length),
+        });
+        if lease.end().is_some_and(|end| self.cell.shorten(end, now)) {
+            // The next renewal is due by the lease that counts.
+            contender.lease = Some(lease);
+        }
+        self.renew_with(contender, true).await
+    }
+
+    /// Has the next request ask for what is left of the lease, and hardly more. Past its `max_hold`, a hold is renewed only to find out
+    /// whether it is still there, and must not last longer at the server for that.
+    pub(crate) fn ask_for_the_rest(&self, contender: &mut Contender) {
+        let ttl = contender.ttl();
+        let Some(claim) = &mut contender.claim else { return };
+        // A session is alive for longer than its holds in any case.
+        if !self.request.core().info.capabilities.lease || claim.session().is_some() {
+            return;
+        }
+        let now = self.now();
+        let Some(end) = self.cell.valid_until() else {
+            return;
+        };
+        let left = end.seen_from(now).saturating_duration_since(now.at);
+        // More than any backend takes off for the drift of clocks: the lease here must not become shorter, also without a reply.
+        let rest = left + left / 50 + AcquireOptions::MIN_TTL;
+        if rest >= ttl {
+            return;
+        }
+        match claim.set_ttl(rest) {
+            Ok(Some(length)) if length >= left => contender.set_ttl(rest),
+            Ok(_) => {
+                let _ = claim.set_ttl(ttl);
+            }
+            Err(_) => {}
+        }
+    }
+
     /// Renews the hold once. The caller has the `contender` on loan, or for good.
     ///
     /// # Errors
@@ -182,6 +353,7 @@ impl Hold {
         };
         // This look also keeps what was slept before the request from being taken off its lease.
         let now = self.now();
+        let began = contender.renewing_since.take().unwrap_or(Mark::at(now.at));
         let mut limit = now.at + self.request.op_timeout;
         let mut overdue = limit;
         if let Some(end) = self.cell.valid_until() {
@@ -190,7 +362,9 @@ impl Hold {
             overdue = timing::renewal_overdue(end, self.lease_length()).min(limit);
         }
         let core = self.request.core();
-        let mut renewal = claim.renew();
+        // This future may be dropped with a loss found and not told.
+        let was_doubted = mem::replace(&mut contender.is_doubted, true);
+        let mut renewal = core.meters.request(OPERATION, claim.renew());
         let mut reply = core
             .within(OPERATION, Core::is_alive, || overdue, &mut renewal)
             .await
@@ -206,6 +380,7 @@ impl Hold {
         match reply {
             Some(Ok(Renewal::Held(lease))) => {
                 contender.is_doubted = false;
+                core.meters.renewed(began);
                 let lease = self.clock.proof(&lease);
                 let (end, now) = (lease.end(), self.now());
                 // A lease that turns out to be shorter always counts.
@@ -221,6 +396,12 @@ impl Hold {
                 }
                 self.not_lost()
             }
+            Some(Ok(Renewal::Asked)) => {
+                self.cell.lose_asked();
+                self.not_lost()?;
+                // It is being released: that is all that was asked for, but it cannot be handed off.
+                Err(self.lost(LossReason::Asked))
+            }
             Some(Ok(Renewal::Lost(reason))) => {
                 self.cell.lose(reason);
                 self.not_lost()?;
@@ -228,11 +409,14 @@ impl Hold {
                 Err(self.lost(reason))
             }
             Some(Err(err)) => {
+                contender.is_doubted = was_doubted;
+                contender.renewing_since = Some(began);
                 self.cell.renewal_failed();
                 Err(err.for_lock(&self.name))
             }
             None => {
                 self.not_lost()?;
+                contender.renewing_since = Some(began);
                 self.cell.renewal_failed();
                 let cause = format!("no answer within {:?}", self.request.op_timeout);
                 Err(Error::transient(self.backend, OPERATION, cause).for_lock(&self.name))

@@ -2,6 +2,7 @@
 
 use std::{
     future::Future,
+    num::NonZeroU64,
     pin::Pin,
     sync::{
         Arc,
@@ -67,8 +68,23 @@ impl QueueState {
 
 /// The number of times that the slot has been given up. To give it up, name the generation in which you got it: a second time
 /// then does nothing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SlotGeneration(u64);
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SlotGeneration(NonZeroU64);
+
+impl SlotGeneration {
+    /// The first is number one, so that an `Option` of it is no larger: each hold keeps three of them.
+    const FIRST: Self = Self(NonZeroU64::MIN);
+
+    fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+}
+
+impl Default for SlotGeneration {
+    fn default() -> Self {
+        Self::FIRST
+    }
+}
 
 /// The backend's last word on this lock. It decides which error a waiter gets when its time is over.
 #[derive(Clone, Debug, Default)]
@@ -165,7 +181,7 @@ impl LockQueue {
 
         let mut state = self.state.lock();
         if state.owners.is_empty() {
-            let is_first = state.generation == SlotGeneration::default();
+            let is_first = state.generation == SlotGeneration::FIRST;
             let many = if is_first { 1 } else { AT_ONCE };
             self.core.owners.draw(self.backend(), many, &mut state.owners)?;
         }
@@ -227,7 +243,9 @@ impl LockQueue {
             return PassOn::NoHeir;
         };
         let lasts = heir.renew || lease.length.is_none() || just == Renewed::Yes;
-        if !lasts || contender.is_doubted || !lease.is_fresh(now) {
+        // A renewal that failed may have taken a hint with it.
+        let is_doubted = contender.is_doubted || contender.renewing_since.is_some();
+        if !lasts || is_doubted || !lease.is_fresh(now) {
             return PassOn::Stale;
         }
         let mut passed = contender.take();
@@ -351,7 +369,7 @@ impl LockQueue {
         if state.generation != slot {
             return None;
         }
-        state.generation.0 += 1;
+        state.generation = state.generation.next();
         let waker = state.slot.pass();
         if state.slot.is_idle() {
             state.last_reply = LastReply::Unknown;

@@ -223,6 +223,7 @@ fn request() -> Arc<AcquireRequest> {
         ttl: Duration::from_secs(30),
         wait: None,
         renew: true,
+        max_hold: None,
         op_timeout: Duration::from_secs(5),
         label: None,
         local_handoffs: 0,

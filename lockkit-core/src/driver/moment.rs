@@ -36,6 +36,22 @@ impl Moment {
         Self { at, asleep }
     }
 
+    /// The moment at this instant, as far as is known at this one.
+    pub(crate) fn at_instant(self, at: Instant) -> Self {
+        Self {
+            at,
+            asleep: self.asleep,
+        }
+    }
+
+    /// The moment that is so much later, if the machine does not sleep until then.
+    pub(crate) fn later(self, time: Duration) -> Self {
+        Self {
+            at: self.at + time,
+            asleep: self.asleep,
+        }
+    }
+
     pub(crate) fn has_reached(self, end: Self) -> bool {
         end.seen_from(self) <= self.at
     }
@@ -83,10 +99,7 @@ impl Proof {
     }
 
     fn after(&self, length: Duration) -> Moment {
-        Moment {
-            at: self.since.at + length,
-            asleep: self.since.asleep,
-        }
+        self.since.later(length)
     }
 }
 
@@ -99,6 +112,14 @@ impl Clock {
     pub(crate) fn new(stand_still: bool) -> Self {
         let sleeps = || Arc::new(Mutex::new(Sleeps::new(asleep())));
         Self((!stand_still && suspension::IS_KNOWN).then(sleeps))
+    }
+
+    /// Returns this clock if it counts what is slept, else one that does.
+    pub(crate) fn counting_sleep(&self) -> Self {
+        match &self.0 {
+            Some(_) => self.clone(),
+            None => Self::new(false),
+        }
     }
 
     pub(crate) fn now(&self) -> Moment {

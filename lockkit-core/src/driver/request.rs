@@ -14,6 +14,7 @@ pub(crate) struct AcquireRequest {
     pub(crate) ttl: Duration,
     pub(crate) wait: Option<Duration>,
     pub(crate) renew: bool,
+    pub(crate) max_hold: Option<Duration>,
     pub(crate) op_timeout: Duration,
     pub(crate) label: Option<Arc<str>>,
     pub(crate) local_handoffs: u32,
@@ -52,12 +53,14 @@ impl AcquireRequest {
             None => 0,
         };
         let ttl = options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL);
+        AcquireOptions::check_max_hold(options.max_hold, ttl)?;
         Ok(Self {
             queue: queue.clone(),
             ttl,
             adopt_after: timing::adopt_after(ttl),
             wait: options.wait,
             renew: options.renew.unwrap_or(true),
+            max_hold: options.max_hold,
             op_timeout: options.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT),
             label: options.label.clone(),
             local_handoffs,
@@ -66,6 +69,15 @@ impl AcquireRequest {
 
     pub(crate) fn core(&self) -> &Arc<Core> {
         &self.queue.core
+    }
+
+    /// Returns the same request for another queue, of the same lock in another mode.
+    pub(crate) fn in_queue(&self, queue: Arc<LockQueue>) -> Self {
+        Self {
+            queue,
+            label: self.label.clone(),
+            ..*self
+        }
     }
 
     /// Says that it is one attempt, without waiting.

@@ -2,6 +2,7 @@
 
 use std::{
     future::{Future, poll_fn},
+    mem,
     pin::Pin,
     task::Poll,
     time::Duration,
@@ -9,7 +10,7 @@ use std::{
 
 use tokio::time::Instant;
 
-use crate::{Error, Result, driver::moment::Proof};
+use crate::{Result, driver::moment::Proof, spi::require_runtime};
 
 /// The instant from which a renewal without a reply counts as failing: an eighth of the lease before its end. It may still
 /// succeed. Where a server session decides, a lease with less than a quarter left may be healthy.
@@ -30,9 +31,9 @@ pub(crate) fn adopt_after(ttl: Duration) -> Duration {
     Duration::from_millis(5).min(ttl / 10)
 }
 
-/// The time from which the worker keeps alive whichever hold there is of a claim that has been passed on `since` then, among
-/// holds too short for it: nobody else would notice a loss of that claim. It is a tenth of a second later, and less for a ttl
-/// below 50 ms.
+/// The time at which the worker adopts whichever hold a claim has, if all its holds were too short for [`adopt_after`]: nobody
+/// else would notice that the claim is lost. A tenth of a second after `since`, the claim's grant or its last adoption; less for a
+/// ttl below 50 ms.
 pub(crate) fn adopt_at_last(since: Instant, adopt_after: Duration) -> Instant {
     since + 20 * adopt_after
 }
@@ -43,7 +44,7 @@ pub(crate) fn jittered(period: Duration) -> Duration {
 }
 
 /// Returns between three quarters and all of `period`, for a pause whose length others rely on.
-fn jittered_down(period: Duration) -> Duration {
+pub(crate) fn jittered_down(period: Duration) -> Duration {
     period.mul_f64(0.75 + fastrand::f64() / 4.0)
 }
 
@@ -140,19 +141,17 @@ pub(crate) async fn poll_once<F: Future + Unpin>(future: &mut F) -> Poll<F::Outp
     poll_fn(|cx| Poll::Ready(Pin::new(&mut *future).poll(cx))).await
 }
 
-/// Succeeds within a Tokio runtime. Outside of one, a timer would panic.
-///
-/// # Errors
-/// [`Error::Backend`] outside of a Tokio runtime.
-pub(crate) fn require_runtime(backend: &'static str, operation: &'static str) -> Result<()> {
-    if tokio::runtime::Handle::try_current().is_err() {
-        return Err(Error::permanent(
-            backend,
-            operation,
-            "this must be awaited within a Tokio runtime",
-        ));
-    }
-    Ok(())
+/// Lets others run once, on any executor. Tokio's own needs a worker thread that is not held up.
+pub(crate) async fn pause_once() {
+    let mut has_paused = false;
+    poll_fn(|cx| {
+        if mem::replace(&mut has_paused, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }
 
 #[cfg(all(test, not(lockkit_loom)))]

@@ -16,12 +16,12 @@ use std::{
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::{
     runtime::{Handle, RuntimeFlavor},
-    sync::Notify,
+    sync::{Notify, oneshot},
     time::{Instant, Sleep},
 };
 
 use crate::{
-    Error, LossReason, Result,
+    Error, LockName, LossReason, Result,
     driver::{
         cell::{Loan, Phase},
         contender::Contender,
@@ -76,6 +76,8 @@ enum Job {
     Release(Hold, Option<Contender>),
     Lost(Hold),
     CleanUp(Contender),
+    /// Drops the sender when it is done.
+    Announce(Arc<Core>, LockName, oneshot::Sender<()>),
 }
 
 impl Worker {
@@ -163,6 +165,14 @@ impl Worker {
     /// Releases a claim that nobody waits for.
     pub(crate) fn clean_up(self: &Arc<Self>, contender: Contender) {
         self.submit(Job::CleanUp(contender));
+    }
+
+    /// Wakes the observers of the election that is held with the lock of this name. The receiver resolves after that; without it, it
+    /// is done all the same.
+    pub(crate) fn announce(self: &Arc<Self>, core: Arc<Core>, name: LockName) -> oneshot::Receiver<()> {
+        let (done, told) = oneshot::channel();
+        self.submit(Job::Announce(core, name, done));
+        told
     }
 
     fn submit(self: &Arc<Self>, job: Job) {
@@ -290,11 +300,14 @@ impl Job {
                 {
                     observe::release_failed(&request.queue, &err);
                 }
+                tell_observers(&request.queue).await;
             }
             Self::Lost(hold) => {
                 if let Phase::Lost(reason) = hold.cell.last_phase() {
                     observe::lost(hold.queue(), reason);
                 }
+                // Until then nothing is released, so that nobody else is granted what its user may still be at work on.
+                hold.let_go().await;
                 hold.queue().unregister(&hold);
                 // If it was on offer, its waiter goes on without it.
                 hold.queue().withdraw(&hold);
@@ -303,8 +316,14 @@ impl Job {
                 if let Some(contender) = hold.cell.reclaim().await.keep() {
                     clean_up(contender).await;
                 }
+                tell_observers(hold.queue()).await;
             }
-            Self::CleanUp(contender) => clean_up(contender).await,
+            Self::CleanUp(contender) => {
+                let request = contender.request.clone();
+                clean_up(contender).await;
+                tell_observers(&request.queue).await;
+            }
+            Self::Announce(core, name, _done) => core.announce(&name).await,
         }
     }
 
@@ -314,6 +333,7 @@ impl Job {
             Self::Release(hold, contender) => (contender, Some(hold)),
             Self::Lost(hold) => (None, Some(hold)),
             Self::CleanUp(contender) => (Some(contender), None),
+            Self::Announce(..) => (None, None),
         };
         if let Some(mut contender) = contender {
             contender.forget_claim();
@@ -321,6 +341,13 @@ impl Job {
         if let Some(hold) = hold {
             hold.queue().unregister(&hold);
         }
+    }
+}
+
+/// Wakes the observers of an election whose leadership has ended without a resignation that somebody waits for.
+async fn tell_observers(queue: &LockQueue) {
+    if queue.name().is_of_election() {
+        Box::pin(queue.core.announce(queue.name())).await;
     }
 }
 
@@ -423,54 +450,27 @@ async fn keep_alive(hold: Hold) {
     let adopted = Instant::now();
     let mut rests_until = None;
     let mut session = hold.cell.session();
-    let ttl = hold.request.ttl;
     loop {
         let version = hold.cell.version();
         let Some(mut loan) = borrow(&hold, timer.as_mut(), &mut session).await else {
             break;
         };
         let Some(contender) = loan.as_mut() else { break };
-        let offered = hold.cell.last_phase() == Phase::Offered;
-        let Some(lease) = contender.lease else { break };
-        // A hold that has not been taken yet is left to lapse; one without renewal is left to end.
-        let renews = !offered && (hold.request.renew || lease.length.is_none());
-        let lapses = (offered && lease.length.is_none()).then(|| adopted + ttl);
-        let valid_until = hold.valid_until().or(lapses);
-        let renewal = renews.then(|| {
-            // A proof may be older than its renewal is due: that must not become a busy loop.
-            let due = lease.renewal_due(ttl).seen_from(hold.now());
-            rests_until.map_or(due, |rested| due.max(rested))
-        });
-        // A failed renewal is tried again, also where only a hint asked for it.
-        let again = retry_at.or_else(|| contender.is_doubted.then(Instant::now));
-        let due = again.filter(|_| !offered).or(renewal);
-        let end = due.into_iter().chain(valid_until).min();
-        // The backend remembers a hint that nobody listens to for a while.
-        let rest = (!offered && !hints.listens()).then(|| Instant::now() + HintBudget::HOLDERS_REST);
-        let wakes = end.into_iter().chain(rest).min();
-        if let Some(at) = wakes {
-            timer.as_mut().reset(at);
-        }
-        let listening = Instant::now();
-        let woken_by = tokio::select! {
-            biased;
-            () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => WokenBy::Change,
-            () = timer.as_mut(), if wakes.is_some() => WokenBy::Time,
-            () = session_shortened(&hold, &mut session) => WokenBy::Change,
-            () = contender.hinted(), if !offered && hints.listens() => WokenBy::Hint,
+        let Some(plan) = Plan::new(&hold, contender, adopted, rests_until, retry_at) else {
+            break;
         };
-        match woken_by {
-            WokenBy::Change => continue,
-            WokenBy::Time => {
-                hints.rested();
-                if rest.is_some() && end.is_none_or(|end| Instant::now() < end) {
-                    continue;
-                }
-            }
-            WokenBy::Hint => {
-                contender.is_doubted = true;
-                hints.hinted(listening.elapsed());
-            }
+        // What lives across an await is kept for each hold: of the plan, no more than this.
+        let (offered, renews) = (plan.offered, plan.renews);
+        let waiting = plan.until_due(
+            &hold,
+            contender,
+            version,
+            timer.as_mut(),
+            &mut session,
+            &mut hints,
+        );
+        if !waiting.await {
+            continue;
         }
         if offered {
             hold.cell.lapse();
@@ -479,19 +479,128 @@ async fn keep_alive(hold: Hold) {
         if !matches!(hold.cell.phase(hold.now()), Phase::Held) {
             continue;
         }
-        let renewal = tokio::select! {
-            biased;
-            () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => continue,
-            renewal = hold.renew_with(contender, renews) => renewal,
+        if !renews && hold.is_past_max_hold() {
+            hold.ask_for_the_rest(contender);
+        }
+        // In a box, since a hold is renewed now and then, and is kept all the time.
+        let mut renewing = Box::pin(hold.renew_with(contender, renews));
+        let renewal = loop {
+            // What ends the hold, or its renewals, does not wait for a reply.
+            let ends = ends(&hold);
+            if let Some(end) = ends {
+                timer.as_mut().reset(end);
+            }
+            tokio::select! {
+                biased;
+                () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => break None,
+                () = timer.as_mut(), if ends.is_some() => {
+                    if !note_end(&hold) {
+                        break None;
+                    }
+                }
+                () = session_shortened(&hold, &mut session) => {}
+                renewal = renewing.as_mut() => break Some(renewal),
+            }
         };
-        // The lease may have turned out to be shorter.
-        let lease = contender.lease.unwrap_or(lease);
-        let rested = Instant::now() + timing::renewal_retry(&lease, ttl);
+        drop(renewing);
+        let Some(renewal) = renewal else { continue };
+        // It may have turned out to be shorter, and the ttl may be another.
+        let Some(lease) = contender.lease else { break };
+        let rested = Instant::now() + timing::renewal_retry(&lease, hold.request.ttl);
         rests_until = Some(rested);
         retry_at = renewal.err().filter(|err| !err.is_lost()).map(|err| {
             observe::renewal_failed(hold.queue(), &err);
             rested
         });
+    }
+}
+
+/// The next thing to do for a hold.
+struct Plan {
+    /// It is still on offer: it is left to lapse.
+    offered: bool,
+    /// Its lease is renewed, or its claim is checked if it has none.
+    renews: bool,
+    is_past_max_hold: bool,
+    /// The time of that, or of the end of the hold if that is earlier.
+    at: Option<Instant>,
+}
+
+impl Plan {
+    /// Returns `None` for a hold that has no lease any more.
+    fn new(
+        hold: &Hold,
+        contender: &Contender,
+        adopted: Instant,
+        rests_until: Option<Instant>,
+        retry_at: Option<Instant>,
+    ) -> Option<Self> {
+        let ttl = hold.request.ttl;
+        let lease = contender.lease?;
+        let offered = hold.cell.last_phase() == Phase::Offered;
+        let is_past_max_hold = hold.is_past_max_hold();
+        // A hold that has not been taken yet is left to lapse; one without renewal is left to end.
+        let renewed = hold.request.renew && !is_past_max_hold;
+        let renews = !offered && (renewed || lease.length.is_none());
+        let lapses = (offered && lease.length.is_none()).then(|| adopted + ttl);
+        let valid_until = hold.valid_until().or(lapses);
+        let renewal = renews.then(|| {
+            // A proof may be older than its renewal is due: that must not become a busy loop.
+            let due = lease.renewal_due(ttl).seen_from(hold.now());
+            rests_until.map_or(due, |rested| due.max(rested))
+        });
+        // A failed renewal is tried again, also where only a hint asked for it.
+        let again = retry_at.filter(|_| renews || contender.is_doubted);
+        let again = again.or_else(|| contender.is_doubted.then(Instant::now));
+        let due = again.filter(|_| !offered).or(renewal);
+        Some(Self {
+            offered,
+            renews,
+            is_past_max_hold,
+            at: due.into_iter().chain(valid_until).min(),
+        })
+    }
+
+    /// Resolves with `true` when its time has come, or when the backend hints that the hold may be gone. Resolves with `false` when
+    /// the hold needs another plan.
+    fn until_due<'a>(
+        self,
+        hold: &'a Hold,
+        contender: &'a mut Contender,
+        version: u32,
+        mut timer: Pin<&'a mut Sleep>,
+        session: &'a mut Option<SessionProof>,
+        hints: &'a mut HintBudget,
+    ) -> impl Future<Output = bool> {
+        let listens = !self.offered && hints.listens();
+        // The backend remembers a hint that nobody listens to for a while.
+        let rest = (!self.offered && !listens).then(|| Instant::now() + HintBudget::HOLDERS_REST);
+        let max_hold = hold.max_hold_to_come();
+        let wakes = self.at.into_iter().chain(rest).chain(max_hold).min();
+        if let Some(at) = wakes {
+            timer.as_mut().reset(at);
+        }
+        let (ends, rests) = (wakes.is_some(), rest.is_some());
+        let listening = Instant::now();
+        async move {
+            let is_due = tokio::select! {
+                biased;
+                () = std::future::poll_fn(|cx| hold.cell.poll_changed(version, cx)) => false,
+                () = timer, if ends => {
+                    hints.rested();
+                    !rests || self.at.is_some_and(|at| Instant::now() >= at)
+                }
+                () = session_shortened(hold, session) => false,
+                () = contender.hinted(), if listens => {
+                    contender.is_doubted = true;
+                    hints.hinted(listening.elapsed());
+                    true
+                }
+            };
+            // The clock of a `max_hold` goes on while the machine sleeps, and no timer does.
+            let max_hold_is_over = !self.is_past_max_hold && hold.is_past_max_hold();
+            is_due && !max_hold_is_over
+        }
     }
 }
 
@@ -507,20 +616,36 @@ async fn borrow<'a>(
         if let Poll::Ready(loan) = timing::poll_once(&mut lending).await {
             return loan;
         }
-        let valid_until = hold.valid_until();
-        if let Some(end) = valid_until {
+        let proven = hold.cell.valid_until();
+        let ends = ends(hold);
+        if let Some(end) = ends {
             timer.as_mut().reset(end);
         }
         tokio::select! {
             biased;
             loan = lending.as_mut() => return loan,
-            () = timer.as_mut(), if valid_until.is_some() => {
-                // Latches the loss if it is due; then there is nothing to wait for.
-                hold.cell.phase(hold.now());
+            () = timer.as_mut(), if ends.is_some() => {
+                // If that is the end, there is nothing to wait for.
+                note_end(hold);
             }
+            // Whoever has the claim may have asked for a shorter lease, and may never go on.
+            () = std::future::poll_fn(|cx| hold.cell.poll_moved(proven, cx)) => {}
             () = session_shortened(hold, session) => {}
         }
     }
+}
+
+/// Returns the end of the hold, or of its `max_hold` if that comes before.
+fn ends(hold: &Hold) -> Option<Instant> {
+    let ends = [hold.valid_until(), hold.max_hold_to_come()];
+    ends.into_iter().flatten().min()
+}
+
+/// Latches the loss if it is due; then there is nothing to wait for. Tells of the end of `max_hold` otherwise. Returns whether the
+/// hold goes on.
+fn note_end(hold: &Hold) -> bool {
+    hold.is_past_max_hold();
+    matches!(hold.cell.phase(hold.now()), Phase::Offered | Phase::Held)
 }
 
 /// Resolves when the session proves less than it did. Latches the loss if it is over.
@@ -532,12 +657,6 @@ async fn session_shortened(hold: &Hold, session: &mut Option<SessionProof>) {
         return std::future::pending().await;
     }
     hold.cell.phase(hold.now());
-}
-
-enum WokenBy {
-    Change,
-    Time,
-    Hint,
 }
 
 #[cfg(all(test, not(lockkit_loom)))]

@@ -40,6 +40,25 @@ fn is_free(observer: &LockClient, name: &str) -> bool {
 }
 
 #[test]
+fn an_exclusive_hold_becomes_a_shared_one() {
+    let (_, client) = client();
+    let lock = client.lock("a").unwrap();
+    let reading = lock.acquire().unwrap().downgrade().unwrap();
+    let beside = lock.shared().try_acquire().unwrap().unwrap();
+    assert!(lock.try_acquire().unwrap().is_none());
+    let refused = beside.downgrade().unwrap_err();
+    assert!(matches!(refused.error, Error::Unsupported { .. }), "{refused}");
+    assert!(refused.guard.unwrap().is_held() && reading.is_held());
+    let guard = client.lock("b").unwrap().acquire().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let refused = runtime.block_on(async { guard.downgrade() }).unwrap_err();
+    assert!(matches!(refused.error, Error::Backend { .. }), "{refused}");
+    let guard = refused.guard.unwrap();
+    assert!(guard.is_held());
+    guard.downgrade().unwrap().release().unwrap();
+}
+
+#[test]
 fn every_call_of_the_async_api_has_its_like() {
     let (_, client) = client();
     let client = client.with_defaults(AcquireOptions::new().label("me")).unwrap();
@@ -58,7 +77,7 @@ fn every_call_of_the_async_api_has_its_like() {
     assert!(matches!(refused, Err(Error::InvalidOptions { .. })));
     assert_eq!(guard.lost_reason(), None);
     assert_eq!(guard.wait_lost(10 * MS).unwrap(), None);
-    assert!(client.revoke("a", guard.token()).unwrap());
+    assert!(client.revoke_by_force("a", guard.token()).unwrap());
     assert_eq!(guard.wait_lost(10 * SECOND).unwrap(), Some(LossReason::Revoked));
     assert_eq!(guard.lost_reason(), Some(LossReason::Revoked));
     assert!(guard.check().unwrap_err().is_lost());
@@ -71,7 +90,7 @@ fn every_call_of_the_async_api_has_its_like() {
     let gpu = client.semaphore("gpu", 1).unwrap();
     let permit = gpu.acquire().unwrap();
     assert_eq!(client.inspect_semaphore("gpu").unwrap().holders.len(), 1);
-    assert!(client.revoke_permit("gpu", permit.token()).unwrap());
+    assert!(client.revoke_permit_by_force("gpu", permit.token()).unwrap());
     assert!(client.capabilities().shared && client.info().name == "memory");
 }
 
@@ -117,8 +136,11 @@ fn with_lock_tells_of_a_loss() {
     let outcome = lock.with_lock(|held| {
         assert!(backend.revoke("a"));
         eventually("the loss is noticed", || !held.is_held());
+        held.token().get()
     });
-    assert!(outcome.unwrap_err().is_lost());
+    let done = outcome.unwrap_err();
+    assert!(done.error.is_lost());
+    assert_eq!(done.output, Some(1), "the work was done");
 }
 
 #[test]
@@ -148,11 +170,11 @@ fn within_an_async_runtime_every_blocking_call_is_an_error() {
             lock.acquire().err(),
             lock.try_acquire().err(),
             lock.acquire_timeout(SECOND).err(),
-            lock.with_lock(|_| ()).err(),
+            lock.with_lock(|_| ()).err().map(Error::from),
             lock.inspect().err(),
             client.inspect("a").err(),
             client.inspect_semaphore("a").err(),
-            client.revoke("a", one.token()).err(),
+            client.revoke_by_force("a", one.token()).err(),
             client.close(SECOND).err(),
             one.renew().err(),
             one.wait_lost(SECOND).err(),

@@ -509,12 +509,12 @@ impl DistributedLock for Many {
         self.0.id()
     }
 
-    fn name(&self) -> &LockName {
-        self.0.name()
-    }
-
     fn options(&self) -> &AcquireOptions {
         self.0.options()
+    }
+
+    async fn inspect(&self) -> Result<LockState> {
+        self.0.inspect().await
     }
 
     async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
@@ -555,12 +555,12 @@ impl DistributedLock for Refusing {
         self.0.id()
     }
 
-    fn name(&self) -> &LockName {
-        self.0.name()
-    }
-
     fn options(&self) -> &AcquireOptions {
         self.0.options()
+    }
+
+    async fn inspect(&self) -> Result<LockState> {
+        self.0.inspect().await
     }
 
     async fn acquire_with(&self, options: &AcquireOptions) -> Result<LockGuard> {
@@ -824,4 +824,34 @@ async fn what_is_in_doubt_is_not_passed_on() {
         let passed_on = next.token().get() == token.get() + 1;
         assert_eq!(passed_on, !revoked);
     }
+}
+
+/// The renewal has taken the hint that its backend had, as it may, and knows nothing more.
+#[tokio::test(start_paused = true)]
+async fn a_hint_that_a_failed_renewal_took_is_not_forgotten() {
+    let probe = Probe::default();
+    let ours = LockClient::new(probe.clone());
+    let lock = ours.lock("a").unwrap();
+    let options = AcquireOptions::new().ttl(60 * SECOND);
+    let first = lock.acquire_with(&options.clone().renew(false)).await.unwrap();
+    let next = tokio::spawn({
+        let lock = lock.with_options(options);
+        async move { lock.acquire().await.unwrap() }
+    });
+    tokio::time::sleep(SECOND).await;
+    assert!(probe.memory.revoke("a"));
+    let theirs = client(&probe.memory);
+    let theirs = theirs.lock("a").unwrap().acquire().await.unwrap();
+    probe.memory.fail_next(FaultPoint::Renew, 1);
+    let renewed = first.renew().await;
+    assert!(renewed.as_ref().is_err_and(|err| !err.is_lost()), "{renewed:?}");
+    let released = first.release().await;
+    for _ in 0..10 {
+        tokio::task::yield_now().await;
+    }
+    assert!(
+        !next.is_finished(),
+        "two hold; theirs {:?}, and the release said {released:?}",
+        theirs.check()
+    );
 }

@@ -4,7 +4,7 @@ use std::{sync::Arc, task::Poll, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, DistributedLock, DistributedLockExt, Error, Instant, LockClient, LossReason,
-    MemoryBackend, ReentrantLock, ReentrantOwner, acquire_all, memory::FaultPoint,
+    MemoryBackend, ReentrantLock, ReentrantOwner, RunError, acquire_all, memory::FaultPoint,
 };
 
 const MS: Duration = Duration::from_millis(1);
@@ -272,8 +272,9 @@ async fn with_lock_runs_releases_and_stops_at_a_loss() {
         tokio::time::sleep(SECOND).await;
         panic!("the body must be dropped at its await");
     });
-    let outcome: Result<(), Error> = body.await;
-    assert!(outcome.unwrap_err().is_lost());
+    let outcome: Result<(), RunError<()>> = body.await;
+    let stopped = outcome.unwrap_err();
+    assert!(stopped.error.is_lost() && stopped.output.is_none());
     assert!(lock.try_acquire().await.unwrap().is_some());
 }
 

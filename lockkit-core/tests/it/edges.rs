@@ -7,7 +7,7 @@ use std::{
 
 use lockkit_core::{
     AcquireOptions, Error, Instant, LockClient, LossReason, MemoryBackend, ReentrantLock, ReentrantOwner,
-    acquire_all, memory::FaultPoint,
+    RunError, acquire_all, memory::FaultPoint,
 };
 
 use crate::{cancel::cancel_after, probe::Probe};
@@ -162,12 +162,14 @@ async fn a_view_that_outlives_the_release_is_nothing_to_go_on_with() {
     view.check().unwrap();
     guard.release().await.unwrap();
     assert!(!view.is_held());
-    let reason = |outcome: lockkit_core::Result<()>| match outcome {
-        Err(lockkit_core::Error::Lost { reason, .. }) => reason,
-        other => panic!("{other:?}"),
+    let is_released = |err: &Error| {
+        assert!(!err.is_lost(), "a release is no loss: {err}");
+        matches!(err, Error::Released { .. })
     };
-    assert_eq!(reason(view.check()), LossReason::Released);
-    assert_eq!(reason(view.run(async {}).await), LossReason::Released);
+    assert!(is_released(&view.check().unwrap_err()));
+    let unbegun: Result<(), RunError<()>> = view.run(async { panic!("there is no hold") }).await;
+    let unbegun = unbegun.unwrap_err();
+    assert!(is_released(&unbegun.error) && unbegun.output.is_none());
     assert_eq!(view.lost().reason(), None, "it was not lost");
 }
 

@@ -6,7 +6,9 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{HoldView, LockClient, LossReason, LostSignal, MemoryBackend, RenewalFailing};
+use lockkit_core::{
+    Error, HoldEnd, HoldView, LockClient, LossReason, LostSignal, MemoryBackend, RenewalFailing,
+};
 
 use crate::probe::Probe;
 
@@ -17,7 +19,7 @@ const SECOND: Duration = Duration::from_secs(1);
 async fn an_end_is_told_with_its_reason() {
     let backend = MemoryBackend::new();
     let lock = LockClient::new(backend.clone()).lock("a").unwrap();
-    for reason in [LossReason::Released, LossReason::Revoked] {
+    for end in [HoldEnd::Released, HoldEnd::Lost(LossReason::Revoked)] {
         for at_once in [true, false] {
             let guard = lock.acquire().await.unwrap();
             let held = guard.view();
@@ -25,19 +27,19 @@ async fn an_end_is_told_with_its_reason() {
             let told_too = tokio::spawn(held.ended());
             let by_now = tokio::time::timeout(SECOND, guard.ended()).await;
             assert!(by_now.is_err(), "it is held: {by_now:?}");
-            if reason == LossReason::Revoked {
+            if end.loss().is_some() {
                 assert!(backend.revoke("a"));
-                assert_eq!(told.await.unwrap(), reason);
+                assert_eq!(told.await.unwrap(), end);
                 assert!(guard.release().await.unwrap_err().is_lost());
             } else if at_once {
                 drop(guard);
-                assert_eq!(told.await.unwrap(), reason);
+                assert_eq!(told.await.unwrap(), end);
             } else {
                 guard.release().await.unwrap();
-                assert_eq!(told.await.unwrap(), reason);
+                assert_eq!(told.await.unwrap(), end);
             }
-            assert_eq!(told_too.await.unwrap(), reason);
-            assert_eq!(held.ended().await, reason, "late askers are told");
+            assert_eq!(told_too.await.unwrap(), end);
+            assert_eq!(held.ended().await, end, "late askers are told");
         }
     }
 }
@@ -52,7 +54,7 @@ async fn a_hand_off_is_an_end() {
     tokio::task::yield_now().await;
     guard.release().await.unwrap();
     let heir = heir.await.unwrap();
-    assert_eq!(ended.await.unwrap(), LossReason::Released);
+    assert_eq!(ended.await.unwrap(), HoldEnd::Released);
     assert!(!first.is_held() && heir.is_held());
     assert!(tokio::time::timeout(SECOND, heir.ended()).await.is_err());
 }
@@ -104,17 +106,33 @@ type End = fn(lockkit_core::LockGuard, &Probe);
 
 #[tokio::test(start_paused = true)]
 async fn a_view_keeps_nothing_of_the_client() {
-    let ends: [End; 3] = [
-        |guard, _| drop(guard),
-        |guard, probe| {
-            assert!(probe.memory.revoke("a"));
-            drop(guard);
-        },
-        |guard, _| {
-            tokio::spawn(async move { guard.release().await.unwrap() });
-        },
+    let ends: [(End, bool); 4] = [
+        (|guard, _| drop(guard), false),
+        (
+            |guard, probe| {
+                // Nobody has noticed yet.
+                assert!(probe.memory.revoke("a"));
+                drop(guard);
+            },
+            false,
+        ),
+        (
+            |guard, probe| {
+                assert!(probe.memory.revoke("a"));
+                tokio::spawn(async move {
+                    guard.lost().await;
+                });
+            },
+            true,
+        ),
+        (
+            |guard, _| {
+                tokio::spawn(async move { guard.release().await.unwrap() });
+            },
+            false,
+        ),
     ];
-    for end in ends {
+    for (end, loses) in ends {
         let probe = Probe::default();
         let lock = LockClient::new(probe.clone()).lock("a").unwrap();
         let guard = lock.acquire().await.unwrap();
@@ -124,14 +142,16 @@ async fn a_view_keeps_nothing_of_the_client() {
         drop(lock);
         tokio::time::sleep(SECOND).await;
         assert_eq!(Arc::strong_count(&probe.counts), 1, "the backend is kept");
-        is_over(&held);
+        is_over(&held, loses);
         drop((lost, ended));
     }
 }
 
-fn is_over(held: &HoldView) {
+fn is_over(held: &HoldView, lost: bool) {
     assert!(!held.is_held());
-    assert!(held.check().unwrap_err().is_lost());
+    let err = held.check().unwrap_err();
+    assert_eq!(err.is_lost(), lost, "{err}");
+    assert_eq!(matches!(err, Error::Released { .. }), !lost, "{err}");
     assert_eq!(held.name().as_str(), "a");
     assert_eq!(held.token().get(), 1);
 }

@@ -76,20 +76,9 @@ async fn an_unpolled_waiter_blocks_those_behind_it_until_dropped() {
 
 #[tokio::test]
 async fn memory_grants_in_order() {
-    let backend = MemoryBackend::new();
-    let mut claims = Vec::<Box<dyn Claim>>::new();
-    for owner in 1..=3 {
-        let name = LockName::new("a").unwrap();
-        let request = ClaimRequest::new(name, Mode::Exclusive, 30 * SECOND, OwnerId::new(owner));
-        let mut claim = backend.claim(&request).await.unwrap();
-        let granted = claim.attempt(MS).await.unwrap().is_some();
-        assert_eq!(granted, owner == 1);
-        claims.push(claim);
-    }
-    claims[0].release().await.unwrap();
-    // The second waiter asks before the first does.
-    let second = claims[2].attempt(MS).await.unwrap();
-    assert!(second.is_none(), "it overtook the first");
+    lockkit_conformance::grants_in_order(&MemoryBackend::new())
+        .await
+        .unwrap();
 }
 
 /// Claims on one space of locks, each with a lease that outlasts the test.

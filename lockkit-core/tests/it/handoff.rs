@@ -224,3 +224,28 @@ async fn a_dropped_guard_is_handed_on_too() {
     assert!(heir.token() > token);
     assert_eq!(probe.counts.calls(), (1, 0, 0));
 }
+
+/// A renewal may have found out that the hold is lost before its future was dropped.
+#[tokio::test(start_paused = true)]
+async fn a_hold_whose_renewal_was_dropped_is_renewed_first() {
+    for passes_on in [false, true] {
+        let (probe, lock) = lock(AcquireOptions::new());
+        let guard = lock.acquire().await.unwrap();
+        tokio::time::sleep(SECOND).await;
+        let next = waiter(&lock).await;
+        probe.memory.delay(FaultPoint::Renew, SECOND);
+        let renewed = tokio::time::timeout(MS, guard.renew()).await;
+        assert!(renewed.is_err(), "it was not dropped");
+        probe.memory.delay(FaultPoint::Renew, Duration::ZERO);
+        let renewals = || probe.counts.calls().1;
+        assert_eq!(renewals(), 1);
+        if passes_on {
+            guard.release().await.unwrap();
+            next.await.unwrap().release().await.unwrap();
+        } else {
+            tokio::time::sleep(10 * MS).await;
+            drop(guard);
+        }
+        assert_eq!(renewals(), 2, "{passes_on}");
+    }
+}

@@ -2,16 +2,32 @@
 
 #[cfg(feature = "blocking")]
 mod blocking;
+#[cfg(feature = "blocking")]
+mod blocking_places;
 mod cancel;
 mod conformance;
 mod corners;
-#[cfg(feature = "metrics")]
-mod counters;
+mod detach;
+mod downgrade;
 mod driver;
 mod edges;
+mod election;
 mod ended;
 mod guarantees;
 mod handoff;
+mod listing;
+mod many_permits;
+mod max_hold;
+#[cfg(feature = "metrics")]
+mod meters;
+mod own_locks;
 mod probe;
+mod revoke;
+mod run_error;
 mod runtime;
+#[cfg(feature = "serde")]
+mod serialized;
+mod spans;
 mod swarm;
+mod try_all;
+mod ttl;

@@ -11,7 +11,7 @@ use std::{
 use async_trait::async_trait;
 use lockkit_core::{
     FencingToken, LockKind, LockName, LockState, MemoryBackend, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Renewal},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, OwnerId, Renewal},
 };
 use tokio::sync::Notify;
 
@@ -122,6 +122,10 @@ impl Claim for Counted {
         renewal
     }
 
+    fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
+        self.claim.set_ttl(ttl)
+    }
+
     async fn release(&mut self) -> Result<()> {
         self.counts.releases.fetch_add(1, Ordering::SeqCst);
         self.claim.release().await
@@ -134,8 +138,17 @@ impl Claim for Counted {
         }
     }
 
+    fn detach(&mut self) -> Option<OwnerId> {
+        self.claim.detach()
+    }
+
+    async fn adopt(&mut self, from: OwnerId, token: FencingToken) -> Result<Option<Renewal>> {
+        self.claim.adopt(from, token).await
+    }
+
     fn passed_on(&mut self, token: FencingToken) {
         self.counts.passed_on.lock().unwrap().push(token.get());
+        self.claim.passed_on(token);
     }
 }
 

@@ -2,7 +2,10 @@
 
 use std::{
     future::Future,
-    sync::{Arc, Barrier, atomic::Ordering},
+    sync::{
+        Arc, Barrier, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -60,7 +63,7 @@ async fn is_refused(client: &LockClient) {
         assert_ended("try_acquire", soon("try_acquire", lock.try_acquire()).await);
         assert_ended("inspect", soon("inspect", lock.inspect()).await);
     }
-    let revoked = client.revoke("a", FencingToken::new(1));
+    let revoked = client.revoke_by_force("a", FencingToken::new(1));
     assert_ended("revoke", soon("revoke", revoked).await);
     assert_ended("close", soon("close", client.close(60 * SECOND)).await);
     assert_ended("close", soon("close", client.close(60 * SECOND)).await);
@@ -109,7 +112,7 @@ fn what_is_under_way_ends_with_the_runtime() {
                 lock.acquire(),
                 lock.try_acquire(),
                 lock.inspect(),
-                client.revoke("a", FencingToken::new(1)),
+                client.revoke_by_force("a", FencingToken::new(1)),
                 closing.close(60 * SECOND),
                 wanted.acquire(),
                 wanted.acquire(),
@@ -161,6 +164,38 @@ fn a_claim_that_is_in_use_elsewhere_ends_with_the_runtime() {
     drop(guard);
 }
 
+/// Its worker ends the holds one after the other. A renewal may begin in between.
+#[test]
+fn a_renewal_before_its_hold_is_told_of_the_end_is_a_loss() {
+    let (own, other) = (current_thread(), current_thread());
+    let backend = Hanging {
+        grants: true,
+        ..Hanging::default()
+    };
+    let dropping = backend.dropping.clone();
+    let guards = own.block_on(async {
+        let client = LockClient::new(backend);
+        let hold = async |name| client.lock(name).unwrap().acquire().await.unwrap();
+        [hold("a").await, hold("b").await]
+    });
+    let barrier = Arc::new(Barrier::new(2));
+    *dropping.lock().unwrap() = Some(barrier.clone());
+    thread::scope(|scope| {
+        let ending = scope.spawn(|| drop(own));
+        // The claim of the first is being dropped.
+        barrier.wait();
+        let untold: Vec<_> = guards.iter().filter(|guard| guard.is_held()).collect();
+        assert_eq!(untold.len(), 1, "one of two has been told");
+        let renewed = other.block_on(soon("renew", untold[0].renew()));
+        barrier.wait();
+        ending.join().unwrap();
+        let error = renewed.unwrap_err();
+        let lost = Error::lost("memory", untold[0].name().clone(), LossReason::Disconnected);
+        assert_eq!(error.to_string(), lost.to_string());
+        assert!(error.is_lost() && !untold[0].is_held());
+    });
+}
+
 #[test]
 fn a_release_under_way_ends_with_the_runtime() {
     let (first, second) = (multi_thread(), current_thread());
@@ -190,6 +225,8 @@ fn a_release_under_way_ends_with_the_runtime() {
 struct Hanging {
     memory: MemoryBackend,
     grants: bool,
+    /// The barrier at which the next claim that is dropped waits, with its thread: once when it is there, and once to go on.
+    dropping: Arc<Mutex<Option<Arc<Barrier>>>>,
 }
 
 #[async_trait]
@@ -200,14 +237,17 @@ impl Backend for Hanging {
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
         let claim = self.memory.claim(request).await?;
-        Ok(Box::new(HangingClaim(claim, self.grants)))
+        Ok(Box::new(HangingClaim {
+            claim,
+            backend: self.clone(),
+        }))
     }
 
     async fn inspect(&self, _: &LockName, _: LockKind) -> Result<LockState> {
         std::future::pending().await
     }
 
-    async fn revoke(&self, _: &LockName, _: LockKind, _: FencingToken) -> Result<bool> {
+    async fn revoke_by_force(&self, _: &LockName, _: LockKind, _: FencingToken) -> Result<bool> {
         std::future::pending().await
     }
 
@@ -217,13 +257,26 @@ impl Backend for Hanging {
 }
 
 #[derive(Debug)]
-struct HangingClaim(Box<dyn Claim>, bool);
+struct HangingClaim {
+    claim: Box<dyn Claim>,
+    backend: Hanging,
+}
+
+impl Drop for HangingClaim {
+    fn drop(&mut self) {
+        let barrier = self.backend.dropping.lock().unwrap().take();
+        if let Some(barrier) = barrier {
+            barrier.wait();
+            barrier.wait();
+        }
+    }
+}
 
 #[async_trait]
 impl Claim for HangingClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
-        if self.1 {
-            return self.0.attempt(patience).await;
+        if self.backend.grants {
+            return self.claim.attempt(patience).await;
         }
         std::future::pending().await
     }
@@ -238,5 +291,40 @@ impl Claim for HangingClaim {
 
     async fn notified(&mut self) {
         std::future::pending::<()>().await;
+    }
+}
+
+/// Whoever asks again and again after an error has to stop when its runtime does, which ends a task only where it waits for something.
+#[test]
+fn a_runtime_ends_beside_tasks_that_ask_again_at_once() {
+    for round in 0..20 {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
+        let client = LockClient::new(MemoryBackend::new());
+        let holds = Arc::new(AtomicUsize::new(0));
+        for _ in 0..8 {
+            let (lock, holds) = (client.lock("a").unwrap(), holds.clone());
+            runtime.spawn(async move {
+                loop {
+                    if let Ok(guard) = lock.acquire().await {
+                        holds.fetch_add(1, Ordering::Relaxed);
+                        let _ = guard.release().await;
+                    }
+                }
+            });
+        }
+        while holds.load(Ordering::Relaxed) < 100 {
+            thread::sleep(MS);
+        }
+        let (ended, end) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            drop(runtime);
+            let _ = ended.send(());
+        });
+        end.recv_timeout(10 * SECOND)
+            .unwrap_or_else(|_| panic!("the runtime does not end, in round {round}"));
     }
 }

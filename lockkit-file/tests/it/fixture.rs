@@ -64,6 +64,22 @@ pub(crate) async fn granted(claim: &mut Box<dyn Claim>) -> Grant {
     tokio::time::timeout(LIMIT, wait).await.expect("granted in time")
 }
 
+/// Returns a backend in `dir`, and a claim of it that holds `n` in this mode.
+pub(crate) async fn held(dir: &Path, mode: Mode) -> (FileBackend, Box<dyn Claim>) {
+    let backend = open(dir).await;
+    let mut holder = claim(&backend, "n", mode).await;
+    granted(&mut holder).await;
+    (backend, holder)
+}
+
+/// Returns a backend in `dir`, and two of its claims on `n`: one that holds it in this mode, and one that waits for it.
+pub(crate) async fn held_and_waited_for(dir: &Path, mode: Mode) -> (FileBackend, [Box<dyn Claim>; 2]) {
+    let (backend, holder) = held(dir, mode).await;
+    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
+    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    (backend, [holder, waiter])
+}
+
 /// Waits until `condition` holds.
 pub(crate) async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     let wait = async {
@@ -177,7 +193,7 @@ pub(crate) fn other(role: &str, dir: &Path) -> (Killed, String) {
     (child, said)
 }
 
-/// Not a test of its own: [`other`] runs it. Without a role, it does nothing.
+/// The other process, which [`other`] runs: no test of its own. Without a role, it does nothing.
 #[tokio::test]
 async fn other_process() {
     let Some(role) = std::env::var_os(ROLE) else {

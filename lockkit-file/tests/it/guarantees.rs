@@ -8,10 +8,7 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{
-    AcquireOptions, FenceGate, LockClient, LockName,
-    spi::{Backend, Claim, ClaimRequest, Mode, OwnerId},
-};
+use lockkit_core::{AcquireOptions, FenceGate, LockClient};
 use lockkit_file::{FileBackend, FileConfig};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -27,20 +24,9 @@ async fn open(dir: &Path) -> FileBackend {
 #[tokio::test]
 async fn waiters_are_granted_in_order() {
     let dir = tempfile::tempdir().unwrap();
-    let backend = open(dir.path()).await;
-    let mut claims = Vec::<Box<dyn Claim>>::new();
-    for owner in 1..=3 {
-        let name = LockName::new("a").unwrap();
-        let request = ClaimRequest::new(name, Mode::Exclusive, 30 * SECOND, OwnerId::new(owner));
-        let mut claim = backend.claim(&request).await.unwrap();
-        let granted = claim.attempt(MS).await.unwrap().is_some();
-        assert_eq!(granted, owner == 1);
-        claims.push(claim);
-    }
-    claims[0].release().await.unwrap();
-    // The second waiter asks before the first does.
-    let second = claims[2].attempt(MS).await.unwrap();
-    assert!(second.is_none(), "it overtook the first");
+    lockkit_conformance::grants_in_order(&open(dir.path()).await)
+        .await
+        .unwrap();
 }
 
 /// ✘: a new counter starts at the clock, which the old one had overtaken; a clock that was set back does the same.
@@ -100,7 +86,7 @@ impl Drop for Holder {
     }
 }
 
-/// Not a test of its own: a [`Holder`] runs it.
+/// The process of a [`Holder`], which runs it: no test of its own.
 #[tokio::test]
 async fn holder_process() {
     let Some(dir) = std::env::var_os("LOCKKIT_GUARANTEES_DIR") else {

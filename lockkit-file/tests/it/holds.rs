@@ -19,8 +19,8 @@ use rustix::process::Pid;
 use tempfile::TempDir;
 
 use crate::fixture::{
-    Killed, LIMIT, Orphan, PATIENCE, TRY, claim, files, granted, looks, name, open, other, permits, polled,
-    request, until,
+    Killed, LIMIT, Orphan, PATIENCE, TRY, claim, files, granted, held_and_waited_for, looks, name, open,
+    other, permits, polled, request, until,
 };
 
 /// Polls on a thread that has no runtime, as another executor would.
@@ -156,13 +156,7 @@ async fn a_release_wakes_a_waiter() {
 #[cfg(target_os = "linux")]
 async fn an_event_is_remembered_until_the_next_attempt() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let (mut holder, mut waiter) = (
-        claim(&backend, "n", Mode::Exclusive).await,
-        claim(&backend, "n", Mode::Exclusive).await,
-    );
-    granted(&mut holder).await;
-    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    let (_backend, [mut holder, mut waiter]) = held_and_waited_for(dir.path(), Mode::Exclusive).await;
     holder.release().await.unwrap();
     for _ in 0..10 {
         tokio::time::timeout(LIMIT, waiter.notified()).await.unwrap();
@@ -174,11 +168,7 @@ async fn an_event_is_remembered_until_the_next_attempt() {
 #[cfg(target_os = "linux")]
 async fn a_waiter_retries_soon_after_an_event_and_then_no_more() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
-    granted(&mut holder).await;
-    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
-    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    let (_backend, [_holder, mut waiter]) = held_and_waited_for(dir.path(), Mode::Exclusive).await;
     let lock = dir.path().join("lockkit/n.lock");
     for _ in 0..2 {
         let looks = looks(&mut waiter).await;

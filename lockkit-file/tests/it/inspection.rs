@@ -15,7 +15,7 @@ use lockkit_core::{
 };
 use tempfile::TempDir;
 
-use crate::fixture::{LIMIT, PATIENCE, TRY, claim, files, granted, name, open, permits, request};
+use crate::fixture::{LIMIT, PATIENCE, TRY, claim, files, granted, held, name, open, permits, request};
 
 #[tokio::test]
 async fn inspection_shows_labels_and_tokens_of_all_holders() {
@@ -53,7 +53,7 @@ async fn inspection_shows_labels_and_tokens_of_all_holders() {
 
         let token = expected[0].1;
         let error = backend
-            .revoke(&name("n"), mode.kind(), FencingToken::new(token))
+            .revoke_by_force(&name("n"), mode.kind(), FencingToken::new(token))
             .await
             .unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
@@ -65,7 +65,7 @@ async fn inspection_shows_labels_and_tokens_of_all_holders() {
         );
         assert!(
             !backend
-                .revoke(&name("n"), mode.kind(), FencingToken::new(1))
+                .revoke_by_force(&name("n"), mode.kind(), FencingToken::new(1))
                 .await
                 .unwrap(),
             "nobody has that token"
@@ -149,9 +149,7 @@ async fn a_probe_makes_no_try_return_taken() {
 #[tokio::test]
 async fn an_inspection_probes_under_the_ledger() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut claim = claim(&backend, "n", Mode::Exclusive).await;
-    granted(&mut claim).await;
+    let (backend, _holder) = held(dir.path(), Mode::Exclusive).await;
     let ledger = fs::File::create(dir.path().join("lockkit/n.ledger")).unwrap();
     ledger.try_lock().unwrap();
     let lock = name("n");
@@ -165,9 +163,7 @@ async fn an_inspection_probes_under_the_ledger() {
 #[tokio::test]
 async fn a_ledger_that_stays_locked_is_an_error_and_not_taken() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
-    granted(&mut holder).await;
+    let (backend, mut holder) = held(dir.path(), Mode::Exclusive).await;
     let ledger = fs::File::create(dir.path().join("lockkit/n.ledger")).unwrap();
     ledger.try_lock().unwrap();
     let mut denied = claim(&backend, "n", Mode::Shared).await;
@@ -191,9 +187,7 @@ async fn a_ledger_that_stays_locked_is_an_error_and_not_taken() {
 #[cfg(target_os = "linux")]
 async fn an_inspection_wakes_a_waiter_that_its_probe_kept_out() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
-    granted(&mut waiter).await;
+    let (backend, mut waiter) = held(dir.path(), Mode::Exclusive).await;
     waiter.release().await.unwrap();
     let probe = fs::File::open(dir.path().join("lockkit/n.lock")).unwrap();
     probe.try_lock().unwrap();

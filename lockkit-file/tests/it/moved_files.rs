@@ -8,7 +8,9 @@ use lockkit_core::{
 };
 use tempfile::TempDir;
 
-use crate::fixture::{LIMIT, Mounted, PATIENCE, TRY, claim, files, granted, looks, open, permits, polled};
+use crate::fixture::{
+    LIMIT, Mounted, PATIENCE, TRY, claim, files, granted, held_and_waited_for, looks, open, permits, polled,
+};
 
 #[cfg(target_os = "linux")]
 #[tokio::test]
@@ -189,11 +191,7 @@ async fn a_deleted_file_is_a_lost_hold_and_tokens_rise() {
 #[tokio::test]
 async fn a_waiter_moves_on_to_a_replaced_file() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
-    granted(&mut holder).await;
-    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
-    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    let (_backend, [mut holder, mut waiter]) = held_and_waited_for(dir.path(), Mode::Exclusive).await;
     fs::remove_dir_all(dir.path().join("lockkit")).unwrap();
     granted(&mut waiter).await;
     assert_eq!(holder.renew().await.unwrap(), Renewal::Lost(LossReason::Revoked));

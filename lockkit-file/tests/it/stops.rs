@@ -163,7 +163,7 @@ async fn lock_of(role: Role, dir: &Path) -> (LockClient, Lock) {
     (client, lock.unwrap())
 }
 
-/// Not a test of its own: a [`Player`] runs it.
+/// The process of a [`Player`], which runs it: no test of its own.
 #[tokio::test]
 async fn player() {
     let Ok(role) = std::env::var(ROLE) else { return };

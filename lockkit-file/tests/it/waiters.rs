@@ -17,7 +17,8 @@ use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
 
 use crate::fixture::{
-    Killed, LIMIT, PATIENCE, TRY, claim, files, granted, looks, open, other, permits, polled, tickets, until,
+    Killed, LIMIT, PATIENCE, TRY, claim, files, granted, held, held_and_waited_for, looks, open, other,
+    permits, polled, tickets, until,
 };
 
 /// Starts three other processes that wait, in this order, for the lock of `holder`.
@@ -68,9 +69,7 @@ async fn a_killed_waiter_blocks_nobody() {
 #[cfg(target_os = "linux")]
 async fn a_waiter_is_woken_when_its_predecessor_leaves() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
-    granted(&mut holder).await;
+    let (backend, _holder) = held(dir.path(), Mode::Exclusive).await;
     let mut quickest = LIMIT;
     for _ in 0..5 {
         let mut before = claim(&backend, "n", Mode::Exclusive).await;
@@ -124,9 +123,7 @@ async fn a_waiter_out_of_descriptors_is_passed_over() {
     use rustix::process::{Resource, Rlimit, getrlimit, prlimit};
 
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
-    granted(&mut holder).await;
+    let (backend, mut holder) = held(dir.path(), Mode::Exclusive).await;
     let (mut first, _) = other("wait with a client", dir.path());
     until("it waits", async || tickets(dir.path()).len() == 1).await;
     let mut second = claim(&backend, "n", Mode::Exclusive).await;
@@ -291,11 +288,7 @@ async fn a_removed_queue_is_joined_again() {
 #[cfg(target_os = "linux")]
 async fn an_older_version_excludes_and_may_overtake() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut holder = claim(&backend, "n", Mode::Exclusive).await;
-    granted(&mut holder).await;
-    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
-    assert_eq!(waiter.attempt(PATIENCE).await.unwrap(), None);
+    let (_backend, [mut holder, mut waiter]) = held_and_waited_for(dir.path(), Mode::Exclusive).await;
     let lock = dir.path().join("lockkit/n.lock");
     let older = || fs::File::options().write(true).open(&lock).unwrap();
     let file = older();
@@ -361,11 +354,7 @@ async fn a_waiting_writer_stops_new_readers_until_it_is_gone() {
 #[tokio::test]
 async fn a_stopped_writer_keeps_no_reader_from_a_free_lock() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut inside = claim(&backend, "n", Mode::Shared).await;
-    granted(&mut inside).await;
-    let mut stopped = claim(&backend, "n", Mode::Exclusive).await;
-    assert_eq!(stopped.attempt(PATIENCE).await.unwrap(), None);
+    let (backend, [mut inside, _stopped]) = held_and_waited_for(dir.path(), Mode::Shared).await;
     inside.release().await.unwrap();
     let mut reader = claim(&backend, "n", Mode::Shared).await;
     until("the reader gets past", async || {
@@ -377,9 +366,7 @@ async fn a_stopped_writer_keeps_no_reader_from_a_free_lock() {
 #[tokio::test]
 async fn a_stopped_writer_keeps_no_reader_out_of_a_shared_lock() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut inside = claim(&backend, "n", Mode::Shared).await;
-    granted(&mut inside).await;
+    let (backend, mut inside) = held(dir.path(), Mode::Shared).await;
     let (writer, _) = other("wait", dir.path());
     let mut reader = claim(&backend, "n", Mode::Shared).await;
     assert_eq!(reader.attempt(TRY).await.unwrap(), None, "it waits");
@@ -408,9 +395,7 @@ async fn a_stopped_writer_keeps_no_reader_out_of_a_shared_lock() {
 #[tokio::test]
 async fn a_stopped_writer_leaves_its_turn_to_the_next() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut inside = claim(&backend, "n", Mode::Shared).await;
-    granted(&mut inside).await;
+    let (backend, mut inside) = held(dir.path(), Mode::Shared).await;
     let (stopped, _) = other("wait", dir.path());
     stopped.stop();
     let mut next = claim(&backend, "n", Mode::Shared).await;
@@ -433,9 +418,7 @@ async fn a_stopped_writer_leaves_its_turn_to_the_next() {
 #[tokio::test]
 async fn setting_the_clock_costs_a_turn_until_the_next_heartbeat() {
     let dir = TempDir::new().unwrap();
-    let backend = open(dir.path()).await;
-    let mut inside = claim(&backend, "n", Mode::Shared).await;
-    granted(&mut inside).await;
+    let (backend, _inside) = held(dir.path(), Mode::Shared).await;
     let mut writer = claim(&backend, "n", Mode::Exclusive).await;
     let mut reader = claim(&backend, "n", Mode::Shared).await;
     let hour = Duration::from_secs(3_600);

@@ -55,7 +55,7 @@ impl Child {
     }
 }
 
-/// As a child, holds. As a test, has a child hold.
+/// Has a child hold. The child runs this, too, and holds.
 #[test]
 fn holds() {
     let Ok(order) = std::env::var(ORDER) else {

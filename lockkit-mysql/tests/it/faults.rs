@@ -6,7 +6,7 @@ use futures_util::future::join_all;
 use lockkit_conformance::stall::{Stopwatch, timeout};
 use lockkit_core::{
     AcquireOptions, Error, Lock, LockClient, LockName, LossReason,
-    spi::{self, Backend as _, ClaimRequest, OwnerId},
+    spi::{self, Backend as _, ClaimRequest, OwnerId, Renewal, chain},
 };
 use lockkit_mysql::{Mode, MySqlBackend};
 use lockkit_testbed::{
@@ -21,8 +21,8 @@ use tokio::{
 use crate::{
     child::Child,
     servers::{
-        Admin, MODES, Waiter, asleep, client, config, cycle, for_each_flavour, hold_back, name, private,
-        session_at, shared, waits,
+        ASLEEP, Admin, MODES, Waiter, client, config, cycle, for_each_flavour, hold_back, name, private,
+        request, session_at, shared, waits,
     },
 };
 
@@ -45,6 +45,8 @@ for_each_flavour! {
     a_release_whose_reply_is_lost_is_no_loss
     a_release_that_is_asked_again_wakes_the_next_in_line
     a_release_that_comes_late_frees_no_later_hold
+    a_renewal_that_comes_late_is_no_shorter_than_is_believed
+    a_renewal_that_was_cut_off_is_no_shorter_than_is_believed
     a_release_that_is_cut_off_confirms_nothing
     an_attempt_that_comes_late_takes_nothing
     an_attempt_that_was_cut_off_takes_nothing
@@ -54,6 +56,7 @@ for_each_flavour! {
     a_hold_whose_connections_break_is_told_at_once
     a_break_while_the_watch_is_begun_is_told_at_once
     another_runtime_that_ends_takes_no_connection_along
+    a_backend_that_outlives_its_runtime_says_so
     the_servers_clock_does_not_move_a_row_lock
     the_servers_clock_moves_a_lease
     tokens_go_back_with_a_deleted_counter_and_the_clock
@@ -183,7 +186,7 @@ async fn a_killed_writer_keeps_readers_out_for_half_a_minute(flavour: Flavour) {
     also_reads.unwrap().release().await.unwrap();
 }
 
-/// Also if the control connection has ended since that session began.
+/// The control connection may have ended since that session began.
 async fn a_writer_that_gives_up_keeps_no_readers_out(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;
@@ -547,7 +550,7 @@ async fn a_release_that_is_asked_again_wakes_the_next_in_line(flavour: Flavour) 
         let guard = lock.acquire().await.unwrap();
         let waiter = Waiter::of(next.lock("a").unwrap());
         // For a second from here on.
-        session_at(&mut admin, asleep(flavour)).await;
+        session_at(&mut admin, ASLEEP).await;
         let asked = Stopwatch::start();
         if let Some(after) = dropped_after {
             let _ = timeout(after, guard.release()).await;
@@ -601,9 +604,8 @@ async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
     let mut config = config(addr);
     config.mode = Mode::Lease;
     let backend = MySqlBackend::connect(config).await.unwrap();
-    let (name, owner) = (name("late"), OwnerId::new(fastrand::u128(..)));
-    let lock = LockName::new(&name).unwrap();
-    let request = ClaimRequest::new(lock, spi::Mode::Exclusive, Duration::from_secs(30), owner);
+    let name = name("late");
+    let request = request(&name, spi::Mode::Exclusive);
     let mut claim = backend.claim(&request).await.unwrap();
     let try_it = Duration::ZERO;
     let first = claim.attempt(try_it).await.unwrap().expect("it is free");
@@ -621,6 +623,53 @@ async fn a_release_that_comes_late_frees_no_later_hold(flavour: Flavour) {
     let other = client(server.addr(), Mode::Lease).await;
     let second = other.lock(&name).unwrap().try_acquire().await.unwrap();
     assert!(second.is_none(), "granted beside its holder: {second:?}");
+    claim.release().await.unwrap();
+    cycle(&other, &name).await;
+}
+
+/// The renewal was abandoned on its way, and the hold has been given a longer ttl since.
+async fn a_renewal_that_comes_late_is_no_shorter_than_is_believed(flavour: Flavour) {
+    renewed_late(flavour, false).await;
+}
+
+/// The client has noticed the end of its connection, the server has not.
+async fn a_renewal_that_was_cut_off_is_no_shorter_than_is_believed(flavour: Flavour) {
+    renewed_late(flavour, true).await;
+}
+
+async fn renewed_late(flavour: Flavour, is_cut_off: bool) {
+    let server = shared(flavour);
+    let (addr, mut renewal) = hold_back(server.addr(), "SET expires=").await.unwrap();
+    let proxy = Proxy::start(addr).unwrap();
+    let mut config = config(proxy.addr());
+    config.mode = Mode::Lease;
+    let backend = MySqlBackend::connect(config).await.unwrap();
+    let (name, owner) = (name("late-renewal"), OwnerId::new(fastrand::u128(..)));
+    let lock = LockName::new(&name).unwrap();
+    let short = Duration::from_secs(10);
+    let request = ClaimRequest::new(lock, spi::Mode::Exclusive, short, owner);
+    let mut claim = backend.claim(&request).await.unwrap();
+    claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    tokio::select! {
+        renewed = claim.renew() => panic!("it was not held back: {renewed:?}"),
+        () = renewal.came() => {}
+    }
+    claim.set_ttl(Duration::from_secs(60)).unwrap();
+    if is_cut_off {
+        proxy.reset();
+    }
+    // Otherwise its connection is given up a second later.
+    let renewed = timeout(Duration::from_secs(8), claim.renew()).await.unwrap();
+    let Renewal::Held(lease) = renewed.unwrap() else {
+        panic!("it is held");
+    };
+    renewal.deliver().await.unwrap();
+    let other = client(server.addr(), Mode::Lease).await;
+    let left = other.inspect(&name).await.unwrap().holders[0].left.unwrap();
+    let now = Instant::now();
+    assert!(left <= short, "it took no effect: {left:?}");
+    let end = lease.end().unwrap();
+    assert!(end <= now + left, "{:?} beyond the server's {left:?}", end - now);
     claim.release().await.unwrap();
     cycle(&other, &name).await;
 }
@@ -720,7 +769,7 @@ async fn a_release_wakes_the_next_also_where_many_sleep(flavour: Flavour) {
     for _ in 0..200 {
         let guard = holder.lock("a").unwrap().acquire().await.unwrap();
         let waiter = Waiter::of(next.lock("a").unwrap());
-        session_at(&mut admin, asleep(flavour)).await;
+        session_at(&mut admin, ASLEEP).await;
         let released = Stopwatch::start();
         guard.release().await.unwrap();
         let (guard, _) = waiter.granted().await;
@@ -744,6 +793,8 @@ async fn connections_that_are_reset_again_and_again(flavour: Flavour) {
                     if let Ok(guard) = lock.acquire_timeout(Duration::from_secs(5)).await {
                         break guard;
                     }
+                    // A runtime that ends waits for a task that never rests, for ever.
+                    tokio::task::yield_now().await;
                 };
                 assert!(Some(guard.token()) > last);
                 last = Some(guard.token());
@@ -855,6 +906,38 @@ async fn another_runtime_that_ends_takes_no_connection_along(flavour: Flavour) {
 
 const HOUR: Duration = Duration::from_hours(1);
 
+/// It was connected on one runtime, which has ended, and its client lives on another.
+async fn a_backend_that_outlives_its_runtime_says_so(flavour: Flavour) {
+    let addr = shared(flavour).addr();
+    for mode in MODES {
+        let mut config = config(addr);
+        config.mode = mode;
+        let backend = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Runtime::new().unwrap();
+            runtime.block_on(MySqlBackend::connect(config)).unwrap()
+        });
+        let client = LockClient::new(backend.join().unwrap());
+        let (name, limit) = (name("outlived"), Duration::from_secs(5));
+        let lock = client.lock(&name).unwrap();
+        let permanent = |error: &Error| matches!(error, Error::Backend { transient: false, .. });
+        // The idle connection ended with that runtime, which a try may find out first.
+        eventually("a try says so", async || {
+            lock.try_acquire().await.is_err_and(|error| permanent(&error))
+        })
+        .await;
+        let waited = timeout(limit, lock.acquire()).await.expect("an answer");
+        let seen = timeout(limit, client.inspect(&name)).await.expect("an answer");
+        for answer in [waited.map(drop), seen.map(drop)] {
+            let error = answer.unwrap_err();
+            assert!(
+                permanent(&error) && chain(&error).contains("runtime"),
+                "{mode:?}: {}",
+                chain(&error)
+            );
+        }
+    }
+}
+
 async fn the_servers_clock_does_not_move_a_row_lock(flavour: Flavour) {
     let clock = Clock::new().unwrap();
     let server = MySql::start_by(Some(&clock), flavour, &[]).unwrap();
@@ -964,7 +1047,7 @@ async fn two_primaries_grant_one_lock(flavour: Flavour) {
     }
 }
 
-/// As after a fail-over to a replica without the lock's row, or with row locks to any replica: they are not replicated.
+/// A fail-over does the same, to a replica without the lock's row, or with row locks to any replica: they are not replicated.
 async fn a_server_that_lost_its_data(flavour: Flavour) {
     for mode in MODES {
         let (old, new) = (private(flavour, &[]), private(flavour, &[]));

@@ -4,8 +4,11 @@
 mod child;
 mod conformance;
 mod connecting;
+mod detach;
+mod dropped;
 mod faults;
 mod fenced;
+mod listing;
 mod mixed;
 mod servers;
 mod sessions;

@@ -146,7 +146,8 @@ impl Visit for Fields {
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         if field.name() == "lock" {
-            self.name = format!("{value:?}");
+            // Escaped, and in quotes.
+            format!("{value:?}").trim_matches('"').clone_into(&mut self.name);
         }
     }
 }

@@ -10,7 +10,10 @@ use std::{
     time::Duration,
 };
 
-use lockkit_core::{Lock, LockClient, LockGuard, Result};
+use lockkit_core::{
+    Lock, LockClient, LockGuard, LockName, Result,
+    spi::{self, ClaimRequest, OwnerId},
+};
 use lockkit_mysql::{
     Mode, MySqlBackend, MySqlConfig,
     sqlx::{
@@ -84,6 +87,17 @@ pub(crate) fn private(flavour: Flavour, options: &[&str]) -> MySql {
     MySql::start(flavour, options).expect("the server starts")
 }
 
+/// A request as the driver makes it, of an owner that no other test uses.
+pub(crate) fn request(name: &str, mode: spi::Mode) -> ClaimRequest {
+    let owner = OwnerId::new(fastrand::u128(..));
+    ClaimRequest::new(
+        LockName::new(name).expect("a name"),
+        mode,
+        Duration::from_secs(30),
+        owner,
+    )
+}
+
 /// A name that no other test uses.
 pub(crate) fn name(of: &str) -> String {
     format!("{of}/{:016x}", fastrand::u64(..))
@@ -135,6 +149,12 @@ impl Admin {
         self.run(sql).await.swap_remove(0).swap_remove(0)
     }
 
+    /// Returns a number that the server counts for itself.
+    pub(crate) async fn status(&mut self, variable: &str) -> u64 {
+        let rows = self.run(&format!("SHOW GLOBAL STATUS LIKE '{variable}'")).await;
+        rows[0][1].parse().expect("a number")
+    }
+
     /// The ids of the sessions of the locks' account.
     pub(crate) async fn sessions(&mut self) -> Vec<u64> {
         let rows = self
@@ -156,7 +176,7 @@ impl Admin {
         rows.into_iter().map(|mut row| row.swap_remove(0)).collect()
     }
 
-    /// How often something has happened that the storage engine counts.
+    /// Returns how often something has happened that the storage engine counts.
     pub(crate) async fn counted(&mut self, what: &str) -> u64 {
         self.run(&format!("SET GLOBAL innodb_monitor_enable='{what}'"))
             .await;
@@ -223,13 +243,8 @@ pub(crate) async fn session_at(admin: &mut Admin, statement: &str) -> String {
     found.swap_remove(0).swap_remove(0)
 }
 
-/// The statement in which the head of a lease's queue sleeps.
-pub(crate) fn asleep(flavour: Flavour) -> &'static str {
-    match flavour {
-        Flavour::MariaDb => "SELECT IF(GET_LOCK(@lockkit_timer",
-        Flavour::MySql => "SELECT SLEEP(@lockkit_sleep)",
-    }
-}
+/// The beginning of the statement in which the head of a lease's queue sleeps, as a pattern.
+pub(crate) const ASLEEP: &str = "SELECT IF(IF(IS_USED_LOCK(_lockkit-asleep:";
 
 /// A task that wants a lock.
 pub(crate) struct Waiter(JoinHandle<(Result<LockGuard>, Instant)>);
@@ -257,7 +272,7 @@ impl Waiter {
     }
 }
 
-/// A proxy that changes requests: instead of `what` the server gets `instead`, which is as long.
+/// A proxy that changes requests: instead of `what` the server gets `instead`.
 pub(crate) async fn relay(
     upstream: SocketAddr,
     what: &'static str,
@@ -297,7 +312,7 @@ async fn relay_times(
                     if length == 0 {
                         return Ok::<_, io::Error>(());
                     }
-                    let request = &mut buffer[..length];
+                    let mut request = buffer[..length].to_vec();
                     if let Some(at) = request
                         .windows(what.len())
                         .position(|part| part == what.as_bytes())
@@ -305,9 +320,14 @@ async fn relay_times(
                             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
                             .is_ok()
                     {
-                        request[at..at + what.len()].copy_from_slice(instead.as_bytes());
+                        request.splice(at..at + what.len(), instead.bytes());
+                        if what.len() != instead.len() {
+                            // A request is one packet. Its header begins with the length of the rest.
+                            let rest = (request.len() - 4).to_le_bytes();
+                            request[..3].copy_from_slice(&rest[..3]);
+                        }
                     }
-                    to_server.write_all(request).await?;
+                    to_server.write_all(&request).await?;
                 }
             });
         }

@@ -8,8 +8,8 @@ use futures_util::{
 };
 use lockkit_conformance::stall::{Stopwatch, timeout};
 use lockkit_core::{
-    AcquireOptions, Error, LockClient, LockGuard, LockName, LossReason,
-    spi::{self, Backend as _, ClaimRequest, OwnerId},
+    AcquireOptions, Error, LockClient, LockGuard, LossReason,
+    spi::{self, Backend as _},
 };
 use lockkit_mysql::{Mode, MySqlBackend};
 use lockkit_testbed::{
@@ -22,8 +22,8 @@ use tokio::{
 };
 
 use crate::servers::{
-    Admin, MODES, Waiter, asleep, client, config, connect, cycle, for_each_flavour, hold_back, name, private,
-    relay, relay_once, row, session_at, shared, waits,
+    ASLEEP, Admin, MODES, Waiter, client, config, connect, cycle, for_each_flavour, hold_back, name, private,
+    relay, relay_once, request, row, session_at, shared, waits,
 };
 
 for_each_flavour! {
@@ -39,6 +39,7 @@ for_each_flavour! {
     a_kept_session_is_used_again_and_for_any_lease
     a_cancelled_attempt_costs_no_connection
     clients_in_turn_do_not_sleep_through_a_release
+    a_head_on_its_way_to_sleep_is_woken
     a_waiter_that_gives_up_interrupts_nobody_else
     leases_share_what_connections_there_are
     without_prepared_statements_all_goes_on
@@ -56,6 +57,7 @@ for_each_flavour! {
     a_renewal_that_meets_a_deadlock_says_that_the_hold_is_lost
     a_deadlock_while_rows_are_made_is_got_over
     a_killed_holder_session_is_told_soon
+    a_loss_that_a_dropped_future_found_is_no_release
     an_interrupted_wait_goes_on
     too_many_connections_is_an_error_and_never_taken
     a_kill_never_hits_a_stranger
@@ -201,21 +203,16 @@ async fn a_cancelled_attempt_costs_no_connection(flavour: Flavour) {
         let client = client(server.addr(), mode).await;
         let lock = client.lock("a").unwrap();
         cycle(&client, "a").await;
-        let before = connections(&mut admin).await;
+        let before = admin.status("Connections").await;
         for _ in 0..20 {
             // Half-way, as a rule.
             drop(lock.acquire().now_or_never());
             cycle(&client, "a").await;
         }
         // The second may be granted while the first is cleaned up.
-        let more = connections(&mut admin).await - before;
+        let more = admin.status("Connections").await - before;
         assert!(more <= 2, "{mode:?}: {more} connections for 20 that cancelled");
     }
-}
-
-async fn connections(admin: &mut Admin) -> u64 {
-    let rows = admin.run("SHOW GLOBAL STATUS LIKE 'Connections'").await;
-    rows[0][1].parse().expect("a number")
 }
 
 /// A session that is woken while it does not sleep misses the rest of its reply, until the server ends it.
@@ -270,6 +267,56 @@ async fn clients_in_turn_do_not_sleep_through_a_release(flavour: Flavour) {
     );
 }
 
+/// Between two statements of its request, the server lets it wait for the processor. That is made longer here, so that a release
+/// meets it there: first for as long as a busy machine takes, then for longer than a wake-up waits.
+async fn a_head_on_its_way_to_sleep_is_woken(flavour: Flavour) {
+    /// Far below the time after which a head asks by itself, or misses the rest of its reply.
+    const SOON: Duration = Duration::from_millis(700);
+    const HELD_UP: [&str; 2] = ["COMMIT; DO SLEEP(0.04); SELECT", "COMMIT; DO SLEEP(0.4); SELECT"];
+
+    let server = shared(flavour);
+    let mut admin = Admin::of(server).await;
+    let holder = client(server.addr(), Mode::Lease).await;
+    for (held_up, rounds) in HELD_UP.into_iter().zip([8, 1]) {
+        let addr = relay(server.addr(), "COMMIT; SELECT", held_up).await.unwrap();
+        let next = client(addr, Mode::Lease).await;
+        let name = name("drowsy");
+        let mut took = Vec::new();
+        for _ in 0..20 * rounds {
+            let guard = holder.lock(&name).unwrap().acquire().await.unwrap();
+            let waiter = Waiter::of(next.lock(&name).unwrap());
+            let at = format!(
+                "SELECT INFO FROM information_schema.PROCESSLIST WHERE USER='{}' AND (INFO LIKE 'DO SLEEP%' OR INFO LIKE '{ASLEEP}%')",
+                MySql::USER
+            );
+            let mut found = Vec::new();
+            while found.is_empty() {
+                found = admin.run(&at).await;
+            }
+            let released = Stopwatch::start();
+            guard.release().await.unwrap();
+            let (guard, _) = waiter.granted().await;
+            if found[0][0].starts_with("DO") {
+                took.push(released.elapsed());
+            }
+            guard.release().await.unwrap();
+            if took.len() == rounds {
+                break;
+            }
+        }
+        assert_eq!(took.len(), rounds, "a release has met it there");
+        if rounds == 1 {
+            // Nobody wakes it any more.
+            let bound = Duration::from_millis(400) + Duration::from_secs(1) + SOON;
+            assert!(took[0] < bound, "{took:?}");
+        } else {
+            // A busy machine may let it wait for longer now and then.
+            let late = took.iter().filter(|took| **took > SOON).count();
+            assert!(late <= 1, "{late} of {rounds} took long: {took:?}");
+        }
+    }
+}
+
 /// It has freed nothing, and the head of the queue may not sleep yet: see above.
 async fn a_waiter_that_gives_up_interrupts_nobody_else(flavour: Flavour) {
     let server = private(flavour, &[]);
@@ -284,12 +331,12 @@ async fn a_waiter_that_gives_up_interrupts_nobody_else(flavour: Flavour) {
     while killed.last() != Some(&1) {
         assert!(killed.len() < 5, "{killed:?}");
         let impatient = client(server.addr(), Mode::Lease).await;
-        let before = kills(&mut admin).await;
+        let before = admin.status("Com_kill").await;
         let wait = impatient.lock("a").unwrap();
         let given_up = wait.acquire_timeout(Duration::from_secs(1)).await;
         assert!(given_up.unwrap_err().is_timeout());
         impatient.close(Duration::from_secs(5)).await.unwrap();
-        killed.push(kills(&mut admin).await - before);
+        killed.push(admin.status("Com_kill").await - before);
     }
     let released = Stopwatch::start();
     guard.release().await.unwrap();
@@ -337,11 +384,6 @@ async fn leases_share_what_connections_there_are(flavour: Flavour) {
     }
     let (guard, _) = waiter.granted().await;
     guard.release().await.unwrap();
-}
-
-async fn kills(admin: &mut Admin) -> u64 {
-    let rows = admin.run("SHOW GLOBAL STATUS LIKE 'Com_kill'").await;
-    rows[0][1].parse().expect("a number")
 }
 
 async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
@@ -548,7 +590,7 @@ async fn a_table_that_is_locked_is_an_error_not_taken(flavour: Flavour) {
     waiter.granted().await.0.release().await.unwrap();
 }
 
-/// Also if tokens have to be reserved, which writes another table while the row is locked.
+/// Tokens may have to be reserved, which writes another table while the row is locked.
 async fn tables_that_are_locked_are_an_error_in_time(flavour: Flavour) {
     let server = private(flavour, &[]);
     let client = connect(config(server.addr())).await.unwrap();
@@ -734,7 +776,7 @@ struct Doomed {
 }
 
 impl Doomed {
-    /// What shows the hold will wait for somebody else's session.
+    /// Has the statement that shows the hold wait for somebody else's session.
     async fn hold(flavour: Flavour) -> (Self, LockGuard) {
         let server = private(flavour, &[]);
         let client = client(server.addr(), Mode::ForUpdate).await;
@@ -1080,14 +1122,14 @@ async fn a_wait_in_vain_costs_no_connection(flavour: Flavour) {
         u64::from(!error.is_timeout())
     };
     in_vain().await;
-    let before = connections(&mut admin).await;
+    let before = admin.status("Connections").await;
     let mut unanswered = 0;
     for _ in 0..20 {
         unanswered += in_vain().await;
     }
     assert!(unanswered < 10, "a vacuous pass: {unanswered}");
     // One may come before the last is cleaned up.
-    let more = connections(&mut admin).await - before;
+    let more = admin.status("Connections").await - before;
     assert!(
         more <= 2 + 2 * unanswered,
         "{more} connections for 20 that waited in vain"
@@ -1179,9 +1221,15 @@ async fn the_shown_token_is_that_of_the_latest_hand_off(flavour: Flavour) {
         assert_eq!(next.token().get(), earlier.get() + 1, "it was passed on");
         sleep(Duration::from_millis(500)).await;
         assert_eq!(shown().await, Some(next.token()), "{mode:?}: {earlier:?} is over");
-        assert!(!operator.revoke(&name, earlier).await.unwrap(), "{mode:?}");
+        assert!(
+            !operator.revoke_by_force(&name, earlier).await.unwrap(),
+            "{mode:?}"
+        );
         next.renew().await.unwrap();
-        assert!(operator.revoke(&name, next.token()).await.unwrap(), "{mode:?}");
+        assert!(
+            operator.revoke_by_force(&name, next.token()).await.unwrap(),
+            "{mode:?}"
+        );
         assert!(next.renew().await.is_err(), "{mode:?}");
     }
 }
@@ -1202,7 +1250,7 @@ async fn a_revocation_over_a_new_connection_ends_a_hold(flavour: Flavour) {
         })
         .await;
         proxy.reset();
-        let ended = operator.revoke(&name, guard.token()).await.unwrap();
+        let ended = operator.revoke_by_force(&name, guard.token()).await.unwrap();
         assert!(ended, "{mode:?}: there is such a hold");
     }
 }
@@ -1225,7 +1273,7 @@ async fn a_revocation_without_a_reply_is_not_denied(flavour: Flavour) {
         });
         let ending = tokio::spawn({
             let (operator, name, token) = (operator.clone(), name.clone(), guard.token());
-            async move { operator.revoke(&name, token).await }
+            async move { operator.revoke_by_force(&name, token).await }
         });
         eventually("it is ended", async || {
             holder.inspect(&name).await.unwrap().holders.is_empty()
@@ -1261,7 +1309,7 @@ async fn a_late_wake_up_interrupts_no_other_request(flavour: Flavour) {
     let next = client(server.addr(), Mode::Lease).await;
     let guard = holder.lock("a").unwrap().acquire().await.unwrap();
     let waiter = Waiter::of(next.lock("a").unwrap());
-    let sleeper = session_at(&mut admin, asleep(flavour)).await;
+    let sleeper = session_at(&mut admin, ASLEEP).await;
     let releasing = tokio::spawn(guard.release());
     knock.came().await;
     let (guard, _) = waiter.granted().await;
@@ -1277,17 +1325,16 @@ async fn a_late_wake_up_interrupts_no_other_request(flavour: Flavour) {
     });
     let renews = session_at(&mut admin, "UPDATE lockkit_lease SET expires").await;
     assert_eq!(renews, sleeper, "it is kept for the next request");
-    let before = rollbacks(&mut admin).await;
+    let before = admin.status("Com_rollback").await;
     knock.deliver().await.unwrap();
     sleep(Duration::from_millis(100)).await;
     other.run("COMMIT").await;
     renewing.await.unwrap().release().await.unwrap();
-    assert_eq!(rollbacks(&mut admin).await, before, "a renewal was interrupted");
-}
-
-async fn rollbacks(admin: &mut Admin) -> u64 {
-    let rows = admin.run("SHOW GLOBAL STATUS LIKE 'Com_rollback'").await;
-    rows[0][1].parse().expect("a number")
+    assert_eq!(
+        admin.status("Com_rollback").await,
+        before,
+        "a renewal was interrupted"
+    );
 }
 
 /// To show a hold proves it. It needs no other proof, whoever else of its client was granted meanwhile.
@@ -1426,7 +1473,7 @@ async fn a_break_hits_no_other_hold_in_the_same_session(flavour: Flavour) {
     let answered = proxy.counts().replies.chunks;
     let ending = tokio::spawn({
         let (operator, token) = (operator.clone(), guard.token());
-        async move { operator.revoke("a", token).await }
+        async move { operator.revoke_by_force("a", token).await }
     });
     eventually("it is looked at", async || {
         proxy.counts().replies.chunks > answered
@@ -1512,15 +1559,41 @@ async fn many_change_the_size_of_a_free_semaphore_at_once(flavour: Flavour) {
     held.release().await.unwrap();
 }
 
+/// The future that has found the loss, and asks for its reason, is dropped. Another has the lock by then.
+async fn a_loss_that_a_dropped_future_found_is_no_release(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let other = client(server.addr(), Mode::ForUpdate).await;
+    for renews in [true, false] {
+        let (addr, mut asking) = hold_back(server.addr(), "KILL ").await.unwrap();
+        let backend = MySqlBackend::connect(config(addr)).await.unwrap();
+        let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+        assert!(claim.attempt(Duration::ZERO).await.unwrap().is_some());
+        let sessions = admin.transactions().await;
+        admin.run(&format!("KILL {}", sessions[0])).await;
+        let next = other.lock("a").unwrap().acquire().await.unwrap();
+        let found = tokio::select! {
+            found = async { if renews { claim.renew().await.is_ok() } else { claim.release().await.is_ok() } } => Some(found),
+            () = asking.came() => None,
+        };
+        assert_eq!(found, None, "{renews}: it was not held back");
+        drop(asking.deliver());
+        let released = claim.release().await;
+        assert!(
+            released.as_ref().is_err_and(Error::is_lost),
+            "{renews}: {released:?}"
+        );
+        next.release().await.unwrap();
+    }
+}
+
 /// It is shown again within the same transaction, with another token.
 async fn a_reader_whose_showing_was_not_heard_of_goes_on(flavour: Flavour) {
     let server = shared(flavour);
     let (addr, mut showing) = hold_back(server.addr(), "INTO lockkit_holder").await.unwrap();
     let backend = MySqlBackend::connect(config(addr)).await.unwrap();
     let name = name("shown");
-    let (lock, owner) = (LockName::new(&name).unwrap(), OwnerId::new(fastrand::u128(..)));
-    let request = ClaimRequest::new(lock, spi::Mode::Shared, Duration::from_secs(30), owner);
-    let mut claim = backend.claim(&request).await.unwrap();
+    let mut claim = backend.claim(&request(&name, spi::Mode::Shared)).await.unwrap();
     tokio::select! {
         attempted = claim.attempt(Duration::ZERO) => panic!("it was not held back: {attempted:?}"),
         () = showing.came() => {}

@@ -27,7 +27,9 @@ for_each_flavour! {
     a_demotion_that_is_taken_back_ends_no_lease
     a_lease_released_before_a_fail_over_is_free_after_it
     a_demoted_primary_breaks_no_lease
+    a_demoted_primary_shows_nothing
     a_lease_that_the_server_shortens_is_refused
+    a_longer_ttl_counts_as_the_server_keeps_it
     a_server_that_comes_back_with_short_time_outs
     a_server_that_comes_back_read_only
     a_server_that_comes_back_with_few_connections
@@ -95,7 +97,7 @@ fn accounts(server: &MySql) -> [MySqlConfig; 2] {
     accounts_at(server.addr())
 }
 
-fn accounts_at(addr: SocketAddr) -> [MySqlConfig; 2] {
+pub(crate) fn accounts_at(addr: SocketAddr) -> [MySqlConfig; 2] {
     let root = format!("mysql://root@{addr}/{}", MySql::DATABASE);
     [config(addr), MySqlConfig::new(root)]
 }
@@ -312,13 +314,55 @@ async fn a_demoted_primary_breaks_no_lease(flavour: Flavour) {
         let client = connect(config).await.unwrap();
         let guard = client.lock("n").unwrap().acquire().await.unwrap();
         admin.run("SET GLOBAL read_only=1").await;
-        let broken = client.revoke("n", guard.token()).await;
+        let broken = client.revoke_by_force("n", guard.token()).await;
         let text = chain(&broken.expect_err("it takes no writes"));
         assert!(text.contains("read_only") || text.contains("read-only"), "{text}");
         admin.run("SET GLOBAL read_only=0").await;
         guard.renew().await.unwrap();
-        assert!(client.revoke("n", guard.token()).await.unwrap());
-        assert!(!client.revoke("n", guard.token()).await.unwrap());
+        assert!(client.revoke_by_force("n", guard.token()).await.unwrap());
+        assert!(!client.revoke_by_force("n", guard.token()).await.unwrap());
+    }
+}
+
+/// What is held by now is held at another server.
+async fn a_demoted_primary_shows_nothing(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    for mode in [Mode::ForUpdate, Mode::Lease] {
+        let (holder, other) = (
+            client(server.addr(), mode).await,
+            client(server.addr(), mode).await,
+        );
+        let guard = holder.lock("n").unwrap().acquire().await.unwrap();
+        let listed = async || {
+            let mut list = other.list("").unwrap();
+            let mut names = Vec::new();
+            while let Some(lock) = list.next().await {
+                names.push(lock?.name.as_str().to_owned());
+            }
+            lockkit_core::Result::Ok(names)
+        };
+        // Both connections are open by then.
+        assert_eq!(listed().await.unwrap(), ["n"], "{mode:?}");
+        assert!(!other.inspect("n").await.unwrap().is_free(), "{mode:?}");
+        admin.run("SET GLOBAL read_only=1").await;
+        for (what, shown) in [
+            ("list", listed().await.err()),
+            ("list over a new connection", listed().await.err()),
+            ("inspect", other.inspect("n").await.err()),
+        ] {
+            let error = shown.unwrap_or_else(|| panic!("{mode:?}: {what}"));
+            assert!(error.is_transient(), "{mode:?}, {what}: {error:?}");
+            let text = chain(&error);
+            assert!(
+                text.contains("read_only") || text.contains("read-only"),
+                "{mode:?}: {text}"
+            );
+        }
+        admin.run("SET GLOBAL read_only=0").await;
+        assert_eq!(listed().await.unwrap(), ["n"], "{mode:?}");
+        assert!(!other.inspect("n").await.unwrap().is_free(), "{mode:?}");
+        guard.release().await.unwrap();
     }
 }
 
@@ -348,6 +392,39 @@ async fn a_lease_that_the_server_shortens_is_refused(flavour: Flavour) {
     let lock = client.lock("a").unwrap().with_options(options);
     let refused = lock.try_acquire().await.unwrap_err();
     assert!(matches!(refused, Error::Unsupported { .. }), "{refused:?}");
+    cycle(&client, "a").await;
+}
+
+/// It shortens another ttl of a live hold in the same way, and does not say so.
+async fn a_longer_ttl_counts_as_the_server_keeps_it(flavour: Flavour) {
+    const KEPT: Duration = Duration::from_secs(61);
+
+    let server = private(flavour, &["--maximum-wait-timeout=61"]);
+    let client = client(server.addr(), Mode::ForUpdate).await;
+    let options = lasting(Duration::from_secs(30));
+    let guard = client.lock("a").unwrap().acquire_with(&options).await.unwrap();
+    for ttl in [
+        Duration::from_mins(10),
+        Duration::from_secs(20),
+        Duration::from_hours(1),
+    ] {
+        guard.set_ttl(ttl).await.unwrap();
+        let expected = ttl.min(KEPT);
+        let length = guard.lease_length().unwrap();
+        assert!(
+            length <= expected && length > expected.mul_f64(0.95),
+            "{length:?} of {ttl:?}, of which the server keeps {expected:?}"
+        );
+        guard.renew().await.unwrap();
+        assert!(guard.lease_length() <= Some(expected), "a renewal");
+        eventually("it is shown", async || {
+            let state = client.inspect("a").await.unwrap();
+            let left = state.holders.first().and_then(|holder| holder.left);
+            left.is_some_and(|left| left <= expected && left + Duration::from_secs(5) > expected)
+        })
+        .await;
+    }
+    guard.release().await.unwrap();
     cycle(&client, "a").await;
 }
 

@@ -1,16 +1,19 @@
 //! Encrypted connections.
 
-use lockkit_mysql::{MySqlConfig, Tls};
+use lockkit_core::{Error, spi::chain};
+use lockkit_mysql::{MySqlBackend, MySqlConfig, Tls};
 use lockkit_testbed::{
-    Certificates,
+    Certificates, ServerPair,
     mysql::{Flavour, MySql},
 };
 
-use crate::servers::{Admin, config, connect, for_each_flavour, private};
+use crate::servers::{Admin, config, connect, cycle, for_each_flavour, name, private};
 
 for_each_flavour! {
     a_connection_is_encrypted_and_the_server_known
     a_server_that_is_not_known_is_refused
+    a_certificate_for_another_host_or_time_is_refused
+    an_account_that_needs_a_certificate_gets_it
 }
 
 fn server(flavour: Flavour, certificates: &Certificates) -> MySql {
@@ -73,4 +76,113 @@ async fn a_server_that_is_not_known_is_refused(flavour: Flavour) {
         "no encryption"
     );
     with(config(known.addr()), &certificates).await.unwrap();
+}
+
+/// The authority is the right one.
+async fn a_certificate_for_another_host_or_time_is_refused(flavour: Flavour) {
+    let certificates = Certificates::generate().unwrap();
+    for (which, reason) in [
+        (ServerPair::Elsewhere, "elsewhere.example"),
+        (ServerPair::Expired, "expired"),
+    ] {
+        let pair = certificates.server_pair(which);
+        let server = private(
+            flavour,
+            &[
+                &format!("--ssl-cert={}", pair.display()),
+                &format!("--ssl-key={}", pair.display()),
+            ],
+        );
+        let with = |tls, ca| {
+            let mut config = config(server.addr());
+            (config.tls, config.ca) = (tls, ca);
+            connect(config)
+        };
+        let refused = with(Tls::Verify, Some(certificates.authority())).await;
+        let text = chain(&refused.expect_err("it is not this host's"));
+        assert!(text.contains(reason), "{text}");
+        with(Tls::Unverified, None).await.unwrap();
+    }
+}
+
+async fn an_account_that_needs_a_certificate_gets_it(flavour: Flavour) {
+    let (certificates, others) = (
+        Certificates::generate().unwrap(),
+        Certificates::generate().unwrap(),
+    );
+    let server = server(flavour, &certificates);
+    Admin::of(&server)
+        .await
+        .run("ALTER USER 'lockkit'@'%' REQUIRE X509")
+        .await;
+    let with = |tls, identity| {
+        let mut config = config(server.addr());
+        config.tls = tls;
+        config.ca = (tls == Tls::Verify).then(|| certificates.authority());
+        (config.cert, config.key) = match identity {
+            Some((cert, key)) => (Some(cert), Some(key)),
+            None => (None, None),
+        };
+        config
+    };
+    let known = (certificates.client(), certificates.client_key());
+    for tls in [Tls::Verify, Tls::Unverified] {
+        let client = connect(with(tls, Some(known.clone()))).await.unwrap();
+        cycle(&client, &name("identified")).await;
+        let error = connect(with(tls, None)).await.unwrap_err();
+        assert!(!error.is_transient(), "without one: {}", chain(&error));
+    }
+    for (cert, key) in [
+        (others.client(), others.client_key()),
+        (certificates.expired_client(), certificates.expired_client_key()),
+    ] {
+        let error = connect(with(Tls::Verify, Some((cert, key)))).await.unwrap_err();
+        let text = chain(&error);
+        assert!(
+            !error.is_transient() && text.contains("does not accept the certificate of `cert`"),
+            "{text}"
+        );
+        assert!(!text.contains(MySql::PASSWORD), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn files_that_cannot_be_used_are_named() {
+    let certificates = Certificates::generate().unwrap();
+    let strangers = Certificates::generate().unwrap();
+    let nowhere = certificates.client().with_file_name("none.pem");
+    let (cert, key) = (certificates.client(), certificates.client_key());
+    for (ca, identity, option, reason) in [
+        (Some(&nowhere), None, "ca", "none.pem cannot be read"),
+        (Some(&key), None, "ca", "client.key has no certificate"),
+        (None, Some((&nowhere, &key)), "cert", "none.pem cannot be read"),
+        (None, Some((&key, &key)), "cert", "client.key has no certificate"),
+        (None, Some((&cert, &nowhere)), "key", "none.pem cannot be read"),
+        (None, Some((&cert, &cert)), "key", "client.pem has no private key"),
+        (
+            None,
+            Some((&cert, &strangers.client_key())),
+            "key",
+            "is not the private key of",
+        ),
+    ] {
+        // Nobody listens there: the files come first.
+        let mut config = MySqlConfig::new("mysql://u:hidden@127.0.0.1:1/app");
+        config.tls = Tls::Verify;
+        config.ca = ca.cloned();
+        if let Some((cert, key)) = identity {
+            (config.cert, config.key) = (Some(cert.clone()), Some(key.clone()));
+        }
+        match MySqlBackend::connect(config).await.map(drop).unwrap_err() {
+            Error::InvalidOptions {
+                option: named,
+                reason: said,
+                ..
+            } => {
+                assert_eq!(named, option, "{said}");
+                assert!(said.contains(reason), "{said}");
+            }
+            other => panic!("{other:?} for {reason}"),
+        }
+    }
 }

@@ -152,7 +152,7 @@ impl Worker {
     }
 }
 
-/// As a worker, works. As a test, has one work.
+/// Has a worker work. The worker runs this, too, and works.
 #[test]
 fn works() {
     let Ok(order) = std::env::var(ORDER) else {
@@ -784,7 +784,7 @@ async fn the_maker_of_a_mapping_keeps_the_row(flavour: Flavour) {
     assert!(least >= Some(GRANTS / 4), "{grants:?}");
 }
 
-/// With so many tokens per ticket, a block is for 1,024 tickets.
+/// The number of tokens per ticket at which a block is for 1,024 tickets.
 const MOST_HANDOFFS: u32 = 65_535;
 
 /// Others use up each block before its maker could draw another ticket.

@@ -40,7 +40,7 @@ pub(crate) struct Habits {
     pub(crate) block: u64,
     /// The number of holds after which it is finished.
     pub(crate) goal: u32,
-    /// How long its user holds.
+    /// The time for which its user holds.
     pub(crate) hold: std::ops::Range<Duration>,
     /// The share of holds that last far beyond the lease.
     pub(crate) overstays: f64,
@@ -105,7 +105,7 @@ pub(crate) struct Client {
     epoch: u32,
     /// The number of the latest alarm for a renewal. Earlier ones are void.
     renewals: u32,
-    /// How many early renewals it has asked for, since masters lacked the hold.
+    /// The number of early renewals that it has asked for, since masters lacked the hold.
     repairs: u32,
     state: State,
     pub(crate) done: u32,

@@ -107,17 +107,17 @@ pub enum Promise {
 /// The promises about each kind of fault.
 #[derive(Clone, Copy, Debug)]
 pub struct Expected {
-    /// See [`Faults::overlaps`].
+    /// The promise about [`Faults::overlaps`].
     pub overlaps: Promise,
-    /// See [`Faults::duplicates`].
+    /// The promise about [`Faults::duplicates`].
     pub duplicates: Promise,
-    /// See [`Faults::disorder`].
+    /// The promise about [`Faults::disorder`].
     pub disorder: Promise,
-    /// See [`Faults::reversals`].
+    /// The promise about [`Faults::reversals`].
     pub reversals: Promise,
-    /// See [`Faults::interleaved`].
+    /// The promise about [`Faults::interleaved`].
     pub interleaved: Promise,
-    /// See [`Faults::revived`].
+    /// The promise about [`Faults::revived`].
     pub revived: Promise,
 }
 

@@ -9,12 +9,14 @@
 --   lockkit#holders:{<lock>}   members of the group: owner -> end of the lease in ms of the server's clock
 --   lockkit#queue:{<lock>}     waiters: owner -> arrival in us, made unique
 --   lockkit#about:{<lock>}     waiters and members: owner -> "<mode> <ttl> <record>"
+--   lockkit#revoked:{<lock>}   holders that were asked to give up their hold: owner -> the token of that hold
 --   lockkit#client:<client>    there while a client with waiters is alive; also the name of the channel of its wake-ups. A client
 --                              with a `t` in its name takes a hand-off from the push, which names the token then
 --   lockkit#fence              the last fencing token of this database
 --
 -- <record> is "<owner> <tokens> <first token> <client> <label>". A waiter's has %d in the place of the token.
 local HOLDERS, QUEUE, ENTRIES = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
+local REVOKED = 'lockkit#revoked:{' .. LOCK .. '}'
 local CLIENT = 'lockkit#client:'
 local HANDOFF_TTL = 3000 -- how long a lock that was handed off waits for its new holder, in ms
 local GRACE = 10000 -- by how much a lock that somebody waits for outlives its lease, in ms
@@ -165,14 +167,23 @@ local function hand_off(owner, mode, ttl, record)
   return true
 end
 
+-- Has the first in the queue look again at the end of the lease, if that is now earlier than it was told.
+local function tell_if_shorter(ms, left)
+  if ms >= left then return end
+  local head = queue_head()
+  local _, _, record = entry_of(head or '')
+  if record then publish(head, client_of(record), math.max(1, lease_left())) end
+end
+
 local function is_alive(client, came)
   return micros - came < ALIVE_FOR * 1000 or call('EXISTS', CLIENT .. client) == 1
 end
 
 -- Grants from the head of the queue for as long as the head fits: to `me` in full, to others by a hand-off. Drops the dead, also
 -- those that would not fit, so that nobody waits behind them.
--- A waiter that is now the head, and was not before (`head`, if that has left the queue already), is told how long the lease
--- before it lasts. Exception: after a hand-off it finds out in time by itself, unless the lease is shorter than a HEARTBEAT.
+-- Tells a waiter that has become the head how long the lease before it lasts. `head` is the head before, if the caller has taken
+-- that out of the queue already. Exception: after a hand-off whose lease lasts for a HEARTBEAT or longer, nobody is told: the
+-- client looks at its next heartbeat.
 -- Returns the first token of `me`, and whether a waiter is left that is not just reconnecting.
 local function grant_from_queue(me, head)
   local mine, next, next_record

@@ -10,6 +10,8 @@
 --   lockkit#writers:{<lock>}, lockkit#readers:{<lock>}
 --                              waiters: "<owner> <client>" -> since when, in us of the client's clock
 --   lockkit#asked:{<lock>}     the same waiters -> when they asked last, in ms of the server's clock
+--   lockkit#revoked:{<lock>}   holders that were asked to give up their hold, or whose hold was ended by force: owner -> the
+--                              first token of that hold
 --   lockkit#fence:{<lock>}     the last fencing token, for weeks after its last use
 --   lockkit#redlock            the marker: "<run id> <max ttl>", or "-<run id> <max ttl> <since>" in quarantine
 --   lockkit#client:<client>    the channel of a client's wake-ups
@@ -17,6 +19,7 @@
 -- <record> is "<owner> <tokens> <first token> <client> <label>".
 local HOLDERS, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
 local WRITERS, READERS = 'lockkit#writers:{' .. LOCK .. '}', 'lockkit#readers:{' .. LOCK .. '}'
+local REVOKED = 'lockkit#revoked:{' .. LOCK .. '}'
 local ASKED = 'lockkit#asked:{' .. LOCK .. '}'
 local KEPT = 100 -- how long a free lock is kept for a waiter that was woken, in ms
 local WAITED = 10000 -- how long a waiter counts after it asked last, in ms
@@ -102,6 +105,18 @@ local function unshare(owner)
     value = false
   end
   return true
+end
+
+-- Wakes the readers that came before the first writer.
+local function wake_readers()
+  while true do
+    local reader = call('ZRANGE', READERS, 0, 0, 'WITHSCORES')
+    if not reader[1] or is_writer_before(reader[2]) then return end
+    call('ZREM', READERS, reader[1])
+    call('ZREM', ASKED, reader[1])
+    local owner, client = string.match(reader[1], '^(%S+) (%S+)$')
+    call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 1 ' .. LOCK)
+  end
 end
 
 -- Wakes the first waiter of a free lock, or all readers that came before the first writer, and keeps the lock for them. A

@@ -1,22 +1,29 @@
--- Returns 1: held; 0: not held, and free; 2: another holder; 3: not held, and this process has no vote. It does not set a
--- missing key anew: only a majority can tell whether that is allowed.
+-- Returns 1: held; 0: not held, and to be had; 2: not held, and not to be had, since another holds or this hold was ended here; 3: not
+-- held, and this process has no vote; 4: held, and its holder was asked to give it up. It does not set a missing key anew: only a
+-- majority can tell whether that is allowed.
 local me = owner_of(ARGV[2])
 drop_ended()
--- A hold in the other mode, of a lost round, does not exclude the same others.
-local mine
-if ARGV[6] == 'x' then
-  mine = holder() == me and value
-else
+-- An exclusive hold is repaired if it has become a shared one at a majority. A shared one is not, since it does not exclude the same
+-- others.
+local was_exclusive = holder() == me
+local mine = was_exclusive and value
+if not mine and ARGV[6] == 's' then
   mine = is_shared() and call('ZSCORE', HOLDERS, me) and call('HGET', ABOUT, me)
 end
+-- A hold that the same owner won later has other tokens.
+local revoked = call('HGET', REVOKED, me)
+if mine and revoked == string.match(mine, '^lockkit:%S+ %d+ (%d+) ') then return 4 end
 if mine then
   -- The key of an earlier round may have come back with old data, after votes for others.
   if mine ~= ARGV[2] and not has_vote(ARGV[1]) then return 3 end
   -- The hold may have tokens that no majority confirmed. It gets those that count.
-  if is_shared() then
-    share(me, ARGV[2], ARGV[3])
-  else
+  if ARGV[6] == 'x' then
     call('SET', LOCK, ARGV[2], 'PX', ARGV[3])
+  else
+    -- A server out of memory refuses what follows, unless the script has written before.
+    if was_exclusive then call('PEXPIRE', LOCK, ARGV[3]) end
+    share(me, ARGV[2], ARGV[3])
+    if was_exclusive then wake_readers() end
   end
   -- The counter may stand between the first and the last.
   raise(ARGV[5], ARGV[5], call('GET', FENCE))
@@ -24,5 +31,6 @@ if mine then
   return 1
 end
 if not has_vote(ARGV[1]) then return 3 end
-local to_be_had = not value or kept_for() or (is_shared() and ARGV[6] == 's')
+local was_ended = revoked == ARGV[4]
+local to_be_had = not was_ended and (not value or kept_for() or (is_shared() and ARGV[6] == 's'))
 return to_be_had and 0 or 2

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use futures_util::{FutureExt as _, StreamExt as _, future::join_all, stream::FuturesUnordered};
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Mode},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Mode, require_runtime},
 };
 use redis::Value;
 use tokio::time::{Instant, timeout_at};
@@ -20,7 +20,8 @@ use crate::{
     redlock::{
         NAME, RedlockConfig,
         claim::{RedlockClaim, count_reports},
-        masters::{Failures, Master, Masters, Replies, RequestKind, Requests, Response, require_runtime},
+        list::RedlockLister,
+        masters::{Failures, Master, Masters, Replies, RequestKind, Requests, Response},
         quorum::{Outcome, QuorumCount, Rules},
         restart_quarantine::{self, RestartQuarantine},
     },
@@ -71,12 +72,13 @@ impl RedlockBackend {
     pub async fn connect(config: RedlockConfig) -> Result<Self> {
         let each = config.masters()?;
         let server = RedlockConfig::server(&each)?;
-        require_runtime("connect")?;
+        require_runtime(NAME, "connect")?;
         let rules = Rules::of(each.len(), config.master_timeout);
         let quarantine = Arc::new(RestartQuarantine::new(each.len(), config.max_ttl, config.durable));
         let inbox = Inbox {
             client: format!("{:x}-{:016x}", std::process::id(), fastrand::u64(..)).into(),
             wakeups: Arc::default(),
+            announcements: Arc::default(),
             master: None,
         };
         let masters = open(&each, rules, &quarantine, &inbox).await?;
@@ -237,7 +239,11 @@ impl Backend for RedlockBackend {
         capabilities.notified = true;
         capabilities.lease = true;
         capabilities.local_handoffs = true;
+        capabilities.downgrade = true;
         capabilities.revoke = true;
+        capabilities.revoke_by_force = true;
+        capabilities.list = true;
+        capabilities.detach = true;
         capabilities.fencing = if self.durable {
             FencingDurability::Durable
         } else {
@@ -251,44 +257,54 @@ impl Backend for RedlockBackend {
         if let Mode::Permits(_) = request.mode {
             return Err(permits());
         }
-        if request.ttl > self.max_ttl {
-            let (ttl, longest) = (request.ttl, self.max_ttl);
-            return Err(Error::invalid_option(
-                "ttl",
-                format!(
-                    "{ttl:?} is longer than these masters' `max_ttl` of {longest:?}, for which a restarted one keeps \
-                     out of votes"
-                ),
-            ));
-        }
-        Ok(Box::new(RedlockClaim::new(self.masters.clone(), request)))
+        check_ttl(request.ttl, self.max_ttl)?;
+        Ok(Box::new(RedlockClaim::new(
+            self.masters.clone(),
+            request,
+            self.max_ttl,
+        )))
     }
 
     /// Returns the holders that a majority agrees on, and the longest queue of any master.
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
-        require_runtime("inspect")?;
+        require_runtime(NAME, "inspect")?;
+        if kind == LockKind::Semaphore {
+            return Err(permits());
+        }
+        let key = layout::key(&self.masters.namespace, name, kind);
+        report(&self.masters, &key, "inspect").await
+    }
+
+    /// Lists the locks that a majority agrees on. There are no semaphores to be listed.
+    fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        Ok(Box::new(RedlockLister::new(self.masters.clone(), prefix)))
+    }
+
+    /// Marks the hold at every master within reach. Once a majority has the mark, no renewal reaches a majority.
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        require_runtime(NAME, "revoke")?;
         if kind == LockKind::Semaphore {
             return Err(permits());
         }
         let masters = &self.masters;
         let key = layout::key(&masters.namespace, name, kind);
-        let deadline = Instant::now() + masters.rules.patience;
-        let mut requests = Requests::new(masters, "inspect");
-        requests.ask_all(RequestKind::Report, |_| script::REDLOCK_INSPECT.call(&key));
-        let mut replies = Replies::new(masters, "inspect");
-        let mut views = MasterViews::default();
-        while let Some(Response { master, reply, .. }) = requests.next(deadline).await {
-            replies.read(master, reply, |reply| views.add(reply));
+        let quorum = masters.rules.quorum;
+        let asked = ask_holder(masters, &key, token).await?;
+        if asked.lease(quorum).is_some() || asked.lefts.is_empty() {
+            return Ok(asked.lease(quorum));
         }
-        if replies.count() < masters.rules.quorum {
-            let failures = replies.failures(masters, Duration::ZERO);
-            return Err(masters.no_quorum("inspect", &failures));
-        }
-        Ok(views.agreed(masters.rules.quorum))
+        // A minority has been marked, and a majority has no such hold: a vote that came to nothing, or a hold whose holder was told by
+        // the first mark, and let go before the request had come to the others.
+        let again = ask_holder(masters, &key, token).await?;
+        Ok(if again.lefts.is_empty() {
+            asked.longest_lease()
+        } else {
+            again.lease(quorum)
+        })
     }
 
-    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
-        require_runtime("revoke")?;
+    async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+        require_runtime(NAME, "revoke")?;
         if kind == LockKind::Semaphore {
             return Err(permits());
         }
@@ -302,10 +318,11 @@ impl Backend for RedlockBackend {
             call.arg(token.get());
             call
         });
-        match count_reports(masters, &mut requests, &mut count, "revoke", None).await {
-            (Outcome::Held { .. }, _) => Ok(true),
-            (Outcome::Lost, _) => Ok(false),
-            (_, failures) => Err(masters.no_quorum("revoke", &failures)),
+        let counted = count_reports(masters, &mut requests, &mut count, "revoke", None).await;
+        match counted.outcome {
+            Outcome::Held { .. } => Ok(true),
+            Outcome::Lost => Ok(false),
+            _ => Err(masters.no_quorum("revoke", &counted.failures)),
         }
     }
 
@@ -320,6 +337,91 @@ impl Backend for RedlockBackend {
     }
 }
 
+/// The masters' replies to a request to give up a hold. They have a majority that has the hold, or one that does not.
+struct AskedBack {
+    since: Instant,
+    /// What is left of the lease where it was marked, in ms, the longest first.
+    lefts: Vec<u64>,
+}
+
+impl AskedBack {
+    /// Returns the lease of the hold, unless a majority does not have it. The hold has a majority for as long as its mark has one.
+    fn lease(&self, quorum: usize) -> Option<Lease> {
+        self.nth_lease(quorum - 1)
+    }
+
+    fn longest_lease(&self) -> Option<Lease> {
+        self.nth_lease(0)
+    }
+
+    fn nth_lease(&self, n: usize) -> Option<Lease> {
+        let length = Duration::from_millis(*self.lefts.get(n)?);
+        Some(Lease::new(self.since, Some(length)))
+    }
+}
+
+/// Marks the hold that has `token` at every master within reach, which tells its holder.
+///
+/// # Errors
+/// [`Error::Backend`] if no majority has the hold, and none has no such hold.
+async fn ask_holder(masters: &Arc<Masters>, key: &[u8], token: FencingToken) -> Result<AskedBack> {
+    let since = Instant::now();
+    let deadline = since + masters.rules.patience;
+    let mut requests = Requests::new(masters, "revoke");
+    requests.ask_all(RequestKind::Report, |marker| {
+        let mut call = script::REDLOCK_ASK_BACK.call(key);
+        call.arg(token.get()).arg(marker);
+        call
+    });
+    let mut replies = Replies::new(masters, "revoke");
+    let (mut lefts, mut others) = (Vec::new(), 0);
+    while let Some(Response { master, reply, .. }) = requests.next(deadline).await {
+        match replies.read(master, reply, |reply| match reply {
+            Value::Int(left @ -2..) => Some(*left),
+            _ => None,
+        }) {
+            // It may have lost the hold, which may go on at the others.
+            Some(-2) => {
+                masters.quarantine.abstained(master);
+                let why = masters.quarantine.why_no_vote(master);
+                replies.failures.note_reason(master, why);
+            }
+            Some(left) => match u64::try_from(left) {
+                Ok(left) => lefts.push(left),
+                Err(_) => others += 1,
+            },
+            None => {}
+        }
+    }
+    lefts.sort_unstable_by(|a, b| b.cmp(a));
+    if lefts.len().max(others) < masters.rules.quorum {
+        let failures = replies.failures(masters, Duration::ZERO);
+        return Err(masters.no_quorum("revoke", &failures));
+    }
+    Ok(AskedBack { since, lefts })
+}
+
+/// Returns the holders of the lock with this key that a majority agrees on, and the longest queue of any master. If there is none, but
+/// somebody might have a majority together with masters that did not reply, nobody can tell whether the lock is free: an error.
+pub(super) async fn report(masters: &Arc<Masters>, key: &[u8], operation: &'static str) -> Result<LockState> {
+    let deadline = Instant::now() + masters.rules.patience;
+    let mut requests = Requests::new(masters, operation);
+    requests.ask_all(RequestKind::Report, |_| script::REDLOCK_INSPECT.call(key));
+    let mut replies = Replies::new(masters, operation);
+    let mut views = MasterViews::default();
+    while let Some(Response { master, reply, .. }) = requests.next(deadline).await {
+        replies.read(master, reply, |reply| views.add(reply));
+    }
+    let (quorum, known) = (masters.rules.quorum, replies.count());
+    let may_be_held = views.most() > 0 && views.most() + masters.all.len() - known >= quorum;
+    let state = views.agreed(quorum);
+    if known < quorum || (state.is_free() && may_be_held) {
+        let failures = replies.failures(masters, Duration::ZERO);
+        return Err(masters.no_quorum(operation, &failures));
+    }
+    Ok(state)
+}
+
 /// Closes the connections when it is dropped.
 struct CloseOnDrop<'a>(&'a Masters);
 
@@ -330,6 +432,19 @@ impl Drop for CloseOnDrop<'_> {
             let _ = master.link.close(None).now_or_never();
         }
     }
+}
+
+/// Checks that a ttl is no longer than these masters can keep.
+pub(super) fn check_ttl(ttl: Duration, longest: Duration) -> Result<()> {
+    if ttl > longest {
+        return Err(Error::invalid_option(
+            "ttl",
+            format!(
+                "{ttl:?} is longer than these masters' `max_ttl` of {longest:?}, for which a restarted one keeps out of votes"
+            ),
+        ));
+    }
+    Ok(())
 }
 
 fn permits() -> Error {
@@ -381,6 +496,11 @@ impl MasterViews {
             _ => (value, Holder::new(FencingToken::new(0), None, left)),
         };
         self.holders.entry(who.to_owned()).or_default().push(holder);
+    }
+
+    /// Returns the most masters that one holder has.
+    fn most(&self) -> usize {
+        self.holders.values().map(Vec::len).max().unwrap_or_default()
     }
 
     /// Returns the holders with a majority, each with the time that it keeps one.

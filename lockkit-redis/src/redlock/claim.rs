@@ -4,8 +4,8 @@ use std::{fmt, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_core::{
-    Error, LossReason, Result,
-    spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
+    Error, FencingToken, LossReason, Result,
+    spi::{Claim, ClaimRequest, Grant, Lease, Mode, OwnerId, Renewal, require_runtime},
 };
 use redis::Value;
 use tokio::time::Instant;
@@ -14,9 +14,8 @@ use crate::{
     layout::{self, Record},
     redlock::{
         NAME,
-        masters::{
-            Failures, Masters, Replies, RequestKind, Requests, Response, require_runtime, wall_clock_micros,
-        },
+        backend::check_ttl,
+        masters::{Failures, Masters, Replies, RequestKind, Requests, Response, wall_clock_micros},
         quorum::{
             Attempt, AttemptConfig, Beginning, Confirmation, Defeat, LAST_TOKEN, Outcome, QuorumCount,
             Report, Step, Vote,
@@ -31,6 +30,8 @@ const LONGEST_TRY: Duration = Duration::from_secs(2);
 
 pub(crate) struct RedlockClaim {
     masters: Arc<Masters>,
+    /// The longest ttl that these masters can keep.
+    max_ttl: Duration,
     request: ClaimRequest,
     key: Vec<u8>,
     record: Record,
@@ -56,10 +57,12 @@ pub(crate) struct RedlockClaim {
     lacks_masters: bool,
     /// The number of early renewals since the last win or complete renewal.
     early_renewals: u32,
+    /// The shortest ttl that it has asked for.
+    shortest_ttl: Duration,
 }
 
 impl RedlockClaim {
-    pub(super) fn new(masters: Arc<Masters>, request: &ClaimRequest) -> Self {
+    pub(super) fn new(masters: Arc<Masters>, request: &ClaimRequest, max_ttl: Duration) -> Self {
         let record = Record::new(request, &masters.inbox.client);
         Self {
             key: layout::key(&masters.namespace, &request.name, request.mode.kind()),
@@ -67,6 +70,7 @@ impl RedlockClaim {
             record,
             request: request.clone(),
             masters,
+            max_ttl,
             place: None,
             waiting_since: 0,
             may_be_listed: false,
@@ -77,6 +81,7 @@ impl RedlockClaim {
             late: None,
             lacks_masters: false,
             early_renewals: 0,
+            shortest_ttl: request.ttl,
         }
     }
 
@@ -102,11 +107,14 @@ impl RedlockClaim {
         }
     }
 
+    /// Returns the lease that a majority proves for a request sent at `since`. One that may come late may shorten it.
     fn lease(&self, since: Instant) -> Lease {
-        Lease {
-            since,
-            length: Some(self.masters.rules.lease(Duration::from_millis(self.ttl_ms()))),
+        let mut ttl = Duration::from_millis(self.ttl_ms());
+        if self.masters.may_have_late_requests() {
+            ttl = ttl.min(self.shortest_ttl);
         }
+        let length = self.masters.rules.lease(ttl);
+        Lease::new(since, Some(length))
     }
 
     fn vote(&self, marker: &str, tokens: &RangeInclusive<u64>, waits: &str) -> Call {
@@ -129,6 +137,16 @@ impl RedlockClaim {
             .arg(self.ttl_ms())
             .arg(*tokens.start())
             .arg(*tokens.end())
+            .arg(self.mode());
+        call
+    }
+
+    fn adoption(&self, marker: &str, from: OwnerId, token: FencingToken) -> Call {
+        let mut call = script::REDLOCK_ADOPT.call(&self.key);
+        call.arg(marker)
+            .arg(&self.value)
+            .arg(token.get())
+            .arg(from.to_string())
             .arg(self.mode());
         call
     }
@@ -214,7 +232,7 @@ impl RedlockClaim {
         if self.lacks_masters {
             self.repair_soon();
         }
-        Grant { tokens, lease }
+        Grant::new(tokens, lease)
     }
 
     /// Gives the lock back at `masters`. It does not wait for replies, since a master handles requests in their order.
@@ -359,7 +377,7 @@ fn number(text: &[u8]) -> Option<u64> {
 #[async_trait]
 impl Claim for RedlockClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
-        require_runtime("acquire")?;
+        require_runtime(NAME, "acquire")?;
         self.late = None;
         if self.waiting_since == 0 {
             self.waiting_since = wall_clock_micros();
@@ -432,7 +450,7 @@ impl Claim for RedlockClaim {
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
-        require_runtime("renew")?;
+        require_runtime(NAME, "renew")?;
         if let Some(place) = &self.place {
             place.begin();
         }
@@ -451,9 +469,14 @@ impl Claim for RedlockClaim {
         requests.ask_all(RequestKind::Report, |marker| self.renewal(marker, &tokens));
         // With a majority, waiting for the others must not cost too much of the lease.
         let enough = since + self.request.ttl / 6;
-        let (outcome, failures) =
-            count_reports(&masters, &mut requests, &mut count, "renew", Some(enough)).await;
+        let Counted {
+            outcome,
+            failures,
+            asked,
+        } = count_reports(&masters, &mut requests, &mut count, "renew", Some(enough)).await;
         match outcome {
+            // One master with the mark will do: whoever asks goes on until a majority has it.
+            _ if asked => Ok(Renewal::Asked),
             Outcome::Held { repair, taken } => {
                 let lease = self.lease(since);
                 self.until = lease.end();
@@ -484,15 +507,114 @@ impl Claim for RedlockClaim {
         }
     }
 
+    /// An earlier request does not come late: a new connection has its master end the old one, or the [lease](Self::lease) tells.
+    fn set_ttl(&mut self, ttl: Duration) -> Result<Option<Duration>> {
+        check_ttl(ttl, self.max_ttl)?;
+        self.request.ttl = ttl;
+        self.shortest_ttl = self.shortest_ttl.min(ttl);
+        Ok(self.lease(Instant::now()).length)
+    }
+
+    /// Shared at some masters and exclusive at others, it excludes writers all the same. Once it is shared at a majority, readers can
+    /// have one, too. A master that did not get the request keeps them out until the next renewal.
+    async fn downgrade(&mut self) -> Result<Lease> {
+        const OPERATION: &str = "downgrade";
+
+        require_runtime(NAME, OPERATION)?;
+        let name = self.request.name.clone();
+        let lost = |reason| Err(Error::lost(NAME, name.clone(), reason));
+        let Some(tokens) = self.tokens.clone() else {
+            return lost(self.loss());
+        };
+        self.late = None;
+        let masters = self.masters.clone();
+        let since = Instant::now();
+        let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(since));
+        let mut requests = Requests::new(&masters, OPERATION);
+        requests.ask_all(RequestKind::Report, |marker| {
+            let mut call = script::REDLOCK_DOWNGRADE.call(&self.key);
+            call.arg(marker)
+                .arg(&self.value)
+                .arg(self.ttl_ms())
+                .arg(*tokens.end());
+            call
+        });
+        let enough = since + self.request.ttl / 6;
+        let Counted {
+            outcome,
+            failures,
+            asked,
+        } = count_reports(&masters, &mut requests, &mut count, OPERATION, Some(enough)).await;
+        match outcome {
+            // As for a renewal.
+            _ if asked => lost(LossReason::Asked),
+            Outcome::Held { repair, taken } => {
+                self.request.mode = Mode::Shared;
+                let lease = self.lease(since);
+                self.until = lease.end();
+                self.late = Some(requests);
+                if taken || !repair.is_empty() {
+                    self.repair_soon();
+                }
+                Ok(lease)
+            }
+            Outcome::Lost => lost(self.loss()),
+            _ => Err(masters.no_quorum(OPERATION, &failures)),
+        }
+    }
+
+    fn detach(&mut self) -> Option<OwnerId> {
+        Some(self.request.owner)
+    }
+
+    /// A majority that had the hold for its former owner now has it for this one, and only then is it prolonged. So what a minority
+    /// has is over in time, however often it is asked. The renewal also repairs the others.
+    async fn adopt(&mut self, from: OwnerId, token: FencingToken) -> Result<Option<Renewal>> {
+        require_runtime(NAME, "adopt")?;
+        // From now on, it hears of the end of its hold.
+        self.place();
+        self.value = self.record.with_token(token.get());
+        let masters = self.masters.clone();
+        let now = Instant::now();
+        let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(now));
+        let mut requests = Requests::new(&masters, "adopt");
+        requests.ask_all(RequestKind::Report, |marker| self.adoption(marker, from, token));
+        let enough = now + self.request.ttl / 6;
+        let Counted {
+            outcome,
+            failures,
+            asked,
+        } = count_reports(&masters, &mut requests, &mut count, "adopt", Some(enough)).await;
+        match outcome {
+            // Nobody goes on with it, and those who have exchanged the owner prolong it no more either.
+            _ if asked => return Ok(Some(Renewal::Asked)),
+            Outcome::Held { .. } => {
+                self.tokens = Some(token.get()..=token.get());
+                match self.renew().await? {
+                    Renewal::Lost(_) => {}
+                    renewed => return Ok(Some(renewed)),
+                }
+            }
+            Outcome::Lost => {}
+            _ => return Err(masters.no_quorum("adopt", &failures)),
+        }
+        // Of several who adopt at once, each may have got some masters.
+        drop(requests);
+        self.give_back(0..masters.rules.masters).await;
+        Ok(Some(Renewal::Lost(LossReason::Gone)))
+    }
+
     async fn release(&mut self) -> Result<()> {
-        require_runtime("release")?;
+        require_runtime(NAME, "release")?;
         self.late = None;
         self.lacks_masters = false;
         let masters = self.masters.clone();
         let mut count = QuorumCount::of_release(masters.rules, masters.now());
         let mut requests = Requests::new(&masters, "release");
         requests.ask_all(RequestKind::Report, |_| self.withdrawal("end"));
-        let (outcome, failures) = count_reports(&masters, &mut requests, &mut count, "release", None).await;
+        let Counted {
+            outcome, failures, ..
+        } = count_reports(&masters, &mut requests, &mut count, "release", None).await;
         drop(requests);
         let held = match outcome {
             Outcome::Held { .. } => true,
@@ -539,6 +661,14 @@ fn reports_lack(response: &Response) -> bool {
     )
 }
 
+/// The sum of the masters' reports.
+pub(super) struct Counted {
+    pub(super) outcome: Outcome,
+    pub(super) failures: Failures,
+    /// A master reports that the holder was asked to give up its hold. Then the outcome means nothing.
+    pub(super) asked: bool,
+}
+
 /// Counts the masters' reports until they decide, or time is over. Once a majority has the lock, that is at `enough`.
 pub(super) async fn count_reports(
     masters: &Masters,
@@ -546,13 +676,14 @@ pub(super) async fn count_reports(
     count: &mut QuorumCount,
     operation: &'static str,
     enough: Option<Instant>,
-) -> (Outcome, Failures) {
+) -> Counted {
     let mut replies = Replies::new(masters, operation);
     let mut held = 0;
     loop {
         let deadline = masters.at(count.deadline());
         let enough = enough.filter(|_| held >= masters.rules.quorum);
         let deadline = enough.map_or(deadline, |enough| deadline.min(enough));
+        let mut asked = false;
         let outcome = match requests.next(deadline).await {
             None => count.tick(count.deadline()),
             Some(Response { master, reply, .. }) => {
@@ -561,6 +692,14 @@ pub(super) async fn count_reports(
                     Value::Int(0) => Some(Report::Free),
                     Value::Int(2) => Some(Report::Other),
                     Value::Int(3) => Some(Report::Abstains),
+                    Value::Int(4) => {
+                        asked = true;
+                        Some(Report::Held)
+                    }
+                    Value::Int(5) => {
+                        masters.quarantine.abstained(master);
+                        Some(Report::Silent)
+                    }
                     _ => None,
                 });
                 if report == Some(Report::Abstains) {
@@ -570,8 +709,12 @@ pub(super) async fn count_reports(
                 count.reported(master, report.unwrap_or(Report::Silent))
             }
         };
-        if outcome != Outcome::Wait {
-            return (outcome, replies.failures(masters, count.deadline()));
+        if asked || outcome != Outcome::Wait {
+            return Counted {
+                outcome,
+                failures: replies.failures(masters, count.deadline()),
+                asked,
+            };
         }
     }
 }

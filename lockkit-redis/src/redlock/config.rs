@@ -1,62 +1,54 @@
 //! Options of the Redlock backend.
 
-use std::{collections::HashMap, fmt, path::PathBuf, time::Duration};
+use std::{collections::HashMap, path::PathBuf, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, Error, Result,
-    spi::{BackendInfo, redacted_url},
+    spi::{BackendInfo, ServerUrl, check_certificates, check_duration, redacted_url},
 };
 
 use crate::config::RedisConfig;
 
-/// Configuration of [`RedlockBackend`](crate::RedlockBackend).
-///
-/// ```
-/// use std::time::Duration;
-/// use lockkit_redis::RedlockConfig;
-///
-/// let mut config = RedlockConfig::new("redlock://:secret@redis-a,:secret@redis-b,:secret@redis-c");
-/// config.max_ttl = Duration::from_secs(30);
-/// assert!(!format!("{config:?}").contains("secret"));
-/// ```
-#[derive(Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RedlockConfig {
-    /// `redlock://[user[:password]@]host[:port][/db],…`: an odd number of masters, at least three, each with its own
-    /// credentials and database. User and password are percent-encoded. Default port: 6379. Default database: 0.
-    pub url: String,
-    /// Separates applications that share the masters. Consists of `[A-Za-z0-9._-]`, and may be empty.
-    pub namespace: String,
-    /// The longest `ttl` of any client of these masters. Default: 60 s.
+lockkit_core::spi::config! {
+    /// Configuration of [`RedlockBackend`](crate::RedlockBackend).
     ///
-    /// A master that may have lost its grants has no vote for this time. The masters store it, and refuse clients that have
-    /// another one.
-    pub max_ttl: Duration,
-    /// Trusts the masters to lose nothing that they acknowledged, so that one votes at once after a restart. Connecting
-    /// fails unless each has `appendonly yes`, `appendfsync always` and `no-appendfsync-on-rewrite no`. Default: `false`.
-    pub durable: bool,
-    /// The time that a master has to reply before the others decide without it. Default: 100 ms.
-    pub master_timeout: Duration,
-    /// Connects over TLS, which needs the cargo feature `tls`. Default: `false`.
-    pub tls: bool,
-    /// A file of PEM certificates that replace the system's. Needs [`tls`](Self::tls).
-    pub ca: Option<PathBuf>,
+    /// ```
+    /// use std::time::Duration;
+    /// use lockkit_redis::RedlockConfig;
+    ///
+    /// let mut config = RedlockConfig::new("redlock://:secret@redis-a,:secret@redis-b,:secret@redis-c");
+    /// config.max_ttl = Duration::from_secs(30);
+    /// assert!(!format!("{config:?}").contains("secret"));
+    /// ```
+    pub struct RedlockConfig {
+        /// `redlock://[user[:password]@]host[:port][/db],…`: an odd number of masters, at least three, each with its own
+        /// credentials and database. User and password are percent-encoded. Default port: 6379. Default database: 0.
+        pub url: ServerUrl,
+        /// Separates applications that share the masters. Consists of `[A-Za-z0-9._-]`, and may be empty.
+        pub namespace: String = BackendInfo::DEFAULT_NAMESPACE.into(),
+        /// The longest `ttl` of any client of these masters. Default: 60 s.
+        ///
+        /// A master that may have lost its grants has no vote for this time. The masters store it, and refuse clients that have
+        /// another one.
+        pub max_ttl: Duration = Duration::from_secs(60),
+        /// Trusts the masters to lose nothing that they acknowledged, so that one votes at once after a restart. Connecting
+        /// fails unless each has `appendonly yes`, `appendfsync always` and `no-appendfsync-on-rewrite no`. Default: `false`.
+        pub durable: bool = false,
+        /// The time that a master has to reply before the others decide without it. Default: 100 ms.
+        pub master_timeout: Duration = Duration::from_millis(100),
+        /// Connects over TLS, which needs the cargo feature `tls`. Default: `false`.
+        pub tls: bool = false,
+        /// A file of PEM certificates that replace the system's. Needs [`tls`](Self::tls).
+        pub ca: Option<PathBuf> = None,
+        /// A file with this client's certificate and those of its issuers (PEM), for masters that ask for one. Needs
+        /// [`key`](Self::key) and [`tls`](Self::tls).
+        pub cert: Option<PathBuf> = None,
+        /// A file with the private key (PEM) of the certificate in [`cert`](Self::cert).
+        pub key: Option<PathBuf> = None,
+    }
 }
 
 impl RedlockConfig {
-    /// Returns the defaults for the masters at `url`. The URL is checked by [`validate`](Self::validate) and when connecting.
-    pub fn new(url: impl Into<String>) -> Self {
-        Self {
-            url: url.into(),
-            namespace: BackendInfo::DEFAULT_NAMESPACE.to_owned(),
-            max_ttl: Duration::from_secs(60),
-            durable: false,
-            master_timeout: Duration::from_millis(100),
-            tls: false,
-            ca: None,
-        }
-    }
-
     /// Checks the config without I/O.
     ///
     /// # Errors
@@ -67,14 +59,18 @@ impl RedlockConfig {
 
     /// Returns the config of each master as if it were the only one.
     pub(super) fn masters(&self) -> Result<Vec<RedisConfig>> {
-        between("max_ttl", self.max_ttl, AcquireOptions::MAX_DURATION)?;
-        between("master_timeout", self.master_timeout, Duration::from_secs(60))?;
-        if self.ca.is_some() && !self.tls {
-            return Err(Error::invalid_option(
-                "ca",
-                "without `tls` there are no certificates",
-            ));
-        }
+        let millisecond = Duration::from_millis(1);
+        check_duration(
+            "max_ttl",
+            self.max_ttl,
+            millisecond..=AcquireOptions::MAX_DURATION,
+        )?;
+        check_duration(
+            "master_timeout",
+            self.master_timeout,
+            millisecond..=Duration::from_secs(60),
+        )?;
+        check_certificates(self.tls, "`tls`", [&self.ca, &self.cert, &self.key])?;
         if self.tls && cfg!(not(feature = "tls")) {
             return Err(Error::feature_disabled("redlock", "tls"));
         }
@@ -92,6 +88,8 @@ impl RedlockConfig {
             let mut config = RedisConfig::new(format!("{scheme}://{master}"));
             config.namespace.clone_from(&self.namespace);
             config.ca.clone_from(&self.ca);
+            config.cert.clone_from(&self.cert);
+            config.key.clone_from(&self.key);
             let address = match config.address() {
                 // The error names this URL instead of the master's.
                 Err(Error::InvalidUrl { reason, .. }) => {
@@ -130,39 +128,6 @@ impl RedlockConfig {
         }
         names.sort();
         Ok(format!("redlock://{}", names.join(",")))
-    }
-}
-
-fn between(option: &'static str, value: Duration, max: Duration) -> Result<()> {
-    if (Duration::from_millis(1)..=max).contains(&value) {
-        return Ok(());
-    }
-    Err(Error::invalid_option(
-        option,
-        format!("{value:?} is not between 1ms and {max:?}"),
-    ))
-}
-
-impl fmt::Debug for RedlockConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            url,
-            namespace,
-            max_ttl,
-            durable,
-            master_timeout,
-            tls,
-            ca,
-        } = self;
-        f.debug_struct("RedlockConfig")
-            .field("url", &redacted_url(url))
-            .field("namespace", namespace)
-            .field("max_ttl", max_ttl)
-            .field("durable", durable)
-            .field("master_timeout", master_timeout)
-            .field("tls", tls)
-            .field("ca", ca)
-            .finish()
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
     future::poll_fn,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll, Waker},
@@ -14,7 +14,10 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use lockkit_core::{BoxError, Error, Result};
+use lockkit_core::{
+    Error, Result,
+    spi::{Mutex, require_runtime},
+};
 use redis::{RedisResult, Value};
 use tokio::{
     task::AbortHandle,
@@ -38,7 +41,7 @@ pub(crate) struct Masters {
     pub(super) namespace: Arc<str>,
     /// The moment from which `quorum` counts time.
     origin: Instant,
-    /// See [`highest_token`](Self::highest_token).
+    /// The highest token that this client has seen, of any lock.
     highest_token: AtomicU64,
     /// The task that watches the masters without a vote.
     pub(super) watch: OnceLock<AbortHandle>,
@@ -100,11 +103,16 @@ impl Masters {
         self.highest_token.fetch_max(token, Ordering::Relaxed);
     }
 
+    /// Returns whether a request to some master may come late, over a connection that was given up.
+    pub(super) fn may_have_late_requests(&self) -> bool {
+        self.all.iter().any(|master| master.link.may_have_late_requests())
+    }
+
     /// Awaits the stragglers, as long as a round's replies, and drops the rest. A request without a reply keeps its connection
     /// open.
     pub(super) async fn drain_stragglers(&self) {
         let stragglers: Vec<_> = self.all.iter().flat_map(Master::take_stragglers).collect();
-        if !stragglers.is_empty() && require_runtime("close").is_ok() {
+        if !stragglers.is_empty() && require_runtime(NAME, "close").is_ok() {
             let _ = tokio::time::timeout(self.rules.patience, join_all(stragglers)).await;
         }
     }
@@ -434,17 +442,13 @@ impl Master {
         }
     }
 
-    fn stragglers(&self) -> MutexGuard<'_, VecDeque<PendingReply>> {
-        self.stragglers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn take_stragglers(&self) -> VecDeque<PendingReply> {
-        std::mem::take(&mut *self.stragglers())
+        std::mem::take(&mut *self.stragglers.lock())
     }
 
     /// Keeps a request until its reply is there, so that it is sent. Replies come in the order of their requests.
     fn keep_straggler(&self, request: PendingReply) {
-        let mut stragglers = self.stragglers();
+        let mut stragglers = self.stragglers.lock();
         let mut cx = Context::from_waker(Waker::noop());
         while let Some(first) = stragglers.front_mut() {
             if first.as_mut().poll(&mut cx).is_pending() {
@@ -456,17 +460,5 @@ impl Master {
             stragglers.pop_front();
         }
         stragglers.push_back(request);
-    }
-}
-
-/// Returns an error outside of a Tokio runtime, which timers need.
-pub(super) fn require_runtime(operation: &'static str) -> Result<()> {
-    match tokio::runtime::Handle::try_current() {
-        Ok(_) => Ok(()),
-        Err(_) => Err(Error::permanent(
-            NAME,
-            operation,
-            BoxError::from("this must be awaited within a Tokio runtime"),
-        )),
     }
 }

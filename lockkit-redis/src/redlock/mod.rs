@@ -6,6 +6,7 @@
 mod backend;
 mod claim;
 mod config;
+mod list;
 mod masters;
 #[doc(hidden)]
 pub mod quorum;

@@ -148,7 +148,7 @@ pub enum Step {
     Lost(Defeat),
 }
 
-/// Why an attempt failed.
+/// A reason for an attempt to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Defeat {
     /// Other holders have too many masters. The first of their leases ends after this time.
@@ -991,7 +991,7 @@ mod tests {
         assert_eq!(round.voted(just, 1, Granted), Won(10..=12));
     }
 
-    /// For any replies, in any order, after any time: a round ends. It is won only by a majority that holds the lock and raised
+    /// A round ends, for any replies, in any order, after any time. It is won only by a majority that holds the lock and raised
     /// its counter to these very tokens. It is taken only if others' holds may have decided it.
     #[test]
     fn no_order_of_answers_wins_without_a_majority() {

@@ -6,11 +6,11 @@
 //! cannot let a master vote.
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
     time::Duration,
 };
 
-use lockkit_core::{Error, Result};
+use lockkit_core::{Error, Result, spi::Mutex};
 use redis::{Value, aio::MultiplexedConnection};
 use tokio::{
     sync::Notify,
@@ -68,10 +68,6 @@ impl RestartQuarantine {
         }
     }
 
-    fn processes(&self) -> MutexGuard<'_, Vec<Process>> {
-        self.processes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn max_ttl_ms(&self) -> u64 {
         u64::try_from(self.max_ttl.as_millis()).unwrap_or(u64::MAX)
     }
@@ -115,7 +111,7 @@ impl RestartQuarantine {
         {
             return Err(self.conflict(theirs));
         }
-        let mut processes = self.processes();
+        let mut processes = self.processes.lock();
         let mut others = processes.iter().enumerate().filter(|(other, _)| *other != master);
         if others.any(|(_, other)| other.run_id == run_id) {
             return refused("it is the same server as another of the masters".to_owned());
@@ -159,17 +155,17 @@ impl RestartQuarantine {
             Standing::Quarantined(_, since) if !process.had_marker => Some(since),
             _ => None,
         };
-        self.processes().iter().map(began).collect()
+        self.processes.lock().iter().map(began).collect()
     }
 
     /// Returns whether clients have used some master before.
     pub(crate) fn is_known_deployment(&self) -> bool {
-        self.processes().iter().any(|process| process.had_marker)
+        self.processes.lock().iter().any(|process| process.had_marker)
     }
 
     /// Notes that a master replied that it has no vote.
     pub(crate) fn abstained(&self, master: usize) {
-        let standing = &mut self.processes()[master].standing;
+        let standing = &mut self.processes.lock()[master].standing;
         if matches!(standing, Standing::Votes) {
             *standing = Standing::Unknown;
             self.changed.notify_one();
@@ -179,7 +175,7 @@ impl RestartQuarantine {
     /// Returns why a master abstained, for errors.
     pub(crate) fn why_no_vote(&self, master: usize) -> String {
         let why = "it was restarted or emptied, and has no vote";
-        match &self.processes()[master].standing {
+        match &self.processes.lock()[master].standing {
             Standing::Quarantined(seen, _) => {
                 let left = self.max_ttl.saturating_sub(seen.elapsed());
                 format!("{why} for {left:.1?} at most")
@@ -194,7 +190,7 @@ impl RestartQuarantine {
         let link = &masters.all[master].link;
         let live = link.current("connect")?;
         let run_id = &live.server().run_id;
-        let Some(process) = self.processes().get(master).cloned() else {
+        let Some(process) = self.processes.lock().get(master).cloned() else {
             return Ok(());
         };
         if process.run_id != *run_id || matches!(process.standing, Standing::Votes) {
@@ -221,7 +217,7 @@ impl RestartQuarantine {
             Standing::OtherMaxTtl(theirs) => Err(self.conflict(theirs)),
             _ => Ok(()),
         };
-        let mut processes = self.processes();
+        let mut processes = self.processes.lock();
         if processes[master].run_id == *run_id {
             processes[master].standing = standing;
         }
@@ -234,14 +230,14 @@ impl RestartQuarantine {
             Standing::Quarantined(_, since) => Some(since),
             _ => None,
         };
-        self.processes().iter().map(began).collect()
+        self.processes.lock().iter().map(began).collect()
     }
 
     /// Logs the quarantines that began or ended since `before`.
     fn log_changes(&self, masters: &Masters, before: &[Option<i64>]) {
         for (master, (before, now)) in before.iter().zip(self.quarantines()).enumerate() {
             let server = &masters.all[master].name;
-            let votes = matches!(self.processes()[master].standing, Standing::Votes);
+            let votes = matches!(self.processes.lock()[master].standing, Standing::Votes);
             if now.is_some() && now != *before {
                 tracing::warn!(
                     backend = NAME,
@@ -255,7 +251,8 @@ impl RestartQuarantine {
     }
 
     fn all_vote(&self) -> bool {
-        self.processes()
+        self.processes
+            .lock()
             .iter()
             .all(|process| process.run_id.is_empty() || matches!(process.standing, Standing::Votes))
     }

@@ -133,6 +133,21 @@ async fn releases_with_lost_replies_are_dropped_at_every_poll() {
 }
 
 #[tokio::test]
+async fn downgrades_with_lost_replies_are_dropped_at_every_poll() {
+    if no_server() {
+        return;
+    }
+    let world = World::new().await;
+    let ours = lock(&world.ours, "a", LONG);
+    world
+        .at_every_poll("downgrade", async |polls| {
+            let guard = ours.acquire().await.unwrap();
+            cancel_after(polls, guard.downgrade()).await.is_some()
+        })
+        .await;
+}
+
+#[tokio::test]
 async fn a_thousand_tries_time_outs_and_cancelled_waits_leave_one_key() {
     if no_server() {
         return;

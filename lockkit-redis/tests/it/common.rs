@@ -12,7 +12,7 @@ use lockkit_core::{AcquireOptions, Error, Lock, LockClient, LockGuard, Result, s
 use lockkit_redis::{RedisBackend, RedisConfig};
 use lockkit_testbed::{
     Proxy, eventually,
-    redis::{self, RedisServer},
+    redis::{self, Monitor, RedisServer},
     skipped,
 };
 use tokio::{sync::mpsc, task::JoinHandle};
@@ -43,7 +43,9 @@ pub(crate) fn no_valkey() -> bool {
 
 /// A client of its own.
 pub(crate) async fn connect(config: RedisConfig) -> Result<LockClient> {
-    Ok(LockClient::new(RedisBackend::connect(config).await?))
+    // It is large, and many tests have several.
+    let backend = Box::pin(RedisBackend::connect(config)).await?;
+    Ok(LockClient::new(backend))
 }
 
 /// A client of a server that answers, at once or when the machine lets it.
@@ -77,6 +79,18 @@ pub(crate) fn lock(client: &LockClient, name: &str, ttl: Duration) -> Lock {
 pub(crate) fn waiter(lock: &Lock) -> JoinHandle<Result<LockGuard>> {
     let lock = lock.clone();
     tokio::spawn(async move { lock.acquire().await })
+}
+
+/// Returns a hold of `a`, and a waiter for it, each of a client of its own. The server is monitored since before the waiter came.
+pub(crate) async fn held_and_waited_for(
+    server: &RedisServer,
+) -> (LockGuard, Monitor, JoinHandle<Result<LockGuard>>) {
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    let held = lock(&one, "a", LONG).acquire().await.unwrap();
+    let monitor = server.monitor().unwrap();
+    let waiting = waiter(&lock(&two, "a", LONG));
+    waiters(server, "a", 1).await;
+    (held, monitor, waiting)
 }
 
 /// Returns the outcome of a future, which has to come within `limit`.

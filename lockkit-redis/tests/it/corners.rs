@@ -257,7 +257,11 @@ async fn the_documented_rights_are_enough_for_everything() {
 
     let guard = lock.acquire().await.unwrap();
     assert_eq!(b.inspect("n").await.unwrap().holders.len(), 1);
-    assert!(b.revoke("n", guard.token()).await.unwrap());
+    assert_eq!(
+        b.list("").unwrap().next().await.unwrap().unwrap().name.as_str(),
+        "n"
+    );
+    assert!(b.revoke_by_force("n", guard.token()).await.unwrap());
     guard.lost().await;
 
     // The new connection ends the one before it.

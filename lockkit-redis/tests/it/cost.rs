@@ -5,8 +5,8 @@ use lockkit_core::{AcquireOptions, DistributedLock};
 use lockkit_testbed::redis::{Monitor, RedisServer};
 
 use crate::common::{
-    LONG, SECOND, client, client_behind_proxy, granted, lock, no_server, nothing_is_left, take, waiter,
-    waiters,
+    LONG, SECOND, client, client_behind_proxy, granted, held_and_waited_for, lock, no_server,
+    nothing_is_left, take, waiter,
 };
 
 /// Returns the requests of clients: a command, or the digest of a script. Leaves out what scripts do, and pings, with which a
@@ -184,11 +184,7 @@ async fn a_lock_that_is_taken_is_queued_for_with_one_request() {
         return;
     }
     let server = RedisServer::plain().unwrap();
-    let (one, two) = (client(server.url()).await, client(server.url()).await);
-    let held = lock(&one, "a", LONG).acquire().await.unwrap();
-    let monitor = server.monitor().unwrap();
-    let waiting = waiter(&lock(&two, "a", LONG));
-    waiters(&server, "a", 1).await;
+    let (held, monitor, waiting) = held_and_waited_for(&server).await;
     let lines = monitor.lines().unwrap();
     // A waiter is counted by a client of its own.
     let asked = lines

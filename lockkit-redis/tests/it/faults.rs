@@ -1,7 +1,7 @@
 //! The server crashes, stops and comes back; replies are lost, connections break, hang and are cut. After each of
 //! these there was no overlap, waiters are granted within a bound, tokens rise, and the holder has been told.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lockkit_conformance::Traces;
 use lockkit_core::{AcquireOptions, LockGuard, LossReason};
@@ -294,6 +294,59 @@ async fn a_lost_reply_to_a_renewal_costs_nothing() {
 }
 
 #[tokio::test]
+async fn a_shorter_ttl_without_a_reply_counts_here_first() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let other = lock(&self::client(server.url()).await, "a", LONG);
+    let unrenewed = AcquireOptions::new().ttl(LONG).op_timeout(SECOND).renew(false);
+    let held = client.lock("a").unwrap().acquire_with(&unrenewed).await.unwrap();
+    proxy.set(Mode::DropReplies);
+    let error = held.set_ttl(2 * SECOND).await.unwrap_err();
+    assert!(error.is_transient() || error.is_lost(), "{error}");
+    // Nothing renews it, and the server counts two seconds.
+    until(RECOVERED, "the next is granted", async || {
+        let granted = other.try_acquire().await.unwrap();
+        assert!(granted.is_none() || !held.is_held(), "an overlap");
+        granted.is_some()
+    })
+    .await;
+    assert_eq!(held.lost().await, LossReason::Expired);
+}
+
+#[tokio::test]
+async fn a_waiter_is_told_of_a_shorter_lease() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let other = self::client(server.url()).await;
+    for shared in [false, true] {
+        let name = if shared { "shared" } else { "exclusive" };
+        let mine = client.lock(name).unwrap();
+        let mine = if shared { mine.shared() } else { mine };
+        let unrenewed = AcquireOptions::new().ttl(LONG).renew(false);
+        let held = mine.acquire_with(&unrenewed).await.unwrap();
+        let next = waiter(&lock(&other, name, LONG));
+        waiters(&server, name, 1).await;
+        held.set_ttl(2 * SECOND).await.unwrap();
+        // Its client cannot release it.
+        proxy.set(Mode::Blackhole);
+        let next = granted(RECOVERED, "the lock of one who is cut off", next).await;
+        assert!(!held.is_held());
+        next.release().await.unwrap();
+        proxy.set(Mode::Pass);
+        until(RECOVERED, "connected again", async || {
+            client.inspect("b").await.is_ok()
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
 async fn a_release_with_a_lost_reply_is_unknown_and_frees_the_lock() {
     if no_server() {
         return;
@@ -469,4 +522,100 @@ async fn a_late_request_on_a_replaced_connection_has_no_effect() {
     let ghost = lines.iter().any(|line| line.contains("\"SET\" \"lockkit:a\""));
     assert!(!ghost, "it took effect: {lines:#?}");
     nothing_is_left(&server, "after a late request").await;
+}
+
+/// The server refuses to end the old connection. What is late there may shorten a lease, but none that is relied on.
+#[tokio::test]
+async fn a_late_renewal_shortens_no_lease_that_is_relied_on() {
+    const SHORT: Duration = Duration::from_secs(6);
+
+    if no_server() {
+        return;
+    }
+    let rules = "~* &* +@all -client|kill";
+    let server = RedisServer::builder()
+        .user("bound", "open-sesame", rules)
+        .start()
+        .unwrap();
+    let observer = self::client(server.url()).await;
+    // The first connection goes a long way, those after it go straight.
+    let far = Proxy::start(server.addr()).unwrap();
+    let near = Proxy::start(far.addr()).unwrap();
+    let client = self::client(&format!("redis://bound:open-sesame@{}", near.addr())).await;
+    near.set_upstream(server.addr());
+    let options = AcquireOptions::new().ttl(LONG).op_timeout(300 * MS);
+    let held = client.lock("a").unwrap().acquire_with(&options).await.unwrap();
+    far.set(Mode::Blackhole);
+    let error = held.set_ttl(SHORT).await.unwrap_err();
+    assert!(error.is_transient(), "{error}");
+    // What is asked for over the old connection would come behind the short one.
+    until(RECOVERED, "connected again", async || {
+        near.counts().connections >= 2 && client.inspect("a").await.is_ok()
+    })
+    .await;
+    held.set_ttl(LONG).await.unwrap();
+    let left_there = async || {
+        let state = observer.inspect("a").await.unwrap();
+        state.holders[0].left.unwrap()
+    };
+    assert!(left_there().await > 2 * SHORT, "the new connection has set it");
+    far.set(Mode::Pass);
+    until(RECOVERED, "the late one has come", async || {
+        left_there().await <= SHORT
+    })
+    .await;
+    let believed = held.valid_until().unwrap() - tokio::time::Instant::now();
+    let left = left_there().await;
+    assert!(
+        believed <= left,
+        "the holder counts on {believed:?}, and the server ends it in {left:?}"
+    );
+    held.release().await.unwrap();
+}
+
+/// A task hangs with its guard. The client asks for its hold as the connection broke, and is cut off after that.
+#[tokio::test]
+async fn a_question_after_max_hold_prolongs_nothing() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::builder().start().unwrap();
+    let (ours, proxy) = client_behind_proxy(&server).await;
+    let theirs = client(server.url()).await;
+    let (ttl, max_hold) = (3 * SECOND, 3 * SECOND);
+    let lock_of_ours = ours.lock("a").unwrap();
+    let options = AcquireOptions::new().ttl(ttl).max_hold(max_hold);
+    let held = lock_of_ours.with_options(options).acquire().await.unwrap();
+    let granted_at = Instant::now();
+    // This one is asked for with its whole ttl, and shows when.
+    let unrenewed = AcquireOptions::new().ttl(LONG).renew(false);
+    let unrenewed = ours.lock("b").unwrap().with_options(unrenewed);
+    let unrenewed = unrenewed.acquire().await.unwrap();
+    until(LONG, "past max_hold", async || granted_at.elapsed() > max_hold).await;
+    let (ends, believed) = (granted_at.elapsed() + pttl(&server, "a"), held.valid_until());
+    for breaks_after in [ttl / 4, ttl / 2] {
+        until(LONG, "later", async || {
+            granted_at.elapsed() > max_hold + breaks_after
+        })
+        .await;
+        let before = pttl(&server, "b");
+        proxy.reset();
+        until(LONG, "asked for", async || pttl(&server, "b") > before).await;
+        unrenewed.renew().await.unwrap();
+        let now_ends = granted_at.elapsed() + pttl(&server, "a");
+        assert!(now_ends < ends + ttl / 4, "{now_ends:?} instead of {ends:?}");
+    }
+    proxy.set(Mode::Blackhole);
+    let (before, now) = (believed.unwrap(), held.valid_until().unwrap());
+    assert!(now + 20 * MS > before, "cut short by {:?}", before - now);
+    let next = lock(&theirs, "a", ttl).acquire().await.unwrap();
+    assert!(!held.is_held(), "granted to another before it was told");
+    let after = granted_at.elapsed();
+    assert!(after < ends + SECOND, "granted after {after:?}");
+    drop(next);
+}
+
+fn pttl(server: &RedisServer, name: &str) -> Duration {
+    let key = format!("lockkit:{name}");
+    Duration::from_millis(server.cli(&["PTTL", &key]).unwrap().parse().unwrap())
 }

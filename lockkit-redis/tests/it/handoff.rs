@@ -14,8 +14,8 @@ use lockkit_testbed::{
 use tokio::time::Instant;
 
 use crate::common::{
-    AT_ONCE, LONG, MS, SECOND, client, client_behind_proxy, connect, granted, lock, no_server,
-    nothing_is_left, until, waiter, waiters, within,
+    AT_ONCE, LONG, MS, SECOND, client, client_behind_proxy, connect, granted, held_and_waited_for, lock,
+    no_server, nothing_is_left, until, waiter, waiters, within,
 };
 
 /// The lease of a hand-off at the server.
@@ -23,9 +23,17 @@ const PASSED: Duration = Duration::from_secs(3);
 
 /// Counts the requests for a lock so far.
 fn asked(monitor: &Monitor) -> usize {
-    let lines = monitor.lines().unwrap();
+    asks(&monitor.lines().unwrap())
+}
+
+fn asks(lines: &[String]) -> usize {
     let asks = |line: &&String| line.contains("EVALSHA") && line.contains("\"wait\"");
     lines.iter().filter(asks).count()
+}
+
+/// Returns which of the requests is the first that tells a waiter, if one has.
+fn told(lines: &[String]) -> Option<usize> {
+    lines.iter().position(|line| line.contains("PUBLISH"))
 }
 
 /// On the only thread, nobody could renew a short lease.
@@ -35,11 +43,7 @@ async fn a_holder_on_a_runtime_of_one_thread_may_block_it() {
         return;
     }
     let server = RedisServer::plain().unwrap();
-    let (one, two) = (client(server.url()).await, client(server.url()).await);
-    let held = lock(&one, "a", LONG).acquire().await.unwrap();
-    let monitor = server.monitor().unwrap();
-    let waiting = waiter(&lock(&two, "a", LONG));
-    eventually("it waits", async || asked(&monitor) == 1).await;
+    let (held, _, waiting) = held_and_waited_for(&server).await;
     held.release().await.unwrap();
     let next = granted(AT_ONCE, "passed on", waiting).await;
     std::thread::sleep(PASSED + Duration::from_millis(500));
@@ -107,7 +111,11 @@ async fn a_hand_off_is_one_request_of_the_releaser() {
         let token = held.token();
         held.release().await.unwrap();
         let next = granted(AT_ONCE, "passed on", waiting).await;
-        assert_eq!(asked(&monitor), 1, "{:?}", monitor.lines());
+        // What comes after that is its first renewal.
+        eventually("it is told", async || told(&monitor.lines().unwrap()).is_some()).await;
+        let lines = monitor.lines().unwrap();
+        let before = &lines[..told(&lines).unwrap()];
+        assert_eq!(asks(before), 1, "{lines:?}");
         assert!(next.token() > token);
         // The server shows the same token.
         let shown = theirs.inspect().await.unwrap().holders;
@@ -400,7 +408,7 @@ async fn a_server_that_refuses_to_write_passes_nothing_on() {
         let refused = match asks {
             "a try" => mine.shared().try_acquire().await.map(drop),
             "a renewal" => held.renew().await,
-            _ => one.revoke("a", held.token()).await.map(drop),
+            _ => one.revoke_by_force("a", held.token()).await.map(drop),
         };
         assert!(refused.unwrap_err().is_transient(), "{asks}");
         tokio::time::sleep(200 * MS).await;

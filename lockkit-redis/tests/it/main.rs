@@ -1,15 +1,22 @@
 //! The Redis backend against real servers.
 
+mod announcements;
+mod asking;
 mod cancel;
+#[cfg(feature = "tls")]
+mod client_certificates;
 mod common;
 mod conformance;
 mod corners;
 mod cost;
 mod deployments;
+mod detach;
+mod downgrade;
 mod faults;
 mod foreign;
 mod guarantees;
 mod handoff;
+mod listing;
 mod native;
 mod peers;
 mod queue;

@@ -52,7 +52,7 @@ async fn scripts_that_the_server_forgot_are_sent_again() {
         held.release().await.unwrap();
         let next = granted(AT_ONCE, "the waiter", waiting).await;
         forget();
-        assert!(one.revoke("a", next.token()).await.unwrap());
+        assert!(one.revoke_by_force("a", next.token()).await.unwrap());
         within(AT_ONCE, "told", next.lost()).await;
         forget();
         take(&semaphore).await;
@@ -203,7 +203,7 @@ async fn the_documented_rights_are_enough_for_every_mode() {
     renewed(&held).await;
     held.release().await.unwrap();
     let next = granted(AT_ONCE, "a push", waiting).await;
-    assert!(one.revoke("a", next.token()).await.unwrap());
+    assert!(one.revoke_by_force("a", next.token()).await.unwrap());
     within(AT_ONCE, "told by a push", next.lost()).await;
     let readers = [
         lock(&one, "a", ttl).shared().acquire().await.unwrap(),

@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 
 use crate::common::{LONG, MS, SECOND};
 
-/// Of the longest holds; others of the same client have a half or a third of it.
+/// The ttl of the longest holds; others of the same client have a half or a third of it.
 pub(crate) const TTL: Duration = SECOND;
 const IN_CI: Duration = Duration::from_secs(40);
 /// The factor by which a soak may last longer on a busy machine, until there were enough acquisitions.
@@ -46,7 +46,7 @@ struct Shared {
 }
 
 impl Workers {
-    /// For the locks of these names; nobody is at work yet.
+    /// Workers for the locks of these names; nobody is at work yet.
     pub(crate) fn new(names: &'static [&'static str]) -> Self {
         let seed =
             std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());

@@ -15,7 +15,7 @@ use super::{
     Monitor, program,
     resp::{Access, Value},
 };
-use crate::{Certificates, Clock, Port, Process};
+use crate::{Certificates, Clock, Port, Process, process::controls};
 
 /// The time in which a server comes up or catches up: far longer than on the busiest machine.
 const START_UP: Duration = Duration::from_secs(30);
@@ -294,11 +294,6 @@ impl RedisServer {
         &self.url
     }
 
-    /// Its process id, `None` if it does not run.
-    pub fn pid(&self) -> Option<u32> {
-        self.process.pid()
-    }
-
     /// Runs one command and renders the answer as `redis-cli --raw` does, but nil as `(nil)`. It is the default user
     /// who does it, without TLS and on a connection of its own, on which `WAIT`, `MULTI` and the like have no sense.
     ///
@@ -355,36 +350,8 @@ impl RedisServer {
             .wait_ready(START_UP, || self.access.command(&["PING"]).map(drop))
     }
 
-    /// Ends it in order (SIGTERM). Without an append-only file its data is lost.
-    ///
-    /// # Errors
-    /// If it does not end within 30 s.
-    pub fn stop(&self) -> io::Result<()> {
-        self.process.stop().map(drop)
-    }
-
-    /// Kills it (SIGKILL), as a crash would.
-    ///
-    /// # Errors
-    /// If the system refuses.
-    pub fn kill(&self) -> io::Result<()> {
-        self.process.kill().map(drop)
-    }
-
-    /// Pauses it (SIGSTOP): it executes nothing until it is resumed. The system still accepts connections for it.
-    ///
-    /// # Errors
-    /// If it does not run.
-    pub fn pause(&self) -> io::Result<()> {
-        self.process.pause()
-    }
-
-    /// Lets it go on.
-    ///
-    /// # Errors
-    /// If it does not run.
-    pub fn resume(&self) -> io::Result<()> {
-        self.process.resume()
+    controls! {
+        /// Without an append-only file its data is lost.
     }
 
     /// Ends it in order and starts it again with all its data, whether it has an append-only file or not.

@@ -173,6 +173,22 @@ impl ZkEnsemble {
         Ok(())
     }
 
+    /// Undoes what was done to the members and the links between them: starts those that are down, resumes those that are paused, and
+    /// mends the rest.
+    ///
+    /// # Errors
+    /// If a member does not come up.
+    pub fn heal(&self) -> io::Result<()> {
+        for member in &self.members {
+            if member.pid().is_some() {
+                member.resume()?;
+            } else {
+                member.spawn()?;
+            }
+        }
+        self.mend()
+    }
+
     fn links_of(&self, member: usize) -> impl Iterator<Item = &Proxy> {
         self.links
             .iter()

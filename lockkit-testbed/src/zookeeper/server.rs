@@ -2,13 +2,14 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     io::{self, Write as _},
-    net::SocketAddr,
+    net::{SocketAddr, TcpStream},
     process::Command,
+    sync::Arc,
     time::Duration,
 };
 
-use super::{JARS, JAVA, journal, wire};
-use crate::{Clock, Port, Process};
+use super::{JARS, JAVA, TLS_JARS, journal, wire};
+use crate::{Certificates, Clock, Port, Process, ServerPair, process::controls};
 
 /// The time in which a server comes up, or an ensemble elects a leader: far longer than on the busiest machine.
 pub(super) const START_UP: Duration = Duration::from_secs(60);
@@ -25,7 +26,9 @@ pub(super) const TICK: Duration = Duration::from_millis(100);
 pub struct ZkServer {
     process: Process,
     port: Port,
+    secure: Option<Port>,
     _clock: Option<Clock>,
+    _certificates: Option<Arc<Certificates>>,
 }
 
 /// The options of a [`ZkServer`].
@@ -36,6 +39,7 @@ pub struct ZkBuilder {
     used: Option<(String, i32)>,
     clock: Option<Clock>,
     reaps_seldom: bool,
+    certificates: Option<Arc<Certificates>>,
     directives: Vec<String>,
 }
 
@@ -46,7 +50,7 @@ impl ZkBuilder {
         self
     }
 
-    /// With a directory `path`, such as `/locks`, whose next sequential node is numbered `next`.
+    /// Begins with a directory `path`, such as `/locks`, whose next sequential node is numbered `next`.
     pub fn used(mut self, path: &str, next: i32) -> Self {
         self.used = Some((path.to_owned(), next));
         self
@@ -61,6 +65,13 @@ impl ZkBuilder {
     /// Looks once a minute for empty containers to delete, as a production server does. By default it is every 300 ms.
     pub fn reaps_seldom(mut self) -> Self {
         self.reaps_seldom = true;
+        self
+    }
+
+    /// Also serves TLS, at [`secure_addr`](ZkServer::secure_addr), with the server's certificate among `certificates`. A client
+    /// needs none; to ask for one, add the directive `ssl.clientAuth=need`.
+    pub fn tls(mut self, certificates: &Arc<Certificates>) -> Self {
+        self.certificates = Some(certificates.clone());
         self
     }
 
@@ -83,6 +94,7 @@ impl ZkBuilder {
     /// A server that is not running yet. `id` is that of a member of an ensemble.
     pub(super) fn make(self, class: &str, id: Option<usize>) -> io::Result<ZkServer> {
         let port = Port::reserve()?;
+        let secure = self.certificates.as_ref().map(|_| Port::reserve()).transpose()?;
         let process = Process::new("zookeeper", |directory| {
             let mut command = Command::new(JAVA);
             if let Some(clock) = &self.clock {
@@ -91,6 +103,10 @@ impl ZkBuilder {
             if self.used.is_some() {
                 // It has a log and no snapshot.
                 command.arg("-Dzookeeper.snapshot.trust.empty=true");
+            }
+            let mut class_path = JARS.to_vec();
+            if secure.is_some() {
+                class_path.extend(TLS_JARS);
             }
             command
                 // Quick to start, and modest: tests start many.
@@ -107,7 +123,7 @@ impl ZkBuilder {
                 // How long a member that finds no leader waits at most before it asks again: by default, up to a minute.
                 .arg("-Dzookeeper.fastleader.maxNotificationInterval=400")
                 .arg("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
-                .args(["-cp", &JARS.join(":"), class])
+                .args(["-cp", &class_path.join(":"), class])
                 .arg(directory.join("zoo.cfg"));
             command
         })?;
@@ -132,13 +148,28 @@ impl ZkBuilder {
             "4lw.commands.whitelist=*".to_owned(),
             "extendedTypesEnabled=true".to_owned(),
         ];
+        if let (Some(certificates), Some(secure)) = (&self.certificates, &secure) {
+            let pair = certificates.server_pair(ServerPair::Valid);
+            lines.extend([
+                "serverCnxnFactory=org.apache.zookeeper.server.NettyServerCnxnFactory".to_owned(),
+                format!("secureClientPort={}", secure.number()),
+                "secureClientPortAddress=127.0.0.1".to_owned(),
+                format!("ssl.keyStore.location={}", pair.display()),
+                "ssl.keyStore.type=PEM".to_owned(),
+                format!("ssl.trustStore.location={}", certificates.authority().display()),
+                "ssl.trustStore.type=PEM".to_owned(),
+                "ssl.clientAuth=none".to_owned(),
+            ]);
+        }
         lines.extend(self.directives);
         lines.push(String::new());
         fs::write(process.directory().join("zoo.cfg"), lines.join("\n"))?;
         Ok(ZkServer {
             process,
             port,
+            secure,
             _clock: self.clock,
+            _certificates: self.certificates,
         })
     }
 }
@@ -165,9 +196,9 @@ impl ZkServer {
         self.port.addr()
     }
 
-    /// Its process id, `None` if it does not run.
-    pub fn pid(&self) -> Option<u32> {
-        self.process.pid()
+    /// Returns the address for clients that speak TLS, if there is one.
+    pub fn secure_addr(&self) -> Option<SocketAddr> {
+        self.secure.as_ref().map(Port::addr)
     }
 
     /// The answer to a four-letter word, such as `srvr`, `mntr`, `wchs` or `dump`.
@@ -260,42 +291,14 @@ impl ZkServer {
         self.process.wait_ready(START_UP, || {
             // One that is just coming up may accept a connection and never look at it.
             let answer = wire::word(self.addr(), "srvr", Duration::from_millis(200))?;
-            if answer.contains("Mode:") {
-                return Ok(());
+            if !answer.contains("Mode:") {
+                return Err(io::Error::other(answer));
             }
-            Err(io::Error::other(answer))
+            // It begins to listen there a little later.
+            self.secure_addr()
+                .map_or(Ok(()), |addr| TcpStream::connect(addr).map(drop))
         })
     }
 
-    /// Ends it in order (SIGTERM).
-    ///
-    /// # Errors
-    /// If it does not end within 30 s.
-    pub fn stop(&self) -> io::Result<()> {
-        self.process.stop().map(drop)
-    }
-
-    /// Kills it (SIGKILL), as a crash would.
-    ///
-    /// # Errors
-    /// If the system refuses.
-    pub fn kill(&self) -> io::Result<()> {
-        self.process.kill().map(drop)
-    }
-
-    /// Pauses it (SIGSTOP): it does nothing until it is resumed. The system still accepts connections for it.
-    ///
-    /// # Errors
-    /// If it does not run.
-    pub fn pause(&self) -> io::Result<()> {
-        self.process.pause()
-    }
-
-    /// Lets it go on.
-    ///
-    /// # Errors
-    /// If it does not run.
-    pub fn resume(&self) -> io::Result<()> {
-        self.process.resume()
-    }
+    controls!();
 }

@@ -2,8 +2,10 @@
 
 mod clock;
 mod echo;
+mod etcd;
 mod mysql;
 mod port;
+mod postgres;
 mod process;
 mod proxy;
 mod redis;

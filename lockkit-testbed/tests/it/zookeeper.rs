@@ -82,6 +82,13 @@ fn members_are_cut_off_and_a_new_leader_is_elected() {
     let third = ensemble.new_leader(new).unwrap();
     assert_ne!(third, new);
     ensemble.member(new).start().unwrap();
+
+    // A test that failed leaves more than one thing undone.
+    ensemble.member(0).kill().unwrap();
+    ensemble.member(1).pause().unwrap();
+    ensemble.cut(2);
+    ensemble.heal().unwrap();
+    assert!((0..3).all(|member| mode(member).contains("Mode:")));
 }
 
 #[test]

@@ -105,3 +105,27 @@ fn zookeeper() {
         Duration::from_secs(10),
     );
 }
+
+#[test]
+fn postgres() {
+    let faults = [
+        ("reset", 0),
+        ("restart", 0),
+        ("pause", 0),
+        ("cut", 0),
+        ("crash", 0),
+        ("failover", 0),
+    ];
+    each_costs_a_hold(
+        "postgres",
+        &faults,
+        Duration::from_secs(2),
+        Duration::from_secs(6),
+    );
+}
+
+#[test]
+fn etcd() {
+    let faults = [("cut", 0), ("pause", 0), ("lease", 0), ("delete", 0)];
+    each_costs_a_hold("etcd", &faults, Duration::from_secs(2), Duration::from_secs(10));
+}

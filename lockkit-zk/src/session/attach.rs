@@ -1,25 +1,22 @@
 //! The way to the servers: opening a session, attaching it again, closing it.
 
-use std::{
-    pin::pin,
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::{pin::pin, sync::Arc, time::Duration};
 
-use lockkit_core::LossReason;
+use lockkit_core::{LossReason, spi::Mutex};
 use tokio::{
     net::TcpStream,
     time::{Instant, sleep, timeout as within},
 };
-use zookeeper_client::{Client, Connector, Error as ZkError};
+use zookeeper_client::{Client, Error as ZkError, SessionInfo};
 
 use super::{Core, end_reason};
+#[cfg(feature = "tls")]
+use crate::tls::Trust;
 use crate::{
     ZkConfig,
     config::{Address, check_session_timeout},
-    connection::Connection,
-    error::Result,
-    lock,
+    connection::{Connection, Route},
+    error::{Failure, Result},
 };
 
 /// The least time that a server may be silent, or take to let a client in, before another one is tried. It is long against
@@ -34,6 +31,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 pub(crate) struct Servers {
     hosts: Vec<String>,
     credentials: Option<String>,
+    #[cfg(feature = "tls")]
+    trust: Option<Trust>,
     /// The session timeout to ask for.
     timeout: Duration,
     tick: Duration,
@@ -42,17 +41,27 @@ pub(crate) struct Servers {
 }
 
 impl Servers {
-    pub(crate) fn new(config: &ZkConfig, address: &Address) -> Self {
-        Self {
+    /// Does no I/O but to read certificates.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`](lockkit_core::Error::InvalidOptions) for a file that cannot be used.
+    #[cfg_attr(
+        not(feature = "tls"),
+        expect(clippy::unnecessary_wraps, reason = "only the files of TLS can fail")
+    )]
+    pub(crate) fn new(config: &ZkConfig, address: &Address) -> lockkit_core::Result<Self> {
+        Ok(Self {
             hosts: address.hosts.split(',').map(str::to_owned).collect(),
             credentials: config
                 .auth
                 .as_ref()
                 .map(|digest| format!("{}:{}", digest.user, digest.password)),
+            #[cfg(feature = "tls")]
+            trust: Trust::new(config)?,
             timeout: config.session_timeout,
             tick: config.tick_time,
             granted: Arc::new(Mutex::new(config.session_timeout)),
-        }
+        })
     }
 
     /// Returns the same servers, to be asked for this session timeout.
@@ -65,42 +74,78 @@ impl Servers {
 
     /// Returns the session timeout that was granted last.
     pub(crate) fn granted(&self) -> Duration {
-        *lock(&self.granted)
+        *self.granted.lock()
     }
 
     pub(super) fn note_granted(&self, timeout: Duration) {
-        *lock(&self.granted) = timeout;
+        *self.granted.lock() = timeout;
     }
 
     /// Opens a session, and returns when it was asked for. Silent servers are tried once more, for longer.
     pub(super) async fn open(&self) -> Result<(Connection, Instant)> {
-        let mut last = ZkError::NoHosts;
+        let mut failed = ZkError::NoHosts.into();
         for round in [0, u32::MAX] {
             let mut silent = false;
+            let mut last: Option<Failure> = None;
             for host in self.shuffled() {
-                let sent = Instant::now();
-                match within(self.limit(round), Connection::connect(self.connector(), &host)).await {
-                    Ok(Ok(connection)) => return Ok((connection, sent)),
-                    Ok(Err(error)) => last = error,
-                    Err(_) => silent = true,
-                }
+                let opening = async {
+                    let route = self.route(&host).await?;
+                    let sent = Instant::now();
+                    Ok((self.connect(route, None).await?, sent))
+                };
+                let failure = match within(self.limit(round), opening).await {
+                    Ok(Ok(opened)) => return Ok(opened),
+                    Ok(Err(failure)) => failure,
+                    Err(_) => {
+                        silent = true;
+                        ZkError::NoHosts.into()
+                    }
+                };
+                last = Some(match last {
+                    Some(first) => first.or(failure),
+                    None => failure,
+                });
             }
-            if !silent || last == ZkError::AuthFailed {
+            failed = last.unwrap_or(failed);
+            if !silent || matches!(failed, Failure::Server(ZkError::AuthFailed)) {
                 break;
             }
         }
-        Err(last.into())
+        Err(failed)
     }
 
-    fn connector(&self) -> Connector {
-        let connector = Client::connector()
-            .with_session_timeout(self.timeout)
+    /// Makes the way to this server. With TLS, that is to shake hands with it. Nothing of a session is sent.
+    #[cfg_attr(
+        not(feature = "tls"),
+        expect(clippy::unused_async, reason = "only TLS has something to wait for")
+    )]
+    async fn route(&self, host: &str) -> Result<Route> {
+        #[cfg(feature = "tls")]
+        if let Some(trust) = &self.trust {
+            let relay = trust.reach(host).await?;
+            return Ok(relay.route(self.timeout, self.credentials.clone()));
+        }
+        Ok(Route {
+            host: host.to_owned(),
+            timeout: self.timeout,
+            credentials: self.credentials.clone(),
+            relay: None,
+        })
+    }
+
+    /// Connects that way, and opens or attaches a session.
+    async fn connect(&self, route: Route, session: Option<SessionInfo>) -> Result<Connection> {
+        let mut connector = Client::connector()
+            .with_session_timeout(route.timeout)
             .with_connection_timeout(self.silence())
             .with_fail_eagerly();
-        match &self.credentials {
-            Some(credentials) => connector.with_auth("digest", credentials.as_bytes()),
-            None => connector,
+        if let Some(credentials) = &route.credentials {
+            connector = connector.with_auth("digest", credentials.as_bytes());
         }
+        if let Some(session) = session {
+            connector = connector.with_session(session);
+        }
+        Connection::connect(connector, &route.host, route.relay).await
     }
 
     fn silence(&self) -> Duration {
@@ -144,43 +189,56 @@ pub(super) async fn stay_attached(core: &Core) -> LossReason {
 async fn attach(core: &Core) -> std::result::Result<Connection, LossReason> {
     for round in 0_u32.. {
         let hosts = core.servers.shuffled();
-        let mut unknown = 0;
+        let (mut unknown, mut distrust) = (0, 0);
         for host in &hosts {
             match attach_to(core, host, core.servers.limit(round)).await {
-                Ok(Some(connection)) => return Ok(connection),
-                Ok(None) => {}
-                Err(LossReason::Expired) if core.is_proven() => unknown += 1,
-                Err(reason) => return Err(reason),
+                Ok(connection) => return Ok(connection),
+                Err(NotAttached::Away) => {}
+                Err(NotAttached::Distrust(failure)) => {
+                    distrust += 1;
+                    // Once is enough for a fault that stays.
+                    if round == 0 {
+                        tracing::warn!(host, error = %failure, "the session is not attached to a server");
+                    }
+                }
+                Err(NotAttached::Ended(LossReason::Expired)) if core.is_proven() => unknown += 1,
+                Err(NotAttached::Ended(reason)) => return Err(reason),
             }
             // A deposed leader that does not know it yet has not heard of younger sessions, so one such reply proves nothing.
             if unknown * 2 > hosts.len() {
                 return Err(LossReason::Expired);
             }
         }
+        // Nothing that waits would come of it. To open another session says to everyone who asks for one what is wrong.
+        if distrust == hosts.len() && !core.is_proven() {
+            return Err(LossReason::Disconnected);
+        }
         sleep(PAUSE.saturating_mul(1 << round.min(5)).min(LONGEST_PAUSE)).await;
     }
     Err(LossReason::Disconnected)
 }
 
-/// Attaches the session to this server. Returns `None` if another server should be tried, and why the session has ended if
-/// this server says so.
-async fn attach_to(
-    core: &Core,
-    host: &str,
-    limit: Duration,
-) -> std::result::Result<Option<Connection>, LossReason> {
+/// The reason why a server has not attached the session.
+enum NotAttached {
+    /// Another server should be tried, or this one later.
+    Away,
+    /// So it should, but this one would do the same again.
+    Distrust(Failure),
+    /// The session has ended, as this server says.
+    Ended(LossReason),
+}
+
+/// Attaches the session to this server.
+async fn attach_to(core: &Core, host: &str, limit: Duration) -> std::result::Result<Connection, NotAttached> {
     // A server that cannot be reached cannot have changed the session's timeout either.
-    match within(limit, TcpStream::connect(host)).await {
-        Ok(Ok(_)) => {}
-        Ok(Err(error)) => {
-            tracing::debug!(host, %error, "a server cannot be reached");
-            return Ok(None);
-        }
-        Err(_) => return Ok(None),
-    }
+    let route = match within(limit, reach(core, host)).await {
+        Ok(Ok(route)) => route,
+        Ok(Err(failure)) => return Err(not_attached(failure)),
+        Err(_) => return Err(NotAttached::Away),
+    };
     let (asleep, sent) = (core.note_sleep(), Instant::now());
-    let connector = core.servers.connector().with_session(core.info.clone());
-    let mut connecting = pin!(within(limit, Connection::connect(connector, host)));
+    let connecting = core.servers.connect(route, Some(core.info.clone()));
+    let mut connecting = pin!(within(limit, connecting));
     let note_silence = || {
         let (sent, now) = (core.before_sleep(sent, asleep), Instant::now());
         core.update_status(|status| {
@@ -198,16 +256,20 @@ async fn attach_to(
     };
     let connection = match reply {
         Ok(Ok(connection)) => connection,
-        Ok(Err(ZkError::SessionExpired | ZkError::SessionMoved)) => return Err(LossReason::Expired),
-        Ok(Err(ZkError::AuthFailed)) => return Err(LossReason::Disconnected),
+        Ok(Err(Failure::Server(ZkError::SessionExpired | ZkError::SessionMoved))) => {
+            return Err(NotAttached::Ended(LossReason::Expired));
+        }
+        Ok(Err(Failure::Server(ZkError::AuthFailed))) => {
+            return Err(NotAttached::Ended(LossReason::Disconnected));
+        }
         // It has closed the connection instead, as a server without a leader does.
-        Ok(Err(error)) => {
-            tracing::debug!(host, %error, "a server does not take the session");
-            return Ok(None);
+        Ok(Err(failure)) => {
+            tracing::debug!(host, error = %failure, "a server does not take the session");
+            return Err(not_attached(failure));
         }
         Err(_) => {
             note_silence();
-            return Ok(None);
+            return Err(NotAttached::Away);
         }
     };
     let (granted, id) = (connection.timeout(), connection.liveness().id());
@@ -220,7 +282,7 @@ async fn attach_to(
     if let Err(error) = check_session_timeout(granted, core.servers.tick, "granted by the server") {
         tracing::warn!(host, %error, "a session is given up");
         connection.abort().await;
-        return Err(LossReason::Disconnected);
+        return Err(NotAttached::Ended(LossReason::Disconnected));
     }
     // Nothing is read from this server before the quorum has acknowledged a write of this session through it. After that, the
     // server shows every request of the connection before, or that request was never carried out.
@@ -231,13 +293,34 @@ async fn attach_to(
                 status.proof.confirmed();
                 true
             });
-            Ok(Some(connection))
+            Ok(connection)
         }
-        Ok(Err(failure)) if failure.is_refusal() => Ok(Some(connection)),
+        Ok(Err(failure)) if failure.is_refusal() => Ok(connection),
         Ok(Err(_)) | Err(_) => {
             connection.abort().await;
-            Ok(None)
+            Err(NotAttached::Away)
         }
+    }
+}
+
+/// Makes the way to this server, and finds out whether the server is there.
+async fn reach(core: &Core, host: &str) -> Result<Route> {
+    let route = core.servers.route(host).await?;
+    // Over TLS it has replied by now.
+    if route.relay.is_none()
+        && let Err(error) = TcpStream::connect(host).await
+    {
+        tracing::debug!(host, %error, "a server cannot be reached");
+        return Err(ZkError::NoHosts.into());
+    }
+    Ok(route)
+}
+
+fn not_attached(failure: Failure) -> NotAttached {
+    if failure.is_distrust() {
+        NotAttached::Distrust(failure)
+    } else {
+        NotAttached::Away
     }
 }
 

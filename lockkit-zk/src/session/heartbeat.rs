@@ -10,7 +10,6 @@ use crate::{
     connection::Connection,
     error::{Failure, Result},
     layout::parent,
-    lock,
 };
 
 /// The number of times that a directory that vanishes at once is made.
@@ -22,7 +21,7 @@ impl Core {
     /// Returns the data of the session's node, from now on with this hold among the recent ones.
     pub(super) fn heartbeat_data_with(&self, hold: i64) -> String {
         {
-            let mut recent = lock(&self.recent_holds);
+            let mut recent = self.recent_holds.lock();
             recent.retain(|known| *known != hold);
             recent.push_front(hold);
             recent.truncate(MAX_NAMED);
@@ -32,7 +31,7 @@ impl Core {
 
     fn heartbeat_data(&self) -> String {
         let mut data = self.status.borrow().proof.timeout().as_millis().to_string();
-        for czxid in &*lock(&self.recent_holds) {
+        for czxid in &*self.recent_holds.lock() {
             // Writing to a string does not fail.
             let _ = write!(data, " {czxid:x}");
         }

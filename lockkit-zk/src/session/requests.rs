@@ -3,15 +3,15 @@
 use std::{iter::successors, sync::atomic::Ordering};
 
 use futures_util::future::{OptionFuture, join_all};
+use lockkit_core::spi::queue::AbandonWatch;
 use zookeeper_client::{
     Acls, CreateMode, CreateOptions, CreateSequence, Error as ZkError, MultiReadResult, MultiWriteError,
-    MultiWriteResult, Stat,
+    MultiWriteResult, OneshotWatcher, Stat,
 };
 
 use super::{Core, heartbeat::recent_holds};
 use crate::{
     Access, Parents, ZkConfig,
-    abandon_watch::AbandonWatch,
     connection::Connection,
     error::{Failure, Result},
     layout::{NodeRef, basename, parent},
@@ -46,6 +46,16 @@ pub(crate) struct FoundNode {
     pub(crate) path: String,
     pub(crate) czxid: i64,
 }
+
+/// What was found, and the watch that was set with the look.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    pub(crate) found: Vec<String>,
+    pub(crate) watch: Watch,
+}
+
+/// The transactions of a node that is not there.
+const NOT_THERE: (i64, i64) = (0, 0);
 
 impl Enqueued {
     /// A node that was made by a request that did not ask about others.
@@ -93,7 +103,7 @@ impl Core {
     /// a container that never had a child.
     pub(crate) async fn enqueue(
         &self,
-        abandon_watch: &AbandonWatch,
+        abandon_watch: &AbandonWatch<NodeRef>,
         prefix: &str,
         data: &[u8],
         missing: usize,
@@ -154,7 +164,7 @@ impl Core {
     /// Makes a sequential node and lists the directory, in two requests sent together.
     pub(crate) async fn enqueue_and_list(
         &self,
-        abandon_watch: &AbandonWatch,
+        abandon_watch: &AbandonWatch<NodeRef>,
         prefix: &str,
         data: &[u8],
     ) -> Result<(std::result::Result<Enqueued, ZkError>, Result<Vec<String>>)> {
@@ -169,7 +179,7 @@ impl Core {
     /// Makes an ephemeral node.
     pub(crate) async fn create(
         &self,
-        abandon_watch: &AbandonWatch,
+        abandon_watch: &AbandonWatch<NodeRef>,
         path: &str,
         data: &[u8],
     ) -> Result<std::result::Result<Stat, ZkError>> {
@@ -178,6 +188,37 @@ impl Core {
         let options = self.node_options.contender(CreateMode::Ephemeral);
         let created = abandon_watch.send(|| client.create(path, data, &options))?.await;
         Ok(created.map(|(stat, _)| stat))
+    }
+
+    /// Makes an ephemeral node in the place of another one, if that was not written since it had this version. Returns the
+    /// transaction, which also writes the other node before it deletes it.
+    pub(crate) async fn replace(
+        &self,
+        abandon_watch: &AbandonWatch<NodeRef>,
+        old: &str,
+        version: i32,
+        new: &str,
+        data: &[u8],
+    ) -> Result<std::result::Result<i64, ZkError>> {
+        let connection = self.connection().await?;
+        let client = &connection.client;
+        let options = self.node_options.contender(CreateMode::Ephemeral);
+        let mut writer = client.new_multi_writer();
+        writer.add_set_data(old, data, Some(version))?;
+        writer.add_create(new, data, &options)?;
+        writer.add_delete(old, None)?;
+        let committed = abandon_watch.send(|| writer.commit())?.await;
+        Ok(match committed {
+            Ok(results) => match &results[..] {
+                [MultiWriteResult::SetData { stat }, ..] => Ok(stat.mzxid),
+                _ => Err(ZkError::UnexpectedError(
+                    "a transaction had too few results".to_owned(),
+                )),
+            },
+            Err(
+                MultiWriteError::OperationFailed { source, .. } | MultiWriteError::RequestFailed { source },
+            ) => Err(source),
+        })
     }
 
     /// Makes a directory and those above it.
@@ -200,8 +241,15 @@ impl Core {
         deleted(connection.client.delete(path, None).await)
     }
 
+    /// Writes a node; `false` if there is none.
+    pub(crate) async fn write(&self, path: &str, data: &[u8]) -> Result<bool> {
+        let connection = self.connection().await?;
+        let written = connection.client.set_data(path, data, None).await;
+        Ok(unless_missing(written)?.is_some())
+    }
+
     /// Deletes a claim's node, unless that was taken away: another claim's may be there by now.
-    pub(crate) async fn delete_own(&self, abandon_watch: &AbandonWatch, path: &str) -> Result<bool> {
+    pub(crate) async fn delete_own(&self, abandon_watch: &AbandonWatch<NodeRef>, path: &str) -> Result<bool> {
         let connection = self.connection().await?;
         let client = &connection.client;
         deleted(abandon_watch.send(|| client.delete(path, None))?.await)
@@ -259,6 +307,13 @@ impl Core {
     pub(crate) async fn list(&self, dir: &str) -> Result<Vec<String>> {
         let connection = self.connection().await?;
         listed(self.distance.measure(connection.client.list_children(dir)).await)
+    }
+
+    /// Lists a directory, as far as the connected server knows, as one of many requests at once. So it does not tell how far that
+    /// server is.
+    pub(crate) async fn children(&self, dir: &str) -> Result<Vec<String>> {
+        let connection = self.connection().await?;
+        listed(connection.client.list_children(dir).await)
     }
 
     /// Lists a directory, with everything that was done before the call.
@@ -323,6 +378,51 @@ impl Core {
             }))
         };
         paths.iter().zip(replies).map(watched).collect()
+    }
+
+    /// Lists a directory, with everything that was done before the call, and watches it. Without a directory the list is empty, and
+    /// the watch waits for one.
+    pub(crate) async fn watch_children(&self, dir: &str) -> Result<Watched> {
+        let connection = self.connection().await?;
+        let client = &connection.client;
+        loop {
+            let (synced, listed) = tokio::join!(client.sync(dir), client.get_and_watch_children(dir));
+            synced?;
+            if let Some((children, stat, watcher)) = unless_missing(listed)? {
+                let ids = (stat.czxid, stat.mzxid);
+                return Ok(self.watched(children, dir, ids, watcher, &connection));
+            }
+            if let (None, watcher) = client.check_and_watch_stat(dir).await? {
+                return Ok(self.watched(Vec::new(), dir, NOT_THERE, watcher, &connection));
+            }
+            // It was made in between.
+        }
+    }
+
+    /// Looks for a node, with everything that was done before the call, and watches it, also if it is not there. What is found is
+    /// told by the transaction that made it.
+    pub(crate) async fn watch_node(&self, path: &str) -> Result<Watched> {
+        let connection = self.connection().await?;
+        let client = &connection.client;
+        let (synced, checked) = tokio::join!(client.sync(path), client.check_and_watch_stat(path));
+        synced?;
+        let (stat, watcher) = checked?;
+        let ids = stat.map_or(NOT_THERE, |stat| (stat.czxid, stat.mzxid));
+        let found = stat.map(|stat| stat.czxid.to_string()).into_iter().collect();
+        Ok(self.watched(found, path, ids, watcher, &connection))
+    }
+
+    fn watched(
+        &self,
+        found: Vec<String>,
+        path: &str,
+        ids: (i64, i64),
+        watcher: OneshotWatcher,
+        connection: &Connection,
+    ) -> Watched {
+        let watch = Watch::of(path.to_owned(), ids, watcher, connection.liveness());
+        self.keep_armed(watch.state());
+        Watched { found, watch }
     }
 
     /// Looks for a node that this session may have made, with everything that was done before the call. A node of another

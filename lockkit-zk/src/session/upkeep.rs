@@ -3,16 +3,15 @@
 use std::sync::{Arc, Weak};
 
 use futures_util::future::join_all;
+use lockkit_core::spi::queue::AbandonWatch;
 use tokio::time::Instant;
 use zookeeper_client::Error as ZkError;
 
 use super::Core;
 use crate::{
-    abandon_watch::AbandonWatch,
     connection::Connection,
     error::Result,
     layout::NodeRef,
-    lock,
     watch::{WatchEvent, WatchState},
 };
 
@@ -31,7 +30,7 @@ impl Core {
     /// Arms this watch again on each connection.
     pub(super) fn keep_armed(&self, watch: &Arc<WatchState>) {
         {
-            let mut watches = lock(&self.watches);
+            let mut watches = self.watches.lock();
             if watches.all.len() >= watches.limit {
                 watches.all.retain(|watch| watch.strong_count() > 0);
                 watches.limit = (watches.all.len() * 2).max(WATCHES_AT_ONCE);
@@ -46,7 +45,7 @@ impl Core {
     }
 
     pub(super) fn watches(&self, which: impl Fn(&WatchState) -> bool) -> Vec<Arc<WatchState>> {
-        let watches = lock(&self.watches);
+        let watches = self.watches.lock();
         watches
             .all
             .iter()
@@ -61,13 +60,13 @@ impl Core {
     }
 
     fn delete_all_later(&self, nodes: impl IntoIterator<Item = NodeRef>) {
-        lock(&self.pending_deletes).extend(nodes);
+        self.pending_deletes.lock().extend(nodes);
         self.delete_requested.notify_one();
     }
 
     /// Deletes this node if its claim is abandoned.
-    pub(crate) fn delete_if_abandoned(&self, abandon_watch: &Arc<AbandonWatch>) {
-        lock(&self.abandon_watches).push(Arc::downgrade(abandon_watch));
+    pub(crate) fn delete_if_abandoned(&self, abandon_watch: &Arc<AbandonWatch<NodeRef>>) {
+        self.abandon_watches.lock().push(Arc::downgrade(abandon_watch));
     }
 
     /// Deletes a node that may be there. After an error it may still be there.
@@ -119,7 +118,7 @@ async fn rearm(connection: &Connection, watch: &WatchState) {
 pub(super) async fn delete_pending(core: &Core) {
     let mut status = core.status.subscribe();
     loop {
-        let nodes = std::mem::take(&mut *lock(&core.pending_deletes));
+        let nodes = std::mem::take(&mut *core.pending_deletes.lock());
         if nodes.is_empty() {
             core.delete_requested.notified().await;
             continue;
@@ -139,7 +138,7 @@ pub(super) async fn delete_pending(core: &Core) {
             }
         }
         if !left.is_empty() {
-            lock(&core.pending_deletes).extend(left);
+            core.pending_deletes.lock().extend(left);
             // The next heartbeat shows that the connection is back.
             status.mark_unchanged();
             let _ = status.changed().await;
@@ -161,7 +160,7 @@ pub(super) async fn take_abandoned(core: &Core) {
         };
         let now = Instant::now();
         let mut abandoned = Vec::new();
-        lock(&core.abandon_watches).retain(|watch| {
+        core.abandon_watches.lock().retain(|watch| {
             let Some(watch) = watch.upgrade() else {
                 return false;
             };

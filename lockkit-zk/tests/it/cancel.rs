@@ -382,7 +382,7 @@ async fn forgotten_before_its_node_is_asked_for() {
         (config.nodes, config.namespace) = (nodes, unique("late"));
         let dir = format!("/{}/{name}", config.namespace);
         let ours = server::patiently(config.clone()).await;
-        config.servers = shared().addr().to_string();
+        config.servers = shared().addr().to_string().into();
         let theirs = lock(&server::patiently(config).await, &name);
         let connections = proxy.counts().connections;
         proxy.set(Mode::Blackhole);

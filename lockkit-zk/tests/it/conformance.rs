@@ -15,6 +15,9 @@ enum Variant {
     /// A user, access for the creator alone, a path that is missing at first, and persistent directories.
     ReadWrite,
     Simple,
+    /// A user, over TLS, at a server that asks for a certificate.
+    #[cfg(feature = "tls")]
+    Secured,
 }
 
 #[derive(Debug)]
@@ -39,6 +42,19 @@ impl Zk {
                 config.nodes = Nodes::Simple;
                 config
             }
+            #[cfg(feature = "tls")]
+            Variant::Secured => secured::config(addr),
+        }
+    }
+}
+
+impl Zk {
+    /// Returns what [`config`](Self::config) makes a configuration of, in this process and in others.
+    fn address(&self) -> String {
+        match self.0 {
+            #[cfg(feature = "tls")]
+            Variant::Secured => secured::address(),
+            _ => server::shared().addr().to_string(),
         }
     }
 }
@@ -46,7 +62,7 @@ impl Zk {
 #[async_trait]
 impl Harness for Zk {
     async fn client(&self) -> Result<LockClient> {
-        Ok(server::patiently(self.config(&server::shared().addr().to_string())).await)
+        Ok(server::patiently(self.config(&self.address())).await)
     }
 
     fn missing(&self) -> Option<Missing> {
@@ -57,15 +73,20 @@ impl Harness for Zk {
     }
 
     fn url(&self) -> Option<String> {
-        Some(server::shared().addr().to_string())
+        Some(self.address())
     }
 
     async fn connect(&self, url: &str) -> Result<LockClient> {
+        #[cfg(feature = "tls")]
+        if let Variant::Secured = self.0 {
+            // The first handshakes of a server that has just come up take seconds.
+            return Ok(server::patiently(self.config(url)).await);
+        }
         server::client(self.config(url)).await
     }
 
     fn secret(&self) -> Option<String> {
-        matches!(self.0, Variant::ReadWrite).then(|| PASSWORD.to_owned())
+        self.config("a").auth.map(|_| PASSWORD.to_owned())
     }
 }
 
@@ -85,4 +106,47 @@ mod simple {
     use super::{Variant, Zk};
 
     lockkit_conformance::tests!(Zk(Variant::Simple));
+}
+
+#[cfg(feature = "tls")]
+mod secured {
+    use std::sync::{Arc, LazyLock};
+
+    use lockkit_testbed::{Certificates, zookeeper::ZkServer};
+    use lockkit_zk::{Digest, Tls, ZkConfig};
+
+    use super::{PASSWORD, Variant, Zk};
+    use crate::server;
+
+    lockkit_conformance::tests!(Zk(Variant::Secured));
+
+    static CERTIFICATES: LazyLock<Arc<Certificates>> =
+        LazyLock::new(|| Arc::new(Certificates::generate().expect("certificates")));
+    static SERVER: LazyLock<ZkServer> = LazyLock::new(|| {
+        let builder = ZkServer::builder().tls(&CERTIFICATES);
+        let server = builder.directive("ssl.clientAuth=need").start();
+        server.expect("a ZooKeeper server")
+    });
+
+    /// Returns the address and the files: another process has no certificates of its own.
+    pub(super) fn address() -> String {
+        let addr = SERVER.secure_addr().expect("a port for TLS").to_string();
+        let files = [
+            CERTIFICATES.authority(),
+            CERTIFICATES.client(),
+            CERTIFICATES.client_key(),
+        ];
+        let files = files.map(|path| path.to_str().expect("a path in UTF-8").to_owned());
+        format!("{addr}|{}", files.join("|"))
+    }
+
+    pub(super) fn config(address: &str) -> ZkConfig {
+        let mut parts = address.split('|');
+        let mut config = server::brief(parts.next().unwrap_or_default());
+        config.auth = Some(Digest::new("tester", PASSWORD));
+        config.tls = Tls::Verify;
+        let mut file = || parts.next().map(Into::into);
+        (config.ca, config.cert, config.key) = (file(), file(), file());
+        config
+    }
 }

@@ -7,7 +7,7 @@ use std::{
 
 use lockkit_core::{AcquireOptions, LossReason};
 use lockkit_testbed::{eventually, zookeeper::ZkEnsemble};
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, MutexGuard};
 use zookeeper_client::SessionState;
 
 use crate::server::{self, TIMEOUT, connect, lock, no_zookeeper, soon, unique, waiter, watcher};
@@ -15,6 +15,13 @@ use crate::server::{self, TIMEOUT, connect, lock, no_zookeeper, soon, unique, wa
 /// Serialises the tests: each cuts connections that the others need.
 static ENSEMBLE: LazyLock<Mutex<ZkEnsemble>> =
     LazyLock::new(|| Mutex::new(ZkEnsemble::start().expect("three ZooKeeper servers")));
+
+/// Returns the ensemble, also if an earlier test has failed with a member down or cut off. Else those after it would wait for ever.
+async fn ensemble() -> MutexGuard<'static, ZkEnsemble> {
+    let ensemble = ENSEMBLE.lock().await;
+    tokio::task::block_in_place(|| ensemble.heal()).unwrap();
+    ensemble
+}
 
 /// Cuts off the member that a client with several holds is connected to, after the client was idle for so long. Returns the
 /// least time between a holder's loss and the next grant.
@@ -74,7 +81,7 @@ async fn holder_on_cut_off_follower_is_told_before_next_grant() {
     if no_zookeeper() {
         return;
     }
-    let ensemble = ENSEMBLE.lock().await;
+    let ensemble = ensemble().await;
     let mut margins = Vec::new();
     for round in 0..server::rounds(3).min(20) {
         let leader = ensemble.leader().unwrap();
@@ -91,7 +98,7 @@ async fn holder_on_cut_off_leader_is_told_before_next_grant() {
     if no_zookeeper() {
         return;
     }
-    let ensemble = ENSEMBLE.lock().await;
+    let ensemble = ensemble().await;
     let mut margins = Vec::new();
     for round in 0..server::rounds(3).min(20) {
         let leader = ensemble.leader().unwrap();
@@ -108,7 +115,7 @@ async fn a_hold_outlives_its_leader() {
     if no_zookeeper() {
         return;
     }
-    let ensemble = ENSEMBLE.lock().await;
+    let ensemble = ensemble().await;
     let all: Vec<_> = ensemble.addrs().iter().map(ToString::to_string).collect();
     let name = unique("leader");
     let config = server::config(all.join(","));

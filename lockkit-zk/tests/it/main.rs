@@ -3,11 +3,15 @@
 mod cancel;
 mod conformance;
 mod crowd;
+mod downgrade;
 mod ensemble;
 mod faults;
+mod observers;
 mod packets;
 mod peers;
 mod reattach;
 mod recipe;
 mod server;
 mod sessions;
+#[cfg(feature = "tls")]
+mod tls;

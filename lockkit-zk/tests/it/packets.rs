@@ -14,8 +14,7 @@ use tokio::{task::JoinSet, time::timeout};
 use zookeeper_client::{Acls, CreateMode};
 
 use crate::server::{
-    self, contend, in_order, lock, no_zookeeper, queue_up, raw, shared, soon, takes_its_turn, unique,
-    unless_still, waiter,
+    self, contend, in_order, lock, no_zookeeper, queue_up, raw, shared, soon, takes_its_turn, unique, waiter,
 };
 
 /// The number of locks that are counted.
@@ -61,17 +60,26 @@ async fn per_lock(clients: usize) -> (f64, f64) {
     ((after.1 - before.1) / locks, (after.2 - before.2) / locks)
 }
 
+/// Measures up to five times. What else a machine does costs requests, since a queue changes between a look and a watch, and never saves any.
+async fn at_best(clients: usize, got: f64, sent: f64) -> (f64, f64) {
+    let mut seen = Vec::new();
+    while seen.len() < 5 {
+        let per_lock = per_lock(clients).await;
+        if per_lock.0 <= got && per_lock.1 <= sent {
+            return per_lock;
+        }
+        seen.push(per_lock);
+    }
+    panic!("{seen:.2?} packets got and sent per lock");
+}
+
 /// The requests are a node, a list, a watch, a list and a deletion. Each has a reply, and one deletion is notified.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_contended_lock_costs_five_requests_and_six_packets_back() {
     if no_zookeeper() {
         return;
     }
-    let seen = unless_still(async || match per_lock(16).await {
-        (got, sent) if got <= 5.1 && sent <= 6.1 => Ok((got, sent)),
-        (got, sent) => Err(format!("{got:.2} packets got and {sent:.2} sent per lock")),
-    });
-    let (got, sent) = seen.await;
+    let (got, sent) = at_best(16, 5.1, 6.1).await;
     println!("{got:.2} packets got and {sent:.2} sent per lock");
 }
 
@@ -81,11 +89,7 @@ async fn a_lock_in_a_crowd_costs_as_much() {
     if no_zookeeper() {
         return;
     }
-    let seen = unless_still(async || match per_lock(100).await {
-        (got, sent) if got <= 5.5 && sent <= 6.5 => Ok((got, sent)),
-        (got, sent) => Err(format!("{got:.2} packets got and {sent:.2} sent per lock")),
-    });
-    let (got, sent) = seen.await;
+    let (got, sent) = at_best(100, 5.5, 6.5).await;
     println!("{got:.2} packets got and {sent:.2} sent per lock in a crowd");
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use lockkit_core::{AcquireOptions, Error, LockClient};
+use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Revocation};
 use lockkit_testbed::{Proxy, eventually, zookeeper::ZkServer};
 use lockkit_zk::{Digest, Nodes, Parents};
 use zookeeper_client::{Acl, Acls, AuthId, CreateMode, Permission};
@@ -140,7 +140,7 @@ async fn kazoos_lock_is_waited_for() {
     assert!(writer.try_acquire().await.unwrap().is_some());
 }
 
-/// As Curator's `Revoker` does, which asks a holder to make way.
+/// Curator's `Revoker` writes so, to ask a holder to make way.
 #[tokio::test]
 async fn a_node_that_somebody_writes_to_is_waited_for() {
     if no_zookeeper() {
@@ -157,6 +157,69 @@ async fn a_node_that_somebody_writes_to_is_waited_for() {
     }
     let waited = soon("it gives up", waits).await.unwrap();
     assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
+}
+
+#[tokio::test]
+async fn a_holder_heeds_curators_revoker() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("revoker"), raw(shared().addr()).await);
+    let client = connect(shared().addr()).await;
+    let guard = lock(&client, &name).acquire().await.unwrap();
+    let [node] = &children(&raw, &name).await[..] else {
+        panic!("one node expected");
+    };
+    let path = format!("{}/{node}", dir(&name));
+    raw.set_data(&path, b"something else", None).await.unwrap();
+    guard.renew().await.unwrap();
+    assert!(guard.is_held());
+    raw.set_data(&path, b"__REVOKE__", None).await.unwrap();
+    assert_eq!(soon("it is told", guard.lost()).await, LossReason::Asked);
+    let state = client.inspect(&name).await.unwrap();
+    assert_eq!((state.holders.len(), &state.holders[0].label), (1, &None));
+    drop(guard);
+    let next = soon("it makes way", lock(&client, &name).acquire())
+        .await
+        .unwrap();
+    next.release().await.unwrap();
+}
+
+/// The server counts no lease: the holder's client ends the hold, as it does for a user who has let go.
+#[tokio::test]
+async fn the_end_of_a_lease_looks_like_a_confirmation() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, operator) = (unique("stays"), connect(shared().addr()).await);
+    let client = server::brief_client(shared().addr()).await;
+    let guard = lock(&client, &name).acquire().await.unwrap();
+    let said = operator
+        .revoke(&name, guard.token(), Duration::from_secs(20))
+        .await;
+    assert_eq!(said.unwrap(), Revocation::Confirmed);
+    assert_eq!(guard.lost().await, LossReason::Asked);
+    assert!(guard.valid_until().unwrap() <= tokio::time::Instant::now());
+}
+
+/// Anybody may choose that label. It asks for nothing.
+#[tokio::test]
+async fn a_label_that_reads_like_a_request_is_none() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, client) = (unique("label"), connect(shared().addr()).await);
+    let options = AcquireOptions::new().label("__REVOKE__");
+    let labelled = lock(&client, &name).with_options(options);
+    let guard = labelled.acquire().await.unwrap();
+    let renewed = guard.renew().await;
+    assert!(renewed.is_ok() && guard.is_held(), "{renewed:?}");
+    let state = client.inspect(&name).await.unwrap();
+    assert_eq!(state.holders[0].label.as_deref(), Some("__REVOKE__"));
+    let asked = client.revoke(&name, guard.token(), Duration::ZERO).await;
+    assert!(matches!(asked, Ok(Revocation::StillHeld { .. })), "{asked:?}");
+    assert_eq!(soon("it is told", guard.lost()).await, LossReason::Asked);
+    drop(guard);
 }
 
 #[tokio::test]
@@ -245,7 +308,7 @@ async fn a_release_wakes_one_waiter_and_no_other() {
     let mut waiters = Vec::new();
     for waiting in 0..WAITERS {
         let proxy = Proxy::start(server.addr()).unwrap();
-        config.servers = proxy.addr().to_string();
+        config.servers = proxy.addr().to_string().into();
         let client = server::patiently(config.clone()).await;
         waiters.push(waiter(&lock(&client, &name)));
         contend(&raw, &name, waiting + 2).await;

@@ -101,9 +101,10 @@ pub(crate) async fn brief_client(addrs: impl Display) -> LockClient {
     patiently(brief(addrs)).await
 }
 
-/// Returns the lock `name`, with a ttl that is longer than any session.
+/// Returns the lock `name`, with a ttl that is longer than any session. A test that has nothing to wait for fails, and hangs not for ever.
 pub(crate) fn lock(client: &LockClient, name: &str) -> Lock {
-    let options = AcquireOptions::new().ttl(Duration::from_secs(60));
+    let minute = Duration::from_secs(60);
+    let options = AcquireOptions::new().ttl(minute).wait(minute);
     client.lock(name).expect("a good name").with_options(options)
 }
 

@@ -121,7 +121,7 @@ async fn deleted_from_outside(nodes: Nodes, before: Before, waited: usize) {
         config.namespace = "simple".into();
     }
     let ours = server::patiently(config.clone()).await;
-    config.servers = shared().addr().to_string();
+    config.servers = shared().addr().to_string().into();
     let theirs = server::patiently(config).await;
     let options = AcquireOptions::new()
         .ttl(Duration::from_secs(60))
@@ -308,4 +308,29 @@ async fn a_dropped_client_ends_its_session_at_once() {
         raw.check_stat(&path).await.unwrap().is_none()
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_ttl_does_not_wait_for_the_end_of_the_lease() {
+    if no_zookeeper() {
+        return;
+    }
+    let guard = lock(&connect(shared().addr()).await, &unique("ttl"))
+        .acquire()
+        .await
+        .unwrap();
+    let (ttl, session) = (Duration::from_secs(2), guard.lease_length().unwrap());
+    assert!(session > 2 * ttl, "{session:?}");
+    for (asked, longest) in [(ttl, ttl), (Duration::from_secs(60), Duration::from_secs(10))] {
+        let began = Instant::now();
+        guard.set_ttl(asked).await.unwrap();
+        let took = began.elapsed();
+        assert!(took < Duration::from_secs(1), "{took:?} for {asked:?}");
+        let length = guard.lease_length().unwrap();
+        assert!(
+            length <= longest && length > longest / 3,
+            "{length:?} for {asked:?}"
+        );
+    }
+    guard.release().await.unwrap();
 }

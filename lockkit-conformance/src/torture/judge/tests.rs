@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use super::*;
 use crate::{
     history::Acquisition,
-    torture::{ClientPlan, Strike},
+    torture::{ClientPlan, Strike, record::Said},
 };
 
 const SECOND: Nanos = 1_000_000_000;
@@ -26,6 +26,9 @@ fn story(records: Vec<Record>) -> Story {
         dead: dead.into(),
         fallback_poll: Duration::from_secs(1),
         fifo: true,
+        lease: true,
+        splits: false,
+        shows_late: false,
     };
     story
 }
@@ -45,6 +48,16 @@ fn hold(who: u32, mode: Mode, asked: f64, granted: f64, released: f64, token: u6
         fared: Fared::Granted,
         over: Over::Released,
         lenient: false,
+        ttl_now: 1_000,
+        renew: true,
+        max_hold: None,
+        loss: Loss::Not,
+        kept: None,
+        downgraded: None,
+        shared: None,
+        detached: None,
+        adopts: None,
+        place: (0, 1),
         acquisition,
         error: String::new(),
     }
@@ -625,6 +638,527 @@ fn who_was_cut_off_when_it_had_just_come_is_in_line() {
     );
 }
 
+/// Lost as asked for, and its guard kept for a while.
+fn asked_for(mut hold: Record, lost: f64, kept: f64) -> Record {
+    hold.acquisition.until = Some(at(lost) - 1);
+    hold.acquisition.lost = Some(at(lost));
+    (hold.over, hold.loss, hold.kept) = (Over::Lost, Loss::Asked, Some(at(kept)));
+    hold
+}
+
+fn ask_for(token: u64, from: f64, to: f64, said: Said) -> AskBack {
+    AskBack {
+        lock: "a".to_owned(),
+        token,
+        from: at(from),
+        to: at(to),
+        said,
+    }
+}
+
+#[test]
+fn who_is_let_in_before_the_other_let_go_is_found() {
+    let asked = |granted: f64| {
+        let first = asked_for(hold(0, X, 0.0, 0.0, 1.0, 1), 0.5, 0.9);
+        let mut story = story(vec![first, hold(1, X, 0.1, granted, granted + 1.0, 2)]);
+        story.asks = vec![ask_for(1, 0.3, 0.4, Said::Still)];
+        story
+    };
+    assert_eq!(found(&asked(0.95)), []);
+    assert_eq!(found(&asked(0.8)), [Law::Asked]);
+    assert_eq!(found(&asked(0.4)), [Law::Exclusion], "it still held then");
+    let mut excused = asked(0.8);
+    let fault = Fault::new("empty").excuses_overlap(Told::AtRenewal(Duration::ZERO));
+    excused.struck = vec![struck(fault, 0.7, 0.7)];
+    assert_eq!(found(&excused), []);
+    excused.struck = vec![struck(fault, 0.85, 0.85)];
+    assert_eq!(found(&excused), [Law::Asked], "the fault came after");
+
+    // Within the fallback poll and three seconds, from two seconds after its guard was dropped.
+    assert_eq!(found(&asked(7.4)), []);
+    assert_eq!(found(&asked(7.6)), [Law::Liveness]);
+    let mut stays = asked(7.6);
+    stays.records[0].acquisition.released = Some(at(30.0));
+    assert_eq!(found(&stays), [], "it has the lease that it had");
+    stays.records[1].acquisition.granted = Some((at(9.1), 2));
+    assert_eq!(found(&stays), [Law::Liveness], "and no other");
+    stays.bounds.lease = false;
+    assert_eq!(found(&stays), [], "it has none");
+}
+
+#[test]
+fn who_was_asked_and_not_told_is_found() {
+    let asked = |until: f64| {
+        let mut story = story(vec![hold(0, X, 0.0, 0.0, until, 1)]);
+        story.asks = vec![ask_for(1, 0.3, 0.4, Said::Still)];
+        story
+    };
+    assert_eq!(found(&asked(2.6)), []);
+    assert_eq!(found(&asked(2.8)), [Law::Asked]);
+    let mut other = asked(2.8);
+    other.asks[0].token = 2;
+    assert_eq!(found(&other), [], "another was asked");
+    other.asks = vec![ask_for(1, 0.3, 0.4, Said::Nothing)];
+    assert_eq!(found(&other), [], "perhaps nobody was");
+    let mut struck_then = asked(2.8);
+    struck_then.struck = vec![struck(Fault::new("cut"), 1.0, 1.5)];
+    assert_eq!(found(&struck_then), []);
+    let mut unrenewed = asked(2.8);
+    unrenewed.records[0].renew = false;
+    assert_eq!(found(&unrenewed), [], "it looks when its lease is over");
+    let mut told = story(vec![asked_for(hold(0, X, 0.0, 0.0, 1.0, 1), 0.5, 0.9)]);
+    assert_eq!(found(&told), [Law::Asked], "nobody had asked");
+    told.asks = vec![ask_for(1, 0.6, 0.7, Said::Still)];
+    assert_eq!(found(&told), [Law::Asked], "nobody had asked then");
+}
+
+#[test]
+fn an_end_that_was_confirmed_too_early_is_found() {
+    let told = |said, record: Record| {
+        let mut story = story(vec![record]);
+        story.asks = vec![ask_for(1, 0.3, 0.6, said)];
+        story
+    };
+    let held = |until| hold(0, X, 0.0, 0.0, until, 1);
+    assert_eq!(found(&told(Said::Ended, held(0.6))), []);
+    assert_eq!(found(&told(Said::Ended, held(0.7))), [Law::Asked]);
+    assert_eq!(found(&told(Said::NotHeld, held(0.7))), [Law::Asked]);
+    let kept = asked_for(held(1.0), 0.5, 0.9);
+    assert_eq!(found(&told(Said::Ended, kept)), [Law::Asked], "it had its guard");
+    let late = hold(0, X, 0.0, 0.4, 0.7, 1);
+    assert_eq!(found(&told(Said::NotHeld, late)), [], "it was granted meanwhile");
+    let fault = Fault::new("empty").excuses_overlap(Told::AtRenewal(Duration::ZERO));
+    let mut excused = told(Said::Ended, held(0.7));
+    excused.struck = vec![struck(fault, 0.5, 0.5)];
+    assert_eq!(found(&excused), []);
+    excused.struck = vec![struck(Fault::new("cut"), 0.5, 0.5)];
+    assert_eq!(found(&excused), [Law::Asked], "that fault ends no hold");
+    excused.struck.clear();
+    excused.breaks = vec![("a".to_owned(), at(0.5), at(0.5))];
+    assert_eq!(found(&excused), []);
+}
+
+#[test]
+fn a_hold_that_outlasts_its_max_hold_is_found() {
+    let limited = |until: f64, loss| {
+        let mut record = hold(0, X, 0.0, 0.0, 9.0, 1);
+        record.acquisition.until = Some(at(until));
+        record.acquisition.lost = Some(at(until) + 1);
+        (record.max_hold, record.over, record.loss) = (Some(1_000), Over::Lost, loss);
+        story(vec![record, hold(1, X, 0.1, 3.0, 4.0, 2)])
+    };
+    assert_eq!(found(&limited(2.0, Loss::MaxHold)), []);
+    assert_eq!(found(&limited(2.2, Loss::MaxHold)), [Law::Length]);
+    assert_eq!(
+        found(&limited(1.5, Loss::Expired)),
+        [Law::Length],
+        "it did not say so"
+    );
+    assert_eq!(
+        found(&limited(0.9, Loss::Expired)),
+        [],
+        "its lease was over before that"
+    );
+    assert_eq!(found(&limited(1.5, Loss::Other)), [], "that comes before");
+    let mut longer = limited(2.2, Loss::MaxHold);
+    longer.records[0].ttl = 1_500;
+    assert_eq!(found(&longer), [], "its lease had become longer");
+    // Its guard is kept, and the lock is free all the same.
+    let mut next = limited(2.0, Loss::MaxHold);
+    next.records[1] = hold(1, X, 0.1, 8.6, 9.0, 2);
+    assert_eq!(found(&next), [Law::Liveness]);
+    next.records[1] = hold(1, X, 0.1, 8.4, 9.0, 2);
+    assert_eq!(found(&next), []);
+}
+
+#[test]
+fn the_ttl_of_a_dead_holder_is_the_last_one() {
+    let mut dead = hold(0, X, 0.0, 0.0, 1.0, 1);
+    (dead.process, dead.ttl, dead.over) = (1, 9_000, Over::Not);
+    dead.acquisition.released = None;
+    let mut story = story(vec![dead, hold(2, X, 0.1, 11.0, 11.1, 2)]);
+    story
+        .bounds
+        .dead
+        .insert(9_000, (Duration::from_secs(10), Duration::from_secs(10)));
+    story.pauses = vec![Pause {
+        process: 1,
+        from: at(1.0),
+        to: None,
+    }];
+    assert_eq!(found(&story), [Law::Liveness], "its server goes by a second");
+    story.records[0].ttl_now = 9_000;
+    assert_eq!(found(&story), []);
+}
+
+fn sight(token: u64, leader: u64, looked: f64) -> Sight {
+    Sight {
+        lock: "a".to_owned(),
+        observer: 77,
+        looked: at(looked),
+        seen: at(looked + 0.01),
+        token,
+        leader,
+    }
+}
+
+fn end_of_sights(when: f64) -> Sight {
+    let (token, leader) = Sight::END;
+    sight(token, leader, when)
+}
+
+#[test]
+fn what_an_observer_sees_wrong_is_found() {
+    let records = || vec![hold(0, X, 0.0, 0.0, 2.0, 1), hold(1, X, 0.5, 2.1, 9.0, 2)];
+    let seen = |sights: &[Sight]| {
+        let mut story = story(records());
+        story.sights = sights.to_vec();
+        story
+    };
+    let good = [
+        sight(1, 0, 0.1),
+        sight(0, 0, 2.05),
+        sight(2, 1, 2.2),
+        end_of_sights(8.0),
+    ];
+    assert_eq!(found(&seen(&good)), []);
+    let wrong = |sights: &[Sight], why: &str| assert_eq!(found(&seen(sights)), [Law::Election], "{why}");
+    wrong(&[sight(2, 1, 2.2), sight(1, 0, 2.3)], "a token goes back");
+    wrong(
+        &[sight(2, 1, 2.2), sight(0, 0, 9.1), sight(1, 0, 9.2)],
+        "and later",
+    );
+    wrong(&[sight(2, 1, 2.2), sight(2, 1, 2.3)], "one is there twice");
+    wrong(&[sight(0, 0, 2.02), sight(0, 0, 2.03)], "nobody is there twice");
+    wrong(&[sight(5, 5, 2.2)], "it never asked");
+    wrong(&[sight(2, 1, 0.4)], "it had not asked");
+    wrong(&[sight(3, 1, 2.2)], "it has another token");
+    wrong(&[sight(1, 0, 3.1)], "it had resigned");
+    wrong(&[sight(0, 0, 4.0)], "somebody led");
+    wrong(&[sight(1, 0, 0.1), end_of_sights(8.0)], "it led for six seconds");
+    assert_eq!(
+        found(&seen(&[sight(1, 0, 0.1), end_of_sights(7.0)])),
+        [],
+        "for less than five"
+    );
+    let mut excused = seen(&[sight(1, 0, 3.1), sight(3, 1, 4.0)]);
+    excused.struck = vec![struck(Fault::new("empty"), 0.2, 0.2)];
+    assert_eq!(found(&excused), [], "the server lost what it had");
+    excused.sights = vec![sight(2, 1, 2.2), sight(1, 0, 2.3)];
+    assert_eq!(found(&excused), [Law::Election], "that is never shown");
+}
+
+#[test]
+fn a_hold_that_is_left_out_of_a_list_is_found() {
+    let listed = |from: f64, names: &[&str]| {
+        let mut story = story(vec![hold(0, X, 0.0, 0.0, 1.0, 1)]);
+        story.lists = vec![Listed {
+            from: at(from),
+            to: at(from + 0.2),
+            of_elections: false,
+            names: names.iter().map(ToString::to_string).collect(),
+        }];
+        story
+    };
+    assert_eq!(found(&listed(0.3, &["a", "b"])), []);
+    assert_eq!(found(&listed(0.3, &["b"])), [Law::List]);
+    assert_eq!(found(&listed(0.9, &[])), [], "it ended meanwhile");
+    assert_eq!(found(&listed(-0.1, &[])), [], "it began meanwhile");
+    let mut elections = listed(0.3, &[]);
+    elections.lists[0].of_elections = true;
+    assert_eq!(found(&elections), [], "that was asked for others");
+    let mut excused = listed(0.3, &[]);
+    let fault = Fault::new("empty").excuses_overlap(Told::AtRenewal(Duration::ZERO));
+    excused.struck = vec![struck(fault, 0.4, 0.4)];
+    assert_eq!(found(&excused), []);
+    excused.struck = vec![struck(fault, 0.6, 0.6)];
+    assert_eq!(found(&excused), [Law::List], "the fault came after");
+    excused.struck = vec![struck(Fault::new("cut"), 0.4, 0.4)];
+    assert_eq!(found(&excused), [Law::List], "that fault ends no hold");
+}
+
+/// Made a shared one after a second, and held for `released`.
+fn downgraded(released: f64, token: u64) -> Record {
+    let mut record = hold(0, X, 0.0, 0.0, released, token);
+    (record.downgraded, record.shared) = (Some(at(1.0)), Some(at(1.1)));
+    record
+}
+
+#[test]
+fn a_downgraded_hold_is_one_whose_mode_changes() {
+    let beside = |mode, granted: f64, token| {
+        found(&story(vec![
+            downgraded(3.0, 5),
+            hold(1, mode, 0.5, granted, 2.0, token),
+        ]))
+    };
+    assert_eq!(beside(Mode::Shared, 1.2, 6), []);
+    assert_eq!(
+        beside(Mode::Shared, 1.05, 6),
+        [],
+        "it may have been let in before the answer"
+    );
+    assert_eq!(
+        beside(Mode::Shared, 0.9, 6),
+        [Law::Exclusion],
+        "it was alone then"
+    );
+    assert_eq!(beside(X, 1.05, 6), [Law::Exclusion], "in between");
+    assert_eq!(beside(X, 1.5, 6), [Law::Exclusion]);
+    assert_eq!(beside(Mode::Shared, 1.2, 4), [Law::Tokens], "it came later");
+
+    // Those who wait to read do not wait for its end: two seconds, the fallback poll and three seconds.
+    let waits = |mode, granted: f64| {
+        let waiter = hold(1, mode, 0.5, granted, granted + 1.0, 6);
+        story(vec![downgraded(9.0, 5), waiter])
+    };
+    assert_eq!(found(&waits(Mode::Shared, 7.5)), []);
+    assert_eq!(found(&waits(Mode::Shared, 7.7)), [Law::Liveness]);
+    let mut unknown = waits(Mode::Shared, 7.7);
+    unknown.records[0].shared = None;
+    assert_eq!(found(&unknown), [], "no answer had come");
+    assert_eq!(found(&waits(X, 9.1)), [], "a writer does");
+    let mut writer = waits(Mode::Shared, 7.7);
+    writer.records.push(hold(2, X, 0.4, 9.1, 9.2, 7));
+    assert_eq!(found(&writer), [], "a writer is before it");
+}
+
+/// Detached after a second, with a lease of another one.
+fn detached() -> Record {
+    let mut record = hold(0, X, 0.0, 0.0, 1.0, 1);
+    (record.over, record.detached) = (Over::Detached, Some(at(2.0)));
+    record
+}
+
+/// The adoption of that hold.
+fn heir(who: u32, asked: f64, granted: f64, released: f64) -> Record {
+    let mut heir = hold(who, X, asked, granted, released, 1);
+    (heir.asked, heir.adopts) = (Asked::Adopts, Some(0));
+    heir
+}
+
+#[test]
+fn who_is_let_in_before_a_detached_hold_is_over_is_found() {
+    let next = |granted: f64| hold(1, X, 0.1, granted, granted + 0.01, 2);
+    assert_eq!(found(&story(vec![detached(), next(2.01)])), []);
+    assert_eq!(found(&story(vec![detached(), next(1.5)])), [Law::Detached]);
+    assert_eq!(found(&story(vec![detached(), next(0.9)])), [Law::Exclusion]);
+    let adopted = |granted: f64| story(vec![detached(), heir(2, 1.2, 1.8, 4.0), next(granted)]);
+    assert_eq!(found(&adopted(4.01)), []);
+    assert_eq!(
+        found(&adopted(1.6)),
+        [Law::Tokens, Law::Detached],
+        "and the heir has a token that was superseded"
+    );
+    assert_eq!(found(&adopted(3.0)), [Law::Exclusion], "the heir had it");
+    let mut lost = story(vec![detached(), next(1.5)]);
+    let fault = Fault::new("empty").excuses_overlap(Told::AtRenewal(Duration::ZERO));
+    lost.struck = vec![struck(fault, 1.2, 1.2)];
+    assert_eq!(found(&lost), []);
+    lost.struck = vec![struck(Fault::new("cut"), 1.2, 1.2)];
+    assert_eq!(found(&lost), [Law::Detached], "that fault ends no hold");
+    lost.struck.clear();
+    lost.asks = vec![ask_for(1, 1.2, 1.3, Said::Still)];
+    assert_eq!(found(&lost), [], "it was asked for");
+    // Two who adopt it may each have a part of the servers.
+    let mut adopters = story(vec![detached(), next(1.5)]);
+    adopters.bounds.splits = true;
+    for (who, asked) in [(2, 1.2), (3, 1.3)] {
+        let mut late = refused(who, Asked::Adopts, asked, 1.4);
+        late.adopts = Some(0);
+        adopters.records.push(late);
+    }
+    assert_eq!(found(&adopters), []);
+    adopters.bounds.splits = false;
+    assert_eq!(found(&adopters), [Law::Detached; 2], "there is one server");
+    adopters.bounds.splits = true;
+    adopters.records[3].acquisition.asked = at(1.6);
+    adopters.records[3].acquisition.gave_up = Some(at(1.7));
+    assert_eq!(found(&adopters), [Law::Detached; 2], "one alone cannot");
+}
+
+#[test]
+fn a_wrong_adoption_is_found() {
+    let adopted = story(vec![detached(), heir(2, 1.2, 1.3, 4.0)]);
+    assert_eq!(found(&adopted), []);
+    let mut twice = adopted.clone();
+    twice.records.push(heir(3, 1.2, 4.1, 4.2));
+    assert_eq!(found(&twice), [Law::Detached]);
+    twice.records[2].adopts = Some(2);
+    twice.records[1].over = Over::Detached;
+    assert_eq!(found(&twice), [], "the heir had detached it, too");
+
+    let refused_at = |asked: f64| {
+        let mut late = refused(2, Asked::Adopts, asked, asked + 0.1);
+        late.adopts = Some(0);
+        story(vec![detached(), late])
+    };
+    assert_eq!(found(&refused_at(1.2)), [Law::Detached]);
+    assert_eq!(found(&refused_at(1.95)), [], "too late");
+    let mut excused = refused_at(1.2);
+    excused.records.push(heir(3, 1.25, 1.4, 2.0));
+    assert_eq!(found(&excused), [], "another had asked for it, too");
+    excused.records[2].acquisition.asked = at(1.35);
+    assert_eq!(found(&excused), [Law::Detached], "that was later");
+    let mut both = refused_at(1.2);
+    both.records.push(both.records[1].clone());
+    both.records[2].acquisition.who = 3;
+    assert_eq!(found(&both), [Law::Detached], "one of them gets it");
+    both.bounds.splits = true;
+    assert_eq!(found(&both), [], "or none");
+    let mut excused = refused_at(1.2);
+    excused.asks = vec![ask_for(1, 1.1, 1.15, Said::Still)];
+    assert_eq!(found(&excused), [], "its holder was asked for it");
+    excused.asks[0].said = Said::NotHeld;
+    assert_eq!(
+        found(&excused),
+        [Law::Asked, Law::Detached],
+        "which was not held, they say"
+    );
+    excused.asks.clear();
+    excused.breaks = vec![("a".to_owned(), at(1.1), at(1.15))];
+    assert_eq!(found(&excused), []);
+    excused.breaks.clear();
+    let fault = Fault::new("empty").excuses_overlap(Told::AtRenewal(Duration::ZERO));
+    excused.struck = vec![struck(fault, 1.1, 1.1)];
+    assert_eq!(found(&excused), []);
+    excused.struck = vec![struck(Fault::new("cut"), 1.1, 1.1)];
+    assert_eq!(found(&excused), [Law::Detached], "that fault ends no hold");
+
+    let mut asked = adopted;
+    asked.asks = vec![ask_for(1, 1.1, 1.15, Said::Still)];
+    asked.records[1].acquisition.until = Some(at(1.5));
+    assert_eq!(found(&asked), [Law::Detached], "it had been asked for");
+    asked.asks = vec![ask_for(1, 1.1, 1.25, Said::Still)];
+    assert_eq!(found(&asked), [], "at the same time");
+}
+
+#[test]
+fn who_waits_for_a_detached_hold_that_is_over_is_found() {
+    // Its lease, as long as a dead holder's, and two seconds; then the fallback poll and three seconds.
+    let waiter = |granted: f64| hold(1, X, 0.5, granted, granted + 0.1, 2);
+    assert_eq!(found(&story(vec![detached(), waiter(9.4)])), []);
+    assert_eq!(found(&story(vec![detached(), waiter(9.6)])), [Law::Liveness]);
+    let adopted = |granted| story(vec![detached(), heir(2, 1.2, 1.3, 4.0), waiter(granted)]);
+    assert_eq!(found(&adopted(8.4)), []);
+    assert_eq!(found(&adopted(8.6)), [Law::Liveness]);
+    let mut unanswered = story(vec![
+        detached(),
+        refused(2, Asked::Adopts, 1.9, 2.9),
+        waiter(11.3),
+    ]);
+    (unanswered.records[1].fared, unanswered.records[1].adopts) = (Fared::Failed, Some(0));
+    assert_eq!(found(&unanswered), [], "it may have it for another lease");
+    unanswered.records[1].fared = Fared::Taken;
+    assert_eq!(found(&unanswered)[0], Law::Liveness, "it does not");
+}
+
+/// A hold of several of three permits.
+fn several(who: u32, asked: f64, granted: f64, released: f64, tokens: std::ops::Range<u64>) -> Vec<Record> {
+    let three = Mode::Permits(NonZeroU32::new(3).unwrap());
+    let number = u32::try_from(tokens.end - tokens.start).unwrap();
+    let permit = |(place, token)| {
+        let mut record = hold(who, three, asked, granted, released, token);
+        (record.asked, record.place) = (Asked::Together, (place, number));
+        record
+    };
+    (0..).zip(tokens).map(permit).collect()
+}
+
+#[test]
+fn several_permits_count_as_many() {
+    let one = || several(0, 0.0, 0.0, 20.0, 1..2);
+    let beside = |mut others: Vec<Record>| {
+        others.extend(one());
+        found(&story(others))
+    };
+    assert_eq!(beside(several(1, 0.1, 0.2, 1.0, 2..4)), []);
+    assert_eq!(beside(several(1, 0.1, 0.2, 1.0, 2..5)), [Law::Exclusion]);
+    assert_eq!(beside(several(1, 1.0, 5.4, 6.0, 2..4)), []);
+    assert_eq!(
+        beside(several(1, 1.0, 5.6, 6.0, 2..4)),
+        [Law::Liveness],
+        "two were free"
+    );
+    assert_eq!(beside(several(1, 1.0, 20.1, 21.0, 2..5)), [], "three were not");
+    let mut behind = several(1, 1.0, 5.6, 6.0, 2..4);
+    behind.extend(several(2, 0.9, 5.5, 5.6, 4..6));
+    assert_eq!(beside(behind), [], "another collected its own");
+
+    let told = |number: u64, asked: f64| {
+        let mut records = several(1, asked, asked, asked, 2..2 + number);
+        for record in &mut records {
+            (record.asked, record.fared, record.over) = (Asked::TriedTogether, Fared::Taken, Over::Not);
+            record.acquisition.gave_up = Some(at(asked + 0.01));
+            record.acquisition.granted = None;
+            (record.acquisition.until, record.acquisition.released) = (None, None);
+        }
+        records
+    };
+    assert_eq!(beside(told(2, 5.0)), [Law::Answer]);
+    assert_eq!(beside(told(3, 5.0)), []);
+    // Whoever collects may have some of them from the first request on.
+    let mut collecting = told(2, 5.0);
+    collecting.extend(several(2, 0.9, 6.0, 6.1, 7..9));
+    assert_eq!(beside(collecting), []);
+}
+
+#[test]
+fn who_is_refused_several_that_are_all_free_is_found() {
+    let tried = |lock: &str| {
+        let mut record = refused(1, Asked::TriedTogether, 5.0, 5.01);
+        record.acquisition.lock = lock.to_owned();
+        record
+    };
+    let records = || vec![hold(0, X, 0.0, 0.0, 1.0, 1), tried("a"), tried("b")];
+    assert_eq!(found(&story(records())), [Law::Answer]);
+    let mut taken = story(records());
+    taken.records[0] = hold(0, X, 0.0, 0.0, 6.0, 1);
+    assert_eq!(found(&taken), [], "one of them was taken");
+    let mut waiting = story(records());
+    waiting.records.push(hold(2, X, 1.5, 6.0, 6.1, 2));
+    waiting.records[3].asked = Asked::Together;
+    assert_eq!(found(&waiting), [], "another had it while it waited for more");
+}
+
+#[test]
+fn a_hold_that_could_not_be_shown_is_excused() {
+    let listed = |fault: (f64, f64), from: f64| {
+        let mut story = story(vec![hold(0, X, 0.0, 0.0, 9.0, 1)]);
+        story.bounds.shows_late = true;
+        story.lists = vec![Listed {
+            from: at(from),
+            to: at(from + 0.2),
+            of_elections: false,
+            names: Vec::new(),
+        }];
+        story.struck = vec![struck(Fault::new("requests"), fault.0, fault.1)];
+        story
+    };
+    assert_eq!(found(&listed((0.1, 4.0), 3.0)), []);
+    assert_eq!(
+        found(&listed((0.1, 1.0), 3.0)),
+        [Law::List],
+        "it was over long before"
+    );
+    assert_eq!(
+        found(&listed((2.0, 4.0), 3.0)),
+        [Law::List],
+        "it was shown by then"
+    );
+    let mut shown = listed((0.1, 4.0), 3.0);
+    shown.bounds.shows_late = false;
+    assert_eq!(found(&shown), [Law::List], "the grant itself shows it");
+    let mut paused = listed((9.0, 9.0), 3.0);
+    assert_eq!(found(&paused), [Law::List]);
+    paused.pauses.push(Pause {
+        process: 0,
+        from: at(0.1),
+        to: Some(at(4.0)),
+    });
+    assert_eq!(found(&paused), []);
+}
+
 #[test]
 fn a_failure_of_a_healthy_server_is_found() {
     let mut record = refused(0, Asked::Tried, 0.0, 0.1);
@@ -649,8 +1183,15 @@ fn a_record_survives_the_pipe() {
     use crate::torture::record::{Finding, Note};
     let mut record = hold(3, Mode::Shared, 0.0, 1.0, 2.0, 9);
     record.error = "taken | or not".to_owned();
+    (record.ttl_now, record.renew, record.max_hold) = (7, false, Some(8));
+    (record.loss, record.kept) = (Loss::Expired, Some(9));
+    (record.downgraded, record.shared, record.place) = (Some(10), Some(11), (2, 3));
+    let mut heir = hold(4, X, 0.0, 1.0, 2.0, 9);
+    (heir.asked, heir.adopts) = (Asked::Adopts, Some(3_000_001));
+    (heir.over, heir.detached) = (Over::Detached, Some(12));
     let notes = [
         Note::Record(Box::new(record)),
+        Note::Record(Box::new(heir)),
         Note::Finding(Finding::new(Law::Hang, "two words")),
         Note::Gone {
             client: 1,
@@ -661,6 +1202,21 @@ fn a_record_survives_the_pipe() {
             from: 1,
             to: 2,
         },
+        Note::AskBack(ask_for(7, 0.0, 1.0, Said::Still)),
+        Note::Saw(sight(1, 2, 3.0)),
+        Note::Saw(end_of_sights(4.0)),
+        Note::Listed(Listed {
+            from: 1,
+            to: 2,
+            of_elections: true,
+            names: vec!["a".to_owned(), "b".to_owned()],
+        }),
+        Note::Listed(Listed {
+            from: 1,
+            to: 2,
+            of_elections: false,
+            names: Vec::new(),
+        }),
     ];
     for note in notes {
         assert_eq!(note.to_string().parse(), Ok(note));

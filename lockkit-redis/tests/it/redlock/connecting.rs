@@ -9,7 +9,7 @@ const PASSWORD: &str = "open-sesame";
 const MINIMAL_RIGHTS: &str = "~lockkit:* ~lockkit#* resetchannels &lockkit#client:* \
      +ping +info +select +subscribe +client|id +client|kill +eval +evalsha +script|load \
      +time +get +mget +set +del +exists +pexpire +pttl +publish \
-     +zadd +zcard +zrange +zrangebyscore +zrevrange +zrem +zscore +hget +hset +hdel";
+     +zadd +zcard +zrange +zrangebyscore +zrevrange +zrem +zscore +hget +hset +hdel +scan";
 
 #[tokio::test]
 async fn the_documented_rights_are_enough() {
@@ -29,9 +29,11 @@ async fn the_documented_rights_are_enough() {
         let waiting = waiter(&second);
         world.waiters("a", 1).await;
         assert_eq!(one.inspect("a").await.unwrap().waiters, Some(1));
+        let listed = one.list("").unwrap().next().await.unwrap().unwrap();
+        assert_eq!(listed.state.waiters, Some(1));
         held.release().await.unwrap();
         let next = granted(SECOND, "told", waiting).await;
-        assert!(one.revoke("a", next.token()).await.unwrap());
+        assert!(one.revoke_by_force("a", next.token()).await.unwrap());
         assert!(next.release().await.unwrap_err().is_lost());
     }
     for master in &world.masters {
@@ -110,4 +112,37 @@ async fn tls_is_for_all_masters() {
     let error = connect(config).await.unwrap_err();
     let text = shown(&error);
     assert!(text.contains("ertificate") && !text.contains("sesame"), "{text}");
+}
+
+#[cfg(feature = "tls")]
+#[tokio::test]
+async fn masters_that_ask_for_a_certificate_get_it() {
+    use std::sync::Arc;
+
+    use lockkit_testbed::Certificates;
+
+    if no_server() {
+        return;
+    }
+    let certificates = Arc::new(Certificates::generate().unwrap());
+    let world = World::built(3, |builder| {
+        builder
+            .tls(&certificates)
+            .directive("tls-auth-clients", &["yes"])
+            .password(PASSWORD)
+    });
+    let mut config = world.config();
+    config.tls = true;
+    config.ca = Some(certificates.authority());
+    let error = connect(config.clone()).await.unwrap_err();
+    let text = shown(&error);
+    assert!(
+        text.contains("asks for a client certificate") && !text.contains("sesame"),
+        "{text}"
+    );
+    (config.cert, config.key) = (Some(certificates.client()), Some(certificates.client_key()));
+    let client = connect(config).await.unwrap();
+    let held = lock(&client, "a", SECOND).acquire().await.unwrap();
+    held.renew().await.unwrap();
+    held.release().await.unwrap();
 }

@@ -404,6 +404,42 @@ async fn forgotten_scripts_are_made_known_again() {
     .await;
 }
 
+/// Its scripts are there, and it may be asked to load them again by each look at whether it is there.
+#[tokio::test]
+async fn a_master_that_refuses_to_load_scripts_is_there() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let (client, proxies) = world.client_behind_proxies().await;
+    let refuses = &world.masters[0];
+    let connections = proxies[0].counts().connections;
+    refuses.cli(&["ACL", "SETUSER", "default", "-script"]).unwrap();
+    let pings = || {
+        refuses
+            .command_counts()
+            .unwrap()
+            .get("ping")
+            .copied()
+            .unwrap_or_default()
+    };
+    let before = pings();
+    // Its replies come when nobody awaits them any more, so that it seems to be silent.
+    proxies[0].set(Mode::Delay {
+        requests: Duration::ZERO,
+        replies: 50 * MS,
+    });
+    let lock = lock(&client, "a", LONG);
+    lock.acquire().await.unwrap().release().await.unwrap();
+    until(LONG, "it is asked whether it is there", async || pings() > before).await;
+    // It has answered, and is silent no more.
+    let answered = pings();
+    tokio::time::sleep(3 * SECOND).await;
+    assert!(pings() <= answered + 1, "{} more pings", pings() - answered);
+    let connected = proxies[0].counts().connections;
+    assert_eq!(connected, connections, "its connection was replaced");
+}
+
 /// A clock that jumps ahead, an eviction and a careless admin all do this.
 #[tokio::test]
 async fn keys_expired_at_a_majority_let_two_in_with_rising_tokens() {

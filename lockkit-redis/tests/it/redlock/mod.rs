@@ -2,10 +2,12 @@
 
 mod conformance;
 mod connecting;
+mod downgrade;
 mod faults;
 mod foreign;
+mod listing;
 mod repair;
 mod restart_quarantine;
 mod soak;
 mod waiting;
-mod world;
+pub(crate) mod world;

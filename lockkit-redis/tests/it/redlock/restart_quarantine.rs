@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use lockkit_core::{FencingDurability, LockClient};
+use lockkit_core::{Error, FencingDurability, LockClient, Revocation};
 use lockkit_redis::RedlockConfig;
 use lockkit_testbed::{
     Mode, eventually,
@@ -31,6 +31,25 @@ async fn try_says(client: &LockClient, name: &str, part: &str) {
         }
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_live_hold_is_given_no_ttl_above_the_longest() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let client = connect(with_max_ttl(&world)).await.unwrap();
+    let held = lock(&client, "a", 2 * SECOND).acquire().await.unwrap();
+    let error = held.set_ttl(MAX_TTL + MS).await.unwrap_err();
+    assert!(
+        matches!(&error, Error::InvalidOptions { option: "ttl", reason, .. } if reason.contains("`max_ttl` of 4s")),
+        "{error}"
+    );
+    assert!(held.is_held() && held.lease_length().unwrap() <= 2 * SECOND);
+    held.set_ttl(MAX_TTL).await.unwrap();
+    assert!(held.lease_length().unwrap() > 3 * SECOND);
+    held.release().await.unwrap();
 }
 
 #[tokio::test]
@@ -68,6 +87,40 @@ async fn a_master_restarted_empty_has_no_vote_while_grants_last() {
     for client in [&client, &late] {
         let granted = within(LONG, "granted", lock(client, "b", SECOND).acquire()).await;
         granted.unwrap().release().await.unwrap();
+    }
+}
+
+/// Nobody is granted what the holder has, and it may not know of anything yet: that is no "nobody holds it", and no confirmation.
+#[tokio::test]
+async fn masters_without_a_vote_do_not_deny_a_hold() {
+    if no_server() {
+        return;
+    }
+    for is_known in [false, true] {
+        let world = World::five();
+        let holder = connect(with_max_ttl(&world)).await.unwrap();
+        let operator = connect(with_max_ttl(&world)).await.unwrap();
+        let held = lock(&holder, "a", MAX_TTL).acquire().await.unwrap();
+        let token = held.token();
+        world.voting(5).await;
+        if is_known {
+            let asked = operator.revoke("a", token, Duration::ZERO).await.unwrap();
+            assert!(matches!(asked, Revocation::StillHeld { .. }), "{asked:?}");
+        }
+        for master in &world.masters[2..] {
+            master.cli(&["FLUSHALL"]).unwrap();
+        }
+        let other = lock(&operator, "a", SECOND).try_acquire().await;
+        assert!(other.is_err(), "nobody is granted it: {other:?}");
+        let asked = operator.revoke("a", token, Duration::ZERO).await;
+        let error = asked.expect_err("two of five masters know of the hold, and three cannot tell");
+        assert!(error.is_transient(), "{error}");
+        assert!(
+            shown(&error).contains("was restarted or emptied"),
+            "{}",
+            shown(&error)
+        );
+        drop(held);
     }
 }
 

@@ -12,14 +12,14 @@ use std::{
 
 use futures_util::FutureExt as _;
 use lockkit_conformance::stall::timeout;
-use lockkit_core::{AcquireOptions, LockClient, LossReason};
+use lockkit_core::{AcquireOptions, LockClient, LossReason, Revocation};
 use lockkit_testbed::{Clock, Mode, redis::RedisServer};
 use tokio::task::JoinSet;
 
-use super::world::World;
+use super::world::{self, World};
 use crate::common::{AT_ONCE, LONG, MS, SECOND, granted, lock, no_server, shown, until, waiter, within};
 
-/// How long a waiter counts after it asked last, and the pause before waiters ask again.
+/// The time for which a waiter counts after it asked last, and the pause before waiters ask again.
 const SILENT: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_secs(2);
 
@@ -243,8 +243,150 @@ async fn a_hold_of_a_try_that_is_broken_at_once_is_told_at_once() {
     let world = World::of(3);
     let (holder, operator) = (world.client().await, world.client().await);
     let held = lock(&holder, "a", LONG).try_acquire().await.unwrap().unwrap();
-    assert!(operator.revoke("a", held.token()).await.unwrap());
+    assert!(operator.revoke_by_force("a", held.token()).await.unwrap());
     assert_eq!(within(AT_ONCE, "told", held.lost()).await, LossReason::Revoked);
+}
+
+/// The operator is nearer to some masters than to others, and the holder renews its hold in between.
+#[tokio::test]
+async fn a_hold_that_is_broken_at_one_master_after_another_ends() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let holder = world.client().await;
+    let (operator, proxies) = world.client_behind_proxies().await;
+    let ours = lock(&holder, "a", 60 * SECOND);
+    for ours in [ours.clone(), ours.shared()] {
+        let held = ours.try_acquire().await.unwrap().unwrap();
+        until(LONG, "held by all", async || world.holding("a") == 5).await;
+        for (master, proxy) in (0..).zip(proxies.iter()) {
+            proxy.set(Mode::Delay {
+                requests: 100 * MS * master,
+                replies: Duration::ZERO,
+            });
+        }
+        assert!(operator.revoke_by_force("a", held.token()).await.unwrap());
+        assert_eq!(within(SECOND, "told", held.lost()).await, LossReason::Revoked);
+        let other = lock(&operator, "a", LONG).try_acquire().await.unwrap();
+        other.expect("it is free").release().await.unwrap();
+        for proxy in proxies.iter() {
+            proxy.set(Mode::Pass);
+        }
+    }
+}
+
+/// The operator is told that it cannot tell. Once the lease that it ended would have been over, the hold is repaired.
+#[tokio::test]
+async fn a_break_that_reaches_a_minority_is_an_error_and_passes() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let holder = world.client().await;
+    let (mut config, proxies) = world.behind_proxies();
+    config.master_timeout = 200 * MS;
+    let operator = world::connect(config).await.unwrap();
+    let held = lock(&holder, "a", 5 * SECOND)
+        .try_acquire()
+        .await
+        .unwrap()
+        .unwrap();
+    until(LONG, "held by all", async || world.holding("a") == 5).await;
+    for proxy in &proxies[2..] {
+        proxy.set(Mode::Blackhole);
+    }
+    let error = operator.revoke_by_force("a", held.token()).await.unwrap_err();
+    assert!(error.is_transient(), "{error}");
+    assert_eq!(world.holding("a"), 3, "ended at two, and not repaired yet");
+    until(LONG, "repaired", async || world.holding("a") == 5).await;
+    held.check().unwrap();
+    held.release().await.unwrap();
+}
+
+/// The operator is nearer to one master than to the others, and the holder lets go at once.
+#[tokio::test]
+async fn a_hold_that_was_let_go_at_once_was_one() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let holder = world.client().await;
+    let (operator, proxies) = world.client_behind_proxies().await;
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    until(LONG, "at all masters", async || world.holding("a") == 5).await;
+    for proxy in &proxies[1..] {
+        proxy.set(Mode::Delay {
+            requests: 300 * MS,
+            replies: Duration::ZERO,
+        });
+    }
+    let token = held.token();
+    let letting_go = tokio::spawn(async move {
+        let why = held.lost().await;
+        drop(held);
+        why
+    });
+    let outcome = operator.revoke("a", token, 10 * SECOND).await.unwrap();
+    assert_eq!(letting_go.await.unwrap(), LossReason::Asked);
+    assert_eq!(outcome, Revocation::Confirmed);
+}
+
+#[tokio::test]
+async fn what_a_minority_has_left_of_a_hold_is_none() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (holder, operator) = (world.client().await, world.client().await);
+    let options = AcquireOptions::new().ttl(LONG).renew(false);
+    let lock = holder.lock("a").unwrap().with_options(options);
+    let held = lock.acquire().await.unwrap();
+    until(LONG, "at all masters", async || world.holding("a") == 5).await;
+    for master in &world.masters[2..] {
+        master.cli(&["DEL", "lockkit:a"]).unwrap();
+    }
+    let outcome = operator.revoke("a", held.token(), LONG).await.unwrap();
+    assert_eq!(outcome, Revocation::NotHeld);
+    drop(held);
+}
+
+/// The operator's requests reach two masters before the adoption and two after it. They do not reach the last one.
+#[tokio::test]
+async fn a_hold_that_is_ended_while_it_is_adopted_ends() {
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (here, there) = (world.client().await, world.client().await);
+    let (operator, proxies) = world.client_behind_proxies().await;
+    let held = lock(&here, "a", LONG).try_acquire().await.unwrap().unwrap();
+    until(LONG, "held by all", async || world.holding("a") == 5).await;
+    let token = held.token();
+    let mut detached = held.detach().await.unwrap();
+    for proxy in &proxies[2..4] {
+        proxy.set(Mode::Delay {
+            requests: SECOND,
+            replies: Duration::ZERO,
+        });
+    }
+    proxies[4].set(Mode::Blackhole);
+    let ended = tokio::spawn(async move { operator.revoke_by_force("a", token).await });
+    until(LONG, "ended at two", async || world.holding("a") == 3).await;
+    // On a machine that stands still, it comes too late for that.
+    let adopted = there.adopt(&mut detached).await;
+    assert!(ended.await.unwrap().unwrap());
+    match adopted {
+        Ok(adopted) => assert_eq!(within(SECOND, "told", adopted.lost()).await, LossReason::Revoked),
+        Err(err) => assert!(err.is_lost(), "{err}"),
+    }
+    let other = lock(&here, "a", LONG);
+    within(AT_ONCE, "free", other.acquire())
+        .await
+        .unwrap()
+        .release()
+        .await
+        .unwrap();
 }
 
 /// The masters do not know which token of its block a hold uses.
@@ -265,7 +407,7 @@ async fn any_token_of_a_block_breaks_the_hold_that_there_is() {
     assert!(heir.token() > superseded, "passed on");
     let shown = operator.inspect("a").await.unwrap();
     assert_eq!(shown.holders[0].token, superseded, "the first of the block");
-    assert!(operator.revoke("a", superseded).await.unwrap());
+    assert!(operator.revoke_by_force("a", superseded).await.unwrap());
     assert_eq!(within(AT_ONCE, "told", heir.lost()).await, LossReason::Revoked);
 }
 
@@ -573,4 +715,64 @@ fn set_counter(master: &RedisServer, to: u64) {
     master
         .cli(&["SET", "lockkit#fence:{lockkit:a}", &to.to_string()])
         .unwrap();
+}
+
+/// The leader before had a clock that is ahead by a minute. So the tokens that the next one proposes are outrun, and a majority has its
+/// vote for two trips before it has the tokens that count.
+#[tokio::test]
+async fn observers_may_see_a_token_that_was_never_granted() {
+    const KEY: &str = "lockkit#election:e";
+
+    if no_server() {
+        return;
+    }
+    let world = World::five();
+    let (ours, proxies) = world.client_behind_proxies().await;
+    let (theirs, third) = (world.client().await, world.client().await);
+    let ahead = SystemTime::now().duration_since(UNIX_EPOCH).unwrap() + 60 * SECOND;
+    for master in &world.masters {
+        let fence = format!("lockkit#fence:{{lockkit:{KEY}}}");
+        master
+            .cli(&["SET", &fence, &ahead.as_micros().to_string()])
+            .unwrap();
+    }
+    let candidate = |client: &LockClient, id| {
+        client
+            .election("e")
+            .unwrap()
+            .with_ttl(LONG)
+            .candidate(id)
+            .unwrap()
+    };
+    let before = candidate(&third, "a").campaign().await.unwrap();
+    let mut old = theirs.election("e").unwrap().observe();
+    assert_eq!(old.next().await.unwrap().unwrap().token, before.token());
+    before.resign().await.unwrap();
+    until(LONG, "free", async || world.holding(KEY) == 0).await;
+    for proxy in proxies.iter() {
+        proxy.set(Mode::Delay {
+            requests: 700 * MS,
+            replies: 700 * MS,
+        });
+    }
+    let next = candidate(&ours, "b");
+    let campaign = tokio::spawn(async move { next.campaign().await });
+    until(LONG, "voted for", async || world.holding(KEY) == 5).await;
+    let mut new = theirs.election("e").unwrap().observe();
+    let told = async {
+        let (mut errors, mut seen) = (0, Ok(None));
+        while !matches!(seen, Ok(Some(_))) {
+            seen = old.next().await;
+            errors += usize::from(seen.is_err());
+        }
+        (errors, seen.unwrap().unwrap())
+    };
+    let (early, (errors, late)) = tokio::join!(new.next(), told);
+    let (early, led) = (early.unwrap().unwrap(), campaign.await.unwrap().unwrap());
+    assert!(errors > 0, "no exception for who knows the leader before");
+    assert_eq!(late.token, led.token());
+    assert_eq!(early.id, "b");
+    assert!(early.token < led.token(), "{:?} is no exception", early.token);
+    let again = within(LONG, "seen with its token", new.next()).await;
+    assert_eq!(again.unwrap().unwrap().token, led.token());
 }

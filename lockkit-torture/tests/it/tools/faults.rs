@@ -13,7 +13,9 @@ use lockkit::LockClient;
 use lockkit_conformance::torture::{Strike, Target as _};
 use lockkit_testbed::{
     Mode,
+    etcd::EtcdServer,
     mysql::{Flavour, MySql},
+    postgres::{self as pg, PgServer},
     redis::{self as servers, RedisServer},
     skipped,
 };
@@ -22,7 +24,9 @@ use tokio::runtime::Runtime;
 use lockkit_torture::{
     Deployment, Servers,
     embedded::Files,
+    etcd,
     mysql::{Database, run},
+    postgres,
     redis::Redis,
     redlock::Redlock,
     zookeeper::{Ensemble, Single},
@@ -390,6 +394,87 @@ fn of_mysql_happen_and_heal() {
     }
 }
 
+fn pg_says(server: &PgServer, what: &str, answer: &str) -> bool {
+    server
+        .sql(&format!("SELECT {what}"))
+        .is_ok_and(|said| said == answer)
+}
+
+fn pg_ahead(server: &PgServer) -> f64 {
+    ahead(
+        &server
+            .sql("SELECT extract(epoch FROM clock_timestamp())")
+            .unwrap_or_default(),
+    )
+}
+
+#[test]
+fn of_postgres_happen_and_heal() {
+    if skipped("postgres", pg::missing()) {
+        return;
+    }
+    let it = Deployment::of(postgres::Database::start().expect("servers")).expect("ways");
+    let answers: Shows<postgres::Database> = |it, _| pg_says(&it.primary, "1", "1");
+    let is_right: Shows<postgres::Database> = |it, _| pg_ahead(&it.primary).abs() < 0.5;
+    let table = Table::<postgres::Database> {
+        look: |it| {
+            let sessions = || postgres::sessions(&it.primary);
+            until("its clients", || sessions().is_ok_and(|pids| pids.len() >= 3));
+            sessions().expect("its clients")
+        },
+        rows: vec![
+            ("pause", 0, |it, _| is_paused(it.primary.pid()), answers),
+            ("restart", 0, |it, _| it.primary.pid().is_none(), answers),
+            (
+                "crash",
+                0,
+                |it, before| are_all_gone(before, postgres::sessions(&it.primary)),
+                answers,
+            ),
+            (
+                "session",
+                1,
+                |it, before| {
+                    let now = postgres::sessions(&it.primary);
+                    is_one_gone(before, now) && is_there_still(before, postgres::sessions(&it.primary))
+                },
+                answers,
+            ),
+            (
+                "failover",
+                0,
+                |it, _| it.primary.pid().is_none() && pg_says(&it.standby(), "pg_is_in_recovery()", "f"),
+                |it, _| {
+                    pg_says(&it.primary, "pg_is_in_recovery()", "f")
+                        && pg_says(&it.standby(), "pg_is_in_recovery()", "t")
+                },
+            ),
+            ("clock", 0, |it, _| pg_ahead(&it.primary) > 1.0, is_right),
+            ("clock", 1, |it, _| pg_ahead(&it.primary) < -1.0, is_right),
+        ],
+    };
+    table.try_all(&it);
+
+    // What is at the other end of the ways.
+    let runtime = Runtime::new().expect("a runtime");
+    let failover = strike("failover", 0);
+    it.strike(&failover, &[]).expect("a strike");
+    let there = clients(&runtime, &it);
+    let at_standby = postgres::sessions(&it.servers.standby());
+    assert!(at_standby.is_ok_and(|pids| pids.len() >= 3));
+    it.heal(&failover).expect("healed");
+    drop(there);
+    let _there = clients(&runtime, &it);
+    let at_primary = postgres::sessions(&it.servers.primary);
+    assert!(at_primary.is_ok_and(|pids| pids.len() >= 3));
+}
+
+/// Nobody of those who were there before is any more.
+fn are_all_gone(before: &[String], now: io::Result<Vec<String>>) -> bool {
+    assert!(!before.is_empty(), "nobody was there");
+    now.is_ok_and(|now| before.iter().all(|id| !now.contains(id)))
+}
+
 fn zookeeper_sessions(server: &lockkit_testbed::zookeeper::ZkServer) -> io::Result<Vec<String>> {
     Ok(server.sessions()?.iter().map(ToString::to_string).collect())
 }
@@ -500,6 +585,117 @@ fn of_the_ensemble_happen_at_one_member_and_heal() {
                 },
                 undone,
             ),
+        ],
+    };
+    table.try_all(&it);
+}
+
+/// Plants a key of a lock, one of none with a history, and a lease, which it says.
+fn plant_at_etcd(server: &EtcdServer) -> Vec<String> {
+    server.ctl(&["lease", "grant", "600"]).expect("planted");
+    for key in [ETCD_LOCK, OTHER, OTHER] {
+        server.ctl(&["put", key, "1"]).expect("planted");
+    }
+    server.leases().expect("leases")
+}
+
+const ETCD_LOCK: &str = "lockkit/planted/1";
+
+fn has_key(server: &EtcdServer, key: &str) -> bool {
+    server.keys(key).is_ok_and(|keys| keys == [key])
+}
+
+fn is_compacted(server: &EtcdServer) -> bool {
+    let past = server.ctl(&["get", "--rev=2", OTHER]);
+    past.is_err_and(|error| error.to_string().contains("compacted"))
+}
+
+#[test]
+fn of_etcd_happen_and_heal() {
+    if skipped("etcd", lockkit_testbed::etcd::missing()) {
+        return;
+    }
+    let it = Deployment::of(etcd::Single::start().expect("a server")).expect("ways");
+    let serves: Shows<etcd::Single> = |it, _| it.server.healthy().is_ok();
+    let has_all: Shows<etcd::Single> = |it, _| has_key(&it.server, ETCD_LOCK) && has_key(&it.server, OTHER);
+    let table = Table::<etcd::Single> {
+        look: |it| plant_at_etcd(&it.server),
+        rows: vec![
+            ("pause", 0, |it, _| is_paused(it.server.pid()), serves),
+            ("restart", 0, |it, _| it.server.pid().is_none(), has_all),
+            (
+                "lease",
+                0,
+                |it, before| {
+                    is_one_gone(before, it.server.leases()) && is_there_still(before, it.server.leases())
+                },
+                has_all,
+            ),
+            (
+                "delete",
+                0,
+                |it, _| !has_key(&it.server, ETCD_LOCK) && has_key(&it.server, OTHER),
+                serves,
+            ),
+            ("compact", 0, |it, _| is_compacted(&it.server), has_all),
+        ],
+    };
+    table.try_all(&it);
+}
+
+fn is_healthy(it: &etcd::Cluster, member: usize) -> bool {
+    it.0.member(member).healthy().is_ok()
+}
+
+#[test]
+fn of_the_cluster_happen_at_one_member_and_heal() {
+    if skipped("etcd", lockkit_testbed::etcd::missing()) {
+        return;
+    }
+    let it = Deployment::of(etcd::Cluster::start().expect("servers")).expect("ways");
+    let undone: Shows<etcd::Cluster> = |it, _| (0..3).all(|member| is_healthy(it, member));
+    let table = Table::<etcd::Cluster> {
+        look: |it| plant_at_etcd(it.0.member(0)),
+        rows: vec![
+            (
+                "pause",
+                1,
+                |it, _| is_paused(it.0.member(1).pid()) && is_healthy(it, 0) && is_healthy(it, 2),
+                undone,
+            ),
+            (
+                "restart",
+                1,
+                |it, _| it.0.member(1).pid().is_none() && is_healthy(it, 0) && is_healthy(it, 2),
+                undone,
+            ),
+            (
+                "isolate",
+                1,
+                |it, _| {
+                    it.0.member(1).pid().is_some()
+                        && !is_healthy(it, 1)
+                        && is_healthy(it, 0)
+                        && is_healthy(it, 2)
+                },
+                undone,
+            ),
+            (
+                "lease",
+                0,
+                |it, before| is_one_gone(before, it.0.member(0).leases()),
+                undone,
+            ),
+            (
+                "delete",
+                0,
+                |it, _| {
+                    let member = it.0.member(0);
+                    !has_key(member, ETCD_LOCK) && has_key(member, OTHER)
+                },
+                undone,
+            ),
+            ("compact", 0, |it, _| is_compacted(it.0.member(0)), undone),
         ],
     };
     table.try_all(&it);

@@ -12,7 +12,9 @@ use std::{
 use lockkit::{AcquireOptions, LockClient, LockGuard, MemoryBackend};
 use lockkit_conformance::torture::Target;
 use lockkit_testbed::{
+    etcd::EtcdServer,
     mysql::{Flavour, MySql},
+    postgres as pg,
     redis::{self as servers, RedisServer},
     skipped,
     zookeeper::ZkServer,
@@ -20,7 +22,9 @@ use lockkit_testbed::{
 use lockkit_torture::{
     Deployment,
     embedded::{Files, Memory},
+    etcd,
     mysql::{Database, run},
+    postgres,
     redis::Redis,
     redlock::Redlock,
     zookeeper::{Ensemble, Single},
@@ -199,7 +203,7 @@ fn at_a_database(flavour: Flavour) {
         nothing(&rows);
     };
     told_of(
-        "INSERT INTO lockkit_holder VALUES ('x', 1, 4711, 5, NULL)",
+        "INSERT INTO lockkit_holder (name, connection, token, seconds) VALUES ('x', 1, 4711, 5)",
         "in lockkit_holder the hold x 4711",
         "DELETE FROM lockkit_holder",
     );
@@ -239,6 +243,57 @@ fn of_a_lease_in_a_row_is_told() {
             &["the connection", "in lockkit_lease the hold lockkit:tools"],
         );
     }
+}
+
+#[test]
+fn at_postgres_is_told() {
+    if skipped("postgres", pg::missing()) {
+        return;
+    }
+    let it = Deployment::of(postgres::Database::start().expect("servers")).expect("ways");
+    tells_of_a_hold(&it, &["the session", "the lock"]);
+    let server = &it.servers.primary;
+    server.sql("CREATE TABLE stray (a int)").expect("planted");
+    told(&it, &["the table public.stray"]);
+    server.sql("DROP TABLE stray").expect("undone");
+    // One that is not of lockkit's session.
+    let mut session = server.session().expect("a session");
+    session.sql("SELECT pg_advisory_lock(4711)").expect("locked");
+    told(&it, &["the lock 0|4711"]);
+    drop(session);
+    nothing(&it);
+}
+
+/// A lease, and a key without one.
+fn tells_of_an_etcd(target: &dyn Target, server: &EtcdServer) {
+    tells_of_a_hold(target, &["the connection 127.0.0.1:"]);
+    server.ctl(&["lease", "grant", "600"]).expect("planted");
+    let lease = server.leases().expect("leases").remove(0);
+    told(target, &[&format!("the lease {lease}")]);
+    server.revoke(&lease).expect("undone");
+    nothing(target);
+    server.ctl(&["put", "stray", "1"]).expect("planted");
+    told(target, &["the key stray"]);
+    server.delete("stray").expect("undone");
+    nothing(target);
+}
+
+#[test]
+fn at_etcd_is_told() {
+    if skipped("etcd", lockkit_testbed::etcd::missing()) {
+        return;
+    }
+    let it = Deployment::of(etcd::Single::start().expect("a server")).expect("ways");
+    tells_of_an_etcd(&it, &it.servers.server);
+}
+
+#[test]
+fn at_the_cluster_is_told() {
+    if skipped("etcd", lockkit_testbed::etcd::missing()) {
+        return;
+    }
+    let it = Deployment::of(etcd::Cluster::start().expect("servers")).expect("ways");
+    tells_of_an_etcd(&it, it.servers.0.member(1));
 }
 
 #[test]

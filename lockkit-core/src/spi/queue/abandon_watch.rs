@@ -1,38 +1,48 @@
-//! Detects abandoned claims, so that their nodes can be deleted.
+//! Detects abandoned claims, so that their entries can be deleted.
 //!
-//! A future that is neither polled nor dropped would keep its node in the queue, and everyone behind it waiting. So the
-//! session deletes the node of a waiter that does not take its turn, of an attempt that stands still, and of a holder whose
-//! lease ended long ago. A claim that is polled again after that queues anew. If it had not asked for its node by then, it
+//! A future that is neither polled nor dropped would keep its entry in the queue, and everyone behind it waiting. So the
+//! session deletes the entry of a waiter that does not take its turn, of an attempt that stands still, and of a holder whose
+//! lease ended long ago. A claim that is polled again after that queues anew. If it had not asked for its entry by then, it
 //! never asks for that one.
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard},
+    fmt,
+    sync::Arc,
     task::{Wake, Waker},
     time::Duration,
 };
 
 use tokio::time::Instant;
 
-use crate::{
-    error::{Failure, Result},
-    layout::NodeRef,
-    lock,
-};
+use crate::{spi::Mutex, sync::MutexGuard};
 
 /// The time within which a waiter has to take its turn.
 const TURN_LIMIT: Duration = Duration::from_secs(1);
-/// The least time that an attempt may stand still, and that a hold's node may outlast its lease.
+/// The least time that an attempt may stand still, and that a hold's entry may outlast its lease.
 const MIN_STALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// A node, and the last sign that its claim is looked after.
+/// An entry in the queue, and the last sign that its claim is looked after.
 #[derive(Debug)]
-pub(crate) struct AbandonWatch(Mutex<Inner>);
+pub struct AbandonWatch<E>(Mutex<Inner<E>>);
+
+/// The entry was taken away, since its claim was not polled in time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "there is nothing more to say")]
+pub struct Abandoned;
+
+impl fmt::Display for Abandoned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the acquisition was not polled in time, so that its place in the queue was given up")
+    }
+}
+
+impl std::error::Error for Abandoned {}
 
 #[derive(Debug)]
-struct Inner {
+struct Inner<E> {
     state: State,
-    /// The node to delete if the claim is abandoned; `None` once nothing is left to delete.
-    pending_delete: Option<NodeRef>,
+    /// The entry to delete if the claim is abandoned; `None` once nothing is left to delete.
+    pending_delete: Option<E>,
     stall_limit: Duration,
 }
 
@@ -46,12 +56,13 @@ enum State {
     Notified(Instant),
     /// The claim holds. Its lease ends then, unless it is renewed.
     Held(Instant),
-    /// The node was taken away. Nothing leads out of this state.
+    /// The entry was taken away. Nothing leads out of this state.
     Abandoned,
 }
 
-impl AbandonWatch {
-    pub(crate) fn new(pending_delete: NodeRef, ttl: Duration) -> Self {
+impl<E> AbandonWatch<E> {
+    /// Begins with an attempt, for an entry that is about to be asked for, and a claim with this ttl.
+    pub fn new(pending_delete: E, ttl: Duration) -> Self {
         Self(Mutex::new(Inner {
             state: State::Attempting(Instant::now()),
             pending_delete: Some(pending_delete),
@@ -59,49 +70,52 @@ impl AbandonWatch {
         }))
     }
 
-    /// Replaces the node to delete, unless nothing is left to delete.
-    pub(crate) fn set_pending_delete(&self, node: NodeRef) {
+    /// Replaces the entry to delete, unless nothing is left to delete.
+    pub fn set_pending_delete(&self, entry: E) {
         let mut inner = self.inner();
         if inner.pending_delete.is_some() {
-            inner.pending_delete = Some(node);
+            inner.pending_delete = Some(entry);
         }
     }
 
-    /// Notes that an attempt begins. This, [`wait`](Self::wait) and [`hold`](Self::hold) return `false` if the node was
+    /// Notes that an attempt begins. This, [`wait`](Self::wait) and [`hold`](Self::hold) return `false` if the entry was
     /// taken away.
-    pub(crate) fn attempt(&self) -> bool {
+    pub fn attempt(&self) -> bool {
         self.enter(State::Attempting(Instant::now()))
     }
 
     /// Notes that an attempt ends without a grant.
-    pub(crate) fn wait(&self) -> bool {
+    pub fn wait(&self) -> bool {
         self.enter(State::Waiting)
     }
 
     /// Notes a grant or a renewal, with a lease until then.
-    pub(crate) fn hold(&self, until: Instant) -> bool {
+    pub fn hold(&self, until: Instant) -> bool {
         self.enter(State::Held(until))
     }
 
-    /// Sends a request that makes or deletes the node, unless the node was taken away. Both happen under one mutex: whoever
-    /// takes the node away looks for it after that, over the same connection or a later one.
-    pub(crate) fn send<T>(&self, request: impl FnOnce() -> T) -> Result<T> {
+    /// Sends a request that makes or deletes the entry. Both happen under one mutex: whoever takes the entry away looks for it after
+    /// that.
+    ///
+    /// # Errors
+    /// [`Abandoned`] if the entry was taken away. The request was not sent.
+    pub fn send<T>(&self, request: impl FnOnce() -> T) -> Result<T, Abandoned> {
         let mut inner = self.inner();
         if inner.state == State::Abandoned {
-            return Err(Failure::Abandoned);
+            return Err(Abandoned);
         }
         inner.state = State::Attempting(Instant::now());
         Ok(request())
     }
 
-    /// Takes the duty to delete the node. Call it if there is no node, or if the caller deletes it.
-    pub(crate) fn take_pending_delete(&self) -> Option<NodeRef> {
+    /// Takes the duty to delete the entry. Call it if there is no entry, or if the caller deletes it.
+    pub fn take_pending_delete(&self) -> Option<E> {
         self.inner().pending_delete.take()
     }
 
-    /// Takes the node away if its claim is abandoned, and returns the node to delete. Time counts from `connected` at the
+    /// Takes the entry away if its claim is abandoned, and returns the entry to delete. Time counts from `connected` at the
     /// earliest: without a connection no claim can go on.
-    pub(crate) fn take_if_abandoned(&self, now: Instant, connected: Instant) -> Option<NodeRef> {
+    pub fn take_if_abandoned(&self, now: Instant, connected: Instant) -> Option<E> {
         let mut inner = self.inner();
         let (since, limit) = match inner.state {
             State::Notified(at) => (at, TURN_LIMIT),
@@ -132,19 +146,20 @@ impl AbandonWatch {
         true
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
-        lock(&self.0)
+    fn inner(&self) -> MutexGuard<'_, Inner<E>> {
+        self.0.lock()
     }
 }
 
 /// Notes that a watch has told an event, and wakes the waiter if there is one.
-pub(crate) struct NotifyingWaker {
-    abandon_watch: Arc<AbandonWatch>,
+pub struct NotifyingWaker<E> {
+    abandon_watch: Arc<AbandonWatch<E>>,
     waiter: Option<Waker>,
 }
 
-impl NotifyingWaker {
-    pub(crate) fn waker(abandon_watch: &Arc<AbandonWatch>, waiter: Option<&Waker>) -> Waker {
+impl<E: Send + 'static> NotifyingWaker<E> {
+    /// Makes a waker for the watches of those that a claim waits for. Note the waiter's own, if it listens.
+    pub fn waker(abandon_watch: &Arc<AbandonWatch<E>>, waiter: Option<&Waker>) -> Waker {
         Waker::from(Arc::new(Self {
             abandon_watch: abandon_watch.clone(),
             waiter: waiter.cloned(),
@@ -152,7 +167,7 @@ impl NotifyingWaker {
     }
 }
 
-impl Wake for NotifyingWaker {
+impl<E: Send + 'static> Wake for NotifyingWaker<E> {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
@@ -169,17 +184,17 @@ impl Wake for NotifyingWaker {
 mod tests {
     use super::*;
 
-    fn watched() -> AbandonWatch {
-        AbandonWatch::new(NodeRef::At("/n".to_owned()), Duration::from_secs(3))
+    fn watched() -> AbandonWatch<&'static str> {
+        AbandonWatch::new("n", Duration::from_secs(3))
     }
 
     /// Asks `after` so long, on a connection that is older than all else.
-    fn taken(watched: &AbandonWatch, after: Duration) -> Option<NodeRef> {
+    fn taken(watched: &AbandonWatch<&'static str>, after: Duration) -> Option<&'static str> {
         let now = Instant::now();
         watched.take_if_abandoned(now + after, now)
     }
 
-    fn is_taken(watched: &AbandonWatch, after: Duration) -> bool {
+    fn is_taken(watched: &AbandonWatch<&'static str>, after: Duration) -> bool {
         taken(watched, after).is_some()
     }
 
@@ -199,8 +214,8 @@ mod tests {
             "there is no way back"
         );
         assert_eq!(watched.take_pending_delete(), None);
-        let sent = watched.send(|| "a request for a node that nobody would delete");
-        assert!(matches!(sent, Err(Failure::Abandoned)));
+        let sent = watched.send(|| "a request for an entry that nobody would delete");
+        assert!(matches!(sent, Err(Abandoned)));
     }
 
     #[test]
@@ -213,7 +228,7 @@ mod tests {
         assert!(watched.hold(Instant::now() + Duration::from_secs(1_000)));
         NotifyingWaker::waker(&watched, None).wake();
         assert!(!is_taken(&watched, Duration::from_secs(1_000)));
-        assert_eq!(watched.take_pending_delete(), Some(NodeRef::At("/n".to_owned())));
+        assert_eq!(watched.take_pending_delete(), Some("n"));
     }
 
     #[test]
@@ -231,14 +246,11 @@ mod tests {
     #[test]
     fn an_attempt_that_stands_still_is_abandoned() {
         let watched = watched();
-        watched.set_pending_delete(NodeRef::At("/m".to_owned()));
+        watched.set_pending_delete("m");
         assert!(!is_taken(&watched, MIN_STALL_LIMIT / 2));
         let later = Instant::now() + MIN_STALL_LIMIT;
         let at_once = watched.take_if_abandoned(later, later - MIN_STALL_LIMIT / 2);
         assert_eq!(at_once, None, "it may have waited for the connection");
-        assert_eq!(
-            taken(&watched, MIN_STALL_LIMIT),
-            Some(NodeRef::At("/m".to_owned()))
-        );
+        assert_eq!(taken(&watched, MIN_STALL_LIMIT), Some("m"));
     }
 }

@@ -1,0 +1,48 @@
+//! Lists of many locks that are held: how long one takes, its memory, and what it costs others meanwhile.
+//!
+//! `cargo bench -p lockkit-benches --bench listing` starts a private Redis and a private ZooKeeper server, one after the other,
+//! and holds 100,000 locks on each. `LOCKKIT_LISTED` is another number.
+
+use std::process::Command;
+
+use lockkit::BoxError;
+use lockkit_benches::listing::{self, Listing};
+use lockkit_testbed::{
+    redis::{self, RedisServer},
+    zookeeper::{self, ZkServer},
+};
+use tokio::runtime::Runtime;
+
+const HELD: usize = 100_000;
+
+fn main() -> Result<(), BoxError> {
+    if let Some(url) = listing::told() {
+        return listing::serve(&url);
+    }
+    let held = match std::env::var("LOCKKIT_LISTED") {
+        Ok(held) => held.parse()?,
+        Err(_) => HELD,
+    };
+    let measure = |url: &str| -> Result<Listing, BoxError> {
+        let runtime = Runtime::new()?;
+        let measured = runtime.block_on(listing::measure(
+            url,
+            held,
+            Command::new(std::env::current_exe()?),
+        ));
+        runtime.shutdown_background();
+        measured
+    };
+    match redis::missing() {
+        Some(why) => println!("redis: skipped: {why}"),
+        None => println!("redis: {}", measure(RedisServer::plain()?.url())?),
+    }
+    match zookeeper::missing() {
+        Some(why) => println!("zookeeper: skipped: {why}"),
+        None => {
+            let server = ZkServer::plain()?;
+            println!("zookeeper: {}", measure(&format!("zk://{}", server.addr()))?);
+        }
+    }
+    Ok(())
+}

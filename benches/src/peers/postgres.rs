@@ -1,0 +1,143 @@
+//! Beside the PostgreSQL backend.
+
+use std::{
+    fmt,
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+};
+
+use lockkit::{
+    BoxError,
+    postgres::tokio_postgres::{self, Client as Session, NoTls, Statement},
+    spi::Mode,
+};
+use lockkit_conformance::measure::{Client, Contender, Scenario, Subject};
+
+use super::exclusive_alone;
+
+/// The server's own advisory lock by hand, in a session of its own: `pg_advisory_lock`, then `pg_advisory_unlock`. No token, no
+/// lease, nobody told of anything.
+#[derive(Clone)]
+pub struct AdvisoryLock {
+    /// The server and the role.
+    pub url: String,
+    /// The form in which it asks.
+    pub form: Form,
+}
+
+/// The form of a statement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Text, which the server parses each time.
+    Text,
+    /// Prepared once.
+    Prepared,
+}
+
+impl AdvisoryLock {
+    /// Returns the version that the server reports.
+    ///
+    /// # Errors
+    /// If it cannot be reached.
+    ///
+    /// # Cancel safety
+    /// Nothing changes if it is dropped.
+    pub async fn version(&self) -> Result<String, BoxError> {
+        let session = connect(&self.url).await?;
+        let row = session.query_one("SHOW server_version", &[]).await?;
+        let version: String = row.try_get(0)?;
+        // `15.18 (Debian 15.18-0+deb12u1)`
+        Ok(version.split(' ').next().unwrap_or_default().to_owned())
+    }
+}
+
+async fn connect(url: &str) -> Result<Session, BoxError> {
+    let (session, connection) = tokio_postgres::connect(url, NoTls).await?;
+    // It ends with the session.
+    tokio::spawn(connection);
+    Ok(session)
+}
+
+impl Subject for AdvisoryLock {
+    type Client = Self;
+
+    async fn client(&self) -> Result<Self, BoxError> {
+        Ok(self.clone())
+    }
+
+    async fn declines(&self, scenario: Scenario) -> Result<Option<String>, BoxError> {
+        Ok(match scenario {
+            Scenario::Shared(_) => None,
+            other => exclusive_alone(other),
+        })
+    }
+}
+
+impl Client for AdvisoryLock {
+    type Contender = LockedKey;
+
+    async fn contender(&self, name: &str, mode: Mode) -> Result<LockedKey, BoxError> {
+        let session = connect(&self.url).await?;
+        // The same in each process.
+        let mut key = DefaultHasher::new();
+        name.hash(&mut key);
+        let key = key.finish().cast_signed();
+        let shared = if mode == Mode::Shared { "_shared" } else { "" };
+        let ask = async |what: &str| match self.form {
+            Form::Text => Ok(Ask::Text(format!("SELECT pg_advisory_{what}{shared}({key})"))),
+            Form::Prepared => {
+                let sql = format!("SELECT pg_advisory_{what}{shared}($1)");
+                session.prepare(&sql).await.map(Ask::Prepared)
+            }
+        };
+        let (lock, unlock) = (ask("lock").await?, ask("unlock").await?);
+        Ok(LockedKey {
+            session,
+            key,
+            lock,
+            unlock,
+        })
+    }
+}
+
+enum Ask {
+    Text(String),
+    Prepared(Statement),
+}
+
+/// A key, in a session.
+pub struct LockedKey {
+    session: Session,
+    key: i64,
+    lock: Ask,
+    unlock: Ask,
+}
+
+impl fmt::Debug for LockedKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LockedKey")
+            .field("key", &self.key)
+            .finish_non_exhaustive()
+    }
+}
+
+impl LockedKey {
+    async fn ask(&self, what: &Ask) -> Result<(), BoxError> {
+        match what {
+            Ask::Text(sql) => self.session.simple_query(sql).await.map(drop)?,
+            Ask::Prepared(statement) => self.session.query_one(statement, &[&self.key]).await.map(drop)?,
+        }
+        Ok(())
+    }
+}
+
+impl Contender for LockedKey {
+    type Held = ();
+
+    async fn acquire(&mut self) -> Result<(), BoxError> {
+        self.ask(&self.lock).await
+    }
+
+    async fn release(&mut self, (): ()) -> Result<(), BoxError> {
+        self.ask(&self.unlock).await
+    }
+}

@@ -1,0 +1,78 @@
+//! A holder that is asked to give up its lock, or loses it by force.
+
+use std::time::{Duration, Instant};
+
+use crate::tool::{Running, Site, gone, outcome};
+
+/// A holder that says its token and then does what the script says.
+fn holder(site: &Site, script: &str) -> (Running, String) {
+    let mut holder = site.running(&[], &format!("echo up; echo $LOCKKIT_TOKEN; {script}"));
+    let token = holder.line();
+    (holder, token)
+}
+
+#[test]
+fn a_command_that_is_asked_for_ends_in_its_own_time() {
+    let site = Site::new();
+    let script = "trap 'sleep 0.5; echo done; exit 0' TERM; echo ready; while :; do sleep 0.01; done";
+    let (mut holder, token) = holder(&site, script);
+    assert_eq!(holder.line(), "ready");
+    let began = Instant::now();
+    let (status, said, complaint) = outcome(&mut site.lockkit(&["break", "job", "--token", &token]));
+    assert_eq!((status, &*said, &*complaint), (0, "", ""));
+    assert!(
+        began.elapsed() >= Duration::from_millis(500),
+        "the lock was free while the command was at work"
+    );
+    assert_eq!(holder.line(), "done");
+    let (status, complaint) = holder.end();
+    assert_eq!(status.code(), Some(123), "{complaint}");
+    // Behind what the shell says of its own child.
+    assert!(
+        complaint.ends_with("lockkit: lock `job` was lost: its holder was asked to give it up\n"),
+        "{complaint}"
+    );
+    assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 0);
+}
+
+#[test]
+fn a_command_that_stays_keeps_the_lock() {
+    let site = Site::new();
+    let script = "trap 'echo told' TERM; echo ready; while :; do sleep 0.01; done";
+    let (mut holder, token) = holder(&site, script);
+    assert_eq!(holder.line(), "ready");
+    let breaking = ["break", "job", "--wait", "300ms", "--token", &token];
+    let (status, _, complaint) = outcome(&mut site.lockkit(&breaking));
+    assert_eq!(status, 124, "{complaint}");
+    assert_eq!(
+        complaint,
+        "lockkit: `job` is asked for, and still held: only its holder can end that\n"
+    );
+    assert_eq!(holder.line(), "told");
+    assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 124, "it is taken");
+    let other: u64 = token.parse::<u64>().unwrap() + 1_000_000;
+    let (status, _, complaint) = outcome(&mut site.lockkit(&["break", "job", "--token", &other.to_string()]));
+    assert_eq!(status, 1, "{complaint}");
+    assert!(complaint.contains("nobody holds `job`"), "{complaint}");
+    let pid = holder.pid();
+    drop(holder);
+    gone(pid);
+}
+
+#[test]
+fn force_says_where_it_cannot_be_used() {
+    let site = Site::new();
+    let (_holder, token) = holder(&site, "while :; do sleep 0.01; done");
+    let forced = ["break", "job", "--force", "--token", &token];
+    let (status, _, complaint) = outcome(&mut site.lockkit(&forced));
+    assert_eq!(status, 125);
+    assert!(complaint.contains("end process"), "{complaint}");
+    assert_eq!(outcome(&mut site.run(&["--try"], "exit 0")).0, 124, "it is taken");
+    let both = ["break", "job", "--force", "--wait", "1s", "--token", &token];
+    let (status, _, complaint) = outcome(&mut site.lockkit(&both));
+    assert_eq!(status, 125);
+    assert!(
+        complaint.contains("--force") && complaint.contains("--wait"),
+        "{complaint}"
+    );
+}

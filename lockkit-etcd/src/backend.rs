@@ -1,0 +1,436 @@
+//! The backend: one connection for all locks of a client, and one session for each ttl.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use futures_util::{
+    FutureExt as _,
+    future::{self, BoxFuture, join_all, try_join_all},
+};
+use lockkit_core::{
+    Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, queue::holders},
+};
+use tokio::{runtime::Handle, time::Instant};
+
+use crate::{
+    EtcdConfig, NAME,
+    claim::EtcdClaim,
+    config::{Address, Tls},
+    connection::Options,
+    error::{self, Failure},
+    holder_watch::EtcdWatch,
+    layout::{Layout, asked_back, contender, is_asked_back, label, prefix, reads_as_asked},
+    lease::{MAX_TTL, seconds},
+    list::EtcdLister,
+    lock,
+    members::Members,
+    session::Session,
+    watch::Watcher,
+    wire::{
+        Compare, DeleteRangeRequest, KeyValue, PutRequest, RangeRequest, Request, SortOrder, SortTarget,
+        TxnRequest,
+    },
+};
+
+/// The largest semaphore. A waiter for a permit watches as many others as there are permits.
+const MAX_PERMITS: u32 = 1_000;
+/// The last resort of a waiter, since watches are reliable. Each poll of a waiter takes one small read.
+const FALLBACK_POLL: Duration = Duration::from_secs(5);
+/// The servers look for leases that have ended every half second, and delete their keys then.
+const EXPIRY_LOOKS: Duration = Duration::from_millis(500);
+
+/// Locks on an etcd cluster.
+///
+/// A hold is a key with a lease. All holds of a client with one ttl, in whole seconds, share a lease. It ends when the client is closed,
+/// or its ttl after the cluster renewed it last. Then all its holds are lost, and acquisitions go on with a new lease.
+///
+/// A holder proves its lease by a renewal and a read after it, in one term of the cluster's leader, and counts the time itself. So it
+/// learns of a loss before the cluster lets anyone else in. That is true also if the member that renews has lost touch with the others
+/// without knowing. Fencing tokens are the revisions that made the keys. They rise over everything.
+///
+/// Waiters are granted strictly in the order of these revisions, so there are no local hand-offs. `etcdctl lock` and the mutex of etcd's
+/// Go package `concurrency` on the key `<namespace>/<name>` queue with them, and are exclusive.
+///
+/// It cannot keep its promises on servers that have lost data they had acknowledged, or were restored from a snapshot. Before 3.4.31 and
+/// 3.5.13, a leader that was stuck may end leases that were renewed meanwhile. If somebody else deletes a holder's key or revokes its
+/// lease, the holder does not learn of that *before* the next one is granted. It learns of it as soon as its member tells it, which takes
+/// a round trip or so, and when its lease ends at the latest.
+///
+/// Clones share the connection. Closing one closes all.
+#[derive(Clone)]
+pub struct EtcdBackend {
+    pub(crate) shared: Arc<Shared>,
+}
+
+/// The state that the claims and the backend share.
+pub(crate) struct Shared {
+    config: EtcdConfig,
+    address: Address,
+    layout: Layout,
+    /// The runtime that connections and sessions live on.
+    runtime: Handle,
+    pub(crate) members: Arc<Members>,
+    pub(crate) watcher: Arc<Watcher>,
+    /// By their ttl in seconds.
+    sessions: Mutex<HashMap<u64, Opening>>,
+    closed: AtomicBool,
+}
+
+/// A session that is open or being opened. It goes on without those who asked for it.
+type Opening = future::Shared<BoxFuture<'static, error::Result<Arc<Session>>>>;
+
+impl EtcdBackend {
+    /// Connects to one of the members. Call it within a Tokio runtime: the connection lives there.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a value that cannot be kept, and for a file of certificates that cannot be used. Files are read
+    /// once, here. [`Error::Backend`] if no member can be reached, or none lets this client in. It is permanent if all members refuse.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any await. Nothing is left.
+    pub async fn connect(config: EtcdConfig) -> Result<Self> {
+        let address = config.check()?;
+        let layout = Layout::new(&address.prefix, &config.namespace);
+        let runtime = Handle::try_current().map_err(|_| Failure::NoRuntime.during("connect"))?;
+        let options = Options {
+            credentials: config.auth.clone(),
+            #[cfg(feature = "tls")]
+            trust: crate::tls::Trust::new(&config)?,
+        };
+        let members = Members::new(address.hosts.clone(), options);
+        let shared = Shared {
+            watcher: Arc::new(Watcher::new(members.clone())),
+            members,
+            config,
+            address,
+            layout,
+            runtime,
+            sessions: Mutex::default(),
+            closed: AtomicBool::new(false),
+        };
+        shared.warn_of_open_password();
+        let connected = shared.members.connection().await;
+        connected.map_err(|failure| failure.during("connect"))?;
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    async fn look(&self, name: &LockName, kind: LockKind) -> error::Result<LockState> {
+        let queue = self.shared.layout.queue(name, kind);
+        let seen = self.shared.read_queue(&queue).await?;
+        let mut states = self.shared.states(vec![(queue, kind, seen)]).await?;
+        Ok(states.pop().unwrap_or_default())
+    }
+
+    /// Returns the key of the holder with this token, if there is one.
+    async fn key_of(
+        &self,
+        name: &LockName,
+        kind: LockKind,
+        token: FencingToken,
+    ) -> error::Result<Option<KeyValue>> {
+        let queue = self.shared.layout.queue(name, kind);
+        let seen = self.shared.read_queue(&queue).await?;
+        let held = holding(&queue, kind, &seen).0.into_iter().cloned();
+        let mut held = held.filter(|kv| self::token(kv) == Some(token));
+        Ok(held.next())
+    }
+
+    /// Asks the holder with this token to make way, by a write to its key that leaves its lease as it is.
+    async fn ask_back(
+        &self,
+        name: &LockName,
+        kind: LockKind,
+        token: FencingToken,
+    ) -> error::Result<Option<Lease>> {
+        let Some(kv) = self.key_of(name, kind, token).await? else {
+            return Ok(None);
+        };
+        let since = Instant::now();
+        let connection = self.shared.members.connection().await?;
+        let left = connection.time_to_live(kv.lease).await?;
+        if !is_asked_back(&kv) {
+            let put = PutRequest {
+                key: kv.key.clone(),
+                value: asked_back(&kv),
+                ignore_lease: true,
+                ..PutRequest::default()
+            };
+            let request = TxnRequest {
+                compare: vec![Compare::created(kv.key, kv.create_revision)],
+                success: vec![Request::Put(put).into()],
+                failure: Vec::new(),
+            };
+            if !self.shared.members.call(request).await?.succeeded {
+                return Ok(None);
+            }
+        }
+        Ok(Some(Lease::new(since, left.map(Duration::from_secs))))
+    }
+
+    async fn end(&self, name: &LockName, kind: LockKind, token: FencingToken) -> error::Result<bool> {
+        let Some(kv) = self.key_of(name, kind, token).await? else {
+            return Ok(false);
+        };
+        let delete = DeleteRangeRequest {
+            key: kv.key.clone(),
+            prev_kv: false,
+        };
+        // It may be a key of another program, whose names come back.
+        let request = TxnRequest {
+            compare: vec![Compare::created(kv.key, kv.create_revision)],
+            success: vec![Request::Delete(delete).into()],
+            failure: Vec::new(),
+        };
+        Ok(self.shared.members.call(request).await?.succeeded)
+    }
+}
+
+/// Refuses a ttl that no lease has.
+pub(crate) fn check_ttl(ttl: Duration) -> Result<()> {
+    if ttl <= MAX_TTL {
+        return Ok(());
+    }
+    let reason = format!(
+        "{ttl:?} is longer than a lease on etcd may last, {MAX_TTL:?}; renewals keep a hold for longer"
+    );
+    Err(Error::invalid_option("ttl", reason))
+}
+
+/// Returns the token of the hold whose key this is.
+fn token(kv: &KeyValue) -> Option<FencingToken> {
+    u64::try_from(kv.create_revision).ok().map(FencingToken::new)
+}
+
+/// Returns the keys of those who hold, and the number of those who wait.
+fn holding<'a>(queue: &str, kind: LockKind, seen: &'a [KeyValue]) -> (Vec<&'a KeyValue>, usize) {
+    let contenders: Vec<_> = seen.iter().filter_map(|kv| contender(queue, kind, kv)).collect();
+    let (held, waiting) = holders(&contenders, kind);
+    let held = held
+        .iter()
+        .filter_map(|key| seen.iter().find(|kv| kv.key == *key));
+    (held.collect(), waiting)
+}
+
+impl Shared {
+    fn warn_of_open_password(&self) {
+        if let (Some(auth), Tls::Off) = (&self.config.auth, self.config.tls) {
+            let user = auth.user.escape_debug();
+            tracing::warn!(
+                "the password of the user {user} crosses the network in the clear; have the servers listen on https, and connect \
+                 with tls=verify"
+            );
+        }
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Returns the contenders whose keys begin with this prefix.
+    pub(crate) async fn read_queue(&self, queue: &str) -> error::Result<Vec<KeyValue>> {
+        let (key, range_end) = prefix(queue);
+        let request = RangeRequest {
+            key,
+            range_end,
+            sort_order: SortOrder::Ascend.into(),
+            sort_target: SortTarget::Create.into(),
+            ..RangeRequest::default()
+        };
+        self.check_open()?;
+        Ok(self.members.call(request).await?.kvs)
+    }
+
+    /// Returns the states of the locks with these prefixes and contenders.
+    pub(crate) async fn states(
+        &self,
+        queues: Vec<(String, LockKind, Vec<KeyValue>)>,
+    ) -> error::Result<Vec<LockState>> {
+        let held: Vec<_> = queues
+            .iter()
+            .map(|(queue, kind, seen)| holding(queue, *kind, seen))
+            .collect();
+        let mut leases: Vec<_> = held
+            .iter()
+            .flat_map(|(held, _)| held.iter().map(|kv| kv.lease))
+            .collect();
+        leases.sort_unstable();
+        leases.dedup();
+        let connection = self.members.connection().await?;
+        let left = leases.iter().map(|lease| connection.time_to_live(*lease));
+        let left = try_join_all(left).await?;
+        let left: HashMap<_, _> = leases.iter().zip(left).collect();
+        let states = held.into_iter().map(|(held, waiting)| {
+            let holders = held.into_iter().filter_map(|kv| {
+                let left = left.get(&kv.lease).copied().flatten();
+                Some(Holder::new(token(kv)?, label(kv), left.map(Duration::from_secs)))
+            });
+            LockState::new(holders.collect(), Some(waiting))
+        });
+        Ok(states.collect())
+    }
+
+    /// Returns the session for this ttl, or a new one if it has ended.
+    pub(crate) async fn session(self: &Arc<Self>, ttl: Duration) -> error::Result<Arc<Session>> {
+        let seconds = seconds(ttl);
+        let opening = {
+            let mut sessions = lock(&self.sessions);
+            // Under the lock, so that a close finds it.
+            self.check_open()?;
+            let is_over = |opening: &mut Opening| match opening.peek() {
+                Some(Ok(session)) => session.ended().is_some(),
+                Some(Err(_)) => true,
+                None => false,
+            };
+            if sessions.get_mut(&seconds).is_some_and(is_over) {
+                sessions.remove(&seconds);
+            }
+            // Each caller has a handle of its own, so that one that is not polled is in nobody's way.
+            let opening = sessions.entry(seconds).or_insert_with(|| self.open(seconds));
+            opening.clone()
+        };
+        opening.await
+    }
+
+    fn open(&self, seconds: u64) -> Opening {
+        let (members, watcher, layout) = (self.members.clone(), self.watcher.clone(), self.layout.clone());
+        // On the runtime where the session lives, which need not be the caller's.
+        let opened = self.runtime.spawn(async move {
+            let opened = Session::open(&members, &watcher, &layout, seconds).await;
+            opened.map(Arc::new)
+        });
+        let outcome = opened.map(|opened| opened.unwrap_or(Err(Failure::RuntimeGone)));
+        outcome.boxed().shared()
+    }
+
+    fn check_open(&self) -> error::Result<()> {
+        if self.closed.load(Ordering::SeqCst) {
+            return Err(Failure::Closed);
+        }
+        Ok(())
+    }
+
+    /// Ends all sessions.
+    async fn close(&self) -> error::Result<()> {
+        self.members.check_runtime()?;
+        let sessions: Vec<_> = {
+            let sessions = lock(&self.sessions);
+            self.closed.store(true, Ordering::SeqCst);
+            sessions
+                .iter()
+                .map(|(ttl, session)| (*ttl, session.clone()))
+                .collect()
+        };
+        let closed = join_all(sessions.into_iter().map(async |(ttl, session)| {
+            if let Ok(session) = session.await {
+                session.close().await?;
+            }
+            // One that is not closed stays, so that closing again goes on.
+            lock(&self.sessions).remove(&ttl);
+            Ok(())
+        }));
+        closed.await.into_iter().collect()
+    }
+}
+
+#[async_trait]
+impl Backend for EtcdBackend {
+    fn info(&self) -> BackendInfo {
+        let mut capabilities = Capabilities::default();
+        capabilities.fifo = true;
+        capabilities.shared = true;
+        capabilities.permits = true;
+        capabilities.notified = true;
+        capabilities.lease = true;
+        capabilities.revoke = true;
+        capabilities.revoke_by_force = true;
+        capabilities.list = true;
+        capabilities.fencing = FencingDurability::Durable;
+        let mut info = BackendInfo::new(NAME, self.shared.address.url());
+        info.namespace = self.shared.config.namespace.as_str().into();
+        info.capabilities = capabilities;
+        info.fallback_poll = FALLBACK_POLL;
+        info
+    }
+
+    /// Returns the ttl in whole seconds, and what the servers take to notice. A change of the leader lets every lease begin anew.
+    fn dead_holder_bound(&self, ttl: Duration) -> Duration {
+        Duration::from_secs(seconds(ttl)) + 2 * EXPIRY_LOOKS
+    }
+
+    async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        check_ttl(request.ttl)?;
+        if request.label.as_deref().is_some_and(reads_as_asked) {
+            let reason = "it begins as the words by which a holder is asked to give up its hold";
+            return Err(Error::invalid_option("label", reason));
+        }
+        if let Mode::Permits(permits) = request.mode
+            && permits.get() > MAX_PERMITS
+        {
+            let reason = format!("{permits} is more than the {MAX_PERMITS} permits that etcd can serve");
+            return Err(Error::invalid_option("permits", reason));
+        }
+        let queue = self.shared.layout.queue(&request.name, request.mode.kind());
+        Ok(Box::new(EtcdClaim::new(
+            self.shared.clone(),
+            request.clone(),
+            queue,
+        )))
+    }
+
+    async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+        let looked = self.look(name, kind).await;
+        looked.map_err(|failure| failure.during("inspect"))
+    }
+
+    fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        Ok(Box::new(EtcdLister::new(self.shared.clone(), prefix)))
+    }
+
+    async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        let asked = self.ask_back(name, kind, token).await;
+        asked.map_err(|failure| failure.during("revoke"))
+    }
+
+    async fn watch(&self, name: &LockName, kind: LockKind) -> Result<Option<Box<dyn HolderWatch>>> {
+        let queue = self.shared.layout.queue(name, kind);
+        let watch = EtcdWatch::begin(self.shared.clone(), queue, kind).await;
+        Ok(Some(Box::new(watch.map_err(|failure| failure.during("watch"))?)))
+    }
+
+    async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+        let ended = self.end(name, kind, token).await;
+        ended.map_err(|failure| failure.during("revoke"))
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.shared
+            .close()
+            .await
+            .map_err(|failure| failure.during("close"))
+    }
+}
+
+impl fmt::Debug for EtcdBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EtcdBackend")
+            .field("config", &self.shared.config)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,476 @@
+//! One connection to a member. It does not reconnect by itself.
+//!
+//! A channel that reconnects or balances by itself hides which member has answered, and that a stream has ended. So each connection
+//! is one of HTTP/2 to one member, and [`members`](crate::members) says which one is in use.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{Arc, Mutex, OnceLock},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use futures_util::{Stream, StreamExt as _};
+use http::uri::PathAndQuery;
+use hyper::{
+    body::Incoming,
+    client::conn::http2::{Builder, SendRequest},
+};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use prost::Message;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+    sync::watch,
+    task::AbortHandle,
+    time::Instant,
+};
+use tonic::{
+    Request, Streaming,
+    body::Body,
+    client::Grpc,
+    metadata::{Ascii, MetadataValue},
+};
+use tonic_prost::ProstCodec;
+
+use crate::{
+    config::Credentials,
+    error::{Failure, Result},
+    lock,
+    wire::{
+        AuthenticateRequest, Call, KEEP_ALIVE, LeaseRequest, LeaseResponse, Nothing, REVOKE, TIME_TO_LIVE,
+        WATCH, WatchRequest, WatchResponse,
+    },
+};
+
+/// A connection on which nothing is asked shows after these that its member is gone. A server minds more than one question in 5 s.
+const PING_EVERY: Duration = Duration::from_secs(10);
+const PING_TIMEOUT: Duration = Duration::from_secs(5);
+/// The largest answer: a queue of some hundred thousand contenders.
+const MAX_ANSWER: usize = 64 << 20;
+/// The first versions, by minor version, in which a leader that comes unstuck ends no lease that was renewed meanwhile.
+const SOUND_SINCE: [(u32, u32); 2] = [(4, 31), (5, 13)];
+
+/// The proof of who a user is.
+type Token = MetadataValue<Ascii>;
+
+/// A connection to a member.
+#[derive(Clone, Debug)]
+pub(crate) struct Connection(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    host: String,
+    /// The cluster that the member is of, by its number.
+    cluster: OnceLock<u64>,
+    since: Instant,
+    grpc: Grpc<Http>,
+    credentials: Option<Credentials>,
+    token: Mutex<Option<Token>>,
+    /// The time of the last answer that proves the member to be one of a quorum.
+    heard: Mutex<Option<Instant>>,
+    ended: watch::Receiver<()>,
+    task: AbortHandle,
+}
+
+impl Connection {
+    /// Connects to the member at `host`, and authenticates. Call it within a Tokio runtime: the connection's task lives there.
+    ///
+    /// # Cancel safety
+    /// Dropping the future closes the connection.
+    pub(crate) async fn open(host: &str, options: &Options) -> Result<Self> {
+        let unreachable = |error: std::io::Error| Failure::Unreachable(format!("{host}: {error}"));
+        let stream = TcpStream::connect(host).await.map_err(unreachable)?;
+        // Each request is one small packet.
+        let _ = stream.set_nodelay(true);
+        #[cfg(feature = "tls")]
+        if let Some(trust) = &options.trust {
+            let stream = trust.shake_hands(host, stream).await?;
+            let fault = stream.fault();
+            let opened = Self::over(stream, host, "https", options).await;
+            return opened.map_err(|failure| fault.get().cloned().unwrap_or(failure));
+        }
+        Self::over(stream, host, "http", options).await
+    }
+
+    async fn over<S>(stream: S, host: &str, scheme: &str, options: &Options) -> Result<Self>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let origin = format!("{scheme}://{host}");
+        let origin = origin
+            .parse()
+            .map_err(|_| Failure::refused(format!("{host:?} is no host"), true))?;
+        let shaken = Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .keep_alive_interval(PING_EVERY)
+            .keep_alive_timeout(PING_TIMEOUT)
+            .keep_alive_while_idle(true)
+            .handshake::<_, Body>(TokioIo::new(stream))
+            .await;
+        let (sender, work) =
+            shaken.map_err(|error| Failure::Unreachable(format!("{host}: {}", chain(&error))))?;
+        let (alive, ended) = watch::channel(());
+        let name = host.to_owned();
+        let task = tokio::spawn(async move {
+            // The receivers see its drop, also if the task is aborted.
+            let _alive = alive;
+            if let Err(error) = work.await {
+                tracing::debug!(host = name, %error, "the connection to a member is lost");
+            }
+        });
+        let grpc = Grpc::with_origin(Http(sender), origin).max_decoding_message_size(MAX_ANSWER);
+        let connection = Self(Arc::new(Inner {
+            host: host.to_owned(),
+            cluster: OnceLock::new(),
+            since: Instant::now(),
+            grpc,
+            credentials: options.credentials.clone(),
+            token: Mutex::default(),
+            heard: Mutex::default(),
+            ended,
+            task: task.abort_handle(),
+        }));
+        let introduced = async {
+            connection.authenticate().await?;
+            connection.introduce().await
+        };
+        match introduced.await {
+            Ok(()) => Ok(connection),
+            // It may have closed it since it cannot read what is not encrypted.
+            Err(Failure::Unknown(reason) | Failure::Unreachable(reason)) if scheme == "http" => {
+                let reason = format!("{reason}; if the servers listen on https, connect with tls=verify");
+                Err(Failure::Unreachable(format!("{host}: {reason}")))
+            }
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// Returns when the connection began.
+    pub(crate) fn since(&self) -> Instant {
+        self.0.since
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.0.ended.has_changed().is_err()
+    }
+
+    /// Waits until the connection has ended.
+    pub(crate) async fn ended(&self) {
+        // The value never changes; an error says that the sender is gone.
+        let _ = self.0.ended.clone().changed().await;
+    }
+
+    /// The member has given an answer since then that needed a quorum. One that is cut off gives none, but goes on to answer keepalives.
+    pub(crate) fn heard_since(&self, at: Instant) -> bool {
+        lock(&self.0.heard).is_some_and(|heard| heard >= at)
+    }
+
+    /// Ends the connection, and with it every request on it.
+    pub(crate) fn abort(&self) {
+        self.0.task.abort();
+    }
+
+    pub(crate) fn has_user(&self) -> bool {
+        self.0.credentials.is_some()
+    }
+
+    /// Gets a token for the user, if there is one.
+    pub(crate) async fn authenticate(&self) -> Result<()> {
+        let Some(Credentials { user, password }) = self.0.credentials.clone() else {
+            return Ok(());
+        };
+        let request = AuthenticateRequest { name: user, password };
+        let answer = match self.unary_with(None, AuthenticateRequest::PATH, request).await {
+            Err(Failure::Refused { reason, .. }) if reason.contains("authentication is not enabled") => {
+                tracing::warn!(
+                    "the servers ask nobody for a password, so that the user and password are of no use"
+                );
+                return Ok(());
+            }
+            answer => answer?,
+        };
+        let answer: <AuthenticateRequest as Call>::Answer = answer;
+        let token = MetadataValue::try_from(answer.token)
+            .map_err(|_| Failure::refused("the servers returned a token that cannot be sent", true))?;
+        *lock(&self.0.token) = Some(token);
+        Ok(())
+    }
+
+    /// Returns the number of the cluster that the member is of.
+    pub(crate) fn cluster(&self) -> u64 {
+        self.0.cluster.get().copied().unwrap_or(0)
+    }
+
+    /// Asks who the member is. Warns of a version on which the promises have a gap.
+    async fn introduce(&self) -> Result<()> {
+        let status = self.call(&Nothing {}).await?;
+        self.0
+            .cluster
+            .get_or_init(|| status.header.map_or(0, |header| header.cluster_id));
+        let version = status.version;
+        if is_unsound(&version) {
+            tracing::warn!(
+                host = self.0.host,
+                version,
+                "a leader of this version that was stuck may end leases that were renewed meanwhile, and a holder is told of that \
+                 only afterwards; 3.4.31 and 3.5.13 are sound"
+            );
+        }
+        Ok(())
+    }
+
+    /// Sends a request, and returns the answer.
+    pub(crate) async fn call<C: Call>(&self, request: &C) -> Result<C::Answer> {
+        let answer = self.unary(C::PATH, request).await?;
+        if C::IS_LINEARIZABLE {
+            *lock(&self.0.heard) = Some(Instant::now());
+        }
+        Ok(answer)
+    }
+
+    /// Revokes a lease, and with it deletes all its keys. One that is not there is no failure.
+    pub(crate) async fn revoke(&self, lease: i64) -> Result<()> {
+        match self
+            .unary::<_, Nothing>(REVOKE, &LeaseRequest { id: lease })
+            .await
+        {
+            Ok(_) | Err(Failure::NoLease) => Ok(()),
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// Returns what is left of a lease, in seconds; `None` if it is not there.
+    pub(crate) async fn time_to_live(&self, lease: i64) -> Result<Option<u64>> {
+        let answer: LeaseResponse = self.unary(TIME_TO_LIVE, &LeaseRequest { id: lease }).await?;
+        Ok(u64::try_from(answer.ttl).ok())
+    }
+
+    /// Renews a lease. The answer alone proves nothing.
+    pub(crate) async fn keep_alive(&self, lease: i64) -> Result<LeaseResponse> {
+        match self.keep_alive_once(lease).await {
+            Err(Failure::StaleToken) => {
+                self.renew_token().await?;
+                self.keep_alive_once(lease).await
+            }
+            answer => answer,
+        }
+    }
+
+    async fn keep_alive_once(&self, lease: i64) -> Result<LeaseResponse> {
+        let requests = futures_util::stream::iter([LeaseRequest { id: lease }]);
+        let mut answers = self.stream(KEEP_ALIVE, requests).await?;
+        let answer = async {
+            match answers.next().await {
+                Some(answer) => Ok(answer?),
+                None => Err(Failure::Unknown(
+                    "the member ended the stream of keepalives".to_owned(),
+                )),
+            }
+        };
+        self.until_ended(answer).await
+    }
+
+    /// Opens the stream of watches. It is open once the server has answered something.
+    pub(crate) async fn watches(
+        &self,
+        requests: impl Stream<Item = WatchRequest> + Send + 'static,
+    ) -> Result<Streaming<WatchResponse>> {
+        self.stream(WATCH, requests).await
+    }
+
+    async fn unary<M, A>(&self, path: &'static str, message: &M) -> Result<A>
+    where
+        M: Message + Default + Clone + 'static,
+        A: Message + Default + 'static,
+    {
+        match self.unary_with(self.token(), path, message.clone()).await {
+            // It was refused, so that it may be repeated.
+            Err(Failure::StaleToken) => {
+                self.renew_token().await?;
+                self.unary_with(self.token(), path, message.clone()).await
+            }
+            answer => answer,
+        }
+    }
+
+    /// Gets another token, since a request was refused without.
+    async fn renew_token(&self) -> Result<()> {
+        if !self.has_user() {
+            let reason = "the servers ask for a user; name one in the URL, as in etcd://user:password@host";
+            return Err(Failure::refused(reason, true));
+        }
+        self.authenticate().await
+    }
+
+    async fn unary_with<M, A>(&self, token: Option<Token>, path: &'static str, message: M) -> Result<A>
+    where
+        M: Message + Default + 'static,
+        A: Message + Default + 'static,
+    {
+        let mut grpc = self.grpc().await?;
+        let codec = ProstCodec::<M, A>::default();
+        let request = request(token, message);
+        let answer = grpc.unary(request, PathAndQuery::from_static(path), codec);
+        let answer = self.until_ended(async { Ok(answer.await?) }).await?;
+        Ok(answer.into_inner())
+    }
+
+    async fn stream<M, A, S>(&self, path: &'static str, messages: S) -> Result<Streaming<A>>
+    where
+        M: Message + Default + 'static,
+        A: Message + Default + 'static,
+        S: Stream<Item = M> + Send + 'static,
+    {
+        let mut grpc = self.grpc().await?;
+        let codec = ProstCodec::<M, A>::default();
+        let mut request = request(self.token(), messages);
+        // The stream of a member that has no leader is ended, rather than silent.
+        let metadata = request.metadata_mut();
+        metadata.insert("hasleader", MetadataValue::from_static("true"));
+        let answers = grpc.streaming(request, PathAndQuery::from_static(path), codec);
+        let answers = self.until_ended(async { Ok(answers.await?) }).await?;
+        Ok(answers.into_inner())
+    }
+
+    /// Waits for an answer, for as long as the connection is there. A request that is under way does not end with the connection's
+    /// task.
+    async fn until_ended<T>(&self, answer: impl Future<Output = Result<T>>) -> Result<T> {
+        tokio::select! {
+            biased;
+            answer = answer => answer,
+            () = self.ended() => Err(Failure::Unknown("the connection was given up or lost".to_owned())),
+        }
+    }
+
+    async fn grpc(&self) -> Result<Grpc<Http>> {
+        let mut grpc = self.0.grpc.clone();
+        match grpc.ready().await {
+            Ok(()) => Ok(grpc),
+            Err(error) => Err(Failure::Unreachable(format!(
+                "{}: {}",
+                self.0.host,
+                chain(&error)
+            ))),
+        }
+    }
+
+    fn token(&self) -> Option<Token> {
+        lock(&self.0.token).clone()
+    }
+}
+
+fn request<T>(token: Option<Token>, message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    if let Some(token) = token {
+        request.metadata_mut().insert("token", token);
+    }
+    request
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// The options for each connection.
+#[derive(Clone)]
+pub(crate) struct Options {
+    pub(crate) credentials: Option<Credentials>,
+    #[cfg(feature = "tls")]
+    pub(crate) trust: Option<crate::tls::Trust>,
+}
+
+/// A leader of this version may end leases that were renewed while it was stuck.
+fn is_unsound(version: &str) -> bool {
+    let mut numbers = version.split(['.', '-', '+']).map(|number| number.parse().ok());
+    let (Some(3), Some(minor), Some(patch)) = (
+        numbers.next().flatten(),
+        numbers.next().flatten(),
+        numbers.next().flatten(),
+    ) else {
+        return false;
+    };
+    let since = SOUND_SINCE.iter().find(|(sound, _)| *sound == minor);
+    minor < SOUND_SINCE[0].0 || since.is_some_and(|(_, since)| patch < *since)
+}
+
+/// Returns an error and its causes.
+fn chain(error: &hyper::Error) -> String {
+    lockkit_core::spi::chain(error)
+}
+
+/// A connection of HTTP/2, as tonic takes it.
+#[derive(Clone, Debug)]
+struct Http(SendRequest<Body>);
+
+impl tower_service::Service<http::Request<Body>> for Http {
+    type Response = http::Response<Incoming>;
+    type Error = hyper::Error;
+    type Future = Pin<Box<dyn Future<Output = std::result::Result<Self::Response, Self::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<std::result::Result<(), Self::Error>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        Box::pin(self.0.send_request(request))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lockkit_testbed::{
+        Mode, Proxy,
+        etcd::{self, EtcdServer},
+    };
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::wire::RangeRequest;
+
+    /// Else a deletion hangs until the ping gives up, while its session goes on elsewhere and renews the lease of the key.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_connection_given_up_ends_its_requests() {
+        if lockkit_testbed::skipped("etcd", etcd::missing()) {
+            return;
+        }
+        let server = tokio::task::block_in_place(EtcdServer::plain).unwrap();
+        let proxy = Proxy::start(server.addr()).unwrap();
+        let options = Options {
+            credentials: None,
+            #[cfg(feature = "tls")]
+            trust: None,
+        };
+        let connection = Connection::open(&proxy.addr().to_string(), &options).await;
+        let connection = connection.unwrap();
+        proxy.set(Mode::Blackhole);
+        let read = RangeRequest {
+            key: b"key".into(),
+            ..RangeRequest::default()
+        };
+        let (asked, given_up) = (connection.clone(), connection.clone());
+        let (read, renewed, ()) = tokio::join!(
+            timeout(Duration::from_secs(5), connection.call(&read)),
+            timeout(Duration::from_secs(5), asked.keep_alive(1)),
+            async {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                given_up.abort();
+            },
+        );
+        assert!(matches!(read, Ok(Err(Failure::Unknown(_)))), "{read:?}");
+        assert!(matches!(renewed, Ok(Err(Failure::Unknown(_)))), "{renewed:?}");
+    }
+
+    #[test]
+    fn versions_with_a_gap_are_known() {
+        for version in ["3.3.27", "3.4.23", "3.4.30", "3.5.0", "3.5.12", "3.5.0-rc.1"] {
+            assert!(is_unsound(version), "{version}");
+        }
+        for version in ["3.4.31", "3.5.13", "3.5.30", "3.6.0", "4.0.0", "", "new"] {
+            assert!(!is_unsound(version), "{version}");
+        }
+    }
+}

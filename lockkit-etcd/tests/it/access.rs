@@ -1,0 +1,152 @@
+//! Users, passwords and rights.
+
+use std::time::Duration;
+
+use lockkit_conformance::Traces;
+use lockkit_core::{Error, spi::chain};
+use lockkit_etcd::Credentials;
+use lockkit_testbed::etcd::EtcdServer;
+use tracing::instrument::WithSubscriber as _;
+
+use crate::server::{
+    block, client, config, connect, contend, lock, no_etcd, patiently, soon, takes_its_turn, unique, waiter,
+    with_ttl,
+};
+
+fn check(error: &Error, reasons: &[&str]) {
+    let text = chain(error);
+    assert!(!error.is_transient(), "{text}");
+    for reason in reasons {
+        assert!(text.contains(reason), "{reason} in {text}");
+    }
+    assert!(
+        !text.contains(EtcdServer::PASSWORD) && !text.contains("wrong-7"),
+        "{text}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_may_not_is_told_why_at_once() {
+    if no_etcd() {
+        return;
+    }
+    let server = block(|| EtcdServer::builder().authorise("lockkit/").start()).unwrap();
+    let good = config(&server.url());
+    let mut wrong = good.clone();
+    wrong.auth = Some(Credentials::new(EtcdServer::USER, "wrong-7"));
+    let error = soon("an answer", client(wrong)).await.unwrap_err();
+    check(&error, &["the user or the password is wrong"]);
+    let mut nobody = good.clone();
+    nobody.auth = None;
+    // Whether a user is needed shows with the first request.
+    let nobody = client(nobody).await.unwrap();
+    let error = soon("an answer", lock(&nobody, "a").acquire()).await.unwrap_err();
+    check(&error, &["ask for a user", "etcd://user:password@host"]);
+    let mut elsewhere = good.clone();
+    elsewhere.namespace = "elsewhere".into();
+    let elsewhere = client(elsewhere).await.unwrap();
+    for lock in [lock(&elsewhere, "a"), lock(&elsewhere, "a").shared()] {
+        let error = soon("an answer", lock.acquire()).await.unwrap_err();
+        check(&error, &["has no right", "readwrite", "--prefix"]);
+        let error = soon("an answer", lock.try_acquire()).await.unwrap_err();
+        check(&error, &["has no right"]);
+    }
+    let error = elsewhere.inspect("a").await.unwrap_err();
+    check(&error, &["has no right"]);
+    let client = patiently(good).await;
+    let guard = lock(&client, "a").acquire().await.unwrap();
+    guard.release().await.unwrap();
+    contend(&server, "a", 0).await;
+}
+
+/// A user whose password is set anew has none of the tokens that it had.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_token_that_ends_is_replaced() {
+    if no_etcd() {
+        return;
+    }
+    let server = block(|| EtcdServer::builder().authorise("lockkit/").start()).unwrap();
+    let (ours, theirs) = (connect(&server.url()).await, connect(&server.url()).await);
+    let name = unique("tokens");
+    let guard = lock(&ours, &name).acquire().await.unwrap();
+    let waiting = waiter(&lock(&theirs, &name));
+    contend(&server, &name, 2).await;
+    for _ in 0..3 {
+        let user = format!("{}:{}", EtcdServer::USER, EtcdServer::PASSWORD);
+        let (name, password) = user.split_once(':').unwrap();
+        let mut command = server.ctl_command();
+        command.args(["user", "passwd", name, "--interactive=false"]);
+        command.stdin(std::process::Stdio::piped());
+        block(|| {
+            use std::io::Write as _;
+            let mut child = command.spawn().unwrap();
+            writeln!(child.stdin.take().unwrap(), "{password}").unwrap();
+            assert!(child.wait().unwrap().success());
+        });
+        let until = guard.valid_until().unwrap();
+        lockkit_testbed::eventually("the hold is proven anew", async || {
+            guard.valid_until().unwrap() > until
+        })
+        .await;
+        // A new watch, and a new key.
+        let other = lock(&ours, &unique("other"));
+        let held = soon("with a new token", other.acquire()).await.unwrap();
+        let behind = waiter(&lock(&theirs, other.name().as_str()));
+        contend(&server, other.name().as_str(), 2).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        held.renew().await.expect("by now it is watched");
+        held.release().await.unwrap();
+        takes_its_turn("it was watched", behind).await;
+    }
+    guard.release().await.unwrap();
+    takes_its_turn("the next", waiting).await;
+}
+
+/// The client has a user and no token, since nobody asked for one when it connected.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn users_that_are_asked_for_later_lose_nothing() {
+    if no_etcd() {
+        return;
+    }
+    let server = block(EtcdServer::plain).unwrap();
+    let (user, password) = (EtcdServer::USER, EtcdServer::PASSWORD);
+    let ctl = |arguments: &[&str]| block(|| server.ctl(arguments)).unwrap();
+    for user in ["root", user] {
+        ctl(&["user", "add", &format!("{user}:{password}")]);
+        ctl(&["user", "grant-role", user, "root"]);
+    }
+    let mut config = config(&server.url());
+    config.auth = Some(Credentials::new(user, password));
+    let (ours, theirs) = (patiently(config.clone()).await, patiently(config).await);
+    let name = unique("later");
+    let ttl = Duration::from_secs(4);
+    let guard = with_ttl(&ours, &name, ttl).acquire().await.unwrap();
+    let waiting = waiter(&lock(&theirs, &name));
+    contend(&server, &name, 2).await;
+    ctl(&["auth", "enable"]);
+    tokio::time::sleep(2 * ttl).await;
+    assert!(guard.is_held(), "{:?}", guard.check());
+    let other = lock(&ours, &unique("other"));
+    let held = soon("another", other.acquire()).await.unwrap();
+    held.release().await.unwrap();
+    guard.release().await.unwrap();
+    takes_its_turn("the next", waiting).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_password_in_the_clear_or_of_no_use_is_warned_about() {
+    if no_etcd() {
+        return;
+    }
+    let mut config = config(&crate::server::shared().url());
+    config.auth = Some(Credentials::new("tester", "wrong-7"));
+    let traces = Traces::default();
+    let connected = patiently(config).with_subscriber(traces.clone());
+    let client = connected.await;
+    let guard = lock(&client, &unique("clear")).acquire().await.unwrap();
+    guard.release().await.unwrap();
+    let text = traces.text();
+    assert!(text.contains("crosses the network in the clear"), "{text}");
+    assert!(!text.contains("wrong-7"), "{text}");
+    client.close(Duration::from_secs(20)).await.unwrap();
+}

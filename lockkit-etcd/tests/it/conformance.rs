@@ -1,0 +1,100 @@
+//! The conformance suite, on one server and on three.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use lockkit_conformance::{Harness, Missing};
+use lockkit_core::{LockClient, Result};
+use lockkit_testbed::etcd::{self, EtcdServer};
+
+use crate::server;
+
+/// The servers.
+#[derive(Clone, Copy, Debug)]
+enum Variant {
+    One,
+    Three,
+    /// One that asks for a password, and lets the user at nothing but its namespace.
+    WithUser,
+}
+
+#[derive(Debug)]
+struct Etcd(Variant);
+
+impl Etcd {
+    fn address(&self) -> String {
+        match self.0 {
+            Variant::One => server::shared().url(),
+            Variant::Three => server::shared_cluster().url(),
+            Variant::WithUser => with_user::url(),
+        }
+    }
+}
+
+#[async_trait]
+impl Harness for Etcd {
+    async fn client(&self) -> Result<LockClient> {
+        Ok(server::connect(&self.address()).await)
+    }
+
+    fn missing(&self) -> Option<Missing> {
+        etcd::missing().map(|reason| Missing {
+            backend: "etcd".to_owned(),
+            reason,
+        })
+    }
+
+    fn url(&self) -> Option<String> {
+        Some(self.address())
+    }
+
+    async fn connect(&self, url: &str) -> Result<LockClient> {
+        server::client(server::config(url)).await
+    }
+
+    fn ttl(&self) -> Duration {
+        match self.0 {
+            // Half of it is the least that these servers grant.
+            Variant::Three => Duration::from_secs(4),
+            Variant::One | Variant::WithUser => Duration::from_secs(2),
+        }
+    }
+
+    fn secret(&self) -> Option<String> {
+        matches!(self.0, Variant::WithUser).then(|| EtcdServer::PASSWORD.to_owned())
+    }
+}
+
+mod one {
+    use super::{Etcd, Variant};
+
+    lockkit_conformance::tests!(Etcd(Variant::One));
+}
+
+mod three {
+    use super::{Etcd, Variant};
+
+    lockkit_conformance::tests!(Etcd(Variant::Three));
+}
+
+mod with_user {
+    use std::sync::LazyLock;
+
+    use lockkit_testbed::etcd::EtcdServer;
+
+    use super::{Etcd, Variant};
+    use crate::server::ELECTION;
+
+    lockkit_conformance::tests!(Etcd(Variant::WithUser));
+
+    static SERVER: LazyLock<EtcdServer> = LazyLock::new(|| {
+        let server = EtcdServer::builder()
+            .election_timeout(ELECTION)
+            .authorise("lockkit/");
+        server.start().expect("an etcd server with users")
+    });
+
+    pub(super) fn url() -> String {
+        SERVER.url()
+    }
+}

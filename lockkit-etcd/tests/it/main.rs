@@ -1,0 +1,14 @@
+//! Integration tests of the etcd backend, on real servers.
+
+mod access;
+mod cancel;
+mod cluster;
+mod conformance;
+mod faults;
+mod gate;
+mod recipe;
+mod server;
+mod sessions;
+mod settings;
+#[cfg(feature = "tls")]
+mod tls;

@@ -1,0 +1,211 @@
+//! The sequence of tokens and the tables, which are created or checked when the client connects.
+
+use lockkit_core::{Error, Result};
+
+use crate::{
+    NAME, Schema,
+    connection::Query,
+    control::Control,
+    error::{During, Failure, code, failed},
+    sql,
+};
+
+/// The tokens of one grant, which are apart from those of all others.
+pub(crate) const TOKENS_PER_GRANT: u32 = 1_024;
+
+/// In a schema of that name, so that all clients of a database use the same, whatever their `search_path` is.
+///
+/// The tables are unlogged: the server empties them when it recovers from a crash, and a promoted standby has them empty. Without its
+/// row in `epoch`, tokens are not known to be above those that were granted before.
+const DDL: &str = "\
+CREATE SCHEMA IF NOT EXISTS lockkit;
+CREATE SEQUENCE IF NOT EXISTS lockkit.token INCREMENT BY 1024 CACHE 1;
+CREATE UNLOGGED TABLE IF NOT EXISTS lockkit.epoch (
+    server bigint NOT NULL,
+    database bigint NOT NULL,
+    sequence bigint NOT NULL,
+    PRIMARY KEY (server, database, sequence)
+);
+CREATE UNLOGGED TABLE IF NOT EXISTS lockkit.holder (
+    pid int PRIMARY KEY,
+    key bigint NOT NULL,
+    queue bigint NOT NULL,
+    token bigint NOT NULL,
+    lease int NOT NULL,
+    namespace text NOT NULL,
+    name bytea NOT NULL,
+    semaphore bool NOT NULL,
+    label text,
+    since timestamptz NOT NULL
+);
+CREATE UNLOGGED TABLE IF NOT EXISTS lockkit.semaphore (
+    key bigint PRIMARY KEY,
+    permits int NOT NULL
+);
+";
+
+/// A lock that one client has while it creates what is missing, or begins an epoch. Pairs of numbers are apart from all names' keys.
+const EXCLUSIVELY: &str =
+    "SELECT set_config('lock_timeout', '0', true); SELECT pg_advisory_xact_lock(1819242347, 1);";
+
+/// Has tokens go on above all that may have been granted: so many draws may be lost with a crash, and the clock was behind what was
+/// granted before unless it was set back. The new position is on disk before anybody can see the row.
+pub(crate) const BEGIN_EPOCH: &str = "\
+SELECT set_config('lock_timeout', '0', true);
+SELECT pg_advisory_xact_lock(1819242347, 1);
+SELECT setval('lockkit.token', greatest(nextval('lockkit.token') + 1024 * 1000000::bigint,
+    (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000)) WHERE NOT EXISTS (
+    SELECT FROM lockkit.epoch WHERE server = (SELECT system_identifier FROM pg_control_system())
+    AND database = (SELECT oid::bigint FROM pg_database WHERE datname = current_database())
+    AND sequence = pg_relation_filenode('lockkit.token')::bigint);
+INSERT INTO lockkit.epoch SELECT system_identifier, (SELECT oid::bigint FROM pg_database WHERE datname = current_database()),
+    pg_relation_filenode('lockkit.token')::bigint FROM pg_control_system() ON CONFLICT DO NOTHING;
+";
+
+/// What is there: the schema, the sequence as it has to be, and the tables, unlogged.
+const WHAT_IS_THERE: &str = "\
+SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = 'lockkit'), \
+(SELECT s.seqincrement = 1024 AND s.seqcache = 1 AND NOT s.seqcycle FROM pg_sequence s JOIN pg_class c ON c.oid = s.seqrelid \
+JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'lockkit' AND c.relname = 'token'), \
+(SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'lockkit' \
+AND c.relkind = 'r' AND c.relname IN ('epoch', 'holder', 'semaphore')), \
+(SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'lockkit' \
+AND c.relkind = 'r' AND c.relname IN ('epoch', 'holder', 'semaphore') AND c.relpersistence = 'u')";
+
+/// The rights of this role, once everything is there.
+const RIGHTS: &str = "\
+SELECT has_schema_privilege('lockkit', 'USAGE'), \
+(SELECT bool_and(has_sequence_privilege(c.oid, 'USAGE') AND has_sequence_privilege(c.oid, 'UPDATE')) FROM pg_class c \
+JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'lockkit' AND c.relname = 'token'), \
+(SELECT bool_and(has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'INSERT') \
+AND has_table_privilege(c.oid, 'UPDATE') AND has_table_privilege(c.oid, 'DELETE')) FROM pg_class c \
+JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'lockkit' AND c.relkind = 'r' \
+AND c.relname IN ('epoch', 'holder', 'semaphore')), current_user::text";
+
+/// Returns the statements that create what lockkit needs in a database.
+///
+/// For databases in which the application may not create a schema ([`Schema::Manual`]). Its role then needs `USAGE` on the schema
+/// `lockkit`, `USAGE` and `UPDATE` on the sequence there, and `SELECT`, `INSERT`, `UPDATE` and `DELETE` on the tables.
+///
+/// ```
+/// assert!(lockkit_postgres::ddl().contains("CREATE SEQUENCE IF NOT EXISTS lockkit.token"));
+/// ```
+pub fn ddl() -> &'static str {
+    DDL
+}
+
+/// Creates what is missing, if that is to be done here, and checks it.
+pub(crate) async fn prepare(control: &Control, schema: Schema) -> Result<()> {
+    let mut there = what_is_there(control).await?;
+    if !there.is_complete() {
+        let one_line: String = DDL.split_whitespace().collect::<Vec<_>>().join(" ");
+        if schema == Schema::Manual {
+            return Err(Error::permanent(
+                NAME,
+                "connect",
+                format!("the schema lockkit is not complete; have it made with: {one_line}"),
+            ));
+        }
+        let made = control
+            .run_together("connect", &format!("{EXCLUSIVELY}{DDL}"))
+            .await;
+        made.map_err(|error| may_not_create(error, &one_line))?;
+        there = what_is_there(control).await?;
+    }
+    there.check()?;
+    check_rights(control).await?;
+    let sweep = vec![Query::once(sql::SWEEP, Vec::new())];
+    unless_locked(control.try_to_run("connect", sweep).await?).during("connect")?;
+    Ok(())
+}
+
+/// Takes a failure for none if the reason is that somebody has locked the table: the rows say who holds, and do not decide it.
+pub(crate) fn unless_locked<T>(outcome: std::result::Result<T, Failure>) -> std::result::Result<(), Failure> {
+    match outcome {
+        Err(failure) if failure.code() == code::LOCK_NOT_AVAILABLE => Ok(()),
+        outcome => outcome.map(drop),
+    }
+}
+
+struct There {
+    has_schema: bool,
+    sequence_is_right: Option<bool>,
+    tables: i64,
+    unlogged: i64,
+}
+
+impl There {
+    fn is_complete(&self) -> bool {
+        self.has_schema && self.sequence_is_right.is_some() && self.tables == 3
+    }
+
+    fn check(&self) -> Result<()> {
+        let what = if self.sequence_is_right != Some(true) {
+            "a sequence lockkit.token whose numbers may be granted twice or out of order; run: ALTER SEQUENCE lockkit.token \
+             INCREMENT BY 1024 CACHE 1 NO CYCLE"
+        } else if self.unlogged != self.tables {
+            "tables in the schema lockkit that survive a crash, by whose absence it is noticed; run: ALTER TABLE lockkit.epoch SET \
+             UNLOGGED; ALTER TABLE lockkit.holder SET UNLOGGED; ALTER TABLE lockkit.semaphore SET UNLOGGED"
+        } else {
+            return Ok(());
+        };
+        Err(Error::unsupported(NAME, what))
+    }
+}
+
+async fn what_is_there(control: &Control) -> Result<There> {
+    let reply = control
+        .run("connect", vec![Query::once(WHAT_IS_THERE, Vec::new())])
+        .await?;
+    let Some(row) = reply.first().and_then(|rows| rows.first()) else {
+        return Err(failed("connect", Failure::Ended));
+    };
+    Ok(There {
+        has_schema: row.try_get(0).during("connect")?,
+        sequence_is_right: row.try_get(1).during("connect")?,
+        tables: row.try_get(2).during("connect")?,
+        unlogged: row.try_get(3).during("connect")?,
+    })
+}
+
+async fn check_rights(control: &Control) -> Result<()> {
+    let reply = control
+        .run("connect", vec![Query::once(RIGHTS, Vec::new())])
+        .await?;
+    let Some(row) = reply.first().and_then(|rows| rows.first()) else {
+        return Err(failed("connect", Failure::Ended));
+    };
+    let rights: [Option<bool>; 3] = [
+        row.try_get(0).during("connect")?,
+        row.try_get(1).during("connect")?,
+        row.try_get(2).during("connect")?,
+    ];
+    if rights == [Some(true); 3] {
+        return Ok(());
+    }
+    let role: String = row.try_get(3).during("connect")?;
+    let role = role.replace('"', "\"\"");
+    Err(Error::permanent(
+        NAME,
+        "connect",
+        format!(
+            "the role lacks rights in the schema lockkit; run: GRANT USAGE ON SCHEMA lockkit TO \"{role}\"; GRANT USAGE, UPDATE ON \
+             SEQUENCE lockkit.token TO \"{role}\"; GRANT SELECT, INSERT, UPDATE, DELETE ON lockkit.epoch, lockkit.holder, \
+             lockkit.semaphore TO \"{role}\""
+        ),
+    ))
+}
+
+fn may_not_create(error: Error, statements: &str) -> Error {
+    if error.is_transient() {
+        return error;
+    }
+    let cause = lockkit_core::spi::chain(&error);
+    Error::permanent(
+        NAME,
+        "connect",
+        format!(
+            "the schema lockkit is not complete and cannot be made here ({cause}); have it made with: {statements}"
+        ),
+    )
+}

@@ -1,0 +1,154 @@
+//! Rows that refuse a superseded holder.
+
+use std::time::Duration;
+
+use lockkit_core::{AcquireOptions, FencingToken};
+use lockkit_postgres::{
+    FencedError, FencedTable,
+    tokio_postgres::{self, Client, NoTls},
+};
+
+use crate::servers::{config, connect, name, shared, tests};
+
+tests! {
+    a_row_refuses_a_superseded_holder
+    a_row_refuses_an_older_version
+    a_column_that_cannot_keep_a_token_is_refused
+    a_transaction_takes_its_write_back
+}
+
+async fn database() -> Client {
+    let url = shared().url();
+    let (client, connection) = tokio_postgres::connect(&url, NoTls).await.unwrap();
+    tokio::spawn(connection);
+    client
+}
+
+/// A table with odd names, and its name as SQL.
+async fn table(database: &Client) -> (FencedTable, String) {
+    let name = format!("odd \"name\" {:x}", fastrand::u64(..));
+    let quoted = format!("\"{}\"", name.replace('"', "\"\""));
+    let create = format!(
+        "CREATE TABLE {quoted} (id text PRIMARY KEY, balance bigint NOT NULL, \"last token\" bigint NOT NULL DEFAULT 0, \
+         version bigint NOT NULL DEFAULT 0); INSERT INTO {quoted} (id, balance) VALUES ('mine', 100)"
+    );
+    database.batch_execute(&create).await.unwrap();
+    (FencedTable::new(&name, "id", "last token"), quoted)
+}
+
+async fn balance(database: &Client, table: &str) -> i64 {
+    let row = database
+        .query_one(&format!("SELECT balance FROM {table}"), &[])
+        .await
+        .unwrap();
+    row.get(0)
+}
+
+async fn a_row_refuses_a_superseded_holder() {
+    let rows = database().await;
+    let (accounts, table) = table(&rows).await;
+    let client = connect(config(shared().addr())).await.unwrap();
+    let lock = client.lock(name("account")).unwrap();
+    // This holder does not check that it still holds.
+    let brief = AcquireOptions::new().ttl(Duration::from_millis(100)).renew(false);
+    let zombie = lock.acquire_with(&brief).await.unwrap();
+    let set = "balance = balance + $1";
+    let write = async |token, by: i64| accounts.update(&rows, &"mine", token, set, &[&by]).await;
+    write(zombie.token(), 1).await.unwrap();
+    zombie.lost().await;
+    let guard = connect(config(shared().addr())).await.unwrap();
+    let guard = guard.lock(lock.name()).unwrap().acquire().await.unwrap();
+    write(guard.token(), 10).await.unwrap();
+    // A holder writes more than once.
+    write(guard.token(), 0).await.unwrap();
+    match write(zombie.token(), 1_000).await {
+        Err(FencedError::Stale { token, highest, .. }) => {
+            assert_eq!((token, highest), (zombie.token(), guard.token()));
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(balance(&rows, &table).await, 111);
+    let missing = accounts.update(&rows, &"nobody's", guard.token(), "balance = 0", &[]);
+    assert!(matches!(missing.await, Err(FencedError::Missing)));
+    guard.release().await.unwrap();
+}
+
+async fn a_row_refuses_an_older_version() {
+    let rows = database().await;
+    let (accounts, table) = table(&rows).await;
+    let write = async |token, version: i64| {
+        let token = FencingToken::new(token);
+        let set = "balance = balance + 1";
+        accounts
+            .update_version(&rows, &"mine", token, ("version", version), set, &[])
+            .await
+    };
+    write(5, 0).await.unwrap();
+    write(5, 1).await.unwrap();
+    match write(5, 1).await {
+        Err(FencedError::Changed {
+            expected: 1,
+            found: 2,
+            ..
+        }) => {}
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(write(4, 2).await, Err(FencedError::Stale { .. })));
+    assert_eq!(balance(&rows, &table).await, 102);
+}
+
+async fn a_column_that_cannot_keep_a_token_is_refused() {
+    let rows = database().await;
+    let high = 1_795_258_041_843_810_017;
+    for (column, is_good) in [
+        ("bigint NOT NULL", true),
+        ("bigint", true),
+        ("int NOT NULL", false),
+        ("real NOT NULL", false),
+        ("double precision NOT NULL", false),
+        ("text NOT NULL", false),
+    ] {
+        let table = format!("public.t{:016x}", fastrand::u64(..));
+        let create = format!(
+            "CREATE TABLE {table} (id int PRIMARY KEY, v int, tok {column}); INSERT INTO {table} VALUES (1, 0, '0'), (2, 0, '0')"
+        );
+        rows.batch_execute(&create).await.unwrap();
+        let fenced = FencedTable::new(&table, "id", "tok");
+        let write = async |token: u64| {
+            fenced
+                .update(&rows, &1, FencingToken::new(token), "v = v + 1", &[])
+                .await
+        };
+        let outcomes = [write(high).await, write(high - 1).await];
+        match &outcomes {
+            [Ok(()), Err(FencedError::Stale { .. })] if is_good => {}
+            [Err(FencedError::Unfit { .. }), Err(FencedError::Unfit { .. })] if !is_good => {}
+            other => panic!("{column}: {other:?}"),
+        }
+        if column == "bigint" {
+            rows.batch_execute(&format!("UPDATE {table} SET tok=NULL"))
+                .await
+                .unwrap();
+            assert!(matches!(write(high).await, Err(FencedError::Unfit { .. })));
+        }
+        if is_good {
+            // A token of another backend, which has more bits than the column.
+            assert!(matches!(write(u64::MAX).await, Err(FencedError::Unfit { .. })));
+        }
+    }
+}
+
+async fn a_transaction_takes_its_write_back() {
+    let mut rows = database().await;
+    let (accounts, table) = table(&rows).await;
+    let transaction = rows.transaction().await.unwrap();
+    let update = accounts.update(&transaction, &"mine", FencingToken::new(9), "balance = 0", &[]);
+    update.await.unwrap();
+    transaction.rollback().await.unwrap();
+    assert_eq!(balance(&rows, &table).await, 100);
+    accounts
+        .update(&rows, &"mine", FencingToken::new(8), "balance = 8", &[])
+        .await
+        .unwrap();
+    assert_eq!(balance(&rows, &table).await, 8);
+}

@@ -1,0 +1,882 @@
+//! Sessions: what they hold, what they leave, and what they cost others.
+
+use std::{num::NonZeroU32, pin::pin, task::Poll, time::Duration};
+
+use futures_util::future::join_all;
+use lockkit_conformance::stall::{Stopwatch, timeout};
+use lockkit_core::{
+    AcquireOptions, Error, FencingToken, LockClient, LossReason,
+    spi::{self, Backend as _, Renewal, chain},
+};
+use lockkit_postgres::{PostgresBackend, PostgresConfig};
+use lockkit_testbed::{Mode, Proxy, eventually, postgres::PgServer};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::servers::{
+    Waiter, brief, client, config, connect, cycle, key, name, private, relay, request, session, shared,
+    tests, waits,
+};
+
+tests! {
+    a_lock_by_hand_excludes_and_is_excluded
+    a_permit_is_one_lock_of_one_session
+    an_idle_holder_costs_vacuum_nothing
+    a_waiter_stops_vacuum_in_its_own_database_alone
+    the_lease_is_kept_in_milliseconds
+    a_ttl_that_changes_is_kept_from_the_next_renewal
+    a_grant_after_a_long_wait_has_its_whole_lease
+    a_wait_that_meets_its_grant_is_withdrawn
+    an_attempt_dropped_after_each_poll_leaves_nothing
+    a_late_cancel_hits_no_later_claim
+    a_wait_that_an_operator_cancels_goes_on
+    who_waits_again_asks_only_once
+    a_statement_that_does_not_wait_is_not_taken
+    a_withdrawn_waiter_keeps_its_session
+    an_unlock_that_finds_nothing_is_a_loss
+    a_newcomer_reads_behind_a_waiting_writer
+    a_hold_that_was_passed_on_keeps_the_last_of_its_tokens
+    a_holder_that_is_terminated_is_told_at_once
+    a_hold_is_ended_by_its_token_and_no_other
+    a_label_is_shown_whole
+    a_label_beyond_the_databases_encoding_is_shown_escaped
+    a_hold_that_is_shown_late_is_listed
+    a_locked_table_of_holders_stops_nobody
+    who_waits_has_no_time_limit_of_the_servers
+    a_hold_by_hand_is_shown_without_a_token
+    a_hold_that_cannot_be_shown_is_as_good_as_any
+    sessions_are_kept_and_closed
+    idle_sessions_that_are_closed_are_in_nobodys_way
+    another_runtime_that_ends_takes_no_connection_along
+    a_backend_that_outlives_its_runtime_says_so
+}
+
+/// The advisory locks at this server: granted and waiting.
+fn locks(server: &PgServer) -> (usize, usize) {
+    let counted = "SELECT count(*) FILTER (WHERE granted), count(*) FILTER (WHERE NOT granted) FROM pg_locks \
+                   WHERE locktype='advisory'";
+    let counted = server.sql(counted).unwrap();
+    let (granted, waiting) = counted.split_once('|').unwrap();
+    (granted.parse().unwrap(), waiting.parse().unwrap())
+}
+
+async fn a_lock_by_hand_excludes_and_is_excluded() {
+    let server = shared();
+    let client = client(server.addr()).await;
+    let name = name("by hand");
+    let (lock, key) = (client.lock(&name).unwrap(), key(&name));
+    let mut by_hand = session(server);
+    let taken = format!("SELECT pg_try_advisory_lock({key})");
+    let guard = lock.acquire().await.unwrap();
+    assert_eq!(by_hand.sql(&taken).unwrap(), "f");
+    guard.release().await.unwrap();
+    assert_eq!(by_hand.sql(&taken).unwrap(), "t");
+    assert!(lock.try_acquire().await.unwrap().is_none());
+    let waiter = Waiter::of(lock);
+    waits(&client, &name).await;
+    by_hand.sql(&format!("SELECT pg_advisory_unlock({key})")).unwrap();
+    waiter.granted().await.0.release().await.unwrap();
+}
+
+/// A look that sorts the permits first would lock them all.
+async fn a_permit_is_one_lock_of_one_session() {
+    let server = private(&[]);
+    let client = client(server.addr()).await;
+    let semaphore = client.semaphore("s", 5).unwrap();
+    let mut permits = Vec::new();
+    for held in 1..=5 {
+        permits.push(semaphore.acquire().await.unwrap());
+        assert_eq!(locks(&server), (held, 0));
+    }
+    assert!(semaphore.try_acquire().await.unwrap().is_none());
+    assert_eq!(locks(&server), (5, 0));
+    let waiter = Waiter::of(semaphore.clone());
+    eventually("it looks", async || {
+        client.inspect_semaphore("s").await.unwrap().waiters == Some(1)
+    })
+    .await;
+    permits.pop().unwrap().release().await.unwrap();
+    let granted = waiter.granted().await.0;
+    eventually("the queue is left", async || locks(&server) == (5, 0)).await;
+    drop((permits, granted));
+    eventually("all come back", async || locks(&server) == (0, 0)).await;
+}
+
+async fn an_idle_holder_costs_vacuum_nothing() {
+    let server = private(&[]);
+    let client = client(server.addr()).await;
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    let permit = client.semaphore("s", 2).unwrap().acquire().await.unwrap();
+    assert_eq!(client.inspect("a").await.unwrap().holders.len(), 1);
+    let pinned = "SELECT count(*) FROM pg_stat_activity WHERE application_name='lockkit' AND \
+                  (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL OR state <> 'idle')";
+    assert_eq!(server.sql(pinned).unwrap(), "0");
+    guard.check().unwrap();
+    permit.check().unwrap();
+}
+
+/// A waiter has a snapshot. In a database of its own for locks, it stops nobody.
+async fn a_waiter_stops_vacuum_in_its_own_database_alone() {
+    let server = private(&[]);
+    server.sql("CREATE DATABASE work").unwrap();
+    let client = client(server.addr()).await;
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    let other = crate::servers::client(server.addr()).await;
+    let waiter = Waiter::of(other.lock("a").unwrap());
+    waits(&client, "a").await;
+    for (database, kept) in [(PgServer::DATABASE, "2000"), ("work", "0")] {
+        let mut worker = server.session_in(database).unwrap();
+        worker
+            .sql("CREATE TABLE t AS SELECT g FROM generate_series(1, 2000) g")
+            .unwrap();
+        worker.sql("DELETE FROM t").unwrap();
+        worker.sql("VACUUM t").unwrap();
+        let left = "SELECT n_dead_tup FROM pg_stat_all_tables WHERE relname='t'";
+        let pages = worker.sql("SELECT pg_relation_size('t')").unwrap();
+        let is_empty = pages == "0";
+        assert_eq!(
+            is_empty,
+            kept == "0",
+            "{database}: {pages} bytes, {:?}",
+            worker.sql(left)
+        );
+        let began = Stopwatch::start();
+        worker.sql("CREATE TABLE u (i int)").unwrap();
+        worker.begin("CREATE INDEX CONCURRENTLY ON u (i)").unwrap();
+        if database == "work" {
+            worker.answer().unwrap();
+            assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        } else {
+            eventually("it waits for the waiter", async || {
+                server
+                    .sql("SELECT count(*) FROM pg_locks WHERE locktype='virtualxid' AND NOT granted")
+                    .unwrap()
+                    == "1"
+            })
+            .await;
+            server
+                .sql(&format!("SELECT pg_terminate_backend({})", worker.pid()))
+                .unwrap();
+        }
+    }
+    guard.release().await.unwrap();
+    waiter.granted().await.0.release().await.unwrap();
+}
+
+/// A claim that nobody renews: the server ends its session, and says so to it.
+async fn the_lease_is_kept_in_milliseconds() {
+    let server = shared();
+    let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
+    for ms in [300, 1_500] {
+        let name = name("lease");
+        let mut asked = request(&name, spi::Mode::Exclusive);
+        asked.ttl = Duration::from_millis(ms);
+        let mut claim = backend.claim(&asked).await.unwrap();
+        let other = client(server.addr()).await;
+        let running = Stopwatch::start();
+        let grant = claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+        let length = grant.lease.length.unwrap();
+        assert!(length < asked.ttl && length > asked.ttl / 2, "{length:?}");
+        let waiter = Waiter::of(other.lock(&name).unwrap());
+        let (granted, at) = waiter.granted().await;
+        let (took, ran) = (at - grant.lease.since, running.elapsed());
+        assert!(took > grant.lease.length.unwrap(), "{took:?}");
+        eprintln!("a lease of {ms} ms is followed after {took:?}");
+        assert!(ran < asked.ttl + Duration::from_millis(700), "{took:?}, {ran:?}");
+        let told = timeout(Duration::from_secs(1), claim.notified()).await;
+        told.expect("the server says so");
+        assert_eq!(claim.renew().await.unwrap(), Renewal::Lost(LossReason::Expired));
+        granted.check().unwrap();
+    }
+}
+
+async fn a_ttl_that_changes_is_kept_from_the_next_renewal() {
+    let server = shared();
+    let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
+    let name = name("changes");
+    let mut claim = backend
+        .claim(&request(&name, spi::Mode::Exclusive))
+        .await
+        .unwrap();
+    claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    let length = claim.set_ttl(Duration::from_millis(700)).unwrap().unwrap();
+    assert!(length < Duration::from_millis(700));
+    let Renewal::Held(lease) = claim.renew().await.unwrap() else {
+        panic!("it is held");
+    };
+    assert_eq!(lease.length, Some(length));
+    let other = client(server.addr()).await;
+    let (granted, at) = Waiter::of(other.lock(&name).unwrap()).granted().await;
+    let took = at - lease.since;
+    assert!(took > length && took < Duration::from_secs(5), "{took:?}");
+    granted.release().await.unwrap();
+}
+
+/// The server began to count with the grant. What proves it here is a later request than that of the wait.
+async fn a_grant_after_a_long_wait_has_its_whole_lease() {
+    let server = shared();
+    let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
+    let holder = client(server.addr()).await;
+    let name = name("long");
+    let held = holder.lock(&name).unwrap().acquire().await.unwrap();
+    let mut asked = request(&name, spi::Mode::Exclusive);
+    asked.ttl = Duration::from_secs(2);
+    let mut claim = backend.claim(&asked).await.unwrap();
+    assert!(claim.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+    sleep(asked.ttl * 2).await;
+    let released = tokio::time::Instant::now();
+    held.release().await.unwrap();
+    claim.notified().await;
+    let grant = claim
+        .attempt(Duration::from_secs(1))
+        .await
+        .unwrap()
+        .expect("its turn has come");
+    assert!(
+        grant.lease.since >= released,
+        "it is proven by the request of the wait"
+    );
+    claim.release().await.unwrap();
+}
+
+/// A tenth of such waits hold the lock although they have failed.
+async fn a_wait_that_meets_its_grant_is_withdrawn() {
+    let server = private(&[]);
+    let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
+    let holder = PostgresBackend::connect(config(server.addr())).await.unwrap();
+    for round in 0..150 {
+        let mut held = holder.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+        held.attempt(Duration::ZERO)
+            .await
+            .unwrap()
+            .expect("nobody has it");
+        let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+        assert!(claim.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+        let spread = Duration::from_micros(fastrand::u64(..400));
+        let (withdrawn, released) = tokio::join!(claim.release(), async {
+            let until = std::time::Instant::now() + spread;
+            while std::time::Instant::now() < until {
+                tokio::task::yield_now().await;
+            }
+            held.release().await
+        });
+        withdrawn.unwrap();
+        released.unwrap();
+        assert_eq!(
+            locks(&server),
+            (0, 0),
+            "round {round}: a wait that was withdrawn holds the lock"
+        );
+    }
+    let sessions = server.sql("SELECT count(*) FROM pg_stat_activity WHERE application_name='lockkit'");
+    assert_eq!(sessions.unwrap(), "4", "each withdrawal cost a session");
+}
+
+/// Polls an attempt so often, drops it, and withdraws the claim.
+async fn an_attempt_dropped_after_each_poll_leaves_nothing() {
+    let server = private(&[]);
+    let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
+    let by_hand = client(server.addr()).await;
+    let size = NonZeroU32::new(2).unwrap();
+    for mode in [spi::Mode::Exclusive, spi::Mode::Shared, spi::Mode::Permits(size)] {
+        for is_taken in [false, true] {
+            let name = format!("{mode:?}");
+            let guards = if is_taken {
+                match mode {
+                    spi::Mode::Permits(_) => {
+                        let semaphore = by_hand.semaphore(&name, 2).unwrap();
+                        vec![
+                            semaphore.acquire().await.unwrap(),
+                            semaphore.acquire().await.unwrap(),
+                        ]
+                    }
+                    _ => vec![by_hand.lock(&name).unwrap().acquire().await.unwrap()],
+                }
+            } else {
+                Vec::new()
+            };
+            let before = locks(&server);
+            for polls in 1..12 {
+                let mut claim = backend.claim(&request(&name, mode)).await.unwrap();
+                {
+                    let mut attempt = pin!(claim.attempt(Duration::from_secs(1)));
+                    for _ in 0..polls {
+                        let is_over =
+                            std::future::poll_fn(|cx| Poll::Ready(attempt.as_mut().poll(cx).is_ready()))
+                                .await;
+                        if is_over {
+                            break;
+                        }
+                        sleep(Duration::from_micros(fastrand::u64(..600))).await;
+                    }
+                }
+                if polls % 2 == 0 {
+                    // Nor does a release that is dropped.
+                    let _ =
+                        tokio::time::timeout(Duration::from_micros(fastrand::u64(..300)), claim.release())
+                            .await;
+                }
+                claim.release().await.unwrap();
+                assert_eq!(
+                    locks(&server),
+                    before,
+                    "{mode:?}, taken: {is_taken}, dropped after {polls} polls"
+                );
+            }
+            for guard in guards {
+                guard.release().await.unwrap();
+            }
+        }
+    }
+}
+
+async fn a_late_cancel_hits_no_later_claim() {
+    let server = private(&[]);
+    let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
+    let holder = client(server.addr()).await;
+    let held = holder.lock("held").unwrap().acquire().await.unwrap();
+    for _ in 0..200 {
+        let mut waits = backend
+            .claim(&request("held", spi::Mode::Exclusive))
+            .await
+            .unwrap();
+        assert!(waits.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+        waits.release().await.unwrap();
+        // In the session that was withdrawn.
+        let mut next = backend
+            .claim(&request("free", spi::Mode::Exclusive))
+            .await
+            .unwrap();
+        next.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+        next.release().await.unwrap();
+    }
+    held.release().await.unwrap();
+    let failed = "SELECT count(*) FROM pg_stat_activity WHERE application_name='lockkit'";
+    assert_eq!(server.sql(failed).unwrap(), "4", "each withdrawal cost a session");
+}
+
+async fn a_wait_that_an_operator_cancels_goes_on() {
+    let server = private(&[]);
+    let (client, other) = (client(server.addr()).await, client(server.addr()).await);
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    let waiter = Waiter::of(other.lock("a").unwrap());
+    waits(&client, "a").await;
+    let cancel = "SELECT pg_cancel_backend(pid) FROM pg_locks WHERE locktype='advisory' AND NOT granted";
+    for _ in 0..5 {
+        // Between two waits, there is nothing to cancel.
+        eventually("a wait is cancelled", async || server.sql(cancel).unwrap() == "t").await;
+        waits(&client, "a").await;
+    }
+    guard.release().await.unwrap();
+    waiter.granted().await.0.release().await.unwrap();
+    assert_eq!(locks(&server), (0, 0));
+}
+
+/// Waits for a lock once, and leaves the session that has waited among the idle ones.
+async fn wait_once(backend: &PostgresBackend, holder: &LockClient, name: &str) {
+    let held = holder.lock(name).unwrap().acquire().await.unwrap();
+    let mut claim = backend.claim(&request(name, spi::Mode::Exclusive)).await.unwrap();
+    assert!(claim.attempt(Duration::from_secs(1)).await.unwrap().is_none());
+    held.release().await.unwrap();
+    claim.notified().await;
+    claim
+        .attempt(Duration::from_secs(1))
+        .await
+        .unwrap()
+        .expect("its turn has come");
+    claim.release().await.unwrap();
+}
+
+/// A try would be answered before the holder releases, and the attempt over.
+async fn who_waits_again_asks_only_once() {
+    let server = shared();
+    let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
+    let holder = client(server.addr()).await;
+    let name = name("again");
+    wait_once(&backend, &holder, &name).await;
+    let mut at_once = 0;
+    for _ in 0..20 {
+        let held = holder.lock(&name).unwrap().acquire().await.unwrap();
+        let mut claim = backend
+            .claim(&request(&name, spi::Mode::Exclusive))
+            .await
+            .unwrap();
+        let (attempted, released) = tokio::join!(claim.attempt(Duration::from_secs(1)), async {
+            sleep(Duration::from_millis(5)).await;
+            held.release().await
+        });
+        released.unwrap();
+        at_once += u32::from(attempted.unwrap().is_some());
+        claim.release().await.unwrap();
+    }
+    assert!(at_once > 10, "only {at_once} of 20 grants came in one attempt");
+}
+
+/// It may have the lock, and draw its token.
+async fn a_statement_that_does_not_wait_is_not_taken() {
+    let server = private(&[]);
+    let backend = PostgresBackend::connect(config(server.addr())).await.unwrap();
+    let holder = client(server.addr()).await;
+    wait_once(&backend, &holder, "a").await;
+    let mut admin = session(&server);
+    admin
+        .sql("BEGIN; ALTER SEQUENCE lockkit.token INCREMENT BY 1024")
+        .unwrap();
+    let mut claim = backend.claim(&request("a", spi::Mode::Exclusive)).await.unwrap();
+    let attempted =
+        tokio::time::timeout(Duration::from_secs(2), claim.attempt(Duration::from_millis(100))).await;
+    assert!(attempted.is_err(), "nobody else has it: {attempted:?}");
+    assert_eq!(locks(&server), (1, 0));
+    admin.sql("COMMIT").unwrap();
+    claim
+        .attempt(Duration::from_secs(1))
+        .await
+        .unwrap()
+        .expect("it is free");
+    claim.release().await.unwrap();
+    assert_eq!(locks(&server), (0, 0));
+}
+
+async fn a_withdrawn_waiter_keeps_its_session() {
+    let server = private(&[]);
+    let (client, other) = (client(server.addr()).await, client(server.addr()).await);
+    let guard = client.lock("a").unwrap().acquire().await.unwrap();
+    let ids = "SELECT string_agg(pid::text, ' ' ORDER BY pid) FROM pg_stat_activity WHERE application_name='lockkit'";
+    let mut before = String::new();
+    for _ in 0..10 {
+        let waiter = Waiter::of(other.lock("a").unwrap());
+        waits(&client, "a").await;
+        waiter.abort();
+        eventually("it is withdrawn", async || locks(&server) == (1, 0)).await;
+        let now = server.sql(ids).unwrap();
+        assert!(before.is_empty() || before == now, "{before} became {now}");
+        before = now;
+    }
+    guard.release().await.unwrap();
+}
+
+/// Nobody else can unlock in a session. So if nothing was locked, it is another session that has replied.
+async fn an_unlock_that_finds_nothing_is_a_loss() {
+    let other = relay(
+        shared().addr(),
+        "SELECT pg_advisory_unlock($1)",
+        "SELECT $1::bigint IS NULL    ",
+    )
+    .await
+    .unwrap();
+    let mut config = config(other);
+    config.sslmode = lockkit_postgres::SslMode::Disable;
+    let client = connect(config).await.unwrap();
+    let guard = client.lock(name("unlocked")).unwrap().acquire().await.unwrap();
+    let error = guard.release().await.unwrap_err();
+    assert!(error.is_lost(), "{error}");
+}
+
+async fn a_newcomer_reads_behind_a_waiting_writer() {
+    let server = shared();
+    let (client, other) = (client(server.addr()).await, client(server.addr()).await);
+    let name = name("modes");
+    let lock = client.lock(&name).unwrap();
+    let reads = lock.clone().shared().acquire().await.unwrap();
+    let also = other.lock(&name).unwrap().shared();
+    also.acquire().await.unwrap().release().await.unwrap();
+    let writer = Waiter::of(lock);
+    waits(&client, &name).await;
+    assert!(
+        also.try_acquire().await.unwrap().is_none(),
+        "a waiting writer is passed over"
+    );
+    reads.release().await.unwrap();
+    let alone = writer.granted().await.0;
+    let reader = Waiter::of(also);
+    waits(&client, &name).await;
+    alone.release().await.unwrap();
+    reader.granted().await.0.release().await.unwrap();
+}
+
+async fn a_hold_that_was_passed_on_keeps_the_last_of_its_tokens() {
+    let backend = PostgresBackend::connect(config(shared().addr())).await.unwrap();
+    let name = name("block");
+    let mut asked = request(&name, spi::Mode::Exclusive);
+    asked.tokens = NonZeroU32::new(8).unwrap();
+    let mut claim = backend.claim(&asked).await.unwrap();
+    let grant = claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    let (first, last) = (*grant.tokens.start(), *grant.tokens.end());
+    assert_eq!(last, first + 7);
+    claim.passed_on(FencingToken::new(first + 3));
+    let again = claim.attempt(Duration::ZERO).await.unwrap().expect("its own");
+    assert_eq!(
+        again.tokens,
+        first + 3..=last,
+        "tokens beyond its block are others'"
+    );
+    claim.release().await.unwrap();
+    // More than a block has are not to be had, and the next block begins behind them.
+    asked.tokens = NonZeroU32::new(5_000).unwrap();
+    let mut claim = backend.claim(&asked).await.unwrap();
+    let grant = claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    assert_eq!(grant.tokens.end() - grant.tokens.start() + 1, 1_024);
+    claim.release().await.unwrap();
+    let next = claim.attempt(Duration::ZERO).await.unwrap().expect("it is free");
+    assert!(next.tokens.start() > grant.tokens.end());
+    claim.release().await.unwrap();
+}
+
+async fn a_holder_that_is_terminated_is_told_at_once() {
+    let server = shared();
+    let client = client(server.addr()).await;
+    let mut took = Vec::new();
+    for _ in 0..10 {
+        let name = name("terminated");
+        let guard = brief(&client, &name, Duration::from_secs(30))
+            .acquire()
+            .await
+            .unwrap();
+        assert_eq!(client.inspect(&name).await.unwrap().holders.len(), 1);
+        let end = format!(
+            "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype='advisory' AND \
+             (classid::bigint << 32 | objid::bigint) = {}",
+            key(&name)
+        );
+        let began = Stopwatch::start();
+        assert_eq!(server.sql(&end).unwrap(), "t");
+        let reason = timeout(Duration::from_secs(10), guard.lost()).await.unwrap();
+        took.push(began.elapsed());
+        assert_eq!(reason, LossReason::Revoked);
+        assert!(guard.release().await.unwrap_err().is_lost());
+    }
+    took.sort_unstable();
+    eprintln!("a terminated holder is told after {took:?}");
+    assert!(took[5] < Duration::from_millis(100), "{took:?}");
+}
+
+async fn a_hold_is_ended_by_its_token_and_no_other() {
+    let server = shared();
+    let (client, other) = (client(server.addr()).await, client(server.addr()).await);
+    let name = name("by token");
+    let lock = client.lock(&name).unwrap();
+    let first = lock.acquire().await.unwrap();
+    let token = first.token();
+    assert_eq!(other.inspect(&name).await.unwrap().holders[0].token, token);
+    first.release().await.unwrap();
+    // In the same session, and not shown yet.
+    let second = lock.acquire().await.unwrap();
+    assert!(
+        !other.revoke_by_force(&name, token).await.unwrap(),
+        "a token of an earlier hold"
+    );
+    second.check().unwrap();
+    assert!(other.revoke_by_force(&name, second.token()).await.unwrap());
+    assert_eq!(
+        timeout(Duration::from_secs(10), second.lost()).await.unwrap(),
+        LossReason::Revoked
+    );
+    assert!(!other.revoke_by_force(&name, second.token()).await.unwrap());
+    let semaphore = client.semaphore(&name, 3).unwrap();
+    let permits = [
+        semaphore.acquire().await.unwrap(),
+        semaphore.acquire().await.unwrap(),
+    ];
+    let ended = other
+        .revoke_permit_by_force(&name, permits[0].token())
+        .await
+        .unwrap();
+    assert!(ended);
+    assert_eq!(
+        timeout(Duration::from_secs(10), permits[0].lost()).await.unwrap(),
+        LossReason::Revoked
+    );
+    permits[1].check().unwrap();
+}
+
+async fn a_label_is_shown_whole() {
+    let client = client(shared().addr()).await;
+    let name = name("labelled");
+    let label = format!("ö'\\\" {}", "é".repeat(80));
+    let options = AcquireOptions::new().label(label.as_str());
+    let guard = client
+        .lock(&name)
+        .unwrap()
+        .with_options(options)
+        .acquire()
+        .await
+        .unwrap();
+    let state = client.inspect(&name).await.unwrap();
+    assert_eq!(state.holders[0].label.as_deref(), Some(label.as_str()));
+    assert!(state.holders[0].since.is_some());
+    guard.release().await.unwrap();
+}
+
+async fn a_label_beyond_the_databases_encoding_is_shown_escaped() {
+    let server = private(&[]);
+    server
+        .sql("CREATE DATABASE latin OWNER lockkit ENCODING LATIN1 LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+        .unwrap();
+    let url = server.url();
+    let (url, _) = url.rsplit_once('/').unwrap();
+    let config = PostgresConfig::new(format!("{url}/latin"));
+    let client = connect(config).await.unwrap();
+    for (label, shown) in [("é", "é"), ("é 東", "\\u{e9} \\u{6771}")] {
+        let options = AcquireOptions::new().label(label);
+        let lock = client.lock("a").unwrap().with_options(options);
+        let guard = lock.acquire().await.unwrap();
+        let state = client.inspect("a").await.unwrap();
+        assert_eq!(state.holders[0].label.as_deref(), Some(shown));
+        assert_eq!(state.holders[0].token, guard.token());
+        assert_eq!(listed(&client, "a").await, 1);
+        assert!(client.revoke_by_force("a", guard.token()).await.unwrap());
+    }
+}
+
+/// The number of names with this prefix on a list.
+async fn listed(client: &LockClient, prefix: &str) -> usize {
+    let mut list = client.list(prefix).unwrap();
+    let mut listed = 0;
+    while let Some(lock) = list.next().await {
+        lock.unwrap();
+        listed += 1;
+    }
+    listed
+}
+
+/// Its client is far away, so that the request that shows it takes longer than the list.
+async fn a_hold_that_is_shown_late_is_listed() {
+    let server = shared();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (far, near) = (client(proxy.addr()).await, client(server.addr()).await);
+    let name = name("far");
+    cycle(&far, &name).await;
+    let (requests, replies) = (Duration::from_millis(400), Duration::ZERO);
+    proxy.set(Mode::Delay { requests, replies });
+    let guard = far.lock(&name).unwrap().acquire().await.unwrap();
+    assert_eq!(listed(&near, &name).await, 1);
+    // What is shown, and what nobody holds, delays no list.
+    proxy.set(Mode::Pass);
+    let began = Stopwatch::start();
+    assert_eq!(listed(&near, &name).await, 1);
+    guard.release().await.unwrap();
+    assert_eq!(listed(&near, &name).await, 0);
+    assert!(
+        began.elapsed() < Duration::from_millis(900),
+        "{:?}",
+        began.elapsed()
+    );
+}
+
+async fn a_locked_table_of_holders_stops_nobody() {
+    let server = private(&[]);
+    let first = client(server.addr()).await;
+    let shown = first.lock("shown").unwrap().acquire().await.unwrap();
+    assert_eq!(
+        first.inspect("shown").await.unwrap().holders[0].token,
+        shown.token()
+    );
+    let mut admin = session(&server);
+    admin.sql("BEGIN; LOCK TABLE lockkit.holder").unwrap();
+    // A hold that cannot be shown, with a lease that is over soon.
+    let guard = brief(&first, "a", Duration::from_secs(1))
+        .acquire()
+        .await
+        .unwrap();
+    sleep(Duration::from_secs(3)).await;
+    guard.check().unwrap();
+    let began = Stopwatch::start();
+    guard.release().await.unwrap();
+    shown.release().await.unwrap();
+    let second = client(server.addr()).await;
+    cycle(&second, "shown").await;
+    let guard = brief(&second, "a", Duration::from_secs(1))
+        .acquire()
+        .await
+        .unwrap();
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    let looked = second.inspect("a").await.unwrap_err();
+    assert!(looked.is_transient(), "{looked:?}");
+    admin.sql("COMMIT").unwrap();
+    eventually("a renewal shows it", async || {
+        let state = second.inspect("a").await.unwrap();
+        state.holders[0].token == guard.token()
+    })
+    .await;
+}
+
+/// Others wait for tables for a tenth of their lease.
+async fn who_waits_has_no_time_limit_of_the_servers() {
+    let server = private(&[]);
+    let (holder, other) = (client(server.addr()).await, client(server.addr()).await);
+    let lock = brief(&other, "a", Duration::from_millis(500));
+    let semaphore = other
+        .semaphore("a", 1)
+        .unwrap()
+        .with_options(lock.options().clone());
+    let held = (
+        holder.lock("a").unwrap().acquire().await.unwrap(),
+        holder.semaphore("a", 1).unwrap().acquire().await.unwrap(),
+    );
+    let waiting =
+        "SELECT pid, waitstart FROM pg_locks WHERE locktype = 'advisory' AND NOT granted ORDER BY pid";
+    let looking = Waiter::of(semaphore.clone());
+    eventually("it is the head", async || {
+        holder.inspect_semaphore("a").await.unwrap().waiters == Some(1)
+    })
+    .await;
+    let waiters = [
+        Waiter::of(lock.clone()),
+        Waiter::of(lock.shared()),
+        Waiter::of(semaphore),
+    ];
+    let waits = || server.sql(waiting).unwrap();
+    eventually("all wait", async || waits().lines().count() == 2).await;
+    let before = waits();
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(waits(), before, "somebody has lost its place");
+    held.0.release().await.unwrap();
+    held.1.release().await.unwrap();
+    // In the order in which they came, which is nobody's promise here.
+    let cycles = [looking].into_iter().chain(waiters);
+    join_all(cycles.map(async |waiter| waiter.granted().await.0.release().await.unwrap())).await;
+}
+
+async fn a_hold_by_hand_is_shown_without_a_token() {
+    let server = shared();
+    let client = client(server.addr()).await;
+    let name = name("shown");
+    let mut by_hand = session(server);
+    by_hand
+        .sql(&format!("SELECT pg_advisory_lock({})", key(&name)))
+        .unwrap();
+    let state = client.inspect(&name).await.unwrap();
+    assert_eq!(state.holders.len(), 1, "{state:?}");
+    assert_eq!(state.holders[0].token.get(), 0);
+    assert_eq!(state.holders[0].label.as_deref(), Some("testbed"));
+}
+
+async fn a_hold_that_cannot_be_shown_is_as_good_as_any() {
+    let server = private(&[]);
+    let client = client(server.addr()).await;
+    let guard = brief(&client, "a", Duration::from_secs(1))
+        .acquire()
+        .await
+        .unwrap();
+    server
+        .sql("REVOKE INSERT, UPDATE ON lockkit.holder FROM lockkit")
+        .unwrap();
+    let lock = brief(&client, "b", Duration::from_secs(1));
+    let other = lock.acquire().await.unwrap();
+    sleep(Duration::from_secs(3)).await;
+    guard.check().unwrap();
+    other.check().unwrap();
+    other.release().await.unwrap();
+    guard.release().await.unwrap();
+    eventually("both are released", async || locks(&server) == (0, 0)).await;
+}
+
+async fn sessions_are_kept_and_closed() {
+    let server = private(&[]);
+    let client = client(server.addr()).await;
+    let count = || {
+        server
+            .sql("SELECT count(*) FROM pg_stat_activity WHERE application_name='lockkit'")
+            .unwrap()
+    };
+    for _ in 0..50 {
+        cycle(&client, "a").await;
+    }
+    assert_eq!(count(), "2", "one for locks, and one that holds none");
+    // The server ends what nobody uses for a ttl. Nobody is given such a session.
+    let lock = brief(&client, "a", Duration::from_millis(300));
+    lock.acquire().await.unwrap().release().await.unwrap();
+    sleep(Duration::from_millis(600)).await;
+    for _ in 0..3 {
+        lock.try_acquire()
+            .await
+            .unwrap()
+            .expect("it is free")
+            .release()
+            .await
+            .unwrap();
+    }
+    client.close(Duration::from_secs(5)).await.unwrap();
+    eventually("all are closed", async || count() == "0").await;
+}
+
+/// A client has as many connections as it may have, and all of them are idle. They are about to expire.
+async fn idle_sessions_that_are_closed_are_in_nobodys_way() {
+    const MANY: usize = 32;
+    let server = private(&[]);
+    let mut config = config(server.addr());
+    config.max_connections = u32::try_from(MANY).unwrap();
+    let client = connect(config).await.unwrap();
+    let began = Instant::now();
+    let ttl = Duration::from_secs(9);
+    let options = AcquireOptions::new().ttl(ttl).renew(false);
+    let lock = |n: usize| client.lock(n.to_string()).unwrap().with_options(options.clone());
+    let interval = Duration::from_secs(5);
+    for round in 1..=4_u32 {
+        // A second before the idle sessions are looked at, and again when they are looked at next.
+        let due = began + interval * (2 * round - 1);
+        sleep_until(due - Duration::from_secs(1)).await;
+        let all = join_all((0..MANY).map(|n| {
+            let lock = lock(n);
+            async move { lock.acquire().await.unwrap() }
+        }));
+        for guard in all.await {
+            guard.release().await.unwrap();
+        }
+        sleep_until(due + interval - Duration::from_millis(4)).await;
+        let mut held = Vec::new();
+        for n in 0..MANY {
+            match lock(n).try_acquire().await {
+                Ok(guard) => held.push(guard.unwrap()),
+                Err(error) => panic!("round {round}: {n} are held: {}", chain(&error)),
+            }
+        }
+    }
+}
+
+/// All connections are the client's, wherever its locks are used.
+async fn another_runtime_that_ends_takes_no_connection_along() {
+    let client = client(shared().addr()).await;
+    let name = name("runtimes");
+    let (lock, other) = (
+        client.lock(&name).unwrap(),
+        client.lock(format!("{name}/b")).unwrap(),
+    );
+    let guard = tokio::task::spawn_blocking(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            other.acquire().await.unwrap().release().await.unwrap();
+            lock.acquire().await.unwrap()
+        })
+    })
+    .await
+    .unwrap();
+    guard.renew().await.unwrap();
+    guard.release().await.unwrap();
+    cycle(&client, &format!("{name}/b")).await;
+}
+
+/// It was connected on one runtime, which has ended, and its client lives on another.
+async fn a_backend_that_outlives_its_runtime_says_so() {
+    let addr = shared().addr();
+    let backend = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.block_on(PostgresBackend::connect(config(addr))).unwrap()
+    });
+    let client = LockClient::new(backend.join().unwrap());
+    let (name, limit) = (name("outlived"), Duration::from_secs(5));
+    let lock = client.lock(&name).unwrap();
+    let tried = lock.try_acquire().await;
+    let waited = timeout(limit, lock.acquire()).await.expect("an answer");
+    let seen = timeout(limit, client.inspect(&name)).await.expect("an answer");
+    for answer in [tried.map(drop), waited.map(drop), seen.map(drop)] {
+        let error = answer.unwrap_err();
+        assert!(
+            matches!(error, Error::Backend { transient: false, .. }) && chain(&error).contains("runtime"),
+            "{}",
+            chain(&error)
+        );
+    }
+}

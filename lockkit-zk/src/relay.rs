@@ -1,0 +1,247 @@
+//! The way of the client library's bytes through a TLS connection.
+//!
+//! The client library connects to a TCP port and to nothing else. Its own TLS brings a second cryptographic provider, cannot
+//! do without verification, panics at some host names, and says nothing of why it failed. So lockkit has the TLS connection,
+//! and the library connects to a port of this process.
+//!
+//! That port is on the loopback interface, where any process of the host can connect. The relay serves only the one that asks
+//! for a session timeout which nobody else knows, and then asks the server for the real one. The password of a user does not
+//! pass that port: the library sends a placeholder, and the relay replaces it.
+
+use std::{io, net::SocketAddr, time::Duration};
+
+use futures_util::{FutureExt as _, StreamExt as _, stream::FuturesUnordered};
+use rustls::crypto::SecureRandom;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _, copy, split},
+    net::{TcpListener, TcpStream},
+    time::timeout as within,
+};
+
+use crate::{
+    connection::Route,
+    error::{Failure, Result},
+    tls::{Peer, Secured},
+};
+
+/// The credentials that the library sends to this process.
+const PLACEHOLDER: &str = "user:password";
+
+/// The connections that may come before the library's, and their guesses.
+const MOST_STRANGERS: usize = 64;
+/// The longest first packet. A request for a session has 45 bytes.
+const LONGEST_FIRST: usize = 1_024;
+/// The place of the session timeout in that packet: behind a version and the id of a transaction.
+const TIMEOUT_AT: usize = 4 + 8;
+/// The request that has the credentials.
+const AUTH: i32 = 100;
+/// The longest time to wait for what a server has to say that takes no more requests.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// A TLS connection, and the port of this process from which it is used.
+pub(crate) struct Relay {
+    peer: Peer,
+    server: Secured,
+    listener: TcpListener,
+    port: SocketAddr,
+    /// What the library has to ask for in place of its session timeout, in ms.
+    pass: i32,
+}
+
+impl Relay {
+    pub(crate) async fn new(peer: Peer, server: Secured, random: &dyn SecureRandom) -> Result<Self> {
+        let mut bytes = [0; 4];
+        let local =
+            |error: io::Error| Failure::refused(format!("no port of this process for TLS: {error}"), false);
+        random
+            .fill(&mut bytes)
+            .map_err(|_| local(io::Error::other("no random numbers")))?;
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.map_err(local)?;
+        let port = listener.local_addr().map_err(local)?;
+        Ok(Self {
+            peer,
+            server,
+            listener,
+            port,
+            // Never one that somebody would ask for, since they are a day long at most.
+            pass: (i32::from_be_bytes(bytes) & i32::MAX) | (1 << 30),
+        })
+    }
+
+    /// Returns the way for the library, on which the server is asked for this session timeout with these credentials.
+    pub(crate) fn route(self, timeout: Duration, credentials: Option<String>) -> Route {
+        Route {
+            host: self.port.to_string(),
+            timeout: Duration::from_millis(u64::from(self.pass.unsigned_abs())),
+            credentials: credentials.is_some().then(|| PLACEHOLDER.to_owned()),
+            relay: Some(self.run(timeout, credentials).boxed()),
+        }
+    }
+
+    /// Relays until either end closes its connection. Dropped, it closes both, as a lost network does.
+    async fn run(self, timeout: Duration, credentials: Option<String>) -> Result<()> {
+        let failed = |error: io::Error| self.peer.failure_on_standing(&error);
+        let Some((mut library, mut first)) = admit(self.listener, self.pass).await.map_err(failed)? else {
+            let reason = "others keep connecting to the port of this process for TLS";
+            return Err(Failure::refused(reason.to_owned(), false));
+        };
+        let timeout = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
+        first[TIMEOUT_AT..TIMEOUT_AT + 4].copy_from_slice(&timeout.to_be_bytes());
+        let (mut from_library, mut to_library) = library.split();
+        let (mut from_server, mut to_server) = split(self.server);
+        let mut requests = Box::pin(async {
+            to_server.write_all(&packet(&first)).await?;
+            to_server.flush().await?;
+            if let Some(credentials) = &credentials {
+                let auth = receive(&mut from_library).await?;
+                to_server
+                    .write_all(&packet(&with_credentials(&auth, credentials)?))
+                    .await?;
+                to_server.flush().await?;
+            }
+            copy(&mut from_library, &mut to_server).await?;
+            to_server.shutdown().await
+        });
+        let mut replies = Box::pin(copy(&mut from_server, &mut to_library));
+        tokio::select! {
+            ended = &mut replies => ended.map(drop).map_err(failed),
+            sent = &mut requests => match sent {
+                Ok(()) => Ok(()),
+                // A server that minds the certificate says so before it closes the connection.
+                Err(error) => match within(LAST_WORDS, replies).await {
+                    Ok(Err(last_words)) => Err(failed(last_words)),
+                    _ => Err(failed(error)),
+                },
+            },
+        }
+    }
+}
+
+/// Waits for the one who knows the pass. Returns its connection and its first packet; `None` if too many others came.
+async fn admit(listener: TcpListener, pass: i32) -> io::Result<Option<(TcpStream, Vec<u8>)>> {
+    let mut candidates = FuturesUnordered::new();
+    let mut came = 0;
+    loop {
+        tokio::select! {
+            accepted = listener.accept(), if came < MOST_STRANGERS => {
+                came += 1;
+                let (mut stream, _) = accepted?;
+                candidates.push(async move {
+                    let first = receive(&mut stream).await.ok()?;
+                    (first.get(TIMEOUT_AT..TIMEOUT_AT + 4) == Some(&pass.to_be_bytes())).then_some((stream, first))
+                });
+            }
+            candidate = candidates.next(), if !candidates.is_empty() => {
+                if let Some(Some((stream, first))) = candidate {
+                    let _ = stream.set_nodelay(true);
+                    return Ok(Some((stream, first)));
+                }
+            }
+            else => return Ok(None),
+        }
+    }
+}
+
+/// Returns this request for authentication with these credentials in it.
+fn with_credentials(auth: &[u8], credentials: &str) -> io::Result<Vec<u8>> {
+    let header: Option<&[u8; 8]> = auth.first_chunk();
+    let Some(header) = header.filter(|header| header[4..] == AUTH.to_be_bytes()) else {
+        return Err(io::Error::other("the client library has sent something else"));
+    };
+    let mut request = header.to_vec();
+    request.extend(0_i32.to_be_bytes()); // kind
+    request.extend(packet(b"digest"));
+    request.extend(packet(credentials.as_bytes()));
+    Ok(request)
+}
+
+/// Returns these bytes, which are short, with their length in front.
+fn packet(body: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(body.len()).unwrap_or(u32::MAX);
+    [&length.to_be_bytes()[..], body].concat()
+}
+
+async fn receive(stream: &mut (impl tokio::io::AsyncRead + Unpin)) -> io::Result<Vec<u8>> {
+    let length = stream.read_u32().await? as usize;
+    if length > LONGEST_FIRST {
+        return Err(io::Error::other("a packet that is too long"));
+    }
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).await?;
+    Ok(body)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PASS: i32 = 0x5eed_cafe;
+    /// Longer than a busy machine takes.
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// Returns the first packet of a client that asks for this session timeout.
+    fn first(timeout: i32) -> Vec<u8> {
+        let mut body = vec![0; 44];
+        body[TIMEOUT_AT..TIMEOUT_AT + 4].copy_from_slice(&timeout.to_be_bytes());
+        packet(&body)
+    }
+
+    async fn sends(port: SocketAddr, bytes: &[u8]) -> TcpStream {
+        let mut stream = TcpStream::connect(port).await.unwrap();
+        stream.write_all(bytes).await.unwrap();
+        stream
+    }
+
+    #[tokio::test]
+    async fn only_the_one_with_the_pass_is_admitted() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let port = listener.local_addr().unwrap();
+        let admitted = tokio::spawn(admit(listener, PASS));
+        // One is silent, and others guess, or send anything.
+        let silent = TcpStream::connect(port).await.unwrap();
+        for bytes in [first(PASS - 1), first(0), vec![0xff; 64], packet(b"short")] {
+            let mut stranger = sends(port, &bytes).await;
+            let mut end = Vec::new();
+            let read = within(LONG, stranger.read_to_end(&mut end)).await;
+            let read = read.expect("a stranger's connection is closed");
+            assert!(read.is_err() || end.is_empty(), "it is told nothing");
+        }
+        assert!(!admitted.is_finished());
+        let library = sends(port, &first(PASS)).await;
+        let admitted = within(LONG, admitted).await.expect("it is admitted");
+        let (stream, body) = admitted.unwrap().unwrap().unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), library.local_addr().unwrap());
+        assert_eq!(packet(&body), first(PASS));
+        drop(silent);
+        let refused = TcpStream::connect(port).await;
+        assert!(refused.is_err(), "one connection, and no more");
+    }
+
+    #[tokio::test]
+    async fn guesses_are_counted() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let port = listener.local_addr().unwrap();
+        let admitted = tokio::spawn(admit(listener, PASS));
+        let mut strangers = Vec::new();
+        for guess in 0..i32::try_from(MOST_STRANGERS).unwrap() {
+            strangers.push(sends(port, &first(guess)).await);
+        }
+        let admitted = within(LONG, admitted).await.expect("an end of the guesses");
+        assert!(admitted.unwrap().unwrap().is_none());
+    }
+
+    #[test]
+    fn the_placeholder_is_replaced_in_authentication_alone() {
+        let mut request = 7_i32.to_be_bytes().to_vec();
+        request.extend(AUTH.to_be_bytes());
+        request.extend(0_i32.to_be_bytes());
+        request.extend(packet(b"digest"));
+        let prefix = request.clone();
+        request.extend(packet(PLACEHOLDER.as_bytes()));
+        let replaced = with_credentials(&request, "me:secret").unwrap();
+        assert_eq!(replaced, [prefix, packet(b"me:secret")].concat());
+        request[7] ^= 1;
+        assert!(with_credentials(&request, "me:secret").is_err());
+        assert!(with_credentials(&request[..6], "me:secret").is_err());
+    }
+}

@@ -1,0 +1,68 @@
+//! The blocking API of the facade.
+
+use lockkit::{AcquireOptions, Error, LockConfig, blocking};
+
+#[test]
+fn a_url_leads_to_the_same_server_as_the_async_one() {
+    let client = blocking::connect("memory:?namespace=blocking-same&label=me").unwrap();
+    let guard = client.lock("a").unwrap().acquire().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime.block_on(async {
+        let other = lockkit::connect("memory:?namespace=blocking-same").await.unwrap();
+        assert!(other.lock("a").unwrap().try_acquire().await.unwrap().is_none());
+        let state = other.inspect("a").await.unwrap();
+        assert_eq!(state.holders[0].label.as_deref(), Some("me"));
+    });
+    guard.release().unwrap();
+}
+
+#[test]
+fn a_bad_url_is_the_same_error_as_the_async_one() {
+    for url in ["memory:?ttl=never", "nosuch://host", "memory:?colour=red", ""] {
+        let blocking = blocking::connect(url).unwrap_err().to_string();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let other = runtime.block_on(lockkit::connect(url)).unwrap_err().to_string();
+        assert_eq!(blocking, other);
+    }
+}
+
+#[tokio::test]
+async fn it_connects_where_a_thread_may_be_held_up_alone() {
+    let refused = blocking::connect("memory:").unwrap_err();
+    assert!(
+        matches!(refused, Error::Backend { .. }) && !refused.is_transient(),
+        "{refused}"
+    );
+    let work = tokio::task::spawn_blocking(|| {
+        let config = LockConfig::from_url("memory:?namespace=blocking-places")?;
+        let client = blocking::LockClient::connect_with(|| config.connect())?;
+        client.lock("a")?.acquire()?.release()
+    });
+    work.await.unwrap().unwrap();
+}
+
+#[cfg(all(feature = "file", unix))]
+#[test]
+fn a_set_spans_backends() {
+    let dir = tempfile::tempdir().unwrap();
+    let memory = blocking::connect("memory:?namespace=blocking-set").unwrap();
+    let files = blocking::connect(&format!("file://{}", dir.path().display())).unwrap();
+    let (a, b) = (memory.lock("a").unwrap(), files.lock("b").unwrap());
+    let set = blocking::acquire_all(&[&a, &b], &AcquireOptions::new()).unwrap();
+    assert!(
+        blocking::try_acquire_all(&[&b], &AcquireOptions::new())
+            .unwrap()
+            .is_none()
+    );
+    #[cfg(unix)]
+    assert!(
+        set.guards()
+            .iter()
+            .any(|guard| guard.descriptor().unwrap().is_some())
+    );
+    set.release().unwrap();
+    assert!(a.inspect().unwrap().is_free() && b.inspect().unwrap().is_free());
+}
