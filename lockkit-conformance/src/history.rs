@@ -199,6 +199,19 @@ pub enum Property {
     Notice,
 }
 
+impl Property {
+    /// Returns whether a violation is one of a promise whatever the machine did: no second look makes it undone.
+    fn is_promise(self) -> bool {
+        match self {
+            Self::Exclusion | Self::Tokens | Self::Fencing | Self::Residue => true,
+            Self::Liveness | Self::Fifo | Self::Notice => false,
+        }
+    }
+}
+
+/// The words before a promise that was broken, for whoever runs a failed test again: this one needs no second look.
+pub(crate) const BROKEN: &str = "PROMISE BROKEN: ";
+
 /// A violation of a property by a history.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -213,9 +226,10 @@ pub struct Violation {
 
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mark = if self.property.is_promise() { BROKEN } else { "" };
         write!(
             f,
-            "{:?} violated on lock {:?}: {}",
+            "{mark}{:?} violated on lock {:?}: {}",
             self.property, self.lock, self.detail
         )
     }

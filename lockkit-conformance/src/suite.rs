@@ -22,6 +22,7 @@ use crate::{
         shared, waiting,
     },
     helper::Launch,
+    history::BROKEN,
     stall::Stopwatch,
 };
 
@@ -310,7 +311,9 @@ impl Suite {
                         "again, since the machine stood still for {paused:?}: {why}"
                     ));
                 }
-                Err(Stop::Failed(why) | Stop::Broken(why)) => return Verdict::Failed(why),
+                Err(Stop::Failed(why)) => return Verdict::Failed(why),
+                Err(Stop::Broken(why)) if why.contains(BROKEN) => return Verdict::Failed(why),
+                Err(Stop::Broken(why)) => return Verdict::Failed(format!("{BROKEN}{why}")),
             }
         }
     }

@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 use lockkit_core::LossReason;
 
 use super::Millis;
-use crate::history::{Acquisition, Nanos};
+use crate::history::{Acquisition, BROKEN, Nanos};
 
 /// One line of what happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,7 +103,11 @@ impl Finding {
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}: {}", self.law, self.detail)
+        let mark = match self.law {
+            Law::Exclusion | Law::Tokens | Law::Fencing | Law::Residue => BROKEN,
+            _ => "",
+        };
+        write!(f, "{mark}{:?}: {}", self.law, self.detail)
     }
 }
 
