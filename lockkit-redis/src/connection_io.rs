@@ -672,7 +672,9 @@ mod tests {
     /// Callers come and go, alone and together, on several threads. Each that stays gets its reply.
     #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
     async fn no_caller_is_forgotten_among_those_that_come_and_go() {
-        let seed = fastrand::u64(..);
+        let seed =
+            std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());
+        println!("LOCKKIT_SEED={seed}");
         let io = ConnectionIo::start();
         let (echoing, pings) = echo();
         let connection = Arc::new(io.run(echoing));

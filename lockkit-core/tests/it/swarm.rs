@@ -1,5 +1,5 @@
 //! Many tasks, names and modes under random faults, cancels and drops, on paused time. Each schedule follows from its
-//! seed: `LOCKKIT_SEED=<seed>` runs that one alone.
+//! seed: `LOCKKIT_SEED=<seed>` is the first one, and `LOCKKIT_SCHEDULES=1` runs it alone.
 
 use std::{
     cell::RefCell,
@@ -26,6 +26,7 @@ const TICK: Duration = Duration::from_millis(10);
 const OPERATIONS: [FaultPoint; 3] = [FaultPoint::Attempt, FaultPoint::Renew, FaultPoint::Release];
 const NAMES: [&str; 3] = ["a", "b", "c"];
 const PERMITS: u32 = 3;
+/// The schedules that are played, or `LOCKKIT_SCHEDULES`.
 const SCHEDULES: u64 = 400;
 /// The time for which faults are set.
 const TROUBLE_LASTS: Duration = Duration::from_secs(3);
@@ -38,14 +39,19 @@ const GRANTED_WITHIN: Duration = Duration::from_millis(1_000 + 500 + 1_250 + 100
 
 #[test]
 fn schedules() {
-    if let Ok(seed) = std::env::var("LOCKKIT_SEED") {
-        run(seed.parse().expect("LOCKKIT_SEED is a number"));
-        return;
-    }
-    let first = fastrand::u64(..u64::MAX - SCHEDULES);
+    let number = |name| {
+        std::env::var(name)
+            .ok()
+            .map(|text| text.parse().expect("a number"))
+    };
+    let schedules = number("LOCKKIT_SCHEDULES").unwrap_or(SCHEDULES);
+    let first = number("LOCKKIT_SEED").unwrap_or_else(|| fastrand::u64(..u64::MAX - schedules));
     let mut total = Tally::default();
-    for seed in first..first + SCHEDULES {
+    for seed in first..first + schedules {
         total.add(&run(seed));
+    }
+    if schedules < SCHEDULES {
+        return;
     }
     // A swarm in which nothing happens would pass as well.
     assert!(
@@ -64,7 +70,7 @@ impl Drop for Seed {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!(
-                "this schedule again: LOCKKIT_SEED={} cargo test -p lockkit-core swarm",
+                "this schedule again: LOCKKIT_SEED={} LOCKKIT_SCHEDULES=1 cargo test -p lockkit-core swarm",
                 self.0
             );
         }

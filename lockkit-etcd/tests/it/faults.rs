@@ -247,8 +247,8 @@ async fn a_soak_under_faults_lets_nobody_in_twice() {
     if no_etcd() {
         return;
     }
-    let seed = fastrand::u64(..);
-    eprintln!("seed {seed}");
+    let seed = std::env::var("LOCKKIT_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap());
+    eprintln!("LOCKKIT_SEED={seed}");
     let mut random = fastrand::Rng::with_seed(seed);
     let server = block(|| EtcdServer::builder().election_timeout(ELECTION).fsync().start()).unwrap();
     let (name, notes) = (unique("soak"), Arc::new(Notes::default()));

@@ -2,13 +2,15 @@
 
 use lockkit_redlock_simulator::{Config, Crash, Summary, campaign, run, trace};
 
-/// Per configuration.
-const SCHEDULES: u64 = 20_000;
+/// Schedules per configuration, or `LOCKKIT_SCHEDULES`.
+fn schedules() -> u64 {
+    std::env::var("LOCKKIT_SCHEDULES").map_or(2_000, |schedules| schedules.parse().unwrap())
+}
 
 #[test]
 fn every_configuration_keeps_its_promises() {
     for config in Config::ALL {
-        let summary = campaign(config, None, 0..SCHEDULES);
+        let summary = campaign(config, None, 0..schedules());
         for finding in &summary.findings {
             assert!(
                 finding.is_as_promised(),
