@@ -1,5 +1,5 @@
-//! Some targets under a schedule that is always the same; the tools of torture, each shown to break what is not protected; and
-//! the program. Random schedules are the program's: `scripts/test` runs it.
+//! Each target under schedules that are always the same; the tools of torture, each shown to break what is not protected; and
+//! the program. New schedules are the program's: `scripts/soak` runs it.
 
 mod arguments;
 mod tools;
@@ -50,12 +50,41 @@ fn torture(name: &str, seed: u64) {
     );
 }
 
-#[test]
-fn memory() {
-    torture("memory", 45_029_985);
+macro_rules! recorded {
+    ($($name:ident: $target:literal, $seed:literal;)*) => {
+        $(#[test]
+        fn $name() {
+            torture($target, $seed);
+        })*
+    };
 }
 
-#[test]
-fn file() {
-    torture("file", 491_267_397);
+// Schedules of a few seconds, of which some found something once. scripts/soak has new ones.
+recorded! {
+    memory: "memory", 45_029_985;
+    memory_again: "memory", 15;
+    file: "file", 491_267_397;
+    files_that_go_beside_processes_that_stop: "file", 24;
+    redis_without_its_keys: "redis", 5;
+    redis_empty_after_a_restart: "redis", 46;
+    valkey_without_its_keys: "valkey", 19;
+    redlock_of_masters_that_forget: "redlock", 24;
+    redlock_of_masters_that_are_emptied: "redlock", 25;
+    redlock_of_three_whose_requests_stand: "redlock3", 19;
+    zookeeper_with_other_settings: "zk", 24;
+    zookeeper_with_connections_reset: "zk", 46;
+    zookeeper_without_its_sessions: "zk-readwrite", 5;
+    ensemble_that_restarts: "zk3", 25;
+    ensemble_in_pieces: "zk3", 24;
+    mariadb_beside_processes_that_stop: "mariadb", 16;
+    mariadb_whose_role_changes: "mariadb", 32;
+    mysql_that_is_late: "mysql", 19;
+    mariadb_leases_at_a_successor: "mariadb-lease", 46;
+    mysql_leases_at_a_successor: "mysql-lease", 7;
+    postgres_at_its_standby: "postgres", 46;
+    postgres_by_another_clock: "postgres", 5;
+    etcd_that_restarts: "etcd", 24;
+    etcd_without_its_leases: "etcd", 25;
+    cluster_in_pieces: "etcd3", 24;
+    cluster_with_a_member_cut_off: "etcd3", 25;
 }
