@@ -124,7 +124,10 @@ impl FenceGate {
 
 /// The error of a refused write: its token is below one that the resource has already seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("fencing token {token} is stale: {highest} has been seen; the lock has had another holder since")]
+#[error(
+    "fencing token {token} is stale: {highest} has been seen; the lock has had another holder since, or another backend (after a \
+     change of the backend, begin at 0)"
+)]
 #[non_exhaustive]
 pub struct StaleToken {
     /// The token that was refused.

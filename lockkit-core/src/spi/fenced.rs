@@ -15,9 +15,11 @@ use crate::FencingToken;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FencedError<E> {
-    /// A higher token has written the row, so the lock has had another holder since. Stop.
+    /// A higher token has written the row: the lock has had another holder since, or the higher token is from another backend, with which
+    /// this one's cannot be compared. Stop.
     #[error(
-        "fencing token {token} is stale: {highest} has written the row; the lock has had another holder since"
+        "fencing token {token} is stale: {highest} has written the row; the lock has had another holder since, or another backend \
+         (after a change of the backend, set the rows' tokens to 0)"
     )]
     #[non_exhaustive]
     Stale {

@@ -16,6 +16,7 @@ use crate::servers::{Admin, config, connect, for_each_flavour, name, shared};
 
 for_each_flavour! {
     a_row_refuses_a_superseded_holder
+    tokens_of_another_backend_are_told_and_reset
     a_row_refuses_an_older_version
     a_newer_row_is_not_missing_to_an_older_snapshot
     a_column_that_cannot_keep_a_token_is_refused
@@ -42,6 +43,36 @@ async fn balance(connection: &mut MySqlConnection, table: &str) -> i64 {
         .await
         .unwrap()
         .get(0)
+}
+
+/// The lock was on PostgreSQL, then on ZooKeeper: each step of docs/choosing.md, "Changing the backend", and what happens without it.
+async fn tokens_of_another_backend_are_told_and_reset(flavour: Flavour) {
+    let (mut rows, accounts, table) = table(flavour).await;
+    let mut admin = Admin::of(shared(flavour)).await;
+    let write = async |rows: &mut MySqlConnection, token| {
+        let token = FencingToken::new(token);
+        accounts
+            .update(rows, "mine", token, |set| {
+                set.push("balance = balance + 1");
+            })
+            .await
+    };
+    for (before, after) in [(1_795_258_041_843_810_000, 222), (222, 1_795_258_041_843_810)] {
+        for n in 0..100 {
+            write(&mut rows, before + n).await.unwrap();
+        }
+        if after < before {
+            let error = write(&mut rows, after).await.unwrap_err();
+            assert!(matches!(error, FencedError::Stale { .. }), "{error:?}");
+            assert!(error.to_string().contains("or another backend"), "{error}");
+            admin.run(&format!("UPDATE `{table}` SET `last token` = 0")).await;
+        }
+        for n in 0..100 {
+            write(&mut rows, after + n).await.unwrap();
+        }
+        admin.run(&format!("UPDATE `{table}` SET `last token` = 0")).await;
+    }
+    assert_eq!(balance(&mut rows, &table).await, 500);
 }
 
 async fn a_row_refuses_a_superseded_holder(flavour: Flavour) {
