@@ -3,11 +3,13 @@
 use std::{
     error::Error,
     io::{self, Write},
-    process::ExitCode,
+    sync::OnceLock,
 };
 
 use clap::error::ErrorKind;
 use lockkit::spi::chain;
+
+use crate::voice::Voice;
 
 /// The lock was lost while the command ran.
 pub(crate) const LOST: u8 = 123;
@@ -19,6 +21,24 @@ pub(crate) const FAILED: u8 = 125;
 pub(crate) const NOT_EXECUTABLE: u8 = 126;
 /// The command was not found.
 pub(crate) const NOT_FOUND: u8 = 127;
+
+/// Speaks for those who must not wait for a reader of standard error.
+static VOICE: OnceLock<Voice> = OnceLock::new();
+
+/// From now on, nobody who says something waits for it to be read.
+pub(crate) fn say_without_waiting() -> Result<(), Failure> {
+    let voice = Voice::new(io::stderr()).map_err(|error| Failure::because("cannot start", &error))?;
+    // Where there is one already, it does.
+    let _ = VOICE.set(voice);
+    Ok(())
+}
+
+/// Gives a reader of standard error a moment to take what was said.
+pub(crate) fn have_said() {
+    if let Some(voice) = VOICE.get() {
+        voice.finish();
+    }
+}
 
 /// A message, and the status to exit with.
 #[derive(Debug)]
@@ -67,10 +87,10 @@ impl Failure {
         ))
     }
 
-    /// Says it on standard error.
-    pub(crate) fn report(self) -> ExitCode {
+    /// Says it on standard error, and answers with the status to exit with.
+    pub(crate) fn report(self) -> u8 {
         say(&self.message);
-        ExitCode::from(self.status)
+        self.status
     }
 }
 
@@ -103,5 +123,9 @@ pub(crate) fn say(message: &str) {
             line.push(c);
         }
     }
-    let _ = writeln!(io::stderr(), "{line}");
+    line.push('\n');
+    match VOICE.get() {
+        Some(voice) => voice.say(line),
+        None => _ = io::stderr().write_all(line.as_bytes()),
+    }
 }

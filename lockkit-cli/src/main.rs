@@ -16,6 +16,7 @@ mod list;
 mod run;
 mod server;
 mod signals;
+mod voice;
 mod warnings;
 mod watch;
 
@@ -36,16 +37,15 @@ fn main() -> ExitCode {
         Ok(cli) => dispatch(cli.command),
         Err(error) => Failure::from_usage(&error),
     };
-    match status {
-        Ok(status) => ExitCode::from(status),
-        Err(failure) => failure.report(),
-    }
+    let status = status.unwrap_or_else(Failure::report);
+    failure::have_said();
+    ExitCode::from(status)
 }
 
 /// Does what the arguments say, and answers with the exit status.
 fn dispatch(command: Command) -> Result<u8, Failure> {
     match command {
-        Command::Run(args) => on_this_thread(run::run(args)),
+        Command::Run(args) => run::run(args),
         Command::Inspect(args) => on_this_thread(inspect::inspect(args)),
         Command::List(args) => on_this_thread(list::list(args)),
         Command::Break(args) => on_this_thread(inspect::break_hold(args)),

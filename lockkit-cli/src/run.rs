@@ -1,19 +1,23 @@
 //! `lockkit run`: a command under a lock.
 
-use std::{os::unix::process::ExitStatusExt, process::ExitStatus, time::Duration};
+use std::{os::unix::process::ExitStatusExt, process::ExitStatus, sync::Arc, time::Duration};
 
 use lockkit::{AcquireOptions, Lock, LockClient, LockConfig, LockGuard, LockName, LossReason, spi::chain};
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     process::Signal,
 };
-use tokio::time::{Instant, sleep_until};
+use tokio::{
+    runtime::{self, Handle},
+    task::JoinSet,
+    time::{Instant, sleep_until, timeout},
+};
 
 use crate::{
     args::Run,
     child::{Child, Place},
     exec,
-    failure::{FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
+    failure::{self, FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
     inspect::CLOSE_WITHIN,
     signals::{Signals, stop_here},
     warnings,
@@ -25,9 +29,27 @@ const CONNECT_AT_LEAST: Duration = Duration::from_secs(1);
 /// unless the system is stuck.
 const KILLED_WITHIN: Duration = Duration::from_secs(5);
 
+/// The time that a call of the client gets beyond the bound that it has itself.
+const GRACE: Duration = Duration::from_secs(1);
+
 /// Answers with the exit status.
-pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
+pub(crate) fn run(args: Run) -> Result<u8, Failure> {
+    failure::say_without_waiting()?;
     warnings::show();
+    // The client has threads of its own. Whatever keeps them busy or holds them up, such as a server that sends without end, the
+    // main thread has the command, and ends it in time. There are two, so that one connection does not starve the others.
+    let clients = runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(|error| Failure::because("cannot start", &error))?;
+    let status = crate::on_this_thread(run_beside(clients.handle().clone(), args));
+    // Dropping it would wait for what cannot be stopped.
+    clients.shutdown_background();
+    status
+}
+
+async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
     let mut signals = Signals::listen()?;
     let mut config = args.server.config()?;
     config.ttl = args.ttl.or(config.ttl);
@@ -39,27 +61,85 @@ pub(crate) async fn run(args: Run) -> Result<u8, Failure> {
         .or(config.label)
         .or_else(|| Some(default_label()));
 
+    let op_timeout = config.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT);
+    let clients = Clients { handle, op_timeout };
     let started = Instant::now();
+    let mut connect_timeout = config
+        .connect_timeout
+        .unwrap_or(LockConfig::DEFAULT_CONNECT_TIMEOUT);
     if let Some(wait) = config.wait {
-        let connect_timeout = config
-            .connect_timeout
-            .unwrap_or(LockConfig::DEFAULT_CONNECT_TIMEOUT);
-        config.connect_timeout = Some(connect_timeout.min(wait.max(CONNECT_AT_LEAST)));
+        connect_timeout = connect_timeout.min(wait.max(CONNECT_AT_LEAST));
+        config.connect_timeout = Some(connect_timeout);
     }
-    let client = match signals.unless_ended(config.connect()).await {
-        Ok(client) => client?,
+    let max_hold = config.max_hold;
+    let wait = config.wait;
+    let connected = clients.run(
+        Some(connect_timeout),
+        "connect",
+        async move { config.connect().await },
+    );
+    let client = match signals.unless_ended(connected).await {
+        Ok(client) => client??,
         Err(signal) => return Ok(status_of_signal(signal)),
     };
-    let max_hold = config.max_hold;
-    let wait = config.wait.map(|wait| wait.saturating_sub(started.elapsed()));
-    let status = match signals.unless_ended(acquire(&client, &args, wait)).await {
-        Ok(Ok(guard)) => run_under(guard, &args, max_hold, &mut signals).await,
-        Ok(Err(failure)) => Err(failure),
+    let wait = wait.map(|wait| wait.saturating_sub(started.elapsed()));
+    let args = Arc::new(args);
+    let acquired = {
+        let (client, args) = (client.clone(), Arc::clone(&args));
+        clients.run(
+            wait,
+            "acquire",
+            async move { acquire(&client, &args, wait).await },
+        )
+    };
+    let status = match signals.unless_ended(acquired).await {
+        Ok(Ok(Ok(guard))) => run_under(guard, &args, max_hold, &clients, &mut signals).await,
+        Ok(Ok(Err(failure)) | Err(failure)) => Err(failure),
         Err(signal) => Ok(status_of_signal(signal)),
     };
     // What a release that was not confirmed leaves behind ends with its lease, and `run_under` has said so.
-    let _ = client.close(CLOSE_WITHIN).await;
+    let _ = clients
+        .run(Some(CLOSE_WITHIN), "close", async move {
+            client.close(CLOSE_WITHIN).await
+        })
+        .await;
     status
+}
+
+/// The threads that the client lives on.
+struct Clients {
+    handle: Handle,
+    /// The time that one exchange with the server may take.
+    op_timeout: Duration,
+}
+
+impl Clients {
+    /// Runs `task` there. It keeps the bound `within` by itself, unless those threads are kept busy; then this does. `task` ends
+    /// when this is dropped.
+    async fn run<T: Send + 'static>(
+        &self,
+        within: Option<Duration>,
+        what: &str,
+        task: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T, Failure> {
+        let mut tasks = JoinSet::new();
+        tasks.spawn_on(task, &self.handle);
+        let done = async {
+            match tasks.join_next().await {
+                Some(Ok(done)) => Ok(done),
+                Some(Err(error)) => Err(Failure::because(&format!("cannot {what}"), &error)),
+                None => Err(Failure::new(FAILED, format!("cannot {what}"))),
+            }
+        };
+        let Some(within) = within else { return done.await };
+        timeout(within.saturating_add(GRACE), done).await.unwrap_or_else(|_| {
+            let within = humantime::format_duration(within);
+            Err(Failure::new(
+                FAILED,
+                format!("cannot {what}: the client does not answer within {within}, as if a server kept it busy"),
+            ))
+        })
+    }
 }
 
 async fn acquire(client: &LockClient, args: &Run, wait: Option<Duration>) -> Result<LockGuard, Failure> {
@@ -87,6 +167,7 @@ async fn run_under(
     guard: LockGuard,
     args: &Run,
     max_hold: Option<Duration>,
+    clients: &Clients,
     signals: &mut Signals,
 ) -> Result<u8, Failure> {
     let held_too_long = max_hold.map(|max_hold| (max_hold, Instant::now() + max_hold));
@@ -95,16 +176,28 @@ async fn run_under(
         .env("LOCKKIT_NAME", &args.name)
         .env("LOCKKIT_TOKEN", guard.token().to_string());
     let place = Place::choose(args.foreground);
-    let mut supervised = Supervised::spawn(&guard, place, command).await?;
+    // A client that is kept busy has no descriptor to give.
+    let spawned = timeout(
+        clients.op_timeout + GRACE,
+        Supervised::spawn(&guard, place, command),
+    )
+    .await;
+    let mut supervised = spawned.map_err(|error| cannot_start(&error))??;
     supervised.held_too_long = held_too_long;
     let ending = supervised.until_end(&guard, signals).await?;
-    let released = guard.release().await;
+    let released = clients
+        .run(Some(clients.op_timeout), "release", async move {
+            guard.release().await
+        })
+        .await;
     match (ending, released) {
         (Ending::Stopped(why), _) => Err(Failure::new(LOST, why)),
-        (Ending::Exited(_), Err(error)) if error.is_lost() => Err(error.into()),
+        (Ending::Exited(_), Ok(Err(error))) if error.is_lost() => Err(error.into()),
         (Ending::Exited(status), released) => {
-            if let Err(error) = released {
-                say(&chain(&error));
+            match released {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => say(&chain(&error)),
+                Err(failure) => _ = failure.report(),
             }
             status_of(status)
         }
@@ -257,7 +350,22 @@ async fn due(guard: &LockGuard, told: Option<Instant>, exited: bool) -> Instant 
         return end;
     }
     loop {
-        guard.renewal_failing().await;
+        // The client may be too busy to tell. What it would tell then is that a renewal has no reply.
+        let overdue = match (guard.valid_until(), guard.lease_length()) {
+            (Some(end), Some(lease)) => Some((end, end.checked_sub(lease / 8).unwrap_or(end))),
+            _ => None,
+        };
+        tokio::select! {
+            _ = guard.renewal_failing() => {}
+            () = async {
+                match overdue {
+                    Some((_, at)) => sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            } => if guard.valid_until() != overdue.map(|(end, _)| end) {
+                continue;
+            },
+        }
         let (Some(end), Some(lease)) = (guard.valid_until(), guard.lease_length()) else {
             return std::future::pending().await;
         };

@@ -3,6 +3,7 @@
 mod breaking;
 mod command_line;
 mod connecting;
+mod held_up;
 mod holding;
 mod limits;
 mod listing;

@@ -1,9 +1,9 @@
 //! The command, a directory for its locks, and processes that do not outlive a test.
 
 use std::{
-    io::{BufRead, BufReader, Read},
+    io::{BufRead, BufReader, PipeReader, PipeWriter, Read},
     path::{Path, PathBuf},
-    process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Output, Stdio},
+    process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -90,22 +90,26 @@ pub(crate) fn outcome(command: &mut Command) -> (i32, String, String) {
 pub(crate) struct Running {
     child: Child,
     output: BufReader<ChildStdout>,
-    complaints: BufReader<ChildStderr>,
+    complaints: BufReader<PipeReader>,
 }
 
 impl Running {
     pub(crate) fn spawn(command: &mut Command) -> Self {
-        let mut child = command
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+        Self::complaining_to(std::io::pipe().unwrap(), command)
+    }
+
+    /// With a pipe of the test's own for its complaints.
+    pub(crate) fn complaining_to(pipe: (PipeReader, PipeWriter), command: &mut Command) -> Self {
+        let (complaints, writer) = pipe;
+        let spawned = command.stdout(Stdio::piped()).stderr(writer).spawn();
+        // Else the pipe would not end with the process.
+        command.stderr(Stdio::null());
+        let mut child = spawned.unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
-        let complaints = BufReader::new(child.stderr.take().unwrap());
         Self {
             child,
             output,
-            complaints,
+            complaints: BufReader::new(complaints),
         }
     }
 
@@ -136,9 +140,14 @@ impl Running {
         signal_to(self.pid(), signal);
     }
 
+    /// Waits for its end, and answers with the status.
+    pub(crate) fn status(&mut self) -> ExitStatus {
+        eventually("the process ends", || self.child.try_wait().unwrap())
+    }
+
     /// Waits for its end; answers with the status and its complaints.
     pub(crate) fn end(mut self) -> (ExitStatus, String) {
-        let status = eventually("the process ends", || self.child.try_wait().unwrap());
+        let status = self.status();
         let mut complaints = String::new();
         self.complaints.read_to_string(&mut complaints).unwrap();
         (status, complaints)
@@ -148,8 +157,7 @@ impl Running {
     pub(crate) fn end_with_output(mut self) -> (ExitStatus, String) {
         let mut shown = String::new();
         self.output.read_to_string(&mut shown).unwrap();
-        let status = eventually("the process ends", || self.child.try_wait().unwrap());
-        (status, shown)
+        (self.status(), shown)
     }
 }
 

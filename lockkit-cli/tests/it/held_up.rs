@@ -1,0 +1,114 @@
+//! Surroundings that hold lockkit up, or keep it busy: its command ends in time all the same.
+
+use std::{
+    io::{self, PipeReader, PipeWriter, Read, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use lockkit_testbed::redis::{self, RedisServer};
+use rustix::fs::{OFlags, fcntl_setfl};
+
+use crate::tool::{Running, gone, lockkit};
+
+const TTL: Duration = Duration::from_secs(4);
+/// For a busy machine.
+const MUCH: Duration = Duration::from_secs(2);
+
+fn server() -> Option<RedisServer> {
+    if lockkit_testbed::skipped("redis", redis::missing()) {
+        return None;
+    }
+    Some(RedisServer::plain().expect("a Redis server"))
+}
+
+/// A pipe that takes no more: that of a logger that hangs, or of a terminal after Ctrl-S.
+fn full_pipe() -> (PipeReader, PipeWriter) {
+    let (reader, mut writer) = io::pipe().unwrap();
+    fcntl_setfl(&writer, OFlags::NONBLOCK).unwrap();
+    while writer.write(&[b'.'; 4096]).is_ok() {}
+    while writer.write(b".").is_ok() {}
+    fcntl_setfl(&writer, OFlags::empty()).unwrap();
+    (reader, writer)
+}
+
+/// A command that stays until it is killed.
+fn stubborn(url: &str) -> std::process::Command {
+    let script = "trap '' TERM; echo up; echo $$; while :; do sleep 0.05; done 2>/dev/null";
+    let ttl = format!("{}s", TTL.as_secs());
+    lockkit(&[
+        "run", "--url", url, "--ttl", &ttl, "job", "--", "sh", "-c", script,
+    ])
+}
+
+#[test]
+fn a_stderr_that_nobody_reads_spares_no_command() {
+    let Some(server) = server() else { return };
+    let mut holder = Running::complaining_to(full_pipe(), &mut stubborn(server.url()));
+    assert_eq!(holder.line(), "up");
+    let command = holder.line().parse().unwrap();
+    server.kill().unwrap();
+    let began = Instant::now();
+    let status = holder.status();
+    let took = began.elapsed();
+    assert_eq!(status.code(), Some(123));
+    assert!(took < TTL + MUCH, "{took:?}");
+    gone(command);
+}
+
+/// Passes everything on, and floods the client with pushes once it is told to.
+fn flooding(upstream: SocketAddr) -> (SocketAddr, Arc<AtomicBool>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let told = Arc::new(AtomicBool::new(false));
+    let floods = Arc::clone(&told);
+    thread::spawn(move || {
+        for mut client in listener.incoming().flatten() {
+            let mut server = TcpStream::connect(upstream).unwrap();
+            server.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
+            let (mut requests, mut to_server) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+            thread::spawn(move || io::copy(&mut requests, &mut to_server));
+            let told = Arc::clone(&told);
+            thread::spawn(move || {
+                let pushes = b">2\r\n$1\r\na\r\n$1\r\nb\r\n".repeat(5_000);
+                let mut replies = [0; 4096];
+                loop {
+                    let read = if told.load(Ordering::Relaxed) {
+                        client.write_all(&pushes)?;
+                        continue;
+                    } else {
+                        server.read(&mut replies)
+                    };
+                    match read {
+                        Ok(0) => return Ok(()),
+                        Ok(count) => client.write_all(&replies[..count])?,
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                        Err(error) => return Err(error),
+                    }
+                }
+            });
+        }
+    });
+    (address, floods)
+}
+
+#[test]
+fn a_server_that_floods_its_client_spares_no_command() {
+    let Some(server) = server() else { return };
+    let (address, floods) = flooding(server.addr());
+    let mut holder = Running::spawn(&mut stubborn(&format!("redis://{address}")));
+    assert_eq!(holder.line(), "up");
+    let command = holder.line().parse().unwrap();
+    floods.store(true, Ordering::Relaxed);
+    let began = Instant::now();
+    let status = holder.status();
+    let took = began.elapsed();
+    assert_eq!(status.code(), Some(123));
+    assert!(took < TTL + MUCH, "{took:?}");
+    gone(command);
+}
