@@ -10,7 +10,7 @@ use std::{
 use rustix::{
     fs::{Mode, OFlags, open},
     process::{
-        Pid, Signal, WaitId, WaitIdOptions, WaitOptions, getpgrp, kill_process, kill_process_group,
+        Pid, Signal, WaitId, WaitIdOptions, WaitOptions, getpgid, getpgrp, kill_process, kill_process_group,
         test_kill_process_group, waitid, waitpgid, waitpid,
     },
     termios::tcgetpgrp,
@@ -147,13 +147,17 @@ impl Child {
 
     fn send(&self, signal: Signal) {
         // What can fail is signalling a process of another user (a set-user-ID command), which is not ours to end.
-        if self.place == Place::Apart {
+        let is_apart = self.place == Place::Apart;
+        if is_apart {
             let _ = kill_process_group(self.pid, signal);
-            return;
         }
-        let _ = kill_process(self.pid, signal);
+        // The command itself may have left its group. Until it is reaped its id is its own.
+        if !self.reaped && !(is_apart && getpgid(Some(self.pid)) == Ok(self.pid)) {
+            let _ = kill_process(self.pid, signal);
+        }
         for member in self.members().unwrap_or_default() {
-            if member.pid != self.pid {
+            let was_sent_it = member.pid == self.pid || is_apart && member.group == self.pid;
+            if !was_sent_it {
                 member.signal(signal);
             }
         }
@@ -173,23 +177,18 @@ impl Child {
         let mut seen_none = false;
         loop {
             // With the command itself reaped, what it left behind is all that can be waited for.
-            while let Ok(Some(_)) = waitpgid(self.group(), WaitOptions::NOHANG) {}
-            let gone = match self.place {
-                Place::Apart if test_kill_process_group(self.pid).is_err() => true,
-                // The group is there for as long as nobody has reaped the last of it, and whoever has to may be of another
-                // session.
-                Place::Apart => {
-                    let none = self.members().is_some_and(|members| members.is_empty());
-                    std::mem::replace(&mut seen_none, none) && none
-                }
-                Place::Foreground { .. } => {
-                    let members = self.members().unwrap_or_default();
-                    for member in &members {
-                        member.signal(Signal::KILL);
-                    }
-                    members.is_empty()
-                }
-            };
+            for group in self.groups() {
+                while let Ok(Some(_)) = waitpgid(group, WaitOptions::NOHANG) {}
+            }
+            let members = self.members();
+            for member in members.iter().flatten() {
+                member.signal(Signal::KILL);
+            }
+            let has_group = self.place == Place::Apart && test_kill_process_group(self.pid).is_ok();
+            // The group is there for as long as nobody has reaped the last of it, and whoever has to may be of another session.
+            let none = members.map_or(!has_group, |members| members.is_empty());
+            let seen_before = std::mem::replace(&mut seen_none, none);
+            let gone = none && (seen_before || !has_group);
             if gone || Instant::now() >= deadline {
                 return Ok((status, gone));
             }
@@ -208,17 +207,19 @@ impl Child {
     /// The processes of the command, itself included, but for those that have a group of their own. `None` where the
     /// system does not tell.
     fn members(&self) -> Option<Vec<Relative>> {
-        let group = self.group();
+        let groups = self.groups();
         let mut relatives = family::relatives()?;
-        relatives.retain(|relative| relative.group == group);
+        relatives.retain(|relative| groups.contains(&relative.group));
         Some(relatives)
     }
 
-    fn group(&self) -> Pid {
-        match self.place {
+    /// The group that the command was given, and this process's own, which it may have gone to.
+    fn groups(&self) -> [Pid; 2] {
+        let given = match self.place {
             Place::Apart => self.pid,
             Place::Foreground { .. } => getpgrp(),
-        }
+        };
+        [given, getpgrp()]
     }
 }
 

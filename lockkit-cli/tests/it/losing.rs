@@ -36,6 +36,34 @@ fn a_deleted_lock_file_is_a_lost_lock() {
     );
 }
 
+/// A process may go to any group of its session.
+#[test]
+fn a_command_that_joins_lockkits_group_ends_with_the_lock() {
+    let site = Site::new();
+    let script = "exec perl -e '$| = 1; setpgrp(0, getpgrp(getppid())); $SIG{TERM} = sub { exit 7 }; \
+        my $child = fork() // die; if (!$child) { sleep 60; exit } print \"up\\n$$\\n$child\\n\"; sleep 60'";
+    let begin = || {
+        let mut holder = site.running(&[], script);
+        let family = [(); 2].map(|()| holder.line().parse::<i32>().unwrap());
+        for process in family {
+            assert_eq!(crate::tool::group(process), crate::tool::group(holder.pid()));
+        }
+        (holder, family)
+    };
+    let (holder, family) = begin();
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.end().0.code(), Some(7));
+    family.into_iter().for_each(gone);
+
+    let (holder, family) = begin();
+    for file in site.lock_files() {
+        fs::remove_file(file).unwrap();
+    }
+    let (status, complaint) = holder.end();
+    assert_eq!(status.code(), Some(123), "{complaint}");
+    family.into_iter().for_each(gone);
+}
+
 /// The memory backend is the one here with a lease.
 #[test]
 fn a_lease_that_expired_while_lockkit_stood_still_is_lost() {
