@@ -19,7 +19,7 @@ use crate::{
     exec,
     failure::{self, FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
     inspect::CLOSE_WITHIN,
-    signals::{Signals, stop_here},
+    signals::Signals,
     warnings,
 };
 
@@ -282,7 +282,7 @@ impl Supervised {
                     }
                     self.child.pass_on(signal);
                     if signal == Signal::TSTP {
-                        stop_here();
+                        signals.stop_here().await;
                     }
                 }
             }

@@ -18,11 +18,14 @@ const ENDING: [Signal; 7] = [
     Signal::ALARM,
 ];
 
-const OTHERS: [Signal; 3] = [Signal::CONT, Signal::TSTP, Signal::WINCH];
+/// A stop comes before what takes it back: see [`Signals::stop_here`].
+const OTHERS: [Signal; 3] = [Signal::TSTP, Signal::CONT, Signal::WINCH];
 
 /// The signals that come to this process, from the moment on at which this is made.
 pub(crate) struct Signals {
     streams: Vec<(Signal, unix::Signal)>,
+    /// CONT has come, and is the next one.
+    continued: bool,
 }
 
 impl Signals {
@@ -36,12 +39,18 @@ impl Signals {
             .map(|signal| Ok((signal, unix::signal(SignalKind::from_raw(signal.as_raw()))?)))
             .collect();
         streams
-            .map(|streams| Self { streams })
+            .map(|streams| Self {
+                streams,
+                continued: false,
+            })
             .map_err(|error| Failure::because("cannot listen to signals", &error))
     }
 
     /// The next signal. Cancel safe.
     pub(crate) async fn next(&mut self) -> Signal {
+        if std::mem::take(&mut self.continued) {
+            return Signal::CONT;
+        }
         poll_fn(|cx| {
             for (signal, stream) in &mut self.streams {
                 if stream.poll_recv(cx).is_ready() {
@@ -51,6 +60,27 @@ impl Signals {
             Poll::Pending
         })
         .await
+    }
+
+    /// Stops this process until somebody continues it, as the signal that it caught would have. A signal that continues it and
+    /// came meanwhile is the next one, and nothing is stopped: which of the two was the first is not known, and who is stopped
+    /// for good is worse off than who has to stop again.
+    pub(crate) async fn stop_here(&mut self) {
+        // Gives the runtime the time to see what has come.
+        tokio::task::yield_now().await;
+        let has_come = poll_fn(|cx| {
+            let mut continued = self
+                .streams
+                .iter_mut()
+                .filter(|(signal, _)| *signal == Signal::CONT);
+            Poll::Ready(continued.any(|(_, stream)| stream.poll_recv(cx).is_ready()))
+        });
+        if has_come.await {
+            self.continued = true;
+            return;
+        }
+        // It can only fail for a process that is not there.
+        let _ = kill_process(rustix::process::getpid(), Signal::STOP);
     }
 
     /// The outcome of `task`, or the signal that tells this process to end before it is done.
@@ -66,7 +96,7 @@ impl Signals {
                 return Err(signal);
             }
             if signal == Signal::TSTP {
-                stop_here();
+                self.stop_here().await;
             }
         }
     }
@@ -80,12 +110,6 @@ pub(crate) fn outlive_file_limit() -> io::Result<()> {
         drop(unix::signal(SignalKind::from_raw(Signal::XFSZ.as_raw()))?);
     }
     Ok(())
-}
-
-/// Stops this process until somebody continues it, as the signal that it caught would have.
-pub(crate) fn stop_here() {
-    // It can only fail for a process that is not there.
-    let _ = kill_process(rustix::process::getpid(), Signal::STOP);
 }
 
 fn is_in(mask: u64, signal: Signal) -> bool {

@@ -132,6 +132,30 @@ fn stopping_and_continuing_takes_the_command_along() {
     assert_eq!(holder.end().0.code(), Some(143));
 }
 
+/// The second signal may come before the first one has been dealt with.
+#[test]
+fn a_stop_that_is_taken_back_at_once_stops_nothing() {
+    let site = Site::new();
+    let count = site.path("count");
+    let script = format!(
+        "n=0; trap 'n=$((n+1)); echo $n >{}' USR1; echo up; while :; do sleep 0.002; done 2>/dev/null",
+        count.display()
+    );
+    let holder = site.running(&[], &script);
+    for n in 1..=200 {
+        holder.signal(Signal::TSTP);
+        std::thread::sleep(Duration::from_micros(n * 37 % 400));
+        holder.signal(Signal::CONT);
+        // Else it may be dealt with before them.
+        std::thread::sleep(Duration::from_millis(3));
+        holder.signal(Signal::USR1);
+        crate::tool::eventually("lockkit and its command go on", || {
+            let heard = fs::read_to_string(&count).unwrap_or_default();
+            (heard.trim() == n.to_string()).then_some(())
+        });
+    }
+}
+
 /// It hears of the signal only once it goes on.
 #[test]
 fn a_command_that_is_stopped_is_made_to_go_on_to_end() {
