@@ -24,19 +24,24 @@ pub(crate) async fn inspect(args: Inspect) -> Result<u8, Failure> {
     } else {
         client.inspect(&args.name).await
     };
+    // The answer does not wait for a server that may be away by now.
+    let shown = state.map(|state| show(&args, &state));
+    let status = shown.map_or_else(|error| Failure::from(error).report(), |()| 0);
     take_leave(&client).await;
-    let state = state?;
+    Ok(status)
+}
+
+fn show(args: &Inspect, state: &LockState) {
     print(&if args.json {
         let kind = if args.permits {
             LockKind::Semaphore
         } else {
             LockKind::Lock
         };
-        as_json(&args.name, kind, &state).to_string()
+        as_json(&args.name, kind, state).to_string()
     } else {
-        as_text(&args.name.escape_debug().to_string(), &state)
+        as_text(&args.name.escape_debug().to_string(), state)
     });
-    Ok(0)
 }
 
 pub(crate) async fn break_hold(args: Break) -> Result<u8, Failure> {
@@ -46,9 +51,16 @@ pub(crate) async fn break_hold(args: Break) -> Result<u8, Failure> {
     } else {
         ask(&client, &args).await
     };
+    let ended = ended.map_err(Failure::from);
+    let status = ended.map_or_else(Failure::report, |ended| report(&args, &ended));
     take_leave(&client).await;
-    let Break { name, token, .. } = &args;
-    Ok(match ended? {
+    Ok(status)
+}
+
+/// Says how a hold has ended, and answers with the exit status.
+fn report(args: &Break, ended: &Revocation) -> u8 {
+    let Break { name, token, .. } = args;
+    match ended {
         Revocation::NotHeld => {
             say(&format!("nobody holds `{name}` with token {token}"));
             1
@@ -75,7 +87,7 @@ pub(crate) async fn break_hold(args: Break) -> Result<u8, Failure> {
         }
         // That it was confirmed is what was asked for.
         _ => 0,
-    })
+    }
 }
 
 async fn ask(client: &LockClient, args: &Break) -> lockkit::Result<Revocation> {

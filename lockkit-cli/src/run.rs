@@ -18,7 +18,6 @@ use crate::{
     child::{Child, Place},
     exec,
     failure::{self, FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
-    inspect::CLOSE_WITHIN,
     signals::Signals,
     warnings,
 };
@@ -29,6 +28,8 @@ const CONNECT_AT_LEAST: Duration = Duration::from_secs(1);
 /// unless the system is stuck.
 const KILLED_WITHIN: Duration = Duration::from_secs(5);
 
+/// The time that the server gets to take note that this client has gone: the way to one at the other end of the world and back.
+const LEAVE_WITHIN: Duration = Duration::from_millis(400);
 /// The time that a call of the client gets beyond the bound that it has itself.
 const GRACE: Duration = Duration::from_secs(1);
 
@@ -97,13 +98,12 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
         Ok(Ok(Err(failure)) | Err(failure)) => Err(failure),
         Err(signal) => Ok(status_of_signal(signal)),
     };
+    // The last word does not wait for a server that may be away.
+    let status = status.unwrap_or_else(Failure::report);
     // What a release that was not confirmed leaves behind ends with its lease, and `run_under` has said so.
-    let _ = clients
-        .run(Some(CLOSE_WITHIN), "close", async move {
-            client.close(CLOSE_WITHIN).await
-        })
-        .await;
-    status
+    let close = clients.run(None, "close", async move { client.close(LEAVE_WITHIN).await });
+    let _ = timeout(LEAVE_WITHIN, close).await;
+    Ok(status)
 }
 
 /// The threads that the client lives on.
@@ -185,13 +185,16 @@ async fn run_under(
     let mut supervised = spawned.map_err(|error| cannot_start(&error))??;
     supervised.held_too_long = held_too_long;
     let ending = supervised.until_end(&guard, signals).await?;
+    if let Ending::Stopped(why) = &ending {
+        say(why);
+    }
     let released = clients
         .run(Some(clients.op_timeout), "release", async move {
             guard.release().await
         })
         .await;
     match (ending, released) {
-        (Ending::Stopped(why), _) => Err(Failure::new(LOST, why)),
+        (Ending::Stopped(_), _) => Ok(LOST),
         (Ending::Exited(_), Ok(Err(error))) if error.is_lost() => Err(error.into()),
         (Ending::Exited(status), released) => {
             match released {

@@ -12,7 +12,10 @@ use std::{
 };
 
 use lockkit_testbed::redis::{self, RedisServer};
-use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::{
+    fs::{OFlags, fcntl_setfl},
+    process::Signal,
+};
 
 use crate::tool::{Running, gone, lockkit};
 
@@ -111,4 +114,57 @@ fn a_server_that_floods_its_client_spares_no_command() {
     assert_eq!(status.code(), Some(123));
     assert!(took < TTL + MUCH, "{took:?}");
     gone(command);
+}
+
+/// Nothing that lockkit has to say or to leave behind is worth that the caller waits for a server that is not there.
+#[test]
+fn the_last_word_does_not_wait_for_a_silent_server() {
+    let Some(server) = server() else { return };
+    let url = format!("{}?op_timeout=1s", server.url());
+    let mut holder = Running::spawn(&mut lockkit(&[
+        "run",
+        "--url",
+        &url,
+        "job",
+        "--",
+        "sh",
+        "-c",
+        "echo up; sleep 60",
+    ]));
+    assert_eq!(holder.line(), "up");
+    let waiting = |options: &[&str]| {
+        let arguments = [&["run", "--url", &url][..], options, &["job", "--", "true"]].concat();
+        Running::spawn(&mut lockkit(&arguments))
+    };
+    let mut patient = waiting(&[]);
+    crate::tool::eventually("it waits", || {
+        let shown = crate::tool::outcome(&mut lockkit(&["inspect", "--url", &url, "job"])).1;
+        shown.contains("1 waiting").then_some(())
+    });
+    let began = Instant::now();
+    let mut impatient = waiting(&["--wait", "2s"]);
+    crate::tool::eventually("it waits too", || {
+        let shown = crate::tool::outcome(&mut lockkit(&["inspect", "--url", &url, "job"])).1;
+        shown.contains("2 waiting").then_some(())
+    });
+    server.pause().unwrap();
+    assert_eq!(impatient.status().code(), Some(124));
+    let took = began.elapsed();
+    assert!(took < 2 * MUCH, "--wait 2s took {took:?}");
+
+    let began = Instant::now();
+    patient.signal(Signal::TERM);
+    assert_eq!(patient.status().code(), Some(143));
+    let took = began.elapsed();
+    assert!(took < MUCH, "TERM took {took:?}");
+
+    let began = Instant::now();
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.status().code(), Some(143));
+    let took = began.elapsed();
+    server.resume().unwrap();
+    assert!(
+        took < Duration::from_secs(1) + MUCH,
+        "an unanswered release took {took:?}"
+    );
 }
