@@ -74,6 +74,9 @@ pub(crate) struct Run {
     /// may
     #[arg(long)]
     pub(crate) foreground: bool,
+    /// Keep LOCKKIT_URL, which may have a password, out of the command's environment
+    #[arg(long)]
+    pub(crate) no_inherit_url: bool,
     /// The holder, as shown to those who inspect the lock [default: user@host:pid]
     #[arg(long, value_name = "TEXT")]
     pub(crate) label: Option<String>,

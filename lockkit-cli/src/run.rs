@@ -175,6 +175,9 @@ async fn run_under(
     command
         .env("LOCKKIT_NAME", &args.name)
         .env("LOCKKIT_TOKEN", guard.token().to_string());
+    if args.no_inherit_url {
+        command.env_remove("LOCKKIT_URL");
+    }
     let place = Place::choose(args.foreground);
     // A client that is kept busy has no descriptor to give.
     let spawned = timeout(

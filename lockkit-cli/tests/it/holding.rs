@@ -132,6 +132,17 @@ fn the_command_is_told_name_and_token() {
     assert!(token.parse::<u64>().unwrap() < next.parse::<u64>().unwrap());
 }
 
+/// It has the password.
+#[test]
+fn the_servers_url_can_be_kept_from_the_command() {
+    let site = Site::new();
+    let script = "echo ${LOCKKIT_URL-none}";
+    let (status, output, _) = outcome(&mut site.run(&["--no-inherit-url"], script));
+    assert_eq!((status, output.as_str()), (0, "none\n"));
+    let (status, output, _) = outcome(&mut site.run(&[], script));
+    assert_eq!((status, output.trim()), (0, site.url.as_str()));
+}
+
 #[test]
 fn an_inspection_shows_the_holder_and_then_that_it_is_free() {
     let site = Site::new();
