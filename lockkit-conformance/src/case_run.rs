@@ -3,8 +3,9 @@
 use std::{fmt, future::Future, panic::Location, pin::pin, sync::Arc, task::Poll, time::Duration};
 
 use lockkit_core::{
-    AcquireOptions, DowngradeError, Error, Lock, LockClient, LockGuard, LockKind, LockState, RunError,
-    spi::{BackendInfo, chain},
+    AcquireOptions, DowngradeError, Error, Lock, LockClient, LockGuard, LockKind, LockName, LockState,
+    RunError,
+    spi::{BackendInfo, Claim, ClaimRequest, Mode, OwnerId, chain},
 };
 use tokio::time::{Instant, sleep, timeout};
 
@@ -164,6 +165,19 @@ impl CaseRun {
         Ok(client
             .semaphore(self.name(part), permits)?
             .with_options(lasting()))
+    }
+
+    /// A claim of its own on the lock `part`, past the driver.
+    pub(crate) async fn claim(
+        &self,
+        client: &LockClient,
+        part: &str,
+        ttl: Duration,
+    ) -> Result<Box<dyn Claim>, Error> {
+        let owner = OwnerId::new(fastrand::u128(..));
+        let name = LockName::new(self.name(part))?;
+        let request = ClaimRequest::new(name, Mode::Exclusive, ttl, owner);
+        client.__backend().claim(&request).await
     }
 
     pub(crate) async fn helper(&self) -> Result<Helper, Stop> {

@@ -2,6 +2,7 @@
 
 pub(crate) mod asking;
 pub(crate) mod basic;
+pub(crate) mod claims;
 pub(crate) mod contention;
 pub(crate) mod detaching;
 pub(crate) mod downgrade;

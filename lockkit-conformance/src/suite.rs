@@ -18,8 +18,8 @@ use crate::{
     Harness,
     case_run::{CaseRun, LIMIT, MOST_DEATHS, Outcome, Stop},
     cases::{
-        asking, basic, contention, detaching, downgrade, election, listing, loss, names, permits, processes,
-        shared, waiting,
+        asking, basic, claims, contention, detaching, downgrade, election, listing, loss, names, permits,
+        processes, shared, waiting,
     },
     helper::Launch,
     history::BROKEN,
@@ -162,6 +162,7 @@ macro_rules! __for_each_case {
         asking::asked_releasing_holder [Revoke] "a request to give up a hold that its holder releases at the same time disturbs nobody";
         asking::asked_rounds [Revoke] "round after round, the next is granted only after the holder that was asked has let go";
         asking::asking_is_unsupported [NoRevoke] "asking a holder is Unsupported where that cannot be, and changes nothing";
+        claims::late_renewal_takes_nothing [] "a hold that was broken, and is another's by now, does not come back with a renewal";
         loss::revoked_by_token [RevokeByForce] "revoking by force ends the hold of that token and no other";
         loss::force_is_unsupported [NoRevokeByForce] "revoking by force is Unsupported where a hold cannot be ended from outside";
         loss::unrenewed_lease_lapses_first_here [Lease] "without renewal a hold lapses, and its holder knows before another is granted";

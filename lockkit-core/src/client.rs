@@ -42,6 +42,12 @@ impl LockClient {
         }
     }
 
+    /// Returns the backend itself, past the driver: for `lockkit-conformance`, which loses replies and repeats requests as the driver does.
+    #[doc(hidden)]
+    pub fn __backend(&self) -> &dyn Backend {
+        &*self.core.backend
+    }
+
     /// Returns this client with other default options for its locks. What `defaults` leaves unset stays as it is.
     ///
     /// # Errors

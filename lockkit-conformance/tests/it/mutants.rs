@@ -38,6 +38,7 @@ caught! {
     folding_case: FoldsCase by byte_exact_and_injective;
     releasing_for_others: ReleasesForOthers by nothing_is_left_behind;
     reviving_lost_holds: RevivesLostHolds by told_when_broken;
+    renewing_for_others: RenewsForOthers by late_renewal_takes_nothing;
     hiding_the_label: HidesTheLabel by inspection_shows_the_holder;
     claiming_to_be_fifo: ClaimsToBeFifo by grants_follow_the_queue;
     denying_its_lease: ClaimsNoLease by hold_without_lease_stays;

@@ -38,6 +38,8 @@ pub(crate) enum Fault {
     FoldsCase,
     ReleasesForOthers,
     RevivesLostHolds,
+    /// A renewal extends the hold that it finds, whoever has it.
+    RenewsForOthers,
     HidesTheLabel,
     ClaimsToBeFifo,
     ClaimsNoLease,
@@ -406,7 +408,11 @@ impl Claim for PlainClaim {
         }
         let extends = !matches!(fault, Fault::NeverRenews | Fault::ClaimsNoLease);
         let renewed = self.backend.entry(&request.name, |entry| {
-            let is_mine = entry.current() == Some(request.owner);
+            let holder = entry.current();
+            let is_mine = match fault {
+                Fault::RenewsForOthers => holder.is_some(),
+                _ => holder == Some(request.owner),
+            };
             if let (true, Some(hold)) = (is_mine && extends, &mut entry.holder) {
                 hold.until = until;
             }
