@@ -59,7 +59,7 @@ pub(crate) fn bench(args: &Bench) -> Result<u8, Failure> {
         serde_json::to_string(&rows).map_err(|error| Failure::because("cannot write JSON", &error))?
     } else {
         table(&rows, &scenarios)
-    });
+    })?;
     let failed = rows.iter().any(|row| matches!(row.outcome, Outcome::Failed(_)));
     Ok(u8::from(failed))
 }

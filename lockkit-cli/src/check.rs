@@ -41,7 +41,7 @@ pub(crate) fn check(args: &Check) -> Result<u8, Failure> {
     let report = Suite::new(server)
         .helpers(helpers)
         .run(jobs, |case| case.name.contains(only), print_case);
-    print(&report.to_string());
+    print(&report.to_string())?;
     if report.verdicts.is_empty() {
         return Err(Failure::new(FAILED, format!("no case has `{only}` in its name")));
     }
@@ -50,14 +50,15 @@ pub(crate) fn check(args: &Check) -> Result<u8, Failure> {
 
 /// Random schedules for `time`. The processes of clients are stopped and killed; nothing is done to the server.
 fn torment(mut torture: Torture, time: Duration, seed: u64) -> Result<u8, Failure> {
-    print(&format!("seed {seed}"));
+    print(&format!("seed {seed}"))?;
     let report = torture.run(seed, Effort::new(time), |schedule, verdict| {
         let outcome = if verdict.findings.is_empty() {
             "ok    "
         } else {
             "FAILED"
         };
-        print(&format!(
+        // What comes at the end says whether it could be written.
+        let _ = print(&format!(
             "{outcome}  seed {}: {} grants",
             schedule.seed, verdict.granted
         ));
@@ -65,11 +66,11 @@ fn torment(mut torture: Torture, time: Duration, seed: u64) -> Result<u8, Failur
     let report = report.map_err(|error| Failure::because("the torture cannot go on", &error))?;
     for failure in &report.failures {
         for finding in &failure.findings {
-            print(&format!("FAILED  {finding}"));
+            print(&format!("FAILED  {finding}"))?;
         }
-        print(&format!("the schedule, shortened:\n{}", failure.schedule));
+        print(&format!("the schedule, shortened:\n{}", failure.schedule))?;
     }
-    print(&report.to_string());
+    print(&report.to_string())?;
     Ok(u8::from(!report.failures.is_empty()))
 }
 
@@ -80,7 +81,8 @@ fn random() -> u64 {
 
 fn print_case(case: &Case, verdict: &Verdict, took: Duration) {
     let name = case.name;
-    print(&match verdict {
+    // The count at the end says whether it could be written.
+    let _ = print(&match verdict {
         Verdict::Passed => format!("ok      {name} ({} ms)", took.as_millis()),
         Verdict::Skipped(why) => format!("skipped {name}: {why}"),
         Verdict::Failed(why) => format!("FAILED  {why}"),

@@ -9,7 +9,7 @@ use std::{
 use clap::error::ErrorKind;
 use lockkit::spi::chain;
 
-use crate::voice::Voice;
+use crate::{inspect, voice::Voice};
 
 /// The lock was lost while the command ran.
 pub(crate) const LOST: u8 = 123;
@@ -63,7 +63,7 @@ impl Failure {
     /// A command line that makes no sense, or one that asked for help, which is printed here.
     pub(crate) fn from_usage(error: &clap::Error) -> Result<u8, Self> {
         if !error.use_stderr() {
-            let _ = error.print();
+            inspect::was_written(error.print())?;
             return Ok(0);
         }
         if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {

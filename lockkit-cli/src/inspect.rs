@@ -25,13 +25,13 @@ pub(crate) async fn inspect(args: Inspect) -> Result<u8, Failure> {
         client.inspect(&args.name).await
     };
     // The answer does not wait for a server that may be away by now.
-    let shown = state.map(|state| show(&args, &state));
-    let status = shown.map_or_else(|error| Failure::from(error).report(), |()| 0);
+    let shown = state.map_err(Failure::from).and_then(|state| show(&args, &state));
+    let status = shown.map_or_else(Failure::report, |()| 0);
     take_leave(&client).await;
     Ok(status)
 }
 
-fn show(args: &Inspect, state: &LockState) {
+fn show(args: &Inspect, state: &LockState) -> Result<(), Failure> {
     print(&if args.json {
         let kind = if args.permits {
             LockKind::Semaphore
@@ -41,7 +41,7 @@ fn show(args: &Inspect, state: &LockState) {
         as_json(&args.name, kind, state).to_string()
     } else {
         as_text(&args.name.escape_debug().to_string(), state)
-    });
+    })
 }
 
 pub(crate) async fn break_hold(args: Break) -> Result<u8, Failure> {
@@ -184,6 +184,27 @@ fn whole_millis(duration: Duration) -> u64 {
 }
 
 /// Prints one line or several on standard output. A reader who closed it has read enough.
-pub(crate) fn print(text: &str) {
-    let _ = writeln!(io::stdout(), "{text}");
+///
+/// # Errors
+/// If it cannot be written for another reason.
+pub(crate) fn print(text: &str) -> Result<(), Failure> {
+    put(&format!("{text}\n"))
+}
+
+/// Prints what may have its end of line already, as [`print`].
+pub(crate) fn put(text: &str) -> Result<(), Failure> {
+    was_written(io::stdout().write_all(text.as_bytes()))
+}
+
+/// Returns whether all of the output so far could be written, after the last of it was.
+///
+/// # Errors
+/// If it could not, unless a reader has closed it.
+pub(crate) fn was_written(last: io::Result<()>) -> Result<(), Failure> {
+    match last.and_then(|()| io::stdout().flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::because("cannot write the output", &error))
+        }
+        _ => Ok(()),
+    }
 }

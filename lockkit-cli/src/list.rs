@@ -2,12 +2,12 @@
 
 use std::io::{self, IsTerminal, Write};
 
-use lockkit::{Error, ListedLock, LockClient, LockKind};
+use lockkit::{ListedLock, LockClient, LockKind};
 
 use crate::{
     args::List,
     failure::{FAILED, Failure},
-    inspect::{as_json, as_text, take_leave},
+    inspect::{as_json, as_text, take_leave, was_written},
     watch,
 };
 
@@ -20,18 +20,18 @@ pub(crate) async fn list(args: List) -> Result<u8, Failure> {
     }
     let client = args.server.config()?.connect().await?;
     let done = if args.watch {
-        watch::watch(&client, &args.prefix).await
+        watch::watch(&client, &args.prefix).await.map_err(Failure::from)
     } else {
         print_all(&client, &args).await
     };
     // The last word does not wait for a server that may be away by now.
-    let status = done.map_or_else(|error| Failure::from(error).report(), |()| 0);
+    let status = done.map_or_else(Failure::report, |()| 0);
     take_leave(&client).await;
     Ok(status)
 }
 
 /// Prints each lock as soon as its page is there, and keeps none.
-async fn print_all(client: &LockClient, args: &List) -> Result<(), Error> {
+async fn print_all(client: &LockClient, args: &List) -> Result<(), Failure> {
     let mut list = client.list(&args.prefix)?;
     let mut output = io::stdout();
     while let Some(lock) = list.next().await {
@@ -43,8 +43,11 @@ async fn print_all(client: &LockClient, args: &List) -> Result<(), Error> {
         } else {
             as_text(&titled(name.as_str(), kind), &state)
         };
+        let written = writeln!(output, "{shown}");
         // A reader who closed it has read enough.
-        if writeln!(output, "{shown}").is_err() {
+        let has_ended = written.is_err();
+        was_written(written)?;
+        if has_ended {
             break;
         }
     }

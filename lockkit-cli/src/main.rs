@@ -20,10 +20,7 @@ mod voice;
 mod warnings;
 mod watch;
 
-use std::{
-    io::{self, Write},
-    process::ExitCode,
-};
+use std::{fs::File, io, process::ExitCode};
 
 use clap::{CommandFactory, Parser};
 
@@ -55,7 +52,7 @@ fn dispatch(command: Command) -> Result<u8, Failure> {
             // Into memory first: writing to a pipe that nobody reads would make it panic.
             let mut script = Vec::new();
             clap_complete::generate(args.shell, &mut Cli::command(), "lockkit", &mut script);
-            let _ = io::stdout().write_all(&script);
+            inspect::put(&String::from_utf8_lossy(&script))?;
             Ok(0)
         }
         Command::Man(args) => man(&args),
@@ -80,12 +77,29 @@ fn man(args: &Man) -> Result<u8, Failure> {
     clap_mangen::Man::new(command)
         .render(&mut page)
         .map_err(|error| Failure::because("cannot write the manual page", &error))?;
-    let _ = io::stdout().write_all(&page);
+    inspect::put(&String::from_utf8_lossy(&page))?;
     Ok(0)
 }
 
-/// The main thread does it all, because a command that `run` spawns is tied to the thread that spawned it.
+/// The descriptors that the first runtime takes, and panics without.
+const FIRST_DESCRIPTORS: usize = 8;
+
+/// Fails if there is no room to begin.
+fn can_begin() -> Result<(), Failure> {
+    let opened: io::Result<Vec<File>> = (0..FIRST_DESCRIPTORS).map(|_| File::open("/dev/null")).collect();
+    opened.map_err(|error| Failure::because("cannot start", &error))?;
+    Ok(())
+}
+
+/// Runs `task` on the main thread.
 fn on_this_thread<T>(task: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+    can_begin()?;
+    drive(task)
+}
+
+/// Runs `task` on the main thread, for who [can begin](can_begin). A command that `run` spawns is tied to the thread that
+/// spawned it.
+fn drive<T>(task: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -35,6 +35,7 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// Answers with the exit status.
 pub(crate) fn run(args: Run) -> Result<u8, Failure> {
+    crate::can_begin()?;
     failure::say_without_waiting()?;
     warnings::show();
     // The client has threads of its own. Whatever keeps them busy or holds them up, such as a server that sends without end, the
@@ -44,7 +45,7 @@ pub(crate) fn run(args: Run) -> Result<u8, Failure> {
         .enable_all()
         .build()
         .map_err(|error| Failure::because("cannot start", &error))?;
-    let status = crate::on_this_thread(run_beside(clients.handle().clone(), args));
+    let status = crate::drive(run_beside(clients.handle().clone(), args));
     // Dropping it would wait for what cannot be stopped.
     clients.shutdown_background();
     status

@@ -174,6 +174,26 @@ fn a_closed_pipe_is_no_panic() {
 }
 
 #[test]
+fn output_that_cannot_be_written_is_an_error() {
+    for arguments in [
+        &["completions", "bash"][..],
+        &["--help"],
+        &["inspect", "--url", "memory:", "job"],
+        &["inspect", "--url", "memory:", "--json", "job"],
+        &["man"],
+    ] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let ended = lockkit(arguments).stdout(full).output().unwrap();
+        let complaint = String::from_utf8(ended.stderr).unwrap();
+        assert_eq!(ended.status.code(), Some(125), "{arguments:?}: {complaint}");
+        assert!(
+            complaint.starts_with("lockkit: cannot write") && complaint.lines().count() == 1,
+            "{arguments:?}: {complaint}"
+        );
+    }
+}
+
+#[test]
 fn a_name_that_would_break_the_line_does_not() {
     let site = Site::new();
     let mut hold = site.lockkit(&["run", "a\nb\x1b[2J", "--", "sh", "-c", "echo up; exec sleep 60"]);

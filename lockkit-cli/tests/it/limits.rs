@@ -28,6 +28,22 @@ fn a_limit_on_file_sizes_is_an_error_and_no_death() {
     assert_eq!(complaint.lines().count(), 1, "{complaint}");
 }
 
+#[test]
+fn too_few_descriptors_are_an_error_and_no_panic() {
+    let site = Site::new();
+    for limit in 3..24 {
+        let few = format!("-n {limit}");
+        let (status, output, complaint) = outcome(&mut limited(&site, &few, "--try job -- echo up"));
+        // Below that the shell or the loader may not even begin.
+        let said = complaint.lines().count();
+        assert!(
+            (status == 0 && output == "up\n" && said == 0) || (said == 1 && output.is_empty()),
+            "{limit}: {status}, {output}, {complaint}"
+        );
+        assert!(!complaint.contains("panicked"), "{limit}: {complaint}");
+    }
+}
+
 /// It has all that it takes to wait, and nothing to open the lock's file with.
 #[test]
 fn who_waits_for_a_descriptor_says_so() {

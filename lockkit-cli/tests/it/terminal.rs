@@ -26,7 +26,7 @@ impl Terminal {
     /// `script` in the foreground of a new terminal, with `lockkit run` as the function `run`. What it prints goes to a
     /// pipe, and so do its complaints.
     fn with(site: &Site, script: &str) -> Self {
-        let keys = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        let keys = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
         grantpt(&keys).unwrap();
         unlockpt(&keys).unwrap();
         let name = ptsname(&keys, Vec::new()).unwrap();
