@@ -18,7 +18,8 @@ table! {
     ///
     /// With the feature `serde` it is `Deserialize`. Durations are written `"500ms"`, `"30s"` or `"1m 30s"`. An unknown key and a
     /// bad value are errors that name the key. Apart from the tables of the backends, each key is also a parameter of the
-    /// URL. **A key that is set here wins over the parameter.**
+    /// URL. **A key that is set here wins over the parameter.** They are validated together, when it
+    /// [connects](Self::connect).
     ///
     /// ```
     /// # #[cfg(feature = "serde")] {
@@ -262,7 +263,10 @@ impl LockConfig {
         }
     }
 
-    /// Reads `url` at once and moves its parameters to the fields they belong to.
+    /// Reads and validates `url` at once, and moves its parameters to the fields they belong to.
+    ///
+    /// If the URL is good only with options that are set later, use [`new`](Self::new), which leaves that to
+    /// [`connect`](Self::connect).
     ///
     /// ```
     /// use std::time::Duration;
@@ -278,6 +282,13 @@ impl LockConfig {
     /// # Errors
     /// Those of [`connect`](crate::connect) that need no I/O.
     pub fn from_url(url: &str) -> Result<Self> {
+        let config = Self::read(url)?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Reads `url` without validating what it says: another part of the config may have the rest of it, or win over it.
+    fn read(url: &str) -> Result<Self> {
         let parsed = Url::parse(url)?;
         let target = Target::of(&parsed)?;
         let mut config = Self::new(parsed.without_parameters());
@@ -296,7 +307,6 @@ impl LockConfig {
             };
             taken.map_err(|reason| parsed.invalid(format!("parameter `{key}`: {reason}")))?;
         }
-        config.validate()?;
         Ok(config)
     }
 
@@ -314,9 +324,9 @@ impl LockConfig {
         }
     }
 
-    /// Returns this config with the URL's parameters in the fields that are unset.
+    /// Returns this config with the URL's parameters in the fields that are unset, validated as a whole.
     pub(crate) fn resolved(&self) -> Result<Self> {
-        let mut config = Self::from_url(&self.url)?;
+        let mut config = Self::read(&self.url)?;
         config.override_with(self);
         config.validate()?;
         Ok(config)
@@ -332,11 +342,12 @@ impl LockConfig {
                 millisecond..=AcquireOptions::MAX_DURATION,
             )?;
         }
-        if let Some(poll) = self.file.poll {
+        BackendInfo::check_namespace(self.namespace_or_default(), usize::MAX)?;
+        let target = Target::of(&Url::parse(&self.url)?)?;
+        if let Some(poll) = self.file.poll.filter(|_| target.backend() == "file") {
             check_duration("poll", poll, millisecond..=Duration::from_secs(60))?;
         }
-        BackendInfo::check_namespace(self.namespace_or_default(), usize::MAX)?;
-        Target::of(&Url::parse(&self.url)?)?.validate(self)
+        target.validate(self)
     }
 
     /// Returns the client's defaults for options that neither the call nor the lock sets.

@@ -48,7 +48,7 @@ use crate::{LockConfig, url::Url};
 /// # Cancel safety
 /// Dropping the future gives up the connection. Nothing is held.
 pub async fn connect(url: &str) -> Result<LockClient> {
-    LockConfig::from_url(url)?.connect().await
+    LockConfig::new(url).connect().await
 }
 
 impl LockConfig {

@@ -69,6 +69,148 @@ async fn options_out_of_range_are_refused_before_anything_is_opened() {
     }
 }
 
+/// Options that are good only together may be some here, some there, and none of them alone is asked about.
+#[cfg(all(
+    feature = "redis",
+    feature = "zk",
+    feature = "mysql",
+    feature = "etcd",
+    feature = "postgres",
+    feature = "tls"
+))]
+mod together {
+    use std::path::PathBuf;
+
+    use lockkit::{Error, LockConfig};
+
+    use super::*;
+
+    fn with(url: &str, set: impl FnOnce(&mut LockConfig)) -> LockConfig {
+        let mut config = LockConfig::new(url);
+        set(&mut config);
+        config
+    }
+
+    /// Nobody listens at these addresses, and to find that out is to have taken the options.
+    #[tokio::test]
+    async fn what_url_and_table_say_is_one_config() {
+        let certificates = lockkit_testbed::Certificates::generate().unwrap();
+        let ca = certificates.authority();
+        let ca: &PathBuf = &ca;
+        let (cert, key) = (certificates.client(), certificates.client_key());
+        let (cert, key) = (&cert, &key);
+        let identity = format!("cert={}&key={}", cert.display(), key.display());
+        let authority = format!("ca={}", ca.display());
+        let tls = || Some("verify".to_owned());
+        for config in [
+            with("redis://127.0.0.1:1,127.0.0.1:2?sentinel=main", |_| ()),
+            with("redis://127.0.0.1:1,127.0.0.1:2", |config| {
+                config.redis.sentinel = Some("main".into());
+            }),
+            with(
+                &format!("redlock://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3?{authority}&{identity}"),
+                |config| config.redlock.tls = Some(true),
+            ),
+            with("redlock://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3?ttl=2m", |config| {
+                config.redlock.max_ttl = Some(Duration::from_secs(300));
+            }),
+            with(
+                &format!("rediss://127.0.0.1:1?cert={}", cert.display()),
+                |config| {
+                    config.redis.key = Some(key.clone());
+                },
+            ),
+            with("zk://127.0.0.1:1?session_timeout=5s", |config| {
+                config.zk.tick_time = Some(Duration::from_secs(1));
+            }),
+            with(&format!("zk://127.0.0.1:1?{authority}&{identity}"), |config| {
+                config.zk.tls = tls();
+            }),
+            with(&format!("etcd://127.0.0.1:1?{authority}&{identity}"), |config| {
+                config.etcd.tls = tls();
+            }),
+            with(
+                &format!("mysql://me@127.0.0.1:1/app?{authority}&{identity}"),
+                |config| {
+                    config.mysql.tls = tls();
+                },
+            ),
+            with("mysql://me@127.0.0.1:1/app?max_connections=1", |config| {
+                config.mysql.mode = Some("for_update".into());
+            }),
+            with(
+                "mysql://me@127.0.0.1:1/app?mode=lease&max_connections=1",
+                |config| {
+                    config.mysql.max_connections = Some(2);
+                },
+            ),
+            with(
+                &format!(
+                    "postgres://me@127.0.0.1:1/app?sslrootcert={}&sslcert={}",
+                    ca.display(),
+                    cert.display()
+                ),
+                |config| {
+                    config.postgres.sslmode = Some("verify-full".into());
+                    config.postgres.sslkey = Some(key.clone());
+                },
+            ),
+        ] {
+            let error = config.connect().await.unwrap_err();
+            assert!(matches!(error, Error::Backend { .. }), "{config:?}: {error}");
+        }
+    }
+
+    /// An option that another one wins over does not count, nor do those of another backend.
+    #[tokio::test]
+    async fn only_what_is_in_force_is_validated() {
+        let poll = Some(Duration::ZERO);
+        for config in [
+            LockConfig::new("memory:?ttl=1ms").ttl(Duration::from_secs(1)),
+            LockConfig::new("memory:?max_hold=9s").ttl(Duration::from_secs(9)),
+            with("memory:", |config| config.file.poll = poll),
+            with("memory:", |config| config.redis.sentinel = Some(String::new())),
+        ] {
+            let connected = config.connect().await;
+            assert!(connected.is_ok(), "{config:?}: {connected:?}");
+        }
+    }
+
+    /// What is good alone may be bad together.
+    #[tokio::test]
+    async fn what_url_and_table_say_may_not_go_together() {
+        for (config, option) in [
+            (
+                LockConfig::new("memory:?max_hold=20s").ttl(Duration::from_secs(30)),
+                "max_hold",
+            ),
+            (
+                with("zk://127.0.0.1:1?session_timeout=12s", |config| {
+                    config.zk.tick_time = Some(Duration::from_secs(3));
+                }),
+                "session_timeout",
+            ),
+            (
+                with("mysql://127.0.0.1:1/app?tls=verify&ca=/ca.pem", |config| {
+                    config.mysql.tls = Some("off".into());
+                }),
+                "ca",
+            ),
+            (
+                with("etcd://127.0.0.1:1?tls=verify&ca=/ca.pem", |config| {
+                    config.etcd.tls = Some("unverified".into());
+                }),
+                "ca",
+            ),
+        ] {
+            match config.connect().await {
+                Err(Error::InvalidOptions { option: named, .. }) => assert_eq!(named, option),
+                other => panic!("{option}: {other:?}"),
+            }
+        }
+    }
+}
+
 #[cfg(feature = "serde")]
 mod files {
     use super::*;

@@ -278,6 +278,43 @@ async fn a_redis_url_connects_with_its_options() {
 }
 
 #[cfg(feature = "redis")]
+#[tokio::test]
+async fn a_url_of_two_sentinels_connects_to_their_master() {
+    use lockkit_testbed::redis::{self, RedisSentinels};
+
+    if lockkit_testbed::skipped("redis", redis::missing()) {
+        return;
+    }
+    let group = RedisSentinels::start().unwrap();
+    let addrs = group.sentinels()[..2]
+        .iter()
+        .map(|sentinel| sentinel.addr().to_string());
+    let url = format!("redis://{}", addrs.collect::<Vec<_>>().join(","));
+    let name = RedisSentinels::MASTER_NAME;
+    let connected = [
+        lockkit::connect(&format!("{url}/3?sentinel={name}&namespace=billing&label=me")).await,
+        {
+            let mut config = LockConfig::new(format!("{url}/3"))
+                .namespace("billing")
+                .label("me");
+            config.redis.sentinel = Some(name.to_owned());
+            config.connect().await
+        },
+        {
+            let url = format!("{url}/3?sentinel={name}");
+            let config = LockConfig::from_url(&url).unwrap();
+            config.namespace("billing").label("me").connect().await
+        },
+    ];
+    for client in connected {
+        let client = client.unwrap();
+        let guard = client.lock("orders/42").unwrap().acquire().await.unwrap();
+        is_held_at(group.master().unwrap());
+        guard.release().await.unwrap();
+    }
+}
+
+#[cfg(feature = "redis")]
 #[test]
 fn redlock_urls_name_an_odd_number_of_masters() {
     taken(&[
