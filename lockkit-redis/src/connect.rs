@@ -177,8 +177,8 @@ impl Connector {
     }
 
     /// Connects to the master, loads all scripts, and subscribes to `channel`, if one is given. Pushes go to the handler that
-    /// `on_push` makes for each try. The token counter of the only master is above its clock; one of several has been let in by
-    /// its quarantine.
+    /// `on_push` makes for each try. One of several masters has been let in by its quarantine. Nothing is written, so that a server
+    /// which refuses writes can still be looked at, and holds can be renewed and released where memory is full.
     ///
     /// A sentinel that was cut off may name a server that is no longer the master. Then the other sentinels are asked, too, and
     /// the one that was right is asked first the next time.
@@ -290,9 +290,6 @@ impl Connector {
         script::load(scripts, &mut connection).await.map_err(connecting)?;
         let role = match &self.quarantine {
             None => {
-                // Tokens go on above the server's clock.
-                let raise = script::RAISE_COUNTER.call(b"").command;
-                let _: i64 = raise.query_async(&mut connection).await.map_err(connecting)?;
                 let command = CompareAndDelete::find(&mut connection).await;
                 Role::Only(command.map_err(connecting)?)
             }

@@ -22,6 +22,8 @@ elseif is_group() then
 end
 if record then
   local owner = string.sub(record, 1, 32)
+  -- First: a server without memory refuses HSET, but not within a script that has begun to write.
+  check_writable()
   call('HSET', REVOKED, owner, ARGV[1])
   extend(REVOKED, left + GRACE)
   publish(owner, client_of(record), 0)

@@ -17,11 +17,11 @@ if mine then
   -- The key of an earlier round may have come back with old data, after votes for others.
   if mine ~= ARGV[2] and not has_vote(ARGV[1]) then return 3 end
   -- The hold may have tokens that no majority confirmed. It gets those that count.
+  -- A server out of memory refuses what follows, unless the script has written before.
+  call('PEXPIRE', LOCK, ARGV[3])
   if ARGV[6] == 'x' then
     call('SET', LOCK, ARGV[2], 'PX', ARGV[3])
   else
-    -- A server out of memory refuses what follows, unless the script has written before.
-    if was_exclusive then call('PEXPIRE', LOCK, ARGV[3]) end
     share(me, ARGV[2], ARGV[3])
     if was_exclusive then wake_readers() end
   end

@@ -11,8 +11,8 @@ use lockkit_testbed::{
 };
 
 use crate::common::{
-    AT_ONCE, LONG, client, client_behind_proxy, connect, granted, heartbeats, no_server, subscribers, take,
-    url_of, waiter, waiters, within,
+    AT_ONCE, LONG, MS, client, client_behind_proxy, connect, granted, heartbeats, lock, no_server, subscribers,
+    take, until, url_of, waiter, waiters, within,
 };
 
 #[tokio::test]
@@ -195,6 +195,83 @@ async fn holds_are_renewed_and_released_also_when_memory_is_full() {
     exclusive.release().await.unwrap();
     let next = granted(LONG, "passed on", waiting).await;
     next.release().await.unwrap();
+}
+
+/// A connection that is made anew meanwhile can do what the one before could.
+#[tokio::test]
+async fn memory_full_and_a_reset_end_no_hold() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (client, proxy) = client_behind_proxy(&server).await;
+    let (other, others) = client_behind_proxy(&server).await;
+    let names = ["exclusive", "waited for", "asked", "ended"];
+    let mut held = Vec::new();
+    for name in names {
+        held.push(lock(&client, name, LONG).acquire().await.unwrap());
+    }
+    let shared = client.lock("shared").unwrap().shared().acquire().await.unwrap();
+    let waiting = waiter(&lock(&other, "waited for", LONG));
+    waiters(&server, "waited for", 1).await;
+    server.cli(&["CONFIG", "SET", "maxmemory", "1"]).unwrap();
+    for proxy in [&proxy, &others] {
+        proxy.reset();
+    }
+
+    let looker = self::client(server.url()).await;
+    until(LONG, "everybody looks", async || {
+        let mut all = [&client, &other, &looker].into_iter();
+        loop {
+            let Some(client) = all.next() else { return true };
+            match client.inspect("exclusive").await {
+                Ok(state) => assert_eq!(state.holders.len(), 1),
+                Err(_) => return false,
+            }
+        }
+    })
+    .await;
+    for guard in &held {
+        guard.renew().await.unwrap();
+    }
+    shared.renew().await.unwrap();
+    shared.release().await.unwrap();
+    let token = held[2].token();
+    let _ = looker.revoke("asked", token, MS).await.unwrap();
+    within(LONG, "it is told", held[2].lost()).await;
+    let token = held[3].token();
+    assert!(looker.revoke_by_force("ended", token).await.unwrap());
+    within(LONG, "it is told", held[3].lost()).await;
+    for guard in held.drain(..2) {
+        guard.release().await.unwrap();
+    }
+    let next = granted(LONG, "passed on", waiting).await;
+    next.release().await.unwrap();
+    // A new hold needs memory.
+    let refused = lock(&looker, "new", LONG).try_acquire().await.unwrap_err();
+    assert!(lockkit_core::spi::chain(&refused).contains("maxmemory"), "{refused:?}");
+}
+
+/// No right to write, and no need of one.
+#[tokio::test]
+async fn looking_needs_no_right_to_write() {
+    if no_server() {
+        return;
+    }
+    let rights = "~lockkit:* ~lockkit#* resetchannels &lockkit#client:* +ping +info +select \
+         +subscribe +client|id +eval +evalsha +script|load +time +get +exists +pttl +zrange +hget +scan";
+    let server = RedisServer::builder()
+        .user("looker", "secret", rights)
+        .start()
+        .unwrap();
+    let looker = client(&format!("redis://looker:secret@{}", server.addr())).await;
+    let holder = client(&format!("redis://{}", server.addr())).await;
+    let held = lock(&holder, "a", LONG).acquire().await.unwrap();
+    let shown = looker.inspect("a").await.unwrap();
+    assert_eq!(shown.holders[0].token, held.token());
+    let refused = lock(&looker, "b", LONG).try_acquire().await.unwrap_err();
+    assert!(!refused.is_transient(), "{refused:?}");
+    held.release().await.unwrap();
 }
 
 /// The rules that `docs/redis.md` gives for a user of lockkit's own.

@@ -647,3 +647,40 @@ async fn releases_lost_at_one_master_after_another_add_up() {
     drop(granted(ttl, "the first of the leases is over", next).await);
     assert!(began.elapsed() < ttl, "{:?}", began.elapsed());
 }
+
+/// Masters that are out of memory let holds be renewed, asked for, ended and released, also over connections that are made anew.
+#[tokio::test]
+async fn masters_full_and_resets_end_no_hold() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let (client, proxies) = world.client_behind_proxies().await;
+    let mut held = Vec::new();
+    for name in ["held", "asked", "ended"] {
+        held.push(lock(&client, name, LONG).acquire().await.unwrap());
+    }
+    let shared = lock(&client, "shared", LONG).shared().acquire().await.unwrap();
+    for master in &world.masters {
+        master.cli(&["CONFIG", "SET", "maxmemory", "1"]).unwrap();
+    }
+    for proxy in &*proxies {
+        proxy.reset();
+    }
+
+    let looker = world.client().await;
+    until(LONG, "connected again", async || client.inspect("held").await.is_ok()).await;
+    assert_eq!(looker.inspect("held").await.unwrap().holders.len(), 1);
+    for guard in &held {
+        guard.renew().await.unwrap();
+    }
+    shared.renew().await.unwrap();
+    shared.release().await.unwrap();
+    let _ = looker.revoke("asked", held[1].token(), MS).await.unwrap();
+    within(LONG, "told", held[1].lost()).await;
+    assert!(looker.revoke_by_force("ended", held[2].token()).await.unwrap());
+    within(LONG, "told", held[2].lost()).await;
+    held.swap_remove(0).release().await.unwrap();
+    let refused = lock(&looker, "new", LONG).try_acquire().await.unwrap_err();
+    assert!(shown(&refused).contains("maxmemory"), "{refused:?}");
+}
