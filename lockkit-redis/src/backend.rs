@@ -23,6 +23,7 @@ use crate::{
     layout,
     list::RedisLister,
     script,
+    wakeup::Wakeups,
 };
 
 /// Covers what nothing else does: a waiter is woken by a push, asks when the lease before it ends, and asks after a
@@ -94,7 +95,7 @@ impl RedisBackend {
         let takes_hand_offs = runtime.runtime_flavor() != RuntimeFlavor::CurrentThread;
         let inbox = Inbox {
             client: layout::new_client(takes_hand_offs).into(),
-            wakeups: Arc::default(),
+            wakeups: Arc::new(Wakeups::new(takes_hand_offs)),
             announcements: Arc::default(),
             master: None,
         };

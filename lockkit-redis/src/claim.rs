@@ -16,7 +16,7 @@ use crate::{
     error::{NAME, unexpected},
     layout::{self, Record},
     script::{self, Call},
-    wakeup::{Follows, Wakeup},
+    wakeup::{Follows, LAST_TOKEN, Wakeup},
 };
 
 /// The time by which the others ask later than the head of the queue. They are told when they become the head; this covers a
@@ -106,10 +106,11 @@ impl RedisClaim {
         let Self {
             shared,
             request,
+            key,
             wakeup,
             ..
         } = self;
-        wakeup.get_or_insert_with(|| shared.inbox.wakeups.add(request.owner))
+        wakeup.get_or_insert_with(|| shared.inbox.wakeups.add(request.owner, key))
     }
 
     /// Returns the lease that a reply to a request sent at `since` proves. A request that may come late may shorten it.
@@ -147,7 +148,8 @@ impl RedisClaim {
         const ENOUGH: Duration = Duration::from_secs(1);
 
         let hand_off = self.wakeup.as_ref()?.take_hand_off()?;
-        if !self.request.renews || self.shared.replicas.is_some() {
+        // Nothing is handed to a claim that has not asked to wait.
+        if !self.may_be_queued || !self.request.renews || self.shared.replicas.is_some() {
             return None;
         }
         let ttl = Duration::from_millis(self.ttl_ms()).min(HANDOFF_TTL);
@@ -156,7 +158,9 @@ impl RedisClaim {
         if left < ENOUGH || self.shared.connection.number() != Some(hand_off.origin.connection) {
             return None;
         }
-        let grant = self.begin_hold(hand_off.token, self.most_tokens, lease);
+        let grant = self
+            .begin_hold("acquire", hand_off.token, self.most_tokens, lease)
+            .ok()?;
         self.renew_soon = true;
         Some(grant)
     }
@@ -249,7 +253,25 @@ impl RedisClaim {
         call
     }
 
-    fn begin_hold(&mut self, first: u64, tokens: NonZeroU32, lease: Lease) -> Grant {
+    /// Begins a hold with what the server or a push has said.
+    ///
+    /// # Errors
+    /// If those cannot be fencing tokens.
+    fn begin_hold(
+        &mut self,
+        operation: &'static str,
+        first: u64,
+        tokens: NonZeroU32,
+        lease: Lease,
+    ) -> Result<Grant> {
+        let last = first.checked_add(u64::from(tokens.get()) - 1);
+        let Some(last) = last.filter(|last| (1..=LAST_TOKEN).contains(last)) else {
+            let reason = format!(
+                "the server granted {tokens} tokens from {first} on, and there are none above {LAST_TOKEN}"
+            );
+            return Err(Error::permanent(NAME, operation, reason));
+        };
+        self.shared.inbox.wakeups.saw(last);
         if self.request.tokens != tokens {
             self.request.tokens = tokens;
             self.record = Record::new(&self.request, &self.shared.inbox.client);
@@ -261,7 +283,7 @@ impl RedisClaim {
         self.token = Some(first);
         self.token_published = Some(first);
         self.renew_soon = false;
-        Grant::new(first..=first + u64::from(tokens.get()) - 1, lease)
+        Ok(Grant::new(first..=last, lease))
     }
 
     /// Waits until the grant has reached as many replicas as the config asks for. Gives the lock up if it does not.
@@ -353,7 +375,7 @@ impl Claim for RedisClaim {
         let since = Instant::now();
         match self.ask(waits).await? {
             Reply::Granted { first, tokens } => {
-                let grant = self.begin_hold(first, tokens, self.lease(since));
+                let grant = self.begin_hold("acquire", first, tokens, self.lease(since))?;
                 self.replicate().await?;
                 Ok(Some(grant))
             }
@@ -463,7 +485,7 @@ impl Claim for RedisClaim {
             other => return Err(unexpected("adopt", &other)),
         }
         let lease = self.lease(since);
-        self.begin_hold(token.get(), NonZeroU32::MIN, lease);
+        self.begin_hold("adopt", token.get(), NonZeroU32::MIN, lease)?;
         // What a replica does not know of is the former owner's there, for anybody to adopt.
         if let Some(lack) = self.lacks_replicas("adopt").await? {
             self.find_the_server_again(&lack);

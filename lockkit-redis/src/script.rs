@@ -21,14 +21,7 @@ pub(crate) static INSPECT: Script = script!("read_key", "draw_tokens", "common",
 
 /// The scripts that a connection to the only master loads before it is used.
 pub(crate) static ALL: [&Script; 8] = [
-    &ACQUIRE,
-    &RENEW,
-    &DOWNGRADE,
-    &ADOPT,
-    &RELEASE,
-    &REVOKE,
-    &ASK_BACK,
-    &INSPECT,
+    &ACQUIRE, &RENEW, &DOWNGRADE, &ADOPT, &RELEASE, &REVOKE, &ASK_BACK, &INSPECT,
 ];
 
 pub(crate) static REDLOCK_VOTE: Script = script!(

@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -12,9 +12,16 @@ use std::{
 use lockkit_core::spi::{Mutex, OwnerId};
 use tokio::{sync::Notify, time::Instant};
 
+/// The last token that there can be. The scripts count as far as Lua can tell numbers apart.
+pub(crate) const LAST_TOKEN: u64 = (1 << 53) - 1;
+
 /// The wake-ups of all claims of one client.
 #[derive(Debug, Default)]
 pub(crate) struct Wakeups {
+    /// The client takes a hand-off from the push.
+    takes_hand_offs: bool,
+    /// The highest token that the client has had. One that is drawn later is higher.
+    highest_token: AtomicU64,
     by_owner: Mutex<HashMap<u128, Arc<Wakeup>>>,
     /// Owners of dropped claims that the server may still have in a queue, each with the key of its lock.
     abandoned: Mutex<HashMap<u128, Vec<u8>>>,
@@ -25,6 +32,8 @@ pub(crate) struct Wakeups {
 /// The wake-up of one claim.
 #[derive(Debug, Default)]
 pub(crate) struct Wakeup {
+    /// The key of its lock. What is said of another one is not meant for it.
+    lock: Vec<u8>,
     changed: Notify,
     state: Mutex<State>,
     waiting: Arc<AtomicUsize>,
@@ -73,9 +82,23 @@ pub(crate) struct PushOrigin {
 }
 
 impl Wakeups {
-    pub(crate) fn add(&self, owner: OwnerId) -> Arc<Wakeup> {
+    /// Makes those of a client of the one master, which takes a hand-off from the push, or does not.
+    pub(crate) fn new(takes_hand_offs: bool) -> Self {
+        Self {
+            takes_hand_offs,
+            ..Self::default()
+        }
+    }
+
+    /// Notes a token that the client has had.
+    pub(crate) fn saw(&self, token: u64) {
+        self.highest_token.fetch_max(token, Ordering::Relaxed);
+    }
+
+    pub(crate) fn add(&self, owner: OwnerId, lock: &[u8]) -> Arc<Wakeup> {
         let new = || {
             Arc::new(Wakeup {
+                lock: lock.to_vec(),
                 waiting: self.waiting.clone(),
                 ..Wakeup::default()
             })
@@ -87,8 +110,17 @@ impl Wakeups {
             .clone()
     }
 
-    fn get(&self, owner: OwnerId) -> Option<Arc<Wakeup>> {
-        self.by_owner.lock().get(&owner.get()).cloned()
+    /// Returns the wake-up of the owner's claim for this lock.
+    fn get(&self, owner: OwnerId, lock: &[u8]) -> Option<Arc<Wakeup>> {
+        let map = self.by_owner.lock();
+        map.get(&owner.get())
+            .filter(|wakeup| wakeup.lock == lock)
+            .cloned()
+    }
+
+    /// Returns whether the client may have been handed a hold with this token just now.
+    fn is_new(&self, token: u64) -> bool {
+        self.takes_hand_offs && (self.highest_token.load(Ordering::Relaxed) + 1..=LAST_TOKEN).contains(&token)
     }
 
     pub(crate) fn remove(&self, owner: OwnerId) {
@@ -133,6 +165,8 @@ impl Wakeups {
     /// Zero `ms`: the lock was handed off to the owner, with this token if there is one; or its hold was ended. Otherwise the
     /// owner is now the first in the queue, and the lease before it lasts for `ms`.
     ///
+    /// A token that cannot be that of a new hold is not believed: the claim asks instead.
+    ///
     /// Returns owner and lock if the claim is gone and was handed something that has to be released.
     pub(crate) fn push<'a>(
         &self,
@@ -142,16 +176,19 @@ impl Wakeups {
         let (owner, what, lock) = parse(message)?;
         let (ms, token) = what.split_once(':').unwrap_or((what, ""));
         let ms: u64 = ms.parse().ok()?;
-        match self.get(owner) {
+        match self.get(owner, lock) {
             Some(wakeup) if ms == 0 => {
-                let token = token.parse().ok();
+                let token = token.parse().ok().filter(|token| self.is_new(*token));
                 let hand_off = token.zip(origin).map(|(token, origin)| HandOff { token, origin });
                 wakeup.state.lock().hand_off = hand_off;
                 wakeup.wake();
             }
             Some(wakeup) => wakeup.ask_in(Duration::from_millis(ms)),
-            None if ms == 0 => return Some((owner, lock)),
-            None => {}
+            None => {
+                let is_its = |abandoned: &Vec<u8>| abandoned == lock;
+                let was_handed = ms == 0 && self.abandoned.lock().get(&owner.get()).is_some_and(is_its);
+                return was_handed.then_some((owner, lock));
+            }
         }
         None
     }
@@ -161,10 +198,12 @@ impl Wakeups {
     /// `1`: the lock is free there and kept for the owner, which asks once `majority` masters have said so. `0`: the owner's
     /// hold was ended there.
     pub(crate) fn hint(&self, master: usize, majority: usize, message: &[u8]) {
-        let Some((owner, what, _)) = parse(message) else {
+        let Some((owner, what, lock)) = parse(message) else {
             return;
         };
-        let Some(wakeup) = self.get(owner) else { return };
+        let Some(wakeup) = self.get(owner, lock) else {
+            return;
+        };
         match what {
             "0" => wakeup.wake(),
             "1" => wakeup.is_free_at(master, majority),
@@ -227,7 +266,10 @@ impl Wakeup {
     /// Has the claim ask after this time at the latest. An earlier time stays: a push may be handled before the reply that
     /// the server sent before it, and knows better.
     pub(crate) fn ask_in(&self, after: Duration) {
-        let at = Instant::now() + after;
+        /// A server may name any number of milliseconds, also one that no clock can count.
+        const LONGEST: Duration = Duration::from_secs(24 * 3600);
+
+        let at = Instant::now() + after.min(LONGEST);
         let mut state = self.state.lock();
         state.ask_at = Some(state.ask_at.map_or(at, |before| before.min(at)));
         drop(state);
@@ -334,7 +376,7 @@ mod tests {
     async fn that_somebody_waits_is_known_without_a_look_at_each_claim() {
         let wakeups = Wakeups::default();
         let [one, two] = [7, 8].map(OwnerId::new);
-        let [waits, also_waits] = [one, two].map(|owner| wakeups.add(owner));
+        let [waits, also_waits] = [one, two].map(|owner| wakeups.add(owner, b"n"));
         assert!(!wakeups.any_waits());
         for wakeup in [&waits, &also_waits, &waits] {
             wakeup.wait(None, Duration::from_secs(1));
@@ -364,7 +406,7 @@ mod tests {
     async fn a_push_that_overtakes_the_reply_before_it_is_not_forgotten() {
         let wakeups = Wakeups::default();
         let owner = OwnerId::new(7);
-        let wakeup = wakeups.add(owner);
+        let wakeup = wakeups.add(owner, b"n");
         wakeup.begin();
         // The server sent the reply, "25 s left", before this.
         assert!(wakeups.push(format!("{owner} 3000 n").as_bytes(), None).is_none());
@@ -382,7 +424,7 @@ mod tests {
     async fn a_majority_of_hints_wakes_at_once_and_fewer_soon() {
         let wakeups = Wakeups::default();
         let owner = OwnerId::new(7);
-        let wakeup = wakeups.add(owner);
+        let wakeup = wakeups.add(owner, b"n");
         let free = format!("{owner} 1 n");
         let tell = |master| wakeups.hint(master, 3, free.as_bytes());
         let asked = Instant::now();
@@ -410,5 +452,64 @@ mod tests {
         assert!(!is_woken() && wakeup.state.lock().ask_at.is_none(), "it holds");
         wakeups.hint(0, 3, format!("{owner} 0 n").as_bytes());
         assert!(is_woken(), "its hold was ended");
+    }
+
+    #[tokio::test]
+    async fn no_push_is_believed_that_cannot_be_a_hand_off() {
+        let owner = OwnerId::new(7);
+        let origin = PushOrigin {
+            connection: 1,
+            since: Instant::now(),
+        };
+        let handed = |takes_hand_offs, said: &str| {
+            let wakeups = Wakeups::new(takes_hand_offs);
+            let wakeup = wakeups.add(owner, b"a:n");
+            wakeups.saw(41);
+            assert!(wakeups.push(said.as_bytes(), Some(origin)).is_none());
+            let woken = wakeup.state.lock().woken;
+            (woken, wakeup.take_hand_off().map(|hand_off| hand_off.token))
+        };
+        assert_eq!(handed(true, &format!("{owner} 0:42 a:n")), (true, Some(42)));
+        assert_eq!(
+            handed(true, &format!("{owner} 0:{LAST_TOKEN} a:n")),
+            (true, Some(LAST_TOKEN))
+        );
+        assert_eq!(handed(false, &format!("{owner} 0:42 a:n")), (true, None));
+        for token in [
+            "0",
+            "40",
+            "41",
+            "9007199254740992",
+            "18446744073709551615",
+            "x",
+            "-1",
+        ] {
+            assert_eq!(
+                handed(true, &format!("{owner} 0:{token} a:n")),
+                (true, None),
+                "{token}"
+            );
+        }
+        for lock in ["b:n", "a:", "a:n ", ""] {
+            assert_eq!(
+                handed(true, &format!("{owner} 0:42 {lock}")),
+                (false, None),
+                "{lock}"
+            );
+        }
+
+        // Nor is anything released that no claim of the client asked for.
+        let wakeups = Wakeups::new(true);
+        let gone = format!("{owner} 0:42 a:n");
+        assert!(wakeups.push(gone.as_bytes(), Some(origin)).is_none());
+        wakeups.abandon(owner, b"a:n".to_vec());
+        assert!(wakeups.push(gone.as_bytes(), Some(origin)).is_some());
+        let other = format!("{owner} 0:42 b:n");
+        assert!(wakeups.push(other.as_bytes(), Some(origin)).is_none());
+        // A time that no clock can count.
+        let wakeup = wakeups.add(owner, b"a:n");
+        let far = format!("{owner} {} a:n", u64::MAX);
+        assert!(wakeups.push(far.as_bytes(), None).is_none());
+        assert!(wakeup.state.lock().ask_at.is_some());
     }
 }

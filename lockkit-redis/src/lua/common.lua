@@ -155,7 +155,9 @@ local function queue_head() return call('ZRANGE', QUEUE, 0, 0)[1] end
 -- connected; its tokens are known and not drawn yet. If none are left, the waiter is told to ask, and gets the error itself.
 local function hand_off(owner, mode, ttl, record)
   local client = client_of(record)
-  local first = math.max(micros, tonumber(call('GET', 'lockkit#fence') or 0)) + 1
+  -- One that is no number is as good as one that is at its end.
+  local counter = tonumber(redis.pcall('GET', 'lockkit#fence') or 0) or 2 ^ 53
+  local first = math.max(micros, counter) + 1
   if first > 2 ^ 53 - string.match(record, '^%S+ (%d+) ') then
     publish(owner, client, 1)
     return false

@@ -13,7 +13,11 @@ local WEEKS = 4 * 7 * 24 * 3600 * 1000
 
 -- Raises the counter from `fence` to `last`, if all tokens from `first` on are new here. Returns 1, or `fence`.
 local function raise(first, last, fence)
-  if fence and tonumber(fence) >= tonumber(first) then return fence end
+  if fence then
+    local counter = tonumber(fence)
+    if not counter then error('the counter of fencing tokens, ' .. FENCE .. ', is no number: delete it') end
+    if counter >= tonumber(first) then return fence end
+  end
   -- A counter ahead of the clock stays until weeks after the clock has reached it.
   local ahead = math.floor(last / 1000) - call('TIME')[1] * 1000
   call('SET', FENCE, last, 'PX', string.format('%d', WEEKS + math.max(0, ahead)))

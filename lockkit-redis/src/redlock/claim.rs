@@ -89,10 +89,11 @@ impl RedlockClaim {
         let Self {
             masters,
             request,
+            key,
             place,
             ..
         } = self;
-        place.get_or_insert_with(|| masters.inbox.wakeups.add(request.owner))
+        place.get_or_insert_with(|| masters.inbox.wakeups.add(request.owner, key))
     }
 
     fn ttl_ms(&self) -> u64 {

@@ -11,8 +11,8 @@ use lockkit_testbed::{
 };
 
 use crate::common::{
-    AT_ONCE, LONG, MS, client, client_behind_proxy, connect, granted, heartbeats, lock, no_server, subscribers,
-    take, until, url_of, waiter, waiters, within,
+    AT_ONCE, LONG, MS, client, client_behind_proxy, connect, granted, heartbeats, lock, no_server,
+    subscribers, take, until, url_of, waiter, waiters, within,
 };
 
 #[tokio::test]
@@ -249,7 +249,10 @@ async fn memory_full_and_a_reset_end_no_hold() {
     next.release().await.unwrap();
     // A new hold needs memory.
     let refused = lock(&looker, "new", LONG).try_acquire().await.unwrap_err();
-    assert!(lockkit_core::spi::chain(&refused).contains("maxmemory"), "{refused:?}");
+    assert!(
+        lockkit_core::spi::chain(&refused).contains("maxmemory"),
+        "{refused:?}"
+    );
 }
 
 /// No right to write, and no need of one.

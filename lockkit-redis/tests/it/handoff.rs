@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use crate::common::{
     AT_ONCE, LONG, MS, SECOND, client, client_behind_proxy, connect, granted, held_and_waited_for, lock,
-    no_server, nothing_is_left, until, waiter, waiters, within,
+    no_server, nothing_is_left, requests_executed, take, until, waiter, waiters, within,
 };
 
 /// The lease of a hand-off at the server.
@@ -462,4 +462,43 @@ async fn a_listener_at_a_former_master_is_handed_nothing() {
     );
     next.release().await.unwrap();
     first.abort();
+}
+
+/// Whoever may publish on the channel of a waiter is not its server.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_forged_hand_off_grants_nothing() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let (one, two) = (client(server.url()).await, client(server.url()).await);
+    take(&lock(&two, "before", LONG)).await;
+    let held = lock(&one, "a", LONG).acquire().await.unwrap();
+    let waiting = waiter(&lock(&two, "a", LONG));
+    waiters(&server, "a", 1).await;
+    let entry = server.cli(&["HVALS", "lockkit#about:{lockkit:a}"]).unwrap();
+    let parts: Vec<_> = entry.split(' ').collect();
+    let (owner, id) = (parts[2], parts[5]);
+    let channel = format!("lockkit#client:{id}");
+    for token in [
+        "9000000000000000000",
+        "18446744073709551615",
+        "9007199254740992",
+        "1",
+    ] {
+        let before = requests_executed(&server);
+        let told = server.cli(&["PUBLISH", &channel, &format!("{owner} 0:{token} lockkit:a")]);
+        assert_eq!(told.unwrap(), "1");
+        eventually("it asks", async || requests_executed(&server) > before).await;
+        waiters(&server, "a", 1).await;
+        assert!(!waiting.is_finished(), "{token}");
+    }
+    let next = held.token().get() + 1000;
+    let told = server.cli(&["PUBLISH", &channel, &format!("{owner} 0:{next} lockkit:b")]);
+    assert_eq!(told.unwrap(), "1");
+    held.release().await.unwrap();
+    let granted = granted(AT_ONCE, "the real one", waiting).await;
+    // The scripts count no further.
+    assert!(granted.token().get() < 1 << 53, "{}", granted.token());
+    granted.release().await.unwrap();
 }

@@ -405,6 +405,36 @@ async fn a_counter_at_its_end_grants_no_token_twice() {
     nothing_is_left(&server, "refused").await;
 }
 
+/// Somebody else's key, or a slip of the hand.
+#[tokio::test]
+async fn a_counter_that_is_no_number_says_so() {
+    if no_server() {
+        return;
+    }
+    const COUNTER: &str = "lockkit#fence";
+
+    let server = RedisServer::plain().unwrap();
+    let (client, other) = (client(server.url()).await, self::client(server.url()).await);
+    let says_so = |error: &Error| {
+        assert!(!error.is_transient(), "{error:?}");
+        let text = shown(error);
+        assert!(text.contains(COUNTER) && text.contains("is no number"), "{text}");
+    };
+    let write: [&[&str]; 2] = [&["SET", COUNTER, "many"], &["LPUSH", COUNTER, "1"]];
+    for write in write {
+        let held = lock(&client, "a", LONG).acquire().await.unwrap();
+        let waiting = waiter(&lock(&other, "a", LONG));
+        waiters(&server, "a", 1).await;
+        server.cli(&["DEL", COUNTER]).unwrap();
+        server.cli(write).unwrap();
+        says_so(&lock(&client, "b", LONG).try_acquire().await.unwrap_err());
+        held.release().await.unwrap();
+        says_so(&within(LONG, "told", waiting).await.unwrap().unwrap_err());
+        server.cli(&["DEL", COUNTER]).unwrap();
+    }
+    take(&lock(&client, "b", LONG)).await;
+}
+
 /// Nobody waits there, holds or releases. What it was told before is not the last word on who holds.
 #[tokio::test]
 async fn a_try_is_not_answered_by_a_master_that_was_demoted() {

@@ -669,7 +669,10 @@ async fn masters_full_and_resets_end_no_hold() {
     }
 
     let looker = world.client().await;
-    until(LONG, "connected again", async || client.inspect("held").await.is_ok()).await;
+    until(LONG, "connected again", async || {
+        client.inspect("held").await.is_ok()
+    })
+    .await;
     assert_eq!(looker.inspect("held").await.unwrap().holders.len(), 1);
     for guard in &held {
         guard.renew().await.unwrap();
