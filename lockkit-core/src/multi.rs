@@ -13,10 +13,18 @@ use crate::{
     spi::Mode,
 };
 
+/// The time for which a lock is waited for while others are held that somebody else may take after it.
+const FIRST_PATIENCE: Duration = Duration::from_secs(2);
+
 /// Acquires all of `locks` or none. They may be of different clients and backends.
 ///
-/// It takes them in the order of their [ids](crate::LockId), so two callers never wait for each other. One `wait` is for all of
-/// them together: that of `options`, or else the shortest of the locks' own.
+/// Two callers never wait for each other for good. Locks of one server are taken in the order of their [ids](crate::LockId), which is
+/// the same for everyone. For locks of several servers it need not be, since a server may go by several addresses. There, it takes
+/// the first in the same order, for as long as it takes, and waits for each of the others for no more than about two seconds. After
+/// that it releases what it has, and begins anew with the one that was taken, at the end of its queue. Each such round is twice as
+/// patient as the one before. So it has its turn in the end, also where locks are held for long, and others may pass it until then.
+///
+/// One `wait` is for all of them together, and for all rounds: that of `options`, or else the shortest of the locks' own.
 ///
 /// ```
 /// use lockkit_core::{AcquireOptions, LockClient, MemoryBackend, acquire_all};
@@ -32,7 +40,8 @@ use crate::{
 /// ```
 ///
 /// # Errors
-/// [`Error::InvalidOptions`] if one id is there twice. [`Error::Lost`] if one lock is lost while others are waited for.
+/// [`Error::InvalidOptions`] if one id is there twice. A lock that is there twice under two addresses of its server is not noticed:
+/// it is waited for until `wait` is over. [`Error::Lost`] if one lock is lost while others are waited for.
 /// Otherwise as [`DistributedLock::acquire_with`]. After an error nothing is held: the locks acquired so far are released, in
 /// the background if that takes longer than the rest of `wait`.
 ///
@@ -53,7 +62,12 @@ where
     }
     let own_wait = || locks.iter().filter_map(|lock| lock.options().wait).min();
     let deadline = Deadline::new(options.wait.or_else(own_wait));
-    collect(&sorted, options, &deadline).await
+    let is_of_one_server = |pair: &[&L]| pair[0].id().server() == pair[1].id().server();
+    if sorted.windows(2).all(is_of_one_server) {
+        Ok(collect(&sorted, options, &deadline, None).await?)
+    } else {
+        Box::pin(collect_in_rounds(&sorted, options, &deadline)).await
+    }
 }
 
 /// Several permits of a semaphore.
@@ -152,7 +166,7 @@ async fn collect_permits(
         .into_iter()
         .chain((0..permits).map(|_| semaphore))
         .collect();
-    let mut set = collect(&locks, &AcquireOptions::new(), &deadline).await?;
+    let mut set = collect(&locks, &AcquireOptions::new(), &deadline, None).await?;
     if collector.is_some() {
         // Released in the background: the caller has all that it wants.
         drop(set.guards.remove(0));
@@ -160,17 +174,63 @@ async fn collect_permits(
     Ok(set)
 }
 
-/// Acquires all of `locks` or none, in their order.
-async fn collect<L>(locks: &[&L], options: &AcquireOptions, deadline: &Deadline) -> Result<LockSet>
+/// Acquires all of `locks` or none, although others may take them in another order. Of two that wait for each other, one gives up
+/// what it has.
+async fn collect_in_rounds<L>(locks: &[&L], options: &AcquireOptions, deadline: &Deadline) -> Result<LockSet>
+where
+    L: DistributedLock + ?Sized,
+{
+    let mut order: Vec<usize> = (0..locks.len()).collect();
+    let mut patience = FIRST_PATIENCE;
+    loop {
+        let ordered: Vec<&L> = order.iter().map(|index| locks[*index]).collect();
+        // Two that began together must not give up together.
+        let jittered = timing::jittered(patience);
+        match collect(&ordered, options, deadline, Some(jittered)).await {
+            Ok(set) => {
+                let mut guards: Vec<_> = order.into_iter().zip(set.guards).collect();
+                guards.sort_unstable_by_key(|(index, _)| *index);
+                let guards = guards.into_iter().map(|(_, guard)| guard).collect();
+                return Ok(LockSet { guards });
+            }
+            Err(Stopped { taken: Some(at), .. }) => order[..=at].rotate_right(1),
+            Err(Stopped { error, taken: None }) => return Err(error),
+        }
+        patience = (2 * patience).min(AcquireOptions::MAX_DURATION / 2);
+    }
+}
+
+/// The reason why not all were acquired.
+struct Stopped {
+    error: Error,
+    /// The place of the lock that was waited for too long, if nothing else was wrong.
+    taken: Option<usize>,
+}
+
+impl From<Stopped> for Error {
+    fn from(stopped: Stopped) -> Self {
+        stopped.error
+    }
+}
+
+/// Acquires all of `locks` or none, in their order. Has so much `patience` for each of them but the first, or as much as there is time.
+async fn collect<L>(
+    locks: &[&L],
+    options: &AcquireOptions,
+    deadline: &Deadline,
+    patience: Option<Duration>,
+) -> std::result::Result<LockSet, Stopped>
 where
     L: DistributedLock + ?Sized,
 {
     let mut set = LockSet {
         guards: Vec::with_capacity(locks.len()),
     };
-    for lock in locks {
-        let mut options = options.clone();
-        options.wait = deadline.left();
+    for (at, lock) in locks.iter().enumerate() {
+        let (mut options, began, left) = (options.clone(), Instant::now(), deadline.left());
+        // To wait for the first one keeps nobody else waiting.
+        let limit = patience.filter(|limit| at > 0 && left.is_none_or(|left| *limit < left));
+        options.wait = limit.or(left);
         let next = tokio::select! {
             biased;
             lost = set.first_lost() => Err(lost),
@@ -178,15 +238,19 @@ where
         };
         match next {
             Ok(guard) => set.guards.push(guard),
-            Err(err) => {
+            Err(error) => {
+                // In an outage, it goes on waiting as it would for a lock that is taken.
+                let is_taken = error.is_timeout() || error.is_transient();
+                let is_over = limit.is_some_and(|limit| began.elapsed() >= limit);
                 set.give_back(deadline).await;
-                return Err(err);
+                let taken = (is_taken && is_over).then_some(at);
+                return Err(Stopped { error, taken });
             }
         }
     }
-    if let Err(err) = set.check() {
+    if let Err(error) = set.check() {
         set.give_back(deadline).await;
-        return Err(err);
+        return Err(Stopped { error, taken: None });
     }
     Ok(set)
 }
@@ -194,7 +258,8 @@ where
 /// Acquires all of `locks` if all of them are free now. Returns `None` if one of them is taken.
 ///
 /// It makes one attempt for each, in the order of their [ids](crate::LockId), and waits for nobody: a `wait` in `options` or of
-/// a lock's own does not count.
+/// a lock's own does not count. Of several who try at once one succeeds, unless they spell their servers differently: then each may
+/// find what another has.
 ///
 /// ```
 /// use lockkit_core::{AcquireOptions, LockClient, MemoryBackend, try_acquire_all};

@@ -174,7 +174,8 @@ pub enum LockKind {
 
 /// The identity of a lock: server, namespace, kind and name. It holds no credentials.
 ///
-/// Its order is total and the same in every process. So [`acquire_all`](crate::acquire_all) takes locks without deadlock.
+/// Its order is total and the same in every process. A server that goes by two addresses has two identities, so two ids may be of one
+/// lock: [`acquire_all`](crate::acquire_all) allows for that.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LockId(Arc<Parts>);
 

@@ -28,6 +28,7 @@ mod runtime;
 #[cfg(feature = "serde")]
 mod serialized;
 mod spans;
+mod spellings;
 mod swarm;
 mod try_all;
 mod ttl;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use lockkit_core::{AcquireOptions, Error};
+use lockkit_core::{AcquireOptions, Error, acquire_all};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
     Mode, Proxy, eventually,
@@ -350,4 +350,54 @@ async fn the_documented_rights_are_enough_for_everything() {
     let guard = lock.acquire().await.unwrap();
     guard.release().await.unwrap();
     assert_eq!(server.cli(&["ACL", "LOG"]).unwrap(), "", "nothing was refused");
+}
+
+/// Two callers that spell two servers differently take them in different orders.
+#[tokio::test]
+async fn two_spellings_of_a_server_lock_nobody_up() {
+    if no_server() {
+        return;
+    }
+    let servers = [RedisServer::plain().unwrap(), RedisServer::plain().unwrap()];
+    let mut callers = Vec::new();
+    for hosts in [["127.0.0.1", "localhost"], ["localhost", "127.0.0.1"]] {
+        let mut locks = Vec::new();
+        for (server, host) in servers.iter().zip(hosts) {
+            let url = format!("redis://{host}:{}", server.addr().port());
+            locks.push(client(&url).await.lock("n").unwrap());
+        }
+        callers.push(locks);
+    }
+    let firsts: Vec<_> = callers
+        .iter()
+        .map(|locks| locks[0].id() < locks[1].id())
+        .collect();
+    assert_eq!(firsts, [true, false]);
+    let mut in_the_way = Vec::new();
+    for server in &servers {
+        let other = client(server.url()).await;
+        in_the_way.push(other.lock("n").unwrap().acquire().await.unwrap());
+    }
+    let callers: Vec<_> = callers
+        .into_iter()
+        .map(|locks| {
+            tokio::spawn(async move {
+                let locks: Vec<_> = locks.iter().collect();
+                acquire_all(&locks, &AcquireOptions::new()).await?.release().await
+            })
+        })
+        .collect();
+    // Each waits for another lock first, and is granted that.
+    for server in &servers {
+        waiters(server, "n", 1).await;
+    }
+    for guard in in_the_way {
+        guard.release().await.unwrap();
+    }
+    for caller in callers {
+        within(LONG, "both have them in turn", caller)
+            .await
+            .unwrap()
+            .unwrap();
+    }
 }
