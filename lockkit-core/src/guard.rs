@@ -285,6 +285,9 @@ impl LockGuard {
     /// [`Error::Lost`] if the hold had been lost before. [`Error::Backend`] if no confirmation came: the release is tried
     /// again in the background, and the hold ends with its lease at the latest.
     ///
+    /// A hold that is passed on to a waiter of this client is not asked for at the server. If it had been ended by force, and this
+    /// client had not been told yet, the release succeeds, and the waiter is told instead.
+    ///
     /// # Cancel safety
     /// If the future is dropped half-way, the release goes on in the client's worker.
     pub async fn release(mut self) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use lockkit_core::{AcquireOptions, Instant, Lock, LockClient, LockGuard, memory::FaultPoint};
+use lockkit_core::{AcquireOptions, Instant, Lock, LockClient, LockGuard, MemoryBackend, memory::FaultPoint};
 
 use crate::probe::Probe;
 
@@ -87,6 +87,26 @@ async fn a_claim_is_told_with_which_token_it_is_passed_on() {
     }
     assert_eq!(*probe.counts.passed_on.lock().unwrap(), tokens);
     assert_eq!(probe.counts.calls(), (1, 0, 0));
+}
+
+/// Nobody asks the server at a hand-off. Whoever has the hold next is told.
+#[tokio::test(start_paused = true)]
+async fn a_hold_that_was_broken_may_be_passed_on_and_is_told() {
+    let server = MemoryBackend::new();
+    let (ours, theirs) = (LockClient::new(server.clone()), LockClient::new(server));
+    let lock = ours.lock("a").unwrap();
+    let broken = lock.acquire().await.unwrap();
+    let heir = waiter(&lock).await;
+    assert!(theirs.revoke_by_force("a", broken.token()).await.unwrap());
+    let theirs = theirs.lock("a").unwrap().try_acquire().await.unwrap().unwrap();
+    broken.release().await.unwrap();
+    let heir = heir.await.unwrap();
+    assert!(heir.token() < theirs.token(), "a resource refuses it");
+    let passed = Instant::now();
+    heir.lost().await;
+    assert!(passed.elapsed() <= 10 * MS, "told after {:?}", passed.elapsed());
+    assert!(heir.release().await.is_err_and(|error| error.is_lost()));
+    assert!(theirs.is_held());
 }
 
 #[tokio::test(start_paused = true)]
