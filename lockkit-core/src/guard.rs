@@ -135,11 +135,13 @@ impl LockGuard {
     }
 
     /// Extends the lease by hand, to a full ttl from now: for holds acquired with `renew(false)`, and for certainty before a
-    /// long step.
+    /// long step. It succeeds once the server has confirmed that. Where a session decides (ZooKeeper), that is one of its last
+    /// two heartbeats, which are 2.5 s apart at most, and [`lease_length`](Self::lease_length) is the outcome.
     ///
     /// # Errors
     /// [`Error::Lost`] if the hold is lost; [`Error::Backend`] if no reply came, in which case the lease goes on as
-    /// it was. Also [`Error::Backend`], a permanent one, once its [`max_hold`](crate::AcquireOptions#structfield.max_hold) is over.
+    /// it was, or as its session was proven before. Also [`Error::Backend`], a permanent one, once its
+    /// [`max_hold`](crate::AcquireOptions#structfield.max_hold) is over.
     ///
     /// # Cancel safety
     /// If the future is dropped half-way, the lease may or may not be extended at the server. Locally it is not.

@@ -108,6 +108,9 @@ impl Grant {
 pub enum Renewal {
     /// Still held, and proven anew.
     Held(Lease),
+    /// Still held by what was proven before this call, which the server has not confirmed since. That may end before or after the
+    /// lease that was granted last. The driver counts with it from now on, and calls [`renew`](Claim::renew) again at once.
+    Unconfirmed(Lease),
     /// The server says that the hold is gone.
     Lost(LossReason),
     /// Still held, and not proven anew: its holder was [asked](Backend::revoke) to give it up. The driver tells its user, and calls
@@ -448,7 +451,8 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// May be dropped at any await. The next call, or `release`, goes on from what the server made of it.
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>>;
 
-    /// Proves the hold anew. Never brings a lost hold back, and never prolongs one that was [asked back](Backend::revoke).
+    /// Proves the hold anew, by what the server says now: for the ttl, or for as long as a session is ever proven. Never brings a lost
+    /// hold back, and never prolongs one that was [asked back](Backend::revoke).
     ///
     /// # Errors
     /// An `Err` means unknown, not lost.

@@ -41,6 +41,8 @@ pub(crate) struct Proof {
     /// The times at which each write was sent and acknowledged, the oldest first.
     writes: VecDeque<(Instant, Instant)>,
     end: Instant,
+    /// The time at which the ensemble was last heard.
+    heard: Instant,
     /// Before then, a timeout that is not known may have come into force after what the leader was told.
     doubtful: Instant,
 }
@@ -55,6 +57,7 @@ impl Proof {
             attached: sent,
             writes: VecDeque::new(),
             end: sent,
+            heard: sent,
             doubtful: sent,
         };
         proof.end = proof.lives_on_from(sent, timeout);
@@ -86,6 +89,7 @@ impl Proof {
 
     /// Notes that a first write on this connection was acknowledged: no deposed leader has attached the session.
     pub(crate) fn confirmed(&mut self) {
+        self.heard = self.heard.max(self.attached);
         self.proves(self.attached);
     }
 
@@ -94,6 +98,7 @@ impl Proof {
         if connection_id != self.connection_id {
             return;
         }
+        self.heard = self.heard.max(acknowledged);
         let apart = self.tick * 3 / 4;
         // This write is *c* and the one before it *b*: the leader is known to have been told of what is far enough before *b*.
         if let Some(&(between, _)) = self.writes.back() {
@@ -111,7 +116,7 @@ impl Proof {
     /// earlier.
     pub(crate) fn slept(&mut self, slept: Duration) {
         let sent = self.writes.iter_mut().map(|(sent, _)| sent);
-        for at in sent.chain([&mut self.end, &mut self.attached]) {
+        for at in sent.chain([&mut self.end, &mut self.attached, &mut self.heard]) {
             *at = at.checked_sub(slept).unwrap_or(*at);
         }
     }
@@ -119,6 +124,11 @@ impl Proof {
     /// Returns until when the server cannot have ended the session by itself.
     pub(crate) fn end(&self) -> Instant {
         self.end
+    }
+
+    /// Returns whether it is as new as proofs are: of the last two heartbeats, one was acknowledged.
+    pub(crate) fn is_current(&self, now: Instant) -> bool {
+        now <= self.heard + 2 * self.heartbeat_interval()
     }
 
     /// Returns the session timeout that it counts with.

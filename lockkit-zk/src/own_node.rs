@@ -15,7 +15,7 @@ use lockkit_core::{
         queue::{AbandonWatch, NotifyingWaker},
     },
 };
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 use zookeeper_client::Error as ZkError;
 
 use crate::{
@@ -264,12 +264,15 @@ impl OwnNode {
         self.session.proven_until().min(now + ttl)
     }
 
-    /// Waits until a longer lease is proven than was granted last.
+    /// Waits until a longer lease is proven than was granted last, by a server that has been heard of late. What is proven otherwise
+    /// counts, and confirms nothing: less at once, and more when half of what was granted is over.
     pub(crate) async fn renew(&mut self, ttl: Duration) -> Result<Renewal> {
         let Some(granted) = self.held_until() else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
         let session = self.session.clone();
+        let now = Instant::now();
+        let unheard = now + granted.saturating_duration_since(now) / 2;
         loop {
             if let Some(reason) = session.ended() {
                 return Ok(Renewal::Lost(reason));
@@ -287,11 +290,18 @@ impl OwnNode {
             if self.is_revoked {
                 return Ok(Renewal::Asked);
             }
-            if self.lease_end(Instant::now(), ttl) > granted {
+            let now = Instant::now();
+            let is_longer = self.lease_end(now, ttl) > granted;
+            if is_longer && session.is_current() {
                 return Ok(Renewal::Held(self.lease(ttl)?));
             }
+            if is_longer && now >= unheard {
+                return Ok(Renewal::Unconfirmed(self.lease(ttl)?));
+            }
             tokio::select! {
-                () = session.proven_beyond(granted) => {}
+                () = session.current(), if is_longer => {}
+                () = sleep_until(unheard), if is_longer => {}
+                () = session.proven_beyond(granted), if !is_longer => {}
                 () = session.proven_less_than(granted) => {}
                 _ = self.event() => {}
             }
@@ -305,10 +315,10 @@ impl OwnNode {
         }
     }
 
-    /// Renews with a shorter lease, since less is proven than was granted.
+    /// Counts with a shorter lease, since less is proven than was granted.
     fn shorten(&mut self, ttl: Duration) -> Result<Renewal> {
         match self.lease(ttl) {
-            Ok(lease) => Ok(Renewal::Held(lease)),
+            Ok(lease) => Ok(Renewal::Unconfirmed(lease)),
             Err(Failure::NotProven) => Ok(Renewal::Lost(LossReason::Expired)),
             Err(failure) => Err(failure),
         }

@@ -249,6 +249,20 @@ impl Core {
             .await;
     }
 
+    /// Returns whether what is proven is as new as proofs are.
+    pub(crate) fn is_current(&self) -> bool {
+        self.note_sleep();
+        self.status.borrow().proof.is_current(Instant::now())
+    }
+
+    /// Resolves when the session has [ended](Self::ended) or what is proven is as new as proofs are.
+    pub(crate) async fn current(&self) {
+        let mut status = self.status.subscribe();
+        let _ = status
+            .wait_for(|status| status.ended.is_some() || status.proof.is_current(Instant::now()))
+            .await;
+    }
+
     /// Resolves with the next heartbeat or the end, whichever comes first.
     pub(crate) async fn status_changed(&self) {
         let _ = self.status.subscribe().changed().await;

@@ -410,13 +410,21 @@ impl<C> HoldCell<C> {
 
     /// Adopts a renewed lease. Changes nothing and returns `false` if the old one expired before the reply came.
     pub(crate) fn extend(&self, valid_until: Option<Moment>, now: Moment) -> bool {
+        let extended = self.count_with(valid_until, now);
+        if extended {
+            self.renewal_succeeded();
+        }
+        extended
+    }
+
+    /// Adopts a lease as [`extend`](Self::extend) does, which no renewal has confirmed: a renewal that fails goes on failing.
+    pub(crate) fn count_with(&self, valid_until: Option<Moment>, now: Moment) -> bool {
         self.update(Some(now), |state, _| {
             let alive = state.alive();
             if alive {
                 state.valid_until = valid_until;
                 state.renewed_for =
                     valid_until.map(|end| end.seen_from(now).saturating_duration_since(now.at));
-                state.renewal_failing = false;
             }
             alive
         })

@@ -109,6 +109,10 @@ async fn take_over(request: &Arc<AcquireRequest>, detached: &mut DetachedHold) -
     core.is_open(ADOPT)?;
     let lease = match exchange_owner(&mut contender, detached, successor).await? {
         Some(Renewal::Held(lease)) => lease,
+        Some(Renewal::Unconfirmed(_)) => {
+            let cause = "the server has not confirmed it";
+            return Err(Error::transient(core.info.name, ADOPT, cause));
+        }
         Some(Renewal::Lost(_)) => return Err(lost(queue, LossReason::Gone)),
         Some(Renewal::Asked) => return Err(lost(queue, LossReason::Asked)),
         None => return Err(unsupported(core)),

@@ -341,56 +341,77 @@ impl Hold {
         }
     }
 
+    /// Returns whether this lease ends before the one that counts. Such a lease always counts.
+    fn is_shorter(&self, lease: &Proof) -> bool {
+        let now = self.now();
+        lease.end().is_some_and(|end| {
+            let known = self.cell.valid_until();
+            known.is_none_or(|known| end.seen_from(now) < known.seen_from(now))
+        })
+    }
+
     /// Renews the hold once. The caller has the `contender` on loan, or for good.
     ///
     /// # Errors
     /// [`Error::Lost`] if it is lost; [`Error::Backend`] if the server did not say.
     pub(crate) async fn renew_with(&self, contender: &mut Contender, adopt_lease: bool) -> Result<()> {
         const OPERATION: &str = "renew";
+        /// The number of times that it goes on after a lease that is not confirmed. Each should take a while.
+        const MOST_UNCONFIRMED: usize = 16;
 
-        let Some(claim) = &mut contender.claim else {
-            return Err(Error::Closed);
-        };
         // This look also keeps what was slept before the request from being taken off its lease.
         let now = self.now();
         let began = contender.renewing_since.take().unwrap_or(Mark::at(now.at));
-        let mut limit = now.at + self.request.op_timeout;
-        let mut overdue = limit;
-        if let Some(end) = self.cell.valid_until() {
-            let end = end.seen_from(now);
-            limit = limit.min(end);
-            overdue = timing::renewal_overdue(end, self.lease_length()).min(limit);
-        }
+        let given_up = now.at + self.request.op_timeout;
         let core = self.request.core();
         // This future may be dropped with a loss found and not told.
         let was_doubted = mem::replace(&mut contender.is_doubted, true);
-        let mut renewal = core.meters.request(OPERATION, claim.renew());
-        let mut reply = core
-            .within(OPERATION, Core::is_alive, || overdue, &mut renewal)
-            .await
-            .map_err(|err| self.cannot_go_on(OPERATION, err))?;
-        if reply.is_none() && overdue < limit {
-            // It may still succeed, but those who have something to bring to an end can wait no longer.
-            self.cell.renewal_failed();
-            reply = core
-                .within(OPERATION, Core::is_alive, || limit, &mut renewal)
+        let mut unconfirmed = 0;
+        let reply = loop {
+            let Some(claim) = &mut contender.claim else {
+                return Err(Error::Closed);
+            };
+            let (mut limit, mut overdue) = (given_up, given_up);
+            if let Some(end) = self.cell.valid_until() {
+                let end = end.seen_from(now);
+                limit = limit.min(end);
+                overdue = timing::renewal_overdue(end, self.lease_length()).min(limit);
+            }
+            let mut renewal = core.meters.request(OPERATION, claim.renew());
+            let mut reply = core
+                .within(OPERATION, Core::is_alive, || overdue, &mut renewal)
                 .await
                 .map_err(|err| self.cannot_go_on(OPERATION, err))?;
-        }
+            if reply.is_none() && overdue < limit {
+                // It may still succeed, but those who have something to bring to an end can wait no longer.
+                self.cell.renewal_failed();
+                reply = core
+                    .within(OPERATION, Core::is_alive, || limit, &mut renewal)
+                    .await
+                    .map_err(|err| self.cannot_go_on(OPERATION, err))?;
+            }
+            let Some(Ok(Renewal::Unconfirmed(lease))) = reply else {
+                break reply;
+            };
+            drop(renewal);
+            let lease = self.clock.proof(&lease);
+            if adopt_lease || self.is_shorter(&lease) {
+                contender.lease = Some(lease);
+                self.cell.count_with(lease.end(), self.now());
+            }
+            unconfirmed += 1;
+            if unconfirmed == MOST_UNCONFIRMED {
+                break None;
+            }
+        };
         match reply {
             Some(Ok(Renewal::Held(lease))) => {
                 contender.is_doubted = false;
                 core.meters.renewed(began);
                 let lease = self.clock.proof(&lease);
-                let (end, now) = (lease.end(), self.now());
-                // A lease that turns out to be shorter always counts.
-                let is_shorter = end.is_some_and(|end| {
-                    let known = self.cell.valid_until();
-                    known.is_none_or(|known| end.seen_from(now) < known.seen_from(now))
-                });
-                if adopt_lease || is_shorter {
+                if adopt_lease || self.is_shorter(&lease) {
                     contender.lease = Some(lease);
-                    self.cell.extend(end, now);
+                    self.cell.extend(lease.end(), self.now());
                 } else {
                     self.cell.renewal_succeeded();
                 }
@@ -414,7 +435,7 @@ impl Hold {
                 self.cell.renewal_failed();
                 Err(err.for_lock(&self.name))
             }
-            None => {
+            None | Some(Ok(Renewal::Unconfirmed(_))) => {
                 self.not_lost()?;
                 contender.renewing_since = Some(began);
                 self.cell.renewal_failed();

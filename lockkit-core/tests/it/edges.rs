@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use futures_util::FutureExt;
 use lockkit_core::{
     AcquireOptions, Error, Instant, LockClient, LossReason, MemoryBackend, ReentrantLock, ReentrantOwner,
     RunError, acquire_all, memory::FaultPoint,
@@ -303,6 +304,40 @@ async fn a_lease_that_has_become_shorter_is_renewed_in_time() {
     tokio::time::sleep(10 * SECOND).await;
     let (_, renewals, _) = probe.counts.calls();
     assert!(guard.is_held(), "lost after {renewals} renewals");
+}
+
+/// What was proven before counts, whether it is more or less, and confirms nothing.
+#[tokio::test(start_paused = true)]
+async fn what_is_not_confirmed_counts_and_is_no_renewal() {
+    for (proven, renew) in [(6 * SECOND, false), (6 * SECOND, true), (60 * SECOND, false)] {
+        let probe = Probe::default();
+        let lock = LockClient::new(probe.clone()).lock("a").unwrap();
+        let options = AcquireOptions::new()
+            .ttl(20 * SECOND)
+            .op_timeout(SECOND)
+            .renew(renew);
+        let guard = lock.acquire_with(&options).await.unwrap();
+        *probe.silent.lock().unwrap() = Some(proven);
+        let asked = Instant::now();
+        let renewed = guard.renew().await;
+        assert!(renewed.is_err_and(|error| error.is_transient()));
+        assert_eq!(asked.elapsed(), SECOND, "it waits for the server's word");
+        let until = guard.valid_until().unwrap() - asked;
+        assert!(
+            until <= proven && until > proven - SECOND,
+            "{until:?} of {proven:?}"
+        );
+        assert!(guard.renewal_failing().now_or_never().is_some());
+        *probe.silent.lock().unwrap() = None;
+        guard.renew().await.unwrap();
+        assert!(guard.renewal_failing().now_or_never().is_none());
+        assert!(guard.valid_until().unwrap() - Instant::now() > 19 * SECOND);
+        *probe.silent.lock().unwrap() = Some(SECOND);
+        let lost = guard.lost();
+        let renewed = tokio::time::timeout(10 * SECOND, guard.renew()).await.unwrap();
+        assert!(renewed.is_err(), "less was proven");
+        assert_eq!(lost.await, LossReason::Expired);
+    }
 }
 
 /// Polls on a thread that has no runtime, as another executor would.

@@ -10,8 +10,8 @@ use std::{
 
 use async_trait::async_trait;
 use lockkit_core::{
-    FencingToken, LockKind, LockName, LockState, MemoryBackend, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, OwnerId, Renewal},
+    FencingToken, Instant, LockKind, LockName, LockState, MemoryBackend, Result,
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, OwnerId, Renewal},
 };
 use tokio::sync::Notify;
 
@@ -23,6 +23,8 @@ pub(crate) struct Probe {
     pub(crate) proofs_are_old_by: Duration,
     /// The length that a renewal proves, if that is not the ttl.
     pub(crate) renewed_for: Option<Duration>,
+    /// What was proven before, while the server is silent: a renewal is told that once.
+    pub(crate) silent: Arc<Mutex<Option<Duration>>>,
     /// The barrier at which the next renewal's poll waits, with its thread: once when it is there, and once to go on.
     pub(crate) barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
     /// Wakes one claim with a hint.
@@ -72,6 +74,8 @@ impl Backend for Probe {
             counts: self.counts.clone(),
             proofs_are_old_by: self.proofs_are_old_by,
             renewed_for: self.renewed_for,
+            silent: self.silent.clone(),
+            told: None,
             barrier: self.barrier.clone(),
             hint: self.hint.clone(),
         }))
@@ -95,6 +99,8 @@ struct Counted {
     counts: Arc<Counts>,
     proofs_are_old_by: Duration,
     renewed_for: Option<Duration>,
+    silent: Arc<Mutex<Option<Duration>>>,
+    told: Option<Duration>,
     barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
     hint: Arc<Notify>,
 }
@@ -113,6 +119,14 @@ impl Claim for Counted {
         if let Some(barrier) = barrier {
             barrier.wait();
             barrier.wait();
+        }
+        let silent = *self.silent.lock().unwrap();
+        if silent.is_some() && silent == self.told {
+            return std::future::pending().await;
+        }
+        self.told = silent;
+        if silent.is_some() {
+            return Ok(Renewal::Unconfirmed(Lease::new(Instant::now(), silent)));
         }
         let mut renewal = self.claim.renew().await;
         if let Ok(Renewal::Held(lease)) = &mut renewal {

@@ -767,3 +767,47 @@ async fn a_closed_client_fails_at_once_and_leaves_nothing() {
     assert!(matches!(pair.ours.inspect(&pair.name).await, Err(Error::Closed)));
     pair.ours.close(Duration::from_secs(5)).await.unwrap();
 }
+
+/// Checks that a renewal by hand succeeds only with what a server has confirmed, once it has been silent for two heartbeats.
+async fn only_what_is_confirmed(options: AcquireOptions, silence: impl FnOnce(&Proxy)) {
+    let server = ZkServer::plain().unwrap();
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let client = server::connect(proxy.addr()).await;
+    let options = options.op_timeout(Duration::from_millis(300));
+    let held = lock(&client, &unique("confirmed")).with_options(options);
+    let held = held.acquire().await.unwrap();
+    // Heartbeats prove more than the hold was granted.
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    silence(&proxy);
+    let silent = Instant::now();
+    while held.is_held() {
+        let before = held.valid_until().unwrap();
+        if held.renew().await.is_ok() {
+            let silence = silent.elapsed();
+            let after = held.valid_until().unwrap();
+            let longer = after.saturating_duration_since(before);
+            assert!(
+                after > before && silence < Duration::from_secs(3),
+                "renewed after {silence:?} of silence, to last {longer:?} longer"
+            );
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_renewal_by_hand_says_what_a_server_has_confirmed() {
+    if no_zookeeper() {
+        return;
+    }
+    let by_hand = AcquireOptions::new().renew(false);
+    tokio::join!(
+        // A server that is asked to attach the session, and is silent, may have granted less.
+        only_what_is_confirmed(AcquireOptions::new(), |proxy| {
+            proxy.set(Mode::Blackhole);
+            proxy.reset();
+        }),
+        // More was proven than was granted, before the silence.
+        only_what_is_confirmed(by_hand, |proxy| proxy.set(Mode::Blackhole)),
+    );
+}
