@@ -57,6 +57,11 @@ impl ConnectionIo {
         Self { add, waker }
     }
 
+    /// Returns how long connections have waited for the task to run them, all in all. It only grows.
+    pub(crate) fn delay(&self) -> Duration {
+        self.waker.delay.lock().all_in_all()
+    }
+
     /// Runs this connection, too, until the handle is dropped.
     pub(crate) fn run(&self, io: impl Future<Output = ()> + Send + 'static) -> IoHandle {
         // A panic ends the connection. It must not reach the caller that happens to poll.
@@ -296,10 +301,30 @@ impl Drop for Turn<'_> {
     }
 }
 
+/// The time that the task was late: its thread had other tasks to run.
+#[derive(Debug, Default)]
+struct Delay {
+    /// The time of the first wake-up that the task has not followed.
+    since: Option<Instant>,
+    before: Duration,
+}
+
+impl Delay {
+    fn all_in_all(&self) -> Duration {
+        self.before + self.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    fn ends(&mut self) {
+        self.before = self.all_in_all();
+        self.since = None;
+    }
+}
+
 /// Wakes the task, and tells it whether to tick.
 #[derive(Debug, Default)]
 struct TaskWaker {
     task: AtomicWaker,
+    delay: Mutex<Delay>,
     /// `ASLEEP`, `UNUSED` or `USED`.
     state: AtomicU8,
 }
@@ -313,6 +338,7 @@ const USED: u8 = 2;
 
 impl TaskWaker {
     fn wake(&self) {
+        self.delay.lock().since.get_or_insert_with(Instant::now);
         self.task.wake();
     }
 
@@ -353,6 +379,7 @@ impl IoTask {
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.waker.task.register(cx.waker());
+        self.waker.delay.lock().ends();
         let is_last = loop {
             match self.added.poll_recv(cx) {
                 Poll::Ready(Some(connection)) => self.connections.push(connection),

@@ -81,12 +81,14 @@ impl RedlockBackend {
             announcements: Arc::default(),
             master: None,
         };
-        let masters = open(&each, rules, &quarantine, &inbox).await?;
+        let connection_io = ConnectionIo::start();
+        let masters = open(&each, rules, &quarantine, &inbox, &connection_io).await?;
         let masters = Arc::new(Masters::new(
             masters,
             rules,
             quarantine.clone(),
             inbox,
+            connection_io,
             &config.namespace,
         ));
         check_all(&quarantine, &masters, false).await?;
@@ -135,11 +137,11 @@ async fn open(
     rules: Rules,
     quarantine: &Arc<RestartQuarantine>,
     inbox: &Inbox,
+    connection_io: &ConnectionIo,
 ) -> Result<Vec<Master>> {
-    let drivers = ConnectionIo::start();
     let mut keepers = Vec::new();
     for (n, config) in each.iter().enumerate() {
-        let dialler = Connector::new(config)?.voter(quarantine, n, &drivers);
+        let dialler = Connector::new(config)?.voter(quarantine, n, connection_io);
         let inbox = Inbox {
             master: Some((n, rules.quorum)),
             ..inbox.clone()
@@ -310,6 +312,7 @@ impl Backend for RedlockBackend {
         }
         let masters = &self.masters;
         let key = layout::key(&masters.namespace, name, kind);
+        let place = masters.for_others.take().await;
         // It waits for all masters, so that it is ended at each one within reach.
         let mut count = QuorumCount::of_renewal(masters.rules, masters.now());
         let mut requests = Requests::new(masters, "revoke");
@@ -318,7 +321,7 @@ impl Backend for RedlockBackend {
             call.arg(token.get());
             call
         });
-        let counted = count_reports(masters, &mut requests, &mut count, "revoke", None).await;
+        let counted = count_reports(masters, place, &mut requests, &mut count, "revoke", None).await;
         match counted.outcome {
             Outcome::Held { .. } => Ok(true),
             Outcome::Lost => Ok(false),
@@ -365,6 +368,7 @@ impl AskedBack {
 /// # Errors
 /// [`Error::Backend`] if no majority has the hold, and none has no such hold.
 async fn ask_holder(masters: &Arc<Masters>, key: &[u8], token: FencingToken) -> Result<AskedBack> {
+    let _place = masters.for_others.take().await;
     let since = Instant::now();
     let deadline = since + masters.rules.patience;
     let mut requests = Requests::new(masters, "revoke");
@@ -373,7 +377,7 @@ async fn ask_holder(masters: &Arc<Masters>, key: &[u8], token: FencingToken) -> 
         call.arg(token.get()).arg(marker);
         call
     });
-    let mut replies = Replies::new(masters, "revoke");
+    let mut replies = Replies::new(masters, "revoke", masters.rules.patience);
     let (mut lefts, mut others) = (Vec::new(), 0);
     while let Some(Response { master, reply, .. }) = requests.next(deadline).await {
         match replies.read(master, reply, |reply| match reply {
@@ -404,10 +408,11 @@ async fn ask_holder(masters: &Arc<Masters>, key: &[u8], token: FencingToken) -> 
 /// Returns the holders of the lock with this key that a majority agrees on, and the longest queue of any master. If there is none, but
 /// somebody might have a majority together with masters that did not reply, nobody can tell whether the lock is free: an error.
 pub(super) async fn report(masters: &Arc<Masters>, key: &[u8], operation: &'static str) -> Result<LockState> {
+    let _place = masters.for_others.take().await;
     let deadline = Instant::now() + masters.rules.patience;
     let mut requests = Requests::new(masters, operation);
     requests.ask_all(RequestKind::Report, |_| script::REDLOCK_INSPECT.call(key));
-    let mut replies = Replies::new(masters, operation);
+    let mut replies = Replies::new(masters, operation, masters.rules.patience);
     let mut views = MasterViews::default();
     while let Some(Response { master, reply, .. }) = requests.next(deadline).await {
         replies.read(master, reply, |reply| views.add(reply));

@@ -15,10 +15,13 @@ use crate::{
     redlock::{
         NAME,
         backend::check_ttl,
-        masters::{Failures, Masters, Replies, RequestKind, Requests, Response, wall_clock_micros},
+        masters::{
+            Failures, Masters, Place, RELEASE_PATIENCE, Replies, RequestKind, Requests, Response,
+            wall_clock_micros,
+        },
         quorum::{
             Attempt, AttemptConfig, Beginning, Confirmation, Defeat, LAST_TOKEN, Outcome, QuorumCount,
-            Report, Step, Vote,
+            Report, Rules, Step, Vote,
         },
     },
     script::{self, Call},
@@ -180,18 +183,19 @@ impl RedlockClaim {
     }
 
     /// Does what `attempt` says until it is decided. Returns the last round's requests and replies as well.
-    async fn run(
+    async fn run<'a>(
         &mut self,
+        masters: &'a Arc<Masters>,
+        mut place: Place<'a>,
         attempt: &mut Attempt,
         waits: &str,
     ) -> (Result<RangeInclusive<u64>, Defeat>, Requests, RoundReplies) {
-        let masters = self.masters.clone();
         let (mut requests, mut replies) = self.propose(attempt, waits);
         let mut confirmed = self.value.clone();
         let outcome = loop {
             let step = match requests.next(masters.at(attempt.deadline())).await {
                 None => attempt.tick(masters.now().max(attempt.deadline())),
-                Some(response) => replies.add(&masters, attempt, response),
+                Some(response) => replies.add(masters, attempt, response),
             };
             masters.saw(attempt.seen());
             match step {
@@ -205,6 +209,9 @@ impl RedlockClaim {
                     }
                 }
                 Step::Retry => {
+                    // Others may have waited for one while this attempt was outrun.
+                    drop(place);
+                    place = masters.for_others.take().await;
                     attempt.retry(masters.now(), masters.highest_token());
                     (requests, replies) = self.propose(attempt, waits);
                     confirmed.clone_from(&self.value);
@@ -213,6 +220,7 @@ impl RedlockClaim {
                 Step::Lost(defeat) => break Err(defeat),
             }
         };
+        drop(place);
         // The masters have this value by now, unless too few of them confirmed it.
         self.value = confirmed;
         (outcome, requests, replies)
@@ -302,7 +310,7 @@ struct RoundReplies {
 impl RoundReplies {
     fn new(masters: &Masters) -> Self {
         Self {
-            replies: Replies::new(masters, "acquire"),
+            replies: Replies::new(masters, "acquire", masters.rules.patience),
             holders: Vec::new(),
             is_foreign: false,
         }
@@ -396,6 +404,7 @@ impl Claim for RedlockClaim {
             self.may_be_listed = true;
         }
         let masters = self.masters.clone();
+        let first = masters.for_others.take().await;
         let now = masters.now();
         // If the driver cut the attempt short, it would not know that the masters had replied.
         let longest = match patience {
@@ -413,7 +422,7 @@ impl Claim for RedlockClaim {
             retry_until: now + longest,
         };
         let mut attempt = Attempt::begin(config, now, masters.highest_token());
-        let (outcome, mut requests, mut replies) = self.run(&mut attempt, waits).await;
+        let (outcome, mut requests, mut replies) = self.run(&masters, first, &mut attempt, waits).await;
         let defeat = match outcome {
             Ok(tokens) => return Ok(Some(self.won(&attempt, tokens, requests))),
             Err(defeat) => defeat,
@@ -464,6 +473,7 @@ impl Claim for RedlockClaim {
             self.early_renewals = self.early_renewals.saturating_add(1);
         }
         let masters = self.masters.clone();
+        let place = masters.for_holders.take().await;
         let since = Instant::now();
         let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(since));
         let mut requests = Requests::new(&masters, "renew");
@@ -474,7 +484,7 @@ impl Claim for RedlockClaim {
             outcome,
             failures,
             asked,
-        } = count_reports(&masters, &mut requests, &mut count, "renew", Some(enough)).await;
+        } = count_reports(&masters, place, &mut requests, &mut count, "renew", Some(enough)).await;
         match outcome {
             // One master with the mark will do: whoever asks goes on until a majority has it.
             _ if asked => Ok(Renewal::Asked),
@@ -529,6 +539,7 @@ impl Claim for RedlockClaim {
         };
         self.late = None;
         let masters = self.masters.clone();
+        let place = masters.for_holders.take().await;
         let since = Instant::now();
         let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(since));
         let mut requests = Requests::new(&masters, OPERATION);
@@ -545,7 +556,15 @@ impl Claim for RedlockClaim {
             outcome,
             failures,
             asked,
-        } = count_reports(&masters, &mut requests, &mut count, OPERATION, Some(enough)).await;
+        } = count_reports(
+            &masters,
+            place,
+            &mut requests,
+            &mut count,
+            OPERATION,
+            Some(enough),
+        )
+        .await;
         match outcome {
             // As for a renewal.
             _ if asked => lost(LossReason::Asked),
@@ -576,6 +595,7 @@ impl Claim for RedlockClaim {
         self.place();
         self.value = self.record.with_token(token.get());
         let masters = self.masters.clone();
+        let place = masters.for_holders.take().await;
         let now = Instant::now();
         let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(now));
         let mut requests = Requests::new(&masters, "adopt");
@@ -585,7 +605,7 @@ impl Claim for RedlockClaim {
             outcome,
             failures,
             asked,
-        } = count_reports(&masters, &mut requests, &mut count, "adopt", Some(enough)).await;
+        } = count_reports(&masters, place, &mut requests, &mut count, "adopt", Some(enough)).await;
         match outcome {
             // Nobody goes on with it, and those who have exchanged the owner prolong it no more either.
             _ if asked => return Ok(Some(Renewal::Asked)),
@@ -610,12 +630,17 @@ impl Claim for RedlockClaim {
         self.late = None;
         self.lacks_masters = false;
         let masters = self.masters.clone();
-        let mut count = QuorumCount::of_release(masters.rules, masters.now());
+        let place = masters.for_holders.take().await;
+        let rules = Rules {
+            patience: masters.rules.patience.max(RELEASE_PATIENCE),
+            ..masters.rules
+        };
+        let mut count = QuorumCount::of_release(rules, masters.now());
         let mut requests = Requests::new(&masters, "release");
         requests.ask_all(RequestKind::Report, |_| self.withdrawal("end"));
         let Counted {
             outcome, failures, ..
-        } = count_reports(&masters, &mut requests, &mut count, "release", None).await;
+        } = count_reports(&masters, place, &mut requests, &mut count, "release", None).await;
         drop(requests);
         let held = match outcome {
             Outcome::Held { .. } => true,
@@ -670,17 +695,22 @@ pub(super) struct Counted {
     pub(super) asked: bool,
 }
 
-/// Counts the masters' reports until they decide, or time is over. Once a majority has the lock, that is at `enough`.
+/// Counts the masters' reports until they decide, or time is over. Once a majority has the lock, that is at `enough`, and others may
+/// have the place: a master that hangs must not hold them up.
 pub(super) async fn count_reports(
     masters: &Masters,
+    place: Place<'_>,
     requests: &mut Requests,
     count: &mut QuorumCount,
     operation: &'static str,
     enough: Option<Instant>,
 ) -> Counted {
-    let mut replies = Replies::new(masters, operation);
-    let mut held = 0;
+    let mut replies = Replies::new(masters, operation, count.patience());
+    let (mut held, mut place) = (0, Some(place));
     loop {
+        if held >= masters.rules.quorum {
+            drop(place.take());
+        }
         let deadline = masters.at(count.deadline());
         let enough = enough.filter(|_| held >= masters.rules.quorum);
         let deadline = enough.map_or(deadline, |enough| deadline.min(enough));

@@ -4,12 +4,12 @@ use std::{
     collections::VecDeque,
     fmt,
     future::poll_fn,
-    pin::Pin,
+    pin::{Pin, pin},
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
-    task::{Context, Poll, Waker},
+    task::{Context, Poll, Waker, ready},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -20,16 +20,101 @@ use lockkit_core::{
 };
 use redis::{RedisResult, Value};
 use tokio::{
+    sync::{Semaphore, SemaphorePermit},
     task::AbortHandle,
-    time::{Instant, Sleep},
+    time::{Instant, Sleep, timeout},
 };
 
 use crate::{
     connection::{Connection, Inbox, ManagedConnection, is_unknown_script, reason},
+    connection_io::ConnectionIo,
     error::{failed, unexpected},
     redlock::{NAME, quorum::Rules, restart_quarantine::RestartQuarantine},
     script::Call,
 };
+
+/// The most rounds of one kind under way at a time. A round has a request or two to each master. So those of all rounds together
+/// are answered in a small part of the time that a master has for its reply.
+const MOST_ROUNDS: usize = 128;
+
+/// The time that masters have at least for their replies to a release. Unlike others, it has no lease to lose by waiting, and to ask again
+/// on the same connection would bring no reply sooner.
+pub(super) const RELEASE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// The places for rounds under way. A round waits for its place before its clock begins.
+#[derive(Debug)]
+pub(super) struct Places {
+    free: Semaphore,
+    /// The time by which a round is over, if it is polled.
+    longest: Duration,
+    usage: Mutex<Usage>,
+}
+
+#[derive(Debug)]
+struct Usage {
+    /// The last time that a place became free.
+    freed: Instant,
+    /// The places are in use by futures that nobody polls. Others do without until one becomes free.
+    forgotten: bool,
+}
+
+impl Places {
+    fn new(patience: Duration) -> Self {
+        Self {
+            free: Semaphore::new(MOST_ROUNDS),
+            longest: patience.max(RELEASE_PATIENCE),
+            usage: Mutex::new(Usage {
+                freed: Instant::now(),
+                forgotten: false,
+            }),
+        }
+    }
+
+    /// Waits for a place, in the order of those who ask.
+    ///
+    /// # Cancel safety
+    /// Whoever waits has sent nothing yet, and leaves the queue.
+    pub(super) async fn take(&self) -> Place<'_> {
+        let permit = match self.free.try_acquire() {
+            Ok(permit) => Some(permit),
+            Err(_) if self.usage.lock().forgotten => None,
+            Err(_) => self.wait().await,
+        };
+        Place { places: self, permit }
+    }
+
+    async fn wait(&self) -> Option<SemaphorePermit<'_>> {
+        let mut free = pin!(self.free.acquire());
+        loop {
+            if let Ok(permit) = timeout(self.longest, free.as_mut()).await {
+                // Nobody closes it.
+                return permit.ok();
+            }
+            let mut usage = self.usage.lock();
+            usage.forgotten |= usage.freed.elapsed() >= self.longest;
+            if usage.forgotten {
+                return None;
+            }
+        }
+    }
+}
+
+/// The right to have a round of requests under way. It ends when a majority has replied, or the round is over.
+#[derive(Debug)]
+pub(super) struct Place<'a> {
+    places: &'a Places,
+    permit: Option<SemaphorePermit<'a>>,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        if self.permit.is_some() {
+            let mut usage = self.places.usage.lock();
+            usage.freed = Instant::now();
+            usage.forgotten = false;
+        }
+    }
+}
 
 /// The part of a client that its claims share.
 #[derive(Debug)]
@@ -39,6 +124,11 @@ pub(crate) struct Masters {
     pub(super) quarantine: Arc<RestartQuarantine>,
     pub(super) inbox: Inbox,
     pub(super) namespace: Arc<str>,
+    /// The places of those who have a hold: to renew, release, pass on or end one.
+    pub(super) for_holders: Places,
+    /// The places of all others. However many they are, holders do not queue behind them.
+    pub(super) for_others: Places,
+    connection_io: ConnectionIo,
     /// The moment from which `quorum` counts time.
     origin: Instant,
     /// The highest token that this client has seen, of any lock.
@@ -67,6 +157,7 @@ impl Masters {
         rules: Rules,
         quarantine: Arc<RestartQuarantine>,
         inbox: Inbox,
+        connection_io: ConnectionIo,
         namespace: &str,
     ) -> Self {
         Self {
@@ -75,6 +166,9 @@ impl Masters {
             quarantine,
             inbox,
             namespace: namespace.into(),
+            for_holders: Places::new(rules.patience),
+            for_others: Places::new(rules.patience),
+            connection_io,
             origin: Instant::now(),
             highest_token: AtomicU64::new(0),
             watch: OnceLock::new(),
@@ -199,14 +293,17 @@ impl Failures {
 /// The masters' replies to a request: which masters have replied, and why others have not.
 pub(super) struct Replies {
     operation: &'static str,
+    /// The time that each had.
+    patience: Duration,
     replied: Vec<bool>,
     pub(super) failures: Failures,
 }
 
 impl Replies {
-    pub(super) fn new(masters: &Masters, operation: &'static str) -> Self {
+    pub(super) fn new(masters: &Masters, operation: &'static str, patience: Duration) -> Self {
         Self {
             operation,
+            patience,
             replied: vec![false; masters.all.len()],
             failures: Failures::default(),
         }
@@ -241,7 +338,7 @@ impl Replies {
     pub(super) fn failures(self, masters: &Masters, deadline: Duration) -> Failures {
         let mut failures = self.failures;
         if masters.now() >= deadline {
-            failures.note_late(&self.replied, masters.rules.patience);
+            failures.note_late(&self.replied, self.patience);
         }
         failures
     }
@@ -286,7 +383,10 @@ pub(super) struct Requests {
     operation: &'static str,
     pending: Vec<PendingRequest>,
     responses: VecDeque<Response>,
-    timer: Option<Pin<Box<Sleep>>>,
+    /// The deadline, and a timer for it or for some time after.
+    timer: Option<(Instant, Pin<Box<Sleep>>)>,
+    /// The delay of the connections when the requests were made.
+    delay_before: Duration,
 }
 
 impl Requests {
@@ -297,6 +397,7 @@ impl Requests {
             pending: Vec::with_capacity(masters.all.len()),
             responses: VecDeque::new(),
             timer: None,
+            delay_before: masters.connection_io.delay(),
         }
     }
 
@@ -345,7 +446,8 @@ impl Requests {
         });
     }
 
-    /// Returns the next response, or `None` if there is none before `deadline`.
+    /// Returns the next response, or `None` if there is none before `deadline`. Time in which this client did not get to write
+    /// requests and to read replies does not count.
     pub(super) async fn next(&mut self, deadline: Instant) -> Option<Response> {
         poll_fn(|cx| {
             self.poll_all(cx);
@@ -355,13 +457,28 @@ impl Requests {
             if self.pending.is_empty() {
                 return Poll::Ready(None);
             }
-            let timer = self
+            let (due, timer) = self
                 .timer
-                .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
-            if timer.deadline() != deadline {
+                .get_or_insert_with(|| (deadline, Box::pin(tokio::time::sleep_until(deadline))));
+            if *due != deadline {
+                *due = deadline;
                 timer.as_mut().reset(deadline);
             }
-            timer.as_mut().poll(cx).map(|()| None)
+            ready!(timer.as_mut().poll(cx));
+            let delay = self
+                .masters
+                .connection_io
+                .delay()
+                .saturating_sub(self.delay_before);
+            if timer.deadline() >= deadline + delay {
+                return Poll::Ready(None);
+            }
+            timer.as_mut().reset(deadline + delay);
+            if timer.as_mut().poll(cx).is_ready() {
+                // The connections may be due at this moment: they come first.
+                cx.waker().wake_by_ref();
+            }
+            Poll::Pending
         })
         .await
     }

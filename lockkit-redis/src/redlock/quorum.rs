@@ -549,6 +549,11 @@ impl QuorumCount {
         self.deadline
     }
 
+    /// Returns the time that the masters have to reply.
+    pub fn patience(&self) -> Duration {
+        self.rules.patience
+    }
+
     /// Takes in a master's reply. Only its first one counts.
     #[inline]
     pub fn reported(&mut self, master: usize, report: Report) -> Outcome {

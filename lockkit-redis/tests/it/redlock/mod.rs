@@ -1,5 +1,6 @@
 //! Redlock on five real masters.
 
+mod bursts;
 mod conformance;
 mod connecting;
 mod downgrade;
