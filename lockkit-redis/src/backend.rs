@@ -17,7 +17,7 @@ use crate::{
     RedisConfig,
     announcement::RedisWatch,
     claim::{FOLLOWER_DELAY, RedisClaim},
-    connect::Connector,
+    connect::{Connector, SentinelWatch},
     connection::{Inbox, ManagedConnection},
     error::{NAME, failed, unexpected},
     layout,
@@ -57,6 +57,8 @@ pub(crate) struct Shared {
     /// A second connection to wait for replicas on, how many there have to be, and for how long to wait. Waiting on the first
     /// would hold up everything behind it.
     pub(crate) replicas: Option<(Arc<ManagedConnection>, u32, Duration)>,
+    /// Has the connections replaced when the sentinels name another master, if there are sentinels.
+    pub(crate) sentinels: Option<SentinelWatch>,
     pub(crate) inbox: Inbox,
     pub(crate) namespace: Arc<str>,
 }
@@ -103,16 +105,19 @@ impl RedisBackend {
         let replicas = match config.replicas {
             0 => None,
             replicas => Some((
-                ManagedConnection::open(connector, None).await?,
+                ManagedConnection::open_second(connector.clone(), inbox.wakeups.clone()).await?,
                 replicas,
                 config.replicas_timeout,
             )),
         };
         warn_of_eviction(&connection)?;
+        let second = replicas.iter().map(|(connection, ..)| connection);
+        let sentinels = SentinelWatch::start(&connector, second.chain([&connection]));
         Ok(Self {
             shared: Arc::new(Shared {
                 connection,
                 replicas,
+                sentinels,
                 inbox,
                 namespace: config.namespace.into(),
             }),
@@ -238,6 +243,9 @@ impl Backend for RedisBackend {
     }
 
     async fn close(&self) -> Result<()> {
+        if let Some(sentinels) = &self.shared.sentinels {
+            sentinels.stop();
+        }
         self.shared.connection.close(Some(&self.shared.inbox)).await;
         if let Some((connection, ..)) = &self.shared.replicas {
             connection.close(None).await;

@@ -116,7 +116,11 @@ impl RedisClaim {
     /// Returns the lease that a reply to a request sent at `since` proves. A request that may come late may shorten it.
     fn lease(&self, since: Instant) -> Lease {
         let mut ttl = Duration::from_millis(self.ttl_ms());
-        if self.shared.connection.may_have_late_requests() {
+        let second = self.shared.replicas.iter().map(|(connection, ..)| connection);
+        if second
+            .chain([&self.shared.connection])
+            .any(|connection| connection.may_have_late_requests())
+        {
             ttl = ttl.min(self.shortest_ttl);
         }
         Self::lease_of(ttl, since)
@@ -302,26 +306,50 @@ impl RedisClaim {
 
     /// Waits until the hold has reached as many replicas as the config asks for. Returns why it has not.
     async fn lacks_replicas(&self, operation: &'static str) -> Result<Option<LackOfReplicas>> {
-        let Some((connection, replicas, within)) = &self.shared.replicas else {
+        if self.shared.replicas.is_none() {
             return Ok(None);
+        }
+        Ok(match self.renew_replicated(operation).await? {
+            Ok(Value::Int(1)) => None,
+            Ok(_) => Some(LackOfReplicas {
+                reason: "the hold was gone before replicas acknowledged it".to_owned(),
+                same_server: true,
+            }),
+            Err(lack) => Some(lack),
+        })
+    }
+
+    /// Renews, and waits until that has reached as many replicas as the config asks for. Returns the reply, or why it has not. All
+    /// renewals go over one connection, so that the last one counts.
+    async fn renew_replicated(
+        &self,
+        operation: &'static str,
+    ) -> Result<std::result::Result<Value, LackOfReplicas>> {
+        let Some((connection, replicas, within)) = &self.shared.replicas else {
+            let reply = self.shared.connection.run(operation, self.renewal()).await?;
+            return Ok(Ok(reply));
         };
         let same_server = self.shared.connection.is_same_server(operation, connection)?;
         let reason = if same_server {
-            let (held, reached) = connection
+            let (reply, reached) = connection
                 .run_replicated(operation, self.renewal(), *replicas, *within)
                 .await?;
-            if held == Value::Int(1) && reached >= i64::from(*replicas) {
-                return Ok(None);
+            if reply != Value::Int(1) || reached >= i64::from(*replicas) {
+                return Ok(Ok(reply));
             }
-            format!("{reached} of {replicas} replicas acknowledged the grant within {within:?}")
+            format!("{reached} of {replicas} replicas acknowledged the hold within {within:?}")
         } else {
             "the connection that waits for replicas leads to another server than the lock's".to_owned()
         };
-        Ok(Some(LackOfReplicas { reason, same_server }))
+        Ok(Err(LackOfReplicas { reason, same_server }))
     }
 
-    /// Has both connections made anew if they lead to two servers. Only the sentinels, or the URL, can say which one is right.
+    /// Has both connections made anew if they lead to two servers. Only the sentinels, or the URL, can say which one is right. If
+    /// replicas do not follow, they may follow another master.
     fn find_the_server_again(&self, lack: &LackOfReplicas) {
+        if let Some(sentinels) = &self.shared.sentinels {
+            sentinels.doubt();
+        }
         if let Some((connection, ..)) = self.shared.replicas.as_ref().filter(|_| !lack.same_server) {
             self.shared.connection.replace();
             connection.replace();
@@ -414,7 +442,14 @@ impl Claim for RedisClaim {
         self.renew_soon = false;
         self.granted_at_once = None;
         let since = Instant::now();
-        let reply = self.shared.connection.run("renew", self.renewal()).await?;
+        let reply = match self.renew_replicated("renew").await? {
+            Ok(reply) => reply,
+            // The hold goes on to the end of the last lease that they have.
+            Err(lack) => {
+                self.find_the_server_again(&lack);
+                return Err(Error::transient(NAME, "renew", lack.reason));
+            }
+        };
         match reply {
             Value::Int(1) => {
                 self.token_published = self.token;

@@ -25,7 +25,7 @@ lockkit_core::spi::config! {
         pub url: ServerUrl,
         /// Separates applications that share a database. Characters: `[A-Za-z0-9._-]`. May be empty.
         pub namespace: String = BackendInfo::DEFAULT_NAMESPACE.into(),
-        /// The number of replicas that must acknowledge a grant before it counts. Default: 0.
+        /// The number of replicas that must acknowledge a grant, and each renewal, before it counts. Default: 0.
         ///
         /// This narrows the window in which a fail-over loses a lock that is held. It cannot close it: Redis replicates
         /// asynchronously, and the replica that is promoted need not be one that acknowledged.

@@ -33,6 +33,10 @@ use crate::{
     script,
 };
 
+mod sentinel;
+
+pub(crate) use self::sentinel::{HostPort, SentinelWatch};
+
 /// Handles each push that comes on a connection.
 pub(crate) type OnPush = Arc<dyn Fn(PushInfo) + Send + Sync>;
 
@@ -46,6 +50,8 @@ pub(crate) struct Established {
 
 /// Describes the server, in its own words.
 pub(crate) struct ServerInfo {
+    /// The host and port by which it was reached.
+    pub(crate) address: HostPort,
     /// Identifies its process.
     pub(crate) run_id: String,
     /// The number that it has given the connection, if it tells.
@@ -112,15 +118,13 @@ impl CompareAndDelete {
 
 /// The longest time until a connection to a server is ready.
 const READY_WITHIN: Duration = Duration::from_secs(2);
-/// The longest time for a sentinel to name the master.
-const SENTINEL_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Makes connections to one master.
 #[derive(Clone)]
 pub(crate) struct Connector {
     address: Address,
     sentinel: Option<String>,
-    /// The index of the sentinel that last named a server that was a master.
+    /// The index of the sentinel that last named a server that was a master, or another one than the others knew.
     right: Arc<AtomicUsize>,
     /// Set for one of several masters, with its number among them.
     quarantine: Option<(Arc<RestartQuarantine>, usize)>,
@@ -198,7 +202,7 @@ impl Connector {
         let (mut silent, mut unusable) = (None, None);
         let first = self.right.load(Ordering::Relaxed);
         for n in (0..hosts.len()).map(|n| (first + n) % hosts.len()) {
-            match self.ask_sentinel(&hosts[n], master).await {
+            match self.ask_sentinel(n, master).await {
                 Err(err) => silent = Some(err),
                 Ok(named) if tried.contains(&named) => {}
                 Ok(named) => match self.connect_to(&named, channel, &on_push()).await {
@@ -207,7 +211,7 @@ impl Connector {
                         return Ok(established);
                     }
                     Err(err) => {
-                        unusable = Some(err);
+                        unusable = Some(self.about_master(n, &named, err));
                         tried.push(named);
                     }
                 },
@@ -220,7 +224,7 @@ impl Connector {
 
     async fn connect_to(
         &self,
-        server: &(String, u16),
+        server: &HostPort,
         channel: Option<&str>,
         on_push: &OnPush,
     ) -> Result<Established> {
@@ -234,11 +238,11 @@ impl Connector {
 
     async fn handshake(
         &self,
-        (host, port): &(String, u16),
+        server: &HostPort,
         channel: Option<&str>,
         on_push: &OnPush,
     ) -> Result<Established> {
-        let port = *port;
+        let (host, port) = (&server.0, server.1);
         let (mut connection, io) = self.open(host, port, self.address.db, true, on_push).await?;
         let connecting = |error| failed("connect", error);
         let info: String = redis::cmd("INFO")
@@ -301,6 +305,7 @@ impl Connector {
             stream: connection,
             io,
             server: ServerInfo {
+                address: server.clone(),
                 run_id,
                 client_id,
                 eviction: field("maxmemory_policy"),
@@ -382,36 +387,6 @@ impl Connector {
             .await
             .map_err(login_failed)?;
         Ok((connection, None))
-    }
-
-    /// Asks a sentinel for the master's address.
-    async fn ask_sentinel(&self, (host, port): &(String, u16), master: &str) -> Result<(String, u16)> {
-        let nothing: OnPush = Arc::new(|_| {});
-        let asking = async {
-            let (mut connection, _io) = match self.open(host, *port, 0, true, &nothing).await {
-                // Sentinels have users of their own, or none, which is more common.
-                Err(err) if !err.is_transient() => self
-                    .open(host, *port, 0, false, &nothing)
-                    .await
-                    .map_err(|_| err)?,
-                opened => opened?,
-            };
-            let known: Option<(String, u16)> = redis::cmd("SENTINEL")
-                .arg("GET-MASTER-ADDR-BY-NAME")
-                .arg(master)
-                .query_async(&mut connection)
-                .await
-                .map_err(|error| failed("connect", error))?;
-            known.ok_or_else(|| {
-                let reason = format!("the sentinel {} knows no master `{master}`", shown(host, *port));
-                Error::transient(NAME, "connect", reason)
-            })
-        };
-        let named = tokio::time::timeout(SENTINEL_PATIENCE, asking).await;
-        named.unwrap_or_else(|_| {
-            let reason = format!("the sentinel {} does not answer", shown(host, *port));
-            Err(Error::transient(NAME, "connect", reason))
-        })
     }
 }
 

@@ -30,7 +30,7 @@ use tokio::{
 use crate::{
     announcement::Announcements,
     claim::FOLLOWER_DELAY,
-    connect::{Connector, Established, OnPush, Role, ServerInfo},
+    connect::{Connector, Established, HostPort, OnPush, Role, ServerInfo},
     error::{NAME, breaks_connection, disconnected, failed},
     layout::{self, Record},
     script::{self, Call},
@@ -147,6 +147,17 @@ impl ManagedConnection {
         Ok(supervisor.start(Ok(first)))
     }
 
+    /// Connects a second time, without pushes. Renewals may go this way, so holders ask again when the connection was replaced.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops the connection.
+    pub(crate) async fn open_second(connector: Connector, wakeups: Arc<Wakeups>) -> Result<Arc<Self>> {
+        let mut supervisor = Supervisor::new(connector, None);
+        supervisor.holders = Some(wakeups);
+        let first = supervisor.connect().await?;
+        Ok(supervisor.start(Ok(first)))
+    }
+
     fn stop_supervisor(&self) {
         if let Some(supervisor) = self.supervisor.get() {
             supervisor.abort();
@@ -209,8 +220,8 @@ impl ManagedConnection {
         }
     }
 
-    /// Runs a script that writes, and waits `within` this time for replicas to have the writes of this connection. Returns the
-    /// script's reply, and how many replicas have them.
+    /// Runs a script, and waits `within` this time for replicas to have the writes of this connection, if it writes: it then
+    /// replies 1. Returns the script's reply, and how many replicas have them.
     ///
     /// # Cancel safety
     /// The request may be sent and take effect all the same.
@@ -224,6 +235,9 @@ impl ManagedConnection {
         // On one connection: WAIT covers no other's writes.
         let connection = self.current(operation)?;
         let reply = self.run_on(&connection, operation, call).await?;
+        if reply != Value::Int(1) {
+            return Ok((reply, 0));
+        }
         let mut wait = redis::cmd("WAIT");
         wait.arg(replicas)
             .arg(u64::try_from(within.as_millis()).unwrap_or(u64::MAX));
@@ -250,6 +264,14 @@ impl ManagedConnection {
     pub(crate) fn replace(&self) {
         if let Some(number) = self.number() {
             report_broken(&self.last_broken, number);
+        }
+    }
+
+    /// Returns host and port of the server, if there is a connection.
+    pub(crate) fn server(&self) -> Option<HostPort> {
+        match &*self.state.lock() {
+            State::Up(connection) => Some(connection.server().address.clone()),
+            State::Down(_) | State::Closed => None,
         }
     }
 
@@ -424,6 +446,8 @@ impl Drop for HeldUp<'_> {
 pub(crate) struct Supervisor {
     connector: Connector,
     inbox: Option<Inbox>,
+    /// Woken after a reconnection, without an inbox.
+    holders: Option<Arc<Wakeups>>,
     last_broken: LastBroken,
     abandon: mpsc::UnboundedSender<Abandoned>,
     abandoned: mpsc::UnboundedReceiver<Abandoned>,
@@ -437,6 +461,7 @@ impl Supervisor {
         Self {
             connector,
             inbox,
+            holders: None,
             last_broken: watch::Sender::new(0),
             abandon,
             abandoned,
@@ -629,6 +654,9 @@ impl Supervisor {
                         for abandoned in inbox.wakeups.all_abandoned() {
                             let _ = self.abandon.send(abandoned);
                         }
+                    }
+                    if let Some(holders) = &self.holders {
+                        holders.wake_all();
                     }
                     tracing::info!(backend = NAME, server = %self.connector.server(), "connected again");
                     return;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lockkit_core::LockClient;
+use lockkit_core::{LockClient, LossReason};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
     Proxy, eventually,
@@ -14,13 +14,17 @@ use crate::common::{
     renewed, requests_executed, shown, take, until, url_of, waiter, waiters, within,
 };
 
-async fn sentinel_client(group: &RedisSentinels) -> LockClient {
-    // The last is asked first.
+/// The last sentinel is asked first.
+pub(crate) fn sentinel_config(group: &RedisSentinels) -> RedisConfig {
     let sentinels = group.sentinels().iter().rev();
     let addrs: Vec<_> = sentinels.map(|sentinel| sentinel.addr().to_string()).collect();
     let mut config = RedisConfig::new(format!("redis://{}", addrs.join(",")));
     config.sentinel = Some(RedisSentinels::MASTER_NAME.to_owned());
-    connect(config).await.unwrap()
+    config
+}
+
+async fn sentinel_client(group: &RedisSentinels) -> LockClient {
+    connect(sentinel_config(group)).await.unwrap()
 }
 
 /// All sentinels that answer call it the master, and so does it.
@@ -253,6 +257,37 @@ async fn a_grant_that_too_few_replicas_acknowledge_is_refused() {
     .await
     .unwrap();
     nothing_is_left(&master, "released").await;
+}
+
+/// Its master may be one that its sentinels have replaced.
+#[tokio::test]
+async fn a_renewal_counts_once_replicas_have_it() {
+    if no_server() {
+        return;
+    }
+    let master = RedisServer::plain().unwrap();
+    let replica = RedisServer::builder().replica_of(master.addr()).start().unwrap();
+    let client = replicated(&master, 200 * MS).await;
+    let ttl = 3 * SECOND;
+    let held = lock(&client, "a", ttl).acquire().await.unwrap();
+    renewed(&held).await;
+    held.renew().await.unwrap();
+    replica.pause().unwrap();
+    let error = held.renew().await.unwrap_err();
+    let text = shown(&error);
+    assert!(error.is_transient() && text.contains("0 of 1 replicas"), "{text}");
+    let reason = within(ttl + SECOND, "told", held.lost()).await;
+    assert_eq!(reason, LossReason::Expired);
+    replica.resume().unwrap();
+    drop(held);
+    let held = granted(
+        LONG,
+        "the replica follows again",
+        waiter(&lock(&client, "a", ttl)),
+    )
+    .await;
+    held.renew().await.unwrap();
+    held.release().await.unwrap();
 }
 
 #[tokio::test]

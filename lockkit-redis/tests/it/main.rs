@@ -22,5 +22,6 @@ mod peers;
 mod queue;
 mod redlock;
 mod refusals;
+mod sentinels;
 mod soak;
 mod workers;

@@ -310,11 +310,46 @@ async fn a_sentinel_given_as_a_server_is_a_clear_error() {
     let mut config = RedisConfig::new(group.servers()[0].url());
     config.sentinel = Some("lockkit".to_owned());
     let error = connect(config).await.unwrap_err();
-    assert!(shown(&error).contains("SENTINEL"), "{}", shown(&error));
+    let text = shown(&error);
+    assert!(text.contains("SENTINEL") && !error.is_transient(), "{text}");
+    let plain = format!("{} is no sentinel", group.servers()[0].addr());
+    assert!(text.contains(&plain), "{text}");
     let mut config = RedisConfig::new(group.sentinels()[0].url());
     config.sentinel = Some("nobody".to_owned());
     let error = connect(config).await.unwrap_err();
     assert!(shown(&error).contains("`nobody`"), "{}", shown(&error));
+}
+
+#[tokio::test]
+async fn an_error_of_a_master_names_it_and_its_sentinel() {
+    if no_server() {
+        return;
+    }
+    let group = RedisSentinels::start().unwrap();
+    let sentinel = &group.sentinels()[0];
+    let [master, _] = group.servers();
+    let mut config = RedisConfig::new(sentinel.url());
+    config.sentinel = Some(RedisSentinels::MASTER_NAME.to_owned());
+    let names = [master, sentinel].map(|server| server.addr().to_string());
+    let refused = async |case: &str| {
+        let error = within(LONG, "an answer", connect(config.clone()))
+            .await
+            .unwrap_err();
+        let text = shown(&error);
+        assert!(names.iter().all(|name| text.contains(name)), "{case}: {text}");
+    };
+    master.cli(&["CONFIG", "SET", "requirepass", "secret"]).unwrap();
+    refused("no password").await;
+    master.kill().unwrap();
+    refused("dead").await;
+
+    sentinel.kill().unwrap();
+    let error = connect(config.clone()).await.unwrap_err();
+    let text = shown(&error);
+    assert!(
+        text.contains(&format!("the sentinel {}", sentinel.addr())),
+        "{text}"
+    );
 }
 
 /// Redis before 6 does not know `HELLO`, and says so by repeating it, with the password in it.

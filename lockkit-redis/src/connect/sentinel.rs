@@ -1,0 +1,287 @@
+//! Sentinels: which server they call the master, and a task that hears when it is another one.
+//!
+//! After a planned fail-over the former master answers as before for some 10 s, until Sentinel makes it a replica. So each client
+//! listens to one sentinel, and leaves a master for the one that this sentinel names.
+
+use std::{
+    sync::{Arc, Weak, atomic::Ordering},
+    time::Duration,
+};
+
+use lockkit_core::{Error, Result, spi::chain};
+use redis::{PushInfo, PushKind, aio::MultiplexedConnection};
+use tokio::{
+    sync::Notify,
+    task::AbortHandle,
+    time::{Instant, sleep, timeout},
+};
+
+use super::{Connector, OnPush};
+use crate::{
+    config::shown,
+    connection::{ManagedConnection, reason},
+    connection_io::IoHandle,
+    error::{NAME, failed},
+};
+
+/// The longest time for a sentinel to name the master.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// The time after which a sentinel that says nothing is asked again. So a silent one is found, and a push that was lost made up for.
+const PERIOD: Duration = Duration::from_secs(1);
+/// The pauses before the next sentinel is asked.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const MAX_PAUSE: Duration = Duration::from_millis(500);
+/// The channel of a sentinel on which it says that a master is another server.
+const SWITCHES: &str = "+switch-master";
+
+/// Host and port of a server.
+pub(crate) type HostPort = (String, u16);
+
+impl Connector {
+    /// Asks the sentinel of this number for the master's address.
+    pub(super) async fn ask_sentinel(&self, n: usize, master: &str) -> Result<HostPort> {
+        let nothing: OnPush = Arc::new(|_| {});
+        self.patiently(n, async {
+            let (mut connection, _io) = self.open_sentinel(n, &nothing).await?;
+            self.named_by(n, &mut connection, master).await
+        })
+        .await
+    }
+
+    /// Opens a connection to a sentinel. Sentinels have users of their own, or none, which is more common.
+    async fn open_sentinel(
+        &self,
+        n: usize,
+        on_push: &OnPush,
+    ) -> Result<(MultiplexedConnection, Option<IoHandle>)> {
+        let (host, port) = &self.address.hosts[n];
+        match self.open(host, *port, 0, true, on_push).await {
+            Err(err) if !err.is_transient() => {
+                let opened = self.open(host, *port, 0, false, on_push).await;
+                opened.map_err(|_| self.about_sentinel(n, err))
+            }
+            opened => opened.map_err(|err| self.about_sentinel(n, err)),
+        }
+    }
+
+    async fn named_by(
+        &self,
+        n: usize,
+        connection: &mut MultiplexedConnection,
+        master: &str,
+    ) -> Result<HostPort> {
+        let mut ask = redis::cmd("SENTINEL");
+        ask.arg("GET-MASTER-ADDR-BY-NAME").arg(master);
+        let known: Option<HostPort> = match ask.query_async(connection).await {
+            Ok(known) => known,
+            Err(error) if error.to_string().contains("unknown command") => {
+                let server = self.sentinel_name(n);
+                let reason = format!(
+                    "{server} is no sentinel, since it does not know the command SENTINEL: list sentinels, whose \
+                     default port is 26379, or leave out the option `sentinel`"
+                );
+                return Err(Error::permanent(NAME, "connect", reason));
+            }
+            Err(error) => return Err(self.about_sentinel(n, failed("connect", error))),
+        };
+        known.ok_or_else(|| {
+            let reason = format!(
+                "the sentinel {} knows no master `{master}`",
+                self.sentinel_name(n)
+            );
+            Error::transient(NAME, "connect", reason)
+        })
+    }
+
+    async fn patiently<T>(&self, n: usize, asking: impl Future<Output = Result<T>>) -> Result<T> {
+        timeout(PATIENCE, asking).await.unwrap_or_else(|_| {
+            let reason = format!("the sentinel {} does not answer", self.sentinel_name(n));
+            Err(Error::transient(NAME, "connect", reason))
+        })
+    }
+
+    fn sentinel_name(&self, n: usize) -> String {
+        let (host, port) = &self.address.hosts[n];
+        shown(host, *port)
+    }
+
+    fn about_sentinel(&self, n: usize, err: Error) -> Error {
+        about(&format!("the sentinel {}", self.sentinel_name(n)), err)
+    }
+
+    /// Adds to an error which server it comes from, and who named that.
+    pub(super) fn about_master(&self, n: usize, (host, port): &HostPort, err: Error) -> Error {
+        let (master, sentinel) = (shown(host, *port), self.sentinel_name(n));
+        about(
+            &format!("{master}, the master by the word of the sentinel {sentinel}"),
+            err,
+        )
+    }
+}
+
+fn about(server: &str, err: Error) -> Error {
+    let Error::Backend {
+        transient, source, ..
+    } = err
+    else {
+        return err;
+    };
+    let reason = format!("{server}: {}", chain(&*source));
+    if transient {
+        Error::transient(NAME, "connect", reason)
+    } else {
+        Error::permanent(NAME, "connect", reason)
+    }
+}
+
+/// Listens to the sentinels for a client. Dropping it ends that.
+#[derive(Debug)]
+pub(crate) struct SentinelWatch {
+    doubt: Arc<Notify>,
+    task: AbortHandle,
+}
+
+impl SentinelWatch {
+    /// Starts a task that has these connections replaced when they lead elsewhere than to the master. Returns `None` if there
+    /// are no sentinels.
+    pub(crate) fn start<'a>(
+        connector: &Connector,
+        connections: impl IntoIterator<Item = &'a Arc<ManagedConnection>>,
+    ) -> Option<Self> {
+        let master = connector.sentinel.clone()?;
+        let doubt = Arc::<Notify>::default();
+        let listener = Listener {
+            misled: vec![None; connector.address.hosts.len()],
+            connector: connector.clone(),
+            master,
+            connections: connections.into_iter().map(Arc::downgrade).collect(),
+            doubt: doubt.clone(),
+        };
+        let task = tokio::spawn(listener.run()).abort_handle();
+        Some(Self { doubt, task })
+    }
+
+    /// Has the next sentinel asked. The present one may be behind.
+    pub(crate) fn doubt(&self) {
+        self.doubt.notify_one();
+    }
+
+    pub(crate) fn stop(&self) {
+        self.task.abort();
+    }
+}
+
+impl Drop for SentinelWatch {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+struct Listener {
+    connector: Connector,
+    master: String,
+    connections: Vec<Weak<ManagedConnection>>,
+    doubt: Arc<Notify>,
+    /// For each sentinel, the server for which connections were replaced at its word, until one leads there.
+    misled: Vec<Option<HostPort>>,
+}
+
+impl Listener {
+    async fn run(mut self) {
+        let sentinels = self.misled.len();
+        let mut n = self.connector.right.load(Ordering::Relaxed);
+        let mut pause = FIRST_PAUSE;
+        let mut in_vain = 0;
+        loop {
+            let since = Instant::now();
+            let outcome = self.listen_to(n).await;
+            if since.elapsed() > PERIOD {
+                (pause, in_vain) = (FIRST_PAUSE, 0);
+            }
+            if let Err(err) = outcome {
+                let error = reason(&err);
+                tracing::debug!(backend = NAME, %error, "asking the next sentinel");
+                in_vain += 1;
+                if in_vain == sentinels {
+                    tracing::warn!(
+                        backend = NAME,
+                        server = %self.connector.server(),
+                        %error,
+                        "no sentinel says who is the master, trying again"
+                    );
+                }
+            }
+            n = (n + 1) % sentinels;
+            sleep(pause).await;
+            pause = (pause * 2).min(MAX_PAUSE);
+        }
+    }
+
+    /// Listens to one sentinel until that fails, or is not to be believed.
+    async fn listen_to(&mut self, n: usize) -> Result<()> {
+        let switched = Arc::<Notify>::default();
+        let notify = switched.clone();
+        let on_push: OnPush = Arc::new(move |push: PushInfo| {
+            if matches!(push.kind, PushKind::Message | PushKind::Disconnection) {
+                notify.notify_one();
+            }
+        });
+        let opening = async {
+            let (mut connection, io) = self.connector.open_sentinel(n, &on_push).await?;
+            match connection.subscribe(SWITCHES).await {
+                // A user who may not do that still asks once a second.
+                Err(error) if error.code().is_none() => {
+                    Err(self.connector.about_sentinel(n, failed("connect", error)))
+                }
+                _ => Ok((connection, io)),
+            }
+        };
+        let (mut connection, _io) = self.connector.patiently(n, opening).await?;
+        loop {
+            let asking = self.connector.named_by(n, &mut connection, &self.master);
+            let named = self.connector.patiently(n, asking).await?;
+            if !self.go_to(n, named) {
+                return Ok(());
+            }
+            tokio::select! {
+                () = switched.notified() => {}
+                () = self.doubt.notified() => return Ok(()),
+                () = sleep(PERIOD) => {}
+            }
+        }
+    }
+
+    /// Has the connections replaced that lead elsewhere than to the server that this sentinel names. Returns `false` if that was
+    /// in vain before: the sentinel is behind the one that was asked then.
+    fn go_to(&mut self, n: usize, named: HostPort) -> bool {
+        let (mut there, mut elsewhere) = (false, Vec::new());
+        for connection in self.connections.iter().filter_map(Weak::upgrade) {
+            // While there is no connection, one is being made by the word of the sentinels.
+            match connection.server() {
+                Some(server) if server == named => there = true,
+                Some(_) => elsewhere.push(connection),
+                None => {}
+            }
+        }
+        if there {
+            self.misled[n] = None;
+        }
+        if there || !elsewhere.is_empty() {
+            if self.misled[n].as_ref() == Some(&named) {
+                return false;
+            }
+            // New connections ask it first: others may not have heard yet.
+            self.connector.right.store(n, Ordering::Relaxed);
+        }
+        if !elsewhere.is_empty() {
+            let (host, port) = &named;
+            let master = shown(host, *port);
+            tracing::info!(backend = NAME, %master, "the sentinels name another master");
+            for connection in elsewhere {
+                connection.replace();
+            }
+            self.misled[n] = Some(named);
+        }
+        true
+    }
+}
