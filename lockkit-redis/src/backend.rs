@@ -96,7 +96,7 @@ impl RedisBackend {
         // cannot do that.
         let takes_hand_offs = runtime.runtime_flavor() != RuntimeFlavor::CurrentThread;
         let inbox = Inbox {
-            client: layout::new_client(takes_hand_offs).into(),
+            client: layout::new_client(&config.namespace, takes_hand_offs).into(),
             wakeups: Arc::new(Wakeups::new(takes_hand_offs)),
             announcements: Arc::default(),
             master: None,

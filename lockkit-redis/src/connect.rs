@@ -104,11 +104,11 @@ impl CompareAndDelete {
     }
 
     /// Finds out which one the server runs for this user, by a key that is never there.
-    async fn find(connection: &mut MultiplexedConnection) -> RedisResult<Option<Self>> {
+    async fn find(nowhere: &str, connection: &mut MultiplexedConnection) -> RedisResult<Option<Self>> {
         let all = [Self::DelIfEq, Self::DelEx];
         let mut trial = redis::pipe();
         for command in all {
-            trial.add_command(command.command(layout::NOWHERE, ""));
+            trial.add_command(command.command(nowhere.as_bytes(), ""));
         }
         let replies = connection.send_packed_commands(&trial, 0, all.len()).await?;
         let found = replies.iter().position(|reply| matches!(reply, Value::Int(_)));
@@ -124,6 +124,8 @@ const READY_WITHIN: Duration = Duration::from_secs(2);
 pub(crate) struct Connector {
     address: Address,
     sentinel: Option<String>,
+    /// A key of the namespace that is never there.
+    nowhere: String,
     /// The index of the sentinel that last named a server that was a master, or another one than the others knew.
     right: Arc<AtomicUsize>,
     /// Set for one of several masters, with its number among them.
@@ -148,6 +150,7 @@ impl Connector {
         Ok(Self {
             address,
             sentinel: config.sentinel.clone(),
+            nowhere: layout::nowhere(&config.namespace),
             right: Arc::default(),
             quarantine: None,
             connection_io: OnceLock::new(),
@@ -294,7 +297,7 @@ impl Connector {
         script::load(scripts, &mut connection).await.map_err(connecting)?;
         let role = match &self.quarantine {
             None => {
-                let command = CompareAndDelete::find(&mut connection).await;
+                let command = CompareAndDelete::find(&self.nowhere, &mut connection).await;
                 Role::Only(command.map_err(connecting)?)
             }
             Some((quarantine, master)) => {

@@ -75,6 +75,7 @@ enum State {
 /// Receives the pushes of a connection.
 #[derive(Clone, Debug)]
 pub(crate) struct Inbox {
+    /// The client's name, which is that of its channel.
     pub(crate) client: Arc<str>,
     pub(crate) wakeups: Arc<Wakeups>,
     pub(crate) announcements: Arc<Announcements>,
@@ -301,7 +302,7 @@ impl ManagedConnection {
         let before = std::mem::replace(&mut *self.state.lock(), State::Closed);
         if let (State::Up(connection), Some(inbox)) = (before, inbox) {
             let mut delete = redis::cmd("DEL");
-            delete.arg(layout::client(&inbox.client));
+            delete.arg(&*inbox.client);
             // If it does not get there, the key expires.
             let _ = timeout(PING_TIMEOUT, connection.send(&delete)).await;
         }
@@ -498,7 +499,7 @@ impl Supervisor {
             number,
             ..
         } = self;
-        let channel = inbox.as_ref().map(|inbox| layout::client(&inbox.client));
+        let channel = inbox.as_ref().map(|inbox| inbox.client.clone());
         let last_answered = Arc::<LastAnswered>::default();
         // A number for each try: the end of one that failed must not be taken for the end of the next.
         let connecting = connector.connect(channel.as_deref(), || {
@@ -581,7 +582,7 @@ impl Supervisor {
         let mut commands = Pipeline::with_capacity(1 + 2 * followers.len());
         commands
             .cmd("SET")
-            .arg(layout::client(&inbox.client))
+            .arg(&*inbox.client)
             .arg(1)
             .arg("PX")
             .arg(u64::try_from(ALIVE_FOR.as_millis()).unwrap_or(u64::MAX));
@@ -689,17 +690,17 @@ fn on_push(
     let last_answered = last_answered.clone();
     Arc::new(move |push: PushInfo| match (&push.kind, &*push.data) {
         (PushKind::Disconnection, _) => report_broken(&last_broken, number),
-        (PushKind::Message, [Value::BulkString(channel), _]) if layout::is_watch_channel(channel) => {
-            if let Some(inbox) = &inbox {
+        (PushKind::Message, [Value::BulkString(channel), Value::BulkString(message)]) => {
+            let Some(inbox) = &inbox else { return };
+            if *channel != inbox.client.as_bytes() {
                 inbox.announcements.deliver(channel);
+                return;
             }
-        }
-        (PushKind::Message, [_, Value::BulkString(message)]) => {
             let origin = last_answered.get().map(|since| PushOrigin {
                 connection: number,
                 since,
             });
-            if let Some(abandoned) = inbox.as_ref().and_then(|inbox| inbox.push(message, origin)) {
+            if let Some(abandoned) = inbox.push(message, origin) {
                 let _ = abandon.send(abandoned);
             }
         }

@@ -12,56 +12,93 @@ use lockkit_core::{
     spi::{ClaimRequest, Mode, OwnerId},
 };
 
-/// A key that is never there.
-pub(crate) const NOWHERE: &[u8] = b"lockkit#nowhere";
-
-/// The prefix of lockkit's own keys, which are not locks.
+/// The beginning of what is lockkit's own in a namespace, and no lock.
 const OWN: &str = "lockkit#";
+
+/// Returns the beginning of all keys and channels that belong to the lock with this key: the namespace and its colon. So a user whose
+/// rights end there reaches no other namespace. Where the namespace is empty, what comes before the first colon counts as one, since
+/// `a:b` is then the same lock as `b` in the namespace `a`. The scripts do the same.
+fn prefix(key: &str) -> &str {
+    let is_part = |char: char| char.is_ascii_alphanumeric() || "._-".contains(char);
+    match key.split_once(':') {
+        Some((namespace, _)) if !namespace.is_empty() && namespace.chars().all(is_part) => {
+            &key[..=namespace.len()]
+        }
+        _ => "",
+    }
+}
+
+/// Returns a key or channel of lockkit's own in a namespace.
+pub(crate) fn own(namespace: &str, what: &str) -> String {
+    let colon = if namespace.is_empty() { "" } else { ":" };
+    [namespace, colon, OWN, what].concat()
+}
+
+/// Returns one that belongs to the lock with this key.
+fn own_of(lock: &[u8], what: &str) -> Vec<u8> {
+    let end = lock
+        .iter()
+        .position(|byte| *byte == b':')
+        .map_or(0, |colon| colon + 1);
+    let before = std::str::from_utf8(&lock[..end]).map_or("", prefix);
+    [before, OWN, what].concat().into_bytes()
+}
+
+/// Returns a key that is never there.
+pub(crate) fn nowhere(namespace: &str) -> String {
+    own(namespace, "nowhere")
+}
+
+/// Returns the key of the marker of one of several masters.
+pub(crate) fn marker(namespace: &str) -> String {
+    own(namespace, "redlock")
+}
+
+fn qualified(namespace: &str, name: &str) -> String {
+    if namespace.is_empty() {
+        name.to_owned()
+    } else {
+        [namespace, ":", name].concat()
+    }
+}
+
+/// Returns whether a name, or the beginning of one, would be taken for one of our own keys, or for an escaped name.
+fn is_escaped(rest: &str) -> bool {
+    rest.trim_start_matches('%').starts_with(OWN)
+}
 
 /// The key of a lock or semaphore.
 pub(crate) fn key(namespace: &str, name: &LockName, kind: LockKind) -> Vec<u8> {
-    let name = name.as_str();
-    let lock = if namespace.is_empty() {
-        // A name that looks like one of our own keys is escaped, and so is one that looks like an escaped name.
-        let escape = name.trim_start_matches('%').starts_with(OWN);
-        [if escape { "%" } else { "" }, name].concat()
-    } else {
-        [namespace, ":", name].concat()
-    };
+    let full = qualified(namespace, name.as_str());
+    let (prefix, rest) = full.split_at(prefix(&full).len());
+    let lock = [prefix, if is_escaped(rest) { "%" } else { "" }, rest].concat();
     match kind {
-        LockKind::Semaphore => format!("{OWN}semaphore:{{{lock}}}").into_bytes(),
+        LockKind::Semaphore => format!("{prefix}{OWN}semaphore:{{{lock}}}").into_bytes(),
         LockKind::Lock => lock.into_bytes(),
     }
 }
 
-/// Draws a name for a client. The process id is in it, since both sides of a fork draw the same numbers. The `t` tells the
-/// scripts that the client takes a hand-off from the push, which then names the token.
-pub(crate) fn new_client(takes_hand_offs: bool) -> String {
+/// Draws a name for a client: the channel of its wake-ups, and the key that is there while it is alive. The process id is in it,
+/// since both sides of a fork draw the same numbers. The `t` tells the scripts that the client takes a hand-off from the push, which
+/// then names the token.
+pub(crate) fn new_client(namespace: &str, takes_hand_offs: bool) -> String {
     let suffix = if takes_hand_offs { "t" } else { "" };
-    format!("{:x}.{:016x}{suffix}", std::process::id(), fastrand::u64(..))
+    let name = format!(
+        "client:{:x}.{:016x}{suffix}",
+        std::process::id(),
+        fastrand::u64(..)
+    );
+    own(namespace, &name)
 }
 
 /// The key of a lock's queue.
 pub(crate) fn queue(lock: &[u8]) -> Vec<u8> {
-    [b"lockkit#queue:{", lock, b"}"].concat()
+    [&own_of(lock, "queue:{"), lock, b"}"].concat()
 }
-
-/// The channel of a client's wake-ups, and the key that is there while the client is alive.
-pub(crate) fn client(id: &str) -> String {
-    format!("{OWN}client:{id}")
-}
-
-/// The prefix of the channels that locks are announced on. Clients' own channels have no such names.
-const WATCH: &str = "lockkit#client:watch:";
 
 /// The channel on which clients announce that they have taken or given up this lock.
 pub(crate) fn watch_channel(lock: &[u8]) -> Vec<u8> {
-    [WATCH.as_bytes(), lock].concat()
-}
-
-/// Returns whether locks are announced on this channel.
-pub(crate) fn is_watch_channel(channel: &[u8]) -> bool {
-    channel.starts_with(WATCH.as_bytes())
+    [&own_of(lock, "client:watch:"), lock].concat()
 }
 
 /// Spells the mode as the scripts do.
@@ -162,21 +199,24 @@ fn since(token: u64) -> Option<SystemTime> {
 }
 
 /// Returns a pattern for `SCAN` that all keys match which are locks of this kind with this prefix. Some others may match, too.
-pub(crate) fn pattern(namespace: &str, prefix: &str, kind: LockKind) -> Vec<u8> {
-    // Without a namespace, a name that begins so may have another beginning as a key.
-    let plain = prefix.trim_start_matches('%');
-    let may_be_escaped = namespace.is_empty() && (OWN.starts_with(plain) || plain.starts_with(OWN));
-    let begin = match (namespace, may_be_escaped) {
-        (_, true) => String::new(),
-        ("", false) => prefix.to_owned(),
-        _ => [namespace, ":", prefix].concat(),
+pub(crate) fn pattern(namespace: &str, begin: &str, kind: LockKind) -> Vec<u8> {
+    let full = qualified(namespace, begin);
+    let (prefix, rest) = full.split_at(prefix(&full).len());
+    // A name that begins so may have another beginning as a key.
+    let may_be_escaped = is_escaped(rest) || OWN.starts_with(rest.trim_start_matches('%'));
+    let lock = if may_be_escaped { prefix } else { &full };
+    let mut pattern = Vec::with_capacity(full.len() + 32);
+    let literal = match kind {
+        LockKind::Lock => lock.to_owned(),
+        LockKind::Semaphore => {
+            if prefix.is_empty() {
+                // The name may go on with what counts as a namespace.
+                pattern.push(b'*');
+            }
+            format!("{prefix}{OWN}semaphore:{{{lock}")
+        }
     };
-    let begin = match kind {
-        LockKind::Lock => begin,
-        LockKind::Semaphore => format!("{OWN}semaphore:{{{begin}"),
-    };
-    let mut pattern = Vec::with_capacity(begin.len() + 1);
-    for byte in begin.bytes() {
+    for byte in literal.bytes() {
         if b"*?[]\\".contains(&byte) {
             pattern.push(b'\\');
         }
@@ -191,20 +231,23 @@ pub(crate) fn name(namespace: &str, found: &[u8], kind: LockKind) -> Option<Lock
     let text = std::str::from_utf8(found).ok()?;
     let lock = match kind {
         LockKind::Lock => text,
-        LockKind::Semaphore => text
+        LockKind::Semaphore => text[prefix(text).len()..]
             .strip_prefix(OWN)?
             .strip_prefix("semaphore:{")?
             .strip_suffix('}')?,
     };
-    let is_its = |name: &LockName| key(namespace, name, kind) == found;
-    if namespace.is_empty() {
-        let plain = lock.strip_prefix('%').and_then(|plain| LockName::new(plain).ok());
-        return plain
-            .filter(is_its)
-            .or_else(|| LockName::new(lock).ok().filter(is_its));
-    }
-    let name = lock.strip_prefix(namespace)?.strip_prefix(':')?;
-    LockName::new(name).ok().filter(is_its)
+    let (prefix, rest) = lock.split_at(prefix(lock).len());
+    let named = |rest: &str| {
+        let full = [prefix, rest].concat();
+        let name = if namespace.is_empty() {
+            full.as_str()
+        } else {
+            full.strip_prefix(namespace)?.strip_prefix(':')?
+        };
+        let is_its = |name: &LockName| key(namespace, name, kind) == found;
+        LockName::new(name).ok().filter(is_its)
+    };
+    rest.strip_prefix('%').and_then(named).or_else(|| named(rest))
 }
 
 /// Returns the record in the value of an exclusive lock.
@@ -235,8 +278,34 @@ mod tests {
     fn keys_are_what_is_documented() {
         assert_eq!(text("lockkit", "orders/42", LockKind::Lock), "lockkit:orders/42");
         assert_eq!(text("", "orders/42", LockKind::Lock), "orders/42");
-        assert_eq!(text("a", "lockkit#fence", LockKind::Lock), "a:lockkit#fence");
-        assert_eq!(text("a", "gpu", LockKind::Semaphore), "lockkit#semaphore:{a:gpu}");
+        assert_eq!(text("a", "lockkit#fence", LockKind::Lock), "a:%lockkit#fence");
+        assert_eq!(
+            text("a", "gpu", LockKind::Semaphore),
+            "a:lockkit#semaphore:{a:gpu}"
+        );
+        assert_eq!(text("", "gpu", LockKind::Semaphore), "lockkit#semaphore:{gpu}");
+        assert_eq!(queue(b"a:n"), b"a:lockkit#queue:{a:n}");
+        assert_eq!(queue(b"n"), b"lockkit#queue:{n}");
+        assert_eq!(watch_channel(b"a:n"), b"a:lockkit#client:watch:a:n");
+        assert!(new_client("a", true).starts_with("a:lockkit#client:"));
+        assert_eq!(marker(""), "lockkit#redlock");
+        // One lock by two ways has one queue and one counter.
+        for kind in [LockKind::Lock, LockKind::Semaphore] {
+            for lock in ["b", "lockkit#fence", "%lockkit#", "b:c"] {
+                assert_eq!(text("a", lock, kind), text("", &format!("a:{lock}"), kind));
+            }
+        }
+    }
+
+    #[test]
+    fn all_of_a_namespace_begins_with_it() {
+        let lock = key("a.b-c_9", &name("x:y"), LockKind::Lock);
+        let semaphore = key("a.b-c_9", &name("lockkit#"), LockKind::Semaphore);
+        for lock in [lock, semaphore] {
+            for own in [queue(&lock), watch_channel(&lock), lock] {
+                assert!(own.starts_with(b"a.b-c_9:"), "{own:?}");
+            }
+        }
     }
 
     #[test]
@@ -269,6 +338,10 @@ mod tests {
             "lockkit#semaphore:{a}",
             "}",
             "a:b",
+            "a:lockkit#b",
+            "a:%lockkit#b",
+            ":a",
+            "é:lockkit#b",
         ];
         for (namespace, kind) in [
             ("ns", LockKind::Lock),
@@ -297,12 +370,14 @@ mod tests {
                 b"other:a",
                 b"\xff",
                 b"ns:",
-                b"lockkit#queue:{ns:a}",
+                b"ns:lockkit#fence",
+                b"ns:lockkit#queue:{ns:a}",
                 b"",
             ] {
                 let kept = super::name(namespace, other, kind);
-                let is_theirs =
-                    namespace.is_empty() && kind == LockKind::Lock && !other.starts_with(OWN.as_bytes());
+                let is_theirs = namespace.is_empty()
+                    && kind == LockKind::Lock
+                    && !other.windows(8).any(|part| part == OWN.as_bytes());
                 assert!(
                     kept.is_none() || is_theirs,
                     "{namespace} {kind:?} {other:?}: {kept:?}"
@@ -312,15 +387,19 @@ mod tests {
         assert_eq!(pattern("ns", "a*[", LockKind::Lock), b"ns:a\\*\\[*");
     }
 
-    /// A pattern whose only wildcard is the last character.
+    /// A pattern whose only wildcards are the last character, and perhaps the first.
     fn matches(pattern: &[u8], key: &[u8]) -> bool {
         let mut literal = Vec::new();
         let mut escaped = false;
-        for byte in &pattern[..pattern.len() - 1] {
+        let begins_anywhere = pattern.len() > 1 && pattern[0] == b'*';
+        for byte in &pattern[usize::from(begins_anywhere)..pattern.len() - 1] {
             escaped = !escaped && *byte == b'\\';
             if !escaped {
                 literal.push(*byte);
             }
+        }
+        if begins_anywhere {
+            return key.windows(literal.len()).any(|part| part == literal);
         }
         key.starts_with(&literal)
     }

@@ -77,9 +77,9 @@ pub(crate) async fn load(scripts: &[&Script], connection: &mut MultiplexedConnec
     Ok(())
 }
 
-/// A Lua script of one lock.
+/// A Lua script of one lock, or of a master's marker.
 ///
-/// A script names one key, the lock's. It derives the others where it needs them: each key that is passed costs the server about
+/// A script names one key. It derives the others where it needs them: each key that is passed costs the server about
 /// as much as reading it.
 #[derive(Debug)]
 pub(crate) struct Script {
@@ -102,7 +102,7 @@ impl Script {
         load
     }
 
-    /// Returns a call on one lock, still without its arguments.
+    /// Returns a call on one key, still without its arguments.
     pub(crate) fn call(&'static self, key: &[u8]) -> Call {
         let digest = self.digest.get();
         let mut command = Cmd::with_capacity(12, 256);
@@ -110,11 +110,7 @@ impl Script {
             Some(digest) => command.arg("EVALSHA").arg(digest),
             None => command.arg("EVAL").arg(self.source),
         };
-        if key.is_empty() {
-            command.arg(0);
-        } else {
-            command.arg(1).arg(key);
-        }
+        command.arg(1).arg(key);
         Call {
             script: self,
             command,

@@ -48,7 +48,7 @@ pub(crate) fn delete_keys(server: &RedisServer, names: &[String]) -> io::Result<
     for name in names {
         for key in [
             format!("lockkit:{name}"),
-            format!("lockkit#semaphore:{{lockkit:{name}}}"),
+            format!("lockkit:lockkit#semaphore:{{lockkit:{name}}}"),
         ] {
             server.cli(&["DEL", &key])?;
         }
@@ -160,10 +160,10 @@ impl Servers for Redis {
 /// longer than the lease that this hold would have had.
 fn stays(key: &str, ttl: i64) -> bool {
     let auxiliary = [
-        "lockkit#holders:{",
-        "lockkit#queue:{",
-        "lockkit#about:{",
-        "lockkit#revoked:{",
+        "lockkit:lockkit#holders:{",
+        "lockkit:lockkit#queue:{",
+        "lockkit:lockkit#about:{",
+        "lockkit:lockkit#revoked:{",
     ];
-    key == "lockkit#fence" || ttl > 0 && auxiliary.iter().any(|start| key.starts_with(start))
+    key == "lockkit:lockkit#fence" || ttl > 0 && auxiliary.iter().any(|start| key.starts_with(start))
 }

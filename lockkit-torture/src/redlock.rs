@@ -136,6 +136,6 @@ impl Servers for Redlock {
 /// The marker, counters, which go when they were not used for weeks, and what says who was asked to give up a hold, or whose hold was
 /// ended, for a little longer than that hold would have had.
 fn stays(key: &str, ttl: i64) -> bool {
-    let auxiliary = ["lockkit#fence:{", "lockkit#revoked:{"];
-    key == "lockkit#redlock" || ttl > 0 && auxiliary.iter().any(|start| key.starts_with(start))
+    let auxiliary = ["lockkit:lockkit#fence:{", "lockkit:lockkit#revoked:{"];
+    key == "lockkit:lockkit#redlock" || ttl > 0 && auxiliary.iter().any(|start| key.starts_with(start))
 }

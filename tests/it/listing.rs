@@ -79,7 +79,7 @@ async fn namespaces_on_redis_are_apart() {
     let client = client(servers[0].url(), "").await;
     // No lock of anybody, as far as one can see.
     servers[0].cli(&["SET", "three and more", "a value"]).unwrap();
-    servers[0].cli(&["SET", "lockkit#fence", "1"]).unwrap();
+    servers[0].cli(&["SET", "lockkit:lockkit#fence", "1"]).unwrap();
     assert_eq!(listed(&client, "").await, []);
     namespaces_are_apart(servers[0].url(), &keys).await;
 

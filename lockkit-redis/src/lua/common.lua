@@ -6,18 +6,18 @@
 --                              anything else: a foreign client's hold
 --                              Expires with the lease, a group's with the longest; or GRACE later while somebody waits.
 --                              Whoever comes meanwhile finds it and serves the queue first.
---   lockkit#holders:{<lock>}   members of the group: owner -> end of the lease in ms of the server's clock
---   lockkit#queue:{<lock>}     waiters: owner -> arrival in us, made unique
---   lockkit#about:{<lock>}     waiters and members: owner -> "<mode> <ttl> <record>"
---   lockkit#revoked:{<lock>}   holders that were asked to give up their hold: owner -> the token of that hold
---   lockkit#client:<client>    there while a client with waiters is alive; also the name of the channel of its wake-ups. A client
+--   <own>holders:{<lock>}   members of the group: owner -> end of the lease in ms of the server's clock
+--   <own>queue:{<lock>}     waiters: owner -> arrival in us, made unique
+--   <own>about:{<lock>}     waiters and members: owner -> "<mode> <ttl> <record>"
+--   <own>revoked:{<lock>}   holders that were asked to give up their hold: owner -> the token of that hold
+--   <own>client:<client>    there while a client with waiters is alive; also the name of the channel of its wake-ups. A client
 --                              with a `t` in its name takes a hand-off from the push, which names the token then
---   lockkit#fence              the last fencing token of this database
+--   <own>fence              the last fencing token of this namespace
 --
--- <record> is "<owner> <tokens> <first token> <client> <label>". A waiter's has %d in the place of the token.
-local HOLDERS, QUEUE, ENTRIES = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#queue:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
-local REVOKED = 'lockkit#revoked:{' .. LOCK .. '}'
-local CLIENT = 'lockkit#client:'
+-- <own> is "<namespace>:lockkit#", or "lockkit#" without a namespace. <record> is "<owner> <tokens> <first token> <client> <label>",
+-- whose client is the whole name <own>client:<client>. A waiter's has %d in the place of the token.
+local HOLDERS, QUEUE, ENTRIES = OWN .. 'holders:{' .. LOCK .. '}', OWN .. 'queue:{' .. LOCK .. '}', OWN .. 'about:{' .. LOCK .. '}'
+local REVOKED = OWN .. 'revoked:{' .. LOCK .. '}'
 local HANDOFF_TTL = 3000 -- how long a lock that was handed off waits for its new holder, in ms
 local GRACE = 10000 -- by how much a lock that somebody waits for outlives its lease, in ms
 local HEARTBEAT = 2500 -- how often a client looks which of its waiters have become the head of the queue, in ms
@@ -119,7 +119,7 @@ end
 local function grant(owner, mode, ttl, ms, record, first)
   local tokens = string.match(record, '^%S+ (%d+) ')
   if first then
-    call('SET', 'lockkit#fence', string.format('%d', first + tokens - 1))
+    call('SET', OWN .. 'fence', string.format('%d', first + tokens - 1))
   else
     first = draw_tokens(tokens, micros)
   end
@@ -140,14 +140,14 @@ end
 -- there, and must not be told what is granted here. Returns how many received it.
 local function publish(owner, client, what)
   redis.set_repl(redis.REPL_NONE)
-  local receivers = call('PUBLISH', CLIENT .. client, owner .. ' ' .. what .. ' ' .. LOCK)
+  local receivers = call('PUBLISH', client, owner .. ' ' .. what .. ' ' .. LOCK)
   redis.set_repl(redis.REPL_ALL)
   return receivers
 end
 
 -- Fails now if the server refuses to write. A script that has not written yet calls this before `grant_from_queue`: nobody may
 -- be told of a hold that cannot be written.
-local function check_writable() call('DEL', 'lockkit#nowhere') end
+local function check_writable() call('DEL', OWN .. 'nowhere') end
 
 local function queue_head() return call('ZRANGE', QUEUE, 0, 0)[1] end
 
@@ -156,13 +156,13 @@ local function queue_head() return call('ZRANGE', QUEUE, 0, 0)[1] end
 local function hand_off(owner, mode, ttl, record)
   local client = client_of(record)
   -- One that is no number is as good as one that is at its end.
-  local counter = tonumber(redis.pcall('GET', 'lockkit#fence') or 0) or 2 ^ 53
+  local counter = tonumber(redis.pcall('GET', OWN .. 'fence') or 0) or 2 ^ 53
   local first = math.max(micros, counter) + 1
   if first > 2 ^ 53 - string.match(record, '^%S+ (%d+) ') then
     publish(owner, client, 1)
     return false
   end
-  local takes_hand_offs = string.find(client, 't', 1, true)
+  local takes_hand_offs = string.sub(client, -1) == 't'
   if publish(owner, client, takes_hand_offs and string.format('0:%d', first) or 0) == 0 then return false end
   call('ZREM', QUEUE, owner)
   grant(owner, mode, ttl, math.min(ttl, HANDOFF_TTL), record, first)
@@ -178,7 +178,7 @@ local function tell_if_shorter(ms, left)
 end
 
 local function is_alive(client, came)
-  return micros - came < ALIVE_FOR * 1000 or call('EXISTS', CLIENT .. client) == 1
+  return micros - came < ALIVE_FOR * 1000 or call('EXISTS', client) == 1
 end
 
 -- Grants from the head of the queue for as long as the head fits: to `me` in full, to others by a hand-off. Drops the dead, also

@@ -24,8 +24,8 @@ if not asked then return has_vote(ARGV[2]) and -1 or -2 end
 local owner, client = string.match(asked, '^lockkit:(%S+) %S+ %S+ (%S+)')
 local first = string.match(asked, '^lockkit:%S+ %d+ (%d+) ')
 -- A server out of memory refuses HSET, unless the script has written before.
-call('DEL', 'lockkit#nowhere')
+call('DEL', OWN .. 'nowhere')
 call('HSET', REVOKED, owner, first)
 call('PEXPIRE', REVOKED, math.max(1, ms, call('PTTL', REVOKED)))
-call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 0 ' .. LOCK)
+call('PUBLISH', client, owner .. ' 0 ' .. LOCK)
 return math.max(0, ms)

@@ -5,22 +5,23 @@
 --                              lockkit#next <owner>, lockkit#next s: free, but kept for a moment for a waiter that was
 --                              woken, or for readers
 --                              anything else: a foreign client's hold
---   lockkit#holders:{<lock>}   shared holders: owner -> end of the lease in ms of the server's clock
---   lockkit#about:{<lock>}     shared holders: owner -> lockkit:<record>
---   lockkit#writers:{<lock>}, lockkit#readers:{<lock>}
+--   <own>holders:{<lock>}   shared holders: owner -> end of the lease in ms of the server's clock
+--   <own>about:{<lock>}     shared holders: owner -> lockkit:<record>
+--   <own>writers:{<lock>}, <own>readers:{<lock>}
 --                              waiters: "<owner> <client>" -> since when, in us of the client's clock
---   lockkit#asked:{<lock>}     the same waiters -> when they asked last, in ms of the server's clock
---   lockkit#revoked:{<lock>}   holders that were asked to give up their hold, or whose hold was ended by force: owner -> the
+--   <own>asked:{<lock>}     the same waiters -> when they asked last, in ms of the server's clock
+--   <own>revoked:{<lock>}   holders that were asked to give up their hold, or whose hold was ended by force: owner -> the
 --                              first token of that hold
---   lockkit#fence:{<lock>}     the last fencing token, for weeks after its last use
---   lockkit#redlock            the marker: "<run id> <max ttl>", or "-<run id> <max ttl> <since>" in quarantine
---   lockkit#client:<client>    the channel of a client's wake-ups
+--   <own>fence:{<lock>}     the last fencing token, for weeks after its last use
+--   <own>redlock            the marker: "<run id> <max ttl>", or "-<run id> <max ttl> <since>" in quarantine
+--   <own>client:<client>    the channel of a client's wake-ups
 --
--- <record> is "<owner> <tokens> <first token> <client> <label>".
-local HOLDERS, ABOUT = 'lockkit#holders:{' .. LOCK .. '}', 'lockkit#about:{' .. LOCK .. '}'
-local WRITERS, READERS = 'lockkit#writers:{' .. LOCK .. '}', 'lockkit#readers:{' .. LOCK .. '}'
-local REVOKED = 'lockkit#revoked:{' .. LOCK .. '}'
-local ASKED = 'lockkit#asked:{' .. LOCK .. '}'
+-- <own> is "<namespace>:lockkit#", or "lockkit#" without a namespace. <record> is "<owner> <tokens> <first token> <client> <label>",
+-- whose client is the whole name <own>client:<client>.
+local HOLDERS, ABOUT = OWN .. 'holders:{' .. LOCK .. '}', OWN .. 'about:{' .. LOCK .. '}'
+local WRITERS, READERS = OWN .. 'writers:{' .. LOCK .. '}', OWN .. 'readers:{' .. LOCK .. '}'
+local REVOKED = OWN .. 'revoked:{' .. LOCK .. '}'
+local ASKED = OWN .. 'asked:{' .. LOCK .. '}'
 local KEPT = 100 -- how long a free lock is kept for a waiter that was woken, in ms
 local WAITED = 10000 -- how long a waiter counts after it asked last, in ms
 
@@ -115,7 +116,7 @@ local function wake_readers()
     call('ZREM', READERS, reader[1])
     call('ZREM', ASKED, reader[1])
     local owner, client = string.match(reader[1], '^(%S+) (%S+)$')
-    call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 1 ' .. LOCK)
+    call('PUBLISH', client, owner .. ' 1 ' .. LOCK)
   end
 end
 
@@ -139,7 +140,7 @@ local function tell_next()
       call('ZREM', reads and READERS or WRITERS, next)
       call('ZREM', ASKED, next)
       local owner, client = string.match(next, '^(%S+) (%S+)$')
-      if call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 1 ' .. LOCK) > 0 then
+      if call('PUBLISH', client, owner .. ' 1 ' .. LOCK) > 0 then
         kept = reads and 's' or owner
         if not reads then break end
       end

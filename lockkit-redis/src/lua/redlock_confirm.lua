@@ -2,7 +2,7 @@
 -- ARGV: 1 the marker with which it has a vote   2 the value that was set   3 the value with the new tokens   4 the first token
 --       5 the last   6 mode: x or s
 -- Returns 1, or the counter as a text.
-local ABOUT = 'lockkit#about:{' .. LOCK .. '}'
+local ABOUT = OWN .. 'about:{' .. LOCK .. '}'
 local me = string.sub(ARGV[2], 9, 40)
 local alone = ARGV[6] == 'x'
 local value = call('GET', LOCK)

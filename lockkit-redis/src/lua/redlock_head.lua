@@ -1,12 +1,18 @@
 -- The head of every script of a Redlock master.
 local call = redis.call
 local LOCK = KEYS[1]
-local FENCE = 'lockkit#fence:{' .. LOCK .. '}'
+-- What is lockkit's own begins with the namespace, as the lock does. A user's rights may end there.
+local OWN = (string.match(LOCK, '^[%w._-]+:') or '') .. 'lockkit#'
+local FENCE = OWN .. 'fence:{' .. LOCK .. '}'
 local value -- of the lock, once it has been read
 
 -- Returns whether this process has a vote: the marker names it, and the longest ttl that the caller goes by. A process that
 -- started later may have lost grants. One that was in quarantine for less may have lost grants that last longer.
-local function has_vote(marker) return call('GET', 'lockkit#redlock') == marker end
+-- The caller gives the marker's key, too: with an empty namespace, a lock may be one of another namespace as well.
+local function has_vote(marker)
+  local key, expected = string.match(marker, '^(%S+) (.*)$')
+  return call('GET', key) == expected
+end
 
 -- Tokens begin at clients' clocks. So weeks after the last token new ones are above it, even without the counter.
 local WEEKS = 4 * 7 * 24 * 3600 * 1000

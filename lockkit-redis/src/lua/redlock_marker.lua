@@ -3,7 +3,7 @@
 --       complete; or the beginning of a quarantine to end, as returned before
 -- Returns -1 if the process has a vote; the beginning of its quarantine, in ms of its clock; or a text: the longest ttl of
 -- other clients.
-local MARKER = 'lockkit#redlock'
+local MARKER = KEYS[1]
 local call = redis.call
 local mine = ARGV[1] .. ' ' .. ARGV[2]
 local time = call('TIME')

@@ -2,7 +2,7 @@
 local held = 0
 value = call('GET', LOCK)
 if value == ARGV[1] then
-  if ARGV[2] == 'yield' or call('EXISTS', 'lockkit#writers:{' .. LOCK .. '}', 'lockkit#readers:{' .. LOCK .. '}') == 0 then
+  if ARGV[2] == 'yield' or call('EXISTS', OWN .. 'writers:{' .. LOCK .. '}', OWN .. 'readers:{' .. LOCK .. '}') == 0 then
     return call('DEL', LOCK)
   end
   held = 1

@@ -26,6 +26,6 @@ if not ended then return 0 end
 local owner, first, client = string.match(ended, '^lockkit:(%S+) %S+ (%S+) (%S+)')
 call('HSET', REVOKED, owner, first)
 call('PEXPIRE', REVOKED, math.max(1, ms, call('PTTL', REVOKED)))
-call('PUBLISH', 'lockkit#client:' .. client, owner .. ' 0 ' .. LOCK)
+call('PUBLISH', client, owner .. ' 0 ' .. LOCK)
 if not value then tell_next() end
 return 1

@@ -6,8 +6,9 @@ local waits = ARGV[8] == 'wait' or ARGV[8] == 'again'
 local is_behind
 if ARGV[6] == 'x' then
   -- As few calls as possible: an uncontended lock ends here, and so does each hand-off among writers.
-  local known = call('MGET', 'lockkit#redlock', FENCE, LOCK)
-  if known[1] ~= ARGV[1] then return 0 end
+  local marker, expected = string.match(ARGV[1], '^(%S+) (.*)$')
+  local known = call('MGET', marker, FENCE, LOCK)
+  if known[1] ~= expected then return 0 end
   local found = known[3]
   if not found and ARGV[8] ~= 'again' and call('SET', LOCK, ARGV[2], 'NX', 'PX', ARGV[3]) then
     return raise(ARGV[4], ARGV[5], known[2])

@@ -74,9 +74,14 @@ impl RedlockBackend {
         let server = RedlockConfig::server(&each)?;
         require_runtime(NAME, "connect")?;
         let rules = Rules::of(each.len(), config.master_timeout);
-        let quarantine = Arc::new(RestartQuarantine::new(each.len(), config.max_ttl, config.durable));
+        let quarantine = Arc::new(RestartQuarantine::new(
+            each.len(),
+            layout::marker(&config.namespace),
+            config.max_ttl,
+            config.durable,
+        ));
         let inbox = Inbox {
-            client: format!("{:x}-{:016x}", std::process::id(), fastrand::u64(..)).into(),
+            client: layout::new_client(&config.namespace, false).into(),
             wakeups: Arc::default(),
             announcements: Arc::default(),
             master: None,

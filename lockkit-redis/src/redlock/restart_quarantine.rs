@@ -31,6 +31,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// A client's view of the processes behind its masters.
 #[derive(Debug)]
 pub(crate) struct RestartQuarantine {
+    /// The key of the marker.
+    marker: String,
     /// The longest ttl of the deployment.
     max_ttl: Duration,
     durable: bool,
@@ -59,8 +61,9 @@ enum Standing {
 }
 
 impl RestartQuarantine {
-    pub(crate) fn new(masters: usize, max_ttl: Duration, durable: bool) -> Self {
+    pub(crate) fn new(masters: usize, marker: String, max_ttl: Duration, durable: bool) -> Self {
         Self {
+            marker,
             max_ttl,
             durable,
             processes: Mutex::new(vec![Process::default(); masters]),
@@ -72,7 +75,8 @@ impl RestartQuarantine {
         u64::try_from(self.max_ttl.as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// Checks a new connection to `master`. Returns the marker with which that process votes, or why it cannot be used.
+    /// Checks a new connection to `master`. Returns the marker with which that process votes, as the scripts want it: its key, and
+    /// what has to be there. Or returns why the process cannot be used.
     pub(crate) async fn greet(
         &self,
         master: usize,
@@ -84,7 +88,7 @@ impl RestartQuarantine {
             return refused("it does not report its run_id, which is needed to detect restarts".to_owned());
         }
         let marker: Option<String> = redis::cmd("GET")
-            .arg("lockkit#redlock")
+            .arg(&self.marker)
             .query_async(connection)
             .await
             .map_err(|error| failed("connect", error))?;
@@ -96,7 +100,7 @@ impl RestartQuarantine {
             let is_of_earlier_process =
                 |marker: &str| !marker.starts_with('-') && !marker.starts_with(run_id);
             if marker.as_deref().is_some_and(is_of_earlier_process) {
-                let mut call = script::REDLOCK_MARKER.call(b"");
+                let mut call = script::REDLOCK_MARKER.call(self.marker.as_bytes());
                 call.arg(run_id).arg(self.max_ttl_ms()).arg("look");
                 // The master is refused in any case.
                 let _ = connection.send_packed_command(&call.command).await;
@@ -124,7 +128,7 @@ impl RestartQuarantine {
             };
         }
         process.had_marker = marker.is_some();
-        Ok(format!("{run_id} {}", self.max_ttl_ms()))
+        Ok(format!("{} {run_id} {}", self.marker, self.max_ttl_ms()))
     }
 
     /// Has the masters checked, since a connection that [`greet`](Self::greet) admitted is in use.
@@ -141,10 +145,10 @@ impl RestartQuarantine {
             |_| theirs.to_owned(),
             |ms| format!("{:?}", Duration::from_millis(ms)),
         );
-        let ours = self.max_ttl;
+        let (ours, marker) = (self.max_ttl, &self.marker);
         format!(
             "this client goes by {ours:?} and the masters by {theirs}; all clients of a deployment need the same \
-             `max_ttl`. To change it, stop them, wait until nothing is held, and delete `lockkit#redlock` from every master"
+             `max_ttl`. To change it, stop them, wait until nothing is held, and delete `{marker}` from every master"
         )
     }
 
@@ -196,7 +200,7 @@ impl RestartQuarantine {
         if process.run_id != *run_id || matches!(process.standing, Standing::Votes) {
             return Ok(());
         }
-        let mut call = script::REDLOCK_MARKER.call(b"");
+        let mut call = script::REDLOCK_MARKER.call(self.marker.as_bytes());
         call.arg(run_id).arg(self.max_ttl_ms());
         match process.standing {
             // Ends this quarantine alone: a master that was emptied since is in another.

@@ -79,7 +79,7 @@ async fn a_user_with_the_documented_rights_observes() {
         return;
     }
     let server = RedisServer::plain().unwrap();
-    let rights = "on >secret ~lockkit:* ~lockkit#* resetchannels &lockkit#client:* +ping +info +select +subscribe \
+    let rights = "on >secret ~lockkit:* resetchannels &lockkit:* +ping +info +select +subscribe \
                   +client|id +client|kill +eval +evalsha +script|load +wait +time +get +set +del +exists +pexpire \
                   +pttl +incrby +publish +zadd +zcard +zrange +zrangebyscore +zrevrange +zrank +zrem +zscore +hget \
                   +hset +hdel";

@@ -11,7 +11,7 @@ use lockkit_testbed::{eventually, redis::RedisServer};
 
 use crate::common::{AT_ONCE, LONG, MS, SECOND, client, lock, no_server, waiter, waiters, within};
 
-const MARK: &str = "lockkit#revoked:{lockkit:a}";
+const MARK: &str = "lockkit:lockkit#revoked:{lockkit:a}";
 
 /// A claim on `a` that nobody renews, and its backend.
 async fn holds(server: &RedisServer, mode: Mode) -> (RedisBackend, Box<dyn Claim>, FencingToken) {

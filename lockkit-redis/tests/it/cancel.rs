@@ -177,6 +177,6 @@ async fn a_thousand_tries_time_outs_and_cancelled_waits_leave_one_key() {
     nothing_is_left(&server, "after a thousand").await;
     ours.close(SECOND).await.unwrap();
     theirs.close(SECOND).await.unwrap();
-    assert_eq!(keys(&server), ["lockkit#fence"]);
+    assert_eq!(keys(&server), ["lockkit:lockkit#fence"]);
     assert_eq!(server.cli(&["DBSIZE"]).unwrap(), "1");
 }

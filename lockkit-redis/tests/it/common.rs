@@ -127,7 +127,7 @@ pub(crate) async fn granted(limit: Duration, what: &str, waiter: JoinHandle<Resu
 
 /// Waits until so many wait for the lock at the server.
 pub(crate) async fn waiters(server: &RedisServer, name: &str, count: usize) {
-    let queue = format!("lockkit#queue:{{lockkit:{name}}}");
+    let queue = format!("lockkit:lockkit#queue:{{lockkit:{name}}}");
     let what = format!("{count} in {queue}");
     let count = count.to_string();
     eventually(&what, async || {
@@ -139,7 +139,7 @@ pub(crate) async fn waiters(server: &RedisServer, name: &str, count: usize) {
 /// Waits until so many clients have sent a heartbeat, which keeps their waiters' places while they reconnect.
 pub(crate) async fn heartbeats(server: &RedisServer, count: usize) {
     eventually(&format!("{count} heartbeats"), async || {
-        let alive = server.cli(&["KEYS", "lockkit#client:*"]);
+        let alive = server.cli(&["KEYS", "lockkit:lockkit#client:*"]);
         alive.is_ok_and(|alive| alive.lines().count() >= count)
     })
     .await;
@@ -147,7 +147,9 @@ pub(crate) async fn heartbeats(server: &RedisServer, count: usize) {
 
 /// Counts the clients that can be woken.
 pub(crate) fn subscribers(server: &RedisServer) -> usize {
-    let channels = server.cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"]).unwrap();
+    let channels = server
+        .cli(&["PUBSUB", "CHANNELS", "lockkit:lockkit#client:*"])
+        .unwrap();
     channels.lines().count()
 }
 
@@ -169,7 +171,8 @@ pub(crate) fn keys(server: &RedisServer) -> Vec<String> {
 /// Returns `false` for a key that is there when nobody holds or waits: the counter of fencing tokens, and for some seconds the
 /// heartbeat of clients that waited.
 pub(crate) fn is_residue(key: &str) -> bool {
-    key != "lockkit#fence" && !key.starts_with("lockkit#client:")
+    let own = key.strip_prefix("lockkit:").unwrap_or(key);
+    own != "lockkit#fence" && !own.starts_with("lockkit#client:")
 }
 
 /// Waits until the server has no keys but those that are always there.

@@ -261,7 +261,7 @@ async fn looking_needs_no_right_to_write() {
     if no_server() {
         return;
     }
-    let rights = "~lockkit:* ~lockkit#* resetchannels &lockkit#client:* +ping +info +select \
+    let rights = "~lockkit:* resetchannels &lockkit:* +ping +info +select \
          +subscribe +client|id +eval +evalsha +script|load +time +get +exists +pttl +zrange +hget +scan";
     let server = RedisServer::builder()
         .user("looker", "secret", rights)

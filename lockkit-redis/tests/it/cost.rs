@@ -89,7 +89,7 @@ async fn a_thousand_waiters_cost_less_than_50_commands_a_second() {
         .map(|name| waiter(&lock(&other, name, 20 * LONG)))
         .collect();
     lockkit_testbed::eventually("all in their queues", async || {
-        let keys = server.cli(&["KEYS", "lockkit#queue:*"]).unwrap();
+        let keys = server.cli(&["KEYS", "lockkit:lockkit#queue:*"]).unwrap();
         keys.lines().count() == names.len()
     })
     .await;

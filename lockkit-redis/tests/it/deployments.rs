@@ -149,7 +149,9 @@ async fn a_sentinel_that_is_behind_hides_no_other() {
         let before = asked();
         master.cli(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
         eventually("connected again", async || {
-            let channels = master.cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"]).unwrap();
+            let channels = master
+                .cli(&["PUBSUB", "CHANNELS", "lockkit:lockkit#client:*"])
+                .unwrap();
             asked().1 > before.1 && !channels.is_empty()
         })
         .await;
@@ -181,7 +183,9 @@ async fn both_connections_with_replicas_lead_to_one_master() {
     // The one that has subscribed.
     old.cli(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
     eventually("at the new master", async || {
-        let channels = new.cli(&["PUBSUB", "CHANNELS", "lockkit#client:*"]).unwrap();
+        let channels = new
+            .cli(&["PUBSUB", "CHANNELS", "lockkit:lockkit#client:*"])
+            .unwrap();
         !channels.is_empty()
     })
     .await;

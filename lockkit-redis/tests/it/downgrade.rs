@@ -89,7 +89,7 @@ async fn a_hold_that_was_asked_back_is_not_downgraded() {
     // The mark of one who asks, without the push that tells the holder.
     let token = guard.token().to_string();
     server
-        .cli(&["HSET", "lockkit#revoked:{lockkit:a}", owner, &token])
+        .cli(&["HSET", "lockkit:lockkit#revoked:{lockkit:a}", owner, &token])
         .unwrap();
     let error = over(guard.downgrade().await);
     assert!(
@@ -102,7 +102,9 @@ async fn a_hold_that_was_asked_back_is_not_downgraded() {
         ),
         "{error}"
     );
-    server.cli(&["DEL", "lockkit#revoked:{lockkit:a}"]).unwrap();
+    server
+        .cli(&["DEL", "lockkit:lockkit#revoked:{lockkit:a}"])
+        .unwrap();
     nothing_is_left(&server, "after it was released").await;
 }
 
@@ -195,7 +197,11 @@ async fn a_server_that_lost_a_downgrade_is_told_by_a_renewal() {
     let before = server.cli(&["GET", "lockkit:a"]).unwrap();
     let reading = guard.downgrade().await.unwrap();
     server
-        .cli(&["DEL", "lockkit#holders:{lockkit:a}", "lockkit#about:{lockkit:a}"])
+        .cli(&[
+            "DEL",
+            "lockkit:lockkit#holders:{lockkit:a}",
+            "lockkit:lockkit#about:{lockkit:a}",
+        ])
         .unwrap();
     server.cli(&["SET", "lockkit:a", &before, "PX", "30000"]).unwrap();
     let reader = waiter(&lock(&theirs, "a", LONG).shared());

@@ -231,9 +231,9 @@ async fn a_foreign_value_written_over_ours_is_left_alone() {
         let left: u64 = server.cli(&["PTTL", KEY]).unwrap().parse().unwrap();
         assert!((30_000..=50_000).contains(&left), "{left}");
         eventually("no trace of our own", async || {
-            keys(&server)
-                .iter()
-                .all(|key| key == KEY || key == "lockkit#fence" || key.starts_with("lockkit#client:"))
+            keys(&server).iter().all(|key| {
+                key == KEY || key == "lockkit:lockkit#fence" || key.starts_with("lockkit:lockkit#client:")
+            })
         })
         .await;
         server.cli(&["DEL", KEY]).unwrap();

@@ -109,7 +109,11 @@ async fn locks_that_nobody_contends_for_keep_the_counter_at_the_clock() {
     for _ in 0..200 {
         take(&many).await;
     }
-    let counter: u64 = server.cli(&["GET", "lockkit#fence"]).unwrap().parse().unwrap();
+    let counter: u64 = server
+        .cli(&["GET", "lockkit:lockkit#fence"])
+        .unwrap()
+        .parse()
+        .unwrap();
     let time = server.cli(&["TIME"]).unwrap();
     let seconds: u64 = time.lines().next().unwrap().parse().unwrap();
     let ahead = Duration::from_micros(counter.saturating_sub(seconds * 1_000_000));
@@ -220,13 +224,13 @@ async fn appendfsync_always_keeps_holds_and_tokens_in_a_crash() {
     let mut highest = 0;
     for name in ["a", "b", "c"] {
         let held = lock(&client, name, LONG).acquire().await.unwrap();
-        let counter = server.cli(&["GET", "lockkit#fence"]).unwrap();
+        let counter = server.cli(&["GET", "lockkit:lockkit#fence"]).unwrap();
         assert!(held.token().get() > highest);
         highest = held.token().get();
         proxy.set(Mode::Blackhole);
         server.kill().unwrap();
         server.start().unwrap();
-        assert_eq!(server.cli(&["GET", "lockkit#fence"]).unwrap(), counter);
+        assert_eq!(server.cli(&["GET", "lockkit:lockkit#fence"]).unwrap(), counter);
         let other = self::client(server.url()).await;
         assert!(lock(&other, name, LONG).try_acquire().await.unwrap().is_none());
         proxy.set(Mode::Pass);
@@ -325,7 +329,7 @@ async fn tokens_go_on_where_two_masters_grant_in_turn() {
     }
     let (one, two) = (RedisServer::plain().unwrap(), RedisServer::plain().unwrap());
     let (ip, port) = (two.addr().ip().to_string(), two.addr().port().to_string());
-    let counter = |server: &RedisServer| server.cli(&["GET", "lockkit#fence"]).unwrap();
+    let counter = |server: &RedisServer| server.cli(&["GET", "lockkit:lockkit#fence"]).unwrap();
     let (client, other) = (client(one.url()).await, self::client(two.url()).await);
     let (mine, theirs) = (lock(&client, "a", LONG), lock(&other, "a", LONG));
     take(&mine).await;

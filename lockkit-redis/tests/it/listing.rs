@@ -63,7 +63,9 @@ async fn a_list_shows_when_each_was_granted() {
 
     // A counter that is ahead of the clock does not tell.
     let ahead = 4_000_000_000_000_000_u64;
-    server.cli(&["SET", "lockkit#fence", &ahead.to_string()]).unwrap();
+    server
+        .cli(&["SET", "lockkit:lockkit#fence", &ahead.to_string()])
+        .unwrap();
     let guard = lock(&client, "job", LONG).acquire().await.unwrap();
     assert!(guard.token().get() > ahead);
     assert_eq!(since(&listed(&client, "").await), None);
@@ -83,7 +85,9 @@ async fn a_list_writes_nothing() {
         guards.push(semaphore.acquire().await.unwrap());
     }
     // A lease that has ended leaves members of a group behind, which others clear away.
-    server.cli(&["DEL", "lockkit#semaphore:{lockkit:0}"]).unwrap();
+    server
+        .cli(&["DEL", "lockkit:lockkit#semaphore:{lockkit:0}"])
+        .unwrap();
     let before = (keys(&server), written(&server));
     assert_eq!(listed(&client, "").await.len(), 199);
     assert_eq!((keys(&server), written(&server)), before);

@@ -17,6 +17,7 @@ mod foreign;
 mod guarantees;
 mod handoff;
 mod listing;
+mod namespaces;
 mod native;
 mod peers;
 mod queue;

@@ -134,7 +134,7 @@ async fn a_dead_waiter_keeps_out_nobody_whom_it_would_not_fit() {
         let semaphore = clients[index].semaphore("s", count).unwrap();
         semaphore.with_options(AcquireOptions::new().ttl(LONG))
     };
-    let queue = "lockkit#queue:{lockkit#semaphore:{lockkit:s}}";
+    let queue = "lockkit:lockkit#queue:{lockkit:lockkit#semaphore:{lockkit:s}}";
     let one = permits(0, 1).acquire().await.unwrap();
     let mut old = Peer::start(server.url()).await;
     old.send("acquire slot 1 30000 s");
@@ -328,13 +328,15 @@ async fn a_waiter_that_is_cancelled_leaves_nothing() {
         };
         let waiting = waiter(&lock);
         eventually("in the queue", async || {
-            keys(&server).iter().any(|key| key.starts_with("lockkit#queue:"))
+            keys(&server)
+                .iter()
+                .any(|key| key.starts_with("lockkit:lockkit#queue:"))
         })
         .await;
         waiting.abort();
         eventually("out of the queue", async || {
             let mut now = keys(&server);
-            now.retain(|key| !key.starts_with("lockkit#client:"));
+            now.retain(|key| !key.starts_with("lockkit:lockkit#client:"));
             now == before
         })
         .await;
@@ -356,7 +358,7 @@ async fn a_waiter_that_is_cancelled_leaves_nothing() {
         .unwrap();
     other.close(SECOND).await.unwrap();
     holder.close(SECOND).await.unwrap();
-    assert_eq!(keys(&server), ["lockkit#fence"]);
+    assert_eq!(keys(&server), ["lockkit:lockkit#fence"]);
 }
 
 /// The server could not be told for so long that nobody tries any more. Others of its client wait on, so that the
@@ -414,7 +416,7 @@ async fn a_heartbeat_has_an_end() {
     held.release().await.unwrap();
     let heartbeat = keys(&server)
         .into_iter()
-        .find(|key| key.starts_with("lockkit#client:"));
+        .find(|key| key.starts_with("lockkit:lockkit#client:"));
     let left: i64 = server
         .cli(&["PTTL", &heartbeat.expect("it is believed for some seconds")])
         .unwrap()
@@ -422,7 +424,7 @@ async fn a_heartbeat_has_an_end() {
         .unwrap();
     assert!((1..=10_000).contains(&left), "{left} ms");
     nothing_is_left(&server, "after a cancelled waiter").await;
-    for key in ["lockkit#client:", "lockkit#fence"] {
+    for key in ["lockkit:lockkit#client:", "lockkit:lockkit#fence"] {
         assert!(!is_residue(key));
     }
 }

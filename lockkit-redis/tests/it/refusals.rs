@@ -233,11 +233,11 @@ async fn the_documented_rights_are_enough_for_every_mode() {
     assert_eq!(denied, "", "something was asked for and denied");
     one.close(SECOND).await.unwrap();
     two.close(SECOND).await.unwrap();
-    assert_eq!(keys(&server), ["lockkit#fence"]);
+    assert_eq!(keys(&server), ["lockkit:lockkit#fence"]);
 }
 
 /// The rules of `docs/redis.md`, for the default namespace.
-const MINIMAL_RIGHTS: &str = "~lockkit:* ~lockkit#* &lockkit#client:* \
+const MINIMAL_RIGHTS: &str = "~lockkit:* &lockkit:* \
      +info +ping +client|id +client|kill +subscribe +publish +eval +evalsha +script|load \
      +get +set +del +exists +pexpire +pttl +incrby +time \
      +zadd +zrem +zcard +zscore +zrank +zrange +zrevrange +zrangebyscore +hget +hset +hdel";
@@ -396,7 +396,7 @@ async fn a_counter_at_its_end_grants_no_token_twice() {
     let lock = lock(&client, "a", LONG);
     let last = (1_u64 << 53) - 1;
     let before = (last - 2).to_string();
-    server.cli(&["SET", "lockkit#fence", &before]).unwrap();
+    server.cli(&["SET", "lockkit:lockkit#fence", &before]).unwrap();
     let mut tokens = Vec::new();
     let error = loop {
         match lock.try_acquire().await {
@@ -422,7 +422,7 @@ async fn a_counter_at_its_end_grants_no_token_twice() {
     nothing_is_left(&server, "refused").await;
 
     // And passes none on twice.
-    server.cli(&["SET", "lockkit#fence", &before]).unwrap();
+    server.cli(&["SET", "lockkit:lockkit#fence", &before]).unwrap();
     let held = lock.acquire().await.unwrap();
     let others = [self::client(server.url()).await, self::client(server.url()).await];
     let mut waiting = Vec::new();
@@ -446,7 +446,7 @@ async fn a_counter_that_is_no_number_says_so() {
     if no_server() {
         return;
     }
-    const COUNTER: &str = "lockkit#fence";
+    const COUNTER: &str = "lockkit:lockkit#fence";
 
     let server = RedisServer::plain().unwrap();
     let (client, other) = (client(server.url()).await, self::client(server.url()).await);
@@ -512,7 +512,7 @@ async fn a_master_that_was_demoted_is_left_for_the_new_one() {
     let lock = lock(&client, "a", LONG);
     let token = lock.acquire().await.unwrap().token();
     nothing_is_left(&before, "released").await;
-    eventually("replicated", async || keys(&after) == ["lockkit#fence"]).await;
+    eventually("replicated", async || keys(&after) == ["lockkit:lockkit#fence"]).await;
     after.cli(&["REPLICAOF", "NO", "ONE"]).unwrap();
     let (ip, port) = (after.addr().ip().to_string(), after.addr().port().to_string());
     before.cli(&["REPLICAOF", &ip, &port]).unwrap();

@@ -9,6 +9,7 @@ use redis::{Connection, Value, cmd};
 use super::*;
 
 const LOCK: &str = "lockkit:differential";
+const MARKER: &str = "lockkit:lockkit#redlock";
 /// Longer than the test takes.
 const TTL: Micros = 600_000_000;
 const OWNERS: u32 = 3;
@@ -100,7 +101,7 @@ impl Both {
     ) -> Value {
         let first = if repairs { tokens.end() } else { tokens.start() };
         let args = [
-            self.marker(),
+            self.marked(),
             owner.value(tokens),
             (TTL / 1000).to_string(),
             first.to_string(),
@@ -128,7 +129,7 @@ impl Both {
             tokens: tokens.clone(),
         };
         let args = [
-            self.marker(),
+            self.marked(),
             owner.value(&owner.tokens),
             owner.value(tokens),
             tokens.start().to_string(),
@@ -193,7 +194,7 @@ impl Both {
 
     /// Ends one reader's lease. The scripts forget it when they next look at the holders, which a confirmation does not.
     fn end_share(&mut self, owner: &Owner) {
-        let holders = format!("lockkit#holders:{{{LOCK}}}");
+        let holders = format!("lockkit:lockkit#holders:{{{LOCK}}}");
         let mut end = cmd("ZADD");
         end.arg(holders)
             .arg("XX")
@@ -211,6 +212,11 @@ impl Both {
         format!("{} {}", self.real_life, TTL / 1000)
     }
 
+    /// Returns the same with its key, as the scripts want it.
+    fn marked(&self) -> String {
+        format!("{MARKER} {}", self.marker())
+    }
+
     /// Marks both masters as having all their data, or as having perhaps lost some.
     fn mark(&mut self, whole: bool) {
         let marker = if whole {
@@ -219,7 +225,7 @@ impl Both {
             "before 1".to_owned()
         };
         let mut mark = cmd("SET");
-        mark.arg("lockkit#redlock").arg(marker);
+        mark.arg(MARKER).arg(marker);
         let _: () = mark.query(&mut self.connection).expect("an answer");
         self.simulated.data.marker = Some(Marker::Votes(if whole { self.simulated.life } else { 0 }));
     }
@@ -232,14 +238,16 @@ impl Both {
                 .query(&mut self.connection)
                 .expect("an answer")
         };
-        let fence = get(format!("lockkit#fence:{{{LOCK}}}"));
+        let fence = get(format!("lockkit:lockkit#fence:{{{LOCK}}}"));
         let fence = fence.map_or(0, |fence| fence.parse().expect("a number"));
         let value = get(LOCK.to_owned());
         let mut owners: Vec<String> = match value.as_deref() {
             None => Vec::new(),
             Some("lockkit#shared") => {
                 let mut live = cmd("ZRANGEBYSCORE");
-                live.arg(format!("lockkit#holders:{{{LOCK}}}")).arg(2).arg("+inf");
+                live.arg(format!("lockkit:lockkit#holders:{{{LOCK}}}"))
+                    .arg(2)
+                    .arg("+inf");
                 live.query(&mut self.connection).expect("an answer")
             }
             Some(value) => vec![value[8..40].to_owned()],

@@ -6,7 +6,7 @@ use crate::common::{LONG, SECOND, granted, lock, no_server, shown, until, waiter
 const PASSWORD: &str = "open-sesame";
 
 /// The rights named in `docs/redlock.md`, for the default namespace.
-const MINIMAL_RIGHTS: &str = "~lockkit:* ~lockkit#* resetchannels &lockkit#client:* \
+const MINIMAL_RIGHTS: &str = "~lockkit:* resetchannels &lockkit:* \
      +ping +info +select +subscribe +client|id +client|kill +eval +evalsha +script|load \
      +time +get +mget +set +del +exists +pexpire +pttl +publish \
      +zadd +zcard +zrange +zrangebyscore +zrevrange +zrem +zscore +hget +hset +hdel +scan";

@@ -482,7 +482,7 @@ async fn keys_expired_at_a_majority_let_two_in_with_rising_tokens() {
 
 #[tokio::test]
 async fn keys_expired_at_a_minority_are_set_again_by_the_next_renewal() {
-    const COUNTER: &str = "lockkit#fence:{lockkit:a}";
+    const COUNTER: &str = "lockkit:lockkit#fence:{lockkit:a}";
 
     if no_server() {
         return;
@@ -581,7 +581,7 @@ async fn counters_ahead_cost_a_second_round_and_tokens_rise() {
     }
     let world = World::five();
     let client = world.client().await;
-    let fence = "lockkit#fence:{lockkit:a}";
+    let fence = "lockkit:lockkit#fence:{lockkit:a}";
     let mut ahead = 1 << 51;
     for ours in [lock(&client, "a", LONG), lock(&client, "a", LONG).shared()] {
         for round in 0..5_u64 {

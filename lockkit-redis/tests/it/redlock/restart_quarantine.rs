@@ -137,7 +137,7 @@ async fn tokens_of_a_bare_majority_go_back_if_one_of_it_loses_them() {
     let ahead = (now + 7200 * SECOND).as_micros();
     for master in &world.masters[..2] {
         master
-            .cli(&["SET", "lockkit#fence:{lockkit:a}", &ahead.to_string()])
+            .cli(&["SET", "lockkit:lockkit#fence:{lockkit:a}", &ahead.to_string()])
             .unwrap();
     }
     world.masters[2].cli(&["SET", "lockkit:a", "another"]).unwrap();
@@ -217,7 +217,7 @@ fn write_marker(master: &RedisServer, sign: &str, max_ttl: Duration) {
         format!(" {now}")
     };
     let marker = format!("{sign}{} {}{since}", run_id.unwrap(), max_ttl.as_millis());
-    master.cli(&["SET", "lockkit#redlock", &marker]).unwrap();
+    master.cli(&["SET", "lockkit:lockkit#redlock", &marker]).unwrap();
 }
 
 /// Each client knows only what earlier ones left at the master.
@@ -254,7 +254,7 @@ async fn restored_data_are_older_than_they_say() {
     world.masters[1].restart().unwrap();
     assert!(
         !world.masters[1]
-            .cli(&["GET", "lockkit#redlock"])
+            .cli(&["GET", "lockkit:lockkit#redlock"])
             .unwrap()
             .is_empty()
     );
@@ -522,7 +522,7 @@ async fn first_clients_that_differ_in_max_ttl_agree_on_the_longest() {
         granted.unwrap().release().await.unwrap();
         let text = shown(&connect(shorter).await.unwrap_err());
         assert!(
-            text.contains("`max_ttl`") && text.contains("`lockkit#redlock`"),
+            text.contains("`max_ttl`") && text.contains("`lockkit:lockkit#redlock`"),
             "{text}"
         );
     }
@@ -543,7 +543,7 @@ async fn markers_of_a_client_that_is_gone_are_overcome() {
     let began = Instant::now();
     let text = shown(&connect(config.clone()).await.unwrap_err());
     assert!(
-        text.contains("4s") && text.contains("`lockkit#redlock`"),
+        text.contains("4s") && text.contains("`lockkit:lockkit#redlock`"),
         "{text}"
     );
     until(MAX_TTL + LONG, "let in", async || {

@@ -67,7 +67,7 @@ async fn a_writer_of_the_version_before_is_believed_for_as_long() {
     let held = lock(&client, "a", LONG).shared().acquire().await.unwrap();
     for master in &world.masters {
         let owner = "0123456789abcdef0123456789abcdef client";
-        let list = "lockkit#writers:{lockkit:a}";
+        let list = "lockkit:lockkit#writers:{lockkit:a}";
         master.cli(&["ZADD", list, "1", owner]).unwrap();
     }
     let other = world.client().await;
@@ -81,7 +81,7 @@ async fn a_writer_of_the_version_before_is_believed_for_as_long() {
 
 #[tokio::test]
 async fn counters_go_after_weeks_without_use() {
-    const COUNTER: &str = "lockkit#fence:{lockkit:a}";
+    const COUNTER: &str = "lockkit:lockkit#fence:{lockkit:a}";
     const WEEKS: u64 = 4 * 7 * 24 * 3_600_000;
 
     if no_server() {
@@ -529,7 +529,7 @@ async fn counters_stay_with_the_clocks_while_readers_come_and_go() {
     let times: u32 = outcomes.iter().map(|(_, times)| times).sum();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     for master in &world.masters {
-        let counter = master.cli(&["GET", "lockkit#fence:{lockkit:a}"]).unwrap();
+        let counter = master.cli(&["GET", "lockkit:lockkit#fence:{lockkit:a}"]).unwrap();
         let ahead = Duration::from_micros(counter.parse().unwrap()).saturating_sub(now);
         assert!(
             ahead <= longest + 100 * MS,
@@ -667,7 +667,7 @@ async fn who_is_outrun_to_the_end_is_told_that_it_is_taken() {
                     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
                     let mut raise = redis::cmd("SET");
                     let to = u64::try_from((now + AHEAD).as_micros()).unwrap();
-                    raise.arg("lockkit#fence:{lockkit:a}").arg(to);
+                    raise.arg("lockkit:lockkit#fence:{lockkit:a}").arg(to);
                     raise.exec(&mut connection).unwrap();
                     std::thread::sleep(MS);
                 }
@@ -713,7 +713,7 @@ async fn who_is_outrun_to_the_end_is_told_that_it_is_taken() {
 /// Sets the counter of tokens of lock `a` at a master.
 fn set_counter(master: &RedisServer, to: u64) {
     master
-        .cli(&["SET", "lockkit#fence:{lockkit:a}", &to.to_string()])
+        .cli(&["SET", "lockkit:lockkit#fence:{lockkit:a}", &to.to_string()])
         .unwrap();
 }
 
@@ -721,7 +721,7 @@ fn set_counter(master: &RedisServer, to: u64) {
 /// vote for two trips before it has the tokens that count.
 #[tokio::test]
 async fn observers_may_see_a_token_that_was_never_granted() {
-    const KEY: &str = "lockkit#election:e";
+    const KEY: &str = "%lockkit#election:e";
 
     if no_server() {
         return;
@@ -731,7 +731,7 @@ async fn observers_may_see_a_token_that_was_never_granted() {
     let (theirs, third) = (world.client().await, world.client().await);
     let ahead = SystemTime::now().duration_since(UNIX_EPOCH).unwrap() + 60 * SECOND;
     for master in &world.masters {
-        let fence = format!("lockkit#fence:{{lockkit:{KEY}}}");
+        let fence = format!("lockkit:lockkit#fence:{{lockkit:{KEY}}}");
         master
             .cli(&["SET", &fence, &ahead.as_micros().to_string()])
             .unwrap();

@@ -104,7 +104,7 @@ impl World {
 
     /// Waits until a majority of the masters lists `count` waiters.
     pub(crate) async fn waiters(&self, name: &str, count: usize) {
-        let keys = ["writers", "readers"].map(|list| format!("lockkit#{list}:{{lockkit:{name}}}"));
+        let keys = ["writers", "readers"].map(|list| format!("lockkit:lockkit#{list}:{{lockkit:{name}}}"));
         let waiting = |master: &RedisServer| {
             keys.iter()
                 .filter_map(|key| master.cli(&["ZCARD", key]).ok()?.parse::<usize>().ok())
@@ -124,7 +124,7 @@ impl World {
 /// Returns whether the master's marker names its process.
 pub(crate) fn votes(master: &RedisServer) -> bool {
     let (Ok(marker), Ok(info)) = (
-        master.cli(&["GET", "lockkit#redlock"]),
+        master.cli(&["GET", "lockkit:lockkit#redlock"]),
         master.cli(&["INFO", "server"]),
     ) else {
         return false;
@@ -138,7 +138,9 @@ pub(crate) fn left_at(master: &RedisServer) -> BTreeSet<String> {
         return BTreeSet::new();
     };
     keys.lines()
-        .filter(|key| !key.is_empty() && *key != "lockkit#redlock" && !key.starts_with("lockkit#fence:"))
+        .filter(|key| {
+            !key.is_empty() && *key != "lockkit:lockkit#redlock" && !key.starts_with("lockkit:lockkit#fence:")
+        })
         .map(str::to_owned)
         .collect()
 }

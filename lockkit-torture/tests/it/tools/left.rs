@@ -110,15 +110,15 @@ fn tells_of_a_redis(target: &dyn Target, server: &RedisServer) {
     let mut line = TcpStream::connect(server.addr()).expect("a connection");
     let connection = format!("the connection {}", line.local_addr().expect("an address"));
     told(target, &[&connection]);
-    line.write_all(b"SUBSCRIBE lockkit#client:x\r\n")
+    line.write_all(b"SUBSCRIBE lockkit:lockkit#client:x\r\n")
         .expect("written");
-    told(target, &["a subscription to lockkit#client:x"]);
+    told(target, &["a subscription to lockkit:lockkit#client:x"]);
     drop(line);
     nothing(target);
     for key in [
         "lockkit:x",
-        "lockkit#queue:{lockkit:x}",
-        "lockkit#client:x",
+        "lockkit:lockkit#queue:{lockkit:x}",
+        "lockkit:lockkit#client:x",
         "stray",
     ] {
         server.cli(&["SET", key, "1"]).expect("planted");
@@ -139,7 +139,7 @@ fn at_redis_is_told() {
         &["the connection", "a subscription to", "the key lockkit:tools"],
     );
     tells_of_a_redis(&it, &it.servers.server);
-    goes_or_is_told(&it, &it.servers.server, "lockkit#queue:{lockkit:x}");
+    goes_or_is_told(&it, &it.servers.server, "lockkit:lockkit#queue:{lockkit:x}");
 }
 
 /// A key that is documented to go is none that is left, unless it does not.
@@ -162,7 +162,7 @@ fn at_one_of_redlock_s_masters_is_told() {
     );
     let master = &it.servers.masters[2];
     tells_of_a_redis(&it, master);
-    goes_or_is_told(&it, master, "lockkit#fence:{lockkit:x}");
+    goes_or_is_told(&it, master, "lockkit:lockkit#fence:{lockkit:x}");
 }
 
 #[test]
