@@ -48,6 +48,8 @@ pub(crate) fn delete_keys(server: &RedisServer, names: &[String]) -> io::Result<
     for name in names {
         for key in [
             format!("lockkit:{name}"),
+            // An election's.
+            format!("lockkit:%{name}"),
             format!("lockkit:lockkit#semaphore:{{lockkit:{name}}}"),
         ] {
             server.cli(&["DEL", &key])?;

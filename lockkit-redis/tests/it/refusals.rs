@@ -443,11 +443,11 @@ async fn a_counter_at_its_end_grants_no_token_twice() {
 /// Somebody else's key, or a slip of the hand.
 #[tokio::test]
 async fn a_counter_that_is_no_number_says_so() {
+    const COUNTER: &str = "lockkit:lockkit#fence";
+
     if no_server() {
         return;
     }
-    const COUNTER: &str = "lockkit:lockkit#fence";
-
     let server = RedisServer::plain().unwrap();
     let (client, other) = (client(server.url()).await, self::client(server.url()).await);
     let says_so = |error: &Error| {
