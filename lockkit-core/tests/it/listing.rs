@@ -132,8 +132,9 @@ fn a_list_that_outlives_its_runtime_says_so() {
             for _ in 0..taken {
                 list.next().await.unwrap().unwrap();
             }
-            let begun = tokio::time::timeout(PAGE_TAKES / 10, list.next()).await;
-            assert!(begun.is_err(), "it is there already");
+            // One poll: a bound in time may pass with the page's own.
+            let begun = futures_util::FutureExt::now_or_never(list.next());
+            assert!(begun.is_none(), "it is there already");
             list
         });
         drop(own);
