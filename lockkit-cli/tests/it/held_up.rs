@@ -109,11 +109,11 @@ fn a_server_that_floods_its_client_spares_no_command() {
     let command = holder.line().parse().unwrap();
     floods.store(true, Ordering::Relaxed);
     let began = Instant::now();
-    let status = holder.status();
-    let took = began.elapsed();
-    assert_eq!(status.code(), Some(123));
-    assert!(took < TTL + MUCH, "{took:?}");
     gone(command);
+    let took = began.elapsed();
+    // It may try to release for a while after that.
+    assert_eq!(holder.status().code(), Some(123));
+    assert!(took < TTL + MUCH, "{took:?}");
 }
 
 /// Nothing that lockkit has to say or to leave behind is worth that the caller waits for a server that is not there.
