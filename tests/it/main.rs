@@ -4,6 +4,17 @@
 mod blocking;
 mod config;
 mod connecting;
+#[cfg(all(
+    feature = "file",
+    feature = "redis",
+    feature = "zk",
+    feature = "mysql",
+    feature = "etcd",
+    feature = "postgres",
+    feature = "tls",
+    feature = "serde"
+))]
+mod documented;
 #[cfg(all(feature = "file", feature = "redis", feature = "zk", feature = "mysql"))]
 mod listing;
 #[cfg(feature = "metrics")]
