@@ -634,8 +634,9 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 /// Returns a URL as it may be shown, in errors and in `Debug`: without user, password and parameters.
 ///
 /// It hides rather too much. A password that is not percent-encoded may hold any of `/?#@`, so everything up to the last `@`
-/// goes. After a `?`, that `@` may be part of a parameter: then what follows it goes too. Where the host was forgotten, a password stands
-/// in the place of the port: all that follows the scheme goes, unless that is a number.
+/// goes. After a `?`, that `@` may be part of a parameter: then what follows it goes too. Where the `@` was forgotten or encoded, a
+/// password stands in the place of a port, or before the host: all that follows the scheme goes, unless it can be nothing but hosts with their
+/// ports.
 ///
 /// ```
 /// use lockkit_core::spi::redacted_url;
@@ -644,6 +645,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 /// assert_eq!(redacted_url("app:s3cret@cache"), "***@cache");
 /// assert_eq!(redacted_url("redis://cache/2?x=s3@cret"), "redis://***");
 /// assert_eq!(redacted_url("redis://app:s3cret"), "redis://***");
+/// assert_eq!(redacted_url("redis://app:s3cret%40cache:6379"), "redis://***");
 /// assert_eq!(redacted_url("redis://[::1]:6379,cache:6379/2"), "redis://[::1]:6379,cache:6379/2");
 /// assert_eq!(redacted_url("file:///var/lock/a@b"), "file:///var/lock/a@b");
 /// ```
@@ -662,21 +664,23 @@ pub fn redacted_url(url: &str) -> String {
     };
     let is_local_path =
         scheme.eq_ignore_ascii_case("file") && (!rest.starts_with('/') || rest.starts_with("//"));
-    let Some(at) = url.rfind('@').filter(|_| !is_local_path) else {
-        let authority = rest
-            .strip_prefix('/')
-            .filter(|_| !scheme.is_empty())
-            .unwrap_or_default();
-        let hosts = authority.split(['/', '?', '#']).next().unwrap_or_default();
-        let is_port = |port: &str| port.ends_with(']') || port.bytes().all(|digit| digit.is_ascii_digit());
-        let mut ports = hosts.split(',').filter_map(|host| host.rsplit_once(':'));
-        return if ports.all(|(_, port)| is_port(port)) {
-            plain(url)
-        } else {
-            format!("{scheme}://***")
+    if is_local_path
+        || url
+            .get(..5)
+            .is_some_and(|start| start.eq_ignore_ascii_case("file:"))
+            && !url.contains('@')
+    {
+        return plain(url);
+    }
+    let Some(at) = url.rfind('@') else {
+        let hosts = rest.strip_prefix('/').unwrap_or(rest);
+        return match scheme {
+            _ if are_hosts(hosts) => plain(url),
+            "" => "***".to_owned(),
+            scheme => format!("{scheme}://***"),
         };
     };
-    let host = if url[..at].contains('?') {
+    let host = if url[..at].contains('?') || !are_hosts(&url[at + 1..]) {
         String::new()
     } else {
         plain(&url[at..])
@@ -686,4 +690,20 @@ pub fn redacted_url(url: &str) -> String {
         (_, true) => format!("{scheme}://***{host}"),
         (_, false) => format!("{scheme}:***{host}"),
     }
+}
+
+/// True if what follows a scheme has hosts with their ports in the place where they belong, and nothing that could be a password.
+fn are_hosts(rest: &str) -> bool {
+    let is_host = |host: &str| {
+        let (name, port) = match host.rsplit_once(':') {
+            Some((name, port)) if !port.ends_with(']') => (name, port),
+            _ => (host, ""),
+        };
+        let is_address = name.starts_with('[') && name.ends_with(']');
+        (is_address || !name.contains(':'))
+            && !name.contains('%')
+            && (port.is_empty() || port.parse::<u16>().is_ok())
+    };
+    let hosts = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    !rest.contains("%40") && hosts.split(',').all(is_host)
 }

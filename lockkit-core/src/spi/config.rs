@@ -235,6 +235,48 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_may_be_a_password_is_not_shown() {
+        for url in [
+            "redis://app:s3same",
+            "redis://s3same%40cache:6379",
+            "redis://app:s3same%40cache:6379/2",
+            "redis://app%3As3same%40cache",
+            "redis://app%3As3same",
+            "redis://app:4711/s3same%40cache",
+            "redis://app:x@s3same%40cache:6379",
+            "redis://cache:6379,app:s3same",
+            "redis://app:x@cache,other:s3same",
+            "redis://app:s3same:6379",
+            "redis:app:s3same",
+            "redis:/app:s3same",
+            "mysql://app:s3same/db",
+            "mysql:/app:s3same/db",
+            "zk://app:s3same",
+            "zk://app:s3same/a?tls=off",
+            "app:s3same",
+            "app:s3same/db",
+            "redis://app:99999999?x=s3same",
+        ] {
+            let shown = format!("{:?}", ServerUrl::from(url));
+            assert!(
+                !shown.contains("s3same") && !shown.contains("999") && shown.contains("***"),
+                "{url}: {shown}"
+            );
+        }
+        for url in [
+            "redis://cache",
+            "redis://cache:6379,[::1],[::1]:6380,10.0.0.1:1/2",
+            "mysql://db.example:3306/a%20b",
+            "memory:",
+            "file:///var/lock/a@b:c%40d",
+            "file:locks/a:b",
+            "cache:6379",
+        ] {
+            assert_eq!(format!("{:?}", ServerUrl::from(url)), format!("{url:?}"));
+        }
+    }
+
+    #[test]
     fn certificates_need_tls_and_each_other() {
         let file = Some(PathBuf::from("/x.pem"));
         let refused = |tls: Tls, is_built, files: [bool; 3]| {
