@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use redis::{Arg, Cmd, RedisResult, ToRedisArgs, aio::MultiplexedConnection};
+use redis::{Arg, Cmd, RedisResult, ToRedisArgs, Value, aio::MultiplexedConnection};
 
 macro_rules! script {
     ($($part:literal),*) => {
@@ -70,10 +70,8 @@ pub(crate) async fn load(scripts: &[&Script], connection: &mut MultiplexedConnec
     for script in scripts {
         load.add_command(script.load());
     }
-    let digests: Vec<String> = load.query_async(connection).await?;
-    for (script, digest) in scripts.iter().zip(digests) {
-        let _ = script.digest.set(digest);
-    }
+    // Not by its reply: all servers share the scripts, and one may say anything.
+    let _: Vec<Value> = load.query_async(connection).await?;
     Ok(())
 }
 
@@ -84,7 +82,6 @@ pub(crate) async fn load(scripts: &[&Script], connection: &mut MultiplexedConnec
 #[derive(Debug)]
 pub(crate) struct Script {
     source: &'static str,
-    /// Known once a server has loaded it.
     digest: OnceLock<String>,
 }
 
@@ -96,6 +93,12 @@ impl Script {
         }
     }
 
+    /// Returns the name that every server gives it.
+    fn digest(&self) -> &str {
+        self.digest
+            .get_or_init(|| redis::Script::new(self.source).get_hash().to_owned())
+    }
+
     fn load(&self) -> Cmd {
         let mut load = redis::cmd("SCRIPT");
         load.arg("LOAD").arg(self.source);
@@ -104,12 +107,8 @@ impl Script {
 
     /// Returns a call on one key, still without its arguments.
     pub(crate) fn call(&'static self, key: &[u8]) -> Call {
-        let digest = self.digest.get();
         let mut command = Cmd::with_capacity(12, 256);
-        match digest {
-            Some(digest) => command.arg("EVALSHA").arg(digest),
-            None => command.arg("EVAL").arg(self.source),
-        };
+        command.arg("EVALSHA").arg(self.digest());
         command.arg(1).arg(key);
         Call {
             script: self,

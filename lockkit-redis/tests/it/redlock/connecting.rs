@@ -1,4 +1,11 @@
-//! Credentials, rights and certificates.
+//! Credentials, rights and certificates, and masters with odd answers.
+
+use std::net::SocketAddr;
+
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _, copy},
+    net::{TcpListener, TcpStream},
+};
 
 use super::world::{World, config, connect, url};
 use crate::common::{LONG, SECOND, granted, lock, no_server, shown, until, waiter, within};
@@ -145,4 +152,69 @@ async fn masters_that_ask_for_a_certificate_get_it() {
     let held = lock(&client, "a", SECOND).acquire().await.unwrap();
     held.renew().await.unwrap();
     held.release().await.unwrap();
+}
+
+/// Passes everything on, but has each script named like the first. Returns its URL.
+async fn misnaming(server: SocketAddr) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            let Ok(mut server) = TcpStream::connect(server).await else {
+                continue;
+            };
+            tokio::spawn(async move {
+                let (mut from_client, mut to_client) = client.split();
+                let (mut from_server, mut to_server) = server.split();
+                let back = async {
+                    let (mut replies, mut first) = (vec![0; 1 << 16], None);
+                    while let Ok(read @ 1..) = from_server.read(&mut replies).await {
+                        misname(&mut replies[..read], &mut first);
+                        if to_client.write_all(&replies[..read]).await.is_err() {
+                            break;
+                        }
+                    }
+                };
+                tokio::select! {
+                    _ = copy(&mut from_client, &mut to_server) => {}
+                    () = back => {}
+                }
+            });
+        }
+    });
+    format!("redis://{address}")
+}
+
+fn misname(replies: &mut [u8], first: &mut Option<Vec<u8>>) {
+    const HEAD: &[u8] = b"$40\r\n";
+
+    for at in 0..replies.len() {
+        let Some(digest) = replies[at..].strip_prefix(HEAD).and_then(|rest| rest.get(..40)) else {
+            continue;
+        };
+        let first = first.get_or_insert_with(|| digest.to_vec());
+        replies[at + HEAD.len()..][..40].copy_from_slice(first);
+    }
+}
+
+/// All clients of a process share the scripts. What some master calls them is nothing to the others.
+#[tokio::test]
+async fn a_master_that_misnames_scripts_spoils_no_other() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let mut odd = Vec::new();
+    for master in &world.masters {
+        odd.push(misnaming(master.addr()).await);
+    }
+    let odd = config(&url(odd.iter().map(String::as_str)));
+    let odd = within(LONG, "connected", connect(odd)).await;
+    let honest = world.client().await;
+    for client in [honest, odd.unwrap()] {
+        let lock = lock(&client, "a", LONG);
+        let held = within(LONG, "granted", lock.acquire()).await.unwrap();
+        held.renew().await.unwrap();
+        held.release().await.unwrap();
+    }
 }
