@@ -25,7 +25,7 @@ async fn main() {
         .map(|_| RedisServer::builder().start().expect("redis-server"))
         .collect();
     let hosts: Vec<_> = masters.iter().map(|master| master.addr().to_string()).collect();
-    let config = RedlockConfig::new(&format!("redlock://{}", hosts.join(",")));
+    let config = RedlockConfig::new(format!("redlock://{}", hosts.join(",")));
     let backend = RedlockBackend::connect(config).await.expect("connected");
     let client = LockClient::new(backend);
     let client = &client;
