@@ -163,6 +163,13 @@ macro_rules! __for_each_case {
         asking::asked_rounds [Revoke] "round after round, the next is granted only after the holder that was asked has let go";
         asking::asking_is_unsupported [NoRevoke] "asking a holder is Unsupported where that cannot be, and changes nothing";
         claims::late_renewal_takes_nothing [] "a hold that was broken, and is another's by now, does not come back with a renewal";
+        claims::late_release_is_lost [] "a release of a hold that the server has dropped says Lost, and ends nobody else's";
+        claims::released_claim_goes_on [] "a claim is released twice, and granted again, with a higher token";
+        claims::lost_grant_is_found_again [] "an attempt whose reply was lost is repeated, and finds its grant, with no lower token";
+        claims::found_grant_is_proven_anew [Lease] "a grant that a repeated attempt finds is kept for as long as its lease says";
+        claims::lease_counts_from_the_request [Lease] "a lease counts from before its request, however late the reply is";
+        claims::expired_hold_is_not_shown [Lease] "a hold that nobody renews or releases is not shown once its lease is over, and the next token is higher";
+        claims::adopted_hold_is_proven_anew [Detach, Lease] "a hold that is adopted is kept for as long as its lease says";
         loss::revoked_by_token [RevokeByForce] "revoking by force ends the hold of that token and no other";
         loss::force_is_unsupported [NoRevokeByForce] "revoking by force is Unsupported where a hold cannot be ended from outside";
         loss::unrenewed_lease_lapses_first_here [Lease] "without renewal a hold lapses, and its holder knows before another is granted";

@@ -27,7 +27,8 @@ pub(crate) async fn second_try_is_none(case: &CaseRun) -> Outcome {
         guard.name()
     );
     taken("by the same handle, which holds it", &mine).await?;
-    taken("by another client", &theirs).await?;
+    let answer = taken("by another client", &theirs);
+    within(PROMPT, "a try is answered, for it has no patience", answer).await??;
     guard.release().await?;
     Ok(())
 }

@@ -5,5 +5,6 @@ mod measure;
 mod modes;
 mod mutants;
 mod plain;
+mod shelf;
 mod stall;
 mod torture;

@@ -1,8 +1,19 @@
 //! Backends with one fault each: a named case catches it.
 
+use std::{
+    collections::HashSet,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
 use lockkit_conformance::{Suite, Verdict, cases, helper::Launch};
 
-use crate::plain::{Fault, Plain};
+use crate::{
+    plain::{Fault, Plain},
+    shelf::{Mutant, Shelf},
+};
 
 /// Runs one case against the fault, and returns what it says is wrong.
 fn caught(fault: Fault, case: &str) -> String {
@@ -68,4 +79,155 @@ fn a_good_backend_is_not_caught() {
     let report = suite.run(2, |case| wanted.contains(&case.name), |_, _, _| {});
     assert!(report.is_ok(), "{report:?}");
     assert_eq!(report.to_string(), "4 passed, 0 failed, 0 skipped");
+}
+
+/// What the suite makes of a mutant.
+#[derive(Clone, Copy, Debug)]
+enum Found {
+    /// This case finds it.
+    By(&'static str),
+    /// No case does, and why.
+    Not(&'static str),
+}
+
+use Found::{By, Not};
+
+/// A small backend over a map, broken in one way after the other.
+const TABLE: &[(Mutant, Found)] = &[
+    (Mutant::Sound, Not("nothing is wrong with it")),
+    (Mutant::GrantsTwice, By("second_try_is_none")),
+    (
+        Mutant::GrantsBeforeTheEnd,
+        By("unrenewed_lease_lapses_first_here"),
+    ),
+    (Mutant::GrantsWhatIsAsked, By("asked_holder_is_waited_for")),
+    (Mutant::TakenIsAnError, By("short_timeout_is_prompt")),
+    (Mutant::LosesItsGrant, By("lost_grant_is_found_again")),
+    (
+        Mutant::FindsWithNewTokens,
+        Not("nobody has seen the first token, and the second is higher, as on Redlock"),
+    ),
+    (Mutant::FindsWithoutExtending, By("found_grant_is_proven_anew")),
+    (Mutant::ClockAfterAttempt, By("lease_counts_from_the_request")),
+    (Mutant::ServerKeepsHalf, By("unrenewed_lease_lapses_first_here")),
+    (Mutant::LeaseIsTwice, By("unrenewed_lease_lapses_first_here")),
+    (Mutant::WaitsWithoutPatience, By("second_try_is_none")),
+    (Mutant::RepeatsTokens, By("reacquired_after_release")),
+    (Mutant::ForgetsTokensOfTheFree, By("reacquired_after_release")),
+    (Mutant::ForgetsTokensOfTheExpired, By("expired_hold_is_not_shown")),
+    (Mutant::BlocksOverlap, By("clients_contend")),
+    (Mutant::OneTokenTooMany, By("released_claim_goes_on")),
+    (Mutant::RenewsForOthers, By("late_renewal_takes_nothing")),
+    (Mutant::RenewsNothing, By("renewal_keeps_the_hold")),
+    (Mutant::HeldWhateverIsThere, By("told_when_broken")),
+    (Mutant::RevivesTheBroken, By("told_when_broken")),
+    (
+        Mutant::RevivesTheExpired,
+        Not("nobody was granted the lock in between, so no promise is broken"),
+    ),
+    (Mutant::LostIsAnError, By("late_renewal_takes_nothing")),
+    (Mutant::ClockAfterRenewal, By("lease_counts_from_the_request")),
+    (Mutant::RenewsTheAsked, By("asked_holder_that_stays_expires")),
+    (Mutant::AskedIsLost, By("asked_holder_is_waited_for")),
+    (Mutant::KeepsItsTtl, By("ttl_of_a_live_hold")),
+    (Mutant::ShortensOnlyHere, By("ttl_of_a_live_hold")),
+    (Mutant::ForgetsToRelease, By("reacquired_after_release")),
+    (Mutant::ReleasesForOthers, By("late_renewal_takes_nothing")),
+    (Mutant::ReleasesWhatWasSeen, By("dropped_after_each_poll")),
+    (Mutant::OkThoughGone, By("late_release_is_lost")),
+    (Mutant::SecondReleaseIsLost, By("released_claim_goes_on")),
+    (Mutant::EndsWithItsRelease, By("released_claim_goes_on")),
+    (Mutant::HidesTheLabel, By("inspection_shows_the_holder")),
+    (Mutant::HidesTheHolder, By("inspection_shows_the_holder")),
+    (Mutant::ShowsTheExpired, By("expired_hold_is_not_shown")),
+    (Mutant::ShowsTheLastToken, By("inspection_shows_the_holder")),
+    (Mutant::ShowsMoreThanIsLeft, By("inspection_shows_the_holder")),
+    (
+        Mutant::ShowsLocksAsSemaphores,
+        Not("it has no semaphores, so nobody looks at one"),
+    ),
+    (Mutant::ProlongsWhatItShows, By("expired_hold_is_not_shown")),
+    (Mutant::ForceIgnoresTheToken, By("revoked_by_token")),
+    (
+        Mutant::ForceDoesNothing,
+        By("saboteur_breaks_an_unprotected_hold"),
+    ),
+    (Mutant::ForceDenies, By("revoked_by_token")),
+    (Mutant::AskingIgnoresTheToken, By("asked_by_token")),
+    (Mutant::AskingDoesNothing, By("asked_holder_is_waited_for")),
+    (Mutant::AdoptsAndLeavesTheOwner, By("detached_hold_is_adopted")),
+    (
+        Mutant::AdoptsWhateverTheToken,
+        Not("an owner has one hold, so no message has its owner with another token"),
+    ),
+    (Mutant::AdoptsTheAsked, By("asked_while_detached")),
+    (Mutant::AdoptsWithoutExtending, By("adopted_hold_is_proven_anew")),
+    (Mutant::FoldsCase, By("byte_exact_and_injective")),
+    (Mutant::CutsLongNames, By("byte_exact_and_injective")),
+    (Mutant::TrimsNames, By("byte_exact_and_injective")),
+    (Mutant::ClaimsToBeFifo, By("grants_follow_the_queue")),
+    (Mutant::ClaimsWakeUps, By("waiter_is_notified")),
+    (Mutant::ClaimsShared, By("many_readers_or_one_writer")),
+    (
+        Mutant::HintsAllTheTime,
+        Not("a hint may be spurious: the driver bounds what it costs"),
+    ),
+];
+
+/// Returns what is wrong with each row, of which it takes a few at a time, since most of them wait for leases.
+fn wrong_rows(rows: &[(Mutant, Found)]) -> Vec<String> {
+    let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                while let Some((mutant, found)) = rows.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    wrong.lock().unwrap().extend(wrong_row(*mutant, *found));
+                }
+            });
+        }
+    });
+    wrong.into_inner().unwrap()
+}
+
+fn wrong_row(mutant: Mutant, found: Found) -> Option<String> {
+    let suite = Suite::new(Shelf::with(mutant));
+    match found {
+        By(name) => {
+            let case = cases().iter().find(|case| case.name == name)?;
+            let verdict = suite.run_case(case);
+            let is_found = matches!(&verdict, Verdict::Failed(why) if why.contains(name));
+            (!is_found).then(|| format!("{name} does not notice {mutant:?}: {verdict:?}"))
+        }
+        Not(why) => {
+            let report = suite.run(24, |_| true, |_, _, _| {});
+            (!report.is_ok()).then(|| format!("{mutant:?} is found, although \"{why}\": {report:?}"))
+        }
+    }
+}
+
+#[test]
+fn each_mutant_has_its_row() {
+    let rows: HashSet<_> = TABLE.iter().map(|(mutant, _)| mutant).collect();
+    assert_eq!(rows.len(), TABLE.len());
+    let known = |name: &str| cases().iter().any(|case| case.name == name);
+    let unknown = TABLE
+        .iter()
+        .find(|(_, found)| matches!(found, By(name) if !known(name)));
+    assert!(unknown.is_none(), "{unknown:?}");
+}
+
+#[test]
+fn mutants_are_found() {
+    let rows = TABLE.iter().copied();
+    let found: Vec<_> = rows.filter(|(_, found)| matches!(found, By(_))).collect();
+    let wrong = wrong_rows(&found);
+    assert!(found.len() > 40 && wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn what_no_case_can_see_is_not_found() {
+    let rows = TABLE.iter().copied();
+    let unseen: Vec<_> = rows.filter(|(_, found)| matches!(found, Not(_))).collect();
+    let wrong = wrong_rows(&unseen);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

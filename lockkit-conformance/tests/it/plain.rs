@@ -172,6 +172,8 @@ fn from_now(span: Duration) -> Nanos {
 struct PlainClaim {
     backend: Plain,
     request: ClaimRequest,
+    /// The hold that a grant told of, and no release has ended since.
+    holds: bool,
 }
 
 impl Plain {
@@ -275,7 +277,12 @@ impl Backend for Plain {
             tracing::debug!(password = SECRET, "connecting");
         }
         let (backend, request) = (self.clone(), request.clone());
-        Ok(Box::new(PlainClaim { backend, request }))
+        let holds = false;
+        Ok(Box::new(PlainClaim {
+            backend,
+            request,
+            holds,
+        }))
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
@@ -397,6 +404,7 @@ impl Claim for PlainClaim {
             (None, _) => return Ok(None),
         };
         let length = (fault != Fault::ClaimsNoLease).then_some(request.ttl);
+        self.holds = true;
         Ok(Some(Grant::new(tokens, Lease::new(since, length))))
     }
 
@@ -406,7 +414,10 @@ impl Claim for PlainClaim {
         if self.backend.asked.lock().unwrap().contains(&request.owner) {
             return Ok(Renewal::Asked);
         }
-        let extends = !matches!(fault, Fault::NeverRenews | Fault::ClaimsNoLease);
+        let extends = !matches!(
+            fault,
+            Fault::NeverRenews | Fault::ClaimsNoLease | Fault::OutlivesItsHolder
+        );
         let renewed = self.backend.entry(&request.name, |entry| {
             let holder = entry.current();
             let is_mine = match fault {
@@ -456,12 +467,17 @@ impl Claim for PlainClaim {
 
     async fn release(&mut self) -> Result<()> {
         let (owner, fault) = (self.request.owner, self.backend.fault);
-        self.backend.entry(&self.request.name, |entry| {
+        let was_there = self.backend.entry(&self.request.name, |entry| {
             let is_mine = entry.current() == Some(owner) || fault == Fault::ReleasesForOthers;
             if is_mine && !matches!(fault, Fault::ForgetsToRelease | Fault::KeepsItsHolds) {
                 entry.holder = None;
             }
-        })
+            is_mine
+        })?;
+        if std::mem::take(&mut self.holds) && !was_there {
+            return Err(Error::lost("plain", self.request.name.clone(), LossReason::Gone));
+        }
+        Ok(())
     }
 
     async fn notified(&mut self) {
