@@ -225,7 +225,7 @@ pub(crate) async fn expired_hold_is_not_shown(case: &CaseRun) -> Outcome {
     next.release().await?;
 
     let mut claim = case.claim(&client, "a", ttl).await?;
-    let grant = granted(PROMPT, "the lock was released", &mut *claim).await?;
+    granted(PROMPT, "the lock was released", &mut *claim).await?;
     eventually(
         limit,
         "an inspection shows no hold that has expired",
