@@ -48,6 +48,7 @@ pub(crate) enum Command {
 /// is killed; 124 if the lock was not granted in time; 125 if lockkit failed; 126 if the command cannot be executed;
 /// 127 if it cannot be found.
 #[derive(Debug, Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the command line")]
 pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) server: Server,

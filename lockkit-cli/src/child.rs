@@ -152,7 +152,8 @@ impl Child {
             let _ = kill_process_group(self.pid, signal);
         }
         // The command itself may have left its group. Until it is reaped its id is its own.
-        if !self.reaped && !(is_apart && getpgid(Some(self.pid)) == Ok(self.pid)) {
+        let was_sent_it = is_apart && getpgid(Some(self.pid)) == Ok(self.pid);
+        if !self.reaped && !was_sent_it {
             let _ = kill_process(self.pid, signal);
         }
         for member in self.members().unwrap_or_default() {

@@ -357,21 +357,22 @@ async fn due(guard: &LockGuard, told: Option<Instant>, exited: bool) -> Instant 
         return end;
     }
     loop {
-        // The client may be too busy to tell. What it would tell then is that a renewal has no reply.
-        let overdue = match (guard.valid_until(), guard.lease_length()) {
-            (Some(end), Some(lease)) => Some((end, end.checked_sub(lease / 8).unwrap_or(end))),
-            _ => None,
-        };
+        let lease = guard.valid_until().zip(guard.lease_length());
         tokio::select! {
             _ = guard.renewal_failing() => {}
-            () = async {
-                match overdue {
-                    Some((_, at)) => sleep_until(at).await,
-                    None => std::future::pending().await,
+            // The client may be too busy to tell, and then there is no time for a TERM to be heeded.
+            Some(end) = async {
+                let (end, lease) = lease?;
+                sleep_until(end.checked_sub(before_kill(lease) / 2).unwrap_or(end)).await;
+                Some(end)
+            } => {
+                if guard.valid_until() != Some(end) {
+                    continue;
                 }
-            } => if guard.valid_until() != overdue.map(|(end, _)| end) {
-                continue;
-            },
+                if told != Some(end) {
+                    return end;
+                }
+            }
         }
         let (Some(end), Some(lease)) = (guard.valid_until(), guard.lease_length()) else {
             return std::future::pending().await;

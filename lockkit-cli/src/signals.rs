@@ -1,9 +1,12 @@
 //! The signals that `lockkit run` passes on.
 
-use std::{future::poll_fn, io, task::Poll};
+use std::{future::poll_fn, io, task::Poll, time::Duration};
 
 use rustix::process::{Signal, kill_process};
-use tokio::signal::unix::{self, SignalKind};
+use tokio::{
+    signal::unix::{self, SignalKind},
+    time::sleep,
+};
 
 use crate::failure::Failure;
 
@@ -20,6 +23,10 @@ const ENDING: [Signal; 7] = [
 
 /// A stop comes before what takes it back: see [`Signals::stop_here`].
 const OTHERS: [Signal; 3] = [Signal::TSTP, Signal::CONT, Signal::WINCH];
+
+/// The time between a stop and what may take it back. A signal that continues this process, and comes while it is about to stop itself,
+/// is lost to it; so it does that when nothing more is to be expected.
+const SECOND_THOUGHTS: Duration = Duration::from_millis(50);
 
 /// The signals that come to this process, from the moment on at which this is made.
 pub(crate) struct Signals {
@@ -66,14 +73,15 @@ impl Signals {
     /// came meanwhile is the next one, and nothing is stopped: which of the two was the first is not known, and who is stopped
     /// for good is worse off than who has to stop again.
     pub(crate) async fn stop_here(&mut self) {
-        // Gives the runtime the time to see what has come.
-        tokio::task::yield_now().await;
+        sleep(SECOND_THOUGHTS).await;
         let has_come = poll_fn(|cx| {
-            let mut continued = self
-                .streams
-                .iter_mut()
-                .filter(|(signal, _)| *signal == Signal::CONT);
-            Poll::Ready(continued.any(|(_, stream)| stream.poll_recv(cx).is_ready()))
+            let mut take = |wanted| {
+                let mut streams = self.streams.iter_mut().filter(|(signal, _)| *signal == wanted);
+                streams.any(|(_, stream)| stream.poll_recv(cx).is_ready())
+            };
+            // One that came meanwhile is answered by the same.
+            take(Signal::TSTP);
+            Poll::Ready(take(Signal::CONT))
         });
         if has_come.await {
             self.continued = true;

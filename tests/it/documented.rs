@@ -645,7 +645,7 @@ async fn works(place: &str, meant: &str, client: Result<LockClient>) {
     let client = client.unwrap_or_else(|error| panic!("{place}: {error}: {error:?}"));
     let namespace = meant.namespace.as_deref().unwrap_or("lockkit");
     assert_eq!(&*client.info().namespace, namespace, "{place}");
-    let lock = client.lock(&format!("orders/{}", next())).unwrap();
+    let lock = client.lock(format!("orders/{}", next())).unwrap();
     assert_eq!(lock.options().ttl, meant.ttl, "{place}");
     assert_eq!(lock.options().label.as_deref(), meant.label.as_deref(), "{place}");
     let guard = lock.acquire().await;

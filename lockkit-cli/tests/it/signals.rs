@@ -142,7 +142,7 @@ fn a_stop_that_is_taken_back_at_once_stops_nothing() {
         count.display()
     );
     let holder = site.running(&[], &script);
-    for n in 1..=200 {
+    for n in 1..=100 {
         holder.signal(Signal::TSTP);
         std::thread::sleep(Duration::from_micros(n * 37 % 400));
         holder.signal(Signal::CONT);
