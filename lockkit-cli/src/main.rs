@@ -20,7 +20,7 @@ mod voice;
 mod warnings;
 mod watch;
 
-use std::{fs::File, io, process::ExitCode};
+use std::{fs::File, io, process::ExitCode, sync::mpsc, thread};
 
 use clap::{CommandFactory, Parser};
 
@@ -84,11 +84,27 @@ fn man(args: &Man) -> Result<u8, Failure> {
 /// The descriptors that the first runtime takes, and panics without.
 const FIRST_DESCRIPTORS: usize = 8;
 
+/// The threads that the client's runtime takes, and panics without, with the one that speaks, and one that looks up names.
+const FIRST_THREADS: usize = 4;
+
 /// Fails if there is no room to begin.
 fn can_begin() -> Result<(), Failure> {
     let opened: io::Result<Vec<File>> = (0..FIRST_DESCRIPTORS).map(|_| File::open("/dev/null")).collect();
     opened.map_err(|error| Failure::because("cannot start", &error))?;
+    // They are all there at the same time, as those of the runtime are.
+    let begun: io::Result<Vec<_>> = (0..FIRST_THREADS).map(|_| parked()).collect();
+    for (open, thread) in begun.map_err(|error| Failure::because("cannot start", &error))? {
+        drop(open);
+        let _ = thread.join();
+    }
     Ok(())
+}
+
+/// A thread that ends when the sender is dropped.
+fn parked() -> io::Result<(mpsc::Sender<()>, thread::JoinHandle<()>)> {
+    let (open, gate) = mpsc::channel();
+    let thread = thread::Builder::new().spawn(move || _ = gate.recv())?;
+    Ok((open, thread))
 }
 
 /// Runs `task` on the main thread.

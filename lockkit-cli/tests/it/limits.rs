@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use rustix::process::{Pid, Resource, getrlimit, prlimit};
+use rustix::process::{Pid, Resource, getrlimit, getuid, prlimit};
 
 use crate::tool::{Running, Site, outcome};
 
@@ -38,6 +38,38 @@ fn too_few_descriptors_are_an_error_and_no_panic() {
         let said = complaint.lines().count();
         assert!(
             (status == 0 && output == "up\n" && said == 0) || (said == 1 && output.is_empty()),
+            "{limit}: {status}, {output}, {complaint}"
+        );
+        assert!(!complaint.contains("panicked"), "{limit}: {complaint}");
+    }
+}
+
+/// The system's superuser has no limit, so it is somebody without any other process.
+#[test]
+fn too_few_threads_are_an_error_and_no_panic() {
+    for limit in 1..8 {
+        let mut command = Command::new(if getuid().is_root() { "setpriv" } else { "env" });
+        if getuid().is_root() {
+            command.args(["--reuid=61234", "--regid=61234", "--clear-groups"]);
+        }
+        command
+            .args(["timeout", "10", "prlimit", &format!("--nproc={limit}")])
+            .args([
+                env!("CARGO_BIN_EXE_lockkit"),
+                "run",
+                "--url=memory:",
+                "--try",
+                "job",
+                "--",
+                "echo",
+                "up",
+            ]);
+        let (status, output, complaint) = outcome(&mut command);
+        // Below that the tools before it do not begin.
+        let said = complaint.lines().count();
+        assert!(
+            (status == 0 && output == "up\n" && said == 0)
+                || (status != 124 && said == 1 && output.is_empty()),
             "{limit}: {status}, {output}, {complaint}"
         );
         assert!(!complaint.contains("panicked"), "{limit}: {complaint}");
