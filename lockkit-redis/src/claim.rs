@@ -493,7 +493,12 @@ impl Claim for RedisClaim {
         (self.request, self.record) = (request, record);
         self.is_downgraded = true;
         self.token_published = self.token;
-        let lease = self.lease(since);
+        let mut lease = self.lease(since);
+        if let (Some(_), Some(held_until)) = (&self.shared.replicas, self.held_until) {
+            // The replicas have not acknowledged this yet. The next renewal has them do so.
+            let proven = held_until.saturating_duration_since(since);
+            lease.length = lease.length.map(|length| length.min(proven));
+        }
         self.held_until = lease.end();
         Ok(lease)
     }

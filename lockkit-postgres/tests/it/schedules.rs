@@ -552,7 +552,7 @@ async fn a_loss_that_a_dropped_renewal_found_is_not_passed_on() {
         "a lost hold: {released:?}"
     );
     sleep(Duration::from_millis(300)).await;
-    assert!(!heir.is_finished(), "two hold");
+    assert!(!heir.is_finished(), "PROMISE BROKEN: two hold");
     next.release().await.unwrap();
     heir.granted().await.0.release().await.unwrap();
 }

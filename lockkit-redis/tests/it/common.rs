@@ -208,7 +208,7 @@ impl Alone {
         {
             let mut inside = self.0.lock().unwrap();
             inside.now += 1;
-            assert_eq!(inside.now, 1, "an overlap");
+            assert_eq!(inside.now, 1, "PROMISE BROKEN: an overlap");
             assert!(guard.token().get() > inside.last, "tokens went back");
             inside.last = guard.token().get();
             inside.entered += 1;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lockkit_core::{LockClient, LossReason};
+use lockkit_core::{AcquireOptions, LockClient, LossReason};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
     Proxy, eventually,
@@ -292,6 +292,29 @@ async fn a_renewal_counts_once_replicas_have_it() {
     .await;
     held.renew().await.unwrap();
     held.release().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_downgrade_without_replicas_prolongs_nothing() {
+    if no_server() {
+        return;
+    }
+    let master = RedisServer::plain().unwrap();
+    let replica = RedisServer::builder().replica_of(master.addr()).start().unwrap();
+    let client = replicated(&master, 200 * MS).await;
+    let options = AcquireOptions::new().ttl(10 * SECOND).renew(false);
+    let held = lock(&client, "a", LONG).acquire_with(&options).await.unwrap();
+    replica.pause().unwrap();
+    let until = held.valid_until().unwrap();
+    // A lease from then on would end later by this.
+    tokio::time::sleep(200 * MS).await;
+    let shared = held.downgrade().await.unwrap();
+    let now_until = shared.valid_until().unwrap();
+    assert!(now_until <= until, "longer by {:?}", now_until - until);
+    replica.resume().unwrap();
+    let has_renewed = async || shared.renew().await.is_ok();
+    eventually("the replica follows again", has_renewed).await;
+    assert!(shared.valid_until().unwrap() > until);
 }
 
 #[tokio::test]

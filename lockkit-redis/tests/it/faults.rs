@@ -48,14 +48,17 @@ async fn a_server_killed_with_its_data_keeps_holds_and_queue() {
         })
         .await;
         waiters(&server, "a", 2).await;
-        assert!(!next.is_finished() && !last.is_finished(), "an overlap");
+        assert!(
+            !next.is_finished() && !last.is_finished(),
+            "PROMISE BROKEN: an overlap"
+        );
         let other = granted(RECOVERED, "another lock", waiter(&lock(&idle, "b", SECOND))).await;
         assert!(other.token() > held.token());
         other.release().await.unwrap();
         tokens.push(held.token());
         release(held).await;
         let next = granted(RECOVERED, "the first in the queue", next).await;
-        assert!(!last.is_finished(), "an overlap");
+        assert!(!last.is_finished(), "PROMISE BROKEN: an overlap");
         tokens.push(next.token());
         release(next).await;
         let last = granted(RECOVERED, "the second in the queue", last).await;
@@ -140,7 +143,7 @@ async fn a_server_stopped_for_less_than_a_lease_costs_nobody_a_hold() {
     assert!(held.is_held());
     server.resume().unwrap();
     renewed(&held).await;
-    assert!(!waiting.is_finished(), "an overlap");
+    assert!(!waiting.is_finished(), "PROMISE BROKEN: an overlap");
     let token = held.token();
     release(held).await;
     let next = granted(RECOVERED, "the waiter", waiting).await;
@@ -314,7 +317,7 @@ async fn a_shorter_ttl_without_a_reply_counts_here_first() {
     // Nothing renews it, and the server counts two seconds.
     until(RECOVERED, "the next is granted", async || {
         let granted = other.try_acquire().await.unwrap();
-        assert!(granted.is_none() || !held.is_held(), "an overlap");
+        assert!(granted.is_none() || !held.is_held(), "PROMISE BROKEN: an overlap");
         granted.is_some()
     })
     .await;
@@ -411,7 +414,7 @@ async fn a_half_open_connection_is_replaced_before_a_lease_runs_out() {
     .await;
     young.renew().await.expect("held while the server can be reached");
     young.release().await.unwrap();
-    assert!(!waiting.is_finished(), "an overlap");
+    assert!(!waiting.is_finished(), "PROMISE BROKEN: an overlap");
     let token = held.token();
     held.release().await.unwrap();
     let next = granted(RECOVERED, "the waiter", waiting).await;
@@ -443,7 +446,7 @@ async fn a_storm_of_resets_costs_nobody_a_hold_or_a_place() {
         proxy.reset();
         tokio::time::sleep(40 * MS).await;
         held.check().expect("held throughout");
-        assert!(!waiting.is_finished(), "an overlap");
+        assert!(!waiting.is_finished(), "PROMISE BROKEN: an overlap");
         // On a busy machine it takes longer to connect than from one reset to the next.
         let soon = tokio::time::Instant::now() + 5 * SECOND;
         if held.valid_until().is_some_and(|end| end < soon) {
