@@ -1,6 +1,6 @@
 //! `lockkit run`: a command under a lock.
 
-use std::{os::unix::process::ExitStatusExt, process::ExitStatus, sync::Arc, time::Duration};
+use std::{os::unix::process::ExitStatusExt, pin::pin, process::ExitStatus, sync::Arc, time::Duration};
 
 use lockkit::{AcquireOptions, Lock, LockClient, LockConfig, LockGuard, LockName, LossReason, spi::chain};
 use rustix::{
@@ -10,7 +10,7 @@ use rustix::{
 use tokio::{
     runtime::{self, Handle},
     task::JoinSet,
-    time::{Instant, sleep_until, timeout},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 
 use crate::{
@@ -32,6 +32,9 @@ const KILLED_WITHIN: Duration = Duration::from_secs(5);
 const LEAVE_WITHIN: Duration = Duration::from_millis(400);
 /// The time that a call of the client gets beyond the bound that it has itself.
 const GRACE: Duration = Duration::from_secs(1);
+
+/// The time between two looks at the end of a hold that was asked for.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// Answers with the exit status.
 pub(crate) fn run(args: Run) -> Result<u8, Failure> {
@@ -254,7 +257,7 @@ impl Supervised {
                 biased;
                 reason = &mut lost => {
                     if reason == LossReason::Asked {
-                        self.end_in_time(guard).await?;
+                        self.end_in_time(guard, signals).await?;
                     }
                     return self.kill(format!("lock `{}` was lost: {reason}", self.name)).await;
                 }
@@ -314,25 +317,26 @@ impl Supervised {
 
     /// Tells the command to end, and waits until it has, for as long as the lease of a hold that was asked for lasts. Nobody else is
     /// granted the lock meanwhile.
-    async fn end_in_time(&mut self, guard: &LockGuard) -> Result<(), Failure> {
+    async fn end_in_time(&mut self, guard: &LockGuard, signals: &mut Signals) -> Result<(), Failure> {
         self.child.signal(Signal::TERM);
-        let over = async {
-            match (guard.valid_until(), guard.lease_length()) {
-                (Some(end), Some(lease)) => {
-                    sleep_until(end.checked_sub(before_kill(lease)).unwrap_or(end)).await;
+        let mut over = pin!(due_when_asked(guard));
+        loop {
+            let ended = async {
+                self.child.exited().await?;
+                self.child.others_gone().await;
+                Ok(())
+            };
+            tokio::select! {
+                biased;
+                () = &mut over => return Ok(()),
+                ended = ended => return ended.map_err(|error| cannot_wait(&error)),
+                signal = signals.next() => {
+                    self.child.pass_on(signal);
+                    if signal == Signal::TSTP {
+                        signals.stop_here().await;
+                    }
                 }
-                // Only this process can end the hold.
-                _ => std::future::pending().await,
             }
-        };
-        let ended = async {
-            self.child.exited().await?;
-            self.child.others_gone().await;
-            Ok(())
-        };
-        tokio::select! {
-            ended = ended => ended.map_err(|error| cannot_wait(&error)),
-            () = over => Ok(()),
         }
     }
 
@@ -387,6 +391,22 @@ async fn due(guard: &LockGuard, told: Option<Instant>, exited: bool) -> Instant 
         if guard.valid_until() == Some(end) {
             return end;
         }
+    }
+}
+
+/// Resolves when it is time for KILL after a hold was asked for, and never where only this process can end it.
+///
+/// It looks again and again: the end may come nearer, as after the machine was suspended, and a hold without a lease gets one when its
+/// `max_hold` is over.
+async fn due_when_asked(guard: &LockGuard) {
+    loop {
+        if let Some(end) = guard.valid_until() {
+            let ahead = before_kill(guard.lease_length().unwrap_or(Duration::MAX));
+            if Instant::now() + ahead >= end {
+                return;
+            }
+        }
+        sleep(LOOK).await;
     }
 }
 

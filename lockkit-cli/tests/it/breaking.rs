@@ -59,6 +59,24 @@ fn a_command_that_stays_keeps_the_lock() {
     gone(pid);
 }
 
+/// Its hold has no lease, so there is no end to wait for when it is asked for, and one as soon as its `max_hold` is over.
+#[test]
+fn a_command_that_stays_is_killed_after_max_hold() {
+    let site = Site::new();
+    let script = "trap 'echo told' TERM; echo up; echo $LOCKKIT_TOKEN; echo $$; while :; do sleep 0.01; done";
+    let mut holder = site.running(&["--ttl", "2s", "--max-hold", "2s"], script);
+    let (token, command) = (holder.line(), holder.line());
+    let breaking = ["break", "job", "--wait", "100ms", "--token", &token];
+    assert_eq!(outcome(&mut site.lockkit(&breaking)).0, 124);
+    assert_eq!(holder.line(), "told");
+    // Granted only when the first command is gone.
+    let next = format!("kill -0 {command} 2>/dev/null && echo both; echo alone");
+    let (status, said, complaint) = outcome(&mut site.run(&["--wait", "20s"], &next));
+    assert_eq!((status, &*said), (0, "alone\n"), "{complaint}");
+    let (status, complaint) = holder.end();
+    assert_eq!(status.code(), Some(123), "{complaint}");
+}
+
 #[test]
 fn force_says_where_it_cannot_be_used() {
     let site = Site::new();
