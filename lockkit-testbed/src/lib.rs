@@ -11,6 +11,7 @@
 //! - [`Clock`]: a server's wall clock, to set forward and back.
 //! - [`Certificates`]: for servers that speak TLS.
 //! - [`Proxy`]: a TCP proxy that loses replies, delays, cuts and resets on command.
+//! - [`Shared`]: a server that the tests of a process share.
 //! - [`Peer`]: a program that holds locks by another library.
 //! - [`eventually`]: waits for a condition, so that no test waits for time to pass.
 //! - [`skipped`]: skips a test whose server is missing.
@@ -30,6 +31,7 @@ pub mod postgres;
 mod process;
 mod proxy;
 pub mod redis;
+mod shared;
 mod skip;
 mod template;
 mod wait;
@@ -41,5 +43,6 @@ pub use peer::{Peer, missing_python};
 pub use port::Port;
 pub use process::Process;
 pub use proxy::{Counts, Mode, Proxy, Traffic};
+pub use shared::Shared;
 pub use skip::skipped;
 pub use wait::eventually;

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{Clock, Port, Process, template};
+use crate::{Clock, Port, Process, process::START_UP, template};
 
 /// MariaDB or MySQL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -102,8 +102,7 @@ impl MySql {
     /// If it runs, or does not come up.
     pub fn start_again(&self) -> io::Result<()> {
         self.process.start()?;
-        self.process
-            .wait_ready(Duration::from_secs(30), || greets(self.addr()))
+        self.process.wait_ready(START_UP, || greets(self.addr()))
     }
 
     /// Its process, to be paused or killed.

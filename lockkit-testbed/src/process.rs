@@ -14,6 +14,10 @@ use tempfile::TempDir;
 
 use crate::directory;
 
+/// How long a server may take to come up or catch up, or a cluster to elect a leader: far longer than on the busiest machine.
+/// One that ends is told at once.
+pub(crate) const START_UP: Duration = Duration::from_secs(120);
+
 /// The longest pause between two looks at a server that comes up.
 const LONGEST_PAUSE: Duration = Duration::from_millis(25);
 

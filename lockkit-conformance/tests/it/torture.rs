@@ -240,6 +240,12 @@ fn laws(fault: crate::plain::Fault, schedule: &Schedule) -> Vec<Law> {
     verdict.findings.iter().map(|finding| finding.law).collect()
 }
 
+/// A machine that stands still excuses what it may have delayed. One of three epochs is convincing.
+fn convicted(fault: crate::plain::Fault, schedule: &Schedule, law: Law) {
+    let found = (0..3).any(|_| laws(fault, schedule).contains(&law));
+    assert!(found, "{fault:?} is never found to break {law:?}");
+}
+
 /// One client asks once.
 fn once(ask: &str) -> Schedule {
     let step = format!("step 0 0 exclusive 1000 0 1 0 {ask} 3 release");
@@ -262,10 +268,7 @@ fn a_good_backend_passes_and_has_been_tried() {
 
 #[test]
 fn mutant_backends_are_convicted() {
-    let convicted = |fault, law| {
-        let laws = laws(fault, &busy(1));
-        assert!(laws.contains(&law), "{fault:?} is found to be {laws:?}");
-    };
+    let convicted = |fault, law| convicted(fault, &busy(1), law);
     convicted(crate::plain::Fault::GrantsTwice, Law::Exclusion);
     convicted(crate::plain::Fault::RepeatsTokens, Law::Tokens);
 }
@@ -286,10 +289,7 @@ fn who_is_asked_lets_go_first_and_is_told() {
     let mut torture = Torture::new(Arc::new(Bare(Arc::new(Memory::default())))).unwrap();
     let verdict = torture.epoch(&asking(2_000)).unwrap();
     assert!(verdict.findings.is_empty(), "{:?}", verdict.findings);
-    let convicted = |fault, within, law| {
-        let laws = laws(fault, &asking(within));
-        assert!(laws.contains(&law), "{fault:?} is found to be {laws:?}");
-    };
+    let convicted = |fault, within, law| convicted(fault, &asking(within), law);
     convicted(crate::plain::Fault::LetsOthersIn, 0, Law::Asked);
     convicted(crate::plain::Fault::LetsOthersIn, 2_000, Law::Asked);
     convicted(crate::plain::Fault::TellsNobody, 0, Law::Asked);
@@ -334,10 +334,7 @@ fn leaders_and_what_observers_see_are_judged() {
     let verdict = torture.epoch(&electing()).unwrap();
     assert!(verdict.findings.is_empty(), "{:?}", verdict.findings);
     assert_eq!(verdict.granted, 3);
-    let convicted = |fault, law| {
-        let laws = laws(fault, &electing());
-        assert!(laws.contains(&law), "{fault:?} is found to be {laws:?}");
-    };
+    let convicted = |fault, law| convicted(fault, &electing(), law);
     convicted(crate::plain::Fault::GrantsTwice, Law::Exclusion);
     convicted(crate::plain::Fault::RepeatsTokens, Law::Tokens);
     convicted(crate::plain::Fault::HidesTheLabel, Law::Election);
@@ -395,10 +392,7 @@ fn what_passes_from_one_to_another_is_judged() {
     assert_eq!(verdict.granted, 7, "with two adoptions");
     let adopting = passing().to_string().replace(" downgrade=200", "");
     let adopting: Schedule = adopting.replace("shared", "exclusive").parse().unwrap();
-    let convicted = |fault, law| {
-        let laws = laws(fault, &adopting);
-        assert!(laws.contains(&law), "{fault:?} is found to be {laws:?}");
-    };
+    let convicted = |fault, law| convicted(fault, &adopting, law);
     convicted(crate::plain::Fault::DetachesWhatEnds, Law::Detached);
     convicted(crate::plain::Fault::RefusesAdoption, Law::Detached);
     convicted(crate::plain::Fault::ClaimsAdoption, Law::Denial);

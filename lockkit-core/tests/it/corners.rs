@@ -851,7 +851,7 @@ async fn a_hint_that_a_failed_renewal_took_is_not_forgotten() {
     }
     assert!(
         !next.is_finished(),
-        "two hold; theirs {:?}, and the release said {released:?}",
+        "PROMISE BROKEN: two hold; theirs {:?}, and the release said {released:?}",
         theirs.check()
     );
 }

@@ -2,14 +2,13 @@
 
 use std::{
     process::{Child, Command, Stdio},
-    sync::LazyLock,
     time::{Duration, Instant},
 };
 
 use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{AcquireOptions, Error, LockClient, LossReason};
 use lockkit_testbed::{
-    Mode, Proxy,
+    Mode, Proxy, Shared,
     etcd::{EtcdCluster, EtcdServer},
     eventually,
 };
@@ -27,8 +26,8 @@ use crate::server::{
 const TTL: Duration = Duration::from_secs(3);
 
 /// Serialises the tests: each cuts connections that the others need.
-static CLUSTER: LazyLock<Mutex<EtcdCluster>> =
-    LazyLock::new(|| Mutex::new(EtcdCluster::start().expect("three etcd servers")));
+static CLUSTER: Shared<Mutex<EtcdCluster>> =
+    Shared::new(|| Mutex::new(EtcdCluster::start().expect("three etcd servers")));
 
 /// Returns the cluster, also if an earlier test has failed with a member down, paused or cut off. Else those after it would wait for ever.
 async fn cluster() -> MutexGuard<'static, EtcdCluster> {

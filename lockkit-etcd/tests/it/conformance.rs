@@ -78,16 +78,15 @@ mod three {
 }
 
 mod with_user {
-    use std::sync::LazyLock;
 
-    use lockkit_testbed::etcd::EtcdServer;
+    use lockkit_testbed::{Shared, etcd::EtcdServer};
 
     use super::{Etcd, Variant};
     use crate::server::ELECTION;
 
     lockkit_conformance::tests!(Etcd(Variant::WithUser));
 
-    static SERVER: LazyLock<EtcdServer> = LazyLock::new(|| {
+    static SERVER: Shared<EtcdServer> = Shared::new(|| {
         let server = EtcdServer::builder()
             .election_timeout(ELECTION)
             .authorise("lockkit/");

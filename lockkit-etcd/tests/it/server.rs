@@ -1,13 +1,11 @@
 //! The servers that most tests share, and helpers.
 
-use std::{
-    sync::LazyLock,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard, LossReason, Result};
 use lockkit_etcd::{Credentials, EtcdBackend, EtcdConfig};
 use lockkit_testbed::{
+    Shared,
     etcd::{self, EtcdCluster, EtcdServer},
     eventually,
 };
@@ -16,12 +14,12 @@ use tokio::task::JoinHandle;
 /// The election timeout of a server by itself, which grants leases from a second on.
 pub(crate) const ELECTION: Duration = Duration::from_millis(500);
 
-static SERVER: LazyLock<EtcdServer> = LazyLock::new(|| {
+static SERVER: Shared<EtcdServer> = Shared::new(|| {
     let server = EtcdServer::builder().election_timeout(ELECTION).start();
     server.expect("an etcd server")
 });
 
-static CLUSTER: LazyLock<EtcdCluster> = LazyLock::new(|| {
+static CLUSTER: Shared<EtcdCluster> = Shared::new(|| {
     // Elections as they are by default, so that a busy machine has none.
     EtcdCluster::start().expect("an etcd cluster")
 });

@@ -4,7 +4,7 @@ use std::{
     io,
     net::SocketAddr,
     sync::{
-        Arc, LazyLock, Mutex,
+        Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -22,7 +22,7 @@ use lockkit_mysql::{
     },
 };
 use lockkit_testbed::{
-    eventually,
+    Shared, eventually,
     mysql::{Flavour, MySql},
     skipped,
 };
@@ -74,8 +74,8 @@ pub(crate) fn run<F: Future<Output = ()>>(flavour: Flavour, test: impl FnOnce(Fl
 
 /// A server that no test harms.
 pub(crate) fn shared(flavour: Flavour) -> &'static MySql {
-    static MARIADB: LazyLock<MySql> = LazyLock::new(|| start(Flavour::MariaDb));
-    static MYSQL: LazyLock<MySql> = LazyLock::new(|| start(Flavour::MySql));
+    static MARIADB: Shared<MySql> = Shared::new(|| start(Flavour::MariaDb));
+    static MYSQL: Shared<MySql> = Shared::new(|| start(Flavour::MySql));
     match flavour {
         Flavour::MariaDb => &MARIADB,
         Flavour::MySql => &MYSQL,

@@ -1,6 +1,6 @@
 //! The servers that the tests share.
 
-use std::{io, net::SocketAddr, sync::LazyLock, time::Duration};
+use std::{io, net::SocketAddr, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, Lock, LockClient, LockGuard, LockName, Result,
@@ -8,7 +8,7 @@ use lockkit_core::{
 };
 use lockkit_postgres::{PostgresBackend, PostgresConfig};
 use lockkit_testbed::{
-    eventually,
+    Shared, eventually,
     postgres::{self, PgServer, PgSession},
     skipped,
 };
@@ -48,7 +48,7 @@ pub(crate) use tests;
 
 /// A server that no test harms.
 pub(crate) fn shared() -> &'static PgServer {
-    static SERVER: LazyLock<PgServer> = LazyLock::new(|| private(&[]));
+    static SERVER: Shared<PgServer> = Shared::new(|| private(&[]));
     &SERVER
 }
 

@@ -1,12 +1,15 @@
 //! The Redis backend passes the conformance suite.
 
-use std::{ffi::OsString, sync::LazyLock, time::Duration};
+use std::{ffi::OsString, time::Duration};
 
 use async_trait::async_trait;
 use lockkit_conformance::{Harness, Missing};
 use lockkit_core::{LockClient, Result};
 use lockkit_redis::{RedisBackend, RedisConfig};
-use lockkit_testbed::redis::{self, RedisServer};
+use lockkit_testbed::{
+    Shared,
+    redis::{self, RedisServer},
+};
 
 const PASSWORD: &str = "open-sesame";
 
@@ -19,8 +22,8 @@ mod valkey_server {
 }
 
 /// One server of each for all cases; it ends with the test program.
-static REDIS: LazyLock<RedisServer> = LazyLock::new(|| start(redis::program()));
-static VALKEY: LazyLock<RedisServer> = LazyLock::new(|| start(redis::valkey()));
+static REDIS: Shared<RedisServer> = Shared::new(|| start(redis::program()));
+static VALKEY: Shared<RedisServer> = Shared::new(|| start(redis::valkey()));
 
 fn start(program: OsString) -> RedisServer {
     let server = RedisServer::builder().program(program).password(PASSWORD);

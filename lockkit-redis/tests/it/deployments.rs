@@ -76,7 +76,7 @@ async fn clients_follow_the_master_that_the_sentinels_name() {
         held.renew().await.is_ok() && requests_executed(second) > before
     })
     .await;
-    assert!(!waiting.is_finished(), "an overlap");
+    assert!(!waiting.is_finished(), "PROMISE BROKEN: an overlap");
     let token = held.token();
     held.release().await.unwrap();
     let next = granted(LONG, "the waiter, at the new master", waiting).await;
@@ -111,7 +111,7 @@ async fn clients_follow_the_master_that_the_sentinels_name() {
         match other.try_acquire().await {
             Err(error) if error.is_transient() => false,
             answer => {
-                assert!(answer.unwrap().is_none(), "an overlap");
+                assert!(answer.unwrap().is_none(), "PROMISE BROKEN: an overlap");
                 true
             }
         }

@@ -252,7 +252,7 @@ async fn a_push_that_is_late_or_of_an_old_connection_is_a_hint() {
     let next = granted(PASSED + 3 * SECOND, "the next", next).await;
     assert!(
         waiting.claim.attempt(SECOND).await.unwrap().is_none(),
-        "an overlap"
+        "PROMISE BROKEN: an overlap"
     );
     next.release().await.unwrap();
     within(AT_ONCE, "told again", waiting.claim.notified()).await;
@@ -324,7 +324,7 @@ async fn a_push_that_is_repeated_changes_nothing() {
     waiters(&server, "a", 1).await;
     again();
     next.renew().await.unwrap();
-    assert!(!waiting.is_finished(), "an overlap");
+    assert!(!waiting.is_finished(), "PROMISE BROKEN: an overlap");
     next.release().await.unwrap();
     let last = granted(AT_ONCE, "passed on", waiting).await;
     assert!(last.token().to_string() > token);

@@ -10,12 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    EtcdBuilder, EtcdServer,
-    server::{Member, START_UP},
-    sockets::is_from,
-};
-use crate::{Mode, Port, Proxy};
+use super::{EtcdBuilder, EtcdServer, server::Member, sockets::is_from};
+use crate::{Mode, Port, Proxy, process::START_UP};
 
 /// The number of members.
 const SIZE: usize = 3;

@@ -12,10 +12,11 @@ use std::{
 };
 
 use super::{control, program, sockets::clients_of};
-use crate::{Certificates, Peer, Port, Process, process::controls, template};
-
-/// The time in which a server comes up, or a cluster elects a leader: far longer than on the busiest machine.
-pub(super) const START_UP: Duration = Duration::from_secs(60);
+use crate::{
+    Certificates, Peer, Port, Process,
+    process::{START_UP, controls},
+    template,
+};
 
 /// A private etcd server on a port of its own, which it keeps over restarts. Its data stay on disk, but by default it does not
 /// wait for the disk.

@@ -3,11 +3,10 @@ use std::{
     ffi::OsString,
     fs, io,
     net::{SocketAddr, TcpStream},
-    time::Duration,
 };
 
 use super::{PgServer, unprivileged};
-use crate::{Port, Process};
+use crate::{Port, Process, process::START_UP};
 
 /// A private PgBouncer before a [`PgServer`], for its role and its superuser.
 ///
@@ -80,9 +79,9 @@ impl PgBouncer {
         fs::write(process.directory().join(CONFIGURATION), configuration)?;
         let bouncer = Self { process, port };
         bouncer.process.start()?;
-        bouncer.process.wait_ready(Duration::from_secs(30), || {
-            TcpStream::connect(bouncer.addr()).map(drop)
-        })?;
+        bouncer
+            .process
+            .wait_ready(START_UP, || TcpStream::connect(bouncer.addr()).map(drop))?;
         Ok(bouncer)
     }
 

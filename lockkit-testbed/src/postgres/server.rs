@@ -13,10 +13,7 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use rustix::process::Signal;
 
 use super::{PgSession, processes, programs, unprivileged, version};
-use crate::{Certificates, Clock, Port, Process, template};
-
-/// The time in which a server comes up or catches up: far longer than on the busiest machine.
-const START_UP: Duration = Duration::from_secs(60);
+use crate::{Certificates, Clock, Port, Process, process::START_UP, template};
 
 /// A private PostgreSQL server on a port of its own, which it keeps over restarts, with a database and a role. Its data
 /// stay on disk, and are flushed as a production server's are.

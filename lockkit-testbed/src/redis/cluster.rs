@@ -17,7 +17,7 @@ impl RedisCluster {
     /// Starts the nodes and waits until each of them says that the cluster is complete.
     ///
     /// # Errors
-    /// If it is not within 30 s.
+    /// If it is not within two minutes.
     pub fn start() -> io::Result<Self> {
         let nodes = (0..SLOTS.len())
             .map(|_| {
@@ -67,7 +67,7 @@ impl RedisCluster {
     /// Waits until each node says that the cluster is complete, after one was away.
     ///
     /// # Errors
-    /// If it is not within 30 s.
+    /// If it is not within two minutes.
     pub fn wait_complete(&self) -> io::Result<()> {
         for node in &self.nodes {
             node.wait_ready(|| {

@@ -26,7 +26,7 @@ impl RedisSentinels {
     /// Starts all five and waits until the Sentinels know each other and the replica.
     ///
     /// # Errors
-    /// If one of them does not come up within 30 s.
+    /// If one of them does not come up within two minutes.
     pub fn start() -> io::Result<Self> {
         let master = RedisServer::plain()?;
         let replica = RedisServer::builder().replica_of(master.addr()).start()?;
@@ -80,7 +80,7 @@ impl RedisSentinels {
     /// again if they give up, which they do if the machine stands still for a while.
     ///
     /// # Errors
-    /// If there is no good replica, or it takes longer than 30 s.
+    /// If there is no good replica, or it takes longer than two minutes.
     pub fn fail_over(&self) -> io::Result<()> {
         let before = self.master()?.addr();
         let [first, ..] = self.sentinels.as_slice() else {

@@ -6,7 +6,6 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
     sync::Arc,
-    time::Duration,
 };
 
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
@@ -15,10 +14,10 @@ use super::{
     Monitor, program,
     resp::{Access, Value},
 };
-use crate::{Certificates, Clock, Port, Process, process::controls};
-
-/// The time in which a server comes up or catches up: far longer than on the busiest machine.
-const START_UP: Duration = Duration::from_secs(30);
+use crate::{
+    Certificates, Clock, Port, Process,
+    process::{START_UP, controls},
+};
 
 /// A private `redis-server` on a port of its own, which it keeps over restarts.
 ///
@@ -161,7 +160,7 @@ impl RedisBuilder {
     /// Starts the server and waits until it answers; a replica, until it has caught up.
     ///
     /// # Errors
-    /// If it does not come up within 30 s, with the end of what it printed.
+    /// If it does not come up within two minutes, with the end of what it printed.
     pub fn start(self) -> io::Result<RedisServer> {
         let plain = Arc::new(Port::reserve()?);
         let tls = self
@@ -343,7 +342,7 @@ impl RedisServer {
     /// until it answers.
     ///
     /// # Errors
-    /// If it runs, or does not come up within 30 s.
+    /// If it runs, or does not come up within two minutes.
     pub fn start(&self) -> io::Result<()> {
         self.process.start()?;
         self.process

@@ -6,7 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{ZkBuilder, ZkServer, server::START_UP};
+use super::{ZkBuilder, ZkServer};
+use crate::process::START_UP;
 use crate::{Mode, Port, Proxy};
 
 /// The number of members.

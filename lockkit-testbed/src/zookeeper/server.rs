@@ -9,10 +9,10 @@ use std::{
 };
 
 use super::{JARS, JAVA, TLS_JARS, journal, wire};
-use crate::{Certificates, Clock, Port, Process, ServerPair, process::controls};
-
-/// The time in which a server comes up, or an ensemble elects a leader: far longer than on the busiest machine.
-pub(super) const START_UP: Duration = Duration::from_secs(60);
+use crate::{
+    Certificates, Clock, Port, Process, ServerPair,
+    process::{START_UP, controls},
+};
 
 /// The servers' tick.
 pub(super) const TICK: Duration = Duration::from_millis(100);

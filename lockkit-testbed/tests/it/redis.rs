@@ -2,13 +2,13 @@ use std::{
     io::{self, Read, Write},
     net::TcpStream,
     path::Path,
-    sync::{Arc, LazyLock},
+    sync::Arc,
     thread,
     time::Duration,
 };
 
 use lockkit_testbed::{
-    Certificates, Clock, Mode, Proxy,
+    Certificates, Clock, Mode, Proxy, Shared,
     redis::{self, Fsync, RedisCluster, RedisSentinels, RedisServer},
     skipped,
 };
@@ -47,7 +47,7 @@ fn it_answers_as_the_command_line_does() {
 
 #[test]
 fn one_server_may_serve_many_tests() {
-    static SHARED: LazyLock<RedisServer> = LazyLock::new(|| RedisServer::plain().unwrap());
+    static SHARED: Shared<RedisServer> = Shared::new(|| RedisServer::plain().unwrap());
 
     if no_redis() {
         return;

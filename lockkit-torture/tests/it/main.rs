@@ -59,7 +59,7 @@ macro_rules! recorded {
     };
 }
 
-// Schedules of a few seconds, of which some found something once. scripts/soak has new ones.
+// Schedules of a few seconds, chosen for their faults and for being short. scripts/soak has new ones.
 recorded! {
     memory: "memory", 45_029_985;
     memory_again: "memory", 15;

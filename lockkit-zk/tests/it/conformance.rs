@@ -112,7 +112,7 @@ mod simple {
 mod secured {
     use std::sync::{Arc, LazyLock};
 
-    use lockkit_testbed::{Certificates, zookeeper::ZkServer};
+    use lockkit_testbed::{Certificates, Shared, zookeeper::ZkServer};
     use lockkit_zk::{Digest, Tls, ZkConfig};
 
     use super::{PASSWORD, Variant, Zk};
@@ -122,7 +122,7 @@ mod secured {
 
     static CERTIFICATES: LazyLock<Arc<Certificates>> =
         LazyLock::new(|| Arc::new(Certificates::generate().expect("certificates")));
-    static SERVER: LazyLock<ZkServer> = LazyLock::new(|| {
+    static SERVER: Shared<ZkServer> = Shared::new(|| {
         let builder = ZkServer::builder().tls(&CERTIFICATES);
         let server = builder.directive("ssl.clientAuth=need").start();
         server.expect("a ZooKeeper server")

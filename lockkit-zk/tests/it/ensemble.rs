@@ -1,20 +1,17 @@
 //! Three servers, of which some have lost touch with the others without knowing.
 
-use std::{
-    sync::LazyLock,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use lockkit_core::{AcquireOptions, LossReason};
-use lockkit_testbed::{eventually, zookeeper::ZkEnsemble};
+use lockkit_testbed::{Shared, eventually, zookeeper::ZkEnsemble};
 use tokio::sync::{Mutex, MutexGuard};
 use zookeeper_client::SessionState;
 
 use crate::server::{self, TIMEOUT, connect, lock, no_zookeeper, soon, unique, waiter, watcher};
 
 /// Serialises the tests: each cuts connections that the others need.
-static ENSEMBLE: LazyLock<Mutex<ZkEnsemble>> =
-    LazyLock::new(|| Mutex::new(ZkEnsemble::start().expect("three ZooKeeper servers")));
+static ENSEMBLE: Shared<Mutex<ZkEnsemble>> =
+    Shared::new(|| Mutex::new(ZkEnsemble::start().expect("three ZooKeeper servers")));
 
 /// Returns the ensemble, also if an earlier test has failed with a member down or cut off. Else those after it would wait for ever.
 async fn ensemble() -> MutexGuard<'static, ZkEnsemble> {

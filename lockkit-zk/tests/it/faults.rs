@@ -423,7 +423,11 @@ async fn told_before_the_next_grant(mode: Mode, moment: Moment) -> Result<Durati
         assert_eq!(reason, LossReason::Expired);
         assert!(!guard.is_held());
         let (both, next, granted) = soon("the next is granted", next).await.unwrap();
-        assert!(!both, "two hold {}, cut off {moment:?} by {mode:?}", ours.name());
+        assert!(
+            !both,
+            "PROMISE BROKEN: two hold {}, cut off {moment:?} by {mode:?}",
+            ours.name()
+        );
         assert!(next.token() > guard.token());
         if told >= granted {
             return Err(format!("told {:?} after the next was granted", told - granted));

@@ -70,7 +70,7 @@ async fn goes_on(ours: &LockGuard, next: &JoinHandle<(LockGuard, Instant)>) -> R
     tokio::time::sleep(Duration::from_secs(1)).await;
     let granted = next.is_finished();
     if ours.is_held() {
-        assert!(!granted, "two hold it");
+        assert!(!granted, "PROMISE BROKEN: two hold it");
         return Ok(());
     }
     let reason = ours.lost().reason();

@@ -2,14 +2,13 @@
 
 use std::{
     fmt::Display,
-    sync::LazyLock,
     time::{Duration, Instant},
 };
 
 use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard, LossReason, Result};
 use lockkit_testbed::{
-    eventually,
+    Shared, eventually,
     zookeeper::{self, ZkServer},
 };
 use lockkit_zk::{ZkBackend, ZkConfig};
@@ -29,7 +28,7 @@ pub(crate) const LEISURE: Duration = Duration::from_secs(1);
 /// The least time for which the machine has to stand still to excuse an attempt that saw nothing.
 const STILL: Duration = Duration::from_millis(300);
 
-static SERVER: LazyLock<ZkServer> = LazyLock::new(|| ZkServer::plain().expect("a ZooKeeper server"));
+static SERVER: Shared<ZkServer> = Shared::new(|| ZkServer::plain().expect("a ZooKeeper server"));
 
 /// Returns the server that is never killed, paused or cut off.
 pub(crate) fn shared() -> &'static ZkServer {

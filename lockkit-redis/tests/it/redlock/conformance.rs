@@ -1,11 +1,9 @@
 //! Redlock passes the conformance suite.
 
-use std::sync::LazyLock;
-
 use async_trait::async_trait;
 use lockkit_conformance::{Harness, Missing};
 use lockkit_core::{LockClient, Result};
-use lockkit_testbed::redis;
+use lockkit_testbed::{Shared, redis};
 
 use super::world::{self, World};
 use crate::common::LONG;
@@ -17,7 +15,7 @@ mod five_masters {
 }
 
 /// Five masters for all cases. They end with the test program.
-static MASTERS: LazyLock<World> = LazyLock::new(|| World::built(5, |builder| builder.password(PASSWORD)));
+static MASTERS: Shared<World> = Shared::new(|| World::built(5, |builder| builder.password(PASSWORD)));
 
 #[derive(Debug)]
 struct Masters;

@@ -25,7 +25,8 @@ async fn the_documented_rights_are_enough() {
     }
     let world = World::built(3, |builder| builder.user("locker", PASSWORD, MINIMAL_RIGHTS));
     let (one, two) = (world.client().await, world.client().await);
-    let (ours, theirs) = (lock(&one, "a", LONG), lock(&two, "a", LONG));
+    // The mark of a forced end outlives the lease: it has to be gone in the time that the last line waits.
+    let (ours, theirs) = (lock(&one, "a", 6 * SECOND), lock(&two, "a", 6 * SECOND));
     for (first, second) in [
         (ours.clone(), theirs.clone()),
         (ours.shared(), theirs.clone()),

@@ -156,7 +156,7 @@ async fn masters_restarted_with_their_data_keep_holds_and_waiters() {
             held.renew().await.is_ok()
         })
         .await;
-        assert!(!waiting.is_finished(), "an overlap");
+        assert!(!waiting.is_finished(), "PROMISE BROKEN: an overlap");
         let token = held.token();
         within(RECOVERED, "released", async {
             held.release().await.unwrap();
@@ -280,7 +280,7 @@ async fn a_storm_of_resets_costs_nobody_a_hold() {
         }
         tokio::time::sleep(20 * MS).await;
         held.check().expect("held throughout");
-        assert!(!waiting.is_finished(), "an overlap");
+        assert!(!waiting.is_finished(), "PROMISE BROKEN: an overlap");
         // On a busy machine, connecting takes longer than the time between two resets.
         let soon = tokio::time::Instant::now() + 5 * SECOND;
         if held.valid_until().is_some_and(|end| end < soon) {

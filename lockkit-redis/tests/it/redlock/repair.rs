@@ -43,7 +43,7 @@ async fn what_was_won_from_others_is_soon_held_by_all() {
             master.cli(&["DEL", "lockkit:a"]).unwrap();
         }
         let theirs = lock(&second, "a", LONG).try_acquire().await.unwrap();
-        assert!(theirs.is_none(), "an overlap");
+        assert!(theirs.is_none(), "PROMISE BROKEN: an overlap");
         held.check().unwrap();
         held.release().await.unwrap();
         world.nothing_is_left("after a repair").await;

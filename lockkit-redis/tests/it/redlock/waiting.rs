@@ -45,7 +45,7 @@ async fn a_dead_writer_keeps_readers_out_for_ten_seconds() {
     world.waiters("a", 3).await;
     let read = granted(SILENT + POLL + 3 * SECOND, "the reader", reading).await;
     held.check().unwrap();
-    assert!(!writing.is_finished(), "an overlap");
+    assert!(!writing.is_finished(), "PROMISE BROKEN: an overlap");
     held.release().await.unwrap();
     read.release().await.unwrap();
     granted(SILENT, "the writer", writing)
@@ -433,7 +433,7 @@ async fn clocks_set_forward_at_a_minority_cost_nothing() {
         clock.forward(60 * SECOND).unwrap();
         until(LONG, "at two it is over", async || world.holding("a") == 3).await;
         let theirs = lock(&other, "a", LONG).try_acquire().await.unwrap();
-        assert!(theirs.is_none(), "an overlap");
+        assert!(theirs.is_none(), "PROMISE BROKEN: an overlap");
         until(LONG, "repaired", async || {
             held.renew().await.unwrap();
             world.holding("a") == 5
@@ -606,7 +606,10 @@ async fn a_counter_set_to_its_end_at_a_minority_costs_nothing() {
                     assert!(last < token && token < BEYOND, "{token} after {last}, at {end}");
                     last = token;
                     let theirs = lock(&clients[1 - round % 2], "a", LONG);
-                    assert!(theirs.try_acquire().await.unwrap().is_none(), "an overlap");
+                    assert!(
+                        theirs.try_acquire().await.unwrap().is_none(),
+                        "PROMISE BROKEN: an overlap"
+                    );
                     held.renew().await.unwrap();
                     held.release().await.unwrap();
                 }
