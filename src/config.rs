@@ -187,6 +187,9 @@ section! {
         /// `off`, `unverified` (encrypted, the server proves nothing) or `verify` (encrypted, and the certificate has to be trusted
         /// and for that host). All but `off` need the feature `tls`. Default: `off`.
         pub tls: String,
+        /// The servers whose public key encrypts the password without TLS: `local`, those of this host, `always`, all, or `never`,
+        /// none. Default: `local`.
+        pub public_key: String,
         /// A file of PEM certificates to trust besides the system's, with `tls = "verify"`.
         pub ca: PathBuf,
         /// A file with this client's certificate and those of its issuers (PEM), for servers that ask for one. Needs `key` and `tls`.

@@ -84,6 +84,7 @@ macro_rules! words {
 words! {
     lockkit_core::spi::Tls,
     #[cfg(feature = "mysql")] lockkit_mysql::Mode,
+    #[cfg(feature = "mysql")] lockkit_mysql::PublicKey,
     #[cfg(feature = "mysql")] lockkit_mysql::Schema,
     #[cfg(feature = "postgres")] lockkit_postgres::Schema,
     #[cfg(feature = "postgres")] lockkit_postgres::SslMode,

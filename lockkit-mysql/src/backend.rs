@@ -88,7 +88,12 @@ impl MySqlBackend {
         #[cfg(feature = "tls")]
         crate::certificates::check(&config)?;
         let options = config.connect_options(&target);
-        let sessions = Sessions::new(options, config.mode, config.max_connections);
+        let sessions = Sessions::new(
+            options,
+            config.plain_route(&target),
+            config.mode,
+            config.max_connections,
+        );
         let (_, server) = sessions.control.connect("connect").await?;
         sessions.control.prepare(config.mode, config.schema).await?;
         // Opening a session checks that the server keeps its `wait_timeout`.

@@ -1,6 +1,6 @@
 //! The server's address, and the options.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, sync::Arc};
 
 pub use lockkit_core::spi::Tls;
 use lockkit_core::{
@@ -13,6 +13,8 @@ use sqlx::{
     mysql::{MySqlConnectOptions, MySqlSslMode},
 };
 use url::{Host, Url};
+
+use crate::relay::PlainRoute;
 
 lockkit_core::spi::config! {
     /// The address of a server, and the options for it.
@@ -38,8 +40,11 @@ lockkit_core::spi::config! {
         pub mode: Mode = Mode::ForUpdate,
         /// The one who creates the tables. Default: [`Schema::Auto`].
         pub schema: Schema = Schema::Auto,
-        /// Encryption, and trust in the server's certificate. The password is never sent in the clear. Default: [`Tls::Off`].
+        /// Encryption, and trust in the server's certificate. Without it, a server that asks for the password itself does not get it.
+        /// Default: [`Tls::Off`].
         pub tls: Tls = Tls::Off,
+        /// The servers whose public key encrypts the password without TLS. Default: [`PublicKey::Local`].
+        pub public_key: PublicKey = PublicKey::Local,
         /// A file of certificates (PEM) to trust besides the system's. Needs [`Tls::Verify`].
         pub ca: Option<PathBuf> = None,
         /// A file with this client's certificate and those of its issuers (PEM), for accounts that need one. Needs
@@ -83,6 +88,23 @@ pub enum Schema {
     Manual,
 }
 
+/// The servers whose public key is believed without TLS. `caching_sha2_password`, the default of MySQL 8, needs one for the password if the
+/// server does not remember the account's last login, and `sha256_password` for each login.
+///
+/// The key comes from the server, and nothing proves that it is the server's: anyone on the way can send another one, and read the password.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PublicKey {
+    /// Those of this host: at a loopback address or a Unix socket.
+    #[default]
+    Local,
+    /// All. For a network that is trusted.
+    Always,
+    /// None.
+    Never,
+}
+
+words!(PublicKey, "public_key": "local" = Local, "always" = Always, "never" = Never);
 words!(Mode, "mode": "for_update" = ForUpdate, "lease" = Lease);
 words!(Schema, "schema": "auto" = Auto, "manual" = Manual);
 
@@ -138,7 +160,8 @@ impl MySqlConfig {
             // A statement per mode, which locks a row.
             .statement_cache_capacity(4)
             .disable_statement_logging();
-        if let Some(socket) = &self.socket {
+        // A plain route has the socket itself.
+        if let (Some(socket), None) = (&self.socket, self.plain_route(target)) {
             options = options.socket(socket);
         }
         if let Some(password) = &target.password {
@@ -151,6 +174,17 @@ impl MySqlConfig {
             options = options.ssl_client_cert(cert).ssl_client_key(key);
         }
         options
+    }
+
+    /// Returns the way to a server that gets a password without TLS.
+    pub(crate) fn plain_route(&self, target: &Target) -> Option<PlainRoute> {
+        (self.tls == Tls::Off && target.password.is_some()).then(|| PlainRoute {
+            host: target.host.clone(),
+            port: target.port,
+            socket: self.socket.clone(),
+            public_key: self.public_key,
+            has_warned: Arc::default(),
+        })
     }
 
     /// Returns the server and database without credentials. Two clients share locks if they have the same.

@@ -54,10 +54,15 @@ impl resumable::Connection for Wire {
 impl ResumableConnection {
     /// Connects on the client's runtime. The runtime of the caller may end before.
     pub(crate) async fn open(operation: &'static str, options: &Options) -> Result<Self> {
-        let connect = options.connect.clone();
-        let connecting = async move { connect.connect().await };
+        let (connect, plain) = (options.connect.clone(), options.plain.clone());
+        let connecting = async move {
+            match plain {
+                Some(route) => route.connect(operation, &connect).await,
+                None => connect.connect().await.during(operation),
+            }
+        };
         let connected = resumable::on_runtime(NAME, operation, connecting, &options.runtime).await?;
-        Ok(Self(Resumable::new(Wire(connected.during(operation)?))))
+        Ok(Self(Resumable::new(Wire(connected?))))
     }
 
     pub(crate) fn is_closed(&self) -> bool {

@@ -19,6 +19,7 @@ use crate::{
     Mode, NAME, Schema,
     connection::{Reply, ResumableConnection, column},
     error::{self, During, code},
+    relay::PlainRoute,
     row_sql, schema,
     server::{self, Server},
 };
@@ -51,6 +52,8 @@ pub(crate) struct Control {
 #[derive(Clone)]
 pub(crate) struct Options {
     pub(crate) connect: MySqlConnectOptions,
+    /// The way to the server where a password goes without TLS.
+    pub(crate) plain: Option<PlainRoute>,
     pub(crate) runtime: Handle,
 }
 

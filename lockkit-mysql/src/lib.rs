@@ -39,6 +39,7 @@ mod lease_claim;
 mod lease_sql;
 mod list;
 mod name_cache;
+mod relay;
 mod row_claim;
 mod row_sql;
 mod schema;
@@ -47,7 +48,7 @@ mod session;
 mod tokens;
 
 pub use backend::MySqlBackend;
-pub use config::{Mode, MySqlConfig, Schema, Tls};
+pub use config::{Mode, MySqlConfig, PublicKey, Schema, Tls};
 pub use fenced::{FencedError, FencedTable};
 pub use schema::ddl;
 /// The database client that [`FencedTable`] takes its connections from.

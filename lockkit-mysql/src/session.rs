@@ -20,6 +20,7 @@ use crate::{
     control::{AbandonedSession, Control, Epoch, Options, SERVER_IDENTITY},
     disconnect_watch::DisconnectWatch,
     error::{self, During},
+    relay::PlainRoute,
     row_sql,
     server::Flavour,
 };
@@ -99,9 +100,17 @@ pub(crate) struct Sessions {
 
 impl Sessions {
     /// Creates the sessions of a client that lives on the current Tokio runtime.
-    pub(crate) fn new(connect: MySqlConnectOptions, mode: Mode, max_connections: u32) -> Self {
-        let runtime = Handle::current();
-        let options = Options { connect, runtime };
+    pub(crate) fn new(
+        connect: MySqlConnectOptions,
+        plain: Option<PlainRoute>,
+        mode: Mode,
+        max_connections: u32,
+    ) -> Self {
+        let options = Options {
+            connect,
+            plain,
+            runtime: Handle::current(),
+        };
         let slots = |count: u32| Arc::new(Semaphore::new(count as usize));
         Self {
             control: Control::new(options.clone(), mode),
@@ -564,6 +573,7 @@ mod tests {
             let proxy = Proxy::start(server.addr()).unwrap();
             let sessions = Sessions::new(
                 MySql::url_at(proxy.addr()).parse().unwrap(),
+                None,
                 crate::Mode::ForUpdate,
                 1,
             );

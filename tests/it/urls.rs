@@ -456,7 +456,7 @@ fn mysql_urls_name_a_database() {
     taken(&[
         "mysql://db.example/app",
         "mysql://user:p%40ss@host:3307/app?mode=lease&schema=manual&max_connections=5",
-        "mysql://user:canary@[::1]/app?ttl=5s&mode=for_update&socket=/run/mysqld.sock&tls=off",
+        "mysql://user:canary@[::1]/app?ttl=5s&mode=for_update&socket=/run/mysqld.sock&tls=off&public_key=never",
     ]);
     refused_for(&[
         ("mysql://user:canary@host", "/database"),
@@ -466,6 +466,10 @@ fn mysql_urls_name_a_database() {
         ("mysql://user:canary@host/app?mode=table", "for_update, lease"),
         ("mysql://user:canary@host/app?schema=none", "auto, manual"),
         ("mysql://user:canary@host/app?tls=maybe", "verify"),
+        (
+            "mysql://user:canary@host/app?public_key=yes",
+            "local, always, never",
+        ),
         ("mysql://user:canary@host/app?ca=/ca.pem", "tls=verify"),
         ("mysql://user:canary@host/app?cert=/me.pem&key=/me.key", "`tls`"),
         #[cfg(feature = "tls")]

@@ -10,6 +10,7 @@ mod faults;
 mod fenced;
 mod listing;
 mod mixed;
+mod rogue;
 mod servers;
 mod sessions;
 mod settings;
