@@ -123,9 +123,12 @@ pub fn refusal(alert: Alert) -> Option<String> {
 /// Reads certificates, and returns them with the contents of their file.
 fn certificates(option: &'static str, path: &Path) -> Result<(Vec<u8>, Vec<CertificateDer<'static>>)> {
     let pem = read_pem(option, path, "CERTIFICATE")?;
-    let certificates = CertificateDer::pem_slice_iter(&pem)
+    let certificates: Vec<_> = CertificateDer::pem_slice_iter(&pem)
         .collect::<Result<_, _>>()
         .map_err(|_| damaged(option, path))?;
+    if certificates.is_empty() {
+        return Err(without(option, path, "certificate"));
+    }
     Ok((pem, certificates))
 }
 
@@ -147,11 +150,12 @@ fn read_pem(option: &'static str, path: &Path, label: &str) -> Result<Vec<u8>> {
     if has_block {
         return Ok(pem);
     }
-    let what = label.to_ascii_lowercase();
-    Err(Error::invalid_option(
-        option,
-        format!("{path_shown} has no {what} in PEM form"),
-    ))
+    Err(without(option, path, &label.to_ascii_lowercase()))
+}
+
+/// Returns the error for a file that lacks `what` it is for.
+fn without(option: &'static str, path: &Path, what: &str) -> Error {
+    Error::invalid_option(option, format!("{} has no {what} in PEM form", path.display()))
 }
 
 #[cfg(test)]
@@ -159,6 +163,32 @@ mod tests {
     use std::{env, process};
 
     use super::*;
+
+    /// A block of another kind is none, whatever its label ends in.
+    #[test]
+    fn a_file_of_authorities_has_one() {
+        let path = env::temp_dir().join(format!("lockkit-ca-{}", process::id()));
+        let block = |label: &str| format!("-----BEGIN {label}-----\nAAAA\n-----END {label}-----\n");
+        for contents in [
+            String::new(),
+            "-----BEGIN CERTIFICATE-----\n".to_owned(),
+            block("TRUSTED CERTIFICATE"),
+            block("X509 CERTIFICATE"),
+            block("CERTIFICATE REQUEST"),
+            block("PRIVATE KEY"),
+        ] {
+            fs::write(&path, &contents).unwrap();
+            let read = Authorities::read(&path);
+            fs::remove_file(&path).unwrap();
+            let text = read.expect_err(&contents).to_string();
+            assert!(text.contains("`ca`") && text.contains("lockkit-ca-"), "{text}");
+        }
+        let missing = Authorities::read(&path).unwrap_err().to_string();
+        assert!(
+            missing.contains("`ca`") && missing.contains("lockkit-ca-"),
+            "{missing}"
+        );
+    }
 
     #[test]
     fn a_pem_file_has_the_block_or_is_named() {
