@@ -455,7 +455,7 @@ mod tests {
     use super::*;
 
     /// An eighth of it is long for a busy machine.
-    const TTL: Duration = Duration::from_secs(4);
+    const TTL: Duration = Duration::from_secs(8);
 
     /// A process runs one command. Here is one at a time.
     static ALONE: Mutex<()> = Mutex::new(());
@@ -549,7 +549,7 @@ mod tests {
                     memory.delay(FaultPoint::Renew, Duration::ZERO);
                 });
             };
-            let (ending, _) = under(Place::Apart, "sleep 4.5", late).await;
+            let (ending, _) = under(Place::Apart, "sleep 9", late).await;
             assert!(matches!(ending, Ending::Exited(status) if status.success()));
         });
     }

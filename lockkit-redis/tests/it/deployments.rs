@@ -242,7 +242,9 @@ async fn a_grant_that_too_few_replicas_acknowledge_is_refused() {
             let error = lock.try_acquire().await.unwrap_err();
             let text = shown(&error);
             assert!(error.is_transient(), "{text}");
-            assert!(text.contains("0 of 1 replicas"), "{text}");
+            // On a machine that is slow, the short one is over before that is known.
+            let is_over = ttl < LONG && text.contains("was gone before replicas");
+            assert!(text.contains("0 of 1 replicas") || is_over, "{text}");
             let error = lock.acquire_timeout(300 * MS).await.unwrap_err();
             assert!(error.is_transient(), "{}", shown(&error));
             nothing_is_left(&master, "a grant that was refused").await;
