@@ -85,12 +85,10 @@ impl MySqlBackend {
     pub async fn connect(config: MySqlConfig) -> Result<Self> {
         let target = config.target()?;
         require_runtime(NAME, "connect")?;
-        #[cfg(feature = "tls")]
-        crate::certificates::check(&config)?;
         let options = config.connect_options(&target);
         let sessions = Sessions::new(
             options,
-            config.plain_route(&target),
+            config.route(&target)?,
             config.mode,
             config.max_connections,
         );

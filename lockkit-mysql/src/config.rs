@@ -14,7 +14,7 @@ use sqlx::{
 };
 use url::{Host, Url};
 
-use crate::relay::PlainRoute;
+use crate::{relay::Route, tls::Encryption};
 
 lockkit_core::spi::config! {
     /// The address of a server, and the options for it.
@@ -43,9 +43,9 @@ lockkit_core::spi::config! {
         /// Encryption, and trust in the server's certificate. Without it, a server that asks for the password itself does not get it.
         /// Default: [`Tls::Off`].
         pub tls: Tls = Tls::Off,
-        /// The servers whose public key encrypts the password without TLS. Default: [`PublicKey::Local`].
+        /// The servers that get the password though nothing proves which they are. Default: [`PublicKey::Local`].
         pub public_key: PublicKey = PublicKey::Local,
-        /// A file of certificates (PEM) to trust besides the system's. Needs [`Tls::Verify`].
+        /// A file of certificates (PEM) to trust instead of the system's. Needs [`Tls::Verify`].
         pub ca: Option<PathBuf> = None,
         /// A file with this client's certificate and those of its issuers (PEM), for accounts that need one. Needs
         /// [`key`](Self::key), and [`tls`](Self::tls) other than [`Tls::Off`].
@@ -88,10 +88,11 @@ pub enum Schema {
     Manual,
 }
 
-/// The servers whose public key is believed without TLS. `caching_sha2_password`, the default of MySQL 8, needs one for the password if the
-/// server does not remember the account's last login, and `sha256_password` for each login.
+/// The servers that get the password though no certificate proves which they are. `caching_sha2_password`, the default of MySQL 8, needs it if
+/// the server does not remember the account's last login, and `sha256_password` for each login.
 ///
-/// The key comes from the server, and nothing proves that it is the server's: anyone on the way can send another one, and read the password.
+/// Without TLS it is encrypted with a public key that comes from the server, and nothing proves that it is the server's: anyone on the way can
+/// send another one, and read the password. With [`Tls::Unverified`] anyone on the way can be the server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PublicKey {
@@ -152,39 +153,40 @@ impl MySqlConfig {
             .port(target.port)
             .username(&target.user)
             .database(&target.database)
-            .ssl_mode(match self.tls {
-                Tls::Off => MySqlSslMode::Disabled,
-                Tls::Unverified => MySqlSslMode::Required,
-                Tls::Verify => MySqlSslMode::VerifyIdentity,
-            })
+            // A route has TLS itself.
+            .ssl_mode(MySqlSslMode::Disabled)
             // A statement per mode, which locks a row.
             .statement_cache_capacity(4)
             .disable_statement_logging();
-        // A plain route has the socket itself.
-        if let (Some(socket), None) = (&self.socket, self.plain_route(target)) {
+        if let (Some(socket), false) = (&self.socket, self.has_route(target)) {
             options = options.socket(socket);
         }
         if let Some(password) = &target.password {
             options = options.password(password);
         }
-        if let Some(ca) = &self.ca {
-            options = options.ssl_ca(ca);
-        }
-        if let (Some(cert), Some(key)) = (&self.cert, &self.key) {
-            options = options.ssl_client_cert(cert).ssl_client_key(key);
-        }
         options
     }
 
-    /// Returns the way to a server that gets a password without TLS.
-    pub(crate) fn plain_route(&self, target: &Target) -> Option<PlainRoute> {
-        (self.tls == Tls::Off && target.password.is_some()).then(|| PlainRoute {
+    /// Returns the way to a server that gets a password, or with which TLS is spoken; `None` if the client library may go there itself.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] names the option of TLS whose file cannot be used.
+    pub(crate) fn route(&self, target: &Target) -> Result<Option<Route>> {
+        if !self.has_route(target) {
+            return Ok(None);
+        }
+        Ok(Some(Route {
             host: target.host.clone(),
             port: target.port,
             socket: self.socket.clone(),
             public_key: self.public_key,
+            encryption: Encryption::new(self)?,
             has_warned: Arc::default(),
-        })
+        }))
+    }
+
+    fn has_route(&self, target: &Target) -> bool {
+        self.tls != Tls::Off || target.password.is_some()
     }
 
     /// Returns the server and database without credentials. Two clients share locks if they have the same.

@@ -4,7 +4,7 @@ use std::{fmt, time::Duration};
 
 use futures_util::TryStreamExt;
 use lockkit_core::{
-    Result,
+    Error, Result,
     spi::resumable::{self, Resumable},
 };
 use sqlx::{
@@ -17,10 +17,11 @@ use crate::{
     NAME,
     control::Options,
     error::{self, During},
+    relay::Open,
 };
 
-/// A connection, as sqlx has it.
-pub(crate) struct Wire(MySqlConnection);
+/// A connection, as sqlx has it, and what keeps it open if its login was guarded.
+pub(crate) struct Wire(MySqlConnection, Option<Open>);
 
 pub(crate) struct ResumableConnection(Resumable<Wire>);
 
@@ -54,15 +55,18 @@ impl resumable::Connection for Wire {
 impl ResumableConnection {
     /// Connects on the client's runtime. The runtime of the caller may end before.
     pub(crate) async fn open(operation: &'static str, options: &Options) -> Result<Self> {
-        let (connect, plain) = (options.connect.clone(), options.plain.clone());
+        let (connect, route) = (options.connect.clone(), options.route.clone());
         let connecting = async move {
-            match plain {
-                Some(route) => route.connect(operation, &connect).await,
-                None => connect.connect().await.during(operation),
+            match route {
+                Some(route) => {
+                    let (connection, open) = route.connect(operation, &connect).await?;
+                    Ok::<_, Error>(Wire(connection, Some(open)))
+                }
+                None => Ok(Wire(connect.connect().await.during(operation)?, None)),
             }
         };
         let connected = resumable::on_runtime(NAME, operation, connecting, &options.runtime).await?;
-        Ok(Self(Resumable::new(Wire(connected?))))
+        Ok(Self(Resumable::new(connected?)))
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -126,7 +130,7 @@ impl ResumableConnection {
 
     /// Closes an idle connection in order, so that the server logs no aborted one.
     pub(crate) async fn quit(self) {
-        if let Some(Wire(connection)) = self.0.into_idle() {
+        if let Some(Wire(connection, _open)) = self.0.into_idle() {
             // An error means that it is closed already.
             let _ = connection.close().await;
         }

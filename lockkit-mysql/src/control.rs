@@ -19,7 +19,7 @@ use crate::{
     Mode, NAME, Schema,
     connection::{Reply, ResumableConnection, column},
     error::{self, During, code},
-    relay::PlainRoute,
+    relay::Route,
     row_sql, schema,
     server::{self, Server},
 };
@@ -53,7 +53,7 @@ pub(crate) struct Control {
 pub(crate) struct Options {
     pub(crate) connect: MySqlConnectOptions,
     /// The way to the server where a password goes without TLS.
-    pub(crate) plain: Option<PlainRoute>,
+    pub(crate) route: Option<Route>,
     pub(crate) runtime: Handle,
 }
 

@@ -73,10 +73,6 @@ impl<T> During<T> for sqlx::Result<T> {
 
 /// Returns the core's error for `operation`, which failed with `error`. See [`During`].
 pub(crate) fn failed(operation: &'static str, error: sqlx::Error) -> Error {
-    #[cfg(feature = "tls")]
-    if let Some(reason) = crate::certificates::refusal(&error) {
-        return Error::permanent(NAME, operation, reason);
-    }
     let may_pass = match &error {
         sqlx::Error::Io(_) | sqlx::Error::Protocol(_) | sqlx::Error::WorkerCrashed => true,
         error => number(error).is_some_and(|number| {

@@ -25,8 +25,6 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod backend;
-#[cfg(feature = "tls")]
-mod certificates;
 mod config;
 mod connection;
 mod control;
@@ -45,6 +43,7 @@ mod row_sql;
 mod schema;
 mod server;
 mod session;
+mod tls;
 mod tokens;
 
 pub use backend::MySqlBackend;

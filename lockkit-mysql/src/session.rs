@@ -20,7 +20,7 @@ use crate::{
     control::{AbandonedSession, Control, Epoch, Options, SERVER_IDENTITY},
     disconnect_watch::DisconnectWatch,
     error::{self, During},
-    relay::PlainRoute,
+    relay::Route,
     row_sql,
     server::Flavour,
 };
@@ -102,13 +102,13 @@ impl Sessions {
     /// Creates the sessions of a client that lives on the current Tokio runtime.
     pub(crate) fn new(
         connect: MySqlConnectOptions,
-        plain: Option<PlainRoute>,
+        route: Option<Route>,
         mode: Mode,
         max_connections: u32,
     ) -> Self {
         let options = Options {
             connect,
-            plain,
+            route,
             runtime: Handle::current(),
         };
         let slots = |count: u32| Arc::new(Semaphore::new(count as usize));

@@ -57,6 +57,7 @@ for_each_flavour! {
     a_break_while_the_watch_is_begun_is_told_at_once
     another_runtime_that_ends_takes_no_connection_along
     a_backend_that_outlives_its_runtime_says_so
+    a_runtime_that_ends_frees_no_row_that_is_believed
     the_servers_clock_does_not_move_a_row_lock
     the_servers_clock_moves_a_lease
     tokens_go_back_with_a_deleted_counter_and_the_clock
@@ -933,6 +934,60 @@ async fn a_backend_that_outlives_its_runtime_says_so(flavour: Flavour) {
                 permanent(&error) && chain(&error).contains("runtime"),
                 "{mode:?}: {}",
                 chain(&error)
+            );
+        }
+    }
+}
+
+/// Takes its time to be dropped, as another task of a program may.
+struct Slow;
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
+/// The tasks of that runtime are dropped in any order, those that pass on bytes among them.
+async fn a_runtime_that_ends_frees_no_row_that_is_believed(flavour: Flavour) {
+    let addr = shared(flavour).addr();
+    let name = name("ended");
+    let other = client(addr, Mode::ForUpdate).await;
+    let other = other.lock(&name).unwrap();
+    let slow = || {
+        tokio::spawn(async {
+            let _slow = Slow;
+            std::future::pending::<()>().await;
+        });
+    };
+    for _ in 0..3 {
+        let held = name.clone();
+        let holder = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(1)
+                .enable_all()
+                .build()
+                .unwrap();
+            let guard = runtime.block_on(async {
+                slow();
+                let client = client(addr, Mode::ForUpdate).await;
+                slow();
+                let guard = client.lock(held).unwrap().acquire().await.unwrap();
+                slow();
+                tokio::task::yield_now().await;
+                guard
+            });
+            runtime.shutdown_background();
+            guard
+        });
+        let guard = holder.join().unwrap();
+        let asked = Stopwatch::start();
+        while asked.elapsed() < Duration::from_secs(2) {
+            let granted = other.try_acquire().await.unwrap();
+            assert!(
+                granted.is_none() || !guard.is_held(),
+                "PROMISE BROKEN: two hold, {:?} after the end",
+                asked.elapsed()
             );
         }
     }

@@ -1,19 +1,20 @@
 //! Encrypted connections.
 
 use lockkit_core::{Error, spi::chain};
-use lockkit_mysql::{MySqlBackend, MySqlConfig, Tls};
+use lockkit_mysql::{MySqlBackend, MySqlConfig, PublicKey, Tls};
 use lockkit_testbed::{
     Certificates, ServerPair,
     mysql::{Flavour, MySql},
 };
 
-use crate::servers::{Admin, config, connect, cycle, for_each_flavour, name, private};
+use crate::servers::{Admin, config, connect, cycle, for_each_flavour, name, private, run};
 
 for_each_flavour! {
     a_connection_is_encrypted_and_the_server_known
     a_server_that_is_not_known_is_refused
     a_certificate_for_another_host_or_time_is_refused
     an_account_that_needs_a_certificate_gets_it
+    a_server_that_proves_nothing_gets_a_digest_alone
 }
 
 fn server(flavour: Flavour, certificates: &Certificates) -> MySql {
@@ -144,6 +145,76 @@ async fn an_account_that_needs_a_certificate_gets_it(flavour: Flavour) {
         );
         assert!(!text.contains(MySql::PASSWORD), "{text}");
     }
+}
+
+/// MySQL wants the password itself as long as it does not remember the account; MariaDB is content with a digest.
+async fn a_server_that_proves_nothing_gets_a_digest_alone(flavour: Flavour) {
+    let certificates = Certificates::generate().unwrap();
+    let server = server(flavour, &certificates);
+    let with = |tls, public_key| {
+        let mut config = config(server.addr());
+        config.ca = (tls == Tls::Verify).then(|| certificates.authority());
+        (config.tls, config.public_key) = (tls, public_key);
+        connect(config)
+    };
+    match (flavour, with(Tls::Unverified, PublicKey::Never).await) {
+        (Flavour::MariaDb, connected) => drop(connected.unwrap()),
+        (Flavour::MySql, connected) => {
+            let error = connected.expect_err("it may be anybody");
+            let text = chain(&error);
+            assert!(
+                !error.is_transient() && text.contains("tls=verify") && text.contains("public_key=always"),
+                "{text}"
+            );
+        }
+    }
+    with(Tls::Verify, PublicKey::Never)
+        .await
+        .expect("it proves which it is");
+    with(Tls::Unverified, PublicKey::Never)
+        .await
+        .expect("it remembers the account");
+}
+
+const ORDER: &str = "LOCKKIT_MYSQL_TRUST";
+
+/// The system's authorities are those that an environment variable names: this runs again in a process with one.
+#[test]
+fn a_given_authority_is_trusted_instead_of_the_systems() {
+    let Ok(order) = std::env::var(ORDER) else {
+        return run(Flavour::MariaDb, |flavour| async move {
+            let (systems, given) = (
+                Certificates::generate().unwrap(),
+                Certificates::generate().unwrap(),
+            );
+            let server = server(flavour, &systems);
+            let test = "tls::a_given_authority_is_trusted_instead_of_the_systems";
+            let order = format!("{} {}", server.addr(), given.authority().display());
+            let output = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", test, "--nocapture"])
+                .env("SSL_CERT_FILE", systems.authority())
+                .env(ORDER, order)
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&output.stdout);
+            let failed = String::from_utf8_lossy(&output.stderr);
+            assert!(
+                output.status.success() && said.contains("1 passed"),
+                "{said}{failed}"
+            );
+        });
+    };
+    let (addr, ca) = order.split_once(' ').unwrap();
+    let mut config = config(addr.parse().unwrap());
+    config.tls = Tls::Verify;
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(async {
+        connect(config.clone()).await.expect("the system trusts it");
+        config.ca = Some(ca.into());
+        let error = connect(config).await.expect_err("the one that is given does not");
+        let text = chain(&error);
+        assert!(!error.is_transient() && text.contains("`ca`"), "{text}");
+    });
 }
 
 #[tokio::test]
