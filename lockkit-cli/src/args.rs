@@ -59,6 +59,9 @@ pub(crate) struct Run {
     /// ended after that [default: never, or the URL's]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub(crate) max_hold: Option<Duration>,
+    /// Keep the lock taken for this long from the grant on, also if the command is done before
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) at_least: Option<Duration>,
     /// Give up, with status 124, if the lock is not granted within this time [default: wait for ever]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub(crate) wait: Option<Duration>,

@@ -159,11 +159,14 @@ async fn acquire(client: &LockClient, args: &Run, wait: Option<Duration>) -> Res
 }
 
 fn lock(client: &LockClient, args: &Run) -> lockkit::Result<Lock> {
-    if let Some(permits) = args.permits {
-        return client.semaphore(&args.name, permits);
-    }
-    let lock = client.lock(&args.name)?;
-    Ok(if args.shared { lock.shared() } else { lock })
+    let lock = match args.permits {
+        Some(permits) => client.semaphore(&args.name, permits)?,
+        None if args.shared => client.lock(&args.name)?.shared(),
+        None => client.lock(&args.name)?,
+    };
+    let mut options = AcquireOptions::new();
+    options.hold_at_least = args.at_least;
+    Ok(lock.with_options(options))
 }
 
 /// Runs the command, releases the lock as soon as it is done, and answers with the exit status.

@@ -190,7 +190,8 @@ macro_rules! __for_each_case {
         detaching::shared_hold_is_adopted [Detach, Shared] "one of two shared holds is detached and adopted, beside the other";
         detaching::permit_is_adopted [Detach, Permits] "one of two permits is detached and adopted, beside the other";
         detaching::killed_process_has_detached [Detach, Processes] "a process detaches, is killed, and another goes on: nobody is granted in between";
-        detaching::detaching_is_unsupported [NoDetach] "detaching and adopting are Unsupported where a hold ends with its session or process";
+        detaching::released_hold_stays [Detach] "a hold with hold_at_least that is released or dropped before keeps others out until then";
+        detaching::detaching_is_unsupported [NoDetach] "detaching, adopting and hold_at_least are Unsupported where a hold ends with its session or process";
         listing::held_locks_are_listed [List] "a list shows each held lock and semaphore once, with holders and waiters, and no other";
         listing::list_prefix_is_literal [List] "a list shows the names that begin with its prefix, whatever the characters and the length";
         listing::lists_refuse_nobody [List] "lists of several pages show all that is held throughout, and no try is refused meanwhile";

@@ -38,6 +38,14 @@ pub struct AcquireOptions {
     /// after that: the client tells its holder, and then releases it. A hold that is passed on within the client begins its own
     /// time. The time for which the machine is suspended counts, where the operating system tells it (Linux).
     pub max_hold: Option<Duration>,
+    /// The time from the grant for which nobody else gets the lock, even if it is released before: for jobs that are done once by
+    /// several hosts, which begin at almost the same time. A release before that leaves the hold to a lease of the rest, without this
+    /// process. It is not passed on within the client, either. Unset: a release frees the lock.
+    ///
+    /// If the process dies, its hold ends with its lease, as any does, which may be earlier. Whoever [breaks](crate::LockClient::revoke_by_force)
+    /// the lock ends it. [`Error::Unsupported`] where a hold ends with a session, a transaction or a process
+    /// ([`capabilities().detach`](crate::Capabilities::detach) is false).
+    pub hold_at_least: Option<Duration>,
     /// The time after which one exchange with the server counts as failed. Default:
     /// [`DEFAULT_OP_TIMEOUT`](Self::DEFAULT_OP_TIMEOUT), 5 s.
     pub op_timeout: Option<Duration>,
@@ -73,6 +81,7 @@ impl AcquireOptions {
             wait: None,
             renew: None,
             max_hold: None,
+            hold_at_least: None,
             op_timeout: None,
             label: None,
             local_handoffs: None,
@@ -103,6 +112,12 @@ impl AcquireOptions {
         self
     }
 
+    /// Sets [`hold_at_least`](#structfield.hold_at_least), from 10 ms to a year, and at most the `max_hold`.
+    pub const fn hold_at_least(mut self, hold_at_least: Duration) -> Self {
+        self.hold_at_least = Some(hold_at_least);
+        self
+    }
+
     /// Sets [`op_timeout`](#structfield.op_timeout), at least 1 ms.
     pub const fn op_timeout(mut self, op_timeout: Duration) -> Self {
         self.op_timeout = Some(op_timeout);
@@ -128,6 +143,7 @@ impl AcquireOptions {
             wait: self.wait.or(defaults.wait),
             renew: self.renew.or(defaults.renew),
             max_hold: self.max_hold.or(defaults.max_hold),
+            hold_at_least: self.hold_at_least.or(defaults.hold_at_least),
             op_timeout: self.op_timeout.or(defaults.op_timeout),
             label: self.label.as_ref().or(defaults.label.as_ref()).cloned(),
             local_handoffs: self.local_handoffs.or(defaults.local_handoffs),
@@ -150,6 +166,13 @@ impl AcquireOptions {
         }
         if let Some(ttl) = self.ttl {
             Self::check_max_hold(self.max_hold, ttl)?;
+        }
+        if let Some(least) = self.hold_at_least {
+            within("hold_at_least", least, Self::MIN_TTL)?;
+            if let Some(most) = self.max_hold.filter(|most| *most < least) {
+                let reason = format!("{least:?} is longer than the max_hold of {most:?}");
+                return Err(Error::invalid_option("hold_at_least", reason));
+            }
         }
         if let Some(op_timeout) = self.op_timeout {
             within("op_timeout", op_timeout, Duration::from_millis(1))?;

@@ -5,6 +5,7 @@ mod command_line;
 mod connecting;
 mod held_up;
 mod holding;
+mod jobs;
 mod limits;
 mod listing;
 mod losing;

@@ -303,6 +303,43 @@ pub(crate) async fn permit_is_adopted(case: &CaseRun) -> Outcome {
     comes_free(PROMPT, "no permit is taken", &third).await
 }
 
+pub(crate) async fn released_hold_stays(case: &CaseRun) -> Outcome {
+    let (client, other) = (case.client().await?, case.lock("a").await?);
+    let ttl = case.harness.ttl();
+    for (least, releases) in [(ttl * 2, true), (ttl * 2, false), (ttl / 2, true)] {
+        let options = case.short().hold_at_least(least);
+        let lock = case.lock_of(&client, "a")?.with_options(options);
+        // From before the grant: the hold began later.
+        let asked = Instant::now();
+        let guard = granted_at_once("the lock is free", &lock).await?;
+        let granted = Instant::now();
+        if releases {
+            guard.release().await?;
+        } else {
+            drop(guard);
+        }
+        while granted.elapsed() < least {
+            let attempt = other.try_acquire().await?;
+            ensure!(
+                attempt.is_none() || asked.elapsed() >= least,
+                "granted {:?} after a grant for {least:?} at least",
+                asked.elapsed()
+            );
+            if let Some(guard) = attempt {
+                guard.release().await?;
+                break;
+            }
+            sleep(least / 20).await;
+        }
+        let limit = PROMPT + case.limits(&client).idle;
+        granted_within(limit, "the least time is over", &other)
+            .await?
+            .release()
+            .await?;
+    }
+    Ok(())
+}
+
 pub(crate) async fn detaching_is_unsupported(case: &CaseRun) -> Outcome {
     let (client, other) = (case.client().await?, case.lock("a").await?);
     let guard = granted_at_once("a lock nobody has used", &case.short_lock_of(&client, "a")?).await?;
@@ -325,6 +362,12 @@ pub(crate) async fn detaching_is_unsupported(case: &CaseRun) -> Outcome {
     ensure!(
         matches!(refused, Err(Error::Unsupported { .. })) && guard.is_held(),
         "expected Unsupported, got {refused:?}"
+    );
+    let least = case.short().hold_at_least(case.harness.ttl());
+    let refused = case.lock_of(&client, "b")?.acquire_with(&least).await;
+    ensure!(
+        matches!(refused, Err(Error::Unsupported { .. })),
+        "expected Unsupported for hold_at_least, got {refused:?}"
     );
     guard.release().await?;
     comes_free(PROMPT, "the hold was released", &other).await

@@ -311,6 +311,7 @@ pub(super) fn make_hold(mut contender: Contender, granted: Granted) -> Result<Ho
         queue.begin_holding();
     }
     contender.becomes_hold();
+    contender.not_before = request.hold_at_least.map(|least| granted.at + least);
     let hold = Hold::new(Phase::Held, request, granted.token, contender, &lease);
     hold.queue().register(&hold, granted.at);
     if let Err(err) = hold.request.core().is_open(OPERATION) {

@@ -2,6 +2,8 @@
 
 use std::{future::pending, ops::RangeInclusive, sync::Arc, time::Duration};
 
+use tokio::time::Instant;
+
 use crate::{
     driver::{
         lock_queue::{LockQueue, SlotGeneration},
@@ -35,6 +37,8 @@ pub(crate) struct Contender {
     pub(crate) is_doubted: bool,
     /// The time of the first request of a renewal that has failed since and has yet to succeed.
     pub(crate) renewing_since: Option<Mark>,
+    /// The time before which the hold is not released, but left to a lease until then.
+    pub(crate) not_before: Option<Instant>,
     /// The server may know of this claim, so it has to be released.
     pub(crate) is_known: bool,
     slot: Option<SlotGeneration>,
@@ -67,6 +71,7 @@ impl Contender {
             lease: None,
             is_doubted: false,
             renewing_since: None,
+            not_before: None,
             is_known: false,
             slot,
             is_counted: false,
@@ -122,6 +127,8 @@ impl Contender {
             && self.handoffs < self.most_handoffs.min(heir.local_handoffs)
             && self.ttl() == heir.ttl
             && self.request.fits(heir)
+            && heir.hold_at_least.is_none()
+            && self.not_before.is_none_or(|at| at <= Instant::now())
             && !self.request.core().is_closed()
     }
 
@@ -151,6 +158,7 @@ impl Contender {
     pub(crate) fn move_claim(&mut self, into: &mut Self) {
         into.claim = self.claim.take();
         into.other_ttls = self.other_ttls.take();
+        into.not_before = self.not_before.take();
         into.is_known = std::mem::take(&mut self.is_known);
     }
 

@@ -1,21 +1,21 @@
 //! From the end of a hold to its hand-off or its confirmed release.
 
-use std::sync::atomic::Ordering;
+use std::{pin::Pin, sync::atomic::Ordering, time::Duration};
 
 use tokio::time::Instant;
 
 use crate::{
-    Error, Result,
+    AcquireOptions, Error, Result,
     driver::{
         contender::Contender,
         core::Core,
         hold::Hold,
-        lock_queue::{PassOn, Renewed, SlotGeneration},
+        lock_queue::{LockQueue, PassOn, Renewed, SlotGeneration},
         moment::Moment,
         observe,
         timing::Backoff,
     },
-    spi::chain,
+    spi::{Claim, Renewal, chain},
 };
 
 /// Releases a hold on the caller's time.
@@ -118,6 +118,12 @@ async fn release_claim(contender: &mut Contender) -> Result<()> {
 }
 
 async fn try_release(contender: &mut Contender) -> Result<()> {
+    let now = Instant::now();
+    let rest = contender.not_before.filter(|at| *at > now);
+    let rest = rest.map(|at| (at - now).max(AcquireOptions::MIN_TTL));
+    if let Some(rest) = rest {
+        contender.set_ttl(rest);
+    }
     let Contender { claim, request, .. } = contender;
     let Some(claim) = claim else {
         return Ok(());
@@ -125,7 +131,11 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
     let op_timeout = request.op_timeout;
     let limit = || Instant::now() + op_timeout;
     let core = request.core();
-    let release = core.meters.request("release", claim.release());
+    let end: Pin<Box<dyn Future<Output = Result<()>> + Send>> = match rest {
+        Some(rest) => Box::pin(leave(&request.queue, claim.as_mut(), rest)),
+        None => claim.release(),
+    };
+    let release = core.meters.request("release", end);
     let released = core.within("release", Core::is_alive, limit, release).await;
     let released = released.and_then(|released| {
         released.unwrap_or_else(|| {
@@ -134,6 +144,24 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
         })
     });
     released.map_err(|err| err.for_lock(request.queue.name()))
+}
+
+/// Leaves the hold to a lease of this length, which nobody renews. It ends at once if somebody has asked for it.
+async fn leave(queue: &LockQueue, claim: &mut dyn Claim, length: Duration) -> Result<()> {
+    claim.set_ttl(length)?;
+    match claim.renew().await? {
+        Renewal::Held(_) => {
+            claim.detach();
+            Ok(())
+        }
+        Renewal::Asked => claim.release().await,
+        Renewal::Lost(reason) => Err(Error::lost(queue.backend(), queue.name().clone(), reason)),
+        Renewal::Unconfirmed(_) => {
+            let cause =
+                "the server has not confirmed the rest of its time; it is tried again until the lease ends";
+            Err(Error::transient(queue.backend(), "release", cause))
+        }
+    }
 }
 
 /// Releases in the background what nobody waits for, again and again until it is confirmed or nothing can be left.

@@ -15,6 +15,7 @@ pub(crate) struct AcquireRequest {
     pub(crate) wait: Option<Duration>,
     pub(crate) renew: bool,
     pub(crate) max_hold: Option<Duration>,
+    pub(crate) hold_at_least: Option<Duration>,
     pub(crate) op_timeout: Duration,
     pub(crate) label: Option<Arc<str>>,
     pub(crate) local_handoffs: u32,
@@ -40,6 +41,12 @@ impl AcquireRequest {
             let instead = info.instead.unwrap_or("use another backend");
             return Err(Error::unsupported(info.name, format!("{missing}; {instead}")));
         }
+        if options.hold_at_least.is_some() && !can.detach {
+            return Err(Error::unsupported(
+                info.name,
+                "hold_at_least, since its holds end with a session, a transaction or a process; keep the guard for that long",
+            ));
+        }
         let local_handoffs = match options.local_handoffs {
             Some(times) if times > 0 && !can.local_handoffs => {
                 let reason = format!(
@@ -61,6 +68,7 @@ impl AcquireRequest {
             wait: options.wait,
             renew: options.renew.unwrap_or(true),
             max_hold: options.max_hold,
+            hold_at_least: options.hold_at_least,
             op_timeout: options.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT),
             label: options.label.clone(),
             local_handoffs,

@@ -15,6 +15,7 @@ mod election;
 mod ended;
 mod guarantees;
 mod handoff;
+mod hold_at_least;
 mod listing;
 mod many_permits;
 mod max_hold;

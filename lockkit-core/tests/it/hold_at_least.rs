@@ -1,0 +1,167 @@
+//! Holds that outlast their release, on paused time.
+
+use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
+
+use lockkit_core::{
+    AcquireOptions, Error, Instant, Lock, LockClient, MemoryBackend, Revocation, memory::FaultPoint,
+};
+use tokio::time::{sleep, sleep_until, timeout};
+
+use crate::probe::Probe;
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+const TTL: Duration = Duration::from_secs(9);
+const LEAST: Duration = Duration::from_secs(60);
+
+fn lock_of(client: &LockClient) -> Lock {
+    let options = AcquireOptions::new().ttl(TTL).hold_at_least(LEAST);
+    client.lock("a").unwrap().with_options(options)
+}
+
+/// A job's lock, the lock of another host, and the server.
+fn hosts() -> (Lock, Lock, MemoryBackend) {
+    let memory = MemoryBackend::new();
+    let [one, other] = [(); 2].map(|()| lock_of(&LockClient::new(memory.clone())));
+    (one, other, memory)
+}
+
+/// Checks that the lock comes free at this time, and not before.
+async fn comes_free(other: &Lock, at: Instant) {
+    while Instant::now() + 10 * MS < at {
+        assert!(
+            other.try_acquire().await.unwrap().is_none(),
+            "{:?} too early",
+            at - Instant::now()
+        );
+        sleep((at - Instant::now()) / 2).await;
+    }
+    sleep_until(at + 50 * MS).await;
+    assert!(other.try_acquire().await.unwrap().is_some(), "too late");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_releases_early_leaves_it_taken() {
+    for after in [Duration::ZERO, SECOND, TTL * 2, LEAST - MS] {
+        let (one, other, _) = hosts();
+        let guard = one.acquire().await.unwrap();
+        let granted = Instant::now();
+        tokio::time::sleep(after).await;
+        guard.release().await.unwrap();
+        comes_free(&other, granted + LEAST).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_releases_late_frees_it() {
+    let (one, other, _) = hosts();
+    let guard = one.acquire().await.unwrap();
+    tokio::time::sleep(LEAST).await;
+    guard.release().await.unwrap();
+    assert!(other.try_acquire().await.unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_guard_and_a_closed_client_leave_it_taken() {
+    for closes in [false, true] {
+        let memory = MemoryBackend::new();
+        let client = LockClient::new(memory.clone());
+        let guard = lock_of(&client).acquire().await.unwrap();
+        let granted = Instant::now();
+        drop(guard);
+        if closes {
+            client.close(SECOND).await.unwrap();
+        }
+        comes_free(&lock_of(&LockClient::new(memory)), granted + LEAST).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_release_dropped_at_any_poll_leaves_it_taken() {
+    for polls in 0.. {
+        let (one, other, memory) = hosts();
+        memory.delay(FaultPoint::Renew, SECOND);
+        let guard = one.acquire().await.unwrap();
+        let granted = Instant::now();
+        let mut left = polls;
+        let whole = {
+            let mut release = pin!(guard.release());
+            poll_fn(|cx| match release.as_mut().poll(cx) {
+                Poll::Ready(released) => Poll::Ready(Some(released)),
+                Poll::Pending if left == 0 => Poll::Ready(None),
+                Poll::Pending => {
+                    left -= 1;
+                    Poll::Pending
+                }
+            })
+            .await
+        };
+        comes_free(&other, granted + LEAST).await;
+        if let Some(released) = whole {
+            released.unwrap();
+            assert!(polls > 0, "it was never dropped half-way");
+            return;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_release_that_fails_is_repeated_and_leaves_it_taken() {
+    let (one, other, memory) = hosts();
+    let guard = one.acquire().await.unwrap();
+    let granted = Instant::now();
+    memory.fail_next(FaultPoint::Renew, 2);
+    assert!(guard.release().await.unwrap_err().is_transient());
+    comes_free(&other, granted + LEAST).await;
+}
+
+/// The next of this client is a host's second job.
+#[tokio::test(start_paused = true)]
+async fn a_waiter_of_the_client_waits_for_it_too() {
+    let probe = Probe::default();
+    let client = LockClient::new(probe.clone());
+    let guard = lock_of(&client).acquire().await.unwrap();
+    let granted = Instant::now();
+    let waiting = tokio::spawn({
+        let lock = client.lock("a").unwrap();
+        async move { lock.acquire().await.unwrap() }
+    });
+    tokio::time::sleep(SECOND).await;
+    guard.release().await.unwrap();
+    let next = timeout(LEAST * 2, waiting).await.unwrap().unwrap();
+    assert!(granted.elapsed() >= LEAST, "after {:?}", granted.elapsed());
+    next.release().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_asks_for_it_gets_it() {
+    let (one, other, memory) = hosts();
+    let guard = one.acquire().await.unwrap();
+    let token = guard.token();
+    let admin = LockClient::new(memory);
+    let asked = tokio::spawn(async move { admin.revoke("a", token, SECOND).await });
+    guard.lost().await;
+    guard.release().await.unwrap_err();
+    assert_eq!(asked.await.unwrap().unwrap(), Revocation::Confirmed);
+    assert!(other.try_acquire().await.unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn it_is_no_longer_than_max_hold() {
+    let options = AcquireOptions::new()
+        .ttl(TTL)
+        .max_hold(LEAST)
+        .hold_at_least(LEAST + MS);
+    let lock = LockClient::new(MemoryBackend::new()).lock("a").unwrap();
+    let refused = lock.acquire_with(&options).await.unwrap_err();
+    assert!(
+        matches!(
+            refused,
+            Error::InvalidOptions {
+                option: "hold_at_least",
+                ..
+            }
+        ),
+        "{refused}"
+    );
+}
