@@ -14,7 +14,10 @@ use std::{
 };
 
 use lockkit_core::{LockKind, LockName};
-use rustix::fs::{Access, OFlags};
+use rustix::{
+    fs::{Access, AtFlags, CWD, Gid, OFlags, Uid, chownat, fchown},
+    process::geteuid,
+};
 use sha2::{Digest, Sha256};
 
 use crate::{
@@ -357,7 +360,7 @@ pub(crate) fn open_writable(path: &Path) -> Result<Option<(File, Inode)>> {
 pub(crate) fn create_writable(path: &Path) -> Result<Option<(File, Inode)>> {
     let mut options = OpenOptions::new();
     let options = options.read(true).write(true).create(true).mode(0o600);
-    none_if_missing(open_regular(options, 0, path))
+    none_if_missing(open_regular(options, OFlags::CREATE.bits().cast_signed(), path))
 }
 
 /// Returns the inode of an open file.
@@ -406,18 +409,32 @@ fn open_regular(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<(F
     if !metadata.is_file() {
         return Err(wrong_type(path, "something else", "a regular file"));
     }
+    // One that this may just have created, and nobody else's.
+    if flags & OFlags::CREATE.bits().cast_signed() != 0 && metadata.len() == 0 && metadata.nlink() == 1 {
+        if let Some((user, group)) = heir(path, &metadata) {
+            fchown(&file, Some(user), Some(group))
+                .map_err(|error| FileError::io("give its directory's owner", path)(error.into()))?;
+        }
+    }
     Ok((file, Inode::of(&metadata)))
+}
+
+/// Returns the owner that something of root's in a directory of somebody else should have. Root's would bar that user from the lock: whoever
+/// runs a command once by `sudo` often has the home of a user.
+fn heir(path: &Path, metadata: &Metadata) -> Option<(Uid, Gid)> {
+    if metadata.uid() != 0 || !geteuid().is_root() {
+        return None;
+    }
+    let directory = path.parent()?.metadata().ok()?;
+    let owner = (Uid::from_raw(directory.uid()), Gid::from_raw(directory.gid()));
+    (!owner.0.is_root()).then_some(owner)
 }
 
 /// Creates a directory for its owner alone, unless it is there.
 pub(crate) fn ensure_dir(dir: &Path) -> Result<()> {
     let metadata = match dir.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            DirBuilder::new()
-                .recursive(true)
-                .mode(0o700)
-                .create(dir)
-                .map_err(FileError::io("create the directory", dir))?;
+            create_dirs(dir)?;
             dir.symlink_metadata()
         }
         other => other,
@@ -428,6 +445,24 @@ pub(crate) fn ensure_dir(dir: &Path) -> Result<()> {
     }
     if !metadata.is_dir() {
         return Err(wrong_type(dir, "a file", "a directory"));
+    }
+    Ok(())
+}
+
+/// Creates a directory and those that it is in, each for its owner alone.
+fn create_dirs(dir: &Path) -> Result<()> {
+    let is_missing = |at: &&Path| !at.as_os_str().is_empty() && at.symlink_metadata().is_err();
+    let mut missing: Vec<_> = dir.ancestors().take_while(is_missing).collect();
+    while let Some(next) = missing.pop() {
+        match DirBuilder::new().mode(0o700).create(next) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+            created => created.map_err(FileError::io("create the directory", dir))?,
+        }
+        let metadata = next.symlink_metadata().map_err(FileError::io("look at", next))?;
+        if let Some((user, group)) = heir(next, &metadata) {
+            chownat(CWD, next, Some(user), Some(group), AtFlags::SYMLINK_NOFOLLOW)
+                .map_err(|error| FileError::io("give its directory's owner", next)(error.into()))?;
+        }
     }
     Ok(())
 }

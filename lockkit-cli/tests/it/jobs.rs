@@ -16,7 +16,7 @@ fn a_job_is_done_once_by_hosts_that_begin_apart() {
     }
     let server = RedisServer::plain().unwrap();
     let mut site = Site::new();
-    site.url = server.url();
+    site.url = server.url().to_owned();
     for night in 0..4 {
         let report = site.path(&format!("report-{night}"));
         let script = format!("echo done >> {}", report.display());

@@ -2,9 +2,10 @@
 
 use std::process::Command;
 
+use lockkit_testbed::skipped;
 use rustix::process::{Pid, Resource, getrlimit, getuid, prlimit};
 
-use crate::tool::{Running, Site, outcome};
+use crate::tool::{Running, Site, lockkit, outcome};
 
 /// A shell that runs `lockkit run OPTIONS job -- COMMAND` within a limit.
 fn limited(site: &Site, limit: &str, run: &str) -> Command {
@@ -111,4 +112,36 @@ fn who_waits_for_a_descriptor_says_so() {
     assert_eq!(waiter.line(), "up");
     let (status, more) = waiter.end();
     assert_eq!((status.code(), more.as_str()), (Some(0), ""), "it was said once");
+}
+
+/// `sudo` often keeps the user's home.
+#[test]
+fn root_bars_no_user_from_a_name() {
+    const USER: u32 = 61_234;
+    let is_root = getuid().is_root();
+    if skipped("root", (!is_root).then(|| "this is not root".to_owned())) {
+        return;
+    }
+    // Where that user may go.
+    let home = tempfile::tempdir_in("/tmp").unwrap();
+    std::os::unix::fs::chown(home.path(), Some(USER), Some(USER)).unwrap();
+    let url = format!("file://{}/.local/state/lockkit", home.path().display());
+    let kinds: [&[&str]; 3] = [&[], &["--shared"], &["--permits", "2"]];
+    for kind in kinds {
+        let run = [&["run", "--try", "--url", &url], kind, &["job", "--", "true"]].concat();
+        assert_eq!(
+            outcome(&mut lockkit(&run)),
+            (0, String::new(), String::new()),
+            "root, {kind:?}"
+        );
+        let mut command = Command::new("setpriv");
+        command.args([
+            "--reuid=61234",
+            "--regid=61234",
+            "--clear-groups",
+            env!("CARGO_BIN_EXE_lockkit"),
+        ]);
+        let users = outcome(command.args(&run));
+        assert_eq!(users, (0, String::new(), String::new()), "the user, {kind:?}");
+    }
 }
