@@ -629,6 +629,16 @@ impl LockGuard {
         host.block_on("release", guard.release())
     }
 
+    /// Releases the lock, also before its [`hold_at_least`](crate::AcquireOptions#structfield.hold_at_least) is over.
+    ///
+    /// # Errors
+    /// As [`release`](Self::release).
+    pub fn release_early(self) -> Result<()> {
+        let (guard, host) = self.into_parts();
+        guard.keeps(false);
+        host.block_on("release", guard.release())
+    }
+
     fn into_parts(self) -> (Inner, Arc<Host>) {
         (self.guard, self.host)
     }

@@ -144,7 +144,9 @@ impl LockClient {
     /// As if no answer came, if the future is dropped half-way: call it again with the same value.
     pub async fn adopt(&self, detached: &mut DetachedHold) -> Result<LockGuard> {
         let name = election::check_not_reserved(detached.name().clone())?;
-        let options = AcquireOptions::new().ttl(detached.ttl()).or(&self.defaults);
+        let mut options = AcquireOptions::new().ttl(detached.ttl()).or(&self.defaults);
+        // That time began with the grant.
+        options.hold_at_least = None;
         let queue = self.core.queue(name, detached.mode());
         let request = Arc::new(AcquireRequest::new(&queue, &options)?);
         Ok(LockGuard::new(adopt(&request, detached).await?))

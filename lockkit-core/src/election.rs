@@ -90,6 +90,7 @@ impl Election {
                     label: None,
                     renew: Some(true),
                     max_hold: None,
+                    hold_at_least: None,
                     // Leaders change at the server, where observers see it.
                     local_handoffs: Some(0),
                     ..defaults.clone()

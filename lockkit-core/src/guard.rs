@@ -297,6 +297,24 @@ impl LockGuard {
         finish_release::release(&self.hold).await
     }
 
+    /// Releases the lock, also before its [`hold_at_least`](crate::AcquireOptions#structfield.hold_at_least) is over: for a job that was not
+    /// done, and that another may do at once.
+    ///
+    /// # Errors
+    /// As [`release`](Self::release).
+    ///
+    /// # Cancel safety
+    /// As [`release`](Self::release).
+    pub async fn release_early(self) -> Result<()> {
+        self.keeps(false);
+        self.release().await
+    }
+
+    /// Has a release before its `hold_at_least` is over keep the lock taken, or not.
+    pub(crate) fn keeps(&self, keeps: bool) {
+        self.hold.keeps(keeps);
+    }
+
     /// Ends this guard without releasing the lock: the hold goes on at the server, and another client
     /// [adopts](crate::LockClient::adopt) it. That may be in another process, to which the [`DetachedHold`] is passed as a text, such as
     /// a worker that goes on with the work of a request.

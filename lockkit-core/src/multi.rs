@@ -149,7 +149,7 @@ impl Lock {
         }
         let name = LockName::new([LockName::OF_COLLECTORS, name].concat())?;
         let mut options = self.options().clone();
-        (options.renew, options.max_hold) = (None, None);
+        (options.renew, options.max_hold, options.hold_at_least) = (None, None, None);
         Ok(self.sibling(name, options))
     }
 }
@@ -237,7 +237,11 @@ where
             guard = lock.acquire_with(&options) => guard,
         };
         match next {
-            Ok(guard) => set.guards.push(guard),
+            Ok(guard) => {
+                // What is given back is free at once.
+                guard.keeps(false);
+                set.guards.push(guard);
+            }
             Err(error) => {
                 // In an outage, it goes on waiting as it would for a lock that is taken.
                 let is_taken = error.is_timeout() || error.is_transient();
@@ -251,6 +255,9 @@ where
     if let Err(error) = set.check() {
         set.give_back(deadline).await;
         return Err(Stopped { error, taken: None });
+    }
+    for guard in &set.guards {
+        guard.keeps(true);
     }
     Ok(set)
 }

@@ -10,10 +10,12 @@ use std::{
     any::Any,
     io,
     path::PathBuf,
+    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use lockkit_core::{Error, Result};
@@ -24,6 +26,7 @@ use sqlx::{
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, copy, split},
     net::TcpStream,
+    time::timeout,
 };
 
 use crate::{NAME, config::PublicKey, error, tls::Encryption};
@@ -48,6 +51,8 @@ const SWITCH: u8 = 0xfe;
 const KEY_REQUESTS: [&[u8]; 2] = [&[0x01], &[0x02]];
 /// The longest packet of a login. Most have less than a hundred bytes, and a key has some hundreds.
 const LONGEST: usize = 64 * 1024;
+/// The time for what is still to be passed on when a connection ends.
+const LAST_WORDS: Duration = Duration::from_millis(200);
 /// The flag of the capabilities with which TLS is asked for: in the second of their bytes.
 const TLS: u8 = 0x08;
 
@@ -119,7 +124,7 @@ impl Route {
         }
         let meeting = Meeting::new().map_err(failed)?;
         // Whether the password itself may be asked for is decided here.
-        let options = meeting.route(options.clone().enable_cleartext_plugin(true));
+        let options = meeting.route(options.clone().enable_cleartext_plugin(self.encryption.is_some()));
         let login = async {
             let mut library = meeting.accept().await?;
             let server = self.guard(server, &mut library, is_local).await?;
@@ -180,11 +185,11 @@ impl Route {
         };
         let mut greeting = Packet::read(&mut server).await?;
         match greeting.payload() {
-            [ERR, ..] => {
+            [ERR, ..] if greeting.is_whole_error() => {
                 greeting.write(library).await?;
                 return Ok(server);
             }
-            [GREETING, ..] => self.check(&greeting)?,
+            [GREETING, ..] if greeting.is_whole_greeting() => self.check(&greeting)?,
             _ => return Err(unexpected("a server of another kind")),
         }
         if self.encryption.is_some() {
@@ -230,8 +235,13 @@ impl Route {
                     }
                     packet.switch_to_clear_text();
                 }
-                if packet.payload() == [MORE] {
-                    return Err(unexpected("an empty packet of a plug-in"));
+                // sqlx reads what is not there.
+                let is_whole = match packet.payload() {
+                    [ERR, ..] => packet.is_whole_error(),
+                    payload => payload != [MORE],
+                };
+                if !is_whole {
+                    return Err(unexpected("a packet that is cut short"));
                 }
                 packet.write(library).await?;
                 match packet.payload() {
@@ -329,12 +339,19 @@ async fn relay(server: Box<dyn Stream>, library: impl Stream) {
     let (mut from_server, mut to_server) = split(server);
     let (mut from_library, mut to_library) = split(library);
     // How it ended is what the library finds at its end.
-    tokio::select! {
-        _ = copy(&mut from_library, &mut to_server) => {}
-        _ = copy(&mut from_server, &mut to_library) => {}
+    {
+        let mut up = pin!(copy(&mut from_library, &mut to_server));
+        tokio::select! {
+            _ = &mut up => {}
+            ended = copy(&mut from_server, &mut to_library) => if ended.is_err() {
+                // What the library has sent before it closed still reaches the server.
+                let _ = timeout(LAST_WORDS, up).await;
+            }
+        }
     }
+    drop((from_library, to_library));
     // Its owner still keeps it open.
-    let _ = to_server.shutdown().await;
+    let _ = timeout(LAST_WORDS, to_server.shutdown()).await;
 }
 
 /// A packet with its header: three bytes of length, and one that counts.
@@ -366,6 +383,32 @@ impl Packet {
 
     fn has(&self, part: &[u8]) -> bool {
         self.payload().windows(part.len()).any(|bytes| bytes == part)
+    }
+
+    /// True if all is there that sqlx reads of an error without looking: a number, and a state of five characters if it is marked as one.
+    fn is_whole_error(&self) -> bool {
+        match self.payload() {
+            [ERR, _, _, b'#', state @ ..] => state.len() >= 5,
+            [ERR, _, _, ..] => true,
+            _ => false,
+        }
+    }
+
+    /// True if all is there that sqlx reads of a greeting without looking: after the version a number, eight bytes of the nonce, capabilities,
+    /// and what is reserved; the rest of the nonce; the name of a plug-in.
+    fn is_whole_greeting(&self) -> bool {
+        const FIXED: usize = 4 + 8 + 1 + 2 + 1 + 2 + 2 + 1 + 10;
+
+        let mut parts = self
+            .payload()
+            .get(1..)
+            .unwrap_or_default()
+            .splitn(2, |byte| *byte == 0);
+        let Some(rest) = parts.nth(1).filter(|rest| rest.len() >= FIXED) else {
+            return false;
+        };
+        let nonce = usize::from(rest[FIXED - 11].saturating_sub(9)).max(12) + 1;
+        rest.len() > FIXED + nonce
     }
 
     /// True if the server that greets so speaks TLS.

@@ -247,12 +247,27 @@ async fn open(
     let claim_request = claim_request(request)?;
     let mut opening = core.backend.claim(&claim_request);
     if let Poll::Ready(opened) = timing::poll_once(&mut opening).await {
-        return opened.map_err(|err| err.for_lock(queue.name()));
+        return opened
+            .and_then(|claim| for_long_enough(claim, request))
+            .map_err(|err| err.for_lock(queue.name()));
     }
     let limit = deadline.limit(Duration::ZERO, request, last_reply);
     let opened = queue.exchange(OPERATION, Core::is_open, limit, opening).await?;
     *now = Some(core.clock.now().at);
-    Ok(opened)
+    for_long_enough(opened, request)
+}
+
+/// Has the backend refuse a `hold_at_least` that is longer than any lease of its, before there is a hold.
+fn for_long_enough(mut claim: Box<dyn Claim>, request: &AcquireRequest) -> Result<Box<dyn Claim>> {
+    if let Some(least) = request.hold_at_least {
+        let refused = |_| {
+            let reason = format!("{least:?} is longer than a lease can be");
+            Error::invalid_option("hold_at_least", reason)
+        };
+        claim.set_ttl(least).map_err(refused)?;
+        claim.set_ttl(request.ttl)?;
+    }
+    Ok(claim)
 }
 
 fn claim_request(request: &AcquireRequest) -> Result<ClaimRequest> {
@@ -311,11 +326,11 @@ pub(super) fn make_hold(mut contender: Contender, granted: Granted) -> Result<Ho
         queue.begin_holding();
     }
     contender.becomes_hold();
-    contender.not_before = request.hold_at_least.map(|least| granted.at + least);
     let hold = Hold::new(Phase::Held, request, granted.token, contender, &lease);
     hold.queue().register(&hold, granted.at);
     if let Err(err) = hold.request.core().is_open(OPERATION) {
         // It may have come too late to be lost with all the others.
+        hold.keeps(false);
         hold.abandon();
         return Err(err);
     }

@@ -37,7 +37,7 @@ pub(crate) struct Contender {
     pub(crate) is_doubted: bool,
     /// The time of the first request of a renewal that has failed since and has yet to succeed.
     pub(crate) renewing_since: Option<Mark>,
-    /// The time before which the hold is not released, but left to a lease until then.
+    /// The time before which its release leaves it to a lease until then.
     pub(crate) not_before: Option<Instant>,
     /// The server may know of this claim, so it has to be released.
     pub(crate) is_known: bool,
@@ -158,7 +158,6 @@ impl Contender {
     pub(crate) fn move_claim(&mut self, into: &mut Self) {
         into.claim = self.claim.take();
         into.other_ttls = self.other_ttls.take();
-        into.not_before = self.not_before.take();
         into.is_known = std::mem::take(&mut self.is_known);
     }
 

@@ -40,6 +40,7 @@ pub(crate) async fn finish_release(hold: &Hold, contender: Option<Contender>, no
         Some(contender) => contender,
         None => Box::pin(reclaim(hold.clone())).await?,
     };
+    contender.not_before = hold.not_before();
     if hand_off(hold, &mut contender, now).await {
         return Ok(());
     }
@@ -120,7 +121,8 @@ async fn release_claim(contender: &mut Contender) -> Result<()> {
 async fn try_release(contender: &mut Contender) -> Result<()> {
     let now = Instant::now();
     let rest = contender.not_before.filter(|at| *at > now);
-    let rest = rest.map(|at| (at - now).max(AcquireOptions::MIN_TTL));
+    // A server may count in whole milliseconds.
+    let rest = rest.map(|at| (at - now + Duration::from_millis(1)).max(AcquireOptions::MIN_TTL));
     if let Some(rest) = rest {
         contender.set_ttl(rest);
     }
@@ -147,16 +149,21 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
 }
 
 /// Leaves the hold to a lease of this length, which nobody renews. It ends at once if somebody has asked for it.
+///
+/// # Errors
+/// Also if the lease is shorter, since an earlier renewal may still be under way that shortens it.
 async fn leave(queue: &LockQueue, claim: &mut dyn Claim, length: Duration) -> Result<()> {
+    // What backends take off for the drift of clocks, and the time of the exchange.
+    let least = length.saturating_sub(length / 10 + Duration::from_millis(100));
     claim.set_ttl(length)?;
     match claim.renew().await? {
-        Renewal::Held(_) => {
+        Renewal::Held(lease) if lease.length.is_none_or(|length| length >= least) => {
             claim.detach();
             Ok(())
         }
         Renewal::Asked => claim.release().await,
         Renewal::Lost(reason) => Err(Error::lost(queue.backend(), queue.name().clone(), reason)),
-        Renewal::Unconfirmed(_) => {
+        Renewal::Held(_) | Renewal::Unconfirmed(_) => {
             let cause =
                 "the server has not confirmed the rest of its time; it is tried again until the lease ends";
             Err(Error::transient(queue.backend(), "release", cause))

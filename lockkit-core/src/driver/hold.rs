@@ -3,7 +3,10 @@
 use std::{
     mem,
     ops::Deref,
-    sync::{Arc, atomic::AtomicUsize},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
@@ -39,6 +42,10 @@ pub(crate) struct Record {
     clock: Clock,
     /// In a box, since few holds have one.
     max_hold: Option<Box<MaxHold>>,
+    /// The time before which a release leaves it to a lease until then.
+    not_before: Option<Instant>,
+    /// It does so. A part of a set that is not complete does not.
+    keeps: AtomicBool,
     pub(crate) keep_alive: KeepAlive,
     /// The slot that its contender has. The contender may be on loan when the slot has to be given up.
     slot: Option<SlotGeneration>,
@@ -136,10 +143,11 @@ impl Hold {
             let clock = &request.core().max_hold_clock;
             Box::new(MaxHold::begin(clock, length, request.ttl))
         });
-        Self::with_max_hold(phase, request, token, contender, lease, max_hold)
+        let not_before = request.hold_at_least.map(|least| Instant::now() + least);
+        Self::with_limits(phase, request, token, contender, lease, max_hold, not_before)
     }
 
-    /// Makes the hold that this one, which has ended, goes on as. It has the same token, and its `max_hold` goes on.
+    /// Makes the hold that this one, which has ended, goes on as. It has the same token, and its `max_hold` and its `hold_at_least` go on.
     pub(crate) fn continued(
         &self,
         request: Arc<AcquireRequest>,
@@ -147,16 +155,25 @@ impl Hold {
         lease: &Proof,
     ) -> Self {
         let (token, max_hold) = (self.token.get(), self.max_hold.clone());
-        Self::with_max_hold(Phase::Held, request, token, contender, lease, max_hold)
+        Self::with_limits(
+            Phase::Held,
+            request,
+            token,
+            contender,
+            lease,
+            max_hold,
+            self.not_before(),
+        )
     }
 
-    fn with_max_hold(
+    fn with_limits(
         phase: Phase,
         request: Arc<AcquireRequest>,
         token: u64,
         contender: Contender,
         lease: &Proof,
         max_hold: Option<Box<MaxHold>>,
+        not_before: Option<Instant>,
     ) -> Self {
         let session = contender.claim.as_ref().and_then(|claim| claim.session());
         let queue = &request.queue;
@@ -169,6 +186,8 @@ impl Hold {
             granted_for: lease.length,
             clock: queue.core.clock.clone(),
             max_hold,
+            not_before,
+            keeps: AtomicBool::new(true),
             keep_alive: KeepAlive::default(),
             key: AtomicUsize::new(NO_KEY),
         };
@@ -180,6 +199,16 @@ impl Hold {
 
     pub(crate) fn queue(&self) -> &Arc<LockQueue> {
         &self.request.queue
+    }
+
+    /// Has a release before its `hold_at_least` is over leave it to a lease, or free it.
+    pub(crate) fn keeps(&self, keeps: bool) {
+        self.record.keeps.store(keeps, Ordering::Relaxed);
+    }
+
+    /// Returns the time before which a release leaves it to a lease until then.
+    pub(crate) fn not_before(&self) -> Option<Instant> {
+        self.not_before.filter(|_| self.keeps.load(Ordering::Relaxed))
     }
 
     /// Has the worker release it, since nobody will use it any more. Does no I/O and cannot block.

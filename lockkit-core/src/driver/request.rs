@@ -60,6 +60,10 @@ impl AcquireRequest {
             None => 0,
         };
         let ttl = options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL);
+        if options.renew == Some(false) && options.hold_at_least.is_some_and(|least| least > ttl) {
+            let reason = "it is longer than the ttl, for which a hold lasts that is not renewed";
+            return Err(Error::invalid_option("hold_at_least", reason));
+        }
         AcquireOptions::check_max_hold(options.max_hold, ttl)?;
         Ok(Self {
             queue: queue.clone(),

@@ -3,7 +3,8 @@
 use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
 
 use lockkit_core::{
-    AcquireOptions, Error, Instant, Lock, LockClient, MemoryBackend, Revocation, memory::FaultPoint,
+    AcquireOptions, Error, Instant, Lock, LockClient, MemoryBackend, Revocation, acquire_all,
+    memory::FaultPoint,
 };
 use tokio::time::{sleep, sleep_until, timeout};
 
@@ -144,6 +145,67 @@ async fn who_asks_for_it_gets_it() {
     guard.release().await.unwrap_err();
     assert_eq!(asked.await.unwrap().unwrap(), Revocation::Confirmed);
     assert!(other.try_acquire().await.unwrap().is_some());
+}
+
+/// Nobody has done the job.
+#[tokio::test(start_paused = true)]
+async fn a_hold_that_is_lost_is_not_prolonged() {
+    let probe = Probe::default();
+    let guard = lock_of(&LockClient::new(probe.clone())).acquire().await.unwrap();
+    probe.memory.fail_next(FaultPoint::Renew, u32::MAX);
+    guard.lost().await;
+    probe.memory.fail_next(FaultPoint::Renew, 0);
+    drop(guard);
+    let other = lock_of(&LockClient::new(probe.memory.clone()));
+    drop(other.acquire_timeout(TTL).await.unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_releases_early_on_purpose_frees_it() {
+    let (one, other, _) = hosts();
+    one.acquire().await.unwrap().release_early().await.unwrap();
+    assert!(other.try_acquire().await.unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_set_that_is_not_complete_leaves_nothing_taken() {
+    let memory = MemoryBackend::new();
+    let (one, other) = (LockClient::new(memory.clone()), LockClient::new(memory));
+    let [a, b] = ["a", "b"].map(|name| one.lock(name).unwrap());
+    let in_the_way = other.lock("b").unwrap().acquire().await.unwrap();
+    let options = AcquireOptions::new().ttl(TTL).hold_at_least(LEAST);
+    for wait in [Duration::ZERO, SECOND] {
+        let refused = acquire_all(&[&a, &b], &options.clone().wait(wait)).await;
+        assert!(refused.unwrap_err().is_timeout());
+        drop(other.lock("a").unwrap().acquire_timeout(SECOND).await.unwrap());
+    }
+    in_the_way.release().await.unwrap();
+    let began = Instant::now();
+    let set = acquire_all(&[&a, &b], &options).await.unwrap();
+    set.release().await.unwrap();
+    for name in ["a", "b"] {
+        drop(other.lock(name).unwrap().acquire().await.unwrap());
+        assert!(began.elapsed() >= LEAST, "{name} was free");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_renewed_lasts_for_its_ttl_alone() {
+    let options = AcquireOptions::new().ttl(TTL).renew(false);
+    let lock = LockClient::new(MemoryBackend::new()).lock("a").unwrap();
+    let refused = lock.acquire_with(&options.clone().hold_at_least(TTL + MS)).await;
+    assert!(
+        matches!(
+            refused,
+            Err(Error::InvalidOptions {
+                option: "hold_at_least",
+                ..
+            })
+        ),
+        "{refused:?}"
+    );
+    let guard = lock.acquire_with(&options.hold_at_least(TTL)).await.unwrap();
+    guard.release().await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]

@@ -248,6 +248,36 @@ async fn a_login_that_is_none_is_an_error() {
     }
 }
 
+/// Anybody on the way may cut a packet short, with TLS to come or not.
+#[tokio::test]
+async fn a_packet_that_is_cut_short_is_an_error() {
+    let whole = greeting("caching_sha2_password");
+    let refusal = b"\xff\x15\x04#28000".to_vec();
+    let cut = |packet: &[u8]| {
+        (1..packet.len())
+            .map(|length| packet[..length].to_vec())
+            .collect::<Vec<_>>()
+    };
+    for first in [cut(&whole), cut(&refusal)].concat() {
+        let (error, leaks) = login_at(in_turns(vec![first.clone()]), PublicKey::Local).await;
+        assert_eq!(leaks, [""; 0]);
+        assert!(
+            !chain(&error).contains("panicked"),
+            "{first:?}: {}",
+            chain(&error)
+        );
+    }
+    for next in [
+        cut(&refusal),
+        cut(&switch("mysql_native_password")),
+        cut(&[0, 0, 0, 2, 0, 0]),
+    ]
+    .concat()
+    {
+        login_at(in_turns(vec![whole.clone(), next]), PublicKey::Local).await;
+    }
+}
+
 async fn a_login_by_password_is_relayed_as_it_is(flavour: Flavour) {
     let server = private(flavour, &[]);
     let client = connect(config(server.addr())).await.unwrap();
