@@ -7,6 +7,7 @@ pub(crate) mod contention;
 pub(crate) mod detaching;
 pub(crate) mod downgrade;
 pub(crate) mod election;
+pub(crate) mod fence;
 pub(crate) mod listing;
 pub(crate) mod loss;
 pub(crate) mod names;

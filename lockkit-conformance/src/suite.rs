@@ -18,7 +18,7 @@ use crate::{
     Harness,
     case_run::{CaseRun, LIMIT, MOST_DEATHS, Outcome, Stop},
     cases::{
-        asking, basic, claims, contention, detaching, downgrade, election, listing, loss, names, permits,
+        asking, basic, claims, contention, detaching, downgrade, election, fence, listing, loss, names, permits,
         processes, shared, waiting,
     },
     helper::Launch,
@@ -73,6 +73,8 @@ enum Need {
     NoList,
     Detach,
     NoDetach,
+    RaiseFence,
+    NoRaiseFence,
     NoLocalHandoffs,
     Processes,
     Secret,
@@ -100,6 +102,8 @@ impl Need {
             Self::NoList => (!has.list, "it can list what is held"),
             Self::Detach => (has.detach, "its holds cannot be detached"),
             Self::NoDetach => (!has.detach, "its holds can be detached"),
+            Self::RaiseFence => (has.raise_fence, "its tokens cannot be raised"),
+            Self::NoRaiseFence => (!has.raise_fence, "its tokens can be raised"),
             Self::NoLocalHandoffs => (!has.local_handoffs, "it passes holds on within a client"),
             Self::Processes => (
                 suite.launch.is_some() && suite.harness.url().is_some(),
@@ -192,6 +196,10 @@ macro_rules! __for_each_case {
         detaching::killed_process_has_detached [Detach, Processes] "a process detaches, is killed, and another goes on: nobody is granted in between";
         detaching::released_hold_stays [Detach] "a hold with hold_at_least that is released or dropped before keeps others out until then";
         detaching::detaching_is_unsupported [NoDetach] "detaching, adopting and hold_at_least are Unsupported where a hold ends with its session or process";
+        fence::raised_tokens_are_above [RaiseFence] "once tokens are raised, every grant of every client has a higher one, and what is lower or absurd changes nothing";
+        fence::raised_by_several_at_once [RaiseFence] "of several that raise tokens at once the highest wins";
+        fence::raising_spares_what_is_held [RaiseFence] "a hold from before keeps its token, and is shown, asked and released as before";
+        fence::raising_is_unsupported [NoRaiseFence] "raising tokens is Unsupported where that cannot be, and changes nothing";
         listing::held_locks_are_listed [List] "a list shows each held lock and semaphore once, with holders and waiters, and no other";
         listing::list_prefix_is_literal [List] "a list shows the names that begin with its prefix, whatever the characters and the length";
         listing::lists_refuse_nobody [List] "lists of several pages show all that is held throughout, and no try is refused meanwhile";

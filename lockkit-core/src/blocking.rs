@@ -233,6 +233,22 @@ impl LockClient {
         })
     }
 
+    /// Returns the highest token that a hold of this namespace may have had so far, as [`fence`](crate::LockClient::fence).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where tokens cannot be raised; otherwise as [`inspect`](Self::inspect).
+    pub fn fence(&self) -> Result<FencingToken> {
+        self.host.block_on("fence", self.client.fence())
+    }
+
+    /// Raises the tokens of this namespace above this one, as [`raise_fence`](crate::LockClient::raise_fence).
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a token above which too few would be left; otherwise as [`fence`](Self::fence).
+    pub fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        self.host.block_on("raise", self.client.raise_fence(above))
+    }
+
     /// Ends the hold of this name that has `token` by force, also another client's: for operators. Returns `false` if there is
     /// none.
     /// Its holder loses it as [`Revoked`](LossReason::Revoked).

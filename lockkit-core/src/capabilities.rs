@@ -45,6 +45,8 @@ pub struct Capabilities {
     pub list: bool,
     /// A hold can be [detached](crate::LockGuard::detach), and adopted by another client, in each of the backend's modes.
     pub detach: bool,
+    /// [`LockClient::raise_fence`](crate::LockClient::raise_fence) can raise its tokens.
+    pub raise_fence: bool,
     /// The failures that fencing tokens survive.
     pub fencing: FencingDurability,
 }

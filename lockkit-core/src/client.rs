@@ -306,6 +306,52 @@ impl LockClient {
             .await
     }
 
+    /// Returns the highest token that a hold of this namespace may have had so far: what to raise another backend's tokens
+    /// [above](Self::raise_fence), before that one takes the place of this one.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where tokens cannot be raised; [`Error::Backend`] if the server cannot tell, or if the runtime that the
+    /// client lives on has ended; [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    pub async fn fence(&self) -> Result<FencingToken> {
+        self.core.fence().await
+    }
+
+    /// Raises the tokens of this namespace: every hold that anybody asks for after this has returned has a token above `above`. For
+    /// operators who have another backend take the place of one whose tokens were higher: what checks tokens would refuse the lower
+    /// ones for good.
+    ///
+    /// Returns the [fence](Self::fence) from then on: `above`, or more if higher tokens were in use, which stay. Of several that raise at
+    /// once, the highest wins.
+    ///
+    /// Holds and places in the queue from before keep their tokens, also where a hold is passed on within its client. So stop what
+    /// locks before.
+    ///
+    /// ```
+    /// use lockkit_core::{FencingToken, LockClient, MemoryBackend};
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+    /// let client = LockClient::new(MemoryBackend::new());
+    /// let before = FencingToken::new(1_764_000_000_000_000); // that of the backend before
+    /// assert_eq!(client.raise_fence(before).await?, before);
+    /// assert!(client.lock("job")?.acquire().await?.token() > before);
+    /// assert!(client.raise_fence(FencingToken::new(7)).await? > before, "what is there is higher");
+    /// # Ok::<(), lockkit_core::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a token above which too few would be left; otherwise as [`fence`](Self::fence). After an
+    /// [`Error::Backend`] it is not known whether they were raised: ask again.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, they may or may not be raised. Call it again.
+    pub async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        self.core.raise_fence(above).await
+    }
+
     /// Describes this client's backend.
     pub fn info(&self) -> &BackendInfo {
         &self.core.info

@@ -146,7 +146,7 @@ pub enum Error {
         /// The backend's name.
         backend: &'static str,
         /// The operation: `connect`, `acquire`, `renew`, `downgrade`, `release`, `detach`, `adopt`, `inspect`, `watch`, `observe`,
-        /// `revoke`, `close`.
+        /// `revoke`, `fence`, `raise`, `close`.
         operation: &'static str,
         /// The lock, where there is one.
         name: Option<LockName>,

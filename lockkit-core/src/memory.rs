@@ -28,7 +28,7 @@ use crate::{
     LockState, LossReason, Result,
     spi::{
         Backend, BackendInfo, Claim, ClaimRequest, Grant, HolderWatch, Lease, Lister, Mode, OwnerId, Renewal,
-        require_runtime,
+        fence, require_runtime,
     },
     sync::Mutex,
 };
@@ -376,6 +376,20 @@ impl Space {
         Namespace { number, text }
     }
 
+    /// Returns the highest token there was, of whatever name and namespace.
+    fn fence(&self) -> u64 {
+        let lasts = self.shards.iter().map(|shard| shard.state.lock().last_token);
+        lasts.max().unwrap_or_default()
+    }
+
+    /// Has all later tokens be above this one.
+    fn raise(&self, above: u64) {
+        for shard in &self.shards {
+            let last = &mut shard.state.lock().last_token;
+            *last = above.max(*last);
+        }
+    }
+
     fn shard(&self, key: &Key) -> &Arc<Shard> {
         // Other bits than those that a shard's map uses.
         let index = (key.hash >> 40) as usize % self.shards.len();
@@ -555,6 +569,7 @@ impl Backend for MemoryBackend {
             revoke_by_force: true,
             list: true,
             detach: true,
+            raise_fence: true,
             ..Capabilities::default()
         };
         info
@@ -605,6 +620,16 @@ impl Backend for MemoryBackend {
 
     async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         Ok(self.evict(name, kind, Some(token.get())))
+    }
+
+    async fn fence(&self) -> Result<FencingToken> {
+        Ok(FencingToken::new(self.space.fence()))
+    }
+
+    async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        fence::check(above, fence::MOST)?;
+        self.space.raise(above.get());
+        self.fence().await
     }
 
     async fn close(&self) -> Result<()> {

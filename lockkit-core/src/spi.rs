@@ -15,6 +15,7 @@
 //!   its connection then ends the hold.
 
 mod config;
+pub mod fence;
 pub mod fenced;
 pub mod queue;
 pub mod resumable;
@@ -396,6 +397,31 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
         ))
     }
 
+    /// Returns the highest token that a hold of this namespace may have had so far. It may be the highest of the whole server. Does not
+    /// count tokens of other backends that write to the same resources.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where tokens cannot be raised, [`Error::Backend`] if the server cannot tell.
+    async fn fence(&self) -> Result<FencingToken> {
+        Err(Error::unsupported(self.info().name, NO_FENCE))
+    }
+
+    /// Raises the tokens of this namespace, or of the whole server: a claim whose first [`attempt`](Claim::attempt) begins after this has
+    /// returned gets tokens above `above`, whichever client it is of. A hold or a place in the queue from before may keep its tokens.
+    /// Returns the [fence](Self::fence) from then on: `above`, or more if what is there is higher, which stays. Of two that raise at once,
+    /// the higher one wins: compare and write in one step of the server.
+    ///
+    /// Once it has returned, it is as durable as the tokens are, and nobody goes on with what he has kept of the fence before: neither a
+    /// block of tokens that outlasts a hold, nor a copy of a counter. Idempotent.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`] for a token that is so high that too few are left above it: see [`fence::check`].
+    /// [`Error::Unsupported`] where tokens cannot be raised. [`Error::Backend`] if the server cannot tell: they may be raised or not.
+    async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        let _ = above;
+        Err(Error::unsupported(self.info().name, NO_FENCE))
+    }
+
     /// Ends the connections, after every claim has been released or given up. Idempotent: closing a client a second time calls
     /// it a second time.
     ///
@@ -560,6 +586,9 @@ pub trait Claim: fmt::Debug + Send + 'static {
 /// The missing feature where an exclusive hold cannot become a shared one.
 pub(crate) const NO_DOWNGRADE: &str =
     "an exclusive hold that becomes a shared one; release it, then acquire the lock in shared mode";
+
+/// The missing feature where tokens cannot be raised.
+const NO_FENCE: &str = "raising its tokens; have what checks them begin at 0 instead, while nobody holds a lock";
 
 /// A listing that is under way. Only the driver calls it, for one page after the other.
 ///

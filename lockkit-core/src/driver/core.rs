@@ -229,19 +229,35 @@ impl Core {
         page.unwrap_or_else(|| Err(self.no_answer(OPERATION)))
     }
 
+    pub(crate) async fn fence(&self) -> Result<FencingToken> {
+        self.ask_server("fence", self.backend.fence()).await
+    }
+
+    pub(crate) async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        self.ask_server("raise", self.backend.raise_fence(above)).await
+    }
+
     pub(crate) async fn ask<T>(
         &self,
         operation: &'static str,
         name: &LockName,
         question: impl Future<Output = Result<T>> + Unpin,
     ) -> Result<T> {
+        let reply = self.ask_server(operation, question).await;
+        reply.map_err(|err| err.for_lock(name))
+    }
+
+    /// Asks what is about no lock.
+    async fn ask_server<T>(
+        &self,
+        operation: &'static str,
+        question: impl Future<Output = Result<T>> + Unpin,
+    ) -> Result<T> {
         self.is_open(operation)?;
         let limit = || Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
         let question = self.meters.request(operation, question);
         let reply = self.within(operation, Self::is_alive, limit, question).await?;
-        reply
-            .unwrap_or_else(|| Err(self.no_answer(operation)))
-            .map_err(|err| err.for_lock(name))
+        reply.unwrap_or_else(|| Err(self.no_answer(operation)))
     }
 
     /// Closes the client: holds are lost, waiters turned away. Waits up to `timeout` for every release to be confirmed.
