@@ -17,7 +17,11 @@ use futures_util::{
 };
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, queue::holders},
+    spi::{
+        Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode,
+        fence::{Bases, MOST, check},
+        queue::holders,
+    },
 };
 use tokio::{runtime::Handle, time::Instant};
 
@@ -27,6 +31,7 @@ use crate::{
     config::{Address, Tls},
     connection::Options,
     error::{self, Failure},
+    fence,
     holder_watch::EtcdWatch,
     layout::{Layout, asked_back, contender, is_asked_back, label, prefix, reads_as_asked},
     lease::{MAX_TTL, seconds},
@@ -55,7 +60,7 @@ const EXPIRY_LOOKS: Duration = Duration::from_millis(500);
 ///
 /// A holder proves its lease by a renewal and a read after it, in one term of the cluster's leader, and counts the time itself. So it
 /// learns of a loss before the cluster lets anyone else in. That is true also if the member that renews has lost touch with the others
-/// without knowing. Fencing tokens are the revisions that made the keys. They rise over everything.
+/// without knowing. Fencing tokens are the revisions that made the keys, until tokens are raised. They rise over everything.
 ///
 /// Waiters are granted strictly in the order of these revisions, so there are no local hand-offs. `etcdctl lock` and the mutex of etcd's
 /// Go package `concurrency` on the key `<namespace>/<name>` queue with them, and are exclusive.
@@ -142,7 +147,8 @@ impl EtcdBackend {
         let queue = self.shared.layout.queue(name, kind);
         let seen = self.shared.read_queue(&queue).await?;
         let held = holding(&queue, kind, &seen).0.into_iter().cloned();
-        let mut held = held.filter(|kv| self::token(kv) == Some(token));
+        let bases = self.shared.bases().await?;
+        let mut held = held.filter(|kv| self::token(&bases, kv) == Some(token));
         Ok(held.next())
     }
 
@@ -208,8 +214,10 @@ pub(crate) fn check_ttl(ttl: Duration) -> Result<()> {
 }
 
 /// Returns the token of the hold whose key this is.
-fn token(kv: &KeyValue) -> Option<FencingToken> {
-    u64::try_from(kv.create_revision).ok().map(FencingToken::new)
+fn token(bases: &Bases, kv: &KeyValue) -> Option<FencingToken> {
+    fence::token(bases, kv.create_revision)
+        .ok()
+        .map(FencingToken::new)
 }
 
 /// Returns the keys of those who hold, and the number of those who wait.
@@ -266,6 +274,11 @@ impl Shared {
             .collect();
         leases.sort_unstable();
         leases.dedup();
+        let bases = if leases.is_empty() {
+            Bases::default()
+        } else {
+            self.bases().await?
+        };
         let connection = self.members.connection().await?;
         let left = leases.iter().map(|lease| connection.time_to_live(*lease));
         let left = try_join_all(left).await?;
@@ -273,7 +286,11 @@ impl Shared {
         let states = held.into_iter().map(|(held, waiting)| {
             let holders = held.into_iter().filter_map(|kv| {
                 let left = left.get(&kv.lease).copied().flatten();
-                Some(Holder::new(token(kv)?, label(kv), left.map(Duration::from_secs)))
+                Some(Holder::new(
+                    token(&bases, kv)?,
+                    label(kv),
+                    left.map(Duration::from_secs),
+                ))
             });
             LockState::new(holders.collect(), Some(waiting))
         });
@@ -313,7 +330,7 @@ impl Shared {
         outcome.boxed().shared()
     }
 
-    fn check_open(&self) -> error::Result<()> {
+    pub(crate) fn check_open(&self) -> error::Result<()> {
         if self.closed.load(Ordering::SeqCst) {
             return Err(Failure::Closed);
         }
@@ -355,6 +372,7 @@ impl Backend for EtcdBackend {
         capabilities.revoke = true;
         capabilities.revoke_by_force = true;
         capabilities.list = true;
+        capabilities.raise_fence = true;
         capabilities.fencing = FencingDurability::Durable;
         let mut info = BackendInfo::new(NAME, self.shared.address.url());
         info.namespace = self.shared.config.namespace.as_str().into();
@@ -411,6 +429,21 @@ impl Backend for EtcdBackend {
     async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let ended = self.end(name, kind, token).await;
         ended.map_err(|failure| failure.during("revoke"))
+    }
+
+    async fn fence(&self) -> Result<FencingToken> {
+        let fence = self.shared.raise_fence(0).await;
+        fence
+            .map(FencingToken::new)
+            .map_err(|failure| failure.during("fence"))
+    }
+
+    async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        check(above, MOST)?;
+        let fence = self.shared.raise_fence(above.get()).await;
+        fence
+            .map(FencingToken::new)
+            .map_err(|failure| failure.during("raise"))
     }
 
     async fn close(&self) -> Result<()> {

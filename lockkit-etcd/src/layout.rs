@@ -5,6 +5,7 @@
 //! <ns>/<name>/<lease>.<owner>.<n>.r                   a shared one
 //! <ns>/%semaphores/<name>/<lease>.<owner>.<n>.<size>  one for a permit
 //! <ns>/%gone/<owner>.<n>                              an entry that shall never be made
+//! <ns>/%fence                                         what is added to revisions to make tokens of them, once tokens were raised
 //! <ns>/<name>/…                                       a foreign client's, exclusive
 //! ```
 
@@ -23,6 +24,7 @@ use crate::wire::KeyValue;
 /// No lock's keys begin with a `%` that is no escape.
 const SEMAPHORES: &str = "%semaphores/";
 const GONE: &str = "%gone/";
+const FENCE: &str = "%fence";
 /// What the value of a key begins with whose holder is asked to give up its hold.
 const ASKED: &[u8] = b"\0asked\0";
 
@@ -71,6 +73,11 @@ impl Layout {
     /// Returns the key that says that the `n`th entry of this owner shall never be made.
     pub(crate) fn gone(&self, owner: OwnerId, n: u32) -> String {
         format!("{}{GONE}{owner}.{n}", self.root)
+    }
+
+    /// Returns the key of what is added to revisions to make tokens of them.
+    pub(crate) fn fence(&self) -> String {
+        format!("{}{FENCE}", self.root)
     }
 
     /// Returns a key to read that a client with rights to the locks has the right to. What it holds does not matter.

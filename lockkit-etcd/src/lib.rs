@@ -26,6 +26,7 @@ mod claim;
 mod config;
 mod connection;
 mod error;
+mod fence;
 mod holder_watch;
 mod layout;
 mod lease;

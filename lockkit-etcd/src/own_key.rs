@@ -12,6 +12,7 @@ use lockkit_core::{
     LossReason,
     spi::{
         Grant, Lease, Renewal,
+        fence::Bases,
         queue::{AbandonWatch, NotifyingWaker},
     },
 };
@@ -19,6 +20,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::{
     error::{Failure, Result},
+    fence,
     layout::is_asked_back,
     lease::seconds,
     session::{Entering, Leftover, Session},
@@ -50,6 +52,8 @@ pub(crate) struct OwnKey {
     leaving: bool,
     /// The sessions whose leases the key may have by now.
     changing: Vec<Arc<Session>>,
+    /// What makes a token of its revision, as it was read after the key was made, or with that.
+    bases: Option<Bases>,
 }
 
 /// What was seen of a key.
@@ -132,7 +136,16 @@ impl OwnKey {
             seen: None,
             leaving: false,
             changing: Vec::new(),
+            bases: None,
         }
+    }
+
+    pub(crate) fn has_bases(&self) -> bool {
+        self.bases.is_some()
+    }
+
+    pub(crate) fn set_bases(&mut self, bases: Bases) {
+        self.bases = Some(bases);
     }
 
     /// Forgets the key: it is not there, or no longer.
@@ -298,16 +311,15 @@ impl OwnKey {
     pub(crate) async fn grant(&mut self, ttl: Duration) -> Result<Grant> {
         let half = ttl.min(self.session.ttl()) / 2;
         self.session.proven_beyond(|| Instant::now() + half).await?;
-        let Some(revision) = self.revision() else {
+        let (Some(revision), Some(bases)) = (self.revision(), &self.bases) else {
             return Err(Failure::NotProven);
         };
+        let token = fence::token(bases, revision)?;
         // It went while the proof was awaited.
         if self.is_gone() {
             return Err(Failure::NotProven);
         }
         let lease = self.lease(ttl)?;
-        let token = u64::try_from(revision)
-            .map_err(|_| Failure::Unknown(format!("a key was made by revision {revision}")))?;
         Ok(Grant::new(token..=token, lease))
     }
 
@@ -566,6 +578,7 @@ mod tests {
         let mut own = OwnKey::ask(session.clone(), key, gone, session.ttl(), request);
         let answer = own.answer().await.unwrap().unwrap();
         own.made(made_by(&answer).unwrap());
+        own.set_bases(Bases::default());
         own
     }
 

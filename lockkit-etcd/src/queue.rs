@@ -8,7 +8,7 @@
 //! - Each entry has a key of its own: a name that came back would be taken for the one before.
 //! - A waiter that had one other before it is granted when that one goes, without another look. Nobody can have come in before it, and
 //!   the watch of its own key would have told first if that had gone.
-//! - The fencing token is the revision that made the own key, not that of the grant, which could be above that of a later holder.
+//! - The fencing token is made of the revision that made the own key, not that of the grant, which could be above that of a later holder.
 //! - Nothing is granted unless the lease is proven to last.
 
 use std::sync::Arc;
@@ -21,6 +21,7 @@ use lockkit_core::spi::{
 use crate::{
     claim::EtcdClaim,
     error::{Failure, Result},
+    fence,
     layout::{contender, entry, prefix},
     own_key::{OwnKey, Predecessors, made_by},
     session::Session,
@@ -57,7 +58,11 @@ impl EtcdClaim {
                     Some(revision) => {
                         own.made(revision);
                         let looks = answer.responses.into_iter().filter_map(|answer| answer.range);
-                        seen = looks.map(|look| look.kvs).next();
+                        let mut looks = looks.map(|look| look.kvs);
+                        seen = looks.next();
+                        if let Some(found) = looks.next() {
+                            own.set_bases(fence::bases(&found)?);
+                        }
                     }
                     None if waits => {
                         self.clear();
@@ -145,6 +150,9 @@ impl EtcdClaim {
     async fn grant(&mut self) -> Result<Option<Grant>> {
         let ttl = self.request.ttl;
         let own = self.own.as_mut().ok_or(Failure::NotProven)?;
+        if !own.has_bases() {
+            own.set_bases(self.shared.bases().await?);
+        }
         own.grant(ttl).await.map(Some)
     }
 
@@ -169,7 +177,11 @@ impl EtcdClaim {
         };
         let request = TxnRequest {
             compare,
-            success: vec![Request::Put(put).into(), Request::Range(self.look(None)).into()],
+            success: vec![
+                Request::Put(put).into(),
+                Request::Range(self.look(None)).into(),
+                Request::Range(fence::look(&self.shared)).into(),
+            ],
             failure: Vec::new(),
         };
         self.own = Some(OwnKey::ask(session, key.into(), gone, self.request.ttl, request));

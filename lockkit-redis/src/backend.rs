@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, fence},
 };
 use redis::Value;
 use tokio::{
@@ -32,6 +32,9 @@ const FALLBACK_POLL: Duration = Duration::from_secs(60);
 
 /// The longest lease of a lock that was handed off, until its new holder renews it: `HANDOFF_TTL` of the scripts.
 pub(crate) const HANDOFF_TTL: Duration = Duration::from_secs(3);
+
+/// The highest token that tokens are raised above. Scripts count exactly up to 2⁵³. What is left is enough for 35 years of the clock.
+const HIGHEST_FENCE: u64 = (1 << 53) - (1 << 50);
 
 /// The time that a revocation gives a holder to publish its token, and the pause between two looks. A hold that was passed on
 /// within its client has a new token, which a renewal publishes within some milliseconds.
@@ -139,6 +142,14 @@ fn warn_of_eviction(connection: &ManagedConnection) -> Result<()> {
     Ok(())
 }
 
+impl RedisBackend {
+    fn fence_call(&self, above: u64, what: &str) -> script::Call {
+        let mut call = script::RAISE_FENCE.call(layout::own(&self.shared.namespace, "fence").as_bytes());
+        call.arg(above).arg(what);
+        call
+    }
+}
+
 #[async_trait]
 impl Backend for RedisBackend {
     fn info(&self) -> BackendInfo {
@@ -157,6 +168,7 @@ impl Backend for RedisBackend {
         capabilities.revoke_by_force = true;
         capabilities.list = true;
         capabilities.detach = true;
+        capabilities.raise_fence = true;
         capabilities.fencing = FencingDurability::Process;
         info.capabilities = capabilities;
         info
@@ -242,6 +254,31 @@ impl Backend for RedisBackend {
         }
     }
 
+    async fn fence(&self) -> Result<FencingToken> {
+        const OPERATION: &str = "fence";
+
+        let reply = self.shared.connection.run(OPERATION, self.fence_call(0, "show"));
+        fence_in(OPERATION, &reply.await?)
+    }
+
+    async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        const OPERATION: &str = "raise";
+
+        fence::check(above, HIGHEST_FENCE)?;
+        let call = self.fence_call(above.get(), "raise");
+        let Some((connection, replicas, within)) = &self.shared.replicas else {
+            return fence_in(OPERATION, &self.shared.connection.run(OPERATION, call).await?);
+        };
+        let replicated = connection.run_replicated(OPERATION, call, *replicas, *within);
+        let (reply, reached) = replicated.await?;
+        if reached < i64::from(*replicas) {
+            let lack =
+                format!("{reached} of {replicas} replicas acknowledged the raised counter within {within:?}");
+            return Err(Error::transient(NAME, OPERATION, lack));
+        }
+        fence_in(OPERATION, &reply)
+    }
+
     async fn close(&self) -> Result<()> {
         if let Some(sentinels) = &self.shared.sentinels {
             sentinels.stop();
@@ -252,6 +289,16 @@ impl Backend for RedisBackend {
         }
         Ok(())
     }
+}
+
+/// Reads the counter of tokens in the reply of its script.
+fn fence_in(operation: &'static str, reply: &Value) -> Result<FencingToken> {
+    match reply {
+        Value::Int(counter) => u64::try_from(*counter).ok(),
+        _ => None,
+    }
+    .map(FencingToken::new)
+    .ok_or_else(|| unexpected(operation, reply))
 }
 
 /// Converts the inspection script's reply.

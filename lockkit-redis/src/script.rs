@@ -18,10 +18,19 @@ pub(crate) static RELEASE: Script = script!("read_key", "release_fast", "draw_to
 pub(crate) static REVOKE: Script = script!("read_key", "draw_tokens", "common", "revoke");
 pub(crate) static ASK_BACK: Script = script!("read_key", "draw_tokens", "common", "ask_back");
 pub(crate) static INSPECT: Script = script!("read_key", "draw_tokens", "common", "inspect");
+pub(crate) static RAISE_FENCE: Script = script!("raise_fence");
 
 /// The scripts that a connection to the only master loads before it is used.
-pub(crate) static ALL: [&Script; 8] = [
-    &ACQUIRE, &RENEW, &DOWNGRADE, &ADOPT, &RELEASE, &REVOKE, &ASK_BACK, &INSPECT,
+pub(crate) static ALL: [&Script; 9] = [
+    &ACQUIRE,
+    &RENEW,
+    &DOWNGRADE,
+    &ADOPT,
+    &RELEASE,
+    &REVOKE,
+    &ASK_BACK,
+    &INSPECT,
+    &RAISE_FENCE,
 ];
 
 pub(crate) static REDLOCK_VOTE: Script = script!(
