@@ -5,13 +5,23 @@ use std::{fmt, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, LockKind, LockName, LockState, Result,
-    spi::{self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister},
+    spi::{
+        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister,
+        fence::{MOST, check},
+    },
 };
 use tokio::{runtime::Handle, task::JoinSet};
 
 use crate::{
-    NAME, PostgresConfig, claim::PostgresClaim, connection::Options, layout, list::PostgresLister, schema,
+    NAME, PostgresConfig,
+    claim::PostgresClaim,
+    connection::{Options, Query},
+    error::{During, Failure},
+    layout,
+    list::PostgresLister,
+    schema,
     session::Sessions,
+    sql,
 };
 
 /// The time between two questions of a waiter whether the server still has it wait.
@@ -89,6 +99,21 @@ impl PostgresBackend {
     }
 }
 
+impl Shared {
+    async fn fence(&self, operation: &'static str) -> Result<FencingToken> {
+        let fence = vec![Query::once(sql::FENCE, Vec::new())];
+        let reply = self.sessions.control.run(operation, fence).await?;
+        let row = reply.first().and_then(|rows| rows.first());
+        let last: i64 = row
+            .ok_or(Failure::Ended)
+            .during(operation)?
+            .try_get(0)
+            .during(operation)?;
+        // A sequence that somebody has set below zero has granted nothing.
+        Ok(FencingToken::new(u64::try_from(last).unwrap_or_default()))
+    }
+}
+
 #[async_trait]
 impl Backend for PostgresBackend {
     fn info(&self) -> BackendInfo {
@@ -104,6 +129,7 @@ impl Backend for PostgresBackend {
         capabilities.local_handoffs = true;
         capabilities.revoke_by_force = true;
         capabilities.list = true;
+        capabilities.raise_fence = true;
         capabilities.fencing = self.fencing;
         info.capabilities = capabilities;
         info
@@ -141,6 +167,23 @@ impl Backend for PostgresBackend {
     async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         require_runtime("revoke")?;
         self.shared.end_by_force(name, kind, token).await
+    }
+
+    async fn fence(&self) -> Result<FencingToken> {
+        require_runtime("fence")?;
+        self.shared.fence("fence").await
+    }
+
+    async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        const OPERATION: &str = "raise";
+
+        check(above, MOST)?;
+        require_runtime(OPERATION)?;
+        let control = &self.shared.sessions.control;
+        control
+            .run_together(OPERATION, &schema::raise_fence(above.get()))
+            .await?;
+        self.shared.fence(OPERATION).await
     }
 
     async fn close(&self) -> Result<()> {

@@ -62,6 +62,16 @@ INSERT INTO lockkit.epoch SELECT system_identifier, (SELECT oid::bigint FROM pg_
     pg_relation_filenode('lockkit.token')::bigint FROM pg_control_system() ON CONFLICT DO NOTHING;
 ";
 
+/// Returns the statements that have tokens go on above this one, and above all that are granted meanwhile, unless they do without that.
+/// The new position is on disk once they are committed.
+pub(crate) fn raise_fence(above: u64) -> String {
+    format!(
+        "SELECT set_config('lock_timeout', '0', true); SELECT pg_advisory_xact_lock(1819242347, 1); \
+         SELECT setval('lockkit.token', greatest({above}, nextval('lockkit.token') + 1024 * 1000000::bigint)) \
+         WHERE coalesce(pg_sequence_last_value('lockkit.token'::regclass), 0) + 1023 < {above};"
+    )
+}
+
 /// What is there: the schema, the sequence as it has to be, and the tables, unlogged.
 const WHAT_IS_THERE: &str = "\
 SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = 'lockkit'), \

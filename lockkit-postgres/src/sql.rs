@@ -147,6 +147,8 @@ pub(crate) const CHECK: &str = "\
     CASE WHEN current_setting('server_version_num')::int >= 170000 \
     THEN set_config('transaction_timeout', '0', false) END \
     FROM pg_stat_get_activity(pg_backend_pid()) a";
+/// The last token that was ever granted, or may have been.
+pub(crate) const FENCE: &str = "SELECT coalesce(pg_sequence_last_value('lockkit.token'::regclass) + 1023, 0)";
 /// Has a row unless the server has crashed, or was promoted, or the sequence was made anew, as a restored dump does, since a session last
 /// made one.
 pub(crate) const IS_SAME_LIFE: &str = "\
