@@ -18,8 +18,8 @@ use crate::{
     Harness,
     case_run::{CaseRun, LIMIT, MOST_DEATHS, Outcome, Stop},
     cases::{
-        asking, basic, claims, contention, detaching, downgrade, election, fence, listing, loss, names, permits,
-        processes, shared, waiting,
+        asking, basic, claims, contention, detaching, downgrade, election, fence, listing, loss, names,
+        permits, processes, shared, waiting,
     },
     helper::Launch,
     history::BROKEN,

@@ -588,7 +588,8 @@ pub(crate) const NO_DOWNGRADE: &str =
     "an exclusive hold that becomes a shared one; release it, then acquire the lock in shared mode";
 
 /// The missing feature where tokens cannot be raised.
-const NO_FENCE: &str = "raising its tokens; have what checks them begin at 0 instead, while nobody holds a lock";
+const NO_FENCE: &str =
+    "raising its tokens; have what checks them begin at 0 instead, while nobody holds a lock";
 
 /// A listing that is under way. Only the driver calls it, for one page after the other.
 ///

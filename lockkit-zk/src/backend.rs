@@ -17,7 +17,10 @@ use futures_util::{
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, LossReason,
     Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, Mutex},
+    spi::{
+        Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, Mutex,
+        fence::{Bases, MOST, check},
+    },
 };
 use tokio::{runtime::Handle, task::AbortHandle, time::Instant};
 use zookeeper_client::Stat;
@@ -29,9 +32,9 @@ use crate::{
     crowded_dirs::CrowdedDirs,
     error::{self, Failure},
     holder_watch::ZkWatch,
-    layout::{Layout, REVOKE, is_revoked, is_writers, token},
+    layout::{Layout, REVOKE, is_revoked, is_writers, made_by},
     list::ZkLister,
-    session::{NodeState, Servers, Session, session_timeout},
+    session::{NodeState, Servers, Session, fence::token, session_timeout},
     simple, turn,
 };
 
@@ -60,7 +63,7 @@ const ONLY_BY_FORCE: &str =
 /// A holder proves its session with writes to the ensemble and counts the time itself. So it learns of a loss before the
 /// ensemble lets anyone else in. That is true also if its server has lost touch with the others without knowing. Its lease is
 /// that proof, or its ttl if that is shorter. The ttl cannot make the lease longer. Fencing tokens are the ids of the
-/// transactions that made the nodes. They rise over everything, also when a lock's directory is removed and made anew.
+/// transactions that made the nodes, until tokens are raised. They rise over everything, also when a lock's directory is removed and made anew.
 ///
 /// Waiters are granted strictly in the order of their nodes' numbers, so there are no local hand-offs.
 ///
@@ -170,24 +173,28 @@ impl ZkBackend {
             .map(|(_, (_, stat))| self.shared.heartbeat_path(stat.ephemeral_owner));
         let heartbeats: Vec<_> = heartbeats.collect();
         let heartbeats = session.read_all(&heartbeats).await?;
+        let bases = session.bases().await?;
         let holders = nodes.iter().zip(&heartbeats);
-        let holders = holders
-            .filter_map(|((path, node), heartbeat)| self.holder(session, path, node, heartbeat.as_ref()));
+        let holders = holders.filter_map(|((path, node), heartbeat)| {
+            self.holder(session, &bases, path, node, heartbeat.as_ref())
+        });
         Ok(holders.collect())
     }
 
     /// Returns the token of the hold whose node is at this path.
-    fn token(&self, path: &str, stat: &Stat) -> Option<u64> {
-        match self.shared.nodes() {
-            Nodes::Simple => u64::try_from(stat.czxid).ok(),
-            Nodes::Mutex | Nodes::ReadWrite => token(path, stat.czxid),
-        }
+    fn token(&self, bases: &Bases, path: &str, stat: &Stat) -> Option<u64> {
+        let made_by = match self.shared.nodes() {
+            Nodes::Simple => stat.czxid,
+            Nodes::Mutex | Nodes::ReadWrite => made_by(path, stat.czxid),
+        };
+        token(bases, made_by).ok()
     }
 
     /// Returns the holder that made this node at `path`, and whose session has this other node.
     pub(crate) fn holder(
         &self,
         session: &Session,
+        bases: &Bases,
         path: &str,
         (data, stat): &NodeState,
         heartbeat: Option<&NodeState>,
@@ -200,7 +207,7 @@ impl ZkBackend {
         };
         let is_label = |label: &&str| !label.is_empty() && !is_revoked(label.as_bytes(), stat);
         let label = std::str::from_utf8(label).ok().filter(is_label);
-        let token = FencingToken::new(self.token(path, stat)?);
+        let token = FencingToken::new(self.token(bases, path, stat)?);
         let left = heartbeat.and_then(|(data, stat)| left(session, data, stat));
         // In a queue, a node is made when its owner begins to wait.
         let made = u64::try_from(stat.ctime).ok().filter(|_| is_simple);
@@ -249,10 +256,11 @@ impl ZkBackend {
         token: u64,
     ) -> error::Result<Look> {
         let (nodes, _) = self.holding_nodes(session, path, kind).await?;
+        let bases = session.bases().await?;
         let mut look = Look::None;
         for (path, node) in nodes {
             match node {
-                Some(node) if self.token(&path, &node.1) == Some(token) => {
+                Some(node) if self.token(&bases, &path, &node.1) == Some(token) => {
                     return Ok(Look::Found(path, node));
                 }
                 None if is_writers(&path) => look = Look::Outdated,
@@ -260,6 +268,11 @@ impl ZkBackend {
             }
         }
         Ok(look)
+    }
+
+    async fn raise(&self, above: u64) -> error::Result<FencingToken> {
+        let session = self.shared.session().await?;
+        session.raise_fence(above).await.map(FencingToken::new)
     }
 
     /// Returns the nodes of the holders, `None` for one that has gone since, and in a queue how many wait.
@@ -390,6 +403,7 @@ impl Backend for ZkBackend {
         capabilities.revoke = is_queue;
         capabilities.revoke_by_force = true;
         capabilities.list = true;
+        capabilities.raise_fence = true;
         capabilities.fencing = FencingDurability::Durable;
         let Address { hosts, chroot } = &self.shared.address;
         let mut info = BackendInfo::new(NAME, format!("zk://{hosts}{chroot}"));
@@ -448,6 +462,17 @@ impl Backend for ZkBackend {
     async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
         let ended = self.end(name, kind, token.get()).await;
         ended.map_err(|error| error.during("revoke"))
+    }
+
+    async fn fence(&self) -> Result<FencingToken> {
+        let fence = self.raise(0).await;
+        fence.map_err(|error| error.during("fence"))
+    }
+
+    async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        check(above, MOST)?;
+        let fence = self.raise(above.get()).await;
+        fence.map_err(|error| error.during("raise"))
     }
 
     async fn close(&self) -> Result<()> {

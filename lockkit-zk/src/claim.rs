@@ -79,10 +79,10 @@ impl ZkClaim {
         self.node.insert(node)
     }
 
-    pub(crate) fn grant(&mut self) -> Result<Option<Grant>> {
+    pub(crate) async fn grant(&mut self) -> Result<Option<Grant>> {
         let ttl = self.request.ttl;
         let node = self.node.as_mut().ok_or(Failure::NotProven)?;
-        node.grant(ttl).map(Some)
+        node.grant(ttl).await.map(Some)
     }
 
     /// Deletes the node, if there is or may be one. Returns `false` if it was held and turned out to be gone.

@@ -31,6 +31,12 @@ pub(crate) enum Failure {
         "{path} is a directory, perhaps that of a namespace, and not a lock; use another name or namespace"
     )]
     NoLock { path: String },
+    #[error(
+        "{path} is not what lockkit has written there to raise tokens; delete it, and raise them again above all that were granted"
+    )]
+    NoBases { path: String },
+    #[error("no tokens are left at transaction {0}")]
+    NoTokens(i64),
     #[error("semaphore `{name}` is in use with {size} permits, not {wanted}")]
     OtherSize {
         name: LockName,
@@ -76,9 +82,11 @@ impl Failure {
             Self::ShortSession(reason) => Error::invalid_option("session_timeout", reason),
             Self::Closed => Error::Closed,
             Self::OtherSize { .. } => Error::invalid_option("permits", self.to_string()),
-            Self::NoRuntime | Self::RuntimeGone | Self::NoLock { .. } => {
-                Error::permanent(NAME, operation, self)
-            }
+            Self::NoRuntime
+            | Self::RuntimeGone
+            | Self::NoLock { .. }
+            | Self::NoBases { .. }
+            | Self::NoTokens(_) => Error::permanent(NAME, operation, self),
             #[cfg(feature = "tls")]
             Self::Tls { permanent: true, .. } => Error::permanent(NAME, operation, self),
             Self::Server(ref source) if !is_transient(source) => Error::permanent(NAME, operation, self),

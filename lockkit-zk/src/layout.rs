@@ -17,6 +17,7 @@ use crate::Nodes;
 /// No lock's directory has a name that begins with a `%` that is no escape.
 const SEMAPHORES: &str = "%semaphores";
 const SESSIONS: &str = "%sessions";
+const FENCE: &str = "%fence";
 
 /// The sequence number from which on a directory counts as used up. The number is a signed 32-bit counter of the server's. At
 /// its end it stands still or turns negative. What is left before is room for those that come at once.
@@ -71,6 +72,11 @@ impl Layout {
         (basename(&self.lock_path(&name, kind)) == found).then_some(name)
     }
 
+    /// Returns the node of what is added to transactions to make tokens of them, once tokens were raised.
+    pub(crate) fn fence_path(&self) -> String {
+        format!("{}/{FENCE}", self.root)
+    }
+
     /// Returns the node that the session of this id writes to, to prove that it is alive.
     pub(crate) fn heartbeat_path(&self, id: i64) -> String {
         format!("{}/{SESSIONS}/{id:016x}", self.root)
@@ -122,13 +128,13 @@ pub(crate) fn shared_in_place_of(path: &str, guid: Uuid, czxid: i64, nodes: Node
     format!("{}/_c_{guid}{TOKEN}{czxid}-{marker}{number}", parent(path))
 }
 
-/// Returns the token of the hold whose node in a queue is at this path and was made by this transaction.
-pub(crate) fn token(path: &str, czxid: i64) -> Option<u64> {
+/// Returns the transaction whose token the hold has whose node in a queue is at this path and was made by this transaction.
+pub(crate) fn made_by(path: &str, czxid: i64) -> i64 {
     let kept = basename(path).split_once(TOKEN).and_then(|(_, rest)| {
         let (token, _) = rest.split_once('-')?;
         token.parse().ok()
     });
-    kept.or_else(|| u64::try_from(czxid).ok())
+    kept.unwrap_or(czxid)
 }
 
 /// A claim's node, which may be there or not.
@@ -304,13 +310,13 @@ mod tests {
     fn a_downgraded_node_has_the_number_and_token_it_had() {
         for nodes in [Nodes::Mutex, Nodes::ReadWrite] {
             let writer = format!("/ns/a/_c_guid-{}0000000042", marker(Mode::Exclusive, nodes));
-            assert_eq!(token(&writer, 77), Some(77));
+            assert_eq!(made_by(&writer, 77), 77);
             let reader = shared_in_place_of(&writer, guid(1, 1), 77, nodes);
             assert_eq!(parsed(basename(&reader)), Some((42, Role::Reader)), "{reader}");
             assert_eq!(parent(&reader), "/ns/a");
-            assert_eq!(token(&reader, 99), Some(77), "{reader}");
+            assert_eq!(made_by(&reader, 99), 77, "{reader}");
         }
-        assert_eq!(token("/a/_c_guid-token-x-__READ__0000000001", 5), Some(5));
+        assert_eq!(made_by("/a/_c_guid-token-x-__READ__0000000001", 5), 5);
     }
 
     #[test]

@@ -108,6 +108,7 @@ impl ZkLister {
             looks.push((held, found));
         }
         let heartbeats = self.heartbeats(session, &looks).await?;
+        let bases = session.bases().await?;
         let mut page = Vec::with_capacity(looks.len());
         for (held, found) in looks {
             let state = if found.is_empty() && !is_simple {
@@ -116,7 +117,7 @@ impl ZkLister {
             } else {
                 let holders = found.iter().filter_map(|(path, node)| {
                     let heartbeat = heartbeats.get(&node.1.ephemeral_owner);
-                    self.backend.holder(session, path, node, heartbeat)
+                    self.backend.holder(session, &bases, path, node, heartbeat)
                 });
                 LockState::new(holders.collect(), held.waiting)
             };

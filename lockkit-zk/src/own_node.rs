@@ -16,13 +16,12 @@ use lockkit_core::{
     },
 };
 use tokio::time::{Instant, sleep_until};
-use zookeeper_client::Error as ZkError;
 
 use crate::{
     error::{Failure, Result},
     layout::{NodeRef, is_revoked},
     predecessors::Predecessors,
-    session::{FoundNode, Session},
+    session::{FoundNode, Session, fence::token},
     watch::{Watch, WatchEvent},
 };
 
@@ -229,15 +228,12 @@ impl OwnNode {
     }
 
     /// Makes a hold of it.
-    pub(crate) fn grant(&mut self, ttl: Duration) -> Result<Grant> {
+    pub(crate) async fn grant(&mut self, ttl: Duration) -> Result<Grant> {
         let Some(czxid) = self.node().map(|node| node.czxid) else {
             return Err(Failure::NotProven);
         };
+        let token = token(&self.session.bases().await?, czxid)?;
         let lease = self.lease(ttl)?;
-        let token = u64::try_from(czxid).map_err(|_| {
-            // The server counts transactions from one.
-            ZkError::UnexpectedError(format!("a node was made by transaction {czxid}"))
-        })?;
         Ok(Grant::new(token..=token, lease))
     }
 

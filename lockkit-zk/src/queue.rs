@@ -44,7 +44,7 @@ impl ZkClaim {
         if let Some(node) = &mut self.node
             && is_next(node).await?
         {
-            return self.grant();
+            return self.grant().await;
         }
         for _ in 0..MAX_LOOKS {
             let mut seen = Seen::Nothing;
@@ -55,7 +55,7 @@ impl ZkClaim {
                 }
                 seen = self.enqueue(&session).await?;
                 if matches!(seen, Seen::Nobody) {
-                    return self.grant();
+                    return self.grant().await;
                 }
             }
             let Some(node) = &mut self.node else { continue };
@@ -98,7 +98,7 @@ impl ZkClaim {
                 continue;
             }
             match turn(&children, own, mode) {
-                Turn::Mine => return self.grant(),
+                Turn::Mine => return self.grant().await,
                 Turn::Gone => self.clear(),
                 Turn::OtherSize(size) => {
                     self.leave().await?;

@@ -4,6 +4,7 @@
 //! arms its watches and deletes nodes that nobody needs.
 
 mod attach;
+pub(crate) mod fence;
 mod heartbeat;
 mod requests;
 mod upkeep;
@@ -69,6 +70,9 @@ pub(crate) struct Core {
     proven: watch::Sender<std::result::Result<Instant, LossReason>>,
     /// The node that it writes to, to prove that it is alive.
     heartbeat_path: String,
+    /// The node of what is added to transactions to make tokens of them.
+    fence_path: String,
+    known_bases: Mutex<Option<fence::Known>>,
     /// The holds whose release it [announced](Core::delete_held) last, by the transactions that made their nodes. It writes them
     /// to its node, behind the session timeout.
     recent_holds: Mutex<VecDeque<i64>>,
@@ -139,6 +143,8 @@ impl Session {
                 ended: None,
             }),
             heartbeat_path: layout.heartbeat_path(id),
+            fence_path: layout.fence_path(),
+            known_bases: Mutex::default(),
             recent_holds: Mutex::default(),
             node_options: NodeOptions::new(config),
             pending_deletes: Mutex::default(),

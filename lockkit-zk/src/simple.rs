@@ -34,7 +34,7 @@ impl ZkClaim {
         if let Some(node) = &mut self.node {
             // The outcome of an attempt before is unknown.
             if node.look().await? {
-                return self.grant();
+                return self.grant().await;
             }
             self.clear();
         }
@@ -44,7 +44,7 @@ impl ZkClaim {
                 return self.taken_by(&stat);
             }
             if self.make(&session).await? {
-                return self.grant();
+                return self.grant().await;
             }
             let reply = session.watch_all(std::slice::from_ref(&self.path)).await?;
             if let Some((_, stat, watch)) = reply.into_iter().flatten().next() {

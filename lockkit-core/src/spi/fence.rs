@@ -71,8 +71,14 @@ impl Bases {
         number.checked_add(base.map_or(0, |(_, base)| *base))
     }
 
+    /// Returns the number with which they were written.
+    fn written(&self) -> u64 {
+        self.all.last().map_or(0, |(since, _)| *since)
+    }
+
     /// Returns the highest token there may be, where the server has come to this number: all later ones are above it.
     pub fn fence(&self, number: u64) -> Option<u64> {
+        let number = number.max(self.written());
         self.token(number.checked_add(1)?)?.checked_sub(1)
     }
 
@@ -82,7 +88,7 @@ impl Bases {
         if self.fence(number).is_none_or(|fence| fence >= above) {
             return None;
         }
-        let base = above.saturating_sub(number);
+        let base = above.saturating_sub(number.max(self.written()));
         let mut text = String::new();
         let kept = self.all.len().saturating_sub(KEPT - 1);
         for (since, base) in &self.all[kept..] {
@@ -109,6 +115,8 @@ mod tests {
         assert_eq!(first.fence(10), Some(1_001), "later ones are above");
         assert_eq!(first.raised(1_001, 10), None);
         assert_eq!(first.raised(1_010, 19), None);
+        assert_eq!(first.raised(1_001, 3), None, "it has come to 10 at least");
+        assert_eq!(first.raised(1_002, 3), Some(b"991@10 992".to_vec()));
         let second = first.raised(5_000, 15).unwrap();
         assert_eq!(second, b"991@10 4985");
         let second = Bases::read(&second, 20).unwrap();
@@ -124,7 +132,17 @@ mod tests {
 
     #[test]
     fn what_is_no_list_of_bases_is_refused() {
-        for text in ["", "x", "1@2", "1 2", "5@9 7@9 8", "-1", "9@1 5", "1@1 ", "18446744073709551616"] {
+        for text in [
+            "",
+            "x",
+            "1@2",
+            "1 2",
+            "5@9 7@9 8",
+            "-1",
+            "9@1 5",
+            "1@1 ",
+            "18446744073709551616",
+        ] {
             assert_eq!(Bases::read(text.as_bytes(), 9), None, "{text:?}");
         }
     }

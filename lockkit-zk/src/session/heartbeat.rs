@@ -29,7 +29,7 @@ impl Core {
         self.heartbeat_data()
     }
 
-    fn heartbeat_data(&self) -> String {
+    pub(super) fn heartbeat_data(&self) -> String {
         let mut data = self.status.borrow().proof.timeout().as_millis().to_string();
         for czxid in &*self.recent_holds.lock() {
             // Writing to a string does not fail.
