@@ -5,7 +5,11 @@ use std::{fmt, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingToken, LockKind, LockName, LockState, Result,
-    spi::{self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, require_runtime},
+    spi::{
+        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister,
+        fence::{MOST, check},
+        require_runtime,
+    },
 };
 use tokio::task::JoinSet;
 
@@ -16,6 +20,7 @@ use crate::{
     error::During,
     layout::Key,
     lease_claim::{self, LeaseClaim},
+    lease_sql,
     list::MySqlLister,
     name_cache::NameCache,
     row_claim::{self, RowClaim},
@@ -119,6 +124,24 @@ impl MySqlBackend {
     }
 }
 
+impl MySqlBackend {
+    async fn read_fence(&self, operation: &'static str) -> Result<FencingToken> {
+        require_runtime(NAME, operation)?;
+        let read = match self.mode {
+            Mode::ForUpdate => row_sql::fence(),
+            Mode::Lease => lease_sql::fence(),
+        };
+        let reply = self.shared.sessions.control.read(operation, read).await?;
+        let row = reply
+            .last()
+            .first()
+            .ok_or(sqlx::Error::RowNotFound)
+            .during(operation)?;
+        let fence: u64 = column(row, 0).during(operation)?;
+        Ok(FencingToken::new(fence))
+    }
+}
+
 #[async_trait]
 impl Backend for MySqlBackend {
     fn info(&self) -> BackendInfo {
@@ -135,6 +158,7 @@ impl Backend for MySqlBackend {
         capabilities.revoke = self.mode == Mode::Lease;
         capabilities.revoke_by_force = true;
         capabilities.list = true;
+        capabilities.raise_fence = true;
         capabilities.detach = self.mode == Mode::Lease;
         capabilities.fencing = self.shared.server.fencing;
         info.capabilities = capabilities;
@@ -199,6 +223,23 @@ impl Backend for MySqlBackend {
             Mode::ForUpdate => self.shared.revoke_row(name, kind, token.get()).await,
             Mode::Lease => self.shared.revoke_lease(name, kind, token.get()).await,
         }
+    }
+
+    async fn fence(&self) -> Result<FencingToken> {
+        self.read_fence("fence").await
+    }
+
+    async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        const OPERATION: &str = "raise";
+
+        check(above, MOST)?;
+        require_runtime(NAME, OPERATION)?;
+        let raise = match self.mode {
+            Mode::ForUpdate => row_sql::raise_fence(above.get()),
+            Mode::Lease => lease_sql::raise_fence(above.get()),
+        };
+        self.shared.sessions.control.query(OPERATION, raise).await?;
+        self.read_fence(OPERATION).await
     }
 
     async fn close(&self) -> Result<()> {

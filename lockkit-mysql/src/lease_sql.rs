@@ -10,7 +10,7 @@ use crate::{
     connection::Reply,
     control::{Epoch, TIMER_LOCK},
     layout::{Key, Range, hexadecimal, literal, literal_or_null},
-    row_sql::{CLOCK, READ_ONLY},
+    row_sql::{CLOCK, RAISED, READ_ONLY},
     server::Flavour,
 };
 
@@ -147,9 +147,11 @@ impl LeaseSql {
     }
 
     pub(crate) fn make(&self) -> String {
+        // It reads what tokens were raised above, and keeps that from being raised until the row is there to be raised, too.
         format!(
-            "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest, full_name) \
-             VALUES ({}, {NOBODY}, 0, 0, {CLOCK}, {})",
+            "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) VALUES ({RAISED}, {NOBODY}, 0, 0, 0); \
+             INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest, full_name) \
+             SELECT {}, {NOBODY}, 0, 0, GREATEST({CLOCK}, latest), {} FROM lockkit_lease WHERE name={RAISED} LOCK IN SHARE MODE",
             self.key.as_sql(),
             self.full_name
         )
@@ -238,6 +240,20 @@ impl LeaseSql {
     pub(crate) fn wake(&self, sleeper: u64) -> String {
         wake(&self.sleep_lock, &self.asleep_lock, sleeper)
     }
+}
+
+/// Reads the last token that was ever reserved.
+pub(crate) fn fence() -> String {
+    "SELECT COALESCE(MAX(latest), 0) FROM lockkit_lease".to_owned()
+}
+
+/// Has all tokens of claims that begin later be above this one: those of rows that are made later, and then those of all rows.
+pub(crate) fn raise_fence(above: u64) -> String {
+    format!(
+        "INSERT INTO lockkit_lease (name, owner, expires, token, latest) VALUES ({RAISED}, {NOBODY}, 0, 0, {above}) \
+         ON DUPLICATE KEY UPDATE latest=GREATEST(latest, {above}); \
+         UPDATE lockkit_lease SET latest={above} WHERE latest<{above}"
+    )
 }
 
 /// Returns the statements that ask the holder with this token to give up its hold, and then read what is left of the lease, in µs. A

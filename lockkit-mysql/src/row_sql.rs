@@ -113,6 +113,28 @@ pub(crate) const ROLLBACK_IF_INTACT: &str = "RELEASE SAVEPOINT held; ROLLBACK";
 /// start again below its tokens.
 pub(crate) const CLOCK: &str = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS UNSIGNED)";
 
+/// The row of the token that all others were raised above, in the table of counters. No name's rows begin so.
+pub(crate) const RAISED: &str = "'%fence'";
+
+/// Reads the last token that was ever reserved.
+pub(crate) fn fence() -> String {
+    "SELECT CAST(GREATEST((SELECT COALESCE(MAX(reserved), 0) FROM lockkit_fence WHERE name<>x''), \
+     (SELECT COALESCE(MAX(last), 0) FROM lockkit_map)) AS UNSIGNED)"
+        .to_owned()
+}
+
+/// Has all tokens of claims that begin later be above this one: those of counters that are made later, those of all counters, and then
+/// those of the mappings in use, whose blocks are given up. A mapping that is stored at the same time, on to a block that was reserved
+/// before, finds a higher one.
+pub(crate) fn raise_fence(above: u64) -> String {
+    format!(
+        "INSERT INTO lockkit_fence (name, reserved) VALUES ({RAISED}, {above}) \
+         ON DUPLICATE KEY UPDATE reserved=GREATEST(reserved, {above}); \
+         UPDATE lockkit_fence SET reserved={above} WHERE name<>x'' AND reserved<{above}; \
+         UPDATE lockkit_map SET step=0, base=GREATEST(last, {above}), last=GREATEST(last, {above}) WHERE base<={above}"
+    )
+}
+
 impl RowSql {
     pub(crate) fn new(key: Key, mode: Mode, flavour: Flavour) -> Self {
         Self { key, mode, flavour }
@@ -219,14 +241,16 @@ impl RowSql {
         )
     }
 
-    /// Reserves a block of `size` tokens above `last` and above all blocks before it, and maps the tickets from this one on to it,
+    /// Reserves a block of `size` tokens above `last`, above all blocks before it and above what tokens were raised above, and maps the tickets from this one on to it,
     /// unless there is a mapping with higher tokens. Two durable writes, one after the other. Returns the block's last token, 0 if
     /// the counter is missing, or no row if the mapping is missing.
     pub(crate) fn reserve(&self, last: u64, size: u64, life: u64, ticket: u64, step: u64) -> String {
         let key = self.key.as_sql();
         format!(
-            "DO LAST_INSERT_ID(0); \
-             UPDATE lockkit_fence SET reserved=LAST_INSERT_ID(GREATEST(reserved, CAST({last} AS UNSIGNED), {CLOCK}) + {size}) \
+            "SELECT COALESCE(MAX(reserved), 0) INTO @lockkit_raised FROM lockkit_fence WHERE name={RAISED}; \
+             DO LAST_INSERT_ID(0); \
+             UPDATE lockkit_fence SET reserved=LAST_INSERT_ID(GREATEST(reserved, CAST({last} AS UNSIGNED), \
+             CAST(@lockkit_raised AS UNSIGNED), {CLOCK}) + {size}) \
              WHERE name={key}; \
              UPDATE lockkit_map SET life={life}, base=LAST_INSERT_ID() - {size} + 1, since={ticket}, last=LAST_INSERT_ID(), \
              step={step} WHERE name={key} AND last + {size} <= LAST_INSERT_ID(); \
@@ -337,6 +361,77 @@ mod tests {
     async fn run(connection: &mut MySqlConnection, sql: &str) -> Vec<sqlx::mysql::MySqlRow> {
         let rows = sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(connection).await;
         rows.unwrap_or_else(|error| panic!("{sql}: {error}"))
+    }
+
+    /// A client may be between the two writes of a reservation when tokens are raised.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn no_block_from_before_is_in_use_once_tokens_are_raised() {
+        const ABOVE: u64 = 1 << 60;
+
+        for (kept, flavour, backend) in [
+            (Kept::MariaDb, Flavour::MariaDb, "mysql"),
+            (Kept::MySql, Flavour::MySql, "mysql-server"),
+        ] {
+            if skipped(backend, MySql::missing(kept)) {
+                continue;
+            }
+            let server = MySql::start(kept, &[]).unwrap();
+            let options: MySqlConnectOptions = server.url().parse().unwrap();
+            let [mut client, mut operator] =
+                [options.connect().await.unwrap(), options.connect().await.unwrap()];
+            run(&mut client, &crate::ddl(crate::Mode::ForUpdate)).await;
+            let raise: Vec<_> = raise_fence(ABOVE).split("; ").map(str::to_owned).collect();
+            let writes = 2;
+            assert_eq!(raise.len(), 3);
+            // The statements of the operator between which each of the client's two writes is.
+            let places =
+                (0..=raise.len()).flat_map(|first| (first..=raise.len()).map(move |second| [first, second]));
+            for places in places.collect::<Vec<_>>() {
+                run(
+                    &mut operator,
+                    "DELETE FROM lockkit_fence; DELETE FROM lockkit_map; DELETE FROM lockkit_gate",
+                )
+                .await;
+                let name = LockName::new("a").unwrap();
+                let sql = RowSql::new(
+                    Key::new("lockkit", LockKind::Lock, &name),
+                    Mode::Exclusive,
+                    flavour,
+                );
+                run(&mut client, &sql.create(false)).await;
+                let reserve = sql.reserve(0, 1_024, 7, 1, 1);
+                let mut reserve: Vec<_> = reserve.split("; ").map(str::to_owned).collect();
+                let rest = reserve.split_off(reserve.len() - writes);
+                let mut client_does = [reserve.join("; "), rest.join("; ")]
+                    .into_iter()
+                    .zip(places)
+                    .peekable();
+                for done in 0..=raise.len() {
+                    while let Some((statements, _)) = client_does.next_if(|(_, place)| *place == done) {
+                        run(&mut client, &statements).await;
+                    }
+                    if let Some(statement) = raise.get(done) {
+                        run(&mut operator, statement).await;
+                    }
+                }
+                let mapping = async |connection: &mut MySqlConnection| {
+                    let read = "SELECT CONCAT_WS('/', life, base, since, last, step) FROM lockkit_map";
+                    let mapping: Vec<u8> = run(connection, read).await[0].try_get_unchecked(0).unwrap();
+                    String::from_utf8(mapping).unwrap().parse::<Mapping>().unwrap()
+                };
+                let what = format!("{kept:?} {places:?}");
+                let in_use = mapping(&mut client).await;
+                let token = in_use.first(2, 7, 1);
+                assert!(token.is_none_or(|token| token > ABOVE), "{what}: {in_use:?}");
+                let (size, step) = in_use.next(7, 1);
+                run(&mut client, &sql.reserve(in_use.last, size, 7, 3, step)).await;
+                let next = mapping(&mut client).await;
+                assert!(
+                    next.first(4, 7, 1).is_some_and(|token| token > ABOVE),
+                    "{what}: {next:?}"
+                );
+            }
+        }
     }
 
     /// A statement that waits for the row has to draw its ticket after the grant, and to see the mapping that was committed while
