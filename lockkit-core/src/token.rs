@@ -126,7 +126,7 @@ impl FenceGate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "fencing token {token} is stale: {highest} has been seen; the lock has had another holder since, or another backend (after a \
-     change of the backend, begin at 0)"
+     change of the backend, raise its tokens: `lockkit fence raise --above {highest}`)"
 )]
 #[non_exhaustive]
 pub struct StaleToken {

@@ -19,4 +19,13 @@ mod documented;
 mod listing;
 #[cfg(feature = "metrics")]
 mod observability;
+#[cfg(all(
+    feature = "file",
+    feature = "redis",
+    feature = "zk",
+    feature = "mysql",
+    feature = "etcd",
+    feature = "postgres",
+))]
+mod swaps;
 mod urls;

@@ -19,7 +19,7 @@ pub enum FencedError<E> {
     /// this one's cannot be compared. Stop.
     #[error(
         "fencing token {token} is stale: {highest} has written the row; the lock has had another holder since, or another backend \
-         (after a change of the backend, set the rows' tokens to 0)"
+         (after a change of the backend, raise its tokens: `lockkit fence raise --above {highest}`)"
     )]
     #[non_exhaustive]
     Stale {
