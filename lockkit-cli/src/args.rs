@@ -27,6 +27,7 @@ pub(crate) enum Command {
     Inspect(Inspect),
     List(List),
     Break(Break),
+    Fence(Fence),
     Check(Check),
     Bench(Bench),
     Completions(Completions),
@@ -151,6 +152,42 @@ pub(crate) struct Break {
     pub(crate) name: String,
 }
 
+/// Show or raise the fencing tokens, to have a lock server take another's place.
+///
+/// What checks tokens remembers the highest that it has seen, and refuses lower ones for good. So before another lock server
+/// takes the place of one whose tokens were higher, raise its tokens above them.
+#[derive(Debug, Args)]
+pub(crate) struct Fence {
+    #[command(subcommand)]
+    pub(crate) what: FenceCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum FenceCommand {
+    /// Print the highest token that a hold may have had so far
+    Show(FenceShow),
+    Raise(FenceRaise),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct FenceShow {
+    #[command(flatten)]
+    pub(crate) server: Server,
+}
+
+/// Have every later hold get a token above N, and print what tokens are above then: N, or more.
+///
+/// Stop what locks before: a hold from before keeps its token, also where it is passed on. If higher tokens are in use
+/// already, they stay. A number so high that too few would be left is refused, with status 125.
+#[derive(Debug, Args)]
+pub(crate) struct FenceRaise {
+    #[command(flatten)]
+    pub(crate) server: Server,
+    /// The highest token that was seen: by `lockkit fence show` on the other lock server, or by what checks tokens
+    #[arg(long, value_name = "N")]
+    pub(crate) above: u64,
+}
+
 /// Run the conformance suite against your own lock server.
 ///
 /// It uses names of its own and starts helper processes. Exits with status 1 if a case fails.
@@ -201,7 +238,7 @@ pub(crate) struct Completions {
 #[derive(Debug, Args)]
 pub(crate) struct Man {
     /// A subcommand, for its own page
-    pub(crate) command: Option<String>,
+    pub(crate) command: Vec<String>,
 }
 
 #[derive(Debug, Args)]

@@ -10,6 +10,7 @@ mod child;
 mod exec;
 mod failure;
 mod family;
+mod fence;
 mod helper_server;
 mod inspect;
 mod list;
@@ -46,6 +47,7 @@ fn dispatch(command: Command) -> Result<u8, Failure> {
         Command::Inspect(args) => on_this_thread(inspect::inspect(args)),
         Command::List(args) => on_this_thread(list::list(args)),
         Command::Break(args) => on_this_thread(inspect::break_hold(args)),
+        Command::Fence(args) => on_this_thread(fence::fence(args.what)),
         Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Completions(args) => {
@@ -66,7 +68,7 @@ fn man(args: &Man) -> Result<u8, Failure> {
     let mut command = Cli::command();
     // Gives the subcommands their full names.
     command.build();
-    if let Some(name) = &args.command {
+    for name in &args.command {
         let found = command.find_subcommand(name).filter(|found| !found.is_hide_set());
         let Some(found) = found.cloned() else {
             return Err(Failure::new(FAILED, format!("there is no subcommand `{name}`")));

@@ -261,6 +261,11 @@ fn every_command_has_a_manual_page() {
         assert!(page.contains(&format!(".TH lockkit-{command} 1")), "{page}");
         assert!(page.contains(&format!("lockkit {command}")), "{page}");
     }
+    let raise = manual(&["fence", "raise"]);
+    assert!(
+        raise.contains("lockkit fence raise") && raise.contains("--above"),
+        "{raise}"
+    );
     let run = manual(&["run"]);
     assert!(run.contains("--ttl") && run.contains("Exit status"), "{run}");
 }

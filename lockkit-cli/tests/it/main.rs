@@ -3,6 +3,7 @@
 mod breaking;
 mod command_line;
 mod connecting;
+mod fencing;
 mod held_up;
 mod holding;
 mod jobs;
