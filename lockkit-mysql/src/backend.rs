@@ -20,7 +20,7 @@ use crate::{
     error::During,
     layout::Key,
     lease_claim::{self, LeaseClaim},
-    lease_sql,
+    lease_sql::{self, ServerLocks},
     list::MySqlLister,
     name_cache::NameCache,
     row_claim::{self, RowClaim},
@@ -53,7 +53,7 @@ pub(crate) struct Shared {
     pub(crate) names: NameCache,
     pub(crate) server: Server,
     pub(crate) namespace: Arc<str>,
-    pub(crate) database: Arc<str>,
+    pub(crate) server_locks: ServerLocks,
 }
 
 impl Shared {
@@ -99,6 +99,10 @@ impl MySqlBackend {
         );
         let (_, server) = sessions.control.connect("connect").await?;
         sessions.control.prepare(config.mode, config.schema).await?;
+        let server_locks = match config.mode {
+            Mode::Lease => sessions.control.server_locks(&target.database).await?,
+            Mode::ForUpdate => ServerLocks::default(),
+        };
         // Opening a session checks that the server keeps its `wait_timeout`.
         let first = sessions.get("connect", lease_claim::WAIT_TIMEOUT).await?;
         sessions.put(first).await;
@@ -108,7 +112,7 @@ impl MySqlBackend {
             names: NameCache::default(),
             server,
             namespace: config.namespace.as_str().into(),
-            database: target.database.into(),
+            server_locks,
         });
         let mut maintenance = JoinSet::new();
         maintenance.spawn({

@@ -19,6 +19,7 @@ use crate::{
     Mode, NAME, Schema,
     connection::{Reply, ResumableConnection, column},
     error::{self, During, code},
+    lease_sql::ServerLocks,
     relay::Route,
     row_sql, schema,
     server::{self, Server},
@@ -244,6 +245,19 @@ impl Control {
             }
         };
         self.with("connect", work).await
+    }
+
+    /// Reads the secret of which the names of the server's locks are made for waiters of leases. Writes only if there is none.
+    pub(crate) async fn server_locks(&self, database: &str) -> Result<ServerLocks> {
+        const OPERATION: &str = "connect";
+
+        let mut reply = self.query(OPERATION, ServerLocks::READ_SECRET.to_owned()).await?;
+        if reply.last().is_empty() {
+            reply = self.query(OPERATION, ServerLocks::make_secret()?).await?;
+        }
+        let row = reply.last().first().ok_or(sqlx::Error::RowNotFound);
+        let secret: Vec<u8> = row.and_then(|row| column(row, 0)).during(OPERATION)?;
+        Ok(ServerLocks::new(&secret, database))
     }
 
     /// Returns those of these sessions that the server still has. Returns none if this connection has ended, since the ids mean

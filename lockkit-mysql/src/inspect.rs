@@ -69,7 +69,7 @@ impl Shared {
     /// Reads who holds a lease.
     pub(crate) async fn inspect_lease(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
         let key = Key::new(&self.namespace, kind, name);
-        let question = lease_sql::holder(&self.database, &key, self.server.flavour);
+        let question = lease_sql::holder(&self.server_locks, &key, self.server.flavour);
         let reply = self.sessions.control.read("inspect", question).await?;
         Ok(state(read(&reply, lease_row).during("inspect")?))
     }
@@ -100,7 +100,7 @@ impl Shared {
     pub(crate) async fn revoke_lease(&self, name: &LockName, kind: LockKind, token: u64) -> Result<bool> {
         let key = Key::new(&self.namespace, kind, name);
         let control = &self.sessions.control;
-        let (free, wake) = lease_sql::revoke(&self.database, &key, token);
+        let (free, wake) = lease_sql::revoke(&self.server_locks, &key, token);
         // The connection may have ended. This replaces it. The next request is not to be sent twice: its second reply would
         // be that there is no such hold.
         control.query("revoke", "DO 0".to_owned()).await?;

@@ -2,10 +2,14 @@
 
 use std::time::Duration;
 
-use lockkit_core::spi::{ClaimRequest, OwnerId};
+use lockkit_core::{
+    Error, Result,
+    spi::{ClaimRequest, OwnerId},
+};
 use sha2::{Digest, Sha256};
 
 use crate::{
+    NAME,
     backend::Shared,
     connection::Reply,
     control::{Epoch, TIMER_LOCK},
@@ -60,9 +64,9 @@ impl LeaseSql {
             key: key.clone(),
             owner_id,
             owner: literal(&owner_id.to_be_bytes()),
-            queue_lock: queue_lock(&shared.database, key),
-            sleep_lock: sleep_lock(&shared.database, key),
-            asleep_lock: asleep_lock(&shared.database, key),
+            queue_lock: shared.server_locks.queue(key),
+            sleep_lock: shared.server_locks.sleep(key),
+            asleep_lock: shared.server_locks.asleep(key),
             flavour: shared.server.flavour,
             label: literal_or_null(request.label.as_deref()),
             full_name: literal_or_null(key.full_name(&request.name)),
@@ -268,15 +272,15 @@ pub(crate) fn ask_back(key: &Key, token: u64) -> String {
 }
 
 /// Returns the statements by which an operator frees the lock that is held with this token, and wakes a session.
-pub(crate) fn revoke(database: &str, key: &Key, token: u64) -> (String, impl Fn(u64) -> String) {
-    let (sleep_lock, asleep_lock) = (sleep_lock(database, key), asleep_lock(database, key));
+pub(crate) fn revoke(locks: &ServerLocks, key: &Key, token: u64) -> (String, impl Fn(u64) -> String + use<>) {
+    let (sleep_lock, asleep_lock) = (locks.sleep(key), locks.asleep(key));
     let free = free(key, &sleep_lock, &format!("token={token}"));
     (free, move |sleeper| wake(&sleep_lock, &asleep_lock, sleeper))
 }
 
 /// Returns the holder, and the number of statements that wait.
-pub(crate) fn holder(database: &str, key: &Key, flavour: Flavour) -> String {
-    let [queue, sleep] = waits(database, key, flavour).map(|wait| literal(wait.as_bytes()));
+pub(crate) fn holder(locks: &ServerLocks, key: &Key, flavour: Flavour) -> String {
+    let [queue, sleep] = waits(locks, key, flavour).map(|wait| literal(wait.as_bytes()));
     format!(
         "SELECT token, label, CAST(expires-{NOW} AS UNSIGNED) FROM lockkit_lease \
          WHERE name={} AND token<>0 AND expires>{NOW}; \
@@ -286,9 +290,9 @@ pub(crate) fn holder(database: &str, key: &Key, flavour: Flavour) -> String {
 }
 
 /// Returns the statements of those who wait for a name.
-pub(crate) fn waits(database: &str, key: &Key, flavour: Flavour) -> [String; 2] {
-    let queue = queue(&queue_lock(database, key));
-    let sleep = sleep(&sleep_lock(database, key), &asleep_lock(database, key), flavour);
+pub(crate) fn waits(locks: &ServerLocks, key: &Key, flavour: Flavour) -> [String; 2] {
+    let queue = queue(&locks.queue(key));
+    let sleep = sleep(&locks.sleep(key), &locks.asleep(key), flavour);
     [queue, sleep]
 }
 
@@ -335,23 +339,58 @@ fn wake(sleep_lock: &str, asleep_lock: &str, sleeper: u64) -> String {
     format!("KILL QUERY IF(IS_USED_LOCK({asleep_lock})={sleeper}, {sleeper}, {woken})")
 }
 
-fn queue_lock(database: &str, key: &Key) -> String {
-    server_lock("lockkit", database, key)
+/// The names of the server's own locks. Any account of the server may take any of them, and whoever has the queue lock of a name keeps
+/// that from all others. So a name cannot be computed without what only those can read who may use the table.
+#[derive(Debug, Default)]
+pub(crate) struct ServerLocks {
+    secret: String,
+    database: String,
 }
 
-fn sleep_lock(database: &str, key: &Key) -> String {
-    server_lock("lockkit-sleep", database, key)
-}
+impl ServerLocks {
+    /// Reads the secret of the table, of which the names are made.
+    pub(crate) const READ_SECRET: &str = "SELECT owner FROM lockkit_lease WHERE name=x''";
 
-fn asleep_lock(database: &str, key: &Key) -> String {
-    server_lock("lockkit-asleep", database, key)
-}
+    /// Returns the statements that give the table its secret, unless another client does first, and then read it. It is in a row without
+    /// a name, which is no lock's. If somebody deletes that, newcomers are not in one queue with those who read it before: then a release
+    /// may not wake the next in line, who looks once a second.
+    pub(crate) fn make_secret() -> Result<String> {
+        let mut secret = [0; 16];
+        getrandom::fill(&mut secret)
+            .map_err(|error| Error::permanent(NAME, "connect", format!("no random numbers: {error}")))?;
+        let secret = literal(&secret);
+        Ok(format!(
+            "INSERT IGNORE INTO lockkit_lease (name, owner, expires, token, latest) VALUES (x'', {secret}, 0, 0, 0); {}",
+            Self::READ_SECRET
+        ))
+    }
 
-/// Returns the name of a server lock. It is valid for the whole server, so it contains the database, and has 64 characters at
-/// most.
-fn server_lock(prefix: &str, database: &str, key: &Key) -> String {
-    let digest = hexadecimal(&Sha256::digest(format!("{database}/{}", key.as_sql())));
-    format!("'{prefix}:{}'", &digest[..48])
+    pub(crate) fn new(secret: &[u8], database: &str) -> Self {
+        Self {
+            secret: hexadecimal(secret),
+            database: database.to_owned(),
+        }
+    }
+
+    fn queue(&self, key: &Key) -> String {
+        self.name("lockkit", key)
+    }
+
+    fn sleep(&self, key: &Key) -> String {
+        self.name("lockkit-sleep", key)
+    }
+
+    fn asleep(&self, key: &Key) -> String {
+        self.name("lockkit-asleep", key)
+    }
+
+    /// Returns the name of a server lock. It is valid for the whole server, where a copy of the database may be too, and has 64
+    /// characters at most.
+    fn name(&self, prefix: &str, key: &Key) -> String {
+        let Self { secret, database } = self;
+        let digest = hexadecimal(&Sha256::digest(format!("{secret}/{database}/{}", key.as_sql())));
+        format!("'{prefix}:{}'", &digest[..48])
+    }
 }
 
 /// An expression: 1 once the session has this server lock, within so many seconds. It never has it twice, since it would have to

@@ -99,7 +99,7 @@ impl MySqlLister {
                 let flavour = shared.server.flavour;
                 let statements = match self.mode {
                     Mode::ForUpdate => row_sql::waits(&held.key, flavour, kind),
-                    Mode::Lease => lease_sql::waits(&shared.database, &held.key, flavour).into(),
+                    Mode::Lease => lease_sql::waits(&shared.server_locks, &held.key, flavour).into(),
                 };
                 statements.into_iter().map(|sql| (sql.into_bytes(), &held.key))
             })

@@ -15,6 +15,7 @@ use crate::servers::{
 for_each_flavour! {
     tables_that_are_missing_are_printed_and_not_made
     the_rights_on_the_tables_are_enough
+    an_account_without_rights_keeps_no_lease_from_others
     tables_that_cannot_exclude_are_refused
     an_earlier_version_shares_no_counter
     leases_of_an_earlier_version_get_a_column
@@ -159,6 +160,43 @@ async fn leases_of_an_earlier_version_get_a_column(flavour: Flavour) {
     let guard = client.lock("a").unwrap().acquire().await.unwrap();
     let asked = client.revoke("a", guard.token(), Duration::ZERO).await.unwrap();
     assert!(matches!(asked, Revocation::StillHeld { .. }), "{asked:?}");
+}
+
+/// Any account may take any lock of the server itself, and so the place at the head of a queue, if it knows its name.
+async fn an_account_without_rights_keeps_no_lease_from_others(flavour: Flavour) {
+    let server = shared(flavour);
+    let mut admin = Admin::of(server).await;
+    let account = format!("t{:016x}", fastrand::u64(..));
+    admin
+        .run(&format!("CREATE USER '{account}'@'%' IDENTIFIED BY 'pw'"))
+        .await;
+    let mut stranger = Admin::stranger(server.addr(), &account, "pw").await.unwrap();
+    let name = name("a");
+    // All that goes into it, but what the table alone has.
+    let digest = format!(
+        "SELECT SHA2(CONCAT('{}/x''', LOWER(HEX('lockkit:{name}')), ''''), 256)",
+        MySql::DATABASE
+    );
+    let digest = stranger.value(&digest).await;
+    for kind in ["lockkit", "lockkit-sleep", "lockkit-asleep"] {
+        let taken = stranger
+            .value(&format!("SELECT GET_LOCK('{kind}:{}', 0)", &digest[..48]))
+            .await;
+        assert_eq!(taken, "1");
+    }
+    let (holder, other) = (
+        client(server.addr(), Mode::Lease).await,
+        client(server.addr(), Mode::Lease).await,
+    );
+    let tried = holder.lock(&name).unwrap().try_acquire().await.unwrap();
+    let guard = tried.expect("nobody holds it");
+    let waiter = Waiter::of(other.lock(&name).unwrap());
+    waits(&holder, &name).await;
+    // What is run has the names.
+    let seen = "SELECT INFO FROM information_schema.PROCESSLIST WHERE INFO LIKE CONCAT('%lock', 'kit%')";
+    assert_eq!(stranger.run(seen).await, [[""; 0]; 0]);
+    guard.release().await.unwrap();
+    waiter.granted().await.0.release().await.unwrap();
 }
 
 async fn tables_that_cannot_exclude_are_refused(flavour: Flavour) {

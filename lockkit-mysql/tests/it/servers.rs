@@ -114,16 +114,13 @@ impl Admin {
     }
 
     pub(crate) async fn login(addr: SocketAddr, user: &str, password: &str) -> sqlx::Result<Self> {
-        let mut options = MySqlConnectOptions::new()
-            .host(&addr.ip().to_string())
-            .port(addr.port())
-            .username(user)
-            .database(MySql::DATABASE)
-            .ssl_mode(MySqlSslMode::Disabled);
-        if !password.is_empty() {
-            options = options.password(password);
-        }
+        let options = options(addr, user, password).database(MySql::DATABASE);
         Ok(Self(options.connect().await?))
+    }
+
+    /// An account that may use no database.
+    pub(crate) async fn stranger(addr: SocketAddr, user: &str, password: &str) -> sqlx::Result<Self> {
+        Ok(Self(options(addr, user, password).connect().await?))
     }
 
     /// Runs one or more statements, and returns the rows as text.
@@ -186,6 +183,19 @@ impl Admin {
 
     pub(crate) async fn close(self) {
         let _ = self.0.close().await;
+    }
+}
+
+fn options(addr: SocketAddr, user: &str, password: &str) -> MySqlConnectOptions {
+    let options = MySqlConnectOptions::new()
+        .host(&addr.ip().to_string())
+        .port(addr.port())
+        .username(user)
+        .ssl_mode(MySqlSslMode::Disabled);
+    if password.is_empty() {
+        options
+    } else {
+        options.password(password)
     }
 }
 
