@@ -19,6 +19,7 @@ pub mod fence;
 pub mod fenced;
 pub mod queue;
 pub mod resumable;
+mod secrets;
 #[cfg(feature = "tls")]
 pub mod tls;
 
@@ -27,7 +28,10 @@ use std::{fmt, num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use tokio::{sync::watch, time::Instant};
 
-pub use self::config::{ServerUrl, Tls, check_certificates, check_duration};
+pub use self::{
+    config::{ServerUrl, Tls, check_certificates, check_duration},
+    secrets::Secrets,
+};
 #[doc(inline)]
 pub use crate::{__config as config, __words as words};
 use crate::{
@@ -210,6 +214,8 @@ pub struct BackendInfo {
     /// Its leases stand still while this machine is suspended, since only this machine's monotonic clock counts them. By default
     /// they do not: a server elsewhere goes on counting, and so does the driver where the operating system allows (Linux).
     pub leases_stand_still: bool,
+    /// What the driver blanks in the backend's errors, since its servers know it. By default nothing.
+    pub secrets: Secrets,
 }
 
 impl BackendInfo {
@@ -245,6 +251,7 @@ impl BackendInfo {
             fallback_poll: Duration::from_secs(1),
             max_patience: Duration::from_secs(1),
             leases_stand_still: false,
+            secrets: Secrets::default(),
         }
     }
 }

@@ -18,7 +18,7 @@ use futures_util::{
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
     spi::{
-        Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode,
+        Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, Secrets,
         fence::{Bases, MOST, check},
         queue::holders,
     },
@@ -108,6 +108,7 @@ impl EtcdBackend {
         let runtime = Handle::try_current().map_err(|_| Failure::NoRuntime.during("connect"))?;
         let options = Options {
             credentials: config.auth.clone(),
+            secrets: Secrets::of_passwords(config.auth.iter().map(|auth| &auth.password)),
             #[cfg(feature = "tls")]
             trust: crate::tls::Trust::new(&config)?,
         };
@@ -376,6 +377,7 @@ impl Backend for EtcdBackend {
         capabilities.fencing = FencingDurability::Durable;
         let mut info = BackendInfo::new(NAME, self.shared.address.url());
         info.namespace = self.shared.config.namespace.as_str().into();
+        info.secrets = Secrets::of_passwords(self.shared.config.auth.iter().map(|auth| &auth.password));
         info.capabilities = capabilities;
         info.fallback_poll = FALLBACK_POLL;
         info

@@ -18,6 +18,7 @@ use hyper::{
     client::conn::http2::{Builder, SendRequest},
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use lockkit_core::spi::Secrets;
 use prost::Message;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -67,6 +68,7 @@ struct Inner {
     since: Instant,
     grpc: Grpc<Http>,
     credentials: Option<Credentials>,
+    secrets: Secrets,
     token: Mutex<Option<Token>>,
     /// The time of the last answer that proves the member to be one of a quorum.
     heard: Mutex<Option<Instant>>,
@@ -80,6 +82,11 @@ impl Connection {
     /// # Cancel safety
     /// Dropping the future closes the connection.
     pub(crate) async fn open(host: &str, options: &Options) -> Result<Self> {
+        let opened = Self::open_to(host, options).await;
+        opened.map_err(|failure| failure.blanked(&options.secrets))
+    }
+
+    async fn open_to(host: &str, options: &Options) -> Result<Self> {
         let unreachable = |error: std::io::Error| Failure::Unreachable(format!("{host}: {error}"));
         let stream = TcpStream::connect(host).await.map_err(unreachable)?;
         // Each request is one small packet.
@@ -112,12 +119,13 @@ impl Connection {
         let (sender, work) =
             shaken.map_err(|error| Failure::Unreachable(format!("{host}: {}", chain(&error))))?;
         let (alive, ended) = watch::channel(());
-        let name = host.to_owned();
+        let (name, secrets) = (host.to_owned(), options.secrets.clone());
         let task = tokio::spawn(async move {
             // The receivers see its drop, also if the task is aborted.
             let _alive = alive;
             if let Err(error) = work.await {
-                tracing::debug!(host = name, %error, "the connection to a member is lost");
+                let error = secrets.chain(&error);
+                tracing::debug!(host = name, error, "the connection to a member is lost");
             }
         });
         let grpc = Grpc::with_origin(Http(sender), origin).max_decoding_message_size(MAX_ANSWER);
@@ -127,6 +135,7 @@ impl Connection {
             since: Instant::now(),
             grpc,
             credentials: options.credentials.clone(),
+            secrets: options.secrets.clone(),
             token: Mutex::default(),
             heard: Mutex::default(),
             ended,
@@ -172,6 +181,10 @@ impl Connection {
         self.0.task.abort();
     }
 
+    pub(crate) fn secrets(&self) -> &Secrets {
+        &self.0.secrets
+    }
+
     pub(crate) fn has_user(&self) -> bool {
         self.0.credentials.is_some()
     }
@@ -211,6 +224,7 @@ impl Connection {
             .get_or_init(|| status.header.map_or(0, |header| header.cluster_id));
         let version = status.version;
         if is_unsound(&version) {
+            let version = &*self.0.secrets.blank(&version);
             tracing::warn!(
                 host = self.0.host,
                 version,
@@ -339,7 +353,7 @@ impl Connection {
     async fn until_ended<T>(&self, answer: impl Future<Output = Result<T>>) -> Result<T> {
         tokio::select! {
             biased;
-            answer = answer => answer,
+            answer = answer => answer.map_err(|failure| failure.blanked(&self.0.secrets)),
             () = self.ended() => Err(Failure::Unknown("the connection was given up or lost".to_owned())),
         }
     }
@@ -376,9 +390,10 @@ impl Drop for Inner {
 }
 
 /// The options for each connection.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(crate) struct Options {
     pub(crate) credentials: Option<Credentials>,
+    pub(crate) secrets: Secrets,
     #[cfg(feature = "tls")]
     pub(crate) trust: Option<crate::tls::Trust>,
 }
@@ -439,11 +454,7 @@ mod tests {
         }
         let server = tokio::task::block_in_place(EtcdServer::plain).unwrap();
         let proxy = Proxy::start(server.addr()).unwrap();
-        let options = Options {
-            credentials: None,
-            #[cfg(feature = "tls")]
-            trust: None,
-        };
+        let options = Options::default();
         let connection = Connection::open(&proxy.addr().to_string(), &options).await;
         let connection = connection.unwrap();
         proxy.set(Mode::Blackhole);

@@ -1,8 +1,11 @@
 //! Failures, and what they say about the state at the servers.
 
-use std::num::NonZeroU32;
+use std::{borrow::Cow, num::NonZeroU32};
 
-use lockkit_core::{Error, LockName, LossReason, spi::queue::Abandoned};
+use lockkit_core::{
+    Error, LockName, LossReason,
+    spi::{Secrets, queue::Abandoned},
+};
 use tonic::{Code, Status};
 
 use crate::NAME;
@@ -134,6 +137,19 @@ fn unknown(status: &Status) -> String {
 }
 
 impl Failure {
+    /// Returns the failure without secrets that the servers have repeated.
+    pub(crate) fn blanked(mut self, secrets: &Secrets) -> Self {
+        if let Self::Refused { reason: text, .. }
+        | Self::Full(text)
+        | Self::Unknown(text)
+        | Self::Unreachable(text) = &mut self
+            && let Cow::Owned(blanked) = secrets.blank(text)
+        {
+            *text = blanked;
+        }
+        self
+    }
+
     /// Returns the error for a caller of `operation`.
     pub(crate) fn during(self, operation: &'static str) -> Error {
         match self {

@@ -568,11 +568,7 @@ pub(crate) mod tests {
     use crate::connection::Options;
 
     pub(crate) async fn open(host: String, seconds: u64) -> Session {
-        let options = Options {
-            credentials: None,
-            #[cfg(feature = "tls")]
-            trust: None,
-        };
+        let options = Options::default();
         let members = Members::new(vec![host], options);
         let watcher = Arc::new(Watcher::new(members.clone()));
         let layout = Layout::new("", "proof");

@@ -17,6 +17,7 @@ use std::{
 };
 
 use futures_util::{StreamExt as _, future::OptionFuture, stream, task::AtomicWaker};
+use lockkit_core::spi::Secrets;
 use tokio::{
     sync::mpsc,
     task::AbortHandle,
@@ -358,12 +359,13 @@ impl OnStream {
                 Some(answer) = next => match answer {
                     Some(Ok(answer)) => {
                         *lock(heard) = Some(Instant::now());
-                        if !self.answered(&answer, may_be_stale()) {
+                        if !self.answered(&answer, may_be_stale(), connection.secrets()) {
                             return StreamEnd::StaleToken;
                         }
                     }
                     Some(Err(error)) => {
-                        tracing::debug!(%error, "the stream of watches has ended");
+                        let error = connection.secrets().chain(&error);
+                        tracing::debug!(error, "the stream of watches has ended");
                         return StreamEnd::Interrupted;
                     }
                     None => return StreamEnd::Interrupted,
@@ -403,7 +405,7 @@ impl OnStream {
     }
 
     /// Notes an answer. Returns `false` if a watch was refused that a new token may be granted.
-    fn answered(&mut self, answer: &WatchResponse, may_be_stale: bool) -> bool {
+    fn answered(&mut self, answer: &WatchResponse, may_be_stale: bool, secrets: &Secrets) -> bool {
         // Some versions do not repeat the number of a watch that they refuse.
         let id = if answer.created {
             self.since = Instant::now();
@@ -416,7 +418,8 @@ impl OnStream {
                 return true;
             };
             let is_denied = answer.created && answer.cancel_reason.contains("etcdserver:");
-            tracing::debug!(reason = answer.cancel_reason, "a watch was cancelled");
+            let reason = &*secrets.blank(&answer.cancel_reason);
+            tracing::debug!(reason, "a watch was cancelled");
             if is_denied && may_be_stale {
                 watch.tell(WatchEvent::Interrupted);
                 return false;

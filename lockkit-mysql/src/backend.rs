@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingToken, LockKind, LockName, LockState, Result,
     spi::{
-        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister,
+        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Secrets,
         fence::{MOST, check},
         require_runtime,
     },
@@ -15,6 +15,7 @@ use tokio::task::JoinSet;
 
 use crate::{
     Mode, MySqlConfig, NAME,
+    config::Target,
     connection::column,
     control::Epoch,
     error::During,
@@ -54,6 +55,8 @@ pub(crate) struct Shared {
     pub(crate) server: Server,
     pub(crate) namespace: Arc<str>,
     pub(crate) server_locks: ServerLocks,
+    /// What is blanked in whatever the server says.
+    pub(crate) secrets: Secrets,
 }
 
 impl Shared {
@@ -89,6 +92,12 @@ impl MySqlBackend {
     /// May be dropped at any await. Tables that were created stay.
     pub async fn connect(config: MySqlConfig) -> Result<Self> {
         let target = config.target()?;
+        let secrets = Secrets::of_passwords(&target.password);
+        let connected = Self::connect_to(target, config, secrets.clone()).await;
+        connected.map_err(|error| secrets.blanked(error))
+    }
+
+    async fn connect_to(target: Target, config: MySqlConfig, secrets: Secrets) -> Result<Self> {
         require_runtime(NAME, "connect")?;
         let options = config.connect_options(&target);
         let sessions = Sessions::new(
@@ -113,6 +122,7 @@ impl MySqlBackend {
             server,
             namespace: config.namespace.as_str().into(),
             server_locks,
+            secrets,
         });
         let mut maintenance = JoinSet::new();
         maintenance.spawn({
@@ -151,6 +161,7 @@ impl Backend for MySqlBackend {
     fn info(&self) -> BackendInfo {
         let mut info = BackendInfo::new(NAME, self.url.clone());
         info.namespace = self.shared.namespace.clone();
+        info.secrets = self.shared.secrets.clone();
         info.fallback_poll = FALLBACK_POLL;
         let mut capabilities = Capabilities::default();
         info.instead = (self.mode == Mode::Lease).then_some(ROW_LOCKS_INSTEAD);

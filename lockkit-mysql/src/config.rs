@@ -212,7 +212,7 @@ pub(crate) struct Target {
     host: String,
     port: u16,
     user: String,
-    password: Option<String>,
+    pub(crate) password: Option<String>,
     pub(crate) database: String,
 }
 

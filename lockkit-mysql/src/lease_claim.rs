@@ -280,7 +280,10 @@ impl LeaseClaim {
             let woken = session.query(wait_timeout, self.sql.wake(sleeper));
             match timeout(WAKES_WITHIN, woken).await {
                 Ok(Ok(_)) => {}
-                Ok(Err(error)) => tracing::debug!(%error, "the next in line was not woken"),
+                Ok(Err(error)) => {
+                    let error = self.shared.secrets.chain(&error);
+                    tracing::debug!(error, "the next in line was not woken");
+                }
                 Err(_) => self.session = None,
             }
         }

@@ -852,7 +852,8 @@ impl Claim for RowClaim {
                     _ if error::ends_the_session(&error) => break None,
                     _ if std::mem::take(&mut may_fail) => {
                         // Inspections do not see the hold. Otherwise it is as good as any.
-                        tracing::warn!(lock = ?self.request.name, %error, "a hold cannot be shown to inspections");
+                        let error = self.shared.secrets.chain(&error);
+                        tracing::warn!(lock = ?self.request.name, error, "a hold cannot be shown to inspections");
                         request = row_sql::still_holds();
                     }
                     _ => return Err(error::failed("renew", error)),

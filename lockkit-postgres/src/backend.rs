@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, LockKind, LockName, LockState, Result,
     spi::{
-        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister,
+        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Secrets,
         fence::{MOST, check},
     },
 };
@@ -15,6 +15,7 @@ use tokio::{runtime::Handle, task::JoinSet};
 use crate::{
     NAME, PostgresConfig,
     claim::PostgresClaim,
+    config::Target,
     connection::{Options, Query},
     error::{During, Failure},
     layout,
@@ -50,6 +51,8 @@ pub struct PostgresBackend {
 pub(crate) struct Shared {
     pub(crate) sessions: Sessions,
     pub(crate) namespace: Arc<str>,
+    /// What is blanked in whatever the server says.
+    pub(crate) secrets: Secrets,
 }
 
 impl PostgresBackend {
@@ -66,6 +69,12 @@ impl PostgresBackend {
     /// May be dropped at any await. What was created stays.
     pub async fn connect(config: PostgresConfig) -> Result<Self> {
         let target = config.target()?;
+        let secrets = Secrets::of_passwords(&target.password);
+        let connected = Self::connect_to(target, config, secrets.clone()).await;
+        connected.map_err(|error| secrets.blanked(error))
+    }
+
+    async fn connect_to(target: Target, config: PostgresConfig, secrets: Secrets) -> Result<Self> {
         require_runtime("connect")?;
         let options = Options {
             address: target.address.clone(),
@@ -84,6 +93,7 @@ impl PostgresBackend {
         let shared = Arc::new(Shared {
             sessions,
             namespace: config.namespace.as_str().into(),
+            secrets,
         });
         let mut maintenance = JoinSet::new();
         maintenance.spawn({
@@ -119,6 +129,7 @@ impl Backend for PostgresBackend {
     fn info(&self) -> BackendInfo {
         let mut info = BackendInfo::new(NAME, self.url.clone());
         info.namespace = self.shared.namespace.clone();
+        info.secrets = self.shared.secrets.clone();
         info.fallback_poll = FALLBACK_POLL;
         let mut capabilities = Capabilities::default();
         capabilities.fifo = true;

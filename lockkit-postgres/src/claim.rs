@@ -781,7 +781,8 @@ impl Claim for PostgresClaim {
                 }
                 Err(failure) => {
                     // Inspections do not see the hold. Otherwise it is as good as any.
-                    tracing::warn!(lock = ?self.request.name, error = %failure, "a hold cannot be shown to inspections");
+                    let error = self.shared.secrets.chain(&failure);
+                    tracing::warn!(lock = ?self.request.name, error, "a hold cannot be shown to inspections");
                     self.shown = Shown::Never;
                     show = None;
                 }

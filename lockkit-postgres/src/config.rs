@@ -185,7 +185,7 @@ pub(crate) struct Target {
     pub(crate) address: Address,
     pub(crate) database: String,
     user: String,
-    password: Option<String>,
+    pub(crate) password: Option<String>,
 }
 
 impl Target {

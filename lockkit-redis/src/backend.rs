@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, fence},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Secrets, fence},
 };
 use redis::Value;
 use tokio::{
@@ -52,6 +52,7 @@ const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(10);
 pub struct RedisBackend {
     shared: Arc<Shared>,
     server: Arc<str>,
+    secrets: Secrets,
 }
 
 /// Shared by the claims of a client.
@@ -125,6 +126,7 @@ impl RedisBackend {
                 namespace: config.namespace.into(),
             }),
             server: server.into(),
+            secrets: connector.secrets().clone(),
         })
     }
 }
@@ -155,6 +157,7 @@ impl Backend for RedisBackend {
     fn info(&self) -> BackendInfo {
         let mut info = BackendInfo::new(NAME, self.server.clone());
         info.namespace = self.shared.namespace.clone();
+        info.secrets = self.secrets.clone();
         info.fallback_poll = FALLBACK_POLL;
         let mut capabilities = Capabilities::default();
         capabilities.fifo = true;

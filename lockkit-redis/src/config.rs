@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, Error, Result,
-    spi::{BackendInfo, ServerUrl, check_certificates, check_duration, redacted_url},
+    spi::{BackendInfo, Secrets, ServerUrl, check_certificates, check_duration, redacted_url},
 };
 use percent_encoding::percent_decode_str;
 
@@ -75,6 +75,7 @@ pub(crate) struct Address {
     pub(crate) tls: bool,
     pub(crate) username: Option<String>,
     pub(crate) password: Option<String>,
+    pub(crate) secrets: Secrets,
     /// The server, or its sentinels.
     pub(crate) hosts: Vec<(String, u16)>,
     pub(crate) db: i64,
@@ -149,6 +150,7 @@ impl Address {
         }
         Ok(Self {
             tls,
+            secrets: Secrets::of_passwords(&password),
             username,
             password,
             hosts: parsed,

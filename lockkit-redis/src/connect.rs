@@ -10,7 +10,7 @@ use std::{
 };
 
 use futures_util::future::select_ok;
-use lockkit_core::{Error, Result};
+use lockkit_core::{Error, Result, spi::Secrets};
 use redis::{
     AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo, RedisError,
     RedisResult, Value,
@@ -178,6 +178,11 @@ impl Connector {
         }
     }
 
+    /// Returns what is blanked in whatever the servers say.
+    pub(crate) fn secrets(&self) -> &Secrets {
+        &self.address.secrets
+    }
+
     /// Returns the server's address, without credentials.
     pub(crate) fn server(&self) -> String {
         self.address.server(self.sentinel.as_deref())
@@ -193,6 +198,15 @@ impl Connector {
     /// # Cancel safety
     /// Dropping the future drops the connection.
     pub(crate) async fn connect(
+        &self,
+        channel: Option<&str>,
+        on_push: impl FnMut() -> OnPush + Send,
+    ) -> Result<Established> {
+        let connected = self.connect_to_master(channel, on_push).await;
+        connected.map_err(|error| self.address.secrets.blanked(error))
+    }
+
+    async fn connect_to_master(
         &self,
         channel: Option<&str>,
         mut on_push: impl FnMut() -> OnPush + Send,
@@ -252,6 +266,8 @@ impl Connector {
             .query_async(&mut connection)
             .await
             .map_err(connecting)?;
+        // Some of it is shown.
+        let info = self.address.secrets.blank(&info);
         let field = |name: &str| {
             info.lines()
                 .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))

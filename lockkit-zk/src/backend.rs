@@ -18,7 +18,7 @@ use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, LossReason,
     Result,
     spi::{
-        Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, Mutex,
+        Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, Mutex, Secrets,
         fence::{Bases, MOST, check},
     },
 };
@@ -408,6 +408,7 @@ impl Backend for ZkBackend {
         let Address { hosts, chroot } = &self.shared.address;
         let mut info = BackendInfo::new(NAME, format!("zk://{hosts}{chroot}"));
         info.namespace = self.shared.config.namespace.as_str().into();
+        info.secrets = Secrets::of_passwords(self.shared.config.auth.iter().map(|auth| &auth.password));
         info.instead = (!is_queue).then_some(QUEUE_INSTEAD);
         info.capabilities = capabilities;
         info.fallback_poll = FALLBACK_POLL;

@@ -219,7 +219,7 @@ async fn attempt(
     contender.is_known = true;
     let patience = deadline.patience(core.info.max_patience, now);
     let limit = deadline.limit(patience, request, last_reply);
-    let attempt = core.meters.request(OPERATION, claim.attempt(patience));
+    let attempt = core.request(OPERATION, claim.attempt(patience));
     let Some(grant) = queue.exchange(OPERATION, Core::is_open, limit, attempt).await? else {
         return Ok(None);
     };
@@ -245,7 +245,7 @@ async fn open(
 ) -> Result<Box<dyn Claim>> {
     let (queue, core) = (&request.queue, request.core());
     let claim_request = claim_request(request)?;
-    let mut opening = core.backend.claim(&claim_request);
+    let mut opening = core.blanked(core.backend.claim(&claim_request));
     if let Poll::Ready(opened) = timing::poll_once(&mut opening).await {
         return opened
             .and_then(|claim| for_long_enough(claim, request))
@@ -302,7 +302,7 @@ async fn withdraw(contender: &mut Contender, err: Error) -> Result<Option<Grante
     let Contender { claim, request, .. } = contender;
     if let Some(claim) = claim {
         let limit = || Instant::now() + request.op_timeout;
-        let withdrawal = request.core().meters.request("release", claim.release());
+        let withdrawal = request.core().request("release", claim.release());
         // If this fails as well, the claim stays known to the server and is cleaned up in the end.
         let _ = request
             .queue
@@ -345,7 +345,7 @@ async fn give_up(mut contender: Contender, err: Error) -> Error {
     }
     if let Some(claim) = claim {
         let limit = || Instant::now() + GRACE;
-        let withdrawal = request.core().meters.request("release", claim.release());
+        let withdrawal = request.core().request("release", claim.release());
         let withdrawn = request
             .queue
             .exchange("release", Core::is_alive, limit, withdrawal)

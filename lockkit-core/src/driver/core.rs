@@ -3,8 +3,8 @@
 use std::{
     collections::HashMap,
     fmt,
-    future::Future,
-    pin::pin,
+    future::{Future, poll_fn},
+    pin::{Pin, pin},
     sync::{
         Arc, Weak,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -167,6 +167,29 @@ impl Core {
         Box::pin(waiting).await
     }
 
+    /// Makes an exchange with the server one whose metrics are made, and whose error has no secret that the server has repeated.
+    pub(crate) fn request<T, F>(
+        &self,
+        operation: &'static str,
+        exchange: F,
+    ) -> impl Future<Output = Result<T>> + Unpin
+    where
+        F: Future<Output = Result<T>> + Unpin,
+    {
+        self.blanked(self.meters.request(operation, exchange))
+    }
+
+    /// Makes it one whose error has no secret.
+    pub(crate) fn blanked<T, F>(&self, mut exchange: F) -> impl Future<Output = Result<T>> + Unpin
+    where
+        F: Future<Output = Result<T>> + Unpin,
+    {
+        poll_fn(move |cx| {
+            let polled = Pin::new(&mut exchange).poll(cx);
+            polled.map_err(|error| self.info.secrets.blanked(error))
+        })
+    }
+
     pub(crate) fn no_answer(&self, operation: &'static str) -> Error {
         Error::transient(self.info.name, operation, "no answer in time from the server")
     }
@@ -199,7 +222,7 @@ impl Core {
     /// Has the backend wake the observers of the lock of this name. They look without it, too, so that a failure changes little.
     pub(crate) async fn announce(&self, name: &LockName) {
         let announcing = self.backend.announce(name, LockKind::Lock);
-        let announcing = self.meters.request(ANNOUNCE, announcing);
+        let announcing = self.request(ANNOUNCE, announcing);
         let limit = || Instant::now() + ANNOUNCES_WITHIN;
         match self.within(ANNOUNCE, Self::is_alive, limit, announcing).await {
             Ok(Some(Ok(()))) => {}
@@ -224,7 +247,7 @@ impl Core {
 
         self.is_open(OPERATION)?;
         let limit = || Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
-        let page = self.meters.request(OPERATION, lister.page());
+        let page = self.request(OPERATION, lister.page());
         let page = self.within(OPERATION, Self::is_alive, limit, page).await?;
         page.unwrap_or_else(|| Err(self.no_answer(OPERATION)))
     }
@@ -255,7 +278,7 @@ impl Core {
     ) -> Result<T> {
         self.is_open(operation)?;
         let limit = || Instant::now() + AcquireOptions::DEFAULT_OP_TIMEOUT;
-        let question = self.meters.request(operation, question);
+        let question = self.request(operation, question);
         let reply = self.within(operation, Self::is_alive, limit, question).await?;
         reply.unwrap_or_else(|| Err(self.no_answer(operation)))
     }
@@ -278,7 +301,7 @@ impl Core {
             // They go on, and need the connection.
             return unconfirmed();
         }
-        let closing = self.backend.close();
+        let closing = self.blanked(self.backend.close());
         let closed = self.within(OPERATION, Self::is_alive, || limit, closing).await?;
         let before = self.unconfirmed_before.load(Ordering::SeqCst);
         if self.unconfirmed.load(Ordering::SeqCst) > before {

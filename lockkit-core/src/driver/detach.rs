@@ -148,13 +148,11 @@ async fn exchange_owner(
     claim_request.label.clone_from(&request.label);
     claim_request.renews = request.renew;
     let limit = || Instant::now() + request.op_timeout;
-    let opened = core.backend.claim(&claim_request);
+    let opened = core.blanked(core.backend.claim(&claim_request));
     let claim = claim.insert(queue.exchange(ADOPT, Core::is_open, limit, opened).await?);
     // What was slept before the request is not taken off its lease.
     core.clock.look();
-    let exchange = core
-        .meters
-        .request(ADOPT, claim.adopt(detached.owner, detached.token));
+    let exchange = core.request(ADOPT, claim.adopt(detached.owner, detached.token));
     queue.exchange(ADOPT, Core::is_open, limit, exchange).await
 }
 

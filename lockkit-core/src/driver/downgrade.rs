@@ -120,7 +120,7 @@ async fn convert(hold: &Hold, contender: &mut Contender) -> Result<Lease> {
         }
         let until = |at: Instant| end.map_or(at, |end| end.min(at));
         let limit = until(now + request.op_timeout);
-        let conversion = core.meters.request(OPERATION, claim.downgrade());
+        let conversion = core.request(OPERATION, claim.downgrade());
         let reply = core
             .within(OPERATION, Core::is_open, || limit, conversion)
             .await?;

@@ -137,7 +137,7 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
         Some(rest) => Box::pin(leave(&request.queue, claim.as_mut(), rest)),
         None => claim.release(),
     };
-    let release = core.meters.request("release", end);
+    let release = core.request("release", end);
     let released = core.within("release", Core::is_alive, limit, release).await;
     let released = released.and_then(|released| {
         released.unwrap_or_else(|| {

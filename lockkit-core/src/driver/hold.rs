@@ -406,7 +406,7 @@ impl Hold {
                 limit = limit.min(end);
                 overdue = timing::renewal_overdue(end, self.lease_length()).min(limit);
             }
-            let mut renewal = core.meters.request(OPERATION, claim.renew());
+            let mut renewal = core.request(OPERATION, claim.renew());
             let mut reply = core
                 .within(OPERATION, Core::is_alive, || overdue, &mut renewal)
                 .await

@@ -2,10 +2,13 @@
 
 use std::time::Duration;
 
+use hyper::{body::Incoming, server::conn::http2::Builder, service::service_fn};
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use lockkit_conformance::Traces;
 use lockkit_core::{Error, spi::chain};
 use lockkit_etcd::Credentials;
 use lockkit_testbed::etcd::EtcdServer;
+use tokio::net::TcpListener;
 use tracing::instrument::WithSubscriber as _;
 
 use crate::server::{
@@ -149,4 +152,34 @@ async fn a_password_in_the_clear_or_of_no_use_is_warned_about() {
     assert!(text.contains("crosses the network in the clear"), "{text}");
     assert!(!text.contains("wrong-7"), "{text}");
     client.close(Duration::from_secs(20)).await.unwrap();
+}
+
+/// A server that answers each request with the password, in a status as gRPC has it.
+#[tokio::test]
+async fn a_password_that_a_server_repeats_is_not_shown() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let refuse = service_fn(async |_: hyper::Request<Incoming>| {
+                let answer = hyper::Response::builder()
+                    .header("content-type", "application/grpc")
+                    .header("grpc-status", "3")
+                    .header("grpc-message", "etcdserver: no such thing as canary%20p%25ss")
+                    .body(tonic::body::Body::empty());
+                Ok::<_, std::convert::Infallible>(answer.expect("an answer"))
+            });
+            tokio::spawn(Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(client), refuse));
+        }
+    });
+    let traces = Traces::default();
+    let mut config = config(&addr.to_string());
+    config.auth = Some(Credentials::new("tester", "canary p%ss"));
+    let connecting = client(config).with_subscriber(traces.clone());
+    let error = soon("an answer", connecting).await.unwrap_err();
+    let text = format!("{} {error:?} {error:#?}", chain(&error));
+    assert!(text.contains("no such thing as ***"), "{text}");
+    for text in [text, traces.text()] {
+        assert!(!text.contains("canary"), "{text}");
+    }
 }

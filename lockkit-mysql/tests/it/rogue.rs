@@ -278,6 +278,20 @@ async fn a_packet_that_is_cut_short_is_an_error() {
     }
 }
 
+#[tokio::test]
+async fn a_password_that_a_server_repeats_is_not_shown() {
+    let refusal = format!("Access denied for '{PASSWORD}', {ENCODED}, {PASSWORD:?}");
+    let refusal = [&b"\xff\x15\x04#28000"[..], refusal.as_bytes()].concat();
+    let (error, _) = login_at(
+        in_turns(vec![greeting("mysql_native_password"), refusal]),
+        PublicKey::Local,
+    )
+    .await;
+    let text = chain(&error);
+    assert!(text.contains("Access denied for '***', ***, \"***\""), "{text}");
+    assert!(!error.is_transient(), "{text}");
+}
+
 async fn a_login_by_password_is_relayed_as_it_is(flavour: Flavour) {
     let server = private(flavour, &[]);
     let client = connect(config(server.addr())).await.unwrap();

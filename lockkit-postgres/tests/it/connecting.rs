@@ -13,7 +13,10 @@ use lockkit_testbed::{
     postgres::{PgBouncer, PgServer, PgSession, PoolMode, missing_bouncer},
     skipped,
 };
-
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpListener,
+};
 use tracing::instrument::WithSubscriber as _;
 
 use crate::servers::{
@@ -286,6 +289,37 @@ async fn many_may_make_the_schema_at_once() {
     for client in futures_util::future::join_all(all).await {
         cycle(&client.unwrap(), "a").await;
     }
+}
+
+/// A server that asks for the password itself, and repeats what it is sent.
+#[tokio::test]
+async fn a_password_that_a_server_repeats_is_not_shown() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            let mut heard = vec![0; 1024];
+            let _ = client.read(&mut heard).await;
+            let _ = client.write_all(&[b'R', 0, 0, 0, 8, 0, 0, 0, 3]).await;
+            let length = client.read(&mut heard).await.unwrap_or_default();
+            let password = String::from_utf8_lossy(&heard[5..length.max(6) - 1]).into_owned();
+            let fields = format!("SFATAL\0VFATAL\0C28P01\0M{password}: {password:?}\0Dcanary%20p%25ss\0\0");
+            let size = u32::try_from(fields.len() + 4).unwrap().to_be_bytes();
+            let _ = client
+                .write_all(&[&b"E"[..], &size, fields.as_bytes()].concat())
+                .await;
+        }
+    });
+    let config = PostgresConfig::new(format!("postgres://app:canary%20p%25ss@{addr}/app"));
+    let traces = Traces::default();
+    let connecting = connect(config).with_subscriber(traces.clone());
+    let error = connecting.await.unwrap_err();
+    let text = format!("{} {error:?} {error:#?}", chain(&error));
+    assert!(text.contains("***: \"***\""), "{text}");
+    for text in [text, traces.text()] {
+        assert!(!text.contains("canary"), "{text}");
+    }
+    assert!(!error.is_transient());
 }
 
 async fn durability_is_what_the_server_has() {

@@ -199,7 +199,7 @@ impl Listener {
                 (pause, in_vain) = (FIRST_PAUSE, 0);
             }
             if let Err(err) = outcome {
-                let error = reason(&err);
+                let error = reason(&self.connector.secrets().blanked(err));
                 tracing::debug!(backend = NAME, %error, "asking the next sentinel");
                 in_vain += 1;
                 if in_vain == sentinels {
@@ -276,7 +276,7 @@ impl Listener {
         if !elsewhere.is_empty() {
             let (host, port) = &named;
             let master = shown(host, *port);
-            tracing::info!(backend = NAME, %master, "the sentinels name another master");
+            tracing::info!(backend = NAME, master = %self.connector.secrets().blank(&master), "the sentinels name another master");
             for connection in elsewhere {
                 connection.replace();
             }

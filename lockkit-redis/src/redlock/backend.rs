@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use futures_util::{FutureExt as _, StreamExt as _, future::join_all, stream::FuturesUnordered};
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Mode, require_runtime},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Mode, Secrets, require_runtime},
 };
 use redis::Value;
 use tokio::time::{Instant, timeout_at};
@@ -42,6 +42,7 @@ const FALLBACK_POLL: Duration = Duration::from_secs(1);
 pub struct RedlockBackend {
     masters: Arc<Masters>,
     server: Arc<str>,
+    secrets: Secrets,
     max_ttl: Duration,
     durable: bool,
 }
@@ -72,6 +73,11 @@ impl RedlockBackend {
     pub async fn connect(config: RedlockConfig) -> Result<Self> {
         let each = config.masters()?;
         let server = RedlockConfig::server(&each)?;
+        let addresses = each
+            .iter()
+            .map(RedisConfig::address)
+            .collect::<Result<Vec<_>>>()?;
+        let secrets = Secrets::of_passwords(addresses.iter().filter_map(|address| address.password.as_ref()));
         require_runtime(NAME, "connect")?;
         let rules = Rules::of(each.len(), config.master_timeout);
         let quarantine = Arc::new(RestartQuarantine::new(
@@ -96,13 +102,17 @@ impl RedlockBackend {
             connection_io,
             &config.namespace,
         ));
-        check_all(&quarantine, &masters, false).await?;
+        let check_all = async |is_new| {
+            let checked = check_all(&quarantine, &masters, is_new).await;
+            checked.map_err(|error| secrets.blanked(error))
+        };
+        check_all(false).await?;
         // If all masters are in the same quarantines before and after a moment, none had a vote at that moment: the
         // deployment is new. A quarantine is ended by its beginning, so a master that is emptied later stays in its next one.
         if let Some(quarantines) = quarantine.blank_masters() {
-            check_all(&quarantine, &masters, false).await?;
+            check_all(false).await?;
             if quarantine.blank_masters() == Some(quarantines) {
-                check_all(&quarantine, &masters, true).await?;
+                check_all(true).await?;
             }
         }
         let watch = tokio::spawn(restart_quarantine::watch(quarantine, Arc::downgrade(&masters)));
@@ -110,6 +120,7 @@ impl RedlockBackend {
         Ok(Self {
             masters,
             server: server.into(),
+            secrets,
             max_ttl: config.max_ttl,
             durable: config.durable,
         })
@@ -240,6 +251,7 @@ impl Backend for RedlockBackend {
     fn info(&self) -> BackendInfo {
         let mut info = BackendInfo::new(NAME, self.server.clone());
         info.namespace = self.masters.namespace.clone();
+        info.secrets = self.secrets.clone();
         info.fallback_poll = FALLBACK_POLL;
         let mut capabilities = Capabilities::default();
         capabilities.shared = true;

@@ -23,6 +23,7 @@ mod peers;
 mod queue;
 mod redlock;
 mod refusals;
+mod rogue;
 mod sentinels;
 mod soak;
 mod workers;
