@@ -22,6 +22,7 @@ pub mod resumable;
 mod secrets;
 #[cfg(feature = "tls")]
 pub mod tls;
+mod unencrypted;
 
 use std::{fmt, num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
 
@@ -31,6 +32,7 @@ use tokio::{sync::watch, time::Instant};
 pub use self::{
     config::{ServerUrl, Tls, check_certificates, check_duration},
     secrets::Secrets,
+    unencrypted::Unencrypted,
 };
 #[doc(inline)]
 pub use crate::{__config as config, __words as words};

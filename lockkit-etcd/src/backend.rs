@@ -18,7 +18,7 @@ use futures_util::{
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
     spi::{
-        Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, Secrets,
+        Backend, BackendInfo, Claim, ClaimRequest, HolderWatch, Lease, Lister, Mode, Secrets, Unencrypted,
         fence::{Bases, MOST, check},
         queue::holders,
     },
@@ -28,7 +28,7 @@ use tokio::{runtime::Handle, time::Instant};
 use crate::{
     EtcdConfig, NAME,
     claim::EtcdClaim,
-    config::{Address, Tls},
+    config::Address,
     connection::Options,
     error::{self, Failure},
     fence,
@@ -109,6 +109,7 @@ impl EtcdBackend {
         let options = Options {
             credentials: config.auth.clone(),
             secrets: Secrets::of_passwords(config.auth.iter().map(|auth| &auth.password)),
+            unencrypted: Unencrypted::default(),
             #[cfg(feature = "tls")]
             trust: crate::tls::Trust::new(&config)?,
         };
@@ -123,7 +124,6 @@ impl EtcdBackend {
             sessions: Mutex::default(),
             closed: AtomicBool::new(false),
         };
-        shared.warn_of_open_password();
         let connected = shared.members.connection().await;
         connected.map_err(|failure| failure.during("connect"))?;
         Ok(Self {
@@ -232,16 +232,6 @@ fn holding<'a>(queue: &str, kind: LockKind, seen: &'a [KeyValue]) -> (Vec<&'a Ke
 }
 
 impl Shared {
-    fn warn_of_open_password(&self) {
-        if let (Some(auth), Tls::Off) = (&self.config.auth, self.config.tls) {
-            let user = auth.user.escape_debug();
-            tracing::warn!(
-                "the password of the user {user} crosses the network in the clear; have the servers listen on https, and connect \
-                 with tls=verify"
-            );
-        }
-    }
-
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
     }

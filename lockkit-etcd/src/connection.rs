@@ -18,7 +18,7 @@ use hyper::{
     client::conn::http2::{Builder, SendRequest},
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use lockkit_core::spi::Secrets;
+use lockkit_core::spi::{Secrets, Unencrypted};
 use prost::Message;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -36,6 +36,7 @@ use tonic::{
 use tonic_prost::ProstCodec;
 
 use crate::{
+    NAME,
     config::Credentials,
     error::{Failure, Result},
     lock,
@@ -91,12 +92,16 @@ impl Connection {
         let stream = TcpStream::connect(host).await.map_err(unreachable)?;
         // Each request is one small packet.
         let _ = stream.set_nodelay(true);
+        let peer = stream.peer_addr().ok();
         #[cfg(feature = "tls")]
         if let Some(trust) = &options.trust {
             let stream = trust.shake_hands(host, stream).await?;
             let fault = stream.fault();
             let opened = Self::over(stream, host, "https", options).await;
             return opened.map_err(|failure| fault.get().cloned().unwrap_or(failure));
+        }
+        if options.credentials.is_some() {
+            options.unencrypted.note(NAME, host, peer, "tls=verify");
         }
         Self::over(stream, host, "http", options).await
     }
@@ -394,6 +399,7 @@ impl Drop for Inner {
 pub(crate) struct Options {
     pub(crate) credentials: Option<Credentials>,
     pub(crate) secrets: Secrets,
+    pub(crate) unencrypted: Unencrypted,
     #[cfg(feature = "tls")]
     pub(crate) trust: Option<crate::tls::Trust>,
 }

@@ -1,11 +1,11 @@
 //! The server's address, and the options.
 
-use std::{path::PathBuf, sync::Arc};
+use std::path::PathBuf;
 
 pub use lockkit_core::spi::Tls;
 use lockkit_core::{
     Error, Result,
-    spi::{BackendInfo, ServerUrl, redacted_url, words},
+    spi::{BackendInfo, ServerUrl, Unencrypted, redacted_url, words},
 };
 use percent_encoding::percent_decode_str;
 use sqlx::{
@@ -181,7 +181,7 @@ impl MySqlConfig {
             socket: self.socket.clone(),
             public_key: self.public_key,
             encryption: Encryption::new(self)?,
-            has_warned: Arc::default(),
+            unencrypted: Unencrypted::default(),
         }))
     }
 

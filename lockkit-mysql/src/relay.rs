@@ -11,14 +11,10 @@ use std::{
     io,
     path::PathBuf,
     pin::pin,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
     time::Duration,
 };
 
-use lockkit_core::{Error, Result};
+use lockkit_core::{Error, Result, spi::Unencrypted};
 use sqlx::{
     ConnectOptions,
     mysql::{MySqlConnectOptions, MySqlConnection},
@@ -64,8 +60,7 @@ pub(crate) struct Route {
     pub(crate) socket: Option<PathBuf>,
     pub(crate) public_key: PublicKey,
     pub(crate) encryption: Option<Encryption>,
-    /// Its owner has been told that the network can read along.
-    pub(crate) has_warned: Arc<AtomicBool>,
+    pub(crate) unencrypted: Unencrypted,
 }
 
 pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -115,13 +110,6 @@ impl Route {
     ) -> Result<(MySqlConnection, Open)> {
         let failed = |error: io::Error| End::Failed(error).during(operation);
         let (server, open, is_local) = self.reach().await.map_err(failed)?;
-        if !is_local && self.encryption.is_none() && !self.has_warned.swap(true, Ordering::Relaxed) {
-            tracing::warn!(
-                host = %self.host,
-                "the connection is not encrypted: anyone on its way can read along, and take it over after the login; connect with \
-                 tls=verify"
-            );
-        }
         let meeting = Meeting::new().map_err(failed)?;
         // Whether the password itself may be asked for is decided here.
         let options = meeting.route(options.clone().enable_cleartext_plugin(self.encryption.is_some()));
@@ -164,7 +152,11 @@ impl Route {
         }
         let stream = TcpStream::connect((self.host.as_str(), self.port)).await?;
         let _ = stream.set_nodelay(true);
-        let is_local = stream.peer_addr()?.ip().to_canonical().is_loopback();
+        let peer = stream.peer_addr()?;
+        if self.encryption.is_none() {
+            self.unencrypted.note(NAME, &self.host, Some(peer), "tls=verify");
+        }
+        let is_local = peer.ip().to_canonical().is_loopback();
         let stream = stream.into_std()?;
         let open = Box::new(stream.try_clone()?);
         Ok((Box::new(TcpStream::from_std(stream)?), open, is_local))

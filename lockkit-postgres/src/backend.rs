@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, LockKind, LockName, LockState, Result,
     spi::{
-        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Secrets,
+        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Secrets, Unencrypted,
         fence::{MOST, check},
     },
 };
@@ -80,6 +80,7 @@ impl PostgresBackend {
             address: target.address.clone(),
             login: target.login(),
             ssl_mode: config.effective_sslmode(),
+            unencrypted: Unencrypted::default(),
             #[cfg(feature = "tls")]
             trust: crate::tls::Trust::new(&config)?,
             runtime: Handle::current(),

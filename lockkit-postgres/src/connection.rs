@@ -11,7 +11,10 @@ use std::{
 
 use bytes::BytesMut;
 use futures_util::future::join_all;
-use lockkit_core::{BoxError, spi::resumable};
+use lockkit_core::{
+    BoxError,
+    spi::{Unencrypted, resumable},
+};
 use tokio::runtime::Handle;
 use tokio_postgres::{
     Client, Config, Connection, NoTls, Row, Statement,
@@ -32,6 +35,7 @@ pub(crate) struct Options {
     /// User, password and database.
     pub(crate) login: Config,
     pub(crate) ssl_mode: SslMode,
+    pub(crate) unencrypted: Unencrypted,
     #[cfg(feature = "tls")]
     pub(crate) trust: Option<crate::tls::Trust>,
     pub(crate) runtime: Handle,

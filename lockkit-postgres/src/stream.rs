@@ -50,10 +50,12 @@ impl Stream {
                 );
             }
             Address::Tcp(host, port) => match options.ssl_mode {
-                SslMode::Disable => Box::new(tcp(host, *port).await?),
+                SslMode::Disable => Box::new(plain(options, host, tcp(host, *port).await?)),
                 mode => match encrypted(options, host, *port).await {
                     // The mode says that an encrypted connection is only preferred.
-                    Err(_) if mode == SslMode::Prefer => Box::new(tcp(host, *port).await?),
+                    Err(_) if mode == SslMode::Prefer => {
+                        Box::new(plain(options, host, tcp(host, *port).await?))
+                    }
                     opened => opened?,
                 },
             },
@@ -70,6 +72,17 @@ async fn tcp(host: &str, port: u16) -> io::Result<TcpStream> {
     stream.set_nodelay(true)?;
     SockRef::from(&stream).set_tcp_keepalive(&keepalive())?;
     Ok(stream)
+}
+
+/// Uses a connection as it is.
+fn plain(options: &Options, host: &str, stream: TcpStream) -> TcpStream {
+    if options.login.get_password().is_some() {
+        let peer = stream.peer_addr().ok();
+        options
+            .unencrypted
+            .note(crate::NAME, host, peer, "sslmode=verify-full");
+    }
+    stream
 }
 
 /// Asks a silent peer now and then whether it still knows the connection: a machine that was started anew, or has taken another's place,
@@ -90,7 +103,7 @@ async fn encrypted(options: &Options, host: &str, port: u16) -> Result<Box<dyn B
     stream.write_all(&SSL_REQUEST).await?;
     match stream.read_u8().await? {
         b'S' => shake_hands(options, host, stream).await,
-        b'N' if options.ssl_mode == SslMode::Prefer => Ok(Box::new(stream)),
+        b'N' if options.ssl_mode == SslMode::Prefer => Ok(Box::new(plain(options, host, stream))),
         _ => Err(Failure::Refused(Box::new(lockkit_core::Error::permanent(
             crate::NAME,
             "connect",

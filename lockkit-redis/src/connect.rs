@@ -10,7 +10,10 @@ use std::{
 };
 
 use futures_util::future::select_ok;
-use lockkit_core::{Error, Result, spi::Secrets};
+use lockkit_core::{
+    Error, Result,
+    spi::{Secrets, Unencrypted},
+};
 use redis::{
     AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo, RedisError,
     RedisResult, Value,
@@ -131,6 +134,7 @@ pub(crate) struct Connector {
     /// Set for one of several masters, with its number among them.
     quarantine: Option<(Arc<RestartQuarantine>, usize)>,
     connection_io: OnceLock<ConnectionIo>,
+    unencrypted: Unencrypted,
     #[cfg(feature = "tls")]
     certificates: Option<redis::TlsCertificates>,
 }
@@ -154,6 +158,7 @@ impl Connector {
             right: Arc::default(),
             quarantine: None,
             connection_io: OnceLock::new(),
+            unencrypted: Unencrypted::default(),
             #[cfg(feature = "tls")]
             certificates,
         })
@@ -165,9 +170,11 @@ impl Connector {
         quarantine: &Arc<RestartQuarantine>,
         master: usize,
         connection_io: &ConnectionIo,
+        unencrypted: &Unencrypted,
     ) -> Self {
         self.quarantine = Some((quarantine.clone(), master));
         self.connection_io = OnceLock::from(connection_io.clone());
+        self.unencrypted = unencrypted.clone();
         self
     }
 
@@ -386,6 +393,14 @@ impl Connector {
             let stream = stream_to(host, port, &tcp)
                 .await
                 .map_err(|error| connecting(error.into()))?;
+            if as_user && self.address.password.is_some() {
+                let instead = match self.quarantine {
+                    None => "rediss://",
+                    Some(_) => "tls=true",
+                };
+                let peer = stream.peer_addr().ok();
+                self.unencrypted.note(NAME, &shown(host, port), peer, instead);
+            }
             let (connection, io) = MultiplexedConnection::new_with_config(&settings, stream, config)
                 .await
                 .map_err(login_failed)?;

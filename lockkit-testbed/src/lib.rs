@@ -3,6 +3,7 @@
 //!
 //! - [`Process`]: a server's process, to pause, resume, kill and restart.
 //! - [`Port`]: a port of its own for the whole life of a server, restarts included.
+//! - [`own_address`], [`hangs_up`]: an address beyond loopback, and a server that says nothing.
 //! - [`redis`]: Redis servers.
 //! - [`zookeeper`]: ZooKeeper servers.
 //! - [`mysql`]: MariaDB and MySQL servers.
@@ -40,7 +41,7 @@ pub mod zookeeper;
 pub use certificates::{Certificates, ServerPair};
 pub use clock::Clock;
 pub use peer::{Peer, missing_python};
-pub use port::Port;
+pub use port::{Port, hangs_up, own_address};
 pub use process::Process;
 pub use proxy::{Counts, Mode, Proxy, Traffic};
 pub use shared::Shared;

@@ -1,7 +1,8 @@
 use std::{
     io,
-    net::{Ipv4Addr, SocketAddr, SocketAddrV4},
+    net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, UdpSocket},
     os::fd::OwnedFd,
+    thread,
 };
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with, sockopt};
@@ -48,4 +49,26 @@ impl Port {
     pub fn addr(&self) -> SocketAddr {
         (Ipv4Addr::LOCALHOST, self.number).into()
     }
+}
+
+/// An address of this machine that is no loopback address, if it has one. What is sent there stays on the machine.
+pub fn own_address() -> Option<IpAddr> {
+    // It sends nothing. The system chooses the address from which it would.
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
+    socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9)).ok()?;
+    let address = socket.local_addr().ok()?.ip();
+    (!address.is_loopback() && !address.is_unspecified()).then_some(address)
+}
+
+/// Starts a server at this address of the machine that closes each connection at once. It ends with the process.
+///
+/// # Errors
+/// If the system has no port left.
+pub fn hangs_up(at: IpAddr) -> io::Result<SocketAddr> {
+    let listener = TcpListener::bind((at, 0))?;
+    let address = listener.local_addr()?;
+    thread::Builder::new()
+        .name("hangs-up".to_owned())
+        .spawn(move || listener.incoming().for_each(drop))?;
+    Ok(address)
 }

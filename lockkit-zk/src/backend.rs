@@ -28,7 +28,7 @@ use zookeeper_client::Stat;
 use crate::{
     NAME, Nodes, ZkConfig,
     claim::ZkClaim,
-    config::{Address, Tls},
+    config::Address,
     crowded_dirs::CrowdedDirs,
     error::{self, Failure},
     holder_watch::ZkWatch,
@@ -134,7 +134,6 @@ impl ZkBackend {
             closed: AtomicBool::new(false),
         };
         let shared = Arc::new(shared);
-        shared.warn_of_open_password();
         shared.session().await.map_err(|error| error.during("connect"))?;
         Ok(Self { shared })
     }
@@ -305,17 +304,6 @@ fn left(session: &Session, data: &[u8], heartbeat: &Stat) -> Option<Duration> {
 }
 
 impl Shared {
-    fn warn_of_open_password(&self) {
-        let config = &self.config;
-        if let (Some(digest), Tls::Off) = (&config.auth, config.tls) {
-            let user = digest.user.escape_debug();
-            tracing::warn!(
-                "the password of the user {user} crosses the network in the clear; connect to the servers' \
-                 `secureClientPort` with tls=verify"
-            );
-        }
-    }
-
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
     }

@@ -1,13 +1,13 @@
 //! Users, passwords and rights.
 
-use std::time::Duration;
+use std::{net::Ipv4Addr, time::Duration};
 
 use hyper::{body::Incoming, server::conn::http2::Builder, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use lockkit_conformance::Traces;
 use lockkit_core::{Error, spi::chain};
 use lockkit_etcd::Credentials;
-use lockkit_testbed::etcd::EtcdServer;
+use lockkit_testbed::{etcd::EtcdServer, hangs_up, own_address};
 use tokio::net::TcpListener;
 use tracing::instrument::WithSubscriber as _;
 
@@ -136,20 +136,20 @@ async fn users_that_are_asked_for_later_lose_nothing() {
     takes_its_turn("the next", waiting).await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_password_in_the_clear_or_of_no_use_is_warned_about() {
+#[tokio::test]
+async fn a_password_that_is_of_no_use_is_warned_about() {
     if no_etcd() {
         return;
     }
     let mut config = config(&crate::server::shared().url());
     config.auth = Some(Credentials::new("tester", "wrong-7"));
     let traces = Traces::default();
-    let connected = patiently(config).with_subscriber(traces.clone());
-    let client = connected.await;
+    let _recording = tracing::subscriber::set_default(traces.clone());
+    let client = patiently(config).await;
     let guard = lock(&client, &unique("clear")).acquire().await.unwrap();
     guard.release().await.unwrap();
     let text = traces.text();
-    assert!(text.contains("crosses the network in the clear"), "{text}");
+    assert!(text.contains("the user and password are of no use"), "{text}");
     assert!(!text.contains("wrong-7"), "{text}");
     client.close(Duration::from_secs(20)).await.unwrap();
 }
@@ -180,6 +180,27 @@ async fn a_password_that_a_server_repeats_is_not_shown() {
     let text = format!("{} {error:?} {error:#?}", chain(&error));
     assert!(text.contains("no such thing as ***"), "{text}");
     for text in [text, traces.text()] {
+        assert!(!text.contains("canary"), "{text}");
+    }
+}
+
+/// What goes to an address of this machine's own stays on it, too, but that is not known.
+#[tokio::test]
+async fn a_password_beyond_this_host_is_warned_about_once() {
+    for (at, expected) in [(Some(Ipv4Addr::LOCALHOST.into()), 0), (own_address(), 1)] {
+        let Some(at) = at else { continue };
+        let addr = hangs_up(at).unwrap();
+        let traces = Traces::default();
+        let _recording = tracing::subscriber::set_default(traces.clone());
+        let mut config = config(&addr.to_string());
+        config.auth = Some(Credentials::new("tester", "canary"));
+        soon("an end", client(config)).await.unwrap_err();
+        let text = traces.text();
+        assert_eq!(
+            text.matches("is not encrypted").count(),
+            expected,
+            "{addr}: {text}"
+        );
         assert!(!text.contains("canary"), "{text}");
     }
 }

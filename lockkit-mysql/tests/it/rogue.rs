@@ -2,14 +2,19 @@
 
 use std::{
     collections::VecDeque,
-    net::SocketAddr,
+    net::{Ipv4Addr, SocketAddr},
     sync::{Arc, Mutex},
     time::Duration,
 };
 
+use lockkit_conformance::Traces;
 use lockkit_core::{Error, spi::chain};
 use lockkit_mysql::{MySqlConfig, PublicKey};
-use lockkit_testbed::mysql::{Flavour, MySql};
+use lockkit_testbed::{
+    hangs_up,
+    mysql::{Flavour, MySql},
+    own_address,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -346,4 +351,24 @@ async fn a_key_is_believed_where_the_option_says(flavour: Flavour) {
         .expect("the server remembers the login before");
     admin.run("FLUSH PRIVILEGES").await;
     login(PublicKey::Always).await.unwrap();
+}
+
+/// What goes to an address of this machine's own stays on it, too, but that is not known.
+#[tokio::test]
+async fn a_password_beyond_this_host_is_warned_about_once() {
+    for (at, expected) in [(Some(Ipv4Addr::LOCALHOST.into()), 0), (own_address(), 1)] {
+        let Some(at) = at else { continue };
+        let addr = hangs_up(at).unwrap();
+        let traces = Traces::default();
+        let _recording = tracing::subscriber::set_default(traces.clone());
+        let config = MySqlConfig::new(format!("mysql://me:canary@{addr}/app"));
+        connect(config).await.unwrap_err();
+        let text = traces.text();
+        assert_eq!(
+            text.matches("is not encrypted").count(),
+            expected,
+            "{addr}: {text}"
+        );
+        assert!(!text.contains("canary"), "{text}");
+    }
 }

@@ -1,6 +1,6 @@
 //! Connecting: refusals, the schema, and rights.
 
-use std::{io, time::Duration};
+use std::{io, net::Ipv4Addr, time::Duration};
 
 use lockkit_conformance::Traces;
 use lockkit_core::{
@@ -9,7 +9,7 @@ use lockkit_core::{
 };
 use lockkit_postgres::{PostgresBackend, PostgresConfig, Schema, SslMode, ddl};
 use lockkit_testbed::{
-    eventually,
+    eventually, hangs_up, own_address,
     postgres::{PgBouncer, PgServer, PgSession, PoolMode, missing_bouncer},
     skipped,
 };
@@ -566,4 +566,29 @@ async fn a_ttl_too_short_to_be_kept_is_refused() {
     let length = claim.set_ttl(LEAST).unwrap().unwrap();
     assert!(length > LEAST / 2, "{length:?}");
     claim.release().await.unwrap();
+}
+
+/// What goes to an address of this machine's own stays on it, too, but that is not known.
+#[tokio::test]
+async fn a_password_beyond_this_host_is_warned_about_once() {
+    for (at, expected) in [(Some(Ipv4Addr::LOCALHOST.into()), 0), (own_address(), 1)] {
+        let Some(at) = at else { continue };
+        let addr = hangs_up(at).unwrap();
+        let traces = Traces::default();
+        let _recording = tracing::subscriber::set_default(traces.clone());
+        for sslmode in [SslMode::Disable, SslMode::Prefer] {
+            let mut config = PostgresConfig::new(format!("postgres://app:canary@{addr}/app"));
+            config.sslmode = sslmode;
+            connect(config).await.unwrap_err();
+        }
+        // One client each.
+        let expected = 2 * expected;
+        let text = traces.text();
+        assert_eq!(
+            text.matches("is not encrypted").count(),
+            expected,
+            "{addr}: {text}"
+        );
+        assert!(!text.contains("canary"), "{text}");
+    }
 }

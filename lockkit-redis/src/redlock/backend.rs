@@ -6,7 +6,9 @@ use async_trait::async_trait;
 use futures_util::{FutureExt as _, StreamExt as _, future::join_all, stream::FuturesUnordered};
 use lockkit_core::{
     Capabilities, Error, FencingDurability, FencingToken, Holder, LockKind, LockName, LockState, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Mode, Secrets, require_runtime},
+    spi::{
+        Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Mode, Secrets, Unencrypted, require_runtime,
+    },
 };
 use redis::Value;
 use tokio::time::{Instant, timeout_at};
@@ -156,8 +158,9 @@ async fn open(
     connection_io: &ConnectionIo,
 ) -> Result<Vec<Master>> {
     let mut keepers = Vec::new();
+    let unencrypted = Unencrypted::default();
     for (n, config) in each.iter().enumerate() {
-        let dialler = Connector::new(config)?.voter(quarantine, n, connection_io);
+        let dialler = Connector::new(config)?.voter(quarantine, n, connection_io, &unencrypted);
         let inbox = Inbox {
             master: Some((n, rules.quorum)),
             ..inbox.clone()

@@ -1,11 +1,11 @@
 //! Servers that repeat what they were sent, the password included.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 
 use lockkit_conformance::Traces;
 use lockkit_core::{Error, LockClient, spi::chain};
 use lockkit_redis::{RedisConfig, RedlockBackend, RedlockConfig};
-use lockkit_testbed::redis::RedisServer;
+use lockkit_testbed::{hangs_up, own_address, redis::RedisServer};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
@@ -172,4 +172,31 @@ async fn what_is_repeated_later_is_not_shown_either() {
     check(&error.expect("it is refused"), &traces);
     let error = within(LONG, "an end", client.inspect("a")).await.err();
     check(&error.expect("it is refused"), &traces);
+}
+
+/// What goes to an address of this machine's own stays on it, too, but that is not known.
+#[tokio::test]
+async fn a_password_beyond_this_host_is_warned_about_once() {
+    for (at, of_password) in [(Some(Ipv4Addr::LOCALHOST.into()), 0), (own_address(), 1)] {
+        let Some(at) = at else { continue };
+        for (login, expected) in [("app:pw@", of_password), ("", 0)] {
+            let masters: Vec<_> = (0..3).map(|_| hangs_up(at).unwrap()).collect();
+            let warned_by = async |url: String| {
+                let traces = Traces::default();
+                let _recording = tracing::subscriber::set_default(traces.clone());
+                if url.starts_with("redlock") {
+                    let connecting = RedlockBackend::connect(RedlockConfig::new(url));
+                    connecting.await.expect_err("it hangs up");
+                } else {
+                    connect(RedisConfig::new(url)).await.map(drop).unwrap_err();
+                }
+                traces.text().matches("is not encrypted").count()
+            };
+            let one = format!("redis://{login}{}", masters[0]);
+            assert_eq!(warned_by(one).await, expected, "{login}{at}");
+            let masters: Vec<_> = masters.iter().map(|addr| format!("{login}{addr}")).collect();
+            let several = format!("redlock://{}", masters.join(","));
+            assert_eq!(warned_by(several).await, expected, "{login}{at}");
+        }
+    }
 }

@@ -1,10 +1,10 @@
 use std::{
     collections::HashSet,
-    io,
-    net::{TcpListener, TcpStream},
+    io::{self, Read as _},
+    net::{Ipv4Addr, TcpListener, TcpStream},
 };
 
-use lockkit_testbed::Port;
+use lockkit_testbed::{Port, hangs_up, own_address};
 
 #[test]
 fn a_reserved_port_refuses_until_its_server_listens() {
@@ -31,5 +31,16 @@ fn a_reserved_port_is_given_to_nobody_else() {
         .collect();
     for other in &others {
         assert!(numbers.insert(other.local_addr().unwrap().port()));
+    }
+}
+
+#[test]
+fn a_server_that_hangs_up_is_at_each_address_of_the_machine() {
+    for at in own_address().into_iter().chain([Ipv4Addr::LOCALHOST.into()]) {
+        let addr = hangs_up(at).unwrap();
+        for _ in 0..3 {
+            let mut client = TcpStream::connect(addr).unwrap();
+            assert_eq!(client.read(&mut [0]).unwrap_or_default(), 0, "{addr}");
+        }
     }
 }

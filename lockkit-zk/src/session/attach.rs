@@ -2,7 +2,10 @@
 
 use std::{pin::pin, sync::Arc, time::Duration};
 
-use lockkit_core::{LossReason, spi::Mutex};
+use lockkit_core::{
+    LossReason,
+    spi::{Mutex, Unencrypted},
+};
 use tokio::{
     net::TcpStream,
     time::{Instant, sleep, timeout as within},
@@ -13,7 +16,7 @@ use super::{Core, end_reason};
 #[cfg(feature = "tls")]
 use crate::tls::Trust;
 use crate::{
-    ZkConfig,
+    NAME, ZkConfig,
     config::{Address, check_session_timeout},
     connection::{Connection, Route},
     error::{Failure, Result},
@@ -31,6 +34,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 pub(crate) struct Servers {
     hosts: Vec<String>,
     credentials: Option<String>,
+    unencrypted: Unencrypted,
     #[cfg(feature = "tls")]
     trust: Option<Trust>,
     /// The session timeout to ask for.
@@ -56,6 +60,7 @@ impl Servers {
                 .auth
                 .as_ref()
                 .map(|digest| format!("{}:{}", digest.user, digest.password)),
+            unencrypted: Unencrypted::default(),
             #[cfg(feature = "tls")]
             trust: Trust::new(config)?,
             timeout: config.session_timeout,
@@ -124,6 +129,10 @@ impl Servers {
         if let Some(trust) = &self.trust {
             let relay = trust.reach(host).await?;
             return Ok(relay.route(self.timeout, self.credentials.clone()));
+        }
+        if self.credentials.is_some() {
+            self.unencrypted
+                .note(NAME, host, None, "tls=verify, to the servers' `secureClientPort`");
         }
         Ok(Route {
             host: host.to_owned(),

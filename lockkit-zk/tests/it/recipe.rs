@@ -1,10 +1,11 @@
 //! The layout on the server, other clients of it, and the order of grants.
 
-use std::time::Duration;
+use std::{net::Ipv4Addr, time::Duration};
 
 use futures_util::future::join_all;
+use lockkit_conformance::Traces;
 use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Revocation};
-use lockkit_testbed::{Proxy, eventually, zookeeper::ZkServer};
+use lockkit_testbed::{Proxy, eventually, hangs_up, own_address, zookeeper::ZkServer};
 use lockkit_zk::{Digest, Nodes, Parents};
 use zookeeper_client::{Acl, Acls, AuthId, CreateMode, Permission};
 
@@ -637,4 +638,25 @@ async fn a_directory_is_no_simple_lock_and_says_so() {
     }
     let inspected = ours.lock(&name).unwrap().inspect().await.unwrap();
     assert!(inspected.is_free(), "{inspected:?}");
+}
+
+/// What goes to an address of this machine's own stays on it, too, but that is not known.
+#[tokio::test]
+async fn a_password_beyond_this_host_is_warned_about_once() {
+    for (at, expected) in [(Some(Ipv4Addr::LOCALHOST.into()), 0), (own_address(), 1)] {
+        let Some(at) = at else { continue };
+        let addr = hangs_up(at).unwrap();
+        let traces = Traces::default();
+        let _recording = tracing::subscriber::set_default(traces.clone());
+        let mut config = server::config(addr);
+        config.auth = Some(Digest::new("me", "canary"));
+        server::client(config).await.unwrap_err();
+        let text = traces.text();
+        assert_eq!(
+            text.matches("is not encrypted").count(),
+            expected,
+            "{addr}: {text}"
+        );
+        assert!(!text.contains("canary"), "{text}");
+    }
 }

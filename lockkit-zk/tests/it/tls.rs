@@ -1,7 +1,7 @@
 //! Encrypted connections: who is trusted, what a refusal says, and what somebody on the network sees.
 
 use std::{
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -9,9 +9,12 @@ use std::{
 
 use lockkit_conformance::Traces;
 use lockkit_core::{AcquireOptions, Error, spi::chain};
-use lockkit_testbed::{Certificates, Proxy, ServerPair, eventually, zookeeper::ZkServer};
+use lockkit_testbed::{Certificates, Proxy, ServerPair, eventually, own_address, zookeeper::ZkServer};
 use lockkit_zk::{Digest, Tls, ZkConfig};
-use tracing::instrument::WithSubscriber as _;
+use tokio::{
+    io::copy_bidirectional,
+    net::{TcpListener, TcpStream},
+};
 
 use crate::server::{brief, client, config, lock, no_zookeeper, patiently, soon, unique, watcher};
 
@@ -342,7 +345,7 @@ async fn files_that_cannot_be_used_are_named() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_password_in_the_clear_is_warned_about_once() {
     if no_zookeeper() {
         return;
@@ -358,7 +361,10 @@ async fn a_password_in_the_clear_is_warned_about_once() {
                 let guard = lock(&client, &unique("warned")).acquire().await?;
                 guard.release().await
             };
-            match connecting.with_subscriber(traces.clone()).await {
+            let recording = tracing::subscriber::set_default(traces.clone());
+            let outcome = connecting.await;
+            drop(recording);
+            match outcome {
                 // Each client warns, also one whose server was not ready.
                 Err(error) if error.is_transient() && Instant::now() < deadline => continue,
                 outcome => outcome.unwrap(),
@@ -367,7 +373,7 @@ async fn a_password_in_the_clear_is_warned_about_once() {
             assert!(!text.contains(PASSWORD), "{text}");
             break text
                 .lines()
-                .filter(|line| line.starts_with("WARN") && line.contains("in the clear"))
+                .filter(|line| line.starts_with("WARN") && line.contains("is not encrypted"))
                 .count();
         }
     };
@@ -378,5 +384,22 @@ async fn a_password_in_the_clear_is_warned_about_once() {
     (nobody.auth, nobody.namespace) = (None, "everyone".into());
     assert_eq!(warned(secured).await, 0);
     assert_eq!(warned(nobody).await, 0);
+    // Nobody reads along within this host.
+    assert_eq!(warned(open.clone()).await, 0);
+    let Some(beyond) = own_address() else { return };
+    open.servers = leads_to(beyond, server.addr()).await.to_string().into();
     assert_eq!(warned(open).await, 1);
+}
+
+/// An address of this machine from which connections are passed on.
+async fn leads_to(at: IpAddr, server: SocketAddr) -> SocketAddr {
+    let listener = TcpListener::bind((at, 0)).await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            let mut server = TcpStream::connect(server).await.unwrap();
+            tokio::spawn(async move { copy_bidirectional(&mut client, &mut server).await });
+        }
+    });
+    addr
 }
