@@ -22,13 +22,17 @@ use lockkit_core::{
         fence::{Bases, MOST, check},
     },
 };
-use tokio::{runtime::Handle, task::AbortHandle, time::Instant};
-use zookeeper_client::Stat;
+use tokio::{
+    runtime::Handle,
+    task::AbortHandle,
+    time::{Instant, timeout},
+};
+use zookeeper_client::{Acl, Permission, Stat};
 
 use crate::{
     NAME, Nodes, ZkConfig,
     claim::ZkClaim,
-    config::Address,
+    config::{Access, Address},
     crowded_dirs::CrowdedDirs,
     error::{self, Failure},
     holder_watch::ZkWatch,
@@ -46,6 +50,8 @@ const MAX_LOOKS: usize = 5;
 const LOOKS_FOR_A_HOLD: usize = 2;
 /// The last resort of a waiter, since watches are reliable. Each poll of a waiter takes two small reads.
 const FALLBACK_POLL: Duration = Duration::from_secs(5);
+/// The longest time that connecting takes to find out who else may touch the nodes.
+const LOOKS_FOR_OTHERS: Duration = Duration::from_secs(1);
 /// The answer to requests that `nodes=simple` cannot serve.
 const QUEUE_INSTEAD: &str =
     "with nodes=simple the lock is one node, which only one client can hold; use another layout";
@@ -134,7 +140,9 @@ impl ZkBackend {
             closed: AtomicBool::new(false),
         };
         let shared = Arc::new(shared);
-        shared.session().await.map_err(|error| error.during("connect"))?;
+        let session = shared.session().await;
+        let session = session.map_err(|error| error.during("connect"))?;
+        shared.warn_of_open_directories(&session).await;
         Ok(Self { shared })
     }
 
@@ -304,6 +312,48 @@ fn left(session: &Session, data: &[u8], heartbeat: &Stat) -> Option<Duration> {
 }
 
 impl Shared {
+    /// Warns if others may create or delete nodes where this client's are, which nobody else is to touch.
+    async fn warn_of_open_directories(&self, session: &Session) {
+        if self.config.access() != Access::Creator {
+            return;
+        }
+        let directories = self.layout.directories();
+        let looks = future::join_all(directories.iter().map(|directory| session.acl(directory)));
+        // A server that does not answer gives no locks either, and no reason to warn.
+        let Ok(acls) = timeout(LOOKS_FOR_OTHERS, looks).await else {
+            return;
+        };
+        let open = directories.iter().zip(acls).filter(|(_, acl)| {
+            let acl = acl.as_ref().ok().and_then(Option::as_ref);
+            acl.is_some_and(|acl| acl.iter().any(|acl| self.lets_others_in(acl)))
+        });
+        let open: Vec<_> = open.map(|(directory, _)| directory.as_str()).collect();
+        if !open.is_empty() {
+            tracing::warn!(
+                directories = open.join(", "),
+                "others may create or delete nodes in directories of the locks, and so delete holds or put something else in their place; \
+                 let the user of this client alone do that"
+            );
+        }
+    }
+
+    /// Returns whether this rule is for others than this client's user, and lets them create or delete.
+    fn lets_others_in(&self, acl: &Acl) -> bool {
+        let (who, config) = (acl.auth_id(), &self.config);
+        let is_own = match who.scheme() {
+            // The servers keep the password's hash to themselves.
+            "digest" => {
+                let user = config.auth.as_ref().map(|digest| digest.user.as_str());
+                who.id().split(':').next() == user
+            }
+            "auth" => true,
+            "x509" => config.cert.is_some(),
+            _ => false,
+        };
+        let writes = Permission::CREATE | Permission::DELETE;
+        !is_own && (acl.permission() & writes) != Permission::NONE
+    }
+
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
     }

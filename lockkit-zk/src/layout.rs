@@ -66,6 +66,22 @@ impl Layout {
         }
     }
 
+    /// Returns the directories that the nodes of this client are in, from the top on. `/` is among them only if the locks are right there:
+    /// on most servers everyone may write to it.
+    pub(crate) fn directories(&self) -> Vec<String> {
+        let root = &self.root;
+        let above = root
+            .match_indices('/')
+            .skip(1)
+            .map(|(end, _)| root[..end].to_owned());
+        let own = [
+            self.locks_path(LockKind::Lock),
+            self.locks_path(LockKind::Semaphore),
+            format!("{root}/{SESSIONS}"),
+        ];
+        above.chain(own).collect()
+    }
+
     /// Returns the name whose path ends in this component; `None` if it is something else's.
     pub(crate) fn name(&self, found: &str, kind: LockKind) -> Option<LockName> {
         let name = queue::name_in(found)?;

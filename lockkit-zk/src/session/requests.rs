@@ -5,7 +5,7 @@ use std::{iter::successors, sync::atomic::Ordering};
 use futures_util::future::{OptionFuture, join_all};
 use lockkit_core::spi::queue::AbandonWatch;
 use zookeeper_client::{
-    Acls, CreateMode, CreateOptions, CreateSequence, Error as ZkError, MultiReadResult, MultiWriteError,
+    Acl, Acls, CreateMode, CreateOptions, CreateSequence, Error as ZkError, MultiReadResult, MultiWriteError,
     MultiWriteResult, OneshotWatcher, Stat,
 };
 
@@ -233,6 +233,16 @@ impl Core {
             .mkdir(path, &self.node_options.directory())
             .await?;
         Ok(())
+    }
+
+    /// Returns who may do what to a node; `None` if it is missing, or this client may not know.
+    pub(crate) async fn acl(&self, path: &str) -> Result<Option<Vec<Acl>>> {
+        let connection = self.connection().await?;
+        match connection.client.get_acl(path).await {
+            Ok((acl, _)) => Ok(Some(acl)),
+            Err(ZkError::NoNode | ZkError::NoAuth) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Deletes a node; `false` if there is none.

@@ -6,8 +6,8 @@ use futures_util::future::join_all;
 use lockkit_conformance::Traces;
 use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Revocation};
 use lockkit_testbed::{Proxy, eventually, hangs_up, own_address, zookeeper::ZkServer};
-use lockkit_zk::{Digest, Nodes, Parents};
-use zookeeper_client::{Acl, Acls, AuthId, CreateMode, Permission};
+use lockkit_zk::{Access, Digest, Nodes, Parents};
+use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 
 use crate::server::{
     self, children, connect, contend, contender, dir, lock, no_zookeeper, raw, shared, soon, takes_its_turn,
@@ -638,6 +638,78 @@ async fn a_directory_is_no_simple_lock_and_says_so() {
     }
     let inspected = ours.lock(&name).unwrap().inspect().await.unwrap();
     assert!(inspected.is_free(), "{inspected:?}");
+}
+
+#[tokio::test]
+async fn directories_that_others_may_change_are_warned_about_once() {
+    if no_zookeeper() {
+        return;
+    }
+    let mine = Client::connector()
+        .with_auth("digest", b"me:canary")
+        .connect(&shared().addr().to_string())
+        .await
+        .unwrap();
+    let (anyone, other) = (AuthId::anyone(), AuthId::new("digest", "other:x"));
+    let me = AuthId::new("digest", "me:QDi1OoWHa1RzOuea/KDdGdW8wsY=");
+    let by = |who: &AuthId, may| Acl::new(may, who.clone());
+    let writes = Permission::CREATE | Permission::DELETE;
+    for (acl, access, is_open) in [
+        (None, Access::Creator, false),
+        (Some(vec![by(&anyone, Permission::ALL)]), Access::Creator, true),
+        (Some(vec![by(&anyone, Permission::ALL)]), Access::Everyone, false),
+        (
+            Some(vec![by(&anyone, Permission::CREATE), by(&me, Permission::ALL)]),
+            Access::Creator,
+            true,
+        ),
+        (
+            Some(vec![by(&anyone, Permission::READ), by(&me, Permission::ALL)]),
+            Access::Creator,
+            false,
+        ),
+        (
+            Some(vec![by(&other, writes), by(&me, Permission::ALL)]),
+            Access::Creator,
+            true,
+        ),
+    ] {
+        for at in ["chroot", "namespace"] {
+            let (chroot, namespace) = (format!("/{}", unique("chroot")), unique("open"));
+            let path = match at {
+                "chroot" => chroot.clone(),
+                _ => format!("{chroot}/{namespace}"),
+            };
+            if let Some(acl) = &acl {
+                if at != "chroot" {
+                    let parent = CreateMode::Persistent.with_acls(Acls::creator_all());
+                    mine.create(&chroot, b"", &parent).await.unwrap();
+                }
+                let options = CreateMode::Persistent.with_acls(Acls::new(acl));
+                mine.create(&path, b"", &options).await.unwrap();
+            }
+            let mut config = server::config(format!("{}{chroot}", shared().addr()));
+            config.namespace = namespace;
+            config.auth = Some(Digest::new("me", "canary"));
+            config.access = Some(access);
+            let traces = Traces::default();
+            let _recording = tracing::subscriber::set_default(traces.clone());
+            let client = server::patiently(config).await;
+            let guard = lock(&client, "a").acquire().await.unwrap();
+            guard.release().await.unwrap();
+            let text = traces.text();
+            let warnings: Vec<_> = text
+                .lines()
+                .filter(|line| line.contains("others may create"))
+                .collect();
+            assert_eq!(
+                warnings.len(),
+                usize::from(is_open),
+                "{at} {acl:?} {access:?}: {text}"
+            );
+            assert!(!is_open || warnings[0].contains(&path), "{text}");
+        }
+    }
 }
 
 /// What goes to an address of this machine's own stays on it, too, but that is not known.
