@@ -11,7 +11,7 @@ use crate::{
     args::Bench,
     failure::{FAILED, Failure},
     helper_server::{self, Server},
-    inspect::print,
+    inspect::{print, printable},
     server,
 };
 
@@ -56,7 +56,8 @@ pub(crate) fn bench(args: &Bench) -> Result<u8, Failure> {
         }));
     bar.finish_and_clear();
     print(&if args.json {
-        serde_json::to_string(&rows).map_err(|error| Failure::because("cannot write JSON", &error))?
+        let json = serde_json::to_string(&rows);
+        printable(&json.map_err(|error| Failure::because("cannot write JSON", &error))?)
     } else {
         table(&rows, &scenarios)
     })?;

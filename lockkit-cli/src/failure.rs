@@ -112,15 +112,25 @@ pub(crate) fn cannot_start(error: &dyn Error) -> Failure {
     Failure::because("cannot start the command", error)
 }
 
+/// Returns whether a terminal draws it as it reads, and nothing else.
+pub(crate) fn is_plain(c: char) -> bool {
+    if c.is_ascii() {
+        return c.is_ascii_graphic() || c == ' ';
+    }
+    // Behind a letter, where an accent is no reason.
+    let behind_a_letter = String::from_iter(['a', c]);
+    behind_a_letter.escape_debug().count() == 2
+}
+
 /// One line on standard error. Where nobody reads that, there is nobody to tell.
 pub(crate) fn say(message: &str) {
     let mut line = String::from("lockkit: ");
     for c in message.chars() {
         // A lock's name may hold anything, also what would break the line or drive the terminal.
-        if c.is_control() {
-            line.extend(c.escape_default());
-        } else {
+        if is_plain(c) {
             line.push(c);
+        } else {
+            line.extend(c.escape_default());
         }
     }
     line.push('\n');

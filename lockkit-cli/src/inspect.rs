@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::{
     args::{Break, Inspect},
-    failure::{Failure, NOT_GRANTED, say},
+    failure::{Failure, NOT_GRANTED, is_plain, say},
 };
 
 /// The time that the server gets to take note that this client has gone.
@@ -38,7 +38,7 @@ fn show(args: &Inspect, state: &LockState) -> Result<(), Failure> {
         } else {
             LockKind::Lock
         };
-        as_json(&args.name, kind, state).to_string()
+        as_json(&args.name, kind, state)
     } else {
         as_text(&args.name.escape_debug().to_string(), state)
     })
@@ -118,7 +118,8 @@ pub(crate) async fn take_leave(client: &LockClient) {
     let _ = client.close(CLOSE_WITHIN).await;
 }
 
-pub(crate) fn as_json(name: &str, kind: LockKind, state: &LockState) -> Value {
+/// Returns the state as JSON, in one line.
+pub(crate) fn as_json(name: &str, kind: LockKind, state: &LockState) -> String {
     let holders: Vec<Value> = state
         .holders
         .iter()
@@ -131,7 +132,7 @@ pub(crate) fn as_json(name: &str, kind: LockKind, state: &LockState) -> Value {
             })
         })
         .collect();
-    json!({
+    let shown = json!({
         "name": name,
         "kind": match kind {
             LockKind::Lock => "lock",
@@ -139,7 +140,24 @@ pub(crate) fn as_json(name: &str, kind: LockKind, state: &LockState) -> Value {
         },
         "holders": holders,
         "waiters": state.waiters,
-    })
+    });
+    printable(&shown.to_string())
+}
+
+/// Escapes in JSON what a terminal may act on, or draw otherwise than it reads: JSON allows it within strings.
+pub(crate) fn printable(json: &str) -> String {
+    let mut escaped = String::with_capacity(json.len());
+    for c in json.chars() {
+        if is_plain(c) {
+            escaped.push(c);
+            continue;
+        }
+        for unit in c.encode_utf16(&mut [0; 2]) {
+            // Writing to a string does not fail.
+            let _ = write!(escaped, "\\u{unit:04x}");
+        }
+    }
+    escaped
 }
 
 /// `title` is the name, as a line may have it.
@@ -206,5 +224,26 @@ pub(crate) fn was_written(last: io::Result<()>) -> Result<(), Failure> {
             Err(Failure::because("cannot write the output", &error))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_has_nothing_that_a_terminal_acts_on() {
+        let name = "a\u{1b}[2J\u{7f}\u{9b}2J\u{202e}\u{e0001}é\n😀";
+        let shown = as_json(name, LockKind::Lock, &LockState::default());
+        assert!(
+            !shown.contains(|c: char| c.is_control() || "\u{202e}\u{e0001}".contains(c)),
+            "{shown:?}"
+        );
+        assert!(
+            shown.contains("\\u007f\\u009b2J\\u202e\\udb40\\udc01é\\n😀"),
+            "{shown}"
+        );
+        let read: Value = serde_json::from_str(&shown).unwrap();
+        assert_eq!(read["name"], name);
     }
 }

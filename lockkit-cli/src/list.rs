@@ -39,7 +39,7 @@ async fn print_all(client: &LockClient, args: &List) -> Result<(), Failure> {
             name, kind, state, ..
         } = lock?;
         let shown = if args.json {
-            as_json(name.as_str(), kind, &state).to_string()
+            as_json(name.as_str(), kind, &state)
         } else {
             as_text(&titled(name.as_str(), kind), &state)
         };
