@@ -24,7 +24,7 @@ mod secrets;
 pub mod tls;
 mod unencrypted;
 
-use std::{fmt, num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
+use std::{fmt, net::Ipv6Addr, num::NonZeroU32, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use tokio::{sync::watch, time::Instant};
@@ -685,6 +685,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 /// assert_eq!(redacted_url("redis://cache/2?x=s3@cret"), "redis://***");
 /// assert_eq!(redacted_url("redis://app:s3cret"), "redis://***");
 /// assert_eq!(redacted_url("redis://app:s3cret%40cache:6379"), "redis://***");
+/// assert_eq!(redacted_url("app:/s3cret"), "***");
 /// assert_eq!(redacted_url("redis://[::1]:6379,cache:6379/2"), "redis://[::1]:6379,cache:6379/2");
 /// assert_eq!(redacted_url("file:///var/lock/a@b"), "file:///var/lock/a@b");
 /// ```
@@ -713,10 +714,12 @@ pub fn redacted_url(url: &str) -> String {
     }
     let Some(at) = url.rfind('@') else {
         let hosts = rest.strip_prefix('/').unwrap_or(rest);
+        // With one slash it may be a user and a password, and is no address.
+        let is_address = scheme.is_empty() || rest.starts_with('/');
         return match scheme {
-            _ if are_hosts(hosts) => plain(url),
-            "" => "***".to_owned(),
-            scheme => format!("{scheme}://***"),
+            _ if is_address && are_hosts(hosts) => plain(url),
+            scheme if is_address && !scheme.is_empty() => format!("{scheme}://***"),
+            _ => "***".to_owned(),
         };
     };
     let host = if url[..at].contains('?') || !are_hosts(&url[at + 1..]) {
@@ -738,8 +741,9 @@ fn are_hosts(rest: &str) -> bool {
             Some((name, port)) if !port.ends_with(']') => (name, port),
             _ => (host, ""),
         };
-        let is_address = name.starts_with('[') && name.ends_with(']');
-        (is_address || !name.contains(':'))
+        let address = name.strip_prefix('[').and_then(|name| name.strip_suffix(']'));
+        let is_address = address.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok());
+        (is_address || !name.contains([':', '[', ']']))
             && !name.contains('%')
             && (port.is_empty() || port.parse::<u16>().is_ok())
     };
