@@ -135,8 +135,8 @@ impl LockGuard {
     }
 
     /// Extends the lease by hand, to a full ttl from now: for holds acquired with `renew(false)`, and for certainty before a
-    /// long step. It succeeds once the server has confirmed that. Where a session decides (ZooKeeper), that is one of its last
-    /// two heartbeats, which are 2.5 s apart at most, and [`lease_length`](Self::lease_length) is the outcome.
+    /// long step. It succeeds once the server has confirmed that. Where a session decides (ZooKeeper, etcd), that is one of its
+    /// last two heartbeats, which are 2.5 s apart at most, and [`lease_length`](Self::lease_length) is the outcome.
     ///
     /// # Errors
     /// [`Error::Lost`] if the hold is lost; [`Error::Backend`] if no reply came, in which case the lease goes on as

@@ -31,10 +31,12 @@ pub(crate) struct Proof {
     sent: Instant,
     /// How long the machine had slept by then.
     asleep: Duration,
+    /// The time at which that was answered.
+    heard: Sent,
     length: Duration,
 }
 
-/// A moment at which a request is sent.
+/// A moment at which a request is sent, or answered.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sent {
     pub(crate) at: Instant,
@@ -43,12 +45,13 @@ pub(crate) struct Sent {
 }
 
 impl Proof {
-    /// A lease of so many seconds, by a request that was sent then.
-    pub(crate) fn new(sent: Sent, ttl: u64) -> Self {
+    /// A lease of so many seconds, by a request that was sent then, and answered.
+    pub(crate) fn new(sent: Sent, heard: Sent, ttl: u64) -> Self {
         let length = Duration::from_secs(ttl);
         Self {
             sent: sent.at,
             asleep: sent.asleep,
+            heard,
             length: length.mul_f64(0.99),
         }
     }
@@ -58,6 +61,12 @@ impl Proof {
         let slept = asleep.saturating_sub(self.asleep);
         let end = self.sent + self.length;
         end.checked_sub(slept).unwrap_or(self.sent)
+    }
+
+    /// Returns whether it is as new as proofs are: one of the last two beats brought it.
+    pub(crate) fn is_current(&self, now: Sent, ttl: Duration) -> bool {
+        let slept = now.asleep.saturating_sub(self.heard.asleep);
+        now.at.saturating_duration_since(self.heard.at) + slept <= 2 * beat(ttl)
     }
 
     /// The later of both counts. A keepalive that was overtaken shortens nothing.
@@ -131,13 +140,11 @@ mod tests {
     #[test]
     fn a_lease_counts_from_the_request_and_less_than_the_ttl() {
         let at = Instant::now();
-        let proof = Proof::new(
-            Sent {
-                at,
-                asleep: SECOND * 7,
-            },
-            10,
-        );
+        let sent = Sent {
+            at,
+            asleep: SECOND * 7,
+        };
+        let proof = Proof::new(sent, sent, 10);
         assert_eq!(proof.end(SECOND * 7) - at, Duration::from_millis(9_900));
         assert_eq!(
             proof.end(SECOND * 9) - at,
@@ -151,17 +158,33 @@ mod tests {
     fn an_earlier_proof_shortens_nothing() {
         let at = Instant::now();
         let proof = |later: u32| {
-            Proof::new(
-                Sent {
-                    at: at + SECOND * later,
-                    asleep: Duration::ZERO,
-                },
-                10,
-            )
+            let sent = Sent {
+                at: at + SECOND * later,
+                asleep: Duration::ZERO,
+            };
+            Proof::new(sent, sent, 10)
         };
         for (a, b) in [(0, 3), (3, 0)] {
             let end = proof(a).or_later(proof(b)).end(Duration::ZERO);
             assert_eq!(end, proof(3).end(Duration::ZERO));
+        }
+    }
+
+    /// However long the answer took, and what is slept counts.
+    #[test]
+    fn a_proof_is_current_for_two_beats_from_its_answer() {
+        let sent = Sent {
+            at: Instant::now(),
+            asleep: SECOND,
+        };
+        let after = |seconds: u32, slept: u32| Sent {
+            at: sent.at + SECOND * seconds,
+            asleep: sent.asleep + SECOND * slept,
+        };
+        let proof = Proof::new(sent, after(3, 0), 10);
+        for (seconds, slept, is_current) in [(3, 0, true), (7, 0, true), (8, 0, false), (4, 4, false)] {
+            let current = proof.is_current(after(seconds, slept), SECOND * 10);
+            assert_eq!(current, is_current, "{seconds} s and {slept} s asleep");
         }
     }
 

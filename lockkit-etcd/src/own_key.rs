@@ -350,33 +350,54 @@ impl OwnKey {
         Ok(Lease::new(now, Some(end - now)))
     }
 
-    /// Waits until a longer lease is proven than was granted last.
+    /// Waits until a longer lease is proven than was granted last, by a server that has been heard of late. What is proven otherwise
+    /// counts when half of what was granted is over, or the server cannot be asked, and confirms nothing.
     pub(crate) async fn renew(&mut self, ttl: Duration) -> Result<Renewal> {
         let Stage::Held(Held { until: granted, .. }) = self.stage else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
         let session = self.session.clone();
+        let now = Instant::now();
+        let unheard = now + granted.saturating_duration_since(now) / 2;
         loop {
             if let Some(reason) = session.ended() {
                 return Ok(Renewal::Lost(reason));
             }
-            match self.look().await? {
-                Seen::There => {}
-                Seen::Asked => return Ok(Renewal::Asked),
-                Seen::Gone => return Ok(Renewal::Lost(session.ended().unwrap_or(LossReason::Revoked))),
+            let is_longer = session.proven_until().min(Instant::now() + ttl) > granted;
+            let seen = tokio::select! {
+                biased;
+                seen = self.look() => seen,
+                // A server that is silent tells nothing of the key, either.
+                () = sleep_until(unheard), if is_longer => Err(Failure::NotProven),
+            };
+            match seen {
+                Ok(Seen::There) if is_longer && session.is_current() => {
+                    return self.renewed(ttl, Renewal::Held);
+                }
+                Ok(Seen::There) => {}
+                Ok(Seen::Asked) => return Ok(Renewal::Asked),
+                Ok(Seen::Gone) => return Ok(Renewal::Lost(session.ended().unwrap_or(LossReason::Revoked))),
+                Err(failure) if !is_longer || failure.is_permanent() => return Err(failure),
+                Err(_) => return self.renewed(ttl, Renewal::Unconfirmed),
             }
-            if session.proven_until().min(Instant::now() + ttl) > granted {
-                return match self.lease(ttl) {
-                    Ok(lease) => Ok(Renewal::Held(lease)),
-                    Err(Failure::SessionEnded(reason)) => Ok(Renewal::Lost(reason)),
-                    Err(failure) => Err(failure),
-                };
+            if is_longer && Instant::now() >= unheard {
+                return self.renewed(ttl, Renewal::Unconfirmed);
             }
             session.request_beat();
             tokio::select! {
-                _ = session.proven_beyond(|| granted) => {}
+                () = session.current(), if is_longer => {}
+                () = sleep_until(unheard), if is_longer => {}
+                _ = session.proven_beyond(|| granted), if !is_longer => {}
                 () = event(self.watch.as_ref()) => {}
             }
+        }
+    }
+
+    fn renewed(&mut self, ttl: Duration, outcome: impl FnOnce(Lease) -> Renewal) -> Result<Renewal> {
+        match self.lease(ttl) {
+            Ok(lease) => Ok(outcome(lease)),
+            Err(Failure::SessionEnded(reason)) => Ok(Renewal::Lost(reason)),
+            Err(failure) => Err(failure),
         }
     }
 

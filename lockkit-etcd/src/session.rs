@@ -121,7 +121,7 @@ impl Session {
             return Err(Failure::ShortLease { granted: granted.ttl });
         }
         let seconds = u64::try_from(granted.ttl).unwrap_or(0);
-        let proof = Proof::new(sent, seconds);
+        let proof = Proof::new(sent, now(), seconds);
         let core = Core {
             lease: granted.id,
             ttl: Duration::from_secs(seconds),
@@ -211,6 +211,20 @@ impl Core {
             if self.proven_until() > at() {
                 return Ok(());
             }
+            // The sender is part of `self`, so that this does not fail.
+            let _ = proofs.changed().await;
+        }
+    }
+
+    /// Returns whether what is proven is as new as proofs are.
+    pub(crate) fn is_current(&self) -> bool {
+        lock(&self.proof).is_current(now(), self.ttl)
+    }
+
+    /// Waits until what is proven is as new as proofs are, or the lease has ended.
+    pub(crate) async fn current(&self) {
+        let mut proofs = self.ended.subscribe();
+        while self.ended().is_none() && !self.is_current() {
             // The sender is part of `self`, so that this does not fail.
             let _ = proofs.changed().await;
         }
@@ -367,7 +381,7 @@ impl Core {
         if term(renewed.header) != term(read.header) || renewed.header.is_none() {
             return Ok(Beat::OtherTerm);
         }
-        Ok(Beat::Proven(Proof::new(sent, ttl)))
+        Ok(Beat::Proven(Proof::new(sent, now(), ttl)))
     }
 
     /// Renews the lease as [`beat`](Self::beat) does. Returns `None` if the member is silent, or leaves this request alone unanswered for

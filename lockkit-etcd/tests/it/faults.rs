@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_core::{Error, Lock, LossReason};
+use lockkit_core::{AcquireOptions, Error, Lock, LockGuard, LossReason};
 use lockkit_testbed::{Mode, Proxy, etcd::EtcdServer, eventually};
 use tokio::task::JoinHandle;
 
@@ -296,4 +296,65 @@ async fn a_soak_under_faults_lets_nobody_in_twice() {
         "tokens went back, seed {seed}"
     );
     contend(&server, &name, 0).await;
+}
+
+/// A hold of so many seconds that is renewed by hand alone, and its way to the server.
+async fn held_by_hand(ttl: u64) -> (LockGuard, Proxy) {
+    let proxy = Proxy::start(shared().addr()).unwrap();
+    let ours = connect(&shared().url_at(proxy.addr())).await;
+    let options = AcquireOptions::new()
+        .ttl(Duration::from_secs(ttl))
+        .renew(false)
+        .op_timeout(Duration::from_millis(300));
+    let held = lock(&ours, &unique("confirmed")).with_options(options);
+    (held.acquire().await.unwrap(), proxy)
+}
+
+/// Renews until the hold is over. Nothing that was proven before the silence confirms a renewal.
+async fn nothing_confirms(held: &LockGuard, silent: Instant) {
+    while held.is_held() {
+        let renewed = held.renew().await.is_ok();
+        assert!(!renewed, "renewed after {:?} of silence", silent.elapsed());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// What was proven before the silence counts, though the server says nothing of the key any more.
+async fn what_was_proven_counts(mode: Mode) {
+    let (held, proxy) = held_by_hand(8).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    proxy.set(mode);
+    if mode == Mode::Refuse {
+        proxy.reset();
+    }
+    let silent = Instant::now();
+    // The last beats before are news for a while.
+    tokio::time::sleep(Duration::from_millis(3_500)).await;
+    held.check().unwrap();
+    nothing_confirms(&held, silent).await;
+    let after = silent.elapsed();
+    assert!(
+        after > Duration::from_millis(5_500),
+        "it ended after {after:?}, {mode:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_renewal_by_hand_says_what_a_server_has_confirmed() {
+    if no_etcd() {
+        return;
+    }
+    let while_it_is_waited_for = async {
+        let (held, proxy) = held_by_hand(2).await;
+        tokio::time::sleep(Duration::from_millis(900)).await;
+        proxy.set(Mode::Blackhole);
+        let silent = Instant::now();
+        tokio::time::sleep(Duration::from_millis(820)).await;
+        nothing_confirms(&held, silent).await;
+    };
+    tokio::join!(
+        while_it_is_waited_for,
+        what_was_proven_counts(Mode::Blackhole),
+        what_was_proven_counts(Mode::Refuse),
+    );
 }
