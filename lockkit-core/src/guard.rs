@@ -117,6 +117,9 @@ impl LockGuard {
     /// Returns the time until which the lock is held if no renewal succeeds from now on, on the monotonic clock. `None` if the
     /// hold has no lease, only a process or connection that it ends with. Such a hold has an end once its
     /// [`max_hold`](crate::AcquireOptions#structfield.max_hold) is over.
+    ///
+    /// A hold that was lost as [`Asked`](crate::LossReason::Asked) keeps the end that it had, until which nobody else is granted the
+    /// lock. Should it be ended by others in that time, it has its end as soon as its client hears of that.
     pub fn valid_until(&self) -> Option<Instant> {
         self.hold.valid_until()
     }

@@ -1,6 +1,11 @@
 //! A holder that is asked to give up its lock, or loses it by force.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+use lockkit_testbed::redis::{self, RedisServer};
 
 use crate::tool::{Running, Site, gone, outcome};
 
@@ -75,6 +80,47 @@ fn a_command_that_stays_is_killed_after_max_hold() {
     assert_eq!((status, &*said), (0, "alone\n"), "{complaint}");
     let (status, complaint) = holder.end();
     assert_eq!(status.code(), Some(123), "{complaint}");
+}
+
+/// It was asked, stays, and then its hold is ended by others. The next may be granted the lock from then on.
+fn stays_until_its_hold_is_ended(site: &Site, options: &[&str], end: impl FnOnce(&str)) {
+    let script = "trap 'echo told' TERM; echo up; echo $LOCKKIT_TOKEN; echo $$; while :; do sleep 0.01; done";
+    let mut holder = site.running(options, script);
+    let (token, command) = (holder.line(), holder.line().parse().unwrap());
+    let breaking = ["break", "job", "--wait", "100ms", "--token", &token];
+    assert_eq!(outcome(&mut site.lockkit(&breaking)).0, 124);
+    assert_eq!(holder.line(), "told");
+    end(&token);
+    let (status, complaint) = holder.end();
+    assert_eq!(status.code(), Some(123), "{complaint}");
+    gone(command);
+    let (status, _, complaint) = outcome(&mut site.run(&["--try"], "exit 0"));
+    assert_eq!(status, 0, "{complaint}");
+}
+
+#[test]
+fn a_command_that_stays_is_killed_when_its_hold_is_forced() {
+    if lockkit_testbed::skipped("redis", redis::missing()) {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let mut site = Site::new();
+    site.url = server.url().to_owned();
+    stays_until_its_hold_is_ended(&site, &["--ttl", "5m"], |token| {
+        let forced = ["break", "job", "--force", "--token", token];
+        let (status, _, complaint) = outcome(&mut site.lockkit(&forced));
+        assert_eq!(status, 0, "{complaint}");
+    });
+}
+
+#[test]
+fn a_command_that_stays_is_killed_when_its_file_is_deleted() {
+    let site = Site::new();
+    stays_until_its_hold_is_ended(&site, &[], |_| {
+        for file in site.lock_files() {
+            fs::remove_file(file).unwrap();
+        }
+    });
 }
 
 #[test]

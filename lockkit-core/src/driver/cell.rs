@@ -399,6 +399,14 @@ impl<C> HoldCell<C> {
         Poll::Pending
     }
 
+    /// Notes that nothing is left of a lost hold that was asked back, and that its user has not let go of.
+    pub(crate) fn is_over(&self, now: Moment) {
+        let mut state = self.state.lock();
+        if matches!(state.phase, Phase::Lost(_)) {
+            state.valid_until = Some(now);
+        }
+    }
+
     /// Ends a hold that was offered and not accepted in time.
     pub(crate) fn lapse(&self) {
         self.update(None, |state, wakes| {

@@ -1,6 +1,7 @@
 //! One grant, shared by its guard, its views and the worker that keeps it alive.
 
 use std::{
+    future::pending,
     mem,
     ops::Deref,
     sync::{
@@ -25,7 +26,7 @@ use crate::{
         observe::Mark,
         register::NO_KEY,
         request::AcquireRequest,
-        timing,
+        timing::{self, HintBudget},
     },
     spi::{Lease, Renewal},
 };
@@ -242,7 +243,7 @@ impl Hold {
                 }
                 match max_hold {
                     Some(at) => tokio::time::sleep_until(at).await,
-                    None => std::future::pending().await,
+                    None => pending().await,
                 }
             }
         };
@@ -251,6 +252,39 @@ impl Hold {
             () = std::future::poll_fn(|cx| self.cell.poll_let_go(cx)) => {}
             () = over => {}
             _ = self.request.core().over("release", Core::is_open) => {}
+        }
+    }
+
+    /// Resolves when the server says that a lost hold that was asked back is gone, though its user has not let go of it: it was ended
+    /// by force, say. Its [`valid_until`](Record::valid_until) is now from then on.
+    pub(crate) async fn gone_after_all(&self) {
+        const OPERATION: &str = "renew";
+        /// The time after which it is asked without a hint.
+        const LOOKS_AGAIN_AFTER: Duration = Duration::from_secs(1);
+
+        let core = self.request.core();
+        let mut loan = self.cell.reclaim().await;
+        loop {
+            let Some(contender) = loan.as_mut() else {
+                return pending().await;
+            };
+            tokio::select! {
+                () = contender.hinted() => {}
+                () = tokio::time::sleep(LOOKS_AGAIN_AFTER) => {}
+            }
+            let Some(claim) = &mut contender.claim else {
+                return pending().await;
+            };
+            // This prolongs nothing, since the hold was asked back.
+            let renewal = core.meters.request(OPERATION, claim.renew());
+            let limit = || Instant::now() + self.request.op_timeout;
+            match core.within(OPERATION, Core::is_alive, limit, renewal).await {
+                Ok(Some(Ok(Renewal::Lost(_)))) => return self.cell.is_over(self.now()),
+                Ok(_) => {}
+                Err(_) => return pending().await,
+            }
+            // A backend may hint for as long as the hold is asked for.
+            tokio::time::sleep(HintBudget::HOLDERS_REST).await;
         }
     }
 

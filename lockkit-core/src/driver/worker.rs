@@ -307,7 +307,11 @@ impl Job {
                     observe::lost(hold.queue(), reason);
                 }
                 // Until then nothing is released, so that nobody else is granted what its user may still be at work on.
-                hold.let_go().await;
+                tokio::select! {
+                    biased;
+                    () = hold.let_go() => {}
+                    () = hold.gone_after_all() => {}
+                }
                 hold.queue().unregister(&hold);
                 // If it was on offer, its waiter goes on without it.
                 hold.queue().withdraw(&hold);

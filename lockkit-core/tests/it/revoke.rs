@@ -204,3 +204,33 @@ async fn by_force_nobody_is_waited_for() {
     assert!(operator.revoke_by_force("a", guard.token()).await.unwrap());
     assert!(!is_taken(&operator).await);
 }
+
+/// It may have brought its work to an end in the time that it had.
+#[tokio::test(start_paused = true)]
+async fn who_was_asked_hears_that_no_time_is_left() {
+    let (_, _holder, operator, guard) = held().await;
+    let left = || guard.valid_until().unwrap() - Instant::now();
+    let _ = operator.revoke("a", guard.token(), Duration::ZERO).await.unwrap();
+    assert_eq!(guard.lost().await, LossReason::Asked);
+    tokio::time::sleep(5 * SECOND).await;
+    assert!(left() > TTL / 4, "nobody has ended it: {:?}", left());
+    assert!(operator.revoke_by_force("a", guard.token()).await.unwrap());
+    tokio::time::sleep(2 * SECOND).await;
+    assert_eq!(left(), Duration::ZERO);
+    assert_eq!(guard.lost().await, LossReason::Asked);
+}
+
+/// Nobody can tell.
+#[tokio::test(start_paused = true)]
+async fn who_was_asked_keeps_its_time_without_an_answer() {
+    let (backend, _holder, operator, guard) = held().await;
+    let _ = operator.revoke("a", guard.token(), Duration::ZERO).await.unwrap();
+    assert_eq!(guard.lost().await, LossReason::Asked);
+    let end = guard.valid_until();
+    backend.fail_next(FaultPoint::Renew, u32::MAX);
+    tokio::time::sleep(TTL / 2).await;
+    assert_eq!(guard.valid_until(), end);
+    let released = operator.revoke("a", guard.token(), SECOND);
+    let (said, ()) = join(released, async { drop(guard) }).await;
+    assert_eq!(said.unwrap(), Revocation::Confirmed);
+}
