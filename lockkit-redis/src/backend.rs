@@ -185,21 +185,22 @@ impl Backend for RedisBackend {
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
-        Ok(Box::new(RedisClaim::new(self.shared.clone(), request)))
+        Ok(Box::new(RedisClaim::new(self.shared.clone(), request)?))
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
-        let call = script::INSPECT.call(&layout::key(&self.shared.namespace, name, kind));
+        let call = script::INSPECT.call(&layout::key(&self.shared.namespace, name, kind)?);
         let reply = self.shared.connection.run("inspect", call).await?;
         state(&reply).ok_or_else(|| unexpected("inspect", &reply))
     }
 
     fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        layout::check(&self.shared.namespace, prefix)?;
         Ok(Box::new(RedisLister::new(self.shared.clone(), prefix)))
     }
 
     async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
-        let mut call = script::ASK_BACK.call(&layout::key(&self.shared.namespace, name, kind));
+        let mut call = script::ASK_BACK.call(&layout::key(&self.shared.namespace, name, kind)?);
         call.arg(token.get());
         let since = Instant::now();
         match self.shared.connection.run("revoke", call).await? {
@@ -219,7 +220,7 @@ impl Backend for RedisBackend {
             namespace,
             ..
         } = &*self.shared;
-        let channel = layout::watch_channel(&layout::key(namespace, name, kind));
+        let channel = layout::watch_channel(&layout::key(namespace, name, kind)?);
         let watch = RedisWatch::begin(connection, &inbox.announcements, channel).await?;
         Ok(Some(Box::new(watch)))
     }
@@ -227,7 +228,7 @@ impl Backend for RedisBackend {
     async fn announce(&self, name: &LockName, kind: LockKind) -> Result<()> {
         const OPERATION: &str = "announce";
 
-        let channel = layout::watch_channel(&layout::key(&self.shared.namespace, name, kind));
+        let channel = layout::watch_channel(&layout::key(&self.shared.namespace, name, kind)?);
         let mut publish = redis::cmd("PUBLISH");
         publish.arg(channel).arg("");
         let connection = &self.shared.connection;
@@ -237,7 +238,7 @@ impl Backend for RedisBackend {
     }
 
     async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
-        let key = layout::key(&self.shared.namespace, name, kind);
+        let key = layout::key(&self.shared.namespace, name, kind)?;
         let mut give_up = None;
         loop {
             let mut call = script::REVOKE.call(&key);

@@ -76,7 +76,7 @@ struct LackOfReplicas {
 }
 
 impl RedisClaim {
-    pub(crate) fn new(shared: Arc<Shared>, request: &ClaimRequest) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, request: &ClaimRequest) -> Result<Self> {
         // The counter must not outrun the clock. So a lock that nobody contends for, which may be taken tens of thousands of
         // times a second, reserves one token. The server says when the lock is contended.
         let most_tokens = request.tokens;
@@ -84,8 +84,8 @@ impl RedisClaim {
         if !request.locally_contended {
             request.tokens = NonZeroU32::MIN;
         }
-        Self {
-            key: layout::key(&shared.namespace, &request.name, request.mode.kind()),
+        Ok(Self {
+            key: layout::key(&shared.namespace, &request.name, request.mode.kind())?,
             record: Record::new(&request, &shared.inbox.client),
             most_tokens,
             shortest_ttl: request.ttl,
@@ -99,7 +99,7 @@ impl RedisClaim {
             renew_soon: false,
             granted_at_once: None,
             is_downgraded: false,
-        }
+        })
     }
 
     fn wakeup(&mut self) -> &Arc<Wakeup> {

@@ -8,7 +8,7 @@ use std::{
 };
 
 use lockkit_core::{
-    FencingToken, Holder, LockKind, LockName,
+    Error, FencingToken, Holder, LockKind, LockName, Result,
     spi::{ClaimRequest, Mode, OwnerId},
 };
 
@@ -16,8 +16,7 @@ use lockkit_core::{
 const OWN: &str = "lockkit#";
 
 /// Returns the beginning of all keys and channels that belong to the lock with this key: the namespace and its colon. So a user whose
-/// rights end there reaches no other namespace. Where the namespace is empty, what comes before the first colon counts as one, since
-/// `a:b` is then the same lock as `b` in the namespace `a`. The scripts do the same.
+/// rights end there reaches no other namespace. The scripts do the same.
 fn prefix(key: &str) -> &str {
     let is_part = |char: char| char.is_ascii_alphanumeric() || "._-".contains(char);
     match key.split_once(':') {
@@ -67,15 +66,33 @@ fn is_escaped(rest: &str) -> bool {
     rest.trim_start_matches('%').starts_with(OWN)
 }
 
+/// Checks that a name, or the beginning of one, has no key of another namespace. Each has counters of its own, and with several masters
+/// a quarantine and a longest ttl.
+///
+/// # Errors
+/// [`Error::InvalidOptions`] for `a:b` in the empty namespace, which would be `b` in the namespace `a`.
+pub(crate) fn check(namespace: &str, name: &str) -> Result<()> {
+    if namespace.is_empty() && !prefix(name).is_empty() {
+        let reason = "a name such as `a:b` is refused without a namespace, since it is the lock `b` of the namespace `a`: set that \
+                      namespace and leave it out of the name";
+        return Err(Error::invalid_option("namespace", reason));
+    }
+    Ok(())
+}
+
 /// The key of a lock or semaphore.
-pub(crate) fn key(namespace: &str, name: &LockName, kind: LockKind) -> Vec<u8> {
+///
+/// # Errors
+/// As [`check`].
+pub(crate) fn key(namespace: &str, name: &LockName, kind: LockKind) -> Result<Vec<u8>> {
+    check(namespace, name.as_str())?;
     let full = qualified(namespace, name.as_str());
     let (prefix, rest) = full.split_at(prefix(&full).len());
     let lock = [prefix, if is_escaped(rest) { "%" } else { "" }, rest].concat();
-    match kind {
+    Ok(match kind {
         LockKind::Semaphore => format!("{prefix}{OWN}semaphore:{{{lock}}}").into_bytes(),
         LockKind::Lock => lock.into_bytes(),
-    }
+    })
 }
 
 /// Draws a name for a client: the channel of its wake-ups, and the key that is there while it is alive. The process id is in it,
@@ -208,13 +225,7 @@ pub(crate) fn pattern(namespace: &str, begin: &str, kind: LockKind) -> Vec<u8> {
     let mut pattern = Vec::with_capacity(full.len() + 32);
     let literal = match kind {
         LockKind::Lock => lock.to_owned(),
-        LockKind::Semaphore => {
-            if prefix.is_empty() {
-                // The name may go on with what counts as a namespace.
-                pattern.push(b'*');
-            }
-            format!("{prefix}{OWN}semaphore:{{{lock}")
-        }
+        LockKind::Semaphore => format!("{prefix}{OWN}semaphore:{{{lock}"),
     };
     for byte in literal.bytes() {
         if b"*?[]\\".contains(&byte) {
@@ -244,7 +255,7 @@ pub(crate) fn name(namespace: &str, found: &[u8], kind: LockKind) -> Option<Lock
         } else {
             full.strip_prefix(namespace)?.strip_prefix(':')?
         };
-        let is_its = |name: &LockName| key(namespace, name, kind) == found;
+        let is_its = |name: &LockName| key(namespace, name, kind).is_ok_and(|key| key == found);
         LockName::new(name).ok().filter(is_its)
     };
     rest.strip_prefix('%').and_then(named).or_else(|| named(rest))
@@ -271,7 +282,7 @@ mod tests {
     }
 
     fn text(namespace: &str, lock: &str, kind: LockKind) -> String {
-        String::from_utf8(key(namespace, &name(lock), kind)).unwrap()
+        String::from_utf8(key(namespace, &name(lock), kind).unwrap()).unwrap()
     }
 
     #[test]
@@ -289,18 +300,27 @@ mod tests {
         assert_eq!(watch_channel(b"a:n"), b"a:lockkit#client:watch:a:n");
         assert!(new_client("a", true).starts_with("a:lockkit#client:"));
         assert_eq!(marker(""), "lockkit#redlock");
-        // One lock by two ways has one queue and one counter.
+    }
+
+    /// Else there would be two ways to one lock, with a counter each, and with several masters a quarantine each.
+    #[test]
+    fn no_two_namespaces_share_a_key() {
         for kind in [LockKind::Lock, LockKind::Semaphore] {
             for lock in ["b", "lockkit#fence", "%lockkit#", "b:c"] {
-                assert_eq!(text("a", lock, kind), text("", &format!("a:{lock}"), kind));
+                assert!(key("a", &name(lock), kind).is_ok());
+                let refused = key("", &name(&format!("a:{lock}")), kind).unwrap_err();
+                assert!(refused.to_string().contains("namespace"), "{refused}");
+            }
+            for lock in [":a", "é:b", "a b:c", "lockkit#election:jobs", "{a:b}"] {
+                assert!(key("", &name(lock), kind).is_ok(), "{lock}");
             }
         }
     }
 
     #[test]
     fn all_of_a_namespace_begins_with_it() {
-        let lock = key("a.b-c_9", &name("x:y"), LockKind::Lock);
-        let semaphore = key("a.b-c_9", &name("lockkit#"), LockKind::Semaphore);
+        let lock = key("a.b-c_9", &name("x:y"), LockKind::Lock).unwrap();
+        let semaphore = key("a.b-c_9", &name("lockkit#"), LockKind::Semaphore).unwrap();
         for lock in [lock, semaphore] {
             for own in [queue(&lock), watch_channel(&lock), lock] {
                 assert!(own.starts_with(b"a.b-c_9:"), "{own:?}");
@@ -351,7 +371,12 @@ mod tests {
         ] {
             for text in names {
                 let lock = name(text);
-                let found = key(namespace, &lock, kind);
+                let Ok(found) = key(namespace, &lock, kind) else {
+                    assert!(namespace.is_empty() && text.starts_with("a:"), "{text}");
+                    let theirs = key("a", &name(&text[2..]), kind).unwrap();
+                    assert_eq!(super::name(namespace, &theirs, kind), None, "{text}");
+                    continue;
+                };
                 assert_eq!(
                     super::name(namespace, &found, kind),
                     Some(lock),
@@ -387,19 +412,15 @@ mod tests {
         assert_eq!(pattern("ns", "a*[", LockKind::Lock), b"ns:a\\*\\[*");
     }
 
-    /// A pattern whose only wildcards are the last character, and perhaps the first.
+    /// A pattern whose only wildcard is the last character.
     fn matches(pattern: &[u8], key: &[u8]) -> bool {
         let mut literal = Vec::new();
         let mut escaped = false;
-        let begins_anywhere = pattern.len() > 1 && pattern[0] == b'*';
-        for byte in &pattern[usize::from(begins_anywhere)..pattern.len() - 1] {
+        for byte in &pattern[..pattern.len() - 1] {
             escaped = !escaped && *byte == b'\\';
             if !escaped {
                 literal.push(*byte);
             }
-        }
-        if begins_anywhere {
-            return key.windows(literal.len()).any(|part| part == literal);
         }
         key.starts_with(&literal)
     }

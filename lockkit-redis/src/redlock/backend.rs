@@ -280,11 +280,8 @@ impl Backend for RedlockBackend {
             return Err(permits());
         }
         check_ttl(request.ttl, self.max_ttl)?;
-        Ok(Box::new(RedlockClaim::new(
-            self.masters.clone(),
-            request,
-            self.max_ttl,
-        )))
+        let claim = RedlockClaim::new(self.masters.clone(), request, self.max_ttl)?;
+        Ok(Box::new(claim))
     }
 
     /// Returns the holders that a majority agrees on, and the longest queue of any master.
@@ -293,12 +290,13 @@ impl Backend for RedlockBackend {
         if kind == LockKind::Semaphore {
             return Err(permits());
         }
-        let key = layout::key(&self.masters.namespace, name, kind);
+        let key = layout::key(&self.masters.namespace, name, kind)?;
         report(&self.masters, &key, "inspect").await
     }
 
     /// Lists the locks that a majority agrees on. There are no semaphores to be listed.
     fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        layout::check(&self.masters.namespace, prefix)?;
         Ok(Box::new(RedlockLister::new(self.masters.clone(), prefix)))
     }
 
@@ -309,7 +307,7 @@ impl Backend for RedlockBackend {
             return Err(permits());
         }
         let masters = &self.masters;
-        let key = layout::key(&masters.namespace, name, kind);
+        let key = layout::key(&masters.namespace, name, kind)?;
         let quorum = masters.rules.quorum;
         let asked = ask_holder(masters, &key, token).await?;
         if asked.lease(quorum).is_some() || asked.lefts.is_empty() {
@@ -331,7 +329,7 @@ impl Backend for RedlockBackend {
             return Err(permits());
         }
         let masters = &self.masters;
-        let key = layout::key(&masters.namespace, name, kind);
+        let key = layout::key(&masters.namespace, name, kind)?;
         let place = masters.for_others.take().await;
         // It waits for all masters, so that it is ended at each one within reach.
         let mut count = QuorumCount::of_renewal(masters.rules, masters.now());

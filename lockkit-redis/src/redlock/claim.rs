@@ -65,10 +65,10 @@ pub(crate) struct RedlockClaim {
 }
 
 impl RedlockClaim {
-    pub(super) fn new(masters: Arc<Masters>, request: &ClaimRequest, max_ttl: Duration) -> Self {
+    pub(super) fn new(masters: Arc<Masters>, request: &ClaimRequest, max_ttl: Duration) -> Result<Self> {
         let record = Record::new(request, &masters.inbox.client);
-        Self {
-            key: layout::key(&masters.namespace, &request.name, request.mode.kind()),
+        Ok(Self {
+            key: layout::key(&masters.namespace, &request.name, request.mode.kind())?,
             value: record.with_token(0),
             record,
             request: request.clone(),
@@ -85,7 +85,7 @@ impl RedlockClaim {
             lacks_masters: false,
             early_renewals: 0,
             shortest_ttl: request.ttl,
-        }
+        })
     }
 
     fn place(&mut self) -> &Arc<Wakeup> {

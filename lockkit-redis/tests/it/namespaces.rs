@@ -1,6 +1,6 @@
 //! A namespace is a border for users whose rights end at it.
 
-use lockkit_core::{LockClient, Result};
+use lockkit_core::{Error, FencingToken, LockClient, Result};
 use lockkit_redis::{RedisBackend, RedisConfig, RedlockBackend, RedlockConfig};
 use lockkit_testbed::redis::{RedisBuilder, RedisServer};
 use redis::{Cmd, Connection, cmd};
@@ -238,4 +238,54 @@ async fn a_user_reaches_no_other_namespace_of_redlock() {
         .unwrap();
     shared.release().await.unwrap();
     own.release().await.unwrap();
+}
+
+/// Without a namespace, `a:b` would be the lock `b` of the namespace `a`, and there have another longest ttl, another quarantine and
+/// another counter.
+async fn refuses_names_of_other_namespaces(client: &LockClient) {
+    let refused = |result: Result<()>| {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::InvalidOptions { .. }), "{error}");
+        assert!(error.to_string().contains("namespace `a`"), "{error}");
+    };
+    let other = lock(client, "a:b", LONG);
+    refused(other.try_acquire().await.map(drop));
+    refused(other.acquire().await.map(drop));
+    refused(other.shared().try_acquire().await.map(drop));
+    refused(client.inspect("a:b").await.map(drop));
+    let token = FencingToken::new(1);
+    refused(client.revoke("a:b", token, SECOND).await.map(drop));
+    refused(client.revoke_by_force("a:b", token).await.map(drop));
+    // Nobody else has a name that begins so.
+    for name in ["a", "é:b", ":b"] {
+        let own = lock(client, name, LONG).acquire().await.unwrap();
+        own.release().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn without_a_namespace_others_names_are_refused() {
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let mut config = RedisConfig::new(server.url());
+    config.namespace = String::new();
+    let client = LockClient::new(Box::pin(RedisBackend::connect(config)).await.unwrap());
+    refuses_names_of_other_namespaces(&client).await;
+    let permit = client.semaphore("a:b", 2).unwrap().try_acquire().await;
+    assert!(matches!(permit, Err(Error::InvalidOptions { .. })), "{permit:?}");
+}
+
+#[tokio::test]
+async fn without_a_namespace_redlock_refuses_others_names() {
+    if no_server() {
+        return;
+    }
+    let masters = [(); 3].map(|()| RedisServer::plain().unwrap());
+    let hosts = masters.each_ref().map(|master| master.addr().to_string());
+    let mut config = RedlockConfig::new(format!("redlock://{}", hosts.join(",")));
+    config.namespace = String::new();
+    let client = LockClient::new(Box::pin(RedlockBackend::connect(config)).await.unwrap());
+    refuses_names_of_other_namespaces(&client).await;
 }
