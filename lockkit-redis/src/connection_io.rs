@@ -62,6 +62,12 @@ impl ConnectionIo {
         self.waker.delay.lock().all_in_all()
     }
 
+    /// Has the connections have waited for so much longer.
+    #[cfg(test)]
+    pub(crate) fn add_delay(&self, delay: Duration) {
+        self.waker.delay.lock().before += delay;
+    }
+
     /// Runs this connection, too, until the handle is dropped.
     pub(crate) fn run(&self, io: impl Future<Output = ()> + Send + 'static) -> IoHandle {
         // A panic ends the connection. It must not reach the caller that happens to poll.

@@ -129,6 +129,13 @@ impl RedlockBackend {
     }
 }
 
+#[cfg(test)]
+impl RedlockBackend {
+    pub(super) fn masters(&self) -> &Arc<Masters> {
+        &self.masters
+    }
+}
+
 /// Finds out which masters have a vote, and gives them one if the deployment `is_new`.
 ///
 /// # Errors

@@ -708,14 +708,20 @@ pub(super) async fn count_reports(
     let mut replies = Replies::new(masters, operation, count.patience());
     let (mut held, mut place) = (0, Some(place));
     loop {
-        if held >= masters.rules.quorum {
+        let is_held = held >= masters.rules.quorum;
+        if is_held {
             drop(place.take());
         }
         let deadline = masters.at(count.deadline());
-        let enough = enough.filter(|_| held >= masters.rules.quorum);
-        let deadline = enough.map_or(deadline, |enough| deadline.min(enough));
         let mut asked = false;
-        let outcome = match requests.next(deadline).await {
+        let response = if is_held {
+            // However busy this client is: the lease that a majority has renewed is counted from the request on.
+            let enough = enough.map_or(deadline, |enough| deadline.min(enough));
+            requests.next_if_soon(enough).await
+        } else {
+            requests.next(deadline).await
+        };
+        let outcome = match response {
             None => count.tick(count.deadline()),
             Some(Response { master, reply, .. }) => {
                 let report = replies.read(master, reply, |reply| match reply {
@@ -764,5 +770,48 @@ impl fmt::Debug for RedlockClaim {
             .field("name", &self.request.name)
             .field("mode", &self.request.mode)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lockkit_core::{LockName, spi::Backend as _};
+    use lockkit_testbed::{
+        Mode as ProxyMode, Proxy,
+        redis::{self, RedisServer},
+    };
+    use tokio::time::{sleep, timeout};
+
+    use super::*;
+    use crate::{RedlockBackend, RedlockConfig};
+
+    /// A client that is busy all the time would wait for the last master until the lease is over.
+    #[tokio::test]
+    async fn a_majority_is_enough_however_busy_the_client_is() {
+        if lockkit_testbed::skipped("redis", redis::missing()) {
+            return;
+        }
+        let servers = [(); 3].map(|()| RedisServer::plain().unwrap());
+        let silent = Proxy::start(servers[2].addr()).unwrap();
+        let [one, two, three] = [servers[0].addr(), servers[1].addr(), silent.addr()];
+        let config = RedlockConfig::new(format!("redlock://{one},{two},{three}"));
+        let backend = Box::pin(RedlockBackend::connect(config)).await.unwrap();
+        let minute = Duration::from_secs(60);
+        let name = LockName::new("a").unwrap();
+        let request = ClaimRequest::new(name, Mode::Exclusive, minute, OwnerId::new(7));
+        let mut claim = RedlockClaim::new(backend.masters().clone(), &request, minute).unwrap();
+        claim.attempt(Duration::ZERO).await.unwrap().unwrap();
+        silent.set(ProxyMode::Blackhole);
+        let busy = async {
+            sleep(Duration::from_millis(20)).await;
+            backend.masters().connection_io.add_delay(60 * minute);
+        };
+        let renewing = timeout(minute / 6, claim.renew());
+        let (renewed, ()) = tokio::join!(renewing, busy);
+        let renewed = renewed.expect("two of three have renewed it").unwrap();
+        assert!(matches!(renewed, Renewal::Held(_)), "{renewed:?}");
+        silent.set(ProxyMode::Pass);
+        claim.release().await.unwrap();
+        backend.close().await.unwrap();
     }
 }

@@ -128,7 +128,7 @@ pub(crate) struct Masters {
     pub(super) for_holders: Places,
     /// The places of all others. However many they are, holders do not queue behind them.
     pub(super) for_others: Places,
-    connection_io: ConnectionIo,
+    pub(super) connection_io: ConnectionIo,
     /// The moment from which `quorum` counts time.
     origin: Instant,
     /// The highest token that this client has seen, of any lock.
@@ -449,6 +449,15 @@ impl Requests {
     /// Returns the next response, or `None` if there is none before `deadline`. Time in which this client did not get to write
     /// requests and to read replies does not count.
     pub(super) async fn next(&mut self, deadline: Instant) -> Option<Response> {
+        self.next_by(deadline, true).await
+    }
+
+    /// Returns the next response, or `None` if there is none before `deadline`, also where this client did not get to read it.
+    pub(super) async fn next_if_soon(&mut self, deadline: Instant) -> Option<Response> {
+        self.next_by(deadline, false).await
+    }
+
+    async fn next_by(&mut self, deadline: Instant, extends: bool) -> Option<Response> {
         poll_fn(|cx| {
             self.poll_all(cx);
             if let Some(response) = self.responses.pop_front() {
@@ -460,7 +469,7 @@ impl Requests {
             let (due, timer) = self
                 .timer
                 .get_or_insert_with(|| (deadline, Box::pin(tokio::time::sleep_until(deadline))));
-            if *due != deadline {
+            if *due != deadline || (!extends && timer.deadline() > deadline) {
                 *due = deadline;
                 timer.as_mut().reset(deadline);
             }
@@ -470,7 +479,7 @@ impl Requests {
                 .connection_io
                 .delay()
                 .saturating_sub(self.delay_before);
-            if timer.deadline() >= deadline + delay {
+            if !extends || timer.deadline() >= deadline + delay {
                 return Poll::Ready(None);
             }
             timer.as_mut().reset(deadline + delay);
