@@ -38,6 +38,7 @@ use crate::{
 
 mod sentinel;
 
+use self::sentinel::LatestEpoch;
 pub(crate) use self::sentinel::{HostPort, SentinelWatch};
 
 /// Handles each push that comes on a connection.
@@ -131,6 +132,7 @@ pub(crate) struct Connector {
     nowhere: String,
     /// The index of the sentinel that last named a server that was a master, or another one than the others knew.
     right: Arc<AtomicUsize>,
+    latest: Arc<LatestEpoch>,
     /// Set for one of several masters, with its number among them.
     quarantine: Option<(Arc<RestartQuarantine>, usize)>,
     connection_io: OnceLock<ConnectionIo>,
@@ -156,6 +158,7 @@ impl Connector {
             sentinel: config.sentinel.clone(),
             nowhere: layout::nowhere(&config.namespace),
             right: Arc::default(),
+            latest: Arc::default(),
             quarantine: None,
             connection_io: OnceLock::new(),
             unencrypted: Unencrypted::default(),

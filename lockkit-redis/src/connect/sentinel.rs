@@ -4,11 +4,15 @@
 //! listens to one sentinel, and leaves a master for the one that this sentinel names.
 
 use std::{
+    collections::HashMap,
     sync::{Arc, Weak, atomic::Ordering},
     time::Duration,
 };
 
-use lockkit_core::{Error, Result, spi::chain};
+use lockkit_core::{
+    Error, Result,
+    spi::{Mutex, chain},
+};
 use redis::{PushInfo, PushKind, aio::MultiplexedConnection};
 use tokio::{
     sync::Notify,
@@ -31,11 +35,33 @@ const PERIOD: Duration = Duration::from_secs(1);
 /// The pauses before the next sentinel is asked.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const MAX_PAUSE: Duration = Duration::from_millis(500);
+/// The time after which a sentinel is believed that knows of no configuration as late as the latest one, if no other has named that for
+/// as long: all of them may have been set up anew, and count from the beginning.
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(60);
 /// The channel of a sentinel on which it says that a master is another server.
 const SWITCHES: &str = "+switch-master";
 
 /// Host and port of a server.
 pub(crate) type HostPort = (String, u16);
+
+/// The epoch of the latest configuration by which a sentinel has named the master, and when that was last heard. Each fail-over has a
+/// higher one. A sentinel that was cut off, or paused, names the former master by a lower one until it has heard of the next.
+#[derive(Debug, Default)]
+pub(crate) struct LatestEpoch(Mutex<Option<(u64, Instant)>>);
+
+impl LatestEpoch {
+    /// Notes an epoch. Returns the latest one if this one is behind it.
+    fn ahead_of(&self, epoch: u64) -> Option<u64> {
+        let mut latest = self.0.lock();
+        match *latest {
+            Some((known, heard)) if epoch < known && heard.elapsed() < FORGOTTEN_AFTER => Some(known),
+            _ => {
+                *latest = Some((epoch, Instant::now()));
+                None
+            }
+        }
+    }
+}
 
 impl Connector {
     /// Asks the sentinel of this number for the master's address.
@@ -64,15 +90,26 @@ impl Connector {
         }
     }
 
+    /// Returns the master that this sentinel names.
+    ///
+    /// # Errors
+    /// Also if it is behind another one that was asked before.
     async fn named_by(
         &self,
         n: usize,
         connection: &mut MultiplexedConnection,
         master: &str,
     ) -> Result<HostPort> {
+        // Before the address, so that a fail-over in between shows the new master by the former epoch, and not the other way round.
+        let mut describe = redis::cmd("SENTINEL");
+        describe.arg("MASTER").arg(master);
         let mut ask = redis::cmd("SENTINEL");
         ask.arg("GET-MASTER-ADDR-BY-NAME").arg(master);
-        let known: Option<HostPort> = match ask.query_async(connection).await {
+        let mut same = connection.clone();
+        let described = describe.query_async::<HashMap<String, String>>(&mut same);
+        let (described, known) =
+            tokio::join!(biased; described, ask.query_async::<Option<HostPort>>(connection));
+        let known = match known {
             Ok(known) => known,
             Err(error) if error.to_string().contains("unknown command") => {
                 let server = self.sentinel_name(n);
@@ -84,13 +121,27 @@ impl Connector {
             }
             Err(error) => return Err(self.about_sentinel(n, failed("connect", error))),
         };
-        known.ok_or_else(|| {
+        let known = known.ok_or_else(|| {
             let reason = format!(
                 "the sentinel {} knows no master `{master}`",
                 self.sentinel_name(n)
             );
             Error::transient(NAME, "connect", reason)
-        })
+        })?;
+        // A user who may not see it gets no comparison.
+        let epoch = described
+            .ok()
+            .and_then(|fields| fields.get("config-epoch")?.parse().ok());
+        if let Some(epoch) = epoch
+            && let Some(latest) = self.latest.ahead_of(epoch)
+        {
+            let reason = format!(
+                "the sentinel {} is behind: it names the master of epoch {epoch}, and there is one of epoch {latest}",
+                self.sentinel_name(n)
+            );
+            return Err(Error::transient(NAME, "connect", reason));
+        }
+        Ok(known)
     }
 
     async fn patiently<T>(&self, n: usize, asking: impl Future<Output = Result<T>>) -> Result<T> {
@@ -283,5 +334,25 @@ impl Listener {
             self.misled[n] = Some(named);
         }
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_epoch_counts_until_nobody_names_it_for_a_minute() {
+        let latest = LatestEpoch::default();
+        assert_eq!(latest.ahead_of(0), None);
+        assert_eq!(latest.ahead_of(7), None);
+        assert_eq!(latest.ahead_of(6), Some(7));
+        sleep(FORGOTTEN_AFTER / 2).await;
+        assert_eq!(latest.ahead_of(7), None, "still the latest");
+        sleep(FORGOTTEN_AFTER / 2).await;
+        assert_eq!(latest.ahead_of(1), Some(7));
+        sleep(FORGOTTEN_AFTER / 2).await;
+        assert_eq!(latest.ahead_of(1), None, "set up anew");
+        assert_eq!(latest.ahead_of(0), Some(1));
     }
 }

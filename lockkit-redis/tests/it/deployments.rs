@@ -28,7 +28,7 @@ async fn sentinel_client(group: &RedisSentinels) -> LockClient {
 }
 
 /// All sentinels that answer call it the master, and so does it.
-async fn master_is(group: &RedisSentinels, sentinels: &[RedisServer], server: &RedisServer) {
+pub(crate) async fn master_is(group: &RedisSentinels, sentinels: &[RedisServer], server: &RedisServer) {
     let addr = server.addr().to_string();
     let ask = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", RedisSentinels::MASTER_NAME];
     let agreed = || {

@@ -4,13 +4,13 @@ use std::time::Instant;
 
 use lockkit_core::LockGuard;
 use lockkit_testbed::{
-    eventually,
+    Proxy, eventually,
     redis::{RedisSentinels, RedisServer},
 };
 
 use crate::{
     common::{LONG, SECOND, connect, lock, no_server, shown, until, within},
-    deployments::sentinel_config,
+    deployments::{master_is, sentinel_config},
 };
 
 /// Starts a group whose sentinels leave a former master alone for 8 s, as they do outside of tests.
@@ -174,4 +174,38 @@ async fn a_client_that_is_gone_leaves_its_sentinel() {
         }
         eventually("gone", async || subscribed() == 0).await;
     }
+}
+
+/// It answers alone, since the others stand still, and names a server that it takes for the master. A client that goes there has its
+/// locks granted to others, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sentinel_that_is_behind_leads_nobody_back() {
+    if no_server() {
+        return;
+    }
+    let group = RedisSentinels::start().unwrap();
+    group.fail_over().unwrap();
+    master_is(&group, group.sentinels(), &group.servers()[1]).await;
+    // It answers as a former master does, and nobody tells the one that watches it of the fail-over.
+    let former = RedisServer::plain().unwrap();
+    let behind = RedisSentinels::on_its_own(former.addr()).unwrap();
+    let asked = Proxy::start(behind.addr()).unwrap();
+    let mut config = sentinel_config(&group);
+    config.url = format!("{},{}", &*config.url, asked.addr()).into();
+    let client = connect(config).await.unwrap();
+    let held = lock(&client, "a", 6 * SECOND).acquire().await.unwrap();
+    for sentinel in group.sentinels() {
+        sentinel.pause().unwrap();
+    }
+    let before = asked.counts().connections;
+    until(LONG, "it is asked, more than once", async || {
+        asked.counts().connections > before + 1
+    })
+    .await;
+    held.renew().await.unwrap();
+    assert!(lease_end(&former, "a").is_none(), "it went to the former master");
+    for sentinel in group.sentinels() {
+        sentinel.resume().unwrap();
+    }
+    held.release().await.unwrap();
 }

@@ -43,6 +43,14 @@ impl RedisSentinels {
         Ok(group)
     }
 
+    /// Starts a Sentinel that knows of no others, and takes this server for the master, whatever they say.
+    ///
+    /// # Errors
+    /// If it does not come up within two minutes.
+    pub fn on_its_own(master: SocketAddr) -> io::Result<RedisServer> {
+        watching(master)
+    }
+
     /// The two servers; the first was the master at the start.
     pub fn servers(&self) -> &[RedisServer; 2] {
         &self.servers
