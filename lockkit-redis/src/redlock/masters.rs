@@ -1,10 +1,10 @@
 //! The masters, and requests to all of them at once.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     fmt,
     future::poll_fn,
-    pin::{Pin, pin},
+    pin::Pin,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
@@ -20,9 +20,8 @@ use lockkit_core::{
 };
 use redis::{RedisResult, Value};
 use tokio::{
-    sync::{Semaphore, SemaphorePermit},
     task::AbortHandle,
-    time::{Instant, Sleep, timeout},
+    time::{Instant, Sleep},
 };
 
 use crate::{
@@ -41,32 +40,56 @@ const MOST_ROUNDS: usize = 128;
 /// on the same connection would bring no reply sooner.
 pub(super) const RELEASE_PATIENCE: Duration = Duration::from_secs(1);
 
+/// The time within which a waiter comes for its place, unless nobody polls it or its thread is busy. Then it does not count.
+const COMES_WITHIN: Duration = Duration::from_millis(100);
+
 /// The places for rounds under way. A round waits for its place before its clock begins.
+///
+/// Whoever does not poll its future would keep its place for ever. So a place counts for no longer than a round that is polled takes.
 #[derive(Debug)]
 pub(super) struct Places {
-    free: Semaphore,
     /// The time by which a round is over, if it is polled.
     longest: Duration,
     usage: Mutex<Usage>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Usage {
-    /// The last time that a place became free.
-    freed: Instant,
-    /// The places are in use by futures that nobody polls. Others do without until one becomes free.
-    forgotten: bool,
+    /// The last ticket.
+    last: u64,
+    /// The places in use, by ticket, and until when each counts.
+    taken: BTreeMap<u64, Instant>,
+    /// Those who wait, in their order.
+    waiting: BTreeMap<u64, Waker>,
+}
+
+impl Usage {
+    fn is_full(&self) -> bool {
+        self.taken.len() >= MOST_ROUNDS
+    }
+
+    /// Gives the places that are free, or do not count any more, to those who wait. Returns their wakers.
+    #[must_use]
+    fn pass_on(&mut self, now: Instant) -> Vec<Waker> {
+        let mut wakers = Vec::new();
+        if self.is_full() && !self.waiting.is_empty() {
+            self.taken.retain(|_, until| *until > now);
+        }
+        while !self.is_full()
+            && let Some((ticket, waker)) = self.waiting.pop_first()
+        {
+            self.taken.insert(ticket, now + COMES_WITHIN);
+            wakers.push(waker);
+        }
+        wakers
+    }
 }
 
 impl Places {
     fn new(patience: Duration) -> Self {
         Self {
-            free: Semaphore::new(MOST_ROUNDS),
             longest: patience.max(RELEASE_PATIENCE),
-            usage: Mutex::new(Usage {
-                freed: Instant::now(),
-                forgotten: false,
-            }),
+            usage: Mutex::default(),
         }
     }
 
@@ -75,44 +98,72 @@ impl Places {
     /// # Cancel safety
     /// Whoever waits has sent nothing yet, and leaves the queue.
     pub(super) async fn take(&self) -> Place<'_> {
-        let permit = match self.free.try_acquire() {
-            Ok(permit) => Some(permit),
-            Err(_) if self.usage.lock().forgotten => None,
-            Err(_) => self.wait().await,
-        };
-        Place { places: self, permit }
-    }
-
-    async fn wait(&self) -> Option<SemaphorePermit<'_>> {
-        let mut free = pin!(self.free.acquire());
-        loop {
-            if let Ok(permit) = timeout(self.longest, free.as_mut()).await {
-                // Nobody closes it.
-                return permit.ok();
-            }
+        let place = {
             let mut usage = self.usage.lock();
-            usage.forgotten |= usage.freed.elapsed() >= self.longest;
-            if usage.forgotten {
-                return None;
+            usage.last += 1;
+            Place {
+                places: self,
+                ticket: usage.last,
             }
-        }
+        };
+        let mut is_new = true;
+        let mut timer: Option<Pin<Box<Sleep>>> = None;
+        poll_fn(|cx| {
+            loop {
+                let Some(again) = place.wait(std::mem::take(&mut is_new), cx) else {
+                    return Poll::Ready(());
+                };
+                let timer = timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(again)));
+                if timer.is_elapsed() {
+                    timer.as_mut().reset(again);
+                }
+                ready!(timer.as_mut().poll(cx));
+            }
+        })
+        .await;
+        place
     }
 }
 
-/// The right to have a round of requests under way. It ends when a majority has replied, or the round is over.
+/// The right to have a round of requests under way, or a place in the queue for it. It ends when a majority has replied, or the round is
+/// over.
 #[derive(Debug)]
 pub(super) struct Place<'a> {
     places: &'a Places,
-    permit: Option<SemaphorePermit<'a>>,
+    ticket: u64,
+}
+
+impl Place<'_> {
+    /// Returns `None` when its turn has come, and otherwise the time at which a place may not count any more.
+    fn wait(&self, is_new: bool, cx: &Context<'_>) -> Option<Instant> {
+        let now = Instant::now();
+        let mut usage = self.places.usage.lock();
+        let mut wakers = Vec::new();
+        if usage.waiting.contains_key(&self.ticket) || (is_new && usage.is_full()) {
+            usage.waiting.insert(self.ticket, cx.waker().clone());
+            wakers = usage.pass_on(now);
+        }
+        let again = if usage.waiting.contains_key(&self.ticket) {
+            usage.taken.values().min().copied()
+        } else {
+            // Its turn may have come so long ago that another has the place by now. It goes on all the same.
+            usage.taken.insert(self.ticket, now + self.places.longest);
+            None
+        };
+        drop(usage);
+        wakers.into_iter().for_each(Waker::wake);
+        again
+    }
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        if self.permit.is_some() {
-            let mut usage = self.places.usage.lock();
-            usage.freed = Instant::now();
-            usage.forgotten = false;
-        }
+        let mut usage = self.places.usage.lock();
+        usage.waiting.remove(&self.ticket);
+        usage.taken.remove(&self.ticket);
+        let wakers = usage.pass_on(Instant::now());
+        drop(usage);
+        wakers.into_iter().for_each(Waker::wake);
     }
 }
 

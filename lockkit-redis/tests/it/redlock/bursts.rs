@@ -1,12 +1,13 @@
 //! One client with thousands of holds. It must not take its own queue for silent masters.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::{FutureExt as _, StreamExt as _, future::join_all, stream};
 use lockkit_core::{AcquireOptions, Lock, LockClient, LockGuard, Result};
+use lockkit_testbed::Mode;
 
 use super::world::{World, connect};
-use crate::common::{LONG, no_server, shown, within};
+use crate::common::{LONG, MS, SECOND, no_server, shown, within};
 
 /// The holds of one client.
 const MANY: usize = 2_000;
@@ -121,4 +122,40 @@ async fn acquisitions_that_nobody_polls_hold_up_nobody() {
     }
     let granted = within(LONG, "granted", join_all(forgotten)).await;
     all_well("acquisitions", granted);
+}
+
+/// Nor may the others have to go one at a time, through the one place that is left.
+#[tokio::test]
+async fn a_place_that_nobody_polls_counts_for_a_second() {
+    if no_server() {
+        return;
+    }
+    for unpolled in [127, 200] {
+        let world = World::five();
+        let (mut config, proxies) = world.behind_proxies();
+        config.master_timeout = SECOND;
+        let client = connect(config).await.unwrap();
+        let locks: Vec<_> = (0..unpolled)
+            .map(|n| lock(&client, &format!("left {n}")))
+            .collect();
+        let mut forgotten: Vec<_> = locks.iter().map(|lock| Box::pin(lock.acquire())).collect();
+        for acquiring in &mut forgotten {
+            assert!(acquiring.now_or_never().is_none());
+        }
+        let way = Mode::Delay {
+            requests: Duration::ZERO,
+            replies: 50 * MS,
+        };
+        proxies.iter().for_each(|proxy| proxy.set(way));
+        let began = Instant::now();
+        let try_one = |n: usize| {
+            let lock = lock(&client, &n.to_string());
+            async move { lock.try_acquire().await }
+        };
+        let granted = within(LONG, "granted", join_all((0..400).map(try_one))).await;
+        all_well("acquisitions", granted);
+        let took = began.elapsed();
+        // One after the other, they would take 20 s.
+        assert!(took < 10 * SECOND, "{unpolled} unpolled: it took {took:?}");
+    }
 }
