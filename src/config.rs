@@ -269,7 +269,7 @@ impl LockConfig {
     /// Reads and validates `url` at once, and moves its parameters to the fields they belong to.
     ///
     /// If the URL is good only with options that are set later, use [`new`](Self::new), which leaves that to
-    /// [`connect`](Self::connect).
+    /// [`resolved`](Self::resolved) or [`connect`](Self::connect).
     ///
     /// ```
     /// use std::time::Duration;
@@ -327,8 +327,22 @@ impl LockConfig {
         }
     }
 
-    /// Returns this config with the URL's parameters in the fields that are unset, validated as a whole.
-    pub(crate) fn resolved(&self) -> Result<Self> {
+    /// Returns this config with the URL's parameters in the fields that are unset, validated as a whole: what
+    /// [`connect`](Self::connect) goes by.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use lockkit::LockConfig;
+    ///
+    /// let config = LockConfig::new("memory:?ttl=10s&wait=3s").ttl(Duration::from_secs(20)).resolved()?;
+    /// assert_eq!(config.ttl, Some(Duration::from_secs(20)));
+    /// assert_eq!(config.wait, Some(Duration::from_secs(3)));
+    /// # Ok::<(), lockkit::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`connect`](crate::connect) that need no I/O.
+    pub fn resolved(&self) -> Result<Self> {
         let mut config = Self::read(&self.url)?;
         config.override_with(self);
         config.validate()?;

@@ -57,14 +57,12 @@ pub(crate) fn run(args: Run) -> Result<u8, Failure> {
 async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
     let mut signals = Signals::listen()?;
     let mut config = args.server.config()?;
-    config.ttl = args.ttl.or(config.ttl);
-    config.wait = args.wait.or(config.wait);
-    config.max_hold = args.max_hold.or(config.max_hold);
-    config.label = args
-        .label
-        .clone()
-        .or(config.label)
-        .or_else(|| Some(default_label()));
+    config.ttl = args.ttl;
+    config.wait = args.wait;
+    config.max_hold = args.max_hold;
+    config.label.clone_from(&args.label);
+    config = config.resolved()?;
+    config.label.get_or_insert_with(default_label);
 
     let op_timeout = config.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT);
     let clients = Clients { handle, op_timeout };

@@ -22,9 +22,10 @@ const IN_A_PATH: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'_');
 
 impl Server {
-    /// The server's config: from `--url`, else `LOCKKIT_URL`, else the user's own directory.
+    /// The server's config: from `--url`, else `LOCKKIT_URL`, else the user's own directory. It is read with what else is given, and
+    /// validated as a whole.
     pub(crate) fn config(&self) -> Result<LockConfig, Failure> {
-        Ok(LockConfig::from_url(&url(self.url.as_deref())?)?)
+        Ok(LockConfig::new(url(self.url.as_deref())?))
     }
 }
 

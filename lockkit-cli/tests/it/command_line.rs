@@ -87,6 +87,28 @@ fn bad_values_get_one_line() {
     run(&["--label", &"x".repeat(257)], "job", &["`label`", "256"]);
 }
 
+/// The URL alone would be refused.
+#[test]
+fn options_win_over_the_url_before_that_is_checked() {
+    let run = |url: &str, option: [&str; 2]| {
+        let [option, value] = option;
+        outcome(&mut lockkit(&[
+            "run", "--url", url, option, value, "job", "--", "true",
+        ]))
+    };
+    for (url, option) in [
+        ("memory:?ttl=20s&max_hold=10s", ["--ttl", "5s"]),
+        ("memory:?ttl=20s&max_hold=10s", ["--max-hold", "1m"]),
+        ("memory:?ttl=0s", ["--ttl", "5s"]),
+    ] {
+        let (status, _, complaint) = run(url, option);
+        assert_eq!(status, 0, "{url} {option:?}: {complaint}");
+    }
+    let (status, _, complaint) = run("memory:?max_hold=10s", ["--ttl", "20s"]);
+    assert_eq!(status, 125, "{complaint}");
+    assert!(complaint.contains("max_hold"), "{complaint}");
+}
+
 #[test]
 fn bad_servers_get_one_line_without_the_password() {
     for (url, part) in [
