@@ -31,6 +31,7 @@ use crate::{
     config::{Address, RedisConfig, shown},
     connection_io::{ConnectionIo, IoHandle},
     error::{NAME, failed},
+    intake::{BoundedStream, Intake},
     layout,
     redlock::RestartQuarantine,
     script,
@@ -49,7 +50,15 @@ pub(crate) struct Established {
     pub(crate) stream: MultiplexedConnection,
     /// Runs the I/O of the connection. `None` if the client library has a task for that, as it does over TLS.
     pub(crate) io: Option<IoHandle>,
+    pub(crate) intake: Arc<Intake>,
     pub(crate) server: ServerInfo,
+}
+
+/// A connection after the login.
+struct Opened {
+    stream: MultiplexedConnection,
+    io: Option<IoHandle>,
+    intake: Arc<Intake>,
 }
 
 /// Describes the server, in its own words.
@@ -270,8 +279,12 @@ impl Connector {
         on_push: &OnPush,
     ) -> Result<Established> {
         let (host, port) = (&server.0, server.1);
-        let (mut connection, io) = self.open(host, port, self.address.db, true, on_push).await?;
-        let connecting = |error| failed("connect", error);
+        let Opened {
+            stream: mut connection,
+            io,
+            intake,
+        } = self.open(host, port, self.address.db, true, on_push).await?;
+        let connecting = |error| failed("connect", intake.explain(error));
         let info: String = redis::cmd("INFO")
             .query_async(&mut connection)
             .await
@@ -333,6 +346,7 @@ impl Connector {
         Ok(Established {
             stream: connection,
             io,
+            intake,
             server: ServerInfo {
                 address: server.clone(),
                 run_id,
@@ -344,14 +358,7 @@ impl Connector {
     }
 
     /// Opens a connection and logs in, as the user of the URL if `as_user`.
-    async fn open(
-        &self,
-        host: &str,
-        port: u16,
-        db: i64,
-        as_user: bool,
-        on_push: &OnPush,
-    ) -> Result<(MultiplexedConnection, Option<IoHandle>)> {
+    async fn open(&self, host: &str, port: u16, db: i64, as_user: bool, on_push: &OnPush) -> Result<Opened> {
         let address = if self.address.tls {
             ConnectionAddr::TcpTls {
                 host: host.to_owned(),
@@ -381,13 +388,15 @@ impl Connector {
         let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(keepalive);
         #[cfg(target_os = "linux")]
         let tcp = tcp.set_user_timeout(Duration::from_secs(5));
-        let on_push = on_push.clone();
+        let intake = Arc::<Intake>::default();
+        let (on_push, pushed) = (on_push.clone(), intake.clone());
         // The driver bounds each operation, and the supervisor finds a silent connection. So there is no timeout here.
         let config = AsyncConnectionConfig::new()
             .set_response_timeout(None)
             .set_connection_timeout(None)
             .set_pipeline_buffer_size(1024)
             .set_push_sender(move |push: PushInfo| -> Result<(), redis::aio::SendError> {
+                pushed.note_push();
                 on_push(push);
                 Ok(())
             });
@@ -404,11 +413,16 @@ impl Connector {
                 let peer = stream.peer_addr().ok();
                 self.unencrypted.note(NAME, &shown(host, port), peer, instead);
             }
-            let (connection, io) = MultiplexedConnection::new_with_config(&settings, stream, config)
+            let stream = BoundedStream::new(stream, intake.clone());
+            let (stream, io) = MultiplexedConnection::new_with_config(&settings, stream, config)
                 .await
                 .map_err(login_failed)?;
             let io = self.connection_io.get_or_init(ConnectionIo::start).run(io);
-            return Ok((connection, Some(io)));
+            return Ok(Opened {
+                stream,
+                io: Some(io),
+                intake,
+            });
         }
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
         #[cfg(feature = "tls")]
@@ -418,12 +432,16 @@ impl Connector {
         };
         #[cfg(not(feature = "tls"))]
         let client = redis::Client::open(info);
-        let connection = client
+        let stream = client
             .map_err(connecting)?
             .get_multiplexed_async_connection_with_config(&config)
             .await
             .map_err(login_failed)?;
-        Ok((connection, None))
+        Ok(Opened {
+            stream,
+            io: None,
+            intake,
+        })
     }
 }
 

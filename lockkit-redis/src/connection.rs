@@ -378,7 +378,7 @@ impl Connection {
             self.last_answered.note(sent);
         }
         self.answered.fetch_max(number, Ordering::Relaxed);
-        reply
+        reply.map_err(|error| self.established.intake.explain(error))
     }
 
     /// Ends all requests that wait for a reply. The server may be gone without a word.
@@ -617,6 +617,14 @@ impl Supervisor {
     async fn reconnect(&mut self, managed: &Weak<ManagedConnection>, broken: Option<&Connection>) {
         let mut why = broken.map(|_| "it broke, and is being replaced".to_owned());
         let mut pause = Duration::from_millis(10);
+        let excess = broken.and_then(|broken| broken.established.intake.excess());
+        // It would do so again at once.
+        let mut rests = excess.is_some();
+        if let Some(excess) = excess {
+            let server = self.connector.server();
+            tracing::warn!(backend = NAME, %server, error = excess, "the connection is replaced");
+            why = Some(excess.to_owned());
+        }
         loop {
             {
                 let Some(managed) = managed.upgrade() else { return };
@@ -626,6 +634,9 @@ impl Supervisor {
                     (state, Some(why)) => *state = State::Down(why.clone()),
                     _ => {}
                 }
+            }
+            if std::mem::take(&mut rests) {
+                tokio::time::sleep(MAX_PAUSE).await;
             }
             match self.connect().await {
                 Ok(connection) => {

@@ -20,6 +20,7 @@ mod connect;
 mod connection;
 mod connection_io;
 mod error;
+mod intake;
 mod layout;
 mod list;
 mod redlock;

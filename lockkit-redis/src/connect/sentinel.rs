@@ -13,18 +13,17 @@ use lockkit_core::{
     Error, Result,
     spi::{Mutex, chain},
 };
-use redis::{PushInfo, PushKind, aio::MultiplexedConnection};
+use redis::{PushInfo, PushKind};
 use tokio::{
     sync::Notify,
     task::AbortHandle,
     time::{Instant, sleep, timeout},
 };
 
-use super::{Connector, OnPush};
+use super::{Connector, OnPush, Opened};
 use crate::{
     config::shown,
     connection::{ManagedConnection, reason},
-    connection_io::IoHandle,
     error::{NAME, failed},
 };
 
@@ -68,18 +67,14 @@ impl Connector {
     pub(super) async fn ask_sentinel(&self, n: usize, master: &str) -> Result<HostPort> {
         let nothing: OnPush = Arc::new(|_| {});
         self.patiently(n, async {
-            let (mut connection, _io) = self.open_sentinel(n, &nothing).await?;
-            self.named_by(n, &mut connection, master).await
+            let mut opened = self.open_sentinel(n, &nothing).await?;
+            self.named_by(n, &mut opened, master).await
         })
         .await
     }
 
     /// Opens a connection to a sentinel. Sentinels have users of their own, or none, which is more common.
-    async fn open_sentinel(
-        &self,
-        n: usize,
-        on_push: &OnPush,
-    ) -> Result<(MultiplexedConnection, Option<IoHandle>)> {
+    async fn open_sentinel(&self, n: usize, on_push: &OnPush) -> Result<Opened> {
         let (host, port) = &self.address.hosts[n];
         match self.open(host, *port, 0, true, on_push).await {
             Err(err) if !err.is_transient() => {
@@ -97,7 +92,7 @@ impl Connector {
     async fn named_by(
         &self,
         n: usize,
-        connection: &mut MultiplexedConnection,
+        Opened { stream, intake, .. }: &mut Opened,
         master: &str,
     ) -> Result<HostPort> {
         // Before the address, so that a fail-over in between shows the new master by the former epoch, and not the other way round.
@@ -105,10 +100,10 @@ impl Connector {
         describe.arg("MASTER").arg(master);
         let mut ask = redis::cmd("SENTINEL");
         ask.arg("GET-MASTER-ADDR-BY-NAME").arg(master);
-        let mut same = connection.clone();
+        let mut same = stream.clone();
         let described = describe.query_async::<HashMap<String, String>>(&mut same);
         let (described, known) =
-            tokio::join!(biased; described, ask.query_async::<Option<HostPort>>(connection));
+            tokio::join!(biased; described, ask.query_async::<Option<HostPort>>(stream));
         let known = match known {
             Ok(known) => known,
             Err(error) if error.to_string().contains("unknown command") => {
@@ -119,7 +114,7 @@ impl Connector {
                 );
                 return Err(Error::permanent(NAME, "connect", reason));
             }
-            Err(error) => return Err(self.about_sentinel(n, failed("connect", error))),
+            Err(error) => return Err(self.about_sentinel(n, failed("connect", intake.explain(error)))),
         };
         let known = known.ok_or_else(|| {
             let reason = format!(
@@ -278,18 +273,19 @@ impl Listener {
             }
         });
         let opening = async {
-            let (mut connection, io) = self.connector.open_sentinel(n, &on_push).await?;
-            match connection.subscribe(SWITCHES).await {
+            let mut opened = self.connector.open_sentinel(n, &on_push).await?;
+            match opened.stream.subscribe(SWITCHES).await {
                 // A user who may not do that still asks once a second.
                 Err(error) if error.code().is_none() => {
+                    let error = opened.intake.explain(error);
                     Err(self.connector.about_sentinel(n, failed("connect", error)))
                 }
-                _ => Ok((connection, io)),
+                _ => Ok(opened),
             }
         };
-        let (mut connection, _io) = self.connector.patiently(n, opening).await?;
+        let mut opened = self.connector.patiently(n, opening).await?;
         loop {
-            let asking = self.connector.named_by(n, &mut connection, &self.master);
+            let asking = self.connector.named_by(n, &mut opened, &self.master);
             let named = self.connector.patiently(n, asking).await?;
             if !self.go_to(n, named) {
                 return Ok(());

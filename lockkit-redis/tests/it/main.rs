@@ -13,6 +13,7 @@ mod deployments;
 mod detach;
 mod downgrade;
 mod faults;
+mod flood;
 mod foreign;
 mod guarantees;
 mod handoff;

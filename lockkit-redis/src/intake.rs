@@ -1,0 +1,157 @@
+//! The bounds on what a server may send, so that none keeps its client from anything else, or fills its memory.
+//!
+//! The client library reads a connection for as long as there is something to read, whatever it is. So what it reads passes here.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, ready},
+};
+
+use redis::RedisError;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    runtime::Handle,
+    task::{JoinHandle, yield_now},
+};
+
+/// The number of bytes that are read before others of the runtime have their turn: some hundred replies.
+const TURN: usize = 16 * 1024;
+/// The most bytes for one request. A semaphore with ten thousand holders is described in less than half of it.
+const MOST: usize = 8 * 1024 * 1024;
+/// The most pushes for one request. Whoever is told something asks next, within a turn or so. Only a client that does nothing any more, and
+/// once watched a lock, comes to see so many of an honest server, after a long time. It loses nothing with the connection.
+const MOST_PUSHES: usize = 10_000;
+
+const TOO_MUCH: &str = "the server has sent more than 8 MiB for one request, or for none";
+const ENDLESS: &str = "the server sends pushes without end that nobody asked for";
+
+/// The account of what a server sends on one connection.
+#[derive(Debug, Default)]
+pub(crate) struct Intake {
+    /// The number of bytes since the last request was written or the last push was complete. The client library may still keep them.
+    kept: AtomicUsize,
+    /// The number of pushes since the last request was written.
+    pushes: AtomicUsize,
+    excess: OnceLock<&'static str>,
+}
+
+impl Intake {
+    /// Notes that a push is complete.
+    pub(crate) fn note_push(&self) {
+        self.kept.store(0, Ordering::Relaxed);
+        if self.pushes.fetch_add(1, Ordering::Relaxed) >= MOST_PUSHES {
+            self.excess.get_or_init(|| ENDLESS);
+        }
+    }
+
+    /// Returns the bound that the server did not keep, for which the connection ends.
+    pub(crate) fn excess(&self) -> Option<&'static str> {
+        self.excess.get().copied()
+    }
+
+    /// Returns this error of a request, or why its connection has ended.
+    pub(crate) fn explain(&self, error: RedisError) -> RedisError {
+        match self.excess() {
+            Some(excess) if error.is_connection_dropped() => ended(excess).into(),
+            _ => error,
+        }
+    }
+
+    fn note_read(&self, bytes: usize) {
+        let kept = self
+            .kept
+            .fetch_add(bytes, Ordering::Relaxed)
+            .saturating_add(bytes);
+        if kept > MOST {
+            self.excess.get_or_init(|| TOO_MUCH);
+        }
+    }
+
+    fn note_request(&self) {
+        self.kept.store(0, Ordering::Relaxed);
+        self.pushes.store(0, Ordering::Relaxed);
+    }
+
+    fn check(&self) -> io::Result<()> {
+        self.excess().map_or(Ok(()), |excess| Err(ended(excess)))
+    }
+}
+
+/// Of the kind with which a connection ends for the client library.
+fn ended(excess: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::ConnectionAborted, excess)
+}
+
+/// A stream that is read in turns with all else that the runtime has to do.
+pub(crate) struct BoundedStream<S> {
+    stream: S,
+    intake: Arc<Intake>,
+    runtime: Handle,
+    /// The number of bytes that may still be read in this turn.
+    left: usize,
+    /// Resolves when others have had their turn. That of a task alone would not do: a future that waits for a reply reads, too.
+    others: Option<JoinHandle<()>>,
+}
+
+impl<S> BoundedStream<S> {
+    /// Wraps a stream that is read on this runtime.
+    pub(crate) fn new(stream: S, intake: Arc<Intake>) -> Self {
+        Self {
+            stream,
+            intake,
+            runtime: Handle::current(),
+            left: TURN,
+            others: None,
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for BoundedStream<S> {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.intake.check()?;
+        if let Some(others) = &mut this.others {
+            // An error means that the runtime has ended, and the stream ends with it.
+            let _ = ready!(Pin::new(others).poll(cx));
+            (this.others, this.left) = (None, TURN);
+        }
+        let room = buf.remaining().min(this.left);
+        let mut part = ReadBuf::new(buf.initialize_unfilled_to(room));
+        let polled = Pin::new(&mut this.stream).poll_read(cx, &mut part);
+        let read = part.filled().len();
+        if polled.is_pending() {
+            this.left = TURN;
+            return Poll::Pending;
+        }
+        buf.advance(read);
+        this.left -= read;
+        if this.left == 0 {
+            this.others = Some(this.runtime.spawn(yield_now()));
+        }
+        this.intake.note_read(read);
+        this.intake.check()?;
+        polled
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for BoundedStream<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let written = ready!(Pin::new(&mut this.stream).poll_write(cx, buf))?;
+        this.intake.note_request();
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
+}
