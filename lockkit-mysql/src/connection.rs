@@ -50,6 +50,10 @@ impl resumable::Connection for Wire {
             "the connection has ended",
         ))
     }
+
+    fn panicked(text: &str) -> sqlx::Error {
+        sqlx::Error::Io(std::io::Error::other(resumable::said(text)))
+    }
 }
 
 impl ResumableConnection {
@@ -65,7 +69,8 @@ impl ResumableConnection {
                 None => Ok(Wire(connect.connect().await.during(operation)?, None)),
             }
         };
-        let connected = resumable::on_runtime(NAME, operation, connecting, &options.runtime).await?;
+        let connected: Result<Wire> =
+            resumable::on_runtime(NAME, operation, connecting, &options.runtime).await?;
         Ok(Self(Resumable::new(connected?)))
     }
 

@@ -4,8 +4,9 @@
 //! A claim's futures may be dropped at any await. So a [`Resumable`] connection owns the reply under way: waiting for it may stop,
 //! and go on later.
 
-use std::{fmt, future::Future, pin::Pin, time::Duration};
+use std::{any::Any, fmt, future::Future, panic::AssertUnwindSafe, pin::Pin, time::Duration};
 
+use futures_util::FutureExt as _;
 use tokio::{runtime::Handle, task::JoinSet, time::Instant};
 
 use crate::Error;
@@ -22,13 +23,18 @@ pub trait Connection: Send + 'static {
 
     /// Returns the error of a connection that has ended.
     fn ended() -> Self::Error;
+
+    /// Returns the error of a connection that has ended since the client library panicked, and said this. A server can bring that about.
+    fn panicked(_text: &str) -> Self::Error {
+        Self::ended()
+    }
 }
 
 /// Does `work` in a task of a client's runtime. So it goes on also while nobody polls this future, and a mutex that it locks is not kept from
 /// others by a caller that does something else, and a connection that it opens lasts as long as the client.
 ///
 /// # Errors
-/// A permanent one if that runtime has ended. The caller may be on another one.
+/// A permanent one if that runtime has ended. The caller may be on another one. A transient one if the work has panicked.
 ///
 /// # Cancel safety
 /// Dropping the future ends the work at an await.
@@ -42,13 +48,27 @@ pub async fn on_runtime<T: Send + 'static>(
     tasks.spawn_on(work, runtime);
     match tasks.join_next().await {
         Some(Ok(done)) => Ok(done),
-        Some(Err(ended)) if ended.is_panic() => std::panic::resume_unwind(ended.into_panic()),
+        Some(Err(ended)) if ended.is_panic() => {
+            let panic = ended.into_panic();
+            Err(Error::transient(backend, operation, said(text_of(&*panic))))
+        }
         _ => Err(Error::permanent(
             backend,
             operation,
             "the runtime that this client lives on has ended; connect again within one that lasts",
         )),
     }
+}
+
+/// Returns the error text for a panic of the client library.
+pub fn said(text: &str) -> String {
+    format!("the client library panicked: {text}")
+}
+
+fn text_of(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or_default()
 }
 
 type Result<C> = std::result::Result<<C as Connection>::Reply, <C as Connection>::Error>;
@@ -62,6 +82,8 @@ enum State<C: Connection> {
     Running(Exchange<C>, Instant),
     Received(C, Result<C>),
     Closed,
+    /// Closed by a panic, which said this.
+    Panicked(String),
 }
 
 impl<C: Connection> Resumable<C> {
@@ -84,14 +106,16 @@ impl<C: Connection> Resumable<C> {
         self.0 = State::Running(Box::pin(exchange(connection)), Instant::now());
     }
 
-    /// Waits for the reply, and keeps it here.
+    /// Waits for the reply, and keeps it here. If the client library panics, the connection closes.
     ///
     /// # Cancel safety
     /// May be dropped at any await, and called again.
     pub async fn receive(&mut self) {
         if let State::Running(exchange, _) = &mut self.0 {
-            let (connection, reply) = exchange.await;
-            self.0 = State::Received(connection, reply);
+            self.0 = match AssertUnwindSafe(exchange).catch_unwind().await {
+                Ok((connection, reply)) => State::Received(connection, reply),
+                Err(panic) => State::Panicked(text_of(&*panic).to_owned()),
+            };
         }
     }
 
@@ -115,6 +139,7 @@ impl<C: Connection> Resumable<C> {
                 }
                 reply
             }
+            State::Panicked(text) => Err(C::panicked(&text)),
             other => {
                 self.0 = other;
                 Err(C::ended())
@@ -154,7 +179,7 @@ impl<C: Connection> Resumable<C> {
 
     /// Returns `true` if the connection is gone.
     pub fn is_closed(&self) -> bool {
-        matches!(self.0, State::Closed)
+        matches!(self.0, State::Closed | State::Panicked(_))
     }
 }
 
@@ -168,7 +193,7 @@ impl<C: Connection> fmt::Debug for Resumable<C> {
             State::Idle(_) => "Resumable(idle)",
             State::Running(..) => "Resumable(running)",
             State::Received(..) => "Resumable(received)",
-            State::Closed => "Resumable(closed)",
+            State::Closed | State::Panicked(_) => "Resumable(closed)",
         })
     }
 }
@@ -191,6 +216,11 @@ mod tests {
 
         fn ended() -> Self::Error {
             "ended"
+        }
+
+        fn panicked(text: &str) -> Self::Error {
+            assert_eq!(text, "9 is no packet");
+            "panicked: 9 is no packet"
         }
     }
 
@@ -232,5 +262,24 @@ mod tests {
         let _first = started(&mut line);
         let _second = started(&mut line);
         assert!(line.is_closed(), "two replies could not be told apart");
+    }
+
+    #[tokio::test]
+    async fn a_panic_closes_the_connection_and_is_its_error() {
+        let mut line = Resumable::new(Line);
+        line.start(|_| async { panic!("{} is no packet", 9) });
+        line.receive().await;
+        assert!(line.is_closed() && line.received().is_none() && line.idle().is_none());
+        assert_eq!(line.take_reply(), Err("panicked: 9 is no packet"));
+        assert_eq!(line.take_reply(), Err("ended"));
+        line.start(|connection| async move { (connection, Ok(1)) });
+        assert!(line.is_closed());
+
+        let work = async { panic!("at work") };
+        let error = on_runtime::<()>("test", "connect", work, &Handle::current())
+            .await
+            .unwrap_err();
+        assert!(error.is_transient());
+        assert!(crate::spi::chain(&error).contains("at work"), "{error:?}");
     }
 }
