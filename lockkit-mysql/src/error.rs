@@ -20,6 +20,8 @@ pub(crate) mod code {
     pub(crate) const QUERY_INTERRUPTED: u16 = 1317;
     pub(crate) const MAX_PREPARED_STMT_COUNT_REACHED: u16 = 1461;
     pub(crate) const NEED_REPREPARE: u16 = 1615;
+    /// The server has sent what none sends. This client itself says so, in the server's place.
+    pub(crate) const MALFORMED_PACKET: u16 = 2027;
     /// MySQL: the storage engine is read-only.
     pub(crate) const READ_ONLY_MODE: u16 = 1836;
     /// MariaDB: the connection was killed.
@@ -49,6 +51,7 @@ fn ends_the_session_by_number(number: u16) -> bool {
     matches!(
         number,
         code::SHUTDOWN_IN_PROGRESS
+            | code::MALFORMED_PACKET
             | code::CONNECTION_KILLED
             | code::SESSION_KILLED
             | code::CLIENT_INTERACTION_TIMEOUT

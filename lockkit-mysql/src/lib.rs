@@ -38,6 +38,7 @@ mod lease_sql;
 mod list;
 mod name_cache;
 mod relay;
+mod replies;
 mod row_claim;
 mod row_sql;
 mod schema;

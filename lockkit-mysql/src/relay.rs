@@ -25,7 +25,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::{NAME, config::PublicKey, error, tls::Encryption};
+use crate::{NAME, config::PublicKey, error, replies::Replied, tls::Encryption};
 
 /// The plug-in to which a client sends the password itself.
 const CLEAR_TEXT: &[u8] = b"mysql_clear_password";
@@ -329,19 +329,23 @@ pub(crate) fn unexpected(what: &str) -> End {
 /// Passes on bytes until either end closes its connection, and closes the other.
 async fn relay(server: Box<dyn Stream>, library: impl Stream) {
     let (mut from_server, mut to_server) = split(server);
-    let (mut from_library, mut to_library) = split(library);
+    let (from_library, to_library) = split(library);
+    let replied = Replied::default();
+    let mut requests = replied.since_requests_of(from_library);
     // How it ended is what the library finds at its end.
     {
-        let mut up = pin!(copy(&mut from_library, &mut to_server));
+        let mut up = pin!(copy(&mut requests, &mut to_server));
         tokio::select! {
             _ = &mut up => {}
-            ended = copy(&mut from_server, &mut to_library) => if ended.is_err() {
+            ended = replied.pass_on(&mut from_server, to_library) => {
                 // What the library has sent before it closed still reaches the server.
-                let _ = timeout(LAST_WORDS, up).await;
+                if ended.is_err_and(|error| error.kind() == io::ErrorKind::BrokenPipe) {
+                    let _ = timeout(LAST_WORDS, up).await;
+                }
             }
         }
     }
-    drop((from_library, to_library));
+    drop(requests);
     // Its owner still keeps it open.
     let _ = timeout(LAST_WORDS, to_server.shutdown()).await;
 }

@@ -8,6 +8,7 @@ mod detach;
 mod dropped;
 mod faults;
 mod fenced;
+mod flood;
 mod listing;
 mod mixed;
 mod rogue;

@@ -29,7 +29,7 @@ for_each_flavour! {
 }
 
 const PASSWORD: &str = "canary p%ss";
-const ENCODED: &str = "canary%20p%25ss";
+pub(crate) const ENCODED: &str = "canary%20p%25ss";
 const NONCE: &[u8; 20] = b"abcdefghijklmnopqrst";
 /// The rogue's own. It has the private key, too.
 const KEY: &[u8] = b"-----BEGIN PUBLIC KEY-----
@@ -80,7 +80,7 @@ fn greeting_of(version: u8, plugin: &str) -> Vec<u8> {
     greeting
 }
 
-fn greeting(plugin: &str) -> Vec<u8> {
+pub(crate) fn greeting(plugin: &str) -> Vec<u8> {
     greeting_of(10, plugin)
 }
 
@@ -143,7 +143,7 @@ async fn play(
 }
 
 /// Returns what in these packets has the password, or would have been of use to learn it.
-fn leaks(packets: &[Vec<u8>]) -> Vec<&'static str> {
+pub(crate) fn leaks(packets: &[Vec<u8>]) -> Vec<&'static str> {
     let bytes = packets.concat();
     let has = |part: &[u8]| bytes.windows(part.len()).any(|found| found == part);
     let masked: Vec<_> = PASSWORD
