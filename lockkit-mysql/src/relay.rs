@@ -6,13 +6,7 @@
 //! packets of the login are looked at one by one, and a connection ends before the password is on its way to one who has proved nothing.
 //! What follows the login is passed on as it is.
 
-use std::{
-    any::Any,
-    io,
-    path::PathBuf,
-    pin::pin,
-    time::Duration,
-};
+use std::{any::Any, io, path::PathBuf, pin::pin, time::Duration};
 
 use lockkit_core::{Error, Result, spi::Unencrypted};
 use sqlx::{

@@ -102,8 +102,7 @@ impl Connector {
         ask.arg("GET-MASTER-ADDR-BY-NAME").arg(master);
         let mut same = stream.clone();
         let described = describe.query_async::<HashMap<String, String>>(&mut same);
-        let (described, known) =
-            tokio::join!(biased; described, ask.query_async::<Option<HostPort>>(stream));
+        let (described, known) = tokio::join!(biased; described, ask.query_async::<Option<HostPort>>(stream));
         let known = match known {
             Ok(known) => known,
             Err(error) if error.to_string().contains("unknown command") => {
