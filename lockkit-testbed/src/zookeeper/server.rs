@@ -231,6 +231,25 @@ impl ZkServer {
         figure.ok_or_else(|| io::Error::other(format!("`mntr` has no figure {name}: {figures:?}")))
     }
 
+    /// The paths of the nodes that sessions watch, and by how many each is watched. Those whose children are watched are not among them.
+    ///
+    /// # Errors
+    /// If the server cannot be reached or does not answer.
+    pub fn watched(&self) -> io::Result<BTreeMap<String, usize>> {
+        let mut watched = BTreeMap::new();
+        let mut last = None;
+        for line in self.word("wchp")?.lines() {
+            if line.starts_with('/') {
+                last = Some(watched.entry(line.to_owned()).or_default());
+            } else if let Some(sessions) = last.as_deref_mut()
+                && line.starts_with('\t')
+            {
+                *sessions += 1;
+            }
+        }
+        Ok(watched)
+    }
+
     /// Ends the session of this id as its client would: its nodes are deleted, its connection is closed. `false` if
     /// there is none.
     ///

@@ -39,10 +39,7 @@ async fn left_are(raw: &Client, name: &str, but: usize) {
 }
 
 async fn no_watches(server: &ZkServer) {
-    eventually("no watch is left", async || {
-        server.figure("zk_watch_count").unwrap() == 0
-    })
-    .await;
+    eventually("no watch is left", async || server::watches(server) == 0).await;
 }
 
 /// Acquisitions of a lock that is free, taken, or about to come free, dropped at each of their polls in turn.

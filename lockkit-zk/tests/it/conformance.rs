@@ -28,7 +28,12 @@ const PASSWORD: &str = "correct-horse-battery";
 impl Zk {
     fn config(&self, addr: &str) -> ZkConfig {
         match self.0 {
-            Variant::Mutex => server::brief(addr),
+            Variant::Mutex => {
+                let mut config = server::brief(addr);
+                // It raises tokens. Elsewhere they are the transactions themselves.
+                config.namespace = "conformance".into();
+                config
+            }
             Variant::ReadWrite => {
                 let mut config = server::brief(format!("{addr}/conformance/rw"));
                 config.nodes = Nodes::ReadWrite;

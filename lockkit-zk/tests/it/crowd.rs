@@ -17,8 +17,8 @@ use lockkit_testbed::{Mode, Proxy, eventually, zookeeper::ZkServer};
 use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 
 use crate::server::{
-    children, connect, contend, contender, dir, expects_several, in_order, lock, no_zookeeper, raw, shared,
-    soon, takes_its_turn, unique, unless_still, waiter,
+    self, children, connect, contend, contender, dir, expects_several, in_order, lock, no_zookeeper, raw,
+    shared, soon, takes_its_turn, unique, unless_still, waiter,
 };
 
 /// More contenders than make a crowd.
@@ -79,9 +79,9 @@ impl Foreign {
     }
 }
 
-async fn watch(server: &ZkServer, watches: u64) {
+async fn watch(server: &ZkServer, watches: usize) {
     eventually(&format!("{watches} watches are set"), async || {
-        server.figure("zk_watch_count").unwrap() == watches
+        server::watches(server) == watches
     })
     .await;
 }

@@ -113,7 +113,7 @@ async fn far_away_a_waiter_is_granted_without_asking() {
     config.session_timeout = Duration::from_secs(60);
     let lock = lock(&server::patiently(config).await, &name);
     let watched = async |by: usize| {
-        let watched = async || server.figures().unwrap()["zk_watch_count"] == by.to_string();
+        let watched = async || server::watches(&server) == by;
         eventually(&format!("{by} watches"), watched).await;
     };
     let mut asked = u64::MAX;

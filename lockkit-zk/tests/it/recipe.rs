@@ -322,7 +322,7 @@ async fn a_release_wakes_one_waiter_and_no_other() {
         // that saw nobody but the first holder watches its own node as well.
         eventually("all watch", async || {
             let watches = 1 + WAITERS - told.len() + usize::from(told.is_empty());
-            server.figure("zk_watch_count").unwrap() == watches as u64
+            server::watches(&server) == watches
         })
         .await;
         let before: Vec<_> = proxies
@@ -358,10 +358,7 @@ async fn a_release_wakes_one_waiter_and_no_other() {
         many[many.len() / 2] <= few[few.len() / 2] + 2,
         "packets that the server sent, by release: {many:?} with many waiters, {few:?} with few"
     );
-    eventually("no watch is left", async || {
-        server.figure("zk_watch_count").unwrap() == 0
-    })
-    .await;
+    eventually("no watch is left", async || server::watches(&server) == 0).await;
 }
 
 #[tokio::test]

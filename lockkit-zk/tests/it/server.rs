@@ -186,6 +186,15 @@ pub(crate) async fn expects_several(raw: &Client, lock: &Lock, name: &str) {
     contend(raw, name, 0).await;
 }
 
+/// The number of watches of contenders. Each session that was ever granted something watches whether tokens are raised, besides.
+pub(crate) fn watches(server: &ZkServer) -> usize {
+    let watched = server.watched().unwrap().into_iter();
+    let besides = watched.filter(|(path, _)| path.ends_with("/%fence"));
+    let besides: usize = besides.map(|(_, sessions)| sessions).sum();
+    let all = usize::try_from(server.figure("zk_watch_count").unwrap()).unwrap();
+    all - besides.min(all)
+}
+
 /// Acquires in a task of its own.
 pub(crate) fn waiter(lock: &Lock) -> JoinHandle<(LockGuard, Instant)> {
     let lock = lock.clone();
