@@ -276,7 +276,7 @@ impl Hold {
                 return pending().await;
             };
             // This prolongs nothing, since the hold was asked back.
-            let renewal = core.meters.request(OPERATION, claim.renew());
+            let renewal = core.request(OPERATION, claim.renew());
             let limit = || Instant::now() + self.request.op_timeout;
             match core.within(OPERATION, Core::is_alive, limit, renewal).await {
                 Ok(Some(Ok(Renewal::Lost(_)))) => return self.cell.is_over(self.now()),

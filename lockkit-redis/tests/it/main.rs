@@ -1,6 +1,7 @@
 //! The Redis backend against real servers.
 
 mod announcements;
+mod answers;
 mod asking;
 mod cancel;
 #[cfg(feature = "tls")]
