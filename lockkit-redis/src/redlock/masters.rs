@@ -57,10 +57,18 @@ pub(super) struct Places {
 struct Usage {
     /// The last ticket.
     last: u64,
-    /// The places in use, by ticket, and until when each counts.
-    taken: BTreeMap<u64, Instant>,
+    /// The places in use, by ticket.
+    taken: BTreeMap<u64, Turn>,
     /// Those who wait, in their order.
     waiting: BTreeMap<u64, Waker>,
+}
+
+#[derive(Debug)]
+struct Turn {
+    /// The time until which it counts.
+    until: Instant,
+    /// Whoever waited for it has come.
+    came: bool,
 }
 
 impl Usage {
@@ -73,15 +81,28 @@ impl Usage {
     fn pass_on(&mut self, now: Instant) -> Vec<Waker> {
         let mut wakers = Vec::new();
         if self.is_full() && !self.waiting.is_empty() {
-            self.taken.retain(|_, until| *until > now);
+            self.taken.retain(|_, turn| turn.until > now);
         }
         while !self.is_full()
             && let Some((ticket, waker)) = self.waiting.pop_first()
         {
-            self.taken.insert(ticket, now + COMES_WITHIN);
+            let until = now + COMES_WITHIN;
+            self.taken.insert(ticket, Turn { until, came: false });
             wakers.push(waker);
         }
         wakers
+    }
+
+    /// Returns when a place may not count any more, for those who wait. While some are at work, each that is done passes on all
+    /// such places. Else thousands would look every few milliseconds.
+    fn next_end(&self) -> Option<Instant> {
+        let ends = |came| {
+            self.taken
+                .values()
+                .filter(move |turn| turn.came == came)
+                .map(|turn| turn.until)
+        };
+        ends(true).min().or_else(|| ends(false).min())
     }
 }
 
@@ -144,10 +165,11 @@ impl Place<'_> {
             wakers = usage.pass_on(now);
         }
         let again = if usage.waiting.contains_key(&self.ticket) {
-            usage.taken.values().min().copied()
+            usage.next_end()
         } else {
             // Its turn may have come so long ago that another has the place by now. It goes on all the same.
-            usage.taken.insert(self.ticket, now + self.places.longest);
+            let until = now + self.places.longest;
+            usage.taken.insert(self.ticket, Turn { until, came: true });
             None
         };
         drop(usage);
