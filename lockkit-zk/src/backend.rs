@@ -476,7 +476,7 @@ impl Backend for ZkBackend {
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
-        let looked = self.look(name, kind).await;
+        let looked = error::contained(self.look(name, kind)).await;
         looked.map_err(|error| error.during("inspect"))
     }
 
@@ -488,18 +488,18 @@ impl Backend for ZkBackend {
         if self.shared.nodes() == Nodes::Simple {
             return Err(Error::unsupported(NAME, ONLY_BY_FORCE));
         }
-        let asked = self.ask_back(name, kind, token.get()).await;
+        let asked = error::contained(self.ask_back(name, kind, token.get())).await;
         asked.map_err(|error| error.during("revoke"))
     }
 
     async fn watch(&self, name: &LockName, kind: LockKind) -> Result<Option<Box<dyn HolderWatch>>> {
         let path = self.shared.layout.lock_path(name, kind);
-        let watch = ZkWatch::begin(self.shared.clone(), path, kind).await;
+        let watch = error::contained(ZkWatch::begin(self.shared.clone(), path, kind)).await;
         Ok(Some(Box::new(watch.map_err(|error| error.during("watch"))?)))
     }
 
     async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
-        let ended = self.end(name, kind, token.get()).await;
+        let ended = error::contained(self.end(name, kind, token.get())).await;
         ended.map_err(|error| error.during("revoke"))
     }
 

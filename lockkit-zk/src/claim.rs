@@ -14,7 +14,7 @@ use uuid::Uuid;
 use crate::{
     NAME, Nodes,
     backend::Shared,
-    error::{Failure, Result},
+    error::{Failure, Result, contained},
     layout::{NodeRef, guid},
     own_node::OwnNode,
     session::Session,
@@ -123,7 +123,7 @@ impl ZkClaim {
 #[async_trait]
 impl Claim for ZkClaim {
     async fn attempt(&mut self, patience: Duration) -> lockkit_core::Result<Option<Grant>> {
-        let granted = self.try_once(!patience.is_zero()).await;
+        let granted = contained(self.try_once(!patience.is_zero())).await;
         granted.map_err(|failure| failure.during("acquire"))
     }
 
@@ -131,7 +131,7 @@ impl Claim for ZkClaim {
         let Some(node) = &mut self.node else {
             return Ok(Renewal::Lost(LossReason::Disconnected));
         };
-        let renewed = node.renew(self.request.ttl).await;
+        let renewed = contained(node.renew(self.request.ttl)).await;
         renewed.map_err(|failure| failure.during("renew"))
     }
 
@@ -145,7 +145,7 @@ impl Claim for ZkClaim {
     }
 
     async fn downgrade(&mut self) -> lockkit_core::Result<Lease> {
-        let shared = self.make_shared().await;
+        let shared = contained(self.make_shared()).await;
         let shared = shared.map_err(|failure| failure.during("downgrade"))?;
         shared.map_err(|reason| Error::lost(NAME, self.request.name.clone(), reason))
     }
@@ -153,7 +153,8 @@ impl Claim for ZkClaim {
     async fn release(&mut self) -> lockkit_core::Result<()> {
         let held = self.node.as_ref().filter(|node| node.is_held());
         let ended = held.and_then(|node| node.session.ended());
-        let kept = self.leave().await.map_err(|failure| failure.during("release"))?;
+        let kept = contained(self.leave()).await;
+        let kept = kept.map_err(|failure| failure.during("release"))?;
         match ended.or((!kept).then_some(LossReason::Revoked)) {
             None => Ok(()),
             Some(reason) => Err(Error::lost(NAME, self.request.name.clone(), reason)),

@@ -6,6 +6,7 @@
 
 use std::{
     future::{Future, poll_fn},
+    panic::{AssertUnwindSafe, catch_unwind},
     pin::{Pin, pin},
     sync::{
         Arc, PoisonError, RwLock, RwLockReadGuard,
@@ -26,7 +27,7 @@ use tokio::{
 };
 use zookeeper_client::{Client, Connector, Error as ZkError, SessionState, StateWatcher};
 
-use crate::error::Result;
+use crate::error::{Result, contained};
 
 /// The way to one server for the client library.
 pub(crate) struct Route {
@@ -76,7 +77,7 @@ impl Connection {
             let _scope = spawns_core::enter(&captured);
             connecting.as_mut().poll(cx).map_err(Into::into)
         });
-        let client = client.await?;
+        let client = contained(client).await?;
         let (Some(serve), Ok(runtime)) = (captured.take(), Handle::try_current()) else {
             return Err(ZkError::ClientClosed.into());
         };
@@ -220,7 +221,7 @@ impl Future for Run {
         let done = self
             .serve
             .as_mut()
-            .is_none_or(|serve| serve.as_mut().poll(cx).is_ready());
+            .is_none_or(|serve| is_done(serve.as_mut(), cx));
         if done || self.states.peek_state() == SessionState::Disconnected {
             self.end();
             return Poll::Ready(());
@@ -233,6 +234,11 @@ impl Drop for Run {
     fn drop(&mut self) {
         self.end();
     }
+}
+
+/// Polls the library's task. If that panics, it is done: the connection ends, and another one is made.
+fn is_done(serve: Pin<&mut (dyn Future<Output = ()> + Send)>, cx: &mut Context<'_>) -> bool {
+    catch_unwind(AssertUnwindSafe(|| serve.poll(cx))).map_or(true, |polled| polled.is_ready())
 }
 
 /// Polls a relay until it is done, and drops it then, which closes the library's connection.

@@ -1,8 +1,12 @@
 //! Failures, and what they say about the state at the server.
 
-use std::num::NonZeroU32;
+use std::{num::NonZeroU32, panic::AssertUnwindSafe};
 
-use lockkit_core::{Error, LockName, LossReason, spi::queue::Abandoned};
+use futures_util::FutureExt as _;
+use lockkit_core::{
+    Error, LockName, LossReason,
+    spi::{queue::Abandoned, resumable},
+};
 use zookeeper_client::Error as ZkError;
 
 use crate::NAME;
@@ -51,6 +55,8 @@ pub(crate) enum Failure {
     RuntimeGone,
     #[error("{0}")]
     ShortSession(String),
+    #[error("{0}")]
+    Panicked(String),
     /// TLS with a server failed, for a reason that may pass or not.
     #[cfg(feature = "tls")]
     #[error("{reason}")]
@@ -73,6 +79,12 @@ impl From<ZkError> for Failure {
             error => Self::Server(error),
         }
     }
+}
+
+/// Awaits a request, and makes a failure of a panic of the client library. A server can bring that about, by an empty path.
+pub(crate) async fn contained<T>(request: impl Future<Output = Result<T>>) -> Result<T> {
+    let outcome = AssertUnwindSafe(request).catch_unwind().await;
+    outcome.unwrap_or_else(|panic| Err(Failure::Panicked(resumable::said(resumable::text_of(&*panic)))))
 }
 
 impl Failure {

@@ -8,7 +8,7 @@ use lockkit_core::{LockKind, spi::HolderWatch};
 use crate::{
     Nodes,
     backend::Shared,
-    error::Result,
+    error::{Result, contained},
     session::{Session, Watched},
     turn,
     watch::Watch,
@@ -74,7 +74,7 @@ impl HolderWatch for ZkWatch {
                 // What comes before the watch is set again shows then, by the holders.
                 self.armed = None;
             }
-            match self.arm().await {
+            match contained(self.arm()).await {
                 Ok(true) => return,
                 // Somebody has come or gone who waited.
                 Ok(false) => {}

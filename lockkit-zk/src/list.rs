@@ -151,6 +151,8 @@ impl ZkLister {
 #[async_trait]
 impl Lister for ZkLister {
     async fn page(&mut self) -> Result<Option<Vec<ListedLock>>> {
-        self.next_page().await.map_err(|error| error.during("list"))
+        error::contained(self.next_page())
+            .await
+            .map_err(|error| error.during("list"))
     }
 }

@@ -43,7 +43,7 @@ use crate::{
     config::check_session_timeout,
     connection::Connection,
     distance::Distance,
-    error::{Failure, Result},
+    error::{Failure, Result, contained},
     layout::{Layout, NodeRef},
     lease::Proof,
     watch::WatchEvent,
@@ -158,7 +158,7 @@ impl Session {
             task_ended: watch::Sender::new(None),
         });
         // It succeeds on this connection or not at all: the task that makes another does not run yet.
-        core.make_heartbeat_node(&connection).await?;
+        contained(core.make_heartbeat_node(&connection)).await?;
         runtime.spawn(run(EndOnDrop(core.clone())));
         Ok(Self { core })
     }

@@ -65,7 +65,8 @@ pub fn said(text: &str) -> String {
     format!("the client library panicked: {text}")
 }
 
-fn text_of(panic: &(dyn Any + Send)) -> &str {
+/// Returns what a panic said.
+pub fn text_of(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied())
         .unwrap_or_default()

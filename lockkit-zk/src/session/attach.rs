@@ -19,7 +19,7 @@ use crate::{
     NAME, ZkConfig,
     config::{Address, check_session_timeout},
     connection::{Connection, Route},
-    error::{Failure, Result},
+    error::{Failure, Result, contained},
 };
 
 /// The least time that a server may be silent, or take to let a client in, before another one is tried. It is long against
@@ -295,7 +295,7 @@ async fn attach_to(core: &Core, host: &str, limit: Duration) -> std::result::Res
     }
     // Nothing is read from this server before the quorum has acknowledged a write of this session through it. After that, the
     // server shows every request of the connection before, or that request was never carried out.
-    match within(limit, core.make_heartbeat_node(&connection)).await {
+    match within(limit, contained(core.make_heartbeat_node(&connection))).await {
         Ok(Ok(_)) => {
             core.note_sleep();
             core.update_status(|status| {

@@ -8,7 +8,7 @@ use zookeeper_client::{CreateMode, Error as ZkError};
 use super::Core;
 use crate::{
     connection::Connection,
-    error::{Failure, Result},
+    error::{Failure, Result, contained},
     layout::parent,
 };
 
@@ -81,19 +81,19 @@ pub(super) async fn heartbeat(core: &Core) {
         };
         let data = core.heartbeat_data();
         let (asleep, sent) = (core.note_sleep(), Instant::now());
-        let written = connection
-            .client
-            .set_data(&core.heartbeat_path, data.as_bytes(), None)
-            .await;
-        let acknowledged = match written {
-            Ok(stat) => Ok((sent, Some(stat.mtime))),
-            // Somebody has deleted the node.
-            Err(ZkError::NoNode) => core
-                .make_heartbeat_node(&connection)
-                .await
-                .map(|sent| (sent, None)),
-            Err(error) => Err(error.into()),
-        };
+        let acknowledged = contained(async {
+            let client = &connection.client;
+            match client.set_data(&core.heartbeat_path, data.as_bytes(), None).await {
+                Ok(stat) => Ok((sent, Some(stat.mtime))),
+                // Somebody has deleted the node.
+                Err(ZkError::NoNode) => {
+                    let sent = core.make_heartbeat_node(&connection).await;
+                    sent.map(|sent| (sent, None))
+                }
+                Err(error) => Err(error.into()),
+            }
+        })
+        .await;
         match acknowledged {
             Ok((sent, mtime)) => {
                 let sent = core.before_sleep(sent, asleep);

@@ -10,7 +10,7 @@ use zookeeper_client::Error as ZkError;
 use super::Core;
 use crate::{
     connection::Connection,
-    error::Result,
+    error::{Failure, Result, contained},
     layout::NodeRef,
     watch::{WatchEvent, WatchState},
 };
@@ -104,9 +104,10 @@ pub(super) async fn rearm_watches(core: &Core) {
 }
 
 async fn rearm(connection: &Connection, watch: &WatchState) {
-    match connection.client.get_and_watch_data(&watch.path).await {
+    let looked = contained(async { Ok(connection.client.get_and_watch_data(&watch.path).await?) });
+    match looked.await {
         Ok((_, stat, watcher)) => watch.rearm(&stat, watcher, connection.liveness().clone()),
-        Err(ZkError::NoNode) => watch.tell(WatchEvent::Deleted),
+        Err(Failure::Server(ZkError::NoNode)) => watch.tell(WatchEvent::Deleted),
         // The next connection arms it.
         Err(_) if connection.liveness().has_ended() => {}
         // The claim that waits for it is to look.
@@ -123,7 +124,7 @@ pub(super) async fn delete_pending(core: &Core) {
             core.delete_requested.notified().await;
             continue;
         }
-        let outcomes = join_all(nodes.iter().map(|node| core.delete_found(node))).await;
+        let outcomes = join_all(nodes.iter().map(|node| contained(core.delete_found(node)))).await;
         let mut left = Vec::new();
         for (node, outcome) in nodes.into_iter().zip(outcomes) {
             match outcome {

@@ -11,6 +11,7 @@ mod packets;
 mod peers;
 mod reattach;
 mod recipe;
+mod rogue;
 mod server;
 mod sessions;
 #[cfg(feature = "tls")]
