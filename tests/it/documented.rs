@@ -183,6 +183,7 @@ const OPTIONS: &[(&str, Server, &str, &[&str])] = &[
             "schema=auto",
             "max_connections=5",
             "socket=F",
+            "public_key=never",
             "tls=unverified",
             "tls=verify&ca=F",
             "tls=verify&ca=F&cert=F&key=F",
