@@ -410,11 +410,13 @@ fn open_regular(options: &mut OpenOptions, flags: i32, path: &Path) -> Result<(F
         return Err(wrong_type(path, "something else", "a regular file"));
     }
     // One that this may just have created, and nobody else's.
-    if flags & OFlags::CREATE.bits().cast_signed() != 0 && metadata.len() == 0 && metadata.nlink() == 1 {
-        if let Some((user, group)) = heir(path, &metadata) {
-            fchown(&file, Some(user), Some(group))
-                .map_err(|error| FileError::io("give its directory's owner", path)(error.into()))?;
-        }
+    let is_new = metadata.len() == 0 && metadata.nlink() == 1;
+    if flags & OFlags::CREATE.bits().cast_signed() != 0
+        && is_new
+        && let Some((user, group)) = heir(path, &metadata)
+    {
+        fchown(&file, Some(user), Some(group))
+            .map_err(|error| FileError::io("give its directory's owner", path)(error.into()))?;
     }
     Ok((file, Inode::of(&metadata)))
 }

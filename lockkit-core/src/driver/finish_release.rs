@@ -154,10 +154,10 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
 /// Also if the lease is shorter, since an earlier renewal may still be under way that shortens it.
 async fn leave(queue: &LockQueue, claim: &mut dyn Claim, length: Duration) -> Result<()> {
     // What backends take off for the drift of clocks, and the time of the exchange.
-    let least = length.saturating_sub(length / 10 + Duration::from_millis(100));
+    let confirmed = length.saturating_sub(length / 10 + Duration::from_millis(100));
     claim.set_ttl(length)?;
     match claim.renew().await? {
-        Renewal::Held(lease) if lease.length.is_none_or(|length| length >= least) => {
+        Renewal::Held(lease) if lease.length.is_none_or(|length| length >= confirmed) => {
             claim.detach();
             Ok(())
         }
