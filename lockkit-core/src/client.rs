@@ -326,8 +326,8 @@ impl LockClient {
     /// Returns the [fence](Self::fence) from then on: `above`, or more if higher tokens were in use, which stay. Of several that raise at
     /// once, the highest wins.
     ///
-    /// Holds and places in the queue from before keep their tokens, also where a hold is passed on within its client. So stop what
-    /// locks before.
+    /// Holds and places in the queue from before keep their tokens. A hold that is passed on within its client goes on with the tokens that
+    /// were reserved for it, also for those who ask there afterwards. So stop what locks before.
     ///
     /// ```
     /// use lockkit_core::{FencingToken, LockClient, MemoryBackend};

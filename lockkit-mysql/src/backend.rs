@@ -253,7 +253,18 @@ impl Backend for MySqlBackend {
             Mode::ForUpdate => row_sql::raise_fence(above.get()),
             Mode::Lease => lease_sql::raise_fence(above.get()),
         };
-        self.shared.sessions.control.query(OPERATION, raise).await?;
+        for statement in raise {
+            // Whoever renews or reserves goes in between.
+            while self
+                .shared
+                .sessions
+                .control
+                .query(OPERATION, statement.clone())
+                .await?
+                .affected(0)
+                >= row_sql::RAISED_AT_ONCE
+            {}
+        }
         self.read_fence(OPERATION).await
     }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use lockkit_core::{
-    Error, Result,
+    AcquireOptions, Error, Result,
     spi::{ClaimRequest, OwnerId},
 };
 use sha2::{Digest, Sha256};
@@ -14,7 +14,7 @@ use crate::{
     connection::Reply,
     control::{Epoch, TIMER_LOCK},
     layout::{Key, Range, hexadecimal, literal, literal_or_null},
-    row_sql::{CLOCK, RAISED, READ_ONLY},
+    row_sql::{CLOCK, RAISED, RAISED_AT_ONCE, READ_ONLY},
     server::Flavour,
 };
 
@@ -251,20 +251,29 @@ pub(crate) fn fence() -> String {
     "SELECT COALESCE(MAX(latest), 0) FROM lockkit_lease".to_owned()
 }
 
-/// Has all tokens of claims that begin later be above this one: those of rows that are made later, and then those of all rows.
-pub(crate) fn raise_fence(above: u64) -> String {
-    format!(
-        "INSERT INTO lockkit_lease (name, owner, expires, token, latest) VALUES ({RAISED}, {NOBODY}, 0, 0, {above}) \
-         ON DUPLICATE KEY UPDATE latest=GREATEST(latest, {above}); \
-         UPDATE lockkit_lease SET latest={above} WHERE latest<{above}"
-    )
+/// Has all tokens of claims that begin later be above this one: those of rows that are made later, and then those of all rows. Each statement
+/// is repeated until it finds fewer than [`RAISED_AT_ONCE`] rows.
+pub(crate) fn raise_fence(above: u64) -> Vec<String> {
+    vec![
+        format!(
+            "INSERT INTO lockkit_lease (name, owner, expires, token, latest) VALUES ({RAISED}, {NOBODY}, 0, 0, {above}) \
+             ON DUPLICATE KEY UPDATE latest=GREATEST(latest, {above})"
+        ),
+        format!(
+            "UPDATE lockkit_lease SET latest={above} WHERE latest<{above} ORDER BY name LIMIT {RAISED_AT_ONCE}"
+        ),
+    ]
 }
 
 /// Returns the statements that ask the holder with this token to give up its hold, and then read what is left of the lease, in µs. A
 /// hold that was passed on within its client has one of the tokens from the one in the row to the last reserved one.
 pub(crate) fn ask_back(key: &Key, token: u64) -> String {
     let key = key.as_sql();
-    let is_it = format!("name={key} AND token<>0 AND token<={token} AND latest>={token} AND expires>{NOW}");
+    // The last reserved one may have been raised since.
+    let most = AcquireOptions::MAX_LOCAL_HANDOFFS;
+    let is_it = format!(
+        "name={key} AND token<>0 AND token<={token} AND token+{most}>={token} AND latest>={token} AND expires>{NOW}"
+    );
     format!(
         "UPDATE lockkit_lease SET asked={token} WHERE {is_it} AND {IS_WRITABLE}; \
          SELECT CAST(expires-{NOW} AS UNSIGNED) FROM lockkit_lease WHERE {is_it} AND asked={token}"

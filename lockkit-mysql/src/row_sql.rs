@@ -123,16 +123,26 @@ pub(crate) fn fence() -> String {
         .to_owned()
 }
 
+/// The most rows that one statement raises, so that whoever needs one of them waits for a moment.
+pub(crate) const RAISED_AT_ONCE: u64 = 500;
+
 /// Has all tokens of claims that begin later be above this one: those of counters that are made later, those of all counters, and then
 /// those of the mappings in use, whose blocks are given up. A mapping that is stored at the same time, on to a block that was reserved
-/// before, finds a higher one.
-pub(crate) fn raise_fence(above: u64) -> String {
-    format!(
-        "INSERT INTO lockkit_fence (name, reserved) VALUES ({RAISED}, {above}) \
-         ON DUPLICATE KEY UPDATE reserved=GREATEST(reserved, {above}); \
-         UPDATE lockkit_fence SET reserved={above} WHERE name<>x'' AND reserved<{above}; \
-         UPDATE lockkit_map SET step=0, base=GREATEST(last, {above}), last=GREATEST(last, {above}) WHERE base<={above}"
-    )
+/// before, finds a higher one. Each statement is repeated until it finds fewer than [`RAISED_AT_ONCE`] rows.
+pub(crate) fn raise_fence(above: u64) -> Vec<String> {
+    vec![
+        format!(
+            "INSERT INTO lockkit_fence (name, reserved) VALUES ({RAISED}, {above}) \
+             ON DUPLICATE KEY UPDATE reserved=GREATEST(reserved, {above})"
+        ),
+        format!(
+            "UPDATE lockkit_fence SET reserved={above} WHERE name<>x'' AND reserved<{above} ORDER BY name LIMIT {RAISED_AT_ONCE}"
+        ),
+        format!(
+            "UPDATE lockkit_map SET step=0, base=GREATEST(last, {above}), last=GREATEST(last, {above}) \
+             WHERE base<={above} AND (step<>0 OR base<{above} OR last<{above}) ORDER BY name LIMIT {RAISED_AT_ONCE}"
+        ),
+    ]
 }
 
 impl RowSql {
@@ -380,7 +390,7 @@ mod tests {
             let [mut client, mut operator] =
                 [options.connect().await.unwrap(), options.connect().await.unwrap()];
             run(&mut client, &crate::ddl(crate::Mode::ForUpdate)).await;
-            let raise: Vec<_> = raise_fence(ABOVE).split("; ").map(str::to_owned).collect();
+            let raise = raise_fence(ABOVE);
             let writes = 2;
             assert_eq!(raise.len(), 3);
             // The statements of the operator between which each of the client's two writes is.

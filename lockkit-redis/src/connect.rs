@@ -289,8 +289,6 @@ impl Connector {
             .query_async(&mut connection)
             .await
             .map_err(connecting)?;
-        // Some of it is shown.
-        let info = self.address.secrets.blank(&info);
         let field = |name: &str| {
             info.lines()
                 .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
@@ -351,7 +349,8 @@ impl Connector {
                 address: server.clone(),
                 run_id,
                 client_id,
-                eviction: field("maxmemory_policy"),
+                // It is shown.
+                eviction: self.address.secrets.blank(&field("maxmemory_policy")).into_owned(),
                 role,
             },
         })

@@ -378,6 +378,7 @@ impl Connection {
             self.last_answered.note(sent);
         }
         self.answered.fetch_max(number, Ordering::Relaxed);
+        self.established.intake.note_reply();
         reply.map_err(|error| self.established.intake.explain(error))
     }
 

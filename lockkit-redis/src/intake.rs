@@ -33,7 +33,8 @@ const ENDLESS: &str = "the server sends pushes without end that nobody asked for
 /// The account of what a server sends on one connection.
 #[derive(Debug, Default)]
 pub(crate) struct Intake {
-    /// The number of bytes since the last request was written or the last push was complete. The client library may still keep them.
+    /// The number of bytes since the last request was written, or the last reply or push was complete. The client library may still keep
+    /// them.
     kept: AtomicUsize,
     /// The number of pushes since the last request was written.
     pushes: AtomicUsize,
@@ -47,6 +48,11 @@ impl Intake {
         if self.pushes.fetch_add(1, Ordering::Relaxed) >= MOST_PUSHES {
             self.excess.get_or_init(|| ENDLESS);
         }
+    }
+
+    /// Notes that a reply is complete. Another request may have been sent before it, whose reply comes next.
+    pub(crate) fn note_reply(&self) {
+        self.kept.store(0, Ordering::Relaxed);
     }
 
     /// Returns the bound that the server did not keep, for which the connection ends.

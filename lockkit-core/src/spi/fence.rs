@@ -23,8 +23,9 @@ use crate::{Error, FencingToken, Result};
 /// left is enough for any server.
 pub const MOST: u64 = 1 << 62;
 
-/// The number of bases that are kept. A hold that outlasts so many raises is shown with another token than it has.
-const KEPT: usize = 64;
+/// The number of bases that are kept. A hold that outlasts so many raises is shown with another token than it has, and a place in the queue
+/// may be granted with a lower one. Nobody raises so often: each one changes the backend.
+const KEPT: usize = 1_000;
 
 /// Refuses to raise tokens above one that is higher than `most`.
 ///

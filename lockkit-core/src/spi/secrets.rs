@@ -32,12 +32,15 @@ const RESERVED: &AsciiSet = &NON_ALPHANUMERIC
 pub struct Secrets(Arc<[String]>);
 
 impl Secrets {
-    /// Makes the secrets of a client that logs in with these passwords. An empty one is no secret.
+    /// The shortest password that is looked for, in bytes. A shorter one is in most texts, which would tell it by what they lack.
+    const SHORTEST: usize = 4;
+
+    /// Makes the secrets of a client that logs in with these passwords. One below four bytes is not looked for: it is in most texts.
     pub fn of_passwords<T: AsRef<str>>(passwords: impl IntoIterator<Item = T>) -> Self {
         let mut forms = Vec::new();
         for password in passwords {
             let password = password.as_ref();
-            if !password.is_empty() {
+            if password.len() >= Self::SHORTEST {
                 forms.extend(Self::forms_of(password));
             }
         }

@@ -8,7 +8,8 @@ for i = 1, #waiters, 2 do
   local mode, _, record = entry_of(waiters[i])
   if mode and is_alive(client_of(record), waiters[i + 1]) then waiting = waiting + 1 end
 end
-local shown = { waiting, not is_over and value, value and not is_group() and lease_left() or -2 }
+-- A lock's own value is shorter. Whatever else is there may have any length.
+local shown = { waiting, not is_over and value and string.sub(value, 1, 4096), value and not is_group() and lease_left() or -2 }
 if is_group() then
   local entries = call('ZRANGE', HOLDERS, 0, -1, 'WITHSCORES')
   for i = 1, #entries, 2 do
