@@ -350,7 +350,11 @@ impl Connector {
                 run_id,
                 client_id,
                 // It is shown.
-                eviction: self.address.secrets.blank(&field("maxmemory_policy")).into_owned(),
+                eviction: self
+                    .address
+                    .secrets
+                    .blank(&field("maxmemory_policy"))
+                    .into_owned(),
                 role,
             },
         })

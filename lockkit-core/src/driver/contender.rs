@@ -37,8 +37,8 @@ pub(crate) struct Contender {
     pub(crate) is_doubted: bool,
     /// The time of the first request of a renewal that has failed since and has yet to succeed.
     pub(crate) renewing_since: Option<Mark>,
-    /// The time before which its release leaves it to a lease until then.
-    pub(crate) not_before: Option<Instant>,
+    /// The time before which its release leaves it to a lease until then. In a box, since few holds have one.
+    not_before: Option<Box<Instant>>,
     /// The server may know of this claim, so it has to be released.
     pub(crate) is_known: bool,
     slot: Option<SlotGeneration>,
@@ -98,6 +98,17 @@ impl Contender {
         self.other_ttls = Some(Box::new(Ttls { last: ttl, longest }));
     }
 
+    /// Has its release leave it to a lease until this time.
+    pub(crate) fn keep_until(&mut self, not_before: Option<Instant>) {
+        self.not_before = not_before.map(Box::new);
+    }
+
+    /// Returns the time for which a release leaves it to a lease.
+    pub(crate) fn rest(&self, now: Instant) -> Option<Duration> {
+        let at = self.not_before.as_deref().filter(|at| **at > now)?;
+        Some(*at - now)
+    }
+
     pub(crate) fn queue(&self) -> &Arc<LockQueue> {
         &self.request.queue
     }
@@ -128,7 +139,7 @@ impl Contender {
             && self.ttl() == heir.ttl
             && self.request.fits(heir)
             && heir.hold_at_least.is_none()
-            && self.not_before.is_none_or(|at| at <= Instant::now())
+            && self.rest(Instant::now()).is_none()
             && !self.request.core().is_closed()
     }
 

@@ -40,7 +40,7 @@ pub(crate) async fn finish_release(hold: &Hold, contender: Option<Contender>, no
         Some(contender) => contender,
         None => Box::pin(reclaim(hold.clone())).await?,
     };
-    contender.not_before = hold.not_before();
+    contender.keep_until(hold.not_before());
     if hand_off(hold, &mut contender, now).await {
         return Ok(());
     }
@@ -120,9 +120,10 @@ async fn release_claim(contender: &mut Contender) -> Result<()> {
 
 async fn try_release(contender: &mut Contender) -> Result<()> {
     let now = Instant::now();
-    let rest = contender.not_before.filter(|at| *at > now);
     // A server may count in whole milliseconds.
-    let rest = rest.map(|at| (at - now + Duration::from_millis(1)).max(AcquireOptions::MIN_TTL));
+    let rest = contender
+        .rest(now)
+        .map(|rest| (rest + Duration::from_millis(1)).max(AcquireOptions::MIN_TTL));
     if let Some(rest) = rest {
         contender.set_ttl(rest);
     }

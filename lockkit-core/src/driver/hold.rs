@@ -43,15 +43,22 @@ pub(crate) struct Record {
     clock: Clock,
     /// In a box, since few holds have one.
     max_hold: Option<Box<MaxHold>>,
-    /// The time before which a release leaves it to a lease until then.
-    not_before: Option<Instant>,
-    /// It does so. A part of a set that is not complete does not.
-    keeps: AtomicBool,
+    /// In a box, since few holds have one.
+    least: Option<Box<Least>>,
     pub(crate) keep_alive: KeepAlive,
     /// The slot that its contender has. The contender may be on loan when the slot has to be given up.
     slot: Option<SlotGeneration>,
     /// Its key in its queue's register.
     pub(crate) key: AtomicUsize,
+}
+
+/// The time for which nobody else gets the lock of a hold, even if that is released before.
+#[derive(Debug)]
+struct Least {
+    /// A release before that leaves the hold to a lease until then.
+    not_before: Instant,
+    /// It does so. A part of a set that is not complete does not.
+    keeps: AtomicBool,
 }
 
 impl Record {
@@ -144,7 +151,10 @@ impl Hold {
             let clock = &request.core().max_hold_clock;
             Box::new(MaxHold::begin(clock, length, request.ttl))
         });
-        let not_before = request.hold_at_least.map(|least| Instant::now() + least);
+        let not_before = request
+            .hold_at_least
+            .as_deref()
+            .map(|least| Instant::now() + *least);
         Self::with_limits(phase, request, token, contender, lease, max_hold, not_before)
     }
 
@@ -187,8 +197,12 @@ impl Hold {
             granted_for: lease.length,
             clock: queue.core.clock.clone(),
             max_hold,
-            not_before,
-            keeps: AtomicBool::new(true),
+            least: not_before.map(|not_before| {
+                Box::new(Least {
+                    not_before,
+                    keeps: AtomicBool::new(true),
+                })
+            }),
             keep_alive: KeepAlive::default(),
             key: AtomicUsize::new(NO_KEY),
         };
@@ -204,12 +218,15 @@ impl Hold {
 
     /// Has a release before its `hold_at_least` is over leave it to a lease, or free it.
     pub(crate) fn keeps(&self, keeps: bool) {
-        self.record.keeps.store(keeps, Ordering::Relaxed);
+        if let Some(least) = &self.least {
+            least.keeps.store(keeps, Ordering::Relaxed);
+        }
     }
 
     /// Returns the time before which a release leaves it to a lease until then.
     pub(crate) fn not_before(&self) -> Option<Instant> {
-        self.not_before.filter(|_| self.keeps.load(Ordering::Relaxed))
+        let least = self.least.as_ref()?;
+        least.keeps.load(Ordering::Relaxed).then_some(least.not_before)
     }
 
     /// Has the worker release it, since nobody will use it any more. Does no I/O and cannot block.

@@ -224,6 +224,7 @@ fn request() -> Arc<AcquireRequest> {
         wait: None,
         renew: true,
         max_hold: None,
+        hold_at_least: None,
         op_timeout: Duration::from_secs(5),
         label: None,
         local_handoffs: 0,

@@ -15,7 +15,8 @@ pub(crate) struct AcquireRequest {
     pub(crate) wait: Option<Duration>,
     pub(crate) renew: bool,
     pub(crate) max_hold: Option<Duration>,
-    pub(crate) hold_at_least: Option<Duration>,
+    /// In a box, since few have one.
+    pub(crate) hold_at_least: Option<Box<Duration>>,
     pub(crate) op_timeout: Duration,
     pub(crate) label: Option<Arc<str>>,
     pub(crate) local_handoffs: u32,
@@ -72,7 +73,7 @@ impl AcquireRequest {
             wait: options.wait,
             renew: options.renew.unwrap_or(true),
             max_hold: options.max_hold,
-            hold_at_least: options.hold_at_least,
+            hold_at_least: options.hold_at_least.map(Box::new),
             op_timeout: options.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT),
             label: options.label.clone(),
             local_handoffs,
@@ -88,6 +89,7 @@ impl AcquireRequest {
         Self {
             queue,
             label: self.label.clone(),
+            hold_at_least: self.hold_at_least.clone(),
             ..*self
         }
     }

@@ -32,21 +32,23 @@ async fn the_token_is_the_revision_that_made_the_key() {
     if no_etcd() {
         return;
     }
-    let (name, client) = (unique("token"), connect(&shared().url()).await);
+    // Others raise tokens at the shared one.
+    let server = EtcdServer::plain().unwrap();
+    let (name, client) = (unique("token"), connect(&server.url()).await);
     let before = lock(&client, &name).acquire().await.unwrap();
     // Queued before the release: the revision of the grant is a later one.
     let waiting = waiter(&lock(&client, &name).shared());
-    block(|| shared().ctl(&["put", "elsewhere", "x"])).unwrap();
-    contend(shared(), &name, 2).await;
+    block(|| server.ctl(&["put", "elsewhere", "x"])).unwrap();
+    contend(&server, &name, 2).await;
     before.release().await.unwrap();
     let (guard, _) = soon("it is its turn", waiting).await.unwrap();
-    let made = block(|| create_revision(shared(), &name));
+    let made = block(|| create_revision(&server, &name));
     assert_eq!(guard.token().get(), made);
-    assert!(block(|| shared().revision()).unwrap() > made);
-    let key = block(|| keys(shared(), &name)).remove(0);
+    assert!(block(|| server.revision()).unwrap() > made);
+    let key = block(|| keys(&server, &name)).remove(0);
     assert!(key.ends_with(".0.r"), "{key}");
     guard.release().await.unwrap();
-    contend(shared(), &name, 0).await;
+    contend(&server, &name, 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
