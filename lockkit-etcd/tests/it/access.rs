@@ -141,17 +141,20 @@ async fn a_password_that_is_of_no_use_is_warned_about() {
     if no_etcd() {
         return;
     }
-    let mut config = config(&crate::server::shared().url());
-    config.auth = Some(Credentials::new("tester", "wrong-7"));
-    let traces = Traces::default();
-    let _recording = tracing::subscriber::set_default(traces.clone());
-    let client = patiently(config).await;
-    let guard = lock(&client, &unique("clear")).acquire().await.unwrap();
-    guard.release().await.unwrap();
-    let text = traces.text();
-    assert!(text.contains("the user and password are of no use"), "{text}");
-    assert!(!text.contains("wrong-7"), "{text}");
-    client.close(Duration::from_secs(20)).await.unwrap();
+    // The second one is a word of the refusal, in which it is blanked.
+    for password in ["wrong-7", "enabled"] {
+        let mut config = config(&crate::server::shared().url());
+        config.auth = Some(Credentials::new("tester", password));
+        let traces = Traces::default();
+        let _recording = tracing::subscriber::set_default(traces.clone());
+        let client = patiently(config).await;
+        let guard = lock(&client, &unique("clear")).acquire().await.unwrap();
+        guard.release().await.unwrap();
+        let text = traces.text();
+        assert!(text.contains("the user and password are of no use"), "{text}");
+        assert!(!text.contains(password), "{text}");
+        client.close(Duration::from_secs(20)).await.unwrap();
+    }
 }
 
 /// A server that answers each request with the password, in a status as gRPC has it.
