@@ -1,47 +1,117 @@
 //! Jobs that several hosts begin at almost the same time.
 
-use std::{fs, process::Stdio, thread::sleep, time::Duration};
+use std::{
+    env, fs,
+    process::{Command, Stdio},
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+    time::Duration,
+};
 
 use lockkit_testbed::{
+    Clock,
+    mysql::{Flavour, MySql},
     redis::{self, RedisServer},
     skipped,
 };
 
 use crate::tool::{Running, Site, outcome};
 
+/// The nights on each kind of server. For more of them, say how many in `LOCKKIT_NIGHTS`.
+const NIGHTS: usize = 4;
+const AT_ONCE: usize = 4;
+const HOUR: Duration = Duration::from_secs(3_600);
+
 #[test]
-fn a_job_is_done_once_by_hosts_that_begin_apart() {
+fn a_job_is_done_once_by_redis() {
     if skipped("redis", redis::missing()) {
         return;
     }
     let server = RedisServer::plain().unwrap();
-    let mut site = Site::new();
-    site.url = server.url().to_owned();
-    for night in 0..4 {
-        let report = site.path(&format!("report-{night}"));
-        let script = format!("echo done >> {}", report.display());
-        let host = |options: &[&str]| {
-            let job = format!("night-{night}");
-            let run = [&["run"], options, &[&job, "--", "sh", "-c", &script]].concat();
-            site.lockkit(&run)
-        };
-        let mut hosts = Vec::new();
-        for late in [0, 100, 700] {
-            sleep(Duration::from_millis(late));
-            hosts.push(Running::spawn(
-                host(&["--try", "--ttl", "1s", "--at-least", "4s"]).stdin(Stdio::null()),
-            ));
-        }
-        let mut statuses: Vec<_> = hosts.into_iter().map(|host| host.end().0.code()).collect();
-        statuses.sort_unstable();
-        assert_eq!(statuses, [Some(0), Some(124), Some(124)], "night {night}");
-        assert_eq!(fs::read_to_string(&report).unwrap(), "done\n", "night {night}");
-        assert_eq!(
-            outcome(&mut host(&["--wait", "20s"])).0,
-            0,
-            "free when that time is over"
-        );
+    nights("redis", server.url());
+}
+
+#[test]
+fn a_job_is_done_once_by_redlock() {
+    if skipped("redis", redis::missing()) {
+        return;
     }
+    let masters = [(); 3].map(|()| RedisServer::plain().unwrap());
+    let hosts = masters.each_ref().map(|master| master.addr().to_string());
+    nights(
+        "redlock",
+        &format!("redlock://{}?max_ttl=6s&ttl=5s", hosts.join(",")),
+    );
+}
+
+#[test]
+fn a_job_is_done_once_by_leases_of_mysql() {
+    if skipped("mysql", MySql::missing(Flavour::MariaDb)) {
+        return;
+    }
+    let server = MySql::start(Flavour::MariaDb, &[]).unwrap();
+    nights("mysql", &format!("{}?mode=lease", server.url()));
+}
+
+/// Three hosts begin a job each night, one after the other. Their clocks are hours apart.
+fn nights(what: &str, url: &str) {
+    let mut site = Site::new();
+    url.clone_into(&mut site.url);
+    // Redlock's masters have no vote at first, since they may have been emptied.
+    let first = outcome(&mut site.run(&["--wait", "60s"], "exit 0"));
+    assert_eq!(first.0, 0, "{first:?}");
+    let clocks = [(); 3].map(|()| Clock::new().unwrap());
+    clocks[1].forward(HOUR).unwrap();
+    clocks[2].back(HOUR).unwrap();
+    let nights = env::var("LOCKKIT_NIGHTS").map_or(NIGHTS, |nights| nights.parse().unwrap());
+    let next = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                while let Some(number) =
+                    Some(next.fetch_add(1, Ordering::Relaxed)).filter(|next| *next < nights)
+                {
+                    night(&site, &clocks, number);
+                }
+            });
+        }
+    });
+    println!("{what}: {nights} nights, each job done once");
+}
+
+fn night(site: &Site, clocks: &[Clock; 3], number: usize) {
+    let report = site.path(&format!("report-{number}"));
+    let script = format!("date +%H >> {}", report.display());
+    let job = format!("night-{number}");
+    let host = |options: &[&str]| -> Command {
+        site.lockkit(&[&["run"], options, &[&job, "--", "sh", "-c", &script]].concat())
+    };
+    let mut hosts = Vec::new();
+    // Each night another one is the first.
+    for (place, late) in [0, 100, 700].into_iter().enumerate() {
+        thread::sleep(Duration::from_millis(late));
+        let mut host = host(&["--try", "--ttl", "1s", "--at-least", "4s"]);
+        clocks[(number + place) % clocks.len()].apply(&mut host);
+        hosts.push(Running::spawn(host.stdin(Stdio::null())));
+    }
+    let (mut statuses, said): (Vec<_>, Vec<_>) = hosts
+        .into_iter()
+        .map(Running::end)
+        .map(|(status, said)| (status.code(), said))
+        .unzip();
+    statuses.sort_unstable();
+    assert_eq!(
+        statuses,
+        [Some(0), Some(124), Some(124)],
+        "night {number}: {said:?}"
+    );
+    assert_eq!(
+        fs::read_to_string(&report).unwrap().lines().count(),
+        1,
+        "night {number}"
+    );
+    let next = outcome(&mut host(&["--wait", "20s"]));
+    assert_eq!(next.0, 0, "free when that time is over: {next:?}");
 }
 
 #[test]
