@@ -246,9 +246,10 @@ impl LeaseSql {
     }
 }
 
-/// Reads the last token that was ever reserved.
+/// Reads the last token that was ever reserved, or the clock if that is ahead. Rows that came back from a backup say nothing about the
+/// tokens since, which began at the clock.
 pub(crate) fn fence() -> String {
-    "SELECT COALESCE(MAX(latest), 0) FROM lockkit_lease".to_owned()
+    format!("SELECT GREATEST(COALESCE(MAX(latest), 0), {CLOCK}) FROM lockkit_lease")
 }
 
 /// Has all tokens of claims that begin later be above this one: those of rows that are made later, and then those of all rows. Each statement

@@ -116,11 +116,13 @@ pub(crate) const CLOCK: &str = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS UNSIGNE
 /// The row of the token that all others were raised above, in the table of counters. No name's rows begin so.
 pub(crate) const RAISED: &str = "'%fence'";
 
-/// Reads the last token that was ever reserved.
+/// Reads the last token that was ever reserved, or the clock if that is ahead. Rows that came back from a backup say nothing about the
+/// tokens since, which began at the clock.
 pub(crate) fn fence() -> String {
-    "SELECT CAST(GREATEST((SELECT COALESCE(MAX(reserved), 0) FROM lockkit_fence WHERE name<>x''), \
-     (SELECT COALESCE(MAX(last), 0) FROM lockkit_map)) AS UNSIGNED)"
-        .to_owned()
+    format!(
+        "SELECT CAST(GREATEST((SELECT COALESCE(MAX(reserved), 0) FROM lockkit_fence WHERE name<>x''), \
+         (SELECT COALESCE(MAX(last), 0) FROM lockkit_map), {CLOCK}) AS UNSIGNED)"
+    )
 }
 
 /// The most rows that one statement raises, so that whoever needs one of them waits for a moment.

@@ -46,6 +46,7 @@ for_each_flavour! {
     tokens_rise_though_another_database_has_the_number
     tokens_rise_over_a_fail_over_to_a_clock_that_is_slow
     tokens_go_back_with_a_backup_that_is_brought_back
+    the_fence_is_past_what_rows_have_forgotten
     tokens_rise_where_blocks_are_used_up
     the_maker_of_a_mapping_keeps_the_row
     the_maker_of_a_mapping_is_granted_by_it
@@ -721,6 +722,33 @@ async fn tokens_go_back_with_a_backup_that_is_brought_back(flavour: Flavour) {
     admin.run("DELETE FROM lockkit_map").await;
     let begun = draw(&[reading]).await;
     assert!(begun[0] > last[0], "{begun:?} after {last:?}");
+}
+
+/// As with a backup that is brought back, or a name whose rows were deleted. What comes next is granted by the clock.
+async fn the_fence_is_past_what_rows_have_forgotten(flavour: Flavour) {
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let rows = [
+        (Mode::ForUpdate, &["lockkit_fence", "lockkit_map"][..]),
+        (Mode::Lease, &["lockkit_lease"]),
+    ];
+    for (mode, tables) in rows {
+        let client = client(server.addr(), mode).await;
+        let lock = client.lock("a").unwrap();
+        let last = draw(&[lock.clone(), lock.clone()]).await[1];
+        for table in tables {
+            admin.run(&format!("DELETE FROM {table} WHERE name<>x''")).await;
+        }
+        let past = format!("SELECT {last} < UNIX_TIMESTAMP(NOW(6)) * 1000000");
+        eventually("the clock is past the tokens", async || {
+            admin.value(&past).await == "1"
+        })
+        .await;
+        let fence = client.fence().await.unwrap().get();
+        assert!(fence >= last, "{mode:?}: {fence}, and {last} was granted");
+        let next = draw(&[lock]).await[0];
+        assert!(next > fence, "{mode:?}: {next}, and the fence was {fence}");
+    }
 }
 
 async fn tokens_rise_where_blocks_are_used_up(flavour: Flavour) {

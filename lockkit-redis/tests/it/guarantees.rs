@@ -320,6 +320,29 @@ async fn a_replica_promoted_with_a_fast_clock_frees_what_is_held() {
     is_told_when_led_to(&replica, &proxy, &held).await;
 }
 
+/// As with a snapshot that is older than the last tokens, or a replica that was behind. What comes next is granted by the clock.
+#[tokio::test]
+async fn the_fence_is_past_what_the_counter_has_forgotten() {
+    const COUNTER: &str = "lockkit:lockkit#fence";
+
+    if no_server() {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let client = client(server.url()).await;
+    let lock = lock(&client, "a", LONG);
+    take(&lock).await;
+    let before = server.cli(&["GET", COUNTER]).unwrap();
+    let guard = lock.acquire().await.unwrap();
+    let last = guard.token();
+    guard.release().await.unwrap();
+    server.cli(&["SET", COUNTER, &before]).unwrap();
+    let fence = client.fence().await.unwrap();
+    assert!(fence >= last, "{fence}, and {last} was granted");
+    let next = lock.acquire().await.unwrap().token();
+    assert!(next > fence, "{next}, and the fence was {fence}");
+}
+
 /// Roles are changed back, and for a moment both are masters. What the one grants then is not known to the other, whose
 /// counter is that of a moment before.
 #[tokio::test]
