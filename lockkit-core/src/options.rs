@@ -43,8 +43,9 @@ pub struct AcquireOptions {
     /// process. It is not passed on within the client, either. Unset: a release frees the lock.
     /// [`release_early`](crate::LockGuard::release_early) frees it in any case.
     ///
-    /// If the process dies or the hold is lost, it ends with its lease, as any does, which may be earlier. Whoever
-    /// [breaks](crate::LockClient::revoke_by_force) the lock ends it. Elections have none. [`Error::Unsupported`] where a hold ends with a session, a transaction or a process
+    /// Closing the client leaves it taken, too. If the process dies or the hold is lost otherwise, it ends with its lease, as any does,
+    /// which may be earlier. Whoever [breaks](crate::LockClient::revoke_by_force) the lock ends it. Elections have none.
+    /// [`Error::Unsupported`] where a hold ends with a session, a transaction or a process
     /// ([`capabilities().detach`](crate::Capabilities::detach) is false).
     pub hold_at_least: Option<Duration>,
     /// The time after which one exchange with the server counts as failed. Default:

@@ -80,6 +80,23 @@ impl Lease {
         Self { since, length }
     }
 
+    /// Makes the lease that a ttl is worth which the server counts: with an allowance of a hundredth for the drift between its clock and
+    /// this one, and of two milliseconds for what either rounds.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use lockkit_core::{Instant, spi::Lease};
+    ///
+    /// let lease = Lease::of_ttl(Instant::now(), Duration::from_secs(10));
+    /// assert_eq!(lease.length, Some(Duration::from_millis(9_898)));
+    /// ```
+    pub fn of_ttl(since: Instant, ttl: Duration) -> Self {
+        Self::new(
+            since,
+            Some(ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))),
+        )
+    }
+
     /// Returns its end, unless that is beyond what the clock can count to.
     pub fn end(&self) -> Option<Instant> {
         self.length.and_then(|length| self.since.checked_add(length))
@@ -412,7 +429,8 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// [`Error::Unsupported`] where tokens cannot be raised, [`Error::Backend`] if the server cannot tell.
     async fn fence(&self) -> Result<FencingToken> {
-        Err(Error::unsupported(self.info().name, NO_FENCE))
+        let feature = "showing its highest token; take the highest that is remembered by what checks them";
+        Err(Error::unsupported(self.info().name, feature))
     }
 
     /// Raises the tokens of this namespace, or of the whole server: a claim whose first [`attempt`](Claim::attempt) begins after this has
@@ -428,7 +446,9 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// [`Error::Unsupported`] where tokens cannot be raised. [`Error::Backend`] if the server cannot tell: they may be raised or not.
     async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
         let _ = above;
-        Err(Error::unsupported(self.info().name, NO_FENCE))
+        let feature =
+            "raising its tokens; have what checks them begin at 0 instead, while nobody holds a lock";
+        Err(Error::unsupported(self.info().name, feature))
     }
 
     /// Ends the connections, after every claim has been released or given up. Idempotent: closing a client a second time calls
@@ -501,7 +521,8 @@ pub trait Claim: fmt::Debug + Send + 'static {
     /// counts with it before it sends the first one. Returns `None`, the default, where a hold has no lease.
     ///
     /// An earlier request may come late, and ask for less. If the server would do it, no lease of this claim may be longer than
-    /// that from now on.
+    /// that from now on. So the driver takes a lease that is shorter than [`Lease::of_ttl`] of this ttl for one that may be cut short, and
+    /// repeats the release that is to leave it behind.
     ///
     /// # Errors
     /// [`Error::InvalidOptions`] for a ttl that it cannot keep. Then the old one goes on.
@@ -595,10 +616,6 @@ pub trait Claim: fmt::Debug + Send + 'static {
 /// The missing feature where an exclusive hold cannot become a shared one.
 pub(crate) const NO_DOWNGRADE: &str =
     "an exclusive hold that becomes a shared one; release it, then acquire the lock in shared mode";
-
-/// The missing feature where tokens cannot be raised.
-const NO_FENCE: &str =
-    "raising its tokens; have what checks them begin at 0 instead, while nobody holds a lock";
 
 /// A listing that is under way. Only the driver calls it, for one page after the other.
 ///

@@ -321,17 +321,15 @@ impl LeaseClaim {
     }
 
     fn lease(&mut self) -> Lease {
-        let lease = Lease::new(self.sent, Some(self.lease_length()));
+        let lease = Lease::of_ttl(self.sent, self.provable_ttl());
         self.until = lease.end();
         lease
     }
 
-    fn lease_length(&self) -> Duration {
-        let ttl = self
-            .late_ttl
-            .map_or(self.request.ttl, |late| late.min(self.request.ttl));
-        // An allowance for the drift of the server's clock.
-        ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))
+    /// Returns the ttl that a reply proves. A renewal that may run later may shorten it.
+    fn provable_ttl(&self) -> Duration {
+        self.late_ttl
+            .map_or(self.request.ttl, |late| late.min(self.request.ttl))
     }
 
     fn why_lost(&self) -> LossReason {
@@ -419,7 +417,7 @@ impl Claim for LeaseClaim {
         self.request.ttl = ttl;
         self.shortest_ttl = self.shortest_ttl.min(ttl);
         self.sql.set_ttl(ttl);
-        Ok(Some(self.lease_length()))
+        Ok(Lease::of_ttl(Instant::now(), self.provable_ttl()).length)
     }
 
     fn detach(&mut self) -> Option<OwnerId> {

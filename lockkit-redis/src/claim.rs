@@ -123,13 +123,7 @@ impl RedisClaim {
         {
             ttl = ttl.min(self.shortest_ttl);
         }
-        Self::lease_of(ttl, since)
-    }
-
-    /// Takes off a lease what two clocks may drift apart meanwhile.
-    fn lease_of(ttl: Duration, since: Instant) -> Lease {
-        let length = ttl.saturating_sub(ttl / 100 + Duration::from_millis(2));
-        Lease::new(since, Some(length))
+        Lease::of_ttl(since, ttl)
     }
 
     /// Returns the ttl as the server counts it.
@@ -157,7 +151,7 @@ impl RedisClaim {
             return None;
         }
         let ttl = Duration::from_millis(self.ttl_ms()).min(HANDOFF_TTL);
-        let lease = Self::lease_of(ttl, hand_off.origin.since);
+        let lease = Lease::of_ttl(hand_off.origin.since, ttl);
         let left = lease.end()?.saturating_duration_since(Instant::now());
         if left < ENOUGH || self.shared.connection.number() != Some(hand_off.origin.connection) {
             return None;

@@ -52,10 +52,16 @@ pub(crate) fn begin(hold: &Hold) -> Result<Downgrade<'_>> {
     queue.core.is_open(OPERATION)?;
     hold.may_be_renewed(OPERATION)?;
     match hold.cell.begin_release(hold.now()) {
-        Ok(contender) => Ok(Downgrade {
-            registration: Registration { hold, slot: None },
-            contender,
-        }),
+        Ok(mut contender) => {
+            // Until it goes on as another hold, it may end as any does that is dropped.
+            if let Some(contender) = &mut contender {
+                contender.keep_until(hold.not_before());
+            }
+            Ok(Downgrade {
+                registration: Registration { hold, slot: None },
+                contender,
+            })
+        }
         Err(reason) => Err(hold.lost(reason)),
     }
 }
@@ -75,6 +81,7 @@ impl Downgrade<'_> {
             Some(contender) => contender,
             None => Box::pin(reclaim(hold.clone())).await?,
         };
+        contender.keep_until(hold.not_before());
         let lease = match convert(hold, &mut contender).await {
             Ok(lease) => lease,
             Err(err) => {

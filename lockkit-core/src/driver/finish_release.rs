@@ -15,7 +15,7 @@ use crate::{
         observe,
         timing::Backoff,
     },
-    spi::{Claim, Renewal, chain},
+    spi::{Claim, Lease, Renewal, chain},
 };
 
 /// Releases a hold on the caller's time.
@@ -120,10 +120,9 @@ async fn release_claim(contender: &mut Contender) -> Result<()> {
 
 async fn try_release(contender: &mut Contender) -> Result<()> {
     let now = Instant::now();
-    // A server may count in whole milliseconds.
     let rest = contender
         .rest(now)
-        .map(|rest| (rest + Duration::from_millis(1)).max(AcquireOptions::MIN_TTL));
+        .map(|rest| in_whole_millis(rest).max(AcquireOptions::MIN_TTL));
     if let Some(rest) = rest {
         contender.set_ttl(rest);
     }
@@ -149,16 +148,21 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
     released.map_err(|err| err.for_lock(request.queue.name()))
 }
 
+/// Returns a time that is no shorter, by a millisecond at most, and that a server can count which counts in milliseconds.
+pub(super) fn in_whole_millis(time: Duration) -> Duration {
+    let whole = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    Duration::from_millis(whole.saturating_add(1))
+}
+
 /// Leaves the hold to a lease of this length, which nobody renews. It ends at once if somebody has asked for it.
 ///
 /// # Errors
 /// Also if the lease is shorter, since an earlier renewal may still be under way that shortens it.
 async fn leave(queue: &LockQueue, claim: &mut dyn Claim, length: Duration) -> Result<()> {
-    // What backends take off for the drift of clocks, and the time of the exchange.
-    let confirmed = length.saturating_sub(length / 10 + Duration::from_millis(100));
+    let confirmed = Lease::of_ttl(Instant::now(), length).length;
     claim.set_ttl(length)?;
     match claim.renew().await? {
-        Renewal::Held(lease) if lease.length.is_none_or(|length| length >= confirmed) => {
+        Renewal::Held(lease) if lease.length.is_none() || lease.length >= confirmed => {
             claim.detach();
             Ok(())
         }

@@ -303,7 +303,8 @@ impl Job {
                 tell_observers(&request.queue).await;
             }
             Self::Lost(hold) => {
-                if let Phase::Lost(reason) = hold.cell.last_phase() {
+                let phase = hold.cell.last_phase();
+                if let Phase::Lost(reason) = phase {
                     observe::lost(hold.queue(), reason);
                 }
                 // Until then nothing is released, so that nobody else is granted what its user may still be at work on.
@@ -317,7 +318,13 @@ impl Job {
                 hold.queue().withdraw(&hold);
                 hold.pass_slot_after_loss();
                 // A renewal that the user neither polls nor drops keeps the claim for as long as it likes.
-                if let Some(contender) = hold.cell.reclaim().await.keep() {
+                if let Some(mut contender) = hold.cell.reclaim().await.keep() {
+                    // Whoever closes its client releases the hold, which keeps the time that it was acquired for.
+                    if hold.request.core().is_closed()
+                        && matches!(phase, Phase::Lost(LossReason::Disconnected))
+                    {
+                        contender.keep_until(hold.not_before());
+                    }
                     clean_up(contender).await;
                 }
                 tell_observers(hold.queue()).await;

@@ -5,10 +5,11 @@ use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
 use lockkit_core::{
     AcquireOptions, Error, Instant, Lock, LockClient, MemoryBackend, Revocation, acquire_all,
     memory::FaultPoint,
+    spi::{Lease, chain},
 };
 use tokio::time::{sleep, sleep_until, timeout};
 
-use crate::probe::Probe;
+use crate::{cancel::cancel_after, probe::Probe};
 
 const MS: Duration = Duration::from_millis(1);
 const SECOND: Duration = Duration::from_secs(1);
@@ -62,19 +63,69 @@ async fn who_releases_late_frees_it() {
     assert!(other.try_acquire().await.unwrap().is_some());
 }
 
+#[derive(Clone, Copy, Debug)]
+enum Close {
+    Never,
+    AfterTheDrop,
+    /// As a service that shuts down while one of its tasks is at work.
+    UnderTheGuard,
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_dropped_guard_and_a_closed_client_leave_it_taken() {
-    for closes in [false, true] {
+    for close in [Close::Never, Close::AfterTheDrop, Close::UnderTheGuard] {
         let memory = MemoryBackend::new();
         let client = LockClient::new(memory.clone());
         let guard = lock_of(&client).acquire().await.unwrap();
         let granted = Instant::now();
+        if matches!(close, Close::UnderTheGuard) {
+            client.close(SECOND).await.unwrap();
+            assert!(guard.check().is_err());
+        }
         drop(guard);
-        if closes {
+        if matches!(close, Close::AfterTheDrop) {
             client.close(SECOND).await.unwrap();
         }
         comes_free(&lock_of(&LockClient::new(memory)), granted + LEAST).await;
     }
+}
+
+/// Between the exclusive hold and the shared one it is nobody's, and may end at any moment.
+#[tokio::test(start_paused = true)]
+async fn a_downgrade_dropped_at_any_poll_leaves_it_taken() {
+    for polls in 1.. {
+        let (one, other, memory) = hosts();
+        memory.delay(FaultPoint::Downgrade, SECOND);
+        let guard = one.acquire().await.unwrap();
+        let granted = Instant::now();
+        let whole = cancel_after(polls, guard.downgrade()).await;
+        let is_whole = whole.is_some();
+        drop(whole);
+        comes_free(&other, granted + LEAST).await;
+        if is_whole {
+            assert!(polls > 1, "it was never dropped half-way");
+            return;
+        }
+    }
+}
+
+/// A request of before may be on its way, and then the server cuts what it has just confirmed.
+#[tokio::test(start_paused = true)]
+async fn a_rest_that_may_be_cut_short_is_not_confirmed() {
+    let probe = Probe {
+        renewed_for: Lease::of_ttl(Instant::now(), LEAST - SECOND / 2).length,
+        ..Probe::default()
+    };
+    let guard = lock_of(&LockClient::new(probe.clone())).acquire().await.unwrap();
+    let error = guard.release().await.unwrap_err();
+    assert!(chain(&error).contains("has not confirmed"), "{error:?}");
+    // Until the rest is no longer than that, it is asked for again.
+    let before = probe.counts.calls().1;
+    sleep(SECOND).await;
+    let after = probe.counts.calls().1;
+    assert!(after > before, "it is not asked for again");
+    sleep(SECOND).await;
+    assert_eq!(probe.counts.calls().1, after, "it was confirmed by then");
 }
 
 #[tokio::test(start_paused = true)]
