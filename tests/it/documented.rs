@@ -815,6 +815,18 @@ fn every_option_is_tried() {
     }
 }
 
+#[test]
+fn the_tables_of_mysql_are_shown_as_they_are_made() {
+    let page = fs::read_to_string("docs/mysql.md").unwrap();
+    for mode in [lockkit::mysql::Mode::ForUpdate, lockkit::mysql::Mode::Lease] {
+        let ddl = lockkit::mysql::ddl(mode);
+        assert!(
+            page.contains(&format!("```sql\n{}\n```", ddl.trim_end())),
+            "{ddl}"
+        );
+    }
+}
+
 #[tokio::test]
 async fn memory_and_files_connect_as_shown() {
     connect_as_shown(&["memory", "file"]).await;
