@@ -1,12 +1,17 @@
 //! Locks within one process: for tests, and for programs that are one process today.
 //!
-//! All modes, first come first served. Its leases are on Tokio's clock, so tests can run on paused time. To test your own code
-//! against faults, use [`revoke`](MemoryBackend::revoke), [`fail_next`](MemoryBackend::fail_next),
+//! All modes, first come first served. A hold ends with its guard, at once, and with the runtime that its client lives on.
+//!
+//! Its leases are on Tokio's clock, so tests can run on paused time. The space that a process shares, that of the URL `memory:`, is on the
+//! machine's clock: a runtime whose time is paused has [one of its own](MemoryBackend::shared) in its place.
+//!
+//! To test your own code against faults, use [`revoke`](MemoryBackend::revoke), [`fail_next`](MemoryBackend::fail_next),
 //! [`lose_replies`](MemoryBackend::lose_replies) and [`delay`](MemoryBackend::delay).
 
 use std::{
     collections::{HashMap, VecDeque},
     fmt,
+    future::pending,
     hash::{BuildHasher, BuildHasherDefault, Hash, Hasher, RandomState},
     num::NonZeroU32,
     sync::{
@@ -19,6 +24,7 @@ use std::{
 use async_trait::async_trait;
 use futures_util::FutureExt;
 use tokio::{
+    runtime::{self, Handle},
     sync::{Notify, watch},
     time::Instant,
 };
@@ -79,11 +85,26 @@ pub enum FaultPoint {
 
 struct Space {
     server: Arc<str>,
+    clock: SpaceClock,
     namespaces: Mutex<Vec<Arc<str>>>,
     hashes: RandomState,
     shards: Box<[Arc<Shard>]>,
     fault_plan: Arc<FaultPlan>,
 }
+
+/// The clock that the leases of a space are on.
+#[derive(Clone, Copy)]
+enum SpaceClock {
+    /// The one that all its users have in common. They see to that.
+    Any,
+    /// The machine's.
+    Machine,
+    /// Tokio's in this runtime, where it was paused.
+    Paused(runtime::Id),
+}
+
+/// The spaces in place of the shared one, of runtimes whose time was paused. One is there until its runtime ends.
+static PAUSED: LazyLock<Mutex<HashMap<runtime::Id, Arc<Space>>>> = LazyLock::new(Mutex::default);
 
 /// The locks of some of the names, so that the others do not have to wait for its mutex. A claim keeps nothing else of the space.
 /// It begins a line of the processor's cache.
@@ -189,11 +210,10 @@ struct Waiter {
 }
 
 impl MemoryBackend {
-    /// Makes a space of its own, apart from every other.
+    /// Makes a space of its own, apart from every other. All who use it have to be on one clock: on the machine's, or in one runtime whose
+    /// time is paused.
     pub fn new() -> Self {
-        static SPACES: AtomicU64 = AtomicU64::new(1);
-        let server = format!("memory:#{}", SPACES.fetch_add(1, Ordering::Relaxed));
-        let space = Space::new(server);
+        let space = Space::unnamed(SpaceClock::Any);
         Self {
             namespace: space.namespace(BackendInfo::DEFAULT_NAMESPACE),
             space: Arc::new(space),
@@ -201,11 +221,19 @@ impl MemoryBackend {
     }
 
     /// Returns the one space that the whole process shares, as the URL `memory:` does.
+    ///
+    /// In a runtime whose time is paused, or was, it is the one space of that runtime, which ends with it: leases on two clocks cannot be
+    /// compared. Pause time before you call this. A client that has come to another clock than its space gets an error when it acquires.
     pub fn shared(namespace: &str) -> Self {
-        static SHARED: LazyLock<Arc<Space>> = LazyLock::new(|| Arc::new(Space::new("memory:".to_owned())));
+        static SHARED: LazyLock<Arc<Space>> =
+            LazyLock::new(|| Arc::new(Space::new("memory:".to_owned(), SpaceClock::Machine)));
+        let space = match Handle::try_current() {
+            Ok(runtime) if !is_real_time() => Space::of_runtime(&runtime),
+            _ => SHARED.clone(),
+        };
         Self {
-            namespace: SHARED.namespace(namespace),
-            space: SHARED.clone(),
+            namespace: space.namespace(namespace),
+            space,
         }
     }
 
@@ -352,10 +380,11 @@ impl Space {
     /// Usually many more than there are threads, and few enough to cost nothing where there is one lock.
     const SHARDS: usize = 32;
 
-    fn new(server: String) -> Self {
+    fn new(server: String, clock: SpaceClock) -> Self {
         let fault_plan = Arc::default();
         Self {
             server: server.into(),
+            clock,
             namespaces: Mutex::default(),
             hashes: RandomState::new(),
             shards: (0..Self::SHARDS)
@@ -363,6 +392,60 @@ impl Space {
                 .collect(),
             fault_plan,
         }
+    }
+
+    fn unnamed(clock: SpaceClock) -> Self {
+        static SPACES: AtomicU64 = AtomicU64::new(1);
+        Self::new(
+            format!("memory:#{}", SPACES.fetch_add(1, Ordering::Relaxed)),
+            clock,
+        )
+    }
+
+    /// Returns the space of a runtime whose time was paused.
+    fn of_runtime(runtime: &Handle) -> Arc<Self> {
+        struct ForgottenWith(runtime::Id);
+        impl Drop for ForgottenWith {
+            fn drop(&mut self) {
+                let space = PAUSED.lock().remove(&self.0);
+                drop(space);
+            }
+        }
+        let id = runtime.id();
+        let mut spaces = PAUSED.lock();
+        if let Some(space) = spaces.get(&id) {
+            return space.clone();
+        }
+        let space = Arc::new(Self::unnamed(SpaceClock::Paused(id)));
+        spaces.insert(id, space.clone());
+        drop(spaces);
+        let forgotten = ForgottenWith(id);
+        runtime.spawn(async move {
+            pending::<()>().await;
+            drop(forgotten);
+        });
+        space
+    }
+
+    /// Checks that whoever asks is on the clock of the leases.
+    fn check_clock(&self) -> Result<()> {
+        let (is_on_it, cause) = match self.clock {
+            SpaceClock::Any => return Ok(()),
+            SpaceClock::Machine => (
+                is_real_time(),
+                "Tokio's time is paused here, or was, and the leases of this space are on the machine's clock; pause time before you \
+                 connect, or use `MemoryBackend::new()`",
+            ),
+            SpaceClock::Paused(id) => (
+                Handle::try_current().is_ok_and(|here| here.id() == id),
+                "the leases of this space are on the clock of another runtime, whose time is paused; connect here, or use \
+                 `MemoryBackend::new()`",
+            ),
+        };
+        if is_on_it {
+            return Ok(());
+        }
+        Err(Error::permanent(NAME, "acquire", cause))
     }
 
     fn namespace(&self, text: &str) -> Namespace {
@@ -437,6 +520,8 @@ impl Shard {
             return fault("the reply was lost, as was asked for");
         }
         if !delay.is_zero() {
+            // Whoever polls once, perhaps where there are no timers, gets no further.
+            tokio::task::yield_now().await;
             tokio::time::sleep(delay).await;
         }
         outcome
@@ -541,6 +626,13 @@ impl Entry {
     }
 }
 
+/// Returns `true` if Tokio's clock here is the machine's, which it is until it is paused.
+fn is_real_time() -> bool {
+    let before = std::time::Instant::now();
+    let here = Instant::now().into_std();
+    before <= here && here <= std::time::Instant::now()
+}
+
 /// Returns `true` if one more holder fits in beside `holders`.
 fn admits(holders: &[Holding], mode: Mode) -> bool {
     match mode {
@@ -557,6 +649,7 @@ impl Backend for MemoryBackend {
         info.namespace = self.namespace.text.clone();
         info.fallback_poll = Duration::from_millis(50);
         info.leases_stand_still = true;
+        info.releases_at_once = true;
         info.capabilities = Capabilities {
             fifo: true,
             shared: true,
@@ -576,6 +669,7 @@ impl Backend for MemoryBackend {
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
+        self.space.check_clock()?;
         let key = self.key(&request.name, request.mode.kind());
         Ok(Box::new(MemoryClaim {
             shard: self.space.shard(&key).clone(),
@@ -589,7 +683,7 @@ impl Backend for MemoryBackend {
                 notify: None,
             },
             until: None,
-            queued: false,
+            is_known: false,
         }))
     }
 
@@ -694,8 +788,8 @@ struct MemoryClaim {
     asking: Asking,
     /// The end of the last lease that it got.
     until: Option<Instant>,
-    /// It waits, or waited and got a grant that it does not know of.
-    queued: bool,
+    /// It may hold or wait, and has not been detached.
+    is_known: bool,
 }
 
 /// An owner and its request.
@@ -889,13 +983,12 @@ impl fmt::Debug for Asking {
 #[async_trait]
 impl Claim for MemoryClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
-        self.queued |= !patience.is_zero();
+        self.is_known = true;
         let Self { shard, asking, .. } = self;
         let attempt = |state: &mut State| asking.attempt(state, patience);
         let granted = shard.exchange(FaultPoint::Attempt, attempt).await?;
         if let Some(grant) = &granted {
             self.until = grant.lease.end();
-            self.queued = false;
         }
         Ok(granted)
     }
@@ -962,7 +1055,7 @@ impl Claim for MemoryClaim {
             }
         });
         reply.await?;
-        self.queued = false;
+        self.is_known = false;
         Ok(())
     }
 
@@ -975,6 +1068,7 @@ impl Claim for MemoryClaim {
     }
 
     fn detach(&mut self) -> Option<OwnerId> {
+        self.is_known = false;
         Some(self.asking.owner)
     }
 
@@ -983,6 +1077,8 @@ impl Claim for MemoryClaim {
         let adopt = |state: &mut State| Ok(asking.adopt(state, from, token.get()));
         let reply = shard.exchange(FaultPoint::Adopt, adopt).await?;
         if let Renewal::Held(lease) = &reply {
+            // Without a reply, whoever asks again adopts it.
+            self.is_known = true;
             self.until = lease.end();
         }
         Ok(Some(reply))
@@ -1001,10 +1097,10 @@ impl Claim for MemoryClaim {
 }
 
 impl Drop for MemoryClaim {
-    /// Leaves the queue. A claim that is dropped without release, since its runtime is gone, never asks again and must not block
-    /// the queue. Its hold ends with its lease.
+    /// Gives up what it holds, and leaves the queue. A claim that is dropped without release, since its runtime is gone, never asks
+    /// again. Its holder has been told, and those who come later need not wait for a lease.
     fn drop(&mut self) {
-        if self.queued {
+        if self.is_known {
             let Self { shard, asking, .. } = self;
             asking.leave(&mut shard.state.lock());
         }
@@ -1041,23 +1137,25 @@ mod tests {
         assert_eq!(backend.names(), 0, "names that nobody holds or waits for");
     }
 
-    /// A holder whose runtime has ended may go on without looking.
-    #[tokio::test(start_paused = true)]
-    async fn a_hold_that_was_waited_for_ends_with_its_lease_too() {
+    #[tokio::test]
+    async fn a_claim_that_is_dropped_gives_up_its_hold() {
         let backend = MemoryBackend::new();
-        let (mut first, mut waiter) = (claim(&backend, 1).await, claim(&backend, 2).await);
-        assert!(first.attempt(PATIENCE).await.unwrap().is_some());
+        let (mut holder, mut waiter) = (claim(&backend, 1).await, claim(&backend, 2).await);
+        assert!(holder.attempt(PATIENCE).await.unwrap().is_some());
         assert!(waiter.attempt(PATIENCE).await.unwrap().is_none());
-        first.release().await.unwrap();
+        drop(holder);
         assert!(waiter.attempt(PATIENCE).await.unwrap().is_some());
         drop(waiter);
-        let mut next = claim(&backend, 3).await;
-        tokio::time::advance(TTL.saturating_sub(Duration::from_millis(1))).await;
-        assert!(
-            next.attempt(Duration::ZERO).await.unwrap().is_none(),
-            "the lease goes on"
-        );
-        tokio::time::advance(Duration::from_millis(1)).await;
-        assert!(next.attempt(Duration::ZERO).await.unwrap().is_some());
+        assert_eq!(backend.names(), 0, "names that nobody holds or waits for");
+    }
+
+    #[tokio::test]
+    async fn a_claim_that_is_dropped_keeps_what_it_has_detached() {
+        let backend = MemoryBackend::new();
+        let (mut holder, mut next) = (claim(&backend, 1).await, claim(&backend, 2).await);
+        assert!(holder.attempt(PATIENCE).await.unwrap().is_some());
+        assert!(holder.detach().is_some());
+        drop(holder);
+        assert!(next.attempt(Duration::ZERO).await.unwrap().is_none());
     }
 }

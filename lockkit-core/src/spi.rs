@@ -233,6 +233,10 @@ pub struct BackendInfo {
     /// Its leases stand still while this machine is suspended, since only this machine's monotonic clock counts them. By default
     /// they do not: a server elsewhere goes on counting, and so does the driver where the operating system allows (Linux).
     pub leases_stand_still: bool,
+    /// A [`release`](Claim::release) is done when it is polled for the first time, without I/O, also outside of a runtime: its server is
+    /// this process. So a guard that is dropped is released there and then, by one poll. A release that waits all the same is dropped, and
+    /// called again in the background. By default all are released in the background.
+    pub releases_at_once: bool,
     /// What the driver blanks in the backend's errors, since its servers know it. By default nothing.
     pub secrets: Secrets,
 }
@@ -258,8 +262,8 @@ impl BackendInfo {
         Ok(())
     }
 
-    /// Describes a backend with no capabilities, the default namespace, a fallback poll of 1 s, a patience of 1 s, and leases
-    /// that do not stand still.
+    /// Describes a backend with no capabilities, the default namespace, a fallback poll of 1 s, a patience of 1 s, leases
+    /// that do not stand still, and releases in the background.
     pub fn new(name: &'static str, server: impl Into<Arc<str>>) -> Self {
         Self {
             name,
@@ -270,6 +274,7 @@ impl BackendInfo {
             fallback_poll: Duration::from_secs(1),
             max_patience: Duration::from_secs(1),
             leases_stand_still: false,
+            releases_at_once: false,
             secrets: Secrets::default(),
         }
     }

@@ -2,6 +2,7 @@
 
 use std::{pin::Pin, sync::atomic::Ordering, time::Duration};
 
+use futures_util::FutureExt;
 use tokio::time::Instant;
 
 use crate::{
@@ -32,8 +33,8 @@ pub(crate) async fn release(hold: &Hold) -> Result<()> {
 
 /// Passes a hold whose guard has been given up to the next waiter of this client, or releases it at the server.
 ///
-/// Runs in the caller's future for `release().await`, and in the worker for a dropped guard. If it is dropped half-way, the
-/// worker does the rest.
+/// Runs in the caller's future for `release().await`, and for a dropped guard in the worker, or [at once](finish_release_at_once). If
+/// it is dropped half-way, the worker does the rest.
 pub(crate) async fn finish_release(hold: &Hold, contender: Option<Contender>, now: Moment) -> Result<()> {
     let mut registration = Registration { hold, slot: None };
     let mut contender = match contender.or_else(|| hold.recall()) {
@@ -47,6 +48,25 @@ pub(crate) async fn finish_release(hold: &Hold, contender: Option<Contender>, no
     let released = release_claim(&mut contender).await;
     registration.slot = contender.take_slot();
     released
+}
+
+/// Does what [`finish_release`] does by one poll, for a dropped guard of a backend that needs no I/O for it. The worker does what has to
+/// wait.
+pub(crate) fn finish_release_at_once(hold: &Hold, contender: Option<Contender>, now: Moment) {
+    if let Some(Err(err)) = finish_release(hold, contender, now).now_or_never()
+        && !err.is_lost()
+    {
+        observe::release_failed(hold.queue(), &err);
+    }
+    let queue = hold.queue();
+    if queue.name().is_of_election() {
+        drop(
+            queue
+                .core
+                .worker
+                .announce(queue.core.clone(), queue.name().clone()),
+        );
+    }
 }
 
 /// Keeps a hold in the register until its release is confirmed or has gone to the worker, so that closing the client

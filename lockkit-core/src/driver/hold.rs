@@ -19,6 +19,7 @@ use crate::{
         cell::{HoldCell, Phase},
         contender::Contender,
         core::Core,
+        finish_release::finish_release_at_once,
         keep_alive::KeepAlive,
         lock_queue::{LockQueue, SlotGeneration},
         max_hold::MaxHold,
@@ -229,9 +230,14 @@ impl Hold {
         least.keeps.load(Ordering::Relaxed).then_some(least.not_before)
     }
 
-    /// Has the worker release it, since nobody will use it any more. Does no I/O and cannot block.
+    /// Has the worker release it, since nobody will use it any more, or releases it here if that needs no I/O. Does no I/O and
+    /// cannot block.
     pub(crate) fn abandon(&self) {
-        match self.cell.begin_release(self.now()) {
+        let now = self.now();
+        match self.cell.begin_release(now) {
+            Ok(contender) if self.request.core().info.releases_at_once => {
+                finish_release_at_once(self, contender, now);
+            }
             Ok(contender) => self.request.core().worker.release(self.clone(), contender),
             Err(_) => self.give_up_lost(),
         }

@@ -19,6 +19,7 @@ mod hold_at_least;
 mod listing;
 mod many_permits;
 mod max_hold;
+mod memory;
 #[cfg(feature = "metrics")]
 mod meters;
 mod own_locks;
