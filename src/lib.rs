@@ -45,6 +45,7 @@
 //! | see who holds | [`LockClient::inspect`] |
 //! | end a program cleanly | [`LockClient::close`] |
 //! | wrap or mock a lock | [`DistributedLock`] |
+//! | wrap or mock what makes locks by name | [`LockProvider`] |
 //! | write a backend of your own | the [`spi`], then [`LockClient::new`] |
 //!
 //! The [guide](https://github.com/lockkit/lockkit/blob/main/docs/guide.md) is a tutorial with diagrams. Beside it are

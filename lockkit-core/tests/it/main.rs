@@ -24,6 +24,7 @@ mod memory;
 mod meters;
 mod own_locks;
 mod probe;
+mod provider;
 mod revoke;
 mod run_error;
 mod runtime;
