@@ -5,6 +5,16 @@ mod blocking;
 mod config;
 mod connecting;
 #[cfg(all(
+    target_os = "linux",
+    feature = "file",
+    feature = "redis",
+    feature = "zk",
+    feature = "mysql",
+    feature = "etcd",
+    feature = "postgres",
+))]
+mod connections;
+#[cfg(all(
     feature = "file",
     feature = "redis",
     feature = "zk",

@@ -13,8 +13,8 @@ use lockkit_testbed::{
 const WRITES: usize = 20;
 
 /// A deployment of each backend.
-struct Deployments {
-    urls: Vec<String>,
+pub(crate) struct Deployments {
+    pub(crate) urls: Vec<String>,
     _servers: (
         Vec<RedisServer>,
         ZkServer,
@@ -26,7 +26,7 @@ struct Deployments {
 }
 
 impl Deployments {
-    fn start() -> Option<Self> {
+    pub(crate) fn start() -> Option<Self> {
         if skipped("redis", redis::missing())
             || skipped("zk", zookeeper::missing())
             || skipped("mysql", MySql::missing(Flavour::MariaDb))
