@@ -62,6 +62,58 @@ impl FencedTable {
         self.write(connection, key, token, None, set).await
     }
 
+    /// Inserts the row of this key, or updates it as [`update`](Self::update) does if it is there. `set` adds one assignment per `push`, of a
+    /// value and not of an expression with the row's columns. It is called once for each statement: an update, an insert, and an update
+    /// again if somebody has inserted the row in between. Each is one step of the server, so a lower token never overwrites a higher one.
+    ///
+    /// In a transaction, the server may tell one of two who insert the same key at once that there is a deadlock.
+    ///
+    /// # Errors
+    /// [`FencedError`] has the reason why the row was not written: that there is none is no reason here.
+    ///
+    /// # Cancel safety
+    /// As [`update`](Self::update).
+    pub async fn insert_or_update<'a, K>(
+        &self,
+        connection: &mut MySqlConnection,
+        key: K,
+        token: FencingToken,
+        set: impl Fn(&mut Separated<'_, MySql, &'static str>),
+    ) -> Result<(), FencedError>
+    where
+        K: Encode<'a, MySql> + Type<MySql> + Clone + Send + 'a,
+    {
+        let updated = self.write(connection, key.clone(), token, None, &set).await;
+        if !matches!(updated, Err(FencedError::Missing)) {
+            return updated;
+        }
+        let FencedColumns {
+            table,
+            key: key_column,
+            token: token_column,
+            ..
+        } = &self.0;
+        let mut insert = QueryBuilder::<MySql>::new(format!("INSERT INTO {table} SET {key_column} = "));
+        insert.push_bind(key.clone());
+        insert.push(format!(", {token_column} = "));
+        insert.push_bind(token.get());
+        insert.push(", ");
+        set(&mut insert.separated(", "));
+        match insert.build().execute(&mut *connection).await {
+            Err(sqlx::Error::Database(error)) if error.is_unique_violation() => {
+                match self.write(connection, key, token, None, &set).await {
+                    // Another unique key of the table is in the way.
+                    Err(FencedError::Missing) => Err(sqlx::Error::Database(error).into()),
+                    updated => updated,
+                }
+            }
+            inserted => {
+                inserted?;
+                Ok(())
+            }
+        }
+    }
+
     /// Updates the row as [`update`](Self::update) does, if it still has the version that the caller has read. Increments the version,
     /// which is in the column of that name. Useful without a lock, or under one against writers without it.
     ///

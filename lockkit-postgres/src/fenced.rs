@@ -63,6 +63,51 @@ impl FencedTable {
         self.write(database, key, token, None, set, values).await
     }
 
+    /// Inserts the row of this key, or updates it if it is there, unless a higher token has written it: in one statement. `values` are those of
+    /// `columns`, which are names and no SQL. The key needs a unique index.
+    ///
+    /// # Errors
+    /// [`FencedError`] has the reason why the row was not written: that there is none is no reason here.
+    ///
+    /// # Cancel safety
+    /// As [`update`](Self::update).
+    pub async fn insert_or_update(
+        &self,
+        database: &impl GenericClient,
+        key: Value<'_>,
+        token: FencingToken,
+        columns: &[&str],
+        values: &[Value<'_>],
+    ) -> Result<(), FencedError> {
+        let FencedColumns {
+            table,
+            key: key_column,
+            token: token_column,
+            ..
+        } = &self.0;
+        let stored = self.stored(database, token).await?;
+        let mut names = format!("{key_column}, {token_column}");
+        let mut places = "$1, $2".to_owned();
+        let mut set = format!("{token_column} = EXCLUDED.{token_column}");
+        for (at, column) in columns.iter().enumerate() {
+            let column = quoted(column);
+            // Writing to a string does not fail.
+            let _ = write!(names, ", {column}");
+            let _ = write!(places, ", ${}", at + 3);
+            let _ = write!(set, ", {column} = EXCLUDED.{column}");
+        }
+        let statement = format!(
+            "INSERT INTO {table} AS fenced_row ({names}) VALUES ({places}) ON CONFLICT ({key_column}) DO UPDATE SET {set} \
+             WHERE fenced_row.{token_column} <= EXCLUDED.{token_column}"
+        );
+        let mut all = vec![key, &stored as Value<'_>];
+        all.extend(values);
+        if database.execute(&statement, &all).await? > 0 {
+            return Ok(());
+        }
+        Err(self.refusal(database, key, token, None).await?)
+    }
+
     /// Updates the row as [`update`](Self::update) does, if it still has the version that the caller has read. Increments the version,
     /// which is in the column of that name, a `bigint`. Useful without a lock, or under one against writers without it.
     ///
@@ -99,12 +144,7 @@ impl FencedTable {
             token: token_column,
             ..
         } = &self.0;
-        if !self.0.is_fit() {
-            self.check_type(database).await?;
-            self.0.set_fit();
-        }
-        let stored =
-            i64::try_from(token.get()).map_err(|_| self.0.unfit(format!("too small for {token}")))?;
+        let stored = self.stored(database, token).await?;
         let (first, second, third) = (values.len() + 1, values.len() + 2, values.len() + 3);
         let mut update = format!("UPDATE {table} SET {token_column} = ${first}");
         let mut all = values.to_vec();
@@ -123,6 +163,32 @@ impl FencedTable {
         {
             return Ok(());
         }
+        Err(self.refusal(database, key, token, version).await?)
+    }
+
+    /// Returns the token as it is stored, once its column is known to keep it.
+    async fn stored(&self, database: &impl GenericClient, token: FencingToken) -> Result<i64, FencedError> {
+        if !self.0.is_fit() {
+            self.check_type(database).await?;
+            self.0.set_fit();
+        }
+        i64::try_from(token.get()).map_err(|_| self.0.unfit(format!("too small for {token}")))
+    }
+
+    /// Returns why no row was written.
+    async fn refusal(
+        &self,
+        database: &impl GenericClient,
+        key: Value<'_>,
+        token: FencingToken,
+        version: Option<(String, i64)>,
+    ) -> Result<FencedError, FencedError> {
+        let FencedColumns {
+            table,
+            key: key_column,
+            token: token_column,
+            ..
+        } = &self.0;
         let column = version
             .as_ref()
             .map_or("0::bigint", |(column, _)| column.as_str());
@@ -137,7 +203,7 @@ impl FencedTable {
             )),
             None => None,
         };
-        Err(self
+        Ok(self
             .0
             .refused(token, version.map(|(_, expected)| expected), found))
     }

@@ -20,6 +20,7 @@ for_each_flavour! {
     a_row_refuses_an_older_version
     a_newer_row_is_not_missing_to_an_older_snapshot
     a_column_that_cannot_keep_a_token_is_refused
+    a_row_is_inserted_or_updated_by_token
 }
 
 async fn table(flavour: Flavour) -> (MySqlConnection, FencedTable, String) {
@@ -219,4 +220,63 @@ async fn a_column_that_cannot_keep_a_token_is_refused(flavour: Flavour) {
             assert!(matches!(error, FencedError::Unfit { .. }), "{error:?}");
         }
     }
+}
+
+async fn a_row_is_inserted_or_updated_by_token(flavour: Flavour) {
+    let (mut rows, accounts, table) = table(flavour).await;
+    Admin::of(shared(flavour))
+        .await
+        .run(&format!("DELETE FROM `{table}`"))
+        .await;
+    let write = async |rows: &mut MySqlConnection, token, balance: i64| {
+        let token = FencingToken::new(token);
+        accounts
+            .insert_or_update(rows, "new", token, |set| {
+                set.push("balance = ").push_bind_unseparated(balance);
+            })
+            .await
+    };
+    for (token, by) in [(7, 1), (7, 2), (7, 2), (9, 3)] {
+        write(&mut rows, token, by).await.unwrap();
+        assert_eq!(balance(&mut rows, &table).await, by);
+    }
+    match write(&mut rows, 8, 4).await {
+        Err(FencedError::Stale { highest, .. }) => assert_eq!(highest.get(), 9),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(balance(&mut rows, &table).await, 3);
+
+    // Of several who find no row, each writes or is refused.
+    let mut admin = Admin::of(shared(flavour)).await;
+    let options: MySqlConnectOptions = MySql::url_at(shared(flavour).addr()).parse().unwrap();
+    for _ in 0..20 {
+        admin.run(&format!("DELETE FROM `{table}`")).await;
+        let mut writers = tokio::task::JoinSet::new();
+        for token in 1..=4 {
+            let (accounts, options) = (accounts.clone(), options.clone());
+            writers.spawn(async move {
+                let mut rows = options.connect().await.unwrap();
+                let write = accounts.insert_or_update(&mut rows, "new", FencingToken::new(token), |set| {
+                    set.push("balance = ").push_bind_unseparated(token);
+                });
+                (token, write.await)
+            });
+        }
+        while let Some(written) = writers.join_next().await {
+            match written.unwrap() {
+                (_, Ok(())) | (1..=3, Err(FencedError::Stale { .. })) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(balance(&mut rows, &table).await, 4, "that of the highest token");
+    }
+    // Another unique key in the way is no missing row.
+    admin
+        .run(&format!("ALTER TABLE `{table}` ADD UNIQUE (balance)"))
+        .await;
+    let in_the_way = accounts.insert_or_update(&mut rows, "other", FencingToken::new(1), |set| {
+        set.push("balance = 4");
+    });
+    let error = in_the_way.await.unwrap_err();
+    assert!(matches!(error, FencedError::Database(_)), "{error:?}");
 }

@@ -15,6 +15,7 @@ tests! {
     a_row_refuses_an_older_version
     a_column_that_cannot_keep_a_token_is_refused
     a_transaction_takes_its_write_back
+    a_row_is_inserted_or_updated_by_token
 }
 
 async fn database() -> Client {
@@ -151,4 +152,58 @@ async fn a_transaction_takes_its_write_back() {
         .await
         .unwrap();
     assert_eq!(balance(&rows, &table).await, 8);
+}
+
+async fn a_row_is_inserted_or_updated_by_token() {
+    let rows = database().await;
+    let (accounts, table) = table(&rows).await;
+    rows.batch_execute(&format!("DELETE FROM {table}")).await.unwrap();
+    let write = async |rows: &Client, token, balance: i64| {
+        let token = FencingToken::new(token);
+        accounts
+            .insert_or_update(rows, &"new", token, &["balance"], &[&balance])
+            .await
+    };
+    for (token, by) in [(7, 1), (7, 2), (7, 2), (9, 3)] {
+        write(&rows, token, by).await.unwrap();
+        assert_eq!(balance(&rows, &table).await, by);
+    }
+    match write(&rows, 8, 4).await {
+        Err(FencedError::Stale { highest, .. }) => assert_eq!(highest.get(), 9),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(balance(&rows, &table).await, 3);
+
+    // Of several who find no row, each writes or is refused.
+    let others = [
+        database().await,
+        database().await,
+        database().await,
+        database().await,
+    ];
+    for _ in 0..20 {
+        rows.batch_execute(&format!("DELETE FROM {table}")).await.unwrap();
+        let [one, two, three, four] = &others;
+        let (one, two, three, four) = tokio::join!(
+            write(one, 1, 1),
+            write(two, 2, 2),
+            write(three, 3, 3),
+            write(four, 4, 4)
+        );
+        four.unwrap();
+        for lower in [one, two, three] {
+            assert!(
+                matches!(lower, Ok(()) | Err(FencedError::Stale { .. })),
+                "{lower:?}"
+            );
+        }
+        assert_eq!(balance(&rows, &table).await, 4, "that of the highest token");
+    }
+    rows.batch_execute(&format!("ALTER TABLE {table} ADD UNIQUE (balance)"))
+        .await
+        .unwrap();
+    let in_the_way =
+        accounts.insert_or_update(&rows, &"other", FencingToken::new(1), &["balance"], &[&4_i64]);
+    let error = in_the_way.await.unwrap_err();
+    assert!(matches!(error, FencedError::Database(_)), "{error:?}");
 }
