@@ -129,3 +129,31 @@ mod file {
         );
     }
 }
+
+/// docs/guide.md says that paused time works with memory and files.
+#[cfg(all(feature = "file", unix))]
+#[tokio::test(start_paused = true)]
+async fn memory_and_files_work_on_paused_time() {
+    use std::time::{Duration, Instant};
+
+    const HOUR: Duration = Duration::from_secs(3_600);
+    let dir = tempfile::tempdir().unwrap();
+    let file = format!("file://{}", dir.path().display());
+    let began = Instant::now();
+    for url in ["memory:?namespace=paused", &file] {
+        let (one, two) = (
+            lockkit::connect(url).await.unwrap(),
+            lockkit::connect(url).await.unwrap(),
+        );
+        let guard = one.lock("job").unwrap().acquire().await.unwrap();
+        let late = two.lock("job").unwrap().acquire_timeout(HOUR).await.unwrap_err();
+        assert!(late.is_timeout(), "{url}: {late}");
+        assert!(guard.is_held(), "{url}");
+        let next = two.lock("job").unwrap();
+        let next = tokio::spawn(async move { next.acquire_timeout(HOUR).await });
+        tokio::time::sleep(HOUR / 2).await;
+        guard.release().await.unwrap();
+        next.await.unwrap().unwrap().release().await.unwrap();
+    }
+    assert!(began.elapsed() < HOUR / 4, "in no time: {:?}", began.elapsed());
+}
