@@ -160,6 +160,8 @@ impl Target {
             "redlock" => Ok(Self::Redlock(lockkit_redis::RedlockConfig::new(
                 url.without_parameters(),
             ))),
+            #[cfg(not(any(feature = "redis", feature = "tls")))]
+            "rediss" => Err(Error::feature_disabled("rediss", "redis,tls")),
             #[cfg(not(feature = "redis"))]
             scheme @ ("redis" | "rediss" | "redlock") => Err(Error::feature_disabled(scheme, "redis")),
             #[cfg(feature = "zk")]

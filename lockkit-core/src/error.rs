@@ -83,14 +83,15 @@ pub enum Error {
 
     /// The scheme is known, but its backend is not in this build.
     #[error(
-        "lock URL scheme `{}` needs lockkit's cargo feature `{feature}`, which this build does not have",
-        Shown(.scheme)
+        "lock URL scheme `{}` needs lockkit's cargo {}, which this build does not have",
+        Shown(.scheme),
+        features(feature)
     )]
     #[non_exhaustive]
     FeatureDisabled {
         /// The scheme.
         scheme: String,
-        /// The cargo feature that brings its backend.
+        /// The cargo feature that brings its backend. `redis,tls` if it takes both.
         feature: &'static str,
     },
 
@@ -159,6 +160,13 @@ pub enum Error {
     /// The client was closed.
     #[error("the lock client is closed")]
     Closed,
+}
+
+fn features(list: &str) -> String {
+    match list.split_once(',') {
+        Some((one, other)) => format!("features `{one}` and `{other}`"),
+        None => format!("feature `{list}`"),
+    }
 }
 
 fn for_lock(name: Option<&LockName>) -> String {
@@ -244,7 +252,7 @@ impl Error {
         }
     }
 
-    /// The error of `lockkit::connect` for a scheme whose backend is not in this build.
+    /// The error of `lockkit::connect` for a scheme whose backend is not in this build: `redis`, or `redis,tls` if two features are missing.
     pub fn feature_disabled(scheme: impl Into<String>, feature: &'static str) -> Self {
         Self::FeatureDisabled {
             scheme: scheme.into(),
