@@ -85,11 +85,28 @@ pub(crate) struct Run {
     /// The holder, as shown to those who inspect the lock [default: user@host:pid]
     #[arg(long, value_name = "TEXT")]
     pub(crate) label: Option<String>,
+    /// The lock, by another spelling of NAME: for a name that begins with `-`
+    #[arg(
+        long = "name",
+        value_name = "NAME",
+        allow_hyphen_values = true,
+        conflicts_with = "name"
+    )]
+    named: Option<String>,
     /// The lock
-    pub(crate) name: String,
+    #[arg(required_unless_present = "named")]
+    name: Option<String>,
     /// The command and its arguments
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub(crate) command: Vec<OsString>,
+}
+
+impl Run {
+    /// Returns the name of the lock: one of its two spellings is always there.
+    pub(crate) fn name(&self) -> &str {
+        let name = self.name.as_ref().or(self.named.as_ref());
+        name.map_or("", String::as_str)
+    }
 }
 
 /// Show who holds a lock.

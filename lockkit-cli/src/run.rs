@@ -153,14 +153,14 @@ async fn acquire(client: &LockClient, args: &Run, wait: Option<Duration>) -> Res
         });
     }
     let granted = lock.try_acquire().await?;
-    granted.ok_or_else(|| Failure::new(NOT_GRANTED, format!("lock `{}` is taken", args.name)))
+    granted.ok_or_else(|| Failure::new(NOT_GRANTED, format!("lock `{}` is taken", args.name())))
 }
 
 fn lock(client: &LockClient, args: &Run) -> lockkit::Result<Lock> {
     let lock = match args.permits {
-        Some(permits) => client.semaphore(&args.name, permits)?,
-        None if args.shared => client.lock(&args.name)?.shared(),
-        None => client.lock(&args.name)?,
+        Some(permits) => client.semaphore(args.name(), permits)?,
+        None if args.shared => client.lock(args.name())?.shared(),
+        None => client.lock(args.name())?,
     };
     let mut options = AcquireOptions::new();
     options.hold_at_least = args.at_least;
@@ -178,7 +178,7 @@ async fn run_under(
     let held_too_long = max_hold.map(|max_hold| (max_hold, Instant::now() + max_hold));
     let mut command = exec::tied_to_this_process(&args.command)?;
     command
-        .env("LOCKKIT_NAME", &args.name)
+        .env("LOCKKIT_NAME", args.name())
         .env("LOCKKIT_TOKEN", guard.token().to_string());
     if args.no_inherit_url {
         command.env_remove("LOCKKIT_URL");

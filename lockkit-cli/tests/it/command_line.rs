@@ -53,6 +53,27 @@ fn bad_command_lines_get_one_line() {
 }
 
 #[test]
+fn a_name_may_begin_with_a_dash() {
+    let site = Site::new();
+    for name in ["-x", "--try", "--wait=1s"] {
+        let script = "echo \"$LOCKKIT_NAME\"; lockkit inspect -- \"$LOCKKIT_NAME\"";
+        let script = script.replace("lockkit ", concat!(env!("CARGO_BIN_EXE_lockkit"), " "));
+        let both = ["--name".to_owned(), name.to_owned()];
+        for spelling in [&both[..], &[format!("--name={name}")]] {
+            let spelling: Vec<_> = spelling.iter().map(String::as_str).collect();
+            let run = [&["run"], &spelling[..], &["--", "sh", "-c", &script]].concat();
+            let (status, output, complaint) = outcome(&mut site.lockkit(&run));
+            assert_eq!((status, complaint.as_str()), (0, ""), "{spelling:?}: {output}");
+            assert!(output.starts_with(&format!("{name}\n{name}: held")), "{output}");
+        }
+    }
+    // A misspelt option is no name.
+    complains(&["run", "-x", "--", "true"], &["'-x'"]);
+    complains(&["run", "--name", "a", "b", "--", "true"], &["--name", "NAME"]);
+    complains(&["run", "--name", "a"], &["<COMMAND>"]);
+}
+
+#[test]
 fn a_torture_that_cannot_be_gets_one_line() {
     let torture = |options: &[&str], parts: &[&str]| {
         complains(&[&["check", "--url", "memory:"], options].concat(), parts);
