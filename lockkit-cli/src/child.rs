@@ -20,7 +20,10 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use crate::family::{self, Relative};
+use crate::{
+    exec,
+    family::{self, Relative},
+};
 
 /// The pause between looks for processes that were told to end. They say so to nobody, and to look through
 /// all processes of a big host takes its time.
@@ -195,6 +198,14 @@ impl Child {
             }
             sleep(LOOK_KILLED).await;
         }
+    }
+
+    /// Returns `false` if what has [exited](Self::exited) was [never executed](exec::NOT_RUN). Where the system does not tell, it
+    /// was. To be asked before it is reaped.
+    pub(crate) fn has_run(&self) -> bool {
+        let path = format!("/proc/{}/comm", self.pid.as_raw_nonzero());
+        let name = std::fs::read(path).unwrap_or_default();
+        name.trim_ascii_end() != exec::NOT_RUN.to_bytes()
     }
 
     /// The status of a command that has [exited](Self::exited).

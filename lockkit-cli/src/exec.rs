@@ -5,7 +5,7 @@
 //! signal is armed here, after an exec of our own. It survives the next exec, unless the command is set-user-ID.
 
 use std::{
-    ffi::OsString,
+    ffi::{CStr, OsString},
     io,
     os::unix::process::CommandExt,
     process::{self, Stdio},
@@ -20,6 +20,9 @@ use crate::{
 
 /// The hidden subcommand.
 pub(crate) const SUBCOMMAND: &str = "__exec";
+
+/// The name that the process goes by once it could not become the command. Statuses tell nothing: a command may have the same.
+pub(crate) const NOT_RUN: &CStr = c"lockkit-not-run";
 
 /// `command`, to be spawned by this process from a thread that lives as long as this process does.
 pub(crate) fn tied_to_this_process(command: &[OsString]) -> Result<process::Command, Failure> {
@@ -38,8 +41,18 @@ pub(crate) fn tied_to_this_process(command: &[OsString]) -> Result<process::Comm
     Ok(tied)
 }
 
-/// Returns only if it fails.
+/// Returns only if it fails. Its parent finds out by the [name](NOT_RUN) that the process has then.
 pub(crate) fn become_command(args: &Exec) -> Failure {
+    let failure = try_to_become_command(args);
+    #[cfg(target_os = "linux")]
+    {
+        // Without it, the command counts as one that has run.
+        let _ = rustix::thread::set_name(NOT_RUN);
+    }
+    failure
+}
+
+fn try_to_become_command(args: &Exec) -> Failure {
     #[cfg(target_os = "linux")]
     {
         use rustix::process::{Signal, getppid, set_parent_process_death_signal};

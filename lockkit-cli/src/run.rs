@@ -142,6 +142,18 @@ impl Clients {
             ))
         })
     }
+
+    /// Releases the lock. If the job `is_done`, the name stays taken for the time that it was asked to.
+    async fn release(&self, guard: LockGuard, is_done: bool) -> Result<lockkit::Result<()>, Failure> {
+        let release = async move {
+            if is_done {
+                guard.release().await
+            } else {
+                guard.release_early().await
+            }
+        };
+        self.run(Some(self.op_timeout), "release", release).await
+    }
 }
 
 async fn acquire(client: &LockClient, args: &Run, wait: Option<Duration>) -> Result<LockGuard, Failure> {
@@ -190,21 +202,26 @@ async fn run_under(
         Supervised::spawn(&guard, place, command),
     )
     .await;
-    let mut supervised = spawned.map_err(|error| cannot_start(&error))??;
+    let spawned = spawned.map_err(|error| cannot_start(&error));
+    let mut supervised = match spawned.and_then(|spawned| spawned) {
+        Ok(supervised) => supervised,
+        Err(failure) => {
+            // Nobody has done the job, so that another may at once.
+            let _ = clients.release(guard, false).await;
+            return Err(failure);
+        }
+    };
     supervised.held_too_long = held_too_long;
     let ending = supervised.until_end(&guard, signals).await?;
     if let Ending::Stopped(why) = &ending {
         say(why);
     }
-    let released = clients
-        .run(Some(clients.op_timeout), "release", async move {
-            guard.release().await
-        })
-        .await;
+    let has_run = !matches!(ending, Ending::NotRun(_));
+    let released = clients.release(guard, has_run).await;
     match (ending, released) {
         (Ending::Stopped(_), _) => Ok(LOST),
-        (Ending::Exited(_), Ok(Err(error))) if error.is_lost() => Err(error.into()),
-        (Ending::Exited(status), released) => {
+        (_, Ok(Err(error))) if error.is_lost() => Err(error.into()),
+        (Ending::Exited(status) | Ending::NotRun(status), released) => {
             match released {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => say(&chain(&error)),
@@ -228,6 +245,8 @@ struct Supervised {
 /// The end of a command.
 enum Ending {
     Exited(ExitStatus),
+    /// It could not be executed, with what has said so in its place.
+    NotRun(ExitStatus),
     /// It had to be stopped because the lock was lost, or about to be.
     Stopped(String),
 }
@@ -274,8 +293,9 @@ impl Supervised {
                         return self.kill(self.why_unrenewed()).await;
                     }
                     if self.told.is_none() {
+                        let has_run = self.child.has_run();
                         let status = self.child.reap().map_err(|error| cannot_wait(&error))?;
-                        return Ok(Ending::Exited(status));
+                        return Ok(if has_run { Ending::Exited(status) } else { Ending::NotRun(status) });
                     }
                     // What it has started was told to end, too, and has as long for it.
                     exited = true;

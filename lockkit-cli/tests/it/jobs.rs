@@ -122,3 +122,24 @@ fn where_holds_end_with_a_process_it_is_an_error() {
     assert!(complaint.contains("hold_at_least"), "{complaint}");
     assert_eq!(complaint.lines().count(), 1, "{complaint}");
 }
+
+/// Nobody has done it, so that another host may, at once.
+#[test]
+fn a_job_that_cannot_be_executed_frees_its_name() {
+    if skipped("redis", redis::missing()) {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let mut site = Site::new();
+    site.url = server.url().to_owned();
+    fs::write(site.path("no-program"), "").unwrap();
+    let job = |command: &[&str]| {
+        let run = ["run", "--try", "--at-least", "10m", "job", "--"];
+        outcome(&mut site.lockkit(&[&run[..], command].concat()))
+    };
+    assert_eq!(job(&["./no-program"]).0, 126);
+    assert_eq!(job(&["no-such-program"]).0, 127);
+    // The same status is the job's own if it has run.
+    assert_eq!(job(&["sh", "-c", "exit 127"]).0, 127);
+    assert_eq!(job(&["true"]).0, 124);
+}
