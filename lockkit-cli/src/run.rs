@@ -1,6 +1,9 @@
 //! `lockkit run`: a command under a lock.
 
-use std::{os::unix::process::ExitStatusExt, pin::pin, process::ExitStatus, sync::Arc, time::Duration};
+use std::{
+    collections::VecDeque, os::unix::process::ExitStatusExt, pin::pin, process::ExitStatus, sync::Arc,
+    time::Duration,
+};
 
 use lockkit::{AcquireOptions, Lock, LockClient, LockConfig, LockGuard, LockName, LossReason, spi::chain};
 use rustix::{
@@ -10,7 +13,7 @@ use rustix::{
 use tokio::{
     runtime::{self, Handle},
     task::JoinSet,
-    time::{Instant, sleep, sleep_until, timeout},
+    time::{Instant, sleep, sleep_until, timeout, timeout_at},
 };
 
 use crate::{
@@ -24,6 +27,11 @@ use crate::{
 
 /// The time that connecting may take, also if the caller would not wait so long for the lock.
 const CONNECT_AT_LEAST: Duration = Duration::from_secs(1);
+/// The pause before connecting is tried again, which doubles up to the longest one.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// The reasons that are remembered, to be said once.
+const MOST_REASONS: usize = 16;
 /// The time that all that the command has started gets to be gone when it has been killed: far longer than that takes,
 /// unless the system is stuck.
 const KILLED_WITHIN: Duration = Duration::from_secs(5);
@@ -67,22 +75,18 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
     let op_timeout = config.op_timeout.unwrap_or(AcquireOptions::DEFAULT_OP_TIMEOUT);
     let clients = Clients { handle, op_timeout };
     let started = Instant::now();
-    let mut connect_timeout = config
-        .connect_timeout
-        .unwrap_or(LockConfig::DEFAULT_CONNECT_TIMEOUT);
     if let Some(wait) = config.wait {
-        connect_timeout = connect_timeout.min(wait.max(CONNECT_AT_LEAST));
-        config.connect_timeout = Some(connect_timeout);
+        let connect_timeout = config
+            .connect_timeout
+            .unwrap_or(LockConfig::DEFAULT_CONNECT_TIMEOUT);
+        config.connect_timeout = Some(connect_timeout.min(wait.max(CONNECT_AT_LEAST)));
     }
     let max_hold = config.max_hold;
     let wait = config.wait;
-    let connected = clients.run(
-        Some(connect_timeout),
-        "connect",
-        async move { config.connect().await },
-    );
+    let until = wait.map(|wait| started + wait);
+    let connected = clients.connect(&config, until, args.try_once);
     let client = match signals.unless_ended(connected).await {
-        Ok(client) => client??,
+        Ok(client) => client?,
         Err(signal) => return Ok(status_of_signal(signal)),
     };
     let wait = wait.map(|wait| wait.saturating_sub(started.elapsed()));
@@ -143,6 +147,62 @@ impl Clients {
         })
     }
 
+    /// Connects, and tries again until then while that may help, unless it is `once`.
+    async fn connect(
+        &self,
+        config: &LockConfig,
+        until: Option<Instant>,
+        once: bool,
+    ) -> Result<LockClient, Failure> {
+        let mut failed = match self.connect_once(config).await? {
+            Err(error) if !once && may_pass(&error) => error,
+            connected => return Ok(connected?),
+        };
+        if until.is_some_and(|until| Instant::now() >= until) {
+            return Err(failed.into());
+        }
+        let again = self.connect_again(config, &mut failed);
+        let connected = match until {
+            Some(until) => timeout_at(until, again).await.unwrap_or(Ok(None)),
+            None => again.await,
+        };
+        connected?.ok_or_else(|| failed.into())
+    }
+
+    /// Says each reason once. Returns `None` if the last one is not worth another try.
+    async fn connect_again(
+        &self,
+        config: &LockConfig,
+        failed: &mut lockkit::Error,
+    ) -> Result<Option<LockClient>, Failure> {
+        let mut said = VecDeque::new();
+        let mut pause = FIRST_PAUSE;
+        while may_pass(failed) {
+            let why = chain(failed);
+            if !said.contains(&why) {
+                say(&format!("cannot connect; trying again: {why}"));
+                said.truncate(MOST_REASONS - 1);
+                said.push_front(why);
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+            match self.connect_once(config).await? {
+                Ok(client) => return Ok(Some(client)),
+                Err(error) => *failed = error,
+            }
+        }
+        Ok(None)
+    }
+
+    async fn connect_once(&self, config: &LockConfig) -> Result<lockkit::Result<LockClient>, Failure> {
+        let within = config
+            .connect_timeout
+            .unwrap_or(LockConfig::DEFAULT_CONNECT_TIMEOUT);
+        let config = config.clone();
+        let connect = async move { config.connect().await };
+        self.run(Some(within), "connect", connect).await
+    }
+
     /// Releases the lock. If the job `is_done`, the name stays taken for the time that it was asked to.
     async fn release(&self, guard: LockGuard, is_done: bool) -> Result<lockkit::Result<()>, Failure> {
         let release = async move {
@@ -154,6 +214,18 @@ impl Clients {
         };
         self.run(Some(self.op_timeout), "release", release).await
     }
+}
+
+/// Returns whether to try again may help. A name that no resolver knows is misspelt, whatever the client makes of it.
+fn may_pass(error: &lockkit::Error) -> bool {
+    const UNKNOWN_HOST: [&str; 4] = [
+        "Name or service not known",
+        "No address associated with hostname",
+        "Name does not resolve",
+        "nodename nor servname provided",
+    ];
+    let why = chain(error);
+    error.is_transient() && !UNKNOWN_HOST.iter().any(|unknown| why.contains(unknown))
 }
 
 async fn acquire(client: &LockClient, args: &Run, wait: Option<Duration>) -> Result<LockGuard, Failure> {

@@ -32,7 +32,8 @@ pub(crate) fn failed(operation: &'static str, error: RedisError) -> Error {
             | ErrorKind::Server(
                 ServerErrorKind::NoPerm | ServerErrorKind::Moved | ServerErrorKind::CrossSlot
             )
-    ) || matches!(code.as_str(), "WRONGTYPE" | "NOAUTH" | "WRONGPASS" | "ERR");
+    ) || matches!(code.as_str(), "WRONGTYPE" | "NOAUTH" | "WRONGPASS" | "ERR")
+        && !is_full(&error);
     let source: BoxError = match advice {
         Some(advice) => format!("{error} ({advice})").into(),
         None => error.into(),
@@ -57,6 +58,12 @@ pub(crate) fn disconnected(operation: &'static str, why: &str) -> Error {
 /// Returns the error for a reply that none of the scripts gives.
 pub(crate) fn unexpected(operation: &'static str, reply: &redis::Value) -> Error {
     Error::permanent(NAME, operation, format!("the server answered {reply:?}"))
+}
+
+/// Returns whether the server has no room for another connection now. It has no code of its own for that.
+fn is_full(error: &RedisError) -> bool {
+    let detail = error.detail().unwrap_or_default();
+    detail.contains("max number of clients")
 }
 
 /// Returns the server's code of an error. Before Redis 7, an error within a script is an `ERR` whose text has the code.
@@ -97,6 +104,16 @@ mod tests {
     fn from_server(line: &str) -> RedisError {
         let reply = redis::parse_redis_value(format!("-{line}\r\n").as_bytes()).unwrap();
         reply.extract_error().unwrap_err()
+    }
+
+    #[test]
+    fn a_server_without_room_may_have_some_later() {
+        for line in [
+            "ERR max number of clients reached",
+            "ERR max number of clients + cluster connections reached",
+        ] {
+            assert!(failed("connect", from_server(line)).is_transient(), "{line}");
+        }
     }
 
     #[test]

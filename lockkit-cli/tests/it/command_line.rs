@@ -158,7 +158,7 @@ fn bad_servers_get_one_line_without_the_password() {
         ("file:///dev/null/locks", "file"),
     ] {
         for arguments in [
-            &["run", "--url", url, "job", "--", "true"][..],
+            &["run", "--try", "--url", url, "job", "--", "true"][..],
             &["inspect", "--url", url, "job"],
             &["list", "--url", url],
             &["break", "--url", url, "job", "--token", "1"],
