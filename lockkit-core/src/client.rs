@@ -384,7 +384,8 @@ impl LockClient {
     /// acquisitions. Live guards are marked lost ([`Disconnected`](crate::LossReason::Disconnected)), then released.
     ///
     /// Waits up to `timeout` for every release to be confirmed, also those of dropped guards and of waiters that withdraw. An
-    /// acquisition that waits at the server and is neither polled nor dropped keeps it waiting.
+    /// acquisition that waits at the server and is neither polled nor dropped keeps it waiting. A release that the server refuses for
+    /// good, as without the right to it, is not waited for: where holds end with a session or a connection, that is ended.
     ///
     /// # Errors
     /// [`Error::Backend`] if a release was not confirmed; its lease or connection then ends the hold. Also if the runtime

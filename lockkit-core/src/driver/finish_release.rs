@@ -196,7 +196,8 @@ async fn leave(queue: &LockQueue, claim: &mut dyn Claim, length: Duration) -> Re
     }
 }
 
-/// Releases in the background what nobody waits for, again and again until it is confirmed or nothing can be left.
+/// Releases in the background what nobody waits for, again and again until it is confirmed or nothing can be left. One that is refused
+/// for good keeps no client from closing: that ends the connection, which may end what is left.
 pub(crate) async fn clean_up(mut contender: Contender) {
     let request = contender.request.clone();
     let queue = &request.queue;
@@ -210,13 +211,17 @@ pub(crate) async fn clean_up(mut contender: Contender) {
             Err(err) => err,
         };
         contender.pass_slot();
-        if Instant::now() >= over {
+        let is_refused = !err.is_transient();
+        if Instant::now() >= over || is_refused && queue.core.is_closed() {
             queue.core.unconfirmed.fetch_add(1, Ordering::Relaxed);
             observe::release_unconfirmed(queue, &err);
             break;
         }
         tracing::debug!(lock = %queue.id, error = chain(&err), "release not confirmed; trying again");
-        tokio::time::sleep(backoff.next()).await;
+        tokio::select! {
+            _ = queue.core.over("release", Core::is_open), if is_refused => {}
+            () = tokio::time::sleep(backoff.next()) => {}
+        }
     }
     contender.forget_claim();
 }

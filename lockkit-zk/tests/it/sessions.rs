@@ -7,6 +7,8 @@ use lockkit_core::{AcquireOptions, LossReason};
 use lockkit_testbed::{Mode, Proxy, eventually};
 use lockkit_zk::Nodes;
 
+use zookeeper_client::{Acl, AuthId, Permission};
+
 use crate::server::{
     self, children, connect, contend, dir, in_order, lock, no_zookeeper, queue_up, raw, shared, soon, unique,
     waiter, watcher,
@@ -333,4 +335,30 @@ async fn another_ttl_does_not_wait_for_the_end_of_the_lease() {
         );
     }
     guard.release().await.unwrap();
+}
+
+/// The right to delete was taken away while it held.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn closing_ends_a_hold_that_may_not_be_released() {
+    if no_zookeeper() {
+        return;
+    }
+    let (name, raw) = (unique("undeletable"), raw(shared().addr()).await);
+    let client = connect(shared().addr()).await;
+    let guard = lock(&client, &name).acquire().await.unwrap();
+    let rights = Permission::CREATE | Permission::READ | Permission::WRITE;
+    let acl = [Acl::new(rights, AuthId::anyone())];
+    raw.set_acl(&dir(&name), &acl, None).await.unwrap();
+    let error = guard.release().await.unwrap_err();
+    assert!(!error.is_transient() && !error.is_lost(), "{error:?}");
+    assert_eq!(children(&raw, &name).await.len(), 1, "it may not be deleted");
+    // Far longer than it takes, and far shorter than the session.
+    let began = Instant::now();
+    let error = client.close(Duration::from_secs(5)).await.unwrap_err();
+    assert!(
+        began.elapsed() < Duration::from_secs(4),
+        "{error}: {:?}",
+        began.elapsed()
+    );
+    assert_eq!(children(&raw, &name).await.len(), 0, "its session has ended");
 }
