@@ -13,7 +13,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// An error of lockkit: what failed, on which backend, for which lock.
 ///
 /// "Taken" and "cannot tell" are never mixed up. [`Timeout`](Self::Timeout) means that the backend's last word was that
-/// someone else holds the lock. [`Backend`](Self::Backend) means that it gave no word.
+/// someone else holds the lock, and that it is no older than a second, or is all that this client's queue for the lock knows.
+/// [`Backend`](Self::Backend) means that it gave no word.
 ///
 /// Names and other text from outside are escaped in messages, so that a message is one line of a log.
 ///

@@ -148,7 +148,8 @@ fn the_last_word_does_not_wait_for_a_silent_server() {
         shown.contains("2 waiting").then_some(())
     });
     server.pause().unwrap();
-    assert_eq!(impatient.status().code(), Some(124));
+    // Nobody knows any more that it is taken, unless the server has said so in the last second.
+    assert!([Some(124), Some(125)].contains(&impatient.status().code()));
     let took = began.elapsed();
     assert!(took < 2 * MUCH, "--wait 2s took {took:?}");
 

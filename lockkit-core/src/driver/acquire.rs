@@ -33,6 +33,9 @@ const OPERATION: &str = "acquire";
 /// "taken" cannot be told from "cannot tell".
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
+/// The time for which the server's word counts that a lock is taken. After that, the server may have been away for long.
+const WORD_COUNTS: Duration = Duration::from_secs(1);
+
 /// Acquires a lock. The caller makes a guard of the hold at once: dropping the hold does not release it.
 pub(crate) async fn acquire(request: &Arc<AcquireRequest>) -> Result<Hold> {
     let queue = &request.queue;
@@ -137,6 +140,7 @@ async fn keep_contending(
     let (queue, core) = (&request.queue, request.core());
     let is_try = request.is_try();
     let mut last_reply = LastReply::Unknown;
+    let mut answered = Instant::now();
     let mut backoff = Backoff::default();
     let mut hints = HintBudget::default();
     loop {
@@ -150,6 +154,7 @@ async fn keep_contending(
             Ok(None) => {
                 backoff.reset();
                 last_reply = LastReply::Taken;
+                answered = Instant::now();
                 true
             }
             Err(err) if err.is_transient() && !is_try => {
@@ -184,6 +189,15 @@ async fn keep_contending(
             err = core.over(OPERATION, Core::is_open) => return Err(give_up(contender, err).await),
             () = contender.hinted(), if taken && hints.listens() => hints.hinted(listening.elapsed()),
             () = deadline.passed() => {
+                if matches!(last_reply, LastReply::Taken) && answered.elapsed() >= WORD_COUNTS {
+                    let now = core.clock.now().at;
+                    // As if there had been no reply, so that this one has its grace.
+                    match attempt(&mut contender, deadline, Some(now), &LastReply::Unknown).await {
+                        Ok(Some(granted)) => return make_hold(contender, granted),
+                        Ok(None) => {}
+                        Err(err) => last_reply = LastReply::Failed(chain(&err).into()),
+                    }
+                }
                 return Err(give_up(contender, deadline.verdict(queue, &last_reply)).await);
             }
             () = tokio::time::sleep(pause) => hints.rested(),

@@ -221,6 +221,28 @@ async fn a_backend_without_bounds_does_not_make_the_driver_panic() {
     assert!(wait.await.unwrap().is_ok());
 }
 
+/// The server has gone while it waited: its last word is old.
+#[tokio::test(start_paused = true)]
+async fn taken_is_what_the_server_says_when_the_wait_ends() {
+    let backend = MemoryBackend::new();
+    let _held = client(&backend).lock("a").unwrap().acquire().await.unwrap();
+    let lock = LockClient::new(Patient(backend.clone())).lock("a").unwrap();
+    for (faults, is_taken) in [(0, true), (u32::MAX, false), (0, true)] {
+        let gone = async {
+            tokio::time::sleep(2 * SECOND).await;
+            backend.fail_next(FaultPoint::Attempt, faults);
+        };
+        let (outcome, ()) = tokio::join!(lock.acquire_timeout(4 * SECOND), gone);
+        let err = outcome.unwrap_err();
+        assert_eq!(
+            (err.is_timeout(), err.is_transient()),
+            (is_taken, !is_taken),
+            "{err}"
+        );
+        backend.fail_next(FaultPoint::Attempt, 0);
+    }
+}
+
 /// A backend whose leases have no end that a clock could count to, and whose tokens are the last ones that there are.
 #[derive(Debug)]
 struct Boundless(MemoryBackend);
