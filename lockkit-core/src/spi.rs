@@ -20,6 +20,7 @@ pub mod fenced;
 pub mod queue;
 pub mod resumable;
 mod secrets;
+mod servers;
 #[cfg(feature = "tls")]
 pub mod tls;
 mod unencrypted;
@@ -32,6 +33,7 @@ use tokio::{sync::watch, time::Instant};
 pub use self::{
     config::{ServerUrl, Tls, check_certificates, check_duration},
     secrets::Secrets,
+    servers::{ServerAddress, server, servers},
     unencrypted::Unencrypted,
 };
 #[doc(inline)]

@@ -5,7 +5,7 @@ use std::{fmt, path::PathBuf};
 pub use lockkit_core::spi::Tls;
 use lockkit_core::{
     Error, Result,
-    spi::{BackendInfo, ServerUrl},
+    spi::{BackendInfo, ServerUrl, servers},
 };
 
 lockkit_core::spi::config! {
@@ -101,17 +101,18 @@ pub(crate) struct Address {
 }
 
 impl Address {
-    fn parse(servers: &str) -> std::result::Result<Self, String> {
-        let (hosts, prefix) = servers.split_once('/').unwrap_or((servers, ""));
+    const DEFAULT_PORT: u16 = 2379;
+
+    fn parse(text: &str) -> std::result::Result<Self, String> {
+        let (hosts, prefix) = text.split_once('/').unwrap_or((text, ""));
         let prefix = prefix.strip_suffix('/').unwrap_or(prefix);
         if prefix.chars().any(char::is_control) {
             return Err(format!("{prefix:?} has control characters"));
         }
-        let hosts: std::result::Result<Vec<_>, _> = hosts.split(',').map(host_and_port).collect();
-        let mut hosts = hosts?;
+        let hosts = servers(hosts, Self::DEFAULT_PORT)?;
+        let mut hosts: Vec<_> = hosts.iter().map(ToString::to_string).collect();
         // The order means nothing: clients begin with any member.
         hosts.sort_unstable();
-        hosts.dedup();
         Ok(Self {
             hosts,
             prefix: prefix.to_owned(),
@@ -122,23 +123,6 @@ impl Address {
     pub(crate) fn url(&self) -> String {
         let slash = if self.prefix.is_empty() { "" } else { "/" };
         format!("etcd://{}{slash}{}", self.hosts.join(","), self.prefix)
-    }
-}
-
-fn host_and_port(server: &str) -> std::result::Result<String, String> {
-    let colon = server.rfind(':').filter(|at| !server[*at..].contains(']'));
-    let (host, port) = match colon {
-        Some(at) => (&server[..at], &server[at + 1..]),
-        None => (server, "2379"),
-    };
-    let bracketed = host.starts_with('[') && host.ends_with(']') && host.len() > 2;
-    let plain = !host.is_empty() && !host.contains(|c: char| c.is_whitespace() || ":[]@".contains(c));
-    match port.parse::<u16>() {
-        Ok(port) if port > 0 && (bracketed || plain) => Ok(format!("{}:{port}", host.to_ascii_lowercase())),
-        _ => Err(format!(
-            "{:?} is not a `host:port`",
-            server.rsplit('@').next().unwrap_or_default()
-        )),
     }
 }
 
@@ -173,10 +157,12 @@ mod tests {
         let ok = |hosts: &str, prefix: &str| Ok((hosts.to_owned(), prefix.to_owned()));
         assert_eq!(address("ETCD1"), ok("etcd1:2379", ""));
         assert_eq!(address("b:1,a:2/"), ok("a:2,b:1", ""));
-        assert_eq!(address("a:2,a:2/x/y/"), ok("a:2", "x/y"));
+        assert_eq!(address("a:2, b:2/x/y/"), ok("a:2,b:2", "x/y"));
         assert_eq!(address("a:2//x"), ok("a:2", "/x"));
         assert_eq!(address("[::1]:99,[::1]"), ok("[::1]:2379,[::1]:99", ""));
-        for bad in ["", "a:2,", "a:b", "a:0", "a b:1", "::1", "a:1/x\0", "[]:1"] {
+        for bad in [
+            "", "a:2,", "a:2,a:2", "a:b", "a:0", "a b:1", "::1", "a:1/x\0", "[]:1",
+        ] {
             assert!(address(bad).is_err(), "{bad:?} gave {:?}", address(bad));
         }
         let parsed = Address::parse("b,a/x").unwrap();

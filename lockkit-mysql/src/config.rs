@@ -5,14 +5,14 @@ use std::path::PathBuf;
 pub use lockkit_core::spi::Tls;
 use lockkit_core::{
     Error, Result,
-    spi::{BackendInfo, ServerUrl, Unencrypted, redacted_url, words},
+    spi::{BackendInfo, ServerUrl, Unencrypted, redacted_url, server, words},
 };
 use percent_encoding::percent_decode_str;
 use sqlx::{
     ConnectOptions,
     mysql::{MySqlConnectOptions, MySqlSslMode},
 };
-use url::{Host, Url};
+use url::Url;
 
 use crate::{relay::Route, tls::Encryption};
 
@@ -235,25 +235,26 @@ impl Target {
             Ok(decoded) => Ok(decoded.into_owned()),
             Err(_) => Err(invalid(&format!("{what} is not UTF-8 when decoded"))),
         };
-        let host = match url.host() {
-            Some(Host::Ipv6(address)) => address.to_string(),
-            Some(host) => decoded(&host.to_string(), "the host")?.to_ascii_lowercase(),
-            None => String::new(),
-        };
+        let host = decoded(url.host_str().unwrap_or_default(), "the host")?;
         let database = decoded(url.path().trim_start_matches('/'), "the database")?;
         if host.is_empty() || database.is_empty() || database.contains('/') {
             return Err(invalid(
                 "it is not of the form mysql://user:password@host:port/database",
             ));
         }
+        let at = match url.port() {
+            Some(port) => format!("{host}:{port}"),
+            None => host,
+        };
+        let address = server(&at, Self::DEFAULT_PORT).map_err(|reason| invalid(&reason))?;
         let user = decoded(url.username(), "the user")?;
         let password = url
             .password()
             .map(|password| decoded(password, "the password"))
             .transpose()?;
         Ok(Self {
-            host,
-            port: url.port().unwrap_or(Self::DEFAULT_PORT),
+            host: address.host,
+            port: address.port,
             user: if user.is_empty() && password.is_none() {
                 "root".to_owned()
             } else {
@@ -300,6 +301,8 @@ mod tests {
             "mysql://u:sesame@host/db?x=sesame",
             "mysql://u:sesame#@host/db",
             "mysql://u:sesame%FF@host/db",
+            "mysql://u:sesame@host,other/db",
+            "mysql://u:sesame@host,/db",
         ] {
             let err = MySqlConfig::new(url).validate().unwrap_err();
             assert!(!format!("{err} {err:?}").contains("sesame"), "{err:?}");

@@ -4,7 +4,7 @@ use std::{fmt, path::PathBuf};
 
 use lockkit_core::{
     Error, Result,
-    spi::{BackendInfo, ServerUrl, redacted_url, words},
+    spi::{BackendInfo, ServerUrl, redacted_url, server, words},
 };
 use percent_encoding::percent_decode_str;
 use tokio_postgres::Config;
@@ -237,7 +237,10 @@ impl Target {
             .or_else(|| host.starts_with('/').then(|| PathBuf::from(&host)));
         let address = match directory {
             Some(directory) => Address::Socket(directory.join(format!(".s.PGSQL.{port}"))),
-            None => Address::Tcp(host.trim_matches(['[', ']']).to_ascii_lowercase(), port),
+            None => {
+                let address = server(&format!("{host}:{port}"), port).map_err(|reason| invalid(&reason))?;
+                Address::Tcp(address.host, address.port)
+            }
         };
         Ok(Self {
             address,
@@ -323,6 +326,8 @@ mod tests {
             "postgres://u:sesame#@host/db",
             "postgres://u:sesame%FF@host/db",
             "postgres://u:sesame%00@host/db",
+            "postgres://u:sesame@host,other/db",
+            "postgres://u:sesame@host,/db",
         ] {
             let err = PostgresConfig::new(url).validate().unwrap_err();
             assert!(!format!("{err} {err:?}").contains("sesame"), "{err:?}");

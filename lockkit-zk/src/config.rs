@@ -5,7 +5,7 @@ use std::{fmt, path::PathBuf, time::Duration};
 pub use lockkit_core::spi::Tls;
 use lockkit_core::{
     Error, Result,
-    spi::{BackendInfo, ServerUrl, words},
+    spi::{BackendInfo, ServerUrl, servers, words},
 };
 
 use crate::lease::TICKS_PER_TIMEOUT;
@@ -207,42 +207,24 @@ pub(crate) struct Address {
 }
 
 impl Address {
-    fn parse(servers: &str) -> std::result::Result<Self, String> {
-        let (hosts, chroot) = servers.split_at(servers.find('/').unwrap_or(servers.len()));
+    const DEFAULT_PORT: u16 = 2181;
+
+    fn parse(text: &str) -> std::result::Result<Self, String> {
+        let (hosts, chroot) = text.split_at(text.find('/').unwrap_or(text.len()));
         let chroot = chroot.strip_suffix('/').unwrap_or(chroot);
         for part in chroot.split('/').skip(1) {
             if part.is_empty() || matches!(part, "." | "..") || part.chars().any(char::is_control) {
                 return Err(format!("{chroot:?} is not a path of nodes"));
             }
         }
-        let mut known = Vec::new();
-        for host in hosts.split(',') {
-            known.push(host_and_port(host)?);
-        }
+        let known = servers(hosts, Self::DEFAULT_PORT)?;
+        let mut known: Vec<_> = known.iter().map(ToString::to_string).collect();
         // The order means nothing: clients begin with any server.
         known.sort_unstable();
-        known.dedup();
         Ok(Self {
             hosts: known.join(","),
             chroot: chroot.to_owned(),
         })
-    }
-}
-
-fn host_and_port(server: &str) -> std::result::Result<String, String> {
-    let colon = server.rfind(':').filter(|at| !server[*at..].contains(']'));
-    let (host, port) = match colon {
-        Some(at) => (&server[..at], &server[at + 1..]),
-        None => (server, "2181"),
-    };
-    let bracketed = host.starts_with('[') && host.ends_with(']') && host.len() > 2;
-    let plain = !host.is_empty() && !host.contains(|c: char| c.is_whitespace() || ":[]@".contains(c));
-    match port.parse::<u16>() {
-        Ok(port) if port > 0 && (bracketed || plain) => Ok(format!("{}:{port}", host.to_ascii_lowercase())),
-        _ => Err(format!(
-            "{:?} is not a `host:port`",
-            server.rsplit('@').next().unwrap_or_default()
-        )),
     }
 }
 
@@ -281,10 +263,10 @@ mod tests {
         let ok = |hosts: &str, chroot: &str| Ok((hosts.to_owned(), chroot.to_owned()));
         assert_eq!(address("ZK1"), ok("zk1:2181", ""));
         assert_eq!(address("b:1,a:2/"), ok("a:2,b:1", ""));
-        assert_eq!(address("a:2,a:2/x/y/"), ok("a:2", "/x/y"));
+        assert_eq!(address("a:2, b:2/x/y/"), ok("a:2,b:2", "/x/y"));
         assert_eq!(address("[::1]:99,[::1]"), ok("[::1]:2181,[::1]:99", ""));
         for bad in [
-            "", "a:2,", "a:b", "a:0", "a b:1", "::1", "a:1//x", "a:1/../x", "a:1/x\0", "[]:1",
+            "", "a:2,", "a:2,a:2", "a:b", "a:0", "a b:1", "::1", "a:1//x", "a:1/../x", "a:1/x\0", "[]:1",
         ] {
             assert!(address(bad).is_err(), "{bad:?} gave {:?}", address(bad));
         }
