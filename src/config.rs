@@ -115,6 +115,8 @@ section! {
         pub replicas: u32,
         /// The time to wait for these replicas. Default: 1 s.
         pub replicas_timeout: Duration,
+        /// The number of the database, for `redis+unix:`, whose path is the socket's. Default: 0.
+        pub db: u32,
         /// A file of PEM certificates to trust instead of the system's, for `rediss:`.
         pub ca: PathBuf,
         /// A file with this client's certificate and those of its issuers (PEM), for servers that ask for one. Needs `key` and `rediss:`.

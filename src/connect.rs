@@ -12,7 +12,7 @@ use crate::{LockConfig, url::Url};
 /// |---|---|---|
 /// | `memory:` | one space in this process, for tests and single-process programs | |
 /// | `file:///var/lib/app/locks` | files in a directory of this host, on Unix | `file` (default) |
-/// | `redis://user:pass@host:6379/0`, `rediss://…` | one Redis master | `redis`, and `tls` for `rediss:` |
+/// | `redis://user:pass@host:6379/0`, `rediss://…`, `redis+unix:///run/redis.sock` | one Redis master | `redis`, and `tls` for `rediss:` |
 /// | `redlock://user:pass@a:6379,b:6379,c:6379` | a majority of independent Redis masters | `redis`, and `tls` for `?tls=true` |
 /// | `zk://user:pass@zk1:2181,zk2:2181/chroot` | a ZooKeeper ensemble | `zk`, and `tls` for `?tls=verify` |
 /// | `mysql://user:pass@host:3306/database` | MySQL or MariaDB | `mysql`, and `tls` for `?tls=verify` |
@@ -134,7 +134,8 @@ pub(crate) enum Target {
 }
 
 impl Target {
-    const KNOWN: &str = "memory, file, redis, rediss, redlock, zk, mysql, etcd, postgres, postgresql";
+    const KNOWN: &str =
+        "memory, file, redis, rediss, redis+unix, redlock, zk, mysql, etcd, postgres, postgresql";
 
     /// Returns the backend with this address, and without options.
     ///
@@ -153,7 +154,7 @@ impl Target {
             #[cfg(not(feature = "file"))]
             "file" => Err(Error::feature_disabled("file", "file")),
             #[cfg(feature = "redis")]
-            "redis" | "rediss" => Ok(Self::Redis(lockkit_redis::RedisConfig::new(
+            "redis" | "rediss" | "redis+unix" => Ok(Self::Redis(lockkit_redis::RedisConfig::new(
                 url.without_parameters(),
             ))),
             #[cfg(feature = "redis")]
@@ -163,7 +164,9 @@ impl Target {
             #[cfg(not(any(feature = "redis", feature = "tls")))]
             "rediss" => Err(Error::feature_disabled("rediss", "redis,tls")),
             #[cfg(not(feature = "redis"))]
-            scheme @ ("redis" | "rediss" | "redlock") => Err(Error::feature_disabled(scheme, "redis")),
+            scheme @ ("redis" | "rediss" | "redis+unix" | "redlock") => {
+                Err(Error::feature_disabled(scheme, "redis"))
+            }
             #[cfg(feature = "zk")]
             "zk" => {
                 let (servers, auth) = members(url, "zk://zk1:2181,zk2:2181/services")?;
@@ -354,6 +357,10 @@ fn members(url: &Url<'_>, example: &str) -> Result<(String, Option<(String, Stri
             return Err(url.invalid(format!("a user needs a password: {scheme}://user:password@host")));
         }
     };
+    let hosts = decoded(hosts, "list of servers")?;
+    if hosts.contains('/') {
+        return Err(url.invalid("there is a `/` in its list of servers"));
+    }
     Ok((format!("{hosts}{}", decoded(url.path, "path")?), auth))
 }
 

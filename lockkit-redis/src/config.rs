@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, Error, Result,
-    spi::{BackendInfo, Secrets, ServerUrl, check_certificates, check_duration, redacted_url},
+    spi::{BackendInfo, Secrets, ServerUrl, check_certificates, check_duration, redacted_url, servers},
 };
 use percent_encoding::percent_decode_str;
 
@@ -22,6 +22,8 @@ lockkit_core::spi::config! {
         /// `redis://[user[:password]@]host[:port][/db]`, or `rediss://` for TLS, which needs the cargo feature `tls`. User
         /// and password are percent-encoded. Default port: 6379, default database: 0. With [`sentinel`](Self::sentinel), a list of
         /// sentinels separated by commas, whose default port is 26379.
+        ///
+        /// `redis+unix://[user[:password]@]/path/of/the/socket` for a Unix socket. The path is percent-encoded, too.
         pub url: ServerUrl,
         /// Separates applications that share a database. Characters: `[A-Za-z0-9._-]`. May be empty.
         pub namespace: String = BackendInfo::DEFAULT_NAMESPACE.into(),
@@ -34,6 +36,8 @@ lockkit_core::spi::config! {
         pub replicas_timeout: Duration = Duration::from_secs(1),
         /// The name of the master, if the URL lists sentinels.
         pub sentinel: Option<String> = None,
+        /// The number of the database, for `redis+unix://`, whose path is the socket's. Default: 0.
+        pub db: Option<u32> = None,
         /// A file of PEM certificates to trust instead of the system's, for `rediss://`.
         pub ca: Option<PathBuf> = None,
         /// A file with this client's certificate and those of its issuers (PEM), for a server that asks for one. Needs
@@ -63,7 +67,17 @@ impl RedisConfig {
                 "it is empty; give the name that the sentinels have for the master",
             ));
         }
-        let address = Address::parse(&self.url, self.sentinel.is_some())?;
+        let mut address = Address::parse(&self.url, self.sentinel.is_some())?;
+        match self.db {
+            Some(_) if !address.is_socket() => {
+                return Err(Error::invalid_option(
+                    "db",
+                    "it is for a Unix socket alone; write redis://host/2 for the database 2",
+                ));
+            }
+            Some(db) => address.db = db.into(),
+            None => {}
+        }
         check_certificates(address.tls, "rediss://", [&self.ca, &self.cert, &self.key])?;
         Ok(address)
     }
@@ -76,7 +90,7 @@ pub(crate) struct Address {
     pub(crate) username: Option<String>,
     pub(crate) password: Option<String>,
     pub(crate) secrets: Secrets,
-    /// The server, or its sentinels.
+    /// The server, or its sentinels. A socket is its path, with the port 0.
     pub(crate) hosts: Vec<(String, u16)>,
     pub(crate) db: i64,
 }
@@ -85,12 +99,13 @@ impl Address {
     fn parse(url: &str, sentinels: bool) -> Result<Self> {
         let invalid = |reason: &str| Err(Error::invalid_url(redacted_url(url), reason));
         let Some((scheme, rest)) = url.split_once("://") else {
-            return invalid("it does not begin with redis:// or rediss://");
+            return invalid("it does not begin with redis://, rediss:// or redis+unix://");
         };
-        let tls = match scheme.to_ascii_lowercase().as_str() {
-            "redis" => false,
-            "rediss" => true,
-            _ => return invalid("it does not begin with redis:// or rediss://"),
+        let (tls, is_socket) = match scheme.to_ascii_lowercase().as_str() {
+            "redis" => (false, false),
+            "rediss" => (true, false),
+            "redis+unix" => (false, true),
+            _ => return invalid("it does not begin with redis://, rediss:// or redis+unix://"),
         };
         if tls && cfg!(not(feature = "tls")) {
             return Err(Error::feature_disabled("rediss", "tls"));
@@ -99,8 +114,9 @@ impl Address {
         if !parameters.is_empty() || rest.contains('#') {
             return invalid("it has parameters or a fragment, which this address cannot have");
         }
-        let (authority, db) = rest.split_once('/').unwrap_or((rest, ""));
-        let db = match db {
+        let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let db = match path {
+            _ if is_socket => 0,
             "" => 0,
             db => match db.parse::<u16>() {
                 Ok(db) => i64::from(db),
@@ -131,17 +147,39 @@ impl Address {
                 (user, password)
             }
         };
-        let mut parsed = Vec::new();
-        for host in hosts.split(',') {
-            match host_and_port(host, if sentinels { 26_379 } else { 6_379 }) {
-                Some(host) => parsed.push(host),
-                None => {
-                    return invalid(
-                        "a host is missing, or its port is not a number, as in redis://host:6379",
-                    );
-                }
+        if is_socket {
+            if sentinels {
+                return invalid("sentinels are reached by hosts, not by a Unix socket");
             }
+            let path = percent_decode_str(path).decode_utf8();
+            let Ok(path) = path.map(|path| format!("/{path}")) else {
+                return invalid("the path of the socket is not UTF-8 when decoded");
+            };
+            if !hosts.is_empty() || path.ends_with('/') || path.contains('\0') {
+                return invalid(
+                    "a Unix socket is a path without a host; three slashes make it absolute, as in \
+                     redis+unix:///run/redis/redis.sock",
+                );
+            }
+            return Ok(Self {
+                tls,
+                secrets: Secrets::of_passwords(&password),
+                username,
+                password,
+                hosts: vec![(path, 0)],
+                db,
+            });
         }
+        let Ok(hosts) = percent_decode_str(hosts).decode_utf8() else {
+            return invalid("a host is not UTF-8 when decoded");
+        };
+        let parsed = match servers(&hosts, if sentinels { 26_379 } else { 6_379 }) {
+            Ok(servers) => servers
+                .into_iter()
+                .map(|it| (it.host, it.port))
+                .collect::<Vec<_>>(),
+            Err(reason) => return invalid(&format!("{reason}; write redis://host:6379")),
+        };
         if parsed.len() > 1 && !sentinels {
             return invalid(
                 "it names several servers; several sentinels need the option `sentinel` with the master's name, \
@@ -158,6 +196,11 @@ impl Address {
         })
     }
 
+    /// Returns `true` for a Unix socket.
+    pub(crate) fn is_socket(&self) -> bool {
+        self.hosts.first().is_some_and(|(host, _)| is_path(host))
+    }
+
     /// Returns host and port of the (first) server.
     pub(crate) fn name(&self) -> String {
         self.hosts
@@ -172,35 +215,26 @@ impl Address {
         hosts.sort();
         let db = self.db;
         match sentinel {
+            None if self.is_socket() => format!("redis+unix://{}?db={db}", hosts.join(",")),
             None => format!("{scheme}://{}/{db}", hosts.join(",")),
             Some(master) => format!("{scheme}://{}/{db}?sentinel={master}", hosts.join(",")),
         }
     }
 }
 
+/// Returns `true` for what is in the place of a host if a Unix socket is meant.
+pub(crate) fn is_path(host: &str) -> bool {
+    host.starts_with('/')
+}
+
 pub(crate) fn shown(host: &str, port: u16) -> String {
-    if host.contains(':') {
+    if is_path(host) {
+        host.to_owned()
+    } else if host.contains(':') {
         format!("[{host}]:{port}")
     } else {
         format!("{}:{port}", host.to_ascii_lowercase())
     }
-}
-
-fn host_and_port(text: &str, default: u16) -> Option<(String, u16)> {
-    let (host, port) = match text.strip_prefix('[') {
-        Some(rest) => {
-            let (host, after) = rest.split_once(']')?;
-            (host, after.strip_prefix(':').or(after.is_empty().then_some(""))?)
-        }
-        None => text.split_once(':').unwrap_or((text, "")),
-    };
-    let host = percent_decode_str(host).decode_utf8().ok()?;
-    let port = if port.is_empty() {
-        default
-    } else {
-        port.parse().ok()?
-    };
-    (!host.is_empty() && port != 0).then(|| (host.into_owned(), port))
 }
 
 #[cfg(test)]
@@ -216,7 +250,7 @@ mod tests {
         let a = address("redis://locker:p%40ss%2Fword@Redis.example:7000/3");
         assert_eq!(a.username.as_deref(), Some("locker"));
         assert_eq!(a.password.as_deref(), Some("p@ss/word"));
-        assert_eq!(a.hosts, [("Redis.example".to_owned(), 7000)]);
+        assert_eq!(a.hosts, [("redis.example".to_owned(), 7000)]);
         assert_eq!(a.server(None), "redis://redis.example:7000/3");
         let a = address("redis://locker@host");
         assert_eq!(
@@ -230,6 +264,35 @@ mod tests {
             address("redis://127.0.0.1").server(None),
             "redis://127.0.0.1:6379/0"
         );
+    }
+
+    #[test]
+    fn a_socket_is_a_path() {
+        let a = address("redis+unix://locker:p%40ss@/run/r%20s/redis.sock");
+        assert_eq!(a.hosts, [("/run/r s/redis.sock".to_owned(), 0)]);
+        assert_eq!(
+            (a.username.as_deref(), a.password.as_deref()),
+            (Some("locker"), Some("p@ss"))
+        );
+        assert_eq!(a.server(None), "redis+unix:///run/r s/redis.sock?db=0");
+        let mut config = RedisConfig::new("redis+unix:///run/redis.sock");
+        config.db = Some(3);
+        assert_eq!(config.address().unwrap().db, 3);
+        config.sentinel = Some("main".into());
+        assert!(config.validate().is_err());
+        for bad in [
+            "redis+unix://host/run/redis.sock",
+            "redis+unix://",
+            "redis+unix:///",
+            "redis+unix:///run/",
+            "redis+unix:///run/%00",
+            "redis+unix:///run/%ff",
+        ] {
+            assert!(RedisConfig::new(bad).validate().is_err(), "{bad}");
+        }
+        let mut config = RedisConfig::new("redis://host");
+        config.db = Some(3);
+        assert!(config.validate().unwrap_err().to_string().contains("`db`"));
     }
 
     #[test]

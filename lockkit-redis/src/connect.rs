@@ -15,20 +15,23 @@ use lockkit_core::{
     spi::{Secrets, Unencrypted},
 };
 use redis::{
-    AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo, RedisError,
-    RedisResult, Value,
+    AsyncConnectionConfig, Cmd, ConnectionAddr, IntoConnectionInfo, ProtocolVersion, PushInfo,
+    RedisConnectionInfo, RedisError, RedisResult, Value,
     aio::MultiplexedConnection,
     io::tcp::{
         TcpSettings,
         socket2::{SockRef, TcpKeepalive},
     },
 };
-use tokio::net::{TcpStream, lookup_host};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::{TcpStream, lookup_host},
+};
 
 #[cfg(feature = "tls")]
 use crate::certificates;
 use crate::{
-    config::{Address, RedisConfig, shown},
+    config::{Address, RedisConfig, is_path, shown},
     connection_io::{ConnectionIo, IoHandle},
     error::{NAME, failed},
     intake::{BoundedStream, Intake},
@@ -405,9 +408,12 @@ impl Connector {
             });
         // Over TLS, the client library runs the connection in a task of its own.
         if !self.address.tls {
-            let stream = stream_to(host, port, &tcp)
-                .await
-                .map_err(|error| connecting(error.into()))?;
+            let unreachable = |error: io::Error| connecting(error.into());
+            if is_path(host) {
+                let stream = socket_at(host).await.map_err(unreachable)?;
+                return self.log_in(stream, &settings, config, intake).await;
+            }
+            let stream = stream_to(host, port, &tcp).await.map_err(unreachable)?;
             if as_user && self.address.password.is_some() {
                 let instead = match self.quarantine {
                     None => "rediss://",
@@ -416,16 +422,7 @@ impl Connector {
                 let peer = stream.peer_addr().ok();
                 self.unencrypted.note(NAME, &shown(host, port), peer, instead);
             }
-            let stream = BoundedStream::new(stream, intake.clone());
-            let (stream, io) = MultiplexedConnection::new_with_config(&settings, stream, config)
-                .await
-                .map_err(login_failed)?;
-            let io = self.connection_io.get_or_init(ConnectionIo::start).run(io);
-            return Ok(Opened {
-                stream,
-                io: Some(io),
-                intake,
-            });
+            return self.log_in(stream, &settings, config, intake).await;
         }
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
         #[cfg(feature = "tls")]
@@ -446,6 +443,41 @@ impl Connector {
             intake,
         })
     }
+
+    /// Logs in on a stream without TLS, whose I/O runs here.
+    async fn log_in(
+        &self,
+        stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        settings: &RedisConnectionInfo,
+        config: AsyncConnectionConfig,
+        intake: Arc<Intake>,
+    ) -> Result<Opened> {
+        let stream = BoundedStream::new(stream, intake.clone());
+        let (stream, io) = MultiplexedConnection::new_with_config(settings, stream, config)
+            .await
+            .map_err(login_failed)?;
+        let io = self.connection_io.get_or_init(ConnectionIo::start).run(io);
+        Ok(Opened {
+            stream,
+            io: Some(io),
+            intake,
+        })
+    }
+}
+
+/// Connects to the Unix socket at this path.
+#[cfg(unix)]
+async fn socket_at(path: &str) -> io::Result<tokio::net::UnixStream> {
+    tokio::net::UnixStream::connect(path).await
+}
+
+/// There are none on this system.
+#[cfg(not(unix))]
+async fn socket_at(_path: &str) -> io::Result<TcpStream> {
+    Err(io::Error::new(
+        io::ErrorKind::Unsupported,
+        "this system has no Unix sockets",
+    ))
 }
 
 /// Connects to all of the host's addresses at once, and keeps the first connection.

@@ -30,6 +30,7 @@ const SCHEMES: &[&str] = &[
     "file",
     "redis",
     "rediss",
+    "redis+unix",
     "redlock",
     "zk",
     "mysql",
@@ -46,6 +47,8 @@ enum Server {
     /// A master and a replica.
     Redis,
     RedisTls,
+    /// By way of its socket.
+    RedisSocket,
     Sentinels,
     Redlock,
     RedlockTls,
@@ -71,6 +74,9 @@ const SHAPES: &[(&str, Server)] = &[
     ("redis://user@host/path", Server::Redis),
     ("redis://user@host/path?replicas&replicas_timeout", Server::Redis),
     ("rediss://user@host?ca", Server::RedisTls),
+    ("redis+unix:///path", Server::RedisSocket),
+    ("redis+unix://user@/path", Server::RedisSocket),
+    ("redis+unix://user@/path?db", Server::RedisSocket),
     ("redis://hosts?sentinel", Server::Sentinels),
     ("redis://hosts?replicas&sentinel", Server::Sentinels),
     ("redis://user@hosts/path?sentinel", Server::Sentinels),
@@ -127,6 +133,7 @@ const OPTIONS: &[(&str, Server, &str, &[&str])] = &[
         "redis",
         &["ca=F", "ca=F&cert=F&key=F"],
     ),
+    ("redis+unix:///path", Server::RedisSocket, "redis", &["db=2"]),
     (
         "redis://host,other",
         Server::Sentinels,
@@ -285,7 +292,7 @@ fn urls_in(line: &str) -> Vec<String> {
     let mut urls = Vec::new();
     for (colon, _) in line.match_indices(':') {
         let before = &line[..colon];
-        let is_of_word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
+        let is_of_word = |byte: &u8| byte.is_ascii_alphanumeric() || b"_+".contains(byte);
         let length = before.bytes().rev().take_while(is_of_word).count();
         let scheme = &before[colon - length..];
         let rest = &line[colon + 1..];
@@ -449,6 +456,15 @@ impl Home {
                 let master = RedisServer::plain().unwrap();
                 home.keep(RedisServer::builder().replica_of(master.addr()).start().unwrap());
                 home.masters.push(master);
+            }
+            Server::RedisSocket => {
+                let directory = tempfile::tempdir().unwrap();
+                let socket = directory.path().join("redis.sock").display().to_string();
+                let server = RedisServer::builder().directive("unixsocket", &[&socket]);
+                home.masters.push(server.start().unwrap());
+                home.path = Some(socket);
+                home.keep(directory);
+                return home;
             }
             Server::Redlock => {
                 let durable = || RedisServer::builder().append_only(redis::Fsync::Always).start();
@@ -785,13 +801,14 @@ fn everything_shown_is_valid_and_its_shape_is_known() {
 #[test]
 fn every_option_is_tried() {
     for scheme in SCHEMES {
-        let entries = OPTIONS.iter().filter(|(url, ..)| {
-            let of = parts(url).0;
-            of == *scheme
-                || scheme.strip_suffix("ql") == Some(of)
-                || *scheme == format!("{of}s")
-                || of == format!("{scheme}s")
-        });
+        let backend = |scheme: &'static str| match scheme {
+            "rediss" | "redis+unix" => "redis",
+            "postgresql" => "postgres",
+            other => other,
+        };
+        let entries = OPTIONS
+            .iter()
+            .filter(|(url, ..)| backend(parts(url).0) == backend(scheme));
         let options: Vec<_> = entries.flat_map(|(.., own)| own.iter()).collect();
         let tried: BTreeSet<&str> = options
             .into_iter()
@@ -802,7 +819,7 @@ fn every_option_is_tried() {
         let address = match *scheme {
             "memory" => "",
             "redlock" => "//x,y,z",
-            "file" => "///x",
+            "file" | "redis+unix" => "///x",
             _ => "//x/1",
         };
         let known = match LockConfig::from_url(&format!("{scheme}:{address}?unknown=1")) {
@@ -835,7 +852,7 @@ async fn memory_and_files_connect_as_shown() {
 #[tokio::test]
 async fn redis_connects_as_shown() {
     if !skipped("redis", redis::missing()) {
-        connect_as_shown(&["redis", "rediss"]).await;
+        connect_as_shown(&["redis", "rediss", "redis+unix"]).await;
     }
 }
 

@@ -243,12 +243,20 @@ fn redis_urls_name_a_server() {
         "redis://user:p%40ss@host:7000/3?replicas=1&replicas_timeout=50ms",
         "redis://:canary@[::1]:7000?ttl=5s",
         "redis://a,b:5000,c/1?sentinel=main",
+        "redis+unix:///run/redis/redis.sock",
+        "redis+unix://user:canary@/run/redis.sock?db=3&ttl=5s",
     ]);
     refused_for(&[
         ("redis://", "host"),
         ("redis:host", "redis://"),
         ("redis://user:canary@a,b", "sentinel"),
         ("redis://user:canary@host/x", "database"),
+        ("redis+unix://user:canary@host/run/redis.sock", "three slashes"),
+        (
+            "redis+unix://user:canary@/run/redis.sock?sentinel=main",
+            "sentinels",
+        ),
+        ("redis://user:canary@host/1?db=3", "`db`"),
         ("redis://user:canary@host:x", "port"),
         ("redis://user:canary@host?sentinel=", "sentinel"),
         ("redis://user:canary@host?poll=1s", "`poll`"),
@@ -386,6 +394,52 @@ async fn a_redlock_url_connects_with_its_options() {
         "{error}"
     );
     wrong_password(&url.replace("canary", "wrong-one")).await;
+}
+
+/// Each backend that has a list of servers reads it alike. The grammar itself is the core's, with a table of its own.
+#[cfg(all(feature = "redis", feature = "zk", feature = "etcd"))]
+#[test]
+fn lists_of_servers_have_one_grammar() {
+    for (before, after) in [
+        ("redis://user:canary@", "/1?sentinel=main"),
+        ("redlock://", ""),
+        ("zk://user:canary@", "/path"),
+        ("etcd://user:canary@", "/path"),
+    ] {
+        for good in ["a,b,c", "a, b,c", " a:1 ,%20b:2, [::1]:3 ", "A:1,a:2,a:3"] {
+            taken(&[&format!("{before}{good}{after}")]);
+        }
+        for bad in [
+            "",
+            "a,b,",
+            ",a,b",
+            "a,,b",
+            "a, ,b",
+            "a,b c,d",
+            "a:1,b,A:1",
+            "a,b:x,c",
+            "a,b:0,c",
+            "::1,b,c",
+        ] {
+            let url = format!("{before}{bad}{after}");
+            let text = refused(&url).to_string();
+            assert!(!text.contains("canary"), "{url}: {text}");
+        }
+    }
+}
+
+/// Where there is one, a list is not taken for its name.
+#[cfg(all(feature = "mysql", feature = "postgres"))]
+#[test]
+fn one_server_is_no_list() {
+    for scheme in ["mysql", "postgres"] {
+        taken(&[&format!("{scheme}://user:canary@%20Host:1/app")]);
+        refused_for(&[
+            (&format!("{scheme}://user:canary@a,b/app"), "several servers"),
+            (&format!("{scheme}://user:canary@a,/app"), "server 2"),
+            (&format!("{scheme}://user:canary@a%20b/app"), "server 1"),
+        ]);
+    }
 }
 
 #[cfg(feature = "zk")]

@@ -85,7 +85,7 @@ impl RedlockConfig {
         let mut masters = Vec::new();
         let mut seen = HashMap::new();
         for (n, master) in list.split(',').enumerate() {
-            let mut config = RedisConfig::new(format!("{scheme}://{master}"));
+            let mut config = RedisConfig::new(format!("{scheme}://{}", master.trim()));
             config.namespace.clone_from(&self.namespace);
             config.ca.clone_from(&self.ca);
             config.cert.clone_from(&self.cert);
