@@ -36,6 +36,12 @@ pub(crate) const TIMER_LOCK: &str = "lockkit-timer:";
 pub(crate) const NO_STATEMENT_LIMIT: &str =
     "/*M!100600 , max_statement_time=0 */ /*!80000 , max_execution_time=0 */";
 
+/// What every session sets, at the beginning of a `SET SESSION`: an operator or an `init_connect` may have set it for all sessions.
+/// `DEFAULT` would be the server's own setting, but for the clock. The client library has set the character set and the time zone.
+pub(crate) const COMMON_SETTINGS: &str = "sql_mode='STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', timestamp=DEFAULT, \
+     sql_select_limit=18446744073709551615, sql_safe_updates=0, sql_big_selects=1, div_precision_increment=4, \
+     completion_type=0, lock_wait_timeout=2";
+
 /// A connection is dead if a reply takes longer. All its statements are short.
 const DEAD_AFTER: Duration = Duration::from_secs(5);
 
@@ -373,8 +379,7 @@ impl State {
         let mut connection = ResumableConnection::open(operation, &self.options).await?;
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
-             SET SESSION autocommit=1, completion_type=0, wait_timeout=86400, innodb_lock_wait_timeout=2, \
-             lock_wait_timeout=2 {NO_STATEMENT_LIMIT}; \
+             SET SESSION {COMMON_SETTINGS}, autocommit=1, wait_timeout=86400, innodb_lock_wait_timeout=2 {NO_STATEMENT_LIMIT}; \
              SELECT {SERVER_IDENTITY}, CONNECTION_ID() /*M!100600 , GET_LOCK(CONCAT('{TIMER_LOCK}', CONNECTION_ID()), 0) */; {}",
             server::SETTINGS
         );

@@ -20,7 +20,7 @@ use tokio::{sync::watch, task::AbortHandle, time::timeout};
 
 use crate::{
     connection::{ResumableConnection, column},
-    control::{Epoch, NO_STATEMENT_LIMIT, Options, SERVER_IDENTITY},
+    control::{COMMON_SETTINGS, Epoch, NO_STATEMENT_LIMIT, Options, SERVER_IDENTITY},
 };
 
 /// The request under way. The server does not notice that the client of a sleeping session is gone, so it is a short one.
@@ -89,7 +89,7 @@ impl DisconnectWatch {
                 return;
             };
             let setup = format!(
-                "SET SESSION lock_wait_timeout=2 {NO_STATEMENT_LIMIT}; SELECT CONNECTION_ID(), {SERVER_IDENTITY}"
+                "SET SESSION {COMMON_SETTINGS} {NO_STATEMENT_LIMIT}; SELECT CONNECTION_ID(), {SERVER_IDENTITY}"
             );
             let reply = timeout(DEAD_AFTER, connection.query(setup))
                 .await

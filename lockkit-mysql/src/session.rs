@@ -17,7 +17,7 @@ use tokio::{
 use crate::{
     Mode, NAME,
     connection::{Reply, ResumableConnection, column},
-    control::{AbandonedSession, Control, Epoch, Options, SERVER_IDENTITY},
+    control::{AbandonedSession, COMMON_SETTINGS, Control, Epoch, Options, SERVER_IDENTITY},
     disconnect_watch::DisconnectWatch,
     error::{self, During},
     relay::Route,
@@ -299,8 +299,8 @@ impl Sessions {
         let autocommit = u8::from(self.mode == Mode::Lease);
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
-             SET SESSION autocommit={autocommit}, completion_type=0, wait_timeout={wait_timeout}, innodb_lock_wait_timeout=30, \
-             lock_wait_timeout=2, {limits}, @lockkit_marker=CONCAT('lockkit-session:', UUID()); \
+             SET SESSION {COMMON_SETTINGS}, autocommit={autocommit}, wait_timeout={wait_timeout}, innodb_lock_wait_timeout=30, \
+             {limits}, @lockkit_marker=CONCAT('lockkit-session:', UUID()); \
              SELECT CONNECTION_ID(), CAST(@@wait_timeout AS UNSIGNED), {SERVER_IDENTITY}, @lockkit_marker, \
              GET_LOCK(@lockkit_marker, 0)"
         );

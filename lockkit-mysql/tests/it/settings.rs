@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, time::Duration};
 
 use lockkit_conformance::stall::{Stopwatch, timeout};
-use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, Result, spi::chain};
+use lockkit_core::{AcquireOptions, Error, LockClient, LockGuard, LossReason, Result, spi::chain};
 use lockkit_mysql::{Mode, MySqlConfig};
 use lockkit_testbed::{
     Proxy, eventually,
@@ -36,6 +36,7 @@ for_each_flavour! {
     a_server_that_ends_statements_early_is_not_kept_busy
     a_server_that_ends_statements_early_ends_no_inspection
     a_statement_based_binary_log_is_an_error
+    settings_that_sessions_begin_with_do_not_count
 }
 
 fn lasting(ttl: Duration) -> AcquireOptions {
@@ -591,4 +592,86 @@ async fn a_statement_based_binary_log_is_an_error(flavour: Flavour) {
             }
         }
     }
+}
+
+/// An operator may set them for all sessions, each at its worst: a clock that stands still, results without rows, …
+async fn settings_that_sessions_begin_with_do_not_count(flavour: Flavour) {
+    let by_flavour: &[&str] = match flavour {
+        Flavour::MariaDb => &[
+            "max_statement_time=0.5",
+            "idle_transaction_timeout=1",
+            "tx_isolation='SERIALIZABLE'",
+            "sql_mode='ORACLE'",
+            "tx_read_only=1",
+        ],
+        Flavour::MySql => &[
+            "max_execution_time=500",
+            "transaction_isolation='SERIALIZABLE'",
+            "transaction_read_only=1",
+        ],
+    };
+    let by_both = [
+        "timestamp=1000000000",
+        "sql_select_limit=0",
+        "sql_safe_updates=1",
+        "sql_big_selects=0, max_join_size=1",
+        "sql_mode='ANSI,PAD_CHAR_TO_FULL_LENGTH,NO_BACKSLASH_ESCAPES,NO_UNSIGNED_SUBTRACTION'",
+        "autocommit=0",
+        "completion_type='RELEASE'",
+        "innodb_lock_wait_timeout=1",
+        "lock_wait_timeout=1",
+        "wait_timeout=1",
+        "time_zone='+05:45'",
+        "div_precision_increment=0",
+        "character_set_client='latin1', character_set_connection='latin1', character_set_results='latin1'",
+    ];
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    for setting in by_both.iter().chain(by_flavour) {
+        let setting = setting.replace('\'', "''");
+        admin
+            .run(&format!("SET GLOBAL init_connect='SET {setting}'"))
+            .await;
+        let mut begun = Vec::new();
+        for mode in MODES {
+            let (holder, waiter) = (
+                client(server.addr(), mode).await,
+                client(server.addr(), mode).await,
+            );
+            // Its session is used again.
+            cycle(&waiter, &format!("{setting} before")).await;
+            let held = holder.lock(format!("{setting} ü")).unwrap().acquire().await;
+            let held = held.unwrap_or_else(|error| panic!("{mode:?} {setting}: {}", chain(&error)));
+            begun.push((mode, held, holder, waiter));
+        }
+        admin.run("SET GLOBAL init_connect=''").await;
+        let at_once = begun.into_iter().map(|(mode, held, holder, waiter)| {
+            let what = format!("{mode:?} {setting}");
+            let addr = server.addr();
+            async move { is_as_ever(&client(addr, mode).await, held, (holder, waiter), &what).await }
+        });
+        futures_util::future::join_all(at_once).await;
+    }
+}
+
+/// A holder keeps its lock, also from a client without the setting, and a waiter waits for longer than a second.
+async fn is_as_ever(
+    other: &LockClient,
+    held: LockGuard,
+    (holder, waiter): (LockClient, LockClient),
+    what: &str,
+) {
+    let name = held.name().as_str().to_owned();
+    let tried = other.lock(&name).unwrap().try_acquire().await;
+    let tried = tried.unwrap_or_else(|error| panic!("{what}: {}", chain(&error)));
+    assert!(tried.is_none(), "PROMISE BROKEN: {what}: two hold it");
+    let waiting = Waiter::of(waiter.lock(&name).unwrap());
+    waits(&holder, &name).await;
+    sleep(Duration::from_millis(1_200)).await;
+    assert!(!waiting.is_finished() && held.is_held(), "{what}");
+    let token = held.token();
+    held.release().await.unwrap();
+    let next = waiting.granted().await.0;
+    assert!(next.token() > token, "{what}");
+    next.release().await.unwrap();
 }
