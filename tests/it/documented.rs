@@ -457,15 +457,7 @@ impl Home {
                 home.keep(RedisServer::builder().replica_of(master.addr()).start().unwrap());
                 home.masters.push(master);
             }
-            Server::RedisSocket => {
-                let directory = tempfile::tempdir().unwrap();
-                let socket = directory.path().join("redis.sock").display().to_string();
-                let server = RedisServer::builder().directive("unixsocket", &[&socket]);
-                home.masters.push(server.start().unwrap());
-                home.path = Some(socket);
-                home.keep(directory);
-                return home;
-            }
+            Server::RedisSocket => return home.at_a_socket(),
             Server::Redlock => {
                 let durable = || RedisServer::builder().append_only(redis::Fsync::Always).start();
                 home.masters.extend((0..masters).map(|_| durable().unwrap()));
@@ -537,6 +529,17 @@ impl Home {
         home.hosts
             .extend(home.masters.iter().map(|master| master.addr().to_string()));
         home
+    }
+
+    /// Has a Redis that is reached by its socket alone.
+    fn at_a_socket(mut self) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("redis.sock").display().to_string();
+        let server = RedisServer::builder().directive("unixsocket", &[&socket]);
+        self.masters.push(server.start().unwrap());
+        self.path = Some(socket);
+        self.keep(directory);
+        self
     }
 
     fn keep(&mut self, server: impl Any) {
