@@ -459,6 +459,14 @@ async fn settings_of_the_role_do_not_count() {
         "extra_float_digits=0",
         "bytea_output='escape'",
         "TimeZone='Asia/Kathmandu'",
+        "idle_in_transaction_session_timeout=300",
+        "default_transaction_deferrable=on",
+        "standard_conforming_strings=off",
+        "DateStyle='German'",
+        "IntervalStyle='sql_standard'",
+        "client_encoding='LATIN1'",
+        "row_security=off",
+        "plan_cache_mode='force_generic_plan'",
     ] {
         admin.sql(&format!("ALTER ROLE {role} SET {setting}")).unwrap();
     }
