@@ -1,8 +1,11 @@
 //! From a URL to a client.
 
-use std::io;
+use std::{io, iter};
 
-use lockkit_core::{BoxError, Error, LockClient, MemoryBackend, Result, spi::redacted_url};
+use lockkit_core::{
+    BoxError, Error, LockClient, MemoryBackend, Result,
+    spi::{chain, redacted_url},
+};
 
 use crate::{LockConfig, url::Url};
 
@@ -103,7 +106,14 @@ fn unreachable(error: Error, config: &LockConfig) -> Error {
             if let Some(socket) = socket {
                 at = format!("{at}, socket {}", socket.display());
             }
-            let source = Unreachable { at, source };
+            let source: BoxError = match advice(&*source) {
+                // The paths of the file backend are no servers.
+                Some(advice) if backend != "file" => {
+                    let words = chain(&*source);
+                    format!("{at}: {words} ({advice})").into()
+                }
+                _ => Unreachable { at, source }.into(),
+            };
             if transient {
                 Error::transient(backend, operation, source)
             } else {
@@ -112,6 +122,47 @@ fn unreachable(error: Error, config: &LockConfig) -> Error {
         }
         other => other,
     }
+}
+
+/// Returns what to look at if a server cannot be reached. What its backend says of another failure has advice of its own.
+fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
+    use io::ErrorKind as Kind;
+
+    let cause = iter::successors(Some(error), |error| error.source())
+        .find_map(|error| error.downcast_ref::<io::Error>().map(io::Error::kind));
+    let words = chain(error);
+    // What several servers say has come together as text.
+    let says = |some: &[&str]| {
+        cause.is_none_or(|kind| kind == Kind::Other)
+            && !words.contains("tls=verify")
+            && some.iter().any(|part| words.contains(part))
+    };
+    if words.contains("failed to lookup address") {
+        return Some("check the host in the URL");
+    }
+    if cause == Some(Kind::ConnectionRefused) || says(&["Connection refused"]) {
+        return Some("is the server running, and is this its port?");
+    }
+    if cause == Some(Kind::NotFound) {
+        return Some("is this its socket?");
+    }
+    if cause == Some(Kind::TimedOut) || says(&["does not answer within"]) {
+        return Some(
+            "does the server run, is this its port, and does it speak TLS there or not, as configured?",
+        );
+    }
+    let broke = matches!(
+        cause,
+        Some(
+            Kind::ConnectionReset
+                | Kind::ConnectionAborted
+                | Kind::BrokenPipe
+                | Kind::UnexpectedEof
+                | Kind::InvalidData
+        )
+    );
+    (broke || says(&["reset by peer", "broken pipe"]))
+        .then_some("is this the server's port, and does it speak TLS there or not, as configured?")
 }
 
 /// The backend that a URL names, with its config.

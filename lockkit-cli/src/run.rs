@@ -5,7 +5,9 @@ use std::{
     time::Duration,
 };
 
-use lockkit::{AcquireOptions, Lock, LockClient, LockConfig, LockGuard, LockName, LossReason, spi::chain};
+use lockkit::{
+    AcquireOptions, Error, Lock, LockClient, LockConfig, LockGuard, LockName, LossReason, spi::chain,
+};
 use rustix::{
     io::{FdFlags, fcntl_setfd},
     process::Signal,
@@ -89,15 +91,14 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
         Ok(client) => client?,
         Err(signal) => return Ok(status_of_signal(signal)),
     };
+    let given = wait;
     let wait = wait.map(|wait| wait.saturating_sub(started.elapsed()));
     let args = Arc::new(args);
     let acquired = {
         let (client, args) = (client.clone(), Arc::clone(&args));
-        clients.run(
-            wait,
-            "acquire",
-            async move { acquire(&client, &args, wait).await },
-        )
+        clients.run(wait, "acquire", async move {
+            acquire(&client, &args, wait, given).await
+        })
     };
     let status = match signals.unless_ended(acquired).await {
         Ok(Ok(Ok(guard))) => run_under(guard, &args, max_hold, &clients, &mut signals).await,
@@ -228,12 +229,26 @@ fn may_pass(error: &lockkit::Error) -> bool {
     error.is_transient() && !UNKNOWN_HOST.iter().any(|unknown| why.contains(unknown))
 }
 
-async fn acquire(client: &LockClient, args: &Run, wait: Option<Duration>) -> Result<LockGuard, Failure> {
+/// `wait` is what connecting has left of the time that was `given`.
+async fn acquire(
+    client: &LockClient,
+    args: &Run,
+    wait: Option<Duration>,
+    given: Option<Duration>,
+) -> Result<LockGuard, Failure> {
     let lock = lock(client, args)?;
     if !args.try_once {
-        return Ok(match wait {
-            Some(wait) => lock.acquire_timeout(wait).await?,
-            None => lock.acquire().await?,
+        let Some(wait) = wait else {
+            return Ok(lock.acquire().await?);
+        };
+        return lock.acquire_timeout(wait).await.map_err(|error| match error {
+            Error::Timeout {
+                backend,
+                name,
+                waited,
+                ..
+            } => Error::timeout(backend, name, given.unwrap_or(waited)).into(),
+            error => error.into(),
         });
     }
     let granted = lock.try_acquire().await?;

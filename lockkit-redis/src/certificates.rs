@@ -7,7 +7,7 @@ use lockkit_core::{
     spi::tls::{self, Authorities, Identity},
 };
 use redis::{ClientTlsConfig, RedisError, TlsCertificates};
-use rustls::Error as TlsError;
+use rustls::{CertificateError, Error as TlsError};
 
 use crate::RedisConfig;
 
@@ -38,13 +38,23 @@ pub(crate) fn read(config: &RedisConfig) -> Result<Option<TlsCertificates>> {
     )
 }
 
-/// Returns what the server minds about this client's certificate, if the connection has failed for that.
+/// Returns what the server minds about this client's certificate, or this client about the server's, if the connection has failed for
+/// that.
 pub(crate) fn refusal(error: &RedisError) -> Option<String> {
     let cause = error
         .source()?
         .downcast_ref::<Arc<dyn StdError + Send + Sync>>()?;
     match cause.downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()? {
         TlsError::AlertReceived(alert) => tls::refusal(*alert),
+        // The latter is that of an authority with the name of one that is trusted.
+        error @ TlsError::InvalidCertificate(
+            CertificateError::UnknownIssuer | CertificateError::BadSignature,
+        ) => Some(format!(
+            "{error}: nobody who is trusted has issued it; give the certificate of its authority as `ca`"
+        )),
+        error @ TlsError::InvalidCertificate(_) => Some(format!(
+            "{error}; check the host in the URL, and the server's certificate"
+        )),
         _ => None,
     }
 }

@@ -271,7 +271,8 @@ impl Connector {
         let established = tokio::time::timeout(READY_WITHIN, handshake).await;
         established.unwrap_or_else(|_| {
             let reason = format!("the server does not answer within {READY_WITHIN:?}");
-            Err(Error::transient(NAME, "connect", reason))
+            let silent = io::Error::new(io::ErrorKind::TimedOut, reason);
+            Err(Error::transient(NAME, "connect", silent))
         })
     }
 
@@ -455,7 +456,7 @@ impl Connector {
         let stream = BoundedStream::new(stream, intake.clone());
         let (stream, io) = MultiplexedConnection::new_with_config(settings, stream, config)
             .await
-            .map_err(login_failed)?;
+            .map_err(|error| login_failed(intake.explain(error)))?;
         let io = self.connection_io.get_or_init(ConnectionIo::start).run(io);
         Ok(Opened {
             stream,
@@ -524,6 +525,14 @@ fn login_failed(error: RedisError) -> Error {
     }
     if text.contains("cluster mode") {
         return cluster();
+    }
+    if let Some((_, words)) = text.split_once("refused to switch database - ") {
+        let words = words.rsplit(": ").next().unwrap_or_default();
+        return Error::permanent(
+            NAME,
+            "connect",
+            format!("{words} (correct the database in the URL, or raise the server's `databases`)"),
+        );
     }
     failed("connect", error)
 }

@@ -31,7 +31,7 @@ use crate::{
     announcement::Announcements,
     claim::FOLLOWER_DELAY,
     connect::{Connector, Established, HostPort, OnPush, Role, ServerInfo},
-    error::{NAME, breaks_connection, disconnected, failed},
+    error::{NAME, breaks_connection, disconnected, failed, failed_at},
     layout::{self, Record},
     script::{self, Call},
     wakeup::{PushOrigin, Wakeups},
@@ -198,7 +198,7 @@ impl ManagedConnection {
             // The server forgot it: after SCRIPT FLUSH, or as a replica that was promoted.
             reply = self.send(connection, &call.in_full()).await;
         }
-        reply.map_err(|error| failed(operation, error))
+        reply.map_err(|error| failed_at(operation, &error, call.key()))
     }
 
     /// Deletes a key that has this value, by the server's own command. Returns `false` if the key has another value, or if the

@@ -1,48 +1,143 @@
 //! Converts errors of the client library.
 
-use std::io;
+use std::{io, sync::Arc};
 
 use lockkit_core::{BoxError, Error};
 use redis::{ErrorKind, RedisError, ServerErrorKind};
 
+use crate::script;
+
 pub(crate) const NAME: &str = "redis";
 
 /// Converts an error of `operation`. Unless the server refused it, its outcome is unknown.
+#[expect(clippy::needless_pass_by_value, reason = "as `map_err` has it")]
 pub(crate) fn failed(operation: &'static str, error: RedisError) -> Error {
-    let code = code(&error).to_owned();
+    failed_at(operation, &error, None)
+}
+
+/// Converts an error of `operation`, which asked for this key.
+pub(crate) fn failed_at(operation: &'static str, error: &RedisError, key: Option<&[u8]>) -> Error {
+    let code = code(error).to_owned();
+    let detail = error.detail().unwrap_or_default();
+    let is_full = detail.starts_with(TOO_MANY_CLIENTS);
+    let lacks_a_right = code == "NOPERM" || detail.starts_with(NO_RIGHT_IN_SCRIPT);
     let advice = match (error.kind(), code.as_str()) {
-        (_, "READONLY") => Some("the server is a replica now; looking for its master"),
-        (_, "NOPERM") => {
-            Some("the user may not run what locks need; docs/redis.md lists the commands and keys")
-        }
-        (_, "WRONGTYPE") => Some("the key of this lock holds something else than a string"),
-        (_, "OOM") => Some("the server is at its `maxmemory`"),
-        (_, "MISCONF" | "NOREPLICAS") => Some("the server refuses writes"),
+        (_, "READONLY") => Some("the server is a replica now; looking for its master".to_owned()),
+        (_, "WRONGTYPE") => Some(format!(
+            "{} holds something else than a lock: delete it, or choose another namespace",
+            named(key, "the key")
+        )),
+        (_, "OOM") => Some("the server's memory is full: raise its `maxmemory`".to_owned()),
+        (_, "MISCONF" | "NOREPLICAS") => Some("the server refuses writes: look at its log".to_owned()),
+        (_, "LOADING") => Some("wait until it has".to_owned()),
         (ErrorKind::AuthenticationFailed, _) | (_, "NOAUTH" | "WRONGPASS") => {
-            Some("check user and password in the URL")
+            Some("check user and password in the URL".to_owned())
+        }
+        _ if is_full => Some("raise its `maxclients`, or end idle clients".to_owned()),
+        _ if lacks_a_right => Some(missing_right(error, key)),
+        _ if operation != "connect" && breaks_connection(error) => {
+            Some("the client connects again by itself".to_owned())
         }
         _ => None,
     };
-    let permanent = matches!(
-        error.kind(),
-        ErrorKind::AuthenticationFailed
-            | ErrorKind::InvalidClientConfig
-            | ErrorKind::RESP3NotSupported
-            | ErrorKind::UnexpectedReturnType
-            | ErrorKind::Server(
-                ServerErrorKind::NoPerm | ServerErrorKind::Moved | ServerErrorKind::CrossSlot
-            )
-    ) || matches!(code.as_str(), "WRONGTYPE" | "NOAUTH" | "WRONGPASS" | "ERR")
-        && !is_full(&error);
-    let source: BoxError = match advice {
-        Some(advice) => format!("{error} ({advice})").into(),
-        None => error.into(),
+    let permanent = !is_full
+        && (matches!(
+            error.kind(),
+            ErrorKind::AuthenticationFailed
+                | ErrorKind::InvalidClientConfig
+                | ErrorKind::RESP3NotSupported
+                | ErrorKind::UnexpectedReturnType
+                | ErrorKind::Server(
+                    ServerErrorKind::NoPerm | ServerErrorKind::Moved | ServerErrorKind::CrossSlot
+                )
+        ) || matches!(code.as_str(), "WRONGTYPE" | "NOAUTH" | "WRONGPASS" | "ERR"));
+    let mut text = words(error);
+    if let Some(advice) = advice {
+        text = format!("{text} ({advice})");
+    }
+    let source: BoxError = match io_kind(error) {
+        Some(kind) => io::Error::new(kind, text).into(),
+        None => text.into(),
     };
     if permanent {
         Error::permanent(NAME, operation, source)
     } else {
         Error::transient(NAME, operation, source)
     }
+}
+
+/// What a server says of a connection that it does not take.
+const TOO_MANY_CLIENTS: &str = "max number of clients reached";
+/// What Redis 7 says if a script runs a command, or asks for a key, without the right to it. It does not say which.
+const NO_RIGHT_IN_SCRIPT: &str = "The user executing the script can't";
+/// The most bytes of the server's words. What is longer ends with its first sentence.
+const MOST_WORDS: usize = 180;
+
+/// Returns the server's own words, once. Leaves out where in a script they were said.
+fn words(error: &RedisError) -> String {
+    let (Some(code), Some(detail)) = (error.code(), error.detail()) else {
+        if error.kind() == ErrorKind::Parse {
+            return "the server's answer is none of Redis".to_owned();
+        }
+        return error.to_string();
+    };
+    let detail = detail.split(IN_SCRIPT).next().unwrap_or_default();
+    // An error of the script itself.
+    if let Some((_, own)) = detail
+        .strip_prefix("user_script:")
+        .and_then(|own| own.split_once(": "))
+    {
+        return own.to_owned();
+    }
+    // The server's own advice is for those who type commands.
+    let first = match detail
+        .split_once(". ")
+        .or_else(|| detail.split_once(", otherwise "))
+    {
+        Some((first, _)) if detail.len() > MOST_WORDS => first,
+        _ => detail,
+    };
+    format!("{code} {}", first.trim_end_matches('.'))
+}
+
+const IN_SCRIPT: &str = " script: ";
+
+/// Says which right the user lacks. The server tells the line of the script alone.
+fn missing_right(error: &RedisError, key: Option<&[u8]>) -> String {
+    let place = error
+        .detail()
+        .and_then(|detail| detail.split_once(IN_SCRIPT)?.1.split_once(", on @user_script:"));
+    let commands = place.and_then(|(digest, line)| {
+        let line = line.trim_end_matches('.').parse().ok()?;
+        script::commands(digest, line)
+    });
+    let what = match (commands, key) {
+        (Some(commands), Some(key)) => format!("{commands} for {}: ", named(Some(key), "")),
+        (Some(commands), None) => format!("{commands}: "),
+        (None, Some(key)) => format!("for {}: ", named(Some(key), "")),
+        (None, None) => String::new(),
+    };
+    format!("{what}grant the user the commands and keys that docs/redis.md lists")
+}
+
+fn named(key: Option<&[u8]>, unknown: &str) -> String {
+    key.map_or_else(
+        || unknown.to_owned(),
+        |key| format!("`{}`", String::from_utf8_lossy(key)),
+    )
+}
+
+/// Returns the kind of an error that is not the server's but the connection's.
+fn io_kind(error: &RedisError) -> Option<io::ErrorKind> {
+    if error.kind() == ErrorKind::Parse {
+        return Some(io::ErrorKind::InvalidData);
+    }
+    let cause = std::error::Error::source(error)?;
+    let error = match cause.downcast_ref::<Arc<dyn std::error::Error + Send + Sync>>() {
+        Some(shared) => shared.downcast_ref::<io::Error>(),
+        None => cause.downcast_ref::<io::Error>(),
+    };
+    error.map(io::Error::kind)
 }
 
 /// Returns the error of an operation while there is no connection.
@@ -58,12 +153,6 @@ pub(crate) fn disconnected(operation: &'static str, why: &str) -> Error {
 /// Returns the error for a reply that none of the scripts gives.
 pub(crate) fn unexpected(operation: &'static str, reply: &redis::Value) -> Error {
     Error::permanent(NAME, operation, format!("the server answered {reply:?}"))
-}
-
-/// Returns whether the server has no room for another connection now. It has no code of its own for that.
-fn is_full(error: &RedisError) -> bool {
-    let detail = error.detail().unwrap_or_default();
-    detail.contains("max number of clients")
 }
 
 /// Returns the server's code of an error. Before Redis 7, an error within a script is an `ERR` whose text has the code.

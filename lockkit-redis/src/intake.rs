@@ -12,6 +12,7 @@ use std::{
     task::{Context, Poll, ready},
 };
 
+use lockkit_core::spi::Mutex;
 use redis::RedisError;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
@@ -27,6 +28,9 @@ const MOST: usize = 8 * 1024 * 1024;
 /// once watched a lock, comes to see so many of an honest server, after a long time. It loses nothing with the connection.
 const MOST_PUSHES: usize = 10_000;
 
+/// The most bytes of an error that is the server's only word.
+const MOST_FIRST_WORDS: usize = 256;
+
 const TOO_MUCH: &str = "the server has sent more than 8 MiB for one request, or for none";
 const ENDLESS: &str = "the server sends pushes without end that nobody asked for";
 
@@ -39,6 +43,8 @@ pub(crate) struct Intake {
     /// The number of pushes since the last request was written.
     pushes: AtomicUsize,
     excess: OnceLock<&'static str>,
+    /// What the server has said, while that is one error and nothing else: `-ERR max number of clients reached`.
+    first_words: Mutex<Vec<u8>>,
 }
 
 impl Intake {
@@ -62,10 +68,37 @@ impl Intake {
 
     /// Returns this error of a request, or why its connection has ended.
     pub(crate) fn explain(&self, error: RedisError) -> RedisError {
-        match self.excess() {
-            Some(excess) if error.is_connection_dropped() => ended(excess).into(),
-            _ => error,
+        if let Some(excess) = self.excess()
+            && error.is_connection_dropped()
+        {
+            return ended(excess).into();
         }
+        if error.is_connection_dropped() || error.is_io_error() {
+            return self.refusal().unwrap_or(error);
+        }
+        error
+    }
+
+    /// Returns the error with which the server has taken leave, without having been asked for anything.
+    fn refusal(&self) -> Option<RedisError> {
+        let words = self.first_words.lock().clone();
+        if !words.ends_with(b"\r\n") {
+            return None;
+        }
+        redis::parse_redis_value(&words).ok()?.extract_error().err()
+    }
+
+    /// Keeps what the server says first. Returns `false` once it has said something else than one error.
+    fn note_first_words(&self, bytes: &[u8]) -> bool {
+        let mut words = self.first_words.lock();
+        words.extend_from_slice(bytes);
+        let lines = words.split_inclusive(|byte| *byte == b'\n').count();
+        let is_error = words.first().is_none_or(|first| *first == b'-');
+        let is_one = is_error && lines <= 1 && words.len() <= MOST_FIRST_WORDS;
+        if !is_one {
+            *words = Vec::new();
+        }
+        is_one
     }
 
     fn note_read(&self, bytes: usize) {
@@ -100,6 +133,8 @@ pub(crate) struct BoundedStream<S> {
     runtime: Handle,
     /// The number of bytes that may still be read in this turn.
     left: usize,
+    /// The server has said something else than an error.
+    is_in: bool,
     /// Resolves when others have had their turn. That of a task alone would not do: a future that waits for a reply reads, too.
     others: Option<JoinHandle<()>>,
 }
@@ -112,7 +147,25 @@ impl<S> BoundedStream<S> {
             intake,
             runtime: Handle::current(),
             left: TURN,
+            is_in: false,
             others: None,
+        }
+    }
+
+    fn note(&mut self, read: &[u8]) {
+        if !self.is_in {
+            self.is_in = !self.intake.note_first_words(read);
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> BoundedStream<S> {
+    /// Reads what the server has said before it closed the connection, in case that nobody has.
+    fn hear_it_out(&mut self, cx: &mut Context<'_>) {
+        let mut bytes = [0; MOST_FIRST_WORDS];
+        let mut said = ReadBuf::new(&mut bytes);
+        if !self.is_in && Pin::new(&mut self.stream).poll_read(cx, &mut said).is_ready() {
+            self.note(said.filled());
         }
     }
 }
@@ -134,6 +187,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for BoundedStream<S> {
             this.left = TURN;
             return Poll::Pending;
         }
+        this.note(part.filled());
         buf.advance(read);
         this.left -= read;
         if this.left == 0 {
@@ -145,10 +199,14 @@ impl<S: AsyncRead + Unpin> AsyncRead for BoundedStream<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for BoundedStream<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for BoundedStream<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let written = ready!(Pin::new(&mut this.stream).poll_write(cx, buf))?;
+        let written = ready!(Pin::new(&mut this.stream).poll_write(cx, buf));
+        if written.is_err() {
+            this.hear_it_out(cx);
+        }
+        let written = written?;
         this.intake.note_request();
         Poll::Ready(Ok(written))
     }

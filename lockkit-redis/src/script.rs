@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use redis::{Arg, Cmd, RedisResult, ToRedisArgs, Value, aio::MultiplexedConnection};
+use redis::{Arg, Cmd, RedisResult, ToRedisArgs, aio::MultiplexedConnection};
 
 macro_rules! script {
     ($($part:literal),*) => {
@@ -79,9 +79,25 @@ pub(crate) async fn load(scripts: &[&Script], connection: &mut MultiplexedConnec
     for script in scripts {
         load.add_command(script.load());
     }
-    // Not by its reply: all servers share the scripts, and one may say anything.
-    let _: Vec<Value> = load.query_async(connection).await?;
-    Ok(())
+    // Not by its reply: all servers share the scripts, and one may say anything. What it minds, it minds of each: that is told once.
+    let replies = connection.send_packed_commands(&load, 0, scripts.len()).await?;
+    let refused = replies.into_iter().find_map(|reply| reply.extract_error().err());
+    refused.map_or(Ok(()), Err)
+}
+
+/// Returns the commands in a line of the script with this digest, the first line being 1: `PTTL, PEXPIRE`.
+pub(crate) fn commands(digest: &str, line: usize) -> Option<String> {
+    let script = ALL
+        .iter()
+        .chain(&REDLOCK)
+        .find(|script| script.digest() == digest)?;
+    let line = script.source.lines().nth(line.checked_sub(1)?)?;
+    let commands: Vec<_> = line
+        .split("call('")
+        .skip(1)
+        .filter_map(|rest| rest.split('\'').next())
+        .collect();
+    (!commands.is_empty()).then(|| commands.join(", "))
 }
 
 /// A Lua script of one lock, or of a master's marker.
@@ -136,6 +152,17 @@ impl Call {
     pub(crate) fn arg(&mut self, argument: impl ToRedisArgs) -> &mut Self {
         self.command.arg(argument);
         self
+    }
+
+    /// Returns the key that it names.
+    pub(crate) fn key(&self) -> Option<&[u8]> {
+        self.command
+            .args_iter()
+            .nth(3)
+            .and_then(|argument| match argument {
+                Arg::Simple(key) => Some(key),
+                _ => None,
+            })
     }
 
     /// Returns this call with the whole script, for a server that does not know it.

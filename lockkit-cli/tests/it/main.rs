@@ -1,6 +1,7 @@
 //! The `lockkit` command as its users have it: real processes on a real directory.
 
 mod breaking;
+mod catalogue;
 mod command_line;
 mod connecting;
 mod fencing;

@@ -5,12 +5,13 @@
 
 use std::{
     collections::HashMap,
+    io,
     sync::{Arc, Weak, atomic::Ordering},
     time::Duration,
 };
 
 use lockkit_core::{
-    Error, Result,
+    BoxError, Error, Result,
     spi::{Mutex, chain},
 };
 use redis::{PushInfo, PushKind};
@@ -117,7 +118,7 @@ impl Connector {
         };
         let known = known.ok_or_else(|| {
             let reason = format!(
-                "the sentinel {} knows no master `{master}`",
+                "the sentinel {} knows no master `{master}`; correct the option `sentinel`",
                 self.sentinel_name(n)
             );
             Error::transient(NAME, "connect", reason)
@@ -172,6 +173,10 @@ fn about(server: &str, err: Error) -> Error {
         return err;
     };
     let reason = format!("{server}: {}", chain(&*source));
+    let reason: BoxError = match source.downcast_ref::<io::Error>() {
+        Some(error) => io::Error::new(error.kind(), reason).into(),
+        None => reason.into(),
+    };
     if transient {
         Error::transient(NAME, "connect", reason)
     } else {

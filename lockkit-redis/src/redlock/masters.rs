@@ -348,12 +348,20 @@ impl Failures {
             self.0.len(),
             rules.masters
         );
-        for (n, (master, why, _)) in self.0.iter().enumerate() {
-            text.push_str(if n == 0 { "" } else { "; " });
-            text.push_str(names[*master].as_ref());
-            text.push_str(": ");
-            text.push_str(why);
+        // A reason that several have is told once.
+        let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+        for (master, why, _) in &self.0 {
+            let name = names[*master].as_ref();
+            match reasons.iter_mut().find(|(other, _)| other == why) {
+                Some((_, those)) => those.push(name),
+                None => reasons.push((why, vec![name])),
+            }
         }
+        let reasons: Vec<_> = reasons
+            .into_iter()
+            .map(|(why, those)| format!("{}: {why}", those.join(", ")))
+            .collect();
+        text.push_str(&reasons.join("; "));
         let permanent = self.0.iter().filter(|(_, _, permanent)| *permanent).count();
         if rules.masters - permanent < rules.quorum {
             Error::permanent(NAME, operation, text)
