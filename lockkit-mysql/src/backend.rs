@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use lockkit_core::{
     Capabilities, Error, FencingToken, LockKind, LockName, LockState, Result,
     spi::{
-        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Secrets,
+        self, Backend, BackendInfo, Claim, ClaimRequest, Lease, Lister, Secrets, chain,
         fence::{MOST, check},
         require_runtime,
     },
@@ -14,11 +14,11 @@ use lockkit_core::{
 use tokio::task::JoinSet;
 
 use crate::{
-    Mode, MySqlConfig, NAME,
+    Mode, MySqlConfig, NAME, Schema,
     config::Target,
     connection::column,
     control::Epoch,
-    error::During,
+    error::{self, During},
     layout::Key,
     lease_claim::{self, LeaseClaim},
     lease_sql::{self, ServerLocks},
@@ -57,9 +57,27 @@ pub(crate) struct Shared {
     pub(crate) server_locks: ServerLocks,
     /// What is blanked in whatever the server says.
     pub(crate) secrets: Secrets,
+    mode: Mode,
+    schema: Schema,
 }
 
 impl Shared {
+    /// Returns the error of an attempt. If the tables have gone since the client connected, as by a restore, it first has them as they
+    /// were when it connected, and then the next attempt succeeds.
+    pub(crate) async fn mended(&self, error: Error) -> Error {
+        if !error::lacks_a_table(&error) {
+            return error;
+        }
+        let control = &self.sessions.control;
+        if let Err(why) = control.prepare(self.mode, self.schema).await {
+            return why;
+        }
+        // What it has noted in the tables is gone, too. The next connection notes it anew.
+        control.close().await;
+        let words = std::error::Error::source(&error).map_or_else(String::new, chain);
+        Error::transient(NAME, "acquire", format!("{words} (it is made anew; try again)"))
+    }
+
     /// Returns the server's state of a session's statement. `None` if the session is idle or gone, or its id may be another's. Of a
     /// dead connection nothing else is ever heard.
     pub(crate) async fn statement_state(&self, session: u64, epoch: &Epoch) -> Result<Option<String>> {
@@ -123,6 +141,8 @@ impl MySqlBackend {
             namespace: config.namespace.as_str().into(),
             server_locks,
             secrets,
+            mode: config.mode,
+            schema: config.schema,
         });
         let mut maintenance = JoinSet::new();
         maintenance.spawn({

@@ -1,6 +1,8 @@
 //! Errors of the server and of connections to it, as errors of the core.
 
-use lockkit_core::{Error, Result};
+use std::io;
+
+use lockkit_core::{BoxError, Error, Result, spi::chain};
 use sqlx::mysql::MySqlDatabaseError;
 
 use crate::NAME;
@@ -15,6 +17,18 @@ pub(crate) mod code {
     pub(crate) const TOO_MANY_USER_CONNECTIONS: u16 = 1203;
     pub(crate) const USER_LIMIT_REACHED: u16 = 1226;
     pub(crate) const NO_SUCH_SAVEPOINT: u16 = 1305;
+    pub(crate) const DATABASE_ACCESS_DENIED: u16 = 1044;
+    pub(crate) const ACCESS_DENIED: u16 = 1045;
+    pub(crate) const UNKNOWN_DATABASE: u16 = 1049;
+    pub(crate) const TABLE_FULL: u16 = 1114;
+    pub(crate) const HOST_BLOCKED: u16 = 1129;
+    pub(crate) const HOST_NOT_ALLOWED: u16 = 1130;
+    pub(crate) const TABLE_ACCESS_DENIED: u16 = 1142;
+    pub(crate) const COLUMN_ACCESS_DENIED: u16 = 1143;
+    pub(crate) const NO_SUCH_TABLE: u16 = 1146;
+    pub(crate) const PASSWORD_EXPIRED: [u16; 2] = [1820, 1862];
+    /// MySQL's and MariaDB's.
+    pub(crate) const ACCOUNT_LOCKED: [u16; 2] = [3118, 4151];
     /// The server is read-only.
     pub(crate) const OPTION_PREVENTS_STATEMENT: u16 = 1290;
     pub(crate) const QUERY_INTERRUPTED: u16 = 1317;
@@ -91,11 +105,67 @@ pub(crate) fn failed(operation: &'static str, error: sqlx::Error) -> Error {
                 )
         }),
     };
+    let source = cause(operation, error);
     if may_pass {
-        Error::transient(NAME, operation, error)
+        Error::transient(NAME, operation, source)
     } else {
-        Error::permanent(NAME, operation, error)
+        Error::permanent(NAME, operation, source)
     }
+}
+
+/// What the server has refused, with what to do.
+#[derive(Debug, thiserror::Error)]
+#[error("{number} {words}{}", advice(*.number).map_or_else(String::new, |advice| format!(" ({advice})")))]
+struct Refusal {
+    number: u16,
+    words: String,
+}
+
+/// Returns the cause of an error, told once: the client library's errors repeat theirs.
+fn cause(operation: &'static str, error: sqlx::Error) -> BoxError {
+    if let Some(number) = number(&error)
+        && let Some(words) = error.as_database_error().map(|error| error.message().to_owned())
+    {
+        return Refusal { number, words }.into();
+    }
+    match error {
+        sqlx::Error::Io(error) if operation == "connect" => error.into(),
+        sqlx::Error::Io(error) => {
+            let text = format!("{error} (the client connects again by itself)");
+            io::Error::new(error.kind(), text).into()
+        }
+        error => chain(&error).into(),
+    }
+}
+
+/// Returns `true` if the operation failed since a table was not there.
+pub(crate) fn lacks_a_table(error: &Error) -> bool {
+    let refusal = std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<Refusal>());
+    refusal.is_some_and(|refusal| refusal.number == code::NO_SUCH_TABLE)
+}
+
+fn advice(number: u16) -> Option<&'static str> {
+    Some(match number {
+        code::ACCESS_DENIED => "check user and password in the URL",
+        code::HOST_BLOCKED => "run FLUSH HOSTS at the server",
+        code::HOST_NOT_ALLOWED => "make an account for this host",
+        code::DATABASE_ACCESS_DENIED | code::TABLE_ACCESS_DENIED | code::COLUMN_ACCESS_DENIED => {
+            "grant the account what docs/mysql.md lists"
+        }
+        code::UNKNOWN_DATABASE => "create it, or correct the database in the URL",
+        code::TOO_MANY_CONNECTIONS => "raise the server's max_connections, or end idle connections",
+        code::TOO_MANY_USER_CONNECTIONS | code::USER_LIMIT_REACHED => {
+            "raise the account's limit, or lower max_connections in the URL"
+        }
+        code::TABLE_FULL => "make room on the server's disk",
+        code::OPTION_PREVENTS_STATEMENT | code::READ_ONLY_MODE => "connect to the primary",
+        code::CONNECTION_KILLED | code::SESSION_KILLED | code::SHUTDOWN_IN_PROGRESS => {
+            "the client connects again by itself"
+        }
+        number if code::PASSWORD_EXPIRED.contains(&number) => "give the account a new password",
+        number if code::ACCOUNT_LOCKED.contains(&number) => "unlock it, or take another",
+        _ => return None,
+    })
 }
 
 /// The connection of a waiter was lost without a sign.

@@ -340,12 +340,9 @@ impl LeaseClaim {
             LossReason::Revoked
         }
     }
-}
 
-#[async_trait]
-impl Claim for LeaseClaim {
-    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
-        require_runtime(NAME, "acquire")?;
+    /// Attempts to take the lock, or to wait for it.
+    async fn take(&mut self, patience: Duration) -> Result<Option<Grant>> {
         if matches!(self.stage, Stage::Waiting) && !self.has_waited().await? {
             return Ok(None);
         }
@@ -391,6 +388,17 @@ impl Claim for LeaseClaim {
             session.has_reply();
         }
         Ok(None)
+    }
+}
+
+#[async_trait]
+impl Claim for LeaseClaim {
+    async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        require_runtime(NAME, "acquire")?;
+        match self.take(patience).await {
+            Ok(grant) => Ok(grant),
+            Err(error) => Err(self.shared.mended(error).await),
+        }
     }
 
     async fn renew(&mut self) -> Result<Renewal> {

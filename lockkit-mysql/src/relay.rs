@@ -180,7 +180,9 @@ impl Route {
         }
         if self.encryption.is_some() {
             if !greeting.offers_tls() {
-                return Err(End::Refused("the server does not speak TLS".to_owned()));
+                return Err(End::Refused(
+                    "the server does not speak TLS; configure it there, or leave out `tls`".to_owned(),
+                ));
             }
             greeting.name_no_sha256();
         }

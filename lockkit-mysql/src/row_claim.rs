@@ -782,7 +782,12 @@ impl Claim for RowClaim {
         self.breaks.mark_unchanged();
         self.receive_or_abandon().await;
         loop {
-            match self.step(patience).await? {
+            let step = self.step(patience).await;
+            let step = match step {
+                Ok(step) => step,
+                Err(error) => return Err(self.shared.mended(error).await),
+            };
+            match step {
                 Step::Again => {}
                 Step::Taken => return Ok(None),
                 Step::Granted(tokens) => {

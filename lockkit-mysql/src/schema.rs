@@ -158,7 +158,7 @@ fn question(mode: Mode) -> String {
          LEFT JOIN information_schema.COLUMNS f ON f.TABLE_SCHEMA = t.TABLE_SCHEMA AND f.TABLE_NAME = t.TABLE_NAME \
          AND f.COLUMN_NAME = 'full_name' \
          LEFT JOIN information_schema.COLUMNS a ON a.TABLE_SCHEMA = t.TABLE_SCHEMA AND a.TABLE_NAME = t.TABLE_NAME \
-         AND a.COLUMN_NAME = 'asked' WHERE t.TABLE_SCHEMA = DATABASE() AND t.TABLE_NAME IN ({names})"
+         AND a.COLUMN_NAME = 'asked' WHERE t.TABLE_SCHEMA = DATABASE() AND t.TABLE_NAME IN ({names}) ORDER BY t.TABLE_NAME"
     )
 }
 
@@ -174,7 +174,12 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
         let kind: Option<String> = column(row, 2).during("connect")?;
         let width: Option<u64> = column(row, 3).during("connect")?;
         missing.retain(|name| !name.eq_ignore_ascii_case(&table));
-        let engine = engine.unwrap_or_default();
+        let Some(engine) = engine else {
+            return Err(Error::unsupported(
+                NAME,
+                format!("`{table}`, which is a view and no table; drop it, or take another database"),
+            ));
+        };
         if !engine.eq_ignore_ascii_case("InnoDB") {
             return Err(Error::unsupported(
                 NAME,
@@ -183,12 +188,24 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
                 ),
             ));
         }
+        if kind.is_none() {
+            // The server hides the columns to which the account has no right.
+            return Err(Error::permanent(
+                NAME,
+                "connect",
+                format!(
+                    "the columns of the table `{table}` are hidden from this account; \
+                     grant it SELECT, INSERT, UPDATE and DELETE on the table"
+                ),
+            ));
+        }
         let is_exact = kind.is_some_and(|kind| kind.eq_ignore_ascii_case("varbinary"));
         if !is_exact || width.is_none_or(|width| width < 255) {
             return Err(Error::unsupported(
                 NAME,
                 format!(
-                    "table `{table}` whose column `name` is not VARBINARY(255): other types take names for equal that are not"
+                    "table `{table}` whose column `name` is not VARBINARY(255): other types take names for equal that are not; \
+                     drop it while no lock is held"
                 ),
             ));
         }
