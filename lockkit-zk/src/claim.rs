@@ -124,7 +124,7 @@ impl ZkClaim {
 impl Claim for ZkClaim {
     async fn attempt(&mut self, patience: Duration) -> lockkit_core::Result<Option<Grant>> {
         let granted = contained(self.try_once(!patience.is_zero())).await;
-        granted.map_err(|failure| failure.during("acquire"))
+        granted.map_err(|failure| failure.about(&self.path).during("acquire"))
     }
 
     async fn renew(&mut self) -> lockkit_core::Result<Renewal> {
@@ -154,7 +154,7 @@ impl Claim for ZkClaim {
         let held = self.node.as_ref().filter(|node| node.is_held());
         let ended = held.and_then(|node| node.session.ended());
         let kept = contained(self.leave()).await;
-        let kept = kept.map_err(|failure| failure.during("release"))?;
+        let kept = kept.map_err(|failure| failure.about(&self.path).during("release"))?;
         match ended.or((!kept).then_some(LossReason::Revoked)) {
             None => Ok(()),
             Some(reason) => Err(Error::lost(NAME, self.request.name.clone(), reason)),

@@ -16,8 +16,11 @@ pub(crate) type Result<T> = std::result::Result<T, Failure>;
 /// A failure within this backend. [`during`](Self::during) makes an error of lockkit's of it.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum Failure {
-    #[error("{0}")]
+    #[error("{0}{advice}", advice = advice(.0))]
     Server(ZkError),
+    /// The server has refused a request for this lock.
+    #[error("{why} for {path}, or above it (grant the user what docs/zookeeper.md lists)")]
+    Denied { path: String, why: ZkError },
     #[error("the session has ended: {0}")]
     SessionEnded(LossReason),
     #[error("the session is not proven to be alive at the moment, so nothing is granted on it")]
@@ -76,6 +79,10 @@ impl From<ZkError> for Failure {
             ZkError::UnexpectedError(text) if text.starts_with("BUG: ") => {
                 Self::Server(ZkError::ConnectionLoss)
             }
+            // How the socket ended differs from time to time.
+            ZkError::Custom(cause) if cause.to_string().contains("(os error ") => {
+                Self::Server(ZkError::ConnectionLoss)
+            }
             error => Self::Server(error),
         }
     }
@@ -87,7 +94,30 @@ pub(crate) async fn contained<T>(request: impl Future<Output = Result<T>>) -> Re
     outcome.unwrap_or_else(|panic| Err(Failure::Panicked(resumable::said(resumable::text_of(&*panic)))))
 }
 
+/// Returns what to do, if there is something, behind the words of the client library.
+fn advice(error: &ZkError) -> &'static str {
+    match error {
+        ZkError::NoAuth => " (grant the user what docs/zookeeper.md lists)",
+        ZkError::AuthFailed => " (check user and password in the URL)",
+        ZkError::ConnectionLoss => " (the client connects again by itself)",
+        ZkError::NoHosts => " (are the servers running, and are these their hosts and ports?)",
+        ZkError::QuotaExceeded => " (raise the quota)",
+        _ => "",
+    }
+}
+
 impl Failure {
+    /// Names what the request was about, if the user has no right to it.
+    pub(crate) fn about(self, path: &str) -> Self {
+        match self {
+            Self::Server(why @ (ZkError::NoAuth | ZkError::InvalidAcl)) => Self::Denied {
+                path: path.to_owned(),
+                why,
+            },
+            other => other,
+        }
+    }
+
     /// Returns the error for a caller of `operation`.
     pub(crate) fn during(self, operation: &'static str) -> Error {
         match self {
@@ -95,6 +125,7 @@ impl Failure {
             Self::Closed => Error::Closed,
             Self::OtherSize { .. } => Error::invalid_option("permits", self.to_string()),
             Self::NoRuntime
+            | Self::Denied { .. }
             | Self::RuntimeGone
             | Self::NoLock { .. }
             | Self::NoBases { .. }

@@ -20,6 +20,7 @@ use crate::tool::{in_this_process, lockkit};
 mod mysql;
 mod redis;
 mod redlock;
+mod zookeeper;
 
 /// In every password, and in no line that is printed.
 const SECRET: &str = "canary";
