@@ -2,7 +2,7 @@
 
 use std::io;
 
-use lockkit_core::{Error, Result};
+use lockkit_core::{BoxError, Error, Result, spi::chain};
 use tokio_postgres::error::{DbError, Severity};
 
 use crate::NAME;
@@ -109,11 +109,61 @@ pub(crate) fn failed(operation: &'static str, failure: Failure) -> Error {
             }
         },
     };
+    let source = cause(operation, failure);
     if may_pass {
-        Error::transient(NAME, operation, failure)
+        Error::transient(NAME, operation, source)
     } else {
-        Error::permanent(NAME, operation, failure)
+        Error::permanent(NAME, operation, source)
     }
+}
+
+/// Returns the cause of an error, told once: the client library's errors say "db error" and have the server's words behind that.
+fn cause(operation: &'static str, failure: Failure) -> BoxError {
+    let library = match failure {
+        Failure::Library(error) => error,
+        Failure::Io(error) if operation == "connect" => return error.into(),
+        Failure::Io(error) => {
+            let text = format!("{error} (the client connects again by itself)");
+            return io::Error::new(error.kind(), text).into();
+        }
+        other => return other.into(),
+    };
+    let text = match library.as_db_error() {
+        Some(error) => {
+            let (code, message) = (error.code().code(), error.message());
+            match advice(code) {
+                Some(advice) => format!("{code} {message} ({advice})"),
+                None => format!("{code} {message}"),
+            }
+        }
+        None => chain(&library),
+    };
+    let ended = library.is_closed() || io_cause(&library).is_some();
+    let text = if ended && operation != "connect" {
+        format!("{text} (the client connects again by itself)")
+    } else {
+        text
+    };
+    match io_cause(&library) {
+        Some(error) => io::Error::new(error.kind(), text).into(),
+        None => text.into(),
+    }
+}
+
+fn advice(code: &str) -> Option<&'static str> {
+    Some(match code {
+        "28P01" => "check user and password in the URL",
+        "28000" => "check the user in the URL, and the server's pg_hba.conf",
+        "3D000" => "create it, or correct the database in the URL",
+        "42501" => "grant the role what docs/postgres.md lists",
+        "42P01" | "3F000" => "the tables have gone: connect anew, which makes them",
+        "53300" => "raise max_connections, or end idle connections",
+        "53100" => "make room on the server's disk",
+        "25006" => "connect to the primary",
+        "57P01" | "57P02" | "57P05" => "the client connects again by itself",
+        "57P03" => "wait until it is up",
+        _ => return None,
+    })
 }
 
 fn io_cause(error: &tokio_postgres::Error) -> Option<&io::Error> {

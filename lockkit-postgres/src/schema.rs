@@ -199,7 +199,7 @@ async fn check_rights(control: &Control) -> Result<()> {
         NAME,
         "connect",
         format!(
-            "the role lacks rights in the schema lockkit; run: GRANT USAGE ON SCHEMA lockkit TO \"{role}\"; GRANT USAGE, UPDATE ON \
+            "the role lacks rights; run: GRANT USAGE ON SCHEMA lockkit TO \"{role}\"; GRANT USAGE, UPDATE ON \
              SEQUENCE lockkit.token TO \"{role}\"; GRANT SELECT, INSERT, UPDATE, DELETE ON lockkit.epoch, lockkit.holder, \
              lockkit.semaphore TO \"{role}\""
         ),
@@ -210,7 +210,9 @@ fn may_not_create(error: Error, statements: &str) -> Error {
     if error.is_transient() {
         return error;
     }
-    let cause = lockkit_core::spi::chain(&error);
+    let cause = std::error::Error::source(&error).map_or_else(|| error.to_string(), lockkit_core::spi::chain);
+    // The statements are the advice.
+    let cause = cause.split(" (").next().unwrap_or_default();
     Error::permanent(
         NAME,
         "connect",

@@ -92,7 +92,16 @@ pub(crate) fn refusal(error: &io::Error) -> Option<String> {
                 .replace("`cert`", "`sslcert`")
         }),
         TlsError::InvalidCertificate(error) => {
-            Some(format!("the server's certificate is not accepted: {error}"))
+            // The latter is that of an authority with the name of one that is trusted.
+            let advice = match error {
+                CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+                    "give that of its authority as `sslrootcert`"
+                }
+                _ => "check the host in the URL, and the certificate",
+            };
+            Some(format!(
+                "the server's certificate is not accepted: {error}; {advice}"
+            ))
         }
         _ => None,
     }
