@@ -154,6 +154,12 @@ impl Connection {
             Ok(()) => Ok(connection),
             // It may have closed it since it cannot read what is not encrypted.
             Err(Failure::Unknown(reason) | Failure::Unreachable(reason)) if scheme == "http" => {
+                // How it ended differs from time to time, and says nothing of the server.
+                let reason = if reason.starts_with("the connection") {
+                    "the connection ended before etcd had answered"
+                } else {
+                    &reason
+                };
                 let reason = format!("{reason}; if the servers listen on https, connect with tls=verify");
                 Err(Failure::Unreachable(format!("{host}: {reason}")))
             }

@@ -59,6 +59,8 @@ pub(crate) enum Failure {
     RuntimeGone,
 }
 
+const CONNECTION_FAILED: &str = "the connection failed";
+
 impl From<Abandoned> for Failure {
     fn from(Abandoned: Abandoned) -> Self {
         Self::Abandoned
@@ -86,7 +88,7 @@ impl From<Status> for Failure {
             // It had none.
             Code::InvalidArgument if says("user name is empty") => return Self::StaleToken,
             Code::InvalidArgument if says("authentication failed") => {
-                ("the user or the password is wrong", true)
+                ("the user or the password is wrong: check both in the URL", true)
             }
             Code::ResourceExhausted if says("database space exceeded") => {
                 return Self::Full(format!(
@@ -131,7 +133,7 @@ fn unknown(status: &Status) -> String {
                 }
                 cause = error.source();
             }
-            format!("the connection failed: {text}")
+            format!("{CONNECTION_FAILED}: {text}")
         }
     }
 }
@@ -153,6 +155,12 @@ impl Failure {
     /// Returns the error for a caller of `operation`.
     pub(crate) fn during(self, operation: &'static str) -> Error {
         match self {
+            Self::Unknown(text) | Self::Unreachable(text)
+                if operation != "connect" && text.starts_with(CONNECTION_FAILED) =>
+            {
+                let advised = format!("{text} (the client connects again by itself)");
+                Error::transient(NAME, operation, advised)
+            }
             Self::Closed => Error::Closed,
             Self::OtherSize { .. } => Error::invalid_option("permits", self.to_string()),
             Self::ShortLease { .. } => Error::invalid_option("ttl", self.to_string()),

@@ -17,6 +17,7 @@ use lockkit::{Error, LockClient, LockConfig};
 
 use crate::tool::{in_this_process, lockkit};
 
+mod etcd;
 mod mysql;
 mod postgres;
 mod redis;
