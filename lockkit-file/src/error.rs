@@ -16,7 +16,7 @@ pub(crate) type Result<T, E = FileError> = std::result::Result<T, E>;
 /// A failure, before it is known which operation it made fail.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FileError {
-    #[error("cannot {doing} {}", .path.display())]
+    #[error("cannot {doing} {}{}", .path.display(), advice(.source))]
     Io {
         doing: &'static str,
         path: PathBuf,
@@ -38,6 +38,8 @@ pub(crate) enum FileError {
     OtherName { path: PathBuf, found: String },
     #[error("{} has no fencing tokens left", .path.display())]
     Exhausted { path: PathBuf },
+    #[error("{} has a waiter with the last number that there is; end that waiter", .path.display())]
+    NoTickets { path: PathBuf },
     #[error("{} was replaced again and again while it was being locked", .path.display())]
     Replaced { path: PathBuf },
     #[error("{} stayed locked by another process for over {waited_ms} ms; it may be stopped", .path.display())]
@@ -52,6 +54,18 @@ pub(crate) enum FileError {
     NoRuntime,
     #[error("{reason}")]
     PermitsInUse { reason: String },
+}
+
+/// Returns what to do, if there is something, behind the path.
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => " (give this user the right to it)",
+        io::ErrorKind::NotADirectory => " (choose another directory)",
+        io::ErrorKind::IsADirectory => " (remove it)",
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => " (make room on the disk)",
+        io::ErrorKind::ReadOnlyFilesystem => " (choose a directory that can be written)",
+        _ => "",
+    }
 }
 
 impl FileError {

@@ -33,6 +33,8 @@ pub(crate) const HEARTBEAT: Duration = Duration::from_secs(1);
 const LIVE_FOR: Duration = Duration::from_secs(2);
 /// Limits the draws of a waiter whose new tickets are taken for a dead waiter's before they are locked.
 const MAX_DRAWS: usize = 64;
+/// A number that no queue reaches by itself. A ticket with one was put there, and none could be drawn behind the last number.
+const ODD: u64 = u64::MAX / 2;
 
 /// The queue of one name.
 #[derive(Clone, Debug)]
@@ -63,6 +65,16 @@ impl Queue {
             }
         }
         Ok(false)
+    }
+
+    /// Removes the tickets with odd numbers that are not live. Returns whether there was one.
+    fn drop_dead_odd(&self, tickets: &[TicketName]) -> Result<bool> {
+        let mut any = false;
+        for ticket in tickets.iter().filter(|ticket| ticket.number >= ODD) {
+            let path = self.dir.join(&ticket.file_name);
+            any |= !is_live(&path)?;
+        }
+        Ok(any)
     }
 
     fn tickets(&self) -> Result<Vec<TicketName>> {
@@ -127,7 +139,10 @@ impl Ticket {
             layout::ensure_dir(&queue.dir)?;
             let tickets = queue.tickets()?;
             let last = tickets.iter().map(|ticket| ticket.number).max().unwrap_or(0);
-            let number = last.checked_add(1).ok_or_else(|| FileError::Exhausted {
+            if last >= ODD && queue.drop_dead_odd(&tickets)? {
+                continue;
+            }
+            let number = last.checked_add(1).ok_or_else(|| FileError::NoTickets {
                 path: queue.dir.clone(),
             })?;
             // No other owner ever has a file of this name.

@@ -18,6 +18,7 @@ use lockkit::{Error, LockClient, LockConfig};
 use crate::tool::{in_this_process, lockkit};
 
 mod etcd;
+mod file;
 mod mysql;
 mod postgres;
 mod redis;

@@ -65,6 +65,22 @@ async fn a_killed_waiter_blocks_nobody() {
     }
 }
 
+/// Such a file was put there, or is left of a clock that somebody drew numbers from.
+#[tokio::test]
+async fn a_dead_ticket_with_the_last_number_bars_nobody() {
+    let dir = TempDir::new().unwrap();
+    let (backend, mut holder) = held(dir.path(), Mode::Exclusive).await;
+    let mut first = claim(&backend, "n", Mode::Exclusive).await;
+    assert!(first.attempt(PATIENCE).await.unwrap().is_none());
+    let queue = tickets(dir.path())[0].parent().unwrap().to_owned();
+    fs::write(queue.join(format!("{}.x", u64::MAX)), "").unwrap();
+    let mut waiter = claim(&backend, "n", Mode::Exclusive).await;
+    assert!(waiter.attempt(PATIENCE).await.unwrap().is_none(), "taken");
+    first.release().await.unwrap();
+    holder.release().await.unwrap();
+    granted(&mut waiter).await;
+}
+
 #[tokio::test]
 #[cfg(target_os = "linux")]
 async fn a_waiter_is_woken_when_its_predecessor_leaves() {
