@@ -498,7 +498,11 @@ mod tests {
         let mut met = meeting.accept().await.unwrap();
         library.write_all(b"login").await.unwrap();
         let mut login = [0; 5];
-        met.read_exact(&mut login).await.unwrap();
+        // The stranger says nothing for as long as it is there.
+        timeout(Duration::from_secs(10), met.read_exact(&mut login))
+            .await
+            .expect("it met the library")
+            .unwrap();
         assert_eq!(&login, b"login");
         drop(stranger.stdin.take());
         stranger.wait().unwrap();

@@ -1,13 +1,21 @@
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, date_time_ymd,
 };
+use rustls::{
+    ServerConfig,
+    crypto::ring,
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
+};
 use tempfile::TempDir;
+use tokio::net::TcpStream;
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use crate::directory;
 
@@ -71,6 +79,25 @@ impl Certificates {
             ServerPair::Expired => "expired-server.pair.pem",
             ServerPair::Elsewhere => "elsewhere.pair.pem",
         })
+    }
+
+    /// Shakes hands with a client as the [`server`](Self::server), which offers these protocols.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or the client does not accept the server.
+    pub async fn accept(&self, client: TcpStream, protocols: &[&str]) -> io::Result<TlsStream<TcpStream>> {
+        let chain: Result<Vec<_>, _> = CertificateDer::pem_file_iter(self.server())
+            .map_err(io::Error::other)?
+            .collect();
+        let key = PrivateKeyDer::from_pem_file(self.server_key()).map_err(io::Error::other)?;
+        let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(io::Error::other)?
+            .with_no_client_auth()
+            .with_single_cert(chain.map_err(io::Error::other)?, key)
+            .map_err(io::Error::other)?;
+        config.alpn_protocols = protocols.iter().map(|name| name.as_bytes().to_vec()).collect();
+        TlsAcceptor::from(Arc::new(config)).accept(client).await
     }
 
     fn path(&self, name: &str) -> PathBuf {

@@ -12,6 +12,7 @@
 //! - [`Clock`]: a server's wall clock, to set forward and back.
 //! - [`Certificates`]: for servers that speak TLS.
 //! - [`Proxy`]: a TCP proxy that loses replies, delays, cuts and resets on command.
+//! - [`Rogue`]: a server that answers what no server answers.
 //! - [`Shared`]: a server that the tests of a process share.
 //! - [`Peer`]: a program that holds locks by another library.
 //! - [`eventually`]: waits for a condition, so that no test waits for time to pass.
@@ -32,6 +33,7 @@ pub mod postgres;
 mod process;
 mod proxy;
 pub mod redis;
+mod rogue;
 mod shared;
 mod skip;
 mod template;
@@ -44,6 +46,7 @@ pub use peer::{Peer, missing_python};
 pub use port::{Port, hangs_up, own_address};
 pub use process::Process;
 pub use proxy::{Counts, Mode, Proxy, Traffic};
+pub use rogue::{Plays, Rogue, Wire};
 pub use shared::Shared;
 pub use skip::skipped;
 pub use wait::eventually;

@@ -2,31 +2,46 @@
 
 use std::{
     io,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
 use lockkit_conformance::stall::Stopwatch;
-use lockkit_core::{Error, spi::chain};
+use lockkit_core::spi::chain;
 use lockkit_mysql::MySqlConfig;
+use lockkit_testbed::{Certificates, Plays, Rogue, Wire};
 use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::{TcpListener, TcpStream},
-    time::timeout,
+    io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
 };
 
 use crate::{
-    rogue::{ENCODED, greeting, leaks},
+    rogue::{ENCODED, greeting, greeting_with_tls, leaks},
     servers::connect,
 };
 
-/// The most bytes that a client takes from a rogue, with all that the system keeps in between.
-const MOST_TAKEN: usize = 32 * 1024 * 1024;
 /// The longest time that a case may take on a busy machine.
 const LONGEST: Duration = Duration::from_secs(15);
+
+/// How the client logs in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Password,
+    #[cfg(feature = "tls")]
+    Tls,
+    #[cfg(feature = "tls")]
+    PasswordOverTls,
+}
+
+impl Way {
+    const ALL: &[Self] = &[
+        Self::Password,
+        #[cfg(feature = "tls")]
+        Self::Tls,
+        #[cfg(feature = "tls")]
+        Self::PasswordOverTls,
+    ];
+}
 
 /// The moment at which a rogue stops behaving.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -34,16 +49,6 @@ enum Instead {
     Greeting,
     Login,
     Reply,
-}
-
-/// What it does from then on.
-enum Plays {
-    /// Sends this, and is silent.
-    Once(Vec<u8>),
-    /// Sends this, and closes the connection.
-    Last(Vec<u8>),
-    /// Sends the first, and then the second without end.
-    Endless(Vec<u8>, Vec<u8>),
 }
 
 struct Case {
@@ -207,87 +212,90 @@ fn replies() -> Vec<Case> {
     ]
 }
 
-#[derive(Default)]
-struct Seen {
-    packets: Mutex<Vec<Vec<u8>>>,
-    sent: AtomicUsize,
-    connections: AtomicUsize,
-}
+type Packets = Mutex<Vec<Vec<u8>>>;
 
-async fn receive(client: &mut TcpStream, seen: &Seen) -> io::Result<u8> {
+async fn receive(client: &mut (impl AsyncRead + Unpin), seen: &Packets) -> io::Result<u8> {
     let mut header = [0; 4];
     client.read_exact(&mut header).await?;
     let length = u32::from_le_bytes([header[0], header[1], header[2], 0]);
     let mut payload = vec![0; length as usize];
     client.read_exact(&mut payload).await?;
-    seen.packets.lock().unwrap().push(payload);
+    seen.lock().unwrap().push(payload);
     Ok(header[3].wrapping_add(1))
 }
 
-async fn play(mut client: TcpStream, case: &Case, seen: &Seen) -> io::Result<()> {
-    seen.connections.fetch_add(1, Ordering::Relaxed);
-    if case.instead != Greeting {
+/// Behaves up to this moment.
+async fn behave(
+    mut client: TcpStream,
+    certificates: Option<Arc<Certificates>>,
+    instead: Instead,
+    seen: Arc<Packets>,
+) -> io::Result<Box<dyn Wire>> {
+    if instead == Greeting {
+        return Ok(Box::new(client));
+    }
+    let plugin = "mysql_native_password";
+    let mut client: Box<dyn Wire> = match certificates {
+        None => {
+            client.write_all(&packet(0, &greeting(plugin))).await?;
+            Box::new(client)
+        }
+        Some(certificates) => {
+            client.write_all(&packet(0, &greeting_with_tls(plugin))).await?;
+            receive(&mut client, &seen).await?;
+            Box::new(certificates.accept(client, &[]).await?)
+        }
+    };
+    let sequence = receive(&mut client, &seen).await?;
+    if instead == Reply {
         client
-            .write_all(&packet(0, &greeting("mysql_native_password")))
+            .write_all(&packet(sequence, &[0, 0, 0, 2, 0, 0, 0]))
             .await?;
-        let sequence = receive(&mut client, seen).await?;
-        if case.instead == Reply {
-            client
-                .write_all(&packet(sequence, &[0, 0, 0, 2, 0, 0, 0]))
-                .await?;
-            receive(&mut client, seen).await?;
+        client.flush().await?;
+        receive(&mut client, &seen).await?;
+    }
+    Ok(client)
+}
+
+fn config_of(way: Way, certificates: &Certificates, rogue: &Rogue) -> MySqlConfig {
+    let addr = rogue.addr();
+    match way {
+        Way::Password => MySqlConfig::new(format!("mysql://me:{ENCODED}@{addr}/app")),
+        #[cfg(feature = "tls")]
+        Way::Tls | Way::PasswordOverTls => {
+            let login = match way {
+                Way::Tls => "me".to_owned(),
+                _ => format!("me:{ENCODED}"),
+            };
+            let mut config = MySqlConfig::new(format!("mysql://{login}@{addr}/app"));
+            (config.tls, config.ca) = (lockkit_mysql::Tls::Verify, Some(certificates.authority()));
+            config
         }
     }
-    match &case.plays {
-        Once(bytes) => {
-            client.write_all(bytes).await?;
-            while receive(&mut client, seen).await.is_ok() {}
-        }
-        Last(bytes) => client.write_all(bytes).await?,
-        Endless(first, again) => {
-            client.write_all(first).await?;
-            loop {
-                client.write_all(again).await?;
-                seen.sent.fetch_add(again.len(), Ordering::Relaxed);
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Returns what is wrong with the end of this case.
-async fn fault(case: Case) -> Option<String> {
-    let (name, says) = (case.name, case.says);
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let addr = listener.local_addr().unwrap();
-    let (seen, case) = (Arc::new(Seen::default()), Arc::new(case));
-    let (record, script) = (seen.clone(), case.clone());
-    let rogue = tokio::spawn(async move {
-        while let Ok((client, _)) = listener.accept().await {
-            let (record, script) = (record.clone(), script.clone());
-            tokio::spawn(async move { play(client, &script, &record).await });
-        }
+async fn fault(case: Case, way: Way, certificates: &Arc<Certificates>) -> Option<String> {
+    let (name, says) = (format!("{}, {way:?}", case.name), case.says);
+    let seen = Arc::new(Packets::default());
+    let (record, instead) = (seen.clone(), case.instead);
+    let own = (way != Way::Password).then(|| certificates.clone());
+    let rogue = Rogue::start(case.plays, move |client| {
+        behave(client, own.clone(), instead, record.clone())
     });
+    let rogue = rogue.await.unwrap();
     let began = Stopwatch::start();
-    let config = MySqlConfig::new(format!("mysql://me:{ENCODED}@{addr}/app"));
-    let connecting = tokio::spawn(timeout(LONGEST, connect(config)));
-    let outcome = connecting.await;
-    rogue.abort();
-    let text = match outcome {
-        Err(panic) => return Some(format!("{name}: {panic}")),
-        Ok(Err(_)) => return Some(format!("{name}: no end within {LONGEST:?}")),
-        Ok(Ok(Ok(_))) => return Some(format!("{name}: connected")),
-        Ok(Ok(Err(error))) => shown(&error),
+    let config = config_of(way, certificates, &rogue);
+    let connecting = async { connect(config).await.map_err(|error| chain(&error)) };
+    let text = match rogue.judge(LONGEST, connecting).await {
+        Ok(text) => text,
+        Err(fault) => return Some(format!("{name}: {fault}")),
     };
     println!("{name}: {:?}: {text}", began.elapsed());
-    let (sent, leaked) = (
-        seen.sent.load(Ordering::Relaxed),
-        leaks(&seen.packets.lock().unwrap()),
-    );
+    let leaked = leaks(&seen.lock().unwrap());
     let faults = [
         (!text.contains(says), format!("it says {text}")),
         (text.contains("canary"), format!("it shows the password: {text}")),
-        (sent > MOST_TAKEN, format!("it took {sent} bytes")),
         (!leaked.is_empty(), format!("it gave away {leaked:?}")),
     ];
     let faults = faults.into_iter().filter(|(is_there, _)| *is_there);
@@ -295,17 +303,14 @@ async fn fault(case: Case) -> Option<String> {
     (!faults.is_empty()).then(|| format!("{name}: {}", faults.join(", ")))
 }
 
-fn shown(error: &Error) -> String {
-    let text = chain(error);
-    assert!(!text.is_empty(), "{error:?}");
-    text
-}
-
 #[tokio::test]
 async fn no_reply_is_taken_from_a_rogue() {
+    let certificates = Arc::new(Certificates::generate().unwrap());
     let mut faults = Vec::new();
-    for case in logins().into_iter().chain(replies()) {
-        faults.extend(fault(case).await);
+    for way in Way::ALL {
+        for case in logins().into_iter().chain(replies()) {
+            faults.extend(fault(case, *way, &certificates).await);
+        }
     }
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }

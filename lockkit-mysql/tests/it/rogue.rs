@@ -84,6 +84,14 @@ pub(crate) fn greeting(plugin: &str) -> Vec<u8> {
     greeting_of(10, plugin)
 }
 
+/// The greeting of a rogue that speaks TLS.
+pub(crate) fn greeting_with_tls(plugin: &str) -> Vec<u8> {
+    let mut greeting = greeting(plugin);
+    // The second byte of the capabilities, after both versions, the number of the connection, and half of the nonce with its zero.
+    greeting[22] |= 0x08;
+    greeting
+}
+
 fn switch(plugin: &str) -> Vec<u8> {
     [&[0xfe], plugin.as_bytes(), &[0], NONCE, &[0]].concat()
 }
