@@ -105,6 +105,7 @@ where
         connect,
         url,
         client: None,
+        least: None,
         guards: HashMap::new(),
         crowd: None,
     })
@@ -331,6 +332,8 @@ struct Inside<F> {
     url: String,
     client: Option<LockClient>,
     guards: HashMap<String, LockGuard>,
+    /// The `hold_at_least` of what it acquires from now on.
+    least: Option<Duration>,
     crowd: Option<Crowd<LockClient>>,
 }
 
@@ -368,6 +371,10 @@ where
             }
             ["ping"] => Ok(format!("pong {}", std::process::id())),
             ["exit"] => std::process::exit(0),
+            ["least", least] => {
+                self.least = Some(Duration::from_millis(least.parse()?));
+                Ok("noted".to_owned())
+            }
             ["acquire", slot, mode, ttl, name] => {
                 let guard = self.lock(mode, ttl, name)?.acquire().await?;
                 Ok(self.keep(slot, guard))
@@ -465,7 +472,9 @@ impl<F> Inside<F> {
             Mode::Shared => client.lock(name)?.shared(),
             Mode::Permits(n) => client.semaphore(name, n.get())?,
         };
-        Ok(lock.with_options(AcquireOptions::new().ttl(ttl)))
+        let mut options = AcquireOptions::new().ttl(ttl);
+        options.hold_at_least = self.least;
+        Ok(lock.with_options(options))
     }
 
     fn keep(&mut self, slot: &str, guard: LockGuard) -> String {

@@ -2,6 +2,7 @@
 
 use std::{num::NonZeroU32, time::Duration};
 
+use futures_util::future::join_all;
 use lockkit_core::{
     DetachedHold, Error, FencingToken, HoldEnd, Lock, LockClient, LockGuard, LockKind, LossReason, Result,
     Revocation, spi::Mode,
@@ -303,6 +304,27 @@ pub(crate) async fn permit_is_adopted(case: &CaseRun) -> Outcome {
     comes_free(PROMPT, "no permit is taken", &third).await
 }
 
+/// Checks that nobody else is granted the lock before this time is over since `asked`, and that somebody is after it. It was granted
+/// after `asked`, and not later than now.
+async fn is_kept(case: &CaseRun, other: &Lock, asked: Instant, least: Duration) -> Outcome {
+    let granted = Instant::now();
+    while granted.elapsed() < least {
+        let attempt = other.try_acquire().await?;
+        ensure!(
+            attempt.is_none() || asked.elapsed() >= least,
+            "granted {:?} after a grant for {least:?} at least",
+            asked.elapsed()
+        );
+        if let Some(guard) = attempt {
+            return Ok(guard.release().await?);
+        }
+        sleep(least / 20).await;
+    }
+    let limit = PROMPT + case.limits(&case.client().await?).idle;
+    let guard = granted_within(limit, "the least time is over", other).await?;
+    Ok(guard.release().await?)
+}
+
 pub(crate) async fn released_hold_stays(case: &CaseRun) -> Outcome {
     let (client, other) = (case.client().await?, case.lock("a").await?);
     let ttl = case.harness.ttl();
@@ -312,30 +334,73 @@ pub(crate) async fn released_hold_stays(case: &CaseRun) -> Outcome {
         // From before the grant: the hold began later.
         let asked = Instant::now();
         let guard = granted_at_once("the lock is free", &lock).await?;
-        let granted = Instant::now();
         if releases {
             guard.release().await?;
         } else {
             drop(guard);
         }
-        while granted.elapsed() < least {
-            let attempt = other.try_acquire().await?;
-            ensure!(
-                attempt.is_none() || asked.elapsed() >= least,
-                "granted {:?} after a grant for {least:?} at least",
-                asked.elapsed()
-            );
-            if let Some(guard) = attempt {
-                guard.release().await?;
-                break;
-            }
-            sleep(least / 20).await;
+        is_kept(case, &other, asked, least).await?;
+    }
+    Ok(())
+}
+
+pub(crate) async fn least_times_beside_other_ttls(case: &CaseRun) -> Outcome {
+    let (client, others) = (case.client().await?, case.client().await?);
+    let ttl = case.harness.ttl();
+    let (long, mut holds) = (ttl * 4, Vec::new());
+    for (part, ttl, least) in [
+        ("short below", ttl, ttl / 2),
+        ("short between", ttl, ttl * 2),
+        ("short above", ttl, ttl * 5),
+        ("long below", long, ttl / 2),
+        ("long between", long, ttl * 2),
+        ("long above", long, ttl * 5),
+    ] {
+        let options = lasting().ttl(ttl).hold_at_least(least);
+        let lock = case.lock_of(&client, part)?.with_options(options);
+        let other = case.lock_of(&others, part)?;
+        let asked = Instant::now();
+        let guard = granted_at_once("a lock nobody has used", &lock).await?;
+        holds.push(async move {
+            guard.release().await?;
+            is_kept(case, &other, asked, least).await
+        });
+    }
+    for kept in join_all(holds).await {
+        kept?;
+    }
+    Ok(())
+}
+
+pub(crate) async fn killed_process_keeps_least_time(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let ttl = case.harness.ttl();
+    let least = case.freed_after_death(&client) + ttl * 2;
+    for releases in [true, false] {
+        let part = if releases { "released" } else { "held" };
+        let (name, other) = (case.name(part), case.lock_of(&client, part)?);
+        let mut helper = case.helper().await?;
+        helper.ask(&format!("least {}", least.as_millis())).await?;
+        let asked = Instant::now();
+        let request = Request {
+            slot: "g",
+            mode: Mode::Exclusive,
+            ttl,
+            name: &name,
+        };
+        helper.hold(&request).await?;
+        if releases {
+            let answer = helper.ask("release g").await?;
+            ensure!(answer == "released", "it could not release: `{answer}`");
         }
-        let limit = PROMPT + case.limits(&client).idle;
-        granted_within(limit, "the least time is over", &other)
-            .await?
-            .release()
-            .await?;
+        tokio::task::block_in_place(|| helper.process.kill())?;
+        if releases {
+            is_kept(case, &other, asked, least).await?;
+        } else {
+            let limit = PROMPT + case.freed_after_death(&client);
+            let guard = granted_within(limit, "its lease is over", &other).await?;
+            guard.release().await?;
+        }
     }
     Ok(())
 }

@@ -16,7 +16,6 @@ use crate::{
         cell::Phase,
         contender::Contender,
         core::Core,
-        finish_release::in_whole_millis,
         hold::Hold,
         lock_queue::{LastReply, LockQueue, WaitOutcome, Waiter},
         moment::Proof,
@@ -275,13 +274,11 @@ async fn open(
 /// Has the backend refuse a `hold_at_least` that is longer than any lease of its, before there is a hold.
 fn for_long_enough(mut claim: Box<dyn Claim>, request: &AcquireRequest) -> Result<Box<dyn Claim>> {
     if let Some(&least) = request.hold_at_least.as_deref() {
-        // As its release asks for it.
-        let longest = in_whole_millis(least);
         let refused = |_| {
-            let reason = format!("{least:?}, and a millisecond for rounding, is longer than a lease can be");
+            let reason = format!("{least:?} is longer than a lease can be");
             Error::invalid_option("hold_at_least", reason)
         };
-        claim.set_ttl(longest).map_err(refused)?;
+        claim.set_ttl(least).map_err(refused)?;
         claim.set_ttl(request.ttl)?;
     }
     Ok(claim)

@@ -140,9 +140,13 @@ async fn release_claim(contender: &mut Contender) -> Result<()> {
 
 async fn try_release(contender: &mut Contender) -> Result<()> {
     let now = Instant::now();
-    let rest = contender
-        .rest(now)
-        .map(|rest| in_whole_millis(rest).max(AcquireOptions::MIN_TTL));
+    // No lease may be longer than what the backend was asked about.
+    let most = contender.request.hold_at_least.as_deref().copied();
+    let rest = contender.rest(now).map(|rest| {
+        let rest = in_whole_millis(rest);
+        most.map_or(rest, |most| rest.min(most))
+            .max(AcquireOptions::MIN_TTL)
+    });
     if let Some(rest) = rest {
         contender.set_ttl(rest);
     }
@@ -169,9 +173,12 @@ async fn try_release(contender: &mut Contender) -> Result<()> {
 }
 
 /// Returns a time that is no shorter, by a millisecond at most, and that a server can count which counts in milliseconds.
-pub(super) fn in_whole_millis(time: Duration) -> Duration {
-    let whole = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-    Duration::from_millis(whole.saturating_add(1))
+fn in_whole_millis(time: Duration) -> Duration {
+    Duration::from_millis(millis(time).saturating_add(1))
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Leaves the hold to a lease of this length, which nobody renews. It ends at once if somebody has asked for it.
@@ -179,7 +186,7 @@ pub(super) fn in_whole_millis(time: Duration) -> Duration {
 /// # Errors
 /// Also if the lease is shorter, since an earlier renewal may still be under way that shortens it.
 async fn leave(queue: &LockQueue, claim: &mut dyn Claim, length: Duration) -> Result<()> {
-    let confirmed = Lease::of_ttl(Instant::now(), length).length;
+    let confirmed = Lease::of_ttl(Instant::now(), Duration::from_millis(millis(length))).length;
     claim.set_ttl(length)?;
     match claim.renew().await? {
         Renewal::Held(lease) if lease.length.is_none() || lease.length >= confirmed => {
@@ -218,9 +225,14 @@ pub(crate) async fn clean_up(mut contender: Contender) {
             break;
         }
         tracing::debug!(lock = %queue.id, error = chain(&err), "release not confirmed; trying again");
+        let mut pause = backoff.next();
+        if contender.rest(Instant::now()).is_some() {
+            // An earlier renewal that comes late leaves the hold to a lease of its ttl: that must not end before the next try.
+            pause = pause.min((request.ttl / 4).max(Duration::from_millis(20)));
+        }
         tokio::select! {
             _ = queue.core.over("release", Core::is_open), if is_refused => {}
-            () = tokio::time::sleep(backoff.next()) => {}
+            () = tokio::time::sleep(pause) => {}
         }
     }
     contender.forget_claim();

@@ -167,6 +167,29 @@ async fn a_release_that_fails_is_repeated_and_leaves_it_taken() {
     comes_free(&other, granted + LEAST).await;
 }
 
+/// Whoever has an earlier renewal under way cannot tell how long the server will keep the rest: the late one leaves it to the ttl.
+#[tokio::test(start_paused = true)]
+async fn what_a_late_renewal_may_shorten_is_asked_again_in_time() {
+    for ttl in [100 * MS, SECOND, TTL] {
+        let mut probe = Probe::default();
+        probe.renewed_for = Some(ttl);
+        let client = LockClient::new(probe.clone());
+        let options = AcquireOptions::new().ttl(ttl).hold_at_least(LEAST);
+        let guard = client.lock("a").unwrap().acquire_with(&options).await.unwrap();
+        let granted = Instant::now();
+        assert!(guard.release().await.unwrap_err().is_transient());
+        let asked = || probe.counts.calls().1;
+        // By the backoff alone, the pauses would grow to a second.
+        while granted.elapsed() + 2 * ttl + SECOND < LEAST {
+            let before = asked();
+            sleep(ttl / 2).await;
+            assert!(asked() > before, "{ttl:?}: nothing was asked for half of it");
+        }
+        let other = lock_of(&LockClient::new(probe.memory.clone()));
+        comes_free(&other, granted + LEAST).await;
+    }
+}
+
 /// The next of this client is a host's second job.
 #[tokio::test(start_paused = true)]
 async fn a_waiter_of_the_client_waits_for_it_too() {

@@ -330,6 +330,56 @@ async fn an_adoption_waits_for_replicas_too() {
     adopted.release().await.unwrap();
 }
 
+/// It was released with time left, which is asked for again until no earlier renewal can shorten it.
+#[tokio::test]
+async fn a_late_renewal_frees_nothing_before_its_time() {
+    const SHORT: Duration = Duration::from_secs(2);
+    const LEAST: Duration = Duration::from_secs(12);
+
+    if no_server() {
+        return;
+    }
+    let rules = "~* &* +@all -client|kill";
+    let server = RedisServer::builder()
+        .user("bound", "open-sesame", rules)
+        .start()
+        .unwrap();
+    let other = lock(&client(server.url()).await, "a", LONG);
+    // The first connection goes a long way, those after it go straight.
+    let far = Proxy::start(server.addr()).unwrap();
+    let near = Proxy::start(far.addr()).unwrap();
+    let here = client(&format!("redis://bound:open-sesame@{}", near.addr())).await;
+    near.set_upstream(server.addr());
+    let options = AcquireOptions::new()
+        .ttl(SHORT)
+        .op_timeout(300 * MS)
+        .hold_at_least(LEAST);
+    let asked = std::time::Instant::now();
+    let guard = here.lock("a").unwrap().acquire_with(&options).await.unwrap();
+    far.set(Mode::Blackhole);
+    guard.renew().await.unwrap_err();
+    until(RECOVERED, "connected again", async || {
+        near.counts().connections >= 2 && here.inspect("a").await.is_ok()
+    })
+    .await;
+    let unconfirmed = guard.release().await.unwrap_err();
+    assert!(unconfirmed.is_transient(), "{unconfirmed}");
+    let left = async || {
+        let state = here.inspect("a").await.unwrap();
+        state.holders[0].left.unwrap()
+    };
+    until(RECOVERED, "the rest is asked for", async || left().await > SHORT).await;
+    far.set(Mode::Pass);
+    let free = loop {
+        if let Some(guard) = other.try_acquire().await.unwrap() {
+            break guard;
+        }
+        tokio::time::sleep(20 * MS).await;
+    };
+    assert!(asked.elapsed() >= LEAST, "free after {:?}", asked.elapsed());
+    free.release().await.unwrap();
+}
+
 /// ✘ availability: the hold that nobody has adopted yet ends before its ttl is over. Without the right to end the connection before,
 /// its client cannot tell that a renewal is still on the way there.
 #[tokio::test]

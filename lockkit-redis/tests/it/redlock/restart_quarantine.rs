@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use lockkit_core::{Error, FencingDurability, LockClient, Revocation};
+use lockkit_core::{AcquireOptions, Error, FencingDurability, LockClient, Revocation};
 use lockkit_redis::RedlockConfig;
 use lockkit_testbed::{
     Mode, eventually,
@@ -50,6 +50,34 @@ async fn a_live_hold_is_given_no_ttl_above_the_longest() {
     held.set_ttl(MAX_TTL).await.unwrap();
     assert!(held.lease_length().unwrap() > 3 * SECOND);
     held.release().await.unwrap();
+}
+
+/// A release would have to leave it to a lease for which no quarantine waits.
+#[tokio::test]
+async fn a_hold_is_kept_for_no_time_above_the_longest() {
+    if no_server() {
+        return;
+    }
+    let world = World::of(3);
+    let client = connect(with_max_ttl(&world)).await.unwrap();
+    let options = |least| AcquireOptions::new().ttl(2 * SECOND).hold_at_least(least);
+    let lock = lock(&client, "a", 2 * SECOND);
+    let refused = lock.acquire_with(&options(MAX_TTL + MS)).await.unwrap_err();
+    assert!(
+        matches!(
+            refused,
+            Error::InvalidOptions {
+                option: "hold_at_least",
+                ..
+            }
+        ),
+        "{refused}"
+    );
+    let at_once = options(MAX_TTL).wait(Duration::ZERO);
+    let guard = lock.acquire_with(&at_once).await;
+    let guard = guard.expect("what was refused left nothing");
+    guard.release().await.unwrap();
+    assert!(lock.try_acquire().await.unwrap().is_none(), "it is kept");
 }
 
 #[tokio::test]
