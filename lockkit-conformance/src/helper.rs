@@ -371,10 +371,7 @@ where
             }
             ["ping"] => Ok(format!("pong {}", std::process::id())),
             ["exit"] => std::process::exit(0),
-            ["least", least] => {
-                self.least = Some(Duration::from_millis(least.parse()?));
-                Ok("noted".to_owned())
-            }
+            ["least", least] => Ok(self.note_least(least.parse()?)),
             ["acquire", slot, mode, ttl, name] => {
                 let guard = self.lock(mode, ttl, name)?.acquire().await?;
                 Ok(self.keep(slot, guard))
@@ -447,6 +444,12 @@ where
 }
 
 impl<F> Inside<F> {
+    /// Has what it acquires from now on be kept for so many ms.
+    fn note_least(&mut self, least: u64) -> String {
+        self.least = Some(Duration::from_millis(least));
+        "noted".to_owned()
+    }
+
     /// Takes so many locks, whose names begin with `name`.
     async fn hold(&mut self, locks: u32, ttl: &str, name: &str) -> Result<(), BoxError> {
         let locks = (0..locks).map(|index| {

@@ -200,6 +200,7 @@ macro_rules! __for_each_case {
         detaching::detaching_is_unsupported [NoDetach] "detaching, adopting and hold_at_least are Unsupported where a hold ends with its session or process";
         fence::raised_tokens_are_above [RaiseFence] "once tokens are raised, every grant of every client has a higher one, and what is lower or absurd changes nothing";
         fence::raised_by_several_at_once [RaiseFence] "of several that raise tokens at once the highest wins";
+        fence::raises_race_acquisitions [RaiseFence] "while tokens are raised again and again, those of a lock never fall, and none is granted below a raise that was over";
         fence::raising_spares_what_is_held [RaiseFence] "a hold from before keeps its token, and is shown, asked and released as before";
         fence::raising_is_unsupported [NoRaiseFence] "raising tokens is Unsupported where that cannot be, and changes nothing";
         listing::held_locks_are_listed [List] "a list shows each held lock and semaphore once, with holders and waiters, and no other";

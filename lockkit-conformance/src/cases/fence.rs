@@ -1,8 +1,11 @@
 //! Tokens that are raised, so that this backend can take the place of another.
 
-use std::time::Duration;
+use std::{
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    time::Duration,
+};
 
-use futures_util::future::join_all;
+use futures_util::future::{join, join_all};
 use lockkit_core::{Error, FencingToken, LockClient, LockKind, Revocation};
 
 use crate::case_run::{
@@ -82,7 +85,7 @@ pub(crate) async fn raised_tokens_are_above(case: &CaseRun) -> Outcome {
             }
         }
     }
-    for low in [0, 1, least.get() - 1, least.get()] {
+    for low in [least.get(), least.get() - 1, 1, 0] {
         let fence = theirs.raise_fence(FencingToken::new(low)).await?;
         ensure!(
             fence >= least,
@@ -90,6 +93,8 @@ pub(crate) async fn raised_tokens_are_above(case: &CaseRun) -> Outcome {
         );
     }
     grants_are_above(case, theirs, "a", least).await?;
+    // Here no earlier token is above it.
+    grants_are_above(case, theirs, "new after low ones", least).await?;
     for absurd in [u64::MAX, i64::MAX.unsigned_abs()] {
         let refused = mine.raise_fence(FencingToken::new(absurd)).await;
         ensure!(
@@ -123,6 +128,48 @@ pub(crate) async fn raised_by_several_at_once(case: &CaseRun) -> Outcome {
         }
     }
     Ok(())
+}
+
+pub(crate) async fn raises_race_acquisitions(case: &CaseRun) -> Outcome {
+    const RAISES: usize = 50;
+
+    let raising = case.client().await?;
+    let users = [case.client().await?, case.client().await?, case.client().await?];
+    let (raised, highest, is_over) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
+    let use_it = users.iter().map(async |client| {
+        let lock = case
+            .lock_of(client, "a")?
+            .with_options(lasting().local_handoffs(0));
+        while !is_over.load(Ordering::Relaxed) {
+            let least = raised.load(Ordering::Relaxed);
+            let guard = lock.acquire().await?;
+            let token = guard.token().get();
+            let before = highest.fetch_max(token, Ordering::Relaxed);
+            ensure!(token > before, "{token} was granted after {before}");
+            ensure!(
+                token > least,
+                "{token} was granted to one who asked once tokens were raised above {least}"
+            );
+            guard.release().await?;
+        }
+        Ok::<_, Stop>(())
+    });
+    let raise = async {
+        for _ in 0..RAISES {
+            let wanted = above(raising.fence().await?, STEP);
+            raising.raise_fence(wanted).await?;
+            raised.store(wanted.get(), Ordering::Relaxed);
+        }
+        Ok::<_, Stop>(())
+    };
+    let raise = async {
+        let outcome = raise.await;
+        is_over.store(true, Ordering::Relaxed);
+        outcome
+    };
+    let (raised, used) = join(raise, join_all(use_it)).await;
+    raised?;
+    used.into_iter().collect()
 }
 
 pub(crate) async fn raising_spares_what_is_held(case: &CaseRun) -> Outcome {

@@ -2,7 +2,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -10,7 +13,10 @@ use async_trait::async_trait;
 use lockkit_conformance::Harness;
 use lockkit_core::{
     Error, FencingToken, Holder, LockClient, LockKind, LockName, LockState, LossReason, Result,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Mode, OwnerId, Renewal},
+    spi::{
+        Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, Mode, OwnerId, Renewal,
+        fence::{MOST, check},
+    },
 };
 use tokio::{task::yield_now, time::Instant};
 
@@ -37,6 +43,9 @@ pub(crate) enum Mutant {
     ForgetsTokensOfTheExpired,
     BlocksOverlap,
     OneTokenTooMany,
+    NewNamesForgetTheRaise,
+    UsedNamesForgetTheRaise,
+    RaisesLower,
     // Renewals.
     RenewsForOthers,
     RenewsNothing,
@@ -89,6 +98,8 @@ pub(crate) enum Mutant {
 pub(crate) struct Shelf {
     mutant: Mutant,
     entries: Arc<Mutex<HashMap<String, Entry>>>,
+    /// All tokens were raised above this one.
+    raised: Arc<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
@@ -123,8 +134,12 @@ struct ShelfClaim {
 
 impl Shelf {
     pub(crate) fn with(mutant: Mutant) -> Self {
-        let entries = Arc::default();
-        Self { mutant, entries }
+        let (entries, raised) = (Arc::default(), Arc::default());
+        Self {
+            mutant,
+            entries,
+            raised,
+        }
     }
 
     fn is(&self, mutant: Mutant) -> bool {
@@ -174,6 +189,7 @@ impl Backend for Shelf {
         info.capabilities.revoke_by_force = true;
         info.capabilities.detach = true;
         info.capabilities.local_handoffs = true;
+        info.capabilities.raise_fence = true;
         info.capabilities.fifo = self.is(Mutant::ClaimsToBeFifo);
         info.capabilities.shared = self.is(Mutant::ClaimsShared);
         if self.is(Mutant::ClaimsWakeUps) {
@@ -244,6 +260,25 @@ impl Backend for Shelf {
         Ok(ended.await && !self.is(Mutant::ForceDenies))
     }
 
+    async fn fence(&self) -> Result<FencingToken> {
+        yield_now().await;
+        let entries = self.entries.lock().unwrap();
+        let granted = entries.values().map(|entry| entry.last_token).max();
+        let raised = self.raised.load(Ordering::Relaxed);
+        Ok(FencingToken::new(granted.unwrap_or(0).max(raised)))
+    }
+
+    async fn raise_fence(&self, above: FencingToken) -> Result<FencingToken> {
+        check(above, MOST)?;
+        yield_now().await;
+        if self.is(Mutant::RaisesLower) {
+            self.raised.store(above.get(), Ordering::Relaxed);
+        } else {
+            self.raised.fetch_max(above.get(), Ordering::Relaxed);
+        }
+        self.fence().await
+    }
+
     async fn close(&self) -> Result<()> {
         Ok(())
     }
@@ -293,6 +328,15 @@ impl ShelfClaim {
             }
         }
         let block = u64::from(self.request.tokens.get());
+        let forgets = match self.shelf.mutant {
+            Mutant::NewNamesForgetTheRaise => entry.last_token == 0,
+            Mutant::UsedNamesForgetTheRaise => entry.last_token > 0,
+            _ => false,
+        };
+        if !forgets {
+            let raised = self.shelf.raised.load(Ordering::Relaxed);
+            entry.last_token = entry.last_token.max(raised);
+        }
         let (first, last) = (entry.last_token + 1, entry.last_token + block);
         match self.shelf.mutant {
             Mutant::RepeatsTokens => {}

@@ -6,7 +6,7 @@ use std::{
 };
 
 use lockkit_conformance::stall::Stopwatch;
-use lockkit_core::{AcquireOptions, Error, LockClient, LossReason};
+use lockkit_core::{AcquireOptions, Error, FencingToken, LockClient, LossReason};
 use lockkit_testbed::{
     Mode, Proxy, Shared,
     etcd::{EtcdCluster, EtcdServer},
@@ -131,6 +131,43 @@ async fn holder_on_paused_leader_is_told_before_next_grant() {
     }
     margins.sort_unstable();
     eprintln!("leader paused: told before the next grant by {margins:?}");
+}
+
+/// It has not heard of the raise, and answers as soon as it is back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_that_lags_behind_grants_above_a_raise() {
+    if no_etcd() {
+        return;
+    }
+    let cluster = cluster().await;
+    for round in 0..rounds(3) {
+        let lagging = (block(|| cluster.leader()).unwrap() + 1) % 3;
+        let theirs = connect(&cluster.member((lagging + 1) % 3).url()).await;
+        let ours = connect(&cluster.member(lagging).url()).await;
+        let name = unique("lagging");
+        let lock = lock(&ours, &name);
+        let before = lock.acquire().await.unwrap();
+        let token = before.token();
+        before.release().await.unwrap();
+        cluster.cut(lagging);
+        let above = FencingToken::new(theirs.fence().await.unwrap().get() + 1_000);
+        soon("the others are a majority", theirs.raise_fence(above))
+            .await
+            .unwrap();
+        let waiting = waiter(&lock);
+        // It has asked, or asks the member that has just been told.
+        if round % 2 == 0 {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        block(|| cluster.mend()).unwrap();
+        let (guard, _) = soon("it is back", waiting).await.unwrap();
+        assert!(
+            guard.token() > above && guard.token() > token,
+            "{} was granted after tokens were raised above {above}",
+            guard.token()
+        );
+        guard.release().await.unwrap();
+    }
 }
 
 /// A leader that wakes up after a few seconds still believes that it leads, and answers keepalives that were queued at it.

@@ -20,7 +20,7 @@ use lockkit_conformance::{
     history::{Acquisition, History, Limits, at, now},
     process::Process,
 };
-use lockkit_core::{AcquireOptions, Error, Lock, LockGuard, spi::Mode as Hold};
+use lockkit_core::{AcquireOptions, Error, FencingToken, Lock, LockGuard, spi::Mode as Hold};
 use lockkit_mysql::{Mode, MySqlConfig};
 use lockkit_testbed::{
     Clock, Proxy, eventually,
@@ -55,6 +55,7 @@ for_each_flavour! {
     a_life_has_one_number_while_somebody_is_there
     clients_with_two_numbers_of_one_life_take_turns
     a_life_that_was_given_no_number_grants_nothing
+    more_rows_than_one_statement_raises_are_all_raised
 }
 
 const ORDER: &str = "LOCKKIT_MYSQL_SOAK";
@@ -991,4 +992,40 @@ async fn a_life_that_was_given_no_number_grants_nothing(flavour: Flavour) {
     assert!(format!("{refused:?}").contains("no number"), "{refused:?}");
     admin.run("DROP TRIGGER goes").await;
     cycle(&client(server.addr(), Mode::ForUpdate).await, "a").await;
+}
+
+/// One statement raises 500.
+async fn more_rows_than_one_statement_raises_are_all_raised(flavour: Flavour) {
+    const NAMES: usize = 510;
+
+    let server = private(flavour, &[]);
+    for mode in MODES {
+        let (ours, theirs) = (
+            client(server.addr(), mode).await,
+            client(server.addr(), mode).await,
+        );
+        let use_all = async || {
+            let names: Vec<_> = (0..NAMES).map(|index| format!("rows/{index}")).collect();
+            let mut lowest = u64::MAX;
+            for some in names.chunks(16) {
+                let tokens = some.iter().map(async |name| {
+                    let guard = ours.lock(name.as_str()).unwrap().acquire().await.unwrap();
+                    let token = guard.token().get();
+                    guard.release().await.unwrap();
+                    token
+                });
+                let tokens = futures_util::future::join_all(tokens).await;
+                lowest = tokens.into_iter().fold(lowest, u64::min);
+            }
+            lowest
+        };
+        use_all().await;
+        let above = theirs.fence().await.unwrap().get() + 1_000_000_000;
+        theirs.raise_fence(FencingToken::new(above)).await.unwrap();
+        let lowest = use_all().await;
+        assert!(
+            lowest > above,
+            "{mode:?}: {lowest} was granted after tokens were raised above {above}"
+        );
+    }
 }

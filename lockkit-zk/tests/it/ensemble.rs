@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use lockkit_core::{AcquireOptions, LossReason};
+use lockkit_core::{AcquireOptions, FencingToken, LossReason};
 use lockkit_testbed::{Shared, eventually, zookeeper::ZkEnsemble};
 use tokio::sync::{Mutex, MutexGuard};
 use zookeeper_client::SessionState;
@@ -105,6 +105,43 @@ async fn holder_on_cut_off_leader_is_told_before_next_grant() {
     }
     margins.sort_unstable();
     eprintln!("leader cut off: told before the next grant by {margins:?}");
+}
+
+/// It answers what is read from its own copy, which has not the raise yet.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_that_lags_behind_grants_above_a_raise() {
+    if no_zookeeper() {
+        return;
+    }
+    let ensemble = ensemble().await;
+    for round in 0..server::rounds(3) {
+        let lagging = (ensemble.leader().unwrap() + 1) % 3;
+        let theirs = connect(ensemble.member((lagging + 1) % 3).addr()).await;
+        let ours = connect(ensemble.member(lagging).addr()).await;
+        let name = unique("lagging");
+        let lock = lock(&ours, &name);
+        let before = lock.acquire().await.unwrap();
+        let token = before.token();
+        before.release().await.unwrap();
+        ensemble.cut(lagging);
+        let above = FencingToken::new(theirs.fence().await.unwrap().get() + 1_000);
+        soon("the others are a majority", theirs.raise_fence(above))
+            .await
+            .unwrap();
+        let waiting = waiter(&lock);
+        // It has asked, or asks the member that has just been told.
+        if round % 2 == 0 {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        tokio::task::block_in_place(|| ensemble.mend()).unwrap();
+        let (guard, _) = soon("it is back", waiting).await.unwrap();
+        assert!(
+            guard.token() > above && guard.token() > token,
+            "{} was granted after tokens were raised above {above}",
+            guard.token()
+        );
+        guard.release().await.unwrap();
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
