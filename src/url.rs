@@ -7,7 +7,7 @@ use percent_encoding::percent_decode_str;
 pub(crate) struct Url<'a> {
     /// In lower case.
     pub(crate) scheme: String,
-    /// What stands between `//` and the path, still encoded. Empty if there is nothing.
+    /// The text between `//` and the path, still encoded. Empty if there is nothing.
     pub(crate) authority: &'a str,
     /// Still encoded.
     pub(crate) path: &'a str,

@@ -239,7 +239,7 @@ pub struct BackendInfo {
     /// this process. So a guard that is dropped is released there and then, by one poll. A release that waits all the same is dropped, and
     /// called again in the background. By default all are released in the background.
     pub releases_at_once: bool,
-    /// What the driver blanks in the backend's errors, since its servers know it. By default nothing.
+    /// The secrets that the driver blanks in the backend's errors, since its servers know them. By default none.
     pub secrets: Secrets,
 }
 

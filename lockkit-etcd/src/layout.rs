@@ -25,7 +25,7 @@ use crate::wire::KeyValue;
 const SEMAPHORES: &str = "%semaphores/";
 const GONE: &str = "%gone/";
 const FENCE: &str = "%fence";
-/// What the value of a key begins with whose holder is asked to give up its hold.
+/// The first bytes of the value of a key whose holder is asked to give up its hold.
 const ASKED: &[u8] = b"\0asked\0";
 
 /// The keys that a client uses.

@@ -29,7 +29,7 @@ const MOST_PATIENCE: Duration = Duration::from_secs(3);
 pub(crate) struct Proof {
     /// The time at which the last request that is proven was sent.
     sent: Instant,
-    /// How long the machine had slept by then.
+    /// The time that the machine had slept by then.
     asleep: Duration,
     /// The time at which that was answered.
     heard: Sent,
@@ -40,7 +40,7 @@ pub(crate) struct Proof {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sent {
     pub(crate) at: Instant,
-    /// How long the machine has slept by then.
+    /// The time that the machine has slept by then.
     pub(crate) asleep: Duration,
 }
 
@@ -84,7 +84,7 @@ pub(crate) fn beat(ttl: Duration) -> Duration {
     (ttl / BEATS_PER_LEASE).min(LONGEST_BEAT)
 }
 
-/// How long a session waits for the answers to a beat before it gives up a member that says nothing at all.
+/// The time that a session waits for the answers to a beat before it gives up a member that says nothing at all.
 ///
 /// A second for most, so that a lease outlives one election right after another: who passed a renewal on to a leader that is gone does
 /// not answer it. A member that is slow is waited for: one that was given up and came back as slow as before would never serve anybody.

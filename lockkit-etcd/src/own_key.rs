@@ -46,17 +46,17 @@ pub(crate) struct OwnKey {
     stage: Stage,
     /// The watch of the key itself.
     watch: Option<Watch>,
-    /// What was seen of the key since its watch was confirmed.
+    /// The events of the key since its watch was confirmed.
     seen: Option<Seen>,
     /// A request to delete it was sent.
     leaving: bool,
     /// The sessions whose leases the key may have by now.
     changing: Vec<Arc<Session>>,
-    /// What makes a token of its revision, as it was read after the key was made, or with that.
+    /// The base that makes a token of its revision, as it was read after the key was made, or with that.
     bases: Option<Bases>,
 }
 
-/// What was seen of a key.
+/// The state of a key as it was seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Seen {
     There,

@@ -67,7 +67,7 @@ impl Trust {
     }
 }
 
-/// What is wrong with TLS on a connection, once that is known.
+/// The fault of TLS on a connection, once it is known.
 pub(crate) type Fault = Arc<OnceLock<Failure>>;
 
 /// A connection on which the handshake is done. With TLS 1.3, a server that minds the client's certificate says so only now, and those

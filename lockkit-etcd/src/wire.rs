@@ -5,7 +5,7 @@
 
 use prost::{Enumeration, Message, Oneof};
 
-/// What each answer begins with.
+/// The header that each answer begins with.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub(crate) struct Header {
     #[prost(uint64, tag = "1")]

@@ -55,7 +55,7 @@ pub(crate) struct Shared {
     pub(crate) server: Server,
     pub(crate) namespace: Arc<str>,
     pub(crate) server_locks: ServerLocks,
-    /// What is blanked in whatever the server says.
+    /// The secrets that are blanked in whatever the server says.
     pub(crate) secrets: Secrets,
     mode: Mode,
     schema: Schema,

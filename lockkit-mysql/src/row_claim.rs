@@ -69,7 +69,7 @@ enum Stage {
     Ending { session: AbandonedSession, had: Had },
 }
 
-/// What a session had whose connection was given up.
+/// The holds of a session whose connection was given up.
 #[derive(Clone, Copy, Debug)]
 enum Had {
     /// No hold that anybody knows of.

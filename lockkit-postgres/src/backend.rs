@@ -51,7 +51,7 @@ pub struct PostgresBackend {
 pub(crate) struct Shared {
     pub(crate) sessions: Sessions,
     pub(crate) namespace: Arc<str>,
-    /// What is blanked in whatever the server says.
+    /// The secrets that are blanked in whatever the server says.
     pub(crate) secrets: Secrets,
 }
 

@@ -25,7 +25,7 @@ use crate::{
 /// A wait that is shorter is over before anybody asks whether the server has it wait. To ask costs more than a try.
 const SHORT_WAIT: Duration = Duration::from_millis(50);
 
-/// What is known to be lost is told after this time at the latest, whether or not it is known why.
+/// The time after which a hold that is known to be lost is told of at the latest, whether or not it is known why.
 const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
@@ -65,7 +65,7 @@ enum Stage {
     Ending { session: SessionId, had: Had },
 }
 
-/// What a session had whose connection was given up.
+/// The holds of a session whose connection was given up.
 #[derive(Clone, Copy, Debug)]
 enum Had {
     /// No hold that anybody knows of.

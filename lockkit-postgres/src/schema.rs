@@ -72,7 +72,7 @@ pub(crate) fn raise_fence(above: u64) -> String {
     )
 }
 
-/// What is there: the schema, the sequence as it has to be, and the tables, unlogged.
+/// The objects that are there: the schema, the sequence as it has to be, and the tables, unlogged.
 const WHAT_IS_THERE: &str = "\
 SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = 'lockkit'), \
 (SELECT s.seqincrement = 1024 AND s.seqcache = 1 AND NOT s.seqcycle FROM pg_sequence s JOIN pg_class c ON c.oid = s.seqrelid \

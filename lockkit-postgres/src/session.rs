@@ -86,7 +86,7 @@ pub(crate) struct Sessions {
     idle: Mutex<Vec<Session>>,
     slots: Arc<Semaphore>,
     max_connections: u32,
-    /// What the session that was opened last has said. False if tokens may go back with a crash of the machine.
+    /// Whether tokens outlive a crash of the machine, as the session that was opened last has said.
     is_durable: AtomicBool,
 }
 

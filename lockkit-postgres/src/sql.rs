@@ -139,7 +139,7 @@ pub(crate) const PAGE: &str = "\
     FROM page JOIN held USING (name) LEFT JOIN LATERAL pg_stat_get_activity(held.pid) a ON true \
     ORDER BY held.name, held.token";
 
-/// What a session has to know of the server.
+/// The settings of the server that a session has to know.
 pub(crate) const CHECK: &str = "\
     SELECT pg_backend_pid(), (extract(epoch FROM a.backend_start) * 1000000)::bigint, \
     (SELECT setting::bigint FROM pg_settings WHERE name = 'idle_session_timeout'), \

@@ -20,7 +20,7 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use crate::{NAME, PostgresConfig, SslMode, error::Failure};
 
-/// What is trusted, and who this client is. Files are read once, when it is made.
+/// The authorities that are trusted, and who this client is. Files are read once, when it is made.
 #[derive(Clone)]
 pub(crate) struct Trust(Arc<ClientConfig>);
 

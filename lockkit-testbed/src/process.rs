@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 use crate::directory;
 
-/// How long a server may take to come up or catch up, or a cluster to elect a leader: far longer than on the busiest machine.
+/// The time that a server may take to come up or catch up, or a cluster to elect a leader: far longer than on the busiest machine.
 /// One that ends is told at once.
 pub(crate) const START_UP: Duration = Duration::from_secs(120);
 
@@ -241,7 +241,7 @@ impl Process {
         self.stop_by(Signal::TERM)
     }
 
-    /// As [`stop`](Self::stop), for a program that takes another signal for it.
+    /// Stops it as [`stop`](Self::stop) does, for a program that takes another signal for it.
     pub(crate) fn stop_by(&self, signal: Signal) -> io::Result<Option<ExitStatus>> {
         let mut state = self.state();
         if !state.running()? {

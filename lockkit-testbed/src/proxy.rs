@@ -244,7 +244,7 @@ struct Shared {
     upstream: Mutex<SocketAddr>,
     counts: Mutex<Counts>,
     turn: Mutex<Turn>,
-    /// What came from either side since the recording began, if there is one.
+    /// The bytes that came from either side since the recording began, if there is one.
     recording: Mutex<Option<Vec<u8>>>,
     /// The way of each connection, where that is not the same for all.
     route: Option<Route>,

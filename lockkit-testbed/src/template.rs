@@ -1,4 +1,4 @@
-//! What takes long to make and is the same each time: kept beside the build, and copied.
+//! Templates of what takes long to make and is the same each time: kept beside the build, and copied.
 
 use std::{
     fs, io,

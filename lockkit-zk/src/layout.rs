@@ -133,7 +133,7 @@ pub(crate) fn marker(mode: Mode, nodes: Nodes) -> String {
     }
 }
 
-/// What precedes the token in the name of a shared node that has taken the place of an exclusive one.
+/// The text before the token in the name of a shared node that has taken the place of an exclusive one.
 const TOKEN: &str = "-token-";
 
 /// Returns the path of the shared node that takes the place of the exclusive one at `path`, which the transaction `czxid` has made.

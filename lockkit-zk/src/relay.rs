@@ -44,7 +44,7 @@ pub(crate) struct Relay {
     server: Secured,
     listener: TcpListener,
     port: SocketAddr,
-    /// What the library has to ask for in place of its session timeout, in ms.
+    /// The timeout that the library has to ask for in place of its session timeout, in ms.
     pass: i32,
 }
 

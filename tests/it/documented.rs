@@ -309,7 +309,7 @@ fn urls_in(line: &str) -> Vec<String> {
     urls
 }
 
-/// What a form such as `redis://[user@]host[:port],…` stands for: with all that may be left out, and without.
+/// The URLs that a form such as `redis://[user@]host[:port],…` stands for: with all that may be left out, and without.
 fn expanded(url: &str) -> Vec<String> {
     if !url.contains('[') || url.contains("[:") && url.contains("::") {
         return vec![url.to_owned()];
@@ -555,7 +555,7 @@ impl Home {
         self.path = (!path.is_empty()).then(|| path.to_owned());
     }
 
-    /// What this option is here, if it names a thing of the server's.
+    /// The value of this option here, if it names a thing of the server's.
     fn value(&self, key: &str) -> Option<String> {
         let certificates = &self.certificates;
         let file = match key {

@@ -1,4 +1,4 @@
-//! What a URL may look like, and what is said about one that may not.
+//! URLs that are taken, and what is said about those that are not.
 
 use std::time::Duration;
 

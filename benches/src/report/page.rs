@@ -126,7 +126,7 @@ fn table(results: &Results, section: &Section) -> Markup {
     }
 }
 
-/// That a peer takes no part is no news.
+/// A peer that takes no part is no news.
 fn shown(row: &lockkit_conformance::measure::Row) -> bool {
     row.role == Role::Ours || absence(row).is_none()
 }

@@ -7,7 +7,7 @@ use lockkit_testbed::{
 
 use crate::tool::{lockkit, outcome};
 
-/// What `lockkit fence` prints.
+/// The output of `lockkit fence`.
 fn fence(url: &str, arguments: &[&str]) -> (i32, String, String) {
     outcome(lockkit(&[&["fence"], arguments].concat()).env("LOCKKIT_URL", url))
 }

@@ -1,4 +1,4 @@
-//! What the driver relies on, asked for past the driver: replies that are lost, and requests that come late.
+//! Claims, asked past the driver for what it relies on: replies that are lost, and requests that come late.
 
 use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
 

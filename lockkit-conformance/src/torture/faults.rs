@@ -25,7 +25,7 @@ pub struct Fault {
     pub way: bool,
     /// Exclusion (**ME ✘**) until the older holder is told.
     pub overlap: Option<Told>,
-    /// That only of holds with nothing to spare: for this time after a grant that others contended for, or for as long
+    /// The time for which it excuses only holds with nothing to spare: after a grant that others contended for, or for as long
     /// as those may keep what they took if they have died; and while something else befalls the deployment.
     pub bare: Option<Duration>,
     /// Counters of tokens begin at the clock anew, so that tokens go back (**F ✘**) where they had outrun it.

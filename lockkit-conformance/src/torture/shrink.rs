@@ -53,9 +53,9 @@ enum Piece {
     Task,
     Fate,
     Step,
-    /// That a step is done more than once.
+    /// A step that is done more than once.
     Times,
-    /// That a hold has another length than its ttl and its plan say, or becomes another.
+    /// A hold that has another length than its ttl and its plan say, or becomes another.
     Extras,
 }
 

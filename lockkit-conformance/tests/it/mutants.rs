@@ -81,7 +81,7 @@ fn a_good_backend_is_not_caught() {
     assert_eq!(report.to_string(), "4 passed, 0 failed, 0 skipped");
 }
 
-/// What the suite makes of a mutant.
+/// The suite's verdict on a mutant.
 #[derive(Clone, Copy, Debug)]
 enum Found {
     /// This case finds it.

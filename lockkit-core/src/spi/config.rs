@@ -1,4 +1,4 @@
-//! What the configs of the backends share.
+//! Parts that the configs of the backends share.
 
 use std::{
     fmt,

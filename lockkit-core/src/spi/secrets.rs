@@ -1,4 +1,4 @@
-//! What must not be shown of what a server says.
+//! Secrets, which must not be shown when a server repeats them.
 
 use std::{borrow::Cow, error, fmt, sync::Arc};
 

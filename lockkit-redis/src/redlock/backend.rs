@@ -368,7 +368,7 @@ impl Backend for RedlockBackend {
 /// The masters' replies to a request to give up a hold. They have a majority that has the hold, or one that does not.
 struct AskedBack {
     since: Instant,
-    /// What is left of the lease where it was marked, in ms, the longest first.
+    /// The rest of the lease where it was marked, in ms, the longest first.
     lefts: Vec<u64>,
 }
 

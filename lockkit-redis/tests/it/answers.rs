@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// The words of a request, in the place of whose reply a rogue sends its own.
 const REQUESTS: [&str; 6] = ["HELLO", "INFO", "SUBSCRIBE", "LOAD", "DELIFEQ", "EVALSHA"];
 
-/// What a rogue does after its answer.
+/// The rogue's conduct after its answer.
 #[derive(Clone)]
 enum Then {
     IsSilent,
@@ -85,7 +85,7 @@ fn values() -> Vec<Answer> {
     ]
 }
 
-/// What is too large, or has no end, or breaks off.
+/// Answers that are too large, or have no end, or break off.
 fn lengths() -> Vec<Answer> {
     let endless = |name, bytes: &[u8], again: Vec<u8>| (name, bytes.to_vec(), Repeats(again));
     let zeros = vec![0; 64 * 1024];

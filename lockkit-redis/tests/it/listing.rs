@@ -93,7 +93,7 @@ async fn a_list_writes_nothing() {
     assert_eq!((keys(&server), written(&server)), before);
 }
 
-/// How often each command was called that changes something, also in a script.
+/// The number of calls of each command that changes something, also in a script.
 fn written(server: &RedisServer) -> Vec<(String, u64)> {
     let reads = [
         "scan",

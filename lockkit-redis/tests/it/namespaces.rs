@@ -42,7 +42,7 @@ async fn connect(server: &RedisServer, user: &str, namespace: &str) -> Result<Lo
     Ok(LockClient::new(backend))
 }
 
-/// What a user tries to do to other keys and channels.
+/// The attempts of a user on other keys and channels.
 struct Intruder {
     connection: Connection,
     refused: usize,

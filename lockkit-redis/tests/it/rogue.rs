@@ -16,7 +16,7 @@ use crate::common::{LONG, connect, no_server, within};
 const PASSWORD: &str = "canary p%ss";
 const ENCODED: &str = "canary%20p%25ss";
 
-/// What a rogue makes of a command.
+/// The answer of a rogue to a command.
 type Answer = fn(&str, SocketAddr) -> String;
 
 /// A server that answers each command as it likes. It hears each as one line.

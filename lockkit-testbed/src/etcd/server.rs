@@ -361,7 +361,7 @@ impl EtcdServer {
         Err(io::Error::other(answer))
     }
 
-    /// What it answers to a request by HTTP, head and all.
+    /// Its answer to a request by HTTP, head and all.
     fn get(&self, path: &str, patience: Duration) -> io::Result<String> {
         let mut stream = TcpStream::connect_timeout(&self.metrics.addr(), patience)?;
         stream.set_read_timeout(Some(patience))?;

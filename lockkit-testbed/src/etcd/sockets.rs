@@ -18,7 +18,7 @@ pub(super) fn is_from(pid: u32, from: SocketAddr, to: SocketAddr) -> bool {
         .any(|file| fs::read_link(file.path()).is_ok_and(|link| link.as_os_str() == socket.as_str()))
 }
 
-/// What the system calls the socket at the near end, `socket:[12345]`.
+/// The system's name of the socket at the near end, `socket:[12345]`.
 fn socket_of(from: SocketAddr, to: SocketAddr) -> Option<String> {
     let table = fs::read_to_string("/proc/self/net/tcp").ok()?;
     let (from, to) = (written(from)?, written(to)?);

@@ -26,7 +26,7 @@ pub enum PoolMode {
     Transaction,
 }
 
-/// What the environment variable `LOCKKIT_PGBOUNCER` names, or else `pgbouncer`.
+/// The program that the environment variable `LOCKKIT_PGBOUNCER` names, or else `pgbouncer`.
 pub(super) fn program() -> OsString {
     env::var_os("LOCKKIT_PGBOUNCER").unwrap_or_else(|| {
         let usual = "/usr/sbin/pgbouncer";

@@ -7,7 +7,7 @@ use std::{
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// What the system tells about a process.
+/// A process as the system tells of it.
 struct Status {
     state: u8,
     parent: u32,

@@ -1,4 +1,4 @@
-//! That each tool really does what the tests of the backends rely on.
+//! Tests of the tools themselves: each really does what the tests of the backends rely on.
 
 mod clock;
 mod echo;

@@ -47,7 +47,7 @@ pub(crate) struct FoundNode {
     pub(crate) czxid: i64,
 }
 
-/// What was found, and the watch that was set with the look.
+/// The result of a look, and the watch that was set with it.
 #[derive(Debug)]
 pub(crate) struct Watched {
     pub(crate) found: Vec<String>,
