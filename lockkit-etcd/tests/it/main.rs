@@ -6,6 +6,7 @@ mod cluster;
 mod conformance;
 mod faults;
 mod gate;
+mod namespaces;
 mod recipe;
 mod server;
 mod sessions;

@@ -6,6 +6,7 @@ mod crowd;
 mod downgrade;
 mod ensemble;
 mod faults;
+mod namespaces;
 mod observers;
 mod packets;
 mod peers;
