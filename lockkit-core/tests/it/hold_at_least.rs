@@ -171,8 +171,10 @@ async fn a_release_that_fails_is_repeated_and_leaves_it_taken() {
 #[tokio::test(start_paused = true)]
 async fn what_a_late_renewal_may_shorten_is_asked_again_in_time() {
     for ttl in [100 * MS, SECOND, TTL] {
-        let mut probe = Probe::default();
-        probe.renewed_for = Some(ttl);
+        let probe = Probe {
+            renewed_for: Some(ttl),
+            ..Probe::default()
+        };
         let client = LockClient::new(probe.clone());
         let options = AcquireOptions::new().ttl(ttl).hold_at_least(LEAST);
         let guard = client.lock("a").unwrap().acquire_with(&options).await.unwrap();
