@@ -113,7 +113,7 @@ async fn a_downgrade_dropped_at_any_poll_leaves_it_taken() {
 #[tokio::test(start_paused = true)]
 async fn a_rest_that_may_be_cut_short_is_not_confirmed() {
     let probe = Probe {
-        renewed_for: Lease::of_ttl(Instant::now(), LEAST - SECOND / 2).length,
+        renewed_for: Lease::of_ttl(Instant::now(), LEAST.saturating_sub(SECOND / 2)).length,
         ..Probe::default()
     };
     let guard = lock_of(&LockClient::new(probe.clone())).acquire().await.unwrap();
