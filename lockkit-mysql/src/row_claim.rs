@@ -70,7 +70,7 @@ enum Stage {
 }
 
 /// The holds of a session whose connection was given up.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Had {
     /// No hold that anybody knows of.
     Nothing,
@@ -618,7 +618,7 @@ impl RowClaim {
                 // A wait for a lock would go on. Interrupted, its session can be kept.
                 Activity::Queueing | Activity::Waiting if session.is_running() => {
                     let control = &self.shared.sessions.control;
-                    let interrupted = control.interrupt("release", session.id, &session.epoch).await;
+                    let interrupted = control.interrupt("acquire", session.id, &session.epoch).await;
                     matches!(interrupted, Ok(KillOutcome::Killed))
                         && timeout(REPLY_TIMEOUT, session.receive()).await.is_ok()
                 }
@@ -678,10 +678,12 @@ impl RowClaim {
         };
         let had = *had;
         let control = &self.shared.sessions.control;
-        let mut killed = control.kill("release", session.id, &session.epoch).await?;
+        // Of one that only waited, its next attempt ends what is left.
+        let operation = if had == Had::Nothing { "acquire" } else { "release" };
+        let mut killed = control.kill(operation, session.id, &session.epoch).await?;
         if killed == KillOutcome::Unknown {
             // There may be no server to reach. A closed connection ends its session by itself, unless that waits.
-            let ended = timeout(REPLY_TIMEOUT, control.kill_abandoned("release", session)).await;
+            let ended = timeout(REPLY_TIMEOUT, control.kill_abandoned(operation, session)).await;
             killed = ended.map_or(killed, |ended| ended.unwrap_or(killed));
         }
         self.stage = Stage::Idle;

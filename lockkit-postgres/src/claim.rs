@@ -66,7 +66,7 @@ enum Stage {
 }
 
 /// The holds of a session whose connection was given up.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Had {
     /// No hold that anybody knows of.
     Nothing,
@@ -632,7 +632,9 @@ impl PostgresClaim {
         let Stage::Ending { session, had } = self.stage else {
             return Ok(());
         };
-        let was_there = self.shared.sessions.control.terminate("release", session).await?;
+        // Of one that only waited, its next attempt ends what is left.
+        let operation = if had == Had::Nothing { "acquire" } else { "release" };
+        let was_there = self.shared.sessions.control.terminate(operation, session).await?;
         self.stage = Stage::Idle;
         match had {
             Had::Nothing => Ok(()),
@@ -861,7 +863,7 @@ fn wait_in(mode: Mode) -> &'static str {
 /// Interrupts a wait, and receives its reply: that it was interrupted, or that it was over before.
 async fn interrupt(control: &Control, session: &mut Session) -> Result<()> {
     // A cancel over another connection may overtake the request, and would be ignored.
-    while !control.cancel("release", session.id).await? {
+    while !control.cancel("acquire", session.id).await? {
         if session.has_reply() {
             return Ok(());
         }

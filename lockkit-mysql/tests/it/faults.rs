@@ -37,6 +37,7 @@ for_each_flavour! {
     a_waiter_that_is_cut_off_waits_anew
     a_dead_head_of_the_queue_keeps_a_lease_for_seconds_at_most
     a_server_that_crashes_while_the_lock_is_held
+    a_waiter_whose_server_goes_has_released_nothing
     a_server_that_stands_still_grants_nothing
     replies_that_are_lost
     nobody_waits_for_a_dead_connection_to_acquire
@@ -388,6 +389,29 @@ async fn a_server_that_crashes_while_the_lock_is_held(flavour: Flavour) {
                 .await
                 .unwrap();
         }
+    }
+}
+
+/// What is left of its wait is ended by its next attempt, which fails.
+async fn a_waiter_whose_server_goes_has_released_nothing(flavour: Flavour) {
+    for mode in MODES {
+        let server = private(flavour, &[]);
+        let (holding, waiting) = (
+            client(server.addr(), mode).await,
+            client(server.addr(), mode).await,
+        );
+        let guard = brief(&holding, "a", Duration::from_secs(40))
+            .acquire()
+            .await
+            .unwrap();
+        let lock = waiting.lock("a").unwrap();
+        let waiter = tokio::spawn(async move { lock.acquire_timeout(Duration::from_secs(4)).await });
+        waits(&holding, "a").await;
+        server.process().kill().unwrap();
+        let error = waiter.await.unwrap().unwrap_err();
+        let text = chain(&error);
+        assert!(text.contains("acquire failed"), "{mode:?}: {text}");
+        drop(guard);
     }
 }
 

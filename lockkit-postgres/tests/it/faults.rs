@@ -29,6 +29,7 @@ tests! {
     a_waiter_that_is_cut_off_waits_anew
     a_waiter_that_died_is_not_granted
     a_server_that_crashes_while_the_lock_is_held
+    a_waiter_whose_server_goes_has_released_nothing
     a_server_that_is_shut_down_tells_its_holders
     a_server_that_stands_still_grants_nothing
     a_release_that_is_slow_is_no_loss
@@ -338,6 +339,24 @@ async fn a_server_that_crashes_while_the_lock_is_held() {
             .await
             .unwrap();
     }
+}
+
+/// What is left of its wait is ended by its next attempt, which fails.
+async fn a_waiter_whose_server_goes_has_released_nothing() {
+    let server = private(&[]);
+    let (holding, waiting) = (client(server.addr()).await, client(server.addr()).await);
+    let guard = brief(&holding, "a", Duration::from_secs(40))
+        .acquire()
+        .await
+        .unwrap();
+    let lock = waiting.lock("a").unwrap();
+    let waiter = tokio::spawn(async move { lock.acquire_timeout(Duration::from_secs(4)).await });
+    waits(&holding, "a").await;
+    server.kill().unwrap();
+    let error = waiter.await.unwrap().unwrap_err();
+    let text = spi::chain(&error);
+    assert!(text.contains("acquire failed"), "{text}");
+    drop(guard);
 }
 
 async fn a_server_that_is_shut_down_tells_its_holders() {
