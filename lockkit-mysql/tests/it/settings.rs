@@ -37,6 +37,7 @@ for_each_flavour! {
     a_server_that_ends_statements_early_ends_no_inspection
     a_statement_based_binary_log_is_an_error
     settings_that_sessions_begin_with_do_not_count
+    a_server_whose_clock_no_user_may_set_is_as_good
 }
 
 fn lasting(ttl: Duration) -> AcquireOptions {
@@ -595,6 +596,22 @@ async fn a_statement_based_binary_log_is_an_error(flavour: Flavour) {
 }
 
 /// An operator may set them for all sessions, each at its worst: a clock that stands still, results without rows, …
+/// MariaDB can keep its users from setting the clock of a session.
+async fn a_server_whose_clock_no_user_may_set_is_as_good(flavour: Flavour) {
+    for barred in ["YES", "REPLICATION", "SUPER"] {
+        let server = match flavour {
+            Flavour::MariaDb => private(flavour, &[&format!("--secure-timestamp={barred}")]),
+            Flavour::MySql => private(flavour, &[]),
+        };
+        for mode in MODES {
+            cycle(&client(server.addr(), mode).await, "a").await;
+        }
+        if flavour == Flavour::MySql {
+            return;
+        }
+    }
+}
+
 async fn settings_that_sessions_begin_with_do_not_count(flavour: Flavour) {
     let by_flavour: &[&str] = match flavour {
         Flavour::MariaDb => &[
