@@ -63,10 +63,16 @@ pub(crate) struct Shared {
 
 impl Shared {
     /// Returns the error of an attempt. If the tables have gone since the client connected, as by a restore, it first has them as they
-    /// were when it connected, and then the next attempt succeeds.
+    /// were when it connected, and then the next attempt succeeds. Not those of leases: a table of row locks cannot be dropped while one is
+    /// held, and with that of leases goes what is held.
     pub(crate) async fn mended(&self, error: Error) -> Error {
         if !error::lacks_a_table(&error) {
             return error;
+        }
+        let words = std::error::Error::source(&error).map_or_else(String::new, chain);
+        if self.mode == Mode::Lease {
+            let advice = "what was held is held no more; stop what locks, then connect anew, which makes it";
+            return Error::permanent(NAME, "acquire", format!("{words} ({advice})"));
         }
         let control = &self.sessions.control;
         if let Err(why) = control.prepare(self.mode, self.schema).await {
@@ -74,7 +80,6 @@ impl Shared {
         }
         // What it has noted in the tables is gone, too. The next connection notes it anew.
         control.close().await;
-        let words = std::error::Error::source(&error).map_or_else(String::new, chain);
         Error::transient(NAME, "acquire", format!("{words} (it is made anew; try again)"))
     }
 

@@ -264,39 +264,45 @@ fn mysql_errors_are_those_of_the_catalogue() {
             connecting(&url)
         },
     );
-    for (what, name, mode) in [
+    for (what, name, mode, advice, to_do) in [
         (
             "the tables were dropped while a client was connected",
             "dropped",
             "for_update",
-        ),
-        ("the same, with `mode=lease`", "dropped_lease", "lease"),
-    ] {
-        table.row(
-            what,
-            says("doesn't exist", "it is made anew; try again").of(name),
+            "it is made anew; try again",
             "Nothing: the client makes them anew.",
-            move || {
-                let url = format!(
-                    "{}?mode={mode}",
-                    account(server, name, &[&format!("ALL ON {name}.*")])
+        ),
+        (
+            "the same, with `mode=lease`",
+            "dropped_lease",
+            "lease",
+            "connect anew",
+            "Stop all clients, since what was held is not protected any more; then connect, which makes it.",
+        ),
+    ] {
+        table.row(what, says("doesn't exist", advice).of(name), to_do, move || {
+            let url = format!(
+                "{}?mode={mode}",
+                account(server, name, &[&format!("ALL ON {name}.*")])
+            );
+            let error = in_this_process(async {
+                let client = super::connect(&url).await.unwrap();
+                let lock = client.lock("job").unwrap();
+                lock.acquire().await.unwrap().release().await.unwrap();
+                let all = TABLES.map(|table| format!("{name}.{table}")).join(", ");
+                sql(
+                    server,
+                    &format!("DROP TABLE IF EXISTS {all}, {name}.lockkit_lease"),
                 );
-                let error = in_this_process(async {
-                    let client = super::connect(&url).await.unwrap();
-                    let lock = client.lock("job").unwrap();
-                    lock.acquire().await.unwrap().release().await.unwrap();
-                    let all = TABLES.map(|table| format!("{name}.{table}")).join(", ");
-                    sql(
-                        server,
-                        &format!("DROP TABLE IF EXISTS {all}, {name}.lockkit_lease"),
-                    );
-                    let error = lock.try_acquire().await.unwrap_err();
-                    lock.acquire().await.unwrap().release().await.unwrap();
-                    error
-                });
-                super::alone(&error)
-            },
-        );
+                let error = lock.try_acquire().await.unwrap_err();
+                if mode == "lease" {
+                    super::connect(&url).await.unwrap();
+                }
+                lock.acquire().await.unwrap().release().await.unwrap();
+                error
+            });
+            super::alone(&error)
+        });
     }
     table.row(
         "the server has as many connections as it takes",

@@ -217,7 +217,7 @@ fn postgres_errors_are_those_of_the_catalogue() {
     table.row(
         "the schema was dropped while a client was connected",
         says("does not exist", "connect anew"),
-        "Connect anew; that makes it.",
+        "Stop all clients, since what was held is not protected any more; then connect, which makes it.",
         || {
             let url = made(server, "dropped");
             meanwhile(&url, |_| {
