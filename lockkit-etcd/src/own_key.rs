@@ -377,7 +377,12 @@ impl OwnKey {
                 Ok(Seen::There) => {}
                 Ok(Seen::Asked) => return Ok(Renewal::Asked),
                 Ok(Seen::Gone) => return Ok(Renewal::Lost(session.ended().unwrap_or(LossReason::Revoked))),
-                Err(failure) if !is_longer || failure.is_permanent() => return Err(failure),
+                Err(failure) if failure.is_permanent() => return Err(failure),
+                Err(failure) if !is_longer => {
+                    // Whoever connects again, or renews the lease, may know more than that a connection was lost.
+                    let why = session.connection().await.err().or_else(|| session.trouble());
+                    return Err(why.unwrap_or(failure));
+                }
                 Err(_) => return self.renewed(ttl, Renewal::Unconfirmed),
             }
             if is_longer && Instant::now() >= unheard {

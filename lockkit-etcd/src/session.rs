@@ -53,6 +53,9 @@ pub(crate) struct Core {
     proof: Mutex<Proof>,
     /// Why the session has ended, if it has. Those who wait for it are woken by each proof, too.
     ended: watch::Sender<Option<LossReason>>,
+    /// The failure of the last beat, since no member could be reached, or they refused it. `None` if it went well, or failed for another
+    /// reason, for which the next one goes to another member.
+    trouble: Mutex<Option<Failure>>,
     leftovers: Mutex<Vec<Leftover>>,
     delete_requested: Notify,
     beat_requested: Notify,
@@ -130,6 +133,7 @@ impl Session {
             layout: layout.clone(),
             proof: Mutex::new(proof),
             ended: watch::Sender::new(None),
+            trouble: Mutex::default(),
             leftovers: Mutex::default(),
             delete_requested: Notify::new(),
             beat_requested: Notify::new(),
@@ -228,6 +232,15 @@ impl Core {
             // The sender is part of `self`, so that this does not fail.
             let _ = proofs.changed().await;
         }
+    }
+
+    /// Returns why the last beat failed, if it did: no member could be reached, or they refused it.
+    pub(crate) fn trouble(&self) -> Option<Failure> {
+        lock(&self.trouble).clone()
+    }
+
+    fn is_in_trouble(&self, failure: Failure) {
+        *lock(&self.trouble) = Some(failure);
     }
 
     /// Has the next beat come now.
@@ -358,6 +371,7 @@ impl Core {
     }
 
     fn proves(&self, proof: Proof) {
+        *lock(&self.trouble) = None;
         {
             let mut known = lock(&self.proof);
             *known = known.or_later(proof);
@@ -496,9 +510,13 @@ async fn keep_alive(core: &Core, mut patience: Patience) {
             () = core.beat_requested.notified() => {}
         }
         let began = Instant::now();
-        let Ok(connection) = core.connection().await else {
-            next = began + lease::pause(core.ttl);
-            continue;
+        let connection = match core.connection().await {
+            Ok(connection) => connection,
+            Err(failure) => {
+                core.is_in_trouble(failure);
+                next = began + lease::pause(core.ttl);
+                continue;
+            }
         };
         // All holds have ended here. To renew the lease all the same would keep others out, with nobody inside.
         if core.proven_until() <= Instant::now() {
@@ -524,7 +542,9 @@ async fn keep_alive(core: &Core, mut patience: Patience) {
             Some(Ok(Beat::OtherTerm)) => tracing::debug!("a keepalive met an election; sending another"),
             Some(Err(error)) => {
                 tracing::debug!(%error, "a lease is not renewed; trying again");
-                if core.members.has_others() && !error.is_permanent() {
+                if error.is_permanent() {
+                    core.is_in_trouble(error);
+                } else if core.members.has_others() {
                     Members::leave(&connection).await;
                 }
             }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_core::{AcquireOptions, Error, Lock, LockGuard, LossReason};
+use lockkit_core::{AcquireOptions, Error, Lock, LockGuard, LossReason, spi::chain};
 use lockkit_testbed::{Mode, Proxy, etcd::EtcdServer, eventually};
 use tokio::task::JoinHandle;
 
@@ -47,6 +47,34 @@ async fn a_client_cut_off_is_told_before_the_next_is_granted() {
         );
         next.release().await.unwrap();
     }
+}
+
+/// Not that a connection was lost, or that no answer came.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_holder_is_told_why_it_cannot_renew() {
+    if no_etcd() {
+        return;
+    }
+    let server = EtcdServer::builder().start().unwrap();
+    let client = connect(&server.url()).await;
+    let guard = with_ttl(&client, "a", Duration::from_secs(40))
+        .acquire()
+        .await
+        .unwrap();
+    block(|| server.kill()).unwrap();
+    // The first may have been under way.
+    let _ = guard.renew().await;
+    // A connection of the last moment may end otherwise.
+    let refused = async {
+        loop {
+            let text = chain(&guard.renew().await.unwrap_err());
+            assert!(!text.contains("a watch was confirmed"), "{text}");
+            if text.contains("Connection refused") {
+                break;
+            }
+        }
+    };
+    soon("the reason", refused).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -54,7 +54,7 @@ const ATTEMPTS: &[(Outcome, &[&str])] = &[
     ),
     (Refused, &["user", "delete", THEIRS]),
     (Refused, &["auth", "disable"]),
-    // What etcd lets every user do. None of it ends, prolongs or shows a hold.
+    // What etcd lets every user do. None of it ends or shows a hold. Kept alive, a lease lasts, also that of the dead.
     (Done, &["lease", "list"]),
     (Done, &["lease", "keep-alive", "--once", "LEASE"]),
 ];
