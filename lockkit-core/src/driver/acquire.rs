@@ -32,6 +32,9 @@ const OPERATION: &str = "acquire";
 /// "taken" cannot be told from "cannot tell".
 pub(crate) const GRACE: Duration = Duration::from_millis(100);
 
+/// The most of it, for a server that was never quicker to reply.
+const LONGEST_GRACE: Duration = Duration::from_millis(400);
+
 /// The time for which the server's word counts that a lock is taken. After that, the server may have been away for long.
 const WORD_COUNTS: Duration = Duration::from_secs(1);
 
@@ -123,7 +126,7 @@ async fn wait_in_queue<'a>(
 
 /// Attempts until the server grants, the caller's time is over, or an error says that no repeating will help.
 async fn contend(mut contender: Contender, deadline: &Deadline, now: Option<Instant>) -> Result<Hold> {
-    match attempt(&mut contender, deadline, now, &LastReply::Unknown).await {
+    match attempt(&mut contender, deadline, now, GRACE).await {
         Ok(Some(granted)) => make_hold(contender, granted),
         // What it takes to wait is made only when there is need to wait.
         not_yet => Box::pin(keep_contending(contender, not_yet, deadline)).await,
@@ -140,6 +143,8 @@ async fn keep_contending(
     let is_try = request.is_try();
     let mut last_reply = LastReply::Unknown;
     let mut answered = Instant::now();
+    let mut quickest = LONGEST_GRACE;
+    let mut asked = answered;
     let mut backoff = Backoff::default();
     let mut hints = HintBudget::default();
     loop {
@@ -154,6 +159,7 @@ async fn keep_contending(
                 backoff.reset();
                 last_reply = LastReply::Taken;
                 answered = Instant::now();
+                quickest = quickest.min(answered - asked);
                 true
             }
             Err(err) if err.is_transient() && !is_try => {
@@ -190,11 +196,13 @@ async fn keep_contending(
             () = deadline.passed() => {
                 if matches!(last_reply, LastReply::Taken) && answered.elapsed() >= WORD_COUNTS {
                     let now = core.clock.now().at;
-                    // As if there had been no reply, so that this one has its grace.
-                    match attempt(&mut contender, deadline, Some(now), &LastReply::Unknown).await {
+                    // It has its grace from now on: this may be late. To a server that is far away, a reply takes longer.
+                    let grace = deadline.overrun() + (quickest * 2).clamp(GRACE, LONGEST_GRACE);
+                    match attempt(&mut contender, deadline, Some(now), grace).await {
                         Ok(Some(granted)) => return make_hold(contender, granted),
                         Ok(None) => {}
-                        Err(err) => last_reply = LastReply::Failed(chain(&err).into()),
+                        Err(err) if err.is_transient() => last_reply = LastReply::Failed(chain(&err).into()),
+                        Err(err) => return Err(give_up(contender, err).await),
                     }
                 }
                 return Err(give_up(contender, deadline.verdict(queue, &last_reply)).await);
@@ -202,7 +210,8 @@ async fn keep_contending(
             () = tokio::time::sleep(pause) => hints.rested(),
         }
         let now = core.clock.now().at;
-        attempted = attempt(&mut contender, deadline, Some(now), &last_reply).await;
+        asked = now;
+        attempted = attempt(&mut contender, deadline, Some(now), last_reply.grace()).await;
     }
 }
 
@@ -222,17 +231,17 @@ async fn attempt(
     contender: &mut Contender,
     deadline: &Deadline,
     mut now: Option<Instant>,
-    last_reply: &LastReply,
+    grace: Duration,
 ) -> Result<Option<Granted>> {
     let Contender { request, claim, .. } = contender;
     let (queue, core) = (&request.queue, request.core());
     let claim = match claim {
         Some(claim) => claim,
-        unopened => unopened.insert(open(request, deadline, &mut now, last_reply).await?),
+        unopened => unopened.insert(open(request, deadline, &mut now, grace).await?),
     };
     contender.is_known = true;
     let patience = deadline.patience(core.info.max_patience, now);
-    let limit = deadline.limit(patience, request, last_reply);
+    let limit = deadline.limit(patience, request, grace);
     let attempt = core.request(OPERATION, claim.attempt(patience));
     let Some(grant) = queue.exchange(OPERATION, Core::is_open, limit, attempt).await? else {
         return Ok(None);
@@ -255,7 +264,7 @@ async fn open(
     request: &AcquireRequest,
     deadline: &Deadline,
     now: &mut Option<Instant>,
-    last_reply: &LastReply,
+    grace: Duration,
 ) -> Result<Box<dyn Claim>> {
     let (queue, core) = (&request.queue, request.core());
     let claim_request = claim_request(request)?;
@@ -265,7 +274,7 @@ async fn open(
             .and_then(|claim| for_long_enough(claim, request))
             .map_err(|err| err.for_lock(queue.name()));
     }
-    let limit = deadline.limit(Duration::ZERO, request, last_reply);
+    let limit = deadline.limit(Duration::ZERO, request, grace);
     let opened = queue.exchange(OPERATION, Core::is_open, limit, opening).await?;
     *now = Some(core.clock.now().at);
     for_long_enough(opened, request)
@@ -371,6 +380,16 @@ async fn give_up(mut contender: Contender, err: Error) -> Error {
     err
 }
 
+impl LastReply {
+    /// Returns the time beyond the caller's deadline that the next attempt may take.
+    fn grace(&self) -> Duration {
+        match self {
+            Self::Taken => Duration::ZERO,
+            Self::Unknown | Self::Failed(_) => GRACE,
+        }
+    }
+}
+
 /// The end of the caller's time.
 struct Deadline {
     /// Read when something is first waited for: a lock that is granted at once needs no clock.
@@ -408,19 +427,20 @@ impl Deadline {
         }
     }
 
-    /// The limit of one exchange that blocks for `patience` at the server.
+    /// The time by which it is over already.
+    fn overrun(&self) -> Duration {
+        self.at()
+            .map_or(Duration::ZERO, |at| Instant::now().saturating_duration_since(at))
+    }
+
+    /// The limit of one exchange that blocks for `patience` at the server, and may take so much longer than the caller's time.
     fn limit(
         &self,
         patience: Duration,
         request: &AcquireRequest,
-        last_reply: &LastReply,
+        grace: Duration,
     ) -> impl FnOnce() -> Instant + use<> {
         let op_timeout = request.op_timeout;
-        let grace = if matches!(last_reply, LastReply::Taken) {
-            Duration::ZERO
-        } else {
-            GRACE
-        };
         let deadline = self.at();
         move || {
             let limit = Instant::now() + patience + op_timeout;

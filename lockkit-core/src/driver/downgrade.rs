@@ -87,11 +87,19 @@ impl Downgrade<'_> {
             Err(err) => {
                 if let Error::Lost { reason, .. } = &err {
                     observe::lost(hold.queue(), *reason);
+                    // What is lost is not prolonged.
+                    contender.keep_until(None);
                 }
                 return Err(err);
             }
         };
-        let shared = share(hold, &mut contender, &lease)?;
+        let shared = match share(hold, &mut contender, &lease) {
+            Ok(shared) => shared,
+            Err(err) => {
+                contender.keep_until(None);
+                return Err(err);
+            }
+        };
         // The next exclusive waiter of this client queues at the server, once the shared hold is registered: whoever closes the
         // client sees one of them.
         registration.slot = contender.take_slot();

@@ -221,7 +221,10 @@ pub(crate) async fn clean_up(mut contender: Contender) {
         let is_refused = !err.is_transient();
         if Instant::now() >= over || is_refused && queue.core.is_closed() {
             queue.core.unconfirmed.fetch_add(1, Ordering::Relaxed);
-            observe::release_unconfirmed(queue, &err);
+            // Whoever may not even ask has been told so, and has nothing to release.
+            if contender.lease.is_some() || !is_refused {
+                observe::release_unconfirmed(queue, &err);
+            }
             break;
         }
         tracing::debug!(lock = %queue.id, error = chain(&err), "release not confirmed; trying again");
