@@ -428,7 +428,7 @@ impl Space {
     }
 
     /// Checks that whoever asks is on the clock of the leases.
-    fn check_clock(&self) -> Result<()> {
+    fn check_clock(&self, operation: &'static str) -> Result<()> {
         let (is_on_it, cause) = match self.clock {
             SpaceClock::Any => return Ok(()),
             SpaceClock::Machine => (
@@ -445,7 +445,7 @@ impl Space {
         if is_on_it {
             return Ok(());
         }
-        Err(Error::permanent(NAME, "acquire", cause))
+        Err(Error::permanent(NAME, operation, cause))
     }
 
     fn namespace(&self, text: &str) -> Namespace {
@@ -669,7 +669,7 @@ impl Backend for MemoryBackend {
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
-        self.space.check_clock()?;
+        self.space.check_clock("acquire")?;
         let key = self.key(&request.name, request.mode.kind());
         Ok(Box::new(MemoryClaim {
             shard: self.space.shard(&key).clone(),
@@ -688,10 +688,12 @@ impl Backend for MemoryBackend {
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
+        self.space.check_clock("inspect")?;
         Ok(self.state(&self.key(name, kind)))
     }
 
     fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
+        self.space.check_clock("list")?;
         Ok(Box::new(MemoryLister {
             backend: self.clone(),
             prefix: prefix.to_owned(),
