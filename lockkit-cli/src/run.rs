@@ -156,7 +156,7 @@ impl Clients {
         once: bool,
     ) -> Result<LockClient, Failure> {
         let mut failed = match self.connect_once(config).await? {
-            Err(error) if !once && may_pass(&error) => error,
+            Err(error) if !once && may_pass(&error, config) => error,
             connected => return Ok(connected?),
         };
         if until.is_some_and(|until| Instant::now() >= until) {
@@ -178,7 +178,7 @@ impl Clients {
     ) -> Result<Option<LockClient>, Failure> {
         let mut said = VecDeque::new();
         let mut pause = FIRST_PAUSE;
-        while may_pass(failed) {
+        while may_pass(failed, config) {
             let why = chain(failed);
             if !said.contains(&why) {
                 say(&format!("cannot connect; trying again: {why}"));
@@ -217,8 +217,9 @@ impl Clients {
     }
 }
 
-/// Returns whether to try again may help. A name that no resolver knows is misspelt, whatever the client makes of it.
-fn may_pass(error: &lockkit::Error) -> bool {
+/// Returns whether to try again may help. A name that no resolver knows is misspelt, whatever the client makes of it. Of several servers
+/// the others may come.
+fn may_pass(error: &lockkit::Error, config: &LockConfig) -> bool {
     const UNKNOWN_HOST: [&str; 4] = [
         "Name or service not known",
         "No address associated with hostname",
@@ -226,7 +227,8 @@ fn may_pass(error: &lockkit::Error) -> bool {
         "nodename nor servname provided",
     ];
     let why = chain(error);
-    error.is_transient() && !UNKNOWN_HOST.iter().any(|unknown| why.contains(unknown))
+    let is_misspelt = UNKNOWN_HOST.iter().any(|unknown| why.contains(unknown));
+    error.is_transient() && (!is_misspelt || config.url.contains(','))
 }
 
 /// `wait` is what connecting has left of the time that was `given`.

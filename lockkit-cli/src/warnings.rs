@@ -1,6 +1,10 @@
 //! The library's warnings while a command waits or runs, on standard error.
 
-use std::fmt::{Debug, Write};
+use std::{
+    fmt::{Debug, Write},
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
 
 use tracing::{
     Event, Level, Metadata, Subscriber,
@@ -11,13 +15,34 @@ use tracing::{
 
 use crate::failure::say;
 
+/// The time for which a line that was the last one is not said again: whatever is tried again fails several times a second, each time
+/// with the same words.
+const ONCE_IN: Duration = Duration::from_secs(60);
+
 /// From now on, each warning is a line. Only what lockkit says itself is shown: a client library may name what it was told.
 pub(crate) fn show() {
     // It fails where somebody else shows them.
-    let _ = tracing::subscriber::set_global_default(Warnings);
+    let _ = tracing::subscriber::set_global_default(Warnings::default());
 }
 
-struct Warnings;
+#[derive(Default)]
+struct Warnings {
+    last: Mutex<Option<(Instant, String)>>,
+}
+
+impl Warnings {
+    /// Returns whether the line has not just been said.
+    fn is_news(&self, line: &str) -> bool {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_news = last
+            .as_ref()
+            .is_none_or(|(at, said)| said != line || at.elapsed() >= ONCE_IN);
+        if is_news {
+            *last = Some((Instant::now(), line.to_owned()));
+        }
+        is_news
+    }
+}
 
 impl Subscriber for Warnings {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
@@ -39,7 +64,10 @@ impl Subscriber for Warnings {
             fields,
             error,
         } = line;
-        say(&(message + &fields + &error));
+        let line = message + &fields + &error;
+        if self.is_news(&line) {
+            say(&line);
+        }
     }
 
     fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
@@ -85,11 +113,23 @@ mod tests {
 
     #[test]
     fn only_what_lockkit_warns_of_is_shown() {
-        tracing::subscriber::with_default(Warnings, || {
+        tracing::subscriber::with_default(Warnings::default(), || {
             let shown = tracing::event_enabled!(target: "lockkit_redis::connection", Level::WARN);
             let others = tracing::event_enabled!(target: "sqlx::query", Level::WARN);
             let less = tracing::event_enabled!(target: "lockkit_redis::connection", Level::INFO);
             assert_eq!((shown, others, less), (true, false, false));
         });
+    }
+
+    #[test]
+    fn what_has_just_been_said_is_not_said_again() {
+        let warnings = Warnings::default();
+        let news = ["a", "a", "b", "b", "a"].map(|line| warnings.is_news(line));
+        assert_eq!(news, [true, false, true, false, true]);
+        let long_ago = Instant::now()
+            .checked_sub(ONCE_IN)
+            .expect("a minute since the start");
+        *warnings.last.lock().unwrap() = Some((long_ago, "a".to_owned()));
+        assert!(warnings.is_news("a"));
     }
 }
