@@ -30,7 +30,7 @@ const SECRET: &str = "canary";
 /// The most that a line may have, so that it is read.
 const LONGEST: usize = 300;
 /// Situations that are brought about at a time: they wait more than they work.
-const AT_ONCE: usize = 8;
+const AT_ONCE: usize = 4;
 
 /// What a line has to say, each once.
 pub(crate) struct Says {
@@ -289,7 +289,7 @@ fn compare(backend: &str, section: &str) {
     let end = page[behind..]
         .find("\n## ")
         .map_or(page.len(), |at| behind + at + 1);
-    if env::var_os("LOCKKIT_RENEW").is_some() {
+    if env::var("LOCKKIT_RENEW").is_ok_and(|renew| renew == "1") {
         let last = if end == page.len() { "" } else { "\n" };
         fs::write(&path, [&page[..begin], section, last, &page[end..]].concat()).unwrap();
         return;

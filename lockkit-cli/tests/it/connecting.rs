@@ -293,7 +293,7 @@ fn what_does_not_pass_ends_a_run_at_once() {
     let at = |user: &str| format!("redis://{user}:open-sesame@{}", server.addr());
     for (url, cause) in [
         (format!("redis://:wrong@{}", server.addr()), "WRONGPASS"),
-        (at("nobody"), "NoPerm"),
+        (at("nobody"), "NOPERM"),
         (format!("mysql://nobody:wrong@{}/app", database.addr()), "1045"),
         (format!("{}?namespace=%20", at("default")), "namespace"),
     ] {

@@ -29,7 +29,9 @@ fn tokens_are_raised_and_not_lowered() {
     let url = server.url();
     let before = token(url);
     let (status, shown, complaint) = fence(url, &["show"]);
-    assert_eq!((status, &*shown, &*complaint), (0, &*format!("{before}\n"), ""));
+    assert_eq!((status, &*complaint), (0, ""));
+    let highest: u64 = shown.trim_end().parse().unwrap();
+    assert!(highest >= before, "{highest}, and {before} was granted");
 
     let above = (before + 1_000_000_000).to_string();
     let (status, shown, complaint) = fence(url, &["raise", "--above", &above]);

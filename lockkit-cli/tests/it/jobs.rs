@@ -40,7 +40,7 @@ fn a_job_is_done_once_by_redlock() {
     let hosts = masters.each_ref().map(|master| master.addr().to_string());
     nights(
         "redlock",
-        &format!("redlock://{}?max_ttl=6s&ttl=5s", hosts.join(",")),
+        &format!("redlock://{}?max_ttl=7s&ttl=5s", hosts.join(",")),
     );
 }
 
@@ -88,9 +88,10 @@ fn night(site: &Site, clocks: &[Clock; 3], number: usize) {
     };
     let mut hosts = Vec::new();
     // Each night another one is the first.
-    for (place, late) in [0, 100, 700].into_iter().enumerate() {
+    // The last one begins after the ttl.
+    for (place, late) in [0, 100, 1_600].into_iter().enumerate() {
         thread::sleep(Duration::from_millis(late));
-        let mut host = host(&["--try", "--ttl", "1s", "--at-least", "4s"]);
+        let mut host = host(&["--try", "--ttl", "1s", "--at-least", "6s"]);
         clocks[(number + place) % clocks.len()].apply(&mut host);
         hosts.push(Running::spawn(host.stdin(Stdio::null())));
     }
