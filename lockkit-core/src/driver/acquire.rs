@@ -144,7 +144,7 @@ async fn keep_contending(
     let mut last_reply = LastReply::Unknown;
     let mut answered = Instant::now();
     let mut quickest = LONGEST_GRACE;
-    let mut asked = answered;
+    let mut asked = deadline.started();
     let mut backoff = Backoff::default();
     let mut hints = HintBudget::default();
     loop {

@@ -243,6 +243,17 @@ async fn taken_is_what_the_server_says_when_the_wait_ends() {
     }
 }
 
+/// Its reply takes longer than a server has that is near.
+#[tokio::test(start_paused = true)]
+async fn a_server_that_is_far_says_that_it_is_taken() {
+    let backend = MemoryBackend::new();
+    let _held = client(&backend).lock("a").unwrap().acquire().await.unwrap();
+    let lock = LockClient::new(Patient(backend.clone())).lock("a").unwrap();
+    backend.delay(FaultPoint::Attempt, 150 * MS);
+    let err = lock.acquire_timeout(4 * SECOND).await.unwrap_err();
+    assert!(err.is_timeout(), "{err:?}");
+}
+
 /// A backend whose leases have no end that a clock could count to, and whose tokens are the last ones that there are.
 #[derive(Debug)]
 struct Boundless(MemoryBackend);
