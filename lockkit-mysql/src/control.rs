@@ -36,16 +36,11 @@ pub(crate) const TIMER_LOCK: &str = "lockkit-timer:";
 pub(crate) const NO_STATEMENT_LIMIT: &str =
     "/*M!100600 , max_statement_time=0 */ /*!80000 , max_execution_time=0 */";
 
-/// What every session sets, at the beginning of a `SET SESSION`: an operator or an `init_connect` may have set it for all sessions.
-/// `DEFAULT` would be the server's own setting. The client library has set the character set and the time zone.
-pub(crate) const COMMON_SETTINGS: &str = "sql_mode='STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
+/// The variables that every session sets, at the beginning of a `SET SESSION`: an operator or an `init_connect` may have set them for all.
+/// `DEFAULT` would be the server's own setting, but for the clock. The client library has set the character set and the time zone.
+pub(crate) const COMMON_SETTINGS: &str = "sql_mode='STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', timestamp=DEFAULT, \
      sql_select_limit=18446744073709551615, sql_safe_updates=0, sql_big_selects=1, div_precision_increment=4, \
      completion_type=0, lock_wait_timeout=2";
-
-/// Has the session's clock be the server's: it may have been stopped. Not if the server keeps its users from that, where nobody has. Behind
-/// the results of a request that are counted from its beginning.
-pub(crate) const SERVERS_CLOCK: &str = "/*M!100307 EXECUTE IMMEDIATE IF(@@secure_timestamp='NO', 'SET SESSION timestamp=DEFAULT', 'DO 0') */\
-     /*!80000 SET SESSION timestamp=DEFAULT */";
 
 /// A connection is dead if a reply takes longer. All its statements are short.
 const DEAD_AFTER: Duration = Duration::from_secs(5);
@@ -385,7 +380,7 @@ impl State {
         let setup = format!(
             "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE; \
              SET SESSION {COMMON_SETTINGS}, autocommit=1, wait_timeout=86400, innodb_lock_wait_timeout=2 {NO_STATEMENT_LIMIT}; \
-             SELECT {SERVER_IDENTITY}, CONNECTION_ID() /*M!100600 , GET_LOCK(CONCAT('{TIMER_LOCK}', CONNECTION_ID()), 0) */; {SERVERS_CLOCK}; {}",
+             SELECT {SERVER_IDENTITY}, CONNECTION_ID() /*M!100600 , GET_LOCK(CONCAT('{TIMER_LOCK}', CONNECTION_ID()), 0) */; {}",
             server::SETTINGS
         );
         let reply = connection.query(setup).await.during(operation)?;

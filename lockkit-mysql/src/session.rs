@@ -17,7 +17,7 @@ use tokio::{
 use crate::{
     Mode, NAME,
     connection::{Reply, ResumableConnection, column},
-    control::{AbandonedSession, COMMON_SETTINGS, Control, Epoch, Options, SERVER_IDENTITY, SERVERS_CLOCK},
+    control::{AbandonedSession, COMMON_SETTINGS, Control, Epoch, Options, SERVER_IDENTITY},
     disconnect_watch::DisconnectWatch,
     error::{self, During},
     relay::Route,
@@ -302,7 +302,7 @@ impl Sessions {
              SET SESSION {COMMON_SETTINGS}, autocommit={autocommit}, wait_timeout={wait_timeout}, innodb_lock_wait_timeout=30, \
              {limits}, @lockkit_marker=CONCAT('lockkit-session:', UUID()); \
              SELECT CONNECTION_ID(), CAST(@@wait_timeout AS UNSIGNED), {SERVER_IDENTITY}, @lockkit_marker, \
-             GET_LOCK(@lockkit_marker, 0); {SERVERS_CLOCK}"
+             GET_LOCK(@lockkit_marker, 0)"
         );
         let reply = connection.query(setup).await.during(operation)?;
         let row = reply.row(2).ok_or(sqlx::Error::RowNotFound).during(operation)?;

@@ -596,7 +596,7 @@ async fn a_statement_based_binary_log_is_an_error(flavour: Flavour) {
 }
 
 /// An operator may set them for all sessions, each at its worst: a clock that stands still, results without rows, …
-/// MariaDB can keep its users from setting the clock of a session.
+/// MariaDB can keep its users from setting the clock of a session, but not from going back to the server's.
 async fn a_server_whose_clock_no_user_may_set_is_as_good(flavour: Flavour) {
     for barred in ["YES", "REPLICATION", "SUPER"] {
         let server = match flavour {
