@@ -113,7 +113,7 @@ pub(crate) fn failed(operation: &'static str, error: sqlx::Error) -> Error {
     }
 }
 
-/// What the server has refused, with what to do.
+/// The error for a request that the server has refused, with what to do.
 #[derive(Debug, thiserror::Error)]
 #[error("{number} {words}{}", advice(*.number).map_or_else(String::new, |advice| format!(" ({advice})")))]
 struct Refusal {

@@ -66,9 +66,9 @@ pub(crate) fn failed_at(operation: &'static str, error: &RedisError, key: Option
     }
 }
 
-/// What a server says of a connection that it does not take.
+/// The words of a server that takes no more connections.
 const TOO_MANY_CLIENTS: &str = "max number of clients";
-/// What Redis 7 says if a script runs a command, or asks for a key, without the right to it. It does not say which.
+/// The words of Redis 7 if a script runs a command, or asks for a key, without the right to it. It does not say which.
 const NO_RIGHT_IN_SCRIPT: &str = "The user executing the script can't";
 /// The most bytes of the server's words. What is longer ends with its first sentence.
 const MOST_WORDS: usize = 180;

@@ -43,7 +43,7 @@ pub(crate) struct Intake {
     /// The number of pushes since the last request was written.
     pushes: AtomicUsize,
     excess: OnceLock<&'static str>,
-    /// What the server has said, while that is one error and nothing else: `-ERR max number of clients reached`.
+    /// The server's words so far, while they are one error and nothing else: `-ERR max number of clients reached`.
     first_words: Mutex<Vec<u8>>,
 }
 

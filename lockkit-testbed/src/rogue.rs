@@ -30,7 +30,7 @@ pub trait Wire: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Wire for T {}
 
-/// What a rogue does once it stops behaving.
+/// The conduct of a rogue once it stops behaving.
 #[derive(Clone, Debug)]
 pub enum Plays {
     /// Sends this, and is silent.

@@ -32,13 +32,13 @@ const LONGEST: usize = 300;
 /// Situations that are brought about at a time: they wait more than they work.
 const AT_ONCE: usize = 4;
 
-/// What a line has to say, each once.
+/// The parts that a line has to have, each once.
 pub(crate) struct Says {
     /// The server's or the system's own words.
     words: &'static str,
     /// The advice.
     advice: &'static str,
-    /// What is told by its name, as often as it takes: a server, a key, a table, a right.
+    /// The thing that is told by its name, as often as it takes: a server, a key, a table, a right.
     names: Vec<String>,
 }
 
@@ -57,7 +57,7 @@ impl Says {
     }
 }
 
-/// What was printed in a situation.
+/// The lines that were printed in a situation.
 pub(crate) struct Printed {
     library: String,
     transient: bool,
@@ -151,7 +151,7 @@ impl<'a> Table<'a> {
 }
 
 impl Printed {
-    /// What is wrong with what was printed.
+    /// The faults of what was printed.
     fn faults(&self, says: &Says) -> impl Iterator<Item = String> {
         let mut faults = Vec::new();
         let line = &brief(&self.library);
@@ -348,7 +348,7 @@ fn patient(url: &str) -> String {
     format!("{url}{sign}connect_timeout=60s")
 }
 
-/// What the library says, and what the command does in the same situation.
+/// Prints what the library says, and what the command does in the same situation.
 pub(crate) fn printed(error: &Error, url: &str) -> Printed {
     let command = ["run", "--try", "--url", &patient(url), "job", "--", "true"];
     let output = lockkit(&command).output().unwrap();
@@ -370,7 +370,7 @@ pub(crate) fn until(what: &str, mut ask: impl FnMut() -> bool) {
     crate::tool::eventually(what, || ask().then_some(()));
 }
 
-/// What the library says, where the command has no such situation of its own.
+/// Prints what the library says, where the command has no such situation of its own.
 pub(crate) fn alone(error: &Error) -> Printed {
     Printed {
         library: whole(error),

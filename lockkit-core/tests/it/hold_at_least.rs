@@ -67,7 +67,7 @@ async fn who_releases_late_frees_it() {
 enum Close {
     Never,
     AfterTheDrop,
-    /// As a service that shuts down while one of its tasks is at work.
+    /// A service shuts down so while one of its tasks is at work.
     UnderTheGuard,
 }
 

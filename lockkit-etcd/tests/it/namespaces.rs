@@ -12,7 +12,7 @@ const OURS: &str = "ours";
 const THEIRS: &str = "theirs";
 const PASSWORD: &str = "open-sesame";
 
-/// What comes of an attempt.
+/// The outcome of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
     Refused,
@@ -22,7 +22,7 @@ enum Outcome {
 
 use Outcome::{Done, Refused};
 
-/// What a user tries with `etcdctl`. `KEY` stands for each key of others, `LEASE` for the lease of their holder.
+/// The attempts of a user with `etcdctl`. `KEY` stands for each key of others, `LEASE` for the lease of their holder.
 const ATTEMPTS: &[(Outcome, &[&str])] = &[
     (Refused, &["get", "KEY"]),
     (Refused, &["get", "--consistency=s", "KEY"]),

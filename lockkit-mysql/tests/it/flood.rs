@@ -23,7 +23,7 @@ use crate::{
 /// The longest time that a case may take on a busy machine.
 const LONGEST: Duration = Duration::from_secs(15);
 
-/// How the client logs in.
+/// The way in which the client logs in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     Password,

@@ -725,7 +725,7 @@ async fn tokens_go_back_with_a_backup_that_is_brought_back(flavour: Flavour) {
     assert!(begun[0] > last[0], "{begun:?} after {last:?}");
 }
 
-/// As with a backup that is brought back, or a name whose rows were deleted. What comes next is granted by the clock.
+/// A backup that is brought back does so, and a name whose rows were deleted. What comes next is granted by the clock.
 async fn the_fence_is_past_what_rows_have_forgotten(flavour: Flavour) {
     let server = private(flavour, &[]);
     let mut admin = Admin::of(&server).await;

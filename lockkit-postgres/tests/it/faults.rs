@@ -341,7 +341,7 @@ async fn a_server_that_crashes_while_the_lock_is_held() {
     }
 }
 
-/// What is left of its wait is ended by its next attempt, which fails.
+/// The rest of its wait is ended by its next attempt, which fails.
 async fn a_waiter_whose_server_goes_has_released_nothing() {
     let server = private(&[]);
     let (holding, waiting) = (client(server.addr()).await, client(server.addr()).await);

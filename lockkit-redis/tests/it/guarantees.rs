@@ -320,7 +320,7 @@ async fn a_replica_promoted_with_a_fast_clock_frees_what_is_held() {
     is_told_when_led_to(&replica, &proxy, &held).await;
 }
 
-/// As with a snapshot that is older than the last tokens, or a replica that was behind. What comes next is granted by the clock.
+/// A snapshot that is older than the last tokens does so, and a replica that was behind. What comes next is granted by the clock.
 #[tokio::test]
 async fn the_fence_is_past_what_the_counter_has_forgotten() {
     const COUNTER: &str = "lockkit:lockkit#fence";

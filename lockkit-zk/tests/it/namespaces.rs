@@ -11,7 +11,7 @@ const OURS: &str = "ours";
 const THEIRS: &str = "theirs";
 const PASSWORD: &str = "open-sesame";
 
-/// What a user tries at each node of others.
+/// The attempts of a user at each node of others.
 #[derive(Clone, Copy, Debug)]
 enum Attempt {
     Read,
@@ -31,7 +31,7 @@ enum Attempt {
     LookAndWatch,
 }
 
-/// What comes of it.
+/// The outcome of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
     Refused,

@@ -412,7 +412,7 @@ fn answering(answer: &'static [u8]) -> std::net::SocketAddr {
     address
 }
 
-/// As many clients as there may be. The one that has seen the server start may still be there.
+/// Takes as many clients as there may be. The one that has seen the server start may still be there.
 fn full(server: &RedisServer, clients: usize) -> Vec<TcpStream> {
     let mut connected = Vec::new();
     until("all are in", || {
