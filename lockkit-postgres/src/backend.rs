@@ -112,9 +112,20 @@ impl PostgresBackend {
 
 impl Shared {
     async fn fence(&self, operation: &'static str) -> Result<FencingToken> {
-        let fence = vec![Query::once(sql::FENCE, Vec::new())];
-        let reply = self.sessions.control.run(operation, fence).await?;
-        let row = reply.first().and_then(|rows| rows.first());
+        let control = &self.sessions.control;
+        let ask = || {
+            vec![
+                Query::once(sql::IS_SAME_LIFE, Vec::new()),
+                Query::once(sql::FENCE, Vec::new()),
+            ]
+        };
+        let mut reply = control.run(operation, ask()).await?;
+        if reply.first().is_some_and(Vec::is_empty) {
+            // It has crashed or was promoted, and no session has begun to draw tokens since: those it knows of are not all.
+            control.run_together(operation, schema::BEGIN_EPOCH).await?;
+            reply = control.run(operation, ask()).await?;
+        }
+        let row = reply.last().and_then(|rows| rows.first());
         let last: i64 = row
             .ok_or(Failure::Ended)
             .during(operation)?

@@ -7,7 +7,7 @@ use lockkit_core::{
     Error, FencingToken, LockKind, LossReason, Result,
     spi::{Claim, ClaimRequest, Grant, Lease, Mode, Renewal},
 };
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_postgres::types::FromSql;
 
 use crate::{
@@ -24,6 +24,9 @@ use crate::{
 
 /// A wait that is shorter is over before anybody asks whether the server has it wait. To ask costs more than a try.
 const SHORT_WAIT: Duration = Duration::from_millis(50);
+
+/// The head of a semaphore's queue looks at the permits so often.
+const LOOKS: Duration = Duration::from_millis(20);
 
 /// The time after which a hold that is known to be lost is told of at the latest, whether or not it is known why.
 const REASON_TIMEOUT: Duration = Duration::from_millis(500);
@@ -86,6 +89,9 @@ enum Activity {
     Queueing,
     /// Is the head of a semaphore's queue, and looks for a permit.
     Looking,
+    /// Is the head, and has found no permit. Looks again when [`LOOKS`] is over, by this host's clock: a pause at the server would last for
+    /// as long as its wall clock was set back.
+    Pausing,
     /// Says how many permits a semaphore has.
     Making,
     /// Changes the number of permits of a semaphore that nobody uses.
@@ -120,6 +126,8 @@ enum Next {
     Goes(Activity),
     /// The request may take long. [`notified`](Claim::notified) returns when its reply is there.
     Waits(Activity),
+    /// Nothing is asked for a while. [`notified`](Claim::notified) returns when that is over.
+    Pauses,
     Taken,
     Holds(Hold),
 }
@@ -173,10 +181,8 @@ impl PostgresClaim {
         let Stage::Active(session, activity) = &mut self.stage else {
             return;
         };
-        if !matches!(
-            activity,
-            Activity::Waiting | Activity::Queueing | Activity::Looking
-        ) && !session.receive_within(REPLY_TIMEOUT).await
+        if !matches!(activity, Activity::Waiting | Activity::Queueing)
+            && !session.receive_within(REPLY_TIMEOUT).await
         {
             self.abandon_stage(Had::Nothing);
             // The idle ones may be as dead.
@@ -197,7 +203,11 @@ impl PostgresClaim {
                     _ => Ok(Step::Again),
                 };
             }
-            Stage::Active(session, Activity::Waiting | Activity::Queueing | Activity::Looking) => {
+            Stage::Active(_, Activity::Pausing) => {
+                self.look_again();
+                return Ok(Step::Again);
+            }
+            Stage::Active(session, Activity::Waiting | Activity::Queueing) => {
                 if !session.receive_within(SHORT_WAIT.min(patience)).await {
                     // Only the server knows that the lock is taken, and of a dead connection nothing is ever heard.
                     let id = session.id;
@@ -252,6 +262,10 @@ impl PostgresClaim {
                 // Sends the request.
                 session.has_reply();
                 self.stage = Stage::Active(session, activity);
+                Ok(Step::Taken)
+            }
+            Ok(Next::Pauses) => {
+                self.stage = Stage::Active(session, Activity::Pausing);
                 Ok(Step::Taken)
             }
             Ok(Next::Taken) => {
@@ -385,9 +399,7 @@ impl PostgresClaim {
         reply: &Reply,
         patience: Duration,
     ) -> Result<Next> {
-        // A look at the head begins with a pause, but for the first one.
-        let at = reply.len().saturating_sub(2);
-        let Some(size) = value::<i32>(reply, at + 1, 0)? else {
+        let Some(size) = value::<i32>(reply, 1, 0)? else {
             let parameters = vec![Parameter::Bigint(self.keys.queue), Parameter::Int(self.size())];
             session.send(self.lease, vec![Query::prepared(sql::MAKE_SEMAPHORE, parameters)]);
             return Ok(Next::Goes(Activity::Making));
@@ -411,7 +423,7 @@ impl PostgresClaim {
             );
             return Ok(Next::Goes(Activity::Resizing { size }));
         }
-        if let (Some(permit), Some(token)) = (value::<i64>(reply, at, 0)?, value::<i64>(reply, at, 1)?) {
+        if let (Some(permit), Some(token)) = (value::<i64>(reply, 0, 0)?, value::<i64>(reply, 0, 1)?) {
             let key = usize::try_from(permit - 1)
                 .ok()
                 .and_then(|index| self.permits.get(index))
@@ -425,13 +437,17 @@ impl PostgresClaim {
                 session.send(self.lease, vec![self.on_queue(sql::WAIT_FOR_HEAD)]);
                 Ok(Next::Waits(Activity::Queueing))
             }
-            _ => {
-                let mut queries = self.look(sql::TRY_PERMIT_AT_HEAD);
-                queries.insert(0, Query::prepared(sql::PAUSE, Vec::new()));
-                self.sent = Instant::now();
-                session.send(self.lease, queries);
-                Ok(Next::Waits(Activity::Looking))
-            }
+            _ => Ok(Next::Pauses),
+        }
+    }
+
+    /// Looks for a permit once more, as the head of the queue.
+    fn look_again(&mut self) {
+        let queries = self.look(sql::TRY_PERMIT_AT_HEAD);
+        if let Stage::Active(session, activity) = &mut self.stage {
+            self.sent = Instant::now();
+            session.send(self.lease, queries);
+            *activity = Activity::Looking;
         }
     }
 
@@ -549,7 +565,7 @@ impl PostgresClaim {
             };
             let is_over = match activity {
                 // The wait would go on. Interrupted, its session can be kept.
-                Activity::Waiting | Activity::Queueing | Activity::Looking if !session.has_reply() => {
+                Activity::Waiting | Activity::Queueing if !session.has_reply() => {
                     let control = &self.shared.sessions.control;
                     // Of a future that is dropped here, nobody knows when the server gets its cancel.
                     self.is_interrupting = true;
@@ -824,6 +840,7 @@ impl Claim for PostgresClaim {
         };
         match activity {
             Activity::Waiting | Activity::Queueing | Activity::Looking => session.receive().await,
+            Activity::Pausing => sleep_until(self.sent + LOOKS).await,
             // A renewal shows its token.
             Activity::Holding(_) if self.shown == Shown::Outdated => {}
             Activity::Holding(_) => {

@@ -6,7 +6,10 @@ use lockkit_core::{
     Result,
     spi::resumable::{self, Resumable},
 };
-use tokio::{sync::Mutex, time::Instant};
+use tokio::{
+    sync::Mutex,
+    time::{Instant, sleep},
+};
 
 use crate::{
     NAME,
@@ -19,6 +22,12 @@ use crate::{
 
 /// A connection is dead if a reply takes longer. All its statements are short.
 const DEAD_AFTER: Duration = Duration::from_secs(5);
+
+/// The time after which a session that had not read its request is looked at again.
+const MOMENT: Duration = Duration::from_millis(2);
+
+/// The time between two questions whether a session waits.
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// All work with the connection is done in tasks of the client's runtime: an acquisition that nobody polls for a while would otherwise keep the
 /// connection from all others.
@@ -47,6 +56,26 @@ impl Control {
     /// Runs statements. Runs them again on a new connection if the existing one has ended, so they have to be harmless twice.
     pub(crate) async fn run(&self, operation: &'static str, queries: Vec<Query>) -> Result<Reply> {
         self.try_to_run(operation, queries).await?.during(operation)
+    }
+
+    /// Runs statements as [`run`](Self::run) does, after a pause. It goes by this host's clock: one at the server lasts for as long as its wall
+    /// clock was set back.
+    pub(crate) async fn run_after(
+        &self,
+        pause: Duration,
+        operation: &'static str,
+        queries: Vec<Query>,
+    ) -> Result<Reply> {
+        if !pause.is_zero() {
+            resumable::on_runtime(
+                NAME,
+                operation,
+                async move { sleep(pause).await },
+                &self.options.runtime,
+            )
+            .await?;
+        }
+        self.run(operation, queries).await
     }
 
     /// Runs statements as [`run`](Self::run) does, and returns the server's own error as it is.
@@ -87,8 +116,7 @@ impl Control {
         if reply.last().is_some_and(|rows| !rows.is_empty()) {
             return Ok(true);
         }
-        let wait = Query::prepared(sql::MOMENT, Vec::new());
-        let reply = self.run(operation, vec![wait, look]).await?;
+        let reply = self.run_after(MOMENT, operation, vec![look]).await?;
         Ok(reply.last().is_some_and(|rows| !rows.is_empty()))
     }
 
@@ -117,8 +145,7 @@ impl Control {
                 None if idle_since.elapsed() >= REPLY_TIMEOUT => return Ok(false),
                 None => {}
             }
-            let pause = Query::prepared(sql::PAUSE, Vec::new());
-            reply = self.run(operation, vec![pause, ask.clone()]).await?;
+            reply = self.run_after(PAUSE, operation, vec![ask.clone()]).await?;
         }
     }
 

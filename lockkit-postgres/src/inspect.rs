@@ -21,6 +21,8 @@ use crate::{
 /// A hold is shown some milliseconds after its grant. So long is waited for one of lockkit's: for longer, its client stands still, or it
 /// cannot be shown.
 const SHOWN_WITHIN: Duration = Duration::from_secs(1);
+/// The time after which one that is not shown is looked at again.
+pub(crate) const SHOWN_SOON: Duration = Duration::from_millis(10);
 
 /// The holders and waiters of a lock or semaphore.
 struct Found {
@@ -83,14 +85,13 @@ impl Shared {
             .collect();
         let (deadline, mut is_first) = (Instant::now() + SHOWN_WITHIN, true);
         loop {
-            let mut queries = vec![Query::prepared(
-                sql::INSPECT,
-                vec![Parameter::Bigints(all.clone())],
-            )];
-            if !is_first {
-                queries.insert(0, Query::prepared(sql::WAIT_FOR_SHOWN, Vec::new()));
-            }
-            let reply = self.sessions.inspections.run(operation, queries).await?;
+            let pause = if is_first { Duration::ZERO } else { SHOWN_SOON };
+            let ask = Query::prepared(sql::INSPECT, vec![Parameter::Bigints(all.clone())]);
+            let reply = self
+                .sessions
+                .inspections
+                .run_after(pause, operation, vec![ask])
+                .await?;
             let rows = reply.last().map_or(&[][..], Vec::as_slice);
             let found = found(rows, held).map_err(Failure::from).during(operation)?;
             is_first = false;

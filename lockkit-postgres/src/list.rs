@@ -12,7 +12,8 @@ use crate::{
     backend::{Shared, require_runtime},
     connection::{Parameter, Query},
     error::During,
-    inspect, sql,
+    inspect::{self, SHOWN_SOON},
+    sql,
 };
 
 const OPERATION: &str = "list";
@@ -75,11 +76,10 @@ impl PostgresLister {
     }
 
     async fn not_shown(&self, is_again: bool) -> Result<NotShown> {
-        let mut queries = vec![Query::prepared(sql::NOT_SHOWN, Vec::new())];
-        if is_again {
-            queries.insert(0, Query::prepared(sql::WAIT_FOR_SHOWN, Vec::new()));
-        }
-        let reply = self.shared.sessions.inspections.run(OPERATION, queries).await?;
+        let pause = if is_again { SHOWN_SOON } else { Duration::ZERO };
+        let ask = vec![Query::prepared(sql::NOT_SHOWN, Vec::new())];
+        let inspections = &self.shared.sessions.inspections;
+        let reply = inspections.run_after(pause, OPERATION, ask).await?;
         let sessions = reply.last().map_or(&[][..], Vec::as_slice).iter();
         let sessions = sessions.map(|row| Ok(((row.try_get(0)?, row.try_get(1)?), row.try_get(2)?)));
         let sessions: std::result::Result<_, tokio_postgres::Error> = sessions.collect();

@@ -53,8 +53,6 @@ pub(crate) const TRY_PERMIT_AT_HEAD: &str = "\
     SELECT k.permit FROM unnest($1::bigint[]) WITH ORDINALITY AS k(key, permit) \
     WHERE CASE WHEN EXISTS (SELECT FROM lockkit.semaphore WHERE key = $2 AND permits = $3) \
     THEN pg_try_advisory_lock(k.key) ELSE false END LIMIT 1) free";
-/// The head of the queue looks at the permits so often.
-pub(crate) const PAUSE: &str = "SELECT pg_sleep(0.02)";
 /// Waits until this session is the head of a semaphore's queue.
 pub(crate) const WAIT_FOR_HEAD: &str = "\
     SELECT CASE WHEN set_config('lock_timeout', '0', true) IS NULL THEN 0 \
@@ -76,16 +74,14 @@ pub(crate) const RESIZE: &str = "\
 pub(crate) const CANCEL: &str = "\
     SELECT pg_cancel_backend(pid) FROM pg_stat_get_activity($1) \
     WHERE (extract(epoch FROM backend_start) * 1000000)::bigint = $2 AND state IN ('active', 'disabled')";
-/// The time after which a session that had not read its request is looked at again.
-pub(crate) const MOMENT: &str = "SELECT pg_sleep(0.002)";
 /// Ends one session.
 pub(crate) const TERMINATE: &str = "\
     SELECT pg_terminate_backend(pid) FROM pg_stat_get_activity($1) \
     WHERE (extract(epoch FROM backend_start) * 1000000)::bigint = $2";
-/// Has a row while the process is at a statement: true if that waits for an advisory lock, or for the next look at permits. With
+/// Has a row while the process is at a statement: true if that waits for an advisory lock. With
 /// `track_activities=off` only the wait for the next statement is told.
 pub(crate) const DOES_IT_WAIT: &str = "\
-    SELECT coalesce(wait_event IN ('advisory', 'PgSleep'), false) FROM pg_stat_get_activity($1) \
+    SELECT coalesce(wait_event = 'advisory', false) FROM pg_stat_get_activity($1) \
     WHERE (extract(epoch FROM backend_start) * 1000000)::bigint = $2 AND state IN ('active', 'disabled') \
     AND wait_event IS DISTINCT FROM 'ClientRead'";
 pub(crate) const IS_THERE: &str = "SELECT 1";
@@ -102,14 +98,12 @@ pub(crate) const INSPECT: &str = "\
     LEFT JOIN lockkit.holder h ON h.pid = l.pid AND h.key = k.key AND l.granted \
     LEFT JOIN LATERAL pg_stat_get_activity(l.pid) a ON l.granted \
     ORDER BY h.token";
-/// Holds are shown some ms after their grant.
-pub(crate) const WAIT_FOR_SHOWN: &str = "SELECT pg_sleep(0.01)";
-/// The sessions of lockkit's clients that have locked something and do not show it, except for heads of queues, which look and sleep; and
+/// The sessions of lockkit's clients that have locked something and do not show it, also heads of queues, which look again and again; and
 /// the time of the last change of each, while it is not at a statement.
 pub(crate) const NOT_SHOWN: &str = "\
     SELECT a.pid, (extract(epoch FROM a.backend_start) * 1000000)::bigint, \
     CASE WHEN a.state = 'idle' THEN (extract(epoch FROM a.state_change) * 1000000)::bigint END \
-    FROM pg_stat_get_activity(NULL) a WHERE a.application_name = 'lockkit' AND a.wait_event IS DISTINCT FROM 'PgSleep' \
+    FROM pg_stat_get_activity(NULL) a WHERE a.application_name = 'lockkit' \
     AND EXISTS (SELECT FROM pg_locks l WHERE l.pid = a.pid AND l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted \
     AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())) \
     AND NOT EXISTS (SELECT FROM lockkit.holder h WHERE h.pid = a.pid)";

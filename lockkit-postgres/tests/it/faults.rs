@@ -42,7 +42,10 @@ tests! {
     a_release_at_a_broken_connection_confirms_nothing
     two_primaries_grant_one_lock
     the_servers_clock_set_back_keeps_the_lease
+    the_servers_clock_set_back_stops_no_waiter_for_a_permit
+    the_servers_clock_set_back_keeps_a_dead_holders_lease
     the_servers_clock_set_forward_ends_no_lease
+    the_servers_clock_set_forward_may_end_a_lease_early
     a_server_that_lets_nobody_in_is_no_taken_lock
 }
 
@@ -643,7 +646,45 @@ async fn the_servers_clock_set_back_keeps_the_lease() {
     cycle(&client, "a").await;
 }
 
-/// The server's timer is counted by another clock, and set anew with each request.
+/// The head of the queue has nothing at the server that ends by that clock.
+async fn the_servers_clock_set_back_stops_no_waiter_for_a_permit() {
+    let clock = Clock::new().unwrap();
+    let server = PgServer::builder().clock(&clock).start().unwrap();
+    let (first, second) = (client(server.addr()).await, client(server.addr()).await);
+    let held = first.semaphore("s", 1).unwrap().acquire().await.unwrap();
+    let waiter = Waiter::of(second.semaphore("s", 1).unwrap());
+    eventually("it is the head", async || {
+        let state = first.inspect_semaphore("s").await.unwrap();
+        state.waiters == Some(1)
+    })
+    .await;
+    clock.back(Duration::from_secs(3_600)).unwrap();
+    held.release().await.unwrap();
+    let (guard, _) = waiter.granted().await;
+    guard.release().await.unwrap();
+}
+
+/// The server counts the silence of a session by its wall clock.
+async fn the_servers_clock_set_back_keeps_a_dead_holders_lease() {
+    const BACK: Duration = Duration::from_secs(4);
+
+    let clock = Clock::new().unwrap();
+    let server = PgServer::builder().clock(&clock).start().unwrap();
+    let (proxy, dark) = behind_a_proxy(&server).await;
+    let other = client(server.addr()).await;
+    let guard = brief(&dark, "a", Duration::from_secs(1)).acquire().await.unwrap();
+    let waiter = Waiter::of(other.lock("a").unwrap());
+    waits(&other, "a").await;
+    proxy.set(Mode::Blackhole);
+    let since = Instant::now();
+    clock.back(BACK).unwrap();
+    let (next, at) = waiter.granted().await;
+    assert!(at - since > BACK, "kept for {:?}", at - since);
+    assert!(!guard.is_held(), "the holder's own lease goes by its own clock");
+    next.release().await.unwrap();
+}
+
+/// The server's timer is set anew with each request of a new session.
 async fn the_servers_clock_set_forward_ends_no_lease() {
     let clock = Clock::new().unwrap();
     let server = PgServer::builder().clock(&clock).start().unwrap();
@@ -656,6 +697,30 @@ async fn the_servers_clock_set_forward_ends_no_lease() {
     sleep(Duration::from_secs(3)).await;
     guard.check().unwrap();
     guard.release().await.unwrap();
+}
+
+/// The server leaves the timer of an earlier idle time running. When it comes, the new clock says that the present one is over as well.
+async fn the_servers_clock_set_forward_may_end_a_lease_early() {
+    const TTL: Duration = Duration::from_secs(4);
+
+    let clock = Clock::new().unwrap();
+    let server = PgServer::builder().clock(&clock).start().unwrap();
+    let (proxy, dark) = behind_a_proxy(&server).await;
+    let other = client(server.addr()).await;
+    let lock = brief(&dark, "a", TTL);
+    lock.acquire().await.unwrap().release().await.unwrap();
+    sleep(TTL * 3 / 4).await;
+    // In the same session.
+    let guard = lock.acquire().await.unwrap();
+    let waiter = Waiter::of(other.lock("a").unwrap());
+    waits(&other, "a").await;
+    proxy.set(Mode::Blackhole);
+    clock.forward(Duration::from_secs(3_600)).unwrap();
+    let (next, _) = waiter.granted().await;
+    guard
+        .check()
+        .expect("the holder hears nothing, and its lease goes on");
+    assert!(next.token() > guard.token(), "the resource can tell them apart");
 }
 
 /// A server that starts, stops or recovers.

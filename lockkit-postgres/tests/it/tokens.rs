@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use lockkit_core::{FenceGate, LossReason};
-use lockkit_testbed::{Clock, eventually, postgres::PgServer};
+use lockkit_testbed::{Clock, Proxy, eventually, postgres::PgServer};
 use tokio::time::timeout;
 
 use crate::{
@@ -19,6 +19,7 @@ tests! {
     tokens_rise_over_the_crash_of_one_session
     a_clean_restart_goes_on_with_the_next_token
     tokens_rise_over_a_promotion_of_a_standby_that_lags
+    the_fence_is_past_what_a_promoted_standby_lacks
     tokens_go_back_with_the_counter_and_the_clock
     a_holder_killed_in_mid_statement_is_followed_above
     a_restored_database_begins_above
@@ -173,6 +174,32 @@ async fn tokens_rise_over_a_promotion_of_a_standby_that_lags() {
     assert!(lagging < last, "it did not lag: {lagging}, {last}");
     let promoted = crate::servers::client(standby.addr()).await;
     assert!(token(&promoted, "a").await > last);
+}
+
+/// A client of before asks the standby before anybody draws a token there.
+async fn the_fence_is_past_what_a_promoted_standby_lacks() {
+    let primary = private(&[]);
+    let proxy = Proxy::start(primary.addr()).unwrap();
+    let client = client(proxy.addr()).await;
+    token(&client, "a").await;
+    let standby = PgServer::builder().standby_of(&primary).unwrap();
+    standby.wait_caught_up(&primary).unwrap();
+    standby.lag().unwrap();
+    let mut last = 0;
+    for _ in 0..100 {
+        last = token(&client, "a").await;
+    }
+    primary.kill().unwrap();
+    standby.promote().unwrap();
+    proxy.set_upstream(standby.addr());
+    proxy.reset();
+    let mut fence = client.fence().await;
+    while fence.as_ref().is_err_and(lockkit_core::Error::is_transient) {
+        fence = client.fence().await;
+    }
+    let fence = fence.unwrap().get();
+    assert!(fence >= last, "{fence}, and {last} was granted");
+    assert!(token(&client, "a").await > last);
 }
 
 /// Both are lost: the counter with a standby that lags, the time with its clock. Nothing at the server knows better then.
