@@ -339,8 +339,22 @@ impl PgServer {
     /// # Errors
     /// If it runs, or does not come up within a minute.
     pub fn start(&self) -> io::Result<()> {
-        self.process.start()?;
-        self.wait_ready()
+        // The system may still be about to take the memory from processes that have ended.
+        const LET_GO: Duration = Duration::from_secs(10);
+
+        let began = Instant::now();
+        loop {
+            self.process.start()?;
+            match self.wait_ready() {
+                Err(error)
+                    if error.to_string().contains("pre-existing shared memory block")
+                        && began.elapsed() < LET_GO =>
+                {
+                    thread::sleep(Duration::from_millis(20));
+                }
+                ready => return ready,
+            }
+        }
     }
 
     /// Waits until it lets clients in, after it has lost a process.
