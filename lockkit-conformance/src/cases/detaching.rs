@@ -372,6 +372,30 @@ pub(crate) async fn least_times_beside_other_ttls(case: &CaseRun) -> Outcome {
     Ok(())
 }
 
+pub(crate) async fn least_time_outlives_a_dropped_downgrade(case: &CaseRun) -> Outcome {
+    let (client, others) = (case.client().await?, case.client().await?);
+    let (least, mut holds) = (case.harness.ttl() * 2, Vec::new());
+    for polls in 1..50 {
+        let part = format!("after {polls}");
+        let options = case.short().hold_at_least(least);
+        let lock = case.lock_of(&client, &part)?.with_options(options);
+        let other = case.lock_of(&others, &part)?;
+        let asked = Instant::now();
+        let guard = granted_at_once("a lock nobody has used", &lock).await?;
+        let done = poll_at_most(polls, guard.downgrade()).await;
+        let is_done = done.is_some();
+        drop(done);
+        holds.push(async move { is_kept(case, &other, asked, least).await });
+        if is_done {
+            break;
+        }
+    }
+    for kept in join_all(holds).await {
+        kept?;
+    }
+    Ok(())
+}
+
 pub(crate) async fn killed_process_keeps_least_time(case: &CaseRun) -> Outcome {
     let client = case.client().await?;
     let ttl = case.harness.ttl();

@@ -543,6 +543,9 @@ impl Claim for RedlockClaim {
         let since = Instant::now();
         let mut count = QuorumCount::of_renewal(masters.rules, masters.since_origin(since));
         let mut requests = Requests::new(&masters, OPERATION);
+        // The exclusive hold has ended. Masters that are asked make it a shared one, also if this future is dropped now, and what is asked
+        // for a shared one finds both.
+        self.request.mode = Mode::Shared;
         requests.ask_all(RequestKind::Report, |marker| {
             let mut call = script::REDLOCK_DOWNGRADE.call(&self.key);
             call.arg(marker)
@@ -569,7 +572,6 @@ impl Claim for RedlockClaim {
             // As for a renewal.
             _ if asked => lost(LossReason::Asked),
             Outcome::Held { repair, taken } => {
-                self.request.mode = Mode::Shared;
                 let lease = self.lease(since);
                 self.until = lease.end();
                 self.late = Some(requests);
