@@ -273,7 +273,8 @@ impl Backend for RedisBackend {
         let Some((connection, replicas, within)) = &self.shared.replicas else {
             return fence_in(OPERATION, &self.shared.connection.run(OPERATION, call).await?);
         };
-        let replicated = connection.run_replicated(OPERATION, call, *replicas, *within);
+        // It has written, whatever the counter is.
+        let replicated = connection.run_replicated(OPERATION, call, (*replicas, *within), |_| true);
         let (reply, reached) = replicated.await?;
         if reached < i64::from(*replicas) {
             let lack =

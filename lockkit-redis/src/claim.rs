@@ -326,7 +326,9 @@ impl RedisClaim {
         let same_server = self.shared.connection.is_same_server(operation, connection)?;
         let reason = if same_server {
             let (reply, reached) = connection
-                .run_replicated(operation, self.renewal(), *replicas, *within)
+                .run_replicated(operation, self.renewal(), (*replicas, *within), |reply| {
+                    *reply == Value::Int(1)
+                })
                 .await?;
             if reply != Value::Int(1) || reached >= i64::from(*replicas) {
                 return Ok(Ok(reply));
@@ -542,6 +544,9 @@ impl Claim for RedisClaim {
         self.held_until = None;
         if was_held && !held {
             return Err(Error::lost(NAME, self.request.name.clone(), loss));
+        }
+        if was_held && self.shared.sentinels.is_some() {
+            self.shared.inbox.wakeups.released(self.request.owner, &self.key);
         }
         Ok(())
     }

@@ -221,8 +221,8 @@ impl ManagedConnection {
         }
     }
 
-    /// Runs a script, and waits `within` this time for replicas to have the writes of this connection, if it writes: it then
-    /// replies 1. Returns the script's reply, and how many replicas have them.
+    /// Runs a script, and waits `within` this time for replicas to have the writes of this connection, if `wrote` says of its reply that it
+    /// has written. Returns the script's reply, and how many replicas have them.
     ///
     /// # Cancel safety
     /// The request may be sent and take effect all the same.
@@ -230,13 +230,13 @@ impl ManagedConnection {
         &self,
         operation: &'static str,
         call: Call,
-        replicas: u32,
-        within: Duration,
+        (replicas, within): (u32, Duration),
+        wrote: impl Fn(&Value) -> bool,
     ) -> Result<(Value, i64)> {
         // On one connection: WAIT covers no other's writes.
         let connection = self.current(operation)?;
         let reply = self.run_on(&connection, operation, call).await?;
-        if reply != Value::Int(1) {
+        if !wrote(&reply) {
             return Ok((reply, 0));
         }
         let mut wait = redis::cmd("WAIT");
@@ -664,8 +664,10 @@ impl Supervisor {
                     if let Some(inbox) = &self.inbox {
                         inbox.wakeups.wake_all();
                         inbox.announcements.tell_all();
-                        for abandoned in inbox.wakeups.all_abandoned() {
-                            let _ = self.abandon.send(abandoned);
+                        // A master that was replaced may have confirmed releases of which this one has not heard. An owner has one hold.
+                        let released = inbox.wakeups.take_released();
+                        for gone in inbox.wakeups.all_abandoned().into_iter().chain(released) {
+                            let _ = self.abandon.send(gone);
                         }
                     }
                     if let Some(holders) = &self.holders {

@@ -1,7 +1,7 @@
 //! Wake-ups: routes pushes of the server to claims, and tells claims when to ask although no push came.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     sync::{
         Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering},
@@ -15,6 +15,10 @@ use tokio::{sync::Notify, time::Instant};
 /// The last token that there can be. The scripts count as far as Lua can tell numbers apart.
 pub(crate) const LAST_TOKEN: u64 = (1 << 53) - 1;
 
+/// The time for which a release may have been confirmed by a master that was replaced: its clients hear of that within about a second, and
+/// connect to the new one within two more.
+const RELEASED_LATELY: Duration = Duration::from_secs(5);
+
 /// The wake-ups of all claims of one client.
 #[derive(Debug, Default)]
 pub(crate) struct Wakeups {
@@ -25,6 +29,8 @@ pub(crate) struct Wakeups {
     by_owner: Mutex<HashMap<u128, Arc<Wakeup>>>,
     /// Owners of dropped claims that the server may still have in a queue, each with the key of its lock.
     abandoned: Mutex<HashMap<u128, Vec<u8>>>,
+    /// Holds that a master under Sentinel has lately released, with their owners and keys: it may have been replaced already.
+    released: Mutex<VecDeque<(Instant, OwnerId, Vec<u8>)>>,
     /// The number of claims that are in a queue at the server.
     waiting: Arc<AtomicUsize>,
 }
@@ -148,6 +154,32 @@ impl Wakeups {
         pairs
             .map(|(owner, lock)| (OwnerId::new(*owner), lock.clone()))
             .collect()
+    }
+
+    /// Notes that a master has confirmed the release of a hold.
+    pub(crate) fn released(&self, owner: OwnerId, lock: &[u8]) {
+        /// The most that are kept.
+        const MOST: usize = 10_000;
+
+        let now = Instant::now();
+        let mut released = self.released.lock();
+        while released.len() == MOST
+            || released
+                .front()
+                .is_some_and(|(at, ..)| now.saturating_duration_since(*at) > RELEASED_LATELY)
+        {
+            released.pop_front();
+        }
+        released.push_back((now, owner, lock.to_vec()));
+    }
+
+    /// Returns the holds that were released within [`RELEASED_LATELY`], and forgets all.
+    pub(crate) fn take_released(&self) -> Vec<(OwnerId, Vec<u8>)> {
+        let now = Instant::now();
+        let released = std::mem::take(&mut *self.released.lock());
+        let lately = |at: &Instant| now.saturating_duration_since(*at) <= RELEASED_LATELY;
+        let released = released.into_iter().filter(|(at, ..)| lately(at));
+        released.map(|(_, owner, lock)| (owner, lock)).collect()
     }
 
     /// Notes that the server has been told of a dropped claim.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lockkit_core::{AcquireOptions, LockClient, LossReason};
+use lockkit_core::{AcquireOptions, FencingToken, LockClient, LossReason};
 use lockkit_redis::RedisConfig;
 use lockkit_testbed::{
     Proxy, eventually,
@@ -201,6 +201,31 @@ async fn replicated(master: &RedisServer, timeout: Duration) -> LockClient {
     config.replicas = 1;
     config.replicas_timeout = timeout;
     connect(config).await.unwrap()
+}
+
+#[tokio::test]
+async fn tokens_are_raised_where_replicas_are_waited_for() {
+    if no_server() {
+        return;
+    }
+    let master = RedisServer::plain().unwrap();
+    let replica = RedisServer::builder().replica_of(master.addr()).start().unwrap();
+    let client = replicated(&master, 200 * MS).await;
+    // The replica is there once something was granted.
+    take(&lock(&client, "a", LONG)).await;
+    let above = FencingToken::new(client.fence().await.unwrap().get() + 3_600_000_000);
+    let raised = client.raise_fence(above).await.unwrap();
+    assert_eq!(raised, above);
+    let at_the_replica = replica.cli(&["GET", "lockkit:lockkit#fence"]).unwrap();
+    assert_eq!(at_the_replica, above.to_string());
+    // Also where there is nothing to raise.
+    client.raise_fence(FencingToken::new(1)).await.unwrap();
+    let guard = lock(&client, "a", LONG).acquire().await.unwrap();
+    assert!(guard.token() > above, "{} after {above}", guard.token());
+    guard.release().await.unwrap();
+    replica.pause().unwrap();
+    let error = client.raise_fence(above).await.unwrap_err();
+    assert!(shown(&error).contains("0 of 1 replicas"), "{}", shown(&error));
 }
 
 #[tokio::test]

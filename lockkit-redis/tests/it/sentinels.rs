@@ -7,9 +7,10 @@ use lockkit_testbed::{
     Proxy, eventually,
     redis::{RedisSentinels, RedisServer},
 };
+use tokio::time::sleep;
 
 use crate::{
-    common::{LONG, SECOND, connect, lock, no_server, shown, until, within},
+    common::{LONG, MS, SECOND, connect, lock, no_server, shown, until, within},
     deployments::{master_is, sentinel_config},
 };
 
@@ -153,6 +154,44 @@ async fn a_planned_failover_costs_waiters_a_second() {
                 false
             }
         }
+    })
+    .await;
+}
+
+/// The former master confirms releases until its clients hear that it was replaced.
+#[tokio::test]
+async fn what_is_released_in_a_planned_failover_is_free_after_it() {
+    const NAMES: usize = 40;
+
+    if no_server() {
+        return;
+    }
+    let group = patient_group();
+    let [first, second] = group.servers();
+    let client = connect(sentinel_config(&group)).await.unwrap();
+    let mut held = Vec::new();
+    for n in 0..NAMES {
+        held.push(lock(&client, &n.to_string(), LONG).acquire().await.unwrap());
+    }
+    eventually("the replica has them", async || {
+        (0..NAMES).all(|n| lease_end(second, &n.to_string()).is_some())
+    })
+    .await;
+    group.fail_over().unwrap();
+    let (mut at_the_former, mut released) = (0, Vec::new());
+    for (n, guard) in held.into_iter().enumerate() {
+        let was_there = lease_end(first, &n.to_string()).is_some();
+        if guard.release().await.is_ok() {
+            released.push(n);
+            at_the_former += usize::from(was_there && lease_end(first, &n.to_string()).is_none());
+        }
+        sleep(50 * MS).await;
+    }
+    assert!(at_the_former > 0, "none was released at the former master");
+    until(10 * SECOND, "all that was released is free", async || {
+        released
+            .iter()
+            .all(|n| lease_end(second, &n.to_string()).is_none())
     })
     .await;
 }
