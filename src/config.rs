@@ -192,7 +192,7 @@ section! {
         /// The servers whose public key encrypts the password without TLS: `local`, those of this host, `always`, all, or `never`,
         /// none. Default: `local`.
         pub public_key: String,
-        /// A file of PEM certificates to trust besides the system's, with `tls = "verify"`.
+        /// A file of PEM certificates to trust instead of the system's, with `tls = "verify"`.
         pub ca: PathBuf,
         /// A file with this client's certificate and those of its issuers (PEM), for servers that ask for one. Needs `key` and `tls`.
         pub cert: PathBuf,

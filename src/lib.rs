@@ -8,7 +8,6 @@
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let ledger = lockkit::FenceGate::new();
 //! # let work = || async { Ok::<(), lockkit::Error>(()) };
 //! let client = lockkit::connect("memory:").await?; // or file:///var/lib/app/locks: nothing else changes
 //! let lock = client.lock("orders/42")?; // no I/O
@@ -18,14 +17,15 @@
 //! let busy = lock.acquire_timeout(Duration::from_millis(10)).await.unwrap_err();
 //! assert!(busy.is_timeout());
 //!
-//! ledger.admit(guard.token())?; // a fencing token: the resource refuses a holder that has been superseded
 //! guard.run(work()).await??; // stops the work if the lock is lost
+//! let token = guard.token(); // goes with each write: the database refuses a holder that has been superseded
 //! guard.check()?; // `Error::Lost` once the lock is lost
 //! tokio::select! { // or watch for the loss yourself
 //!     reason = guard.lost() => return Err(format!("stop: {reason}").into()),
 //!     done = work() => done?,
 //! }
 //! guard.release().await?; // confirms the release; dropping the guard releases too
+//! # let _ = token;
 //! # Ok(())
 //! # }
 //! ```

@@ -32,13 +32,13 @@ use crate::{
 /// Send the [`token`](Self::token) along with every write, so that a resource can refuse one that comes too late.
 ///
 /// ```
-/// use lockkit_core::{FenceGate, LockClient, MemoryBackend};
+/// use lockkit_core::{LockClient, MemoryBackend};
 ///
+/// # async fn write(_token: u64) -> std::io::Result<()> { Ok(()) }
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
-/// let resource = FenceGate::new();
 /// let guard = LockClient::new(MemoryBackend::new()).lock("invoice/7")?.acquire().await?;
-/// // Each step runs only while the lock is held, and carries the token.
-/// let written = guard.run(async { resource.admit(guard.token()) }).await?;
+/// // Runs only while the lock is held, and carries the token, as in `UPDATE … WHERE last_token <= $token`.
+/// let written = guard.run(write(guard.token().get())).await?;
 /// assert!(written.is_ok());
 /// guard.release().await?;
 /// # Ok::<(), lockkit_core::Error>(())

@@ -70,7 +70,7 @@ impl From<FencingToken> for u64 {
 
 /// A gate that refuses tokens below the highest one it has seen: the check of a fenced resource before each write.
 ///
-/// Use it for a resource in this process. A resource elsewhere does the same in its own way, such as a column
+/// Use it for a resource that this process alone writes: another process has another gate. A resource elsewhere does the same in its own way, such as a column
 /// `last_token` in the protected row, updated `WHERE last_token <= $token`. The gate only decides. The resource must serialise
 /// the write with that decision, for instance under its own mutex.
 ///

@@ -15,16 +15,24 @@ use sqlx::{
 /// # use lockkit_core::LockGuard;
 /// use lockkit_mysql::{FencedError, FencedTable, sqlx::mysql::MySqlConnection};
 ///
-/// # async fn pay(database: &mut MySqlConnection, guard: &LockGuard) -> Result<(), FencedError> {
+/// # async fn read(_: &mut sqlx::Transaction<'_, sqlx::MySql>) -> sqlx::Result<i64> { Ok(100) }
+/// # use lockkit_mysql::sqlx::{self, Connection};
+/// # async fn pay(database: &mut MySqlConnection, guard: LockGuard) -> Result<(), Box<dyn std::error::Error>> {
 /// // CREATE TABLE account (id BIGINT PRIMARY KEY, balance BIGINT NOT NULL, last_token BIGINT UNSIGNED NOT NULL DEFAULT 0)
 /// let accounts = FencedTable::new("account", "id", "last_token");
-/// let update = accounts.update(database, 7_i64, guard.token(), |set| {
-///     set.push("balance = balance - ").push_bind_unseparated(100_i64);
+/// let mut transaction = database.begin().await?; // after the grant
+/// accounts.raise(&mut transaction, 7_i64, guard.token()).await?; // nobody from before writes the row any more
+/// let rest = read(&mut transaction).await? - 100;
+/// let update = accounts.update(&mut transaction, 7_i64, guard.token(), |set| {
+///     set.push("balance = ").push_bind_unseparated(rest);
 /// });
 /// match update.await {
-///     Err(FencedError::Stale { highest, .. }) => panic!("stop: {highest} has written since"),
-///     done => done,
+///     Err(FencedError::Stale { highest, .. }) => return Err(format!("stop: {highest} has written since").into()),
+///     done => done?,
 /// }
+/// transaction.commit().await?;
+/// guard.release().await?; // after the commit
+/// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +68,27 @@ impl FencedTable {
         K: Encode<'a, MySql> + Type<MySql> + Clone + Send + 'a,
     {
         self.write(connection, key, token, None, set).await
+    }
+
+    /// Raises the row's token to this one, and writes nothing else: from then on the row refuses whoever held the lock before. Call it before
+    /// you read what you are going to write: a row knows a holder only by what that holder has written. Begin a transaction after the
+    /// grant, raise, read, write, commit, and release the lock after that.
+    ///
+    /// # Errors
+    /// [`FencedError`] has the reason why the token was not written.
+    ///
+    /// # Cancel safety
+    /// As [`update`](Self::update).
+    pub async fn raise<'a, K>(
+        &self,
+        connection: &mut MySqlConnection,
+        key: K,
+        token: FencingToken,
+    ) -> Result<(), FencedError>
+    where
+        K: Encode<'a, MySql> + Type<MySql> + Clone + Send + 'a,
+    {
+        self.write(connection, key, token, None, |_| ()).await
     }
 
     /// Inserts the row of this key, or updates it as [`update`](Self::update) does if it is there. `set` adds one assignment per `push`, of a
@@ -158,13 +187,15 @@ impl FencedTable {
             self.check_type(connection).await?;
             self.0.set_fit();
         }
-        let mut update = QueryBuilder::<MySql>::new(format!("UPDATE {table} SET {token_column} = "));
-        update.push_bind(token.get());
+        let mut update = QueryBuilder::<MySql>::new(format!("UPDATE {table} SET "));
+        let mut assignments = update.separated(", ");
+        assignments
+            .push(format!("{token_column} = "))
+            .push_bind_unseparated(token.get());
         if let Some((column, _)) = &version {
-            update.push(format!(", {column} = {column} + 1"));
+            assignments.push(format!("{column} = {column} + 1"));
         }
-        update.push(", ");
-        set(&mut update.separated(", "));
+        set(&mut assignments);
         update.push(format!(" WHERE {key_column} = "));
         update.push_bind(key.clone());
         update.push(format!(" AND {token_column} <= "));

@@ -17,14 +17,20 @@ use tokio_postgres::{
 /// # use lockkit_core::LockGuard;
 /// use lockkit_postgres::{FencedError, FencedTable, tokio_postgres::Client};
 ///
-/// # async fn pay(database: &Client, guard: &LockGuard) -> Result<(), FencedError> {
+/// # async fn pay(database: &mut Client, guard: LockGuard) -> Result<(), Box<dyn std::error::Error>> {
 /// // CREATE TABLE account (id bigint PRIMARY KEY, balance bigint NOT NULL, last_token bigint NOT NULL DEFAULT 0)
 /// let accounts = FencedTable::new("account", "id", "last_token");
-/// let set = "balance = balance - $1";
-/// match accounts.update(database, &7_i64, guard.token(), set, &[&100_i64]).await {
-///     Err(FencedError::Stale { highest, .. }) => panic!("stop: {highest} has written since"),
-///     done => done,
+/// let transaction = database.transaction().await?; // after the grant
+/// accounts.raise(&transaction, &7_i64, guard.token()).await?; // nobody from before writes the row any more
+/// let row = transaction.query_one("SELECT balance FROM account WHERE id = 7", &[]).await?;
+/// let rest = row.get::<_, i64>(0) - 100;
+/// match accounts.update(&transaction, &7_i64, guard.token(), "balance = $1", &[&rest]).await {
+///     Err(FencedError::Stale { highest, .. }) => return Err(format!("stop: {highest} has written since").into()),
+///     done => done?,
 /// }
+/// transaction.commit().await?;
+/// guard.release().await?; // after the commit
+/// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,6 +67,24 @@ impl FencedTable {
         values: &[Value<'_>],
     ) -> Result<(), FencedError> {
         self.write(database, key, token, None, set, values).await
+    }
+
+    /// Raises the row's token to this one, and writes nothing else: from then on the row refuses whoever held the lock before. Call it before
+    /// you read what you are going to write: a row knows a holder only by what that holder has written. Begin a transaction after the
+    /// grant, raise, read, write, commit, and release the lock after that.
+    ///
+    /// # Errors
+    /// [`FencedError`] has the reason why the token was not written.
+    ///
+    /// # Cancel safety
+    /// As [`update`](Self::update).
+    pub async fn raise(
+        &self,
+        database: &impl GenericClient,
+        key: Value<'_>,
+        token: FencingToken,
+    ) -> Result<(), FencedError> {
+        self.write(database, key, token, None, "", &[]).await
     }
 
     /// Inserts the row of this key, or updates it if it is there, unless a higher token has written it: in one statement. `values` are those of
@@ -156,11 +180,10 @@ impl FencedTable {
             let _ = write!(condition, " AND {column} = ${third}");
             all.push(expected);
         }
-        if database
-            .execute(&format!("{update}, {set}{condition}"), &all)
-            .await?
-            > 0
-        {
+        if !set.is_empty() {
+            let _ = write!(update, ", {set}");
+        }
+        if database.execute(&format!("{update}{condition}"), &all).await? > 0 {
             return Ok(());
         }
         Err(self.refusal(database, key, token, version).await?)

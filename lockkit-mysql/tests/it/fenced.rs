@@ -6,16 +6,18 @@ use lockkit_core::{AcquireOptions, FencingToken};
 use lockkit_mysql::{
     FencedError, FencedTable,
     sqlx::{
-        ConnectOptions, Row,
+        ConnectOptions, Connection, Row,
         mysql::{MySqlConnectOptions, MySqlConnection},
     },
 };
 use lockkit_testbed::mysql::{Flavour, MySql};
+use tokio::time::sleep;
 
 use crate::servers::{Admin, config, connect, for_each_flavour, name, shared};
 
 for_each_flavour! {
     a_row_refuses_a_superseded_holder
+    a_raised_row_takes_no_write_from_before
     tokens_of_another_backend_are_told_and_reset
     a_row_refuses_an_older_version
     a_newer_row_is_not_missing_to_an_older_snapshot
@@ -108,6 +110,47 @@ async fn a_row_refuses_a_superseded_holder(flavour: Flavour) {
         set.push("balance = 0");
     });
     assert!(matches!(missing.await, Err(FencedError::Missing)));
+}
+
+/// A holder of before has read the row, and writes between the reading and the writing of the one after it.
+async fn a_raised_row_takes_no_write_from_before(flavour: Flavour) {
+    let (mut rows, accounts, table) = table(flavour).await;
+    let url: MySqlConnectOptions = MySql::url_at(shared(flavour).addr()).parse().unwrap();
+    let mut others = url.connect().await.unwrap();
+    let (before, now) = (FencingToken::new(33), FencingToken::new(34));
+    let set = |value: i64| {
+        move |set: &mut lockkit_mysql::sqlx::query_builder::Separated<'_, _, _>| {
+            set.push("balance = ").push_bind_unseparated(value);
+        }
+    };
+    let mut transaction = rows.begin().await.unwrap();
+    accounts.raise(&mut transaction, "mine", now).await.unwrap();
+    let read = balance(&mut transaction, &table).await;
+    let late = async { accounts.update(&mut others, "mine", before, set(read - 50)).await };
+    let rest = async {
+        // It waits for the row.
+        sleep(Duration::from_millis(100)).await;
+        accounts
+            .update(&mut transaction, "mine", now, set(read - 30))
+            .await?;
+        transaction.commit().await?;
+        Ok::<_, FencedError>(())
+    };
+    let (late, rest) = tokio::join!(late, rest);
+    rest.unwrap();
+    assert!(
+        matches!(late, Err(FencedError::Stale { highest, .. }) if highest == now),
+        "{late:?}"
+    );
+    assert_eq!(
+        balance(&mut rows, &table).await,
+        70,
+        "the debit of the holder after"
+    );
+    let lower = accounts.raise(&mut rows, "mine", before).await;
+    assert!(matches!(lower, Err(FencedError::Stale { .. })), "{lower:?}");
+    let missing = accounts.raise(&mut rows, "nobody's", now).await;
+    assert!(matches!(missing, Err(FencedError::Missing)), "{missing:?}");
 }
 
 async fn a_row_refuses_an_older_version(flavour: Flavour) {

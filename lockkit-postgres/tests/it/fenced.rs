@@ -8,10 +8,13 @@ use lockkit_postgres::{
     tokio_postgres::{self, Client, NoTls},
 };
 
+use tokio::time::sleep;
+
 use crate::servers::{config, connect, name, shared, tests};
 
 tests! {
     a_row_refuses_a_superseded_holder
+    a_raised_row_takes_no_write_from_before
     a_row_refuses_an_older_version
     a_column_that_cannot_keep_a_token_is_refused
     a_transaction_takes_its_write_back
@@ -72,6 +75,46 @@ async fn a_row_refuses_a_superseded_holder() {
     let missing = accounts.update(&rows, &"nobody's", guard.token(), "balance = 0", &[]);
     assert!(matches!(missing.await, Err(FencedError::Missing)));
     guard.release().await.unwrap();
+}
+
+/// A holder of before has read the row, and writes between the reading and the writing of the one after it.
+async fn a_raised_row_takes_no_write_from_before() {
+    let (mut rows, others) = (database().await, database().await);
+    let (accounts, table) = table(&rows).await;
+    let (before, now) = (FencingToken::new(33), FencingToken::new(34));
+    let transaction = rows.transaction().await.unwrap();
+    accounts.raise(&transaction, &"mine", now).await.unwrap();
+    let read: i64 = transaction
+        .query_one(&format!("SELECT balance FROM {table}"), &[])
+        .await
+        .unwrap()
+        .get(0);
+    let (late_rest, rest) = (read - 50, read - 30);
+    let late = async {
+        accounts
+            .update(&others, &"mine", before, "balance = $1", &[&late_rest])
+            .await
+    };
+    let written = async {
+        // It waits for the row.
+        sleep(Duration::from_millis(100)).await;
+        accounts
+            .update(&transaction, &"mine", now, "balance = $1", &[&rest])
+            .await?;
+        transaction.commit().await?;
+        Ok::<_, FencedError>(())
+    };
+    let (late, written) = tokio::join!(late, written);
+    written.unwrap();
+    assert!(
+        matches!(late, Err(FencedError::Stale { highest, .. }) if highest == now),
+        "{late:?}"
+    );
+    assert_eq!(balance(&rows, &table).await, 70, "the debit of the holder after");
+    let lower = accounts.raise(&rows, &"mine", before).await;
+    assert!(matches!(lower, Err(FencedError::Stale { .. })), "{lower:?}");
+    let missing = accounts.raise(&rows, &"nobody's", now).await;
+    assert!(matches!(missing, Err(FencedError::Missing)), "{missing:?}");
 }
 
 async fn a_row_refuses_an_older_version() {
