@@ -147,9 +147,7 @@ fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
         return Some("is this its socket?");
     }
     if cause == Some(Kind::TimedOut) || says(&["does not answer within"]) {
-        return Some(
-            "does the server run, is this its port, and does it speak TLS there or not, as configured?",
-        );
+        return Some("does the server run, is this its port, and is TLS on at both ends or at neither?");
     }
     let broke = matches!(
         cause,
@@ -162,7 +160,7 @@ fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
         )
     );
     (broke || says(&["reset by peer", "broken pipe"]))
-        .then_some("is this the server's port, and does it speak TLS there or not, as configured?")
+        .then_some("is this the server's port, and is TLS on at both ends or at neither?")
 }
 
 /// The backend that a URL names, with its config.

@@ -82,7 +82,7 @@ impl From<Status> for Failure {
             // The revision of the users has changed since the token was made.
             Code::InvalidArgument if says("revision of auth store is old") => return Self::StaleToken,
             Code::PermissionDenied => (
-                "the user has no right to these keys; grant its role `readwrite` with --prefix on the namespace and a `/`",
+                "the user has no right to these keys; run `etcdctl role grant-permission ROLE readwrite NAMESPACE/ --prefix`",
                 true,
             ),
             // It had none.

@@ -172,8 +172,8 @@ impl Watch {
                 _ if inner.stream.is_some() => Poll::Ready(Ok(())),
                 None => Poll::Pending,
                 Some(WatchEvent::Denied) => {
-                    let reason = "the user may not watch these keys; grant its role `readwrite` with --prefix on the namespace and \
-                                  a `/`";
+                    let reason = "the user may not watch these keys; run `etcdctl role grant-permission ROLE readwrite NAMESPACE/ \
+                                  --prefix`";
                     // It had the right to write them a moment before.
                     Poll::Ready(Err(Failure::refused(reason, false)))
                 }

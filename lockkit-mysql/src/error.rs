@@ -152,8 +152,10 @@ fn advice(number: u16) -> Option<&'static str> {
         code::DATABASE_ACCESS_DENIED | code::TABLE_ACCESS_DENIED | code::COLUMN_ACCESS_DENIED => {
             "grant the account what docs/mysql.md lists"
         }
-        code::UNKNOWN_DATABASE => "create it, or correct the database in the URL",
-        code::TOO_MANY_CONNECTIONS => "raise the server's max_connections, or end idle connections",
+        code::UNKNOWN_DATABASE => "correct the database in the URL, or create it",
+        code::TOO_MANY_CONNECTIONS => {
+            "raise the server's max_connections, or end connections of other programs"
+        }
         code::TOO_MANY_USER_CONNECTIONS | code::USER_LIMIT_REACHED => {
             "raise the account's limit, or lower max_connections in the URL"
         }

@@ -184,7 +184,7 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
             return Err(Error::unsupported(
                 NAME,
                 format!(
-                    "table `{table}` with the engine {engine}, which has no row locks; make it ENGINE=InnoDB"
+                    "table `{table}` with the engine {engine}, which has no row locks; while no lock is held, make it ENGINE=InnoDB"
                 ),
             ));
         }
@@ -204,8 +204,8 @@ fn check(reply: &Reply, mode: Mode) -> Result<Vec<&'static str>> {
             return Err(Error::unsupported(
                 NAME,
                 format!(
-                    "table `{table}` whose column `name` is not VARBINARY(255): other types take names for equal that are not; \
-                     drop it while no lock is held"
+                    "table `{table}` whose column `name` is not VARBINARY(255): with other types, two names can be one; \
+                     drop the table while no lock is held, and connecting makes it anew"
                 ),
             ));
         }

@@ -154,10 +154,10 @@ fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "28P01" => "check user and password in the URL",
         "28000" => "check the user in the URL, and the server's pg_hba.conf",
-        "3D000" => "create it, or correct the database in the URL",
+        "3D000" => "correct the database in the URL, or create it",
         "42501" => "grant the role what docs/postgres.md lists",
         "42P01" | "3F000" => "the tables have gone: connect anew, which makes them",
-        "53300" => "raise max_connections, or end idle connections",
+        "53300" => "raise max_connections, or end connections of other programs",
         "53100" => "make room on the server's disk",
         "25006" => "connect to the primary",
         "57P01" | "57P02" | "57P05" => "the client connects again by itself",

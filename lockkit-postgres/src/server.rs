@@ -83,8 +83,7 @@ fn check(row: &Row, said: i32, lease: u32) -> Result<Backend, Failure> {
     }
     if row.try_get(3)? {
         return Err(refused(
-            "a server in recovery, such as a standby: its locks are its own, and the primary grants them as well; connect to the \
-             primary",
+            "a server in recovery, such as a standby: the primary would grant the same locks to others; connect to the primary",
         ));
     }
     if row.try_get(4)? {

@@ -108,7 +108,7 @@ async fn encrypted(options: &Options, host: &str, port: u16) -> Result<Box<dyn B
             crate::NAME,
             "connect",
             format!(
-                "the server has no encrypted connections, and sslmode={} asks for one",
+                "the server has no encrypted connections, and sslmode={} asks for one; switch on `ssl` at the server",
                 options.ssl_mode
             ),
         )))),

@@ -50,7 +50,7 @@ pub(crate) fn refusal(error: &RedisError) -> Option<String> {
         error @ TlsError::InvalidCertificate(
             CertificateError::UnknownIssuer | CertificateError::BadSignature,
         ) => Some(format!(
-            "{error}: nobody who is trusted has issued it; give the certificate of its authority as `ca`"
+            "{error}: no authority that is trusted has issued it; give its authority's present certificate as `ca`"
         )),
         error @ TlsError::InvalidCertificate(_) => Some(format!(
             "{error}; check the host in the URL, and the server's certificate"

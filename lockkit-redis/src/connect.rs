@@ -504,7 +504,7 @@ async fn stream_to(host: &str, port: u16, settings: &TcpSettings) -> io::Result<
 fn cluster() -> Error {
     Error::unsupported(
         NAME,
-        "Redis Cluster; locks need one master: give it one of its own, or use redlock:// or another backend",
+        "Redis Cluster; take a server that is no node of a cluster, or another backend",
     )
 }
 
@@ -520,7 +520,7 @@ fn login_failed(error: RedisError) -> Error {
         return Error::permanent(
             NAME,
             "connect",
-            "the server does not know HELLO: it is older than Redis 6",
+            "the server does not know HELLO: take Redis 6 or newer, with that command",
         );
     }
     if text.contains("cluster mode") {

@@ -22,18 +22,21 @@ pub(crate) fn failed_at(operation: &'static str, error: &RedisError, key: Option
     let is_full = detail.starts_with(TOO_MANY_CLIENTS);
     let lacks_a_right = code == "NOPERM" || detail.starts_with(NO_RIGHT_IN_SCRIPT);
     let advice = match (error.kind(), code.as_str()) {
-        (_, "READONLY") => Some("the server is a replica now; looking for its master".to_owned()),
+        (_, "READONLY") => {
+            Some("the server is a replica now; the client looks for the master by itself".to_owned())
+        }
         (_, "WRONGTYPE") => Some(format!(
-            "{} holds something else than a lock: delete it, or choose another namespace",
+            "{} holds something else than a lock: choose another namespace, or delete it if nobody needs it",
             named(key, "the key")
         )),
         (_, "OOM") => Some("the server's memory is full: raise its `maxmemory`".to_owned()),
-        (_, "MISCONF" | "NOREPLICAS") => Some("the server refuses writes: look at its log".to_owned()),
+        (_, "MISCONF") => Some("the server refuses writes: look at its log".to_owned()),
+        (_, "NOREPLICAS") => Some("the server refuses writes: look at its `INFO replication`".to_owned()),
         (_, "LOADING") => Some("wait until it has".to_owned()),
         (ErrorKind::AuthenticationFailed, _) | (_, "NOAUTH" | "WRONGPASS") => {
             Some("check user and password in the URL".to_owned())
         }
-        _ if is_full => Some("raise its `maxclients`, or end idle clients".to_owned()),
+        _ if is_full => Some("raise its `maxclients`, or end clients of other programs".to_owned()),
         _ if lacks_a_right => Some(missing_right(error, key)),
         _ if operation != "connect" && breaks_connection(error) => {
             Some("the client connects again by itself".to_owned())
@@ -77,7 +80,7 @@ const MOST_WORDS: usize = 180;
 fn words(error: &RedisError) -> String {
     let (Some(code), Some(detail)) = (error.code(), error.detail()) else {
         if error.kind() == ErrorKind::Parse {
-            return "the server's answer is none of Redis".to_owned();
+            return "the answer is no reply of Redis".to_owned();
         }
         return error.to_string();
     };
@@ -112,9 +115,9 @@ fn missing_right(error: &RedisError, key: Option<&[u8]>) -> String {
         script::commands(digest, line)
     });
     let what = match (commands, key) {
-        (Some(commands), Some(key)) => format!("{commands} for {}: ", named(Some(key), "")),
-        (Some(commands), None) => format!("{commands}: "),
-        (None, Some(key)) => format!("for {}: ", named(Some(key), "")),
+        (Some(commands), Some(key)) => format!("it runs {commands} for {}; ", named(Some(key), "")),
+        (Some(commands), None) => format!("it runs {commands}; "),
+        (None, Some(key)) => format!("for {}; ", named(Some(key), "")),
         (None, None) => String::new(),
     };
     format!("{what}grant the user the commands and keys that docs/redis.md lists")

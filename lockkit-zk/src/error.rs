@@ -19,7 +19,9 @@ pub(crate) enum Failure {
     #[error("{0}{advice}", advice = advice(.0))]
     Server(ZkError),
     /// The server has refused a request for this lock.
-    #[error("{why} for {path}, or above it (grant the user what docs/zookeeper.md lists)")]
+    #[error(
+        "{why} for {path}, or above it (check user and password in the URL, or grant the user what docs/zookeeper.md lists)"
+    )]
     Denied { path: String, why: ZkError },
     #[error("the session has ended: {0}")]
     SessionEnded(LossReason),
@@ -97,10 +99,14 @@ pub(crate) async fn contained<T>(request: impl Future<Output = Result<T>>) -> Re
 /// Returns what to do, if there is something, behind the words of the client library.
 fn advice(error: &ZkError) -> &'static str {
     match error {
-        ZkError::NoAuth => " (grant the user what docs/zookeeper.md lists)",
+        ZkError::NoAuth => {
+            " (check user and password in the URL, or grant the user what docs/zookeeper.md lists)"
+        }
         ZkError::AuthFailed => " (check user and password in the URL)",
         ZkError::ConnectionLoss => " (the client connects again by itself)",
-        ZkError::NoHosts => " (are the servers running, and are these their hosts and ports?)",
+        ZkError::NoHosts => {
+            " (do the servers run, are these their hosts and ports, and do they take more connections of this host?)"
+        }
         ZkError::QuotaExceeded => " (raise the quota)",
         _ => "",
     }

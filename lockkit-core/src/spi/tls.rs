@@ -114,7 +114,7 @@ pub fn refusal(alert: Alert) -> Option<String> {
         | Alert::CertificateUnknown
         | Alert::UnknownCA
         | Alert::UnsupportedCertificate => Some(format!(
-            "the server does not accept the certificate of `cert` (alert {alert:?})"
+            "the server does not accept the certificate of `cert` (alert {alert:?}); has it expired, and does the server know its authority?"
         )),
         _ => None,
     }

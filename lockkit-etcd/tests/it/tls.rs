@@ -50,7 +50,11 @@ async fn a_server_that_is_not_trusted_is_told_apart() {
     let (certificates, strangers) = (certificates(), certificates());
     let server = block(|| EtcdServer::builder().tls(&certificates).start()).unwrap();
     works(trusting(&server, &certificates)).await;
-    is_refused(trusting(&server, &strangers), &["nobody who is trusted", "`ca`"]).await;
+    is_refused(
+        trusting(&server, &strangers),
+        &["no authority that is trusted", "`ca`"],
+    )
+    .await;
     let mut unverified = trusting(&server, &certificates);
     (unverified.tls, unverified.ca) = (Tls::Unverified, None);
     works(unverified).await;

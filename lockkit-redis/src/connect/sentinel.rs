@@ -159,7 +159,7 @@ impl Connector {
     pub(super) fn about_master(&self, n: usize, (host, port): &HostPort, err: Error) -> Error {
         let (master, sentinel) = (shown(host, *port), self.sentinel_name(n));
         about(
-            &format!("{master}, the master by the word of the sentinel {sentinel}"),
+            &format!("{master}, which the sentinel {sentinel} names as the master"),
             err,
         )
     }

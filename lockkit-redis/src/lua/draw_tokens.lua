@@ -5,7 +5,7 @@ local function draw_tokens(tokens, micros)
   if type(last) == 'table' then
     local why = last.err
     if string.find(why, 'not an integer', 1, true) or string.find(why, 'WRONGTYPE', 1, true) then
-      error('the counter of fencing tokens, ' .. OWN .. 'fence, is no number: delete it, and it begins at the clock')
+      error('the counter of fencing tokens, ' .. OWN .. 'fence, is no number; delete the key: tokens go on from the clock')
     end
     -- Fails as before, and with the code of the error.
     last = string.find(why, 'overflow', 1, true) and 2 ^ 53 or call('INCRBY', OWN .. 'fence', tokens)

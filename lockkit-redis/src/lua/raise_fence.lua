@@ -4,7 +4,7 @@
 -- them, since they began at the clock.
 local counter = redis.call('GET', KEYS[1]) or '0'
 local last = tonumber(counter)
-if not last then error('the counter of fencing tokens, ' .. KEYS[1] .. ', is no number: delete it, and it begins at the clock') end
+if not last then error('the counter of fencing tokens, ' .. KEYS[1] .. ', is no number; delete the key: tokens go on from the clock') end
 local time = redis.call('TIME')
 last = math.max(last, time[1] * 1000000 + time[2])
 if ARGV[2] == 'raise' then

@@ -365,7 +365,7 @@ async fn a_server_that_is_too_old_is_a_clear_error() {
     for login in ["", "locker:open-sesame@"] {
         let (error, text) = refused(&format!("redis://{login}{}", server.addr())).await;
         assert!(!error.is_transient(), "{text}");
-        assert!(text.contains("older than Redis 6"), "{text}");
+        assert!(text.contains("take Redis 6 or newer"), "{text}");
     }
 }
 

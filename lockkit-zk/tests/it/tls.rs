@@ -97,7 +97,7 @@ async fn a_server_that_is_not_trusted_is_told_apart() {
     let server = server(&certificates, "none");
     let trusting = |authority: &Certificates| trusting(addr(&server), authority);
     works(trusting(&certificates)).await;
-    let unknown = ["nobody who is trusted", "`ca`"];
+    let unknown = ["no authority that is trusted", "`ca`"];
     is_refused(trusting(&strangers), &unknown).await;
     let mut of_system = trusting(&certificates);
     of_system.ca = None;

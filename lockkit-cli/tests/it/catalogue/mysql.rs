@@ -240,7 +240,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a table has another layout",
-        says("is not VARBINARY(255)", "drop it while no lock is held").of("lockkit_gate"),
+        says("is not VARBINARY(255)", "drop the table while no lock is held").of("lockkit_gate"),
         "Drop it while no lock is held; connecting makes it.",
         || {
             let url = account(server, "other", &["ALL ON other.*"]);
@@ -270,7 +270,7 @@ fn mysql_errors_are_those_of_the_catalogue() {
             "dropped",
             "for_update",
             "it is made anew; try again",
-            "Nothing: the client makes them anew.",
+            "Try again: the client makes them anew. If tokens had been raised, raise them again.",
         ),
         (
             "the same, with `mode=lease`",

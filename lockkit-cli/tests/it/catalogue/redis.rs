@@ -91,7 +91,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "a web server is at the port",
-        says("answer is none of Redis", "is this the server's port").of("127.0.0.1"),
+        says("answer is no reply of Redis", "is this the server's port").of("127.0.0.1"),
         "Correct the port.",
         || {
             connecting(&format!(
@@ -102,13 +102,13 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "TLS with a port that has none",
-        says("does not answer within 2s", "does it speak TLS"),
+        says("does not answer within 2s", "is TLS on at both ends"),
         "Write `redis://`, or the port that has TLS.",
         || connecting(&format!("rediss://{at}")),
     );
     table.row(
         "a port that has TLS, without it",
-        says("reset by peer", "does it speak TLS"),
+        says("reset by peer", "is TLS on at both ends"),
         "Write `rediss://`.",
         || connecting(&format!("redis://{}", encrypted.addr())),
     );
@@ -116,7 +116,7 @@ fn redis_errors_are_those_of_the_catalogue() {
         "a certificate of an unknown authority",
         says(
             "invalid peer certificate",
-            "give the certificate of its authority as `ca`",
+            "present certificate as `ca`",
         ),
         "Name the authority's file in the option `ca`.",
         || {
@@ -272,7 +272,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the counter of tokens holds something else",
-        says("is no number", "delete it").of("odd:lockkit#fence"),
+        says("is no number", "delete the key").of("odd:lockkit#fence"),
         "Delete the key, and raise the tokens.",
         || {
             users.cli(&["SET", "odd:lockkit#fence", "x"]).unwrap();
@@ -312,7 +312,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the server has too few replicas",
-        says("NOREPLICAS", "look at its log"),
+        says("NOREPLICAS", "look at its `INFO replication`"),
         "Start its replicas, or lower `min-replicas-to-write`.",
         || {
             let server = RedisServer::builder()
@@ -358,7 +358,7 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the server was made a replica while its client was connected",
-        says("READONLY", "looking for its master"),
+        says("READONLY", "looks for the master by itself"),
         "Wait for the client to find the new master, or give its address.",
         || {
             let server = RedisServer::plain().unwrap();
@@ -379,13 +379,13 @@ fn redis_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the server is a node of a cluster",
-        says("Redis Cluster", "use redlock:// or another backend"),
+        says("Redis Cluster", "or another backend"),
         "Take a server that is no node of a cluster.",
         || connecting(RedisCluster::start().unwrap().nodes()[0].url()),
     );
     table.row(
         "the server is older than Redis 6",
-        says("does not know HELLO", "older than Redis 6"),
+        says("does not know HELLO", "take Redis 6 or newer"),
         "Take a newer server.",
         || {
             let server = RedisServer::builder()

@@ -44,7 +44,7 @@ fn zookeeper_errors_are_those_of_the_catalogue() {
 
     table.row(
         "nobody listens at the port",
-        says("no available hosts", "are the servers running"),
+        says("no available hosts", "do the servers run"),
         "Start the server; check host and port.",
         || {
             connecting(&format!(
@@ -55,7 +55,7 @@ fn zookeeper_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "nobody knows the host",
-        says("no available hosts", "are the servers running").of("h.invalid"),
+        says("no available hosts", "do the servers run").of("h.invalid"),
         "Correct the host in the URL, or what resolves it.",
         || connecting("zk://h.invalid?connect_timeout=1s"),
     );
@@ -172,7 +172,7 @@ fn zookeeper_errors_are_those_of_the_catalogue() {
     );
     table.row(
         "the server has too many connections of this host",
-        says("no available hosts", "are the servers running"),
+        says("no available hosts", "do the servers run"),
         "Raise `maxClientCnxns`.",
         || {
             let full = ZkServer::builder().directive("maxClientCnxns=1").start().unwrap();

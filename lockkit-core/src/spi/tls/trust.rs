@@ -139,7 +139,7 @@ impl Handshake {
                 CertificateError::UnknownIssuer | CertificateError::BadSignature,
             ) => {
                 format!(
-                    "{tls}: nobody who is trusted has issued it; give the certificate of its authority as `ca`"
+                    "{tls}: no authority that is trusted has issued it; give its authority's present certificate as `ca`"
                 )
             }
             TlsError::AlertReceived(alert) => self.refusal(*alert),
@@ -176,7 +176,9 @@ impl Handshake {
             return format!("the server refused with the alert {alert:?}");
         }
         match self.identity.certificate {
-            Some(_) => format!("the server does not accept the certificate of `cert` (alert {alert:?})"),
+            Some(_) => format!(
+                "the server does not accept the certificate of `cert` (alert {alert:?}); has it expired, and does the server know its authority?"
+            ),
             None => {
                 format!(
                     "the server asks for a client certificate (alert {alert:?}); give one as `cert` and `key`"
