@@ -111,6 +111,7 @@ static PAUSED: LazyLock<Mutex<HashMap<runtime::Id, Arc<Space>>>> = LazyLock::new
 #[repr(align(128))]
 struct Shard {
     state: Mutex<State>,
+    clock: SpaceClock,
     fault_plan: Arc<FaultPlan>,
 }
 
@@ -388,7 +389,7 @@ impl Space {
             namespaces: Mutex::default(),
             hashes: RandomState::new(),
             shards: (0..Self::SHARDS)
-                .map(|_| Arc::new(Shard::new(&fault_plan)))
+                .map(|_| Arc::new(Shard::new(clock, &fault_plan)))
                 .collect(),
             fault_plan,
         }
@@ -427,27 +428,6 @@ impl Space {
         space
     }
 
-    /// Checks that whoever asks is on the clock of the leases.
-    fn check_clock(&self, operation: &'static str) -> Result<()> {
-        let (is_on_it, cause) = match self.clock {
-            SpaceClock::Any => return Ok(()),
-            SpaceClock::Machine => (
-                is_real_time(),
-                "Tokio's time is paused here, or was, and the leases of this space are on the machine's clock; pause time before you \
-                 connect, or use `MemoryBackend::new()`",
-            ),
-            SpaceClock::Paused(id) => (
-                Handle::try_current().is_ok_and(|here| here.id() == id),
-                "the leases of this space are on the clock of another runtime, whose time is paused; connect here, or use \
-                 `MemoryBackend::new()`",
-            ),
-        };
-        if is_on_it {
-            return Ok(());
-        }
-        Err(Error::permanent(NAME, operation, cause))
-    }
-
     fn namespace(&self, text: &str) -> Namespace {
         let mut known = self.namespaces.lock();
         let number = known.iter().position(|known| **known == *text);
@@ -480,6 +460,29 @@ impl Space {
     }
 }
 
+impl SpaceClock {
+    /// Checks that whoever asks is on the clock of the leases.
+    fn check(self, operation: &'static str) -> Result<()> {
+        let (is_on_it, cause) = match self {
+            Self::Any => return Ok(()),
+            Self::Machine => (
+                is_real_time(),
+                "Tokio's time is paused here, or was, and the leases of this space are on the machine's clock; pause time before you \
+                 connect, or use `MemoryBackend::new()`",
+            ),
+            Self::Paused(id) => (
+                Handle::try_current().is_ok_and(|here| here.id() == id),
+                "the leases of this space are on the clock of another runtime, whose time is paused; connect here, or use \
+                 `MemoryBackend::new()`",
+            ),
+        };
+        if is_on_it {
+            return Ok(());
+        }
+        Err(Error::permanent(NAME, operation, cause))
+    }
+}
+
 impl FaultPlan {
     fn set(&self, operation: FaultPoint, set: impl FnOnce(&mut Faults)) {
         set(self.faults.lock().entry(operation).or_default());
@@ -488,9 +491,10 @@ impl FaultPlan {
 }
 
 impl Shard {
-    fn new(fault_plan: &Arc<FaultPlan>) -> Self {
+    fn new(clock: SpaceClock, fault_plan: &Arc<FaultPlan>) -> Self {
         Self {
             state: Mutex::default(),
+            clock,
             fault_plan: fault_plan.clone(),
         }
     }
@@ -669,7 +673,7 @@ impl Backend for MemoryBackend {
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
-        self.space.check_clock("acquire")?;
+        self.space.clock.check("acquire")?;
         let key = self.key(&request.name, request.mode.kind());
         Ok(Box::new(MemoryClaim {
             shard: self.space.shard(&key).clone(),
@@ -688,12 +692,12 @@ impl Backend for MemoryBackend {
     }
 
     async fn inspect(&self, name: &LockName, kind: LockKind) -> Result<LockState> {
-        self.space.check_clock("inspect")?;
+        self.space.clock.check("inspect")?;
         Ok(self.state(&self.key(name, kind)))
     }
 
     fn list(&self, prefix: &str) -> Result<Box<dyn Lister>> {
-        self.space.check_clock("list")?;
+        self.space.clock.check("list")?;
         Ok(Box::new(MemoryLister {
             backend: self.clone(),
             prefix: prefix.to_owned(),
@@ -703,6 +707,7 @@ impl Backend for MemoryBackend {
     }
 
     async fn revoke(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<Option<Lease>> {
+        self.space.clock.check("revoke")?;
         let key = self.key(name, kind);
         let ask = |state: &mut State| Ok(state.ask_back(&key, token.get()));
         self.space.shard(&key).exchange(FaultPoint::Revoke, ask).await
@@ -715,6 +720,7 @@ impl Backend for MemoryBackend {
     }
 
     async fn revoke_by_force(&self, name: &LockName, kind: LockKind, token: FencingToken) -> Result<bool> {
+        self.space.clock.check("revoke")?;
         Ok(self.evict(name, kind, Some(token.get())))
     }
 
@@ -749,6 +755,8 @@ impl MemoryLister {
 #[async_trait]
 impl Lister for MemoryLister {
     async fn page(&mut self) -> Result<Option<Vec<ListedLock>>> {
+        // It may have been begun elsewhere.
+        self.backend.space.clock.check("list")?;
         if self.keys.is_empty() {
             let Some(shard) = self.backend.space.shards.get(self.shards_seen) else {
                 return Ok(None);
@@ -985,6 +993,10 @@ impl fmt::Debug for Asking {
 #[async_trait]
 impl Claim for MemoryClaim {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
+        if self.is_known {
+            // Time may have been paused since its claim was made.
+            self.shard.clock.check("acquire")?;
+        }
         self.is_known = true;
         let Self { shard, asking, .. } = self;
         let attempt = |state: &mut State| asking.attempt(state, patience);
@@ -996,6 +1008,7 @@ impl Claim for MemoryClaim {
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
+        self.shard.clock.check("renew")?;
         let Self {
             shard, asking, until, ..
         } = self;
@@ -1028,6 +1041,7 @@ impl Claim for MemoryClaim {
     }
 
     async fn downgrade(&mut self) -> Result<Lease> {
+        self.shard.clock.check("downgrade")?;
         let Self {
             shard, asking, until, ..
         } = self;

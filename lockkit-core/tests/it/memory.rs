@@ -146,3 +146,65 @@ async fn who_pauses_time_after_connecting_is_refused() {
         "a client from then on has another space"
     );
 }
+
+/// Also one whose list was begun where the clock is right.
+#[test]
+fn who_is_on_another_clock_may_not_list_either() {
+    let (real, paused) = (runtime(false), runtime(true));
+    let client = || LockClient::new(MemoryBackend::shared("listed"));
+    let (of_real, of_paused) = (
+        real.block_on(async { client() }),
+        paused.block_on(async { client() }),
+    );
+    for (there, here, elsewhere) in [(&real, &paused, &of_real), (&paused, &real, &of_paused)] {
+        let lock = elsewhere.lock("held").unwrap();
+        let _held = there.block_on(lock.acquire()).unwrap();
+        let begin = || elsewhere.list("");
+        let refused = here.block_on(async { begin() }).err();
+        assert!(refused.is_some_and(|err| chain(&err).contains("clock")));
+        let mut begun = there.block_on(async { begin() }).unwrap();
+        let refused = here.block_on(begun.next()).unwrap().unwrap_err();
+        assert!(chain(&refused).contains("clock"), "{refused:?}");
+        let mut whole = there.block_on(async { begin() }).unwrap();
+        assert!(there.block_on(whole.next()).unwrap().is_ok());
+        let token = there.block_on(lock.inspect()).unwrap().holders[0].token;
+        for refused in [
+            here.block_on(elsewhere.revoke_by_force("held", token)).map(drop),
+            here.block_on(elsewhere.revoke("held", token, SECOND)).map(drop),
+        ] {
+            assert!(chain(&refused.unwrap_err()).contains("clock"));
+        }
+    }
+}
+
+/// Its own clock stands still, or leaps, beside those of the others.
+#[tokio::test]
+async fn who_pauses_time_half_way_is_neither_granted_nor_renewed() {
+    let renewed = shared("renewed").acquire().await.unwrap();
+    let here = shared("paused half-way");
+    let mut waiting = Box::pin(here.acquire());
+    let (go_on, goes_on) = std::sync::mpsc::channel();
+    let (is_held, held) = std::sync::mpsc::channel();
+    let elsewhere = std::thread::spawn(move || {
+        runtime(false).block_on(async {
+            let guard = shared("paused half-way").acquire().await.unwrap();
+            is_held.send(()).unwrap();
+            goes_on.recv().unwrap();
+            guard.release().await.unwrap();
+        });
+    });
+    held.recv().unwrap();
+    assert!((&mut waiting).now_or_never().is_none());
+    tokio::time::pause();
+    let refused = renewed.renew().await;
+    go_on.send(()).unwrap();
+    elsewhere.join().unwrap();
+    for refused in [refused, waiting.await.map(drop)] {
+        let refused = refused.unwrap_err();
+        let is_permanent = matches!(refused, Error::Backend { transient: false, .. });
+        assert!(is_permanent && chain(&refused).contains("clock"), "{refused:?}");
+    }
+    drop(renewed);
+    let state = here.inspect().await;
+    assert!(state.is_err(), "{state:?}");
+}
