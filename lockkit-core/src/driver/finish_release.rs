@@ -204,7 +204,8 @@ async fn leave(queue: &LockQueue, claim: &mut dyn Claim, length: Duration) -> Re
 }
 
 /// Releases in the background what nobody waits for, again and again until it is confirmed or nothing can be left. One that is refused
-/// for good keeps no client from closing: that ends the connection, which may end what is left.
+/// for good keeps no client from closing: that ends the connection, which may end what is left. Exception: the rest of a `hold_at_least`
+/// would be cut to its lease by that, and a server may refuse for a second, as one that is read-only in a switch-over does.
 pub(crate) async fn clean_up(mut contender: Contender) {
     let request = contender.request.clone();
     let queue = &request.queue;
@@ -218,7 +219,8 @@ pub(crate) async fn clean_up(mut contender: Contender) {
             Err(err) => err,
         };
         contender.pass_slot();
-        let is_refused = !err.is_transient();
+        let has_rest = contender.rest(Instant::now()).is_some();
+        let is_refused = !err.is_transient() && !has_rest;
         if Instant::now() >= over || is_refused && queue.core.is_closed() {
             queue.core.unconfirmed.fetch_add(1, Ordering::Relaxed);
             // Whoever may not even ask has been told so, and has nothing to release.
@@ -229,7 +231,7 @@ pub(crate) async fn clean_up(mut contender: Contender) {
         }
         tracing::debug!(lock = %queue.id, error = chain(&err), "release not confirmed; trying again");
         let mut pause = backoff.next();
-        if contender.rest(Instant::now()).is_some() {
+        if has_rest {
             // An earlier renewal that comes late leaves the hold to a lease of its ttl: that must not end before the next try.
             pause = pause.min((request.ttl / 4).max(Duration::from_millis(20)));
         }

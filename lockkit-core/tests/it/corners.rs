@@ -12,10 +12,10 @@ use std::{
 
 use async_trait::async_trait;
 use lockkit_core::{
-    AcquireOptions, DistributedLock, Lock, LockClient, LockGuard, LockId, LockKind, LockName, LockState,
-    LossReason, MemoryBackend, ReentrantLock, ReentrantOwner, Result, acquire_all,
+    AcquireOptions, DistributedLock, Error, Lock, LockClient, LockGuard, LockId, LockKind, LockName,
+    LockState, LossReason, MemoryBackend, ReentrantLock, ReentrantOwner, Result, acquire_all,
     memory::FaultPoint,
-    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, SessionProof},
+    spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Mode, OwnerId, Renewal, SessionProof, chain},
 };
 use tokio::{sync::watch, time::Instant};
 
@@ -184,10 +184,10 @@ async fn a_set_is_given_back_within_its_time() {
 
 /// A backend that sets no bound to how long an attempt may block.
 #[derive(Debug)]
-struct Patient(MemoryBackend);
+struct Patient<B>(B);
 
 #[async_trait]
-impl Backend for Patient {
+impl<B: Backend> Backend for Patient<B> {
     fn info(&self) -> BackendInfo {
         let mut info = self.0.info();
         info.max_patience = Duration::MAX;
@@ -241,6 +241,22 @@ async fn taken_is_what_the_server_says_when_the_wait_ends() {
         );
         backend.fail_next(FaultPoint::Attempt, 0);
     }
+}
+
+/// The right was taken away while it waited. Nothing is gained by another try, and so the error does not invite to one.
+#[tokio::test(start_paused = true)]
+async fn a_refusal_at_the_end_of_a_wait_is_told_as_it_is() {
+    let probe = Probe::default();
+    let _held = client(&probe.memory).lock("a").unwrap().acquire().await.unwrap();
+    let lock = LockClient::new(Patient(probe.clone())).lock("a").unwrap();
+    let refused = async {
+        tokio::time::sleep(2 * SECOND).await;
+        probe.refuses.store(true, Ordering::SeqCst);
+    };
+    let (outcome, ()) = tokio::join!(lock.acquire_timeout(4 * SECOND), refused);
+    let err = outcome.unwrap_err();
+    let is_permanent = matches!(err, Error::Backend { transient: false, .. });
+    assert!(is_permanent && chain(&err).contains("no right"), "{err:?}");
 }
 
 /// Its reply takes longer than a server has that is near.

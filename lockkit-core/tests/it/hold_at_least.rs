@@ -1,6 +1,6 @@
 //! Holds that outlast their release, on paused time.
 
-use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
+use std::{future::poll_fn, pin::pin, sync::atomic::Ordering, task::Poll, time::Duration};
 
 use lockkit_core::{
     AcquireOptions, Error, Instant, Lock, LockClient, MemoryBackend, Revocation, acquire_all,
@@ -106,6 +106,54 @@ async fn a_downgrade_dropped_at_any_poll_leaves_it_taken() {
             assert!(polls > 1, "it was never dropped half-way");
             return;
         }
+    }
+}
+
+/// The server may have it in either mode, and keeps it for as long as it is asked again.
+#[tokio::test(start_paused = true)]
+async fn a_downgrade_that_is_lost_prolongs_nothing() {
+    for takes_effect in [true, false] {
+        let (one, other, memory) = hosts();
+        let guard = one.acquire().await.unwrap();
+        let granted = Instant::now();
+        if takes_effect {
+            memory.lose_replies(FaultPoint::Downgrade, u32::MAX);
+        } else {
+            memory.fail_next(FaultPoint::Downgrade, u32::MAX);
+        }
+        let over = guard.downgrade().await.unwrap_err();
+        assert!(over.guard.is_none() && over.error.is_lost(), "{over:?}");
+        let next = other.acquire_timeout(2 * TTL).await;
+        drop(next.unwrap_or_else(|err| panic!("takes effect: {takes_effect}: {err}")));
+        let took = granted.elapsed();
+        assert!(
+            took < 2 * TTL,
+            "free after {took:?}, and it was lost after {TTL:?}"
+        );
+    }
+}
+
+/// A client that shuts down at the wrong second: what is refused may be allowed again before its time is over.
+#[tokio::test(start_paused = true)]
+async fn a_close_while_the_server_refuses_leaves_it_taken() {
+    for is_allowed_again in [true, false] {
+        let probe = Probe::default();
+        let client = LockClient::new(probe.clone());
+        let guard = lock_of(&client).acquire().await.unwrap();
+        let granted = Instant::now();
+        probe.refuses.store(true, Ordering::SeqCst);
+        let allow = async {
+            sleep(SECOND).await;
+            probe.refuses.store(!is_allowed_again, Ordering::SeqCst);
+        };
+        drop(guard);
+        let (closed, ()) = tokio::join!(client.close(3 * SECOND), allow);
+        assert_eq!(closed.is_ok(), is_allowed_again, "{closed:?}");
+        let took = granted.elapsed();
+        assert!(took < 4 * SECOND, "{took:?}");
+        let other = lock_of(&LockClient::new(probe.memory.clone()));
+        let until = if is_allowed_again { LEAST } else { TTL };
+        comes_free(&other, granted + until).await;
     }
 }
 

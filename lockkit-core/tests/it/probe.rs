@@ -3,14 +3,14 @@
 use std::{
     sync::{
         Arc, Barrier, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
 
 use async_trait::async_trait;
 use lockkit_core::{
-    FencingToken, Instant, LockKind, LockName, LockState, MemoryBackend, Result,
+    Error, FencingToken, Instant, LockKind, LockName, LockState, MemoryBackend, Result,
     spi::{Backend, BackendInfo, Claim, ClaimRequest, Grant, Lease, OwnerId, Renewal},
 };
 use tokio::sync::Notify;
@@ -29,6 +29,8 @@ pub(crate) struct Probe {
     pub(crate) barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
     /// Wakes one claim with a hint.
     pub(crate) hint: Arc<Notify>,
+    /// The server refuses attempts and renewals, which does not pass by itself.
+    pub(crate) refuses: Arc<AtomicBool>,
 }
 
 #[derive(Debug, Default)]
@@ -78,6 +80,7 @@ impl Backend for Probe {
             told: None,
             barrier: self.barrier.clone(),
             hint: self.hint.clone(),
+            refuses: self.refuses.clone(),
         }))
     }
 
@@ -103,18 +106,30 @@ struct Counted {
     told: Option<Duration>,
     barrier: Arc<Mutex<Option<Arc<Barrier>>>>,
     hint: Arc<Notify>,
+    refuses: Arc<AtomicBool>,
+}
+
+impl Counted {
+    fn check_right(&self, operation: &'static str) -> Result<()> {
+        if self.refuses.load(Ordering::SeqCst) {
+            return Err(Error::permanent("probe", operation, "it has no right to"));
+        }
+        Ok(())
+    }
 }
 
 #[async_trait]
 impl Claim for Counted {
     async fn attempt(&mut self, patience: Duration) -> Result<Option<Grant>> {
         self.counts.attempts.fetch_add(1, Ordering::SeqCst);
+        self.check_right("acquire")?;
         self.claim.attempt(patience).await
     }
 
     async fn renew(&mut self) -> Result<Renewal> {
         let before = self.counts.renewals.fetch_add(1, Ordering::SeqCst);
         assert!(before < 100_000, "this would go on for ever");
+        self.check_right("renew")?;
         let barrier = self.barrier.lock().unwrap().take();
         if let Some(barrier) = barrier {
             barrier.wait();
