@@ -100,6 +100,6 @@ mod tests {
             block_on(runtime.handle(), work);
             done.send(()).unwrap();
         });
-        is_done.recv_timeout(Duration::from_secs(10)).unwrap();
+        is_done.recv_timeout(Duration::from_mins(1)).unwrap();
     }
 }

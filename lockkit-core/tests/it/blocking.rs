@@ -27,7 +27,7 @@ fn client() -> (MemoryBackend, LockClient) {
 
 /// Waits for a condition that a background thread brings about.
 fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
-    let give_up = Instant::now() + 10 * SECOND;
+    let give_up = Instant::now() + 60 * SECOND;
     while !condition() {
         assert!(Instant::now() < give_up, "never: {what}");
         thread::sleep(MS);
@@ -78,7 +78,7 @@ fn every_call_of_the_async_api_has_its_like() {
     assert_eq!(guard.lost_reason(), None);
     assert_eq!(guard.wait_lost(10 * MS).unwrap(), None);
     assert!(client.revoke_by_force("a", guard.token()).unwrap());
-    assert_eq!(guard.wait_lost(10 * SECOND).unwrap(), Some(LossReason::Revoked));
+    assert_eq!(guard.wait_lost(60 * SECOND).unwrap(), Some(LossReason::Revoked));
     assert_eq!(guard.lost_reason(), Some(LossReason::Revoked));
     assert!(guard.check().unwrap_err().is_lost());
     assert!(guard.release().unwrap_err().is_lost());
@@ -126,7 +126,7 @@ fn a_panic_in_the_body_releases_the_lock() {
         lock.with_lock(|_| -> () { std::panic::resume_unwind(Box::new(())) })
     });
     assert!(std::panic::catch_unwind(body).is_err());
-    lock.acquire_timeout(10 * SECOND).unwrap().release().unwrap();
+    lock.acquire_timeout(60 * SECOND).unwrap().release().unwrap();
 }
 
 #[test]
@@ -149,12 +149,12 @@ fn the_lease_is_renewed_while_the_thread_is_busy_elsewhere() {
     let lock = client
         .lock("a")
         .unwrap()
-        .with_options(AcquireOptions::new().ttl(100 * MS));
+        .with_options(AcquireOptions::new().ttl(3 * SECOND));
     let guard = lock.acquire().unwrap();
-    let first_end = guard.valid_until().unwrap();
-    eventually("the lease is extended twice over", || {
-        guard.valid_until().unwrap() > first_end + 200 * MS
-    });
+    for _ in 0..2 {
+        let end = guard.valid_until();
+        eventually("the lease is extended", || guard.valid_until() > end);
+    }
     guard.release().unwrap();
 }
 
@@ -247,7 +247,7 @@ fn the_background_thread_ends_with_the_last_handle() {
     drop((client, lock));
     assert!(ended.recv_timeout(50 * MS).is_err(), "a guard still needs it");
     drop(guard);
-    ended.recv_timeout(10 * SECOND).unwrap();
+    ended.recv_timeout(60 * SECOND).unwrap();
     assert!(!held.is_held());
 }
 
@@ -271,7 +271,7 @@ fn close_turns_blocked_threads_away_and_guards_know() {
         }
     });
     barrier.wait();
-    client.close(10 * SECOND).unwrap();
+    client.close(60 * SECOND).unwrap();
     assert!(matches!(waiter.join().unwrap(), Err(Error::Closed)));
     assert_eq!(guard.lost_reason(), Some(LossReason::Disconnected));
     assert!(matches!(lock.try_acquire(), Err(Error::Closed)));

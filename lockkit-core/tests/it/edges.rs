@@ -227,7 +227,7 @@ async fn a_dropped_release_still_hands_off() {
     let lock = LockClient::new(probe.clone())
         .lock("a")
         .unwrap()
-        .with_options(AcquireOptions::new().ttl(SECOND));
+        .with_options(AcquireOptions::new().ttl(6 * SECOND));
     let guard = lock.acquire().await.unwrap();
     let heir = tokio::spawn({
         let lock = lock.clone();
@@ -236,7 +236,7 @@ async fn a_dropped_release_still_hands_off() {
     barrier.wait();
     assert!(cancel_after(1, guard.release()).await.is_none());
     barrier.wait();
-    let heir = tokio::time::timeout(10 * SECOND, heir)
+    let heir = tokio::time::timeout(60 * SECOND, heir)
         .await
         .expect("granted")
         .unwrap();
@@ -247,7 +247,7 @@ async fn a_dropped_release_still_hands_off() {
             tokio::time::sleep(MS).await;
         }
     };
-    tokio::time::timeout(10 * SECOND, renewals)
+    tokio::time::timeout(60 * SECOND, renewals)
         .await
         .expect("it is watched over");
     assert!(heir.is_held());

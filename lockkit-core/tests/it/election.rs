@@ -235,7 +235,7 @@ fn resigning_waits_for_no_runtime_that_stands_still() {
         let candidate = election(MemoryBackend::new()).candidate("ada").unwrap();
         candidate.campaign().await.unwrap()
     });
-    let resigned = elsewhere.block_on(async { timeout(5 * SECOND, leadership.resign()).await });
+    let resigned = elsewhere.block_on(async { timeout(60 * SECOND, leadership.resign()).await });
     resigned.expect("it waits for observers to be told").unwrap();
 }
 
