@@ -150,15 +150,16 @@ async fn a_stopped_holder_is_followed_at_the_end_of_its_lease(flavour: Flavour) 
     let server = shared(flavour);
     let client = client(server.addr(), Mode::ForUpdate).await;
     let name = name("stopped");
-    let mut child = Child::hold(server.addr(), &name, Duration::from_secs(1));
+    let ttl = Duration::from_secs(6);
+    let mut child = Child::hold(server.addr(), &name, ttl);
     let lock = client.lock(&name).unwrap();
     child.process.stop().unwrap();
     let (stopped, running) = (Instant::now(), Stopwatch::start());
     let guard = lock.acquire().await.unwrap();
     let (took, ran) = (stopped.elapsed(), running.elapsed());
-    // The latest renewal was a third of the lease before at most.
+    // The latest renewal was a third of the lease before, and late on a busy machine.
     assert!(
-        took > Duration::from_millis(600) && ran < Duration::from_millis(1_300),
+        took > ttl / 3 && ran < ttl + Duration::from_secs(1),
         "{took:?}, {ran:?}"
     );
     assert!(guard.token().get() > child.token);

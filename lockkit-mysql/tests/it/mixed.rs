@@ -14,6 +14,7 @@ use std::{
     time::Duration,
 };
 
+use lockkit_conformance::stall::Stopwatch;
 use lockkit_core::{AcquireOptions, Error, HoldView, LockClient, LockGuard};
 use lockkit_testbed::mysql::Flavour;
 use tokio::{
@@ -68,7 +69,7 @@ pub(crate) async fn polled<F: Future>(times: u32, future: F) -> Option<F::Output
 struct Seen {
     holds: HashMap<String, Vec<Seat>>,
     highest: HashMap<String, u64>,
-    killed: HashMap<u64, Instant>,
+    killed: HashMap<u64, Stopwatch>,
     granted: usize,
     /// After a kill: grants beside a holder, and holds that were passed on with a token below a known
     /// one.
@@ -161,7 +162,7 @@ impl Seen {
         let excuse = |seen: &Self, token, ttl| {
             let grant = granted.of(name, token);
             let killed = grant.and_then(|grant| seen.killed.get(&grant.session));
-            let ago = killed.map(Instant::elapsed);
+            let ago = killed.map(|killed| killed.elapsed());
             let what = format!("{token} (ttl {ttl} s) is of {grant:?}, killed {ago:?} ago");
             match (grant, ago) {
                 (Some(grant), Some(ago)) if ago < Duration::from_secs(ttl) / 3 + TELLING => Ok(grant),
@@ -235,7 +236,7 @@ async fn leases_cancels_and_kills_at_random(flavour: Flavour) {
                 // Any session: of a hold, a wait, an idle one, a control connection, the disconnect watch.
                 let ids = admin.sessions().await;
                 if let Some(id) = rng.choice(&ids) {
-                    let killed = Instant::now();
+                    let killed = Stopwatch::start();
                     view.lock().unwrap().killed.entry(*id).or_insert(killed);
                     let _ = admin.try_run(&format!("KILL {id}")).await;
                 }

@@ -260,10 +260,10 @@ async fn clients_in_turn_do_not_sleep_through_a_release(flavour: Flavour) {
             .iter()
             .any(|slow| slow.start < late.end && late.start < slow.end)
     });
-    // A release that finds nobody asleep is seen a second later. That is rare, and scripts/soak counts it.
+    // A release that finds nobody asleep is seen a second later. That is rare: 0 of 80,000 on a busy machine. scripts/soak counts it.
     println!("{} of 2,000 acquisitions took more than a second", late.len());
     assert!(
-        late.len() <= 10,
+        late.len() <= 2,
         "{} of 2,000 acquisitions took more than a second",
         late.len()
     );
@@ -402,10 +402,10 @@ async fn a_kept_session_is_used_again_and_for_any_lease(flavour: Flavour) {
             .acquire_with(&AcquireOptions::new().ttl(Duration::from_secs(ttl)))
             .await
             .unwrap();
-        let left = guard.valid_until().unwrap() - Instant::now();
+        let length = guard.lease_length().unwrap();
         assert!(
-            left <= Duration::from_secs(ttl) && left > Duration::from_secs(ttl) / 2,
-            "{ttl}: {left:?}"
+            length <= Duration::from_secs(ttl) && length > Duration::from_secs(ttl) * 9 / 10,
+            "{ttl}: {length:?}"
         );
         guard.release().await.unwrap();
     }
@@ -1024,7 +1024,7 @@ async fn a_hold_that_cannot_be_shown_is_no_loss(flavour: Flavour) {
     );
     cycle(&client, "a").await;
     admin.run("RENAME TABLE lockkit_holder TO elsewhere").await;
-    let ttl = Duration::from_secs(2);
+    let ttl = Duration::from_secs(6);
     let lock = client
         .lock("a")
         .unwrap()
@@ -1222,8 +1222,8 @@ async fn the_shown_token_is_that_of_the_latest_hand_off(flavour: Flavour) {
         first.release().await.unwrap();
         let (next, _) = next.granted().await;
         assert_eq!(next.token().get(), earlier.get() + 1, "it was passed on");
-        sleep(Duration::from_millis(500)).await;
-        assert_eq!(shown().await, Some(next.token()), "{mode:?}: {earlier:?} is over");
+        let over = format!("{mode:?}: {earlier:?} is over");
+        eventually(&over, async || shown().await == Some(next.token())).await;
         assert!(
             !operator.revoke_by_force(&name, earlier).await.unwrap(),
             "{mode:?}"

@@ -164,7 +164,9 @@ async fn a_primary_that_is_demoted_grants_nothing(flavour: Flavour) {
             } else {
                 // Nobody else is granted before its lease is over: the row says so, also on a replica.
                 assert_eq!(reason, LossReason::Expired);
-                assert!(Instant::now() < valid + ttl, "it was not prolonged");
+                // The last renewal may have come just before.
+                let end = guard.valid_until().unwrap();
+                assert!(end < valid + ttl / 2, "prolonged by {:?}", end - valid);
             }
             admin
                 .run(&format!("SET GLOBAL {setting}=0; SET GLOBAL read_only=0"))
@@ -522,15 +524,20 @@ async fn a_server_that_ends_statements_early_is_not_kept_busy(flavour: Flavour) 
     let mut admin = Admin::of(&server).await;
     let client = client(server.addr(), Mode::ForUpdate).await;
     let guard = client.lock("a").unwrap().acquire().await.unwrap();
-    sleep(Duration::from_millis(500)).await;
-    let mut asked = Vec::new();
-    for _ in 0..2 {
-        let questions = admin.run("SHOW GLOBAL STATUS LIKE 'Questions'").await;
-        asked.push(questions[0][1].parse::<u64>().unwrap());
-        sleep(Duration::from_secs(2)).await;
-    }
-    let of_two_seconds = asked[1] - asked[0];
-    assert!(of_two_seconds < 10, "{of_two_seconds} requests of an idle hold");
+    // What the grant needs comes first, however long that takes. A watch that ends again and again goes on for good.
+    eventually(
+        "two seconds with less than 10 requests of an idle hold",
+        async || {
+            let mut asked = Vec::new();
+            for _ in 0..2 {
+                let questions = admin.run("SHOW GLOBAL STATUS LIKE 'Questions'").await;
+                asked.push(questions[0][1].parse::<u64>().unwrap());
+                sleep(Duration::from_secs(2)).await;
+            }
+            asked[1] - asked[0] < 10
+        },
+    )
+    .await;
     assert!(guard.is_held());
 }
 

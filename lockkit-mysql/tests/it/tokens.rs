@@ -769,7 +769,7 @@ async fn tokens_rise_where_blocks_are_used_up(flavour: Flavour) {
         // Nobody waits for readers to make a mapping.
         for reader in [&one, &other, &other] {
             let reader = reader.clone().shared();
-            let also = timeout(Duration::from_secs(5), reader.acquire()).await;
+            let also = timeout(Duration::from_mins(1), reader.acquire()).await;
             let also = also.unwrap().unwrap();
             tokens.push(also.token().get());
             also.release().await.unwrap();
