@@ -26,6 +26,7 @@ mod certificates;
 mod clock;
 mod directory;
 pub mod etcd;
+mod lateness;
 pub mod mysql;
 mod peer;
 mod port;
@@ -42,6 +43,7 @@ pub mod zookeeper;
 
 pub use certificates::{Certificates, ServerPair};
 pub use clock::Clock;
+pub use lateness::Lateness;
 pub use peer::{Peer, missing_python};
 pub use port::{Port, hangs_up, own_address};
 pub use process::Process;

@@ -7,7 +7,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Waits until `condition` holds, asking again every few milliseconds. `what` says what was waited for.
 ///
 /// # Panics
-/// If it does not hold within 20 s.
+/// If it does not hold within a minute.
 pub async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !condition().await {

@@ -135,7 +135,10 @@ fn a_paused_server_answers_nobody_until_it_goes_on() {
     let mut session = server.session().unwrap();
     server.pause().unwrap();
     session.begin("SELECT 7").unwrap();
-    std::thread::sleep(Duration::from_millis(300));
+    until("it stands still", || {
+        let state = fs::read_to_string(format!("/proc/{}/stat", session.pid()));
+        state.is_ok_and(|state| state.contains(") T "))
+    });
     let state = fs::read_to_string(format!("/proc/{}/stat", session.pid())).unwrap();
     assert!(
         state.contains(") T "),
