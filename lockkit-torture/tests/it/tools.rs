@@ -76,7 +76,7 @@ fn redis() {
         ("restart-empty", 0),
         ("clock", 0),
     ];
-    each_costs_a_hold("redis", &faults, Duration::from_secs(1), Duration::from_secs(5));
+    each_costs_a_hold("redis", &faults, Duration::from_secs(1), Duration::from_mins(1));
 }
 
 #[test]
@@ -86,14 +86,14 @@ fn files() {
         // The first of its files has the floors alone.
         &[("delete", 1)],
         Duration::from_secs(1),
-        Duration::from_secs(5),
+        Duration::from_mins(1),
     );
 }
 
 #[test]
 fn mariadb() {
     let faults = [("reset", 0), ("restart", 0), ("pause", 0), ("cut", 0)];
-    each_costs_a_hold("mariadb", &faults, Duration::from_secs(2), Duration::from_secs(6));
+    each_costs_a_hold("mariadb", &faults, Duration::from_secs(2), Duration::from_mins(1));
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn zookeeper() {
         "zk",
         &[("cut", 0), ("pause", 0)],
         Duration::from_secs(2),
-        Duration::from_secs(10),
+        Duration::from_mins(1),
     );
 }
 
@@ -120,12 +120,12 @@ fn postgres() {
         "postgres",
         &faults,
         Duration::from_secs(2),
-        Duration::from_secs(6),
+        Duration::from_mins(1),
     );
 }
 
 #[test]
 fn etcd() {
     let faults = [("cut", 0), ("pause", 0), ("lease", 0), ("delete", 0)];
-    each_costs_a_hold("etcd", &faults, Duration::from_secs(2), Duration::from_secs(10));
+    each_costs_a_hold("etcd", &faults, Duration::from_secs(2), Duration::from_mins(1));
 }
