@@ -20,11 +20,11 @@ use tempfile::TempDir;
 
 use crate::tool::{Running, catches, eventually, lockkit, outcome};
 
-/// Far less than the look-up of a name takes here, and enough for a busy machine.
-const SOON: Duration = Duration::from_secs(5);
+/// Far less than the look-up of a name takes here, and enough for the busiest machine.
+const SOON: Duration = Duration::from_secs(30);
 
-/// A library that takes a minute to look up a name, as a resolver does whose server is silent.
-static SLOW: LazyLock<(TempDir, PathBuf)> = LazyLock::new(|| resolver("sleep(60); return EAI_AGAIN;"));
+/// A library that takes ten minutes to look up a name, as a resolver does whose server is silent.
+static SLOW: LazyLock<(TempDir, PathBuf)> = LazyLock::new(|| resolver("sleep(600); return EAI_AGAIN;"));
 
 /// A library that looks up names by this code.
 fn resolver(body: &str) -> (TempDir, PathBuf) {

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use lockkit_conformance::stall::Stopwatch;
 use rustix::process::Signal;
 
 use crate::tool::{Site, gone, lockkit, outcome};
@@ -69,14 +70,14 @@ fn a_command_that_joins_lockkits_group_ends_with_the_lock() {
 fn a_lease_that_expired_while_lockkit_stood_still_is_lost() {
     let script = "trap '' TERM; echo up; echo $$; exec sleep 60";
     let mut run = lockkit(&[
-        "run", "--url", "memory:", "--ttl", "200ms", "job", "--", "sh", "-c", script,
+        "run", "--url", "memory:", "--ttl", "3s", "job", "--", "sh", "-c", script,
     ]);
     let mut holder = crate::tool::Running::spawn(&mut run);
     assert_eq!(holder.line(), "up");
     let command = holder.line().parse().unwrap();
     holder.signal(Signal::STOP);
     // Not waiting for a condition: the passing of the lease is the condition.
-    std::thread::sleep(Duration::from_millis(400));
+    std::thread::sleep(Duration::from_secs(4));
     holder.signal(Signal::CONT);
     let (status, complaint) = holder.end();
     assert_eq!(status.code(), Some(123), "{complaint}");
@@ -94,33 +95,37 @@ fn a_renewed_lease_does_not_end_the_command() {
         "--url",
         "memory:",
         "--ttl",
-        "2s",
+        "6s",
         "job",
         "--",
         "sh",
         "-c",
-        "sleep 5; echo done",
+        "sleep 15; echo done",
     ];
     let (status, output, complaint) = outcome(&mut lockkit(run));
     assert_eq!((status, output.as_str(), complaint.as_str()), (0, "done\n", ""));
 }
 
 /// With a lease that is not renewed any more, and where the command has the lock's file open and nothing ever expires.
+/// It has a second between TERM and KILL, of a machine that runs meanwhile.
 #[test]
 fn a_command_that_hangs_is_stopped_after_max_hold() {
     let site = Site::new();
     let file = site.url.clone();
-    for url in ["memory:", &file] {
-        let began = Instant::now();
-        let script = "trap 'echo told; exit 0' TERM; echo up; while :; do sleep 0.05; done";
+    // The shell hears of it while it waits, however long it takes to start another program.
+    let script = "exec 2>/dev/null; trap 'echo told; exit 0' TERM; echo up; sleep 60 & wait";
+    let mut tries_left = 3;
+    let mut urls = vec!["memory:", &file];
+    while let Some(url) = urls.last() {
+        let (began, watch) = (Instant::now(), Stopwatch::start());
         let mut run = lockkit(&[
             "run",
             "--url",
             url,
             "--ttl",
-            "2s",
+            "8s",
             "--max-hold",
-            "3s",
+            "9s",
             "job",
             "--",
             "sh",
@@ -128,22 +133,28 @@ fn a_command_that_hangs_is_stopped_after_max_hold() {
             script,
         ]);
         let (status, output, complaint) = outcome(&mut run);
-        let took = began.elapsed();
+        let (took, stood_still) = (began.elapsed(), watch.stood_still());
+        tries_left -= 1;
+        if output == "up\n" && !stood_still.is_zero() && tries_left > 0 {
+            eprintln!("again, since the machine stood still for {stood_still:?}: {complaint}");
+            continue;
+        }
         assert_eq!(
             (status, output.as_str()),
             (123, "up\ntold\n"),
-            "{url}: {complaint}"
+            "{url}: {complaint}, and the machine stood still for {stood_still:?}"
         );
         // The shell may say that what it had started was terminated.
         assert_eq!(
             complaint.lines().last(),
             Some(
-                "lockkit: lock `job` was held for its max_hold of 3s, so its command was stopped before the lease ran out"
+                "lockkit: lock `job` was held for its max_hold of 9s, so its command was stopped before the lease ran out"
             ),
             "{url}"
         );
-        assert!(took > Duration::from_secs(3), "{url}: {took:?}");
+        assert!(took > Duration::from_secs(9), "{url}: {took:?}");
         let (status, ..) = outcome(&mut lockkit(&["run", "--url", url, "--try", "job", "--", "true"]));
         assert_eq!(status, 0, "{url}: it is free again");
+        urls.pop();
     }
 }
