@@ -478,8 +478,8 @@ mod tests {
         };
         let (asked, given_up) = (connection.clone(), connection.clone());
         let (read, renewed, ()) = tokio::join!(
-            timeout(Duration::from_secs(5), connection.call(&read)),
-            timeout(Duration::from_secs(5), asked.keep_alive(1)),
+            timeout(Duration::from_mins(1), connection.call(&read)),
+            timeout(Duration::from_mins(1), asked.keep_alive(1)),
             async {
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 given_up.abort();

@@ -652,7 +652,7 @@ pub(crate) mod tests {
             let session = open(cluster.member(leader).addr().to_string(), 60).await;
             let connection = session.connection().await.unwrap();
             let moment = Duration::from_millis(300);
-            let before = timeout(10 * moment, session.beat(&connection)).await;
+            let before = timeout(Duration::from_mins(1), session.beat(&connection)).await;
             assert!(matches!(before, Ok(Ok(Beat::Proven(_)))));
             cluster.cut(leader);
             // What was under way has arrived.

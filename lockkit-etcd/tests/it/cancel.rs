@@ -122,6 +122,7 @@ async fn fifty_cancels_while_entering_leave_no_key() {
         let entered = timeout(limit, lock(&client, &name).acquire()).await;
         assert!(entered.is_err() || limit > way, "nothing can have come back");
     }
+    contend(shared(), &name, 0).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(block(|| keys(shared(), &name)), [""; 0]);
     // Their answers came, so that there was nothing to fence.

@@ -316,7 +316,8 @@ async fn a_stuck_leader_may_end_holds_elsewhere_and_they_are_told() {
         let (reason, told) = soon("the holder is told", told).await.unwrap();
         let late = told.saturating_duration_since(granted);
         eprintln!("a stuck leader has ended the lease: told as {reason:?}, {late:?} after the next grant");
-        assert!(late < Duration::from_secs(1), "told after {late:?}");
+        // With its next renewal, which comes within a third of the ttl, and takes no longer than that.
+        assert!(late < Duration::from_secs(4), "told after {late:?}");
         assert!(next.token() > guard.token());
         drop(next);
     } else {

@@ -179,15 +179,16 @@ async fn sixteen_on_one_name_all_get_on() {
     let began = Instant::now();
     let mut longest = Duration::ZERO;
     for task in tasks {
-        let done = tokio::time::timeout(Duration::from_secs(60), task).await;
+        let done = tokio::time::timeout(Duration::from_mins(3), task).await;
         longest = longest.max(done.expect("none hangs").unwrap());
     }
-    let took = began.elapsed();
-    // Who is found by the fallback poll alone waits for almost five seconds.
-    assert!(longest < Duration::from_secs(3), "{longest:?}");
-    eprintln!(
-        "16 on one name: {:?} a lock, longest wait {longest:?}",
-        took / (16 * CYCLES)
+    let each = began.elapsed() / (16 * CYCLES);
+    eprintln!("16 on one name: {each:?} a lock, longest wait {longest:?}");
+    // Who is found by the fallback poll alone waits for almost five seconds, and after that for its turn, as everybody does.
+    let most = Duration::from_secs(3) + 3 * 16 * each;
+    assert!(
+        longest < most,
+        "{longest:?}, at most {most:?}, at {each:?} a lock"
     );
 }
 
@@ -209,7 +210,7 @@ async fn a_sleeper_is_woken_at_once_beside_writers() {
             }
         })
     };
-    let mut took = Vec::new();
+    let (mut took, mut releases) = (Vec::new(), Vec::new());
     for _ in 0..20 {
         let guard = lock(&ours, &name).acquire().await.unwrap();
         let waiting = waiter(&lock(&theirs, &name));
@@ -217,6 +218,7 @@ async fn a_sleeper_is_woken_at_once_beside_writers() {
         tokio::time::sleep(Duration::from_millis(150)).await;
         let began = Instant::now();
         guard.release().await.unwrap();
+        releases.push(began.elapsed());
         let (guard, at) = soon("it is its turn", waiting).await.unwrap();
         took.push(at.saturating_duration_since(began));
         guard.release().await.unwrap();
@@ -224,8 +226,11 @@ async fn a_sleeper_is_woken_at_once_beside_writers() {
     is_over.store(true, Ordering::SeqCst);
     writer.await.unwrap();
     took.sort_unstable();
-    eprintln!("hand-off to a sleeper: {took:?}");
-    assert!(took[5] < Duration::from_millis(10), "{took:?}");
+    releases.sort_unstable();
+    eprintln!("hand-off to a sleeper: {took:?}, releases: {releases:?}");
+    // What is late is so by 100 ms. A release alone takes as long as this server and this machine need for one change.
+    let most = Duration::from_millis(50) + 3 * releases[5];
+    assert!(took[5] < most, "{took:?}, at most {most:?}");
 }
 
 /// Returns the number of messages that clients have sent to this method of a server.
@@ -252,7 +257,8 @@ async fn a_short_hold_costs_two_requests() {
         (kv("Txn"), kv("DeleteRange"), kv("Range"), watches()),
     );
     let (mut short, mut long) = (0, 0);
-    while short < 20 {
+    // Where an acquisition alone takes too long for it, few are short, and the others show nothing.
+    while short < 20 && short + long < 500 {
         let granted = Instant::now();
         let guard = lock.acquire().await.unwrap();
         // The driver has it in its care by then.
@@ -265,6 +271,9 @@ async fn a_short_hold_costs_two_requests() {
         } else {
             &mut long
         } += 1;
+    }
+    if short < 20 {
+        eprintln!("only {short} holds were short, and {long} were not");
     }
     let cycles = f64::from(short + long);
     for (method, before) in [("Txn", before.0), ("DeleteRange", before.1)] {

@@ -5,10 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use lockkit_conformance::stall::timeout;
+use lockkit_conformance::stall::{Stopwatch, timeout};
 use lockkit_core::{AcquireOptions, Error, LockClient, LossReason, spi::chain};
 use lockkit_etcd::EtcdBackend;
-use lockkit_testbed::{Mode, Proxy, etcd::EtcdServer, eventually};
+use lockkit_testbed::{Lateness, Mode, Proxy, etcd::EtcdServer, eventually};
 
 use crate::{
     gate::{Gate, stops_watches},
@@ -83,6 +83,22 @@ async fn a_short_lease_cuts_nobody_off_a_slow_server() {
     if no_etcd() {
         return;
     }
+    // A reply that takes a second, as none does here, cuts it off: no wonder on a machine that does not run.
+    for tries_left in (0..3).rev() {
+        let (watch, beside) = (Stopwatch::start(), Lateness::watch());
+        let more = connections_beside_a_short_lease().await;
+        let (stood_still, late) = (watch.stood_still(), beside.most());
+        if more > 0 && tries_left > 0 && (!stood_still.is_zero() || late > Duration::from_millis(50)) {
+            eprintln!("again, since the machine was {late:?} late and stood still for {stood_still:?}");
+            continue;
+        }
+        assert_eq!(more, 0, "connected anew");
+        return;
+    }
+}
+
+/// Returns how often a client connects anew to a server that is too slow for one of its leases.
+async fn connections_beside_a_short_lease() -> u64 {
     let proxy = Proxy::start(shared().addr()).unwrap();
     let client = connect(&shared().url_at(proxy.addr())).await;
     let short = with_ttl(&client, &unique("short"), Duration::from_secs(1));
@@ -100,8 +116,8 @@ async fn a_short_lease_cuts_nobody_off_a_slow_server() {
     while began.elapsed() < Duration::from_secs(4) {
         long.acquire().await.unwrap().release().await.unwrap();
     }
-    assert_eq!(proxy.counts().connections, before, "connected anew");
     assert!(!hold.is_held(), "a vacuous pass: its beats were in time");
+    proxy.counts().connections - before
 }
 
 /// A member that is given up for being late comes back as late as before, and would never serve anybody.
@@ -210,16 +226,21 @@ async fn a_waiters_key_deleted_from_outside_queues_anew() {
     contend(shared(), &name, 2).await;
     let all = block(|| keys(shared(), &name));
     let own = all.into_iter().find(|key| *key != first).unwrap();
-    let began = Instant::now();
+    // The look at the keys takes a process, three times at least until it shows.
+    let control = Stopwatch::start();
+    block(|| keys(shared(), &name));
+    let most = Duration::from_secs(3) + 3 * control.elapsed();
+    let began = Stopwatch::start();
     assert!(block(|| shared().delete(&own)).unwrap());
     let again = async || {
         let now = keys(shared(), &name);
         now.len() == 2 && now.contains(&first) && !now.contains(&own)
     };
     eventually("it queues anew", again).await;
+    let took = began.elapsed();
     assert!(
-        began.elapsed() < Duration::from_secs(3),
-        "the fallback poll has found it"
+        took < most,
+        "the fallback poll has found it: after {took:?}, at most {most:?}"
     );
     assert!(!waiting.is_finished());
     guard.release().await.unwrap();
@@ -377,13 +398,16 @@ async fn a_compaction_takes_no_watch_away() {
         });
     }
     assert!(guard.is_held() && !waiting.is_finished());
-    let began = Instant::now();
+    let control = Stopwatch::start();
     guard.release().await.unwrap();
-    takes_its_turn("the next", waiting).await;
+    let (released, began) = (control.elapsed(), Stopwatch::start());
+    let (next, _) = soon("the next", waiting).await.unwrap();
+    let (took, most) = (began.elapsed(), Duration::from_secs(3) + 3 * released);
     assert!(
-        began.elapsed() < Duration::from_secs(3),
-        "the fallback poll has found it"
+        took < most,
+        "the fallback poll has found it: after {took:?}, at most {most:?}"
     );
+    next.release().await.unwrap();
 }
 
 /// The events of the time in between are compacted away.
