@@ -48,7 +48,7 @@ pub use peer::{Peer, missing_python};
 pub use port::{Port, hangs_up, own_address};
 pub use process::Process;
 pub use proxy::{Counts, Mode, Proxy, Traffic};
-pub use rogue::{Plays, Rogue, Wire};
+pub use rogue::{Ended, Plays, Rogue, Wire};
 pub use shared::Shared;
 pub use skip::skipped;
 pub use wait::eventually;

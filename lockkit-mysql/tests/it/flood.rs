@@ -1,7 +1,9 @@
 //! Servers that answer what no server answers, or without end. Each case of a table is played to a client that has logged in.
 
 use std::{
-    io,
+    env, io,
+    path::PathBuf,
+    process::Command,
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -22,6 +24,11 @@ use crate::{
 
 /// The longest time that a case may take on a busy machine.
 const LONGEST: Duration = Duration::from_mins(1);
+
+/// The order of a client that is a process of its own: how it logs in, at which address, and the authority that it trusts.
+const ORDER: &str = "LOCKKIT_MYSQL_FLOOD";
+/// The beginning of the line in which it tells how that ended.
+const MARK: &str = "lockkit-flood: ";
 
 /// The way in which the client logs in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -257,8 +264,7 @@ async fn behave(
     Ok(client)
 }
 
-fn config_of(way: Way, certificates: &Certificates, rogue: &Rogue) -> MySqlConfig {
-    let addr = rogue.addr();
+fn config_of(way: Way, addr: &str, authority: PathBuf) -> MySqlConfig {
     match way {
         Way::Password => MySqlConfig::new(format!("mysql://me:{ENCODED}@{addr}/app")),
         #[cfg(feature = "tls")]
@@ -268,9 +274,45 @@ fn config_of(way: Way, certificates: &Certificates, rogue: &Rogue) -> MySqlConfi
                 _ => format!("me:{ENCODED}"),
             };
             let mut config = MySqlConfig::new(format!("mysql://{login}@{addr}/app"));
-            (config.tls, config.ca) = (lockkit_mysql::Tls::Verify, Some(certificates.authority()));
+            (config.tls, config.ca) = (lockkit_mysql::Tls::Verify, Some(authority));
             config
         }
+    }
+}
+
+/// Does as the order says, if there is one.
+#[tokio::test]
+async fn client_of_a_rogue() {
+    let Ok(order) = env::var(ORDER) else { return };
+    let mut words = order.splitn(3, ' ');
+    let way = words.next().and_then(|way| way.parse::<usize>().ok()).unwrap();
+    let (addr, authority) = (words.next().unwrap(), words.next().unwrap());
+    let connected = connect(config_of(Way::ALL[way], addr, authority.into())).await;
+    let error = connected.map(drop).expect_err("it is a rogue");
+    println!("{MARK}{}", chain(&error));
+}
+
+/// Returns the text of the error with which a client of this rogue ends.
+async fn error_at(rogue: &Rogue, way: Way, certificates: &Certificates) -> Result<String, String> {
+    let number = Way::ALL.iter().position(|one| *one == way).unwrap_or_default();
+    let authority = certificates.authority();
+    let mut client = Command::new(env::current_exe().map_err(|error| error.to_string())?);
+    client
+        .args([
+            "--exact",
+            "flood::client_of_a_rogue",
+            "--nocapture",
+            "--test-threads=1",
+        ])
+        .env(
+            ORDER,
+            format!("{number} {} {}", rogue.addr(), authority.display()),
+        );
+    let ended = rogue.judge(LONGEST, &mut client).await?;
+    let told = ended.output.split_once(MARK).map(|(_, told)| told.lines().next());
+    match told.flatten() {
+        Some(text) if !text.trim().is_empty() => Ok(text.to_owned()),
+        _ => Err(format!("no error: {}{}", ended.output, ended.complaint)),
     }
 }
 
@@ -285,9 +327,7 @@ async fn fault(case: Case, way: Way, certificates: &Arc<Certificates>) -> Option
     });
     let rogue = rogue.await.unwrap();
     let began = Stopwatch::start();
-    let config = config_of(way, certificates, &rogue);
-    let connecting = async { connect(config).await.map_err(|error| chain(&error)) };
-    let text = match rogue.judge(LONGEST, connecting).await {
+    let text = match error_at(&rogue, way, certificates).await {
         Ok(text) => text,
         Err(fault) => return Some(format!("{name}: {fault}")),
     };
