@@ -11,6 +11,7 @@ mod fenced;
 mod flood;
 mod listing;
 mod mixed;
+mod namespaces;
 mod rogue;
 mod servers;
 mod sessions;

@@ -5,6 +5,7 @@ mod conformance;
 mod connecting;
 mod faults;
 mod fenced;
+mod namespaces;
 mod schedules;
 mod servers;
 mod sessions;

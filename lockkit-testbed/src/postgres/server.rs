@@ -312,6 +312,14 @@ impl PgServer {
         PgSession::open(&self.socket(), Self::SUPERUSER, database)
     }
 
+    /// A session of a role in a database. A line of [`access`](PgBuilder::access) has to let it in: `local all NAME trust`.
+    ///
+    /// # Errors
+    /// As [`sql`](Self::sql).
+    pub fn session_as(&self, role: &str, database: &str) -> io::Result<PgSession> {
+        PgSession::open(&self.socket(), role, database)
+    }
+
     /// Changes a setting of `postgresql.conf`, from [`reload`](Self::reload) or the next start on, as the setting has it.
     ///
     /// # Errors
