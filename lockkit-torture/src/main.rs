@@ -5,9 +5,11 @@ mod fleet;
 use std::{
     env,
     error::Error,
-    fs, io,
+    fs,
+    io::{self, Write as _},
     path::{Path, PathBuf},
     process::ExitCode,
+    sync::{Mutex, PoisonError},
     time::Duration,
 };
 
@@ -57,6 +59,9 @@ struct Arguments {
     /// Also say who did what when in an epoch that failed
     #[arg(long)]
     log: bool,
+    /// Write what happened to this file, as lines of JSON for other judges; docs/torture.md documents them
+    #[arg(long, value_name = "FILE")]
+    history: Option<PathBuf>,
 }
 
 /// The bytes of room for the servers of some dozens of deployments.
@@ -95,6 +100,7 @@ fn in_memory() {
 /// Returns whether nothing was found, and as much was done as was asked for.
 fn torture(arguments: &Arguments) -> Fallible<bool> {
     let targets = targets(arguments)?;
+    let history = arguments.history.as_deref().map(Chronicle::create).transpose()?;
     if let Some(path) = &arguments.schedule {
         let text = fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
         let schedule = text
@@ -102,7 +108,11 @@ fn torture(arguments: &Arguments) -> Fallible<bool> {
             .map_err(|error| format!("{}: {error}", path.display()))?;
         let mut good = true;
         for name in &targets {
-            good &= replay(name, &mut deploy(name, arguments)?, &schedule, arguments)?;
+            let verdict = replay(name, &mut deploy(name, arguments)?, &schedule, arguments)?;
+            good &= verdict.findings.is_empty();
+            if let Some(history) = &history {
+                history.write(&verdict)?;
+            }
         }
         return Ok(good);
     }
@@ -131,6 +141,11 @@ fn torture(arguments: &Arguments) -> Fallible<bool> {
                 line(name, schedule, verdict),
                 findings.collect::<String>()
             );
+            if let Some(history) = &history
+                && let Err(error) = history.write(verdict)
+            {
+                eprintln!("lockkit-torture: {error}");
+            }
         },
     );
     for outcome in &outcomes {
@@ -179,6 +194,9 @@ fn deploy(name: &str, arguments: &Arguments) -> Fallible<Torture> {
     if arguments.keep_runtimes {
         torture = torture.keep_runtimes();
     }
+    if arguments.history.is_some() {
+        torture = torture.histories();
+    }
     if let Some(faults) = &arguments.faults {
         let faults: Vec<_> = faults.iter().filter(|fault| *fault != "none").cloned().collect();
         torture = torture.only(&faults)?;
@@ -186,7 +204,12 @@ fn deploy(name: &str, arguments: &Arguments) -> Fallible<Torture> {
     Ok(torture)
 }
 
-fn replay(name: &str, torture: &mut Torture, schedule: &Schedule, arguments: &Arguments) -> Fallible<bool> {
+fn replay(
+    name: &str,
+    torture: &mut Torture,
+    schedule: &Schedule,
+    arguments: &Arguments,
+) -> Fallible<Verdict> {
     let verdict = torture.epoch(schedule)?;
     println!("{}", line(name, schedule, &verdict));
     for finding in &verdict.findings {
@@ -195,7 +218,29 @@ fn replay(name: &str, torture: &mut Torture, schedule: &Schedule, arguments: &Ar
     if arguments.log {
         println!("{}", verdict.log);
     }
-    Ok(verdict.findings.is_empty())
+    Ok(verdict)
+}
+
+/// The file that histories go to, of all deployments: an epoch at a time.
+struct Chronicle {
+    path: PathBuf,
+    file: Mutex<fs::File>,
+}
+
+impl Chronicle {
+    fn create(path: &Path) -> io::Result<Self> {
+        let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        Ok(Self {
+            path: path.to_owned(),
+            file: Mutex::new(fs::File::create(path).map_err(named)?),
+        })
+    }
+
+    fn write(&self, verdict: &Verdict) -> io::Result<()> {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        file.write_all(verdict.history.as_bytes())
+            .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", self.path.display())))
+    }
 }
 
 fn line(name: &str, schedule: &Schedule, verdict: &Verdict) -> String {

@@ -113,7 +113,7 @@ const APART: Duration = Duration::from_millis(100);
 const BACK: Duration = Duration::from_millis(500);
 const RETRIED: Duration = Duration::from_millis(1_250);
 /// An operator's revocation: the holder is told with its next renewal.
-const REVOKED: Told = Told::AtRenewal(Duration::from_secs(2));
+pub(super) const REVOKED: Told = Told::AtRenewal(Duration::from_secs(2));
 /// The most findings that are told of one epoch.
 const MOST_FINDINGS: usize = 5;
 

@@ -40,6 +40,7 @@
 //! Then write a [`Target`] that names its [`Fault`]s, makes them happen in [`strike`](Target::strike), and lists what is left over at the
 //! end: most of what a torture finds, it finds beside a fault.
 
+mod chronicle;
 mod faults;
 mod judge;
 mod play;

@@ -39,6 +39,7 @@ pub struct Torture {
     launch: Option<Launch>,
     only: Option<BTreeSet<String>>,
     runtimes: bool,
+    histories: bool,
     capabilities: Capabilities,
     info: (Duration, bool),
     /// The prefix of names: new after a fault that may cost tokens.
@@ -60,6 +61,8 @@ pub struct Verdict {
     pub faults: HashMap<String, usize>,
     /// A log of who did what when, for the search for the cause.
     pub log: String,
+    /// What happened, as lines of JSON for other judges. Empty without [`Torture::histories`].
+    pub history: String,
 }
 
 /// The result of many epochs.
@@ -245,6 +248,7 @@ impl Torture {
             launch: None,
             only: None,
             runtimes: true,
+            histories: false,
             capabilities,
             info,
             prefix: new_prefix(),
@@ -264,6 +268,13 @@ impl Torture {
     #[must_use]
     pub fn keep_runtimes(mut self) -> Self {
         self.runtimes = false;
+        self
+    }
+
+    /// Has each [`Verdict`] come with its history.
+    #[must_use]
+    pub fn histories(mut self) -> Self {
+        self.histories = true;
         self
     }
 
@@ -418,7 +429,13 @@ impl Torture {
             self.highest = Highest::default();
         }
         findings.extend(self.leftovers(&story)?);
+        let history = if self.histories {
+            story.chronicle(&findings)
+        } else {
+            String::new()
+        };
         let mut verdict = Verdict {
+            history,
             log: if findings.is_empty() {
                 String::new()
             } else {

@@ -266,6 +266,48 @@ fn a_good_backend_passes_and_has_been_tried() {
     assert!(verdict.granted >= 20, "{} grants", verdict.granted);
 }
 
+/// What the torture's judge and the one that knows the text alone find in an epoch on a backend with this fault.
+fn judged_twice(fault: crate::plain::Fault) -> (Vec<Law>, lockkit_history_judge::Verdict) {
+    let target = Bare(Arc::new(Mutant(Plain::with(fault))));
+    let mut torture = Torture::new(Arc::new(target)).unwrap().histories();
+    let verdict = torture.epoch(&busy(1)).unwrap();
+    let history = verdict.history.parse().unwrap_or_else(|error| panic!("{error}"));
+    let mut second = lockkit_history_judge::judge(&history);
+    assert_eq!(second.len(), 1);
+    let laws = verdict.findings.iter().map(|finding| finding.law);
+    (laws.collect(), second.remove(0))
+}
+
+#[test]
+fn a_second_judge_convicts_the_same_mutants() {
+    use crate::plain::Fault;
+    let (none, second) = judged_twice(Fault::None);
+    assert!(
+        none.is_empty() && second.broken.is_empty(),
+        "{none:?}, {second:?}"
+    );
+    assert!(second.agrees() && second.grants >= 20, "{second:?}");
+    for (fault, law, theirs) in [
+        (
+            Fault::GrantsTwice,
+            Law::Exclusion,
+            lockkit_history_judge::Law::Exclusion,
+        ),
+        (
+            Fault::RepeatsTokens,
+            Law::Tokens,
+            lockkit_history_judge::Law::Tokens,
+        ),
+    ] {
+        let found = (0..3).any(|_| {
+            let (laws, second) = judged_twice(fault);
+            assert!(second.agrees(), "{fault:?}: {laws:?}, {second:?}");
+            laws.contains(&law) && second.broken.contains_key(&theirs)
+        });
+        assert!(found, "{fault:?} is never found to break {law:?}");
+    }
+}
+
 #[test]
 fn mutant_backends_are_convicted() {
     let convicted = |fault, law| convicted(fault, &busy(1), law);

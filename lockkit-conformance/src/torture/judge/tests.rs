@@ -2,6 +2,8 @@
 
 use std::num::NonZeroU32;
 
+use lockkit_history_judge::History;
+
 use super::*;
 use crate::{
     history::Acquisition,
@@ -85,7 +87,21 @@ fn at(seconds: f64) -> Nanos {
 
 fn found(story: &Story) -> Vec<Law> {
     let findings = judge(story, &mut Highest::default());
+    // The second judge does not know what a hold has to spare.
+    let is_bare = |struck: &Struck| struck.fault.is_some_and(|fault| fault.bare.is_some());
+    if !story.struck.iter().any(is_bare) {
+        assert_eq!(second_opinion(story, &findings), None);
+    }
     findings.into_iter().map(|finding| finding.law).collect()
+}
+
+/// What a judge that has the text alone says, unless it comes to the same result.
+fn second_opinion(story: &Story, findings: &[Finding]) -> Option<String> {
+    let text = story.chronicle(findings);
+    let history: History = text.parse().unwrap_or_else(|error| panic!("{error}"));
+    let mut verdicts = lockkit_history_judge::judge(&history).into_iter();
+    let differs = verdicts.find(|verdict| !verdict.agrees())?;
+    Some(format!("{differs:?}\nbut {findings:?}\n{text}"))
 }
 
 fn struck(fault: Fault, from: f64, to: f64) -> Struck {
@@ -1233,4 +1249,82 @@ fn a_hundred_thousand_grants_are_judged_in_seconds() {
     let began = std::time::Instant::now();
     assert_eq!(found(&story(records.collect())), []);
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+}
+
+/// Up to eight holds, mostly in good order, beside a fault now and then.
+fn random_story(rng: &mut fastrand::Rng) -> Story {
+    let count = rng.u64(2..9);
+    let mut tokens: Vec<u64> = (1..=count).collect();
+    if rng.u8(..4) == 0 {
+        let (a, b) = (rng.usize(..tokens.len()), rng.usize(..tokens.len()));
+        tokens.swap(a, b);
+    }
+    if rng.u8(..16) == 0 {
+        tokens[0] = tokens[1];
+    }
+    let permits = (rng.u8(..4) == 0).then(|| Mode::Permits(NonZeroU32::new(rng.u32(1..4)).unwrap()));
+    let (mut end, mut records) = (0.0, Vec::new());
+    for (token, who) in tokens.into_iter().zip(0..) {
+        let mut some = || f64::from(rng.u8(..8)) / 20.0;
+        let (wait, pause, long) = (some(), some(), some());
+        let early = if rng.u8(..6) == 0 {
+            f64::from(rng.u8(..8)) / 15.0
+        } else {
+            0.0
+        };
+        // Each moment is of one.
+        let granted = f64::max(0.0, end + pause - early) + 0.01 + f64::from(who) / 1e4;
+        let released = granted + long + 0.03;
+        end = released;
+        let shared = if rng.u8(..3) == 0 { Mode::Shared } else { X };
+        let mut record = hold(
+            who,
+            permits.unwrap_or(shared),
+            granted - wait - 0.005,
+            granted,
+            released,
+            token,
+        );
+        if rng.bool() {
+            record.over = Over::Lost;
+        }
+        records.push(record);
+    }
+    let mut story = story(records);
+    if rng.u8(..3) == 0 {
+        let told = match rng.u8(..3) {
+            0 => Told::Within(Duration::from_millis(300)),
+            1 => Told::AtRenewal(Duration::ZERO),
+            _ => Told::AtLeaseEnd(Duration::ZERO),
+        };
+        let from = f64::from(rng.u32(..100)) / 100.0 * end;
+        story.struck = vec![struck(Fault::new("end").excuses_overlap(told), from, from + 0.05)];
+    }
+    story
+}
+
+#[test]
+fn a_judge_that_has_the_text_alone_agrees() {
+    let seed = std::env::var("LOCKKIT_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok());
+    let seed = seed.unwrap_or_else(|| fastrand::u64(..));
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut results = BTreeMap::<Vec<Law>, usize>::new();
+    for round in 0..2_000 {
+        let story = random_story(&mut rng);
+        let findings = judge(&story, &mut Highest::default());
+        let differs = second_opinion(&story, &findings);
+        assert_eq!(differs, None, "round {round}, LOCKKIT_SEED={seed}");
+        let laws = findings.iter().map(|finding| finding.law);
+        *results
+            .entry(laws.filter(|law| *law <= Law::Tokens).collect())
+            .or_default() += 1;
+    }
+    for laws in [&[][..], &[Law::Exclusion], &[Law::Tokens]] {
+        assert!(
+            results.get(laws).is_some_and(|times| *times >= 50),
+            "{laws:?}: {results:?}, LOCKKIT_SEED={seed}"
+        );
+    }
 }
