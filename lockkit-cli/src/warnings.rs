@@ -1,6 +1,7 @@
 //! The library's warnings while a command waits or runs, on standard error.
 
 use std::{
+    collections::VecDeque,
     fmt::{Debug, Write},
     sync::{Mutex, PoisonError},
     time::{Duration, Instant},
@@ -15,9 +16,11 @@ use tracing::{
 
 use crate::failure::say;
 
-/// The time for which a line that was the last one is not said again: whatever is tried again fails several times a second, each time
-/// with the same words.
+/// The time for which a line is not said again: whatever is tried again fails several times a second, with the same words, or with two or
+/// three in turns.
 const ONCE_IN: Duration = Duration::from_secs(60);
+/// The lines that are remembered.
+const MOST_LINES: usize = 16;
 
 /// From now on, each warning is a line. Only what lockkit says itself is shown: a client library may name what it was told.
 pub(crate) fn show() {
@@ -27,18 +30,18 @@ pub(crate) fn show() {
 
 #[derive(Default)]
 struct Warnings {
-    last: Mutex<Option<(Instant, String)>>,
+    said: Mutex<VecDeque<(Instant, String)>>,
 }
 
 impl Warnings {
     /// Returns whether the line has not just been said.
     fn is_news(&self, line: &str) -> bool {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_news = last
-            .as_ref()
-            .is_none_or(|(at, said)| said != line || at.elapsed() >= ONCE_IN);
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        said.retain(|(at, _)| at.elapsed() < ONCE_IN);
+        let is_news = said.iter().all(|(_, said)| said != line);
         if is_news {
-            *last = Some((Instant::now(), line.to_owned()));
+            said.truncate(MOST_LINES - 1);
+            said.push_front((Instant::now(), line.to_owned()));
         }
         is_news
     }
@@ -125,11 +128,11 @@ mod tests {
     fn what_has_just_been_said_is_not_said_again() {
         let warnings = Warnings::default();
         let news = ["a", "a", "b", "b", "a"].map(|line| warnings.is_news(line));
-        assert_eq!(news, [true, false, true, false, true]);
+        assert_eq!(news, [true, false, true, false, false]);
         let long_ago = Instant::now()
             .checked_sub(ONCE_IN)
             .expect("a minute since the start");
-        *warnings.last.lock().unwrap() = Some((long_ago, "a".to_owned()));
-        assert!(warnings.is_news("a"));
+        warnings.said.lock().unwrap()[1] = (long_ago, "a".to_owned());
+        assert_eq!(["a", "b"].map(|line| warnings.is_news(line)), [true, false]);
     }
 }
