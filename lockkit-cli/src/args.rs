@@ -269,6 +269,8 @@ pub(crate) struct Server {
 pub(crate) struct Exec {
     /// The process whose death is to end the command.
     pub(crate) parent: i32,
+    /// The parent's descriptor to write to if the command cannot be executed.
+    pub(crate) tell: i32,
     #[arg(last = true, required = true)]
     pub(crate) command: Vec<OsString>,
 }

@@ -17,12 +17,12 @@ use rustix::{
 };
 use tokio::{
     signal::unix::{self, SignalKind},
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 
 use crate::{
-    exec,
     family::{self, Relative},
+    signals::is_blocked,
 };
 
 /// The pause between looks for processes that were told to end. They say so to nobody, and to look through
@@ -30,6 +30,8 @@ use crate::{
 const LOOK: Duration = Duration::from_millis(20);
 /// The pause between looks for processes that were killed.
 const LOOK_KILLED: Duration = Duration::from_millis(1);
+/// The pause between looks at the command where nothing tells of its end.
+const LOOK_UNTOLD: Duration = Duration::from_millis(50);
 
 /// Signals that end a process that does not handle them, and that one which is stopped handles only once it goes on.
 const ENDING: [Signal; 5] = [
@@ -40,8 +42,15 @@ const ENDING: [Signal; 5] = [
     Signal::ALARM,
 ];
 
-/// Signals that the terminal sends to all of its foreground group.
-const OF_TERMINAL: [Signal; 4] = [Signal::INT, Signal::QUIT, Signal::TSTP, Signal::WINCH];
+/// Signals that the terminal sends to all of a group.
+const OF_TERMINAL: [Signal; 6] = [
+    Signal::INT,
+    Signal::QUIT,
+    Signal::TSTP,
+    Signal::TTIN,
+    Signal::TTOU,
+    Signal::WINCH,
+];
 
 /// The place of the command: whose process group and terminal it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +89,16 @@ pub(crate) struct Child {
     pid: Pid,
     place: Place,
     changes: unix::Signal,
+    /// Whoever started this process has blocked the signal that tells of changes.
+    is_untold: bool,
     reaped: bool,
+}
+
+/// What a command has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    Exited,
+    Stopped,
 }
 
 impl Child {
@@ -98,22 +116,36 @@ impl Child {
             pid,
             place,
             changes,
+            is_untold: is_blocked(Signal::CHILD),
             reaped: false,
         })
     }
 
     /// Resolves when the command itself has exited. Its id stays its own until it is reaped. Cancel safe.
     pub(crate) async fn exited(&mut self) -> io::Result<()> {
-        let ended = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        let mut changed = false;
-        while waitid(WaitId::Pid(self.pid), ended)?.is_none() {
-            if changed {
-                family::reap_orphans(self.pid);
+        self.changed(false).await.map(drop)
+    }
+
+    /// Resolves when the command itself has exited, or is stopped if `stops` count. Cancel safe.
+    pub(crate) async fn changed(&mut self, stops: bool) -> io::Result<Change> {
+        let mut which = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        which.set(WaitIdOptions::STOPPED, stops);
+        loop {
+            if let Some(status) = waitid(WaitId::Pid(self.pid), which)? {
+                return Ok(if status.stopped() {
+                    Change::Stopped
+                } else {
+                    Change::Exited
+                });
             }
-            self.changes.recv().await;
-            changed = true;
+            let change = self.changes.recv();
+            if self.is_untold {
+                let _ = timeout(LOOK_UNTOLD, change).await;
+            } else {
+                change.await;
+            }
+            family::reap_orphans(self.pid);
         }
-        Ok(())
     }
 
     /// Resolves when nothing is left of what the command has started and not sent away. Where the system does not tell,
@@ -121,14 +153,16 @@ impl Child {
     pub(crate) async fn others_gone(&self) {
         let mut seen_none = false;
         loop {
-            let Some(others) = self.members() else {
-                return self.signal(Signal::KILL);
+            let none = match self.members() {
+                Ok(Some(others)) => others.is_empty(),
+                Ok(None) => return self.signal(Signal::KILL),
+                Err(_) => false,
             };
             // One may be overlooked while its parent ends, but not twice.
-            if others.is_empty() && std::mem::replace(&mut seen_none, true) {
+            if none && std::mem::replace(&mut seen_none, true) {
                 return;
             }
-            seen_none = others.is_empty();
+            seen_none = none;
             sleep(LOOK).await;
         }
     }
@@ -159,7 +193,7 @@ impl Child {
         if !self.reaped && !was_sent_it {
             let _ = kill_process(self.pid, signal);
         }
-        for member in self.members().unwrap_or_default() {
+        for member in self.members().unwrap_or_default().unwrap_or_default() {
             let was_sent_it = member.pid == self.pid || is_apart && member.group == self.pid;
             if !was_sent_it {
                 member.signal(signal);
@@ -185,12 +219,16 @@ impl Child {
                 while let Ok(Some(_)) = waitpgid(group, WaitOptions::NOHANG) {}
             }
             let members = self.members();
-            for member in members.iter().flatten() {
+            for member in members.iter().flatten().flatten() {
                 member.signal(Signal::KILL);
             }
             let has_group = self.place == Place::Apart && test_kill_process_group(self.pid).is_ok();
             // The group is there for as long as nobody has reaped the last of it, and whoever has to may be of another session.
-            let none = members.map_or(!has_group, |members| members.is_empty());
+            let none = match members {
+                Ok(Some(members)) => members.is_empty(),
+                Ok(None) => !has_group,
+                Err(_) => false,
+            };
             let seen_before = std::mem::replace(&mut seen_none, none);
             let gone = none && (seen_before || !has_group);
             if gone || Instant::now() >= deadline {
@@ -198,14 +236,6 @@ impl Child {
             }
             sleep(LOOK_KILLED).await;
         }
-    }
-
-    /// Returns `false` if what has [exited](Self::exited) was [never executed](exec::NOT_RUN). Where the system does not tell, it
-    /// was. To be asked before it is reaped.
-    pub(crate) fn has_run(&self) -> bool {
-        let path = format!("/proc/{}/comm", self.pid.as_raw_nonzero());
-        let name = std::fs::read(path).unwrap_or_default();
-        name.trim_ascii_end() != exec::NOT_RUN.to_bytes()
     }
 
     /// The status of a command that has [exited](Self::exited).
@@ -218,11 +248,13 @@ impl Child {
 
     /// The processes of the command, itself included, but for those that have a group of their own. `None` where the
     /// system does not tell.
-    fn members(&self) -> Option<Vec<Relative>> {
+    fn members(&self) -> io::Result<Option<Vec<Relative>>> {
         let groups = self.groups();
         let mut relatives = family::relatives()?;
-        relatives.retain(|relative| groups.contains(&relative.group));
-        Some(relatives)
+        if let Some(relatives) = &mut relatives {
+            relatives.retain(|relative| groups.contains(&relative.group));
+        }
+        Ok(relatives)
     }
 
     /// The group that the command was given, and this process's own, which it may have gone to.

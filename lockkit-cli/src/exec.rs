@@ -5,13 +5,16 @@
 //! signal is armed here, after an exec of our own. It survives the next exec, unless the command is set-user-ID.
 
 use std::{
-    ffi::{CStr, OsString},
-    io,
-    os::unix::process::CommandExt,
+    ffi::OsString,
+    fs::OpenOptions,
+    io::{self, PipeReader, PipeWriter, Read, Write},
+    os::{fd::AsRawFd, unix::process::CommandExt},
     process::{self, Stdio},
 };
 
 use lockkit::spi::chain;
+use rustix::fs::{OFlags, fcntl_setfl};
+use tokio::signal::unix::{self, SignalKind};
 
 use crate::{
     args::Exec,
@@ -21,35 +24,92 @@ use crate::{
 /// The hidden subcommand.
 pub(crate) const SUBCOMMAND: &str = "__exec";
 
-/// The name that the process goes by once it could not become the command. Statuses tell nothing: a command may have the same.
-pub(crate) const NOT_RUN: &CStr = c"lockkit-not-run";
+/// The pipe by which a process says why it could not become the command. Neither its status nor its name tells that: a command may have
+/// the same. Nor could the process say it itself: what it would write to may be a pipe that nobody reads, or has read to its end.
+///
+/// No end of the pipe is inherited. The process opens it by way of its parent, where the system has a way (Linux). Elsewhere it says so
+/// itself, and each command counts as one that has run.
+pub(crate) struct NotRun {
+    told: PipeReader,
+    tell: PipeWriter,
+}
 
-/// `command`, to be spawned by this process from a thread that lives as long as this process does.
-pub(crate) fn tied_to_this_process(command: &[OsString]) -> Result<process::Command, Failure> {
+/// The room that each pipe has, however many its user has.
+const ROOM: usize = 4096;
+
+impl NotRun {
+    fn new() -> io::Result<Self> {
+        let (told, tell) = io::pipe()?;
+        fcntl_setfl(&told, OFlags::NONBLOCK)?;
+        Ok(Self { told, tell })
+    }
+
+    /// Returns why there was no command, if there was none. To be asked when it has exited.
+    pub(crate) fn why(&self) -> Option<String> {
+        let mut why = [0; ROOM];
+        let count = (&self.told).read(&mut why).ok()?;
+        Some(String::from_utf8_lossy(&why[..count]).into_owned())
+    }
+}
+
+/// `command`, to be spawned by this process from a thread that lives as long as this process does. If it `ignores_children`, it
+/// begins with CHLD ignored, as it [can](can_ignore_children).
+pub(crate) fn tied_to_this_process(
+    command: &[OsString],
+    ignores_children: bool,
+) -> Result<(process::Command, NotRun), Failure> {
+    let not_run = NotRun::new().map_err(|error| cannot_start(&error))?;
     // This path stays good when the file has been replaced or removed since.
     let this_program = if cfg!(target_os = "linux") {
-        "/proc/self/exe".into()
+        format!("/proc/{}/exe", process::id()).into()
     } else {
         std::env::current_exe().map_err(|error| cannot_start(&error))?
     };
-    let mut tied = process::Command::new(this_program);
+    let mut tied = if ignores_children {
+        let mut tied = process::Command::new(ENV);
+        tied.arg(IGNORE_CHILDREN).arg(this_program);
+        tied
+    } else {
+        process::Command::new(this_program)
+    };
     tied.arg(SUBCOMMAND)
         .arg(process::id().to_string())
+        .arg(not_run.tell.as_raw_fd().to_string())
         .arg("--")
         .args(command)
         .stdin(Stdio::inherit());
-    Ok(tied)
+    Ok((tied, not_run))
 }
 
-/// Returns only if it fails. Its parent finds out by the [name](NOT_RUN) that the process has then.
-pub(crate) fn become_command(args: &Exec) -> Failure {
+/// The program that begins another with a signal ignored. lockkit has a handler for CHLD, which an exec takes away, and safe Rust
+/// ignores no signal.
+const ENV: &str = "env";
+const IGNORE_CHILDREN: &str = "--ignore-signal=CHLD";
+
+/// Returns whether the system's `env` is one that can: GNU's. Within a runtime.
+pub(crate) fn can_ignore_children() -> bool {
+    // Nobody can wait for a child while CHLD is ignored.
+    let handled = unix::signal(SignalKind::child());
+    let mut env = process::Command::new(ENV);
+    env.arg(IGNORE_CHILDREN)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    handled.is_ok() && env.status().is_ok_and(|status| status.success())
+}
+
+/// Returns only if it fails: with the status to exit with, if the parent was [told](NotRun) why.
+pub(crate) fn become_command(args: &Exec) -> Result<u8, Failure> {
     let failure = try_to_become_command(args);
-    #[cfg(target_os = "linux")]
-    {
-        // Without it, the command counts as one that has run.
-        let _ = rustix::thread::set_name(NOT_RUN);
+    let tell = format!("/proc/{}/fd/{}", args.parent, args.tell);
+    let told = OpenOptions::new().write(true).open(tell).and_then(|mut tell| {
+        let why = failure.message().as_bytes();
+        tell.write_all(&why[..why.len().min(ROOM)])
+    });
+    match told {
+        Ok(()) => Ok(failure.status()),
+        Err(_) => Err(failure),
     }
-    failure
 }
 
 fn try_to_become_command(args: &Exec) -> Failure {

@@ -4,10 +4,16 @@ use std::{
     error::Error,
     io::{self, Write},
     sync::OnceLock,
+    thread,
+    time::Duration,
 };
 
 use clap::error::ErrorKind;
 use lockkit::spi::chain;
+use rustix::{
+    process::getpgrp,
+    termios::{LocalModes, Termios, tcgetattr, tcgetpgrp},
+};
 
 use crate::{inspect, voice::Voice};
 
@@ -27,10 +33,39 @@ static VOICE: OnceLock<Voice> = OnceLock::new();
 
 /// From now on, nobody who says something waits for it to be read.
 pub(crate) fn say_without_waiting() -> Result<(), Failure> {
-    let voice = Voice::new(io::stderr()).map_err(|error| Failure::because("cannot start", &error))?;
+    let voice = Voice::new(Polite(io::stderr())).map_err(|error| Failure::because("cannot start", &error))?;
     // Where there is one already, it does.
     let _ = VOICE.set(voice);
     Ok(())
+}
+
+/// Waits with each line while this process is in the background of a terminal that stops those who write to it from there (`stty tostop`).
+/// Whoever watches over a lock is not to be stopped for a warning.
+struct Polite(io::Stderr);
+
+/// The pause between looks at the terminal.
+const LOOK: Duration = Duration::from_millis(100);
+
+impl Polite {
+    /// Returns whether to write now would stop this process.
+    fn would_stop(&self) -> bool {
+        let front = tcgetpgrp(&self.0);
+        let stops = |terminal: Termios| terminal.local_modes.contains(LocalModes::TOSTOP);
+        front.is_ok_and(|front| front != getpgrp()) && tcgetattr(&self.0).is_ok_and(stops)
+    }
+}
+
+impl Write for Polite {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        while self.would_stop() {
+            thread::sleep(LOOK);
+        }
+        self.0.write(line)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
 }
 
 /// Gives a reader of standard error a moment to take what was said.
@@ -85,6 +120,14 @@ impl Failure {
             FAILED,
             format!("{} (see lockkit --help)", wrong.join(" ")),
         ))
+    }
+
+    pub(crate) fn status(&self) -> u8 {
+        self.status
+    }
+
+    pub(crate) fn message(&self) -> &str {
+        &self.message
     }
 
     /// Says it on standard error, and answers with the status to exit with.

@@ -3,6 +3,8 @@
 //! On Linux this process adopts what its command leaves behind, as init would: so nothing of it gets out of sight, and
 //! what has ended is reaped although this process may be the only one there is to do so.
 
+use std::io;
+
 use rustix::process::{Pid, Signal};
 
 /// A process that descends from this one, and has not ended.
@@ -21,6 +23,14 @@ pub(crate) fn adopt_orphans() {
     }
 }
 
+/// From now on, there are descriptors for a look at all processes. A client that connects again and again may take all others, just
+/// when something has to be killed.
+pub(crate) fn keep_room() -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    linux::keep_room()?;
+    Ok(())
+}
+
 /// Reaps the children that have ended, `but` for one.
 pub(crate) fn reap_orphans(but: Pid) {
     #[cfg(target_os = "linux")]
@@ -28,7 +38,7 @@ pub(crate) fn reap_orphans(but: Pid) {
         use rustix::process::{WaitOptions, waitpid};
 
         let me = rustix::process::getpid();
-        for process in linux::processes().unwrap_or_default() {
+        for process in linux::with_room(linux::processes).unwrap_or_default() {
             if process.parent == Some(me) && process.has_ended && process.pid != but {
                 // A child's id is nobody else's until it has been reaped.
                 let _ = waitpid(Some(process.pid), WaitOptions::NOHANG);
@@ -40,10 +50,13 @@ pub(crate) fn reap_orphans(but: Pid) {
 }
 
 /// Those that there are now; `None` where the system does not tell.
-pub(crate) fn relatives() -> Option<Vec<Relative>> {
+///
+/// # Errors
+/// If it does not tell now, as when there is no descriptor left.
+pub(crate) fn relatives() -> io::Result<Option<Vec<Relative>>> {
     #[cfg(target_os = "linux")]
     {
-        let processes = linux::processes().ok()?;
+        let processes = linux::with_room(linux::processes)?;
         let mut family = std::collections::HashSet::from([rustix::process::getpid()]);
         // A child may come before its parent, since ids are used again.
         loop {
@@ -58,19 +71,17 @@ pub(crate) fn relatives() -> Option<Vec<Relative>> {
             }
         }
         family.remove(&rustix::process::getpid());
-        Some(
-            processes
-                .into_iter()
-                .filter(|process| family.contains(&process.pid) && !process.has_ended)
-                .map(|process| Relative {
-                    pid: process.pid,
-                    group: process.group,
-                })
-                .collect(),
-        )
+        let relatives = processes
+            .into_iter()
+            .filter(|process| family.contains(&process.pid) && !process.has_ended)
+            .map(|process| Relative {
+                pid: process.pid,
+                group: process.group,
+            });
+        Ok(Some(relatives.collect()))
     }
     #[cfg(not(target_os = "linux"))]
-    None
+    Ok(None)
 }
 
 impl Relative {
@@ -80,13 +91,15 @@ impl Relative {
         {
             use rustix::process::{PidfdFlags, pidfd_open, pidfd_send_signal};
 
-            let Ok(handle) = pidfd_open(self.pid, PidfdFlags::empty()) else {
-                return;
-            };
-            // What the handle is of is still what was seen if that is still in the same group.
-            if linux::process(self.pid).is_some_and(|now| now.group == self.group) {
-                let _ = pidfd_send_signal(handle, signal);
-            }
+            // It can only fail for one that has gone, or that is not ours to end.
+            let _ = linux::with_room(|| {
+                let handle = pidfd_open(self.pid, PidfdFlags::empty())?;
+                // What the handle is of is still what was seen if that is still in the same group.
+                if linux::process(self.pid)?.is_some_and(|now| now.group == self.group) {
+                    pidfd_send_signal(handle, signal)?;
+                }
+                Ok(())
+            });
         }
         #[cfg(not(target_os = "linux"))]
         let _ = signal;
@@ -95,9 +108,48 @@ impl Relative {
 
 #[cfg(target_os = "linux")]
 mod linux {
-    use std::{fs, io};
+    use std::{
+        fs::{self, File},
+        io,
+        sync::{Mutex, PoisonError},
+    };
 
-    use rustix::process::Pid;
+    use rustix::{io::Errno, process::Pid};
+
+    /// As many descriptors as a look at all processes takes: that of a directory, and of a file. A signal takes as many.
+    const ROOM: usize = 2;
+
+    /// Descriptors that are kept for those looks.
+    static KEPT: Mutex<Vec<File>> = Mutex::new(Vec::new());
+
+    pub(super) fn keep_room() -> io::Result<()> {
+        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        while kept.len() < ROOM {
+            kept.push(File::open("/dev/null")?);
+        }
+        Ok(())
+    }
+
+    /// Does something that takes [room](ROOM), with what is kept if there is no other.
+    pub(super) fn with_room<T>(what: impl Fn() -> io::Result<T>) -> io::Result<T> {
+        match what() {
+            Err(error) if is_full(&error) => {}
+            done => return done,
+        }
+        KEPT.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        let done = what();
+        // Others may have taken it. Whoever looks again tries again.
+        let _ = keep_room();
+        done
+    }
+
+    /// Returns whether there is no descriptor left.
+    fn is_full(error: &io::Error) -> bool {
+        let code = error.raw_os_error();
+        [Errno::MFILE, Errno::NFILE]
+            .iter()
+            .any(|full| code == Some(full.raw_os_error()))
+    }
 
     pub(super) struct Process {
         pub(super) pid: Pid,
@@ -108,18 +160,20 @@ mod linux {
 
     pub(super) fn processes() -> io::Result<Vec<Process>> {
         let entries = fs::read_dir("/proc")?;
-        Ok(entries
+        entries
             .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
             .filter_map(Pid::from_raw)
-            .filter_map(process)
-            .collect())
+            .filter_map(|pid| process(pid).transpose())
+            .collect()
     }
 
-    pub(super) fn process(pid: Pid) -> Option<Process> {
-        parse(
-            pid,
-            &fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?,
-        )
+    /// `None` if there is none, or none in sight.
+    pub(super) fn process(pid: Pid) -> io::Result<Option<Process>> {
+        match fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())) {
+            Ok(stat) => Ok(parse(pid, &stat)),
+            Err(error) if is_full(&error) => Err(error),
+            Err(_) => Ok(None),
+        }
     }
 
     /// Parses what the system says of a process. `None` if its group is not in sight, which is of another namespace, or gone:

@@ -59,7 +59,7 @@ fn dispatch(command: Command) -> Result<u8, Failure> {
         }
         Command::Man(args) => man(&args),
         Command::Helper => helper_server::help(),
-        Command::Exec(args) => Err(exec::become_command(&args)),
+        Command::Exec(args) => exec::become_command(&args),
     }
 }
 

@@ -1,8 +1,8 @@
 //! `lockkit run`: a command under a lock.
 
 use std::{
-    collections::VecDeque, os::unix::process::ExitStatusExt, pin::pin, process::ExitStatus, sync::Arc,
-    time::Duration,
+    collections::VecDeque, os::unix::process::ExitStatusExt, panic, pin::pin, process::ExitStatus, sync::Arc,
+    thread, time::Duration,
 };
 
 use lockkit::{
@@ -20,10 +20,11 @@ use tokio::{
 
 use crate::{
     args::Run,
-    child::{Child, Place},
-    exec,
+    child::{Change, Child, Place},
+    exec::{self, NotRun},
     failure::{self, FAILED, Failure, LOST, NOT_GRANTED, cannot_start, say},
-    signals::Signals,
+    family,
+    signals::{STOPPING, Signals},
     warnings,
 };
 
@@ -43,18 +44,24 @@ const LEAVE_WITHIN: Duration = Duration::from_millis(400);
 /// The time that a call of the client gets beyond the bound that it has itself.
 const GRACE: Duration = Duration::from_secs(1);
 
+/// The time that a command gets to stop when it was told to, if it does something before.
+const STOPS_WITHIN: Duration = Duration::from_secs(5);
+
 /// The time between two looks at the end of a hold that was asked for.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Answers with the exit status.
 pub(crate) fn run(args: Run) -> Result<u8, Failure> {
+    family::keep_room().map_err(|error| Failure::because("cannot start", &error))?;
     crate::can_begin()?;
     failure::say_without_waiting()?;
     warnings::show();
+    leave_panics_to_the_client();
     // The client has threads of its own. Whatever keeps them busy or holds them up, such as a server that sends without end, the
     // main thread has the command, and ends it in time. There are two, so that one connection does not starve the others.
     let clients = runtime::Builder::new_multi_thread()
         .worker_threads(2)
+        .thread_name(CLIENT)
         .enable_all()
         .build()
         .map_err(|error| Failure::because("cannot start", &error))?;
@@ -64,8 +71,24 @@ pub(crate) fn run(args: Run) -> Result<u8, Failure> {
     status
 }
 
+/// The name of the client's threads.
+const CLIENT: &str = "client";
+
+/// From now on, a panic on one of the client's threads is not shown. Some of a client library's are no bug, as where there is no descriptor
+/// left, and the client takes each for an error, which is said as others are.
+fn leave_panics_to_the_client() {
+    let show = panic::take_hook();
+    panic::set_hook(Box::new(move |panic| {
+        if thread::current().name() != Some(CLIENT) {
+            show(panic);
+        }
+    }));
+}
+
 async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
     let mut signals = Signals::listen()?;
+    // While there are descriptors to find that out.
+    let ignores_children = signals.has_ignored(Signal::CHILD) && exec::can_ignore_children();
     let mut config = args.server.config()?;
     config.ttl = args.ttl;
     config.wait = args.wait;
@@ -101,7 +124,10 @@ async fn run_beside(handle: Handle, args: Run) -> Result<u8, Failure> {
         })
     };
     let status = match signals.unless_ended(acquired).await {
-        Ok(Ok(Ok(guard))) => run_under(guard, &args, max_hold, &clients, &mut signals).await,
+        Ok(Ok(Ok(guard))) => {
+            let tied = exec::tied_to_this_process(&args.command, ignores_children);
+            run_under(guard, &args, tied, max_hold, &clients, &mut signals).await
+        }
         Ok(Ok(Err(failure)) | Err(failure)) => Err(failure),
         Err(signal) => Ok(status_of_signal(signal)),
     };
@@ -272,12 +298,13 @@ fn lock(client: &LockClient, args: &Run) -> lockkit::Result<Lock> {
 async fn run_under(
     guard: LockGuard,
     args: &Run,
+    tied: Result<(std::process::Command, NotRun), Failure>,
     max_hold: Option<Duration>,
     clients: &Clients,
     signals: &mut Signals,
 ) -> Result<u8, Failure> {
     let held_too_long = max_hold.map(|max_hold| (max_hold, Instant::now() + max_hold));
-    let mut command = exec::tied_to_this_process(&args.command)?;
+    let (mut command, not_run) = tied?;
     command
         .env("LOCKKIT_NAME", args.name())
         .env("LOCKKIT_TOKEN", guard.token().to_string());
@@ -305,12 +332,15 @@ async fn run_under(
     if let Ending::Stopped(why) = &ending {
         say(why);
     }
-    let has_run = !matches!(ending, Ending::NotRun(_));
-    let released = clients.release(guard, has_run).await;
+    let not_run = not_run.why();
+    if let Some(why) = &not_run {
+        say(why);
+    }
+    let released = clients.release(guard, not_run.is_none()).await;
     match (ending, released) {
         (Ending::Stopped(_), _) => Ok(LOST),
         (_, Ok(Err(error))) if error.is_lost() => Err(error.into()),
-        (Ending::Exited(status) | Ending::NotRun(status), released) => {
+        (Ending::Exited(status), released) => {
             match released {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => say(&chain(&error)),
@@ -327,6 +357,8 @@ struct Supervised {
     name: LockName,
     /// The end of a lease that goes unrenewed, once TERM was sent for it.
     told: Option<Instant>,
+    /// The command was told to stop, and until then this process follows if it does.
+    follows: Option<Instant>,
     /// The time for which the lock may be held, and its end.
     held_too_long: Option<(Duration, Instant)>,
 }
@@ -334,8 +366,6 @@ struct Supervised {
 /// The end of a command.
 enum Ending {
     Exited(ExitStatus),
-    /// It could not be executed, with what has said so in its place.
-    NotRun(ExitStatus),
     /// It had to be stopped because the lock was lost, or about to be.
     Stopped(String),
 }
@@ -354,6 +384,7 @@ impl Supervised {
             child,
             name: guard.name().clone(),
             told: None,
+            follows: None,
             held_too_long: None,
         })
     }
@@ -362,6 +393,7 @@ impl Supervised {
         let mut lost = guard.lost();
         let mut exited = false;
         loop {
+            let stops = self.follows.is_some();
             tokio::select! {
                 biased;
                 reason = &mut lost => {
@@ -373,18 +405,19 @@ impl Supervised {
                 ended = async {
                     if exited {
                         self.child.others_gone().await;
-                        return Ok(());
+                        return Ok(Change::Exited);
                     }
-                    self.child.exited().await
+                    self.child.changed(stops).await
                 } => {
-                    ended.map_err(|error| cannot_wait(&error))?;
+                    if ended.map_err(|error| cannot_wait(&error))? == Change::Stopped {
+                        self.stop(signals).await;
+                        continue;
+                    }
                     if exited {
                         return self.kill(self.why_unrenewed()).await;
                     }
                     if self.told.is_none() {
-                        let has_run = self.child.has_run();
-                        let status = self.child.reap().map_err(|error| cannot_wait(&error))?;
-                        return Ok(if has_run { Ending::Exited(status) } else { Ending::NotRun(status) });
+                        return self.child.reap().map(Ending::Exited).map_err(|error| cannot_wait(&error));
                     }
                     // What it has started was told to end, too, and has as long for it.
                     exited = true;
@@ -400,12 +433,29 @@ impl Supervised {
                     if let Err(error) = guard.check() {
                         return self.kill(chain(&error)).await;
                     }
-                    self.child.pass_on(signal);
-                    if signal == Signal::TSTP {
-                        signals.stop_here().await;
-                    }
+                    self.heed(signal, signals).await;
                 }
             }
+        }
+    }
+
+    /// Passes on a signal. If it is one that stops, this process [stops](Self::stop) as soon as the command has.
+    async fn heed(&mut self, signal: Signal, signals: &mut Signals) {
+        self.child.pass_on(signal);
+        if signal == Signal::CONT {
+            self.follows = None;
+        }
+        if STOPPING.contains(&signal) && !signals.is_taken_back().await {
+            self.follows = Some(Instant::now() + STOPS_WITHIN);
+        }
+    }
+
+    /// Stops this process, once the command is stopped: whoever watches over the lock does not stand still while the command goes on.
+    /// What it has started stops too, also if it ignores the signal that stopped the command.
+    async fn stop(&mut self, signals: &mut Signals) {
+        if self.follows.take().is_some_and(|until| Instant::now() < until) {
+            self.child.signal(Signal::STOP);
+            signals.stop_now().await;
         }
     }
 
@@ -431,21 +481,22 @@ impl Supervised {
         self.child.signal(Signal::TERM);
         let mut over = pin!(due_when_asked(guard));
         loop {
-            let ended = async {
-                self.child.exited().await?;
-                self.child.others_gone().await;
-                Ok(())
+            let stops = self.follows.is_some();
+            let changed = async {
+                let change = self.child.changed(stops).await?;
+                if change == Change::Exited {
+                    self.child.others_gone().await;
+                }
+                Ok(change)
             };
             tokio::select! {
                 biased;
                 () = &mut over => return Ok(()),
-                ended = ended => return ended.map_err(|error| cannot_wait(&error)),
-                signal = signals.next() => {
-                    self.child.pass_on(signal);
-                    if signal == Signal::TSTP {
-                        signals.stop_here().await;
-                    }
-                }
+                changed = changed => match changed.map_err(|error| cannot_wait(&error))? {
+                    Change::Exited => return Ok(()),
+                    Change::Stopped => self.stop(signals).await,
+                },
+                signal = signals.next() => self.heed(signal, signals).await,
             }
         }
     }

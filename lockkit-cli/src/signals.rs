@@ -21,8 +21,11 @@ const ENDING: [Signal; 7] = [
     Signal::ALARM,
 ];
 
-/// A stop comes before what takes it back: see [`Signals::stop_here`].
-const OTHERS: [Signal; 3] = [Signal::TSTP, Signal::CONT, Signal::WINCH];
+/// Signals that stop a process that does not handle them: by the terminal, or by whoever stops a job by hand.
+pub(crate) const STOPPING: [Signal; 3] = [Signal::TSTP, Signal::TTIN, Signal::TTOU];
+
+/// They come behind the [stops](STOPPING): see [`Signals::stop_here`].
+const OTHERS: [Signal; 2] = [Signal::CONT, Signal::WINCH];
 
 /// The time between a stop and what may take it back. A signal that continues this process, and comes while it is about to stop itself,
 /// is lost to it; so it does that when nothing more is to be expected.
@@ -31,6 +34,8 @@ const SECOND_THOUGHTS: Duration = Duration::from_millis(50);
 /// The signals that come to this process, from the moment on at which this is made.
 pub(crate) struct Signals {
     streams: Vec<(Signal, unix::Signal)>,
+    /// Those that were ignored before.
+    ignored: u64,
     /// CONT has come, and is the next one.
     continued: bool,
 }
@@ -41,6 +46,7 @@ impl Signals {
         let ignored = ignored_at_start();
         let streams: io::Result<Vec<_>> = ENDING
             .into_iter()
+            .chain(STOPPING)
             .chain(OTHERS)
             .filter(|signal| !is_in(ignored, *signal))
             .map(|signal| Ok((signal, unix::signal(SignalKind::from_raw(signal.as_raw()))?)))
@@ -48,6 +54,7 @@ impl Signals {
         streams
             .map(|streams| Self {
                 streams,
+                ignored,
                 continued: false,
             })
             .map_err(|error| Failure::because("cannot listen to signals", &error))
@@ -69,26 +76,48 @@ impl Signals {
         .await
     }
 
-    /// Stops this process until somebody continues it, as the signal that it caught would have. A signal that continues it and
-    /// came meanwhile is the next one, and nothing is stopped: which of the two was the first is not known, and who is stopped
-    /// for good is worse off than who has to stop again.
-    pub(crate) async fn stop_here(&mut self) {
+    /// Returns whether a signal was ignored when this was made.
+    pub(crate) fn has_ignored(&self, signal: Signal) -> bool {
+        is_in(self.ignored, signal)
+    }
+
+    /// Returns whether a signal that continues this process comes at about the same time as the one that stops it, which has come. It is
+    /// the next one then, and nothing is to be stopped: which of the two was the first is not known, and who is stopped for good is worse off
+    /// than who has to stop again.
+    pub(crate) async fn is_taken_back(&mut self) -> bool {
         sleep(SECOND_THOUGHTS).await;
-        let has_come = poll_fn(|cx| {
-            let mut take = |wanted| {
-                let mut streams = self.streams.iter_mut().filter(|(signal, _)| *signal == wanted);
-                streams.any(|(_, stream)| stream.poll_recv(cx).is_ready())
-            };
-            // One that came meanwhile is answered by the same.
-            take(Signal::TSTP);
-            Poll::Ready(take(Signal::CONT))
-        });
-        if has_come.await {
-            self.continued = true;
-            return;
+        self.has_continued().await
+    }
+
+    /// Stops this process until somebody continues it, unless a signal that does has come.
+    pub(crate) async fn stop_now(&mut self) {
+        if !self.has_continued().await {
+            // It can only fail for a process that is not there.
+            let _ = kill_process(rustix::process::getpid(), Signal::STOP);
         }
-        // It can only fail for a process that is not there.
-        let _ = kill_process(rustix::process::getpid(), Signal::STOP);
+    }
+
+    async fn has_continued(&mut self) -> bool {
+        let come = poll_fn(|cx| {
+            let mut continued = false;
+            for (signal, stream) in &mut self.streams {
+                // Stops that came meanwhile are answered by the same.
+                if STOPPING.contains(signal) || *signal == Signal::CONT {
+                    let has_come = stream.poll_recv(cx).is_ready();
+                    continued |= has_come && *signal == Signal::CONT;
+                }
+            }
+            Poll::Ready(continued)
+        });
+        self.continued |= come.await;
+        self.continued
+    }
+
+    /// Stops this process, as the signal that it caught would have.
+    async fn stop_here(&mut self) {
+        if !self.is_taken_back().await {
+            self.stop_now().await;
+        }
     }
 
     /// The outcome of `task`, or the signal that tells this process to end before it is done.
@@ -103,7 +132,7 @@ impl Signals {
             if ENDING.contains(&signal) {
                 return Err(signal);
             }
-            if signal == Signal::TSTP {
+            if STOPPING.contains(&signal) {
                 self.stop_here().await;
             }
         }
@@ -124,12 +153,21 @@ fn is_in(mask: u64, signal: Signal) -> bool {
     mask >> (signal.as_raw() - 1) & 1 == 1
 }
 
-/// One bit per signal, from the lowest. Where the system does not tell, none.
+/// Returns whether this thread has blocked a signal.
+pub(crate) fn is_blocked(signal: Signal) -> bool {
+    is_in(mask("SigBlk:"), signal)
+}
+
 fn ignored_at_start() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    mask("SigIgn:")
+}
+
+/// One bit per signal, from the lowest. Where the system does not tell, none.
+fn mask(name: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     status
         .lines()
-        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .find_map(|line| line.strip_prefix(name))
         .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
         .unwrap_or(0)
 }

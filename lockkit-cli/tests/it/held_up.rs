@@ -21,7 +21,7 @@ use rustix::{
     process::Signal,
 };
 
-use crate::tool::{Running, gone, lockkit};
+use crate::tool::{Running, Site, gone, lockkit};
 
 const TTL: Duration = Duration::from_secs(4);
 /// For a busy machine.
@@ -73,6 +73,20 @@ fn a_stderr_that_nobody_reads_spares_no_command() {
     assert_eq!(status.code(), Some(123));
     assert!(took < allowed, "{took:?}, at most {allowed:?}");
     gone(command);
+}
+
+/// It is lockkit that says so, and neither waits for a reader nor ends with one.
+#[test]
+fn a_command_that_cannot_run_is_127_whoever_reads() {
+    let site = Site::new();
+    let closed = io::pipe().unwrap().1;
+    let (_unread, full) = full_pipe();
+    for (what, stderr) in [("closed", closed), ("full", full)] {
+        let mut run = site.lockkit(&["run", "job", "--", "./missing"]);
+        let (unused, _) = io::pipe().unwrap();
+        let mut run = Running::complaining_to((unused, stderr), &mut run);
+        assert_eq!(run.status().code(), Some(127), "a stderr that is {what}");
+    }
 }
 
 /// Passes everything on, and floods the client with pushes once it is told to.

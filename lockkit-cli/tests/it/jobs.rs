@@ -144,3 +144,26 @@ fn a_job_that_cannot_be_executed_frees_its_name() {
     assert_eq!(job(&["sh", "-c", "exit 127"]).0, 127);
     assert_eq!(job(&["true"]).0, 124);
 }
+
+/// The job is a program of any name, and what it inherits is as without lockkit's own pipes.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_job_of_any_name_keeps_its_lock_and_gets_no_pipe() {
+    if skipped("redis", redis::missing()) {
+        return;
+    }
+    let server = RedisServer::plain().unwrap();
+    let mut site = Site::new();
+    site.url = server.url().to_owned();
+    let program = site.path("lockkit-not-run");
+    std::os::unix::fs::symlink("/bin/sh", &program).unwrap();
+    let job = |command: &[&str]| {
+        let run = ["run", "--try", "--at-least", "10m", "job", "--"];
+        outcome(&mut site.lockkit(&[&run[..], command].concat()))
+    };
+    let show = "for fd in /proc/$$/fd/*; do case $(readlink $fd) in pipe:*) echo ${fd##*/};; esac; done";
+    let without = outcome(Command::new("sh").args(["-c", show]));
+    let (status, output, complaint) = job(&["./lockkit-not-run", "-c", show]);
+    assert_eq!((status, output), (0, without.1), "{complaint}");
+    assert_eq!(job(&["true"]).0, 124, "the name stays taken");
+}

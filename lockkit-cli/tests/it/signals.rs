@@ -112,6 +112,49 @@ fn a_signal_that_was_ignored_stays_ignored() {
     assert_eq!(holder.end().0.code(), Some(0));
 }
 
+/// Under `env` with these options, which signals the command ignores.
+#[cfg(target_os = "linux")]
+fn ignored_under(env: &str) -> u64 {
+    let site = Site::new();
+    let mut command = Command::new("env");
+    command
+        .args(["--default-signal", env, env!("CARGO_BIN_EXE_lockkit")])
+        .args(["run", "job", "--", "grep", "SigIgn:", "/proc/self/status"])
+        .env("LOCKKIT_URL", &site.url);
+    let (status, shown, complaint) = outcome(&mut command);
+    assert_eq!((status, complaint.as_str()), (0, ""), "{env}");
+    let mask = shown.trim_start_matches("SigIgn:").trim();
+    u64::from_str_radix(mask, 16).unwrap()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn what_the_caller_ignores_is_ignored_but_for_pipe() {
+    let bit = |signal: Signal| 1 << (signal.as_raw() - 1);
+    for (name, signal, stays) in [
+        ("CHLD", Signal::CHILD, true),
+        ("TTOU", Signal::TTOU, true),
+        ("USR1", Signal::USR1, true),
+        ("PIPE", Signal::PIPE, false),
+    ] {
+        let ignored = ignored_under(&format!("--ignore-signal={name}"));
+        assert_eq!(ignored & bit(signal) != 0, stays, "{name}: {ignored:x}");
+    }
+}
+
+/// Nothing tells lockkit of the end of its command then.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_caller_that_has_blocked_chld_gets_the_status_too() {
+    let site = Site::new();
+    let mut command = Command::new("env");
+    command
+        .args(["--block-signal=CHLD", env!("CARGO_BIN_EXE_lockkit")])
+        .args(["run", "job", "--", "sh", "-c", "exit 3"])
+        .env("LOCKKIT_URL", &site.url);
+    assert_eq!(Running::spawn(&mut command).status().code(), Some(3));
+}
+
 #[test]
 fn stopping_and_continuing_takes_the_command_along() {
     let site = Site::new();
@@ -123,11 +166,57 @@ fn stopping_and_continuing_takes_the_command_along() {
             states.iter().all(|state| *state == Some(wanted)).then_some(())
         });
     };
+    for stop in [Signal::TSTP, Signal::TTOU, Signal::TTIN] {
+        both('S');
+        holder.signal(stop);
+        both('T');
+        holder.signal(Signal::CONT);
+    }
     both('S');
+    holder.signal(Signal::TERM);
+    assert_eq!(holder.end().0.code(), Some(143));
+}
+
+/// While lockkit stands still, the lease may end, and the next command begin. So it does not while its command goes on.
+#[test]
+fn lockkit_stops_only_once_its_command_is_stopped() {
+    let site = Site::new();
+    let hears = "exec 2>/dev/null; trap 'echo USR1' USR1; echo up; while :; do sleep 0.01; done";
+    let goes_on = |mut holder: Running, what: &str| {
+        holder.signal(Signal::TSTP);
+        crate::tool::is_not_stopped_soon(holder.pid());
+        holder.signal(Signal::USR1);
+        assert_eq!(holder.line(), "USR1", "{what}: lockkit goes on and passes it on");
+    };
+    goes_on(
+        site.running(&[], &format!("trap '' TSTP; {hears}")),
+        "it ignores TSTP",
+    );
+    // The system stops nobody in a process group that nobody of the session could continue.
+    let mut orphan = Command::new("setsid");
+    orphan
+        .arg(env!("CARGO_BIN_EXE_lockkit"))
+        .args(["run", "--foreground", "job", "--", "sh", "-c", hears])
+        .env("LOCKKIT_URL", &site.url);
+    let mut orphan = Running::spawn(&mut orphan);
+    assert_eq!(orphan.line(), "up");
+    goes_on(orphan, "it is in an orphaned group");
+}
+
+#[test]
+fn what_the_command_has_started_stops_with_it() {
+    let site = Site::new();
+    let script = "(trap '' TSTP; exec sleep 60) & echo up; echo $!; wait";
+    let mut holder = site.running(&[], script);
+    let grandchild = holder.line().parse().unwrap();
     holder.signal(Signal::TSTP);
-    both('T');
-    holder.signal(Signal::CONT);
-    both('S');
+    for wanted in ['T', 'S'] {
+        crate::tool::eventually("both are in the state", || {
+            let states = [grandchild, holder.pid()].map(crate::tool::state);
+            states.iter().all(|state| *state == Some(wanted)).then_some(())
+        });
+        holder.signal(Signal::CONT);
+    }
     holder.signal(Signal::TERM);
     assert_eq!(holder.end().0.code(), Some(143));
 }

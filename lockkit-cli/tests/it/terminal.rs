@@ -97,6 +97,42 @@ fn in_the_background_the_command_has_a_group_of_its_own() {
     }
 }
 
+/// By hand, it reaches lockkit alone, and the command goes on.
+#[test]
+fn at_a_terminal_a_stop_of_lockkit_alone_stops_nothing() {
+    let site = Site::new();
+    let script = "exec 2>/dev/null; trap \"echo USR1\" USR1; trap \"exit 5\" TERM; echo $PPID; while :; do sleep 0.01; done";
+    let mut terminal = Terminal::with(&site, &format!("run job -- sh -c '{script}'"));
+    let lockkit = terminal.shell.line().parse().unwrap();
+    crate::tool::signal_to(lockkit, Signal::TSTP);
+    crate::tool::is_not_stopped_soon(lockkit);
+    crate::tool::signal_to(lockkit, Signal::USR1);
+    assert_eq!(terminal.shell.line(), "USR1", "lockkit goes on and passes it on");
+    crate::tool::signal_to(lockkit, Signal::TERM);
+    assert_eq!(terminal.shell.end().0.code(), Some(5));
+}
+
+/// Who writes to such a terminal from its background is stopped, and would not watch over the lock any more.
+#[test]
+fn a_terminal_that_stops_writers_does_not_stop_lockkit() {
+    let site = Site::new();
+    let tell = "echo $PPID; exec sleep 60";
+    let script = format!(
+        "stty tostop </dev/tty; set -m; run job -- sh -c '{tell}' 2>/dev/tty & wait $!; echo $?; read line"
+    );
+    let mut terminal = Terminal::with(&site, &script);
+    let lockkit: i32 = terminal.shell.line().parse().unwrap();
+    for file in site.lock_files() {
+        std::fs::remove_file(file).unwrap();
+    }
+    crate::tool::eventually("lockkit ends, or is stopped", || {
+        let state = crate::tool::state(lockkit);
+        assert_ne!(state, Some('T'), "lockkit is stopped");
+        state.is_none_or(|state| state == 'Z').then_some(())
+    });
+    assert_eq!(terminal.shell.line(), "123");
+}
+
 #[test]
 fn ctrl_c_reaches_the_command_once() {
     let site = Site::new();

@@ -198,6 +198,13 @@ pub(crate) fn state(pid: i32) -> Option<char> {
     stat(pid, 0)?.chars().next()
 }
 
+/// That nothing happens is the condition. lockkit waits for 50 ms before it stops.
+#[cfg(target_os = "linux")]
+pub(crate) fn is_not_stopped_soon(pid: i32) {
+    thread::sleep(Duration::from_millis(300));
+    assert_ne!(state(pid), Some('T'), "it is stopped");
+}
+
 #[cfg(target_os = "linux")]
 pub(crate) fn parent(pid: i32) -> Option<i32> {
     stat(pid, 1)?.parse().ok()
