@@ -74,8 +74,9 @@ use crate::{
     spi::{Backend, BackendInfo, Mode},
 };
 
-/// The time for which the runtime outlives its last handle, to finish the releases that are under way.
-const DRAIN: Duration = AcquireOptions::DEFAULT_TTL;
+/// The most time for which the runtime outlives its last handle, to finish the releases that are under way. Each of them ends by itself, at the
+/// latest when the lease of its hold is over.
+const DRAIN: Duration = AcquireOptions::MAX_DURATION;
 
 /// A blocking client of one lock server. Clone it freely: clones share the connection, the local queues and the
 /// background thread.

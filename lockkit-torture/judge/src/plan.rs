@@ -107,18 +107,18 @@ fn may_be_over(epoch: &Epoch, hold: &Hold, granted: Moment) -> bool {
 
 /// Says whether its holder had not been told yet that others were let in, by what had happened before they were.
 fn is_superseded(epoch: &Epoch, holds: &[&Hold], hold: &Hold) -> bool {
-    let Some(((granted, held), (_, token))) = hold.certain().zip(hold.granted) else {
+    let Some(((granted, last), (_, token))) = hold.certain().zip(hold.granted) else {
         return false;
     };
     epoch.ends.iter().filter(|end| end.is_of(hold)).any(|end| {
-        let in_time = end.told_by(hold).is_some_and(|by| held <= by);
+        let in_time = end.told_by(hold).is_some_and(|by| last <= by);
         if hold.asked > end.until || !in_time {
             return false;
         }
         let beside = holds.iter().filter(|other| {
             let together = other
                 .certain()
-                .is_some_and(|(from, until)| from <= held && granted <= until);
+                .is_some_and(|(from, until)| from <= last && granted <= until);
             together && other.id != hold.id && (hold.is_exclusive() || other.is_exclusive())
         });
         let mut higher = beside
@@ -130,14 +130,14 @@ fn is_superseded(epoch: &Epoch, holds: &[&Hold], hold: &Hold) -> bool {
 
 /// The moment from which on the server may have ended the hold, although its holder was seen to hold later.
 fn may_end(epoch: &Epoch, hold: &Hold) -> Option<Moment> {
-    let (granted, held) = hold.certain()?;
+    let (granted, last) = hold.certain()?;
     // No reply takes longer than a lease.
     let earliest = hold.asked.max(granted.saturating_sub(hold.ttl));
     let excuses = |end: &&End| {
         let kept = if hold.is_kept { hold.ttl } else { 0 };
         let by = end.told_by(hold).map(|by| by.saturating_add(kept));
-        let is_here = end.is_of(hold) && earliest <= end.until && end.from <= held;
-        is_here && by.is_some_and(|by| held <= by)
+        let is_here = end.is_of(hold) && earliest <= end.until && end.from <= last;
+        is_here && by.is_some_and(|by| last <= by)
     };
     let ends = epoch.ends.iter().filter(excuses);
     ends.map(|end| end.from.max(hold.asked)).min()
@@ -155,10 +155,10 @@ impl Ends {
     fn of(epoch: &Epoch, holds: &[&Hold]) -> Self {
         let (mut all, mut exclusive) = (Vec::new(), Vec::new());
         for hold in holds.iter().filter(|hold| may_end(epoch, hold).is_none()) {
-            let Some((_, held)) = hold.certain() else { continue };
-            all.push(held);
+            let Some((_, last)) = hold.certain() else { continue };
+            all.push(last);
             if hold.is_exclusive() {
-                exclusive.push(hold.downgraded.map_or(held, |at| at.min(held)));
+                exclusive.push(hold.downgraded.map_or(last, |at| at.min(last)));
             }
         }
         all.sort_unstable();
