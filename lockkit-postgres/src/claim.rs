@@ -331,7 +331,7 @@ impl PostgresClaim {
         match (activity, self.request.mode) {
             (Activity::Trying, Mode::Exclusive | Mode::Shared) => {
                 if let Some(token) = value::<i64>(reply, 0, 0)? {
-                    return Ok(self.locked(session, self.keys.queue, token));
+                    return self.locked(session, self.keys.queue, token);
                 }
                 if patience.is_zero() {
                     return Ok(Next::Taken);
@@ -343,7 +343,7 @@ impl PostgresClaim {
             }
             (Activity::Waiting, _) => {
                 let token = value::<i64>(reply, 0, 0)?.ok_or_else(unexpected)?;
-                Ok(self.locked(session, self.keys.queue, token))
+                self.locked(session, self.keys.queue, token)
             }
             (Activity::Trying | Activity::Looking, Mode::Permits(_)) => {
                 self.looked(session, activity, reply, patience)
@@ -429,7 +429,7 @@ impl PostgresClaim {
                 .and_then(|index| self.permits.get(index))
                 .copied()
                 .ok_or_else(unexpected)?;
-            return Ok(self.locked(session, key, token));
+            return self.locked(session, key, token);
         }
         match activity {
             Activity::Trying if patience.is_zero() => Ok(Next::Taken),
@@ -452,19 +452,26 @@ impl PostgresClaim {
     }
 
     /// Has this key, with this first token. A reply that is read late may be about a lock that was lost since.
-    fn locked(&mut self, session: &mut Session, key: i64, token: i64) -> Next {
-        let token = token.unsigned_abs();
+    /// # Errors
+    /// If the server has drawn no token that later ones can be above.
+    fn locked(&mut self, session: &mut Session, key: i64, token: i64) -> Result<Next> {
         let tokens = self.request.tokens.get().min(TOKENS_PER_GRANT);
+        let last = token.checked_add(i64::from(tokens) - 1);
+        let (1.., Some(last)) = (token, last) else {
+            let why =
+                format!("the server has drawn {token} from the sequence lockkit.token, which is no token");
+            return Err(Error::permanent(NAME, "acquire", why));
+        };
         let hold = Hold {
             key,
-            token,
-            last: token + u64::from(tokens) - 1,
+            token: token.unsigned_abs(),
+            last: last.unsigned_abs(),
         };
         self.granted = Instant::now();
         if self.sent.elapsed() > self.length() / 3 {
-            return Next::Goes(self.prove(session, hold));
+            return Ok(Next::Goes(self.prove(session, hold)));
         }
-        Next::Holds(hold)
+        Ok(Next::Holds(hold))
     }
 
     /// Has the session prove that it lives, and with it the lock.

@@ -1,11 +1,11 @@
 //! Errors of the server and of connections to it, as errors of the core.
 
-use std::io;
+use std::{borrow::Cow, io};
 
 use lockkit_core::{BoxError, Error, Result, spi::chain};
 use tokio_postgres::error::{DbError, Severity};
 
-use crate::NAME;
+use crate::{NAME, replies::Misconduct};
 
 /// The server's error codes that matter to a lock.
 pub(crate) mod code {
@@ -23,6 +23,9 @@ pub(crate) mod code {
 /// operators and shutdowns do. A code that has one of `PERMANENT` does not.
 const PASSING: [&str; 5] = ["08", "40", "53", code::LOCK_NOT_AVAILABLE, "57"];
 const PERMANENT: [&str; 1] = [code::PROTOCOL_VIOLATION];
+
+/// The most characters of the server's words that are told.
+const MOST_WORDS: usize = 500;
 
 /// The reason why a request has no result.
 #[derive(Debug, thiserror::Error)]
@@ -104,8 +107,11 @@ pub(crate) fn failed(operation: &'static str, failure: Failure) -> Error {
                 if let Some(reason) = cause.and_then(crate::tls::refusal) {
                     return Error::permanent(NAME, operation, reason);
                 }
-                // Neither a login without a password nor a value of another type passes.
-                error.is_closed() || cause.is_some()
+                if let Some(reason @ Misconduct::WantsPassword) = cause.and_then(Misconduct::of) {
+                    return Error::permanent(NAME, operation, reason);
+                }
+                // Neither a login without a password nor one without a proof passes, nor a value of another type.
+                error.is_closed() || cause.is_some() && !is_about_the_login(error)
             }
         },
     };
@@ -130,7 +136,7 @@ fn cause(operation: &'static str, failure: Failure) -> BoxError {
     };
     let text = match library.as_db_error() {
         Some(error) => {
-            let (code, message) = (error.code().code(), error.message());
+            let (code, message) = (error.code().code(), shortened(error.message()));
             match advice(code) {
                 Some(advice) => format!("{code} {message} ({advice})"),
                 None => format!("{code} {message}"),
@@ -150,6 +156,14 @@ fn cause(operation: &'static str, failure: Failure) -> BoxError {
     }
 }
 
+/// Returns the server's words, as far as somebody is to read them.
+fn shortened(words: &str) -> Cow<'_, str> {
+    match words.char_indices().nth(MOST_WORDS) {
+        Some((end, _)) => format!("{}…", &words[..end]).into(),
+        None => words.into(),
+    }
+}
+
 fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "28P01" => "check user and password in the URL",
@@ -164,6 +178,12 @@ fn advice(code: &str) -> Option<&'static str> {
         "57P03" => "wait until it is up",
         _ => return None,
     })
+}
+
+/// Returns `true` if the server asks for what this client has not, or has not proven that it knows the password.
+fn is_about_the_login(error: &tokio_postgres::Error) -> bool {
+    // The library does not tell in another way.
+    error.to_string().starts_with("authentication error")
 }
 
 fn io_cause(error: &tokio_postgres::Error) -> Option<&io::Error> {

@@ -31,6 +31,7 @@ mod fenced;
 mod inspect;
 mod layout;
 mod list;
+mod replies;
 mod schema;
 mod server;
 mod session;

@@ -1,12 +1,9 @@
-//! The bytes of a connection, and the process that the server says it is.
+//! The bytes of a connection.
 
 use std::{
     io,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicI32, Ordering},
-    },
+    sync::{Arc, atomic::AtomicI32},
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -21,16 +18,17 @@ use crate::{
     config::{Address, SslMode},
     connection::Options,
     error::Failure,
+    replies::Replies,
 };
 
 pub(crate) trait Bytes: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Bytes for T {}
 
-/// A connection's bytes. The client library keeps to itself which process the server said it is, so it is read on the way.
+/// A connection's bytes, of which those of the server pass if they keep to the bounds.
 pub(crate) struct Stream {
     bytes: Box<dyn Bytes>,
-    greeting: Option<Greeting>,
+    replies: Replies,
 }
 
 /// The request for an encrypted connection: its length, and the number that stands for it.
@@ -61,8 +59,11 @@ impl Stream {
             },
         };
         let process = Arc::new(AtomicI32::new(0));
-        let greeting = Some(Greeting::new(process.clone()));
-        Ok((Self { bytes, greeting }, process))
+        // Others than the server's account may listen at its port while it is down, but not in its directory.
+        let is_trusted = matches!(options.address, Address::Socket(_))
+            || matches!(options.ssl_mode, SslMode::VerifyCa | SslMode::VerifyFull);
+        let replies = Replies::new(process.clone(), is_trusted);
+        Ok((Self { bytes, replies }, process))
     }
 }
 
@@ -128,55 +129,6 @@ async fn shake_hands(_: &Options, _: &str, _: TcpStream) -> Result<Box<dyn Bytes
     std::future::ready(Err(Failure::Ended)).await
 }
 
-/// Reads the messages up to the one that has the id of the server's process. Each is a letter, a length that counts itself, and so many
-/// bytes.
-struct Greeting {
-    process: Arc<AtomicI32>,
-    /// The message under way, as far as it is of interest.
-    begun: Vec<u8>,
-    /// The bytes of a message that are still to come and of no interest.
-    skipped: usize,
-}
-
-impl Greeting {
-    const KEY: u8 = b'K';
-    const READY: u8 = b'Z';
-
-    fn new(process: Arc<AtomicI32>) -> Self {
-        Self {
-            process,
-            begun: Vec::new(),
-            skipped: 0,
-        }
-    }
-
-    /// Returns `true` once there is nothing more to read.
-    fn read(&mut self, bytes: &[u8]) -> bool {
-        for &byte in bytes {
-            if self.skipped > 0 {
-                self.skipped -= 1;
-                continue;
-            }
-            self.begun.push(byte);
-            match self.begun[..] {
-                [Self::KEY, _, _, _, _, a, b, c, d] => {
-                    self.process
-                        .store(i32::from_be_bytes([a, b, c, d]), Ordering::Release);
-                    return true;
-                }
-                [Self::READY, _, _, _, _] => return true,
-                [kind, a, b, c, d] if kind != Self::KEY => {
-                    let length = u32::from_be_bytes([a, b, c, d]);
-                    self.skipped = usize::try_from(length).unwrap_or(0).saturating_sub(4);
-                    self.begun.clear();
-                }
-                _ => {}
-            }
-        }
-        false
-    }
-}
-
 impl AsyncRead for Stream {
     fn poll_read(
         self: Pin<&mut Self>,
@@ -186,18 +138,17 @@ impl AsyncRead for Stream {
         let this = self.get_mut();
         let before = buffer.filled().len();
         ready!(Pin::new(&mut this.bytes).poll_read(cx, buffer))?;
-        if let Some(greeting) = &mut this.greeting
-            && greeting.read(&buffer.filled()[before..])
-        {
-            this.greeting = None;
-        }
+        this.replies.look_at(&buffer.filled()[before..])?;
         Poll::Ready(Ok(()))
     }
 }
 
 impl AsyncWrite for Stream {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().bytes).poll_write(cx, bytes)
+        let this = self.get_mut();
+        let written = ready!(Pin::new(&mut this.bytes).poll_write(cx, bytes))?;
+        this.replies.note_request();
+        Poll::Ready(Ok(written))
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -206,28 +157,5 @@ impl AsyncWrite for Stream {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.get_mut().bytes).poll_shutdown(cx)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_process_is_read_however_the_bytes_arrive() {
-        // An authentication, a parameter, the key, and that the server is ready.
-        let mut bytes = vec![b'R', 0, 0, 0, 8, 0, 0, 0, 0];
-        bytes.extend([b'S', 0, 0, 0, 8, b'K', 0, b'Z', 0]);
-        bytes.extend([b'K', 0, 0, 0, 12, 0, 0, 0x30, 0x39, 1, 2, 3, 4]);
-        bytes.extend([b'Z', 0, 0, 0, 5, b'I']);
-        for size in 1..=bytes.len() {
-            let process = Arc::new(AtomicI32::new(0));
-            let mut greeting = Greeting::new(process.clone());
-            assert!(bytes.chunks(size).any(|chunk| greeting.read(chunk)), "{size}");
-            assert_eq!(process.load(Ordering::Acquire), 12_345, "{size}");
-        }
-        let process = Arc::new(AtomicI32::new(0));
-        assert!(Greeting::new(process.clone()).read(&[b'Z', 0, 0, 0, 5, b'I']));
-        assert_eq!(process.load(Ordering::Acquire), 0, "it was not said");
     }
 }

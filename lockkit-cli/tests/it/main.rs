@@ -11,6 +11,7 @@ mod jobs;
 mod limits;
 mod listing;
 mod losing;
+mod rogues;
 mod servers;
 mod signals;
 mod terminal;

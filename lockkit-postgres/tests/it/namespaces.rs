@@ -237,10 +237,10 @@ fn faults(server: &PgServer, database: &str, session: &str) -> Vec<String> {
     let is_apart = database == THEIRS;
     let mut faults = Vec::new();
     for attempt in ATTEMPTS {
-        let (expected, from) = match is_apart {
-            true if attempt.is_from_own => (attempt.apart, OURS),
-            true => (attempt.apart, database),
-            false => (attempt.in_common, database),
+        let (expected, from) = match (is_apart, attempt.is_from_own) {
+            (true, true) => (attempt.apart, OURS),
+            (true, false) => (attempt.apart, database),
+            (false, _) => (attempt.in_common, database),
         };
         for sql in attempt.sql {
             let mut sql = sql.replace("SESSION", session);
