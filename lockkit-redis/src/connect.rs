@@ -29,7 +29,7 @@ use tokio::{
 };
 
 #[cfg(feature = "tls")]
-use crate::certificates;
+use crate::certificates::{self, Trust};
 use crate::{
     config::{Address, RedisConfig, is_path, shown},
     connection_io::{ConnectionIo, IoHandle},
@@ -51,8 +51,8 @@ pub(crate) type OnPush = Arc<dyn Fn(PushInfo) + Send + Sync>;
 /// A new connection, ready for use.
 pub(crate) struct Established {
     pub(crate) stream: MultiplexedConnection,
-    /// Runs the I/O of the connection. `None` if the client library has a task for that, as it does over TLS.
-    pub(crate) io: Option<IoHandle>,
+    /// Runs the I/O of the connection.
+    pub(crate) io: IoHandle,
     pub(crate) intake: Arc<Intake>,
     pub(crate) server: ServerInfo,
 }
@@ -60,7 +60,7 @@ pub(crate) struct Established {
 /// A connection after the login.
 struct Opened {
     stream: MultiplexedConnection,
-    io: Option<IoHandle>,
+    io: IoHandle,
     intake: Arc<Intake>,
 }
 
@@ -150,7 +150,7 @@ pub(crate) struct Connector {
     connection_io: OnceLock<ConnectionIo>,
     unencrypted: Unencrypted,
     #[cfg(feature = "tls")]
-    certificates: Option<redis::TlsCertificates>,
+    trust: Option<Trust>,
 }
 
 impl Connector {
@@ -158,13 +158,7 @@ impl Connector {
     pub(crate) fn new(config: &RedisConfig) -> Result<Self> {
         let address = config.address()?;
         #[cfg(feature = "tls")]
-        let certificates = certificates::read(config)?;
-        #[cfg(feature = "tls")]
-        if address.tls {
-            // Without a default, rustls panics in a program whose crates bring several providers. A default that the program
-            // has set stays.
-            let _ = rustls::crypto::ring::default_provider().install_default();
-        }
+        let trust = address.tls.then(|| Trust::new(config)).transpose()?;
         Ok(Self {
             address,
             sentinel: config.sentinel.clone(),
@@ -175,7 +169,7 @@ impl Connector {
             connection_io: OnceLock::new(),
             unencrypted: Unencrypted::default(),
             #[cfg(feature = "tls")]
-            certificates,
+            trust,
         })
     }
 
@@ -366,18 +360,11 @@ impl Connector {
 
     /// Opens a connection and logs in, as the user of the URL if `as_user`.
     async fn open(&self, host: &str, port: u16, db: i64, as_user: bool, on_push: &OnPush) -> Result<Opened> {
-        let address = if self.address.tls {
-            ConnectionAddr::TcpTls {
-                host: host.to_owned(),
-                port,
-                insecure: false,
-                tls_params: None,
-            }
-        } else {
-            ConnectionAddr::Tcp(host.to_owned(), port)
-        };
         let connecting = |error| failed("connect", error);
-        let info = address.into_connection_info().map_err(connecting)?;
+        // Only for the settings: the stream is opened here, whatever the address.
+        let info = ConnectionAddr::Tcp(host.to_owned(), port)
+            .into_connection_info()
+            .map_err(connecting)?;
         let mut settings = info
             .redis_settings()
             .clone()
@@ -407,45 +394,29 @@ impl Connector {
                 on_push(push);
                 Ok(())
             });
-        // Over TLS, the client library runs the connection in a task of its own.
-        if !self.address.tls {
-            let unreachable = |error: io::Error| connecting(error.into());
-            if is_path(host) {
-                let stream = socket_at(host).await.map_err(unreachable)?;
-                return self.log_in(stream, &settings, config, intake).await;
-            }
-            let stream = stream_to(host, port, &tcp).await.map_err(unreachable)?;
-            if as_user && self.address.password.is_some() {
-                let instead = match self.quarantine {
-                    None => "rediss://",
-                    Some(_) => "tls=true",
-                };
-                let peer = stream.peer_addr().ok();
-                self.unencrypted.note(NAME, &shown(host, port), peer, instead);
-            }
+        let unreachable = |error: io::Error| connecting(error.into());
+        if is_path(host) {
+            let stream = socket_at(host).await.map_err(unreachable)?;
             return self.log_in(stream, &settings, config, intake).await;
         }
-        let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
+        let stream = stream_to(host, port, &tcp).await.map_err(unreachable)?;
         #[cfg(feature = "tls")]
-        let client = match &self.certificates {
-            Some(certificates) => redis::Client::build_with_tls(info, certificates.clone()),
-            None => redis::Client::open(info),
-        };
-        #[cfg(not(feature = "tls"))]
-        let client = redis::Client::open(info);
-        let stream = client
-            .map_err(connecting)?
-            .get_multiplexed_async_connection_with_config(&config)
-            .await
-            .map_err(login_failed)?;
-        Ok(Opened {
-            stream,
-            io: None,
-            intake,
-        })
+        if let Some(trust) = &self.trust {
+            let stream = trust.shake_hands(&shown(host, port), stream).await?;
+            return self.log_in(stream, &settings, config, intake).await;
+        }
+        if as_user && self.address.password.is_some() {
+            let instead = match self.quarantine {
+                None => "rediss://",
+                Some(_) => "tls=true",
+            };
+            let peer = stream.peer_addr().ok();
+            self.unencrypted.note(NAME, &shown(host, port), peer, instead);
+        }
+        self.log_in(stream, &settings, config, intake).await
     }
 
-    /// Logs in on a stream without TLS, whose I/O runs here.
+    /// Logs in on a stream, whose I/O runs here.
     async fn log_in(
         &self,
         stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -458,11 +429,7 @@ impl Connector {
             .await
             .map_err(|error| login_failed(intake.explain(error)))?;
         let io = self.connection_io.get_or_init(ConnectionIo::start).run(io);
-        Ok(Opened {
-            stream,
-            io: Some(io),
-            intake,
-        })
+        Ok(Opened { stream, io, intake })
     }
 }
 

@@ -6,7 +6,7 @@
 //! so that nothing which is still on its way there takes effect later.
 
 use std::{
-    fmt, io,
+    fmt,
     pin::{Pin, pin},
     sync::{
         Arc, OnceLock, Weak,
@@ -108,9 +108,6 @@ pub(crate) struct Connection {
     sent: AtomicU64,
     /// The number of the last request that was answered. Replies come in the order of the requests.
     answered: AtomicU64,
-    /// True once another connection has taken its place and its requests are to end. Only for a connection without `io`, which is
-    /// one over TLS: [`IoHandle::end`] ends the requests of the others.
-    replaced: watch::Sender<bool>,
     /// The time in ms for which requests under way may keep the server from answering others.
     held_up: AtomicU64,
 }
@@ -354,25 +351,11 @@ impl Connection {
     async fn reply<T>(&self, request: Pin<&mut impl Future<Output = RedisResult<T>>>) -> RedisResult<T> {
         let number = self.sent.fetch_add(1, Ordering::Relaxed) + 1;
         let sent = Instant::now();
-        let reply = match &self.established.io {
-            // One task reads the replies of all masters, and wakes the claim that asked them once.
-            Some(_) if self.server().is_voter() => request.await,
-            Some(io) => io.drive(request).await,
-            None => {
-                let mut replaced = self.replaced.subscribe();
-                let error =
-                    || io::Error::new(io::ErrorKind::ConnectionReset, "the connection was replaced").into();
-                // A reply that has come counts, also if the connection is replaced at the same moment.
-                if *replaced.borrow() {
-                    Err(error())
-                } else {
-                    tokio::select! {
-                        biased;
-                        reply = request => reply,
-                        _ = replaced.wait_for(|replaced| *replaced) => Err(error()),
-                    }
-                }
-            }
+        // One task reads the replies of all masters, and wakes the claim that asked them once.
+        let reply = if self.server().is_voter() {
+            request.await
+        } else {
+            self.established.io.drive(request).await
         };
         if reply.is_ok() {
             self.last_answered.note(sent);
@@ -384,12 +367,7 @@ impl Connection {
 
     /// Ends all requests that wait for a reply. The server may be gone without a word.
     fn end_requests(&self) {
-        match &self.established.io {
-            Some(io) => io.end(),
-            None => {
-                self.replaced.send_replace(true);
-            }
-        }
+        self.established.io.end();
     }
 
     fn hold_up(&self, within: Duration) -> HeldUp<'_> {
@@ -514,7 +492,6 @@ impl Supervisor {
             last_answered,
             sent: AtomicU64::new(0),
             answered: AtomicU64::new(0),
-            replaced: watch::Sender::new(false),
             held_up: AtomicU64::new(0),
         })
     }

@@ -24,6 +24,8 @@ use tokio::{
 const TURN: usize = 16 * 1024;
 /// The most bytes for one request. A semaphore with ten thousand holders is described in less than half of it.
 const MOST: usize = 8 * 1024 * 1024;
+/// The bytes for which a line counts beside its own: a value has one or two, and takes more in memory than on the wire.
+const PER_LINE: usize = 40;
 /// The most pushes for one request. Whoever is told something asks next, within a turn or so. Only a client that does nothing any more, and
 /// once watched a lock, comes to see so many of an honest server, after a long time. It loses nothing with the connection.
 const MOST_PUSHES: usize = 10_000;
@@ -37,8 +39,7 @@ const ENDLESS: &str = "the server sends pushes without end that nobody asked for
 /// The account of what a server sends on one connection.
 #[derive(Debug, Default)]
 pub(crate) struct Intake {
-    /// The number of bytes since the last request was written, or the last reply or push was complete. The client library may still keep
-    /// them.
+    /// The number of bytes since the last request was written, or the last reply was complete. The client library may still keep them.
     kept: AtomicUsize,
     /// The number of pushes since the last request was written.
     pushes: AtomicUsize,
@@ -50,7 +51,6 @@ pub(crate) struct Intake {
 impl Intake {
     /// Notes that a push is complete.
     pub(crate) fn note_push(&self) {
-        self.kept.store(0, Ordering::Relaxed);
         if self.pushes.fetch_add(1, Ordering::Relaxed) >= MOST_PUSHES {
             self.excess.get_or_init(|| ENDLESS);
         }
@@ -101,11 +101,13 @@ impl Intake {
         is_one
     }
 
-    fn note_read(&self, bytes: usize) {
+    fn note_read(&self, bytes: &[u8]) {
+        let lines = bytes.iter().filter(|byte| **byte == b'\n').count();
+        let weight = bytes.len() + lines * PER_LINE;
         let kept = self
             .kept
-            .fetch_add(bytes, Ordering::Relaxed)
-            .saturating_add(bytes);
+            .fetch_add(weight, Ordering::Relaxed)
+            .saturating_add(weight);
         if kept > MOST {
             self.excess.get_or_init(|| TOO_MUCH);
         }
@@ -188,12 +190,12 @@ impl<S: AsyncRead + Unpin> AsyncRead for BoundedStream<S> {
             return Poll::Pending;
         }
         this.note(part.filled());
+        this.intake.note_read(part.filled());
         buf.advance(read);
         this.left -= read;
         if this.left == 0 {
             this.others = Some(this.runtime.spawn(yield_now()));
         }
-        this.intake.note_read(read);
         this.intake.check()?;
         polled
     }

@@ -10,6 +10,7 @@ use tempfile::TempDir;
 use crate::tool::{PATIENCE, lockkit};
 
 mod postgres;
+mod redis;
 
 const PASSWORD: &str = "canary p%ss";
 /// The password as it is in a URL.
