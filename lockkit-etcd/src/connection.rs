@@ -33,10 +33,10 @@ use tonic::{
     client::Grpc,
     metadata::{Ascii, MetadataValue},
 };
-use tonic_prost::ProstCodec;
 
 use crate::{
     NAME,
+    bounded::{BoundedCodec, MAX_ANSWER},
     config::Credentials,
     error::{Failure, Result},
     lock,
@@ -49,8 +49,6 @@ use crate::{
 /// A connection on which nothing is asked shows after these that its member is gone. A server minds more than one question in 5 s.
 const PING_EVERY: Duration = Duration::from_secs(10);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
-/// The largest answer: a queue of some hundred thousand contenders.
-const MAX_ANSWER: usize = 64 << 20;
 /// The first versions, by minor version, in which a leader that comes unstuck ends no lease that was renewed meanwhile.
 const SOUND_SINCE: [(u32, u32); 2] = [(4, 31), (5, 13)];
 
@@ -337,7 +335,7 @@ impl Connection {
         A: Message + Default + 'static,
     {
         let mut grpc = self.grpc().await?;
-        let codec = ProstCodec::<M, A>::default();
+        let codec = BoundedCodec::<M, A>::default();
         let request = request(token, message);
         let answer = grpc.unary(request, PathAndQuery::from_static(path), codec);
         let answer = self.until_ended(async { Ok(answer.await?) }).await?;
@@ -351,7 +349,7 @@ impl Connection {
         S: Stream<Item = M> + Send + 'static,
     {
         let mut grpc = self.grpc().await?;
-        let codec = ProstCodec::<M, A>::default();
+        let codec = BoundedCodec::<M, A>::default();
         let mut request = request(self.token(), messages);
         // The stream of a member that has no leader is ended, rather than silent.
         let metadata = request.metadata_mut();

@@ -22,6 +22,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod backend;
+mod bounded;
 mod claim;
 mod config;
 mod connection;

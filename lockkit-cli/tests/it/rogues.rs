@@ -9,6 +9,7 @@ use tempfile::TempDir;
 
 use crate::tool::{PATIENCE, lockkit};
 
+mod etcd;
 mod postgres;
 mod redis;
 
