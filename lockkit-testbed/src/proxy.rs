@@ -63,6 +63,8 @@ pub enum Mode {
     /// Such a connection stays as it is under every later mode, until its client closes it or
     /// [`Proxy::reset`]. So `HalfOpen` followed by `Pass` is a client that is cut off among others that are not.
     HalfOpen,
+    /// Requests pass at once, and replies one byte each 100 ms, so that whoever waits for the next byte alone waits for very long.
+    Trickle,
     /// Nobody listens: new connections are refused. Existing ones pass.
     Refuse,
 }
@@ -502,6 +504,9 @@ async fn silence(client: Arc<Socket>, shared: Arc<Shared>) {
 
 const CHUNK: usize = 16 * 1024;
 
+/// The pause after each byte of a reply under [`Mode::Trickle`].
+const DRIP: Duration = Duration::from_millis(100);
+
 fn count(traffic: &mut Traffic, bytes: usize) {
     traffic.bytes += bytes as u64;
     traffic.chunks += 1;
@@ -520,7 +525,7 @@ impl Mode {
             (Self::Blackhole | Self::HalfOpen, _) => None,
             (Self::Delay { requests, .. }, Way::Request) => Some(requests),
             (Self::Delay { replies, .. }, Way::Reply) => Some(replies),
-            (Self::Pass | Self::DropReplies | Self::Refuse, _) => Some(Duration::ZERO),
+            (Self::Pass | Self::DropReplies | Self::Trickle | Self::Refuse, _) => Some(Duration::ZERO),
         }
     }
 
@@ -674,7 +679,12 @@ impl<'a> Flow<'a> {
             What::Bytes(bytes, sent) => {
                 // Taken first, so that whoever has received something finds it counted.
                 let mut counts = lock(&self.shared.counts);
-                match self.to.stream.try_write(&bytes[*sent..]) {
+                let mut rest = &bytes[*sent..];
+                if (mode, self.way) == (Mode::Trickle, Way::Reply) {
+                    rest = &rest[..1];
+                    first.at = Instant::now() + DRIP;
+                }
+                match self.to.stream.try_write(rest) {
                     Ok(length) => *sent += length,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     Err(error) => return Err(error),

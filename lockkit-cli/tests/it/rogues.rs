@@ -1,17 +1,19 @@
 //! Servers that answer what no server answers, and the command as their client. It ends in time and says why in a line, takes no more than
 //! a reply is worth, runs nothing, and keeps the password to itself.
 
-use std::{fs, time::Duration};
+use std::{fs, io, time::Duration};
 
 use lockkit_conformance::stall::Stopwatch;
-use lockkit_testbed::Rogue;
+use lockkit_testbed::{Plays, Rogue, Wire};
 use tempfile::TempDir;
+use tokio::net::TcpStream;
 
 use crate::tool::{PATIENCE, lockkit};
 
 mod etcd;
 mod postgres;
 mod redis;
+mod trickle;
 
 const PASSWORD: &str = "canary p%ss";
 /// The password as it is in a URL.
@@ -128,4 +130,13 @@ fn run<T>(work: impl Future<Output = T>) -> T {
 
 fn judged(faults: &[String]) {
     assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+/// Plays from the beginning.
+async fn at_once(client: TcpStream) -> io::Result<Box<dyn Wire>> {
+    Ok(Box::new(client))
+}
+
+async fn start(plays: Plays) -> Rogue {
+    Rogue::start(plays, at_once).await.unwrap()
 }

@@ -527,3 +527,24 @@ async fn it_goes_on_while_the_test_blocks_its_runtime() {
     round_trip(&mut connect(&proxy), "c");
     drop(proxy);
 }
+
+#[test]
+fn replies_trickle_and_requests_do_not() {
+    let (_server, proxy, mut client) = served();
+    proxy.set(Mode::Trickle);
+    let began = Instant::now();
+    send(&mut client, "bcde");
+    until("the request is there", || proxy.counts().requests.bytes == 5);
+    assert!(
+        began.elapsed() < Duration::from_millis(250),
+        "requests pass at once"
+    );
+    expect(&mut client, "bcde");
+    assert!(
+        began.elapsed() >= Duration::from_millis(300),
+        "{:?}",
+        began.elapsed()
+    );
+    proxy.set(Mode::Pass);
+    round_trip(&mut client, "f");
+}
