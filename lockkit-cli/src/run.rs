@@ -61,7 +61,7 @@ pub(crate) fn run(args: Run) -> Result<u8, Failure> {
     // main thread has the command, and ends it in time. There are two, so that one connection does not starve the others.
     let clients = runtime::Builder::new_multi_thread()
         .worker_threads(2)
-        .thread_name(CLIENT)
+        .thread_name("client")
         .enable_all()
         .build()
         .map_err(|error| Failure::because("cannot start", &error))?;
@@ -71,15 +71,12 @@ pub(crate) fn run(args: Run) -> Result<u8, Failure> {
     status
 }
 
-/// The name of the client's threads.
-const CLIENT: &str = "client";
-
-/// From now on, a panic on one of the client's threads is not shown. Some of a client library's are no bug, as where there is no descriptor
-/// left, and the client takes each for an error, which is said as others are.
+/// From now on, a panic is shown on the main thread alone. The others are the client's and its libraries', of which some panic where there
+/// is no descriptor left. The client takes each for an error, which is said as others are.
 fn leave_panics_to_the_client() {
     let show = panic::take_hook();
     panic::set_hook(Box::new(move |panic| {
-        if thread::current().name() != Some(CLIENT) {
+        if thread::current().name() == Some("main") {
             show(panic);
         }
     }));
