@@ -1,8 +1,9 @@
 //! Deployments to torture: private servers, what may befall them, and what that excuses.
 //!
 //! The machine that makes schedules, plays them and judges them is `lockkit_conformance::torture`; docs/torture.md says
-//! what it varies and what it judges.
+//! what it varies and what it judges. [`command`] does the same for `lockkit run`.
 
+pub mod command;
 mod deployment;
 pub mod embedded;
 pub mod etcd;

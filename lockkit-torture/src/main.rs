@@ -1,5 +1,6 @@
 //! `cargo run --release -p lockkit-torture -- redis zk --for 15m --seed 4711 --faults cut,reset`
 
+mod commands;
 mod fleet;
 
 use std::{
@@ -13,17 +14,21 @@ use std::{
     time::Duration,
 };
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use fleet::Fleet;
 use lockkit_conformance::{
     helper::{self, Launch},
     torture::{Campaign, Effort, Failure, Schedule, Torture, Verdict},
 };
 use lockkit_testbed::skipped;
+use lockkit_torture::command::witness;
 
 /// Tortures lockkit's backends on private servers: random schedules, faults, and a judge.
 #[derive(Debug, Parser)]
+#[command(args_conflicts_with_subcommands = true)]
 struct Arguments {
+    #[command(subcommand)]
+    instead: Option<Instead>,
     /// The targets to torture [default: everything that there is a server for]
     targets: Vec<String>,
     /// For how long, each [default: 1m, or until there are so many `--grants` and `--least-faults`]
@@ -64,6 +69,12 @@ struct Arguments {
     history: Option<PathBuf>,
 }
 
+/// What is tortured in the place of the backends.
+#[derive(Debug, Subcommand)]
+enum Instead {
+    Command(commands::Arguments),
+}
+
 /// The bytes of room for the servers of some dozens of deployments.
 const ROOM: u64 = 8 << 30;
 
@@ -74,9 +85,16 @@ fn main() -> ExitCode {
         let served = helper::main(|route| async move { lockkit::connect(&route).await });
         return ExitCode::from(u8::from(served.is_err()));
     }
+    if witness::is_witness() {
+        return witness::main().map_or(ExitCode::FAILURE, ExitCode::from);
+    }
     let arguments = Arguments::parse();
     in_memory();
-    match torture(&arguments) {
+    let done = match &arguments.instead {
+        Some(Instead::Command(arguments)) => commands::torture(arguments),
+        None => torture(&arguments),
+    };
+    match done {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
@@ -161,25 +179,28 @@ fn torture(arguments: &Arguments) -> Fallible<bool> {
     Ok(outcomes.iter().all(fleet::Outcome::is_good))
 }
 
-/// Those that are asked for, or that there are servers for.
-fn targets(arguments: &Arguments) -> Fallible<Vec<String>> {
+/// Those that were asked for, if they are known and there.
+fn checked(targets: &[String]) -> Fallible<Vec<String>> {
     let known = lockkit_torture::TARGETS;
-    if let Some(unknown) = arguments
-        .targets
-        .iter()
-        .find(|name| !known.contains(&name.as_str()))
-    {
+    if let Some(unknown) = targets.iter().find(|name| !known.contains(&name.as_str())) {
         let known = known.join(", ");
         return Err(io::Error::other(format!("there is no target {unknown:?}; there are {known}")).into());
     }
-    for name in &arguments.targets {
+    for name in targets {
         if let (_, Some(missing)) = lockkit_torture::missing(name) {
             return Err(io::Error::other(missing).into());
         }
     }
-    if !arguments.targets.is_empty() {
-        return Ok(arguments.targets.clone());
+    Ok(targets.to_vec())
+}
+
+/// Those that are asked for, or that there are servers for.
+fn targets(arguments: &Arguments) -> Fallible<Vec<String>> {
+    let asked = checked(&arguments.targets)?;
+    if !asked.is_empty() {
+        return Ok(asked);
     }
+    let known = lockkit_torture::TARGETS;
     let there = |target: &&str| {
         let (needs, missing) = lockkit_torture::missing(target);
         !skipped(needs, missing)

@@ -16,4 +16,5 @@ mod servers;
 mod signals;
 mod terminal;
 mod tool;
+mod torture;
 mod zookeeper;
