@@ -291,7 +291,7 @@ async fn many_may_make_the_schema_at_once() {
     }
 }
 
-/// A server that asks for the password itself, and repeats what it is sent.
+/// A server that knows the password, and says it.
 #[tokio::test]
 async fn a_password_that_a_server_repeats_is_not_shown() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -300,9 +300,7 @@ async fn a_password_that_a_server_repeats_is_not_shown() {
         while let Ok((mut client, _)) = listener.accept().await {
             let mut heard = vec![0; 1024];
             let _ = client.read(&mut heard).await;
-            let _ = client.write_all(&[b'R', 0, 0, 0, 8, 0, 0, 0, 3]).await;
-            let length = client.read(&mut heard).await.unwrap_or_default();
-            let password = String::from_utf8_lossy(&heard[5..length.max(6) - 1]).into_owned();
+            let password = "canary p%ss";
             let fields = format!("SFATAL\0VFATAL\0C28P01\0M{password}: {password:?}\0Dcanary%20p%25ss\0\0");
             let size = u32::try_from(fields.len() + 4).unwrap().to_be_bytes();
             let _ = client
