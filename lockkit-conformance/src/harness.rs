@@ -73,9 +73,59 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
         self.ttl() + Duration::from_secs(1)
     }
 
+    /// A new client of the same server, on a way of its own that the suite can cut. `None`, the default, skips the case in which the
+    /// server is away.
+    ///
+    /// # Errors
+    /// Whatever connecting reports; it fails the case.
+    async fn on_a_way(&self) -> Result<Option<(LockClient, Way)>> {
+        Ok(None)
+    }
+
     /// A password or the like in the configuration, which must never show in any message.
     fn secret(&self) -> Option<String> {
         None
+    }
+}
+
+/// The manner in which a client's server is away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Outage {
+    /// Connections are reset, and new ones refused.
+    Refused,
+    /// Nothing is answered, on connections old and new.
+    Silent,
+}
+
+impl Outage {
+    /// Returns `true` if nothing is answered.
+    pub fn is_silent(self) -> bool {
+        self == Self::Silent
+    }
+}
+
+/// A client's way to its server, which is open at first. Dropping it may leave the client cut off.
+pub struct Way(Box<dyn Fn(Option<Outage>) + Send + Sync>);
+
+impl Way {
+    /// Makes a way that is cut, for this outage, and opened again, for `None`, by a function. Has taken effect when it returns.
+    pub fn new(set: impl Fn(Option<Outage>) + Send + Sync + 'static) -> Self {
+        Self(Box::new(set))
+    }
+
+    pub(crate) fn cut(&self, outage: Outage) {
+        (self.0)(Some(outage));
+    }
+
+    pub(crate) fn open(&self) {
+        (self.0)(None);
+    }
+}
+
+impl fmt::Debug for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Way").finish_non_exhaustive()
     }
 }
 

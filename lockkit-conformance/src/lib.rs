@@ -43,7 +43,7 @@ mod suite;
 pub mod torture;
 mod traces;
 
-pub use harness::{Harness, Missing};
+pub use harness::{Harness, Missing, Outage, Way};
 pub use suite::{Case, Report, Suite, Verdict, cases};
 pub use traces::Traces;
 

@@ -143,6 +143,7 @@ macro_rules! __for_each_case {
         names::names_forge_no_line [] "a name with line ends and control sequences shows escaped in every error and trace";
         names::secrets_stay_secret [Secret] "the configuration's secret shows in no Debug output, error or trace";
         waiting::short_timeout_is_prompt [] "a time-out of 200 ms returns in under 500 ms, and says that the lock is taken";
+        waiting::outage_is_never_taken [] "a wait or a try whose server is away at its end is an error; the server's word that it is taken is a time-out";
         waiting::cancelled_wait_is_prompt [] "a blocked wait is cancelled in under a second";
         waiting::counter_is_never_two [] "100 handles of 10 clients on one name: never two inside";
         waiting::nothing_is_left_behind [] "1,000 tries, time-outs and cancelled waits leave nothing on the server";

@@ -186,6 +186,18 @@ impl Proxy {
         self.order(Action::Reset);
     }
 
+    /// Has the server be away: silent, or with every connection reset and new ones refused. `None` ends that.
+    pub fn set_outage(&self, is_silent: Option<bool>) {
+        match is_silent {
+            None => self.set(Mode::Pass),
+            Some(true) => self.set(Mode::Blackhole),
+            Some(false) => {
+                self.set(Mode::Refuse);
+                self.reset();
+            }
+        }
+    }
+
     /// Sets where connections begun from now on lead. Existing ones stay where they are; [`reset`](Self::reset) ends
     /// them.
     pub fn set_upstream(&self, upstream: SocketAddr) {

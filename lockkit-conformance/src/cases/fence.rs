@@ -1,7 +1,7 @@
 //! Tokens that are raised, so that this backend can take the place of another.
 
 use std::{
-    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     time::Duration,
 };
 
@@ -9,7 +9,7 @@ use futures_util::future::{join, join_all};
 use lockkit_core::{Error, FencingToken, LockClient, LockKind, Revocation};
 
 use crate::case_run::{
-    CaseRun, Outcome, PROMPT, Stop, ensure, granted_at_once, granted_within, lasting, look,
+    CaseRun, Outcome, PROMPT, Stop, ensure, eventually, granted_at_once, granted_within, lasting, look,
 };
 
 /// By so much tokens are raised: little, since somebody may use them.
@@ -133,9 +133,13 @@ pub(crate) async fn raised_by_several_at_once(case: &CaseRun) -> Outcome {
 pub(crate) async fn raises_race_acquisitions(case: &CaseRun) -> Outcome {
     const RAISES: usize = 50;
 
+    /// A grant between two raises should take milliseconds.
+    const STANDSTILL: Duration = Duration::from_secs(10);
+
     let raising = case.client().await?;
     let users = [case.client().await?, case.client().await?, case.client().await?];
     let (raised, highest, is_over) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
+    let grants = AtomicUsize::new(0);
     let use_it = users.iter().map(async |client| {
         let lock = case
             .lock_of(client, "a")?
@@ -150,6 +154,7 @@ pub(crate) async fn raises_race_acquisitions(case: &CaseRun) -> Outcome {
                 token > least,
                 "{token} was granted to one who asked once tokens were raised above {least}"
             );
+            grants.fetch_add(1, Ordering::Relaxed);
             guard.release().await?;
         }
         Ok::<_, Stop>(())
@@ -159,6 +164,13 @@ pub(crate) async fn raises_race_acquisitions(case: &CaseRun) -> Outcome {
             let wanted = above(raising.fence().await?, STEP);
             raising.raise_fence(wanted).await?;
             raised.store(wanted.get(), Ordering::Relaxed);
+            // Where a raise awaits nothing, all would be over before the first grant.
+            let before = grants.load(Ordering::Relaxed);
+            let what = format!("somebody is granted the lock after {before} grants");
+            eventually(STANDSTILL, &what, async || {
+                Ok(grants.load(Ordering::Relaxed) > before)
+            })
+            .await?;
         }
         Ok::<_, Stop>(())
     };
@@ -169,7 +181,13 @@ pub(crate) async fn raises_race_acquisitions(case: &CaseRun) -> Outcome {
     };
     let (raised, used) = join(raise, join_all(use_it)).await;
     raised?;
-    used.into_iter().collect()
+    used.into_iter().collect::<Outcome>()?;
+    let grants = grants.into_inner();
+    ensure!(
+        grants >= RAISES,
+        "{grants} grants beside {RAISES} raises: they did not race"
+    );
+    Ok(())
 }
 
 pub(crate) async fn raising_spares_what_is_held(case: &CaseRun) -> Outcome {

@@ -15,6 +15,7 @@ use tokio::{
 };
 
 use crate::{
+    Outage,
     case_run::{
         CaseRun, Outcome, PROMPT, Stop, comes_free, ensure, eventually, failed, granted_at_once,
         granted_within, is_clean, lasting, poll_at_most, within,
@@ -46,6 +47,60 @@ pub(crate) async fn short_timeout_is_prompt(case: &CaseRun) -> Outcome {
     }
     guard.release().await?;
     Ok(())
+}
+
+pub(crate) async fn outage_is_never_taken(case: &CaseRun) -> Outcome {
+    // At its end, what the server said in the beginning is old.
+    const WAIT: Duration = Duration::from_secs(2);
+
+    let Some((client, way)) = case.harness.on_a_way().await? else {
+        return Err(Stop::Skipped("its harness cannot cut a client off".to_owned()));
+    };
+    let guard = granted_at_once("a lock nobody has used", &case.lock("a").await?).await?;
+    let lock = case.lock_of(&client, "a")?;
+    let lock = lock.with_options(lasting().op_timeout(PROMPT));
+    let is_unknown = |error: &Error| error.is_transient() && !error.is_timeout();
+    let says_taken = async || {
+        let waited = lock.acquire_timeout(WAIT).await;
+        ensure!(
+            waited.as_ref().is_err_and(Error::is_timeout),
+            "expected a time-out on a lock that is held, got {waited:?}"
+        );
+        Ok::<_, Stop>(())
+    };
+    says_taken().await?;
+    for outage in [Outage::Refused, Outage::Silent] {
+        let waiting = lock.clone();
+        let waiter = tokio::spawn(async move { waiting.acquire_timeout(WAIT).await });
+        // It has the server's word by then, and waits.
+        sleep(WAIT / 5).await;
+        way.cut(outage);
+        let tried = lock.try_acquire().await;
+        ensure!(
+            tried.as_ref().is_err_and(is_unknown),
+            "expected of a try that it cannot tell, since the server is away ({outage:?}), got {tried:?}"
+        );
+        let what = format!("a wait of {WAIT:?} ends, also with the server away ({outage:?})");
+        let ended = within(WAIT + PROMPT, &what, waiter).await?.map_err(failed)?;
+        ensure!(
+            ended.as_ref().is_err_and(is_unknown),
+            "expected of a wait that it cannot tell, since the server is away at its end ({outage:?}), got {ended:?}"
+        );
+        way.open();
+        let what = format!("the server is back ({outage:?}), and says that the lock is taken");
+        eventually(case.freed_after_death(&client), &what, async || {
+            match lock.try_acquire().await {
+                Ok(None) => Ok(true),
+                Ok(Some(guard)) => Err(failed(format!("granted what another holds: {guard:?}"))),
+                Err(error) if is_unknown(&error) => Ok(false),
+                Err(error) => Err(error.into()),
+            }
+        })
+        .await?;
+    }
+    says_taken().await?;
+    guard.release().await?;
+    comes_free(PROMPT * 10, "the holder has released", &lock).await
 }
 
 pub(crate) async fn cancelled_wait_is_prompt(case: &CaseRun) -> Outcome {

@@ -102,6 +102,7 @@ const TABLE: &[(Mutant, Found)] = &[
     ),
     (Mutant::GrantsWhatIsAsked, By("asked_holder_is_waited_for")),
     (Mutant::TakenIsAnError, By("short_timeout_is_prompt")),
+    (Mutant::OutageIsTaken, By("outage_is_never_taken")),
     (Mutant::LosesItsGrant, By("lost_grant_is_found_again")),
     (
         Mutant::FindsWithNewTokens,

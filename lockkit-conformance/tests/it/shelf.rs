@@ -10,7 +10,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use lockkit_conformance::Harness;
+use lockkit_conformance::{Harness, Outage, Way};
 use lockkit_core::{
     Error, FencingToken, Holder, LockClient, LockKind, LockName, LockState, LossReason, Result,
     spi::{
@@ -18,7 +18,10 @@ use lockkit_core::{
         fence::{MOST, check},
     },
 };
-use tokio::{task::yield_now, time::Instant};
+use tokio::{
+    task::yield_now,
+    time::{Instant, sleep},
+};
 
 /// The defect, named after what the backend does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -30,6 +33,7 @@ pub(crate) enum Mutant {
     GrantsBeforeTheEnd,
     GrantsWhatIsAsked,
     TakenIsAnError,
+    OutageIsTaken,
     LosesItsGrant,
     FindsWithNewTokens,
     FindsWithoutExtending,
@@ -100,6 +104,8 @@ pub(crate) struct Shelf {
     entries: Arc<Mutex<HashMap<String, Entry>>>,
     /// All tokens were raised above this one.
     raised: Arc<AtomicU64>,
+    /// The client's way to it.
+    outage: Arc<Mutex<Option<Outage>>>,
 }
 
 #[derive(Debug, Default)]
@@ -134,11 +140,11 @@ struct ShelfClaim {
 
 impl Shelf {
     pub(crate) fn with(mutant: Mutant) -> Self {
-        let (entries, raised) = (Arc::default(), Arc::default());
         Self {
             mutant,
-            entries,
-            raised,
+            entries: Arc::default(),
+            raised: Arc::default(),
+            outage: Arc::default(),
         }
     }
 
@@ -149,6 +155,9 @@ impl Shelf {
     /// Sends a request, and awaits its reply.
     async fn ask<T>(&self, name: &LockName, act: impl FnOnce(&mut Entry) -> T) -> T {
         yield_now().await;
+        while self.outage.lock().unwrap().is_some() {
+            sleep(Duration::from_millis(2)).await;
+        }
         let reply = self.at_the_server(name, act);
         yield_now().await;
         reply
@@ -404,6 +413,13 @@ impl Claim for ShelfClaim {
         if self.released && self.is(Mutant::EndsWithItsRelease) {
             return Err(Error::permanent("shelf", "acquire", "released"));
         }
+        let outage = *self.shelf.outage.lock().unwrap();
+        match outage {
+            Some(_) if self.is(Mutant::OutageIsTaken) => return Ok(None),
+            Some(Outage::Refused) => return Err(Error::transient("shelf", "acquire", "refused")),
+            // Nobody answers.
+            _ => {}
+        }
         let sent = Instant::now();
         let tokens = self
             .shelf
@@ -508,5 +524,13 @@ impl Claim for ShelfClaim {
 impl Harness for Shelf {
     async fn client(&self) -> Result<LockClient> {
         Ok(LockClient::new(self.clone()))
+    }
+
+    async fn on_a_way(&self) -> Result<Option<(LockClient, Way)>> {
+        let mut behind = self.clone();
+        behind.outage = Arc::default();
+        let outage = behind.outage.clone();
+        let way = Way::new(move |cut| *outage.lock().unwrap() = cut);
+        Ok(Some((LockClient::new(behind), way)))
     }
 }

@@ -3,10 +3,13 @@
 use std::net::SocketAddr;
 
 use async_trait::async_trait;
-use lockkit_conformance::{Harness, Missing};
+use lockkit_conformance::{Harness, Missing, Outage, Way};
 use lockkit_core::{LockClient, Result};
 use lockkit_mysql::{Mode, MySqlConfig};
-use lockkit_testbed::mysql::{Flavour, MySql};
+use lockkit_testbed::{
+    Proxy,
+    mysql::{Flavour, MySql},
+};
 
 use crate::servers::{config, connect, shared};
 
@@ -48,6 +51,13 @@ impl Harness for Server {
 
     async fn connect(&self, url: &str) -> Result<LockClient> {
         connect(self.config(url.parse().expect("an address"))).await
+    }
+
+    async fn on_a_way(&self) -> Result<Option<(LockClient, Way)>> {
+        let proxy = Proxy::start(shared(self.flavour).addr()).expect("a proxy");
+        let client = connect(self.config(proxy.addr())).await?;
+        let way = Way::new(move |outage| proxy.set_outage(outage.map(Outage::is_silent)));
+        Ok(Some((client, way)))
     }
 
     fn secret(&self) -> Option<String> {

@@ -3,11 +3,11 @@
 use std::{ffi::OsString, time::Duration};
 
 use async_trait::async_trait;
-use lockkit_conformance::{Harness, Missing};
+use lockkit_conformance::{Harness, Missing, Outage, Way};
 use lockkit_core::{LockClient, Result};
 use lockkit_redis::{RedisBackend, RedisConfig};
 use lockkit_testbed::{
-    Shared,
+    Proxy, Shared,
     redis::{self, RedisServer},
 };
 
@@ -70,6 +70,18 @@ impl Harness for Server {
         Ok(LockClient::new(
             RedisBackend::connect(RedisConfig::new(url)).await?,
         ))
+    }
+
+    async fn on_a_way(&self) -> Result<Option<(LockClient, Way)>> {
+        let addr = match self {
+            Self::Redis => REDIS.addr(),
+            Self::Valkey => VALKEY.addr(),
+        };
+        let proxy = Proxy::start(addr).unwrap();
+        let url = Self::url(self).replace(&addr.to_string(), &proxy.addr().to_string());
+        let client = self.connect(&url).await?;
+        let way = Way::new(move |outage| proxy.set_outage(outage.map(Outage::is_silent)));
+        Ok(Some((client, way)))
     }
 
     /// No other waiter dies with a holder here.

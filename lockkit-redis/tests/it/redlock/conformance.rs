@@ -1,9 +1,9 @@
 //! Redlock passes the conformance suite.
 
 use async_trait::async_trait;
-use lockkit_conformance::{Harness, Missing};
+use lockkit_conformance::{Harness, Missing, Outage, Way};
 use lockkit_core::{LockClient, Result};
-use lockkit_testbed::{Shared, redis};
+use lockkit_testbed::{Proxy, Shared, redis};
 
 use super::world::{self, World};
 use crate::common::LONG;
@@ -42,6 +42,26 @@ impl Harness for Masters {
         // All masters reply, even if a busy machine delays them.
         config.master_timeout = LONG;
         world::connect(config).await
+    }
+
+    async fn on_a_way(&self) -> Result<Option<(LockClient, Way)>> {
+        let mut url = MASTERS.url();
+        let proxies: Vec<_> = MASTERS
+            .masters
+            .iter()
+            .map(|master| {
+                let proxy = Proxy::start(master.addr()).unwrap();
+                url = url.replace(&master.addr().to_string(), &proxy.addr().to_string());
+                proxy
+            })
+            .collect();
+        let client = self.connect(&url).await?;
+        let way = Way::new(move |outage| {
+            for proxy in &proxies {
+                proxy.set_outage(outage.map(Outage::is_silent));
+            }
+        });
+        Ok(Some((client, way)))
     }
 
     fn secret(&self) -> Option<String> {
