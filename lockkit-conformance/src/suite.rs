@@ -183,6 +183,7 @@ macro_rules! __for_each_case {
         loss::hold_without_lease_stays [NoLease] "a hold without a lease has no deadline and outlasts the ttl";
         loss::max_hold_ends_a_hold [] "a task that hangs keeps a lock for max_hold and a ttl at most, and is told before another is granted";
         loss::ttl_of_a_live_hold [Lease] "set_ttl gives a live hold a shorter and a longer lease, here and at the server";
+        loss::ttl_below_the_least_is_refused [Lease] "a ttl below the least of the backend is InvalidOptions, which names the least, also for a live hold";
         loss::ttl_change_dropped_midway [Lease] "a set_ttl dropped after any poll leaves no lease here that is longer than the server's";
         loss::ttl_without_a_lease_is_unsupported [NoLease] "set_ttl is Unsupported where a hold has no lease";
         detaching::detached_hold_is_adopted [Detach] "a hold that is detached goes on for whoever adopts it, once, with the same token";

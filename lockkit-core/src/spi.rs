@@ -39,8 +39,8 @@ pub use self::{
 #[doc(inline)]
 pub use crate::{__config as config, __words as words};
 use crate::{
-    Capabilities, Error, FencingToken, ListedLock, LockKind, LockName, LockState, LossReason, Result,
-    name::OneLine,
+    AcquireOptions, Capabilities, Error, FencingToken, ListedLock, LockKind, LockName, LockState, LossReason,
+    Result, name::OneLine,
 };
 pub use crate::{suspension::asleep, sync::Mutex};
 
@@ -232,6 +232,9 @@ pub struct BackendInfo {
     pub fallback_poll: Duration,
     /// The longest time that an [`attempt`](Claim::attempt) should block at the server.
     pub max_patience: Duration,
+    /// The shortest ttl that the driver takes, where holds have a lease: with a shorter one, a hold is lost between two renewals though
+    /// nothing is wrong. Not below [`AcquireOptions::MIN_TTL`](crate::AcquireOptions::MIN_TTL), the default.
+    pub least_ttl: Duration,
     /// Its leases stand still while this machine is suspended, since only this machine's monotonic clock counts them. By default
     /// they do not: a server elsewhere goes on counting, and so does the driver where the operating system allows (Linux).
     pub leases_stand_still: bool,
@@ -264,8 +267,8 @@ impl BackendInfo {
         Ok(())
     }
 
-    /// Describes a backend with no capabilities, the default namespace, a fallback poll of 1 s, a patience of 1 s, leases
-    /// that do not stand still, and releases in the background.
+    /// Describes a backend with no capabilities, the default namespace, a fallback poll of 1 s, a patience of 1 s, the least
+    /// ttl that there is, leases that do not stand still, and releases in the background.
     pub fn new(name: &'static str, server: impl Into<Arc<str>>) -> Self {
         Self {
             name,
@@ -275,6 +278,7 @@ impl BackendInfo {
             instead: None,
             fallback_poll: Duration::from_secs(1),
             max_patience: Duration::from_secs(1),
+            least_ttl: AcquireOptions::MIN_TTL,
             leases_stand_still: false,
             releases_at_once: false,
             secrets: Secrets::default(),

@@ -30,6 +30,12 @@ use crate::{
     session::Sessions,
 };
 
+/// The least ttl: with a shorter one, the timers and replies of a machine that is not idle use the lease up.
+const LEAST_TTL: Duration = Duration::from_millis(50);
+
+/// The least ttl with [`Mode::Lease`], where each renewal is a durable write.
+const LEAST_LEASE_TTL: Duration = Duration::from_millis(200);
+
 /// The time between two questions of a waiter whether the server still has it wait.
 const FALLBACK_POLL: Duration = Duration::from_secs(2);
 
@@ -188,6 +194,10 @@ impl Backend for MySqlBackend {
         info.namespace = self.shared.namespace.clone();
         info.secrets = self.shared.secrets.clone();
         info.fallback_poll = FALLBACK_POLL;
+        info.least_ttl = match self.mode {
+            Mode::ForUpdate => LEAST_TTL,
+            Mode::Lease => LEAST_LEASE_TTL,
+        };
         let mut capabilities = Capabilities::default();
         info.instead = (self.mode == Mode::Lease).then_some(ROW_LOCKS_INSTEAD);
         capabilities.shared = self.mode == Mode::ForUpdate;

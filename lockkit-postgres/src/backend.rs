@@ -143,6 +143,7 @@ impl Backend for PostgresBackend {
         info.namespace = self.shared.namespace.clone();
         info.secrets = self.shared.secrets.clone();
         info.fallback_poll = FALLBACK_POLL;
+        info.least_ttl = LEAST_TTL;
         let mut capabilities = Capabilities::default();
         capabilities.fifo = true;
         capabilities.shared = true;
@@ -164,7 +165,6 @@ impl Backend for PostgresBackend {
     }
 
     async fn claim(&self, request: &ClaimRequest) -> Result<Box<dyn Claim>> {
-        check_ttl(request.ttl)?;
         let permits = layout::permits(request.mode);
         if permits > MAX_PERMITS {
             let why =

@@ -26,6 +26,9 @@ use crate::{
     wakeup::Wakeups,
 };
 
+/// The least ttl: with a shorter one, the timers and replies of a machine that is not idle use the lease up.
+const LEAST_TTL: Duration = Duration::from_millis(50);
+
 /// Covers what nothing else does: a waiter is woken by a push, asks when the lease before it ends, and asks after a
 /// reconnection.
 const FALLBACK_POLL: Duration = Duration::from_secs(60);
@@ -159,6 +162,7 @@ impl Backend for RedisBackend {
         info.namespace = self.shared.namespace.clone();
         info.secrets = self.secrets.clone();
         info.fallback_poll = FALLBACK_POLL;
+        info.least_ttl = LEAST_TTL;
         let mut capabilities = Capabilities::default();
         capabilities.fifo = true;
         capabilities.shared = true;

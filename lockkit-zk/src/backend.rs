@@ -48,6 +48,8 @@ const MAX_PERMITS: u32 = 1_000;
 const MAX_LOOKS: usize = 5;
 /// The number of looks for the node of one hold. A downgrade puts another in its place, which happens once.
 const LOOKS_FOR_A_HOLD: usize = 2;
+/// The least ttl: with a shorter one, the timers and replies of a machine that is not idle use the lease up.
+const LEAST_TTL: Duration = Duration::from_millis(50);
 /// The last resort of a waiter, since watches are reliable. Each poll of a waiter takes two small reads.
 const FALLBACK_POLL: Duration = Duration::from_secs(5);
 /// The longest time that connecting takes to find out who else may touch the nodes.
@@ -450,6 +452,7 @@ impl Backend for ZkBackend {
         info.instead = (!is_queue).then_some(QUEUE_INSTEAD);
         info.capabilities = capabilities;
         info.fallback_poll = FALLBACK_POLL;
+        info.least_ttl = LEAST_TTL;
         info
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lockkit_core::{Error, FencingToken, HoldEnd, LockClient, LossReason};
+use lockkit_core::{AcquireOptions, Error, FencingToken, HoldEnd, LockClient, LossReason};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::case_run::{
@@ -467,6 +467,45 @@ pub(crate) async fn ttl_of_a_live_hold(case: &CaseRun) -> Outcome {
             guard.lease_length()
         );
     }
+    guard.release().await?;
+    Ok(())
+}
+
+pub(crate) async fn ttl_below_the_least_is_refused(case: &CaseRun) -> Outcome {
+    let client = case.client().await?;
+    let least = client.info().least_ttl;
+    ensure!(
+        least >= AcquireOptions::MIN_TTL && least <= case.harness.ttl(),
+        "its least ttl is {least:?}, and it is tested with {:?}",
+        case.harness.ttl()
+    );
+    let lock = case.lock_of(&client, "a")?;
+    let (named, below) = (
+        format!("{least:?}"),
+        least.saturating_sub(Duration::from_millis(1)),
+    );
+    let is_refused = |refused: &Error| match refused {
+        Error::InvalidOptions {
+            option: "ttl",
+            reason,
+            ..
+        } => reason.contains(&named),
+        _ => false,
+    };
+    let options = lasting().ttl(below);
+    for options in [options.clone().renew(false), options] {
+        let refused = lock.acquire_with(&options).await;
+        ensure!(
+            refused.as_ref().is_err_and(is_refused),
+            "expected InvalidOptions of `ttl` that names {least:?} for {below:?}, got {refused:?}"
+        );
+    }
+    let guard = granted_at_once("what was refused holds nothing", &lock).await?;
+    let refused = guard.set_ttl(below).await;
+    ensure!(
+        refused.as_ref().is_err_and(is_refused) && guard.is_held(),
+        "expected InvalidOptions of `ttl` that names {least:?} for {below:?}, and a hold that goes on, got {refused:?}"
+    );
     guard.release().await?;
     Ok(())
 }

@@ -73,6 +73,21 @@ impl Core {
         })
     }
 
+    /// Refuses a ttl with which this backend's holds do not last.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOptions`], which names the least ttl.
+    pub(crate) fn check_ttl(&self, ttl: Duration) -> Result<()> {
+        let BackendInfo { name, least_ttl, .. } = &self.info;
+        if ttl >= *least_ttl || !self.info.capabilities.lease {
+            return Ok(());
+        }
+        let reason = format!(
+            "{ttl:?} is below {least_ttl:?}, the least with which a hold on {name} lasts from one renewal to the next"
+        );
+        Err(Error::invalid_option("ttl", reason))
+    }
+
     /// Returns the queue of this lock, which all its handles share.
     pub(crate) fn queue(self: &Arc<Self>, name: LockName, mode: Mode) -> Arc<LockQueue> {
         let mut queues = self.queues.lock();

@@ -362,6 +362,7 @@ impl Hold {
         if !self.request.core().info.capabilities.lease {
             return Err(self.has_one_ttl());
         }
+        self.request.core().check_ttl(ttl)?;
         self.may_be_renewed("set_ttl")
     }
 

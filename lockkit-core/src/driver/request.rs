@@ -61,6 +61,7 @@ impl AcquireRequest {
             None => 0,
         };
         let ttl = options.ttl.unwrap_or(AcquireOptions::DEFAULT_TTL);
+        queue.core.check_ttl(ttl)?;
         if options.renew == Some(false) && options.hold_at_least.is_some_and(|least| least > ttl) {
             let reason = "it is longer than the ttl, for which a hold lasts that is not renewed";
             return Err(Error::invalid_option("hold_at_least", reason));

@@ -30,6 +30,9 @@ use crate::{
     script,
 };
 
+/// The least ttl: with a shorter one, the timers and replies of a machine that is not idle use the lease up.
+const LEAST_TTL: Duration = Duration::from_millis(50);
+
 /// Wake-ups and the end of the lease before make a waiter ask. This poll is for the rest: a client that was woken and died.
 const FALLBACK_POLL: Duration = Duration::from_secs(1);
 
@@ -263,6 +266,7 @@ impl Backend for RedlockBackend {
         info.namespace = self.masters.namespace.clone();
         info.secrets = self.secrets.clone();
         info.fallback_poll = FALLBACK_POLL;
+        info.least_ttl = LEAST_TTL;
         let mut capabilities = Capabilities::default();
         capabilities.shared = true;
         capabilities.notified = true;
