@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use lockkit_core::{
-    DetachedHold, Error, FencingToken, LossReason,
+    AcquireOptions, DetachedHold, Error, FencingToken, LossReason,
     spi::{self, Backend as _, ClaimRequest, OwnerId, Renewal, chain},
 };
 use lockkit_mysql::{Mode, MySqlBackend};
-use lockkit_testbed::mysql::Flavour;
+use lockkit_testbed::{Proxy, eventually, mysql::Flavour};
+use tokio::time::Instant;
 
 use crate::{
     servers::{
@@ -21,6 +22,8 @@ for_each_flavour! {
     an_adoption_that_comes_late_shortens_no_lease
     nothing_is_adopted_at_a_primary_that_is_read_only
     a_demotion_that_is_taken_back_keeps_no_hold_from_its_adopter
+    a_renewal_that_comes_late_frees_nothing_before_its_time
+    a_close_during_a_demotion_leaves_a_job_taken
 }
 
 const TTL: Duration = Duration::from_secs(30);
@@ -70,10 +73,7 @@ async fn an_adoption_that_comes_late_shortens_no_lease(flavour: Flavour) {
     let (addr, mut adoption) = hold_back(server.addr(), "GREATEST(expires").await.unwrap();
     let there = client(addr, Mode::Lease).await;
     let lock = here.lock(&name).unwrap();
-    let guard = lock
-        .acquire_with(&lockkit_core::AcquireOptions::new().ttl(TTL))
-        .await
-        .unwrap();
+    let guard = lock.acquire_with(&AcquireOptions::new().ttl(TTL)).await.unwrap();
     let token = guard.token();
     let mut detached = guard.detach().await.unwrap();
     {
@@ -150,4 +150,66 @@ async fn a_demotion_that_is_taken_back_keeps_no_hold_from_its_adopter(flavour: F
     let adopted = adopting.await.unwrap().unwrap();
     assert!(adopted.is_held());
     adopted.release().await.unwrap();
+}
+
+/// A rest that is hardly longer than the ttl: what a late renewal leaves of it is no allowance for the drift of clocks.
+async fn a_renewal_that_comes_late_frees_nothing_before_its_time(flavour: Flavour) {
+    const LEAST: Duration = Duration::from_millis(33_200);
+
+    let server = shared(flavour);
+    let other = client(server.addr(), Mode::Lease).await;
+    let (addr, mut renewal) = hold_back(server.addr(), "SET expires=").await.unwrap();
+    let here = client(addr, Mode::Lease).await;
+    let name = name("least");
+    let options = AcquireOptions::new().ttl(TTL).hold_at_least(LEAST);
+    let asked = Instant::now();
+    let guard = here.lock(&name).unwrap().acquire_with(&options).await.unwrap();
+    tokio::select! {
+        renewed = guard.renew() => panic!("it was not held back: {renewed:?}"),
+        () = renewal.came() => {}
+    }
+    // Its connection is given up a second later. Until the rest is no longer than the ttl, a late renewal may shorten it.
+    let unconfirmed = guard.release().await.unwrap_err();
+    assert!(unconfirmed.is_transient(), "{unconfirmed}");
+    let left = async || other.inspect(&name).await.unwrap().holders[0].left.unwrap();
+    eventually("the rest is asked for", async || left().await > TTL).await;
+    renewal.deliver().await.unwrap();
+    eventually("the rest is asked for again", async || {
+        left().await + asked.elapsed() >= LEAST
+    })
+    .await;
+    assert!(other.lock(&name).unwrap().try_acquire().await.unwrap().is_none());
+    here.close(Duration::from_secs(10)).await.unwrap();
+    let kept = left().await + asked.elapsed();
+    assert!(kept >= LEAST, "free after {kept:?}");
+}
+
+/// A primary is read-only for a moment, and its client shuts down in that moment.
+async fn a_close_during_a_demotion_leaves_a_job_taken(flavour: Flavour) {
+    const SHORT: Duration = Duration::from_secs(5);
+    const LEAST: Duration = Duration::from_secs(60);
+
+    let server = private(flavour, &[]);
+    let mut admin = Admin::of(&server).await;
+    let proxy = Proxy::start(server.addr()).unwrap();
+    let (here, other) = (
+        client(proxy.addr(), Mode::Lease).await,
+        client(server.addr(), Mode::Lease).await,
+    );
+    let options = AcquireOptions::new().ttl(SHORT).hold_at_least(LEAST);
+    let asked = Instant::now();
+    let guard = here.lock("a").unwrap().acquire_with(&options).await.unwrap();
+    admin.run("SET GLOBAL read_only=1").await;
+    let before = proxy.counts().replies.chunks;
+    drop(guard);
+    let closing = tokio::spawn(async move { here.close(Duration::from_secs(20)).await });
+    eventually("it has been refused", async || {
+        proxy.counts().replies.chunks > before + 1
+    })
+    .await;
+    admin.run("SET GLOBAL read_only=0").await;
+    closing.await.unwrap().unwrap();
+    let left = other.inspect("a").await.unwrap().holders[0].left.unwrap();
+    let kept = left + asked.elapsed();
+    assert!(kept >= LEAST, "free after {kept:?}");
 }
