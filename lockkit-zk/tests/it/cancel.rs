@@ -399,7 +399,8 @@ async fn forgotten_before_its_node_is_asked_for() {
         })
         .await;
         // An attempt may stand still for 10 s, and its session looks with each heartbeat.
-        tokio::time::sleep(Duration::from_millis(12_500)).await;
+        // Nobody sees that it has been given up, so this is twice as long.
+        tokio::time::sleep(Duration::from_secs(20)).await;
         assert!(poll_at_most(1, acquire.as_mut()).await.is_none());
         tokio::time::sleep(Duration::from_millis(300)).await;
         let contenders = match nodes {

@@ -84,7 +84,7 @@ pub(crate) async fn connect(addrs: impl Display) -> LockClient {
 }
 
 pub(crate) async fn patiently(config: ZkConfig) -> LockClient {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_mins(1);
     loop {
         match client(config.clone()).await {
             Err(error) if error.is_transient() && Instant::now() < deadline => {
@@ -218,7 +218,7 @@ pub(crate) fn watcher(guard: &LockGuard) -> JoinHandle<(LossReason, Instant)> {
 
 /// Awaits what should come soon.
 pub(crate) async fn soon<T>(what: &str, work: impl Future<Output = T>) -> T {
-    let limit = Duration::from_secs(20);
+    let limit = Duration::from_mins(1);
     let done = tokio::time::timeout(limit, work).await;
     done.unwrap_or_else(|_| panic!("not within {limit:?}: {what}"))
 }
